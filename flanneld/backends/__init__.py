@@ -1,0 +1,74 @@
+"""Ways of carrying packets between nodes: the plug-in contract and the door plug-ins come through.
+
+A backend decides and never acts. It is built anew when the uplink changes, so it holds no state.
+``docs/backends.md`` shows how to write one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from typing import Protocol
+
+from flanneld.config import Config
+from flanneld.errors import Fatal
+from flanneld.model import IPAddress, Lease, LeaseAttrs, Uplink
+from flanneld.network.resources import Resource
+
+GROUP = "flanneld.backends"
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What a backend may know of its host, and may not reach for by itself."""
+
+    uplink: Uplink
+    #: What this node announced before, if the store still knows it.
+    stored: LeaseAttrs | None
+    #: The MAC of an existing device, None when there is no such device.
+    mac_of: Callable[[str], str | None]
+    #: The device on whose link an address is, None when it is behind a gateway or unreachable.
+    link_to: Callable[[IPAddress], str | None]
+    random_bytes: Callable[[int], bytes]
+
+
+class Backend(Protocol):
+    """Decides what the kernel should hold; never touches it."""
+
+    @property
+    def mtu(self) -> int:
+        """What is left for a container's packet, in bytes."""
+        ...
+
+    def attributes(self) -> LeaseAttrs:
+        """What other nodes must know to reach this one."""
+        ...
+
+    def local(self, own: Lease) -> Iterable[Resource]:
+        """Devices and addresses that are needed even without peers."""
+        ...
+
+    def peer(self, lease: Lease) -> Iterable[Resource]:
+        """What leads to one peer. Raises ``Refused`` when its lease makes no sense."""
+        ...
+
+
+Factory = Callable[[Config, Host], Backend]
+
+
+def load(name: str) -> Factory:
+    """Find the backend that an installed package offers under this name, in any case.
+
+    Raises ``Fatal`` when there is none.
+    """
+    offered: dict[str, EntryPoint] = {e.name: e for e in entry_points(group=GROUP)}
+    entry = offered.get(name.lower())
+    if entry is None:
+        known = ", ".join(sorted(offered)) or "none"
+        raise Fatal(
+            f"unknown backend type {name!r}",
+            f'set Backend.Type in the network config to one of: {known}',
+        )
+    factory: Factory = entry.load()
+    return factory

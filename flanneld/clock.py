@@ -1,0 +1,10 @@
+"""Time that a correction of the wall clock cannot move."""
+
+from __future__ import annotations
+
+import time
+
+
+def now() -> float:
+    """Seconds since boot, time in suspend included: what is left of a lease runs on while a host sleeps."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)

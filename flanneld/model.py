@@ -1,0 +1,166 @@
+"""What flannel knows: this host's uplink, the leases, and the facts a subnet manager reports (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
+from typing import Any, Literal
+
+Family = Literal[4, 6]
+IPAddress = IPv4Address | IPv6Address
+IPNetwork = IPv4Network | IPv6Network
+
+FAMILIES: tuple[Family, ...] = (4, 6)
+
+
+@dataclass(frozen=True, slots=True)
+class Uplink:
+    """The external interface: what carries the packets between the nodes.
+
+    ``address`` is the local address of the interface, ``public_ip`` the one other nodes are told.
+    A family that the network does not use has neither.
+    """
+
+    name: str
+    index: int
+    mtu: int
+    address: IPv4Address | None = None
+    public_ip: IPv4Address | None = None
+    ipv6_address: IPv6Address | None = None
+    public_ipv6: IPv6Address | None = None
+
+    def local(self, family: Family) -> IPAddress | None:
+        return self.address if family == 4 else self.ipv6_address
+
+    def public(self, family: Family) -> IPAddress | None:
+        return self.public_ip if family == 4 else self.public_ipv6
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseAttrs:
+    """What a node announces about itself; ``backend_data`` is decoded JSON, None when absent."""
+
+    public_ip: IPv4Address | None = None
+    public_ipv6: IPv6Address | None = None
+    backend_type: str = ""
+    backend_data: Any = None
+    backend_v6_data: Any = None
+
+    def public(self, family: Family) -> IPAddress | None:
+        return self.public_ip if family == 4 else self.public_ipv6
+
+    def data(self, family: Family) -> Any:
+        return self.backend_data if family == 4 else self.backend_v6_data
+
+
+LeaseKey = tuple[IPv4Network | None, IPv6Network | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """One node's share of the network.
+
+    ``expires`` is in seconds on the boot-time clock (``clock.now``), None for a reservation: a lease
+    that an operator made permanent. ``asof`` is the store's index at which this was true.
+    """
+
+    attrs: LeaseAttrs
+    subnet: IPv4Network | None = None
+    ipv6_subnet: IPv6Network | None = None
+    expires: float | None = None
+    asof: int = 0
+
+    @property
+    def key(self) -> LeaseKey:
+        return (self.subnet, self.ipv6_subnet)
+
+    def net(self, family: Family) -> IPNetwork | None:
+        return self.subnet if family == 4 else self.ipv6_subnet
+
+    def __str__(self) -> str:
+        return name_of(self.key)
+
+
+def name_of(key: LeaseKey) -> str:
+    """A lease key as operators know it: ``10.1.5.0/24`` or ``10.1.5.0/24,fc00::/64``."""
+    return ",".join(str(net) for net in key if net is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """A lease is there, or has new attributes."""
+
+    lease: Lease
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """A lease has gone; the store tells no more than its key."""
+
+    key: LeaseKey
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All leases there are.
+
+    ``unreadable`` are the keys whose value could not be understood: such a lease exists, so
+    whatever was known of it before stays true.
+    """
+
+    leases: tuple[Lease, ...]
+    unreadable: frozenset[LeaseKey] = frozenset()
+
+
+Event = Added | Removed | Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What an event made different: leases that are new or changed, and keys that are gone."""
+
+    put: tuple[Lease, ...] = ()
+    gone: tuple[LeaseKey, ...] = ()
+
+
+@dataclass(slots=True)
+class LeaseTable:
+    """The peers' leases as last reported; our own is left out."""
+
+    own: LeaseKey
+    synced: bool = False
+    _peers: dict[LeaseKey, Lease] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    def __iter__(self) -> Iterator[Lease]:
+        return iter(self._peers.values())
+
+    def apply(self, event: Event) -> Change:
+        """Fold one event in and say what it changed; a mere renewal changes nothing."""
+        match event:
+            case Added(lease):
+                return Change(put=self._put((lease,)))
+            case Removed(key):
+                return Change(gone=self._drop((key,)))
+            case Snapshot(leases, unreadable):
+                self.synced = True
+                there = {lease.key for lease in leases} | unreadable
+                gone = self._drop([key for key in self._peers if key not in there])
+                return Change(put=self._put(leases), gone=gone)
+
+    def _put(self, leases: Iterable[Lease]) -> tuple[Lease, ...]:
+        changed = []
+        for lease in leases:
+            if lease.key == self.own:
+                continue
+            known = self._peers.get(lease.key)
+            self._peers[lease.key] = lease
+            if known is None or known.attrs != lease.attrs:
+                changed.append(lease)
+        return tuple(changed)
+
+    def _drop(self, keys: Iterable[LeaseKey]) -> tuple[LeaseKey, ...]:
+        return tuple(key for key in keys if self._peers.pop(key, None) is not None)

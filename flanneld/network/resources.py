@@ -1,0 +1,113 @@
+"""The nouns: what a kernel can hold for us (pure).
+
+Each resource is a frozen value with a ``key``. Two resources with one key are two opinions about
+the same kernel object; the wanted state is therefore a mapping by key, never a set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+
+from flanneld.model import IPAddress, IPNetwork
+
+
+class Kind(IntEnum):
+    """The kinds of resources, in the order in which they are made; removal goes the other way."""
+
+    LINK = 0
+    ADDRESS = 1
+    NEIGHBOR = 2
+    FDB = 3
+    ROUTE = 4
+
+
+#: The first item is the kind, the rest identifies the object within its kind.
+Key = tuple[object, ...]
+
+#: linux/rtnetlink.h RTPROT_BOOT: what ``ip route add`` leaves, and what Go flannel's routes carry.
+PROTO_BOOT = 3
+#: Marks routes of ours on interfaces that are not ours. Free in iproute2's rt_protos.
+PROTO_FLANNEL = 70
+
+
+@dataclass(frozen=True, slots=True)
+class Vxlan:
+    """A VXLAN device (linux/if_link.h, IFLA_VXLAN_*). ``port`` is the UDP destination port."""
+
+    name: str
+    vni: int
+    parent: int
+    local: IPAddress
+    port: int
+    mac: str
+    mtu: int
+    learning: bool = False
+    gbp: bool = False
+
+    @property
+    def key(self) -> Key:
+        return (Kind.LINK, self.name)
+
+
+#: Devices that we make. A later kind of device joins this union.
+Link = Vxlan
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """An address of a device of ours, always of full length: no connected route comes with it."""
+
+    device: str
+    address: IPAddress
+
+    @property
+    def key(self) -> Key:
+        return (Kind.ADDRESS, self.device, self.address)
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbor:
+    """A permanent ARP or NDP entry."""
+
+    device: str
+    address: IPAddress
+    mac: str
+
+    @property
+    def key(self) -> Key:
+        return (Kind.NEIGHBOR, self.device, self.address)
+
+
+@dataclass(frozen=True, slots=True)
+class FdbEntry:
+    """A permanent forwarding entry of a VXLAN device: frames for ``mac`` go to the host ``remote``."""
+
+    device: str
+    mac: str
+    remote: IPAddress
+
+    @property
+    def key(self) -> Key:
+        return (Kind.FDB, self.device, self.mac)
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A route of the main table with metric 0 (IPv6: the kernel's default metric)."""
+
+    destination: IPNetwork
+    device: str
+    gateway: IPAddress | None = None
+    onlink: bool = False
+
+    @property
+    def key(self) -> Key:
+        return (Kind.ROUTE, self.destination)
+
+
+Resource = Vxlan | Address | Neighbor | FdbEntry | Route
+
+#: What a kernel holds, or should hold.
+State = Mapping[Key, Resource]

@@ -1,0 +1,59 @@
+"""The contract between the daemon and the store in which the cluster keeps its leases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from flanneld.config import Config
+from flanneld.model import Event, IPAddress, Lease, LeaseAttrs, LeaseKey
+
+#: Takes the events of one reading of the store, in order.
+Deliver = Callable[[list[Event]], None]
+
+
+class Cancelled(Exception):
+    """A call ended because ``close`` was called."""
+
+
+class SubnetManager(Protocol):
+    """Where leases come from. Every call may raise ``Retryable``, ``Fatal`` or ``Cancelled``."""
+
+    @property
+    def name(self) -> str:
+        """For the log: which store, where. Never a password."""
+        ...
+
+    def network_config(self) -> Config:
+        """Read the network config. ``Retryable`` when it is missing or wrong."""
+        ...
+
+    def stored(self, public_ip: IPAddress | None) -> LeaseAttrs | None:
+        """What a node with this public IP announced last, if the store still knows."""
+        ...
+
+    def acquire(self, config: Config, attrs: LeaseAttrs, previous: LeaseKey) -> Lease:
+        """Get this node's lease, the one it had before if possible.
+
+        ``previous`` is what ``subnet.env`` remembers, ``(None, None)`` if nothing.
+        """
+        ...
+
+    def renew(self, lease: Lease) -> Lease:
+        """Write the lease with its attributes for another full term; a reservation stays one."""
+        ...
+
+    def watch(self, deliver: Deliver) -> None:
+        """Deliver a ``Snapshot`` and then what changes, until ``close`` (raises ``Cancelled``).
+
+        Survives everything in between: lost connections and lost history end in a new ``Snapshot``.
+        """
+        ...
+
+    def watch_own(self, lease: Lease, deliver: Deliver) -> None:
+        """The same for one lease: ``Added`` when it is written, ``Removed`` when it has gone."""
+        ...
+
+    def close(self) -> None:
+        """End every blocked call within half a second. May be called from any thread, repeatedly."""
+        ...
