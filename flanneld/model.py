@@ -36,6 +36,11 @@ class Uplink:
     def public(self, family: Family) -> IPAddress | None:
         return self.public_ip if family == 4 else self.public_ipv6
 
+    def __str__(self) -> str:
+        pairs = ((self.local(family), self.public(family)) for family in FAMILIES)
+        places = ", ".join(f"{local} announced as {public}" for local, public in pairs if local or public)
+        return f"{self.name}, MTU {self.mtu}, {places}"
+
 
 @dataclass(frozen=True, slots=True)
 class LeaseAttrs:

@@ -12,8 +12,8 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Protocol
 
 from flanneld.config import Config
-from flanneld.errors import Fatal
-from flanneld.model import IPAddress, Lease, LeaseAttrs, Uplink
+from flanneld.errors import Fatal, Refused
+from flanneld.model import Family, IPAddress, Lease, LeaseAttrs, Uplink
 from flanneld.network.resources import Resource
 
 GROUP = "flanneld.backends"
@@ -31,6 +31,10 @@ class Host:
     #: The device on whose link an address is, None when it is behind a gateway or unreachable.
     link_to: Callable[[IPAddress], str | None]
     random_bytes: Callable[[int], bytes]
+
+
+class OtherBackend(Refused):
+    """The lease is sound, but its node runs another backend: nothing can lead there."""
 
 
 class Backend(Protocol):
@@ -72,3 +76,23 @@ def load(name: str) -> Factory:
         )
     factory: Factory = entry.load()
     return factory
+
+
+# ---- what backends ask of a peer's lease --------------------------------------------------------
+
+
+def require_type(lease: Lease, backend_type: str) -> None:
+    """Raises ``OtherBackend`` for the lease of a node that runs another one."""
+    if lease.attrs.backend_type != backend_type:
+        raise OtherBackend(
+            f"{lease} is a {lease.attrs.backend_type or 'nameless'} node, we run {backend_type}",
+            "run one Backend.Type on all nodes",
+        )
+
+
+def peers_public_ip(lease: Lease, family: Family) -> IPAddress:
+    """Raises ``Refused`` when the peer announces none."""
+    public_ip = lease.attrs.public(family)
+    if public_ip is None:
+        raise Refused(f"{lease} announces no public IPv{family} address", "check the peer's --public-ip")
+    return public_ip

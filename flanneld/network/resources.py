@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import ClassVar
 
 from flanneld.model import IPAddress, IPNetwork
 
@@ -36,6 +37,7 @@ PROTO_FLANNEL = 70
 class Vxlan:
     """A VXLAN device (linux/if_link.h, IFLA_VXLAN_*). ``port`` is the UDP destination port."""
 
+    kind: ClassVar[Kind] = Kind.LINK
     name: str
     vni: int
     parent: int
@@ -45,10 +47,30 @@ class Vxlan:
     mtu: int
     learning: bool = False
     gbp: bool = False
+    up: bool = True
 
     @property
     def key(self) -> Key:
-        return (Kind.LINK, self.name)
+        return (self.kind, self.name)
+
+    def __str__(self) -> str:
+        return f"link {self.name} mtu {self.mtu} address {self.mac} vxlan id {self.vni} local {self.local}"
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignLink:
+    """A device under a name that we need, of a make that is none of ours: never wanted, only met."""
+
+    kind: ClassVar[Kind] = Kind.LINK
+    name: str
+    description: str
+
+    @property
+    def key(self) -> Key:
+        return (self.kind, self.name)
+
+    def __str__(self) -> str:
+        return f"link {self.name}, {self.description}"
 
 
 #: Devices that we make. A later kind of device joins this union.
@@ -59,44 +81,57 @@ Link = Vxlan
 class Address:
     """An address of a device of ours, always of full length: no connected route comes with it."""
 
+    kind: ClassVar[Kind] = Kind.ADDRESS
     device: str
     address: IPAddress
 
     @property
     def key(self) -> Key:
-        return (Kind.ADDRESS, self.device, self.address)
+        return (self.kind, self.device, self.address)
+
+    def __str__(self) -> str:
+        return f"address {self.address}/{self.address.max_prefixlen} dev {self.device}"
 
 
 @dataclass(frozen=True, slots=True)
 class Neighbor:
     """A permanent ARP or NDP entry."""
 
+    kind: ClassVar[Kind] = Kind.NEIGHBOR
     device: str
     address: IPAddress
     mac: str
 
     @property
     def key(self) -> Key:
-        return (Kind.NEIGHBOR, self.device, self.address)
+        return (self.kind, self.device, self.address)
+
+    def __str__(self) -> str:
+        return f"neigh {self.address} lladdr {self.mac} dev {self.device}"
 
 
 @dataclass(frozen=True, slots=True)
 class FdbEntry:
     """A permanent forwarding entry of a VXLAN device: frames for ``mac`` go to the host ``remote``."""
 
+    kind: ClassVar[Kind] = Kind.FDB
     device: str
     mac: str
     remote: IPAddress
 
     @property
     def key(self) -> Key:
-        return (Kind.FDB, self.device, self.mac)
+        return (self.kind, self.device, self.mac)
+
+    def __str__(self) -> str:
+        return f"fdb {self.mac} dst {self.remote} dev {self.device}"
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
     """A route of the main table with metric 0 (IPv6: the kernel's default metric)."""
 
+    kind: ClassVar[Kind] = Kind.ROUTE
     destination: IPNetwork
     device: str
     gateway: IPAddress | None = None
@@ -104,10 +139,14 @@ class Route:
 
     @property
     def key(self) -> Key:
-        return (Kind.ROUTE, self.destination)
+        return (self.kind, self.destination)
+
+    def __str__(self) -> str:
+        via = f" via {self.gateway}" if self.gateway else ""
+        return f"route {self.destination}{via} dev {self.device}{' onlink' if self.onlink else ''}"
 
 
-Resource = Vxlan | Address | Neighbor | FdbEntry | Route
+Resource = Vxlan | ForeignLink | Address | Neighbor | FdbEntry | Route
 
 #: What a kernel holds, or should hold.
 State = Mapping[Key, Resource]

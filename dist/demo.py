@@ -1,0 +1,177 @@
+"""A tour of a flannel network on one machine: real daemons, a real etcd, network namespaces for nodes."""
+
+# ruff: noqa: T201  A demonstration prints.
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import re
+import shlex
+import signal
+import sys
+import time
+from contextlib import suppress
+from functools import partial
+
+from tests.lab import CommandError, Container, EtcdError, Lab, Node, own_command, wait_for
+from tests.lab.etcd import PREFIX
+
+BOLD, PLAIN = ("\033[1m", "\033[0m") if sys.stdout.isatty() and "NO_COLOR" not in os.environ else ("", "")
+FAILURES = (AssertionError, CommandError, EtcdError, OSError)
+ROUND_TRIP = re.compile(r"= [\d.]+/([\d.]+)/")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="dist/demo", description=__doc__)
+    parser.add_argument("--backend", choices=["vxlan", "host-gw"], default="vxlan")
+    parser.add_argument("--nodes", type=int, default=3, metavar="N", help="2 to 50; default 3")
+    parser.add_argument("--keep", action="store_true", help="leave the network standing until Ctrl-C")
+    chosen = parser.parse_args()
+    if not 2 <= chosen.nodes <= 50:
+        parser.error("--nodes takes a number from 2 to 50")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with Lab() as lab:
+            tour = Tour(lab, chosen.backend, chosen.nodes)
+            passed = tour.run()
+            if chosen.keep:
+                _keep(lab)
+    except KeyboardInterrupt:
+        return 130
+    except FAILURES as error:
+        print(f"\nFAILED: {error}", file=sys.stderr)
+        return 1
+    print(f"\n{BOLD}{'All is well' if passed else 'Something FAILED, see above'}; cleaned up.{PLAIN}")
+    return 0 if passed else 1
+
+
+class Tour:
+    """The stations of the demonstration, each of which shows something and checks it."""
+
+    def __init__(self, lab: Lab, backend: str, nodes: int) -> None:
+        self.lab = lab
+        self.backend = backend
+        self.number = nodes
+        self.passed = True
+
+    def run(self) -> bool:
+        """Go through all stations; true if every check passed."""
+        try:
+            nodes = self.start()
+            self.show_leases()
+            for node in nodes:
+                self.show_node(node)
+            self.ping_all(nodes)
+            self.measure(nodes[0], nodes[1])
+            self.stop(nodes[-1], nodes[:-1])
+        except FAILURES as error:
+            self.check(False, str(error))
+            for node in self.lab.nodes:
+                headline(f"Log of the daemon on {node.name}")
+                print(node.logs()[-3000:])
+        return self.passed
+
+    def check(self, good: bool, what: str) -> None:
+        self.passed &= good
+        print(f"{'ok' if good else 'FAILED'}: {what}")
+
+    def start(self) -> list[Node]:
+        headline(f"{self.number} nodes, backend {self.backend}, daemon {shlex.join(own_command())}")
+        begin = time.monotonic()
+        nodes = self.lab.cluster({"Type": self.backend}, nodes=self.number)
+        print((self.lab.etcd.get("config") or {})["value"])
+        for node in nodes:
+            print(f"{node.name}: {node.address}, container {node.container().address}")
+        for one, other in itertools.permutations(nodes, 2):
+            one.container().wait_for_reply(other.container())
+        self.check(True, f"all containers reach each other {time.monotonic() - begin:.1f} s after the start")
+        return nodes
+
+    def show_leases(self) -> None:
+        headline(f"Leases in etcd, {PREFIX}/subnets")
+        leases = self.lab.etcd.children("subnets")
+        for lease in leases:
+            print(f"{lease['key'].rpartition('/')[2]}  {lease['value']}  (for {lease.get('ttl')} s)")
+        self.check(len(leases) == self.number, f"{len(leases)} leases for {self.number} nodes")
+
+    def show_node(self, node: Node) -> None:
+        headline(f"Node {node.name}, {node.address}")
+        show(node, "cat", str(node.subnet_file))
+        show(node, "ip", "route")
+        show(node, "ip", "neigh")
+        if self.backend == "vxlan":
+            show(node, "bridge", "fdb", "show", "dev", "flannel.1")
+
+    def ping_all(self, nodes: list[Node]) -> None:
+        headline("Pings from container to container")
+        for one, other in itertools.permutations(nodes, 2):
+            source, target = one.container(), other.container()
+            said = source.run("ping", "-n", "-c", "3", "-i", "0.05", "-W", "1", target.address, check=False)
+            time_taken = ROUND_TRIP.search(said.stdout)
+            self.check(
+                " 0% packet loss" in said.stdout,
+                f"{one.name} {source.address} -> {other.name} {target.address}"
+                f" {time_taken[1] if time_taken else '-'} ms",
+            )
+
+    def measure(self, one: Node, other: Node) -> None:
+        headline(f"TCP throughput, {one.name} to {other.name}, one stream")
+        rate = throughput(one.container(), other.container())
+        self.check(rate > 0, f"{rate / 1e9:.2f} Gbit/s between two containers")
+
+    def stop(self, node: Node, others: list[Node]) -> None:
+        headline(f"The daemon on {node.name} gets SIGTERM")
+        near, far, lost = others[0].container(), node.container(), node.subnet()
+        status, seconds = node.stop()
+        self.check(status == 0, f"it ended with status {status} after {seconds * 1000:.0f} ms")
+        self.check(near.reaches(far), "its containers are still reached: the kernel forwards, not the daemon")
+
+        headline(f"Its lease {lost} is deleted")
+        begin = time.monotonic()
+        self.lab.etcd.delete_lease(lost)
+        for other in others:
+            wait_for(partial(has_forgotten, other, lost), what=f"{other.name} to forget {lost}")
+        self.check(True, f"all others forgot it within {(time.monotonic() - begin) * 1000:.0f} ms")
+        show(others[0], "ip", "route")
+        self.check(not near.reaches(far), f"{others[0].name} no longer reaches {far.address}")
+        for one, other in itertools.permutations(others, 2):
+            good = one.container().reaches(other.container())
+            self.check(good, f"{one.name} still reaches {other.name}")
+
+
+def has_forgotten(node: Node, subnet: str) -> bool:
+    return subnet not in {route["dst"] for route in node.routes()}
+
+
+def throughput(client: Container, server: Container) -> float:
+    """Bits per second that arrive over one TCP stream in two seconds."""
+    server.run("iperf3", "--server", "--one-off", "--daemon")
+    wait_for(lambda: ":5201" in server.run("ss", "-Hltn").stdout, what="iperf3 to listen")
+    said = json.loads(client.run("iperf3", "--json", "--time", "2", "--client", server.address).stdout)
+    return float(said["end"]["sum_received"]["bits_per_second"])
+
+
+def headline(text: str) -> None:
+    print(f"\n{BOLD}== {text}{PLAIN}", flush=True)
+
+
+def show(node: Node, *command: str) -> None:
+    """Run a command on a node and print it with what it says."""
+    print(f"{node.name}# {shlex.join(command)}")
+    print(node.run(*command).stdout.rstrip() or "(nothing)")
+
+
+def _keep(lab: Lab) -> None:
+    headline("The network stands; Ctrl-C takes it down")
+    for node in lab.nodes:
+        print(f"ip netns exec {node.namespace.name} bash    # {node.name}; its files: {node.directory}")
+    sys.stdout.flush()
+    with suppress(KeyboardInterrupt):
+        signal.pause()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

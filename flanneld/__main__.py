@@ -1,0 +1,5 @@
+"""``python -m flanneld``."""
+
+from flanneld.main import main
+
+main()

@@ -1,0 +1,50 @@
+"""host-gw: every node is a gateway on the link that all nodes share; no encapsulation.
+
+Behaves as upstream's backend/hostgw: a route to each peer's subnet through the peer's public IP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flanneld.backends import Host, peers_public_ip, require_type
+from flanneld.config import Config
+from flanneld.errors import Fatal
+from flanneld.model import Lease, LeaseAttrs
+from flanneld.network.resources import Resource, Route
+
+TYPE = "host-gw"
+
+
+class HostGw:
+    """Needs all nodes on one link, and no address translation between them."""
+
+    def __init__(self, config: Config, host: Host) -> None:
+        self._families = config.families
+        self._uplink = host.uplink
+        for family in self._families:
+            local, public = host.uplink.local(family), host.uplink.public(family)
+            if local != public:
+                raise Fatal(
+                    f"host-gw cannot announce {public}: {host.uplink.name} has {local}",
+                    "drop --public-ip, or use the vxlan backend across address translation",
+                )
+
+    @property
+    def mtu(self) -> int:
+        return self._uplink.mtu
+
+    def attributes(self) -> LeaseAttrs:
+        return LeaseAttrs(self._uplink.public_ip, self._uplink.public_ipv6, TYPE)
+
+    def local(self, own: Lease) -> Iterator[Resource]:
+        """Nothing: the uplink is all it takes."""
+        del own
+        return iter(())
+
+    def peer(self, lease: Lease) -> Iterator[Resource]:
+        require_type(lease, TYPE)
+        for family in self._families:
+            subnet = lease.net(family)
+            if subnet is not None:
+                yield Route(subnet, self._uplink.name, peers_public_ip(lease, family))

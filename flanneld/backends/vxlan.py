@@ -1,0 +1,175 @@
+"""vxlan: every node is a VTEP on one VXLAN segment; containers' packets travel in UDP.
+
+What leads to a peer, as the packet meets it: an onlink route to the peer's subnet through the
+subnet's base address, a permanent neighbour entry that gives this address the peer's VTEP MAC, and
+a forwarding entry that sends frames for this MAC to the peer's public IP. All is there before the
+first packet, so the segment needs no multicast and nothing is ever asked or learned.
+
+Lease data, device name and addresses are those of upstream's backend/vxlan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from flanneld.backends import Host, peers_public_ip, require_type
+from flanneld.config import Config
+from flanneld.errors import Fatal, Refused
+from flanneld.model import Family, Lease, LeaseAttrs
+from flanneld.network.resources import Address, FdbEntry, Neighbor, Resource, Route, Vxlan
+from flanneld.subnet.codec import parse_mac
+
+TYPE = "vxlan"
+
+#: Outer Ethernet, IPv4 and UDP headers and the VXLAN header; IPv6's is 20 bytes longer.
+OVERHEAD: dict[Family, int] = {4: 50, 6: 70}
+#: What Linux uses when no port is asked for (drivers/net/vxlan, module parameter udp_port).
+LINUX_PORT = 8472
+_MAX_VNI = (1 << 24) - 1
+_SMALLEST_MTU: dict[Family, int] = {4: 68, 6: 1280}
+
+
+@dataclass(frozen=True, slots=True)
+class VxlanConfig:
+    """The Backend object of the network config; ``mtu`` is that of the uplink, 0 for the real one."""
+
+    vni: int = 1
+    port: int = LINUX_PORT
+    gbp: bool = False
+    learning: bool = False
+    direct_routing: bool = False
+    mtu: int = 0
+
+
+def read_config(config: Config) -> VxlanConfig:
+    """Raises ``Fatal`` for a value no device can have."""
+    fields = config.backend
+    wanted = VxlanConfig(
+        vni=fields.integer("VNI", 1),
+        port=fields.integer("Port", 0) or LINUX_PORT,
+        gbp=fields.boolean("GBP", False),
+        learning=fields.boolean("Learning", False),
+        direct_routing=fields.boolean("DirectRouting", False),
+        mtu=fields.integer("MTU", 0),
+    )
+    for name, value, lowest, highest in (
+        ("VNI", wanted.vni, 0, _MAX_VNI),
+        ("Port", wanted.port, 1, 65535),
+        ("MTU", wanted.mtu, 0, 65535),
+    ):
+        if not lowest <= value <= highest:
+            raise Fatal(f"Backend.{name} is {value}", f"set it to a number from {lowest} to {highest}")
+    return wanted
+
+
+def build(config: Config, host: Host) -> VxlanBackend:
+    """Decide this node's devices. A MAC is that of the device, else the one announced, else a new one."""
+    wanted = read_config(config)
+    devices: dict[Family, Vxlan] = {}
+    for family in config.families:
+        name = f"flannel.{wanted.vni}" if family == 4 else f"flannel-v6.{wanted.vni}"
+        local = host.uplink.local(family)
+        if local is None:
+            raise Fatal(f"{host.uplink.name} has no IPv{family} address", "give it one or disable the family")
+        devices[family] = Vxlan(
+            name=name,
+            vni=wanted.vni,
+            parent=host.uplink.index,
+            local=local,
+            port=wanted.port,
+            mac=host.mac_of(name) or _stored_mac(host, family) or _random_mac(host.random_bytes(6)),
+            mtu=_inner_mtu(family, wanted, host),
+            learning=wanted.learning,
+            gbp=wanted.gbp,
+        )
+    return VxlanBackend(host, devices, direct_routing=wanted.direct_routing)
+
+
+class VxlanBackend:
+    """One device for each family; peers that share our link may be reached without it."""
+
+    def __init__(self, host: Host, devices: dict[Family, Vxlan], *, direct_routing: bool) -> None:
+        self._host = host
+        self._devices = devices
+        self._direct_routing = direct_routing
+
+    @property
+    def mtu(self) -> int:
+        return min(device.mtu for device in self._devices.values())
+
+    def attributes(self) -> LeaseAttrs:
+        return LeaseAttrs(
+            self._host.uplink.public_ip,
+            self._host.uplink.public_ipv6,
+            TYPE,
+            backend_data=self._announcement(4),
+            backend_v6_data=self._announcement(6),
+        )
+
+    def _announcement(self, family: Family) -> dict[str, Any] | None:
+        device = self._devices.get(family)
+        return {"VNI": device.vni, "VtepMAC": device.mac} if device else None
+
+    def local(self, own: Lease) -> Iterator[Resource]:
+        """The device with the base address of our subnet: hosts reach containers from it."""
+        for family, device in self._devices.items():
+            yield device
+            subnet = own.net(family)
+            if subnet is not None:
+                yield Address(device.name, subnet.network_address)
+
+    def peer(self, lease: Lease) -> Iterator[Resource]:
+        require_type(lease, TYPE)
+        for family, device in self._devices.items():
+            subnet = lease.net(family)
+            if subnet is None:
+                continue
+            remote = peers_public_ip(lease, family)
+            mac = vtep_mac(lease.attrs.data(family))
+            link = self._host.link_to(remote) if self._direct_routing else None
+            if link is not None:
+                yield Route(subnet, link, remote)
+                continue
+            gateway = subnet.network_address
+            yield Neighbor(device.name, gateway, mac)
+            yield FdbEntry(device.name, mac, remote)
+            yield Route(subnet, device.name, gateway, onlink=True)
+
+
+def vtep_mac(data: Any) -> str:
+    """The MAC in a lease's backend data, whose keys Go matches in any case. Raises ``Refused``."""
+    if not isinstance(data, dict):
+        raise Refused(f"backend data {data!r} is not an object", "the peer must announce a VtepMAC")
+    mac = data.get("VtepMAC")
+    if mac is None:
+        mac = next((value for key, value in data.items() if key.lower() == "vtepmac"), None)
+    if not isinstance(mac, str):
+        raise Refused(f"VtepMAC is {mac!r}", "the peer must announce the MAC of its VXLAN device")
+    return parse_mac(mac)
+
+
+def _stored_mac(host: Host, family: Family) -> str | None:
+    """A device made anew keeps its MAC if the store still knows it: no peer has to follow."""
+    if host.stored is None or host.stored.backend_type != TYPE:
+        return None
+    try:
+        return vtep_mac(host.stored.data(family))
+    except Refused:
+        return None
+
+
+def _random_mac(raw: bytes) -> str:
+    """Locally administered and unicast (IEEE 802, the two low bits of the first octet)."""
+    return bytes([raw[0] & 0xFE | 0x02, *raw[1:]]).hex(":")
+
+
+def _inner_mtu(family: Family, wanted: VxlanConfig, host: Host) -> int:
+    mtu = (wanted.mtu or host.uplink.mtu) - OVERHEAD[family]
+    if mtu < _SMALLEST_MTU[family]:
+        raise Fatal(
+            f"an uplink MTU of {wanted.mtu or host.uplink.mtu} leaves {mtu} bytes inside VXLAN",
+            f"raise the MTU of {host.uplink.name} or set Backend.MTU",
+        )
+    return mtu

@@ -1,0 +1,172 @@
+"""The network config: what the whole cluster agrees on, parsed and checked (pure).
+
+A JSON object at ``<prefix>/config`` in etcd, or the net-conf file in Kubernetes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
+
+from flanneld import gojson
+from flanneld.errors import Retryable
+from flanneld.gojson import Fields, GoJsonError
+from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork
+
+#: What a missing "Backend" means; upstream's guide says vxlan, its code has always said udp.
+DEFAULT_BACKEND = "udp"
+
+_PREFIX: dict[Family, str] = {4: "", 6: "IPv6"}
+_ADDRESS: dict[Family, type[IPAddress]] = {4: IPv4Address, 6: IPv6Address}
+_NETWORK: dict[Family, type[IPNetwork]] = {4: IPv4Network, 6: IPv6Network}
+#: Keys of flannel 0.20 that later versions dropped.
+_DROPPED_KEYS = ("Networks", "IPv6Networks")
+
+
+class ConfigError(Retryable):
+    """The network config cannot be used as it is; an operator may correct it at any time."""
+
+
+@dataclass(frozen=True, slots=True)
+class SubnetRange:
+    """The subnets of one family that hosts may get: ``subnet_min`` to ``subnet_max``, both included."""
+
+    network: IPNetwork
+    subnet_len: int
+    subnet_min: IPAddress
+    subnet_max: IPAddress
+
+    @property
+    def family(self) -> Family:
+        return 4 if self.network.version == 4 else 6
+
+    def contains(self, net: IPNetwork) -> bool:
+        """Whether this is a subnet that a host may have under this config."""
+        return (
+            net.version == self.network.version
+            and net.prefixlen == self.subnet_len
+            and int(self.subnet_min) <= int(net.network_address) <= int(self.subnet_max)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """A valid network config; two are equal if their text is.
+
+    ``backend_type`` is in lower case, and empty if "Backend" has no "Type". ``backend`` has the options
+    of the backend, which checks them itself. ``warnings`` are sentences for the log.
+    """
+
+    source: str = field(repr=False)  # may hold a key
+    ranges: tuple[SubnetRange, ...]
+    backend_type: str
+    backend: Fields = field(repr=False, compare=False)
+    enable_nftables: bool = False
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def families(self) -> tuple[Family, ...]:
+        return tuple(each.family for each in self.ranges)
+
+    def range(self, family: Family) -> SubnetRange | None:
+        return next((each for each in self.ranges if each.family == family), None)
+
+
+def parse(text: str) -> Config:
+    """Read a network config and derive what it leaves open. Raises ``ConfigError``."""
+    try:
+        return _read(Fields(gojson.parse(text)), text)
+    except GoJsonError as error:
+        raise ConfigError(f"the network config is wrong: {error}", "correct it where it is stored") from None
+
+
+def _read(top: Fields, source: str) -> Config:
+    ranges = [_range(top, family) for family in FAMILIES]
+    if not any(ranges):
+        raise ConfigError(
+            "the network config disables both IPv4 and IPv6", "set EnableIPv4 or EnableIPv6 to true"
+        )
+    backend = Fields(top.raw("Backend"), "Backend")
+    backend_type = backend.string("Type", "" if top.has("Backend") else DEFAULT_BACKEND)
+    enable_nftables = top.boolean("EnableNFTables", False)
+    return Config(
+        source=source,
+        ranges=tuple(each for each in ranges if each),
+        backend_type=backend_type.lower(),
+        backend=backend,
+        enable_nftables=enable_nftables,
+        warnings=tuple(_warnings(top)),
+    )
+
+
+def _warnings(top: Fields) -> Iterator[str]:
+    """What an operator wrote without effect. Call it last: by then every known key has been read."""
+    for name in _DROPPED_KEYS:
+        if top.has(name):
+            yield f'"{name}" in the network config is not supported; only "{name[:-1]}" has an effect'
+    for family in FAMILIES:
+        name, switch = f"{_PREFIX[family]}Network", f"EnableIPv{family}"
+        if top.has(name) and not top.boolean(switch, family == 4):
+            yield f'"{name}" in the network config has no effect unless "{switch}" is true'
+    for key, similar in top.unread():
+        hint = f', did you mean "{similar}"?' if similar else ""
+        yield f"unknown key {gojson.compact(key[:40])} in the network config{hint}"
+
+
+def _range(top: Fields, family: Family) -> SubnetRange | None:
+    """Read the keys of one family and derive its range; None if the family is disabled."""
+    prefix = _PREFIX[family]
+    network = top.network(f"{prefix}Network", _NETWORK[family])
+    subnet_len = top.uint(f"{prefix}SubnetLen", 0)
+    low = top.address(f"{prefix}SubnetMin", _ADDRESS[family])
+    high = top.address(f"{prefix}SubnetMax", _ADDRESS[family])
+    if not top.boolean(f"EnableIPv{family}", family == 4):
+        return None
+    if network is None:
+        raise ConfigError(
+            f"the network config has no {prefix}Network", f"set it, or set EnableIPv{family} to false"
+        )
+    return _derive(prefix, network, subnet_len, low, high)
+
+
+def _derive(
+    prefix: str, network: IPNetwork, subnet_len: int, low: IPAddress | None, high: IPAddress | None
+) -> SubnetRange:
+    """Fill in what is left open.
+
+    By default no host gets the first subnet: its address is also the address of the whole network.
+    """
+    subnet_len = _subnet_len(prefix, network, subnet_len)
+    size = 1 << (network.max_prefixlen - subnet_len)
+    address = type(network.network_address)
+    low = low or address(int(network.network_address) + size)
+    high = high or address(int(network.broadcast_address) - size + 1)
+    for name, value in ((f"{prefix}SubnetMin", low), (f"{prefix}SubnetMax", high)):
+        if value not in network:
+            raise ConfigError(
+                f"{name} {value} is outside {prefix}Network {network}", "choose one inside, or leave it out"
+            )
+        if int(value) % size:
+            start = address(int(value) - int(value) % size)
+            raise ConfigError(f"{name} {value} is not the start of a /{subnet_len} subnet", f"use {start}")
+    if int(low) > int(high):
+        raise ConfigError(
+            f"{prefix}SubnetMin {low} is above {prefix}SubnetMax {high}", "swap them, or leave one out"
+        )
+    return SubnetRange(network, subnet_len, low, high)
+
+
+def _subnet_len(prefix: str, network: IPNetwork, wanted: int) -> int:
+    """A network has room for four subnets, the first of which is skipped; a subnet for four addresses."""
+    least, most = network.prefixlen + 2, network.max_prefixlen - 2
+    if least > most:
+        raise ConfigError(f"{prefix}Network {network} is too small", f"use a /{most - 2} or a larger one")
+    if not wanted:
+        return max(least, 24 if network.version == 4 else 64)
+    if not least <= wanted <= most:
+        raise ConfigError(
+            f"{prefix}SubnetLen {wanted} does not fit {prefix}Network {network}",
+            f"use {least} to {most}, or leave it out",
+        )
+    return wanted

@@ -1,0 +1,192 @@
+"""The flag syntax of Go's ``flag`` package, which flanneld's users write (pure).
+
+``-name=value``, ``-name value`` and the same with two dashes. A boolean takes a value only after
+``=``. The first word that is no flag ends the flags, and so does ``--``; what follows is ignored.
+Source: the package's documentation, https://pkg.go.dev/flag. Its error texts are reproduced exactly.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["bool", "int", "string"]
+Scalar = bool | int | str
+Value = Scalar | tuple[Scalar, ...]
+
+_BOOLS: Mapping[str, bool] = {
+    **dict.fromkeys(("1", "t", "T", "true", "TRUE", "True"), True),
+    **dict.fromkeys(("0", "f", "F", "false", "FALSE", "False"), False),
+}
+#: Integer literals of the Go language specification; an underscore stands between two digits.
+_INT = re.compile(
+    r"(?P<sign>[+-]?)(?:0[xX](?P<hex>(?:_?[0-9a-fA-F])+)|0[bB](?P<binary>(?:_?[01])+)"
+    r"|0[oO]?(?P<octal>(?:_?[0-7])+)|(?P<decimal>0|[1-9](?:_?[0-9])*))"
+)
+_BASES = {"hex": 16, "binary": 2, "octal": 8, "decimal": 10}
+_ESCAPES = {
+    '"': r"\"", "\\": r"\\", "\a": r"\a", "\b": r"\b", "\f": r"\f",
+    "\n": r"\n", "\r": r"\r", "\t": r"\t", "\v": r"\v",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One flag. A word of ``usage`` in back quotes names the value in the usage text.
+
+    The value of a ``repeatable`` flag is a tuple, so its default is one too.
+    """
+
+    name: str
+    kind: Kind
+    default: Value
+    usage: str
+    repeatable: bool = False
+
+
+class FlagError(ValueError):
+    """A word that cannot be understood; ``str(error)`` is the line that Go prints."""
+
+
+class HelpRequested(Exception):
+    """``-h`` or ``-help`` was met."""
+
+
+def parse(flags: Iterable[Flag], argv: Sequence[str]) -> dict[str, Value]:
+    """Read the words after the program's name; the result has only the flags that were given.
+
+    Raises ``FlagError`` or ``HelpRequested`` at the first word that asks for it.
+    """
+    known = {flag.name: flag for flag in flags}
+    given: dict[str, Value] = {}
+    words = iter(argv)
+    for word in words:
+        if len(word) < 2 or word[0] != "-" or word == "--":
+            break
+        flag, text = _split(known, word)
+        if text is None:
+            text = "true" if flag.kind == "bool" else next(words, None)
+        if text is None:
+            raise FlagError(f"flag needs an argument: -{flag.name}")
+        target = f"-{flag.name}" if flag.kind == "bool" else f"flag -{flag.name}"
+        value = _value(flag, text, target)
+        given[flag.name] = _appended(given.get(flag.name, ()), value) if flag.repeatable else value
+    return given
+
+
+def from_environment(flags: Iterable[Flag], environ: Mapping[str, str], prefix: str) -> dict[str, Value]:
+    """Read the flags' environment variables; one that is empty counts as absent.
+
+    A repeatable flag gets exactly one element. Raises ``FlagError`` that names the variable.
+    """
+    given: dict[str, Value] = {}
+    for flag in flags:
+        name = variable(flag.name, prefix)
+        if text := environ.get(name):
+            value = _value(flag, text, name)
+            given[flag.name] = (value,) if flag.repeatable else value
+    return given
+
+
+def variable(name: str, prefix: str) -> str:
+    """The environment variable of a flag: ``iface-regex`` is ``PREFIX_IFACE_REGEX``."""
+    return f"{prefix}_{name}".upper().replace("-", "_")
+
+
+def usage(flags: Iterable[Flag]) -> str:
+    """All flags by name, in the layout of Go's ``PrintDefaults``; ends with a newline."""
+    return "".join(f"{_describe(flag)}\n" for flag in sorted(flags, key=lambda flag: flag.name))
+
+
+def quoted(text: str) -> str:
+    """Go's ``%q``: in double quotes, with whatever cannot be printed escaped."""
+    return '"' + "".join(map(_escaped, text)) + '"'
+
+
+def _split(known: Mapping[str, Flag], word: str) -> tuple[Flag, str | None]:
+    body = word[2:] if word.startswith("--") else word[1:]
+    if body[0] in "-=":
+        raise FlagError(f"bad flag syntax: {word}")
+    name, equals, text = body.partition("=")
+    if name in known:
+        return known[name], text if equals else None
+    if name in ("h", "help"):
+        raise HelpRequested
+    raise FlagError(f"flag provided but not defined: -{name}")
+
+
+def _appended(old: Value, value: Scalar) -> Value:
+    return (*old, value) if isinstance(old, tuple) else (value,)
+
+
+def _value(flag: Flag, text: str, target: str) -> Scalar:
+    if flag.kind == "string":
+        return text
+    try:
+        return _bool(text) if flag.kind == "bool" else _int(text)
+    except ValueError as error:
+        what = "boolean value" if flag.kind == "bool" else "value"
+        raise FlagError(f"invalid {what} {quoted(text)} for {target}: {error}") from None
+
+
+def _bool(text: str) -> bool:
+    if text not in _BOOLS:
+        raise ValueError("parse error")
+    return _BOOLS[text]
+
+
+def _int(text: str) -> int:
+    match = _INT.fullmatch(text)
+    if match is None or match.lastgroup is None:
+        raise ValueError("parse error")
+    base = _BASES[match.lastgroup]
+    digits = match[match.lastgroup].replace("_", "").lstrip("0") or "0"
+    # Nobody waits for Python to convert a million digits: 64 bits have 64 at most.
+    number = int(match["sign"] + digits, base) if len(digits) <= 64 else 1 << 64
+    if not -(1 << 63) <= number < 1 << 63:
+        raise ValueError("value out of range")
+    return number
+
+
+def _describe(flag: Flag) -> str:
+    value, text = _unquoted(flag)
+    head = f"  -{flag.name} {value}" if value else f"  -{flag.name}"
+    # A flag of one letter without a value leaves room for its text on the same line.
+    gap = "\t" if len(head) <= 4 else "\n    \t"
+    return head + gap + text.replace("\n", "\n    \t") + _default(flag)
+
+
+def _unquoted(flag: Flag) -> tuple[str, str]:
+    """The value's name and the usage text without its back quotes."""
+    if match := re.search("`([^`]*)`", flag.usage):
+        return match[1], flag.usage.replace(match[0], match[1], 1)
+    if flag.repeatable:
+        return "value", flag.usage
+    return "" if flag.kind == "bool" else flag.kind, flag.usage
+
+
+def _default(flag: Flag) -> str:
+    if not flag.default:
+        return ""
+    match flag.default:
+        case str(text):
+            return f" (default {quoted(text)})"
+        case bool(truth):
+            return f" (default {str(truth).lower()})"
+        case tuple(items):
+            return f" (default [{' '.join(map(str, items))}])"
+        case number:
+            return f" (default {number})"
+
+
+def _escaped(char: str) -> str:
+    code = ord(char)
+    if char in _ESCAPES:
+        return _ESCAPES[char]
+    if char.isprintable():
+        return char
+    if code < 0x80 or 0xDC80 <= code <= 0xDCFF:  # a byte that was no UTF-8 is kept as a surrogate
+        return f"\\x{code & 0xFF:02x}"
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

@@ -1,0 +1,276 @@
+"""JSON as Go's ``encoding/json`` reads and writes it (pure).
+
+Operators and other nodes have always been read by Go, which is stricter about types than Python and
+looser about key names. What one flanneld accepts, the other must accept with the same meaning.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
+from math import inf
+from typing import Any, NoReturn, TypeGuard, TypeVar
+
+A = TypeVar("A", bound=IPv4Address | IPv6Address)
+N = TypeVar("N", bound=IPv4Network | IPv6Network)
+T = TypeVar("T")
+
+#: Go stops at 10,000 levels; comparing two values must never exhaust Python's stack.
+MAX_DEPTH = 100
+
+_KINDS = {
+    type(None): "null",
+    bool: "a boolean",
+    int: "a number",
+    float: "a number",
+    str: "a string",
+    list: "an array",
+}
+
+_ADDRESSES: dict[type, str] = {IPv4Address: "an IPv4 address", IPv6Address: "an IPv6 address"}
+_NETWORKS: dict[type, str] = {
+    IPv4Network: "an IPv4 network such as 10.244.0.0/16",
+    IPv6Network: "an IPv6 network such as fd00:10:244::/48",
+}
+_ADDRESS = re.compile(r"[0-9a-fA-F:.]+")
+_NETWORK = re.compile(r"[0-9a-fA-F:.]+/[0-9]{1,3}")
+_RAW_SURROGATE = re.compile("[\ud800-\udfff]")
+# Every escape is matched, so that the second half of an escaped backslash starts none.
+_ESCAPE = re.compile(
+    r"(\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})"  # a pair
+    r"|\\u[dD][89a-fA-F][0-9a-fA-F]{2}"  # half a pair
+    r"|(\\.)",
+    re.DOTALL,
+)
+_ESCAPED_ON_OUTPUT = {ord(char): f"\\u{ord(char):04x}" for char in "<>&\u2028\u2029"}
+
+
+class GoJsonError(ValueError):
+    """The text is not JSON, or not of the expected shape; one sentence without the remedy."""
+
+
+class Repeated(dict[str, Any]):
+    """An object in which a key is given more than once; ``pairs`` has them all, in order."""
+
+    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
+        super().__init__(pairs)
+        self.pairs = pairs
+
+
+def parse(text: str | bytes) -> object:
+    """Decode one JSON value: dict, list, str, int, float, bool or None.
+
+    A number with a fraction or an exponent is a float, even ``1.0``. Whatever is not UTF-8 reads as
+    U+FFFD. Raises ``GoJsonError``.
+    """
+    if isinstance(text, bytes):
+        text = text.decode("utf-8", "surrogateescape")  # one surrogate for each bad byte
+    if not text.isascii():
+        text = _RAW_SURROGATE.sub("\ufffd", text)
+    if "\\u" in text:
+        text = _ESCAPE.sub(lambda found: found[0] if found.lastindex else r"\ufffd", text)
+    try:
+        value: object = _DECODER.decode(text)
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno}, column {error.colno}"
+        raise GoJsonError(f"this is no JSON at {place}: {error.msg}") from None
+    except GoJsonError:
+        raise
+    except ValueError:  # Python limits the digits of an integer
+        raise GoJsonError("a number has too many digits") from None
+    except RecursionError:
+        raise _too_deep() from None
+    if text.count("{") + text.count("[") > MAX_DEPTH:
+        _check_depth(value)
+    return value
+
+
+def compact(value: object) -> str:
+    """Encode as Go's ``Marshal`` does: no spaces, keys in the given order, HTML characters escaped."""
+    text = _ENCODER.encode(value).translate(_ESCAPED_ON_OUTPUT)
+    return text if text.isascii() else _RAW_SURROGATE.sub(r"\\ufffd", text)
+
+
+def _kind(value: object) -> str:
+    """What a value is, without telling it: it may be a password."""
+    return _KINDS.get(type(value), "an object")
+
+
+def _number(value: object) -> str:
+    return str(value)[:40] if type(value) in (int, float) else _kind(value)
+
+
+def _is_uint(value: object) -> TypeGuard[int]:
+    return type(value) is int and 0 <= value < 2**64
+
+
+def _is_integer(value: object) -> TypeGuard[int]:
+    return type(value) is int and -(2**63) <= value < 2**63
+
+
+def _is_bool(value: object) -> TypeGuard[bool]:
+    return isinstance(value, bool)
+
+
+def _is_str(value: object) -> TypeGuard[str]:
+    return isinstance(value, str)
+
+
+class Fields:
+    """One JSON object, read field by field as Go fills a struct.
+
+    A key matches a name in any case. If it is given repeatedly all of them must have the right type and
+    the last one counts. ``null`` is an empty object, and leaves a plain field at its default.
+    All readers raise ``GoJsonError``.
+    """
+
+    __slots__ = ("_asked", "_keys", "_values", "_where")
+
+    def __init__(self, obj: object, where: str = "") -> None:
+        """``where`` is the object's own name, for messages; empty at the top."""
+        if obj is not None and not isinstance(obj, dict):
+            raise GoJsonError(f"{where or 'the top level'} must be an object, found {_kind(obj)}")
+        self._where = where
+        self._asked: dict[str, str] = {}
+        self._keys: dict[str, str] = {}
+        self._values: dict[str, list[object]] = {}
+        for key, value in _pairs(obj or {}):
+            folded = _fold(key)
+            self._keys.setdefault(folded, key)
+            self._values.setdefault(folded, []).append(value)
+
+    def uint(self, name: str, default: int) -> int:
+        return self._last(name, default, _is_uint, "a whole number of at most 64 bits, not negative", _number)
+
+    def integer(self, name: str, default: int) -> int:
+        return self._last(name, default, _is_integer, "a whole number of at most 64 bits", _number)
+
+    def boolean(self, name: str, default: bool) -> bool:
+        return self._last(name, default, _is_bool, "true or false")
+
+    def string(self, name: str, default: str) -> str:
+        return self._last(name, default, _is_str, "a string")
+
+    def raw(self, name: str) -> Any:
+        """The decoded value as it is; None when it is absent, or null."""
+        values = self._of(name)
+        return values[-1] if values else None
+
+    def address(self, name: str, kind: type[A]) -> A | None:
+        """None when absent or all zero. Go flannel refuses null for IPv4, and takes it as absent for IPv6."""
+        value = self.raw(name)
+        if value is None and (kind is IPv6Address or not self.has(name)):
+            return None
+        try:
+            address = kind(_literal(value, _ADDRESS))
+        except ValueError:
+            raise self._wrong(name, _ADDRESSES[kind], compact(value)[:60]) from None
+        return address if int(address) else None
+
+    def network(self, name: str, kind: type[N]) -> N | None:
+        """Host bits are masked off. None when absent or of length 0; null is refused."""
+        if not self.has(name):
+            return None
+        value = self.raw(name)
+        try:
+            net = kind(_literal(value, _NETWORK), strict=False)
+        except ValueError:
+            raise self._wrong(name, _NETWORKS[kind], compact(value)[:60]) from None
+        return net if net.prefixlen else None
+
+    def has(self, name: str) -> bool:
+        """Whether the key is there, be it null."""
+        return bool(self._of(name))
+
+    def unread(self) -> list[tuple[str, str | None]]:
+        """The keys that nobody asked for, each with the most similar name that somebody did."""
+        unknown = [(key, folded) for folded, key in self._keys.items() if folded not in self._asked]
+        return [(key, self._similar(folded)) for key, folded in unknown]
+
+    def _of(self, name: str) -> list[object]:
+        folded = _fold(name)
+        self._asked[folded] = name
+        return self._values.get(folded, [])
+
+    def _last(
+        self,
+        name: str,
+        default: T,
+        fits: Callable[[object], TypeGuard[T]],
+        wanted: str,
+        show: Callable[[object], str] = _kind,
+    ) -> T:
+        result = default
+        for value in self._of(name):
+            if fits(value):
+                result = value
+            elif value is not None:
+                raise self._wrong(name, wanted, show(value))
+        return result
+
+    def _wrong(self, name: str, wanted: str, found: str) -> GoJsonError:
+        path = f"{self._where}.{name}" if self._where else name
+        return GoJsonError(f"{path} must be {wanted}, found {found}")
+
+    def _similar(self, folded: str) -> str | None:
+        from difflib import get_close_matches  # rarely needed, and it takes its time
+
+        close = get_close_matches(folded, list(self._asked), n=1)
+        return self._asked[close[0]] if close else None
+
+
+def _literal(value: object, form: re.Pattern[str]) -> str:
+    """Python reads more as an address than Go does: numbers, zones, netmasks, a missing length."""
+    if isinstance(value, str) and form.fullmatch(value):
+        return value
+    raise ValueError
+
+
+def _pairs(obj: dict[str, Any]) -> Iterable[tuple[str, Any]]:
+    return obj.pairs if isinstance(obj, Repeated) else obj.items()
+
+
+def _fold(key: str) -> str:
+    # Go folds two letters into ASCII: the Kelvin sign, which lower() knows, and the long s.
+    return key.lower().replace("\u017f", "s")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    plain = dict(pairs)
+    return plain if len(plain) == len(pairs) else Repeated(pairs)
+
+
+def _finite(literal: str) -> float:
+    value = float(literal)
+    if value in (inf, -inf):
+        raise GoJsonError(f"the number {literal[:40]} is too large")
+    return value
+
+
+def _no_constant(literal: str) -> NoReturn:
+    raise GoJsonError(f"{literal} is not a JSON value")
+
+
+def _check_depth(value: object) -> None:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [child for parent in level for child in _children(parent) if isinstance(child, dict | list)]
+        if not level:
+            return
+    raise _too_deep()
+
+
+def _children(value: object) -> Iterable[object]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
+
+
+def _too_deep() -> GoJsonError:
+    return GoJsonError(f"the JSON is nested more than {MAX_DEPTH} levels deep")
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_float=_finite, parse_constant=_no_constant)
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)

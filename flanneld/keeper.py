@@ -1,0 +1,129 @@
+"""MonitorLease: keeps our lease ours, renewed before it ends and saying what we are."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from queue import Empty, SimpleQueue
+
+from flanneld import clock
+from flanneld.errors import Fatal, Retryable
+from flanneld.glog import Once
+from flanneld.model import Added, Event, Lease, LeaseAttrs, Removed, Snapshot
+from flanneld.subnet.manager import SubnetManager
+
+log = logging.getLogger(__name__)
+
+RENEW_RETRY = 60.0
+#: Attributes that have changed are worth more haste: until they are out, peers send to the old place.
+ANNOUNCE_RETRY = 1.0
+#: Who finds another node on its lease within this time of taking it is the newcomer, and yields.
+PROBATION = 60.0
+#: The clock of the wait stands still while the host sleeps, that of the lease does not.
+_LONGEST_SLEEP = 60.0
+
+
+class Keeper:
+    """Renews one lease. ``revoked`` is called when the store no longer has it."""
+
+    def __init__(
+        self,
+        manager: SubnetManager,
+        lease: Lease,
+        *,
+        margin: float,
+        stop: threading.Event,
+        heartbeat: Callable[[float], None],
+        revoked: Callable[[], None],
+    ) -> None:
+        self._manager = manager
+        self._lease = lease
+        self._margin = margin
+        self._stop = stop
+        self._heartbeat = heartbeat
+        self._revoked = revoked
+        self._taken_at = clock.now()
+        self._retry_at: float | None = None
+        self._inbox: SimpleQueue[Event | LeaseAttrs | None] = SimpleQueue()
+        self._once = Once()
+
+    def announce(self, attrs: LeaseAttrs) -> None:
+        """Tell the peers what we are now. From any thread."""
+        self._inbox.put(attrs)
+
+    def deliver(self, events: list[Event]) -> None:
+        """What the store says about our lease. From any thread."""
+        for event in events:
+            self._inbox.put(event)
+
+    def cancel(self) -> None:
+        self._inbox.put(None)
+
+    def run(self) -> None:
+        while not self._stop.is_set():
+            self._heartbeat(2 * _LONGEST_SLEEP)
+            item = self._next()
+            if item is not None:
+                self._take(item)
+            if not self._stop.is_set() and clock.now() >= self._due():
+                self._renew()
+
+    def _next(self) -> Event | LeaseAttrs | None:
+        left = min(max(0.0, self._due() - clock.now()), _LONGEST_SLEEP)
+        try:
+            return self._inbox.get(timeout=left)
+        except Empty:
+            return None
+
+    def _due(self) -> float:
+        """When to renew, at once if that is past; never for a reservation."""
+        if self._retry_at is not None:
+            return self._retry_at
+        return float("inf") if self._lease.expires is None else self._lease.expires - self._margin
+
+    def _take(self, item: Event | LeaseAttrs) -> None:
+        match item:
+            case LeaseAttrs():
+                if item != self._lease.attrs:
+                    self._lease = replace(self._lease, attrs=item)
+                    self._retry_at = clock.now()
+            case Added(lease):
+                self._heard(lease)
+            case Removed():
+                log.error("Our lease %s was revoked", self._lease)
+                self._revoked()
+            case Snapshot():
+                raise TypeError("a watch of one lease delivers no snapshot")
+
+    def _heard(self, lease: Lease) -> None:
+        if lease.attrs == self._lease.attrs:
+            self._lease = replace(self._lease, expires=lease.expires, asof=lease.asof)
+        elif lease.asof > self._lease.asof:
+            self._contest(lease)
+
+    def _contest(self, lease: Lease) -> None:
+        """Somebody wrote other attributes into our lease; the node that has had it longer keeps it."""
+        problem = f"another node writes itself into our lease {lease}: {lease.attrs}"
+        remedy = "give each node its own address with --public-ip"
+        if clock.now() - self._taken_at < PROBATION:
+            raise Fatal(problem, remedy)
+        self._once.warn(log, "contest", f"{problem}; keeping it; {remedy}")
+        self._lease = replace(self._lease, asof=lease.asof)
+        self._retry_at = clock.now()
+
+    def _renew(self) -> None:
+        hasty = self._retry_at is not None
+        try:
+            renewed = self._manager.renew(self._lease)
+        except Retryable as reason:
+            self._once.warn(log, "renew", f"Cannot renew the lease {self._lease}: {reason}")
+            self._retry_at = clock.now() + (ANNOUNCE_RETRY if hasty else RENEW_RETRY)
+            return
+        self._lease = renewed
+        self._retry_at = None
+        if self._once.clear("renew"):
+            log.info("The lease %s could be renewed again", renewed)
+        else:
+            log.info("Renewed the lease %s", renewed)

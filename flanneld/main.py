@@ -1,0 +1,238 @@
+"""The main flow, from the command line to the exit status."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from flanneld import __version__, backends, clock, glog, notify, options, subnet_file
+from flanneld.config import Config
+from flanneld.errors import Fatal, Retryable
+from flanneld.health import Checks, HealthServer
+from flanneld.keeper import Keeper
+from flanneld.model import Lease, Uplink
+from flanneld.network.interface import InterfaceChoice, NoInterface
+from flanneld.network.kernel import Kernel
+from flanneld.options import Options
+from flanneld.reconcile import Reconciler
+from flanneld.site import Site, find_uplink
+from flanneld.subnet.etcd_v2 import EtcdOptions, EtcdV2Manager
+from flanneld.subnet.manager import Cancelled, SubnetManager
+from flanneld.supervisor import Supervisor
+
+log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+_RETRY = 1.0
+#: Threads hand over sooner than by default: an event reaches the kernel through two of them.
+_SWITCH_INTERVAL = 0.001
+
+
+def main() -> None:
+    """The console script."""
+    sys.exit(run(sys.argv[1:], os.environ))
+
+
+def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Serve until told to stop; the exit status is 0 then, 1 after a failure, 2 for wrong usage."""
+    try:
+        wanted = options.read(argv, environ)
+        glog.setup(wanted.v, wanted.vmodule, wanted.log_backtrace_at)
+    except options.HelpWanted as help_wanted:
+        return _print(help_wanted.usage, status=0)
+    except options.VersionWanted:
+        return _print(f"{__version__}\n", status=0)
+    except options.UsageError as wrong:
+        return _print(f"{wrong.reason}\n{wrong.usage}", status=2)
+    except Fatal as wrong:
+        return _print(f"flanneld: {wrong}\n", status=1)
+    sys.setswitchinterval(_SWITCH_INTERVAL)
+    try:
+        return Daemon(wanted, environ).serve()
+    except Cancelled:
+        return 0
+    except Fatal as failure:
+        log.critical("%s", failure)
+        return 1
+
+
+class Daemon:
+    """One run of flanneld: everything is built once, in the order in which it is needed."""
+
+    def __init__(self, wanted: Options, environ: Mapping[str, str]) -> None:
+        self._options = wanted
+        self._environ = environ
+        self._supervisor = Supervisor(quiet=(Cancelled,))
+        self._notifier = notify.Notifier()
+        self._missing = ["no lease yet"]
+        self._once = glog.Once()
+
+    def serve(self) -> int:
+        log.info("flanneld %s %s", __version__, self._options.described())
+        supervisor = self._supervisor
+        supervisor.handle_signals()
+        previous = subnet_file.read(Path(self._options.subnet_file))
+        manager = open_manager(self._options)
+        log.info("Leases are in %s", manager.name)
+        supervisor.start("closer", lambda: self._close_on_stop(manager))
+        self._start_health_server()
+
+        config = self._patiently("the network config", manager.network_config)
+        for warning in config.warnings:
+            log.warning("%s", warning)
+        make_backend = backends.load(config.backend_type)
+        kernel = Kernel()
+        uplink = self._find_uplink(kernel, config)
+        stored = self._patiently("the leases", lambda: manager.stored(uplink.public(config.families[0])))
+        site = Site(kernel, config, interface_choice(self._options), make_backend, uplink, stored)
+        _warn_of_unread_keys(config)
+        lease = self._patiently(
+            "a lease", lambda: manager.acquire(config, site.backend.attributes(), previous.subnets)
+        )
+        log.info("Our subnet is %s, backend %s, MTU %d", lease, config.backend_type, site.backend.mtu)
+
+        keeper = Keeper(
+            manager,
+            lease,
+            margin=60.0 * self._options.subnet_lease_renew_margin,
+            stop=supervisor.stop,
+            heartbeat=partial(supervisor.heartbeat, "lease keeper"),
+            revoked=lambda: supervisor.request_stop("our lease was revoked"),
+        )
+        reconciler = Reconciler(
+            kernel,
+            site,
+            lease,
+            stop=supervisor.stop,
+            heartbeat=partial(supervisor.heartbeat, "reconciler"),
+            on_move=lambda: self._moved(site, keeper, config, lease),
+            on_synced=self._missing.clear,
+        )
+        reconciler.prepare()
+        self._write_subnet_file(config, lease, site)
+        self._missing[:] = ["the peers are not known yet"]
+        supervisor.start("lease watch", lambda: manager.watch(reconciler.inbox.put))
+        supervisor.start("reconciler", reconciler.run, reconciler.cancel)
+        supervisor.start("own lease watch", lambda: manager.watch_own(lease, keeper.deliver))
+        supervisor.start("lease keeper", keeper.run, keeper.cancel)
+        self._notifier.ready()
+        self._notifier.status(f"{config.backend_type}: subnet {lease} through {uplink.name}")
+        return self._wait_and_stop()
+
+    # ---- the steps ---------------------------------------------------------------------------
+
+    def _start_health_server(self) -> None:
+        if self._options.healthz_port <= 0:
+            return
+        checks = Checks(self._supervisor.overdue, lambda: not self._missing, lambda: list(self._missing))
+        server = HealthServer(self._options.healthz_ip, self._options.healthz_port, checks)
+        self._supervisor.start("health server", server.serve, server.close)
+
+    def _patiently(self, what: str, attempt: Callable[[], Result]) -> Result:
+        """Try each second until it works, and say why not once. Raises ``Cancelled`` on a stop."""
+        while not self._supervisor.stop.is_set():
+            try:
+                result = attempt()
+            except Retryable as reason:
+                self._once.warn(log, what, f"Waiting for {what}: {reason}")
+                self._notifier.status(f"waiting for {what}: {reason}")
+                self._supervisor.stop.wait(_RETRY)
+                continue
+            if self._once.clear(what):
+                log.info("Got %s", what)
+            return result
+        raise Cancelled
+
+    def _find_uplink(self, kernel: Kernel, config: Config) -> Uplink:
+        """Elect the uplink, waiting for it as long as ``--iface-wait`` says."""
+        deadline = clock.now() + self._options.iface_wait
+
+        def attempt() -> Uplink:
+            try:
+                return find_uplink(kernel, config, interface_choice(self._options))
+            except NoInterface as failure:
+                if clock.now() >= deadline:
+                    raise
+                raise Retryable(failure.problem, failure.remedy) from failure
+
+        uplink = self._patiently("an external interface", attempt)
+        log.info("The external interface is %s", uplink)
+        return uplink
+
+    def _write_subnet_file(self, config: Config, lease: Lease, site: Site) -> None:
+        """A file that cannot be written is only a warning, as upstream has it: the network works without."""
+        env = subnet_file.SubnetEnv(
+            networks=tuple(each.network for each in config.ranges),
+            subnets=tuple(net for net in lease.key if net is not None),
+            mtu=site.backend.mtu,
+            ip_masq=self._options.ip_masq,
+        )
+        try:
+            if subnet_file.write(Path(self._options.subnet_file), env):
+                log.info("Wrote %s", self._options.subnet_file)
+        except Retryable as failure:
+            log.warning("%s", failure)
+
+    def _moved(self, site: Site, keeper: Keeper, config: Config, lease: Lease) -> None:
+        keeper.announce(site.backend.attributes())
+        self._write_subnet_file(config, lease, site)
+
+    def _wait_and_stop(self) -> int:
+        interval = notify.watchdog_interval(self._environ)
+        self._supervisor.wait(self._tick, interval)
+        self._notifier.stopping()
+        for name in self._supervisor.shutdown():
+            log.warning("%s did not stop in time", name)
+        return 1 if self._supervisor.failure else 0
+
+    def _tick(self) -> None:
+        if not self._supervisor.overdue():
+            self._notifier.watchdog()
+
+    def _close_on_stop(self, manager: SubnetManager) -> None:
+        """Cuts every blocked request of any thread, this one's included."""
+        self._supervisor.stop.wait()
+        manager.close()
+
+
+def open_manager(wanted: Options) -> SubnetManager:
+    """The store the options name."""
+    return EtcdV2Manager(
+        EtcdOptions(
+            endpoints=wanted.etcd_endpoints,
+            prefix=wanted.etcd_prefix,
+            username=wanted.etcd_username,
+            password=wanted.etcd_password,
+            keyfile=wanted.etcd_keyfile,
+            certfile=wanted.etcd_certfile,
+            cafile=wanted.etcd_cafile,
+        )
+    )
+
+
+def interface_choice(wanted: Options) -> InterfaceChoice:
+    """How the options want the uplink chosen."""
+    return InterfaceChoice(
+        ifaces=wanted.iface,
+        regexes=wanted.iface_regex,
+        can_reach=str(wanted.iface_can_reach or ""),
+        public_ip=wanted.public_ip,
+        public_ipv6=wanted.public_ipv6,
+    )
+
+
+def _warn_of_unread_keys(config: Config) -> None:
+    for key, nearest in config.backend.unread():
+        hint = f"; did you mean {nearest}?" if nearest else ""
+        log.warning("Unknown key %s in Backend of the network config%s", key, hint)
+
+
+def _print(text: str, *, status: int) -> int:
+    sys.stderr.write(text)
+    return status

@@ -1,0 +1,115 @@
+"""Making, changing and removing devices: the only importer of pyroute2.
+
+pyroute2 is imported when a device has to be touched, which a restart over a healthy device never
+does, and without its package ``__init__``, which would import every protocol it speaks.
+"""
+
+from __future__ import annotations
+
+import errno
+import sys
+from contextlib import suppress
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from flanneld.network.links import Step, step
+from flanneld.network.resources import ForeignLink, Link, Vxlan
+
+
+def put(wanted: Link, actual: Link | ForeignLink | None) -> None:
+    """Make the device, or turn the one that is there into it. Raises ``OSError``."""
+    with _iproute() as route:
+        if isinstance(actual, Link) and step(wanted, actual) is Step.SET:
+            _set(route, wanted, actual)
+            return
+        if actual is not None:
+            _delete(route, wanted.name)
+        _create(route, wanted)
+
+
+def drop(name: str) -> None:
+    """Remove a device; one that is not there is fine. Raises ``OSError``."""
+    with _iproute() as route, suppress(FileNotFoundError):
+        _delete(route, name)
+
+
+def _create(route: Any, wanted: Vxlan) -> None:
+    _call(
+        route,
+        "add",
+        ifname=wanted.name,
+        kind="vxlan",
+        address=wanted.mac,
+        mtu=wanted.mtu,
+        txqlen=0,
+        vxlan_id=wanted.vni,
+        vxlan_link=wanted.parent,
+        vxlan_port=wanted.port,
+        vxlan_learning=wanted.learning,
+        **{"vxlan_local" if wanted.local.version == 4 else "vxlan_local6": str(wanted.local)},
+        # A flag: the attribute's mere presence turns it on.
+        **({"vxlan_gbp": True} if wanted.gbp else {}),
+    )
+    _refuse_router_advertisements(wanted.name)
+    _call(route, "set", index=_index(route, wanted.name), state="up")
+
+
+def _set(route: Any, wanted: Vxlan, actual: Vxlan) -> None:
+    """Touch only what differs: even a MAC set to what it is makes the kernel forget all neighbours."""
+    index = _index(route, wanted.name)
+    if actual.mac != wanted.mac:
+        _call(route, "set", index=index, address=wanted.mac)
+    if actual.mtu != wanted.mtu:
+        _call(route, "set", index=index, mtu=wanted.mtu)
+    if actual.learning != wanted.learning:
+        _call(route, "set", index=index, kind="vxlan", vxlan_learning=wanted.learning, vxlan_id=wanted.vni)
+    if actual.up != wanted.up:
+        _call(route, "set", index=index, state="up" if wanted.up else "down")
+
+
+def _delete(route: Any, name: str) -> None:
+    _call(route, "del", index=_index(route, name))
+
+
+def _index(route: Any, name: str) -> int:
+    index: int = _call(route, "get", ifname=name)[0]["index"]
+    return index
+
+
+def _call(route: Any, verb: str, **arguments: Any) -> Any:
+    from pyroute2.netlink.exceptions import NetlinkError
+
+    try:
+        return route.link(verb, **arguments)
+    except NetlinkError as failure:
+        # OSError picks its subclass by errno, so callers can tell a missing device from a refusal.
+        raise OSError(failure.code or errno.EIO, f"link {verb}: {failure.args[-1]}") from failure
+
+
+def _refuse_router_advertisements(name: str) -> None:
+    """What the overlay carries must never configure this host. A kernel without IPv6 has no such file."""
+    with suppress(OSError):
+        Path(f"/proc/sys/net/ipv6/conf/{name}/accept_ra").write_text("0")
+
+
+def _iproute() -> Any:
+    if "pyroute2" not in sys.modules:
+        _stand_in_for_package("pyroute2")
+    from pyroute2.iproute.linux import IPRoute
+
+    return IPRoute()
+
+
+def _stand_in_for_package(name: str) -> None:
+    """Register the package without running its ``__init__``: its parts can then be imported one by one."""
+    spec = find_spec(name)
+    if not isinstance(spec, ModuleSpec) or spec.submodule_search_locations is None:
+        return
+    package = ModuleType(name)
+    package.__path__ = list(spec.submodule_search_locations)
+    package.__spec__ = spec
+    package.__file__ = spec.origin
+    sys.modules[name] = package

@@ -1,0 +1,312 @@
+"""What this kernel holds for us, read and written over rtnetlink.
+
+What is ours: everything on a device that we make, except what the kernel itself put there; on any
+other device the routes that carry our protocol number. Routes that an earlier flanneld left on the
+uplink without that mark (Go's carry ``boot``) are told by their shape, and only while ``adopt`` is on.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import socket
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import groupby
+
+from flanneld.glog import V
+from flanneld.model import Family, IPAddress, IPNetwork
+from flanneld.network import devices, links, rtnl
+from flanneld.network.diff import Plan
+from flanneld.network.netlink import DumpInterrupted, NetlinkSocket
+from flanneld.network.resources import (
+    PROTO_BOOT,
+    PROTO_FLANNEL,
+    Address,
+    Kind,
+    Link,
+    Neighbor,
+    Resource,
+    Route,
+    State,
+)
+
+log = logging.getLogger(__name__)
+
+_DUMP_TRIES = 5
+#: Answers to a removal that mean it was gone already.
+_GONE = frozenset({errno.ENOENT, errno.ESRCH, errno.EADDRNOTAVAIL, errno.ENODEV})
+
+
+@dataclass(frozen=True, slots=True)
+class Domain:
+    """What of this kernel is ours.
+
+    ``links`` are the devices we make, ``ranges`` the cluster networks with the length of a subnet.
+    ``adopt`` claims the unmarked routes of an earlier flanneld; ``sweep`` says that what is ours and
+    not wanted may go, which holds once the peers are known.
+    """
+
+    uplink: str
+    links: frozenset[str]
+    ranges: tuple[tuple[IPNetwork, int], ...]
+    adopt: bool = False
+    sweep: bool = False
+
+    @property
+    def families(self) -> tuple[Family, ...]:
+        return tuple(network.version for network, _ in self.ranges)
+
+    def owns_route(self, seen: rtnl.SeenRoute) -> bool:
+        if seen.route.device in self.links:
+            return seen.protocol != rtnl.RTPROT_KERNEL
+        if seen.protocol == PROTO_FLANNEL:
+            return True
+        return self.adopt and seen.protocol == PROTO_BOOT and self._is_peer_route(seen.route)
+
+    def owns_address(self, address: IPAddress) -> bool:
+        """Wrong addresses go only inside the cluster network: others may be an operator's."""
+        return any(address in network for network, _ in self.ranges)
+
+    def _is_peer_route(self, route: Route) -> bool:
+        return route.gateway is not None and any(
+            route.destination.prefixlen == length
+            and route.destination.version == network.version
+            and route.destination.network_address in network
+            for network, length in self.ranges
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What the kernel refused, with its errno."""
+
+    resource: Resource
+    errno: int
+
+    def __str__(self) -> str:
+        return f"{self.resource}: {os.strerror(self.errno)}"
+
+
+@dataclass(slots=True)
+class Report:
+    """What was done: made, removed, refused."""
+
+    made: list[Resource] = field(default_factory=list)
+    removed: list[Resource] = field(default_factory=list)
+    failed: list[Failure] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.made or self.removed or self.failed)
+
+    def add(self, other: Report) -> None:
+        self.made += other.made
+        self.removed += other.removed
+        self.failed += other.failed
+
+
+class Kernel:
+    """The kernel of this network namespace. Used by one thread."""
+
+    def __init__(self) -> None:
+        self._socket = NetlinkSocket()
+
+    @property
+    def port(self) -> int:
+        return self._socket.port
+
+    # ---- reading -----------------------------------------------------------------------------
+
+    def link(self, name: str) -> links.SeenLink | None:
+        """An interface, None when there is none of that name."""
+        try:
+            return links.decode(*self._socket.ask(rtnl.RTM_GETLINK, links.by_name(name)))
+        except OSError as failure:
+            if failure.errno == errno.ENODEV:
+                return None
+            raise
+
+    def links(self) -> list[links.SeenLink]:
+        return [links.decode(*found) for found in self._dump(rtnl.RTM_GETLINK, links.everything())]
+
+    def addresses(self, family: Family, index: int = 0) -> list[rtnl.SeenAddress]:
+        """Addresses of one interface, or of all."""
+        found = self._dump(rtnl.RTM_GETADDR, rtnl.addresses_request(family, index))
+        return [seen for item in found if (seen := rtnl.decode_address(*item)) is not None]
+
+    def way_to(self, target: IPAddress) -> rtnl.Way | None:
+        """Where the kernel would send a packet, None when it has no route."""
+        try:
+            return rtnl.decode_way(*self._socket.ask(rtnl.RTM_GETROUTE, rtnl.lookup_request(target)))
+        except OSError as failure:
+            log.log(V(4), "No route to %s: %s", target, failure)
+            return None
+
+    def default_routes(self, family: Family) -> list[int]:
+        """The interfaces of the main table's default routes, in the kernel's order."""
+        found = self._dump(rtnl.RTM_GETROUTE, rtnl.routes_request(family))
+        return [index for item in found if (index := rtnl.decode_default_route(*item)) is not None]
+
+    def read(self, domain: Domain, wanted: State) -> dict[tuple[object, ...], Resource]:
+        """What there is of the wanted objects, and all else that is ours, links left out.
+
+        Raises ``OSError`` rather than leave something out.
+        """
+        actual: dict[tuple[object, ...], Resource] = {}
+        names = {index: name for name in domain.links if (index := _index_of(name))}
+        for resource, ours in self._everything(domain, wanted, names):
+            key = resource.key
+            if ours or key in wanted:
+                actual[key] = resource
+        return actual
+
+    def _everything(
+        self, domain: Domain, wanted: State, names: dict[int, str]
+    ) -> Iterator[tuple[Resource, bool]]:
+        for index, name in names.items():
+            for family in domain.families:
+                for address in self.addresses(family, index):
+                    if address.length == address.address.max_prefixlen:
+                        yield Address(name, address.address), domain.owns_address(address.address)
+                yield from self._neighbors(rtnl.neighbors_request(family, index), names)
+            if self._has_fdb(name, wanted):
+                yield from self._neighbors(rtnl.fdb_request(index), names)
+        for seen in self._routes(domain, wanted):
+            yield seen.route, domain.owns_route(seen)
+
+    def _has_fdb(self, name: str, wanted: State) -> bool:
+        link = wanted.get((Kind.LINK, name))
+        return isinstance(link, Link)
+
+    def _neighbors(self, request: bytes, names: dict[int, str]) -> Iterator[tuple[Resource, bool]]:
+        for item in self._dump(rtnl.RTM_GETNEIGH, request):
+            entry = rtnl.decode_neighbor(*item, names.get)
+            if entry is not None:
+                yield entry, True
+
+    def _routes(self, domain: Domain, wanted: State) -> Iterator[rtnl.SeenRoute]:
+        through = {domain.uplink, *domain.links}
+        through.update(route.device for route in wanted.values() if isinstance(route, Route))
+        for family in domain.families:
+            for name in through:
+                if index := _index_of(name):
+                    yield from self._dump_routes(rtnl.routes_request(family, device=index))
+            yield from self._dump_routes(rtnl.routes_request(family, protocol=PROTO_FLANNEL))
+
+    def _dump_routes(self, request: bytes) -> Iterator[rtnl.SeenRoute]:
+        name_of = cache(_name_of)
+        for item in self._dump(rtnl.RTM_GETROUTE, request):
+            seen = rtnl.decode_route(*item, name_of)
+            if seen is not None:
+                yield seen
+
+    def _dump(self, kind: int, body: bytes) -> list[tuple[bytes, int, int]]:
+        for _ in range(_DUMP_TRIES):
+            with suppress(DumpInterrupted):
+                return list(self._socket.dump(kind, body))
+        raise DumpInterrupted(errno.EINTR, "the kernel's table does not hold still")
+
+    # ---- writing -----------------------------------------------------------------------------
+
+    def apply_links(self, wanted: Iterable[Link]) -> Report:
+        """Make the devices, in order; what is right already is not touched."""
+        report = Report()
+        for link in wanted:
+            seen = self.link(link.name)
+            actual = seen.make if seen else None
+            if actual is not None and links.step(link, actual) is links.Step.NOTHING:
+                continue
+            if actual is not None:
+                log.warning("%s %s", link.name, links.differences(link, actual))
+            try:
+                devices.put(link, actual)
+                report.made.append(link)
+            except OSError as failure:
+                report.failed.append(Failure(link, failure.errno or errno.EIO))
+        return report
+
+    def apply(self, plan: Plan, domain: Domain) -> Report:
+        """Carry out a plan. One refusal does not stop the rest, save for a route to a refused neighbour."""
+        report = Report()
+        for kind, group in groupby(plan.puts, key=lambda resource: resource.kind):
+            resources = list(group)
+            if kind is Kind.ROUTE and report.failed:
+                resources = self._withhold(resources, report)
+            self._write(resources, domain, report, drop=False)
+        links_last = [resource for resource in plan.drops if resource.kind is not Kind.LINK]
+        self._write(links_last, domain, report, drop=True)
+        for resource in plan.drops:
+            if isinstance(resource, Link):
+                self._drop_link(resource, report)
+        return report
+
+    def _withhold(self, routes: list[Resource], report: Report) -> list[Resource]:
+        """Without its neighbour entry an onlink route would make the kernel ask the overlay for the MAC."""
+        lost = {
+            (failure.resource.device, failure.resource.address): failure.errno
+            for failure in report.failed
+            if isinstance(failure.resource, Neighbor)
+        }
+        allowed: list[Resource] = []
+        for route in routes:
+            assert isinstance(route, Route)
+            refused = lost.get((route.device, route.gateway)) if route.gateway else None
+            if refused is None:
+                allowed.append(route)
+            else:
+                report.failed.append(Failure(route, refused))
+        return allowed
+
+    def _write(self, resources: list[Resource], domain: Domain, report: Report, *, drop: bool) -> None:
+        indexes: dict[str, int] = {}
+
+        def index_of(name: str) -> int:
+            index = indexes.get(name)
+            if index is None:
+                index = indexes[name] = socket.if_nametoindex(name)
+            return index
+
+        def batch() -> Iterator[bytes]:
+            for seq, resource in enumerate(resources):
+                ours = isinstance(resource, Route) and resource.device not in domain.links
+                protocol = PROTO_FLANNEL if ours else PROTO_BOOT
+                try:
+                    yield rtnl.encode(resource, index_of, protocol, seq, drop=drop)
+                except OSError:
+                    refused[seq] = errno.ENODEV
+
+        refused: dict[int, int] = {}
+        for failed in self._socket.write(batch()):
+            refused.update(failed)
+        done = report.removed if drop else report.made
+        for seq, resource in enumerate(resources):
+            code = refused.get(seq)
+            if code is None:
+                done.append(resource)
+            elif not (drop and code in _GONE):
+                report.failed.append(Failure(resource, code))
+
+    def _drop_link(self, link: Link, report: Report) -> None:
+        try:
+            devices.drop(link.name)
+            report.removed.append(link)
+        except OSError as failure:
+            report.failed.append(Failure(link, failure.errno or errno.EIO))
+
+
+def _index_of(name: str) -> int:
+    """Zero for an interface that is not there."""
+    try:
+        return socket.if_nametoindex(name)
+    except OSError:
+        return 0
+
+
+def _name_of(index: int) -> str | None:
+    try:
+        return socket.if_indextoname(index)
+    except OSError:
+        return None

@@ -1,0 +1,126 @@
+"""Devices as rtnetlink describes them, and what it takes to turn one into another (pure).
+
+linux/if_link.h; the comparison follows upstream's backend/vxlan/device.go, which keeps a device
+that fits and makes anew one that does not.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from dataclasses import dataclass, fields, replace
+from enum import Enum
+
+from flanneld.network.netlink import attribute, attributes
+from flanneld.network.resources import ForeignLink, Link, Vxlan
+from flanneld.network.rtnl import address_of, mac_text
+
+IFF_UP = 0x1
+_IFINFOMSG = struct.Struct("=BxHiII")
+_IFLA_ADDRESS, _IFLA_IFNAME, _IFLA_MTU, _IFLA_LINKINFO = 1, 3, 4, 18
+_IFLA_INFO_KIND, _IFLA_INFO_DATA = 1, 2
+_VXLAN_ID, _VXLAN_GROUP, _VXLAN_LINK, _VXLAN_LOCAL, _VXLAN_LEARNING = 1, 2, 3, 4, 7
+_VXLAN_L2MISS, _VXLAN_PORT, _VXLAN_GROUP6, _VXLAN_LOCAL6, _VXLAN_GBP = 13, 15, 16, 17, 23
+
+
+@dataclass(frozen=True, slots=True)
+class SeenLink:
+    """An interface of this host. ``make`` is None for a kind of device that we do not make."""
+
+    index: int
+    name: str
+    mac: str
+    mtu: int
+    up: bool
+    make: Link | ForeignLink
+
+
+def by_name(name: str) -> bytes:
+    """The body that asks for one interface."""
+    return _IFINFOMSG.pack(0, 0, 0, 0, 0) + attribute(_IFLA_IFNAME, name.encode() + b"\0")
+
+
+def everything() -> bytes:
+    """The body that asks for all interfaces."""
+    return _IFINFOMSG.pack(0, 0, 0, 0, 0)
+
+
+def decode(data: bytes, offset: int, end: int) -> SeenLink:
+    _, _, index, flags, _ = _IFINFOMSG.unpack_from(data, offset)
+    found = attributes(data, offset + _IFINFOMSG.size, end)
+    name = _text(found.get(_IFLA_IFNAME, b""))
+    mac = found.get(_IFLA_ADDRESS, b"")
+    seen = SeenLink(
+        index=index,
+        name=name,
+        mac=mac_text(mac) if len(mac) == 6 else "",
+        mtu=_number(found.get(_IFLA_MTU)),
+        up=bool(flags & IFF_UP),
+        make=ForeignLink(name, "a plain interface"),
+    )
+    info = found.get(_IFLA_LINKINFO)
+    return replace(seen, make=_make(seen, info)) if info else seen
+
+
+def _make(seen: SeenLink, info: bytes) -> Link | ForeignLink:
+    parts = attributes(info, 0, len(info))
+    kind = _text(parts.get(_IFLA_INFO_KIND, b""))
+    data = parts.get(_IFLA_INFO_DATA, b"")
+    if kind == "vxlan":
+        return _vxlan(seen, attributes(data, 0, len(data)))
+    return ForeignLink(seen.name, f"a device of kind {kind}")
+
+
+def _vxlan(seen: SeenLink, found: dict[int, bytes]) -> Vxlan | ForeignLink:
+    local = found.get(_VXLAN_LOCAL) or found.get(_VXLAN_LOCAL6)
+    if local is None:
+        return ForeignLink(seen.name, "a vxlan device without a local address")
+    for unwanted, what in ((_VXLAN_GROUP, "group"), (_VXLAN_GROUP6, "group"), (_VXLAN_L2MISS, "l2miss")):
+        if any(found.get(unwanted, b"")):
+            return ForeignLink(seen.name, f"a vxlan device with {what}")
+    return Vxlan(
+        name=seen.name,
+        vni=_number(found.get(_VXLAN_ID)),
+        parent=_number(found.get(_VXLAN_LINK)),
+        local=address_of(local),
+        port=int.from_bytes(found.get(_VXLAN_PORT, b""), "big"),
+        mac=seen.mac,
+        mtu=seen.mtu,
+        learning=bool(_number(found.get(_VXLAN_LEARNING))),
+        gbp=_VXLAN_GBP in found,
+        up=seen.up,
+    )
+
+
+class Step(Enum):
+    """How to get from the device that is there to the wanted one."""
+
+    NOTHING = "nothing"
+    SET = "set"
+    REPLACE = "replace"
+
+
+def step(wanted: Link, actual: Link | ForeignLink) -> Step:
+    """A MAC, an MTU, learning and being up can be set; all else takes a new device."""
+    if actual == wanted:
+        return Step.NOTHING
+    if isinstance(actual, ForeignLink):
+        return Step.REPLACE
+    settable = replace(actual, mac=wanted.mac, mtu=wanted.mtu, learning=wanted.learning, up=wanted.up)
+    return Step.SET if settable == wanted else Step.REPLACE
+
+
+def differences(wanted: Link, actual: Link | ForeignLink) -> str:
+    """What is wrong with a device, for the log."""
+    if isinstance(actual, ForeignLink):
+        return f"is {actual.description}, wanted {wanted}"
+    pairs = ((f.name, getattr(actual, f.name), getattr(wanted, f.name)) for f in fields(wanted))
+    return ", ".join(f"has {name} {has}, wanted {wants}" for name, has, wants in pairs if has != wants)
+
+
+def _text(raw: bytes) -> str:
+    return raw.rstrip(b"\0").decode(errors="replace")
+
+
+def _number(raw: bytes | None) -> int:
+    return int.from_bytes(raw, sys.byteorder) if raw else 0

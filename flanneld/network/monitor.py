@@ -1,0 +1,124 @@
+"""What others do to this kernel, as news about resources.
+
+The socket is read by the thread that also writes to the kernel, so there is no race between the
+two: what this process changed itself is known by its port, or is what is wanted anyway.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from flanneld.network import links, rtnl
+from flanneld.network.netlink import NetlinkSocket, messages
+from flanneld.network.resources import Key, Resource
+
+_GROUPS = (
+    rtnl.GROUP_LINK,
+    rtnl.GROUP_NEIGH,
+    rtnl.GROUP_IPV4_ADDRESS,
+    rtnl.GROUP_IPV4_ROUTE,
+    rtnl.GROUP_IPV6_ADDRESS,
+    rtnl.GROUP_IPV6_ROUTE,
+)
+#: Room for the notifications of some thousand foreign changes while this process is busy.
+_RECEIVE_BUFFER = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A resource is there, perhaps changed."""
+
+    resource: Resource
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """What had this key is no longer there."""
+
+    key: Key
+
+
+@dataclass(frozen=True, slots=True)
+class InterfaceChanged:
+    """An interface or one of its addresses came, went or changed; ``name`` may be unknown."""
+
+    index: int
+    name: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Overrun:
+    """Notifications were lost: anything may have happened."""
+
+
+News = Seen | Gone | InterfaceChanged | Overrun
+
+
+class Monitor:
+    """Listens to link, address, route and neighbour changes. ``port`` is the writer whose echo to skip."""
+
+    def __init__(self, port: int) -> None:
+        self._socket = NetlinkSocket(_GROUPS, _RECEIVE_BUFFER)
+        self._port = port
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def discard(self) -> None:
+        """Forget what is waiting; the caller then reads the kernel back instead."""
+        while self._receive():
+            pass
+
+    def read(self, name_of: Callable[[int], str | None]) -> list[News]:
+        """All that is waiting, about devices that ``name_of`` knows, and about all interfaces."""
+        news: list[News] = []
+        while data := self._receive():
+            if isinstance(data, Overrun):
+                news.append(data)
+                continue
+            for kind, _, _, port, offset, end in messages(data):
+                if port != self._port and (item := _decode(kind, data, offset, end, name_of)) is not None:
+                    news.append(item)
+        return news
+
+    def _receive(self) -> bytes | Overrun | None:
+        try:
+            return self._socket.receive()
+        except BlockingIOError:
+            return None
+        except OSError as failure:
+            if failure.errno == errno.ENOBUFS:
+                return Overrun()
+            raise
+
+
+def _decode(
+    kind: int, data: bytes, offset: int, end: int, name_of: Callable[[int], str | None]
+) -> News | None:
+    match kind:
+        case rtnl.RTM_NEWLINK | rtnl.RTM_DELLINK:
+            link = links.decode(data, offset, end)
+            return InterfaceChanged(link.index, link.name)
+        case rtnl.RTM_NEWADDR | rtnl.RTM_DELADDR:
+            seen = rtnl.decode_address(data, offset, end)
+            return InterfaceChanged(seen.index, name_of(seen.index)) if seen else None
+        case rtnl.RTM_NEWROUTE | rtnl.RTM_DELROUTE:
+            found = rtnl.decode_route(data, offset, end, name_of)
+            return _news(found.route if found else None, gone=kind == rtnl.RTM_DELROUTE)
+        case rtnl.RTM_NEWNEIGH:
+            return _news(rtnl.decode_neighbor(data, offset, end, name_of), gone=False)
+        case rtnl.RTM_DELNEIGH:
+            key = rtnl.decode_gone_neighbor(data, offset, end, name_of)
+            return Gone(key) if key else None
+    return None
+
+
+def _news(resource: Resource | None, *, gone: bool) -> News | None:
+    if resource is None:
+        return None
+    return Gone(resource.key) if gone else Seen(resource)

@@ -1,0 +1,300 @@
+"""Resources as rtnetlink messages, and back (linux/rtnetlink.h, linux/neighbour.h, linux/if_addr.h).
+
+Only bytes and values here, no socket: ``kernel`` sends and reads.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
+
+from flanneld.model import Family, IPAddress, IPNetwork
+from flanneld.network.netlink import HEADER, NLM_F_CREATE, NLM_F_REPLACE, NLM_F_REQUEST, attributes, u32
+from flanneld.network.resources import Address, FdbEntry, Key, Neighbor, Resource, Route
+
+RTM_NEWLINK, RTM_DELLINK, RTM_GETLINK = 16, 17, 18
+RTM_NEWADDR, RTM_DELADDR, RTM_GETADDR = 20, 21, 22
+RTM_NEWROUTE, RTM_DELROUTE, RTM_GETROUTE = 24, 25, 26
+RTM_NEWNEIGH, RTM_DELNEIGH, RTM_GETNEIGH = 28, 29, 30
+
+# Multicast groups, RTNLGRP_*.
+GROUP_LINK, GROUP_NEIGH = 1, 3
+GROUP_IPV4_ADDRESS, GROUP_IPV4_ROUTE, GROUP_IPV6_ADDRESS, GROUP_IPV6_ROUTE = 5, 7, 9, 11
+
+AF_BRIDGE = 7
+AF: dict[Family, int] = {4: 2, 6: 10}
+FAMILY: dict[int, Family] = {2: 4, 10: 6}
+
+NUD_PERMANENT, NTF_SELF = 0x80, 0x02
+RTN_UNICAST, RT_TABLE_MAIN, RT_SCOPE_UNIVERSE, RTNH_F_ONLINK = 1, 254, 0, 4
+RTPROT_KERNEL = 2
+_RTM_F_CLONED = 0x200
+_RTA_DST, _RTA_OIF, _RTA_GATEWAY, _RTA_PRIORITY, _RTA_PREFSRC, _RTA_TABLE = 1, 4, 5, 6, 7, 15
+_NDA_DST, _NDA_LLADDR, _NDA_IFINDEX = 1, 2, 8
+_IFA_ADDRESS, _IFA_LOCAL, _IFA_FLAGS = 1, 2, 8
+#: What the kernel makes of metric 0 (linux/ipv6_route.h, IP6_RT_PRIO_USER).
+_IPV6_DEFAULT_METRIC = 1024
+
+_RTMSG = struct.Struct("=BBBBBBBBI")
+_NDMSG = struct.Struct("=BxxxiHBB")
+_IFADDRMSG = struct.Struct("=BBBBi")
+_WRITE = NLM_F_REQUEST | NLM_F_CREATE | NLM_F_REPLACE
+
+# Attribute headers for the payload sizes that occur: 4 and 16 bytes of address, 6 of MAC.
+_ATTR = struct.Struct("=HH")
+_DST = {size: _ATTR.pack(4 + size, 1) for size in (4, 16)}
+_GATEWAY = {size: _ATTR.pack(4 + size, _RTA_GATEWAY) for size in (4, 16)}
+_LOCAL = {size: _ATTR.pack(4 + size, _IFA_LOCAL) for size in (4, 16)}
+_LLADDR = _ATTR.pack(10, _NDA_LLADDR)
+_OIF = struct.Struct("=HHI")
+
+IndexOf = Callable[[str], int]
+NameOf = Callable[[int], str | None]
+
+
+def mac_bytes(mac: str) -> bytes:
+    return bytes.fromhex(mac.replace(":", ""))
+
+
+def mac_text(raw: bytes) -> str:
+    return raw.hex(":")
+
+
+def address_of(raw: bytes) -> IPAddress:
+    return IPv4Address(raw) if len(raw) == 4 else IPv6Address(raw)
+
+
+def network_of(raw: bytes, length: int) -> IPNetwork:
+    """The kernel's destinations have no host bits, so nothing needs masking."""
+    number = int.from_bytes(raw, "big")
+    return IPv4Network((number, length)) if len(raw) == 4 else IPv6Network((number, length))
+
+
+# ---- writing ---------------------------------------------------------------------------------
+
+
+def encode(resource: Resource, index_of: IndexOf, protocol: int, seq: int, *, drop: bool) -> bytes:
+    """The message that makes or removes a resource; a link has none, ``devices`` makes those.
+
+    ``protocol`` is what a route carries (RTPROT_*). Raises ``KeyError`` for an unknown device.
+    """
+    match resource:
+        case Neighbor():
+            kind, body = RTM_NEWNEIGH, _neighbor(resource, index_of(resource.device))
+        case FdbEntry():
+            kind, body = RTM_NEWNEIGH, _fdb_entry(resource, index_of(resource.device))
+        case Route():
+            kind, body = RTM_NEWROUTE, _route(resource, index_of(resource.device), 0 if drop else protocol)
+        case Address():
+            kind, body = RTM_NEWADDR, _address(resource, index_of(resource.device))
+        case _:
+            raise TypeError(f"no rtnetlink message for {resource!r}")
+    flags = NLM_F_REQUEST if drop else _WRITE
+    return HEADER.pack(HEADER.size + len(body), kind + drop, flags, seq, 0) + body
+
+
+def _neighbor(entry: Neighbor, index: int) -> bytes:
+    raw = entry.address.packed
+    return b"".join(
+        (
+            _NDMSG.pack(AF[entry.address.version], index, NUD_PERMANENT, 0, RTN_UNICAST),
+            _DST[len(raw)],
+            raw,
+            _LLADDR,
+            mac_bytes(entry.mac),
+            b"\0\0",
+        )
+    )
+
+
+def _fdb_entry(entry: FdbEntry, index: int) -> bytes:
+    raw = entry.remote.packed
+    return b"".join(
+        (
+            _NDMSG.pack(AF_BRIDGE, index, NUD_PERMANENT, NTF_SELF, 0),
+            _DST[len(raw)],
+            raw,
+            _LLADDR,
+            mac_bytes(entry.mac),
+            b"\0\0",
+        )
+    )
+
+
+def _route(route: Route, index: int, protocol: int) -> bytes:
+    raw = route.destination.network_address.packed
+    flags = RTNH_F_ONLINK if route.onlink else 0
+    parts = [
+        _RTMSG.pack(
+            AF[route.destination.version],
+            route.destination.prefixlen,
+            0,
+            0,
+            RT_TABLE_MAIN,
+            protocol,
+            RT_SCOPE_UNIVERSE,
+            RTN_UNICAST,
+            flags,
+        ),
+        _DST[len(raw)],
+        raw,
+    ]
+    if route.gateway is not None:
+        gateway = route.gateway.packed
+        parts += (_GATEWAY[len(gateway)], gateway)
+    parts.append(_OIF.pack(8, _RTA_OIF, index))
+    return b"".join(parts)
+
+
+def _address(entry: Address, index: int) -> bytes:
+    raw = entry.address.packed
+    head = _IFADDRMSG.pack(AF[entry.address.version], 8 * len(raw), 0, RT_SCOPE_UNIVERSE, index)
+    return head + _LOCAL[len(raw)] + raw + _DST[len(raw)] + raw
+
+
+# ---- reading ---------------------------------------------------------------------------------
+
+
+def routes_request(family: Family, *, device: int = 0, protocol: int = 0) -> bytes:
+    """The body of a dump of main-table routes, filtered by the kernel where it can."""
+    head = _RTMSG.pack(AF[family], 0, 0, 0, 0, protocol, 0, 0, 0)
+    return head + u32(_RTA_TABLE, RT_TABLE_MAIN) + (u32(_RTA_OIF, device) if device else b"")
+
+
+def neighbors_request(family: Family, device: int) -> bytes:
+    return _NDMSG.pack(AF[family], 0, 0, 0, 0) + u32(_NDA_IFINDEX, device)
+
+
+def fdb_request(device: int) -> bytes:
+    return _NDMSG.pack(AF_BRIDGE, device, 0, 0, 0)
+
+
+def addresses_request(family: Family, device: int) -> bytes:
+    return _IFADDRMSG.pack(AF[family], 0, 0, 0, device)
+
+
+@dataclass(frozen=True, slots=True)
+class SeenRoute:
+    """A route as the kernel has it, with the mark of who made it."""
+
+    route: Route
+    protocol: int
+
+
+def decode_route(data: bytes, offset: int, end: int, name_of: NameOf) -> SeenRoute | None:
+    """A unicast main-table route through one device with the default metric, else None."""
+    family, length, _, _, _, protocol, _, kind, flags = _RTMSG.unpack_from(data, offset)
+    if kind != RTN_UNICAST or flags & _RTM_F_CLONED or family not in FAMILY:
+        return None
+    found = attributes(data, offset + _RTMSG.size, end)
+    if _number(found.get(_RTA_TABLE)) != RT_TABLE_MAIN:
+        return None
+    if _number(found.get(_RTA_PRIORITY)) != (0 if family == AF[4] else _IPV6_DEFAULT_METRIC):
+        return None
+    device = name_of(_number(found.get(_RTA_OIF)))
+    raw, gateway = found.get(_RTA_DST), found.get(_RTA_GATEWAY)
+    if device is None or raw is None:
+        return None
+    return SeenRoute(
+        Route(
+            network_of(raw, length),
+            device,
+            address_of(gateway) if gateway else None,
+            onlink=bool(flags & RTNH_F_ONLINK),
+        ),
+        protocol,
+    )
+
+
+def decode_neighbor(data: bytes, offset: int, end: int, name_of: NameOf) -> Neighbor | FdbEntry | None:
+    """A permanent neighbour or a unicast forwarding entry, else None."""
+    family, index, state, _, _ = _NDMSG.unpack_from(data, offset)
+    device = name_of(index)
+    if device is None or not state & NUD_PERMANENT:
+        return None
+    found = attributes(data, offset + _NDMSG.size, end)
+    target, mac = found.get(_NDA_DST), found.get(_NDA_LLADDR)
+    if target is None or mac is None or len(mac) != 6 or len(target) not in (4, 16):
+        return None
+    if family == AF_BRIDGE:
+        return FdbEntry(device, mac_text(mac), address_of(target)) if any(mac) else None
+    return Neighbor(device, address_of(target), mac_text(mac)) if family in FAMILY else None
+
+
+def decode_gone_neighbor(data: bytes, offset: int, end: int, name_of: NameOf) -> Key | None:
+    """Whose entry was removed; the kernel no longer tells the state or the MAC of a neighbour then."""
+    family, index, _, _, _ = _NDMSG.unpack_from(data, offset)
+    device = name_of(index)
+    found = attributes(data, offset + _NDMSG.size, end)
+    target, mac = found.get(_NDA_DST), found.get(_NDA_LLADDR)
+    if device is None or target is None or len(target) not in (4, 16):
+        return None
+    if family == AF_BRIDGE:
+        return FdbEntry(device, mac_text(mac), address_of(target)).key if mac else None
+    return Neighbor(device, address_of(target), "").key if family in FAMILY else None
+
+
+@dataclass(frozen=True, slots=True)
+class SeenAddress:
+    """An address of an interface: its index, prefix length and IFA_F_* flags."""
+
+    index: int
+    address: IPAddress
+    length: int
+    flags: int
+
+
+def decode_address(data: bytes, offset: int, end: int) -> SeenAddress | None:
+    family, length, short_flags, _, index = _IFADDRMSG.unpack_from(data, offset)
+    found = attributes(data, offset + _IFADDRMSG.size, end)
+    raw = found.get(_IFA_LOCAL) or found.get(_IFA_ADDRESS)
+    if family not in FAMILY or raw is None:
+        return None
+    return SeenAddress(index, address_of(raw), length, _number(found.get(_IFA_FLAGS)) or short_flags)
+
+
+def decode_default_route(data: bytes, offset: int, end: int) -> int | None:
+    """The interface of a default route, 0 when it names no single one; None for any other route."""
+    family, length, _, _, _, _, _, kind, _ = _RTMSG.unpack_from(data, offset)
+    if length or kind != RTN_UNICAST or family not in FAMILY:
+        return None
+    found = attributes(data, offset + _RTMSG.size, end)
+    return _number(found.get(_RTA_OIF)) if _number(found.get(_RTA_TABLE)) == RT_TABLE_MAIN else None
+
+
+def _number(raw: bytes | None) -> int:
+    return int.from_bytes(raw, sys.byteorder) if raw else 0
+
+
+# ---- looking up one route ---------------------------------------------------------------------
+
+
+def lookup_request(target: IPAddress) -> bytes:
+    """Ask the kernel which way it would send a packet."""
+    raw = target.packed
+    return _RTMSG.pack(AF[target.version], 8 * len(raw), 0, 0, 0, 0, 0, 0, 0) + _DST[len(raw)] + raw
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """The kernel's answer: out of which interface, from which address, through which gateway."""
+
+    index: int
+    source: IPAddress | None
+    gateway: IPAddress | None
+    kind: int
+
+
+def decode_way(data: bytes, offset: int, end: int) -> Way:
+    kind = _RTMSG.unpack_from(data, offset)[7]
+    found = attributes(data, offset + _RTMSG.size, end)
+    source, gateway = found.get(_RTA_PREFSRC), found.get(_RTA_GATEWAY)
+    return Way(
+        _number(found.get(_RTA_OIF)),
+        address_of(source) if source else None,
+        address_of(gateway) if gateway else None,
+        kind,
+    )

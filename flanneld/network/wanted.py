@@ -1,0 +1,99 @@
+"""Who wants what: the wanted state, kept lease by lease (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from flanneld.model import LeaseKey
+from flanneld.network.resources import Key, Resource
+
+#: Ranks before every lease: what this node needs for itself.
+LOCAL: LeaseKey = (None, None)
+
+
+class Wanted:
+    """The wanted state by key, with an owner for each resource.
+
+    When two owners claim one key - cloned machines with one MAC - the lower subnet wins whatever the
+    order in which they came, and the other takes over when the winner leaves.
+    """
+
+    def __init__(self) -> None:
+        self.state: dict[Key, Resource] = {}
+        self._holder: dict[Key, LeaseKey] = {}
+        self._wishes: dict[LeaseKey, tuple[Resource, ...]] = {}
+        #: Only for keys with several claims, winner included.
+        self._rivals: dict[Key, dict[LeaseKey, Resource]] = {}
+
+    def __contains__(self, owner: LeaseKey) -> bool:
+        return owner in self._wishes
+
+    def owners(self) -> Iterator[LeaseKey]:
+        return iter(self._wishes)
+
+    def wishes(self, owner: LeaseKey) -> tuple[Resource, ...]:
+        return self._wishes.get(owner, ())
+
+    def conflicts(self) -> Iterator[tuple[Key, LeaseKey, tuple[LeaseKey, ...]]]:
+        """Keys claimed more than once: the key, who has it, who goes without."""
+        for key, claims in self._rivals.items():
+            winner = self._holder[key]
+            yield key, winner, tuple(owner for owner in claims if owner != winner)
+
+    def set(self, owner: LeaseKey, resources: Iterable[Resource]) -> tuple[list[Resource], list[Resource]]:
+        """Replace all that an owner wants; an empty wish is a farewell.
+
+        Returns what the kernel must get and what it must lose because of that.
+        """
+        wish = tuple(resources)
+        old = self._wishes.pop(owner, ())
+        if wish:
+            self._wishes[owner] = wish
+        touched = {}
+        for resource in old:
+            key = resource.key
+            touched[key] = self.state.get(key)
+            self._withdraw(owner, key)
+        for resource in wish:
+            key = resource.key
+            touched.setdefault(key, self.state.get(key))
+            self._claim(owner, key, resource)
+        puts, drops = [], []
+        for key, before in touched.items():
+            after = self.state.get(key)
+            if after is None and before is not None:
+                drops.append(before)
+            elif after is not None and after != before:
+                puts.append(after)
+        return puts, drops
+
+    def _claim(self, owner: LeaseKey, key: Key, resource: Resource) -> None:
+        holder = self._holder.get(key)
+        if holder is None or holder == owner:
+            self.state[key], self._holder[key] = resource, owner
+            if key in self._rivals:
+                self._rivals[key][owner] = resource
+            return
+        self._rivals.setdefault(key, {holder: self.state[key]})[owner] = resource
+        self._elect(key)
+
+    def _withdraw(self, owner: LeaseKey, key: Key) -> None:
+        claims = self._rivals.get(key)
+        if claims is None:
+            if self._holder.get(key) == owner:
+                del self.state[key], self._holder[key]
+            return
+        claims.pop(owner, None)
+        self._elect(key)
+        if len(claims) == 1:
+            del self._rivals[key]
+
+    def _elect(self, key: Key) -> None:
+        claims = self._rivals[key]
+        winner = min(claims, key=rank)
+        self.state[key], self._holder[key] = claims[winner], winner
+
+
+def rank(owner: LeaseKey) -> tuple[tuple[int, int], ...]:
+    """Orders leases by their subnets; one without a subnet of a family comes first there."""
+    return tuple((-1, -1) if net is None else (int(net.network_address), net.prefixlen) for net in owner)

@@ -1,0 +1,311 @@
+"""What the operator asked for on the command line and in ``FLANNELD_*`` variables, checked once.
+
+``Options`` is the table of flags: each field holds its flag's default and usage text. Names and
+defaults are those of Go flanneld; ``iface-wait`` is ours.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from typing import Any
+from urllib.parse import urlsplit
+
+from flanneld import goflags
+from flanneld.errors import Fatal, FlannelError
+from flanneld.goflags import Flag, Kind, Value
+from flanneld.model import IPAddress
+from flanneld.network.interface import compile_re2
+
+PREFIX = "FLANNELD"
+_KINDS: Mapping[type, Kind] = {bool: "bool", int: "int", str: "string", tuple: "string"}
+#: Turns a flag's value into the field's, given what to call the flag. Raises ``Fatal``.
+_Reader = Callable[[Any, str], Any]
+
+
+class UsageError(FlannelError):
+    """The command line or the environment makes no sense: print reason and usage, exit with status 2."""
+
+    def __init__(self, reason: str, usage: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.usage = usage
+
+
+class HelpWanted(Exception):
+    """``-help``: print ``usage`` on standard error, exit with status 0."""
+
+    def __init__(self, usage: str) -> None:
+        super().__init__(usage)
+        self.usage = usage
+
+
+class VersionWanted(Exception):
+    """``-version``: print the version on standard error, exit with status 0."""
+
+
+def _as_it_is(value: Any, _source: str) -> Any:
+    return value
+
+
+def _endpoints(text: str, source: str) -> tuple[str, ...]:
+    """Client URLs, split at commas and, as in Go flanneld, not trimmed."""
+    urls = tuple(text.split(","))
+    for number, url in enumerate(urls, 1):
+        if not _is_http(url):
+            # A stray comma or slash in a password leaves parts of it in any element.
+            name = f"element {number}" if "@" in text else goflags.quoted(url)
+            raise Fatal(
+                f"{source}: {name} is not an http or https URL",
+                "give client URLs like http://10.0.0.1:2379, separated by single commas without spaces",
+            )
+    return urls
+
+
+def _is_http(url: str) -> bool:
+    if not url.isprintable() or " " in url:  # urlsplit would drop some of these silently
+        return False
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
+
+
+def _address_of(make: Callable[[str], IPAddress], example: str) -> _Reader:
+    def read(text: str, source: str) -> IPAddress | None:
+        if not text:
+            return None
+        address = None
+        if "%" not in text:  # a zone means nothing to other hosts
+            with suppress(ValueError):
+                address = make(text)
+        if address is None:
+            raise Fatal(f"{source}: {goflags.quoted(text)} cannot be used", f"give an address like {example}")
+        return address
+
+    return read
+
+
+_ip = _address_of(ip_address, "192.0.2.1")
+_ipv4 = _address_of(IPv4Address, "192.0.2.1")
+_ipv6 = _address_of(IPv6Address, "2001:db8::1")
+
+
+def _patterns(texts: tuple[str, ...], source: str) -> tuple[str, ...]:
+    for text in texts:
+        try:
+            compile_re2(text)
+        except Fatal as error:
+            raise Fatal(f"{source}: {error.problem}", error.remedy) from error
+    return texts
+
+
+def _margin(minutes: int, source: str) -> int:
+    if not 1 <= minutes <= 1439:
+        raise Fatal(f"{source} is {minutes} minutes", "a lease lasts a day: give 1 to 1439")
+    return minutes
+
+
+def _port(number: int, source: str) -> int:
+    if number > 65535:
+        raise Fatal(f"{source}: there is no port {number}", "give 1 to 65535, or 0 for no health server")
+    return number
+
+
+def _wait(seconds: int, source: str) -> int:
+    if seconds < 0:
+        raise Fatal(f"{source} is {seconds} seconds", "give 0 or more")
+    return seconds
+
+
+def _flag(name: str, default: Any, usage: str, read: _Reader = _as_it_is) -> Any:
+    """A field with the flag that sets it; ``default`` is the flag's, a tuple if it may be repeated."""
+    flag = Flag(name, _KINDS[type(default)], default, usage, repeatable=isinstance(default, tuple))
+    return field(default=read(default, name), metadata={"flag": flag, "read": read})
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Options:
+    """All options, each named as its flag with ``_`` for ``-``. Printing it shows no password."""
+
+    etcd_endpoints: tuple[str, ...] = _flag(
+        "etcd-endpoints",
+        "http://127.0.0.1:4001,http://127.0.0.1:2379",
+        "client `URLs` of etcd, separated by commas",
+        _endpoints,
+    )
+    etcd_prefix: str = _flag("etcd-prefix", "/coreos.com/network", "`key` under which etcd holds the network")
+    etcd_keyfile: str = _flag("etcd-keyfile", "", "`file` with the TLS key to show to etcd")
+    etcd_certfile: str = _flag("etcd-certfile", "", "`file` with the TLS certificate to show to etcd")
+    etcd_cafile: str = _flag("etcd-cafile", "", "`file` with the authority that signed etcd's certificate")
+    etcd_username: str = _flag("etcd-username", "", "`name` of the etcd user")
+    etcd_password: str = _flag("etcd-password", "", "`password` of the etcd user")
+    iface: tuple[str, ...] = _flag(
+        "iface",
+        (),
+        "`interface`, by name or address, that leads to other nodes\nmay be repeated: the first found wins",
+    )
+    iface_regex: tuple[str, ...] = _flag(
+        "iface-regex",
+        (),
+        "`pattern` for the interface's address, else its name\nmay be repeated; tried after every -iface",
+        _patterns,
+    )
+    iface_can_reach: IPAddress | None = _flag(  # noqa: RUF009 - addresses are immutable
+        "iface-can-reach", "", "take the interface through which this `address` is reached; tried last", _ip
+    )
+    iface_wait: int = _flag("iface-wait", 0, "`seconds` to wait for an interface that fits", _wait)
+    subnet_file: str = _flag(
+        "subnet-file", "/run/flannel/subnet.env", "`file` to which this node's subnet is written"
+    )
+    public_ip: IPv4Address | None = _flag(  # noqa: RUF009 - addresses are immutable
+        "public-ip", "", "IPv4 `address` at which other nodes reach this one", _ipv4
+    )
+    public_ipv6: IPv6Address | None = _flag(  # noqa: RUF009 - addresses are immutable
+        "public-ipv6", "", "IPv6 `address` at which other nodes reach this one", _ipv6
+    )
+    subnet_lease_renew_margin: int = _flag(
+        "subnet-lease-renew-margin", 60, "renew the lease this many `minutes` before it ends", _margin
+    )
+    ip_masq: bool = _flag("ip-masq", False, "masquerade traffic that leaves the network")
+    ip_masq_fully_random_disable: bool = _flag(
+        "ip-masq-fully-random-disable", False, "masquerade without fully random source ports"
+    )
+    kube_subnet_mgr: bool = _flag("kube-subnet-mgr", False, "keep the leases in Kubernetes instead of etcd")
+    kube_api_url: str = _flag("kube-api-url", "", "`URL` of the Kubernetes API server")
+    kube_annotation_prefix: str = _flag(
+        "kube-annotation-prefix", "flannel.alpha.coreos.com", "`prefix` of the node annotations"
+    )
+    kubeconfig_file: str = _flag("kubeconfig-file", "", "`file` with the way to the Kubernetes API server")
+    net_config_path: str = _flag(
+        "net-config-path", "/etc/kube-flannel/net-conf.json", "`file` with the network config, for Kubernetes"
+    )
+    healthz_ip: str = _flag("healthz-ip", "0.0.0.0", "`address` of the health server")  # noqa: S104
+    healthz_port: int = _flag("healthz-port", 0, "`port` of the health server, 0 for none", _port)
+    iptables_resync: int = _flag("iptables-resync", 5, "check the firewall rules every so many `seconds`")
+    iptables_forward_rules: bool = _flag(
+        "iptables-forward-rules", True, "let the firewall forward the network's traffic"
+    )
+    ip_blackhole_route: bool = _flag(
+        "ip-blackhole-route", False, "keep a blackhole route for this node's subnet"
+    )
+    set_node_network_unavailable: bool = _flag(
+        "set-node-network-unavailable", True, "clear the node's NetworkUnavailable condition"
+    )
+    v: int = _flag("v", 0, "verbosity `level` of the log")
+    vmodule: str = _flag("vmodule", "", "verbosity of single source files, as `pattern=level,...`")
+    log_backtrace_at: str = _flag(
+        "log_backtrace_at", "", "add a stack trace to what is logged at this `file:line`"
+    )
+
+    def described(self) -> str:
+        """What differs from the defaults, as ``name=value`` words for one log line, secrets masked."""
+        return " ".join(
+            f"{f.metadata['flag'].name}={word}"
+            for f in fields(self)
+            if getattr(self, f.name) != f.default
+            for word in _words(f.metadata["flag"], getattr(self, f.name))
+        )
+
+    def __repr__(self) -> str:
+        return f"Options({self.described()})"
+
+
+FLAGS: tuple[Flag, ...] = tuple(f.metadata["flag"] for f in fields(Options))
+#: No option, and never read from the environment.
+_VERSION = Flag("version", "bool", False, "print the version and exit")
+
+
+def _words(flag: Flag, value: Any) -> Iterator[str]:
+    if flag.name == "etcd-password":
+        yield "***"
+    elif flag.repeatable:
+        yield from map(_word, value)
+    elif isinstance(value, tuple):
+        yield ",".join(map(_word, value))
+    else:
+        yield _word(str(value).lower() if isinstance(value, bool) else str(value))
+
+
+def _word(text: str) -> str:
+    text = re.sub("(?s)://.*@", "://***@", text)
+    return text if text and text.isprintable() and " " not in text else goflags.quoted(text)
+
+
+def _changed(value: Value, default: Value) -> bool:
+    return value != default
+
+
+def _on(value: Value, _default: Value) -> bool:
+    return bool(value)
+
+
+def _given(_value: Value, _default: Value) -> bool:
+    return True
+
+
+_NO_MASQUERADE = "this version does not masquerade; leave it out and let the container runtime masquerade"
+_NO_KUBERNETES = "this version keeps leases in etcd only; leave it out and set -etcd-endpoints"
+_NO_FORWARD = "this version sets no forward rules; leave it out and let the traffic through yourself"
+_NO_BLACKHOLE = "this version sets no blackhole route; leave it out and add the route yourself"
+#: What this version cannot do yet: a flag, when it asks for that, and what to say then.
+NOT_YET: tuple[tuple[str, Callable[[Value, Value], bool], str], ...] = (
+    ("ip-masq", _changed, _NO_MASQUERADE),
+    ("ip-masq-fully-random-disable", _changed, _NO_MASQUERADE),
+    ("kube-subnet-mgr", _changed, _NO_KUBERNETES),
+    ("kube-api-url", _changed, _NO_KUBERNETES),
+    ("kube-annotation-prefix", _changed, _NO_KUBERNETES),
+    ("kubeconfig-file", _changed, _NO_KUBERNETES),
+    ("net-config-path", _changed, _NO_KUBERNETES),
+    ("set-node-network-unavailable", _given, _NO_KUBERNETES),
+    ("iptables-forward-rules", _on, _NO_FORWARD),
+    ("iptables-resync", _given, _NO_FORWARD),
+    ("ip-blackhole-route", _changed, _NO_BLACKHOLE),
+)
+
+
+def read(argv: Sequence[str], environ: Mapping[str, str], program: str = "flanneld") -> Options:
+    """Read the words after the program's name, then the environment for what they leave open.
+
+    Raises ``UsageError``, ``HelpWanted`` or ``VersionWanted`` for what cannot be or need not be read,
+    ``Fatal`` for a value that is out of bounds or not supported yet.
+    """
+    try:
+        line = goflags.parse((*FLAGS, _VERSION), argv)
+        if line.pop(_VERSION.name, False):
+            raise VersionWanted
+        rest = (flag for flag in FLAGS if flag.name not in line)
+        variables = goflags.from_environment(rest, environ, PREFIX)
+    except goflags.HelpRequested:
+        raise HelpWanted(usage(program)) from None
+    except goflags.FlagError as error:
+        raise UsageError(str(error), usage(program)) from None
+    sources = {name: f"-{name}" for name in line}
+    sources |= {name: goflags.variable(name, PREFIX) for name in variables}
+    return _checked(line | variables, sources)
+
+
+def usage(program: str) -> str:
+    """The usage text, one line about the program and then all flags; ends with a newline."""
+    return f"Usage: {program} [-flag=value ...]\n" + goflags.usage((*FLAGS, _VERSION))
+
+
+def _checked(given: Mapping[str, Value], sources: Mapping[str, str]) -> Options:
+    for name, asks, sentence in NOT_YET:
+        if name in given and asks(given[name], _default(name)):
+            raise Fatal(f"{sources[name]}: {sentence}")
+    return Options(
+        **{
+            f.name: f.metadata["read"](given[name], sources[name])
+            for f in fields(Options)
+            if (name := f.metadata["flag"].name) in given
+        }
+    )
+
+
+def _default(name: str) -> Value:
+    return next(flag.default for flag in FLAGS if flag.name == name)

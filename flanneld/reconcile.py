@@ -1,0 +1,322 @@
+"""The only loop that moves the kernel.
+
+    facts -> wanted state -> difference to what the kernel holds -> apply -> report
+
+News of one lease touches only what belongs to this lease. An audit reads everything back and
+repairs the difference: at the start, when somebody else touched what is ours, after a refusal,
+and from time to time. Nothing is removed before the first snapshot of the leases: until then what
+an earlier run left may be all that keeps the containers talking.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+import socket
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from flanneld import clock
+from flanneld.backends import OtherBackend
+from flanneld.errors import Fatal, Refused
+from flanneld.glog import Once, V
+from flanneld.inbox import Inbox
+from flanneld.model import Change, Event, Lease, LeaseTable, name_of
+from flanneld.network.diff import Plan, diff, plan
+from flanneld.network.kernel import Domain, Kernel, Report
+from flanneld.network.monitor import Gone, InterfaceChanged, Monitor, News, Overrun
+from flanneld.network.resources import Key, Link, Resource
+from flanneld.network.wanted import LOCAL, Wanted
+from flanneld.site import Site
+
+log = logging.getLogger(__name__)
+
+AUDIT_PERIOD = 30.0
+#: Lets a burst of notifications end before the kernel is read back.
+_SETTLE = 0.005
+#: Between two repairs where somebody keeps undoing our work, and as a multiple of what one costs.
+_REPAIR_SPACING, _REPAIR_COST_FACTOR = 0.2, 10
+_FIRST_RETRY, _LAST_RETRY = 1.0, 30.0
+#: After more writes than this the kernel is read back rather than its echo of them.
+_BULK = 500
+#: So many lines about single objects are worth reading at a time.
+_FEW = 10
+
+
+class Reconciler:
+    """Keeps the kernel in the wanted state. ``inbox`` takes the events of one reading of the store."""
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        site: Site,
+        own: Lease,
+        *,
+        stop: threading.Event,
+        heartbeat: Callable[[float], None],
+        on_move: Callable[[], None],
+        on_synced: Callable[[], None],
+    ) -> None:
+        self.inbox: Inbox[list[Event]] = Inbox()
+        self._kernel = kernel
+        self._site = site
+        self._own = own
+        self._stop = stop
+        self._heartbeat = heartbeat
+        self._on_move = on_move
+        self._on_synced = on_synced
+        self._monitor = Monitor(kernel.port)
+        self._table = LeaseTable(own.key)
+        self._wanted = Wanted()
+        self._domain = Domain(site.uplink.name, frozenset(), site.ranges)
+        self._names: dict[int, str] = {}
+        self._once = Once()
+        self._next_audit = clock.now()
+        self._earliest_repair = 0.0
+        self._retry_delay = _FIRST_RETRY
+        self._uplink_may_have_moved = False
+
+    # ---- before the first peer ---------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Make what this node needs for itself. Raises ``Fatal`` when the kernel refuses."""
+        self._wish_for_ourselves()
+        report = self._converge()
+        if report.failed:
+            raise Fatal(
+                f"the kernel refuses {report.failed[0]}",
+                "run with CAP_NET_ADMIN on a kernel that has this kind of device",
+            )
+        for resource in report.made:
+            log.info("Made %s", resource)
+        self._next_audit = clock.now() + AUDIT_PERIOD
+
+    def _wish_for_ourselves(self) -> None:
+        self._wanted.set(LOCAL, self._site.backend.local(self._own))
+        self._domain = replace(
+            self._domain,
+            uplink=self._site.uplink.name,
+            links=frozenset(link.name for link in self._links()),
+        )
+
+    def _links(self) -> list[Link]:
+        return [item for item in self._wanted.wishes(LOCAL) if isinstance(item, Link)]
+
+    # ---- the loop ----------------------------------------------------------------------------
+
+    def run(self) -> None:
+        poll = select.poll()
+        poll.register(self.inbox, select.POLLIN)
+        poll.register(self._monitor, select.POLLIN)
+        while not self._stop.is_set():
+            self._heartbeat(2 * AUDIT_PERIOD)
+            poll.poll(max(0.0, self._next_audit - clock.now()) * 1000)
+            self._take_events([event for events in self.inbox.drain() for event in events])
+            self._take_news(self._monitor.read(self._names.get))
+            if clock.now() >= self._next_audit and not self._stop.is_set():
+                self._audit()
+
+    def cancel(self) -> None:
+        self.inbox.wake()
+
+    # ---- news of leases ----------------------------------------------------------------------
+
+    def _take_events(self, events: list[Event]) -> None:
+        was_synced = self._table.synced
+        puts: dict[Key, Resource] = {}
+        drops: dict[Key, Resource] = {}
+        for event in events:
+            for made, lost in self._fold(event, quiet=not was_synced):
+                for resource in lost:
+                    puts.pop(resource.key, None)
+                    drops[resource.key] = resource
+                for resource in made:
+                    drops.pop(resource.key, None)
+                    puts[resource.key] = resource
+        if self._table.synced and not was_synced:
+            self._first_sync()
+        elif self._table.synced and (puts or drops):
+            self._account(self._kernel.apply(plan(puts.values(), drops.values()), self._domain))
+
+    def _fold(self, event: Event, *, quiet: bool) -> list[tuple[list[Resource], list[Resource]]]:
+        """Change the wanted state by one event: what to make and what to remove because of it."""
+        change = self._table.apply(event)
+        if not quiet:
+            _log_change(change, self._wanted)
+        moves = [self._wanted.set(key, ()) for key in change.gone]
+        moves += [self._wanted.set(lease.key, self._lead_to(lease)) for lease in change.put]
+        if moves:
+            self._warn_of_conflicts()
+        return moves
+
+    def _lead_to(self, lease: Lease) -> tuple[Resource, ...]:
+        """What leads to a peer; if its lease makes no sense now, what did so before."""
+        try:
+            resources = tuple(self._site.backend.peer(lease))
+        except OtherBackend as reason:
+            self._once.warn(log, lease.key, f"Ignoring {lease}: {reason}")
+            return ()
+        except Refused as reason:
+            self._once.warn(log, lease.key, f"Refusing the new data of {lease}: {reason}")
+            return self._wanted.wishes(lease.key)
+        self._once.clear(lease.key)
+        return resources
+
+    def _warn_of_conflicts(self) -> None:
+        for key, winner, losers in self._wanted.conflicts():
+            self._once.warn(
+                log,
+                key,
+                f"{', '.join(map(name_of, losers))} and {name_of(winner)} both claim {_named(key)}; "
+                f"{name_of(winner)} has it: are these cloned machines, or is one public IP used twice?",
+            )
+
+    def _first_sync(self) -> None:
+        self._domain = replace(self._domain, sweep=True, adopt=True)
+        try:
+            report = self._converge()
+        except OSError as failure:
+            self._could_not_read(failure)
+            return
+        self._domain = replace(self._domain, adopt=False)
+        log.info(
+            "In sync with %d peers: made %d objects, removed %d left by an earlier run",
+            len(self._table),
+            len(report.made),
+            len(report.removed),
+        )
+        self._account(report)
+        self._on_synced()
+
+    # ---- news of the kernel ------------------------------------------------------------------
+
+    def _take_news(self, news: Iterable[News]) -> None:
+        for item in news:
+            match item:
+                case Overrun():
+                    log.log(V(1), "Kernel notifications were lost: reading everything back")
+                    self._uplink_may_have_moved = True
+                    self._repair_soon()
+                case InterfaceChanged(index, name):
+                    if self._concerns_us(index, name):
+                        self._uplink_may_have_moved = True
+                        self._repair_soon()
+                case Gone(key):
+                    if key in self._wanted.state:
+                        self._repair_soon()
+                case _:
+                    if self._is_drift(item.resource):
+                        self._repair_soon()
+
+    def _concerns_us(self, index: int, name: str | None) -> bool:
+        ours = name == self._site.uplink.name or name in self._domain.links
+        return ours or index in self._names or self._site.asks_routes
+
+    def _is_drift(self, resource: Resource) -> bool:
+        wanted = self._wanted.state.get(resource.key)
+        if wanted is None:
+            return getattr(resource, "device", None) in self._domain.links
+        return wanted != resource
+
+    def _repair_soon(self) -> None:
+        self._next_audit = min(self._next_audit, max(clock.now() + _SETTLE, self._earliest_repair))
+
+    # ---- the audit ---------------------------------------------------------------------------
+
+    def _audit(self) -> None:
+        began = clock.now()
+        self._next_audit = began + AUDIT_PERIOD
+        try:
+            self._follow_uplink()
+            report = self._converge()
+        except OSError as failure:
+            self._could_not_read(failure)
+            return
+        self._once.clear("read")
+        _log_repairs("Healed", report.made)
+        _log_repairs("Removed what nobody wants", report.removed)
+        ended = clock.now()
+        self._earliest_repair = ended + max(_REPAIR_SPACING, _REPAIR_COST_FACTOR * (ended - began))
+        self._account(report)
+        if self._table.synced and self._domain.adopt:
+            self._domain = replace(self._domain, adopt=False)
+            self._on_synced()
+
+    def _follow_uplink(self) -> None:
+        moved = (self._uplink_may_have_moved or self._site.asks_routes) and self._site.follow()
+        self._uplink_may_have_moved = False
+        if moved:
+            self._wish_for_ourselves()
+        if moved or self._site.asks_routes:
+            for lease in self._table:
+                self._wanted.set(lease.key, self._lead_to(lease))
+        if moved:
+            self._on_move()
+
+    def _converge(self) -> Report:
+        """Read, compare, apply. Raises ``OSError`` if the kernel cannot be read."""
+        report = self._kernel.apply_links(self._links())
+        actual = self._kernel.read(self._domain, self._wanted.state)
+        actual.update((link.key, link) for link in self._links())
+        steps = diff(self._wanted.state, actual)
+        if not self._domain.sweep:
+            steps = Plan(puts=steps.puts)
+        report.add(self._kernel.apply(steps, self._domain))
+        self._names = self._interfaces()
+        return report
+
+    def _interfaces(self) -> dict[int, str]:
+        present = {name: index for index, name in socket.if_nameindex()}
+        ours = (self._domain.uplink, *self._domain.links)
+        return {present[name]: name for name in ours if name in present}
+
+    # ---- afterwards --------------------------------------------------------------------------
+
+    def _account(self, report: Report) -> None:
+        """Decide when to look again, and say what the kernel refused."""
+        if report.failed:
+            first = report.failed[0]
+            more = f", and {len(report.failed) - 1} more" if len(report.failed) > 1 else ""
+            self._once.warn(log, "refused", f"The kernel refuses {first}{more}; trying again")
+            self._next_audit = min(self._next_audit, clock.now() + self._retry_delay)
+            self._retry_delay = min(2 * self._retry_delay, _LAST_RETRY)
+        elif report:
+            self._retry_delay = _FIRST_RETRY
+            if self._once.clear("refused"):
+                log.info("The kernel takes everything again")
+        if len(report.made) + len(report.removed) > _BULK:
+            # Reading back is cheaper than the echo, and it is a proof.
+            self._monitor.discard()
+            self._uplink_may_have_moved = True
+            self._next_audit = clock.now()
+
+    def _could_not_read(self, failure: OSError) -> None:
+        self._once.warn(log, "read", f"Cannot read the kernel's tables: {failure}; changing nothing until we can")
+        self._next_audit = clock.now() + _FIRST_RETRY
+
+
+def _log_change(change: Change, wanted: Wanted) -> None:
+    if len(change.put) + len(change.gone) > _FEW:
+        log.info("Leases: %d new or changed, %d gone", len(change.put), len(change.gone))
+        return
+    for key in change.gone:
+        log.info("Lease %s is gone", name_of(key))
+    for lease in change.put:
+        word = "changed" if lease.key in wanted else "added"
+        public = ", ".join(str(ip) for family in (4, 6) if (ip := lease.attrs.public(family)))
+        log.info("Lease %s at %s %s", lease, public, word)
+
+
+def _log_repairs(what: str, resources: list[Resource]) -> None:
+    for resource in resources[:_FEW]:
+        log.warning("%s: %s", what, resource)
+    if len(resources) > _FEW:
+        log.warning("%s: %d more objects", what, len(resources) - _FEW)
+
+
+def _named(key: Key) -> str:
+    kind, *names = key
+    return f"{str(getattr(kind, 'name', kind)).lower()} {' '.join(map(str, names))}"
+
+

@@ -1,0 +1,43 @@
+"""Which subnet a host gets (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from flanneld.config import SubnetRange
+from flanneld.model import IPNetwork
+
+
+def free_subnets(pool: SubnetRange, taken: Iterable[IPNetwork], limit: int = 100) -> list[IPNetwork]:
+    """The lowest subnets of the range that overlap nothing in ``taken``: at most ``limit``, in order.
+
+    ``taken`` may hold networks of any length and family.
+    """
+    size = 1 << (pool.network.max_prefixlen - pool.subnet_len)
+    end = int(pool.subnet_max) + size
+    blocked = sorted(_span(net) for net in taken if net.version == pool.network.version)
+    free: list[int] = []
+    start = int(pool.subnet_min)
+    for first, after in [*blocked, (end, end)]:
+        gap = range(start, min(first, end) - size + 1, size)
+        free += gap[: limit - len(free)]
+        if after > start:
+            start = -(-after // size) * size
+    network, address = type(pool.network), type(pool.subnet_min)
+    return [network((address(base), pool.subnet_len)) for base in free]
+
+
+def choose(pool: SubnetRange, taken: Iterable[IPNetwork], rng: Callable[[int], int]) -> IPNetwork | None:
+    """One of the hundred lowest free subnets, None if there is none.
+
+    ``rng(n)`` gives one of 0 to n-1, all equally likely, as ``random.randrange`` does: hosts that choose
+    at the same time should not choose the same.
+    """
+    free = free_subnets(pool, taken)
+    return free[rng(len(free))] if free else None
+
+
+def _span(net: IPNetwork) -> tuple[int, int]:
+    """The first address, and the one after the last: a number even where no such address exists."""
+    first = int(net.network_address)
+    return first, first + (1 << (net.max_prefixlen - net.prefixlen))

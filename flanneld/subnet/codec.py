@@ -1,0 +1,114 @@
+"""The forms in which leases lie in etcd: the name of the key and the JSON of the value (pure).
+
+Other nodes, whichever flannel they run, read and write the same. All parsers raise ``Refused``.
+"""
+
+from __future__ import annotations
+
+import re
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
+from typing import Any, TypeVar
+
+from flanneld import gojson
+from flanneld.errors import Refused
+from flanneld.gojson import Fields, GoJsonError
+from flanneld.model import LeaseAttrs, LeaseKey
+
+N = TypeVar("N", bound=IPv4Network | IPv6Network)
+
+_KEY = re.compile(
+    r"([0-9]+\.[0-9]+\.[0-9]+\.[0-9]+)-(0|[1-9][0-9]?)"
+    r"(?:&([0-9a-fA-F:]+)-(0|[1-9][0-9]{0,2}))?"
+)
+_MAC = re.compile(
+    r"[0-9a-f]{2}(?::[0-9a-f]{2}){5}|[0-9a-f]{2}(?:-[0-9a-f]{2}){5}|[0-9a-f]{4}(?:\.[0-9a-f]{4}){2}"
+)
+
+_WRITE_AGAIN = "restart flanneld on its node to have it written again"
+
+
+def parse_key(text: str) -> LeaseKey:
+    """Read the key of a lease, given alone or as the last part of a path.
+
+    It is ``10.1.5.0-24``, with IPv6 ``10.1.5.0-24&fd00:1:5::-64``, without IPv4 ``0.0.0.0-0&fd00:1:5::-64``.
+    """
+    name = text.rpartition("/")[2]
+    found = _KEY.fullmatch(name)
+    if not found:
+        raise _no_key(name)
+    base, length, base6, length6 = found.groups()
+    try:
+        key = (
+            _subnet(IPv4Network, base, int(length)),
+            _subnet(IPv6Network, base6, int(length6)) if base6 else None,
+        )
+    except ValueError:
+        raise _no_key(name) from None
+    if not any(key):
+        raise _no_key(name)
+    return key
+
+
+def format_key(key: LeaseKey) -> str:
+    """Name a lease; ``parse_key`` shows the form."""
+    subnet, ipv6_subnet = key
+    if subnet is None and ipv6_subnet is None:
+        raise ValueError("a lease without a subnet has no key")
+    name = f"{subnet.network_address}-{subnet.prefixlen}" if subnet else "0.0.0.0-0"
+    return f"{name}&{ipv6_subnet.network_address}-{ipv6_subnet.prefixlen}" if ipv6_subnet else name
+
+
+def parse_attrs(text: str | bytes) -> LeaseAttrs:
+    """Read what a node announces; without IPv4 its PublicIP is absent or ``0.0.0.0``."""
+    try:
+        fields = Fields(gojson.parse(text))
+        return LeaseAttrs(
+            public_ip=fields.address("PublicIP", IPv4Address),
+            public_ipv6=fields.address("PublicIPv6", IPv6Address),
+            backend_type=fields.string("BackendType", ""),
+            backend_data=fields.raw("BackendData"),
+            backend_v6_data=fields.raw("BackendV6Data"),
+        )
+    except GoJsonError as error:
+        raise Refused(f"the lease is wrong: {error}", _WRITE_AGAIN) from None
+
+
+def format_attrs(attrs: LeaseAttrs, *, with_ipv6: bool) -> str:
+    """Write attributes as flannel 0.12 does, or with IPv6 as later versions do: both read either."""
+    value: dict[str, Any] = {"PublicIP": str(attrs.public_ip or IPv4Address(0))}
+    if with_ipv6:
+        value["PublicIPv6"] = str(attrs.public_ipv6) if attrs.public_ipv6 else None
+    if attrs.backend_type:
+        value["BackendType"] = attrs.backend_type
+    if attrs.backend_data is not None:
+        value["BackendData"] = attrs.backend_data
+    if with_ipv6 and attrs.backend_v6_data is not None:
+        value["BackendV6Data"] = attrs.backend_v6_data
+    return gojson.compact(value)
+
+
+def parse_mac(text: str) -> str:
+    """Read the MAC address of a device, colons, dashes or dots between, as ``0a:1b:2c:3d:4e:5f``."""
+    low = text.lower()
+    if not _MAC.fullmatch(low):
+        raise Refused(f"{_shown(text)} is not a MAC address", _WRITE_AGAIN)
+    digits = re.sub("[^0-9a-f]", "", low)
+    if int(digits[1], 16) & 1 or not int(digits, 16):
+        raise Refused(f"{low} is not the MAC address of one device", _WRITE_AGAIN)
+    return ":".join(digits[i : i + 2] for i in range(0, 12, 2))
+
+
+def _no_key(name: str) -> Refused:
+    return Refused(f"{_shown(name)} is not the key of a lease", "remove it from the store")
+
+
+def _shown(text: str) -> str:
+    return gojson.compact(text[:60])
+
+
+def _subnet(kind: type[N], base: str, length: int) -> N | None:
+    """None for length 0, which stands for a family that is not used. Raises ``ValueError``."""
+    net = kind((base, length), strict=False)
+    if length == net.max_prefixlen:
+        raise ValueError("one address is no subnet")
+    return net if length else None

@@ -1,0 +1,155 @@
+"""Where etcd is and how to be let in: endpoints, TLS files and credentials, checked once."""
+
+from __future__ import annotations
+
+import random
+import ssl
+from base64 import b64encode
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from flanneld.errors import Fatal
+
+#: Reorders a list in place, as ``random.shuffle`` does.
+Shuffle = Callable[[list[Any]], None]
+
+_DEFAULT_PORTS = {"http": 80, "https": 443}
+
+
+@dataclass(frozen=True, slots=True)
+class EtcdOptions:
+    """What the flags ``-etcd-*`` say, as given. Printing it shows no password."""
+
+    endpoints: tuple[str, ...] = field(repr=False)
+    prefix: str = "/coreos.com/network"
+    username: str = ""
+    password: str = field(default="", repr=False)
+    keyfile: str = ""
+    certfile: str = ""
+    cafile: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """One endpoint. ``name`` is its URL without credentials, ``headers`` hold them."""
+
+    name: str
+    scheme: str
+    host: str
+    port: int
+    path: str
+    headers: Mapping[str, str] = field(repr=False)
+
+
+class Servers:
+    """The endpoints as given: what etcd advertises may be out of reach, so it is not asked.
+
+    They are shuffled once. Threads share one object, and with it the knowledge which server was good
+    last. Connects to nothing. Raises ``Fatal`` for endpoints or TLS files that cannot be used.
+    """
+
+    def __init__(self, options: EtcdOptions, shuffle: Shuffle = random.shuffle) -> None:
+        servers = [_server(url, number, options) for number, url in enumerate(options.endpoints, 1)]
+        schemes = {server.scheme for server in servers}
+        if len(schemes) != 1:
+            problem = "mixes http and https" if schemes else "is empty"
+            raise Fatal(f"-etcd-endpoints {problem}", "give client URLs of one kind, like https://10.0.0.1:2379")
+        self.name = ", ".join(dict.fromkeys(server.name for server in servers))
+        context = _tls_context(options) if _mentions_tls(options, schemes) else None
+        self.tls = context if "https" in schemes else None
+        shuffle(servers)
+        self._servers = servers
+        self._good = 0
+
+    def in_turn(self) -> Iterator[Server]:
+        """Each server once, the last good one first. The one at which the caller stops becomes that."""
+        first, count = self._good, len(self._servers)
+        for offset in range(count):
+            self._good = (first + offset) % count
+            yield self._servers[self._good]
+
+    def skip(self) -> None:
+        """Begin with the next server from now on."""
+        self._good = (self._good + 1) % len(self._servers)
+
+
+def ssl_text(error: ssl.SSLError) -> str:
+    """OpenSSL's reason, without its place in OpenSSL."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"certificate verify failed: {error.verify_message}"
+    return (error.reason or "TLS failed").lower().replace("_", " ")
+
+
+def _server(url: str, number: int, options: EtcdOptions) -> Server:
+    try:
+        parts = urlsplit(url)
+        port, host = parts.port or _DEFAULT_PORTS[parts.scheme], parts.hostname or ""
+    except (ValueError, KeyError):
+        host = ""
+    if not host or not host.isascii():
+        # Without its text, in which a password may be.
+        raise Fatal(f"element {number} of -etcd-endpoints is no URL", "give client URLs like http://10.0.0.1:2379")
+    path = parts.path.rstrip("/")
+    name = f"{parts.scheme}://{f'[{host}]' if ':' in host else host}:{port}{path}"
+    user, password = options.username, options.password
+    if not user and parts.username:
+        user, password = unquote(parts.username), unquote(parts.password or "")
+    token = b64encode(f"{user}:{password}".encode()).decode()
+    headers = {"Authorization": f"Basic {token}"} if user else {}
+    return Server(name, parts.scheme, host, port, path, headers)
+
+
+def _mentions_tls(options: EtcdOptions, schemes: set[str]) -> bool:
+    return "https" in schemes or any((options.keyfile, options.certfile, options.cafile))
+
+
+def _tls_context(options: EtcdOptions) -> ssl.SSLContext:
+    """Without a file of authorities the system's are trusted, as in Go."""
+    if bool(options.certfile) != bool(options.keyfile):
+        raise Fatal("only one of -etcd-certfile and -etcd-keyfile is set", "set both, or none")
+    for flag in ("cafile", "certfile", "keyfile"):
+        _check_readable(getattr(options, flag), flag)
+    # Not create_default_context, which since Python 3.13 refuses authorities that Go accepts.
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    if options.cafile:
+        _load_authorities(context, options.cafile)
+    else:
+        context.load_default_certs()
+    if options.certfile:
+        _load_identity(context, options.certfile, options.keyfile)
+    return context
+
+
+def _check_readable(file: str, flag: str) -> None:
+    if not file:
+        return
+    try:
+        Path(file).open("rb").close()
+    except OSError as error:
+        raise Fatal(f"cannot read {file}: {error.strerror}", f"correct -etcd-{flag} or the file") from None
+
+
+def _load_authorities(context: ssl.SSLContext, cafile: str) -> None:
+    try:
+        context.load_verify_locations(cafile)
+    except ssl.SSLError as error:
+        raise Fatal(
+            f"{cafile} holds no certificates: {ssl_text(error)}",
+            "set -etcd-cafile to the authority's certificate in PEM format",
+        ) from None
+
+
+def _load_identity(context: ssl.SSLContext, certfile: str, keyfile: str) -> None:
+    def refuse() -> str:
+        raise Fatal(f"the key in {keyfile} is encrypted", "set -etcd-keyfile to a key without a passphrase")
+
+    try:
+        context.load_cert_chain(certfile, keyfile, refuse)
+    except ssl.SSLError as error:
+        raise Fatal(
+            f"{certfile} and {keyfile} do not hold a certificate and its key: {ssl_text(error)}",
+            "set -etcd-certfile and -etcd-keyfile to a matching pair in PEM format",
+        ) from None

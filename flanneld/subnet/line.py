@@ -1,0 +1,115 @@
+"""A TCP connection that another thread can cut, whatever the one that uses it waits for."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from typing import Any
+
+from flanneld.subnet.manager import Cancelled
+
+
+class Unreachable(Exception):
+    """There is no connection; the text says why."""
+
+
+class Line:
+    """The one connection at a time of one thread, held from before it is made."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._cut = False
+        self._sock: socket.socket | None = None
+
+    def check(self) -> None:
+        """Raise ``Cancelled`` once ``cut`` was called."""
+        if self._cut:
+            raise Cancelled
+
+    def connect(self, host: str, port: int, timeout: float) -> socket.socket:
+        """Connect to the first address of the host that answers; the line then holds no other.
+
+        ``timeout``, in seconds, is for each address, and stays that of the socket. Raises
+        ``Unreachable`` or ``Cancelled``.
+        """
+        problem = "it has no address"
+        for family, kind, protocol, _, address in self._resolve(host, port, timeout):
+            sock = socket.socket(family, kind, protocol)
+            try:
+                self._hold(sock)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                sock.settimeout(timeout)
+                sock.connect(address)
+            except (OSError, Cancelled) as error:
+                sock.close()
+                self.check()
+                problem = _text(error, timeout)
+            else:
+                return sock
+        raise Unreachable(problem)
+
+    def drop(self) -> None:
+        """Hold the connection no longer; closing it is up to the one who uses it."""
+        with self._changed:
+            if self._sock is not None:
+                self._sock.close()
+            self._sock = None
+
+    def cut(self) -> None:
+        """End for good whatever waits for this line. May be called from any thread, repeatedly."""
+        with self._changed:
+            self._cut = True
+            self._changed.notify_all()
+            if self._sock is not None:
+                _shut_down(self._sock)
+
+    def _hold(self, sock: socket.socket) -> None:
+        # A duplicate, for TLS takes the descriptor away from the socket that it wraps. Held before it
+        # connects, for a shutdown also ends a connection that is being made.
+        self.drop()
+        with self._changed:
+            self.check()
+            self._sock = sock.dup()
+
+    def _resolve(self, host: str, port: int, timeout: float) -> list[Any]:
+        name = host.encode("ascii")  # given text, Python would load its tables for other scripts
+        try:
+            return socket.getaddrinfo(name, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+        except socket.gaierror:
+            return self._look_up(name, port, timeout)
+
+    def _look_up(self, name: bytes, port: int, timeout: float) -> list[Any]:
+        """Ask the resolver in a thread of its own, as nothing can interrupt it."""
+        answers: list[list[Any]] = []
+
+        def ask() -> None:
+            try:
+                answer: list[Any] = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+            except OSError:
+                answer = []
+            with self._changed:
+                answers.append(answer)
+                self._changed.notify_all()
+
+        threading.Thread(target=ask, name="resolver", daemon=True).start()
+        with self._changed:
+            self._changed.wait_for(lambda: answers or self._cut, timeout)
+        self.check()
+        if not answers:
+            raise Unreachable(f"its name was not resolved within {timeout:g} s")
+        if not answers[0]:
+            raise Unreachable("its name cannot be resolved")
+        return answers[0]
+
+
+def _text(error: Exception, timeout: float) -> str:
+    number = error.errno if isinstance(error, OSError) else None
+    return os.strerror(number).lower() if number else f"no connection within {timeout:g} s"
+
+
+def _shut_down(sock: socket.socket) -> None:
+    try:
+        sock.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        return  # it was not connected

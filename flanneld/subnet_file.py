@@ -1,0 +1,168 @@
+"""subnet.env: what CNI plugins and scripts read about this node, and what we remember of our last run."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import stat
+from dataclasses import dataclass
+from ipaddress import IPv4Network, IPv6Network
+from pathlib import Path
+from typing import TypeVar
+
+from flanneld.errors import Retryable
+from flanneld.model import FAMILIES, IPNetwork, LeaseKey
+
+log = logging.getLogger(__name__)
+
+Net = TypeVar("Net", IPv4Network, IPv6Network)
+
+#: By family, upstream's names of the variables: the cluster's network, this node's subnet.
+NETWORK = {4: "FLANNEL_NETWORK", 6: "FLANNEL_IPV6_NETWORK"}
+SUBNET = {4: "FLANNEL_SUBNET", 6: "FLANNEL_IPV6_SUBNET"}
+#: No subnet file is larger, in bytes; dotenv takes quadratic time for some that are.
+MAX_SIZE = 16 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class SubnetEnv:
+    """What the file says: at most one network and one subnet of each family, the MTU in bytes."""
+
+    networks: tuple[IPNetwork, ...]
+    subnets: tuple[IPNetwork, ...]
+    mtu: int
+    ip_masq: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Previous:
+    """What the last run left: at most one network of each family, and the lease it had."""
+
+    networks: tuple[IPNetwork, ...] = ()
+    subnets: LeaseKey = (None, None)
+
+
+def render(env: SubnetEnv) -> str:
+    """The text of the file: IPv4 before IPv6, and each subnet by its first host address."""
+    lines = []
+    for family in FAMILIES:
+        lines += [f"{NETWORK[family]}={net}" for net in env.networks if net.version == family]
+        lines += [f"{SUBNET[family]}={_first_host(net)}" for net in env.subnets if net.version == family]
+    lines += [f"FLANNEL_MTU={env.mtu}", f"FLANNEL_IPMASQ={str(env.ip_masq).lower()}"]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _first_host(subnet: IPNetwork) -> str:
+    # One address alone is its own first host: the next one belongs to somebody else.
+    return f"{subnet[min(1, subnet.num_addresses - 1)]}/{subnet.prefixlen}"
+
+
+def write(path: Path, env: SubnetEnv) -> bool:
+    """Replace the file in one step that survives a power cut; False when it is right already.
+
+    Raises ``Retryable``, and then the old file is as it was.
+    """
+    content = render(env).encode()
+    try:
+        if _holds(path, content):
+            return False
+        path.parent.mkdir(0o755, parents=True, exist_ok=True)
+        _replace(path, content)
+    except OSError as error:
+        raise Retryable(
+            f"cannot write {path}: {error.strerror}",
+            "make the directory writable and leave it some space, or choose another file with -subnet-file",
+        ) from error
+    return True
+
+
+def _holds(path: Path, content: bytes) -> bool:
+    try:
+        return _content(path) == content
+    except OSError:
+        return False
+
+
+def _replace(path: Path, content: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fchmod(descriptor, 0o644)  # unlike the mode of open, not cut by the umask
+            os.fsync(descriptor)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    _sync(path.parent)
+
+
+def _sync(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read(path: Path) -> Previous:
+    """What the last run left. Never raises: a file that makes no sense is logged and counts as empty."""
+    try:
+        text = _content(path).decode()
+    except FileNotFoundError:
+        return Previous()
+    except (OSError, UnicodeDecodeError) as error:
+        log.warning("cannot read %s, going on as if there were none: %s", path, error)
+        return Previous()
+    return _parse(path, text)
+
+
+def _content(path: Path) -> bytes:
+    # Without O_NONBLOCK, a FIFO in the file's place would stop us here for ever.
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError("not a regular file")
+        content = file.read(MAX_SIZE + 1)
+    if len(content) > MAX_SIZE:
+        raise OSError(f"larger than {MAX_SIZE} bytes")
+    return content
+
+
+def _parse(path: Path, text: str) -> Previous:
+    from dotenv import dotenv_values
+
+    # Without interpolate=False, ${X} would be taken from our environment.
+    values = dotenv_values(stream=io.StringIO(text), interpolate=False)
+
+    def find(name: str, kind: type[Net]) -> Net | None:
+        return _only_network(f"{name} in {path}", values[name] or "", kind) if name in values else None
+
+    networks = (find(NETWORK[4], IPv4Network), find(NETWORK[6], IPv6Network))
+    return Previous(
+        networks=tuple(net for net in networks if net is not None),
+        subnets=(find(SUBNET[4], IPv4Network), find(SUBNET[6], IPv6Network)),
+    )
+
+
+def _only_network(where: str, text: str, kind: type[Net]) -> Net | None:
+    """The one network of a comma-separated list; None, and a line in the log, when there is not one."""
+    found = []
+    for entry in filter(None, map(str.strip, text.split(","))):
+        try:
+            found.append(_network(entry, kind))
+        except ValueError as error:
+            log.warning("skipping an entry of %s: %s", where, error)
+    if len(found) != 1:
+        log.error("ignoring %s: expected one network, found %d", where, len(found))
+        return None
+    return found[0]
+
+
+def _network(text: str, kind: type[Net]) -> Net:
+    """``10.5.72.1/24`` is 10.5.72.0/24. Raises ``ValueError``, also for a netmask or no length at all."""
+    if not text.partition("/")[2].isdigit():
+        raise ValueError(f"{text!r} is not of the form address/length")
+    return kind(text, strict=False)

@@ -1,0 +1,75 @@
+"""One run of a daemon: the command that starts it, its process, its log and its end."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.lab.namespace import Namespace
+
+ROOT = Path(__file__).resolve().parents[2]
+#: Variables of the caller that would steer a daemon.
+FOREIGN = ("FLANNELD_", "KUBE", "NODE_NAME", "POD_NAME", "NOTIFY_SOCKET", "http_proxy", "https_proxy")
+
+
+class Exit(NamedTuple):
+    """How a daemon ended: its status (``-signal`` if one killed it) and how long that took, in seconds."""
+
+    status: int
+    seconds: float
+
+
+def own_command() -> list[str]:
+    """The daemon under test: ``FLANNELD_COMMAND``, else the one installed in ``.venv``."""
+    return shlex.split(os.environ.get("FLANNELD_COMMAND", "")) or [str(ROOT / ".venv/bin/flanneld")]
+
+
+def peer_command() -> list[str]:
+    """Another implementation to share a network with: ``FLANNELD_PEER``, ``[]`` when there is none."""
+    return shlex.split(os.environ.get("FLANNELD_PEER", ""))
+
+
+class Daemon:
+    """A started daemon. ``environment`` is added to the caller's, cleaned of what would steer it."""
+
+    def __init__(
+        self, namespace: Namespace, command: list[str], log: Path, environment: dict[str, str] | None = None
+    ) -> None:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
+        self._log = log
+        with log.open("wb") as output:
+            self._process = namespace.start(*command, output=output, environment=kept | (environment or {}))
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def status(self) -> int | None:
+        """Its exit status, None while it runs."""
+        return self._process.poll()
+
+    def log(self) -> str:
+        """What it wrote to stdout and stderr."""
+        return self._log.read_text(errors="replace")
+
+    def end(self, how: signal.Signals, deadline: float) -> Exit:
+        """Send a signal and wait; raises ``AssertionError`` when it outlives the deadline (seconds)."""
+        begin = time.monotonic()
+        self._process.send_signal(how)
+        return self.wait(deadline, begin)
+
+    def wait(self, deadline: float, begin: float | None = None) -> Exit:
+        """Wait for it to end by itself."""
+        begin = time.monotonic() if begin is None else begin
+        try:
+            status = self._process.wait(deadline)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(
+                f"the daemon still runs after {deadline:g} s; its log:\n{self.log()}"
+            ) from None
+        return Exit(status, time.monotonic() - begin)

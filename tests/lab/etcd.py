@@ -1,0 +1,161 @@
+"""A real etcd with its v2 API, in a namespace, and the few requests that tests make of it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import shutil
+import signal
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlencode
+
+from tests.lab.namespace import Namespace
+from tests.lab.wait import wait_for
+
+PORT = 2379
+PREFIX = "/coreos.com/network"  # the daemon's default
+TTL = 86400  # what a daemon gives its own lease, in seconds
+
+
+class EtcdError(Exception):
+    """etcd refused: ``code`` is its v2 error code, 100 for a key that is not there."""
+
+    def __init__(self, body: Mapping[str, Any]) -> None:
+        super().__init__(f"{body.get('errorCode')} {body.get('message')} ({body.get('cause')})")
+        self.code = int(body.get("errorCode", 0))
+
+
+class Etcd:
+    """One etcd member. Its data outlive ``stop``, ``kill`` and another ``start``.
+
+    Keys that begin with ``/`` are taken as they are, others are below the network's prefix.
+    """
+
+    def __init__(self, namespace: Namespace, address: str, directory: Path) -> None:
+        self.namespace = namespace
+        self.address = address
+        self.endpoint = f"http://{address}:{PORT}"
+        self._data = directory / "etcd"
+        self._log = directory / "etcd.log"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, *flags: str) -> None:
+        """Start and wait until it answers; ``flags`` come after the lab's own and win."""
+        command = shutil.which("etcd")
+        if command is None:
+            raise FileNotFoundError("etcd is not installed; apt-get install etcd-server")
+        with self._log.open("ab") as output:
+            self._process = self.namespace.start(
+                command,
+                "--name=lab",
+                f"--data-dir={self._data}",
+                "--enable-v2=true",
+                f"--listen-client-urls={self.endpoint}",
+                f"--advertise-client-urls={self.endpoint}",
+                "--heartbeat-interval=10",
+                "--election-timeout=100",
+                *flags,
+                output=output,
+            )
+        wait_for(self.healthy, 10, f"etcd to answer; see its log:\n{self.log()[-2000:]}")
+
+    def stop(self, how: signal.Signals = signal.SIGTERM) -> None:
+        """End the process and wait for it."""
+        if self._process is not None:
+            self._process.send_signal(how)
+            self._process.wait(10)
+            self._process = None
+
+    def kill(self) -> None:
+        """End it as a power failure would."""
+        self.stop(signal.SIGKILL)
+
+    def restart(self, how: signal.Signals = signal.SIGTERM) -> None:
+        """End it and start it again with the same data."""
+        self.stop(how)
+        self.start()
+
+    def healthy(self) -> bool:
+        """Does it answer, with a leader?"""
+        try:
+            return bool(self.request("GET", "/health").get("health") == "true")
+        except (OSError, http.client.HTTPException, ValueError):
+            return False
+
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def get(self, key: str) -> dict[str, Any] | None:
+        """The node at ``key``, None when there is none."""
+        try:
+            return self._keys("GET", key)
+        except EtcdError as error:
+            if error.code == 100:
+                return None
+            raise
+
+    def set(self, key: str, value: str, ttl: int | None = None) -> dict[str, Any]:
+        """Write a value; without ``ttl`` (seconds) it is permanent."""
+        return self._keys("PUT", key, {"value": value} | ({} if ttl is None else {"ttl": str(ttl)}))
+
+    def mkdir(self, key: str) -> dict[str, Any]:
+        return self._keys("PUT", key, {"dir": "true"})
+
+    def delete(self, key: str) -> None:
+        """Delete a key, or a directory with all that is in it."""
+        self._keys("DELETE", key, query="?recursive=true")
+
+    def children(self, key: str) -> list[dict[str, Any]]:
+        """The nodes in a directory, ``[]`` when it is not there."""
+        nodes: list[dict[str, Any]] = (self.get(key) or {}).get("nodes", [])
+        return nodes
+
+    def put_config(self, config: Mapping[str, Any]) -> None:
+        """Write the network config."""
+        self.set("config", json.dumps(config))
+
+    def leases(self) -> dict[str, Any]:
+        """The attributes of every lease by its subnet, ``10.5.7.0/24``."""
+        return {_subnet(node["key"]): json.loads(node["value"]) for node in self.children("subnets")}
+
+    def lease(self, subnet: str) -> dict[str, Any] | None:
+        """The etcd node of a lease with its ``value``, ``ttl`` and ``modifiedIndex``."""
+        return self.get(f"subnets/{subnet.replace('/', '-')}")
+
+    def put_lease(self, subnet: str, attributes: Mapping[str, Any], ttl: int | None = TTL) -> None:
+        """Write a lease as a node of the cluster would; ``ttl`` None makes a reservation."""
+        value = json.dumps(attributes, separators=(",", ":"))
+        self.set(f"subnets/{subnet.replace('/', '-')}", value, ttl)
+
+    def delete_lease(self, subnet: str) -> None:
+        self.delete(f"subnets/{subnet.replace('/', '-')}")
+
+    def request(self, method: str, path: str, form: Mapping[str, str] | None = None) -> dict[str, Any]:
+        """One HTTP request; raises ``EtcdError`` when etcd refuses, ``OSError`` when it is away."""
+        connection = http.client.HTTPConnection(self.address, PORT, timeout=5)
+        with self.namespace.entered():
+            connection.connect()
+        try:
+            headers = {"Content-Type": "application/x-www-form-urlencoded"}
+            connection.request(method, path, urlencode(form or {}), headers)
+            response = connection.getresponse()
+            body: dict[str, Any] = json.loads(response.read())
+        finally:
+            connection.close()
+        if response.status >= 400:
+            raise EtcdError(body)
+        return body
+
+    def _keys(
+        self, method: str, key: str, form: Mapping[str, str] | None = None, query: str = ""
+    ) -> dict[str, Any]:
+        full = key if key.startswith("/") else f"{PREFIX}/{key}"
+        node: dict[str, Any] = self.request(method, f"/v2/keys{quote(full)}{query}", form)["node"]
+        return node
+
+
+def _subnet(key: str) -> str:
+    return key.rsplit("/", 1)[-1].replace("-", "/", 1)

@@ -1,0 +1,183 @@
+"""The cluster itself: a switch, an etcd behind it, and as many nodes as asked for."""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from tests.lab.etcd import Etcd
+from tests.lab.namespace import Namespace, batch, named, remove
+from tests.lab.node import Node
+
+ADDRESS = "198.18.0.254"  # RFC 2544: a network for laboratories
+IPV6_ADDRESS = "fd00:18::fe"
+NETWORK = "10.5.0.0/16"
+
+#: etcd reserves 64 MB for each file of its write-ahead log, and a container's /dev/shm may be smaller.
+ENOUGH = 1 << 30
+
+_numbers = itertools.count(1)
+
+
+class Lab:
+    """A laboratory of its own: any number can stand side by side, in one process or in many.
+
+    What an earlier one left behind because its process was killed is cleared away at the start of the next.
+    """
+
+    def __init__(self, nodes: int = 0) -> None:
+        self.name = f"fl{os.getpid()}.{next(_numbers)}"
+        self.directory = _room() / self.name
+        self.nodes: list[Node] = []
+        self._first_nodes = nodes
+
+    def __enter__(self) -> Self:
+        self._lock = _claim(self.directory)
+        self.switch = Namespace(f"{self.name}-switch")
+        self.etcd = Etcd(self.switch, ADDRESS, self.directory)
+        try:
+            self._build_switch()
+            self.etcd.start()
+            self.add_nodes(self._first_nodes)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Take everything down, whatever state it is in."""
+        try:
+            for node in self.nodes:
+                node.close()
+            self.etcd.kill()
+            _clear(self.directory)
+        finally:
+            os.close(self._lock)
+
+    def add_nodes(self, number: int = 1) -> list[Node]:
+        """Plug in more nodes; their daemons are yet to be started."""
+        added = [self._build_node(len(self.nodes) + 1 + i) for i in range(number)]
+        self.nodes += added
+        return added
+
+    def cluster(
+        self,
+        backend: Mapping[str, Any],
+        nodes: int = 2,
+        command: Sequence[str] | None = None,
+        flags: Sequence[str] = (),
+        **config: Any,
+    ) -> list[Node]:
+        """Write a network config, start so many new nodes with a daemon each and wait until they are ready.
+
+        ``config`` adds to the network config or replaces parts of it: ``SubnetLen=26``.
+        """
+        self.etcd.put_config({"Network": NETWORK, "Backend": dict(backend), **config})
+        started = self.add_nodes(nodes)
+        for node in started:
+            node.start(*flags, command=command)
+        for node in started:
+            node.wait_ready(10)
+        return started
+
+    def _build_switch(self) -> None:
+        batch(f"netns add {self.switch.name}")
+        _skip_duplicate_address_detection(self.switch)
+        self.switch.ip(
+            "link set lo up",
+            # Without a MAC of its own a bridge takes its ports', and the nodes' ARP entries go stale.
+            "link add br0 address 02:18:00:00:00:fe type bridge",
+            f"address add {ADDRESS}/24 dev br0",
+            f"address add {IPV6_ADDRESS}/64 dev br0",
+            "link set br0 up",
+        )
+        # A switch's ports have no addresses of their own that the nodes might come to know.
+        self.switch.sysctl("net/ipv6/conf/default/disable_ipv6", 1)
+
+    def _build_node(self, number: int) -> Node:
+        namespace = Namespace(f"{self.name}-n{number}")
+        node = Node(namespace, number, self.etcd.endpoint, self.directory / f"n{number}")
+        batch(f"netns add {namespace.name}")
+        _skip_duplicate_address_detection(namespace)
+        namespace.sysctl("net/ipv4/ip_forward", 1)
+        namespace.sysctl("net/ipv6/conf/all/forwarding", 1)
+        namespace.ip(
+            "link set lo up",
+            f"link add eth0 address 02:18:00:00:00:{number:02x} mtu 1500 type veth"
+            f" peer name n{number} netns {self.switch.name}",
+            f"address add {node.address}/24 dev eth0",
+            f"address add {node.ipv6_address}/64 dev eth0",
+            "link set eth0 up",
+            f"route add default via {ADDRESS}",
+        )
+        self.switch.ip(f"link set n{number} master br0 up")
+        namespace.ip(f"route add default via {IPV6_ADDRESS}")
+        return node
+
+
+def _skip_duplicate_address_detection(namespace: Namespace) -> None:
+    """Let IPv6 addresses work at once, not after a second of asking whether someone else has them."""
+    namespace.sysctl("net/ipv6/conf/default/accept_dad", 0)
+
+
+def _room() -> Path:
+    """Where labs keep their files: in memory if there is enough of it, since etcd syncs each write."""
+    memory = Path("/dev/shm")
+    with suppress(OSError):
+        if shutil.disk_usage(memory).free > ENOUGH:
+            return memory / "flannel-lab"
+    return Path(tempfile.gettempdir()) / "flannel-lab"
+
+
+def _claim(directory: Path) -> int:
+    """Make a lab's directory and lock it for as long as its process lives, after clearing dead labs away.
+
+    The lock on the room keeps others from taking a directory for dead that is just being made.
+    """
+    if os.geteuid() != 0:
+        raise PermissionError("the lab makes network namespaces; run it as root")
+    room = directory.parent
+    room.mkdir(mode=0o700, exist_ok=True)
+    door = os.open(room, os.O_RDONLY)
+    try:
+        fcntl.flock(door, fcntl.LOCK_EX)
+        for other in room.iterdir():
+            _clear_if_dead(other)
+        directory.mkdir()
+        lock = os.open(directory, os.O_RDONLY)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return lock
+    finally:
+        os.close(door)
+
+
+def _clear_if_dead(directory: Path) -> None:
+    try:
+        lock = os.open(directory, os.O_RDONLY)
+    except FileNotFoundError:
+        return  # Its own process has just taken it down.
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _clear(directory)
+    except BlockingIOError:
+        pass
+    finally:
+        os.close(lock)
+
+
+def _clear(directory: Path) -> None:
+    remove(named(f"{directory.name}-"))
+    shutil.rmtree(directory, ignore_errors=True)

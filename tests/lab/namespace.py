@@ -1,0 +1,152 @@
+"""Network namespaces: made, entered, asked and removed here and nowhere else."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from tests.lab.wait import wait_for
+
+RUN = Path("/run/netns")
+CLONE_NEWNET = 0x40000000  # linux/sched.h
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class CommandError(Exception):
+    """A command failed or never ended; the message holds what it wrote to stderr."""
+
+
+def run(
+    *command: str, check: bool = True, timeout: float = 60, stdin: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """Run to the end; raises ``CommandError`` unless ``check`` is off, and after ``timeout`` seconds."""
+    try:
+        done = subprocess.run(
+            command, input=stdin, capture_output=True, text=True, timeout=timeout, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise CommandError(f"{' '.join(command)}: still runs after {timeout:g} s") from error
+    if check and done.returncode != 0:
+        raise CommandError(
+            f"{' '.join(command)}: status {done.returncode}: {(done.stderr or done.stdout).strip()}"
+        )
+    return done
+
+
+def batch(*lines: str) -> None:
+    """Run several ``ip`` commands in one process; the first failure ends it and raises."""
+    run("ip", "-batch", "-", stdin="\n".join(lines) + "\n")
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """A named network namespace, visible to ``ip netns`` while it exists."""
+
+    name: str
+
+    def exists(self) -> bool:
+        return (RUN / self.name).exists()
+
+    def ip(self, *lines: str) -> None:
+        """Run ``ip`` commands in here, one a line, without the leading ``ip``."""
+        run("ip", "-n", self.name, "-batch", "-", stdin="\n".join(lines) + "\n")
+
+    def sysctl(self, path: str, value: int) -> None:
+        """Set ``net/ipv4/ip_forward`` and the like, for this namespace alone."""
+        with self.entered():
+            Path("/proc/sys", path).write_text(f"{value}\n")
+
+    def run(
+        self, *command: str, check: bool = True, timeout: float = 60, stdin: str = ""
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command in here to its end; raises ``CommandError`` unless ``check`` is off."""
+        return run(*self._inside(command), check=check, timeout=timeout, stdin=stdin)
+
+    def start(
+        self, *command: str, output: IO[bytes], environment: dict[str, str] | None = None
+    ) -> subprocess.Popen[bytes]:
+        """Start a process in here; both its streams go to ``output``. Its pid is the command's own."""
+        return subprocess.Popen(
+            self._inside(command),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+        )
+
+    def json(self, *command: str) -> list[dict[str, Any]]:
+        """What ``ip -j ...`` or ``bridge -j ...`` says, ``[]`` about a device that does not exist."""
+        tool, *rest = command
+        done = run(tool, "-n", self.name, *rest, check=False)
+        if done.returncode != 0:
+            if "does not exist" in done.stderr or "Cannot find device" in done.stderr:
+                return []
+            raise CommandError(f"{self.name}: {' '.join(command)}: {done.stderr.strip()}")
+        return [row for row in json.loads(done.stdout or "[]") if row]
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Move the calling thread in here for a moment; a socket opened meanwhile stays in here."""
+        home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+        try:
+            there = os.open(RUN / self.name, os.O_RDONLY)
+            try:
+                _setns(there)
+            finally:
+                os.close(there)
+            try:
+                yield
+            finally:
+                _setns(home)
+        finally:
+            os.close(home)
+
+    def _inside(self, command: tuple[str, ...]) -> list[str]:
+        return ["ip", "netns", "exec", self.name, *command]
+
+
+def _setns(namespace: int) -> None:
+    if _libc.setns(namespace, CLONE_NEWNET) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"setns: {os.strerror(error)}; the lab needs root")
+
+
+def named(prefix: str) -> list[Namespace]:
+    """The namespaces whose name starts so."""
+    return [Namespace(path.name) for path in sorted(RUN.glob(f"{prefix}*"))]
+
+
+def inhabitants(namespaces: Iterable[Namespace]) -> list[int]:
+    """The processes that live in any of these, never this one."""
+    inodes = {(RUN / namespace.name).stat().st_ino for namespace in namespaces}
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if (process / "ns/net").stat().st_ino in inodes and int(process.name) != os.getpid():
+                found.append(int(process.name))
+    return found
+
+
+def remove(namespaces: list[Namespace]) -> None:
+    """Kill who lives in them, by pid, and remove them with all they hold."""
+    if not namespaces:
+        return
+
+    def emptied() -> bool:
+        pids = inhabitants(namespaces)
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return not pids
+
+    wait_for(emptied, 10, "the processes of the lab to die")
+    batch(*(f"netns del {namespace.name}" for namespace in namespaces))

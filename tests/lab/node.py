@@ -1,0 +1,232 @@
+"""A node of the cluster: its namespace, its daemon, its containers, and what its kernel holds."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections.abc import Sequence
+from ipaddress import ip_interface
+from pathlib import Path
+from typing import Any
+
+from tests.lab.daemon import Daemon, Exit, own_command
+from tests.lab.namespace import Namespace, batch
+from tests.lab.ping import Ping
+from tests.lab.wait import wait_for
+
+Rows = list[dict[str, Any]]
+
+
+class Container:
+    """A namespace behind a node's ``cni0``, with one address of the node's subnet."""
+
+    def __init__(self, namespace: Namespace, address: str, directory: Path) -> None:
+        self.namespace = namespace
+        self.address = address
+        self._directory = directory
+        self._pings = 0
+
+    def run(self, *command: str, check: bool = True, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+        return self.namespace.run(*command, check=check, timeout=timeout)
+
+    def reaches(self, target: Container | str, patience: float = 0.5) -> bool:
+        """Does one ping come back within so many seconds?"""
+        done = self.run("ping", "-n", "-c", "1", "-W", str(patience), _address(target), check=False)
+        return done.returncode == 0
+
+    def wait_for_reply(self, target: Container | str, deadline: float = 5) -> None:
+        """Wait until ``target`` answers."""
+        what = f"a reply from {_address(target)} to {self.address}"
+        wait_for(lambda: self.reaches(target), deadline, what)
+
+    def ping(self, target: Container | str, interval: float = 0.02) -> Ping:
+        """Start a ping in the background, to be used in a ``with``."""
+        self._pings += 1
+        output = self._directory / f"{self.namespace.name}-ping-{self._pings}"
+        return Ping(self.namespace, _address(target), output, interval)
+
+
+class Node:
+    """One host. Its daemon's files are its own, so that many nodes can share a machine's file system."""
+
+    def __init__(self, namespace: Namespace, number: int, endpoints: str, directory: Path) -> None:
+        self.namespace = namespace
+        self.name = f"n{number}"
+        self.address = f"198.18.0.{number}"
+        self.ipv6_address = f"fd00:18::{number:x}"
+        self.directory = directory
+        self.subnet_file = directory / "subnet.env"
+        self._endpoints = endpoints
+        self._daemons: list[Daemon] = []
+        self._containers: dict[int, Container] = {}
+        self._before: tuple[int, int] | None = None
+        directory.mkdir()
+
+    def run(self, *command: str, check: bool = True, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+        """Run a command on this node to its end; raises ``CommandError`` unless ``check`` is off."""
+        return self.namespace.run(*command, check=check, timeout=timeout)
+
+    def start(
+        self,
+        *flags: str,
+        command: Sequence[str] | None = None,
+        environment: dict[str, str] | None = None,
+    ) -> Daemon:
+        """Start a daemon, by default the one under test; ``flags`` come after the lab's own and win."""
+        assert not self.running, f"{self.name} has a daemon already"
+        self._before = self._written()
+        own = [f"--etcd-endpoints={self._endpoints}", f"--subnet-file={self.subnet_file}"]
+        daemon = Daemon(
+            self.namespace,
+            [*(command or own_command()), *own, *flags],
+            self.directory / f"daemon-{len(self._daemons) + 1}.log",
+            environment,
+        )
+        self._daemons.append(daemon)
+        return daemon
+
+    @property
+    def daemon(self) -> Daemon:
+        """The daemon that was started last."""
+        return self._daemons[-1]
+
+    @property
+    def running(self) -> bool:
+        return bool(self._daemons) and self.daemon.status() is None
+
+    @property
+    def pid(self) -> int:
+        return self.daemon.pid
+
+    def wait_ready(self, deadline: float = 5) -> dict[str, str]:
+        """Wait until the daemon has written subnet.env and return its variables."""
+
+        def ready() -> bool:
+            assert self.running, (
+                f"{self.name}: the daemon ended: {self.daemon.status()}; its log:\n{self.log()}"
+            )
+            return self._written() != self._before
+
+        wait_for(ready, deadline, f"{self.name} to write subnet.env; its log so far:\n{self.log()}")
+        return self.env()
+
+    def stop(self, deadline: float = 5) -> Exit:
+        """SIGTERM the daemon and wait for it."""
+        return self.daemon.end(signal.SIGTERM, deadline)
+
+    def kill(self) -> Exit:
+        """SIGKILL the daemon."""
+        return self.daemon.end(signal.SIGKILL, 5)
+
+    def close(self) -> None:
+        """Kill a daemon that still runs."""
+        if self.running:
+            self.kill()
+
+    def log(self) -> str:
+        """What the daemon that was started last has written."""
+        return self.daemon.log() if self._daemons else ""
+
+    def logs(self) -> str:
+        """What all daemons of this node have written."""
+        return "\n--- started again ---\n".join(daemon.log() for daemon in self._daemons)
+
+    def env(self) -> dict[str, str]:
+        """The variables in subnet.env, ``{}`` when there is no such file."""
+        if not self.subnet_file.exists():
+            return {}
+        return dict(line.split("=", 1) for line in self.subnet_file.read_text().splitlines())
+
+    def subnet(self, family: int = 4) -> str:
+        """The node's lease as etcd names it, ``10.5.7.0/24``."""
+        name = "FLANNEL_SUBNET" if family == 4 else "FLANNEL_IPV6_SUBNET"
+        return str(ip_interface(self.env()[name]).network)
+
+    def container(self, number: int = 1) -> Container:
+        """The container of this number, made as the CNI bridge plug-in does if it is not there yet."""
+        if number not in self._containers:
+            self._containers[number] = self._attach(number)
+        return self._containers[number]
+
+    def link(self, device: str) -> dict[str, Any] | None:
+        """A device with all its details, None when it does not exist."""
+        return next(iter(self.namespace.json("ip", "-j", "-d", "link", "show", "dev", device)), None)
+
+    def addresses(self, device: str, family: int = 4) -> list[str]:
+        """``10.5.7.0/32`` and so on."""
+        rows = self.namespace.json("ip", "-j", f"-{family}", "address", "show", "dev", device)
+        return [f"{info['local']}/{info['prefixlen']}" for row in rows for info in row["addr_info"]]
+
+    def routes(self, device: str = "", family: int = 4) -> Rows:
+        """The main table, or the part of it that leads out of ``device``."""
+        return self.namespace.json("ip", "-j", f"-{family}", "route", "show", *_on(device))
+
+    def neighbors(self, device: str, family: int = 4) -> Rows:
+        """The permanent ARP or NDP entries."""
+        command = ("ip", "-j", f"-{family}", "neighbor", "show", *_on(device), "nud", "permanent")
+        return self.namespace.json(*command)
+
+    def fdb(self, device: str) -> Rows:
+        """The forwarding entries that lead to another host."""
+        rows = self.namespace.json("bridge", "-j", "fdb", "show", *_on(device))
+        return [row for row in rows if "dst" in row]
+
+    def kernel_state(self, *devices: str) -> dict[str, Any]:
+        """Everything above for these devices and both families, in an order that can be compared."""
+        return {
+            device: {
+                "link": self.link(device),
+                "fdb": sorted(self.fdb(device), key=str),
+                **{
+                    f"{what.__name__}-{family}": sorted(what(device, family), key=str)
+                    for what in (self.addresses, self.routes, self.neighbors)
+                    for family in (4, 6)
+                },
+            }
+            for device in devices
+        }
+
+    def _written(self) -> tuple[int, int] | None:
+        """What differs between two writings of subnet.env."""
+        if not self.subnet_file.exists():
+            return None
+        found = self.subnet_file.stat()
+        return found.st_ino, found.st_mtime_ns
+
+    def _attach(self, number: int) -> Container:
+        env = self.env()
+        families = [family for family in ("FLANNEL_SUBNET", "FLANNEL_IPV6_SUBNET") if family in env]
+        gateways = [ip_interface(env[family]) for family in families]
+        inside = Namespace(f"{self.namespace.name}c{number}")
+        batch(f"netns add {inside.name}")
+        self._bridge([str(gateway) for gateway in gateways], env["FLANNEL_MTU"])
+        self.namespace.ip(
+            f"link add veth{number} mtu {env['FLANNEL_MTU']} type veth"
+            f" peer name eth0 mtu {env['FLANNEL_MTU']} netns {inside.name}",
+            f"link set veth{number} master cni0 up",
+        )
+        inside.ip("link set lo up", "link set eth0 up")
+        for gateway in gateways:
+            address = f"{gateway.ip + number}/{gateway.network.prefixlen}"
+            inside.ip(f"address add {address} dev eth0 {_nodad(gateway.version)}")
+            inside.ip(f"route add default via {gateway.ip}")
+        return Container(inside, str(gateways[0].ip + number), self.directory)
+
+    def _bridge(self, gateways: list[str], mtu: str) -> None:
+        if self.link("cni0"):
+            return
+        self.namespace.ip(f"link add cni0 mtu {mtu} type bridge", "link set cni0 up")
+        for gateway in gateways:
+            self.namespace.ip(f"address add {gateway} dev cni0 {_nodad(ip_interface(gateway).version)}")
+
+
+def _address(target: Container | str) -> str:
+    return target if isinstance(target, str) else target.address
+
+
+def _nodad(version: int) -> str:
+    return "nodad" if version == 6 else ""
+
+
+def _on(device: str) -> tuple[str, ...]:
+    return ("dev", device) if device else ()

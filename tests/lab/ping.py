@@ -1,0 +1,76 @@
+"""A ping that runs while something else happens, and counts exactly what it lost."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from tests.lab.namespace import Namespace
+from tests.lab.wait import wait_for
+
+REPLY = re.compile(r"icmp_seq=(\d+) ttl=")
+SENT = re.compile(r"(\d+) packets transmitted")
+
+
+class Ping:
+    """Pings ``target`` every ``interval`` seconds until ``stop``, with at most 65,000 packets."""
+
+    def __init__(self, namespace: Namespace, target: str, output: Path, interval: float = 0.02) -> None:
+        self._output = output
+        self._answered_to_the_end = False
+        environment = {**os.environ, "LC_ALL": "C"}
+        with output.open("wb") as file:
+            self._process = namespace.start(
+                "ping", "-n", "-D", "-i", str(interval), target, output=file, environment=environment
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+
+    def replies(self) -> set[int]:
+        """The sequence numbers answered so far; the first is 1."""
+        return {int(number) for number in REPLY.findall(self._text())}
+
+    def wait_for_replies(self, more: int = 10, deadline: float = 5) -> None:
+        """Wait until so many more packets have been answered than now."""
+        goal = len(self.replies()) + more
+        wait_for(lambda: len(self.replies()) >= goal, deadline, f"{more} more replies to the ping")
+
+    def stop(self) -> None:
+        """Stop after one more reply, so that a packet in flight is not taken for a lost one."""
+        if self._process.poll() is not None:
+            return
+        last = max(self.replies(), default=0)
+        with suppress(AssertionError):
+            wait_for(lambda: max(self.replies(), default=0) > last, 1, "a last reply")
+            self._answered_to_the_end = True
+        self._process.send_signal(signal.SIGINT)
+        self._process.wait(5)
+
+    def sent(self) -> int:
+        """How many packets left; stops the ping."""
+        self.stop()
+        if self._answered_to_the_end:
+            return max(self.replies())
+        found = SENT.search(self._text())
+        assert found, f"ping said nothing of use: {self._text()[-500:]}"
+        return int(found[1])
+
+    def lost(self) -> int:
+        """How many packets got no reply; stops the ping."""
+        return self.sent() - len(self.replies())
+
+    def _text(self) -> str:
+        return self._output.read_text(errors="replace")

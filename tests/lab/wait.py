@@ -1,0 +1,29 @@
+"""Waiting for a condition with a deadline, in place of sleeping and hoping."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+FIRST_PAUSE = 0.002
+LONGEST_PAUSE = 0.05
+
+
+def wait_for(condition: Callable[[], T], deadline: float = 5, what: str = "the condition") -> T:
+    """Poll until ``condition()`` is true and return its value; ``deadline`` is in seconds.
+
+    Raises ``AssertionError`` with ``what`` and the last value when it never was.
+    """
+    end = time.monotonic() + deadline
+    pause = FIRST_PAUSE
+    while True:
+        value = condition()
+        if value:
+            return value
+        if time.monotonic() >= end:
+            raise AssertionError(f"waited {deadline:g} s in vain for {what}; last value: {value!r}")
+        time.sleep(pause)
+        pause = min(pause * 1.5, LONGEST_PAUSE)
