@@ -61,7 +61,7 @@ class Config:
     source: str = field(repr=False)  # may hold a key
     ranges: tuple[SubnetRange, ...]
     backend_type: str
-    backend: Fields = field(repr=False, compare=False)
+    backend: Fields = field(compare=False)
     enable_nftables: bool = False
     warnings: tuple[str, ...] = ()
 

@@ -24,10 +24,12 @@ from flanneld.glog import Once, V
 from flanneld.inbox import Inbox
 from flanneld.model import Change, Event, Lease, LeaseTable, name_of
 from flanneld.network.diff import Plan, diff, plan
-from flanneld.network.kernel import Domain, Kernel, Report
+from flanneld.network.kernel import Domain, Kernel
 from flanneld.network.monitor import Gone, InterfaceChanged, Monitor, News, Overrun
-from flanneld.network.resources import Key, Link, Resource
+from flanneld.network.report import Report
+from flanneld.network.resources import Key, Kind, Link, Resource
 from flanneld.network.wanted import LOCAL, Wanted
+from flanneld.outside import Outside
 from flanneld.site import Site
 
 log = logging.getLogger(__name__)
@@ -69,6 +71,7 @@ class Reconciler:
         self._monitor = Monitor(kernel.port)
         self._table = LeaseTable(own.key)
         self._wanted = Wanted()
+        self._outside = Outside(site.backend)
         self._domain = Domain(site.uplink.name, frozenset(), site.ranges)
         self._names: dict[int, str] = {}
         self._once = Once()
@@ -116,6 +119,7 @@ class Reconciler:
             self._take_news(self._monitor.read(self._names.get))
             if clock.now() >= self._next_audit and not self._stop.is_set():
                 self._audit()
+        self._outside.close()
 
     def cancel(self) -> None:
         self.inbox.wake()
@@ -137,7 +141,7 @@ class Reconciler:
         if self._table.synced and not was_synced:
             self._first_sync()
         elif self._table.synced and (puts or drops):
-            self._account(self._kernel.apply(plan(puts.values(), drops.values()), self._domain))
+            self._account(self._apply(plan(puts.values(), drops.values())))
 
     def _fold(self, event: Event, *, quiet: bool) -> list[tuple[list[Resource], list[Resource]]]:
         """Change the wanted state by one event: what to make and what to remove because of it."""
@@ -247,6 +251,7 @@ class Reconciler:
         moved = (self._uplink_may_have_moved or self._site.asks_routes) and self._site.follow()
         self._uplink_may_have_moved = False
         if moved:
+            self._outside = Outside(self._site.backend)
             self._wish_for_ourselves()
         if moved or self._site.asks_routes:
             for lease in self._table:
@@ -262,8 +267,16 @@ class Reconciler:
         steps = diff(self._wanted.state, actual)
         if not self._domain.sweep:
             steps = Plan(puts=steps.puts)
-        report.add(self._kernel.apply(steps, self._domain))
+        report.add(self._kernel.apply(steps.only(_in_kernel) if self._outside else steps, self._domain))
+        report.add(self._outside.converge(self._wanted.state, sweep=self._domain.sweep))
         self._names = self._interfaces()
+        return report
+
+    def _apply(self, steps: Plan) -> Report:
+        if not self._outside:
+            return self._kernel.apply(steps, self._domain)
+        report = self._kernel.apply(steps.only(_in_kernel), self._domain)
+        report.add(self._outside.apply(steps.only(lambda resource: not _in_kernel(resource))))
         return report
 
     def _interfaces(self) -> dict[int, str]:
@@ -292,8 +305,14 @@ class Reconciler:
             self._next_audit = clock.now()
 
     def _could_not_read(self, failure: OSError) -> None:
-        self._once.warn(log, "read", f"Cannot read the kernel's tables: {failure}; changing nothing until we can")
+        self._once.warn(
+            log, "read", f"Cannot read the kernel's tables: {failure}; changing nothing until we can"
+        )
         self._next_audit = clock.now() + _FIRST_RETRY
+
+
+def _in_kernel(resource: Resource) -> bool:
+    return resource.kind is not Kind.OUTSIDE
 
 
 def _log_change(change: Change, wanted: Wanted) -> None:
@@ -318,5 +337,3 @@ def _log_repairs(what: str, resources: list[Resource]) -> None:
 def _named(key: Key) -> str:
     kind, *names = key
     return f"{str(getattr(kind, 'name', kind)).lower()} {' '.join(map(str, names))}"
-
-

@@ -22,7 +22,8 @@ log = logging.getLogger(__name__)
 
 def find_uplink(kernel: Kernel, config: Config, choice: InterfaceChoice) -> Uplink:
     """Elect the uplink; every candidate that was passed over is explained. Raises ``NoInterface``."""
-    wants_default = "" in choice.ifaces or not (choice.ifaces or choice.regexes or choice.can_reach)
+    wishes = (*choice.ifaces, *choice.regexes, *([choice.can_reach] if choice.can_reach else []))
+    wants_default = not wishes or "" in wishes
     facts = survey(kernel, config.families, default_routes=wants_default)
     election = elect(choice, facts, partial(route_to, kernel), config.families)
     for line in election.rejected:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from flanneld.config import Config
 from flanneld.errors import Fatal, Refused
@@ -58,6 +58,43 @@ class Backend(Protocol):
         ...
 
 
+class Driver(Protocol):
+    """Carries out one class of resources outside this kernel: a switch, a cloud's route table, a process.
+
+    The reconciler calls it as it calls the kernel, so what fails is tried again and what is lost is
+    repaired at the next audit. All may raise ``OSError`` or ``Retryable``; none may block for long,
+    since repairs of the kernel wait meanwhile.
+    """
+
+    #: The class whose resources this driver carries out; its ``kind`` is ``Kind.OUTSIDE``.
+    handles: type
+
+    def read(self) -> Iterable[Resource]:
+        """All that is there and ours."""
+        ...
+
+    def put(self, resource: Any) -> None:
+        """Make it, or make it so. What is right already may stay as it is."""
+        ...
+
+    def drop(self, resource: Any) -> None:
+        """Remove it; it may be gone already."""
+        ...
+
+    def close(self) -> None:
+        """The daemon stops: undo what must not outlive it."""
+        ...
+
+
+@runtime_checkable
+class HasDrivers(Protocol):
+    """What a backend offers besides, if the kernel is not all that it moves."""
+
+    def drivers(self) -> Iterable[Driver]:
+        """Its drivers, made for this backend; called once for each backend that is built."""
+        ...
+
+
 Factory = Callable[[Config, Host], Backend]
 
 
@@ -72,7 +109,7 @@ def load(name: str) -> Factory:
         known = ", ".join(sorted(offered)) or "none"
         raise Fatal(
             f"unknown backend type {name!r}",
-            f'set Backend.Type in the network config to one of: {known}',
+            f"set Backend.Type in the network config to one of: {known}",
         )
     factory: Factory = entry.load()
     return factory

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -20,6 +20,10 @@ class Plan:
 
     def __bool__(self) -> bool:
         return bool(self.puts or self.drops)
+
+    def only(self, of: Callable[[Resource], bool]) -> Plan:
+        """The part that concerns some of the resources, in the same order."""
+        return Plan(tuple(filter(of, self.puts)), tuple(filter(of, self.drops)))
 
 
 def plan(puts: Iterable[Resource], drops: Iterable[Resource]) -> Plan:

@@ -13,7 +13,7 @@ import os
 import socket
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
 
@@ -22,6 +22,7 @@ from flanneld.model import Family, IPAddress, IPNetwork
 from flanneld.network import devices, links, rtnl
 from flanneld.network.diff import Plan
 from flanneld.network.netlink import DumpInterrupted, NetlinkSocket
+from flanneld.network.report import Failure, Report
 from flanneld.network.resources import (
     PROTO_BOOT,
     PROTO_FLANNEL,
@@ -78,34 +79,6 @@ class Domain:
             and route.destination.network_address in network
             for network, length in self.ranges
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """What the kernel refused, with its errno."""
-
-    resource: Resource
-    errno: int
-
-    def __str__(self) -> str:
-        return f"{self.resource}: {os.strerror(self.errno)}"
-
-
-@dataclass(slots=True)
-class Report:
-    """What was done: made, removed, refused."""
-
-    made: list[Resource] = field(default_factory=list)
-    removed: list[Resource] = field(default_factory=list)
-    failed: list[Failure] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        return bool(self.made or self.removed or self.failed)
-
-    def add(self, other: Report) -> None:
-        self.made += other.made
-        self.removed += other.removed
-        self.failed += other.failed
 
 
 class Kernel:
@@ -225,7 +198,7 @@ class Kernel:
                 devices.put(link, actual)
                 report.made.append(link)
             except OSError as failure:
-                report.failed.append(Failure(link, failure.errno or errno.EIO))
+                report.failed.append(Failure(link, failure.strerror or str(failure)))
         return report
 
     def apply(self, plan: Plan, domain: Domain) -> Report:
@@ -246,7 +219,7 @@ class Kernel:
     def _withhold(self, routes: list[Resource], report: Report) -> list[Resource]:
         """Without its neighbour entry an onlink route would make the kernel ask the overlay for the MAC."""
         lost = {
-            (failure.resource.device, failure.resource.address): failure.errno
+            (failure.resource.device, failure.resource.address): failure.reason
             for failure in report.failed
             if isinstance(failure.resource, Neighbor)
         }
@@ -287,14 +260,14 @@ class Kernel:
             if code is None:
                 done.append(resource)
             elif not (drop and code in _GONE):
-                report.failed.append(Failure(resource, code))
+                report.failed.append(Failure(resource, os.strerror(code)))
 
     def _drop_link(self, link: Link, report: Report) -> None:
         try:
             devices.drop(link.name)
             report.removed.append(link)
         except OSError as failure:
-            report.failed.append(Failure(link, failure.errno or errno.EIO))
+            report.failed.append(Failure(link, failure.strerror or str(failure)))
 
 
 def _index_of(name: str) -> int:

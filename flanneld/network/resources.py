@@ -1,4 +1,4 @@
-"""The nouns: what a kernel can hold for us (pure).
+"""The nouns: what a kernel, or a table elsewhere, can hold for us (pure).
 
 Each resource is a frozen value with a ``key``. Two resources with one key are two opinions about
 the same kernel object; the wanted state is therefore a mapping by key, never a set.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from flanneld.model import IPAddress, IPNetwork
 
@@ -22,6 +22,8 @@ class Kind(IntEnum):
     NEIGHBOR = 2
     FDB = 3
     ROUTE = 4
+    #: Beyond this kernel, in the hands of a backend's own driver.
+    OUTSIDE = 5
 
 
 #: The first item is the kind, the rest identifies the object within its kind.
@@ -146,7 +148,14 @@ class Route:
         return f"route {self.destination}{via} dev {self.device}{' onlink' if self.onlink else ''}"
 
 
-Resource = Vxlan | ForeignLink | Address | Neighbor | FdbEntry | Route
+class Resource(Protocol):
+    """Any of the above, or one of a backend's own with kind ``OUTSIDE``. ``str`` is for the log."""
+
+    kind: ClassVar[Kind]
+
+    @property
+    def key(self) -> Key: ...
+
 
 #: What a kernel holds, or should hold.
 State = Mapping[Key, Resource]

@@ -8,7 +8,8 @@ from flanneld.network.kernel import Kernel
 from flanneld.network.rtnl import SeenAddress
 
 # linux/if_addr.h; for IPv4 the bit of a temporary address means a secondary one.
-_IFA_F_TEMPORARY, _IFA_F_DEPRECATED, _IFA_F_TENTATIVE, _IFA_F_PERMANENT = 0x01, 0x20, 0x40, 0x80
+_IFA_F_TEMPORARY, _IFA_F_DADFAILED, _IFA_F_DEPRECATED = 0x01, 0x08, 0x20
+_IFA_F_TENTATIVE, _IFA_F_PERMANENT = 0x40, 0x80
 
 
 def survey(kernel: Kernel, families: tuple[Family, ...], *, default_routes: bool) -> HostFacts:
@@ -35,7 +36,7 @@ def _fact(seen: SeenAddress) -> AddressFact:
         index=seen.index,
         address=seen.address,
         permanent=bool(seen.flags & _IFA_F_PERMANENT),
-        deprecated=bool(seen.flags & _IFA_F_DEPRECATED),
+        deprecated=bool(seen.flags & (_IFA_F_DEPRECATED | _IFA_F_DADFAILED)),
         temporary=seen.address.version == 6 and bool(seen.flags & _IFA_F_TEMPORARY),
         tentative=bool(seen.flags & _IFA_F_TENTATIVE),
     )

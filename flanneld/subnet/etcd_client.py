@@ -261,7 +261,7 @@ def _head(response: BaseHTTPResponse, server: Server) -> Answer:
     return Answer(
         server.name,
         response.status,
-        Position(int(index) if index.isdecimal() else 0, headers.get("X-Etcd-Cluster-Id", "")),
+        Position(int(index) if index.isdecimal() and len(index) < 20 else 0, headers.get("X-Etcd-Cluster-Id", "")),
         headers.get("Content-Type", "").partition(";")[0],
         headers.get("Location", ""),
     )

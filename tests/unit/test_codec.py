@@ -67,6 +67,12 @@ def test_what_is_not_a_key_is_refused(text: str) -> None:
         parse_key(text)
 
 
+def test_of_a_long_name_only_the_beginning_is_told() -> None:
+    with pytest.raises(Refused) as caught:
+        parse_key("x" * 10_000)
+    assert len(str(caught.value)) < 200
+
+
 @given(st.none() | subnets4, st.none() | subnets6, st.sampled_from(["", "/a/subnets/"]))
 def test_a_key_that_was_written_reads_the_same(
     v4: IPv4Network | None, v6: IPv6Network | None, path: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
-from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
+from ipaddress import IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 
 import pytest
 from hypothesis import given
@@ -135,7 +135,9 @@ def test_a_range_contains_its_subnets_only() -> None:
     outside = ["10.3.4.0/24", "10.3.9.0/24", "10.3.5.0/25", "10.3.4.0/23", "10.4.5.0/24"]
     assert all(found.contains(IPv4Network(net)) for net in inside)
     assert not any(found.contains(IPv4Network(net)) for net in outside)
-    assert not found.contains(IPv6Network("::a03:500/24", strict=False))
+    low6 = SubnetRange(IPv6Network("::/16"), 24, IPv6Address("::"), IPv6Address("0:ff00::"))
+    assert low6.contains(IPv6Network("::/24"))
+    assert not low6.contains(IPv4Network("0.0.0.0/24"))
 
 
 # --- what is refused

@@ -63,6 +63,7 @@ def test_every_bad_byte_reads_as_one_replacement_character() -> None:
         (r'"\ud83d\ude00"', "\U0001f600"),
         (r'"\ud83dx"', "\ufffdx"),
         (r'"\ude00\ud83d"', "\ufffd\ufffd"),
+        (r'"\ud83d\ud83d"', "\ufffd\ufffd"),
         (r'"\ud83d\u0041"', "\ufffdA"),
         (r'"\\ud83d"', r"\ud83d"),
         ('"\ud83d"', "\ufffd"),
@@ -74,7 +75,9 @@ def test_half_a_surrogate_pair_reads_as_a_replacement_character(text: str, value
 
 @pytest.mark.parametrize(("left", "right"), [("[", "]"), ('{"a":', "}")])
 def test_a_value_may_be_nested_a_hundred_levels_deep(left: str, right: str) -> None:
-    assert parse(left * MAX_DEPTH + "1" * (left != "[") + right * MAX_DEPTH)
+    deep = left * (MAX_DEPTH - 1) + "1" + right * (MAX_DEPTH - 1)
+    assert parse(f"[{deep}]")
+    assert parse(f"[[], [], {deep}]")
 
 
 @pytest.mark.parametrize("depth", [MAX_DEPTH + 1, 100_000])
