@@ -23,6 +23,8 @@ ANNOUNCE_RETRY = 1.0
 PROBATION = 60.0
 #: The clock of the wait stands still while the host sleeps, that of the lease does not.
 _LONGEST_SLEEP = 60.0
+#: Whatever the store grants, we do not spin.
+_SHORTEST_TERM = 1.0
 
 
 class Keeper:
@@ -45,6 +47,7 @@ class Keeper:
         self._heartbeat = heartbeat
         self._revoked = revoked
         self._taken_at = clock.now()
+        self._renewed_at = 0.0
         self._retry_at: float | None = None
         self._inbox: SimpleQueue[Event | LeaseAttrs | None] = SimpleQueue()
         self._once = Once()
@@ -81,7 +84,9 @@ class Keeper:
         """When to renew, at once if that is past; never for a reservation."""
         if self._retry_at is not None:
             return self._retry_at
-        return float("inf") if self._lease.expires is None else self._lease.expires - self._margin
+        if self._lease.expires is None:
+            return float("inf")
+        return max(self._lease.expires - self._margin, self._renewed_at + _SHORTEST_TERM)
 
     def _take(self, item: Event | LeaseAttrs) -> None:
         match item:
@@ -122,6 +127,7 @@ class Keeper:
             self._retry_at = clock.now() + (ANNOUNCE_RETRY if hasty else RENEW_RETRY)
             return
         self._lease = renewed
+        self._renewed_at = clock.now()
         self._retry_at = None
         if self._once.clear("renew"):
             log.info("The lease %s could be renewed again", renewed)

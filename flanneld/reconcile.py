@@ -150,8 +150,8 @@ class Reconciler:
             _log_change(change, self._wanted)
         moves = [self._wanted.set(key, ()) for key in change.gone]
         moves += [self._wanted.set(lease.key, self._lead_to(lease)) for lease in change.put]
-        if moves:
-            self._warn_of_conflicts()
+        for lease in change.put:
+            self._warn_of_conflicts(lease)
         return moves
 
     def _lead_to(self, lease: Lease) -> tuple[Resource, ...]:
@@ -167,13 +167,13 @@ class Reconciler:
         self._once.clear(lease.key)
         return resources
 
-    def _warn_of_conflicts(self) -> None:
-        for key, winner, losers in self._wanted.conflicts():
+    def _warn_of_conflicts(self, lease: Lease) -> None:
+        for resource, winner, loser in self._wanted.conflicts(lease.key):
             self._once.warn(
                 log,
-                key,
-                f"{', '.join(map(name_of, losers))} and {name_of(winner)} both claim {_named(key)}; "
-                f"{name_of(winner)} has it: are these cloned machines, or is one public IP used twice?",
+                resource.key,
+                f"{name_of(winner)} and {name_of(loser)} both claim {resource}; {name_of(winner)} has it: "
+                "are these cloned machines, or is one public IP used twice?",
             )
 
     def _first_sync(self) -> None:
@@ -332,8 +332,3 @@ def _log_repairs(what: str, resources: list[Resource]) -> None:
         log.warning("%s: %s", what, resource)
     if len(resources) > _FEW:
         log.warning("%s: %d more objects", what, len(resources) - _FEW)
-
-
-def _named(key: Key) -> str:
-    kind, *names = key
-    return f"{str(getattr(kind, 'name', kind)).lower()} {' '.join(map(str, names))}"

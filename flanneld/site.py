@@ -51,7 +51,7 @@ class Site:
         self.uplink = uplink
         #: Whether the backend's decisions rest on the host's routes.
         self.asks_routes = False
-        self.backend: Backend = self._build(stored)
+        self.backend: Backend = self._build(uplink, stored)
 
     @property
     def ranges(self) -> tuple[tuple[IPNetwork, int], ...]:
@@ -65,22 +65,23 @@ class Site:
         """
         try:
             facts = survey(self._kernel, self._config.families, default_routes=False)
-            now = keep(self.uplink, facts) or find_uplink(self._kernel, self._config, self._choice)
+            uplink = keep(self.uplink, facts) or find_uplink(self._kernel, self._config, self._choice)
+            if uplink != self.uplink:
+                # What we announced is what we had: the devices keep their MACs.
+                backend = self._build(uplink, self.backend.attributes())
         except Fatal as reason:
             self._once.warn(log, "uplink", f"The uplink {self.uplink.name} is not usable now: {reason}")
             return False
         self._once.clear("uplink")
-        if now == self.uplink:
+        if uplink == self.uplink:
             return False
-        log.warning("The uplink is now %s; it was %s", now, self.uplink)
-        self.uplink = now
-        # What we announced is what we had: the devices keep their MACs.
-        self.backend = self._build(self.backend.attributes())
+        log.warning("The uplink is now %s; it was %s", uplink, self.uplink)
+        self.uplink, self.backend = uplink, backend
         return True
 
-    def _build(self, stored: LeaseAttrs | None) -> Backend:
+    def _build(self, uplink: Uplink, stored: LeaseAttrs | None) -> Backend:
         host = Host(
-            uplink=self.uplink,
+            uplink=uplink,
             stored=stored,
             mac_of=self._mac_of,
             link_to=self._link_to,

@@ -17,6 +17,7 @@ from typing import Any
 from flanneld.backends import Host, peers_public_ip, require_type
 from flanneld.config import Config
 from flanneld.errors import Fatal, Refused
+from flanneld.gojson import GoJsonError
 from flanneld.model import Family, Lease, LeaseAttrs
 from flanneld.network.resources import Address, FdbEntry, Neighbor, Resource, Route, Vxlan
 from flanneld.subnet.codec import parse_mac
@@ -46,14 +47,17 @@ class VxlanConfig:
 def read_config(config: Config) -> VxlanConfig:
     """Raises ``Fatal`` for a value no device can have."""
     fields = config.backend
-    wanted = VxlanConfig(
-        vni=fields.integer("VNI", 1),
-        port=fields.integer("Port", 0) or LINUX_PORT,
-        gbp=fields.boolean("GBP", False),
-        learning=fields.boolean("Learning", False),
-        direct_routing=fields.boolean("DirectRouting", False),
-        mtu=fields.integer("MTU", 0),
-    )
+    try:
+        wanted = VxlanConfig(
+            vni=fields.integer("VNI", 1),
+            port=fields.integer("Port", 0) or LINUX_PORT,
+            gbp=fields.boolean("GBP", False),
+            learning=fields.boolean("Learning", False),
+            direct_routing=fields.boolean("DirectRouting", False),
+            mtu=fields.integer("MTU", 0),
+        )
+    except GoJsonError as error:
+        raise Fatal(f"the network config is wrong: {error}", "correct Backend in the store") from None
     for name, value, lowest, highest in (
         ("VNI", wanted.vni, 0, _MAX_VNI),
         ("Port", wanted.port, 1, 65535),

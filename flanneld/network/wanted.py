@@ -34,11 +34,15 @@ class Wanted:
     def wishes(self, owner: LeaseKey) -> tuple[Resource, ...]:
         return self._wishes.get(owner, ())
 
-    def conflicts(self) -> Iterator[tuple[Key, LeaseKey, tuple[LeaseKey, ...]]]:
-        """Keys claimed more than once: the key, who has it, who goes without."""
-        for key, claims in self._rivals.items():
-            winner = self._holder[key]
-            yield key, winner, tuple(owner for owner in claims if owner != winner)
+    def conflicts(self, owner: LeaseKey) -> Iterator[tuple[Resource, LeaseKey, LeaseKey]]:
+        """What an owner wants and another one too: the resource in force, its holder, the other."""
+        for resource in self._wishes.get(owner, ()):
+            key = resource.key
+            claims = self._rivals.get(key)
+            if claims:
+                holder = self._holder[key]
+                other = owner if owner != holder else next(each for each in claims if each != holder)
+                yield self.state[key], holder, other
 
     def set(self, owner: LeaseKey, resources: Iterable[Resource]) -> tuple[list[Resource], list[Resource]]:
         """Replace all that an owner wants; an empty wish is a farewell.

@@ -108,7 +108,7 @@ def _shown(text: str) -> str:
 
 def _subnet(kind: type[N], base: str, length: int) -> N | None:
     """None for length 0, which stands for a family that is not used. Raises ``ValueError``."""
-    net = kind((base, length), strict=False)
+    net = kind((base, length))
     if length == net.max_prefixlen:
         raise ValueError("one address is no subnet")
     return net if length else None

@@ -258,10 +258,11 @@ def _request(path: str, method: str, params: Mapping[str, Any], after: Position 
 def _head(response: BaseHTTPResponse, server: Server) -> Answer:
     headers = response.headers
     index = headers.get("X-Etcd-Index", "")
+    number = int(index) if index.isdecimal() and len(index) < 20 else 0
     return Answer(
         server.name,
         response.status,
-        Position(int(index) if index.isdecimal() and len(index) < 20 else 0, headers.get("X-Etcd-Cluster-Id", "")),
+        Position(number, headers.get("X-Etcd-Cluster-Id", "")),
         headers.get("Content-Type", "").partition(";")[0],
         headers.get("Location", ""),
     )

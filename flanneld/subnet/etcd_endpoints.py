@@ -56,7 +56,9 @@ class Servers:
         schemes = {server.scheme for server in servers}
         if len(schemes) != 1:
             problem = "mixes http and https" if schemes else "is empty"
-            raise Fatal(f"-etcd-endpoints {problem}", "give client URLs of one kind, like https://10.0.0.1:2379")
+            raise Fatal(
+                f"-etcd-endpoints {problem}", "give client URLs of one kind, like https://10.0.0.1:2379"
+            )
         self.name = ", ".join(dict.fromkeys(server.name for server in servers))
         context = _tls_context(options) if _mentions_tls(options, schemes) else None
         self.tls = context if "https" in schemes else None
@@ -91,7 +93,9 @@ def _server(url: str, number: int, options: EtcdOptions) -> Server:
         host = ""
     if not host or not host.isascii():
         # Without its text, in which a password may be.
-        raise Fatal(f"element {number} of -etcd-endpoints is no URL", "give client URLs like http://10.0.0.1:2379")
+        raise Fatal(
+            f"element {number} of -etcd-endpoints is no URL", "give client URLs like http://10.0.0.1:2379"
+        )
     path = parts.path.rstrip("/")
     name = f"{parts.scheme}://{f'[{host}]' if ':' in host else host}:{port}{path}"
     user, password = options.username, options.password

@@ -1,4 +1,9 @@
-"""Leases in etcd's v2 API: ``<prefix>/config`` and ``<prefix>/subnets/<key>``, as Go flanneld has them."""
+"""Leases in etcd's v2 API: ``<prefix>/config`` and ``<prefix>/subnets/<key>``.
+
+Keys, values and requests are those of Go flanneld 0.12, so both share one network. Two things differ on
+purpose: a lease is overwritten only if it still is what was read, and a lease with another public IP is
+never taken over.
+"""
 
 from __future__ import annotations
 
@@ -6,33 +11,31 @@ import logging
 import posixpath
 import random
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from ipaddress import IPv4Network, IPv6Network
 
 from flanneld import clock
-from flanneld.config import Config, parse
-from flanneld.errors import Refused, Retryable
+from flanneld.config import Config, SubnetRange, parse
+from flanneld.errors import Retryable
 from flanneld.glog import Once, V
 from flanneld.model import (
     FAMILIES,
-    Added,
     Event,
-    Family,
     IPAddress,
     IPNetwork,
     Lease,
     LeaseAttrs,
     LeaseKey,
     Removed,
-    Snapshot,
     name_of,
 )
 from flanneld.subnet.allocate import choose
-from flanneld.subnet.codec import format_attrs, format_key, parse_attrs, parse_key
-from flanneld.subnet.etcd_answers import Conflict, ListAgain, Node, NotFound, Position, Reply
+from flanneld.subnet.codec import format_attrs
+from flanneld.subnet.etcd_answers import Conflict, NotFound, Position, Reply
 from flanneld.subnet.etcd_client import Client, Timeouts
 from flanneld.subnet.etcd_endpoints import EtcdOptions, Servers
+from flanneld.subnet.etcd_leases import LeaseReader, Listing
+from flanneld.subnet.etcd_watch import Follower, News, Start
 from flanneld.subnet.manager import Cancelled, Deliver
 
 __all__ = ["SUBNET_TTL", "EtcdOptions", "EtcdV2Manager", "LeaseTaken", "Timeouts"]
@@ -41,147 +44,90 @@ log = logging.getLogger(__name__)
 
 #: Seconds that a lease lasts without renewal.
 SUBNET_TTL = 86400
-#: How often ``acquire`` tries to be the first before it gives up.
+#: How often to try again because somebody else was quicker.
 TRIES = 10
-#: Seconds for which a list of all leases may be used again instead of reading another.
+#: Seconds for which a list of all leases need not be read again.
 FRESH = 10.0
-#: Seconds before a watch that failed goes on.
-PAUSE = 1.0
 
-_GONE = frozenset({"delete", "expire", "compareAndDelete"})
 _EXAMPLE = '{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"}}'
-_OWN_IP = "give each node its own address with -public-ip"
 
 
 class LeaseTaken(Retryable):
-    """Another node has our lease; it is left as it is."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Listing:
-    """All leases by the key that holds them."""
-
-    at: Position
-    leases: Mapping[str, Lease] = field(default_factory=dict)
-    unreadable: frozenset[LeaseKey] = frozenset()
-    read_at: float = field(default_factory=clock.now)
-
-    def is_fresh(self) -> bool:
-        return clock.now() - self.read_at <= FRESH
-
-    def of(self, public_ip: IPAddress | None) -> list[tuple[str, Lease]]:
-        """The leases of a node, lowest subnet first."""
-        if public_ip is None:
-            return []
-        family: Family = 4 if public_ip.version == 4 else 6
-        found = [item for item in self.leases.items() if item[1].attrs.public(family) == public_ip]
-        return sorted(found, key=lambda item: [_order(net) for net in item[1].key])
-
-    def networks(self) -> list[IPNetwork]:
-        keys = [*(lease.key for lease in self.leases.values()), *self.unreadable]
-        return [net for key in keys for net in key if net is not None]
-
-    def snapshot(self) -> Snapshot:
-        return Snapshot(tuple(self.leases.values()), self.unreadable)
-
-
-class _Trouble:
-    """What is wrong with a watch, for the log: each problem once, and once that it is over."""
-
-    def __init__(self) -> None:
-        self._told: set[str] = set()
-        self._is_down = False
-
-    def tell(self, text: str, *, is_down: bool) -> None:
-        if text not in self._told:
-            self._told.add(text)
-            self._is_down = self._is_down or is_down
-            log.warning("Watching the leases: %s", text)
-
-    def answered(self) -> None:
-        if self._is_down:
-            self._is_down = False
-            log.info("Watching the leases: etcd is back")
-
-    def settled(self) -> None:
-        self._told.clear()
+    """Another node has our lease; it is not overwritten."""
 
 
 class EtcdV2Manager:
-    """``SubnetManager`` on etcd v2. Building it connects to nothing; raises ``Fatal`` for bad options.
+    """``SubnetManager`` on etcd v2. Building one connects to nothing; bad options raise ``Fatal``.
 
-    ``randrange`` chooses among free subnets, see ``allocate.choose``.
+    ``randrange`` chooses among free subnets, as ``allocate.choose`` says.
     """
 
     def __init__(
         self,
         options: EtcdOptions,
-        timeouts: Timeouts = Timeouts(),  # noqa: B008 - frozen
+        timeouts: Timeouts | None = None,
         randrange: Callable[[int], int] = random.randrange,
     ) -> None:
         prefix = "/" + posixpath.normpath(f"/{options.prefix}").lstrip("/")
         self._config_key = posixpath.join(prefix, "config")
-        self._subnets = posixpath.join(prefix, "subnets")
+        self._reader = LeaseReader(posixpath.join(prefix, "subnets"))
         self._servers = Servers(options)
-        self._timeouts = timeouts
+        self._timeouts = timeouts or Timeouts()
+        self._requests = Client(self._servers, self._timeouts)
         self._randrange = randrange
         self._once = Once()
-        self._stop = threading.Event()
         self._lock = threading.Lock()
-        self._clients: set[Client] = set()
-        self._requests = self._open_client(lambda: None)
-        #: The last list of all leases: until we write, and until a watch starts from it.
-        self._for_acquire: _Listing | None = None
-        self._for_watch: _Listing | None = None
+        self._is_closed = False
+        self._followers: set[Follower] = set()
+        #: The leases as last read: for us until we write ourselves, and for a watch to start from.
+        self._known: Listing | None = None
+        self._unwatched: Listing | None = None
         self.name = f"etcd v2 at {self._servers.name} under {prefix}"
 
     def network_config(self) -> Config:
         try:
-            node = self._requests.fetch(self._config_key).node
+            reply = self._requests.fetch(self._config_key)
         except NotFound:
             raise Retryable(
                 f"etcd has no network config at {self._config_key}",
-                f"write it with the v2 API: ETCDCTL_API=2 etcdctl set {self._config_key} '{_EXAMPLE}'",
+                f"write it: ETCDCTL_API=2 etcdctl set {self._config_key} '{_EXAMPLE}'"
+                " (what is written through the v3 API cannot be seen here)",
             ) from None
-        return parse(node.value if node else "")
+        return parse(reply.node.value if reply.node else "")
 
     def stored(self, public_ip: IPAddress | None) -> LeaseAttrs | None:
-        for _, lease in self._recent().of(public_ip):
-            return lease.attrs
-        return None
+        return next((lease.attrs for _, lease in self._list().of(public_ip)), None)
 
     def acquire(self, config: Config, attrs: LeaseAttrs, previous: LeaseKey) -> Lease:
         for _ in range(TRIES):
-            listing = self._recent()
-            self._for_acquire = None  # what follows writes
+            listing = self._list()
+            self._known = None
             try:
-                return self._acquire_once(config, attrs, previous, listing)
+                lease = self._reuse(config, attrs, listing)
+                return lease or self._create(self._pick(config, previous, listing), attrs)
             except Conflict as lost:
                 log.log(V(1), "Another node was quicker, trying again: %s", lost)
-        raise Retryable(f"other nodes were quicker {TRIES} times in a row", "wait; the next attempt may succeed")
+        raise Retryable(f"other nodes were quicker {TRIES} times in a row", "nothing to do but wait")
 
     def renew(self, lease: Lease) -> Lease:
-        key = self._key_of(lease.key)
-        value = _value(lease.key, lease.attrs)
         for _ in range(TRIES):
             try:
-                return self._renew_once(lease, key, value)
+                return self._renew_once(lease)
             except Conflict as lost:
-                log.log(V(1), "The lease %s changed meanwhile, trying again: %s", lease, lost)
-        raise Retryable(f"the lease {lease} changes all the time", _OWN_IP)
+                log.log(V(1), "The lease %s has just changed, trying again: %s", lease, lost)
+        raise Retryable(f"the lease {lease} changes all the time", "give each node its own -public-ip")
 
     def watch(self, deliver: Deliver) -> None:
         def start(client: Client) -> tuple[list[Event], Position]:
-            listing, self._for_watch = self._for_watch, None
-            if listing is None or not listing.is_fresh():
-                listing = self._list(client)
-                self._for_watch = None
+            listing, self._unwatched = self._unwatched, None
+            if listing is None or not _is_fresh(listing):
+                listing = self._reader.read_all(client)
             return [listing.snapshot()], listing.at
 
-        self._follow(self._subnets, start, self._news, deliver)
+        self._follow(self._reader.path, start, self._reader.news, deliver, recursive=True)
 
     def watch_own(self, lease: Lease, deliver: Deliver) -> None:
-        path = self._key_of(lease.key)
+        path = self._reader.key_of(lease.key)
 
         def start(client: Client) -> tuple[list[Event], Position]:
             try:
@@ -191,31 +137,161 @@ class EtcdV2Manager:
             return news(reply), reply.at
 
         def news(reply: Reply) -> list[Event]:
-            if reply.action in _GONE:
-                return [Removed(lease.key)]
-            return [Added(found) for found in self._readable(reply.node, lease.key)]
+            return self._reader.news_of(lease.key, reply)
 
-        self._follow(path, start, news, deliver)
+        self._follow(path, start, news, deliver, recursive=False)
 
     def close(self) -> None:
-        self._stop.set()
         with self._lock:
-            for client in self._clients:
-                client.cut()
+            self._is_closed = True
+            for follower in self._followers:
+                follower.cut()
+            self._requests.cut()
 
-    # ---- leases ------------------------------------------------------------------------------
+    # ---- reading -----------------------------------------------------------------------------
 
-    def _recent(self) -> _Listing:
-        if self._for_acquire is None or not self._for_acquire.is_fresh():
-            return self._list(self._requests)
-        return self._for_acquire
-
-    def _list(self, client: Client) -> _Listing:
-        try:
-            reply = client.fetch(self._subnets, recursive=True)
-        except NotFound as missing:
-            listing = _Listing(missing.at)
-        else:
-            listing = self._read_listing(reply)
-        self._for_acquire = self._for_watch = listing
+    def _list(self) -> Listing:
+        if self._is_closed:
+            raise Cancelled
+        listing = self._known
+        if listing is None or not _is_fresh(listing):
+            listing = self._known = self._unwatched = self._reader.read_all(self._requests)
         return listing
+
+    def _follow(self, path: str, start: Start, news: News, deliver: Deliver, *, recursive: bool) -> None:
+        follower = Follower(self._servers, self._timeouts, path, recursive=recursive)
+        with self._lock:
+            if self._is_closed:
+                raise Cancelled
+            self._followers.add(follower)
+        try:
+            follower.run(start, news, deliver)
+        finally:
+            with self._lock:
+                self._followers.discard(follower)
+
+    # ---- acquiring ---------------------------------------------------------------------------
+
+    def _reuse(self, config: Config, attrs: LeaseAttrs, listing: Listing) -> Lease | None:
+        """Take the lease that is ours by its public IP; one that no longer fits is given back."""
+        mine = listing.of(_address(attrs))
+        fitting = [(path, lease) for path, lease in mine if _fits(config, lease.key)]
+        for path, lease in fitting:
+            self._compare_identity(lease, attrs)
+            return self._replace(path, lease.key, attrs, reserved=lease.expires is None, modified=lease.asof)
+        for path, lease in mine[:1]:
+            log.info("The lease %s does not fit the network config, giving it back", lease)
+            self._remove(path)
+        return None
+
+    def _compare_identity(self, lease: Lease, attrs: LeaseAttrs) -> None:
+        same_type = lease.attrs.backend_type == attrs.backend_type
+        if same_type and any(lease.attrs.data(family) != attrs.data(family) for family in FAMILIES):
+            self._once.warn(
+                log,
+                "identity",
+                f"The lease {lease} of our address {_address(attrs)} has other backend data than ours;"
+                " normal after a reinstall, else another node has this address: give each its own -public-ip",
+            )
+
+    def _remove(self, path: str) -> None:
+        """Without a condition: Go flanneld 0.12 cannot digest the event of a conditional removal."""
+        try:
+            self._requests.remove(path)
+        except NotFound:
+            log.log(V(1), "%s has gone by itself", path)
+
+    def _pick(self, config: Config, previous: LeaseKey, listing: Listing) -> LeaseKey:
+        taken = listing.networks()
+        wanted = dict(zip(FAMILIES, previous, strict=True))
+        found = {pool.family: self._pick_subnet(pool, wanted[pool.family], taken) for pool in config.ranges}
+        subnet, ipv6_subnet = found.get(4), found.get(6)
+        assert not isinstance(subnet, IPv6Network)
+        assert not isinstance(ipv6_subnet, IPv4Network)
+        return (subnet, ipv6_subnet)
+
+    def _pick_subnet(
+        self, pool: SubnetRange, previous: IPNetwork | None, taken: list[IPNetwork]
+    ) -> IPNetwork:
+        if previous is not None:
+            if not pool.contains(previous):
+                problem = "does not fit the network config"
+            elif any(_overlap(previous, net) for net in taken):
+                problem = "belongs to another node now"
+            else:
+                return previous
+            self._once.warn(log, "previous", f"The subnet {previous} of the subnet file {problem}")
+        subnet = choose(pool, taken, self._randrange)
+        if subnet is None:
+            raise Retryable(
+                f"no subnet from {pool.subnet_min} to {pool.subnet_max} is free, {len(taken)} are leased",
+                f"enlarge the network in {self._config_key}, or remove the leases of nodes that are gone"
+                f" from {self._reader.path}",
+            )
+        return subnet
+
+    # ---- writing -----------------------------------------------------------------------------
+
+    def _renew_once(self, lease: Lease) -> Lease:
+        path = self._reader.key_of(lease.key)
+        try:
+            node = self._requests.fetch(path).node
+        except NotFound:
+            return self._create(lease.key, lease.attrs, reserved=lease.expires is None)
+        if node is None:
+            raise Conflict(path)
+        found = self._reader.lease(node, lease.key)
+        owner = _address(found.attrs) if found else None
+        # Whoever knows what was written last may overwrite it; so a node's own address may change.
+        if found and owner != _address(lease.attrs) and node.modified != lease.asof:
+            raise LeaseTaken(f"the lease {lease} belongs to node {owner} now", "restart to get another")
+        reserved = node.ttl is None
+        if found and reserved and node.value == _value(lease.key, lease.attrs):
+            return found
+        return self._replace(path, lease.key, lease.attrs, reserved=reserved, modified=node.modified)
+
+    def _create(self, key: LeaseKey, attrs: LeaseAttrs, *, reserved: bool = False) -> Lease:
+        ttl = None if reserved else SUBNET_TTL
+        reply = self._requests.create(self._reader.key_of(key), _value(key, attrs), ttl)
+        return self._written(key, reply)
+
+    def _replace(
+        self, path: str, key: LeaseKey, attrs: LeaseAttrs, *, reserved: bool, modified: int
+    ) -> Lease:
+        ttl = None if reserved else SUBNET_TTL
+        return self._written(key, self._requests.replace(path, _value(key, attrs), ttl, modified))
+
+    def _written(self, key: LeaseKey, reply: Reply) -> Lease:
+        """The lease as everybody reads it now: fewer attributes may be stored than were given."""
+        lease = self._reader.lease(reply.node, key) if reply.node else None
+        if lease is None:
+            raise Retryable(f"etcd stored something else for the lease {name_of(key)}", "is that etcd?")
+        return lease
+
+
+def _is_fresh(listing: Listing) -> bool:
+    return clock.now() - listing.read_at <= FRESH
+
+
+def _address(attrs: LeaseAttrs) -> IPAddress | None:
+    """The address that identifies a node."""
+    return attrs.public_ip or attrs.public_ipv6
+
+
+def _value(key: LeaseKey, attrs: LeaseAttrs) -> str:
+    return format_attrs(attrs, with_ipv6=key[1] is not None)
+
+
+def _fits(config: Config, key: LeaseKey) -> bool:
+    """Whether a lease has one subnet in each range of the config, and no other."""
+    for family, net in zip(FAMILIES, key, strict=True):
+        pool = config.range(family)
+        if (pool is None) != (net is None) or (pool and net and not pool.contains(net)):
+            return False
+    return True
+
+
+def _overlap(one: IPNetwork, other: IPNetwork) -> bool:
+    if isinstance(one, IPv4Network):
+        return isinstance(other, IPv4Network) and one.overlaps(other)
+    return isinstance(other, IPv6Network) and one.overlaps(other)

@@ -20,7 +20,7 @@ from flanneld.supervisor import Supervisor
 DEADLINE = 10.0
 
 
-class Cancelled(Exception):  # noqa: N818 - as in subnet.manager
+class Cancelled(Exception):
     pass
 
 
@@ -288,7 +288,7 @@ def test_the_first_signal_stops_and_the_second_one_kills(
 
 
 def test_a_task_that_hangs_does_not_keep_the_process_from_exiting() -> None:
-    hang = 'supervisor.start("stuck", threading.Event().wait)\nprint(supervisor.shutdown(within=0.05), flush=True)'
+    hang = 'supervisor.start("stuck", threading.Event().wait)\nprint(supervisor.shutdown(0.05), flush=True)'
     with running(PROGRAM + hang) as process:
         lines_until(process, "['stuck']")
         assert process.wait(DEADLINE) == 0

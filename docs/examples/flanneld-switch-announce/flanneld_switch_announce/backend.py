@@ -1,0 +1,57 @@
+"""host-gw-announce: host-gw, and the switch knows the way to this node's subnet as well.
+
+Between nodes nothing differs from host-gw, so the lease says ``host-gw``: nodes with and without
+announcements are one network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flanneld.backends import Driver, Host
+from flanneld.backends.host_gw import HostGw
+from flanneld.config import Config
+from flanneld.errors import Fatal
+from flanneld.gojson import GoJsonError
+from flanneld.model import Lease
+from flanneld.network.resources import Resource
+
+from flanneld_switch_announce.switch import Announcement, Switch, SwitchDriver
+
+#: Repairs of this node's kernel wait as long for a switch that does not answer, in seconds.
+DEFAULT_TIMEOUT, LONGEST_TIMEOUT = 0.3, 2.0
+
+
+class HostGwAnnounce(HostGw):
+    """Options in ``Backend``: ``SwitchURL``, and ``TimeoutSeconds`` if the default does not do."""
+
+    def __init__(self, config: Config, host: Host) -> None:
+        super().__init__(config, host)
+        self._next_hops = tuple(ip for family in config.families if (ip := host.uplink.public(family)))
+        self._switch = read_switch(config)
+
+    def local(self, own: Lease) -> Iterator[Resource]:
+        yield from super().local(own)
+        for next_hop in self._next_hops:
+            subnet = own.net(next_hop.version)
+            if subnet is not None:
+                yield Announcement(subnet, next_hop)
+
+    def drivers(self) -> tuple[Driver]:
+        return (SwitchDriver(self._switch, self._next_hops),)
+
+
+def read_switch(config: Config) -> Switch:
+    """Which switch the network config names. Raises ``Fatal`` when it names none that can be used."""
+    try:
+        url = config.backend.string("SwitchURL", "")
+    except GoJsonError as error:
+        raise Fatal(str(error), "set it to a URL like http://192.0.2.1:8080") from None
+    timeout = config.backend.raw("TimeoutSeconds")
+    if timeout is None:
+        timeout = DEFAULT_TIMEOUT
+    if type(timeout) not in (int, float) or not 0 < timeout <= LONGEST_TIMEOUT:
+        raise Fatal(
+            "Backend.TimeoutSeconds cannot be used", f"set it to a number above 0, up to {LONGEST_TIMEOUT:g}"
+        )
+    return Switch(url, timeout)

@@ -1,0 +1,98 @@
+"""Following a key of etcd v2 through lost connections, lost history and lost clusters."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from flanneld import clock
+from flanneld.errors import Retryable
+from flanneld.model import Event
+from flanneld.subnet.etcd_answers import ListAgain, Position, Reply
+from flanneld.subnet.etcd_client import Client, Timeouts
+from flanneld.subnet.etcd_endpoints import Servers
+from flanneld.subnet.manager import Cancelled, Deliver
+
+log = logging.getLogger(__name__)
+
+#: Seconds from a failure to the next attempt, and the least from one reading of everything to the next.
+PAUSE = 1.0
+
+#: Reads what is there: the events that say so, and where to watch from.
+Start = Callable[[Client], tuple[list[Event], Position]]
+#: The events that a change means. Raises ``ListAgain`` when only a reading of everything can tell.
+News = Callable[[Reply], list[Event]]
+
+
+class Follower:
+    """Watches a key, or all keys in a directory if ``recursive``, with a client of its own.
+
+    Whatever is wrong is logged once, and once more when etcd is back.
+    """
+
+    def __init__(self, servers: Servers, timeouts: Timeouts, path: str, *, recursive: bool) -> None:
+        self._client = Client(servers, timeouts, self._answered)
+        self._path = path
+        self._recursive = recursive
+        self._stop = threading.Event()
+        self._told: set[str] = set()
+        self._is_down = False
+
+    def run(self, start: Start, news: News, deliver: Deliver) -> None:
+        """Deliver what ``start`` and then ``news`` say, until ``cut`` (raises ``Cancelled``)."""
+        try:
+            self._run(start, news, deliver)
+        finally:
+            self._client.close()
+
+    def cut(self) -> None:
+        """End ``run`` at once. May be called from any thread, repeatedly."""
+        self._stop.set()
+        self._client.cut()
+
+    def _run(self, start: Start, news: News, deliver: Deliver) -> None:
+        at: Position | None = None
+        started = -PAUSE
+        while True:
+            events: list[Event] = []
+            try:
+                if at is None:
+                    self._pause(started + PAUSE - clock.now())
+                    started = clock.now()
+                    events, at = start(self._client)
+                else:
+                    events, at = self._poll(at, news)
+            except ListAgain as reason:
+                self._tell(f"{reason}; reading everything again")
+                at = None
+            except Retryable as problem:
+                self._is_down |= self._tell(str(problem))
+                self._pause(PAUSE)
+            if events:
+                deliver(events)
+
+    def _poll(self, at: Position, news: News) -> tuple[list[Event], Position]:
+        asked = clock.now()
+        reply = self._client.wait(self._path, at, recursive=self._recursive)
+        self._told.clear()
+        if reply.node is None:
+            self._pause(asked + PAUSE - clock.now())
+        return news(reply), reply.at
+
+    def _pause(self, seconds: float) -> None:
+        if self._stop.wait(max(0.0, seconds)):
+            raise Cancelled
+
+    def _tell(self, text: str) -> bool:
+        """Log a problem unless it is known. Tells whether it was not."""
+        if text in self._told:
+            return False
+        self._told.add(text)
+        log.warning("Watching %s: %s", self._path, text)
+        return True
+
+    def _answered(self) -> None:
+        if self._is_down:
+            self._is_down = False
+            log.info("Watching %s: etcd is back", self._path)

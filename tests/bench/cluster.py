@@ -1,0 +1,92 @@
+"""The peers of a node under measurement: leases in etcd with no machine behind them."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv4Network
+from urllib.parse import quote, urlencode
+
+from tests.lab import Etcd, EtcdError
+from tests.lab.etcd import PORT, PREFIX, TTL
+
+OVERLAY = "10.0.0.0/8"
+#: Wide enough that every peer's public IP is on-link, which host-gw demands.
+UNDERLAY_PREFIX = 15
+#: Above the nodes of the laboratory, which begin at 198.18.0.1.
+_FIRST_PUBLIC_IP = IPv4Address("198.18.16.0")
+#: Well above the subnets that daemons pick for themselves.
+_FIRST_SUBNET = IPv4Address("10.64.0.0")
+MOST_PEERS = 32_000
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """One lease of somebody else, by its number."""
+
+    number: int
+
+    @property
+    def subnet(self) -> IPv4Network:
+        return IPv4Network((int(_FIRST_SUBNET) + (self.number << 8), 24))
+
+    @property
+    def mac(self) -> bytes:
+        return b"\x02\xbe" + struct.pack("!I", self.number)
+
+    def value(self, backend: str) -> str:
+        """The lease's value in etcd, byte for byte as the Go daemon writes it."""
+        attributes = {"PublicIP": str(_FIRST_PUBLIC_IP + self.number), "BackendType": backend}
+        data = {"BackendData": {"VtepMAC": self.mac.hex(":")}} if backend == "vxlan" else {}
+        return json.dumps(attributes | data, separators=(",", ":"))
+
+
+class Leases:
+    """Writes and removes peers' leases over one connection that is kept open."""
+
+    def __init__(self, connection: http.client.HTTPConnection, backend: str) -> None:
+        self._connection = connection
+        self._backend = backend
+
+    def load(self, number: int) -> None:
+        """Write the leases of the peers 0 to ``number`` - 1."""
+        for each in range(number):
+            self.send_put(Peer(each))
+            self.finish()
+
+    def send_put(self, peer: Peer) -> None:
+        """Send the request that writes a peer's lease; its answer waits for ``finish``."""
+        form = urlencode({"value": peer.value(self._backend), "ttl": TTL})
+        headers = {"Content-Type": "application/x-www-form-urlencoded"}
+        self._connection.request("PUT", _path(peer), form, headers)
+
+    def send_delete(self, peer: Peer) -> None:
+        """Send the request that removes it; its answer waits for ``finish``."""
+        self._connection.request("DELETE", _path(peer))
+
+    def finish(self) -> None:
+        """Read the answer to what was sent last. Raises ``EtcdError`` when etcd refused."""
+        response = self._connection.getresponse()
+        body = response.read()
+        if response.status >= 400:
+            raise EtcdError(json.loads(body))
+
+
+@contextmanager
+def open_leases(etcd: Etcd, backend: str) -> Iterator[Leases]:
+    """A connection to etcd from inside its own namespace."""
+    connection = http.client.HTTPConnection(etcd.address, PORT, timeout=10)
+    with etcd.namespace.entered():
+        connection.connect()
+    try:
+        yield Leases(connection, backend)
+    finally:
+        connection.close()
+
+
+def _path(peer: Peer) -> str:
+    return quote(f"/v2/keys{PREFIX}/subnets/{str(peer.subnet).replace('/', '-')}")

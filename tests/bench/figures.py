@@ -1,0 +1,105 @@
+"""The figures that are measured, and the goals some of them have."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Measure(StrEnum):
+    """What can be asked for with ``--only``."""
+
+    START = "start"
+    BULK = "bulk"
+    LATENCY = "latency"
+    RSS = "rss"
+    IDLE = "idle"
+
+
+class Figure(StrEnum):
+    """One number of one life of a daemon, in the unit its text says."""
+
+    ENV = "exec to subnet.env, ms"
+    READY = "exec to READY=1, ms"
+    START_CPU = "CPU of a start, ms"
+    STOP = "SIGTERM to exit, ms"
+    BULK = "exec to all routes, s"
+    BULK_CPU = "CPU until all routes, s"
+    RSS = "RSS, MiB"
+    PEAK = "peak RSS, MiB"
+    IDLE = "CPU in 60 s idle, s"
+    ADD = "add to kernel, p50 ms"
+    ADD_P99 = "add to kernel, p99 ms"
+    REMOVE = "remove to kernel, p50 ms"
+    REMOVE_P99 = "remove to kernel, p99 ms"
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What a figure is about: a node with so many peers."""
+
+    backend: str
+    peers: int
+    figure: Figure
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """One value for each round, of our daemon and of the one it is compared with (none without ``--peer``)."""
+
+    ours: list[float] = field(default_factory=list)
+    peer: list[float] = field(default_factory=list)
+
+    def ratio(self) -> float | None:
+        """Our median to the peer's, None when there is nothing to divide by."""
+        if not self.ours or not self.peer or not (base := statistics.median(self.peer)):
+            return None
+        return statistics.median(self.ours) / base
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """At most ``limit``: as a ratio to the peer's median or, if absolute, in the figure's own unit."""
+
+    limit: float
+    absolute: bool = False
+
+    def __str__(self) -> str:
+        return f"<= {self.limit:g}" if self.absolute else f"ratio <= {self.limit:g}"
+
+    def verdict(self, samples: Samples) -> str:
+        """``met``, ``missed``, or ``""`` when there is nothing to judge."""
+        reached = statistics.median(samples.ours) if self.absolute and samples.ours else None
+        reached = reached if self.absolute else samples.ratio()
+        if reached is None:
+            return ""
+        return "met" if reached <= self.limit else "missed"
+
+
+LATENCY_RATIO = 1.3
+
+GOALS = {
+    Subject("vxlan", 5_000, Figure.BULK): Goal(0.7),
+    Subject("vxlan", 15_000, Figure.BULK): Goal(0.8),
+    Subject("host-gw", 5_000, Figure.BULK): Goal(0.06),
+    Subject("host-gw", 15_000, Figure.BULK): Goal(0.03),
+    Subject("host-gw", 15_000, Figure.IDLE): Goal(0.1),
+    Subject("vxlan", 5_000, Figure.RSS): Goal(45, absolute=True),
+    **{
+        Subject(backend, 0, figure): goal
+        for backend in ("vxlan", "host-gw")
+        for figure, goal in {
+            Figure.READY: Goal(250, absolute=True),
+            Figure.RSS: Goal(36, absolute=True),
+            Figure.ADD: Goal(LATENCY_RATIO),
+            Figure.REMOVE: Goal(LATENCY_RATIO),
+        }.items()
+    },
+}
+
+
+def percentile(values: Sequence[float], percent: int) -> float:
+    """The smallest value that at least so many percent of all do not exceed."""
+    return sorted(values)[max(-(-len(values) * percent // 100), 1) - 1]

@@ -1,0 +1,262 @@
+"""A real etcd on loopback for tests that need no namespace, and servers beside it that misbehave."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import shutil
+import socket
+import ssl
+import subprocess
+import tempfile
+import threading
+from base64 import b64encode
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlencode
+
+from tests.lab.wait import wait_for
+
+DEADLINE = 10.0
+_REQUEST = re.compile(rb"(?:GET|PUT|DELETE) \S+(?= HTTP/1\.1\r\n)")
+
+Serve = Callable[[socket.socket], None]
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
+class LocalEtcd:
+    """One member with the v2 API. With ``tls``, a folder made by ``make_certificates``, it wants theirs."""
+
+    def __init__(self, directory: Path, tls: Path | None = None) -> None:
+        self._directory = directory
+        self._tls = tls
+        self._port, self._peer_port = free_port(), free_port()
+        self._process: subprocess.Popen[bytes] | None = None
+        self.url = f"{'https' if tls else 'http'}://127.0.0.1:{self._port}"
+
+    def start(self, *flags: str, data: str = "data") -> None:
+        """Start and wait until it answers; ``data`` is the folder with its keys."""
+        peer = f"http://127.0.0.1:{self._peer_port}"
+        if self._tls:
+            flags += ("--client-cert-auth", f"--trusted-ca-file={self._tls / 'ca.crt'}")
+            flags += (f"--cert-file={self._tls / 'server.crt'}", f"--key-file={self._tls / 'server.key'}")
+        with (self._directory / "log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [
+                    shutil.which("etcd") or "etcd",
+                    "--enable-v2=true",
+                    f"--data-dir={self._directory / data}",
+                    f"--listen-client-urls={self.url}",
+                    f"--advertise-client-urls={self.url}",
+                    f"--listen-peer-urls={peer}",
+                    f"--initial-advertise-peer-urls={peer}",
+                    f"--initial-cluster=default={peer}",
+                    "--heartbeat-interval=10",
+                    "--election-timeout=100",
+                    *flags,
+                ],
+                stdout=log,
+                stderr=log,
+            )
+        wait_for(self._is_healthy, DEADLINE, f"etcd to answer, see {self._directory / 'log'}")
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.terminate()
+            self._process.wait(DEADLINE)
+            self._process = None
+
+    def ask(
+        self, method: str, path: str, form: Mapping[str, object] | str = "", user: str = ""
+    ) -> dict[str, Any]:
+        """One request; ``user`` is ``name:password``, and a form that is text is sent as JSON."""
+        is_json = isinstance(form, str)
+        body = form if isinstance(form, str) else urlencode(form)
+        headers = {"Content-Type": "application/json" if is_json else "application/x-www-form-urlencoded"}
+        if user:
+            headers["Authorization"] = "Basic " + b64encode(user.encode()).decode()
+        connection = self._connection()
+        try:
+            connection.request(method, path, body, headers)
+            response = connection.getresponse()
+            text = response.read()
+        finally:
+            connection.close()
+        answer: dict[str, Any] = json.loads(text) if text.startswith(b"{") else {}
+        return answer | {"status": response.status}
+
+    def put(self, key: str, value: str, ttl: int | None = None) -> int:
+        """Write a key and return its new index."""
+        form = {"value": value} if ttl is None else {"value": value, "ttl": ttl}
+        index: int = self.ask("PUT", f"/v2/keys{quote(key)}", form)["node"]["modifiedIndex"]
+        return index
+
+    def put_often(self, key: str, times: int) -> None:
+        """Write one key again and again, as fast as one connection can."""
+        connection = self._connection()
+        headers = {"Content-Type": "application/x-www-form-urlencoded"}
+        for number in range(times):
+            connection.request("PUT", f"/v2/keys{quote(key)}", f"value={number}", headers)
+            connection.getresponse().read()
+        connection.close()
+
+    def get(self, key: str) -> dict[str, Any] | None:
+        node: dict[str, Any] | None = self.ask("GET", f"/v2/keys{quote(key)}?quorum=true").get("node")
+        return node
+
+    def delete(self, key: str, query: str = "recursive=true") -> None:
+        assert self.ask("DELETE", f"/v2/keys{quote(key)}?{query}")["status"] == 200
+
+    def _connection(self) -> http.client.HTTPConnection:
+        if not self._tls:
+            return http.client.HTTPConnection("127.0.0.1", self._port, timeout=DEADLINE)
+        context = ssl.create_default_context(cafile=self._tls / "ca.crt")
+        context.load_cert_chain(self._tls / "client.crt", self._tls / "client.key")
+        return http.client.HTTPSConnection("127.0.0.1", self._port, timeout=DEADLINE, context=context)
+
+    def _is_healthy(self) -> bool:
+        try:
+            return self.ask("GET", "/health").get("health") == "true"
+        except (OSError, http.client.HTTPException):
+            return False
+
+
+@contextmanager
+def data_folder() -> Iterator[Path]:
+    """A folder in memory where there is one: etcd syncs every write."""
+    memory = Path("/dev/shm")
+    root = memory if os.access(memory, os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="flanneld-test-", dir=root) as folder:
+        yield Path(folder)
+
+
+@contextmanager
+def running_etcd(*flags: str, tls: Path | None = None) -> Iterator[LocalEtcd]:
+    with data_folder() as folder:
+        etcd = LocalEtcd(folder, tls)
+        try:
+            etcd.start(*flags)
+            yield etcd
+        finally:
+            etcd.stop()
+
+
+def make_certificates(folder: Path) -> None:
+    """``ca``, ``server`` for 127.0.0.1, ``client``, and ``other`` that ``ca`` did not sign, as .crt and .key."""
+    key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+
+    def openssl(*words: str) -> None:
+        subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True)
+
+    for name in ("ca", "other"):
+        openssl("req", "-x509", *key, "-subj", f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.crt")
+    (folder / "names").write_text("subjectAltName=IP:127.0.0.1\n")
+    for name in ("server", "client"):
+        openssl("req", "-new", *key, "-subj", f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.csr")
+        signed = ("-CA", "ca.crt", "-CAkey", "ca.key", "-CAcreateserial", "-extfile", "names")
+        openssl("x509", "-req", "-in", f"{name}.csr", *signed, "-out", f"{name}.crt")
+
+
+@contextmanager
+def server(serve: Serve, backlog: int = 16) -> Iterator[str]:
+    """Run ``serve`` on each connection, in a thread of its own, and give the URL. All end on leaving."""
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=backlog))
+        connections: list[socket.socket] = []
+
+        def run(connection: socket.socket) -> None:
+            try:
+                with connection:
+                    serve(connection)
+            except OSError:
+                return  # the client has gone, or the test is over
+
+        def accept() -> None:
+            while True:
+                try:
+                    connection, _ = listener.accept()
+                except OSError:
+                    return
+                connections.append(connection)
+                threading.Thread(target=run, args=(connection,), daemon=True).start()
+
+        thread = threading.Thread(target=accept)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join(DEADLINE)
+            for connection in connections:
+                _end(connection)
+
+
+def answering(answer: bytes) -> Serve:
+    """Give each request this answer, and go on listening."""
+
+    def serve(connection: socket.socket) -> None:
+        while connection.recv(65536):
+            connection.sendall(answer)
+
+    return serve
+
+
+def silent(connection: socket.socket) -> None:
+    """Take everything and never say a word."""
+    while connection.recv(65536):
+        pass
+
+
+class Relay:
+    """Stands between a client and etcd, notes the requests, and can lose an answer."""
+
+    def __init__(self, target: str) -> None:
+        host, _, port = target.removeprefix("http://").partition(":")
+        self._target = (host, int(port))
+        #: Method and target of each request, in order.
+        self.requests: list[str] = []
+        #: The number of answers to PUT requests that get lost.
+        self.answers_to_lose = 0
+
+    def __call__(self, client: socket.socket) -> None:
+        with socket.create_connection(self._target, timeout=DEADLINE) as etcd:
+            etcd.settimeout(None)
+            back = threading.Thread(target=self._pass_back, args=(etcd, client), daemon=True)
+            back.start()
+            while data := client.recv(65536):
+                self.requests += [found.decode() for found in _REQUEST.findall(data)]
+                etcd.sendall(data)
+            _end(etcd)
+            back.join(DEADLINE)
+
+    def asked(self, *words: str) -> Sequence[str]:
+        """The requests in which all words occur."""
+        return [request for request in self.requests if all(word in request for word in words)]
+
+    def _pass_back(self, etcd: socket.socket, client: socket.socket) -> None:
+        try:
+            while data := etcd.recv(65536):
+                if self.answers_to_lose and self.requests[-1].startswith("PUT"):
+                    self.answers_to_lose -= 1
+                    break
+                client.sendall(data)
+        except OSError:
+            pass
+        _end(client)
+
+
+def _end(sock: socket.socket) -> None:
+    try:
+        sock.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        return  # it was over already
