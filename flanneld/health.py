@@ -120,7 +120,7 @@ def _listen(
 
 
 def _handler(checks: Checks) -> type[BaseHTTPRequestHandler]:
-    # Imported here because it costs 40 ms and the health checks are off by default.
+    # Imported here: it costs 15 ms and 5 MiB, and the health checks are off by default.
     from http.server import BaseHTTPRequestHandler
 
     class Handler(BaseHTTPRequestHandler):

@@ -72,6 +72,7 @@ class Daemon:
         self._notifier = notify.Notifier()
         self._missing = ["no lease yet"]
         self._once = glog.Once()
+        self._written: subnet_file.SubnetEnv | None = None
 
     def serve(self) -> int:
         log.info("flanneld %s %s", __version__, self._options.described())
@@ -173,11 +174,15 @@ class Daemon:
             mtu=site.backend.mtu,
             ip_masq=self._options.ip_masq,
         )
+        if env == self._written:
+            return
         try:
-            if subnet_file.write(Path(self._options.subnet_file), env):
-                log.info("Wrote %s", self._options.subnet_file)
+            subnet_file.write(Path(self._options.subnet_file), env)
         except Retryable as failure:
             log.warning("%s", failure)
+            return
+        self._written = env
+        log.info("Wrote %s", self._options.subnet_file)
 
     def _moved(self, site: Site, keeper: Keeper, config: Config, lease: Lease) -> None:
         keeper.announce(site.backend.attributes())

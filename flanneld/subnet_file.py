@@ -58,30 +58,19 @@ def _first_host(subnet: IPNetwork) -> str:
     return f"{subnet[min(1, subnet.num_addresses - 1)]}/{subnet.prefixlen}"
 
 
-def write(path: Path, env: SubnetEnv) -> bool:
-    """Replace the file in one step that survives a power cut; False when it is right already.
+def write(path: Path, env: SubnetEnv) -> None:
+    """Replace the file in one step that survives a power cut, also by an equal one: watchers wait for that.
 
     Raises ``Retryable``, and then the old file is as it was.
     """
-    content = render(env).encode()
     try:
-        if _holds(path, content):
-            return False
         path.parent.mkdir(0o755, parents=True, exist_ok=True)
-        _replace(path, content)
+        _replace(path, render(env).encode())
     except OSError as error:
         raise Retryable(
             f"cannot write {path}: {error.strerror}",
             "make the directory writable and leave it some space, or choose another file with -subnet-file",
         ) from error
-    return True
-
-
-def _holds(path: Path, content: bytes) -> bool:
-    try:
-        return _content(path) == content
-    except OSError:
-        return False
 
 
 def _replace(path: Path, content: bytes) -> None:

@@ -152,7 +152,7 @@ def running_etcd(*flags: str, tls: Path | None = None) -> Iterator[LocalEtcd]:
 
 
 def make_certificates(folder: Path) -> None:
-    """``ca``, ``server`` for 127.0.0.1, ``client``, and ``other`` that ``ca`` did not sign, as .crt and .key."""
+    """Make .crt and .key: ``ca``; ``server`` and ``client``, signed by it; ``other``, signed by itself."""
     key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
 
     def openssl(*words: str) -> None:

@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 
-from flanneld.network.netlink import attribute, attributes
+from flanneld.network.netlink import attribute, attributes, unpack
 from flanneld.network.resources import ForeignLink, Link, Vxlan
 from flanneld.network.rtnl import address_of, mac_text
 
@@ -25,7 +25,7 @@ _VXLAN_L2MISS, _VXLAN_PORT, _VXLAN_GROUP6, _VXLAN_LOCAL6, _VXLAN_GBP = 13, 15, 1
 
 @dataclass(frozen=True, slots=True)
 class SeenLink:
-    """An interface of this host. ``make`` is None for a kind of device that we do not make."""
+    """An interface of this host. ``make`` says what kind of device it is, as far as that matters to us."""
 
     index: int
     name: str
@@ -46,7 +46,8 @@ def everything() -> bytes:
 
 
 def decode(data: bytes, offset: int, end: int) -> SeenLink:
-    _, _, index, flags, _ = _IFINFOMSG.unpack_from(data, offset)
+    """Read the body of a link message. Raises ``Malformed`` for what no kernel sends."""
+    _, _, index, flags, _ = unpack(_IFINFOMSG, data, offset, end)
     found = attributes(data, offset + _IFINFOMSG.size, end)
     name = _text(found.get(_IFLA_IFNAME, b""))
     mac = found.get(_IFLA_ADDRESS, b"")

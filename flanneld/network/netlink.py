@@ -35,8 +35,19 @@ _BATCH = 16 * 1024
 _RECEIVE = 64 * 1024
 
 
+#: Set in the sequence number of every question, never in the index of a message that writes.
+_QUESTION = 1 << 31
+
+
 class DumpInterrupted(OSError):
     """The kernel's table changed in the middle of a dump: what was read may lack something."""
+
+
+class Malformed(OSError):
+    """No kernel sends this. An ``OSError``, so that it counts as a failed read and not as nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(errno.EBADMSG, "the kernel's message is not understood")
 
 
 def message(kind: int, flags: int, body: bytes, seq: int = 0) -> bytes:
@@ -65,6 +76,13 @@ def attributes(data: bytes, offset: int, end: int) -> dict[int, bytes]:
     return found
 
 
+def unpack(form: struct.Struct, data: bytes, offset: int, end: int) -> tuple[int, ...]:
+    """The fixed part at the start of a message's body. Raises ``Malformed`` when it does not fit."""
+    if offset + form.size > end or end > len(data):
+        raise Malformed
+    return form.unpack_from(data, offset)
+
+
 def messages(data: bytes) -> Iterator[tuple[int, int, int, int, int, int]]:
     """Walk what one receive returned: (type, flags, seq, port, offset, end), offset behind the header."""
     offset, end = 0, len(data)
@@ -84,6 +102,7 @@ class NetlinkSocket:
 
     def __init__(self, groups: Sequence[int] = (), receive_buffer: int = 1 << 20) -> None:
         self._socket = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, 0)
+        self._asked = 0
         self._socket.bind((0, 0))
         self._widen(receive_buffer)
         self._set(NETLINK_CAP_ACK, 1)
@@ -141,10 +160,10 @@ class NetlinkSocket:
         failed = []
         while True:
             data = self._socket.recv(_RECEIVE)
-            for kind, _, seq, _, offset, _ in messages(data):
+            for kind, _, seq, _, offset, end in messages(data):
                 if kind != NLMSG_ERROR:
                     continue
-                (code,) = _ERRNO.unpack_from(data, offset)
+                (code,) = unpack(_ERRNO, data, offset, end)
                 if code:
                     failed.append((seq, -code))
                 if seq == final:
@@ -155,27 +174,37 @@ class NetlinkSocket:
 
         Raises ``DumpInterrupted`` at the end if the table changed meanwhile, ``OSError`` for a refusal.
         """
-        self._socket.send(message(kind, NLM_F_ROOT_MATCH, body))
         interrupted = False
-        while True:
-            data = self._socket.recv(_RECEIVE)
-            for reply, flags, _, _, offset, end in messages(data):
-                interrupted |= bool(flags & NLM_F_DUMP_INTR)
-                if reply in (NLMSG_DONE, NLMSG_ERROR):
-                    _raise_for(_ERRNO.unpack_from(data, offset)[0])
-                    if interrupted:
-                        raise DumpInterrupted(errno.EINTR, "the table changed during the dump")
-                    return
-                yield data, offset, end
+        for reply, flags, data, offset, end in self._answers(kind, NLM_F_ROOT_MATCH, body):
+            interrupted |= bool(flags & NLM_F_DUMP_INTR)
+            if reply in (NLMSG_DONE, NLMSG_ERROR):
+                _raise_for(unpack(_ERRNO, data, offset, end)[0])
+                if interrupted:
+                    raise DumpInterrupted(errno.EINTR, "the table changed during the dump")
+                return
+            yield data, offset, end
 
     def ask(self, kind: int, body: bytes) -> tuple[bytes, int, int]:
         """Ask for one object. Raises ``OSError`` with the kernel's errno when there is none."""
-        self._socket.send(message(kind, 0, body))
-        data = self._socket.recv(_RECEIVE)
-        reply, _, _, _, offset, end = next(messages(data))
+        reply, _, data, offset, end = next(self._answers(kind, 0, body))
         if reply == NLMSG_ERROR:
-            _raise_for(_ERRNO.unpack_from(data, offset)[0])
+            _raise_for(unpack(_ERRNO, data, offset, end)[0])
+            raise Malformed
         return data, offset, end
+
+    def _answers(self, kind: int, flags: int, body: bytes) -> Iterator[tuple[int, int, bytes, int, int]]:
+        """Ask, and give (type, flags, data, offset, end) of each answer to just this question.
+
+        What an earlier failure left unread is passed over: it must not be taken for an empty table.
+        """
+        self._asked += 1
+        question = _QUESTION | self._asked % _QUESTION
+        self._socket.send(message(kind, flags, body, question))
+        while True:
+            data = self._socket.recv(_RECEIVE)
+            for reply, reply_flags, seq, _, offset, end in messages(data):
+                if seq == question:
+                    yield reply, reply_flags, data, offset, end
 
     def receive(self) -> bytes:
         """What has been notified. Raises ``BlockingIOError`` for nothing, ENOBUFS after an overrun."""

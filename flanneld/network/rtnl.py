@@ -1,6 +1,7 @@
 """Resources as rtnetlink messages, and back (linux/rtnetlink.h, linux/neighbour.h, linux/if_addr.h).
 
-Only bytes and values here, no socket: ``kernel`` sends and reads.
+Only bytes and values here, no socket: ``kernel`` sends and reads. Every decoder takes the data and
+where in it the body of one message begins and ends, and raises ``Malformed`` for what no kernel sends.
 """
 
 from __future__ import annotations
@@ -12,7 +13,16 @@ from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
 
 from flanneld.model import Family, IPAddress, IPNetwork
-from flanneld.network.netlink import HEADER, NLM_F_CREATE, NLM_F_REPLACE, NLM_F_REQUEST, attributes, u32
+from flanneld.network.netlink import (
+    HEADER,
+    NLM_F_CREATE,
+    NLM_F_REPLACE,
+    NLM_F_REQUEST,
+    Malformed,
+    attributes,
+    u32,
+    unpack,
+)
 from flanneld.network.resources import Address, FdbEntry, Key, Neighbor, Resource, Route
 
 RTM_NEWLINK, RTM_DELLINK, RTM_GETLINK = 16, 17, 18
@@ -29,10 +39,12 @@ AF: dict[Family, int] = {4: 2, 6: 10}
 FAMILY: dict[int, Family] = {2: 4, 10: 6}
 
 NUD_PERMANENT, NTF_SELF = 0x80, 0x02
-RTN_UNICAST, RT_TABLE_MAIN, RT_SCOPE_UNIVERSE, RTNH_F_ONLINK = 1, 254, 0, 4
+RTN_UNICAST, RT_TABLE_MAIN, RTNH_F_ONLINK = 1, 254, 4
+RT_SCOPE_UNIVERSE, RT_SCOPE_NOWHERE = 0, 255
 RTPROT_KERNEL = 2
 _RTM_F_CLONED = 0x200
 _RTA_DST, _RTA_OIF, _RTA_GATEWAY, _RTA_PRIORITY, _RTA_PREFSRC, _RTA_TABLE = 1, 4, 5, 6, 7, 15
+_RTA_VIA = 18
 _NDA_DST, _NDA_LLADDR, _NDA_IFINDEX = 1, 2, 8
 _IFA_ADDRESS, _IFA_LOCAL, _IFA_FLAGS = 1, 2, 8
 #: What the kernel makes of metric 0 (linux/ipv6_route.h, IP6_RT_PRIO_USER).
@@ -64,13 +76,19 @@ def mac_text(raw: bytes) -> str:
 
 
 def address_of(raw: bytes) -> IPAddress:
-    return IPv4Address(raw) if len(raw) == 4 else IPv6Address(raw)
+    if len(raw) == 4:
+        return IPv4Address(raw)
+    if len(raw) == 16:
+        return IPv6Address(raw)
+    raise Malformed
 
 
 def network_of(raw: bytes, length: int) -> IPNetwork:
-    """The kernel's destinations have no host bits, so nothing needs masking."""
-    number = int.from_bytes(raw, "big")
-    return IPv4Network((number, length)) if len(raw) == 4 else IPv6Network((number, length))
+    if length > 8 * len(raw):
+        raise Malformed
+    number = int(address_of(raw))
+    kind = IPv4Network if len(raw) == 4 else IPv6Network
+    return kind((number, length), strict=False)
 
 
 # ---- writing ---------------------------------------------------------------------------------
@@ -87,7 +105,7 @@ def encode(resource: Resource, index_of: IndexOf, protocol: int, seq: int, *, dr
         case FdbEntry():
             kind, body = RTM_NEWNEIGH, _fdb_entry(resource, index_of(resource.device))
         case Route():
-            kind, body = RTM_NEWROUTE, _route(resource, index_of(resource.device), 0 if drop else protocol)
+            kind, body = RTM_NEWROUTE, _route(resource, index_of(resource.device), protocol, drop=drop)
         case Address():
             kind, body = RTM_NEWADDR, _address(resource, index_of(resource.device))
         case _:
@@ -124,7 +142,8 @@ def _fdb_entry(entry: FdbEntry, index: int) -> bytes:
     )
 
 
-def _route(route: Route, index: int, protocol: int) -> bytes:
+def _route(route: Route, index: int, protocol: int, *, drop: bool) -> bytes:
+    """To remove a route it must be named as far as we know it, and no further: whoever made it."""
     raw = route.destination.network_address.packed
     flags = RTNH_F_ONLINK if route.onlink else 0
     parts = [
@@ -134,8 +153,8 @@ def _route(route: Route, index: int, protocol: int) -> bytes:
             0,
             0,
             RT_TABLE_MAIN,
-            protocol,
-            RT_SCOPE_UNIVERSE,
+            0 if drop else protocol,
+            RT_SCOPE_NOWHERE if drop else RT_SCOPE_UNIVERSE,
             RTN_UNICAST,
             flags,
         ),
@@ -186,8 +205,8 @@ class SeenRoute:
 
 def decode_route(data: bytes, offset: int, end: int, name_of: NameOf) -> SeenRoute | None:
     """A unicast main-table route through one device with the default metric, else None."""
-    family, length, _, _, _, protocol, _, kind, flags = _RTMSG.unpack_from(data, offset)
-    if kind != RTN_UNICAST or flags & _RTM_F_CLONED or family not in FAMILY:
+    family, length, from_length, tos, _, protocol, _, kind, flags = unpack(_RTMSG, data, offset, end)
+    if kind != RTN_UNICAST or flags & _RTM_F_CLONED or family not in FAMILY or from_length or tos:
         return None
     found = attributes(data, offset + _RTMSG.size, end)
     if _number(found.get(_RTA_TABLE)) != RT_TABLE_MAIN:
@@ -211,7 +230,7 @@ def decode_route(data: bytes, offset: int, end: int, name_of: NameOf) -> SeenRou
 
 def decode_neighbor(data: bytes, offset: int, end: int, name_of: NameOf) -> Neighbor | FdbEntry | None:
     """A permanent neighbour or a unicast forwarding entry, else None."""
-    family, index, state, _, _ = _NDMSG.unpack_from(data, offset)
+    family, index, state, _, _ = unpack(_NDMSG, data, offset, end)
     device = name_of(index)
     if device is None or not state & NUD_PERMANENT:
         return None
@@ -226,11 +245,13 @@ def decode_neighbor(data: bytes, offset: int, end: int, name_of: NameOf) -> Neig
 
 def decode_gone_neighbor(data: bytes, offset: int, end: int, name_of: NameOf) -> Key | None:
     """Whose entry was removed; the kernel no longer tells the state or the MAC of a neighbour then."""
-    family, index, _, _, _ = _NDMSG.unpack_from(data, offset)
+    family, index, _, _, _ = unpack(_NDMSG, data, offset, end)
     device = name_of(index)
+    if device is None:
+        return None
     found = attributes(data, offset + _NDMSG.size, end)
     target, mac = found.get(_NDA_DST), found.get(_NDA_LLADDR)
-    if device is None or target is None or len(target) not in (4, 16):
+    if target is None or len(target) not in (4, 16):
         return None
     if family == AF_BRIDGE:
         return FdbEntry(device, mac_text(mac), address_of(target)).key if mac else None
@@ -248,7 +269,7 @@ class SeenAddress:
 
 
 def decode_address(data: bytes, offset: int, end: int) -> SeenAddress | None:
-    family, length, short_flags, _, index = _IFADDRMSG.unpack_from(data, offset)
+    family, length, short_flags, _, index = unpack(_IFADDRMSG, data, offset, end)
     found = attributes(data, offset + _IFADDRMSG.size, end)
     raw = found.get(_IFA_LOCAL) or found.get(_IFA_ADDRESS)
     if family not in FAMILY or raw is None:
@@ -258,7 +279,7 @@ def decode_address(data: bytes, offset: int, end: int) -> SeenAddress | None:
 
 def decode_default_route(data: bytes, offset: int, end: int) -> int | None:
     """The interface of a default route, 0 when it names no single one; None for any other route."""
-    family, length, _, _, _, _, _, kind, _ = _RTMSG.unpack_from(data, offset)
+    family, length, _, _, _, _, _, kind, _ = unpack(_RTMSG, data, offset, end)
     if length or kind != RTN_UNICAST or family not in FAMILY:
         return None
     found = attributes(data, offset + _RTMSG.size, end)
@@ -289,9 +310,11 @@ class Way:
 
 
 def decode_way(data: bytes, offset: int, end: int) -> Way:
-    kind = _RTMSG.unpack_from(data, offset)[7]
+    kind = unpack(_RTMSG, data, offset, end)[7]
     found = attributes(data, offset + _RTMSG.size, end)
-    source, gateway = found.get(_RTA_PREFSRC), found.get(_RTA_GATEWAY)
+    source = found.get(_RTA_PREFSRC)
+    # struct rtvia, the gateway of an IPv4 route through IPv6: two bytes of family, then the address.
+    gateway = found.get(_RTA_GATEWAY) or found.get(_RTA_VIA, b"")[2:]
     return Way(
         _number(found.get(_RTA_OIF)),
         address_of(source) if source else None,

@@ -166,7 +166,7 @@ def _node(raw: Mapping[str, Any]) -> Node:
 
 def _refusal(answer: Answer, body: Mapping[str, Any]) -> Exception:
     code, index = body.get("errorCode"), body.get("index")
-    if answer.status in (401, 403) or code == _NO_PERMISSION:
+    if code == _NO_PERMISSION or (code is None and answer.status in (401, 403)):
         return Retryable(f"etcd at {answer.server} refuses access (HTTP {answer.status})", _NO_ACCESS)
     if code == _NOT_FOUND and isinstance(index, int):
         return NotFound(Position(index, answer.at.cluster))

@@ -47,7 +47,7 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """One value for each round, of our daemon and of the one it is compared with (none without ``--peer``)."""
+    """One value for each round, of our daemon and of the one it is compared with, if any."""
 
     ours: list[float] = field(default_factory=list)
     peer: list[float] = field(default_factory=list)

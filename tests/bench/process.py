@@ -65,4 +65,8 @@ def _tree(pid: int) -> list[int]:
 
 def _status(pid: int) -> dict[str, int]:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines) if name.startswith("Vm")}
+    return {
+        name: int(rest.split()[0])
+        for name, _, rest in (line.partition(":") for line in lines)
+        if name.startswith("Vm")
+    }

@@ -5,33 +5,34 @@ from __future__ import annotations
 import select
 import socket
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import partial
 
-from tests.bench import rtnl
 from tests.bench.bed import Bed
-from tests.bench.cluster import Leases, Peer, open_leases
+from tests.bench.cluster import Peer, open_leases
 from tests.bench.figures import Figure, Measure, percentile
 from tests.bench.process import cpu_seconds, rss_mib
-from tests.bench.rtnl import KernelState, Notifications
+from tests.bench.rtnl import ADDED, REMOVED, KernelState, Notifications, objects
 from tests.lab import Node
 
 Figures = dict[Figure, float]
 
+# Seconds after which something is broken and not slow.
 START_DEADLINE = 60.0
-#: An implementation that never says READY=1 is not waited for any longer once subnet.env is there.
-READY_PATIENCE = 1.0
 BULK_DEADLINE = 900.0
 EVENT_DEADLINE = 5.0
 STOP_DEADLINE = 20.0
+
+#: A daemon that never says READY=1 is not waited for any longer once its subnet.env is there.
+READY_PATIENCE = 1.0
 #: What a daemon may still have to tidy up after a start before its memory and its idling are measured.
 SETTLE = 3.0
-#: Looking at the kernel must cost little: pauses of 10 ms, or so many times as long as a look took.
+#: Looking at the kernel must cost little: pauses of 10 ms, or of so many times what a look took.
 LEAST_PAUSE = 0.01
 PAUSES_PER_LOOK = 5
-WARM_UP = 5
+
+#: Events that come before those that count, and the pause between two.
+WARM_UP = 10
 SPACING = 0.02
 
 
@@ -55,28 +56,96 @@ def live(bed: Bed, command: Sequence[str], wanted: Collection[Measure], settings
             figures[Figure.IDLE] = _idle(node, settings.idle_seconds)
         if Measure.LATENCY in wanted:
             figures |= _latency(bed, node, settings.events)
-        assert node.running, f"the daemon ended; its log:\n{node.log()}"
+        _check(node)
         figures[Figure.STOP] = node.stop(STOP_DEADLINE).seconds * 1000
     return figures
 
 
 def _start(node: Node, command: Sequence[str]) -> Figures:
-    """Start with the service manager's socket open."""
+    """Start with a service manager that listens."""
     path = node.directory / "notify"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
-        receiver.bind(str(path))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(path))
         begin = time.monotonic()
         node.start(command=command, environment={"NOTIFY_SOCKET": str(path)})
-        figures = {Figure.ENV: _wait_for_subnet_file(node, begin, receiver)}
+        figures = _wait_for_start(node, begin, [manager])
+    figures[Figure.START_CPU] = cpu_seconds(node.pid) * 1000
     return figures
 
 
 def _bulk(bed: Bed, node: Node, command: Sequence[str]) -> Figures:
-    return {}
+    """Start and wait until the kernel holds everything that leads to all the peers."""
+    with KernelState(node.namespace) as kernel:
+        begin = time.monotonic()
+        node.start(command=command)
+        figures = _wait_for_start(node, begin, [])
+        figures[Figure.BULK] = _wait_for_peers(bed, node, kernel) - begin
+    figures[Figure.BULK_CPU] = cpu_seconds(node.pid)
+    return figures
+
+
+def _wait_for_start(node: Node, begin: float, managers: list[socket.socket]) -> Figures:
+    """When subnet.env appeared and, if a service manager listens, when it was told READY=1; in ms."""
+    figures: Figures = {}
+    while Figure.ENV not in figures or len(figures) <= len(managers):
+        readable, _, _ = select.select(managers, [], [], 0.001)
+        elapsed = (time.monotonic() - begin) * 1000
+        if readable and b"READY=1" in readable[0].recv(4096).split(b"\n"):
+            figures.setdefault(Figure.READY, elapsed)
+        if node.subnet_file.exists():
+            figures.setdefault(Figure.ENV, elapsed)
+        if elapsed > figures.get(Figure.ENV, elapsed) + READY_PATIENCE * 1000:
+            break
+        _check(node)
+        assert elapsed < START_DEADLINE * 1000, f"no subnet.env; the daemon's log:\n{node.log()}"
+    return figures
+
+
+def _wait_for_peers(bed: Bed, node: Node, kernel: KernelState) -> float:
+    """The moment at which the first look began that found nothing missing."""
+    end = time.monotonic() + BULK_DEADLINE
+    while True:
+        look = time.monotonic()
+        missing = kernel.missing(bed.backend, bed.peers)
+        if not missing:
+            return look
+        _check(node)
+        assert look < end, f"{missing} are missing after {BULK_DEADLINE:g} s; the log:\n{node.log()[-2000:]}"
+        time.sleep(max(LEAST_PAUSE, PAUSES_PER_LOOK * (time.monotonic() - look)))
 
 
 def _idle(node: Node, seconds: float) -> float:
-    """CPU seconds in 60 s, scaled from ``seconds`` of doing nothing."""
+    """CPU seconds in 60 s, scaled from doing nothing for ``seconds``."""
     before = cpu_seconds(node.pid)
     time.sleep(seconds)
     return (cpu_seconds(node.pid) - before) * 60 / seconds
+
+
+def _latency(bed: Bed, node: Node, events: int) -> Figures:
+    """Peers come and go one by one; from just before the request to etcd until the kernel's word."""
+    some = [Peer(bed.peers + number) for number in range(WARM_UP + events)]
+    with open_leases(bed.etcd, bed.backend) as leases, Notifications(node.namespace) as kernel:
+
+        def time_all(send: Callable[[Peer], None], kinds: tuple[int, int]) -> list[float]:
+            times = []
+            for peer in some:
+                begin = time.monotonic()
+                send(peer)
+                there = kernel.wait(kinds, objects(peer, bed.backend), EVENT_DEADLINE)
+                times.append((there - begin) * 1000)
+                leases.finish()
+                time.sleep(SPACING)
+            return times[WARM_UP:]
+
+        added = time_all(leases.send_put, ADDED)
+        removed = time_all(leases.send_delete, REMOVED)
+    return {
+        Figure.ADD: percentile(added, 50),
+        Figure.ADD_P99: percentile(added, 99),
+        Figure.REMOVE: percentile(removed, 50),
+        Figure.REMOVE_P99: percentile(removed, 99),
+    }
+
+
+def _check(node: Node) -> None:
+    assert node.running, f"the daemon ended with {node.daemon.status()}; its log:\n{node.log()[-2000:]}"

@@ -73,7 +73,7 @@ def test_a_subnet_of_one_address_keeps_to_its_own(subnet: str) -> None:
 
 
 def test_writing_makes_the_directory_and_the_file(path: Path) -> None:
-    assert write(path, ENV)
+    write(path, ENV)
     assert path.read_bytes() == render(ENV).encode()
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o755
 
@@ -88,17 +88,18 @@ def test_everybody_may_read_the_file_whatever_the_umask(path: Path, umask: int) 
     assert stat.S_IMODE(path.stat().st_mode) == 0o644
 
 
-def test_a_file_that_is_right_is_left_alone(path: Path) -> None:
+def test_who_watches_the_file_sees_each_start(path: Path) -> None:
     write(path, ENV)
     before = path.stat()
-    assert not write(path, ENV)
-    assert path.stat() == before
+    write(path, ENV)
+    assert path.stat().st_ino != before.st_ino
+    assert path.read_text() == render(ENV)
 
 
 def test_a_changed_file_is_replaced_and_never_rewritten(path: Path) -> None:
     write(path, ENV)
     with path.open() as reader:
-        assert write(path, DUAL)
+        write(path, DUAL)
         assert reader.read() == render(ENV)
     assert path.read_text() == render(DUAL)
     assert names_in(path.parent) == ["subnet.env"]
@@ -109,7 +110,7 @@ def test_a_symlink_is_replaced_and_its_target_kept(path: Path, tmp_path: Path) -
     target.write_text("keep me")
     path.parent.mkdir(parents=True)
     path.symlink_to(target)
-    assert write(path, ENV)
+    write(path, ENV)
     assert not path.is_symlink()
     assert target.read_text() == "keep me"
 
@@ -117,7 +118,7 @@ def test_a_symlink_is_replaced_and_its_target_kept(path: Path, tmp_path: Path) -
 def test_a_fifo_in_the_files_place_is_replaced(path: Path) -> None:
     path.parent.mkdir(parents=True)
     os.mkfifo(path)
-    assert write(path, ENV)
+    write(path, ENV)
     assert path.is_file()
 
 

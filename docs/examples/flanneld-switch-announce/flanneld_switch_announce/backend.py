@@ -15,7 +15,6 @@ from flanneld.errors import Fatal
 from flanneld.gojson import GoJsonError
 from flanneld.model import Lease
 from flanneld.network.resources import Resource
-
 from flanneld_switch_announce.switch import Announcement, Switch, SwitchDriver
 
 #: Repairs of this node's kernel wait as long for a switch that does not answer, in seconds.

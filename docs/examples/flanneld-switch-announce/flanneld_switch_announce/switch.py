@@ -53,24 +53,27 @@ class Switch:
         self._path = parts.path.rstrip("/")
         self._timeout = timeout
 
-    def ask(self, method: str, path: str, body: dict[str, str] | None = None) -> tuple[int, bytes]:
-        """Status and body of an answer, 2xx or 404. Raises ``Retryable`` when there is none of these."""
+    def ask(self, method: str, path: str, body: dict[str, str] | None = None) -> bytes | None:
+        """The answer, None for 404. Raises ``Retryable`` when there is none, or another refusal."""
+        request = f"{method} {self._path}{path}"
         connection = HTTPConnection(self._host, self._port, timeout=self._timeout)
         try:
             text = None if body is None else json.dumps(body)
             connection.request(method, self._path + path, text, {"Content-Type": "application/json"})
             response = connection.getresponse()
             content = response.read()
-        except (OSError, HTTPException) as failure:
+        except (OSError, HTTPException, UnicodeError) as failure:
             raise Retryable(
-                f"the switch does not answer {method} {path} ({failure or type(failure).__name__})",
-                "see whether it is up, and whether Backend.SwitchURL is right",
+                f"the switch does not answer {request}: {failure or type(failure).__name__}",
+                "see whether it is up and Backend.SwitchURL is right",
             ) from failure
         finally:
             connection.close()
-        if response.status != 404 and not 200 <= response.status < 300:
-            raise Retryable(f"the switch answers {method} {path} with {response.status}", "see the switch's log")
-        return response.status, content
+        if response.status == 404:
+            return None
+        if not 200 <= response.status < 300:
+            raise Retryable(f"the switch answers {request} with {response.status}", "see the switch's log")
+        return content
 
 
 class SwitchDriver:
@@ -83,21 +86,20 @@ class SwitchDriver:
         self._next_hops = next_hops
 
     def read(self) -> list[Announcement]:
-        status, content = self._switch.ask("GET", "/routes")
+        """What cannot be understood is a failure: an empty table would be another statement."""
         try:
-            table = json.loads(content)
+            table = json.loads(self._switch.ask("GET", "/routes") or b"")
         except (ValueError, RecursionError):
             table = None
-        # What cannot be read is a failure: taken for an empty table it would be written again for ever.
-        if status == 404 or not isinstance(table, dict):
-            raise Retryable("GET /routes does not answer a table of routes", "check Backend.SwitchURL")
+        if not isinstance(table, dict):
+            raise Retryable("the switch answers GET /routes without a table", "check Backend.SwitchURL")
         found = (_announcement(subnet, route) for subnet, route in table.items())
         return [each for each in found if each is not None and each.next_hop in self._next_hops]
 
     def put(self, resource: Announcement) -> None:
-        status, _ = self._switch.ask("PUT", f"/routes/{resource.subnet}", {"nextHop": str(resource.next_hop)})
-        if status == 404:
-            raise Retryable("the switch knows no PUT /routes/...", "check Backend.SwitchURL")
+        body = {"nextHop": str(resource.next_hop)}
+        if self._switch.ask("PUT", f"/routes/{resource.subnet}", body) is None:
+            raise Retryable("the switch has no place for routes", "check Backend.SwitchURL")
 
     def drop(self, resource: Announcement) -> None:
         self._switch.ask("DELETE", f"/routes/{resource.subnet}")

@@ -1,0 +1,269 @@
+"""The backend and its driver, called as the reconciler calls them, against a switch that speaks HTTP."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+import tomllib
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flanneld_switch_announce.backend import HostGwAnnounce
+from flanneld_switch_announce.switch import Announcement
+
+from flanneld import backends
+from flanneld.backends import Host
+from flanneld.config import parse
+from flanneld.errors import Fatal
+from flanneld.model import Lease, LeaseAttrs, Uplink
+from flanneld.network.resources import Key, Resource, Route
+from flanneld.network.wanted import LOCAL, Wanted
+from flanneld.outside import Outside
+
+PROJECT = Path(__file__).resolve().parents[1]
+OURS, OURS6 = IPv4Address("192.0.2.11"), IPv6Address("2001:db8::11")
+UPLINK = Uplink("eth0", 2, 1500, OURS, OURS, OURS6, OURS6)
+SUBNET, IPV6_SUBNET = IPv4Network("10.5.7.0/24"), IPv6Network("fd00:5:0:7::/64")
+OUR_ROUTE = {"10.5.7.0/24": {"nextHop": "192.0.2.11"}}
+THEIR_ROUTE = {"10.5.8.0/24": {"nextHop": "192.0.2.12"}}
+
+
+class Switch:
+    """A switch on a port of this host. ``routes`` is its table, ``writes`` are the requests to change it."""
+
+    def __init__(self, port: int = 0) -> None:
+        self.routes: dict[str, Any] = {}
+        self.writes: list[str] = []
+        #: What to answer instead: a status, and a body.
+        self.fault: tuple[int, str] | None = None
+        self._server = ThreadingHTTPServer(("127.0.0.1", port), _handler(self))
+        self.port = self._server.server_port
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def answer(self, method: str, path: str, body: bytes) -> tuple[int, str]:
+        if method != "GET":
+            self.writes.append(f"{method} {path}")
+        if self.fault:
+            return self.fault
+        subnet = path.removeprefix("/routes/")
+        if method == "GET" and path == "/routes":
+            return 200, json.dumps(self.routes)
+        if method == "PUT" and subnet != path:
+            self.routes[subnet] = json.loads(body)
+            return 201, ""
+        known = self.routes.pop(subnet, None) if method == "DELETE" else None
+        return (404, "") if known is None else (204, "")
+
+
+def _handler(switch: Switch) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        def _serve(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            status, text = switch.answer(self.command, self.path, body)
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        do_GET = do_PUT = do_DELETE = _serve  # noqa: N815
+
+        def log_message(self, *_message: object) -> None:
+            """Keep the tests' output clean."""
+
+    return Handler
+
+
+@pytest.fixture
+def switch() -> Iterator[Switch]:
+    switch = Switch()
+    yield switch
+    switch.stop()
+
+
+class Node:
+    """What the reconciler does with a backend, without a kernel."""
+
+    def __init__(self, url: str, subnet: IPv4Network = SUBNET, **options: Any) -> None:
+        self.backend = make(SwitchURL=url, **options)
+        self.outside = Outside(self.backend)
+        wanted = Wanted()
+        wanted.set(LOCAL, self.backend.local(Lease(self.backend.attributes(), subnet, IPV6_SUBNET)))
+        self.wanted: dict[Key, Resource] = wanted.state
+
+    def audit(self, *, sweep: bool = True) -> tuple[list[str], list[str], list[str]]:
+        """What was made, removed and refused."""
+        report = self.outside.converge(self.wanted, sweep=sweep)
+        return [*map(str, report.made)], [*map(str, report.removed)], [*map(str, report.failed)]
+
+
+def make(*, dual_stack: bool = False, **options: Any) -> HostGwAnnounce:
+    config = {
+        "Network": "10.5.0.0/16",
+        "EnableIPv6": dual_stack,
+        "IPv6Network": "fd00:5::/48",
+        "Backend": {"Type": "host-gw-announce", **options},
+    }
+    host = Host(UPLINK, None, lambda _: None, lambda _: None, bytes)
+    return HostGwAnnounce(parse(json.dumps(config)), host)
+
+
+def test_the_subnet_is_announced_with_the_public_ip_as_next_hop(switch: Switch) -> None:
+    assert Node(switch.url).audit(sweep=False) == (["switch route 10.5.7.0/24 via 192.0.2.11"], [], [])
+    assert switch.routes == OUR_ROUTE
+
+
+def test_both_families_are_announced(switch: Switch) -> None:
+    Node(switch.url, dual_stack=True).audit()
+    assert switch.routes == OUR_ROUTE | {"fd00:5:0:7::/64": {"nextHop": "2001:db8::11"}}
+
+
+def test_what_is_right_is_not_announced_again(switch: Switch) -> None:
+    node = Node(switch.url)
+    node.audit()
+    assert node.audit() == ([], [], [])
+    assert switch.writes == ["PUT /routes/10.5.7.0/24"]
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        {},
+        {"10.5.7.0/24": {"nextHop": "192.0.2.99"}},
+        {"10.5.7.0/24": {"nextHop": "nobody"}},
+        {"10.5.7.0/24": "192.0.2.11"},
+        {"": None},
+    ],
+)
+def test_a_lost_or_spoilt_announcement_is_made_again(switch: Switch, left: dict[str, Any]) -> None:
+    node = Node(switch.url)
+    node.audit()
+    switch.routes = left
+    made, _, failed = node.audit()
+    assert (len(made), failed) == (1, [])
+    assert switch.routes == left | OUR_ROUTE
+
+
+def test_what_an_earlier_run_announced_goes_at_the_first_sweep_and_not_before(switch: Switch) -> None:
+    Node(switch.url, subnet=IPv4Network("10.5.6.0/24")).audit()
+    node = Node(switch.url)
+    assert node.audit(sweep=False)[1] == []
+    assert node.audit()[1] == ["switch route 10.5.6.0/24 via 192.0.2.11"]
+    assert switch.routes == OUR_ROUTE
+
+
+def test_closing_withdraws_our_announcement_and_no_other(switch: Switch) -> None:
+    switch.routes = dict(THEIR_ROUTE)
+    node = Node(switch.url)
+    node.audit()
+    assert switch.routes == THEIR_ROUTE | OUR_ROUTE
+    node.outside.close()
+    assert switch.routes == THEIR_ROUTE
+
+
+def test_a_switch_that_is_down_is_reported_and_tried_again(switch: Switch) -> None:
+    node = Node(switch.url)
+    switch.stop()
+    made, removed, failed = node.audit()
+    assert (made, removed) == ([], [])
+    assert failed == [
+        "switch route 10.5.7.0/24 via 192.0.2.11: the switch does not answer GET /routes: "
+        "[Errno 111] Connection refused; see whether it is up and Backend.SwitchURL is right"
+    ]
+    again = Switch(switch.port)
+    try:
+        assert node.audit()[0] == ["switch route 10.5.7.0/24 via 192.0.2.11"]
+        assert again.routes == OUR_ROUTE
+    finally:
+        again.stop()
+
+
+@pytest.mark.parametrize(
+    "fault", [(500, "{}"), (404, "{}"), (200, "[]"), (200, "<html>"), (200, "[" * 100_000)]
+)
+def test_an_answer_that_makes_no_sense_is_a_failure_and_no_empty_table(
+    switch: Switch, fault: tuple[int, str]
+) -> None:
+    node = Node(switch.url)
+    node.audit()
+    switch.fault = fault
+    made, removed, failed = node.audit()
+    assert (made, removed, len(failed)) == ([], [], 1)
+    assert switch.writes == ["PUT /routes/10.5.7.0/24"]
+
+
+def test_a_switch_that_never_answers_costs_no_more_than_the_timeout() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        node = Node(f"http://127.0.0.1:{silent.getsockname()[1]}", TimeoutSeconds=0.1)
+        begin = time.monotonic()
+        assert "timed out" in node.audit()[2][0]
+        assert time.monotonic() - begin < 1
+
+
+def test_a_closing_daemon_is_not_stopped_by_a_switch_that_is_down(
+    switch: Switch, caplog: pytest.LogCaptureFixture
+) -> None:
+    node = Node(switch.url)
+    switch.stop()
+    node.outside.close()
+    assert "could not clean up: the switch does not answer" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["", "switch", "192.0.2.1:8080", "ftp://switch", "https://switch", "http://", "http://switch:99999",
+     "http://[::1", "http://user:secret@switch", "http://switch?a=b", 8080],
+)  # fmt: skip
+def test_a_bad_url_is_fatal_and_the_remedy_shows_a_good_one(url: object) -> None:
+    with pytest.raises(Fatal, match=r"^Backend.SwitchURL .*; set it to .*http://192.0.2.1:8080$") as refusal:
+        make(SwitchURL=url)
+    assert "secret" not in str(refusal.value)
+
+
+def test_a_missing_url_is_fatal() -> None:
+    with pytest.raises(Fatal, match="SwitchURL"):
+        make()
+
+
+@pytest.mark.parametrize("seconds", [0, -1, 2.5, "1", True, []])
+def test_a_timeout_out_of_bounds_is_fatal(seconds: object) -> None:
+    with pytest.raises(Fatal, match=r"TimeoutSeconds .*; set it to a number above 0, up to 2$"):
+        make(SwitchURL="http://192.0.2.1", TimeoutSeconds=seconds)
+
+
+def test_nodes_with_and_without_announcements_are_one_network() -> None:
+    backend = make(SwitchURL="http://192.0.2.1")
+    assert backend.attributes().backend_type == "host-gw"
+    subnet, public_ip = IPv4Network("10.5.8.0/24"), IPv4Address("192.0.2.12")
+    peer = Lease(LeaseAttrs(public_ip, None, "host-gw"), subnet)
+    assert list(backend.peer(peer)) == [Route(subnet, "eth0", public_ip)]
+
+
+def test_an_announcement_and_a_kernel_route_to_one_subnet_do_not_clash() -> None:
+    assert Announcement(SUBNET, OURS).key != Route(SUBNET, "eth0", OURS).key
+
+
+def test_an_installed_package_offers_the_backend_to_the_daemon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
+    info = tmp_path / f"flanneld_switch_announce-{project['version']}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+    )
+    lines = [f"{each} = {where}" for each, where in project["entry-points"][backends.GROUP].items()]
+    (info / "entry_points.txt").write_text("\n".join([f"[{backends.GROUP}]", *lines]))
+    monkeypatch.syspath_prepend(tmp_path)
+    assert backends.load("Host-GW-Announce") is HostGwAnnounce
