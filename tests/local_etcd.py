@@ -44,8 +44,8 @@ class LocalEtcd:
         self._process: subprocess.Popen[bytes] | None = None
         self.url = f"{'https' if tls else 'http'}://127.0.0.1:{self._port}"
 
-    def start(self, *flags: str, data: str = "data") -> None:
-        """Start and wait until it answers; ``data`` is the folder with its keys."""
+    def start(self, *flags: str, data: str = "data", token: str = "first") -> None:
+        """Start and wait until it answers; another folder ``data`` with another ``token`` is another cluster."""
         peer = f"http://127.0.0.1:{self._peer_port}"
         if self._tls:
             flags += ("--client-cert-auth", f"--trusted-ca-file={self._tls / 'ca.crt'}")
@@ -61,6 +61,7 @@ class LocalEtcd:
                     f"--listen-peer-urls={peer}",
                     f"--initial-advertise-peer-urls={peer}",
                     f"--initial-cluster=default={peer}",
+                    f"--initial-cluster-token={token}",
                     "--heartbeat-interval=10",
                     "--election-timeout=100",
                     *flags,
@@ -101,12 +102,12 @@ class LocalEtcd:
         index: int = self.ask("PUT", f"/v2/keys{quote(key)}", form)["node"]["modifiedIndex"]
         return index
 
-    def put_often(self, key: str, times: int) -> None:
+    def put_often(self, key: str, times: int, value: str = "x") -> None:
         """Write one key again and again, as fast as one connection can."""
         connection = self._connection()
         headers = {"Content-Type": "application/x-www-form-urlencoded"}
-        for number in range(times):
-            connection.request("PUT", f"/v2/keys{quote(key)}", f"value={number}", headers)
+        for _ in range(times):
+            connection.request("PUT", f"/v2/keys{quote(key)}", urlencode({"value": value}), headers)
             connection.getresponse().read()
         connection.close()
 
@@ -227,6 +228,8 @@ class Relay:
         self.requests: list[str] = []
         #: The number of answers to PUT requests that get lost.
         self.answers_to_lose = 0
+        #: Whether a long poll is cut as soon as etcd has accepted it.
+        self.cut_polls = False
 
     def __call__(self, client: socket.socket) -> None:
         with socket.create_connection(self._target, timeout=DEADLINE) as etcd:
@@ -250,6 +253,8 @@ class Relay:
                     self.answers_to_lose -= 1
                     break
                 client.sendall(data)
+                if self.cut_polls and "wait=true" in self.requests[-1]:
+                    break
         except OSError:
             pass
         _end(client)

@@ -7,14 +7,11 @@ does, and without its package ``__init__``, which would import every protocol it
 from __future__ import annotations
 
 import errno
-import sys
 from contextlib import suppress
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+from flanneld.imports import package_without_init
 from flanneld.network.links import Step, step
 from flanneld.network.resources import ForeignLink, Link, Vxlan
 
@@ -32,8 +29,12 @@ def put(wanted: Link, actual: Link | ForeignLink | None) -> None:
 
 def drop(name: str) -> None:
     """Remove a device; one that is not there is fine. Raises ``OSError``."""
-    with _iproute() as route, suppress(FileNotFoundError):
-        _delete(route, name)
+    with _iproute() as route:
+        try:
+            _delete(route, name)
+        except OSError as failure:
+            if failure.errno != errno.ENODEV:
+                raise
 
 
 def _create(route: Any, wanted: Vxlan) -> None:
@@ -96,20 +97,7 @@ def _refuse_router_advertisements(name: str) -> None:
 
 
 def _iproute() -> Any:
-    if "pyroute2" not in sys.modules:
-        _stand_in_for_package("pyroute2")
+    package_without_init("pyroute2")
     from pyroute2.iproute.linux import IPRoute
 
     return IPRoute()
-
-
-def _stand_in_for_package(name: str) -> None:
-    """Register the package without running its ``__init__``: its parts can then be imported one by one."""
-    spec = find_spec(name)
-    if not isinstance(spec, ModuleSpec) or spec.submodule_search_locations is None:
-        return
-    package = ModuleType(name)
-    package.__path__ = list(spec.submodule_search_locations)
-    package.__spec__ = spec
-    package.__file__ = spec.origin
-    sys.modules[name] = package

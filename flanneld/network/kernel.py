@@ -11,8 +11,7 @@ import errno
 import logging
 import os
 import socket
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
@@ -108,7 +107,9 @@ class Kernel:
     def addresses(self, family: Family, index: int = 0) -> list[rtnl.SeenAddress]:
         """Addresses of one interface, or of all."""
         found = self._dump(rtnl.RTM_GETADDR, rtnl.addresses_request(family, index))
-        return [seen for item in found if (seen := rtnl.decode_address(*item)) is not None]
+        seen = [rtnl.decode_address(*item) for item in found]
+        # Before Linux 4.20 the kernel does not filter.
+        return [each for each in seen if each is not None and index in (0, each.index)]
 
     def way_to(self, target: IPAddress) -> rtnl.Way | None:
         """Where the kernel would send a packet, None when it has no route."""
@@ -132,7 +133,9 @@ class Kernel:
         names = {index: name for name in domain.links if (index := _index_of(name))}
         for resource, ours in self._everything(domain, wanted, names):
             key = resource.key
-            if ours or key in wanted:
+            known = actual.get(key)
+            # The kernel may hold several routes to one network; ours is the one that counts.
+            if (ours or key in wanted) and (known is None or known != wanted.get(key)):
                 actual[key] = resource
         return actual
 
@@ -178,8 +181,14 @@ class Kernel:
 
     def _dump(self, kind: int, body: bytes) -> list[tuple[bytes, int, int]]:
         for _ in range(_DUMP_TRIES):
-            with suppress(DumpInterrupted):
+            try:
                 return list(self._socket.dump(kind, body))
+            except DumpInterrupted:
+                continue
+            except FileNotFoundError:
+                if kind != rtnl.RTM_GETROUTE:
+                    raise
+                return []  # The table comes into being with its first route.
         raise DumpInterrupted(errno.EINTR, "the kernel's table does not hold still")
 
     # ---- writing -----------------------------------------------------------------------------
@@ -234,6 +243,43 @@ class Kernel:
         return allowed
 
     def _write(self, resources: list[Resource], domain: Domain, report: Report, *, drop: bool) -> None:
+        refused = self._send(resources, domain, drop=drop)
+        if refused and not drop:
+            self._clear_the_way(resources, refused, domain)
+        done = report.removed if drop else report.made
+        for seq, resource in enumerate(resources):
+            code = refused.get(seq)
+            if code is None:
+                done.append(resource)
+            elif not (drop and code in _GONE):
+                report.failed.append(Failure(resource, os.strerror(code)))
+
+    def _clear_the_way(self, resources: list[Resource], refused: dict[int, int], domain: Domain) -> None:
+        """Remove what blocks our routes and try these again; ``refused`` then says what came of that.
+
+        IPv6 refuses an onlink gateway for which there is a route through another device, even if that
+        is the very route to be replaced (net/ipv6/route.c, ip6_route_check_nh_onlink).
+        """
+        blocked = {
+            seq: resource
+            for seq, code in refused.items()
+            if isinstance(resource := resources[seq], Route)
+            and resource.destination.version == 6
+            and code == errno.EINVAL
+        }
+        routes = tuple(blocked.values())
+        removals = (rtnl.clear_route(route.destination, seq) for seq, route in enumerate(routes))
+        for _ in self._socket.write(removals):
+            pass  # Whether that was the obstacle, the next answer tells.
+        again = self._send(routes, domain, drop=False)
+        for place, seq in enumerate(blocked):
+            if place in again:
+                refused[seq] = again[place]
+            else:
+                del refused[seq]
+
+    def _send(self, resources: Sequence[Resource], domain: Domain, *, drop: bool) -> dict[int, int]:
+        """Write, many at a time. Returns the errno of each that was refused, by its place."""
         indexes: dict[str, int] = {}
 
         def index_of(name: str) -> int:
@@ -254,13 +300,7 @@ class Kernel:
         refused: dict[int, int] = {}
         for failed in self._socket.write(batch()):
             refused.update(failed)
-        done = report.removed if drop else report.made
-        for seq, resource in enumerate(resources):
-            code = refused.get(seq)
-            if code is None:
-                done.append(resource)
-            elif not (drop and code in _GONE):
-                report.failed.append(Failure(resource, os.strerror(code)))
+        return refused
 
     def _drop_link(self, link: Link, report: Report) -> None:
         try:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from flanneld.network import links, rtnl
-from flanneld.network.netlink import NetlinkSocket, messages
+from flanneld.network.netlink import Malformed, NetlinkSocket, messages
 from flanneld.network.resources import Key, Resource
 
 _GROUPS = (
@@ -24,6 +24,8 @@ _GROUPS = (
 )
 #: Room for the notifications of some thousand foreign changes while this process is busy.
 _RECEIVE_BUFFER = 8 << 20
+#: Datagrams to read at a time, so that a storm of notifications keeps nobody from all other work.
+_AT_A_TIME = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +77,15 @@ class Monitor:
             pass
 
     def read(self, name_of: Callable[[int], str | None]) -> list[News]:
-        """All that is waiting, about devices that ``name_of`` knows, and about all interfaces."""
+        """What is waiting, about devices that ``name_of`` knows, about routes and about all interfaces.
+
+        A route through another device has an empty one: it may stand where one of ours should be.
+        """
         news: list[News] = []
-        while data := self._receive():
+        for _ in range(_AT_A_TIME):
+            data = self._receive()
+            if data is None:
+                break
             if isinstance(data, Overrun):
                 news.append(data)
                 continue
@@ -100,6 +108,15 @@ class Monitor:
 def _decode(
     kind: int, data: bytes, offset: int, end: int, name_of: Callable[[int], str | None]
 ) -> News | None:
+    try:
+        return _news_of(kind, data, offset, end, name_of)
+    except Malformed:
+        return Overrun()
+
+
+def _news_of(
+    kind: int, data: bytes, offset: int, end: int, name_of: Callable[[int], str | None]
+) -> News | None:
     match kind:
         case rtnl.RTM_NEWLINK | rtnl.RTM_DELLINK:
             link = links.decode(data, offset, end)
@@ -108,17 +125,13 @@ def _decode(
             seen = rtnl.decode_address(data, offset, end)
             return InterfaceChanged(seen.index, name_of(seen.index)) if seen else None
         case rtnl.RTM_NEWROUTE | rtnl.RTM_DELROUTE:
-            found = rtnl.decode_route(data, offset, end, name_of)
-            return _news(found.route if found else None, gone=kind == rtnl.RTM_DELROUTE)
-        case rtnl.RTM_NEWNEIGH:
-            return _news(rtnl.decode_neighbor(data, offset, end, name_of), gone=False)
-        case rtnl.RTM_DELNEIGH:
-            key = rtnl.decode_gone_neighbor(data, offset, end, name_of)
-            return Gone(key) if key else None
+            found = rtnl.decode_route(data, offset, end, lambda index: name_of(index) or "")
+            if found is None:
+                return None
+            return Seen(found.route) if kind == rtnl.RTM_NEWROUTE else Gone(found.route.key)
+        case rtnl.RTM_NEWNEIGH | rtnl.RTM_DELNEIGH:
+            entry = rtnl.decode_neighbor(data, offset, end, name_of) if kind == rtnl.RTM_NEWNEIGH else None
+            # One that is there but no longer permanent is as good as gone.
+            key = None if entry else rtnl.decode_gone_neighbor(data, offset, end, name_of)
+            return Seen(entry) if entry else Gone(key) if key else None
     return None
-
-
-def _news(resource: Resource | None, *, gone: bool) -> News | None:
-    if resource is None:
-        return None
-    return Gone(resource.key) if gone else Seen(resource)

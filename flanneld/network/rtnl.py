@@ -168,6 +168,13 @@ def _route(route: Route, index: int, protocol: int, *, drop: bool) -> bytes:
     return b"".join(parts)
 
 
+def clear_route(destination: IPNetwork, seq: int) -> bytes:
+    """The message that removes the route to a network, wherever it leads and whoever made it."""
+    metric = u32(_RTA_PRIORITY, _IPV6_DEFAULT_METRIC) if destination.version == 6 else b""
+    body = _route(Route(destination, ""), 0, 0, drop=True) + metric
+    return HEADER.pack(HEADER.size + len(body), RTM_DELROUTE, NLM_F_REQUEST, seq, 0) + body
+
+
 def _address(entry: Address, index: int) -> bytes:
     raw = entry.address.packed
     head = _IFADDRMSG.pack(AF[entry.address.version], 8 * len(raw), 0, RT_SCOPE_UNIVERSE, index)
@@ -287,7 +294,7 @@ def decode_default_route(data: bytes, offset: int, end: int) -> int | None:
 
 
 def _number(raw: bytes | None) -> int:
-    return int.from_bytes(raw, sys.byteorder) if raw else 0
+    return int.from_bytes(raw[:4], sys.byteorder) if raw else 0
 
 
 # ---- looking up one route ---------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import chain
 
 from flanneld.model import LeaseKey
 from flanneld.network.resources import Key, Resource
@@ -35,14 +36,18 @@ class Wanted:
         return self._wishes.get(owner, ())
 
     def conflicts(self, owner: LeaseKey) -> Iterator[tuple[Resource, LeaseKey, LeaseKey]]:
-        """What an owner wants and another one too: the resource in force, its holder, the other."""
+        """What an owner wants and another one wants otherwise: the resource in force, its holder, the other.
+
+        Two that want the same are at peace: a node that moved to a new lease, and its old one.
+        """
         for resource in self._wishes.get(owner, ()):
             key = resource.key
             claims = self._rivals.get(key)
             if claims:
-                holder = self._holder[key]
-                other = owner if owner != holder else next(each for each in claims if each != holder)
-                yield self.state[key], holder, other
+                in_force = self.state[key]
+                other = next((each for each in chain((owner,), claims) if claims[each] != in_force), None)
+                if other is not None:
+                    yield in_force, self._holder[key], other
 
     def set(self, owner: LeaseKey, resources: Iterable[Resource]) -> tuple[list[Resource], list[Resource]]:
         """Replace all that an owner wants; an empty wish is a farewell.
@@ -53,10 +58,10 @@ class Wanted:
         old = self._wishes.pop(owner, ())
         if wish:
             self._wishes[owner] = wish
-        touched = {}
+        touched: dict[Key, Resource | None] = {}
         for resource in old:
             key = resource.key
-            touched[key] = self.state.get(key)
+            touched.setdefault(key, self.state.get(key))
             self._withdraw(owner, key)
         for resource in wish:
             key = resource.key
@@ -79,7 +84,8 @@ class Wanted:
                 self._rivals[key][owner] = resource
             return
         self._rivals.setdefault(key, {holder: self.state[key]})[owner] = resource
-        self._elect(key)
+        if rank(owner) < rank(holder):
+            self.state[key], self._holder[key] = resource, owner
 
     def _withdraw(self, owner: LeaseKey, key: Key) -> None:
         claims = self._rivals.get(key)
@@ -88,14 +94,11 @@ class Wanted:
                 del self.state[key], self._holder[key]
             return
         claims.pop(owner, None)
-        self._elect(key)
+        if self._holder[key] == owner:
+            winner = min(claims, key=rank)
+            self.state[key], self._holder[key] = claims[winner], winner
         if len(claims) == 1:
             del self._rivals[key]
-
-    def _elect(self, key: Key) -> None:
-        claims = self._rivals[key]
-        winner = min(claims, key=rank)
-        self.state[key], self._holder[key] = claims[winner], winner
 
 
 def rank(owner: LeaseKey) -> tuple[tuple[int, int], ...]:

@@ -34,7 +34,8 @@ from flanneld.subnet.line import Line, Unreachable
 log = logging.getLogger(__name__)
 
 _NO_SERVER = "check that etcd runs there and that -etcd-endpoints is right"
-_NO_TLS = "check https in -etcd-endpoints, -etcd-cafile, -etcd-certfile and -etcd-keyfile"
+_NO_TLS = "check https in -etcd-endpoints, and -etcd-cafile"
+_NO_CERTIFICATE = "check that etcd runs there and accepts -etcd-certfile"
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +202,7 @@ class Client(etcd.Client):  # type: ignore[misc] # python-etcd has no types
         except Unreachable as error:
             raise Useless(str(error), _NO_SERVER, sent=False) from None
         except (HTTPError, HTTPException, OSError) as error:
-            raise _useless(error, self._timeouts.read) from None
+            raise _useless(error, self._timeouts.read, server) from None
         except ListAgain:
             self._hang_up()
             raise
@@ -268,12 +269,16 @@ def _head(response: BaseHTTPResponse, server: Server) -> Answer:
     )
 
 
-def _useless(error: Exception, timeout: float) -> Useless:
+def _useless(error: Exception, timeout: float, server: Server) -> Useless:
     """What is wrong with a connection, in words that stay the same when it happens again."""
+    log.log(V(2), "etcd at %s: %r", server.name, error)
     if isinstance(error, ReadTimeoutError | TimeoutError):
         return Useless(f"no answer within {timeout:g} s", "see whether etcd there is overloaded or cut off")
     cause = error.args[0] if isinstance(error, SSLError) and error.args else error
-    if isinstance(cause, ssl.SSLError):
+    if isinstance(cause, ssl.SSLError) and "ALERT" not in (cause.reason or "ALERT"):
         return Useless(ssl_text(cause), _NO_TLS)
+    if server.scheme == "https":
+        # Chance decides whether the alert about our certificate is seen before the connection ends.
+        return Useless("it broke the TLS connection", _NO_CERTIFICATE)
     problem = "it does not speak HTTP" if "BadStatusLine" in repr(error) else "it broke the connection"
     return Useless(problem, _NO_SERVER)

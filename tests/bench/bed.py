@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,8 +45,12 @@ class Bed:
         if node.env():
             self.etcd.delete_lease(node.subnet())
         remove([node.namespace])
-        port, switch = node.name, self.lab.switch
-        wait_for(lambda: not switch.json("ip", "-j", "link", "show", "dev", port), 120, f"{port} to go")
+        wait_for(lambda: not self._plugged_in(node), 120, f"the kernel to take {node.name} apart")
+
+    def _plugged_in(self, node: Node) -> bool:
+        """Is its end of the cable still there? It goes together with the node's."""
+        with self.lab.switch.entered():
+            return node.name in (name for _, name in socket.if_nameindex())
 
 
 @contextmanager

@@ -24,7 +24,6 @@ class Figure(StrEnum):
     ENV = "exec to subnet.env, ms"
     READY = "exec to READY=1, ms"
     START_CPU = "CPU of a start, ms"
-    STOP = "SIGTERM to exit, ms"
     BULK = "exec to all routes, s"
     BULK_CPU = "CPU until all routes, s"
     RSS = "RSS, MiB"
@@ -34,6 +33,7 @@ class Figure(StrEnum):
     ADD_P99 = "add to kernel, p99 ms"
     REMOVE = "remove to kernel, p50 ms"
     REMOVE_P99 = "remove to kernel, p99 ms"
+    STOP = "SIGTERM to exit, ms"
 
 
 @dataclass(frozen=True, slots=True)

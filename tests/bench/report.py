@@ -71,16 +71,9 @@ def _spread(values: list[float]) -> str:
 
 
 def _number(value: float) -> str:
-    """Three digits that count, never an exponent."""
-    return (
-        f"{value:.0f}"
-        if value >= 100
-        else f"{value:.1f}"
-        if value >= 10
-        else f"{value:.2f}"
-        if value >= 0.1
-        else f"{value:.3f}"
-    )
+    """Three significant digits or more, never an exponent."""
+    digits = 3 - len(f"{value:.0f}") if value >= 1 else 3
+    return f"{value:.{max(digits, 0)}f}"
 
 
 def _record(subject: Subject, samples: Samples) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def live(bed: Bed, command: Sequence[str], wanted: Collection[Measure], settings
 
 def _start(node: Node, command: Sequence[str]) -> Figures:
     """Start with a service manager that listens."""
-    path = node.directory / "notify"
+    path = node.directory / "service-manager"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(path))
         begin = time.monotonic()

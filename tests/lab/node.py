@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from ipaddress import ip_interface
 from pathlib import Path
 from typing import Any
 
+from tests.lab.changes import Changes
 from tests.lab.daemon import Daemon, Exit, own_command
 from tests.lab.namespace import Namespace, batch
 from tests.lab.ping import Ping
+from tests.lab.readiness import Readiness
 from tests.lab.wait import wait_for
 
 Rows = list[dict[str, Any]]
@@ -61,6 +65,7 @@ class Node:
         self._containers: dict[int, Container] = {}
         self._before: tuple[int, int] | None = None
         directory.mkdir()
+        self._readiness = Readiness(directory / "notify")
 
     def run(self, *command: str, check: bool = True, timeout: float = 60) -> subprocess.CompletedProcess[str]:
         """Run a command on this node to its end; raises ``CommandError`` unless ``check`` is off."""
@@ -75,12 +80,14 @@ class Node:
         """Start a daemon, by default the one under test; ``flags`` come after the lab's own and win."""
         assert not self.running, f"{self.name} has a daemon already"
         self._before = self._written()
+        self._readiness.close()
+        self._readiness = Readiness(self._readiness.path)
         own = [f"--etcd-endpoints={self._endpoints}", f"--subnet-file={self.subnet_file}"]
         daemon = Daemon(
             self.namespace,
             [*(command or own_command()), *own, *flags],
             self.directory / f"daemon-{len(self._daemons) + 1}.log",
-            environment,
+            {"NOTIFY_SOCKET": str(self._readiness.path)} | (environment or {}),
         )
         self._daemons.append(daemon)
         return daemon
@@ -99,15 +106,18 @@ class Node:
         return self.daemon.pid
 
     def wait_ready(self, deadline: float = 5) -> dict[str, str]:
-        """Wait until the daemon has written subnet.env and return its variables."""
+        """Wait until the daemon says it is ready, or has written subnet.env anew; return the variables there.
+
+        A daemon that finds the file right leaves it as it is.
+        """
 
         def ready() -> bool:
             assert self.running, (
                 f"{self.name}: the daemon ended: {self.daemon.status()}; its log:\n{self.log()}"
             )
-            return self._written() != self._before
+            return self._readiness.reported() or self._written() != self._before
 
-        wait_for(ready, deadline, f"{self.name} to write subnet.env; its log so far:\n{self.log()}")
+        wait_for(ready, deadline, f"{self.name} to become ready; its log so far:\n{self.log()}")
         return self.env()
 
     def stop(self, deadline: float = 5) -> Exit:
@@ -118,10 +128,20 @@ class Node:
         """SIGKILL the daemon."""
         return self.daemon.end(signal.SIGKILL, 5)
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stop the daemon in its tracks for a moment, so that several things happen to it at once."""
+        os.kill(self.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(self.pid, signal.SIGCONT)
+
     def close(self) -> None:
         """Kill a daemon that still runs."""
         if self.running:
             self.kill()
+        self._readiness.close()
 
     def log(self) -> str:
         """What the daemon that was started last has written."""
@@ -170,6 +190,10 @@ class Node:
         """The forwarding entries that lead to another host."""
         rows = self.namespace.json("bridge", "-j", "fdb", "show", *_on(device))
         return [row for row in rows if "dst" in row]
+
+    def changes(self) -> Changes:
+        """Listen from now on to what changes in the kernel, to be used in a ``with``."""
+        return Changes(self.namespace)
 
     def kernel_state(self, *devices: str) -> dict[str, Any]:
         """Everything above for these devices and both families, in an order that can be compared."""

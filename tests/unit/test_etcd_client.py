@@ -36,14 +36,19 @@ from tests.local_etcd import (
 
 PASSWORD = "hunter2-secret"
 QUICK = Timeouts(connect=0.5, read=0.5, poll=0.5)
+PATIENT = Timeouts(connect=30, read=30, poll=30)
 
 
 def in_order(_: list[object]) -> None:
     """Leaves the servers as they are given."""
 
 
-def client(*endpoints: str, timeouts: Timeouts = QUICK, **options: str) -> Client:
-    return Client(Servers(EtcdOptions(endpoints, **options), in_order), timeouts)
+def client(*endpoints: str, **options: str) -> Client:
+    return Client(Servers(EtcdOptions(endpoints, **options), in_order), QUICK)
+
+
+def patient_client(*endpoints: str) -> Client:
+    return Client(Servers(EtcdOptions(endpoints)), PATIENT)
 
 
 def http(status: str, body: str, *headers: str) -> bytes:
@@ -252,9 +257,6 @@ def assert_cut(request: Callable[[], object], cut: Callable[[], None], is_stuck:
         request()
 
 
-PATIENT = Timeouts(connect=30, read=30, poll=30)
-
-
 @pytest.mark.parametrize(("serve", "scheme"), [(silent, "http"), (partly, "http"), (silent, "https")])
 def test_a_request_without_an_answer_can_be_cut(serve: Serve, scheme: str) -> None:
     stuck = threading.Event()
@@ -264,13 +266,13 @@ def test_a_request_without_an_answer_can_be_cut(serve: Serve, scheme: str) -> No
         serve(connection)
 
     with server(serve_stuck) as url:
-        asker = client(url.replace("http", scheme), timeouts=PATIENT)
+        asker = patient_client(url.replace("http", scheme))
         assert_cut(lambda: asker.fetch("/key"), asker.cut, stuck.is_set)
 
 
 def test_a_connection_that_is_being_made_can_be_cut() -> None:
     with full_backlog() as url:
-        asker = client(url, timeouts=PATIENT)
+        asker = patient_client(url)
         port = int(url.rpartition(":")[2])
         assert_cut(lambda: asker.fetch("/key"), asker.cut, lambda: syn_sent_to(port) > 0)
 
@@ -292,7 +294,7 @@ def test_the_lookup_of_a_name_can_be_cut(monkeypatch: pytest.MonkeyPatch) -> Non
         return []
 
     monkeypatch.setattr(socket, "getaddrinfo", slow)
-    asker = client("http://etcd.example.com:2379", timeouts=PATIENT)
+    asker = patient_client("http://etcd.example.com:2379")
     assert_cut(lambda: asker.fetch("/key"), asker.cut, asked.is_set)
     over.set()
 
@@ -338,7 +340,7 @@ def test_what_is_wrong_with_tls_is_said(tls_etcd: LocalEtcd, etcd: LocalEtcd, ce
     foreign = files(certificates, "client", ca="other")
     with pytest.raises(Retryable, match=r"certificate verify failed.*-etcd-cafile"):
         client(tls_etcd.url, **foreign).fetch("/key")
-    with pytest.raises(Retryable, match=r"certificate required|bad certificate|unknown ca"):
+    with pytest.raises(Retryable, match=r"broke the TLS connection.*-etcd-certfile"):
         client(tls_etcd.url, **files(certificates, "other")).fetch("/key")
     with pytest.raises(Retryable, match=r"HTTP 400|broke"):
         client(tls_etcd.url.replace("https", "http")).fetch("/key")
@@ -397,15 +399,16 @@ def test_a_password_shows_nowhere(guarded_etcd: LocalEtcd, caplog: pytest.LogCap
     caplog.set_level(logging.DEBUG)
     url = guarded_etcd.url.replace("//", f"//eve:{PASSWORD}@")
     shown = []
-    for asker in (
-        lambda: client(url),
-        lambda: client(guarded_etcd.url, username="eve", password=PASSWORD),
-        lambda: client(f"http://eve:{PASSWORD}@127.0.0.1:{free_port()}"),
-        lambda: client(f"http://eve:{PASSWORD}@127.0.0.1:99999"),
-        lambda: client(f"http://eve:{PASSWORD}@host", "https://other"),
-    ):
+    wrong = [
+        EtcdOptions((url,)),
+        EtcdOptions((guarded_etcd.url,), username="eve", password=PASSWORD),
+        EtcdOptions((f"http://eve:{PASSWORD}@127.0.0.1:{free_port()}",)),
+        EtcdOptions((f"http://eve:{PASSWORD}@127.0.0.1:99999",)),
+        EtcdOptions((f"http://eve:{PASSWORD}@host", "https://other")),
+    ]
+    for options in wrong:
         with pytest.raises((Retryable, Fatal)) as caught:
-            asker().fetch("/key")
+            Client(Servers(options), QUICK).fetch("/key")
         shown.append(str(caught.value))
     options = EtcdOptions((url,), username="eve", password=PASSWORD)
     shown += [repr(options), Servers(options).name, *(repr(each) for each in Servers(options).in_turn())]

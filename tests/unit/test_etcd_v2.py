@@ -1,0 +1,436 @@
+"""Leases in a real etcd: config, acquiring and renewing. What a watch sees is in ``test_etcd_watch``."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
+from typing import Any
+
+import pytest
+
+from flanneld import clock
+from flanneld.config import Config, parse
+from flanneld.errors import Retryable
+from flanneld.glog import V
+from flanneld.model import Lease, LeaseAttrs, LeaseKey, Snapshot
+from flanneld.subnet.etcd_v2 import SUBNET_TTL, EtcdOptions, EtcdV2Manager, LeaseTaken, Timeouts
+from flanneld.subnet.manager import Cancelled, SubnetManager
+from tests.lab.wait import wait_for
+from tests.local_etcd import LocalEtcd, Relay, running_etcd, server
+
+NOTHING: LeaseKey = (None, None)
+NETWORK = parse('{"network": "10.3.0.0/16", "subnetMin": "10.3.1.0", "subnetMax": "10.3.25.0"}')
+FOUR = parse('{"Network": "10.9.0.0/24", "SubnetLen": 26, "SubnetMin": "10.9.0.0"}')
+_numbers = itertools.count()
+
+
+class Store:
+    """A prefix of its own in an etcd, and managers that are closed at the end of the test."""
+
+    def __init__(self, etcd: LocalEtcd) -> None:
+        self.etcd = etcd
+        self.prefix = f"/network-{next(_numbers)}"
+        self.managers: list[EtcdV2Manager] = []
+
+    def manager(self, url: str = "", randrange: Callable[[int], int] | None = None) -> EtcdV2Manager:
+        options = EtcdOptions((url or self.etcd.url,), self.prefix)
+        extra = (randrange,) if randrange else ()
+        self.managers.append(EtcdV2Manager(options, Timeouts(read=2.0), *extra))
+        return self.managers[-1]
+
+    def put(self, subnet: str, value: str | LeaseAttrs, ttl: int | None = 3600) -> int:
+        text = value if isinstance(value, str) else json.dumps({"PublicIP": str(value.public_ip)})
+        return self.etcd.put(f"{self.prefix}/subnets/{subnet}", text, ttl)
+
+    def get(self, subnet: object) -> dict[str, Any]:
+        name = str(subnet).replace("/", "-")
+        return self.etcd.get(f"{self.prefix}/subnets/{name}") or {}
+
+
+@pytest.fixture(scope="module")
+def etcd() -> Iterator[LocalEtcd]:
+    with running_etcd() as etcd:
+        yield etcd
+
+
+@pytest.fixture
+def store(etcd: LocalEtcd) -> Iterator[Store]:
+    store = Store(etcd)
+    yield store
+    for manager in store.managers:
+        manager.close()
+
+
+def node(number: int, data: object = None) -> LeaseAttrs:
+    """What a node announces, by its number."""
+    return LeaseAttrs(IPv4Address(f"192.0.2.{number}"), backend_data=data)
+
+
+def net(text: str) -> IPv4Network:
+    return IPv4Network(text)
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+# ---- config and name -----------------------------------------------------------------------------
+
+
+def test_a_missing_config_comes_with_the_command_that_writes_it(store: Store) -> None:
+    with pytest.raises(Retryable) as caught:
+        store.manager().network_config()
+    command = f"""ETCDCTL_API=2 etcdctl set {store.prefix}/config '{{"Network":"10.5.0.0/16","Backend":"""
+    assert command in caught.value.remedy
+
+
+def test_the_config_is_read_below_the_prefix_however_it_is_spelt(store: Store) -> None:
+    text = '{"Network": "10.5.0.0/16", "Backend": {"Type": "vxlan"}}'
+    store.etcd.put(f"{store.prefix}/config", text)
+    store.prefix = f"/{store.prefix}///"
+    manager = store.manager()
+    assert manager.network_config() == parse(text)
+    assert f"{store.etcd.url} under /network-" in manager.name
+
+
+def test_a_config_that_makes_no_sense_may_be_corrected(store: Store) -> None:
+    store.etcd.put(f"{store.prefix}/config", "{")
+    with pytest.raises(Retryable, match="JSON"):
+        store.manager().network_config()
+
+
+def test_it_is_a_subnet_manager(store: Store) -> None:
+    manager: SubnetManager = store.manager()
+    assert manager.name
+
+
+# ---- acquiring -----------------------------------------------------------------------------------
+
+
+def test_a_lease_is_written_as_go_flanneld_writes_it(store: Store) -> None:
+    before = clock.now()
+    lease = store.manager().acquire(NETWORK, node(4), NOTHING)
+    written = store.get(lease)
+    assert written["value"] == '{"PublicIP":"192.0.2.4"}'
+    assert written["ttl"] == SUBNET_TTL
+    assert lease.asof == written["modifiedIndex"]
+    assert lease.expires
+    assert before + SUBNET_TTL <= lease.expires <= clock.now() + SUBNET_TTL
+    assert lease.attrs == node(4)
+
+
+def test_backend_data_and_ipv6_are_written_as_later_versions_do(store: Store) -> None:
+    config = parse('{"Network": "10.3.0.0/16", "EnableIPv6": true, "IPv6Network": "fd00:3::/48"}')
+    attrs = LeaseAttrs(
+        IPv4Address("192.0.2.1"), IPv6Address("2001:db8::1"), "vxlan", {"VtepMAC": "a"}, {"VtepMAC": "b"}
+    )
+    subnet, ipv6_subnet = (net("10.3.7.0/24"), IPv6Network("fd00:3:0:7::/64"))
+    lease = store.manager().acquire(config, attrs, (subnet, ipv6_subnet))
+    assert lease.key == (subnet, ipv6_subnet)
+    assert store.get("10.3.7.0-24&fd00:3:0:7::-64")["value"] == (
+        '{"PublicIP":"192.0.2.1","PublicIPv6":"2001:db8::1","BackendType":"vxlan",'
+        '"BackendData":{"VtepMAC":"a"},"BackendV6Data":{"VtepMAC":"b"}}'
+    )
+    assert store.manager().acquire(config, attrs, NOTHING).key == lease.key
+
+
+def test_what_is_not_stored_is_not_claimed(store: Store) -> None:
+    attrs = replace(node(1), public_ipv6=IPv6Address("2001:db8::1"))
+    assert store.manager().acquire(NETWORK, attrs, NOTHING).attrs == node(1)
+
+
+def test_subnets_come_from_the_range_and_avoid_what_is_taken(store: Store) -> None:
+    taken = {net(f"10.3.{number}.0/24") for number in range(1, 26) if number not in (7, 19)}
+    for number, subnet in enumerate(taken):
+        store.put(str(subnet).replace("/", "-"), node(100 + number))
+    got = {store.manager().acquire(NETWORK, node(number), NOTHING).subnet for number in (1, 2)}
+    assert got == {net("10.3.7.0/24"), net("10.3.19.0/24")}
+
+
+def test_a_node_gets_its_own_lease_back_with_its_new_attributes(store: Store) -> None:
+    first = store.manager().acquire(NETWORK, node(1), NOTHING)
+    second = store.manager().acquire(NETWORK, node(1, {"VNI": 1}), (net("10.3.25.0/24"), None))
+    assert second.key == first.key
+    assert second.attrs == node(1, {"VNI": 1})
+    assert store.get(first)["value"] == '{"PublicIP":"192.0.2.1","BackendData":{"VNI":1}}'
+
+
+def test_the_previous_subnet_is_taken_again(store: Store) -> None:
+    assert store.manager().acquire(NETWORK, node(1), (net("10.3.6.0/24"), None)).subnet == net("10.3.6.0/24")
+
+
+def test_a_previous_subnet_outside_of_the_range_is_not_taken(store: Store) -> None:
+    lease = store.manager().acquire(NETWORK, node(1), (net("10.4.1.0/24"), None))
+    assert lease.subnet
+    assert NETWORK.ranges[0].contains(lease.subnet)
+
+
+@pytest.mark.parametrize("holder", ["10.3.6.0-24", "10.3.6.128-25"])
+def test_a_previous_subnet_of_another_node_is_left_to_it(
+    store: Store, caplog: pytest.LogCaptureFixture, holder: str
+) -> None:
+    index = store.put(holder, node(2))
+    lease = store.manager().acquire(NETWORK, node(1), (net("10.3.6.0/24"), None))
+    assert lease.subnet != net("10.3.6.0/24")
+    assert store.get(holder)["modifiedIndex"] == index
+    assert ["belongs to another node" in text for text in warnings(caplog)] == [True]
+
+
+def test_a_lease_that_does_not_fit_a_new_config_is_given_back(store: Store) -> None:
+    old = store.manager().acquire(NETWORK, node(1), NOTHING)
+    new = store.manager().acquire(FOUR, node(1), old.key)
+    assert new.subnet
+    assert FOUR.ranges[0].contains(new.subnet)
+    assert not store.get(old)
+
+
+def test_of_two_own_leases_the_one_that_fits_is_taken(store: Store) -> None:
+    store.put("10.2.0.0-24", node(1))
+    store.put("10.3.9.0-24", node(1))
+    assert store.manager().acquire(NETWORK, node(1), NOTHING).subnet == net("10.3.9.0/24")
+
+
+def test_a_reservation_is_taken_and_stays_one(store: Store) -> None:
+    store.put("10.3.9.0-24", node(1), ttl=None)
+    lease = store.manager().acquire(NETWORK, node(1, {"VNI": 2}), NOTHING)
+    assert (lease.subnet, lease.expires) == (net("10.3.9.0/24"), None)
+    assert "ttl" not in store.get(lease)
+    assert "VNI" in store.get(lease)["value"]
+
+
+def test_when_nothing_is_free_the_range_and_the_remedy_are_named(store: Store) -> None:
+    for number, base in enumerate((0, 64, 128, 192)):
+        store.put(f"10.9.0.{base}-26", node(number))
+    with pytest.raises(Retryable) as caught:
+        store.manager().acquire(FOUR, node(9), NOTHING)
+    assert "10.9.0.0 to 10.9.0.192" in caught.value.problem
+    assert "4 are leased" in caught.value.problem
+    assert f"{store.prefix}/config" in caught.value.remedy
+
+
+def test_a_lease_of_our_address_from_another_host_is_warned_of(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.manager().acquire(NETWORK, node(1, {"VtepMAC": "02:00:00:00:00:01"}), NOTHING)
+    assert not warnings(caplog)
+    manager = store.manager()
+    for _ in range(2):
+        manager.acquire(NETWORK, node(1, {"VtepMAC": "02:00:00:00:00:02"}), NOTHING)
+    assert ["-public-ip" in text for text in warnings(caplog)] == [True]
+
+
+def test_twenty_nodes_that_start_at_once_get_twenty_subnets(store: Store) -> None:
+    config = parse('{"Network": "10.3.0.0/16", "SubnetMin": "10.3.1.0", "SubnetMax": "10.3.20.0"}')
+    leases: list[Lease] = []
+    ready = threading.Barrier(20)
+
+    def start(number: int) -> None:
+        manager = store.manager(randrange=lambda free: min(number % 4, free - 1))
+        ready.wait()
+        while True:
+            try:
+                leases.append(manager.acquire(config, node(number), NOTHING))
+            except Retryable:
+                continue
+            return
+
+    threads = [threading.Thread(target=start, args=(number,)) for number in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(15)
+    assert len({lease.subnet for lease in leases}) == 20
+    assert len(store.etcd.get(f"{store.prefix}/subnets")["nodes"]) == 20  # type: ignore[index]
+
+
+def test_who_loses_a_race_takes_another_subnet(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(V(1))
+    slow = store.manager()
+    assert slow.stored(IPv4Address("192.0.2.1")) is None
+    store.manager().acquire(NETWORK, node(2), (net("10.3.6.0/24"), None))
+    assert slow.acquire(NETWORK, node(1), (net("10.3.6.0/24"), None)).subnet != net("10.3.6.0/24")
+    assert any("quicker" in record.getMessage() and record.levelno == V(1) for record in caplog.records)
+
+
+def test_of_two_hosts_with_one_address_the_later_learns_of_the_earlier(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = store.manager().acquire(NETWORK, node(1, "a"), NOTHING)
+    slow = store.manager()
+    slow.stored(IPv4Address("192.0.2.1"))
+    store.manager().acquire(NETWORK, node(1, "a"), NOTHING)
+    caplog.clear()
+    assert slow.acquire(NETWORK, node(1, "b"), NOTHING).key == first.key
+    assert any("another node has this address" in text for text in warnings(caplog))
+
+
+def test_a_create_whose_answer_was_lost_is_found_again(store: Store) -> None:
+    relay = Relay(store.etcd.url)
+    relay.answers_to_lose = 1
+    with server(relay) as url:
+        manager = store.manager(url)
+        with pytest.raises(Retryable):
+            manager.acquire(NETWORK, node(1), NOTHING)
+        lease = manager.acquire(NETWORK, node(1), NOTHING)
+        manager.close()
+    assert [each["key"].rpartition("/")[2] for each in nodes(store)] == [str(lease).replace("/", "-")]
+
+
+def nodes(store: Store) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = (store.etcd.get(f"{store.prefix}/subnets") or {})["nodes"]
+    return found
+
+
+def test_values_that_make_no_sense_keep_their_subnet(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    config = parse('{"Network": "10.9.0.0/24", "SubnetLen": 26}')  # .64, .128 and .192
+    store.put("10.9.0.64-26", "{")
+    store.put("10.9.0.128-26", '{"PublicIP": "nonsense"}')
+    store.put("no-lease", "{}")
+    store.etcd.put(f"{store.prefix}/subnets/folder/10.9.0.192-26", "{}")
+    manager = store.manager()
+    for _ in range(2):
+        assert manager.acquire(config, node(1), NOTHING).subnet == net("10.9.0.192/26")
+    for key in ("10.9.0.64-26", "10.9.0.128-26", "no-lease", "folder"):
+        assert sum(f"{store.prefix}/subnets/{key} " in text for text in warnings(caplog)) == 1
+
+
+# ---- stored --------------------------------------------------------------------------------------
+
+
+def test_what_a_node_announced_last_is_that_of_its_lowest_lease(store: Store) -> None:
+    store.put("10.3.20.0-24", '{"PublicIP":"192.0.2.1","BackendType":"high"}')
+    store.put("10.3.3.0-24", '{"PublicIP":"192.0.2.1","BackendType":"low"}')
+    manager = store.manager()
+    found = manager.stored(IPv4Address("192.0.2.1"))
+    assert found
+    assert found.backend_type == "low"
+    assert manager.stored(IPv4Address("192.0.2.2")) is None
+    assert manager.stored(None) is None
+
+
+def test_one_list_serves_the_whole_start(store: Store) -> None:
+    store.put("10.3.3.0-24", node(3))
+    relay = Relay(store.etcd.url)
+    events: list[Any] = []
+    with server(relay) as url:
+        manager = store.manager(url)
+        manager.stored(IPv4Address("192.0.2.1"))
+        lease = manager.acquire(NETWORK, node(1), NOTHING)
+        thread = threading.Thread(target=ignore_cancelled, args=(lambda: manager.watch(events.extend),))
+        thread.start()
+        wait_for(lambda: len(events) == 2, 5, "the snapshot and our own lease")
+        manager.close()
+        thread.join(5)
+    assert isinstance(events[0], Snapshot)
+    assert [each.subnet for each in events[0].leases] == [net("10.3.3.0/24")]
+    assert events[1].lease == replace(lease, expires=events[1].lease.expires)
+    lists = relay.asked("GET", "/subnets?", "recursive=true", "sorted=false", "quorum=true")
+    assert len(lists) == 1
+    assert relay.asked("PUT", "?prevExist=false") == [
+        f"PUT /v2/keys{store.prefix}/subnets/{dashed(lease)}?prevExist=false"
+    ]
+    first_poll = relay.asked("wait=true")[0]
+    assert "recursive=true" in first_poll
+    assert f"waitIndex={lease.asof}" in first_poll
+
+
+def dashed(lease: Lease) -> str:
+    return str(lease).replace("/", "-")
+
+
+def ignore_cancelled(call: Callable[[], object]) -> None:
+    with pytest.raises(Cancelled):
+        call()
+
+
+# ---- renewing ------------------------------------------------------------------------------------
+
+
+def acquired(store: Store, config: Config = NETWORK) -> tuple[EtcdV2Manager, Lease]:
+    manager = store.manager()
+    return manager, manager.acquire(config, node(1, {"VNI": 1}), NOTHING)
+
+
+def test_a_renewed_lease_has_its_full_term_and_its_attributes(store: Store) -> None:
+    manager, lease = acquired(store)
+    value = store.get(lease)["value"]
+    store.put(dashed(lease), value, ttl=100)
+    renewed = manager.renew(lease)
+    assert store.get(lease)["ttl"] == SUBNET_TTL
+    assert store.get(lease)["value"] == value
+    assert renewed == replace(lease, expires=renewed.expires, asof=store.get(lease)["modifiedIndex"])
+    assert renewed.expires
+    assert abs(renewed.expires - clock.now() - SUBNET_TTL) < 2
+
+
+def test_a_lease_that_has_gone_is_written_again(store: Store) -> None:
+    manager, lease = acquired(store)
+    store.etcd.delete(f"{store.prefix}/subnets/{dashed(lease)}")
+    assert manager.renew(lease).key == lease.key
+    assert store.get(lease)["ttl"] == SUBNET_TTL
+
+
+def test_a_reservation_is_left_alone_unless_we_changed(store: Store) -> None:
+    store.put("10.3.9.0-24", '{"PublicIP":"192.0.2.1"}', ttl=None)
+    manager = store.manager()
+    lease = manager.acquire(NETWORK, node(1), NOTHING)
+    assert manager.renew(lease) == lease
+    changed = manager.renew(replace(lease, attrs=node(1, "new")))
+    assert (changed.expires, changed.attrs.backend_data) == (None, "new")
+    assert "ttl" not in store.get(lease)
+
+
+def test_what_an_operator_made_a_reservation_stays_one(store: Store) -> None:
+    manager, lease = acquired(store)
+    store.put(dashed(lease), store.get(lease)["value"], ttl=None)
+    assert manager.renew(lease).expires is None
+    assert "ttl" not in store.get(lease)
+
+
+def test_a_lease_that_another_node_has_taken_is_not_overwritten(store: Store) -> None:
+    manager, lease = acquired(store)
+    index = store.put(dashed(lease), node(2))
+    with pytest.raises(LeaseTaken, match=r"192\.0\.2\.2"):
+        manager.renew(lease)
+    assert store.get(lease)["modifiedIndex"] == index
+
+
+def test_who_knows_what_was_written_last_may_overwrite_it(store: Store) -> None:
+    manager, lease = acquired(store)
+    moved = manager.renew(replace(lease, attrs=node(7)))
+    assert moved.attrs == node(7)
+    index = store.put(dashed(lease), node(2))
+    assert manager.renew(replace(moved, asof=index)).attrs == node(7)
+
+
+def test_an_unreadable_value_of_our_lease_is_repaired(store: Store) -> None:
+    manager, lease = acquired(store)
+    store.put(dashed(lease), "{")
+    manager.renew(lease)
+    assert json.loads(store.get(lease)["value"])["PublicIP"] == "192.0.2.1"
+
+
+# ---- closing -------------------------------------------------------------------------------------
+
+
+def test_after_close_every_call_is_cancelled(store: Store) -> None:
+    manager, lease = acquired(store)
+    manager.stored(None)
+    manager.close()
+    manager.close()
+    calls: list[Callable[[], object]] = [
+        manager.network_config,
+        lambda: manager.stored(None),
+        lambda: manager.acquire(NETWORK, node(1), NOTHING),
+        lambda: manager.renew(lease),
+        lambda: manager.watch(print),
+        lambda: manager.watch_own(lease, print),
+    ]
+    for call in calls:
+        with pytest.raises(Cancelled):
+            call()

@@ -1,0 +1,368 @@
+"""What a watch of the leases delivers, through everything that can happen to etcd and the way to it."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from ipaddress import IPv4Address, IPv4Network
+
+import pytest
+
+from flanneld import clock
+from flanneld.model import Added, Event, Lease, LeaseAttrs, Removed, Snapshot
+from flanneld.subnet.etcd_v2 import EtcdOptions, EtcdV2Manager, Timeouts
+from flanneld.subnet.manager import Cancelled, Deliver
+from tests.lab.wait import wait_for
+from tests.local_etcd import LocalEtcd, Relay, data_folder, free_port, running_etcd, server, silent
+
+_numbers = itertools.count()
+#: More than etcd remembers.
+HISTORY = 1000
+
+
+class Watched:
+    """A prefix in an etcd, and a watch of it whose events come in ``events``."""
+
+    def __init__(self, etcd: LocalEtcd, url: str = "", timeouts: Timeouts | None = None) -> None:
+        self.etcd = etcd
+        self.prefix = f"/watched-{next(_numbers)}"
+        self.manager = EtcdV2Manager(EtcdOptions((url or etcd.url,), self.prefix), timeouts)
+        self.events: list[Event] = []
+        self.ended: list[BaseException] = []
+        self._threads: list[threading.Thread] = []
+
+    def start(self) -> Event:
+        """Watch all leases, and give the first event."""
+        return self._start(self.manager.watch)
+
+    def start_own(self, lease: Lease) -> Event:
+        return self._start(lambda deliver: self.manager.watch_own(lease, deliver))
+
+    def next(self, number: int) -> Event:
+        """The event of that number, 0 for the first."""
+        return wait_for(lambda: self.events[number:], 10, f"event {number} of {self.events}")[0]
+
+    def put(self, subnet: str, value: str, ttl: int | None = 3600) -> int:
+        return self.etcd.put(f"{self.prefix}/subnets/{subnet}", value, ttl)
+
+    def delete(self, key: str, query: str = "recursive=true") -> None:
+        self.etcd.delete(f"{self.prefix}/{key}", query)
+
+    def close(self) -> None:
+        self.manager.close()
+        for thread in self._threads:
+            thread.join(10)
+            assert not thread.is_alive()
+
+    def _start(self, watch: Callable[[Deliver], None]) -> Event:
+        def run() -> None:
+            try:
+                watch(self.events.extend)
+            except BaseException as error:
+                self.ended.append(error)
+
+        self._threads.append(threading.Thread(target=run))
+        self._threads[-1].start()
+        return self.next(0)
+
+
+@pytest.fixture(scope="module")
+def etcd() -> Iterator[LocalEtcd]:
+    with running_etcd() as etcd:
+        yield etcd
+
+
+@pytest.fixture
+def watched(etcd: LocalEtcd) -> Iterator[Watched]:
+    watched = Watched(etcd)
+    yield watched
+    watched.close()
+
+
+def value(number: int) -> str:
+    return f'{{"PublicIP":"192.0.2.{number}"}}'
+
+
+def lease_of(event: Event) -> tuple[str, str]:
+    """The subnet and the public IP of an event that adds a lease."""
+    assert isinstance(event, Added)
+    return str(event.lease), str(event.lease.attrs.public_ip)
+
+
+def subnets(event: Event) -> set[str]:
+    assert isinstance(event, Snapshot)
+    return {str(lease) for lease in event.leases}
+
+
+def removed(subnet: str) -> Removed:
+    return Removed((IPv4Network(subnet), None))
+
+
+def lease(subnet: str, number: int = 1) -> Lease:
+    return Lease(LeaseAttrs(IPv4Address(f"192.0.2.{number}")), IPv4Network(subnet))
+
+
+def texts(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.INFO]
+
+
+# ---- all leases ----------------------------------------------------------------------------------
+
+
+def test_a_watch_begins_with_all_leases(watched: Watched) -> None:
+    watched.put("10.1.1.0-24", value(1), ttl=100)
+    watched.put("10.1.2.0-24", value(2), ttl=None)
+    watched.put("10.1.3.0-24", "nonsense")
+    first = watched.start()
+    assert isinstance(first, Snapshot)
+    ordinary, reservation = sorted(first.leases, key=str)
+    assert ordinary.expires
+    assert abs(ordinary.expires - clock.now() - 100) < 3
+    assert reservation.expires is None
+    assert first.unreadable == {(IPv4Network("10.1.3.0/24"), None)}
+
+
+def test_without_any_lease_it_begins_with_none(watched: Watched) -> None:
+    assert watched.start() == Snapshot(())
+
+
+def test_a_new_lease_is_one_event(watched: Watched) -> None:
+    watched.start()
+    index = watched.put("10.1.1.0-24", value(1))
+    event = watched.next(1)
+    assert lease_of(event) == ("10.1.1.0/24", "192.0.2.1")
+    assert isinstance(event, Added)
+    assert event.lease.asof == index
+    watched.put("10.1.1.0-24", value(2))
+    assert lease_of(watched.next(2)) == ("10.1.1.0/24", "192.0.2.2")
+    assert len(watched.events) == 3
+
+
+def test_a_lease_that_expires_is_one_event(watched: Watched) -> None:
+    watched.put("10.1.1.0-24", value(1), ttl=1)
+    watched.start()
+    assert watched.next(1) == removed("10.1.1.0/24")
+
+
+def test_a_lease_may_be_deleted_with_or_without_a_condition(watched: Watched) -> None:
+    index = watched.put("10.1.1.0-24", value(1))
+    watched.put("10.1.2.0-24", value(2))
+    watched.start()
+    watched.delete("subnets/10.1.1.0-24", f"prevIndex={index}")
+    assert watched.next(1) == removed("10.1.1.0/24")
+    watched.delete("subnets/10.1.2.0-24")
+    assert watched.next(2) == removed("10.1.2.0/24")
+
+
+def test_what_makes_no_sense_is_told_once_and_does_not_stop_the_watch(
+    watched: Watched, caplog: pytest.LogCaptureFixture
+) -> None:
+    watched.put("10.1.1.0-24", value(1))
+    watched.start()
+    for _ in range(2):
+        watched.put("no-lease", value(1))
+        watched.put("10.1.1.0-24", "{")
+        watched.put("folder/10.1.1.0-24", value(1))
+    watched.delete("subnets/no-lease")
+    watched.put("10.1.2.0-24", value(2))
+    assert lease_of(watched.next(1)) == ("10.1.2.0/24", "192.0.2.2")
+    for key in ("no-lease", "10.1.1.0-24", "folder/10.1.1.0-24"):
+        assert sum(f"{watched.prefix}/subnets/{key} " in text for text in texts(caplog)) == 1
+
+
+@pytest.mark.parametrize("directory", ["subnets", ""])
+def test_when_the_directory_goes_everything_is_read_again(watched: Watched, directory: str) -> None:
+    watched.put("10.1.1.0-24", value(1))
+    assert subnets(watched.start()) == {"10.1.1.0/24"}
+    watched.delete(directory)
+    assert watched.next(1) == Snapshot(())
+    watched.put("10.1.2.0-24", value(2))
+    assert lease_of(watched.next(2)) == ("10.1.2.0/24", "192.0.2.2")
+
+
+def test_a_burst_is_followed_as_fast_as_it_is_written(watched: Watched) -> None:
+    watched.start()
+    key = f"{watched.prefix}/subnets/10.1.1.0-24"
+    watched.etcd.put_often(key, 1, value(0))
+    begin = time.monotonic()
+    watched.etcd.put_often(key, 2000, value(1))
+    written = time.monotonic() - begin
+    wait_for(lambda: len(watched.events) == 2002, written + 2, "2002 events")
+    assert time.monotonic() - begin < written + 2
+
+
+def test_events_that_etcd_has_forgotten_end_in_a_snapshot(
+    watched: Watched, caplog: pytest.LogCaptureFixture
+) -> None:
+    watched.put("10.1.1.0-24", value(1))
+    watched.manager.stored(None)
+    watched.delete("subnets/10.1.1.0-24")
+    watched.etcd.put_often("/unrelated", HISTORY + 10)
+    assert subnets(watched.start()) == {"10.1.1.0/24"}
+    assert watched.next(1) == Snapshot(())
+    watched.put("10.1.2.0-24", value(2))
+    assert lease_of(watched.next(2)) == ("10.1.2.0/24", "192.0.2.2")
+    assert sum("has forgotten" in text for text in texts(caplog)) == 1
+
+
+def test_a_watch_without_news_keeps_up_with_a_busy_etcd(etcd: LocalEtcd) -> None:
+    relay = Relay(etcd.url)
+    with server(relay) as url:
+        watched = Watched(etcd, url, Timeouts(poll=0.2))
+        watched.start()
+        for _ in range(3):
+            etcd.put_often("/unrelated", HISTORY // 2)
+            polls = len(relay.asked("wait=true"))
+            wait_for(lambda before=polls: len(relay.asked("wait=true")) >= before + 2, 5, "another poll")
+        watched.put("10.1.1.0-24", value(1))
+        assert lease_of(watched.next(1)) == ("10.1.1.0/24", "192.0.2.1")
+        watched.close()
+    assert len(relay.asked("/subnets?", "quorum=true")) == 1
+
+
+# ---- one lease -----------------------------------------------------------------------------------
+
+
+def test_a_watch_of_one_lease_tells_what_becomes_of_it(watched: Watched) -> None:
+    watched.put("10.1.1.0-24", value(1), ttl=100)
+    first = watched.start_own(lease("10.1.1.0/24"))
+    assert lease_of(first) == ("10.1.1.0/24", "192.0.2.1")
+    watched.put("10.1.2.0-24", value(2))
+    watched.put("10.1.1.0-24", value(1), ttl=None)
+    second = watched.next(1)
+    assert isinstance(second, Added)
+    assert second.lease.expires is None
+    watched.delete("subnets/10.1.1.0-24")
+    assert watched.next(2) == removed("10.1.1.0/24")
+
+
+def test_a_lease_that_is_not_there_is_told_at_once(watched: Watched) -> None:
+    assert watched.start_own(lease("10.1.1.0/24")) == removed("10.1.1.0/24")
+    watched.put("10.1.1.0-24", value(1))
+    assert lease_of(watched.next(1)) == ("10.1.1.0/24", "192.0.2.1")
+
+
+def test_a_lease_that_goes_with_its_directory_has_gone(watched: Watched) -> None:
+    watched.put("10.1.1.0-24", value(1))
+    watched.start_own(lease("10.1.1.0/24"))
+    watched.delete("subnets")
+    assert watched.next(1) == removed("10.1.1.0/24")
+
+
+def test_a_value_that_makes_no_sense_revokes_nothing(watched: Watched) -> None:
+    watched.put("10.1.1.0-24", value(1))
+    watched.start_own(lease("10.1.1.0/24"))
+    watched.put("10.1.1.0-24", "nonsense")
+    watched.put("10.1.1.0-24", value(3))
+    assert lease_of(watched.next(1)) == ("10.1.1.0/24", "192.0.2.3")
+
+
+# ---- disasters -----------------------------------------------------------------------------------
+
+
+def test_a_watch_survives_a_restart_of_etcd_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    with running_etcd() as etcd:
+        watched = Watched(etcd)
+        watched.start()
+        etcd.stop()
+        down = "connection refused"
+        wait_for(lambda: any(down in text for text in texts(caplog)), 10, "a word about it")
+        etcd.start()
+        watched.put("10.1.1.0-24", value(1))
+        assert lease_of(watched.next(1)) == ("10.1.1.0/24", "192.0.2.1")
+        watched.close()
+    assert sum(down in text for text in texts(caplog)) == 1
+    assert sum("etcd is back" in text for text in texts(caplog)) == 1
+
+
+def test_an_etcd_made_anew_is_read_anew(caplog: pytest.LogCaptureFixture) -> None:
+    with data_folder() as folder:
+        etcd = LocalEtcd(folder)
+        etcd.start()
+        watched = Watched(etcd)
+        watched.put("10.1.1.0-24", value(1))
+        watched.start()
+        etcd.stop()
+        etcd.start(data="other", token="other")
+        try:
+            assert watched.next(1) == Snapshot(())
+            watched.put("10.1.2.0-24", value(2))
+            assert lease_of(watched.next(2)) == ("10.1.2.0/24", "192.0.2.2")
+        finally:
+            watched.close()
+            etcd.stop()
+
+
+def test_a_problem_that_lasts_is_told_once(etcd: LocalEtcd, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    attempts = threading.Semaphore(0)
+
+    def hang_up(connection: object) -> None:
+        attempts.release()
+
+    with server(hang_up) as url:
+        watched = Watched(etcd, url)
+        thread = threading.Thread(target=lambda: pytest.raises(Cancelled, watched.manager.watch, print))
+        thread.start()
+        for _ in range(3):
+            assert attempts.acquire(timeout=10)
+        watched.manager.close()
+        thread.join(10)
+    assert sum("broke the connection" in text for text in texts(caplog)) == 1
+
+
+def test_a_poll_that_is_cut_at_once_each_time_does_not_fill_the_log(
+    etcd: LocalEtcd, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    relay = Relay(etcd.url)
+    relay.cut_polls = True
+    with server(relay) as url:
+        watched = Watched(etcd, url)
+        watched.start()
+        wait_for(lambda: len(relay.asked("wait=true")) >= 3, 10, "three polls")
+        relay.cut_polls = False
+        watched.put("10.1.1.0-24", value(1))
+        watched.next(1)
+        watched.close()
+    assert sum("broke the connection" in text for text in texts(caplog)) == 1
+    assert sum("etcd is back" in text for text in texts(caplog)) == 1
+
+
+def test_the_next_server_is_watched_when_one_falls_silent(etcd: LocalEtcd) -> None:
+    with server(silent) as url:
+        watched = Watched(etcd, timeouts=Timeouts(read=0.3))
+        endpoints = (url, f"http://127.0.0.1:{free_port()}", etcd.url)
+        watched.manager = EtcdV2Manager(EtcdOptions(endpoints, watched.prefix), Timeouts(read=0.3))
+        watched.start()
+        watched.put("10.1.1.0-24", value(1))
+        assert lease_of(watched.next(1)) == ("10.1.1.0/24", "192.0.2.1")
+        watched.close()
+
+
+def test_a_watch_ends_at_once_when_the_manager_is_closed(etcd: LocalEtcd) -> None:
+    relay = Relay(etcd.url)
+    with server(relay) as url:
+        watched = Watched(etcd, url)
+        watched.start()
+        watched.start_own(lease("10.1.1.0/24"))
+        wait_for(lambda: len(relay.asked("wait=true")) == 2, 10, "two polls")
+        begin = time.monotonic()
+        watched.close()
+        assert time.monotonic() - begin < 0.5
+    assert [type(error) for error in watched.ended] == [Cancelled, Cancelled]
+
+
+def test_a_watch_that_waits_to_try_again_ends_at_once_too(caplog: pytest.LogCaptureFixture) -> None:
+    manager = EtcdV2Manager(EtcdOptions((f"http://127.0.0.1:{free_port()}",)))
+    thread = threading.Thread(target=lambda: pytest.raises(Cancelled, manager.watch, print))
+    thread.start()
+    wait_for(lambda: texts(caplog), 10, "a word about the failure")
+    begin = time.monotonic()
+    manager.close()
+    thread.join(10)
+    assert time.monotonic() - begin < 0.5

@@ -1,0 +1,30 @@
+"""Taking less of a library: what is not used is not loaded, and what is used works."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+
+def loaded_after(program: str) -> set[str]:
+    """The modules that a fresh interpreter has after a program."""
+    show = "\nimport sys; print('\\n'.join(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", program + show], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def test_the_etcd_client_does_not_load_the_resolver_of_srv_records() -> None:
+    loaded = loaded_after("import flanneld.subnet.etcd_client")
+    assert "etcd.client" in loaded
+    assert "dns.message" not in loaded
+
+
+def test_a_deferred_module_is_loaded_by_its_first_use() -> None:
+    defer = "from flanneld.imports import lazily; lazily('email.mime.text'); import email.mime.text; "
+    assert "email.mime.nonmultipart" not in loaded_after(defer)
+    assert "email.mime.nonmultipart" in loaded_after(defer + "email.mime.text.MIMEText('x')")
+
+
+def test_the_daemon_starts_without_pyroute2_and_http_server() -> None:
+    loaded = loaded_after("import flanneld.main")
+    assert not {"pyroute2", "http.server", "dotenv", "asyncio", "argparse"} & loaded
