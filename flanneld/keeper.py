@@ -21,6 +21,8 @@ RENEW_RETRY = 60.0
 ANNOUNCE_RETRY = 1.0
 #: Who finds another node on its lease within this time of taking it is the newcomer, and yields.
 PROBATION = 60.0
+#: Two nodes that both have had the lease for long must not write over each other without pause.
+CONTEST_SPACING = 10.0
 #: The clock of the wait stands still while the host sleeps, that of the lease does not.
 _LONGEST_SLEEP = 60.0
 #: Whatever the store grants, we do not spin.
@@ -39,6 +41,7 @@ class Keeper:
         stop: threading.Event,
         heartbeat: Callable[[float], None],
         revoked: Callable[[], None],
+        now: Callable[[], float] = clock.now,
     ) -> None:
         self._manager = manager
         self._lease = lease
@@ -46,9 +49,12 @@ class Keeper:
         self._stop = stop
         self._heartbeat = heartbeat
         self._revoked = revoked
-        self._taken_at = clock.now()
+        self._now = now
+        self._taken_at = now()
         self._renewed_at = 0.0
         self._retry_at: float | None = None
+        #: The store tells the peers other attributes than ours.
+        self._misrepresented = False
         self._inbox: SimpleQueue[Event | LeaseAttrs | None] = SimpleQueue()
         self._once = Once()
 
@@ -70,11 +76,11 @@ class Keeper:
             item = self._next()
             if item is not None:
                 self._take(item)
-            if not self._stop.is_set() and clock.now() >= self._due():
+            if not self._stop.is_set() and self._now() >= self._due():
                 self._renew()
 
     def _next(self) -> Event | LeaseAttrs | None:
-        left = min(max(0.0, self._due() - clock.now()), _LONGEST_SLEEP)
+        left = min(max(0.0, self._due() - self._now()), _LONGEST_SLEEP)
         try:
             return self._inbox.get(timeout=left)
         except Empty:
@@ -93,7 +99,7 @@ class Keeper:
             case LeaseAttrs():
                 if item != self._lease.attrs:
                     self._lease = replace(self._lease, attrs=item)
-                    self._retry_at = clock.now()
+                    self._correct(spacing=0.0)
             case Added(lease):
                 self._heard(lease)
             case Removed():
@@ -112,23 +118,28 @@ class Keeper:
         """Somebody wrote other attributes into our lease; the node that has had it longer keeps it."""
         problem = f"another node writes itself into our lease {lease}: {lease.attrs}"
         remedy = "give each node its own address with --public-ip"
-        if clock.now() - self._taken_at < PROBATION:
+        if self._now() - self._taken_at < PROBATION:
             raise Fatal(problem, remedy)
         self._once.warn(log, "contest", f"{problem}; keeping it; {remedy}")
         self._lease = replace(self._lease, asof=lease.asof)
-        self._retry_at = clock.now()
+        self._correct(spacing=CONTEST_SPACING)
+
+    def _correct(self, *, spacing: float) -> None:
+        """Write our attributes at once, but so many seconds after the last time."""
+        self._misrepresented = True
+        self._retry_at = max(self._now(), self._renewed_at + spacing)
 
     def _renew(self) -> None:
-        hasty = self._retry_at is not None
         try:
             renewed = self._manager.renew(self._lease)
         except Retryable as reason:
             self._once.warn(log, "renew", f"Cannot renew the lease {self._lease}: {reason}")
-            self._retry_at = clock.now() + (ANNOUNCE_RETRY if hasty else RENEW_RETRY)
+            self._retry_at = self._now() + (ANNOUNCE_RETRY if self._misrepresented else RENEW_RETRY)
             return
         self._lease = renewed
-        self._renewed_at = clock.now()
+        self._renewed_at = self._now()
         self._retry_at = None
+        self._misrepresented = False
         if self._once.clear("renew"):
             log.info("The lease %s could be renewed again", renewed)
         else:

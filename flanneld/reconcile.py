@@ -14,7 +14,7 @@ import logging
 import select
 import socket
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from flanneld import clock
@@ -127,32 +127,32 @@ class Reconciler:
     # ---- news of leases ----------------------------------------------------------------------
 
     def _take_events(self, events: list[Event]) -> None:
-        was_synced = self._table.synced
+        if not self._table.synced:
+            self._first_sync(events)
+            return
         puts: dict[Key, Resource] = {}
         drops: dict[Key, Resource] = {}
         for event in events:
-            for made, lost in self._fold(event, quiet=not was_synced):
+            for made, lost in self._fold(event):
                 for resource in lost:
                     puts.pop(resource.key, None)
                     drops[resource.key] = resource
                 for resource in made:
                     drops.pop(resource.key, None)
                     puts[resource.key] = resource
-        if self._table.synced and not was_synced:
-            self._first_sync()
-        elif self._table.synced and (puts or drops):
+        if puts or drops:
             self._account(self._apply(plan(puts.values(), drops.values())))
 
-    def _fold(self, event: Event, *, quiet: bool) -> list[tuple[list[Resource], list[Resource]]]:
+    def _fold(self, event: Event) -> Iterator[tuple[list[Resource], list[Resource]]]:
         """Change the wanted state by one event: what to make and what to remove because of it."""
         change = self._table.apply(event)
-        if not quiet:
+        if self._domain.sweep:
             _log_change(change, self._wanted)
-        moves = [self._wanted.set(key, ()) for key in change.gone]
-        moves += [self._wanted.set(lease.key, self._lead_to(lease)) for lease in change.put]
+        for key in change.gone:
+            yield self._wanted.set(key, ())
         for lease in change.put:
+            yield self._wanted.set(lease.key, self._lead_to(lease))
             self._warn_of_conflicts(lease)
-        return moves
 
     def _lead_to(self, lease: Lease) -> tuple[Resource, ...]:
         """What leads to a peer; if its lease makes no sense now, what did so before."""
@@ -176,7 +176,13 @@ class Reconciler:
                 "are these cloned machines, or is one public IP used twice?",
             )
 
-    def _first_sync(self) -> None:
+    def _first_sync(self, events: list[Event]) -> None:
+        """Take what comes before and with the first snapshot; from then on what is stale may go."""
+        for event in events:
+            for _ in self._fold(event):
+                pass
+        if not self._table.synced:
+            return
         self._domain = replace(self._domain, sweep=True, adopt=True)
         try:
             report = self._converge()
@@ -267,16 +273,26 @@ class Reconciler:
         steps = diff(self._wanted.state, actual)
         if not self._domain.sweep:
             steps = Plan(puts=steps.puts)
-        report.add(self._kernel.apply(steps.only(_in_kernel) if self._outside else steps, self._domain))
+        report.add(self._write(steps.only(_in_kernel) if self._outside else steps))
         report.add(self._outside.converge(self._wanted.state, sweep=self._domain.sweep))
         self._names = self._interfaces()
         return report
 
     def _apply(self, steps: Plan) -> Report:
         if not self._outside:
-            return self._kernel.apply(steps, self._domain)
-        report = self._kernel.apply(steps.only(_in_kernel), self._domain)
+            return self._write(steps)
+        report = self._write(steps.only(_in_kernel))
         report.add(self._outside.apply(steps.only(lambda resource: not _in_kernel(resource))))
+        return report
+
+    def _write(self, steps: Plan) -> Report:
+        if len(steps.puts) + len(steps.drops) <= _BULK:
+            return self._kernel.apply(steps, self._domain)
+        with self._monitor.deaf():
+            report = self._kernel.apply(steps, self._domain)
+        # Whatever else happened meanwhile was not heard; and reading back is a proof.
+        self._uplink_may_have_moved = True
+        self._next_audit = clock.now()
         return report
 
     def _interfaces(self) -> dict[int, str]:
@@ -287,7 +303,7 @@ class Reconciler:
     # ---- afterwards --------------------------------------------------------------------------
 
     def _account(self, report: Report) -> None:
-        """Decide when to look again, and say what the kernel refused."""
+        """Say what was refused, and when to try again."""
         if report.failed:
             first = report.failed[0]
             more = f", and {len(report.failed) - 1} more" if len(report.failed) > 1 else ""
@@ -298,11 +314,6 @@ class Reconciler:
             self._retry_delay = _FIRST_RETRY
             if self._once.clear("refused"):
                 log.info("The kernel takes everything again")
-        if len(report.made) + len(report.removed) > _BULK:
-            # Reading back is cheaper than the echo, and it is a proof.
-            self._monitor.discard()
-            self._uplink_may_have_moved = True
-            self._next_audit = clock.now()
 
     def _could_not_read(self, failure: OSError) -> None:
         self._once.warn(

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 
-from flanneld.errors import Fatal
+from flanneld.errors import Fatal, FlannelError
 
 log = logging.getLogger(__name__)
 
@@ -133,7 +133,9 @@ class Supervisor:
                 log.warning("%s failed while stopping: %r", name, error)
                 return
             self.failure = error
-            log.error("stopping: %s failed: %s", name, error, exc_info=error)
+            # An error of ours says all there is to say; any other is a bug, and shows where.
+            trace = None if isinstance(error, FlannelError) else error
+            log.error("stopping: %s failed: %s", name, error, exc_info=trace)
             self.stop.set()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-from tests.lab import Lab
+from tests.lab import Lab, Node
 
 hypothesis.settings.register_profile("flanneld", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("flanneld")
@@ -36,11 +36,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
-    lab: Any = getattr(item, "funcargs", {}).get("lab")
-    if report.when == "call" and report.failed and isinstance(lab, Lab):
-        for node in lab.nodes:
+    if report.when == "call" and report.failed:
+        for node in _nodes(getattr(item, "funcargs", {})):
             report.sections.append((f"log of the daemon on {node.name}", node.logs()[-LOG_TAIL:]))
     return report
+
+
+def _nodes(fixtures: dict[str, Any]) -> Iterator[Node]:
+    """The nodes of a test's laboratory, be it a fixture of its own or part of one."""
+    for fixture in fixtures.values():
+        lab = getattr(fixture, "lab", fixture)
+        if isinstance(lab, Lab):
+            yield from lab.nodes
 
 
 @pytest.fixture

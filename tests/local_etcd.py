@@ -45,7 +45,7 @@ class LocalEtcd:
         self.url = f"{'https' if tls else 'http'}://127.0.0.1:{self._port}"
 
     def start(self, *flags: str, data: str = "data", token: str = "first") -> None:
-        """Start and wait until it answers; another folder ``data`` with another ``token`` is another cluster."""
+        """Start and wait until it answers; with other ``data`` and ``token`` it is another cluster."""
         peer = f"http://127.0.0.1:{self._peer_port}"
         if self._tls:
             flags += ("--client-cert-auth", f"--trusted-ca-file={self._tls / 'ca.crt'}")
@@ -226,12 +226,14 @@ class Relay:
         self._target = (host, int(port))
         #: Method and target of each request, in order.
         self.requests: list[str] = []
+        self.connections = 0
         #: The number of answers to PUT requests that get lost.
         self.answers_to_lose = 0
         #: Whether a long poll is cut as soon as etcd has accepted it.
         self.cut_polls = False
 
     def __call__(self, client: socket.socket) -> None:
+        self.connections += 1
         with socket.create_connection(self._target, timeout=DEADLINE) as etcd:
             etcd.settimeout(None)
             back = threading.Thread(target=self._pass_back, args=(etcd, client), daemon=True)

@@ -127,9 +127,14 @@ def require_type(lease: Lease, backend_type: str) -> None:
         )
 
 
-def peers_public_ip(lease: Lease, family: Family) -> IPAddress:
-    """Raises ``Refused`` when the peer announces none."""
+def peers_public_ip(lease: Lease, family: Family, uplink: Uplink) -> IPAddress:
+    """Raises ``Refused`` when the peer announces none, or ours: what we sent there would come back."""
     public_ip = lease.attrs.public(family)
     if public_ip is None:
         raise Refused(f"{lease} announces no public IPv{family} address", "check the peer's --public-ip")
+    if public_ip == uplink.public(family):
+        raise Refused(
+            f"{lease} announces our own public IP {public_ip}",
+            "if it is no former lease of this node, give each node its own --public-ip",
+        )
     return public_ip

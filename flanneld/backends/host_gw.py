@@ -47,4 +47,4 @@ class HostGw:
         for family in self._families:
             subnet = lease.net(family)
             if subnet is not None:
-                yield Route(subnet, self._uplink.name, peers_public_ip(lease, family))
+                yield Route(subnet, self._uplink.name, peers_public_ip(lease, family, self._uplink))

@@ -29,6 +29,8 @@ OVERHEAD: dict[Family, int] = {4: 50, 6: 70}
 #: What Linux uses when no port is asked for (drivers/net/vxlan, module parameter udp_port).
 LINUX_PORT = 8472
 _MAX_VNI = (1 << 24) - 1
+#: linux/if.h IFNAMSIZ, less the terminating zero.
+_LONGEST_NAME = 15
 _SMALLEST_MTU: dict[Family, int] = {4: 68, 6: 1280}
 
 
@@ -73,7 +75,7 @@ def build(config: Config, host: Host) -> VxlanBackend:
     wanted = read_config(config)
     devices: dict[Family, Vxlan] = {}
     for family in config.families:
-        name = f"flannel.{wanted.vni}" if family == 4 else f"flannel-v6.{wanted.vni}"
+        name = _device_name(family, wanted.vni)
         local = host.uplink.local(family)
         if local is None:
             raise Fatal(f"{host.uplink.name} has no IPv{family} address", "give it one or disable the family")
@@ -89,6 +91,16 @@ def build(config: Config, host: Host) -> VxlanBackend:
             gbp=wanted.gbp,
         )
     return VxlanBackend(host, devices, direct_routing=wanted.direct_routing)
+
+
+def _device_name(family: Family, vni: int) -> str:
+    name = f"flannel.{vni}" if family == 4 else f"flannel-v6.{vni}"
+    if len(name) > _LONGEST_NAME:
+        raise Fatal(
+            f"with Backend.VNI {vni} the device would be {name}, but names end at {_LONGEST_NAME} characters",
+            "set a VNI with fewer digits",
+        )
+    return name
 
 
 class VxlanBackend:
@@ -130,7 +142,7 @@ class VxlanBackend:
             subnet = lease.net(family)
             if subnet is None:
                 continue
-            remote = peers_public_ip(lease, family)
+            remote = peers_public_ip(lease, family, self._host.uplink)
             mac = vtep_mac(lease.attrs.data(family))
             link = self._host.link_to(remote) if self._direct_routing else None
             if link is not None:

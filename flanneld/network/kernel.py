@@ -26,6 +26,7 @@ from flanneld.network.resources import (
     PROTO_BOOT,
     PROTO_FLANNEL,
     Address,
+    Key,
     Kind,
     Link,
     Neighbor,
@@ -37,6 +38,8 @@ from flanneld.network.resources import (
 log = logging.getLogger(__name__)
 
 _DUMP_TRIES = 5
+#: What the names of the devices of all flannels begin with.
+_DEVICES_OF_FLANNEL = "flannel"
 #: Answers to a removal that mean it was gone already.
 _GONE = frozenset({errno.ENOENT, errno.ESRCH, errno.EADDRNOTAVAIL, errno.ENODEV})
 
@@ -124,12 +127,12 @@ class Kernel:
         found = self._dump(rtnl.RTM_GETROUTE, rtnl.routes_request(family))
         return [index for item in found if (index := rtnl.decode_default_route(*item)) is not None]
 
-    def read(self, domain: Domain, wanted: State) -> dict[tuple[object, ...], Resource]:
+    def read(self, domain: Domain, wanted: State) -> dict[Key, Resource]:
         """What there is of the wanted objects, and all else that is ours, links left out.
 
         Raises ``OSError`` rather than leave something out.
         """
-        actual: dict[tuple[object, ...], Resource] = {}
+        actual: dict[Key, Resource] = {}
         names = {index: name for name in domain.links if (index := _index_of(name))}
         for resource, ours in self._everything(domain, wanted, names):
             key = resource.key
@@ -171,6 +174,11 @@ class Kernel:
                 if index := _index_of(name):
                     yield from self._dump_routes(rtnl.routes_request(family, device=index))
             yield from self._dump_routes(rtnl.routes_request(family, protocol=PROTO_FLANNEL))
+            if domain.adopt:
+                # Left by a run with another backend or VNI.
+                for seen in self._dump_routes(rtnl.routes_request(family, protocol=PROTO_BOOT)):
+                    if seen.route.device.startswith(_DEVICES_OF_FLANNEL):
+                        yield seen
 
     def _dump_routes(self, request: bytes) -> Iterator[rtnl.SeenRoute]:
         name_of = cache(_name_of)

@@ -7,7 +7,8 @@ two: what this process changed itself is known by its port, or is what is wanted
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from flanneld.network import links, rtnl
@@ -44,7 +45,7 @@ class Gone:
 
 @dataclass(frozen=True, slots=True)
 class InterfaceChanged:
-    """An interface or one of its addresses came, went or changed; ``name`` may be unknown."""
+    """An interface, an address or a default route of one changed or went; ``name`` may be unknown."""
 
     index: int
     name: str | None
@@ -71,10 +72,14 @@ class Monitor:
     def close(self) -> None:
         self._socket.close()
 
-    def discard(self) -> None:
-        """Forget what is waiting; the caller then reads the kernel back instead."""
-        while self._receive():
-            pass
+    @contextmanager
+    def deaf(self) -> Iterator[None]:
+        """Hear nothing meanwhile: for writes of ours so many that reading back is cheaper than their echo."""
+        self._socket.turn_deaf()
+        try:
+            yield
+        finally:
+            self._socket.listen()
 
     def read(self, name_of: Callable[[int], str | None]) -> list[News]:
         """What is waiting, about devices that ``name_of`` knows, about routes and about all interfaces.
@@ -90,7 +95,7 @@ class Monitor:
                 news.append(data)
                 continue
             for kind, _, _, port, offset, end in messages(data):
-                if port != self._port and (item := _decode(kind, data, offset, end, name_of)) is not None:
+                if port != self._port and (item := decode(kind, data, offset, end, name_of)) is not None:
                     news.append(item)
         return news
 
@@ -105,16 +110,17 @@ class Monitor:
             raise
 
 
-def _decode(
+def decode(
     kind: int, data: bytes, offset: int, end: int, name_of: Callable[[int], str | None]
 ) -> News | None:
+    """What one notification means; one that is not understood may mean anything."""
     try:
-        return _news_of(kind, data, offset, end, name_of)
+        return _decode(kind, data, offset, end, name_of)
     except Malformed:
         return Overrun()
 
 
-def _news_of(
+def _decode(
     kind: int, data: bytes, offset: int, end: int, name_of: Callable[[int], str | None]
 ) -> News | None:
     match kind:
@@ -126,12 +132,21 @@ def _news_of(
             return InterfaceChanged(seen.index, name_of(seen.index)) if seen else None
         case rtnl.RTM_NEWROUTE | rtnl.RTM_DELROUTE:
             found = rtnl.decode_route(data, offset, end, lambda index: name_of(index) or "")
-            if found is None:
-                return None
-            return Seen(found.route) if kind == rtnl.RTM_NEWROUTE else Gone(found.route.key)
+            if found is not None:
+                return Seen(found.route) if kind == rtnl.RTM_NEWROUTE else Gone(found.route.key)
+            return _odd_route(data, offset, end, name_of)
         case rtnl.RTM_NEWNEIGH | rtnl.RTM_DELNEIGH:
             entry = rtnl.decode_neighbor(data, offset, end, name_of) if kind == rtnl.RTM_NEWNEIGH else None
             # One that is there but no longer permanent is as good as gone.
             key = None if entry else rtnl.decode_gone_neighbor(data, offset, end, name_of)
             return Seen(entry) if entry else Gone(key) if key else None
     return None
+
+
+def _odd_route(data: bytes, offset: int, end: int, name_of: Callable[[int], str | None]) -> News | None:
+    """A route that can never be ours still may tell of the uplink, or stand where ours should be."""
+    index = rtnl.decode_default_route(data, offset, end)
+    if index is not None:
+        return InterfaceChanged(index, name_of(index))
+    key = rtnl.decode_unusable_route(data, offset, end)
+    return Gone(key) if key else None

@@ -19,7 +19,8 @@ NLM_F_REQUEST, NLM_F_ACK, NLM_F_DUMP_INTR = 0x1, 0x4, 0x10
 NLM_F_REPLACE, NLM_F_CREATE, NLM_F_ROOT_MATCH = 0x100, 0x400, 0x300
 NLMSG_ERROR, NLMSG_DONE = 2, 3
 SOL_NETLINK = 270
-NETLINK_ADD_MEMBERSHIP, NETLINK_CAP_ACK, NETLINK_GET_STRICT_CHK = 1, 10, 12
+NETLINK_ADD_MEMBERSHIP, NETLINK_DROP_MEMBERSHIP = 1, 2
+NETLINK_CAP_ACK, NETLINK_GET_STRICT_CHK = 10, 12
 NLA_TYPE_MASK = 0x3FFF
 
 # Missing from Python's socket module (asm-generic/socket.h).
@@ -107,10 +108,10 @@ class NetlinkSocket:
         self._widen(receive_buffer)
         self._set(NETLINK_CAP_ACK, 1)
         self._set(NETLINK_GET_STRICT_CHK, 1)
-        for group in groups:
-            self._socket.setsockopt(SOL_NETLINK, NETLINK_ADD_MEMBERSHIP, group)
+        self._groups = groups
         if groups:
             self._socket.setblocking(False)
+            self.listen()
 
     @property
     def port(self) -> int:
@@ -205,6 +206,16 @@ class NetlinkSocket:
             for reply, reply_flags, seq, _, offset, end in messages(data):
                 if seq == question:
                     yield reply, reply_flags, data, offset, end
+
+    def listen(self) -> None:
+        """Be told of changes, from now on."""
+        for group in self._groups:
+            self._socket.setsockopt(SOL_NETLINK, NETLINK_ADD_MEMBERSHIP, group)
+
+    def turn_deaf(self) -> None:
+        """Be told no more; what has been notified can still be received."""
+        for group in self._groups:
+            self._socket.setsockopt(SOL_NETLINK, NETLINK_DROP_MEMBERSHIP, group)
 
     def receive(self) -> bytes:
         """What has been notified. Raises ``BlockingIOError`` for nothing, ENOBUFS after an overrun."""

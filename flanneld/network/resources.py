@@ -26,13 +26,18 @@ class Kind(IntEnum):
     OUTSIDE = 5
 
 
-#: The first item is the kind, the rest identifies the object within its kind.
-Key = tuple[object, ...]
+#: The first item is the kind, the rest identifies the object within its kind. Numbers and strings only:
+#: an address object takes ten times as long to hash, and keys are hashed all the time.
+Key = tuple[Kind | int | str, ...]
 
 #: linux/rtnetlink.h RTPROT_BOOT: what ``ip route add`` leaves, and what Go flannel's routes carry.
 PROTO_BOOT = 3
 #: Marks routes of ours on interfaces that are not ours. Free in iproute2's rt_protos.
 PROTO_FLANNEL = 70
+
+
+def route_key(destination: IPNetwork, *more: str) -> Key:
+    return (Kind.ROUTE, destination.version, int(destination.network_address), destination.prefixlen, *more)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +94,7 @@ class Address:
 
     @property
     def key(self) -> Key:
-        return (self.kind, self.device, self.address)
+        return (self.kind, self.device, self.address.version, int(self.address))
 
     def __str__(self) -> str:
         return f"address {self.address}/{self.address.max_prefixlen} dev {self.device}"
@@ -106,7 +111,7 @@ class Neighbor:
 
     @property
     def key(self) -> Key:
-        return (self.kind, self.device, self.address)
+        return (self.kind, self.device, self.address.version, int(self.address))
 
     def __str__(self) -> str:
         return f"neigh {self.address} lladdr {self.mac} dev {self.device}"
@@ -141,11 +146,26 @@ class Route:
 
     @property
     def key(self) -> Key:
-        return (self.kind, self.destination)
+        return route_key(self.destination)
 
     def __str__(self) -> str:
         via = f" via {self.gateway}" if self.gateway else ""
         return f"route {self.destination}{via} dev {self.device}{' onlink' if self.onlink else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class Blackhole:
+    """Drops what is for the destination unless another route, of any length or metric, leads there."""
+
+    kind: ClassVar[Kind] = Kind.ROUTE
+    destination: IPNetwork
+
+    @property
+    def key(self) -> Key:
+        return route_key(self.destination, "blackhole")
+
+    def __str__(self) -> str:
+        return f"blackhole {self.destination}"
 
 
 class Resource(Protocol):

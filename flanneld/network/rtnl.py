@@ -23,7 +23,7 @@ from flanneld.network.netlink import (
     u32,
     unpack,
 )
-from flanneld.network.resources import Address, FdbEntry, Key, Neighbor, Resource, Route
+from flanneld.network.resources import Address, FdbEntry, Key, Neighbor, Resource, Route, route_key
 
 RTM_NEWLINK, RTM_DELLINK, RTM_GETLINK = 16, 17, 18
 RTM_NEWADDR, RTM_DELADDR, RTM_GETADDR = 20, 21, 22
@@ -42,6 +42,8 @@ NUD_PERMANENT, NTF_SELF = 0x80, 0x02
 RTN_UNICAST, RT_TABLE_MAIN, RTNH_F_ONLINK = 1, 254, 4
 RT_SCOPE_UNIVERSE, RT_SCOPE_NOWHERE = 0, 255
 RTPROT_KERNEL = 2
+#: RTN_BLACKHOLE, RTN_UNREACHABLE, RTN_PROHIBIT, RTN_THROW
+_UNUSABLE = frozenset({6, 7, 8, 9})
 _RTM_F_CLONED = 0x200
 _RTA_DST, _RTA_OIF, _RTA_GATEWAY, _RTA_PRIORITY, _RTA_PREFSRC, _RTA_TABLE = 1, 4, 5, 6, 7, 15
 _RTA_VIA = 18
@@ -233,6 +235,18 @@ def decode_route(data: bytes, offset: int, end: int, name_of: NameOf) -> SeenRou
         ),
         protocol,
     )
+
+
+def decode_unusable_route(data: bytes, offset: int, end: int) -> Key | None:
+    """The key of a main-table route that sends nothing anywhere (blackhole and the like), else None."""
+    family, length, from_length, tos, _, _, _, kind, _ = unpack(_RTMSG, data, offset, end)
+    found = attributes(data, offset + _RTMSG.size, end)
+    raw = found.get(_RTA_DST)
+    if kind not in _UNUSABLE or family not in FAMILY or from_length or tos or raw is None:
+        return None
+    if _number(found.get(_RTA_TABLE)) != RT_TABLE_MAIN:
+        return None
+    return route_key(network_of(raw, length))
 
 
 def decode_neighbor(data: bytes, offset: int, end: int, name_of: NameOf) -> Neighbor | FdbEntry | None:

@@ -66,19 +66,22 @@ class Answer:
     body: bytes | None = field(default=None, repr=False)
 
 
-class NotFound(Exception):
-    """There is no such key at ``at``."""
+class NotFound(Retryable):
+    """There is no such key at ``at``.
+
+    This and the next two are answers that the asker expects. Where it does not, they are ``Retryable``.
+    """
 
     def __init__(self, at: Position) -> None:
         super().__init__(f"no such key at index {at.index}")
         self.at = at
 
 
-class Conflict(Exception):
+class Conflict(Retryable):
     """The condition of a write was not met: somebody else was there first."""
 
 
-class ListAgain(Exception):
+class ListAgain(Retryable):
     """A watch cannot go on from where it was; the text says why."""
 
 

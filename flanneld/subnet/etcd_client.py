@@ -41,13 +41,15 @@ _NO_CERTIFICATE = "check that etcd runs there and accepts -etcd-certfile"
 @dataclass(frozen=True, slots=True)
 class Timeouts:
     """In seconds. ``poll`` is how long a long poll may bring no news before it is made anew; a
-    connection that was not used for ``idle`` is given up, as a firewall may have forgotten it.
+    connection that was not used for ``idle`` is given up, as a firewall may have forgotten it; a watch
+    that failed goes on after ``pause``.
     """
 
     connect: float = 2.0
     read: float = 5.0
     poll: float = 60.0
     idle: float = 30.0
+    pause: float = 1.0
 
 
 class _Connection(HTTPConnection):

@@ -16,9 +16,6 @@ from flanneld.subnet.manager import Cancelled, Deliver
 
 log = logging.getLogger(__name__)
 
-#: Seconds from a failure to the next attempt, and the least from one reading of everything to the next.
-PAUSE = 1.0
-
 #: Reads what is there: the events that say so, and where to watch from.
 Start = Callable[[Client], tuple[list[Event], Position]]
 #: The events that a change means. Raises ``ListAgain`` when only a reading of everything can tell.
@@ -33,6 +30,7 @@ class Follower:
 
     def __init__(self, servers: Servers, timeouts: Timeouts, path: str, *, recursive: bool) -> None:
         self._client = Client(servers, timeouts, self._answered)
+        self._pause_time = timeouts.pause
         self._path = path
         self._recursive = recursive
         self._stop = threading.Event()
@@ -53,12 +51,12 @@ class Follower:
 
     def _run(self, start: Start, news: News, deliver: Deliver) -> None:
         at: Position | None = None
-        started = -PAUSE
+        started = -self._pause_time
         while True:
             events: list[Event] = []
             try:
                 if at is None:
-                    self._pause(started + PAUSE - clock.now())
+                    self._pause_since(started)
                     started = clock.now()
                     events, at = start(self._client)
                 else:
@@ -68,7 +66,7 @@ class Follower:
                 at = None
             except Retryable as problem:
                 self._is_down |= self._tell(str(problem))
-                self._pause(PAUSE)
+                self._pause_since(clock.now())
             if events:
                 deliver(events)
 
@@ -77,11 +75,12 @@ class Follower:
         reply = self._client.wait(self._path, at, recursive=self._recursive)
         self._told.clear()
         if reply.node is None:
-            self._pause(asked + PAUSE - clock.now())
+            self._pause_since(asked)
         return news(reply), reply.at
 
-    def _pause(self, seconds: float) -> None:
-        if self._stop.wait(max(0.0, seconds)):
+    def _pause_since(self, begin: float) -> None:
+        """Wait until the pause that began then is over. Nothing is done more often than that in vain."""
+        if self._stop.wait(max(0.0, begin + self._pause_time - clock.now())):
             raise Cancelled
 
     def _tell(self, text: str) -> bool:

@@ -50,19 +50,19 @@ class Line:
         raise Unreachable(problem)
 
     def drop(self) -> None:
-        """Hold the connection no longer; closing it is up to the one who uses it."""
+        """End the connection; another may follow."""
         with self._changed:
             if self._sock is not None:
+                _shut_down(self._sock)
                 self._sock.close()
             self._sock = None
 
     def cut(self) -> None:
-        """End for good whatever waits for this line. May be called from any thread, repeatedly."""
+        """End the connection and refuse another. May be called from any thread, repeatedly."""
         with self._changed:
             self._cut = True
             self._changed.notify_all()
-            if self._sock is not None:
-                _shut_down(self._sock)
+        self.drop()
 
     def _hold(self, sock: socket.socket) -> None:
         # A duplicate, for TLS takes the descriptor away from the socket that it wraps. Held before it

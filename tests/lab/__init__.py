@@ -10,6 +10,7 @@ host it runs on. ``tests/netns``, ``tests/interop``, ``tests/bench`` and ``dist/
 
 from tests.lab.daemon import Daemon, Exit, own_command, peer_command
 from tests.lab.etcd import Etcd, EtcdError
+from tests.lab.impostor import Impostor
 from tests.lab.lab import Lab
 from tests.lab.namespace import CommandError, Namespace
 from tests.lab.node import Container, Node
@@ -23,6 +24,7 @@ __all__ = [
     "Etcd",
     "EtcdError",
     "Exit",
+    "Impostor",
     "Lab",
     "Namespace",
     "Node",

@@ -14,25 +14,26 @@ from typing import Self
 
 from tests.lab.namespace import Namespace
 
-# linux/rtnetlink.h, linux/neighbour.h
-NEWNEIGH, DELNEIGH = 28, 29
+# linux/rtnetlink.h, linux/neighbour.h, linux/if_link.h
+NEWLINK, DELLINK, NEWNEIGH, DELNEIGH = 16, 17, 28, 29
+WHAT = {16: "link", 20: "address", 24: "route", 28: "neighbor"}
 NUD_PERMANENT = 0x80
 #: RTMGRP_LINK, _NEIGH, _IPV4_IFADDR, _IPV4_ROUTE, _IPV6_IFADDR, _IPV6_ROUTE
 GROUPS = 0x1 | 0x4 | 0x10 | 0x40 | 0x100 | 0x400
 SO_RCVBUFFORCE = 33
 
+#: The containers' side of a node.
+CONTAINERS = ("cni0", "veth")
+
 _HEADER = struct.Struct("=IHHII")
 _NDMSG = struct.Struct("=BxxxiHBB")
-_NAMES = {
-    16: "new link", 17: "link gone", 20: "new address", 21: "address gone",
-    24: "new route", 25: "route gone", 28: "new neighbor", 29: "neighbor gone",
-}  # fmt: skip
+_IFINFOMSG_SIZE = 16
 
 
 class Changes:
     """Listens from its making on, to be used in a ``with``.
 
-    What the kernel learns by itself about neighbours does not count, only permanent entries do.
+    The devices of containers do not count, nor what the kernel learns by itself about its neighbours.
     """
 
     def __init__(self, namespace: Namespace) -> None:
@@ -50,7 +51,7 @@ class Changes:
         self._socket.close()
 
     def seen(self) -> list[str]:
-        """What has changed since this was asked last: ``new route`` and so on."""
+        """What has changed since this was asked last: ``new route``, ``link eth0 gone`` and so on."""
         return self.during(0)
 
     def during(self, seconds: float) -> list[str]:
@@ -71,11 +72,22 @@ def _described(data: bytes) -> Iterator[str]:
     at = 0
     while at < len(data):
         length, kind, *_ = _HEADER.unpack_from(data, at)
-        if kind not in (NEWNEIGH, DELNEIGH) or _is_permanent(data, at + _HEADER.size):
-            yield _NAMES.get(kind, str(kind))
+        body = data[at + _HEADER.size : at + length]
+        gone = kind % 2
+        what = WHAT[kind - gone]
+        if kind in (NEWLINK, DELLINK):
+            what = f"{what} {_link_name(body)}"
+        is_noise = kind in (NEWNEIGH, DELNEIGH) and not _is_permanent(body)
+        if not is_noise and not what.startswith(tuple(f"link {name}" for name in CONTAINERS)):
+            yield f"{what} gone" if gone else f"new {what}"
         at += (length + 3) & ~3
 
 
-def _is_permanent(data: bytes, at: int) -> bool:
-    state: int = _NDMSG.unpack_from(data, at)[2]
-    return bool(state & NUD_PERMANENT)
+def _is_permanent(body: bytes) -> bool:
+    return bool(_NDMSG.unpack_from(body)[2] & NUD_PERMANENT)
+
+
+def _link_name(body: bytes) -> str:
+    """IFLA_IFNAME, which the kernel writes first."""
+    size, _ = struct.unpack_from("=HH", body, _IFINFOMSG_SIZE)
+    return body[_IFINFOMSG_SIZE + 4 : _IFINFOMSG_SIZE + size].rstrip(b"\0").decode()

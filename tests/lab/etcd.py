@@ -7,7 +7,9 @@ import json
 import shutil
 import signal
 import subprocess
-from collections.abc import Mapping
+from base64 import b64encode
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
@@ -38,6 +40,7 @@ class Etcd:
         self.namespace = namespace
         self.address = address
         self.endpoint = f"http://{address}:{PORT}"
+        self._login: dict[str, str] = {}
         self._data = directory / "etcd"
         self._log = directory / "etcd.log"
         self._process: subprocess.Popen[bytes] | None = None
@@ -77,6 +80,20 @@ class Etcd:
         """End it and start it again with the same data."""
         self.stop(how)
         self.start()
+
+    def forget(self) -> None:
+        """Lose all data, while it is stopped."""
+        shutil.rmtree(self._data)
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Make it take connections and requests, and say nothing, for a while."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._process.send_signal(signal.SIGCONT)
 
     def healthy(self) -> bool:
         """Does it answer, with a leader?"""
@@ -118,33 +135,77 @@ class Etcd:
         self.set("config", json.dumps(config))
 
     def leases(self) -> dict[str, Any]:
-        """The attributes of every lease by its subnet, ``10.5.7.0/24``."""
+        """The attributes of every lease by its subnet, ``10.5.7.0/24`` or ``10.5.7.0/24&fc00:5:0:7::/64``."""
         return {_subnet(node["key"]): json.loads(node["value"]) for node in self.children("subnets")}
 
     def lease(self, subnet: str) -> dict[str, Any] | None:
         """The etcd node of a lease with its ``value``, ``ttl`` and ``modifiedIndex``."""
         return self.get(f"subnets/{subnet.replace('/', '-')}")
 
-    def put_lease(self, subnet: str, attributes: Mapping[str, Any], ttl: int | None = TTL) -> None:
-        """Write a lease as a node of the cluster would; ``ttl`` None makes a reservation."""
+    def put_lease(self, subnet: str, attributes: Mapping[str, Any], ttl: int | None = TTL) -> int:
+        """Write a lease as a node of the cluster would and return its index; ``ttl`` None reserves it."""
         value = json.dumps(attributes, separators=(",", ":"))
-        self.set(f"subnets/{subnet.replace('/', '-')}", value, ttl)
+        return int(self.set(f"subnets/{subnet.replace('/', '-')}", value, ttl)["modifiedIndex"])
 
     def delete_lease(self, subnet: str) -> None:
         self.delete(f"subnets/{subnet.replace('/', '-')}")
 
-    def request(self, method: str, path: str, form: Mapping[str, str] | None = None) -> dict[str, Any]:
+    def put_often(self, key: str, times: int) -> None:
+        """Write one key again and again, as fast as one connection can."""
+        with self._connected() as connection:
+            for number in range(times):
+                self._ask(connection, "PUT", f"/v2/keys{quote(key)}", {"value": str(number)})
+
+    def gets(self) -> int:
+        """How many reads of keys it has answered so far."""
+        counted = self.request("GET", "/v2/stats/store")
+        return int(counted["getsSuccess"]) + int(counted["getsFail"])
+
+    def require_login(self, user: str, password: str) -> None:
+        """Let in, besides the test, one user only, with no more rights than a daemon needs."""
+        kv = {"read": [f"{PREFIX}/*"], "write": [f"{PREFIX}/subnets/*"]}
+        for path, order in (
+            ("users/root", {"user": "root", "password": "of the test"}),
+            ("roles/daemon", {"role": "daemon", "permissions": {"kv": kv}}),
+            (f"users/{user}", {"user": user, "password": password, "roles": ["daemon"]}),
+            ("enable", {}),
+        ):
+            self.request("PUT", f"/v2/auth/{path}", order, as_json=True)
+        token = b64encode(b"root:of the test").decode()
+        self._login = {"Authorization": f"Basic {token}"}
+        self.request("DELETE", "/v2/auth/roles/guest")
+
+    def request(
+        self, method: str, path: str, form: Mapping[str, Any] | None = None, *, as_json: bool = False
+    ) -> dict[str, Any]:
         """One HTTP request; raises ``EtcdError`` when etcd refuses, ``OSError`` when it is away."""
+        with self._connected() as connection:
+            return self._ask(connection, method, path, form, as_json=as_json)
+
+    @contextmanager
+    def _connected(self) -> Iterator[http.client.HTTPConnection]:
         connection = http.client.HTTPConnection(self.address, PORT, timeout=5)
         with self.namespace.entered():
             connection.connect()
         try:
-            headers = {"Content-Type": "application/x-www-form-urlencoded"}
-            connection.request(method, path, urlencode(form or {}), headers)
-            response = connection.getresponse()
-            body: dict[str, Any] = json.loads(response.read())
+            yield connection
         finally:
             connection.close()
+
+    def _ask(
+        self,
+        connection: http.client.HTTPConnection,
+        method: str,
+        path: str,
+        form: Mapping[str, Any] | None = None,
+        *,
+        as_json: bool = False,
+    ) -> dict[str, Any]:
+        kind = "application/json" if as_json else "application/x-www-form-urlencoded"
+        text = json.dumps(form) if as_json else urlencode(form or {})
+        connection.request(method, path, text, {"Content-Type": kind, **self._login})
+        response = connection.getresponse()
+        body: dict[str, Any] = json.loads(response.read() or "{}")
         if response.status >= 400:
             raise EtcdError(body)
         return body
@@ -158,4 +219,4 @@ class Etcd:
 
 
 def _subnet(key: str) -> str:
-    return key.rsplit("/", 1)[-1].replace("-", "/", 1)
+    return key.rsplit("/", 1)[-1].replace("-", "/")

@@ -7,8 +7,8 @@ import itertools
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -17,8 +17,9 @@ from tests.lab.etcd import Etcd
 from tests.lab.namespace import Namespace, batch, named, remove
 from tests.lab.node import Node
 
-ADDRESS = "198.18.0.254"  # RFC 2544: a network for laboratories
-IPV6_ADDRESS = "fd00:18::fe"
+#: The links that nodes can be on: 198.18.0.0/24 and fd00:18::/64, and likewise with 19 (RFC 2544).
+LINK, SECOND_LINK = 18, 19
+ADDRESS = f"198.{LINK}.0.254"  # etcd's, and the first link's gateway
 NETWORK = "10.5.0.0/16"
 
 #: etcd reserves 64 MB for each file of its write-ahead log, and a container's /dev/shm may be smaller.
@@ -38,6 +39,7 @@ class Lab:
         self.directory = _room() / self.name
         self.nodes: list[Node] = []
         self._first_nodes = nodes
+        self._routes = False
 
     def __enter__(self) -> Self:
         self._lock = _claim(self.directory)
@@ -67,11 +69,41 @@ class Lab:
         finally:
             os.close(self._lock)
 
-    def add_nodes(self, number: int = 1) -> list[Node]:
-        """Plug in more nodes; their daemons are yet to be started."""
-        added = [self._build_node(len(self.nodes) + 1 + i) for i in range(number)]
+    def add_nodes(self, number: int = 1, *, routed: bool = False) -> list[Node]:
+        """Plug in more nodes; their daemons are yet to be started.
+
+        Routed ones are on a link of their own: for the others they are behind the default gateway.
+        """
+        if routed and not self._routes:
+            self._routes = True
+            self._build_second_link()
+        added = [
+            self._build_node(len(self.nodes) + 1 + i, SECOND_LINK if routed else LINK) for i in range(number)
+        ]
         self.nodes += added
         return added
+
+    def plug_in(self, node: Node) -> None:
+        """Make a node's uplink, with its addresses and default routes."""
+        node.namespace.ip(
+            f"link add eth0 address 02:18:00:00:00:{node.number:02x} mtu 1500 type veth"
+            f" peer name {node.name} netns {self.switch.name}",
+            f"address add {node.address}/24 dev eth0",
+            f"address add {node.ipv6_address}/64 dev eth0",
+            "link set eth0 up",
+            f"route add default via {gateway(node.link_number)}",
+        )
+        self.switch.ip(f"link set {node.name} master {_bridge(node.link_number)} up")
+        node.namespace.ip(f"route add default via {gateway(node.link_number, 6)}")
+
+    @contextmanager
+    def unplugged(self, node: Node) -> Iterator[None]:
+        """Cut a node off for a while, behind its back: its interface stays up and packets get lost."""
+        self.switch.ip(f"link set {node.name} nomaster")
+        try:
+            yield
+        finally:
+            self.switch.ip(f"link set {node.name} master br0")
 
     def cluster(
         self,
@@ -96,36 +128,46 @@ class Lab:
     def _build_switch(self) -> None:
         batch(f"netns add {self.switch.name}")
         _skip_duplicate_address_detection(self.switch)
-        self.switch.ip(
-            "link set lo up",
-            # Without a MAC of its own a bridge takes its ports', and the nodes' ARP entries go stale.
-            "link add br0 address 02:18:00:00:00:fe type bridge",
-            f"address add {ADDRESS}/24 dev br0",
-            f"address add {IPV6_ADDRESS}/64 dev br0",
-            "link set br0 up",
-        )
+        self.switch.ip("link set lo up")
+        self._build_bridge(LINK)
+
+    def _build_second_link(self) -> None:
+        self.switch.sysctl("net/ipv4/ip_forward", 1)
+        self.switch.sysctl("net/ipv6/conf/all/forwarding", 1)
+        self._build_bridge(SECOND_LINK)
+
+    def _build_bridge(self, link: int) -> None:
+        name = _bridge(link)
         # A switch's ports have no addresses of their own that the nodes might come to know.
+        self.switch.sysctl("net/ipv6/conf/default/disable_ipv6", 0)
+        self.switch.ip(
+            # Without a MAC of its own a bridge takes its ports', and the nodes' ARP entries go stale.
+            f"link add {name} address 02:{link}:00:00:00:fe type bridge",
+            f"address add {gateway(link)}/24 dev {name}",
+            f"address add {gateway(link, 6)}/64 dev {name}",
+            f"link set {name} up",
+        )
         self.switch.sysctl("net/ipv6/conf/default/disable_ipv6", 1)
 
-    def _build_node(self, number: int) -> Node:
+    def _build_node(self, number: int, link: int) -> Node:
         namespace = Namespace(f"{self.name}-n{number}")
-        node = Node(namespace, number, self.etcd.endpoint, self.directory / f"n{number}")
+        node = Node(namespace, number, self.etcd.endpoint, self.directory / f"n{number}", link)
         batch(f"netns add {namespace.name}")
         _skip_duplicate_address_detection(namespace)
         namespace.sysctl("net/ipv4/ip_forward", 1)
         namespace.sysctl("net/ipv6/conf/all/forwarding", 1)
-        namespace.ip(
-            "link set lo up",
-            f"link add eth0 address 02:18:00:00:00:{number:02x} mtu 1500 type veth"
-            f" peer name n{number} netns {self.switch.name}",
-            f"address add {node.address}/24 dev eth0",
-            f"address add {node.ipv6_address}/64 dev eth0",
-            "link set eth0 up",
-            f"route add default via {ADDRESS}",
-        )
-        self.switch.ip(f"link set n{number} master br0 up")
-        namespace.ip(f"route add default via {IPV6_ADDRESS}")
+        namespace.ip("link set lo up")
+        self.plug_in(node)
         return node
+
+
+def gateway(link: int, family: int = 4) -> str:
+    """The switch's own address on a link."""
+    return f"198.{link}.0.254" if family == 4 else f"fd00:{link}::fe"
+
+
+def _bridge(link: int) -> str:
+    return f"br{link - LINK}"
 
 
 def _skip_duplicate_address_detection(namespace: Namespace) -> None:

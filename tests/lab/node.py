@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from ipaddress import ip_interface
 from pathlib import Path
@@ -15,18 +15,22 @@ from tests.lab.changes import Changes
 from tests.lab.daemon import Daemon, Exit, own_command
 from tests.lab.namespace import Namespace, batch
 from tests.lab.ping import Ping
-from tests.lab.readiness import Readiness
+from tests.lab.service_manager import ServiceManager
 from tests.lab.wait import wait_for
 
 Rows = list[dict[str, Any]]
 
 
 class Container:
-    """A namespace behind a node's ``cni0``, with one address of the node's subnet."""
+    """A namespace behind a node's ``cni0``, with one address of each of the node's subnets.
 
-    def __init__(self, namespace: Namespace, address: str, directory: Path) -> None:
+    ``address`` is the IPv4 one if there is one.
+    """
+
+    def __init__(self, namespace: Namespace, addresses: Mapping[int, str], directory: Path) -> None:
         self.namespace = namespace
-        self.address = address
+        self.addresses = addresses
+        self.address = next(iter(addresses.values()))
         self._directory = directory
         self._pings = 0
 
@@ -53,11 +57,15 @@ class Container:
 class Node:
     """One host. Its daemon's files are its own, so that many nodes can share a machine's file system."""
 
-    def __init__(self, namespace: Namespace, number: int, endpoints: str, directory: Path) -> None:
+    def __init__(
+        self, namespace: Namespace, number: int, endpoints: str, directory: Path, link_number: int
+    ) -> None:
         self.namespace = namespace
+        self.number = number
+        self.link_number = link_number
         self.name = f"n{number}"
-        self.address = f"198.18.0.{number}"
-        self.ipv6_address = f"fd00:18::{number:x}"
+        self.address = f"198.{link_number}.0.{number}"
+        self.ipv6_address = f"fd00:{link_number}::{number:x}"
         self.directory = directory
         self.subnet_file = directory / "subnet.env"
         self._endpoints = endpoints
@@ -65,7 +73,7 @@ class Node:
         self._containers: dict[int, Container] = {}
         self._before: tuple[int, int] | None = None
         directory.mkdir()
-        self._readiness = Readiness(directory / "notify")
+        self.service_manager = ServiceManager(directory / "notify")
 
     def run(self, *command: str, check: bool = True, timeout: float = 60) -> subprocess.CompletedProcess[str]:
         """Run a command on this node to its end; raises ``CommandError`` unless ``check`` is off."""
@@ -80,14 +88,14 @@ class Node:
         """Start a daemon, by default the one under test; ``flags`` come after the lab's own and win."""
         assert not self.running, f"{self.name} has a daemon already"
         self._before = self._written()
-        self._readiness.close()
-        self._readiness = Readiness(self._readiness.path)
+        self.service_manager.close()
+        self.service_manager = ServiceManager(self.service_manager.path)
         own = [f"--etcd-endpoints={self._endpoints}", f"--subnet-file={self.subnet_file}"]
         daemon = Daemon(
             self.namespace,
             [*(command or own_command()), *own, *flags],
             self.directory / f"daemon-{len(self._daemons) + 1}.log",
-            {"NOTIFY_SOCKET": str(self._readiness.path)} | (environment or {}),
+            {"NOTIFY_SOCKET": str(self.service_manager.path)} | (environment or {}),
         )
         self._daemons.append(daemon)
         return daemon
@@ -115,7 +123,7 @@ class Node:
             assert self.running, (
                 f"{self.name}: the daemon ended: {self.daemon.status()}; its log:\n{self.log()}"
             )
-            return self._readiness.reported() or self._written() != self._before
+            return self.service_manager.ready() or self._written() != self._before
 
         wait_for(ready, deadline, f"{self.name} to become ready; its log so far:\n{self.log()}")
         return self.env()
@@ -141,11 +149,19 @@ class Node:
         """Kill a daemon that still runs."""
         if self.running:
             self.kill()
-        self._readiness.close()
+        self.service_manager.close()
 
     def log(self) -> str:
         """What the daemon that was started last has written."""
         return self.daemon.log() if self._daemons else ""
+
+    def wait_for_log(self, text: str, deadline: float = 5) -> list[str]:
+        """Wait for a text in that log and return the lines that hold it."""
+
+        def lines() -> list[str]:
+            return [line for line in self.log().splitlines() if text in line]
+
+        return wait_for(lines, deadline, f"{text!r} in the log of {self.name}:\n{self.log()}")
 
     def logs(self) -> str:
         """What all daemons of this node have written."""
@@ -180,6 +196,22 @@ class Node:
     def routes(self, device: str = "", family: int = 4) -> Rows:
         """The main table, or the part of it that leads out of ``device``."""
         return self.namespace.json("ip", "-j", f"-{family}", "route", "show", *_on(device))
+
+    def wait_for_route(self, subnet: str, deadline: float = 5) -> dict[str, Any]:
+        """Wait for a route to a peer's subnet and return it."""
+
+        def found() -> Rows:
+            return [route for route in self.routes() if route["dst"] == subnet]
+
+        return wait_for(found, deadline, f"the route to {subnet} on {self.name}")[0]
+
+    def wait_for_no_route(self, subnet: str, deadline: float = 5) -> None:
+        """Wait until there is none."""
+
+        def gone() -> bool:
+            return all(route["dst"] != subnet for route in self.routes())
+
+        wait_for(gone, deadline, f"the route to {subnet} to go from {self.name}")
 
     def neighbors(self, device: str, family: int = 4) -> Rows:
         """The permanent ARP or NDP entries."""
@@ -234,7 +266,8 @@ class Node:
             address = f"{gateway.ip + number}/{gateway.network.prefixlen}"
             inside.ip(f"address add {address} dev eth0 {_nodad(gateway.version)}")
             inside.ip(f"route add default via {gateway.ip}")
-        return Container(inside, str(gateways[0].ip + number), self.directory)
+        addresses: dict[int, str] = {gateway.version: str(gateway.ip + number) for gateway in gateways}
+        return Container(inside, addresses, self.directory)
 
     def _bridge(self, gateways: list[str], mtu: str) -> None:
         if self.link("cni0"):

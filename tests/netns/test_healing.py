@@ -2,60 +2,67 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.lab import Lab, Node, wait_for
-
-#: A repair takes some milliseconds; this leaves a busy machine room.
-SOON = 3.0
-#: Longer than the pause between two repairs where somebody keeps undoing them.
-QUIET = 0.5
+from tests.lab import Lab, wait_for
+from tests.netns.pair import SOON, Pair, Pairs, connect, state
 
 ANY_BACKEND = [
-    pytest.param(["ip route del {subnet}"], ["route {subnet}"], id="a deleted route"),
+    pytest.param(["ip route del {subnet}"], ["Healed: route {subnet}"], id="a deleted route"),
     pytest.param(
-        ["ip route replace {subnet} via {gateway}"], ["route {subnet}"], id="a route to another gateway"
+        ["ip route replace {subnet} via {gateway}"],
+        ["Healed: route {subnet}"],
+        id="a route to another gateway",
     ),
-    pytest.param(["ip route replace {subnet} dev lo"], ["route {subnet}"], id="a route to another device"),
-    pytest.param(["ip route replace blackhole {subnet}"], ["route {subnet}"], id="a route into the void"),
+    pytest.param(
+        ["ip route replace {subnet} dev lo"], ["Healed: route {subnet}"], id="a route to another device"
+    ),
+    pytest.param(
+        ["ip route replace blackhole {subnet}"], ["Healed: route {subnet}"], id="a route into the void"
+    ),
 ]
 
 VXLAN = [
-    pytest.param(["ip neigh del {base} dev flannel.1"], ["neigh {base}"], id="a deleted ARP entry"),
+    pytest.param(["ip neigh del {base} dev flannel.1"], ["Healed: neigh {base}"], id="a deleted ARP entry"),
     pytest.param(
         ["ip neigh replace {base} lladdr 02:00:00:00:00:99 dev flannel.1 nud permanent"],
-        ["neigh {base}"],
+        ["Healed: neigh {base}"],
         id="a changed ARP entry",
     ),
     pytest.param(
         ["ip neigh replace {base} lladdr {mac} dev flannel.1 nud stale"],
-        ["neigh {base}"],
+        ["Healed: neigh {base}"],
         id="an ARP entry that may expire",
     ),
-    pytest.param(["bridge fdb del {mac} dev flannel.1"], ["fdb {mac}"], id="a deleted FDB entry"),
+    pytest.param(["bridge fdb del {mac} dev flannel.1"], ["Healed: fdb {mac}"], id="a deleted FDB entry"),
     pytest.param(
         ["bridge fdb replace {mac} dev flannel.1 dst 198.18.0.99 self permanent"],
-        ["fdb {mac}"],
+        ["Healed: fdb {mac}"],
         id="a changed FDB entry",
     ),
-    pytest.param(["ip address del {own}/32 dev flannel.1"], ["address {own}/32"], id="a deleted address"),
-    pytest.param(["ip link del flannel.1"], ["link flannel.1"], id="a deleted device"),
-    pytest.param(["ip link set flannel.1 down"], ["link flannel.1"], id="a device set down"),
+    pytest.param(
+        ["ip address del {own}/32 dev flannel.1"], ["Healed: address {own}/32"], id="a deleted address"
+    ),
+    pytest.param(["ip link del flannel.1"], ["Healed: link flannel.1"], id="a deleted device"),
+    pytest.param(["ip link set flannel.1 down"], ["Healed: link flannel.1"], id="a device set down"),
     pytest.param(
         ["ip link set flannel.1 down", "ip link set flannel.1 up"],
-        ["route {subnet}"],
+        ["Healed: route {subnet}"],
         id="a device set down and up",
     ),
     pytest.param(
-        ["ip link set flannel.1 address 02:00:00:00:00:99"], ["link flannel.1"], id="a changed MAC"
+        ["ip link set flannel.1 address 02:00:00:00:00:99"], ["Healed: link flannel.1"], id="a changed MAC"
     ),
-    pytest.param(["ip link set flannel.1 mtu 1400"], ["link flannel.1"], id="a changed MTU"),
-    pytest.param(["ip link set flannel.1 type vxlan learning"], ["link flannel.1"], id="learning turned on"),
+    pytest.param(["ip link set flannel.1 mtu 1400"], ["Healed: link flannel.1"], id="a changed MTU"),
     pytest.param(
-        ["ip link del flannel.1", "ip link add flannel.1 type dummy", "ip link set flannel.1 up"],
-        ["link flannel.1"],
+        ["ip link set flannel.1 type vxlan learning"], ["Healed: link flannel.1"], id="learning turned on"
+    ),
+    pytest.param(
+        ["ip link del flannel.1", "ip link add flannel.1 type bridge", "ip link set flannel.1 up"],
+        ["Healed: link flannel.1"],
         id="a device of another kind",
     ),
     pytest.param(
@@ -63,7 +70,7 @@ VXLAN = [
             "ip link del flannel.1",
             "ip link add flannel.1 type vxlan id 2 dev eth0 local 198.18.0.1 dstport 8472",
         ],
-        ["link flannel.1"],
+        ["Healed: link flannel.1"],
         id="a device of another segment",
     ),
     pytest.param(
@@ -73,70 +80,89 @@ VXLAN = [
             "bridge fdb del {mac} dev flannel.1",
             "ip address flush dev flannel.1 scope global",
         ],
-        ["route {subnet}", "neigh {base}", "fdb {mac}", "address {own}/32"],
+        [
+            "Healed: route {subnet}",
+            "Healed: neigh {base}",
+            "Healed: fdb {mac}",
+            "Healed: address {own}/32",
+        ],
         id="everything flushed",
     ),
 ]
 
+UNWANTED = [
+    pytest.param("ip route add 10.99.0.0/16 dev flannel.1", "route 10.99.0.0/16", id="a route"),
+    pytest.param(
+        "ip neigh add 10.5.0.7 lladdr 02:00:00:00:00:99 dev flannel.1 nud permanent",
+        "neigh 10.5.0.7",
+        id="an ARP entry",
+    ),
+    pytest.param(
+        "bridge fdb add 02:00:00:00:00:99 dev flannel.1 dst 198.18.0.99",
+        "fdb 02:00:00:00:00:99",
+        id="an FDB entry",
+    ),
+    pytest.param("ip address add 10.5.0.7/32 dev flannel.1", "address 10.5.0.7/32", id="an address"),
+]
 
-def connect(one: Node, other: Node) -> None:
-    one.container().wait_for_reply(other.container())
-
-
-def names(lab: Lab, node: Node, peer: Node) -> dict[str, str]:
-    """What the commands and log lines in the tables above stand for."""
-    return {
-        "subnet": peer.subnet(),
-        "base": peer.subnet().removesuffix("/24"),
-        "own": node.subnet().removesuffix("/24"),
-        "mac": (peer.link("flannel.1") or {}).get("address", ""),
-        "gateway": lab.etcd.address,
-    }
-
-
-def state(node: Node) -> dict[str, Any]:
-    """What the kernel holds, whichever number a device that was made anew has got."""
-    state = node.kernel_state("flannel.1", "eth0")
-    for device in state.values():
-        (device["link"] or {}).pop("ifindex", None)
-        (device["link"] or {}).pop("link_index", None)
-    return state
-
-
-def damage(node: Node, commands: list[str]) -> None:
-    """Do all of it before the daemon can answer, and see that it is not without effect."""
-    before = state(node)
-    with node.paused():
-        for command in commands:
-            node.run(*command.split())
-        assert state(node) != before
+FOREIGN = [
+    "route add 192.0.2.0/24 via 198.18.0.254",
+    "route add 10.5.0.0/24 via 198.18.0.254",  # no node gets a network's first subnet
+    "neighbor add 198.18.0.99 lladdr 02:00:00:00:00:99 dev eth0 nud permanent",
+    "address add 198.18.0.201/24 dev eth0",
+]
+FOREIGN_ON_TUNNEL = ["address add 192.168.77.1/24 dev flannel.1"]
 
 
-def wait_for_log(node: Node, *texts: str) -> None:
-    for text in texts:
-        wait_for(lambda text=text: text in node.log(), SOON, f"the log to name {text}:\n{node.log()}")
+@pytest.fixture(scope="module")
+def pairs() -> Iterator[Pairs]:
+    pairs = Pairs()
+    yield pairs
+    pairs.close()
 
 
-def check_healing(lab: Lab, backend: dict[str, Any], commands: list[str], healed: list[str]) -> None:
-    node, peer = lab.cluster(backend)
-    connect(node, peer)
-    before = state(node)
-    words = names(lab, node, peer)
-    damage(node, [command.format(**words) for command in commands])
-    wait_for(lambda: state(node) == before, SOON, "the kernel to be as it was")
-    wait_for_log(node, *(f"Healed: {what.format(**words)}" for what in healed))
-    with node.changes() as changes:
-        assert changes.during(QUIET) == []
-    connect(node, peer)
+@pytest.fixture
+def vxlan(pairs: Pairs) -> Pair:
+    return pairs.get("vxlan")
+
+
+@pytest.fixture
+def pair(pairs: Pairs, backend: dict[str, Any]) -> Pair:
+    return pairs.get(backend["Type"])
 
 
 @pytest.mark.parametrize(("commands", "healed"), ANY_BACKEND)
-def test_the_way_to_a_peer_heals(
-    lab: Lab, backend: dict[str, Any], commands: list[str], healed: list[str]
-) -> None:
-    check_healing(lab, backend, commands, healed)
+def test_the_way_to_a_peer_heals(pair: Pair, commands: list[str], healed: list[str]) -> None:
+    pair.check_healing(commands, healed)
 
 
 @pytest.mark.parametrize(("commands", "healed"), VXLAN)
-def test_the_tunnel_heals(lab: Lab, commands: list[str], healed: list[str]) -> None:
-    check_healing(lab, {"Type": "vxlan"}, commands, healed)
+def test_the_tunnel_heals(vxlan: Pair, commands: list[str], healed: list[str]) -> None:
+    vxlan.check_healing(commands, healed)
+
+
+@pytest.mark.parametrize(("command", "removed"), UNWANTED)
+def test_what_nobody_wants_on_our_device_is_removed(vxlan: Pair, command: str, removed: str) -> None:
+    vxlan.check_healing([command], [f"Removed what nobody wants: {removed}"])
+
+
+def test_what_others_made_is_left_alone(lab: Lab, backend: dict[str, Any]) -> None:
+    node, peer = lab.cluster(backend)
+    connect(node, peer)
+    node.namespace.ip(*FOREIGN, *(FOREIGN_ON_TUNNEL if backend["Type"] == "vxlan" else []))
+    before = state(node)
+    with node.paused():
+        node.namespace.ip(f"route del {peer.subnet()}")
+    wait_for(lambda: state(node) == before, SOON, "the kernel to be as it was")
+    connect(node, peer)
+
+
+def test_damage_while_the_daemon_works_heals(vxlan: Pair) -> None:
+    for _ in range(5):
+        vxlan.node.run("ip", "link", "del", "flannel.1")
+        vxlan.wait_until_healed()
+    connect(vxlan.node, vxlan.peer)
+
+
+def test_nothing_is_written_in_a_steady_state(pair: Pair) -> None:
+    pair.check_quiet(2)

@@ -9,8 +9,10 @@ import socket
 import subprocess
 import threading
 import time
+from base64 import b64encode
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
@@ -34,9 +36,19 @@ from tests.local_etcd import (
     silent,
 )
 
-PASSWORD = "hunter2-secret"
+PASSWORD = "hünter/2 secret"
 QUICK = Timeouts(connect=0.5, read=0.5, poll=0.5)
 PATIENT = Timeouts(connect=30, read=30, poll=30)
+
+
+opened: list[Client] = []
+
+
+@pytest.fixture(autouse=True)
+def close_clients() -> Iterator[None]:
+    yield
+    while opened:
+        opened.pop().close()
 
 
 def in_order(_: list[object]) -> None:
@@ -44,11 +56,18 @@ def in_order(_: list[object]) -> None:
 
 
 def client(*endpoints: str, **options: str) -> Client:
-    return Client(Servers(EtcdOptions(endpoints, **options), in_order), QUICK)
+    return client_of(Servers(EtcdOptions(endpoints, **options), in_order))
+
+
+def client_of(
+    servers: Servers, timeouts: Timeouts = QUICK, contact: Callable[[], None] = lambda: None
+) -> Client:
+    opened.append(Client(servers, timeouts, contact))
+    return opened[-1]
 
 
 def patient_client(*endpoints: str) -> Client:
-    return Client(Servers(EtcdOptions(endpoints)), PATIENT)
+    return client_of(Servers(EtcdOptions(endpoints)), PATIENT)
 
 
 def http(status: str, body: str, *headers: str) -> bytes:
@@ -131,9 +150,31 @@ def test_the_last_good_server_is_asked_first(etcd: LocalEtcd) -> None:
         asker = client(dead, relay_url, first_url)
         for _ in range(3):
             asker.fetch("/pinned")
-        asker.close()
     assert len(relay.requests) == 3
     assert not first.requests
+
+
+def test_what_one_client_learns_of_the_servers_the_others_know(etcd: LocalEtcd) -> None:
+    etcd.put("/learnt", "yes")
+    first, second = Relay(etcd.url), Relay(etcd.url)
+    with server(first) as first_url, server(second) as second_url:
+        servers = Servers(EtcdOptions((first_url, second_url)), in_order)
+        asker = client_of(servers)
+        asker.fetch("/learnt")
+        servers.skip()
+        asker.fetch("/learnt")
+    assert (len(first.requests), len(second.requests)) == (1, 1)
+
+
+def test_a_connection_that_was_idle_for_long_is_not_used_again(etcd: LocalEtcd) -> None:
+    etcd.put("/idle", "yes")
+    for idle, connections in ((60.0, 1), (0.0, 3)):
+        relay = Relay(etcd.url)
+        with server(relay) as url:
+            asker = client_of(Servers(EtcdOptions((url,))), Timeouts(idle=idle))
+            for _ in range(3):
+                asker.fetch("/idle")
+        assert relay.connections == connections
 
 
 def test_when_all_servers_fail_each_is_named_with_its_reason() -> None:
@@ -212,6 +253,13 @@ def test_a_watch_from_a_time_that_etcd_has_not_reached_is_not_silent(etcd: Local
         client(etcd.url).wait("/restored", Position(at.index + 1000, at.cluster), recursive=False)
     with pytest.raises(ListAgain, match="another cluster"):
         client(etcd.url).wait("/restored", Position(at.index, "beef"), recursive=False)
+
+
+def test_an_event_that_is_older_than_asked_for_is_not_taken() -> None:
+    event = {"action": "set", "node": {"key": "/k", "value": "v", "modifiedIndex": 5}}
+    stuck = answering(http("200 OK", json.dumps(event), "X-Etcd-Index: 9"))
+    with server(stuck) as url, pytest.raises(ListAgain, match="repeats"):
+        client(url).wait("/k", Position(7), recursive=False)
 
 
 def test_a_server_that_falls_silent_is_noticed_at_the_next_poll(etcd: LocalEtcd) -> None:
@@ -327,13 +375,13 @@ def test_a_client_certificate_opens_the_door(tls_etcd: LocalEtcd, certificates: 
 
 
 def test_a_poll_over_tls_can_be_cut(tls_etcd: LocalEtcd, certificates: Path) -> None:
-    opened = threading.Event()
+    contact = threading.Event()
     servers = Servers(EtcdOptions((tls_etcd.url,), **files(certificates, "client")))
-    asker = Client(servers, PATIENT, opened.set)
+    asker = client_of(servers, PATIENT, contact.set)
     with pytest.raises(NotFound) as missing:
         asker.fetch("/cut")
-    opened.clear()
-    assert_cut(lambda: asker.wait("/cut", missing.value.at, recursive=False), asker.cut, opened.is_set)
+    contact.clear()
+    assert_cut(lambda: asker.wait("/cut", missing.value.at, recursive=False), asker.cut, contact.is_set)
 
 
 def test_what_is_wrong_with_tls_is_said(tls_etcd: LocalEtcd, etcd: LocalEtcd, certificates: Path) -> None:
@@ -391,29 +439,32 @@ def test_a_user_with_a_password_is_let_in(guarded_etcd: LocalEtcd) -> None:
     assert asker.create("/open/door", "1", None).action == "create"
     with pytest.raises(Retryable, match="refuses access"):
         asker.create("/closed", "1", None)
-    with_url = guarded_etcd.url.replace("//", f"//fl%C3%A4nnel:{PASSWORD}@")
+    with_url = guarded_etcd.url.replace("//", f"//fl%C3%A4nnel:{quote(PASSWORD, safe='')}@")
     assert client(with_url).fetch("/open/door").node
 
 
 def test_a_password_shows_nowhere(guarded_etcd: LocalEtcd, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
-    url = guarded_etcd.url.replace("//", f"//eve:{PASSWORD}@")
+    quoted = quote(PASSWORD, safe="")
+    url = guarded_etcd.url.replace("//", f"//eve:{quoted}@")
     shown = []
     wrong = [
         EtcdOptions((url,)),
         EtcdOptions((guarded_etcd.url,), username="eve", password=PASSWORD),
-        EtcdOptions((f"http://eve:{PASSWORD}@127.0.0.1:{free_port()}",)),
-        EtcdOptions((f"http://eve:{PASSWORD}@127.0.0.1:99999",)),
-        EtcdOptions((f"http://eve:{PASSWORD}@host", "https://other")),
+        EtcdOptions((f"http://eve:{quoted}@127.0.0.1:{free_port()}",)),
+        EtcdOptions((f"http://eve:{quoted}@127.0.0.1:99999",)),
+        EtcdOptions((f"http://eve:{quoted}@host", "https://other")),
     ]
     for options in wrong:
         with pytest.raises((Retryable, Fatal)) as caught:
-            Client(Servers(options), QUICK).fetch("/key")
+            client_of(Servers(options)).fetch("/key")
         shown.append(str(caught.value))
     options = EtcdOptions((url,), username="eve", password=PASSWORD)
     shown += [repr(options), Servers(options).name, *(repr(each) for each in Servers(options).in_turn())]
     assert "refuses access" in shown[0]
-    assert PASSWORD not in "\n".join([*shown, caplog.text])
+    told = "\n".join([*shown, caplog.text])
+    for secret in (PASSWORD, quoted, b64encode(f"eve:{PASSWORD}".encode()).decode()):
+        assert secret not in told
 
 
 # ---- endpoints -----------------------------------------------------------------------------------

@@ -1,0 +1,70 @@
+"""The measuring itself works; how fast anything is, no test says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.bench.__main__ import main
+from tests.bench.cluster import Peer
+from tests.bench.figures import Figure, Goal, Samples, Subject, percentile
+from tests.bench.report import Results
+
+
+@pytest.mark.long
+def test_a_run_in_miniature_yields_every_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FLANNELD_PEER", raising=False)
+    file = tmp_path / "figures.json"
+    sizes = ["--peers=50", "--rounds=1", "--events=5", "--idle-seconds=1"]
+    assert main(["--backend=vxlan", f"--json={file}", *sizes]) == 0
+    rows = json.loads(file.read_text())["figures"]
+    assert {row["figure"] for row in rows} == {figure.value for figure in Figure}
+    assert all(len(row["ours"]) == 1 and row["peer"] == [] for row in rows)
+
+
+@pytest.mark.long
+def test_a_daemon_that_fails_makes_the_status_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FLANNELD_COMMAND", "/bin/false")
+    assert main(["--backend=vxlan", "--only=start", "--rounds=1"]) == 1
+    assert "BROKEN: the daemon ended with 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("ours", "verdict"), [(1.3, "met"), (1.31, "missed")])
+def test_a_ratio_at_its_limit_meets_the_goal(ours: float, verdict: str) -> None:
+    assert Goal(1.3).verdict(Samples([ours], [1.0])) == verdict
+
+
+def test_an_absolute_goal_needs_no_peer() -> None:
+    assert Goal(36, absolute=True).verdict(Samples([35, 37, 36], [])) == "met"
+
+
+def test_a_ratio_without_a_peer_is_neither_met_nor_missed() -> None:
+    assert Goal(0.7).verdict(Samples([1.0], [])) == ""
+
+
+def test_the_ratio_is_that_of_the_medians() -> None:
+    assert Samples([1, 2, 90], [4, 4, 70]).ratio() == 0.5
+
+
+@pytest.mark.parametrize(("percent", "value"), [(50, 2), (75, 3), (76, 4), (99, 4), (0, 1)])
+def test_a_percentile_is_one_of_the_values(percent: int, value: float) -> None:
+    assert percentile([4, 1, 3, 2], percent) == value
+
+
+def test_a_row_shows_medians_spread_ratio_and_verdict() -> None:
+    results = Results({Subject("vxlan", 5000, Figure.BULK): Samples([0.5, 0.4, 0.6], [1.0, 1.0, 1.0])})
+    row = results.table().splitlines()[1]
+    assert row.split() == [
+        *("exec", "to", "all", "routes,", "s", "0.500", "(0.400..0.600)", "1.00", "(1.00..1.00)"),
+        *("0.500", "ratio", "<=", "0.7", "met"),
+    ]
+
+
+def test_a_lease_is_written_as_the_go_daemon_writes_it() -> None:
+    data = '"BackendData":{"VtepMAC":"02:be:00:00:01:02"}'
+    assert Peer(258).value("vxlan") == f'{{"PublicIP":"198.18.17.2","BackendType":"vxlan",{data}}}'
+    assert Peer(0).value("host-gw") == '{"PublicIP":"198.18.16.0","BackendType":"host-gw"}'

@@ -1,0 +1,39 @@
+"""What systemd would hear of a daemon, by sd_notify(3)."""
+
+from __future__ import annotations
+
+import select
+import socket
+from contextlib import suppress
+from pathlib import Path
+
+
+class ServiceManager:
+    """The socket a daemon reports to, as ``$NOTIFY_SOCKET``; it takes no more than a few unread messages."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._heard: list[str] = []
+        path.unlink(missing_ok=True)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.bind(str(path))
+        self._socket.setblocking(False)
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def heard(self) -> list[str]:
+        """All messages so far, oldest first."""
+        with suppress(BlockingIOError):
+            while True:
+                self._heard.append(self._socket.recv(4096).decode())
+        return self._heard.copy()
+
+    def ready(self) -> bool:
+        """Has the daemon said that it is ready?"""
+        return "READY=1" in self.heard()
+
+    def silent(self, seconds: float) -> bool:
+        """Did nothing more come for so long?"""
+        self.heard()
+        return not select.select([self._socket], [], [], seconds)[0]

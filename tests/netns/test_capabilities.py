@@ -1,0 +1,111 @@
+"""The daemon with no more rights than flanneld.service gives it: two capabilities, and none to be gained."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.lab import Lab, Node, wait_for
+from tests.lab.daemon import ROOT
+from tests.lab.lab import NETWORK
+
+# linux/capability.h
+NET_ADMIN_AND_NET_RAW = 1 << 12 | 1 << 13
+NOBODY = 65534
+
+#: What the daemon needs may lie where only root may look, and so may the node's files: it sees all of it
+#: below /mnt. ``ip netns exec`` gives it a view of the file system of its own.
+CONFINED = """
+mount -t tmpfs -o mode=755 tmpfs /mnt
+mkdir /mnt/python /mnt/site /mnt/source /mnt/node
+mount --bind "$1" /mnt/python
+mount --bind "$2" /mnt/site
+mount --bind "$3" /mnt/source
+mount --bind "$4" /mnt/node
+chown -R "$5:$5" /mnt/node
+user=$5
+shift 5
+export PYTHONPATH=/mnt/source:/mnt/site LD_LIBRARY_PATH=/mnt/python/lib NOTIFY_SOCKET=/mnt/node/notify
+cd /
+exec setpriv --reuid="$user" --regid="$user" --clear-groups --no-new-privs \
+    --inh-caps=-all,+net_admin,+net_raw --ambient-caps=-all,+net_admin,+net_raw \
+    --bounding-set=-all,+net_admin,+net_raw \
+    /mnt/python/bin/python3 -m flanneld "$@"
+"""
+
+
+@pytest.fixture(params=[pytest.param(0, id="root"), pytest.param(NOBODY, id="nobody")])
+def user(request: pytest.FixtureRequest) -> int:
+    number: int = request.param
+    return number
+
+
+def cluster(lab: Lab, backend: dict[str, Any], user: int) -> list[Node]:
+    """Two nodes whose daemons have only what the service file grants."""
+    lab.etcd.put_config({"Network": NETWORK, "Backend": backend})
+    nodes = lab.add_nodes(2)
+    for node in nodes:
+        start(node, user)
+    for node in nodes:
+        node.wait_ready(10)
+    return nodes
+
+
+def start(node: Node, user: int) -> None:
+    site = sysconfig.get_path("purelib")
+    places = (sys.base_prefix, site, str(ROOT), str(node.directory))
+    command = ("sh", "-ec", CONFINED, "sh", *places, str(user))
+    node.start("--subnet-file=/mnt/node/run/subnet.env", command=command)
+    node.subnet_file = node.directory / "run/subnet.env"
+
+
+def status(node: Node) -> dict[str, str]:
+    """What the kernel says of the daemon's process (proc(5))."""
+    lines = Path(f"/proc/{node.pid}/status").read_text().splitlines()
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+def test_the_daemon_has_exactly_two_capabilities_for_good(lab: Lab, user: int) -> None:
+    node, _ = cluster(lab, {"Type": "vxlan"}, user)
+    found = status(node)
+    assert found["Uid"].split() == [str(user)] * 4
+    assert found["NoNewPrivs"] == "1"
+    for kind in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"):
+        assert int(found[kind], 16) == NET_ADMIN_AND_NET_RAW, kind
+
+
+def test_two_nodes_are_one_network(lab: Lab, backend: dict[str, Any], user: int) -> None:
+    first, second = cluster(lab, backend, user)
+    first.container().wait_for_reply(second.container())
+    assert first.env()["FLANNEL_NETWORK"] == NETWORK
+    assert not [line for node in (first, second) for line in node.log().splitlines() if line[0] in "WEF"]
+
+
+def test_a_deleted_device_is_made_again(lab: Lab, user: int) -> None:
+    first, second = cluster(lab, {"Type": "vxlan"}, user)
+    first.container().wait_for_reply(second.container())
+    before = (first.link("flannel.1") or {})["address"]
+    first.namespace.ip("link del flannel.1")
+    first.container().wait_for_reply(second.container())
+    assert (first.link("flannel.1") or {})["address"] == before
+
+
+def test_the_tunnel_takes_no_router_advertisements(lab: Lab, user: int) -> None:
+    for node in cluster(lab, {"Type": "vxlan"}, user):
+        with node.namespace.entered():
+            assert Path("/proc/sys/net/ipv6/conf/flannel.1/accept_ra").read_text() == "0\n"
+
+
+def test_a_restart_takes_the_lease_it_had(lab: Lab, user: int) -> None:
+    first, second = cluster(lab, {"Type": "vxlan"}, user)
+    subnet = first.subnet()
+    assert first.stop().status == 0
+    start(first, user)
+    first.wait_ready()
+    assert first.subnet() == subnet
+    first.container().wait_for_reply(second.container())
+    wait_for(lambda: len(lab.etcd.leases()) == 2, what="two leases")

@@ -1,0 +1,180 @@
+"""Containers as Docker and as a CNI runtime make them out of subnet.env, on two nodes."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from ipaddress import ip_interface
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.lab import Container, Lab, Namespace, Node
+from tests.lab.daemon import ROOT
+from tests.lab.namespace import batch, run
+
+CNI_PLUGINS = Path("/usr/lib/cni")  # Debian: containernetworking-plugins
+
+#: Makes the n-th container of a node, the first is 1.
+Runtime = Callable[[Node, int], Container]
+
+
+def docker(node: Node, number: int = 1) -> Container:
+    """What dockerd does with the options that mk-docker-opts.sh writes: ``--bip`` and ``--mtu``."""
+    options = docker_options(node)
+    gateway, mtu = ip_interface(options["bip"]), options["mtu"]
+    if not node.link("docker0"):
+        node.namespace.ip(
+            f"link add docker0 mtu {mtu} type bridge",
+            f"address add {gateway} dev docker0",
+            "link set docker0 up",
+        )
+    inside = Namespace(f"{node.namespace.name}c{number}")
+    address = gateway.ip + number
+    batch(f"netns add {inside.name}")
+    node.namespace.ip(
+        f"link add veth{number} mtu {mtu} type veth peer name eth0 mtu {mtu} netns {inside.name}",
+        f"link set veth{number} master docker0 up",
+    )
+    inside.ip(
+        "link set lo up",
+        "link set eth0 up",
+        f"address add {address}/{gateway.network.prefixlen} dev eth0",
+        f"route add default via {gateway.ip}",
+    )
+    return Container(inside, {4: str(address)}, node.directory)
+
+
+def docker_options(node: Node) -> dict[str, str]:
+    """``{"bip": "10.5.7.1/24", "mtu": "1450", "ip-masq": "true"}``"""
+    file = node.directory / "docker.env"
+    run(str(ROOT / "dist/mk-docker-opts.sh"), "-c", "-f", str(node.subnet_file), "-d", str(file))
+    (line,) = shlex.split(file.read_text())
+    return dict(re.findall("--([^=]+)=([^ ]+)", line.partition("=")[2]))
+
+
+def cni(node: Node, number: int = 1) -> Container:
+    """What the flannel CNI plug-in has the plug-ins ``bridge`` and ``host-local`` do."""
+    env = node.env()
+    inside = Namespace(f"{node.namespace.name}c{number}")
+    batch(f"netns add {inside.name}")
+    config = {
+        "cniVersion": "1.0.0",
+        "name": "cbr0",
+        "type": "bridge",
+        "bridge": "cni0",
+        "mtu": int(env["FLANNEL_MTU"]),
+        "isDefaultGateway": True,
+        "hairpinMode": True,
+        "ipMasq": False,
+        "ipam": {
+            "type": "host-local",
+            "ranges": [[{"subnet": node.subnet()}]],
+            "routes": [{"dst": env["FLANNEL_NETWORK"]}],
+            "dataDir": str(node.directory / "cni"),
+        },
+    }
+    variables = {
+        "CNI_COMMAND": "ADD",
+        "CNI_CONTAINERID": inside.name,
+        "CNI_NETNS": f"/run/netns/{inside.name}",
+        "CNI_IFNAME": "eth0",
+        "CNI_PATH": str(CNI_PLUGINS),
+    }
+    words = (f"{name}={value}" for name, value in variables.items())
+    done = node.namespace.run("env", *words, str(CNI_PLUGINS / "bridge"), stdin=json.dumps(config))
+    (given,) = json.loads(done.stdout)["ips"]
+    return Container(inside, {4: str(ip_interface(given["address"]).ip)}, node.directory)
+
+
+@pytest.fixture(params=[docker, cni])
+def runtime(request: pytest.FixtureRequest) -> Runtime:
+    chosen: Runtime = request.param
+    return chosen
+
+
+@pytest.fixture
+def pair(lab: Lab, backend: dict[str, Any], runtime: Runtime) -> tuple[Container, Container]:
+    """A container on each of two nodes, which reach each other."""
+    one, other = (runtime(node, 1) for node in lab.cluster(backend))
+    one.wait_for_reply(other)
+    other.wait_for_reply(one)
+    return one, other
+
+
+def fits(one: Container, other: Container, size: int) -> bool:
+    """Does an IPv4 packet of so many bytes get there and back in one piece?"""
+    payload = size - 20 - 8
+    command = ("ping", "-n", "-c", "1", "-W", "1", "-M", "do", "-s", str(payload), other.address)
+    return one.run(*command, check=False).returncode == 0
+
+
+@contextmanager
+def connected(client: Container, server: Container) -> Iterator[tuple[socket.socket, socket.socket]]:
+    """The two ends of a TCP connection, the client's first."""
+    with server.namespace.entered():
+        listener = socket.create_server((server.address, 0))
+    with listener, client.namespace.entered():
+        near = socket.create_connection(listener.getsockname(), timeout=5)
+        listener.settimeout(5)
+        far, _ = listener.accept()
+    with near, far:
+        far.settimeout(5)
+        yield near, far
+
+
+def test_the_gateway_is_the_first_address_of_the_subnet(lab: Lab, runtime: Runtime) -> None:
+    (node,) = lab.cluster({"Type": "vxlan"}, nodes=1)
+    container = runtime(node, 1)
+    (default,) = container.namespace.json("ip", "-j", "route", "show", "default")
+    network = ip_interface(node.env()["FLANNEL_SUBNET"]).network
+    assert default["gateway"] == str(network[1])
+    assert container.address == str(network[2])
+    container.wait_for_reply(default["gateway"])
+
+
+def test_two_containers_of_a_node_reach_each_other(lab: Lab, runtime: Runtime) -> None:
+    (node,) = lab.cluster({"Type": "vxlan"}, nodes=1)
+    one, other = runtime(node, 1), runtime(node, 2)
+    one.wait_for_reply(other)
+
+
+def test_a_container_sees_the_real_address_of_one_on_another_node(pair: tuple[Container, Container]) -> None:
+    one, other = pair
+    with connected(one, other) as (near, far):
+        assert far.getpeername()[0] == one.address
+        assert near.getpeername()[0] == other.address
+
+
+def test_tcp_carries_data_between_nodes(pair: tuple[Container, Container]) -> None:
+    data = bytes(range(256)) * 4096  # 1 MiB, more than any buffer on the way
+    with connected(*pair) as (near, far):
+        sender = threading.Thread(target=near.sendall, args=(data,))
+        sender.start()
+        received = far.makefile("rb").read(len(data))
+        sender.join()
+    assert received == data
+
+
+def test_packets_of_the_mtu_pass_and_larger_ones_do_not(
+    lab: Lab, backend: dict[str, Any], pair: tuple[Container, Container]
+) -> None:
+    mtu = int(lab.nodes[0].env()["FLANNEL_MTU"])
+    assert mtu == {"vxlan": 1450, "host-gw": 1500}[backend["Type"]]
+    assert fits(*pair, size=mtu)
+    assert not fits(*pair, size=mtu + 1)
+
+
+def test_docker_is_told_to_masquerade_when_flannel_does_not(lab: Lab) -> None:
+    (node,) = lab.cluster({"Type": "vxlan"}, nodes=1)
+    assert docker_options(node) == {
+        "bip": node.env()["FLANNEL_SUBNET"],
+        "mtu": "1450",
+        "ip-masq": "true",
+    }

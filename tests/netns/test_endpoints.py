@@ -1,0 +1,218 @@
+"""The way to etcd: several endpoints, TLS, a login, and whoever else answers there."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.lab import Etcd, Impostor, Lab, Node, wait_for
+from tests.lab.etcd import PORT
+from tests.local_etcd import make_certificates
+
+CONFIG = {"Network": "10.5.0.0/16", "Backend": {"Type": "host-gw"}}
+TLS_PORT = 2381
+
+
+def check_news_arrives(etcd: Etcd, node: Node, number: int = 200, deadline: float = 5) -> None:
+    """A lease that is written now leads to a route."""
+    etcd.put_lease(f"10.5.{number}.0/24", {"PublicIP": f"198.18.0.{number}", "BackendType": "host-gw"})
+    node.wait_for_route(f"10.5.{number}.0/24", deadline)
+
+
+def complaints(node: Node) -> list[str]:
+    return [line for line in node.log().splitlines() if not line.startswith("I")]
+
+
+# ---- several endpoints -------------------------------------------------------------------------
+
+
+@contextmanager
+def gateway(lab: Lab, port: int) -> Iterator[subprocess.Popen[bytes]]:
+    """Another endpoint, that passes everything on to etcd."""
+    listen = f"{lab.etcd.address}:{port}"
+    with (lab.directory / f"gateway-{port}.log").open("wb") as log:
+        process = lab.switch.start(
+            "etcd", "gateway", "start", f"--listen-addr={listen}", f"--endpoints={lab.etcd.address}:{PORT}",
+            output=log,
+        )  # fmt: skip
+    try:
+        wait_for(lambda: lab.switch.run("ss", "-Htln", "sport", "=", str(port)).stdout, what="the gateway")
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def used_ports(node: Node) -> set[int]:
+    """The ports to which the daemon has a connection."""
+    peers = (line.split()[-1] for line in node.run("ss", "-Htn", "state", "established").stdout.splitlines())
+    return {int(peer.rpartition(":")[2]) for peer in peers}
+
+
+def test_the_death_of_an_endpoint_is_got_over(lab: Lab) -> None:
+    lab.etcd.put_config(CONFIG)
+    (node,) = lab.add_nodes()
+    with gateway(lab, 2391) as first, gateway(lab, 2392) as second:
+        # Nobody listens on the last one.
+        node.start(
+            "-etcd-endpoints=" + ",".join(f"http://{lab.etcd.address}:{p}" for p in (2391, 2392, 2393))
+        )
+        node.wait_ready()
+        check_news_arrives(lab.etcd, node)
+        (port,) = used_ports(node)
+        used, other = (first, 2392) if port == 2391 else (second, 2391)
+        used.kill()
+        check_news_arrives(lab.etcd, node, 201)
+        wait_for(lambda: used_ports(node) == {other}, what=f"connections to port {other}")
+        attributes = lab.etcd.leases()[node.subnet()]
+        lab.etcd.put_lease(node.subnet(), attributes, ttl=5)
+        wait_for(lambda: (lab.etcd.lease(node.subnet()) or {})["ttl"] > 80000, what="a renewal")
+
+
+def test_an_endpoint_out_of_reach_delays_the_start_by_seconds_only(lab: Lab) -> None:
+    lab.etcd.put_config(CONFIG)
+    nodes = lab.add_nodes(3)
+    # The order is left to chance, so with three nodes it is as good as sure that one asks the dead one first.
+    for node in nodes:
+        node.start(f"-etcd-endpoints=http://198.18.0.199:{PORT},{lab.etcd.endpoint}")
+    for node in nodes:
+        node.wait_ready(8)
+    check_news_arrives(lab.etcd, nodes[0])
+
+
+# ---- TLS ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tls_node(lab: Lab) -> Iterator[tuple[Node, Etcd, Path]]:
+    """A node with an etcd of its own that wants certificates, except of the test, and their folder."""
+    (node,) = lab.add_nodes()
+    folder = node.directory / "tls"
+    folder.mkdir()
+    make_certificates(folder)
+    etcd = Etcd(node.namespace, "127.0.0.1", node.directory)
+    etcd.start(
+        f"--listen-client-urls=http://127.0.0.1:{PORT},https://127.0.0.1:{TLS_PORT}",
+        "--client-cert-auth",
+        f"--trusted-ca-file={folder / 'ca.crt'}",
+        f"--cert-file={folder / 'server.crt'}",
+        f"--key-file={folder / 'server.key'}",
+    )
+    etcd.put_config(CONFIG)
+    yield node, etcd, folder
+    etcd.kill()
+
+
+def flags(folder: Path, authority: str, identity: str) -> list[str]:
+    given = [f"-etcd-endpoints=https://127.0.0.1:{TLS_PORT}", f"-etcd-cafile={folder / authority}.crt"]
+    if identity:
+        given += [f"-etcd-certfile={folder / identity}.crt", f"-etcd-keyfile={folder / identity}.key"]
+    return given
+
+
+def test_tls_with_certificates_on_both_sides_carries_everything(tls_node: tuple[Node, Etcd, Path]) -> None:
+    node, etcd, folder = tls_node
+    node.start(*flags(folder, "ca", "client"))
+    node.wait_ready()
+    check_news_arrives(etcd, node)
+    assert used_ports(node) == {TLS_PORT}
+    assert complaints(node) == []
+    status, seconds = node.stop()
+    assert status == 0
+    assert seconds < 1
+
+
+@pytest.mark.parametrize(
+    ("authority", "identity"), [("ca", ""), ("ca", "other"), ("other", "client")], ids="-".join
+)
+def test_a_certificate_that_is_not_accepted_is_complained_about_once(
+    tls_node: tuple[Node, Etcd, Path], authority: str, identity: str
+) -> None:
+    node, _, folder = tls_node
+    node.start(*flags(folder, authority, identity))
+    (complaint,) = node.wait_for_log("Waiting for the network config")
+    assert "certificate" in complaint
+    assert "-etcd-cafile" in complaint or "-etcd-certfile" in complaint
+    node.service_manager.silent(2.5)
+    assert complaints(node) == [complaint]
+    assert not node.env()
+    assert node.stop().status == 0
+
+
+# ---- a login -----------------------------------------------------------------------------------
+
+
+def test_a_login_with_no_more_rights_than_needed_carries_everything(lab: Lab) -> None:
+    lab.etcd.put_config(CONFIG)
+    lab.etcd.require_login("flannel", "secret")
+    (node,) = lab.add_nodes()
+    node.start("-etcd-username=flannel", "-etcd-password=secret")
+    node.wait_ready()
+    check_news_arrives(lab.etcd, node)
+    lab.etcd.put_lease(node.subnet(), lab.etcd.leases()[node.subnet()], ttl=5)
+    wait_for(lambda: (lab.etcd.lease(node.subnet()) or {})["ttl"] > 80000, what="a renewal")
+    assert complaints(node) == []
+
+
+def test_a_login_that_is_put_right_in_etcd_is_taken(lab: Lab) -> None:
+    lab.etcd.put_config(CONFIG)
+    lab.etcd.require_login("flannel", "another")
+    (node,) = lab.add_nodes()
+    node.start("-etcd-username=flannel", "-etcd-password=secret")
+    (complaint,) = node.wait_for_log("-etcd-password")
+    lab.etcd.request("PUT", "/v2/auth/users/flannel", {"user": "flannel", "password": "secret"}, as_json=True)
+    node.wait_ready()
+    assert complaints(node) == [complaint]
+
+
+# ---- whoever else answers ----------------------------------------------------------------------
+
+
+def http(status: str, body: str, kind: str = "text/html") -> bytes:
+    return f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
+
+
+ANSWERS = {
+    "an error": http("500 Internal Server Error", "oh no"),
+    "a web page": http("200 OK", "<html>Welcome!</html>"),
+    "JSON that is not etcd's": http("200 OK", '{"kind":"Status","code":200}', "application/json"),
+    "not found": http("404 Not Found", "404 page not found", "text/plain"),
+    "no HTTP": b"SSH-2.0-OpenSSH_9.2p1 Debian-2\r\n",
+    "a broken promise": http("200 OK", "{")[:-1].replace(b"Length: 1", b"Length: 1000") + b"{",
+}
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_what_is_not_etcd_is_complained_about_once_until_etcd_is_there(lab: Lab, answer: str) -> None:
+    lab.etcd.put_config(CONFIG)
+    lab.etcd.stop()
+    (node,) = lab.add_nodes()
+    with Impostor(lab.switch, lab.etcd.address, ANSWERS[answer]) as impostor:
+        node.start()
+        wait_for(lambda: impostor.asked >= 2, 10, "two requests")
+        (complaint,) = node.wait_for_log("Waiting for the network config")
+        assert lab.etcd.address in complaint
+    lab.etcd.start()
+    node.wait_ready()
+    # Between the two nobody listened, which is news.
+    assert len(complaints(node)) <= 2
+    assert complaints(node)[0] == complaint
+
+
+def test_no_answer_of_an_impostor_costs_a_peer(lab: Lab) -> None:
+    first, second = lab.cluster({"Type": "host-gw"})
+    first.container().wait_for_reply(second.container())
+    with first.container().ping(second.container()) as ping:
+        lab.etcd.stop()
+        for answer in ANSWERS.values():
+            with Impostor(lab.switch, lab.etcd.address, answer) as impostor:
+                wait_for(lambda impostor=impostor: impostor.asked >= 2, 10, "two requests")
+        lab.etcd.start()
+        check_news_arrives(lab.etcd, first)
+        assert ping.lost() == 0
+    assert first.running
+    assert second.running

@@ -1,0 +1,211 @@
+"""What is written to a real kernel and read back from it, where that is not plain."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+from collections.abc import Iterator
+from ipaddress import ip_address, ip_network
+
+import pytest
+
+from flanneld.network import devices
+from flanneld.network.diff import Plan, diff
+from flanneld.network.kernel import Domain, Kernel
+from flanneld.network.monitor import Gone, Monitor, News, Seen
+from flanneld.network.report import Report
+from flanneld.network.resources import Address, FdbEntry, Key, Neighbor, Resource, Route
+from tests.lab.namespace import Namespace, batch, remove
+from tests.lab.wait import wait_for
+
+MAC = "02:00:00:00:00:07"
+SUBNET, SUBNET_V6 = ip_network("10.1.7.0/24"), ip_network("fd00:0:0:7::/64")
+DIRECT: list[Resource] = [
+    Route(SUBNET, "up0", ip_address("192.0.2.7")),
+    Route(SUBNET_V6, "up0", ip_address("fd77::7")),
+]
+TUNNELLED: list[Resource] = [
+    Route(SUBNET, "vx4", ip_address("10.1.7.0"), onlink=True),
+    Route(SUBNET_V6, "vx6", ip_address("fd00:0:0:7::"), onlink=True),
+]
+EVERYTHING: list[Resource] = [
+    Address("vx4", ip_address("10.1.5.0")),
+    Address("vx6", ip_address("fd00:0:0:5::")),
+    Neighbor("vx4", ip_address("10.1.7.0"), MAC),
+    Neighbor("vx6", ip_address("fd00:0:0:7::"), MAC),
+    FdbEntry("vx4", MAC, ip_address("192.0.2.7")),
+    FdbEntry("vx6", MAC, ip_address("fd77::7")),
+    *TUNNELLED,
+]
+DOMAIN = Domain(
+    uplink="up0",
+    links=frozenset({"vx4", "vx6"}),
+    ranges=((ip_network("10.1.0.0/16"), 24), (ip_network("fd00::/48"), 64)),
+    sweep=True,
+)
+
+_numbers = itertools.count(1)
+
+
+@pytest.fixture
+def empty() -> Iterator[Namespace]:
+    """A namespace in which the test runs, as new as they come."""
+    namespace = Namespace(f"flk{os.getpid()}.{next(_numbers)}")
+    batch(f"netns add {namespace.name}")
+    try:
+        with namespace.entered():
+            yield namespace
+    finally:
+        remove([namespace])
+
+
+@pytest.fixture
+def host(empty: Namespace) -> Namespace:
+    """With an uplink, two devices of ours, and one of somebody else's."""
+    empty.ip(
+        "link set lo up",
+        "link add up0 type veth peer name up1",
+        "link add other0 type veth peer name other1",
+        *(f"link set {name} up" for name in ("up0", "up1", "other0", "other1")),
+        "address add 192.0.2.1/24 dev up0",
+        "address add fd77::1/64 dev up0 nodad",
+        "link add vx4 type vxlan id 1 local 192.0.2.1 dev up0 dstport 8472 nolearning",
+        "link add vx6 type vxlan id 1 local fd77::1 dev up0 dstport 8472 nolearning",
+        "link set vx4 up",
+        "link set vx6 up",
+    )
+    return empty
+
+
+@pytest.fixture
+def kernel(host: Namespace) -> Kernel:
+    del host
+    return Kernel()
+
+
+def distance(kernel: Kernel, resources: list[Resource]) -> Plan:
+    """What is to do so that our two devices hold just this."""
+    made = [seen.make for name in DOMAIN.links if (seen := kernel.link(name))]
+    links: dict[Key, Resource] = {link.key: link for link in made}
+    wanted = {**links, **{resource.key: resource for resource in resources}}
+    return diff(wanted, {**links, **kernel.read(DOMAIN, wanted)})
+
+
+def converge(kernel: Kernel, resources: list[Resource]) -> Report:
+    return kernel.apply(distance(kernel, resources), DOMAIN)
+
+
+def drift(monitor: Monitor) -> list[News]:
+    """What has been heard that touches ``EVERYTHING``."""
+    names = {index: name for index, name in socket.if_nameindex() if name in ("up0", "vx4", "vx6")}
+    wanted = {resource.key: resource for resource in EVERYTHING}
+    news = monitor.read(names.get)
+    seen = [item for item in news if isinstance(item, Seen)]
+    changed = [item for item in seen if wanted.get(item.resource.key, item.resource) != item.resource]
+    return [*changed, *(item for item in news if isinstance(item, Gone) and item.key in wanted)]
+
+
+def test_everything_is_read_back_as_it_was_written(kernel: Kernel) -> None:
+    report = converge(kernel, EVERYTHING)
+    assert (report.made, report.removed, report.failed) == (EVERYTHING, [], [])
+    assert not distance(kernel, EVERYTHING)
+
+
+def test_everything_can_be_removed_again(kernel: Kernel) -> None:
+    converge(kernel, EVERYTHING)
+    assert len(converge(kernel, []).removed) == len(EVERYTHING)
+    assert not distance(kernel, [])
+
+
+def test_a_route_moves_between_uplink_and_tunnel(kernel: Kernel) -> None:
+    for wanted in (DIRECT, TUNNELLED, DIRECT):
+        assert converge(kernel, wanted).failed == []
+        assert not distance(kernel, wanted)
+
+
+@pytest.mark.parametrize("obstacle", ["{} dev other0", "blackhole {}", "{} dev up0"])
+@pytest.mark.parametrize("wanted", [DIRECT, TUNNELLED], ids=["direct", "tunnelled"])
+def test_a_foreign_route_gives_way(
+    host: Namespace, kernel: Kernel, wanted: list[Resource], obstacle: str
+) -> None:
+    host.ip(*(f"route replace {obstacle.format(net)}" for net in (SUBNET, SUBNET_V6)))
+    assert converge(kernel, wanted).failed == []
+    assert not distance(kernel, wanted)
+
+
+def test_a_route_that_cannot_be_made_is_reported_and_hinders_no_other(
+    host: Namespace, kernel: Kernel
+) -> None:
+    host.ip("route add fd00::/48 dev other0")
+    report = converge(kernel, TUNNELLED)
+    assert [failure.resource for failure in report.failed] == [TUNNELLED[1]]
+    assert report.made == [TUNNELLED[0]]
+    assert host.json("ip", "-j", "-6", "route", "show", "fd00::/48")
+
+
+@pytest.mark.parametrize("place", ["append", "prepend"])
+def test_a_second_route_to_a_subnet_is_left_alone(host: Namespace, kernel: Kernel, place: str) -> None:
+    converge(kernel, TUNNELLED)
+    host.ip(f"route {place} {SUBNET} via 192.0.2.9")
+    assert not distance(kernel, TUNNELLED)
+
+
+@pytest.mark.parametrize("route", ["10.1.9.0/24 dev vx4", "fd00:0:0:9::/64 dev vx6"])
+def test_what_nobody_wants_on_our_device_goes_whatever_its_scope(
+    host: Namespace, kernel: Kernel, route: str
+) -> None:
+    host.ip(f"route add {route}")
+    assert len(converge(kernel, []).removed) == 1
+    assert not distance(kernel, [])
+
+
+def test_a_way_through_a_gateway_of_the_other_family_has_a_gateway(host: Namespace, kernel: Kernel) -> None:
+    host.ip("route add 198.51.100.0/24 via inet6 fd77::9 dev up0")
+    way = kernel.way_to(ip_address("198.51.100.1"))
+    assert way is not None
+    assert way.gateway == ip_address("fd77::9")
+
+
+def test_a_table_that_does_not_exist_yet_is_empty(empty: Namespace) -> None:
+    del empty
+    kernel = Kernel()
+    assert (kernel.default_routes(4), kernel.default_routes(6)) == ([], [])
+
+
+def test_a_device_that_is_gone_already_can_be_removed(empty: Namespace) -> None:
+    del empty
+    devices.drop("vx4")
+    assert Kernel().link("vx4") is None
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        f"route replace {SUBNET} dev other0",
+        f"route replace {SUBNET_V6} dev other0",
+        f"route replace blackhole {SUBNET}",
+        f"route append {SUBNET_V6} via fd77::9 dev up0",
+        f"route del {SUBNET}",
+        f"neigh replace 10.1.7.0 dev vx4 lladdr {MAC} nud reachable",
+        f"neigh replace 10.1.7.0 dev vx4 lladdr {MAC[:-1]}8 nud permanent",
+        "neigh del fd00:0:0:7:: dev vx6",
+    ],
+)
+def test_damage_by_others_is_news(host: Namespace, kernel: Kernel, command: str) -> None:
+    converge(kernel, EVERYTHING)
+    monitor = Monitor(kernel.port)
+    try:
+        host.ip(command)
+        wait_for(lambda: drift(monitor), what="news")
+    finally:
+        monitor.close()
+
+
+def test_our_own_work_is_no_news(kernel: Kernel) -> None:
+    monitor = Monitor(kernel.port)
+    try:
+        converge(kernel, EVERYTHING)
+        assert drift(monitor) == []
+    finally:
+        monitor.close()

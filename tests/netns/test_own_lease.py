@@ -1,0 +1,203 @@
+"""Getting a lease, keeping it and losing it, with a real etcd and whoever else wants one."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from tests.lab import Lab, Node, wait_for
+from tests.lab.etcd import TTL
+
+HOST_GW = {"Network": "10.5.0.0/16", "Backend": {"Type": "host-gw"}}
+
+
+def put_reservation(lab: Lab, node: Node, subnet: str) -> None:
+    lab.etcd.put_lease(subnet, {"PublicIP": node.address, "BackendType": "host-gw"}, ttl=None)
+
+
+def ttl(lab: Lab, node: Node) -> int | None:
+    """Of the node's lease, None for a reservation."""
+    lease = lab.etcd.lease(node.subnet())
+    assert lease
+    return lease.get("ttl")
+
+
+# ---- getting it --------------------------------------------------------------------------------
+
+
+def test_thirty_nodes_that_ask_at_the_same_moment_get_thirty_subnets(lab: Lab) -> None:
+    nodes = lab.add_nodes(30)
+    for node in nodes:
+        node.start()
+    for node in nodes:
+        node.wait_for_log("Waiting for the network config", 20)
+        os.kill(node.pid, signal.SIGSTOP)
+    lab.etcd.put_config({**HOST_GW, "SubnetMin": "10.5.1.0", "SubnetMax": "10.5.30.0"})
+    for node in nodes:
+        os.kill(node.pid, signal.SIGCONT)
+    for node in nodes:
+        node.wait_ready(20)
+    everything = {f"10.5.{number}.0/24" for number in range(1, 31)}
+    assert {node.subnet() for node in nodes} == everything
+    for node in nodes:
+        for subnet in everything - {node.subnet()}:
+            node.wait_for_route(subnet)
+
+
+def test_a_full_range_is_complained_about_once_until_a_subnet_is_free(lab: Lab) -> None:
+    lab.etcd.put_config({**HOST_GW, "SubnetMin": "10.5.1.0", "SubnetMax": "10.5.2.0"})
+    for number in (1, 2):
+        lab.etcd.put_lease(f"10.5.{number}.0/24", {"PublicIP": f"198.18.0.{100 + number}"})
+    (node,) = lab.add_nodes()
+    node.start()
+    node.wait_for_log("Waiting for a lease")
+    before = lab.etcd.gets()
+    wait_for(lambda: lab.etcd.gets() >= before + 4, what="two more tries")
+    (complaint,) = node.wait_for_log("Waiting for a lease")
+    for word in ("10.5.1.0", "10.5.2.0", "enlarge the network in /coreos.com/network/config"):
+        assert word in complaint
+    lab.etcd.delete_lease("10.5.2.0/24")
+    node.wait_ready()
+    assert node.subnet() == "10.5.2.0/24"
+
+
+def test_a_subnet_that_another_node_has_taken_meanwhile_is_not_taken_back(lab: Lab) -> None:
+    (node,) = lab.cluster({"Type": "host-gw"}, nodes=1)
+    lost = node.subnet()
+    node.stop()
+    stranger = {"PublicIP": "198.18.0.200", "BackendType": "host-gw"}
+    lab.etcd.delete_lease(lost)
+    lab.etcd.put_lease(lost, stranger)
+    node.start()
+    node.wait_ready()
+    assert node.subnet() != lost
+    assert lab.etcd.leases()[lost] == stranger
+    node.wait_for_route(lost)
+
+
+# ---- keeping it --------------------------------------------------------------------------------
+
+
+def test_a_lease_about_to_end_is_renewed(lab: Lab) -> None:
+    (node,) = lab.cluster({"Type": "host-gw"}, nodes=1)
+    lease = lab.etcd.leases()[node.subnet()]
+    lab.etcd.put_lease(node.subnet(), lease, ttl=5)
+    wait_for(lambda: (ttl(lab, node) or 0) > TTL - 60, what="a full term again")
+    assert lab.etcd.leases() == {node.subnet(): lease}
+    assert node.running
+
+
+def test_a_lease_is_renewed_as_early_as_the_margin_says(lab: Lab) -> None:
+    (node,) = lab.cluster({"Type": "host-gw"}, nodes=1, flags=["-subnet-lease-renew-margin=120"])
+    lab.etcd.put_lease(node.subnet(), lab.etcd.leases()[node.subnet()], ttl=7198)
+    wait_for(lambda: (ttl(lab, node) or 0) > TTL - 60, what="a full term again")
+
+
+def test_a_lease_with_time_left_is_left_alone(lab: Lab) -> None:
+    (node,) = lab.cluster({"Type": "host-gw"}, nodes=1)
+    lab.etcd.put_lease(node.subnet(), lab.etcd.leases()[node.subnet()], ttl=7200)
+    written = lab.etcd.lease(node.subnet())
+    lab.etcd.put_lease("10.5.0.0/24", {"PublicIP": "198.18.0.200", "BackendType": "host-gw"})
+    node.wait_for_route("10.5.0.0/24")
+    now = lab.etcd.lease(node.subnet())
+    assert written
+    assert now
+    assert now["modifiedIndex"] == written["modifiedIndex"]
+
+
+def test_a_reservation_stays_one_over_restarts_and_renewals(lab: Lab) -> None:
+    lab.etcd.put_config(HOST_GW)
+    (node,) = lab.add_nodes()
+    put_reservation(lab, node, "10.5.77.0/24")
+    for _ in range(2):
+        node.start()
+        node.wait_ready()
+        assert node.subnet() == "10.5.77.0/24"
+        assert ttl(lab, node) is None
+        node.stop()
+    node.start()
+    node.wait_ready()
+    # Another address of its own makes a node write its lease anew.
+    node.namespace.ip(
+        f"address del {node.address}/24 dev eth0",
+        "address add 198.18.0.99/24 dev eth0",
+        f"route add default via {lab.etcd.address}",
+    )
+
+    def told() -> bool:
+        return bool(lab.etcd.leases()["10.5.77.0/24"]["PublicIP"] == "198.18.0.99")
+
+    # A connection from an address that has gone has to time out first.
+    wait_for(told, 10, "the new address")
+    assert ttl(lab, node) is None
+
+
+def test_a_lease_that_is_made_a_reservation_while_in_use_stays_one(lab: Lab) -> None:
+    (node,) = lab.cluster({"Type": "host-gw"}, nodes=1)
+    put_reservation(lab, node, node.subnet())
+    written = (lab.etcd.lease(node.subnet()) or {})["modifiedIndex"]
+    lab.etcd.put_lease("10.5.0.0/24", {"PublicIP": "198.18.0.200", "BackendType": "host-gw"})
+    node.wait_for_route("10.5.0.0/24")
+    assert (lab.etcd.lease(node.subnet()) or {})["modifiedIndex"] == written
+    node.stop()
+    node.start()
+    node.wait_ready()
+    assert ttl(lab, node) is None
+
+
+# ---- losing it ---------------------------------------------------------------------------------
+
+
+def test_a_node_whose_lease_was_deleted_ends_and_gets_the_same_again(lab: Lab) -> None:
+    node, other = lab.cluster({"Type": "vxlan"})
+    subnet, before = node.subnet(), node.kernel_state("flannel.1")
+    lab.etcd.delete_lease(subnet)
+    assert node.daemon.wait(2).status == 0
+    assert len(node.wait_for_log(f"Our lease {subnet} was revoked")) == 1
+    other.wait_for_no_route(subnet)
+    node.start()
+    node.wait_ready()
+    assert node.subnet() == subnet
+    assert node.kernel_state("flannel.1") == before
+    other.wait_for_route(subnet)
+
+
+@pytest.mark.parametrize("had_a_device", [False, True], ids=["fresh", "with-a-device-of-its-own"])
+def test_of_two_new_nodes_with_one_public_ip_one_ends_and_says_why(lab: Lab, had_a_device: bool) -> None:
+    (first,) = lab.cluster({"Type": "vxlan"}, nodes=1)
+    (second,) = lab.cluster({"Type": "vxlan"}, nodes=1) if had_a_device else lab.add_nodes()
+    if had_a_device:
+        second.stop()
+        lab.etcd.delete_lease(second.subnet())
+    second.start("-iface=eth0", f"-public-ip={first.address}")
+    wait_for(lambda: not (first.running and second.running), what="one of the two to end")
+    loser, winner = (first, second) if second.running else (second, first)
+    assert loser.daemon.status() == 1
+    *_, last = loser.log().splitlines()
+    assert last[0] in "EF"
+    assert "--public-ip" in last
+    assert winner.running
+    assert list(lab.etcd.leases()) == [winner.subnet()]
+
+
+@pytest.mark.long
+def test_a_newcomer_with_the_public_ip_of_an_older_node_yields(lab: Lab) -> None:
+    older, peer = lab.cluster({"Type": "vxlan"})
+    inside = older.container(), peer.container()
+    inside[0].wait_for_reply(inside[1])
+    lease = lab.etcd.leases()[older.subnet()]
+    (newcomer,) = lab.add_nodes()
+    with inside[0].ping(inside[1]) as ping:
+        # A node younger than a minute would yield itself.
+        ping.wait_for_replies(62 * 50, 120)
+        newcomer.start("-iface=eth0", f"-public-ip={older.address}")
+        assert newcomer.daemon.wait(10).status == 1
+        wait_for(lambda: lab.etcd.leases()[older.subnet()] == lease, what="the older node's lease")
+        ping.wait_for_replies()
+        assert ping.lost() <= 5
+    *_, last = newcomer.log().splitlines()
+    assert "--public-ip" in last
+    assert len(older.wait_for_log("--public-ip")) == 1
+    assert older.running

@@ -1,0 +1,270 @@
+"""The daemon as a process: the words it takes, what it waits for, what it holds and how it ends."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+
+from tests.lab import Impostor, Lab, Node, own_command, wait_for
+
+CONFIG = {"Network": "10.5.0.0/16", "Backend": {"Type": "host-gw"}}
+PEER = {"PublicIP": "198.18.0.200", "BackendType": "host-gw"}
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[Node]:
+    """One node for all tests whose daemon ends before it does anything."""
+    with Lab(nodes=1) as lab:
+        yield lab.nodes[0]
+
+
+def run(node: Node, *flags: str, **variables: str) -> CompletedProcess[str]:
+    """Run a daemon that is to end by itself."""
+    environment = [f"{name}={value}" for name, value in variables.items()]
+    return node.run("env", *environment, *own_command(), *flags, check=False, timeout=10)
+
+
+def complaints(log: str) -> list[str]:
+    """All lines of a log but those of mere information."""
+    return [line for line in log.splitlines() if not line.startswith("I")]
+
+
+# ---- the words it takes ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("word", ["-version", "--version", "-version=true"])
+def test_the_version_is_told_on_standard_error(host: Node, word: str) -> None:
+    done = run(host, word)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert re.fullmatch(r"\S+\n", done.stderr)
+
+
+@pytest.mark.parametrize("word", ["-help", "--help", "-h"])
+def test_help_is_given_on_standard_error(host: Node, word: str) -> None:
+    done = run(host, word)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert done.stderr.startswith("Usage: ")
+    assert "\n  -etcd-endpoints " in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables", "reason"),
+    [
+        (["-no-such-flag"], {}, "flag provided but not defined: -no-such-flag"),
+        (["-v=loud"], {}, 'invalid value "loud" for flag -v: parse error'),
+        (["-iface"], {}, "flag needs an argument: -iface"),
+        (
+            [],
+            {"FLANNELD_HEALTHZ_PORT": "many"},
+            'invalid value "many" for FLANNELD_HEALTHZ_PORT: parse error',
+        ),
+    ],
+)
+def test_a_mistake_is_named_and_followed_by_the_usage(
+    host: Node, flags: list[str], variables: dict[str, str], reason: str
+) -> None:
+    done = run(host, *flags, **variables)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"{reason}\nUsage: ")
+    assert "\n  -etcd-endpoints " in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("backend", "flags", "words"),
+    [
+        ("host-gw", ["-subnet-lease-renew-margin=0"], ["-subnet-lease-renew-margin", "1 to 1439"]),
+        ("host-gw", ["-subnet-lease-renew-margin=1440"], ["-subnet-lease-renew-margin", "1 to 1439"]),
+        ("host-gw", ["-iface=eth7"], ["eth7", "--iface"]),
+        ("host-gw", ["-etcd-cafile=/no/such/ca.pem"], ["/no/such/ca.pem", "-etcd-cafile"]),
+        ("host-gw", ["-healthz-port=8471", "-healthz-ip=192.0.2.9"], ["192.0.2.9", "-healthz-ip"]),
+        ("host-gw", ["-iface=eth0", "-public-ip=192.0.2.9"], ["192.0.2.9", "--public-ip"]),
+        ("host-gw", ["-kube-subnet-mgr"], ["-kube-subnet-mgr", "-etcd-endpoints"]),
+        ("carrier-pigeon", [], ["carrier-pigeon", "Backend.Type", "host-gw", "vxlan"]),
+    ],
+)
+def test_what_cannot_work_ends_with_one_message_that_names_the_remedy(
+    lab: Lab, backend: str, flags: list[str], words: list[str]
+) -> None:
+    lab.etcd.put_config({**CONFIG, "Backend": {"Type": backend}})
+    (node,) = lab.add_nodes()
+    done = run(node, f"-etcd-endpoints={lab.etcd.endpoint}", f"-subnet-file={node.subnet_file}", *flags)
+    assert (done.returncode, done.stdout) == (1, "")
+    (message,) = complaints(done.stderr)
+    assert [word for word in words if word not in message] == []
+    assert lab.etcd.leases() == {}
+
+
+# ---- what it waits for -------------------------------------------------------------------------
+
+
+def test_an_interface_that_comes_later_is_picked_up(lab: Lab) -> None:
+    lab.etcd.put_config(CONFIG)
+    (node,) = lab.add_nodes()
+    node.start("-iface=eth7", "-iface-wait=10")
+    node.wait_for_log("Waiting for an external interface")
+    node.namespace.ip("link add eth7 type bridge", "address add 192.0.2.7/24 dev eth7", "link set eth7 up")
+    node.wait_ready(2)
+    assert lab.etcd.leases()[node.subnet()]["PublicIP"] == "192.0.2.7"
+    assert len(node.wait_for_log("Waiting for an external interface")) == 1
+
+
+def test_an_interface_that_never_comes_is_not_waited_for_for_ever(lab: Lab) -> None:
+    lab.etcd.put_config(CONFIG)
+    (node,) = lab.add_nodes()
+    node.start("-iface=eth7", "-iface-wait=1")
+    assert node.daemon.wait(5).status == 1
+    *_, last = node.log().splitlines()
+    assert last.startswith("F")
+    assert "eth7" in last
+
+
+def test_a_config_is_waited_for_without_chatter_and_picked_up_at_once(lab: Lab) -> None:
+    def wait_for_two_reads() -> None:
+        # etcd counts each read of its majority twice.
+        before = lab.etcd.gets()
+        wait_for(lambda: lab.etcd.gets() >= before + 4, what="two more reads of the config")
+
+    (node,) = lab.add_nodes()
+    node.start()
+    wait_for_two_reads()
+    lab.etcd.set("config", '{"Network": "10.5.0.0/16", "SubnetLen": 12}')
+    node.wait_for_log("SubnetLen 12", 2)
+    wait_for_two_reads()
+    missing, bad = complaints(node.log())
+    assert "no network config" in missing
+    assert "SubnetLen 12" in bad
+    lab.etcd.put_config(CONFIG)
+    node.wait_ready(2)
+    assert complaints(node.log()) == [missing, bad]
+
+
+def test_a_subnet_file_that_cannot_be_written_is_a_warning_only(lab: Lab) -> None:
+    lab.etcd.put_config(CONFIG)
+    (node,) = lab.add_nodes()
+    node.start("-subnet-file=/proc/nowhere/subnet.env")
+    lab.etcd.put_lease("10.5.200.0/24", PEER)
+    node.wait_for_route("10.5.200.0/24")
+    (message,) = complaints(node.log())
+    assert "/proc/nowhere" in message
+    assert node.stop().status == 0
+
+
+# ---- what it holds -----------------------------------------------------------------------------
+
+
+def test_fifty_events_leave_no_thread_and_no_descriptor_behind(lab: Lab) -> None:
+    (node,) = lab.cluster({"Type": "host-gw"}, nodes=1)
+
+    def come_and_go(times: int) -> None:
+        for _ in range(times):
+            lab.etcd.put_lease("10.5.200.0/24", PEER)
+            node.wait_for_route("10.5.200.0/24")
+            lab.etcd.delete_lease("10.5.200.0/24")
+            node.wait_for_no_route("10.5.200.0/24")
+
+    come_and_go(1)
+    before = held(node.pid)
+    come_and_go(25)
+    assert held(node.pid) == before
+
+
+def held(pid: int) -> tuple[int, int]:
+    """Threads and file descriptors."""
+    process = Path(f"/proc/{pid}")
+    return len([*(process / "task").iterdir()]), len([*(process / "fd").iterdir()])
+
+
+# ---- how it ends -------------------------------------------------------------------------------
+
+
+def in_a_blocked_watch(lab: Lab, node: Node, _stack: ExitStack) -> None:
+    lab.etcd.put_config(CONFIG)
+    node.start()
+    node.wait_ready()
+    lab.etcd.put_lease("10.5.200.0/24", PEER)
+    node.wait_for_route("10.5.200.0/24")
+    wait_for(lambda: lab.etcd.request("GET", "/v2/stats/store")["watchers"] == 2, what="two watches")
+
+
+def with_etcd_frozen_in_a_steady_state(lab: Lab, node: Node, stack: ExitStack) -> None:
+    in_a_blocked_watch(lab, node, stack)
+    stack.enter_context(lab.etcd.frozen())
+
+
+def with_etcd_frozen_at_the_start(lab: Lab, node: Node, stack: ExitStack) -> None:
+    stack.enter_context(lab.etcd.frozen())
+    node.start()
+    wait_for_connection(node, "established")
+
+
+def with_a_mute_server(lab: Lab, node: Node, stack: ExitStack) -> None:
+    lab.etcd.stop()
+    server = stack.enter_context(Impostor(lab.switch, lab.etcd.address))
+    node.start()
+    wait_for(lambda: server.asked, what="a request")
+
+
+def with_etcd_out_of_reach(_lab: Lab, node: Node, _stack: ExitStack) -> None:
+    node.start("-etcd-endpoints=http://198.18.0.199:2379")
+    wait_for_connection(node, "syn-sent")
+
+
+def waiting_for_a_config(lab: Lab, node: Node, _stack: ExitStack) -> None:
+    before = lab.etcd.gets()
+    node.start()
+    wait_for(lambda: lab.etcd.gets() > before, what="a read of the config")
+
+
+def waiting_for_an_interface(lab: Lab, node: Node, _stack: ExitStack) -> None:
+    lab.etcd.put_config(CONFIG)
+    node.start("-iface=eth7", "-iface-wait=60")
+    node.wait_for_log("Waiting for an external interface")
+
+
+def waiting_for_a_free_subnet(lab: Lab, node: Node, _stack: ExitStack) -> None:
+    lab.etcd.put_config({**CONFIG, "SubnetMin": "10.5.1.0", "SubnetMax": "10.5.1.0"})
+    lab.etcd.put_lease("10.5.1.0/24", PEER)
+    node.start()
+    node.wait_for_log("Waiting for a lease")
+
+
+def wait_for_connection(node: Node, state: str) -> None:
+    wait_for(
+        lambda: node.run("ss", "-Htn", "state", state, "dport", "=", "2379").stdout,
+        what=f"a connection that is {state}",
+    )
+
+
+@pytest.mark.parametrize(
+    "situation",
+    [
+        in_a_blocked_watch,
+        with_etcd_frozen_in_a_steady_state,
+        with_etcd_frozen_at_the_start,
+        with_a_mute_server,
+        with_etcd_out_of_reach,
+        waiting_for_a_config,
+        waiting_for_an_interface,
+        waiting_for_a_free_subnet,
+    ],
+)
+def test_sigterm_ends_with_0_in_less_than_a_second(
+    lab: Lab, situation: Callable[[Lab, Node, ExitStack], None]
+) -> None:
+    (node,) = lab.add_nodes()
+    with ExitStack() as stack:
+        situation(lab, node, stack)
+        status, seconds = node.stop()
+    assert status == 0
+    assert seconds < 1
+
+
+def test_sigint_is_as_good_as_sigterm(lab: Lab) -> None:
+    (node,) = lab.cluster({"Type": "host-gw"}, nodes=1)
+    assert node.daemon.end(signal.SIGINT, 5).status == 0

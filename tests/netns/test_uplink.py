@@ -1,0 +1,117 @@
+"""The external interface goes, comes back, changes its address: the overlay follows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.lab import Lab, Node, wait_for
+
+#: A repair takes some milliseconds; this leaves a busy machine room.
+SOON = 3.0
+#: A connection to etcd from an address that has gone has to time out first.
+TIMEOUT = 10.0
+DEFAULT_ROUTE = "route add default via 198.18.0.254"
+
+
+def connect(one: Node, other: Node) -> None:
+    one.container().wait_for_reply(other.container())
+
+
+def overlay(node: Node) -> dict[str, Any]:
+    """What the kernel holds for containers, whichever numbers its devices have."""
+    found: dict[str, Any] = node.kernel_state("flannel.1")["flannel.1"]
+    (found["link"] or {}).pop("ifindex", None)
+    routes = [route for route in node.routes("eth0") if route["dst"].startswith("10.5.")]
+    return {**found, "direct routes": routes}
+
+
+def check_overlay_follows(node: Node, peer: Node, before: dict[str, Any]) -> None:
+    wait_for(lambda: overlay(node) == before, SOON, "the overlay to be as it was")
+    connect(node, peer)
+
+
+def test_an_uplink_goes_down_and_up(lab: Lab, backend: dict[str, Any]) -> None:
+    node, peer = lab.cluster(backend)
+    connect(node, peer)
+    before = overlay(node)
+    with node.paused():
+        node.namespace.ip("link set eth0 down", "link set eth0 up", DEFAULT_ROUTE)
+    check_overlay_follows(node, peer, before)
+
+
+def test_an_uplink_stays_down_for_a_while(lab: Lab) -> None:
+    node, peer = lab.cluster({"Type": "host-gw"})
+    connect(node, peer)
+    before = overlay(node)
+    node.namespace.ip("link set eth0 down")
+    wait_for(lambda: "The kernel refuses route" in node.log(), what="the daemon to fail in vain")
+    node.namespace.ip("link set eth0 up", DEFAULT_ROUTE)
+    check_overlay_follows(node, peer, before)
+
+
+def test_an_uplink_is_replaced_by_another_of_its_name(lab: Lab, backend: dict[str, Any]) -> None:
+    node, peer = lab.cluster(backend)
+    connect(node, peer)
+    before = overlay(node)
+    lease = lab.etcd.leases()[node.subnet()]
+    node.namespace.ip("link del eth0")
+    wait_for(lambda: "The uplink eth0 is not usable now" in node.log(), SOON, "the loss to be noticed")
+    lab.plug_in(node)
+    check_overlay_follows(node, peer, before)
+    assert lab.etcd.leases()[node.subnet()] == lease
+
+
+def check_peer_follows(lab: Lab, node: Node, peer: Node, before: dict[str, Any]) -> None:
+    """The node has a new address: the store and the peer must know it, containers must not notice."""
+
+    def told() -> bool:
+        return bool(lab.etcd.leases()[node.subnet()]["PublicIP"] == node.address)
+
+    wait_for(told, TIMEOUT, "the lease to tell")
+    tunnel = node.link("flannel.1")
+    if tunnel:
+        assert tunnel["linkinfo"]["info_data"]["local"] == node.address
+        assert tunnel["address"] == before["link"]["address"]
+        wait_for(lambda: [entry["dst"] for entry in peer.fdb("flannel.1")] == [node.address], SOON)
+    else:
+        wait_for(
+            lambda: [route["gateway"] for route in overlay(peer)["direct routes"]] == [node.address], SOON
+        )
+    connect(node, peer)
+    assert node.running
+
+
+def test_a_new_address_replaces_the_old_one(lab: Lab, backend: dict[str, Any]) -> None:
+    node, peer = lab.cluster(backend)
+    connect(node, peer)
+    before = overlay(node)
+    node.address = "198.18.0.101"
+    node.namespace.ip(
+        "address del 198.18.0.1/24 dev eth0", "address add 198.18.0.101/24 dev eth0", DEFAULT_ROUTE
+    )
+    check_peer_follows(lab, node, peer, before)
+
+
+def test_a_new_address_comes_before_the_old_one_goes(lab: Lab) -> None:
+    node, peer = lab.cluster({"Type": "vxlan"})
+    connect(node, peer)
+    before = overlay(node)
+    node.address = "198.18.0.101"
+    node.namespace.sysctl("net/ipv4/conf/eth0/promote_secondaries", 1)
+    node.namespace.ip("address add 198.18.0.101/24 dev eth0")
+    node.namespace.ip("address del 198.18.0.1/24 dev eth0")
+    check_peer_follows(lab, node, peer, before)
+
+
+def test_a_new_address_comes_long_after_the_old_one_went(lab: Lab) -> None:
+    node, peer = lab.cluster({"Type": "host-gw"})
+    connect(node, peer)
+    before = overlay(node)
+    node.address = "198.18.0.101"
+    node.namespace.ip("address del 198.18.0.1/24 dev eth0")
+    wait_for(lambda: "The uplink eth0 is not usable now" in node.log(), SOON, "the loss to be noticed")
+    with node.changes() as changes:
+        node.namespace.ip("address add 198.18.0.101/24 dev eth0")
+        changes.during(0.3)
+    node.namespace.ip(DEFAULT_ROUTE)
+    check_peer_follows(lab, node, peer, before)

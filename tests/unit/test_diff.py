@@ -1,0 +1,111 @@
+"""The distance between two states, and the order in which it is walked."""
+
+from __future__ import annotations
+
+from ipaddress import IPv4Address, IPv4Network
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flanneld.network.diff import Plan, diff, plan
+from flanneld.network.resources import Address, FdbEntry, Key, Kind, Neighbor, Resource, Route, State, Vxlan
+
+MAC = "02:00:00:00:00:0"
+
+
+def ip(number: int) -> IPv4Address:
+    return IPv4Address(f"192.168.0.{number}")
+
+
+def device(number: int) -> Vxlan:
+    return Vxlan("flannel.1", 1, number, ip(number), 8472, f"{MAC}{number}", 1450)
+
+
+def route(number: int) -> Route:
+    return Route(IPv4Network("10.1.1.0/24"), "flannel.1", ip(number))
+
+
+EVERY_KIND: tuple[Resource, ...] = (
+    route(1),
+    FdbEntry("flannel.1", f"{MAC}1", ip(1)),
+    device(1),
+    Neighbor("flannel.1", ip(1), f"{MAC}1"),
+    Address("flannel.1", ip(1)),
+)
+
+
+def state(*resources: Resource) -> dict[Key, Resource]:
+    return {resource.key: resource for resource in resources}
+
+
+def carried_out(steps: Plan, actual: State) -> dict[Key, Resource]:
+    after = dict(actual)
+    after.update({resource.key: resource for resource in steps.puts})
+    for resource in steps.drops:
+        del after[resource.key]
+    return after
+
+
+def test_foundations_are_made_first_and_removed_last() -> None:
+    everything = [Kind.LINK, Kind.ADDRESS, Kind.NEIGHBOR, Kind.FDB, Kind.ROUTE]
+    made = diff(state(*EVERY_KIND), {})
+    assert [resource.kind for resource in made.puts] == everything
+    removed = diff({}, state(*EVERY_KIND))
+    assert [resource.kind for resource in removed.drops] == everything[::-1]
+
+
+def test_what_differs_is_made_over_without_being_removed() -> None:
+    assert diff(state(route(1)), state(route(2))) == Plan(puts=(route(1),))
+
+
+def test_what_is_right_is_not_touched() -> None:
+    steps = diff(state(*EVERY_KIND), state(*EVERY_KIND))
+    assert not steps
+    assert steps == Plan()
+
+
+def test_a_plan_of_either_half_is_something_to_do() -> None:
+    assert plan([route(1)], [])
+    assert plan([], [route(1)])
+
+
+def test_a_part_of_a_plan_keeps_the_order() -> None:
+    whole = plan(EVERY_KIND, EVERY_KIND)
+    part = whole.only(lambda resource: resource.kind in (Kind.ROUTE, Kind.LINK))
+    assert part == Plan((device(1), route(1)), (route(1), device(1)))
+
+
+numbers = st.integers(1, 3)
+resources: st.SearchStrategy[Resource] = st.one_of(
+    st.builds(device, numbers),
+    st.builds(route, numbers),
+    st.builds(lambda n, m: FdbEntry("flannel.1", f"{MAC}{n}", ip(m)), numbers, numbers),
+    st.builds(lambda n, m: Neighbor("flannel.1", ip(n), f"{MAC}{m}"), numbers, numbers),
+    st.builds(lambda n: Address("flannel.1", ip(n)), numbers),
+)
+states = st.lists(resources, max_size=10).map(lambda found: state(*found))
+
+
+@given(states, states)
+def test_a_plan_leads_to_the_wanted_state_and_then_nothing_is_left_to_do(
+    wanted: dict[Key, Resource], actual: dict[Key, Resource]
+) -> None:
+    after = carried_out(diff(wanted, actual), actual)
+    assert after == wanted
+    assert not diff(wanted, after)
+
+
+@given(states, states)
+def test_a_plan_touches_only_what_differs(wanted: dict[Key, Resource], actual: dict[Key, Resource]) -> None:
+    steps = diff(wanted, actual)
+    assert all(actual.get(resource.key) != resource for resource in steps.puts)
+    assert all(resource.key not in wanted for resource in steps.drops)
+
+
+@given(st.lists(resources), st.lists(resources))
+def test_a_plan_is_always_in_order(puts: list[Resource], drops: list[Resource]) -> None:
+    steps = plan(puts, drops)
+    kinds = [resource.kind for resource in steps.puts]
+    assert kinds == sorted(kinds)
+    kinds = [resource.kind for resource in steps.drops]
+    assert kinds == sorted(kinds, reverse=True)

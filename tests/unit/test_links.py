@@ -1,0 +1,189 @@
+"""Devices: read from the kernel's description, and what it takes to make one into another."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from ipaddress import ip_address
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pyroute2.netlink.rtnl.ifinfmsg import ifinfmsg
+
+from flanneld.network.links import SeenLink, Step, by_name, decode, differences, step
+from flanneld.network.netlink import HEADER, Malformed
+from flanneld.network.resources import ForeignLink, Vxlan
+
+MAC = "02:00:00:00:00:01"
+WANTED = Vxlan("flannel.1", 1, 3, ip_address("192.168.0.1"), 8472, MAC, 1450)
+IPV6 = replace(WANTED, name="flannel-v6.1", local=ip_address("fd77::1"), mtu=1430)
+
+VXLAN: dict[str, Any] = {
+    "IFLA_VXLAN_ID": 1,
+    "IFLA_VXLAN_LINK": 3,
+    "IFLA_VXLAN_LOCAL": "192.168.0.1",
+    "IFLA_VXLAN_PORT": 8472,
+    "IFLA_VXLAN_LEARNING": 0,
+    "IFLA_VXLAN_L2MISS": 0,
+}
+
+
+def description(
+    name: str = "flannel.1", *, kind: str | None = "vxlan", mac: str | None = MAC, mtu: int = 1450,
+    up: bool = True, **data: Any,
+) -> bytes:  # fmt: skip
+    """A link message as the kernel sends it, put together by pyroute2."""
+    message = ifinfmsg()
+    message["index"], message["flags"] = 7, int(up)
+    attrs: list[tuple[str, Any]] = [("IFLA_IFNAME", name), ("IFLA_MTU", mtu)]
+    if mac is not None:
+        attrs.append(("IFLA_ADDRESS", mac))
+    if kind is not None:
+        info: list[tuple[str, Any]] = [("IFLA_INFO_KIND", kind)]
+        if kind == "vxlan":
+            parts = {key: value for key, value in {**VXLAN, **data}.items() if value is not None}
+            info.append(("IFLA_INFO_DATA", {"attrs": list(parts.items())}))
+        attrs.append(("IFLA_LINKINFO", {"attrs": info}))
+    message["attrs"] = attrs
+    message.encode()
+    return bytes(message.data)
+
+
+def seen(data: bytes) -> SeenLink:
+    return decode(data, HEADER.size, len(data))
+
+
+# ---- reading -------------------------------------------------------------------------------------
+
+
+def test_a_vxlan_device_is_read_in_full() -> None:
+    assert seen(description()) == SeenLink(7, "flannel.1", MAC, 1450, True, WANTED)
+
+
+def test_a_vxlan_device_over_ipv6_is_read_in_full() -> None:
+    data = description("flannel-v6.1", mtu=1430, IFLA_VXLAN_LOCAL=None, IFLA_VXLAN_LOCAL6="fd77::1")
+    assert seen(data).make == IPV6
+
+
+@pytest.mark.parametrize(
+    ("data", "make"),
+    [
+        (description(up=False), replace(WANTED, up=False)),
+        (description(IFLA_VXLAN_LEARNING=1), replace(WANTED, learning=True)),
+        (description(IFLA_VXLAN_GBP=True), replace(WANTED, gbp=True)),
+        (description(IFLA_VXLAN_ID=77), replace(WANTED, vni=77)),
+        (description(IFLA_VXLAN_PORT=4789), replace(WANTED, port=4789)),
+        (description(IFLA_VXLAN_LINK=None), replace(WANTED, parent=0)),
+    ],
+    ids=["down", "learning", "gbp", "vni", "port", "no parent"],
+)
+def test_what_sets_a_vxlan_device_apart_is_seen(data: bytes, make: Vxlan) -> None:
+    assert seen(data).make == make
+
+
+@pytest.mark.parametrize(
+    ("data", "word"),
+    [
+        (description(kind=None), "plain"),
+        (description(kind="bridge"), "bridge"),
+        (description(IFLA_VXLAN_LOCAL=None), "without a local address"),
+        (description(IFLA_VXLAN_GROUP="239.1.1.1"), "group"),
+        (description(IFLA_VXLAN_GROUP6="ff05::1"), "group"),
+        (description(IFLA_VXLAN_L2MISS=1), "l2miss"),
+    ],
+)
+def test_a_device_that_we_would_not_make_is_foreign_and_says_why(data: bytes, word: str) -> None:
+    make = seen(data).make
+    assert isinstance(make, ForeignLink)
+    assert (make.name, word in make.description) == ("flannel.1", True)
+
+
+def test_a_device_without_mac_has_none() -> None:
+    assert seen(description(kind=None, mac=None)).mac == ""
+
+
+def test_a_device_is_asked_for_by_name() -> None:
+    body = by_name("flannel.1")
+    message = ifinfmsg(HEADER.pack(HEADER.size + len(body), 18, 1, 0, 0) + body)
+    message.decode()
+    assert (message["index"], message.get_attr("IFLA_IFNAME")) == (0, "flannel.1")
+
+
+@given(st.binary(max_size=200))
+def test_noise_is_at_worst_malformed(noise: bytes) -> None:
+    with contextlib.suppress(Malformed):
+        decode(noise, 0, len(noise))
+
+
+@given(st.integers(0, 200), st.integers(0, 255))
+def test_one_wrong_byte_is_at_worst_malformed(place: int, value: int) -> None:
+    data = bytearray(description())
+    data[HEADER.size + place % (len(data) - HEADER.size)] = value
+    with contextlib.suppress(Malformed):
+        seen(bytes(data))
+
+
+def test_a_description_cut_short_is_at_worst_malformed() -> None:
+    data = description()
+    for cut in range(HEADER.size, len(data)):
+        with contextlib.suppress(Malformed):
+            decode(data, HEADER.size, cut)
+
+
+def test_less_than_a_header_is_malformed() -> None:
+    with pytest.raises(Malformed):
+        decode(description(), HEADER.size, HEADER.size + 15)
+
+
+# ---- from one device to another ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wanted", [WANTED, IPV6], ids=["IPv4", "IPv6"])
+def test_the_device_that_fits_is_left_alone(wanted: Vxlan) -> None:
+    assert step(wanted, replace(wanted)) is Step.NOTHING
+
+
+@pytest.mark.parametrize(
+    "actual",
+    [
+        replace(WANTED, mac="02:00:00:00:00:02"),
+        replace(WANTED, mtu=1400),
+        replace(WANTED, learning=True),
+        replace(WANTED, up=False),
+        replace(WANTED, mac="02:00:00:00:00:02", mtu=1400, learning=True, up=False),
+    ],
+    ids=["mac", "mtu", "learning", "down", "all of these"],
+)
+def test_what_can_be_set_is_set(actual: Vxlan) -> None:
+    assert step(WANTED, actual) is Step.SET
+
+
+@pytest.mark.parametrize(
+    "actual",
+    [
+        replace(WANTED, vni=2),
+        replace(WANTED, parent=4),
+        replace(WANTED, local=ip_address("192.168.0.2")),
+        replace(WANTED, local=ip_address("fd77::1")),
+        replace(WANTED, port=4789),
+        replace(WANTED, gbp=True),
+        replace(WANTED, vni=2, mtu=1400),
+        ForeignLink("flannel.1", "a device of kind bridge"),
+    ],
+    ids=["vni", "parent", "local", "family", "port", "gbp", "vni and mtu", "foreign"],
+)
+def test_all_else_takes_a_new_device(actual: Vxlan | ForeignLink) -> None:
+    assert step(WANTED, actual) is Step.REPLACE
+
+
+def test_the_log_names_what_differs_and_nothing_else() -> None:
+    text = differences(WANTED, replace(WANTED, mtu=1400, vni=2))
+    assert text == "has vni 2, wanted 1, has mtu 1400, wanted 1450"
+
+
+def test_the_log_says_what_a_foreign_device_is() -> None:
+    assert "a device of kind bridge" in differences(
+        WANTED, ForeignLink("flannel.1", "a device of kind bridge")
+    )

@@ -1,0 +1,198 @@
+"""The lease table: what it learns from the store, and what it makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from ipaddress import IPv4Address, IPv4Network, IPv6Network
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flanneld.model import (
+    Added,
+    Change,
+    Event,
+    Lease,
+    LeaseAttrs,
+    LeaseKey,
+    LeaseTable,
+    Removed,
+    Snapshot,
+    name_of,
+)
+
+OWN: LeaseKey = (IPv4Network("10.1.1.0/24"), None)
+FIVE: LeaseKey = (IPv4Network("10.1.5.0/24"), None)
+SIX: LeaseKey = (IPv4Network("10.1.6.0/24"), None)
+DUAL: LeaseKey = (IPv4Network("10.1.7.0/24"), IPv6Network("fd00:0:0:7::/64"))
+ONLY_IPV6: LeaseKey = (None, IPv6Network("fd00:0:0:8::/64"))
+KEYS = (OWN, FIVE, SIX, DUAL, ONLY_IPV6)
+
+
+def attrs(number: int) -> LeaseAttrs:
+    return LeaseAttrs(IPv4Address(f"192.168.0.{number}"), backend_type="host-gw")
+
+
+def lease(key: LeaseKey, number: int = 1, expires: float | None = 100.0, asof: int = 1) -> Lease:
+    return Lease(attrs(number), *key, expires=expires, asof=asof)
+
+
+def table(*events: Event) -> LeaseTable:
+    made = LeaseTable(OWN)
+    for event in events:
+        made.apply(event)
+    return made
+
+
+def snapshot(*leases: Lease, unreadable: Iterable[LeaseKey] = ()) -> Snapshot:
+    return Snapshot(leases, frozenset(unreadable))
+
+
+def content(made: LeaseTable) -> dict[LeaseKey, LeaseAttrs]:
+    return {each.key: each.attrs for each in made}
+
+
+def test_a_new_lease_is_a_change() -> None:
+    made = table()
+    assert made.apply(Added(lease(FIVE))) == Change(put=(lease(FIVE),))
+    assert content(made) == {FIVE: attrs(1)}
+
+
+@pytest.mark.parametrize("event", [Added, snapshot], ids=["added", "snapshot"])
+def test_a_renewal_changes_nothing(event: type[Added]) -> None:
+    made = table(Added(lease(FIVE)))
+    renewed = lease(FIVE, expires=200.0, asof=2)
+    assert made.apply(event(renewed)) == Change()
+    assert list(made) == [renewed]
+
+
+@pytest.mark.parametrize("event", [Added, snapshot], ids=["added", "snapshot"])
+def test_changed_attributes_are_a_change(event: type[Added]) -> None:
+    made = table(Added(lease(FIVE, 1)))
+    assert made.apply(event(lease(FIVE, 2))) == Change(put=(lease(FIVE, 2),))
+    assert content(made) == {FIVE: attrs(2)}
+
+
+def test_changed_backend_data_are_a_change() -> None:
+    before = Lease(LeaseAttrs(backend_type="vxlan", backend_data={"VtepMAC": "02:00:00:00:00:01"}), *FIVE)
+    after = Lease(LeaseAttrs(backend_type="vxlan", backend_data={"VtepMAC": "02:00:00:00:00:02"}), *FIVE)
+    assert table(Added(before)).apply(Added(after)) == Change(put=(after,))
+
+
+def test_a_lease_that_comes_back_is_new_again() -> None:
+    made = table(Added(lease(FIVE)), Removed(FIVE))
+    assert made.apply(Added(lease(FIVE))) == Change(put=(lease(FIVE),))
+
+
+def test_a_removed_lease_is_gone_once() -> None:
+    made = table(Added(lease(FIVE)))
+    assert made.apply(Removed(FIVE)) == Change(gone=(FIVE,))
+    assert made.apply(Removed(FIVE)) == Change()
+    assert len(made) == 0
+
+
+def test_a_snapshot_takes_away_what_it_lacks_and_adds_what_is_new() -> None:
+    made = table(Added(lease(FIVE)), Added(lease(DUAL)))
+    assert made.apply(snapshot(lease(DUAL), lease(SIX))) == Change(put=(lease(SIX),), gone=(FIVE,))
+
+
+def test_an_empty_snapshot_takes_everything_away() -> None:
+    made = table(Added(lease(FIVE)), Added(lease(ONLY_IPV6)))
+    assert set(made.apply(snapshot()).gone) == {FIVE, ONLY_IPV6}
+    assert len(made) == 0
+
+
+def test_an_unreadable_lease_stays_what_it_was() -> None:
+    made = table(Added(lease(FIVE)), Added(lease(SIX)))
+    assert made.apply(snapshot(lease(SIX), unreadable=[FIVE])) == Change()
+    assert content(made) == {FIVE: attrs(1), SIX: attrs(1)}
+
+
+def test_an_unreadable_lease_that_was_unknown_stays_unknown() -> None:
+    made = table()
+    assert made.apply(snapshot(unreadable=[FIVE])) == Change()
+    assert len(made) == 0
+
+
+@pytest.mark.parametrize("event", [Added(lease(OWN)), Removed(OWN), snapshot(lease(OWN)), snapshot()])
+def test_our_own_lease_is_left_out(event: Event) -> None:
+    made = table()
+    assert made.apply(event) == Change()
+    assert len(made) == 0
+
+
+def test_only_a_snapshot_makes_the_table_complete() -> None:
+    made = table(Added(lease(FIVE)), Removed(SIX))
+    assert not made.synced
+    made.apply(snapshot())
+    assert made.synced
+    made.apply(Removed(FIVE))
+    assert made.synced
+
+
+def test_a_lease_has_the_name_that_operators_know() -> None:
+    assert [name_of(key) for key in (FIVE, DUAL, ONLY_IPV6)] == [
+        "10.1.5.0/24",
+        "10.1.7.0/24,fd00:0:0:7::/64",
+        "fd00:0:0:8::/64",
+    ]
+
+
+# ---- for all histories ---------------------------------------------------------------------------
+
+leases = st.builds(
+    lease,
+    st.sampled_from(KEYS),
+    st.integers(1, 3),
+    st.none() | st.floats(1, 1000),
+    st.integers(0, 5),
+)
+stores = st.lists(leases, unique_by=lambda each: each.key, max_size=len(KEYS))
+events: st.SearchStrategy[Event] = st.one_of(
+    st.builds(Added, leases),
+    st.builds(Removed, st.sampled_from(KEYS)),
+    st.builds(Snapshot, stores.map(tuple), st.frozensets(st.sampled_from(KEYS), max_size=1)),
+)
+histories = st.lists(events, max_size=12)
+
+
+@given(histories)
+def test_whoever_follows_the_changes_knows_the_table(history: list[Event]) -> None:
+    made, mirror = LeaseTable(OWN), dict[LeaseKey, LeaseAttrs]()
+    for event in history:
+        change = made.apply(event)
+        for key in change.gone:
+            del mirror[key]
+        for each in change.put:
+            assert mirror.get(each.key) != each.attrs
+            mirror[each.key] = each.attrs
+        assert mirror == content(made)
+        assert OWN not in mirror
+
+
+@given(histories, stores)
+def test_whatever_came_before_a_snapshot_brings_the_truth(history: list[Event], store: list[Lease]) -> None:
+    made = table(*history, snapshot(*store))
+    assert set(made) == {each for each in store if each.key != OWN}
+
+
+@given(st.data(), st.lists(st.builds(Added, leases) | st.builds(Removed, st.sampled_from(KEYS)), max_size=12))
+def test_the_order_of_events_about_different_leases_does_not_matter(
+    data: st.DataObject, history: list[Added | Removed]
+) -> None:
+    def key(event: Added | Removed) -> LeaseKey:
+        return event.lease.key if isinstance(event, Added) else event.key
+
+    of_each_lease = {k: iter([event for event in history if key(event) == k]) for k in KEYS}
+    shuffled_keys = data.draw(st.permutations([key(event) for event in history]))
+    shuffled = [next(of_each_lease[k]) for k in shuffled_keys]
+    assert set(table(*shuffled)) == set(table(*history))
+
+
+@given(stores, stores)
+def test_events_lead_to_the_same_state_as_a_snapshot(before: list[Lease], after: list[Lease]) -> None:
+    gone = [Removed(each.key) for each in before if each.key not in {other.key for other in after}]
+    by_events = table(snapshot(*before), *gone, *map(Added, after))
+    by_snapshot = table(snapshot(*before), snapshot(*after))
+    assert set(by_events) == set(by_snapshot)
