@@ -246,6 +246,10 @@ class Reconciler:
         self._once.clear("read")
         _log_repairs("Healed", report.made)
         _log_repairs("Removed what nobody wants", report.removed)
+        if not report.failed:
+            self._retry_delay = _FIRST_RETRY
+            if self._once.clear("refused"):
+                log.info("The kernel holds all that is wanted again")
         ended = clock.now()
         self._earliest_repair = ended + max(_REPAIR_SPACING, _REPAIR_COST_FACTOR * (ended - began))
         self._account(report)
@@ -292,7 +296,8 @@ class Reconciler:
             report = self._kernel.apply(steps, self._domain)
         # Whatever else happened meanwhile was not heard; and reading back is a proof.
         self._uplink_may_have_moved = True
-        self._next_audit = clock.now()
+        if report.made or report.removed:
+            self._next_audit = clock.now()
         return report
 
     def _interfaces(self) -> dict[int, str]:
@@ -310,10 +315,6 @@ class Reconciler:
             self._once.warn(log, "refused", f"The kernel refuses {first}{more}; trying again")
             self._next_audit = min(self._next_audit, clock.now() + self._retry_delay)
             self._retry_delay = min(2 * self._retry_delay, _LAST_RETRY)
-        elif report:
-            self._retry_delay = _FIRST_RETRY
-            if self._once.clear("refused"):
-                log.info("The kernel takes everything again")
 
     def _could_not_read(self, failure: OSError) -> None:
         self._once.warn(

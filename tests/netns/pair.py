@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.lab import Lab, Node, wait_for
 
-DUAL_STACK = {"EnableIPv6": True, "IPv6Network": "fc00:5::/48"}
+DUAL_STACK: dict[str, Any] = {"EnableIPv6": True, "IPv6Network": "fc00:5::/48"}
 
 #: A repair takes some milliseconds; this leaves a busy machine room.
 SOON = 3.0

@@ -34,7 +34,12 @@ cd /
 exec setpriv --reuid="$user" --regid="$user" --clear-groups --no-new-privs \
     --inh-caps=-all,+net_admin,+net_raw --ambient-caps=-all,+net_admin,+net_raw \
     --bounding-set=-all,+net_admin,+net_raw \
-    /mnt/python/bin/python3 -m flanneld "$@"
+    /mnt/python/bin/python3 "$@"
+"""
+CHECK_HOST = """
+from flanneld import glog, host_checks
+glog.setup()
+host_checks.report((4, 6), "eth0")
 """
 
 
@@ -56,11 +61,19 @@ def cluster(lab: Lab, backend: dict[str, Any], user: int) -> list[Node]:
 
 
 def start(node: Node, user: int) -> None:
-    site = sysconfig.get_path("purelib")
-    places = (sys.base_prefix, site, str(ROOT), str(node.directory))
-    command = ("sh", "-ec", CONFINED, "sh", *places, str(user))
-    node.start("--subnet-file=/mnt/node/run/subnet.env", command=command)
+    node.start("--subnet-file=/mnt/node/run/subnet.env", command=(*confined(node, user), "-m", "flanneld"))
     node.subnet_file = node.directory / "run/subnet.env"
+
+
+def confined(node: Node, user: int) -> tuple[str, ...]:
+    """A Python that has only these rights; what it is to do comes after this."""
+    places = (sys.base_prefix, sysconfig.get_path("purelib"), str(ROOT), str(node.directory))
+    return ("sh", "-ec", CONFINED, "sh", *places, str(user))
+
+
+def read(node: Node, setting: str) -> str:
+    with node.namespace.entered():
+        return Path("/proc/sys", setting).read_text()
 
 
 def status(node: Node) -> dict[str, str]:
@@ -96,8 +109,16 @@ def test_a_deleted_device_is_made_again(lab: Lab, user: int) -> None:
 
 def test_the_tunnel_takes_no_router_advertisements(lab: Lab, user: int) -> None:
     for node in cluster(lab, {"Type": "vxlan"}, user):
-        with node.namespace.entered():
-            assert Path("/proc/sys/net/ipv6/conf/flannel.1/accept_ra").read_text() == "0\n"
+        assert read(node, "net/ipv6/conf/flannel.1/accept_ra") == "0\n"
+
+
+def test_forwarding_can_be_turned_on(lab: Lab, user: int) -> None:
+    (node,) = lab.add_nodes(1)
+    forwarding = ("net/ipv4/ip_forward", "net/ipv6/conf/all/forwarding")
+    for setting in forwarding:
+        node.namespace.sysctl(setting, 0)
+    assert node.run(*confined(node, user), "-c", CHECK_HOST).stderr.count("mended by") == 2
+    assert [read(node, setting) for setting in forwarding] == ["1\n", "1\n"]
 
 
 def test_a_restart_takes_the_lease_it_had(lab: Lab, user: int) -> None:

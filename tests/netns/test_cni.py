@@ -9,9 +9,9 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from ipaddress import ip_interface
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -99,20 +99,39 @@ def runtime(request: pytest.FixtureRequest) -> Runtime:
     return chosen
 
 
-@pytest.fixture
-def pair(lab: Lab, backend: dict[str, Any], runtime: Runtime) -> tuple[Container, Container]:
+@dataclass(frozen=True)
+class Pair:
     """A container on each of two nodes, which reach each other."""
-    one, other = (runtime(node, 1) for node in lab.cluster(backend))
-    one.wait_for_reply(other)
-    other.wait_for_reply(one)
-    return one, other
+
+    lab: Lab
+    backend: str
+    one: Container
+    other: Container
 
 
-def fits(one: Container, other: Container, size: int) -> bool:
-    """Does an IPv4 packet of so many bytes get there and back in one piece?"""
+CLUSTERS = [
+    pytest.param((kind, runtime), id=f"{kind}-{runtime.__name__}")
+    for kind in ("vxlan", "host-gw")
+    for runtime in (docker, cni)
+]
+
+
+@pytest.fixture(scope="module", params=CLUSTERS)
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    kind, runtime = request.param
+    with Lab() as lab:
+        one, other = (runtime(node, 1) for node in lab.cluster({"Type": kind}))
+        one.wait_for_reply(other)
+        other.wait_for_reply(one)
+        yield Pair(lab, kind, one, other)
+
+
+def ping(pair: Pair, size: int) -> str:
+    """What ping says about one IPv4 packet of so many bytes that must not be taken apart."""
     payload = size - 20 - 8
-    command = ("ping", "-n", "-c", "1", "-W", "1", "-M", "do", "-s", str(payload), other.address)
-    return one.run(*command, check=False).returncode == 0
+    command = ("ping", "-n", "-c", "1", "-W", "1", "-M", "do", "-s", str(payload), pair.other.address)
+    done = pair.one.run(*command, check=False)
+    return done.stdout + done.stderr
 
 
 @contextmanager
@@ -145,16 +164,15 @@ def test_two_containers_of_a_node_reach_each_other(lab: Lab, runtime: Runtime) -
     one.wait_for_reply(other)
 
 
-def test_a_container_sees_the_real_address_of_one_on_another_node(pair: tuple[Container, Container]) -> None:
-    one, other = pair
-    with connected(one, other) as (near, far):
-        assert far.getpeername()[0] == one.address
-        assert near.getpeername()[0] == other.address
+def test_a_container_sees_the_real_address_of_one_on_another_node(pair: Pair) -> None:
+    with connected(pair.one, pair.other) as (near, far):
+        assert far.getpeername()[0] == pair.one.address
+        assert near.getpeername()[0] == pair.other.address
 
 
-def test_tcp_carries_data_between_nodes(pair: tuple[Container, Container]) -> None:
+def test_tcp_carries_data_between_nodes(pair: Pair) -> None:
     data = bytes(range(256)) * 4096  # 1 MiB, more than any buffer on the way
-    with connected(*pair) as (near, far):
+    with connected(pair.one, pair.other) as (near, far):
         sender = threading.Thread(target=near.sendall, args=(data,))
         sender.start()
         received = far.makefile("rb").read(len(data))
@@ -162,13 +180,11 @@ def test_tcp_carries_data_between_nodes(pair: tuple[Container, Container]) -> No
     assert received == data
 
 
-def test_packets_of_the_mtu_pass_and_larger_ones_do_not(
-    lab: Lab, backend: dict[str, Any], pair: tuple[Container, Container]
-) -> None:
-    mtu = int(lab.nodes[0].env()["FLANNEL_MTU"])
-    assert mtu == {"vxlan": 1450, "host-gw": 1500}[backend["Type"]]
-    assert fits(*pair, size=mtu)
-    assert not fits(*pair, size=mtu + 1)
+def test_packets_of_the_mtu_pass_and_larger_ones_do_not(pair: Pair) -> None:
+    mtu = int(pair.lab.nodes[0].env()["FLANNEL_MTU"])
+    assert mtu == {"vxlan": 1450, "host-gw": 1500}[pair.backend]
+    assert " 0% packet loss" in ping(pair, mtu)
+    assert "too long" in ping(pair, mtu + 1)
 
 
 def test_docker_is_told_to_masquerade_when_flannel_does_not(lab: Lab) -> None:

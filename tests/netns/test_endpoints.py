@@ -119,26 +119,21 @@ def test_tls_with_certificates_on_both_sides_carries_everything(tls_node: tuple[
     node.start(*flags(folder, "ca", "client"))
     node.wait_ready()
     check_news_arrives(etcd, node)
-    assert used_ports(node) == {TLS_PORT}
     assert complaints(node) == []
     status, seconds = node.stop()
     assert status == 0
     assert seconds < 1
 
 
-@pytest.mark.parametrize(
-    ("authority", "identity"), [("ca", ""), ("ca", "other"), ("other", "client")], ids="-".join
-)
+@pytest.mark.parametrize(("authority", "identity"), [("ca", ""), ("ca", "other"), ("other", "client")])
 def test_a_certificate_that_is_not_accepted_is_complained_about_once(
     tls_node: tuple[Node, Etcd, Path], authority: str, identity: str
 ) -> None:
-    node, _, folder = tls_node
+    node, etcd, folder = tls_node
     node.start(*flags(folder, authority, identity))
-    (complaint,) = node.wait_for_log("Waiting for the network config")
-    assert "certificate" in complaint
+    wait_for(lambda: etcd.log().count("rejected connection") >= 3, what="three tries")
+    (complaint,) = complaints(node)
     assert "-etcd-cafile" in complaint or "-etcd-certfile" in complaint
-    node.service_manager.silent(2.5)
-    assert complaints(node) == [complaint]
     assert not node.env()
     assert node.stop().status == 0
 
@@ -172,6 +167,10 @@ def test_a_login_that_is_put_right_in_etcd_is_taken(lab: Lab) -> None:
 # ---- whoever else answers ----------------------------------------------------------------------
 
 
+def wait_for_two_requests(impostor: Impostor) -> None:
+    wait_for(lambda: impostor.asked >= 2, 10, "two requests")
+
+
 def http(status: str, body: str, kind: str = "text/html") -> bytes:
     return f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
 
@@ -182,7 +181,6 @@ ANSWERS = {
     "JSON that is not etcd's": http("200 OK", '{"kind":"Status","code":200}', "application/json"),
     "not found": http("404 Not Found", "404 page not found", "text/plain"),
     "no HTTP": b"SSH-2.0-OpenSSH_9.2p1 Debian-2\r\n",
-    "a broken promise": http("200 OK", "{")[:-1].replace(b"Length: 1", b"Length: 1000") + b"{",
 }
 
 
@@ -193,7 +191,7 @@ def test_what_is_not_etcd_is_complained_about_once_until_etcd_is_there(lab: Lab,
     (node,) = lab.add_nodes()
     with Impostor(lab.switch, lab.etcd.address, ANSWERS[answer]) as impostor:
         node.start()
-        wait_for(lambda: impostor.asked >= 2, 10, "two requests")
+        wait_for_two_requests(impostor)
         (complaint,) = node.wait_for_log("Waiting for the network config")
         assert lab.etcd.address in complaint
     lab.etcd.start()
@@ -210,7 +208,7 @@ def test_no_answer_of_an_impostor_costs_a_peer(lab: Lab) -> None:
         lab.etcd.stop()
         for answer in ANSWERS.values():
             with Impostor(lab.switch, lab.etcd.address, answer) as impostor:
-                wait_for(lambda impostor=impostor: impostor.asked >= 2, 10, "two requests")
+                wait_for_two_requests(impostor)
         lab.etcd.start()
         check_news_arrives(lab.etcd, first)
         assert ping.lost() == 0

@@ -11,6 +11,16 @@ from tests.lab import Lab, wait_for
 from tests.netns.pair import SOON, Pair, Pairs, connect, state
 
 ANY_BACKEND = [
+    pytest.param(
+        ["ip route replace {subnet} nexthop via {gateway} nexthop via 198.18.0.2"],
+        ["Healed: route {subnet}"],
+        id="a route with two gateways",
+    ),
+    pytest.param(
+        ["ip route append {subnet} via {gateway}", "ip route del {subnet}"],
+        ["Healed: route {subnet}"],
+        id="a second route in its place",
+    ),
     pytest.param(["ip route del {subnet}"], ["Healed: route {subnet}"], id="a deleted route"),
     pytest.param(
         ["ip route replace {subnet} via {gateway}"],

@@ -172,7 +172,7 @@ def test_of_two_new_nodes_with_one_public_ip_one_ends_and_says_why(lab: Lab, had
         second.stop()
         lab.etcd.delete_lease(second.subnet())
     second.start("-iface=eth0", f"-public-ip={first.address}")
-    wait_for(lambda: not (first.running and second.running), what="one of the two to end")
+    wait_for(lambda: not (first.running and second.running), 10, "one of the two to end")
     loser, winner = (first, second) if second.running else (second, first)
     assert loser.daemon.status() == 1
     *_, last = loser.log().splitlines()

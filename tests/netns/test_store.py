@@ -143,7 +143,7 @@ def test_an_etcd_that_lost_its_data_ends_the_daemons_and_not_the_traffic(lab: La
         lab.etcd.start()
         for node in (first, second):
             assert node.daemon.wait(5).status == 0
-            assert len(node.wait_for_log("was revoked")) == 1
+            assert len(node.wait_for_log("Our lease")) == 1
         ping.wait_for_replies()
         assert ping.lost() == 0
     lab.etcd.put_config({"Network": "10.5.0.0/16", "Backend": {"Type": "vxlan"}})

@@ -5,16 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from tests.lab import Lab, Node, wait_for
+from tests.netns.pair import DUAL_STACK, SOON, connect
 
-#: A repair takes some milliseconds; this leaves a busy machine room.
-SOON = 3.0
 #: A connection to etcd from an address that has gone has to time out first.
 TIMEOUT = 10.0
 DEFAULT_ROUTE = "route add default via 198.18.0.254"
-
-
-def connect(one: Node, other: Node) -> None:
-    one.container().wait_for_reply(other.container())
 
 
 def overlay(node: Node) -> dict[str, Any]:
@@ -81,8 +76,8 @@ def check_peer_follows(lab: Lab, node: Node, peer: Node, before: dict[str, Any])
     assert node.running
 
 
-def test_a_new_address_replaces_the_old_one(lab: Lab, backend: dict[str, Any]) -> None:
-    node, peer = lab.cluster(backend)
+def test_a_new_address_replaces_the_old_one(lab: Lab) -> None:
+    node, peer = lab.cluster({"Type": "vxlan"})
     connect(node, peer)
     before = overlay(node)
     node.address = "198.18.0.101"
@@ -93,7 +88,7 @@ def test_a_new_address_replaces_the_old_one(lab: Lab, backend: dict[str, Any]) -
 
 
 def test_a_new_address_comes_before_the_old_one_goes(lab: Lab) -> None:
-    node, peer = lab.cluster({"Type": "vxlan"})
+    node, peer = lab.cluster({"Type": "host-gw"})
     connect(node, peer)
     before = overlay(node)
     node.address = "198.18.0.101"
@@ -104,7 +99,7 @@ def test_a_new_address_comes_before_the_old_one_goes(lab: Lab) -> None:
 
 
 def test_a_new_address_comes_long_after_the_old_one_went(lab: Lab) -> None:
-    node, peer = lab.cluster({"Type": "host-gw"})
+    node, peer = lab.cluster({"Type": "vxlan"})
     connect(node, peer)
     before = overlay(node)
     node.address = "198.18.0.101"
@@ -115,3 +110,18 @@ def test_a_new_address_comes_long_after_the_old_one_went(lab: Lab) -> None:
         changes.during(0.3)
     node.namespace.ip(DEFAULT_ROUTE)
     check_peer_follows(lab, node, peer, before)
+
+
+def test_a_new_ipv6_address_is_followed(lab: Lab, backend: dict[str, Any]) -> None:
+    node, peer = lab.cluster(backend, **DUAL_STACK)
+    connect(node, peer)
+    node.namespace.ip("address del fd00:18::1/64 dev eth0", "address add fd00:18::101/64 dev eth0")
+    (lease,) = (key for key in lab.etcd.leases() if key.startswith(node.subnet()))
+
+    def followed() -> bool:
+        ways = [row["dst"] for row in peer.fdb("flannel-v6.1")]
+        ways += [row["gateway"] for row in peer.routes("eth0", 6) if row["dst"] == node.subnet(6)]
+        return ways == ["fd00:18::101"] == [lab.etcd.leases()[lease]["PublicIPv6"]]
+
+    wait_for(followed, SOON, "the peer to follow")
+    connect(node, peer)

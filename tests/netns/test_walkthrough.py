@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.lab import Container, Lab, Namespace, Node, wait_for
+from tests.netns.pair import SOON
 
-SOON = 3.0
 DEVICE = "flannel.18888"
 WALKTHROUGH: dict[str, Any] = {"Network": "1.1.0.0/16", "Backend": {"Type": "vxlan", "VNI": 18888}}
 

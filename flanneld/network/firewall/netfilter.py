@@ -35,6 +35,8 @@ _NEWGEN = 15
 _TABLE_NAME, _CHAIN_TABLE, _CHAIN_NAME, _CHAIN_HOOK, _CHAIN_POLICY = 1, 1, 3, 4, 5
 _RULE_TABLE, _RULE_CHAIN = 1, 2
 _GEN_PROC_NAME = 3
+#: An attribute that is never there.
+_NOTHING = -1
 _HOOK_NUMBER = 1
 _NFNLGRP_NFTABLES = 7
 _NF_INET_FORWARD, _NF_DROP = 2, 0
@@ -152,47 +154,40 @@ class Removals:
     def close(self) -> None:
         self._socket.close()
 
-    def read(self) -> list[Removal]:
+    def read(self) -> set[Removal]:
         """What has come since the last time."""
-        found: list[Removal] = []
+        found: set[Removal] = set()
         while True:
             try:
-                data = self._socket.recv(_RECEIVE)
+                found |= _removals(self._socket.recv(_RECEIVE))
             except BlockingIOError:
                 return found
             except OSError as failure:
                 if failure.errno != errno.ENOBUFS:
                     raise
-                found.append(Removal())
-                continue
-            for kind, _, _, _, offset, end in messages(data):
-                if kind == _SUBSYSTEM | _NEWGEN:
-                    found = _signed(found, attributes(data, offset + _HEADER.size, end))
-                elif removal := _removal(kind, data, offset, end):
-                    found.append(removal)
+                found.add(Removal())
 
 
 #: What is removed, with the places of its table's and its chain's name.
-_REMOVALS: dict[int, tuple[int, int | None]] = {
-    _SUBSYSTEM | _DELTABLE: (_TABLE_NAME, None),
+_REMOVALS: dict[int, tuple[int, int]] = {
+    _SUBSYSTEM | _DELTABLE: (_TABLE_NAME, _NOTHING),
     _SUBSYSTEM | _DELCHAIN: (_CHAIN_TABLE, _CHAIN_NAME),
     _SUBSYSTEM | _DELRULE: (_RULE_TABLE, _RULE_CHAIN),
 }
 
 
-def _removal(kind: int, data: bytes, offset: int, end: int) -> Removal | None:
-    family = _FAMILY.get(data[offset]) if kind in _REMOVALS else None
-    if family is None:
-        return None
-    table, chain = _REMOVALS[kind]
-    given = attributes(data, offset + _HEADER.size, end)
-    return Removal(family, _string(given, table), _string(given, chain) if chain else "")
-
-
-def _signed(removals: list[Removal], given: dict[int, bytes]) -> list[Removal]:
-    """The message that ends a transaction names the program behind it."""
-    by = _string(given, _GEN_PROC_NAME)
-    return [removal if removal.by else replace(removal, by=by) for removal in removals]
+def _removals(data: bytes) -> set[Removal]:
+    """What one receive tells. The message that ends a transaction names the program behind it."""
+    found: set[Removal] = set()
+    by = ""
+    for kind, _, _, _, offset, end in messages(data):
+        given = offset + _HEADER.size
+        if kind == _SUBSYSTEM | _NEWGEN:
+            by = _string(attributes(data, given, end), _GEN_PROC_NAME)
+        elif kind in _REMOVALS and (family := _FAMILY.get(data[offset])):
+            table, chain = (_string(attributes(data, given, end), name) for name in _REMOVALS[kind])
+            found.add(Removal(family, table, chain))
+    return {replace(removal, by=by) for removal in found}
 
 
 def _terminated(text: str) -> bytes:

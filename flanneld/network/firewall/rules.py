@@ -34,6 +34,9 @@ FORWARDING: Chain = ("filter", "FORWARD")
 FLANNEL_POSTRTG: Chain = ("nat", "FLANNEL-POSTRTG")
 FLANNEL_FWD: Chain = ("filter", "FLANNEL-FWD")
 
+#: The chains of iptables that hold rules of ours in one style or another.
+IPTABLES_CHAINS = (FLANNEL_POSTRTG, POSTROUTING, FLANNEL_FWD, FORWARDING)
+
 #: The table of our own in nftables.
 NATIVE_TABLE: dict[Family, str] = {4: "flannel-ipv4", 6: "flannel-ipv6"}
 NATIVE_POSTRTG, NATIVE_FORWARD = "postrtg", "forward"

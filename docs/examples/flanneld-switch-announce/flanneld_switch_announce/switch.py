@@ -30,7 +30,7 @@ class Announcement:
 
     @property
     def key(self) -> Key:
-        return (self.kind, self.subnet)
+        return (self.kind, str(self.subnet))
 
     def __str__(self) -> str:
         return f"switch route {self.subnet} via {self.next_hop}"

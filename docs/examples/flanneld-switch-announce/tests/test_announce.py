@@ -40,8 +40,8 @@ class Switch:
     def __init__(self, port: int = 0) -> None:
         self.routes: dict[str, Any] = {}
         self.writes: list[str] = []
-        #: What to answer instead: a status, and a body.
-        self.fault: tuple[int, str] | None = None
+        #: By method, what to answer instead: a status, and a body.
+        self.faults: dict[str, tuple[int, str]] = {}
         self._server = ThreadingHTTPServer(("127.0.0.1", port), _handler(self))
         self.port = self._server.server_port
         self.url = f"http://127.0.0.1:{self.port}"
@@ -56,8 +56,8 @@ class Switch:
     def answer(self, method: str, path: str, body: bytes) -> tuple[int, str]:
         if method != "GET":
             self.writes.append(f"{method} {path}")
-        if self.fault:
-            return self.fault
+        if method in self.faults:
+            return self.faults[method]
         subnet = path.removeprefix("/routes/")
         if method == "GET" and path == "/routes":
             return 200, json.dumps(self.routes)
@@ -143,6 +143,7 @@ def test_what_is_right_is_not_announced_again(switch: Switch) -> None:
         {"10.5.7.0/24": {"nextHop": "192.0.2.99"}},
         {"10.5.7.0/24": {"nextHop": "nobody"}},
         {"10.5.7.0/24": "192.0.2.11"},
+        {"10.5.7.0/24": {"nextHop": int(OURS)}},
         {"": None},
     ],
 )
@@ -197,10 +198,31 @@ def test_an_answer_that_makes_no_sense_is_a_failure_and_no_empty_table(
 ) -> None:
     node = Node(switch.url)
     node.audit()
-    switch.fault = fault
+    switch.faults["GET"] = fault
     made, removed, failed = node.audit()
     assert (made, removed, len(failed)) == ([], [], 1)
     assert switch.writes == ["PUT /routes/10.5.7.0/24"]
+
+
+@pytest.mark.parametrize("status", [404, 507])
+def test_a_refused_announcement_is_reported_and_made_later(switch: Switch, status: int) -> None:
+    node = Node(switch.url)
+    switch.faults["PUT"] = (status, "")
+    assert len(node.audit()[2]) == 1
+    switch.faults.clear()
+    assert len(node.audit()[0]) == 1
+    assert switch.routes == OUR_ROUTE
+
+
+def test_an_announcement_that_others_removed_is_withdrawn_without_complaint(
+    switch: Switch, caplog: pytest.LogCaptureFixture
+) -> None:
+    node = Node(switch.url)
+    node.audit()
+    switch.faults["DELETE"] = (404, "")
+    node.outside.close()
+    assert switch.writes[-1] == "DELETE /routes/10.5.7.0/24"
+    assert caplog.text == ""
 
 
 def test_a_switch_that_never_answers_costs_no_more_than_the_timeout() -> None:
@@ -209,6 +231,25 @@ def test_a_switch_that_never_answers_costs_no_more_than_the_timeout() -> None:
         begin = time.monotonic()
         assert "timed out" in node.audit()[2][0]
         assert time.monotonic() - begin < 1
+
+
+def test_a_port_where_nobody_speaks_http_is_reported() -> None:
+    def babble(server: socket.socket) -> None:
+        caller, _ = server.accept()
+        with caller:
+            caller.recv(4096)
+            caller.sendall(b"What do you want?\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=babble, args=(server,))
+        thread.start()
+        failed = Node(f"http://127.0.0.1:{server.getsockname()[1]}").audit()[2]
+        thread.join()
+    assert "the switch does not answer GET /routes" in failed[0]
+
+
+def test_a_name_that_cannot_be_one_is_reported() -> None:
+    assert "the switch does not answer" in Node("http://switch..example").audit()[2][0]
 
 
 def test_a_closing_daemon_is_not_stopped_by_a_switch_that_is_down(
