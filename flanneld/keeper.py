@@ -20,9 +20,12 @@ RENEW_RETRY = 60.0
 #: Attributes that have changed are worth more haste: until they are out, peers send to the old place.
 ANNOUNCE_RETRY = 1.0
 #: Who finds another node on its lease within this time of taking it is the newcomer, and yields.
-PROBATION = 60.0
+PROBATION = 5.0
 #: Two nodes that both have had the lease for long must not write over each other without pause.
-CONTEST_SPACING = 10.0
+#: Shorter than the probation, so that a newcomer always gets its answer in time.
+CONTEST_SPACING = 2.0
+#: What may pass between a write and its coming back to us, when telling a full term from a shorter one.
+_TRAVEL = 60.0
 #: The clock of the wait stands still while the host sleeps, that of the lease does not.
 _LONGEST_SLEEP = 60.0
 #: Whatever the store grants, we do not spin.
@@ -51,6 +54,7 @@ class Keeper:
         self._revoked = revoked
         self._now = now
         self._taken_at = now()
+        self._term = None if lease.expires is None else lease.expires - self._taken_at
         self._renewed_at = 0.0
         self._retry_at: float | None = None
         #: The store tells the peers other attributes than ours.
@@ -109,16 +113,30 @@ class Keeper:
                 raise TypeError("a watch of one lease delivers no snapshot")
 
     def _heard(self, lease: Lease) -> None:
-        if lease.attrs == self._lease.attrs:
-            self._lease = replace(self._lease, expires=lease.expires, asof=lease.asof)
-        elif lease.asof > self._lease.asof:
+        """What is in our lease now. Older news than our own last write is stale."""
+        if lease.asof < self._lease.asof:
+            return
+        if lease.asof > self._lease.asof and self._is_a_nodes_write(lease):
             self._contest(lease)
+            return
+        self._lease = replace(self._lease, expires=lease.expires, asof=lease.asof)
+
+    def _is_a_nodes_write(self, lease: Lease) -> bool:
+        """An operator may change how long our lease lasts; only a node writes attributes or a full term."""
+        if lease.attrs != self._lease.attrs:
+            return True
+        if lease.expires is None or self._term is None:
+            return False
+        return lease.expires - self._now() > self._term - _TRAVEL
 
     def _contest(self, lease: Lease) -> None:
-        """Somebody wrote other attributes into our lease; the node that has had it longer keeps it."""
+        """Another node took our lease, by our public IP; the one that has had it longer keeps it."""
         problem = f"another node writes itself into our lease {lease}: {lease.attrs}"
         remedy = "give each node its own address with --public-ip"
         if self._now() - self._taken_at < PROBATION:
+            log.error("%s; %s; yielding to it", problem, remedy)
+            # Restarted at once, we would find the other one on probation, and both would take turns.
+            self._stop.wait(PROBATION)
             raise Fatal(problem, remedy)
         self._once.warn(log, "contest", f"{problem}; keeping it; {remedy}")
         self._lease = replace(self._lease, asof=lease.asof)

@@ -19,6 +19,7 @@ from flanneld.keeper import Keeper
 from flanneld.model import Lease, Uplink
 from flanneld.network.interface import InterfaceChoice, NoInterface
 from flanneld.network.kernel import Kernel
+from flanneld.network.monitor import Monitor
 from flanneld.options import Options
 from flanneld.reconcile import Reconciler
 from flanneld.site import Site, find_uplink
@@ -97,6 +98,7 @@ class Daemon:
             log.warning("%s", warning)
         make_backend = backends.load(config.backend_type)
         kernel = Kernel()
+        monitor = Monitor(kernel.port)
         uplink = self._find_uplink(kernel, config)
         stored = self._patiently("the leases", lambda: manager.stored(uplink.public(config.families[0])))
         site = Site(kernel, config, interface_choice(self._options), make_backend, uplink, stored)
@@ -116,14 +118,16 @@ class Daemon:
         )
         reconciler = Reconciler(
             kernel,
+            monitor,
             site,
             lease,
+            former=previous.networks,
             stop=supervisor.stop,
             heartbeat=partial(supervisor.heartbeat, "reconciler"),
             on_move=lambda: self._moved(site, keeper, config, lease),
             on_synced=self._missing.clear,
         )
-        reconciler.prepare()
+        self._patiently("the kernel", reconciler.prepare)
         self._write_subnet_file(config, lease, site)
         self._missing[:] = ["the peers are not known yet"]
         supervisor.start("lease watch", lambda: manager.watch(reconciler.inbox.put))
@@ -169,6 +173,8 @@ class Daemon:
                 if clock.now() >= deadline:
                     raise
                 raise Retryable(failure.problem, failure.remedy) from failure
+            except OSError as failure:
+                raise Retryable(f"cannot read the interfaces: {failure}") from failure
 
         uplink = self._patiently("an external interface", attempt)
         log.info("The external interface is %s", uplink)

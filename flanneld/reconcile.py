@@ -19,10 +19,10 @@ from dataclasses import replace
 
 from flanneld import clock
 from flanneld.backends import OtherBackend
-from flanneld.errors import Fatal, Refused
+from flanneld.errors import Fatal, Refused, Retryable
 from flanneld.glog import Once, V
 from flanneld.inbox import Inbox
-from flanneld.model import Change, Event, Lease, LeaseTable, name_of
+from flanneld.model import Change, Event, IPNetwork, Lease, LeaseTable, name_of
 from flanneld.network.diff import Plan, diff, plan
 from flanneld.network.kernel import Domain, Kernel
 from flanneld.network.monitor import Gone, InterfaceChanged, Monitor, News, Overrun
@@ -52,9 +52,12 @@ class Reconciler:
     def __init__(
         self,
         kernel: Kernel,
+        monitor: Monitor,
         site: Site,
         own: Lease,
         *,
+        extras: Iterable[Resource] = (),
+        former: tuple[IPNetwork, ...] = (),
         stop: threading.Event,
         heartbeat: Callable[[float], None],
         on_move: Callable[[], None],
@@ -68,11 +71,12 @@ class Reconciler:
         self._heartbeat = heartbeat
         self._on_move = on_move
         self._on_synced = on_synced
-        self._monitor = Monitor(kernel.port)
+        self._monitor = monitor
+        self._extras = tuple(extras)
         self._table = LeaseTable(own.key)
         self._wanted = Wanted()
         self._outside = Outside(site.backend)
-        self._domain = Domain(site.uplink.name, frozenset(), site.ranges)
+        self._domain = Domain(site.uplink.name, frozenset(), site.ranges, former)
         self._names: dict[int, str] = {}
         self._once = Once()
         self._next_audit = clock.now()
@@ -85,18 +89,23 @@ class Reconciler:
     def prepare(self) -> None:
         """Make what this node needs for itself. Raises ``Fatal`` when the kernel refuses."""
         self._wish_for_ourselves()
-        report = self._converge()
-        if report.failed:
+        try:
+            report = self._converge()
+        except OSError as failure:
+            raise Retryable(f"cannot read the kernel's tables: {failure}") from failure
+        refused = [failure for failure in report.failed if _in_kernel(failure.resource)]
+        if refused:
             raise Fatal(
-                f"the kernel refuses {report.failed[0]}",
+                f"the kernel refuses {refused[0]}",
                 "run with CAP_NET_ADMIN on a kernel that has this kind of device",
             )
         for resource in report.made:
             log.info("Made %s", resource)
         self._next_audit = clock.now() + AUDIT_PERIOD
+        self._account(report)
 
     def _wish_for_ourselves(self) -> None:
-        self._wanted.set(LOCAL, self._site.backend.local(self._own))
+        self._wanted.set(LOCAL, (*self._site.backend.local(self._own), *self._extras))
         self._domain = replace(
             self._domain,
             uplink=self._site.uplink.name,
@@ -140,8 +149,12 @@ class Reconciler:
                 for resource in made:
                     drops.pop(resource.key, None)
                     puts[resource.key] = resource
-        if puts or drops:
+        if not (puts or drops):
+            return
+        try:
             self._account(self._apply(plan(puts.values(), drops.values())))
+        except OSError as failure:
+            self._could_not_read(failure)
 
     def _fold(self, event: Event) -> Iterator[tuple[list[Resource], list[Resource]]]:
         """Change the wanted state by one event: what to make and what to remove because of it."""
@@ -149,23 +162,26 @@ class Reconciler:
         if self._domain.sweep:
             _log_change(change, self._wanted)
         for key in change.gone:
+            self._once.clear(key)
             yield self._wanted.set(key, ())
         for lease in change.put:
             yield self._wanted.set(lease.key, self._lead_to(lease))
             self._warn_of_conflicts(lease)
 
     def _lead_to(self, lease: Lease) -> tuple[Resource, ...]:
-        """What leads to a peer; if its lease makes no sense now, what did so before."""
+        """What leads to a peer; if its lease makes no sense, what did before, or the part that does."""
+        resources: list[Resource] = []
         try:
-            resources = tuple(self._site.backend.peer(lease))
+            _refuse_overlap(lease, self._own)
+            resources.extend(self._site.backend.peer(lease))
         except OtherBackend as reason:
-            self._once.warn(log, lease.key, f"Ignoring {lease}: {reason}")
+            self._once.warn(log, lease.key, f"Ignoring a lease: {reason}")
             return ()
         except Refused as reason:
-            self._once.warn(log, lease.key, f"Refusing the new data of {lease}: {reason}")
-            return self._wanted.wishes(lease.key)
+            self._once.warn(log, lease.key, f"Refusing the data of lease {lease}: {reason}")
+            return self._wanted.wishes(lease.key) or tuple(resources)
         self._once.clear(lease.key)
-        return resources
+        return tuple(resources)
 
     def _warn_of_conflicts(self, lease: Lease) -> None:
         for resource, winner, loser in self._wanted.conflicts(lease.key):
@@ -249,9 +265,10 @@ class Reconciler:
         if not report.failed:
             self._retry_delay = _FIRST_RETRY
             if self._once.clear("refused"):
-                log.info("The kernel holds all that is wanted again")
+                log.info("All that is wanted is there again")
         ended = clock.now()
         self._earliest_repair = ended + max(_REPAIR_SPACING, _REPAIR_COST_FACTOR * (ended - began))
+        self._next_audit = max(self._next_audit, self._earliest_repair)
         self._account(report)
         if self._table.synced and self._domain.adopt:
             self._domain = replace(self._domain, adopt=False)
@@ -297,7 +314,7 @@ class Reconciler:
         # Whatever else happened meanwhile was not heard; and reading back is a proof.
         self._uplink_may_have_moved = True
         if report.made or report.removed:
-            self._next_audit = clock.now()
+            self._repair_soon()
         return report
 
     def _interfaces(self) -> dict[int, str]:
@@ -312,7 +329,7 @@ class Reconciler:
         if report.failed:
             first = report.failed[0]
             more = f", and {len(report.failed) - 1} more" if len(report.failed) > 1 else ""
-            self._once.warn(log, "refused", f"The kernel refuses {first}{more}; trying again")
+            self._once.warn(log, "refused", f"Refused: {first}{more}; trying again")
             self._next_audit = min(self._next_audit, clock.now() + self._retry_delay)
             self._retry_delay = min(2 * self._retry_delay, _LAST_RETRY)
 
@@ -327,6 +344,17 @@ def _in_kernel(resource: Resource) -> bool:
     return resource.kind is not Kind.OUTSIDE
 
 
+def _refuse_overlap(lease: Lease, own: Lease) -> None:
+    """Raises ``Refused`` for a peer that claims what is ours: its route would cut off our containers."""
+    for theirs, ours in zip(lease.key, own.key, strict=True):
+        if theirs is None or ours is None:
+            continue
+        same_length = theirs.prefixlen == ours.prefixlen
+        same_start = theirs.network_address == ours.network_address
+        if same_start if same_length else theirs.overlaps(ours):
+            raise Refused(f"it overlaps our own subnet {ours}", "remove the lease that is wrong")
+
+
 def _log_change(change: Change, wanted: Wanted) -> None:
     if len(change.put) + len(change.gone) > _FEW:
         log.info("Leases: %d new or changed, %d gone", len(change.put), len(change.gone))
@@ -336,7 +364,7 @@ def _log_change(change: Change, wanted: Wanted) -> None:
     for lease in change.put:
         word = "changed" if lease.key in wanted else "added"
         public = ", ".join(str(ip) for family in (4, 6) if (ip := lease.attrs.public(family)))
-        log.info("Lease %s at %s %s", lease, public, word)
+        log.info("Lease %s %s, at %s", lease, word, public or "no public IP")
 
 
 def _log_repairs(what: str, resources: list[Resource]) -> None:

@@ -16,16 +16,16 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
 
-from flanneld.glog import V
 from flanneld.model import Family, IPAddress, IPNetwork
 from flanneld.network import devices, links, rtnl
 from flanneld.network.diff import Plan
-from flanneld.network.netlink import DumpInterrupted, NetlinkSocket
+from flanneld.network.host import HostView
 from flanneld.network.report import Failure, Report
 from flanneld.network.resources import (
     PROTO_BOOT,
     PROTO_FLANNEL,
     Address,
+    Blackhole,
     Key,
     Kind,
     Link,
@@ -37,7 +37,6 @@ from flanneld.network.resources import (
 
 log = logging.getLogger(__name__)
 
-_DUMP_TRIES = 5
 #: What the names of the devices of all flannels begin with.
 _DEVICES_OF_FLANNEL = "flannel"
 #: Answers to a removal that mean it was gone already.
@@ -48,14 +47,16 @@ _GONE = frozenset({errno.ENOENT, errno.ESRCH, errno.EADDRNOTAVAIL, errno.ENODEV}
 class Domain:
     """What of this kernel is ours.
 
-    ``links`` are the devices we make, ``ranges`` the cluster networks with the length of a subnet.
-    ``adopt`` claims the unmarked routes of an earlier flanneld; ``sweep`` says that what is ours and
-    not wanted may go, which holds once the peers are known.
+    ``links`` are the devices we make, ``ranges`` the cluster networks with the length of a subnet, and
+    ``former`` the networks of an earlier run. ``adopt`` claims what that run left: its marked routes to
+    ``former``, and the unmarked routes of a Go flanneld. ``sweep`` says that what is ours and not wanted
+    may go, which holds once the peers are known.
     """
 
     uplink: str
     links: frozenset[str]
     ranges: tuple[tuple[IPNetwork, int], ...]
+    former: tuple[IPNetwork, ...] = ()
     adopt: bool = False
     sweep: bool = False
 
@@ -67,7 +68,9 @@ class Domain:
         if seen.route.device in self.links:
             return seen.protocol != rtnl.RTPROT_KERNEL
         if seen.protocol == PROTO_FLANNEL:
-            return True
+            # Another flanneld on this host has another network.
+            networks = [network for network, _ in self.ranges]
+            return _within(seen.route.destination, networks + list(self.former if self.adopt else ()))
         return self.adopt and seen.protocol == PROTO_BOOT and self._is_peer_route(seen.route)
 
     def owns_address(self, address: IPAddress) -> bool:
@@ -76,56 +79,18 @@ class Domain:
 
     def _is_peer_route(self, route: Route) -> bool:
         return route.gateway is not None and any(
-            route.destination.prefixlen == length
-            and route.destination.version == network.version
-            and route.destination.network_address in network
+            route.destination.prefixlen == length and _within(route.destination, [network])
             for network, length in self.ranges
         )
 
+    def owns_blackhole(self, blackhole: Blackhole) -> bool:
+        return _within(blackhole.destination, [network for network, _ in self.ranges])
 
-class Kernel:
-    """The kernel of this network namespace. Used by one thread."""
 
-    def __init__(self) -> None:
-        self._socket = NetlinkSocket()
-
-    @property
-    def port(self) -> int:
-        return self._socket.port
+class Kernel(HostView):
+    """What the kernel of this network namespace does for us. Used by one thread."""
 
     # ---- reading -----------------------------------------------------------------------------
-
-    def link(self, name: str) -> links.SeenLink | None:
-        """An interface, None when there is none of that name."""
-        try:
-            return links.decode(*self._socket.ask(rtnl.RTM_GETLINK, links.by_name(name)))
-        except OSError as failure:
-            if failure.errno == errno.ENODEV:
-                return None
-            raise
-
-    def links(self) -> list[links.SeenLink]:
-        return [links.decode(*found) for found in self._dump(rtnl.RTM_GETLINK, links.everything())]
-
-    def addresses(self, family: Family, index: int = 0) -> list[rtnl.SeenAddress]:
-        """Addresses of one interface, or of all."""
-        found = self._dump(rtnl.RTM_GETADDR, rtnl.addresses_request(family, index))
-        seen = [rtnl.decode_address(*item) for item in found]
-        # Before Linux 4.20 the kernel does not filter.
-        return [each for each in seen if each is not None and index in (0, each.index)]
-
-    def way_to(self, target: IPAddress) -> rtnl.Way | None:
-        """Where the kernel would send a packet, None when it has no route."""
-        try:
-            return rtnl.decode_way(*self._socket.ask(rtnl.RTM_GETROUTE, rtnl.lookup_request(target)))
-        except OSError as failure:
-            log.log(V(4), "No route to %s: %s", target, failure)
-            return None
-
-    def default_routes(self, family: Family) -> list[int]:
-        """The interfaces of the main table's default routes, in the kernel's order."""
-        found = self._dump(rtnl.RTM_GETROUTE, rtnl.routes_request(family))
-        return [index for item in found if (index := rtnl.decode_default_route(*item)) is not None]
 
     def read(self, domain: Domain, wanted: State) -> dict[Key, Resource]:
         """What there is of the wanted objects, and all else that is ours, links left out.
@@ -155,6 +120,11 @@ class Kernel:
                 yield from self._neighbors(rtnl.fdb_request(index), names)
         for seen in self._routes(domain, wanted):
             yield seen.route, domain.owns_route(seen)
+        for family in domain.families:
+            for item in self._dump(rtnl.RTM_GETROUTE, rtnl.routes_request(family, protocol=PROTO_FLANNEL)):
+                blackhole = rtnl.decode_blackhole(*item)
+                if blackhole is not None:
+                    yield blackhole, domain.owns_blackhole(blackhole)
 
     def _has_fdb(self, name: str, wanted: State) -> bool:
         link = wanted.get((Kind.LINK, name))
@@ -186,18 +156,6 @@ class Kernel:
             seen = rtnl.decode_route(*item, name_of)
             if seen is not None:
                 yield seen
-
-    def _dump(self, kind: int, body: bytes) -> list[tuple[bytes, int, int]]:
-        for _ in range(_DUMP_TRIES):
-            try:
-                return list(self._socket.dump(kind, body))
-            except DumpInterrupted:
-                continue
-            except FileNotFoundError:
-                if kind != rtnl.RTM_GETROUTE:
-                    raise
-                return []  # The table comes into being with its first route.
-        raise DumpInterrupted(errno.EINTR, "the kernel's table does not hold still")
 
     # ---- writing -----------------------------------------------------------------------------
 
@@ -242,8 +200,9 @@ class Kernel:
         }
         allowed: list[Resource] = []
         for route in routes:
-            assert isinstance(route, Route)
-            refused = lost.get((route.device, route.gateway)) if route.gateway else None
+            refused = None
+            if isinstance(route, Route) and route.gateway is not None:
+                refused = lost.get((route.device, route.gateway))
             if refused is None:
                 allowed.append(route)
             else:
@@ -298,8 +257,8 @@ class Kernel:
 
         def batch() -> Iterator[bytes]:
             for seq, resource in enumerate(resources):
-                ours = isinstance(resource, Route) and resource.device not in domain.links
-                protocol = PROTO_FLANNEL if ours else PROTO_BOOT
+                unmarked = isinstance(resource, Route) and resource.device in domain.links
+                protocol = PROTO_BOOT if unmarked else PROTO_FLANNEL
                 try:
                     yield rtnl.encode(resource, index_of, protocol, seq, drop=drop)
                 except OSError:
@@ -316,6 +275,10 @@ class Kernel:
             report.removed.append(link)
         except OSError as failure:
             report.failed.append(Failure(link, failure.strerror or str(failure)))
+
+
+def _within(net: IPNetwork, networks: list[IPNetwork]) -> bool:
+    return any(net.version == each.version and net.network_address in each for each in networks)
 
 
 def _index_of(name: str) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from flanneld.network import links, rtnl
+from flanneld.network import links, rtnl, ways
 from flanneld.network.netlink import Malformed, NetlinkSocket, messages
 from flanneld.network.resources import Key, Resource
 
@@ -134,7 +134,7 @@ def _decode(
             found = rtnl.decode_route(data, offset, end, lambda index: name_of(index) or "")
             if found is not None:
                 return Seen(found.route) if kind == rtnl.RTM_NEWROUTE else Gone(found.route.key)
-            return _odd_route(data, offset, end, name_of)
+            return _odd_route(kind, data, offset, end, name_of)
         case rtnl.RTM_NEWNEIGH | rtnl.RTM_DELNEIGH:
             entry = rtnl.decode_neighbor(data, offset, end, name_of) if kind == rtnl.RTM_NEWNEIGH else None
             # One that is there but no longer permanent is as good as gone.
@@ -143,10 +143,15 @@ def _decode(
     return None
 
 
-def _odd_route(data: bytes, offset: int, end: int, name_of: Callable[[int], str | None]) -> News | None:
+def _odd_route(
+    kind: int, data: bytes, offset: int, end: int, name_of: Callable[[int], str | None]
+) -> News | None:
     """A route that can never be ours still may tell of the uplink, or stand where ours should be."""
-    index = rtnl.decode_default_route(data, offset, end)
+    index = ways.decode_default_route(data, offset, end)
     if index is not None:
         return InterfaceChanged(index, name_of(index))
+    blackhole = rtnl.decode_blackhole(data, offset, end)
+    if blackhole is not None:
+        return Seen(blackhole) if kind == rtnl.RTM_NEWROUTE else Gone(blackhole.key)
     key = rtnl.decode_unusable_route(data, offset, end)
     return Gone(key) if key else None

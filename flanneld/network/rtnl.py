@@ -23,7 +23,16 @@ from flanneld.network.netlink import (
     u32,
     unpack,
 )
-from flanneld.network.resources import Address, FdbEntry, Key, Neighbor, Resource, Route, route_key
+from flanneld.network.resources import (
+    Address,
+    Blackhole,
+    FdbEntry,
+    Key,
+    Neighbor,
+    Resource,
+    Route,
+    route_key,
+)
 
 RTM_NEWLINK, RTM_DELLINK, RTM_GETLINK = 16, 17, 18
 RTM_NEWADDR, RTM_DELADDR, RTM_GETADDR = 20, 21, 22
@@ -39,28 +48,29 @@ AF: dict[Family, int] = {4: 2, 6: 10}
 FAMILY: dict[int, Family] = {2: 4, 10: 6}
 
 NUD_PERMANENT, NTF_SELF = 0x80, 0x02
-RTN_UNICAST, RT_TABLE_MAIN, RTNH_F_ONLINK = 1, 254, 4
+RTN_UNICAST, RTN_BLACKHOLE, RT_TABLE_MAIN, RTNH_F_ONLINK = 1, 6, 254, 4
 RT_SCOPE_UNIVERSE, RT_SCOPE_NOWHERE = 0, 255
 RTPROT_KERNEL = 2
+#: Behind every route that somebody wants, above all the connected one of the containers' bridge.
+BLACKHOLE_METRIC = 65535
 #: RTN_BLACKHOLE, RTN_UNREACHABLE, RTN_PROHIBIT, RTN_THROW
 _UNUSABLE = frozenset({6, 7, 8, 9})
 _RTM_F_CLONED = 0x200
-_RTA_DST, _RTA_OIF, _RTA_GATEWAY, _RTA_PRIORITY, _RTA_PREFSRC, _RTA_TABLE = 1, 4, 5, 6, 7, 15
-_RTA_VIA = 18
+_RTA_DST, RTA_OIF, RTA_GATEWAY, _RTA_PRIORITY, RTA_TABLE = 1, 4, 5, 6, 15
 _NDA_DST, _NDA_LLADDR, _NDA_IFINDEX = 1, 2, 8
 _IFA_ADDRESS, _IFA_LOCAL, _IFA_FLAGS = 1, 2, 8
 #: What the kernel makes of metric 0 (linux/ipv6_route.h, IP6_RT_PRIO_USER).
 _IPV6_DEFAULT_METRIC = 1024
 
-_RTMSG = struct.Struct("=BBBBBBBBI")
+RTMSG = struct.Struct("=BBBBBBBBI")
 _NDMSG = struct.Struct("=BxxxiHBB")
 _IFADDRMSG = struct.Struct("=BBBBi")
 _WRITE = NLM_F_REQUEST | NLM_F_CREATE | NLM_F_REPLACE
 
 # Attribute headers for the payload sizes that occur: 4 and 16 bytes of address, 6 of MAC.
 _ATTR = struct.Struct("=HH")
-_DST = {size: _ATTR.pack(4 + size, 1) for size in (4, 16)}
-_GATEWAY = {size: _ATTR.pack(4 + size, _RTA_GATEWAY) for size in (4, 16)}
+DST = {size: _ATTR.pack(4 + size, 1) for size in (4, 16)}
+_GATEWAY = {size: _ATTR.pack(4 + size, RTA_GATEWAY) for size in (4, 16)}
 _LOCAL = {size: _ATTR.pack(4 + size, _IFA_LOCAL) for size in (4, 16)}
 _LLADDR = _ATTR.pack(10, _NDA_LLADDR)
 _OIF = struct.Struct("=HHI")
@@ -108,6 +118,8 @@ def encode(resource: Resource, index_of: IndexOf, protocol: int, seq: int, *, dr
             kind, body = RTM_NEWNEIGH, _fdb_entry(resource, index_of(resource.device))
         case Route():
             kind, body = RTM_NEWROUTE, _route(resource, index_of(resource.device), protocol, drop=drop)
+        case Blackhole():
+            kind, body = RTM_NEWROUTE, _blackhole(resource.destination, protocol, drop=drop)
         case Address():
             kind, body = RTM_NEWADDR, _address(resource, index_of(resource.device))
         case _:
@@ -121,7 +133,7 @@ def _neighbor(entry: Neighbor, index: int) -> bytes:
     return b"".join(
         (
             _NDMSG.pack(AF[entry.address.version], index, NUD_PERMANENT, 0, RTN_UNICAST),
-            _DST[len(raw)],
+            DST[len(raw)],
             raw,
             _LLADDR,
             mac_bytes(entry.mac),
@@ -135,7 +147,7 @@ def _fdb_entry(entry: FdbEntry, index: int) -> bytes:
     return b"".join(
         (
             _NDMSG.pack(AF_BRIDGE, index, NUD_PERMANENT, NTF_SELF, 0),
-            _DST[len(raw)],
+            DST[len(raw)],
             raw,
             _LLADDR,
             mac_bytes(entry.mac),
@@ -149,7 +161,7 @@ def _route(route: Route, index: int, protocol: int, *, drop: bool) -> bytes:
     raw = route.destination.network_address.packed
     flags = RTNH_F_ONLINK if route.onlink else 0
     parts = [
-        _RTMSG.pack(
+        RTMSG.pack(
             AF[route.destination.version],
             route.destination.prefixlen,
             0,
@@ -160,14 +172,22 @@ def _route(route: Route, index: int, protocol: int, *, drop: bool) -> bytes:
             RTN_UNICAST,
             flags,
         ),
-        _DST[len(raw)],
+        DST[len(raw)],
         raw,
     ]
     if route.gateway is not None:
         gateway = route.gateway.packed
         parts += (_GATEWAY[len(gateway)], gateway)
-    parts.append(_OIF.pack(8, _RTA_OIF, index))
+    parts.append(_OIF.pack(8, RTA_OIF, index))
     return b"".join(parts)
+
+
+def _blackhole(destination: IPNetwork, protocol: int, *, drop: bool) -> bytes:
+    raw = destination.network_address.packed
+    scope, mark = (RT_SCOPE_NOWHERE, 0) if drop else (RT_SCOPE_UNIVERSE, protocol)
+    family, length = AF[destination.version], destination.prefixlen
+    head = RTMSG.pack(family, length, 0, 0, RT_TABLE_MAIN, mark, scope, RTN_BLACKHOLE, 0)
+    return head + DST[len(raw)] + raw + u32(_RTA_PRIORITY, BLACKHOLE_METRIC)
 
 
 def clear_route(destination: IPNetwork, seq: int) -> bytes:
@@ -180,7 +200,7 @@ def clear_route(destination: IPNetwork, seq: int) -> bytes:
 def _address(entry: Address, index: int) -> bytes:
     raw = entry.address.packed
     head = _IFADDRMSG.pack(AF[entry.address.version], 8 * len(raw), 0, RT_SCOPE_UNIVERSE, index)
-    return head + _LOCAL[len(raw)] + raw + _DST[len(raw)] + raw
+    return head + _LOCAL[len(raw)] + raw + DST[len(raw)] + raw
 
 
 # ---- reading ---------------------------------------------------------------------------------
@@ -188,8 +208,8 @@ def _address(entry: Address, index: int) -> bytes:
 
 def routes_request(family: Family, *, device: int = 0, protocol: int = 0) -> bytes:
     """The body of a dump of main-table routes, filtered by the kernel where it can."""
-    head = _RTMSG.pack(AF[family], 0, 0, 0, 0, protocol, 0, 0, 0)
-    return head + u32(_RTA_TABLE, RT_TABLE_MAIN) + (u32(_RTA_OIF, device) if device else b"")
+    head = RTMSG.pack(AF[family], 0, 0, 0, 0, protocol, 0, 0, 0)
+    return head + u32(RTA_TABLE, RT_TABLE_MAIN) + (u32(RTA_OIF, device) if device else b"")
 
 
 def neighbors_request(family: Family, device: int) -> bytes:
@@ -214,16 +234,16 @@ class SeenRoute:
 
 def decode_route(data: bytes, offset: int, end: int, name_of: NameOf) -> SeenRoute | None:
     """A unicast main-table route through one device with the default metric, else None."""
-    family, length, from_length, tos, _, protocol, _, kind, flags = unpack(_RTMSG, data, offset, end)
+    family, length, from_length, tos, _, protocol, _, kind, flags = unpack(RTMSG, data, offset, end)
     if kind != RTN_UNICAST or flags & _RTM_F_CLONED or family not in FAMILY or from_length or tos:
         return None
-    found = attributes(data, offset + _RTMSG.size, end)
-    if _number(found.get(_RTA_TABLE)) != RT_TABLE_MAIN:
+    found = attributes(data, offset + RTMSG.size, end)
+    if number(found.get(RTA_TABLE)) != RT_TABLE_MAIN:
         return None
-    if _number(found.get(_RTA_PRIORITY)) != (0 if family == AF[4] else _IPV6_DEFAULT_METRIC):
+    if number(found.get(_RTA_PRIORITY)) != (0 if family == AF[4] else _IPV6_DEFAULT_METRIC):
         return None
-    device = name_of(_number(found.get(_RTA_OIF)))
-    raw, gateway = found.get(_RTA_DST), found.get(_RTA_GATEWAY)
+    device = name_of(number(found.get(RTA_OIF)))
+    raw, gateway = found.get(_RTA_DST), found.get(RTA_GATEWAY)
     if device is None or raw is None:
         return None
     return SeenRoute(
@@ -237,14 +257,25 @@ def decode_route(data: bytes, offset: int, end: int, name_of: NameOf) -> SeenRou
     )
 
 
+def decode_blackhole(data: bytes, offset: int, end: int) -> Blackhole | None:
+    """A blackhole as we make it, by its metric, else None."""
+    family, length, _, _, _, _, _, kind, _ = unpack(RTMSG, data, offset, end)
+    found = attributes(data, offset + RTMSG.size, end)
+    raw = found.get(_RTA_DST)
+    if kind != RTN_BLACKHOLE or family not in FAMILY or raw is None:
+        return None
+    marks = number(found.get(RTA_TABLE)), number(found.get(_RTA_PRIORITY))
+    return Blackhole(network_of(raw, length)) if marks == (RT_TABLE_MAIN, BLACKHOLE_METRIC) else None
+
+
 def decode_unusable_route(data: bytes, offset: int, end: int) -> Key | None:
     """The key of a main-table route that sends nothing anywhere (blackhole and the like), else None."""
-    family, length, from_length, tos, _, _, _, kind, _ = unpack(_RTMSG, data, offset, end)
-    found = attributes(data, offset + _RTMSG.size, end)
+    family, length, from_length, tos, _, _, _, kind, _ = unpack(RTMSG, data, offset, end)
+    found = attributes(data, offset + RTMSG.size, end)
     raw = found.get(_RTA_DST)
     if kind not in _UNUSABLE or family not in FAMILY or from_length or tos or raw is None:
         return None
-    if _number(found.get(_RTA_TABLE)) != RT_TABLE_MAIN:
+    if number(found.get(RTA_TABLE)) != RT_TABLE_MAIN:
         return None
     return route_key(network_of(raw, length))
 
@@ -295,50 +326,8 @@ def decode_address(data: bytes, offset: int, end: int) -> SeenAddress | None:
     raw = found.get(_IFA_LOCAL) or found.get(_IFA_ADDRESS)
     if family not in FAMILY or raw is None:
         return None
-    return SeenAddress(index, address_of(raw), length, _number(found.get(_IFA_FLAGS)) or short_flags)
+    return SeenAddress(index, address_of(raw), length, number(found.get(_IFA_FLAGS)) or short_flags)
 
 
-def decode_default_route(data: bytes, offset: int, end: int) -> int | None:
-    """The interface of a default route, 0 when it names no single one; None for any other route."""
-    family, length, _, _, _, _, _, kind, _ = unpack(_RTMSG, data, offset, end)
-    if length or kind != RTN_UNICAST or family not in FAMILY:
-        return None
-    found = attributes(data, offset + _RTMSG.size, end)
-    return _number(found.get(_RTA_OIF)) if _number(found.get(_RTA_TABLE)) == RT_TABLE_MAIN else None
-
-
-def _number(raw: bytes | None) -> int:
+def number(raw: bytes | None) -> int:
     return int.from_bytes(raw[:4], sys.byteorder) if raw else 0
-
-
-# ---- looking up one route ---------------------------------------------------------------------
-
-
-def lookup_request(target: IPAddress) -> bytes:
-    """Ask the kernel which way it would send a packet."""
-    raw = target.packed
-    return _RTMSG.pack(AF[target.version], 8 * len(raw), 0, 0, 0, 0, 0, 0, 0) + _DST[len(raw)] + raw
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """The kernel's answer: out of which interface, from which address, through which gateway."""
-
-    index: int
-    source: IPAddress | None
-    gateway: IPAddress | None
-    kind: int
-
-
-def decode_way(data: bytes, offset: int, end: int) -> Way:
-    kind = unpack(_RTMSG, data, offset, end)[7]
-    found = attributes(data, offset + _RTMSG.size, end)
-    source = found.get(_RTA_PREFSRC)
-    # struct rtvia, the gateway of an IPv4 route through IPv6: two bytes of family, then the address.
-    gateway = found.get(_RTA_GATEWAY) or found.get(_RTA_VIA, b"")[2:]
-    return Way(
-        _number(found.get(_RTA_OIF)),
-        address_of(source) if source else None,
-        address_of(gateway) if gateway else None,
-        kind,
-    )

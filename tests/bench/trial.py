@@ -124,19 +124,19 @@ def _latency(bed: Bed, node: Node, events: int) -> Figures:
     some = [Peer(bed.peers + number) for number in range(WARM_UP + events)]
     with open_leases(bed.etcd, bed.backend) as leases, Notifications(node.namespace) as kernel:
 
-        def time_all(send: Callable[[Peer], None], kinds: tuple[int, int]) -> list[float]:
+        def time_all(request_for: Callable[[Peer], bytes], kinds: tuple[int, int]) -> list[float]:
             times = []
             for peer in some:
+                request, expected = request_for(peer), objects(peer, bed.backend)
                 begin = time.monotonic()
-                send(peer)
-                there = kernel.wait(kinds, objects(peer, bed.backend), EVENT_DEADLINE)
-                times.append((there - begin) * 1000)
+                leases.send(request)
+                times.append((kernel.wait(kinds, expected, EVENT_DEADLINE) - begin) * 1000)
                 leases.finish()
                 time.sleep(SPACING)
             return times[WARM_UP:]
 
-        added = time_all(leases.send_put, ADDED)
-        removed = time_all(leases.send_delete, REMOVED)
+        added = time_all(leases.addition, ADDED)
+        removed = time_all(leases.removal, REMOVED)
     return {
         Figure.ADD: percentile(added, 50),
         Figure.ADD_P99: percentile(added, 99),

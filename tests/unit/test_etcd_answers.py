@@ -91,6 +91,12 @@ def test_a_key_in_its_last_second_is_no_reservation() -> None:
     assert reply.node.ttl == 0
 
 
+def test_an_answer_without_an_index_is_not_from_etcd() -> None:
+    body = json.dumps({"action": "get", "node": {"key": "/k", "value": "v", "modifiedIndex": 5}})
+    with pytest.raises(Useless, match="not etcd's"):
+        read(Answer("http://a:1", 200, Position(0), body=body.encode()))
+
+
 @pytest.mark.parametrize(
     ("status", "code", "expected"),
     [

@@ -189,6 +189,14 @@ def test_a_lease_that_does_not_fit_a_new_config_is_given_back(store: Store) -> N
     assert not store.get(old)
 
 
+def test_a_lease_without_a_family_that_the_config_has_is_given_back(store: Store) -> None:
+    old = store.manager().acquire(NETWORK, node(1), NOTHING)
+    config = parse('{"Network": "10.3.0.0/16", "EnableIPv6": true, "IPv6Network": "fd00:3::/48"}')
+    new = store.manager().acquire(config, node(1), old.key)
+    assert None not in new.key
+    assert not store.get(old)
+
+
 def test_of_two_own_leases_the_one_that_fits_is_taken(store: Store) -> None:
     store.put("10.2.0.0-24", node(1))
     store.put("10.3.9.0-24", node(1))

@@ -18,7 +18,7 @@ from pyroute2.netlink.rtnl.ndmsg import ndmsg
 from pyroute2.netlink.rtnl.rtmsg import rtmsg
 
 from flanneld.model import IPAddress, IPNetwork
-from flanneld.network import rtnl
+from flanneld.network import rtnl, ways
 from flanneld.network.netlink import HEADER, Malformed, attribute, attributes, messages, u32
 from flanneld.network.resources import (
     PROTO_BOOT,
@@ -311,19 +311,19 @@ def test_the_entry_for_unknown_destinations_is_passed_over() -> None:
 
 @pytest.mark.parametrize(("target", "family", "length"), [("192.168.0.2", 2, 32), ("fd77::2", 10, 128)])
 def test_a_way_is_asked_for_by_full_address(target: str, family: int, length: int) -> None:
-    body = rtnl.lookup_request(ip_address(target))
+    body = ways.lookup_request(ip_address(target))
     fields = read_by_pyroute2(rtmsg, HEADER.pack(HEADER.size + len(body), 26, 1, 0, 0) + body)
     assert (fields["family"], fields["dst_len"], fields["RTA_DST"]) == (family, length, target)
 
 
 def test_a_way_through_a_gateway_of_the_other_family_has_a_gateway() -> None:
     via = attribute(RTA_VIA, b"\x0a\x00" + ip_address("fe80::1").packed)
-    way = rtnl.decode_way(*told(route("10.1.6.0/24"), extra=via))
+    way = ways.decode_way(*told(route("10.1.6.0/24"), extra=via))
     assert (way.index, way.gateway) == (INDEX, ip_address("fe80::1"))
 
 
 def test_a_way_on_the_link_has_no_gateway() -> None:
-    assert rtnl.decode_way(*told(route("10.1.6.0/24"))) == rtnl.Way(INDEX, None, None, 1)
+    assert ways.decode_way(*told(route("10.1.6.0/24"))) == ways.Way(INDEX, None, None, 1)
 
 
 @pytest.mark.parametrize(
@@ -332,7 +332,7 @@ def test_a_way_on_the_link_has_no_gateway() -> None:
     ids=["IPv4", "IPv6", "no default"],
 )
 def test_a_default_route_names_its_interface(resource: Route, index: int | None) -> None:
-    assert rtnl.decode_default_route(*told(resource)) == index
+    assert ways.decode_default_route(*told(resource)) == index
 
 
 # ---- whatever comes ------------------------------------------------------------------------------
@@ -343,14 +343,14 @@ DECODERS: tuple[Decoder, ...] = (
     lambda data, offset, end: rtnl.decode_gone_neighbor(data, offset, end, name_of),
     rtnl.decode_unusable_route,
     rtnl.decode_address,
-    rtnl.decode_default_route,
-    rtnl.decode_way,
+    ways.decode_default_route,
+    ways.decode_way,
 )
 some_decoder = st.sampled_from(DECODERS)
 
 
 @given(some_decoder, st.binary(max_size=120), st.integers(0, 20))
-@example(rtnl.decode_way, b"", 0)
+@example(ways.decode_way, b"", 0)
 def test_noise_is_at_worst_malformed(decode: Decoder, noise: bytes, offset: int) -> None:
     with contextlib.suppress(Malformed):
         decode(noise, offset, len(noise))

@@ -1,4 +1,4 @@
-"""Running the firewall's commands: one at a time, each with a time limit, and with a full account of a failure."""
+"""Running the firewall's commands: one at a time, each with a time limit."""
 
 from __future__ import annotations
 
@@ -13,26 +13,37 @@ from contextlib import suppress
 
 from flanneld.errors import Retryable
 from flanneld.glog import V
+from flanneld.network.firewall.driver import Rejected, Unavailable
 
 log = logging.getLogger(__name__)
 
 #: Seconds for one command; waiting for a lock is a part of it.
-TIME_LIMIT = 15.0
+TIME_LIMIT = 10.0
 #: Where Debian keeps these commands; the PATH of an ordinary user lacks it.
 _SYSTEM_PATHS = "/usr/sbin:/sbin"
 
 
-class CommandFailed(Retryable):
-    """A command did not do what it should. It keeps all there is to know, for the log at ``-v 2``."""
+class CommandFailed(Rejected):
+    """A command ended with another status than 0; all there is to know about it is kept here."""
 
-    def __init__(self, argv: Sequence[str], stdin: str, status: int | None, stderr: str, remedy: str) -> None:
-        end = "did not end in time" if status is None else f"ended with status {status}"
-        said = " ".join(stderr.split())
-        super().__init__(f"{' '.join(argv)} {end}{f': {said}' if said else ''}", remedy)
+    def __init__(self, argv: Sequence[str], stdin: str, status: int, stderr: str) -> None:
+        said = " ".join(stderr.split()) or "it says nothing"
+        super().__init__(
+            f"{' '.join(argv)} ended with status {status}: {said}", "its input is in the log at -v=6"
+        )
         self.argv = tuple(argv)
         self.stdin = stdin
         self.status = status
         self.stderr = stderr
+
+
+class CommandHung(Retryable):
+    """A command did not end in time, or the daemon is stopping, and so it was killed."""
+
+    def __init__(self, argv: Sequence[str], stdin: str, limit: float) -> None:
+        super().__init__(f"{' '.join(argv)} did not end within {limit:g} s", "try it by hand")
+        self.argv = tuple(argv)
+        self.stdin = stdin
 
 
 def find(program: str) -> str | None:
@@ -41,7 +52,7 @@ def find(program: str) -> str | None:
 
 
 class Commands:
-    """Runs commands, for one thread; any other may cancel."""
+    """Runs commands for one thread; any other may cancel."""
 
     def __init__(self, limit: float = TIME_LIMIT) -> None:
         self._limit = limit
@@ -50,24 +61,18 @@ class Commands:
         self._cancelled = False
 
     def run(self, argv: Sequence[str], stdin: str = "") -> str:
-        """What the command wrote to stdout. Raises ``CommandFailed``."""
-        log.log(V(6), "Running %s with %r", argv, stdin)
+        """What the command writes to stdout. Raises ``CommandFailed``, ``CommandHung``, ``Unavailable``."""
+        log.log(V(6), "Running %s, input %r", " ".join(argv), stdin)
         process = self._start(argv, stdin)
         try:
             output, stderr = process.communicate(stdin, timeout=self._limit)
-            status: int | None = process.returncode
         except subprocess.TimeoutExpired:
-            _kill(process)
-            process.wait()
-            output, stderr, status = "", "", None
+            raise CommandHung(argv, stdin, self._limit) from None
         finally:
-            with self._lock:
-                self._running = None
-            _close(process)
-        if status == 0:
-            return output
-        remedy = "try it by hand" if status is None else "its input is in the log at -v 6"
-        raise CommandFailed(argv, stdin, status, stderr, remedy)
+            self._finish(process)
+        if process.returncode:
+            raise CommandFailed(argv, stdin, process.returncode, stderr)
+        return output
 
     def cancel(self) -> None:
         """End the command that runs, and start no other."""
@@ -78,10 +83,11 @@ class Commands:
 
     def _start(self, argv: Sequence[str], stdin: str) -> subprocess.Popen[str]:
         path = find(argv[0])
+        if path is None:
+            raise Unavailable(f"{argv[0]} is not installed", "install the Debian package iptables")
         with self._lock:
-            if self._cancelled or path is None:
-                why = "was cancelled" if self._cancelled else "is not installed"
-                raise CommandFailed(argv, stdin, 127, why, "install the Debian package iptables")
+            if self._cancelled:
+                raise CommandHung(argv, stdin, 0)
             try:
                 self._running = subprocess.Popen(
                     argv,
@@ -95,18 +101,22 @@ class Commands:
                     start_new_session=True,
                 )
             except OSError as error:
-                raise CommandFailed(argv, stdin, 126, str(error), f"see what {path} is") from error
+                raise Unavailable(f"{path} does not start: {error.strerror}", "see what it is") from error
             return self._running
 
-
-def _close(process: subprocess.Popen[str]) -> None:
-    for pipe in (process.stdin, process.stdout, process.stderr):
-        if pipe:
-            with suppress(OSError):
-                pipe.close()
+    def _finish(self, process: subprocess.Popen[str]) -> None:
+        """Leave no process and no pipe behind, whatever the command itself has started."""
+        with self._lock:
+            self._running = None
+            if process.returncode is None:
+                _kill(process)
+        process.wait()
+        for pipe in (process.stdin, process.stdout, process.stderr):
+            if pipe:
+                with suppress(OSError):
+                    pipe.close()
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
-    """Kill the command and whatever it has started itself."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

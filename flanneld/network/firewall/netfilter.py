@@ -6,6 +6,7 @@ creates nothing. Facts are from linux/netfilter/nfnetlink.h and nf_tables.h.
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import struct
@@ -55,7 +56,7 @@ _U32 = struct.Struct(">I")
 
 
 class Netfilter:
-    """Asks nf_tables in the network namespace of the thread that made it. Any method may raise ``OSError``."""
+    """Asks nf_tables in the network namespace of the thread that made it. All raise ``OSError``."""
 
     def __init__(self) -> None:
         self._socket = socket.socket(

@@ -80,7 +80,7 @@ def claim(nets: Iterable[Nets], former: Nets | None, *, masquerade: bool, forwar
 class Edit:
     """What to do to one chain, in the order of these fields.
 
-    ``flush`` makes the chain if need be and empties it. ``insert`` puts rules at the top, one after the other.
+    ``flush`` makes the chain if need be and empties it. ``insert`` puts rules at the top, one by one.
     """
 
     chain: Chain
@@ -92,7 +92,7 @@ class Edit:
 
 
 def plan(wanted: Rules, found: Rules, claim: Claim) -> tuple[Edit, ...]:
-    """The changes, empty when all is right. Chains are filled before a jump leads there, and go after it has."""
+    """The changes, empty when all is right. Chains are filled before a jump leads there, and go after it."""
     names = [*wanted, *(chain for chain in found if chain not in wanted)]
     own = [
         edit

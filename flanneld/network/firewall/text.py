@@ -15,7 +15,7 @@ _KNOWN_MATCHES = frozenset({"mark", "comment"})
 
 
 def restore_text(edits: Iterable[Edit]) -> str:
-    """The input of ``iptables-restore --noflush``: one block, and so one step of the kernel, for each table."""
+    """The input of ``iptables-restore --noflush``: one block, and so one step, for each table."""
     tables: dict[str, list[str]] = {}
     for edit in edits:
         tables.setdefault(edit.chain[0], []).extend(_lines(edit))

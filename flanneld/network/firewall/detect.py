@@ -1,0 +1,93 @@
+"""Which of the two iptables this host uses: the legacy one, or the one whose tables are in nf_tables.
+
+The order of the tests is that of the Kubernetes project's iptables-wrappers. Unlike those scripts this starts
+no process, and creates no table by looking into it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from flanneld.glog import V
+from flanneld.model import Family
+from flanneld.network.firewall import xtables
+from flanneld.network.firewall.command import find
+from flanneld.network.firewall.driver import Unavailable
+from flanneld.network.firewall.netfilter import Netfilter
+from flanneld.network.firewall.restore import Flavour, program
+from flanneld.network.firewall.rules import Chain
+
+log = logging.getLogger(__name__)
+
+Wish = Literal["auto", "legacy", "nft"]
+
+_FLAVOURS: tuple[Flavour, ...] = ("nft", "legacy")
+_ALL: tuple[Family, ...] = (4, 6)
+#: Kubelet and kube-proxy leave one of these in the tables that they use.
+_HINTS: tuple[Chain, ...] = (("mangle", "KUBE-IPTABLES-HINT"), ("mangle", "KUBE-KUBELET-CANARY"))
+_PACKAGE = "install the Debian package iptables"
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What speaks for one or the other. The numbers are those of others' rules; ``nft_rules`` matters only
+    if there are ``legacy_rules``, and is 0 otherwise.
+    """
+
+    installed: frozenset[Flavour]
+    hinted: frozenset[Flavour] = frozenset()
+    legacy_rules: int = 0
+    nft_rules: int = 0
+    nft_works: bool = True
+
+
+def choose(wish: Wish, facts: Facts) -> tuple[Flavour, str]:
+    """The flavour, and why (pure). Raises ``Unavailable`` when the commands are not there."""
+    if wish != "auto":
+        if wish not in facts.installed:
+            raise Unavailable(f"iptables-{wish}-restore is not installed", _PACKAGE)
+        return wish, "--iptables-flavour asks for it"
+    if not facts.installed:
+        raise Unavailable("neither iptables-nft-restore nor iptables-legacy-restore is installed", _PACKAGE)
+    if len(facts.installed) == 1:
+        return next(iter(facts.installed)), "no other is installed"
+    for flavour in _FLAVOURS:
+        if flavour in facts.hinted:
+            return flavour, "Kubernetes uses it here"
+    if facts.legacy_rules and facts.legacy_rules >= facts.nft_rules:
+        return "legacy", f"{facts.legacy_rules} rules are in its tables, {facts.nft_rules} in nf_tables"
+    if facts.nft_works:
+        return "nft", "nothing speaks for the legacy tables"
+    return "legacy", "the kernel has no nf_tables"
+
+
+def look(families: Sequence[Family]) -> Facts:
+    """Ask the host. Commands are needed for the given families only."""
+    installed = frozenset(
+        flavour
+        for flavour in _FLAVOURS
+        if all(find(f"{program(flavour, family)}-restore") for family in families)
+    )
+    hinted: set[Flavour] = set()
+    legacy_rules = nft_rules = 0
+    try:
+        if any(xtables.has_chain(family, hint) for family in _ALL for hint in _HINTS):
+            hinted.add("legacy")
+        legacy_rules = sum(map(xtables.count_rules, _ALL))
+    except OSError as error:
+        log.log(V(1), "Cannot read the legacy tables: %s", error)
+    try:
+        netfilter = Netfilter()
+        try:
+            if any(netfilter.has_chain(family, hint) for family in _ALL for hint in _HINTS):
+                hinted.add("nft")
+            nft_rules = netfilter.count_rules() if legacy_rules else 0
+        finally:
+            netfilter.close()
+    except OSError as error:
+        log.log(V(1), "Cannot ask nf_tables: %s", error)
+        return Facts(installed, frozenset(hinted), legacy_rules, nft_works=False)
+    return Facts(installed, frozenset(hinted), legacy_rules, nft_rules)

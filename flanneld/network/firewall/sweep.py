@@ -1,0 +1,71 @@
+"""Finding and removing what flannel left where it no longer keeps its rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+from flanneld.errors import Retryable
+from flanneld.model import Family
+from flanneld.network.firewall import xtables
+from flanneld.network.firewall.command import Commands
+from flanneld.network.firewall.driver import Driver, carry_out
+from flanneld.network.firewall.netfilter import Netfilter
+from flanneld.network.firewall.nft import Nftables
+from flanneld.network.firewall.plan import Claim, Edit, plan
+from flanneld.network.firewall.restore import Restore
+from flanneld.network.firewall.rules import FLANNEL_FWD, FLANNEL_POSTRTG, IPTABLES_CHAINS, NATIVE_TABLE
+from flanneld.network.firewall.text import rule_text
+
+#: Where rules of ours can be: iptables' tables in either of its flavours, or tables of our own in nftables.
+Place = Literal["nft", "legacy", "native"]
+PLACES: tuple[Place, ...] = ("nft", "legacy", "native")
+
+
+def driver(place: Place, family: Family, commands: Commands) -> Driver:
+    """The plain way to a place. Raises ``Unavailable``."""
+    return Nftables(family) if place == "native" else Restore(place, family, commands)
+
+
+def may_hold(place: Place, family: Family, claim: Claim) -> bool:
+    """Whether rules of ours can be in a place, as far as can be said at no cost. Raises ``Retryable``."""
+    try:
+        if place == "legacy":
+            return any(table in xtables.tables(family) for table, _ in IPTABLES_CHAINS)
+        netfilter = Netfilter()
+        try:
+            if place == "native":
+                return netfilter.has_table(family, NATIVE_TABLE[family])
+            return any(netfilter.has_chain(family, chain) for chain in (FLANNEL_POSTRTG, FLANNEL_FWD)) or any(
+                netfilter.has_chain(family, chain) for chain, _ in claim.blocks
+            )
+        finally:
+            netfilter.close()
+    except OSError as error:
+        raise Retryable(f"cannot ask nf_tables: {error}", "run with CAP_NET_ADMIN") from error
+
+
+def sweep(
+    place: Place, family: Family, claim: Claim, commands: Commands, *, dry_run: bool = False
+) -> tuple[str, ...]:
+    """Remove all that is ours from a place, and say what that was. Raises ``Retryable``."""
+    if not may_hold(place, family, claim):
+        return ()
+    there = driver(place, family, commands)
+    edits = plan({}, there.read(), claim)
+    if not edits:
+        return ()
+    stuck = () if dry_run else carry_out(there, edits)
+    return tuple(f"{there.name}: {line}" for line in described(edits, stuck))
+
+
+def described(edits: Sequence[Edit], stuck: Sequence[Edit] = ()) -> Iterator[str]:
+    """What a plan removes, in words."""
+    for edit in edits:
+        table, chain = edit.chain
+        for rule in edit.delete:
+            yield f"{table} {chain} {rule_text(rule)}"
+        if edit.drop:
+            yield f"{table} {chain}" + (
+                ", emptied but not removed: a rule leads there" if edit in stuck else ""
+            )

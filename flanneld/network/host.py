@@ -1,0 +1,71 @@
+"""This host as its kernel describes it: interfaces, addresses and the way packets take."""
+
+from __future__ import annotations
+
+import errno
+import logging
+
+from flanneld.glog import V
+from flanneld.model import Family, IPAddress
+from flanneld.network import links, rtnl, ways
+from flanneld.network.netlink import DumpInterrupted, NetlinkSocket
+
+log = logging.getLogger(__name__)
+
+_DUMP_TRIES = 5
+
+
+class HostView:
+    """Reads the kernel of this network namespace. Used by one thread; any method may raise ``OSError``."""
+
+    def __init__(self) -> None:
+        self._socket = NetlinkSocket()
+
+    @property
+    def port(self) -> int:
+        """Under which name, so to speak, the kernel knows what we write."""
+        return self._socket.port
+
+    def link(self, name: str) -> links.SeenLink | None:
+        """An interface, None when there is none of that name."""
+        try:
+            return links.decode(*self._socket.ask(rtnl.RTM_GETLINK, links.by_name(name)))
+        except OSError as failure:
+            if failure.errno == errno.ENODEV:
+                return None
+            raise
+
+    def links(self) -> list[links.SeenLink]:
+        return [links.decode(*found) for found in self._dump(rtnl.RTM_GETLINK, links.everything())]
+
+    def addresses(self, family: Family, index: int = 0) -> list[rtnl.SeenAddress]:
+        """Addresses of one interface, or of all."""
+        found = self._dump(rtnl.RTM_GETADDR, rtnl.addresses_request(family, index))
+        seen = [rtnl.decode_address(*item) for item in found]
+        # Before Linux 4.20 the kernel does not filter.
+        return [each for each in seen if each is not None and index in (0, each.index)]
+
+    def way_to(self, target: IPAddress) -> ways.Way | None:
+        """Where the kernel would send a packet, None when it has no route."""
+        try:
+            return ways.decode_way(*self._socket.ask(rtnl.RTM_GETROUTE, ways.lookup_request(target)))
+        except OSError as failure:
+            log.log(V(4), "No route to %s: %s", target, failure)
+            return None
+
+    def default_routes(self, family: Family) -> list[int]:
+        """The interfaces of the main table's default routes, in the kernel's order."""
+        found = self._dump(rtnl.RTM_GETROUTE, rtnl.routes_request(family))
+        return [index for item in found if (index := ways.decode_default_route(*item)) is not None]
+
+    def _dump(self, kind: int, body: bytes) -> list[tuple[bytes, int, int]]:
+        for _ in range(_DUMP_TRIES):
+            try:
+                return list(self._socket.dump(kind, body))
+            except DumpInterrupted:
+                continue
+            except FileNotFoundError:
+                if kind != rtnl.RTM_GETROUTE:
+                    raise
+                return []  # The table comes into being with its first route.
+        raise DumpInterrupted(errno.EINTR, "the kernel's table does not hold still")

@@ -1,0 +1,7 @@
+"""Tests with another daemon are collected only when there is one: ``FLANNELD_PEER`` is its command."""
+
+from __future__ import annotations
+
+from tests.lab import peer_command
+
+collect_ignore = [] if peer_command() else ["test_peer.py"]

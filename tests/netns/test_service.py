@@ -1,0 +1,143 @@
+"""flanneld.service under a real systemd, with a docker.service after it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.lab import Lab, Node
+from tests.lab.lab import NETWORK
+from tests.netns.booted import BootedNode
+
+
+@pytest.fixture
+def booted(lab: Lab) -> Iterator[BootedNode]:
+    """A node with systemd on which nothing is started yet."""
+    (node,) = lab.add_nodes(1)
+    with BootedNode(node, lab.etcd.endpoint) as booted:
+        yield booted
+
+
+@pytest.fixture
+def peer(lab: Lab) -> Node:
+    """A node whose daemon runs, in a network with the vxlan backend."""
+    (peer,) = lab.cluster({"Type": "vxlan"}, nodes=1)
+    return peer
+
+
+def process_status(pid: int) -> dict[str, str]:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+def wait_for_restart(booted: BootedNode, before: int = 0) -> None:
+    def restarted() -> bool:
+        done = int(booted.show("flanneld", "NRestarts")) > before
+        return done and booted.systemctl("is-active", "flanneld", check=False) == "active"
+
+    booted.wait_for(restarted, "systemd to start flanneld again")
+
+
+def test_the_service_joins_the_network(booted: BootedNode, peer: Node) -> None:
+    booted.systemctl("start", "flanneld")
+    assert booted.node.env()["FLANNEL_NETWORK"] == NETWORK
+    booted.node.container().wait_for_reply(peer.container())
+    assert not [line for line in booted.log().splitlines() if line[0] != "I"]
+
+
+@pytest.mark.usefixtures("peer")
+def test_the_service_has_no_more_rights_than_it_needs(booted: BootedNode) -> None:
+    booted.systemctl("start", "flanneld")
+    found = process_status(booted.pid("flanneld"))
+    assert "0" not in found["Uid"].split()
+    assert (found["NoNewPrivs"], found["Seccomp"]) == ("1", "2")
+    # linux/capability.h: CAP_NET_ADMIN is 12, CAP_NET_RAW is 13
+    assert {found[kind] for kind in ("CapPrm", "CapEff", "CapBnd", "CapAmb")} == {f"{0b11 << 12:016x}"}
+
+
+def test_the_sandbox_lets_the_service_heal_its_device(booted: BootedNode, peer: Node) -> None:
+    booted.systemctl("start", "flanneld")
+    booted.node.container().wait_for_reply(peer.container())
+    booted.node.namespace.ip("link del flannel.1")
+    booted.node.container().wait_for_reply(peer.container())
+
+
+@pytest.mark.usefixtures("peer")
+def test_docker_gets_the_subnet_that_flannel_has_leased(booted: BootedNode) -> None:
+    booted.systemctl("start", "docker")
+    subnet = booted.node.env()["FLANNEL_SUBNET"]
+    booted.wait_for(booted.path("run/dockerd").exists, "docker to start")
+    assert booted.path("run/dockerd").read_text().split() == [
+        f"--bip={subnet}",
+        "--ip-masq=true",
+        "--mtu=1450",
+    ]
+
+
+def test_docker_waits_as_long_as_flannel_waits_for_etcd(lab: Lab, booted: BootedNode) -> None:
+    lab.etcd.stop()
+    booted.systemctl("start", "--no-block", "docker")
+    booted.wait_for(lambda: "Waiting for the network config" in booted.log(), "flanneld to wait")
+    assert booted.systemctl("is-active", "docker", "flanneld", check=False).split() == [
+        "inactive",
+        "activating",
+    ]
+    lab.etcd.start()
+    lab.etcd.put_config({"Network": NETWORK, "Backend": {"Type": "vxlan"}})
+    booted.wait_for(booted.path("run/dockerd").exists, "docker to start")
+
+
+@pytest.mark.usefixtures("peer")
+def test_docker_does_not_start_with_a_subnet_of_its_own(booted: BootedNode) -> None:
+    booted.path("etc/default/flanneld").write_text("FLANNELD_ETCD_ENDPOINTS=nonsense\n")
+    booted.systemctl("start", "docker", check=False)
+    booted.wait_for(lambda: int(booted.show("docker", "NRestarts")) > 5, "docker to be tried again")
+    assert not booted.path("run/dockerd").exists()
+
+
+@pytest.mark.usefixtures("peer")
+def test_the_subnet_file_outlives_the_service(booted: BootedNode) -> None:
+    booted.systemctl("start", "flanneld")
+    before = booted.node.env()
+    booted.systemctl("stop", "flanneld")
+    assert booted.node.env() == before != {}
+
+
+def test_a_revoked_lease_leads_to_a_new_one(lab: Lab, booted: BootedNode, peer: Node) -> None:
+    booted.systemctl("start", "flanneld")
+    lab.etcd.delete_lease(booted.node.subnet())
+    wait_for_restart(booted)
+    assert booted.node.subnet() in lab.etcd.leases()
+    booted.node.container().wait_for_reply(peer.container())
+
+
+@pytest.mark.usefixtures("peer")
+def test_a_killed_daemon_is_started_again(booted: BootedNode) -> None:
+    booted.systemctl("start", "flanneld")
+    before = booted.node.env()
+    os.kill(booted.pid("flanneld"), signal.SIGKILL)
+    wait_for_restart(booted)
+    assert booted.node.env() == before
+
+
+@pytest.mark.usefixtures("peer")
+def test_a_daemon_that_hangs_is_replaced(booted: BootedNode) -> None:
+    booted.systemctl("start", "flanneld")
+    hanging = booted.pid("flanneld")
+    os.kill(hanging, signal.SIGSTOP)
+    wait_for_restart(booted)
+    assert booted.pid("flanneld") != hanging
+
+
+def test_a_wrong_flag_is_not_tried_again(booted: BootedNode) -> None:
+    booted.path("etc/default/flanneld").write_text("FLANNELD_V=loud\n")
+    booted.systemctl("start", "flanneld", check=False)
+    booted.wait_for(
+        lambda: booted.systemctl("is-active", "flanneld", check=False) == "failed", "the service to fail"
+    )
+    assert booted.show("flanneld", "ExecMainStatus") == "2"
+    assert booted.show("flanneld", "NRestarts") == "0"
