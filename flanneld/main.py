@@ -20,6 +20,7 @@ from flanneld.model import Lease, Uplink
 from flanneld.network.interface import InterfaceChoice, NoInterface
 from flanneld.network.kernel import Kernel
 from flanneld.network.monitor import Monitor
+from flanneld.network.resources import Blackhole
 from flanneld.options import Options
 from flanneld.reconcile import Reconciler
 from flanneld.site import Site, find_uplink
@@ -121,6 +122,7 @@ class Daemon:
             monitor,
             site,
             lease,
+            extras=self._blackholes(lease),
             former=previous.networks,
             stop=supervisor.stop,
             heartbeat=partial(supervisor.heartbeat, "reconciler"),
@@ -179,6 +181,11 @@ class Daemon:
         uplink = self._patiently("an external interface", attempt)
         log.info("The external interface is %s", uplink)
         return uplink
+
+    def _blackholes(self, lease: Lease) -> tuple[Blackhole, ...]:
+        """So that what is for a container that is no more does not go round between host and gateway."""
+        wanted = lease.key if self._options.ip_blackhole_route else ()
+        return tuple(Blackhole(net) for net in wanted if net is not None)
 
     def _write_subnet_file(self, config: Config, lease: Lease, site: Site) -> None:
         """A file that cannot be written is only a warning, as upstream has it: the network works without."""

@@ -251,7 +251,6 @@ def _given(_value: Value, _default: Value) -> bool:
 _NO_MASQUERADE = "this version does not masquerade; leave it out and let the container runtime masquerade"
 _NO_KUBERNETES = "this version keeps leases in etcd only; leave it out and set -etcd-endpoints"
 _NO_FORWARD = "this version sets no forward rules; leave it out and let the traffic through yourself"
-_NO_BLACKHOLE = "this version sets no blackhole route; leave it out and add the route yourself"
 #: What this version cannot do yet: a flag, when it asks for that, and what to say then.
 NOT_YET: tuple[tuple[str, Callable[[Value, Value], bool], str], ...] = (
     ("ip-masq", _changed, _NO_MASQUERADE),
@@ -264,7 +263,6 @@ NOT_YET: tuple[tuple[str, Callable[[Value, Value], bool], str], ...] = (
     ("set-node-network-unavailable", _given, _NO_KUBERNETES),
     ("iptables-forward-rules", _on, _NO_FORWARD),
     ("iptables-resync", _given, _NO_FORWARD),
-    ("ip-blackhole-route", _changed, _NO_BLACKHOLE),
 )
 
 

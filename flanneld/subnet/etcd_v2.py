@@ -186,7 +186,7 @@ class EtcdV2Manager:
 
     def _compare_identity(self, lease: Lease, attrs: LeaseAttrs) -> None:
         same_type = lease.attrs.backend_type == attrs.backend_type
-        if same_type and any(lease.attrs.data(family) != attrs.data(family) for family in FAMILIES):
+        if same_type and any(_differ(lease.attrs.data(each), attrs.data(each)) for each in FAMILIES):
             self._once.warn(
                 log,
                 "identity",
@@ -271,6 +271,13 @@ class EtcdV2Manager:
 
 def _is_fresh(listing: Listing) -> bool:
     return clock.now() - listing.read_at <= FRESH
+
+
+def _differ(stored: object, ours: object) -> bool:
+    """Whether a node announced something else; older versions announce less."""
+    if isinstance(stored, dict) and isinstance(ours, dict):
+        return any(ours.get(key) != value for key, value in stored.items())
+    return stored != ours
 
 
 def _address(attrs: LeaseAttrs) -> IPAddress | None:

@@ -225,7 +225,6 @@ ASKED_TOO_MUCH = [
     "-set-node-network-unavailable=true",
     "-iptables-forward-rules",
     "-iptables-resync=5",
-    "-ip-blackhole-route",
 ]
 
 

@@ -202,3 +202,15 @@ def _string(given: dict[int, bytes], kind: int) -> str:
 def _number(given: dict[int, bytes], kind: int) -> int | None:
     value = given.get(kind, b"")
     return _U32.unpack(value)[0] if len(value) == _U32.size else None
+
+
+def dropping_tables(family: Family) -> list[str]:
+    """``Netfilter.dropping``, or nothing where nf_tables does not answer."""
+    try:
+        netfilter = Netfilter()
+    except OSError:
+        return []
+    with suppress(OSError):
+        return netfilter.dropping(family)
+    netfilter.close()
+    return []

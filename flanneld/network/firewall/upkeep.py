@@ -1,0 +1,85 @@
+"""Bringing one family's rules from what they are to what they should be."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from flanneld.errors import Retryable
+from flanneld.network.firewall.driver import Driver, Rejected, carry_out
+from flanneld.network.firewall.plan import Claim, Edit, lost, plan
+from flanneld.network.firewall.rules import Rules
+from flanneld.network.firewall.sweep import described
+from flanneld.network.firewall.text import rule_text
+
+log = logging.getLogger(__name__)
+
+#: Others may change the rules between our look and our change.
+_ATTEMPTS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What was put in place and what was removed, in words. Neither: the order was wrong."""
+
+    missing: tuple[str, ...]
+    removed: tuple[str, ...]
+
+
+class Upkeep:
+    """What is wanted of one family's rules, what is ours among those found, and the way there."""
+
+    def __init__(self, driver: Driver, wanted: Rules, claim: Claim) -> None:
+        self.name = driver.name
+        #: Whether the rules have ever been right.
+        self.settled = False
+        self._driver = driver
+        self._wanted = wanted
+        self._claim = claim
+        self._stuck: set[Edit] = set()
+
+    def converge(self, changed: Callable[[], None]) -> Change | None:
+        """Read, compare, change, until a reading shows that all is right. None: it was right at once.
+
+        ``changed`` is called after each change, before the reading that follows. Raises ``Retryable``.
+        """
+        change: Change | None = None
+        failure = Retryable(f"{self.name}: what was written was gone a moment later", "see who removes it")
+        for _ in range(_ATTEMPTS):
+            try:
+                found = self._driver.read()
+                edits = self._plan(self._wanted, found)
+                if not edits:
+                    self.settled = True
+                    return change
+                self._carry_out(edits, found)
+            except Rejected as rejection:
+                failure = rejection
+                continue
+            change = change or _change(edits, found)
+            changed()
+        raise failure
+
+    def _plan(self, wanted: Rules, found: Rules) -> tuple[Edit, ...]:
+        return tuple(edit for edit in plan(wanted, found, self._claim) if edit not in self._stuck)
+
+    def _carry_out(self, edits: Sequence[Edit], found: Rules) -> None:
+        try:
+            self._stuck.update(carry_out(self._driver, edits))
+        except Rejected:
+            plainer = _without_random(self._wanted)
+            if self.settled or plainer == self._wanted:
+                raise
+            self._stuck.update(carry_out(self._driver, self._plan(plainer, found)))
+            self._wanted = plainer
+            log.warning("%s has no fully random source ports: masquerading without", self.name)
+
+
+def _without_random(rules: Rules) -> Rules:
+    return {chain: tuple(replace(rule, random=False) for rule in inside) for chain, inside in rules.items()}
+
+
+def _change(edits: Sequence[Edit], found: Rules) -> Change:
+    missing = (f"{table} {chain} {rule_text(rule)}" for (table, chain), rule in lost(edits, found))
+    return Change(tuple(missing), tuple(described([edit for edit in edits if not edit.append])))
