@@ -13,9 +13,9 @@ import logging
 import math
 import select
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from flanneld import clock
 from flanneld.errors import Fatal, Retryable
@@ -28,6 +28,7 @@ from flanneld.network.firewall.detect import Wish
 from flanneld.network.firewall.driver import Driver, Unavailable
 from flanneld.network.firewall.legacy import PythonIptables
 from flanneld.network.firewall.netfilter import Removal, Removals, dropping_tables
+from flanneld.network.firewall.patience import Patience
 from flanneld.network.firewall.plan import Claim, claim
 from flanneld.network.firewall.rules import IPTABLES_CHAINS, NATIVE_TABLE, Nets, Purpose, Style, wanted
 from flanneld.network.firewall.sweep import PLACES, Place, driver, sweep
@@ -231,14 +232,8 @@ class Firewall:
     def _put_right(self, family: Family, culprits: set[str]) -> bool:
         upkeep = self._upkeep[family]
         was_right = upkeep.settled
-
-        def take_note() -> None:
-            """Our own change is news as well, of which the reading that follows takes care."""
-            self._hear()
-            self._dirty.discard(family)
-
         try:
-            change = upkeep.converge(take_note)
+            change = upkeep.converge(partial(self._take_note, family))
         except Retryable as failure:
             if not self._stop.is_set():
                 self._once.warn(log, family, f"The rules for IPv{family} are not in place: {failure}")
@@ -251,6 +246,11 @@ class Firewall:
         elif change:
             _say(upkeep.name, change)
         return True
+
+    def _take_note(self, family: Family) -> None:
+        """Our own change is news as well, of which the reading that follows takes care."""
+        self._hear()
+        self._dirty.discard(family)
 
     def _account(self, name: str, change: Change, culprits: set[str]) -> None:
         """Say what was repaired, and wait longer with the next repair if there are many."""
@@ -278,34 +278,6 @@ class Firewall:
                 if removed:
                     log.info("Removed what an earlier run left: %s", _some(removed))
         self._to_sweep = remaining
-
-
-class Patience:
-    """Tells repairs from a fight: each repair within a minute doubles the pause before the next one."""
-
-    def __init__(self, memory: float = 60.0, first: float = 0.1, last: float = 30.0, many: int = 5) -> None:
-        self._memory = memory
-        self._first = first
-        self._last = last
-        self._many = many
-        self._repairs: deque[float] = deque()
-
-    def spend(self) -> bool:
-        """Note a repair. True when there are so many now that it looks like a fight."""
-        self._forget()
-        self._repairs.append(clock.now())
-        return len(self._repairs) == self._many
-
-    def earliest(self) -> float:
-        """When the next repair may be, on the clock of ``clock.now``."""
-        self._forget()
-        if not self._repairs:
-            return 0.0
-        return self._repairs[-1] + min(self._first * 2 ** len(self._repairs), self._last)
-
-    def _forget(self) -> None:
-        while self._repairs and self._repairs[0] < clock.now() - self._memory:
-            self._repairs.popleft()
 
 
 def retire(former: Iterable[Nets], *, dry_run: bool = False) -> list[str]:

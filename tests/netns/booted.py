@@ -37,8 +37,7 @@ exec sleep infinity
 DOCKER_SERVICE = """\
 [Service]
 ExecStart=/usr/sbin/dockerd $DOCKER_OPTS
-Restart=always
-RestartSec=100ms
+Restart=on-failure
 """
 #: No journal runs here. And a test has less time than an operator.
 FOR_THE_TEST = """\
@@ -46,6 +45,10 @@ FOR_THE_TEST = """\
 StandardError=append:/run/flanneld.log
 RestartSec=100ms
 WatchdogSec=1s
+"""
+DOCKER_FOR_THE_TEST = """\
+[Service]
+RestartSec=100ms
 """
 
 BOOT = """
@@ -166,6 +169,7 @@ class BootedNode:
             "usr/sbin/dockerd": DOCKERD,
             "usr/lib/systemd/system/docker.service": DOCKER_SERVICE,
             "usr/lib/systemd/system/flanneld.service.d/test.conf": FOR_THE_TEST,
+            "usr/lib/systemd/system/docker.service.d/test.conf": DOCKER_FOR_THE_TEST,
             "etc/default/flanneld": f"FLANNELD_ETCD_ENDPOINTS={self._endpoints}\n",
         }.items():
             file = root / name

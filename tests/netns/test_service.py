@@ -34,10 +34,12 @@ def process_status(pid: int) -> dict[str, str]:
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
-def wait_for_restart(booted: BootedNode, before: int = 0) -> None:
+def wait_for_restart(booted: BootedNode) -> None:
     def restarted() -> bool:
-        done = int(booted.show("flanneld", "NRestarts")) > before
-        return done and booted.systemctl("is-active", "flanneld", check=False) == "active"
+        return (
+            booted.show("flanneld", "NRestarts") != "0"
+            and booted.systemctl("is-active", "flanneld", check=False) == "active"
+        )
 
     booted.wait_for(restarted, "systemd to start flanneld again")
 
@@ -86,6 +88,7 @@ def test_docker_waits_as_long_as_flannel_waits_for_etcd(lab: Lab, booted: Booted
         "inactive",
         "activating",
     ]
+    assert "waiting for the network config" in booted.show("flanneld", "StatusText")
     lab.etcd.start()
     lab.etcd.put_config({"Network": NETWORK, "Backend": {"Type": "vxlan"}})
     booted.wait_for(booted.path("run/dockerd").exists, "docker to start")
@@ -105,6 +108,16 @@ def test_the_subnet_file_outlives_the_service(booted: BootedNode) -> None:
     before = booted.node.env()
     booted.systemctl("stop", "flanneld")
     assert booted.node.env() == before != {}
+
+
+@pytest.mark.usefixtures("peer")
+def test_the_subnet_of_a_daemon_that_ran_as_root_is_kept(booted: BootedNode) -> None:
+    directory = booted.path("run/flannel")
+    (directory / "subnet.env").write_text("FLANNEL_SUBNET=10.5.77.1/24\n")
+    (directory / "subnet.env").chmod(0o600)
+    os.chown(directory, 0, 0)
+    booted.systemctl("start", "flanneld")
+    assert booted.node.env()["FLANNEL_SUBNET"] == "10.5.77.1/24"
 
 
 def test_a_revoked_lease_leads_to_a_new_one(lab: Lab, booted: BootedNode, peer: Node) -> None:

@@ -80,13 +80,10 @@ def look(families: Sequence[Family]) -> Facts:
     except OSError as error:
         log.log(V(1), "Cannot read the legacy tables: %s", error)
     try:
-        netfilter = Netfilter()
-        try:
+        with Netfilter() as netfilter:
             if any(netfilter.has_chain(family, hint) for family in _ALL for hint in _HINTS):
                 hinted.add("nft")
             nft_rules = netfilter.count_rules() if legacy_rules else 0
-        finally:
-            netfilter.close()
     except OSError as error:
         log.log(V(1), "Cannot ask nf_tables: %s", error)
         return Facts(installed, frozenset(hinted), legacy_rules, nft_works=False)

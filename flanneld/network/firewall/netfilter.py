@@ -13,6 +13,8 @@ import struct
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Self
 
 from flanneld.model import Family
 from flanneld.network.firewall.rules import Chain
@@ -64,7 +66,12 @@ class Netfilter:
         )
         self._seq = 0
 
-    def close(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._socket.close()
 
     def has_table(self, family: Family, table: str) -> bool:
@@ -207,10 +214,7 @@ def _number(given: dict[int, bytes], kind: int) -> int | None:
 def dropping_tables(family: Family) -> list[str]:
     """``Netfilter.dropping``, or nothing where nf_tables does not answer."""
     try:
-        netfilter = Netfilter()
+        with Netfilter() as netfilter:
+            return netfilter.dropping(family)
     except OSError:
         return []
-    with suppress(OSError):
-        return netfilter.dropping(family)
-    netfilter.close()
-    return []

@@ -55,11 +55,8 @@ class Restore:
 
     def _read_nft(self) -> Rules:
         try:
-            netfilter = Netfilter()
-            try:
+            with Netfilter() as netfilter:
                 there = [chain for chain in IPTABLES_CHAINS if netfilter.has_chain(self._family, chain)]
-            finally:
-                netfilter.close()
         except OSError as error:
             raise Retryable(f"cannot ask nf_tables: {error}", "run with CAP_NET_ADMIN") from error
         return {

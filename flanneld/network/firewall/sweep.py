@@ -32,15 +32,11 @@ def may_hold(place: Place, family: Family, claim: Claim) -> bool:
     try:
         if place == "legacy":
             return any(table in xtables.tables(family) for table, _ in IPTABLES_CHAINS)
-        netfilter = Netfilter()
-        try:
+        with Netfilter() as netfilter:
             if place == "native":
                 return netfilter.has_table(family, NATIVE_TABLE[family])
-            return any(netfilter.has_chain(family, chain) for chain in (FLANNEL_POSTRTG, FLANNEL_FWD)) or any(
-                netfilter.has_chain(family, chain) for chain, _ in claim.blocks
-            )
-        finally:
-            netfilter.close()
+            chains = (FLANNEL_POSTRTG, FLANNEL_FWD, *(chain for chain, _ in claim.blocks))
+            return any(netfilter.has_chain(family, chain) for chain in chains)
     except OSError as error:
         raise Retryable(f"cannot ask nf_tables: {error}", "run with CAP_NET_ADMIN") from error
 
