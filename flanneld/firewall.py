@@ -108,7 +108,7 @@ class Firewall:
                 log.warning("No rules that forward the network's traffic: %s", missing)
             return
         if purpose:
-            names = ", ".join(drivers[family].name for family in sorted(drivers))
+            names = ", ".join(dict.fromkeys(each.name for each in drivers.values()))
             log.info("The rules of the packet filter go through %s: %s", names, reason)
         self._take_over(drivers)
         self._listen()
@@ -302,7 +302,7 @@ def retire(former: Iterable[Nets], *, dry_run: bool = False) -> list[str]:
 def _say(name: str, change: Change) -> None:
     """What the first change of a run did."""
     if change.missing:
-        log.info("Set %d rules with %s", len(change.missing), name)
+        log.info("Set %d rules with %s", change.number, name)
     if change.removed:
         log.info("Removed with %s what an earlier run left: %s", name, _some(change.removed))
 

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from flanneld import __version__, backends, clock, glog, notify, options, subnet_file
+from flanneld import __version__, backends, clock, glog, host_checks, notify, options, subnet_file
 from flanneld.config import Config
 from flanneld.errors import Fatal, Retryable
 from flanneld.health import Checks, HealthServer
@@ -25,7 +25,7 @@ from flanneld.options import Options
 from flanneld.reconcile import Reconciler
 from flanneld.site import Site, find_uplink
 from flanneld.subnet.etcd_v2 import EtcdOptions, EtcdV2Manager
-from flanneld.subnet.manager import Cancelled, SubnetManager
+from flanneld.subnet.manager import LONGEST_SILENCE, Cancelled, SubnetManager
 from flanneld.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
@@ -126,15 +126,21 @@ class Daemon:
             former=previous.networks,
             stop=supervisor.stop,
             heartbeat=partial(supervisor.heartbeat, "reconciler"),
-            on_move=lambda: self._moved(site, keeper, config, lease),
+            on_move=lambda: self._moved(manager, site, keeper, config, lease),
             on_synced=self._missing.clear,
         )
         self._patiently("the kernel", reconciler.prepare)
         self._write_subnet_file(config, lease, site)
+        host_checks.report(config.families, uplink.name, services=self._options.kube_subnet_mgr)
         self._missing[:] = ["the peers are not known yet"]
-        supervisor.start("lease watch", lambda: manager.watch(reconciler.inbox.put))
+        supervisor.start(
+            "lease watch", lambda: manager.watch(reconciler.inbox.put, self._alive("lease watch"))
+        )
         supervisor.start("reconciler", reconciler.run, reconciler.cancel)
-        supervisor.start("own lease watch", lambda: manager.watch_own(lease, keeper.deliver))
+        supervisor.start(
+            "own lease watch",
+            lambda: manager.watch_own(lease, keeper.deliver, self._alive("own lease watch")),
+        )
         supervisor.start("lease keeper", keeper.run, keeper.cancel)
         self._notifier.ready()
         self._notifier.status(f"{config.backend_type}: subnet {lease} through {uplink.name}")
@@ -205,7 +211,13 @@ class Daemon:
         self._written = env
         log.info("Wrote %s", self._options.subnet_file)
 
-    def _moved(self, site: Site, keeper: Keeper, config: Config, lease: Lease) -> None:
+    def _alive(self, name: str) -> Callable[[], None]:
+        return partial(self._supervisor.heartbeat, name, LONGEST_SILENCE)
+
+    def _moved(
+        self, manager: SubnetManager, site: Site, keeper: Keeper, config: Config, lease: Lease
+    ) -> None:
+        manager.reconnect()
         keeper.announce(site.backend.attributes())
         self._write_subnet_file(config, lease, site)
 

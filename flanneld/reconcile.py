@@ -25,7 +25,7 @@ from flanneld.inbox import Inbox
 from flanneld.model import Change, Event, IPNetwork, Lease, LeaseTable, name_of
 from flanneld.network.diff import Plan, diff, plan
 from flanneld.network.kernel import Domain, Kernel
-from flanneld.network.monitor import Gone, InterfaceChanged, Monitor, News, Overrun
+from flanneld.network.monitor import Gone, InterfaceChanged, Monitor, News, Overrun, Seen
 from flanneld.network.report import Report
 from flanneld.network.resources import Key, Kind, Link, Resource
 from flanneld.network.wanted import LOCAL, Wanted
@@ -229,15 +229,15 @@ class Reconciler:
                         self._uplink_may_have_moved = True
                         self._repair_soon()
                 case Gone(key):
-                    if key in self._wanted.state:
+                    if key in self._wanted.state or self._site.asks_routes:
                         self._repair_soon()
-                case _:
-                    if self._is_drift(item.resource):
+                case Seen(resource):
+                    if self._is_drift(resource) or self._site.asks_routes:
                         self._repair_soon()
 
     def _concerns_us(self, index: int, name: str | None) -> bool:
         ours = name == self._site.uplink.name or name in self._domain.links
-        return ours or index in self._names or self._site.asks_routes
+        return ours or index in self._names or self._site.asks_routes or self._site.is_adrift
 
     def _is_drift(self, resource: Resource) -> bool:
         wanted = self._wanted.state.get(resource.key)
@@ -275,7 +275,8 @@ class Reconciler:
             self._on_synced()
 
     def _follow_uplink(self) -> None:
-        moved = (self._uplink_may_have_moved or self._site.asks_routes) and self._site.follow()
+        look = self._uplink_may_have_moved or self._site.asks_routes or self._site.is_adrift
+        moved = look and self._site.follow()
         self._uplink_may_have_moved = False
         if moved:
             self._outside = Outside(self._site.backend)

@@ -49,6 +49,8 @@ class Site:
         self._make_backend = make_backend
         self._once = Once()
         self.uplink = uplink
+        #: No interface will do now; what it takes may come from anywhere.
+        self.is_adrift = False
         #: Whether the backend's decisions rest on the host's routes.
         self.asks_routes = False
         self.backend: Backend = self._build(uplink, stored)
@@ -71,7 +73,9 @@ class Site:
                 backend = self._build(uplink, self.backend.attributes())
         except Fatal as reason:
             self._once.warn(log, "uplink", f"The uplink {self.uplink.name} is not usable now: {reason}")
+            self.is_adrift = True
             return False
+        self.is_adrift = False
         self._once.clear("uplink")
         if uplink == self.uplink:
             return False

@@ -8,6 +8,7 @@ which ``Client`` replaces.
 from __future__ import annotations
 
 import logging
+import math
 import ssl
 import threading
 from collections.abc import Callable, Mapping
@@ -104,6 +105,8 @@ class Client(etcd.Client):  # type: ignore[misc] # python-etcd has no types
         self._server: Server | None = None
         self._pool: HTTPConnectionPool | None = None
         self._used = 0.0
+        #: We broke the connection ourselves, so that it broke says nothing about the server.
+        self._gave_up = False
         self._after: Position | None = None
 
     def fetch(self, key: str, *, recursive: bool = False) -> Reply:
@@ -147,6 +150,12 @@ class Client(etcd.Client):  # type: ignore[misc] # python-etcd has no types
             raise ListAgain("etcd repeats what it reported before")
         return replace(reply, at=Position(reply.node.modified, reply.at.cluster))
 
+    def reconnect(self) -> None:
+        """Give up the connection of now: it may lead nowhere any more. May be called from any thread."""
+        self._used = -math.inf
+        self._gave_up = True
+        self._line.drop()
+
     def cut(self) -> None:
         """End what goes on and refuse what comes. May be called from any thread, repeatedly."""
         self._line.cut()
@@ -177,6 +186,9 @@ class Client(etcd.Client):  # type: ignore[misc] # python-etcd has no types
             except Useless as failure:
                 self._hang_up()
                 self._line.check()
+                if self._gave_up and (request.repeatable or not failure.sent):
+                    self._gave_up = False
+                    return self._ask_in_turn(request)
                 failures[server.name] = failure
                 log.log(V(1), "etcd at %s: %s", server.name, failure.problem)
                 if failure.sent and not request.repeatable:

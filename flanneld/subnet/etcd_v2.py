@@ -52,6 +52,10 @@ FRESH = 10.0
 _EXAMPLE = '{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"}}'
 
 
+def _nothing() -> None:
+    pass
+
+
 class LeaseTaken(Retryable):
     """Another node has our lease; it is not overwritten."""
 
@@ -117,16 +121,16 @@ class EtcdV2Manager:
                 log.log(V(1), "The lease %s has just changed, trying again: %s", lease, lost)
         raise Retryable(f"the lease {lease} changes all the time", "give each node its own -public-ip")
 
-    def watch(self, deliver: Deliver) -> None:
+    def watch(self, deliver: Deliver, alive: Callable[[], None] = _nothing) -> None:
         def start(client: Client) -> tuple[list[Event], Position]:
             listing, self._unwatched = self._unwatched, None
             if listing is None or not _is_fresh(listing):
                 listing = self._reader.read_all(client)
             return [listing.snapshot()], listing.at
 
-        self._follow(self._reader.path, start, self._reader.news, deliver, recursive=True)
+        self._follow(self._reader.path, start, self._reader.news, deliver, alive, recursive=True)
 
-    def watch_own(self, lease: Lease, deliver: Deliver) -> None:
+    def watch_own(self, lease: Lease, deliver: Deliver, alive: Callable[[], None] = _nothing) -> None:
         path = self._reader.key_of(lease.key)
 
         def start(client: Client) -> tuple[list[Event], Position]:
@@ -139,7 +143,13 @@ class EtcdV2Manager:
         def news(reply: Reply) -> list[Event]:
             return self._reader.news_of(lease.key, reply)
 
-        self._follow(path, start, news, deliver, recursive=False)
+        self._follow(path, start, news, deliver, alive, recursive=False)
+
+    def reconnect(self) -> None:
+        with self._lock:
+            self._requests.reconnect()
+            for follower in self._followers:
+                follower.reconnect()
 
     def close(self) -> None:
         with self._lock:
@@ -158,14 +168,23 @@ class EtcdV2Manager:
             listing = self._known = self._unwatched = self._reader.read_all(self._requests)
         return listing
 
-    def _follow(self, path: str, start: Start, news: News, deliver: Deliver, *, recursive: bool) -> None:
+    def _follow(
+        self,
+        path: str,
+        start: Start,
+        news: News,
+        deliver: Deliver,
+        alive: Callable[[], None],
+        *,
+        recursive: bool,
+    ) -> None:
         follower = Follower(self._servers, self._timeouts, path, recursive=recursive)
         with self._lock:
             if self._is_closed:
                 raise Cancelled
             self._followers.add(follower)
         try:
-            follower.run(start, news, deliver)
+            follower.run(start, news, deliver, alive)
         finally:
             with self._lock:
                 self._followers.discard(follower)

@@ -37,22 +37,27 @@ class Follower:
         self._told: set[str] = set()
         self._is_down = False
 
-    def run(self, start: Start, news: News, deliver: Deliver) -> None:
+    def run(self, start: Start, news: News, deliver: Deliver, alive: Callable[[], None]) -> None:
         """Deliver what ``start`` and then ``news`` say, until ``cut`` (raises ``Cancelled``)."""
         try:
-            self._run(start, news, deliver)
+            self._run(start, news, deliver, alive)
         finally:
             self._client.close()
+
+    def reconnect(self) -> None:
+        """Go on over a new connection. May be called from any thread."""
+        self._client.reconnect()
 
     def cut(self) -> None:
         """End ``run`` at once. May be called from any thread, repeatedly."""
         self._stop.set()
         self._client.cut()
 
-    def _run(self, start: Start, news: News, deliver: Deliver) -> None:
+    def _run(self, start: Start, news: News, deliver: Deliver, alive: Callable[[], None]) -> None:
         at: Position | None = None
         started = -self._pause_time
         while True:
+            alive()
             events: list[Event] = []
             try:
                 if at is None:

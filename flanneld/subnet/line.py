@@ -9,6 +9,16 @@ from typing import Any
 
 from flanneld.subnet.manager import Cancelled
 
+#: A server that vanished behind an open connection is noticed within half a minute, even while we listen.
+_OPTIONS = (
+    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 25_000),  # milliseconds
+)
+
 
 class Unreachable(Exception):
     """There is no connection; the text says why."""
@@ -38,7 +48,8 @@ class Line:
             sock = socket.socket(family, kind, protocol)
             try:
                 self._hold(sock)
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                for level, option, value in _OPTIONS:
+                    sock.setsockopt(level, option, value)
                 sock.settimeout(timeout)
                 sock.connect(address)
             except (OSError, Cancelled) as error:
@@ -50,7 +61,7 @@ class Line:
         raise Unreachable(problem)
 
     def drop(self) -> None:
-        """End the connection; another may follow."""
+        """End the connection; another may follow. May be called from any thread."""
         with self._changed:
             if self._sock is not None:
                 _shut_down(self._sock)

@@ -12,6 +12,9 @@ from flanneld.model import Event, IPAddress, Lease, LeaseAttrs, LeaseKey
 Deliver = Callable[[list[Event]], None]
 
 
+LONGEST_SILENCE = 180.0
+
+
 class Cancelled(Exception):
     """A call ended because ``close`` was called."""
 
@@ -43,15 +46,20 @@ class SubnetManager(Protocol):
         """Write the lease with its attributes for another full term; a reservation stays one."""
         ...
 
-    def watch(self, deliver: Deliver) -> None:
+    def watch(self, deliver: Deliver, alive: Callable[[], None]) -> None:
         """Deliver a ``Snapshot`` and then what changes, until ``close`` (raises ``Cancelled``).
 
         Survives everything in between: lost connections and lost history end in a new ``Snapshot``.
+        ``alive`` is called at least every ``LONGEST_SILENCE`` seconds.
         """
         ...
 
-    def watch_own(self, lease: Lease, deliver: Deliver) -> None:
+    def watch_own(self, lease: Lease, deliver: Deliver, alive: Callable[[], None]) -> None:
         """The same for one lease: ``Added`` when it is written, ``Removed`` when it has gone."""
+        ...
+
+    def reconnect(self) -> None:
+        """This host's address has changed: connections made before may lead nowhere. From any thread."""
         ...
 
     def close(self) -> None:

@@ -39,15 +39,23 @@ Object = tuple[str, bytes]
 
 
 class KernelState:
-    """Counts what leads to peers in a node's kernel. Everything there when it is made does not count."""
+    """Watches what leads to peers appear in a node's kernel; what is there when it is made does not count.
 
-    def __init__(self, namespace: Namespace) -> None:
+    The routing trie's own statistics are looked at first since they cost 50 times less than a dump; dumps of
+    the FDB, which hold the lock that all writers need, come last. What was complete is not looked at again.
+    """
+
+    def __init__(self, namespace: Namespace, backend: str, peers: int) -> None:
         self._namespace = namespace
+        self._peers = peers
         with namespace.entered():
             self._socket = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE)
             self._trie = os.open("/proc/thread-self/net/fib_triestat", os.O_RDONLY)
         self._socket.settimeout(10)
-        self._before = self._prefixes()
+        before = self._prefixes()
+        self._to_see = [("routes", lambda: self._prefixes() - before), ("routes", self._routes)]
+        if backend == "vxlan":
+            self._to_see += [("ARP entries", self._neighbors), ("FDB entries", self._fdb)]
 
     def __enter__(self) -> Self:
         return self
@@ -58,21 +66,14 @@ class KernelState:
         os.close(self._trie)
         self._socket.close()
 
-    def missing(self, backend: str, peers: int) -> str:
-        """What is not there yet, ``""`` when all is. The first thing missing is named, with its number.
-
-        The routing trie's own statistics come first since they cost 50 times less than a dump, and FDB dumps,
-        which hold the lock that all writers of the kernel's network state need, come last.
-        """
-        if (routes := self._prefixes() - self._before) < peers:
-            return f"{peers - routes} routes"
-        if (routes := self._routes()) < peers:
-            return f"{peers - routes} routes"
-        if backend != "vxlan":
-            return ""
-        if (neighbors := self._neighbors()) < peers:
-            return f"{peers - neighbors} ARP entries"
-        return f"{peers - fdb} FDB entries" if (fdb := self._fdb()) < peers else ""
+    def missing(self) -> str:
+        """The first thing that is not complete and how much of it lacks, ``""`` when everything is there."""
+        while self._to_see:
+            name, count = self._to_see[0]
+            if (number := self._peers - count()) > 0:
+                return f"{number} {name}"
+            del self._to_see[0]
+        return ""
 
     def _prefixes(self) -> int:
         """How many routes the main table has, with those of the local table as long as both share a trie."""

@@ -30,7 +30,7 @@ READY_PATIENCE = 1.0
 SETTLE = 3.0
 #: Looking at the kernel must cost little: pauses of 10 ms, or of so many times what a look took.
 LEAST_PAUSE = 0.01
-PAUSES_PER_LOOK = 5
+PAUSES_PER_LOOK = 3
 
 #: Events that come before those that count, and the pause between two.
 WARM_UP = 10
@@ -73,11 +73,11 @@ def _start(node: Node, command: Sequence[str]) -> Figures:
 
 def _bulk(bed: Bed, node: Node, command: Sequence[str]) -> Figures:
     """Start and wait until the kernel holds everything that leads to all the peers."""
-    with KernelState(node.namespace) as kernel:
+    with KernelState(node.namespace, bed.backend, bed.peers) as kernel:
         begin = time.monotonic()
         node.start(command=command)
         figures = _wait_for_start(node, begin, ready=False)
-        figures[Figure.BULK] = _wait_for_peers(bed, node, kernel) - begin
+        figures[Figure.BULK] = _wait_for_peers(node, kernel) - begin
     figures[Figure.BULK_CPU] = cpu_seconds(node.pid)
     return figures
 
@@ -99,12 +99,12 @@ def _wait_for_start(node: Node, begin: float, *, ready: bool) -> Figures:
     return figures
 
 
-def _wait_for_peers(bed: Bed, node: Node, kernel: KernelState) -> float:
+def _wait_for_peers(node: Node, kernel: KernelState) -> float:
     """The moment at which the first look began that found nothing missing."""
     end = time.monotonic() + BULK_DEADLINE
     while True:
         look = time.monotonic()
-        missing = kernel.missing(bed.backend, bed.peers)
+        missing = kernel.missing()
         if not missing:
             return look
         _check(node)

@@ -263,6 +263,7 @@ def test_sigterm_ends_with_0_in_less_than_a_second(
         status, seconds = node.stop()
     assert status == 0
     assert seconds < 1
+    assert "did not stop in time" not in node.log()
 
 
 def test_sigint_is_as_good_as_sigterm(lab: Lab) -> None:

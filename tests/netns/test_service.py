@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,6 +60,14 @@ def test_the_service_has_no_more_rights_than_it_needs(booted: BootedNode) -> Non
     assert (found["NoNewPrivs"], found["Seccomp"]) == ("1", "2")
     # linux/capability.h: CAP_NET_ADMIN is 12, CAP_NET_RAW is 13
     assert {found[kind] for kind in ("CapPrm", "CapEff", "CapBnd", "CapAmb")} == {f"{0b11 << 12:016x}"}
+
+
+@pytest.mark.usefixtures("peer")
+def test_the_service_may_take_the_lock_of_iptables(booted: BootedNode) -> None:
+    booted.systemctl("start", "flanneld")
+    lock = booted.path("run/xtables.lock").stat()
+    assert lock.st_gid == int(process_status(booted.pid("flanneld"))["Gid"].split()[0])
+    assert stat.filemode(lock.st_mode) == "-rw-r-----"
 
 
 def test_the_sandbox_lets_the_service_heal_its_device(booted: BootedNode, peer: Node) -> None:

@@ -92,6 +92,8 @@ class PythonIptables:
         target = entry.create_target(rule.verdict)
         if rule.random:
             target.random_fully = ""
+        # The public final_check would first read the target back, by way of our standard output.
+        target._final_check()  # noqa: SLF001
         return entry
 
 

@@ -167,7 +167,7 @@ class Removals:
         found: set[Removal] = set()
         while True:
             try:
-                found |= _removals(self._socket.recv(_RECEIVE))
+                found = _fold(found, self._socket.recv(_RECEIVE))
             except BlockingIOError:
                 return found
             except OSError as failure:
@@ -184,18 +184,17 @@ _REMOVALS: dict[int, tuple[int, int]] = {
 }
 
 
-def _removals(data: bytes) -> set[Removal]:
-    """What one receive tells. The message that ends a transaction names the program behind it."""
-    found: set[Removal] = set()
-    by = ""
+def _fold(found: set[Removal], data: bytes) -> set[Removal]:
+    """Add what one receive tells. The message that ends a transaction names the program behind it."""
     for kind, _, _, _, offset, end in messages(data):
         given = offset + _HEADER.size
         if kind == _SUBSYSTEM | _NEWGEN:
             by = _string(attributes(data, given, end), _GEN_PROC_NAME)
+            found = {removal if removal.by else replace(removal, by=by) for removal in found}
         elif kind in _REMOVALS and (family := _FAMILY.get(data[offset])):
             table, chain = (_string(attributes(data, given, end), name) for name in _REMOVALS[kind])
             found.add(Removal(family, table, chain))
-    return {replace(removal, by=by) for removal in found}
+    return found
 
 
 def _terminated(text: str) -> bytes:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from flanneld.errors import Retryable
 from flanneld.network.firewall.driver import Driver, Rejected, carry_out
 from flanneld.network.firewall.plan import Claim, Edit, lost, plan
-from flanneld.network.firewall.rules import Rules
+from flanneld.network.firewall.rules import Chain, Rule, Rules
 from flanneld.network.firewall.sweep import described
 from flanneld.network.firewall.text import rule_text
 
@@ -21,9 +21,10 @@ _ATTEMPTS = 3
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What was put in place and what was removed, in words. Neither: the order was wrong."""
+    """What was put in place, how many rules that were, and what was removed. None at all: a wrong order."""
 
     missing: tuple[str, ...]
+    number: int
     removed: tuple[str, ...]
 
 
@@ -81,5 +82,12 @@ def _without_random(rules: Rules) -> Rules:
 
 
 def _change(edits: Sequence[Edit], found: Rules) -> Change:
-    missing = (f"{table} {chain} {rule_text(rule)}" for (table, chain), rule in lost(edits, found))
-    return Change(tuple(missing), tuple(described([edit for edit in edits if not edit.append])))
+    missing: dict[Chain, list[Rule]] = {}
+    for chain, rule in lost(edits, found):
+        missing.setdefault(chain, []).append(rule)
+    words = tuple(
+        f"{table} {chain} {rule_text(rules[0]) if len(rules) == 1 else f'({len(rules)} rules)'}"
+        for (table, chain), rules in missing.items()
+    )
+    removed = described([edit for edit in edits if not edit.append])
+    return Change(words, sum(map(len, missing.values())), tuple(removed))

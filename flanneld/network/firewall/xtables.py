@@ -209,7 +209,7 @@ class Snapshot:
 
 def _take(family: Family, table: str) -> Snapshot:
     """Read a table that exists."""
-    with socket.socket(_AF[family], socket.SOCK_RAW | socket.SOCK_CLOEXEC, socket.IPPROTO_RAW) as kernel:
+    with socket.socket(_AF[family], socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as kernel:
         for _ in range(_ATTEMPTS):
             given = _INFO.unpack(_ask(kernel, family, _SO_GET_INFO, _NAME.pack(table.encode()), _INFO.size))
             valid, starts, policies, entries, size = given[1], given[2:7], given[7:12], given[12], given[13]

@@ -1,0 +1,43 @@
+"""How long to wait before the next repair."""
+
+from __future__ import annotations
+
+import pytest
+
+from flanneld import clock
+from flanneld.network.firewall.patience import Patience
+
+
+@pytest.fixture
+def at(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, in seconds."""
+    time = [1000.0]
+    monkeypatch.setattr(clock, "now", lambda: time[0])
+    return time
+
+
+@pytest.mark.usefixtures("at")
+def test_the_first_repair_need_not_wait() -> None:
+    assert Patience().earliest() <= 1000
+
+
+def test_each_repair_doubles_the_pause_up_to_a_limit(at: list[float]) -> None:
+    patience = Patience(memory=60, first=0.1, last=1)
+    pauses = []
+    for _ in range(5):
+        patience.spend()
+        pauses.append(patience.earliest() - at[0])
+    assert pauses == pytest.approx([0.2, 0.4, 0.8, 1, 1])
+
+
+def test_what_is_long_ago_does_not_count(at: list[float]) -> None:
+    patience = Patience(memory=60, first=0.1)
+    patience.spend()
+    at[0] += 61
+    assert patience.earliest() <= at[0]
+
+
+@pytest.mark.usefixtures("at")
+def test_a_fight_is_noticed_once() -> None:
+    patience = Patience(many=3)
+    assert [patience.spend() for _ in range(5)] == [False, False, True, False, False]
