@@ -75,7 +75,7 @@ class Firewall:
         self._stop = stop
         self._heartbeat = heartbeat
         self._inbox: Inbox[None] = Inbox()
-        self._commands = Commands()
+        self._commands = Commands(stop)
         self._once = Once()
         self._place: Place = "nft"
         self._upkeep: dict[Family, Upkeep] = {}
@@ -190,7 +190,6 @@ class Firewall:
                 self._check()
 
     def cancel(self) -> None:
-        self._commands.cancel()
         self._inbox.wake()
 
     def _hear(self) -> None:
@@ -254,9 +253,8 @@ class Firewall:
 
     def _account(self, name: str, change: Change, culprits: set[str]) -> None:
         """Say what was repaired, and wait longer with the next repair if there are many."""
-        what = f"missing were {_some(change.missing)}" if change.missing else "their order was wrong"
         by = f" after a change by {', '.join(sorted(culprits))}" if any(culprits) else ""
-        log.warning("Restored our rules with %s%s: %s", name, by, what)
+        log.warning("Restored our rules with %s%s: %s", name, by, _what(change))
         if self._patience.spend():
             log.warning(
                 "Somebody keeps removing our rules: waiting longer and longer before each repair; "
@@ -286,7 +284,7 @@ def retire(former: Iterable[Nets], *, dry_run: bool = False) -> list[str]:
     ``former`` is what the last run had: unmarked rules, as in v0.12, are known by these networks only.
     With ``dry_run`` nothing is changed. What cannot be removed is logged.
     """
-    commands = Commands()
+    commands = Commands(threading.Event())
     known = {nets.family: nets for nets in former}
     removed: list[str] = []
     for family in FAMILIES:
@@ -305,6 +303,12 @@ def _say(name: str, change: Change) -> None:
         log.info("Set %d rules with %s", change.number, name)
     if change.removed:
         log.info("Removed with %s what an earlier run left: %s", name, _some(change.removed))
+
+
+def _what(change: Change) -> str:
+    if change.missing:
+        return f"missing were {_some(change.missing)}"
+    return f"too many were {_some(change.removed)}" if change.removed else "their order was wrong"
 
 
 def _some(lines: Sequence[str]) -> str:

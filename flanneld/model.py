@@ -135,6 +135,8 @@ class LeaseTable:
 
     own: LeaseKey
     synced: bool = False
+    #: Leases that are there but could not be understood.
+    unreadable: set[LeaseKey] = field(default_factory=set)
     _peers: dict[LeaseKey, Lease] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -147,11 +149,14 @@ class LeaseTable:
         """Fold one event in and say what it changed; a mere renewal changes nothing."""
         match event:
             case Added(lease):
+                self.unreadable.discard(lease.key)
                 return Change(put=self._put((lease,)))
             case Removed(key):
+                self.unreadable.discard(key)
                 return Change(gone=self._drop((key,)))
             case Snapshot(leases, unreadable):
                 self.synced = True
+                self.unreadable = set(unreadable)
                 there = {lease.key for lease in leases} | unreadable
                 gone = self._drop([key for key in self._peers if key not in there])
                 return Change(put=self._put(leases), gone=gone)

@@ -23,14 +23,17 @@ class Notifier:
 
     def __init__(self) -> None:
         self._complained = False
+        self._status = ""
 
     def ready(self) -> None:
         self._send("READY=1")
 
     def status(self, text: str) -> None:
         """One line for ``systemctl status``. What is not ASCII is escaped: sdnotify loses such a text."""
-        line = " ".join(text.split()).encode("unicode_escape").decode("ascii")
-        self._send(f"STATUS={line[:STATUS_LENGTH]}")
+        line = " ".join(text.split()).encode("unicode_escape").decode("ascii")[:STATUS_LENGTH]
+        if line != self._status:
+            self._status = line
+            self._send(f"STATUS={line}")
 
     def watchdog(self) -> None:
         self._send("WATCHDOG=1")

@@ -22,12 +22,12 @@ from flanneld.backends import OtherBackend
 from flanneld.errors import Fatal, Refused, Retryable
 from flanneld.glog import Once, V
 from flanneld.inbox import Inbox
-from flanneld.model import Change, Event, IPNetwork, Lease, LeaseTable, name_of
-from flanneld.network.diff import Plan, diff, plan
+from flanneld.model import Change, Event, IPNetwork, Lease, LeaseKey, LeaseTable, Snapshot, name_of
+from flanneld.network.diff import Plan, diff, plan, without_ways_to
 from flanneld.network.kernel import Domain, Kernel
 from flanneld.network.monitor import Gone, InterfaceChanged, Monitor, News, Overrun, Seen
 from flanneld.network.report import Report
-from flanneld.network.resources import Key, Kind, Link, Resource
+from flanneld.network.resources import Key, Kind, Link, Resource, State
 from flanneld.network.wanted import LOCAL, Wanted
 from flanneld.outside import Outside
 from flanneld.site import Site
@@ -74,6 +74,8 @@ class Reconciler:
         self._monitor = monitor
         self._extras = tuple(extras)
         self._table = LeaseTable(own.key)
+        #: Leases whose data no backend could make sense of.
+        self._riddles: set[LeaseKey] = set()
         self._wanted = Wanted()
         self._outside = Outside(site.backend)
         self._domain = Domain(site.uplink.name, frozenset(), site.ranges, former)
@@ -158,11 +160,15 @@ class Reconciler:
 
     def _fold(self, event: Event) -> Iterator[tuple[list[Resource], list[Resource]]]:
         """Change the wanted state by one event: what to make and what to remove because of it."""
+        if self._domain.sweep and _lacks(event, self._own):
+            log.warning("The store has lost our own lease: what it says of the others is not acted on")
+            return
         change = self._table.apply(event)
         if self._domain.sweep:
             _log_change(change, self._wanted)
         for key in change.gone:
             self._once.clear(key)
+            self._riddles.discard(key)
             yield self._wanted.set(key, ())
         for lease in change.put:
             yield self._wanted.set(lease.key, self._lead_to(lease))
@@ -176,11 +182,14 @@ class Reconciler:
             resources.extend(self._site.backend.peer(lease))
         except OtherBackend as reason:
             self._once.warn(log, lease.key, f"Ignoring a lease: {reason}")
+            self._riddles.discard(lease.key)
             return ()
         except Refused as reason:
             self._once.warn(log, lease.key, f"Refusing the data of lease {lease}: {reason}")
+            self._riddles.add(lease.key)
             return self._wanted.wishes(lease.key) or tuple(resources)
         self._once.clear(lease.key)
+        self._riddles.discard(lease.key)
         return tuple(resources)
 
     def _warn_of_conflicts(self, lease: Lease) -> None:
@@ -292,13 +301,21 @@ class Reconciler:
         report = self._kernel.apply_links(self._links())
         actual = self._kernel.read(self._domain, self._wanted.state)
         actual.update((link.key, link) for link in self._links())
-        steps = diff(self._wanted.state, actual)
+        steps = diff(self._wanted.state, self._without_riddles(actual))
         if not self._domain.sweep:
             steps = Plan(puts=steps.puts)
         report.add(self._write(steps.only(_in_kernel) if self._outside else steps))
         report.add(self._outside.converge(self._wanted.state, sweep=self._domain.sweep))
         self._names = self._interfaces()
         return report
+
+    def _without_riddles(self, actual: State) -> State:
+        """A lease that makes no sense is there all the same: what an earlier run made of it stays."""
+        keys = self._table.unreadable | self._riddles
+        if not keys:
+            return actual
+        spared = without_ways_to({net for key in keys for net in key if net is not None}, actual)
+        return spared | {key: item for key, item in actual.items() if key in self._wanted.state}
 
     def _apply(self, steps: Plan) -> Report:
         if not self._outside:
@@ -339,6 +356,13 @@ class Reconciler:
             log, "read", f"Cannot read the kernel's tables: {failure}; changing nothing until we can"
         )
         self._next_audit = clock.now() + _FIRST_RETRY
+
+
+def _lacks(event: Event, own: Lease) -> bool:
+    """A snapshot without our lease: we were revoked, or the store forgot. Either way we are about to end."""
+    if not isinstance(event, Snapshot):
+        return False
+    return own.key not in event.unreadable and all(lease.key != own.key for lease in event.leases)
 
 
 def _in_kernel(resource: Resource) -> bool:

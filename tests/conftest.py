@@ -55,3 +55,9 @@ def lab() -> Iterator[Lab]:
     """A laboratory with an etcd and no nodes yet."""
     with Lab() as lab:
         yield lab
+
+
+@pytest.fixture(params=["vxlan", "host-gw"])
+def backend(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """The ``Backend`` part of the network config."""
+    return {"Type": request.param}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from operator import attrgetter
 
-from flanneld.network.resources import Resource, State
+from flanneld.model import IPNetwork
+from flanneld.network.resources import FdbEntry, Key, Neighbor, Resource, Route, State
 
 _BY_KIND = attrgetter("kind")
 
@@ -37,3 +38,21 @@ def diff(wanted: State, actual: State) -> Plan:
         (resource for key, resource in wanted.items() if actual.get(key) != resource),
         (resource for key, resource in actual.items() if key not in wanted),
     )
+
+
+def without_ways_to(subnets: Collection[IPNetwork], actual: State) -> dict[Key, Resource]:
+    """What there is, less what leads to these subnets: nobody knows whether that is right."""
+    bases = {net.network_address for net in subnets}
+    macs = {item.mac for item in actual.values() if isinstance(item, Neighbor) and item.address in bases}
+
+    def leads_there(item: Resource) -> bool:
+        match item:
+            case Route():
+                return item.destination in subnets
+            case Neighbor():
+                return item.address in bases
+            case FdbEntry():
+                return item.mac in macs
+        return False
+
+    return {key: item for key, item in actual.items() if not leads_there(item)}

@@ -62,7 +62,7 @@ def parse_attrs(text: str | bytes) -> LeaseAttrs:
     """Read what a node announces; without IPv4 its PublicIP is absent or ``0.0.0.0``."""
     try:
         fields = Fields(gojson.parse(text))
-        return LeaseAttrs(
+        attrs = LeaseAttrs(
             public_ip=fields.address("PublicIP", IPv4Address),
             public_ipv6=fields.address("PublicIPv6", IPv6Address),
             backend_type=fields.string("BackendType", ""),
@@ -71,6 +71,9 @@ def parse_attrs(text: str | bytes) -> LeaseAttrs:
         )
     except GoJsonError as error:
         raise Refused(f"the lease is wrong: {error}", _WRITE_AGAIN) from None
+    if attrs.public_ip is None and attrs.public_ipv6 is None:
+        raise Refused("the lease names no public IP", _WRITE_AGAIN)
+    return attrs
 
 
 def format_attrs(attrs: LeaseAttrs, *, with_ipv6: bool) -> str:

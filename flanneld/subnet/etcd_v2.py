@@ -20,6 +20,7 @@ from flanneld.errors import Retryable
 from flanneld.glog import Once, V
 from flanneld.model import (
     FAMILIES,
+    Added,
     Event,
     IPAddress,
     IPNetwork,
@@ -141,7 +142,11 @@ class EtcdV2Manager:
             return news(reply), reply.at
 
         def news(reply: Reply) -> list[Event]:
-            return self._reader.news_of(lease.key, reply)
+            events = self._reader.news_of(lease.key, reply)
+            if events or reply.node is None:
+                return events
+            # Garbage in our own lease is as foreign as another node's attributes.
+            return [Added(Lease(LeaseAttrs(), *lease.key, asof=reply.node.modified))]
 
         self._follow(path, start, news, deliver, alive, recursive=False)
 

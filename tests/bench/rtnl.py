@@ -53,7 +53,10 @@ class KernelState:
             self._trie = os.open("/proc/thread-self/net/fib_triestat", os.O_RDONLY)
         self._socket.settimeout(10)
         before = self._prefixes()
-        self._to_see = [("routes", lambda: self._prefixes() - before), ("routes", self._routes)]
+        self._to_see: list[tuple[str, Callable[[], int]]] = [
+            ("routes", lambda: self._prefixes() - before),
+            ("routes", self._routes),
+        ]
         if backend == "vxlan":
             self._to_see += [("ARP entries", self._neighbors), ("FDB entries", self._fdb)]
 

@@ -13,12 +13,6 @@ DEVICES = ("flannel.1", "eth0")
 OURS, THEIRS = own_command(), peer_command()
 
 
-@pytest.fixture(params=["vxlan", "host-gw"])
-def backend(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """The ``Backend`` part of the network config."""
-    return {"Type": request.param}
-
-
 def mixed(lab: Lab, backend: dict[str, Any], *commands: Sequence[str]) -> list[Node]:
     """A node for each command, all of them connected."""
     nodes = [lab.cluster(backend, nodes=1, command=command)[0] for command in commands]

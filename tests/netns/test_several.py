@@ -54,10 +54,10 @@ def test_two_daemons_with_host_gw_on_one_host_leave_each_other_alone(lab: Lab) -
     try:
         for node, peer in ((nodes[0], nodes[1]), (nodes[1], nodes[0])):
             wait_for(
-                lambda node=node, peer=peer: [
-                    route["gateway"] for route in node.routes("eth0") if route["dst"].startswith("10.")
-                ]
-                == [peer.address] * 2,
+                lambda node=node, peer=peer: (
+                    [route["gateway"] for route in node.routes("eth0") if route["dst"].startswith("10.")]
+                    == [peer.address] * 2
+                ),
                 5,
                 "a route of each network",
             )

@@ -123,7 +123,10 @@ MAC = {"VtepMAC": "de:ad:be:ef:00:01"}
             '{"PublicIP":"1.2.3.4","BackendType":"extension","BackendData":"some text","Node":"n1"}',
             LeaseAttrs(IPv4Address("1.2.3.4"), backend_type="extension", backend_data="some text"),
         ),
-        ('{"BackendType":null,"BackendData":null}', LeaseAttrs()),
+        (
+            '{"PublicIP":"1.2.3.4","BackendType":null,"BackendData":null}',
+            LeaseAttrs(IPv4Address("1.2.3.4")),
+        ),
     ],
 )
 def test_the_attributes_of_every_flannel_are_read(text: str, attrs: LeaseAttrs) -> None:
@@ -138,6 +141,9 @@ def test_the_attributes_of_every_flannel_are_read(text: str, attrs: LeaseAttrs) 
         ('{"PublicIP":"1.2.3.4"}x', "no JSON"),
         ("[]", "must be an object"),
         ('"1.2.3.4"', "must be an object"),
+        ("null", "names no public IP"),
+        ("{}", "names no public IP"),
+        ('{"PublicIP":"0.0.0.0","PublicIPv6":null}', "names no public IP"),
         ('{"PublicIP":null}', "PublicIP must be an IPv4 address, found null"),
         ('{"PublicIP":16909060}', "PublicIP must be an IPv4 address, found 16909060"),
         ('{"PublicIP":"fd00::1"}', 'PublicIP must be an IPv4 address, found "fd00::1"'),
@@ -188,7 +194,7 @@ def test_attributes_are_written_as_others_write_them(attrs: LeaseAttrs, with_ipv
 @given(
     st.builds(
         LeaseAttrs,
-        public_ip=st.none() | addresses4,
+        public_ip=addresses4,
         public_ipv6=st.none() | addresses6,
         backend_type=st.text(),
         backend_data=st.none() | json_values,
@@ -199,6 +205,11 @@ def test_attributes_that_were_written_read_the_same(attrs: LeaseAttrs) -> None:
     assert parse_attrs(format_attrs(attrs, with_ipv6=True)) == attrs
     v12 = parse_attrs(format_attrs(attrs, with_ipv6=False))
     assert v12 == LeaseAttrs(attrs.public_ip, None, attrs.backend_type, attrs.backend_data)
+
+
+@given(st.builds(LeaseAttrs, public_ipv6=addresses6, backend_v6_data=st.none() | json_values))
+def test_attributes_without_ipv4_read_the_same(attrs: LeaseAttrs) -> None:
+    assert parse_attrs(format_attrs(attrs, with_ipv6=True)) == attrs
 
 
 NAMES = ["PublicIP", "publicip", "PublicIPv6", "BackendType", "BackendData", "BackendV6Data"]

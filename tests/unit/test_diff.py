@@ -7,7 +7,7 @@ from ipaddress import IPv4Address, IPv4Network
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flanneld.network.diff import Plan, diff, plan
+from flanneld.network.diff import Plan, diff, plan, without_ways_to
 from flanneld.network.resources import Address, FdbEntry, Key, Kind, Neighbor, Resource, Route, State, Vxlan
 
 MAC = "02:00:00:00:00:0"
@@ -109,3 +109,19 @@ def test_a_plan_is_always_in_order(puts: list[Resource], drops: list[Resource]) 
     assert kinds == sorted(kinds)
     kinds = [resource.kind for resource in steps.drops]
     assert kinds == sorted(kinds, reverse=True)
+
+
+def test_what_leads_to_some_subnets_is_left_out_with_the_entry_of_its_mac() -> None:
+    subnet, other = IPv4Network("10.1.1.0/24"), IPv4Network("10.1.2.0/24")
+
+    def way(net: IPv4Network, number: int) -> tuple[Resource, ...]:
+        mac, base = f"{MAC}{number}", net.network_address
+        return (
+            Neighbor("flannel.1", base, mac),
+            FdbEntry("flannel.1", mac, ip(number)),
+            Route(net, "flannel.1", base, onlink=True),
+        )
+
+    actual = state(*way(subnet, 1), *way(other, 2), device(1))
+    assert without_ways_to({subnet}, actual) == state(*way(other, 2), device(1))
+    assert without_ways_to(set(), actual) == actual

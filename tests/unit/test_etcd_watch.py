@@ -261,12 +261,13 @@ def test_a_lease_that_goes_with_its_directory_has_gone(watched: Watched) -> None
     assert watched.next(1) == removed("10.1.1.0/24")
 
 
-def test_a_value_that_makes_no_sense_revokes_nothing(watched: Watched) -> None:
+def test_garbage_in_our_own_lease_is_told_like_anothers_attributes(watched: Watched) -> None:
     watched.put("10.1.1.0-24", value(1))
     watched.start_own(lease("10.1.1.0/24"))
     watched.put("10.1.1.0-24", "nonsense")
+    assert lease_of(watched.next(1)) == ("10.1.1.0/24", "None")
     watched.put("10.1.1.0-24", value(3))
-    assert lease_of(watched.next(1)) == ("10.1.1.0/24", "192.0.2.3")
+    assert lease_of(watched.next(2)) == ("10.1.1.0/24", "192.0.2.3")
 
 
 # ---- disasters -----------------------------------------------------------------------------------

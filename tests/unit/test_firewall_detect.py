@@ -38,7 +38,7 @@ def test_the_operator_has_the_last_word(wish: Flavour) -> None:
 
 def test_a_flavour_that_is_not_installed_cannot_be_had() -> None:
     with pytest.raises(
-        Unavailable, match="iptables-legacy-restore is not installed; .*Debian package iptables"
+        Unavailable, match=r"iptables-legacy-restore is not installed; .*Debian package iptables"
     ):
         choose("legacy", Facts(frozenset({"nft"})))
 

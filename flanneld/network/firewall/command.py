@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -19,6 +20,7 @@ log = logging.getLogger(__name__)
 
 #: Seconds for one command; waiting for a lock is a part of it.
 TIME_LIMIT = 10.0
+_LOOK_AT_STOP = 0.1
 #: Where Debian keeps these commands; the PATH of an ordinary user lacks it.
 _SYSTEM_PATHS = "/usr/sbin:/sbin"
 
@@ -38,7 +40,7 @@ class CommandFailed(Rejected):
 
 
 class CommandHung(Retryable):
-    """A command did not end in time, or the daemon is stopping, and so it was killed."""
+    """A command did not end in time, or the daemon is to stop, and so it was killed."""
 
     def __init__(self, argv: Sequence[str], stdin: str, limit: float) -> None:
         super().__init__(f"{' '.join(argv)} did not end within {limit:g} s", "try it by hand")
@@ -52,71 +54,63 @@ def find(program: str) -> str | None:
 
 
 class Commands:
-    """Runs commands for one thread; any other may cancel."""
+    """Runs commands until ``stop``, which ends one that runs and lets no other begin."""
 
-    def __init__(self, limit: float = TIME_LIMIT) -> None:
+    def __init__(self, stop: threading.Event, limit: float = TIME_LIMIT) -> None:
+        self._stop = stop
         self._limit = limit
-        self._lock = threading.Lock()
-        self._running: subprocess.Popen[str] | None = None
-        self._cancelled = False
 
     def run(self, argv: Sequence[str], stdin: str = "") -> str:
         """What the command writes to stdout. Raises ``CommandFailed``, ``CommandHung``, ``Unavailable``."""
         log.log(V(6), "Running %s, input %r", " ".join(argv), stdin)
-        process = self._start(argv, stdin)
+        process = _start(argv)
         try:
-            output, stderr = process.communicate(stdin, timeout=self._limit)
-        except subprocess.TimeoutExpired:
-            raise CommandHung(argv, stdin, self._limit) from None
+            output, stderr = self._communicate(process, argv, stdin)
         finally:
-            self._finish(process)
+            _end(process)
         if process.returncode:
             raise CommandFailed(argv, stdin, process.returncode, stderr)
         return output
 
-    def cancel(self) -> None:
-        """End the command that runs, and start no other."""
-        with self._lock:
-            self._cancelled = True
-            if self._running:
-                _kill(self._running)
+    def _communicate(
+        self, process: subprocess.Popen[str], argv: Sequence[str], stdin: str
+    ) -> tuple[str, str]:
+        deadline = time.monotonic() + self._limit
+        given: str | None = stdin
+        while not self._stop.is_set() and time.monotonic() < deadline:
+            with suppress(subprocess.TimeoutExpired):
+                return process.communicate(given, timeout=_LOOK_AT_STOP)
+            given = None  # Further calls go on with what was given to the first.
+        raise CommandHung(argv, stdin, self._limit)
 
-    def _start(self, argv: Sequence[str], stdin: str) -> subprocess.Popen[str]:
-        path = find(argv[0])
-        if path is None:
-            raise Unavailable(f"{argv[0]} is not installed", "install the Debian package iptables")
-        with self._lock:
-            if self._cancelled:
-                raise CommandHung(argv, stdin, 0)
-            try:
-                self._running = subprocess.Popen(
-                    argv,
-                    executable=path,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                    errors="replace",
-                    env={**os.environ, "LC_ALL": "C"},
-                    start_new_session=True,
-                )
-            except OSError as error:
-                raise Unavailable(f"{path} does not start: {error.strerror}", "see what it is") from error
-            return self._running
 
-    def _finish(self, process: subprocess.Popen[str]) -> None:
-        """Leave no process and no pipe behind, whatever the command itself has started."""
-        with self._lock:
-            self._running = None
-            if process.returncode is None:
-                _kill(process)
+def _start(argv: Sequence[str]) -> subprocess.Popen[str]:
+    path = find(argv[0])
+    if path is None:
+        raise Unavailable(f"{argv[0]} is not installed", "install the Debian package iptables")
+    try:
+        return subprocess.Popen(
+            argv,
+            executable=path,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            env={**os.environ, "LC_ALL": "C"},
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise Unavailable(f"{path} does not start: {error.strerror}", "see what it is") from error
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Leave no process and no pipe behind, whatever the command itself has started."""
+    if process.returncode is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        for pipe in (process.stdin, process.stdout, process.stderr):
-            if pipe:
-                with suppress(OSError):
-                    pipe.close()
-
-
-def _kill(process: subprocess.Popen[str]) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    for pipe in (process.stdin, process.stdout, process.stderr):
+        if pipe:
+            with suppress(OSError):
+                pipe.close()

@@ -50,7 +50,8 @@ def carry_out(driver: Driver, edits: Sequence[Edit]) -> tuple[Edit, ...]:
     try:
         driver.apply(drops)
     except Rejected:
-        return tuple(edit for edit in drops if not _dropped(driver, edit))
+        there = driver.read()
+        return tuple(edit for edit in drops if edit.chain in there and not _dropped(driver, edit))
     return ()
 
 

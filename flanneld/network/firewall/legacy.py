@@ -32,8 +32,8 @@ class PythonIptables:
 
     name = "python-iptables"
 
-    def __init__(self, cancelled: threading.Event) -> None:
-        self._cancelled = cancelled
+    def __init__(self, stop: threading.Event) -> None:
+        self._stop = stop
         self._iptc = _load()
 
     def read(self) -> Rules:
@@ -41,7 +41,7 @@ class PythonIptables:
 
     def apply(self, edits: Sequence[Edit]) -> None:
         """Make the changes, each table in one step. Raises ``Retryable``."""
-        with xtables_lock(self._cancelled):
+        with xtables_lock(self._stop):
             try:
                 for table in dict.fromkeys(edit.chain[0] for edit in edits):
                     self._change(table, [edit for edit in edits if edit.chain[0] == table])
@@ -102,7 +102,7 @@ def _side(match: Match) -> str:
 
 
 @contextmanager
-def xtables_lock(cancelled: threading.Event) -> Iterator[None]:
+def xtables_lock(stop: threading.Event) -> Iterator[None]:
     """Hold the lock that all programs take which change legacy tables. Raises ``Locked``."""
     path = os.environ.get("XTABLES_LOCKFILE") or LOCK
     try:
@@ -112,7 +112,7 @@ def xtables_lock(cancelled: threading.Event) -> Iterator[None]:
     try:
         deadline = time.monotonic() + LOCK_WAIT
         while not _try_lock(lock):
-            if time.monotonic() > deadline or cancelled.wait(_LOCK_POLL):
+            if time.monotonic() > deadline or stop.wait(_LOCK_POLL):
                 raise Locked
         yield
     finally:
