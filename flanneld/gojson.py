@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterable
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
 from math import inf
+from sys import intern
 from typing import Any, NoReturn, TypeGuard, TypeVar
 
 A = TypeVar("A", bound=IPv4Address | IPv6Address)
@@ -238,7 +239,8 @@ def _fold(key: str) -> str:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    plain = dict(pairs)
+    # Thousands of leases have the same few keys.
+    plain = {intern(key): value for key, value in pairs}
     return plain if len(plain) == len(pairs) else Repeated(pairs)
 
 

@@ -16,6 +16,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from itertools import chain
 
 from flanneld import clock
 from flanneld.backends import OtherBackend
@@ -23,11 +24,11 @@ from flanneld.errors import Fatal, Refused, Retryable
 from flanneld.glog import Once, V
 from flanneld.inbox import Inbox
 from flanneld.model import Change, Event, IPNetwork, Lease, LeaseKey, LeaseTable, Snapshot, name_of
-from flanneld.network.diff import Plan, diff, plan, without_ways_to
+from flanneld.network.diff import Plan, compare, plan, without_ways_to
 from flanneld.network.kernel import Domain, Kernel
 from flanneld.network.monitor import Gone, InterfaceChanged, Monitor, News, Overrun, Seen
 from flanneld.network.report import Report
-from flanneld.network.resources import Key, Kind, Link, Resource, State
+from flanneld.network.resources import Key, Kind, Link, Resource
 from flanneld.network.wanted import LOCAL, Wanted
 from flanneld.outside import Outside
 from flanneld.site import Site
@@ -299,23 +300,18 @@ class Reconciler:
     def _converge(self) -> Report:
         """Read, compare, apply. Raises ``OSError`` if the kernel cannot be read."""
         report = self._kernel.apply_links(self._links())
-        actual = self._kernel.read(self._domain, self._wanted.state)
-        actual.update((link.key, link) for link in self._links())
-        steps = diff(self._wanted.state, self._without_riddles(actual))
-        if not self._domain.sweep:
-            steps = Plan(puts=steps.puts)
+        links = ((link, True) for link in self._links())
+        steps = compare(self._wanted.state, chain(links, self._kernel.read(self._domain, self._wanted.state)))
+        steps = Plan(steps.puts, self._without_riddles(steps.drops) if self._domain.sweep else ())
         report.add(self._write(steps.only(_in_kernel) if self._outside else steps))
         report.add(self._outside.converge(self._wanted.state, sweep=self._domain.sweep))
         self._names = self._interfaces()
         return report
 
-    def _without_riddles(self, actual: State) -> State:
+    def _without_riddles(self, stale: tuple[Resource, ...]) -> tuple[Resource, ...]:
         """A lease that makes no sense is there all the same: what an earlier run made of it stays."""
-        keys = self._table.unreadable | self._riddles
-        if not keys:
-            return actual
-        spared = without_ways_to({net for key in keys for net in key if net is not None}, actual)
-        return spared | {key: item for key, item in actual.items() if key in self._wanted.state}
+        riddles = self._table.unreadable | self._riddles
+        return without_ways_to({net for key in riddles for net in key if net is not None}, stale)
 
     def _apply(self, steps: Plan) -> Report:
         if not self._outside:

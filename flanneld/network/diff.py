@@ -32,18 +32,37 @@ def plan(puts: Iterable[Resource], drops: Iterable[Resource]) -> Plan:
     return Plan(tuple(sorted(puts, key=_BY_KIND)), tuple(sorted(drops, key=_BY_KIND, reverse=True)))
 
 
+def compare(wanted: State, found: Iterable[tuple[Resource, bool]]) -> Plan:
+    """The way from what is found, each with whether it is ours, to what is wanted.
+
+    Takes what is found one by one and keeps nothing of what is right, so that the audit of a large
+    cluster costs no second copy of it. A kernel may hold several routes to one network; if one of
+    them is the wanted one, all is well.
+    """
+    missing = set(wanted)
+    stale: dict[Key, Resource] = {}
+    for resource, ours in found:
+        key = resource.key
+        want = wanted.get(key)
+        if want is None:
+            if ours:
+                stale[key] = resource
+        elif want == resource:
+            missing.discard(key)
+    # In the order of the wanted state, which is that of the leases.
+    puts = [resource for key, resource in wanted.items() if key in missing] if missing else []
+    return plan(puts, stale.values())
+
+
 def diff(wanted: State, actual: State) -> Plan:
-    """All of ``actual`` that is not wanted goes: leave out of it what is not ours."""
-    return plan(
-        (resource for key, resource in wanted.items() if actual.get(key) != resource),
-        (resource for key, resource in actual.items() if key not in wanted),
-    )
+    """The same for what is all ours."""
+    return compare(wanted, ((resource, True) for resource in actual.values()))
 
 
-def without_ways_to(subnets: Collection[IPNetwork], actual: State) -> dict[Key, Resource]:
-    """What there is, less what leads to these subnets: nobody knows whether that is right."""
+def without_ways_to(subnets: Collection[IPNetwork], stale: Collection[Resource]) -> tuple[Resource, ...]:
+    """What is stale, less what leads to these subnets: nobody knows whether that is right."""
     bases = {net.network_address for net in subnets}
-    macs = {item.mac for item in actual.values() if isinstance(item, Neighbor) and item.address in bases}
+    macs = {item.mac for item in stale if isinstance(item, Neighbor) and item.address in bases}
 
     def leads_there(item: Resource) -> bool:
         match item:
@@ -55,4 +74,4 @@ def without_ways_to(subnets: Collection[IPNetwork], actual: State) -> dict[Key, 
                 return item.mac in macs
         return False
 
-    return {key: item for key, item in actual.items() if not leads_there(item)}
+    return tuple(item for item in stale if not leads_there(item))

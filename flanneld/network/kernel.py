@@ -26,7 +26,6 @@ from flanneld.network.resources import (
     PROTO_FLANNEL,
     Address,
     Blackhole,
-    Key,
     Kind,
     Link,
     Neighbor,
@@ -92,24 +91,12 @@ class Kernel(HostView):
 
     # ---- reading -----------------------------------------------------------------------------
 
-    def read(self, domain: Domain, wanted: State) -> dict[Key, Resource]:
-        """What there is of the wanted objects, and all else that is ours, links left out.
+    def read(self, domain: Domain, wanted: State) -> Iterator[tuple[Resource, bool]]:
+        """What there is where the wanted objects are, links left out, each with whether it is ours.
 
         Raises ``OSError`` rather than leave something out.
         """
-        actual: dict[Key, Resource] = {}
         names = {index: name for name in domain.links if (index := _index_of(name))}
-        for resource, ours in self._everything(domain, wanted, names):
-            key = resource.key
-            known = actual.get(key)
-            # The kernel may hold several routes to one network; ours is the one that counts.
-            if (ours or key in wanted) and (known is None or known != wanted.get(key)):
-                actual[key] = resource
-        return actual
-
-    def _everything(
-        self, domain: Domain, wanted: State, names: dict[int, str]
-    ) -> Iterator[tuple[Resource, bool]]:
         for index, name in names.items():
             for family in domain.families:
                 for address in self.addresses(family, index):

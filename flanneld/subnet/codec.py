@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
+from sys import intern
 from typing import Any, TypeVar
 
 from flanneld import gojson
@@ -65,7 +66,7 @@ def parse_attrs(text: str | bytes) -> LeaseAttrs:
         attrs = LeaseAttrs(
             public_ip=fields.address("PublicIP", IPv4Address),
             public_ipv6=fields.address("PublicIPv6", IPv6Address),
-            backend_type=fields.string("BackendType", ""),
+            backend_type=intern(fields.string("BackendType", "")),
             backend_data=fields.raw("BackendData"),
             backend_v6_data=fields.raw("BackendV6Data"),
         )
@@ -98,6 +99,8 @@ def parse_mac(text: str) -> str:
     digits = re.sub("[^0-9a-f]", "", low)
     if int(digits[1], 16) & 1 or not int(digits, 16):
         raise Refused(f"{low} is not the MAC address of one device", _WRITE_AGAIN)
+    if text[2] == ":" and text == low:
+        return text
     return ":".join(digits[i : i + 2] for i in range(0, 12, 2))
 
 

@@ -11,7 +11,7 @@ from ipaddress import ip_address, ip_network
 import pytest
 
 from flanneld.network import devices
-from flanneld.network.diff import Plan, diff
+from flanneld.network.diff import Plan, compare
 from flanneld.network.kernel import Domain, Kernel
 from flanneld.network.monitor import Gone, Monitor, News, Seen
 from flanneld.network.report import Report
@@ -89,7 +89,9 @@ def distance(kernel: Kernel, resources: list[Resource]) -> Plan:
     made = [seen.make for name in DOMAIN.links if (seen := kernel.link(name))]
     links: dict[Key, Resource] = {link.key: link for link in made}
     wanted = {**links, **{resource.key: resource for resource in resources}}
-    return diff(wanted, {**links, **kernel.read(DOMAIN, wanted)})
+    return compare(
+        wanted, itertools.chain(((link, True) for link in links.values()), kernel.read(DOMAIN, wanted))
+    )
 
 
 def converge(kernel: Kernel, resources: list[Resource]) -> Report:

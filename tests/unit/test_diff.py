@@ -7,7 +7,7 @@ from ipaddress import IPv4Address, IPv4Network
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flanneld.network.diff import Plan, diff, plan, without_ways_to
+from flanneld.network.diff import Plan, compare, diff, plan, without_ways_to
 from flanneld.network.resources import Address, FdbEntry, Key, Kind, Neighbor, Resource, Route, State, Vxlan
 
 MAC = "02:00:00:00:00:0"
@@ -122,6 +122,13 @@ def test_what_leads_to_some_subnets_is_left_out_with_the_entry_of_its_mac() -> N
             Route(net, "flannel.1", base, onlink=True),
         )
 
-    actual = state(*way(subnet, 1), *way(other, 2), device(1))
-    assert without_ways_to({subnet}, actual) == state(*way(other, 2), device(1))
-    assert without_ways_to(set(), actual) == actual
+    stale = (*way(subnet, 1), *way(other, 2), device(1))
+    assert without_ways_to({subnet}, stale) == (*way(other, 2), device(1))
+    assert without_ways_to(set(), stale) == stale
+
+
+def test_a_foreign_object_is_left_alone_and_one_in_the_place_of_ours_is_made_over() -> None:
+    assert compare({}, [(route(1), False), (route(2), True)]) == Plan(drops=(route(2),))
+    assert compare(state(route(1)), [(route(2), False)]) == Plan(puts=(route(1),))
+    assert compare(state(route(1)), [(route(1), True), (route(2), False)]) == Plan()
+    assert compare(state(route(1)), [(route(2), False), (route(1), True)]) == Plan()

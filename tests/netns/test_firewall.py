@@ -1,0 +1,261 @@
+"""Packet filter rules in whole clusters: what they let through, and whose address the world sees."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from ipaddress import ip_address, ip_network
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+
+from tests.lab import Container, Exit, Lab, Node, wait_for
+from tests.lab.daemon import own_command
+from tests.lab.lab import NETWORK, gateway
+from tests.netns.pair import DUAL_STACK
+from tests.netns.test_firewall_task import NO_TOOLS
+from tests.netns.traffic import PORT, Packet, Sniffer, Stream
+
+VXLAN = {"Type": "vxlan"}
+#: The daemon's flags and the network config that lead to each way of setting rules.
+WAYS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "nft": (("--iptables-flavour=nft",), {}),
+    "v0.12": (("--iptables-flavour=nft", "--iptables-rules=v0.12"), {}),
+    "legacy": (("--iptables-flavour=legacy", "--iptables-resync=1"), {}),
+    "nftables": ((), {"EnableNFTables": True}),
+}
+STOPS: dict[str, Callable[[Node], Exit]] = {"SIGTERM": Node.stop, "SIGKILL": Node.kill}
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(autouse=True)
+def _lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One machine, many hosts: each should have a lock of its own, and needs one at least for this test."""
+    monkeypatch.setenv("XTABLES_LOCKFILE", str(tmp_path / "lock"))
+
+
+def cluster(lab: Lab, way: str, *, nodes: int = 2, before: str = "", **config: Any) -> list[Node]:
+    """Nodes that masquerade. ``before`` is run by a shell on each before its daemon starts."""
+    flags, more = WAYS[way]
+    lab.etcd.put_config({"Network": NETWORK, "Backend": VXLAN, **more, **config})
+    made = lab.add_nodes(nodes)
+    for node in made:
+        node.run("sh", "-ec", before)
+        node.start("--ip-masq", *flags)
+    for node in made:
+        node.wait_ready(10)
+    return made
+
+
+def talk(client: Container, server: Container) -> str:
+    """Exchange a word over TCP; the client's address as the server sees it."""
+    with server.namespace.entered():
+        listener = socket.create_server(("0.0.0.0", PORT))
+    listener.settimeout(3)
+    with client.namespace.entered():
+        there = socket.create_connection((server.address, PORT), timeout=3)
+    with listener, there:
+        here, (address, _) = listener.accept()
+        with here:
+            here.sendall(b"hello")
+            assert there.recv(16) == b"hello"
+    return str(address)
+
+
+@pytest.mark.parametrize("way", ["nft", "v0.12", "legacy"])
+def test_containers_talk_where_the_policy_is_to_drop(lab: Lab, way: str) -> None:
+    flavour = "legacy" if way == "legacy" else "nft"
+    first, second = cluster(lab, way, before=f"iptables-{flavour} -P FORWARD DROP")
+    first.container().wait_for_reply(second.container())
+    assert talk(first.container(), second.container()) == first.container().address
+    assert talk(second.container(), first.container()) == second.container().address
+
+
+def test_forwarding_is_left_to_others_on_demand(lab: Lab) -> None:
+    lab.etcd.put_config({"Network": NETWORK, "Backend": VXLAN})
+    node, *_ = lab.add_nodes(1)
+    node.start("--iptables-forward-rules=false")
+    node.wait_ready()
+    assert node.run("nft", "list", "ruleset").stdout == ""
+
+
+def test_the_world_sees_the_node_and_containers_see_each_other(lab: Lab, way: str, tmp_path: Path) -> None:
+    first, second = cluster(lab, way)
+    outside = gateway(first.link_number)
+    inside, other = first.container(), second.container()
+    inside.wait_for_reply(other)
+    with Sniffer(lab.switch, "br0") as world, Stream(inside.namespace, outside, tmp_path / "out"):
+        assert world.sources() == {first.address}
+    with Sniffer(other.namespace, "eth0") as peer, Stream(inside.namespace, other.address, tmp_path / "in"):
+        assert peer.sources() == {inside.address}
+
+
+def test_who_calls_from_outside_keeps_its_address(lab: Lab, way: str, tmp_path: Path) -> None:
+    node, *_ = cluster(lab, way, nodes=1)
+    inside = node.container()
+    lab.switch.ip(f"route add {node.subnet()} via {node.address}")
+    with Sniffer(inside.namespace, "eth0") as seen, Stream(lab.switch, inside.address, tmp_path / "in"):
+        assert seen.sources() == {gateway(node.link_number)}
+
+
+def test_both_families_are_masqueraded(lab: Lab, way: str, tmp_path: Path) -> None:
+    node, *_ = cluster(lab, way, nodes=1, **DUAL_STACK)
+    outside = gateway(node.link_number, 6)
+    with Sniffer(lab.switch, "br0") as world, Stream(node.container().namespace, outside, tmp_path / "out"):
+        assert world.sources() == {node.ipv6_address}
+
+
+# ---- no packet with a container's address gets out --------------------------------------------
+
+
+class Outflow:
+    """What the world sees of a container's stream, from when it is first right."""
+
+    def __init__(self, lab: Lab, node: Node, directory: Path) -> None:
+        self._sniffer = Sniffer(lab.switch, "br0")
+        self._stream = Stream(node.container().namespace, gateway(node.link_number), directory / "stream")
+        wait_for(lambda: node.address in self._sniffer.sources(0.1), what="the stream to flow")
+        self._begin = len(self._sniffer.packets)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stream.stop()
+        self._sniffer.close()
+
+    def listen(self, seconds: float = 0.3) -> None:
+        self._sniffer.listen(seconds)
+
+    def leaked(self) -> list[Packet]:
+        """The packets that came with a container's address."""
+        seen = self._sniffer.packets[self._begin :]
+        assert seen, "nothing flows"
+        return [packet for packet in seen if ip_address(packet.source) in ip_network(NETWORK)]
+
+    def during(self, act: Callable[[], object]) -> None:
+        """Listen while something is done, and for a moment after it."""
+        thread = threading.Thread(target=act)
+        thread.start()
+        while thread.is_alive():
+            self.listen(0.05)
+        thread.join()
+        self.listen()
+
+
+@pytest.fixture
+def node(lab: Lab, way: str) -> Node:
+    made, *_ = cluster(lab, way, nodes=1)
+    return made
+
+
+@pytest.fixture
+def outflow(lab: Lab, node: Node, tmp_path: Path) -> Iterator[Outflow]:
+    with Outflow(lab, node, tmp_path) as flow:
+        yield flow
+
+
+def start_again(node: Node, way: str, *flags: str) -> None:
+    node.start("--ip-masq", *WAYS[way][0], *flags)
+    node.wait_ready()
+
+
+@pytest.mark.parametrize("end", STOPS)
+def test_nothing_leaks_over_a_restart(node: Node, way: str, outflow: Outflow, end: str) -> None:
+    def restart() -> None:
+        STOPS[end](node)
+        start_again(node, way)
+
+    outflow.during(restart)
+    assert outflow.leaked() == []
+
+
+def test_nothing_leaks_when_the_subnet_changes(lab: Lab, node: Node, way: str, outflow: Outflow) -> None:
+    before = node.subnet()
+
+    def move() -> None:
+        node.stop()
+        lab.etcd.delete_lease(before)
+        lab.etcd.put_lease(before, {"PublicIP": "192.0.2.9", "BackendType": "vxlan"})
+        start_again(node, way)
+
+    outflow.during(move)
+    assert node.subnet() != before
+    assert outflow.leaked() == []
+    assert before not in rules(node)
+    assert node.subnet() in rules(node)
+
+
+def test_nothing_leaks_when_the_set_of_rules_changes(lab: Lab, tmp_path: Path) -> None:
+    node, *_ = cluster(lab, "nft", nodes=1)
+    with Outflow(lab, node, tmp_path) as outflow:
+        for next_way in ("v0.12", "legacy", "nft"):
+
+            def change(to: str = next_way) -> None:
+                node.stop()
+                start_again(node, to)
+
+            outflow.during(change)
+        assert outflow.leaked() == []
+
+
+FLUSHES = {
+    "nft": "iptables-nft -t nat -F",
+    "v0.12": "iptables-nft -t nat -F",
+    "legacy": "iptables-legacy -t nat -F",
+    "nftables": "nft flush ruleset",
+}
+
+
+def test_a_flush_is_made_good_within_a_second(node: Node, way: str, outflow: Outflow) -> None:
+    begin = time.monotonic()
+    outflow.during(lambda: node.run(*FLUSHES[way].split()))
+    outflow.listen(2.5)
+    late = [packet for packet in outflow.leaked() if packet.when > begin + (2.0 if way == "legacy" else 1.0)]
+    assert late == []
+
+
+def rules(node: Node) -> str:
+    """All rules there are."""
+    with_legacy = "iptables-legacy-save; " if "legacy" in node.log() else ""
+    return node.run("sh", "-ec", f"{with_legacy}nft list ruleset").stdout
+
+
+# ---- the daemon ---------------------------------------------------------------------------------
+
+
+def test_the_rules_are_there_before_subnet_env_is(lab: Lab, tmp_path: Path) -> None:
+    lab.etcd.put_config({"Network": NETWORK, "Backend": VXLAN})
+    node, *_ = lab.add_nodes(1)
+    stub = tmp_path / "iptables-nft-restore"
+    stub.write_text(f'#!/bin/sh\ntest ! -e {node.subnet_file} && exec /usr/sbin/iptables-nft-restore "$@"\n')
+    stub.chmod(0o755)
+    node.start("--ip-masq", environment={"PATH": f"{tmp_path}:/usr/sbin:/usr/bin:/sbin:/bin"})
+    node.wait_ready()
+    assert "FLANNEL-POSTRTG" in rules(node)
+
+
+def test_a_daemon_that_cannot_masquerade_says_so_and_ends(lab: Lab) -> None:
+    lab.etcd.put_config({"Network": NETWORK, "Backend": VXLAN})
+    node, *_ = lab.add_nodes(1)
+    command = ("sh", "-ec", f'{NO_TOOLS}; exec "$@"', "sh", *own_command())
+    assert node.start("--ip-masq", command=command).wait(5).status == 1
+    assert "cannot masquerade" in node.log()
+    assert "install the Debian package iptables" in node.log()
+    assert not node.subnet_file.exists()
+
+
+def test_a_daemon_without_iptables_runs_if_it_need_not_masquerade(lab: Lab) -> None:
+    lab.etcd.put_config({"Network": NETWORK, "Backend": VXLAN})
+    node, *_ = lab.add_nodes(1)
+    node.start(command=("sh", "-ec", f'{NO_TOOLS}; exec "$@"', "sh", *own_command()))
+    node.wait_ready()
+    assert "No rules that forward the network's traffic" in node.log()

@@ -1,0 +1,115 @@
+"""A stream of short flows out of a container, and what an outsider sees of it."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import subprocess
+import sys
+import time
+from ipaddress import ip_address
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple, Self
+
+from tests.lab import Namespace
+
+PORT = 9999
+ETH_P_ALL = 0x0003
+ETH_P_IP, ETH_P_IPV6 = 0x0800, 0x86DD
+
+#: Each packet from a port of its own: the kernel decides on each anew whether to masquerade it.
+SENDER = """
+import socket, sys, time
+target, port, pause = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+family = socket.AF_INET6 if ":" in target else socket.AF_INET
+while True:
+    with socket.socket(family, socket.SOCK_DGRAM) as flow:
+        try:
+            flow.sendto(b"x", (target, port))
+        except OSError:
+            pass
+    time.sleep(pause)
+"""
+
+
+class Stream:
+    """Sends to ``target`` from inside a namespace while in a ``with``."""
+
+    def __init__(self, source: Namespace, target: str, output: Path, pause: float = 0.005) -> None:
+        with output.open("wb") as file:
+            self._process: subprocess.Popen[bytes] = source.start(
+                sys.executable, "-c", SENDER, target, str(PORT), str(pause), output=file
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+class Packet(NamedTuple):
+    when: float  # seconds of time.monotonic()
+    source: str
+
+
+class Sniffer:
+    """Every packet of streams that arrives at an interface, whether somebody wants it or not."""
+
+    def __init__(self, namespace: Namespace, interface: str) -> None:
+        with namespace.entered():
+            self._socket = socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(ETH_P_ALL))
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8 << 20)
+            self._socket.bind((interface, ETH_P_ALL))
+        self._socket.settimeout(0.05)
+        self.packets: list[Packet] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def listen(self, seconds: float) -> list[Packet]:
+        """What arrives in so many seconds, and what has arrived before; all that so far."""
+        end = time.monotonic() + seconds
+        while True:
+            try:
+                data, where = self._socket.recvfrom(2048)
+            except TimeoutError:
+                data, where = b"", (None, 0)
+            source = _source(data, where[1])
+            if source:
+                self.packets.append(Packet(time.monotonic(), source))
+            if time.monotonic() >= end and not data:
+                return self.packets
+
+    def sources(self, seconds: float = 0.3) -> set[str]:
+        """The addresses from which something came in so many seconds from now."""
+        self.listen(0)
+        begin = len(self.packets)
+        return {packet.source for packet in self.listen(seconds)[begin:]}
+
+
+def _source(data: bytes, protocol: int) -> str | None:
+    """Where a packet of a stream comes from, None for any other packet."""
+    if protocol == ETH_P_IP and len(data) >= 28 and data[9] == socket.IPPROTO_UDP:
+        header, address = 4 * (data[0] & 15), data[12:16]
+    elif protocol == ETH_P_IPV6 and len(data) >= 48 and data[6] == socket.IPPROTO_UDP:
+        header, address = 40, data[8:24]
+    else:
+        return None
+    (port,) = struct.unpack_from(">H", data, header + 2)
+    return str(ip_address(address)) if port == PORT else None
