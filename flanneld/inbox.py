@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections import deque
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
+
+#: Seconds; some times what one event takes, and nothing against what many take.
+_PATIENCE = 0.005
 
 
 class Inbox(Generic[Item]):
@@ -14,14 +18,25 @@ class Inbox(Generic[Item]):
 
     def __init__(self) -> None:
         self._items: deque[Item] = deque()
+        self._settled = threading.Event()
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def fileno(self) -> int:
         return self._event
 
     def put(self, item: Item) -> None:
+        """Hand something over, and give way until it is dealt with or some milliseconds have passed.
+
+        Would both threads run on at once, they would hold each other up: one interpreter serves both.
+        """
+        self._settled.clear()
         self._items.append(item)
         os.eventfd_write(self._event, 1)
+        self._settled.wait(_PATIENCE)
+
+    def settle(self) -> None:
+        """The owner says that what it drained is dealt with."""
+        self._settled.set()
 
     def wake(self) -> None:
         """Make the owner look, though there is nothing new."""

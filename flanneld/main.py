@@ -34,7 +34,7 @@ Result = TypeVar("Result")
 
 _RETRY = 1.0
 #: Threads hand over sooner than by default: an event reaches the kernel through two of them.
-_SWITCH_INTERVAL = 0.001
+_SWITCH_INTERVAL = 0.0001
 #: Objects made between two searches for reference cycles. A list of leases makes many, and no cycles.
 _GARBAGE = 50_000
 

@@ -23,7 +23,17 @@ from flanneld.backends import OtherBackend
 from flanneld.errors import Fatal, Refused, Retryable
 from flanneld.glog import Once, V
 from flanneld.inbox import Inbox
-from flanneld.model import Change, Event, IPNetwork, Lease, LeaseKey, LeaseTable, Snapshot, name_of
+from flanneld.model import (
+    FAMILIES,
+    Change,
+    Event,
+    IPNetwork,
+    Lease,
+    LeaseKey,
+    LeaseTable,
+    Snapshot,
+    name_of,
+)
 from flanneld.network.diff import Plan, compare, plan, without_ways_to
 from flanneld.network.kernel import Domain, Kernel
 from flanneld.network.monitor import Gone, InterfaceChanged, Monitor, News, Overrun, Seen
@@ -81,6 +91,7 @@ class Reconciler:
         self._outside = Outside(site.backend)
         self._domain = Domain(site.uplink.name, frozenset(), site.ranges, former)
         self._names: dict[int, str] = {}
+        self._lines: list[str] = []
         self._once = Once()
         self._next_audit = clock.now()
         self._earliest_repair = 0.0
@@ -128,6 +139,7 @@ class Reconciler:
             self._heartbeat(2 * AUDIT_PERIOD)
             poll.poll(max(0.0, self._next_audit - clock.now()) * 1000)
             self._take_events([event for events in self.inbox.drain() for event in events])
+            self.inbox.settle()
             self._take_news(self._monitor.read(self._names.get))
             if clock.now() >= self._next_audit and not self._stop.is_set():
                 self._audit()
@@ -152,12 +164,15 @@ class Reconciler:
                 for resource in made:
                     drops.pop(resource.key, None)
                     puts[resource.key] = resource
-        if not (puts or drops):
-            return
         try:
-            self._account(self._apply(plan(puts.values(), drops.values())))
+            if puts or drops:
+                self._account(self._apply(plan(puts.values(), drops.values())))
         except OSError as failure:
             self._could_not_read(failure)
+        # Afterwards, since packets wait for the kernel and not for the log.
+        for line in self._lines:
+            log.info("%s", line)
+        self._lines.clear()
 
     def _fold(self, event: Event) -> Iterator[tuple[list[Resource], list[Resource]]]:
         """Change the wanted state by one event: what to make and what to remove because of it."""
@@ -166,7 +181,7 @@ class Reconciler:
             return
         change = self._table.apply(event)
         if self._domain.sweep:
-            _log_change(change, self._wanted)
+            self._lines += _lines_about(change, self._wanted)
         for key in change.gone:
             self._once.clear(key)
             self._riddles.discard(key)
@@ -376,16 +391,16 @@ def _refuse_overlap(lease: Lease, own: Lease) -> None:
             raise Refused(f"it overlaps our own subnet {ours}", "remove the lease that is wrong")
 
 
-def _log_change(change: Change, wanted: Wanted) -> None:
+def _lines_about(change: Change, wanted: Wanted) -> Iterator[str]:
     if len(change.put) + len(change.gone) > _FEW:
-        log.info("Leases: %d new or changed, %d gone", len(change.put), len(change.gone))
+        yield f"Leases: {len(change.put)} new or changed, {len(change.gone)} gone"
         return
     for key in change.gone:
-        log.info("Lease %s is gone", name_of(key))
+        yield f"Lease {name_of(key)} is gone"
     for lease in change.put:
         word = "changed" if lease.key in wanted else "added"
-        public = ", ".join(str(ip) for family in (4, 6) if (ip := lease.attrs.public(family)))
-        log.info("Lease %s %s, at %s", lease, word, public or "no public IP")
+        public = ", ".join(str(ip) for family in FAMILIES if (ip := lease.attrs.public(family)))
+        yield f"Lease {lease} {word}, at {public or 'no public IP'}"
 
 
 def _log_repairs(what: str, resources: list[Resource]) -> None:

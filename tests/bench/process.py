@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 _TICK = 1 / os.sysconf("SC_CLK_TCK")
@@ -18,13 +19,22 @@ def cpu_seconds(pid: int) -> float:
 
     What a process used itself is exact (clock_getcpuclockid(3)); reaped children count in ticks of 10 ms.
     """
-    return sum(_own_time(each) + _reaped_time(each) for each in _tree(pid))
+    seconds = 0.0
+    for each in _tree(pid):
+        with suppress(OSError):  # ended meanwhile
+            seconds += _own_time(each) + _reaped_time(each)
+    return seconds
 
 
 def rss_mib(pid: int) -> tuple[float, float]:
     """Resident memory of a process and its descendants in MiB: now, and each one's peak."""
-    fields = [_status(each) for each in _tree(pid)]
-    return sum(each["VmRSS"] for each in fields) / 1024, sum(each["VmHWM"] for each in fields) / 1024
+    now = peak = 0
+    for each in _tree(pid):
+        with suppress(OSError):  # ended meanwhile
+            fields = _status(each)
+            now += fields.get("VmRSS", 0)
+            peak += fields.get("VmHWM", 0)
+    return now / 1024, peak / 1024
 
 
 class MachineLoad:
@@ -58,8 +68,9 @@ def _reaped_time(pid: int) -> float:
 def _tree(pid: int) -> list[int]:
     found = [pid]
     for each in found:
-        for task in Path(f"/proc/{each}/task").iterdir():
-            found += map(int, (task / "children").read_text().split())
+        with suppress(OSError):  # ended meanwhile
+            for task in Path(f"/proc/{each}/task").iterdir():
+                found += map(int, (task / "children").read_text().split())
     return found
 
 

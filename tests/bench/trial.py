@@ -28,6 +28,8 @@ STOP_DEADLINE = 20.0
 READY_PATIENCE = 1.0
 #: What a daemon may still have to tidy up after a start before its memory and its idling are measured.
 SETTLE = 3.0
+#: A daemon that is told to stop in its first moments may never do so, as v0.12.0 in Go.
+BEFORE_STOP = 0.5
 #: Looking at the kernel must cost little: pauses of 10 ms, or of so many times what a look took.
 LEAST_PAUSE = 0.01
 PAUSES_PER_LOOK = 3
@@ -57,6 +59,7 @@ def live(bed: Bed, command: Sequence[str], wanted: Collection[Measure], settings
             figures[Figure.IDLE] = _idle(node, settings.idle_seconds)
         if Measure.LATENCY in wanted:
             figures |= _latency(bed, node, settings.events)
+        time.sleep(BEFORE_STOP)
         _check(node)
         figures[Figure.STOP] = _stop(node)
     return figures
