@@ -16,8 +16,10 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import cast
 
 from flanneld import clock
+from flanneld.config import Config
 from flanneld.errors import Fatal, Retryable
 from flanneld.glog import Once
 from flanneld.inbox import Inbox
@@ -33,6 +35,8 @@ from flanneld.network.firewall.plan import Claim, claim
 from flanneld.network.firewall.rules import IPTABLES_CHAINS, NATIVE_TABLE, Nets, Purpose, Style, wanted
 from flanneld.network.firewall.sweep import PLACES, Place, driver, sweep
 from flanneld.network.firewall.upkeep import Change, Upkeep
+from flanneld.options import Options
+from flanneld.subnet_file import Previous
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +69,23 @@ def pairs(networks: Iterable[IPNetwork], subnets: LeaseKey) -> tuple[Nets, ...]:
     """The network and the subnet of each family that has both."""
     known = {network.version: network for network in networks}
     return tuple(Nets(known[net.version], net) for net in subnets if net and net.version in known)
+
+
+def wishes_of(options: Options, config: Config, own: LeaseKey, previous: Previous) -> Wishes:
+    """What the options and the network config ask for."""
+    return Wishes(
+        nets=pairs([each.network for each in config.ranges], own),
+        former=pairs(previous.networks, previous.subnets),
+        purpose=Purpose(
+            masquerade=options.ip_masq,
+            forward=options.iptables_forward_rules,
+            random=not options.ip_masq_fully_random_disable,
+        ),
+        style="v0.12" if options.iptables_rules == "v0.12" else "own-chains",
+        flavour=cast(Wish, options.iptables_flavour),
+        native=config.enable_nftables,
+        resync=options.iptables_resync,
+    )
 
 
 class Firewall:
@@ -169,6 +190,11 @@ class Firewall:
                     table,
                     nets.network,
                 )
+
+    def start_and_run(self) -> None:
+        """For rules that nothing has to wait for."""
+        self.start()
+        self.run()
 
     # ---- the loop ----------------------------------------------------------------------------
 

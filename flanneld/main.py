@@ -26,6 +26,7 @@ from flanneld.reconcile import Reconciler
 from flanneld.site import Site, find_uplink
 from flanneld.subnet.etcd_v2 import EtcdOptions, EtcdV2Manager
 from flanneld.subnet.manager import LONGEST_SILENCE, Cancelled, SubnetManager
+from flanneld.subnet_file import Previous
 from flanneld.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
@@ -60,6 +61,8 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         return _print(f"{wrong.reason}\n{wrong.usage}", status=2)
     except Fatal as wrong:
         return _print(f"flanneld: {wrong}\n", status=1)
+    if wanted.cleanup:
+        return _clean_up(wanted)
     sys.setswitchinterval(_SWITCH_INTERVAL)
     gc.freeze()
     gc.set_threshold(_GARBAGE)
@@ -130,6 +133,9 @@ class Daemon:
             on_synced=self._missing.clear,
         )
         self._patiently("the kernel", reconciler.prepare)
+        if self._options.ip_masq:
+            # A container must not be seen outside with an address that nobody there can answer.
+            self._start_firewall(config, lease, previous)
         self._write_subnet_file(config, lease, site)
         host_checks.report(config.families, uplink.name, services=self._options.kube_subnet_mgr)
         self._missing[:] = ["the peers are not known yet"]
@@ -143,6 +149,8 @@ class Daemon:
         )
         supervisor.start("lease keeper", keeper.run, keeper.cancel)
         self._notifier.ready()
+        if not self._options.ip_masq:
+            self._start_firewall(config, lease, previous)
         self._notifier.status(f"{config.backend_type}: subnet {lease} through {uplink.name}")
         return self._wait_and_stop()
 
@@ -187,6 +195,20 @@ class Daemon:
         uplink = self._patiently("an external interface", attempt)
         log.info("The external interface is %s", uplink)
         return uplink
+
+    def _start_firewall(self, config: Config, lease: Lease, previous: Previous) -> None:
+        """Set the rules before anything else happens if they masquerade, and soon if not."""
+        # Not needed by everybody, and not before the packets flow.
+        from flanneld.firewall import Firewall, wishes_of
+
+        wishes = wishes_of(self._options, config, lease.key, previous)
+        heartbeat = partial(self._supervisor.heartbeat, "firewall")
+        wall = Firewall(wishes, stop=self._supervisor.stop, heartbeat=heartbeat)
+        if self._options.ip_masq:
+            wall.start()
+            self._supervisor.start("firewall", wall.run, wall.cancel)
+        else:
+            self._supervisor.start("firewall", wall.start_and_run, wall.cancel)
 
     def _blackholes(self, lease: Lease) -> tuple[Blackhole, ...]:
         """So that what is for a container that is no more does not go round between host and gateway."""
@@ -263,6 +285,14 @@ def interface_choice(wanted: Options) -> InterfaceChoice:
         public_ip=wanted.public_ip,
         public_ipv6=wanted.public_ipv6,
     )
+
+
+def _clean_up(wanted: Options) -> int:
+    from flanneld.cleanup import clean_up  # only for those who leave
+
+    complete = clean_up(Path(wanted.subnet_file), print, dry_run=wanted.dry_run)
+    sys.stdout.flush()
+    return 0 if complete else 1
 
 
 def _warn_of_unread_keys(config: Config) -> None:

@@ -110,6 +110,21 @@ def _margin(minutes: int, source: str) -> int:
     return minutes
 
 
+def _one_of(*choices: str) -> _Reader:
+    def read(text: str, source: str) -> str:
+        if text not in choices:
+            raise Fatal(f"{source}: {goflags.quoted(text)} is unknown", f"give one of: {', '.join(choices)}")
+        return text
+
+    return read
+
+
+def _resync(seconds: int, source: str) -> int:
+    if seconds < 1:
+        raise Fatal(f"{source} is {seconds} seconds", "give 1 or more")
+    return seconds
+
+
 def _port(number: int, source: str) -> int:
     if number > 65535:
         raise Fatal(f"{source}: there is no port {number}", "give 1 to 65535, or 0 for no health server")
@@ -186,9 +201,23 @@ class Options:
     )
     healthz_ip: str = _flag("healthz-ip", "0.0.0.0", "`address` of the health server")  # noqa: S104
     healthz_port: int = _flag("healthz-port", 0, "`port` of the health server, 0 for none", _port)
-    iptables_resync: int = _flag("iptables-resync", 5, "check the firewall rules every so many `seconds`")
+    iptables_resync: int = _flag(
+        "iptables-resync", 5, "check the firewall rules every so many `seconds`", _resync
+    )
     iptables_forward_rules: bool = _flag(
         "iptables-forward-rules", True, "let the firewall forward the network's traffic"
+    )
+    iptables_rules: str = _flag(
+        "iptables-rules",
+        "own-chains",
+        "`set` of firewall rules: own-chains, or v0.12 for those of Go flanneld 0.12",
+        _one_of("own-chains", "v0.12"),
+    )
+    iptables_flavour: str = _flag(
+        "iptables-flavour",
+        "auto",
+        "`tables` that iptables' rules go to: legacy, nft, or auto for those in use on this host",
+        _one_of("auto", "legacy", "nft"),
     )
     ip_blackhole_route: bool = _flag(
         "ip-blackhole-route", False, "keep a blackhole route for this node's subnet"
@@ -196,6 +225,8 @@ class Options:
     set_node_network_unavailable: bool = _flag(
         "set-node-network-unavailable", True, "clear the node's NetworkUnavailable condition"
     )
+    cleanup: bool = _flag("cleanup", False, "remove all that flannel made on this host, list it and exit")
+    dry_run: bool = _flag("dry-run", False, "with -cleanup: only list it")
     v: int = _flag("v", 0, "verbosity `level` of the log")
     vmodule: str = _flag("vmodule", "", "verbosity of single source files, as `pattern=level,...`")
     log_backtrace_at: str = _flag(
@@ -240,29 +271,19 @@ def _changed(value: Value, default: Value) -> bool:
     return value != default
 
 
-def _on(value: Value, _default: Value) -> bool:
-    return bool(value)
-
-
 def _given(_value: Value, _default: Value) -> bool:
     return True
 
 
-_NO_MASQUERADE = "this version does not masquerade; leave it out and let the container runtime masquerade"
 _NO_KUBERNETES = "this version keeps leases in etcd only; leave it out and set -etcd-endpoints"
-_NO_FORWARD = "this version sets no forward rules; leave it out and let the traffic through yourself"
 #: What this version cannot do yet: a flag, when it asks for that, and what to say then.
 NOT_YET: tuple[tuple[str, Callable[[Value, Value], bool], str], ...] = (
-    ("ip-masq", _changed, _NO_MASQUERADE),
-    ("ip-masq-fully-random-disable", _changed, _NO_MASQUERADE),
     ("kube-subnet-mgr", _changed, _NO_KUBERNETES),
     ("kube-api-url", _changed, _NO_KUBERNETES),
     ("kube-annotation-prefix", _changed, _NO_KUBERNETES),
     ("kubeconfig-file", _changed, _NO_KUBERNETES),
     ("net-config-path", _changed, _NO_KUBERNETES),
     ("set-node-network-unavailable", _given, _NO_KUBERNETES),
-    ("iptables-forward-rules", _on, _NO_FORWARD),
-    ("iptables-resync", _given, _NO_FORWARD),
 )
 
 
@@ -296,13 +317,16 @@ def _checked(given: Mapping[str, Value], sources: Mapping[str, str]) -> Options:
     for name, asks, sentence in NOT_YET:
         if name in given and asks(given[name], _default(name)):
             raise Fatal(f"{sources[name]}: {sentence}")
-    return Options(
+    options = Options(
         **{
             f.name: f.metadata["read"](given[name], sources[name])
             for f in fields(Options)
             if (name := f.metadata["flag"].name) in given
         }
     )
+    if options.dry_run and not options.cleanup:
+        raise Fatal(f"{sources['dry-run']} says what -cleanup would do", "give -cleanup too, or leave it out")
+    return options
 
 
 def _default(name: str) -> Value:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
 
-from flanneld.model import Family, IPAddress, IPNetwork
+from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork
 from flanneld.network import devices, links, rtnl
 from flanneld.network.diff import Plan
 from flanneld.network.host import HostView
@@ -112,6 +112,20 @@ class Kernel(HostView):
                 blackhole = rtnl.decode_blackhole(*item)
                 if blackhole is not None:
                     yield blackhole, domain.owns_blackhole(blackhole)
+
+    def left_behind(self, domain: Domain) -> list[Resource]:
+        """The routes of any flanneld: all marked ones, and unmarked ones as ``adopt`` tells them."""
+        found: list[Resource] = []
+        for family in FAMILIES:
+            for item in self._dump(rtnl.RTM_GETROUTE, rtnl.routes_request(family, protocol=PROTO_FLANNEL)):
+                blackhole = rtnl.decode_blackhole(*item)
+                if blackhole is not None:
+                    found.append(blackhole)
+            marked = self._dump_routes(rtnl.routes_request(family, protocol=PROTO_FLANNEL))
+            unmarked = self._dump_routes(rtnl.routes_request(family, protocol=PROTO_BOOT))
+            found += [seen.route for seen in marked]
+            found += [seen.route for seen in unmarked if domain.owns_route(seen)]
+        return found
 
     def _has_fdb(self, name: str, wanted: State) -> bool:
         link = wanted.get((Kind.LINK, name))

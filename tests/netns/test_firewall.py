@@ -98,6 +98,19 @@ def test_the_world_sees_the_node_and_containers_see_each_other(lab: Lab, way: st
         assert peer.sources() == {inside.address}
 
 
+def test_without_masquerading_the_world_sees_the_containers(lab: Lab, tmp_path: Path) -> None:
+    lab.etcd.put_config({"Network": NETWORK, "Backend": VXLAN})
+    node, *_ = lab.add_nodes(1)
+    node.start()
+    node.wait_ready()
+    inside = node.container()
+    with (
+        Sniffer(lab.switch, "br0") as world,
+        Stream(inside.namespace, gateway(node.link_number), tmp_path / "out"),
+    ):
+        assert world.sources() == {inside.address}
+
+
 def test_who_calls_from_outside_keeps_its_address(lab: Lab, way: str, tmp_path: Path) -> None:
     node, *_ = cluster(lab, way, nodes=1)
     inside = node.container()

@@ -68,7 +68,6 @@ class Sniffer:
             self._socket = socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(ETH_P_ALL))
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8 << 20)
             self._socket.bind((interface, ETH_P_ALL))
-        self._socket.settimeout(0.05)
         self.packets: list[Packet] = []
 
     def __enter__(self) -> Self:
@@ -86,15 +85,14 @@ class Sniffer:
         """What arrives in so many seconds, and what has arrived before; all that so far."""
         end = time.monotonic() + seconds
         while True:
+            self._socket.settimeout(max(0.0, end - time.monotonic()))
             try:
                 data, where = self._socket.recvfrom(2048)
-            except TimeoutError:
-                data, where = b"", (None, 0)
+            except (TimeoutError, BlockingIOError):
+                return self.packets
             source = _source(data, where[1])
             if source:
                 self.packets.append(Packet(time.monotonic(), source))
-            if time.monotonic() >= end and not data:
-                return self.packets
 
     def sources(self, seconds: float = 0.3) -> set[str]:
         """The addresses from which something came in so many seconds from now."""

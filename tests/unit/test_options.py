@@ -34,6 +34,8 @@ DEFAULTS = {
     "public-ip": "",
     "public-ipv6": "",
     "subnet-lease-renew-margin": 60,
+    "cleanup": False,
+    "dry-run": False,
     "ip-masq": False,
     "ip-masq-fully-random-disable": False,
     "kube-subnet-mgr": False,
@@ -45,6 +47,8 @@ DEFAULTS = {
     "healthz-port": 0,
     "iptables-resync": 5,
     "iptables-forward-rules": True,
+    "iptables-rules": "own-chains",
+    "iptables-flavour": "auto",
     "ip-blackhole-route": False,
     "set-node-network-unavailable": True,
     "v": 0,
@@ -215,16 +219,12 @@ def test_an_empty_address_is_no_address() -> None:
 
 
 ASKED_TOO_MUCH = [
-    "-ip-masq",
-    "-ip-masq-fully-random-disable",
     "-kube-subnet-mgr",
     "-kube-api-url=https://10.0.0.1",
     "-kube-annotation-prefix=example.org",
     "-kubeconfig-file=/etc/kubeconfig",
     "-net-config-path=/etc/net-conf.json",
     "-set-node-network-unavailable=true",
-    "-iptables-forward-rules",
-    "-iptables-resync=5",
 ]
 
 
@@ -235,8 +235,8 @@ def test_what_this_version_cannot_do_is_refused(word: str) -> None:
 
 
 def test_the_variable_that_asks_for_too_much_is_named() -> None:
-    with pytest.raises(Fatal, match="FLANNELD_IP_MASQ"):
-        read([], {"FLANNELD_IP_MASQ": "true"})
+    with pytest.raises(Fatal, match="FLANNELD_KUBE_SUBNET_MGR"):
+        read([], {"FLANNELD_KUBE_SUBNET_MGR": "true"})
 
 
 def test_every_refusal_is_tried_here() -> None:
@@ -246,12 +246,9 @@ def test_every_refusal_is_tried_here() -> None:
 @pytest.mark.parametrize(
     "word",
     [
-        "-ip-masq=false",
         "-kube-subnet-mgr=false",
         "-kube-annotation-prefix=flannel.alpha.coreos.com",
         "-net-config-path=/etc/kube-flannel/net-conf.json",
-        "-iptables-forward-rules=false",
-        "-ip-blackhole-route=false",
     ],
 )
 def test_declining_what_this_version_cannot_do_is_fine(word: str) -> None:
@@ -292,3 +289,17 @@ def test_a_bad_endpoint_with_a_password_is_named_by_its_place(url: str) -> None:
     with pytest.raises(Fatal, match="element 2") as caught:
         read([f"-etcd-endpoints=http://b:1,{url}"], {})
     assert "s3" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("word", "remedy"),
+    [
+        ("-iptables-rules=mine", "give one of: own-chains, v0.12"),
+        ("-iptables-flavour=new", "give one of: auto, legacy, nft"),
+        ("-iptables-resync=0", "give 1 or more"),
+        ("-dry-run", "give -cleanup too"),
+    ],
+)
+def test_a_value_that_means_nothing_is_refused_with_what_does(word: str, remedy: str) -> None:
+    with pytest.raises(Fatal, match=remedy):
+        read([word], {})

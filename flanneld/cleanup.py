@@ -1,0 +1,82 @@
+"""``flanneld --cleanup``: remove what flannel, in Go or in Python, made on this host, and list it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+from flanneld import subnet_file
+from flanneld.firewall import pairs, retire
+from flanneld.network import devices
+from flanneld.network.diff import Plan
+from flanneld.network.kernel import Domain, Kernel
+from flanneld.network.links import SeenLink
+from flanneld.network.resources import ForeignLink, Resource
+from flanneld.subnet_file import Previous
+
+#: The names that flannel's backends give, and the kinds of device that bear them.
+_NAMES = re.compile(r"flannel(-v6)?\.[0-9]+|flannel\.ipip|flannel-wg(-v6)?|flannel[0-9]+")
+_KINDS = ("vxlan", "ipip", "wireguard", "tun")
+
+
+def clean_up(path: Path, say: Callable[[str], None], *, dry_run: bool) -> bool:
+    """Remove routes, devices, rules and the subnet file, each said in a line. False if something is left.
+
+    Containers lose their network. A daemon that still runs puts all of it back: stop it first.
+    """
+    previous = subnet_file.read(path)
+    kernel = Kernel()
+    complete = True
+    for what, act in _steps(kernel, previous, path):
+        done = dry_run or act()
+        complete &= done
+        say(f"{'would remove' if dry_run else 'removed' if done else 'could not remove'} {what}")
+    for line in retire(pairs(previous.networks, previous.subnets), dry_run=dry_run):
+        say(f"{'would remove' if dry_run else 'removed'} rule {line}")
+    return complete
+
+
+def _steps(kernel: Kernel, previous: Previous, path: Path) -> Iterator[tuple[str, Callable[[], bool]]]:
+    domain = _domain(previous)
+    for route in kernel.left_behind(domain):
+        yield str(route), partial(_dropped, kernel, route, domain)
+    for link in kernel.links():
+        if is_flannels(link):
+            yield f"link {link.name}", partial(_unmade, link.name)
+    if path.exists():
+        yield str(path), partial(_unlinked, path)
+
+
+def is_flannels(link: SeenLink) -> bool:
+    """Whether a device is one that a backend of flannel made."""
+    if not _NAMES.fullmatch(link.name):
+        return False
+    return not isinstance(link.make, ForeignLink) or link.make.description.endswith(_KINDS)
+
+
+def _domain(previous: Previous) -> Domain:
+    lengths = {net.version: net.prefixlen for net in previous.subnets if net is not None}
+    ranges = [(net, lengths[net.version]) for net in previous.networks if net.version in lengths]
+    return Domain(uplink="", links=frozenset(), ranges=tuple(ranges), adopt=True)
+
+
+def _dropped(kernel: Kernel, route: Resource, domain: Domain) -> bool:
+    return not kernel.apply(Plan(drops=(route,)), domain).failed
+
+
+def _unmade(name: str) -> bool:
+    try:
+        devices.drop(name)
+    except OSError:
+        return False
+    return True
+
+
+def _unlinked(path: Path) -> bool:
+    try:
+        path.unlink()
+    except OSError:
+        return False
+    return True
