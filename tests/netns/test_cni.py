@@ -72,7 +72,7 @@ def cni(node: Node, number: int = 1) -> Container:
         "mtu": int(env["FLANNEL_MTU"]),
         "isDefaultGateway": True,
         "hairpinMode": True,
-        "ipMasq": False,
+        "ipMasq": env["FLANNEL_IPMASQ"] != "true",
         "ipam": {
             "type": "host-local",
             "ranges": [[{"subnet": node.subnet()}]],
@@ -120,7 +120,7 @@ CLUSTERS = [
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     kind, runtime = request.param
     with Lab() as lab:
-        one, other = (runtime(node, 1) for node in lab.cluster({"Type": kind}))
+        one, other = (runtime(node, 1) for node in lab.cluster({"Type": kind}, flags=["-ip-masq"]))
         one.wait_for_reply(other)
         other.wait_for_reply(one)
         yield Pair(lab, kind, one, other)
@@ -194,3 +194,23 @@ def test_docker_is_told_to_masquerade_when_flannel_does_not(lab: Lab) -> None:
         "mtu": "1450",
         "ip-masq": "true",
     }
+
+
+def outsider(lab: Lab) -> Container:
+    """A host that is no node: it has no route to the containers."""
+    return Container(lab.switch, {4: lab.etcd.address}, lab.directory)
+
+
+def test_the_world_outside_sees_the_address_of_the_node(pair: Pair) -> None:
+    node = pair.lab.nodes[0]
+    with connected(pair.one, outsider(pair.lab)) as (_, far):
+        assert far.getpeername()[0] == node.address
+
+
+def test_masquerading_spares_the_network_itself(pair: Pair) -> None:
+    with connected(pair.one, pair.other) as (_, far):
+        assert far.getpeername()[0] == pair.one.address
+
+
+def test_docker_does_not_masquerade_where_flannel_does(pair: Pair) -> None:
+    assert docker_options(pair.lab.nodes[0])["ip-masq"] == "false"
