@@ -28,7 +28,6 @@ from flanneld.network.firewall import detect
 from flanneld.network.firewall.command import Commands
 from flanneld.network.firewall.detect import Wish
 from flanneld.network.firewall.driver import Driver, Unavailable
-from flanneld.network.firewall.legacy import PythonIptables
 from flanneld.network.firewall.netfilter import Removal, Removals, dropping_tables
 from flanneld.network.firewall.patience import Patience
 from flanneld.network.firewall.plan import Claim, claim
@@ -147,6 +146,8 @@ class Firewall:
 
     def _driver(self, family: Family) -> Driver:
         if self._place == "legacy" and family == 4:
+            from flanneld.network.firewall.legacy import PythonIptables  # not on most hosts
+
             try:
                 return PythonIptables(self._stop)
             except Unavailable as reason:

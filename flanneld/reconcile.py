@@ -14,33 +14,26 @@ import logging
 import select
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import chain
 
 from flanneld import clock
-from flanneld.backends import OtherBackend
-from flanneld.errors import Fatal, Refused, Retryable
+from flanneld.errors import Fatal, Retryable
 from flanneld.glog import Once, V
 from flanneld.inbox import Inbox
 from flanneld.model import (
-    FAMILIES,
-    Change,
     Event,
     IPNetwork,
     Lease,
-    LeaseKey,
-    LeaseTable,
-    Snapshot,
-    name_of,
 )
-from flanneld.network.diff import Plan, compare, plan, without_ways_to
+from flanneld.network.diff import Plan, compare, without_ways_to
 from flanneld.network.kernel import Domain, Kernel
 from flanneld.network.monitor import Gone, InterfaceChanged, Monitor, News, Overrun, Seen
 from flanneld.network.report import Report
-from flanneld.network.resources import Key, Kind, Link, Resource
-from flanneld.network.wanted import LOCAL, Wanted
+from flanneld.network.resources import Kind, Link, Resource
 from flanneld.outside import Outside
+from flanneld.peers import Peers
 from flanneld.site import Site
 
 log = logging.getLogger(__name__)
@@ -84,14 +77,10 @@ class Reconciler:
         self._on_synced = on_synced
         self._monitor = monitor
         self._extras = tuple(extras)
-        self._table = LeaseTable(own.key)
-        #: Leases whose data no backend could make sense of.
-        self._riddles: set[LeaseKey] = set()
-        self._wanted = Wanted()
+        self._peers = Peers(own)
         self._outside = Outside(site.backend)
         self._domain = Domain(site.uplink.name, frozenset(), site.ranges, former)
         self._names: dict[int, str] = {}
-        self._lines: list[str] = []
         self._once = Once()
         self._next_audit = clock.now()
         self._earliest_repair = 0.0
@@ -119,7 +108,7 @@ class Reconciler:
         self._account(report)
 
     def _wish_for_ourselves(self) -> None:
-        self._wanted.set(LOCAL, (*self._site.backend.local(self._own), *self._extras))
+        self._peers.wish_locally((*self._site.backend.local(self._own), *self._extras))
         self._domain = replace(
             self._domain,
             uplink=self._site.uplink.name,
@@ -127,7 +116,7 @@ class Reconciler:
         )
 
     def _links(self) -> list[Link]:
-        return [item for item in self._wanted.wishes(LOCAL) if isinstance(item, Link)]
+        return [item for item in self._peers.local_wishes() if isinstance(item, Link)]
 
     # ---- the loop ----------------------------------------------------------------------------
 
@@ -151,79 +140,21 @@ class Reconciler:
     # ---- news of leases ----------------------------------------------------------------------
 
     def _take_events(self, events: list[Event]) -> None:
-        if not self._table.synced:
-            self._first_sync(events)
+        was_synced = self._peers.synced
+        steps = self._peers.take(events, self._site.backend)
+        if not was_synced:
+            if self._peers.synced:
+                self._first_sync()
             return
-        puts: dict[Key, Resource] = {}
-        drops: dict[Key, Resource] = {}
-        for event in events:
-            for made, lost in self._fold(event):
-                for resource in lost:
-                    puts.pop(resource.key, None)
-                    drops[resource.key] = resource
-                for resource in made:
-                    drops.pop(resource.key, None)
-                    puts[resource.key] = resource
         try:
-            if puts or drops:
-                self._account(self._apply(plan(puts.values(), drops.values())))
+            if steps:
+                self._account(self._apply(steps))
         except OSError as failure:
             self._could_not_read(failure)
-        # Afterwards, since packets wait for the kernel and not for the log.
-        for line in self._lines:
-            log.info("%s", line)
-        self._lines.clear()
+        self._peers.tell()
 
-    def _fold(self, event: Event) -> Iterator[tuple[list[Resource], list[Resource]]]:
-        """Change the wanted state by one event: what to make and what to remove because of it."""
-        if self._domain.sweep and _lacks(event, self._own):
-            log.warning("The store has lost our own lease: what it says of the others is not acted on")
-            return
-        change = self._table.apply(event)
-        if self._domain.sweep:
-            self._lines += _lines_about(change, self._wanted)
-        for key in change.gone:
-            self._once.clear(key)
-            self._riddles.discard(key)
-            yield self._wanted.set(key, ())
-        for lease in change.put:
-            yield self._wanted.set(lease.key, self._lead_to(lease))
-            self._warn_of_conflicts(lease)
-
-    def _lead_to(self, lease: Lease) -> tuple[Resource, ...]:
-        """What leads to a peer; if its lease makes no sense, what did before, or the part that does."""
-        resources: list[Resource] = []
-        try:
-            _refuse_overlap(lease, self._own)
-            resources.extend(self._site.backend.peer(lease))
-        except OtherBackend as reason:
-            self._once.warn(log, lease.key, f"Ignoring a lease: {reason}")
-            self._riddles.discard(lease.key)
-            return ()
-        except Refused as reason:
-            self._once.warn(log, lease.key, f"Refusing the data of lease {lease}: {reason}")
-            self._riddles.add(lease.key)
-            return self._wanted.wishes(lease.key) or tuple(resources)
-        self._once.clear(lease.key)
-        self._riddles.discard(lease.key)
-        return tuple(resources)
-
-    def _warn_of_conflicts(self, lease: Lease) -> None:
-        for resource, winner, loser in self._wanted.conflicts(lease.key):
-            self._once.warn(
-                log,
-                resource.key,
-                f"{name_of(winner)} and {name_of(loser)} both claim {resource}; {name_of(winner)} has it: "
-                "are these cloned machines, or is one public IP used twice?",
-            )
-
-    def _first_sync(self, events: list[Event]) -> None:
-        """Take what comes before and with the first snapshot; from then on what is stale may go."""
-        for event in events:
-            for _ in self._fold(event):
-                pass
-        if not self._table.synced:
-            return
+    def _first_sync(self) -> None:
+        """All peers are known: from now on what is stale may go."""
         self._domain = replace(self._domain, sweep=True, adopt=True)
         try:
             report = self._converge()
@@ -233,7 +164,7 @@ class Reconciler:
         self._domain = replace(self._domain, adopt=False)
         log.info(
             "In sync with %d peers: made %d objects, removed %d left by an earlier run",
-            len(self._table),
+            len(self._peers),
             len(report.made),
             len(report.removed),
         )
@@ -254,7 +185,7 @@ class Reconciler:
                         self._uplink_may_have_moved = True
                         self._repair_soon()
                 case Gone(key):
-                    if key in self._wanted.state or self._site.asks_routes:
+                    if key in self._peers.wanted or self._site.asks_routes:
                         self._repair_soon()
                 case Seen(resource):
                     if self._is_drift(resource) or self._site.asks_routes:
@@ -265,7 +196,7 @@ class Reconciler:
         return ours or index in self._names or self._site.asks_routes or self._site.is_adrift
 
     def _is_drift(self, resource: Resource) -> bool:
-        wanted = self._wanted.state.get(resource.key)
+        wanted = self._peers.wanted.get(resource.key)
         if wanted is None:
             return getattr(resource, "device", None) in self._domain.links
         return wanted != resource
@@ -295,7 +226,7 @@ class Reconciler:
         self._earliest_repair = ended + max(_REPAIR_SPACING, _REPAIR_COST_FACTOR * (ended - began))
         self._next_audit = max(self._next_audit, self._earliest_repair)
         self._account(report)
-        if self._table.synced and self._domain.adopt:
+        if self._peers.synced and self._domain.adopt:
             self._domain = replace(self._domain, adopt=False)
             self._on_synced()
 
@@ -307,8 +238,7 @@ class Reconciler:
             self._outside = Outside(self._site.backend)
             self._wish_for_ourselves()
         if moved or self._site.asks_routes:
-            for lease in self._table:
-                self._wanted.set(lease.key, self._lead_to(lease))
+            self._peers.reconsider(self._site.backend)
         if moved:
             self._on_move()
 
@@ -316,17 +246,13 @@ class Reconciler:
         """Read, compare, apply. Raises ``OSError`` if the kernel cannot be read."""
         report = self._kernel.apply_links(self._links())
         links = ((link, True) for link in self._links())
-        steps = compare(self._wanted.state, chain(links, self._kernel.read(self._domain, self._wanted.state)))
-        steps = Plan(steps.puts, self._without_riddles(steps.drops) if self._domain.sweep else ())
+        steps = compare(self._peers.wanted, chain(links, self._kernel.read(self._domain, self._peers.wanted)))
+        stale = without_ways_to(self._peers.unclear, steps.drops) if self._domain.sweep else ()
+        steps = Plan(steps.puts, stale)
         report.add(self._write(steps.only(_in_kernel) if self._outside else steps))
-        report.add(self._outside.converge(self._wanted.state, sweep=self._domain.sweep))
+        report.add(self._outside.converge(self._peers.wanted, sweep=self._domain.sweep))
         self._names = self._interfaces()
         return report
-
-    def _without_riddles(self, stale: tuple[Resource, ...]) -> tuple[Resource, ...]:
-        """A lease that makes no sense is there all the same: what an earlier run made of it stays."""
-        riddles = self._table.unreadable | self._riddles
-        return without_ways_to({net for key in riddles for net in key if net is not None}, stale)
 
     def _apply(self, steps: Plan) -> Report:
         if not self._outside:
@@ -369,38 +295,8 @@ class Reconciler:
         self._next_audit = clock.now() + _FIRST_RETRY
 
 
-def _lacks(event: Event, own: Lease) -> bool:
-    """A snapshot without our lease: we were revoked, or the store forgot. Either way we are about to end."""
-    if not isinstance(event, Snapshot):
-        return False
-    return own.key not in event.unreadable and all(lease.key != own.key for lease in event.leases)
-
-
 def _in_kernel(resource: Resource) -> bool:
     return resource.kind is not Kind.OUTSIDE
-
-
-def _refuse_overlap(lease: Lease, own: Lease) -> None:
-    """Raises ``Refused`` for a peer that claims what is ours: its route would cut off our containers."""
-    for theirs, ours in zip(lease.key, own.key, strict=True):
-        if theirs is None or ours is None:
-            continue
-        same_length = theirs.prefixlen == ours.prefixlen
-        same_start = theirs.network_address == ours.network_address
-        if same_start if same_length else theirs.overlaps(ours):
-            raise Refused(f"it overlaps our own subnet {ours}", "remove the lease that is wrong")
-
-
-def _lines_about(change: Change, wanted: Wanted) -> Iterator[str]:
-    if len(change.put) + len(change.gone) > _FEW:
-        yield f"Leases: {len(change.put)} new or changed, {len(change.gone)} gone"
-        return
-    for key in change.gone:
-        yield f"Lease {name_of(key)} is gone"
-    for lease in change.put:
-        word = "changed" if lease.key in wanted else "added"
-        public = ", ".join(str(ip) for family in FAMILIES if (ip := lease.attrs.public(family)))
-        yield f"Lease {lease} {word}, at {public or 'no public IP'}"
 
 
 def _log_repairs(what: str, resources: list[Resource]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
 
-from tests.lab import Namespace
+from tests.lab import Namespace, wait_for
 
 PORT = 9999
 ETH_P_ALL = 0x0003
@@ -95,9 +95,11 @@ class Sniffer:
                 self.packets.append(Packet(time.monotonic(), source))
 
     def sources(self, seconds: float = 0.3) -> set[str]:
-        """The addresses from which something came in so many seconds from now."""
+        """The addresses from which something comes in so many seconds, once it comes at all."""
         self.listen(0)
         begin = len(self.packets)
+        # The first packet of all waits until the way is known.
+        wait_for(lambda: len(self.listen(0.05)) > begin, 5, "anything to arrive")
         return {packet.source for packet in self.listen(seconds)[begin:]}
 
 

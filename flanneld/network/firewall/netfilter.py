@@ -49,6 +49,9 @@ _PROTOCOL: dict[Family, int] = {4: 2, 6: 10}
 _INET = 1
 _FAMILY: dict[int, Family] = {2: 4, 10: 6}
 
+#: What the kernel answers to questions for a subsystem that it does not have.
+_NOT_THERE = (errno.EINVAL, errno.EOPNOTSUPP)
+
 _RECEIVE = 64 * 1024
 #: A large cluster's kube-proxy rewrites tens of thousands of rules at a time.
 _RECEIVE_BUFFER = 4 << 20
@@ -57,13 +60,20 @@ _HEADER = struct.Struct(">BBH")
 _U32 = struct.Struct(">I")
 
 
+class NoNetfilter(OSError):
+    """This kernel has no nf_tables."""
+
+
 class Netfilter:
     """Asks nf_tables in the network namespace of the thread that made it. All raise ``OSError``."""
 
     def __init__(self) -> None:
-        self._socket = socket.socket(
-            socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _NETLINK_NETFILTER
-        )
+        try:
+            self._socket = socket.socket(
+                socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _NETLINK_NETFILTER
+            )
+        except OSError as error:
+            raise NoNetfilter(error.errno, "this kernel has no netlink for netfilter") from error
         self._seq = 0
 
     def __enter__(self) -> Self:
@@ -121,6 +131,8 @@ class Netfilter:
                     continue
                 if answer in (NLMSG_DONE, NLMSG_ERROR):
                     (code,) = _ERRNO.unpack_from(data, offset)
+                    if -code in _NOT_THERE:
+                        raise NoNetfilter(-code, "this kernel has no nf_tables")
                     if code:
                         raise OSError(-code, os.strerror(-code))
                     return

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Literal
 
 from flanneld.errors import Retryable
+from flanneld.glog import V
 from flanneld.model import Family
 from flanneld.network.firewall import text, xtables
 from flanneld.network.firewall.command import CommandFailed, Commands
 from flanneld.network.firewall.netfilter import Netfilter
 from flanneld.network.firewall.plan import Edit
 from flanneld.network.firewall.rules import IPTABLES_CHAINS, Rules
+
+log = logging.getLogger(__name__)
 
 Flavour = Literal["legacy", "nft"]
 
@@ -76,8 +80,12 @@ class Locked(Retryable):
 
 
 def read_legacy(family: Family) -> Rules:
-    """Raises ``Retryable``."""
+    """What is in the tables that rules of ours belong to. Raises ``Retryable``."""
     try:
         return xtables.read(family, IPTABLES_CHAINS)
+    except PermissionError:
+        log.log(V(1), "Only root may see which legacy tables there are: taking it that ours are")
+    try:
+        return xtables.read(family, IPTABLES_CHAINS, {table for table, _ in IPTABLES_CHAINS})
     except OSError as error:
         raise Retryable(f"cannot read the legacy tables: {error}", "run with CAP_NET_ADMIN") from error

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from flanneld.errors import Retryable
+from flanneld.glog import V
 from flanneld.model import Family
 from flanneld.network.firewall import xtables
 from flanneld.network.firewall.command import Commands
 from flanneld.network.firewall.driver import Driver, carry_out
-from flanneld.network.firewall.netfilter import Netfilter
-from flanneld.network.firewall.nft import Nftables
+from flanneld.network.firewall.netfilter import Netfilter, NoNetfilter
 from flanneld.network.firewall.plan import Claim, Edit, plan
 from flanneld.network.firewall.restore import Restore
 from flanneld.network.firewall.rules import FLANNEL_FWD, FLANNEL_POSTRTG, IPTABLES_CHAINS, NATIVE_TABLE
 from flanneld.network.firewall.text import rule_text
+
+log = logging.getLogger(__name__)
 
 #: Where rules of ours can be: iptables' tables in either of its flavours, or tables of our own in nftables.
 Place = Literal["nft", "legacy", "native"]
@@ -24,7 +27,11 @@ PLACES: tuple[Place, ...] = ("nft", "legacy", "native")
 
 def driver(place: Place, family: Family, commands: Commands) -> Driver:
     """The plain way to a place. Raises ``Unavailable``."""
-    return Nftables(family) if place == "native" else Restore(place, family, commands)
+    if place != "native":
+        return Restore(place, family, commands)
+    from flanneld.network.firewall.nft import Nftables  # not on most hosts
+
+    return Nftables(family)
 
 
 def may_hold(place: Place, family: Family, claim: Claim) -> bool:
@@ -37,8 +44,11 @@ def may_hold(place: Place, family: Family, claim: Claim) -> bool:
                 return netfilter.has_table(family, NATIVE_TABLE[family])
             chains = (FLANNEL_POSTRTG, FLANNEL_FWD, *(chain for chain, _ in claim.blocks))
             return any(netfilter.has_chain(family, chain) for chain in chains)
+    except (NoNetfilter, PermissionError) as reason:
+        log.log(V(1), "Looking for nothing in %s: %s", place, reason)
+        return False
     except OSError as error:
-        raise Retryable(f"cannot ask nf_tables: {error}", "run with CAP_NET_ADMIN") from error
+        raise Retryable(f"cannot ask the kernel: {error}", "run with CAP_NET_ADMIN") from error
 
 
 def sweep(

@@ -10,7 +10,7 @@ import errno
 import os
 import socket
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from ipaddress import ip_network
 from pathlib import Path
@@ -69,19 +69,22 @@ class _Entry(NamedTuple):
 
 
 def tables(family: Family) -> set[str]:
-    """The tables that exist in the network namespace of this thread."""
+    """The tables that exist in this thread's network namespace. ``PermissionError`` for all but root."""
     try:
         return set(Path("/proc/thread-self/net", _NAMES[family]).read_text().split())
     except FileNotFoundError:
         return set()  # The kernel has no such tables, or has not loaded them.
 
 
-def read(family: Family, chains: Iterable[Chain]) -> Rules:
-    """Those of the chains that are there. Raises ``OSError``."""
-    there = tables(family)
+def read(family: Family, chains: Iterable[Chain], there: Collection[str] | None = None) -> Rules:
+    """Those of the chains that are there. Raises ``OSError``.
+
+    Tables named by ``there`` are made if they do not exist; by default only those that do are read.
+    """
+    there = tables(family) if there is None else there
     found: dict[Chain, tuple[Rule, ...]] = {}
     wanted = list(chains)
-    for table in sorted({table for table, _ in wanted} & there):
+    for table in sorted({table for table, _ in wanted if table in there}):
         snapshot = _take(family, table)
         for chain in wanted:
             if chain[0] == table and (rules := snapshot.rules(chain[1])) is not None:

@@ -1,0 +1,183 @@
+"""From what the store says of the leases to what the kernel should hold for them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+
+from flanneld.backends import Backend, OtherBackend
+from flanneld.errors import Refused
+from flanneld.glog import Once
+from flanneld.model import (
+    FAMILIES,
+    Change,
+    Event,
+    IPNetwork,
+    Lease,
+    LeaseKey,
+    LeaseTable,
+    Snapshot,
+    name_of,
+)
+from flanneld.network.diff import Plan, plan
+from flanneld.network.resources import Key, Resource, State
+from flanneld.network.wanted import LOCAL, Wanted
+
+log = logging.getLogger(__name__)
+
+#: So many lines about single leases are worth reading at a time.
+_FEW = 10
+
+
+class Peers:
+    """The peers' leases and the wanted state, kept in step lease by lease. Moves nothing."""
+
+    def __init__(self, own: Lease) -> None:
+        self._own = own
+        self._table = LeaseTable(own.key)
+        self._wanted = Wanted()
+        #: Leases whose data no backend could make sense of.
+        self._riddles: set[LeaseKey] = set()
+        self._once = Once()
+        self._told: list[str] = []
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    @property
+    def synced(self) -> bool:
+        """Whether all leases are known; before that nobody can say what is stale."""
+        return self._table.synced
+
+    @property
+    def wanted(self) -> State:
+        """What the kernel should hold, this node's own needs included."""
+        return self._wanted.state
+
+    @property
+    def unclear(self) -> set[IPNetwork]:
+        """Subnets of leases that are there but make no sense: what leads to them may be right."""
+        return {net for key in self._table.unreadable | self._riddles for net in key if net is not None}
+
+    def wish_locally(self, resources: Iterable[Resource]) -> None:
+        """Say what this node needs for itself, whoever its peers are."""
+        self._wanted.set(LOCAL, resources)
+
+    def local_wishes(self) -> tuple[Resource, ...]:
+        return self._wanted.wishes(LOCAL)
+
+    def take(self, events: Iterable[Event], backend: Backend) -> Plan:
+        """Fold events in, in order: what to make and what to remove because of them.
+
+        With the first snapshot nothing: what there is has to be compared with all that is wanted then.
+        """
+        was_synced = self.synced
+        puts: dict[Key, Resource] = {}
+        drops: dict[Key, Resource] = {}
+        for event in events:
+            for made, lost in self._fold(event, backend):
+                if was_synced:
+                    _merge(made, lost, puts, drops)
+        return plan(puts.values(), drops.values())
+
+    def _fold(self, event: Event, backend: Backend) -> Iterator[tuple[list[Resource], list[Resource]]]:
+        change = self._change(event)
+        for key in change.gone:
+            self._forget(key)
+            yield self._wanted.set(key, ())
+        for lease in change.put:
+            yield self._wanted.set(lease.key, self._lead_to(lease, backend))
+            self._warn_of_conflicts(lease)
+
+    def reconsider(self, backend: Backend) -> None:
+        """Decide anew about every lease: the backend is another one, or the host's routes have changed."""
+        for lease in self._table:
+            self._wanted.set(lease.key, self._lead_to(lease, backend))
+
+    def tell(self) -> None:
+        """Log what has changed. Called when the kernel is done: packets wait for that, not for the log."""
+        for line in self._told:
+            log.info("%s", line)
+        self._told.clear()
+
+    def _change(self, event: Event) -> Change:
+        was_synced = self._table.synced
+        if was_synced and _lacks(event, self._own):
+            log.warning("The store has lost our own lease: what it says of the others is not acted on")
+            return Change()
+        change = self._table.apply(event)
+        if was_synced:
+            self._told += _lines_about(change, self._wanted)
+        return change
+
+    def _lead_to(self, lease: Lease, backend: Backend) -> tuple[Resource, ...]:
+        """What leads to a peer; if its lease makes no sense, what did before, or the part that does."""
+        resources: list[Resource] = []
+        try:
+            _refuse_overlap(lease, self._own)
+            resources.extend(backend.peer(lease))
+        except OtherBackend as reason:
+            self._riddles.discard(lease.key)
+            self._once.warn(log, lease.key, f"Ignoring a lease: {reason}")
+            return ()
+        except Refused as reason:
+            self._riddles.add(lease.key)
+            self._once.warn(log, lease.key, f"Refusing the data of lease {lease}: {reason}")
+            return self._wanted.wishes(lease.key) or tuple(resources)
+        self._forget(lease.key)
+        return tuple(resources)
+
+    def _forget(self, key: LeaseKey) -> None:
+        """There is nothing to complain about any more."""
+        self._riddles.discard(key)
+        self._once.clear(key)
+
+    def _warn_of_conflicts(self, lease: Lease) -> None:
+        for resource, winner, loser in self._wanted.conflicts(lease.key):
+            self._once.warn(
+                log,
+                resource.key,
+                f"{name_of(winner)} and {name_of(loser)} both claim {resource}; {name_of(winner)} has it: "
+                "are these cloned machines, or is one public IP used twice?",
+            )
+
+
+def _merge(
+    made: list[Resource], lost: list[Resource], puts: dict[Key, Resource], drops: dict[Key, Resource]
+) -> None:
+    """Let a later move take the place of an earlier one."""
+    for resource in lost:
+        puts.pop(resource.key, None)
+        drops[resource.key] = resource
+    for resource in made:
+        drops.pop(resource.key, None)
+        puts[resource.key] = resource
+
+
+def _refuse_overlap(lease: Lease, own: Lease) -> None:
+    """Raises ``Refused`` for a peer that claims what is ours: its route would cut off our containers."""
+    for theirs, ours in zip(lease.key, own.key, strict=True):
+        if theirs is None or ours is None:
+            continue
+        same_length = theirs.prefixlen == ours.prefixlen
+        same_start = theirs.network_address == ours.network_address
+        if same_start if same_length else theirs.overlaps(ours):
+            raise Refused(f"it overlaps our own subnet {ours}", "remove the lease that is wrong")
+
+
+def _lacks(event: Event, own: Lease) -> bool:
+    """A snapshot without our lease: we were revoked, or the store forgot. Either way we are about to end."""
+    if not isinstance(event, Snapshot):
+        return False
+    return own.key not in event.unreadable and all(lease.key != own.key for lease in event.leases)
+
+
+def _lines_about(change: Change, wanted: Wanted) -> list[str]:
+    if len(change.put) + len(change.gone) > _FEW:
+        return [f"Leases: {len(change.put)} new or changed, {len(change.gone)} gone"]
+    lines = [f"Lease {name_of(key)} is gone" for key in change.gone]
+    for lease in change.put:
+        word = "changed" if lease.key in wanted else "added"
+        public = ", ".join(str(ip) for family in FAMILIES if (ip := lease.attrs.public(family)))
+        lines.append(f"Lease {lease} {word}, at {public or 'no public IP'}")
+    return lines
