@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -75,6 +76,19 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         return 1
 
 
+@dataclass(frozen=True, slots=True)
+class Member:
+    """What makes this node a member of the network."""
+
+    manager: SubnetManager
+    config: Config
+    previous: Previous
+    kernel: Kernel
+    monitor: Monitor
+    site: Site
+    lease: Lease
+
+
 class Daemon:
     """One run of flanneld: everything is built once, in the order in which it is needed."""
 
@@ -89,14 +103,17 @@ class Daemon:
 
     def serve(self) -> int:
         log.info("flanneld %s %s", __version__, self._options.described())
-        supervisor = self._supervisor
-        supervisor.handle_signals()
-        previous = subnet_file.read(Path(self._options.subnet_file))
+        self._supervisor.handle_signals()
         manager = open_manager(self._options)
         log.info("Leases are in %s", manager.name)
-        supervisor.start("closer", lambda: self._close_on_stop(manager))
+        self._supervisor.start("closer", lambda: self._close_on_stop(manager))
         self._start_health_server()
+        self._go_to_work(self._join(manager))
+        return self._wait_and_stop()
 
+    def _join(self, manager: SubnetManager) -> Member:
+        """Learn what the network is like, decide how this node takes part in it, and get its lease."""
+        previous = subnet_file.read(Path(self._options.subnet_file))
         config = self._patiently("the network config", manager.network_config)
         for warning in config.warnings:
             log.warning("%s", warning)
@@ -111,48 +128,60 @@ class Daemon:
             "a lease", lambda: manager.acquire(config, site.backend.attributes(), previous.subnets)
         )
         log.info("Our subnet is %s, backend %s, MTU %d", lease, config.backend_type, site.backend.mtu)
+        return Member(manager, config, previous, kernel, monitor, site, lease)
 
-        keeper = Keeper(
-            manager,
-            lease,
-            margin=60.0 * self._options.subnet_lease_renew_margin,
-            stop=supervisor.stop,
-            heartbeat=partial(supervisor.heartbeat, "lease keeper"),
-            revoked=lambda: supervisor.request_stop("our lease was revoked"),
-        )
-        reconciler = Reconciler(
-            kernel,
-            monitor,
-            site,
-            lease,
-            extras=self._blackholes(lease),
-            former=previous.networks,
-            stop=supervisor.stop,
-            heartbeat=partial(supervisor.heartbeat, "reconciler"),
-            on_move=lambda: self._moved(manager, site, keeper, config, lease),
-            on_synced=self._missing.clear,
-        )
+    def _go_to_work(self, member: Member) -> None:
+        """Make the devices, tell this host about its subnet, and start what keeps all of it true."""
+        start = self._supervisor.start
+        keeper = self._keeper(member)
+        reconciler = self._reconciler(member, keeper)
         self._patiently("the kernel", reconciler.prepare)
         if self._options.ip_masq:
             # A container must not be seen outside with an address that nobody there can answer.
-            self._start_firewall(config, lease, previous)
-        self._write_subnet_file(config, lease, site)
-        host_checks.report(config.families, uplink.name, services=self._options.kube_subnet_mgr)
+            self._start_firewall(member)
+        self._write_subnet_file(member)
+        host_checks.report(
+            member.config.families, member.site.uplink.name, services=self._options.kube_subnet_mgr
+        )
         self._missing[:] = ["the peers are not known yet"]
-        supervisor.start(
-            "lease watch", lambda: manager.watch(reconciler.inbox.put, self._alive("lease watch"))
-        )
-        supervisor.start("reconciler", reconciler.run, reconciler.cancel)
-        supervisor.start(
-            "own lease watch",
-            lambda: manager.watch_own(lease, keeper.deliver, self._alive("own lease watch")),
-        )
-        supervisor.start("lease keeper", keeper.run, keeper.cancel)
+        watch, watch_own = member.manager.watch, member.manager.watch_own
+        start("lease watch", lambda: watch(reconciler.inbox.put, self._alive("lease watch")))
+        start("reconciler", reconciler.run, reconciler.cancel)
+        alive = self._alive("own lease watch")
+        start("own lease watch", lambda: watch_own(member.lease, keeper.deliver, alive))
+        start("lease keeper", keeper.run, keeper.cancel)
         self._notifier.ready()
+        self._notifier.status(
+            f"{member.config.backend_type}: subnet {member.lease} through {member.site.uplink.name}"
+        )
         if not self._options.ip_masq:
-            self._start_firewall(config, lease, previous)
-        self._notifier.status(f"{config.backend_type}: subnet {lease} through {uplink.name}")
-        return self._wait_and_stop()
+            self._start_firewall(member)
+
+    # ---- the parts ---------------------------------------------------------------------------
+
+    def _keeper(self, member: Member) -> Keeper:
+        return Keeper(
+            member.manager,
+            member.lease,
+            margin=60.0 * self._options.subnet_lease_renew_margin,
+            stop=self._supervisor.stop,
+            heartbeat=partial(self._supervisor.heartbeat, "lease keeper"),
+            revoked=lambda: self._supervisor.request_stop("our lease was revoked"),
+        )
+
+    def _reconciler(self, member: Member, keeper: Keeper) -> Reconciler:
+        return Reconciler(
+            member.kernel,
+            member.monitor,
+            member.site,
+            member.lease,
+            extras=self._blackholes(member.lease),
+            former=member.previous.networks,
+            stop=self._supervisor.stop,
+            heartbeat=partial(self._supervisor.heartbeat, "reconciler"),
+            on_move=lambda: self._moved(member, keeper),
+            on_synced=self._missing.clear,
+        )
 
     # ---- the steps ---------------------------------------------------------------------------
 
@@ -196,12 +225,12 @@ class Daemon:
         log.info("The external interface is %s", uplink)
         return uplink
 
-    def _start_firewall(self, config: Config, lease: Lease, previous: Previous) -> None:
+    def _start_firewall(self, member: Member) -> None:
         """Set the rules before anything else happens if they masquerade, and soon if not."""
         # Not needed by everybody, and not before the packets flow.
         from flanneld.firewall import Firewall, wishes_of
 
-        wishes = wishes_of(self._options, config, lease.key, previous)
+        wishes = wishes_of(self._options, member.config, member.lease.key, member.previous)
         heartbeat = partial(self._supervisor.heartbeat, "firewall")
         wall = Firewall(wishes, stop=self._supervisor.stop, heartbeat=heartbeat)
         if self._options.ip_masq:
@@ -215,12 +244,12 @@ class Daemon:
         wanted = lease.key if self._options.ip_blackhole_route else ()
         return tuple(Blackhole(net) for net in wanted if net is not None)
 
-    def _write_subnet_file(self, config: Config, lease: Lease, site: Site) -> None:
+    def _write_subnet_file(self, member: Member) -> None:
         """A file that cannot be written is only a warning, as upstream has it: the network works without."""
         env = subnet_file.SubnetEnv(
-            networks=tuple(each.network for each in config.ranges),
-            subnets=tuple(net for net in lease.key if net is not None),
-            mtu=site.backend.mtu,
+            networks=tuple(each.network for each in member.config.ranges),
+            subnets=tuple(net for net in member.lease.key if net is not None),
+            mtu=member.site.backend.mtu,
             ip_masq=self._options.ip_masq,
         )
         if env == self._written:
@@ -236,12 +265,11 @@ class Daemon:
     def _alive(self, name: str) -> Callable[[], None]:
         return partial(self._supervisor.heartbeat, name, LONGEST_SILENCE)
 
-    def _moved(
-        self, manager: SubnetManager, site: Site, keeper: Keeper, config: Config, lease: Lease
-    ) -> None:
-        manager.reconnect()
-        keeper.announce(site.backend.attributes())
-        self._write_subnet_file(config, lease, site)
+    def _moved(self, member: Member, keeper: Keeper) -> None:
+        """The uplink is another one: the store, the peers and this host have to know."""
+        member.manager.reconnect()
+        keeper.announce(member.site.backend.attributes())
+        self._write_subnet_file(member)
 
     def _wait_and_stop(self) -> int:
         interval = notify.watchdog_interval(self._environ)

@@ -168,6 +168,7 @@ def test_fifty_events_leave_no_thread_and_no_descriptor_behind(lab: Lab) -> None
             lab.etcd.delete_lease("10.5.200.0/24")
             node.wait_for_no_route("10.5.200.0/24")
 
+    node.wait_for_log("rules with")
     come_and_go(1)
     before = held(node.pid)
     come_and_go(25)
