@@ -105,6 +105,8 @@ class Firewall:
         self._culprits: set[str] = set()
         self._to_sweep: list[tuple[Place, Family]] = []
         self._next = math.inf
+        #: What has just failed is not tried again before this, whatever happens.
+        self._not_before = 0.0
         self._retry_delay = _FIRST_RETRY
         self._patience = Patience()
 
@@ -226,7 +228,8 @@ class Firewall:
             if concerned:
                 self._dirty |= concerned
                 self._culprits.add(removal.by)
-                self._next = min(self._next, max(clock.now() + _SETTLE, self._patience.earliest()))
+                soon = max(clock.now() + _SETTLE, self._not_before, self._patience.earliest())
+                self._next = min(self._next, soon)
 
     def _concerns(self, family: Family, removal: Removal) -> bool:
         if removal.family not in (None, family):
@@ -247,8 +250,10 @@ class Firewall:
             self._dirty = set(self._upkeep)
         culprits, self._culprits = self._culprits, set()
         failed = [family for family in sorted(self._dirty) if not self._put_right(family, culprits)]
-        if not failed:
+        if not self._dirty:
             self._sweep()
+        if failed:
+            self._not_before = clock.now() + self._retry_delay
         if failed or self._to_sweep:
             self._next = min(self._next, clock.now() + self._retry_delay)
             self._retry_delay = min(2 * self._retry_delay, _LAST_RETRY)
@@ -264,13 +269,17 @@ class Firewall:
             if not self._stop.is_set():
                 self._once.warn(log, family, f"The rules for IPv{family} are not in place: {failure}")
             return False
-        self._dirty.discard(family)
         if self._once.clear(family):
             log.info("The rules for IPv%d are in place", family)
-        if change and was_right:
+        if change and (was_right or not change.held):
             self._account(upkeep.name, change, culprits)
         elif change:
             _say(upkeep.name, change)
+        if change and not change.held:
+            self._dirty.add(family)
+            self._next = min(self._next, self._patience.earliest())
+        else:
+            self._dirty.discard(family)
         return True
 
     def _take_note(self, family: Family) -> None:

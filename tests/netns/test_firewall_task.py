@@ -209,14 +209,14 @@ def test_two_daemons_and_a_third_program_lose_no_rule(machine: Host, way: str) -
     ]
     for keeper in keepers:
         keeper.wait_started()
+    ours = golden("own-chains-both-ipv4")
+    theirs = [line.replace("10.5.72.", "10.6.1.").replace("10.5.", "10.6.") for line in ours]
     for _ in range(3):
         machine.sh(f"iptables-{flavour} -w -t nat -F FLANNEL-POSTRTG; iptables-{flavour} -w -D FLANNEL-FWD 1")
-        time.sleep(0.7)
+        wait_for(lambda: {*ours, *theirs} <= set(machine.rules(flavour)), 10, "both daemons' rules")
     stop.set()
     thread.join()
     third = [f"filter -A FORWARD -m comment --comment n{number} -j ACCEPT" for number in range(next(numbers))]
-    ours = golden("own-chains-both-ipv4")
-    theirs = [line.replace("10.5.72.", "10.6.1.").replace("10.5.", "10.6.") for line in ours]
 
     def all_there() -> bool:
         there = machine.rules(flavour)

@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from flanneld.errors import Retryable
-from flanneld.network.firewall import xtables
 from flanneld.network.firewall.driver import Rejected, Unavailable
 from flanneld.network.firewall.plan import Edit
 from flanneld.network.firewall.restore import LOCK_WAIT, Locked, read_legacy
@@ -49,9 +48,8 @@ class PythonIptables:
                 raise Rejected(f"python-iptables: {error}", "without it, commands do the same") from error
 
     def _change(self, name: str, edits: Sequence[Edit]) -> None:
-        # A name that is not known here would be looked up by opening, and so creating, every table.
-        existing = xtables.tables(4) | {name}
-        known = {each: each in existing for each in self._iptc.Table.ALL}
+        # To find a chain that a rule leads to, the library would open, and so create, all tables.
+        known = {each: each == name for each in self._iptc.Table.ALL}
         self._iptc.Table.existing_table_names.update(known)
         table = self._iptc.Table(name, autocommit=False)
         # What the library has kept may be old, and is of the network namespace it was read in.

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Self
 
 from flanneld.model import Family
-from flanneld.network.firewall.rules import Chain
+from flanneld.network.firewall.rules import JUMPS, OWN_CHAINS, Chain
 from flanneld.network.netlink import (
     NETLINK_ADD_MEMBERSHIP,
     NLM_F_ROOT_MATCH,
@@ -93,8 +93,16 @@ class Netfilter:
         return self._has(_GETCHAIN, family, body)
 
     def count_rules(self) -> int:
-        """How many rules there are for IPv4 and IPv6."""
-        return sum(1 for family in _FAMILY for _ in self._dump(_GETRULE, family))
+        """How many rules for IPv4 and IPv6 there are that are not flannel's."""
+        others, ways = 0, set()
+        for protocol in _FAMILY:
+            for _, given in self._dump(_GETRULE, protocol):
+                chain = (_string(given, _RULE_TABLE), _string(given, _RULE_CHAIN))
+                if chain not in OWN_CHAINS:
+                    others += 1
+                elif chain in JUMPS:
+                    ways.add((protocol, chain))
+        return max(0, others - len(ways))
 
     def dropping(self, family: Family) -> list[str]:
         """The tables with a FORWARD hook whose policy is to drop: no other table can overrule that."""

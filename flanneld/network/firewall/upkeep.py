@@ -21,11 +21,15 @@ _ATTEMPTS = 3
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What was put in place, how many rules that were, and what was removed. None at all: a wrong order."""
+    """What was put in place, how many rules that were, and what was removed. None at all: a wrong order.
+
+    ``held`` is false if a part of it was undone again before it could be read back.
+    """
 
     missing: tuple[str, ...]
     number: int
     removed: tuple[str, ...]
+    held: bool = True
 
 
 class Upkeep:
@@ -41,12 +45,12 @@ class Upkeep:
         self._stuck: set[Edit] = set()
 
     def converge(self, changed: Callable[[], None]) -> Change | None:
-        """Read, compare, change, until a reading shows that all is right. None: it was right at once.
+        """Read, compare, change and read again. None: all was right at once.
 
-        ``changed`` is called after each change, before the reading that follows. Raises ``Retryable``.
+        ``changed`` is called after the change, before the reading that follows. Raises ``Retryable``.
         """
         change: Change | None = None
-        failure = Retryable(f"{self.name}: what was written was gone a moment later", "see who removes it")
+        failure: Retryable | None = None
         for _ in range(_ATTEMPTS):
             try:
                 found = self._driver.read()
@@ -54,13 +58,15 @@ class Upkeep:
                 if not edits:
                     self.settled = True
                     return change
+                if change:
+                    return replace(change, held=False)
                 self._carry_out(edits, found)
             except Rejected as rejection:
                 failure = rejection
                 continue
-            change = change or _change(edits, found)
+            change = _change(edits, found)
             changed()
-        raise failure
+        raise failure or Retryable(f"{self.name} cannot be read", "trying again")
 
     def _plan(self, wanted: Rules, found: Rules) -> tuple[Edit, ...]:
         return tuple(edit for edit in plan(wanted, found, self._claim) if edit not in self._stuck)
