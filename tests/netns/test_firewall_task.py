@@ -238,7 +238,8 @@ def test_a_fight_is_waged_slowly_and_named(machine: Host) -> None:
     while time.monotonic() < end:
         machine.namespace.run("nft", "flush", "chain", "ip", "nat", "POSTROUTING")
         time.sleep(0.02)
-    repairs = notes.read_text().count("iptables-nft-restore")
+    # One repair may take several attempts: somebody else writes all the time.
+    repairs = sum("Restored our rules" in line for line in keeper.lines())
     assert 2 <= repairs <= 7
     assert sum("Somebody keeps removing our rules" in line for line in keeper.lines()) == 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from functools import partial
 from typing import Any
 
 from tests.lab import Lab, Node, wait_for
@@ -32,6 +33,11 @@ def test_a_blackhole_lies_behind_every_other_route_and_heals(lab: Lab) -> None:
     wait_for(lambda: not blackholes(first), 5, "the blackhole to go when it is not asked for")
 
 
+def leads_twice_to(node: Node, peer: Node) -> bool:
+    routes = [route for route in node.routes("eth0") if route["dst"].startswith("10.")]
+    return [route["gateway"] for route in routes] == [peer.address] * 2
+
+
 def test_two_daemons_with_host_gw_on_one_host_leave_each_other_alone(lab: Lab) -> None:
     lab.etcd.put_config({"Network": "10.5.0.0/16", "Backend": {"Type": "host-gw"}})
     lab.etcd.set(
@@ -53,14 +59,7 @@ def test_two_daemons_with_host_gw_on_one_host_leave_each_other_alone(lab: Lab) -
     ]
     try:
         for node, peer in ((nodes[0], nodes[1]), (nodes[1], nodes[0])):
-            wait_for(
-                lambda node=node, peer=peer: (
-                    [route["gateway"] for route in node.routes("eth0") if route["dst"].startswith("10.")]
-                    == [peer.address] * 2
-                ),
-                5,
-                "a route of each network",
-            )
+            wait_for(partial(leads_twice_to, node, peer), 5, "a route of each network")
         repairs = [node.log().count("Removed what nobody wants") for node in nodes]
     finally:
         ends = [daemon.end(signal.SIGTERM, 5) for daemon in daemons]
