@@ -128,7 +128,16 @@ class BootedNode:
 
     def systemctl(self, *words: str, check: bool = True) -> str:
         """What ``systemctl`` says in there."""
-        command = ("nsenter", f"--target={self._first_process()}", "--all", "systemctl", "--no-pager", *words)
+        command = (
+            "nsenter",
+            f"--target={self._first_process()}",
+            "--all",
+            "--root",
+            "--wd",
+            "systemctl",
+            "--no-pager",
+            *words,
+        )
         return run(*command, check=check).stdout.strip()
 
     def show(self, unit: str, what: str) -> str:
