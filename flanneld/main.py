@@ -15,7 +15,6 @@ from typing import TypeVar
 from flanneld import __version__, backends, clock, glog, host_checks, notify, options, subnet_file
 from flanneld.config import Config
 from flanneld.errors import Fatal, Retryable
-from flanneld.health import Checks, HealthServer
 from flanneld.keeper import Keeper
 from flanneld.model import Lease, Uplink
 from flanneld.network.interface import InterfaceChoice, NoInterface
@@ -188,6 +187,8 @@ class Daemon:
     def _start_health_server(self) -> None:
         if self._options.healthz_port <= 0:
             return
+        from flanneld.health import Checks, HealthServer  # only for those who ask for it
+
         checks = Checks(self._supervisor.overdue, lambda: not self._missing, lambda: list(self._missing))
         server = HealthServer(self._options.healthz_ip, self._options.healthz_port, checks)
         self._supervisor.start("health server", server.serve, server.close)
