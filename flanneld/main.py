@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from flanneld import __version__, backends, clock, glog, host_checks, notify, options, subnet_file
 from flanneld.config import Config
@@ -29,6 +29,9 @@ from flanneld.subnet.manager import LONGEST_SILENCE, Cancelled, SubnetManager
 from flanneld.subnet_file import Previous
 from flanneld.supervisor import Supervisor
 
+if TYPE_CHECKING:
+    from flanneld.firewall import Firewall
+
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
@@ -36,6 +39,8 @@ Result = TypeVar("Result")
 _RETRY = 1.0
 #: Threads hand over sooner than by default: an event reaches the kernel through two of them.
 _SWITCH_INTERVAL = 0.0001
+#: How long and how often to look whether the peers are known, before the rules that can wait, in seconds.
+_SYNC_PATIENCE, _SYNC_LOOK = 5.0, 0.02
 #: Objects made between two searches for reference cycles. A list of leases makes many, and no cycles.
 _GARBAGE = 50_000
 
@@ -136,8 +141,7 @@ class Daemon:
         reconciler = self._reconciler(member, keeper)
         self._patiently("the kernel", reconciler.prepare)
         if self._options.ip_masq:
-            # A container must not be seen outside with an address that nobody there can answer.
-            self._start_firewall(member)
+            self._masquerade_now(member)
         self._write_subnet_file(member)
         host_checks.report(
             member.config.families, member.site.uplink.name, services=self._options.kube_subnet_mgr
@@ -154,7 +158,7 @@ class Daemon:
             f"{member.config.backend_type}: subnet {member.lease} through {member.site.uplink.name}"
         )
         if not self._options.ip_masq:
-            self._start_firewall(member)
+            self._forward_soon(member)
 
     # ---- the parts ---------------------------------------------------------------------------
 
@@ -226,19 +230,37 @@ class Daemon:
         log.info("The external interface is %s", uplink)
         return uplink
 
-    def _start_firewall(self, member: Member) -> None:
-        """Set the rules before anything else happens if they masquerade, and soon if not."""
+    def _firewall(self, member: Member) -> Firewall:
         # Not needed by everybody, and not before the packets flow.
         from flanneld.firewall import Firewall, wishes_of
 
         wishes = wishes_of(self._options, member.config, member.lease.key, member.previous)
         heartbeat = partial(self._supervisor.heartbeat, "firewall")
-        wall = Firewall(wishes, stop=self._supervisor.stop, heartbeat=heartbeat)
-        if self._options.ip_masq:
-            wall.start()
-            self._supervisor.start("firewall", wall.run, wall.cancel)
-        else:
-            self._supervisor.start("firewall", wall.start_and_run, wall.cancel)
+        return Firewall(wishes, stop=self._supervisor.stop, heartbeat=heartbeat)
+
+    def _masquerade_now(self, member: Member) -> None:
+        """A container must not be seen outside with an address that nobody there can answer."""
+        wall = self._firewall(member)
+        wall.start()
+        self._supervisor.start("firewall", wall.run, wall.cancel)
+
+    def _forward_soon(self, member: Member) -> None:
+        """Rules that only let traffic through come after the routes on which it goes."""
+        walls: list[Firewall] = []
+
+        def run() -> None:
+            deadline = clock.now() + _SYNC_PATIENCE
+            while self._missing and clock.now() < deadline:
+                if self._supervisor.stop.wait(_SYNC_LOOK):
+                    return
+            walls.append(self._firewall(member))
+            walls[0].start_and_run()
+
+        def cancel() -> None:
+            for wall in walls:
+                wall.cancel()
+
+        self._supervisor.start("firewall", run, cancel)
 
     def _blackholes(self, lease: Lease) -> tuple[Blackhole, ...]:
         """So that what is for a container that is no more does not go round between host and gateway."""
