@@ -260,9 +260,11 @@ def decode_route(data: bytes, offset: int, end: int, name_of: NameOf) -> SeenRou
 def decode_blackhole(data: bytes, offset: int, end: int) -> Blackhole | None:
     """A blackhole as we make it, by its metric, else None."""
     family, length, _, _, _, _, _, kind, _ = unpack(RTMSG, data, offset, end)
+    if kind != RTN_BLACKHOLE or family not in FAMILY:
+        return None
     found = attributes(data, offset + RTMSG.size, end)
     raw = found.get(_RTA_DST)
-    if kind != RTN_BLACKHOLE or family not in FAMILY or raw is None:
+    if raw is None:
         return None
     marks = number(found.get(RTA_TABLE)), number(found.get(_RTA_PRIORITY))
     return Blackhole(network_of(raw, length)) if marks == (RT_TABLE_MAIN, BLACKHOLE_METRIC) else None
