@@ -26,7 +26,7 @@ def test_a_blackhole_lies_behind_every_other_route_and_heals(lab: Lab) -> None:
 
     first.run("ip", "route", "del", "blackhole", first.subnet(), "metric", "65535")
     wait_for(lambda: blackholes(first), 3, "the blackhole to come back")
-    assert "Healed: blackhole" in first.log()
+    assert first.wait_for_log("Healed: blackhole")
 
     assert first.stop().status == 0
     first.start()
