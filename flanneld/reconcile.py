@@ -77,7 +77,7 @@ class Reconciler:
         self._on_synced = on_synced
         self._monitor = monitor
         self._extras = tuple(extras)
-        self._peers = Peers(own)
+        self._peers = Peers(own, [network for network, _ in site.ranges])
         self._outside = Outside(site.backend)
         self._domain = Domain(site.uplink.name, frozenset(), site.ranges, former)
         self._names: dict[int, str] = {}
