@@ -66,7 +66,7 @@ class Samples:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """At most ``limit``, or at least: a ratio to the peer's median or, if absolute, in the figure's own unit."""
+    """At most or at least ``limit``: a ratio to the peer's median or, if absolute, in the figure's unit."""
 
     limit: float
     absolute: bool = False
