@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping
 
 from flanneld.backends import Backend, OtherBackend
+from flanneld.brake import Brake
 from flanneld.errors import Refused
 from flanneld.glog import Once
 from flanneld.model import (
@@ -34,8 +35,9 @@ _FEW = 10
 class Peers:
     """The peers' leases and the wanted state, kept in step lease by lease. Moves nothing."""
 
-    def __init__(self, own: Lease, networks: Iterable[IPNetwork]) -> None:
+    def __init__(self, own: Lease, networks: Iterable[IPNetwork], brake: Brake) -> None:
         self._own = own
+        self._brake = brake
         self._networks = {network.version: network for network in networks}
         self._table = LeaseTable(own.key)
         self._wanted = Wanted()
@@ -108,6 +110,8 @@ class Peers:
         if was_synced and _lacks(event, self._own):
             log.warning("The store has lost our own lease: what it says of the others is not acted on")
             return Change()
+        if was_synced and isinstance(event, Snapshot):
+            event = self._brake.pass_on(event, [lease.key for lease in self._table])
         change = self._table.apply(event)
         if was_synced:
             self._told += _lines_about(change, self._wanted)
