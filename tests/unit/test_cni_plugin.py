@@ -223,6 +223,34 @@ def test_check_passes_the_previous_result_on(node: Node) -> None:
     assert done.stdout == ANSWER
 
 
+def test_check_tells_the_gateways_that_routes_got_on_add(node: Node) -> None:
+    """``bridge`` gives a route without a gateway that of the address, and would look for one without."""
+    node.call("ADD")
+    addresses = [
+        {"address": "10.1.17.2/24"},
+        {"address": "10.1.17.3/24", "gateway": "10.1.17.1"},
+        {"address": "fc00::2/64", "gateway": "fc00::1"},
+        {"address": "fc00::3/64", "gateway": "fc00::9"},
+    ]
+    node.call("CHECK", prevResult={"ips": addresses, "routes": [OWN, VIA, {"dst": "::/0"}], "dns": {}})
+    assert node.told()["prevResult"] == {
+        "ips": addresses,
+        "routes": [{**OWN, "gw": "10.1.17.1"}, VIA, {"dst": "::/0", "gw": "fc00::1"}],
+        "dns": {},
+    }
+
+
+@pytest.mark.parametrize(
+    "result", [{"ips": {}, "routes": [OWN]}, {"ips": [], "routes": "x"}, {"routes": [1]}]
+)
+def test_check_leaves_a_result_that_it_does_not_understand_to_the_delegate(
+    node: Node, result: dict[str, Any]
+) -> None:
+    node.call("ADD")
+    node.call("CHECK", prevResult=result)
+    assert node.told()["prevResult"] == result
+
+
 def test_check_of_a_container_that_was_not_added_fails(node: Node) -> None:
     assert node.refusal("CHECK")["code"] == 3
 
