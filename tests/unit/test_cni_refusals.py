@@ -107,6 +107,7 @@ def test_an_unknown_command_is_refused(node: Node) -> None:
         (b'{"name": "n", "x": NaN}', 6),
         (b'{"name": "n", "x": 1e999}', 6),
         (b"[" * 100_000, 6),
+        (b'{"name":"n","type":' + b"[" * 100_000, 6),
         (b'{"name": 1}', 6),
         (b"{}", 7),
         (b'{"name": "a/b"}', 7),
