@@ -8,7 +8,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-PLUGIN = Path(__file__).parents[1] / "dist/cni/flannel"
+ROOT = Path(__file__).parents[1]
+PLUGIN = ROOT / "dist/cni/flannel"
 
 IPV4 = "FLANNEL_NETWORK=10.1.0.0/16\nFLANNEL_SUBNET=10.1.17.1/24\n"
 IPV6 = "FLANNEL_IPV6_NETWORK=fc00::/48\nFLANNEL_IPV6_SUBNET=fc00::1/64\n"

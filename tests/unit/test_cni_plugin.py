@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import json
+import os
+import re
 import signal
 import stat
 import subprocess
@@ -12,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.cni_node import ANSWER, IPV4, IPV6, PLUGIN, REST, Node
+from tests.cni_node import ANSWER, IPV4, IPV6, PLUGIN, REST, ROOT, Node
 
 
 @pytest.fixture
@@ -215,6 +217,31 @@ def test_a_record_that_is_no_json_does_not_keep_a_pod_from_ending(node: Node, co
     assert b"some-container" in done.stderr
     assert b"Traceback" not in done.stderr
     assert node.record.read_bytes() == content
+
+
+def test_a_record_that_is_a_pipe_is_not_waited_for(node: Node) -> None:
+    node.data_dir.mkdir()
+    os.mkfifo(node.record)
+    node.call("DEL")
+    assert node.commands() == []
+
+
+def test_bytes_that_are_no_text_are_passed_over_as_in_go(node: Node) -> None:
+    assert node.run("ADD", node.conf(note="?").replace(b"?", b"\xff")).returncode == 0
+    assert node.told() == delegated()
+
+
+def test_the_documentation_shows_what_is_delegated(node: Node) -> None:
+    page = (ROOT / "docs/cni.md").read_text()
+    subnet_env = re.findall(r"^    (FLANNEL_.*\n)", page, re.MULTILINE)
+    conflist = re.search(r"^```json\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    shown = re.search(r"^`bridge` gets\n\n(.*?)\n\n", page, re.MULTILINE | re.DOTALL)
+    assert conflist
+    assert shown
+    plugin = json.loads(conflist[1])["plugins"][0]
+    node.subnet_file.write_text("".join(subnet_env))
+    node.call("ADD", cniVersion=json.loads(conflist[1])["cniVersion"], **plugin)
+    assert node.told() == json.loads(shown[1])
 
 
 def test_check_passes_the_previous_result_on(node: Node) -> None:
