@@ -174,6 +174,14 @@ def test_del_undoes_what_gos_plugin_did(node: Node) -> None:
     assert not node.record.exists()
 
 
+def test_an_add_that_failed_can_be_undone(node: Node) -> None:
+    node.let_answer(b'{"code": 101, "msg": "half done"}', "exit 1")
+    assert node.run("ADD", node.conf()).returncode == 1
+    node.let_answer(b"")
+    node.call("DEL")
+    assert node.commands() == ["ADD", "DEL"]
+
+
 def test_a_del_with_nothing_to_undo_succeeds(node: Node) -> None:
     for _ in range(2):
         done = node.call("DEL")
