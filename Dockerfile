@@ -2,7 +2,7 @@
 #
 #     docker build -t localhost/flanneld:0.12.0-py1 .
 #
-# BASE may be replaced by any Debian 12 or later, for example by a mirror's: --build-arg BASE=...
+# Another Debian 12 may take the base's place, a mirror's for example: --build-arg BASE=...
 ARG BASE=docker.io/library/debian:bookworm-20260824-slim@sha256:88200866dfff7ea7f5cbcb6ec7c8a701889efe6fe859fe64d6990e4b07ea4171
 
 # What needs the source, pip or a compiler happens here; all that the image gets of it is in /out.

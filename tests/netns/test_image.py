@@ -115,6 +115,13 @@ def test_the_commands_of_the_manifest_are_there(image: BuiltImage) -> None:
         assert in_image(image, container["command"][0]).stat().st_mode & 0o111
 
 
+def test_the_cni_plugin_is_where_upstreams_image_has_it(image: BuiltImage) -> None:
+    plugin = ROOT / "dist/cni/flannel"
+    wanted = plugin.read_bytes() if plugin.exists() else None
+    found = image.root / "flannel"
+    assert (found.read_bytes() if found.exists() else None) == wanted
+
+
 def test_the_scripts_run(image: BuiltImage) -> None:
     (image.root / "tmp/subnet.env").write_text("FLANNEL_SUBNET=10.1.74.1/24\nFLANNEL_MTU=1450\n")
     image.run("/opt/bin/mk-docker-opts.sh", "-c", "-f", "/tmp/subnet.env", "-d", "/tmp/docker")
