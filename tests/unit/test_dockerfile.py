@@ -1,4 +1,4 @@
-"""The Dockerfile, read without building it; tests/netns/test_image.py builds it."""
+"""The Dockerfile, read without building it; tests/image builds it."""
 
 from __future__ import annotations
 

@@ -15,10 +15,10 @@ from tests.kubernetes_objects import daemon, init_containers, manifest
 from tests.lab import Lab, Node, wait_for
 from tests.lab.daemon import ROOT
 from tests.lab.lab import NETWORK
-from tests.netns.built_image import BuiltImage
+from tests.image.built_image import BuiltImage
 
-#: Building takes minutes, so all tests of a run share one image, and so one process.
-pytestmark = [pytest.mark.long, pytest.mark.xdist_group("image")]
+#: Building takes minutes. All tests share one image, so they run in one process.
+pytestmark = pytest.mark.long
 
 MIB = 1 << 20
 #: In MiB; docs/image.md has the figures.
