@@ -11,11 +11,11 @@ from urllib.request import urlopen
 import pytest
 
 from flanneld import __version__
+from tests.image.built_image import BuiltImage
 from tests.kubernetes_objects import daemon, init_containers, manifest
 from tests.lab import Lab, Node, wait_for
 from tests.lab.daemon import ROOT
 from tests.lab.lab import NETWORK
-from tests.image.built_image import BuiltImage
 
 #: Building takes minutes. All tests share one image, so they run in one process.
 pytestmark = pytest.mark.long
