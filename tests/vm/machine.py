@@ -60,7 +60,11 @@ def run(command: Sequence[str], *, writable: Sequence[Path] = (), limit: float =
 
 def _script(command: Sequence[str]) -> str:
     variables = {**os.environ, "FLANNELD_TEST_PATIENCE": PATIENCE}
-    exports = [f"export {name}={shlex.quote(value)}" for name, value in variables.items() if name.isidentifier()]
+    # What is compiled in here is forgotten with all else, but serves many a start until then.
+    variables.pop("PYTHONDONTWRITEBYTECODE", None)
+    exports = (
+        f"export {name}={shlex.quote(value)}" for name, value in variables.items() if name.isidentifier()
+    )
     return "\n".join([*exports, f"cd {shlex.quote(str(Path.cwd()))}", f"exec {shlex.join(command)}", ""])
 
 
@@ -127,7 +131,7 @@ def _memory_folder() -> str:
 
 @contextmanager
 def _copied_to(target: BinaryIO) -> Iterator[BinaryIO]:
-    """A pipe whose reader writes on: the machine makes its ends of pipes non-blocking for all who share them."""
+    """A pipe that ends there. The machine makes what it gets non-blocking, for all who share it."""
     read_end, write_end = os.pipe()
 
     def copy() -> None:
