@@ -1,10 +1,10 @@
 """Runs a command as root in a virtual machine whose kernel has what this host's lacks.
 
-    python -m tests.vm.machine [--write FOLDER]... [--limit SECONDS] COMMAND [ARGUMENT]...
+    python -m tests.vm.machine [--limit SECONDS] COMMAND [ARGUMENT]...
 
 The command has the caller's folder and environment, one CPU, a loopback interface and no other network. It
-sees the host's files; what it writes is forgotten, except below a ``--write`` folder. The status is the
-command's own, 124 when it took too long, 125 when the machine did not start or ended under it.
+sees the host's files, and what it writes is forgotten. The status is the command's own, 124 when it took too
+long, 125 when the machine did not start or ended under it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def lacks(feature: str) -> bool:
     return status == 1
 
 
-def run(command: Sequence[str], *, writable: Sequence[Path] = (), limit: float = 600) -> int:
+def run(command: Sequence[str], *, limit: float = 600) -> int:
     """Run a command to its end, at most ``limit`` seconds. Raises ``MachineError``."""
     built = subprocess.run([HERE / "build"], stdout=subprocess.PIPE, text=True, check=False)
     if built.returncode != 0:
@@ -52,7 +52,6 @@ def run(command: Sequence[str], *, writable: Sequence[Path] = (), limit: float =
     with tempfile.TemporaryDirectory(prefix="flanneld-vm-") as name:
         exchange = Path(name)
         (exchange / "command").write_text(_script(command))
-        (exchange / "writable").write_text("".join(f"{folder.resolve()}\n" for folder in writable))
         if not _boot(built.stdout.strip(), exchange, limit):
             return TOO_LATE
         return _status(exchange)
@@ -150,8 +149,7 @@ def _copied_to(target: BinaryIO) -> Iterator[BinaryIO]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="tests/vm/run", description=__doc__.splitlines()[0])
-    parser.add_argument("--write", type=Path, action="append", default=[], metavar="FOLDER")
+    parser = argparse.ArgumentParser(prog="tests.vm.machine", description=__doc__.splitlines()[0])
     parser.add_argument("--limit", type=float, default=600, metavar="SECONDS")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND")
     chosen = parser.parse_args()
@@ -159,7 +157,7 @@ def main() -> int:
         parser.error("name a command")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        status = run(chosen.command, writable=chosen.write, limit=chosen.limit)
+        status = run(chosen.command, limit=chosen.limit)
     except KeyboardInterrupt:
         return 130
     except MachineError as error:
