@@ -53,9 +53,8 @@ def main() -> int:
 
 
 def _in_the_machine(*, keep: bool) -> int:
-    print("This kernel has no ipip. The tour takes place in a small virtual machine that has.", flush=True)
-    if keep:
-        print("--keep is without effect there.")
+    without = " --keep has no effect there." if keep else ""
+    print(f"This kernel has no ipip: the tour is in a small virtual machine that has.{without}", flush=True)
     return machine.run([sys.executable, "-m", "dist.demo", *(word for word in sys.argv[1:] if word != "--keep")])
 
 
