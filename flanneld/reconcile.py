@@ -30,6 +30,7 @@ from flanneld.model import (
 )
 from flanneld.network.diff import Plan, compare, without_ways_to
 from flanneld.network.kernel import Domain, Kernel
+from flanneld.network.links import described, is_not_ours_to_remove
 from flanneld.network.monitor import Gone, InterfaceChanged, Monitor, News, Overrun, Seen
 from flanneld.network.report import Report
 from flanneld.network.resources import Kind, Link, Resource
@@ -98,6 +99,7 @@ class Reconciler:
         """Make what this node needs for itself. Raises ``Fatal`` when the kernel refuses."""
         self._wish_for_ourselves()
         try:
+            self._spare_what_is_not_ours()
             report = self._converge()
         except OSError as failure:
             raise Retryable(f"cannot read the kernel's tables: {failure}") from failure
@@ -105,12 +107,21 @@ class Reconciler:
         if refused:
             raise Fatal(
                 f"the kernel refuses {refused[0]}",
-                "run with CAP_NET_ADMIN on a kernel that has this kind of device",
+                refused[0].remedy or "run with CAP_NET_ADMIN on a kernel that has this kind of device",
             )
         for resource in report.made:
             log.info("Made %s", resource)
         self._next_audit = clock.now() + AUDIT_PERIOD
         self._account(report)
+
+    def _spare_what_is_not_ours(self) -> None:
+        for link in self._links():
+            seen = self._kernel.link(link.name)
+            if seen and is_not_ours_to_remove(link, seen.make):
+                raise Fatal(
+                    f"{link.name} is {described(seen.make)}, and we need a device of kind {link.make}",
+                    f"if nobody needs it, remove it: ip link delete {link.name}",
+                )
 
     def _wish_for_ourselves(self) -> None:
         self._peers.wish_locally((*self._site.backend.local(self._own), *self._extras))
