@@ -26,7 +26,7 @@ ROUND_TRIP = re.compile(r"= [\d.]+/([\d.]+)/")
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="dist/demo", description=__doc__)
-    parser.add_argument("--backend", choices=["vxlan", "host-gw"], default="vxlan")
+    parser.add_argument("--backend", choices=["vxlan", "host-gw", "udp"], default="vxlan")
     parser.add_argument("--nodes", type=int, default=3, metavar="N", help="2 to 50; default 3")
     parser.add_argument("--keep", action="store_true", help="leave the network standing until Ctrl-C")
     chosen = parser.parse_args()

@@ -102,6 +102,9 @@ class Reconciler:
                 f"the kernel refuses {refused[0]}",
                 "run with CAP_NET_ADMIN on a kernel that has this kind of device",
             )
+        missing = self._outside.missing(report)
+        if missing:
+            raise Retryable(missing[0].reason)
         for resource in report.made:
             log.info("Made %s", resource)
         self._next_audit = clock.now() + AUDIT_PERIOD
@@ -121,12 +124,9 @@ class Reconciler:
     # ---- the loop ----------------------------------------------------------------------------
 
     def run(self) -> None:
-        poll = select.poll()
-        poll.register(self.inbox, select.POLLIN)
-        poll.register(self._monitor, select.POLLIN)
         while not self._stop.is_set():
             self._heartbeat(2 * AUDIT_PERIOD)
-            poll.poll(max(0.0, self._next_audit - clock.now()) * 1000)
+            self._sleep()
             self._take_events([event for events in self.inbox.drain() for event in events])
             self.inbox.settle()
             self._take_news(self._monitor.read(self._names.get))
@@ -136,6 +136,17 @@ class Reconciler:
 
     def cancel(self) -> None:
         self.inbox.wake()
+
+    def _sleep(self) -> None:
+        """Until there is something to do."""
+        drivers = self._outside.sources()
+        poll = select.poll()
+        for source in (self.inbox.fileno(), self._monitor.fileno(), *drivers):
+            poll.register(source, select.POLLIN)
+        for fd, _ in poll.poll(max(0.0, self._next_audit - clock.now()) * 1000):
+            if fd in drivers:
+                drivers[fd].news()
+                self._repair_soon()
 
     # ---- news of leases ----------------------------------------------------------------------
 

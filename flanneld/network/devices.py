@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from flanneld.imports import package_without_init
+from flanneld.network import tun
 from flanneld.network.links import Step, step
-from flanneld.network.resources import ForeignLink, Link, Vxlan
+from flanneld.network.resources import ForeignLink, Link, Tun, Vxlan
 
 
 def put(wanted: Link, actual: Link | ForeignLink | None) -> None:
@@ -37,7 +38,17 @@ def drop(name: str) -> None:
                 raise
 
 
-def _create(route: Any, wanted: Vxlan) -> None:
+def _create(route: Any, wanted: Link) -> None:
+    if isinstance(wanted, Tun):
+        tun.make(wanted.name)
+        _call(route, "set", index=_index(route, wanted.name), mtu=wanted.mtu)
+    else:
+        _create_vxlan(route, wanted)
+    _refuse_router_advertisements(wanted.name)
+    _call(route, "set", index=_index(route, wanted.name), state="up")
+
+
+def _create_vxlan(route: Any, wanted: Vxlan) -> None:
     _call(
         route,
         "add",
@@ -54,21 +65,24 @@ def _create(route: Any, wanted: Vxlan) -> None:
         # A flag: the attribute's mere presence turns it on.
         **({"vxlan_gbp": True} if wanted.gbp else {}),
     )
-    _refuse_router_advertisements(wanted.name)
-    _call(route, "set", index=_index(route, wanted.name), state="up")
 
 
-def _set(route: Any, wanted: Vxlan, actual: Vxlan) -> None:
+def _set(route: Any, wanted: Link, actual: Link) -> None:
     """Touch only what differs: even a MAC set to what it is makes the kernel forget all neighbours."""
     index = _index(route, wanted.name)
-    if actual.mac != wanted.mac:
-        _call(route, "set", index=index, address=wanted.mac)
+    if isinstance(wanted, Vxlan) and isinstance(actual, Vxlan):
+        _set_vxlan(route, index, wanted, actual)
     if actual.mtu != wanted.mtu:
         _call(route, "set", index=index, mtu=wanted.mtu)
-    if actual.learning != wanted.learning:
-        _call(route, "set", index=index, kind="vxlan", vxlan_learning=wanted.learning, vxlan_id=wanted.vni)
     if actual.up != wanted.up:
         _call(route, "set", index=index, state="up" if wanted.up else "down")
+
+
+def _set_vxlan(route: Any, index: int, wanted: Vxlan, actual: Vxlan) -> None:
+    if actual.mac != wanted.mac:
+        _call(route, "set", index=index, address=wanted.mac)
+    if actual.learning != wanted.learning:
+        _call(route, "set", index=index, kind="vxlan", vxlan_learning=wanted.learning, vxlan_id=wanted.vni)
 
 
 def _delete(route: Any, name: str) -> None:

@@ -32,6 +32,7 @@ from flanneld.network.resources import (
     Resource,
     Route,
     State,
+    Vxlan,
 )
 
 log = logging.getLogger(__name__)
@@ -129,7 +130,7 @@ class Kernel(HostView):
 
     def _has_fdb(self, name: str, wanted: State) -> bool:
         link = wanted.get((Kind.LINK, name))
-        return isinstance(link, Link)
+        return isinstance(link, Vxlan)
 
     def _neighbors(self, request: bytes, names: dict[int, str]) -> Iterator[tuple[Resource, bool]]:
         for item in self._dump(rtnl.RTM_GETNEIGH, request):

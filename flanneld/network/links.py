@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from enum import Enum
 
 from flanneld.network.netlink import attribute, attributes, unpack
-from flanneld.network.resources import ForeignLink, Link, Vxlan
+from flanneld.network.resources import ForeignLink, Link, Tun, Vxlan
 from flanneld.network.rtnl import address_of, mac_text
 
 IFF_UP = 0x1
@@ -21,6 +21,9 @@ _IFLA_ADDRESS, _IFLA_IFNAME, _IFLA_MTU, _IFLA_LINKINFO = 1, 3, 4, 18
 _IFLA_INFO_KIND, _IFLA_INFO_DATA = 1, 2
 _VXLAN_ID, _VXLAN_GROUP, _VXLAN_LINK, _VXLAN_LOCAL, _VXLAN_LEARNING = 1, 2, 3, 4, 7
 _VXLAN_L2MISS, _VXLAN_PORT, _VXLAN_GROUP6, _VXLAN_LOCAL6, _VXLAN_GBP = 13, 15, 16, 17, 23
+
+_TUN_TYPE, _TUN_PERSIST = 3, 6
+IFF_TUN = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,8 @@ def _make(seen: SeenLink, info: bytes) -> Link | ForeignLink:
     data = parts.get(_IFLA_INFO_DATA, b"")
     if kind == "vxlan":
         return _vxlan(seen, attributes(data, 0, len(data)))
+    if kind == "tun":
+        return _tun(seen, attributes(data, 0, len(data)))
     return ForeignLink(seen.name, f"a device of kind {kind}")
 
 
@@ -93,6 +98,15 @@ def _vxlan(seen: SeenLink, found: dict[int, bytes]) -> Vxlan | ForeignLink:
     )
 
 
+def _tun(seen: SeenLink, found: dict[int, bytes]) -> Tun | ForeignLink:
+    """Before Linux 4.20 the kernel tells no details: then any tun is taken for one of ours."""
+    if found and _number(found.get(_TUN_TYPE)) != IFF_TUN:
+        return ForeignLink(seen.name, "a tap device of kind tun")
+    if found and not _number(found.get(_TUN_PERSIST)):
+        return ForeignLink(seen.name, "another process's device of kind tun")
+    return Tun(seen.name, seen.mtu, seen.up)
+
+
 class Step(Enum):
     """How to get from the device that is there to the wanted one."""
 
@@ -102,19 +116,27 @@ class Step(Enum):
 
 
 def step(wanted: Link, actual: Link | ForeignLink) -> Step:
-    """A MAC, an MTU, learning and being up can be set; all else takes a new device."""
+    """What can be set on a device of its kind is set; all else takes a new device."""
     if actual == wanted:
         return Step.NOTHING
-    if isinstance(actual, ForeignLink):
-        return Step.REPLACE
-    settable = replace(actual, mac=wanted.mac, mtu=wanted.mtu, learning=wanted.learning, up=wanted.up)
-    return Step.SET if settable == wanted else Step.REPLACE
+    match wanted, actual:
+        case Vxlan(), Vxlan():
+            as_set: Link = replace(
+                actual, mac=wanted.mac, mtu=wanted.mtu, learning=wanted.learning, up=wanted.up
+            )
+        case Tun(), Tun():
+            as_set = replace(actual, mtu=wanted.mtu, up=wanted.up)
+        case _:
+            return Step.REPLACE
+    return Step.SET if as_set == wanted else Step.REPLACE
 
 
 def differences(wanted: Link, actual: Link | ForeignLink) -> str:
     """What is wrong with a device, for the log."""
     if isinstance(actual, ForeignLink):
         return f"is {actual.description}, wanted {wanted}"
+    if type(actual) is not type(wanted):
+        return f"is {actual}, wanted {wanted}"
     pairs = ((f.name, getattr(actual, f.name), getattr(wanted, f.name)) for f in fields(wanted))
     return ", ".join(f"has {name} {has}, wanted {wants}" for name, has, wants in pairs if has != wants)
 
