@@ -61,10 +61,7 @@ def _require_native() -> None:
 
     missing = native.available()
     if missing is not None:
-        raise Fatal(
-            f"there is no native data plane: {missing}",
-            "set Backend.DataPlane to auto, or install flanneld with a C compiler",
-        )
+        raise Fatal(f"there is no native data plane: {missing}", "or set Backend.DataPlane to auto")
 
 
 class Udp:

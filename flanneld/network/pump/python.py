@@ -7,6 +7,7 @@ import os
 import select
 import socket
 import struct
+from contextlib import suppress
 from ipaddress import IPv4Address, IPv4Network
 
 from flanneld.network import tun
@@ -17,7 +18,7 @@ from flanneld.network.pump.plane import Wire
 
 #: What the kernel keeps for us while we are busy; its default of some 200 KiB overflows at once.
 RECEIVE_BUFFER = 4 << 20
-_SO_RCVBUFFORCE = 33  # asm-generic/socket.h
+_SO_RCVBUFFORCE, _UDP_GRO = 33, 104  # asm-generic/socket.h, linux/udp.h
 _BATCH = 64
 _LONGEST = 65535
 _number = struct.Struct(">I").unpack_from
@@ -35,7 +36,7 @@ class PythonPlane:
         # Another plane may have left the device with promises that this one does not keep.
         tun.offload(self._tun, 0)
         os.set_blocking(self._tun, False)
-        enlarge_receive_buffer(wire.socket)
+        tune(wire.socket)
         self._stop = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = False
         self._out, self._in = Messages(_BATCH, wire.mtu), Messages(_BATCH, _LONGEST)
@@ -140,13 +141,12 @@ class PythonPlane:
         return True
 
 
-def enlarge_receive_buffer(fd: int) -> None:
-    """Beyond what an administrator has set as the limit, where that is permitted."""
-    # Without detach, to close this one would close the caller's.
-    wire = socket.socket(fileno=fd)
-    try:
-        wire.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, RECEIVE_BUFFER)
-    except PermissionError:
-        wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER)
-    finally:
-        wire.detach()
+def tune(fd: int) -> None:
+    """A large buffer, beyond an administrator's limit where that is permitted, and one packet a datagram."""
+    with socket.socket(fileno=os.dup(fd)) as wire:
+        with suppress(OSError):  # An old kernel, which never puts several into one.
+            wire.setsockopt(socket.IPPROTO_UDP, _UDP_GRO, 0)
+        try:
+            wire.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, RECEIVE_BUFFER)
+        except PermissionError:
+            wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER)
