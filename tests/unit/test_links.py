@@ -14,7 +14,7 @@ from pyroute2.netlink.rtnl.ifinfmsg import ifinfmsg
 
 from flanneld.network.links import SeenLink, Step, by_name, decode, differences, step
 from flanneld.network.netlink import HEADER, Malformed
-from flanneld.network.resources import ForeignLink, Vxlan
+from flanneld.network.resources import ForeignLink, Tun, Vxlan
 
 MAC = "02:00:00:00:00:01"
 WANTED = Vxlan("flannel.1", 1, 3, ip_address("192.168.0.1"), 8472, MAC, 1450)
@@ -42,6 +42,8 @@ def description(
         attrs.append(("IFLA_ADDRESS", mac))
     if kind is not None:
         info: list[tuple[str, Any]] = [("IFLA_INFO_KIND", kind)]
+        if kind == "tun" and data:
+            info.append(("IFLA_INFO_DATA", {"attrs": list(data.items())}))
         if kind == "vxlan":
             parts = {key: value for key, value in {**VXLAN, **data}.items() if value is not None}
             info.append(("IFLA_INFO_DATA", {"attrs": list(parts.items())}))
@@ -98,6 +100,32 @@ def test_a_device_that_we_would_not_make_is_foreign_and_says_why(data: bytes, wo
     make = seen(data).make
     assert isinstance(make, ForeignLink)
     assert (make.name, word in make.description) == ("flannel.1", True)
+
+
+TUN = Tun("flannel0", 1472)
+
+
+def tun(**data: int) -> bytes:
+    """Only what is not the default of a persistent TUN differs."""
+    parts = {"IFLA_TUN_TYPE": 1, "IFLA_TUN_PERSIST": 1, **data}
+    return description("flannel0", kind="tun", mac=None, mtu=1472, **parts)
+
+
+def test_a_tun_device_is_read_in_full() -> None:
+    assert seen(tun()).make == TUN
+
+
+@pytest.mark.parametrize(
+    ("data", "word"), [(tun(IFLA_TUN_TYPE=2), "tap"), (tun(IFLA_TUN_PERSIST=0), "another process")]
+)
+def test_a_tun_device_of_somebody_else_is_foreign(data: bytes, word: str) -> None:
+    make = seen(data).make
+    assert isinstance(make, ForeignLink)
+    assert word in make.description
+
+
+def test_a_tun_device_of_which_an_old_kernel_says_nothing_is_taken_for_ours() -> None:
+    assert seen(description("flannel0", kind="tun", mac=None, mtu=1472)).make == TUN
 
 
 def test_a_device_without_mac_has_none() -> None:
@@ -176,6 +204,18 @@ def test_what_can_be_set_is_set(actual: Vxlan) -> None:
 )
 def test_all_else_takes_a_new_device(actual: Vxlan | ForeignLink) -> None:
     assert step(WANTED, actual) is Step.REPLACE
+
+
+@pytest.mark.parametrize(
+    "actual", [replace(TUN, mtu=1400), replace(TUN, up=False), replace(TUN, mtu=1400, up=False)]
+)
+def test_what_can_be_set_on_a_tun_is_set(actual: Tun) -> None:
+    assert step(TUN, actual) is Step.SET
+
+
+def test_a_device_of_another_kind_under_the_name_is_replaced() -> None:
+    assert step(replace(TUN, name="flannel.1"), WANTED) is Step.REPLACE
+    assert "vxlan" in differences(replace(TUN, name="flannel.1"), WANTED)
 
 
 def test_the_log_names_what_differs_and_nothing_else() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import socket
 import sys
 import time
@@ -40,7 +41,7 @@ def main() -> int:
         print(failure.strerror or failure)  # noqa: T201
         return 1
     server = Server(wanted, plane, why, listener)
-    server.start()
+    signal.signal(signal.SIGTERM, server.end)
     print(READY, flush=True)  # noqa: T201
     _close_output()
     if not server.serve():

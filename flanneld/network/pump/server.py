@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import select
-import signal
 import socket
 import threading
 from collections.abc import Iterator
@@ -31,16 +30,17 @@ class Server:
         self._connections: dict[int, socket.socket] = {}
         self._thread = threading.Thread(target=self._carry, daemon=True)
         self._ended = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._farewell = ""
         #: Whether the device stays when the pump goes; None while it does not.
         self._device_stays: bool | None = None
 
-    def start(self) -> None:
-        signal.signal(signal.SIGTERM, self._on_sigterm)
-        self._thread.start()
+    def end(self, *_: object) -> None:
+        """End, and let the device go too: a signal handler."""
+        self._device_stays = False
+        os.eventfd_write(self._ended, 1)
 
     def serve(self) -> bool:
-        """Answer until the pump is to end; tells whether the device is to stay."""
+        """Carry and answer until the pump is to end; tells whether the device is to stay."""
+        self._thread.start()
         poll = select.poll()
         poll.register(self._listener, select.POLLIN)
         poll.register(self._ended, select.POLLIN)
@@ -53,6 +53,9 @@ class Server:
                     self._connections.pop(fd).close()
         self._plane.stop()
         self._thread.join(_STOP_PATIENCE)
+        self._listener.close()
+        for connection in self._connections.values():
+            connection.close()
         return self._device_stays
 
     def _carry(self) -> None:
@@ -60,20 +63,15 @@ class Server:
             self._plane.run()
         except BaseException as failure:  # a thread must not die in silence, whatever kills it
             text = failure.strerror if isinstance(failure, OSError) else repr(failure)
-            self._farewell = f"the {self._plane.name} data plane ended: {text}"
-        self._say_farewell()
-
-    def _say_farewell(self) -> None:
-        for connection in tuple(self._connections.values()):
-            with suppress(OSError):
-                connection.send(control.FAREWELL + self._farewell.encode())
+            self._say_farewell(f"the {self._plane.name} data plane: {text}")
         if self._device_stays is None:
             self._device_stays = True
         os.eventfd_write(self._ended, 1)
 
-    def _on_sigterm(self, *_: object) -> None:
-        self._farewell, self._device_stays = "it got SIGTERM", False
-        os.eventfd_write(self._ended, 1)
+    def _say_farewell(self, reason: str) -> None:
+        for connection in tuple(self._connections.values()):
+            with suppress(OSError):
+                connection.send(control.FAREWELL + reason.encode())
 
     # ---- connections -------------------------------------------------------------------------
 
