@@ -20,6 +20,10 @@ from flanneld.network.pump.plane import Wire
 RECEIVE_BUFFER = 4 << 20
 _SO_RCVBUFFORCE, _UDP_GRO = 33, 104  # asm-generic/socket.h, linux/udp.h
 _BATCH = 64
+COUNTERS = (
+    "sent_packets", "sent_bytes", "no_route", "ttl", "malformed", "send_failed",
+    "received_packets", "received_bytes", "not_a_peer", "write_failed",
+)  # fmt: skip
 _LONGEST = 65535
 _number = struct.Struct(">I").unpack_from
 
@@ -40,10 +44,7 @@ class PythonPlane:
         self._stop = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = False
         self._out, self._in = Messages(_BATCH, wire.mtu), Messages(_BATCH, _LONGEST)
-        self._sent = self._received = 0
-        self._drops = dict.fromkeys(
-            ("no_peer", "expired", "malformed", "stranger", "unsent", "undelivered"), 0
-        )
+        self._counts = dict.fromkeys(COUNTERS, 0)
 
     def set_peer(self, subnet: IPv4Network, endpoint: IPv4Address) -> None:
         self._peers.set(subnet, endpoint)
@@ -52,7 +53,7 @@ class PythonPlane:
         self._peers.drop(subnet)
 
     def counters(self) -> dict[str, int]:
-        return {"sent": self._sent, "received": self._received, **self._drops}
+        return self._counts.copy()
 
     def stop(self) -> None:
         self._stopping = True
@@ -90,25 +91,30 @@ class PythonPlane:
                 room.to_send[2 * ready + 1] = size
                 ready += 1
         if ready:
-            refused = room.send(self._wire.socket, ready)
-            self._drops["unsent"] += refused
-            self._sent += ready - refused
+            self._send(ready)
         return read > 0
+
+    def _send(self, number: int) -> None:
+        room, counts = self._out, self._counts
+        refused = room.send(self._wire.socket, number)
+        counts["send_failed"] += refused
+        counts["sent_packets"] += number - refused
+        counts["sent_bytes"] += sum(room.to_send[1 : 2 * number : 2])
 
     def _way_of(self, packet: bytearray, size: int) -> bytes | None:
         """Make a packet ready and say where it goes; None if it ends here."""
         if not is_ipv4(packet, size):
             # The kernel itself speaks IPv6 on every device.
-            self._drops["malformed"] += 1
+            self._counts["malformed"] += 1
             return None
         target = self._peers.find(_number(packet, 16)[0])
         if target is None:
-            self._drops["no_peer"] += 1
+            self._counts["no_route"] += 1
             answer = net_unreachable(packet[:size], self._wire.address.packed)
             if answer is not None:
                 self._deliver(answer)
         elif not spend_ttl(packet):
-            self._drops["expired"] += 1
+            self._counts["ttl"] += 1
             return None
         return target
 
@@ -121,13 +127,14 @@ class PythonPlane:
         for slot in range(count):
             packet, size = room.buffers[slot], room.received[slot]
             if not self._wire.accept_any and _number(room.names, 16 * slot + 4)[0] not in sources:
-                self._drops["stranger"] += 1
+                self._counts["not_a_peer"] += 1
             elif not is_ipv4(packet, size):
-                self._drops["malformed"] += 1
+                self._counts["malformed"] += 1
             elif not spend_ttl(packet):
-                self._drops["expired"] += 1
+                self._counts["ttl"] += 1
             elif self._deliver(room.views[slot][:size]):
-                self._received += 1
+                self._counts["received_packets"] += 1
+                self._counts["received_bytes"] += size
         return count > 0
 
     def _deliver(self, packet: bytes | memoryview) -> bool:
@@ -136,7 +143,7 @@ class PythonPlane:
         except OSError as failure:
             if failure.errno == errno.EBADFD:
                 raise  # The device has gone.
-            self._drops["undelivered"] += 1
+            self._counts["write_failed"] += 1
             return False
         return True
 
