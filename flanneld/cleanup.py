@@ -60,7 +60,7 @@ def is_flannels(link: SeenLink) -> bool:
 
 
 def _pump_of(tun: str) -> Iterator[tuple[str, Callable[[], bool]]]:
-    client = Client(tun)
+    client = Client(tun, of_anybody=True)
     try:
         running = client.hello()
     except NoPump:

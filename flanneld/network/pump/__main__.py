@@ -51,7 +51,13 @@ def main() -> int:
 
 def _listen(name: str) -> socket.socket:
     listener = control.new_socket()
-    _soon(lambda: listener.bind(control.address_of(name)))
+    try:
+        _soon(lambda: listener.bind(control.address_of(name)))
+    except OSError as failure:
+        reason = (
+            f"the pump of another user serves {name}: `flanneld --cleanup`, run by that user or root, ends it"
+        )
+        raise OSError(failure.errno, reason) from None
     listener.listen()
     return listener
 

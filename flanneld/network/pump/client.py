@@ -43,10 +43,14 @@ class Running:
 
 
 class Client:
-    """A connection to the pump of one device; made when it is needed, and again when it was lost."""
+    """A connection to the pump of one device; made when it is needed, and again when it was lost.
 
-    def __init__(self, tun: str) -> None:
+    Only one of this user or root is taken for a pump, unless ``of_anybody``, which will do to end it.
+    """
+
+    def __init__(self, tun: str, *, of_anybody: bool = False) -> None:
         self._tun = tun
+        self._of_anybody = of_anybody
         self._connection: socket.socket | None = None
         self._process: subprocess.Popen[str] | None = None
 
@@ -103,8 +107,9 @@ class Client:
             self._exchange(verb)
         except TimeoutError:
             # It hangs, and holds what its successor needs.
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            if pid:  # Zero stands for a process of another container.
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
         except OSError:
             pass  # The end of the connection is the answer.
         finally:
@@ -179,16 +184,16 @@ class Client:
             connection.close()
             self._connection = None
             raise NoPump(self._tun, failure.strerror or str(failure)) from None
-        if not trusted:
+        if not (trusted or self._of_anybody):
             connection.close()
-            raise NoPump(self._tun, f"process {pid} of another user poses as one; stop it")
+            raise NoPump(self._tun, f"process {pid} of another user poses as one")
         self._connection = connection
         return pid
 
 
 def evict(tun: str) -> None:
     """End the pump of a device, if there is one."""
-    Client(tun).leave(device_stays=True)
+    Client(tun, of_anybody=True).leave(device_stays=True)
 
 
 def _said_by(process: subprocess.Popen[str]) -> list[str]:
