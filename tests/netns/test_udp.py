@@ -13,11 +13,17 @@ import pytest
 from flanneld.network.pump.client import Client, NoPump, Running
 from tests.lab import Lab, Node, own_command, wait_for
 from tests.netns.exchange import check_content
-from tests.netns.pair import Pair, connect
+from tests.netns.pair import Pair, connect, state
+from tests.netns.test_capabilities import NOBODY, confined
 from tests.netns.test_cleanup import cleanup
 
 TUN = "flannel0"
 PLANES = ["native", "python"]
+
+#: As udev makes it: everybody may open it, and the capability decides.
+OPEN_TUN = (
+    'mount -t tmpfs tmpfs /dev/net; mknod -m 666 /dev/net/tun c 10 200; chmod 666 /dev/net/tun; exec "$@"'
+)
 
 
 @pytest.fixture(params=PLANES)
@@ -158,8 +164,8 @@ def test_a_killed_pump_is_replaced_at_once(nodes: list[Node]) -> None:
         os.kill(before, signal.SIGKILL)
         node.wait_for_log("Healed: packet pump of flannel0")
         ping.wait_for_replies()
-        # Of fifty a second.
-        assert ping.lost() < 50
+        # Of fifty a second: it takes a tenth of a second, on a busy machine more.
+        assert ping.lost() < 150
     assert pid_of(node) != before
 
 
@@ -234,10 +240,12 @@ def test_what_others_do_to_the_tunnel_heals(pair: Pair, commands: list[str], hea
     pair.check_healing(commands, healed)
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Pair]:
+@pytest.fixture(scope="module", params=PLANES)
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     with Lab() as lab:
-        yield Pair.build(lab, "udp", {})
+        node, peer = lab.cluster({"Type": "udp", "DataPlane": request.param})
+        connect(node, peer)
+        yield Pair(lab, node, peer, state(node))
 
 
 def test_the_pump_follows_the_uplink(lab: Lab, nodes: list[Node]) -> None:
@@ -271,6 +279,41 @@ def test_several_daemons_on_a_host_have_a_device_each(lab: Lab) -> None:
     second.wait_ready()
     assert pump_of(first, "flannel2") is None
     second.close()
+
+
+def test_another_network_goes_through_the_same_device(lab: Lab) -> None:
+    nodes = lab.cluster({"Type": "udp"})
+    lab.etcd.put_config({"Network": "10.6.0.0/16", "Backend": {"Type": "udp"}})
+    for node in nodes:
+        node.stop()
+        node.start()
+        node.wait_ready()
+        assert [row["dst"] for row in node.routes("flannel0")] == ["10.6.0.0/16"]
+        assert node.link("flannel1") is None
+    connect(*nodes)
+
+
+@pytest.mark.parametrize("user", [0, NOBODY], ids=["root", "nobody"])
+def test_two_capabilities_and_the_device_are_enough(lab: Lab, backend: dict[str, Any], user: int) -> None:
+    lab.etcd.put_config({"Network": "10.5.0.0/16", "Backend": backend})
+    nodes = lab.add_nodes(2)
+    for node in nodes:
+        confined_command = (
+            "unshare",
+            "--mount",
+            "sh",
+            "-ec",
+            OPEN_TUN,
+            "sh",
+            *confined(node, user),
+            "-m",
+            "flanneld",
+        )
+        node.start("--subnet-file=/mnt/node/run/subnet.env", command=confined_command)
+        node.subnet_file = node.directory / "run/subnet.env"
+    for node in nodes:
+        node.wait_ready(10)
+    connect(*nodes)
 
 
 # ---- leaving -------------------------------------------------------------------------------------

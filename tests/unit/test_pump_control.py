@@ -68,8 +68,12 @@ class Running:
         listener.bind(control.address_of(self.settings.tun))
         listener.listen()
         self.server = Server(self.settings, self.plane, "for the test", listener)
-        self.thread = threading.Thread(target=lambda: self.device_stays.append(self.server.serve()))
+        self.thread = threading.Thread(target=self._run)
         self.thread.start()
+
+    def _run(self) -> None:
+        self.device_stays.append(self.server.serve())
+        self.server.close()
 
     def ended(self) -> bool:
         self.thread.join(5)

@@ -24,7 +24,7 @@ from flanneld.network.pump.resources import Pump
 from flanneld.network.pump.server import Server
 
 #: How long to wait for what a pump that has just ended still holds, in seconds.
-_PATIENCE, _PAUSE = 2.0, 0.001
+_PATIENCE, _PAUSE = 0.5, 0.001
 
 Result = TypeVar("Result")
 
@@ -46,6 +46,7 @@ def main() -> int:
     _close_output()
     if not server.serve():
         tun.unmake(wanted.tun)
+    server.close()
     return 0
 
 

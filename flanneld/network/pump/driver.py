@@ -19,24 +19,21 @@ class PumpDriver:
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        self._known: int | None = None
+        self._announced = False
 
     def read(self) -> Iterator[Pump]:
         try:
             running = self._client.hello()
-        except NoPump as reason:
-            log.debug("%s", reason)
+        except NoPump:
             return
-        if self._known is None:
-            log.info("Found the %s: process %d, %s data plane", running.settings, running.pid, running.plane)
-            self._known = running.pid
+        if not self._announced:
+            log.info("Found the %s, process %d, of an earlier run", running.settings, running.pid)
+            self._announce(running)
         yield running.settings
 
     def put(self, resource: Pump) -> None:
         self._client.start(resource)
-        running = self._client.hello()
-        self._known = running.pid
-        _announce(running)
+        self._announce(self._client.hello())
 
     def drop(self, resource: Pump) -> None:
         del resource  # The client knows its own.
@@ -53,6 +50,11 @@ class PumpDriver:
 
     def news(self) -> None:
         log.warning("The packet pump has ended: %s", self._client.news())
+
+    def _announce(self, running: Running) -> None:
+        self._announced = True
+        plane, why, pid = running.plane, running.why, running.pid
+        log.info("Packets go through the %s data plane: %s; process %d", plane, why, pid)
 
 
 class PeersDriver:
@@ -82,7 +84,3 @@ class PeersDriver:
 
     def close(self) -> None:
         """What it knows is the pump's to keep."""
-
-
-def _announce(running: Running) -> None:
-    log.info("Packets go through the %s data plane: %s; process %d", running.plane, running.why, running.pid)

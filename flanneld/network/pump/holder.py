@@ -16,5 +16,12 @@ def holder_of(address: IPv4Address, port: int) -> str:
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if any(str(fd.readlink()) in links for fd in (process / "fd").iterdir()):
-                return f"process {process.name} ({(process / 'comm').read_text().strip()})"
+                return f"process {process.name} ({_name_of(process)})"
     return f"another process (`ss -anup sport = {port}` names it)"
+
+
+def _name_of(process: Path) -> str:
+    words = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
+    if "flanneld.network.pump" in words:
+        return f"the packet pump of {words[words.index('flanneld.network.pump') + 2]}"
+    return (process / "comm").read_text().strip()

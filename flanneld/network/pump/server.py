@@ -53,10 +53,13 @@ class Server:
                     self._connections.pop(fd).close()
         self._plane.stop()
         self._thread.join(_STOP_PATIENCE)
+        return self._device_stays
+
+    def close(self) -> None:
+        """Tell all who are connected that nothing of the pump is left."""
         self._listener.close()
         for connection in self._connections.values():
             connection.close()
-        return self._device_stays
 
     def _carry(self) -> None:
         try:
