@@ -70,7 +70,8 @@ class NativePlane:
         if not self._pump:
             self._tun.close()
             raise OSError(errno.ENOMEM, "no memory or descriptors left for the packet pump")
-        weakref.finalize(self, self._library.udp_pump_free, self._pump)
+        # Not at exit, when the loops may still run.
+        weakref.finalize(self, self._library.udp_pump_free, self._pump).atexit = False
         log.debug("The packet pump of %s works with offloads: %s", wire.tun, self.offloads)
 
     def set_peer(self, subnet: IPv4Network, endpoint: IPv4Address) -> None:
@@ -141,7 +142,9 @@ def _library() -> ctypes.CDLL:
 
 def _attach(name: str, offloads: str) -> tuple[FileIO, str]:
     """The TUN, and what the kernel grants of ``offloads``. Raises ``OSError``."""
-    socket.if_nametoindex(name)  # What is missing would be made, but without an address or a route.
+    if all(name != other for _, other in socket.if_nameindex()):
+        # The kernel would make it, but without an address or a route.
+        raise OSError(errno.ENODEV, f"there is no device {name}")
     levels = list(OFFLOADS)[list(OFFLOADS).index(offloads) :]
     for level in levels:
         try:
