@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from flanneld.backends import Backend, Driver, HasDrivers, InBulk, Vital
 from flanneld.errors import Retryable
-from flanneld.network.diff import Plan, diff
+from flanneld.model import IPNetwork
+from flanneld.network.diff import Plan, diff, without_ways_to
 from flanneld.network.report import Failure, Report
 from flanneld.network.resources import Resource, State
 
@@ -26,8 +27,11 @@ class Outside:
     def __bool__(self) -> bool:
         return bool(self._drivers)
 
-    def converge(self, wanted: State, *, sweep: bool) -> Report:
-        """Read, compare, apply, table by table: one that does not answer does not hold up the others."""
+    def converge(self, wanted: State, *, sweep: bool, unclear: Collection[IPNetwork] = ()) -> Report:
+        """Read, compare, apply, table by table: one that does not answer does not hold up the others.
+
+        Unless it is time to ``sweep``, nothing is removed, and never what leads to an ``unclear`` subnet.
+        """
         report = Report()
         for kind, driver in self._drivers.items():
             mine = {key: item for key, item in wanted.items() if type(item) is kind}
@@ -36,7 +40,8 @@ class Outside:
             except _FAILURES as failure:
                 report.failed += [Failure(item, str(failure)) for item in mine.values()]
                 continue
-            report.add(self.apply(steps if sweep else Plan(puts=steps.puts)))
+            stale = without_ways_to(unclear, steps.drops) if sweep else ()
+            report.add(self.apply(Plan(steps.puts, stale)))
         return report
 
     def apply(self, steps: Plan) -> Report:

@@ -261,7 +261,9 @@ class Reconciler:
         stale = without_ways_to(self._peers.unclear, steps.drops) if self._domain.sweep else ()
         steps = Plan(steps.puts, stale)
         report.add(self._write(steps.only(_in_kernel) if self._outside else steps))
-        report.add(self._outside.converge(self._peers.wanted, sweep=self._domain.sweep))
+        report.add(
+            self._outside.converge(self._peers.wanted, sweep=self._domain.sweep, unclear=self._peers.unclear)
+        )
         self._names = self._interfaces()
         return report
 

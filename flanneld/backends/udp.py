@@ -16,7 +16,7 @@ from flanneld.config import Config
 from flanneld.errors import Fatal, Refused
 from flanneld.gojson import GoJsonError
 from flanneld.model import Lease, LeaseAttrs
-from flanneld.network.pump.resources import Pump, PumpPeer
+from flanneld.network.pump.resources import WISHES, Pump, PumpPeer
 from flanneld.network.resources import Address, Resource, Route, Tun
 
 #: Outer IPv4 and UDP headers.
@@ -24,7 +24,6 @@ OVERHEAD = 28
 #: RFC 791: what every link must carry; also the least that Linux lets a TUN have.
 _SMALLEST_MTU = 68
 _PORT = 8285
-_PLANES = ("auto", "native", "python")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +48,8 @@ def read_config(config: Config) -> UdpConfig:
         raise Fatal(f"the network config is wrong: {error}", "correct Backend in the store") from None
     if not 1 <= wanted.port <= 65535:
         raise Fatal(f"Backend.Port is {wanted.port}", "set it to a number from 1 to 65535")
-    if wanted.plane not in _PLANES:
-        raise Fatal(f"Backend.DataPlane is {wanted.plane!r}", f"set it to one of: {', '.join(_PLANES)}")
+    if wanted.plane not in WISHES:
+        raise Fatal(f"Backend.DataPlane is {wanted.plane!r}", f"set it to one of: {', '.join(WISHES)}")
     if wanted.plane == "native":
         _require_native()
     return wanted

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from ipaddress import IPv4Network
 from typing import Any, ClassVar
 
 from flanneld.backends import Driver, Host
@@ -31,6 +32,7 @@ class Lamp:
 class Fuse:
     kind: ClassVar[Kind] = Kind.OUTSIDE
     number: int
+    subnet: IPv4Network | None = None
 
     @property
     def key(self) -> Key:
@@ -144,6 +146,17 @@ def test_only_what_is_vital_is_listened_to_while_there_is_something_to_hear() ->
     fuses = OneByOne()
     assert outside(fuses, Bulk()).sources() == {5: fuses}
     assert outside(OneByOne(descriptor=-1), Bulk()).sources() == {}
+
+
+def test_what_leads_to_a_subnet_of_which_nothing_is_known_is_not_swept() -> None:
+    lamps = OneByOne(
+        there=[Fuse(1), Fuse(2, IPv4Network("10.1.6.0/24")), Fuse(3, IPv4Network("10.1.7.0/24"))]
+    )
+    parts = outside(lamps)
+    parts.converge({}, sweep=False)
+    assert lamps.calls == []
+    parts.converge({}, sweep=True, unclear={IPv4Network("10.1.7.0/24")})
+    assert lamps.calls == ["drop 1", "drop 2"]
 
 
 def test_all_drivers_are_closed() -> None:

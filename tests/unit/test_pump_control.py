@@ -14,7 +14,7 @@ from itertools import count
 import pytest
 
 from flanneld.network.pump import control
-from flanneld.network.pump.client import Client, NoPump
+from flanneld.network.pump.client import Client, NoPump, succeed
 from flanneld.network.pump.driver import PeersDriver, PumpDriver
 from flanneld.network.pump.resources import Pump, PumpPeer
 from flanneld.network.pump.server import Server
@@ -108,6 +108,14 @@ def test_five_thousand_peers_are_told_and_read_back(pump: Running, client: Clien
     client.drop(MANY[1:])
     assert pump.plane.peers == dict(MANY[:1])
     assert client.peers() == MANY[:1]
+
+
+def test_a_successor_takes_over_the_peers_and_the_place(pump: Running, client: Client) -> None:
+    client.put(MANY)
+    assert succeed(pump.settings.tun) == MANY
+    assert pump.ended()
+    assert pump.device_stays == [True]
+    assert succeed(pump.settings.tun) == []
 
 
 def test_a_peer_that_moves_is_replaced(pump: Running, client: Client) -> None:

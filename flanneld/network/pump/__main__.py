@@ -18,13 +18,14 @@ from typing import TypeVar
 from flanneld.network import tun
 from flanneld.network.pump import control
 from flanneld.network.pump.choice import Offer, build, offers
-from flanneld.network.pump.client import READY, evict
+from flanneld.network.pump.client import READY, succeed
 from flanneld.network.pump.plane import Plane, Wire
 from flanneld.network.pump.resources import Pump
 from flanneld.network.pump.server import Server
 
 #: How long to wait for what a pump that has just ended still holds, in seconds.
 _PATIENCE, _PAUSE = 0.5, 0.001
+_GRACE = 0.3
 
 Result = TypeVar("Result")
 
@@ -34,14 +35,20 @@ def main() -> int:
     try:
         # All modules are read by now: the shorter the time in which nobody carries packets.
         candidates = offers(wanted.wish)
-        evict(wanted.tun)
+        peers = succeed(wanted.tun)
         listener = _listen(wanted.tun)
         plane, why = _take_over(wanted, candidates)
     except OSError as failure:
         print(failure.strerror or failure)  # noqa: T201
         return 1
-    server = Server(wanted, plane, why, listener)
-    signal.signal(signal.SIGTERM, server.end)
+    server = Server(wanted, plane, why, listener, peers)
+
+    def end(*_: object) -> None:
+        # A daemon that gets the same signal must be past repairing what we are going to take away.
+        time.sleep(_GRACE)
+        server.end()
+
+    signal.signal(signal.SIGTERM, end)
     print(READY, flush=True)  # noqa: T201
     _close_output()
     if not server.serve():

@@ -13,16 +13,13 @@ from flanneld.network.pump.python import PythonPlane
 #: A plane, and why it is this one.
 Offer = tuple[Callable[[Wire], Plane], str]
 
-AUTO, NATIVE, PYTHON = "auto", "native", "python"
-WISHES = (AUTO, NATIVE, PYTHON)
-
 
 def offers(wish: str) -> list[Offer]:
     """The planes to try, the best first. Raises ``OSError`` if the wish cannot be granted."""
-    if wish == PYTHON:
+    if wish == "python":
         return [(PythonPlane, "as DataPlane says")]
     missing = native.available()
-    if wish == NATIVE:
+    if wish == "native":
         if missing is not None:
             raise OSError(errno.ENOSYS, f"no native data plane: {missing}")
         return [(NativePlane, "as DataPlane says")]

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 READY = "ready"
 #: Seconds. An answer takes milliseconds, the start of a process a tenth of a second; machines may be busy.
-_ANSWER_PATIENCE, _START_PATIENCE = 5.0, 10.0
-_MINE = ("PATH", "LANG", "LD_LIBRARY_PATH")
+_ANSWER_PATIENCE, _START_PATIENCE = 3.0, 10.0
+_NEEDED = ("PATH", "LANG", "LD_LIBRARY_PATH")
 
 
 class NoPump(Retryable):
@@ -68,20 +68,21 @@ class Client:
 
     def hello(self) -> Running:
         """Raises ``NoPump`` if there is none, or one of another version that is not understood."""
-        *words, pid, plane, why = self._ask(control.HELLO).decode(errors="replace").split("\0")
+        answer = self._ask(control.HELLO).decode(errors="replace")
         try:
+            *words, pid, plane, why = answer.split("\0")
             return Running(Pump.of(words), int(pid), plane, why)
         except ValueError:
             raise NoPump(self._tun, "it is of another version") from None
 
     def peers(self) -> list[control.Entry]:
         body = self._ask(control.LIST)
-        entries = control.unpack(body)
         try:
+            entries = control.unpack(body)
             while control.is_full(body):
                 body = self._receive(control.LIST)
                 entries += control.unpack(body)
-        except OSError as failure:
+        except (OSError, ValueError) as failure:
             self.close()
             raise NoPump(self._tun, str(failure)) from None
         return entries
@@ -191,9 +192,16 @@ class Client:
         return pid
 
 
-def evict(tun: str) -> None:
-    """End the pump of a device, if there is one."""
-    Client(tun, of_anybody=True).leave(device_stays=True)
+def succeed(tun: str) -> list[control.Entry]:
+    """End the pump of a device, if there is one, and return its peers: they are most likely right."""
+    client = Client(tun)
+    try:
+        return client.peers()
+    except NoPump:
+        return []
+    finally:
+        client.close()
+        Client(tun, of_anybody=True).leave(device_stays=True)
 
 
 def _said_by(process: subprocess.Popen[str]) -> list[str]:
@@ -210,5 +218,5 @@ def _said_by(process: subprocess.Popen[str]) -> list[str]:
 
 def _environment() -> dict[str, str]:
     """What a Python needs to be as this one: no more, since secrets may be in our environment."""
-    kept = {name: value for name, value in os.environ.items() if name in _MINE or name.startswith("PYTHON")}
+    kept = {name: value for name, value in os.environ.items() if name in _NEEDED or name.startswith("PYTHON")}
     return kept | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

@@ -10,12 +10,15 @@ from typing import ClassVar
 from flanneld import __version__
 from flanneld.network.resources import Key, Kind
 
+#: What one may wish for: a certain data plane, or the best that works.
+WISHES = ("auto", "native", "python")
+
 
 @dataclass(frozen=True, slots=True)
 class Pump:
     """A pump with these settings. ``local`` and ``port`` are those of its socket, ``address`` is the TUN's.
 
-    ``wish`` is ``auto``, ``native`` or ``python``. A pump of another ``version`` is to be replaced.
+    ``wish`` is one of ``WISHES``. A pump of another ``version`` is to be replaced.
     """
 
     kind: ClassVar[Kind] = Kind.OUTSIDE

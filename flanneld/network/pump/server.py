@@ -6,7 +6,7 @@ import os
 import select
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from ipaddress import IPv4Address, IPv4Network
 
@@ -21,7 +21,14 @@ _STOP_PATIENCE, _SEND_PATIENCE = 2.0, 1.0
 class Server:
     """Runs a plane in a thread of its own, and does meanwhile what daemons ask for."""
 
-    def __init__(self, settings: Pump, plane: Plane, why: str, listener: socket.socket) -> None:
+    def __init__(
+        self,
+        settings: Pump,
+        plane: Plane,
+        why: str,
+        listener: socket.socket,
+        peers: Iterable[control.Entry] = (),
+    ) -> None:
         self._settings = settings
         self._plane = plane
         self._why = why
@@ -32,9 +39,10 @@ class Server:
         self._ended = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         #: Whether the device stays when the pump goes; None while it does not.
         self._device_stays: bool | None = None
+        self._change(control.PUT, peers)
 
-    def end(self, *_: object) -> None:
-        """End, and let the device go too: a signal handler."""
+    def end(self) -> None:
+        """End, and let the device go too; also from a signal handler."""
         self._device_stays = False
         os.eventfd_write(self._ended, 1)
 
@@ -115,7 +123,7 @@ class Server:
             case control.LEAVE | control.LEAVE_NOTHING:
                 self._device_stays = verb == control.LEAVE
 
-    def _change(self, verb: bytes, entries: list[control.Entry]) -> None:
+    def _change(self, verb: bytes, entries: Iterable[control.Entry]) -> None:
         for subnet, endpoint in entries:
             if verb == control.PUT:
                 self._peers[subnet] = endpoint
