@@ -14,6 +14,7 @@ import logging
 import select
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import chain
@@ -41,7 +42,7 @@ log = logging.getLogger(__name__)
 AUDIT_PERIOD = 30.0
 #: Lets a burst of notifications end before the kernel is read back.
 _SETTLE = 0.005
-#: Between two repairs where somebody keeps undoing our work, and as a multiple of what one costs.
+#: Between two repairs where somebody keeps undoing our work; and as a multiple of the CPU time one costs.
 _REPAIR_SPACING, _REPAIR_COST_FACTOR = 0.2, 10
 _FIRST_RETRY, _LAST_RETRY = 1.0, 30.0
 #: After more writes than this the kernel is read back rather than its echo of them.
@@ -218,8 +219,8 @@ class Reconciler:
     # ---- the audit ---------------------------------------------------------------------------
 
     def _audit(self) -> None:
-        began = clock.now()
-        self._next_audit = began + AUDIT_PERIOD
+        began = time.thread_time()
+        self._next_audit = clock.now() + AUDIT_PERIOD
         try:
             self._follow_uplink()
             report = self._converge()
@@ -233,8 +234,8 @@ class Reconciler:
             self._retry_delay = _FIRST_RETRY
             if self._once.clear("refused"):
                 log.info("All that is wanted is there again")
-        ended = clock.now()
-        self._earliest_repair = ended + max(_REPAIR_SPACING, _REPAIR_COST_FACTOR * (ended - began))
+        cost = time.thread_time() - began
+        self._earliest_repair = clock.now() + max(_REPAIR_SPACING, _REPAIR_COST_FACTOR * cost)
         self._next_audit = max(self._next_audit, self._earliest_repair)
         self._account(report)
         if self._peers.synced and self._domain.adopt:

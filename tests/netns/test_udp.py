@@ -158,15 +158,16 @@ def test_a_restart_of_the_daemon_loses_nothing(nodes: list[Node], how: str) -> N
 
 def test_a_killed_pump_is_replaced_at_once(nodes: list[Node]) -> None:
     node, peer = nodes
-    before = pid_of(node)
     with node.container().ping(peer.container()) as ping:
+        for _ in range(3):
+            ping.wait_for_replies()
+            before = pid_of(node)
+            os.kill(before, signal.SIGKILL)
+            wait_for(lambda: (pump := pump_of(node)) and pump.pid != before, what="another pump")
         ping.wait_for_replies()
-        os.kill(before, signal.SIGKILL)
-        node.wait_for_log("Healed: packet pump of flannel0")
-        ping.wait_for_replies()
-        # Of fifty a second: it takes a tenth of a second, on a busy machine more.
-        assert ping.lost() < 150
-    assert pid_of(node) != before
+        # Of fifty a second, three times: each takes a tenth of a second, on a busy machine more.
+        assert ping.lost() < 300
+    assert node.log().count("Healed: packet pump of flannel0") == 3
 
 
 def test_a_pump_without_a_daemon_goes_on_and_takes_its_device_along_when_it_is_told_to_end(
@@ -412,7 +413,7 @@ whole = bytes.fromhex("4500005400004000401100000a0501020a050202") + bytes(64)
 end = time.monotonic() + seconds
 while time.monotonic() < end:
     for _ in range(100):
-        noise, cut = os.urandom(random.randrange(0, 1472)), whole[: random.randrange(0, 84)]
+        noise, cut = os.urandom(random.randrange(0, 1472)), whole[: random.randrange(0, 85)]
         out.sendto(random.choice((noise, cut)), (target, 8285))
 """
 

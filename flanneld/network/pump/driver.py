@@ -27,7 +27,7 @@ class PumpDriver:
         except NoPump:
             return
         if not self._announced:
-            log.info("Found the %s, process %d, of an earlier run", running.settings, running.pid)
+            log.info("Found the %s, process %d", running.settings, running.pid)
             self._announce(running)
         yield running.settings
 
