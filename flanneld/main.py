@@ -127,7 +127,9 @@ class Daemon:
         monitor = Monitor(kernel.port)
         uplink = self._find_uplink(kernel, config)
         stored = self._patiently("the leases", lambda: manager.stored(uplink.public(config.families[0])))
-        site = Site(kernel, config, interface_choice(self._options), make_backend, uplink, stored)
+        site = Site(
+            kernel, config, interface_choice(self._options), make_backend, uplink, stored, previous.networks
+        )
         _warn_of_unread_keys(config)
         lease = self._patiently(
             "a lease", lambda: manager.acquire(config, site.backend.attributes(), previous.subnets)

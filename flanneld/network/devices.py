@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from flanneld.imports import package_without_init
+from flanneld.network import tun
 from flanneld.network.links import Step, step
-from flanneld.network.resources import ForeignLink, Ipip, Link, Vxlan
+from flanneld.network.resources import ForeignLink, Ipip, Link, Tun, Vxlan
 
 
 def put(wanted: Link, actual: Link | ForeignLink | None) -> None:
@@ -38,8 +39,12 @@ def drop(name: str) -> None:
 
 
 def _create(route: Any, wanted: Link) -> None:
-    data = _vxlan_data(wanted) if isinstance(wanted, Vxlan) else _ipip_data(wanted)
-    _call(route, "add", ifname=wanted.name, kind=wanted.make, mtu=wanted.mtu, txqlen=0, **data)
+    if isinstance(wanted, Tun):
+        tun.make(wanted.name)
+        _call(route, "set", index=_index(route, wanted.name), mtu=wanted.mtu)
+    else:
+        data = _vxlan_data(wanted) if isinstance(wanted, Vxlan) else _ipip_data(wanted)
+        _call(route, "add", ifname=wanted.name, kind=wanted.make, mtu=wanted.mtu, txqlen=0, **data)
     _refuse_router_advertisements(wanted.name)
     _call(route, "set", index=_index(route, wanted.name), state="up")
 

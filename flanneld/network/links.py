@@ -14,7 +14,7 @@ from enum import Enum
 
 from flanneld.model import IPAddress
 from flanneld.network.netlink import attribute, attributes, unpack
-from flanneld.network.resources import ForeignLink, Ipip, Link, Vxlan
+from flanneld.network.resources import ForeignLink, Ipip, Link, Tun, Vxlan
 from flanneld.network.rtnl import address_of, mac_text
 
 IFF_UP = 0x1
@@ -28,7 +28,11 @@ _IPTUN_LOCAL, _IPTUN_REMOTE = 2, 3
 _SETTABLE: dict[type[Link], tuple[str, ...]] = {
     Vxlan: ("mac", "mtu", "learning", "up"),
     Ipip: ("mtu", "up"),
+    Tun: ("mtu", "up"),
 }
+
+_TUN_TYPE, _TUN_PERSIST = 3, 6
+IFF_TUN = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,8 @@ def _make(seen: SeenLink, info: bytes) -> Link | ForeignLink:
         return _vxlan(seen, attributes(data, 0, len(data)))
     if kind == "ipip":
         return _ipip(seen, attributes(data, 0, len(data)))
+    if kind == "tun":
+        return _tun(seen, attributes(data, 0, len(data)))
     return ForeignLink(seen.name, f"a device of kind {kind}")
 
 
@@ -115,6 +121,15 @@ def _ipip(seen: SeenLink, found: dict[int, bytes]) -> Ipip:
 
 def _end(raw: bytes | None) -> IPAddress | None:
     return address_of(raw) if raw and any(raw) else None
+
+
+def _tun(seen: SeenLink, found: dict[int, bytes]) -> Tun | ForeignLink:
+    """Before Linux 4.20 the kernel tells no details: then any tun is taken for one of ours."""
+    if found and _number(found.get(_TUN_TYPE)) != IFF_TUN:
+        return ForeignLink(seen.name, "a tap device of kind tun")
+    if found and not _number(found.get(_TUN_PERSIST)):
+        return ForeignLink(seen.name, "another process's device of kind tun")
+    return Tun(seen.name, seen.mtu, seen.up)
 
 
 class Step(Enum):

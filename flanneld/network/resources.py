@@ -87,6 +87,24 @@ class Ipip:
 
 
 @dataclass(frozen=True, slots=True)
+class Tun:
+    """A TUN device that stays when no process has it open (linux/if_tun.h, IFF_PERSIST)."""
+
+    kind: ClassVar[Kind] = Kind.LINK
+    make: ClassVar[str] = "tun"
+    name: str
+    mtu: int
+    up: bool = True
+
+    @property
+    def key(self) -> Key:
+        return (self.kind, self.name)
+
+    def __str__(self) -> str:
+        return f"link {self.name} mtu {self.mtu} tun"
+
+
+@dataclass(frozen=True, slots=True)
 class ForeignLink:
     """A device under a name that we need, of a make that is none of ours: never wanted, only met."""
 
@@ -103,7 +121,7 @@ class ForeignLink:
 
 
 #: Devices that we make. A later kind of device joins this union.
-Link = Vxlan | Ipip
+Link = Vxlan | Ipip | Tun
 
 
 @dataclass(frozen=True, slots=True)

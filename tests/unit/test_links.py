@@ -24,7 +24,7 @@ from flanneld.network.links import (
     step,
 )
 from flanneld.network.netlink import HEADER, Malformed
-from flanneld.network.resources import ForeignLink, Ipip, Link, Vxlan
+from flanneld.network.resources import ForeignLink, Ipip, Link, Tun, Vxlan
 
 MAC = "02:00:00:00:00:01"
 WANTED = Vxlan("flannel.1", 1, 3, ip_address("192.168.0.1"), 8472, MAC, 1450)
@@ -41,6 +41,7 @@ DATA["vxlan"] = {
     "IFLA_VXLAN_LEARNING": 0,
     "IFLA_VXLAN_L2MISS": 0,
 }
+DATA["tun"] = {"IFLA_TUN_TYPE": 1, "IFLA_TUN_PERSIST": 1}
 
 
 def description(
@@ -130,6 +131,31 @@ def ipip(**data: Any) -> bytes:
 )
 def test_an_ipip_device_is_read_in_full(data: bytes, make: Ipip) -> None:
     assert seen(data) == SeenLink(7, "flannel.ipip", "", 1480, make.up, make)
+
+
+TUN = Tun("flannel0", 1472)
+
+
+def tun(**data: int) -> bytes:
+    """Only what is not the default of a persistent TUN differs."""
+    return description("flannel0", kind="tun", mac=None, mtu=1472, **data)
+
+
+def test_a_tun_device_is_read_in_full() -> None:
+    assert seen(tun()).make == TUN
+
+
+@pytest.mark.parametrize(
+    ("data", "word"), [(tun(IFLA_TUN_TYPE=2), "tap"), (tun(IFLA_TUN_PERSIST=0), "another process")]
+)
+def test_a_tun_device_of_somebody_else_is_foreign(data: bytes, word: str) -> None:
+    make = seen(data).make
+    assert isinstance(make, ForeignLink)
+    assert word in make.description
+
+
+def test_a_tun_device_of_which_an_old_kernel_says_nothing_is_taken_for_ours() -> None:
+    assert seen(tun(IFLA_TUN_TYPE=None, IFLA_TUN_PERSIST=None)).make == TUN
 
 
 def test_a_device_without_mac_has_none() -> None:
@@ -231,6 +257,18 @@ def test_a_device_of_another_kind_is_its_owners_only_where_ipip_is_wanted() -> N
 def test_a_refusal_whose_reason_is_clear_has_a_remedy(code: int, word: str) -> None:
     assert word in remedy(IPIP, code)
     assert bool(remedy(IPIP, code)) is bool(word)
+
+
+@pytest.mark.parametrize(
+    "actual", [replace(TUN, mtu=1400), replace(TUN, up=False), replace(TUN, mtu=1400, up=False)]
+)
+def test_what_can_be_set_on_a_tun_is_set(actual: Tun) -> None:
+    assert step(TUN, actual) is Step.SET
+
+
+def test_a_device_of_another_kind_under_the_name_is_replaced() -> None:
+    assert step(replace(TUN, name="flannel.1"), WANTED) is Step.REPLACE
+    assert "vxlan" in differences(replace(TUN, name="flannel.1"), WANTED)
 
 
 def test_the_log_names_what_differs_and_nothing_else() -> None:
