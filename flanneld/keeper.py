@@ -33,7 +33,10 @@ _SHORTEST_TERM = 1.0
 
 
 class Keeper:
-    """Renews one lease. ``revoked`` is called when the store no longer has it."""
+    """Renews one lease. ``revoked`` is called when the store no longer has it.
+
+    ``contested`` says that another node may have our lease; else what is not as we wrote it is put right.
+    """
 
     def __init__(
         self,
@@ -44,6 +47,7 @@ class Keeper:
         stop: threading.Event,
         heartbeat: Callable[[float], None],
         revoked: Callable[[], None],
+        contested: bool = True,
         now: Callable[[], float] = clock.now,
     ) -> None:
         self._manager = manager
@@ -52,6 +56,7 @@ class Keeper:
         self._stop = stop
         self._heartbeat = heartbeat
         self._revoked = revoked
+        self._contested = contested
         self._now = now
         self._taken_at = now()
         self._term = None if lease.expires is None else lease.expires - self._taken_at
@@ -114,6 +119,11 @@ class Keeper:
 
     def _heard(self, lease: Lease) -> None:
         """What is in our lease now. Older news than our own last write is stale."""
+        if not self._contested:
+            if lease.attrs != self._lease.attrs:
+                log.warning("The store does not say of us what we are: writing it again")
+                self._correct(spacing=CONTEST_SPACING)
+            return
         if lease.asof < self._lease.asof:
             return
         if lease.asof > self._lease.asof and self._is_a_nodes_write(lease):
