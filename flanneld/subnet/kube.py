@@ -58,7 +58,11 @@ class KubeManager:
     """
 
     def __init__(
-        self, options: KubeOptions, environ: Mapping[str, str], timeouts: Timeouts | None = None
+        self,
+        options: KubeOptions,
+        environ: Mapping[str, str],
+        timeouts: Timeouts | None = None,
+        make_backoff: Callable[[], Backoff] = Backoff,
     ) -> None:
         if not environ.get("NODE_NAME") and not (environ.get("POD_NAME") and environ.get("POD_NAMESPACE")):
             raise Fatal(
@@ -70,6 +74,7 @@ class KubeManager:
         self._reader = NodeReader(full_prefix(options.annotation_prefix))
         self._access = Access(options.api_url, options.kubeconfig, environ)
         self._timeouts = timeouts or Timeouts()
+        self._make_backoff = make_backoff
         self._requests = Api(self._access, self._timeouts)
         self._own_node = OwnNode(self._requests, self._reader, environ)
         self._once = Once()
@@ -141,7 +146,7 @@ class KubeManager:
         member = self._joined()
         if self._saved is not None:
             deliver(member.listed([self._saved.own, *self._saved.peers]))
-        follower = Follower(Api(self._access, self._timeouts), self._reader, member, Backoff())
+        follower = Follower(Api(self._access, self._timeouts), self._reader, member, self._make_backoff())
         with self._lock:
             if self._is_closed:
                 raise Cancelled
