@@ -30,7 +30,8 @@ from flanneld.subnet.kube_nodes import (
 
 PREFIX = "flannel.alpha.coreos.com/"
 DUAL = parse(
-    '{"Network": "10.5.0.0/16", "EnableIPv6": true, "IPv6Network": "fd00:5::/48", "Backend": {"Type": "vxlan"}}'
+    '{"Network": "10.5.0.0/16", "EnableIPv6": true, "IPv6Network": "fd00:5::/48",'
+    ' "Backend": {"Type": "vxlan"}}'
 )
 IPV4 = parse('{"Network": "10.5.0.0/16", "Backend": {"Type": "vxlan"}}')
 IPV6 = parse(
@@ -281,6 +282,7 @@ def test_the_operator_may_say_where_a_node_is() -> None:
 
 def test_all_annotations_of_go_flanneld_are_known() -> None:
     assert set(SUFFIXES) == {
-        "kube-subnet-manager", "backend-type", "backend-data", "public-ip", "public-ip-overwrite", "node-public-ip",
+        "kube-subnet-manager", "backend-type",
+        "backend-data", "public-ip", "public-ip-overwrite", "node-public-ip",
         "backend-v6-data", "public-ipv6", "public-ipv6-overwrite", "node-public-ipv6",
     }  # fmt: skip
