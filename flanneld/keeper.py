@@ -119,14 +119,9 @@ class Keeper:
 
     def _heard(self, lease: Lease) -> None:
         """What is in our lease now. Older news than our own last write is stale."""
-        if not self._contested:
-            if lease.attrs != self._lease.attrs:
-                log.warning("The store does not say of us what we are: writing it again")
-                self._correct(spacing=CONTEST_SPACING)
-            return
         if lease.asof < self._lease.asof:
             return
-        if lease.asof > self._lease.asof and self._is_a_nodes_write(lease):
+        if self._is_a_nodes_write(lease) and (lease.asof > self._lease.asof or not self._contested):
             self._contest(lease)
             return
         self._lease = replace(self._lease, expires=lease.expires, asof=lease.asof)
@@ -141,6 +136,11 @@ class Keeper:
 
     def _contest(self, lease: Lease) -> None:
         """Another node took our lease, by our public IP; the one that has had it longer keeps it."""
+        if not self._contested:
+            log.warning("The store does not say of us what we are: writing it again")
+            self._lease = replace(self._lease, asof=lease.asof)
+            self._correct(spacing=CONTEST_SPACING)
+            return
         problem = f"another node writes itself into our lease {lease}: {lease.attrs}"
         remedy = "give each node its own address with --public-ip"
         if self._now() - self._taken_at < PROBATION:

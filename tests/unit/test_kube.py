@@ -328,7 +328,7 @@ def test_missing_rights_are_named_with_their_remedy(cluster: Cluster) -> None:
 def test_no_token_is_shown_in_what_is_said(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(1):
         manager = cluster.join()
-        cluster.wait_for()
+        wait_for(lambda: cluster.control.watches() == 1)
         cluster.fault(status=500)
         with pytest.raises(Retryable) as refusal:
             manager.renew(Lease(ATTRS, SUBNET))

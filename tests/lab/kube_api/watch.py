@@ -33,7 +33,9 @@ class Watch:
         self._version = version_of(query, watch=True)
         self._lists_first = query.get("sendInitialEvents") == "true"
         self._wants_all = self._lists_first or self._version == 0
-        self._end = time.monotonic() + float(query.get("timeoutSeconds") or random.randint(SHORTEST, LONGEST))
+        self._end = time.monotonic() + float(
+            query.get("timeoutSeconds") or random.randint(SHORTEST, LONGEST)
+        )
         self._bookmarks: Iterator[float] = iter(())
         if query.get("allowWatchBookmarks") in ("true", "1"):
             self._bookmarks = _bookmark_times(self._end, bookmark_interval)
