@@ -30,7 +30,7 @@ class Fault:
     body: str | None = None
     #: Seconds in the header Retry-After and the Status object.
     retry_after: int = 0
-    #: Watches: send this line first.
+    #: Watches: send this line, whatever it is, and break off.
     line: str = ""
     #: Watches: send an ERROR event with a Status of this code and end the stream.
     error: int = 0
