@@ -49,16 +49,18 @@ class Watch:
         elif self._version < self._store.oldest:
             yield [self._too_old()]
             return
-        while (now := time.monotonic()) < self._end:
-            if self.order is not None:
-                yield from self._obey(self.order)
-                return
-            changes = self._wait(min(self._end, next_bookmark) - now)
+        while True:
+            changes = self._wait(min(self._end, next_bookmark) - time.monotonic())
             if changes is None:
                 yield [self._too_old()]
                 return
             if lines := [line for change in changes if (line := self._line(change))]:
                 yield lines
+            if self.order is not None:
+                yield from self._obey(self.order)
+                return
+            if time.monotonic() >= self._end:
+                return
             if time.monotonic() >= next_bookmark:
                 next_bookmark = next(self._bookmarks, float("inf"))
                 yield [bookmark(self._version)]
