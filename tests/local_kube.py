@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.lab.kube_api.access import EVERYTHING, FLANNEL, FLANNEL_USER, NOTHING, Access, User
+from tests.lab.kube_api.access import Access
 from tests.lab.kube_api.api import Api
 from tests.lab.kube_api.control import Control
 from tests.lab.kube_api.server import Server, tls_context
@@ -34,15 +34,13 @@ class LocalKube:
 @contextmanager
 def running_kube(tls: Path | None = None, journal: Path | None = None) -> Iterator[LocalKube]:
     """Run a server; ``tls`` is a folder with certificates."""
-    access = Access()
-    access.tokens |= {
-        ADMIN: User("admin", EVERYTHING),
-        FLANNEL_TOKEN: User(FLANNEL_USER, FLANNEL),
-        NOBODY: User("nobody", NOTHING),
-    }
+    store = Store(journal)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = Server(listener, Api(Store(journal), access), tls_context(tls) if tls else None)
+        server = Server(listener, Api(store, Access(store)), tls_context(tls) if tls else None)
         control = Control(server)
+        control.put_token(ADMIN, "admin", "admin")
+        control.put_token(FLANNEL_TOKEN)
+        control.put_token(NOBODY, "nobody", "nobody")
         thread = threading.Thread(target=server.serve)
         thread.start()
         try:

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from tests.lab import peer_command
 
-collect_ignore = [] if peer_command() else ["test_peer.py"]
+collect_ignore = [] if peer_command() else ["test_kube_peer.py", "test_peer.py"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -40,7 +39,7 @@ def write_kubeconfig(path: Path, url: str, token: str, ca: Path | None = None) -
 def write_service_account(
     folder: Path, token: str, ca: Path | None = None, namespace: str = "kube-flannel"
 ) -> None:
-    """Write token, ca.crt and namespace as kubelet does: links into a directory that is replaced as a whole."""
+    """Write token, ca.crt and namespace as kubelet does: links into a directory that is replaced at once."""
     folder.mkdir(parents=True, exist_ok=True)
     content = {"token": token, "namespace": namespace} | ({"ca.crt": ca.read_text()} if ca else {})
     data = Path(tempfile.mkdtemp(prefix="..", dir=folder))
@@ -50,7 +49,7 @@ def write_service_account(
         if not (folder / name).is_symlink():
             (folder / name).symlink_to(f"..data/{name}")
     (folder / "..data_tmp").symlink_to(data.name)
-    os.replace(folder / "..data_tmp", folder / "..data")
+    (folder / "..data_tmp").replace(folder / "..data")
 
 
 def as_pod(folder: Path, command: Sequence[str]) -> list[str]:

@@ -138,16 +138,21 @@ class Lab:
         return started
 
     def kube_cluster(
-        self, backend: Mapping[str, Any], nodes: int = 2, flags: Sequence[str] = (), **config: Any
+        self,
+        backend: Mapping[str, Any],
+        nodes: int = 2,
+        command: Sequence[str] | None = None,
+        flags: Sequence[str] = (),
+        **config: Any,
     ) -> list[Node]:
-        """The same with nodes that Kubernetes has made: their subnets are 10.5.<number>.0/24."""
+        """The same for ``--kube-subnet-mgr``: each node's podCIDR is 10.5.<number>.0/24."""
         net_conf = self.directory / "net-conf.json"
         net_conf.write_text(json.dumps({"Network": NETWORK, "Backend": dict(backend), **config}))
         started = self.add_nodes(nodes)
         for node in started:
             self.kube.add(node)
             own = [*self.kube.flags(), f"--net-config-path={net_conf}", *flags]
-            node.start(*own, environment={"NODE_NAME": node.name})
+            node.start(*own, command=command, environment={"NODE_NAME": node.name})
         for node in started:
             node.wait_ready(10)
         return started

@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from tests.lab.kube_api import nodes, refusals
-from tests.lab.kube_api.access import EVERYTHING, Access, User
+from tests.lab.kube_api.access import ROLES, Access, User
 from tests.lab.kube_api.lists import node_list
 from tests.lab.kube_api.patches import merge, strategic_merge
 from tests.lab.kube_api.store import Store, dump
@@ -152,7 +152,7 @@ class Api:
             return Answer(200, [b"ok"], headers=headers)
         if request.path == "/version":
             return Answer(200, [json.dumps(VERSION, indent=2).encode()])
-        if user.rules != EVERYTHING and request.path != "/api":
+        if user.rules != ROLES["admin"] and request.path != "/api":
             message = f'forbidden: User "{user.name}" cannot {request.method.lower()} path "{request.path}"'
             raise refusals.Refusal(403, "Forbidden", message, {})
         if request.path != "/api":
@@ -252,7 +252,7 @@ def _decoded(body: bytes) -> dict[str, Any]:
     except ValueError:
         raise refusals.bad_request("unexpected end of JSON input") from None
     if not isinstance(value, dict):
-        kind = {list: "array", str: "string"}.get(type(value), "number")
+        kind = "array" if isinstance(value, list) else "string" if isinstance(value, str) else "number"
         raise refusals.bad_request(
             f"json: cannot unmarshal {kind} into Go value of type map[string]interface {{}}"
         )

@@ -127,7 +127,9 @@ def _manager(name: str) -> dict[str, Any]:
     members: dict[str, Any] = {".": {}}
     members |= {f"f:{part}": {} for part in ("lastHeartbeatTime", "lastTransitionTime", "message", "reason")}
     conditions = {f'k:{{"type":"{kind}"}}': members for kind, *_ in _HEALTH}
-    annotations = {f"f:{PREFIX}{part}": {} for part in ("backend-data", "backend-type", "public-ip")}
+    annotations: dict[str, Any] = {
+        f"f:{PREFIX}{part}": {} for part in ("backend-data", "backend-type", "public-ip")
+    }
     fields = {"f:metadata": {"f:annotations": annotations}, "f:status": {"f:conditions": conditions}}
     fields["f:status"] |= {"f:allocatable": {f"f:{name}": {} for name in _RESOURCES}}
     entry = {"manager": name, "operation": "Update", "apiVersion": "v1", "time": BORN}

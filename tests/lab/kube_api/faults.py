@@ -30,15 +30,15 @@ class Fault:
     body: str | None = None
     #: Seconds in the header Retry-After and the Status object.
     retry_after: int = 0
-    #: Watches: send this line first.
+    #: Watches: send this line, whatever it is, and break off.
     line: str = ""
     #: Watches: send an ERROR event with a Status of this code and end the stream.
     error: int = 0
-    #: Break off after so many bytes of the body, or within the first occurrence of a text, after its first byte.
-    #: An accented letter is cut inside its UTF-8 sequence.
+    #: Break off after so many bytes of the body, or within the first occurrence of a text, after its first
+    #: byte: an accented letter is cut inside its UTF-8 sequence.
     cut: int | str | None = None
-    #: How to break off: "close" or "reset" the connection in the middle of a chunk, "end" the body as if it were
-    #: complete, or "stall": say nothing more and stay.
+    #: How to break off: "close" or "reset" the connection in the middle of a chunk, "end" the body as if it
+    #: were complete, or "stall": say nothing more and stay.
     then: End = "close"
     #: The largest chunk, 0 for those of the real server.
     chunk: int = 0

@@ -116,7 +116,7 @@ def _only(values: Object, names: tuple[str, ...]) -> Object:
 
 def _condition(condition: Object) -> Object:
     """Times are written even when there is none, whole seconds only."""
-    whole = {"type": "", "status": ""} | _only(condition, _CONDITION)
+    whole: Object = {"type": "", "status": ""} | _only(condition, _CONDITION)
     for name in ("lastHeartbeatTime", "lastTransitionTime"):
         whole[name] = _FRACTION.sub("", whole[name]) if whole.get(name) else None
     return {name: whole[name] for name in _CONDITION if name in whole}

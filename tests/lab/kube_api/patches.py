@@ -7,8 +7,8 @@ from typing import Any
 
 Object = dict[str, Any]
 
-#: The lists of a Node whose members are merged, by path, with the member that identifies them; the lists of plain
-#: values that are merged have none. All other lists are replaced (struct tags in k8s.io/api/core/v1).
+#: The lists of a Node that are merged, by path, with what identifies a member; those of plain values have no
+#: such thing. All other lists are replaced (struct tags in k8s.io/api/core/v1).
 MERGED = {
     ("metadata", "ownerReferences"): "uid",
     ("metadata", "finalizers"): "",
@@ -36,7 +36,7 @@ def merge(target: Any, patch: Any) -> Any:
 def strategic_merge(
     target: Mapping[str, Any], patch: Mapping[str, Any], path: tuple[str, ...] = ()
 ) -> Object:
-    """Apply a strategic merge patch to the object at ``path``; raises ``ValueError`` for a directive that is wrong."""
+    """Apply a strategic merge patch to the object at ``path``; a nameless member raises ``ValueError``."""
     directive = patch.get("$patch")
     if directive == "replace":
         return {key: value for key, value in patch.items() if key != "$patch"}

@@ -189,7 +189,7 @@ def _common_name(sock: socket.socket) -> str:
 
 
 def tls_context(folder: Path) -> ssl.SSLContext:
-    """Serve with ``server.crt`` and ``server.key``; take clients' certificates signed by ``ca.crt``, and none."""
+    """Serve with server.crt and server.key; a client may have a certificate, signed by ca.crt."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(folder / "server.crt", folder / "server.key")
     context.load_verify_locations(folder / "ca.crt")

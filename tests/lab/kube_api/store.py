@@ -33,7 +33,7 @@ Items = list[tuple[str, bytes]]
 class Store:
     """All objects by resource and name, as JSON; ``lock`` guards everything and is notified of every change.
 
-    With a journal, a file, its content outlives the process; the history does not, as in the real server's cache.
+    With a journal, a file, they outlive the process. The history does not, like the real server's cache.
     """
 
     def __init__(self, journal: Path | None = None, version: int = 0, window: int = 4096) -> None:
@@ -57,7 +57,7 @@ class Store:
         return None if item is None else json.loads(item)
 
     def put(self, resource: str, name: str, value: Object) -> bytes:
-        """Write an object and return its JSON with its new version; what changes nothing keeps the version."""
+        """Write an object and return its JSON with its version, a new one if anything changed."""
         with self.lock:
             there = self._objects.setdefault(resource, {})
             before = there.get(name)
@@ -85,7 +85,7 @@ class Store:
             return last
 
     def items(self, resource: str) -> Items:
-        """All objects of a resource by name, in the order of the names; ask under the lock for a consistent view."""
+        """All objects of a resource, in the order of their names."""
         with self.lock:
             return sorted(self._objects.get(resource, {}).items())
 

@@ -23,7 +23,8 @@ SHORTEST, LONGEST = 1800, 3600  # seconds, of a watch without timeoutSeconds
 class Watch:
     """One watch on nodes. Iteration gives the lines to send at once, ``[]`` first: then the header goes out.
 
-    ``order`` takes a fault that shall strike an open watch. Raises ``Refusal`` when it is made and ``Cut`` later.
+    ``order`` takes a fault that shall strike it while it is open. Making one may raise ``Refusal``, iterating
+    ``Cut``.
     """
 
     def __init__(self, store: Store, query: Query, bookmark_interval: float, patience: float) -> None:
@@ -33,9 +34,7 @@ class Watch:
         self._version = version_of(query, watch=True)
         self._lists_first = query.get("sendInitialEvents") == "true"
         self._wants_all = self._lists_first or self._version == 0
-        self._end = time.monotonic() + float(
-            query.get("timeoutSeconds") or random.randint(SHORTEST, LONGEST)
-        )
+        self._end = time.monotonic() + float(query.get("timeoutSeconds") or random.randint(SHORTEST, LONGEST))
         self._bookmarks: Iterator[float] = iter(())
         if query.get("allowWatchBookmarks") in ("true", "1"):
             self._bookmarks = _bookmark_times(self._end, bookmark_interval)
@@ -50,16 +49,18 @@ class Watch:
         elif self._version < self._store.oldest:
             yield [self._too_old()]
             return
-        while (now := time.monotonic()) < self._end:
-            if self.order is not None:
-                yield from self._obey(self.order)
-                return
-            changes = self._wait(min(self._end, next_bookmark) - now)
+        while True:
+            changes = self._wait(min(self._end, next_bookmark) - time.monotonic())
             if changes is None:
                 yield [self._too_old()]
                 return
             if lines := [line for change in changes if (line := self._line(change))]:
                 yield lines
+            if self.order is not None:
+                yield from self._obey(self.order)
+                return
+            if time.monotonic() >= self._end:
+                return
             if time.monotonic() >= next_bookmark:
                 next_bookmark = next(self._bookmarks, float("inf"))
                 yield [bookmark(self._version)]

@@ -1,6 +1,6 @@
 """HTTP/1.1 on the wire: chunks as Go's net/http makes them, keep-alive, and answers that break off.
 
-An answer of up to 2048 bytes has a Content-Length; a longer one, and every watch, goes out in chunks, and what is
+An answer of up to 2048 bytes has a Content-Length; a longer one, and every watch, goes out in chunks; what is
 written passes through a buffer of 2048 bytes first (chunkWriter in net/http/server.go).
 """
 
