@@ -33,9 +33,12 @@ def clean_up(path: Path, say: Callable[[str], None], *, dry_run: bool) -> bool:
         done = dry_run or act()
         complete &= done
         say(f"{'would remove' if dry_run else 'removed' if done else 'could not remove'} {what}")
-    for line in retire(pairs(previous.networks, previous.subnets), dry_run=dry_run):
+    removed, failures = retire(pairs(previous.networks, previous.subnets), dry_run=dry_run)
+    for line in removed:
         say(f"{'would remove' if dry_run else 'removed'} rule {line}")
-    return complete
+    for line in failures:
+        say(f"could not remove {line}")
+    return complete and not failures
 
 
 def _steps(kernel: Kernel, previous: Previous, path: Path) -> Iterator[tuple[str, Callable[[], bool]]]:

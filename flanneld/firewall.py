@@ -28,7 +28,8 @@ from flanneld.network.firewall import detect
 from flanneld.network.firewall.command import Commands
 from flanneld.network.firewall.detect import Wish
 from flanneld.network.firewall.driver import Driver, Unavailable
-from flanneld.network.firewall.netfilter import Removal, Removals, dropping_tables
+from flanneld.network.firewall.forwarding import dropping, in_the_way
+from flanneld.network.firewall.netfilter import Removal, Removals
 from flanneld.network.firewall.patience import Patience
 from flanneld.network.firewall.plan import Claim, claim
 from flanneld.network.firewall.rules import IPTABLES_CHAINS, NATIVE_TABLE, Nets, Purpose, Style, wanted
@@ -117,9 +118,12 @@ class Firewall:
 
         Raises ``Fatal`` if it can never be done, though ``--ip-masq`` asks for it.
         """
+        if self._wishes.purpose or self._wishes.former:
+            self._set_up()
+        self._warn_of_dropping()
+
+    def _set_up(self) -> None:
         purpose = self._wishes.purpose
-        if not purpose and not self._wishes.former:
-            return
         try:
             reason = self._choose_place()
             drivers = {nets.family: self._driver(nets.family) for nets in self._wishes.nets}
@@ -135,7 +139,6 @@ class Firewall:
         self._take_over(drivers)
         self._listen()
         self._check()
-        self._warn_of_dropping()
 
     def _choose_place(self) -> str:
         """Set the place, and say why it is that one."""
@@ -183,16 +186,16 @@ class Firewall:
             log.warning("No news from nf_tables (%s): reading the rules every %g s", error, self._period)
 
     def _warn_of_dropping(self) -> None:
-        if self._place != "native" or not self._wishes.purpose.forward:
-            return
+        """Our rules accept in one table only, and none if that is left to others."""
+        ours = self._place if self._upkeep and self._wishes.purpose.forward else None
         for nets in self._wishes.nets:
-            for table in dropping_tables(nets.family):
-                log.warning(
-                    "Table %s drops what its FORWARD chain does not accept, and no rule in another table can "
-                    "change that; accept %s there, or do without EnableNFTables",
-                    table,
-                    nets.network,
-                )
+            for found in dropping(nets.family):
+                if in_the_way(found, nets.network, ours, self._commands):
+                    log.warning(
+                        "The %s drops the network's packets unless it accepts them itself; run as root: %s",
+                        found,
+                        found.command(nets.network),
+                    )
 
     def start_and_run(self) -> None:
         """For rules that nothing has to wait for."""
@@ -314,23 +317,24 @@ class Firewall:
         self._to_sweep = remaining
 
 
-def retire(former: Iterable[Nets], *, dry_run: bool = False) -> list[str]:
-    """Remove all rules that flannel made, of any network and wherever they are, and say what they were.
+def retire(former: Iterable[Nets], *, dry_run: bool = False) -> tuple[list[str], list[str]]:
+    """Remove all rules that flannel made, of any network and wherever they are.
 
-    ``former`` is what the last run had: unmarked rules, as in v0.12, are known by these networks only.
-    With ``dry_run`` nothing is changed. What cannot be removed is logged.
+    Says what they were, and why some may be left. ``former`` is what the last run had: unmarked rules, as in
+    v0.12, are known by these networks only. With ``dry_run`` nothing is changed.
     """
     commands = Commands(threading.Event())
     known = {nets.family: nets for nets in former}
     removed: list[str] = []
+    failures: list[str] = []
     for family in FAMILIES:
         everything = replace(claim((), known.get(family), masquerade=True, forward=True), networks=None)
         for place in PLACES:
             try:
                 removed += sweep(place, family, everything, commands, dry_run=dry_run)
             except Retryable as failure:
-                log.warning("Rules of flannel may be left for IPv%d: %s", family, failure)
-    return removed
+                failures.append(f"rules for IPv{family}: {failure}")
+    return removed, failures
 
 
 def _say(name: str, change: Change) -> None:

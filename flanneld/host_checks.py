@@ -53,12 +53,14 @@ class Finding:
     """One obstacle: what it is, why it matters, what puts it right as root.
 
     ``settings`` are what we may set by ourselves for that, in this order; none if the operator must decide.
+    What is ``grave`` is in the way of what this host is for.
     """
 
     what: str
     why: str
     command: str
     settings: tuple[tuple[str, int], ...] = ()
+    grave: bool = True
 
 
 def report(families: tuple[Family, ...], uplink: str, *, services: bool = False) -> None:
@@ -67,7 +69,8 @@ def report(families: tuple[Family, ...], uplink: str, *, services: bool = False)
         if mend(finding):
             log.info("%s, so %s; mended by: %s", finding.what, finding.why, finding.command)
         else:
-            log.warning("%s, so %s; run as root: %s", finding.what, finding.why, finding.command)
+            level = logging.WARNING if finding.grave else logging.INFO
+            log.log(level, "%s, so %s; run as root: %s", finding.what, finding.why, finding.command)
 
 
 # ---- deciding ---------------------------------------------------------------------------------
@@ -102,16 +105,18 @@ def _kept_advertisements(facts: Facts) -> Iterator[tuple[str, int]]:
 
 
 def _bridge_without_firewall(facts: Facts) -> Iterator[Finding]:
-    """Only service addresses need it: a reply that stays on the bridge has to be translated back."""
-    if not facts.services:
-        return
-    why = "containers of this node do not reach each other through a service address"
+    """A reply that stays on the bridge has to be translated back.
+
+    That concerns published ports as well, but only service addresses are what every container uses.
+    """
+    why = "containers of this node do not reach each other through a service address or a published port"
     missing = [BRIDGED[family] for family in facts.families if BRIDGED[family] not in facts.settings]
     if missing:
-        yield Finding("the kernel module br_netfilter is not loaded", why, "modprobe br_netfilter")
+        what = "the kernel module br_netfilter is not loaded"
+        yield Finding(what, why, "modprobe br_netfilter", grave=facts.services)
     off = [BRIDGED[family] for family in facts.families if facts.settings.get(BRIDGED[family]) == 0]
     for setting in off:
-        yield Finding(f"{_shown(setting)} is 0", why, _sysctl((setting, 1)))
+        yield Finding(f"{_shown(setting)} is 0", why, _sysctl((setting, 1)), grave=facts.services)
 
 
 def _strict_uplink(facts: Facts) -> Iterator[Finding]:

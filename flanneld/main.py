@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from flanneld import __version__, backends, clock, glog, host_checks, notify, options, subnet_file
+from flanneld.brake import Brake
 from flanneld.config import Config
 from flanneld.errors import Fatal, Retryable
 from flanneld.keeper import Keeper
@@ -192,6 +193,8 @@ class Daemon:
             heartbeat=partial(self._supervisor.heartbeat, "reconciler"),
             on_move=lambda: self._moved(member, keeper),
             on_synced=self._missing.clear,
+            reread=member.manager.reread,
+            brake=Brake(is_on=self._options.removal_brake),
         )
 
     # ---- the steps ---------------------------------------------------------------------------

@@ -87,6 +87,11 @@ class Lease:
         return name_of(self.key)
 
 
+def lies_in(net: IPNetwork, other: IPNetwork) -> bool:
+    """Whether a network is a part of another one, of the same family."""
+    return net.version == other.version and net.subnet_of(other)  # type: ignore[arg-type]
+
+
 def name_of(key: LeaseKey) -> str:
     """A lease key as operators know it: ``10.1.5.0/24`` or ``10.1.5.0/24,fc00::/64``."""
     return ",".join(str(net) for net in key if net is not None)

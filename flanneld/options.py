@@ -230,6 +230,11 @@ class Options:
     set_node_network_unavailable: bool = _flag(
         "set-node-network-unavailable", True, "clear the node's NetworkUnavailable condition"
     )
+    removal_brake: bool = _flag(
+        "removal-brake",
+        True,
+        "read the leases again before most peers are removed at once",
+    )
     cleanup: bool = _flag("cleanup", False, "remove all that flannel made on this host, list it and exit")
     dry_run: bool = _flag("dry-run", False, "with -cleanup: only list it")
     v: int = _flag("v", 0, "verbosity `level` of the log")

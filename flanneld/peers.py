@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from flanneld.backends import Backend, OtherBackend
+from flanneld.brake import Brake
 from flanneld.errors import Refused
 from flanneld.glog import Once
 from flanneld.model import (
     FAMILIES,
     Change,
     Event,
+    Family,
     IPNetwork,
     Lease,
     LeaseKey,
     LeaseTable,
     Snapshot,
+    lies_in,
     name_of,
 )
 from flanneld.network.diff import Plan, plan
@@ -32,8 +35,10 @@ _FEW = 10
 class Peers:
     """The peers' leases and the wanted state, kept in step lease by lease. Moves nothing."""
 
-    def __init__(self, own: Lease) -> None:
+    def __init__(self, own: Lease, networks: Iterable[IPNetwork], brake: Brake) -> None:
         self._own = own
+        self._brake = brake
+        self._networks = {network.version: network for network in networks}
         self._table = LeaseTable(own.key)
         self._wanted = Wanted()
         #: Leases whose data no backend could make sense of.
@@ -105,6 +110,8 @@ class Peers:
         if was_synced and _lacks(event, self._own):
             log.warning("The store has lost our own lease: what it says of the others is not acted on")
             return Change()
+        if was_synced and isinstance(event, Snapshot):
+            event = self._brake.pass_on(event, [lease.key for lease in self._table])
         change = self._table.apply(event)
         if was_synced:
             self._told += _lines_about(change, self._wanted)
@@ -115,6 +122,7 @@ class Peers:
         resources: list[Resource] = []
         try:
             _refuse_overlap(lease, self._own)
+            _refuse_outside(lease, self._networks)
             resources.extend(backend.peer(lease))
         except OtherBackend as reason:
             self._riddles.discard(lease.key)
@@ -163,6 +171,15 @@ def _refuse_overlap(lease: Lease, own: Lease) -> None:
         same_start = theirs.network_address == ours.network_address
         if same_start if same_length else theirs.overlaps(ours):
             raise Refused(f"it overlaps our own subnet {ours}", "remove the lease that is wrong")
+
+
+def _refuse_outside(lease: Lease, networks: Mapping[Family, IPNetwork]) -> None:
+    """Raises ``Refused`` for a peer that would draw traffic to itself that is none of this network's."""
+    for net in lease.key:
+        network = networks.get(net.version) if net is not None else None
+        if net is not None and network is not None and not lies_in(net, network):
+            remedy = "remove the lease, or restart its daemon if Network was changed"
+            raise Refused(f"it is outside our network {network}", remedy)
 
 
 def _lacks(event: Event, own: Lease) -> bool:

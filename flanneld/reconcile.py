@@ -14,11 +14,12 @@ import logging
 import select
 import socket
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from itertools import chain
 
 from flanneld import clock
+from flanneld.brake import Brake
 from flanneld.errors import Fatal, Retryable
 from flanneld.glog import Once, V
 from flanneld.inbox import Inbox
@@ -66,6 +67,8 @@ class Reconciler:
         heartbeat: Callable[[float], None],
         on_move: Callable[[], None],
         on_synced: Callable[[], None],
+        reread: Callable[[], None],
+        brake: Brake,
     ) -> None:
         self.inbox: Inbox[list[Event]] = Inbox()
         self._kernel = kernel
@@ -75,9 +78,11 @@ class Reconciler:
         self._heartbeat = heartbeat
         self._on_move = on_move
         self._on_synced = on_synced
+        self._reread = reread
+        self._brake = brake
         self._monitor = monitor
         self._extras = tuple(extras)
-        self._peers = Peers(own)
+        self._peers = Peers(own, [network for network, _ in site.ranges], brake)
         self._outside = Outside(site.backend)
         self._domain = Domain(site.uplink.name, frozenset(), site.ranges, former)
         self._names: dict[int, str] = {}
@@ -126,12 +131,15 @@ class Reconciler:
         poll.register(self._monitor, select.POLLIN)
         while not self._stop.is_set():
             self._heartbeat(2 * AUDIT_PERIOD)
-            poll.poll(max(0.0, self._next_audit - clock.now()) * 1000)
+            next_act = min(self._next_audit, self._brake.next_reading)
+            poll.poll(max(0.0, next_act - clock.now()) * 1000)
             self._take_events([event for events in self.inbox.drain() for event in events])
             self.inbox.settle()
             self._take_news(self._monitor.read(self._names.get))
             if clock.now() >= self._next_audit and not self._stop.is_set():
                 self._audit()
+            if self._brake.is_due():
+                self._reread()
         self._outside.close()
 
     def cancel(self) -> None:
@@ -146,6 +154,8 @@ class Reconciler:
             if self._peers.synced:
                 self._first_sync()
             return
+        if events and self._domain.adopt:
+            self._repair_soon()
         try:
             if steps:
                 self._account(self._apply(steps))
@@ -161,7 +171,6 @@ class Reconciler:
         except OSError as failure:
             self._could_not_read(failure)
             return
-        self._domain = replace(self._domain, adopt=False)
         log.info(
             "In sync with %d peers: made %d objects, removed %d left by an earlier run",
             len(self._peers),
@@ -169,6 +178,12 @@ class Reconciler:
             len(report.removed),
         )
         self._account(report)
+        self._is_swept()
+
+    def _is_swept(self) -> None:
+        """What an earlier run left has been dealt with, or is held back."""
+        if not self._brake.sweep_is_held:
+            self._domain = replace(self._domain, adopt=False)
         self._on_synced()
 
     # ---- news of the kernel ------------------------------------------------------------------
@@ -227,8 +242,7 @@ class Reconciler:
         self._next_audit = max(self._next_audit, self._earliest_repair)
         self._account(report)
         if self._peers.synced and self._domain.adopt:
-            self._domain = replace(self._domain, adopt=False)
-            self._on_synced()
+            self._is_swept()
 
     def _follow_uplink(self) -> None:
         look = self._uplink_may_have_moved or self._site.asks_routes or self._site.is_adrift
@@ -247,12 +261,19 @@ class Reconciler:
         report = self._kernel.apply_links(self._links())
         links = ((link, True) for link in self._links())
         steps = compare(self._peers.wanted, chain(links, self._kernel.read(self._domain, self._peers.wanted)))
-        stale = without_ways_to(self._peers.unclear, steps.drops) if self._domain.sweep else ()
-        steps = Plan(steps.puts, stale)
+        steps = Plan(steps.puts, self._stale(steps.drops) if self._domain.sweep else ())
         report.add(self._write(steps.only(_in_kernel) if self._outside else steps))
         report.add(self._outside.converge(self._peers.wanted, sweep=self._domain.sweep))
         self._names = self._interfaces()
         return report
+
+    def _stale(self, unwanted: Collection[Resource]) -> tuple[Resource, ...]:
+        """What may go of all that nobody wants."""
+        stale = without_ways_to(self._peers.unclear, unwanted)
+        held = self._domain.adopt and self._brake.holds_sweep(
+            sum(map(_is_route, stale)), sum(map(_is_route, self._peers.wanted.values()))
+        )
+        return () if held else stale
 
     def _apply(self, steps: Plan) -> Report:
         if not self._outside:
@@ -297,6 +318,10 @@ class Reconciler:
 
 def _in_kernel(resource: Resource) -> bool:
     return resource.kind is not Kind.OUTSIDE
+
+
+def _is_route(resource: Resource) -> bool:
+    return resource.kind is Kind.ROUTE
 
 
 def _log_repairs(what: str, resources: list[Resource]) -> None:

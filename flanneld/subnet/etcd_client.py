@@ -87,6 +87,7 @@ class Client(etcd.Client):  # type: ignore[misc] # python-etcd has no types
         #: We broke the connection ourselves, so that it broke says nothing about the server.
         self._gave_up = False
         self._after: Position | None = None
+        self._reread = threading.Event()
 
     def fetch(self, key: str, *, recursive: bool = False) -> Reply:
         """Read a key as the majority of the servers knows it. Raises ``NotFound``."""
@@ -118,6 +119,7 @@ class Client(etcd.Client):  # type: ignore[misc] # python-etcd has no types
 
         Raises ``ListAgain`` when what happened since then cannot be had.
         """
+        self._check_reread()
         self._after = after
         try:
             reply: Reply = self.watch(key, index=after.index + 1, recursive=recursive)
@@ -134,6 +136,11 @@ class Client(etcd.Client):  # type: ignore[misc] # python-etcd has no types
         self._used = -math.inf
         self._gave_up = True
         self._line.drop()
+
+    def reread(self) -> None:
+        """Let ``wait``, now or when it is called next, raise ``ListAgain``. May be called from any thread."""
+        self._reread.set()
+        self.reconnect()
 
     def cut(self) -> None:
         """End what goes on and refuse what comes. May be called from any thread, repeatedly."""
@@ -153,6 +160,11 @@ class Client(etcd.Client):  # type: ignore[misc] # python-etcd has no types
         with self._turn:
             return self._ask_in_turn(request)
 
+    def _check_reread(self) -> None:
+        if self._reread.is_set():
+            self._reread.clear()
+            raise ListAgain("somebody wants to be sure")
+
     def _result_from_response(self, response: Reply) -> Reply:
         return response
 
@@ -167,6 +179,8 @@ class Client(etcd.Client):  # type: ignore[misc] # python-etcd has no types
                 self._line.check()
                 if self._gave_up and (request.repeatable or not failure.sent):
                     self._gave_up = False
+                    if request.after is not None:
+                        self._check_reread()
                     return self._ask_in_turn(request)
                 failures[server.name] = failure
                 log.log(V(1), "etcd at %s: %s", server.name, failure.problem)

@@ -150,6 +150,11 @@ class EtcdV2Manager:
 
         self._follow(path, start, news, deliver, alive, recursive=False)
 
+    def reread(self) -> None:
+        with self._lock:
+            for follower in self._followers:
+                follower.reread()
+
     def reconnect(self) -> None:
         with self._lock:
             self._requests.reconnect()

@@ -44,6 +44,10 @@ class Follower:
         finally:
             self._client.close()
 
+    def reread(self) -> None:
+        """Begin with ``start`` again. May be called from any thread."""
+        self._client.reread()
+
     def reconnect(self) -> None:
         """Go on over a new connection. May be called from any thread."""
         self._client.reconnect()

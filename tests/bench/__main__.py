@@ -7,17 +7,20 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from tests.bench.bed import Bed, make_bed
 from tests.bench.cluster import MOST_PEERS
-from tests.bench.figures import Measure, Samples, Subject
+from tests.bench.figures import Figure, Measure, Samples, Subject
+from tests.bench.flow import CONFIGS, PATH, flow
 from tests.bench.process import MachineLoad
 from tests.bench.report import Results
 from tests.bench.trial import Settings, live
 from tests.lab import CommandError, EtcdError, own_command, peer_command
 
+#: The backends whose peers exist in etcd alone.
 BACKENDS = ("vxlan", "host-gw")
 #: What is measured on a node without peers, and on one with some.
 ALONE = {Measure.START, Measure.LATENCY, Measure.RSS, Measure.IDLE}
@@ -33,13 +36,18 @@ class Bench:
         self.results = Results()
         self.broken = False
         self._chosen = chosen
-        self._settings = Settings(idle_seconds=chosen.idle_seconds, events=chosen.events)
+        self._settings = Settings(chosen.idle_seconds, chosen.events, chosen.flow_seconds)
         peer = shlex.split(chosen.peer) if chosen.peer else peer_command()
         self._commands = {"ours": own_command()} | ({"peer": peer} if peer else {})
 
     def run(self) -> None:
         """Every backend with every number of peers; both daemons in turn in each round."""
-        for backend in self._chosen.backend:
+        if Measure.FLOW in self._chosen.only:
+            for backend in self._chosen.backend or CONFIGS:
+                self._flows(backend)
+        for backend in self._chosen.backend or BACKENDS:
+            if backend not in BACKENDS:
+                continue
             if wanted := self._chosen.only & ALONE:
                 self._rounds(backend, 0, wanted)
             for peers in self._chosen.peers:
@@ -54,13 +62,34 @@ class Bench:
                 for side in self._commands if this_time else ():
                     self._life(bed, side, this_time)
 
+    def _flows(self, backend: str) -> None:
+        """Both nodes with one daemon each, and last with one of either kind."""
+        both = {side: (command, command) for side, command in self._commands.items()}
+        ours, peer = self._commands["ours"], self._commands.get("peer")
+        mixed = {"to peer": (ours, peer), "from peer": (peer, ours)} if peer and backend != PATH else {}
+        for _ in range(self._chosen.rounds):
+            for side, pair in both.items():
+                if backend != PATH or side == "ours":
+                    self._flow(backend, side, backend, pair)
+            for which, pair in mixed.items():
+                self._flow(f"{backend} {which}", "ours", backend, pair)
+
+    def _flow(self, name: str, side: str, backend: str, pair: tuple[Sequence[str], Sequence[str]]) -> None:
+        seconds = self._settings.flow_seconds
+        self._try(Subject(name, 1, Figure.TCP), side, lambda: flow(backend, *pair, seconds))
+
     def _life(self, bed: Bed, side: str, wanted: set[Measure]) -> None:
+        subject = Subject(bed.backend, bed.peers, Figure.ENV)
+        self._try(subject, side, lambda: live(bed, self._commands[side], wanted, self._settings))
+
+    def _try(self, subject: Subject, side: str, measure: Callable[[], dict[Figure, float]]) -> None:
+        """Measure once and keep what was found; of the subject only the figure differs."""
         load = MachineLoad()
         time.sleep(LOOK)
         self.results.busy.append(load.busy())
-        what = f"{bed.backend}, {bed.peers} peers, {side}"
+        what = f"{subject.backend}, {subject.peers} peers, {side}"
         try:
-            figures = live(bed, self._commands[side], wanted, self._settings)
+            figures = measure()
         except FAILURES as failure:
             self.broken = True
             print(f"{what}: BROKEN: {failure}", file=sys.stderr, flush=True)
@@ -68,8 +97,8 @@ class Bench:
         shown = "; ".join(f"{figure} {value:.3g}" for figure, value in figures.items())
         print(f"{what}: {shown}", file=sys.stderr, flush=True)
         for figure, value in figures.items():
-            subject = Subject(bed.backend, bed.peers, figure)
-            getattr(self.results.samples.setdefault(subject, Samples()), side).append(value)
+            samples = self.results.samples.setdefault(replace(subject, figure=figure), Samples())
+            getattr(samples, side).append(value)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -94,11 +123,12 @@ def _read(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description="Measure whole daemons.")
     parser.add_argument("--peer", metavar="CMD", help="a daemon to compare with; default $FLANNELD_PEER")
     parser.add_argument("--only", type=_measures, default=set(Measure), help="some of " + ",".join(Measure))
-    parser.add_argument("--backend", type=_backends, default=list(BACKENDS), help=",".join(BACKENDS))
+    parser.add_argument("--backend", type=_backends, default=[], help="some of " + ",".join(CONFIGS))
     parser.add_argument("--peers", type=_numbers, default=[1000, 5000, 15000], help="default 1000,5000,15000")
     parser.add_argument("--rounds", type=int, default=3, help="lives of each daemon; default 3")
     parser.add_argument("--events", type=int, default=200, help="peers that come and go in latency")
     parser.add_argument("--idle-seconds", type=float, default=60, help="how long idling is watched")
+    parser.add_argument("--flow-seconds", type=float, default=3, help="how long each flow lasts")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample there")
     chosen = parser.parse_args(argv)
     if max(chosen.peers) + chosen.events > MOST_PEERS or min(chosen.peers) < 1:
@@ -113,7 +143,7 @@ def _measures(text: str) -> set[Measure]:
 
 
 def _backends(text: str) -> list[str]:
-    if not set(text.split(",")) <= set(BACKENDS):
+    if not set(text.split(",")) <= set(CONFIGS):
         raise ValueError(text)
     return text.split(",")
 

@@ -16,6 +16,7 @@ class Measure(StrEnum):
     LATENCY = "latency"
     RSS = "rss"
     IDLE = "idle"
+    FLOW = "flow"
 
 
 class Figure(StrEnum):
@@ -34,11 +35,15 @@ class Figure(StrEnum):
     REMOVE = "remove to kernel, p50 ms"
     REMOVE_P99 = "remove to kernel, p99 ms"
     STOP = "SIGTERM to exit, ms"
+    TCP = "TCP, Gbit/s"
+    TCP_NODE_CPU = "CPU of the daemons, s/GB"
+    TCP_CPU = "CPU of the machine, s/GB"
+    PACKETS = "64-byte packets, 1000/s"
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What a figure is about: a node with so many peers."""
+    """What a figure is about: a node with so many peers; for traffic, two nodes with one peer each."""
 
     backend: str
     peers: int
@@ -61,13 +66,15 @@ class Samples:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """At most ``limit``: as a ratio to the peer's median or, if absolute, in the figure's own unit."""
+    """At most or at least ``limit``: a ratio to the peer's median or, if absolute, in the figure's unit."""
 
     limit: float
     absolute: bool = False
+    at_least: bool = False
 
     def __str__(self) -> str:
-        return f"<= {self.limit:g}" if self.absolute else f"ratio <= {self.limit:g}"
+        bound = f"{'>=' if self.at_least else '<='} {self.limit:g}"
+        return bound if self.absolute else f"ratio {bound}"
 
     def verdict(self, samples: Samples) -> str:
         """``met``, ``missed``, or ``""`` when there is nothing to judge."""
@@ -75,7 +82,7 @@ class Goal:
         reached = reached if self.absolute else samples.ratio()
         if reached is None:
             return ""
-        return "met" if reached <= self.limit else "missed"
+        return "met" if (reached >= self.limit if self.at_least else reached <= self.limit) else "missed"
 
 
 LATENCY_RATIO = 1.3
@@ -87,6 +94,10 @@ GOALS = {
     Subject("host-gw", 15_000, Figure.BULK): Goal(0.03),
     Subject("host-gw", 15_000, Figure.IDLE): Goal(0.1),
     Subject("vxlan", 5_000, Figure.RSS): Goal(45, absolute=True),
+    Subject("udp", 1, Figure.TCP): Goal(10, at_least=True),
+    Subject("udp", 1, Figure.TCP_NODE_CPU): Goal(0.12),
+    Subject("udp", 1, Figure.PACKETS): Goal(1.3, at_least=True),
+    Subject("udp/python", 1, Figure.TCP): Goal(1.2, at_least=True),
     **{
         Subject(backend, 0, figure): goal
         for backend in ("vxlan", "host-gw")

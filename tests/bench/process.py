@@ -22,7 +22,7 @@ def cpu_seconds(pid: int) -> float:
     seconds = 0.0
     for each in _tree(pid):
         with suppress(OSError):  # ended meanwhile
-            seconds += _own_time(each) + _reaped_time(each)
+            seconds += own_time(each) + _reaped_time(each)
     return seconds
 
 
@@ -55,7 +55,8 @@ class MachineLoad:
         return sum(map(int, fields[_IDLE])), sum(map(int, fields[1:_GUEST]))
 
 
-def _own_time(pid: int) -> float:
+def own_time(pid: int) -> float:
+    """CPU seconds of all threads of one process, exactly. Raises ``OSError`` if there is no such process."""
     # The kernel's encoding of "CPU clock of that process, by the scheduler's account".
     return time.clock_gettime((~pid << 3) | 2)
 

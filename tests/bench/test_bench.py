@@ -17,7 +17,7 @@ from tests.bench.report import Results
 def test_a_run_in_miniature_yields_every_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FLANNELD_PEER", raising=False)
     file = tmp_path / "figures.json"
-    sizes = ["--peers=50", "--rounds=1", "--events=5", "--idle-seconds=1"]
+    sizes = ["--peers=50", "--rounds=1", "--events=5", "--idle-seconds=1", "--flow-seconds=1"]
     assert main(["--backend=vxlan", f"--json={file}", *sizes]) == 0
     rows = json.loads(file.read_text())["figures"]
     assert {row["figure"] for row in rows} == {figure.value for figure in Figure}
@@ -36,6 +36,11 @@ def test_a_daemon_that_fails_makes_the_status_1(
 @pytest.mark.parametrize(("ours", "verdict"), [(1.3, "met"), (1.31, "missed")])
 def test_a_ratio_at_its_limit_meets_the_goal(ours: float, verdict: str) -> None:
     assert Goal(1.3).verdict(Samples([ours], [1.0])) == verdict
+
+
+@pytest.mark.parametrize(("ours", "verdict"), [(10, "met"), (9.9, "missed")])
+def test_a_goal_can_be_to_reach_at_least_so_much(ours: float, verdict: str) -> None:
+    assert Goal(10, at_least=True).verdict(Samples([ours], [1.0])) == verdict
 
 
 def test_an_absolute_goal_needs_no_peer() -> None:

@@ -45,6 +45,7 @@ class Settings:
 
     idle_seconds: float = 60
     events: int = 200
+    flow_seconds: float = 3
 
 
 def live(bed: Bed, command: Sequence[str], wanted: Collection[Measure], settings: Settings) -> Figures:

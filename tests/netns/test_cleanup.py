@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
 from tests.lab import Lab, Node
@@ -56,3 +59,17 @@ def test_the_routes_that_a_go_flanneld_left_are_found(lab: Lab) -> None:
     assert [route["dst"] for route in node.routes() if route.get("gateway") == "198.18.0.99"] == [
         "192.0.2.0/24"
     ]
+
+
+def test_what_cannot_be_removed_is_said_and_shows_in_the_status(lab: Lab, tmp_path: Path) -> None:
+    (node,) = lab.add_nodes(1)
+    node.run("iptables-nft", "-N", "FLANNEL-FWD")
+    broken = tmp_path / "iptables-nft-restore"
+    broken.write_text("#!/bin/sh\necho out of order >&2\nexit 4\n")
+    broken.chmod(0o755)
+    command = (*own_command(), f"--subnet-file={node.subnet_file}", "--cleanup")
+    done = node.run("env", f"PATH={tmp_path}:{os.environ['PATH']}", *command, check=False)
+    assert done.returncode == 1
+    assert "could not remove rules for IPv4: iptables-nft-restore" in done.stdout
+    assert "out of order" in done.stdout
+    assert node.run(*command).stdout == "removed rule iptables-nft: filter FLANNEL-FWD\n"

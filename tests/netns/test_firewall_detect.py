@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from flanneld.network.firewall.detect import Facts, choose, look
+from tests.lab.daemon import ROOT
 from tests.netns.firewall_host import WAYS, Host, host
 
 LEGACY_RULES = "iptables-legacy -A INPUT -j ACCEPT; ip6tables-legacy -A INPUT -j ACCEPT"
@@ -70,3 +73,27 @@ def test_our_own_rules_say_nothing_about_the_host(machine: Host) -> None:
     machine.sh("iptables-legacy -A INPUT -j ACCEPT")
     machine.set_once(**WAYS["nft"])
     assert (seen(machine).legacy_rules, seen(machine).nft_rules) == (1, 0)
+
+
+NOBODY = (
+    "setpriv --reuid=nobody --regid=nogroup --clear-groups"
+    " --inh-caps=-all,+net_admin --ambient-caps=-all,+net_admin"
+)
+LOOK = "from flanneld.network.firewall.detect import *; print(choose('auto', look((4, 6)))[0])"
+
+
+@pytest.fixture
+def open_directory() -> Iterator[Path]:
+    """One that every user may look into."""
+    with tempfile.TemporaryDirectory() as made:
+        Path(made).chmod(0o755)
+        yield Path(made)
+
+
+@pytest.mark.parametrize("flavour", ["nft", "legacy"])
+def test_who_may_not_see_the_legacy_tables_goes_by_what_iptables_means(
+    machine: Host, open_directory: Path, flavour: str
+) -> None:
+    (open_directory / "iptables").symlink_to(f"/usr/sbin/xtables-{flavour}-multi")
+    environment = f"PYTHONPATH={ROOT} PATH={open_directory}:$PATH:/usr/sbin"
+    assert machine.sh(f'{environment} {NOBODY} {sys.executable} -c "{LOOK}"') == f"{flavour}\n"

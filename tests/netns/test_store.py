@@ -279,6 +279,33 @@ def test_a_restart_keeps_the_ways_to_peers_whose_leases_are_garbage_now(lab: Lab
     assert lost_routes(node, before) == []
 
 
+#: What a node that may write leases could draw to itself.
+HIJACKS = {
+    "0.0.0.0/0": "outside our network",
+    "8.0.0.0/6": "outside our network",
+    "198.18.0.254/32": "outside our network",
+    "10.5.0.0/16": "overlaps our own subnet",
+}
+
+
+def test_a_peer_cannot_draw_traffic_to_itself_that_is_not_its_own(lab: Lab) -> None:
+    (node,) = lab.cluster({"Type": "vxlan"}, nodes=1, SubnetMax="10.5.50.0")
+    before = node.routes()
+    for subnet in (*HIJACKS, node.subnet().replace("/24", "/25")):
+        lab.etcd.put_lease(subnet, vxlan(99))
+    wait_for_news(lab, node)
+    said = complaints(node)
+    assert [
+        any(f"lease {subnet}: it" in line and why in line for line in said) for subnet, why in HIJACKS.items()
+    ]
+    assert len(said) == len(HIJACKS) + 1
+    node.stop()
+    node.start()
+    node.wait_ready()
+    wait_for_news(lab, node)
+    assert node.routes() == before
+
+
 def test_a_peer_that_runs_another_backend_now_is_led_to_no_more(lab: Lab) -> None:
     (node,) = lab.cluster({"Type": "vxlan"}, nodes=1, SubnetMax="10.5.50.0")
     lab.etcd.put_lease("10.5.100.0/24", vxlan(100))

@@ -8,6 +8,7 @@ from flanneld.network.firewall.detect import Facts, choose
 from flanneld.network.firewall.driver import Unavailable
 from flanneld.network.firewall.restore import Flavour
 
+UNSEEN = "the host's iptables is of that kind, and only root may see the legacy tables"
 BOTH: frozenset[Flavour] = frozenset({"nft", "legacy"})
 
 
@@ -24,6 +25,10 @@ BOTH: frozenset[Flavour] = frozenset({"nft", "legacy"})
         (Facts(BOTH, nft_works=False), "legacy", "the kernel has no nf_tables"),
         (Facts(frozenset({"nft"}), frozenset({"legacy"})), "nft", "no other is installed"),
         (Facts(frozenset({"legacy"})), "legacy", "no other is installed"),
+        (Facts(BOTH, usual="legacy"), "legacy", UNSEEN),
+        (Facts(BOTH, usual="nft"), "nft", UNSEEN),
+        (Facts(BOTH, frozenset({"nft"}), usual="legacy"), "nft", "Kubernetes uses it here"),
+        (Facts(frozenset({"nft"}), usual="legacy"), "nft", "no other is installed"),
     ],
 )
 def test_the_flavour_follows_from_the_facts(facts: Facts, flavour: Flavour, reason: str) -> None:

@@ -93,9 +93,12 @@ def test_a_bridge_that_bypasses_the_firewall_is_for_the_operator_to_change() -> 
     assert finding.settings == ()
 
 
-def test_without_services_the_bridge_may_be_as_it_likes() -> None:
-    assert findings(replace(without("bridge"), services=False)) == ()
-    assert findings(replace(but(bridge_bridge_nf_call_iptables=0), services=False)) == ()
+@pytest.mark.parametrize("services", [True, False])
+def test_a_bridge_that_bypasses_the_firewall_is_grave_only_where_containers_use_services(
+    services: bool,
+) -> None:
+    for facts in (without("bridge"), but(bridge_bridge_nf_call_iptables=0)):
+        assert only(replace(facts, services=services)).grave is services
 
 
 @pytest.mark.parametrize(
@@ -120,7 +123,7 @@ def test_a_strict_uplink_does_not_filter_ipv6() -> None:
 
 
 def test_what_the_kernel_does_not_show_is_no_finding() -> None:
-    assert findings(replace(without("forward", "rp_filter"), services=False)) == ()
+    assert findings(without("forward", "rp_filter")) == ()
 
 
 def test_what_only_the_operator_may_do_is_not_mended() -> None:

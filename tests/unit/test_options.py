@@ -35,6 +35,7 @@ DEFAULTS = {
     "subnet-lease-renew-margin": 60,
     "cleanup": False,
     "dry-run": False,
+    "removal-brake": True,
     "ip-masq": False,
     "ip-masq-fully-random-disable": False,
     "kube-subnet-mgr": False,

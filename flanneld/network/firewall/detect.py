@@ -7,8 +7,10 @@ no process, and creates no table by looking into it.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from flanneld.glog import V
@@ -34,7 +36,8 @@ _PACKAGE = "install the Debian package iptables"
 @dataclass(frozen=True, slots=True)
 class Facts:
     """What speaks for one or the other. The numbers are those of others' rules; ``nft_rules`` matters only
-    if there are ``legacy_rules``, and is 0 otherwise.
+    if there are ``legacy_rules``, and is 0 otherwise. ``usual`` is what ``iptables`` alone means, asked for
+    only if the legacy tables are out of sight.
     """
 
     installed: frozenset[Flavour]
@@ -42,6 +45,7 @@ class Facts:
     legacy_rules: int = 0
     nft_rules: int = 0
     nft_works: bool = True
+    usual: Flavour | None = None
 
 
 def choose(wish: Wish, facts: Facts) -> tuple[Flavour, str]:
@@ -57,6 +61,8 @@ def choose(wish: Wish, facts: Facts) -> tuple[Flavour, str]:
     for flavour in _FLAVOURS:
         if flavour in facts.hinted:
             return flavour, "Kubernetes uses it here"
+    if facts.usual in facts.installed and facts.usual:
+        return facts.usual, "the host's iptables is of that kind, and only root may see the legacy tables"
     if facts.legacy_rules and facts.legacy_rules >= facts.nft_rules:
         return "legacy", f"{facts.legacy_rules} rules are in its tables, {facts.nft_rules} in nf_tables"
     if facts.nft_works:
@@ -73,12 +79,14 @@ def look(families: Sequence[Family]) -> Facts:
     )
     hinted: set[Flavour] = set()
     legacy_rules = nft_rules = 0
+    usual: Flavour | None = None
     try:
         if any(xtables.has_chain(family, hint) for family in _ALL for hint in _HINTS):
             hinted.add("legacy")
         legacy_rules = sum(map(xtables.count_rules, _ALL))
     except OSError as error:
         log.log(V(1), "Cannot read the legacy tables: %s", error)
+        usual = _usual()
     try:
         with Netfilter() as netfilter:
             if any(netfilter.has_chain(family, hint) for family in _ALL for hint in _HINTS):
@@ -86,5 +94,11 @@ def look(families: Sequence[Family]) -> Facts:
             nft_rules = netfilter.count_rules() if legacy_rules else 0
     except OSError as error:
         log.log(V(1), "Cannot ask nf_tables: %s", error)
-        return Facts(installed, frozenset(hinted), legacy_rules, nft_works=False)
-    return Facts(installed, frozenset(hinted), legacy_rules, nft_rules)
+        return Facts(installed, frozenset(hinted), legacy_rules, nft_works=False, usual=usual)
+    return Facts(installed, frozenset(hinted), legacy_rules, nft_rules, usual=usual)
+
+
+def _usual() -> Flavour | None:
+    """Debian's alternatives, and others' links, lead from ``iptables`` to the program of one flavour."""
+    target = os.path.realpath(find("iptables") or "")
+    return next((flavour for flavour in _FLAVOURS if flavour in Path(target).name.split("-")), None)

@@ -48,6 +48,8 @@ _NF_INET_FORWARD, _NF_DROP = 2, 0
 _PROTOCOL: dict[Family, int] = {4: 2, 6: 10}
 _INET = 1
 _FAMILY: dict[int, Family] = {2: 4, 10: 6}
+#: The families of tables, as nft(8) names them.
+_TABLE_FAMILY = {1: "inet", 2: "ip", 10: "ip6"}
 
 #: What the kernel answers to questions for a subsystem that it does not have.
 _NOT_THERE = (errno.EINVAL, errno.EOPNOTSUPP)
@@ -104,16 +106,15 @@ class Netfilter:
                     ways.add((protocol, chain))
         return max(0, others - len(ways))
 
-    def dropping(self, family: Family) -> list[str]:
-        """The tables with a FORWARD hook whose policy is to drop: no other table can overrule that."""
-        found = []
+    def dropping(self, family: Family) -> Iterator[tuple[str, str]]:
+        """Chains at the FORWARD hook whose policy is to drop: the table as nft(8) names it, and the chain."""
         for protocol in (_PROTOCOL[family], _INET):
             for _, given in self._dump(_GETCHAIN, protocol):
                 hooked = given.get(_CHAIN_HOOK, b"")
                 hook = _number(attributes(hooked, 0, len(hooked)), _HOOK_NUMBER)
                 if hook == _NF_INET_FORWARD and _number(given, _CHAIN_POLICY) == _NF_DROP:
-                    found.append(_string(given, _CHAIN_TABLE))
-        return found
+                    table = _string(given, _CHAIN_TABLE)
+                    yield f"{_TABLE_FAMILY[protocol]} {table}", _string(given, _CHAIN_NAME)
 
     def _has(self, kind: int, family: Family, body: bytes) -> bool:
         try:
@@ -228,12 +229,3 @@ def _string(given: dict[int, bytes], kind: int) -> str:
 def _number(given: dict[int, bytes], kind: int) -> int | None:
     value = given.get(kind, b"")
     return _U32.unpack(value)[0] if len(value) == _U32.size else None
-
-
-def dropping_tables(family: Family) -> list[str]:
-    """``Netfilter.dropping``, or nothing where nf_tables does not answer."""
-    try:
-        with Netfilter() as netfilter:
-            return netfilter.dropping(family)
-    except OSError:
-        return []

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from flanneld.model import IPNetwork
+from flanneld.model import IPNetwork, lies_in
 from flanneld.network.firewall.rules import (
     FORWARD,
     FORWARDING,
@@ -56,10 +56,7 @@ class Claim:
         return left
 
     def _covers(self, net: IPNetwork) -> bool:
-        return self.networks is None or any(
-            net.version == known.version and net.subnet_of(known)  # type: ignore[arg-type]
-            for known in self.networks
-        )
+        return self.networks is None or any(lies_in(net, known) for known in self.networks)
 
 
 def claim(nets: Iterable[Nets], former: Nets | None, *, masquerade: bool, forward: bool) -> Claim:

@@ -17,7 +17,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flanneld.model import Family
-from flanneld.network.firewall.rules import ACCEPT, MASQUERADE, OWN_CHAINS, RETURN, Chain, Match, Rule, Rules
+from flanneld.network.firewall.rules import (
+    ACCEPT,
+    FORWARDING,
+    MASQUERADE,
+    OWN_CHAINS,
+    RETURN,
+    Chain,
+    Match,
+    Rule,
+    Rules,
+)
 
 _NAMES: Mapping[Family, str] = {4: "ip_tables_names", 6: "ip6_tables_names"}
 _LEVEL: Mapping[Family, int] = {4: socket.SOL_IP, 6: socket.IPPROTO_IPV6}
@@ -96,6 +106,12 @@ def has_chain(family: Family, chain: Chain) -> bool:
     return chain in read(family, [chain])
 
 
+def drops_forwarded(family: Family) -> bool:
+    """Whether the policy of FORWARD is to drop. Raises ``OSError``."""
+    table, chain = FORWARDING
+    return table in tables(family) and _take(family, table).policy(chain) == "DROP"
+
+
 def count_rules(family: Family) -> int:
     """How many rules there are that are not flannel's. Raises ``OSError``."""
     ours = sum(len(rules) + 1 for rules in read(family, OWN_CHAINS).values())
@@ -121,6 +137,12 @@ class Snapshot:
             return None
         offsets = list(self._walk(head + self._entry(head).next))
         return tuple(self._rule(offset) for offset in offsets[:-1])  # The last one is the return.
+
+    def policy(self, hook: str) -> str:
+        """What becomes of a packet at the end of a built-in chain."""
+        offset = self.hooks[hook][1]
+        data = self.data[offset + self._entry(offset).target + _EXTENSION.size :]
+        return _VERDICTS.get(_VERDICT.unpack_from(data)[0], "")
 
     def count(self) -> int:
         """How many rules there are, without policies and the two entries around each other chain."""

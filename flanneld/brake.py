@@ -1,0 +1,83 @@
+"""The mass-removal brake: a list of leases that lacks most peers is read again before it is believed.
+
+A store that was restored from an old copy, or answers with a part of what it has, must not cut a whole
+cluster off. Single removals are never held: each of them is something that somebody did.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Collection
+from dataclasses import replace
+
+from flanneld import clock
+from flanneld.model import LeaseKey, Snapshot
+
+log = logging.getLogger(__name__)
+
+#: Up to so many peers may go at once.
+FEW = 10
+#: Seconds between the first reading and the one that decides.
+HOLD = 30.0
+
+
+class Brake:
+    """Holds removals back for a while. For one thread."""
+
+    def __init__(self, *, is_on: bool = True, now: Callable[[], float] = clock.now) -> None:
+        self._is_on = is_on
+        self._now = now
+        #: When what is held may be believed, if it is said again then.
+        self._until = math.inf
+        self._asked = False
+        self.sweep_is_held = False
+        self._may_sweep = False
+
+    @property
+    def next_reading(self) -> float:
+        """When the leases have to be read again."""
+        return math.inf if self._asked else self._until
+
+    def is_due(self) -> bool:
+        """Whether that is now; said once for each time that something is held."""
+        if self._now() < self.next_reading:
+            return False
+        self._asked = True
+        return True
+
+    def pass_on(self, snapshot: Snapshot, known: Collection[LeaseKey]) -> Snapshot:
+        """The snapshot, or one that keeps the peers it lacks as if their leases could only not be read."""
+        there = {lease.key for lease in snapshot.leases} | snapshot.unreadable
+        missing = [key for key in known if key not in there]
+        if self._is_too_much(len(missing), len(known)) and not self._is_over():
+            self._hold(f"{len(missing)} of {len(known)} peers are gone from the list of leases")
+            return replace(snapshot, unreadable=snapshot.unreadable | frozenset(missing))
+        if self._is_over() or not self.sweep_is_held:
+            self._release()
+        return snapshot
+
+    def holds_sweep(self, stale: int, kept: int) -> bool:
+        """Whether routes that an earlier run left are to stay for now, though no lease has them."""
+        if not self.sweep_is_held and not self._may_sweep and self._is_too_much(stale, stale + kept):
+            self.sweep_is_held = True
+            self._hold(f"{stale} of {stale + kept} routes lead to peers that are not in the list of leases")
+        return self.sweep_is_held
+
+    def _is_too_much(self, missing: int, known: int) -> bool:
+        return self._is_on and known > FEW and 2 * missing > known
+
+    def _is_over(self) -> bool:
+        return self._now() >= self._until
+
+    def _hold(self, what: str) -> None:
+        if self._until < math.inf:
+            return
+        self._until = self._now() + HOLD
+        log.warning("%s: leaving all as it is, and reading the list again in %.0f s", what, HOLD)
+
+    def _release(self) -> None:
+        if self._until < math.inf:
+            log.warning("The list of leases was read again: acting on it now")
+        self._may_sweep |= self.sweep_is_held
+        self._until, self._asked, self.sweep_is_held = math.inf, False, False

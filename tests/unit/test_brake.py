@@ -1,0 +1,104 @@
+"""When the mass-removal brake holds, and when it lets go."""
+
+from __future__ import annotations
+
+import math
+from ipaddress import IPv4Network
+
+import pytest
+
+from flanneld.brake import HOLD, Brake
+from flanneld.model import Lease, LeaseAttrs, LeaseKey, Snapshot
+
+
+class Clock:
+    """A time that is told."""
+
+    def __init__(self) -> None:
+        self.time = 1000.0
+
+    def __call__(self) -> float:
+        return self.time
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def brake(clock: Clock) -> Brake:
+    return Brake(now=clock)
+
+
+def keys(number: int) -> list[LeaseKey]:
+    return [(IPv4Network((0x0A050000 + (each << 8), 24)), None) for each in range(number)]
+
+
+def snapshot(number: int) -> Snapshot:
+    return Snapshot(tuple(Lease(LeaseAttrs(), *key) for key in keys(number)))
+
+
+@pytest.mark.parametrize(("known", "left"), [(11, 5), (12, 5), (5000, 0)])
+def test_more_than_half_of_more_than_ten_are_held(brake: Brake, known: int, left: int) -> None:
+    held = brake.pass_on(snapshot(left), keys(known))
+    assert held.unreadable == frozenset(keys(known)[left:])
+    assert held.leases == snapshot(left).leases
+
+
+@pytest.mark.parametrize(("known", "left"), [(10, 0), (12, 6), (11, 6), (0, 5)])
+def test_few_peers_or_the_lesser_half_may_go_at_once(brake: Brake, known: int, left: int) -> None:
+    assert brake.pass_on(snapshot(left), keys(known)) == snapshot(left)
+    assert brake.next_reading == math.inf
+
+
+def test_the_list_is_read_again_once_after_the_wait(brake: Brake, clock: Clock) -> None:
+    brake.pass_on(snapshot(0), keys(20))
+    assert not brake.is_due()
+    clock.time += HOLD
+    assert brake.is_due()
+    assert not brake.is_due()
+
+
+def test_what_still_holds_then_is_believed(brake: Brake, clock: Clock) -> None:
+    brake.pass_on(snapshot(0), keys(20))
+    clock.time += HOLD
+    assert brake.pass_on(snapshot(3), keys(20)) == snapshot(3)
+    assert brake.pass_on(snapshot(1), keys(20)) != snapshot(1), "and the next one is held anew"
+
+
+def test_what_is_said_again_too_early_is_held_no_longer_than_at_first(brake: Brake, clock: Clock) -> None:
+    brake.pass_on(snapshot(0), keys(20))
+    clock.time += HOLD - 1
+    assert brake.pass_on(snapshot(0), keys(20)).unreadable
+    clock.time += 1
+    assert brake.is_due()
+
+
+def test_peers_that_are_back_end_the_wait(brake: Brake, clock: Clock) -> None:
+    brake.pass_on(snapshot(0), keys(20))
+    brake.pass_on(snapshot(20), keys(20))
+    clock.time += HOLD
+    assert not brake.is_due()
+    assert brake.pass_on(snapshot(0), keys(20)).unreadable
+
+
+def test_a_sweep_is_held_until_the_list_was_read_again(brake: Brake, clock: Clock) -> None:
+    assert brake.holds_sweep(stale=11, kept=3)
+    assert brake.pass_on(snapshot(3), keys(3)) == snapshot(3)
+    assert brake.holds_sweep(stale=11, kept=3), "that was too early"
+    clock.time += HOLD
+    assert brake.holds_sweep(stale=11, kept=3)
+    brake.pass_on(snapshot(3), keys(3))
+    assert not brake.holds_sweep(stale=11, kept=3)
+
+
+@pytest.mark.parametrize(("stale", "kept"), [(5, 5), (10, 0), (50, 50)])
+def test_a_smaller_sweep_is_not_held(brake: Brake, stale: int, kept: int) -> None:
+    assert not brake.holds_sweep(stale, kept)
+
+
+def test_a_brake_that_is_off_holds_nothing(clock: Clock) -> None:
+    brake = Brake(is_on=False, now=clock)
+    assert brake.pass_on(snapshot(0), keys(500)) == snapshot(0)
+    assert not brake.holds_sweep(stale=500, kept=0)
