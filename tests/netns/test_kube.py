@@ -166,6 +166,17 @@ def test_another_pod_cidr_makes_another_node_of_it(lab: Lab) -> None:
     first.wait_for_no_route("10.5.2.0/24", SOON)
 
 
+def test_what_a_go_daemon_left_of_vanished_nodes_goes_whatever_the_size_of_subnets(lab: Lab) -> None:
+    write_net_conf(lab, {"Type": "host-gw"})
+    (node,) = lab.add_nodes()
+    lab.kube.add(node, "10.5.1.64/26")
+    node.namespace.ip("route add 10.5.9.128/26 via 198.18.0.99", "route add 10.5.8.0/24 via 198.18.0.98")
+    start(lab, node)
+    assert node.wait_ready(10)["FLANNEL_SUBNET"] == "10.5.1.65/26"
+    node.wait_for_no_route("10.5.9.128/26", SOON)
+    assert overlay_routes(node) == {"10.5.8.0/24"}
+
+
 # ---- how it starts --------------------------------------------------------------------------------
 
 
