@@ -124,7 +124,7 @@ class Api:
             try:
                 with response:
                     answer = json.loads(response.read())
-            except (HTTPError, HTTPException, OSError, ValueError) as error:
+            except (HTTPError, HTTPException, OSError, ValueError, RecursionError) as error:
                 raise self._lost(error) from None
             if not isinstance(answer, dict):
                 raise self._lost(ValueError("its answer is no object"))
@@ -156,7 +156,7 @@ class Api:
     def _refuse(self, response: Any) -> None:
         try:
             told = json.loads(response.read(_ERROR_SIZE))
-        except (HTTPError, HTTPException, OSError, ValueError):
+        except (HTTPError, HTTPException, OSError, ValueError, RecursionError):
             told = None
         self._hang_up()
         self._line.check()
