@@ -23,6 +23,13 @@ def ring(nodes: list[Node]) -> None:
         connect(one, other)
 
 
+def wait_for_condition(lab: Lab, node: Node) -> None:
+    """Wait until the node is marked as connected."""
+    found = wait_for(lambda: lab.kube.control.condition(node.name), SOON, f"a condition of {node.name}")
+    assert found
+    assert (found["status"], found["reason"]) == ("False", "FlannelIsUp")
+
+
 # ---- a cluster ------------------------------------------------------------------------------------
 
 
@@ -38,8 +45,7 @@ def test_containers_of_all_nodes_reach_each_other(lab: Lab, backend: dict[str, A
         }  # fmt: skip
         if backend["Type"] == "vxlan":
             assert data == {"VNI": 1, "VtepMAC": (node.link("flannel.1") or {})["address"]}
-        found = wait_for(lambda name=node.name: lab.kube.control.condition(name), SOON)
-        assert (found["status"], found["reason"]) == ("False", "FlannelIsUp")
+        wait_for_condition(lab, node)
     rights = {("list", "nodes"), ("watch", "nodes"), ("patch", "nodes/status")}
     assert {(request["verb"], request["resource"]) for request in lab.kube.control.requests()} == rights
 
@@ -114,7 +120,7 @@ def test_a_node_that_is_deleted_is_led_to_no_more_and_comes_back_by_itself(lab: 
         assert overlay_routes(third) == {first.subnet(), second.subnet()}
         lab.kube.add(third)
         wait_for(lambda: notes(lab, third) == old, SOON, "the annotations to be written again")
-        wait_for(lambda: lab.kube.control.condition(third.name), SOON, "the condition to be written again")
+        wait_for_condition(lab, third)
         ring([first, second, third])
         assert ping.lost() == 0
 
@@ -183,14 +189,15 @@ def test_what_a_go_daemon_left_of_vanished_nodes_goes_whatever_the_size_of_subne
 def test_a_pod_cidr_that_comes_late_is_waited_for_with_a_clear_reason(lab: Lab) -> None:
     write_net_conf(lab, VXLAN)
     (node,) = lab.add_nodes()
-    lab.kube.control.put_token("teller", extra=(("create", "events"),))
+    lab.kube.control.put_token("teller", extra=[("create", "events")])
     lab.kube.control.put_node(node.name, address=node.address)
     kubeconfig = lab.kube.kubeconfig(lab.directory / "kubeconfig", "teller")
     start(
         lab, node, f"--kubeconfig-file={kubeconfig}", f"-healthz-port={HEALTH_PORT}", "-healthz-ip=127.0.0.1"
     )
     reason = f"waiting for a lease: node {node.name} has no podCIDR yet"
-    status, body = wait_for(lambda: reason in (found := readiness(node))[1] and found, SOON)
+    wait_for(lambda: reason in readiness(node)[1], SOON)
+    status, body = readiness(node)
     assert (status, body.splitlines()[0]) == (503, "flanneld is not ready yet")
     wait_for(lambda: any(reason in line for line in node.service_manager.heard()), SOON)
     (event,) = wait_for(lab.kube.control.events, SOON)

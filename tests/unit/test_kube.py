@@ -400,6 +400,15 @@ def test_a_silent_server_is_left(cluster: Cluster) -> None:
     cluster.wait_for(2)
 
 
+def test_a_server_whose_versions_went_back_is_listed_again(cluster: Cluster) -> None:
+    cluster.join(cluster.open(timeouts=Timeouts(2.0, 2.0, silence=0.3)))
+    wait_for(lambda: cluster.control.watches() == 1)
+    future = json.dumps({"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "900000"}}})
+    cluster.control.disturb_watches(Fault(line=future))
+    cluster.put_peer(2)
+    cluster.wait_for(2)
+
+
 def test_after_a_move_of_the_uplink_connections_are_made_anew(cluster: Cluster) -> None:
     cluster.fault(verb="watch", cut=0, then="stall")
     manager = cluster.join()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from base64 import b64encode
 from pathlib import Path
 
 import pytest
@@ -77,3 +78,24 @@ def test_a_server_that_another_authority_vouches_for_is_not_trusted(tmp_path: Pa
         )
         with pytest.raises(NoAnswer, match="TLS failed: "):
             Api(Access("", str(others / "config"), {}), Timeouts()).get("/api/v1/nodes")
+
+
+def test_keys_out_of_a_kubeconfig_do_not_stay_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    make_certificates(tmp_path, "127.0.0.1")
+    data = b64encode((tmp_path / "ca.crt").read_bytes()).decode()
+    config = tmp_path / "config"
+    write_kubeconfig(config, "https://127.0.0.1:1", "secret", tmp_path / "ca.crt")
+    text = config.read_text()
+    assert f"certificate-authority: {tmp_path / 'ca.crt'}" in text
+    config.write_text(
+        text.replace(f"certificate-authority: {tmp_path / 'ca.crt'}", f"certificate-authority-data: {data}")
+    )
+    before = set(tmp_path.iterdir())
+    access = Access("", str(config), {})
+    access.open(Line())
+    assert len(set(tmp_path.iterdir()) - before) == 1
+    access.clean_up()
+    assert set(tmp_path.iterdir()) == before
