@@ -33,7 +33,10 @@ _SHORTEST_TERM = 1.0
 
 
 class Keeper:
-    """Renews one lease. ``revoked`` is called when the store no longer has it."""
+    """Renews one lease. ``revoked`` is called when the store no longer has it.
+
+    ``contested`` says that another node may have our lease; else what is not as we wrote it is put right.
+    """
 
     def __init__(
         self,
@@ -44,6 +47,7 @@ class Keeper:
         stop: threading.Event,
         heartbeat: Callable[[float], None],
         revoked: Callable[[], None],
+        contested: bool = True,
         now: Callable[[], float] = clock.now,
     ) -> None:
         self._manager = manager
@@ -52,6 +56,7 @@ class Keeper:
         self._stop = stop
         self._heartbeat = heartbeat
         self._revoked = revoked
+        self._contested = contested
         self._now = now
         self._taken_at = now()
         self._term = None if lease.expires is None else lease.expires - self._taken_at
@@ -116,7 +121,7 @@ class Keeper:
         """What is in our lease now. Older news than our own last write is stale."""
         if lease.asof < self._lease.asof:
             return
-        if lease.asof > self._lease.asof and self._is_a_nodes_write(lease):
+        if self._is_a_nodes_write(lease) and (lease.asof > self._lease.asof or not self._contested):
             self._contest(lease)
             return
         self._lease = replace(self._lease, expires=lease.expires, asof=lease.asof)
@@ -131,6 +136,12 @@ class Keeper:
 
     def _contest(self, lease: Lease) -> None:
         """Another node took our lease, by our public IP; the one that has had it longer keeps it."""
+        if not self._contested:
+            if not self._misrepresented:
+                log.warning("The store does not say of us what we are: writing it again")
+            self._lease = replace(self._lease, asof=lease.asof)
+            self._correct(spacing=CONTEST_SPACING)
+            return
         problem = f"another node writes itself into our lease {lease}: {lease.attrs}"
         remedy = "give each node its own address with --public-ip"
         if self._now() - self._taken_at < PROBATION:

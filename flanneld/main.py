@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -25,8 +25,7 @@ from flanneld.network.resources import Blackhole
 from flanneld.options import Options
 from flanneld.reconcile import Reconciler
 from flanneld.site import Site, find_uplink
-from flanneld.subnet.etcd_v2 import EtcdOptions, EtcdV2Manager
-from flanneld.subnet.manager import LONGEST_SILENCE, Cancelled, SubnetManager
+from flanneld.subnet.manager import LONGEST_SILENCE, Cancelled, NodeStore, SubnetManager
 from flanneld.subnet_file import Previous
 from flanneld.supervisor import Supervisor
 
@@ -103,14 +102,19 @@ class Daemon:
         self._supervisor = Supervisor(quiet=(Cancelled,))
         self._notifier = notify.Notifier()
         self._missing = ["no lease yet"]
+        #: What the start waits for at the moment, and why.
+        self._waiting: list[str] = []
+        self._report: Callable[[str], None] = lambda _reason: None
         self._once = glog.Once()
         self._written: subnet_file.SubnetEnv | None = None
 
     def serve(self) -> int:
         log.info("flanneld %s %s", __version__, self._options.described())
         self._supervisor.handle_signals()
-        manager = open_manager(self._options)
+        manager = open_manager(self._options, self._environ)
         log.info("Leases are in %s", manager.name)
+        if isinstance(manager, NodeStore):
+            self._report = manager.report
         self._supervisor.start("closer", lambda: self._close_on_stop(manager))
         self._start_health_server()
         self._go_to_work(self._join(manager))
@@ -125,11 +129,10 @@ class Daemon:
         make_backend = backends.load(config.backend_type)
         kernel = Kernel()
         monitor = Monitor(kernel.port)
-        uplink = self._find_uplink(kernel, config)
+        choice = self._choice(manager)
+        uplink = self._find_uplink(kernel, config, choice)
         stored = self._patiently("the leases", lambda: manager.stored(uplink.public(config.families[0])))
-        site = Site(
-            kernel, config, interface_choice(self._options), make_backend, uplink, stored, previous.networks
-        )
+        site = Site(kernel, config, choice, make_backend, uplink, stored, previous.networks)
         _warn_of_unread_keys(config)
         lease = self._patiently(
             "a lease", lambda: manager.acquire(config, site.backend.attributes(), previous.subnets)
@@ -157,6 +160,8 @@ class Daemon:
         start("own lease watch", lambda: watch_own(member.lease, keeper.deliver, alive))
         start("lease keeper", keeper.run, keeper.cancel)
         self._notifier.ready()
+        if isinstance(member.manager, NodeStore) and self._options.set_node_network_unavailable:
+            member.manager.mark_available()
         self._notifier.status(
             f"{member.config.backend_type}: subnet {member.lease} through {member.site.uplink.name}"
         )
@@ -173,6 +178,7 @@ class Daemon:
             stop=self._supervisor.stop,
             heartbeat=partial(self._supervisor.heartbeat, "lease keeper"),
             revoked=lambda: self._supervisor.request_stop("our lease was revoked"),
+            contested=not isinstance(member.manager, NodeStore),
         )
 
     def _reconciler(self, member: Member, keeper: Keeper) -> Reconciler:
@@ -198,7 +204,9 @@ class Daemon:
             return
         from flanneld.health import Checks, HealthServer  # only for those who ask for it
 
-        checks = Checks(self._supervisor.overdue, lambda: not self._missing, lambda: list(self._missing))
+        checks = Checks(
+            self._supervisor.overdue, lambda: not self._missing, lambda: [*self._missing, *self._waiting]
+        )
         server = HealthServer(self._options.healthz_ip, self._options.healthz_port, checks)
         self._supervisor.start("health server", server.serve, server.close)
 
@@ -209,21 +217,32 @@ class Daemon:
                 result = attempt()
             except Retryable as reason:
                 self._once.warn(log, what, f"Waiting for {what}: {reason}")
-                self._notifier.status(f"waiting for {what}: {reason}")
+                self._waiting[:] = [f"waiting for {what}: {reason}"]
+                self._notifier.status(self._waiting[0])
+                self._report(self._waiting[0])
                 self._supervisor.stop.wait(_RETRY)
                 continue
+            self._waiting.clear()
             if self._once.clear(what):
                 log.info("Got %s", what)
             return result
         raise Cancelled
 
-    def _find_uplink(self, kernel: Kernel, config: Config) -> Uplink:
+    def _choice(self, manager: SubnetManager) -> InterfaceChoice:
+        """What the options say, but for public addresses the store's word counts more, as upstream has it."""
+        choice = interface_choice(self._options)
+        if not isinstance(manager, NodeStore):
+            return choice
+        ipv4, ipv6 = self._patiently("our node", manager.public_ips)
+        return replace(choice, public_ip=ipv4 or choice.public_ip, public_ipv6=ipv6 or choice.public_ipv6)
+
+    def _find_uplink(self, kernel: Kernel, config: Config, choice: InterfaceChoice) -> Uplink:
         """Elect the uplink, waiting for it as long as ``--iface-wait`` says."""
         deadline = clock.now() + self._options.iface_wait
 
         def attempt() -> Uplink:
             try:
-                return find_uplink(kernel, config, interface_choice(self._options))
+                return find_uplink(kernel, config, choice)
             except NoInterface as failure:
                 if clock.now() >= deadline:
                     raise
@@ -317,8 +336,23 @@ class Daemon:
         manager.close()
 
 
-def open_manager(wanted: Options) -> SubnetManager:
-    """The store the options name."""
+def open_manager(wanted: Options, environ: Mapping[str, str]) -> SubnetManager:
+    """The store the options name. Imported here: nobody needs the libraries of more than one."""
+    if wanted.kube_subnet_mgr:
+        from flanneld.subnet.kube import KubeManager, KubeOptions
+
+        return KubeManager(
+            KubeOptions(
+                api_url=wanted.kube_api_url,
+                kubeconfig=wanted.kubeconfig_file,
+                annotation_prefix=wanted.kube_annotation_prefix,
+                net_config=wanted.net_config_path,
+                state_dir=wanted.state_dir,
+            ),
+            environ,
+        )
+    from flanneld.subnet.etcd_v2 import EtcdOptions, EtcdV2Manager
+
     return EtcdV2Manager(
         EtcdOptions(
             endpoints=wanted.etcd_endpoints,

@@ -1,7 +1,7 @@
 """What the operator asked for on the command line and in ``FLANNELD_*`` variables, checked once.
 
 ``Options`` is the table of flags: each field holds its flag's default and usage text. Names and
-defaults are those of Go flanneld; ``iface-wait`` is ours.
+defaults are those of Go flanneld; ``iface-wait`` and ``state-dir`` are ours.
 """
 
 from __future__ import annotations
@@ -199,6 +199,11 @@ class Options:
     net_config_path: str = _flag(
         "net-config-path", "/etc/kube-flannel/net-conf.json", "`file` with the network config, for Kubernetes"
     )
+    state_dir: str = _flag(
+        "state-dir",
+        "/var/lib/flannel",
+        "`directory`, if it is there, in which to keep the nodes last known, for Kubernetes",
+    )
     healthz_ip: str = _flag("healthz-ip", "0.0.0.0", "`address` of the health server")  # noqa: S104
     healthz_port: int = _flag("healthz-port", 0, "`port` of the health server, 0 for none", _port)
     iptables_resync: int = _flag(
@@ -272,31 +277,11 @@ def _word(text: str) -> str:
     return text if text and text.isprintable() and " " not in text else goflags.quoted(text)
 
 
-def _changed(value: Value, default: Value) -> bool:
-    return value != default
-
-
-def _given(_value: Value, _default: Value) -> bool:
-    return True
-
-
-_NO_KUBERNETES = "this version keeps leases in etcd only; leave it out and set -etcd-endpoints"
-#: What this version cannot do yet: a flag, when it asks for that, and what to say then.
-NOT_YET: tuple[tuple[str, Callable[[Value, Value], bool], str], ...] = (
-    ("kube-subnet-mgr", _changed, _NO_KUBERNETES),
-    ("kube-api-url", _changed, _NO_KUBERNETES),
-    ("kube-annotation-prefix", _changed, _NO_KUBERNETES),
-    ("kubeconfig-file", _changed, _NO_KUBERNETES),
-    ("net-config-path", _changed, _NO_KUBERNETES),
-    ("set-node-network-unavailable", _given, _NO_KUBERNETES),
-)
-
-
 def read(argv: Sequence[str], environ: Mapping[str, str], program: str = "flanneld") -> Options:
     """Read the words after the program's name, then the environment for what they leave open.
 
     Raises ``UsageError``, ``HelpWanted`` or ``VersionWanted`` for what cannot be or need not be read,
-    ``Fatal`` for a value that is out of bounds or not supported yet.
+    ``Fatal`` for a value that is out of bounds.
     """
     try:
         line = goflags.parse((*FLAGS, _VERSION), argv)
@@ -319,9 +304,6 @@ def usage(program: str) -> str:
 
 
 def _checked(given: Mapping[str, Value], sources: Mapping[str, str]) -> Options:
-    for name, asks, sentence in NOT_YET:
-        if name in given and asks(given[name], _default(name)):
-            raise Fatal(f"{sources[name]}: {sentence}")
     options = Options(
         **{
             f.name: f.metadata["read"](given[name], sources[name])
@@ -332,7 +314,3 @@ def _checked(given: Mapping[str, Value], sources: Mapping[str, str]) -> Options:
     if options.dry_run and not options.cleanup:
         raise Fatal(f"{sources['dry-run']} says what -cleanup would do", "give -cleanup too, or leave it out")
     return options
-
-
-def _default(name: str) -> Value:
-    return next(flag.default for flag in FLAGS if flag.name == name)

@@ -86,7 +86,7 @@ class Reconciler:
         self._extras = tuple(extras)
         self._peers = Peers(own, [network for network, _ in site.ranges], brake)
         self._outside = Outside(site.backend)
-        self._domain = Domain(site.uplink.name, frozenset(), site.ranges, former)
+        self._domain = Domain(site.uplink.name, frozenset(), _ranges(site, own), former)
         self._names: dict[int, str] = {}
         self._once = Once()
         self._next_audit = clock.now()
@@ -339,6 +339,12 @@ class Reconciler:
             log, "read", f"Cannot read the kernel's tables: {failure}; changing nothing until we can"
         )
         self._next_audit = clock.now() + _FIRST_RETRY
+
+
+def _ranges(site: Site, own: Lease) -> tuple[tuple[IPNetwork, int], ...]:
+    """A subnet is as long as ours: in Kubernetes that is not for the network config to say."""
+    own_lengths = {net.version: net.prefixlen for net in own.key if net is not None}
+    return tuple((network, own_lengths.get(network.version, length)) for network, length in site.ranges)
 
 
 def _in_kernel(resource: Resource) -> bool:

@@ -11,6 +11,7 @@ from ipaddress import IPv4Network, IPv6Network
 from pathlib import Path
 from typing import TypeVar
 
+from flanneld import durable
 from flanneld.errors import Retryable
 from flanneld.model import FAMILIES, IPNetwork, LeaseKey
 
@@ -65,36 +66,12 @@ def write(path: Path, env: SubnetEnv) -> None:
     """
     try:
         path.parent.mkdir(0o755, parents=True, exist_ok=True)
-        _replace(path, render(env).encode())
+        durable.replace(path, render(env).encode())
     except OSError as error:
         raise Retryable(
             f"cannot write {path}: {error.strerror}",
             "make the directory writable and leave it some space, or choose another file with -subnet-file",
         ) from error
-
-
-def _replace(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fchmod(descriptor, 0o644)  # unlike the mode of open, not cut by the umask
-            os.fsync(descriptor)
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    _sync(path.parent)
-
-
-def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def read(path: Path) -> Previous:

@@ -1,6 +1,6 @@
 """etcd's v2 API through python-etcd, over a transport that has limits and can be cut.
 
-The one importer of python-etcd and urllib3. python-etcd alone repeats what timed out, is stuck once
+The one importer of python-etcd. python-etcd alone repeats what timed out, is stuck once
 every server has failed, and cannot be interrupted. Each of its requests ends up in ``api_execute``,
 which ``Client`` replaces.
 """
@@ -14,13 +14,12 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from http.client import HTTPException
-from socket import socket
 from typing import Any
 from urllib.parse import quote, urlencode
 
 import etcd
-from urllib3 import HTTPConnectionPool, HTTPSConnectionPool, Timeout
-from urllib3.connection import HTTPConnection, HTTPSConnection
+from urllib3 import HTTPConnectionPool, Timeout
+from urllib3.connection import HTTPConnection
 from urllib3.exceptions import HTTPError, ReadTimeoutError, SSLError
 from urllib3.response import BaseHTTPResponse
 
@@ -31,6 +30,7 @@ from flanneld.subnet import etcd_answers
 from flanneld.subnet.etcd_answers import Answer, Conflict, ListAgain, NotFound, Position, Reply, Useless
 from flanneld.subnet.etcd_endpoints import Server, Servers, ssl_text
 from flanneld.subnet.line import Line, Unreachable
+from flanneld.subnet.pools import Pool, TlsPool
 
 log = logging.getLogger(__name__)
 
@@ -51,27 +51,6 @@ class Timeouts:
     poll: float = 60.0
     idle: float = 30.0
     pause: float = 1.0
-
-
-class _Connection(HTTPConnection):
-    def __init__(self, *args: Any, line: Line, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._on_line = line
-
-    def _new_conn(self) -> socket:
-        return self._on_line.connect(self._dns_host, self.port or 0, float(self.timeout or 0))
-
-
-class _TlsConnection(_Connection, HTTPSConnection):
-    pass
-
-
-class _Pool(HTTPConnectionPool):
-    ConnectionCls = _Connection
-
-
-class _TlsPool(HTTPSConnectionPool):
-    ConnectionCls = _TlsConnection
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,9 +241,9 @@ class Client(etcd.Client):  # type: ignore[misc] # python-etcd has no types
             self._server = server
             if self._servers.tls:
                 context = self._servers.tls
-                self._pool = _TlsPool(server.host, server.port, line=self._line, ssl_context=context)
+                self._pool = TlsPool(server.host, server.port, line=self._line, ssl_context=context)
             else:
-                self._pool = _Pool(server.host, server.port, line=self._line)
+                self._pool = Pool(server.host, server.port, line=self._line)
         return self._pool
 
     def _hang_up(self) -> None:

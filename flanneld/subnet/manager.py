@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from ipaddress import IPv4Address, IPv6Address
+from typing import Protocol, runtime_checkable
 
 from flanneld.config import Config
 from flanneld.model import Event, IPAddress, Lease, LeaseAttrs, LeaseKey
@@ -68,4 +69,21 @@ class SubnetManager(Protocol):
 
     def close(self) -> None:
         """End every blocked call within half a second. May be called from any thread, repeatedly."""
+        ...
+
+
+@runtime_checkable
+class NodeStore(Protocol):
+    """A store that holds more about this node than its lease, as Kubernetes does."""
+
+    def public_ips(self) -> tuple[IPv4Address | None, IPv6Address | None]:
+        """At what addresses an operator says that other nodes reach this one. May raise ``Retryable``."""
+        ...
+
+    def mark_available(self) -> None:
+        """Have it said, as soon as possible, that containers can use the network here. Returns at once."""
+        ...
+
+    def report(self, reason: str) -> None:
+        """Tell operators why this node is not ready, if there is a way to. Raises at most ``Cancelled``."""
         ...

@@ -8,7 +8,7 @@ import pytest
 
 from tests.lab import peer_command
 
-collect_ignore = [] if peer_command() else ["test_peer.py", "test_udp.py"]
+collect_ignore = [] if peer_command() else ["test_kube_peer.py", "test_peer.py", "test_udp.py"]
 
 
 @pytest.fixture

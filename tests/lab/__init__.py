@@ -11,6 +11,8 @@ host it runs on. ``tests/netns``, ``tests/interop``, ``tests/bench`` and ``dist/
 from tests.lab.daemon import Daemon, Exit, own_command, peer_command
 from tests.lab.etcd import Etcd, EtcdError
 from tests.lab.impostor import Impostor
+from tests.lab.kube import Kube
+from tests.lab.kube_api.faults import Fault
 from tests.lab.lab import Lab
 from tests.lab.namespace import CommandError, Namespace
 from tests.lab.node import Container, Node
@@ -24,7 +26,9 @@ __all__ = [
     "Etcd",
     "EtcdError",
     "Exit",
+    "Fault",
     "Impostor",
+    "Kube",
     "Lab",
     "Namespace",
     "Node",

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import fcntl
 import itertools
+import json
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from tests.lab.etcd import Etcd
+from tests.lab.kube import Kube
 from tests.lab.namespace import Namespace, batch, named, remove
 from tests.lab.node import Node
 
@@ -65,9 +68,18 @@ class Lab:
             for node in self.nodes:
                 node.close()
             self.etcd.kill()
+            if "kube" in vars(self):
+                self.kube.kill()
             _clear(self.directory)
         finally:
             os.close(self._lock)
+
+    @cached_property
+    def kube(self) -> Kube:
+        """The Kubernetes API server, started when it is first asked for."""
+        kube = Kube(self.switch, ADDRESS, self.directory)
+        kube.start()
+        return kube
 
     def add_nodes(self, number: int = 1, *, routed: bool = False) -> list[Node]:
         """Plug in more nodes; their daemons are yet to be started.
@@ -121,6 +133,26 @@ class Lab:
         started = self.add_nodes(nodes)
         for node in started:
             node.start(*flags, command=command)
+        for node in started:
+            node.wait_ready(10)
+        return started
+
+    def kube_cluster(
+        self,
+        backend: Mapping[str, Any],
+        nodes: int = 2,
+        command: Sequence[str] | None = None,
+        flags: Sequence[str] = (),
+        **config: Any,
+    ) -> list[Node]:
+        """The same for ``--kube-subnet-mgr``: each node's podCIDR is 10.5.<number>.0/24."""
+        net_conf = self.directory / "net-conf.json"
+        net_conf.write_text(json.dumps({"Network": NETWORK, "Backend": dict(backend), **config}))
+        started = self.add_nodes(nodes)
+        for node in started:
+            self.kube.add(node)
+            own = [*self.kube.flags(), f"--net-config-path={net_conf}", *flags]
+            node.start(*own, command=command, environment={"NODE_NAME": node.name})
         for node in started:
             node.wait_ready(10)
         return started

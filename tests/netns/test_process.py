@@ -84,7 +84,7 @@ def test_a_mistake_is_named_and_followed_by_the_usage(
         ("host-gw", ["-etcd-cafile=/no/such/ca.pem"], ["/no/such/ca.pem", "-etcd-cafile"]),
         ("host-gw", ["-healthz-port=8471", "-healthz-ip=192.0.2.9"], ["192.0.2.9", "-healthz-ip"]),
         ("host-gw", ["-iface=eth0", "-public-ip=192.0.2.9"], ["192.0.2.9", "--public-ip"]),
-        ("host-gw", ["-kube-subnet-mgr"], ["-kube-subnet-mgr", "-etcd-endpoints"]),
+        ("host-gw", ["-kube-subnet-mgr"], ["NODE_NAME", "POD_NAME"]),
         ("carrier-pigeon", [], ["carrier-pigeon", "Backend.Type", "host-gw", "vxlan"]),
     ],
 )

@@ -98,7 +98,7 @@ class Store:
 class Node:
     """A keeper at work for a node; ``error`` is with what it ended."""
 
-    def __init__(self, store: Store, clock: Clock, lease: Lease) -> None:
+    def __init__(self, store: Store, clock: Clock, lease: Lease, *, contested: bool = True) -> None:
         self.stop = threading.Event()
         self.revoked = threading.Event()
         self.error: BaseException | None = None
@@ -112,6 +112,7 @@ class Node:
             stop=self.stop,
             heartbeat=self._count,
             revoked=self._on_revoked,
+            contested=contested,
             now=clock,
         )
         self._thread = threading.Thread(target=self._run)
@@ -433,3 +434,23 @@ def test_an_older_echo_of_ours_does_not_undo_an_announcement(node: Node, store: 
     node.keeper.deliver([Added(replace(LEASE, expires=TTL, asof=1))])
     node.settle()
     assert (len(store.attempts), store.leases[KEY].attrs) == (1, OTHERS)
+
+
+# ---- a lease that is nobody else's ----------------------------------------------------------------
+
+
+def test_without_rivals_what_somebody_wrote_into_our_lease_is_put_right(
+    store: Store, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    node = Node(store, clock, store.write(RESERVATION), contested=False)
+    store.write(replace(RESERVATION, attrs=LeaseAttrs()))
+    node.settle()
+    assert store.leases[KEY].attrs == OURS
+    store.write(replace(RESERVATION, attrs=OTHERS))
+    node.settle()
+    assert store.leases[KEY].attrs == OTHERS
+    node.pass_time(CONTEST_SPACING)
+    assert store.leases[KEY].attrs == OURS
+    assert node.error is None
+    node.end()
+    assert caplog.text.count("writing it again") == 2

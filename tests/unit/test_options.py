@@ -8,7 +8,6 @@ import pytest
 from flanneld.errors import Fatal
 from flanneld.options import (
     FLAGS,
-    NOT_YET,
     HelpWanted,
     Options,
     UsageError,
@@ -44,6 +43,7 @@ DEFAULTS = {
     "kube-annotation-prefix": "flannel.alpha.coreos.com",
     "kubeconfig-file": "",
     "net-config-path": "/etc/kube-flannel/net-conf.json",
+    "state-dir": "/var/lib/flannel",
     "healthz-ip": "0.0.0.0",
     "healthz-port": 0,
     "iptables-resync": 5,
@@ -217,43 +217,6 @@ def test_patterns_are_gos_and_stay_as_they_were_written() -> None:
 
 def test_an_empty_address_is_no_address() -> None:
     assert read(["-public-ip=", "-public-ipv6="], {}) == Options()
-
-
-ASKED_TOO_MUCH = [
-    "-kube-subnet-mgr",
-    "-kube-api-url=https://10.0.0.1",
-    "-kube-annotation-prefix=example.org",
-    "-kubeconfig-file=/etc/kubeconfig",
-    "-net-config-path=/etc/net-conf.json",
-    "-set-node-network-unavailable=true",
-]
-
-
-@pytest.mark.parametrize("word", ASKED_TOO_MUCH)
-def test_what_this_version_cannot_do_is_refused(word: str) -> None:
-    with pytest.raises(Fatal, match=word.split("=", maxsplit=1)[0] + r": this version .*; leave it out"):
-        read([word], {})
-
-
-def test_the_variable_that_asks_for_too_much_is_named() -> None:
-    with pytest.raises(Fatal, match="FLANNELD_KUBE_SUBNET_MGR"):
-        read([], {"FLANNELD_KUBE_SUBNET_MGR": "true"})
-
-
-def test_every_refusal_is_tried_here() -> None:
-    assert {word.strip("-").split("=")[0] for word in ASKED_TOO_MUCH} == {name for name, _, _ in NOT_YET}
-
-
-@pytest.mark.parametrize(
-    "word",
-    [
-        "-kube-subnet-mgr=false",
-        "-kube-annotation-prefix=flannel.alpha.coreos.com",
-        "-net-config-path=/etc/kube-flannel/net-conf.json",
-    ],
-)
-def test_declining_what_this_version_cannot_do_is_fine(word: str) -> None:
-    read([word], {})
 
 
 def test_only_what_differs_from_the_defaults_is_described() -> None:

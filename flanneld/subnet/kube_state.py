@@ -1,0 +1,98 @@
+"""The last known nodes on disk: with them a node that boots without an API server joins its network.
+
+``docs/kubernetes.md`` describes the file.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flanneld import durable
+from flanneld.glog import Once
+from flanneld.subnet.kube_nodes import SUFFIXES, Node
+
+log = logging.getLogger(__name__)
+
+NAME = "kube-nodes.json"
+_VERSION = 1
+#: Some hundred bytes for each node, and more nodes than a cluster has.
+_MAX_SIZE = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """Our own node and the other managed ones, as they were last known."""
+
+    own: Node
+    peers: tuple[Node, ...]
+
+
+class State:
+    """The file in ``directory``; without that directory nothing is saved. Used by one thread at a time."""
+
+    def __init__(self, directory: str) -> None:
+        self.path = Path(directory or "/nonexistent") / NAME
+        self._last: Saved | None = None
+        self._once = Once()
+
+    def save(self, saved: Saved) -> None:
+        """Write it unless it is what was written last. Never raises: a failure is logged once."""
+        if saved == self._last or not self.path.parent.is_dir():
+            return
+        try:
+            durable.replace(self.path, _text(saved).encode(), 0o600)
+        except OSError as error:
+            self._once.warn(log, "save", f"Cannot save the nodes in {self.path}: {error.strerror}")
+            return
+        self._once.clear("save")
+        self._last = saved
+
+    def load(self) -> Saved | None:
+        """What was saved. Never raises: a file that makes no sense is logged and counts as none."""
+        try:
+            return _parse(self.path)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            problem = f"{type(error).__name__} {error}".strip()
+            self._once.warn(log, "load", f"Ignoring the saved nodes in {self.path}: {problem}")
+            return None
+
+
+def _text(saved: Saved) -> str:
+    nodes = [_shown(node) for node in (saved.own, *saved.peers)]
+    return (
+        json.dumps({"version": _VERSION, "own": saved.own.name, "nodes": nodes}, separators=(",", ":")) + "\n"
+    )
+
+
+def _parse(path: Path) -> Saved:
+    if path.stat().st_size > _MAX_SIZE:
+        raise ValueError("it is too large")
+    top = json.loads(path.read_bytes())
+    if top["version"] != _VERSION:
+        raise ValueError(f"its version is {top['version']!r}, not {_VERSION}")
+    nodes = {node.name: node for node in map(_node, top["nodes"])}
+    own = nodes.pop(top["own"])
+    return Saved(own, tuple(nodes.values()))
+
+
+def _shown(node: Node) -> Mapping[str, Any]:
+    return {
+        "name": node.name,
+        "uid": node.uid,
+        "podCIDRs": list(node.cidrs),
+        "annotations": dict(sorted(node.notes.items())),
+    }
+
+
+def _node(item: Mapping[str, Any]) -> Node:
+    notes = item["annotations"]
+    known = {name: notes[name] for name in SUFFIXES if isinstance(notes.get(name), str)}
+    cidrs = tuple(text for text in item["podCIDRs"] if isinstance(text, str))
+    return Node(str(item["name"]), str(item["uid"]), cidrs, known)

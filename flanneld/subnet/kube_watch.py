@@ -1,0 +1,241 @@
+"""Following all nodes: a list in pages, then a watch, through lost connections and lost history."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from flanneld import clock
+from flanneld.errors import Refused, Retryable
+from flanneld.glog import V
+from flanneld.model import Event
+from flanneld.subnet.kube_api import NODES, Api, Expired, Refusal
+from flanneld.subnet.kube_nodes import Node, NodeReader, child, items
+from flanneld.subnet.manager import Cancelled, Deliver
+
+log = logging.getLogger(__name__)
+
+#: Nodes in a page of a list. Smaller pages take less memory, and no more time.
+PAGE = 250
+#: A watch lasts so many seconds, chosen anew each time: else all nodes would come back at once.
+_SHORTEST, _LONGEST = 300, 600
+#: A watch that ends sooner and has led no further, in seconds, is a failure.
+_VERY_SHORT = 1.0
+#: Longer lines than this are none of a node, in bytes.
+_LONGEST_LINE = 16 << 20
+
+
+class ListAgain(Retryable):
+    """The stream cannot be trusted any more: only a list can tell what is there."""
+
+
+class Audience(Protocol):
+    """Who makes leases of nodes."""
+
+    def listed(self, nodes: list[Node]) -> list[Event]:
+        """These are all nodes. Raises ``Retryable`` if that cannot be."""
+        ...
+
+    def seen(self, node: Node) -> list[Event]: ...
+
+    def gone(self, node: Node) -> list[Event]: ...
+
+
+@dataclass(slots=True)
+class Backoff:
+    """Ever longer pauses, in seconds, as client-go's reflector makes them: up to as much again by chance."""
+
+    first: float = 0.8
+    longest: float = 20.0
+    factor: float = 2.0
+    chance: Callable[[], float] = random.random
+    _next: float = 0.0
+
+    def pause(self) -> float:
+        now = self._next or self.first
+        self._next = min(now * self.factor, self.longest)
+        return now * (1.0 + self.chance())
+
+    def reset(self) -> None:
+        self._next = 0.0
+
+
+class Lines:
+    """Puts the lines of a stream together, wherever it was cut into pieces."""
+
+    def __init__(self) -> None:
+        self._rest: list[bytes] = []
+        self._size = 0
+
+    def feed(self, piece: bytes) -> list[bytes]:
+        """The lines that this piece completes. Raises ``Retryable`` for one that never ends."""
+        if b"\n" not in piece:
+            self._rest.append(piece)
+            self._size += len(piece)
+            if self._size > _LONGEST_LINE:
+                raise Retryable("the watch sends a line without end", "is that a Kubernetes API server?")
+            return []
+        *lines, rest = b"".join([*self._rest, piece]).split(b"\n")
+        self._rest, self._size = [rest], len(rest)
+        return [line for line in lines if line.strip()]
+
+
+def decode(line: bytes) -> tuple[str, dict[str, Any]]:
+    """Type and object of one event. Raises ``Expired``, or ``ListAgain`` for what makes no sense."""
+    try:
+        event = json.loads(line)
+        kind, obj = event["type"], event["object"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        kind = obj = None
+    if not isinstance(kind, str) or not isinstance(obj, dict):
+        raise ListAgain("the watch sends what is no event", "is that a Kubernetes API server?")
+    if kind != "ERROR":
+        return kind, obj
+    if obj.get("code") == 410:
+        raise Expired(str(obj.get("message", ""))[:300])
+    raise ListAgain(f"the watch ended with: {str(obj.get('message', ''))[:300]}")
+
+
+class Follower:
+    """Tells an audience of every node, with a connection of its own, until ``cut``.
+
+    Whatever is wrong is logged once, and once more when the API server is back.
+    """
+
+    def __init__(self, api: Api, reader: NodeReader, audience: Audience, backoff: Backoff) -> None:
+        self._api = api
+        self._reader = reader
+        self._audience = audience
+        self._backoff = backoff
+        self._stop = threading.Event()
+        self._hurry = threading.Event()
+        self._reread = threading.Event()
+        #: Where to go on from; None when everything has to be read.
+        self._version: str | None = None
+        self._told: set[str] = set()
+
+    def run(self, deliver: Deliver, alive: Callable[[], None]) -> None:
+        """Deliver what the audience makes of it, until ``cut`` (raises ``Cancelled``)."""
+        while True:
+            alive()
+            if self._reread.is_set():
+                self._reread.clear()
+                self._version = None
+            try:
+                if self._version is None:
+                    self._version = self._list(deliver, alive)
+                self._watch(self._version, deliver, alive)
+            except Expired as reason:
+                log.log(V(1), "Reading all nodes again: %s", reason)
+                self._version = None
+                self._pause(self._backoff.pause())
+            except Retryable as problem:
+                self._tell(str(problem))
+                if isinstance(problem, ListAgain):
+                    self._version = None
+                after = problem.retry_after if isinstance(problem, Refusal) else 0.0
+                self._pause(max(after, self._backoff.pause()))
+
+    def reread(self) -> None:
+        """List all nodes again. May be called from any thread."""
+        self._reread.set()
+        self.reconnect()
+
+    def reconnect(self) -> None:
+        """Go on over a new connection, at once. May be called from any thread."""
+        self._hurry.set()
+        self._api.reconnect()
+
+    def cut(self) -> None:
+        """End ``run`` at once. May be called from any thread, repeatedly."""
+        self._stop.set()
+        self._hurry.set()
+        self._api.cut()
+
+    def _list(self, deliver: Deliver, alive: Callable[[], None]) -> str:
+        nodes: list[Node] = []
+        token = ""
+        while True:
+            more = {"continue": token} if token else {}
+            page = self._api.get(NODES, limit=str(PAGE), **more)
+            alive()
+            nodes += self._read(items(page))
+            meta = child(page, "metadata")
+            token = str(meta.get("continue") or "")
+            if not token:
+                break
+        version = meta.get("resourceVersion")
+        if not isinstance(version, str) or not version:
+            raise Retryable("the list of nodes has no resourceVersion", "is that a Kubernetes API server?")
+        del page
+        deliver(self._audience.listed(nodes))
+        self._answered()
+        return version
+
+    def _read(self, found: list[Any]) -> Iterator[Node]:
+        for item in found:
+            try:
+                yield self._reader.read(item)
+            except Refused as reason:
+                self._tell(str(reason))
+
+    def _watch(self, version: str, deliver: Deliver, alive: Callable[[], None]) -> None:
+        lines, began = Lines(), clock.now()
+        seconds = random.randint(_SHORTEST, _LONGEST)  # noqa: S311 - spreads load, keeps no secret
+        query = {"resourceVersion": version, "allowWatchBookmarks": "true", "timeoutSeconds": str(seconds)}
+        with self._api.watch(NODES, watch="true", **query) as pieces:
+            # A wish that came before there was a connection to drop.
+            for piece in () if self._reread.is_set() else pieces:
+                self._hear(lines.feed(piece), deliver)
+                alive()
+        in_vain = self._version == version and not self._hurry.is_set()
+        if in_vain and clock.now() - began < _VERY_SHORT:
+            raise Retryable("the API server ends each watch at once", "see the API server's log")
+        self._pause(0)
+
+    def _hear(self, lines: list[bytes], deliver: Deliver) -> None:
+        events: list[Event] = []
+        try:
+            for line in lines:
+                events += self._take(*decode(line))
+        finally:
+            if events:
+                deliver(events)
+        if lines:
+            self._answered()
+            self._backoff.reset()
+
+    def _take(self, kind: str, obj: dict[str, Any]) -> list[Event]:
+        version = child(obj, "metadata").get("resourceVersion")
+        events: list[Event] = []
+        if kind in ("ADDED", "MODIFIED", "DELETED"):
+            try:
+                node = self._reader.read(obj)
+            except Refused as reason:
+                self._tell(str(reason))
+            else:
+                events = self._audience.gone(node) if kind == "DELETED" else self._audience.seen(node)
+        if isinstance(version, str) and version:
+            self._version = version
+        return events
+
+    def _pause(self, seconds: float) -> None:
+        self._hurry.wait(seconds)
+        if self._stop.is_set():
+            raise Cancelled
+        self._hurry.clear()
+
+    def _tell(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            log.warning("Following the nodes: %s; trying again, and keeping what is there meanwhile", text)
+
+    def _answered(self) -> None:
+        if self._told:
+            self._told.clear()
+            log.info("Following the nodes: the API server answers again")
