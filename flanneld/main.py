@@ -24,7 +24,8 @@ from flanneld.network.resources import Blackhole
 from flanneld.options import Options
 from flanneld.reconcile import Reconciler
 from flanneld.site import Site, find_uplink
-from flanneld.subnet.etcd_v2 import EtcdOptions, EtcdV2Manager
+from flanneld.subnet.etcd_choice import open_etcd
+from flanneld.subnet.etcd_endpoints import EtcdOptions
 from flanneld.subnet.manager import LONGEST_SILENCE, Cancelled, SubnetManager
 from flanneld.subnet_file import Previous
 from flanneld.supervisor import Supervisor
@@ -314,7 +315,7 @@ class Daemon:
 
 def open_manager(wanted: Options) -> SubnetManager:
     """The store the options name."""
-    return EtcdV2Manager(
+    return open_etcd(
         EtcdOptions(
             endpoints=wanted.etcd_endpoints,
             prefix=wanted.etcd_prefix,
@@ -323,7 +324,8 @@ def open_manager(wanted: Options) -> SubnetManager:
             keyfile=wanted.etcd_keyfile,
             certfile=wanted.etcd_certfile,
             cafile=wanted.etcd_cafile,
-        )
+        ),
+        wanted.etcd_api,
     )
 
 

@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
 
+from tests.lab.etcd_v3 import V3Keys
 from tests.lab.wait import wait_for
 
 DEADLINE = 10.0
-_REQUEST = re.compile(rb"(?:GET|PUT|DELETE) \S+(?= HTTP/1\.1\r\n)")
+_REQUEST = re.compile(rb"(?:GET|PUT|POST|DELETE) \S+(?= HTTP/1\.1\r\n)")
 
 Serve = Callable[[socket.socket], None]
 
@@ -35,7 +36,7 @@ def free_port() -> int:
 
 
 class LocalEtcd:
-    """One member with the v2 API. With ``tls``, a folder made by ``make_certificates``, it wants theirs."""
+    """One member with both APIs. With ``tls``, a folder made by ``make_certificates``, it wants theirs."""
 
     def __init__(self, directory: Path, tls: Path | None = None) -> None:
         self._directory = directory
@@ -78,14 +79,16 @@ class LocalEtcd:
             self._process = None
 
     def ask(
-        self, method: str, path: str, form: Mapping[str, object] | str = "", user: str = ""
+        self, method: str, path: str, form: Mapping[str, object] | str = "", user: str = "", token: str = ""
     ) -> dict[str, Any]:
-        """One request; ``user`` is ``name:password``, and a form that is text is sent as JSON."""
+        """One request; ``user`` is ``name:password``, ``token`` one of v3; a form that is text is sent as JSON."""
         is_json = isinstance(form, str)
         body = form if isinstance(form, str) else urlencode(form)
         headers = {"Content-Type": "application/json" if is_json else "application/x-www-form-urlencoded"}
         if user:
             headers["Authorization"] = "Basic " + b64encode(user.encode()).decode()
+        if token:
+            headers["Authorization"] = token
         connection = self._connection()
         try:
             connection.request(method, path, body, headers)
@@ -95,6 +98,16 @@ class LocalEtcd:
             connection.close()
         answer: dict[str, Any] = json.loads(text) if text.startswith(b"{") else {}
         return answer | {"status": response.status}
+
+    def post(self, path: str, body: Mapping[str, Any], token: str = "") -> dict[str, Any]:
+        """One request of the v3 API, which has to succeed."""
+        answer = self.ask("POST", f"/v3{path}", json.dumps(body), token=token)
+        assert answer["status"] == 200, answer
+        return answer
+
+    def keys(self, api: str) -> LocalEtcd | V3Keys:
+        """Its keys in one of its APIs; in v2 they are its own methods."""
+        return self if api == "v2" else V3Keys(self.post)
 
     def put(self, key: str, value: str, ttl: int | None = None) -> int:
         """Write a key and return its new index."""
@@ -114,6 +127,10 @@ class LocalEtcd:
     def get(self, key: str) -> dict[str, Any] | None:
         node: dict[str, Any] | None = self.ask("GET", f"/v2/keys{quote(key)}?quorum=true").get("node")
         return node
+
+    def children(self, key: str) -> list[dict[str, Any]]:
+        nodes: list[dict[str, Any]] = (self.get(key) or {}).get("nodes", [])
+        return nodes
 
     def delete(self, key: str, query: str = "recursive=true") -> None:
         assert self.ask("DELETE", f"/v2/keys{quote(key)}?{query}")["status"] == 200

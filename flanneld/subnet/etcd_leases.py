@@ -12,8 +12,7 @@ from flanneld.errors import Refused, Retryable
 from flanneld.glog import Once
 from flanneld.model import Added, Event, Family, IPAddress, IPNetwork, Lease, LeaseKey, Removed, Snapshot
 from flanneld.subnet.codec import format_key, parse_attrs, parse_key
-from flanneld.subnet.etcd_answers import ListAgain, Node, NotFound, Position, Reply
-from flanneld.subnet.etcd_client import Client
+from flanneld.subnet.etcd_keys import Client, ListAgain, Node, NotFound, Position, Reply
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,9 @@ from urllib.parse import quote
 import pytest
 
 from flanneld.errors import Fatal, Retryable
-from flanneld.subnet.etcd_client import Client, Timeouts
 from flanneld.subnet.etcd_endpoints import EtcdOptions, Servers
+from flanneld.subnet.etcd_transport import Timeouts, Transport
+from flanneld.subnet.etcd_v2_client import Client
 from tests.local_etcd import LocalEtcd, Relay, free_port, make_certificates, running_etcd, server
 
 PASSWORD = "hünter/2 secret"
@@ -33,7 +34,7 @@ def client(*endpoints: str, **options: str) -> Client:
 
 
 def client_of(options: EtcdOptions) -> Client:
-    opened.append(Client(Servers(options), Timeouts(read=2.0)))
+    opened.append(Client(Transport(Servers(options), Timeouts(read=2.0))))
     return opened[-1]
 
 
