@@ -244,7 +244,7 @@ class Relay:
         #: Method and target of each request, in order.
         self.requests: list[str] = []
         self.connections = 0
-        #: The number of answers to PUT requests that get lost.
+        #: The number of answers to requests that write a key that get lost.
         self.answers_to_lose = 0
         #: Whether a long poll is cut as soon as etcd has accepted it.
         self.cut_polls = False
@@ -265,14 +265,18 @@ class Relay:
         """The requests in which all words occur."""
         return [request for request in self.requests if all(word in request for word in words)]
 
+    @staticmethod
+    def _is_write(request: str) -> bool:
+        return request.startswith("PUT") or request.endswith("/kv/txn")
+
     def _pass_back(self, etcd: socket.socket, client: socket.socket) -> None:
         try:
             while data := etcd.recv(65536):
-                if self.answers_to_lose and self.requests[-1].startswith("PUT"):
+                if self.answers_to_lose and self._is_write(self.requests[-1]):
                     self.answers_to_lose -= 1
                     break
                 client.sendall(data)
-                if self.cut_polls and "wait=true" in self.requests[-1]:
+                if self.cut_polls and any(word in self.requests[-1] for word in ("wait=true", "/v3/watch")):
                     break
         except OSError:
             pass

@@ -160,8 +160,8 @@ def began(result: Mapping[str, Any], after: Position) -> None:
 def changes(result: Mapping[str, Any], after: Position) -> tuple[list[tuple[str, KeyValue]], Position]:
     """What an object of a watch tells: "put" or "delete", and the key; and up to where.
 
-    Without events it tells up to its header. With some it does not: while a watch catches up, the header
-    is ahead of the events.
+    What happened before that position is left out. Without events an object tells up to its header. With
+    some it does not: while a watch catches up, the header is ahead of the events.
     """
     try:
         told = [_event(raw) for raw in result.get("events") or ()]
@@ -169,7 +169,8 @@ def changes(result: Mapping[str, Any], after: Position) -> tuple[list[tuple[str,
         raise Useless("it answers with JSON that is not etcd's") from None
     at = position(result)
     reached = max((item.modified for _, item in told), default=at.index)
-    return told, Position(max(after.index, reached), at.cluster)
+    news = [(action, item) for action, item in told if item.modified > after.index]
+    return news, Position(max(after.index, reached), at.cluster)
 
 
 def _end_of_watch(result: Mapping[str, Any], server: str) -> Exception:

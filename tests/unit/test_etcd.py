@@ -86,6 +86,11 @@ def node(number: int, data: object = None) -> LeaseAttrs:
     return LeaseAttrs(IPv4Address(f"192.0.2.{number}"), backend_data=data)
 
 
+def has_full_term(written: dict[str, Any]) -> bool:
+    """v3 rounds what is left of a term down."""
+    return SUBNET_TTL - 5 < written["ttl"] <= SUBNET_TTL
+
+
 def net(text: str) -> IPv4Network:
     return IPv4Network(text)
 
@@ -100,7 +105,10 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_a_missing_config_comes_with_the_command_that_writes_it(store: Store) -> None:
     with pytest.raises(Retryable) as caught:
         store.manager().network_config()
-    command = f"""ETCDCTL_API=2 etcdctl set {store.prefix}/config '{{"Network":"10.5.0.0/16","Backend":"""
+    api, verb = {"v2": (2, "set"), "v3": (3, "put")}[store.api]
+    command = (
+        f"""ETCDCTL_API={api} etcdctl {verb} {store.prefix}/config '{{"Network":"10.5.0.0/16","Backend":"""
+    )
     assert command in caught.value.remedy
 
 
@@ -131,8 +139,8 @@ def test_a_lease_is_written_as_go_flanneld_writes_it(store: Store) -> None:
     before = clock.now()
     lease = store.manager().acquire(NETWORK, node(4), NOTHING)
     written = store.get(lease)
-    assert written["value"] == '{"PublicIP":"192.0.2.4"}'
-    assert written["ttl"] == SUBNET_TTL
+    assert written["value"] == store.value('{"PublicIP":"192.0.2.4"}')
+    assert has_full_term(written)
     assert lease.asof == written["modifiedIndex"]
     assert lease.expires
     assert before + SUBNET_TTL <= lease.expires <= clock.now() + SUBNET_TTL
@@ -154,9 +162,10 @@ def test_backend_data_and_ipv6_are_written_as_later_versions_do(store: Store) ->
     assert store.manager().acquire(config, attrs, NOTHING).key == lease.key
 
 
-def test_what_is_not_stored_is_not_claimed(store: Store) -> None:
+def test_only_what_is_stored_is_claimed(store: Store) -> None:
     attrs = replace(node(1), public_ipv6=IPv6Address("2001:db8::1"))
-    assert store.manager().acquire(NETWORK, attrs, NOTHING).attrs == node(1)
+    stored = attrs if store.api == "v3" else node(1)
+    assert store.manager().acquire(NETWORK, attrs, NOTHING).attrs == stored
 
 
 def test_subnets_come_from_the_range_and_avoid_what_is_taken(store: Store) -> None:
@@ -172,7 +181,7 @@ def test_a_node_gets_its_own_lease_back_with_its_new_attributes(store: Store) ->
     second = store.manager().acquire(NETWORK, node(1, {"VNI": 1}), (net("10.3.25.0/24"), None))
     assert second.key == first.key
     assert second.attrs == node(1, {"VNI": 1})
-    assert store.get(first)["value"] == '{"PublicIP":"192.0.2.1","BackendData":{"VNI":1}}'
+    assert store.get(first)["value"] == store.value('{"PublicIP":"192.0.2.1","BackendData":{"VNI":1}}')
 
 
 def test_the_previous_subnet_is_taken_again(store: Store) -> None:
@@ -268,7 +277,7 @@ def test_twenty_nodes_that_start_at_once_get_twenty_subnets(store: Store) -> Non
     for thread in threads:
         thread.join(15)
     assert len({lease.subnet for lease in leases}) == 20
-    assert len(store.etcd.get(f"{store.prefix}/subnets")["nodes"]) == 20  # type: ignore[index]
+    assert len(nodes(store)) == 20
 
 
 def test_who_loses_a_race_takes_another_subnet(store: Store, caplog: pytest.LogCaptureFixture) -> None:
@@ -299,14 +308,14 @@ def test_a_create_whose_answer_was_lost_is_found_again(store: Store) -> None:
         manager = store.manager(url)
         with pytest.raises(Retryable):
             manager.acquire(NETWORK, node(1), NOTHING)
+        relay.answers_to_lose = 0
         lease = manager.acquire(NETWORK, node(1), NOTHING)
         manager.close()
     assert [each["key"].rpartition("/")[2] for each in nodes(store)] == [str(lease).replace("/", "-")]
 
 
 def nodes(store: Store) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = (store.etcd.get(f"{store.prefix}/subnets") or {})["nodes"]
-    return found
+    return store.keys.children(f"{store.prefix}/subnets")
 
 
 def test_values_that_make_no_sense_keep_their_subnet(store: Store, caplog: pytest.LogCaptureFixture) -> None:
@@ -318,7 +327,8 @@ def test_values_that_make_no_sense_keep_their_subnet(store: Store, caplog: pytes
     manager = store.manager(randrange=lambda _: 0)
     for _ in range(2):
         assert manager.acquire(config, node(1), NOTHING).subnet == net("10.9.0.192/26")
-    for key in ("10.9.0.64-26", "10.9.0.128-26", "no-lease", "folder"):
+    nested = "folder" if store.api == "v2" else "folder/10.9.0.192-26"
+    for key in ("10.9.0.64-26", "10.9.0.128-26", "no-lease", nested):
         assert sum(f"{store.prefix}/subnets/{key} " in text for text in warnings(caplog)) == 1
 
 
@@ -352,14 +362,19 @@ def test_one_list_serves_the_whole_start(store: Store) -> None:
     assert isinstance(events[0], Snapshot)
     assert [each.subnet for each in events[0].leases] == [net("10.3.3.0/24")]
     assert events[1].lease == replace(lease, expires=events[1].lease.expires)
-    lists = relay.asked("GET", "/subnets?", "recursive=true", "sorted=false", "quorum=true")
-    assert len(lists) == 1
-    assert relay.asked("PUT", "?prevExist=false") == [
-        f"PUT /v2/keys{store.prefix}/subnets/{dashed(lease)}?prevExist=false"
-    ]
-    first_poll = relay.asked("wait=true")[0]
-    assert "recursive=true" in first_poll
-    assert f"waitIndex={lease.asof}" in first_poll
+    if store.api == "v2":
+        lists = relay.asked("GET", "/subnets?", "recursive=true", "sorted=false", "quorum=true")
+        assert len(lists) == 1
+        written = f"PUT /v2/keys{store.prefix}/subnets/{dashed(lease)}?prevExist=false"
+        assert relay.asked("PUT", "?prevExist=false") == [written]
+        first_poll = relay.asked("wait=true")[0]
+        assert "recursive=true" in first_poll
+        assert f"waitIndex={lease.asof}" in first_poll
+    else:
+        # None for the term of a peer's lease.
+        assert relay.requests == [
+            f"POST /v3/{each}" for each in ("kv/range", "lease/grant", "kv/txn", "watch")
+        ]
 
 
 def dashed(lease: Lease) -> str:
@@ -384,7 +399,7 @@ def test_a_renewed_lease_has_its_full_term_and_its_attributes(store: Store) -> N
     value = store.get(lease)["value"]
     store.put(dashed(lease), value, ttl=100)
     renewed = manager.renew(lease)
-    assert store.get(lease)["ttl"] == SUBNET_TTL
+    assert has_full_term(store.get(lease))
     assert store.get(lease)["value"] == value
     assert renewed == replace(lease, expires=renewed.expires, asof=store.get(lease)["modifiedIndex"])
     assert renewed.expires
@@ -395,7 +410,7 @@ def test_a_lease_that_has_gone_is_written_again(store: Store) -> None:
     manager, lease = acquired(store)
     store.keys.delete(f"{store.prefix}/subnets/{dashed(lease)}")
     assert manager.renew(lease).key == lease.key
-    assert store.get(lease)["ttl"] == SUBNET_TTL
+    assert has_full_term(store.get(lease))
 
 
 def test_a_reservation_is_left_alone_unless_we_changed(store: Store) -> None:
