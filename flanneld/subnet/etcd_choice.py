@@ -36,7 +36,7 @@ def open_etcd(
 
     def open_api(name: str, is_elsewhere: Callable[[str], bool] = lambda _: False) -> EtcdManager:
         return EtcdManager(
-            _client(name, transport),
+            open_client(name, transport),
             options.prefix,
             transport.servers.name,
             pause_time=transport.timeouts.pause,
@@ -49,8 +49,8 @@ def open_etcd(
     return open_api(api, partial(is_in_v2 if api == "v3" else _is_in_v3, transport))
 
 
-def _client(api: str, transport: Transport) -> Client:
-    """Of which not more is loaded than is needed: that of v2 is heavy."""
+def open_client(api: str, transport: Transport) -> Client:
+    """A client of "v2" or "v3". Not more is loaded than is needed: that of v2 is heavy."""
     if api == "v2":
         from flanneld.subnet import etcd_v2_client
 
@@ -62,7 +62,7 @@ def _client(api: str, transport: Transport) -> Client:
 
 def _is_in_v3(transport: Transport, key: str) -> bool:
     try:
-        _client("v3", transport).fetch(key)
+        open_client("v3", transport).fetch(key)
     except Retryable:
         return False
     return True

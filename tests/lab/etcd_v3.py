@@ -61,18 +61,15 @@ class V3Keys:
         revision = self._post("/kv/range", {"key": coded("x")})["header"]["revision"]
         self._post("/kv/compaction", {"revision": revision, "physical": True})
 
-    def require_login(self, user: str, password: str, prefix: str) -> None:
-        """Let in root, and a user with no more rights than a daemon needs."""
-        for name, secret in (("root", "of the test"), (user, password)):
-            self._post("/auth/user/add", {"name": name, "password": secret})
+    def require_login(self, user: str, password: str, prefix: str, writable: str = "/subnets") -> None:
+        """Let in root, with the password of the user, and the user, who has no more rights than a daemon needs."""
+        for name in ("root", user):
+            self._post("/auth/user/add", {"name": name, "password": password})
         for role in ("root", "daemon"):
             self._post("/auth/role/add", {"name": role})
-        for key, kind in ((f"{prefix}/", "READ"), (f"{prefix}/subnets/", "READWRITE")):
-            end = coded(key[:-1] + "0")
-            self._post(
-                "/auth/role/grant",
-                {"name": "daemon", "perm": {"permType": kind, "key": coded(key), "range_end": end}},
-            )
+        for path, kind in ((prefix, "READ"), (prefix + writable, "READWRITE")):
+            permission = {"permType": kind, **below(path)}
+            self._post("/auth/role/grant", {"name": "daemon", "perm": permission})
         self._post("/auth/user/grant", {"user": "root", "role": "root"})
         self._post("/auth/user/grant", {"user": user, "role": "daemon"})
         self._post("/auth/enable", {})
