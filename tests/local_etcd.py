@@ -81,7 +81,7 @@ class LocalEtcd:
     def ask(
         self, method: str, path: str, form: Mapping[str, object] | str = "", user: str = "", token: str = ""
     ) -> dict[str, Any]:
-        """One request; ``user`` is ``name:password``, ``token`` one of v3; a form that is text is sent as JSON."""
+        """One request; ``user`` is ``name:password``; a form that is text is sent as JSON."""
         is_json = isinstance(form, str)
         body = form if isinstance(form, str) else urlencode(form)
         headers = {"Content-Type": "application/json" if is_json else "application/x-www-form-urlencoded"}
@@ -246,6 +246,8 @@ class Relay:
         self.connections = 0
         #: The number of answers to requests that write a key that get lost.
         self.answers_to_lose = 0
+        #: Whether nothing that etcd says is passed on any more.
+        self.is_silent = False
         #: Whether a long poll is cut as soon as etcd has accepted it.
         self.cut_polls = False
 
@@ -257,9 +259,13 @@ class Relay:
             back.start()
             while data := client.recv(65536):
                 self.requests += [found.decode() for found in _REQUEST.findall(data)]
-                etcd.sendall(data)
+                etcd.sendall(self.rewritten(data))
             _end(etcd)
             back.join(DEADLINE)
+
+    def rewritten(self, data: bytes) -> bytes:
+        """What to pass on instead of what came."""
+        return data
 
     def asked(self, *words: str) -> Sequence[str]:
         """The requests in which all words occur."""
@@ -275,6 +281,8 @@ class Relay:
                 if self.answers_to_lose and self._is_write(self.requests[-1]):
                     self.answers_to_lose -= 1
                     break
+                if self.is_silent:
+                    continue
                 client.sendall(data)
                 if self.cut_polls and any(word in self.requests[-1] for word in ("wait=true", "/v3/watch")):
                     break

@@ -82,7 +82,11 @@ class EtcdOfEither:
         self._is_closed = False
         self._v3 = open_api("v3")
         self._chosen: EtcdManager | None = None
-        self.name = f"etcd at {transport.servers.name} under {prefix}"
+        self._name = f"etcd at {transport.servers.name} under {prefix}"
+
+    @property
+    def name(self) -> str:
+        return self._chosen.name if self._chosen else self._name
 
     def network_config(self) -> Config:
         if self._chosen is not None:
@@ -146,7 +150,7 @@ class EtcdOfEither:
             self._chosen = manager
             if self._is_closed:
                 manager.close()
-        log.info("Leases are in %s", manager.name)
+        log.info("The network config is in %s", manager.name)
 
     def _manager(self) -> EtcdManager:
         if self._chosen is None:

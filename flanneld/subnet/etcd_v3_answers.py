@@ -21,6 +21,8 @@ _DEADLINE_EXCEEDED, _NOT_FOUND, _PERMISSION_DENIED, _UNAVAILABLE, _UNAUTHENTICAT
 #: etcd has no code for these. The Go client takes the first two for a reason to log in again, too.
 _LOGIN_NEEDED = ("user name is empty", "revision of auth store is old", "invalid auth token")
 _LOGIN_REFUSED = ("authentication failed", "permission denied", "permission is not given")
+#: What comes of taking other JSON for etcd's.
+_WRONG = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
 _CERTIFICATE_NAMES_USER = "CommonName of client"
 
 
@@ -103,8 +105,8 @@ def position(body: Mapping[str, Any]) -> Position:
     try:
         header = body["header"]
         at = Position(int(header["revision"]), str(header["cluster_id"]))
-    except (KeyError, TypeError, ValueError):
-        raise Useless("it answers with JSON that is not etcd's") from None
+    except _WRONG:
+        raise _foreign() from None
     return at
 
 
@@ -112,24 +114,24 @@ def key_values(body: Mapping[str, Any]) -> list[KeyValue]:
     """What a range found. Raises ``Useless`` for what no etcd says."""
     try:
         return [_key_value(raw) for raw in body.get("kvs") or ()]
-    except (KeyError, TypeError, ValueError, AttributeError):
-        raise Useless("it answers with JSON that is not etcd's") from None
+    except _WRONG:
+        raise _foreign() from None
 
 
 def number(body: Mapping[str, Any], name: str) -> int:
     """A number that is left out if it is zero."""
     try:
         return int(body.get(name) or 0)
-    except (TypeError, ValueError):
-        raise Useless("it answers with JSON that is not etcd's") from None
+    except _WRONG:
+        raise _foreign() from None
 
 
 def transaction(body: Mapping[str, Any]) -> tuple[Position, bool, KeyValue | None]:
     """When it was made, whether its condition held, and if not, the key that its other branch has read."""
     try:
         ranges = [each["response_range"] for each in body.get("responses") or () if "response_range" in each]
-    except (KeyError, TypeError):
-        raise Useless("it answers with JSON that is not etcd's") from None
+    except _WRONG:
+        raise _foreign() from None
     found = [item for each in ranges for item in key_values(each)]
     return position(body), bool(body.get("succeeded")), found[0] if found else None
 
@@ -153,7 +155,7 @@ def stream_object(line: bytes, server: str) -> dict[str, Any]:
 def began(result: Mapping[str, Any], after: Position) -> None:
     """See from the first object of a watch whether the changes after a position will come."""
     if not result.get("created"):
-        raise Useless("it answers with JSON that is not etcd's")
+        raise _foreign()
     check_history(after, position(result))
 
 
@@ -165,8 +167,8 @@ def changes(result: Mapping[str, Any], after: Position) -> tuple[list[tuple[str,
     """
     try:
         told = [_event(raw) for raw in result.get("events") or ()]
-    except (KeyError, TypeError, ValueError, AttributeError):
-        raise Useless("it answers with JSON that is not etcd's") from None
+    except _WRONG:
+        raise _foreign() from None
     at = position(result)
     reached = max((item.modified for _, item in told), default=at.index)
     news = [(action, item) for action, item in told if item.modified > after.index]
@@ -196,3 +198,7 @@ def _event(raw: Mapping[str, Any]) -> tuple[str, KeyValue]:
 def _text(coded: str) -> str:
     """Bytes as text; what is no text cannot be a lease, and is only named in a complaint."""
     return b64decode(coded, validate=True).decode("utf-8", "replace")
+
+
+def _foreign() -> Useless:
+    return Useless("it answers with JSON that is not etcd's")

@@ -70,11 +70,13 @@ class Watch:
         if self._stream is None or self._at != after:
             self.close()
             self._open(after)
-        result = self._next(self.client.timeouts.silence)
-        if result is None:
-            return self._after_silence(after)
-        told, self._at = answers.changes(result, after)
-        return Changes(tuple(self._reply(*each, self._at) for each in told), self._at)
+        while True:
+            result = self._next(self.client.timeouts.silence)
+            if result is None:
+                return self._after_silence(after)
+            told, self._at = answers.changes(result, after)
+            if told or self._at != after:
+                return Changes(tuple(self._reply(*each, self._at) for each in told), self._at)
 
     def _after_silence(self, after: Position) -> Changes:
         """A server that was stopped or cut off is as silent as one that has no news."""

@@ -62,7 +62,7 @@ class V3Keys:
         self._post("/kv/compaction", {"revision": revision, "physical": True})
 
     def require_login(self, user: str, password: str, prefix: str, writable: str = "/subnets") -> None:
-        """Let in root, with the password of the user, and the user, who has no more rights than a daemon needs."""
+        """Let in root, with the same password, and a user with no more rights than a daemon needs."""
         for name in ("root", user):
             self._post("/auth/user/add", {"name": name, "password": password})
         for role in ("root", "daemon"):

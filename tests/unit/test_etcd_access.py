@@ -132,7 +132,7 @@ def test_tls_files_that_cannot_be_used_are_named(certificates: Path, tmp_path: P
 def guarded_etcd() -> Iterator[LocalEtcd]:
     """An etcd that lets in root and the user flännel only, in both APIs."""
     root = {"user": "root", "password": PASSWORD}
-    with running_etcd("--auth-token-ttl=1") as etcd:
+    with running_etcd("--bcrypt-cost=4") as etcd:
         rights = {"kv": {"read": ["/*"], "write": ["/open/*"]}}
         etcd.ask("PUT", "/v2/auth/users/root", json.dumps(root))
         etcd.ask("PUT", "/v2/auth/roles/net", json.dumps({"role": "net", "permissions": rights}))
