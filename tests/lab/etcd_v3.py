@@ -61,6 +61,10 @@ class V3Keys:
         revision = self._post("/kv/range", {"key": coded("x")})["header"]["revision"]
         self._post("/kv/compaction", {"revision": revision, "physical": True})
 
+    def read_at(self, key: str, revision: int) -> None:
+        """Read a key as it was; etcd refuses if it has forgotten."""
+        self._post("/kv/range", {"key": coded(key), "revision": str(revision)})
+
     def require_login(self, user: str, password: str, prefix: str, writable: str = "/subnets") -> None:
         """Let in root, with the same password, and a user with no more rights than a daemon needs."""
         for name in ("root", user):
