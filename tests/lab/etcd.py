@@ -211,6 +211,13 @@ class Etcd:
         self._login = {"Authorization": f"Basic {token}"}
         self.request("DELETE", "/v2/auth/roles/guest")
 
+    def change_password(self, user: str, password: str) -> None:
+        order = {"user": user, "name": user, "password": password}
+        if self.api == "v3":
+            self.request("POST", "/v3/auth/user/changepw", order, as_json=True)
+        else:
+            self.request("PUT", f"/v2/auth/users/{user}", order, as_json=True)
+
     def request(
         self, method: str, path: str, form: Mapping[str, Any] | None = None, *, as_json: bool = False
     ) -> dict[str, Any]:

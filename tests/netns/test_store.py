@@ -13,8 +13,8 @@ import pytest
 
 from tests.bench.process import cpu_seconds
 from tests.lab import Lab, Node, wait_for
+from tests.netns.apis import both_apis
 
-both_apis = pytest.mark.parametrize("api", ["v2", "v3"])
 MAC = "02:00:00:00:00:{:02x}"
 
 
