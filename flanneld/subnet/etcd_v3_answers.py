@@ -39,7 +39,11 @@ class KeyValue:
         return Node(self.key, self.value, None if self.lease == "0" else ttl, self.modified)
 
 
-class LoginNeeded(Retryable):
+class AccessRefused(Retryable):
+    """What is asked for is not ours; of a watch some versions also say so when the login is outdated."""
+
+
+class LoginNeeded(AccessRefused):
     """Who asks has to log in, or to log in again."""
 
 
@@ -90,7 +94,7 @@ def refusal(server: str, body: Mapping[str, Any], status: int) -> Exception:
     if code == _UNAUTHENTICATED or any(words in text for words in _LOGIN_NEEDED):
         return LoginNeeded(f"etcd at {server} refuses access ({text})", NO_ACCESS)
     if code == _PERMISSION_DENIED or any(words in text for words in _LOGIN_REFUSED):
-        return Retryable(f"etcd at {server} refuses access ({text})", NO_ACCESS)
+        return AccessRefused(f"etcd at {server} refuses access ({text})", NO_ACCESS)
     if code == _NOT_FOUND:
         return LeaseGone(f"etcd at {server} refuses: {text}")
     if code in (_DEADLINE_EXCEEDED, _UNAVAILABLE) or status >= 500:

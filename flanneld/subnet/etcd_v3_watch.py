@@ -93,7 +93,7 @@ class Watch:
     def _open(self, after: Position) -> None:
         try:
             self._begin(after)
-        except answers.LoginNeeded:
+        except answers.AccessRefused:
             self.close()
             self.client.forget_login()
             self._begin(after)
