@@ -149,6 +149,11 @@ class EtcdManager:
 
         self._follow(path, start, news, deliver, alive, recursive=False)
 
+    def reread(self) -> None:
+        with self._lock:
+            for follower in self._followers:
+                follower.reread()
+
     def reconnect(self) -> None:
         with self._lock:
             self._requests.reconnect()

@@ -119,6 +119,9 @@ class EtcdOfEither:
     def watch_own(self, lease: Lease, deliver: Deliver, alive: Callable[[], None]) -> None:
         self._manager().watch_own(lease, deliver, alive)
 
+    def reread(self) -> None:
+        self._manager().reread()
+
     def reconnect(self) -> None:
         (self._chosen or self._v3).reconnect()
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from flanneld.errors import Retryable
+
+if TYPE_CHECKING:
+    from threading import Event
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +144,10 @@ class Watcher(Protocol):
         """
         ...
 
+    def reread(self) -> None:
+        """Let ``wait``, now or when it is called next, raise ``ListAgain``. May be called from any thread."""
+        ...
+
     def reconnect(self) -> None: ...
 
     def cut(self) -> None: ...
@@ -159,3 +166,10 @@ def check_history(after: Position, now: Position) -> None:
         raise ListAgain("this is another cluster of etcd than before")
     if now.index < after.index:
         raise ListAgain("etcd is behind what it said before; was it restored?")
+
+
+def check_reread(wanted: Event) -> None:
+    """Raise ``ListAgain`` once if somebody wants that."""
+    if wanted.is_set():
+        wanted.clear()
+        raise ListAgain("somebody wants to be sure")

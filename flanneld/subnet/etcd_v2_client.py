@@ -7,6 +7,7 @@ and cannot be interrupted. Each of its requests ends up in ``api_execute``, whic
 from __future__ import annotations
 
 import posixpath
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,16 @@ import etcd
 from flanneld.subnet import etcd_v2_answers
 from flanneld.subnet.etcd_endpoints import Server
 from flanneld.subnet.etcd_http import Answer, Request
-from flanneld.subnet.etcd_keys import Changes, Conflict, ListAgain, NoConfig, NotFound, Position, Reply
+from flanneld.subnet.etcd_keys import (
+    Changes,
+    Conflict,
+    ListAgain,
+    NoConfig,
+    NotFound,
+    Position,
+    Reply,
+    check_reread,
+)
 from flanneld.subnet.etcd_transport import Send, Transport
 from flanneld.subnet.etcd_v2_probe import basic_login
 
@@ -36,6 +46,7 @@ class Client(etcd.Client):  # type: ignore[misc] # python-etcd has no types
         self._transport = transport
         self._contact = contact
         self._after: Position | None = None
+        self._reread = threading.Event()
 
     def root(self, prefix: str) -> str:
         return "/" + posixpath.normpath(f"/{prefix}").lstrip("/")
@@ -90,6 +101,10 @@ class Client(etcd.Client):  # type: ignore[misc] # python-etcd has no types
             raise ListAgain("etcd repeats what it reported before")
         return replace(reply, at=Position(reply.node.modified, reply.at.cluster))
 
+    def reread(self) -> None:
+        self._reread.set()
+        self.reconnect()
+
     def reconnect(self) -> None:
         self._transport.reconnect()
 
@@ -109,6 +124,8 @@ class Client(etcd.Client):  # type: ignore[misc] # python-etcd has no types
         request = self._request(path, method, params or {}, query)
 
         def attempt(server: Server, send: Send) -> Reply:
+            if request.patience is not None:
+                check_reread(self._reread)
             login = basic_login(server) | dict(request.headers)
             return etcd_v2_answers.read(send(replace(request, headers=login)))
 
@@ -148,6 +165,9 @@ class Poller:
     def wait(self, after: Position) -> Changes:
         reply = self.client.wait(self._key, after, recursive=self._recursive)
         return Changes((reply,) if reply.node else (), reply.at)
+
+    def reread(self) -> None:
+        self.client.reread()
 
     def reconnect(self) -> None:
         self.client.reconnect()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from http.client import HTTPException
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from flanneld.errors import Retryable
 from flanneld.subnet import etcd_v3_answers as answers
 from flanneld.subnet.etcd_endpoints import Server
 from flanneld.subnet.etcd_http import Useless
-from flanneld.subnet.etcd_keys import Changes, Position, Reply
+from flanneld.subnet.etcd_keys import Changes, Position, Reply, check_reread
 from flanneld.subnet.etcd_stream import Stream
 from flanneld.subnet.etcd_transport import no_answer, unreachable, useless
 from flanneld.subnet.line import Line, Unreachable
@@ -37,6 +38,7 @@ class Watch:
         self._at: Position | None = None
         #: We broke the connection ourselves, so that it broke says nothing about the server.
         self._gave_up = False
+        self._reread = threading.Event()
 
     def wait(self, after: Position) -> Changes:
         try:
@@ -53,6 +55,10 @@ class Watch:
         self._gave_up = False
         return self.wait(after)
 
+    def reread(self) -> None:
+        self._reread.set()
+        self.reconnect()
+
     def reconnect(self) -> None:
         self._gave_up = True
         self._line.drop()
@@ -67,6 +73,7 @@ class Watch:
         self._line.drop()
 
     def _wait(self, after: Position) -> Changes:
+        check_reread(self._reread)
         if self._stream is None or self._at != after:
             self.close()
             self._open(after)

@@ -42,6 +42,10 @@ class Follower:
         finally:
             self._watcher.close()
 
+    def reread(self) -> None:
+        """Begin with ``start`` again. May be called from any thread."""
+        self._watcher.reread()
+
     def reconnect(self) -> None:
         """Go on over a new connection. May be called from any thread."""
         self._watcher.reconnect()

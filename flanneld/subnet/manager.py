@@ -58,6 +58,10 @@ class SubnetManager(Protocol):
         """The same for one lease: ``Added`` when it is written, ``Removed`` when it has gone."""
         ...
 
+    def reread(self) -> None:
+        """Deliver a new ``Snapshot`` as soon as the store lets us, to whoever watches. From any thread."""
+        ...
+
     def reconnect(self) -> None:
         """This host's address has changed: connections made before may lead nowhere. From any thread."""
         ...

@@ -225,6 +225,12 @@ class Etcd:
         with self._connected() as connection:
             return self._ask(connection, method, path, form, as_json=as_json)
 
+    def text(self, path: str) -> str:
+        """What it has to say there, as it is."""
+        with self._connected() as connection:
+            connection.request("GET", path)
+            return connection.getresponse().read().decode()
+
     @contextmanager
     def _connected(self) -> Iterator[http.client.HTTPConnection]:
         connection = http.client.HTTPConnection(self.address, PORT, timeout=5)

@@ -46,6 +46,10 @@ class V3Keys:
         deletions = [{"request_delete_range": each} for each in ({"key": coded(key)}, below(key))]
         self._post("/kv/txn", {"success": deletions})
 
+    def delete_span(self, first: str, end: str) -> None:
+        """Delete all keys from the first on and before the end, in one transaction."""
+        self._post("/kv/deleterange", {"key": coded(first), "range_end": coded(end)})
+
     def grant(self, ttl: int) -> str:
         return str(self._post("/lease/grant", {"TTL": str(ttl)})["ID"])
 
