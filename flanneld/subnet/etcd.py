@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable
 from ipaddress import IPv4Network, IPv6Network
 
-from flanneld import clock
 from flanneld.config import Config, SubnetRange, parse
 from flanneld.errors import Retryable
 from flanneld.glog import Once, V
@@ -43,14 +42,8 @@ log = logging.getLogger(__name__)
 SUBNET_TTL = 86400
 #: How often to try again because somebody else was quicker.
 TRIES = 10
-#: Seconds for which a list of all leases need not be read again.
-FRESH = 10.0
 
 _EXAMPLE = '{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"}}'
-
-
-def _nothing() -> None:
-    pass
 
 
 class LeaseTaken(Retryable):
@@ -121,16 +114,16 @@ class EtcdManager:
                 log.log(V(1), "The lease %s has just changed, trying again: %s", lease, lost)
         raise Retryable(f"the lease {lease} changes all the time", "give each node its own -public-ip")
 
-    def watch(self, deliver: Deliver, alive: Callable[[], None] = _nothing) -> None:
+    def watch(self, deliver: Deliver, alive: Callable[[], None]) -> None:
         def start(client: Client) -> tuple[list[Event], Position]:
             listing, self._unwatched = self._unwatched, None
-            if listing is None or not _is_fresh(listing):
+            if listing is None or not listing.is_fresh():
                 listing = self._reader.read_all(client)
             return [listing.snapshot()], listing.at
 
         self._follow(self._reader.path, start, self._reader.news, deliver, alive, recursive=True)
 
-    def watch_own(self, lease: Lease, deliver: Deliver, alive: Callable[[], None] = _nothing) -> None:
+    def watch_own(self, lease: Lease, deliver: Deliver, alive: Callable[[], None]) -> None:
         path = self._reader.key_of(lease.key)
 
         def start(client: Client) -> tuple[list[Event], Position]:
@@ -173,7 +166,7 @@ class EtcdManager:
         if self._is_closed:
             raise Cancelled
         listing = self._known
-        if listing is None or not _is_fresh(listing):
+        if listing is None or not listing.is_fresh():
             listing = self._known = self._unwatched = self._reader.read_all(self._requests)
         return listing
 
@@ -298,10 +291,6 @@ class EtcdManager:
         if lease is None:
             raise Retryable(f"etcd stored something else for the lease {name_of(key)}", "is that etcd?")
         return lease
-
-
-def _is_fresh(listing: Listing) -> bool:
-    return clock.now() - listing.read_at <= FRESH
 
 
 def _differ(stored: object, ours: object) -> bool:

@@ -16,6 +16,9 @@ from flanneld.subnet.etcd_keys import Client, ListAgain, Node, NotFound, Positio
 
 log = logging.getLogger(__name__)
 
+#: Seconds for which a list of all leases need not be read again.
+FRESH = 10.0
+
 #: compareAndDelete is not what any flannel does, but an operator may.
 _GONE = frozenset({"delete", "expire", "compareAndDelete"})
 
@@ -28,6 +31,10 @@ class Listing:
     leases: Mapping[str, Lease] = field(default_factory=dict)
     unreadable: frozenset[LeaseKey] = frozenset()
     read_at: float = field(default_factory=clock.now)
+
+    def is_fresh(self) -> bool:
+        """Whether it need not be read again yet."""
+        return clock.now() - self.read_at <= FRESH
 
     def of(self, public_ip: IPAddress | None) -> list[tuple[str, Lease]]:
         """The leases of a node, lowest subnet first."""

@@ -361,7 +361,9 @@ def test_one_list_serves_the_whole_start(store: Store) -> None:
         manager = store.manager(url)
         manager.stored(IPv4Address("192.0.2.1"))
         lease = manager.acquire(NETWORK, node(1), NOTHING)
-        thread = threading.Thread(target=ignore_cancelled, args=(lambda: manager.watch(events.extend),))
+        thread = threading.Thread(
+            target=ignore_cancelled, args=(lambda: manager.watch(events.extend, lambda: None),)
+        )
         thread.start()
         wait_for(lambda: len(events) == 2, 5, "the snapshot and our own lease")
         manager.close()
@@ -473,8 +475,8 @@ def test_after_close_every_call_is_cancelled(store: Store) -> None:
         lambda: manager.stored(None),
         lambda: manager.acquire(NETWORK, node(1), NOTHING),
         lambda: manager.renew(lease),
-        lambda: manager.watch(print),
-        lambda: manager.watch_own(lease, print),
+        lambda: manager.watch(print, print),
+        lambda: manager.watch_own(lease, print, print),
     ]
     for call in calls:
         with pytest.raises(Cancelled):
