@@ -7,6 +7,7 @@ import logging
 import signal
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from ipaddress import IPv4Address
 
 import pytest
@@ -69,8 +70,13 @@ class Members:
 
 
 @pytest.fixture
-def members(cluster: list[LocalEtcd]) -> Iterator[Members]:
-    members = Members(cluster, BRIEF)
+def timeouts() -> Timeouts:
+    return BRIEF
+
+
+@pytest.fixture
+def members(cluster: list[LocalEtcd], timeouts: Timeouts) -> Iterator[Members]:
+    members = Members(cluster, timeouts)
     yield members
     members.close()
 
@@ -148,6 +154,7 @@ def test_a_member_that_hangs_is_left(cluster: list[LocalEtcd], members: Members)
             each.wait_healthy()
 
 
+@pytest.mark.parametrize("timeouts", [replace(BRIEF, silence=60.0)], ids=["without asking"])
 def test_a_member_without_a_leader_is_not_taken_for_one_without_news(
     cluster: list[LocalEtcd], members: Members, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -119,6 +119,20 @@ def test_a_server_that_is_of_no_use_is_named_and_the_next_one_asked(
     assert reply.node.value == "yes"
 
 
+@pytest.mark.parametrize(
+    ("prefix", "root"),
+    [
+        ("/coreos.com/network", "/coreos.com/network"),
+        ("//coreos.com//network/", "/coreos.com/network"),
+        ("coreos.com/network", "coreos.com/network"),
+        ("/", "/"),
+        ("", ""),
+    ],
+)
+def test_a_prefix_is_taken_as_go_flanneld_takes_it(prefix: str, root: str) -> None:
+    assert client("http://127.0.0.1:1").root(prefix) == root
+
+
 # ---- versions and logins -------------------------------------------------------------------------
 
 
