@@ -351,9 +351,10 @@ def open_manager(wanted: Options, environ: Mapping[str, str]) -> SubnetManager:
             ),
             environ,
         )
-    from flanneld.subnet.etcd_v2 import EtcdOptions, EtcdV2Manager
+    from flanneld.subnet.etcd_choice import open_etcd
+    from flanneld.subnet.etcd_endpoints import EtcdOptions
 
-    return EtcdV2Manager(
+    return open_etcd(
         EtcdOptions(
             endpoints=wanted.etcd_endpoints,
             prefix=wanted.etcd_prefix,
@@ -362,7 +363,8 @@ def open_manager(wanted: Options, environ: Mapping[str, str]) -> SubnetManager:
             keyfile=wanted.etcd_keyfile,
             certfile=wanted.etcd_certfile,
             cafile=wanted.etcd_cafile,
-        )
+        ),
+        wanted.etcd_api,
     )
 
 

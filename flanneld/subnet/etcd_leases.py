@@ -12,10 +12,12 @@ from flanneld.errors import Refused, Retryable
 from flanneld.glog import Once
 from flanneld.model import Added, Event, Family, IPAddress, IPNetwork, Lease, LeaseKey, Removed, Snapshot
 from flanneld.subnet.codec import format_key, parse_attrs, parse_key
-from flanneld.subnet.etcd_answers import ListAgain, Node, NotFound, Position, Reply
-from flanneld.subnet.etcd_client import Client
+from flanneld.subnet.etcd_keys import Client, ListAgain, Node, NotFound, Position, Reply
 
 log = logging.getLogger(__name__)
+
+#: Seconds for which a list of all leases need not be read again.
+FRESH = 10.0
 
 #: compareAndDelete is not what any flannel does, but an operator may.
 _GONE = frozenset({"delete", "expire", "compareAndDelete"})
@@ -29,6 +31,10 @@ class Listing:
     leases: Mapping[str, Lease] = field(default_factory=dict)
     unreadable: frozenset[LeaseKey] = frozenset()
     read_at: float = field(default_factory=clock.now)
+
+    def is_fresh(self) -> bool:
+        """Whether it need not be read again yet."""
+        return clock.now() - self.read_at <= FRESH
 
     def of(self, public_ip: IPAddress | None) -> list[tuple[str, Lease]]:
         """The leases of a node, lowest subnet first."""

@@ -1,4 +1,4 @@
-"""Following a key of etcd v2 through lost connections, lost history and lost clusters."""
+"""Following a key of etcd through lost connections, lost history and lost clusters."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from collections.abc import Callable
 from flanneld import clock
 from flanneld.errors import Retryable
 from flanneld.model import Event
-from flanneld.subnet.etcd_answers import ListAgain, Position, Reply
-from flanneld.subnet.etcd_client import Client, Timeouts
-from flanneld.subnet.etcd_endpoints import Servers
+from flanneld.subnet.etcd_keys import Client, ListAgain, Position, Reply
 from flanneld.subnet.manager import Cancelled, Deliver
 
 log = logging.getLogger(__name__)
@@ -23,16 +21,16 @@ News = Callable[[Reply], list[Event]]
 
 
 class Follower:
-    """Watches a key, or all keys in a directory if ``recursive``, with a client of its own.
+    """Watches a key, or all keys in a directory if ``recursive``.
 
-    Whatever is wrong is logged once, and once more when etcd is back.
+    ``pause_time`` is how long to wait after a failure, in seconds. Whatever is wrong is logged once,
+    and once more when etcd is back.
     """
 
-    def __init__(self, servers: Servers, timeouts: Timeouts, path: str, *, recursive: bool) -> None:
-        self._client = Client(servers, timeouts, self._answered)
-        self._pause_time = timeouts.pause
+    def __init__(self, client: Client, path: str, *, recursive: bool, pause_time: float) -> None:
+        self._watcher = client.watcher(path, recursive=recursive, contact=self._answered)
+        self._pause_time = pause_time
         self._path = path
-        self._recursive = recursive
         self._stop = threading.Event()
         self._told: set[str] = set()
         self._is_down = False
@@ -42,20 +40,20 @@ class Follower:
         try:
             self._run(start, news, deliver, alive)
         finally:
-            self._client.close()
+            self._watcher.close()
 
     def reread(self) -> None:
         """Begin with ``start`` again. May be called from any thread."""
-        self._client.reread()
+        self._watcher.reread()
 
     def reconnect(self) -> None:
         """Go on over a new connection. May be called from any thread."""
-        self._client.reconnect()
+        self._watcher.reconnect()
 
     def cut(self) -> None:
         """End ``run`` at once. May be called from any thread, repeatedly."""
         self._stop.set()
-        self._client.cut()
+        self._watcher.cut()
 
     def _run(self, start: Start, news: News, deliver: Deliver, alive: Callable[[], None]) -> None:
         at: Position | None = None
@@ -67,7 +65,7 @@ class Follower:
                 if at is None:
                     self._pause_since(started)
                     started = clock.now()
-                    events, at = start(self._client)
+                    events, at = start(self._watcher.client)
                 else:
                     events, at = self._poll(at, news)
             except ListAgain as reason:
@@ -81,11 +79,11 @@ class Follower:
 
     def _poll(self, at: Position, news: News) -> tuple[list[Event], Position]:
         asked = clock.now()
-        reply = self._client.wait(self._path, at, recursive=self._recursive)
+        changes = self._watcher.wait(at)
         self._told.clear()
-        if reply.node is None:
+        if not changes.replies:
             self._pause_since(asked)
-        return news(reply), reply.at
+        return [event for reply in changes.replies for event in news(reply)], changes.at
 
     def _pause_since(self, begin: float) -> None:
         """Wait until the pause that began then is over. Nothing is done more often than that in vain."""

@@ -1,4 +1,4 @@
-"""A real etcd with its v2 API, in a namespace, and the few requests that tests make of it."""
+"""A real etcd with both of its APIs, in a namespace, and the few requests that tests make of it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
 
+from tests.lab.etcd_v3 import V3Keys
 from tests.lab.namespace import Namespace
 from tests.lab.wait import wait_for
 
@@ -23,21 +24,24 @@ TTL = 86400  # what a daemon gives its own lease, in seconds
 
 
 class EtcdError(Exception):
-    """etcd refused: ``code`` is its v2 error code, 100 for a key that is not there."""
+    """etcd refused: ``code`` is v2's error code, 100 for a key that is not there, or the gRPC code of v3."""
 
     def __init__(self, body: Mapping[str, Any]) -> None:
-        super().__init__(f"{body.get('errorCode')} {body.get('message')} ({body.get('cause')})")
-        self.code = int(body.get("errorCode", 0))
+        self.code = int(body.get("errorCode", body.get("code", 0)))
+        super().__init__(f"{self.code} {body.get('message')} ({body.get('cause')})")
 
 
 class Etcd:
     """One etcd member. Its data outlive ``stop``, ``kill`` and another ``start``.
 
-    Keys that begin with ``/`` are taken as they are, others are below the network's prefix.
+    ``api`` is the one in which the network is, "v2" or "v3"; a node of v3 is told as v2 tells it. Keys that
+    begin with ``/`` are taken as they are, others are below the network's prefix.
     """
 
-    def __init__(self, namespace: Namespace, address: str, directory: Path) -> None:
+    def __init__(self, namespace: Namespace, address: str, directory: Path, api: str = "v2") -> None:
         self.namespace = namespace
+        self.api = api
+        self.v3 = V3Keys(lambda path, body: self.request("POST", f"/v3{path}", body, as_json=True))
         self.address = address
         self.endpoint = f"http://{address}:{PORT}"
         self._login: dict[str, str] = {}
@@ -107,6 +111,8 @@ class Etcd:
 
     def get(self, key: str) -> dict[str, Any] | None:
         """The node at ``key``, None when there is none."""
+        if self.api == "v3":
+            return self.v3.get(_full(key))
         try:
             return self._keys("GET", key)
         except EtcdError as error:
@@ -116,6 +122,8 @@ class Etcd:
 
     def set(self, key: str, value: str, ttl: int | None = None) -> dict[str, Any]:
         """Write a value; without ``ttl`` (seconds) it is permanent."""
+        if self.api == "v3":
+            return {"modifiedIndex": self.v3.put(_full(key), value, ttl)}
         return self._keys("PUT", key, {"value": value} | ({} if ttl is None else {"ttl": str(ttl)}))
 
     def mkdir(self, key: str) -> dict[str, Any]:
@@ -123,10 +131,15 @@ class Etcd:
 
     def delete(self, key: str) -> None:
         """Delete a key, or a directory with all that is in it."""
+        if self.api == "v3":
+            self.v3.delete(_full(key))
+            return
         self._keys("DELETE", key, query="?recursive=true")
 
     def children(self, key: str) -> list[dict[str, Any]]:
         """The nodes in a directory, ``[]`` when it is not there."""
+        if self.api == "v3":
+            return self.v3.children(_full(key))
         nodes: list[dict[str, Any]] = (self.get(key) or {}).get("nodes", [])
         return nodes
 
@@ -156,6 +169,25 @@ class Etcd:
             for number in range(times):
                 self._ask(connection, "PUT", f"/v2/keys{quote(key)}", {"value": str(number)})
 
+    def forget_history(self) -> None:
+        """Let nobody learn any more what has happened so far."""
+        if self.api == "v3":
+            self.v3.compact()
+        else:
+            self.put_often("/unrelated", 1000)
+
+    def has_forgotten(self, index: int) -> bool:
+        """Is what came after that index out of its memory?"""
+        query = f"wait=true&recursive=true&waitIndex={index + 1}"
+        try:
+            if self.api == "v3":
+                self.v3.read_at(f"{PREFIX}/config", index)
+            else:
+                self.request("GET", f"/v2/keys{PREFIX}/subnets?{query}")
+        except EtcdError as error:
+            return error.code in (401, 11)
+        return False
+
     def gets(self) -> int:
         """How many reads of keys it has answered so far."""
         counted = self.request("GET", "/v2/stats/store")
@@ -163,6 +195,10 @@ class Etcd:
 
     def require_login(self, user: str, password: str) -> None:
         """Let in, besides the test, one user only, with no more rights than a daemon needs."""
+        if self.api == "v3":
+            self.v3.require_login(user, password, PREFIX)
+            self._login = {"Authorization": self.v3.token("root", password)}
+            return
         kv = {"read": [f"{PREFIX}/*"], "write": [f"{PREFIX}/subnets/*"]}
         for path, order in (
             ("users/root", {"user": "root", "password": "of the test"}),
@@ -175,12 +211,25 @@ class Etcd:
         self._login = {"Authorization": f"Basic {token}"}
         self.request("DELETE", "/v2/auth/roles/guest")
 
+    def change_password(self, user: str, password: str) -> None:
+        order = {"user": user, "name": user, "password": password}
+        if self.api == "v3":
+            self.request("POST", "/v3/auth/user/changepw", order, as_json=True)
+        else:
+            self.request("PUT", f"/v2/auth/users/{user}", order, as_json=True)
+
     def request(
         self, method: str, path: str, form: Mapping[str, Any] | None = None, *, as_json: bool = False
     ) -> dict[str, Any]:
         """One HTTP request; raises ``EtcdError`` when etcd refuses, ``OSError`` when it is away."""
         with self._connected() as connection:
             return self._ask(connection, method, path, form, as_json=as_json)
+
+    def text(self, path: str) -> str:
+        """What it has to say there, as it is."""
+        with self._connected() as connection:
+            connection.request("GET", path)
+            return connection.getresponse().read().decode()
 
     @contextmanager
     def _connected(self) -> Iterator[http.client.HTTPConnection]:
@@ -213,9 +262,12 @@ class Etcd:
     def _keys(
         self, method: str, key: str, form: Mapping[str, str] | None = None, query: str = ""
     ) -> dict[str, Any]:
-        full = key if key.startswith("/") else f"{PREFIX}/{key}"
-        node: dict[str, Any] = self.request(method, f"/v2/keys{quote(full)}{query}", form)["node"]
+        node: dict[str, Any] = self.request(method, f"/v2/keys{quote(_full(key))}{query}", form)["node"]
         return node
+
+
+def _full(key: str) -> str:
+    return key if key.startswith("/") else f"{PREFIX}/{key}"
 
 
 def _subnet(key: str) -> str:

@@ -34,20 +34,22 @@ _numbers = itertools.count(1)
 class Lab:
     """A laboratory of its own: any number can stand side by side, in one process or in many.
 
-    What an earlier one left behind because its process was killed is cleared away at the start of the next.
+    ``api`` is that of etcd in which the network is. What an earlier lab left behind because its process was
+    killed is cleared away at the start of the next.
     """
 
-    def __init__(self, nodes: int = 0) -> None:
+    def __init__(self, nodes: int = 0, api: str = "v2") -> None:
         self.name = f"fl{os.getpid()}.{next(_numbers)}"
         self.directory = _room() / self.name
         self.nodes: list[Node] = []
         self._first_nodes = nodes
+        self._api = api
         self._routes = False
 
     def __enter__(self) -> Self:
         self._lock = _claim(self.directory)
         self.switch = Namespace(f"{self.name}-switch")
-        self.etcd = Etcd(self.switch, ADDRESS, self.directory)
+        self.etcd = Etcd(self.switch, ADDRESS, self.directory, self._api)
         try:
             self._build_switch()
             self.etcd.start()

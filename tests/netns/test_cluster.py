@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.lab import Exit, Lab, Node, wait_for
+from tests.netns.apis import both_apis
 
 DEVICES = ("flannel.1", "eth0")
 
@@ -39,6 +40,7 @@ def wait_for_no_traces(node: Node, peer: Node) -> None:
     wait_for(lambda: not traces(node, peer), what=f"{peer.name}'s traces to go from {node.name}")
 
 
+@both_apis
 def test_containers_on_two_nodes_reach_each_other(lab: Lab, backend: dict[str, Any]) -> None:
     connect(lab.cluster(backend, nodes=2))
 

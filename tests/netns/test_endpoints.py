@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,8 @@ import pytest
 from tests.lab import Etcd, Impostor, Lab, Node, wait_for
 from tests.lab.etcd import PORT
 from tests.local_etcd import make_certificates
+from tests.netns.apis import both_apis
+from tests.netns.gateway import gateway, used_ports
 
 CONFIG = {"Network": "10.5.0.0/16", "Backend": {"Type": "host-gw"}}
 TLS_PORT = 2381
@@ -30,29 +30,7 @@ def complaints(node: Node) -> list[str]:
 # ---- several endpoints -------------------------------------------------------------------------
 
 
-@contextmanager
-def gateway(lab: Lab, port: int) -> Iterator[subprocess.Popen[bytes]]:
-    """Another endpoint, that passes everything on to etcd."""
-    listen = f"{lab.etcd.address}:{port}"
-    with (lab.directory / f"gateway-{port}.log").open("wb") as log:
-        process = lab.switch.start(
-            "etcd", "gateway", "start", f"--listen-addr={listen}", f"--endpoints={lab.etcd.address}:{PORT}",
-            output=log,
-        )  # fmt: skip
-    try:
-        wait_for(lambda: lab.switch.run("ss", "-Htln", "sport", "=", str(port)).stdout, what="the gateway")
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-
-
-def used_ports(node: Node) -> set[int]:
-    """The ports to which the daemon has a connection."""
-    peers = (line.split()[-1] for line in node.run("ss", "-Htn", "state", "established").stdout.splitlines())
-    return {int(peer.rpartition(":")[2]) for peer in peers}
-
-
+@both_apis
 def test_the_death_of_an_endpoint_is_got_over(lab: Lab) -> None:
     lab.etcd.put_config(CONFIG)
     (node,) = lab.add_nodes()
@@ -88,13 +66,13 @@ def test_an_endpoint_out_of_reach_delays_the_start_by_seconds_only(lab: Lab) -> 
 
 
 @pytest.fixture
-def tls_node(lab: Lab) -> Iterator[tuple[Node, Etcd, Path]]:
+def tls_node(lab: Lab, api: str) -> Iterator[tuple[Node, Etcd, Path]]:
     """A node with an etcd of its own that wants certificates, except of the test, and their folder."""
     (node,) = lab.add_nodes()
     folder = node.directory / "tls"
     folder.mkdir()
     make_certificates(folder)
-    etcd = Etcd(node.namespace, "127.0.0.1", node.directory)
+    etcd = Etcd(node.namespace, "127.0.0.1", node.directory, api)
     etcd.start(
         f"--listen-client-urls=http://127.0.0.1:{PORT},https://127.0.0.1:{TLS_PORT}",
         "--client-cert-auth",
@@ -114,6 +92,7 @@ def flags(folder: Path, authority: str, identity: str) -> list[str]:
     return given
 
 
+@both_apis
 def test_tls_with_certificates_on_both_sides_carries_everything(tls_node: tuple[Node, Etcd, Path]) -> None:
     node, etcd, folder = tls_node
     node.start(*flags(folder, "ca", "client"))
@@ -141,6 +120,7 @@ def test_a_certificate_that_is_not_accepted_is_complained_about_once(
 # ---- a login -----------------------------------------------------------------------------------
 
 
+@both_apis
 def test_a_login_with_no_more_rights_than_needed_carries_everything(lab: Lab) -> None:
     lab.etcd.put_config(CONFIG)
     lab.etcd.require_login("flannel", "secret")
@@ -153,13 +133,14 @@ def test_a_login_with_no_more_rights_than_needed_carries_everything(lab: Lab) ->
     assert complaints(node) == []
 
 
+@both_apis
 def test_a_login_that_is_put_right_in_etcd_is_taken(lab: Lab) -> None:
     lab.etcd.put_config(CONFIG)
     lab.etcd.require_login("flannel", "another")
     (node,) = lab.add_nodes()
     node.start("-etcd-username=flannel", "-etcd-password=secret")
     (complaint,) = node.wait_for_log("-etcd-password")
-    lab.etcd.request("PUT", "/v2/auth/users/flannel", {"user": "flannel", "password": "secret"}, as_json=True)
+    lab.etcd.change_password("flannel", "secret")
     node.wait_ready()
     assert complaints(node) == [complaint]
 
@@ -201,6 +182,7 @@ def test_what_is_not_etcd_is_complained_about_once_until_etcd_is_there(lab: Lab,
     assert complaints(node)[0] == complaint
 
 
+@both_apis
 def test_no_answer_of_an_impostor_costs_a_peer(lab: Lab) -> None:
     first, second = lab.cluster({"Type": "host-gw"})
     first.container().wait_for_reply(second.container())

@@ -10,6 +10,7 @@ import pytest
 from flanneld.keeper import PROBATION
 from tests.lab import Lab, Node, own_command, wait_for
 from tests.lab.etcd import TTL
+from tests.netns.apis import both_apis
 
 HOST_GW = {"Network": "10.5.0.0/16", "Backend": {"Type": "host-gw"}}
 
@@ -71,6 +72,7 @@ def test_a_full_range_is_complained_about_once_until_a_subnet_is_free(lab: Lab) 
     assert node.subnet() == "10.5.2.0/24"
 
 
+@both_apis
 def test_a_subnet_that_another_node_has_taken_meanwhile_is_not_taken_back(lab: Lab) -> None:
     (node,) = lab.cluster({"Type": "host-gw"}, nodes=1)
     lost = node.subnet()
@@ -88,6 +90,7 @@ def test_a_subnet_that_another_node_has_taken_meanwhile_is_not_taken_back(lab: L
 # ---- keeping it --------------------------------------------------------------------------------
 
 
+@both_apis
 def test_a_lease_about_to_end_is_renewed(lab: Lab) -> None:
     (node,) = lab.cluster({"Type": "host-gw"}, nodes=1)
     lease = lab.etcd.leases()[node.subnet()]
@@ -103,6 +106,7 @@ def test_a_lease_is_renewed_as_early_as_the_margin_says(lab: Lab) -> None:
     wait_for(lambda: (ttl(lab, node) or 0) > TTL - 60, what="a full term again")
 
 
+@both_apis
 def test_a_lease_with_time_left_is_left_alone(lab: Lab) -> None:
     (node,) = lab.cluster({"Type": "host-gw"}, nodes=1)
     lab.etcd.put_lease(node.subnet(), lab.etcd.leases()[node.subnet()], ttl=7200)
@@ -115,6 +119,7 @@ def test_a_lease_with_time_left_is_left_alone(lab: Lab) -> None:
     assert now["modifiedIndex"] == written["modifiedIndex"]
 
 
+@both_apis
 def test_a_reservation_stays_one_over_restarts_and_renewals(lab: Lab) -> None:
     lab.etcd.put_config(HOST_GW)
     (node,) = lab.add_nodes()
@@ -142,6 +147,7 @@ def test_a_reservation_stays_one_over_restarts_and_renewals(lab: Lab) -> None:
     assert ttl(lab, node) is None
 
 
+@both_apis
 def test_a_lease_that_is_made_a_reservation_while_in_use_stays_one(lab: Lab) -> None:
     (node,) = lab.cluster({"Type": "host-gw"}, nodes=1)
     put_reservation(lab, node, node.subnet())
@@ -158,6 +164,7 @@ def test_a_lease_that_is_made_a_reservation_while_in_use_stays_one(lab: Lab) -> 
 # ---- losing it ---------------------------------------------------------------------------------
 
 
+@both_apis
 def test_a_node_whose_lease_was_deleted_ends_and_gets_the_same_again(lab: Lab) -> None:
     node, other = lab.cluster({"Type": "vxlan"})
     subnet, before = node.subnet(), node.kernel_state("flannel.1")
@@ -180,6 +187,7 @@ def check_yielded(node: Node) -> None:
     assert len(said) <= 2
 
 
+@both_apis
 def test_a_newcomer_with_the_public_ip_of_an_older_node_yields(lab: Lab) -> None:
     older, peer = lab.cluster({"Type": "vxlan"})
     inside = older.container(), peer.container()

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tests.bench.process import cpu_seconds
-from tests.lab import EtcdError, Lab, Node, wait_for
-from tests.lab.etcd import PREFIX
+from tests.lab import Lab, Node, wait_for
+from tests.netns.apis import both_apis
 
 MAC = "02:00:00:00:00:{:02x}"
 
@@ -46,6 +46,7 @@ def connected(nodes: list[Node]) -> tuple[Node, Node]:
 # ---- etcd goes away ----------------------------------------------------------------------------
 
 
+@both_apis
 @pytest.mark.parametrize(
     ("backend_type", "seconds"),
     [
@@ -70,6 +71,7 @@ def test_an_outage_of_etcd_costs_no_packet_no_news_and_few_words(
     assert len(first.log().splitlines()) - before <= 8
 
 
+@both_apis
 def test_an_etcd_that_hangs_costs_no_packet_and_no_news(lab: Lab) -> None:
     first, second = connected(lab.cluster({"Type": "vxlan"}))
     with first.container().ping(second.container()) as ping:
@@ -106,6 +108,7 @@ def facing_another_etcd_process(lab: Lab, node: Node) -> Iterator[None]:
         lab.etcd.restart()
 
 
+@both_apis
 @pytest.mark.parametrize("absent", [stopped, cut_off, facing_another_etcd_process])
 def test_what_changed_while_the_history_was_outrun_is_noticed(lab: Lab, absent: Any) -> None:
     (node,) = lab.cluster({"Type": "host-gw"}, nodes=1, SubnetMin="10.5.100.0")
@@ -113,27 +116,20 @@ def test_what_changed_while_the_history_was_outrun_is_noticed(lab: Lab, absent: 
         lab.etcd.put_lease(f"10.5.{number}.0/24", host_gw(200 + number))
         node.wait_for_route(f"10.5.{number}.0/24")
     with absent(lab, node):
-        lab.etcd.put_often("/unrelated", 1000)
+        lab.etcd.forget_history()
         lab.etcd.put_lease("10.5.4.0/24", host_gw(204))
         lab.etcd.put_lease("10.5.2.0/24", host_gw(222))
         last = lab.etcd.put_lease("10.5.3.0/24", host_gw(203))
         lab.etcd.delete_lease("10.5.3.0/24")
-        lab.etcd.put_often("/unrelated", 1000)
-        check_forgotten(lab, last)
+        lab.etcd.forget_history()
+        assert lab.etcd.has_forgotten(last)
     wanted = {"10.5.1.0/24": "198.18.0.201", "10.5.2.0/24": "198.18.0.222", "10.5.4.0/24": "198.18.0.204"}
     wait_for(lambda: overlay_routes(node) == wanted, what=f"{wanted}")
     lab.etcd.put_lease("10.5.5.0/24", host_gw(205))
     node.wait_for_route("10.5.5.0/24")
 
 
-def check_forgotten(lab: Lab, index: int) -> None:
-    """Is what came after that index out of etcd's memory?"""
-    query = f"wait=true&recursive=true&waitIndex={index + 1}"
-    with pytest.raises(EtcdError) as caught:
-        lab.etcd.request("GET", f"/v2/keys{PREFIX}/subnets?{query}")
-    assert caught.value.code == 401
-
-
+@both_apis
 def test_an_etcd_that_lost_its_data_ends_the_daemons_and_not_the_traffic(lab: Lab) -> None:
     first, second = connected(lab.cluster({"Type": "vxlan"}))
     before = lab.etcd.leases()
@@ -157,6 +153,7 @@ def test_an_etcd_that_lost_its_data_ends_the_daemons_and_not_the_traffic(lab: La
 # ---- leases come and go ------------------------------------------------------------------------
 
 
+@both_apis
 def test_a_lease_that_expires_takes_its_peer_along(lab: Lab) -> None:
     (node,) = lab.cluster({"Type": "host-gw"}, nodes=1)
     lab.etcd.put_lease("10.5.0.0/24", host_gw(200), ttl=2)
@@ -215,6 +212,7 @@ def check_complaints(node: Node) -> None:
     assert max(map(len, said)) < 500
 
 
+@both_apis
 def test_nonsense_is_complained_about_once_a_key_and_hurts_nobody_else(lab: Lab) -> None:
     first, second = connected(lab.cluster({"Type": "vxlan"}, SubnetMax="10.5.50.0"))
     before = first.kernel_state("flannel.1")
@@ -244,6 +242,7 @@ def test_senseless_leases_that_are_put_right_are_taken(lab: Lab) -> None:
     wait_for(lambda: overlay_routes(node) == wanted, what=f"{wanted}")
 
 
+@both_apis
 def test_garbage_over_good_leases_keeps_the_ways_to_the_peers(lab: Lab) -> None:
     (node,) = lab.cluster({"Type": "vxlan"}, nodes=1, SubnetMax="10.5.50.0")
     put_peers(lab)

@@ -13,28 +13,46 @@ from urllib.parse import quote
 import pytest
 
 from flanneld.errors import Fatal, Retryable
-from flanneld.subnet.etcd_client import Client, Timeouts
+from flanneld.subnet.etcd_choice import open_client
 from flanneld.subnet.etcd_endpoints import EtcdOptions, Servers
+from flanneld.subnet.etcd_http import NoSuchApi
+from flanneld.subnet.etcd_keys import Changes, Client, Position
+from flanneld.subnet.etcd_transport import Timeouts, Transport
+from tests.lab.etcd_v3 import V3Keys
 from tests.local_etcd import LocalEtcd, Relay, free_port, make_certificates, running_etcd, server
 
 PASSWORD = "hünter/2 secret"
-opened: list[Client] = []
+opened: list[Transport] = []
 
 
 @pytest.fixture(autouse=True)
-def close_clients() -> Iterator[None]:
+def close_connections() -> Iterator[None]:
     yield
     while opened:
         opened.pop().close()
 
 
-def client(*endpoints: str, **options: str) -> Client:
-    return client_of(EtcdOptions(endpoints, **options))
+@pytest.fixture(params=["v2", "v3"])
+def api(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
-def client_of(options: EtcdOptions) -> Client:
-    opened.append(Client(Servers(options), Timeouts(read=2.0)))
-    return opened[-1]
+def client(api: str, *endpoints: str, **options: str) -> Client:
+    return client_of(api, EtcdOptions(endpoints, **options))
+
+
+def client_of(api: str, options: EtcdOptions) -> Client:
+    opened.append(Transport(Servers(options), Timeouts(read=2.0)))
+    return open_client(api, opened[-1])
+
+
+def changes(asker: Client, key: str, after: Position) -> Changes:
+    """What has happened to a key, by a watch."""
+    watcher = asker.watcher(key, recursive=False, contact=lambda: None)
+    try:
+        return watcher.wait(after)
+    finally:
+        watcher.close()
 
 
 @pytest.fixture(scope="module")
@@ -64,25 +82,27 @@ def files(folder: Path, name: str, ca: str = "ca") -> dict[str, str]:
     return {option: str(folder / file) for option, file in paths.items()}
 
 
-def test_a_client_certificate_opens_the_door(tls_etcd: LocalEtcd, certificates: Path) -> None:
-    asker = client(tls_etcd.url, **files(certificates, "client"))
+def test_a_client_certificate_opens_the_door(api: str, tls_etcd: LocalEtcd, certificates: Path) -> None:
+    asker = client(api, tls_etcd.url, **files(certificates, "client"))
     made = asker.create("/tls", "1", None)
-    tls_etcd.put("/tls", "2")
-    changed = asker.wait("/tls", made.at, recursive=False)
+    tls_etcd.keys(api).put("/tls", "2")
+    (changed,) = changes(asker, "/tls", made.at).replies
     assert changed.node
     assert changed.node.value == "2"
 
 
-def test_what_is_wrong_with_tls_is_said(tls_etcd: LocalEtcd, etcd: LocalEtcd, certificates: Path) -> None:
+def test_what_is_wrong_with_tls_is_said(
+    api: str, tls_etcd: LocalEtcd, etcd: LocalEtcd, certificates: Path
+) -> None:
     foreign = files(certificates, "client", ca="other")
     with pytest.raises(Retryable, match=r"certificate verify failed.*-etcd-cafile"):
-        client(tls_etcd.url, **foreign).fetch("/key")
+        client(api, tls_etcd.url, **foreign).fetch("/key")
     with pytest.raises(Retryable, match=r"broke the TLS connection.*-etcd-certfile"):
-        client(tls_etcd.url, **files(certificates, "other")).fetch("/key")
+        client(api, tls_etcd.url, **files(certificates, "other")).fetch("/key")
     with pytest.raises(Retryable, match=r"HTTP 400|broke"):
-        client(tls_etcd.url.replace("https", "http")).fetch("/key")
+        client(api, tls_etcd.url.replace("https", "http")).fetch("/key")
     with pytest.raises(Retryable, match="https"):
-        client(etcd.url.replace("http", "https"), **files(certificates, "client")).fetch("/key")
+        client(api, etcd.url.replace("http", "https"), **files(certificates, "client")).fetch("/key")
 
 
 def test_tls_files_that_cannot_be_used_are_named(certificates: Path, tmp_path: Path) -> None:
@@ -110,9 +130,9 @@ def test_tls_files_that_cannot_be_used_are_named(certificates: Path, tmp_path: P
 
 @pytest.fixture(scope="module")
 def guarded_etcd() -> Iterator[LocalEtcd]:
-    """An etcd that lets in root and the user flannel only."""
+    """An etcd that lets in root and the user flännel only, in both APIs."""
     root = {"user": "root", "password": PASSWORD}
-    with running_etcd() as etcd:
+    with running_etcd("--bcrypt-cost=4") as etcd:
         rights = {"kv": {"read": ["/*"], "write": ["/open/*"]}}
         etcd.ask("PUT", "/v2/auth/users/root", json.dumps(root))
         etcd.ask("PUT", "/v2/auth/roles/net", json.dumps({"role": "net", "permissions": rights}))
@@ -120,19 +140,30 @@ def guarded_etcd() -> Iterator[LocalEtcd]:
         etcd.ask("PUT", "/v2/auth/users/fl%C3%A4nnel", json.dumps(user))
         etcd.ask("PUT", "/v2/auth/enable", "{}")
         etcd.ask("DELETE", "/v2/auth/roles/guest", "{}", user=f"root:{PASSWORD}")
+        V3Keys(etcd.post).require_login("flännel", PASSWORD, "/open", writable="")
         yield etcd
 
 
-def test_a_user_with_a_password_is_let_in(guarded_etcd: LocalEtcd) -> None:
-    asker = client(guarded_etcd.url, username="flännel", password=PASSWORD)
-    assert asker.create("/open/door", "1", None).action == "create"
+def test_a_user_with_a_password_is_let_in(api: str, guarded_etcd: LocalEtcd) -> None:
+    asker = client(api, guarded_etcd.url, username="flännel", password=PASSWORD)
+    made = asker.create("/open/door", "1", None)
+    assert made.node
+    asker.replace("/open/door", "2", None, made.node.modified)
+    assert changes(asker, "/open/door", made.at).replies
     with pytest.raises(Retryable, match="refuses access"):
         asker.create("/closed", "1", None)
     with_url = guarded_etcd.url.replace("//", f"//fl%C3%A4nnel:{quote(PASSWORD, safe='')}@")
-    assert client(with_url).fetch("/open/door").node
+    assert client(api, with_url).fetch("/open/door").node
 
 
-def test_a_password_shows_nowhere(guarded_etcd: LocalEtcd, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_user_there_is_no_way_in(api: str, guarded_etcd: LocalEtcd) -> None:
+    with pytest.raises(Retryable, match=r"refuses access.*-etcd-username"):
+        client(api, guarded_etcd.url).fetch("/open/door")
+
+
+def test_a_password_shows_nowhere(
+    api: str, guarded_etcd: LocalEtcd, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.DEBUG)
     quoted = quote(PASSWORD, safe="")
     url = guarded_etcd.url.replace("//", f"//eve:{quoted}@")
@@ -146,7 +177,7 @@ def test_a_password_shows_nowhere(guarded_etcd: LocalEtcd, caplog: pytest.LogCap
     ]
     for options in wrong:
         with pytest.raises((Retryable, Fatal)) as caught:
-            client_of(options).fetch("/key")
+            client_of(api, options).fetch("/key")
         shown.append(str(caught.value))
     options = EtcdOptions((url,), username="eve", password=PASSWORD)
     shown += [repr(options), Servers(options).name, *(repr(each) for each in Servers(options).in_turn())]
@@ -175,11 +206,11 @@ def test_endpoints_that_cannot_be_used_are_fatal(endpoints: tuple[str, ...], sen
         Servers(EtcdOptions(endpoints))
 
 
-def test_an_endpoint_may_lie_below_a_path(etcd: LocalEtcd) -> None:
+def test_an_endpoint_may_lie_below_a_path(api: str, etcd: LocalEtcd) -> None:
     relay = Relay(etcd.url)
-    with server(relay) as url, pytest.raises(Retryable, match="no v2 API"):
-        client(f"{url}/below/").fetch("/key")
-    assert relay.asked("GET /below/v2/keys/key?")
+    with server(relay) as url, pytest.raises(NoSuchApi, match=f"{api} API"):
+        client(api, f"{url}/below/").fetch("/key")
+    assert relay.asked({"v2": "GET /below/v2/keys/key?", "v3": "POST /below/v3/kv/range"}[api])
 
 
 def test_servers_are_shuffled_and_keep_their_names() -> None:

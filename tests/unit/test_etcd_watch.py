@@ -14,10 +14,13 @@ import pytest
 
 from flanneld import clock
 from flanneld.model import Added, Event, Lease, LeaseAttrs, Removed, Snapshot
-from flanneld.subnet.etcd_v2 import EtcdOptions, EtcdV2Manager, Timeouts
+from flanneld.subnet.etcd_choice import open_etcd
+from flanneld.subnet.etcd_endpoints import EtcdOptions
+from flanneld.subnet.etcd_transport import Timeouts
 from flanneld.subnet.manager import Cancelled, Deliver
+from tests.lab.etcd_v3 import V3Keys
 from tests.lab.wait import wait_for
-from tests.local_etcd import LocalEtcd, Relay, free_port, running_etcd, server, silent
+from tests.local_etcd import NEWER, LocalEtcd, Relay, free_port, running_etcd, server, silent
 
 _numbers = itertools.count()
 #: More than etcd remembers.
@@ -28,10 +31,12 @@ QUICK = Timeouts(read=2.0, pause=0.05)
 class Watched:
     """A prefix in an etcd, and a watch of it whose events come in ``events``."""
 
-    def __init__(self, etcd: LocalEtcd, *urls: str, timeouts: Timeouts = QUICK) -> None:
+    def __init__(self, etcd: LocalEtcd, api: str, *urls: str, timeouts: Timeouts = QUICK) -> None:
         self.etcd = etcd
+        self.api = api
+        self.keys = etcd.keys(api)
         self.prefix = f"/watched-{next(_numbers)}"
-        self.manager = EtcdV2Manager(EtcdOptions(urls or (etcd.url,), self.prefix), timeouts)
+        self.manager = open_etcd(EtcdOptions(urls or (etcd.url,), self.prefix), api, timeouts)
         self.events: list[Event] = []
         self.ended: list[BaseException] = []
         self._threads: list[threading.Thread] = []
@@ -42,21 +47,29 @@ class Watched:
         return self.next(0)
 
     def start_own(self, lease: Lease) -> Event:
-        self._start(lambda deliver: self.manager.watch_own(lease, deliver))
+        self._start(lambda deliver: self.manager.watch_own(lease, deliver, lambda: None))
         return self.next(0)
 
     def start_without_event(self) -> None:
-        self._start(self.manager.watch)
+        self._start(lambda deliver: self.manager.watch(deliver, lambda: None))
 
     def next(self, number: int) -> Event:
         """The event of that number, 0 for the first."""
         return wait_for(lambda: self.events[number:], 10, f"event {number} of {self.events}")[0]
 
     def put(self, subnet: str, value: str, ttl: int | None = 3600) -> int:
-        return self.etcd.put(f"{self.prefix}/subnets/{subnet}", value, ttl)
+        return self.keys.put(f"{self.prefix}/subnets/{subnet}", value, ttl)
 
-    def delete(self, key: str, query: str = "recursive=true") -> None:
-        self.etcd.delete(f"{self.prefix}/{key}", query)
+    def delete(self, key: str) -> None:
+        """Delete a key with all below it."""
+        self.keys.delete(f"{self.prefix}/{key}".rstrip("/"))
+
+    def outrun_history(self) -> None:
+        """Make etcd forget what has happened."""
+        if self.api == "v2":
+            self.etcd.put_often("/unrelated", HISTORY + 10)
+        else:
+            V3Keys(self.etcd.post).compact()
 
     def __enter__(self) -> Self:
         return self
@@ -88,9 +101,27 @@ def etcd() -> Iterator[LocalEtcd]:
         yield etcd
 
 
+@pytest.fixture(params=["v2", "v3"])
+def api(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def newer_etcd() -> Iterator[LocalEtcd]:
+    with running_etcd(program=NEWER) as etcd:
+        yield etcd
+
+
+@pytest.fixture(params=["v2", "v3", "v3 of a newer etcd"])
+def watched(request: pytest.FixtureRequest) -> Iterator[Watched]:
+    etcd = request.getfixturevalue("newer_etcd" if "newer" in request.param else "etcd")
+    with Watched(etcd, request.param[:2]) as watched:
+        yield watched
+
+
 @pytest.fixture
-def watched(etcd: LocalEtcd) -> Iterator[Watched]:
-    with Watched(etcd) as watched:
+def watched_v2(etcd: LocalEtcd) -> Iterator[Watched]:
+    with Watched(etcd, "v2") as watched:
         yield watched
 
 
@@ -132,7 +163,8 @@ def test_a_watch_begins_with_all_leases(watched: Watched) -> None:
     assert isinstance(first, Snapshot)
     ordinary, reservation = sorted(first.leases, key=str)
     assert ordinary.expires
-    assert abs(ordinary.expires - clock.now() - 100) < 3
+    # v3 tells how long a lease lasts only if asked for each.
+    assert watched.api == "v3" or abs(ordinary.expires - clock.now() - 100) < 3
     assert reservation.expires is None
     assert first.unreadable == {(IPv4Network("10.1.3.0/24"), None)}
 
@@ -159,14 +191,18 @@ def test_a_lease_that_expires_is_one_event(watched: Watched) -> None:
     assert watched.next(1) == removed("10.1.1.0/24")
 
 
-def test_a_lease_may_be_deleted_with_or_without_a_condition(watched: Watched) -> None:
-    index = watched.put("10.1.1.0-24", value(1))
-    watched.put("10.1.2.0-24", value(2))
+def test_a_lease_that_is_deleted_is_one_event(watched: Watched) -> None:
+    watched.put("10.1.1.0-24", value(1))
     watched.start()
-    watched.delete("subnets/10.1.1.0-24", f"prevIndex={index}")
+    watched.delete("subnets/10.1.1.0-24")
     assert watched.next(1) == removed("10.1.1.0/24")
-    watched.delete("subnets/10.1.2.0-24")
-    assert watched.next(2) == removed("10.1.2.0/24")
+
+
+def test_a_lease_may_be_deleted_with_a_condition(watched_v2: Watched) -> None:
+    index = watched_v2.put("10.1.1.0-24", value(1))
+    watched_v2.start()
+    watched_v2.etcd.delete(f"{watched_v2.prefix}/subnets/10.1.1.0-24", f"prevIndex={index}")
+    assert watched_v2.next(1) == removed("10.1.1.0/24")
 
 
 def test_what_makes_no_sense_is_told_once_and_does_not_stop_the_watch(
@@ -186,18 +222,18 @@ def test_what_makes_no_sense_is_told_once_and_does_not_stop_the_watch(
 
 
 @pytest.mark.parametrize("directory", ["subnets", ""])
-def test_when_the_directory_goes_everything_is_read_again(watched: Watched, directory: str) -> None:
-    watched.put("10.1.1.0-24", value(1))
-    assert subnets(watched.start()) == {"10.1.1.0/24"}
-    watched.delete(directory)
-    assert watched.next(1) == Snapshot(())
-    watched.put("10.1.2.0-24", value(2))
-    assert lease_of(watched.next(2)) == ("10.1.2.0/24", "192.0.2.2")
+def test_when_the_directory_goes_everything_is_read_again(watched_v2: Watched, directory: str) -> None:
+    watched_v2.put("10.1.1.0-24", value(1))
+    assert subnets(watched_v2.start()) == {"10.1.1.0/24"}
+    watched_v2.delete(directory)
+    assert watched_v2.next(1) == Snapshot(())
+    watched_v2.put("10.1.2.0-24", value(2))
+    assert lease_of(watched_v2.next(2)) == ("10.1.2.0/24", "192.0.2.2")
 
 
 def test_a_backlog_is_read_quickly(watched: Watched) -> None:
     watched.manager.stored(None)
-    watched.etcd.put_often(f"{watched.prefix}/subnets/10.1.1.0-24", HISTORY - 100, value(1))
+    watched.keys.put_often(f"{watched.prefix}/subnets/10.1.1.0-24", HISTORY - 100, value(1))
     begin = time.monotonic()
     watched.start()
     wait_for(lambda: len(watched.events) == HISTORY - 100 + 1, 10, "all events")
@@ -210,7 +246,7 @@ def test_events_that_etcd_has_forgotten_end_in_a_snapshot(
     watched.put("10.1.1.0-24", value(1))
     watched.manager.stored(None)
     watched.delete("subnets/10.1.1.0-24")
-    watched.etcd.put_often("/unrelated", HISTORY + 10)
+    watched.outrun_history()
     assert subnets(watched.start()) == {"10.1.1.0/24"}
     assert watched.next(1) == Snapshot(())
     watched.put("10.1.2.0-24", value(2))
@@ -221,7 +257,7 @@ def test_events_that_etcd_has_forgotten_end_in_a_snapshot(
 def test_a_watch_without_news_keeps_up_with_a_busy_etcd(etcd: LocalEtcd) -> None:
     relay = Relay(etcd.url)
     brief = Timeouts(poll=0.2, pause=0.05)
-    with server(relay) as url, Watched(etcd, url, timeouts=brief) as watched:
+    with server(relay) as url, Watched(etcd, "v2", url, timeouts=brief) as watched:
         watched.start()
         for _ in range(3):
             etcd.put_often("/unrelated", HISTORY // 2)
@@ -230,6 +266,16 @@ def test_a_watch_without_news_keeps_up_with_a_busy_etcd(etcd: LocalEtcd) -> None
         watched.put("10.1.1.0-24", value(1))
         assert lease_of(watched.next(1)) == ("10.1.1.0/24", "192.0.2.1")
         assert len(watched.events) == 2
+
+
+def test_who_wants_to_be_sure_gets_everything_again(watched: Watched) -> None:
+    watched.put("10.1.1.0-24", value(1))
+    watched.start()
+    for number in (1, 2):
+        watched.manager.reread()
+        assert subnets(watched.next(number)) == {"10.1.1.0/24"}
+    watched.put("10.1.2.0-24", value(2))
+    assert lease_of(watched.next(3)) == ("10.1.2.0/24", "192.0.2.2")
 
 
 # ---- one lease -----------------------------------------------------------------------------------
@@ -270,16 +316,22 @@ def test_garbage_in_our_own_lease_is_told_like_anothers_attributes(watched: Watc
     assert lease_of(watched.next(2)) == ("10.1.1.0/24", "192.0.2.3")
 
 
+def polls(relay: Relay) -> list[str]:
+    return [*relay.asked("wait=true"), *relay.asked("/v3/watch")]
+
+
 # ---- disasters -----------------------------------------------------------------------------------
 
 
-def test_a_watch_survives_restarts_of_etcd_and_tells_of_each_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_watch_survives_restarts_of_etcd_and_tells_of_each_once(
+    api: str, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
 
     def told(what: str) -> int:
         return sum(what in text for text in texts(caplog))
 
-    with running_etcd() as etcd, Watched(etcd) as watched:
+    with running_etcd() as etcd, Watched(etcd, api) as watched:
         watched.start()
         for outage in (1, 2):
             etcd.stop()
@@ -290,8 +342,8 @@ def test_a_watch_survives_restarts_of_etcd_and_tells_of_each_once(caplog: pytest
             assert (told("connection refused"), told("etcd is back")) == (outage, outage)
 
 
-def test_an_etcd_made_anew_is_read_anew() -> None:
-    with running_etcd() as etcd, Watched(etcd) as watched:
+def test_an_etcd_made_anew_is_read_anew(api: str) -> None:
+    with running_etcd() as etcd, Watched(etcd, api) as watched:
         watched.put("10.1.1.0-24", value(1))
         watched.start()
         etcd.stop()
@@ -301,14 +353,16 @@ def test_an_etcd_made_anew_is_read_anew() -> None:
         assert lease_of(watched.next(2)) == ("10.1.2.0/24", "192.0.2.2")
 
 
-def test_a_problem_that_lasts_is_told_once(etcd: LocalEtcd, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_problem_that_lasts_is_told_once(
+    api: str, etcd: LocalEtcd, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
     attempts = threading.Semaphore(0)
 
     def hang_up(_connection: object) -> None:
         attempts.release()
 
-    with server(hang_up) as url, Watched(etcd, url) as watched:
+    with server(hang_up) as url, Watched(etcd, api, url) as watched:
         watched.start_without_event()
         for _ in range(3):
             assert attempts.acquire(timeout=10)
@@ -316,14 +370,14 @@ def test_a_problem_that_lasts_is_told_once(etcd: LocalEtcd, caplog: pytest.LogCa
 
 
 def test_polls_that_are_cut_again_and_again_do_not_fill_the_log(
-    etcd: LocalEtcd, caplog: pytest.LogCaptureFixture
+    api: str, etcd: LocalEtcd, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     relay = Relay(etcd.url)
     relay.cut_polls = True
-    with server(relay) as url, Watched(etcd, url) as watched:
+    with server(relay) as url, Watched(etcd, api, url) as watched:
         watched.start()
-        wait_for(lambda: len(relay.asked("wait=true")) >= 3, 10, "three polls")
+        wait_for(lambda: len(polls(relay)) >= 3, 10, "three polls")
         relay.cut_polls = False
         watched.put("10.1.1.0-24", value(1))
         watched.next(1)
@@ -331,20 +385,20 @@ def test_polls_that_are_cut_again_and_again_do_not_fill_the_log(
     assert sum("etcd is back" in text for text in texts(caplog)) == 1
 
 
-def test_the_next_server_is_watched_when_one_falls_silent(etcd: LocalEtcd) -> None:
+def test_the_next_server_is_watched_when_one_falls_silent(api: str, etcd: LocalEtcd) -> None:
     dead, brief = f"http://127.0.0.1:{free_port()}", Timeouts(read=0.3)
-    with server(silent) as url, Watched(etcd, url, dead, etcd.url, timeouts=brief) as watched:
+    with server(silent) as url, Watched(etcd, api, url, dead, etcd.url, timeouts=brief) as watched:
         watched.start()
         watched.put("10.1.1.0-24", value(1))
         assert lease_of(watched.next(1)) == ("10.1.1.0/24", "192.0.2.1")
 
 
-def test_a_watch_ends_at_once_when_the_manager_is_closed(etcd: LocalEtcd) -> None:
+def test_a_watch_ends_at_once_when_the_manager_is_closed(api: str, etcd: LocalEtcd) -> None:
     relay = Relay(etcd.url)
-    with server(relay) as url, Watched(etcd, url) as watched:
+    with server(relay) as url, Watched(etcd, api, url) as watched:
         watched.start()
         watched.start_own(lease("10.1.1.0/24"))
-        wait_for(lambda: len(relay.asked("wait=true")) == 2, 10, "two polls")
+        wait_for(lambda: len(polls(relay)) == 2, 10, "two polls")
         begin = time.monotonic()
         watched.close()
         assert time.monotonic() - begin < 0.5
@@ -352,9 +406,9 @@ def test_a_watch_ends_at_once_when_the_manager_is_closed(etcd: LocalEtcd) -> Non
 
 
 def test_a_watch_that_waits_to_try_again_ends_at_once_too(
-    etcd: LocalEtcd, caplog: pytest.LogCaptureFixture
+    api: str, etcd: LocalEtcd, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Watched(etcd, f"http://127.0.0.1:{free_port()}", timeouts=Timeouts(pause=60)) as watched:
+    with Watched(etcd, api, f"http://127.0.0.1:{free_port()}", timeouts=Timeouts(pause=60)) as watched:
         watched.start_without_event()
         wait_for(lambda: texts(caplog), 10, "a word about the failure")
         begin = time.monotonic()

@@ -14,7 +14,7 @@ def loaded_after(program: str) -> set[str]:
 
 
 def test_the_etcd_client_does_not_load_the_resolver_of_srv_records() -> None:
-    loaded = loaded_after("import flanneld.subnet.etcd_client")
+    loaded = loaded_after("import flanneld.subnet.etcd_v2_client")
     assert "etcd.client" in loaded
     assert "dns.message" not in loaded
 

@@ -16,7 +16,7 @@ from flanneld.options import (
     usage,
 )
 
-#: Go flanneld's defaults, as its usage text has them. Ours is iface-wait.
+#: Go flanneld's defaults, as its usage text has them. Ours are etcd-api and iface-wait.
 DEFAULTS = {
     "etcd-endpoints": "http://127.0.0.1:4001,http://127.0.0.1:2379",
     "etcd-prefix": "/coreos.com/network",
@@ -25,6 +25,7 @@ DEFAULTS = {
     "etcd-cafile": "",
     "etcd-username": "",
     "etcd-password": "",
+    "etcd-api": "auto",
     "iface": (),
     "iface-regex": (),
     "iface-can-reach": "",
@@ -64,6 +65,12 @@ def test_flags_and_defaults_are_go_flannelds() -> None:
 
 def test_each_field_is_named_as_its_flag() -> None:
     assert [f.name for f in fields(Options)] == [flag.name.replace("-", "_") for flag in FLAGS]
+
+
+def test_an_api_of_etcd_that_does_not_exist_is_refused() -> None:
+    assert read([], {"FLANNELD_ETCD_API": "v3"}).etcd_api == "v3"
+    with pytest.raises(Fatal, match="one of: auto, v2, v3"):
+        read(["-etcd-api=v4"], {})
 
 
 def test_nothing_given_leaves_the_defaults() -> None:

@@ -1,8 +1,8 @@
-"""Leases in etcd's v2 API: ``<prefix>/config`` and ``<prefix>/subnets/<key>``.
+"""Leases in etcd, in either of its APIs: ``<prefix>/config`` and ``<prefix>/subnets/<key>``.
 
-Keys, values and requests are those of Go flanneld 0.12, so both share one network. Two things differ on
-purpose: a lease is overwritten only if it still is what was read, and a lease with another public IP is
-never taken over.
+Keys, values and terms are those of Go flanneld, of 0.12 in v2 and of 0.20 and later in v3, so both share
+one network. Two things differ on purpose: a lease is overwritten only if it still is what was read, and a
+lease with another public IP is never taken over.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable
 from ipaddress import IPv4Network, IPv6Network
 
-from flanneld import clock
 from flanneld.config import Config, SubnetRange, parse
 from flanneld.errors import Retryable
 from flanneld.glog import Once, V
@@ -30,16 +29,12 @@ from flanneld.model import (
     Removed,
     name_of,
 )
-from flanneld.subnet.allocate import choose
+from flanneld.subnet.allocate import choose, fits, overlap
 from flanneld.subnet.codec import format_attrs
-from flanneld.subnet.etcd_answers import Conflict, NotFound, Position, Reply
-from flanneld.subnet.etcd_client import Client, Timeouts
-from flanneld.subnet.etcd_endpoints import EtcdOptions, Servers
+from flanneld.subnet.etcd_keys import Client, Conflict, NotFound, Position, Reply
 from flanneld.subnet.etcd_leases import LeaseReader, Listing
 from flanneld.subnet.etcd_watch import Follower, News, Start
 from flanneld.subnet.manager import Cancelled, Deliver
-
-__all__ = ["SUBNET_TTL", "EtcdOptions", "EtcdV2Manager", "LeaseTaken", "Timeouts"]
 
 log = logging.getLogger(__name__)
 
@@ -47,39 +42,39 @@ log = logging.getLogger(__name__)
 SUBNET_TTL = 86400
 #: How often to try again because somebody else was quicker.
 TRIES = 10
-#: Seconds for which a list of all leases need not be read again.
-FRESH = 10.0
 
 _EXAMPLE = '{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"}}'
-
-
-def _nothing() -> None:
-    pass
 
 
 class LeaseTaken(Retryable):
     """Another node has our lease; it is not overwritten."""
 
 
-class EtcdV2Manager:
-    """``SubnetManager`` on etcd v2. Building one connects to nothing; bad options raise ``Fatal``.
+class EtcdManager:
+    """``SubnetManager`` on one API of etcd. Building one connects to nothing.
 
-    ``randrange`` chooses among free subnets, as ``allocate.choose`` says.
+    ``store`` is for the log; a watch that failed goes on after ``pause_time``, in seconds; ``randrange``
+    chooses among free subnets, as ``allocate.choose`` says; ``is_elsewhere`` looks for a key in the other
+    API, for a better complaint.
     """
 
     def __init__(
         self,
-        options: EtcdOptions,
-        timeouts: Timeouts | None = None,
+        client: Client,
+        prefix: str,
+        store: str,
+        *,
+        pause_time: float,
         randrange: Callable[[int], int] = random.randrange,
+        is_elsewhere: Callable[[str], bool] = lambda _: False,
     ) -> None:
-        prefix = "/" + posixpath.normpath(f"/{options.prefix}").lstrip("/")
-        self._config_key = posixpath.join(prefix, "config")
-        self._reader = LeaseReader(posixpath.join(prefix, "subnets"))
-        self._servers = Servers(options)
-        self._timeouts = timeouts or Timeouts()
-        self._requests = Client(self._servers, self._timeouts)
+        root = client.root(prefix)
+        self.config_key = posixpath.join(root, "config")
+        self._reader = LeaseReader(posixpath.join(root, "subnets"))
+        self._requests = client
+        self._pause_time = pause_time
         self._randrange = randrange
+        self._is_elsewhere = is_elsewhere
         self._once = Once()
         self._lock = threading.Lock()
         self._is_closed = False
@@ -87,17 +82,14 @@ class EtcdV2Manager:
         #: The leases as last read: for us until we write ourselves, and for a watch to start from.
         self._known: Listing | None = None
         self._unwatched: Listing | None = None
-        self.name = f"etcd v2 at {self._servers.name} under {prefix}"
+        self.name = f"etcd {client.api} at {store} under {root}"
 
     def network_config(self) -> Config:
         try:
-            reply = self._requests.fetch(self._config_key)
+            reply = self._requests.fetch(self.config_key)
         except NotFound:
-            raise Retryable(
-                f"etcd has no network config at {self._config_key}",
-                f"write it: ETCDCTL_API=2 etcdctl set {self._config_key} '{_EXAMPLE}'"
-                " (what is written through the v3 API cannot be seen here)",
-            ) from None
+            elsewhere = self._is_elsewhere(self.config_key)
+            raise self._requests.missing(self.config_key, _EXAMPLE, elsewhere=elsewhere) from None
         return parse(reply.node.value if reply.node else "")
 
     def stored(self, public_ip: IPAddress | None) -> LeaseAttrs | None:
@@ -122,16 +114,16 @@ class EtcdV2Manager:
                 log.log(V(1), "The lease %s has just changed, trying again: %s", lease, lost)
         raise Retryable(f"the lease {lease} changes all the time", "give each node its own -public-ip")
 
-    def watch(self, deliver: Deliver, alive: Callable[[], None] = _nothing) -> None:
+    def watch(self, deliver: Deliver, alive: Callable[[], None]) -> None:
         def start(client: Client) -> tuple[list[Event], Position]:
             listing, self._unwatched = self._unwatched, None
-            if listing is None or not _is_fresh(listing):
+            if listing is None or not listing.is_fresh():
                 listing = self._reader.read_all(client)
             return [listing.snapshot()], listing.at
 
         self._follow(self._reader.path, start, self._reader.news, deliver, alive, recursive=True)
 
-    def watch_own(self, lease: Lease, deliver: Deliver, alive: Callable[[], None] = _nothing) -> None:
+    def watch_own(self, lease: Lease, deliver: Deliver, alive: Callable[[], None]) -> None:
         path = self._reader.key_of(lease.key)
 
         def start(client: Client) -> tuple[list[Event], Position]:
@@ -174,7 +166,7 @@ class EtcdV2Manager:
         if self._is_closed:
             raise Cancelled
         listing = self._known
-        if listing is None or not _is_fresh(listing):
+        if listing is None or not listing.is_fresh():
             listing = self._known = self._unwatched = self._reader.read_all(self._requests)
         return listing
 
@@ -188,7 +180,7 @@ class EtcdV2Manager:
         *,
         recursive: bool,
     ) -> None:
-        follower = Follower(self._servers, self._timeouts, path, recursive=recursive)
+        follower = Follower(self._requests, path, recursive=recursive, pause_time=self._pause_time)
         with self._lock:
             if self._is_closed:
                 raise Cancelled
@@ -204,7 +196,7 @@ class EtcdV2Manager:
     def _reuse(self, config: Config, attrs: LeaseAttrs, listing: Listing) -> Lease | None:
         """Take the lease that is ours by its public IP; one that no longer fits is given back."""
         mine = listing.of(_address(attrs))
-        fitting = [(path, lease) for path, lease in mine if _fits(config, lease.key)]
+        fitting = [(path, lease) for path, lease in mine if fits(config, lease.key)]
         for path, lease in fitting:
             self._compare_identity(lease, attrs)
             return self._replace(path, lease.key, attrs, reserved=lease.expires is None, modified=lease.asof)
@@ -245,7 +237,7 @@ class EtcdV2Manager:
         if previous is not None:
             if not pool.contains(previous):
                 problem = "does not fit the network config"
-            elif any(_overlap(previous, net) for net in taken):
+            elif any(overlap(previous, net) for net in taken):
                 problem = "belongs to another node now"
             else:
                 return previous
@@ -254,7 +246,7 @@ class EtcdV2Manager:
         if subnet is None:
             raise Retryable(
                 f"no subnet from {pool.subnet_min} to {pool.subnet_max} is free, {len(taken)} are leased",
-                f"enlarge the network in {self._config_key}, or remove the leases of nodes that are gone"
+                f"enlarge the network in {self.config_key}, or remove the leases of nodes that are gone"
                 f" from {self._reader.path}",
             )
         return subnet
@@ -275,20 +267,23 @@ class EtcdV2Manager:
         if found and owner != _address(lease.attrs) and node.modified != lease.asof:
             raise LeaseTaken(f"the lease {lease} belongs to node {owner} now", "restart to get another")
         reserved = node.ttl is None
-        if found and reserved and node.value == _value(lease.key, lease.attrs):
+        if found and reserved and node.value == self._value(lease.key, lease.attrs):
             return found
         return self._replace(path, lease.key, lease.attrs, reserved=reserved, modified=node.modified)
 
     def _create(self, key: LeaseKey, attrs: LeaseAttrs, *, reserved: bool = False) -> Lease:
         ttl = None if reserved else SUBNET_TTL
-        reply = self._requests.create(self._reader.key_of(key), _value(key, attrs), ttl)
+        reply = self._requests.create(self._reader.key_of(key), self._value(key, attrs), ttl)
         return self._written(key, reply)
 
     def _replace(
         self, path: str, key: LeaseKey, attrs: LeaseAttrs, *, reserved: bool, modified: int
     ) -> Lease:
         ttl = None if reserved else SUBNET_TTL
-        return self._written(key, self._requests.replace(path, _value(key, attrs), ttl, modified))
+        return self._written(key, self._requests.replace(path, self._value(key, attrs), ttl, modified))
+
+    def _value(self, key: LeaseKey, attrs: LeaseAttrs) -> str:
+        return format_attrs(attrs, with_ipv6=self._requests.names_ipv6 or key[1] is not None)
 
     def _written(self, key: LeaseKey, reply: Reply) -> Lease:
         """The lease as everybody reads it now: fewer attributes may be stored than were given."""
@@ -296,10 +291,6 @@ class EtcdV2Manager:
         if lease is None:
             raise Retryable(f"etcd stored something else for the lease {name_of(key)}", "is that etcd?")
         return lease
-
-
-def _is_fresh(listing: Listing) -> bool:
-    return clock.now() - listing.read_at <= FRESH
 
 
 def _differ(stored: object, ours: object) -> bool:
@@ -312,22 +303,3 @@ def _differ(stored: object, ours: object) -> bool:
 def _address(attrs: LeaseAttrs) -> IPAddress | None:
     """The address that identifies a node."""
     return attrs.public_ip or attrs.public_ipv6
-
-
-def _value(key: LeaseKey, attrs: LeaseAttrs) -> str:
-    return format_attrs(attrs, with_ipv6=key[1] is not None)
-
-
-def _fits(config: Config, key: LeaseKey) -> bool:
-    """Whether a lease has one subnet in each range of the config, and no other."""
-    for family, net in zip(FAMILIES, key, strict=True):
-        pool = config.range(family)
-        if (pool is None) != (net is None) or (pool and net and not pool.contains(net)):
-            return False
-    return True
-
-
-def _overlap(one: IPNetwork, other: IPNetwork) -> bool:
-    if isinstance(one, IPv4Network):
-        return isinstance(other, IPv4Network) and one.overlaps(other)
-    return isinstance(other, IPv6Network) and one.overlaps(other)

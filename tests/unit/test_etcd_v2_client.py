@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from flanneld.errors import Retryable
-from flanneld.subnet.etcd_answers import Conflict, ListAgain, NotFound, Position
-from flanneld.subnet.etcd_client import Client, Timeouts
 from flanneld.subnet.etcd_endpoints import EtcdOptions, Servers
+from flanneld.subnet.etcd_keys import Conflict, ListAgain, NotFound, Position
+from flanneld.subnet.etcd_transport import Timeouts, Transport
+from flanneld.subnet.etcd_v2_client import Client
 from flanneld.subnet.line import Line, Unreachable
 from flanneld.subnet.manager import Cancelled
 from tests.lab.wait import wait_for
@@ -57,7 +58,7 @@ def client(*endpoints: str, **options: str) -> Client:
 def client_of(
     servers: Servers, timeouts: Timeouts = QUICK, contact: Callable[[], None] = lambda: None
 ) -> Client:
-    opened.append(Client(servers, timeouts, contact))
+    opened.append(Client(Transport(servers, timeouts), contact))
     return opened[-1]
 
 

@@ -10,18 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flanneld.errors import Retryable
-from flanneld.subnet.etcd_answers import (
-    Answer,
-    Conflict,
-    ListAgain,
-    Node,
-    NotFound,
-    Position,
-    Reply,
-    Useless,
-    check_history,
-    read,
-)
+from flanneld.subnet.etcd_http import Answer, Useless
+from flanneld.subnet.etcd_keys import Conflict, ListAgain, Node, NotFound, Position, Reply
+from flanneld.subnet.etcd_v2_answers import check_history, read
 
 AT = Position(7, "cafe")
 KEYS = [

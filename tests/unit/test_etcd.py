@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import re
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -18,10 +19,13 @@ from flanneld.config import Config, parse
 from flanneld.errors import Retryable
 from flanneld.glog import V
 from flanneld.model import Lease, LeaseAttrs, LeaseKey, Snapshot
-from flanneld.subnet.etcd_v2 import SUBNET_TTL, EtcdOptions, EtcdV2Manager, LeaseTaken, Timeouts
+from flanneld.subnet.etcd import SUBNET_TTL, LeaseTaken
+from flanneld.subnet.etcd_choice import open_etcd
+from flanneld.subnet.etcd_endpoints import EtcdOptions
+from flanneld.subnet.etcd_transport import Timeouts
 from flanneld.subnet.manager import Cancelled, SubnetManager
 from tests.lab.wait import wait_for
-from tests.local_etcd import LocalEtcd, Relay, running_etcd, server
+from tests.local_etcd import NEWER, LocalEtcd, Relay, running_etcd, server
 
 NOTHING: LeaseKey = (None, None)
 NETWORK = parse('{"network": "10.3.0.0/16", "subnetMin": "10.3.1.0", "subnetMax": "10.3.25.0"}')
@@ -32,24 +36,30 @@ _numbers = itertools.count()
 class Store:
     """A prefix of its own in an etcd, and managers that are closed at the end of the test."""
 
-    def __init__(self, etcd: LocalEtcd) -> None:
+    def __init__(self, etcd: LocalEtcd, api: str) -> None:
         self.etcd = etcd
+        self.api = api
+        self.keys = etcd.keys(api)
         self.prefix = f"/network-{next(_numbers)}"
-        self.managers: list[EtcdV2Manager] = []
+        self.managers: list[SubnetManager] = []
 
-    def manager(self, url: str = "", randrange: Callable[[int], int] | None = None) -> EtcdV2Manager:
+    def manager(self, url: str = "", randrange: Callable[[int], int] | None = None) -> SubnetManager:
         options = EtcdOptions((url or self.etcd.url,), self.prefix)
         extra = (randrange,) if randrange else ()
-        self.managers.append(EtcdV2Manager(options, Timeouts(read=2.0), *extra))
+        self.managers.append(open_etcd(options, self.api, Timeouts(read=2.0), *extra))
         return self.managers[-1]
 
     def put(self, subnet: str, value: str | LeaseAttrs, ttl: int | None = 3600) -> int:
         text = value if isinstance(value, str) else json.dumps({"PublicIP": str(value.public_ip)})
-        return self.etcd.put(f"{self.prefix}/subnets/{subnet}", text, ttl)
+        return self.keys.put(f"{self.prefix}/subnets/{subnet}", text, ttl)
 
     def get(self, subnet: object) -> dict[str, Any]:
         name = str(subnet).replace("/", "-")
-        return self.etcd.get(f"{self.prefix}/subnets/{name}") or {}
+        return self.keys.get(f"{self.prefix}/subnets/{name}") or {}
+
+    def value(self, text: str) -> str:
+        """A value of v2 as flannel writes it in this API."""
+        return text if self.api == "v2" else with_ipv6(text)
 
 
 @pytest.fixture(scope="module")
@@ -58,17 +68,34 @@ def etcd() -> Iterator[LocalEtcd]:
         yield etcd
 
 
-@pytest.fixture
-def store(etcd: LocalEtcd) -> Iterator[Store]:
-    store = Store(etcd)
+@pytest.fixture(scope="module")
+def newer_etcd() -> Iterator[LocalEtcd]:
+    with running_etcd(program=NEWER) as etcd:
+        yield etcd
+
+
+@pytest.fixture(params=["v2", "v3", "v3 of a newer etcd"])
+def store(request: pytest.FixtureRequest) -> Iterator[Store]:
+    etcd = request.getfixturevalue("newer_etcd" if "newer" in request.param else "etcd")
+    store = Store(etcd, request.param[:2])
     yield store
     for manager in store.managers:
         manager.close()
 
 
+def with_ipv6(value: str) -> str:
+    """What a lease without IPv6 says of it in v3."""
+    return re.sub('("PublicIP":"[^"]*")', r'\1,"PublicIPv6":null', value)
+
+
 def node(number: int, data: object = None) -> LeaseAttrs:
     """What a node announces, by its number."""
     return LeaseAttrs(IPv4Address(f"192.0.2.{number}"), backend_data=data)
+
+
+def has_full_term(written: dict[str, Any]) -> bool:
+    """v3 rounds what is left of a term down."""
+    return SUBNET_TTL - 5 < written["ttl"] <= SUBNET_TTL
 
 
 def net(text: str) -> IPv4Network:
@@ -85,13 +112,16 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_a_missing_config_comes_with_the_command_that_writes_it(store: Store) -> None:
     with pytest.raises(Retryable) as caught:
         store.manager().network_config()
-    command = f"""ETCDCTL_API=2 etcdctl set {store.prefix}/config '{{"Network":"10.5.0.0/16","Backend":"""
+    api, verb = {"v2": (2, "set"), "v3": (3, "put")}[store.api]
+    command = (
+        f"""ETCDCTL_API={api} etcdctl {verb} {store.prefix}/config '{{"Network":"10.5.0.0/16","Backend":"""
+    )
     assert command in caught.value.remedy
 
 
 def test_the_config_is_read_below_the_prefix_however_it_is_spelt(store: Store) -> None:
     text = '{"Network": "10.5.0.0/16", "Backend": {"Type": "vxlan"}}'
-    store.etcd.put(f"{store.prefix}/config", text)
+    store.keys.put(f"{store.prefix}/config", text)
     store.prefix = f"/{store.prefix}///"
     manager = store.manager()
     assert manager.network_config() == parse(text)
@@ -99,7 +129,7 @@ def test_the_config_is_read_below_the_prefix_however_it_is_spelt(store: Store) -
 
 
 def test_a_config_that_makes_no_sense_may_be_corrected(store: Store) -> None:
-    store.etcd.put(f"{store.prefix}/config", "{")
+    store.keys.put(f"{store.prefix}/config", "{")
     with pytest.raises(Retryable, match="JSON"):
         store.manager().network_config()
 
@@ -116,8 +146,8 @@ def test_a_lease_is_written_as_go_flanneld_writes_it(store: Store) -> None:
     before = clock.now()
     lease = store.manager().acquire(NETWORK, node(4), NOTHING)
     written = store.get(lease)
-    assert written["value"] == '{"PublicIP":"192.0.2.4"}'
-    assert written["ttl"] == SUBNET_TTL
+    assert written["value"] == store.value('{"PublicIP":"192.0.2.4"}')
+    assert has_full_term(written)
     assert lease.asof == written["modifiedIndex"]
     assert lease.expires
     assert before + SUBNET_TTL <= lease.expires <= clock.now() + SUBNET_TTL
@@ -139,9 +169,10 @@ def test_backend_data_and_ipv6_are_written_as_later_versions_do(store: Store) ->
     assert store.manager().acquire(config, attrs, NOTHING).key == lease.key
 
 
-def test_what_is_not_stored_is_not_claimed(store: Store) -> None:
+def test_only_what_is_stored_is_claimed(store: Store) -> None:
     attrs = replace(node(1), public_ipv6=IPv6Address("2001:db8::1"))
-    assert store.manager().acquire(NETWORK, attrs, NOTHING).attrs == node(1)
+    stored = attrs if store.api == "v3" else node(1)
+    assert store.manager().acquire(NETWORK, attrs, NOTHING).attrs == stored
 
 
 def test_subnets_come_from_the_range_and_avoid_what_is_taken(store: Store) -> None:
@@ -157,7 +188,7 @@ def test_a_node_gets_its_own_lease_back_with_its_new_attributes(store: Store) ->
     second = store.manager().acquire(NETWORK, node(1, {"VNI": 1}), (net("10.3.25.0/24"), None))
     assert second.key == first.key
     assert second.attrs == node(1, {"VNI": 1})
-    assert store.get(first)["value"] == '{"PublicIP":"192.0.2.1","BackendData":{"VNI":1}}'
+    assert store.get(first)["value"] == store.value('{"PublicIP":"192.0.2.1","BackendData":{"VNI":1}}')
 
 
 def test_the_previous_subnet_is_taken_again(store: Store) -> None:
@@ -253,7 +284,7 @@ def test_twenty_nodes_that_start_at_once_get_twenty_subnets(store: Store) -> Non
     for thread in threads:
         thread.join(15)
     assert len({lease.subnet for lease in leases}) == 20
-    assert len(store.etcd.get(f"{store.prefix}/subnets")["nodes"]) == 20  # type: ignore[index]
+    assert len(nodes(store)) == 20
 
 
 def test_who_loses_a_race_takes_another_subnet(store: Store, caplog: pytest.LogCaptureFixture) -> None:
@@ -284,14 +315,14 @@ def test_a_create_whose_answer_was_lost_is_found_again(store: Store) -> None:
         manager = store.manager(url)
         with pytest.raises(Retryable):
             manager.acquire(NETWORK, node(1), NOTHING)
+        relay.answers_to_lose = 0
         lease = manager.acquire(NETWORK, node(1), NOTHING)
         manager.close()
     assert [each["key"].rpartition("/")[2] for each in nodes(store)] == [str(lease).replace("/", "-")]
 
 
 def nodes(store: Store) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = (store.etcd.get(f"{store.prefix}/subnets") or {})["nodes"]
-    return found
+    return store.keys.children(f"{store.prefix}/subnets")
 
 
 def test_values_that_make_no_sense_keep_their_subnet(store: Store, caplog: pytest.LogCaptureFixture) -> None:
@@ -299,11 +330,12 @@ def test_values_that_make_no_sense_keep_their_subnet(store: Store, caplog: pytes
     store.put("10.9.0.64-26", "{")
     store.put("10.9.0.128-26", '{"PublicIP": "nonsense"}')
     store.put("no-lease", "{}")
-    store.etcd.put(f"{store.prefix}/subnets/folder/10.9.0.192-26", "{}")
+    store.keys.put(f"{store.prefix}/subnets/folder/10.9.0.192-26", "{}")
     manager = store.manager(randrange=lambda _: 0)
     for _ in range(2):
         assert manager.acquire(config, node(1), NOTHING).subnet == net("10.9.0.192/26")
-    for key in ("10.9.0.64-26", "10.9.0.128-26", "no-lease", "folder"):
+    nested = "folder" if store.api == "v2" else "folder/10.9.0.192-26"
+    for key in ("10.9.0.64-26", "10.9.0.128-26", "no-lease", nested):
         assert sum(f"{store.prefix}/subnets/{key} " in text for text in warnings(caplog)) == 1
 
 
@@ -329,7 +361,9 @@ def test_one_list_serves_the_whole_start(store: Store) -> None:
         manager = store.manager(url)
         manager.stored(IPv4Address("192.0.2.1"))
         lease = manager.acquire(NETWORK, node(1), NOTHING)
-        thread = threading.Thread(target=ignore_cancelled, args=(lambda: manager.watch(events.extend),))
+        thread = threading.Thread(
+            target=ignore_cancelled, args=(lambda: manager.watch(events.extend, lambda: None),)
+        )
         thread.start()
         wait_for(lambda: len(events) == 2, 5, "the snapshot and our own lease")
         manager.close()
@@ -337,14 +371,19 @@ def test_one_list_serves_the_whole_start(store: Store) -> None:
     assert isinstance(events[0], Snapshot)
     assert [each.subnet for each in events[0].leases] == [net("10.3.3.0/24")]
     assert events[1].lease == replace(lease, expires=events[1].lease.expires)
-    lists = relay.asked("GET", "/subnets?", "recursive=true", "sorted=false", "quorum=true")
-    assert len(lists) == 1
-    assert relay.asked("PUT", "?prevExist=false") == [
-        f"PUT /v2/keys{store.prefix}/subnets/{dashed(lease)}?prevExist=false"
-    ]
-    first_poll = relay.asked("wait=true")[0]
-    assert "recursive=true" in first_poll
-    assert f"waitIndex={lease.asof}" in first_poll
+    if store.api == "v2":
+        lists = relay.asked("GET", "/subnets?", "recursive=true", "sorted=false", "quorum=true")
+        assert len(lists) == 1
+        written = f"PUT /v2/keys{store.prefix}/subnets/{dashed(lease)}?prevExist=false"
+        assert relay.asked("PUT", "?prevExist=false") == [written]
+        first_poll = relay.asked("wait=true")[0]
+        assert "recursive=true" in first_poll
+        assert f"waitIndex={lease.asof}" in first_poll
+    else:
+        # None for the term of a peer's lease.
+        assert relay.requests == [
+            f"POST /v3/{each}" for each in ("kv/range", "lease/grant", "kv/txn", "watch")
+        ]
 
 
 def dashed(lease: Lease) -> str:
@@ -359,7 +398,7 @@ def ignore_cancelled(call: Callable[[], object]) -> None:
 # ---- renewing ------------------------------------------------------------------------------------
 
 
-def acquired(store: Store, config: Config = NETWORK) -> tuple[EtcdV2Manager, Lease]:
+def acquired(store: Store, config: Config = NETWORK) -> tuple[SubnetManager, Lease]:
     manager = store.manager()
     return manager, manager.acquire(config, node(1, {"VNI": 1}), NOTHING)
 
@@ -369,7 +408,7 @@ def test_a_renewed_lease_has_its_full_term_and_its_attributes(store: Store) -> N
     value = store.get(lease)["value"]
     store.put(dashed(lease), value, ttl=100)
     renewed = manager.renew(lease)
-    assert store.get(lease)["ttl"] == SUBNET_TTL
+    assert has_full_term(store.get(lease))
     assert store.get(lease)["value"] == value
     assert renewed == replace(lease, expires=renewed.expires, asof=store.get(lease)["modifiedIndex"])
     assert renewed.expires
@@ -378,9 +417,9 @@ def test_a_renewed_lease_has_its_full_term_and_its_attributes(store: Store) -> N
 
 def test_a_lease_that_has_gone_is_written_again(store: Store) -> None:
     manager, lease = acquired(store)
-    store.etcd.delete(f"{store.prefix}/subnets/{dashed(lease)}")
+    store.keys.delete(f"{store.prefix}/subnets/{dashed(lease)}")
     assert manager.renew(lease).key == lease.key
-    assert store.get(lease)["ttl"] == SUBNET_TTL
+    assert has_full_term(store.get(lease))
 
 
 def test_a_reservation_is_left_alone_unless_we_changed(store: Store) -> None:
@@ -436,8 +475,8 @@ def test_after_close_every_call_is_cancelled(store: Store) -> None:
         lambda: manager.stored(None),
         lambda: manager.acquire(NETWORK, node(1), NOTHING),
         lambda: manager.renew(lease),
-        lambda: manager.watch(print),
-        lambda: manager.watch_own(lease, print),
+        lambda: manager.watch(print, print),
+        lambda: manager.watch_own(lease, print, print),
     ]
     for call in calls:
         with pytest.raises(Cancelled):

@@ -1,0 +1,118 @@
+"""An HTTP answer that does not end, line by line.
+
+urllib3 gives up a connection on which nothing came for a while; here that is no reason to.
+"""
+
+from __future__ import annotations
+
+from http.client import HTTPException, HTTPMessage, parse_headers
+from io import BytesIO
+from socket import socket
+from urllib.parse import urlsplit
+
+#: Nobody has more to say before the first line of an answer.
+_LONGEST_HEAD = 65536
+_SIZE = 262_144
+
+
+class Stream:
+    """One request over a socket, and the lines of its answer. Raises ``OSError`` and ``HTTPException``."""
+
+    def __init__(self, sock: socket) -> None:
+        self._sock = sock
+        self._raw = b""
+        self._text = b""
+        self._lines: list[bytes] = []
+        self._chunks: Chunks | None = None
+        self.status = 0
+        self.headers = HTTPMessage()
+
+    def post(self, url: str, headers: dict[str, str], body: str) -> None:
+        """Send a request, and receive the head of the answer."""
+        parts = urlsplit(url)
+        data = body.encode()
+        lines = [
+            f"POST {parts.path} HTTP/1.1",
+            f"Host: {parts.netloc}",
+            f"Content-Length: {len(data)}",
+            *(f"{name}: {value}" for name, value in headers.items()),
+        ]
+        self._sock.sendall("\r\n".join([*lines, "", ""]).encode("latin-1") + data)
+        while b"\r\n\r\n" not in self._raw:
+            if len(self._raw) > _LONGEST_HEAD:
+                raise HTTPException("BadStatusLine: no head")
+            self._raw += self._receive()
+        head, _, self._raw = self._raw.partition(b"\r\n\r\n")
+        self._read_head(head)
+
+    def line(self, timeout: float) -> bytes | None:
+        """The next line that is not empty; None if there is none within so many seconds."""
+        self._sock.settimeout(timeout)
+        while not self._lines:
+            if not self._raw:
+                try:
+                    self._raw = self._receive()
+                except TimeoutError:
+                    return None
+            data, self._raw = self._raw, b""
+            *whole, self._text = (self._text + self._unpacked(data)).split(b"\n")
+            self._lines = [line for line in whole if line.strip()]
+        return self._lines.pop(0)
+
+    def close(self) -> None:
+        self._sock.close()
+
+    def _receive(self) -> bytes:
+        data = self._sock.recv(_SIZE)
+        if not data:
+            raise ConnectionResetError("the answer has ended")
+        return data
+
+    def _unpacked(self, data: bytes) -> bytes:
+        return self._chunks.feed(data) if self._chunks else data
+
+    def _read_head(self, head: bytes) -> None:
+        first, _, rest = head.partition(b"\r\n")
+        words = first.split(None, 2)
+        if len(words) < 2 or not words[0].startswith(b"HTTP/1.") or not words[1].isdigit():
+            raise HTTPException("BadStatusLine")
+        self.status = int(words[1])
+        self.headers = parse_headers(BytesIO(rest + b"\r\n\r\n"))
+        if self.headers.get("Transfer-Encoding", "").lower() == "chunked":
+            self._chunks = Chunks()
+
+
+class Chunks:
+    """HTTP's chunked transfer encoding, undone (pure)."""
+
+    def __init__(self) -> None:
+        self._left = 0
+        self._raw = b""
+
+    def feed(self, data: bytes) -> bytes:
+        """What is inside the chunks that have come so far. Raises ``HTTPException`` where they end."""
+        raw = self._raw + data
+        found = []
+        while raw:
+            if self._left:
+                found.append(raw[: self._left])
+                raw = raw[self._left :]
+                self._left -= len(found[-1])
+                continue
+            raw = raw.lstrip(b"\r\n")
+            size, end, rest = raw.partition(b"\r\n")
+            if not end:
+                break
+            self._left, raw = _size(size), rest
+        self._raw = raw
+        return b"".join(found)
+
+
+def _size(line: bytes) -> int:
+    try:
+        size = int(line.partition(b";")[0], 16)
+    except ValueError:
+        size = -1
+    if size <= 0:
+        raise HTTPException("the chunks have ended" if size == 0 else "BadStatusLine: no chunk")
+    return size

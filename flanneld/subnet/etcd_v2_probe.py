@@ -1,0 +1,38 @@
+"""Looks for a key in etcd's v2 API, at no more cost than the request."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from urllib.parse import quote
+
+from flanneld.errors import Retryable
+from flanneld.subnet import etcd_v2_answers
+from flanneld.subnet.etcd_endpoints import Server
+from flanneld.subnet.etcd_http import Request
+from flanneld.subnet.etcd_keys import NotFound
+from flanneld.subnet.etcd_transport import Send, Transport
+
+
+def is_in_v2(transport: Transport, key: str) -> bool:
+    """Whether a key can be read there. Where the API is switched off or closed to us, none can."""
+    target = "/v2/keys/" + quote(key.lstrip("/"))
+
+    def attempt(server: Server, send: Send) -> bool:
+        try:
+            etcd_v2_answers.read(send(Request("GET", target, headers=basic_login(server))))
+        except NotFound:
+            return False
+        return True
+
+    try:
+        return transport.ask(attempt)
+    except Retryable:
+        return False
+
+
+def basic_login(server: Server) -> dict[str, str]:
+    """The header that names our user in v2."""
+    if not server.username:
+        return {}
+    token = b64encode(f"{server.username}:{server.password}".encode()).decode()
+    return {"Authorization": f"Basic {token}"}

@@ -1,0 +1,148 @@
+"""What happens to keys of etcd's v3 API, heard over a connection that stays open."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from http.client import HTTPException
+from typing import TYPE_CHECKING, Any
+
+from flanneld.errors import Retryable
+from flanneld.subnet import etcd_v3_answers as answers
+from flanneld.subnet.etcd_endpoints import Server
+from flanneld.subnet.etcd_http import Useless
+from flanneld.subnet.etcd_keys import Changes, Position, Reply, check_reread
+from flanneld.subnet.etcd_stream import Stream
+from flanneld.subnet.etcd_transport import no_answer, unreachable, useless
+from flanneld.subnet.line import Line, Unreachable
+
+if TYPE_CHECKING:
+    from flanneld.subnet.etcd_v3_client import Client
+
+#: A member that has lost its leader ends the watch, instead of being silent.
+_REQUIRE_LEADER = {"Grpc-Metadata-hasleader": "true"}
+
+
+class Watch:
+    """``etcd_keys.Watcher`` on v3. ``contact`` is called when etcd has begun to tell."""
+
+    def __init__(self, client: Client, key: str, *, recursive: bool, contact: Callable[[], object]) -> None:
+        self.client = client
+        self._key = key
+        self._recursive = recursive
+        self._contact = contact
+        self._line = Line()
+        self._server: Server | None = None
+        self._stream: Stream | None = None
+        self._at: Position | None = None
+        #: We broke the connection ourselves, so that it broke says nothing about the server.
+        self._gave_up = False
+        self._reread = threading.Event()
+
+    def wait(self, after: Position) -> Changes:
+        try:
+            return self._wait(after)
+        except Useless as failure:
+            self.close()
+            self._line.check()
+            self.client.distrust()
+            if not self._gave_up:
+                raise no_answer({self._server.name: failure} if self._server else {}) from None
+        except Retryable:
+            self.close()
+            raise
+        self._gave_up = False
+        return self.wait(after)
+
+    def reread(self) -> None:
+        self._reread.set()
+        self.reconnect()
+
+    def reconnect(self) -> None:
+        self._gave_up = True
+        self._line.drop()
+
+    def cut(self) -> None:
+        self._line.cut()
+
+    def close(self) -> None:
+        if self._stream:
+            self._stream.close()
+        self._stream = None
+        self._line.drop()
+
+    def _wait(self, after: Position) -> Changes:
+        check_reread(self._reread)
+        if self._stream is None or self._at != after:
+            self.close()
+            self._open(after)
+        while True:
+            result = self._next(self.client.timeouts.silence)
+            if result is None:
+                return self._after_silence(after)
+            told, self._at = answers.changes(result, after)
+            if told or self._at != after:
+                return Changes(tuple(self._reply(*each, self._at) for each in told), self._at)
+
+    def _after_silence(self, after: Position) -> Changes:
+        """A server that was stopped or cut off is as silent as one that has no news."""
+        self.client.prove(self._key)
+        if self.client.servers.current is not self._server:
+            self.close()
+        return Changes((), after)
+
+    def _reply(self, action: str, found: answers.KeyValue, at: Position) -> Reply:
+        # How long a lease still lasts matters only for our own.
+        timed = action == "put" and not self._recursive
+        return Reply(action, self.client.timed(found) if timed else found.node(), (), at)
+
+    def _open(self, after: Position) -> None:
+        try:
+            self._begin(after)
+        except answers.AccessRefused:
+            self.close()
+            self.client.forget_login()
+            self._begin(after)
+
+    def _begin(self, after: Position) -> None:
+        server, root, headers = self.client.door(self._key)
+        self._server = server
+        wanted = answers.directory(self._key) if self._recursive else {"key": answers.text64(self._key)}
+        # One earlier than needed: etcd does not say so if it has lost the deletion at the very revision up
+        # to which it has forgotten.
+        create = {**wanted, "start_revision": str(after.index), "progress_notify": True}
+        body = json.dumps({"create_request": create})
+        limit = self.client.timeouts.read
+        try:
+            self._stream = Stream(self._connect(server))
+            self._stream.post(f"{server.name}{root}/watch", headers | _REQUIRE_LEADER, body)
+        except (HTTPException, OSError) as error:
+            raise useless(error, limit, server) from None
+        if self._stream.status != 200:
+            raise Useless(f"HTTP {self._stream.status} to a watch")
+        first = self._next(limit)
+        if first is None:
+            raise useless(TimeoutError(), limit, server)
+        answers.began(first, after)
+        self._at = after
+        self._contact()
+
+    def _connect(self, server: Server) -> Any:
+        timeouts = self.client.timeouts
+        try:
+            sock = self._line.connect(server.host, server.port, timeouts.connect)
+        except Unreachable as error:
+            raise unreachable(error) from None
+        sock.settimeout(timeouts.read)
+        tls = self.client.servers.tls
+        return tls.wrap_socket(sock, server_hostname=server.host) if tls else sock
+
+    def _next(self, timeout: float) -> dict[str, Any] | None:
+        assert self._stream
+        assert self._server
+        try:
+            line = self._stream.line(timeout)
+        except (HTTPException, OSError) as error:
+            raise useless(error, timeout, self._server) from None
+        return None if line is None else answers.stream_object(line, self._server.name)
