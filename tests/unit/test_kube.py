@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
 from ipaddress import IPv4Address, IPv4Network, IPv6Address
 from pathlib import Path
 from typing import Any, Self
@@ -78,11 +77,8 @@ class Cluster:
         return manager
 
     def put_node(self, name: str, *cidrs: str, **notes: str) -> None:
-        spec = {"podCIDR": cidrs[0], "podCIDRs": list(cidrs)} if cidrs else {}
         annotations = {PREFIX + key.replace("_", "-"): value for key, value in notes.items()}
-        self.control.put_node(
-            {"metadata": {"name": name, "annotations": annotations}, "spec": spec, "status": {}}
-        )
+        self.control.put_node(name, *cidrs, annotations=annotations)
 
     def put_peer(self, number: int, **notes: str) -> None:
         data = json.dumps({"VtepMAC": f"02:00:00:00:00:{number:02x}"})
@@ -99,10 +95,10 @@ class Cluster:
         }
 
     def fault(self, **fault: Any) -> None:
-        self.control.add_fault(asdict(Fault(**fault)))
+        self.control.add_fault(Fault(**fault))
 
     def asked(self, verb: str = "", start: int = 0) -> list[dict[str, Any]]:
-        return [request for request in self.control.requests(start) if verb in ("", request["verb"])]
+        return [request for request in self.control.requests(start=start) if verb in ("", request["verb"])]
 
     def wait_for(self, *numbers: int) -> None:
         """Wait until just these peers are known."""
@@ -265,12 +261,12 @@ def test_the_overwritten_address_is_announced_and_ours_is_kept(cluster: Cluster)
 def test_a_node_that_has_no_subnet_for_us_is_waited_for(
     cluster: Cluster, cidrs: list[str], reason: str
 ) -> None:
-    cluster.control.set_pod_cidrs("n1", cidrs)
+    cluster.control.set_pod_cidrs("n1", *cidrs)
     manager = cluster.open()
     with pytest.raises(Retryable, match=reason):
         manager.acquire(cluster.config, ATTRS, (None, None))
     assert cluster.asked("patch") == []
-    cluster.control.set_pod_cidrs("n1", ["10.5.1.0/24"])
+    cluster.control.set_pod_cidrs("n1", "10.5.1.0/24")
     assert manager.acquire(cluster.config, ATTRS, (None, None)).subnet == SUBNET
 
 
@@ -410,7 +406,7 @@ def test_a_watch_that_is_struck_goes_on(cluster: Cluster, fault: dict[str, Any])
     cluster.put_peer(2)
     cluster.join()
     wait_for(lambda: cluster.control.watches() == 1)
-    cluster.control.disturb_watches(asdict(Fault(**fault)))
+    cluster.control.disturb_watches(Fault(**fault))
     cluster.control.delete_node("n2")
     cluster.put_peer(3)
     cluster.wait_for(3)
@@ -451,7 +447,7 @@ def test_history_that_was_lost_is_made_up_for_by_a_list(cluster: Cluster) -> Non
     cluster.wait_for(2, 3)
     cluster.fault(verb="watch", status=500)
     wait_for(lambda: cluster.control.watches() == 1)
-    cluster.control.disturb_watches(asdict(Fault(cut=0)))
+    cluster.control.disturb_watches(Fault(cut=0))
     cluster.control.delete_node("n2")
     cluster.put_peer(4)
     cluster.control.compact()
@@ -467,7 +463,7 @@ def test_bookmarks_keep_the_place(cluster: Cluster) -> None:
     wait_for(lambda: cluster.control.watches() == 1)
     time.sleep(0.3)
     start = len(cluster.asked())
-    cluster.control.disturb_watches(asdict(Fault(cut=0)))
+    cluster.control.disturb_watches(Fault(cut=0))
     (again,) = wait_for(lambda: cluster.asked("watch", start))
     assert int(again["query"]["resourceVersion"]) >= version
 
@@ -478,7 +474,7 @@ def test_a_list_without_our_node_is_not_acted_on(cluster: Cluster, caplog: pytes
     cluster.wait_for(2)
     wait_for(lambda: cluster.control.watches() == 1)
     cluster.control.delete_node("n1")
-    cluster.control.disturb_watches(asdict(Fault(error=410)))
+    cluster.control.disturb_watches(Fault(error=410))
     cluster.control.delete_node("n2")
     wait_for(lambda: "lacks our own node n1" in caplog.text, 10)
     cluster.put_node("n1", "10.5.1.0/24")
@@ -547,8 +543,8 @@ def test_our_node_deleted_and_made_anew_is_reported_as_unwritten(cluster: Cluste
 def test_another_pod_cidr_takes_our_lease_away(cluster: Cluster) -> None:
     cluster.join()
     wait_for(lambda: cluster.own_events)
-    cluster.control.set_pod_cidrs("n1", [])
-    cluster.control.set_pod_cidrs("n1", ["10.5.7.0/24"])
+    cluster.control.set_pod_cidrs("n1")
+    cluster.control.set_pod_cidrs("n1", "10.5.7.0/24")
     wait_for(lambda: cluster.own_events[-1] == Removed((SUBNET, None)))
 
 

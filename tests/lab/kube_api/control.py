@@ -11,7 +11,7 @@ from typing import Any
 
 from tests.lab.kube_api import nodes
 from tests.lab.kube_api.access import FLANNEL_USER
-from tests.lab.kube_api.crowd import PREFIX, beat, crowd
+from tests.lab.kube_api.crowd import PREFIX, beat, crowd_items
 from tests.lab.kube_api.faults import Fault
 from tests.lab.kube_api.server import Connection, Server
 
@@ -62,8 +62,8 @@ class Control:
 
     def put_crowd(self, number: int, network: str, first_address: str, backend: str = "vxlan") -> None:
         """Write so many peers of a real node's size; podCIDRs are taken from the end of ``network``."""
-        for node in crowd(number, network, first_address, backend):
-            self._store.put("nodes", node["metadata"]["name"], node)
+        for name, item in crowd_items(number, network, first_address, backend):
+            self._store.add_item("nodes", name, item)
 
     def node(self, name: str) -> Object | None:
         """The object, None when there is none."""

@@ -72,6 +72,15 @@ class Store:
             )
             return item
 
+    def add_item(self, resource: str, name: str, item: bytes) -> None:
+        """Write an object that was not there, from JSON without a version, in less time."""
+        with self.lock:
+            self.version += 1
+            place = item.index(b'"creationTimestamp"')
+            whole = b'%b"resourceVersion":"%d",%b' % (item[:place], self.version, item[place:])
+            self._objects.setdefault(resource, {})[name] = whole
+            self._record(Change(self.version, "ADDED", resource, name, whole, None))
+
     def delete(self, resource: str, name: str) -> Object | None:
         """Delete an object and return it; its last event carries the version of the deletion."""
         with self.lock:
