@@ -98,13 +98,12 @@ class Store:
         with self.lock:
             return sorted(self._objects.get(resource, {}).items())
 
-    def snapshot(self, resource: str) -> int:
-        """Keep the present items for readers of pages and return their version."""
+    def keep(self, resource: str, version: int, items: Items) -> None:
+        """Keep the items of a version for who reads them in pages."""
         with self.lock:
-            self._snapshots.setdefault((resource, self.version), self.items(resource))
+            self._snapshots.setdefault((resource, version), items)
             while len(self._snapshots) > SNAPSHOTS:
                 del self._snapshots[next(iter(self._snapshots))]
-            return self.version
 
     def items_at(self, resource: str, version: int) -> Items | None:
         """The items at a version, None when that is not known any more."""
