@@ -163,6 +163,11 @@ class KubeManager:
     def report(self, reason: str) -> None:
         self._own_node.tell(reason)
 
+    def reread(self) -> None:
+        with self._lock:
+            if self._follower:
+                self._follower.reread()
+
     def reconnect(self) -> None:
         with self._lock:
             self._requests.reconnect()

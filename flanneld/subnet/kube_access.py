@@ -66,15 +66,10 @@ class Session:
 
     def request(self, method: str, target: str, headers: Mapping[str, str], **options: Any) -> Any:
         """``target`` is path and query; the answer is urllib3's. A token is read again when it is due."""
-        try:
-            login = self._settings.auth_settings().get("BearerToken", {}).get("value")
-        except (ConfigException, OSError, ValueError) as error:
-            raise _unusable(error) from error
-        known = {"Authorization": login} if login else {}
         return self._manager.urlopen(
             method,
             self.url + target,
-            headers={**headers, **known},
+            headers={**headers, **self._login()},
             retries=False,
             redirect=False,
             preload_content=False,
@@ -83,6 +78,16 @@ class Session:
 
     def close(self) -> None:
         self._manager.clear()
+
+    def _login(self) -> dict[str, str]:
+        try:
+            value = self._settings.auth_settings().get("BearerToken", {}).get("value") or ""
+        except (ConfigException, OSError, ValueError) as error:
+            raise _unusable(error) from error
+        scheme, _, secret = value.strip().partition(" ")
+        if scheme == "bearer":  # as that package has it; not every proxy knows that case is nothing here
+            scheme = "Bearer"
+        return {"Authorization": f"{scheme} {secret}"} if value else {}
 
 
 class Access:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Generator, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import HTTPException
 from typing import Any
@@ -90,18 +91,23 @@ class Api:
     def post(self, path: str, obj: Mapping[str, Any]) -> dict[str, Any]:
         return self._ask("POST", path, json.dumps(obj), "application/json")
 
-    def watch(self, path: str, **query: str) -> Generator[bytes]:
-        """The pieces of a watch as they come; it ends when the server ends it or the connection breaks."""
+    @contextmanager
+    def watch(self, path: str, **query: str) -> Iterator[Iterator[bytes]]:
+        """A watch that the server has begun: its pieces, until the server or the connection ends it."""
         with self._turn:
             response = self._send("GET", _target(path, query), None, {}, self._timeouts.silence)
-            with response:
-                try:
-                    yield from response.stream()
-                except (HTTPError, HTTPException, OSError, ValueError) as error:
-                    self._line.check()
-                    log.log(V(2), "Watching %s: %r", path, error)
-                finally:
-                    self._hang_up()
+            try:
+                with response:
+                    yield self._pieces(response)
+            finally:
+                self._hang_up()
+
+    def _pieces(self, response: Any) -> Iterator[bytes]:
+        try:
+            yield from response.stream()
+        except (HTTPError, HTTPException, OSError, ValueError) as error:
+            self._line.check()
+            log.log(V(2), "A watch broke off: %r", error)
 
     def reconnect(self) -> None:
         """Give up the connection of now: it may lead nowhere any more. May be called from any thread."""

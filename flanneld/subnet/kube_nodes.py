@@ -18,7 +18,7 @@ from flanneld import gojson
 from flanneld.config import Config
 from flanneld.errors import Fatal, Refused, Retryable
 from flanneld.gojson import GoJsonError
-from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork, Lease, LeaseAttrs, LeaseKey
+from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork, Lease, LeaseAttrs, LeaseKey, lies_in
 
 DEFAULT_PREFIX = "flannel.alpha.coreos.com"
 MANAGED, TYPE = "kube-subnet-manager", "backend-type"
@@ -121,7 +121,7 @@ def key_of(node: Node, config: Config) -> LeaseKey:
             continue
         if net.version in found:
             raise _wrong(node, "has two podCIDRs of one family", "give it one, or one of each family")
-        if not (net.prefixlen >= pool.network.prefixlen and net.network_address in pool.network):
+        if not lies_in(net, pool.network):
             raise _wrong(
                 node,
                 f"has the podCIDR {net}, which is outside Network {pool.network}",

@@ -7,7 +7,6 @@ import logging
 import random
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -115,6 +114,7 @@ class Follower:
         self._backoff = backoff
         self._stop = threading.Event()
         self._hurry = threading.Event()
+        self._reread = threading.Event()
         #: Where to go on from; None when everything has to be read.
         self._version: str | None = None
         self._told: set[str] = set()
@@ -123,6 +123,9 @@ class Follower:
         """Deliver what the audience makes of it, until ``cut`` (raises ``Cancelled``)."""
         while True:
             alive()
+            if self._reread.is_set():
+                self._reread.clear()
+                self._version = None
             try:
                 if self._version is None:
                     self._version = self._list(deliver, alive)
@@ -137,6 +140,11 @@ class Follower:
                     self._version = None
                 after = problem.retry_after if isinstance(problem, Refusal) else 0.0
                 self._pause(max(after, self._backoff.pause()))
+
+    def reread(self) -> None:
+        """List all nodes again. May be called from any thread."""
+        self._reread.set()
+        self.reconnect()
 
     def reconnect(self) -> None:
         """Go on over a new connection, at once. May be called from any thread."""
@@ -180,8 +188,9 @@ class Follower:
         lines, began, heard = Lines(), clock.now(), False
         seconds = random.randint(_SHORTEST, _LONGEST)  # noqa: S311 - spreads load, keeps no secret
         query = {"resourceVersion": version, "allowWatchBookmarks": "true", "timeoutSeconds": str(seconds)}
-        with closing(self._api.watch(NODES, watch="true", **query)) as stream:
-            for piece in stream:
+        with self._api.watch(NODES, watch="true", **query) as pieces:
+            # A wish that came before there was a connection to drop.
+            for piece in () if self._reread.is_set() else pieces:
                 if self._hear(lines.feed(piece), deliver):
                     heard = True
                 alive()

@@ -20,11 +20,11 @@ from flanneld.subnet.kube_api import Timeouts
 from flanneld.subnet.kube_watch import Backoff
 from flanneld.subnet.manager import Cancelled, Deliver, NodeStore, SubnetManager
 from tests.lab.credentials import write_kubeconfig
+from tests.lab.kube_api.crowd import PREFIX
 from tests.lab.kube_api.faults import Fault
 from tests.lab.wait import wait_for
 from tests.local_kube import FLANNEL_TOKEN, NOBODY, LocalKube, running_kube
 
-PREFIX = "flannel.alpha.coreos.com/"
 CONFIG = {"Network": "10.5.0.0/16", "Backend": {"Type": "vxlan"}}
 ATTRS = LeaseAttrs(IPv4Address("198.18.0.1"), None, "vxlan", {"VNI": 1, "VtepMAC": "02:00:00:00:00:01"})
 SUBNET = IPv4Network("10.5.1.0/24")
@@ -89,16 +89,14 @@ class Cluster:
 
     def notes(self, name: str = "n1") -> dict[str, str]:
         """Our annotations on a node."""
-        annotations = (self.control.node(name) or {})["metadata"].get("annotations", {})
-        return {
-            key.removeprefix(PREFIX): value for key, value in annotations.items() if key.startswith(PREFIX)
-        }
+        found = self.control.annotations(name).items()
+        return {key.removeprefix(PREFIX): value for key, value in found if key.startswith(PREFIX)}
 
     def fault(self, **fault: Any) -> None:
         self.control.add_fault(Fault(**fault))
 
     def asked(self, verb: str = "", start: int = 0) -> list[dict[str, Any]]:
-        return [request for request in self.control.requests(start=start) if verb in ("", request["verb"])]
+        return self.control.requests(verb, start=start)
 
     def wait_for(self, *numbers: int) -> None:
         """Wait until just these peers are known."""
@@ -309,7 +307,7 @@ def test_a_token_that_was_rotated_is_read_again(cluster: Cluster) -> None:
     manager = cluster.open()
     manager.acquire(cluster.config, ATTRS, (None, None))
     cluster.control.revoke_token(FLANNEL_TOKEN)
-    cluster.control.put_token("new", "flannel", "flannel", [], None)
+    cluster.control.put_token("new")
     with pytest.raises(Retryable, match="401"):
         manager.renew(Lease(ATTRS, SUBNET))
     write_kubeconfig(cluster.directory / f"kubeconfig-{FLANNEL_TOKEN}", cluster.kube.url, "new", None)
@@ -481,6 +479,15 @@ def test_a_list_without_our_node_is_not_acted_on(cluster: Cluster, caplog: pytes
     cluster.wait_for()
 
 
+def test_all_nodes_are_listed_again_when_somebody_wants_to_be_sure(cluster: Cluster) -> None:
+    cluster.put_peer(2)
+    manager = cluster.join()
+    wait_for(lambda: cluster.control.watches() == 1)
+    manager.reread()
+    wait_for(lambda: len(cluster.events) == 2, 10)
+    assert cluster.events[0] == cluster.events[1]
+
+
 def test_every_blocked_call_ends_at_once(cluster: Cluster) -> None:
     manager = cluster.join()
     wait_for(lambda: cluster.control.watches() == 1)
@@ -549,10 +556,7 @@ def test_another_pod_cidr_takes_our_lease_away(cluster: Cluster) -> None:
 
 
 def condition(cluster: Cluster) -> dict[str, Any] | None:
-    node = cluster.control.node("n1") or {}
-    return next(
-        (each for each in node["status"].get("conditions", []) if each["type"] == "NetworkUnavailable"), None
-    )
+    return cluster.control.condition("n1")
 
 
 def test_the_condition_is_cleared_when_the_network_is_there_and_for_each_new_node(cluster: Cluster) -> None:
@@ -569,7 +573,7 @@ def test_the_condition_is_cleared_when_the_network_is_there_and_for_each_new_nod
 
 
 def test_a_reason_becomes_an_event_where_that_is_allowed(cluster: Cluster) -> None:
-    cluster.control.put_token("teller", "flannel", "flannel", [("create", "events")], None)
+    cluster.control.put_token("teller", extra=[("create", "events")])
     manager = cluster.open("teller")
     for _ in range(3):
         manager.report("waiting for a lease: node n1 has no podCIDR yet")
