@@ -137,7 +137,8 @@ class Keeper:
     def _contest(self, lease: Lease) -> None:
         """Another node took our lease, by our public IP; the one that has had it longer keeps it."""
         if not self._contested:
-            log.warning("The store does not say of us what we are: writing it again")
+            if not self._misrepresented:
+                log.warning("The store does not say of us what we are: writing it again")
             self._lease = replace(self._lease, asof=lease.asof)
             self._correct(spacing=CONTEST_SPACING)
             return

@@ -17,9 +17,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A managed node; ``lease`` is what it last said that made sense."""
+    """A managed node, its subnet if that is known, and what it last said that made sense."""
 
     node: Node
+    key: LeaseKey | None
     lease: Lease | None
 
 
@@ -50,18 +51,13 @@ class NodeTable:
         known = self._entries.get(node.name)
         if known is not None and known.node == node:
             return []
-        before = known.lease if known else None
-        # A node made anew under an old name owes nothing to the old one.
-        same = known is not None and known.node.uid == node.uid
-        lease = self._lease(node) or (before if same else None)
-        self._entries[node.name] = _Entry(node, lease)
-        return self._move(node.name, before, lease)
+        entry = self._entries[node.name] = self._entry(node, known)
+        return self._move(node.name, known, entry)
 
     def drop(self, name: str) -> list[Event]:
         """A node is gone, or not ours to look after any more."""
-        known = self._entries.pop(name, None)
         self._once.clear(name)
-        return self._move(name, known.lease, None) if known else []
+        return self._move(name, self._entries.pop(name, None), None)
 
     def replace(self, nodes: Iterable[Node], own: Lease) -> Snapshot:
         """These are all nodes there are. ``own`` is our lease, which nobody can take from us here."""
@@ -70,26 +66,46 @@ class NodeTable:
             self.drop(name)
         for node in there.values():
             self.put(node)
-        leases = [
-            entry.lease for key in self._holders if (entry := self._entries[self._holders[key][0]]).lease
-        ]
-        return Snapshot((*leases, own), frozenset(self._unreadable()))
+        first = (self._entries[names[0]].lease for names in self._holders.values())
+        silent = (entry.key for entry in self._entries.values() if entry.lease is None)
+        return Snapshot((*filter(None, first), own), frozenset(filter(None, silent)))
 
-    def _move(self, name: str, before: Lease | None, after: Lease | None) -> list[Event]:
+    def _entry(self, node: Node, known: _Entry | None) -> _Entry:
+        try:
+            lease = lease_of(node, self._config)
+        except Refused as reason:
+            self._once.warn(log, node.name, f"Ignoring what a node says: {reason}")
+        else:
+            self._once.clear(node.name)
+            return _Entry(node, lease.key, lease)
+        # A node made anew under an old name owes nothing to the old one.
+        if known is not None and known.lease and known.node.uid == node.uid:
+            return _Entry(node, known.key, known.lease)
+        return _Entry(node, self._key(node), None)
+
+    def _key(self, node: Node) -> LeaseKey | None:
+        try:
+            key = key_of(node, self._config)
+        except Refused:
+            return None
+        return key if any(key) else None
+
+    def _move(self, name: str, before: _Entry | None, after: _Entry | None) -> list[Event]:
         """A node leaves its old subnet and takes its new one; each of them may have other claimants."""
         events: list[Event] = []
-        if before and (after is None or after.key != before.key):
+        if before and before.key and (after is None or after.key != before.key):
             events += self._leave(name, before.key)
-        if after and after != before:
-            events += self._enter(name, after)
+        if after and after.lease and (before is None or after.lease != before.lease):
+            events += self._enter(name, after.lease)
         return events
 
     def _leave(self, name: str, key: LeaseKey) -> list[Event]:
-        holders = self._holders[key]
-        had_it = holders[0] == name
-        holders.remove(name)
+        holders = self._holders.get(key, [])
+        had_it = holders[:1] == [name]
+        if name in holders:
+            holders.remove(name)
         if not holders:
-            del self._holders[key]
+            self._holders.pop(key, None)
             return [Removed(key)]
         heir = self._entries[holders[0]].lease
         return [Added(heir)] if had_it and heir else []
@@ -107,24 +123,3 @@ class NodeTable:
                 f"{holders[0]} gets its packets; give each its own",
             )
         return [Added(lease)] if holders[0] == name else []
-
-    def _lease(self, node: Node) -> Lease | None:
-        try:
-            lease = lease_of(node, self._config)
-        except Refused as reason:
-            self._once.warn(log, node.name, f"Ignoring what a node says: {reason}")
-            return None
-        self._once.clear(node.name)
-        return lease
-
-    def _unreadable(self) -> Iterable[LeaseKey]:
-        """The subnets of nodes of which nothing that makes sense is known."""
-        for entry in self._entries.values():
-            if entry.lease is not None:
-                continue
-            try:
-                key = key_of(entry.node, self._config)
-            except Refused:
-                continue
-            if any(key):
-                yield key

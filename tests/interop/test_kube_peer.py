@@ -1,56 +1,66 @@
-"""Another daemon, named by ``FLANNELD_PEER``, is content with the lab's Kubernetes API server."""
+"""Together with another daemon in one Kubernetes cluster, and by turns on one node."""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Sequence
+from typing import Any
 
-from tests.lab import Lab, peer_command
-from tests.lab.credentials import as_pod
+import pytest
 
-PREFIX = "flannel.alpha.coreos.com/"
-
-
-def test_the_peer_lists_watches_and_patches(lab: Lab) -> None:
-    first, second = lab.kube_cluster({"Type": "vxlan"}, command=peer_command())
-    control = lab.kube.control
-    first.container().wait_for_reply(second.container())
-    assert [first.subnet(), second.subnet()] == ["10.5.1.0/24", "10.5.2.0/24"]
-    annotations = control.annotations("n1")
-    assert annotations[f"{PREFIX}public-ip"] == first.address
-    assert (
-        json.loads(annotations[f"{PREFIX}backend-data"])["VtepMAC"]
-        == (first.link("flannel.1") or {})["address"]
-    )
-    condition = control.condition("n1")
-    assert condition is not None
-    assert (condition["status"], condition["reason"]) == ("False", "FlannelIsUp")
-    control.put_peer("n3", "10.5.3.0/24", "198.18.0.3", "vxlan", {"VtepMAC": "02:00:00:00:00:03"})
-    first.wait_for_route("10.5.3.0/24")
-    control.delete_node("n3")
-    first.wait_for_no_route("10.5.3.0/24")
+from tests.interop.test_peer import OURS, THEIRS, own_part
+from tests.lab import Lab, Node, wait_for
+from tests.netns.kube import SOON, notes, start, write_net_conf
+from tests.netns.pair import connect
 
 
-def test_the_peer_goes_on_after_a_restart_that_lost_the_history(lab: Lab) -> None:
-    (node,) = lab.kube_cluster({"Type": "host-gw"}, nodes=1, command=peer_command())
-    lab.kube.restart()
-    lab.kube.control.put_peer("n3", "10.5.3.0/24", "198.18.0.3", "host-gw")
-    node.wait_for_route("10.5.3.0/24", 10)
+def mixed(lab: Lab, backend: dict[str, Any], *commands: Sequence[str]) -> list[Node]:
+    """A node for each command, all of them connected."""
+    write_net_conf(lab, backend)
+    nodes = lab.add_nodes(len(commands))
+    for node, command in zip(nodes, commands, strict=True):
+        lab.kube.add(node)
+        start(lab, node, command=command)
+    for node in nodes:
+        node.wait_ready(20)
+    for node in nodes:
+        for other in nodes:
+            connect(node, other)
+    return nodes
 
 
-def test_the_peer_comes_in_as_a_pod(lab: Lab) -> None:
-    (node,) = lab.add_nodes(1)
-    lab.kube.stop()
-    lab.kube.start(tls=True)
-    lab.kube.add(node)
-    account = lab.kube.service_account(lab.directory / "account")
-    net_conf = lab.directory / "net-conf.json"
-    net_conf.write_text(json.dumps({"Network": "10.5.0.0/16", "Backend": {"Type": "host-gw"}}))
-    lab.kube.control.put_pod("kube-flannel", "ds-x", node.name)
-    node.start(
-        "--kube-subnet-mgr",
-        f"--net-config-path={net_conf}",
-        command=as_pod(account, peer_command()),
-        environment={**lab.kube.in_cluster(), "POD_NAME": "ds-x", "POD_NAMESPACE": "kube-flannel"},
-    )
-    node.wait_ready(10)
-    assert {request["status"] for request in lab.kube.control.requests()} == {200}
+@pytest.mark.parametrize("order", [(OURS, THEIRS), (THEIRS, OURS)], ids=["ours-first", "theirs-first"])
+def test_nodes_of_both_reach_each_other_and_see_each_other_leave(
+    lab: Lab, backend: dict[str, Any], order: tuple[list[str], list[str]]
+) -> None:
+    first, second = mixed(lab, backend, *order)
+    said = [notes(lab, node) for node in (first, second)]
+    assert [each["public-ip"] for each in said] == [first.address, second.address]
+    assert said[0].keys() == said[1].keys()
+    lab.kube.control.delete_node(second.name)
+    first.wait_for_no_route(second.subnet(), SOON)
+
+
+@pytest.mark.parametrize(
+    "turns", [(OURS, THEIRS, OURS), (THEIRS, OURS, THEIRS)], ids=["from-ours", "from-theirs"]
+)
+def test_changing_the_daemon_on_a_live_node_loses_nothing(
+    lab: Lab, backend: dict[str, Any], turns: tuple[list[str], ...]
+) -> None:
+    node, peer = mixed(lab, backend, turns[0], turns[1])
+    before = own_part(node)
+    with node.container().ping(peer.container()) as there, peer.container().ping(node.container()) as back:
+        for command in turns[1:]:
+            node.kill()
+            there.wait_for_replies()
+            start(lab, node, command=command)
+            node.wait_ready(20)
+            # A node that comes and goes shows that the new daemon has read all others.
+            data = {"VtepMAC": "02:00:00:00:00:c8"} if backend["Type"] == "vxlan" else None
+            lab.kube.control.put_peer("n200", "10.5.200.0/24", "198.18.0.200", backend["Type"], data)
+            node.wait_for_route("10.5.200.0/24", SOON)
+            lab.kube.control.delete_node("n200")
+            node.wait_for_no_route("10.5.200.0/24", SOON)
+            wait_for(lambda: own_part(node) == before, SOON, "the node to be as it was")
+            there.wait_for_replies()
+            back.wait_for_replies()
+        assert (there.lost(), back.lost()) == (0, 0)

@@ -9,6 +9,7 @@ import pytest
 
 from tests.lab import Lab, Node, own_command, wait_for
 from tests.lab.credentials import as_pod
+from tests.lab.kube import TOKEN
 from tests.lab.kube_api.crowd import PREFIX
 from tests.netns.kube import HEALTH_PORT, SOON, notes, overlay_routes, readiness, start, write_net_conf
 from tests.netns.pair import DUAL_STACK, connect
@@ -207,8 +208,8 @@ def test_a_pod_finds_its_node_and_the_api_server_by_itself(lab: Lab) -> None:
     node.wait_for_log("In sync with", SOON)
     lab.kube.control.put_token("rotated")
     lab.kube.service_account(lab.directory / "account", "rotated")
-    lab.kube.control.revoke_token()
-    lab.kube.restart()
+    lab.kube.control.revoke_token(TOKEN)
+    lab.kube.control.close_connections()
     lab.kube.control.put_peer("n9", "10.5.9.0/24", "198.18.0.9", "vxlan", {"VtepMAC": "02:00:00:00:00:09"})
     node.wait_for_route("10.5.9.0/24", 30)
 

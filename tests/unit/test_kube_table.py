@@ -116,6 +116,11 @@ def test_a_node_that_never_made_sense_is_there_all_the_same(table: NodeTable) ->
     assert snapshot.unreadable == {key(1)}
 
 
+def test_a_node_that_never_made_sense_can_go(table: NodeTable) -> None:
+    table.put(node("a", 1, public_ip="here"))
+    assert table.drop("a") == [Removed(key(1))]
+
+
 def test_of_two_nodes_with_one_pod_cidr_the_first_by_name_has_it(
     table: NodeTable, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,0 +1,195 @@
+"""The API server goes away, hangs, or lets nobody in: no packet is lost, and no news is missed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.lab import Fault, Lab, Node, wait_for
+from tests.lab.kube import TOKEN
+from tests.netns.kube import (
+    HEALTH_PORT,
+    SOON,
+    complaints,
+    notes,
+    overlay_routes,
+    readiness,
+    start,
+    write_net_conf,
+)
+from tests.netns.pair import connect
+
+VXLAN = {"Type": "vxlan"}
+PEER = ("n9", "10.5.9.0/24", "198.18.0.9")
+#: Daemons wait up to 40 s between two attempts; after a short outage much less.
+RECONNECTED = 45.0
+
+
+def put_peer(lab: Lab, backend: str) -> None:
+    data = {"VtepMAC": "02:00:00:00:00:09"} if backend == "vxlan" else None
+    lab.kube.control.put_peer(*PEER, backend, data)
+
+
+# ---- while it runs --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seconds", [4, pytest.param(60, marks=pytest.mark.long)])
+def test_an_outage_of_the_api_server_costs_no_packet_no_news_and_few_words(
+    lab: Lab, backend: dict[str, Any], seconds: int
+) -> None:
+    first, second, third = lab.kube_cluster(backend, nodes=3)
+    connect(first, second)
+    connect(first, third)
+    before = len(first.log().splitlines())
+    with first.container().ping(second.container()) as ping:
+        lab.kube.kill()
+        ping.wait_for_replies(seconds * 50, 2 * seconds + SOON)
+        lab.kube.start()
+        put_peer(lab, backend["Type"])
+        lab.kube.control.delete_node(third.name)
+        first.wait_for_route(PEER[1], RECONNECTED)
+        first.wait_for_no_route(third.subnet(), SOON)
+        ping.wait_for_replies()
+        assert ping.lost() == 0
+    assert len(first.log().splitlines()) - before <= 6
+
+
+def test_an_api_server_that_hangs_costs_no_packet_and_no_news(lab: Lab) -> None:
+    first, second = lab.kube_cluster(VXLAN)
+    connect(first, second)
+    with first.container().ping(second.container()) as ping:
+        with lab.kube.frozen():
+            ping.wait_for_replies(100)
+        put_peer(lab, "vxlan")
+        first.wait_for_route(PEER[1], SOON)
+        assert ping.lost() == 0
+
+
+def test_what_was_lost_with_the_history_is_noticed(lab: Lab) -> None:
+    first, second, third = lab.kube_cluster({"Type": "host-gw"}, nodes=3)
+    first.wait_for_route(third.subnet(), SOON)
+    first.wait_for_route(second.subnet(), SOON)
+    lab.kube.kill()
+    lab.kube.start()
+    lab.kube.control.delete_node(third.name)
+    lab.kube.control.jump(5000)
+    lab.kube.control.compact()
+    put_peer(lab, "host-gw")
+    wait_for(lambda: overlay_routes(first) == {second.subnet(), PEER[1]}, RECONNECTED)
+
+
+def test_an_api_server_that_forgot_all_nodes_takes_no_peer_along(lab: Lab) -> None:
+    first, second = lab.kube_cluster(VXLAN)
+    connect(first, second)
+    with first.container().ping(second.container()) as ping:
+        lab.kube.kill()
+        lab.kube.forget()
+        lab.kube.start("--version=100000")
+        lab.kube.control.compact()
+        first.wait_for_log("lacks our own node", RECONNECTED)
+        ping.wait_for_replies()
+        assert ping.lost() == 0
+    for node in (first, second):
+        lab.kube.add(node)
+    wait_for(lambda: all(notes(lab, node) for node in (first, second)), RECONNECTED)
+    connect(second, first)
+
+
+@pytest.mark.parametrize("status", [401, 403, 429, 500])
+def test_a_refused_watch_is_waited_out(lab: Lab, status: int) -> None:
+    first, second = lab.kube_cluster(VXLAN)
+    connect(first, second)
+    lab.kube.control.add_fault(Fault("watch", status=status, times=4))
+    lab.kube.control.close_connections()
+    put_peer(lab, "vxlan")
+    first.wait_for_route(PEER[1], RECONNECTED)
+    assert overlay_routes(first) == {second.subnet(), PEER[1]}
+    assert len(complaints(first)) <= 2
+
+
+# ---- while it starts ------------------------------------------------------------------------------
+
+
+def started_without_rights(lab: Lab) -> Node:
+    write_net_conf(lab, VXLAN)
+    (node,) = lab.add_nodes()
+    lab.kube.add(node)
+    lab.kube.control.put_token("nobody", "nobody", "nobody")
+    kubeconfig = lab.kube.kubeconfig(lab.directory / "kubeconfig", "nobody")
+    start(
+        lab, node, f"--kubeconfig-file={kubeconfig}", f"-healthz-port={HEALTH_PORT}", "-healthz-ip=127.0.0.1"
+    )
+    return node
+
+
+def test_missing_rights_are_waited_for_with_a_clear_reason(lab: Lab) -> None:
+    node = started_without_rights(lab)
+    wait_for(lambda: "403: nodes is forbidden" in readiness(node)[1], SOON)
+    wait_for(lambda: any("403" in line for line in node.service_manager.heard()), SOON)
+    lab.kube.kubeconfig(lab.directory / "kubeconfig", TOKEN)
+    node.wait_ready(10)
+    wait_for(lambda: readiness(node) == (200, "flanneld is ready"), SOON)
+    assert len(complaints(node)) == 1
+
+
+def test_an_api_server_that_comes_late_is_waited_for(lab: Lab) -> None:
+    write_net_conf(lab, VXLAN)
+    (node,) = lab.add_nodes()
+    lab.kube.add(node)
+    lab.kube.kill()
+    start(lab, node)
+    node.wait_for_log("does not answer (connection refused)", SOON)
+    assert node.stop().seconds < 2
+    start(lab, node)
+    node.wait_for_log("does not answer (connection refused)", SOON)
+    lab.kube.start()
+    assert node.wait_ready(10)["FLANNEL_SUBNET"] == "10.5.1.1/24"
+
+
+def test_a_daemon_that_waits_for_a_silent_api_server_stops_at_once(lab: Lab) -> None:
+    write_net_conf(lab, VXLAN)
+    (node,) = lab.add_nodes()
+    lab.kube.add(node)
+    lab.kube.control.add_fault(Fault("list", delay=60))
+    start(lab, node)
+    wait_for(lambda: lab.kube.control.requests(), SOON)
+    done = node.stop()
+    assert (done.status, done.seconds < 2) == (0, True)
+
+
+# ---- with the nodes last known on disk ------------------------------------------------------------
+
+
+def saved(directory: Path) -> list[str]:
+    file = directory / "kube-nodes.json"
+    return sorted(node["name"] for node in json.loads(file.read_text())["nodes"]) if file.exists() else []
+
+
+def test_with_saved_nodes_a_host_that_boots_without_api_server_joins_the_network(lab: Lab) -> None:
+    write_net_conf(lab, VXLAN)
+    directory = lab.directory / "state"
+    directory.mkdir()
+    first, second, third = lab.add_nodes(3)
+    for node in (first, second, third):
+        lab.kube.add(node)
+        start(lab, node, *([f"--state-dir={directory}"] if node is first else []))
+    for node in (first, second, third):
+        node.wait_ready(10)
+        connect(first, node) if node is not first else None
+    wait_for(lambda: saved(directory) == ["n1", "n2", "n3"], 20)
+    before = first.kernel_state("flannel.1")["flannel.1"]
+    lab.kube.kill()
+    first.kill()
+    first.run("ip", "link", "del", "flannel.1")
+    first.subnet_file.unlink()
+    start(lab, first, f"--state-dir={directory}")
+    assert first.wait_ready(10)["FLANNEL_SUBNET"] == "10.5.1.1/24"
+    first.container().wait_for_reply(second.container())
+    assert first.kernel_state("flannel.1")["flannel.1"]["fdb"] == before["fdb"]
+    lab.kube.start()
+    lab.kube.control.delete_node(third.name)
+    first.wait_for_no_route("10.5.3.0/24", RECONNECTED)
+    first.container().wait_for_reply(second.container())
