@@ -6,7 +6,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tests.lab.kube_api import nodes
@@ -131,14 +131,14 @@ class Control:
         token: str,
         user: str = FLANNEL_USER,
         role: str = "flannel",
-        extra: list[tuple[str, str]] | None = None,
+        extra: Sequence[tuple[str, str]] = (),
         seconds: float | None = None,
     ) -> None:
         """Let in whoever shows this token, for so many seconds or for good.
 
         ``role`` is "flannel", "admin" or "nobody"; ``extra`` adds pairs of verb and resource.
         """
-        self._api.access.put(token, user, role, extra or [], seconds)
+        self._api.access.put(token, user, role, extra, seconds)
 
     def revoke_token(self, token: str) -> None:
         """An open watch lives on, as it really does."""
