@@ -13,7 +13,8 @@ from flanneld.network import devices
 from flanneld.network.diff import Plan
 from flanneld.network.kernel import Domain, Kernel
 from flanneld.network.links import SeenLink
-from flanneld.network.resources import ForeignLink, Resource
+from flanneld.network.pump.client import Client, NoPump
+from flanneld.network.resources import ForeignLink, Resource, Tun
 from flanneld.subnet_file import Previous
 
 #: The names that flannel's backends give, and the kinds of device that bear them.
@@ -50,6 +51,8 @@ def _steps(
         yield str(route), partial(_dropped, kernel, route, domain)
     for link in kernel.links():
         if is_flannels(link):
+            if isinstance(link.make, Tun):
+                yield from _pump_of(link.name)
             yield f"link {link.name}", partial(_unmade, link.name)
     for file in files:
         if file.exists():
@@ -61,6 +64,20 @@ def is_flannels(link: SeenLink) -> bool:
     if not _NAMES.fullmatch(link.name):
         return False
     return not isinstance(link.make, ForeignLink) or link.make.description.endswith(_KINDS)
+
+
+def _pump_of(tun: str) -> Iterator[tuple[str, Callable[[], bool]]]:
+    client = Client(tun, of_anybody=True)
+    try:
+        running = client.hello()
+    except NoPump:
+        return
+    yield f"{running.settings}, process {running.pid}", partial(_ended, client)
+
+
+def _ended(client: Client) -> bool:
+    client.leave(device_stays=True)
+    return True
 
 
 def _domain(previous: Previous) -> Domain:

@@ -132,7 +132,7 @@ class Daemon:
         choice = self._choice(manager)
         uplink = self._find_uplink(kernel, config, choice)
         stored = self._patiently("the leases", lambda: manager.stored(uplink.public(config.families[0])))
-        site = Site(kernel, config, choice, make_backend, uplink, stored)
+        site = Site(kernel, config, choice, make_backend, uplink, stored, previous.networks)
         _warn_of_unread_keys(config)
         lease = self._patiently(
             "a lease", lambda: manager.acquire(config, site.backend.attributes(), previous.subnets)
