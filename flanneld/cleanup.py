@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +13,8 @@ from flanneld.network import devices
 from flanneld.network.diff import Plan
 from flanneld.network.kernel import Domain, Kernel
 from flanneld.network.links import SeenLink
-from flanneld.network.resources import ForeignLink, Resource
+from flanneld.network.pump.client import Client, NoPump
+from flanneld.network.resources import ForeignLink, Resource, Tun
 from flanneld.subnet_file import Previous
 
 #: The names that flannel's backends give, and the kinds of device that bear them.
@@ -21,15 +22,16 @@ _NAMES = re.compile(r"flannel(-v6)?\.[0-9]+|flannel\.ipip|flannel-wg(-v6)?|flann
 _KINDS = ("vxlan", "ipip", "wireguard", "tun")
 
 
-def clean_up(path: Path, say: Callable[[str], None], *, dry_run: bool) -> bool:
-    """Remove routes, devices, rules and the subnet file, each said in a line. False if something is left.
+def clean_up(path: Path, saved: Path, say: Callable[[str], None], *, dry_run: bool) -> bool:
+    """Remove routes, devices, rules, the subnet file and the saved nodes, each said in a line.
 
-    Containers lose their network. A daemon that still runs puts all of it back: stop it first.
+    False if something is left. Containers lose their network. A daemon that still runs puts all of it
+    back: stop it first.
     """
     previous = subnet_file.read(path)
     kernel = Kernel()
     complete = True
-    for what, act in _steps(kernel, previous, path):
+    for what, act in _steps(kernel, previous, (path, saved)):
         done = dry_run or act()
         complete &= done
         say(f"{'would remove' if dry_run else 'removed' if done else 'could not remove'} {what}")
@@ -41,15 +43,20 @@ def clean_up(path: Path, say: Callable[[str], None], *, dry_run: bool) -> bool:
     return complete and not failures
 
 
-def _steps(kernel: Kernel, previous: Previous, path: Path) -> Iterator[tuple[str, Callable[[], bool]]]:
+def _steps(
+    kernel: Kernel, previous: Previous, files: Iterable[Path]
+) -> Iterator[tuple[str, Callable[[], bool]]]:
     domain = _domain(previous)
     for route in kernel.left_behind(domain):
         yield str(route), partial(_dropped, kernel, route, domain)
     for link in kernel.links():
         if is_flannels(link):
+            if isinstance(link.make, Tun):
+                yield from _pump_of(link.name)
             yield f"link {link.name}", partial(_unmade, link.name)
-    if path.exists():
-        yield str(path), partial(_unlinked, path)
+    for file in files:
+        if file.exists():
+            yield str(file), partial(_unlinked, file)
 
 
 def is_flannels(link: SeenLink) -> bool:
@@ -57,6 +64,20 @@ def is_flannels(link: SeenLink) -> bool:
     if not _NAMES.fullmatch(link.name):
         return False
     return not isinstance(link.make, ForeignLink) or link.make.description.endswith(_KINDS)
+
+
+def _pump_of(tun: str) -> Iterator[tuple[str, Callable[[], bool]]]:
+    client = Client(tun, of_anybody=True)
+    try:
+        running = client.hello()
+    except NoPump:
+        return
+    yield f"{running.settings}, process {running.pid}", partial(_ended, client)
+
+
+def _ended(client: Client) -> bool:
+    client.leave(device_stays=True)
+    return True
 
 
 def _domain(previous: Previous) -> Domain:

@@ -132,7 +132,7 @@ class Daemon:
         choice = self._choice(manager)
         uplink = self._find_uplink(kernel, config, choice)
         stored = self._patiently("the leases", lambda: manager.stored(uplink.public(config.families[0])))
-        site = Site(kernel, config, choice, make_backend, uplink, stored)
+        site = Site(kernel, config, choice, make_backend, uplink, stored, previous.networks)
         _warn_of_unread_keys(config)
         lease = self._patiently(
             "a lease", lambda: manager.acquire(config, site.backend.attributes(), previous.subnets)
@@ -378,9 +378,12 @@ def interface_choice(wanted: Options) -> InterfaceChoice:
 
 
 def _clean_up(wanted: Options) -> int:
-    from flanneld.cleanup import clean_up  # only for those who leave
+    # Only for those who leave.
+    from flanneld.cleanup import clean_up
+    from flanneld.subnet.kube_state import State
 
-    complete = clean_up(Path(wanted.subnet_file), print, dry_run=wanted.dry_run)
+    saved = State(wanted.state_dir).path
+    complete = clean_up(Path(wanted.subnet_file), saved, print, dry_run=wanted.dry_run)
     sys.stdout.flush()
     return 0 if complete else 1
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Sequence
 
-from flanneld.backends import Backend, Driver, HasDrivers
+from flanneld.backends import Backend, Driver, HasDrivers, InBulk, Vital
 from flanneld.errors import Retryable
-from flanneld.network.diff import Plan, diff
+from flanneld.model import IPNetwork
+from flanneld.network.diff import Plan, diff, without_ways_to
 from flanneld.network.report import Failure, Report
 from flanneld.network.resources import Resource, State
 
@@ -26,8 +27,11 @@ class Outside:
     def __bool__(self) -> bool:
         return bool(self._drivers)
 
-    def converge(self, wanted: State, *, sweep: bool) -> Report:
-        """Read, compare, apply, table by table: one that does not answer does not hold up the others."""
+    def converge(self, wanted: State, *, sweep: bool, unclear: Collection[IPNetwork] = ()) -> Report:
+        """Read, compare, apply, table by table: one that does not answer does not hold up the others.
+
+        Unless it is time to ``sweep``, nothing is removed, and never what leads to an ``unclear`` subnet.
+        """
         report = Report()
         for kind, driver in self._drivers.items():
             mine = {key: item for key, item in wanted.items() if type(item) is kind}
@@ -36,25 +40,42 @@ class Outside:
             except _FAILURES as failure:
                 report.failed += [Failure(item, str(failure)) for item in mine.values()]
                 continue
-            report.add(self.apply(steps if sweep else Plan(puts=steps.puts)))
+            stale = without_ways_to(unclear, steps.drops) if sweep else ()
+            report.add(self.apply(Plan(steps.puts, stale)))
         return report
 
     def apply(self, steps: Plan) -> Report:
         report = Report()
-        for resource in steps.puts:
-            self._try(self._drivers[type(resource)].put, resource, report.made, report)
-        for resource in steps.drops:
-            self._try(self._drivers[type(resource)].drop, resource, report.removed, report)
+        for driver, batch in self._batches(steps.puts):
+            act = driver.put_all if isinstance(driver, InBulk) else _each(driver.put)
+            _try(act, batch, report.made, report)
+        for driver, batch in self._batches(steps.drops):
+            act = driver.drop_all if isinstance(driver, InBulk) else _each(driver.drop)
+            _try(act, batch, report.removed, report)
         return report
 
-    def _try(
-        self, act: Callable[[Resource], None], resource: Resource, done: list[Resource], report: Report
-    ) -> None:
-        try:
-            act(resource)
-            done.append(resource)
-        except _FAILURES as failure:
-            report.failed.append(Failure(resource, str(failure)))
+    def _batches(self, resources: Sequence[Resource]) -> Iterator[tuple[Driver, list[Resource]]]:
+        """What each driver is to do in one call, in the order of the drivers."""
+        for kind, driver in self._drivers.items():
+            mine = [resource for resource in resources if type(resource) is kind]
+            if isinstance(driver, InBulk):
+                if mine:
+                    yield driver, mine
+            else:
+                yield from ((driver, [resource]) for resource in mine)
+
+    def missing(self, report: Report) -> list[Failure]:
+        """What could not be done, of that without which no packet flows."""
+        return [
+            failure
+            for failure in report.failed
+            if isinstance(self._drivers.get(type(failure.resource)), Vital)
+        ]
+
+    def sources(self) -> dict[int, Vital]:
+        """The drivers that may have news, by what becomes readable then."""
+        vital = (driver for driver in self._drivers.values() if isinstance(driver, Vital))
+        return {fd: driver for driver in vital if (fd := driver.fileno()) >= 0}
 
     def close(self) -> None:
         """Let every driver undo what must not outlive the daemon."""
@@ -63,3 +84,21 @@ class Outside:
                 driver.close()
             except _FAILURES as failure:
                 log.warning("%s could not clean up: %s", type(driver).__name__, failure)
+
+
+def _each(act: Callable[[Resource], None]) -> Callable[[Sequence[Resource]], None]:
+    def act_on_all(resources: Sequence[Resource]) -> None:
+        for resource in resources:
+            act(resource)
+
+    return act_on_all
+
+
+def _try(
+    act: Callable[[Sequence[Resource]], None], batch: list[Resource], done: list[Resource], report: Report
+) -> None:
+    try:
+        act(batch)
+        done += batch
+    except _FAILURES as failure:
+        report.failed += [Failure(resource, str(failure)) for resource in batch]

@@ -14,6 +14,7 @@ import logging
 import select
 import socket
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from itertools import chain
@@ -30,6 +31,7 @@ from flanneld.model import (
 )
 from flanneld.network.diff import Plan, compare, without_ways_to
 from flanneld.network.kernel import Domain, Kernel
+from flanneld.network.links import described, is_not_ours_to_remove
 from flanneld.network.monitor import Gone, InterfaceChanged, Monitor, News, Overrun, Seen
 from flanneld.network.report import Report
 from flanneld.network.resources import Kind, Link, Resource
@@ -42,7 +44,7 @@ log = logging.getLogger(__name__)
 AUDIT_PERIOD = 30.0
 #: Lets a burst of notifications end before the kernel is read back.
 _SETTLE = 0.005
-#: Between two repairs where somebody keeps undoing our work, and as a multiple of what one costs.
+#: Between two repairs where somebody keeps undoing our work; and as a multiple of the CPU time one costs.
 _REPAIR_SPACING, _REPAIR_COST_FACTOR = 0.2, 10
 _FIRST_RETRY, _LAST_RETRY = 1.0, 30.0
 #: After more writes than this the kernel is read back rather than its echo of them.
@@ -84,7 +86,7 @@ class Reconciler:
         self._extras = tuple(extras)
         self._peers = Peers(own, [network for network, _ in site.ranges], brake)
         self._outside = Outside(site.backend)
-        self._domain = Domain(site.uplink.name, frozenset(), site.ranges, former)
+        self._domain = Domain(site.uplink.name, frozenset(), _ranges(site, own), former)
         self._names: dict[int, str] = {}
         self._once = Once()
         self._next_audit = clock.now()
@@ -98,6 +100,7 @@ class Reconciler:
         """Make what this node needs for itself. Raises ``Fatal`` when the kernel refuses."""
         self._wish_for_ourselves()
         try:
+            self._spare_what_is_not_ours()
             report = self._converge()
         except OSError as failure:
             raise Retryable(f"cannot read the kernel's tables: {failure}") from failure
@@ -105,12 +108,24 @@ class Reconciler:
         if refused:
             raise Fatal(
                 f"the kernel refuses {refused[0]}",
-                "run with CAP_NET_ADMIN on a kernel that has this kind of device",
+                refused[0].remedy or "run with CAP_NET_ADMIN on a kernel that has this kind of device",
             )
+        missing = self._outside.missing(report)
+        if missing:
+            raise Retryable(missing[0].reason)
         for resource in report.made:
             log.info("Made %s", resource)
         self._next_audit = clock.now() + AUDIT_PERIOD
         self._account(report)
+
+    def _spare_what_is_not_ours(self) -> None:
+        for link in self._links():
+            seen = self._kernel.link(link.name)
+            if seen and is_not_ours_to_remove(link, seen.make):
+                raise Fatal(
+                    f"{link.name} is {described(seen.make)}, and we need a device of kind {link.make}",
+                    f"if nobody needs it, remove it: ip link delete {link.name}",
+                )
 
     def _wish_for_ourselves(self) -> None:
         self._peers.wish_locally((*self._site.backend.local(self._own), *self._extras))
@@ -126,13 +141,9 @@ class Reconciler:
     # ---- the loop ----------------------------------------------------------------------------
 
     def run(self) -> None:
-        poll = select.poll()
-        poll.register(self.inbox, select.POLLIN)
-        poll.register(self._monitor, select.POLLIN)
         while not self._stop.is_set():
             self._heartbeat(2 * AUDIT_PERIOD)
-            next_act = min(self._next_audit, self._brake.next_reading)
-            poll.poll(max(0.0, next_act - clock.now()) * 1000)
+            self._sleep()
             self._take_events([event for events in self.inbox.drain() for event in events])
             self.inbox.settle()
             self._take_news(self._monitor.read(self._names.get))
@@ -144,6 +155,18 @@ class Reconciler:
 
     def cancel(self) -> None:
         self.inbox.wake()
+
+    def _sleep(self) -> None:
+        """Until there is something to do."""
+        drivers = self._outside.sources()
+        poll = select.poll()
+        for source in (self.inbox.fileno(), self._monitor.fileno(), *drivers):
+            poll.register(source, select.POLLIN)
+        next_act = min(self._next_audit, self._brake.next_reading)
+        for fd, _ in poll.poll(max(0.0, next_act - clock.now()) * 1000):
+            if fd in drivers:
+                drivers[fd].news()
+                self._repair_soon()
 
     # ---- news of leases ----------------------------------------------------------------------
 
@@ -222,8 +245,8 @@ class Reconciler:
     # ---- the audit ---------------------------------------------------------------------------
 
     def _audit(self) -> None:
-        began = clock.now()
-        self._next_audit = began + AUDIT_PERIOD
+        began = time.thread_time()
+        self._next_audit = clock.now() + AUDIT_PERIOD
         try:
             self._follow_uplink()
             report = self._converge()
@@ -237,8 +260,8 @@ class Reconciler:
             self._retry_delay = _FIRST_RETRY
             if self._once.clear("refused"):
                 log.info("All that is wanted is there again")
-        ended = clock.now()
-        self._earliest_repair = ended + max(_REPAIR_SPACING, _REPAIR_COST_FACTOR * (ended - began))
+        cost = time.thread_time() - began
+        self._earliest_repair = clock.now() + max(_REPAIR_SPACING, _REPAIR_COST_FACTOR * cost)
         self._next_audit = max(self._next_audit, self._earliest_repair)
         self._account(report)
         if self._peers.synced and self._domain.adopt:
@@ -263,7 +286,9 @@ class Reconciler:
         steps = compare(self._peers.wanted, chain(links, self._kernel.read(self._domain, self._peers.wanted)))
         steps = Plan(steps.puts, self._stale(steps.drops) if self._domain.sweep else ())
         report.add(self._write(steps.only(_in_kernel) if self._outside else steps))
-        report.add(self._outside.converge(self._peers.wanted, sweep=self._domain.sweep))
+        report.add(
+            self._outside.converge(self._peers.wanted, sweep=self._domain.sweep, unclear=self._peers.unclear)
+        )
         self._names = self._interfaces()
         return report
 
@@ -314,6 +339,12 @@ class Reconciler:
             log, "read", f"Cannot read the kernel's tables: {failure}; changing nothing until we can"
         )
         self._next_audit = clock.now() + _FIRST_RETRY
+
+
+def _ranges(site: Site, own: Lease) -> tuple[tuple[IPNetwork, int], ...]:
+    """A subnet is as long as ours: in Kubernetes that is not for the network config to say."""
+    own_lengths = {net.version: net.prefixlen for net in own.key if net is not None}
+    return tuple((network, own_lengths.get(network.version, length)) for network, length in site.ranges)
 
 
 def _in_kernel(resource: Resource) -> bool:

@@ -16,6 +16,7 @@ from flanneld.network.interface import InterfaceChoice, elect, keep
 from flanneld.network.kernel import Kernel
 from flanneld.network.rtnl import RTN_UNICAST
 from flanneld.network.survey import route_to, survey
+from flanneld.network.tun_choice import tun_for
 
 log = logging.getLogger(__name__)
 
@@ -42,11 +43,13 @@ class Site:
         make_backend: Factory,
         uplink: Uplink,
         stored: LeaseAttrs | None,
+        former: tuple[IPNetwork, ...] = (),
     ) -> None:
         self._kernel = kernel
         self._config = config
         self._choice = choice
         self._make_backend = make_backend
+        self._former = former
         self._once = Once()
         self.uplink = uplink
         #: No interface will do now; what it takes may come from anywhere.
@@ -90,6 +93,7 @@ class Site:
             mac_of=self._mac_of,
             link_to=self._link_to,
             random_bytes=os.urandom,
+            tun_for=lambda network: tun_for(self._kernel, (network, *self._former)),
         )
         return self._make_backend(self._config, host)
 

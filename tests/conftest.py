@@ -1,4 +1,4 @@
-"""What all tests share: the laboratory, the option ``--long``, and daemons' logs in a failure's report."""
+"""What all tests share: the laboratory, which tests run where, and daemons' logs in a failure's report."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import hypothesis
 import pytest
 
 from tests.lab import Lab, Node
+from tests.vm.machine import lacks
 
 hypothesis.settings.register_profile("flanneld", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("flanneld")
@@ -18,19 +19,41 @@ LOG_TAIL = 4000  # characters of each log
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="also run the tests marked long")
+    parser.addoption(
+        "--needs-kernel",
+        choices=["with", "without", "only"],
+        default="with",
+        help="run the tests marked needs_kernel with all others, leave them out, or run no others",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "long: takes more than a few seconds; runs with --long only")
+    config.addinivalue_line("markers", "needs_kernel(feature): fails on a kernel without it; see tests/vm")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--long"):
-        return
-    long = [item for item in items if item.get_closest_marker("long")]
-    if long:
-        config.hook.pytest_deselected(items=long)
-        items[:] = [item for item in items if item not in long]
+    unwanted = [item for item in items if not _is_wanted(config, item)]
+    if unwanted:
+        config.hook.pytest_deselected(items=unwanted)
+        items[:] = [item for item in items if item not in unwanted]
+
+
+def _is_wanted(config: pytest.Config, item: pytest.Item) -> bool:
+    if item.get_closest_marker("long") and not config.getoption("--long"):
+        return False
+    unwanted = {"with": None, "without": True, "only": False}[config.getoption("--needs-kernel")]
+    return bool(item.get_closest_marker("needs_kernel")) is not unwanted
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for mark in item.iter_markers("needs_kernel"):
+        if lacks(*mark.args):
+            pytest.fail(
+                f"this kernel has no {mark.args[0]}; run the test in the test machine: "
+                f".venv/bin/python -m tests.vm.machine .venv/bin/python -m pytest '{item.nodeid}'",
+                pytrace=False,
+            )
 
 
 @pytest.hookimpl(wrapper=True)
@@ -59,5 +82,11 @@ def lab() -> Iterator[Lab]:
 
 @pytest.fixture(params=["vxlan", "host-gw"])
 def backend(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """The ``Backend`` part of the network config."""
+    """The ``Backend`` part of the network config, for both families."""
+    return {"Type": request.param}
+
+
+@pytest.fixture(params=["vxlan", "host-gw", pytest.param("ipip", marks=pytest.mark.needs_kernel("ipip"))])
+def ipv4_backend(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """The same, with those that carry IPv4 only."""
     return {"Type": request.param}

@@ -6,14 +6,14 @@ A backend decides and never acts. It is built anew when the uplink changes, so i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Protocol, runtime_checkable
 
 from flanneld.config import Config
 from flanneld.errors import Fatal, Refused
-from flanneld.model import Family, IPAddress, Lease, LeaseAttrs, Uplink
+from flanneld.model import Family, IPAddress, IPNetwork, Lease, LeaseAttrs, Uplink
 from flanneld.network.resources import Resource
 
 GROUP = "flanneld.backends"
@@ -31,6 +31,9 @@ class Host:
     #: The device on whose link an address is, None when it is behind a gateway or unreachable.
     link_to: Callable[[IPAddress], str | None]
     random_bytes: Callable[[int], bytes]
+    #: The name for a TUN device that leads to this network: that of the one an earlier run has made,
+    #: else the first that is free.
+    tun_for: Callable[[IPNetwork], str] = lambda _: "flannel0"
 
 
 class OtherBackend(Refused):
@@ -83,6 +86,35 @@ class Driver(Protocol):
 
     def close(self) -> None:
         """The daemon stops: undo what must not outlive it."""
+        ...
+
+
+@runtime_checkable
+class Vital(Protocol):
+    """What a driver offers besides, if no packet flows without its resources.
+
+    The daemon is not ready before they are there, and what happens to them is noticed at once.
+    """
+
+    def fileno(self) -> int:
+        """What becomes readable when something has happened; negative while there is nothing to hear."""
+        ...
+
+    def news(self) -> None:
+        """It is readable: take what is there. The audit that follows reads and repairs."""
+        ...
+
+
+@runtime_checkable
+class InBulk(Protocol):
+    """What a driver offers besides, if many resources cost less than one by one."""
+
+    def put_all(self, resources: Sequence[Any]) -> None:
+        """As ``put``. If it raises, none of them counts as done."""
+        ...
+
+    def drop_all(self, resources: Sequence[Any]) -> None:
+        """As ``drop``."""
         ...
 
 

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from flanneld.imports import package_without_init
+from flanneld.network import tun
 from flanneld.network.links import Step, step
-from flanneld.network.resources import ForeignLink, Link, Vxlan
+from flanneld.network.resources import ForeignLink, Ipip, Link, Tun, Vxlan
 
 
 def put(wanted: Link, actual: Link | ForeignLink | None) -> None:
@@ -37,38 +38,57 @@ def drop(name: str) -> None:
                 raise
 
 
-def _create(route: Any, wanted: Vxlan) -> None:
-    _call(
-        route,
-        "add",
-        ifname=wanted.name,
-        kind="vxlan",
-        address=wanted.mac,
-        mtu=wanted.mtu,
-        txqlen=0,
-        vxlan_id=wanted.vni,
-        vxlan_link=wanted.parent,
-        vxlan_port=wanted.port,
-        vxlan_learning=wanted.learning,
-        **{"vxlan_local" if wanted.local.version == 4 else "vxlan_local6": str(wanted.local)},
-        # A flag: the attribute's mere presence turns it on.
-        **({"vxlan_gbp": True} if wanted.gbp else {}),
-    )
+def _create(route: Any, wanted: Link) -> None:
+    if isinstance(wanted, Tun):
+        tun.make(wanted.name)
+        _call(route, "set", index=_index(route, wanted.name), mtu=wanted.mtu)
+    else:
+        data = _vxlan_data(wanted) if isinstance(wanted, Vxlan) else _ipip_data(wanted)
+        _call(route, "add", ifname=wanted.name, kind=wanted.make, mtu=wanted.mtu, txqlen=0, **data)
     _refuse_router_advertisements(wanted.name)
     _call(route, "set", index=_index(route, wanted.name), state="up")
 
 
-def _set(route: Any, wanted: Vxlan, actual: Vxlan) -> None:
+def _vxlan_data(wanted: Vxlan) -> dict[str, Any]:
+    return {
+        "address": wanted.mac,
+        "vxlan_id": wanted.vni,
+        "vxlan_link": wanted.parent,
+        "vxlan_port": wanted.port,
+        "vxlan_learning": wanted.learning,
+        "vxlan_local" if wanted.local.version == 4 else "vxlan_local6": str(wanted.local),
+        # A flag: the attribute's mere presence turns it on.
+        **({"vxlan_gbp": True} if wanted.gbp else {}),
+    }
+
+
+def _ipip_data(wanted: Ipip) -> dict[str, Any]:
+    """Path MTU discovery is on unless turned off: no packet could then be fragmented on the way."""
+    ends = {"ipip_local": wanted.local, "ipip_remote": wanted.remote}
+    return {
+        **{name: str(end) for name, end in ends.items() if end is not None},
+        "ipip_ttl": 0,
+        "ipip_tos": 0,
+        "ipip_pmtudisc": 0,
+    }
+
+
+def _set(route: Any, wanted: Link, actual: Link) -> None:
     """Touch only what differs: even a MAC set to what it is makes the kernel forget all neighbours."""
     index = _index(route, wanted.name)
-    if actual.mac != wanted.mac:
-        _call(route, "set", index=index, address=wanted.mac)
+    if isinstance(wanted, Vxlan) and isinstance(actual, Vxlan):
+        _set_vxlan(route, index, wanted, actual)
     if actual.mtu != wanted.mtu:
         _call(route, "set", index=index, mtu=wanted.mtu)
-    if actual.learning != wanted.learning:
-        _call(route, "set", index=index, kind="vxlan", vxlan_learning=wanted.learning, vxlan_id=wanted.vni)
     if actual.up != wanted.up:
         _call(route, "set", index=index, state="up" if wanted.up else "down")
+
+
+def _set_vxlan(route: Any, index: int, wanted: Vxlan, actual: Vxlan) -> None:
+    if actual.mac != wanted.mac:
+        _call(route, "set", index=index, address=wanted.mac)
+    if actual.learning != wanted.learning:
+        _call(route, "set", index=index, kind="vxlan", vxlan_learning=wanted.learning, vxlan_id=wanted.vni)
 
 
 def _delete(route: Any, name: str) -> None:

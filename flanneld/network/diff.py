@@ -72,6 +72,7 @@ def without_ways_to(subnets: Collection[IPNetwork], stale: Collection[Resource])
                 return item.address in bases
             case FdbEntry():
                 return item.mac in macs
-        return False
+        # What a driver moves may say so.
+        return getattr(item, "subnet", None) in subnets
 
     return tuple(item for item in stale if not leads_there(item))

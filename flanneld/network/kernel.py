@@ -32,6 +32,7 @@ from flanneld.network.resources import (
     Resource,
     Route,
     State,
+    Vxlan,
 )
 
 log = logging.getLogger(__name__)
@@ -128,8 +129,7 @@ class Kernel(HostView):
         return found
 
     def _has_fdb(self, name: str, wanted: State) -> bool:
-        link = wanted.get((Kind.LINK, name))
-        return isinstance(link, Link)
+        return isinstance(wanted.get((Kind.LINK, name)), Vxlan)
 
     def _neighbors(self, request: bytes, names: dict[int, str]) -> Iterator[tuple[Resource, bool]]:
         for item in self._dump(rtnl.RTM_GETNEIGH, request):
@@ -174,7 +174,8 @@ class Kernel(HostView):
                 devices.put(link, actual)
                 report.made.append(link)
             except OSError as failure:
-                report.failed.append(Failure(link, failure.strerror or str(failure)))
+                reason = failure.strerror or str(failure)
+                report.failed.append(Failure(link, reason, links.remedy(link, failure.errno)))
         return report
 
     def apply(self, plan: Plan, domain: Domain) -> Report:

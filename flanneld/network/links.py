@@ -6,13 +6,15 @@ that fits and makes anew one that does not.
 
 from __future__ import annotations
 
+import errno
 import struct
 import sys
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 
+from flanneld.model import IPAddress
 from flanneld.network.netlink import attribute, attributes, unpack
-from flanneld.network.resources import ForeignLink, Link, Vxlan
+from flanneld.network.resources import ForeignLink, Ipip, Link, Tun, Vxlan
 from flanneld.network.rtnl import address_of, mac_text
 
 IFF_UP = 0x1
@@ -21,6 +23,16 @@ _IFLA_ADDRESS, _IFLA_IFNAME, _IFLA_MTU, _IFLA_LINKINFO = 1, 3, 4, 18
 _IFLA_INFO_KIND, _IFLA_INFO_DATA = 1, 2
 _VXLAN_ID, _VXLAN_GROUP, _VXLAN_LINK, _VXLAN_LOCAL, _VXLAN_LEARNING = 1, 2, 3, 4, 7
 _VXLAN_L2MISS, _VXLAN_PORT, _VXLAN_GROUP6, _VXLAN_LOCAL6, _VXLAN_GBP = 13, 15, 16, 17, 23
+_IPTUN_LOCAL, _IPTUN_REMOTE = 2, 3
+#: What can be changed of a device that is there; all else takes a new one.
+_SETTABLE: dict[type[Link], tuple[str, ...]] = {
+    Vxlan: ("mac", "mtu", "learning", "up"),
+    Ipip: ("mtu", "up"),
+    Tun: ("mtu", "up"),
+}
+
+_TUN_TYPE, _TUN_PERSIST = 3, 6
+IFF_TUN = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +81,10 @@ def _make(seen: SeenLink, info: bytes) -> Link | ForeignLink:
     data = parts.get(_IFLA_INFO_DATA, b"")
     if kind == "vxlan":
         return _vxlan(seen, attributes(data, 0, len(data)))
+    if kind == "ipip":
+        return _ipip(seen, attributes(data, 0, len(data)))
+    if kind == "tun":
+        return _tun(seen, attributes(data, 0, len(data)))
     return ForeignLink(seen.name, f"a device of kind {kind}")
 
 
@@ -93,6 +109,29 @@ def _vxlan(seen: SeenLink, found: dict[int, bytes]) -> Vxlan | ForeignLink:
     )
 
 
+def _ipip(seen: SeenLink, found: dict[int, bytes]) -> Ipip:
+    return Ipip(
+        name=seen.name,
+        local=_end(found.get(_IPTUN_LOCAL)),
+        mtu=seen.mtu,
+        remote=_end(found.get(_IPTUN_REMOTE)),
+        up=seen.up,
+    )
+
+
+def _end(raw: bytes | None) -> IPAddress | None:
+    return address_of(raw) if raw and any(raw) else None
+
+
+def _tun(seen: SeenLink, found: dict[int, bytes]) -> Tun | ForeignLink:
+    """Before Linux 4.20 the kernel tells no details: then any tun is taken for one of ours."""
+    if found and _number(found.get(_TUN_TYPE)) != IFF_TUN:
+        return ForeignLink(seen.name, "a tap device of kind tun")
+    if found and not _number(found.get(_TUN_PERSIST)):
+        return ForeignLink(seen.name, "another process's device of kind tun")
+    return Tun(seen.name, seen.mtu, seen.up)
+
+
 class Step(Enum):
     """How to get from the device that is there to the wanted one."""
 
@@ -102,21 +141,41 @@ class Step(Enum):
 
 
 def step(wanted: Link, actual: Link | ForeignLink) -> Step:
-    """A MAC, an MTU, learning and being up can be set; all else takes a new device."""
+    """Set what can be set; all else takes a new device."""
     if actual == wanted:
         return Step.NOTHING
-    if isinstance(actual, ForeignLink):
+    if type(actual) is not type(wanted):
         return Step.REPLACE
-    settable = replace(actual, mac=wanted.mac, mtu=wanted.mtu, learning=wanted.learning, up=wanted.up)
-    return Step.SET if settable == wanted else Step.REPLACE
+    settable = {name: getattr(wanted, name) for name in _SETTABLE[type(wanted)]}
+    return Step.SET if replace(actual, **settable) == wanted else Step.REPLACE
+
+
+def is_not_ours_to_remove(wanted: Link, actual: Link | ForeignLink) -> bool:
+    """Whether the name is taken by what upstream would not remove either, but has its owner remove it."""
+    return isinstance(wanted, Ipip) and not isinstance(actual, Ipip)
 
 
 def differences(wanted: Link, actual: Link | ForeignLink) -> str:
     """What is wrong with a device, for the log."""
-    if isinstance(actual, ForeignLink):
-        return f"is {actual.description}, wanted {wanted}"
+    if type(actual) is not type(wanted):
+        return f"is {described(actual)}, wanted {wanted}"
     pairs = ((f.name, getattr(actual, f.name), getattr(wanted, f.name)) for f in fields(wanted))
     return ", ".join(f"has {name} {has}, wanted {wants}" for name, has, wants in pairs if has != wants)
+
+
+def described(actual: Link | ForeignLink) -> str:
+    """What kind of device that is."""
+    return actual.description if isinstance(actual, ForeignLink) else f"a device of kind {actual.make}"
+
+
+def remedy(wanted: Link, code: int | None) -> str:
+    """What to do when the kernel refuses to make a device, if its reason tells that."""
+    match code:
+        case errno.EOPNOTSUPP:
+            return f"load the kernel's module: modprobe {wanted.make}"
+        case errno.EEXIST:
+            return f"another device serves the same ends; find it with: ip -d link show type {wanted.make}"
+    return ""
 
 
 def _text(raw: bytes) -> str:

@@ -9,10 +9,11 @@ from flanneld.network.resources import Resource
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What was refused, and why."""
+    """What was refused, why, and what to do about it where that is known."""
 
     resource: Resource
     reason: str
+    remedy: str = ""
 
     def __str__(self) -> str:
         return f"{self.resource}: {self.reason}"

@@ -45,6 +45,8 @@ class Vxlan:
     """A VXLAN device (linux/if_link.h, IFLA_VXLAN_*). ``port`` is the UDP destination port."""
 
     kind: ClassVar[Kind] = Kind.LINK
+    #: IFLA_INFO_KIND, and the name of the kernel's module.
+    make: ClassVar[str] = "vxlan"
     name: str
     vni: int
     parent: int
@@ -65,6 +67,44 @@ class Vxlan:
 
 
 @dataclass(frozen=True, slots=True)
+class Ipip:
+    """A tunnel of IPv4 in IPv4 (linux/if_tunnel.h, IFLA_IPTUN_*). An end that is None is any host."""
+
+    kind: ClassVar[Kind] = Kind.LINK
+    make: ClassVar[str] = "ipip"
+    name: str
+    local: IPAddress | None
+    mtu: int
+    remote: IPAddress | None = None
+    up: bool = True
+
+    @property
+    def key(self) -> Key:
+        return (self.kind, self.name)
+
+    def __str__(self) -> str:
+        return f"link {self.name} mtu {self.mtu} ipip local {self.local}"
+
+
+@dataclass(frozen=True, slots=True)
+class Tun:
+    """A TUN device that stays when no process has it open (linux/if_tun.h, IFF_PERSIST)."""
+
+    kind: ClassVar[Kind] = Kind.LINK
+    make: ClassVar[str] = "tun"
+    name: str
+    mtu: int
+    up: bool = True
+
+    @property
+    def key(self) -> Key:
+        return (self.kind, self.name)
+
+    def __str__(self) -> str:
+        return f"link {self.name} mtu {self.mtu} tun"
+
+
+@dataclass(frozen=True, slots=True)
 class ForeignLink:
     """A device under a name that we need, of a make that is none of ours: never wanted, only met."""
 
@@ -81,7 +121,7 @@ class ForeignLink:
 
 
 #: Devices that we make. A later kind of device joins this union.
-Link = Vxlan
+Link = Vxlan | Ipip | Tun
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,6 +120,12 @@ class Access:
         }
         return Session((self._url or settings.host).rstrip("/"), settings, manager)
 
+    def clean_up(self) -> None:
+        """Remove the files in which that package puts certificates and keys out of a kubeconfig."""
+        loader = sys.modules.get("kubernetes.config.kube_config")
+        if loader is not None:
+            loader._cleanup_temp_files()  # noqa: SLF001 - else it waits for an orderly end of the interpreter
+
     def _load(self, settings: Any) -> None:
         if self._kubeconfig:
             _load_kubeconfig(self._kubeconfig, settings)

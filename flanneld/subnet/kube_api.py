@@ -34,8 +34,8 @@ _ERROR_SIZE = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """In seconds. ``silence`` is how long a watch may bring nothing before it is made anew; API servers
-    send a bookmark about once a minute.
+    """In seconds. ``silence`` is how long a watch may bring nothing before it is given up; API servers send
+    a bookmark about once a minute.
     """
 
     connect: float = 3.0
@@ -93,7 +93,10 @@ class Api:
 
     @contextmanager
     def watch(self, path: str, **query: str) -> Iterator[Iterator[bytes]]:
-        """A watch that the server has begun: its pieces, until the server or the connection ends it."""
+        """A watch that the server has begun: its pieces, until the server or the connection ends it.
+
+        Silence ends it with ``Expired``.
+        """
         with self._turn:
             response = self._send("GET", _target(path, query), None, {}, self._timeouts.silence)
             try:
@@ -105,6 +108,9 @@ class Api:
     def _pieces(self, response: Any) -> Iterator[bytes]:
         try:
             yield from response.stream()
+        except ReadTimeoutError:
+            # A version that the server has yet to reach, as after a restored backup, also meets silence.
+            raise Expired(f"the watch was silent for {self._timeouts.silence:g} s") from None
         except (HTTPError, HTTPException, OSError, ValueError) as error:
             self._line.check()
             log.log(V(2), "A watch broke off: %r", error)
@@ -116,6 +122,7 @@ class Api:
     def cut(self) -> None:
         """End what goes on and refuse what comes. May be called from any thread, repeatedly."""
         self._line.cut()
+        self._access.clean_up()
 
     def _ask(self, method: str, target: str, body: str | None = None, kind: str = "") -> dict[str, Any]:
         headers = {"Content-Type": kind} if kind else {}
@@ -124,10 +131,13 @@ class Api:
             try:
                 with response:
                     answer = json.loads(response.read())
-            except (HTTPError, HTTPException, OSError, ValueError) as error:
+            except (HTTPError, HTTPException, OSError, ValueError, RecursionError) as error:
                 raise self._lost(error) from None
             if not isinstance(answer, dict):
                 raise self._lost(ValueError("its answer is no object"))
+            if body is not None:
+                # Writing is rare, and the server has better to do than to keep thousands of idle connections.
+                self._hang_up()
             return answer
 
     def _send(
@@ -156,7 +166,7 @@ class Api:
     def _refuse(self, response: Any) -> None:
         try:
             told = json.loads(response.read(_ERROR_SIZE))
-        except (HTTPError, HTTPException, OSError, ValueError):
+        except (HTTPError, HTTPException, OSError, ValueError, RecursionError):
             told = None
         self._hang_up()
         self._line.check()

@@ -78,16 +78,16 @@ class NodeReader:
 
     def read(self, obj: Any) -> Node:
         """Raises ``Refused`` for what is no node."""
-        meta = _object(obj, "metadata")
+        meta = child(obj, "metadata")
         name = meta.get("name")
         if not isinstance(name, str) or not name:
             raise Refused("the API server sent a node without a name", "is that a Kubernetes API server?")
         notes = {
             suffix: value
-            for key, value in _object(meta, "annotations").items()
+            for key, value in child(meta, "annotations").items()
             if (suffix := self._names.get(key)) and isinstance(value, str)
         }
-        return Node(name, str(meta.get("uid", "")), _cidrs(_object(obj, "spec")), notes)
+        return Node(name, str(meta.get("uid", "")), _cidrs(child(obj, "spec")), notes)
 
     def patch(self, changes: Mapping[str, str]) -> str:
         """The strategic-merge patch that writes these notes, byte for byte as Go flanneld sends it."""
@@ -95,9 +95,16 @@ class NodeReader:
         return gojson.compact({"metadata": {"annotations": dict(sorted(annotations.items()))}})
 
 
-def _object(parent: Any, name: str) -> dict[str, Any]:
+def child(parent: Any, name: str) -> dict[str, Any]:
+    """An object within another; empty if there is none, or something else in its place."""
     value = parent.get(name) if isinstance(parent, dict) else None
     return value if isinstance(value, dict) else {}
+
+
+def items(listing: Any) -> list[Any]:
+    """What a list holds."""
+    found = listing.get("items") if isinstance(listing, dict) else None
+    return found if isinstance(found, list) else []
 
 
 def _cidrs(spec: Mapping[str, Any]) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from flanneld.errors import Refused, Retryable
 from flanneld.glog import Once, V
 from flanneld.model import FAMILIES, LeaseAttrs
 from flanneld.subnet.kube_api import NODES, Api, Refusal
-from flanneld.subnet.kube_nodes import Node, NodeReader, changed_notes, overwrite
+from flanneld.subnet.kube_nodes import Node, NodeReader, changed_notes, child, items, overwrite
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +41,8 @@ class OwnNode:
         """The node's name; asked of our pod unless it was given."""
         if not self._name:
             namespace, pod = self._pod
-            spec = self._api.get(f"/api/v1/namespaces/{namespace}/pods/{pod}").get("spec") or {}
-            name = spec.get("nodeName")
+            found = self._api.get(f"/api/v1/namespaces/{namespace}/pods/{pod}")
+            name = child(found, "spec").get("nodeName")
             if not isinstance(name, str) or not name:
                 raise Retryable(f"pod {namespace}/{pod} has no node yet", "nothing to do but wait")
             self._name = name
@@ -51,7 +51,7 @@ class OwnNode:
     def fetch(self) -> Node:
         """Asked for by list: to get one node takes a right that Go flanneld 0.12 did without."""
         name = self.name()
-        for item in self._api.get(NODES, fieldSelector=f"metadata.name={name}").get("items") or []:
+        for item in items(self._api.get(NODES, fieldSelector=f"metadata.name={name}")):
             try:
                 node = self._reader.read(item)
             except Refused as reason:

@@ -44,7 +44,7 @@ class Upkeep:
         self._backoff = Backoff(first=2.0, longest=60.0)
         #: Whether the network is there, and which node, by its uid, already says so.
         self._is_available = False
-        self._marked = ""
+        self._marked: str | None = None
         self._mark_at = 0.0
 
     def post(self, node: Node) -> None:

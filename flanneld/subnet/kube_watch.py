@@ -15,7 +15,7 @@ from flanneld.errors import Refused, Retryable
 from flanneld.glog import V
 from flanneld.model import Event
 from flanneld.subnet.kube_api import NODES, Api, Expired, Refusal
-from flanneld.subnet.kube_nodes import Node, NodeReader
+from flanneld.subnet.kube_nodes import Node, NodeReader, child, items
 from flanneld.subnet.manager import Cancelled, Deliver
 
 log = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 PAGE = 250
 #: A watch lasts so many seconds, chosen anew each time: else all nodes would come back at once.
 _SHORTEST, _LONGEST = 300, 600
-#: A watch that ends sooner without a word, in seconds, is a failure.
+#: A watch that ends sooner and has led no further, in seconds, is a failure.
 _VERY_SHORT = 1.0
 #: Longer lines than this are none of a node, in bytes.
 _LONGEST_LINE = 16 << 20
@@ -90,7 +90,7 @@ def decode(line: bytes) -> tuple[str, dict[str, Any]]:
     try:
         event = json.loads(line)
         kind, obj = event["type"], event["object"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         kind = obj = None
     if not isinstance(kind, str) or not isinstance(obj, dict):
         raise ListAgain("the watch sends what is no event", "is that a Kubernetes API server?")
@@ -164,9 +164,9 @@ class Follower:
             more = {"continue": token} if token else {}
             page = self._api.get(NODES, limit=str(PAGE), **more)
             alive()
-            nodes += self._read(page.get("items") or [])
-            meta = page.get("metadata") or {}
-            token = meta.get("continue") or ""
+            nodes += self._read(items(page))
+            meta = child(page, "metadata")
+            token = str(meta.get("continue") or "")
             if not token:
                 break
         version = meta.get("resourceVersion")
@@ -177,29 +177,28 @@ class Follower:
         self._answered()
         return version
 
-    def _read(self, items: list[Any]) -> Iterator[Node]:
-        for item in items:
+    def _read(self, found: list[Any]) -> Iterator[Node]:
+        for item in found:
             try:
                 yield self._reader.read(item)
             except Refused as reason:
                 self._tell(str(reason))
 
     def _watch(self, version: str, deliver: Deliver, alive: Callable[[], None]) -> None:
-        lines, began, heard = Lines(), clock.now(), False
+        lines, began = Lines(), clock.now()
         seconds = random.randint(_SHORTEST, _LONGEST)  # noqa: S311 - spreads load, keeps no secret
         query = {"resourceVersion": version, "allowWatchBookmarks": "true", "timeoutSeconds": str(seconds)}
         with self._api.watch(NODES, watch="true", **query) as pieces:
             # A wish that came before there was a connection to drop.
             for piece in () if self._reread.is_set() else pieces:
-                if self._hear(lines.feed(piece), deliver):
-                    heard = True
+                self._hear(lines.feed(piece), deliver)
                 alive()
-        if not heard and clock.now() - began < _VERY_SHORT and not self._hurry.is_set():
+        in_vain = self._version == version and not self._hurry.is_set()
+        if in_vain and clock.now() - began < _VERY_SHORT:
             raise Retryable("the API server ends each watch at once", "see the API server's log")
         self._pause(0)
 
-    def _hear(self, lines: list[bytes], deliver: Deliver) -> bool:
-        """Take what some lines say; tells whether they said anything."""
+    def _hear(self, lines: list[bytes], deliver: Deliver) -> None:
         events: list[Event] = []
         try:
             for line in lines:
@@ -210,10 +209,9 @@ class Follower:
         if lines:
             self._answered()
             self._backoff.reset()
-        return bool(lines)
 
     def _take(self, kind: str, obj: dict[str, Any]) -> list[Event]:
-        version = (obj.get("metadata") or {}).get("resourceVersion")
+        version = child(obj, "metadata").get("resourceVersion")
         events: list[Event] = []
         if kind in ("ADDED", "MODIFIED", "DELETED"):
             try:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.lab import Lab, Node, own_command, peer_command, wait_for
 
-DEVICES = ("flannel.1", "eth0")
+DEVICES = ("flannel.1", "flannel.ipip", "eth0")
 OURS, THEIRS = own_command(), peer_command()
 
 

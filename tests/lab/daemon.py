@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.lab.namespace import Namespace
+from tests.lab.wait import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Variables of the caller that would steer a daemon.
@@ -65,6 +66,7 @@ class Daemon:
 
     def wait(self, deadline: float, begin: float | None = None) -> Exit:
         """Wait for it to end by itself."""
+        deadline *= PATIENCE
         begin = time.monotonic() if begin is None else begin
         try:
             status = self._process.wait(deadline)

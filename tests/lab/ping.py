@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Self
 
 from tests.lab.namespace import Namespace
-from tests.lab.wait import wait_for
+from tests.lab.wait import PATIENCE, wait_for
 
 REPLY = re.compile(r"icmp_seq=(\d+) ttl=")
 SENT = re.compile(r"(\d+) packets transmitted")
@@ -57,7 +57,7 @@ class Ping:
             wait_for(lambda: max(self.replies(), default=0) > last, 1, "a last reply")
             self._answered_to_the_end = True
         self._process.send_signal(signal.SIGINT)
-        self._process.wait(5)
+        self._process.wait(5 * PATIENCE)
 
     def sent(self) -> int:
         """How many packets left; stops the ping."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
 
+#: How many times the usual things may take here, for every deadline of the lab: the test machine is slow.
+PATIENCE = float(os.environ.get("FLANNELD_TEST_PATIENCE", "1"))
 FIRST_PAUSE = 0.002
 LONGEST_PAUSE = 0.05
 
@@ -17,6 +20,7 @@ def wait_for(condition: Callable[[], T], deadline: float = 5, what: str = "the c
 
     Raises ``AssertionError`` with ``what`` and the last value when it never was.
     """
+    deadline *= PATIENCE
     end = time.monotonic() + deadline
     pause = FIRST_PAUSE
     while True:

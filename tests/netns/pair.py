@@ -16,7 +16,7 @@ SOON = 3.0
 #: Longer than the pause between two repairs where somebody keeps undoing them.
 QUIET = 0.3
 
-DEVICES = ("flannel.1", "flannel-v6.1", "eth0")
+DEVICES = ("flannel.1", "flannel-v6.1", "flannel0", "eth0")
 
 
 def connect(one: Node, other: Node) -> None:
@@ -31,6 +31,8 @@ def state(node: Node) -> dict[str, Any]:
     for device in found.values():
         for number in ("ifindex", "link_index"):
             (device["link"] or {}).pop(number, None)
+        # The kernel gives a device without a MAC another one each time.
+        device["addresses-6"] = [each for each in device["addresses-6"] if not each.startswith("fe80:")]
     return found
 
 

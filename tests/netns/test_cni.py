@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import socket
@@ -11,18 +10,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from ipaddress import ip_interface
-from pathlib import Path
 
 import pytest
 
 from tests.lab import Container, Lab, Namespace, Node
 from tests.lab.daemon import ROOT
 from tests.lab.namespace import batch, run
-
-CNI_PLUGINS = Path("/usr/lib/cni")  # Debian: containernetworking-plugins
+from tests.netns.cni_runtime import Runtime
 
 #: Makes the n-th container of a node, the first is 1.
-Runtime = Callable[[Node, int], Container]
+Maker = Callable[[Node, int], Container]
 
 
 def docker(node: Node, number: int = 1) -> Container:
@@ -60,42 +57,12 @@ def docker_options(node: Node) -> dict[str, str]:
 
 
 def cni(node: Node, number: int = 1) -> Container:
-    """What the flannel CNI plug-in has the plug-ins ``bridge`` and ``host-local`` do."""
-    env = node.env()
-    inside = Namespace(f"{node.namespace.name}c{number}")
-    batch(f"netns add {inside.name}")
-    config = {
-        "cniVersion": "1.0.0",
-        "name": "cbr0",
-        "type": "bridge",
-        "bridge": "cni0",
-        "mtu": int(env["FLANNEL_MTU"]),
-        "isDefaultGateway": True,
-        "hairpinMode": True,
-        "ipMasq": env["FLANNEL_IPMASQ"] != "true",
-        "ipam": {
-            "type": "host-local",
-            "ranges": [[{"subnet": node.subnet()}]],
-            "routes": [{"dst": env["FLANNEL_NETWORK"]}],
-            "dataDir": str(node.directory / "cni"),
-        },
-    }
-    variables = {
-        "CNI_COMMAND": "ADD",
-        "CNI_CONTAINERID": inside.name,
-        "CNI_NETNS": f"/run/netns/{inside.name}",
-        "CNI_IFNAME": "eth0",
-        "CNI_PATH": str(CNI_PLUGINS),
-    }
-    words = (f"{name}={value}" for name, value in variables.items())
-    done = node.namespace.run("env", *words, str(CNI_PLUGINS / "bridge"), stdin=json.dumps(config))
-    (given,) = json.loads(done.stdout)["ips"]
-    return Container(inside, {4: str(ip_interface(given["address"]).ip)}, node.directory)
+    return Runtime(node).add(number)
 
 
 @pytest.fixture(params=[docker, cni])
-def runtime(request: pytest.FixtureRequest) -> Runtime:
-    chosen: Runtime = request.param
+def runtime(request: pytest.FixtureRequest) -> Maker:
+    chosen: Maker = request.param
     return chosen
 
 
@@ -148,7 +115,7 @@ def connected(client: Container, server: Container) -> Iterator[tuple[socket.soc
         yield near, far
 
 
-def test_the_gateway_is_the_first_address_of_the_subnet(lab: Lab, runtime: Runtime) -> None:
+def test_the_gateway_is_the_first_address_of_the_subnet(lab: Lab, runtime: Maker) -> None:
     (node,) = lab.cluster({"Type": "vxlan"}, nodes=1)
     container = runtime(node, 1)
     (default,) = container.namespace.json("ip", "-j", "route", "show", "default")
@@ -158,7 +125,7 @@ def test_the_gateway_is_the_first_address_of_the_subnet(lab: Lab, runtime: Runti
     container.wait_for_reply(default["gateway"])
 
 
-def test_two_containers_of_a_node_reach_each_other(lab: Lab, runtime: Runtime) -> None:
+def test_two_containers_of_a_node_reach_each_other(lab: Lab, runtime: Maker) -> None:
     (node,) = lab.cluster({"Type": "vxlan"}, nodes=1)
     one, other = runtime(node, 1), runtime(node, 2)
     one.wait_for_reply(other)

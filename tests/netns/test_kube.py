@@ -23,23 +23,35 @@ def ring(nodes: list[Node]) -> None:
         connect(one, other)
 
 
+def wait_for_condition(lab: Lab, node: Node) -> None:
+    """Wait until the node is marked as connected."""
+    found = wait_for(lambda: lab.kube.control.condition(node.name), SOON, f"a condition of {node.name}")
+    assert found
+    assert (found["status"], found["reason"]) == ("False", "FlannelIsUp")
+
+
 # ---- a cluster ------------------------------------------------------------------------------------
 
 
-def test_containers_of_all_nodes_reach_each_other(lab: Lab, backend: dict[str, Any]) -> None:
-    nodes = lab.kube_cluster(backend, nodes=3)
+@pytest.mark.parametrize(
+    "kind", ["vxlan", "host-gw", "udp", pytest.param("ipip", marks=pytest.mark.needs_kernel("ipip"))]
+)
+def test_containers_of_all_nodes_reach_each_other(lab: Lab, kind: str) -> None:
+    nodes = lab.kube_cluster({"Type": kind}, nodes=3)
     ring(nodes)
     for node in nodes:
         assert node.env()["FLANNEL_SUBNET"] == f"10.5.{node.number}.1/24"
         said = notes(lab, node)
         data = json.loads(said.pop("backend-data"))
+        announced = "" if kind == "udp" else kind
         assert said == {
-            "kube-subnet-manager": "true", "backend-type": backend["Type"], "public-ip": node.address
+            "kube-subnet-manager": "true", "backend-type": announced, "public-ip": node.address
         }  # fmt: skip
-        if backend["Type"] == "vxlan":
+        if kind == "vxlan":
             assert data == {"VNI": 1, "VtepMAC": (node.link("flannel.1") or {})["address"]}
-        found = wait_for(lambda name=node.name: lab.kube.control.condition(name), SOON)
-        assert (found["status"], found["reason"]) == ("False", "FlannelIsUp")
+        else:
+            assert data is None
+        wait_for_condition(lab, node)
     rights = {("list", "nodes"), ("watch", "nodes"), ("patch", "nodes/status")}
     assert {(request["verb"], request["resource"]) for request in lab.kube.control.requests()} == rights
 
@@ -114,7 +126,7 @@ def test_a_node_that_is_deleted_is_led_to_no_more_and_comes_back_by_itself(lab: 
         assert overlay_routes(third) == {first.subnet(), second.subnet()}
         lab.kube.add(third)
         wait_for(lambda: notes(lab, third) == old, SOON, "the annotations to be written again")
-        wait_for(lambda: lab.kube.control.condition(third.name), SOON, "the condition to be written again")
+        wait_for_condition(lab, third)
         ring([first, second, third])
         assert ping.lost() == 0
 
@@ -166,20 +178,32 @@ def test_another_pod_cidr_makes_another_node_of_it(lab: Lab) -> None:
     first.wait_for_no_route("10.5.2.0/24", SOON)
 
 
+def test_what_a_go_daemon_left_of_vanished_nodes_goes_whatever_the_size_of_subnets(lab: Lab) -> None:
+    write_net_conf(lab, {"Type": "host-gw"})
+    (node,) = lab.add_nodes()
+    lab.kube.add(node, "10.5.1.64/26")
+    node.namespace.ip("route add 10.5.9.128/26 via 198.18.0.99", "route add 10.5.8.0/24 via 198.18.0.98")
+    start(lab, node)
+    assert node.wait_ready(10)["FLANNEL_SUBNET"] == "10.5.1.65/26"
+    node.wait_for_no_route("10.5.9.128/26", SOON)
+    assert overlay_routes(node) == {"10.5.8.0/24"}
+
+
 # ---- how it starts --------------------------------------------------------------------------------
 
 
 def test_a_pod_cidr_that_comes_late_is_waited_for_with_a_clear_reason(lab: Lab) -> None:
     write_net_conf(lab, VXLAN)
     (node,) = lab.add_nodes()
-    lab.kube.control.put_token("teller", extra=(("create", "events"),))
+    lab.kube.control.put_token("teller", extra=[("create", "events")])
     lab.kube.control.put_node(node.name, address=node.address)
     kubeconfig = lab.kube.kubeconfig(lab.directory / "kubeconfig", "teller")
     start(
         lab, node, f"--kubeconfig-file={kubeconfig}", f"-healthz-port={HEALTH_PORT}", "-healthz-ip=127.0.0.1"
     )
     reason = f"waiting for a lease: node {node.name} has no podCIDR yet"
-    status, body = wait_for(lambda: reason in (found := readiness(node))[1] and found, SOON)
+    wait_for(lambda: reason in readiness(node)[1], SOON)
+    status, body = readiness(node)
     assert (status, body.splitlines()[0]) == (503, "flanneld is not ready yet")
     wait_for(lambda: any(reason in line for line in node.service_manager.heard()), SOON)
     (event,) = wait_for(lab.kube.control.events, SOON)

@@ -114,15 +114,18 @@ def test_two_nodes_with_one_pod_cidr_share_it_in_the_same_way_everywhere(lab: La
             annotations=peer(number, backend_type="host-gw", backend_data="null"),
         )
     for node in nodes:
-        wait_for(lambda node=node: gateway(node, "10.5.50.0/24") == "198.18.0.51", SOON)
+        wait_for_gateway(node, "198.18.0.51")
         assert len(node.wait_for_log("Nodes m51, m52 all have the podCIDR 10.5.50.0/24")) == 1
     lab.kube.control.delete_node("m51")
     for node in nodes:
-        wait_for(lambda node=node: gateway(node, "10.5.50.0/24") == "198.18.0.52", SOON)
+        wait_for_gateway(node, "198.18.0.52")
 
 
-def gateway(node: Node, subnet: str) -> str:
-    return next((route["gateway"] for route in node.routes() if route["dst"] == subnet), "")
+def wait_for_gateway(node: Node, address: str) -> None:
+    def gateways() -> list[str]:
+        return [route["gateway"] for route in node.routes() if route["dst"] == "10.5.50.0/24"]
+
+    wait_for(lambda: gateways() == [address], SOON, f"{address} as the gateway")
 
 
 def test_a_node_with_our_pod_cidr_does_not_cut_us_off(lab: Lab) -> None:

@@ -5,147 +5,29 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from ipaddress import IPv4Address, IPv4Network, IPv6Address
+from collections.abc import Iterator
+from ipaddress import IPv4Address, IPv6Address
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pytest
 
 from flanneld.errors import Fatal, Retryable
-from flanneld.model import Added, Event, Lease, LeaseAttrs, Removed, Snapshot
+from flanneld.model import Added, Lease, LeaseAttrs
 from flanneld.subnet.kube import KubeManager, KubeOptions
 from flanneld.subnet.kube_api import Timeouts
-from flanneld.subnet.kube_watch import Backoff
-from flanneld.subnet.manager import Cancelled, Deliver, NodeStore, SubnetManager
+from flanneld.subnet.manager import Cancelled, NodeStore, SubnetManager
 from tests.lab.credentials import write_kubeconfig
 from tests.lab.kube_api.crowd import PREFIX
 from tests.lab.kube_api.faults import Fault
 from tests.lab.wait import wait_for
-from tests.local_kube import FLANNEL_TOKEN, NOBODY, LocalKube, running_kube
-
-CONFIG = {"Network": "10.5.0.0/16", "Backend": {"Type": "vxlan"}}
-ATTRS = LeaseAttrs(IPv4Address("198.18.0.1"), None, "vxlan", {"VNI": 1, "VtepMAC": "02:00:00:00:00:01"})
-SUBNET = IPv4Network("10.5.1.0/24")
-QUICK = Timeouts(connect=2.0, read=2.0, silence=5.0)
-
-
-def patiently(seconds: float = 0.02) -> Callable[[], Backoff]:
-    return lambda: Backoff(seconds, 4 * seconds)
-
-
-class Cluster:
-    """An API server with our node ``n1``, and a manager for that node."""
-
-    def __init__(self, kube: LocalKube, directory: Path) -> None:
-        self.kube = kube
-        self.control = kube.control
-        self.directory = directory
-        self.net_config = directory / "net-conf.json"
-        self.net_config.write_text(json.dumps(CONFIG))
-        self.state_dir = directory / "state"
-        self.events: list[Event] = []
-        self.own_events: list[Event] = []
-        self.ended: list[BaseException] = []
-        self._threads: list[threading.Thread] = []
-        self._managers: list[KubeManager] = []
-
-    def open(
-        self,
-        token: str = FLANNEL_TOKEN,
-        environ: Mapping[str, str] | None = None,
-        url: str = "",
-        prefix: str = PREFIX.rstrip("/"),
-        timeouts: Timeouts = QUICK,
-    ) -> KubeManager:
-        """A manager; with its config read, for all tests but those of the config need that."""
-        kubeconfig = self.directory / f"kubeconfig-{token}"
-        write_kubeconfig(kubeconfig, url or self.kube.url, token, None)
-        options = KubeOptions("", str(kubeconfig), prefix, str(self.net_config), str(self.state_dir))
-        manager = KubeManager(options, environ or {"NODE_NAME": "n1"}, timeouts, patiently())
-        self._managers.append(manager)
-        self.config = manager.network_config()
-        return manager
-
-    def join(self, manager: KubeManager | None = None, attrs: LeaseAttrs = ATTRS) -> KubeManager:
-        """Take the lease and start both watches."""
-        manager = manager or self.open()
-        manager.acquire(self.config, attrs, (None, None))
-        self._start(manager.watch, self.events)
-        self._start(lambda deliver: manager.watch_own(Lease(attrs, SUBNET), deliver), self.own_events)
-        return manager
-
-    def put_node(self, name: str, *cidrs: str, **notes: str) -> None:
-        annotations = {PREFIX + key.replace("_", "-"): value for key, value in notes.items()}
-        self.control.put_node(name, *cidrs, annotations=annotations)
-
-    def put_peer(self, number: int, **notes: str) -> None:
-        data = json.dumps({"VtepMAC": f"02:00:00:00:00:{number:02x}"})
-        known = {"kube_subnet_manager": "true", "backend_type": "vxlan", "backend_data": data}
-        self.put_node(
-            f"n{number}", f"10.5.{number}.0/24", **{**known, "public_ip": f"198.18.0.{number}", **notes}
-        )
-
-    def notes(self, name: str = "n1") -> dict[str, str]:
-        """Our annotations on a node."""
-        found = self.control.annotations(name).items()
-        return {key.removeprefix(PREFIX): value for key, value in found if key.startswith(PREFIX)}
-
-    def fault(self, **fault: Any) -> None:
-        self.control.add_fault(Fault(**fault))
-
-    def asked(self, verb: str = "", start: int = 0) -> list[dict[str, Any]]:
-        return self.control.requests(verb, start=start)
-
-    def wait_for(self, *numbers: int) -> None:
-        """Wait until just these peers are known."""
-        wanted = {f"10.5.{number}.0/24" for number in numbers}
-        wait_for(lambda: peers(self.events) == wanted, 10, f"{wanted} of {self.events}")
-
-    def close(self) -> None:
-        for manager in self._managers:
-            manager.close()
-        for thread in self._threads:
-            thread.join(10)
-            assert not thread.is_alive()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _start(self, watch: Callable[[Deliver], None], events: list[Event]) -> None:
-        def run() -> None:
-            try:
-                watch(events.extend)
-            except BaseException as error:
-                self.ended.append(error)
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        self._threads.append(thread)
-
-
-def peers(events: list[Event]) -> set[str]:
-    """The subnets that a reader of all events knows, our own left out."""
-    there: set[str] = set()
-    for event in list(events):
-        match event:
-            case Added(lease):
-                there.add(str(lease))
-            case Removed((subnet, _)):
-                there.discard(str(subnet))
-            case Snapshot(leases):
-                there = {str(lease) for lease in leases}
-    return there - {str(SUBNET)}
+from tests.local_cluster import ATTRS, CONFIG, SUBNET, Cluster, peers, running_cluster
+from tests.local_kube import FLANNEL_TOKEN, NOBODY
 
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    with running_kube() as kube, Cluster(kube, tmp_path) as cluster:
-        cluster.put_node("n1", "10.5.1.0/24")
+    with running_cluster(tmp_path) as cluster:
         yield cluster
 
 
@@ -503,7 +385,7 @@ def test_every_blocked_call_ends_at_once(cluster: Cluster) -> None:
     start = len(cluster.asked())
     thread = threading.Thread(target=ask)
     thread.start()
-    wait_for(lambda: len(cluster.asked()) >= start)
+    wait_for(lambda: len(cluster.asked()) > start)
     began = time.monotonic()
     cluster.close()
     thread.join(10)
@@ -518,6 +400,15 @@ def test_a_silent_server_is_left(cluster: Cluster) -> None:
     cluster.wait_for(2)
 
 
+def test_a_server_whose_versions_went_back_is_listed_again(cluster: Cluster) -> None:
+    cluster.join(cluster.open(timeouts=Timeouts(2.0, 2.0, silence=0.3)))
+    wait_for(lambda: cluster.control.watches() == 1)
+    future = json.dumps({"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "900000"}}})
+    cluster.control.disturb_watches(Fault(line=future))
+    cluster.put_peer(2)
+    cluster.wait_for(2)
+
+
 def test_after_a_move_of_the_uplink_connections_are_made_anew(cluster: Cluster) -> None:
     cluster.fault(verb="watch", cut=0, then="stall")
     manager = cluster.join()
@@ -527,137 +418,25 @@ def test_after_a_move_of_the_uplink_connections_are_made_anew(cluster: Cluster) 
     cluster.wait_for(2)
 
 
-# ---- our own node ---------------------------------------------------------------------------------
-
-
-def test_annotations_that_somebody_removed_are_reported(cluster: Cluster) -> None:
-    cluster.join()
-    wait_for(lambda: cluster.own_events == [Added(Lease(ATTRS, SUBNET))])
-    cluster.control.annotate("n1", {f"{PREFIX}public-ip": None})
-    wait_for(lambda: cluster.own_events[1:] == [Added(Lease(LeaseAttrs(), SUBNET))])
-
-
-def test_our_node_deleted_and_made_anew_is_reported_as_unwritten(cluster: Cluster) -> None:
-    manager = cluster.join()
-    wait_for(lambda: cluster.own_events)
-    cluster.control.delete_node("n1")
-    cluster.put_node("n1", "10.5.1.0/24")
-    wait_for(lambda: cluster.own_events[-1] == Added(Lease(LeaseAttrs(), SUBNET)))
-    manager.renew(Lease(ATTRS, SUBNET))
-    wait_for(lambda: cluster.own_events[-1] == Added(Lease(ATTRS, SUBNET)))
-
-
-def test_another_pod_cidr_takes_our_lease_away(cluster: Cluster) -> None:
-    cluster.join()
-    wait_for(lambda: cluster.own_events)
-    cluster.control.set_pod_cidrs("n1")
-    cluster.control.set_pod_cidrs("n1", "10.5.7.0/24")
-    wait_for(lambda: cluster.own_events[-1] == Removed((SUBNET, None)))
-
-
-def condition(cluster: Cluster) -> dict[str, Any] | None:
-    return cluster.control.condition("n1")
-
-
-def test_the_condition_is_cleared_when_the_network_is_there_and_for_each_new_node(cluster: Cluster) -> None:
-    manager = cluster.join()
-    cluster.wait_for()
-    assert condition(cluster) is None
-    manager.mark_available()
-    found = wait_for(lambda: condition(cluster))
-    assert (found["status"], found["reason"]) == ("False", "FlannelIsUp")
-    assert found["message"] == "Flannel is running on this node"
-    cluster.control.delete_node("n1")
-    cluster.put_node("n1", "10.5.1.0/24")
-    wait_for(lambda: condition(cluster))
-
-
-def test_a_reason_becomes_an_event_where_that_is_allowed(cluster: Cluster) -> None:
-    cluster.control.put_token("teller", extra=[("create", "events")])
-    manager = cluster.open("teller")
-    for _ in range(3):
-        manager.report("waiting for a lease: node n1 has no podCIDR yet")
-    (event,) = cluster.control.events()
-    assert event["involvedObject"]["name"] == "n1"
-    assert event["message"] == "waiting for a lease: node n1 has no podCIDR yet"
-
-
-def test_without_that_right_it_is_tried_once_and_not_spoken_of(
-    cluster: Cluster, caplog: pytest.LogCaptureFixture
-) -> None:
-    manager = cluster.open()
-    for number in range(3):
-        manager.report(f"waiting for {number}")
-    assert len(cluster.asked("create")) == 1
-    assert caplog.text == ""
-
-
-# ---- what was saved -------------------------------------------------------------------------------
-
-
-def saved_nodes(cluster: Cluster) -> list[str]:
-    file = cluster.state_dir / "kube-nodes.json"
-    return [node["name"] for node in json.loads(file.read_text())["nodes"]] if file.exists() else []
-
-
-@contextmanager
-def without_server(cluster: Cluster) -> Iterator[str]:
-    """A cluster that was saved, and an address at which nobody answers."""
-    cluster.state_dir.mkdir()
-    cluster.put_peer(2)
-    cluster.join()
-    wait_for(lambda: saved_nodes(cluster) == ["n1", "n2"], 20)
-    cluster.close()
-    cluster.events.clear()
-    cluster.own_events.clear()
-    cluster.ended.clear()
-    yield "http://127.0.0.1:9"
-
-
-def test_without_an_api_server_the_nodes_that_were_saved_do(cluster: Cluster) -> None:
-    with without_server(cluster) as url:
-        manager = cluster.open(url=url)
-        assert manager.acquire(cluster.config, ATTRS, (None, None)) == Lease(ATTRS, SUBNET)
-        cluster.join(manager)
-        cluster.wait_for(2)
-
-
-def test_what_was_saved_is_replaced_once_the_api_server_answers(cluster: Cluster) -> None:
-    with without_server(cluster):
-        cluster.control.delete_node("n2")
-        cluster.put_peer(3)
-        cluster.fault(verb="list", status=503, times=3)
-        cluster.join()
-        cluster.wait_for(3)
-        assert isinstance(cluster.events[0], Snapshot)
-        assert peers(cluster.events[:1]) == {"10.5.2.0/24"}
-
-
-def test_an_api_server_that_knows_our_node_no_more_outweighs_what_was_saved(cluster: Cluster) -> None:
-    with without_server(cluster):
-        cluster.control.delete_node("n1")
-        manager = cluster.open()
-        with pytest.raises(Retryable, match="not there yet"):
-            manager.acquire(cluster.config, ATTRS, (None, None))
-
-
 @pytest.mark.parametrize(
-    "text", ["", "{no", "[]", '{"version":2,"own":"n1","nodes":[]}', '{"version":1,"own":"n1","nodes":[]}']
+    "body", ["{}", '{"items":{}}', '{"items":[5,null,{"metadata":[]}],"metadata":[]}', '"x"']
 )
-def test_saved_nodes_that_make_no_sense_are_left_alone(
-    cluster: Cluster, text: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    cluster.state_dir.mkdir()
-    (cluster.state_dir / "kube-nodes.json").write_text(text)
-    manager = cluster.open(url="http://127.0.0.1:9")
-    for _ in range(2):
-        with pytest.raises(Retryable, match="does not answer"):
-            manager.acquire(cluster.config, ATTRS, (None, None))
-    assert caplog.text.count("Ignoring the saved nodes") == 1
+def test_a_list_that_makes_no_sense_is_not_acted_on(cluster: Cluster, body: str) -> None:
+    cluster.put_peer(2)
+    manager = cluster.open()
+    manager.acquire(cluster.config, ATTRS, (None, None))
+    cluster.fault(verb="list")  # nothing: our own node is read once more
+    cluster.fault(verb="list", status=200, body=body)
+    cluster.join(manager)
+    cluster.wait_for(2)
+    assert (len(cluster.events), cluster.ended) == (1, [])
 
 
-def test_without_its_directory_nothing_is_saved(cluster: Cluster) -> None:
-    manager = cluster.join()
-    manager.mark_available()
-    wait_for(lambda: condition(cluster))
-    assert not cluster.state_dir.exists()
+@pytest.mark.parametrize("line", ['{"type":"ADDED","object":{"metadata":[]}}', '{"type":"NEW","object":{}}'])
+def test_an_event_that_makes_no_sense_is_passed_over(cluster: Cluster, line: str) -> None:
+    cluster.fault(verb="watch", line=line)
+    cluster.join()
+    wait_for(lambda: cluster.control.watches() == 1)
+    cluster.put_peer(2)
+    cluster.wait_for(2)
+    assert cluster.ended == []

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from flanneld.errors import Retryable
 from flanneld.subnet.kube_api import Expired
+from flanneld.subnet.kube_nodes import NodeReader
 from flanneld.subnet.kube_watch import Backoff, Lines, ListAgain, decode
+from tests.local_kube import parse_reply
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -71,3 +73,28 @@ def test_pauses_grow_to_a_limit_and_chance_at_most_doubles_them() -> None:
     assert [long.pause() for _ in range(5)] == [2, 4, 8, 16, 16]
     short.reset()
     assert short.pause() == 1
+
+
+def recorded(name: str) -> bytes:
+    """The body of an answer of a real API server, out of its chunks."""
+    golden = json.loads((GOLDEN / "kube-apiserver-1.36.2.json").read_text())
+    answer = next(item["answer"] for item in golden if item["name"] == name)
+    return parse_reply(answer.encode()).body
+
+
+@given(st.integers(1, 5000))
+def test_what_a_real_server_sent_is_understood_in_any_pieces(size: int) -> None:
+    stream = recorded("watch-events-bookmarks")
+    lines, reader = Lines(), NodeReader("flannel.alpha.coreos.com/")
+    events = [decode(line) for i in range(0, len(stream), size) for line in lines.feed(stream[i : i + size])]
+    kinds = [kind for kind, _ in events]
+    assert kinds[-1] == "BOOKMARK"
+    assert {"ADDED", "MODIFIED", "DELETED"} >= set(kinds) - {"BOOKMARK"}
+    nodes = [reader.read(obj) for kind, obj in events if kind != "BOOKMARK"]
+    assert nodes[0].notes["backend-type"] == "vxlan"
+
+
+def test_a_real_servers_word_that_history_is_lost_is_understood() -> None:
+    (line,) = Lines().feed(recorded("watch-410"))
+    with pytest.raises(Expired, match="too old resource version"):
+        decode(line)

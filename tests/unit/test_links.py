@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 from dataclasses import replace
 from ipaddress import ip_address
 from typing import Any
@@ -12,15 +13,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyroute2.netlink.rtnl.ifinfmsg import ifinfmsg
 
-from flanneld.network.links import SeenLink, Step, by_name, decode, differences, step
+from flanneld.network.links import (
+    SeenLink,
+    Step,
+    by_name,
+    decode,
+    differences,
+    is_not_ours_to_remove,
+    remedy,
+    step,
+)
 from flanneld.network.netlink import HEADER, Malformed
-from flanneld.network.resources import ForeignLink, Vxlan
+from flanneld.network.resources import ForeignLink, Ipip, Link, Tun, Vxlan
 
 MAC = "02:00:00:00:00:01"
 WANTED = Vxlan("flannel.1", 1, 3, ip_address("192.168.0.1"), 8472, MAC, 1450)
 IPV6 = replace(WANTED, name="flannel-v6.1", local=ip_address("fd77::1"), mtu=1430)
+IPIP = Ipip("flannel.ipip", ip_address("192.168.0.1"), 1480)
+BRIDGE = ForeignLink("flannel.1", "a device of kind bridge")
 
-VXLAN: dict[str, Any] = {
+DATA: dict[str, dict[str, Any]] = {"ipip": {"IFLA_IPIP_LOCAL": "192.168.0.1", "IFLA_IPIP_REMOTE": "0.0.0.0"}}
+DATA["vxlan"] = {
     "IFLA_VXLAN_ID": 1,
     "IFLA_VXLAN_LINK": 3,
     "IFLA_VXLAN_LOCAL": "192.168.0.1",
@@ -28,6 +41,7 @@ VXLAN: dict[str, Any] = {
     "IFLA_VXLAN_LEARNING": 0,
     "IFLA_VXLAN_L2MISS": 0,
 }
+DATA["tun"] = {"IFLA_TUN_TYPE": 1, "IFLA_TUN_PERSIST": 1}
 
 
 def description(
@@ -42,8 +56,8 @@ def description(
         attrs.append(("IFLA_ADDRESS", mac))
     if kind is not None:
         info: list[tuple[str, Any]] = [("IFLA_INFO_KIND", kind)]
-        if kind == "vxlan":
-            parts = {key: value for key, value in {**VXLAN, **data}.items() if value is not None}
+        if kind in DATA:
+            parts = {key: value for key, value in {**DATA[kind], **data}.items() if value is not None}
             info.append(("IFLA_INFO_DATA", {"attrs": list(parts.items())}))
         attrs.append(("IFLA_LINKINFO", {"attrs": info}))
     message["attrs"] = attrs
@@ -100,6 +114,50 @@ def test_a_device_that_we_would_not_make_is_foreign_and_says_why(data: bytes, wo
     assert (make.name, word in make.description) == ("flannel.1", True)
 
 
+def ipip(**data: Any) -> bytes:
+    return description("flannel.ipip", kind="ipip", mac=None, mtu=1480, **data)
+
+
+@pytest.mark.parametrize(
+    ("data", "make"),
+    [
+        (ipip(), IPIP),
+        (ipip(IFLA_IPIP_REMOTE=None), IPIP),
+        (ipip(up=False), replace(IPIP, up=False)),
+        (ipip(IFLA_IPIP_LOCAL="0.0.0.0"), replace(IPIP, local=None)),
+        (ipip(IFLA_IPIP_REMOTE="192.168.0.2"), replace(IPIP, remote=ip_address("192.168.0.2"))),
+    ],
+    ids=["ours", "no remote", "down", "any local", "one remote"],
+)
+def test_an_ipip_device_is_read_in_full(data: bytes, make: Ipip) -> None:
+    assert seen(data) == SeenLink(7, "flannel.ipip", "", 1480, make.up, make)
+
+
+TUN = Tun("flannel0", 1472)
+
+
+def tun(**data: int) -> bytes:
+    """Only what is not the default of a persistent TUN differs."""
+    return description("flannel0", kind="tun", mac=None, mtu=1472, **data)
+
+
+def test_a_tun_device_is_read_in_full() -> None:
+    assert seen(tun()).make == TUN
+
+
+@pytest.mark.parametrize(
+    ("data", "word"), [(tun(IFLA_TUN_TYPE=2), "tap"), (tun(IFLA_TUN_PERSIST=0), "another process")]
+)
+def test_a_tun_device_of_somebody_else_is_foreign(data: bytes, word: str) -> None:
+    make = seen(data).make
+    assert isinstance(make, ForeignLink)
+    assert word in make.description
+
+
+def test_a_tun_device_of_which_an_old_kernel_says_nothing_is_taken_for_ours() -> None:
+    assert seen(tun(IFLA_TUN_TYPE=None, IFLA_TUN_PERSIST=None)).make == TUN
+
+
 def test_a_device_without_mac_has_none() -> None:
     assert seen(description(kind=None, mac=None)).mac == ""
 
@@ -140,8 +198,8 @@ def test_less_than_a_header_is_malformed() -> None:
 # ---- from one device to another ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wanted", [WANTED, IPV6], ids=["IPv4", "IPv6"])
-def test_the_device_that_fits_is_left_alone(wanted: Vxlan) -> None:
+@pytest.mark.parametrize("wanted", [WANTED, IPV6, IPIP], ids=["IPv4", "IPv6", "ipip"])
+def test_the_device_that_fits_is_left_alone(wanted: Link) -> None:
     assert step(wanted, replace(wanted)) is Step.NOTHING
 
 
@@ -170,12 +228,47 @@ def test_what_can_be_set_is_set(actual: Vxlan) -> None:
         replace(WANTED, port=4789),
         replace(WANTED, gbp=True),
         replace(WANTED, vni=2, mtu=1400),
-        ForeignLink("flannel.1", "a device of kind bridge"),
+        BRIDGE,
+        IPIP,
     ],
-    ids=["vni", "parent", "local", "family", "port", "gbp", "vni and mtu", "foreign"],
+    ids=["vni", "parent", "local", "family", "port", "gbp", "vni and mtu", "foreign", "ipip"],
 )
-def test_all_else_takes_a_new_device(actual: Vxlan | ForeignLink) -> None:
+def test_all_else_takes_a_new_device(actual: Link | ForeignLink) -> None:
     assert step(WANTED, actual) is Step.REPLACE
+
+
+def test_the_ends_of_an_ipip_device_take_a_new_one_and_all_else_is_set() -> None:
+    assert step(IPIP, replace(IPIP, mtu=1400, up=False)) is Step.SET
+    for end in ({"local": None}, {"local": ip_address("192.168.0.2")}, {"remote": ip_address("192.168.0.2")}):
+        assert step(IPIP, replace(IPIP, **end)) is Step.REPLACE
+
+
+def test_a_device_of_another_kind_is_its_owners_only_where_ipip_is_wanted() -> None:
+    assert is_not_ours_to_remove(IPIP, BRIDGE)
+    assert is_not_ours_to_remove(IPIP, WANTED)
+    assert not is_not_ours_to_remove(IPIP, replace(IPIP, local=None))
+    assert not is_not_ours_to_remove(WANTED, BRIDGE)
+
+
+@pytest.mark.parametrize(
+    ("code", "word"),
+    [(errno.EOPNOTSUPP, "modprobe ipip"), (errno.EEXIST, "ip -d link show type ipip"), (errno.EPERM, "")],
+)
+def test_a_refusal_whose_reason_is_clear_has_a_remedy(code: int, word: str) -> None:
+    assert word in remedy(IPIP, code)
+    assert bool(remedy(IPIP, code)) is bool(word)
+
+
+@pytest.mark.parametrize(
+    "actual", [replace(TUN, mtu=1400), replace(TUN, up=False), replace(TUN, mtu=1400, up=False)]
+)
+def test_what_can_be_set_on_a_tun_is_set(actual: Tun) -> None:
+    assert step(TUN, actual) is Step.SET
+
+
+def test_a_device_of_another_kind_under_the_name_is_replaced() -> None:
+    assert step(replace(TUN, name="flannel.1"), WANTED) is Step.REPLACE
+    assert "vxlan" in differences(replace(TUN, name="flannel.1"), WANTED)
 
 
 def test_the_log_names_what_differs_and_nothing_else() -> None:
@@ -184,6 +277,5 @@ def test_the_log_names_what_differs_and_nothing_else() -> None:
 
 
 def test_the_log_says_what_a_foreign_device_is() -> None:
-    assert "a device of kind bridge" in differences(
-        WANTED, ForeignLink("flannel.1", "a device of kind bridge")
-    )
+    assert "a device of kind bridge" in differences(WANTED, BRIDGE)
+    assert "a device of kind ipip" in differences(WANTED, IPIP)

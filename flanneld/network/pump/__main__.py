@@ -1,0 +1,110 @@
+"""The pump's process: ``python -m flanneld.network.pump`` with the settings as ``Pump.words`` gives them.
+
+It says ``ready`` when it carries packets, or why it cannot, and closes its output. SIGTERM, as a service
+manager sends it to all that is left, takes the device away with the process.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from flanneld.network import tun
+from flanneld.network.pump import control
+from flanneld.network.pump.choice import Offer, build, offers
+from flanneld.network.pump.client import READY, succeed
+from flanneld.network.pump.plane import Plane, Wire
+from flanneld.network.pump.resources import Pump
+from flanneld.network.pump.server import Server
+
+#: How long to wait for what a pump that has just ended still holds, in seconds.
+_PATIENCE, _PAUSE = 0.5, 0.001
+_GRACE = 0.3
+
+Result = TypeVar("Result")
+
+
+def main() -> int:
+    wanted = Pump.of(sys.argv[1:])
+    try:
+        # All modules are read by now: the shorter the time in which nobody carries packets.
+        candidates = offers(wanted.wish)
+        peers = succeed(wanted.tun)
+        listener = _listen(wanted.tun)
+        plane, why = _take_over(wanted, candidates)
+    except OSError as failure:
+        print(failure.strerror or failure)  # noqa: T201
+        return 1
+    server = Server(wanted, plane, why, listener, peers)
+
+    def end(*_: object) -> None:
+        # A daemon that gets the same signal must be past repairing what we are going to take away.
+        time.sleep(_GRACE)
+        server.end()
+
+    signal.signal(signal.SIGTERM, end)
+    print(READY, flush=True)  # noqa: T201
+    _close_output()
+    if not server.serve():
+        tun.unmake(wanted.tun)
+    server.close()
+    return 0
+
+
+def _listen(name: str) -> socket.socket:
+    listener = control.new_socket()
+    try:
+        _soon(lambda: listener.bind(control.address_of(name)))
+    except OSError as failure:
+        reason = (
+            f"the pump of another user serves {name}: `flanneld --cleanup`, run by that user or root, ends it"
+        )
+        raise OSError(failure.errno, reason) from None
+    listener.listen()
+    return listener
+
+
+def _take_over(wanted: Pump, candidates: list[Offer]) -> tuple[Plane, str]:
+    wire = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    try:
+        _soon(lambda: wire.bind((str(wanted.local), wanted.port)))
+    except OSError as failure:
+        reason = failure.strerror
+        if failure.errno == errno.EADDRINUSE:
+            from flanneld.network.pump.holder import holder_of  # only for those who need it
+
+            reason = f"in use by {holder_of(wanted.local, wanted.port)}, which has to be stopped"
+        raise OSError(failure.errno, f"{wanted.local}:{wanted.port}, UDP: {reason}") from None
+    ends = Wire(wanted.tun, wire.detach(), wanted.address, wanted.mtu, wanted.port, wanted.accept_any)
+    return _soon(lambda: build(candidates, ends))
+
+
+def _soon(attempt: Callable[[], Result]) -> Result:
+    """Try until it is no longer held by a process that is just ending. Raises ``OSError``."""
+    deadline = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            return attempt()
+        except OSError as failure:
+            held = failure.errno in (errno.EADDRINUSE, errno.EBUSY)
+            if not held or time.monotonic() >= deadline:
+                raise
+        time.sleep(_PAUSE)
+
+
+def _close_output() -> None:
+    """Whoever reads the daemon's output must not wait for the pump, too."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for fd in (1, 2):
+        os.dup2(nothing, fd)
+    os.close(nothing)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

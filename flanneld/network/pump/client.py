@@ -1,0 +1,222 @@
+"""The daemon's end of the control channel."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import sys
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from flanneld.errors import Retryable
+from flanneld.network.pump import control
+from flanneld.network.pump.resources import Pump
+
+if TYPE_CHECKING:
+    import subprocess
+
+READY = "ready"
+#: Seconds. An answer takes milliseconds, the start of a process a tenth of a second; machines may be busy.
+_ANSWER_PATIENCE, _START_PATIENCE = 3.0, 10.0
+_NEEDED = ("PATH", "LANG", "LD_LIBRARY_PATH")
+
+
+class NoPump(Retryable):
+    """No pump answers under this name."""
+
+    def __init__(self, tun: str, reason: str) -> None:
+        super().__init__(f"no packet pump for {tun}: {reason}")
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A pump as it describes itself; ``why`` says why it has this plane."""
+
+    settings: Pump
+    pid: int
+    plane: str
+    why: str
+
+
+class Client:
+    """A connection to the pump of one device; made when it is needed, and again when it was lost.
+
+    Only one of this user or root is taken for a pump, unless ``of_anybody``, which will do to end it.
+    """
+
+    def __init__(self, tun: str, *, of_anybody: bool = False) -> None:
+        self._tun = tun
+        self._of_anybody = of_anybody
+        self._connection: socket.socket | None = None
+        self._process: subprocess.Popen[str] | None = None
+
+    def fileno(self) -> int:
+        return self._connection.fileno() if self._connection else -1
+
+    def close(self) -> None:
+        if self._connection:
+            self._connection.close()
+            self._connection = None
+        if self._process and self._process.poll() is not None:
+            self._process = None
+
+    # ---- what a pump can be asked ------------------------------------------------------------
+
+    def hello(self) -> Running:
+        """Raises ``NoPump`` if there is none, or one of another version that is not understood."""
+        answer = self._ask(control.HELLO).decode(errors="replace")
+        try:
+            *words, pid, plane, why = answer.split("\0")
+            return Running(Pump.of(words), int(pid), plane, why)
+        except ValueError:
+            raise NoPump(self._tun, "it is of another version") from None
+
+    def peers(self) -> list[control.Entry]:
+        body = self._ask(control.LIST)
+        try:
+            entries = control.unpack(body)
+            while control.is_full(body):
+                body = self._receive(control.LIST)
+                entries += control.unpack(body)
+        except (OSError, ValueError) as failure:
+            self.close()
+            raise NoPump(self._tun, str(failure)) from None
+        return entries
+
+    def put(self, entries: Iterable[control.Entry]) -> None:
+        self._tell(control.PUT, entries)
+
+    def drop(self, entries: Iterable[control.Entry]) -> None:
+        self._tell(control.DROP, entries)
+
+    def counters(self) -> dict[str, int]:
+        pairs = (pair.partition("=") for pair in self._ask(control.COUNTERS).decode().split("\0"))
+        return {name: int(number) for name, _, number in pairs}
+
+    def leave(self, *, device_stays: bool) -> None:
+        """End the pump, and return when it has ended. One that is not there is fine."""
+        verb = control.LEAVE if device_stays else control.LEAVE_NOTHING
+        try:
+            pid = self._connect()
+        except NoPump:
+            return
+        try:
+            self._exchange(verb)
+        except TimeoutError:
+            # It hangs, and holds what its successor needs.
+            if pid:  # Zero stands for a process of another container.
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+        except OSError:
+            pass  # The end of the connection is the answer.
+        finally:
+            self.close()
+
+    def news(self) -> str:
+        """What has made the connection readable: the reason for which the pump has ended."""
+        try:
+            return self._receive().decode(errors="replace")
+        except OSError as failure:
+            return failure.strerror or str(failure)
+        finally:
+            self.close()
+
+    # ---- starting one ------------------------------------------------------------------------
+
+    def start(self, wanted: Pump) -> None:
+        """Start a pump, in the place of one that is there, and wait until it works. Raises ``Retryable``."""
+        import subprocess  # which a pump, that comes here to end another one, need not load
+
+        self.close()
+        self._process = subprocess.Popen(
+            [sys.executable, "-S", "-P", "-m", "flanneld.network.pump", *wanted.words()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd="/",
+            env=_environment(),
+            # What ends the daemon, be it a terminal's Ctrl-C, is not to end the pump.
+            start_new_session=True,
+        )
+        said = _said_by(self._process)
+        if said != [READY]:
+            raise NoPump(self._tun, said[-1] if said else "it ended without a word")
+
+    # ---- the wire ----------------------------------------------------------------------------
+
+    def _tell(self, verb: bytes, entries: Iterable[control.Entry]) -> None:
+        for body in control.pack(entries):
+            self._ask(verb, body)
+
+    def _ask(self, verb: bytes, body: bytes = b"") -> bytes:
+        self._connect()
+        try:
+            return self._exchange(verb, body)
+        except OSError as failure:
+            self.close()
+            raise NoPump(self._tun, str(failure)) from None
+
+    def _exchange(self, verb: bytes, body: bytes = b"") -> bytes:
+        assert self._connection
+        self._connection.send(verb + body)
+        return self._receive(verb)
+
+    def _receive(self, verb: bytes = control.FAREWELL) -> bytes:
+        assert self._connection
+        message = self._connection.recv(control.LONGEST)
+        if message[:1] == verb:
+            return message[1:]
+        raise ConnectionResetError(message[1:].decode(errors="replace") or "the process has ended")
+
+    def _connect(self) -> int:
+        """See that there is a connection; returns the process at its other end. Raises ``NoPump``."""
+        connection = self._connection or control.new_socket()
+        try:
+            if self._connection is None:
+                connection.settimeout(_ANSWER_PATIENCE)
+                connection.connect(control.address_of(self._tun))
+            pid, trusted = control.other_end(connection)
+        except OSError as failure:
+            connection.close()
+            self._connection = None
+            raise NoPump(self._tun, failure.strerror or str(failure)) from None
+        if not (trusted or self._of_anybody):
+            connection.close()
+            raise NoPump(self._tun, f"process {pid} of another user poses as one")
+        self._connection = connection
+        return pid
+
+
+def succeed(tun: str) -> list[control.Entry]:
+    """End the pump of a device, if there is one, and return its peers: they are most likely right."""
+    client = Client(tun)
+    try:
+        return client.peers()
+    except NoPump:
+        return []
+    finally:
+        client.close()
+        Client(tun, of_anybody=True).leave(device_stays=True)
+
+
+def _said_by(process: subprocess.Popen[str]) -> list[str]:
+    """The lines that a new process writes before it closes its output, or ends."""
+    assert process.stdout
+    poll = select.poll()
+    poll.register(process.stdout, select.POLLIN)
+    with process.stdout as output:
+        if poll.poll(1000 * _START_PATIENCE):
+            return output.read().split("\n")[:-1]
+    process.kill()
+    return [f"it was not ready after {_START_PATIENCE:g} s"]
+
+
+def _environment() -> dict[str, str]:
+    """What a Python needs to be as this one: no more, since secrets may be in our environment."""
+    kept = {name: value for name, value in os.environ.items() if name in _NEEDED or name.startswith("PYTHON")}
+    return kept | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

@@ -1,0 +1,72 @@
+"""What the daemon and a pump say to each other, over a SOCK_SEQPACKET socket that lives in no file system.
+
+A message is a verb of one byte and its body. The pump answers each with one of the same verb; only of
+``LIST`` it sends as many as it takes, the last of which is not full.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from collections.abc import Iterable, Iterator
+from ipaddress import IPv4Address, IPv4Network
+from itertools import islice
+
+#: The pump says its settings, its process id, the name of its plane and why it is this one.
+HELLO = b"h"
+PUT, DROP, LIST, COUNTERS = b"p", b"d", b"l", b"c"
+#: The pump ends: the device stays, or goes with it.
+LEAVE, LEAVE_NOTHING = b"q", b"Q"
+#: Said by the pump without being asked: it ends, and why.
+FAREWELL = b"!"
+
+LONGEST = 1 << 16
+#: Entries in one message; a socket's buffer holds some times as many.
+CHUNK = 4000
+_ENTRY = struct.Struct(">IBI")  # subnet, prefix length, endpoint
+_UCRED = struct.Struct("=iII")  # linux/socket.h: pid, uid, gid
+
+Entry = tuple[IPv4Network, IPv4Address]
+
+
+def address_of(tun: str) -> str:
+    """Abstract sockets belong to a network namespace, as the TUN does."""
+    return f"\0flannel-pump/{tun}"
+
+
+def new_socket() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def other_end(connection: socket.socket) -> tuple[int, bool]:
+    """The process at the other end, and whether it may be trusted: anybody can take an abstract name."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+    pid, uid, _ = _UCRED.unpack(raw)
+    return pid, uid in (0, os.geteuid())
+
+
+def pack(entries: Iterable[Entry]) -> Iterator[bytes]:
+    """The bodies that hold these entries; the last is not full, and may be empty."""
+    rest = iter(entries)
+    while True:
+        part = list(islice(rest, CHUNK))
+        yield b"".join(
+            _ENTRY.pack(int(subnet.network_address), subnet.prefixlen, int(endpoint))
+            for subnet, endpoint in part
+        )
+        if len(part) < CHUNK:
+            return
+
+
+def unpack(body: bytes) -> list[Entry]:
+    """Raises ``ValueError`` for what is not a number of whole and sensible entries."""
+    try:
+        found = list(_ENTRY.iter_unpack(body))
+    except struct.error as wrong:
+        raise ValueError(str(wrong)) from None
+    return [(IPv4Network((net, length)), IPv4Address(endpoint)) for net, length, endpoint in found]
+
+
+def is_full(body: bytes) -> bool:
+    return len(body) == CHUNK * _ENTRY.size

@@ -1,0 +1,85 @@
+"""Many datagrams in one system call: recvmmsg(2) and sendmmsg(2), which the standard library lacks."""
+
+from __future__ import annotations
+
+import ctypes
+import socket
+
+_SOCKADDR = 16
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _Iovec(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+class _Header(ctypes.Structure):
+    _fields_ = (
+        ("name", ctypes.c_void_p),
+        ("name_length", ctypes.c_uint),
+        ("vector", ctypes.c_void_p),
+        ("vectors", ctypes.c_size_t),
+        ("control", ctypes.c_void_p),
+        ("control_length", ctypes.c_size_t),
+        ("flags", ctypes.c_int),
+    )
+
+
+class _Message(ctypes.Structure):
+    _fields_ = (("header", _Header), ("length", ctypes.c_uint))
+
+
+class Messages:
+    """Room for some datagrams. Slot ``i`` has ``buffers[i]``, and its address at ``names[16 * i:]``.
+
+    The kernel reads and writes this memory; nothing is copied and nothing is made anew while it is used.
+    """
+
+    def __init__(self, slots: int, size: int) -> None:
+        self.slots = slots
+        self.buffers = [bytearray(size) for _ in range(slots)]
+        self.views = [memoryview(buffer) for buffer in self.buffers]
+        #: For ``os.readv``.
+        self.vectors = [[buffer] for buffer in self.buffers]
+        self.names = bytearray(_SOCKADDR * slots)
+        self._iovecs = bytearray(ctypes.sizeof(_Iovec) * slots)
+        self._messages = bytearray(ctypes.sizeof(_Message) * slots)
+        #: At ``2 * i + 1`` the bytes of slot ``i`` to send.
+        self.to_send = memoryview(self._iovecs).cast("L")
+        lengths = memoryview(self._messages).cast("I")
+        #: At ``i`` the bytes received in slot ``i``.
+        self.received = lengths[_Message.length.offset // 4 :: ctypes.sizeof(_Message) // 4]
+        self._connect(size)
+
+    def _connect(self, size: int) -> None:
+        """Let each message point to its buffer and its address."""
+        iovecs = (_Iovec * self.slots).from_buffer(self._iovecs)
+        messages = (_Message * self.slots).from_buffer(self._messages)
+        names = _address(self.names)
+        for slot, buffer in enumerate(self.buffers):
+            iovecs[slot].base, iovecs[slot].length = _address(buffer), size
+            header = messages[slot].header
+            header.name, header.name_length = names + _SOCKADDR * slot, _SOCKADDR
+            header.vector, header.vectors = ctypes.addressof(iovecs[slot]), 1
+        self._start = ctypes.addressof(messages)
+
+    def receive(self, fd: int) -> int:
+        """Take what is waiting, at most ``slots`` datagrams; returns how many."""
+        number: int = _libc.recvmmsg(fd, ctypes.c_void_p(self._start), self.slots, socket.MSG_DONTWAIT, None)
+        return max(0, number)
+
+    def send(self, fd: int, number: int) -> int:
+        """Send the first datagrams; returns how many the kernel refuses: too long, or a firewall."""
+        refused = sent = 0
+        while sent < number:
+            first = ctypes.c_void_p(self._start + ctypes.sizeof(_Message) * sent)
+            done = _libc.sendmmsg(fd, first, number - sent, 0)
+            if done <= 0:
+                refused += 1
+            sent += max(1, done)
+        return refused
+
+
+def _address(buffer: bytearray) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))

@@ -1,0 +1,187 @@
+"""The data plane in C, for those who had a compiler when they installed: ``udp_pump/`` holds its source."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import functools
+import logging
+import os
+import socket
+import struct
+import threading
+import weakref
+from collections import Counter
+from importlib.machinery import EXTENSION_SUFFIXES
+from io import FileIO
+from ipaddress import IPv4Address, IPv4Network
+from pathlib import Path
+
+from flanneld.network.pump.plane import Wire
+
+log = logging.getLogger(__name__)
+
+# linux/if_tun.h
+_TUNSETIFF, _TUNSETOFFLOAD = 0x400454CA, 0x400454D0
+_IFF_TUN, _IFF_NO_PI, _IFF_VNET_HDR = 0x0001, 0x1000, 0x4000
+_CSUM, _TSO4, _TSO_ECN, _USO4, _USO6 = 0x01, 0x02, 0x08, 0x20, 0x40
+_IFREQ = struct.Struct("16sH22x")
+
+#: What the kernel may leave undone in a packet that it hands over, from the newest kernels to the oldest.
+#: USO came with Linux 6.2, which takes it for both families or not at all. IPv6 is dropped anyhow.
+_TSO = _CSUM | _TSO4 | _TSO_ECN
+OFFLOADS = {"all": _TSO | _USO4 | _USO6, "tso": _TSO, "none": 0}
+
+# udp_pump/pump.h
+_VNET_HEADER, _MERGE_UDP, _SEGMENT_SENDS, _ACCEPT_ANY = 1, 2, 4, 8
+_FEATURES = {"all": _VNET_HEADER | _MERGE_UDP, "tso": _VNET_HEADER, "none": 0}
+
+# linux/udp.h, asm-generic/socket.h
+_UDP_SEGMENT, _UDP_GRO, _SO_RCVBUFFORCE = 103, 104, 33
+_RECEIVE_BUFFER = 4 << 20
+
+
+def available() -> str | None:
+    """None if this plane can be used, else why it cannot."""
+    try:
+        _library()
+    except (OSError, AttributeError) as error:
+        return str(error)
+    return None
+
+
+class NativePlane:
+    """Two threads of C; ``run`` only waits for them. Once stopped it is used up.
+
+    ``offloads`` is the most that may be asked of the kernel: one that has less of it gives what it has.
+    Raises ``OSError`` when the library is missing, or when the TUN cannot be had.
+    """
+
+    name = "native"
+
+    def __init__(self, wire: Wire, offloads: str = "all") -> None:
+        self._library = _library()
+        self._tun, self.offloads = _attach(wire.tun, offloads)
+        features = _FEATURES[self.offloads] | (_ACCEPT_ANY if wire.accept_any else 0) | _tune(wire.socket)
+        self._pump = self._library.udp_pump_new(
+            self._tun.fileno(), wire.socket, int(wire.address), wire.port, features
+        )
+        if not self._pump:
+            self._tun.close()
+            raise OSError(errno.ENOMEM, "no memory or descriptors left for the packet pump")
+        # Not at exit, when the loops may still run.
+        weakref.finalize(self, self._library.udp_pump_free, self._pump).atexit = False
+        log.debug("The packet pump of %s works with offloads: %s", wire.tun, self.offloads)
+
+    def set_peer(self, subnet: IPv4Network, endpoint: IPv4Address) -> None:
+        """Raises ``OSError`` when memory is short."""
+        failed = self._library.udp_pump_set_peer(
+            self._pump, int(subnet.network_address), subnet.prefixlen, int(endpoint)
+        )
+        if failed:
+            raise OSError(failed, f"{os.strerror(failed)}: no room for the peer {subnet}")
+
+    def drop_peer(self, subnet: IPv4Network) -> None:
+        self._library.udp_pump_drop_peer(self._pump, int(subnet.network_address), subnet.prefixlen)
+
+    def run(self) -> None:
+        results: list[int] = []
+        loops = (self._library.udp_pump_from_tun, self._library.udp_pump_from_wire)
+        threads = [
+            threading.Thread(target=lambda loop=loop: results.append(loop(self._pump)), daemon=True)
+            for loop in loops
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self._tun.close()
+        for result in results:
+            if result:
+                raise OSError(result, f"the packet pump: {os.strerror(result)}")
+
+    def stop(self) -> None:
+        self._library.udp_pump_stop(self._pump)
+
+    def counters(self) -> dict[str, int]:
+        counts: Counter[str] = Counter()
+        for number in range(self._library.udp_pump_counters()):
+            name = self._library.udp_pump_counter_name(number)
+            if name:
+                counts[name.decode()] += self._library.udp_pump_counter(self._pump, number)
+        return dict(counts)
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    """Raises ``OSError`` or ``AttributeError``, and the next time again."""
+    paths = [Path(__file__).with_name(f"_udp_pump{suffix}") for suffix in EXTENSION_SUFFIXES]
+    found = next(filter(Path.exists, paths), None)
+    if found is None:
+        raise OSError(f"{paths[0].name} was not built; install flanneld again where there is a C compiler")
+    library = ctypes.CDLL(str(found))
+    pointer, number = ctypes.c_void_p, ctypes.c_uint32
+    signatures = {
+        "new": (pointer, ctypes.c_int, ctypes.c_int, number, ctypes.c_uint16, number),
+        "free": (None, pointer),
+        "set_peer": (ctypes.c_int, pointer, number, number, number),
+        "drop_peer": (None, pointer, number, number),
+        "from_tun": (ctypes.c_int, pointer),
+        "from_wire": (ctypes.c_int, pointer),
+        "stop": (None, pointer),
+        "counter": (ctypes.c_uint64, pointer, number),
+        "counter_name": (ctypes.c_char_p, number),
+        "counters": (number,),
+    }
+    for name, (result, *arguments) in signatures.items():
+        function = getattr(library, f"udp_pump_{name}")
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+def _attach(name: str, offloads: str) -> tuple[FileIO, str]:
+    """The TUN, and what the kernel grants of ``offloads``. Raises ``OSError``."""
+    if all(name != other for _, other in socket.if_nameindex()):
+        # The kernel would make it, but without an address or a route.
+        raise OSError(errno.ENODEV, f"there is no device {name}")
+    levels = list(OFFLOADS)[list(OFFLOADS).index(offloads) :]
+    for level in levels:
+        try:
+            return _attach_with(name, OFFLOADS[level]), level
+        except OSError as error:
+            if error.errno != errno.EINVAL or level == levels[-1]:
+                raise
+    raise ValueError(offloads)
+
+
+def _attach_with(name: str, features: int) -> FileIO:
+    tun = FileIO("/dev/net/tun", "r+")
+    try:
+        flags = _IFF_TUN | _IFF_NO_PI | (_IFF_VNET_HDR if features else 0)
+        fcntl.ioctl(tun, _TUNSETIFF, _IFREQ.pack(name.encode(), flags))
+        # Also when it is none: the device remembers what an earlier process was ready to do.
+        fcntl.ioctl(tun, _TUNSETOFFLOAD, features)
+        os.set_blocking(tun.fileno(), False)
+    except BaseException:
+        tun.close()
+        raise
+    return tun
+
+
+def _tune(descriptor: int) -> int:
+    """Prepare the socket; returns the features of the pump that it can do."""
+    with socket.socket(fileno=os.dup(descriptor)) as wire:
+        try:
+            wire.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _RECEIVE_BUFFER)
+        except PermissionError:
+            wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER)
+        features = 0
+        for option, value, feature in ((_UDP_GRO, 1, 0), (_UDP_SEGMENT, 0, _SEGMENT_SENDS)):
+            try:
+                wire.setsockopt(socket.IPPROTO_UDP, option, value)
+                features |= feature
+            except OSError as error:
+                if error.errno != errno.ENOPROTOOPT:  # An old kernel: Linux 5.0 has both.
+                    raise
+    return features

@@ -1,0 +1,31 @@
+"""Which TUN device is ours: several daemons may share a host, each with a network of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flanneld.model import IPNetwork
+from flanneld.network.host import HostView
+from flanneld.network.links import SeenLink
+from flanneld.network.resources import Tun
+
+#: Upstream lets the kernel find the first free one of ``flannel%d``.
+_NAMES = tuple(f"flannel{number}" for number in range(100))
+
+
+def tun_for(kernel: HostView, networks: Sequence[IPNetwork]) -> str:
+    """The device that an earlier run made for one of these networks, else the first free name.
+
+    A device without an address is one whose maker did not come to the end. Raises ``OSError``.
+    """
+    present = {link.name: link for link in kernel.links()}
+    ours = (name for name in _NAMES if name in present and _leads_to(kernel, present[name], networks))
+    free = (name for name in _NAMES if name not in present)
+    return next(ours, None) or next(free)
+
+
+def _leads_to(kernel: HostView, link: SeenLink, networks: Sequence[IPNetwork]) -> bool:
+    if not isinstance(link.make, Tun):
+        return False
+    found = [seen.address for seen in kernel.addresses(4, link.index)]
+    return not found or any(address in network for address in found for network in networks)

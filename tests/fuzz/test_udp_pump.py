@@ -1,0 +1,31 @@
+"""The native data plane under AddressSanitizer and UndefinedBehaviorSanitizer, fed with whatever may come."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+from flanneld.network.pump import native
+
+SOURCES = Path(native.__file__).with_name("udp_pump")
+HARNESS = Path(__file__).with_name("udp_pump_fuzz.c")
+REPLACED = ("read", "recvmmsg", "sendmsg", "sendmmsg", "writev", "write", "poll", "setsockopt", "getsockopt")
+SEED = 20261121
+SECONDS = 15
+
+
+def test_nothing_that_comes_does_harm(tmp_path: Path) -> None:
+    program = str(tmp_path / "fuzz")
+    build(program)
+    done = subprocess.run([program, str(SEED), str(SECONDS)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    assert "packets" in done.stdout
+
+
+def build(program: str) -> None:
+    sanitizers = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
+    warnings = ["-Wall", "-Wextra", "-Werror"]
+    wrap = [f"-Wl,--wrap={name}" for name in REPLACED]
+    sources = [str(HARNESS), *sorted(map(str, SOURCES.glob("*.c")))]
+    command = ["cc", "-std=gnu11", "-O1", "-g", *warnings, *sanitizers, f"-I{SOURCES}", *sources]
+    subprocess.run([*command, "-pthread", *wrap, "-o", program], check=True)

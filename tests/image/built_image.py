@@ -1,0 +1,128 @@
+"""The image, built from the Dockerfile on a Debian that is made for it: there may be no registry at hand."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from tests.lab import Node
+from tests.lab.daemon import ROOT
+from tests.lab.namespace import run
+
+#: What this machine trusts, which may be more than Debian and pip do.
+AUTHORITIES = Path("/etc/ssl/certs/ca-certificates.crt")
+PIP_CONF = "[global]\ncert = /etc/authorities.crt\n"
+#: What images of Debian called slim leave out of ``/usr/share``.
+LEFT_OUT = ("doc", "info", "locale", "man")
+BASE = "localhost/debian"
+IMAGE = "localhost/flanneld"
+#: For all that is downloaded and compiled, in seconds.
+PATIENCE = 1800
+
+#: What a container runtime does for a container that is in the host's network and not privileged: a root file
+#: system and settings of the kernel that cannot be written, the mounts of the manifest, two capabilities.
+CONTAINER = """
+root=$1 node=$2
+shift 2
+mount --bind "$root" /mnt
+mount -o remount,bind,ro /mnt
+mount -t proc proc /mnt/proc
+mount --bind /mnt/proc/sys /mnt/proc/sys
+mount -o remount,bind,ro /mnt/proc/sys
+mount -t sysfs -o ro sysfs /mnt/sys
+mount -t tmpfs -o mode=755 tmpfs /mnt/dev
+for device in null urandom; do
+    touch /mnt/dev/$device
+    mount --bind /dev/$device /mnt/dev/$device
+done
+mount -t tmpfs -o mode=755 tmpfs /mnt/run
+mkdir /mnt/run/flannel
+touch /mnt/run/xtables.lock
+mount --bind "$node" /mnt/run/flannel
+export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
+exec env -i PATH=$PATH NOTIFY_SOCKET=/run/flannel/notify chroot /mnt \
+    setpriv --inh-caps=-all,+net_admin,+net_raw --bounding-set=-all,+net_admin,+net_raw "$@"
+"""
+
+
+class BuiltImage:
+    """The image, its file system in ``root``, to be used in a ``with``. Sizes are in bytes.
+
+    Images and containers are in a directory of their own, and gone with it.
+    """
+
+    def __enter__(self) -> Self:
+        self._directory = Path(tempfile.mkdtemp(prefix="flanneld-image-"))
+        try:
+            self._build_base()
+            self._buildah(
+                "build",
+                "--quiet",
+                "--isolation=chroot",
+                f"--build-arg=BASE={BASE}",
+                f"--tag={IMAGE}",
+                str(ROOT),
+            )
+            self.base_size, self.root = _size(self._mount(BASE)), self._mount(IMAGE)
+            self.size = _size(self.root)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Remove all that was built."""
+        self._buildah("rm", "--all", check=False)
+        shutil.rmtree(self._directory)
+
+    def config(self) -> dict[str, Any]:
+        """What a container runtime is told: Entrypoint, User, Env and so on."""
+        found: dict[str, Any] = json.loads(self._buildah("inspect", "--type=image", IMAGE))["OCIv1"]["config"]
+        return found
+
+    def run(self, *command: str) -> str:
+        """What a command in the image says, on both its streams."""
+        done = run("chroot", str(self.root), *command)
+        return done.stdout + done.stderr
+
+    def contained(self, node: Node, *command: str) -> tuple[str, ...]:
+        """A command to be run on a node, in a container."""
+        return ("sh", "-ec", CONTAINER, "sh", str(self.root), str(node.directory), *command)
+
+    def _build_base(self) -> None:
+        """A minimal Debian, as old as the one that the Dockerfile names."""
+        suite = re.findall(r"^ARG BASE=.*/debian:([a-z]+)-", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+        without = [f"--dpkgopt=path-exclude=/usr/share/{name}/*" for name in LEFT_OUT]
+        archive = self._directory / "debian.tar"
+        run("mmdebstrap", "--variant=minbase", "--quiet", *without, *suite, str(archive), timeout=PATIENCE)
+        trust = self._directory / "trust"
+        trust.mkdir()
+        if AUTHORITIES.exists():
+            shutil.copy(AUTHORITIES, trust / "authorities.crt")
+            (trust / "pip.conf").write_text(PIP_CONF)
+        container = self._buildah("from", "scratch")
+        self._buildah("add", "--quiet", container, str(archive), "/")
+        self._buildah("add", "--quiet", container, str(trust), "/etc")
+        self._buildah("commit", "--quiet", "--rm", container, BASE)
+
+    def _mount(self, image: str) -> Path:
+        """The file system of a container of an image."""
+        return Path(self._buildah("mount", self._buildah("from", image)))
+
+    def _buildah(self, *words: str, check: bool = True) -> str:
+        store = (f"--root={self._directory}/store", f"--runroot={self._directory}/run")
+        return run("buildah", *store, *words, check=check, timeout=PATIENCE).stdout.strip()
+
+
+def _size(root: Path) -> int:
+    return int(run("du", "--summarize", "--bytes", str(root)).stdout.split()[0])

@@ -1,0 +1,149 @@
+"""The container image: what is in it, and that two nodes run from it are a network."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import pytest
+
+from flanneld import __version__
+from tests.image.built_image import BuiltImage
+from tests.kubernetes_objects import daemon, init_containers, manifest
+from tests.lab import Lab, Node, wait_for
+from tests.lab.daemon import ROOT
+from tests.lab.lab import NETWORK
+
+#: Building takes minutes. All tests share one image, so they run in one process.
+pytestmark = pytest.mark.long
+
+MIB = 1 << 20
+#: In MiB; docs/image.md has the figures.
+LIMIT = 250
+# linux/capability.h
+NET_ADMIN_AND_NET_RAW = 1 << 12 | 1 << 13
+
+PACKAGES = """
+from importlib.metadata import distributions
+for each in distributions():
+    print(f"{each.name}=={each.version}")
+"""
+
+
+@pytest.fixture(scope="module")
+def image() -> Iterator[BuiltImage]:
+    with BuiltImage() as image:
+        yield image
+
+
+def cluster(lab: Lab, image: BuiltImage, **config: Any) -> list[Node]:
+    """Two nodes whose daemons run in containers of the image, with the flags of the manifest."""
+    lab.etcd.put_config({"Network": NETWORK, "Backend": {"Type": "vxlan"}, **config})
+    nodes = lab.add_nodes(2)
+    for node in nodes:
+        command = image.contained(node, *daemon(manifest())["command"])
+        node.start(
+            "--subnet-file=/run/flannel/subnet.env", "--ip-masq", "--healthz-port=8081", command=command
+        )
+    for node in nodes:
+        node.wait_ready(20)
+    return nodes
+
+
+def in_image(image: BuiltImage, path: str) -> Path:
+    """A file of the image, a link followed as in there."""
+    found = image.root / path.lstrip("/")
+    return in_image(image, str(found.readlink())) if found.is_symlink() else found
+
+
+def is_answered(node: Node, url: str) -> bool:
+    with node.namespace.entered():
+        try:
+            urlopen(url, timeout=5)
+        except OSError:
+            return False
+    return True
+
+
+def test_two_nodes_are_one_network(lab: Lab, image: BuiltImage) -> None:
+    first, second = cluster(lab, image)
+    first.container().wait_for_reply(second.container())
+    rules = first.run("iptables-nft-save", "-t", "nat").stdout
+    assert "-A FLANNEL-POSTRTG" in rules
+    assert not [line for node in (first, second) for line in node.log().splitlines() if line[0] in "WEF"]
+
+
+def test_nftables_can_be_used(lab: Lab, image: BuiltImage) -> None:
+    first, second = cluster(lab, image, EnableNFTables=True)
+    first.container().wait_for_reply(second.container())
+    assert "masquerade fully-random" in first.run("nft", "list", "table", "ip", "flannel-ipv4").stdout
+
+
+def test_two_capabilities_are_enough(lab: Lab, image: BuiltImage) -> None:
+    node, _ = cluster(lab, image)
+    lines = Path(f"/proc/{node.pid}/status").read_text().splitlines()
+    found = dict(line.split(":\t") for line in lines)
+    assert found["Uid"].split() == ["0"] * 4
+    for kind in ("CapPrm", "CapEff", "CapBnd"):
+        assert int(found[kind], 16) == NET_ADMIN_AND_NET_RAW, kind
+
+
+def test_the_probes_of_the_manifest_are_answered(lab: Lab, image: BuiltImage) -> None:
+    node, _ = cluster(lab, image)
+    for probe in ("livenessProbe", "readinessProbe"):
+        url = f"http://{node.address}:8081{daemon(manifest())[probe]['httpGet']['path']}"
+        wait_for(partial(is_answered, node, url), 10, f"an answer from {url}")
+
+
+def test_the_daemon_stops_at_once(lab: Lab, image: BuiltImage) -> None:
+    node, _ = cluster(lab, image)
+    assert node.stop(5).status == 0
+
+
+def test_it_starts_flanneld_as_root(image: BuiltImage) -> None:
+    config = image.config()
+    assert config["Entrypoint"] == ["/opt/bin/flanneld"]
+    assert config.get("User", "") == ""
+    assert image.run(*config["Entrypoint"], "--version") == f"{__version__}\n"
+
+
+def test_the_commands_of_the_manifest_are_there(image: BuiltImage) -> None:
+    for container in (daemon(manifest()), init_containers(manifest())["install-cni"]):
+        assert in_image(image, container["command"][0]).stat().st_mode & 0o111
+
+
+def test_the_cni_plugin_is_where_upstreams_image_has_it(image: BuiltImage) -> None:
+    plugin = ROOT / "dist/cni/flannel"
+    wanted = plugin.read_bytes() if plugin.exists() else None
+    found = image.root / "flannel"
+    assert (found.read_bytes() if found.exists() else None) == wanted
+
+
+def test_the_scripts_run(image: BuiltImage) -> None:
+    (image.root / "tmp/subnet.env").write_text("FLANNEL_SUBNET=10.1.74.1/24\nFLANNEL_MTU=1450\n")
+    image.run("/opt/bin/mk-docker-opts.sh", "-c", "-f", "/tmp/subnet.env", "-d", "/tmp/docker")
+    assert (image.root / "tmp/docker").read_text() == 'DOCKER_OPTS=" --bip=10.1.74.1/24 --mtu=1450"\n'
+    image.run("/opt/bin/install-conf", "/tmp/docker", "/tmp/copy")
+    assert (image.root / "tmp/copy").read_text() == (image.root / "tmp/docker").read_text()
+
+
+@pytest.mark.parametrize("name", ["cc", "gcc", "g++", "c++", "cpp", "as", "ld", "make", "pip", "pip3", "git"])
+def test_what_builds_is_not_in_it(image: BuiltImage, name: str) -> None:
+    places = ("usr/bin", "usr/sbin", "usr/local/bin", "opt/flanneld/bin", "opt/bin")
+    assert [place for place in places if (image.root / place / name).exists()] == []
+
+
+def test_every_package_has_the_version_it_is_pinned_to(image: BuiltImage) -> None:
+    pinned = (ROOT / "dist/image/constraints.txt").read_text().splitlines()
+    installed = set(image.run("/opt/flanneld/bin/python", "-c", PACKAGES).splitlines())
+    assert "pyroute2" in str(installed)
+    assert installed - {f"flanneld=={__version__}"} <= set(pinned)
+
+
+def test_what_it_adds_to_the_base_is_small(image: BuiltImage) -> None:
+    size, base = image.size / MIB, image.base_size / MIB
+    print(f"{size:.0f} MiB, of which {base:.0f} MiB are the base")
+    assert size - base < LIMIT

@@ -1,0 +1,212 @@
+"""The Helm chart: the manifest's objects, and what each value changes in them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import helm_python
+import kubernetes_validate
+import pytest
+import yaml
+
+from flanneld import __version__, options
+from tests.kubernetes_objects import (
+    CHART,
+    Object,
+    daemon,
+    files_of,
+    init_containers,
+    manifest,
+    pod,
+    render,
+    volumes,
+)
+
+ALL_THERE_IS: Object = {
+    "global": {"imagePullSecrets": [{"name": "a-secret"}]},
+    "podCidrv6": "fc00::/48",
+    "flannel": {"nodeSelector": {"a": "b"}, "backend": "udp", "backendPort": 9000},
+    "netpol": {"enabled": True},
+}
+AS_LITTLE_AS_POSSIBLE: Object = {
+    "flannel": {
+        "tolerations": [],
+        "resources": None,
+        "healthz": {"port": 0},
+        "skipCNIConfigInstallation": True,
+    },
+}
+VARIANTS = pytest.mark.parametrize(
+    "values", [{}, ALL_THERE_IS, AS_LITTLE_AS_POSSIBLE], ids=["default", "all", "little"]
+)
+
+
+def flannel(**values: Any) -> dict[str, Object]:
+    """The objects with these values below ``flannel``."""
+    return render({"flannel": values})
+
+
+@VARIANTS
+def test_kubernetes_knows_every_field(values: Object) -> None:
+    for each in render(values).values():
+        kubernetes_validate.validate(each, "1.37", strict=True)
+
+
+@VARIANTS
+def test_every_place_in_a_container_is_one_of_the_pods_volumes(values: Object) -> None:
+    objects = render(values)
+    containers = [*pod(objects)["initContainers"], *pod(objects)["containers"]]
+    assert {mount["name"] for each in containers for mount in each["volumeMounts"]} <= set(volumes(objects))
+
+
+@VARIANTS
+def test_the_arguments_are_flags_of_flanneld(values: Object) -> None:
+    flags = {each.partition("=")[0].removeprefix("--") for each in daemon(render(values))["args"]}
+    assert {"ip-masq", "kube-subnet-mgr"} <= flags
+    assert flags <= {flag.name for flag in options.FLAGS}
+
+
+def test_helm_finds_nothing_wrong_with_the_chart() -> None:
+    findings = helm_python.lint(str(CHART))
+    assert findings["errors"] == []
+    assert [each["error"] for each in findings["messages"]] == ["icon is recommended"]
+
+
+def test_it_is_the_chart_of_this_version() -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert (chart["version"], chart["appVersion"]) == (__version__, __version__)
+
+
+def test_it_makes_the_objects_of_the_manifest() -> None:
+    """But for the namespace, which is Helm's to make, and the layout of the ConfigMap's files."""
+    ours, charts = manifest(), render({})
+    del ours["Namespace"]
+    assert files_of(charts) == files_of(ours)
+    for objects in (ours, charts):
+        del objects["ConfigMap"]["data"]
+    assert charts == ours
+
+
+def test_it_goes_into_the_namespace_of_the_release() -> None:
+    objects = render({}, namespace="elsewhere")
+    names = {kind: each["metadata"].get("namespace") for kind, each in objects.items()}
+    assert names == {
+        "ServiceAccount": "elsewhere",
+        "ConfigMap": "elsewhere",
+        "DaemonSet": "elsewhere",
+        "ClusterRole": None,
+        "ClusterRoleBinding": None,
+    }
+    assert objects["ClusterRoleBinding"]["subjects"][0]["namespace"] == "elsewhere"
+
+
+@pytest.mark.parametrize(
+    ("values", "backend"),
+    [
+        ({}, {"Type": "vxlan"}),
+        (
+            {"vni": 7, "backendPort": 4789, "mtu": 1400},
+            {"Type": "vxlan", "VNI": 7, "Port": 4789, "MTU": 1400},
+        ),
+        ({"GBP": True, "directRouting": True}, {"Type": "vxlan", "GBP": True, "DirectRouting": True}),
+        ({"macPrefix": "0E-2A"}, {"Type": "vxlan", "MacPrefix": "0E-2A"}),
+        ({"backend": "host-gw", "vni": 7, "mtu": 1400}, {"Type": "host-gw"}),
+        ({"backend": "udp", "backendPort": 9000, "vni": 7}, {"Type": "udp", "Port": 9000}),
+        (
+            {"backend": "wireguard", "backendPort": 1, "backendPortv6": 2, "psk": "x", "mtu": 1400}
+            | {"tunnelMode": "auto", "keepaliveInterval": 25, "vni": 7},
+            {"Type": "wireguard", "ListenPort": 1, "ListenPortV6": 2, "PSK": "x", "MTU": 1400}
+            | {"Mode": "auto", "PersistentKeepaliveInterval": 25},
+        ),
+    ],
+)
+def test_a_backend_is_given_the_values_that_it_knows(values: Object, backend: Object) -> None:
+    assert files_of(flannel(**values))["net-conf.json"]["Backend"] == backend
+
+
+@pytest.mark.parametrize(
+    ("values", "keys"),
+    [
+        ({"podCidr": "10.1.0.0/16"}, {"Network": "10.1.0.0/16"}),
+        (
+            {"podCidrv6": "fc00::/48"},
+            {"Network": "10.244.0.0/16", "EnableIPv6": True, "IPv6Network": "fc00::/48"},
+        ),
+        (
+            {"podCidr": "", "podCidrv6": "fc00::/48"},
+            {"EnableIPv4": False, "EnableIPv6": True, "IPv6Network": "fc00::/48"},
+        ),
+    ],
+)
+def test_a_family_is_on_if_it_has_a_network(values: Object, keys: Object) -> None:
+    found = files_of(render(values))["net-conf.json"]
+    assert found == keys | {"EnableNFTables": False, "Backend": {"Type": "vxlan"}}
+
+
+def test_nftables_can_be_asked_for() -> None:
+    assert files_of(flannel(enableNFTables=True))["net-conf.json"]["EnableNFTables"] is True
+
+
+def test_the_images_can_come_from_elsewhere() -> None:
+    objects = flannel(
+        image={"repository": "registry.example/flanneld", "tag": "1"},
+        flannel_cni={"image": {"repository": "registry.example/cni", "tag": "2"}},
+    )
+    assert init_containers(objects)["install-cni-plugin"]["image"] == "registry.example/cni:2"
+    assert init_containers(objects)["install-cni"]["image"] == "registry.example/flanneld:1"
+    assert daemon(objects)["image"] == "registry.example/flanneld:1"
+
+
+def test_the_places_of_cni_on_the_hosts_can_be_others() -> None:
+    found = volumes(flannel(cniBinDir="/a/bin", cniConfDir="/a/net.d"))
+    assert found["cni-plugin"]["hostPath"]["path"] == "/a/bin"
+    assert found["cni"]["hostPath"]["path"] == "/a/net.d"
+
+
+def test_the_cni_configuration_can_be_another_or_be_left_to_others() -> None:
+    objects = flannel(cniConf='{"name": "other"}', skipCNIConfigInstallation=True)
+    assert files_of(objects)["cni-conf.json"] == {"name": "other"}
+    assert set(init_containers(objects)) == {"install-cni-plugin"}
+
+
+def test_the_arguments_are_those_given_and_the_health_port() -> None:
+    found = daemon(flannel(args=["--kube-subnet-mgr", "--iface=eth1"], healthz={"port": 9099}))
+    assert found["args"] == ["--kube-subnet-mgr", "--iface=eth1", "--healthz-port=9099"]
+    assert found["ports"][0]["containerPort"] == 9099
+
+
+def test_without_a_health_port_nobody_asks_for_health() -> None:
+    found = daemon(flannel(healthz={"port": 0}))
+    assert not {"ports", "livenessProbe", "readinessProbe"} & set(found)
+    assert found["args"] == ["--ip-masq", "--kube-subnet-mgr"]
+
+
+def test_where_and_how_the_pods_run_can_be_chosen() -> None:
+    objects = render(
+        {
+            "global": {"imagePullSecrets": [{"name": "a-secret"}]},
+            "flannel": {
+                "tolerations": [{"key": "a", "operator": "Exists"}],
+                "nodeSelector": {"kubernetes.io/arch": "arm64"},
+                "resources": {"limits": {"memory": "200Mi"}, "requests": None},
+            },
+        }
+    )
+    assert pod(objects)["tolerations"] == [{"key": "a", "operator": "Exists"}]
+    assert pod(objects)["nodeSelector"] == {"kubernetes.io/arch": "arm64"}
+    assert pod(objects)["imagePullSecrets"] == [{"name": "a-secret"}]
+    assert daemon(objects)["resources"] == {"limits": {"memory": "200Mi"}}
+
+
+def test_udp_gets_the_tun_device() -> None:
+    objects = flannel(backend="udp")
+    assert {"name": "tun", "mountPath": "/dev/net/tun"} in daemon(objects)["volumeMounts"]
+    assert volumes(objects)["tun"]["hostPath"] == {"path": "/dev/net/tun", "type": "CharDevice"}
+
+
+def test_network_policies_come_with_a_container_and_rights_of_their_own() -> None:
+    objects = render({"netpol": {"enabled": True}})
+    assert [each["name"] for each in pod(objects)["containers"]] == ["kube-flannel", "kube-network-policies"]
+    resources = {name for rule in objects["ClusterRole"]["rules"] for name in rule["resources"]}
+    policies = {"networkpolicies", "adminnetworkpolicies", "baselineadminnetworkpolicies"}
+    assert policies | {"pods", "nodes", "namespaces"} <= resources

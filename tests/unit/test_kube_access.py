@@ -1,0 +1,101 @@
+"""The way to the API server: flags, kubeconfig, service account; and how little is loaded for it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from base64 import b64encode
+from pathlib import Path
+
+import pytest
+
+from flanneld.errors import Fatal, Retryable
+from flanneld.subnet.kube_access import Access
+from flanneld.subnet.kube_api import Api, NoAnswer, Timeouts
+from flanneld.subnet.line import Line
+from tests.lab.credentials import make_certificates, write_kubeconfig
+from tests.local_kube import FLANNEL_TOKEN, running_kube
+
+POD = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "KUBERNETES_SERVICE_PORT": "443"}
+
+
+def loaded_after(program: str) -> set[str]:
+    """The modules that a fresh interpreter has after a program."""
+    show = "\nimport sys; print('\\n'.join(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", program + show], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def test_neither_models_nor_what_only_a_kubeconfig_needs_is_loaded() -> None:
+    loaded = loaded_after("import flanneld.subnet.kube")
+    assert "kubernetes.client.rest" in loaded
+    assert not {"kubernetes.client.models", "kubernetes.client.api", "pydantic", "yaml", "etcd"} & loaded
+
+
+def test_the_other_modes_load_nothing_of_it() -> None:
+    assert not {"kubernetes", "flanneld.subnet.kube"} & loaded_after("import flanneld.main")
+
+
+def test_the_url_of_the_flag_outweighs_that_of_the_kubeconfig(tmp_path: Path) -> None:
+    write_kubeconfig(tmp_path / "config", "http://192.0.2.1:6443", "secret", None)
+    session = Access("http://192.0.2.2:6443/", str(tmp_path / "config"), {}).open(Line())
+    assert session.url == "http://192.0.2.2:6443"
+    assert Access("", str(tmp_path / "config"), {}).open(Line()).url == "http://192.0.2.1:6443"
+
+
+def test_without_flags_the_pod_says_where_it_is() -> None:
+    assert Access("", "", POD).name == "10.96.0.1 port 443"
+    with pytest.raises(Fatal, match="KUBERNETES_SERVICE_HOST is not set; give -kubeconfig-file"):
+        Access("", "", {})
+
+
+@pytest.mark.parametrize("text", [None, "", "[]", "a: [", "\x00", "apiVersion: v1\nkind: Config\n"])
+def test_a_kubeconfig_that_is_missing_or_wrong_is_waited_for(tmp_path: Path, text: str | None) -> None:
+    file = tmp_path / "config"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(Retryable, match="the way to the API server cannot be read"):
+        Access("", str(file), {}).open(Line())
+
+
+def test_a_service_account_that_is_not_mounted_yet_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in POD.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(Retryable, match="mount the service account"):
+        Access("", "", POD).open(Line())
+
+
+def test_a_server_that_another_authority_vouches_for_is_not_trusted(tmp_path: Path) -> None:
+    ours, others = tmp_path / "ours", tmp_path / "others"
+    for folder in (ours, others):
+        folder.mkdir()
+        make_certificates(folder, "127.0.0.1")
+    with running_kube(tls=ours) as kube:
+        for folder in (ours, others):
+            write_kubeconfig(folder / "config", kube.url, FLANNEL_TOKEN, folder / "ca.crt")
+        assert (
+            Api(Access("", str(ours / "config"), {}), Timeouts()).get("/api/v1/nodes")["kind"] == "NodeList"
+        )
+        with pytest.raises(NoAnswer, match="TLS failed: "):
+            Api(Access("", str(others / "config"), {}), Timeouts()).get("/api/v1/nodes")
+
+
+def test_keys_out_of_a_kubeconfig_do_not_stay_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    make_certificates(tmp_path, "127.0.0.1")
+    data = b64encode((tmp_path / "ca.crt").read_bytes()).decode()
+    config = tmp_path / "config"
+    write_kubeconfig(config, "https://127.0.0.1:1", "secret", tmp_path / "ca.crt")
+    text = config.read_text()
+    assert f"certificate-authority: {tmp_path / 'ca.crt'}" in text
+    config.write_text(
+        text.replace(f"certificate-authority: {tmp_path / 'ca.crt'}", f"certificate-authority-data: {data}")
+    )
+    before = set(tmp_path.iterdir())
+    access = Access("", str(config), {})
+    access.open(Line())
+    assert len(set(tmp_path.iterdir()) - before) == 1
+    access.clean_up()
+    assert set(tmp_path.iterdir()) == before

@@ -1,0 +1,159 @@
+"""Our own node in Kubernetes while the daemon runs, and the nodes saved for a start without API server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flanneld.errors import Retryable
+from flanneld.model import Added, Lease, LeaseAttrs, Removed, Snapshot
+from tests.lab.kube_api.crowd import PREFIX
+from tests.lab.wait import wait_for
+from tests.local_cluster import ATTRS, SUBNET, Cluster, peers, running_cluster
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    with running_cluster(tmp_path) as cluster:
+        yield cluster
+
+
+# ---- our own node ---------------------------------------------------------------------------------
+
+
+def test_annotations_that_somebody_removed_are_reported(cluster: Cluster) -> None:
+    cluster.join()
+    wait_for(lambda: cluster.own_events == [Added(Lease(ATTRS, SUBNET))])
+    cluster.control.annotate("n1", {f"{PREFIX}public-ip": None})
+    wait_for(lambda: cluster.own_events[1:] == [Added(Lease(LeaseAttrs(), SUBNET))])
+
+
+def test_our_node_deleted_and_made_anew_is_reported_as_unwritten(cluster: Cluster) -> None:
+    manager = cluster.join()
+    wait_for(lambda: cluster.own_events)
+    cluster.control.delete_node("n1")
+    cluster.put_node("n1", "10.5.1.0/24")
+    wait_for(lambda: cluster.own_events[-1] == Added(Lease(LeaseAttrs(), SUBNET)))
+    manager.renew(Lease(ATTRS, SUBNET))
+    wait_for(lambda: cluster.own_events[-1] == Added(Lease(ATTRS, SUBNET)))
+
+
+def test_another_pod_cidr_takes_our_lease_away(cluster: Cluster) -> None:
+    cluster.join()
+    wait_for(lambda: cluster.own_events)
+    cluster.control.set_pod_cidrs("n1")
+    cluster.control.set_pod_cidrs("n1", "10.5.7.0/24")
+    wait_for(lambda: cluster.own_events[-1] == Removed((SUBNET, None)))
+
+
+def condition(cluster: Cluster) -> dict[str, Any] | None:
+    return cluster.control.condition("n1")
+
+
+def test_the_condition_is_cleared_when_the_network_is_there_and_for_each_new_node(cluster: Cluster) -> None:
+    manager = cluster.join()
+    cluster.wait_for()
+    assert condition(cluster) is None
+    manager.mark_available()
+    found = wait_for(lambda: condition(cluster))
+    assert (found["status"], found["reason"]) == ("False", "FlannelIsUp")
+    assert found["message"] == "Flannel is running on this node"
+    cluster.control.delete_node("n1")
+    cluster.put_node("n1", "10.5.1.0/24")
+    wait_for(lambda: condition(cluster))
+
+
+def test_a_reason_becomes_an_event_where_that_is_allowed(cluster: Cluster) -> None:
+    cluster.control.put_token("teller", extra=[("create", "events")])
+    manager = cluster.open("teller")
+    for _ in range(3):
+        manager.report("waiting for a lease: node n1 has no podCIDR yet")
+    (event,) = cluster.control.events()
+    assert event["involvedObject"]["name"] == "n1"
+    assert event["message"] == "waiting for a lease: node n1 has no podCIDR yet"
+
+
+def test_without_that_right_it_is_tried_once_and_not_spoken_of(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = cluster.open()
+    for number in range(3):
+        manager.report(f"waiting for {number}")
+    assert len(cluster.asked("create")) == 1
+    assert caplog.text == ""
+
+
+# ---- what was saved -------------------------------------------------------------------------------
+
+
+def saved_nodes(cluster: Cluster) -> list[str]:
+    file = cluster.state_dir / "kube-nodes.json"
+    return [node["name"] for node in json.loads(file.read_text())["nodes"]] if file.exists() else []
+
+
+@contextmanager
+def without_server(cluster: Cluster) -> Iterator[str]:
+    """A cluster that was saved, and an address at which nobody answers."""
+    cluster.state_dir.mkdir()
+    cluster.put_peer(2)
+    cluster.join()
+    wait_for(lambda: saved_nodes(cluster) == ["n1", "n2"], 20)
+    cluster.close()
+    cluster.events.clear()
+    cluster.own_events.clear()
+    cluster.ended.clear()
+    yield "http://127.0.0.1:9"
+
+
+def test_without_an_api_server_the_nodes_that_were_saved_do(cluster: Cluster) -> None:
+    with without_server(cluster) as url:
+        manager = cluster.open(url=url)
+        assert manager.acquire(cluster.config, ATTRS, (None, None)) == Lease(ATTRS, SUBNET)
+        cluster.join(manager)
+        cluster.wait_for(2)
+
+
+def test_what_was_saved_is_replaced_once_the_api_server_answers(cluster: Cluster) -> None:
+    with without_server(cluster):
+        cluster.control.delete_node("n2")
+        cluster.put_peer(3)
+        cluster.fault(verb="list", status=503, times=3)
+        cluster.join()
+        cluster.wait_for(3)
+        assert isinstance(cluster.events[0], Snapshot)
+        assert peers(cluster.events[:1]) == {"10.5.2.0/24"}
+
+
+def test_an_api_server_that_knows_our_node_no_more_outweighs_what_was_saved(cluster: Cluster) -> None:
+    with without_server(cluster):
+        cluster.control.delete_node("n1")
+        manager = cluster.open()
+        with pytest.raises(Retryable, match="not there yet"):
+            manager.acquire(cluster.config, ATTRS, (None, None))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{no", "[]", '{"version":2,"own":"n1","nodes":[]}', '{"version":1,"own":"n1","nodes":[]}']
+)
+def test_saved_nodes_that_make_no_sense_are_left_alone(
+    cluster: Cluster, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster.state_dir.mkdir()
+    (cluster.state_dir / "kube-nodes.json").write_text(text)
+    manager = cluster.open(url="http://127.0.0.1:9")
+    for _ in range(2):
+        with pytest.raises(Retryable, match="does not answer"):
+            manager.acquire(cluster.config, ATTRS, (None, None))
+    assert caplog.text.count("Ignoring the saved nodes") == 1
+
+
+def test_without_its_directory_nothing_is_saved(cluster: Cluster) -> None:
+    manager = cluster.join()
+    manager.mark_available()
+    wait_for(lambda: condition(cluster))
+    assert not cluster.state_dir.exists()

@@ -1,0 +1,166 @@
+"""Runs a command as root in a virtual machine whose kernel has what this host's lacks.
+
+    python -m tests.vm.machine [--limit SECONDS] COMMAND [ARGUMENT]...
+
+The command has the caller's folder and environment, one CPU, a loopback interface and no other network. It
+sees the host's files, and what it writes is forgotten. The status is the command's own, or 125 when the
+machine did not start, ended under it or was stopped because time was up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from typing import BinaryIO
+
+HERE = Path(__file__).resolve().parent
+MEMORY = "2G"
+BROKEN = 125
+#: How much longer than on the host things may take in here; see tests/lab/wait.py.
+PATIENCE = "10"
+
+
+class MachineError(Exception):
+    """The machine could not be built or started, or ended before its command; the message says why."""
+
+
+@cache
+def lacks(feature: str) -> bool:
+    """Whether this host's kernel lacks a feature. Raises ``MachineError`` if that cannot be found out."""
+    status = subprocess.run([HERE / "probe", feature], check=False).returncode
+    if status not in (0, 1):
+        raise MachineError(f"cannot tell whether this kernel has {feature}")
+    return status == 1
+
+
+def run(command: Sequence[str], *, limit: float = 600) -> int:
+    """Run a command to its end, at most ``limit`` seconds. Raises ``MachineError``."""
+    built = subprocess.run([HERE / "build"], stdout=subprocess.PIPE, text=True, check=False)
+    if built.returncode != 0:
+        raise MachineError("the test kernel could not be built")
+    with tempfile.TemporaryDirectory(prefix="flanneld-vm-") as name:
+        exchange = Path(name)
+        (exchange / "command").write_text(_script(command))
+        _boot(built.stdout.strip(), exchange, limit)
+        return _status(exchange)
+
+
+def _script(command: Sequence[str]) -> str:
+    variables = {**os.environ, "FLANNELD_TEST_PATIENCE": PATIENCE}
+    # What is compiled in here is forgotten with all else, but serves many a start until then.
+    variables.pop("PYTHONDONTWRITEBYTECODE", None)
+    exports = (
+        f"export {name}={shlex.quote(value)}" for name, value in variables.items() if name.isidentifier()
+    )
+    return "\n".join([*exports, f"cd {shlex.quote(str(Path.cwd()))}", f"exec {shlex.join(command)}", ""])
+
+
+def _status(exchange: Path) -> int:
+    with suppress(OSError, ValueError):
+        return int((exchange / "status").read_text())
+    last_words = (exchange / "log").read_text(errors="replace")[-2000:]
+    raise MachineError(f"the machine ended before the command did:\n{last_words}")
+
+
+def _boot(kernel: str, exchange: Path, limit: float) -> None:
+    with _copied_to(sys.stdout.buffer) as out, _copied_to(sys.stderr.buffer) as err:
+        with (exchange / "log").open("wb") as log:
+            machine = subprocess.Popen(
+                _command_line(kernel, exchange, out.fileno(), err.fileno(), log.fileno()),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[out.fileno(), err.fileno(), log.fileno()],
+                # Without a home it would make a folder of its own where it is started.
+                env={**os.environ, "HOME": str(exchange), "TMPDIR": _memory_folder()},
+                process_group=0,
+            )
+        try:
+            machine.wait(limit)
+        except subprocess.TimeoutExpired:
+            raise MachineError(f"stopped after {limit:g} s") from None
+        finally:
+            # Its processes are processes of the host.
+            with suppress(ProcessLookupError):
+                os.killpg(machine.pid, signal.SIGKILL)
+            machine.wait()
+
+
+def _command_line(kernel: str, exchange: Path, out: int, err: int, log: int) -> list[str]:
+    return [
+        kernel,
+        f"mem={MEMORY}",
+        "root=/dev/root",
+        "rootfstype=hostfs",
+        "rootflags=/",
+        "ro",
+        "panic=1",
+        "dummy.numdummies=0",
+        f"uml_dir={exchange}",
+        "con=null",
+        f"con0=null,fd:{out}",
+        f"con1=null,fd:{err}",
+        f"con2=null,fd:{log}",
+        "ssl=null",
+        "console=tty2",
+        f"init={HERE / 'init'}",
+        f"exchange={exchange}",
+    ]
+
+
+def _memory_folder() -> str:
+    """Where the machine's memory is a file, without a name and as large as what has been used of it."""
+    shared = "/dev/shm"
+    return shared if os.access(shared, os.W_OK) else tempfile.gettempdir()
+
+
+@contextmanager
+def _copied_to(target: BinaryIO) -> Iterator[BinaryIO]:
+    """A pipe that ends there. The machine makes what it gets non-blocking, for all who share it."""
+    read_end, write_end = os.pipe()
+
+    def copy() -> None:
+        with os.fdopen(read_end, "rb", buffering=0) as source, suppress(BrokenPipeError):
+            while data := source.read(65536):
+                target.write(data)
+                target.flush()
+
+    thread = threading.Thread(target=copy)
+    thread.start()
+    try:
+        with os.fdopen(write_end, "wb") as pipe:
+            yield pipe
+    finally:
+        thread.join()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="tests.vm.machine", description=__doc__.splitlines()[0])
+    parser.add_argument("--limit", type=float, default=600, metavar="SECONDS")
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND")
+    chosen = parser.parse_args()
+    if not chosen.command or not shutil.which(chosen.command[0]):
+        parser.error("name a command")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        return run(chosen.command, limit=chosen.limit)
+    except KeyboardInterrupt:
+        return 130
+    except MachineError as error:
+        print(f"test machine: {error}", file=sys.stderr)
+        return BROKEN
+
+
+if __name__ == "__main__":
+    sys.exit(main())
