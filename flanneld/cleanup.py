@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -22,15 +22,16 @@ _NAMES = re.compile(r"flannel(-v6)?\.[0-9]+|flannel\.ipip|flannel-wg(-v6)?|flann
 _KINDS = ("vxlan", "ipip", "wireguard", "tun")
 
 
-def clean_up(path: Path, say: Callable[[str], None], *, dry_run: bool) -> bool:
-    """Remove routes, devices, rules and the subnet file, each said in a line. False if something is left.
+def clean_up(path: Path, saved: Path, say: Callable[[str], None], *, dry_run: bool) -> bool:
+    """Remove routes, devices, rules, the subnet file and the saved nodes, each said in a line.
 
-    Containers lose their network. A daemon that still runs puts all of it back: stop it first.
+    False if something is left. Containers lose their network. A daemon that still runs puts all of it
+    back: stop it first.
     """
     previous = subnet_file.read(path)
     kernel = Kernel()
     complete = True
-    for what, act in _steps(kernel, previous, path):
+    for what, act in _steps(kernel, previous, (path, saved)):
         done = dry_run or act()
         complete &= done
         say(f"{'would remove' if dry_run else 'removed' if done else 'could not remove'} {what}")
@@ -42,7 +43,9 @@ def clean_up(path: Path, say: Callable[[str], None], *, dry_run: bool) -> bool:
     return complete and not failures
 
 
-def _steps(kernel: Kernel, previous: Previous, path: Path) -> Iterator[tuple[str, Callable[[], bool]]]:
+def _steps(
+    kernel: Kernel, previous: Previous, files: Iterable[Path]
+) -> Iterator[tuple[str, Callable[[], bool]]]:
     domain = _domain(previous)
     for route in kernel.left_behind(domain):
         yield str(route), partial(_dropped, kernel, route, domain)
@@ -51,8 +54,9 @@ def _steps(kernel: Kernel, previous: Previous, path: Path) -> Iterator[tuple[str
             if isinstance(link.make, Tun):
                 yield from _pump_of(link.name)
             yield f"link {link.name}", partial(_unmade, link.name)
-    if path.exists():
-        yield str(path), partial(_unlinked, path)
+    for file in files:
+        if file.exists():
+            yield str(file), partial(_unlinked, file)
 
 
 def is_flannels(link: SeenLink) -> bool:

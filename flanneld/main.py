@@ -380,9 +380,12 @@ def interface_choice(wanted: Options) -> InterfaceChoice:
 
 
 def _clean_up(wanted: Options) -> int:
-    from flanneld.cleanup import clean_up  # only for those who leave
+    # Only for those who leave.
+    from flanneld.cleanup import clean_up
+    from flanneld.subnet.kube_state import State
 
-    complete = clean_up(Path(wanted.subnet_file), print, dry_run=wanted.dry_run)
+    saved = State(wanted.state_dir).path
+    complete = clean_up(Path(wanted.subnet_file), saved, print, dry_run=wanted.dry_run)
     sys.stdout.flush()
     return 0 if complete else 1
 

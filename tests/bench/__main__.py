@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tests.bench.bed import Bed, make_bed
+from tests.bench.bed import Bed, make_bed, make_kube_bed
 from tests.bench.cluster import MOST_PEERS
 from tests.bench.figures import Figure, Measure, Samples, Subject
 from tests.bench.flow import CONFIGS, PATH, flow
@@ -22,6 +22,7 @@ from tests.lab import CommandError, EtcdError, own_command, peer_command
 
 #: The backends whose peers exist in etcd alone.
 BACKENDS = ("vxlan", "host-gw")
+STORES = {"etcd": make_bed, "kube": make_kube_bed}
 #: What is measured on a node without peers, and on one with some.
 ALONE = {Measure.START, Measure.LATENCY, Measure.RSS, Measure.IDLE}
 AMONG_PEERS = {Measure.BULK, Measure.RSS, Measure.IDLE}
@@ -55,7 +56,7 @@ class Bench:
                     self._rounds(backend, peers, wanted)
 
     def _rounds(self, backend: str, peers: int, wanted: set[Measure]) -> None:
-        with make_bed(backend, peers) as bed:
+        with STORES[self._chosen.store](backend, peers) as bed:
             for number in range(self._chosen.rounds):
                 # Idling is long and its CPU seconds hardly vary: once is enough.
                 this_time = wanted - {Measure.IDLE} if number else wanted
@@ -79,7 +80,7 @@ class Bench:
         self._try(Subject(name, 1, Figure.TCP), side, lambda: flow(backend, *pair, seconds))
 
     def _life(self, bed: Bed, side: str, wanted: set[Measure]) -> None:
-        subject = Subject(bed.backend, bed.peers, Figure.ENV)
+        subject = Subject(bed.title, bed.peers, Figure.ENV)
         self._try(subject, side, lambda: live(bed, self._commands[side], wanted, self._settings))
 
     def _try(self, subject: Subject, side: str, measure: Callable[[], dict[Figure, float]]) -> None:
@@ -124,6 +125,7 @@ def _read(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--peer", metavar="CMD", help="a daemon to compare with; default $FLANNELD_PEER")
     parser.add_argument("--only", type=_measures, default=set(Measure), help="some of " + ",".join(Measure))
     parser.add_argument("--backend", type=_backends, default=[], help="some of " + ",".join(CONFIGS))
+    parser.add_argument("--store", choices=STORES, default="etcd", help="where the leases are; default etcd")
     parser.add_argument("--peers", type=_numbers, default=[1000, 5000, 15000], help="default 1000,5000,15000")
     parser.add_argument("--rounds", type=int, default=3, help="lives of each daemon; default 3")
     parser.add_argument("--events", type=int, default=200, help="peers that come and go in latency")
@@ -135,6 +137,8 @@ def _read(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--peers takes numbers from 1 to {MOST_PEERS - chosen.events}")
     if not 1 <= chosen.rounds <= 100:
         parser.error("--rounds takes a number from 1 to 100")
+    if chosen.store == "kube":
+        chosen.only -= {Measure.LATENCY, Measure.FLOW}
     return chosen
 
 

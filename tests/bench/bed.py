@@ -1,13 +1,15 @@
-"""Where a measurement is made: an etcd full of leases, and a fresh node for each life of a daemon."""
+"""Where a measurement is made: a store full of leases, and a fresh node for each life of a daemon."""
 
 from __future__ import annotations
 
+import json
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
-from tests.bench.cluster import OVERLAY, UNDERLAY_PREFIX, open_leases
+from tests.bench.cluster import FIRST_PUBLIC_IP, OVERLAY, UNDERLAY_PREFIX, open_leases
 from tests.lab import Etcd, Lab, Node, wait_for
 from tests.lab.lab import ADDRESS
 from tests.lab.namespace import remove
@@ -22,8 +24,17 @@ class Bed:
     peers: int
 
     @property
+    def title(self) -> str:
+        """What the bed is called in the results."""
+        return self.backend
+
+    @property
     def etcd(self) -> Etcd:
         return self.lab.etcd
+
+    def start(self, node: Node, command: Sequence[str]) -> None:
+        """Start a daemon on a node of this bed."""
+        node.start(command=command)
 
     @contextmanager
     def node(self) -> Iterator[Node]:
@@ -42,10 +53,13 @@ class Bed:
 
     def _remove(self, node: Node) -> None:
         """The kernel takes a namespace apart in the background; it must not do so in the next measurement."""
-        if node.env():
-            self.etcd.delete_lease(node.subnet())
+        self._forget(node)
         remove([node.namespace])
         wait_for(lambda: not self._plugged_in(node), 120, f"the kernel to take {node.name} apart")
+
+    def _forget(self, node: Node) -> None:
+        if node.env():
+            self.etcd.delete_lease(node.subnet())
 
     def _plugged_in(self, node: Node) -> bool:
         """Is its end of the cable still there? It goes together with the node's."""
@@ -61,3 +75,45 @@ def make_bed(backend: str, peers: int) -> Iterator[Bed]:
         with open_leases(lab.etcd, backend) as leases:
             leases.load(peers)
         yield Bed(lab, backend, peers)
+
+
+#: Seconds from one heartbeat of a kubelet to the next while nothing else changes.
+HEARTBEAT_INTERVAL = 300
+
+
+class KubeBed(Bed):
+    """The same with a Kubernetes API server full of nodes, whose kubelets report all the time."""
+
+    @property
+    def title(self) -> str:
+        return f"{self.backend} in Kubernetes"
+
+    @contextmanager
+    def node(self) -> Iterator[Node]:
+        with super().node() as node:
+            self.lab.kube.add(node)
+            yield node
+
+    def start(self, node: Node, command: Sequence[str]) -> None:
+        flags = [*self.lab.kube.flags(), f"--net-config-path={_net_conf(self.lab)}"]
+        node.start(*flags, command=command, environment={"NODE_NAME": node.name})
+
+    def _forget(self, node: Node) -> None:
+        self.lab.kube.control.delete_node(node.name)
+
+
+@contextmanager
+def make_kube_bed(backend: str, peers: int) -> Iterator[Bed]:
+    """Build the laboratory with nodes of a real one's size, and let their heartbeats come."""
+    with Lab() as lab:
+        config = {"Network": OVERLAY, "Backend": {"Type": backend}}
+        _net_conf(lab).write_text(json.dumps(config))
+        control = lab.kube.control
+        control.put_crowd(peers, OVERLAY, FIRST_PUBLIC_IP, backend)
+        if peers:
+            control.start_heartbeats(peers / HEARTBEAT_INTERVAL)
+        yield KubeBed(lab, backend, peers)
+
+
+def _net_conf(lab: Lab) -> Path:
+    return lab.directory / "net-conf.json"

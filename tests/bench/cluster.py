@@ -19,7 +19,7 @@ OVERLAY = "10.0.0.0/8"
 #: Wide enough that every peer's public IP is on-link, which host-gw demands.
 UNDERLAY_PREFIX = 15
 #: Above the nodes of the laboratory, which begin at 198.18.0.1.
-_FIRST_PUBLIC_IP = IPv4Address("198.18.16.0")
+FIRST_PUBLIC_IP = "198.18.16.0"
 #: Well above the subnets that daemons pick for themselves.
 _FIRST_SUBNET = IPv4Address("10.64.0.0")
 MOST_PEERS = 32_000
@@ -41,7 +41,7 @@ class Peer:
 
     def value(self, backend: str) -> str:
         """The lease's value in etcd, byte for byte as the Go daemon writes it."""
-        attributes = {"PublicIP": str(_FIRST_PUBLIC_IP + self.number), "BackendType": backend}
+        attributes = {"PublicIP": str(IPv4Address(FIRST_PUBLIC_IP) + self.number), "BackendType": backend}
         data = {"BackendData": {"VtepMAC": self.mac.hex(":")}} if backend == "vxlan" else {}
         return json.dumps(attributes | data, separators=(",", ":"))
 

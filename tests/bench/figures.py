@@ -94,6 +94,9 @@ GOALS = {
     Subject("host-gw", 15_000, Figure.BULK): Goal(0.03),
     Subject("host-gw", 15_000, Figure.IDLE): Goal(0.1),
     Subject("vxlan", 5_000, Figure.RSS): Goal(45, absolute=True),
+    Subject("vxlan in Kubernetes", 5_000, Figure.BULK): Goal(2.5, absolute=True),
+    Subject("vxlan in Kubernetes", 5_000, Figure.PEAK): Goal(90, absolute=True),
+    Subject("vxlan in Kubernetes", 5_000, Figure.IDLE): Goal(1.2, absolute=True),  # 2 % of a core
     Subject("udp", 1, Figure.TCP): Goal(10, at_least=True),
     Subject("udp", 1, Figure.TCP_NODE_CPU): Goal(0.12),
     Subject("udp", 1, Figure.PACKETS): Goal(1.3, at_least=True),

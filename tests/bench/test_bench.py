@@ -25,6 +25,17 @@ def test_a_run_in_miniature_yields_every_figure(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.long
+def test_a_run_in_kubernetes_yields_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FLANNELD_PEER", raising=False)
+    file = tmp_path / "figures.json"
+    sizes = ["--peers=50", "--rounds=1", "--idle-seconds=1"]
+    assert main(["--store=kube", "--backend=vxlan", f"--json={file}", *sizes]) == 0
+    rows = json.loads(file.read_text())["figures"]
+    assert {row["backend"] for row in rows} == {"vxlan in Kubernetes"}
+    assert {Figure.READY, Figure.BULK, Figure.PEAK, Figure.IDLE} <= {row["figure"] for row in rows}
+
+
+@pytest.mark.long
 def test_a_daemon_that_fails_makes_the_status_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

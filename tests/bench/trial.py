@@ -51,7 +51,7 @@ class Settings:
 def live(bed: Bed, command: Sequence[str], wanted: Collection[Measure], settings: Settings) -> Figures:
     """Start, measure and stop a daemon. Raises ``AssertionError`` if it ends or misses something."""
     with bed.node() as node:
-        figures = _bulk(bed, node, command) if bed.peers else _start(node, command)
+        figures = _bulk(bed, node, command) if bed.peers else _start(bed, node, command)
         if Measure.RSS in wanted or Measure.IDLE in wanted:
             time.sleep(SETTLE)
         if Measure.RSS in wanted:
@@ -66,10 +66,10 @@ def live(bed: Bed, command: Sequence[str], wanted: Collection[Measure], settings
     return figures
 
 
-def _start(node: Node, command: Sequence[str]) -> Figures:
+def _start(bed: Bed, node: Node, command: Sequence[str]) -> Figures:
     """Start and wait until the service manager is told READY=1, too."""
     begin = time.monotonic()
-    node.start(command=command)
+    bed.start(node, command)
     figures = _wait_for_start(node, begin, ready=True)
     figures[Figure.START_CPU] = cpu_seconds(node.pid) * 1000
     return figures
@@ -79,7 +79,7 @@ def _bulk(bed: Bed, node: Node, command: Sequence[str]) -> Figures:
     """Start and wait until the kernel holds everything that leads to all the peers."""
     with KernelState(node.namespace, bed.backend, bed.peers) as kernel:
         begin = time.monotonic()
-        node.start(command=command)
+        bed.start(node, command)
         figures = _wait_for_start(node, begin, ready=False)
         figures[Figure.BULK] = _wait_for_peers(node, kernel) - begin
     figures[Figure.BULK_CPU] = cpu_seconds(node.pid)

@@ -33,18 +33,24 @@ def wait_for_condition(lab: Lab, node: Node) -> None:
 # ---- a cluster ------------------------------------------------------------------------------------
 
 
-def test_containers_of_all_nodes_reach_each_other(lab: Lab, backend: dict[str, Any]) -> None:
-    nodes = lab.kube_cluster(backend, nodes=3)
+@pytest.mark.parametrize(
+    "kind", ["vxlan", "host-gw", "udp", pytest.param("ipip", marks=pytest.mark.needs_kernel("ipip"))]
+)
+def test_containers_of_all_nodes_reach_each_other(lab: Lab, kind: str) -> None:
+    nodes = lab.kube_cluster({"Type": kind}, nodes=3)
     ring(nodes)
     for node in nodes:
         assert node.env()["FLANNEL_SUBNET"] == f"10.5.{node.number}.1/24"
         said = notes(lab, node)
         data = json.loads(said.pop("backend-data"))
+        announced = "" if kind == "udp" else kind
         assert said == {
-            "kube-subnet-manager": "true", "backend-type": backend["Type"], "public-ip": node.address
+            "kube-subnet-manager": "true", "backend-type": announced, "public-ip": node.address
         }  # fmt: skip
-        if backend["Type"] == "vxlan":
+        if kind == "vxlan":
             assert data == {"VNI": 1, "VtepMAC": (node.link("flannel.1") or {})["address"]}
+        else:
+            assert data is None
         wait_for_condition(lab, node)
     rights = {("list", "nodes"), ("watch", "nodes"), ("patch", "nodes/status")}
     assert {(request["verb"], request["resource"]) for request in lab.kube.control.requests()} == rights

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.lab import Fault, Lab, Node, wait_for
+from tests.lab import Fault, Lab, Node, own_command, wait_for
 from tests.lab.kube import TOKEN
 from tests.netns.kube import (
     HEALTH_PORT,
@@ -168,6 +168,11 @@ def saved(directory: Path) -> list[str]:
     return sorted(node["name"] for node in json.loads(file.read_text())["nodes"]) if file.exists() else []
 
 
+def peers_of(node: Node) -> dict[str, str]:
+    """The public IP of each peer by its MAC."""
+    return {entry["mac"]: entry["dst"] for entry in node.fdb("flannel.1")}
+
+
 def test_with_saved_nodes_a_host_that_boots_without_api_server_joins_the_network(lab: Lab) -> None:
     write_net_conf(lab, VXLAN)
     directory = lab.directory / "state"
@@ -178,9 +183,10 @@ def test_with_saved_nodes_a_host_that_boots_without_api_server_joins_the_network
         start(lab, node, *([f"--state-dir={directory}"] if node is first else []))
     for node in (first, second, third):
         node.wait_ready(10)
-        connect(first, node) if node is not first else None
+    for node in (second, third):
+        connect(first, node)
     wait_for(lambda: saved(directory) == ["n1", "n2", "n3"], 20)
-    before = first.kernel_state("flannel.1")["flannel.1"]
+    before, mac = peers_of(first), (first.link("flannel.1") or {})["address"]
     lab.kube.kill()
     first.kill()
     first.run("ip", "link", "del", "flannel.1")
@@ -188,8 +194,11 @@ def test_with_saved_nodes_a_host_that_boots_without_api_server_joins_the_network
     start(lab, first, f"--state-dir={directory}")
     assert first.wait_ready(10)["FLANNEL_SUBNET"] == "10.5.1.1/24"
     first.container().wait_for_reply(second.container())
-    assert first.kernel_state("flannel.1")["flannel.1"]["fdb"] == before["fdb"]
+    assert (peers_of(first), (first.link("flannel.1") or {})["address"]) == (before, mac)
     lab.kube.start()
     lab.kube.control.delete_node(third.name)
     first.wait_for_no_route("10.5.3.0/24", RECONNECTED)
     first.container().wait_for_reply(second.container())
+    first.stop()
+    first.run(*own_command(), "-cleanup", f"-state-dir={directory}", f"-subnet-file={first.subnet_file}")
+    assert saved(directory) == []

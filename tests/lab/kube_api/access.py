@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tests.lab.kube_api import refusals
@@ -45,7 +46,7 @@ class Access:
         self._anonymous = User(ANONYMOUS, ROLES[anonymous])
 
     def put(
-        self, token: str, name: str, role: str, extra: list[tuple[str, str]], seconds: float | None
+        self, token: str, name: str, role: str, extra: Sequence[tuple[str, str]], seconds: float | None
     ) -> None:
         """Let in whoever shows this token, for so many seconds or for good."""
         until = None if seconds is None else time.monotonic() + seconds

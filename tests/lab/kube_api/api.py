@@ -173,10 +173,10 @@ class Api:
             if version and version != old["metadata"]["resourceVersion"]:
                 raise refusals.conflict(kind, about.name)
             kept = nodes.changed(old, new, about.resource.partition("/")[2])
-            item = self.store.put(kind, name, kept)
-            if "deletionTimestamp" in kept["metadata"] and not kept["metadata"].get("finalizers"):
+            if "deletionTimestamp" in kept["metadata"] and "finalizers" not in kept["metadata"]:
                 self.store.delete(kind, name)
-            return _object(item, kind)
+                return _object(dump(kept), kind)
+            return _object(self.store.put(kind, name, kept), kind)
 
     def _create_node(self, node: dict[str, Any]) -> Answer:
         name = str((node.get("metadata") or {}).get("name", ""))

@@ -6,12 +6,12 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tests.lab.kube_api import nodes
 from tests.lab.kube_api.access import FLANNEL_USER
-from tests.lab.kube_api.crowd import PREFIX, beat, crowd
+from tests.lab.kube_api.crowd import PREFIX, beat, crowd_items
 from tests.lab.kube_api.faults import Fault
 from tests.lab.kube_api.server import Connection, Server
 
@@ -62,8 +62,8 @@ class Control:
 
     def put_crowd(self, number: int, network: str, first_address: str, backend: str = "vxlan") -> None:
         """Write so many peers of a real node's size; podCIDRs are taken from the end of ``network``."""
-        for node in crowd(number, network, first_address, backend):
-            self._store.put("nodes", node["metadata"]["name"], node)
+        for name, item in crowd_items(number, network, first_address, backend):
+            self._store.add_item("nodes", name, item)
 
     def node(self, name: str) -> Object | None:
         """The object, None when there is none."""
@@ -131,14 +131,14 @@ class Control:
         token: str,
         user: str = FLANNEL_USER,
         role: str = "flannel",
-        extra: list[tuple[str, str]] | None = None,
+        extra: Sequence[tuple[str, str]] = (),
         seconds: float | None = None,
     ) -> None:
         """Let in whoever shows this token, for so many seconds or for good.
 
         ``role`` is "flannel", "admin" or "nobody"; ``extra`` adds pairs of verb and resource.
         """
-        self._api.access.put(token, user, role, extra or [], seconds)
+        self._api.access.put(token, user, role, extra, seconds)
 
     def revoke_token(self, token: str) -> None:
         """An open watch lives on, as it really does."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+import re
+from collections.abc import Iterator
 from ipaddress import ip_address, ip_network
-from itertools import islice
 from typing import Any
 from uuid import UUID
 
 from tests.lab.kube_api import nodes
+from tests.lab.kube_api.store import dump
 
 IMAGES = 50
 PREFIX = "flannel.alpha.coreos.com/"
@@ -33,39 +35,34 @@ BORN = "2026-01-01T00:00:00Z"
 def crowd(
     number: int, network: str, first_address: str, backend: str = "vxlan", length: int = 24
 ) -> list[dict[str, Any]]:
-    """So many nodes ``crowd-1``..., with podCIDRs from the end of ``network``, addresses upward from one.
+    """So many nodes, ``crowd-1`` and on, the same at every call.
 
-    MACs are made from the number. They are the same at every call.
+    Their podCIDRs come from the end of ``network``, their addresses go upward from the first one, and their
+    MACs are made from their numbers. Raises ``ValueError`` when the network is too small.
     """
-    subnets = list(islice(reversed(list(ip_network(network).subnets(new_prefix=length))), number))
-    if len(subnets) < number:
-        raise ValueError(f"{network} has room for {len(subnets)} nodes only; take a larger network")
+    return [json.loads(item) for _, item in crowd_items(number, network, first_address, backend, length)]
+
+
+def crowd_items(
+    number: int, network: str, first_address: str, backend: str = "vxlan", length: int = 24
+) -> Iterator[tuple[str, bytes]]:
+    """The same as names and JSON, made quickly: one node is written and the others are copies of its text."""
+    whole = ip_network(network)
+    end, size = int(whole.broadcast_address) + 1, 1 << (32 - length)
+    if number * size > whole.num_addresses:
+        raise ValueError(f"{network} has no room for {number} nodes; take a larger network")
     first = ip_address(first_address)
-    one = _node()
-    text = json.dumps(one)
-    made = []
+    before, *rest = re.split(rb"@([A-Z]+)@", dump(nodes.shaped(_node(backend))))
     for count in range(1, number + 1):
-        node = json.loads(text)
-        address = str(first + count - 1)
-        data = json.dumps({"VNI": 1, "VtepMAC": mac(count)}, separators=(",", ":"))
-        node["metadata"] |= {"name": f"crowd-{count}", "uid": str(UUID(int=count))}
-        node["metadata"]["labels"]["kubernetes.io/hostname"] = f"crowd-{count}"
-        node["metadata"]["annotations"] |= {
-            f"{PREFIX}backend-data": data if backend == "vxlan" else "null",
-            f"{PREFIX}backend-type": backend,
-            f"{PREFIX}kube-subnet-manager": "true",
-            f"{PREFIX}public-ip": address,
+        values = {
+            b"NUMBER": str(count),
+            b"UID": str(UUID(int=count)),
+            b"ADDRESS": str(first + count - 1),
+            b"CIDR": f"{ip_address(end - count * size)}/{length}",
+            b"MAC": mac(count),
         }
-        node["spec"] = {
-            "podCIDR": str(subnets[count - 1]),
-            "providerID": f"metal:///rack-{count % 40}/{count}",
-        }
-        node["status"]["addresses"] = [
-            {"type": "InternalIP", "address": address},
-            {"type": "Hostname", "address": f"crowd-{count}"},
-        ]
-        made.append(nodes.shaped(node))
-    return made
+        texts = [part if at % 2 else values[part].encode() for at, part in enumerate(rest)]
+        yield f"crowd-{count}", b"".join([before, *texts])
 
 
 def mac(number: int) -> str:
@@ -83,8 +80,12 @@ def beat(node: dict[str, Any]) -> dict[str, Any]:
     return nodes.shaped(node)
 
 
-def _node() -> dict[str, Any]:
+def _node(backend: str) -> dict[str, Any]:
+    """A node with marks in place of what is different in each."""
+    name, address = "crowd-@NUMBER@", "@ADDRESS@"
+    data = json.dumps({"VNI": 1, "VtepMAC": "@MAC@"}, separators=(",", ":"))
     labels = {
+        "kubernetes.io/hostname": name,
         "beta.kubernetes.io/arch": "amd64",
         "beta.kubernetes.io/os": "linux",
         "kubernetes.io/arch": "amd64",
@@ -94,6 +95,10 @@ def _node() -> dict[str, Any]:
         "topology.kubernetes.io/zone": "region-1a",
     }
     annotations = {
+        f"{PREFIX}backend-data": data if backend == "vxlan" else "null",
+        f"{PREFIX}backend-type": backend,
+        f"{PREFIX}kube-subnet-manager": "true",
+        f"{PREFIX}public-ip": address,
         "node.alpha.kubernetes.io/ttl": "0",
         "volumes.kubernetes.io/controller-managed-attach-detach": "true",
     }
@@ -106,12 +111,19 @@ def _node() -> dict[str, Any]:
     conditions.insert(0, {"type": "NetworkUnavailable", "status": "False", **times, **flannel})
     return {
         "metadata": {
+            "name": name,
+            "uid": "@UID@",
             "creationTimestamp": BORN,
             "labels": labels,
             "annotations": annotations,
             "managedFields": [_manager(name) for name in ("kubelet", "kube-controller-manager", "flanneld")],
         },
+        "spec": {"podCIDR": "@CIDR@", "providerID": "metal:///rack-7/@NUMBER@"},
         "status": {
+            "addresses": [
+                {"type": "InternalIP", "address": address},
+                {"type": "Hostname", "address": name},
+            ],
             "capacity": _RESOURCES,
             "allocatable": _RESOURCES,
             "conditions": conditions,

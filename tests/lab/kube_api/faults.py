@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, replace
 from typing import Literal
 
 End = Literal["close", "reset", "end", "stall"]
@@ -59,3 +60,31 @@ class Cut(Exception):
 
 
 NONE = Fault()
+
+
+class Faults:
+    """The faults that wait for a request, in the order in which they were ordered."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Fault] = []
+        self._lock = threading.Lock()
+
+    def add(self, fault: Fault) -> None:
+        with self._lock:
+            self._waiting.append(fault)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._waiting.clear()
+
+    def take(self, verb: str, resource: str) -> Fault:
+        """The first that matches, used up once more; ``NONE`` without one."""
+        with self._lock:
+            for number, fault in enumerate(self._waiting):
+                if fault.matches(verb, resource):
+                    if fault.times == 1:
+                        del self._waiting[number]
+                    elif fault.times:
+                        self._waiting[number] = replace(fault, times=fault.times - 1)
+                    return fault
+        return NONE

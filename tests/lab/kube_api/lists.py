@@ -24,11 +24,8 @@ def node_list(store: Store, query: Query, patience: float) -> Iterator[bytes]:
     limit = 0 if query.get("resourceVersion") == "0" else int(query.get("limit", "0") or "0")
     metadata: dict[str, Any] = {"resourceVersion": str(version)}
     if limit and len(left) > limit:
-        metadata["continue"] = (
-            _token(store.snapshot("nodes"), f"/{left[limit - 1][0]}")
-            if not start
-            else (_token(version, f"/{left[limit - 1][0]}"))
-        )
+        store.keep("nodes", version, items)
+        metadata["continue"] = _token(version, f"/{left[limit - 1][0]}")
         if not is_selective(query):
             metadata["remainingItemCount"] = len(left) - limit
         left = left[:limit]

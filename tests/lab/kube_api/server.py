@@ -7,44 +7,17 @@ import ssl
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from tests.lab.kube_api.api import Answer, Api, Request, lines_of, refused, subject
-from tests.lab.kube_api.faults import NONE, Cut, Fault
+from tests.lab.kube_api.faults import Cut, Fault, Faults
 from tests.lab.kube_api.refusals import Refusal, ordered
+from tests.lab.kube_api.watch import Watch
 from tests.lab.kube_api.wire import GZIP_FROM, Response, compressed
 
 Note = dict[str, Any]
-
-
-class Faults:
-    """The faults that wait for a request, in the order in which they were ordered."""
-
-    def __init__(self) -> None:
-        self._waiting: list[Fault] = []
-        self._lock = threading.Lock()
-
-    def add(self, fault: Fault) -> None:
-        with self._lock:
-            self._waiting.append(fault)
-
-    def clear(self) -> None:
-        with self._lock:
-            self._waiting.clear()
-
-    def take(self, verb: str, resource: str) -> Fault:
-        """The first that matches, used up once more; ``NONE`` without one."""
-        with self._lock:
-            for number, fault in enumerate(self._waiting):
-                if fault.matches(verb, resource):
-                    if fault.times == 1:
-                        del self._waiting[number]
-                    elif fault.times:
-                        self._waiting[number] = replace(fault, times=fault.times - 1)
-                    return fault
-        return NONE
 
 
 @dataclass(eq=False, slots=True)
@@ -53,7 +26,7 @@ class Connection:
 
     socket: socket.socket
     idle: bool = True
-    watch: Any = None
+    watch: Watch | None = None
 
 
 class Server:
