@@ -47,8 +47,9 @@ class Watch:
             self.close()
             self._line.check()
             self.client.distrust()
+            assert self._server  # which has failed
             if not self._gave_up:
-                raise no_answer({self._server.name: failure} if self._server else {}) from None
+                raise no_answer({self._server.name: failure}) from None
         except Retryable:
             self.close()
             raise
@@ -73,10 +74,11 @@ class Watch:
         self._line.drop()
 
     def _wait(self, after: Position) -> Changes:
-        check_reread(self._reread)
         if self._stream is None or self._at != after:
             self.close()
             self._open(after)
+        # Not before: who asks for it shuts the connection down, which must be there by then.
+        check_reread(self._reread)
         while True:
             result = self._next(self.client.timeouts.silence)
             if result is None:
