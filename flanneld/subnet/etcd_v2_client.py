@@ -124,8 +124,6 @@ class Client(etcd.Client):  # type: ignore[misc] # python-etcd has no types
         request = self._request(path, method, params or {}, query)
 
         def attempt(server: Server, send: Send) -> Reply:
-            if request.patience is not None:
-                check_reread(self._reread)
             login = basic_login(server) | dict(request.headers)
             return etcd_v2_answers.read(send(replace(request, headers=login)))
 
@@ -146,6 +144,8 @@ class Client(etcd.Client):  # type: ignore[misc] # python-etcd has no types
             if answer.at.index and answer.status < 500:
                 self._contact()
             if after is not None and answer.status == 200:
+                # Not before: who asks for it shuts the connection down, which must be there by then.
+                check_reread(self._reread)
                 etcd_v2_answers.check_history(after, answer.at)
 
         return Request(method, target, urlencode(form) if form else None, headers, patience, on_head)

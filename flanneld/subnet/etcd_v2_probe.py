@@ -8,7 +8,7 @@ from urllib.parse import quote
 from flanneld.errors import Retryable
 from flanneld.subnet import etcd_v2_answers
 from flanneld.subnet.etcd_endpoints import Server
-from flanneld.subnet.etcd_http import Request
+from flanneld.subnet.etcd_http import NoSuchApi, Request, Useless
 from flanneld.subnet.etcd_keys import NotFound
 from flanneld.subnet.etcd_transport import Send, Transport
 
@@ -22,6 +22,10 @@ def is_in_v2(transport: Transport, key: str) -> bool:
             etcd_v2_answers.read(send(Request("GET", target, headers=basic_login(server))))
         except NotFound:
             return False
+        except Useless as lack:
+            if lack.kind is NoSuchApi:
+                return False  # The next one would only cost us the connection.
+            raise
         return True
 
     try:

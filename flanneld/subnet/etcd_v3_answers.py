@@ -18,7 +18,7 @@ from flanneld.subnet.etcd_http import NO_ACCESS, Answer, Useless, json_object, n
 from flanneld.subnet.etcd_keys import ListAgain, Node, Position, check_history
 
 _DEADLINE_EXCEEDED, _NOT_FOUND, _PERMISSION_DENIED, _UNAVAILABLE, _UNAUTHENTICATED = 4, 5, 7, 14, 16
-#: etcd has no code for these. The Go client takes the first two for a reason to log in again, too.
+#: etcd has no code of their own for these. The Go client logs in again for the same.
 _LOGIN_NEEDED = ("user name is empty", "revision of auth store is old", "invalid auth token")
 _LOGIN_REFUSED = ("authentication failed", "permission denied", "permission is not given")
 #: What comes of taking other JSON for etcd's.
@@ -163,11 +163,14 @@ def began(result: Mapping[str, Any], after: Position) -> None:
     check_history(after, position(result))
 
 
-def changes(result: Mapping[str, Any], after: Position) -> tuple[list[tuple[str, KeyValue]], Position]:
+def changes(
+    result: Mapping[str, Any], begun: Position, after: Position
+) -> tuple[list[tuple[str, KeyValue]], Position]:
     """What an object of a watch tells: "put" or "delete", and the key; and up to where.
 
-    What happened before that position is left out. Without events an object tells up to its header. With
-    some it does not: while a watch catches up, the header is ahead of the events.
+    What happened before the watch was ``begun`` is left out; ``after`` is how far it had come. Without
+    events an object tells up to its header. With some it does not: while a watch catches up, the header is
+    ahead of the events.
     """
     try:
         told = [_event(raw) for raw in result.get("events") or ()]
@@ -175,7 +178,7 @@ def changes(result: Mapping[str, Any], after: Position) -> tuple[list[tuple[str,
         raise _foreign() from None
     at = position(result)
     reached = max((item.modified for _, item in told), default=at.index)
-    news = [(action, item) for action, item in told if item.modified > after.index]
+    news = [(action, item) for action, item in told if item.modified > begun.index]
     return news, Position(max(after.index, reached), at.cluster)
 
 

@@ -35,6 +35,8 @@ class Watch:
         self._line = Line()
         self._server: Server | None = None
         self._stream: Stream | None = None
+        #: Where the stream began, and how far it has come.
+        self._begun: Position | None = None
         self._at: Position | None = None
         #: We broke the connection ourselves, so that it broke says nothing about the server.
         self._gave_up = False
@@ -47,8 +49,9 @@ class Watch:
             self.close()
             self._line.check()
             self.client.distrust()
+            assert self._server  # which has failed
             if not self._gave_up:
-                raise no_answer({self._server.name: failure} if self._server else {}) from None
+                raise no_answer({self._server.name: failure}) from None
         except Retryable:
             self.close()
             raise
@@ -73,15 +76,17 @@ class Watch:
         self._line.drop()
 
     def _wait(self, after: Position) -> Changes:
-        check_reread(self._reread)
         if self._stream is None or self._at != after:
             self.close()
             self._open(after)
+        # Not before: who asks for it shuts the connection down, which must be there by then.
+        check_reread(self._reread)
+        assert self._begun
         while True:
             result = self._next(self.client.timeouts.silence)
             if result is None:
                 return self._after_silence(after)
-            told, self._at = answers.changes(result, after)
+            told, self._at = answers.changes(result, self._begun, after)
             if told or self._at != after:
                 return Changes(tuple(self._reply(*each, self._at) for each in told), self._at)
 
@@ -125,7 +130,7 @@ class Watch:
         if first is None:
             raise useless(TimeoutError(), limit, server)
         answers.began(first, after)
-        self._at = after
+        self._begun = self._at = after
         self._contact()
 
     def _connect(self, server: Server) -> Any:

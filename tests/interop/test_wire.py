@@ -49,7 +49,6 @@ def test_a_host_gw_lease_is_written_as_others_read_it(lab: Lab) -> None:
     assert TTL - 10 < ttl <= TTL
 
 
-@both_apis
 def test_the_value_stays_the_same_over_a_restart(lab: Lab) -> None:
     (node,) = lab.cluster({"Type": "vxlan"}, nodes=1)
     before = written(lab, node)[:2]

@@ -72,7 +72,6 @@ def test_a_full_range_is_complained_about_once_until_a_subnet_is_free(lab: Lab) 
     assert node.subnet() == "10.5.2.0/24"
 
 
-@both_apis
 def test_a_subnet_that_another_node_has_taken_meanwhile_is_not_taken_back(lab: Lab) -> None:
     (node,) = lab.cluster({"Type": "host-gw"}, nodes=1)
     lost = node.subnet()

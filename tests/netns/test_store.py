@@ -242,7 +242,6 @@ def test_senseless_leases_that_are_put_right_are_taken(lab: Lab) -> None:
     wait_for(lambda: overlay_routes(node) == wanted, what=f"{wanted}")
 
 
-@both_apis
 def test_garbage_over_good_leases_keeps_the_ways_to_the_peers(lab: Lab) -> None:
     (node,) = lab.cluster({"Type": "vxlan"}, nodes=1, SubnetMax="10.5.50.0")
     put_peers(lab)

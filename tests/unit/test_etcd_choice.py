@@ -136,6 +136,18 @@ def test_an_api_that_is_switched_off_is_done_without(prefix: str) -> None:
             assert manager(etcd.url, prefix).network_config()
 
 
+def test_a_start_on_v3_keeps_its_connection_where_v2_is_switched_off(prefix: str) -> None:
+    with running_etcd("--enable-v2=false") as etcd:
+        put_config(etcd, "v3", prefix)
+        relay = Relay(etcd.url)
+        with server(relay) as url:
+            chosen = manager(url, prefix)
+            chosen.network_config()
+            chosen.stored(None)
+        assert [request.split()[0] for request in relay.requests] == ["POST", "GET", "POST"]
+        assert relay.connections == 1
+
+
 def test_a_config_that_makes_no_sense_is_not_passed_over(etcd: LocalEtcd, prefix: str) -> None:
     put_config(etcd, "v2", prefix)
     etcd.keys("v3").put(f"{prefix}/config", "{")

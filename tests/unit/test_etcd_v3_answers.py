@@ -75,7 +75,7 @@ def test_any_object_is_understood_or_of_no_use(body: dict[str, Any]) -> None:
         answers.transaction,
         lambda body: answers.number(body, "TTL"),
         lambda body: answers.began(body, AT),
-        lambda body: answers.changes(body, AT),
+        lambda body: answers.changes(body, AT, AT),
     ):
         with suppress(Retryable, Useless):
             understand(body)
@@ -93,15 +93,18 @@ def event(key: str, modified: int, **more: object) -> dict[str, object]:
 
 def test_events_tell_only_up_to_the_last_of_them() -> None:
     result = {"header": {"revision": "99", "cluster_id": "9"}, "events": [event("/a", 8), event("/b", 9)]}
-    told, at = answers.changes(result, AT)
+    told, at = answers.changes(result, AT, AT)
     assert [item.key for _, item in told] == ["/a", "/b"]
     assert at == Position(9, "9")
-    assert answers.changes({"header": result["header"]}, AT) == ([], Position(99, "9"))
+    assert answers.changes({"header": result["header"]}, AT, AT) == ([], Position(99, "9"))
 
 
 def test_what_was_told_before_is_left_out() -> None:
     result = {"header": {"revision": "99", "cluster_id": "9"}, "events": [event("/a", 7, type="DELETE")]}
-    assert answers.changes(result, AT) == ([], AT)
+    assert answers.changes(result, AT, AT) == ([], AT)
+    told, at = answers.changes(result, Position(6, "9"), Position(8, "9"))
+    assert [action for action, _ in told] == ["delete"]
+    assert at == Position(8, "9")
 
 
 def test_a_compacted_watch_has_to_read_everything_again() -> None:
