@@ -42,6 +42,12 @@ def number(node: Node) -> int:
     return int((node.link(DEVICE) or {"ifindex": 0})["ifindex"])
 
 
+def ends(node: Node) -> tuple[str, str] | None:
+    """The device's own address and that of its peer, None while there is no device."""
+    info = (node.link(DEVICE) or {}).get("linkinfo", {}).get("info_data")
+    return (info["local"], info["remote"]) if info else None
+
+
 def connect(nodes: list[Node]) -> None:
     for one, other in itertools.permutations(nodes, 2):
         one.container().wait_for_reply(other.container())
@@ -125,22 +131,6 @@ def test_a_packet_of_the_mtu_goes_undivided_and_a_larger_one_in_parts(node: Node
 # ---- while it runs --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("end", [Node.stop, Node.kill], ids=["SIGTERM", "SIGKILL"])
-def test_a_restart_loses_no_packet(node: Node, peer: Node, end: Callable[[Node], Exit]) -> None:
-    before = number(node)
-    with (
-        node.container().ping(peer.container()) as there,
-        peer.container().ping(node.container()) as back,
-    ):
-        end(node)
-        there.wait_for_replies()
-        restart(node)
-        there.wait_for_replies()
-        back.wait_for_replies()
-        assert (there.lost(), back.lost()) == (0, 0)
-    assert number(node) == before
-
-
 @pytest.mark.parametrize(
     ("commands", "logged"),
     [
@@ -179,6 +169,22 @@ def test_what_others_do_to_the_tunnel_is_undone(node: Node, commands: list[str],
     wait_for(lambda: logged.format(device=DEVICE) in node.log()[heard:], what=f"the log to say {logged}")
 
 
+@pytest.mark.parametrize("end", [Node.stop, Node.kill], ids=["SIGTERM", "SIGKILL"])
+def test_a_restart_loses_no_packet(node: Node, peer: Node, end: Callable[[Node], Exit]) -> None:
+    before = number(node)
+    with (
+        node.container().ping(peer.container()) as there,
+        peer.container().ping(node.container()) as back,
+    ):
+        end(node)
+        there.wait_for_replies()
+        restart(node)
+        there.wait_for_replies()
+        back.wait_for_replies()
+        assert (there.lost(), back.lost()) == (0, 0)
+    assert number(node) == before
+
+
 def test_a_new_address_of_the_uplink_moves_the_tunnel(network: Lab) -> None:
     node, peer = network.nodes[2], network.nodes[1]
 
@@ -190,8 +196,7 @@ def test_a_new_address_of_the_uplink_moves_the_tunnel(network: Lab) -> None:
             "route add default via 198.18.0.254",
         )
         wait_for(lambda: tunnel(node) in routes(peer), what="the peer to follow")
-        info = (node.link(DEVICE) or {})["linkinfo"]["info_data"]
-        assert (info["local"], info["remote"]) == (address, "any")
+        wait_for(lambda: ends(node) == (address, "any"), what="the tunnel to follow")
         node.container().wait_for_reply(peer.container())
         peer.container().wait_for_reply(node.container())
 
