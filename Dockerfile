@@ -13,15 +13,16 @@ RUN apt-get update -q \
 WORKDIR /source
 # The constraints hold for the environments that pip builds in as well.
 ENV PIP_CONSTRAINT=/source/dist/image/constraints.txt PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+COPY dist/image/constraints.txt dist/image/
 COPY pyproject.toml README.md LICENSE ./
 COPY flanneld/ flanneld/
-COPY dist/ dist/
 RUN python3 -m venv --without-pip /opt/flanneld \
     && pip --python /opt/flanneld/bin/python install '.[kubernetes,nftables]'
+COPY dist/ dist/
 RUN install -D -t /out/opt/bin dist/mk-docker-opts.sh dist/image/install-conf \
     && ln -s /opt/flanneld/bin/flanneld /out/opt/bin/flanneld \
     && mv /opt/flanneld /out/opt/ \
-    && if [ -e dist/cni/flannel ]; then install dist/cni/flannel /out/flannel; fi
+    && install dist/cni/flannel /out/flannel
 
 FROM ${BASE}
 LABEL org.opencontainers.image.title="flanneld" \

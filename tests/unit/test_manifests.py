@@ -215,4 +215,5 @@ def test_the_probes_ask_the_health_server() -> None:
 def test_the_image_is_this_version() -> None:
     containers = [*init_containers(MADE).values(), daemon(MADE)]
     assert {each["image"] for each in containers} == {IMAGE}
-    assert f" -t {IMAGE} " in (ROOT / "Dockerfile").read_text()
+    for told in ("Dockerfile", "docs/image.md"):
+        assert f"docker build -t {IMAGE} .\n" in (ROOT / told).read_text()
