@@ -14,6 +14,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from importlib.machinery import EXTENSION_SUFFIXES
 from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
 from types import TracebackType
@@ -179,7 +180,7 @@ def test_without_a_usable_library_the_reason_is_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None, reason: str
 ) -> None:
     if content is not None:
-        (tmp_path / f"_udp_pump{native.EXTENSION_SUFFIXES[0]}").write_bytes(content)
+        (tmp_path / f"_udp_pump{EXTENSION_SUFFIXES[0]}").write_bytes(content)
     monkeypatch.setattr(native, "__file__", str(tmp_path / "native.py"))
     native._library.cache_clear()
     try:
