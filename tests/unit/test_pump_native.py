@@ -261,7 +261,7 @@ def wholes(draw: st.DrawFn) -> Whole:
     return Whole(packet, step, unfinished=True)
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(st.lists(wholes(), min_size=1, max_size=4))
 def test_many_in_one_go_out_as_a_card_would_cut_them(given: list[Whole]) -> None:
     with Pump() as pump:
@@ -499,7 +499,7 @@ def streams(draw: st.DrawFn) -> list[bytes]:
     return found
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(streams())
 def test_each_flow_arrives_as_it_was_and_in_order_corruption_included(given: list[bytes]) -> None:
     with Pump() as pump:
