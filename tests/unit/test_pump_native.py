@@ -32,6 +32,7 @@ C = Path(native.__file__).with_name("udp_pump")
 OWN, PEER, STRANGER = "127.0.0.1", "127.0.0.2", "127.0.0.3"
 TUN_ADDRESS = "10.5.1.0"
 UDP_SEGMENT = 103  # linux/udp.h
+IP_MTU_DISCOVER = 10  # linux/in.h
 
 VNET_HEADER, MERGE_UDP, SEGMENT_SENDS, ACCEPT_ANY = 1, 2, 4, 8
 ALL, TSO, NONE = VNET_HEADER | MERGE_UDP | SEGMENT_SENDS, VNET_HEADER | SEGMENT_SENDS, SEGMENT_SENDS
@@ -653,7 +654,28 @@ def test_thousands_of_peers_come_and_go_under_traffic(pump: Pump) -> None:
     assert pump.counter("not_a_peer") == pump.counter("no_route") == 0
 
 
-# ---- the end ----
+# ---- the socket, and the end ----
+
+
+@pytest.mark.parametrize(
+    ("option", "size", "limit"),
+    [(socket.SO_RCVBUF, 4 << 20, "rmem_max"), (socket.SO_SNDBUF, 1 << 20, "wmem_max")],
+)
+def test_the_socket_holds_a_lot_as_far_as_that_is_permitted(
+    pump: Pump, option: int, size: int, limit: str
+) -> None:
+    permitted = int(Path("/proc/sys/net/core", limit).read_text())
+    # The kernel counts double: half of it is for its own structures (socket(7)).
+    assert pump.wire.getsockopt(socket.SOL_SOCKET, option) >= 2 * min(size, permitted)
+
+
+def test_the_socket_is_left_as_it_was_found(pump: Pump) -> None:
+    before = pump.wire.getsockopt(socket.IPPROTO_IP, IP_MTU_DISCOVER)
+    pump.start("from_tun")
+    pump.outward(Whole(datagram()))
+    assert pump.wire.getsockopt(socket.IPPROTO_IP, IP_MTU_DISCOVER) != before
+    pump.stop()
+    assert pump.wire.getsockopt(socket.IPPROTO_IP, IP_MTU_DISCOVER) == before
 
 
 def test_a_stop_ends_both_loops(pump: Pump) -> None:

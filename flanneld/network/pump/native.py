@@ -38,8 +38,11 @@ _VNET_HEADER, _MERGE_UDP, _SEGMENT_SENDS, _ACCEPT_ANY = 1, 2, 4, 8
 _FEATURES = {"all": _VNET_HEADER | _MERGE_UDP, "tso": _VNET_HEADER, "none": 0}
 
 # linux/udp.h, asm-generic/socket.h
-_UDP_SEGMENT, _UDP_GRO, _SO_RCVBUFFORCE = 103, 104, 33
-_RECEIVE_BUFFER = 4 << 20
+_UDP_SEGMENT, _UDP_GRO = 103, 104
+_SO_SNDBUFFORCE, _SO_RCVBUFFORCE = 32, 33
+#: Each of the two options, what is left without CAP_NET_ADMIN, and bytes. Of the kernel's 208 KiB three sends
+#: are enough to wait for the wire, and what comes while we are busy overflows them at once.
+_BUFFERS = ((_SO_RCVBUFFORCE, socket.SO_RCVBUF, 4 << 20), (_SO_SNDBUFFORCE, socket.SO_SNDBUF, 1 << 20))
 
 
 def available() -> str | None:
@@ -181,10 +184,11 @@ def _attach_with(name: str, features: int) -> FileIO:
 def _tune(descriptor: int) -> int:
     """Prepare the socket; returns the features of the pump that it can do."""
     with socket.socket(fileno=os.dup(descriptor)) as wire:
-        try:
-            wire.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _RECEIVE_BUFFER)
-        except PermissionError:
-            wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER)
+        for forced, permitted, size in _BUFFERS:
+            try:
+                wire.setsockopt(socket.SOL_SOCKET, forced, size)
+            except PermissionError:
+                wire.setsockopt(socket.SOL_SOCKET, permitted, size)
     _receive_whole(descriptor, True)
     return _SEGMENT_SENDS if _set(descriptor, _UDP_SEGMENT, 0) else 0
 
