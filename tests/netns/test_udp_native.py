@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import socket
+import sys
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from flanneld.network.pump import native
 from tests.lab import packets, wait_for
 from tests.lab.packets import DONT_FRAGMENT, ICMP, UDP
 from tests.netns.udp_plane import DEVICE
@@ -113,7 +118,7 @@ def test_the_tunnel_takes_one_of_the_ttl_at_each_end(offloaded: Tunnel) -> None:
 def outer(capture: socket.socket, source: str) -> list[bytes]:
     """The packets of the tunnel that were seen so far."""
     capture.setblocking(False)
-    found = []
+    found: list[bytes] = []
     while True:
         try:
             packet = capture.recv(65535)
@@ -265,6 +270,33 @@ def test_a_stop_needs_no_pause_in_the_traffic(pair: tuple[End, End]) -> None:
         done.set()
         for sender in senders:
             sender.join()
+
+
+@pytest.mark.parametrize(
+    ("request_number", "bits", "left"),
+    [
+        pytest.param(native._TUNSETOFFLOAD, native._USO4, "tso", id="before Linux 6.2"),
+        pytest.param(native._TUNSETIFF, native._IFF_VNET_HDR, "none", id="no vnet headers"),
+    ],
+)
+def test_an_older_kernel_is_asked_for_less(
+    pair: tuple[End, End], monkeypatch: pytest.MonkeyPatch, request_number: int, bits: int, left: str
+) -> None:
+    first, _ = pair
+    first.stop()
+    ask = fcntl.ioctl
+
+    def ask_older(descriptor: Any, number: int, argument: Any) -> Any:
+        flags = argument if isinstance(argument, int) else int.from_bytes(argument[16:18], sys.byteorder)
+        if number == request_number and flags & bits:
+            raise OSError(errno.EINVAL, "an older kernel does not know this")
+        return ask(descriptor, number, argument)
+
+    monkeypatch.setattr(fcntl, "ioctl", ask_older)
+    with first.node.namespace.entered():
+        tun, offloads = native._attach(DEVICE, "all")
+    tun.close()
+    assert offloads == left
 
 
 def test_a_device_that_goes_ends_the_plane(pair: tuple[End, End]) -> None:

@@ -1,4 +1,4 @@
-"""Two nodes with a TUN each, a data plane on it, and a container behind it; and what containers say to each other."""
+"""Two nodes with a TUN, a data plane and a container each, and what the containers say to each other."""
 
 from __future__ import annotations
 
@@ -43,8 +43,9 @@ class End:
     def start(self, plane: str = "native", **options: Any) -> str | None:
         """Start a plane; the name of the error if it fails to."""
         about = {"plane": plane, "bind": self.node.address, "address": f"10.5.{self.number}.0", **options}
+        command = [sys.executable, "-m", "tests.netns.udp_plane", json.dumps(about)]
         self.process = subprocess.Popen(
-            ["ip", "netns", "exec", self.node.namespace.name, sys.executable, "-m", "tests.netns.udp_plane", json.dumps(about)],
+            ["ip", "netns", "exec", self.node.namespace.name, *command],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
         )  # fmt: skip
         failed: str | None = self._answer()["failed"]
