@@ -322,4 +322,3 @@ def test_a_device_that_another_process_has_is_refused(pair: tuple[End, End]) -> 
     other = End(first.node, first.number, first.container)
     second.stop()
     assert other.start(bind="127.0.0.1") == "EBUSY"
-    other.close()

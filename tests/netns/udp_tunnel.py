@@ -49,6 +49,8 @@ class End:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
         )  # fmt: skip
         failed: str | None = self._answer()["failed"]
+        if failed:
+            self.close()
         return failed
 
     def tell(self, *command: str) -> Any:
