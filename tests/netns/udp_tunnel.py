@@ -49,6 +49,8 @@ class End:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
         )  # fmt: skip
         failed: str | None = self._answer()["failed"]
+        if failed:
+            self.close()
         return failed
 
     def tell(self, *command: str) -> Any:
@@ -91,15 +93,12 @@ class Tunnel:
     ends: list[End] = field(default_factory=list)
 
     def start(self, **options: Any) -> None:
-        """Start native planes that know each other."""
-        for end in self.ends:
-            assert end.start(**options) is None
-        self.connect()
-
-    def connect(self) -> None:
+        """Start native planes that know each other, and wait until containers reach each other."""
         first, second = self.ends
-        first.tell("set", second.subnet, second.node.address)
-        second.tell("set", first.subnet, first.node.address)
+        for end, peer in ((first, second), (second, first)):
+            assert end.start(**options) is None
+            end.tell("set", peer.subnet, peer.node.address)
+        first.container.wait_for_reply(second.container, 10)
 
 
 @contextmanager
