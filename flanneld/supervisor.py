@@ -15,6 +15,9 @@ from flanneld.errors import Fatal, FlannelError
 
 log = logging.getLogger(__name__)
 
+#: A signal that arrives just before the main thread falls asleep does not wake it: so it sleeps no longer.
+_NAP = 0.5
+
 QuietErrors = tuple[type[BaseException], ...]
 
 
@@ -82,8 +85,12 @@ class Supervisor:
 
     def wait(self, tick: Callable[[], None] = nothing, every: float | None = None) -> None:
         """Block until ``stop``, calling ``tick`` every so many seconds (None: never)."""
-        while not self.stop.wait(every):
-            tick()
+        slept, pause = 0.0, min(_NAP, every or _NAP)
+        while not self.stop.wait(pause):
+            slept += pause
+            if every is not None and slept >= every:
+                slept = 0.0
+                tick()
 
     def shutdown(self, within: float = 0.8) -> list[str]:
         """Cancel every task, wait for them so many seconds altogether, and name those that go on."""

@@ -24,15 +24,13 @@ _IFLA_INFO_KIND, _IFLA_INFO_DATA = 1, 2
 _VXLAN_ID, _VXLAN_GROUP, _VXLAN_LINK, _VXLAN_LOCAL, _VXLAN_LEARNING = 1, 2, 3, 4, 7
 _VXLAN_L2MISS, _VXLAN_PORT, _VXLAN_GROUP6, _VXLAN_LOCAL6, _VXLAN_GBP = 13, 15, 16, 17, 23
 _IPTUN_LOCAL, _IPTUN_REMOTE = 2, 3
+_TUN_TYPE, _TUN_PERSIST, _IFF_TUN = 3, 6, 1
 #: What can be changed of a device that is there; all else takes a new one.
 _SETTABLE: dict[type[Link], tuple[str, ...]] = {
     Vxlan: ("mac", "mtu", "learning", "up"),
     Ipip: ("mtu", "up"),
     Tun: ("mtu", "up"),
 }
-
-_TUN_TYPE, _TUN_PERSIST = 3, 6
-IFF_TUN = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +123,7 @@ def _end(raw: bytes | None) -> IPAddress | None:
 
 def _tun(seen: SeenLink, found: dict[int, bytes]) -> Tun | ForeignLink:
     """Before Linux 4.20 the kernel tells no details: then any tun is taken for one of ours."""
-    if found and _number(found.get(_TUN_TYPE)) != IFF_TUN:
+    if found and _number(found.get(_TUN_TYPE)) != _IFF_TUN:
         return ForeignLink(seen.name, "a tap device of kind tun")
     if found and not _number(found.get(_TUN_PERSIST)):
         return ForeignLink(seen.name, "another process's device of kind tun")

@@ -58,6 +58,13 @@ def pid_of(node: Node) -> int:
     return pump.pid
 
 
+def replace(node: Node) -> None:
+    """Kill the pump, and wait until there is another one."""
+    before = pid_of(node)
+    os.kill(before, signal.SIGKILL)
+    wait_for(lambda: (pump := pump_of(node)) and pump.pid != before, what="another pump")
+
+
 def counters(node: Node) -> dict[str, int]:
     with node.namespace.entered():
         client = Client(TUN)
@@ -161,9 +168,7 @@ def test_a_killed_pump_is_replaced_at_once(nodes: list[Node]) -> None:
     with node.container().ping(peer.container()) as ping:
         for _ in range(3):
             ping.wait_for_replies()
-            before = pid_of(node)
-            os.kill(before, signal.SIGKILL)
-            wait_for(lambda: (pump := pump_of(node)) and pump.pid != before, what="another pump")
+            replace(node)
         ping.wait_for_replies()
         # Of fifty a second, three times: each takes a tenth of a second, on a busy machine more.
         assert ping.lost() < 300

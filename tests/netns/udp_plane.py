@@ -37,19 +37,22 @@ class CorruptingPlane:
         self._long = 0
 
     def set_peer(self, subnet: IPv4Network, endpoint: IPv4Address) -> None:
+        del subnet
         self._endpoint = endpoint
 
     def drop_peer(self, subnet: IPv4Network) -> None:
+        del subnet
         self._endpoint = None
 
     def run(self) -> None:
+        tun, wire = self._tun.fileno(), self._socket.fileno()
         while True:
-            ready, _, _ = select.select([self._tun, self._socket, self._end], [], [])
+            ready, _, _ = select.select([tun, wire, self._end], [], [])
             if self._end in ready:
                 break
-            if self._tun in ready and (packet := self._tun.read(65535)) and self._endpoint:
+            if tun in ready and (packet := self._tun.read(65535)) and self._endpoint:
                 self._socket.sendto(self._spoilt(packet), (str(self._endpoint), PORT))
-            if self._socket in ready:
+            if wire in ready:
                 self._tun.write(self._socket.recv(65535))
 
     def _spoilt(self, packet: bytes) -> bytes:

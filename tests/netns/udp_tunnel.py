@@ -1,4 +1,4 @@
-"""Two nodes with a TUN each, a data plane on it, and a container behind it; and what containers say to each other."""
+"""Two nodes with a TUN, a data plane and a container each, and what the containers say to each other."""
 
 from __future__ import annotations
 
@@ -43,11 +43,14 @@ class End:
     def start(self, plane: str = "native", **options: Any) -> str | None:
         """Start a plane; the name of the error if it fails to."""
         about = {"plane": plane, "bind": self.node.address, "address": f"10.5.{self.number}.0", **options}
+        command = [sys.executable, "-m", "tests.netns.udp_plane", json.dumps(about)]
         self.process = subprocess.Popen(
-            ["ip", "netns", "exec", self.node.namespace.name, sys.executable, "-m", "tests.netns.udp_plane", json.dumps(about)],
+            ["ip", "netns", "exec", self.node.namespace.name, *command],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
         )  # fmt: skip
         failed: str | None = self._answer()["failed"]
+        if failed:
+            self.close()
         return failed
 
     def tell(self, *command: str) -> Any:
@@ -90,15 +93,12 @@ class Tunnel:
     ends: list[End] = field(default_factory=list)
 
     def start(self, **options: Any) -> None:
-        """Start native planes that know each other."""
-        for end in self.ends:
-            assert end.start(**options) is None
-        self.connect()
-
-    def connect(self) -> None:
+        """Start native planes that know each other, and wait until containers reach each other."""
         first, second = self.ends
-        first.tell("set", second.subnet, second.node.address)
-        second.tell("set", first.subnet, first.node.address)
+        for end, peer in ((first, second), (second, first)):
+            assert end.start(**options) is None
+            end.tell("set", peer.subnet, peer.node.address)
+        first.container.wait_for_reply(second.container, 10)
 
 
 @contextmanager

@@ -28,3 +28,9 @@ def test_a_deferred_module_is_loaded_by_its_first_use() -> None:
 def test_the_daemon_starts_without_pyroute2_and_http_server() -> None:
     loaded = loaded_after("import flanneld.main")
     assert not {"pyroute2", "http.server", "dotenv", "asyncio", "argparse"} & loaded
+
+
+def test_a_packet_pump_loads_little_so_that_it_is_there_soon() -> None:
+    loaded = loaded_after("import flanneld.network.pump.__main__")
+    assert "flanneld.network.pump.native" in loaded
+    assert not {"pyroute2", "urllib3", "subprocess", "json", "argparse"} & loaded

@@ -14,6 +14,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from importlib.machinery import EXTENSION_SUFFIXES
 from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
 from types import TracebackType
@@ -31,6 +32,7 @@ C = Path(native.__file__).with_name("udp_pump")
 OWN, PEER, STRANGER = "127.0.0.1", "127.0.0.2", "127.0.0.3"
 TUN_ADDRESS = "10.5.1.0"
 UDP_SEGMENT = 103  # linux/udp.h
+IP_MTU_DISCOVER = 10  # linux/in.h
 
 VNET_HEADER, MERGE_UDP, SEGMENT_SENDS, ACCEPT_ANY = 1, 2, 4, 8
 ALL, TSO, NONE = VNET_HEADER | MERGE_UDP | SEGMENT_SENDS, VNET_HEADER | SEGMENT_SENDS, SEGMENT_SENDS
@@ -179,7 +181,7 @@ def test_without_a_usable_library_the_reason_is_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None, reason: str
 ) -> None:
     if content is not None:
-        (tmp_path / f"_udp_pump{native.EXTENSION_SUFFIXES[0]}").write_bytes(content)
+        (tmp_path / f"_udp_pump{EXTENSION_SUFFIXES[0]}").write_bytes(content)
     monkeypatch.setattr(native, "__file__", str(tmp_path / "native.py"))
     native._library.cache_clear()
     try:
@@ -260,7 +262,7 @@ def wholes(draw: st.DrawFn) -> Whole:
     return Whole(packet, step, unfinished=True)
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(st.lists(wholes(), min_size=1, max_size=4))
 def test_many_in_one_go_out_as_a_card_would_cut_them(given: list[Whole]) -> None:
     with Pump() as pump:
@@ -498,7 +500,7 @@ def streams(draw: st.DrawFn) -> list[bytes]:
     return found
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(streams())
 def test_each_flow_arrives_as_it_was_and_in_order_corruption_included(given: list[bytes]) -> None:
     with Pump() as pump:
@@ -652,7 +654,28 @@ def test_thousands_of_peers_come_and_go_under_traffic(pump: Pump) -> None:
     assert pump.counter("not_a_peer") == pump.counter("no_route") == 0
 
 
-# ---- the end ----
+# ---- the socket, and the end ----
+
+
+@pytest.mark.parametrize(
+    ("option", "size", "limit"),
+    [(socket.SO_RCVBUF, 4 << 20, "rmem_max"), (socket.SO_SNDBUF, 1 << 20, "wmem_max")],
+)
+def test_the_socket_holds_a_lot_as_far_as_that_is_permitted(
+    pump: Pump, option: int, size: int, limit: str
+) -> None:
+    permitted = int(Path("/proc/sys/net/core", limit).read_text())
+    # The kernel counts double: half of it is for its own structures (socket(7)).
+    assert pump.wire.getsockopt(socket.SOL_SOCKET, option) >= 2 * min(size, permitted)
+
+
+def test_the_socket_is_left_as_it_was_found(pump: Pump) -> None:
+    before = pump.wire.getsockopt(socket.IPPROTO_IP, IP_MTU_DISCOVER)
+    pump.start("from_tun")
+    pump.outward(Whole(datagram()))
+    assert pump.wire.getsockopt(socket.IPPROTO_IP, IP_MTU_DISCOVER) != before
+    pump.stop()
+    assert pump.wire.getsockopt(socket.IPPROTO_IP, IP_MTU_DISCOVER) == before
 
 
 def test_a_stop_ends_both_loops(pump: Pump) -> None:

@@ -38,8 +38,11 @@ _VNET_HEADER, _MERGE_UDP, _SEGMENT_SENDS, _ACCEPT_ANY = 1, 2, 4, 8
 _FEATURES = {"all": _VNET_HEADER | _MERGE_UDP, "tso": _VNET_HEADER, "none": 0}
 
 # linux/udp.h, asm-generic/socket.h
-_UDP_SEGMENT, _UDP_GRO, _SO_RCVBUFFORCE = 103, 104, 33
-_RECEIVE_BUFFER = 4 << 20
+_UDP_SEGMENT, _UDP_GRO = 103, 104
+_SO_SNDBUFFORCE, _SO_RCVBUFFORCE = 32, 33
+#: Each of the two options, what is left without CAP_NET_ADMIN, and bytes. Of the kernel's 208 KiB three sends
+#: are enough to wait for the wire, and what comes while we are busy overflows them at once.
+_BUFFERS = ((_SO_RCVBUFFORCE, socket.SO_RCVBUF, 4 << 20), (_SO_SNDBUFFORCE, socket.SO_SNDBUF, 1 << 20))
 
 
 def available() -> str | None:
@@ -62,6 +65,7 @@ class NativePlane:
 
     def __init__(self, wire: Wire, offloads: str = "all") -> None:
         self._library = _library()
+        self._socket = wire.socket
         self._tun, self.offloads = _attach(wire.tun, offloads)
         features = _FEATURES[self.offloads] | (_ACCEPT_ANY if wire.accept_any else 0) | _tune(wire.socket)
         self._pump = self._library.udp_pump_new(
@@ -69,10 +73,10 @@ class NativePlane:
         )
         if not self._pump:
             self._tun.close()
+            _receive_whole(wire.socket, False)
             raise OSError(errno.ENOMEM, "no memory or descriptors left for the packet pump")
         # Not at exit, when the loops may still run.
         weakref.finalize(self, self._library.udp_pump_free, self._pump).atexit = False
-        log.debug("The packet pump of %s works with offloads: %s", wire.tun, self.offloads)
 
     def set_peer(self, subnet: IPv4Network, endpoint: IPv4Address) -> None:
         """Raises ``OSError`` when memory is short."""
@@ -87,19 +91,24 @@ class NativePlane:
 
     def run(self) -> None:
         results: list[int] = []
-        loops = (self._library.udp_pump_from_tun, self._library.udp_pump_from_wire)
-        threads = [
-            threading.Thread(target=lambda loop=loop: results.append(loop(self._pump)), daemon=True)
-            for loop in loops
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        self._tun.close()
-        for result in results:
-            if result:
-                raise OSError(result, f"the packet pump: {os.strerror(result)}")
+        threads: list[threading.Thread] = []
+        try:
+            for loop in (self._library.udp_pump_from_tun, self._library.udp_pump_from_wire):
+                thread = threading.Thread(
+                    target=lambda loop=loop: results.append(loop(self._pump)), daemon=True
+                )
+                thread.start()
+                threads.append(thread)
+            for thread in threads:
+                thread.join()
+        finally:
+            self.stop()
+            for thread in threads:
+                thread.join()
+            self._tun.close()
+            _receive_whole(self._socket, False)
+        for result in filter(None, results):
+            raise OSError(result, f"the packet pump: {os.strerror(result)}")
 
     def stop(self) -> None:
         self._library.udp_pump_stop(self._pump)
@@ -146,13 +155,16 @@ def _attach(name: str, offloads: str) -> tuple[FileIO, str]:
         # The kernel would make it, but without an address or a route.
         raise OSError(errno.ENODEV, f"there is no device {name}")
     levels = list(OFFLOADS)[list(OFFLOADS).index(offloads) :]
-    for level in levels:
+    for level in levels[:-1]:
         try:
             return _attach_with(name, OFFLOADS[level]), level
         except OSError as error:
-            if error.errno != errno.EINVAL or level == levels[-1]:
+            if error.errno != errno.EINVAL:
                 raise
-    raise ValueError(offloads)
+            log.info(
+                "An older kernel: %s cannot have all offloads that a newer one has (not %r)", name, level
+            )
+    return _attach_with(name, OFFLOADS[levels[-1]]), levels[-1]
 
 
 def _attach_with(name: str, features: int) -> FileIO:
@@ -172,16 +184,27 @@ def _attach_with(name: str, features: int) -> FileIO:
 def _tune(descriptor: int) -> int:
     """Prepare the socket; returns the features of the pump that it can do."""
     with socket.socket(fileno=os.dup(descriptor)) as wire:
-        try:
-            wire.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _RECEIVE_BUFFER)
-        except PermissionError:
-            wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER)
-        features = 0
-        for option, value, feature in ((_UDP_GRO, 1, 0), (_UDP_SEGMENT, 0, _SEGMENT_SENDS)):
+        for forced, permitted, size in _BUFFERS:
             try:
-                wire.setsockopt(socket.IPPROTO_UDP, option, value)
-                features |= feature
-            except OSError as error:
-                if error.errno != errno.ENOPROTOOPT:  # An old kernel: Linux 5.0 has both.
-                    raise
-    return features
+                wire.setsockopt(socket.SOL_SOCKET, forced, size)
+            except PermissionError:
+                wire.setsockopt(socket.SOL_SOCKET, permitted, size)
+    _receive_whole(descriptor, True)
+    return _SEGMENT_SENDS if _set(descriptor, _UDP_SEGMENT, 0) else 0
+
+
+def _receive_whole(descriptor: int, wanted: bool) -> None:
+    """Take many datagrams as one, or no longer: another plane would not understand it."""
+    _set(descriptor, _UDP_GRO, int(wanted))
+
+
+def _set(descriptor: int, option: int, value: int) -> bool:
+    """Set an option of UDP, if the kernel has it: from Linux 5.0 on it has both of ours."""
+    with socket.socket(fileno=os.dup(descriptor)) as wire:
+        try:
+            wire.setsockopt(socket.IPPROTO_UDP, option, value)
+        except OSError as error:
+            if error.errno != errno.ENOPROTOOPT:
+                raise
+            return False
+    return True

@@ -178,8 +178,9 @@ static void send_alone(struct pump *pump, const struct msghdr *header, size_t by
     count_sent(pump, &(struct message){.segments = 1, .bytes = bytes});
 }
 
-/* IP_PMTUDISC_DO gives a send with UDP_SEGMENT the DF bit which all that fits the MTU has with flannel's proxy,
- * that is, under IP_PMTUDISC_WANT, the default; what does not fit is in fragments under the latter alone. */
+/* flannel's proxy leaves the socket at IP_PMTUDISC_WANT: what fits the MTU has the DF bit, the rest goes in
+ * fragments. A send with UDP_SEGMENT gets this bit only under IP_PMTUDISC_DO, which refuses what does not fit.
+ * So DO is the rule, and WANT is for what was refused. */
 static void discover(const struct pump *pump, const struct outbox *box, int how)
 {
     if (box->whole != box->in_parts)

@@ -41,22 +41,18 @@ struct inbox {
 static void emit(struct pump *pump, struct inbox *box, struct vnet_header vnet, struct iovec *parts,
                  unsigned segments)
 {
-    ssize_t written = -1;
     parts[0] = (struct iovec){&vnet, pump->vnet};
-    while (!stopped(pump)) {
-        written = writev(pump->tun, parts, (int)segments + 1);
-        if (written >= 0 || (errno != EAGAIN && errno != EINTR))
-            break;
+    while (writev(pump->tun, parts, (int)segments + 1) < 0) {
+        if (stopped(pump) || (errno != EAGAIN && errno != EINTR)) {
+            count(pump, WRITE_FAILED, segments);
+            if (errno == EBADFD) /* The TUN has gone, and with it all that was to come. */
+                box->error = errno;
+            return;
+        }
         if (errno == EAGAIN)
             wait_for(pump, pump->tun, POLLOUT);
     }
-    if (written >= 0) {
-        count(pump, RECEIVED_PACKETS, segments);
-        return;
-    }
-    count(pump, WRITE_FAILED, segments);
-    if (errno == EBADFD) /* The TUN has gone, and with it all that was to come. */
-        box->error = errno;
+    count(pump, RECEIVED_PACKETS, segments);
 }
 
 static void emit_packet(struct pump *pump, struct inbox *box, uint8_t *ip, size_t length)
@@ -152,13 +148,16 @@ static bool continues(const struct flow *flow, const uint8_t *ip, size_t header,
         && (flow->transport == &UDP || continues_tcp(flow, ip + IPV4_LEAST));
 }
 
-static void open_flow(struct pump *pump, struct inbox *box, struct flow flow, size_t length)
+static void open_flow(struct pump *pump, struct inbox *box, uint8_t *ip, size_t length, size_t header,
+                      const struct transport *transport)
 {
     if (box->flows == FLOWS)
         close_flows(pump, box);
-    struct flow *opened = box->open[box->flows++];
-    memcpy(opened, &flow, offsetof(struct flow, part));
-    opened->part[1] = (struct iovec){flow.ip, length};
+    struct flow *flow = box->open[box->flows++];
+    flow->ip = ip, flow->transport = transport;
+    flow->header = header, flow->segment = flow->bytes = length - header;
+    flow->segments = 1;
+    flow->part[1] = (struct iovec){ip, length};
 }
 
 /* A packet of a flow: joined to those before it, kept for those to come, or sent on behind what was kept. */
@@ -181,7 +180,7 @@ static void merge(struct pump *pump, struct inbox *box, uint8_t *ip, size_t leng
         close_flow(pump, box, number);
     }
     if (header && !push)
-        open_flow(pump, box, (struct flow){ip, transport, header, size, size, 1, {{0}}}, length);
+        open_flow(pump, box, ip, length, header, transport);
     else
         emit_packet(pump, box, ip, length);
 }
