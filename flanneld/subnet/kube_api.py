@@ -19,6 +19,7 @@ from flanneld import __version__
 from flanneld.errors import Retryable
 from flanneld.glog import V
 from flanneld.subnet.kube_access import Access, Session
+from flanneld.subnet.kube_nodes import decoded
 from flanneld.subnet.line import Line, Unreachable
 
 log = logging.getLogger(__name__)
@@ -130,7 +131,7 @@ class Api:
             response = self._send(method, target, body, headers, self._timeouts.read)
             try:
                 with response:
-                    answer = json.loads(response.read())
+                    answer = decoded(response.read())
             except (HTTPError, HTTPException, OSError, ValueError, RecursionError) as error:
                 raise self._lost(error) from None
             if not isinstance(answer, dict):
