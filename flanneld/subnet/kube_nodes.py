@@ -83,7 +83,7 @@ def decoded(text: bytes) -> Any:
     while (start := text.find(_IMAGES, place)) >= 0:
         start += len(_IMAGES)
         pieces.append(text[place:start])
-        # ContainerImage of core/v1 has names and a size: no object in it, so the first that ends a list ends ours.
+        # ContainerImage of core/v1 holds no objects, so the first one that ends a list ends ours.
         end = text.find(b"}]", start) + 1 if text.startswith(b"{", start) else 0
         place = end or start
     try:
