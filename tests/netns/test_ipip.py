@@ -326,7 +326,7 @@ def test_direct_routing_turned_off_and_on_leaves_no_route_of_the_other_kind(rout
 # ---- the others -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("other", ["vxlan", "host-gw"])
+@pytest.mark.parametrize("other", ["vxlan", "host-gw", "udp"])
 def test_the_other_backends_work_on_this_kernel_too(lab: Lab, other: str) -> None:
     nodes = lab.cluster({"Type": other})
     connect(nodes)
