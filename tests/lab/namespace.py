@@ -18,6 +18,9 @@ from tests.lab.wait import wait_for
 RUN = Path("/run/netns")
 CLONE_NEWNET = 0x40000000  # linux/sched.h
 
+#: What ``ip`` and ``bridge`` say of a device that is not there, or goes while they look.
+_NO_DEVICE = ("does not exist", "Cannot find device", "No such device")
+
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -88,7 +91,7 @@ class Namespace:
         tool, *rest = command
         done = run(tool, "-n", self.name, *rest, check=False)
         if done.returncode != 0:
-            if "does not exist" in done.stderr or "Cannot find device" in done.stderr:
+            if any(words in done.stderr for words in _NO_DEVICE):
                 return []
             raise CommandError(f"{self.name}: {' '.join(command)}: {done.stderr.strip()}")
         return [row for row in json.loads(done.stdout or "[]") if row]
