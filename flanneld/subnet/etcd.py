@@ -69,6 +69,7 @@ class EtcdManager:
         is_elsewhere: Callable[[str], bool] = lambda _: False,
     ) -> None:
         root = client.root(prefix)
+        self.api = client.api
         self.config_key = posixpath.join(root, "config")
         self._reader = LeaseReader(posixpath.join(root, "subnets"))
         self._requests = client

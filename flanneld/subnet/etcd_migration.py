@@ -24,7 +24,10 @@ from flanneld.subnet.etcd_leases import LeaseReader
 from flanneld.subnet.etcd_transport import Timeouts, Transport
 
 #: A lease of v3 that ends so many seconds before that of v2 is no copy of it any more.
-TOLERANCE = 60.0
+TOLERANCE = 300.0
+#: What is prolonged ends so much earlier than in v2: a daemon takes a full term in its own lease for the
+#: write of another node with its address.
+CURTAILMENT = 120.0
 #: How often to look again because somebody else was quicker.
 TRIES = 10
 
@@ -117,7 +120,9 @@ class Migration:
 
     def _write(self, lease: Lease, path: str, found: Node | None) -> bool:
         value = format_attrs(lease.attrs, with_ipv6=True)
-        left = None if lease.expires is None else max(1, round(lease.expires - clock.now()))
+        left = None
+        if lease.expires is not None:
+            left = max(1, round(lease.expires - clock.now() - (CURTAILMENT if found else 0.0)))
         if self._dry_run:
             pass
         elif found:

@@ -117,7 +117,7 @@ def test_what_was_renewed_or_reserved_since_is_prolonged(cluster: Cluster) -> No
     first, second, _ = cluster.migrate()[1]
     assert first.startswith("prolonged subnets/10.5.1.0-24")
     assert second == "prolonged subnets/10.5.2.0-24, a reservation"
-    assert (cluster.ttl(1) or 0) > 4900
+    assert (cluster.ttl(1) or 0) > 4800
     assert cluster.ttl(2) is None
 
 
