@@ -27,7 +27,10 @@ from flanneld.subnet.manager import LONGEST_SILENCE, Cancelled, Deliver
 
 log = logging.getLogger(__name__)
 
-#: Whether the daemon watches all leases or its own: a watch of one API, given what to call now and then.
+#: An operator who revokes a lease cannot do so in both at once. So many seconds are enough for a script.
+GRACE = 1.0
+
+#: A watch of one API, of all leases or of our own, given what to call now and then.
 _Watch = Callable[[EtcdManager, Callable[[], None]], None]
 
 
@@ -43,6 +46,7 @@ class EtcdOfBoth:
         #: Those that are there.
         self._sides: Sequence[EtcdManager] = managers
         self._once = Once()
+        self._closed = threading.Event()
         self._own = OwnInBoth(side.api for side in managers)
         self._own_lock = threading.Lock()
         #: By API, what is done of a renewal that has not succeeded in each yet, and what it writes.
@@ -100,8 +104,12 @@ class EtcdOfBoth:
         raise Retryable(f"other nodes were quicker {TRIES} times in a row", "nothing to do but wait")
 
     def renew(self, lease: Lease) -> Lease:
+        if self._own.missing and self._closed.wait(GRACE):
+            raise Cancelled
         problems: list[Retryable] = []
         with self._own_lock:
+            if self._own.is_gone:
+                raise Retryable(f"the lease {lease} has gone from both APIs of etcd")
             if lease.attrs != self._announced:
                 self._done.clear()
             self._announced = lease.attrs
@@ -149,6 +157,7 @@ class EtcdOfBoth:
             side.reconnect()
 
     def close(self) -> None:
+        self._closed.set()
         for side in self._all:
             side.close()
 

@@ -38,6 +38,15 @@ class OwnInBoth:
     def is_reserved(self) -> bool:
         return any(half.is_there and half.expires is None for half in self._halves.values())
 
+    @property
+    def missing(self) -> int:
+        """How many halves are not there."""
+        return sum(not half.is_there for half in self._halves.values())
+
+    @property
+    def is_gone(self) -> bool:
+        return self.missing == len(self._halves)
+
     def ends(self, name: str) -> float | None:
         """When that half ends, as in ``Lease``; minus infinity if it is not there."""
         half = self._halves[name]
@@ -77,7 +86,7 @@ class OwnInBoth:
                 return [] if same else [Added(replace(self._ending(now), attrs=lease.attrs))]
             case Removed():
                 self._halves[name] = replace(half, is_there=False)
-        if not any(each.is_there for each in self._halves.values()):
+        if self.is_gone:
             return [Removed(self._lease.key)]
         return [Added(self._ending(now))]
 
@@ -87,7 +96,7 @@ class OwnInBoth:
     def _ending(self, now: float) -> Lease:
         """The whole; if a half is missing, it ends now."""
         whole = self.whole()
-        return whole if all(each.is_there for each in self._halves.values()) else replace(whole, expires=now)
+        return replace(whole, expires=now) if self.missing else whole
 
     def _rank(self, name: str) -> int:
         return list(self._halves).index(name)
