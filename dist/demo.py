@@ -21,7 +21,7 @@ from tests.lab.etcd import PREFIX
 from tests.vm import machine
 
 BOLD, PLAIN = ("\033[1m", "\033[0m") if sys.stdout.isatty() and "NO_COLOR" not in os.environ else ("", "")
-BACKENDS = ["vxlan", "host-gw", "ipip"]
+BACKENDS = ("vxlan", "host-gw", "udp", "ipip")
 FAILURES = (AssertionError, CommandError, EtcdError, OSError)
 ROUND_TRIP = re.compile(r"= [\d.]+/([\d.]+)/")
 
@@ -137,7 +137,7 @@ class Tour:
         near, far, lost = others[0].container(), node.container(), node.subnet()
         status, seconds = node.stop()
         self.check(status == 0, f"it ended with status {status} after {seconds * 1000:.0f} ms")
-        self.check(near.reaches(far), "its containers are still reached: the kernel forwards, not the daemon")
+        self.check(near.reaches(far), "its containers are still reached: what forwards is not the daemon")
 
         headline(f"Its lease {lost} is deleted")
         begin = time.monotonic()

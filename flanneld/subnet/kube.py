@@ -216,7 +216,7 @@ class _Member:
         self.lease = lease
         self.config = config
         self._name = name
-        self._table = NodeTable(name, config)
+        self._table = NodeTable(name, lease.key, config)
         self._state = state
         self.upkeep = Upkeep(own_node, config, lambda: self.lease, self._save)
 

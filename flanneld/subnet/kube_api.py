@@ -19,6 +19,7 @@ from flanneld import __version__
 from flanneld.errors import Retryable
 from flanneld.glog import V
 from flanneld.subnet.kube_access import Access, Session
+from flanneld.subnet.kube_nodes import decoded
 from flanneld.subnet.line import Line, Unreachable
 
 log = logging.getLogger(__name__)
@@ -98,7 +99,9 @@ class Api:
         Silence ends it with ``Expired``.
         """
         with self._turn:
-            response = self._send("GET", _target(path, query), None, {}, self._timeouts.silence)
+            response = self._send("GET", _target(path, query))
+            if response.connection and response.connection.sock:
+                response.connection.sock.settimeout(self._timeouts.silence)
             try:
                 with response:
                     yield self._pieces(response)
@@ -127,10 +130,10 @@ class Api:
     def _ask(self, method: str, target: str, body: str | None = None, kind: str = "") -> dict[str, Any]:
         headers = {"Content-Type": kind} if kind else {}
         with self._turn:
-            response = self._send(method, target, body, headers, self._timeouts.read)
+            response = self._send(method, target, body, headers)
             try:
                 with response:
-                    answer = json.loads(response.read())
+                    answer = decoded(response.read())
             except (HTTPError, HTTPException, OSError, ValueError, RecursionError) as error:
                 raise self._lost(error) from None
             if not isinstance(answer, dict):
@@ -141,7 +144,7 @@ class Api:
             return answer
 
     def _send(
-        self, method: str, target: str, body: str | None, headers: Mapping[str, str], patience: float
+        self, method: str, target: str, body: str | None = None, headers: Mapping[str, str] | None = None
     ) -> Any:
         """Ask, and return the answer with its body unread. Only good answers come back."""
         self._line.check()
@@ -151,9 +154,9 @@ class Api:
             response = self._session.request(
                 method,
                 target,
-                {"User-Agent": _AGENT, "Accept": "application/json", **headers},
+                {"User-Agent": _AGENT, "Accept": "application/json", **(headers or {})},
                 body=body,
-                timeout=Timeout(connect=self._timeouts.connect, read=patience),
+                timeout=Timeout(connect=self._timeouts.connect, read=self._timeouts.read),
             )
         except (Unreachable, HTTPError, HTTPException, OSError, ValueError) as error:
             raise self._lost(error) from None

@@ -6,6 +6,7 @@ kube.go), so both share one cluster.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -34,6 +35,8 @@ SUFFIXES = (
 )
 
 _PREFIX = re.compile(r"(?:[a-z0-9_-]+\.)+[a-z0-9_-]+/(?:[a-z0-9_-]+-)?")
+#: Within a JSON text these bytes can be nothing but a key: in a string the second quote would be escaped.
+_IMAGES = b'"images":['
 _ADDRESS: Mapping[Family, type[IPAddress]] = {4: IPv4Address, 6: IPv6Address}
 #: So many podCIDRs a node may have, at most one of each family.
 _MOST_CIDRS = 2
@@ -67,6 +70,26 @@ def full_prefix(text: str) -> str:
             f"give a domain in lower case, with one slash at most: {DEFAULT_PREFIX} or example.org/one",
         )
     return prefix
+
+
+def decoded(text: bytes) -> Any:
+    """Decode JSON of the API, without the lists of images: they are most of a node, and of the work.
+
+    Raises ``ValueError`` or ``RecursionError``.
+    """
+    if _IMAGES not in text:
+        return json.loads(text)
+    pieces, place = [], 0
+    while (start := text.find(_IMAGES, place)) >= 0:
+        start += len(_IMAGES)
+        pieces.append(text[place:start])
+        # ContainerImage of core/v1 holds no objects, so the first one that ends a list ends ours.
+        end = text.find(b"}]", start) + 1 if text.startswith(b"{", start) else 0
+        place = end or start
+    try:
+        return json.loads(b"".join([*pieces, text[place:]]))
+    except ValueError:
+        return json.loads(text)
 
 
 class NodeReader:

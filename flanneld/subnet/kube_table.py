@@ -31,8 +31,9 @@ class NodeTable:
     podCIDR the first by name has it, on every node of the cluster alike.
     """
 
-    def __init__(self, own: str, config: Config) -> None:
+    def __init__(self, own: str, own_key: LeaseKey, config: Config) -> None:
         self._own = own
+        self._own_key = own_key
         self._config = config
         self._entries: dict[str, _Entry] = {}
         self._holders: dict[LeaseKey, list[str]] = {}
@@ -111,6 +112,10 @@ class NodeTable:
         return [Added(heir)] if had_it and heir else []
 
     def _enter(self, name: str, lease: Lease) -> list[Event]:
+        if lease.key == self._own_key:
+            self._once.warn(
+                log, name, f"Ignoring node {name}: it has our own podCIDR {lease}; give each its own"
+            )
         holders = self._holders.setdefault(lease.key, [])
         if name not in holders:
             holders.append(name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import random
 import threading
@@ -15,7 +14,7 @@ from flanneld.errors import Refused, Retryable
 from flanneld.glog import V
 from flanneld.model import Event
 from flanneld.subnet.kube_api import NODES, Api, Expired, Refusal
-from flanneld.subnet.kube_nodes import Node, NodeReader, child, items
+from flanneld.subnet.kube_nodes import Node, NodeReader, child, decoded, items
 from flanneld.subnet.manager import Cancelled, Deliver
 
 log = logging.getLogger(__name__)
@@ -88,7 +87,7 @@ class Lines:
 def decode(line: bytes) -> tuple[str, dict[str, Any]]:
     """Type and object of one event. Raises ``Expired``, or ``ListAgain`` for what makes no sense."""
     try:
-        event = json.loads(line)
+        event = decoded(line)
         kind, obj = event["type"], event["object"]
     except (ValueError, KeyError, TypeError, RecursionError):
         kind = obj = None

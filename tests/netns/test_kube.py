@@ -69,6 +69,20 @@ def test_both_families_take_part(lab: Lab, backend: dict[str, Any]) -> None:
     ring(nodes)
 
 
+def test_ipv6_alone_takes_no_ipv4_podcidr(lab: Lab) -> None:
+    write_net_conf(lab, VXLAN, **DUAL_STACK, EnableIPv4=False)
+    nodes = lab.add_nodes(2)
+    for node in nodes:
+        lab.kube.add(node, f"fc00:5:0:{node.number}::/64")
+        start(lab, node)
+    for node in nodes:
+        node.wait_ready(10)
+        assert sorted(notes(lab, node)) == [
+            "backend-type", "backend-v6-data", "kube-subnet-manager", "public-ipv6"
+        ]  # fmt: skip
+    ring(nodes)
+
+
 def test_a_change_in_one_family_only_is_followed(lab: Lab) -> None:
     write_net_conf(lab, VXLAN, **DUAL_STACK)
     (node,) = lab.add_nodes()

@@ -135,6 +135,7 @@ def test_a_node_with_our_pod_cidr_does_not_cut_us_off(lab: Lab) -> None:
         lab.kube.control.put_node("zz", first.subnet(), annotations=peer(77))
         wait_for_news(lab, second)
         wait_for_news(lab, first)
+        assert "node zz: it has our own podCIDR" in first.log()
         assert first.running
         assert ping.lost() == 0
 

@@ -400,6 +400,13 @@ def test_a_silent_server_is_left(cluster: Cluster) -> None:
     cluster.wait_for(2)
 
 
+def test_a_watch_that_is_not_even_begun_is_given_up_sooner_than_a_quiet_one(cluster: Cluster) -> None:
+    cluster.fault(verb="watch", delay=60)
+    cluster.join(cluster.open(timeouts=Timeouts(2.0, 0.3, silence=60.0)))
+    cluster.put_peer(2)
+    cluster.wait_for(2)
+
+
 def test_a_server_whose_versions_went_back_is_listed_again(cluster: Cluster) -> None:
     cluster.join(cluster.open(timeouts=Timeouts(2.0, 2.0, silence=0.3)))
     wait_for(lambda: cluster.control.watches() == 1)

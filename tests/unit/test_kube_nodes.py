@@ -20,6 +20,7 @@ from flanneld.subnet.kube_nodes import (
     Node,
     NodeReader,
     changed_notes,
+    decoded,
     full_prefix,
     key_of,
     lease_of,
@@ -141,6 +142,45 @@ def test_whatever_comes_as_a_node_is_read_or_refused(value: Any) -> None:
     except Refused:
         return
     assert node.name
+
+
+IMAGE = {"names": ["registry.example.org/a@sha256:00", "registry.example.org/a:v1"], "sizeBytes": 5}
+
+
+def compact(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def some_node(images: Any) -> dict[str, Any]:
+    return api_node(podCIDR="10.5.1.0/24") | {"status": {"images": images, "conditions": [{"type": "Ready"}]}}
+
+
+def test_images_are_left_out_and_nothing_else() -> None:
+    listing = {
+        "items": [some_node(images) for images in ([IMAGE], [], [IMAGE] * 3, None)],
+        "metadata": {"continue": "x"},
+    }
+    wanted = {"items": [some_node(images) for images in ([], [], [], None)], "metadata": {"continue": "x"}}
+    assert decoded(compact(listing)) == wanted
+    assert decoded(compact(some_node([IMAGE]))) == some_node([])
+
+
+@pytest.mark.parametrize(
+    "images",
+    [[{"names": ["}]"]}], [[]], [{}], ["a"], [{"a": {"b": [{}]}}], [IMAGE, {"names": ['"images":[']}]],
+)
+def test_strange_images_spoil_nothing_else(images: Any) -> None:
+    found = decoded(compact({"items": [some_node(images), some_node([IMAGE])]}))
+    assert [node["spec"] for node in found["items"]] == [{"podCIDR": "10.5.1.0/24"}] * 2
+    assert [node["status"]["conditions"] for node in found["items"]] == [[{"type": "Ready"}]] * 2
+
+
+@given(json_values)
+def test_what_is_not_about_images_is_decoded_as_it_is(value: Any) -> None:
+    assert decoded(compact(value)) == value
+    assert decoded(compact({"text": compact({"images": [value]}).decode()})) == {
+        "text": compact({"images": [value]}).decode()
+    }
 
 
 # ---- leases ---------------------------------------------------------------------------------------

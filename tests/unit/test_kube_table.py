@@ -51,7 +51,7 @@ def by_key(leases: Iterable[Lease]) -> dict[LeaseKey, Lease]:
 
 @pytest.fixture
 def table() -> NodeTable:
-    return NodeTable("own", CONFIG)
+    return NodeTable("own", OWN.key, CONFIG)
 
 
 def test_a_new_node_is_a_lease_and_its_heartbeats_are_nothing(table: NodeTable) -> None:
@@ -79,6 +79,11 @@ def test_losing_the_managed_annotation_is_a_removal(table: NodeTable) -> None:
 
 def test_our_own_node_is_nobodys_peer(table: NodeTable) -> None:
     assert table.put(node("own", 1)) == []
+
+
+def test_a_node_with_our_pod_cidr_is_named(table: NodeTable, caplog: pytest.LogCaptureFixture) -> None:
+    table.put(node("a", 0))
+    assert "node a: it has our own podCIDR 10.5.0.0/24" in caplog.text
 
 
 def test_a_deleted_node_is_gone_once(table: NodeTable) -> None:
@@ -150,7 +155,7 @@ changes = st.lists(puts | names, max_size=12)
 
 @given(changes)
 def test_news_one_by_one_and_a_list_lead_to_the_same(history: list[Node | str]) -> None:
-    one_by_one, there = NodeTable("own", CONFIG), dict[str, Node]()
+    one_by_one, there = NodeTable("own", OWN.key, CONFIG), dict[str, Node]()
     told = LeaseTable(OWN.key, synced=True)
     for item in history:
         events: list[Event]
@@ -162,5 +167,5 @@ def test_news_one_by_one_and_a_list_lead_to_the_same(history: list[Node | str]) 
             events = one_by_one.put(item)
         for event in events:
             told.apply(event)
-    listed = NodeTable("own", CONFIG).replace(there.values(), OWN)
+    listed = NodeTable("own", OWN.key, CONFIG).replace(there.values(), OWN)
     assert by_key(listed.leases) == by_key([*told, OWN])

@@ -73,7 +73,8 @@ class Running:
 
     def _run(self) -> None:
         self.device_stays.append(self.server.serve())
-        self.server.close()
+        for each in (self.server._listener, *self.server._connections.values()):
+            each.close()
 
     def ended(self) -> bool:
         self.thread.join(5)

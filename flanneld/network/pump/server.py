@@ -63,12 +63,6 @@ class Server:
         self._thread.join(_STOP_PATIENCE)
         return self._device_stays
 
-    def close(self) -> None:
-        """Tell all who are connected that nothing of the pump is left."""
-        self._listener.close()
-        for connection in self._connections.values():
-            connection.close()
-
     def _carry(self) -> None:
         try:
             self._plane.run()
