@@ -14,7 +14,7 @@ from flanneld import clock
 from flanneld.config import Config, ConfigError
 from flanneld.errors import Retryable
 from flanneld.glog import Once, V
-from flanneld.model import Event, IPAddress, Lease, LeaseAttrs, LeaseKey, name_of
+from flanneld.model import Event, IPAddress, Lease, LeaseAttrs, LeaseKey, Snapshot, name_of
 from flanneld.subnet.allocate import fits, overlap
 from flanneld.subnet.etcd import SUBNET_TTL, TRIES, EtcdManager, LeaseTaken, node_address
 from flanneld.subnet.etcd_http import NoSuchApi
@@ -130,9 +130,11 @@ class EtcdOfBoth:
         def hear(api: str, events: list[Event]) -> None:
             with lock:
                 told = [news for event in events for news in union.fold(api, event)]
-                self._warn_of_disputes(union, told)
                 if told:
                     deliver(told)
+                # Not at each event: a node that changes its address cannot do so in both at once.
+                if any(isinstance(event, Snapshot) for event in told):
+                    self._warn_of_disputes(union)
 
         self._watch_all(lambda side, beat: side.watch(lambda events: hear(side.api, events), beat), alive)
 
@@ -266,16 +268,15 @@ class EtcdOfBoth:
             thread.join()
         raise next((each for each in failures if not isinstance(each, Cancelled)), Cancelled())
 
-    def _warn_of_disputes(self, union: LeaseUnion, events: list[Event]) -> None:
-        for event in events:
-            for one, other in union.disputed(event):
-                first, second = (side.api for side in self._sides)
-                self._once.warn(
-                    log,
-                    one.key,
-                    f"The lease {one} belongs to node {node_address(one.attrs)} in {first}, which counts, and"
-                    f" to {node_address(other.attrs)} in {second}: remove the one that is wrong",
-                )
+    def _warn_of_disputes(self, union: LeaseUnion) -> None:
+        for one, other in union.disputes():
+            first, second = (side.api for side in self._sides)
+            self._once.warn(
+                log,
+                one.key,
+                f"The lease {one} belongs to node {node_address(one.attrs)} in {first}, which counts, and"
+                f" to {node_address(other.attrs)} in {second}: remove the one that is wrong",
+            )
 
 
 def _ours(

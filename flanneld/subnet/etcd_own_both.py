@@ -15,8 +15,9 @@ _MASK = (1 << _BITS) - 1
 
 @dataclass(frozen=True, slots=True)
 class _Half:
-    """What one keyspace has of us. ``asof`` is when it was last heard of, ``expires`` as in ``Lease``."""
+    """What one keyspace has of us: ``written`` when we did so last, ``asof`` when anybody did."""
 
+    written: int = 0
     asof: int = 0
     is_there: bool = False
     expires: float | None = None
@@ -54,7 +55,7 @@ class OwnInBoth:
 
     def written(self, name: str, lease: Lease) -> None:
         """We have written that half."""
-        self._halves[name] = _Half(lease.asof, is_there=True, expires=lease.expires)
+        self._halves[name] = _Half(lease.asof, lease.asof, is_there=True, expires=lease.expires)
         self._lease = lease
 
     def whole(self) -> Lease:
@@ -67,8 +68,8 @@ class OwnInBoth:
         )
 
     def asof(self, name: str, whole: int) -> int:
-        """The index of one keyspace in a number of the whole."""
-        return whole >> (_BITS * self._rank(name)) & _MASK
+        """The index of one keyspace in a number of the whole, or of our own last write if that is later."""
+        return max(whole >> (_BITS * self._rank(name)) & _MASK, self._halves[name].written)
 
     def hear(self, name: str, event: Event, now: float) -> list[Event]:
         """What the watch of one keyspace tells, for the keeper. What we wrote ourselves is no news."""
@@ -81,7 +82,7 @@ class OwnInBoth:
                 return [Added(replace(self._ending(now), attrs=lease.attrs))]
             case Added(lease) if self._is_ours(lease) and lease.asof >= half.asof:
                 # Somebody else has put it back, as a migration does.
-                self._halves[name] = _Half(lease.asof, is_there=True, expires=lease.expires)
+                self._halves[name] = replace(half, asof=lease.asof, is_there=True, expires=lease.expires)
                 same = lease.attrs == self._lease.attrs
                 return [] if same else [Added(replace(self._ending(now), attrs=lease.attrs))]
             case Removed():

@@ -60,11 +60,11 @@ class LeaseUnion:
             return [self._snapshot()]
         return [Added(lease) for lease in self._leases()]
 
-    def disputed(self, event: Event) -> Iterator[tuple[Lease, Lease]]:
-        """Its leases that two sides give to different nodes, each time first the one that counts."""
-        for key in _keys_of(event):
-            found = [side.leases[key] for side in self._sides.values() if key in side.leases]
-            if len({(lease.attrs.public_ip, lease.attrs.public_ipv6) for lease in found}) > 1:
+    def disputes(self) -> Iterator[tuple[Lease, Lease]]:
+        """The leases that two sides give to different nodes, each time first the one that counts."""
+        for lease in self._leases():
+            found = [side.leases[lease.key] for side in self._sides.values() if lease.key in side.leases]
+            if len({(each.attrs.public_ip, each.attrs.public_ipv6) for each in found}) > 1:
                 yield found[0], found[1]
 
     def _said(self, key: LeaseKey) -> list[Event]:
@@ -88,13 +88,3 @@ class LeaseUnion:
         leases = tuple(self._leases())
         unreadable = {key for side in self._sides.values() for key in side.unreadable}
         return Snapshot(leases, frozenset(unreadable - {lease.key for lease in leases}))
-
-
-def _keys_of(event: Event) -> list[LeaseKey]:
-    match event:
-        case Added(lease):
-            return [lease.key]
-        case Removed(key):
-            return [key]
-        case Snapshot(leases):
-            return [lease.key for lease in leases]

@@ -6,6 +6,7 @@ import itertools
 import json
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from ipaddress import IPv4Address, IPv4Network
 from typing import Any, Self
 
@@ -331,6 +332,13 @@ def test_a_renewal_renews_both(node: Node) -> None:
     assert renewed.asof > lease.asof
     for api in APIS:
         assert (node.get(api, lease) or {})["modifiedIndex"] > first[api]
+
+
+def test_a_new_address_is_announced_in_both(node: Node) -> None:
+    lease = node.join()
+    for number in (5, 6):
+        lease = node.manager.renew(replace(lease, attrs=attrs(number)))
+        assert set(node.owners("v2").values()) == set(node.owners("v3").values()) == {f"192.0.2.{number}"}
 
 
 def test_a_subnet_that_another_node_took_in_one_is_not_taken_back(node: Node) -> None:
