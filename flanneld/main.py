@@ -31,6 +31,7 @@ from flanneld.supervisor import Supervisor
 
 if TYPE_CHECKING:
     from flanneld.firewall import Firewall
+    from flanneld.subnet.etcd_endpoints import EtcdOptions
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +69,8 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         return _print(f"flanneld: {wrong}\n", status=1)
     if wanted.cleanup:
         return _clean_up(wanted)
+    if wanted.migrate_etcd_v2_to_v3:
+        return _migrate(wanted)
     sys.setswitchinterval(_SWITCH_INTERVAL)
     gc.freeze()
     gc.set_threshold(_GARBAGE)
@@ -352,19 +355,21 @@ def open_manager(wanted: Options, environ: Mapping[str, str]) -> SubnetManager:
             environ,
         )
     from flanneld.subnet.etcd_choice import open_etcd
+
+    return open_etcd(_etcd_options(wanted), wanted.etcd_api)
+
+
+def _etcd_options(wanted: Options) -> EtcdOptions:
     from flanneld.subnet.etcd_endpoints import EtcdOptions
 
-    return open_etcd(
-        EtcdOptions(
-            endpoints=wanted.etcd_endpoints,
-            prefix=wanted.etcd_prefix,
-            username=wanted.etcd_username,
-            password=wanted.etcd_password,
-            keyfile=wanted.etcd_keyfile,
-            certfile=wanted.etcd_certfile,
-            cafile=wanted.etcd_cafile,
-        ),
-        wanted.etcd_api,
+    return EtcdOptions(
+        endpoints=wanted.etcd_endpoints,
+        prefix=wanted.etcd_prefix,
+        username=wanted.etcd_username,
+        password=wanted.etcd_password,
+        keyfile=wanted.etcd_keyfile,
+        certfile=wanted.etcd_certfile,
+        cafile=wanted.etcd_cafile,
     )
 
 
@@ -387,6 +392,19 @@ def _clean_up(wanted: Options) -> int:
     saved = State(wanted.state_dir).path
     complete = clean_up(Path(wanted.subnet_file), saved, print, dry_run=wanted.dry_run)
     sys.stdout.flush()
+    return 0 if complete else 1
+
+
+def _migrate(wanted: Options) -> int:
+    # Only once in the life of a cluster.
+    from flanneld.subnet.etcd_migration import migrate
+
+    try:
+        complete = migrate(_etcd_options(wanted), print, dry_run=wanted.dry_run)
+    except (Fatal, Retryable) as failure:
+        return _print(f"flanneld: {failure}\n", status=1)
+    finally:
+        sys.stdout.flush()
     return 0 if complete else 1
 
 

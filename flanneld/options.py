@@ -162,8 +162,8 @@ class Options:
     etcd_api: str = _flag(
         "etcd-api",
         "auto",
-        "`API` of etcd: v2, v3, or auto for the one with a network config",
-        _one_of("auto", "v2", "v3"),
+        "`API` of etcd: v2, v3, both during a move, or auto for the one with a network config",
+        _one_of("auto", "v2", "v3", "both"),
     )
     iface: tuple[str, ...] = _flag(
         "iface",
@@ -242,7 +242,10 @@ class Options:
         "read the leases again before most peers are removed at once",
     )
     cleanup: bool = _flag("cleanup", False, "remove all that flannel made on this host, list it and exit")
-    dry_run: bool = _flag("dry-run", False, "with -cleanup: only list it")
+    migrate_etcd_v2_to_v3: bool = _flag(
+        "migrate-etcd-v2-to-v3", False, "copy config and leases from etcd's v2 API to v3, list them and exit"
+    )
+    dry_run: bool = _flag("dry-run", False, "with -cleanup or -migrate-etcd-v2-to-v3: only list it")
     v: int = _flag("v", 0, "verbosity `level` of the log")
     vmodule: str = _flag("vmodule", "", "verbosity of single source files, as `pattern=level,...`")
     log_backtrace_at: str = _flag(
@@ -317,6 +320,11 @@ def _checked(given: Mapping[str, Value], sources: Mapping[str, str]) -> Options:
             if (name := f.metadata["flag"].name) in given
         }
     )
-    if options.dry_run and not options.cleanup:
-        raise Fatal(f"{sources['dry-run']} says what -cleanup would do", "give -cleanup too, or leave it out")
+    if options.cleanup and options.migrate_etcd_v2_to_v3:
+        raise Fatal("-cleanup and -migrate-etcd-v2-to-v3 are two things", "give one of them")
+    if options.dry_run and not (options.cleanup or options.migrate_etcd_v2_to_v3):
+        raise Fatal(
+            f"{sources['dry-run']} says what -cleanup or -migrate-etcd-v2-to-v3 would do",
+            "give one of them too, or leave it out",
+        )
     return options

@@ -69,6 +69,7 @@ class EtcdManager:
         is_elsewhere: Callable[[str], bool] = lambda _: False,
     ) -> None:
         root = client.root(prefix)
+        self.api = client.api
         self.config_key = posixpath.join(root, "config")
         self._reader = LeaseReader(posixpath.join(root, "subnets"))
         self._requests = client
@@ -101,10 +102,20 @@ class EtcdManager:
             self._known = None
             try:
                 lease = self._reuse(config, attrs, listing)
-                return lease or self._create(self._pick(config, previous, listing), attrs)
+                return lease or self._create(self.pick(config, previous, listing), attrs)
             except Conflict as lost:
                 log.log(V(1), "Another node was quicker, trying again: %s", lost)
         raise Retryable(f"other nodes were quicker {TRIES} times in a row", "nothing to do but wait")
+
+    def listing(self, *, anew: bool = False) -> Listing:
+        """All leases as they are, or as they were a moment ago unless ``anew``."""
+        if anew:
+            self._known = None
+        return self._list()
+
+    def give_back(self, key: LeaseKey) -> None:
+        """Remove our lease."""
+        self._remove(self._reader.key_of(key))
 
     def renew(self, lease: Lease) -> Lease:
         for _ in range(TRIES):
@@ -195,7 +206,7 @@ class EtcdManager:
 
     def _reuse(self, config: Config, attrs: LeaseAttrs, listing: Listing) -> Lease | None:
         """Take the lease that is ours by its public IP; one that no longer fits is given back."""
-        mine = listing.of(_address(attrs))
+        mine = listing.of(node_address(attrs))
         fitting = [(path, lease) for path, lease in mine if fits(config, lease.key)]
         for path, lease in fitting:
             self._compare_identity(lease, attrs)
@@ -211,7 +222,7 @@ class EtcdManager:
             self._once.warn(
                 log,
                 "identity",
-                f"The lease {lease} of our address {_address(attrs)} has other backend data than ours;"
+                f"The lease {lease} of our address {node_address(attrs)} has other backend data than ours;"
                 " normal after a reinstall, else another node has this address: give each its own -public-ip",
             )
 
@@ -222,7 +233,8 @@ class EtcdManager:
         except NotFound:
             log.log(V(1), "%s has gone by itself", path)
 
-    def _pick(self, config: Config, previous: LeaseKey, listing: Listing) -> LeaseKey:
+    def pick(self, config: Config, previous: LeaseKey, listing: Listing) -> LeaseKey:
+        """A lease that is free, the previous one if that is."""
         taken = listing.networks()
         wanted = dict(zip(FAMILIES, previous, strict=True))
         found = {pool.family: self._pick_subnet(pool, wanted[pool.family], taken) for pool in config.ranges}
@@ -262,9 +274,9 @@ class EtcdManager:
         if node is None:
             raise Conflict(path)
         found = self._reader.lease(node, lease.key)
-        owner = _address(found.attrs) if found else None
+        owner = node_address(found.attrs) if found else None
         # Whoever knows what was written last may overwrite it; so a node's own address may change.
-        if found and owner != _address(lease.attrs) and node.modified != lease.asof:
+        if found and owner != node_address(lease.attrs) and node.modified != lease.asof:
             raise LeaseTaken(f"the lease {lease} belongs to node {owner} now", "restart to get another")
         reserved = node.ttl is None
         if found and reserved and node.value == self._value(lease.key, lease.attrs):
@@ -300,6 +312,6 @@ def _differ(stored: object, ours: object) -> bool:
     return stored != ours
 
 
-def _address(attrs: LeaseAttrs) -> IPAddress | None:
+def node_address(attrs: LeaseAttrs) -> IPAddress | None:
     """The address that identifies a node."""
     return attrs.public_ip or attrs.public_ipv6

@@ -28,13 +28,15 @@ def open_etcd(
     timeouts: Timeouts | None = None,
     randrange: Callable[[int], int] = random.randrange,
 ) -> SubnetManager:
-    """The store in an API of etcd, "v2" or "v3", or in whichever has the network config.
+    """The store in an API of etcd, "v2" or "v3", in "both", or in whichever has the network config.
 
     Connects to nothing. Raises ``Fatal`` for options that cannot be used.
     """
     transport = Transport(Servers(options), timeouts or Timeouts())
 
-    def open_api(name: str, is_elsewhere: Callable[[str], bool] = lambda _: False) -> EtcdManager:
+    def open_api(
+        name: str, is_elsewhere: Callable[[str], bool] = lambda _: False, transport: Transport = transport
+    ) -> EtcdManager:
         return EtcdManager(
             open_client(name, transport),
             options.prefix,
@@ -44,6 +46,13 @@ def open_etcd(
             is_elsewhere=is_elsewhere,
         )
 
+    if api == "both":
+        from flanneld.subnet.etcd_both import EtcdOfBoth
+
+        # Each has a connection of its own, so that none has to wait for the other.
+        return EtcdOfBoth(
+            open_api("v3"), open_api("v2", transport=Transport(Servers(options), transport.timeouts))
+        )
     if api == "auto":
         return EtcdOfEither(transport, options.prefix, open_api)
     return open_api(api, partial(is_in_v2 if api == "v3" else _is_in_v3, transport))

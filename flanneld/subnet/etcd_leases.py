@@ -44,10 +44,13 @@ class Listing:
         found = [item for item in self.leases.items() if item[1].attrs.public(family) == public_ip]
         return sorted(found, key=lambda item: [_order(net) for net in item[1].key])
 
+    def lease_keys(self) -> list[LeaseKey]:
+        """Every lease, understood or not."""
+        return [*(lease.key for lease in self.leases.values()), *self.unreadable]
+
     def networks(self) -> list[IPNetwork]:
         """Every network that somebody has."""
-        keys = [*(lease.key for lease in self.leases.values()), *self.unreadable]
-        return [net for key in keys for net in key if net is not None]
+        return [net for key in self.lease_keys() for net in key if net is not None]
 
     def snapshot(self) -> Snapshot:
         return Snapshot(tuple(self.leases.values()), self.unreadable)

@@ -7,8 +7,10 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from tests.bench.bed import Bed, make_bed, make_kube_bed
@@ -22,7 +24,11 @@ from tests.lab import CommandError, EtcdError, own_command, peer_command
 
 #: The backends whose peers exist in etcd alone.
 BACKENDS = ("vxlan", "host-gw")
-STORES = {"etcd": make_bed, "kube": make_kube_bed}
+STORES: Mapping[str, Callable[[str, int], AbstractContextManager[Bed]]] = {
+    "etcd": make_bed,
+    "etcd3": partial(make_bed, api="v3"),
+    "kube": make_kube_bed,
+}
 #: What is measured on a node without peers, and on one with some.
 ALONE = {Measure.START, Measure.LATENCY, Measure.RSS, Measure.IDLE}
 AMONG_PEERS = {Measure.BULK, Measure.RSS, Measure.IDLE}
@@ -139,6 +145,8 @@ def _read(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--rounds takes a number from 1 to 100")
     if chosen.store == "kube":
         chosen.only -= {Measure.LATENCY, Measure.FLOW}
+    if chosen.store == "etcd3":
+        chosen.only -= {Measure.FLOW}
     return chosen
 
 

@@ -26,7 +26,7 @@ class Bed:
     @property
     def title(self) -> str:
         """What the bed is called in the results."""
-        return self.backend
+        return f"{self.backend} on etcd v3" if self.etcd.api == "v3" else self.backend
 
     @property
     def etcd(self) -> Etcd:
@@ -68,9 +68,9 @@ class Bed:
 
 
 @contextmanager
-def make_bed(backend: str, peers: int) -> Iterator[Bed]:
+def make_bed(backend: str, peers: int, api: str = "v2") -> Iterator[Bed]:
     """Build the laboratory, write the config and the leases."""
-    with Lab() as lab:
+    with Lab(api=api) as lab:
         lab.etcd.put_config({"Network": OVERLAY, "SubnetLen": 24, "Backend": {"Type": backend}})
         with open_leases(lab.etcd, backend) as leases:
             leases.load(peers)

@@ -6,7 +6,7 @@ import http.client
 import json
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network
@@ -14,6 +14,7 @@ from urllib.parse import urlencode
 
 from tests.lab import Etcd, EtcdError
 from tests.lab.etcd import PORT, PREFIX, TTL
+from tests.lab.etcd_v3 import coded
 
 OVERLAY = "10.0.0.0/8"
 #: Wide enough that every peer's public IP is on-link, which host-gw demands.
@@ -40,7 +41,7 @@ class Peer:
         return b"\x02\xbe" + struct.pack("!I", self.number)
 
     def value(self, backend: str) -> str:
-        """The lease's value in etcd, byte for byte as the Go daemon writes it."""
+        """The lease's value in v2 of etcd, byte for byte as the Go daemon writes it."""
         attributes = {"PublicIP": str(IPv4Address(FIRST_PUBLIC_IP) + self.number), "BackendType": backend}
         data = {"BackendData": {"VtepMAC": self.mac.hex(":")}} if backend == "vxlan" else {}
         return json.dumps(attributes | data, separators=(",", ":"))
@@ -64,11 +65,12 @@ class Leases:
 
     def addition(self, peer: Peer) -> bytes:
         """The request that writes a peer's lease."""
-        return _request("PUT", peer, urlencode({"value": peer.value(self._backend), "ttl": TTL}))
+        form = urlencode({"value": peer.value(self._backend), "ttl": TTL})
+        return _request("PUT", f"/v2/keys{_key(peer)}", form)
 
     def removal(self, peer: Peer) -> bytes:
         """The request that deletes it."""
-        return _request("DELETE", peer)
+        return _request("DELETE", f"/v2/keys{_key(peer)}")
 
     def send(self, request: bytes) -> None:
         """Send a request; its answer waits for ``finish``."""
@@ -83,6 +85,28 @@ class Leases:
             raise EtcdError(json.loads(body))
 
 
+class V3Leases(Leases):
+    """The same through the v3 API; what is loaded has a lease of etcd's for each key, as daemons have it."""
+
+    def load(self, number: int) -> None:
+        for each in range(number):
+            self.send(_post("/lease/grant", {"TTL": str(TTL), "ID": _lease_id(Peer(each))}))
+            self.finish()
+            self.send(self._put(Peer(each), _lease_id(Peer(each))))
+            self.finish()
+
+    def addition(self, peer: Peer) -> bytes:
+        """Without a lease, as it has to be one request."""
+        return self._put(peer, "0")
+
+    def removal(self, peer: Peer) -> bytes:
+        return _post("/kv/deleterange", {"key": coded(_key(peer))})
+
+    def _put(self, peer: Peer, lease: str) -> bytes:
+        value = peer.value(self._backend).replace(',"BackendType"', ',"PublicIPv6":null,"BackendType"')
+        return _post("/kv/put", {"key": coded(_key(peer)), "value": coded(value), "lease": lease})
+
+
 @contextmanager
 def open_leases(etcd: Etcd, backend: str) -> Iterator[Leases]:
     """A connection to etcd from inside its own namespace."""
@@ -90,12 +114,24 @@ def open_leases(etcd: Etcd, backend: str) -> Iterator[Leases]:
         connection = socket.create_connection((etcd.address, PORT), timeout=10)
     with connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        yield Leases(connection, backend)
+        yield (V3Leases if etcd.api == "v3" else Leases)(connection, backend)
 
 
-def _request(method: str, peer: Peer, form: str = "") -> bytes:
+def _key(peer: Peer) -> str:
+    return f"{PREFIX}/subnets/{str(peer.subnet).replace('/', '-')}"
+
+
+def _lease_id(peer: Peer) -> str:
+    return str(peer.number + 1)
+
+
+def _post(path: str, body: Mapping[str, str]) -> bytes:
+    return _request("POST", f"/v3{path}", json.dumps(body))
+
+
+def _request(method: str, target: str, form: str = "") -> bytes:
     lines = [
-        f"{method} /v2/keys{PREFIX}/subnets/{str(peer.subnet).replace('/', '-')} HTTP/1.1",
+        f"{method} {target} HTTP/1.1",
         "Host: etcd",
         "Content-Type: application/x-www-form-urlencoded",
         f"Content-Length: {len(form)}",

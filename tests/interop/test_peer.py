@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.lab import Lab, Node, own_command, peer_command, wait_for
+from tests.netns.test_etcd_move import migrate, nothing_lost, restart, subnets_in
 
 DEVICES = ("flannel.1", "flannel.ipip", "eth0")
 OURS, THEIRS = own_command(), peer_command()
@@ -79,3 +80,18 @@ def test_changing_the_daemon_on_a_live_node_loses_nothing(
 def newcomer(backend: dict[str, Any]) -> dict[str, Any]:
     data = {"BackendData": {"VtepMAC": "02:00:00:00:00:c8"}} if backend["Type"] == "vxlan" else {}
     return {"PublicIP": "198.18.0.200", **data}
+
+
+def test_a_cluster_of_the_other_daemon_moves_to_v3_of_etcd(lab: Lab) -> None:
+    nodes = lab.cluster({"Type": "vxlan"}, nodes=2, command=THEIRS)
+    subnets = [node.subnet() for node in nodes]
+    with nothing_lost(nodes):
+        for node in nodes:
+            node.kill()
+            node.start("-etcd-api=both")
+            node.wait_ready(20)
+        migrate(lab, nodes[0])
+        for node in nodes:
+            restart(node, "v3")
+    assert [node.subnet() for node in nodes] == subnets
+    assert subnets_in(lab, "v3") == set(subnets)

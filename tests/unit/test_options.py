@@ -35,6 +35,7 @@ DEFAULTS = {
     "public-ipv6": "",
     "subnet-lease-renew-margin": 60,
     "cleanup": False,
+    "migrate-etcd-v2-to-v3": False,
     "dry-run": False,
     "removal-brake": True,
     "ip-masq": False,
@@ -262,13 +263,23 @@ def test_a_bad_endpoint_with_a_password_is_named_by_its_place(url: str) -> None:
     assert "s3" not in str(caught.value)
 
 
+@pytest.mark.parametrize("what", ["-cleanup", "-migrate-etcd-v2-to-v3"])
+def test_a_dry_run_is_one_of_either_command(what: str) -> None:
+    assert read([what, "-dry-run"], {}).dry_run
+
+
+def test_two_commands_at_once_are_refused() -> None:
+    with pytest.raises(Fatal, match="give one of them"):
+        read(["-cleanup", "-migrate-etcd-v2-to-v3"], {})
+
+
 @pytest.mark.parametrize(
     ("word", "remedy"),
     [
         ("-iptables-rules=mine", "give one of: own-chains, v0.12"),
         ("-iptables-flavour=new", "give one of: auto, legacy, nft"),
         ("-iptables-resync=0", "give 1 or more"),
-        ("-dry-run", "give -cleanup too"),
+        ("-dry-run", "give one of them too"),
     ],
 )
 def test_a_value_that_means_nothing_is_refused_with_what_does(word: str, remedy: str) -> None:
