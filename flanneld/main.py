@@ -6,16 +6,16 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from flanneld import __version__, backends, clock, glog, host_checks, notify, options, subnet_file
+from flanneld import __version__, backends, clock, events, glog, host_checks, notify, options, subnet_file
 from flanneld.brake import Brake
 from flanneld.config import Config
-from flanneld.errors import Fatal, Retryable
+from flanneld.errors import Fatal, FlannelError, Retryable
 from flanneld.keeper import Keeper
 from flanneld.model import Lease, Uplink
 from flanneld.network.interface import InterfaceChoice, NoInterface
@@ -24,7 +24,9 @@ from flanneld.network.monitor import Monitor
 from flanneld.network.resources import Blackhole
 from flanneld.options import Options
 from flanneld.reconcile import Reconciler
+from flanneld.sight import Sight
 from flanneld.site import Site, find_uplink
+from flanneld.status_socket import StatusSocket, path_beside
 from flanneld.subnet.etcd_v2 import EtcdOptions, EtcdV2Manager
 from flanneld.subnet.manager import LONGEST_SILENCE, Cancelled, SubnetManager
 from flanneld.subnet_file import Previous
@@ -69,6 +71,8 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         return _print(f"flanneld: {wrong}\n", status=1)
     if wanted.cleanup:
         return _clean_up(wanted)
+    if wanted.plan:
+        return _plan(wanted)
     sys.setswitchinterval(_SWITCH_INTERVAL)
     gc.freeze()
     gc.set_threshold(_GARBAGE)
@@ -105,14 +109,17 @@ class Daemon:
         self._missing = ["no lease yet"]
         self._once = glog.Once()
         self._written: subnet_file.SubnetEnv | None = None
+        self._sight = Sight(wanted, events.remember(), self._supervisor.overdue, lambda: list(self._missing))
 
     def serve(self) -> int:
         log.info("flanneld %s %s", __version__, self._options.described())
         self._supervisor.handle_signals()
         manager = open_manager(self._options)
+        self._sight.observe(manager)
         log.info("Leases are in %s", manager.name)
         self._supervisor.start("closer", lambda: self._close_on_stop(manager))
         self._start_health_server()
+        self._start_status_socket()
         self._go_to_work(self._join(manager))
         return self._wait_and_stop()
 
@@ -140,6 +147,7 @@ class Daemon:
         start = self._supervisor.start
         keeper = self._keeper(member)
         reconciler = self._reconciler(member, keeper)
+        self._sight.config, self._sight.keeper, self._sight.reconciler = member.config, keeper, reconciler
         self._patiently("the kernel", reconciler.prepare)
         if self._options.ip_masq:
             self._masquerade_now(member)
@@ -196,9 +204,26 @@ class Daemon:
             return
         from flanneld.health import Checks, HealthServer  # only for those who ask for it
 
-        checks = Checks(self._supervisor.overdue, lambda: not self._missing, lambda: list(self._missing))
+        checks = Checks(
+            self._supervisor.overdue, lambda: not self._missing, lambda: list(self._missing), self._metrics
+        )
         server = HealthServer(self._options.healthz_ip, self._options.healthz_port, checks)
         self._supervisor.start("health server", server.serve, server.close)
+
+    def _metrics(self, accept: str) -> tuple[str, bytes]:
+        from flanneld.metrics import page  # only for those who ask
+
+        return page(self._sight, accept)
+
+    def _start_status_socket(self) -> None:
+        def document() -> Iterable[bytes]:
+            from flanneld.status import pieces  # only for those who ask
+
+            return pieces(self._sight)
+
+        status = StatusSocket(path_beside(Path(self._options.subnet_file)), document)
+        if status.open():
+            self._supervisor.start("status socket", status.serve, status.close)
 
     def _patiently(self, what: str, attempt: Callable[[], Result]) -> Result:
         """Try each second until it works, and say why not once. Raises ``Cancelled`` on a stop."""
@@ -239,7 +264,8 @@ class Daemon:
 
         wishes = wishes_of(self._options, member.config, member.lease.key, member.previous)
         heartbeat = partial(self._supervisor.heartbeat, "firewall")
-        return Firewall(wishes, stop=self._supervisor.stop, heartbeat=heartbeat)
+        self._sight.firewall = Firewall(wishes, stop=self._supervisor.stop, heartbeat=heartbeat)
+        return self._sight.firewall
 
     def _masquerade_now(self, member: Member) -> None:
         """A container must not be seen outside with an address that nobody there can answer."""
@@ -347,6 +373,19 @@ def _clean_up(wanted: Options) -> int:
     complete = clean_up(Path(wanted.subnet_file), print, dry_run=wanted.dry_run)
     sys.stdout.flush()
     return 0 if complete else 1
+
+
+def _plan(wanted: Options) -> int:
+    from flanneld.plan import print_plan  # only for those who look before they leap
+
+    # Only what stands in the way: that a start would have made something is not so.
+    logging.getLogger().setLevel(logging.WARNING)
+    try:
+        print_plan(wanted, open_manager(wanted), interface_choice(wanted), print)
+    except FlannelError as failure:
+        return _print(f"flanneld: no plan: {failure}\n", status=1)
+    sys.stdout.flush()
+    return 0
 
 
 def _warn_of_unread_keys(config: Config) -> None:

@@ -231,6 +231,7 @@ class Options:
         "read the leases again before most peers are removed at once",
     )
     cleanup: bool = _flag("cleanup", False, "remove all that flannel made on this host, list it and exit")
+    plan: bool = _flag("plan", False, "print the commands for what a start would change, and exit")
     dry_run: bool = _flag("dry-run", False, "with -cleanup: only list it")
     v: int = _flag("v", 0, "verbosity `level` of the log")
     vmodule: str = _flag("vmodule", "", "verbosity of single source files, as `pattern=level,...`")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from flanneld.model import Family
@@ -32,6 +33,12 @@ class Nftables:
     def apply(self, edits: Sequence[Edit]) -> None:
         """Make the changes planned on what was read last, all or none."""
         self._run(nft_json.commands(self._family, edits, self._listing))
+
+    def script(self, edits: Sequence[Edit]) -> Iterator[str]:
+        orders = nft_json.commands(self._family, edits, self._listing)
+        yield "nft -j -f - <<'END'"
+        yield json.dumps({"nftables": orders})
+        yield "END"
 
     def _list(self) -> Listing:
         table = nft_json.table(self._family)

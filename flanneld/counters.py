@@ -1,0 +1,124 @@
+"""Numbers about what the daemon has done: plain counters, each written by one thread and read by any (pure).
+
+They are kept whether somebody looks or not, so keeping them must cost next to nothing; making sense of
+them is for whoever looks.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from flanneld import clock
+from flanneld.network.report import Failure, Report
+from flanneld.network.resources import Key, Resource
+
+Name = TypeVar("Name")
+
+#: Upper bounds in seconds, from a single route to a whole cluster.
+BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+#: A repair because the kernel told us, or because the periodic reading found something.
+TOLD, FOUND = "notification", "audit"
+
+
+class Histogram:
+    """How long something takes, in seconds. As a context manager it measures its block, for one thread."""
+
+    __slots__ = ("_began", "counts", "total")
+
+    def __init__(self) -> None:
+        #: One more than there are bounds: the last is for what took longer than all of them.
+        self.counts = [0] * (len(BOUNDS) + 1)
+        self.total = 0.0
+        self._began = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self.counts[bisect_left(BOUNDS, seconds)] += 1
+        self.total += seconds
+
+    def __enter__(self) -> None:
+        self._began = clock.now()
+
+    def __exit__(self, *_: object) -> None:
+        self.observe(clock.now() - self._began)
+
+
+@dataclass(slots=True)
+class Work:
+    """What the reconciler has done. Points in time are seconds since the epoch, 0 for never."""
+
+    #: From the event's arrival from the store until the kernel has it.
+    event_to_kernel: Histogram = field(default_factory=Histogram)
+    #: One write to the kernel.
+    apply: Histogram = field(default_factory=Histogram)
+    #: One reading of the kernel with the repairs that follow.
+    reconcile: Histogram = field(default_factory=Histogram)
+    #: By kind of object and cause.
+    heals: dict[tuple[str, str], int] = field(default_factory=dict)
+    #: By kind of object and the kernel's reason.
+    refusals: dict[tuple[str, str], int] = field(default_factory=dict)
+    overruns: int = 0
+    last_sync: float = 0.0
+    #: What is wanted and refused now. Replaced, never changed: others read it.
+    pending: dict[Key, Failure] = field(default_factory=dict)
+    #: The kernel told us that something is not as it was.
+    was_told: bool = False
+
+    def converged(self, report: Report) -> None:
+        """The kernel was read and what differed was put right, save for what it refused."""
+        self.pending = {failure.resource.key: failure for failure in report.failed}
+        self._count_refusals(report.failed)
+        self.last_sync = time.time()
+
+    def applied(self, report: Report, since: float) -> None:
+        """News of leases are in the kernel; ``since`` is when they came, on the clock of ``clock.now``."""
+        self.event_to_kernel.observe(clock.now() - since)
+        if report.failed:
+            self.pending = self.pending | {failure.resource.key: failure for failure in report.failed}
+            self._count_refusals(report.failed)
+
+    def healed(self, report: Report) -> None:
+        """An audit had to put this right."""
+        cause, self.was_told = TOLD if self.was_told else FOUND, False
+        for resource in (*report.made, *report.removed):
+            _count(self.heals, (kind_of(resource), cause))
+
+    def _count_refusals(self, failures: Iterable[Failure]) -> None:
+        for failure in failures:
+            _count(self.refusals, (kind_of(failure.resource), failure.reason))
+
+
+@dataclass(slots=True)
+class StoreCounters:
+    """The store of leases as this daemon meets it."""
+
+    requests: Histogram = field(default_factory=Histogram)
+    errors: int = 0
+    #: Whether the last request was answered.
+    is_up: bool = False
+    events: int = 0
+    snapshots: int = 0
+    #: Seconds since the epoch, 0 for never.
+    last_event: float = 0.0
+    #: By result.
+    renewals: dict[str, int] = field(default_factory=dict)
+
+    def renewed(self, result: str) -> None:
+        _count(self.renewals, result)
+
+
+def kind_of(resource: Resource) -> str:
+    """What an operator calls it: ``route``, ``fdb``."""
+    return resource.kind.name.lower()
+
+
+def wall(boot: float, now: Callable[[], float] = time.time) -> float:
+    """A point on the boot-time clock as seconds since the epoch."""
+    return now() + boot - clock.now()
+
+
+def _count(table: dict[Name, int], name: Name) -> None:
+    table[name] = table.get(name, 0) + 1

@@ -1,0 +1,195 @@
+"""What the daemon knows, as one JSON document: for the status socket."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from flanneld import __version__
+from flanneld.counters import kind_of, wall
+from flanneld.model import FAMILIES, Lease, name_of
+from flanneld.network.report import Failure
+from flanneld.network.resources import Key
+from flanneld.peers import View
+from flanneld.sight import Sight
+
+#: So many peers are put into one piece of the document.
+_PEERS_AT_A_TIME = 100
+
+Document = dict[str, Any]
+
+
+def pieces(sight: Sight) -> Iterator[bytes]:
+    """The document, in pieces that are made one by one: with many peers it is long, and others work on."""
+    head = json.dumps(summary(sight))
+    yield head[:-1].encode()
+    yield b', "peers": ['
+    separator = b""
+    waiting: list[str] = []
+    for peer in peers(sight):
+        waiting.append(json.dumps(peer))
+        if len(waiting) == _PEERS_AT_A_TIME:
+            yield separator + ",\n".join(waiting).encode()
+            separator = b",\n"
+            waiting.clear()
+    yield (separator if waiting else b"") + ",\n".join(waiting).encode() + b"]}\n"
+
+
+def summary(sight: Sight) -> Document:
+    """All but the peers."""
+    missing = sight.missing()
+    return {
+        "version": __version__,
+        "pid": os.getpid(),
+        "time": time.time(),
+        "started": sight.started,
+        "flags": sight.options.described(),
+        "subnet_file": sight.options.subnet_file,
+        "store": _store(sight),
+        "health": {"ready": not missing, "missing": missing, "late": sight.overdue()},
+        "network": _network(sight),
+        "lease": _lease(sight),
+        **_data_plane(sight),
+        "firewall": _firewall(sight),
+        "events": [event._asdict() for event in sight.events.recent()],
+    }
+
+
+def _store(sight: Sight) -> Document:
+    store = sight.store
+    return {
+        "name": sight.manager.name if sight.manager else None,
+        "answers": sight.store_is_up,
+        "requests": sum(store.requests.counts),
+        "errors": store.errors,
+        "last_event": store.last_event or None,
+        "snapshots": store.snapshots,
+    }
+
+
+def _network(sight: Sight) -> Document | None:
+    if sight.config is None:
+        return None
+    return {
+        "ranges": [
+            {"network": str(each.network), "subnet_len": each.subnet_len} for each in sight.config.ranges
+        ],
+        "backend": sight.config.backend_type,
+    }
+
+
+def _lease(sight: Sight) -> Document | None:
+    if sight.keeper is None:
+        return None
+    lease = sight.keeper.lease
+    return {
+        "subnets": _subnets(lease),
+        "expires": None if lease.expires is None else wall(lease.expires),
+        "public_ips": _public_ips(lease),
+        "renewals": sight.store.renewals.copy(),
+    }
+
+
+def _data_plane(sight: Sight) -> Document:
+    reconciler = sight.reconciler
+    if reconciler is None:
+        return {}
+    uplink, work = reconciler.site.uplink, reconciler.work
+    repairs = work.heals.copy().items()
+    return {
+        "uplink": {
+            "name": uplink.name,
+            "mtu": uplink.mtu,
+            "addresses": [str(ip) for family in FAMILIES if (ip := uplink.local(family))],
+            "public_ips": [str(ip) for family in FAMILIES if (ip := uplink.public(family))],
+            "usable": not reconciler.site.is_adrift,
+        },
+        "mtu": reconciler.site.backend.mtu,
+        "devices": sorted(reconciler.domain.links),
+        "local": [_object(wish, work.pending) for wish in reconciler.peers.local_wishes()],
+        "synced": reconciler.peers.synced,
+        "last_sync": work.last_sync or None,
+        "repairs": [{"kind": kind, "cause": cause, "number": number} for (kind, cause), number in repairs],
+        "lost_notifications": work.overruns,
+        "refused": [_refusal(failure) for failure in work.pending.values()],
+        "brake": {"holds": reconciler.brake.holds},
+    }
+
+
+def _firewall(sight: Sight) -> Document | None:
+    firewall = sight.firewall
+    if firewall is None:
+        return None
+    repairs = firewall.repairs.copy().items()
+    return {
+        "place": firewall.place,
+        "masquerade": sight.options.ip_masq,
+        "not_in_place": [f"IPv{family}" for family in firewall.unsettled()],
+        "repairs": [{"through": name, "by": by, "number": number} for (name, by), number in repairs],
+    }
+
+
+def peers(sight: Sight) -> Iterator[Document]:
+    """Each lease but ours, with what is wanted for it, in the order of the store."""
+    if sight.reconciler is None:
+        return
+    view, pending = sight.reconciler.peers.view(), sight.reconciler.work.pending
+    for lease in view.leases:
+        yield _peer(lease, view, pending)
+
+
+def _peer(lease: Lease, view: View, pending: Mapping[Key, Failure]) -> Document:
+    wishes = view.wishes.get(lease.key, ())
+    reason = view.reasons.get(lease.key, "")
+    rivals = _rivals(lease, view)
+    refused = [pending[wish.key] for wish in wishes if wish.key in pending]
+    return {
+        "subnets": _subnets(lease),
+        "public_ips": _public_ips(lease),
+        "backend": lease.attrs.backend_type,
+        "state": _state(reason, bool(refused), rivals, synced=view.synced),
+        "reason": reason or "; ".join(map(str, refused)),
+        "conflicts": rivals,
+        "objects": [_object(wish, pending) for wish in wishes],
+    }
+
+
+def _state(reason: str, refused: bool, rivals: list[str], *, synced: bool) -> str:
+    if reason:
+        return "refused"
+    if refused:
+        return "not in the kernel"
+    if rivals:
+        return "contested"
+    return "in the kernel" if synced else "pending"
+
+
+def _rivals(lease: Lease, view: View) -> list[str]:
+    """Other leases that want one of the same objects otherwise."""
+    if not view.rivals:
+        return []
+    found: dict[str, None] = {}
+    for wish in view.wishes.get(lease.key, ()):
+        for owner, other in view.rivals.get(wish.key, {}).items():
+            if owner != lease.key and other != wish:
+                found[name_of(owner)] = None
+    return list(found)
+
+
+def _object(wish: Any, pending: Mapping[Key, Failure]) -> Document:
+    return {"kind": kind_of(wish), "text": str(wish), "in_kernel": wish.key not in pending}
+
+
+def _refusal(failure: Failure) -> Document:
+    return {"object": str(failure.resource), "reason": failure.reason}
+
+
+def _subnets(lease: Lease) -> list[str]:
+    return [str(net) for net in lease.key if net is not None]
+
+
+def _public_ips(lease: Lease) -> list[str]:
+    return [str(ip) for family in FAMILIES if (ip := lease.attrs.public(family))]
