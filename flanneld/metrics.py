@@ -18,7 +18,7 @@ from flanneld.counters import BOUNDS, Histogram, wall
 from flanneld.model import FAMILIES
 from flanneld.network.resources import Kind
 from flanneld.sight import Sight
-from flanneld.status import peers
+from flanneld.status import states
 
 _INSTALL = "pip install 'flanneld[metrics]', or Debian's python3-prometheus-client"
 _ERRNO = {os.strerror(code): name for code, name in errno.errorcode.items()}
@@ -49,7 +49,7 @@ def _metrics() -> Iterator[Metric]:
 
 
 def _of_the_node() -> Iterator[Metric]:
-    yield Metric("gauge", "flannel_build_info", "1", ("version", "python"), _build)
+    yield Metric("gauge", "flannel_build_info", "1 for what runs here", ("version", "python"), _build)
     yield Metric("gauge", "flannel_ready", "1 if pods can be started here", (), _ready)
     yield Metric("gauge", "flannel_subnet_info", "1 for each subnet of our lease", ("subnet",), _subnets)
     yield Metric(
@@ -174,10 +174,6 @@ def _of_the_store() -> Iterator[Metric]:
     )
 
 
-#: All of them, in the order in which they are told.
-METRICS = tuple(_metrics())
-
-
 # ---- reading ------------------------------------------------------------------------------------
 
 
@@ -223,8 +219,10 @@ def _firewall_repairs(sight: Sight) -> Iterator[Sample]:
 
 
 def _peers(sight: Sight) -> Iterator[Sample]:
-    states = Counter((peer["backend"], peer["state"].replace(" ", "-")) for peer in peers(sight))
-    yield from states.items()
+    if sight.reconciler:
+        found = states(sight.reconciler.peers.view(), sight.reconciler.work.pending)
+        numbers = Counter((backend, state.replace(" ", "-")) for backend, state in found)
+        yield from numbers.items()
 
 
 def _desired(sight: Sight) -> Iterator[Sample]:
@@ -285,6 +283,10 @@ def _up(sight: Sight) -> Iterator[Sample]:
 def _histogram(sight: Sight, name: str) -> Iterator[Histogram]:
     if sight.reconciler:
         yield getattr(sight.reconciler.work, name)
+
+
+#: All of them, in the order in which they are told.
+METRICS = tuple(_metrics())
 
 
 # ---- telling ------------------------------------------------------------------------------------

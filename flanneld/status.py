@@ -9,8 +9,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from flanneld import __version__
+from flanneld.config import Config
 from flanneld.counters import kind_of, wall
-from flanneld.model import FAMILIES, Lease, name_of
+from flanneld.model import FAMILIES, Lease, Uplink, name_of
 from flanneld.network.report import Failure
 from flanneld.network.resources import Key
 from flanneld.peers import View
@@ -50,7 +51,7 @@ def summary(sight: Sight) -> Document:
         "subnet_file": sight.options.subnet_file,
         "store": _store(sight),
         "health": {"ready": not missing, "missing": missing, "late": sight.overdue()},
-        "network": _network(sight),
+        "network": network(sight.config),
         "lease": _lease(sight),
         **_data_plane(sight),
         "firewall": _firewall(sight),
@@ -70,26 +71,30 @@ def _store(sight: Sight) -> Document:
     }
 
 
-def _network(sight: Sight) -> Document | None:
-    if sight.config is None:
+def network(config: Config | None) -> Document | None:
+    """The network config, as far as it says what is whose."""
+    if config is None:
         return None
     return {
-        "ranges": [
-            {"network": str(each.network), "subnet_len": each.subnet_len} for each in sight.config.ranges
-        ],
-        "backend": sight.config.backend_type,
+        "ranges": [{"network": str(each.network), "subnet_len": each.subnet_len} for each in config.ranges],
+        "backend": config.backend_type,
     }
 
 
 def _lease(sight: Sight) -> Document | None:
     if sight.keeper is None:
         return None
-    lease = sight.keeper.lease
+    return {**lease(sight.keeper.lease), "renewals": sight.store.renewals.copy()}
+
+
+def lease(own: Lease) -> Document:
+    """Our lease; ``macs`` are those of the VXLAN devices that peers know."""
+    data = [own.attrs.data(family) for family in FAMILIES]
     return {
-        "subnets": _subnets(lease),
-        "expires": None if lease.expires is None else wall(lease.expires),
-        "public_ips": _public_ips(lease),
-        "renewals": sight.store.renewals.copy(),
+        "subnets": _subnets(own),
+        "expires": None if own.expires is None else wall(own.expires),
+        "public_ips": _public_ips(own),
+        "macs": [each["VtepMAC"] for each in data if isinstance(each, dict) and "VtepMAC" in each],
     }
 
 
@@ -97,25 +102,28 @@ def _data_plane(sight: Sight) -> Document:
     reconciler = sight.reconciler
     if reconciler is None:
         return {}
-    uplink, work = reconciler.site.uplink, reconciler.work
+    work = reconciler.work
     repairs = work.heals.copy().items()
     return {
-        "uplink": {
-            "name": uplink.name,
-            "mtu": uplink.mtu,
-            "addresses": [str(ip) for family in FAMILIES if (ip := uplink.local(family))],
-            "public_ips": [str(ip) for family in FAMILIES if (ip := uplink.public(family))],
-            "usable": not reconciler.site.is_adrift,
-        },
+        "uplink": {**uplink(reconciler.site.uplink), "usable": not reconciler.site.is_adrift},
         "mtu": reconciler.site.backend.mtu,
         "devices": sorted(reconciler.domain.links),
-        "local": [_object(wish, work.pending) for wish in reconciler.peers.local_wishes()],
+        "local": [describe(wish, work.pending) for wish in reconciler.peers.local_wishes()],
         "synced": reconciler.peers.synced,
         "last_sync": work.last_sync or None,
         "repairs": [{"kind": kind, "cause": cause, "number": number} for (kind, cause), number in repairs],
         "lost_notifications": work.overruns,
         "refused": [_refusal(failure) for failure in work.pending.values()],
         "brake": {"holds": reconciler.brake.holds},
+    }
+
+
+def uplink(elected: Uplink) -> Document:
+    return {
+        "name": elected.name,
+        "mtu": elected.mtu,
+        "addresses": [str(ip) for family in FAMILIES if (ip := elected.local(family))],
+        "public_ips": [str(ip) for family in FAMILIES if (ip := elected.public(family))],
     }
 
 
@@ -136,50 +144,58 @@ def peers(sight: Sight) -> Iterator[Document]:
     """Each lease but ours, with what is wanted for it, in the order of the store."""
     if sight.reconciler is None:
         return
-    view, pending = sight.reconciler.peers.view(), sight.reconciler.work.pending
-    for lease in view.leases:
-        yield _peer(lease, view, pending)
+    yield from peers_of(sight.reconciler.peers.view(), sight.reconciler.work.pending)
 
 
-def _peer(lease: Lease, view: View, pending: Mapping[Key, Failure]) -> Document:
-    wishes = view.wishes.get(lease.key, ())
-    reason = view.reasons.get(lease.key, "")
-    rivals = _rivals(lease, view)
-    refused = [pending[wish.key] for wish in wishes if wish.key in pending]
+def peers_of(view: View, pending: Mapping[Key, Failure]) -> Iterator[Document]:
+    """The same of any view; ``pending`` is what the kernel refuses."""
+    for each in view.leases:
+        yield _peer(each, view, pending)
+
+
+def states(view: View, pending: Mapping[Key, Failure]) -> Iterator[tuple[str, str]]:
+    """The backend and the state of each peer."""
+    for each in view.leases:
+        yield each.attrs.backend_type, _state(each, view, pending)
+
+
+def _peer(peer: Lease, view: View, pending: Mapping[Key, Failure]) -> Document:
+    wishes = view.wishes.get(peer.key, ())
+    refused = "; ".join(str(pending[wish.key]) for wish in wishes if wish.key in pending)
     return {
-        "subnets": _subnets(lease),
-        "public_ips": _public_ips(lease),
-        "backend": lease.attrs.backend_type,
-        "state": _state(reason, bool(refused), rivals, synced=view.synced),
-        "reason": reason or "; ".join(map(str, refused)),
-        "conflicts": rivals,
-        "objects": [_object(wish, pending) for wish in wishes],
+        "subnets": _subnets(peer),
+        "public_ips": _public_ips(peer),
+        "backend": peer.attrs.backend_type,
+        "state": _state(peer, view, pending),
+        "reason": view.reasons.get(peer.key, refused),
+        "conflicts": _rivals(peer, view),
+        "objects": [describe(wish, pending) for wish in wishes],
     }
 
 
-def _state(reason: str, refused: bool, rivals: list[str], *, synced: bool) -> str:
-    if reason:
+def _state(peer: Lease, view: View, pending: Mapping[Key, Failure]) -> str:
+    if peer.key in view.reasons:
         return "refused"
-    if refused:
+    if pending and any(wish.key in pending for wish in view.wishes.get(peer.key, ())):
         return "not in the kernel"
-    if rivals:
+    if _rivals(peer, view):
         return "contested"
-    return "in the kernel" if synced else "pending"
+    return "in the kernel" if view.synced else "pending"
 
 
-def _rivals(lease: Lease, view: View) -> list[str]:
+def _rivals(peer: Lease, view: View) -> list[str]:
     """Other leases that want one of the same objects otherwise."""
     if not view.rivals:
         return []
     found: dict[str, None] = {}
-    for wish in view.wishes.get(lease.key, ()):
+    for wish in view.wishes.get(peer.key, ()):
         for owner, other in view.rivals.get(wish.key, {}).items():
-            if owner != lease.key and other != wish:
+            if owner != peer.key and other != wish:
                 found[name_of(owner)] = None
     return list(found)
 
 
-def _object(wish: Any, pending: Mapping[Key, Failure]) -> Document:
+def describe(wish: Any, pending: Mapping[Key, Failure]) -> Document:
     return {"kind": kind_of(wish), "text": str(wish), "in_kernel": wish.key not in pending}
 
 
@@ -187,9 +203,9 @@ def _refusal(failure: Failure) -> Document:
     return {"object": str(failure.resource), "reason": failure.reason}
 
 
-def _subnets(lease: Lease) -> list[str]:
-    return [str(net) for net in lease.key if net is not None]
+def _subnets(of: Lease) -> list[str]:
+    return [str(net) for net in of.key if net is not None]
 
 
-def _public_ips(lease: Lease) -> list[str]:
-    return [str(ip) for family in FAMILIES if (ip := lease.attrs.public(family))]
+def _public_ips(of: Lease) -> list[str]:
+    return [str(ip) for family in FAMILIES if (ip := of.attrs.public(family))]
