@@ -100,11 +100,23 @@ class StoreCounters:
     #: Whether the last request was answered.
     is_up: bool = False
     events: int = 0
-    snapshots: int = 0
+    #: By reason: ``asked`` if the daemon wanted to be sure, else ``store``.
+    resyncs: dict[str, int] = field(default_factory=dict)
+    is_synced: bool = False
+    was_asked: bool = False
     #: Seconds since the epoch, 0 for never.
     last_event: float = 0.0
     #: By result.
     renewals: dict[str, int] = field(default_factory=dict)
+
+    def told(self, number: int, snapshots: int) -> None:
+        """The store told so many events, so many of them whole lists; the first list is no news."""
+        self.events += number
+        self.last_event = time.time()
+        for _ in range(snapshots if self.is_synced else snapshots - 1):
+            _count(self.resyncs, "asked" if self.was_asked else "store")
+            self.was_asked = False
+        self.is_synced |= snapshots > 0
 
     def renewed(self, result: str) -> None:
         _count(self.renewals, result)

@@ -161,9 +161,9 @@ def _of_the_store() -> Iterator[Metric]:
     yield Metric(
         "counter",
         "flannel_watch_resyncs_total",
-        "times that all leases were read again",
-        (),
-        lambda sight: _one(max(0, sight.store.snapshots - 1)),
+        "times that all leases were read again, by who wanted it",
+        ("reason",),
+        lambda sight: (((reason,), number) for reason, number in sight.store.resyncs.copy().items()),
     )
     yield Metric(
         "gauge",
@@ -230,7 +230,8 @@ def _desired(sight: Sight) -> Iterator[Sample]:
 
 
 def _drift(sight: Sight) -> Iterator[Sample]:
-    return _by_kind(Counter(dict.fromkeys(_wanted(sight), 0)) | _pending(sight))
+    pending = _pending(sight)
+    return _by_kind(Counter({kind: pending[kind] for kind in _wanted(sight)}))
 
 
 def _actual(sight: Sight) -> Iterator[Sample]:

@@ -60,18 +60,21 @@ class Sight:
         self.manager = manager
         for name in _REQUESTS:
             setattr(manager, name, _counted(getattr(manager, name), self.store, name))
-        watch = manager.watch
+        watch, reread = manager.watch, manager.reread
 
         def counted_watch(deliver: Callable[[list[Event]], None], alive: Callable[[], None]) -> None:
             def pass_on(events: list[Event]) -> None:
-                self.store.events += len(events)
-                self.store.snapshots += sum(isinstance(event, Snapshot) for event in events)
-                self.store.last_event = time.time()
+                self.store.told(len(events), sum(isinstance(event, Snapshot) for event in events))
                 deliver(events)
 
             watch(pass_on, alive)
 
-        setattr(manager, "watch", counted_watch)  # noqa: B010 - mypy forbids to assign to a method
+        def counted_reread() -> None:
+            self.store.was_asked = True
+            reread()
+
+        for name, counted in (("watch", counted_watch), ("reread", counted_reread)):
+            setattr(manager, name, counted)
 
 
 def _counted(ask: Callable[..., Any], counters: StoreCounters, name: str) -> Callable[..., Any]:

@@ -67,7 +67,7 @@ def _store(sight: Sight) -> Document:
         "requests": sum(store.requests.counts),
         "errors": store.errors,
         "last_event": store.last_event or None,
-        "snapshots": store.snapshots,
+        "resyncs": store.resyncs.copy(),
     }
 
 

@@ -108,7 +108,7 @@ def ask(path: Path, within: float) -> bytes:
     said = bytearray()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(within)
-        connection.connect(str(path))
+        _connect(connection, path, deadline)
         while True:
             left = deadline - time.monotonic()
             if left <= 0:
@@ -118,3 +118,15 @@ def ask(path: Path, within: float) -> bytes:
             if not piece:
                 return bytes(said)
             said += piece
+
+
+def _connect(connection: socket.socket, path: Path, deadline: float) -> None:
+    while True:
+        try:
+            connection.connect(str(path))
+        except BlockingIOError:  # Too many others wait.
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+        else:
+            return
