@@ -135,6 +135,7 @@ def _firewall(sight: Sight) -> Document | None:
     return {
         "place": firewall.place,
         "masquerade": sight.options.ip_masq,
+        "forward": sight.options.iptables_forward_rules,
         "not_in_place": [f"IPv{family}" for family in firewall.unsettled()],
         "repairs": [{"through": name, "by": by, "number": number} for (name, by), number in repairs],
     }

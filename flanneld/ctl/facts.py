@@ -18,7 +18,7 @@ from flanneld.ctl.source import Source, ranges_of
 from flanneld.host_checks import Finding as HostFinding
 from flanneld.model import FAMILIES, Family, IPAddress
 from flanneld.network.firewall.command import Commands
-from flanneld.network.firewall.forwarding import dropping, in_the_way
+from flanneld.network.firewall.forwarding import accepting, dropping, in_the_way
 from flanneld.network.kernel import Kernel
 from flanneld.network.links import SeenLink
 from flanneld.subnet_file import Previous
@@ -134,9 +134,11 @@ def _addresses(found: Found) -> Iterator[tuple[str, IPAddress]]:
 
 def _dropping(document: Mapping[str, Any]) -> Iterator[Dropped]:
     """Chains that drop and hold no rule, of ours or of others, that lets the network's packets through."""
-    firewall = document.get("firewall") or {}
-    ours = None if firewall.get("not_in_place") else firewall.get("place")
+    firewall = document.get("firewall")
     for network, _ in ranges_of(document):
+        ours = accepting(network.version)
+        if firewall and (firewall["not_in_place"] or not firewall["forward"]):
+            ours = None
         for chain in dropping(network.version):
             if in_the_way(chain, network, ours, Commands(threading.Event())):
                 yield Dropped(str(chain), chain.command(network))

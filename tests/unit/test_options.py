@@ -36,6 +36,7 @@ DEFAULTS = {
     "subnet-lease-renew-margin": 60,
     "cleanup": False,
     "dry-run": False,
+    "plan": False,
     "removal-brake": True,
     "ip-masq": False,
     "ip-masq-fully-random-disable": False,
