@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import TypeVar
 
 from flanneld import clock
@@ -46,26 +45,26 @@ class Histogram:
         self.observe(clock.now() - self._began)
 
 
-@dataclass(slots=True)
 class Work:
     """What the reconciler has done. Points in time are seconds since the epoch, 0 for never."""
 
-    #: From the event's arrival from the store until the kernel has it.
-    event_to_kernel: Histogram = field(default_factory=Histogram)
-    #: One write to the kernel.
-    apply: Histogram = field(default_factory=Histogram)
-    #: One reading of the kernel with the repairs that follow.
-    reconcile: Histogram = field(default_factory=Histogram)
-    #: By kind of object and cause.
-    heals: dict[tuple[str, str], int] = field(default_factory=dict)
-    #: By kind of object and the kernel's reason.
-    refusals: dict[tuple[str, str], int] = field(default_factory=dict)
-    overruns: int = 0
-    last_sync: float = 0.0
-    #: What is wanted and refused now. Replaced, never changed: others read it.
-    pending: dict[Key, Failure] = field(default_factory=dict)
-    #: The kernel told us that something is not as it was.
-    was_told: bool = False
+    def __init__(self) -> None:
+        #: From the event's arrival from the store until the kernel has it.
+        self.event_to_kernel = Histogram()
+        #: One write to the kernel.
+        self.apply = Histogram()
+        #: One reading of the kernel with the repairs that follow.
+        self.reconcile = Histogram()
+        #: By kind of object and cause.
+        self.heals: dict[tuple[str, str], int] = {}
+        #: By kind of object and the kernel's reason.
+        self.refusals: dict[tuple[str, str], int] = {}
+        self.overruns = 0
+        self.last_sync = 0.0
+        #: What is wanted and refused now. Replaced, never changed: others read it.
+        self.pending: dict[Key, Failure] = {}
+        #: The kernel told us that something is not as it was.
+        self.was_told = False
 
     def converged(self, report: Report) -> None:
         """The kernel was read and what differed was put right, save for what it refused."""
@@ -91,23 +90,23 @@ class Work:
             _count(self.refusals, (kind_of(failure.resource), failure.reason))
 
 
-@dataclass(slots=True)
 class StoreCounters:
     """The store of leases as this daemon meets it."""
 
-    requests: Histogram = field(default_factory=Histogram)
-    errors: int = 0
-    #: Whether the last request was answered.
-    is_up: bool = False
-    events: int = 0
-    #: By reason: ``asked`` if the daemon wanted to be sure, else ``store``.
-    resyncs: dict[str, int] = field(default_factory=dict)
-    is_synced: bool = False
-    was_asked: bool = False
-    #: Seconds since the epoch, 0 for never.
-    last_event: float = 0.0
-    #: By result.
-    renewals: dict[str, int] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.requests = Histogram()
+        self.errors = 0
+        #: Whether the last request was answered.
+        self.is_up = False
+        self.events = 0
+        #: By reason: ``asked`` if the daemon wanted to be sure, else ``store``.
+        self.resyncs: dict[str, int] = {}
+        self.is_synced = False
+        self.was_asked = False
+        #: Seconds since the epoch, 0 for never.
+        self.last_event = 0.0
+        #: By result.
+        self.renewals: dict[str, int] = {}
 
     def told(self, number: int, snapshots: int) -> None:
         """The store told so many events, so many of them whole lists; the first list is no news."""

@@ -8,19 +8,13 @@ from __future__ import annotations
 import logging
 from collections import deque
 from contextlib import suppress
-from typing import NamedTuple
 
 #: So many events, each of so many characters, are remembered.
 LIMIT, LENGTH = 200, 400
 
 
-class Event(NamedTuple):
-    """``time`` is in seconds since the epoch, ``severity`` as glog abbreviates it."""
-
-    time: float
-    severity: str
-    source: str
-    text: str
+#: Seconds since the epoch, the severity as glog abbreviates it, the source file's name, the text.
+Event = tuple[float, str, str, str]
 
 
 class Events(logging.Handler):
@@ -34,7 +28,7 @@ class Events(logging.Handler):
         # A wrong format string is reported by the handler that writes the log.
         with suppress(TypeError, ValueError, KeyError):
             text = record.getMessage()[:LENGTH]
-            self._ring.append(Event(record.created, record.levelname[0], record.module, text))
+            self._ring.append((record.created, record.levelname[0], record.module, text))
 
     def recent(self) -> list[Event]:
         """Oldest first. From any thread."""

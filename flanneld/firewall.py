@@ -13,7 +13,7 @@ import logging
 import math
 import select
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
@@ -31,9 +31,9 @@ from flanneld.network.firewall.driver import Driver, Unavailable
 from flanneld.network.firewall.forwarding import dropping, in_the_way
 from flanneld.network.firewall.netfilter import Removal, Removals
 from flanneld.network.firewall.patience import Patience
-from flanneld.network.firewall.plan import Claim, claim, plan
+from flanneld.network.firewall.plan import Claim, claim
 from flanneld.network.firewall.rules import IPTABLES_CHAINS, NATIVE_TABLE, Nets, Purpose, Style, wanted
-from flanneld.network.firewall.sweep import PLACES, Place, driver, may_hold, sweep
+from flanneld.network.firewall.sweep import PLACES, Place, driver, sweep
 from flanneld.network.firewall.upkeep import Change, Upkeep
 from flanneld.options import Options
 from flanneld.subnet_file import Previous
@@ -331,30 +331,6 @@ class Firewall:
                 if removed:
                     log.info("Removed what an earlier run left: %s", _some(removed))
         self._to_sweep = remaining
-
-
-def rehearse(wishes: Wishes, commands: Commands) -> Iterator[str]:
-    """What ``Firewall.start`` would do, as lines for a shell. Changes nothing."""
-    if not (wishes.purpose or wishes.former):
-        return
-    place: Place = "native"
-    if not wishes.native:
-        place, _ = detect.choose(wishes.flavour, detect.look([nets.family for nets in wishes.nets]))
-    style: Style = "native" if wishes.native else wishes.style
-    purpose = wishes.purpose
-    for nets in wishes.nets:
-        former = next((each for each in wishes.former if each.family == nets.family), None)
-        mine = claim([nets], former, masquerade=purpose.masquerade, forward=purpose.forward)
-        there = driver(place, nets.family, commands)
-        edits = plan(wanted(style, nets, purpose), there.read(), mine)
-        if edits:
-            yield from there.script(edits)
-        for other in PLACES:
-            if other != place and may_hold(other, nets.family, mine):
-                left = driver(other, nets.family, commands)
-                drops = plan({}, left.read(), mine)
-                if drops:
-                    yield from left.script(drops)
 
 
 def retire(former: Iterable[Nets], *, dry_run: bool = False) -> tuple[list[str], list[str]]:

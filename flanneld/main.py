@@ -26,7 +26,6 @@ from flanneld.options import Options
 from flanneld.reconcile import Reconciler
 from flanneld.sight import Sight
 from flanneld.site import Site, find_uplink
-from flanneld.status_socket import StatusSocket, path_beside
 from flanneld.subnet.etcd_v2 import EtcdOptions, EtcdV2Manager
 from flanneld.subnet.manager import LONGEST_SILENCE, Cancelled, SubnetManager
 from flanneld.subnet_file import Previous
@@ -34,6 +33,7 @@ from flanneld.supervisor import Supervisor
 
 if TYPE_CHECKING:
     from flanneld.firewall import Firewall
+    from flanneld.status_socket import StatusSocket
 
 log = logging.getLogger(__name__)
 
@@ -109,6 +109,7 @@ class Daemon:
         self._missing = ["no lease yet"]
         self._once = glog.Once()
         self._written: subnet_file.SubnetEnv | None = None
+        self._status_socket: StatusSocket | None = None
         self._sight = Sight(wanted, events.remember(), self._supervisor.overdue, lambda: list(self._missing))
 
     def serve(self) -> int:
@@ -119,7 +120,6 @@ class Daemon:
         log.info("Leases are in %s", manager.name)
         self._supervisor.start("closer", lambda: self._close_on_stop(manager))
         self._start_health_server()
-        self._start_status_socket()
         self._go_to_work(self._join(manager))
         return self._wait_and_stop()
 
@@ -168,6 +168,7 @@ class Daemon:
         )
         if not self._options.ip_masq:
             self._forward_soon(member)
+        self._start_status_socket()
 
     # ---- the parts ---------------------------------------------------------------------------
 
@@ -216,14 +217,19 @@ class Daemon:
         return page(self._sight, accept)
 
     def _start_status_socket(self) -> None:
-        def document() -> Iterable[bytes]:
-            from flanneld.status import pieces  # only for those who ask
+        """Once the packets flow, or as soon as there is something to wait for."""
+        if self._status_socket is not None:
+            return
+        from flanneld.status_socket import StatusSocket, path_beside
 
-            return pieces(self._sight)
+        self._status_socket = StatusSocket(path_beside(Path(self._options.subnet_file)), self._document)
+        if self._status_socket.open():
+            self._supervisor.start("status socket", self._status_socket.serve, self._status_socket.close)
 
-        status = StatusSocket(path_beside(Path(self._options.subnet_file)), document)
-        if status.open():
-            self._supervisor.start("status socket", status.serve, status.close)
+    def _document(self) -> Iterable[bytes]:
+        from flanneld.status import pieces  # only for those who ask
+
+        return pieces(self._sight)
 
     def _patiently(self, what: str, attempt: Callable[[], Result]) -> Result:
         """Try each second until it works, and say why not once. Raises ``Cancelled`` on a stop."""
@@ -233,6 +239,7 @@ class Daemon:
             except Retryable as reason:
                 self._once.warn(log, what, f"Waiting for {what}: {reason}")
                 self._notifier.status(f"waiting for {what}: {reason}")
+                self._start_status_socket()
                 self._supervisor.stop.wait(_RETRY)
                 continue
             if self._once.clear(what):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 
 from flanneld.backends import Backend, OtherBackend
 from flanneld.brake import Brake
@@ -33,15 +32,23 @@ log = logging.getLogger(__name__)
 _FEW = 10
 
 
-@dataclass(frozen=True, slots=True)
 class View:
     """The peers at one moment: their leases, who wants what, contested keys with all claims, refusals."""
 
-    leases: tuple[Lease, ...]
-    wishes: Mapping[LeaseKey, tuple[Resource, ...]]
-    rivals: Mapping[Key, Mapping[LeaseKey, Resource]]
-    reasons: Mapping[LeaseKey, str]
-    synced: bool
+    def __init__(
+        self,
+        leases: list[Lease],
+        wishes: Mapping[LeaseKey, tuple[Resource, ...]],
+        rivals: Mapping[Key, Mapping[LeaseKey, Resource]],
+        reasons: Mapping[LeaseKey, str],
+        *,
+        synced: bool,
+    ) -> None:
+        self.leases = leases
+        self.wishes = wishes
+        self.rivals = rivals
+        self.reasons = reasons
+        self.synced = synced
 
 
 class Peers:
@@ -81,11 +88,11 @@ class Peers:
     def view(self) -> View:
         """What is known now. From any thread: nothing in it changes afterwards."""
         return View(
-            tuple(self._table.leases()),
+            self._table.leases(),
             self._wanted.all_wishes(),
             self._wanted.rivals(),
             self._reasons.copy(),
-            self._table.synced,
+            synced=self._table.synced,
         )
 
     def wanted_kinds(self) -> list[Kind]:

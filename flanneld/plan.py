@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from flanneld import host_checks, subnet_file
-from flanneld.firewall import rehearse as rehearse_firewall
-from flanneld.firewall import wishes_of
+from flanneld.firewall import Wishes, wishes_of
 from flanneld.network import commands
+from flanneld.network.firewall import detect, rules
 from flanneld.network.firewall.command import Commands
+from flanneld.network.firewall.driver import Driver
+from flanneld.network.firewall.plan import Claim, claim, plan
+from flanneld.network.firewall.restore import Restore
+from flanneld.network.firewall.rules import Rules, Style
+from flanneld.network.firewall.sweep import PLACES, Place, driver, may_hold
+from flanneld.network.firewall.text import restore_text
 from flanneld.network.interface import InterfaceChoice
 from flanneld.options import Options
 from flanneld.rehearsal import Outcome, rehearse
@@ -40,7 +47,7 @@ def lines(wanted: Options, outcome: Outcome) -> Iterator[str]:
     yield from kernel_lines(outcome, local=False)
     if any(net is not None for net in outcome.own.key):
         wishes = wishes_of(wanted, outcome.config, outcome.own.key, outcome.previous)
-        yield from rehearse_firewall(wishes, Commands(threading.Event()))
+        yield from _rules(wishes, Commands(threading.Event()))
 
 
 def _lease(outcome: Outcome) -> Iterator[str]:
@@ -87,3 +94,40 @@ def _subnet_file(wanted: Options, outcome: Outcome) -> Iterator[str]:
 def _settings(outcome: Outcome, *, services: bool) -> Iterator[str]:
     facts = host_checks.read_facts(outcome.config.families, outcome.uplink.name, services=services)
     yield from (finding.command for finding in host_checks.findings(facts) if finding.settings)
+
+
+# ---- rules of the packet filter -----------------------------------------------------------------
+
+
+def _rules(wishes: Wishes, run: Commands) -> Iterator[str]:
+    """What sets the rules, then what removes those that an earlier run left elsewhere."""
+    if not (wishes.purpose or wishes.former):
+        return
+    place: Place = "native"
+    if not wishes.native:
+        place, _ = detect.choose(wishes.flavour, detect.look([nets.family for nets in wishes.nets]))
+    style: Style = "native" if wishes.native else wishes.style
+    purpose = wishes.purpose
+    for nets in wishes.nets:
+        former = next((each for each in wishes.former if each.family == nets.family), None)
+        mine = claim([nets], former, masquerade=purpose.masquerade, forward=purpose.forward)
+        yield from _changes(driver(place, nets.family, run), rules.wanted(style, nets, purpose), mine)
+        for other in PLACES:
+            if other != place and may_hold(other, nets.family, mine):
+                yield from _changes(driver(other, nets.family, run), {}, mine)
+
+
+def _changes(there: Driver, wanted: Rules, mine: Claim) -> Iterator[str]:
+    edits = plan(wanted, there.read(), mine)
+    if not edits:
+        return
+    if isinstance(there, Restore):
+        yield f"{there.name}-restore --noflush <<'END'"
+        yield from restore_text(edits).splitlines()
+    else:
+        from flanneld.network.firewall.nft import Nftables  # not on most hosts
+
+        assert isinstance(there, Nftables)
+        yield "nft -j -f - <<'END'"
+        yield json.dumps({"nftables": there.orders(edits)})
+    yield "END"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from flanneld import clock
@@ -29,23 +28,31 @@ if TYPE_CHECKING:
 _REQUESTS = ("network_config", "stored", "acquire", "renew")
 
 
-@dataclass(slots=True)
 class Sight:
-    """The parts, None as long as they are not there. The functions may be called from any thread."""
+    """The parts, None as long as they are not there.
 
-    options: Options
-    events: Events
-    #: A line for each task that is late.
-    overdue: Callable[[], list[str]]
-    #: What is missing to be ready.
-    missing: Callable[[], list[str]]
-    started: float = field(default_factory=time.time)
-    store: StoreCounters = field(default_factory=StoreCounters)
-    manager: SubnetManager | None = None
-    config: Config | None = None
-    keeper: Keeper | None = None
-    reconciler: Reconciler | None = None
-    firewall: Firewall | None = None
+    ``overdue`` has a line for each task that is late, ``missing`` what is missing to be ready; both may be
+    called from any thread.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        events: Events,
+        overdue: Callable[[], list[str]],
+        missing: Callable[[], list[str]],
+    ) -> None:
+        self.options = options
+        self.events = events
+        self.overdue = overdue
+        self.missing = missing
+        self.started = time.time()
+        self.store = StoreCounters()
+        self.manager: SubnetManager | None = None
+        self.config: Config | None = None
+        self.keeper: Keeper | None = None
+        self.reconciler: Reconciler | None = None
+        self.firewall: Firewall | None = None
 
     @property
     def store_is_up(self) -> bool:

@@ -20,6 +20,8 @@ from flanneld.sight import Sight
 #: So many peers are put into one piece of the document.
 _PEERS_AT_A_TIME = 100
 
+_EVENT = ("time", "severity", "source", "text")
+
 Document = dict[str, Any]
 
 
@@ -55,7 +57,7 @@ def summary(sight: Sight) -> Document:
         "lease": _lease(sight),
         **_data_plane(sight),
         "firewall": _firewall(sight),
-        "events": [event._asdict() for event in sight.events.recent()],
+        "events": [dict(zip(_EVENT, event, strict=True)) for event in sight.events.recent()],
     }
 
 

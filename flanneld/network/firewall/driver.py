@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from flanneld.errors import Retryable
@@ -34,13 +34,6 @@ class Driver(Protocol):
         Raises ``Rejected`` if they are not possible, also because others were faster, and ``Retryable``
         when it took too long.
         """
-
-
-class Scriptable(Driver, Protocol):
-    """A driver whose changes can be said as well as made."""
-
-    def script(self, edits: Sequence[Edit]) -> Iterator[str]:
-        """Lines for a shell that do what ``apply`` does with what was read last."""
 
 
 def carry_out(driver: Driver, edits: Sequence[Edit]) -> tuple[Edit, ...]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from flanneld.model import Family
@@ -32,13 +31,11 @@ class Nftables:
 
     def apply(self, edits: Sequence[Edit]) -> None:
         """Make the changes planned on what was read last, all or none."""
-        self._run(nft_json.commands(self._family, edits, self._listing))
+        self._run(self.orders(edits))
 
-    def script(self, edits: Sequence[Edit]) -> Iterator[str]:
-        orders = nft_json.commands(self._family, edits, self._listing)
-        yield "nft -j -f - <<'END'"
-        yield json.dumps({"nftables": orders})
-        yield "END"
+    def orders(self, edits: Sequence[Edit]) -> list[Command]:
+        """What ``apply`` would tell nftables."""
+        return nft_json.commands(self._family, edits, self._listing)
 
     def _list(self) -> Listing:
         table = nft_json.table(self._family)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from flanneld.errors import Retryable
@@ -56,11 +56,6 @@ class Restore:
             if _LOCK_TAKEN in failure.stderr:
                 raise Locked from failure
             raise
-
-    def script(self, edits: Sequence[Edit]) -> Iterator[str]:
-        yield f"{self.name}-restore --noflush <<'END'"
-        yield from text.restore_text(edits).splitlines()
-        yield "END"
 
     def _read_nft(self) -> Rules:
         try:

@@ -11,7 +11,7 @@ from flanneld.glog import V
 from flanneld.model import Family
 from flanneld.network.firewall import xtables
 from flanneld.network.firewall.command import Commands
-from flanneld.network.firewall.driver import Scriptable, carry_out
+from flanneld.network.firewall.driver import Driver, carry_out
 from flanneld.network.firewall.netfilter import Netfilter, NoNetfilter
 from flanneld.network.firewall.plan import Claim, Edit, plan
 from flanneld.network.firewall.restore import Restore
@@ -25,7 +25,7 @@ Place = Literal["nft", "legacy", "native"]
 PLACES: tuple[Place, ...] = ("nft", "legacy", "native")
 
 
-def driver(place: Place, family: Family, commands: Commands) -> Scriptable:
+def driver(place: Place, family: Family, commands: Commands) -> Driver:
     """The plain way to a place. Raises ``Unavailable``."""
     if place != "native":
         return Restore(place, family, commands)
