@@ -14,6 +14,7 @@ from flanneld.network.diff import Plan
 from flanneld.network.kernel import Domain, Kernel
 from flanneld.network.links import SeenLink
 from flanneld.network.resources import ForeignLink, Resource
+from flanneld.status_socket import path_beside
 from flanneld.subnet_file import Previous
 
 #: The names that flannel's backends give, and the kinds of device that bear them.
@@ -48,8 +49,9 @@ def _steps(kernel: Kernel, previous: Previous, path: Path) -> Iterator[tuple[str
     for link in kernel.links():
         if is_flannels(link):
             yield f"link {link.name}", partial(_unmade, link.name)
-    if path.exists():
-        yield str(path), partial(_unlinked, path)
+    for file in (path, path_beside(path)):
+        if file.exists():
+            yield str(file), partial(_unlinked, file)
 
 
 def is_flannels(link: SeenLink) -> bool:

@@ -33,7 +33,7 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     arguments, flags = _parser().parse_known_args(argv)
     try:
         source = find(flags, environ, arguments.socket)
-        shown, plain, wrong = _COMMANDS[arguments.command](source, arguments)
+        shown, plain, wrong = COMMANDS[arguments.command](source, arguments)
     except (options.HelpWanted, options.VersionWanted):
         return FINE
     except options.UsageError as error:
@@ -138,4 +138,4 @@ _HELP: dict[str, tuple[Callable[[Source, argparse.Namespace], Answer], str]] = {
     "trace": (_trace, "which way a packet to an address takes"),
     "doctor": (_doctor, "what is wrong with this node, and what puts it right"),
 }
-_COMMANDS = {name: act for name, (act, _) in _HELP.items()}
+COMMANDS = {name: act for name, (act, _) in _HELP.items()}
