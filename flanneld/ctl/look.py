@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flanneld.cleanup import is_flannels
-from flanneld.ctl.source import ranges_of
+from flanneld.ctl.source import knows_peers, ranges_of
 from flanneld.model import IPAddress
 from flanneld.network.kernel import Domain, Kernel
 from flanneld.network.links import SeenLink
@@ -85,7 +85,7 @@ def wanted(document: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
 
 def compare(document: Mapping[str, Any], found: Found) -> list[Entry]:
     """All that is wanted or ours, in this order (pure)."""
-    if "peers" not in document:
+    if not knows_peers(document):
         return [Entry(_kind(text), text, "found") for text, is_ours in found.objects.items() if is_ours]
     contested = {item["text"] for peer in document["peers"] if peer["conflicts"] for item in peer["objects"]}
     entries = []

@@ -91,6 +91,11 @@ def _of_the_host(wanted: Options) -> dict[str, Any]:
     }
 
 
+def knows_peers(document: Mapping[str, Any]) -> bool:
+    """Whether all leases are in a document, so that what is not in it is nobody's."""
+    return "local" in document and document.get("synced") is not False
+
+
 def ranges_of(document: Mapping[str, Any]) -> tuple[tuple[Any, int], ...]:
     """The cluster networks, each with the length of a node's subnet."""
     network = document.get("network") or {}

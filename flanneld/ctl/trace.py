@@ -8,7 +8,7 @@ from ipaddress import ip_address, ip_network
 from typing import Any
 
 from flanneld.ctl.look import Found, Way
-from flanneld.ctl.source import ranges_of
+from flanneld.ctl.source import knows_peers, ranges_of
 from flanneld.model import IPAddress
 
 WayTo = Callable[[IPAddress], Way]
@@ -35,9 +35,9 @@ def trace(target: IPAddress, document: Mapping[str, Any], found: Found, way_to: 
     way = way_to(target)
     if not any(target in network for network, _ in ranges_of(document)):
         return [Hop("lease", "outside the network", "ok"), Hop("route", str(way), _verdict(bool(way.device)))]
-    if "peers" not in document:
+    if not knows_peers(document):
         return [
-            Hop("lease", "", "unknown", "neither a daemon nor the store was asked"),
+            Hop("lease", "", "unknown", "the leases are not known"),
             Hop("route", str(way), "unknown" if way.device else "PROBLEM"),
         ]
     return [Hop("lease", "none", "PROBLEM", "no node has a lease for it"), Hop("route", str(way), "unknown")]

@@ -31,9 +31,9 @@ def cleanup(node: Node) -> None:
     node.run(*own_command(), f"--subnet-file={node.subnet_file}", "--cleanup")
 
 
-def settled(lab: Lab, backend: dict[str, Any], *flags: str) -> tuple[Node, Node]:
+def settled(lab: Lab, backend: dict[str, Any], *flags: str, **config: Any) -> tuple[Node, Node]:
     """Two nodes whose daemons have done all there is to do."""
-    node, peer = lab.cluster(backend, flags=flags)
+    node, peer = lab.cluster(backend, flags=flags, **config)
     node.wait_for_route(peer.subnet())
     node.wait_for_log("Set ")
     return node, peer
@@ -101,7 +101,7 @@ def test_a_device_that_has_to_be_replaced_takes_its_routes_along(lab: Lab) -> No
 
 @pytest.mark.parametrize("enabled", [True, False], ids=["nftables", "iptables"])
 def test_rules_that_others_removed_are_in_the_plan(lab: Lab, enabled: bool) -> None:
-    node, _ = lab.cluster({"Type": "host-gw"}, flags=["--ip-masq"], EnableNFTables=enabled)
+    node, _ = settled(lab, {"Type": "host-gw"}, "--ip-masq", EnableNFTables=enabled)
     node.stop()
     assert plan(lab, node, "--ip-masq") == ""
     node.run("nft", "flush", "ruleset")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import sys
+
+import pytest
 
 from flanneld.ctl.tables import Table, show
 
@@ -33,3 +36,25 @@ def test_nothing_is_nothing() -> None:
 
 def test_what_other_nodes_wrote_cannot_steer_the_terminal() -> None:
     assert shown(Table((), [("a\x1b[31mb\nc\u202ed",)])) == "a\\x1b[31mb\\nc\\u202ed\n"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+TABLE = Table(("state", "object"), [("missing", "route 10.5.1.0/24 [red]not a colour\x1b[0m")])
+
+
+def test_a_terminal_gets_colours_and_the_same_words() -> None:
+    terminal = Terminal()
+    show([TABLE], terminal)
+    assert "[red]not a colour\\x1b[0m" in " ".join(terminal.getvalue().split())
+    assert terminal.getvalue() != shown(TABLE)
+
+
+def test_without_rich_a_terminal_gets_plain_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    terminal = Terminal()
+    show([TABLE], terminal)
+    assert terminal.getvalue() == shown(TABLE)
