@@ -35,6 +35,11 @@ class Brake:
         self._may_sweep = False
 
     @property
+    def holds(self) -> bool:
+        """Whether something is held back now."""
+        return self._until < math.inf
+
+    @property
     def next_reading(self) -> float:
         """When the leases have to be read again."""
         return math.inf if self._asked else self._until

@@ -15,6 +15,7 @@ from flanneld.network.kernel import Domain, Kernel
 from flanneld.network.links import SeenLink
 from flanneld.network.pump.client import Client, NoPump
 from flanneld.network.resources import ForeignLink, Resource, Tun
+from flanneld.status_socket import path_beside
 from flanneld.subnet_file import Previous
 
 #: The names that flannel's backends give, and the kinds of device that bear them.
@@ -31,7 +32,7 @@ def clean_up(path: Path, saved: Path, say: Callable[[str], None], *, dry_run: bo
     previous = subnet_file.read(path)
     kernel = Kernel()
     complete = True
-    for what, act in _steps(kernel, previous, (path, saved)):
+    for what, act in _steps(kernel, previous, (path, path_beside(path), saved)):
         done = dry_run or act()
         complete &= done
         say(f"{'would remove' if dry_run else 'removed' if done else 'could not remove'} {what}")

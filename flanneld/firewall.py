@@ -110,6 +110,20 @@ class Firewall:
         self._not_before = 0.0
         self._retry_delay = _FIRST_RETRY
         self._patience = Patience()
+        #: By the way to the rules and who removed them, as far as that is known.
+        self.repairs: dict[tuple[str, str], int] = {}
+
+    @property
+    def place(self) -> Place:
+        """Where the rules are."""
+        return self._place
+
+    def unsettled(self) -> list[Family]:
+        """The families whose rules are not, or may not be, in place. From any thread."""
+        return [family for family, upkeep in self._upkeep.copy().items() if self._lacks(family, upkeep)]
+
+    def _lacks(self, family: Family, upkeep: Upkeep) -> bool:
+        return family in self._dirty or not upkeep.settled
 
     # ---- before the first packet -------------------------------------------------------------
 
@@ -292,6 +306,8 @@ class Firewall:
 
     def _account(self, name: str, change: Change, culprits: set[str]) -> None:
         """Say what was repaired, and wait longer with the next repair if there are many."""
+        key = (name, ",".join(sorted(culprits)) or "unknown")
+        self.repairs[key] = self.repairs.get(key, 0) + 1
         by = f" after a change by {', '.join(sorted(culprits))}" if any(culprits) else ""
         log.warning("Restored our rules with %s%s: %s", name, by, _what(change))
         if self._patience.spend():

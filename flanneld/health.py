@@ -39,6 +39,8 @@ class Checks:
     ready: Callable[[], bool]
     #: What is missing to be ready, one line each, as far as it is known.
     missing: Callable[[], list[str]] = list
+    #: Turns an Accept header into the content type and the page of /metrics.
+    metrics: Callable[[str], tuple[str, bytes]] | None = None
 
 
 def answer(path: str, checks: Checks) -> tuple[int, str]:
@@ -139,10 +141,15 @@ def _handler(checks: Checks) -> type[BaseHTTPRequestHandler]:
             _hang_up(self.connection, deadline)
 
         def _answer(self) -> None:
+            if checks.metrics and self.path.partition("?")[0] == "/metrics":
+                self._send(200, *checks.metrics(self.headers.get("Accept", "")))
+                return
             status, text = answer(self.path, checks)
-            body = text.encode(errors="backslashreplace")
+            self._send(status, "text/plain; charset=utf-8", text.encode(errors="backslashreplace"))
+
+        def _send(self, status: int, content_type: str, body: bytes) -> None:
             self.send_response(status)
-            self.send_header("Content-Type", "text/plain; charset=utf-8")
+            self.send_header("Content-Type", content_type)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             if self.command != "HEAD":

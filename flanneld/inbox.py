@@ -7,6 +7,8 @@ import threading
 from collections import deque
 from typing import Generic, TypeVar
 
+from flanneld import clock
+
 Item = TypeVar("Item")
 
 #: Seconds; some times what one event takes, and nothing against what many take.
@@ -17,7 +19,9 @@ class Inbox(Generic[Item]):
     """Readable, as a file descriptor, while something is in it."""
 
     def __init__(self) -> None:
-        self._items: deque[Item] = deque()
+        self._items: deque[tuple[float, Item]] = deque()
+        #: When the oldest of what was drained last had come.
+        self.since = 0.0
         self._settled = threading.Event()
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
@@ -30,7 +34,7 @@ class Inbox(Generic[Item]):
         Would both threads run on at once, they would hold each other up: one interpreter serves both.
         """
         self._settled.clear()
-        self._items.append(item)
+        self._items.append((clock.now(), item))
         os.eventfd_write(self._event, 1)
         self._settled.wait(_PATIENCE)
 
@@ -48,4 +52,6 @@ class Inbox(Generic[Item]):
             os.eventfd_read(self._event)
         except BlockingIOError:
             return []
-        return [self._items.popleft() for _ in range(len(self._items))]
+        items = [self._items.popleft() for _ in range(len(self._items))]
+        self.since = items[0][0] if items else self.since
+        return [item for _, item in items]

@@ -67,6 +67,11 @@ class Keeper:
         self._inbox: SimpleQueue[Event | LeaseAttrs | None] = SimpleQueue()
         self._once = Once()
 
+    @property
+    def lease(self) -> Lease:
+        """Our lease as we know it now. From any thread."""
+        return self._lease
+
     def announce(self, attrs: LeaseAttrs) -> None:
         """Tell the peers what we are now. From any thread."""
         self._inbox.put(attrs)

@@ -6,13 +6,13 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from flanneld import __version__, backends, clock, glog, host_checks, notify, options, subnet_file
+from flanneld import __version__, backends, clock, events, glog, host_checks, notify, options, subnet_file
 from flanneld.brake import Brake
 from flanneld.config import Config
 from flanneld.errors import Fatal, Retryable
@@ -24,14 +24,16 @@ from flanneld.network.monitor import Monitor
 from flanneld.network.resources import Blackhole
 from flanneld.options import Options
 from flanneld.reconcile import Reconciler
+from flanneld.sight import Sight
 from flanneld.site import Site, find_uplink
 from flanneld.subnet.manager import LONGEST_SILENCE, Cancelled, NodeStore, SubnetManager
 from flanneld.subnet_file import Previous
 from flanneld.supervisor import Supervisor
+from flanneld.wiring import interface_choice, open_manager
 
 if TYPE_CHECKING:
     from flanneld.firewall import Firewall
-    from flanneld.subnet.etcd_endpoints import EtcdOptions
+    from flanneld.status_socket import StatusSocket
 
 log = logging.getLogger(__name__)
 
@@ -67,10 +69,10 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         return _print(f"{wrong.reason}\n{wrong.usage}", status=2)
     except Fatal as wrong:
         return _print(f"flanneld: {wrong}\n", status=1)
-    if wanted.cleanup:
-        return _clean_up(wanted)
-    if wanted.migrate_etcd_v2_to_v3:
-        return _migrate(wanted)
+    if wanted.is_errand:
+        from flanneld import errands  # none of it is the daemon's
+
+        return errands.run(wanted, environ)
     sys.setswitchinterval(_SWITCH_INTERVAL)
     gc.freeze()
     gc.set_threshold(_GARBAGE)
@@ -110,11 +112,14 @@ class Daemon:
         self._report: Callable[[str], None] = lambda _reason: None
         self._once = glog.Once()
         self._written: subnet_file.SubnetEnv | None = None
+        self._status_socket: StatusSocket | None = None
+        self._sight = Sight(wanted, events.remember(), self._supervisor.overdue, lambda: list(self._missing))
 
     def serve(self) -> int:
         log.info("flanneld %s %s", __version__, self._options.described())
         self._supervisor.handle_signals()
         manager = open_manager(self._options, self._environ)
+        self._sight.observe(manager)
         log.info("Leases are in %s", manager.name)
         if isinstance(manager, NodeStore):
             self._report = manager.report
@@ -148,6 +153,7 @@ class Daemon:
         start = self._supervisor.start
         keeper = self._keeper(member)
         reconciler = self._reconciler(member, keeper)
+        self._sight.config, self._sight.keeper, self._sight.reconciler = member.config, keeper, reconciler
         self._patiently("the kernel", reconciler.prepare)
         if self._options.ip_masq:
             self._masquerade_now(member)
@@ -170,6 +176,7 @@ class Daemon:
         )
         if not self._options.ip_masq:
             self._forward_soon(member)
+        self._start_status_socket()
 
     # ---- the parts ---------------------------------------------------------------------------
 
@@ -208,10 +215,33 @@ class Daemon:
         from flanneld.health import Checks, HealthServer  # only for those who ask for it
 
         checks = Checks(
-            self._supervisor.overdue, lambda: not self._missing, lambda: [*self._missing, *self._waiting]
+            self._supervisor.overdue,
+            lambda: not self._missing,
+            lambda: [*self._missing, *self._waiting],
+            self._metrics,
         )
         server = HealthServer(self._options.healthz_ip, self._options.healthz_port, checks)
         self._supervisor.start("health server", server.serve, server.close)
+
+    def _metrics(self, accept: str) -> tuple[str, bytes]:
+        from flanneld.metrics import page  # only for those who ask
+
+        return page(self._sight, accept)
+
+    def _start_status_socket(self) -> None:
+        """Once the packets flow, or as soon as there is something to wait for."""
+        if self._status_socket is not None:
+            return
+        from flanneld.status_socket import StatusSocket, path_beside
+
+        self._status_socket = StatusSocket(path_beside(Path(self._options.subnet_file)), self._document)
+        if self._status_socket.open():
+            self._supervisor.start("status socket", self._status_socket.serve, self._status_socket.close)
+
+    def _document(self) -> Iterable[bytes]:
+        from flanneld.status import pieces  # only for those who ask
+
+        return pieces(self._sight)
 
     def _patiently(self, what: str, attempt: Callable[[], Result]) -> Result:
         """Try each second until it works, and say why not once. Raises ``Cancelled`` on a stop."""
@@ -223,6 +253,7 @@ class Daemon:
                 self._waiting[:] = [f"waiting for {what}: {reason}"]
                 self._notifier.status(self._waiting[0])
                 self._report(self._waiting[0])
+                self._start_status_socket()
                 self._supervisor.stop.wait(_RETRY)
                 continue
             self._waiting.clear()
@@ -263,7 +294,8 @@ class Daemon:
 
         wishes = wishes_of(self._options, member.config, member.lease.key, member.previous)
         heartbeat = partial(self._supervisor.heartbeat, "firewall")
-        return Firewall(wishes, stop=self._supervisor.stop, heartbeat=heartbeat)
+        self._sight.firewall = Firewall(wishes, stop=self._supervisor.stop, heartbeat=heartbeat)
+        return self._sight.firewall
 
     def _masquerade_now(self, member: Member) -> None:
         """A container must not be seen outside with an address that nobody there can answer."""
@@ -337,75 +369,6 @@ class Daemon:
         """Cuts every blocked request of any thread, this one's included."""
         self._supervisor.stop.wait()
         manager.close()
-
-
-def open_manager(wanted: Options, environ: Mapping[str, str]) -> SubnetManager:
-    """The store the options name. Imported here: nobody needs the libraries of more than one."""
-    if wanted.kube_subnet_mgr:
-        from flanneld.subnet.kube import KubeManager, KubeOptions
-
-        return KubeManager(
-            KubeOptions(
-                api_url=wanted.kube_api_url,
-                kubeconfig=wanted.kubeconfig_file,
-                annotation_prefix=wanted.kube_annotation_prefix,
-                net_config=wanted.net_config_path,
-                state_dir=wanted.state_dir,
-            ),
-            environ,
-        )
-    from flanneld.subnet.etcd_choice import open_etcd
-
-    return open_etcd(_etcd_options(wanted), wanted.etcd_api)
-
-
-def _etcd_options(wanted: Options) -> EtcdOptions:
-    from flanneld.subnet.etcd_endpoints import EtcdOptions
-
-    return EtcdOptions(
-        endpoints=wanted.etcd_endpoints,
-        prefix=wanted.etcd_prefix,
-        username=wanted.etcd_username,
-        password=wanted.etcd_password,
-        keyfile=wanted.etcd_keyfile,
-        certfile=wanted.etcd_certfile,
-        cafile=wanted.etcd_cafile,
-    )
-
-
-def interface_choice(wanted: Options) -> InterfaceChoice:
-    """How the options want the uplink chosen."""
-    return InterfaceChoice(
-        ifaces=wanted.iface,
-        regexes=wanted.iface_regex,
-        can_reach=str(wanted.iface_can_reach or ""),
-        public_ip=wanted.public_ip,
-        public_ipv6=wanted.public_ipv6,
-    )
-
-
-def _clean_up(wanted: Options) -> int:
-    # Only for those who leave.
-    from flanneld.cleanup import clean_up
-    from flanneld.subnet.kube_state import State
-
-    saved = State(wanted.state_dir).path
-    complete = clean_up(Path(wanted.subnet_file), saved, print, dry_run=wanted.dry_run)
-    sys.stdout.flush()
-    return 0 if complete else 1
-
-
-def _migrate(wanted: Options) -> int:
-    # Only once in the life of a cluster.
-    from flanneld.subnet.etcd_migration import migrate
-
-    try:
-        complete = migrate(_etcd_options(wanted), print, dry_run=wanted.dry_run)
-    except (Fatal, Retryable) as failure:
-        return _print(f"flanneld: {failure}\n", status=1)
-    finally:
-        sys.stdout.flush()
-    return 0 if complete else 1
 
 
 def _warn_of_unread_keys(config: Config) -> None:

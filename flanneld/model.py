@@ -150,6 +150,10 @@ class LeaseTable:
     def __iter__(self) -> Iterator[Lease]:
         return iter(self._peers.values())
 
+    def leases(self) -> list[Lease]:
+        """A copy, made in one step: from any thread."""
+        return list(self._peers.values())
+
     def apply(self, event: Event) -> Change:
         """Fold one event in and say what it changed; a mere renewal changes nothing."""
         match event:

@@ -245,12 +245,18 @@ class Options:
     migrate_etcd_v2_to_v3: bool = _flag(
         "migrate-etcd-v2-to-v3", False, "copy config and leases from etcd's v2 API to v3, list them and exit"
     )
+    plan: bool = _flag("plan", False, "print the commands for what a start would change, and exit")
     dry_run: bool = _flag("dry-run", False, "with -cleanup or -migrate-etcd-v2-to-v3: only list it")
     v: int = _flag("v", 0, "verbosity `level` of the log")
     vmodule: str = _flag("vmodule", "", "verbosity of single source files, as `pattern=level,...`")
     log_backtrace_at: str = _flag(
         "log_backtrace_at", "", "add a stack trace to what is logged at this `file:line`"
     )
+
+    @property
+    def is_errand(self) -> bool:
+        """Whether something is to be done instead of serving."""
+        return self.cleanup or self.migrate_etcd_v2_to_v3 or self.plan
 
     def described(self) -> str:
         """What differs from the defaults, as ``name=value`` words for one log line, secrets masked."""

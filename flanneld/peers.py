@@ -23,13 +23,32 @@ from flanneld.model import (
     name_of,
 )
 from flanneld.network.diff import Plan, plan
-from flanneld.network.resources import Key, Resource, State
+from flanneld.network.resources import Key, Kind, Resource, State
 from flanneld.network.wanted import LOCAL, Wanted
 
 log = logging.getLogger(__name__)
 
 #: So many lines about single leases are worth reading at a time.
 _FEW = 10
+
+
+class View:
+    """The peers at one moment: their leases, who wants what, contested keys with all claims, refusals."""
+
+    def __init__(
+        self,
+        leases: list[Lease],
+        wishes: Mapping[LeaseKey, tuple[Resource, ...]],
+        rivals: Mapping[Key, Mapping[LeaseKey, Resource]],
+        reasons: Mapping[LeaseKey, str],
+        *,
+        synced: bool,
+    ) -> None:
+        self.leases = leases
+        self.wishes = wishes
+        self.rivals = rivals
+        self.reasons = reasons
+        self.synced = synced
 
 
 class Peers:
@@ -43,6 +62,8 @@ class Peers:
         self._wanted = Wanted()
         #: Leases whose data no backend could make sense of.
         self._riddles: set[LeaseKey] = set()
+        #: Why nothing, or not all, is done for a lease.
+        self._reasons: dict[LeaseKey, str] = {}
         self._once = Once()
         self._told: list[str] = []
 
@@ -63,6 +84,20 @@ class Peers:
     def unclear(self) -> set[IPNetwork]:
         """Subnets of leases that are there but make no sense: what leads to them may be right."""
         return {net for key in self._table.unreadable | self._riddles for net in key if net is not None}
+
+    def view(self) -> View:
+        """What is known now. From any thread: nothing in it changes afterwards."""
+        return View(
+            self._table.leases(),
+            self._wanted.all_wishes(),
+            self._wanted.rivals(),
+            self._reasons.copy(),
+            synced=self._table.synced,
+        )
+
+    def wanted_kinds(self) -> list[Kind]:
+        """The kind of each object that is wanted. From any thread."""
+        return [resource.kind for resource in self._wanted.state.copy().values()]
 
     def wish_locally(self, resources: Iterable[Resource]) -> None:
         """Say what this node needs for itself, whoever its peers are."""
@@ -126,10 +161,12 @@ class Peers:
             resources.extend(backend.peer(lease))
         except OtherBackend as reason:
             self._riddles.discard(lease.key)
+            self._reasons[lease.key] = str(reason)
             self._once.warn(log, lease.key, f"Ignoring a lease: {reason}")
             return ()
         except Refused as reason:
             self._riddles.add(lease.key)
+            self._reasons[lease.key] = str(reason)
             self._once.warn(log, lease.key, f"Refusing the data of lease {lease}: {reason}")
             return self._wanted.wishes(lease.key) or tuple(resources)
         self._forget(lease.key)
@@ -138,6 +175,7 @@ class Peers:
     def _forget(self, key: LeaseKey) -> None:
         """There is nothing to complain about any more."""
         self._riddles.discard(key)
+        self._reasons.pop(key, None)
         self._once.clear(key)
 
     def _warn_of_conflicts(self, lease: Lease) -> None:

@@ -21,6 +21,7 @@ from itertools import chain
 
 from flanneld import clock
 from flanneld.brake import Brake
+from flanneld.counters import Work
 from flanneld.errors import Fatal, Retryable
 from flanneld.glog import Once, V
 from flanneld.inbox import Inbox
@@ -73,6 +74,7 @@ class Reconciler:
         brake: Brake,
     ) -> None:
         self.inbox: Inbox[list[Event]] = Inbox()
+        self.work = Work()
         self._kernel = kernel
         self._site = site
         self._own = own
@@ -93,6 +95,22 @@ class Reconciler:
         self._earliest_repair = 0.0
         self._retry_delay = _FIRST_RETRY
         self._uplink_may_have_moved = False
+
+    @property
+    def peers(self) -> Peers:
+        return self._peers
+
+    @property
+    def site(self) -> Site:
+        return self._site
+
+    @property
+    def domain(self) -> Domain:
+        return self._domain
+
+    @property
+    def brake(self) -> Brake:
+        return self._brake
 
     # ---- before the first peer ---------------------------------------------------------------
 
@@ -181,7 +199,9 @@ class Reconciler:
             self._repair_soon()
         try:
             if steps:
-                self._account(self._apply(steps))
+                report = self._apply(steps)
+                self.work.applied(report, self.inbox.since)
+                self._account(report)
         except OSError as failure:
             self._could_not_read(failure)
         self._peers.tell()
@@ -215,6 +235,7 @@ class Reconciler:
         for item in news:
             match item:
                 case Overrun():
+                    self.work.overruns += 1
                     log.log(V(1), "Kernel notifications were lost: reading everything back")
                     self._uplink_may_have_moved = True
                     self._repair_soon()
@@ -240,6 +261,7 @@ class Reconciler:
         return wanted != resource
 
     def _repair_soon(self) -> None:
+        self.work.was_told = True
         self._next_audit = min(self._next_audit, max(clock.now() + _SETTLE, self._earliest_repair))
 
     # ---- the audit ---------------------------------------------------------------------------
@@ -250,6 +272,7 @@ class Reconciler:
         try:
             self._follow_uplink()
             report = self._converge()
+            self.work.healed(report)
         except OSError as failure:
             self._could_not_read(failure)
             return
@@ -281,6 +304,12 @@ class Reconciler:
 
     def _converge(self) -> Report:
         """Read, compare, apply. Raises ``OSError`` if the kernel cannot be read."""
+        with self.work.reconcile:
+            report = self._read_and_repair()
+        self.work.converged(report)
+        return report
+
+    def _read_and_repair(self) -> Report:
         report = self._kernel.apply_links(self._links())
         links = ((link, True) for link in self._links())
         steps = compare(self._peers.wanted, chain(links, self._kernel.read(self._domain, self._peers.wanted)))
@@ -308,6 +337,12 @@ class Reconciler:
         return report
 
     def _write(self, steps: Plan) -> Report:
+        if not steps:
+            return Report()
+        with self.work.apply:
+            return self._write_all(steps)
+
+    def _write_all(self, steps: Plan) -> Report:
         if len(steps.puts) + len(steps.drops) <= _BULK:
             return self._kernel.apply(steps, self._domain)
         with self._monitor.deaf():

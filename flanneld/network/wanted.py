@@ -35,6 +35,14 @@ class Wanted:
     def wishes(self, owner: LeaseKey) -> tuple[Resource, ...]:
         return self._wishes.get(owner, ())
 
+    def all_wishes(self) -> dict[LeaseKey, tuple[Resource, ...]]:
+        """A copy, made in one step: from any thread."""
+        return self._wishes.copy()
+
+    def rivals(self) -> dict[Key, dict[LeaseKey, Resource]]:
+        """The keys with several claims, and who claims what. A copy: from any thread."""
+        return {key: claims.copy() for key, claims in self._rivals.copy().items()}
+
     def conflicts(self, owner: LeaseKey) -> Iterator[tuple[Resource, LeaseKey, LeaseKey]]:
         """What an owner wants and another one wants otherwise: the resource in force, its holder, the other.
 

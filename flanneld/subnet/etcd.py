@@ -158,6 +158,12 @@ class EtcdManager:
             for follower in self._followers:
                 follower.reread()
 
+    @property
+    def is_down(self) -> bool:
+        """Whether a watch gets no answer now."""
+        with self._lock:
+            return any(follower.is_down for follower in self._followers)
+
     def reconnect(self) -> None:
         with self._lock:
             self._requests.reconnect()

@@ -90,6 +90,11 @@ class Follower:
         if self._stop.wait(max(0.0, begin + self._pause_time - clock.now())):
             raise Cancelled
 
+    @property
+    def is_down(self) -> bool:
+        """Whether etcd did not answer when it was asked last. From any thread."""
+        return self._is_down
+
     def _tell(self, text: str) -> bool:
         """Log a problem unless it is known. Tells whether it was not."""
         if text in self._told:

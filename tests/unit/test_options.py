@@ -37,6 +37,7 @@ DEFAULTS = {
     "cleanup": False,
     "migrate-etcd-v2-to-v3": False,
     "dry-run": False,
+    "plan": False,
     "removal-brake": True,
     "ip-masq": False,
     "ip-masq-fully-random-disable": False,

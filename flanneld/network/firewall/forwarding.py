@@ -7,6 +7,7 @@ that would drop, and ours is in one of them at most.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 from flanneld.errors import Retryable
@@ -15,7 +16,15 @@ from flanneld.network.firewall import xtables
 from flanneld.network.firewall.command import Commands
 from flanneld.network.firewall.netfilter import Netfilter
 from flanneld.network.firewall.restore import Restore, program
-from flanneld.network.firewall.rules import ACCEPT, FORWARDING, Match, Rule, Rules
+from flanneld.network.firewall.rules import (
+    ACCEPT,
+    FLANNEL_FWD,
+    FORWARDING,
+    NATIVE_TABLE,
+    Match,
+    Rule,
+    Rules,
+)
 from flanneld.network.firewall.sweep import Place
 
 _IPTABLES_TABLE: dict[Family, str] = {4: "ip", 6: "ip6"}
@@ -73,6 +82,19 @@ def in_the_way(found: Dropping, network: IPNetwork, ours: Place | None, commands
         return not accepts(Restore(found.place, found.family, commands).read(), network)
     except Retryable:
         return True
+
+
+def accepting(family: Family) -> Place | None:
+    """Where rules of ours forward the network's traffic, as a daemon left them; None if nowhere."""
+    with suppress(OSError), Netfilter() as netfilter:
+        if netfilter.has_chain(family, FLANNEL_FWD):
+            return "nft"
+        if netfilter.has_table(family, NATIVE_TABLE[family]):
+            return "native"
+    with suppress(OSError):
+        if xtables.has_chain(family, FLANNEL_FWD):
+            return "legacy"
+    return None
 
 
 def accepts(rules: Rules, network: IPNetwork) -> bool:

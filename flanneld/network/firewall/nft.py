@@ -31,7 +31,11 @@ class Nftables:
 
     def apply(self, edits: Sequence[Edit]) -> None:
         """Make the changes planned on what was read last, all or none."""
-        self._run(nft_json.commands(self._family, edits, self._listing))
+        self._run(self.orders(edits))
+
+    def orders(self, edits: Sequence[Edit]) -> list[Command]:
+        """What ``apply`` would tell nftables."""
+        return nft_json.commands(self._family, edits, self._listing)
 
     def _list(self) -> Listing:
         table = nft_json.table(self._family)

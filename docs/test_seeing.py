@@ -1,0 +1,62 @@
+"""The tables of seeing.md say what the code has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flanneld.counters import BOUNDS
+from flanneld.ctl.checks import CHECKS
+from flanneld.ctl.findings import THEMES
+from flanneld.ctl.main import COMMANDS
+from flanneld.metrics import METRICS
+
+PAGE = (Path(__file__).parent / "seeing.md").read_text()
+
+
+def checks() -> str:
+    rows = [f"| {check.theme} | {THEMES[check.theme]} | {check.name} | {check.meaning} |" for check in CHECKS]
+    return "\n".join(["| | Theme | Check | All is well if |", "|---|---|---|---|", *rows])
+
+
+def metrics() -> str:
+    rows = []
+    for metric in METRICS:
+        labels = ", ".join(f"`{label}`" for label in metric.labels)
+        rows.append(f"| `{metric.name}` | {metric.type} | {labels} | {metric.meaning} |")
+    return "\n".join(["| Metric | Type | Labels | Meaning |", "|---|---|---|---|", *rows])
+
+
+@pytest.mark.parametrize("table", [checks(), metrics()], ids=["checks", "metrics"])
+def test_the_page_has_this_table(table: str) -> None:
+    assert table in PAGE, f"docs/seeing.md must hold:\n{table}"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_is_shown(command: str) -> None:
+    assert f"    flannelctl {command} " in PAGE
+
+
+def test_metrics_are_named_as_prometheus_wants_it() -> None:
+    for metric in METRICS:
+        assert metric.name.startswith("flannel_")
+        assert metric.name.endswith("_total") == (metric.type == "counter")
+
+
+def test_the_bounds_of_the_buckets_are_those_on_the_page() -> None:
+    assert [round(1000 * bound, 1) for bound in BOUNDS] == [
+        1,
+        2.5,
+        5,
+        10,
+        25,
+        50,
+        100,
+        250,
+        500,
+        1000,
+        2500,
+        5000,
+        10000,
+    ]

@@ -1,0 +1,135 @@
+"""Numbers about what the daemon has done: plain counters, each written by one thread and read by any (pure).
+
+They are kept whether somebody looks or not, so keeping them must cost next to nothing; making sense of
+them is for whoever looks.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from flanneld import clock
+from flanneld.network.report import Failure, Report
+from flanneld.network.resources import Key, Resource
+
+Name = TypeVar("Name")
+
+#: Upper bounds in seconds, from a single route to a whole cluster.
+BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+#: A repair because the kernel told us, or because the periodic reading found something.
+TOLD, FOUND = "notification", "audit"
+
+
+class Histogram:
+    """How long something takes, in seconds. As a context manager it measures its block, for one thread."""
+
+    __slots__ = ("_began", "counts", "total")
+
+    def __init__(self) -> None:
+        #: One more than there are bounds: the last is for what took longer than all of them.
+        self.counts = [0] * (len(BOUNDS) + 1)
+        self.total = 0.0
+        self._began = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self.counts[bisect_left(BOUNDS, seconds)] += 1
+        self.total += seconds
+
+    def __enter__(self) -> None:
+        self._began = clock.now()
+
+    def __exit__(self, *_: object) -> None:
+        self.observe(clock.now() - self._began)
+
+
+class Work:
+    """What the reconciler has done. Points in time are seconds since the epoch, 0 for never."""
+
+    def __init__(self) -> None:
+        #: From the event's arrival from the store until the kernel has it.
+        self.event_to_kernel = Histogram()
+        #: One write to the kernel.
+        self.apply = Histogram()
+        #: One reading of the kernel with the repairs that follow.
+        self.reconcile = Histogram()
+        #: By kind of object and cause.
+        self.heals: dict[tuple[str, str], int] = {}
+        #: By kind of object and the kernel's reason.
+        self.refusals: dict[tuple[str, str], int] = {}
+        self.overruns = 0
+        self.last_sync = 0.0
+        #: What is wanted and refused now. Replaced, never changed: others read it.
+        self.pending: dict[Key, Failure] = {}
+        #: The kernel told us that something is not as it was.
+        self.was_told = False
+
+    def converged(self, report: Report) -> None:
+        """The kernel was read and what differed was put right, save for what it refused."""
+        self.pending = {failure.resource.key: failure for failure in report.failed}
+        self._count_refusals(report.failed)
+        self.last_sync = time.time()
+
+    def applied(self, report: Report, since: float) -> None:
+        """News of leases are in the kernel; ``since`` is when they came, on the clock of ``clock.now``."""
+        self.event_to_kernel.observe(clock.now() - since)
+        if report.failed:
+            self.pending = self.pending | {failure.resource.key: failure for failure in report.failed}
+            self._count_refusals(report.failed)
+
+    def healed(self, report: Report) -> None:
+        """An audit had to put this right."""
+        cause, self.was_told = TOLD if self.was_told else FOUND, False
+        for resource in (*report.made, *report.removed):
+            _count(self.heals, (kind_of(resource), cause))
+
+    def _count_refusals(self, failures: Iterable[Failure]) -> None:
+        for failure in failures:
+            _count(self.refusals, (kind_of(failure.resource), failure.reason))
+
+
+class StoreCounters:
+    """The store of leases as this daemon meets it."""
+
+    def __init__(self) -> None:
+        self.requests = Histogram()
+        self.errors = 0
+        #: Whether the last request was answered.
+        self.is_up = False
+        self.events = 0
+        #: By reason: ``asked`` if the daemon wanted to be sure, else ``store``.
+        self.resyncs: dict[str, int] = {}
+        self.is_synced = False
+        self.was_asked = False
+        #: Seconds since the epoch, 0 for never.
+        self.last_event = 0.0
+        #: By result.
+        self.renewals: dict[str, int] = {}
+
+    def told(self, number: int, snapshots: int) -> None:
+        """The store told so many events, so many of them whole lists; the first list is no news."""
+        self.events += number
+        self.last_event = time.time()
+        for _ in range(snapshots if self.is_synced else snapshots - 1):
+            _count(self.resyncs, "asked" if self.was_asked else "store")
+            self.was_asked = False
+        self.is_synced |= snapshots > 0
+
+    def renewed(self, result: str) -> None:
+        _count(self.renewals, result)
+
+
+def kind_of(resource: Resource) -> str:
+    """What an operator calls it: ``route``, ``fdb``."""
+    return resource.kind.name.lower()
+
+
+def wall(boot: float, now: Callable[[], float] = time.time) -> float:
+    """A point on the boot-time clock as seconds since the epoch."""
+    return now() + boot - clock.now()
+
+
+def _count(table: dict[Name, int], name: Name) -> None:
+    table[name] = table.get(name, 0) + 1

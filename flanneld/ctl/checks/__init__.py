@@ -1,0 +1,11 @@
+"""The checks of ``flannelctl doctor``: one small function each over facts (pure)."""
+
+from __future__ import annotations
+
+from flanneld.ctl.checks import cluster, host, kernel
+from flanneld.ctl.findings import registered
+
+__all__ = ["CHECKS", "cluster", "host", "kernel"]
+
+#: All of them, in the order of the themes.
+CHECKS = registered()

@@ -1,0 +1,188 @@
+"""Checks of the lease, the peers, the store and the daemon (pure)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from ipaddress import ip_network
+
+from flanneld.ctl.facts import Facts
+from flanneld.ctl.findings import Finding, as_at_start, check
+from flanneld.ctl.source import ranges_of
+
+#: A lease that ends so soon, in seconds, should have been renewed.
+_SOON = 600.0
+
+
+# ---- C: news of the peers -----------------------------------------------------------------------
+
+
+@check("C", "synced", "the peers are known")
+def synced(facts: Facts) -> Iterator[Finding]:
+    if facts.document.get("synced") is False:
+        yield Finding(
+            "the peers are not known yet",
+            "no list of leases was read since the start",
+            "new peers are not reached, and gone ones not removed",
+            "see why the store does not answer",
+        )
+
+
+@check("C", "brake", "no removals are held back")
+def brake(facts: Facts) -> Iterator[Finding]:
+    if (facts.document.get("brake") or {}).get("holds"):
+        yield Finding(
+            "removals are held back",
+            "the last list of leases lacked most peers",
+            "if it is right, packets still go to nodes that are gone",
+            "nothing: the list is read again within 30 s; see whether the store was restored from a copy",
+            hint=True,
+        )
+
+
+# ---- H: the lease -------------------------------------------------------------------------------
+
+
+@check("H", "lease", "the lease lasts")
+def lease(facts: Facts) -> Iterator[Finding]:
+    known = facts.document.get("lease")
+    if known is None and facts.origin != "host":
+        yield Finding(
+            "this node has no lease",
+            "no lease has our public IP",
+            "no other node knows the way to our containers",
+            "start the daemon; if it runs, its log says what it waits for",
+        )
+    if not known or not known.get("expires"):
+        return
+    left = known["expires"] - facts.now
+    if left < _SOON:
+        yield Finding(
+            "the lease has expired" if left <= 0 else f"the lease ends in {left:.0f} s",
+            f"subnet {', '.join(known['subnets'])}, renewals: {known.get('renewals') or 'none'}",
+            "another node may be given our subnet",
+            "see why the daemon does not renew it: its log, and whether the store answers",
+        )
+
+
+@check("H", "clock", "the clock is set")
+def clock(facts: Facts) -> Iterator[Finding]:
+    if facts.clock_is_synchronised is False:
+        yield Finding(
+            "the clock is not synchronised",
+            "/run/systemd/timesync/synchronized is missing",
+            "certificates of the store may not be valid here; leases do not depend on it",
+            "see timedatectl timesync-status",
+            hint=True,
+        )
+
+
+# ---- I: the store -------------------------------------------------------------------------------
+
+
+@check("I", "store", "the store answers")
+def store(facts: Facts) -> Iterator[Finding]:
+    known = facts.document.get("store")
+    if known and not known["answers"]:
+        yield Finding(
+            "the store does not answer",
+            str(known["name"]),
+            "no news of the peers, and the lease ends when it is not renewed",
+            "see whether it runs and is reached from here; what leads to the peers stays meanwhile",
+        )
+    for why in facts.unknown:
+        if why.startswith("the store does not tell"):
+            yield Finding(
+                "the store was asked in vain", why, "a start of the daemon would wait for it", "see above"
+            )
+
+
+@check("I", "ready", "nothing is missing to be ready")
+def ready(facts: Facts) -> Iterator[Finding]:
+    for what in (facts.document.get("health") or {}).get("missing", ()):
+        yield Finding(
+            "the daemon is not ready", what, "no container should be started here yet", "wait, or see its log"
+        )
+
+
+# ---- J: addresses -------------------------------------------------------------------------------
+
+
+@check("J", "public ip", "each node has a public IP of its own")
+def public_ip(facts: Facts) -> Iterator[Finding]:
+    seen = Counter(ip for peer in facts.peers for ip in peer["public_ips"])
+    ours = (facts.document.get("uplink") or {}).get("public_ips", ())
+    for ip, number in (seen + Counter(set(ours) & set(seen))).items():
+        if number > 1:
+            owners = [",".join(peer["subnets"]) for peer in facts.peers if ip in peer["public_ips"]]
+            yield Finding(
+                f"the public IP {ip} is used twice",
+                f"by {', '.join([*owners, *(['this node'] if ip in ours else [])])}",
+                "packets for one of both reach the other",
+                "give each node its own with -public-ip or -iface; delete leases of nodes that are gone",
+            )
+
+
+@check("J", "network", "each subnet is inside the network")
+def network(facts: Facts) -> Iterator[Finding]:
+    networks = [network for network, _ in ranges_of(facts.document)]
+    own = (facts.document.get("lease") or {}).get("subnets", ()) if facts.origin != "host" else ()
+    for text in own if networks else ():
+        net = ip_network(text)
+        if not any(net.version == each.version and net.subnet_of(each) for each in networks):
+            yield Finding(
+                f"our subnet {text} is outside the network",
+                f"Network is {', '.join(map(str, networks))}",
+                "other nodes refuse it",
+                "make the podCIDR of the node, or Network, fit",
+            )
+
+
+@check("J", "refusals", "the leases of the peers make sense")
+def refusals(facts: Facts) -> Iterator[Finding]:
+    for peer in facts.peers:
+        if peer["state"] == "refused":
+            yield Finding(
+                f"the lease {','.join(peer['subnets'])} is refused",
+                peer["reason"],
+                "nothing is done for this peer",
+                "correct it on the node that wrote it, or delete it from the store",
+            )
+
+
+@check("J", "reverse path", "what comes in from peers is not dropped as strange")
+def reverse_path(facts: Facts) -> Iterator[Finding]:
+    yield from as_at_start(facts, "rp_filter")
+
+
+# ---- L: the daemon itself -----------------------------------------------------------------------
+
+
+@check("L", "daemon", "the daemon runs and answers")
+def daemon(facts: Facts) -> Iterator[Finding]:
+    if facts.origin != "daemon":
+        yield Finding(
+            "the daemon does not answer",
+            facts.unknown[0] if facts.unknown else "",
+            "packets flow on, but nothing is repaired, and the lease is not renewed",
+            "systemctl status flanneld; its log says why it ended",
+        )
+
+
+@check("L", "late", "every thread of the daemon reports in time")
+def late(facts: Facts) -> Iterator[Finding]:
+    for line in (facts.document.get("health") or {}).get("late", ()):
+        yield Finding("a thread of the daemon hangs", line, "what it does is not done", "restart the daemon")
+
+
+@check("L", "overruns", "no notifications of the kernel were lost")
+def overruns(facts: Facts) -> Iterator[Finding]:
+    number = facts.document.get("lost_notifications", 0)
+    if number:
+        yield Finding(
+            f"notifications of the kernel were lost {number} times",
+            "the daemon read everything again each time",
+            "repairs came later than usual",
+            "see what changes routes or devices so often: ip monitor",
+            hint=True,
+        )

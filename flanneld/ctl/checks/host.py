@@ -1,0 +1,178 @@
+"""Checks of this host: its firewall, settings, files and bridges (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from ipaddress import ip_network
+
+from flanneld.ctl.facts import Facts
+from flanneld.ctl.findings import Finding, as_at_start, check
+from flanneld.ctl.source import ranges_of
+
+#: Kernels that compute wrong checksums for VXLAN packets that are translated (fixed by ea64d8d6c675).
+_GOOD_CHECKSUMS = (5, 7)
+#: A device that has sent so many packets and got none has no way back.
+_TALKS = 20
+_OVERHEAD = {"vxlan": {4: 50, 6: 70}, "host-gw": {4: 0, 6: 0}, "ipip": {4: 20}, "udp": {4: 28}}
+
+
+# ---- E: the host's firewall and forwarding ------------------------------------------------------
+
+
+@check("E", "forwarding", "the kernel passes packets on")
+def forwarding(facts: Facts) -> Iterator[Finding]:
+    yield from as_at_start(facts, "orwarding", "ip_forward")
+
+
+@check("E", "dropping", "no chain drops the network's packets")
+def dropping(facts: Facts) -> Iterator[Finding]:
+    for each in facts.dropping:
+        yield Finding(
+            f"the {each.chain} drops the network's packets",
+            "its policy is to drop, and no rule in it accepts the network",
+            "packets of containers end at this host",
+            each.command,
+        )
+
+
+@check("E", "rules", "the daemon's own rules are in place")
+def rules(facts: Facts) -> Iterator[Finding]:
+    firewall = facts.document.get("firewall") or {}
+    for family in firewall.get("not_in_place", ()):
+        yield Finding(
+            f"the rules for {family} are not in place",
+            f"they belong into {firewall['place']}",
+            "packets keep the wrong address, or are dropped",
+            "see the daemon's log: it says why, and tries again",
+        )
+
+
+@check("E", "keepers", "no other program replaces all rules")
+def keepers(facts: Facts) -> Iterator[Finding]:
+    for program in facts.firewalls:
+        yield Finding(
+            f"{program} is at work here",
+            "found by its files",
+            "when it is reloaded it may remove rules; the daemon puts its own back",
+            f"let it forward the network and let in UDP 8472, in {program}'s own configuration",
+            hint=True,
+        )
+
+
+# ---- F: subnet.env and bridges ------------------------------------------------------------------
+
+
+@check("F", "subnet file", "the subnet file is there and says what the lease says")
+def subnet_file(facts: Facts) -> Iterator[Finding]:
+    if not facts.has_subnet_file:
+        yield Finding(
+            f"there is no {facts.subnet_file}",
+            "the file does not exist",
+            "no container runtime can start a container on the network",
+            "start the daemon, and see what it waits for",
+        )
+        return
+    leased = set((facts.document.get("lease") or {}).get("subnets", ()))
+    written = {str(net) for net in facts.previous.subnets if net is not None}
+    if facts.origin != "host" and leased and written != leased:
+        yield Finding(
+            f"{facts.subnet_file} has another subnet than the lease",
+            f"{', '.join(sorted(written)) or 'none'} there, {', '.join(sorted(leased))} in the lease",
+            "new containers get addresses that lead to another node, or nowhere",
+            "restart the daemon: it writes the file at its start",
+        )
+    wanted = facts.document.get("mtu")
+    if wanted and facts.file_mtu is not None and facts.file_mtu != wanted:
+        yield Finding(
+            f"{facts.subnet_file} has the MTU {facts.file_mtu}, wanted is {wanted}",
+            f"FLANNEL_MTU={facts.file_mtu}",
+            "new containers send packets that do not fit, or that are smaller than need be",
+            "restart the daemon, then the containers",
+        )
+
+
+@check("F", "bridges", "the firewall sees what stays on a bridge")
+def bridges(facts: Facts) -> Iterator[Finding]:
+    yield from as_at_start(facts, "br_netfilter", "bridge-nf")
+
+
+# ---- G: containers on another subnet ------------------------------------------------------------
+
+
+@check("G", "bridge subnet", "bridges of this host are in our subnet")
+def bridge_subnet(facts: Facts) -> Iterator[Finding]:
+    own = [ip_network(text) for text in (facts.document.get("lease") or {}).get("subnets", ())]
+    networks = [network for network, _ in ranges_of(facts.document)]
+    if not own:
+        return
+    for name, address in facts.addresses:
+        if name in facts.devices or not any(address in network for network in networks):
+            continue
+        if not any(address in net for net in own):
+            yield Finding(
+                f"{name} has {address}, which is not in our subnet",
+                f"our subnet is {', '.join(map(str, own))}",
+                "other nodes send packets for its containers elsewhere",
+                f"stop its containers, ip link delete {name}, and restart the container runtime",
+            )
+
+
+# ---- K: MTU and offload -------------------------------------------------------------------------
+
+
+@check("K", "containers", "bridges of containers are not larger than the network allows")
+def container_mtu(facts: Facts) -> Iterator[Finding]:
+    allowed = facts.document.get("mtu") or facts.file_mtu
+    own = [ip_network(text) for text in (facts.document.get("lease") or {}).get("subnets", ())]
+    names = {name for name, address in facts.addresses if any(address in net for net in own)}
+    for name in sorted(names - set(facts.devices)):
+        link = facts.link(name)
+        if allowed and link is not None and link.mtu > allowed:
+            yield Finding(
+                f"{name} has the MTU {link.mtu}, the network allows {allowed}",
+                f"an address of our subnet is on {name}",
+                "large packets of its containers vanish: connections open and then hang",
+                f"ip link set {name} mtu {allowed}, and let the container runtime read {facts.subnet_file}",
+            )
+
+
+@check("K", "device", "our devices leave room for the outer headers")
+def device_mtu(facts: Facts) -> Iterator[Finding]:
+    wanted = facts.document.get("uplink")
+    link = facts.link(wanted["name"]) if wanted else None
+    room = _OVERHEAD.get((facts.document.get("network") or {}).get("backend") or "", {})
+    for name in facts.devices if link and room else ():
+        device = facts.link(name)
+        family = 6 if "-v6" in name else 4
+        if link and device and device.mtu + room.get(family, 0) > link.mtu:
+            yield Finding(
+                f"{name} has the MTU {device.mtu}, too large for {link.name} with {link.mtu}",
+                f"the outer headers take {room[family]} bytes",
+                "large packets are fragmented or lost between the nodes",
+                f"raise the MTU of {link.name}, or set Backend.MTU in the network config",
+            )
+
+
+@check("K", "checksums", "the kernel computes the checksums of VXLAN packets right")
+def checksums(facts: Facts) -> Iterator[Finding]:
+    for name, offloaded in facts.offload.items():
+        if offloaded and (0, 0) < facts.kernel < _GOOD_CHECKSUMS:
+            yield Finding(
+                f"{name} leaves checksums to a kernel that gets them wrong",
+                f"Linux {facts.kernel[0]}.{facts.kernel[1]}, tx-checksum-ip-generic is on",
+                "connections to services take a minute, because their first packets are dropped",
+                f"ethtool -K {name} tx-checksum-ip-generic off",
+            )
+
+
+@check("K", "port", "packets of peers come in")
+def port(facts: Facts) -> Iterator[Finding]:
+    for name, (received, sent) in facts.traffic.items():
+        if received == 0 and sent >= _TALKS and facts.document.get("peers", True):
+            yield Finding(
+                f"nothing ever came in through {name}",
+                f"{sent} packets sent, none received",
+                "most often a firewall between the nodes eats the UDP port of VXLAN",
+                "let in UDP 8472, or Backend.Port, on all nodes and in the cloud's security groups",
+                hint=True,
+            )

@@ -1,0 +1,154 @@
+"""Checks of devices, routes and entries (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flanneld.ctl.facts import Facts
+from flanneld.ctl.findings import Finding, check
+from flanneld.ctl.look import Entry
+
+#: So many objects are worth naming.
+_FEW = 3
+
+
+# ---- A: devices and uplink ----------------------------------------------------------------------
+
+
+@check("A", "devices", "each wanted device is there, up and as it should be")
+def devices(facts: Facts) -> Iterator[Finding]:
+    for entry in facts.entries:
+        if entry.kind == "link" and entry.state == "missing":
+            name = entry.text.split()[1]
+            link = facts.link(name)
+            yield Finding(
+                f"{name} is {'not as it should be' if link else 'not there'}",
+                f"wanted: {entry.text}" + (f"; found: {link.make}" if link else ""),
+                "nothing reaches the peers without it",
+                "the daemon makes it again: see that it runs, and its log",
+            )
+
+
+@check("A", "uplink", "the external interface is there and up")
+def uplink(facts: Facts) -> Iterator[Finding]:
+    wanted = facts.document.get("uplink")
+    if not wanted:
+        return
+    link = facts.link(wanted["name"])
+    if link is None or not link.up:
+        yield Finding(
+            f"the uplink {wanted['name']} is {'down' if link else 'not there'}",
+            f"elected with {', '.join(wanted['addresses'])}",
+            "it carries all packets between the nodes",
+            f"ip link set {wanted['name']} up" if link else "plug it in, or let the daemon elect another",
+        )
+        return
+    held = {str(address) for name, address in facts.addresses if name == link.name}
+    lost = [address for address in wanted["addresses"] if address not in held]
+    if lost:
+        yield Finding(
+            f"{link.name} has lost {', '.join(lost)}",
+            f"it has {', '.join(sorted(held)) or 'no address'}",
+            "peers send to an address that is no longer here",
+            "give it back; with another address the daemon announces that by itself",
+        )
+
+
+# ---- B: stale or missing objects ----------------------------------------------------------------
+
+
+@check("B", "missing", "the kernel holds all that leads to the peers")
+def missing(facts: Facts) -> Iterator[Finding]:
+    lost = [entry for entry in facts.entries if entry.state == "missing" and entry.kind != "link"]
+    if lost:
+        yield Finding(
+            f"the kernel lacks {len(lost)} objects",
+            _some(lost),
+            "packets to these peers go nowhere, or the wrong way",
+            "start the daemon, or look at its log: it puts them back at once, or says why it cannot",
+        )
+
+
+@check("B", "stale", "the kernel holds nothing for peers that are gone")
+def stale(facts: Facts) -> Iterator[Finding]:
+    extra = [entry for entry in facts.entries if entry.state == "not wanted"]
+    if extra:
+        yield Finding(
+            f"the kernel holds {len(extra)} objects that nobody wants",
+            _some(extra),
+            "packets go to nodes that are gone, or to the wrong ones",
+            "start the daemon: it removes them; `flanneld -plan` shows them as commands",
+        )
+
+
+@check("B", "refused", "the kernel takes all that the daemon writes")
+def refused(facts: Facts) -> Iterator[Finding]:
+    for each in facts.document.get("refused", ())[:_FEW]:
+        yield Finding(
+            f"the kernel refuses {each['object']}",
+            each["reason"],
+            "its peer is not reached",
+            "remove what is in the way; the daemon tries again by itself",
+        )
+
+
+@check("B", "neighbours", "the neighbour table has room for the peers")
+def neighbours(facts: Facts) -> Iterator[Finding]:
+    """Entries of ours are permanent and do not count; the peers' own addresses on the uplink's link do."""
+    number = len(facts.document.get("peers", ()))
+    if facts.gc_thresh and number > 0.8 * facts.gc_thresh:
+        yield Finding(
+            "the neighbour table may overflow",
+            f"{number} peers, and net.ipv4.neigh.default.gc_thresh3 is {facts.gc_thresh}",
+            "on one link with all peers, new neighbours are refused: connections hang at random",
+            f"sysctl -w net.ipv4.neigh.default.gc_thresh3={4 * max(number, 1024)}",
+            hint=True,
+        )
+
+
+# ---- D: MAC addresses and device managers -------------------------------------------------------
+
+
+@check("D", "mac", "our device has the MAC that peers know")
+def mac(facts: Facts) -> Iterator[Finding]:
+    announced = {each.lower() for each in (facts.document.get("lease") or {}).get("macs", ())}
+    for name in facts.devices if announced else ():
+        link = facts.link(name)
+        if link is not None and link.mac and link.mac not in announced:
+            yield Finding(
+                f"{name} has another MAC than the one in our lease",
+                f"{link.mac}, announced is {', '.join(sorted(announced))}",
+                "the kernel drops what peers send to the announced one",
+                "start the daemon: it sets the MAC back; let udev leave it alone (MACAddressPolicy=none)",
+            )
+
+
+@check("D", "contested", "no two peers claim one object")
+def contested(facts: Facts) -> Iterator[Finding]:
+    for peer in facts.peers:
+        if peer["conflicts"]:
+            yield Finding(
+                f"{','.join(peer['subnets'])} and {', '.join(peer['conflicts'])} claim the same",
+                f"public IP {', '.join(peer['public_ips'])}",
+                "one of both is not reached: cloned machines have one MAC",
+                "on one of them: stop flanneld, ip link delete flannel.1, delete its lease, start flanneld",
+            )
+
+
+@check("D", "managers", "no other program manages flannel's devices")
+def managers(facts: Facts) -> Iterator[Finding]:
+    for name, program in facts.managed:
+        section = (
+            "unmanaged-devices=interface-name:flannel*" if program == "NetworkManager" else "Unmanaged=yes"
+        )
+        yield Finding(
+            f"{program} manages {name}",
+            "it says so itself, below /run",
+            "it removes addresses and routes that it did not set, and may put a default route there",
+            f"tell it to leave flannel* alone: {section}",
+        )
+
+
+def _some(entries: list[Entry]) -> str:
+    shown = "; ".join(entry.text for entry in entries[:_FEW])
+    return shown + (f"; and {len(entries) - _FEW} more" if len(entries) > _FEW else "")

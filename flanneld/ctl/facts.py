@@ -1,0 +1,208 @@
+"""The facts that the checks of ``flannelctl doctor`` look at, gathered from this host."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flanneld import host_checks, subnet_file
+from flanneld.cleanup import is_flannels
+from flanneld.ctl import look
+from flanneld.ctl.look import Entry, Found
+from flanneld.ctl.source import Source, ranges_of
+from flanneld.host_checks import Finding as HostFinding
+from flanneld.model import FAMILIES, Family, IPAddress
+from flanneld.network.firewall.command import Commands
+from flanneld.network.firewall.forwarding import accepting, dropping, in_the_way
+from flanneld.network.kernel import Kernel
+from flanneld.network.links import SeenLink
+from flanneld.subnet_file import Previous
+
+_GC_THRESH = "/proc/sys/net/ipv4/neigh/default/gc_thresh3"
+#: linux/ethtool.h
+_SIOCETHTOOL, _ETHTOOL_GTXCSUM = 0x8946, 0x16
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """A chain that drops the network's packets, and the command that lets them through."""
+
+    chain: str
+    command: str
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is known; what is not is None or empty. Counters are packets, times seconds since the epoch."""
+
+    document: Mapping[str, Any] = field(default_factory=dict)
+    origin: str = "host"
+    unknown: tuple[str, ...] = ()
+    now: float = 0.0
+    subnet_file: str = ""
+    has_subnet_file: bool = True
+    #: What the subnet file says, and its MTU.
+    previous: Previous = field(default_factory=Previous)
+    file_mtu: int | None = None
+    links: tuple[SeenLink, ...] = ()
+    #: The addresses of all interfaces, by the interface.
+    addresses: tuple[tuple[str, IPAddress], ...] = ()
+    entries: tuple[Entry, ...] = ()
+    host: tuple[HostFinding, ...] = ()
+    dropping: tuple[Dropped, ...] = ()
+    #: Programs that manage devices or rules: the device or the program, and who it is.
+    managed: tuple[tuple[str, str], ...] = ()
+    firewalls: tuple[str, ...] = ()
+    #: Received and sent on each device of ours.
+    traffic: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    #: Whether checksums are left to a device, for each VXLAN device of ours.
+    offload: Mapping[str, bool] = field(default_factory=dict)
+    kernel: tuple[int, int] = (0, 0)
+    gc_thresh: int = 0
+    clock_is_synchronised: bool | None = None
+
+    def link(self, name: str) -> SeenLink | None:
+        return next((each for each in self.links if each.name == name), None)
+
+    @property
+    def peers(self) -> list[dict[str, Any]]:
+        return list(self.document.get("peers", ()))
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Flannel's devices: those that are wanted, else those that are there."""
+        wanted = self.document.get("devices")
+        return tuple(wanted) if wanted else tuple(link.name for link in self.links if is_flannels(link))
+
+
+def gather(source: Source) -> Facts:
+    """Ask this host. What cannot be read is left out; raises ``OSError`` if the kernel tells nothing."""
+    document = source.document
+    path = Path(source.options.subnet_file)
+    found = look.read(document)
+    families = _families(document)
+    uplink = (document.get("uplink") or {}).get("name", "")
+    ours = [link for link in found.links if is_flannels(link)]
+    return Facts(
+        document=document,
+        origin=source.origin,
+        unknown=source.unknown,
+        now=time.time(),
+        subnet_file=str(path),
+        has_subnet_file=path.exists(),
+        previous=subnet_file.read(path),
+        file_mtu=_file_mtu(path),
+        links=found.links,
+        addresses=tuple(_addresses(found)),
+        entries=tuple(look.compare(document, found)),
+        host=host_checks.findings(host_checks.read_facts(families, uplink)),
+        dropping=tuple(_dropping(document)),
+        managed=tuple(_managed(ours)),
+        firewalls=tuple(_firewalls()),
+        traffic={link.name: _traffic(link.name) for link in ours},
+        offload=dict(_offload(ours)),
+        kernel=_kernel(),
+        gc_thresh=_number(Path(_GC_THRESH)),
+        clock_is_synchronised=_clock_is_synchronised(),
+    )
+
+
+def _families(document: Mapping[str, Any]) -> tuple[Family, ...]:
+    return tuple(network.version for network, _ in ranges_of(document)) or FAMILIES[:1]
+
+
+def _file_mtu(path: Path) -> int | None:
+    try:
+        lines = dict(line.partition("=")[::2] for line in path.read_text().splitlines())
+        return int(lines["FLANNEL_MTU"])
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _addresses(found: Found) -> Iterator[tuple[str, IPAddress]]:
+    names = {link.index: link.name for link in found.links}
+    kernel = Kernel()
+    for family in FAMILIES:
+        for seen in kernel.addresses(family):
+            yield names.get(seen.index, ""), seen.address
+
+
+def _dropping(document: Mapping[str, Any]) -> Iterator[Dropped]:
+    """Chains that drop and hold no rule, of ours or of others, that lets the network's packets through."""
+    firewall = document.get("firewall")
+    for network, _ in ranges_of(document):
+        ours = accepting(network.version)
+        if firewall and (firewall["not_in_place"] or not firewall["forward"]):
+            ours = None
+        for chain in dropping(network.version):
+            if in_the_way(chain, network, ours, Commands(threading.Event())):
+                yield Dropped(str(chain), chain.command(network))
+
+
+def _managed(ours: list[SeenLink]) -> Iterator[tuple[str, str]]:
+    """Which of our devices other programs manage, by what they write down about each device."""
+    for link in ours:
+        if "managed=true" in _text(Path(f"/run/NetworkManager/devices/{link.index}")).split():
+            yield link.name, "NetworkManager"
+        state = _text(Path(f"/run/systemd/netif/links/{link.index}"))
+        if "ADMIN_STATE=configured" in state or "ADMIN_STATE=configuring" in state:
+            yield link.name, "systemd-networkd"
+
+
+def _firewalls() -> Iterator[str]:
+    if Path("/run/firewalld").is_dir() or Path("/run/firewalld.pid").exists():
+        yield "firewalld"
+    if "ENABLED=yes" in _text(Path("/etc/ufw/ufw.conf")):
+        yield "ufw"
+
+
+def _traffic(name: str) -> tuple[int, int]:
+    where = Path(f"/sys/class/net/{name}/statistics")
+    return _number(where / "rx_packets"), _number(where / "tx_packets")
+
+
+def _offload(ours: list[SeenLink]) -> Iterator[tuple[str, bool]]:
+    """By the old question that every kernel answers (linux/ethtool.h, ETHTOOL_GTXCSUM)."""
+    import array
+    import fcntl
+    import socket
+    import struct
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
+        for link in ours:
+            value = array.array("I", [_ETHTOOL_GTXCSUM, 0])
+            request = struct.pack("16sP16x", link.name.encode(), value.buffer_info()[0])
+            try:
+                fcntl.ioctl(asker, _SIOCETHTOOL, request)
+            except OSError:
+                continue
+            yield link.name, bool(value[1])
+
+
+def _kernel() -> tuple[int, int]:
+    major, minor, *_ = [*os.uname().release.split("-")[0].split("."), "0", "0"]
+    return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else (0, 0)
+
+
+def _clock_is_synchronised() -> bool | None:
+    """None when nobody on this host says so."""
+    if Path("/run/systemd/timesync").is_dir():
+        return Path("/run/systemd/timesync/synchronized").exists()
+    return None
+
+
+def _number(path: Path) -> int:
+    text = _text(path).strip()
+    return int(text) if text.isdigit() else 0
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""

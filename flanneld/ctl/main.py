@@ -1,0 +1,141 @@
+"""``flannelctl``: from the command line to the exit status."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from ipaddress import ip_address
+from typing import Any
+
+from flanneld import __version__, options
+from flanneld.ctl import tables, views
+from flanneld.ctl.source import Source, find
+from flanneld.ctl.tables import Table
+from flanneld.errors import FlannelError
+
+FINE, PROBLEMS, USAGE, NO_DAEMON = 0, 1, 2, 3
+
+#: For people, for programs, and whether something is wrong.
+Answer = tuple[list[Table], Any, bool]
+
+
+def main() -> None:
+    """The console script."""
+    sys.exit(run(sys.argv[1:], os.environ))
+
+
+def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    """0: all is fine; 1: problems were found; 2: wrong usage; 3: no daemon answers, nothing else is wrong."""
+    arguments, flags = _parser().parse_known_args(argv)
+    try:
+        source = find(flags, environ, arguments.socket)
+        shown, plain, wrong = COMMANDS[arguments.command](source, arguments)
+    except (options.HelpWanted, options.VersionWanted):
+        return FINE
+    except options.UsageError as error:
+        return _complain(error.reason, USAGE)
+    except FlannelError as error:
+        return _complain(str(error), USAGE)
+    except OSError as error:
+        return _complain(f"cannot read the kernel: {error}; run as root", PROBLEMS)
+    try:
+        if arguments.output == "json":
+            print(json.dumps(plain, indent=2))  # noqa: T201 - what we are for
+        else:
+            tables.show(shown)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return PROBLEMS if wrong else FINE if source.origin == "daemon" else NO_DAEMON
+
+
+def _parser() -> argparse.ArgumentParser:
+    about = (
+        "What flannel does on this node. Takes flanneld's flags too; with -etcd-endpoints it asks the store."
+    )
+    parser = argparse.ArgumentParser("flannelctl", description=about, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=__version__)
+    shared = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    shared.add_argument("--output", choices=("table", "json"), default="table")
+    shared.add_argument("--socket", default="", help="the daemon's socket, if not beside the subnet file")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (_, meaning) in _HELP.items():
+        command = commands.add_parser(name, parents=[shared], help=meaning, allow_abbrev=False)
+        if name == "trace":
+            command.add_argument("address", type=ip_address, metavar="IP")
+    return parser
+
+
+def _complain(text: str, status: int) -> int:
+    sys.stderr.write(f"flannelctl: {text}\n")
+    return status
+
+
+# ---- the commands -------------------------------------------------------------------------------
+
+
+def _status(source: Source, _arguments: argparse.Namespace) -> Answer:
+    health = source.document.get("health") or {"missing": [], "late": []}
+    return views.status(source), _plain(source), bool(health["missing"] or health["late"])
+
+
+def _peers(source: Source, _arguments: argparse.Namespace) -> Answer:
+    known = source.document.get("peers", [])
+    wrong = any(peer["state"] not in ("in the kernel", "pending") for peer in known)
+    return views.peers(source), {"peers": known, "not_known": source.unknown}, wrong
+
+
+def _routes(source: Source, _arguments: argparse.Namespace) -> Answer:
+    from flanneld.ctl import look
+
+    entries = look.compare(source.document, look.read(source.document))
+    wrong = any(entry.state in ("missing", "not wanted") for entry in entries)
+    plain = {"objects": [asdict(entry) for entry in entries], "not_known": source.unknown}
+    return views.routes(source, entries), plain, wrong
+
+
+def _events(source: Source, _arguments: argparse.Namespace) -> Answer:
+    plain = {"events": source.document.get("events", []), "not_known": source.unknown}
+    return views.events(source), plain, False
+
+
+def _trace(source: Source, arguments: argparse.Namespace) -> Answer:
+    from flanneld.ctl import look
+    from flanneld.ctl.trace import trace
+
+    hops = trace(arguments.address, source.document, look.read(source.document), look.way_to)
+    rows = [(hop.hop, hop.state, hop.found, hop.note) for hop in hops]
+    table = Table(("hop", "state", "found", "note"), rows)
+    plain = {"hops": [asdict(hop) for hop in hops], "not_known": source.unknown}
+    return [table, *views.notes(source)], plain, any(hop.state == "PROBLEM" for hop in hops)
+
+
+def _doctor(source: Source, _arguments: argparse.Namespace) -> Answer:
+    from flanneld.ctl.doctor import as_json, examine, report
+    from flanneld.ctl.facts import gather
+
+    facts = gather(source)
+    findings = examine(facts)
+    wrong = any(not finding.hint for _, finding in findings)
+    return report(findings, facts), as_json(findings, facts), wrong
+
+
+def _plain(source: Source) -> dict[str, Any]:
+    """The document without the peers one by one: for these there is a command."""
+    rest = {name: value for name, value in source.document.items() if name not in ("peers", "events")}
+    return {"origin": source.origin, **rest, "not_known": source.unknown}
+
+
+_HELP: dict[str, tuple[Callable[[Source, argparse.Namespace], Answer], str]] = {
+    "status": (_status, "the daemon and its node in a few lines"),
+    "peers": (_peers, "the other nodes, and what is done for each"),
+    "routes": (_routes, "devices, routes and entries: wanted and in the kernel"),
+    "events": (_events, "what happened lately"),
+    "trace": (_trace, "which way a packet to an address takes"),
+    "doctor": (_doctor, "what is wrong with this node, and what puts it right"),
+}
+COMMANDS = {name: act for name, (act, _) in _HELP.items()}

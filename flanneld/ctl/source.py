@@ -1,0 +1,102 @@
+"""Where the answers come from: the running daemon, else the store, else what is on this host.
+
+All three give a document as ``flanneld.status`` makes it; the later ones with less in it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from ipaddress import ip_network
+from pathlib import Path
+from typing import Any
+
+from flanneld import options, status_socket, subnet_file
+from flanneld.errors import FlannelError
+from flanneld.options import Options
+
+#: A daemon that says nothing for so many seconds counts as none.
+DAEMON_TIME = 5.0
+#: The options that say where a store is; without any of them the store is left alone.
+_STORE_FLAGS = ("etcd-endpoints", "kube-subnet-mgr")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """``document`` came from ``origin``: ``daemon``, ``store`` or ``host``; ``unknown`` is what it lacks."""
+
+    origin: str
+    document: Mapping[str, Any]
+    unknown: tuple[str, ...] = ()
+    options: Options = field(default_factory=Options)
+
+
+def find(words: Sequence[str], environ: Mapping[str, str], socket_path: str = "") -> Source:
+    """Ask whom we can. ``words`` and ``environ`` are as for flanneld; raises what ``options.read`` does."""
+    wanted = options.read(words, environ, program="flannelctl COMMAND")
+    path = Path(socket_path) if socket_path else status_socket.path_beside(Path(wanted.subnet_file))
+    try:
+        return Source("daemon", json.loads(status_socket.ask(path, DAEMON_TIME)), options=wanted)
+    except (OSError, ValueError) as error:
+        silent = f"no daemon answers at {path}: {getattr(error, 'strerror', None) or error}"
+    given = " ".join(words) + " " + " ".join(environ)
+    if not any(
+        flag in given or f"FLANNELD_{flag.upper().replace('-', '_')}" in given for flag in _STORE_FLAGS
+    ):
+        why = "the store was not asked: give -etcd-endpoints"
+        return Source("host", _of_the_host(wanted), (silent, why), wanted)
+    logging.getLogger().setLevel(logging.ERROR)
+    try:
+        return Source("store", _of_the_store(wanted, environ), (silent,), wanted)
+    except (FlannelError, OSError) as error:
+        return Source("host", _of_the_host(wanted), (silent, f"the store does not tell: {error}"), wanted)
+
+
+def _of_the_store(wanted: Options, environ: Mapping[str, str]) -> dict[str, Any]:
+    from flanneld import status
+    from flanneld.network.report import Failure
+    from flanneld.network.wanted import LOCAL
+    from flanneld.rehearsal import rehearse
+    from flanneld.wiring import interface_choice, open_manager
+
+    manager = open_manager(wanted, environ)
+    outcome = rehearse(wanted, manager, interface_choice(wanted))
+    local = outcome.view.wishes.get(LOCAL, ())
+    lacking = {key: Failure(item, "the kernel lacks it") for key, item in outcome.notes.puts.items()}
+    return {
+        "store": {"name": manager.name, "answers": True},
+        "network": status.network(outcome.config),
+        "lease": status.lease(outcome.own) if outcome.has_lease else None,
+        "uplink": status.uplink(outcome.uplink),
+        "mtu": outcome.mtu,
+        "devices": sorted(outcome.domain.links),
+        "local": [status.describe(wish, lacking) for wish in local],
+        "peers": list(status.peers_of(outcome.view, lacking)),
+    }
+
+
+def _of_the_host(wanted: Options) -> dict[str, Any]:
+    previous = subnet_file.read(Path(wanted.subnet_file))
+    subnets = [net for net in previous.subnets if net is not None]
+    lengths = {net.version: net.prefixlen for net in subnets}
+    ranges = [(net, lengths[net.version]) for net in previous.networks if net.version in lengths]
+    return {
+        "network": {
+            "ranges": [{"network": str(net), "subnet_len": length} for net, length in ranges],
+            "backend": None,
+        },
+        "lease": {"subnets": [str(net) for net in subnets]} if subnets else None,
+    }
+
+
+def knows_peers(document: Mapping[str, Any]) -> bool:
+    """Whether all leases are in a document, so that what is not in it is nobody's."""
+    return "local" in document and document.get("synced") is not False
+
+
+def ranges_of(document: Mapping[str, Any]) -> tuple[tuple[Any, int], ...]:
+    """The cluster networks, each with the length of a node's subnet."""
+    network = document.get("network") or {}
+    return tuple((ip_network(each["network"]), each["subnet_len"]) for each in network.get("ranges", ()))

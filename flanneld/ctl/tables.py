@@ -1,0 +1,66 @@
+"""Tables for people: in colour on a terminal if rich is installed, as aligned plain text everywhere else."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TextIO
+
+#: Words that have a colour, for rich.
+_COLOURS = {"ok": "green", "yes": "green", "PROBLEM": "bold red", "no": "bold red", "missing": "bold red"}
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """``rows`` may have line ends in their last cell. Without ``columns`` it has no head."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    title: str = ""
+
+
+def show(tables: Sequence[Table], out: TextIO | None = None) -> None:
+    """Print tables on standard output, an empty line between them."""
+    out = out or sys.stdout
+    if out.isatty() and _show_rich(tables, out):
+        return
+    out.write("\n".join(f"{text}\n" for table in tables if (text := "\n".join(plain(table)))))
+
+
+def plain(table: Table) -> Iterator[str]:
+    """A table's lines: columns two spaces apart, nothing at the end of a line."""
+    if table.title:
+        yield table.title
+    rows = [[clean(cell) for cell in row] for row in table.rows]
+    if table.columns:
+        rows.insert(0, [column.upper() for column in table.columns])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)] if rows else []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        yield "  ".join(cells).rstrip()
+
+
+def clean(text: str) -> str:
+    """What comes from other nodes must not move the cursor of an operator's terminal."""
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+
+
+def _show_rich(tables: Sequence[Table], out: TextIO) -> bool:
+    try:
+        from rich.console import Console
+        from rich.table import Table as RichTable
+        from rich.text import Text
+    except ImportError:
+        return False
+    console = Console(file=out)
+    for table in tables:
+        drawn = RichTable(
+            title=table.title or None, title_justify="left", show_header=bool(table.columns), box=None
+        )
+        for column in table.columns or [""] * len(table.rows[0] if table.rows else ()):
+            drawn.add_column(column.upper(), overflow="fold")
+        for row in table.rows:
+            drawn.add_row(*(Text(clean(cell), style=_COLOURS.get(cell, "")) for cell in row))
+        console.print(drawn)
+    return True

@@ -1,0 +1,144 @@
+"""Which way a packet takes from this node to an address, hop by hop, and whether each is as wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from ipaddress import ip_address, ip_network
+from typing import Any
+
+from flanneld.ctl.look import Found, Way
+from flanneld.ctl.source import knows_peers, ranges_of
+from flanneld.model import IPAddress
+
+WayTo = Callable[[IPAddress], Way]
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """``state`` is ``ok``, ``PROBLEM`` or ``unknown``; ``note`` says what is wrong or missing."""
+
+    hop: str
+    found: str
+    state: str
+    note: str = ""
+
+
+def trace(target: IPAddress, document: Mapping[str, Any], found: Found, way_to: WayTo) -> list[Hop]:
+    """The hops, as far as they can be told."""
+    own = _subnet_with(target, (document.get("lease") or {}).get("subnets", ()))
+    if own:
+        return list(_to_a_container(target, own, document, way_to))
+    peer = next((each for each in document.get("peers", ()) if _subnet_with(target, each["subnets"])), None)
+    if peer is not None:
+        return list(_to_a_peer(target, peer, document, found, way_to))
+    way = way_to(target)
+    if not any(target in network for network, _ in ranges_of(document)):
+        return [Hop("lease", "outside the network", "ok"), Hop("route", str(way), _verdict(bool(way.device)))]
+    if not knows_peers(document):
+        return [
+            Hop("lease", "", "unknown", "the leases are not known"),
+            Hop("route", str(way), "unknown" if way.device else "PROBLEM"),
+        ]
+    return [Hop("lease", "none", "PROBLEM", "no node has a lease for it"), Hop("route", str(way), "unknown")]
+
+
+def _to_a_container(target: IPAddress, own: str, document: Mapping[str, Any], way_to: WayTo) -> Iterator[Hop]:
+    way = way_to(target)
+    outwards = {*document.get("devices", ()), (document.get("uplink") or {}).get("name")}
+    yield Hop("lease", f"{own}, ours", "ok")
+    stays = bool(way.device) and way.device not in outwards
+    note = "" if stays else "no bridge of this node has this subnet: is the container runtime up?"
+    yield Hop("route", str(way), _verdict(stays), note)
+
+
+def _to_a_peer(
+    target: IPAddress, peer: Mapping[str, Any], document: Mapping[str, Any], found: Found, way_to: WayTo
+) -> Iterator[Hop]:
+    public = ", ".join(peer["public_ips"])
+    good = peer["state"] not in ("refused", "contested")
+    yield Hop(
+        "lease",
+        f"{','.join(peer['subnets'])} of {public}",
+        _verdict(good),
+        "" if good else f"{peer['state']}: {peer['reason'] or ', '.join(peer['conflicts'])}",
+    )
+    route = _route(target, peer)
+    way = way_to(target)
+    yield _route_hop(route, way, found)
+    gateway = _after("via", route)
+    neighbour = _object(peer, "neighbor", lambda text: text.split()[1] == gateway)
+    if neighbour:
+        yield _present("neigh", neighbour, found)
+        mac = _after("lladdr", neighbour)
+        yield _present("fdb", _object(peer, "fdb", lambda text: text.split()[1] == mac), found)
+    yield from _device(_after("dev", route) or way.device, document, found)
+    yield from _underlay(target, peer, document, way_to)
+
+
+def _route_hop(route: str, way: Way, found: Found) -> Hop:
+    if not route:
+        return Hop("route", str(way), "PROBLEM", "nothing is wanted for this peer")
+    if route not in found.objects:
+        return Hop("route", str(way), "PROBLEM", f"missing: {route}")
+    if way.device != _after("dev", route):
+        return Hop("route", str(way), "PROBLEM", f"another route or rule comes before: {route}")
+    return Hop("route", str(way), "ok")
+
+
+def _present(hop: str, text: str, found: Found) -> Hop:
+    there = bool(text) and text in found.objects
+    return Hop(
+        hop, text if there else "", _verdict(there), "" if there else f"missing: {text or 'the entry'}"
+    )
+
+
+def _device(name: str, document: Mapping[str, Any], found: Found) -> Iterator[Hop]:
+    link = found.link(name)
+    if link is None:
+        yield Hop("device", "", "PROBLEM", f"there is no {name}" if name else "no device")
+        return
+    wanted = [
+        each["text"] for each in document.get("local", ()) if each["kind"] == "link" and name in each["text"]
+    ]
+    right = link.up and all(text in found.objects for text in wanted)
+    note = "" if right else ("it is down" if not link.up else f"wanted: {wanted[0]}")
+    yield Hop("device", f"{name}, MTU {link.mtu}, {'up' if link.up else 'down'}", _verdict(right), note)
+
+
+def _underlay(
+    target: IPAddress, peer: Mapping[str, Any], document: Mapping[str, Any], way_to: WayTo
+) -> Iterator[Hop]:
+    uplink = (document.get("uplink") or {}).get("name", "")
+    for text in peer["public_ips"]:
+        public = ip_address(text)
+        if public.version != target.version:
+            continue
+        way = way_to(public)
+        right = way.device == uplink
+        note = "" if right else f"the uplink is {uplink}"
+        yield Hop(
+            "uplink", f"{public} {way}", "ok" if right else "PROBLEM" if not way.device else "unknown", note
+        )
+
+
+def _route(target: IPAddress, peer: Mapping[str, Any]) -> str:
+    return _object(peer, "route", lambda text: target in ip_network(text.split()[1]))
+
+
+def _object(peer: Mapping[str, Any], kind: str, fits: Callable[[str], bool]) -> str:
+    texts = (each["text"] for each in peer["objects"] if each["kind"] == kind)
+    return next((text for text in texts if fits(text)), "")
+
+
+def _after(word: str, text: str) -> str:
+    words = text.split()
+    return words[words.index(word) + 1] if word in words else ""
+
+
+def _subnet_with(target: IPAddress, subnets: Any) -> str:
+    return next((text for text in subnets if target in ip_network(text)), "")
+
+
+def _verdict(good: bool) -> str:
+    return "ok" if good else "PROBLEM"

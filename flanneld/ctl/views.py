@@ -1,0 +1,153 @@
+"""What each command shows, out of a document and what the kernel holds (pure)."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flanneld.ctl.look import Entry
+from flanneld.ctl.source import Source
+from flanneld.ctl.tables import Table
+
+_UNKNOWN = "unknown"
+
+
+def status(source: Source) -> list[Table]:
+    """The node in a few lines."""
+    document = source.document
+    rows = [
+        ("daemon", _daemon(document) if source.origin == "daemon" else "does not answer"),
+        ("ready", _ready(document)),
+        ("store", _store(document)),
+        ("backend", str((document.get("network") or {}).get("backend") or _UNKNOWN)),
+        ("network", ", ".join(each["network"] for each in _ranges(document)) or _UNKNOWN),
+        ("lease", _lease(document)),
+        ("uplink", _uplink(document)),
+        ("MTU", str(document.get("mtu", _UNKNOWN))),
+        ("devices", ", ".join(document["devices"]) or "none" if "devices" in document else _UNKNOWN),
+        ("peers", _peers(document)),
+        ("last sync", _last_sync(document)),
+        ("repairs", _repairs(document)),
+        ("refused", _refused(document)),
+        ("brake", _brake(document)),
+        ("firewall", _firewall(document)),
+    ]
+    return [Table((), rows), *notes(source)]
+
+
+def notes(source: Source) -> list[Table]:
+    """What could not be had."""
+    return [Table((), [(f"not known: {why}",) for why in source.unknown])] if source.unknown else []
+
+
+def peers(source: Source) -> list[Table]:
+    rows = [
+        (
+            ",".join(peer["subnets"]),
+            ",".join(peer["public_ips"]) or "-",
+            peer["backend"] or "-",
+            peer["state"],
+            peer["reason"] or (f"with {', '.join(peer['conflicts'])}" if peer["conflicts"] else ""),
+        )
+        for peer in source.document.get("peers", ())
+    ]
+    return [Table(("subnet", "public ip", "backend", "state", "reason"), rows), *notes(source)]
+
+
+def routes(source: Source, entries: Sequence[Entry]) -> list[Table]:
+    rows = [(entry.state, entry.kind, entry.text, entry.owner) for entry in entries]
+    return [Table(("state", "kind", "object", "for"), rows), *notes(source)]
+
+
+def events(source: Source) -> list[Table]:
+    rows = [
+        (_when(event["time"]), event["severity"], event["source"], event["text"])
+        for event in source.document.get("events", ())
+    ]
+    return [Table(("time", "", "from", "event"), rows), *notes(source)]
+
+
+def _daemon(document: Mapping[str, Any]) -> str:
+    return f"flanneld {document['version']}, pid {document['pid']}, since {_when(document['started'])}"
+
+
+def _ready(document: Mapping[str, Any]) -> str:
+    health = document.get("health")
+    if not health:
+        return _UNKNOWN
+    wrong = [*health["missing"], *health["late"]]
+    return "yes" if not wrong else f"no: {'; '.join(wrong)}"
+
+
+def _store(document: Mapping[str, Any]) -> str:
+    store = document.get("store")
+    if not store:
+        return _UNKNOWN
+    return f"{store['name']}{'' if store['answers'] else ', which does not answer'}"
+
+
+def _ranges(document: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    return (document.get("network") or {}).get("ranges") or ()
+
+
+def _lease(document: Mapping[str, Any]) -> str:
+    lease = document.get("lease")
+    if not lease:
+        return "none" if "store" in document else _UNKNOWN
+    if "expires" not in lease:
+        return f"{','.join(lease['subnets'])} by the subnet file"
+    until = f"until {_when(lease['expires'])}" if lease["expires"] else "reserved"
+    return f"{','.join(lease['subnets'])}, {until}"
+
+
+def _uplink(document: Mapping[str, Any]) -> str:
+    uplink = document.get("uplink")
+    if not uplink:
+        return _UNKNOWN
+    return f"{uplink['name']}, MTU {uplink['mtu']}, {', '.join(uplink['addresses'])}"
+
+
+def _peers(document: Mapping[str, Any]) -> str:
+    if "peers" not in document:
+        return _UNKNOWN
+    states = Counter(peer["state"] for peer in document["peers"])
+    return ", ".join(
+        [str(states.total()), *(f"{number} {state}" for state, number in sorted(states.items()))]
+    )
+
+
+def _repairs(document: Mapping[str, Any]) -> str:
+    if "repairs" not in document:
+        return _UNKNOWN
+    found = (f"{each['number']} {each['kind']} after {each['cause']}" for each in document["repairs"])
+    return ", ".join(found) or "none"
+
+
+def _refused(document: Mapping[str, Any]) -> str:
+    if "refused" not in document:
+        return _UNKNOWN
+    return "; ".join(f"{each['object']}: {each['reason']}" for each in document["refused"]) or "none"
+
+
+def _brake(document: Mapping[str, Any]) -> str:
+    brake = document.get("brake")
+    return _UNKNOWN if brake is None else "holds removals back" if brake["holds"] else "off"
+
+
+def _firewall(document: Mapping[str, Any]) -> str:
+    firewall = document.get("firewall")
+    if not firewall:
+        return _UNKNOWN
+    repairs = sum(each["number"] for each in firewall["repairs"])
+    wrong = ", ".join(firewall["not_in_place"])
+    return f"{firewall['place']}, {f'not in place: {wrong}' if wrong else 'in place'}, {repairs} repairs"
+
+
+def _last_sync(document: Mapping[str, Any]) -> str:
+    return _when(document["last_sync"]) if "last_sync" in document else _UNKNOWN
+
+
+def _when(stamp: float | None) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(stamp)) if stamp else "never"

@@ -1,0 +1,113 @@
+"""Resources as the commands of iproute2 that make or remove them (pure).
+
+Each line does to the kernel what the daemon's own messages do, so that a plan can be carried out by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from flanneld.network.links import Step, step
+from flanneld.network.resources import (
+    PROTO_FLANNEL,
+    Address,
+    Blackhole,
+    FdbEntry,
+    ForeignLink,
+    Link,
+    Neighbor,
+    Resource,
+    Route,
+    Vxlan,
+)
+from flanneld.network.rtnl import BLACKHOLE_METRIC
+
+
+def put(resource: Resource, links: Collection[str]) -> str:
+    """What makes a resource; ``links`` are the devices that are ours. Empty for what has no command."""
+    match resource:
+        case Route():
+            mark = "" if resource.device in links else f" proto {PROTO_FLANNEL}"
+            return f"{_ip(resource.destination.version)} route replace {_way(resource)}{mark}"
+        case Blackhole():
+            return f"{_ip(resource.destination.version)} route replace {_blackhole(resource)}"
+        case Address():
+            length = resource.address.max_prefixlen
+            return f"ip address replace {resource.address}/{length} dev {resource.device}"
+        case Neighbor():
+            where = f"{resource.address} lladdr {resource.mac} dev {resource.device}"
+            return f"ip neigh replace {where} nud permanent"
+        case FdbEntry():
+            return f"bridge fdb replace {_entry(resource)} self permanent"
+    return ""
+
+
+def drop(resource: Resource) -> str:
+    """What removes a resource. Empty for what has no command."""
+    match resource:
+        case Route():
+            return f"{_ip(resource.destination.version)} route del {_way(resource)}"
+        case Blackhole():
+            return f"{_ip(resource.destination.version)} route del {_blackhole(resource)}"
+        case Address():
+            return f"ip address del {resource.address}/{resource.address.max_prefixlen} dev {resource.device}"
+        case Neighbor():
+            return f"ip neigh del {resource.address} dev {resource.device}"
+        case FdbEntry():
+            return f"bridge fdb del {_entry(resource)} self"
+        case Vxlan():
+            return f"ip link del {resource.name}"
+    return ""
+
+
+def link(wanted: Link, actual: Link | ForeignLink | None, parent: str) -> Iterator[str]:
+    """What turns one device, None for none, into another; ``parent`` is the device under it."""
+    if isinstance(actual, Vxlan) and isinstance(wanted, Vxlan) and step(wanted, actual) is Step.SET:
+        yield from _set(wanted, actual)
+        return
+    if actual is not None:
+        yield f"ip link del {wanted.name}"
+    yield from _make(wanted, parent)
+
+
+def _make(wanted: Link, parent: str) -> Iterator[str]:
+    if isinstance(wanted, Vxlan):
+        learning = "learning" if wanted.learning else "nolearning"
+        flags = f"{learning} gbp" if wanted.gbp else learning
+        yield (
+            f"ip link add {wanted.name} address {wanted.mac} mtu {wanted.mtu} txqueuelen 0 type vxlan"
+            f" id {wanted.vni} dev {parent} local {wanted.local} dstport {wanted.port} {flags}"
+        )
+    else:
+        yield f"# make {wanted}"
+        return
+    yield f"ip link set {wanted.name} up"
+
+
+def _set(wanted: Vxlan, actual: Vxlan) -> Iterator[str]:
+    if actual.mac != wanted.mac:
+        yield f"ip link set {wanted.name} address {wanted.mac}"
+    if actual.mtu != wanted.mtu:
+        yield f"ip link set {wanted.name} mtu {wanted.mtu}"
+    if actual.learning != wanted.learning:
+        flag = "learning" if wanted.learning else "nolearning"
+        yield f"ip link set {wanted.name} type vxlan id {wanted.vni} {flag}"
+    if actual.up != wanted.up:
+        yield f"ip link set {wanted.name} {'up' if wanted.up else 'down'}"
+
+
+def _ip(family: int) -> str:
+    return "ip" if family == 4 else "ip -6"
+
+
+def _way(route: Route) -> str:
+    via = f" via {route.gateway}" if route.gateway else ""
+    return f"{route.destination}{via} dev {route.device}{' onlink' if route.onlink else ''}"
+
+
+def _blackhole(resource: Blackhole) -> str:
+    return f"blackhole {resource.destination} proto {PROTO_FLANNEL} metric {BLACKHOLE_METRIC}"
+
+
+def _entry(entry: FdbEntry) -> str:
+    return f"{entry.mac} dev {entry.device} dst {entry.remote}"

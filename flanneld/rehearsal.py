@@ -1,0 +1,204 @@
+"""A start that changes nothing: what the daemon would do, by the way it takes itself.
+
+The reconciler runs over a kernel that reads as always and only takes note of what it is told to write. No
+lease is acquired: without one the subnet is the one that this node would most likely get.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flanneld import backends, subnet_file
+from flanneld.backends import Backend
+from flanneld.brake import Brake
+from flanneld.config import Config
+from flanneld.errors import Retryable
+from flanneld.model import FAMILIES, Event, IPNetwork, Lease, LeaseAttrs, LeaseKey, Snapshot, Uplink
+from flanneld.network import links
+from flanneld.network.diff import Plan
+from flanneld.network.interface import InterfaceChoice
+from flanneld.network.kernel import Domain, Kernel
+from flanneld.network.monitor import Monitor
+from flanneld.network.report import Report
+from flanneld.network.resources import Blackhole, ForeignLink, Key, Link, Resource, State
+from flanneld.options import Options
+from flanneld.peers import View
+from flanneld.reconcile import Reconciler
+from flanneld.site import Site, find_uplink
+from flanneld.subnet.manager import Cancelled, SubnetManager
+from flanneld.subnet_file import Previous
+
+
+class Notebook(Kernel):
+    """Reads the kernel, and notes what it is told to write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        #: Each device to make or change, with what is there now.
+        self.devices: dict[str, tuple[Link, Link | ForeignLink | None]] = {}
+        self.puts: dict[Key, Resource] = {}
+        self.drops: dict[str, Resource] = {}
+
+    def apply_links(self, wanted: Iterable[Link]) -> Report:
+        for link in wanted:
+            seen = self.link(link.name)
+            actual = seen.make if seen else None
+            if actual is None or links.step(link, actual) is not links.Step.NOTHING:
+                self.devices[link.name] = (link, actual)
+        return Report()
+
+    def read(self, domain: Domain, wanted: State) -> Iterator[tuple[Resource, bool]]:
+        """What goes with a device that has to be made anew is as good as gone."""
+        for resource, ours in super().read(domain, wanted):
+            if not self._is_replaced(getattr(resource, "device", "")):
+                yield resource, ours
+
+    def apply(self, plan: Plan, domain: Domain) -> Report:
+        del domain
+        self.puts |= {resource.key: resource for resource in plan.puts}
+        self.drops |= {str(resource): resource for resource in plan.drops}
+        return Report()
+
+    def _is_replaced(self, name: str) -> bool:
+        wanted, actual = self.devices.get(name, (None, None))
+        if wanted is None or actual is None:
+            return False
+        return links.step(wanted, actual) is links.Step.REPLACE
+
+
+class _Undriven:
+    """A backend whose drivers stay out of it: they act."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    @property
+    def mtu(self) -> int:
+        return self._backend.mtu
+
+    def attributes(self) -> LeaseAttrs:
+        return self._backend.attributes()
+
+    def local(self, own: Lease) -> Iterable[Resource]:
+        return self._backend.local(own)
+
+    def peer(self, lease: Lease) -> Iterable[Resource]:
+        return self._backend.peer(lease)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a start would find and do.
+
+    If ``has_lease`` is false, ``own`` is a guess, with no subnet if there is nothing to guess from.
+    """
+
+    config: Config
+    uplink: Uplink
+    mtu: int
+    own: Lease
+    has_lease: bool
+    previous: Previous
+    view: View
+    wanted: State
+    domain: Domain
+    notes: Notebook
+
+
+def rehearse(wanted: Options, manager: SubnetManager, choice: InterfaceChoice) -> Outcome:
+    """Raises ``Retryable`` and ``Fatal`` where a start would wait or end."""
+    previous = subnet_file.read(Path(wanted.subnet_file))
+    config = manager.network_config()
+    kernel = Notebook()
+    uplink = find_uplink(kernel, config, choice)
+    stored = manager.stored(uplink.public(config.families[0]))
+    site = Site(kernel, config, choice, backends.load(config.backend_type), uplink, stored)
+    site.backend = _Undriven(site.backend)
+    snapshot = all_leases(manager)
+    own = _ours(snapshot, site.backend.attributes(), config)
+    guess = own or Lease(site.backend.attributes(), *_likely(config, previous, snapshot))
+    extras = [Blackhole(net) for net in guess.key if net is not None] if wanted.ip_blackhole_route else []
+    stop = threading.Event()
+    reconciler = Reconciler(
+        kernel,
+        Monitor(kernel.port),
+        site,
+        guess,
+        extras=extras,
+        former=previous.networks,
+        stop=stop,
+        heartbeat=_nothing,
+        on_move=_nothing,
+        on_synced=stop.set,
+        reread=_nothing,
+        brake=Brake(is_on=False),
+    )
+    reconciler.prepare()
+    reconciler.inbox.put([snapshot])
+    reconciler.run()
+    peers = reconciler.peers
+    return Outcome(
+        config=config,
+        uplink=uplink,
+        mtu=site.backend.mtu,
+        own=guess,
+        has_lease=own is not None,
+        previous=previous,
+        view=peers.view(),
+        wanted=peers.wanted,
+        domain=reconciler.domain,
+        notes=kernel,
+    )
+
+
+def all_leases(manager: SubnetManager) -> Snapshot:
+    """The first thing that a watch delivers; the manager is closed after that. Raises ``Retryable``."""
+    found: list[Snapshot] = []
+
+    def deliver(events: list[Event]) -> None:
+        found.extend(event for event in events if isinstance(event, Snapshot))
+        manager.close()
+
+    with suppress(Cancelled):
+        manager.watch(deliver, _nothing)
+    if not found:
+        raise Retryable("the store does not tell its leases", "see the lines above")
+    return found[0]
+
+
+def _ours(snapshot: Snapshot, attrs: LeaseAttrs, config: Config) -> Lease | None:
+    """The lease that a start would take again: the one with our public IP, if it fits the network config."""
+    family = config.families[0]
+    for lease in snapshot.leases:
+        if lease.attrs.public(family) == attrs.public(family) and _fits(lease.key, config):
+            return lease
+    return None
+
+
+def _fits(key: LeaseKey, config: Config) -> bool:
+    return all(
+        (pool is None) == (net is None) and (pool is None or net is None or pool.contains(net))
+        for net, pool in zip(key, map(config.range, FAMILIES), strict=True)
+    )
+
+
+def _likely(config: Config, previous: Previous, snapshot: Snapshot) -> LeaseKey:
+    """What the subnet file remembers, if it fits and is free: a start asks for that first."""
+    if not _fits(previous.subnets, config):
+        return (None, None)
+    taken = [net for lease in snapshot.leases for net in lease.key if net is not None]
+    free = all(not _overlaps(net, other) for net in previous.subnets if net for other in taken)
+    return previous.subnets if free else (None, None)
+
+
+def _overlaps(one: IPNetwork, other: IPNetwork) -> bool:
+    return one.version == other.version and one.overlaps(other)
+
+
+def _nothing(*_: Any) -> None:
+    pass

@@ -1,0 +1,132 @@
+"""The status socket: whoever connects gets what the daemon knows, as one JSON document.
+
+Until somebody connects this is one thread that sleeps and one file descriptor. The socket lies beside the
+subnet file and is the owner's alone (mode 0600).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+#: One reader has so many seconds from its connection to the last byte.
+READER_TIME = 5.0
+#: So many readers may wait; others are refused by the kernel.
+_QUEUE = 8
+
+
+def path_beside(subnet_file: Path) -> Path:
+    """``flanneld.sock`` beside ``subnet.env``; beside ``blue.env``, which a second daemon has, its own."""
+    name = "flanneld" if subnet_file.name == "subnet.env" else f"flanneld-{subnet_file.stem}"
+    return subnet_file.with_name(f"{name}.sock")
+
+
+class StatusSocket:
+    """``document`` makes the answer anew for each reader, piece by piece, in the thread of ``serve``."""
+
+    def __init__(self, path: Path, document: Callable[[], Iterable[bytes]]) -> None:
+        self._path = path
+        self._document = document
+        self._closing = threading.Event()
+        self._socket: socket.socket | None = None
+        self._inode = 0
+
+    def open(self) -> bool:
+        """Listen, in place of whatever is there. False, and a line in the log, if that cannot be."""
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        new = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        try:
+            self._path.parent.mkdir(0o755, parents=True, exist_ok=True)
+            new.unlink(missing_ok=True)
+            listener.bind(str(new))
+            # Nobody can connect before it listens, nor by its own name before it is renamed.
+            new.chmod(0o600)
+            listener.listen(_QUEUE)
+            self._inode = new.stat().st_ino
+            new.replace(self._path)
+        except OSError as error:
+            listener.close()
+            with contextlib.suppress(OSError):
+                new.unlink(missing_ok=True)
+            log.warning("No status socket at %s: %s", self._path, error)
+            return False
+        self._socket = listener
+        return True
+
+    def serve(self) -> None:
+        """Answer until ``close``."""
+        assert self._socket is not None
+        while not self._closing.is_set():
+            try:
+                reader, _ = self._socket.accept()
+            except OSError:
+                # Closed; or out of file descriptors, and then the reader stays in the queue: do not spin.
+                self._closing.wait(0.1)
+                continue
+            with reader:
+                self._answer(reader)
+        self._socket.close()
+
+    def _answer(self, reader: socket.socket) -> None:
+        deadline = time.monotonic() + READER_TIME
+        try:
+            for piece in self._document():
+                left = deadline - time.monotonic()
+                if left <= 0 or self._closing.is_set():
+                    return
+                reader.settimeout(left)
+                reader.sendall(piece)
+        except OSError:
+            return  # The reader's affair.
+        except Exception:  # What cannot be told must not end the daemon.
+            log.exception("Cannot tell our status")
+
+    def close(self) -> None:
+        """End ``serve`` at once. May be called from any thread, repeatedly."""
+        self._closing.set()
+        if self._socket is None:
+            return
+        with contextlib.suppress(OSError):  # closed or removed already
+            self._socket.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):
+            # A successor may have put its own there.
+            if self._path.stat().st_ino == self._inode:
+                self._path.unlink()
+
+
+def ask(path: Path, within: float) -> bytes:
+    """What the daemon behind a socket says. Raises ``OSError``, ``TimeoutError`` among them."""
+    deadline = time.monotonic() + within
+    said = bytearray()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(within)
+        _connect(connection, path, deadline)
+        while True:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError(f"no whole answer within {within:g} s")
+            connection.settimeout(left)
+            piece = connection.recv(1 << 16)
+            if not piece:
+                return bytes(said)
+            said += piece
+
+
+def _connect(connection: socket.socket, path: Path, deadline: float) -> None:
+    while True:
+        try:
+            connection.connect(str(path))
+        except BlockingIOError:  # Too many others wait.
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+        else:
+            return

@@ -1,0 +1,59 @@
+"""What the options mean for the parts of the daemon: which store, which way to choose the interface."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from flanneld.network.interface import InterfaceChoice
+from flanneld.options import Options
+from flanneld.subnet.manager import SubnetManager
+
+if TYPE_CHECKING:
+    from flanneld.subnet.etcd_endpoints import EtcdOptions
+
+
+def open_manager(wanted: Options, environ: Mapping[str, str]) -> SubnetManager:
+    """The store the options name. Imported here: nobody needs the libraries of more than one."""
+    if wanted.kube_subnet_mgr:
+        from flanneld.subnet.kube import KubeManager, KubeOptions
+
+        return KubeManager(
+            KubeOptions(
+                api_url=wanted.kube_api_url,
+                kubeconfig=wanted.kubeconfig_file,
+                annotation_prefix=wanted.kube_annotation_prefix,
+                net_config=wanted.net_config_path,
+                state_dir=wanted.state_dir,
+            ),
+            environ,
+        )
+    from flanneld.subnet.etcd_choice import open_etcd
+
+    return open_etcd(etcd_options(wanted), wanted.etcd_api)
+
+
+def etcd_options(wanted: Options) -> EtcdOptions:
+    """How to reach etcd, and as whom."""
+    from flanneld.subnet.etcd_endpoints import EtcdOptions
+
+    return EtcdOptions(
+        endpoints=wanted.etcd_endpoints,
+        prefix=wanted.etcd_prefix,
+        username=wanted.etcd_username,
+        password=wanted.etcd_password,
+        keyfile=wanted.etcd_keyfile,
+        certfile=wanted.etcd_certfile,
+        cafile=wanted.etcd_cafile,
+    )
+
+
+def interface_choice(wanted: Options) -> InterfaceChoice:
+    """How the options want the uplink chosen."""
+    return InterfaceChoice(
+        ifaces=wanted.iface,
+        regexes=wanted.iface_regex,
+        can_reach=str(wanted.iface_can_reach or ""),
+        public_ip=wanted.public_ip,
+        public_ipv6=wanted.public_ipv6,
+    )

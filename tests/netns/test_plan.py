@@ -1,0 +1,116 @@
+"""``flanneld --plan``: what a start would change, and nothing that it does change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.lab import Lab, Node, own_command
+
+NETWORK = "10.5.0.0/16"
+
+
+def plan(lab: Lab, node: Node, *flags: str, check: bool = True) -> str:
+    done = node.run(
+        *own_command(),
+        f"--etcd-endpoints={lab.etcd.endpoint}",
+        f"--subnet-file={node.subnet_file}",
+        "--plan",
+        *flags,
+        check=check,
+    )
+    return done.stdout if check else done.stderr
+
+
+def carry_out(node: Node, script: str) -> None:
+    node.run("sh", "-ec", script)
+
+
+def cleanup(node: Node) -> None:
+    node.run(*own_command(), f"--subnet-file={node.subnet_file}", "--cleanup")
+
+
+def settled(lab: Lab, backend: dict[str, Any], *flags: str, **config: Any) -> tuple[Node, Node]:
+    """Two nodes whose daemons have done all there is to do."""
+    node, peer = lab.cluster(backend, flags=flags, **config)
+    node.wait_for_route(peer.subnet())
+    node.wait_for_log("Set ")
+    return node, peer
+
+
+def test_beside_a_daemon_that_has_done_its_work_there_is_nothing_to_plan(
+    lab: Lab, backend: dict[str, Any]
+) -> None:
+    node, _ = settled(lab, backend, "--ip-masq", "--ip-blackhole-route")
+    with node.changes() as changes:
+        assert plan(lab, node, "--ip-masq", "--ip-blackhole-route") == ""
+        assert changes.seen() == []
+
+
+def test_a_plan_that_is_carried_out_leaves_nothing_to_plan_and_nothing_to_do(
+    lab: Lab, backend: dict[str, Any]
+) -> None:
+    flags = ("--ip-masq", "--ip-blackhole-route")
+    node, peer = settled(lab, backend, *flags)
+    node.stop()
+    cleanup(node)
+    node.namespace.ip(
+        f"route add {peer.subnet()} dev eth0 proto 70", "route add 10.5.250.0/24 dev eth0 proto 70"
+    )
+    node.namespace.sysctl("net/ipv4/ip_forward", 0)
+
+    script = plan(lab, node, *flags)
+    assert not node.subnet_file.exists()
+    assert "sysctl -w net.ipv4.ip_forward=1" in script
+    assert "ip route del 10.5.250.0/24 dev eth0" in script
+    carry_out(node, script)
+    assert plan(lab, node, *flags) == ""
+
+    with node.changes() as changes:
+        node.start(*flags)
+        node.wait_for_log("In sync with 1 peers: made 0 objects, removed 0")
+        assert changes.seen() == []
+
+
+def test_a_node_without_a_lease_is_told_so_and_gets_none(lab: Lab) -> None:
+    lab.etcd.put_config({"Network": NETWORK, "Backend": {"Type": "vxlan"}})
+    (node,) = lab.add_nodes()
+    first, *rest = plan(lab, node).splitlines()
+    assert first.startswith("# this node has no lease yet; its subnet would be any free one")
+    assert rest[0].startswith("ip link add flannel.1 ")
+    assert lab.etcd.leases() == {}
+
+    node.subnet_file.write_text(f"FLANNEL_NETWORK={NETWORK}\nFLANNEL_SUBNET=10.5.40.1/24\n")
+    lines = plan(lab, node).splitlines()
+    assert "10.5.40.0/24, which its last run had" in lines[0]
+    assert "ip address replace 10.5.40.0/32 dev flannel.1" in lines
+    assert lab.etcd.leases() == {}
+
+
+def test_a_device_that_has_to_be_replaced_takes_its_routes_along(lab: Lab) -> None:
+    node, peer = settled(lab, {"Type": "vxlan"})
+    node.stop()
+    lab.etcd.put_config({"Network": NETWORK, "Backend": {"Type": "vxlan", "Port": 4789}})
+    lines = plan(lab, node).splitlines()
+    assert lines[0] == "ip link del flannel.1"
+    assert f"ip route replace {peer.subnet()} via {peer.subnet()[:-3]} dev flannel.1 onlink" in lines
+    carry_out(node, "\n".join(lines))
+    assert plan(lab, node) == ""
+
+
+@pytest.mark.parametrize("enabled", [True, False], ids=["nftables", "iptables"])
+def test_rules_that_others_removed_are_in_the_plan(lab: Lab, enabled: bool) -> None:
+    node, _ = settled(lab, {"Type": "host-gw"}, "--ip-masq", EnableNFTables=enabled)
+    node.stop()
+    assert plan(lab, node, "--ip-masq") == ""
+    node.run("nft", "flush", "ruleset")
+    script = plan(lab, node, "--ip-masq")
+    assert script.startswith("nft -j -f - " if enabled else "iptables-nft-restore --noflush")
+    carry_out(node, script)
+    assert plan(lab, node, "--ip-masq") == ""
+
+
+def test_a_plan_needs_an_etcd_and_says_so(lab: Lab) -> None:
+    (node,) = lab.add_nodes()
+    assert "etcd has no network config" in plan(lab, node, check=False)

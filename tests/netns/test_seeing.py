@@ -1,0 +1,296 @@
+"""What an operator sees: the status socket, flannelctl and /metrics of real daemons."""
+
+from __future__ import annotations
+
+import json
+import re
+import stat
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.lab import Lab, Node, own_command, wait_for
+
+BACKEND = {"Type": "vxlan"}
+HEALTH_PORT = 8471
+MAC = "02:00:00:00:00:99"
+
+
+def flannelctl(node: Node, *words: str, store: str = "") -> subprocess.CompletedProcess[str]:
+    command = [*own_command()[:-1], f"{own_command()[-1].removesuffix('flanneld')}flannelctl", *words]
+    flags = [f"--subnet-file={node.subnet_file}", *([f"--etcd-endpoints={store}"] if store else [])]
+    return node.run(*command, *flags, check=False)
+
+
+def answer(node: Node, *words: str, store: str = "") -> dict[str, Any]:
+    told: dict[str, Any] = json.loads(flannelctl(node, *words, "--output=json", store=store).stdout)
+    return told
+
+
+def findings(node: Node, store: str = "") -> dict[str, str]:
+    """What the doctor found, by the names of the checks."""
+    told = answer(node, "doctor", store=store)
+    return {each["check"]: f"{each['what']}: {each['evidence']}" for each in told["findings"]}
+
+
+def settled(lab: Lab, *flags: str) -> tuple[Node, Node]:
+    node, peer = lab.cluster(BACKEND, flags=flags)
+    node.wait_for_route(peer.subnet())
+    peer.wait_for_route(node.subnet())
+    node.wait_for_log("Set ")
+    return node, peer
+
+
+def lease(public_ip: str, mac: str = MAC) -> dict[str, Any]:
+    return {"PublicIP": public_ip, "BackendType": "vxlan", "BackendData": {"VtepMAC": mac}}
+
+
+# ---- a node that is well ------------------------------------------------------------------------
+
+
+def test_a_node_that_is_well_is_shown_as_it_is(lab: Lab) -> None:
+    node, peer = settled(lab)
+    pid = node.pid
+
+    status = flannelctl(node, "status")
+    assert status.returncode == 0
+    lines = dict(re.split(r"\s{2,}", line, maxsplit=1) for line in status.stdout.splitlines())
+    assert f"pid {pid}, since " in lines["daemon"]
+    assert lines["ready"] == "yes"
+    assert lines["peers"] == "1, 1 in the kernel"
+    assert lines["lease"].startswith(f"{node.subnet()}, until ")
+    assert lines["firewall"] == "nft, in place, 0 repairs"
+
+    peers = flannelctl(node, "peers")
+    assert (peers.returncode, peers.stdout) == (
+        0,
+        f"{'SUBNET':{len(peer.subnet())}}  PUBLIC IP   BACKEND  STATE          REASON\n"
+        f"{peer.subnet()}  {peer.address}  vxlan    in the kernel\n",
+    )
+    routes = flannelctl(node, "routes")
+    assert routes.returncode == 0
+    assert [line.split()[:2] for line in routes.stdout.splitlines()[1:]] == [
+        ["ok", kind] for kind in ("link", "address", "neighbor", "fdb", "route")
+    ]
+    events = flannelctl(node, "events").stdout
+    head = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d +I +main"
+    assert re.search(f"^{head} +Our subnet is {node.subnet()}", events, re.MULTILINE)
+
+
+def test_the_way_to_a_container_is_traced(lab: Lab) -> None:
+    node, peer = settled(lab)
+    for target, hops in (
+        (peer.container().address, ["lease", "route", "neigh", "fdb", "device", "uplink"]),
+        (node.container().address, ["lease", "route"]),
+        ("203.0.113.1", ["lease", "route"]),
+    ):
+        told = answer(node, "trace", target)["hops"]
+        assert [(hop["hop"], hop["state"]) for hop in told] == [(hop, "ok") for hop in hops]
+        assert flannelctl(node, "trace", target).returncode == 0
+
+
+def test_looking_changes_nothing(lab: Lab) -> None:
+    node, peer = settled(lab)
+    with node.changes() as changes:
+        for words in ("status", "peers", "routes", "events", f"trace {peer.subnet()[:-3]}", "doctor"):
+            flannelctl(node, *words.split())
+        assert changes.seen() == []
+
+
+def test_a_doctor_finds_a_sound_node_sound(lab: Lab) -> None:
+    node, peer = settled(lab)
+    node.container().wait_for_reply(peer.container())
+    assert {name for name in findings(node) if name not in ("bridges", "clock", "keepers")} == set()
+
+
+def test_the_socket_is_the_owners_alone_and_goes_with_the_daemon(lab: Lab) -> None:
+    node, _ = settled(lab)
+    socket = node.subnet_file.with_name("flanneld.sock")
+    assert stat.S_IMODE(socket.stat().st_mode) == 0o600
+    node.kill()
+    assert flannelctl(node, "status").returncode == 3
+    node.start()
+    wait_for(lambda: flannelctl(node, "status").returncode == 0, 20, "a daemon that answers")
+    node.stop()
+    assert not socket.exists()
+
+
+def test_a_daemon_that_waits_says_for_what(lab: Lab) -> None:
+    (node,) = lab.add_nodes()
+    node.start()
+    node.wait_for_log("Waiting for the network config")
+    done = flannelctl(node, "status")
+    assert done.returncode == 1
+    assert "no: no lease yet" in done.stdout
+    assert "Waiting for the network config" in flannelctl(node, "events").stdout
+
+
+# ---- what is wrong ------------------------------------------------------------------------------
+
+
+def test_peers_that_are_refused_or_contested_are_shown_with_the_reason(lab: Lab) -> None:
+    node, _ = settled(lab)
+    lab.etcd.put_lease("10.5.201.0/24", lease("198.18.0.201"))
+    lab.etcd.put_lease("10.5.202.0/24", lease("198.18.0.202"))
+    lab.etcd.put_lease("10.5.203.0/24", {**lease("198.18.0.203"), "BackendData": {"VtepMAC": "no MAC"}})
+    lab.etcd.put_lease("10.5.204.0/24", {"PublicIP": "198.18.0.204", "BackendType": "udp"})
+    node.wait_for_log("10.5.204.0/24")
+
+    def told() -> dict[str, dict[str, Any]]:
+        return {peer["subnets"][0]: peer for peer in answer(node, "peers")["peers"]}
+
+    wait_for(lambda: len(told()) == 5, what="all peers")
+    peers = told()
+    assert peers["10.5.201.0/24"]["conflicts"] == ["10.5.202.0/24"]
+    assert peers["10.5.202.0/24"]["state"] == "contested"
+    assert "no MAC" in peers["10.5.203.0/24"]["reason"]
+    assert "udp" in peers["10.5.204.0/24"]["reason"]
+    assert flannelctl(node, "peers").returncode == 1
+    assert {"contested", "refusals"} <= findings(node).keys()
+
+
+def test_what_was_repaired_is_told(lab: Lab) -> None:
+    node, peer = settled(lab)
+    node.namespace.ip(f"route del {peer.subnet()}")
+    node.wait_for_log("Healed: route")
+    assert answer(node, "status")["repairs"] == [{"kind": "route", "cause": "notification", "number": 1}]
+    assert f"Healed: route {peer.subnet()}" in flannelctl(node, "events").stdout
+
+
+def break_route(node: Node, peer: Node) -> None:
+    node.namespace.ip(f"route del {peer.subnet()}")
+
+
+def add_stale_route(node: Node, _peer: Node) -> None:
+    node.namespace.ip("route add 10.5.250.0/24 via 10.5.250.0 dev flannel.1 onlink")
+
+
+def remove_device(node: Node, _peer: Node) -> None:
+    node.namespace.ip("link del flannel.1")
+
+
+def change_mac(node: Node, _peer: Node) -> None:
+    node.namespace.ip(f"link set flannel.1 address {MAC}")
+
+
+def forget_subnet_file(node: Node, _peer: Node) -> None:
+    node.subnet_file.unlink()
+
+
+@pytest.mark.parametrize(
+    ("harm", "check"),
+    [
+        (break_route, "missing"),
+        (add_stale_route, "stale"),
+        (remove_device, "devices"),
+        (change_mac, "mac"),
+        (forget_subnet_file, "subnet file"),
+    ],
+)
+def test_what_breaks_while_no_daemon_looks_is_found_with_the_help_of_the_store(
+    lab: Lab, harm: Callable[[Node, Node], None], check: str
+) -> None:
+    node, peer = settled(lab)
+    node.stop()
+    harm(node, peer)
+    found = findings(node, lab.etcd.endpoint)
+    assert check in found
+    assert "daemon" in found
+    assert flannelctl(node, "doctor", store=lab.etcd.endpoint).returncode == 1
+
+
+def test_a_daemon_that_is_stuck_hides_nothing(lab: Lab) -> None:
+    node, peer = settled(lab)
+    target = peer.container().address
+    with node.paused():
+        break_route(node, peer)
+        trace = answer(node, "trace", target, store=lab.etcd.endpoint)
+    assert [hop["hop"] for hop in trace["hops"] if hop["state"] == "PROBLEM"] == ["route"]
+    assert "timed out" in trace["not_known"][0]
+
+
+def test_without_daemon_and_store_it_says_what_is_not_known(lab: Lab) -> None:
+    node, peer = settled(lab)
+    node.stop()
+    done = flannelctl(node, "routes")
+    assert done.returncode == 3
+    assert f"route {peer.subnet()} via" in done.stdout
+    assert "not known: the store was not asked: give -etcd-endpoints" in done.stdout
+    assert flannelctl(node, "trace", peer.subnet()[:-3]).returncode == 3
+
+
+def test_what_is_wrong_with_the_host_is_found_while_the_daemon_runs(lab: Lab) -> None:
+    node, _ = settled(lab, "--iptables-forward-rules=false", "--ip-masq")
+    node.container()
+    node.namespace.sysctl("net/ipv4/ip_forward", 0)
+    node.run("iptables", "-P", "FORWARD", "DROP")
+    node.namespace.ip(
+        "link set cni0 mtu 1500", "link add old0 type bridge", "address add 10.5.251.1/24 dev old0"
+    )
+    lab.etcd.put_lease("10.5.252.0/24", lease("198.18.0.99", "02:00:00:00:00:01"))
+    lab.etcd.put_lease("10.5.253.0/24", lease("198.18.0.99", "02:00:00:00:00:02"))
+    node.wait_for_route("10.5.253.0/24")
+    found = findings(node)
+    expected = {"forwarding", "dropping", "containers", "bridge subnet", "public ip"}
+    assert expected <= found.keys(), found
+    assert flannelctl(node, "doctor").returncode == 1
+
+
+def test_a_store_that_is_away_is_seen(lab: Lab) -> None:
+    node, _ = settled(lab)
+    lab.etcd.stop()
+    node.wait_for_log("etcd does not answer", 20)
+    assert "store" in findings(node)
+    assert answer(node, "status")["store"]["answers"] is False
+
+
+def test_wrong_usage_has_a_status_of_its_own(lab: Lab) -> None:
+    (node,) = lab.add_nodes()
+    for words in (["nonsense"], ["trace", "nowhere"], ["status", "--nonsense=1"], []):
+        assert flannelctl(node, *words).returncode == 2
+
+
+# ---- metrics ------------------------------------------------------------------------------------
+
+
+def metrics(node: Node) -> dict[str, float]:
+    page = node.run("curl", "-sf", f"http://127.0.0.1:{HEALTH_PORT}/metrics").stdout
+    lines = (line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
+    return {name: float(number) for name, number in lines}
+
+
+def test_metrics_tell_what_the_daemon_does(lab: Lab) -> None:
+    node, peer = settled(lab, f"--healthz-port={HEALTH_PORT}")
+    before = metrics(node)
+    assert before['flannel_peers{backend="vxlan",state="in-the-kernel"}'] == 1
+    assert before['flannel_desired_objects{kind="route"}'] == 1
+    assert before['flannel_actual_objects{kind="route"}'] == 1
+    assert before['flannel_drift_objects{kind="route"}'] == 0
+    assert before["flannel_ready"] == 1
+    assert before["flannel_datastore_up"] == 1
+    assert before["flannel_datastore_request_seconds_count"] >= 2
+    assert before["flannel_lease_ttl_seconds"] == pytest.approx(86400, abs=600)
+    assert before[f'flannel_subnet_info{{subnet="{node.subnet()}"}}'] == 1
+    assert before["process_resident_memory_bytes"] > 0
+
+    lab.etcd.put_lease("10.5.201.0/24", lease("198.18.0.201"))
+    node.wait_for_route("10.5.201.0/24")
+    node.namespace.ip(f"route del {peer.subnet()}")
+    node.wait_for_log("Healed: route")
+    heals = 'flannel_heals_total{cause="notification",kind="route"}'
+    wait_for(lambda: heals in metrics(node), what="the repair to be counted")
+    after = metrics(node)
+    assert after[heals] == 1
+    assert after["flannel_event_to_kernel_seconds_count"] > before["flannel_event_to_kernel_seconds_count"]
+    assert after["flannel_watch_events_total"] > before["flannel_watch_events_total"]
+    assert after['flannel_desired_objects{kind="route"}'] == 2
+
+
+def test_rules_that_were_put_back_are_counted(lab: Lab) -> None:
+    node, _ = settled(lab, f"--healthz-port={HEALTH_PORT}", "--ip-masq")
+    node.run("iptables", "-t", "nat", "-F")
+    node.wait_for_log("Restored our rules")
+    wait_for(lambda: "flannel_firewall_resyncs_total{" in str(metrics(node)), what="the repair to be counted")
+    assert answer(node, "status")["firewall"]["repairs"][0]["number"] >= 1

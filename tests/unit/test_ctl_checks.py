@@ -1,0 +1,219 @@
+"""Each check of ``flannelctl doctor`` finds what it is for, and nothing on a node that is well."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
+from ipaddress import IPv4Address, IPv4Network, ip_address
+from typing import Any
+
+import pytest
+
+from flanneld import host_checks
+from flanneld.ctl.checks import CHECKS
+from flanneld.ctl.doctor import as_json, examine, report
+from flanneld.ctl.facts import Dropped, Facts
+from flanneld.ctl.findings import THEMES
+from flanneld.ctl.look import Entry
+from flanneld.ctl.tables import plain
+from flanneld.network.links import SeenLink
+from flanneld.network.resources import ForeignLink, Vxlan
+from flanneld.subnet_file import Previous
+
+NOW = 1_000_000.0
+MAC = "02:00:00:00:00:01"
+VXLAN = Vxlan("flannel.1", 1, 2, IPv4Address("192.0.2.1"), 8472, MAC, 1450)
+
+DOCUMENT: dict[str, Any] = {
+    "store": {"name": "etcd", "answers": True},
+    "health": {"ready": True, "missing": [], "late": []},
+    "network": {"ranges": [{"network": "10.5.0.0/16", "subnet_len": 24}], "backend": "vxlan"},
+    "lease": {"subnets": ["10.5.1.0/24"], "expires": NOW + 80_000, "macs": [MAC], "renewals": {}},
+    "uplink": {"name": "eth0", "mtu": 1500, "addresses": ["192.0.2.1"], "public_ips": ["192.0.2.1"]},
+    "mtu": 1450,
+    "devices": ["flannel.1"],
+    "synced": True,
+    "refused": [],
+    "lost_notifications": 0,
+    "brake": {"holds": False},
+    "firewall": {"place": "nft", "not_in_place": []},
+    "peers": [
+        {
+            "subnets": ["10.5.2.0/24"],
+            "public_ips": ["192.0.2.2"],
+            "state": "in the kernel",
+            "reason": "",
+            "conflicts": [],
+            "objects": [],
+        }
+    ],
+}
+
+
+def link(name: str, mtu: int = 1500, up: bool = True) -> SeenLink:
+    return SeenLink(5, name, MAC, mtu, up, ForeignLink(name, "a plain interface"))
+
+
+def flannel(**changes: Any) -> SeenLink:
+    made = replace(VXLAN, **changes)
+    return SeenLink(3, "flannel.1", made.mac, made.mtu, made.up, made)
+
+
+WELL = Facts(
+    document=DOCUMENT,
+    origin="daemon",
+    now=NOW,
+    subnet_file="/run/flannel/subnet.env",
+    previous=Previous((IPv4Network("10.5.0.0/16"),), (IPv4Network("10.5.1.0/24"), None)),
+    file_mtu=1450,
+    links=(link("eth0"), flannel(), link("cni0", 1450)),
+    addresses=(
+        ("eth0", ip_address("192.0.2.1")),
+        ("flannel.1", ip_address("10.5.1.0")),
+        ("cni0", ip_address("10.5.1.1")),
+    ),
+    entries=(Entry("route", "route 10.5.2.0/24 via 10.5.2.0 dev flannel.1 onlink", "ok"),),
+    traffic={"flannel.1": (1000, 1000)},
+    offload={"flannel.1": True},
+    kernel=(6, 1),
+    gc_thresh=1024,
+    clock_is_synchronised=True,
+)
+
+
+def told(change: Callable[[dict[str, Any]], object]) -> Facts:
+    """The node that is well, but for what its daemon tells."""
+    document = deepcopy(DOCUMENT)
+    change(document)
+    return replace(WELL, document=document)
+
+
+def of_host(setting: str, value: int) -> Facts:
+    known = host_checks.Facts((4,), "eth0", {setting: value}, elsewhere="eth1")
+    return replace(WELL, host=host_checks.findings(known))
+
+
+def entry(kind: str, text: str, state: str) -> Facts:
+    return replace(WELL, entries=(Entry(kind, text, state),))
+
+
+def with_links(*links: SeenLink) -> Facts:
+    return replace(WELL, links=links)
+
+
+def peer(**changes: Any) -> Facts:
+    return told(lambda document: document["peers"][0].update(changes))
+
+
+#: By the name of a check: what it must find something in.
+CASES: dict[str, list[Facts]] = {
+    "devices": [replace(entry("link", str(VXLAN), "missing"), links=(link("eth0"),))],
+    "uplink": [
+        with_links(flannel()),
+        with_links(link("eth0", up=False), flannel()),
+        replace(WELL, addresses=WELL.addresses[1:]),
+    ],
+    "missing": [entry("route", "route 10.5.2.0/24 dev flannel.1", "missing")],
+    "stale": [entry("route", "route 10.5.9.0/24 dev flannel.1", "not wanted")],
+    "refused": [told(lambda d: d.update(refused=[{"object": "route x", "reason": "File exists"}]))],
+    "neighbours": [replace(WELL, gc_thresh=1)],
+    "synced": [told(lambda d: d.update(synced=False))],
+    "brake": [told(lambda d: d.update(brake={"holds": True}))],
+    "mac": [with_links(link("eth0"), flannel(mac="02:00:00:00:00:99"))],
+    "contested": [peer(conflicts=["10.5.3.0/24"], state="contested")],
+    "managers": [
+        replace(WELL, managed=(("flannel.1", "NetworkManager"),)),
+        replace(WELL, managed=(("flannel.1", "systemd-networkd"),)),
+    ],
+    "forwarding": [of_host("net/ipv4/ip_forward", 0)],
+    "dropping": [replace(WELL, dropping=(Dropped("chain FORWARD of table filter", "iptables -I ..."),))],
+    "rules": [told(lambda d: d.update(firewall={"place": "nft", "not_in_place": ["IPv4"]}))],
+    "keepers": [replace(WELL, firewalls=("firewalld",))],
+    "subnet file": [
+        replace(WELL, has_subnet_file=False),
+        replace(WELL, previous=Previous((), (IPv4Network("10.5.7.0/24"), None))),
+        replace(WELL, file_mtu=1400),
+    ],
+    "bridges": [of_host("net/bridge/bridge-nf-call-iptables", 0), of_host("net/ipv4/ip_forward", 1)],
+    "bridge subnet": [replace(WELL, addresses=(*WELL.addresses, ("docker0", ip_address("10.5.77.1"))))],
+    "lease": [
+        told(lambda d: d.update(lease=None)),
+        told(lambda d: d["lease"].update(expires=NOW - 1)),
+        told(lambda d: d["lease"].update(expires=NOW + 60)),
+    ],
+    "clock": [replace(WELL, clock_is_synchronised=False)],
+    "store": [
+        told(lambda d: d["store"].update(answers=False)),
+        replace(WELL, unknown=("the store does not tell: etcd does not answer",)),
+    ],
+    "ready": [told(lambda d: d["health"].update(missing=["the peers are not known yet"]))],
+    "public ip": [peer(public_ips=["192.0.2.1"]), told(lambda d: d["peers"].append(deepcopy(d["peers"][0])))],
+    "network": [told(lambda d: d["lease"].update(subnets=["10.6.1.0/24"]))],
+    "refusals": [peer(state="refused", reason="no VtepMAC")],
+    "reverse path": [of_host("net/ipv4/conf/eth0/rp_filter", 1)],
+    "containers": [with_links(link("eth0"), flannel(), link("cni0", 1500))],
+    "device": [with_links(link("eth0", 1450), flannel())],
+    "checksums": [replace(WELL, kernel=(4, 19)), replace(WELL, kernel=(5, 6))],
+    "port": [replace(WELL, traffic={"flannel.1": (0, 500)})],
+    "daemon": [replace(WELL, origin="host", unknown=("no daemon answers",))],
+    "late": [told(lambda d: d["health"].update(late=["reconciler has not reported"]))],
+    "overruns": [told(lambda d: d.update(lost_notifications=3))],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "facts"),
+    [(name, facts) for name, cases in CASES.items() for facts in cases],
+    ids=[f"{name}-{number}" for name, cases in CASES.items() for number, _ in enumerate(cases)],
+)
+def test_a_check_finds_what_it_is_for(name: str, facts: Facts) -> None:
+    found = [finding for check, finding in examine(facts) if check.name == name]
+    assert found
+    for finding in found:
+        assert finding.what
+        assert finding.evidence
+        assert finding.why
+        assert finding.fix
+
+
+def test_each_check_has_a_case_above() -> None:
+    assert sorted(check.name for check in CHECKS) == sorted(CASES)
+
+
+def test_each_theme_has_a_check() -> None:
+    assert {check.theme for check in CHECKS} == set(THEMES)
+
+
+def test_a_node_that_is_well_is_told_so() -> None:
+    assert examine(WELL) == []
+    (table,) = report([], WELL)
+    assert list(plain(table)) == [f"{len(CHECKS)} checks: 0 problems, 0 hints"]
+
+
+def test_a_node_of_which_nothing_is_known_breaks_no_check() -> None:
+    assert [check.name for check, _ in examine(Facts())] == ["daemon"]
+
+
+def test_the_report_says_what_the_evidence_the_reason_and_the_fix() -> None:
+    facts = replace(WELL, firewalls=("firewalld",))
+    text = [list(plain(table)) for table in report(examine(facts), facts)]
+    assert text == [
+        [
+            "hint      firewalld is at work here",
+            "check     E keepers: the host's firewall and forwarding",
+            "evidence  found by its files",
+            "why       when it is reloaded it may remove rules; the daemon puts its own back",
+            "fix       let it forward the network and let in UDP 8472, in firewalld's own configuration",
+        ],
+        [f"{len(CHECKS)} checks: 0 problems, 1 hint"],
+    ]
+
+
+def test_programs_get_the_same() -> None:
+    facts = of_host("net/ipv4/ip_forward", 0)
+    answer = json.loads(json.dumps(as_json(examine(facts), facts)))
+    (found,) = [each for each in answer["findings"] if each["check"] == "forwarding"]
+    assert found["severity"] == "problem"
+    assert found["fix"] == "sysctl -w net.ipv4.ip_forward=1"

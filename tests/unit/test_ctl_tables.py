@@ -1,0 +1,60 @@
+"""Tables in a pipe."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+
+from flanneld.ctl.tables import Table, show
+
+
+def shown(*tables: Table) -> str:
+    out = io.StringIO()
+    show(tables, out)
+    return out.getvalue()
+
+
+def test_columns_are_aligned_and_lines_end_with_their_last_word() -> None:
+    table = Table(("subnet", "state"), [("10.5.1.0/24", "ok"), ("10.5.100.0/24", "")])
+    assert shown(table) == "SUBNET         STATE\n10.5.1.0/24    ok\n10.5.100.0/24\n"
+
+
+def test_a_table_without_columns_has_no_head() -> None:
+    assert shown(Table((), [("ready", "yes"), ("MTU", "1450")])) == "ready  yes\nMTU    1450\n"
+
+
+def test_tables_are_apart() -> None:
+    assert shown(Table((), [("one",)]), Table((), [("two",)])) == "one\n\ntwo\n"
+
+
+def test_nothing_is_nothing() -> None:
+    assert shown(Table((), [])) == ""
+    assert shown(Table(("time", "event"), [])) == "TIME  EVENT\n"
+
+
+def test_what_other_nodes_wrote_cannot_steer_the_terminal() -> None:
+    assert shown(Table((), [("a\x1b[31mb\nc\u202ed",)])) == "a\\x1b[31mb\\nc\\u202ed\n"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+TABLE = Table(("state", "object"), [("missing", "route 10.5.1.0/24 [red]not a colour\x1b[0m")])
+
+
+def test_a_terminal_gets_colours_and_the_same_words() -> None:
+    terminal = Terminal()
+    show([TABLE], terminal)
+    assert "[red]not a colour\\x1b[0m" in " ".join(terminal.getvalue().split())
+    assert terminal.getvalue() != shown(TABLE)
+
+
+def test_without_rich_a_terminal_gets_plain_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    terminal = Terminal()
+    show([TABLE], terminal)
+    assert terminal.getvalue() == shown(TABLE)

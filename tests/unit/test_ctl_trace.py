@@ -1,0 +1,128 @@
+"""``flannelctl trace``: the way to an address, hop by hop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from ipaddress import IPv4Address, ip_address
+from typing import Any
+
+from flanneld.ctl.look import Found, Way
+from flanneld.ctl.trace import Hop, trace
+from flanneld.model import IPAddress
+from flanneld.network.links import SeenLink
+from flanneld.network.resources import ForeignLink, Vxlan
+
+MAC = "02:00:00:00:00:02"
+ROUTE = "route 10.5.2.0/24 via 10.5.2.0 dev flannel.1 onlink"
+NEIGH = f"neigh 10.5.2.0 lladdr {MAC} dev flannel.1"
+FDB = f"fdb {MAC} dst 192.0.2.2 dev flannel.1"
+LINK = Vxlan("flannel.1", 1, 2, IPv4Address("192.0.2.1"), 8472, "02:00:00:00:00:01", 1450)
+
+DOCUMENT: dict[str, Any] = {
+    "network": {"ranges": [{"network": "10.5.0.0/16", "subnet_len": 24}]},
+    "lease": {"subnets": ["10.5.1.0/24"]},
+    "uplink": {"name": "eth0"},
+    "devices": ["flannel.1"],
+    "local": [{"kind": "link", "text": str(LINK)}],
+    "peers": [
+        {
+            "subnets": ["10.5.2.0/24"],
+            "public_ips": ["192.0.2.2"],
+            "state": "in the kernel",
+            "reason": "",
+            "conflicts": [],
+            "objects": [
+                {"kind": "neighbor", "text": NEIGH},
+                {"kind": "fdb", "text": FDB},
+                {"kind": "route", "text": ROUTE},
+            ],
+        }
+    ],
+}
+WAYS = {
+    "10.5.1.7": Way("cni0"),
+    "10.5.2.7": Way("flannel.1", ip_address("10.5.2.0")),
+    "192.0.2.2": Way("eth0"),
+    "203.0.113.1": Way("eth0", ip_address("192.0.2.254")),
+}
+
+
+def found(*without: str) -> Found:
+    objects = {text: True for text in (ROUTE, NEIGH, FDB, str(LINK)) if text not in without}
+    links = (
+        SeenLink(2, "eth0", "", 1500, True, ForeignLink("eth0", "a plain interface")),
+        SeenLink(3, "flannel.1", LINK.mac, 1450, True, LINK),
+    )
+    return Found(objects, links)
+
+
+def hops(
+    target: str,
+    *without: str,
+    document: Mapping[str, Any] = DOCUMENT,
+    ways: Mapping[str, Way] = WAYS,
+) -> dict[str, Hop]:
+    def way_to(address: IPAddress) -> Way:
+        return ways.get(str(address), Way(""))
+
+    return {hop.hop: hop for hop in trace(ip_address(target), document, found(*without), way_to)}
+
+
+def test_each_hop_to_a_peer_is_shown() -> None:
+    way = hops("10.5.2.7")
+    assert list(way) == ["lease", "route", "neigh", "fdb", "device", "uplink"]
+    assert {hop.state for hop in way.values()} == {"ok"}
+    assert way["uplink"].found == "192.0.2.2 dev eth0"
+
+
+def test_the_hop_that_is_missing_is_named() -> None:
+    for hop, text in (("route", ROUTE), ("neigh", NEIGH), ("fdb", FDB)):
+        way = hops("10.5.2.7", text)
+        assert [name for name, each in way.items() if each.state != "ok"] == [hop]
+        assert text in way[hop].note
+
+
+def test_a_route_of_somebody_else_that_comes_first_is_a_problem() -> None:
+    way = hops("10.5.2.7", ways={**WAYS, "10.5.2.7": Way("tun0")})
+    assert way["route"].state == "PROBLEM"
+    assert way["route"].found == "dev tun0"
+
+
+def test_a_device_that_is_not_as_wanted_is_a_problem() -> None:
+    assert hops("10.5.2.7", str(LINK))["device"].note == f"wanted: {LINK}"
+
+
+def test_a_peer_whose_host_is_not_reached_is_a_problem() -> None:
+    way = hops("10.5.2.7", ways={**WAYS, "192.0.2.2": Way("")})
+    assert (way["uplink"].state, way["uplink"].found) == ("PROBLEM", "192.0.2.2 nowhere")
+
+
+def test_a_lease_that_was_refused_says_why() -> None:
+    refused = {**DOCUMENT["peers"][0], "state": "refused", "reason": "no VtepMAC", "objects": []}
+    way = hops("10.5.2.7", document={**DOCUMENT, "peers": [refused]})
+    assert way["lease"].note == "refused: no VtepMAC"
+    assert way["route"].state == "PROBLEM"
+
+
+def test_a_container_of_this_node_is_behind_a_bridge() -> None:
+    assert [hop.state for hop in hops("10.5.1.7").values()] == ["ok", "ok"]
+
+
+def test_our_own_subnet_without_a_bridge_is_a_problem() -> None:
+    way = hops("10.5.1.7", ways={"10.5.1.7": Way("eth0", ip_address("192.0.2.254"))})
+    assert way["route"].state == "PROBLEM"
+
+
+def test_an_address_of_nobody_is_a_problem() -> None:
+    assert hops("10.5.99.7")["lease"] == Hop("lease", "none", "PROBLEM", "no node has a lease for it")
+
+
+def test_an_address_outside_the_network_goes_the_hosts_way() -> None:
+    way = hops("203.0.113.1")
+    assert way["lease"].found == "outside the network"
+    assert way["route"].found == "via 192.0.2.254 dev eth0"
+
+
+def test_without_a_daemon_and_a_store_the_lease_is_not_known() -> None:
+    host = {"network": DOCUMENT["network"], "lease": DOCUMENT["lease"]}
+    assert hops("10.5.2.7", document=host)["lease"].state == "unknown"
