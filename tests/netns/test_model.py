@@ -12,6 +12,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import wraps
 from typing import Any
 
@@ -27,7 +28,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from tests.lab import Lab, Node, wait_for
+from tests.lab import EtcdError, Lab, Node, wait_for
 from tests.lab.namespace import run
 from tests.netns.kernel_model import Observed, wanted
 
@@ -138,6 +139,10 @@ class Ground:
     def leases(self) -> dict[str, Any]:
         return self.lab.etcd.leases()
 
+    def remove_lease(self, subnet: str) -> None:
+        with suppress(EtcdError):  # It may just have expired.
+            self.lab.etcd.delete_lease(subnet)
+
 
 def told(method: Callable[..., None]) -> Callable[..., None]:
     """Write down what is done, and the first thing that goes wrong: it need not happen a second time."""
@@ -169,6 +174,11 @@ class Histories(RuleBasedStateMachine):
         if ground.failure:
             raise ground.failure
         ground.steps.clear()
+        self._begin()
+
+    @told
+    def _begin(self) -> None:
+        ground = self.ground
         self._clear_away()
         for subnet, host, mac in FIRST_PEERS:
             ground.lab.etcd.put_lease(subnet, self._attributes(host, mac))
@@ -195,8 +205,7 @@ class Histories(RuleBasedStateMachine):
     @rule(subnet=subnets)
     @told
     def a_peer_goes(self, subnet: str) -> None:
-        if self.ground.lab.etcd.lease(subnet):
-            self.ground.lab.etcd.delete_lease(subnet)
+        self.ground.remove_lease(subnet)
 
     # ---- the store -------------------------------------------------------------------------------
 
@@ -368,7 +377,7 @@ class Histories(RuleBasedStateMachine):
         """What the history before has left."""
         for subnet in self.ground.leases():
             if subnet != self.ground.own:
-                self.ground.lab.etcd.delete_lease(subnet)
+                self.ground.remove_lease(subnet)
         ways = self.ground.look().ours(())["routes"]
         self.ground.act(
             "ip link set eth0 mtu 1500",
