@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from ipaddress import ip_network
+from ipaddress import IPv4Network
 from typing import Any
 
 from tests.lab import Node
 from tests.lab.namespace import run
 
-NETWORK = ip_network("10.5.0.0/16")
+NETWORK = IPv4Network("10.5.0.0/16")
 TUNNEL, UPLINK = "flannel.1", "eth0"
 OVERHEAD = 50
 
@@ -25,7 +25,7 @@ def wanted(leases: Mapping[str, Any], own: str, backend: str, uplink_mtu: int) -
     """What ``ours`` should find. ``leases`` are all attributes by subnet, as the store has them."""
     theirs = sorted(
         (
-            (ip_network(subnet), data)
+            (IPv4Network(subnet), data)
             for subnet, data in leases.items()
             if subnet != own and data["BackendType"] == backend
         ),
@@ -41,8 +41,8 @@ def wanted(leases: Mapping[str, Any], own: str, backend: str, uplink_mtu: int) -
         "routes": sorted(way(str(net), TUNNEL, str(net[0]), onlink=True) for net, _ in theirs),
         "tunnel": {
             "neighbors": sorted((str(net[0]), data["BackendData"]["VtepMAC"]) for net, data in theirs),
-            "fdb": sorted(remotes.items()),
-            "addresses": [f"{ip_network(own)[0]}/32"],
+            "fdb": sorted((mac, remote, "") for mac, remote in remotes.items()),
+            "addresses": [f"{IPv4Network(own)[0]}/32"],
             "up": True,
             "mtu": uplink_mtu - OVERHEAD,
             "mac": leases[own]["BackendData"]["VtepMAC"],
@@ -68,7 +68,9 @@ class Observed:
     def ours(self, strays: Iterable[str]) -> dict[str, Any]:
         """What belongs to the daemon; ``strays`` are subnets whose routes beside the tunnel do not count."""
         stray = set(strays)
-        ways = [each for each in self._main() if _is_ours(each) and not (each[0] in stray and each[2] != TUNNEL)]
+        ways = [
+            each for each in self._main() if _is_ours(each) and not (each[0] in stray and each[2] != TUNNEL)
+        ]
         return {"routes": sorted(ways), "tunnel": self._tunnel()}
 
     def foreign(self) -> dict[str, Any]:
@@ -114,11 +116,11 @@ def _is_ours(each: Way) -> bool:
     net, _, device, _, metric, tos, _ = each
     if device == TUNNEL:
         return True
-    return net.endswith(".0/24") and ip_network(net).subnet_of(PEERS) and metric == 0 and tos == ""
+    return net.endswith(".0/24") and IPv4Network(net).subnet_of(PEERS) and metric == 0 and tos == ""
 
 
 #: The part of the network that peers have in these tests; nobody else writes routes there.
-PEERS = ip_network("10.5.0.0/20")
+PEERS = IPv4Network("10.5.0.0/20")
 
 
 def _way(row: dict[str, Any]) -> Way:
@@ -137,8 +139,9 @@ def _pair(row: dict[str, Any]) -> tuple[str, str]:
     return row["dst"], row.get("lladdr", "")
 
 
-def _remote(row: dict[str, Any]) -> tuple[str, str, str]:
-    return row["ifname"], row["mac"], row["dst"]
+def _remote(row: dict[str, Any]) -> tuple[str, str, str, str]:
+    odd = {name: row[name] for name in ("port", "vni", "via") if name in row}
+    return row["ifname"], row["mac"], row["dst"], str(odd or "")
 
 
 def _documents(text: str) -> list[Any]:

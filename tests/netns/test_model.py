@@ -14,14 +14,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import wraps
-from typing import Any
+from pathlib import Path
+from typing import Any, Self, cast
 
 import pytest
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
-    
     invariant,
     precondition,
     rule,
@@ -52,8 +52,10 @@ TUNNEL = (
     "ip neigh add 10.5.0.7 lladdr 02:00:00:00:00:99 dev flannel.1 nud permanent",
     "bridge fdb del {mac} dev flannel.1",
     "bridge fdb replace {mac} dev flannel.1 dst 198.18.0.99 self permanent",
-    "bridge fdb append {mac} dev flannel.1 dst 198.18.0.99 self permanent",
+    "bridge fdb replace {mac} dev flannel.1 dst 198.18.0.99 port 99 self permanent",
+    "bridge fdb replace {mac} dev flannel.1 dst 198.18.0.99 vni 99 self permanent",
     "bridge fdb add 02:00:00:00:00:99 dev flannel.1 dst 198.18.0.99",
+    "bridge fdb add 02:00:00:00:00:97 dev flannel.1 dst 198.18.0.99 port 99",
     "ip address flush dev flannel.1 scope global",
     "ip address add 10.5.0.7/32 dev flannel.1",
     "ip route add 10.99.0.0/16 dev flannel.1",
@@ -94,7 +96,8 @@ moments = st.integers(0, 300)  # milliseconds
 
 
 FIRST_PEERS = [
-    (f"10.5.{number}.0/24", f"198.18.0.{100 + number}", f"02:00:00:00:01:{number:02x}") for number in (1, 2, 3)
+    (f"10.5.{number}.0/24", f"198.18.0.{100 + number}", f"02:00:00:00:01:{number:02x}")
+    for number in (1, 2, 3)
 ]
 
 
@@ -108,7 +111,7 @@ class Ground:
         self.steps: list[str] = []
         self.failure: Exception | None = None
 
-    def __enter__(self) -> Ground:
+    def __enter__(self) -> Self:
         self.lab.__enter__()
         try:
             (self.node,) = self.lab.cluster({"Type": self.backend}, nodes=1, SubnetMin="10.5.100.0")
@@ -144,13 +147,18 @@ class Ground:
             self.lab.etcd.delete_lease(subnet)
 
 
+#: They run after each step and are none.
+INVARIANTS = ("others_objects_are_untouched", "the_daemon_has_nothing_grave_to_say")
+
+
 def told(method: Callable[..., None]) -> Callable[..., None]:
     """Write down what is done, and the first thing that goes wrong: it need not happen a second time."""
 
     @wraps(method)
     def run(self: Histories, **drawn: Any) -> None:
         ground = self.ground
-        ground.steps.append(f"{method.__name__}({', '.join(f'{k}={v!r}' for k, v in drawn.items())})")
+        if method.__name__ not in INVARIANTS:
+            ground.steps.append(f"{method.__name__}({', '.join(f'{k}={v!r}' for k, v in drawn.items())})")
         try:
             method(self, **drawn)
         except Exception as failure:
@@ -171,6 +179,7 @@ class Histories(RuleBasedStateMachine):
         #: Subnets to which somebody else may have a route of his own by now.
         self.strays: set[str] = set()
         self.added: list[str] = []
+        self.sysctls: dict[str, int] = {}
         if ground.failure:
             raise ground.failure
         ground.steps.clear()
@@ -250,6 +259,7 @@ class Histories(RuleBasedStateMachine):
     def somebody_sets_a_sysctl(self, value: int, name: str) -> None:
         path = f"net/ipv4/conf/{name}/rp_filter"
         self.node.namespace.sysctl(path, value)
+        self.sysctls[path] = value
 
     # ---- the daemon ------------------------------------------------------------------------------
 
@@ -320,6 +330,9 @@ class Histories(RuleBasedStateMachine):
 
     def _check_others(self) -> None:
         assert self.ground.look().foreign() == self.foreign
+        with self.node.namespace.entered():
+            found = {path: int(Path("/proc/sys", path).read_text()) for path in self.sysctls}
+        assert found == self.sysctls
 
     def _check_log(self) -> None:
         log = self.node.logs()
@@ -396,25 +409,33 @@ def ground(request: pytest.FixtureRequest) -> Iterator[Ground]:
         yield ground
 
 
-def check(ground: Ground, how: settings) -> None:
-    try:
-        run_state_machine_as_test(lambda: Histories(ground), settings=how)
-    except Exception as error:
-        steps = "\n".join(step for step in ground.steps if not step.startswith(("others_", "the_daemon_has")))
-        raise AssertionError(f"{ground.failure or error}\nafter:\n{steps}") from ground.failure
-
-
-COMMON: dict[str, Any] = {
-    "deadline": None,
-    "database": None,
-    "suppress_health_check": list(HealthCheck),
-}
-
-
-def test_after_any_history_the_kernel_is_as_it_should_be(ground: Ground) -> None:
-    check(
-        ground,
-        settings(
-            derandomize=True, max_examples=int(os.environ.get('N','6')), stateful_step_count=25, phases=[Phase.generate], **COMMON
-        ),
+def check(ground: Ground, start: int, histories: int, steps: int) -> None:
+    """Draw so many histories. None is made smaller: what happens depends on the moment, too."""
+    how = settings(
+        max_examples=histories,
+        stateful_step_count=steps,
+        phases=[Phase.generate],
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
     )
+    try:
+        run_state_machine_as_test(cast(Any, seed(start)(lambda: Histories(ground))), settings=how)
+    except Exception as error:
+        story = "\n".join(ground.steps)
+        raise AssertionError(
+            f"{ground.failure or error}\n--hypothesis-seed={start}:\n{story}"
+        ) from ground.failure
+
+
+def test_after_some_histories_the_kernel_is_as_it_should_be(ground: Ground) -> None:
+    check(ground, start=20261121, histories=4, steps=25)
+
+
+@pytest.mark.long
+def test_after_many_histories_the_kernel_is_as_it_should_be(
+    ground: Ground, pytestconfig: pytest.Config
+) -> None:
+    """With the seed that ``--hypothesis-seed`` gives, else another one each time."""
+    given = pytestconfig.getoption("--hypothesis-seed")
+    check(ground, start=int(given or random.randrange(1 << 32)), histories=100, steps=50)
