@@ -1,8 +1,8 @@
 """Whatever happens to a node in whichever order, its kernel ends as it should be.
 
-Hypothesis draws histories: leases come and go, somebody tampers with the kernel, the daemon is killed, stopped
-and started at any moment, etcd is started anew or forgets. When all is quiet again, the kernel must hold what
-``kernel_model`` computes from the leases, others' objects must be untouched and our subnet must be ours.
+Hypothesis draws histories: leases come and go, somebody tampers with the kernel, the daemon is killed,
+stopped and started at any moment, etcd is started anew or forgets. When all is quiet again, the kernel must
+hold what ``kernel_model`` computes from the leases, others' objects must be untouched and our subnet ours.
 """
 
 from __future__ import annotations
