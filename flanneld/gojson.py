@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Iterable
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
+from itertools import islice
 from math import inf
 from sys import intern
 from typing import Any, NoReturn, TypeGuard, TypeVar
@@ -20,6 +21,8 @@ T = TypeVar("T")
 
 #: Go stops at 10,000 levels; comparing two values must never exhaust Python's stack.
 MAX_DEPTH = 100
+#: So many keys that nobody asked for are worth naming.
+_FEW_UNREAD = 10
 
 _KINDS = {
     type(None): "null",
@@ -186,9 +189,9 @@ class Fields:
         return bool(self._of(name))
 
     def unread(self) -> list[tuple[str, str | None]]:
-        """The keys that nobody asked for, each with the most similar name that somebody did."""
-        unknown = [(key, folded) for folded, key in self._keys.items() if folded not in self._asked]
-        return [(key, self._similar(folded)) for key, folded in unknown]
+        """Keys that nobody asked for, each with the most similar name that somebody did; the first few."""
+        unknown = ((key, folded) for folded, key in self._keys.items() if folded not in self._asked)
+        return [(key, self._similar(folded)) for key, folded in islice(unknown, _FEW_UNREAD)]
 
     def _of(self, name: str) -> list[object]:
         folded = _fold(name)

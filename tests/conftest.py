@@ -12,6 +12,7 @@ from tests.lab import Lab, Node
 from tests.vm.machine import lacks
 
 hypothesis.settings.register_profile("flanneld", deadline=None, print_blob=True)
+hypothesis.settings.register_profile("long", hypothesis.settings.get_profile("flanneld"), max_examples=1000)
 hypothesis.settings.load_profile("flanneld")
 
 LOG_TAIL = 4000  # characters of each log
@@ -28,6 +29,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--long"):
+        hypothesis.settings.load_profile("long")
     config.addinivalue_line("markers", "long: takes more than a few seconds; runs with --long only")
     config.addinivalue_line("markers", "needs_kernel(feature): fails on a kernel without it; see tests/vm")
 

@@ -159,12 +159,17 @@ class Neighbor:
 
 @dataclass(frozen=True, slots=True)
 class FdbEntry:
-    """A permanent forwarding entry of a VXLAN device: frames for ``mac`` go to the host ``remote``."""
+    """A permanent forwarding entry of a VXLAN device: frames for ``mac`` go to the host ``remote``.
+
+    ``astray`` says that they go to another port, segment or interface there than the device's own: never
+    wanted, only met.
+    """
 
     kind: ClassVar[Kind] = Kind.FDB
     device: str
     mac: str
     remote: IPAddress
+    astray: bool = False
 
     @property
     def key(self) -> Key:

@@ -57,7 +57,9 @@ BLACKHOLE_METRIC = 65535
 _UNUSABLE = frozenset({6, 7, 8, 9})
 _RTM_F_CLONED = 0x200
 _RTA_DST, RTA_OIF, RTA_GATEWAY, _RTA_PRIORITY, RTA_TABLE = 1, 4, 5, 6, 15
-_NDA_DST, _NDA_LLADDR, _NDA_IFINDEX = 1, 2, 8
+_NDA_DST, _NDA_LLADDR, _NDA_PORT, _NDA_VNI, _NDA_IFINDEX = 1, 2, 6, 7, 8
+#: The kernel names them only where they differ from the device's (drivers/net/vxlan, vxlan_fdb_info).
+_ASTRAY = frozenset({_NDA_PORT, _NDA_VNI, _NDA_IFINDEX})
 _IFA_ADDRESS, _IFA_LOCAL, _IFA_FLAGS = 1, 2, 8
 #: What the kernel makes of metric 0 (linux/ipv6_route.h, IP6_RT_PRIO_USER).
 _IPV6_DEFAULT_METRIC = 1024
@@ -115,7 +117,7 @@ def encode(resource: Resource, index_of: IndexOf, protocol: int, seq: int, *, dr
         case Neighbor():
             kind, body = RTM_NEWNEIGH, _neighbor(resource, index_of(resource.device))
         case FdbEntry():
-            kind, body = RTM_NEWNEIGH, _fdb_entry(resource, index_of(resource.device))
+            kind, body = RTM_NEWNEIGH, _fdb_entry(resource, index_of(resource.device), drop=drop)
         case Route():
             kind, body = RTM_NEWROUTE, _route(resource, index_of(resource.device), protocol, drop=drop)
         case Blackhole():
@@ -142,13 +144,14 @@ def _neighbor(entry: Neighbor, index: int) -> bytes:
     )
 
 
-def _fdb_entry(entry: FdbEntry, index: int) -> bytes:
+def _fdb_entry(entry: FdbEntry, index: int, *, drop: bool) -> bytes:
     raw = entry.remote.packed
+    # With a host the kernel would look for an entry with the device's port and segment.
+    target = () if drop and entry.astray else (DST[len(raw)], raw)
     return b"".join(
         (
             _NDMSG.pack(AF_BRIDGE, index, NUD_PERMANENT, NTF_SELF, 0),
-            DST[len(raw)],
-            raw,
+            *target,
             _LLADDR,
             mac_bytes(entry.mac),
             b"\0\0",
@@ -293,7 +296,8 @@ def decode_neighbor(data: bytes, offset: int, end: int, name_of: NameOf) -> Neig
     if target is None or mac is None or len(mac) != 6 or len(target) not in (4, 16):
         return None
     if family == AF_BRIDGE:
-        return FdbEntry(device, mac_text(mac), address_of(target)) if any(mac) else None
+        astray = not _ASTRAY.isdisjoint(found)
+        return FdbEntry(device, mac_text(mac), address_of(target), astray) if any(mac) else None
     return Neighbor(device, address_of(target), mac_text(mac)) if family in FAMILY else None
 
 

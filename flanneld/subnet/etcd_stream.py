@@ -13,6 +13,10 @@ from urllib.parse import urlsplit
 #: Nobody has more to say before the first line of an answer.
 _LONGEST_HEAD = 65536
 _SIZE = 262_144
+#: The history of a large cluster in one object is some MB.
+_LONGEST_LINE = 64 << 20
+#: The line with the size of a chunk; extensions, which nobody uses, included.
+_LONGEST_SIZE = 1024
 
 
 class Stream:
@@ -56,6 +60,8 @@ class Stream:
                     return None
             data, self._raw = self._raw, b""
             *whole, self._text = (self._text + self._unpacked(data)).split(b"\n")
+            if len(self._text) > _LONGEST_LINE:
+                raise HTTPException("BadStatusLine: a line without end")
             self._lines = [line for line in whole if line.strip()]
         return self._lines.pop(0)
 
@@ -93,18 +99,23 @@ class Chunks:
         """What is inside the chunks that have come so far. Raises ``HTTPException`` where they end."""
         raw = self._raw + data
         found = []
-        while raw:
+        at = 0
+        while at < len(raw):
             if self._left:
-                found.append(raw[: self._left])
-                raw = raw[self._left :]
+                found.append(raw[at : at + self._left])
+                at += len(found[-1])
                 self._left -= len(found[-1])
                 continue
-            raw = raw.lstrip(b"\r\n")
-            size, end, rest = raw.partition(b"\r\n")
-            if not end:
+            if raw[at] in b"\r\n":
+                at += 1
+                continue
+            end = raw.find(b"\r\n", at, at + _LONGEST_SIZE)
+            if end < 0:
                 break
-            self._left, raw = _size(size), rest
-        self._raw = raw
+            self._left, at = _size(raw[at:end]), end + 2
+        self._raw = raw[at:]
+        if not self._left and len(self._raw) >= _LONGEST_SIZE:
+            raise HTTPException("BadStatusLine: no chunk")
         return b"".join(found)
 
 

@@ -70,7 +70,7 @@ def _node(raw: Mapping[str, Any]) -> Node:
     ttl = raw.get("ttl", 0 if raw.get("expiration") else None)
     if not (isinstance(key, str) and isinstance(value, str) and isinstance(modified, int)):
         raise TypeError
-    if not (ttl is None or isinstance(ttl, int)):
+    if not (ttl is None or (isinstance(ttl, int) and abs(ttl) < 1 << 63)):
         raise TypeError
     return Node(key, value, ttl, modified, bool(raw.get("dir")))
 

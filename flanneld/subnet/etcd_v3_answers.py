@@ -125,9 +125,12 @@ def key_values(body: Mapping[str, Any]) -> list[KeyValue]:
 def number(body: Mapping[str, Any], name: str) -> int:
     """A number that is left out if it is zero."""
     try:
-        return int(body.get(name) or 0)
+        value = int(body.get(name) or 0)
     except _WRONG:
         raise _foreign() from None
+    if abs(value) >= 1 << 63:
+        raise _foreign()
+    return value
 
 
 def transaction(body: Mapping[str, Any]) -> tuple[Position, bool, KeyValue | None]:

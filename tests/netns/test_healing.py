@@ -54,6 +54,16 @@ VXLAN = [
         id="a changed FDB entry",
     ),
     pytest.param(
+        ["bridge fdb replace {mac} dev flannel.1 dst 198.18.0.2 port 99 self permanent"],
+        ["Healed: fdb {mac}"],
+        id="an FDB entry to another port",
+    ),
+    pytest.param(
+        ["bridge fdb replace {mac} dev flannel.1 dst 198.18.0.2 vni 99 self permanent"],
+        ["Healed: fdb {mac}"],
+        id="an FDB entry to another segment",
+    ),
+    pytest.param(
         ["ip address del {own}/32 dev flannel.1"], ["Healed: address {own}/32"], id="a deleted address"
     ),
     pytest.param(["ip link del flannel.1"], ["Healed: link flannel.1"], id="a deleted device"),
@@ -111,6 +121,11 @@ UNWANTED = [
         "bridge fdb add 02:00:00:00:00:99 dev flannel.1 dst 198.18.0.99",
         "fdb 02:00:00:00:00:99",
         id="an FDB entry",
+    ),
+    pytest.param(
+        "bridge fdb add 02:00:00:00:00:99 dev flannel.1 dst 198.18.0.99 port 99",
+        "fdb 02:00:00:00:00:99",
+        id="an FDB entry to another port",
     ),
     pytest.param("ip address add 10.5.0.7/32 dev flannel.1", "address 10.5.0.7/32", id="an address"),
 ]

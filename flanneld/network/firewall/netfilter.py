@@ -29,6 +29,7 @@ from flanneld.network.netlink import (
     attributes,
     message,
     messages,
+    unpack,
 )
 
 _NETLINK_NETFILTER = 12
@@ -139,7 +140,7 @@ class Netfilter:
                 if seq != self._seq:
                     continue
                 if answer in (NLMSG_DONE, NLMSG_ERROR):
-                    (code,) = _ERRNO.unpack_from(data, offset)
+                    (code,) = unpack(_ERRNO, data, offset, end)
                     if -code in _NOT_THERE:
                         raise NoNetfilter(-code, "this kernel has no nf_tables")
                     if code:
@@ -208,6 +209,8 @@ _REMOVALS: dict[int, tuple[int, int]] = {
 def _fold(found: set[Removal], data: bytes) -> set[Removal]:
     """Add what one receive tells. The message that ends a transaction names the program behind it."""
     for kind, _, _, _, offset, end in messages(data):
+        if offset + _HEADER.size > end:
+            continue
         given = offset + _HEADER.size
         if kind == _SUBSYSTEM | _NEWGEN:
             by = _string(attributes(data, given, end), _GEN_PROC_NAME)

@@ -43,7 +43,11 @@ class Nftables:
         names = [item["table"]["name"] for item in tables["nftables"] if "table" in item]
         if NATIVE_TABLE[self._family] not in names:
             return Listing({}, {}, others=False)
-        return nft_json.read_listing(self._family, self._run([{"list": {"table": table}}]))
+        answer = self._run([{"list": {"table": table}}])
+        try:
+            return nft_json.read_listing(self._family, answer)
+        except ValueError as error:
+            raise Rejected(f"cannot read our rules in nftables: {error}", "see `nft list ruleset`") from error
 
     def _run(self, commands: list[Command]) -> Any:
         status, answer, error = self._library.json_cmd({"nftables": commands})

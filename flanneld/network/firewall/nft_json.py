@@ -53,7 +53,14 @@ def table(family: Family) -> Command:
 
 
 def read_listing(family: Family, answer: Mapping[str, Any]) -> Listing:
-    """What the answer to a ``list table`` says."""
+    """What the answer to a ``list table`` says. Raises ``ValueError`` for what no nftables says."""
+    try:
+        return _read_listing(family, answer)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError("a table is listed in a way that is not understood") from error
+
+
+def _read_listing(family: Family, answer: Mapping[str, Any]) -> Listing:
     rules: dict[Chain, list[Rule]] = {}
     handles: Handles = {}
     others = False

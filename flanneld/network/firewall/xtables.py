@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from ipaddress import ip_network
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flanneld.model import Family
 from flanneld.network.firewall.rules import (
@@ -28,6 +28,7 @@ from flanneld.network.firewall.rules import (
     Rule,
     Rules,
 )
+from flanneld.network.netlink import Malformed, unpack
 
 _NAMES: Mapping[Family, str] = {4: "ip_tables_names", 6: "ip6_tables_names"}
 _LEVEL: Mapping[Family, int] = {4: socket.SOL_IP, 6: socket.IPPROTO_IPV6}
@@ -120,7 +121,10 @@ def count_rules(family: Family) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """One table as the kernel has it. ``hooks`` are its built-in chains: first rule and policy."""
+    """One table as the kernel has it. ``hooks`` are its built-in chains: first rule and policy.
+
+    All methods raise ``Malformed``, an ``OSError``, for what no kernel has.
+    """
 
     family: Family
     hooks: Mapping[str, tuple[int, int]]
@@ -142,7 +146,7 @@ class Snapshot:
         """What becomes of a packet at the end of a built-in chain."""
         offset = self.hooks[hook][1]
         data = self.data[offset + self._entry(offset).target + _EXTENSION.size :]
-        return _VERDICTS.get(_VERDICT.unpack_from(data)[0], "")
+        return _VERDICTS.get(_unpack(_VERDICT, data)[0], "")
 
     def count(self) -> int:
         """How many rules there are, without policies and the two entries around each other chain."""
@@ -170,10 +174,14 @@ class Snapshot:
             offset += entry.next
 
     def _entry(self, offset: int) -> _Entry:
-        return _Entry(*_ENTRY[self.family].unpack_from(self.data, offset))
+        form = _ENTRY[self.family]
+        entry = _Entry(*_unpack(form, self.data, offset))
+        if not form.size <= entry.target < entry.next:
+            raise Malformed
+        return entry
 
     def _name(self, offset: int) -> str:
-        return _string(_EXTENSION.unpack_from(self.data, offset)[1])
+        return _string(_unpack(_EXTENSION, self.data, offset)[1])
 
     def _rule(self, offset: int) -> Rule:
         entry = self._entry(offset)
@@ -191,7 +199,7 @@ class Snapshot:
         for name, data in self._matches(offset, entry):
             if name == "comment":
                 comment = _string(data)
-            elif name == "mark" and not (given := _MARK.unpack_from(data))[2]:
+            elif name == "mark" and not (given := _unpack(_MARK, data))[2]:
                 mark = (given[0], given[1])
             else:
                 extra.append(name)
@@ -205,7 +213,9 @@ class Snapshot:
     def _matches(self, offset: int, entry: _Entry) -> Iterator[tuple[str, bytes]]:
         at, end = offset + _ENTRY[self.family].size, offset + entry.target
         while at < end:
-            size, name, _ = _EXTENSION.unpack_from(self.data, at)
+            size, name, _ = _unpack(_EXTENSION, self.data, at)
+            if size < _EXTENSION.size:
+                raise Malformed
             yield _string(name), self.data[at + _EXTENSION.size : at + size]
             at += size
 
@@ -214,8 +224,8 @@ class Snapshot:
         name = self._name(offset)
         data = self.data[offset + _EXTENSION.size : end]
         if not name:
-            return self._standard(_VERDICT.unpack_from(data)[0], end), False
-        flags = _NAT_FLAGS[self.family].unpack_from(data)[0] if name == MASQUERADE else 0
+            return self._standard(_unpack(_VERDICT, data)[0], end), False
+        flags = _unpack(_NAT_FLAGS[self.family], data)[0] if name == MASQUERADE else 0
         if flags & ~_RANDOM_FULLY:
             extra.append("flags of MASQUERADE")
         return name, bool(flags)
@@ -278,6 +288,10 @@ def _side(address: bytes, mask: bytes, inside: bool, extra: list[str]) -> Match 
     if inside and not length:
         return None
     return Match(ip_network((address, length)), inside)
+
+
+def _unpack(form: struct.Struct, data: bytes, offset: int = 0) -> tuple[Any, ...]:
+    return unpack(form, data, offset, len(data))
 
 
 def _string(data: bytes) -> str:
