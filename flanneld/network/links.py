@@ -173,6 +173,10 @@ def remedy(wanted: Link, code: int | None) -> str:
             return f"load the kernel's module: modprobe {wanted.make}"
         case errno.EEXIST:
             return f"another device serves the same ends; find it with: ip -d link show type {wanted.make}"
+        case errno.EACCES:
+            return "let everybody open /dev/net/tun, as udev does (chmod 666): CAP_NET_ADMIN decides there"
+        case errno.EBUSY:
+            return "another process has made it at the same time: start again"
     return ""
 
 

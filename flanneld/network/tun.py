@@ -12,19 +12,41 @@ from contextlib import contextmanager
 
 _DEVICE = "/dev/net/tun"
 _TUNSETIFF, _TUNSETPERSIST, _TUNSETOFFLOAD = 0x400454CA, 0x400454CB, 0x400454D0
-_IFF_TUN, _IFF_NO_PI = 0x0001, 0x1000
+_IFF_TUN, _IFF_NO_PI, _IFF_VNET_HDR, _IFF_TUN_EXCL = 0x0001, 0x1000, 0x4000, 0x8000
 _IFREQ = struct.Struct("16sH22x")
 
 
-def attach(name: str) -> int:
-    """Open a device that is there. Raises ``OSError``: EBUSY if another process has it."""
-    socket.if_nametoindex(name)  # What is missing would be made, but without an address or a route.
-    return _open(name)
+def attach(name: str, features: int = 0) -> int:
+    """Open a device that is there, for reading and writing without waiting.
+
+    ``features`` are the unfinished packets (TUN_F_*) that the process takes; with any, each packet is behind
+    a vnet header. Raises ``OSError``: EBUSY if another process has it, EINVAL for what this kernel lacks.
+    """
+    if not index_of(name):
+        # The kernel would make it, but without an address or a route.
+        raise OSError(errno.ENODEV, f"there is no device {name}")
+    fd = _open(name, _IFF_VNET_HDR if features else 0)
+    try:
+        # Also when it is none: the device remembers what an earlier process was ready to do.
+        fcntl.ioctl(fd, _TUNSETOFFLOAD, features)
+        os.set_blocking(fd, False)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def index_of(name: str) -> int:
+    """0 if there is no such device. A device keeps its number under another name."""
+    return next((index for index, other in socket.if_nameindex() if other == name), 0)
 
 
 def make(name: str) -> None:
-    """Make a device that stays when no process has it open. Raises ``OSError``, with the remedy."""
-    with _opened(name) as fd:
+    """Make a device that stays when no process has it open. Raises ``OSError``, with the remedy.
+
+    EBUSY if it is there: another daemon that starts now may have made it, for a network of its own.
+    """
+    with _opened(name, _IFF_TUN_EXCL) as fd:
         fcntl.ioctl(fd, _TUNSETPERSIST, 1)
 
 
@@ -34,12 +56,7 @@ def unmake(name: str) -> None:
         fcntl.ioctl(fd, _TUNSETPERSIST, 0)
 
 
-def offload(fd: int, features: int) -> None:
-    """Say which unfinished packets (TUN_F_*) the process takes; without IFF_VNET_HDR it must be none."""
-    fcntl.ioctl(fd, _TUNSETOFFLOAD, features)
-
-
-def _open(name: str) -> int:
+def _open(name: str, flags: int = 0) -> int:
     try:
         fd = os.open(_DEVICE, os.O_RDWR | os.O_CLOEXEC)
     except OSError as failure:
@@ -48,7 +65,7 @@ def _open(name: str) -> int:
         remedy = f"no {_DEVICE}; load the module with `modprobe tun`, or give the container this device"
         raise OSError(failure.errno, remedy) from None
     try:
-        fcntl.ioctl(fd, _TUNSETIFF, _IFREQ.pack(name.encode(), _IFF_TUN | _IFF_NO_PI))
+        fcntl.ioctl(fd, _TUNSETIFF, _IFREQ.pack(name.encode(), _IFF_TUN | _IFF_NO_PI | flags))
     except BaseException:
         os.close(fd)
         raise
@@ -56,8 +73,8 @@ def _open(name: str) -> int:
 
 
 @contextmanager
-def _opened(name: str) -> Iterator[int]:
-    fd = _open(name)
+def _opened(name: str, flags: int = 0) -> Iterator[int]:
+    fd = _open(name, flags)
     try:
         yield fd
     finally:

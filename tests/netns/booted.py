@@ -72,6 +72,8 @@ mount -t cgroup2 cgroup2 sys/fs/cgroup
 mount -t tmpfs -o mode=755 tmpfs run
 mount -t tmpfs tmpfs tmp
 mount --rbind /dev dev
+mount -t tmpfs -o mode=755 tmpfs dev/net
+mknod -m 666 dev/net/tun c 10 200 # as udev makes it, which does not run here
 mnt/source/dist/systemd/install --docker .
 systemd-sysusers --root="$PWD" flannel.conf
 systemd-tmpfiles --root="$PWD" --create flannel.conf
@@ -128,17 +130,12 @@ class BootedNode:
 
     def systemctl(self, *words: str, check: bool = True) -> str:
         """What ``systemctl`` says in there."""
-        command = (
-            "nsenter",
-            f"--target={self._first_process()}",
-            "--all",
-            "--root",
-            "--wd",
-            "systemctl",
-            "--no-pager",
-            *words,
-        )
-        return run(*command, check=check).stdout.strip()
+        return self.run("systemctl", "--no-pager", *words, check=check)
+
+    def run(self, *command: str, check: bool = True) -> str:
+        """What a command says in there, as root."""
+        enter = ("nsenter", f"--target={self._first_process()}", "--all", "--root", "--wd")
+        return run(*enter, *command, check=check).stdout.strip()
 
     def show(self, unit: str, what: str) -> str:
         """One property of a unit."""
@@ -147,6 +144,15 @@ class BootedNode:
     def path(self, name: str) -> Path:
         """A file in there, named without the leading slash."""
         return Path(f"/proc/{self._first_process()}/root", name)
+
+    def processes(self, word: str) -> list[int]:
+        """The processes that were started with this word, as this machine numbers them."""
+        found = []
+        for process in self._processes():
+            with suppress(OSError):
+                if word.encode() in Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0"):
+                    found.append(process)
+        return found
 
     def pid(self, unit: str) -> int:
         """The main process of a service, as this machine numbers it."""

@@ -163,3 +163,33 @@ def test_a_wrong_flag_is_not_tried_again(booted: BootedNode) -> None:
     )
     assert booted.show("flanneld", "ExecMainStatus") == "2"
     assert booted.show("flanneld", "NRestarts") == "0"
+
+
+PUMP = "flanneld.network.pump"
+
+
+def test_a_restart_of_the_service_leaves_the_packet_pump_alone(lab: Lab, booted: BootedNode) -> None:
+    (peer,) = lab.cluster({"Type": "udp"}, nodes=1)
+    booted.systemctl("start", "flanneld")
+    container = booted.node.container()
+    container.wait_for_reply(peer.container())
+    (pump,) = booted.processes(PUMP)
+    with container.ping(peer.container()) as ping:
+        ping.wait_for_replies()
+        booted.systemctl("restart", "flanneld")
+        os.kill(booted.pid("flanneld"), signal.SIGKILL)
+        wait_for_restart(booted)
+        ping.wait_for_replies()
+        assert ping.lost() == 0
+    assert booted.processes(PUMP) == [pump]
+
+
+def test_what_the_service_leaves_to_the_packet_pump_cleanup_ends(lab: Lab, booted: BootedNode) -> None:
+    lab.cluster({"Type": "udp"}, nodes=1)
+    booted.systemctl("start", "flanneld")
+    (pump,) = booted.processes(PUMP)
+    booted.systemctl("stop", "flanneld")
+    assert booted.processes(PUMP) == [pump]
+    assert "removed packet pump of flannel0" in booted.run("flanneld", "--cleanup")
+    booted.wait_for(lambda: not booted.processes(PUMP), "the pump to end")
+    assert booted.node.link("flannel0") is None

@@ -349,6 +349,11 @@ held.bind(("198.18.0.1", 8285))
 signal.pause()
 """
 HIDE_TUN = 'mount -t tmpfs tmpfs /dev/net && exec "$@"'
+#: As the kernel makes it, where no udev runs; its owner is one that the daemon is not.
+CLOSED_TUN = f"""
+mount -t tmpfs tmpfs /dev/net; mknod -m 600 /dev/net/tun c 10 200; chown {NOBODY} /dev/net/tun
+exec setpriv --inh-caps=-dac_override --bounding-set=-dac_override "$@"
+"""
 NO_RIGHTS = ("setpriv", "--bounding-set=-net_admin", "--inh-caps=-net_admin")
 
 
@@ -379,6 +384,13 @@ def test_without_dev_net_tun_the_daemon_ends_and_names_the_remedy(lab: Lab) -> N
     daemon = node.start(command=["unshare", "--mount", "sh", "-c", HIDE_TUN, "sh", *own_command()])
     assert daemon.wait(10).status == 1
     assert "no /dev/net/tun; load the module with `modprobe tun`, or give the container" in daemon.log()
+
+
+def test_without_access_to_the_device_the_daemon_ends_and_names_the_remedy(lab: Lab) -> None:
+    node = lonely(lab)
+    daemon = node.start(command=["unshare", "--mount", "sh", "-ec", CLOSED_TUN, "sh", *own_command()])
+    assert daemon.wait(10).status == 1
+    assert "let everybody open /dev/net/tun, as udev does (chmod 666)" in daemon.log()
 
 
 def test_without_the_capability_the_daemon_ends_and_names_it(lab: Lab) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from flanneld.network import tun
 from flanneld.network.pump import native
 from tests.lab import packets, wait_for
 from tests.lab.packets import DONT_FRAGMENT, ICMP, UDP
@@ -281,8 +282,8 @@ def test_a_stop_needs_no_pause_in_the_traffic(pair: tuple[End, End]) -> None:
 @pytest.mark.parametrize(
     ("request_number", "bits", "left"),
     [
-        pytest.param(native._TUNSETOFFLOAD, native._USO4, "tso", id="before Linux 6.2"),
-        pytest.param(native._TUNSETIFF, native._IFF_VNET_HDR, "none", id="no vnet headers"),
+        pytest.param(tun._TUNSETOFFLOAD, native._USO4, "tso", id="before Linux 6.2"),
+        pytest.param(tun._TUNSETIFF, tun._IFF_VNET_HDR, "none", id="no vnet headers"),
     ],
 )
 def test_an_older_kernel_is_asked_for_less(
@@ -300,8 +301,8 @@ def test_an_older_kernel_is_asked_for_less(
 
     monkeypatch.setattr(fcntl, "ioctl", ask_older)
     with first.node.namespace.entered():
-        tun, offloads = native._attach(DEVICE, "all")
-    tun.close()
+        device, offloads = native._attach(DEVICE, "all")
+    device.close()
     assert offloads == left
 
 

@@ -25,6 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flanneld.network.pump import native
+from flanneld.network.pump.python import COUNTERS
 from tests.lab import packets, wait_for
 from tests.lab.packets import ACK, CWR, DONT_FRAGMENT, FIN, ICMP, MORE_FRAGMENTS, PSH, TCP, UDP, Whole
 
@@ -100,13 +101,23 @@ class Pump:
             thread.join(10)
             assert not thread.is_alive()
 
+    def counter_names(self) -> set[str]:
+        return set(self._names().values())
+
     def counter(self, name: str) -> int:
-        names = {
+        names = self._names()
+        return sum(self.library.udp_pump_counter(self._handle, n) for n in names if names[n] == name)
+
+    def _names(self) -> dict[int, str]:
+        return {
             number: ctypes.string_at(self.library.udp_pump_counter_name(number)).decode()
             for number in range(self.library.udp_pump_counters())
             if self.library.udp_pump_counter_name(number)
         }
-        return sum(self.library.udp_pump_counter(self._handle, n) for n in names if names[n] == name)
+
+    def refuse_answers(self) -> None:
+        """Let the TUN take packets from us, but nothing of the pump's."""
+        self._inner.shutdown(socket.SHUT_WR)
 
     def wait_for_count(self, name: str, number: int = 1) -> None:
         wait_for(lambda: self.counter(name) == number, 10, f"{name} to be {number}")
@@ -128,6 +139,7 @@ class Pump:
             found.append(self._decode(self.tun.recv(70000)))
         self.stop()
         assert self.counter("received_packets") == len(datagrams)
+        assert self.counter("received_bytes") == sum(len(packet) for whole in found for packet in whole.cut())
         return found
 
     def _decode(self, data: bytes) -> Whole:
@@ -350,6 +362,18 @@ def test_a_packet_that_leads_nowhere_is_answered(pump: Pump, whole: Whole) -> No
         )
     )
     assert pump.counter("no_route") == 1
+
+
+def test_an_answer_that_the_tun_refuses_is_counted_as_the_python_plane_counts_it(pump: Pump) -> None:
+    pump.refuse_answers()
+    pump.start("from_tun")
+    pump.tun.send(Whole(datagram(destination="10.6.0.1")).encode())
+    pump.wait_for_count("write_failed")
+    assert pump.counter("send_failed") == 0
+
+
+def test_both_planes_count_under_the_same_names(pump: Pump) -> None:
+    assert pump.counter_names() == set(COUNTERS)
 
 
 @pytest.mark.parametrize(

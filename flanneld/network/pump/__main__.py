@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
 
 from flanneld.network import tun
@@ -49,7 +50,8 @@ def main() -> int:
         server.end()
 
     signal.signal(signal.SIGTERM, end)
-    print(READY, flush=True)  # noqa: T201
+    with suppress(BrokenPipeError):  # The daemon has been killed: the next one adopts us.
+        print(READY, flush=True)  # noqa: T201
     _close_output()
     if not server.serve():
         tun.unmake(wanted.tun)
@@ -62,9 +64,7 @@ def _listen(name: str) -> socket.socket:
     try:
         _soon(lambda: listener.bind(control.address_of(name)))
     except OSError as failure:
-        reason = (
-            f"the pump of another user serves {name}: `flanneld --cleanup`, run by that user or root, ends it"
-        )
+        reason = f"`ss -xlp` names the process that poses as the pump of {name} and has to be stopped"
         raise OSError(failure.errno, reason) from None
     listener.listen()
     return listener

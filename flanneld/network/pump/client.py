@@ -45,7 +45,7 @@ class Running:
 class Client:
     """A connection to the pump of one device; made when it is needed, and again when it was lost.
 
-    Only one of this user or root is taken for a pump, unless ``of_anybody``, which will do to end it.
+    Only one of this user or root is taken for a pump, unless ``of_anybody``, which will do to ask it to end.
     """
 
     def __init__(self, tun: str, *, of_anybody: bool = False) -> None:
@@ -71,9 +71,12 @@ class Client:
         answer = self._ask(control.HELLO).decode(errors="replace")
         try:
             *words, pid, plane, why = answer.split("\0")
-            return Running(Pump.of(words), int(pid), plane, why)
+            running = Running(Pump.of(words), int(pid), plane, why)
         except ValueError:
             raise NoPump(self._tun, "it is of another version") from None
+        if running.settings.tun != self._tun:
+            raise NoPump(self._tun, "what answers is none")
+        return running
 
     def peers(self) -> list[control.Entry]:
         body = self._ask(control.LIST)
@@ -101,14 +104,15 @@ class Client:
         """End the pump, and return when it has ended. One that is not there is fine."""
         verb = control.LEAVE if device_stays else control.LEAVE_NOTHING
         try:
-            pid = self._connect()
+            pid, trusted = self._connect()
         except NoPump:
             return
         try:
             self._exchange(verb)
         except TimeoutError:
-            # It hangs, and holds what its successor needs.
-            if pid:  # Zero stands for a process of another container.
+            # It hangs, and holds what its successor needs. A stranger may tell us a number that has become
+            # that of another process.
+            if trusted and pid:
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
         except OSError:
@@ -173,8 +177,8 @@ class Client:
             return message[1:]
         raise ConnectionResetError(message[1:].decode(errors="replace") or "the process has ended")
 
-    def _connect(self) -> int:
-        """See that there is a connection; returns the process at its other end. Raises ``NoPump``."""
+    def _connect(self) -> tuple[int, bool]:
+        """See that there is a connection; returns what ``other_end`` says of it. Raises ``NoPump``."""
         connection = self._connection or control.new_socket()
         try:
             if self._connection is None:
@@ -187,9 +191,9 @@ class Client:
             raise NoPump(self._tun, failure.strerror or str(failure)) from None
         if not (trusted or self._of_anybody):
             connection.close()
-            raise NoPump(self._tun, f"process {pid} of another user poses as one")
+            raise NoPump(self._tun, f"process {pid} poses as one, and is not of this user or root")
         self._connection = connection
-        return pid
+        return pid, trusted
 
 
 def succeed(tun: str) -> list[control.Entry]:

@@ -6,6 +6,7 @@ A message is a verb of one byte and its body. The pump answers each with one of 
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import struct
@@ -26,6 +27,10 @@ LONGEST = 1 << 16
 CHUNK = 4000
 _ENTRY = struct.Struct(">IBI")  # subnet, prefix length, endpoint
 _UCRED = struct.Struct("=iII")  # linux/socket.h: pid, uid, gid
+# linux/capability.h
+_CAPABILITY_VERSION, _CAP_NET_ADMIN = 0x20080522, 1 << 12
+_HEADER = struct.Struct("=Ii")  # version, pid
+_SETS = struct.Struct("=6I")  # effective, permitted, inheritable; then those from the 33rd on
 
 Entry = tuple[IPv4Network, IPv4Address]
 
@@ -40,10 +45,23 @@ def new_socket() -> socket.socket:
 
 
 def other_end(connection: socket.socket) -> tuple[int, bool]:
-    """The process at the other end, and whether it may be trusted: anybody can take an abstract name."""
+    """The process at the other end, 0 if it is of another container, and whether it may be trusted.
+
+    Anybody in the network namespace can connect to an abstract name, or take it: also root in a container
+    that has the host's network, but not the right to configure it.
+    """
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
     pid, uid, _ = _UCRED.unpack(raw)
-    return pid, uid in (0, os.geteuid())
+    may = pid != 0 and _may_configure(os.getpid()) <= _may_configure(pid)
+    return pid, may and uid in (0, os.geteuid())
+
+
+def _may_configure(pid: int) -> bool:
+    """Whether a process has CAP_NET_ADMIN. Asked with capget(2): /proc may hide others from us."""
+    sets = ctypes.create_string_buffer(_SETS.size)
+    failed = ctypes.CDLL(None).capget(_HEADER.pack(_CAPABILITY_VERSION, pid), sets)
+    effective, *_ = _SETS.unpack(sets.raw)
+    return not failed and bool(effective & _CAP_NET_ADMIN)
 
 
 def pack(entries: Iterable[Entry]) -> Iterator[bytes]:

@@ -69,14 +69,15 @@ class Messages:
         number: int = _libc.recvmmsg(fd, ctypes.c_void_p(self._start), self.slots, socket.MSG_DONTWAIT, None)
         return max(0, number)
 
-    def send(self, fd: int, number: int) -> int:
-        """Send the first datagrams; returns how many the kernel refuses: too long, or a firewall."""
-        refused = sent = 0
+    def send(self, fd: int, number: int) -> list[int]:
+        """Send the first datagrams; returns the slots that the kernel refuses: too long, or a firewall."""
+        refused: list[int] = []
+        sent = 0
         while sent < number:
             first = ctypes.c_void_p(self._start + ctypes.sizeof(_Message) * sent)
             done = _libc.sendmmsg(fd, first, number - sent, 0)
             if done <= 0:
-                refused += 1
+                refused.append(sent)
             sent += max(1, done)
         return refused
 

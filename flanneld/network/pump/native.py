@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import functools
-import logging
 import os
 import socket
-import struct
 import threading
 import weakref
 from collections import Counter
@@ -18,15 +15,11 @@ from io import FileIO
 from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
 
+from flanneld.network import tun
 from flanneld.network.pump.plane import Wire
 
-log = logging.getLogger(__name__)
-
 # linux/if_tun.h
-_TUNSETIFF, _TUNSETOFFLOAD = 0x400454CA, 0x400454D0
-_IFF_TUN, _IFF_NO_PI, _IFF_VNET_HDR = 0x0001, 0x1000, 0x4000
 _CSUM, _TSO4, _TSO_ECN, _USO4, _USO6 = 0x01, 0x02, 0x08, 0x20, 0x40
-_IFREQ = struct.Struct("16sH22x")
 
 #: What the kernel may leave undone in a packet that it hands over, from the newest kernels to the oldest.
 #: USO came with Linux 6.2, which takes it for both families or not at all. IPv6 is dropped anyhow.
@@ -151,34 +144,14 @@ def _library() -> ctypes.CDLL:
 
 def _attach(name: str, offloads: str) -> tuple[FileIO, str]:
     """The TUN, and what the kernel grants of ``offloads``. Raises ``OSError``."""
-    if all(name != other for _, other in socket.if_nameindex()):
-        # The kernel would make it, but without an address or a route.
-        raise OSError(errno.ENODEV, f"there is no device {name}")
-    levels = list(OFFLOADS)[list(OFFLOADS).index(offloads) :]
-    for level in levels[:-1]:
+    *levels, last = list(OFFLOADS)[list(OFFLOADS).index(offloads) :]
+    for level in levels:
         try:
-            return _attach_with(name, OFFLOADS[level]), level
+            return FileIO(tun.attach(name, OFFLOADS[level]), "r+"), level
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            log.info(
-                "An older kernel: %s cannot have all offloads that a newer one has (not %r)", name, level
-            )
-    return _attach_with(name, OFFLOADS[levels[-1]]), levels[-1]
-
-
-def _attach_with(name: str, features: int) -> FileIO:
-    tun = FileIO("/dev/net/tun", "r+")
-    try:
-        flags = _IFF_TUN | _IFF_NO_PI | (_IFF_VNET_HDR if features else 0)
-        fcntl.ioctl(tun, _TUNSETIFF, _IFREQ.pack(name.encode(), flags))
-        # Also when it is none: the device remembers what an earlier process was ready to do.
-        fcntl.ioctl(tun, _TUNSETOFFLOAD, features)
-        os.set_blocking(tun.fileno(), False)
-    except BaseException:
-        tun.close()
-        raise
-    return tun
+    return FileIO(tun.attach(name, OFFLOADS[last]), "r+"), last
 
 
 def _tune(descriptor: int) -> int:

@@ -37,9 +37,6 @@ class PythonPlane:
         self._wire = wire
         self._peers = PeerTable(wire.port)
         self._tun = tun.attach(wire.tun)
-        # Another plane may have left the device with promises that this one does not keep.
-        tun.offload(self._tun, 0)
-        os.set_blocking(self._tun, False)
         tune(wire.socket)
         self._stop = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = False
@@ -97,9 +94,10 @@ class PythonPlane:
     def _send(self, number: int) -> None:
         room, counts = self._out, self._counts
         refused = room.send(self._wire.socket, number)
-        counts["send_failed"] += refused
-        counts["sent_packets"] += number - refused
+        counts["send_failed"] += len(refused)
+        counts["sent_packets"] += number - len(refused)
         counts["sent_bytes"] += sum(room.to_send[1 : 2 * number : 2])
+        counts["sent_bytes"] -= sum(room.to_send[2 * slot + 1] for slot in refused)
 
     def _way_of(self, packet: bytearray, size: int) -> bytes | None:
         """Make a packet ready and say where it goes; None if it ends here."""

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from ipaddress import IPv4Address, IPv4Network
 
+from flanneld.network import tun
 from flanneld.network.pump import control
 from flanneld.network.pump.plane import Plane
 from flanneld.network.pump.resources import Pump
@@ -31,6 +32,7 @@ class Server:
     ) -> None:
         self._settings = settings
         self._plane = plane
+        self._device = tun.index_of(settings.tun)
         self._why = why
         self._listener = listener
         self._peers: dict[IPv4Network, IPv4Address] = {}
@@ -104,6 +106,9 @@ class Server:
 
     def _answers(self, verb: bytes, body: bytes) -> Iterator[bytes]:
         match verb:
+            case control.HELLO if tun.index_of(self._settings.tun) != self._device:
+                # It was renamed or moved away, and we read what nobody sends any more.
+                self._device_stays = True
             case control.HELLO:
                 words = [*self._settings.words(), str(os.getpid()), self._plane.name, self._why]
                 yield "\0".join(words).encode()

@@ -116,7 +116,7 @@ static void net_unreachable(struct pump *pump, const struct packet *packet)
     memcpy(icmp + 8, quoted, quote);
     put_checksum(icmp + 2, add(0, icmp, 8 + quote));
     if (write(pump->tun, message, pump->vnet + 28 + quote) < 0)
-        count(pump, SEND_FAILED, 1);
+        count(pump, ANSWER_FAILED, 1);
 }
 
 /* One send: a datagram, or several of one size to one endpoint, of which only the last may be shorter. */

@@ -37,9 +37,9 @@ struct inbox {
     uint8_t data[DATAGRAMS][MOST_PACKET];
 };
 
-/* Write to the TUN, behind the vnet header for which parts[0] is kept. */
+/* Write to the TUN, behind the vnet header for which parts[0] is kept. So many bytes came as segments. */
 static void emit(struct pump *pump, struct inbox *box, struct vnet_header vnet, struct iovec *parts,
-                 unsigned segments)
+                 unsigned segments, size_t bytes)
 {
     parts[0] = (struct iovec){&vnet, pump->vnet};
     while (writev(pump->tun, parts, (int)segments + 1) < 0) {
@@ -53,12 +53,13 @@ static void emit(struct pump *pump, struct inbox *box, struct vnet_header vnet, 
             wait_for(pump, pump->tun, POLLOUT);
     }
     count(pump, RECEIVED_PACKETS, segments);
+    count(pump, RECEIVED_BYTES, bytes);
 }
 
 static void emit_packet(struct pump *pump, struct inbox *box, uint8_t *ip, size_t length)
 {
     struct iovec parts[2] = {[1] = {ip, length}};
-    emit(pump, box, (struct vnet_header){0}, parts, 1);
+    emit(pump, box, (struct vnet_header){0}, parts, 1, length);
 }
 
 static void close_flow(struct pump *pump, struct inbox *box, size_t number)
@@ -79,7 +80,7 @@ static void close_flow(struct pump *pump, struct inbox *box, size_t number)
         uint16_t begun = fold(pseudo_header(flow->ip, length)); /* The kernel finishes it. */
         memcpy(l4 + flow->transport->checksum, &begun, 2);
     }
-    emit(pump, box, vnet, flow->part, flow->segments);
+    emit(pump, box, vnet, flow->part, flow->segments, flow->segments * flow->header + flow->bytes);
 }
 
 static void close_flows(struct pump *pump, struct inbox *box)
@@ -194,10 +195,8 @@ static void take_packet(struct pump *pump, struct inbox *box, uint8_t *ip, size_
     } else if (!decrement_ttl(ip)) {
         count(pump, RECEIVED_TTL, 1);
     } else if ((transport = transport_of(ip, length))) {
-        count(pump, RECEIVED_BYTES, length);
         merge(pump, box, ip, length, transport);
     } else { /* A fragment, ICMP or the like: whatever it belongs to must not overtake it, nor it them. */
-        count(pump, RECEIVED_BYTES, length);
         close_flows(pump, box);
         emit_packet(pump, box, ip, length);
     }

@@ -11,6 +11,7 @@
 static const char *const counter_names[COUNTERS] = {
     [SENT_PACKETS] = "sent_packets", [SENT_BYTES] = "sent_bytes", [SENT_NO_ROUTE] = "no_route",
     [SENT_TTL] = "ttl", [SENT_MALFORMED] = "malformed", [SEND_FAILED] = "send_failed",
+    [ANSWER_FAILED] = "write_failed",
     [RECEIVED_PACKETS] = "received_packets", [RECEIVED_BYTES] = "received_bytes", [NOT_A_PEER] = "not_a_peer",
     [RECEIVED_TTL] = "ttl", [RECEIVED_MALFORMED] = "malformed", [WRITE_FAILED] = "write_failed",
 };

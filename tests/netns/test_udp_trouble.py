@@ -1,0 +1,119 @@
+"""The udp backend among strangers, and with a pump that does not do what it should."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from flanneld.network import tun
+from tests.lab import Lab, Node, wait_for
+from tests.netns.pair import connect
+from tests.netns.test_capabilities import NOBODY
+from tests.netns.test_udp import TUN, pid_of, pump_of
+
+#: Nobody, and root in a container that has the host's network: without the right to configure it.
+STRANGERS = {
+    "nobody": ("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--bounding-set=-all"),
+    "root": ("setpriv", "--bounding-set=-all", "--inh-caps=-all"),
+}
+#: Tell the pump to end, to send all to one peer, and noise of the greatest length; then say how that ended.
+TALK = """
+import socket
+for message in (b"Q", b"q", b"p" + bytes(4000 * 9), b"d" + bytes(9), b"l", b"x" * 65536):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+        stranger.connect("\\0flannel-pump/flannel0")
+        try:
+            stranger.send(message)
+            print(stranger.recv(65536))
+        except ConnectionError:
+            print(b"")
+"""
+#: Be there first, and say nothing.
+POSE = """
+import signal, socket
+posing = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+posing.bind("\\0flannel-pump/flannel0")
+posing.listen()
+signal.pause()
+"""
+
+
+@pytest.fixture
+def nodes(lab: Lab) -> list[Node]:
+    """Two nodes whose containers reach each other."""
+    nodes = lab.cluster({"Type": "udp"})
+    connect(*nodes)
+    return nodes
+
+
+@pytest.fixture(params=STRANGERS)
+def stranger(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    """The command that makes another one that of a stranger."""
+    return STRANGERS[request.param]
+
+
+def test_the_pump_does_not_listen_to_strangers(nodes: list[Node], stranger: tuple[str, ...]) -> None:
+    node, _ = nodes
+    before = pump_of(node)
+    assert node.run(*stranger, "/usr/bin/python3", "-c", TALK).stdout.split() == ["b''"] * 6
+    assert pump_of(node) == before
+    connect(*nodes)
+
+
+@contextmanager
+def posing(node: Node, stranger: tuple[str, ...]) -> Iterator[subprocess.Popen[bytes]]:
+    with (node.directory / "stranger").open("wb") as output:
+        process = node.namespace.start(*stranger, "/usr/bin/python3", "-c", POSE, output=output)
+    wait_for(lambda: "flannel-pump" in node.run("ss", "-Hxl").stdout, what="the name to be taken")
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_stranger_with_the_pumps_name_is_not_believed_and_told_of(
+    lab: Lab, stranger: tuple[str, ...]
+) -> None:
+    lab.etcd.put_config({"Network": "10.5.0.0/16", "Backend": {"Type": "udp"}})
+    (node,) = lab.add_nodes()
+    with posing(node, stranger) as process:
+        node.start()
+        node.wait_for_log("`ss -xlp` names the process that poses as the pump of flannel0", 20)
+        assert not node.env()
+        assert process.poll() is None
+    node.wait_ready(20)
+
+
+def test_a_pump_that_hangs_is_replaced(nodes: list[Node]) -> None:
+    node, peer = nodes
+    before = pid_of(node)
+    os.kill(before, signal.SIGSTOP)
+    assert not node.container().reaches(peer.container())
+    node.namespace.ip(f"link set {TUN} mtu 1400")  # Something to repair, so that the daemon looks at all.
+    node.wait_for_log("Healed: packet pump of flannel0", 30)
+    assert pid_of(node) != before
+    connect(node, peer)
+
+
+def test_a_pump_whose_device_got_another_name_is_replaced(nodes: list[Node]) -> None:
+    node, peer = nodes
+    before = pid_of(node)
+    node.namespace.ip(f"link set {TUN} down", f"link set {TUN} name other")
+    node.wait_for_log("Healed: packet pump of flannel0", 30)
+    assert pid_of(node) != before
+    connect(node, peer)
+
+
+def test_a_device_that_another_daemon_makes_at_the_same_time_is_left_to_it(lab: Lab) -> None:
+    (node,) = lab.add_nodes()
+    with node.namespace.entered():
+        tun.make(TUN)
+        with pytest.raises(OSError, check=lambda failure: failure.errno == errno.EBUSY):
+            tun.make(TUN)
