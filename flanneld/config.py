@@ -73,6 +73,14 @@ class Config:
         return next((each for each in self.ranges if each.family == family), None)
 
 
+def say_the_same(one: str, other: str) -> bool:
+    """Whether two texts are one network config, laid out in whatever way."""
+    try:
+        return gojson.parse(one) == gojson.parse(other)
+    except GoJsonError:
+        return False
+
+
 def parse(text: str) -> Config:
     """Read a network config and derive what it leaves open. Raises ``ConfigError``."""
     try:

@@ -11,16 +11,15 @@ import threading
 from collections.abc import Callable, Sequence
 
 from flanneld import clock
-from flanneld.config import Config, ConfigError
+from flanneld.config import Config, ConfigError, say_the_same
 from flanneld.errors import Retryable
 from flanneld.glog import Once, V
-from flanneld.model import Event, IPAddress, Lease, LeaseAttrs, LeaseKey, Snapshot, name_of
+from flanneld.model import Event, IPAddress, Lease, LeaseAttrs, LeaseKey, Removed, Snapshot, name_of
 from flanneld.subnet.allocate import fits, overlap
 from flanneld.subnet.etcd import SUBNET_TTL, TRIES, EtcdManager, LeaseTaken, node_address
 from flanneld.subnet.etcd_http import NoSuchApi
 from flanneld.subnet.etcd_keys import NoConfig, Position
 from flanneld.subnet.etcd_leases import Listing
-from flanneld.subnet.etcd_migration import is_same_config
 from flanneld.subnet.etcd_own_both import OwnInBoth
 from flanneld.subnet.etcd_union import LeaseUnion
 from flanneld.subnet.manager import LONGEST_SILENCE, Cancelled, Deliver
@@ -70,7 +69,7 @@ class EtcdOfBoth:
         if not found:
             raise _no_config(list(problems.values()), self._all[0].config_key)
         config = found[0][1]
-        if not all(is_same_config(config.source, other.source) for _, other in found):
+        if not all(say_the_same(config.source, other.source) for _, other in found):
             raise Retryable(
                 f"the network configs at {self._all[0].config_key} in etcd's v3 and v2 APIs are different",
                 "make them equal, or remove the one that is wrong",
@@ -82,17 +81,20 @@ class EtcdOfBoth:
         return config
 
     def stored(self, public_ip: IPAddress | None) -> LeaseAttrs | None:
-        for listing in self._listings(anew=False).values():
+        listings, _ = self._listings(anew=False)
+        for listing in listings.values():
             for _, lease in listing.of(public_ip):
                 return lease.attrs
         return None
 
     def acquire(self, config: Config, attrs: LeaseAttrs, previous: LeaseKey) -> Lease:
         for attempt in range(TRIES):
-            listings = self._listings(anew=attempt > 0)
+            listings, problem = self._listings(anew=attempt > 0)
             key = _ours(list(listings.values()), config, attrs, previous)
+            if key is None and problem:
+                # Whoever has no lease yet must not choose what a node may have where we cannot look.
+                raise problem
             if key is None:
-                self._require_all(listings)
                 key = self._sides[0].pick(config, previous, _union(list(listings.values())))
             try:
                 lease = self._take(key, attrs, listings)
@@ -145,6 +147,8 @@ class EtcdOfBoth:
                 if told:
                     self._done.discard(api)
                     deliver(told)
+                if Removed(lease.key) in events and not self._own.is_gone:
+                    log.warning("Our lease %s has gone from etcd %s: putting it back", lease, api)
 
         self._watch_all(
             lambda side, beat: side.watch_own(lease, lambda events: hear(side.api, events), beat), alive
@@ -165,24 +169,18 @@ class EtcdOfBoth:
 
     # ---- acquiring ---------------------------------------------------------------------------
 
-    def _listings(self, *, anew: bool) -> dict[EtcdManager, Listing]:
-        """All leases of each API that can be read, which has to be one at least."""
+    def _listings(self, *, anew: bool) -> tuple[dict[EtcdManager, Listing], Retryable | None]:
+        """All leases of each API that can be read, which has to be one at least, and why one cannot."""
         listings: dict[EtcdManager, Listing] = {}
-        problems: list[Retryable] = []
+        problem: Retryable | None = None
         for side in self._sides:
             try:
                 listings[side] = side.listing(anew=anew)
-            except Retryable as problem:
-                problems.append(problem)
-        if not listings:
-            raise problems[0]
-        return listings
-
-    def _require_all(self, listings: dict[EtcdManager, Listing]) -> None:
-        """Whoever has no lease yet must not choose one that a node has where we cannot look."""
-        for side in self._sides:
-            if side not in listings:
-                side.listing()
+            except Retryable as reason:
+                problem = reason
+        if problem and not listings:
+            raise problem
+        return listings, problem
 
     def _take(self, key: LeaseKey, attrs: LeaseAttrs, listings: dict[EtcdManager, Listing]) -> Lease:
         """Write our lease everywhere, or nowhere (raises ``LeaseTaken``)."""

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from flanneld import clock, gojson
-from flanneld.config import parse
+from flanneld import clock
+from flanneld.config import parse, say_the_same
 from flanneld.errors import Refused, Retryable
 from flanneld.model import IPNetwork, Lease
 from flanneld.subnet.allocate import overlap
@@ -156,7 +156,7 @@ class Migration:
         path = posixpath.join(self._new_root, "config")
         found = self._found(path)
         if found:
-            if is_same_config(text, found.value):
+            if say_the_same(text, found.value):
                 self._said("kept", path)
                 return complete
             return self._refused(path, "v3 has another config there")
@@ -178,14 +178,6 @@ class Migration:
 
     def _refused(self, path: str, why: str) -> bool:
         self._say(f"could not copy {path}: {why}")
-        return False
-
-
-def is_same_config(one: str, other: str) -> bool:
-    """Whether two network configs, of which the first is valid, say the same, however they are written."""
-    try:
-        return gojson.parse(one) == gojson.parse(other)
-    except gojson.GoJsonError:
         return False
 
 

@@ -7,7 +7,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from ipaddress import IPv4Address, IPv4Network
+from ipaddress import IPv4Address, IPv4Network, IPv6Address
 from typing import Any, Self
 
 import pytest
@@ -196,6 +196,19 @@ def test_a_new_node_has_one_subnet_in_both(node: Node) -> None:
     assert lease.expires - clock.now() > 86000
 
 
+def test_in_dual_stack_both_subnets_are_the_same_in_both(etcd: LocalEtcd) -> None:
+    with Node(etcd) as node:
+        config = CONFIG[:-1] + ', "EnableIPv6": true, "IPv6Network": "fc00:5::/48"}'
+        etcd.put(f"{node.prefix}/config", config)
+        ours = replace(attrs(1), public_ipv6=IPv6Address("2001:db8::1"))
+        lease = node.manager.acquire(node.manager.network_config(), ours, NO_PREVIOUS)
+        assert all(lease.key)
+        assert node.manager.renew(lease).attrs == ours
+        (name,) = node.owners("v2")
+        assert node.owners("v3") == {name: "192.0.2.1"}
+        assert "&fc00:5:" in name
+
+
 @pytest.mark.parametrize("api", APIS)
 def test_the_subnet_that_a_node_has_in_one_is_kept(node: Node, api: str) -> None:
     node.put(api, 77, 1)
@@ -306,13 +319,14 @@ def test_a_subnet_of_two_nodes_is_that_of_v3_and_the_log_says_so(
 
 
 @pytest.mark.parametrize("api", APIS)
-def test_what_is_lost_in_one_is_put_back(node: Node, api: str) -> None:
+def test_what_is_lost_in_one_is_put_back(node: Node, api: str, caplog: pytest.LogCaptureFixture) -> None:
     lease = node.join()
     node.keep(lease)
     path = node.key(lease.subnet.network_address.packed[2]) if lease.subnet else ""
     for _ in range(2):
         node.etcd.keys(api).delete(path)
         wait_for(lambda: node.get(api, lease), 10, f"the lease in {api}")
+    assert f"Our lease {lease} has gone from etcd {api}: putting it back" in caplog.text
     assert not node.revoked.is_set()
 
 
