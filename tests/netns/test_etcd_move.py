@@ -138,7 +138,7 @@ def test_a_peer_stays_until_it_is_gone_from_both(lab: Lab) -> None:
 
 
 def test_an_outage_of_etcd_is_survived_in_both(lab: Lab) -> None:
-    first, second = lab.cluster({"Type": "host-gw"}, flags=["-etcd-api=both"])
+    first, second = lab.cluster({"Type": "host-gw"}, flags=["-etcd-api=both"], SubnetMin="10.5.100.0")
     first.wait_for_route(second.subnet())
     lab.etcd.restart()
     lab.etcd.put_lease("10.5.1.0/24", {**OTHERS_LEASE, "PublicIP": "198.18.0.201"})

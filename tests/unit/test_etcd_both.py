@@ -405,8 +405,8 @@ def test_while_one_refuses_us_the_other_serves_and_no_peer_is_lost(
         close_v3(etcd)
         node.manager.reread()
         wait_for(lambda: "refuses access" in caplog.text, 10, "v3 to refuse")
-        node.put("v2", 2, 12)
-        wait_for(lambda: "10.5.2.0/24" in node.peers(), 10, "a new peer of v2")
+        node.put("v2", 200, 12)
+        wait_for(lambda: "10.5.200.0/24" in node.peers(), 10, "a new peer of v2")
         assert "10.5.3.0/24" in node.peers()
         with pytest.raises(Retryable, match=r"v3: .*refuses access"):
             node.manager.renew(lease)
