@@ -145,7 +145,7 @@ def test_a_tampered_word_of_a_watch_of_v3_is_news_or_refused(body: Any) -> None:
             reader.news(Reply(action, found.node(86400.0), (), at))
 
 
-@pytest.mark.parametrize("seconds", [2**63, -(2**63), 10**400])
+@pytest.mark.parametrize("seconds", [2**63, -(2**63), 10**400], ids=["large", "negative", "huge"])
 def test_a_time_to_live_beyond_64_bits_is_not_etcds(seconds: int) -> None:
     body = json.dumps(V2[0] | {"node": NODE | {"ttl": seconds}}).encode()
     with pytest.raises(Useless):
