@@ -117,8 +117,13 @@ class Daemon:
             self._report = manager.report
         self._supervisor.start("closer", lambda: self._close_on_stop(manager))
         self._start_health_server()
-        self._go_to_work(self._join(manager))
-        return self._wait_and_stop()
+        try:
+            self._go_to_work(self._join(manager))
+            return self._wait_and_stop()
+        finally:
+            # Also after a failure: there may be keys in temporary files.
+            self._supervisor.stop.set()
+            manager.close()
 
     def _join(self, manager: SubnetManager) -> Member:
         """Learn what the network is like, decide how this node takes part in it, and get its lease."""

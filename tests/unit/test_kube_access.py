@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from base64 import b64encode
@@ -85,17 +86,39 @@ def test_keys_out_of_a_kubeconfig_do_not_stay_on_disk(
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     make_certificates(tmp_path, "127.0.0.1")
-    data = b64encode((tmp_path / "ca.crt").read_bytes()).decode()
-    config = tmp_path / "config"
-    write_kubeconfig(config, "https://127.0.0.1:1", "secret", tmp_path / "ca.crt")
-    text = config.read_text()
-    assert f"certificate-authority: {tmp_path / 'ca.crt'}" in text
-    config.write_text(
-        text.replace(f"certificate-authority: {tmp_path / 'ca.crt'}", f"certificate-authority-data: {data}")
-    )
+    config = kubeconfig_with_data(tmp_path, "https://127.0.0.1:1")
     before = set(tmp_path.iterdir())
     access = Access("", str(config), {})
     access.open(Line())
     assert len(set(tmp_path.iterdir()) - before) == 1
     access.clean_up()
     assert set(tmp_path.iterdir()) == before
+
+
+def test_a_daemon_that_fails_leaves_no_such_file(tmp_path: Path) -> None:
+    make_certificates(tmp_path, "127.0.0.1")
+    net_config, files = tmp_path / "net-conf.json", tmp_path / "files"
+    net_config.write_text('{"Network":"10.5.0.0/16"}')
+    files.mkdir()
+    with running_kube(tls=tmp_path) as kube:
+        kube.control.put_node("n1", "10.5.1.0/24")
+        config = kubeconfig_with_data(tmp_path, kube.url)
+        daemon = [sys.executable, "-m", "flanneld", "--kube-subnet-mgr", f"--kubeconfig-file={config}"]
+        flags = [f"--net-config-path={net_config}", f"--subnet-file={tmp_path}/env", "--iface=no-such"]
+        environ = {**os.environ, "NODE_NAME": "n1", "TMPDIR": str(files)}
+        done = subprocess.run([*daemon, *flags], env=environ, capture_output=True, text=True, check=False)
+        assert kube.control.requests("list")
+    assert (done.returncode, "no-such" in done.stderr) == (1, True)
+    assert list(files.iterdir()) == []
+
+
+def kubeconfig_with_data(folder: Path, url: str) -> Path:
+    """A kubeconfig with the authority's certificate in it instead of its place."""
+    config, authority = folder / "config", folder / "ca.crt"
+    write_kubeconfig(config, url, FLANNEL_TOKEN, authority)
+    data = b64encode(authority.read_bytes()).decode()
+    place = f"certificate-authority: {authority}"
+    text = config.read_text()
+    assert place in text
+    config.write_text(text.replace(place, f"certificate-authority-data: {data}"))
+    return config
