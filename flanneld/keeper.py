@@ -165,7 +165,8 @@ class Keeper:
             renewed = self._manager.renew(self._lease)
         except Retryable as reason:
             self._once.warn(log, "renew", f"Cannot renew the lease {self._lease}: {reason}")
-            self._retry_at = self._now() + (ANNOUNCE_RETRY if self._misrepresented else RENEW_RETRY)
+            pause = ANNOUNCE_RETRY if self._misrepresented else RENEW_RETRY
+            self._retry_at = self._now() + max(pause, reason.retry_after)
             return
         self._lease = renewed
         self._renewed_at = self._now()

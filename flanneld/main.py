@@ -225,7 +225,7 @@ class Daemon:
                 self._waiting[:] = [f"waiting for {what}: {reason}"]
                 self._notifier.status(self._waiting[0])
                 self._report(self._waiting[0])
-                self._supervisor.stop.wait(_RETRY)
+                self._supervisor.stop.wait(max(_RETRY, reason.retry_after))
                 continue
             self._waiting.clear()
             if self._once.clear(what):

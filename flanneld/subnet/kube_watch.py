@@ -13,7 +13,7 @@ from flanneld import clock
 from flanneld.errors import Refused, Retryable
 from flanneld.glog import V
 from flanneld.model import Event
-from flanneld.subnet.kube_api import NODES, Api, Expired, Refusal
+from flanneld.subnet.kube_api import NODES, Api, Expired
 from flanneld.subnet.kube_nodes import Node, NodeReader, child, decoded, items
 from flanneld.subnet.manager import Cancelled, Deliver
 
@@ -134,11 +134,11 @@ class Follower:
                 self._version = None
                 self._pause(self._backoff.pause())
             except Retryable as problem:
-                self._tell(str(problem))
+                if not self._hurry.is_set():  # else we broke the connection ourselves
+                    self._tell(str(problem))
                 if isinstance(problem, ListAgain):
                     self._version = None
-                after = problem.retry_after if isinstance(problem, Refusal) else 0.0
-                self._pause(max(after, self._backoff.pause()))
+                self._pause(max(problem.retry_after, self._backoff.pause()))
 
     def reread(self) -> None:
         """List all nodes again. May be called from any thread."""

@@ -339,6 +339,16 @@ def test_an_announcement_that_fails_is_tried_again_each_second(node: Node, store
     assert store.leases[KEY].attrs == OTHERS
 
 
+def test_a_store_that_asks_for_more_time_is_given_it(node: Node, store: Store) -> None:
+    store.failures = [Retryable("too many requests", retry_after=ANNOUNCE_RETRY * 8)]
+    node.keeper.announce(OTHERS)
+    node.settle()
+    node.pass_time(ANNOUNCE_RETRY * 7)
+    assert len(store.attempts) == 1
+    node.pass_time(ANNOUNCE_RETRY)
+    assert len(store.attempts) == 2
+
+
 def test_once_announced_there_is_no_hurry_any_more(node: Node, store: Store, clock: Clock) -> None:
     node.keeper.announce(OTHERS)
     node.settle()
