@@ -10,7 +10,9 @@ from io import BytesIO
 from socket import socket
 from urllib.parse import urlsplit
 
-#: Nobody has more to say before the first line of an answer.
+from flanneld.subnet.watch_lines import Lines
+
+#: Nobody has more to say before the first line of an answer, or before a chunk.
 _LONGEST_HEAD = 65536
 _SIZE = 262_144
 
@@ -21,8 +23,8 @@ class Stream:
     def __init__(self, sock: socket) -> None:
         self._sock = sock
         self._raw = b""
-        self._text = b""
-        self._lines: list[bytes] = []
+        self._lines = Lines()
+        self._ready: list[bytes] = []
         self._chunks: Chunks | None = None
         self.status = 0
         self.headers = HTTPMessage()
@@ -46,18 +48,20 @@ class Stream:
         self._read_head(head)
 
     def line(self, timeout: float) -> bytes | None:
-        """The next line that is not empty; None if there is none within so many seconds."""
+        """The next line that is not empty; None if there is none within so many seconds.
+
+        Raises ``Retryable``, too, for one that never ends.
+        """
         self._sock.settimeout(timeout)
-        while not self._lines:
+        while not self._ready:
             if not self._raw:
                 try:
                     self._raw = self._receive()
                 except TimeoutError:
                     return None
             data, self._raw = self._raw, b""
-            *whole, self._text = (self._text + self._unpacked(data)).split(b"\n")
-            self._lines = [line for line in whole if line.strip()]
-        return self._lines.pop(0)
+            self._ready = self._lines.feed(self._unpacked(data))
+        return self._ready.pop(0)
 
     def close(self) -> None:
         self._sock.close()
@@ -102,6 +106,8 @@ class Chunks:
             raw = raw.lstrip(b"\r\n")
             size, end, rest = raw.partition(b"\r\n")
             if not end:
+                if len(raw) > _LONGEST_HEAD:
+                    raise HTTPException("BadStatusLine: no chunk")
                 break
             self._left, raw = _size(size), rest
         self._raw = raw

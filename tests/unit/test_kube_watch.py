@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from flanneld.errors import Retryable
 from flanneld.subnet.kube_api import Expired
 from flanneld.subnet.kube_nodes import NodeReader
-from flanneld.subnet.kube_watch import Backoff, Lines, ListAgain, decode
+from flanneld.subnet.kube_watch import Backoff, ListAgain, decode
+from flanneld.subnet.watch_lines import Lines
 from tests.local_kube import parse_reply
 
 GOLDEN = Path(__file__).parent / "golden"
