@@ -125,8 +125,13 @@ class Daemon:
             self._report = manager.report
         self._supervisor.start("closer", lambda: self._close_on_stop(manager))
         self._start_health_server()
-        self._go_to_work(self._join(manager))
-        return self._wait_and_stop()
+        try:
+            self._go_to_work(self._join(manager))
+            return self._wait_and_stop()
+        finally:
+            # Also after a failure: there may be keys in temporary files.
+            self._supervisor.stop.set()
+            manager.close()
 
     def _join(self, manager: SubnetManager) -> Member:
         """Learn what the network is like, decide how this node takes part in it, and get its lease."""
@@ -254,7 +259,7 @@ class Daemon:
                 self._notifier.status(self._waiting[0])
                 self._report(self._waiting[0])
                 self._start_status_socket()
-                self._supervisor.stop.wait(_RETRY)
+                self._supervisor.stop.wait(max(_RETRY, reason.retry_after))
                 continue
             self._waiting.clear()
             if self._once.clear(what):

@@ -219,11 +219,11 @@ def test_a_chunk_whose_size_does_not_end_is_refused(line: bytes) -> None:
 
 
 def test_a_line_without_end_is_refused_before_it_fills_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flanneld.subnet.etcd_stream._LONGEST_LINE", 1000)
+    monkeypatch.setattr("flanneld.subnet.watch_lines._LONGEST_LINE", 1000)
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.sendall(HEAD + b"1000\r\n" + b"x" * 2000)
         stream = Stream(ours)
         stream.post("http://a:1/v3/watch", {}, "{}")
-        with pytest.raises(HTTPException):
+        with pytest.raises(Retryable):
             stream.line(1)
