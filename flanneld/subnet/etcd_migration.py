@@ -14,7 +14,7 @@ from typing import Literal
 from flanneld import clock
 from flanneld.config import parse, say_the_same
 from flanneld.errors import Refused, Retryable
-from flanneld.model import IPNetwork, Lease
+from flanneld.model import IPNetwork, Lease, name_of
 from flanneld.subnet.allocate import overlap
 from flanneld.subnet.codec import format_attrs, parse_attrs
 from flanneld.subnet.etcd_choice import open_client
@@ -95,9 +95,9 @@ class Migration:
         known = set(old.lease_keys())
         others = [net for key in new.lease_keys() if key not in known for net in key if net]
         complete = True
-        for lease in old.leases.values():
+        for lease in (old.leases[path] for path in sorted(old.leases)):
             complete &= self._copy_lease(lease, others)
-        for key in old.unreadable:
+        for key in sorted(old.unreadable, key=name_of):
             complete &= self._refused(self._leases.key_of(key), "its value in v2 makes no sense")
         return self._copy_config(config, complete=complete)
 
