@@ -20,7 +20,14 @@ class Fatal(FlannelError):
 
 
 class Retryable(FlannelError):
-    """The outside world is not ready; whoever called waits and tries again."""
+    """The outside world is not ready; whoever called waits and tries again.
+
+    ``retry_after`` is how long, in seconds, the other side asks us to wait.
+    """
+
+    def __init__(self, problem: str, remedy: str = "", retry_after: float = 0.0) -> None:
+        super().__init__(problem, remedy)
+        self.retry_after = retry_after
 
 
 class Refused(FlannelError):

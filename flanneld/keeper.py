@@ -48,6 +48,7 @@ class Keeper:
         heartbeat: Callable[[float], None],
         revoked: Callable[[], None],
         contested: bool = True,
+        probation: float = PROBATION,
         now: Callable[[], float] = clock.now,
     ) -> None:
         self._manager = manager
@@ -57,6 +58,7 @@ class Keeper:
         self._heartbeat = heartbeat
         self._revoked = revoked
         self._contested = contested
+        self._probation = probation
         self._now = now
         self._taken_at = now()
         self._term = None if lease.expires is None else lease.expires - self._taken_at
@@ -149,10 +151,10 @@ class Keeper:
             return
         problem = f"another node writes itself into our lease {lease}: {lease.attrs}"
         remedy = "give each node its own address with --public-ip"
-        if self._now() - self._taken_at < PROBATION:
+        if self._now() - self._taken_at < self._probation:
             log.error("%s; %s; yielding to it", problem, remedy)
             # Restarted at once, we would find the other one on probation, and both would take turns.
-            self._stop.wait(PROBATION)
+            self._stop.wait(self._probation)
             raise Fatal(problem, remedy)
         self._once.warn(log, "contest", f"{problem}; keeping it; {remedy}")
         self._lease = replace(self._lease, asof=lease.asof)
@@ -168,7 +170,8 @@ class Keeper:
             renewed = self._manager.renew(self._lease)
         except Retryable as reason:
             self._once.warn(log, "renew", f"Cannot renew the lease {self._lease}: {reason}")
-            self._retry_at = self._now() + (ANNOUNCE_RETRY if self._misrepresented else RENEW_RETRY)
+            pause = ANNOUNCE_RETRY if self._misrepresented else RENEW_RETRY
+            self._retry_at = self._now() + max(pause, reason.retry_after)
             return
         self._lease = renewed
         self._renewed_at = self._now()

@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -29,7 +29,7 @@ from flanneld.site import Site, find_uplink
 from flanneld.subnet.manager import LONGEST_SILENCE, Cancelled, NodeStore, SubnetManager
 from flanneld.subnet_file import Previous
 from flanneld.supervisor import Supervisor
-from flanneld.wiring import interface_choice, open_manager
+from flanneld.wiring import choice_for, open_manager
 
 if TYPE_CHECKING:
     from flanneld.firewall import Firewall
@@ -125,8 +125,13 @@ class Daemon:
             self._report = manager.report
         self._supervisor.start("closer", lambda: self._close_on_stop(manager))
         self._start_health_server()
-        self._go_to_work(self._join(manager))
-        return self._wait_and_stop()
+        try:
+            self._go_to_work(self._join(manager))
+            return self._wait_and_stop()
+        finally:
+            # Also after a failure: there may be keys in temporary files.
+            self._supervisor.stop.set()
+            manager.close()
 
     def _join(self, manager: SubnetManager) -> Member:
         """Learn what the network is like, decide how this node takes part in it, and get its lease."""
@@ -137,7 +142,7 @@ class Daemon:
         make_backend = backends.load(config.backend_type)
         kernel = Kernel()
         monitor = Monitor(kernel.port)
-        choice = self._choice(manager)
+        choice = self._patiently("our node", lambda: choice_for(self._options, manager))
         uplink = self._find_uplink(kernel, config, choice)
         stored = self._patiently("the leases", lambda: manager.stored(uplink.public(config.families[0])))
         site = Site(kernel, config, choice, make_backend, uplink, stored, previous.networks)
@@ -254,21 +259,13 @@ class Daemon:
                 self._notifier.status(self._waiting[0])
                 self._report(self._waiting[0])
                 self._start_status_socket()
-                self._supervisor.stop.wait(_RETRY)
+                self._supervisor.stop.wait(max(_RETRY, reason.retry_after))
                 continue
             self._waiting.clear()
             if self._once.clear(what):
                 log.info("Got %s", what)
             return result
         raise Cancelled
-
-    def _choice(self, manager: SubnetManager) -> InterfaceChoice:
-        """What the options say, but for public addresses the store's word counts more, as upstream has it."""
-        choice = interface_choice(self._options)
-        if not isinstance(manager, NodeStore):
-            return choice
-        ipv4, ipv6 = self._patiently("our node", manager.public_ips)
-        return replace(choice, public_ip=ipv4 or choice.public_ip, public_ipv6=ipv6 or choice.public_ipv6)
 
     def _find_uplink(self, kernel: Kernel, config: Config, choice: InterfaceChoice) -> Uplink:
         """Elect the uplink, waiting for it as long as ``--iface-wait`` says."""

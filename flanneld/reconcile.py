@@ -119,15 +119,13 @@ class Reconciler:
         self._wish_for_ourselves()
         try:
             self._spare_what_is_not_ours()
-            report = self._converge()
+            report = self._kernel.apply_links(self._links())
+            # Nothing is put on a device that another daemon has just made.
+            _demand_all(report)
+            report.add(self._converge())
         except OSError as failure:
             raise Retryable(f"cannot read the kernel's tables: {failure}") from failure
-        refused = [failure for failure in report.failed if _in_kernel(failure.resource)]
-        if refused:
-            raise Fatal(
-                f"the kernel refuses {refused[0]}",
-                refused[0].remedy or "run with CAP_NET_ADMIN on a kernel that has this kind of device",
-            )
+        _demand_all(report)
         missing = self._outside.missing(report)
         if missing:
             raise Retryable(missing[0].reason)
@@ -380,6 +378,16 @@ def _ranges(site: Site, own: Lease) -> tuple[tuple[IPNetwork, int], ...]:
     """A subnet is as long as ours: in Kubernetes that is not for the network config to say."""
     own_lengths = {net.version: net.prefixlen for net in own.key if net is not None}
     return tuple((network, own_lengths.get(network.version, length)) for network, length in site.ranges)
+
+
+def _demand_all(report: Report) -> None:
+    """Raises ``Fatal`` for the first thing that the kernel refuses."""
+    refused = [failure for failure in report.failed if _in_kernel(failure.resource)]
+    if refused:
+        raise Fatal(
+            f"the kernel refuses {refused[0]}",
+            refused[0].remedy or "run with CAP_NET_ADMIN on a kernel that has this kind of device",
+        )
 
 
 def _in_kernel(resource: Resource) -> bool:

@@ -30,7 +30,7 @@ from flanneld.options import Options
 from flanneld.peers import View
 from flanneld.reconcile import Reconciler
 from flanneld.site import Site, find_uplink
-from flanneld.subnet.manager import Cancelled, SubnetManager
+from flanneld.subnet.manager import Cancelled, Foreseeing, SubnetManager
 from flanneld.subnet_file import Previous
 
 
@@ -117,11 +117,14 @@ def rehearse(wanted: Options, manager: SubnetManager, choice: InterfaceChoice) -
     kernel = Notebook()
     uplink = find_uplink(kernel, config, choice)
     stored = manager.stored(uplink.public(config.families[0]))
-    site = Site(kernel, config, choice, backends.load(config.backend_type), uplink, stored)
+    make_backend = backends.load(config.backend_type)
+    site = Site(kernel, config, choice, make_backend, uplink, stored, previous.networks)
     site.backend = _Undriven(site.backend)
+    attrs = site.backend.attributes()
+    foreseen = manager.foresee(config, attrs) if isinstance(manager, Foreseeing) else None
     snapshot = all_leases(manager)
-    own = _ours(snapshot, site.backend.attributes(), config)
-    guess = own or Lease(site.backend.attributes(), *_likely(config, previous, snapshot))
+    own = foreseen or _ours(snapshot, attrs, config)
+    guess = own or Lease(attrs, *_likely(config, previous, snapshot))
     extras = [Blackhole(net) for net in guess.key if net is not None] if wanted.ip_blackhole_route else []
     stop = threading.Event()
     reconciler = Reconciler(

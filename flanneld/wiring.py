@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from flanneld.network.interface import InterfaceChoice
 from flanneld.options import Options
-from flanneld.subnet.manager import SubnetManager
+from flanneld.subnet.manager import NodeStore, SubnetManager
 
 if TYPE_CHECKING:
     from flanneld.subnet.etcd_endpoints import EtcdOptions
@@ -57,3 +58,15 @@ def interface_choice(wanted: Options) -> InterfaceChoice:
         public_ip=wanted.public_ip,
         public_ipv6=wanted.public_ipv6,
     )
+
+
+def choice_for(wanted: Options, manager: SubnetManager) -> InterfaceChoice:
+    """The same, but for public addresses the store's word counts more, as upstream has it.
+
+    May raise ``Retryable``.
+    """
+    choice = interface_choice(wanted)
+    if not isinstance(manager, NodeStore):
+        return choice
+    ipv4, ipv6 = manager.public_ips()
+    return replace(choice, public_ip=ipv4 or choice.public_ip, public_ipv6=ipv6 or choice.public_ipv6)

@@ -18,7 +18,7 @@ from tests.lab.kube_api.control import Control
 from tests.lab.kube_api.server import Server, tls_context
 from tests.lab.kube_api.store import Store
 
-DEADLINE = 10.0
+DEADLINE = 60.0
 ADMIN, FLANNEL_TOKEN, NOBODY = "admintoken", "flanneltoken", "nobodytoken"
 
 

@@ -59,10 +59,10 @@ def _of_the_store(wanted: Options, environ: Mapping[str, str]) -> dict[str, Any]
     from flanneld.network.report import Failure
     from flanneld.network.wanted import LOCAL
     from flanneld.rehearsal import rehearse
-    from flanneld.wiring import interface_choice, open_manager
+    from flanneld.wiring import choice_for, open_manager
 
     manager = open_manager(wanted, environ)
-    outcome = rehearse(wanted, manager, interface_choice(wanted))
+    outcome = rehearse(wanted, manager, choice_for(wanted, manager))
     local = outcome.view.wishes.get(LOCAL, ())
     lacking = {key: Failure(item, "the kernel lacks it") for key, item in outcome.notes.puts.items()}
     return {

@@ -14,10 +14,12 @@ from flanneld.network.resources import (
     Blackhole,
     FdbEntry,
     ForeignLink,
+    Ipip,
     Link,
     Neighbor,
     Resource,
     Route,
+    Tun,
     Vxlan,
 )
 from flanneld.network.rtnl import BLACKHOLE_METRIC
@@ -55,43 +57,51 @@ def drop(resource: Resource) -> str:
             return f"ip neigh del {resource.address} dev {resource.device}"
         case FdbEntry():
             return f"bridge fdb del {_entry(resource)} self"
-        case Vxlan():
+        case Vxlan() | Ipip() | Tun():
             return f"ip link del {resource.name}"
     return ""
 
 
 def link(wanted: Link, actual: Link | ForeignLink | None, parent: str) -> Iterator[str]:
     """What turns one device, None for none, into another; ``parent`` is the device under it."""
-    if isinstance(actual, Vxlan) and isinstance(wanted, Vxlan) and step(wanted, actual) is Step.SET:
+    if actual is not None and not isinstance(actual, ForeignLink) and step(wanted, actual) is Step.SET:
         yield from _set(wanted, actual)
         return
     if actual is not None:
         yield f"ip link del {wanted.name}"
     yield from _make(wanted, parent)
-
-
-def _make(wanted: Link, parent: str) -> Iterator[str]:
-    if isinstance(wanted, Vxlan):
-        learning = "learning" if wanted.learning else "nolearning"
-        flags = f"{learning} gbp" if wanted.gbp else learning
-        yield (
-            f"ip link add {wanted.name} address {wanted.mac} mtu {wanted.mtu} txqueuelen 0 type vxlan"
-            f" id {wanted.vni} dev {parent} local {wanted.local} dstport {wanted.port} {flags}"
-        )
-    else:
-        yield f"# make {wanted}"
-        return
     yield f"ip link set {wanted.name} up"
 
 
-def _set(wanted: Vxlan, actual: Vxlan) -> Iterator[str]:
-    if actual.mac != wanted.mac:
-        yield f"ip link set {wanted.name} address {wanted.mac}"
+def _make(wanted: Link, parent: str) -> Iterator[str]:
+    match wanted:
+        case Vxlan():
+            learning = "learning" if wanted.learning else "nolearning"
+            flags = f"{learning} gbp" if wanted.gbp else learning
+            yield (
+                f"ip link add {wanted.name} address {wanted.mac} mtu {wanted.mtu} txqueuelen 0 type vxlan"
+                f" id {wanted.vni} dev {parent} local {wanted.local} dstport {wanted.port} {flags}"
+            )
+        case Ipip():
+            ends = f"local {wanted.local or 'any'} remote {wanted.remote or 'any'}"
+            yield (
+                f"ip link add {wanted.name} mtu {wanted.mtu} txqueuelen 0 type ipip {ends}"
+                " ttl inherit nopmtudisc"
+            )
+        case Tun():
+            yield f"ip tuntap add dev {wanted.name} mode tun"
+            yield f"ip link set {wanted.name} mtu {wanted.mtu}"
+
+
+def _set(wanted: Link, actual: Link) -> Iterator[str]:
+    if isinstance(wanted, Vxlan) and isinstance(actual, Vxlan):
+        if actual.mac != wanted.mac:
+            yield f"ip link set {wanted.name} address {wanted.mac}"
+        if actual.learning != wanted.learning:
+            flag = "learning" if wanted.learning else "nolearning"
+            yield f"ip link set {wanted.name} type vxlan id {wanted.vni} {flag}"
     if actual.mtu != wanted.mtu:
         yield f"ip link set {wanted.name} mtu {wanted.mtu}"
-    if actual.learning != wanted.learning:
-        flag = "learning" if wanted.learning else "nolearning"
-        yield f"ip link set {wanted.name} type vxlan id {wanted.vni} {flag}"
     if actual.up != wanted.up:
         yield f"ip link set {wanted.name} {'up' if wanted.up else 'down'}"
 

@@ -56,6 +56,11 @@ class EtcdOfBoth:
     def name(self) -> str:
         return " and ".join(side.name for side in self._sides)
 
+    @property
+    def is_down(self) -> bool:
+        """Whether a watch of either side gets no answer now."""
+        return any(side.is_down for side in self._sides)
+
     def network_config(self) -> Config:
         found: list[tuple[EtcdManager, Config]] = []
         problems: dict[EtcdManager, Retryable] = {}

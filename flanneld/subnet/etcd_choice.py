@@ -97,6 +97,11 @@ class EtcdOfEither:
     def name(self) -> str:
         return self._chosen.name if self._chosen else self._name
 
+    @property
+    def is_down(self) -> bool:
+        """Whether a watch gets no answer now."""
+        return (self._chosen or self._v3).is_down
+
     def network_config(self) -> Config:
         if self._chosen is not None:
             return self._chosen.network_config()

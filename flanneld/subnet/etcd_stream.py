@@ -10,11 +10,11 @@ from io import BytesIO
 from socket import socket
 from urllib.parse import urlsplit
 
+from flanneld.subnet.watch_lines import Lines
+
 #: Nobody has more to say before the first line of an answer.
 _LONGEST_HEAD = 65536
 _SIZE = 262_144
-#: The history of a large cluster in one object is some MB.
-_LONGEST_LINE = 64 << 20
 #: The line with the size of a chunk; extensions, which nobody uses, included.
 _LONGEST_SIZE = 1024
 
@@ -25,8 +25,8 @@ class Stream:
     def __init__(self, sock: socket) -> None:
         self._sock = sock
         self._raw = b""
-        self._text = b""
-        self._lines: list[bytes] = []
+        self._lines = Lines()
+        self._ready: list[bytes] = []
         self._chunks: Chunks | None = None
         self.status = 0
         self.headers = HTTPMessage()
@@ -50,20 +50,20 @@ class Stream:
         self._read_head(head)
 
     def line(self, timeout: float) -> bytes | None:
-        """The next line that is not empty; None if there is none within so many seconds."""
+        """The next line that is not empty; None if there is none within so many seconds.
+
+        Raises ``Retryable``, too, for one that never ends.
+        """
         self._sock.settimeout(timeout)
-        while not self._lines:
+        while not self._ready:
             if not self._raw:
                 try:
                     self._raw = self._receive()
                 except TimeoutError:
                     return None
             data, self._raw = self._raw, b""
-            *whole, self._text = (self._text + self._unpacked(data)).split(b"\n")
-            if len(self._text) > _LONGEST_LINE:
-                raise HTTPException("BadStatusLine: a line without end")
-            self._lines = [line for line in whole if line.strip()]
-        return self._lines.pop(0)
+            self._ready = self._lines.feed(self._unpacked(data))
+        return self._ready.pop(0)
 
     def close(self) -> None:
         self._sock.close()

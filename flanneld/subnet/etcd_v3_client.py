@@ -185,22 +185,28 @@ class Client:
         """
         lease, granted = self._grant(ttl) if ttl is not None else ("0", None)
         name = answers.text64(key)
-        at, done, found = self.ask(
-            "/kv/txn",
-            {
-                "compare": [{"key": name, "result": "EQUAL", **condition}],
-                "success": [{"request_put": {"key": name, "value": answers.text64(value), "lease": lease}}],
-                "failure": [{"request_range": {"key": name}}],
-            },
-            answers.transaction,
-        )
+        try:
+            at, done, found = self.ask(
+                "/kv/txn",
+                {
+                    "compare": [{"key": name, "result": "EQUAL", **condition}],
+                    "success": [
+                        {"request_put": {"key": name, "value": answers.text64(value), "lease": lease}}
+                    ],
+                    "failure": [{"request_range": {"key": name}}],
+                },
+                answers.transaction,
+            )
+        except answers.AccessRefused:
+            # Else an operator who gets the rights wrong would get a lease for each attempt.
+            self._revoke(lease)
+            raise
         if done:
             return Reply("put", Node(key, value, granted, at.index), (), at)
         if found and (found.lease, found.value) == (lease, value):
             # An earlier attempt got through, and its answer got lost.
             return Reply("put", Node(key, value, granted, found.modified), (), at)
-        if lease != "0":
-            self._revoke(lease)
+        self._revoke(lease)
         raise Conflict(f"{key} is there" if found else f"{key} has gone")
 
     def _grant(self, ttl: int) -> tuple[str, int]:
@@ -211,6 +217,9 @@ class Client:
         )
 
     def _revoke(self, lease: str) -> None:
+        """Give back a lease that no key hangs on; "0" is none."""
+        if lease == "0":
+            return
         try:
             self.ask("/kv/lease/revoke", {"ID": lease}, answers.position)
         except LeaseGone:

@@ -81,6 +81,8 @@ class KubeManager:
         self._lock = threading.Lock()
         self._is_closed = False
         self._follower: Follower | None = None
+        #: Through which the nodes are watched.
+        self._watching: Api | None = None
         self._config: Config | None = None
         #: Our node, and when it was read.
         self._read: tuple[float, Node] | None = None
@@ -127,10 +129,15 @@ class KubeManager:
     def acquire(self, config: Config, attrs: LeaseAttrs, previous: LeaseKey) -> Lease:
         del previous  # the podCIDR is the lease, whatever it was before
         node = self._own()
-        self._read = None
-        lease = Lease(attrs, *own_key(node, config))
+        lease = self.foresee(config, attrs)
         if self._saved is None:
             self._own_node.announce(node, attrs)
+        return lease
+
+    def foresee(self, config: Config, attrs: LeaseAttrs) -> Lease:
+        node = self._own()
+        self._read = None
+        lease = Lease(attrs, *own_key(node, config))
         self._member = _Member(node.name, lease, config, self._own_node, self._state)
         return lease
 
@@ -146,7 +153,8 @@ class KubeManager:
         member = self._joined()
         if self._saved is not None:
             deliver(member.listed([self._saved.own, *self._saved.peers]))
-        follower = Follower(Api(self._access, self._timeouts), self._reader, member, self._make_backoff())
+        self._watching = Api(self._access, self._timeouts)
+        follower = Follower(self._watching, self._reader, member, self._make_backoff())
         with self._lock:
             if self._is_closed:
                 raise Cancelled
@@ -162,6 +170,11 @@ class KubeManager:
 
     def report(self, reason: str) -> None:
         self._own_node.tell(reason)
+
+    @property
+    def is_down(self) -> bool:
+        """Whether the watch gets no answer now."""
+        return self._watching is not None and self._watching.is_down
 
     def reread(self) -> None:
         with self._lock:

@@ -7,6 +7,7 @@ generated models would cost half a second and ten times the memory. Imported onl
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -97,7 +98,7 @@ class Access:
         self._url = url
         self._kubeconfig = kubeconfig
         if url or kubeconfig:
-            self.name = url or f"the server in {kubeconfig}"
+            self.name = re.sub("(?s)//.*@", "//", url) or f"the server in {kubeconfig}"
         elif environ.get(_SERVICE_HOST):
             self.name = f"{environ[_SERVICE_HOST]} port {environ.get('KUBERNETES_SERVICE_PORT', '')}"
         else:

@@ -49,12 +49,11 @@ class NoAnswer(Retryable):
 
 
 class Refusal(Retryable):
-    """The API server said no. ``retry_after`` is what it asks us to wait, in seconds."""
+    """The API server said no."""
 
     def __init__(self, problem: str, remedy: str, status: int, retry_after: float = 0.0) -> None:
-        super().__init__(problem, remedy)
+        super().__init__(problem, remedy, retry_after)
         self.status = status
-        self.retry_after = retry_after
 
     @property
     def is_passing(self) -> bool:

@@ -108,7 +108,7 @@ class Upkeep:
             self._once.warn(
                 log, "mark", f"Cannot clear the condition NetworkUnavailable of our node: {reason}"
             )
-            self._mark_at = clock.now() + self._backoff.pause()
+            self._mark_at = clock.now() + max(reason.retry_after, self._backoff.pause())
             return
         self._marked = node.uid
         self._backoff.reset()

@@ -13,9 +13,10 @@ from flanneld import clock
 from flanneld.errors import Refused, Retryable
 from flanneld.glog import V
 from flanneld.model import Event
-from flanneld.subnet.kube_api import NODES, Api, Expired, Refusal
+from flanneld.subnet.kube_api import NODES, Api, Expired
 from flanneld.subnet.kube_nodes import Node, NodeReader, child, decoded, items
 from flanneld.subnet.manager import Cancelled, Deliver
+from flanneld.subnet.watch_lines import Lines
 
 log = logging.getLogger(__name__)
 
@@ -25,8 +26,6 @@ PAGE = 250
 _SHORTEST, _LONGEST = 300, 600
 #: A watch that ends sooner and has led no further, in seconds, is a failure.
 _VERY_SHORT = 1.0
-#: Longer lines than this are none of a node, in bytes.
-_LONGEST_LINE = 16 << 20
 
 
 class ListAgain(Retryable):
@@ -62,26 +61,6 @@ class Backoff:
 
     def reset(self) -> None:
         self._next = 0.0
-
-
-class Lines:
-    """Puts the lines of a stream together, wherever it was cut into pieces."""
-
-    def __init__(self) -> None:
-        self._rest: list[bytes] = []
-        self._size = 0
-
-    def feed(self, piece: bytes) -> list[bytes]:
-        """The lines that this piece completes. Raises ``Retryable`` for one that never ends."""
-        if b"\n" not in piece:
-            self._rest.append(piece)
-            self._size += len(piece)
-            if self._size > _LONGEST_LINE:
-                raise Retryable("the watch sends a line without end", "is that a Kubernetes API server?")
-            return []
-        *lines, rest = b"".join([*self._rest, piece]).split(b"\n")
-        self._rest, self._size = [rest], len(rest)
-        return [line for line in lines if line.strip()]
 
 
 def decode(line: bytes) -> tuple[str, dict[str, Any]]:
@@ -134,11 +113,11 @@ class Follower:
                 self._version = None
                 self._pause(self._backoff.pause())
             except Retryable as problem:
-                self._tell(str(problem))
+                if not self._hurry.is_set():  # else we broke the connection ourselves
+                    self._tell(str(problem))
                 if isinstance(problem, ListAgain):
                     self._version = None
-                after = problem.retry_after if isinstance(problem, Refusal) else 0.0
-                self._pause(max(after, self._backoff.pause()))
+                self._pause(max(problem.retry_after, self._backoff.pause()))
 
     def reread(self) -> None:
         """List all nodes again. May be called from any thread."""

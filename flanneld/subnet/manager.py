@@ -73,6 +73,15 @@ class SubnetManager(Protocol):
 
 
 @runtime_checkable
+class Foreseeing(Protocol):
+    """A store that tells which lease this node would acquire, and can be watched then. Writes nothing."""
+
+    def foresee(self, config: Config, attrs: LeaseAttrs) -> Lease:
+        """May raise what ``acquire`` does."""
+        ...
+
+
+@runtime_checkable
 class NodeStore(Protocol):
     """A store that holds more about this node than its lease, as Kubernetes does."""
 

@@ -15,7 +15,7 @@ FIRST_PAUSE = 0.002
 LONGEST_PAUSE = 0.05
 
 
-def wait_for(condition: Callable[[], T], deadline: float = 5, what: str = "the condition") -> T:
+def wait_for(condition: Callable[[], T], deadline: float = 20, what: str = "the condition") -> T:
     """Poll until ``condition()`` is true and return its value; ``deadline`` is in seconds.
 
     Raises ``AssertionError`` with ``what`` and the last value when it never was.

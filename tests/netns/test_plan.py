@@ -34,15 +34,17 @@ def cleanup(node: Node) -> None:
 def settled(lab: Lab, backend: dict[str, Any], *flags: str, **config: Any) -> tuple[Node, Node]:
     """Two nodes whose daemons have done all there is to do."""
     node, peer = lab.cluster(backend, flags=flags, **config)
-    node.wait_for_route(peer.subnet())
+    # The peers of udp are no routes of their own.
+    node.wait_for_route(peer.subnet() if backend["Type"] != "udp" else "10.5.0.0/16")
     node.wait_for_log("Set ")
     return node, peer
 
 
-def test_beside_a_daemon_that_has_done_its_work_there_is_nothing_to_plan(
-    lab: Lab, backend: dict[str, Any]
-) -> None:
-    node, _ = settled(lab, backend, "--ip-masq", "--ip-blackhole-route")
+@pytest.mark.parametrize(
+    "backend", ["vxlan", "host-gw", "udp", pytest.param("ipip", marks=pytest.mark.needs_kernel("ipip"))]
+)
+def test_beside_a_daemon_that_has_done_its_work_there_is_nothing_to_plan(lab: Lab, backend: str) -> None:
+    node, _ = settled(lab, {"Type": backend}, "--ip-masq", "--ip-blackhole-route")
     with node.changes() as changes:
         assert plan(lab, node, "--ip-masq", "--ip-blackhole-route") == ""
         assert changes.seen() == []
@@ -114,3 +116,24 @@ def test_rules_that_others_removed_are_in_the_plan(lab: Lab, enabled: bool) -> N
 def test_a_plan_needs_an_etcd_and_says_so(lab: Lab) -> None:
     (node,) = lab.add_nodes()
     assert "etcd has no network config" in plan(lab, node, check=False)
+
+
+def test_with_kubernetes_too_a_plan_announces_nothing(lab: Lab) -> None:
+    node, peer = lab.kube_cluster({"Type": "vxlan"})
+    node.wait_for_route(peer.subnet())
+    node.wait_for_log("Set ")
+    with_kube = [*lab.kube.flags(), f"--net-config-path={lab.directory / 'net-conf.json'}"]
+
+    def planned() -> str:
+        command = [*own_command(), f"--subnet-file={node.subnet_file}", "--plan", *with_kube]
+        return node.run("env", f"NODE_NAME={node.name}", *command).stdout
+
+    assert planned() == ""
+    node.stop()
+    cleanup(node)
+    before = lab.kube.control.annotations(node.name)
+    script = planned()
+    assert f"ip route replace {peer.subnet()} via {peer.subnet()[:-3]} dev flannel.1 onlink" in script
+    carry_out(node, script)
+    assert planned() == ""
+    assert lab.kube.control.annotations(node.name) == before

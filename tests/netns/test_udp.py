@@ -388,9 +388,11 @@ def test_without_dev_net_tun_the_daemon_ends_and_names_the_remedy(lab: Lab) -> N
 
 def test_without_access_to_the_device_the_daemon_ends_and_names_the_remedy(lab: Lab) -> None:
     node = lonely(lab)
-    daemon = node.start(command=["unshare", "--mount", "sh", "-ec", CLOSED_TUN, "sh", *own_command()])
+    command = ["unshare", "--mount", "sh", "-ec", CLOSED_TUN, "sh", *own_command()]
+    daemon = node.start("--ip-blackhole-route", command=command)
     assert daemon.wait(10).status == 1
     assert "let everybody open /dev/net/tun, as udev does (chmod 666)" in daemon.log()
+    assert "blackhole" not in node.run("ip", "route").stdout
 
 
 def test_without_the_capability_the_daemon_ends_and_names_it(lab: Lab) -> None:

@@ -40,7 +40,19 @@ import signal, socket
 posing = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 posing.bind("\\0flannel-pump/flannel0")
 posing.listen()
+print("there", flush=True)
 signal.pause()
+"""
+#: Stand in line, more often than there are places; leave at once and come again.
+CROWD = """
+import socket, threading
+def come_and_go():
+    while True:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+            stranger.connect("\\0flannel-pump/flannel0")
+for _ in range(200):
+    threading.Thread(target=come_and_go).start()
+print("there", flush=True)
 """
 
 
@@ -67,10 +79,12 @@ def test_the_pump_does_not_listen_to_strangers(nodes: list[Node], stranger: tupl
 
 
 @contextmanager
-def posing(node: Node, stranger: tuple[str, ...]) -> Iterator[subprocess.Popen[bytes]]:
-    with (node.directory / "stranger").open("wb") as output:
-        process = node.namespace.start(*stranger, "/usr/bin/python3", "-c", POSE, output=output)
-    wait_for(lambda: "flannel-pump" in node.run("ss", "-Hxl").stdout, what="the name to be taken")
+def running(node: Node, stranger: tuple[str, ...], program: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A stranger's program, once it has said that it is under way."""
+    file = node.directory / "stranger"
+    with file.open("wb") as output:
+        process = node.namespace.start(*stranger, "/usr/bin/python3", "-c", program, output=output)
+    wait_for(file.read_text, what="the stranger to begin")
     try:
         yield process
     finally:
@@ -83,12 +97,24 @@ def test_a_stranger_with_the_pumps_name_is_not_believed_and_told_of(
 ) -> None:
     lab.etcd.put_config({"Network": "10.5.0.0/16", "Backend": {"Type": "udp"}})
     (node,) = lab.add_nodes()
-    with posing(node, stranger) as process:
+    with running(node, stranger, POSE) as process:
         node.start()
         node.wait_for_log("`ss -xlp` names the process that poses as the pump of flannel0", 20)
         assert not node.env()
         assert process.poll() is None
     node.wait_ready(20)
+
+
+def test_a_crowd_of_strangers_does_not_keep_the_daemon_from_the_pump(nodes: list[Node]) -> None:
+    node, peer = nodes
+    before = pid_of(node)
+    with running(node, STRANGERS["nobody"], CROWD):
+        assert [pid_of(node) for _ in range(5)] == [before] * 5
+        node.stop()
+        node.start()
+        node.wait_ready(20)
+    assert pid_of(node) == before
+    connect(node, peer)
 
 
 def test_a_pump_that_hangs_is_replaced(nodes: list[Node]) -> None:

@@ -265,6 +265,15 @@ def test_who_loses_a_race_leaves_no_lease_behind(etcd: LocalEtcd, keys: V3Keys) 
     assert (keys.get("/race") or {})["value"] == "first"
 
 
+def test_who_may_not_write_leaves_no_lease_behind(guarded: LocalEtcd) -> None:
+    relay = Relay(guarded.url)
+    with server(relay) as url:
+        asker = client(url, username="flannel", password="secret", timeouts=LOGIN)
+        with pytest.raises(Retryable, match="refuses access"):
+            asker.create("/elsewhere", "1", 60)
+    assert len(relay.asked("/lease/grant")) == len(relay.asked("/kv/lease/revoke")) > 0
+
+
 def test_a_key_without_a_lease_stays(etcd: LocalEtcd) -> None:
     asker = client(etcd.url)
     made = asker.create("/stays", "1", None)

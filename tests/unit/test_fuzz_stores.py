@@ -145,7 +145,7 @@ def test_a_tampered_word_of_a_watch_of_v3_is_news_or_refused(body: Any) -> None:
             reader.news(Reply(action, found.node(86400.0), (), at))
 
 
-@pytest.mark.parametrize("seconds", [2**63, -(2**63), 10**400])
+@pytest.mark.parametrize("seconds", [2**63, -(2**63), 10**400], ids=["large", "negative", "huge"])
 def test_a_time_to_live_beyond_64_bits_is_not_etcds(seconds: int) -> None:
     body = json.dumps(V2[0] | {"node": NODE | {"ttl": seconds}}).encode()
     with pytest.raises(Useless):
@@ -219,11 +219,11 @@ def test_a_chunk_whose_size_does_not_end_is_refused(line: bytes) -> None:
 
 
 def test_a_line_without_end_is_refused_before_it_fills_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flanneld.subnet.etcd_stream._LONGEST_LINE", 1000)
+    monkeypatch.setattr("flanneld.subnet.watch_lines._LONGEST_LINE", 1000)
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.sendall(HEAD + b"1000\r\n" + b"x" * 2000)
         stream = Stream(ours)
         stream.post("http://a:1/v3/watch", {}, "{}")
-        with pytest.raises(HTTPException):
+        with pytest.raises(Retryable):
             stream.line(1)

@@ -425,6 +425,21 @@ def test_after_a_move_of_the_uplink_connections_are_made_anew(cluster: Cluster) 
     cluster.wait_for(2)
 
 
+def test_a_connection_that_we_broke_ourselves_is_nothing_to_complain_about(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = cluster.join()
+    wait_for(lambda: cluster.control.watches() == 1)
+    start = len(cluster.asked("list"))
+    cluster.fault(verb="list", delay=30)
+    manager.reread()
+    wait_for(lambda: len(cluster.asked("list")) > start)
+    manager.reconnect()
+    cluster.put_peer(2)
+    cluster.wait_for(2)
+    assert "Following the nodes" not in caplog.text
+
+
 @pytest.mark.parametrize(
     "body", ["{}", '{"items":{}}', '{"items":[5,null,{"metadata":[]}],"metadata":[]}', '"x"']
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from base64 import b64encode
@@ -14,6 +15,7 @@ from flanneld.subnet.kube_access import Access
 from flanneld.subnet.kube_api import Api, NoAnswer, Timeouts
 from flanneld.subnet.line import Line
 from tests.lab.credentials import make_certificates, write_kubeconfig
+from tests.lab.kube_api.faults import Fault
 from tests.local_kube import FLANNEL_TOKEN, running_kube
 
 POD = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "KUBERNETES_SERVICE_PORT": "443"}
@@ -41,6 +43,10 @@ def test_the_url_of_the_flag_outweighs_that_of_the_kubeconfig(tmp_path: Path) ->
     session = Access("http://192.0.2.2:6443/", str(tmp_path / "config"), {}).open(Line())
     assert session.url == "http://192.0.2.2:6443"
     assert Access("", str(tmp_path / "config"), {}).open(Line()).url == "http://192.0.2.1:6443"
+
+
+def test_a_password_in_the_url_is_not_shown() -> None:
+    assert Access("https://me:se@cret@192.0.2.1:6443", "", {}).name == "https://192.0.2.1:6443"
 
 
 def test_without_flags_the_pod_says_where_it_is() -> None:
@@ -85,17 +91,41 @@ def test_keys_out_of_a_kubeconfig_do_not_stay_on_disk(
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     make_certificates(tmp_path, "127.0.0.1")
-    data = b64encode((tmp_path / "ca.crt").read_bytes()).decode()
-    config = tmp_path / "config"
-    write_kubeconfig(config, "https://127.0.0.1:1", "secret", tmp_path / "ca.crt")
-    text = config.read_text()
-    assert f"certificate-authority: {tmp_path / 'ca.crt'}" in text
-    config.write_text(
-        text.replace(f"certificate-authority: {tmp_path / 'ca.crt'}", f"certificate-authority-data: {data}")
-    )
+    config = kubeconfig_with_data(tmp_path, "https://127.0.0.1:1")
     before = set(tmp_path.iterdir())
     access = Access("", str(config), {})
     access.open(Line())
     assert len(set(tmp_path.iterdir()) - before) == 1
     access.clean_up()
     assert set(tmp_path.iterdir()) == before
+
+
+def test_a_daemon_that_fails_leaves_no_such_file_and_came_again_when_told_to(tmp_path: Path) -> None:
+    make_certificates(tmp_path, "127.0.0.1")
+    net_config, files = tmp_path / "net-conf.json", tmp_path / "files"
+    net_config.write_text('{"Network":"10.5.0.0/16"}')
+    files.mkdir()
+    with running_kube(tls=tmp_path) as kube:
+        kube.control.add_fault(Fault("list", status=429, retry_after=2))
+        kube.control.put_node("n1", "10.5.1.0/24")
+        config = kubeconfig_with_data(tmp_path, kube.url)
+        daemon = [sys.executable, "-m", "flanneld", "--kube-subnet-mgr", f"--kubeconfig-file={config}"]
+        flags = [f"--net-config-path={net_config}", f"--subnet-file={tmp_path}/env", "--iface=no-such"]
+        environ = {**os.environ, "NODE_NAME": "n1", "TMPDIR": str(files)}
+        done = subprocess.run([*daemon, *flags], env=environ, capture_output=True, text=True, check=False)
+        refused, answered = kube.control.requests("list")
+    assert answered["time"] - refused["time"] >= 2
+    assert (done.returncode, "no-such" in done.stderr) == (1, True)
+    assert list(files.iterdir()) == []
+
+
+def kubeconfig_with_data(folder: Path, url: str) -> Path:
+    """A kubeconfig with the authority's certificate in it instead of its place."""
+    config, authority = folder / "config", folder / "ca.crt"
+    write_kubeconfig(config, url, FLANNEL_TOKEN, authority)
+    data = b64encode(authority.read_bytes()).decode()
+    place = f"certificate-authority: {authority}"
+    text = config.read_text()
+    assert place in text
+    config.write_text(text.replace(place, f"certificate-authority-data: {data}"))
+    return config

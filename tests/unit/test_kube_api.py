@@ -37,13 +37,15 @@ def replies() -> list[Reply]:
                 wait_for(kube.control.watches, what="the watch to begin")
             if name == "watch-410":
                 kube.control.compact()
+            if name == WATCH:
+                kube.control.expire_watches()
             found.append(watch.result() if name == WATCH else send_again(kube, entry))
     return found
 
 
 def send_again(kube: LocalKube, entry: dict[str, Any]) -> Reply:
-    """Make a recorded request, with less patience in watches than the recorder had."""
-    target = re.sub(r"timeoutSeconds=8", "timeoutSeconds=3", entry["target"])
+    """Make a recorded request, with less patience in short watches than the recorder had."""
+    target = re.sub(r"timeoutSeconds=8", "timeoutSeconds=60", entry["target"])
     target = re.sub(r"timeoutSeconds=[12]", "timeoutSeconds=0.2", target)
     token = entry["headers"].get("Authorization", "").removeprefix("Bearer ")
     headers = {name: value for name, value in entry["headers"].items() if name != "Authorization"}

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from flanneld.errors import Retryable
 from flanneld.subnet.kube_api import Expired
 from flanneld.subnet.kube_nodes import NodeReader
-from flanneld.subnet.kube_watch import Backoff, Lines, ListAgain, decode
+from flanneld.subnet.kube_watch import Backoff, ListAgain, decode
+from flanneld.subnet.watch_lines import Lines
 from tests.local_kube import parse_reply
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -35,7 +36,7 @@ def test_lines_come_out_whole_however_they_were_cut(lines: list[bytes], chance: 
 
 def test_a_line_without_end_is_not_collected_for_ever() -> None:
     reader = Lines()
-    assert [reader.feed(b"x" * (1 << 20)) for _ in range(16)] == [[]] * 16
+    assert [reader.feed(b"x" * (1 << 20)) for _ in range(64)] == [[]] * 64
     with pytest.raises(Retryable, match="without end"):
         reader.feed(b"x")
 

@@ -13,9 +13,11 @@ from flanneld.network.resources import (
     Blackhole,
     FdbEntry,
     ForeignLink,
+    Ipip,
     Neighbor,
     Resource,
     Route,
+    Tun,
     Vxlan,
 )
 
@@ -83,3 +85,22 @@ def test_only_what_differs_is_set() -> None:
 @pytest.mark.parametrize("actual", [replace(DEVICE, vni=2), ForeignLink("flannel.1", "a plain interface")])
 def test_a_device_that_cannot_be_changed_is_replaced(actual: Vxlan | ForeignLink) -> None:
     assert list(commands.link(DEVICE, actual, "eth0")) == ["ip link del flannel.1", ADD, UP]
+
+
+def test_a_tunnel_of_ipip_is_made() -> None:
+    tunnel = Ipip("flannel.ipip", IPv4Address("192.0.2.1"), 1480)
+    assert list(commands.link(tunnel, None, "eth0")) == [
+        "ip link add flannel.ipip mtu 1480 txqueuelen 0 type ipip local 192.0.2.1 remote any"
+        " ttl inherit nopmtudisc",
+        "ip link set flannel.ipip up",
+    ]
+
+
+def test_a_tun_device_is_made_and_set() -> None:
+    tun = Tun("flannel0", 1472)
+    assert list(commands.link(tun, None, "eth0")) == [
+        "ip tuntap add dev flannel0 mode tun",
+        "ip link set flannel0 mtu 1472",
+        "ip link set flannel0 up",
+    ]
+    assert list(commands.link(tun, replace(tun, mtu=1400), "eth0")) == ["ip link set flannel0 mtu 1472"]

@@ -182,8 +182,7 @@ class Client:
         connection = self._connection or control.new_socket()
         try:
             if self._connection is None:
-                connection.settimeout(_ANSWER_PATIENCE)
-                connection.connect(control.address_of(self._tun))
+                control.connect(connection, self._tun, _ANSWER_PATIENCE)
             pid, trusted = control.other_end(connection)
         except OSError as failure:
             connection.close()

@@ -27,6 +27,7 @@ LONGEST = 1 << 16
 CHUNK = 4000
 _ENTRY = struct.Struct(">IBI")  # subnet, prefix length, endpoint
 _UCRED = struct.Struct("=iII")  # linux/socket.h: pid, uid, gid
+_TIMEVAL = struct.Struct("@ll")  # seconds, microseconds
 # linux/capability.h
 _CAPABILITY_VERSION, _CAP_NET_ADMIN = 0x20080522, 1 << 12
 _HEADER = struct.Struct("=Ii")  # version, pid
@@ -42,6 +43,14 @@ def address_of(tun: str) -> str:
 
 def new_socket() -> socket.socket:
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def connect(connection: socket.socket, tun: str, patience: float) -> None:
+    """Connect to the pump of a device. No wait will be longer than so many seconds. Raises ``OSError``."""
+    # Strangers may keep the queue full. A socket with a timeout of Python's would not stand in line.
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(int(patience), 0))
+    connection.connect(address_of(tun))
+    connection.settimeout(patience)
 
 
 def other_end(connection: socket.socket) -> tuple[int, bool]:

@@ -185,6 +185,12 @@ class Control:
             self._store.lock.notify_all()
         return len(watches)
 
+    def expire_watches(self) -> None:
+        """Let all open watches end as if their time were up."""
+        for found in list(self._server.connections):
+            if found.watch is not None:
+                found.watch.expire()
+
     def close_connections(self, *, idle_only: bool = False) -> int:
         """Close connections, all or those between two requests, and return how many."""
         found = [each for each in list(self._server.connections) if each.idle or not idle_only]

@@ -59,11 +59,18 @@ class Watch:
             if self.order is not None:
                 yield from self._obey(self.order)
                 return
-            if time.monotonic() >= self._end:
-                return
-            if time.monotonic() >= next_bookmark:
-                next_bookmark = next(self._bookmarks, float("inf"))
+            is_over = time.monotonic() >= self._end
+            while next_bookmark < float("inf") and (is_over or time.monotonic() >= next_bookmark):
                 yield [bookmark(self._version)]
+                next_bookmark = next(self._bookmarks, float("inf"))
+            if is_over:
+                return
+
+    def expire(self) -> None:
+        """Let its time be up now: what bookmarks were to come come at once."""
+        with self._store.lock:
+            self._end = 0.0
+            self._store.lock.notify_all()
 
     def _all(self) -> list[bytes]:
         with self._store.lock:
@@ -78,7 +85,7 @@ class Watch:
         """What happened since the last time, ``[]`` when the time was up; None when that is forgotten."""
         with self._store.lock:
             self._store.lock.wait_for(
-                lambda: self._store.version > self._version or self.order, max(patience, 0)
+                lambda: self._store.version > self._version or self.order or not self._end, max(patience, 0)
             )
             found = self._store.since(self._version)
             if found is None:
