@@ -322,9 +322,8 @@ class Histories(RuleBasedStateMachine):
 
     def _tamper(self, what: list[str], place: int, quiet: bool) -> None:
         """Do something to what leads to one of the peers, and perhaps wait until it is healed."""
-        leases = self.ground.leases()
-        peers = sorted(net for net, data in leases.items() if data["BackendType"] == self.ground.backend)
-        peers.remove(self.ground.own)
+        leases = self._peers()
+        peers = sorted(leases)
         for each in what:
             if each == "ip link set eth0 down":
                 self.ground.act(*(f"ip {command}" for command in (*BOUNCE, *self.added)))
@@ -359,8 +358,16 @@ class Histories(RuleBasedStateMachine):
             os.kill(self.node.pid, signal.SIGCONT)
             self.paused = False
 
+    def _peers(self) -> dict[str, Any]:
+        """The leases that lead to somewhere."""
+        ground = self.ground
+        found = ground.leases().items()
+        return {
+            net: data for net, data in found if net != ground.own and data["BackendType"] == ground.backend
+        }
+
     def _lone_strays(self) -> set[str]:
-        return self.strays - set(self.ground.leases())
+        return self.strays.difference(self._peers())
 
     def _wanted(self, seen: Observed) -> dict[str, Any]:
         ground = self.ground
