@@ -24,7 +24,7 @@ from flanneld.model import (
 )
 from flanneld.network.diff import Plan, plan
 from flanneld.network.resources import Key, Kind, Resource, State
-from flanneld.network.wanted import LOCAL, Wanted
+from flanneld.network.wanted import LOCAL, Before, Wanted
 
 log = logging.getLogger(__name__)
 
@@ -112,15 +112,15 @@ class Peers:
         With the first snapshot nothing: what there is has to be compared with all that is wanted then.
         """
         was_synced = self.synced
-        puts: dict[Key, Resource] = {}
-        drops: dict[Key, Resource] = {}
+        # Of what changes twice only the first state has ever been in the kernel.
+        before: Before = {}
         for event in events:
-            for made, lost in self._fold(event, backend):
-                if was_synced:
-                    _merge(made, lost, puts, drops)
-        return plan(puts.values(), drops.values())
+            for change in self._fold(event, backend):
+                for key, was in change.items() if was_synced else ():
+                    before.setdefault(key, was)
+        return plan(*self._wanted.since(before))
 
-    def _fold(self, event: Event, backend: Backend) -> Iterator[tuple[list[Resource], list[Resource]]]:
+    def _fold(self, event: Event, backend: Backend) -> Iterator[Before]:
         change = self._change(event)
         for key in change.gone:
             self._forget(key)
@@ -186,18 +186,6 @@ class Peers:
                 f"{name_of(winner)} and {name_of(loser)} both claim {resource}; {name_of(winner)} has it: "
                 "are these cloned machines, or is one public IP used twice?",
             )
-
-
-def _merge(
-    made: list[Resource], lost: list[Resource], puts: dict[Key, Resource], drops: dict[Key, Resource]
-) -> None:
-    """Let a later move take the place of an earlier one."""
-    for resource in lost:
-        puts.pop(resource.key, None)
-        drops[resource.key] = resource
-    for resource in made:
-        drops.pop(resource.key, None)
-        puts[resource.key] = resource
 
 
 def _refuse_overlap(lease: Lease, own: Lease) -> None:

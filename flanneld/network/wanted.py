@@ -11,6 +11,9 @@ from flanneld.network.resources import Key, Resource
 #: Ranks before every lease: what this node needs for itself.
 LOCAL: LeaseKey = (None, None)
 
+#: By key, the resources that were in force at some time, None for those that were not wanted.
+Before = dict[Key, Resource | None]
+
 
 class Wanted:
     """The wanted state by key, with an owner for each resource.
@@ -57,16 +60,13 @@ class Wanted:
                 if other is not None:
                     yield in_force, self._holder[key], other
 
-    def set(self, owner: LeaseKey, resources: Iterable[Resource]) -> tuple[list[Resource], list[Resource]]:
-        """Replace all that an owner wants; an empty wish is a farewell.
-
-        Returns what the kernel must get and what it must lose because of that.
-        """
+    def set(self, owner: LeaseKey, resources: Iterable[Resource]) -> Before:
+        """Replace all that an owner wants; an empty wish is a farewell. Returns what was in force before."""
         wish = tuple(resources)
         old = self._wishes.pop(owner, ())
         if wish:
             self._wishes[owner] = wish
-        touched: dict[Key, Resource | None] = {}
+        touched: Before = {}
         for resource in old:
             key = resource.key
             touched.setdefault(key, self.state.get(key))
@@ -75,13 +75,17 @@ class Wanted:
             key = resource.key
             touched.setdefault(key, self.state.get(key))
             self._claim(owner, key, resource)
+        return touched
+
+    def since(self, before: Before) -> tuple[list[Resource], list[Resource]]:
+        """What the kernel must get and what it must lose, if it holds what was in force before."""
         puts, drops = [], []
-        for key, before in touched.items():
-            after = self.state.get(key)
-            if after is None and before is not None:
-                drops.append(before)
-            elif after is not None and after != before:
-                puts.append(after)
+        for key, was in before.items():
+            now = self.state.get(key)
+            if now is None and was is not None:
+                drops.append(was)
+            elif now is not None and now != was:
+                puts.append(now)
         return puts, drops
 
     def _claim(self, owner: LeaseKey, key: Key, resource: Resource) -> None:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import itertools
 import socket
-import threading
 from collections.abc import Iterator
-from contextlib import suppress
 from http.client import HTTPException
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flanneld.errors import Retryable
 from flanneld.subnet.etcd_stream import Chunks, Stream
 
 URL = "http://etcd:2379/v3/watch"
@@ -72,23 +69,6 @@ def test_silence_in_the_middle_of_a_line_loses_nothing(ends: tuple[Stream, socke
     assert stream.line(0.01) is None
     etcd.sendall(b"678\n\n\r\n")
     assert stream.line(5) == b"12345678"
-
-
-def test_a_line_without_end_is_not_collected_for_ever(ends: tuple[Stream, socket.socket]) -> None:
-    stream, etcd = ends
-    etcd.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
-    stream.post(URL, {}, "")
-
-    def send() -> None:
-        with suppress(OSError):  # the other end has heard enough
-            etcd.sendall(b"x" * (17 << 20))
-
-    sender = threading.Thread(target=send)
-    sender.start()
-    with pytest.raises(Retryable, match="without end"):
-        stream.line(60)
-    stream.close()
-    sender.join(60)
 
 
 @pytest.mark.parametrize("head", [b"SSH-2.0-OpenSSH\r\n\r\n", b"HTTP/1.1 abc\r\n\r\n", b"x" * 70_000])

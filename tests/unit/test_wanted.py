@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from ipaddress import IPv4Address, IPv4Network, IPv6Network
 from time import perf_counter
 
@@ -36,43 +37,58 @@ def route(number: int) -> Route:
     return Route(IPv4Network(f"10.1.{number}.0/24"), "eth0", IPv4Address("192.168.0.1"))
 
 
+def change(
+    wanted: Wanted, owner: LeaseKey, wish: Iterable[Resource]
+) -> tuple[list[Resource], list[Resource]]:
+    """Let an owner want something: what the kernel must get and lose then."""
+    return wanted.since(wanted.set(owner, wish))
+
+
 def test_what_is_wanted_anew_is_to_be_made_and_the_rest_to_be_lost() -> None:
     wanted = Wanted()
     wanted.set(NINE, [route(1), route(2)])
-    assert wanted.set(NINE, [route(2), route(3)]) == ([route(3)], [route(1)])
+    assert change(wanted, NINE, [route(2), route(3)]) == ([route(3)], [route(1)])
     assert set(wanted.state.values()) == {route(2), route(3)}
+
+
+def test_what_came_and_went_in_between_was_never_in_the_kernel() -> None:
+    wanted = Wanted()
+    wanted.set(NINE, [fdb(1)])
+    before = wanted.set(NINE, [fdb(2)])
+    wanted.set(NINE, [])
+    assert wanted.since(before) == ([], [fdb(1)])
 
 
 def test_what_changes_is_made_over_and_not_lost() -> None:
     wanted = Wanted()
     wanted.set(NINE, [fdb(1)])
-    assert wanted.set(NINE, [fdb(2)]) == ([fdb(2)], [])
+    assert change(wanted, NINE, [fdb(2)]) == ([fdb(2)], [])
 
 
 def test_the_same_wish_again_is_nothing() -> None:
     wanted = Wanted()
     wanted.set(NINE, [route(1), fdb(1)])
-    assert wanted.set(NINE, [route(1), fdb(1)]) == ([], [])
+    assert change(wanted, NINE, [route(1), fdb(1)]) == ([], [])
 
 
 def test_an_empty_wish_is_a_farewell() -> None:
     wanted = Wanted()
     wanted.set(NINE, [route(1)])
     assert (NINE in wanted, wanted.wishes(NINE)) == (True, (route(1),))
-    assert wanted.set(NINE, []) == ([], [route(1)])
+    assert change(wanted, NINE, []) == ([], [route(1)])
     assert (NINE in wanted, wanted.wishes(NINE), list(wanted.owners())) == (False, (), [])
 
 
 def test_who_was_never_there_can_leave() -> None:
-    assert Wanted().set(NINE, []) == ([], [])
+    assert change(Wanted(), NINE, []) == ([], [])
 
 
 def test_the_lower_subnet_wins_whoever_comes_first() -> None:
     first, last = Wanted(), Wanted()
     first.set(NINE, [fdb(9)])
-    assert first.set(TEN, [fdb(10)]) == ([], [])
+    assert change(first, TEN, [fdb(10)]) == ([], [])
     last.set(TEN, [fdb(10)])
-    assert last.set(NINE, [fdb(9)]) == ([fdb(9)], [])
+    assert change(last, NINE, [fdb(9)]) == ([fdb(9)], [])
     assert first.state == last.state == {fdb(9).key: fdb(9)}
 
 
@@ -80,15 +96,15 @@ def test_the_other_takes_over_when_the_winner_leaves() -> None:
     wanted = Wanted()
     wanted.set(NINE, [fdb(9)])
     wanted.set(TEN, [fdb(10)])
-    assert wanted.set(NINE, []) == ([fdb(10)], [])
-    assert wanted.set(TEN, []) == ([], [fdb(10)])
+    assert change(wanted, NINE, []) == ([fdb(10)], [])
+    assert change(wanted, TEN, []) == ([], [fdb(10)])
 
 
 def test_nothing_happens_when_the_loser_leaves() -> None:
     wanted = Wanted()
     wanted.set(NINE, [fdb(9)])
     wanted.set(TEN, [fdb(10)])
-    assert wanted.set(TEN, []) == ([], [])
+    assert change(wanted, TEN, []) == ([], [])
 
 
 def test_what_this_node_needs_for_itself_comes_before_every_lease() -> None:
@@ -123,7 +139,7 @@ def test_two_that_want_the_very_same_are_at_peace() -> None:
     wanted.set(NINE, [fdb(1)])
     wanted.set(TEN, [fdb(1)])
     assert list(wanted.conflicts(NINE)) == list(wanted.conflicts(TEN)) == []
-    assert wanted.set(NINE, []) == ([], [])
+    assert change(wanted, NINE, []) == ([], [])
 
 
 def test_thousands_of_machines_with_one_mac_take_no_time() -> None:
@@ -169,7 +185,7 @@ def test_what_a_move_returns_leads_from_the_former_state_to_the_new_one(
 ) -> None:
     wanted, mirror = Wanted(), dict[Key, Resource]()
     for owner, wish in history:
-        puts, drops = wanted.set(owner, wish)
+        puts, drops = change(wanted, owner, wish)
         for resource in drops:
             assert mirror.pop(resource.key) == resource
         for resource in puts:
