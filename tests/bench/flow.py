@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from ipaddress import ip_interface
 from typing import Any
 
 from tests.bench.figures import Figure
 from tests.bench.process import MachineLoad, own_time
-from tests.lab import Container, Lab, Node
+from tests.lab import Container, Lab, Namespace, Node
 from tests.lab.lab import NETWORK
-from tests.lab.namespace import inhabitants, run
+from tests.lab.namespace import batch, inhabitants
 
 Figures = dict[Figure, float]
 
@@ -44,6 +45,7 @@ _CARD = {
     "gso": "on",
     "gro": "on",
 }
+_WIRE = "wire"
 _SMALL = 64  # bytes
 _GIGA = 1e9
 #: What the server needs to listen, and a flow to find its pace, in seconds.
@@ -57,10 +59,13 @@ def flow(backend: str, sender: Sequence[str], receiver: Sequence[str], seconds: 
     Raises ``AssertionError`` or ``CommandError`` when something does not work.
     """
     with Lab() as lab:
-        nodes = _path(lab) if backend == PATH else _cluster(lab, backend, sender, receiver)
-        for node in nodes:
-            _like_a_card(lab, node)
-        source, target = (node.container() for node in nodes)
+        nodes = lab.add_nodes(2)
+        _wire(nodes)
+        if backend == PATH:
+            _route(nodes)
+        else:
+            _start(lab, nodes, CONFIGS[backend], (sender, receiver))
+        source, target = (_container(node) for node in nodes)
         source.wait_for_reply(target, _PATIENCE)
         figures = _tcp(nodes, source, target, seconds)
         figures |= _small_packets(source, target, seconds)
@@ -69,33 +74,58 @@ def flow(backend: str, sender: Sequence[str], receiver: Sequence[str], seconds: 
         return figures
 
 
-def _cluster(lab: Lab, backend: str, sender: Sequence[str], receiver: Sequence[str]) -> list[Node]:
-    lab.etcd.put_config({"Network": NETWORK, "Backend": dict(CONFIGS[backend])})
-    nodes = lab.add_nodes(2)
-    for node, command in zip(nodes, (sender, receiver), strict=True):
-        node.start(command=command)
+def _wire(nodes: list[Node]) -> None:
+    """A cable between the two nodes, with cards at its ends; the lab's switch is for etcd alone."""
+    first, second = nodes
+    first.namespace.ip(f"link add {_WIRE} type veth peer name {_WIRE} netns {second.namespace.name}")
+    card = [word for setting in _CARD.items() for word in setting]
+    for node in nodes:
+        node.namespace.ip(f"address add {_address(node)}/24 dev {_WIRE}", f"link set {_WIRE} up")
+        # Features that this kernel's veth does not have cannot be switched off, and need not be.
+        node.run("ethtool", "-K", _WIRE, *card, check=False)
+        shown = node.run("ethtool", "-k", _WIRE).stdout
+        assert "tcp-segmentation-offload: off" in shown, shown
+
+
+def _address(node: Node) -> str:
+    return f"192.0.2.{node.number}"
+
+
+def _start(lab: Lab, nodes: list[Node], config: Mapping[str, Any], commands: Iterable[Sequence[str]]) -> None:
+    lab.etcd.put_config({"Network": NETWORK, "Backend": dict(config)})
+    for node, command in zip(nodes, commands, strict=True):
+        node.start(f"-iface={_WIRE}", command=command)
     for node in nodes:
         node.wait_ready(_PATIENCE)
-    return nodes
 
 
-def _path(lab: Lab) -> list[Node]:
-    """The same two nodes with a route to each other, written by hand."""
-    nodes = lab.add_nodes(2)
-    first, second = nodes
-    for node, other in ((first, second), (second, first)):
+def _route(nodes: list[Node]) -> None:
+    """A route from each node to the other's containers, written by hand."""
+    for node, other in zip(nodes, reversed(nodes), strict=True):
         node.subnet_file.write_text(f"FLANNEL_SUBNET=10.5.{node.number}.1/24\nFLANNEL_MTU=1500\n")
-        node.namespace.ip(f"route add 10.5.{other.number}.0/24 via {other.address}")
-    return nodes
+        node.namespace.ip(f"route add 10.5.{other.number}.0/24 via {_address(other)}")
 
 
-def _like_a_card(lab: Lab, node: Node) -> None:
-    settings = [word for setting in _CARD.items() for word in setting]
-    # Features that this kernel's veth does not have cannot be switched off, and need not be.
-    run("ip", "netns", "exec", node.namespace.name, "ethtool", "-K", "eth0", *settings, check=False)
-    run("ip", "netns", "exec", lab.switch.name, "ethtool", "-K", node.name, *settings, check=False)
-    shown = node.run("ethtool", "-k", "eth0").stdout
-    assert "tcp-segmentation-offload: off" in shown, shown
+def _container(node: Node) -> Container:
+    """A container that its node routes to: a bridge would be one more thing that takes time."""
+    env = node.env()
+    gateway = ip_interface(env["FLANNEL_SUBNET"])
+    address = gateway.ip + 1
+    inside = Namespace(f"{node.namespace.name}c1")
+    batch(f"netns add {inside.name}")
+    mtu = env["FLANNEL_MTU"]
+    node.namespace.ip(
+        f"link add veth1 mtu {mtu} type veth peer name eth0 mtu {mtu} netns {inside.name}",
+        f"address add {gateway} dev veth1",
+        "link set veth1 up",
+    )
+    inside.ip(
+        "link set lo up",
+        f"address add {address}/{gateway.network.prefixlen} dev eth0",
+        "link set eth0 up",
+        f"route add default via {gateway.ip}",
+    )
+    return Container(inside, {4: str(address)}, node.directory)
 
 
 def _tcp(nodes: list[Node], source: Container, target: Container, seconds: float) -> Figures:
