@@ -295,6 +295,7 @@ def test_another_network_goes_through_the_same_device(lab: Lab) -> None:
         node.stop()
         node.start()
         node.wait_ready()
+        node.wait_for_no_route("10.5.0.0/16")
         assert [row["dst"] for row in node.routes("flannel0")] == ["10.6.0.0/16"]
         assert node.link("flannel1") is None
     connect(*nodes)
