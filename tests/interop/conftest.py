@@ -1,4 +1,8 @@
-"""Tests with another daemon are collected only when there is one: ``FLANNELD_PEER`` is its command."""
+"""Tests with another daemon are collected only when there is one.
+
+``FLANNELD_PEER`` is the command of one that keeps its leases in v2 of etcd's API, ``FLANNELD_PEER_V3`` of
+one that keeps them in v3.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,11 @@ import pytest
 
 from tests.lab import peer_command
 
-collect_ignore = [] if peer_command() else ["test_kube_peer.py", "test_peer.py", "test_udp.py"]
+collect_ignore = [] if peer_command() else ["test_peer.py", "test_udp.py"]
+if not peer_command("v3"):
+    collect_ignore += ["test_v3_peer.py"]
+if not peer_command() and not peer_command("v3"):
+    collect_ignore += ["test_kube_peer.py"]
 
 
 @pytest.fixture

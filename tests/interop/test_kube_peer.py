@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 
-from tests.interop.test_peer import OURS, THEIRS, own_part
-from tests.lab import Lab, Node, wait_for
+from tests.interop.mixed import own_part
+from tests.lab import Lab, Node, own_command, peer_command, wait_for
 from tests.netns.kube import SOON, notes, start, write_net_conf
 from tests.netns.pair import connect
+
+OURS = own_command()
+THEIRS = peer_command() or peer_command("v3")
 
 
 def mixed(lab: Lab, backend: dict[str, Any], *commands: Sequence[str]) -> list[Node]:

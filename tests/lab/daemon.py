@@ -30,9 +30,12 @@ def own_command() -> list[str]:
     return shlex.split(os.environ.get("FLANNELD_COMMAND", "")) or [str(ROOT / ".venv/bin/flanneld")]
 
 
-def peer_command() -> list[str]:
-    """Another implementation to share a network with: ``FLANNELD_PEER``, ``[]`` when there is none."""
-    return shlex.split(os.environ.get("FLANNELD_PEER", ""))
+def peer_command(api: str = "v2") -> list[str]:
+    """Another implementation to share a network with, ``[]`` when there is none.
+
+    ``FLANNELD_PEER`` speaks v2 of etcd's API, ``FLANNELD_PEER_V3`` speaks v3.
+    """
+    return shlex.split(os.environ.get({"v2": "FLANNELD_PEER", "v3": "FLANNELD_PEER_V3"}[api], ""))
 
 
 class Daemon:

@@ -205,11 +205,11 @@ class Node:
 
         return wait_for(found, deadline, f"the route to {subnet} on {self.name}")[0]
 
-    def wait_for_no_route(self, subnet: str, deadline: float = 5) -> None:
+    def wait_for_no_route(self, subnet: str, deadline: float = 5, family: int = 4) -> None:
         """Wait until there is none."""
 
         def gone() -> bool:
-            return all(route["dst"] != subnet for route in self.routes())
+            return all(route["dst"] != subnet for route in self.routes(family=family))
 
         wait_for(gone, deadline, f"the route to {subnet} to go from {self.name}")
 
