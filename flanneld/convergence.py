@@ -137,7 +137,7 @@ class Convergence:
         report = self._kernel.apply_links(self._links())
         links = ((link, True) for link in self._links())
         steps = compare(self._peers.wanted, chain(links, self._kernel.read(self.domain, self._peers.wanted)))
-        steps = Plan(steps.puts, self._stale(steps.drops) if self.domain.sweep else ())
+        steps = replace(steps, drops=self._stale(steps.drops) if self.domain.sweep else ())
         report.add(self._write(steps.only(_in_kernel) if self.outside else steps))
         report.add(
             self.outside.converge(self._peers.wanted, sweep=self.domain.sweep, unclear=self._peers.unclear)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+from collections.abc import Callable
 
 from flanneld.glog import V
 from flanneld.model import Family, IPAddress
@@ -58,10 +59,12 @@ class HostView:
         found = self._dump(rtnl.RTM_GETROUTE, rtnl.routes_request(family))
         return [index for item in found if (index := ways.decode_default_route(*item)) is not None]
 
-    def _dump(self, kind: int, body: bytes) -> list[tuple[bytes, int, int]]:
+    def _dump(
+        self, kind: int, body: bytes, concerns_us: Callable[[bytes, int, int], bool] = lambda *_: True
+    ) -> list[tuple[bytes, int, int]]:
         for _ in range(_DUMP_TRIES):
             try:
-                return list(self._socket.dump(kind, body))
+                return [item for item in self._socket.dump(kind, body) if concerns_us(*item)]
             except DumpInterrupted:
                 continue
             except FileNotFoundError:

@@ -30,6 +30,7 @@ from flanneld.network.resources import (
     Link,
     Neighbor,
     Resource,
+    RivalRoute,
     Route,
     State,
     Vxlan,
@@ -106,26 +107,18 @@ class Kernel(HostView):
                 yield from self._neighbors(rtnl.neighbors_request(family, index), names)
             if self._has_fdb(name, wanted):
                 yield from self._neighbors(rtnl.fdb_request(index), names)
-        for seen in self._routes(domain, wanted):
-            yield seen.route, domain.owns_route(seen)
         for family in domain.families:
-            for item in self._dump(rtnl.RTM_GETROUTE, rtnl.routes_request(family, protocol=PROTO_FLANNEL)):
-                blackhole = rtnl.decode_blackhole(*item)
-                if blackhole is not None:
-                    yield blackhole, domain.owns_blackhole(blackhole)
+            yield from self._routes(family, domain, wanted)
 
     def left_behind(self, domain: Domain) -> list[Resource]:
         """The routes of any flanneld: all marked ones, and unmarked ones as ``adopt`` tells them."""
         found: list[Resource] = []
         for family in FAMILIES:
-            for item in self._dump(rtnl.RTM_GETROUTE, rtnl.routes_request(family, protocol=PROTO_FLANNEL)):
-                blackhole = rtnl.decode_blackhole(*item)
-                if blackhole is not None:
-                    found.append(blackhole)
-            marked = self._dump_routes(rtnl.routes_request(family, protocol=PROTO_FLANNEL))
-            unmarked = self._dump_routes(rtnl.routes_request(family, protocol=PROTO_BOOT))
-            found += [seen.route for seen in marked]
-            found += [seen.route for seen in unmarked if domain.owns_route(seen)]
+            marked = self._dump(rtnl.RTM_GETROUTE, rtnl.routes_request(family, protocol=PROTO_FLANNEL))
+            unmarked = self._dump(rtnl.RTM_GETROUTE, rtnl.routes_request(family, protocol=PROTO_BOOT))
+            found += filter(None, (rtnl.decode_blackhole(*item) for item in marked))
+            found += [seen.route for seen in _decoded(marked)]
+            found += [seen.route for seen in _decoded(unmarked) if domain.owns_route(seen)]
         return found
 
     def _has_fdb(self, name: str, wanted: State) -> bool:
@@ -137,26 +130,35 @@ class Kernel(HostView):
             if entry is not None:
                 yield entry, True
 
-    def _routes(self, domain: Domain, wanted: State) -> Iterator[rtnl.SeenRoute]:
+    def _routes(self, family: Family, domain: Domain, wanted: State) -> Iterator[tuple[Resource, bool]]:
+        """Those that may be ours or stand where ours should, in the kernel's order.
+
+        It could pick those of one device by itself, but not tell then which of several comes first.
+        """
         through = {domain.uplink, *domain.links}
         through.update(route.device for route in wanted.values() if isinstance(route, Route))
-        for family in domain.families:
-            for name in through:
-                if index := _index_of(name):
-                    yield from self._dump_routes(rtnl.routes_request(family, device=index))
-            yield from self._dump_routes(rtnl.routes_request(family, protocol=PROTO_FLANNEL))
-            if domain.adopt:
-                # Left by a run with another backend or VNI.
-                for seen in self._dump_routes(rtnl.routes_request(family, protocol=PROTO_BOOT)):
-                    if seen.route.device.startswith(_DEVICES_OF_FLANNEL):
-                        yield seen
-
-    def _dump_routes(self, request: bytes) -> Iterator[rtnl.SeenRoute]:
+        indexes = {index for name in through if (index := _index_of(name))}
         name_of = cache(_name_of)
-        for item in self._dump(rtnl.RTM_GETROUTE, request):
+
+        def concerns_us(data: bytes, offset: int, end: int) -> bool:
+            protocol = rtnl.protocol_of(data, offset, end)
+            if protocol == PROTO_FLANNEL:
+                return True
+            key, index = rtnl.outline(data, offset, end) or (None, 0)
+            if index in indexes or key in wanted:
+                return True
+            # Left by a run with another backend or VNI.
+            left = domain.adopt and protocol == PROTO_BOOT and key is not None
+            return left and (name_of(index) or "").startswith(_DEVICES_OF_FLANNEL)
+
+        for item in self._dump(rtnl.RTM_GETROUTE, rtnl.routes_request(family), concerns_us):
             seen = rtnl.decode_route(*item, name_of)
             if seen is not None:
-                yield seen
+                yield seen.route, domain.owns_route(seen)
+            elif (blackhole := rtnl.decode_blackhole(*item)) is not None:
+                yield blackhole, domain.owns_blackhole(blackhole)
+            elif (other := rtnl.outline(*item)) is not None:
+                yield RivalRoute(other[0]), False
 
     # ---- writing -----------------------------------------------------------------------------
 
@@ -181,6 +183,7 @@ class Kernel(HostView):
     def apply(self, plan: Plan, domain: Domain) -> Report:
         """Carry out a plan. One refusal does not stop the rest, save for a route to a refused neighbour."""
         report = Report()
+        self._bring_to_front(plan.behind, domain, report)
         for kind, group in groupby(plan.puts, key=lambda resource: resource.kind):
             resources = list(group)
             if kind is Kind.ROUTE and report.failed:
@@ -192,6 +195,21 @@ class Kernel(HostView):
             if isinstance(resource, Link):
                 self._drop_link(resource, report)
         return report
+
+    def _bring_to_front(self, routes: Sequence[Route], domain: Domain, report: Report) -> None:
+        """Make each the first to its network; what was in front of it, somebody else's, stays behind it.
+
+        Replacing would be refused, or hit the other one. What is removed meanwhile is a route that no packet
+        takes.
+        """
+        if not routes:
+            return
+        more = f" and {len(routes) - 1} more" if len(routes) > 1 else ""
+        log.warning(
+            "Another route came before ours to %s%s, and now comes after it", routes[0].destination, more
+        )
+        self._send(routes, domain, drop=True)
+        self._account(routes, self._send(routes, domain, drop=False, in_front=True), report)
 
     def _withhold(self, routes: list[Resource], report: Report) -> list[Resource]:
         """Without its neighbour entry an onlink route would make the kernel ask the overlay for the MAC."""
@@ -215,6 +233,11 @@ class Kernel(HostView):
         refused = self._send(resources, domain, drop=drop)
         if refused and not drop:
             self._clear_the_way(resources, refused, domain)
+        self._account(resources, refused, report, drop=drop)
+
+    def _account(
+        self, resources: Sequence[Resource], refused: dict[int, int], report: Report, *, drop: bool = False
+    ) -> None:
         done = report.removed if drop else report.made
         for seq, resource in enumerate(resources):
             code = refused.get(seq)
@@ -247,7 +270,9 @@ class Kernel(HostView):
             else:
                 del refused[seq]
 
-    def _send(self, resources: Sequence[Resource], domain: Domain, *, drop: bool) -> dict[int, int]:
+    def _send(
+        self, resources: Sequence[Resource], domain: Domain, *, drop: bool, in_front: bool = False
+    ) -> dict[int, int]:
         """Write, many at a time. Returns the errno of each that was refused, by its place."""
         indexes: dict[str, int] = {}
 
@@ -262,7 +287,7 @@ class Kernel(HostView):
                 unmarked = isinstance(resource, Route) and resource.device in domain.links
                 protocol = PROTO_BOOT if unmarked else PROTO_FLANNEL
                 try:
-                    yield rtnl.encode(resource, index_of, protocol, seq, drop=drop)
+                    yield rtnl.encode(resource, index_of, protocol, seq, drop=drop, in_front=in_front)
                 except OSError:
                     refused[seq] = errno.ENODEV
 
@@ -277,6 +302,11 @@ class Kernel(HostView):
             report.removed.append(link)
         except OSError as failure:
             report.failed.append(Failure(link, failure.strerror or str(failure)))
+
+
+def _decoded(items: Iterable[tuple[bytes, int, int]]) -> Iterator[rtnl.SeenRoute]:
+    name_of = cache(_name_of)
+    return filter(None, (rtnl.decode_route(*item, name_of) for item in items))
 
 
 def _within(net: IPNetwork, networks: list[IPNetwork]) -> bool:

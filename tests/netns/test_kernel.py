@@ -146,11 +146,33 @@ def test_a_route_that_cannot_be_made_is_reported_and_hinders_no_other(
     assert host.json("ip", "-j", "-6", "route", "show", "fd00::/48")
 
 
-@pytest.mark.parametrize("place", ["append", "prepend"])
-def test_a_second_route_to_a_subnet_is_left_alone(host: Namespace, kernel: Kernel, place: str) -> None:
+def test_a_second_route_to_a_subnet_is_left_alone(host: Namespace, kernel: Kernel) -> None:
     converge(kernel, TUNNELLED)
-    host.ip(f"route {place} {SUBNET} via 192.0.2.9")
+    host.ip(f"route append {SUBNET} via 192.0.2.9")
     assert not distance(kernel, TUNNELLED)
+
+
+@pytest.mark.parametrize("wanted", [DIRECT, TUNNELLED], ids=["direct", "tunnelled"])
+@pytest.mark.parametrize(
+    "rival",
+    [
+        f"{SUBNET} via 192.0.2.9",
+        f"{SUBNET} dev other0",
+        f"blackhole {SUBNET}",
+        f"{SUBNET} nexthop via 192.0.2.8 nexthop via 192.0.2.9",
+    ],
+)
+def test_a_route_before_ours_ends_up_behind_it(
+    host: Namespace, kernel: Kernel, wanted: list[Resource], rival: str
+) -> None:
+    converge(kernel, wanted)
+    alone = host.json("ip", "-j", "route", "show", str(SUBNET))
+    host.ip(f"route prepend {rival}")
+    assert distance(kernel, wanted).behind == (wanted[0],)
+    assert converge(kernel, wanted).made == [wanted[0]]
+    assert not distance(kernel, wanted)
+    first, second = host.json("ip", "-j", "route", "show", str(SUBNET))
+    assert [first] == alone != [second]
 
 
 @pytest.mark.parametrize("route", ["10.1.9.0/24 dev vx4", "fd00:0:0:9::/64 dev vx6"])
@@ -188,6 +210,8 @@ def test_a_device_that_is_gone_already_can_be_removed(empty: Namespace) -> None:
         f"route replace {SUBNET_V6} dev other0",
         f"route replace blackhole {SUBNET}",
         f"route append {SUBNET_V6} via fd77::9 dev up0",
+        f"route prepend {SUBNET} via 192.0.2.9",
+        f"route prepend {SUBNET} nexthop via 192.0.2.8 nexthop via 192.0.2.9",
         f"route del {SUBNET}",
         f"neigh replace 10.1.7.0 dev vx4 lladdr {MAC} nud reachable",
         f"neigh replace 10.1.7.0 dev vx4 lladdr {MAC[:-1]}8 nud permanent",
