@@ -102,6 +102,12 @@ def compare(document: Mapping[str, Any], found: Found) -> list[Entry]:
     return entries + [Entry(_kind(text), text, "not wanted") for text in extra]
 
 
+def after(word: str, text: str) -> str:
+    """What follows a word in the text of an object, empty if it does not occur."""
+    words = text.split()
+    return words[words.index(word) + 1] if word in words else ""
+
+
 def _kind(text: str) -> str:
     word = text.split()[0]
     return {"neigh": "neighbor", "blackhole": "route"}.get(word, word)

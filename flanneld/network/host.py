@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from flanneld.glog import V
-from flanneld.model import Family, IPAddress
+from flanneld.model import Family, IPAddress, IPNetwork
 from flanneld.network import links, rtnl, ways
 from flanneld.network.netlink import DumpInterrupted, NetlinkSocket
 
@@ -58,6 +58,13 @@ class HostView:
         """The interfaces of the main table's default routes, in the kernel's order."""
         found = self._dump(rtnl.RTM_GETROUTE, rtnl.routes_request(family))
         return [index for item in found if (index := ways.decode_default_route(*item)) is not None]
+
+    def routes(self, family: Family) -> Iterator[tuple[IPNetwork, int]]:
+        """Where each main-table route leads to, and its interface, 0 for none or more than one."""
+        for item in self._dump(rtnl.RTM_GETROUTE, rtnl.routes_request(family)):
+            seen = ways.decode_destination(*item)
+            if seen is not None:
+                yield seen
 
     def _dump(
         self, kind: int, body: bytes, concerns_us: Callable[[bytes, int, int], bool] = lambda *_: True
