@@ -13,7 +13,7 @@ from flanneld.network import devices
 from flanneld.network.diff import Plan
 from flanneld.network.kernel import Domain, Kernel
 from flanneld.network.links import SeenLink
-from flanneld.network.pump.client import Client, NoPump
+from flanneld.network.pump.client import Client, NoPump, Silent
 from flanneld.network.resources import ForeignLink, Resource, Tun
 from flanneld.status_socket import path_beside
 from flanneld.subnet_file import Previous
@@ -71,14 +71,21 @@ def _pump_of(tun: str) -> Iterator[tuple[str, Callable[[], bool]]]:
     client = Client(tun, of_anybody=True)
     try:
         running = client.hello()
+        what = f"{running.settings}, process {running.pid}"
+    except Silent:
+        what = f"packet pump of {tun}, which does not answer"
     except NoPump:
         return
-    yield f"{running.settings}, process {running.pid}", partial(_ended, client)
+    yield what, partial(_ended, client)
 
 
 def _ended(client: Client) -> bool:
     client.leave(device_stays=True)
-    return True
+    try:
+        client.hello()
+    except NoPump as reason:
+        return not isinstance(reason, Silent)
+    return False
 
 
 def _domain(previous: Previous) -> Domain:

@@ -136,15 +136,18 @@ class Reconciler:
 
     def _sleep(self) -> None:
         """Until there is something to do."""
-        drivers = self._convergence.outside.sources()
+        outside = self._convergence.outside
+        drivers = outside.sources()
         poll = select.poll()
         for source in (self.inbox.fileno(), self._monitor.fileno(), *drivers):
             poll.register(source, select.POLLIN)
-        next_act = min(self._next_audit, self._brake.next_reading)
+        next_act = min(self._next_audit, self._brake.next_reading, outside.next_look)
         for fd, _ in poll.poll(max(0.0, next_act - clock.now()) * 1000):
             if fd in drivers:
                 drivers[fd].news()
                 self._repair_soon()
+        if outside.look():
+            self._repair_soon()
 
     # ---- news of leases ----------------------------------------------------------------------
 
