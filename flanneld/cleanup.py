@@ -11,7 +11,8 @@ from flanneld import subnet_file
 from flanneld.firewall import pairs, retire
 from flanneld.network import devices
 from flanneld.network.diff import Plan
-from flanneld.network.kernel import Domain, Kernel
+from flanneld.network.domain import Domain
+from flanneld.network.kernel import Kernel
 from flanneld.network.links import SeenLink
 from flanneld.network.pump.client import Client, NoPump, Silent
 from flanneld.network.resources import ForeignLink, Resource, Tun

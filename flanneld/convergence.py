@@ -17,7 +17,8 @@ from flanneld.counters import Work
 from flanneld.errors import Fatal, Retryable
 from flanneld.model import IPNetwork, Lease
 from flanneld.network.diff import Plan, compare, without_ways_to
-from flanneld.network.kernel import Domain, Kernel
+from flanneld.network.domain import Domain
+from flanneld.network.kernel import Kernel
 from flanneld.network.links import described, is_not_ours_to_remove
 from flanneld.network.monitor import Monitor
 from flanneld.network.report import Report

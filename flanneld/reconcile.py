@@ -21,7 +21,8 @@ from flanneld.counters import Work
 from flanneld.glog import Once, V
 from flanneld.inbox import Inbox
 from flanneld.model import Event, IPNetwork, Lease
-from flanneld.network.kernel import Domain, Kernel
+from flanneld.network.domain import Domain
+from flanneld.network.kernel import Kernel
 from flanneld.network.monitor import Gone, InterfaceChanged, Monitor, News, Overrun, Seen
 from flanneld.network.report import Report
 from flanneld.network.resources import Resource

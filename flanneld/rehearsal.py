@@ -21,8 +21,9 @@ from flanneld.errors import Retryable
 from flanneld.model import FAMILIES, Event, IPNetwork, Lease, LeaseAttrs, LeaseKey, Snapshot, Uplink
 from flanneld.network import links
 from flanneld.network.diff import Plan
+from flanneld.network.domain import Domain
 from flanneld.network.interface import InterfaceChoice
-from flanneld.network.kernel import Domain, Kernel
+from flanneld.network.kernel import Kernel
 from flanneld.network.monitor import Monitor
 from flanneld.network.report import Report
 from flanneld.network.resources import Blackhole, ForeignLink, Key, Link, Resource, Route, State

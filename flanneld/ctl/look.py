@@ -10,7 +10,8 @@ from typing import Any
 from flanneld.cleanup import is_flannels
 from flanneld.ctl.source import knows_peers, ranges_of
 from flanneld.model import IPAddress
-from flanneld.network.kernel import Domain, Kernel
+from flanneld.network.domain import Domain
+from flanneld.network.kernel import Kernel
 from flanneld.network.links import SeenLink
 from flanneld.network.rtnl import RTN_UNICAST
 

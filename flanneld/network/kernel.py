@@ -1,9 +1,4 @@
-"""What this kernel holds for us, read and written over rtnetlink.
-
-What is ours: everything on a device that we make, except what the kernel itself put there; on any
-other device the routes that carry our protocol number. Routes that an earlier flanneld left on the
-uplink without that mark (Go's carry ``boot``) are told by their shape, and only while ``adopt`` is on.
-"""
+"""What this kernel holds for us, read and written over rtnetlink."""
 
 from __future__ import annotations
 
@@ -12,20 +7,20 @@ import logging
 import os
 import socket
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
 
-from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork
+from flanneld.model import FAMILIES, Family
 from flanneld.network import devices, links, rtnl
 from flanneld.network.diff import Plan
+from flanneld.network.domain import Domain
 from flanneld.network.host import HostView
 from flanneld.network.report import Failure, Report
 from flanneld.network.resources import (
     PROTO_BOOT,
     PROTO_FLANNEL,
     Address,
-    Blackhole,
+    ForeignLink,
     Kind,
     Link,
     Neighbor,
@@ -42,50 +37,6 @@ log = logging.getLogger(__name__)
 _DEVICES_OF_FLANNEL = "flannel"
 #: Answers to a removal that mean it was gone already.
 _GONE = frozenset({errno.ENOENT, errno.ESRCH, errno.EADDRNOTAVAIL, errno.ENODEV})
-
-
-@dataclass(frozen=True, slots=True)
-class Domain:
-    """What of this kernel is ours.
-
-    ``links`` are the devices we make, ``ranges`` the cluster networks with the length of a subnet, and
-    ``former`` the networks of an earlier run. ``adopt`` claims what that run left: its marked routes to
-    ``former``, and the unmarked routes of a Go flanneld. ``sweep`` says that what is ours and not wanted
-    may go, which holds once the peers are known.
-    """
-
-    uplink: str
-    links: frozenset[str]
-    ranges: tuple[tuple[IPNetwork, int], ...]
-    former: tuple[IPNetwork, ...] = ()
-    adopt: bool = False
-    sweep: bool = False
-
-    @property
-    def families(self) -> tuple[Family, ...]:
-        return tuple(network.version for network, _ in self.ranges)
-
-    def owns_route(self, seen: rtnl.SeenRoute) -> bool:
-        if seen.route.device in self.links:
-            return seen.protocol != rtnl.RTPROT_KERNEL
-        if seen.protocol == PROTO_FLANNEL:
-            # Another flanneld on this host has another network.
-            networks = [network for network, _ in self.ranges]
-            return _within(seen.route.destination, networks + list(self.former if self.adopt else ()))
-        return self.adopt and seen.protocol == PROTO_BOOT and self._is_peer_route(seen.route)
-
-    def owns_address(self, address: IPAddress) -> bool:
-        """Wrong addresses go only inside the cluster network: others may be an operator's."""
-        return any(address in network for network, _ in self.ranges)
-
-    def _is_peer_route(self, route: Route) -> bool:
-        return route.gateway is not None and any(
-            route.destination.prefixlen == length and _within(route.destination, [network])
-            for network, length in self.ranges
-        )
-
-    def owns_blackhole(self, blackhole: Blackhole) -> bool:
-        return _within(blackhole.destination, [network for network, _ in self.ranges])
 
 
 class Kernel(HostView):
@@ -173,12 +124,27 @@ class Kernel(HostView):
             if actual is not None:
                 log.warning("%s %s", link.name, links.differences(link, actual))
             try:
-                devices.put(link, actual)
+                self._put_link(link, actual)
                 report.made.append(link)
             except OSError as failure:
-                reason = failure.strerror or str(failure)
-                report.failed.append(Failure(link, reason, links.remedy(link, failure.errno)))
+                report.failed.append(self._refusal(link, failure))
         return report
+
+    def _put_link(self, link: Link, actual: Link | ForeignLink | None) -> None:
+        ours = links.renamed(link, self.links()) if actual is None else None
+        if ours is not None:
+            log.warning("%s is called %s now: giving it its name back", link.name, ours.name)
+            devices.rename(ours.index, link.name)
+            seen = self.link(link.name)
+            actual = seen.make if seen else None
+        if actual is None or links.step(link, actual) is not links.Step.NOTHING:
+            devices.put(link, actual)
+
+    def _refusal(self, link: Link, failure: OSError) -> Failure:
+        reason = failure.strerror or str(failure)
+        holder = links.holder(link, self.links()) if failure.errno == errno.EEXIST else ""
+        text = f"{reason}: {holder} serves the same ends" if holder else reason
+        return Failure(link, text, links.remedy(link, failure.errno, holder))
 
     def apply(self, plan: Plan, domain: Domain) -> Report:
         """Carry out a plan. One refusal does not stop the rest, save for a route to a refused neighbour."""
@@ -307,10 +273,6 @@ class Kernel(HostView):
 def _decoded(items: Iterable[tuple[bytes, int, int]]) -> Iterator[rtnl.SeenRoute]:
     name_of = cache(_name_of)
     return filter(None, (rtnl.decode_route(*item, name_of) for item in items))
-
-
-def _within(net: IPNetwork, networks: list[IPNetwork]) -> bool:
-    return any(net.version == each.version and net.network_address in each for each in networks)
 
 
 def _index_of(name: str) -> int:

@@ -67,6 +67,11 @@ VXLAN = [
         ["ip address del {own}/32 dev flannel.1"], ["Healed: address {own}/32"], id="a deleted address"
     ),
     pytest.param(["ip link del flannel.1"], ["Healed: link flannel.1"], id="a deleted device"),
+    pytest.param(
+        ["ip link set flannel.1 down", "ip link set flannel.1 name other", "ip link set other up"],
+        ["flannel.1 is called other now", "Healed: link flannel.1"],
+        id="a device with another name",
+    ),
     pytest.param(["ip link set flannel.1 down"], ["Healed: link flannel.1"], id="a device set down"),
     pytest.param(
         ["ip link set flannel.1 down", "ip link set flannel.1 up"],

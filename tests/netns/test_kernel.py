@@ -12,10 +12,11 @@ import pytest
 
 from flanneld.network import devices
 from flanneld.network.diff import Plan, compare
-from flanneld.network.kernel import Domain, Kernel
+from flanneld.network.domain import Domain
+from flanneld.network.kernel import Kernel
 from flanneld.network.monitor import Gone, Monitor, News, Seen
 from flanneld.network.report import Report
-from flanneld.network.resources import Address, FdbEntry, Key, Neighbor, Resource, Route
+from flanneld.network.resources import Address, FdbEntry, Key, Neighbor, Resource, Route, Vxlan
 from tests.lab.namespace import Namespace, batch, remove
 from tests.lab.wait import wait_for
 
@@ -195,6 +196,30 @@ def test_a_table_that_does_not_exist_yet_is_empty(empty: Namespace) -> None:
     del empty
     kernel = Kernel()
     assert (kernel.default_routes(4), kernel.default_routes(6)) == ([], [])
+
+
+def test_a_device_that_is_in_the_way_is_named(host: Namespace, kernel: Kernel) -> None:
+    link = kernel.link("vx4")
+    assert link
+    assert isinstance(link.make, Vxlan)
+    host.ip("link del vx4", "link add thief type vxlan id 1 local 192.0.2.1 dev up0 dstport 8472")
+    (failure,) = kernel.apply_links([link.make]).failed
+    assert "File exists: thief serves the same ends" in failure.reason
+    assert "ip link delete thief" in failure.remedy
+
+
+def test_a_device_gets_its_name_back_with_all_that_it_has(host: Namespace, kernel: Kernel) -> None:
+    converge(kernel, EVERYTHING)
+    link = kernel.link("vx4")
+    assert link
+    assert isinstance(link.make, Vxlan)
+    before = host.json("ip", "-j", "neigh", "show", "dev", "vx4")
+    host.ip("link set vx4 name other")
+    report = kernel.apply_links([link.make])
+    assert (report.made, report.failed) == ([link.make], [])
+    assert kernel.link("vx4") == link
+    assert host.json("ip", "-j", "neigh", "show", "dev", "vx4") == before
+    assert kernel.apply_links([link.make]).made == []
 
 
 def test_a_device_that_is_gone_already_can_be_removed(empty: Namespace) -> None:
