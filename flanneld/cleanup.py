@@ -73,20 +73,28 @@ def _pump_of(tun: str) -> Iterator[tuple[str, Callable[[], bool]]]:
     try:
         running = client.hello()
         what = f"{running.settings}, process {running.pid}"
-    except Silent:
-        what = f"packet pump of {tun}, which does not answer"
     except NoPump:
-        return
+        if not _has_pump(tun):
+            return
+        what = f"packet pump of {tun}, which does not answer"
     yield what, partial(_ended, client)
 
 
 def _ended(client: Client) -> bool:
     client.leave(device_stays=True)
+    return not _has_pump(client.tun)
+
+
+def _has_pump(tun: str) -> bool:
+    """Whether there is one that may be believed, even if it says nothing."""
+    client = Client(tun)
     try:
         client.hello()
     except NoPump as reason:
-        return not isinstance(reason, Silent)
-    return False
+        return isinstance(reason, Silent)
+    finally:
+        client.close()
+    return True
 
 
 def _domain(previous: Previous) -> Domain:
