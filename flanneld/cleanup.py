@@ -11,9 +11,10 @@ from flanneld import subnet_file
 from flanneld.firewall import pairs, retire
 from flanneld.network import devices
 from flanneld.network.diff import Plan
-from flanneld.network.kernel import Domain, Kernel
+from flanneld.network.domain import Domain
+from flanneld.network.kernel import Kernel
 from flanneld.network.links import SeenLink
-from flanneld.network.pump.client import Client, NoPump
+from flanneld.network.pump.client import Client, NoPump, Silent
 from flanneld.network.resources import ForeignLink, Resource, Tun
 from flanneld.status_socket import path_beside
 from flanneld.subnet_file import Previous
@@ -71,13 +72,28 @@ def _pump_of(tun: str) -> Iterator[tuple[str, Callable[[], bool]]]:
     client = Client(tun, of_anybody=True)
     try:
         running = client.hello()
+        what = f"{running.settings}, process {running.pid}"
     except NoPump:
-        return
-    yield f"{running.settings}, process {running.pid}", partial(_ended, client)
+        if not _has_pump(tun):
+            return
+        what = f"packet pump of {tun}, which does not answer"
+    yield what, partial(_ended, client)
 
 
 def _ended(client: Client) -> bool:
     client.leave(device_stays=True)
+    return not _has_pump(client.tun)
+
+
+def _has_pump(tun: str) -> bool:
+    """Whether there is one that may be believed, even if it says nothing."""
+    client = Client(tun)
+    try:
+        client.hello()
+    except NoPump as reason:
+        return isinstance(reason, Silent)
+    finally:
+        client.close()
     return True
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import sys
 import threading
 import time
 import traceback
@@ -17,6 +18,7 @@ from collections.abc import Callable, Hashable, Sequence
 from fnmatch import fnmatchcase
 
 from flanneld.errors import Fatal
+from flanneld.outlet import Outlet
 
 #: Libraries whose steady chatter is not ours to repeat. etcd.client logs failures that it also raises.
 _QUIET = {"etcd.client": logging.CRITICAL, "pyroute2": logging.WARNING, "urllib3": logging.WARNING}
@@ -45,7 +47,7 @@ def setup(verbosity: int = 0, vmodule: str = "", backtrace_at: str = "") -> None
     """
     modules = _modules(vmodule)
     place = _place(backtrace_at)
-    handler = logging.StreamHandler()
+    handler = _handler()
     handler.setFormatter(_Formatter(place))
     handler.addFilter(_shown(verbosity, modules))
     root = logging.getLogger()
@@ -93,6 +95,25 @@ class Once:
             return ""
         self._full = True
         return f"more than {self._limit} complaints are open; others are left out until one is settled"
+
+
+def _handler() -> logging.Handler:
+    try:
+        return _Handler(Outlet(sys.stderr.fileno()))
+    except (AttributeError, OSError):
+        return logging.StreamHandler()  # Standard error is closed, or no file.
+
+
+class _Handler(logging.Handler):
+    def __init__(self, outlet: Outlet) -> None:
+        super().__init__()
+        self._outlet = outlet
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._outlet.write(self.format(record))
+        except Exception:  # a line that cannot be made or told must not end the thread that logs it
+            self.handleError(record)
 
 
 class _Formatter(logging.Formatter):

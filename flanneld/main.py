@@ -6,23 +6,26 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from flanneld import __version__, backends, clock, events, glog, host_checks, notify, options, subnet_file
 from flanneld.brake import Brake
 from flanneld.config import Config
 from flanneld.errors import Fatal, Retryable
+from flanneld.firewall_start import forward_soon, masquerade_now
 from flanneld.keeper import Keeper
 from flanneld.model import Lease, Uplink
 from flanneld.network.interface import InterfaceChoice, NoInterface
 from flanneld.network.kernel import Kernel
 from flanneld.network.monitor import Monitor
 from flanneld.network.resources import Blackhole
+from flanneld.observation import Observation
 from flanneld.options import Options
+from flanneld.readiness import Readiness
 from flanneld.reconcile import Reconciler
 from flanneld.sight import Sight
 from flanneld.site import Site, find_uplink
@@ -33,17 +36,11 @@ from flanneld.wiring import choice_for, open_manager
 
 if TYPE_CHECKING:
     from flanneld.firewall import Firewall
-    from flanneld.status_socket import StatusSocket
 
 log = logging.getLogger(__name__)
 
-Result = TypeVar("Result")
-
-_RETRY = 1.0
 #: Threads hand over sooner than by default: an event reaches the kernel through two of them.
 _SWITCH_INTERVAL = 0.0001
-#: How long and how often to look whether the peers are known, before the rules that can wait, in seconds.
-_SYNC_PATIENCE, _SYNC_LOOK = 5.0, 0.02
 #: Objects made between two searches for reference cycles. A list of leases makes many, and no cycles.
 _GARBAGE = 50_000
 
@@ -106,14 +103,10 @@ class Daemon:
         self._environ = environ
         self._supervisor = Supervisor(quiet=(Cancelled,))
         self._notifier = notify.Notifier()
-        self._missing = ["no lease yet"]
-        #: What the start waits for at the moment, and why.
-        self._waiting: list[str] = []
-        self._report: Callable[[str], None] = lambda _reason: None
-        self._once = glog.Once()
+        self._readiness = Readiness(self._supervisor.stop, self._notifier)
         self._written: subnet_file.SubnetEnv | None = None
-        self._status_socket: StatusSocket | None = None
-        self._sight = Sight(wanted, events.remember(), self._supervisor.overdue, lambda: list(self._missing))
+        self._sight = Sight(wanted, events.remember(), self._supervisor.overdue, self._readiness.missing)
+        self._observation = Observation(self._sight, self._readiness, self._supervisor)
 
     def serve(self) -> int:
         log.info("flanneld %s %s", __version__, self._options.described())
@@ -121,10 +114,9 @@ class Daemon:
         manager = open_manager(self._options, self._environ)
         self._sight.observe(manager)
         log.info("Leases are in %s", manager.name)
-        if isinstance(manager, NodeStore):
-            self._report = manager.report
+        self._readiness.tell = partial(self._tell_why_we_wait, manager)
         self._supervisor.start("closer", lambda: self._close_on_stop(manager))
-        self._start_health_server()
+        self._observation.serve_health()
         try:
             self._go_to_work(self._join(manager))
             return self._wait_and_stop()
@@ -133,21 +125,27 @@ class Daemon:
             self._supervisor.stop.set()
             manager.close()
 
+    def _tell_why_we_wait(self, manager: SubnetManager, reason: str) -> None:
+        if isinstance(manager, NodeStore):
+            manager.report(reason)
+        self._observation.serve_status()
+
     def _join(self, manager: SubnetManager) -> Member:
         """Learn what the network is like, decide how this node takes part in it, and get its lease."""
+        patiently = self._readiness.patiently
         previous = subnet_file.read(Path(self._options.subnet_file))
-        config = self._patiently("the network config", manager.network_config)
+        config = patiently("the network config", manager.network_config)
         for warning in config.warnings:
             log.warning("%s", warning)
         make_backend = backends.load(config.backend_type)
         kernel = Kernel()
         monitor = Monitor(kernel.port)
-        choice = self._patiently("our node", lambda: choice_for(self._options, manager))
+        choice = patiently("our node", lambda: choice_for(self._options, manager))
         uplink = self._find_uplink(kernel, config, choice)
-        stored = self._patiently("the leases", lambda: manager.stored(uplink.public(config.families[0])))
+        stored = patiently("the leases", lambda: manager.stored(uplink.public(config.families[0])))
         site = Site(kernel, config, choice, make_backend, uplink, stored, previous.networks)
         _warn_of_unread_keys(config)
-        lease = self._patiently(
+        lease = patiently(
             "a lease", lambda: manager.acquire(config, site.backend.attributes(), previous.subnets)
         )
         log.info("Our subnet is %s, backend %s, MTU %d", lease, config.backend_type, site.backend.mtu)
@@ -159,14 +157,14 @@ class Daemon:
         keeper = self._keeper(member)
         reconciler = self._reconciler(member, keeper)
         self._sight.config, self._sight.keeper, self._sight.reconciler = member.config, keeper, reconciler
-        self._patiently("the kernel", reconciler.prepare)
+        self._readiness.patiently("the kernel", reconciler.prepare)
         if self._options.ip_masq:
-            self._masquerade_now(member)
+            masquerade_now(lambda: self._firewall(member), self._supervisor)
         self._write_subnet_file(member)
         host_checks.report(
             member.config.families, member.site.uplink.name, services=self._options.kube_subnet_mgr
         )
-        self._missing[:] = ["the peers are not known yet"]
+        self._readiness.await_peers()
         watch, watch_own = member.manager.watch, member.manager.watch_own
         start("lease watch", lambda: watch(reconciler.inbox.put, self._alive("lease watch")))
         start("reconciler", reconciler.run, reconciler.cancel)
@@ -180,8 +178,8 @@ class Daemon:
             f"{member.config.backend_type}: subnet {member.lease} through {member.site.uplink.name}"
         )
         if not self._options.ip_masq:
-            self._forward_soon(member)
-        self._start_status_socket()
+            forward_soon(lambda: self._firewall(member), self._supervisor, self._readiness)
+        self._observation.serve_status()
 
     # ---- the parts ---------------------------------------------------------------------------
 
@@ -207,65 +205,12 @@ class Daemon:
             stop=self._supervisor.stop,
             heartbeat=partial(self._supervisor.heartbeat, "reconciler"),
             on_move=lambda: self._moved(member, keeper),
-            on_synced=self._missing.clear,
+            on_synced=self._readiness.complete,
             reread=member.manager.reread,
             brake=Brake(is_on=self._options.removal_brake),
         )
 
     # ---- the steps ---------------------------------------------------------------------------
-
-    def _start_health_server(self) -> None:
-        if self._options.healthz_port <= 0:
-            return
-        from flanneld.health import Checks, HealthServer  # only for those who ask for it
-
-        checks = Checks(
-            self._supervisor.overdue,
-            lambda: not self._missing,
-            lambda: [*self._missing, *self._waiting],
-            self._metrics,
-        )
-        server = HealthServer(self._options.healthz_ip, self._options.healthz_port, checks)
-        self._supervisor.start("health server", server.serve, server.close)
-
-    def _metrics(self, accept: str) -> tuple[str, bytes]:
-        from flanneld.metrics import page  # only for those who ask
-
-        return page(self._sight, accept)
-
-    def _start_status_socket(self) -> None:
-        """Once the packets flow, or as soon as there is something to wait for."""
-        if self._status_socket is not None:
-            return
-        from flanneld.status_socket import StatusSocket, path_beside
-
-        self._status_socket = StatusSocket(path_beside(Path(self._options.subnet_file)), self._document)
-        if self._status_socket.open():
-            self._supervisor.start("status socket", self._status_socket.serve, self._status_socket.close)
-
-    def _document(self) -> Iterable[bytes]:
-        from flanneld.status import pieces  # only for those who ask
-
-        return pieces(self._sight)
-
-    def _patiently(self, what: str, attempt: Callable[[], Result]) -> Result:
-        """Try each second until it works, and say why not once. Raises ``Cancelled`` on a stop."""
-        while not self._supervisor.stop.is_set():
-            try:
-                result = attempt()
-            except Retryable as reason:
-                self._once.warn(log, what, f"Waiting for {what}: {reason}")
-                self._waiting[:] = [f"waiting for {what}: {reason}"]
-                self._notifier.status(self._waiting[0])
-                self._report(self._waiting[0])
-                self._start_status_socket()
-                self._supervisor.stop.wait(max(_RETRY, reason.retry_after))
-                continue
-            self._waiting.clear()
-            if self._once.clear(what):
-                log.info("Got %s", what)
-            return result
-        raise Cancelled
 
     def _find_uplink(self, kernel: Kernel, config: Config, choice: InterfaceChoice) -> Uplink:
         """Elect the uplink, waiting for it as long as ``--iface-wait`` says."""
@@ -281,7 +226,7 @@ class Daemon:
             except OSError as failure:
                 raise Retryable(f"cannot read the interfaces: {failure}") from failure
 
-        uplink = self._patiently("an external interface", attempt)
+        uplink = self._readiness.patiently("an external interface", attempt)
         log.info("The external interface is %s", uplink)
         return uplink
 
@@ -293,30 +238,6 @@ class Daemon:
         heartbeat = partial(self._supervisor.heartbeat, "firewall")
         self._sight.firewall = Firewall(wishes, stop=self._supervisor.stop, heartbeat=heartbeat)
         return self._sight.firewall
-
-    def _masquerade_now(self, member: Member) -> None:
-        """A container must not be seen outside with an address that nobody there can answer."""
-        wall = self._firewall(member)
-        wall.start()
-        self._supervisor.start("firewall", wall.run, wall.cancel)
-
-    def _forward_soon(self, member: Member) -> None:
-        """Rules that only let traffic through come after the routes on which it goes."""
-        walls: list[Firewall] = []
-
-        def run() -> None:
-            deadline = clock.now() + _SYNC_PATIENCE
-            while self._missing and clock.now() < deadline:
-                if self._supervisor.stop.wait(_SYNC_LOOK):
-                    return
-            walls.append(self._firewall(member))
-            walls[0].start_and_run()
-
-        def cancel() -> None:
-            for wall in walls:
-                wall.cancel()
-
-        self._supervisor.start("firewall", run, cancel)
 
     def _blackholes(self, lease: Lease) -> tuple[Blackhole, ...]:
         """So that what is for a container that is no more does not go round between host and gateway."""

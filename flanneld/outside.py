@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-from flanneld.backends import Backend, Driver, HasDrivers, InBulk, Vital
+from flanneld import clock
+from flanneld.backends import Backend, Driver, HasDrivers, InBulk, Vital, Watched
 from flanneld.errors import Retryable
 from flanneld.model import IPNetwork
 from flanneld.network.diff import Plan, diff, without_ways_to
@@ -23,6 +25,7 @@ class Outside:
     def __init__(self, backend: Backend) -> None:
         drivers = backend.drivers() if isinstance(backend, HasDrivers) else ()
         self._drivers: dict[type, Driver] = {driver.handles: driver for driver in drivers}
+        self._watched = [driver for driver in self._drivers.values() if isinstance(driver, Watched)]
 
     def __bool__(self) -> bool:
         return bool(self._drivers)
@@ -76,6 +79,15 @@ class Outside:
         """The drivers that may have news, by what becomes readable then."""
         vital = (driver for driver in self._drivers.values() if isinstance(driver, Vital))
         return {fd: driver for driver in vital if (fd := driver.fileno()) >= 0}
+
+    @property
+    def next_look(self) -> float:
+        """When something wants to be looked at, on the clock of ``clock.now``."""
+        return min((driver.next_look for driver in self._watched), default=math.inf)
+
+    def look(self) -> bool:
+        """Look at what is due. Whether something does not work."""
+        return any(driver.look() for driver in self._watched if driver.next_look <= clock.now())
 
     def close(self) -> None:
         """Let every driver undo what must not outlive the daemon."""

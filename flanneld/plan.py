@@ -69,6 +69,8 @@ def kernel_lines(outcome: Outcome, *, local: bool) -> Iterator[str]:
             yield from commands.link(link, actual, outcome.uplink.name)
     else:
         yield from filter(None, map(commands.drop, notes.drops.values()))
+        for route in notes.behind.values():
+            yield from commands.bring_to_front(route, outcome.domain.links)
     for resource in sorted(notes.puts.values(), key=lambda each: each.kind):
         if (resource.kind is resource.kind.ADDRESS) is local:
             line = commands.put(resource, outcome.domain.links)

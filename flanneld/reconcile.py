@@ -1,6 +1,4 @@
-"""The only loop that moves the kernel.
-
-    facts -> wanted state -> difference to what the kernel holds -> apply -> report
+"""The only loop that moves the kernel: when it is read and repaired. ``convergence`` knows how.
 
 News of one lease touches only what belongs to this lease. An audit reads everything back and
 repairs the difference: at the start, when somebody else touched what is ours, after a refusal,
@@ -12,31 +10,22 @@ from __future__ import annotations
 
 import logging
 import select
-import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import replace
-from itertools import chain
+from collections.abc import Callable, Iterable
 
 from flanneld import clock
 from flanneld.brake import Brake
+from flanneld.convergence import Convergence
 from flanneld.counters import Work
-from flanneld.errors import Fatal, Retryable
 from flanneld.glog import Once, V
 from flanneld.inbox import Inbox
-from flanneld.model import (
-    Event,
-    IPNetwork,
-    Lease,
-)
-from flanneld.network.diff import Plan, compare, without_ways_to
-from flanneld.network.kernel import Domain, Kernel
-from flanneld.network.links import described, is_not_ours_to_remove
+from flanneld.model import Event, IPNetwork, Lease
+from flanneld.network.domain import Domain
+from flanneld.network.kernel import Kernel
 from flanneld.network.monitor import Gone, InterfaceChanged, Monitor, News, Overrun, Seen
 from flanneld.network.report import Report
-from flanneld.network.resources import Kind, Link, Resource
-from flanneld.outside import Outside
+from flanneld.network.resources import Resource
 from flanneld.peers import Peers
 from flanneld.site import Site
 
@@ -48,8 +37,6 @@ _SETTLE = 0.005
 #: Between two repairs where somebody keeps undoing our work; and as a multiple of the CPU time one costs.
 _REPAIR_SPACING, _REPAIR_COST_FACTOR = 0.2, 10
 _FIRST_RETRY, _LAST_RETRY = 1.0, 30.0
-#: After more writes than this the kernel is read back rather than its echo of them.
-_BULK = 500
 #: So many lines about single objects are worth reading at a time.
 _FEW = 10
 
@@ -74,10 +61,7 @@ class Reconciler:
         brake: Brake,
     ) -> None:
         self.inbox: Inbox[list[Event]] = Inbox()
-        self.work = Work()
-        self._kernel = kernel
         self._site = site
-        self._own = own
         self._stop = stop
         self._heartbeat = heartbeat
         self._on_move = on_move
@@ -85,11 +69,18 @@ class Reconciler:
         self._reread = reread
         self._brake = brake
         self._monitor = monitor
-        self._extras = tuple(extras)
         self._peers = Peers(own, [network for network, _ in site.ranges], brake)
-        self._outside = Outside(site.backend)
-        self._domain = Domain(site.uplink.name, frozenset(), _ranges(site, own), former)
-        self._names: dict[int, str] = {}
+        self._convergence = Convergence(
+            kernel,
+            monitor,
+            site,
+            own,
+            self._peers,
+            extras=extras,
+            former=former,
+            brake=brake,
+            unheard=self._look_at_all,
+        )
         self._once = Once()
         self._next_audit = clock.now()
         self._earliest_repair = 0.0
@@ -106,7 +97,11 @@ class Reconciler:
 
     @property
     def domain(self) -> Domain:
-        return self._domain
+        return self._convergence.domain
+
+    @property
+    def work(self) -> Work:
+        return self._convergence.work
 
     @property
     def brake(self) -> Brake:
@@ -116,43 +111,11 @@ class Reconciler:
 
     def prepare(self) -> None:
         """Make what this node needs for itself. Raises ``Fatal`` when the kernel refuses."""
-        self._wish_for_ourselves()
-        try:
-            self._spare_what_is_not_ours()
-            report = self._kernel.apply_links(self._links())
-            # Nothing is put on a device that another daemon has just made.
-            _demand_all(report)
-            report.add(self._converge())
-        except OSError as failure:
-            raise Retryable(f"cannot read the kernel's tables: {failure}") from failure
-        _demand_all(report)
-        missing = self._outside.missing(report)
-        if missing:
-            raise Retryable(missing[0].reason)
+        report = self._convergence.prepare()
         for resource in report.made:
             log.info("Made %s", resource)
         self._next_audit = clock.now() + AUDIT_PERIOD
         self._account(report)
-
-    def _spare_what_is_not_ours(self) -> None:
-        for link in self._links():
-            seen = self._kernel.link(link.name)
-            if seen and is_not_ours_to_remove(link, seen.make):
-                raise Fatal(
-                    f"{link.name} is {described(seen.make)}, and we need a device of kind {link.make}",
-                    f"if nobody needs it, remove it: ip link delete {link.name}",
-                )
-
-    def _wish_for_ourselves(self) -> None:
-        self._peers.wish_locally((*self._site.backend.local(self._own), *self._extras))
-        self._domain = replace(
-            self._domain,
-            uplink=self._site.uplink.name,
-            links=frozenset(link.name for link in self._links()),
-        )
-
-    def _links(self) -> list[Link]:
-        return [item for item in self._peers.local_wishes() if isinstance(item, Link)]
 
     # ---- the loop ----------------------------------------------------------------------------
 
@@ -162,27 +125,30 @@ class Reconciler:
             self._sleep()
             self._take_events([event for events in self.inbox.drain() for event in events])
             self.inbox.settle()
-            self._take_news(self._monitor.read(self._names.get))
+            self._take_news(self._monitor.read(self._convergence.names.get))
             if clock.now() >= self._next_audit and not self._stop.is_set():
                 self._audit()
             if self._brake.is_due():
                 self._reread()
-        self._outside.close()
+        self._convergence.outside.close()
 
     def cancel(self) -> None:
         self.inbox.wake()
 
     def _sleep(self) -> None:
         """Until there is something to do."""
-        drivers = self._outside.sources()
+        outside = self._convergence.outside
+        drivers = outside.sources()
         poll = select.poll()
         for source in (self.inbox.fileno(), self._monitor.fileno(), *drivers):
             poll.register(source, select.POLLIN)
-        next_act = min(self._next_audit, self._brake.next_reading)
+        next_act = min(self._next_audit, self._brake.next_reading, outside.next_look)
         for fd, _ in poll.poll(max(0.0, next_act - clock.now()) * 1000):
             if fd in drivers:
                 drivers[fd].news()
                 self._repair_soon()
+        if outside.look():
+            self._repair_soon()
 
     # ---- news of leases ----------------------------------------------------------------------
 
@@ -193,11 +159,11 @@ class Reconciler:
             if self._peers.synced:
                 self._first_sync()
             return
-        if events and self._domain.adopt:
+        if events and self.domain.adopt:
             self._repair_soon()
         try:
             if steps:
-                report = self._apply(steps)
+                report = self._convergence.apply(steps)
                 self.work.applied(report, self.inbox.since)
                 self._account(report)
         except OSError as failure:
@@ -206,9 +172,9 @@ class Reconciler:
 
     def _first_sync(self) -> None:
         """All peers are known: from now on what is stale may go."""
-        self._domain = replace(self._domain, sweep=True, adopt=True)
+        self._convergence.start_to_sweep()
         try:
-            report = self._converge()
+            report = self._convergence.converge()
         except OSError as failure:
             self._could_not_read(failure)
             return
@@ -224,7 +190,7 @@ class Reconciler:
     def _is_swept(self) -> None:
         """What an earlier run left has been dealt with, or is held back."""
         if not self._brake.sweep_is_held:
-            self._domain = replace(self._domain, adopt=False)
+            self._convergence.is_swept()
         self._on_synced()
 
     # ---- news of the kernel ------------------------------------------------------------------
@@ -249,13 +215,13 @@ class Reconciler:
                         self._repair_soon()
 
     def _concerns_us(self, index: int, name: str | None) -> bool:
-        ours = name == self._site.uplink.name or name in self._domain.links
-        return ours or index in self._names or self._site.asks_routes or self._site.is_adrift
+        ours = name == self._site.uplink.name or name in self.domain.links
+        return ours or index in self._convergence.names or self._site.asks_routes or self._site.is_adrift
 
     def _is_drift(self, resource: Resource) -> bool:
         wanted = self._peers.wanted.get(resource.key)
         if wanted is None:
-            return getattr(resource, "device", None) in self._domain.links
+            return getattr(resource, "device", None) in self.domain.links
         return wanted != resource
 
     def _repair_soon(self) -> None:
@@ -269,7 +235,7 @@ class Reconciler:
         self._next_audit = clock.now() + AUDIT_PERIOD
         try:
             self._follow_uplink()
-            report = self._converge()
+            report = self._convergence.converge()
             self.work.healed(report)
         except OSError as failure:
             self._could_not_read(failure)
@@ -285,7 +251,7 @@ class Reconciler:
         self._earliest_repair = clock.now() + max(_REPAIR_SPACING, _REPAIR_COST_FACTOR * cost)
         self._next_audit = max(self._next_audit, self._earliest_repair)
         self._account(report)
-        if self._peers.synced and self._domain.adopt:
+        if self._peers.synced and self.domain.adopt:
             self._is_swept()
 
     def _follow_uplink(self) -> None:
@@ -293,68 +259,17 @@ class Reconciler:
         moved = look and self._site.follow()
         self._uplink_may_have_moved = False
         if moved:
-            self._outside = Outside(self._site.backend)
-            self._wish_for_ourselves()
+            self._convergence.move()
         if moved or self._site.asks_routes:
             self._peers.reconsider(self._site.backend)
         if moved:
             self._on_move()
 
-    def _converge(self) -> Report:
-        """Read, compare, apply. Raises ``OSError`` if the kernel cannot be read."""
-        with self.work.reconcile:
-            report = self._read_and_repair()
-        self.work.converged(report)
-        return report
-
-    def _read_and_repair(self) -> Report:
-        report = self._kernel.apply_links(self._links())
-        links = ((link, True) for link in self._links())
-        steps = compare(self._peers.wanted, chain(links, self._kernel.read(self._domain, self._peers.wanted)))
-        steps = Plan(steps.puts, self._stale(steps.drops) if self._domain.sweep else ())
-        report.add(self._write(steps.only(_in_kernel) if self._outside else steps))
-        report.add(
-            self._outside.converge(self._peers.wanted, sweep=self._domain.sweep, unclear=self._peers.unclear)
-        )
-        self._names = self._interfaces()
-        return report
-
-    def _stale(self, unwanted: Collection[Resource]) -> tuple[Resource, ...]:
-        """What may go of all that nobody wants."""
-        stale = without_ways_to(self._peers.unclear, unwanted)
-        held = self._domain.adopt and self._brake.holds_sweep(
-            sum(map(_is_route, stale)), sum(map(_is_route, self._peers.wanted.values()))
-        )
-        return () if held else stale
-
-    def _apply(self, steps: Plan) -> Report:
-        if not self._outside:
-            return self._write(steps)
-        report = self._write(steps.only(_in_kernel))
-        report.add(self._outside.apply(steps.only(lambda resource: not _in_kernel(resource))))
-        return report
-
-    def _write(self, steps: Plan) -> Report:
-        if not steps:
-            return Report()
-        with self.work.apply:
-            return self._write_all(steps)
-
-    def _write_all(self, steps: Plan) -> Report:
-        if len(steps.puts) + len(steps.drops) <= _BULK:
-            return self._kernel.apply(steps, self._domain)
-        with self._monitor.deaf():
-            report = self._kernel.apply(steps, self._domain)
-        # Whatever else happened meanwhile was not heard; and reading back is a proof.
+    def _look_at_all(self, report: Report) -> None:
+        """After writes in bulk: what else happened meanwhile was not heard, and reading back is a proof."""
         self._uplink_may_have_moved = True
         if report.made or report.removed:
             self._repair_soon()
-        return report
-
-    def _interfaces(self) -> dict[int, str]:
-        present = {name: index for index, name in socket.if_nameindex()}
-        ours = (self._domain.uplink, *self._domain.links)
-        return {present[name]: name for name in ours if name in present}
 
     # ---- afterwards --------------------------------------------------------------------------
 
@@ -372,30 +287,6 @@ class Reconciler:
             log, "read", f"Cannot read the kernel's tables: {failure}; changing nothing until we can"
         )
         self._next_audit = clock.now() + _FIRST_RETRY
-
-
-def _ranges(site: Site, own: Lease) -> tuple[tuple[IPNetwork, int], ...]:
-    """A subnet is as long as ours: in Kubernetes that is not for the network config to say."""
-    own_lengths = {net.version: net.prefixlen for net in own.key if net is not None}
-    return tuple((network, own_lengths.get(network.version, length)) for network, length in site.ranges)
-
-
-def _demand_all(report: Report) -> None:
-    """Raises ``Fatal`` for the first thing that the kernel refuses."""
-    refused = [failure for failure in report.failed if _in_kernel(failure.resource)]
-    if refused:
-        raise Fatal(
-            f"the kernel refuses {refused[0]}",
-            refused[0].remedy or "run with CAP_NET_ADMIN on a kernel that has this kind of device",
-        )
-
-
-def _in_kernel(resource: Resource) -> bool:
-    return resource.kind is not Kind.OUTSIDE
-
-
-def _is_route(resource: Resource) -> bool:
-    return resource.kind is Kind.ROUTE
 
 
 def _log_repairs(what: str, resources: list[Resource]) -> None:

@@ -21,11 +21,12 @@ from flanneld.errors import Retryable
 from flanneld.model import FAMILIES, Event, IPNetwork, Lease, LeaseAttrs, LeaseKey, Snapshot, Uplink
 from flanneld.network import links
 from flanneld.network.diff import Plan
+from flanneld.network.domain import Domain
 from flanneld.network.interface import InterfaceChoice
-from flanneld.network.kernel import Domain, Kernel
+from flanneld.network.kernel import Kernel
 from flanneld.network.monitor import Monitor
 from flanneld.network.report import Report
-from flanneld.network.resources import Blackhole, ForeignLink, Key, Link, Resource, State
+from flanneld.network.resources import Blackhole, ForeignLink, Key, Link, Resource, Route, State
 from flanneld.options import Options
 from flanneld.peers import View
 from flanneld.reconcile import Reconciler
@@ -43,6 +44,7 @@ class Notebook(Kernel):
         self.devices: dict[str, tuple[Link, Link | ForeignLink | None]] = {}
         self.puts: dict[Key, Resource] = {}
         self.drops: dict[str, Resource] = {}
+        self.behind: dict[Key, Route] = {}
 
     def apply_links(self, wanted: Iterable[Link]) -> Report:
         for link in wanted:
@@ -61,6 +63,7 @@ class Notebook(Kernel):
     def apply(self, plan: Plan, domain: Domain) -> Report:
         del domain
         self.puts |= {resource.key: resource for resource in plan.puts}
+        self.behind |= {route.key: route for route in plan.behind}
         self.drops |= {str(resource): resource for resource in plan.drops}
         return Report()
 

@@ -106,6 +106,20 @@ class Vital(Protocol):
 
 
 @runtime_checkable
+class Watched(Protocol):
+    """What a driver offers besides, if what it drives may stop working without a word."""
+
+    @property
+    def next_look(self) -> float:
+        """When to look again, on the clock of ``clock.now``."""
+        ...
+
+    def look(self) -> bool:
+        """See whether it works, and wait for nothing. If it does not, an audit reads and repairs at once."""
+        ...
+
+
+@runtime_checkable
 class InBulk(Protocol):
     """What a driver offers besides, if many resources cost less than one by one."""
 

@@ -12,7 +12,8 @@ from typing import Any
 
 from flanneld import host_checks, subnet_file
 from flanneld.cleanup import is_flannels
-from flanneld.ctl import look
+from flanneld.ctl import detours, look
+from flanneld.ctl.detours import Detour
 from flanneld.ctl.look import Entry, Found
 from flanneld.ctl.source import Source, ranges_of
 from flanneld.host_checks import Finding as HostFinding
@@ -53,6 +54,7 @@ class Facts:
     #: The addresses of all interfaces, by the interface.
     addresses: tuple[tuple[str, IPAddress], ...] = ()
     entries: tuple[Entry, ...] = ()
+    detours: tuple[Detour, ...] = ()
     host: tuple[HostFinding, ...] = ()
     dropping: tuple[Dropped, ...] = ()
     #: Programs that manage devices or rules: the device or the program, and who it is.
@@ -100,6 +102,7 @@ def gather(source: Source) -> Facts:
         links=found.links,
         addresses=tuple(_addresses(found)),
         entries=tuple(look.compare(document, found)),
+        detours=tuple(detours.read(document, found, look.way_to)),
         host=host_checks.findings(host_checks.read_facts(families, uplink)),
         dropping=tuple(_dropping(document)),
         managed=tuple(_managed(ours)),

@@ -10,7 +10,8 @@ from typing import Any
 from flanneld.cleanup import is_flannels
 from flanneld.ctl.source import knows_peers, ranges_of
 from flanneld.model import IPAddress
-from flanneld.network.kernel import Domain, Kernel
+from flanneld.network.domain import Domain
+from flanneld.network.kernel import Kernel
 from flanneld.network.links import SeenLink
 from flanneld.network.rtnl import RTN_UNICAST
 
@@ -100,6 +101,12 @@ def compare(document: Mapping[str, Any], found: Found) -> list[Entry]:
             entries.append(Entry(kind, text, "missing", owner))
     extra = [text for text, is_ours in found.objects.items() if is_ours and text not in texts]
     return entries + [Entry(_kind(text), text, "not wanted") for text in extra]
+
+
+def after(word: str, text: str) -> str:
+    """What follows a word in the text of an object, empty if it does not occur."""
+    words = text.split()
+    return words[words.index(word) + 1] if word in words else ""
 
 
 def _kind(text: str) -> str:

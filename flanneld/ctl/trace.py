@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from ipaddress import ip_address, ip_network
 from typing import Any
 
-from flanneld.ctl.look import Found, Way
+from flanneld.ctl.detours import follows, wanted_route
+from flanneld.ctl.look import Found, Way, after
 from flanneld.ctl.source import knows_peers, ranges_of
 from flanneld.model import IPAddress
 
@@ -63,16 +64,16 @@ def _to_a_peer(
         _verdict(good),
         "" if good else f"{peer['state']}: {peer['reason'] or ', '.join(peer['conflicts'])}",
     )
-    route = _route(target, peer)
+    route = wanted_route(target, peer, document)
     way = way_to(target)
     yield _route_hop(route, way, found)
-    gateway = _after("via", route)
+    gateway = after("via", route)
     neighbour = _object(peer, "neighbor", lambda text: text.split()[1] == gateway)
     if neighbour:
         yield _present("neigh", neighbour, found)
-        mac = _after("lladdr", neighbour)
+        mac = after("lladdr", neighbour)
         yield _present("fdb", _object(peer, "fdb", lambda text: text.split()[1] == mac), found)
-    yield from _device(_after("dev", route) or way.device, document, found)
+    yield from _device(after("dev", route) or way.device, document, found)
     yield from _underlay(target, peer, document, way_to)
 
 
@@ -81,7 +82,7 @@ def _route_hop(route: str, way: Way, found: Found) -> Hop:
         return Hop("route", str(way), "PROBLEM", "nothing is wanted for this peer")
     if route not in found.objects:
         return Hop("route", str(way), "PROBLEM", f"missing: {route}")
-    if way.device != _after("dev", route):
+    if not follows(way, route):
         return Hop("route", str(way), "PROBLEM", f"another route or rule comes before: {route}")
     return Hop("route", str(way), "ok")
 
@@ -122,18 +123,9 @@ def _underlay(
         )
 
 
-def _route(target: IPAddress, peer: Mapping[str, Any]) -> str:
-    return _object(peer, "route", lambda text: target in ip_network(text.split()[1]))
-
-
 def _object(peer: Mapping[str, Any], kind: str, fits: Callable[[str], bool]) -> str:
     texts = (each["text"] for each in peer["objects"] if each["kind"] == kind)
     return next((text for text in texts if fits(text)), "")
-
-
-def _after(word: str, text: str) -> str:
-    words = text.split()
-    return words[words.index(word) + 1] if word in words else ""
 
 
 def _subnet_with(target: IPAddress, subnets: Any) -> str:

@@ -29,8 +29,9 @@ def put(resource: Resource, links: Collection[str]) -> str:
     """What makes a resource; ``links`` are the devices that are ours. Empty for what has no command."""
     match resource:
         case Route():
-            mark = "" if resource.device in links else f" proto {PROTO_FLANNEL}"
-            return f"{_ip(resource.destination.version)} route replace {_way(resource)}{mark}"
+            return (
+                f"{_ip(resource.destination.version)} route replace {_way(resource)}{_mark(resource, links)}"
+            )
         case Blackhole():
             return f"{_ip(resource.destination.version)} route replace {_blackhole(resource)}"
         case Address():
@@ -42,6 +43,12 @@ def put(resource: Resource, links: Collection[str]) -> str:
         case FdbEntry():
             return f"bridge fdb replace {_entry(resource)} self permanent"
     return ""
+
+
+def bring_to_front(route: Route, links: Collection[str]) -> Iterator[str]:
+    """What makes an IPv4 route that is there the first of those to its network."""
+    yield drop(route)
+    yield f"ip route prepend {_way(route)}{_mark(route, links)}"
 
 
 def drop(resource: Resource) -> str:
@@ -113,6 +120,10 @@ def _ip(family: int) -> str:
 def _way(route: Route) -> str:
     via = f" via {route.gateway}" if route.gateway else ""
     return f"{route.destination}{via} dev {route.device}{' onlink' if route.onlink else ''}"
+
+
+def _mark(route: Route, links: Collection[str]) -> str:
+    return "" if route.device in links else f" proto {PROTO_FLANNEL}"
 
 
 def _blackhole(resource: Blackhole) -> str:

@@ -28,6 +28,20 @@ def put(wanted: Link, actual: Link | ForeignLink | None) -> None:
         _create(route, wanted)
 
 
+def rename(index: int, name: str) -> None:
+    """Give a device another name. Raises ``OSError``."""
+    with _iproute() as route:
+        try:
+            _call(route, "set", index=index, ifname=name)
+        except OSError as failure:
+            if failure.errno != errno.EBUSY:
+                raise
+            # Before Linux 6.2 a device has to be down for that.
+            _call(route, "set", index=index, state="down")
+            _call(route, "set", index=index, ifname=name)
+            _call(route, "set", index=index, state="up")
+
+
 def drop(name: str) -> None:
     """Remove a device; one that is not there is fine. Raises ``OSError``."""
     with _iproute() as route:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import errno
 import logging
+from collections.abc import Callable, Iterator
 
 from flanneld.glog import V
-from flanneld.model import Family, IPAddress
+from flanneld.model import Family, IPAddress, IPNetwork
 from flanneld.network import links, rtnl, ways
 from flanneld.network.netlink import DumpInterrupted, NetlinkSocket
 
@@ -58,10 +59,19 @@ class HostView:
         found = self._dump(rtnl.RTM_GETROUTE, rtnl.routes_request(family))
         return [index for item in found if (index := ways.decode_default_route(*item)) is not None]
 
-    def _dump(self, kind: int, body: bytes) -> list[tuple[bytes, int, int]]:
+    def routes(self, family: Family) -> Iterator[tuple[IPNetwork, int]]:
+        """Where each main-table route leads to, and its interface, 0 for none or more than one."""
+        for item in self._dump(rtnl.RTM_GETROUTE, rtnl.routes_request(family)):
+            seen = ways.decode_destination(*item)
+            if seen is not None:
+                yield seen
+
+    def _dump(
+        self, kind: int, body: bytes, concerns_us: Callable[[bytes, int, int], bool] = lambda *_: True
+    ) -> list[tuple[bytes, int, int]]:
         for _ in range(_DUMP_TRIES):
             try:
-                return list(self._socket.dump(kind, body))
+                return [item for item in self._socket.dump(kind, body) if concerns_us(*item)]
             except DumpInterrupted:
                 continue
             except FileNotFoundError:

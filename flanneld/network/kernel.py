@@ -1,9 +1,4 @@
-"""What this kernel holds for us, read and written over rtnetlink.
-
-What is ours: everything on a device that we make, except what the kernel itself put there; on any
-other device the routes that carry our protocol number. Routes that an earlier flanneld left on the
-uplink without that mark (Go's carry ``boot``) are told by their shape, and only while ``adopt`` is on.
-"""
+"""What this kernel holds for us, read and written over rtnetlink."""
 
 from __future__ import annotations
 
@@ -12,24 +7,25 @@ import logging
 import os
 import socket
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
 
-from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork
+from flanneld.model import FAMILIES, Family
 from flanneld.network import devices, links, rtnl
 from flanneld.network.diff import Plan
+from flanneld.network.domain import Domain
 from flanneld.network.host import HostView
 from flanneld.network.report import Failure, Report
 from flanneld.network.resources import (
     PROTO_BOOT,
     PROTO_FLANNEL,
     Address,
-    Blackhole,
+    ForeignLink,
     Kind,
     Link,
     Neighbor,
     Resource,
+    RivalRoute,
     Route,
     State,
     Vxlan,
@@ -41,50 +37,6 @@ log = logging.getLogger(__name__)
 _DEVICES_OF_FLANNEL = "flannel"
 #: Answers to a removal that mean it was gone already.
 _GONE = frozenset({errno.ENOENT, errno.ESRCH, errno.EADDRNOTAVAIL, errno.ENODEV})
-
-
-@dataclass(frozen=True, slots=True)
-class Domain:
-    """What of this kernel is ours.
-
-    ``links`` are the devices we make, ``ranges`` the cluster networks with the length of a subnet, and
-    ``former`` the networks of an earlier run. ``adopt`` claims what that run left: its marked routes to
-    ``former``, and the unmarked routes of a Go flanneld. ``sweep`` says that what is ours and not wanted
-    may go, which holds once the peers are known.
-    """
-
-    uplink: str
-    links: frozenset[str]
-    ranges: tuple[tuple[IPNetwork, int], ...]
-    former: tuple[IPNetwork, ...] = ()
-    adopt: bool = False
-    sweep: bool = False
-
-    @property
-    def families(self) -> tuple[Family, ...]:
-        return tuple(network.version for network, _ in self.ranges)
-
-    def owns_route(self, seen: rtnl.SeenRoute) -> bool:
-        if seen.route.device in self.links:
-            return seen.protocol != rtnl.RTPROT_KERNEL
-        if seen.protocol == PROTO_FLANNEL:
-            # Another flanneld on this host has another network.
-            networks = [network for network, _ in self.ranges]
-            return _within(seen.route.destination, networks + list(self.former if self.adopt else ()))
-        return self.adopt and seen.protocol == PROTO_BOOT and self._is_peer_route(seen.route)
-
-    def owns_address(self, address: IPAddress) -> bool:
-        """Wrong addresses go only inside the cluster network: others may be an operator's."""
-        return any(address in network for network, _ in self.ranges)
-
-    def _is_peer_route(self, route: Route) -> bool:
-        return route.gateway is not None and any(
-            route.destination.prefixlen == length and _within(route.destination, [network])
-            for network, length in self.ranges
-        )
-
-    def owns_blackhole(self, blackhole: Blackhole) -> bool:
-        return _within(blackhole.destination, [network for network, _ in self.ranges])
 
 
 class Kernel(HostView):
@@ -106,26 +58,18 @@ class Kernel(HostView):
                 yield from self._neighbors(rtnl.neighbors_request(family, index), names)
             if self._has_fdb(name, wanted):
                 yield from self._neighbors(rtnl.fdb_request(index), names)
-        for seen in self._routes(domain, wanted):
-            yield seen.route, domain.owns_route(seen)
         for family in domain.families:
-            for item in self._dump(rtnl.RTM_GETROUTE, rtnl.routes_request(family, protocol=PROTO_FLANNEL)):
-                blackhole = rtnl.decode_blackhole(*item)
-                if blackhole is not None:
-                    yield blackhole, domain.owns_blackhole(blackhole)
+            yield from self._routes(family, domain, wanted)
 
     def left_behind(self, domain: Domain) -> list[Resource]:
         """The routes of any flanneld: all marked ones, and unmarked ones as ``adopt`` tells them."""
         found: list[Resource] = []
         for family in FAMILIES:
-            for item in self._dump(rtnl.RTM_GETROUTE, rtnl.routes_request(family, protocol=PROTO_FLANNEL)):
-                blackhole = rtnl.decode_blackhole(*item)
-                if blackhole is not None:
-                    found.append(blackhole)
-            marked = self._dump_routes(rtnl.routes_request(family, protocol=PROTO_FLANNEL))
-            unmarked = self._dump_routes(rtnl.routes_request(family, protocol=PROTO_BOOT))
-            found += [seen.route for seen in marked]
-            found += [seen.route for seen in unmarked if domain.owns_route(seen)]
+            marked = self._dump(rtnl.RTM_GETROUTE, rtnl.routes_request(family, protocol=PROTO_FLANNEL))
+            unmarked = self._dump(rtnl.RTM_GETROUTE, rtnl.routes_request(family, protocol=PROTO_BOOT))
+            found += filter(None, (rtnl.decode_blackhole(*item) for item in marked))
+            found += [seen.route for seen in _decoded(marked)]
+            found += [seen.route for seen in _decoded(unmarked) if domain.owns_route(seen)]
         return found
 
     def _has_fdb(self, name: str, wanted: State) -> bool:
@@ -137,26 +81,35 @@ class Kernel(HostView):
             if entry is not None:
                 yield entry, True
 
-    def _routes(self, domain: Domain, wanted: State) -> Iterator[rtnl.SeenRoute]:
+    def _routes(self, family: Family, domain: Domain, wanted: State) -> Iterator[tuple[Resource, bool]]:
+        """Those that may be ours or stand where ours should, in the kernel's order.
+
+        It could pick those of one device by itself, but not tell then which of several comes first.
+        """
         through = {domain.uplink, *domain.links}
         through.update(route.device for route in wanted.values() if isinstance(route, Route))
-        for family in domain.families:
-            for name in through:
-                if index := _index_of(name):
-                    yield from self._dump_routes(rtnl.routes_request(family, device=index))
-            yield from self._dump_routes(rtnl.routes_request(family, protocol=PROTO_FLANNEL))
-            if domain.adopt:
-                # Left by a run with another backend or VNI.
-                for seen in self._dump_routes(rtnl.routes_request(family, protocol=PROTO_BOOT)):
-                    if seen.route.device.startswith(_DEVICES_OF_FLANNEL):
-                        yield seen
-
-    def _dump_routes(self, request: bytes) -> Iterator[rtnl.SeenRoute]:
+        indexes = {index for name in through if (index := _index_of(name))}
         name_of = cache(_name_of)
-        for item in self._dump(rtnl.RTM_GETROUTE, request):
+
+        def concerns_us(data: bytes, offset: int, end: int) -> bool:
+            protocol = rtnl.protocol_of(data, offset, end)
+            if protocol == PROTO_FLANNEL:
+                return True
+            key, index = rtnl.outline(data, offset, end) or (None, 0)
+            if index in indexes or key in wanted:
+                return True
+            # Left by a run with another backend or VNI.
+            left = domain.adopt and protocol == PROTO_BOOT and key is not None
+            return left and (name_of(index) or "").startswith(_DEVICES_OF_FLANNEL)
+
+        for item in self._dump(rtnl.RTM_GETROUTE, rtnl.routes_request(family), concerns_us):
             seen = rtnl.decode_route(*item, name_of)
             if seen is not None:
-                yield seen
+                yield seen.route, domain.owns_route(seen)
+            elif (blackhole := rtnl.decode_blackhole(*item)) is not None:
+                yield blackhole, domain.owns_blackhole(blackhole)
+            elif (other := rtnl.outline(*item)) is not None:
+                yield RivalRoute(other[0]), False
 
     # ---- writing -----------------------------------------------------------------------------
 
@@ -171,16 +124,32 @@ class Kernel(HostView):
             if actual is not None:
                 log.warning("%s %s", link.name, links.differences(link, actual))
             try:
-                devices.put(link, actual)
+                self._put_link(link, actual)
                 report.made.append(link)
             except OSError as failure:
-                reason = failure.strerror or str(failure)
-                report.failed.append(Failure(link, reason, links.remedy(link, failure.errno)))
+                report.failed.append(self._refusal(link, failure))
         return report
+
+    def _put_link(self, link: Link, actual: Link | ForeignLink | None) -> None:
+        ours = links.renamed(link, self.links()) if actual is None else None
+        if ours is not None:
+            log.warning("%s is called %s now: giving it its name back", link.name, ours.name)
+            devices.rename(ours.index, link.name)
+            seen = self.link(link.name)
+            actual = seen.make if seen else None
+        if actual is None or links.step(link, actual) is not links.Step.NOTHING:
+            devices.put(link, actual)
+
+    def _refusal(self, link: Link, failure: OSError) -> Failure:
+        reason = failure.strerror or str(failure)
+        holder = links.holder(link, self.links()) if failure.errno == errno.EEXIST else ""
+        text = f"{reason}: {holder} serves the same ends" if holder else reason
+        return Failure(link, text, links.remedy(link, failure.errno, holder))
 
     def apply(self, plan: Plan, domain: Domain) -> Report:
         """Carry out a plan. One refusal does not stop the rest, save for a route to a refused neighbour."""
         report = Report()
+        self._bring_to_front(plan.behind, domain, report)
         for kind, group in groupby(plan.puts, key=lambda resource: resource.kind):
             resources = list(group)
             if kind is Kind.ROUTE and report.failed:
@@ -192,6 +161,21 @@ class Kernel(HostView):
             if isinstance(resource, Link):
                 self._drop_link(resource, report)
         return report
+
+    def _bring_to_front(self, routes: Sequence[Route], domain: Domain, report: Report) -> None:
+        """Make each the first to its network; what was in front of it, somebody else's, stays behind it.
+
+        Replacing would be refused, or hit the other one. What is removed meanwhile is a route that no packet
+        takes.
+        """
+        if not routes:
+            return
+        more = f" and {len(routes) - 1} more" if len(routes) > 1 else ""
+        log.warning(
+            "Another route came before ours to %s%s, and now comes after it", routes[0].destination, more
+        )
+        self._send(routes, domain, drop=True)
+        self._account(routes, self._send(routes, domain, drop=False, in_front=True), report)
 
     def _withhold(self, routes: list[Resource], report: Report) -> list[Resource]:
         """Without its neighbour entry an onlink route would make the kernel ask the overlay for the MAC."""
@@ -215,6 +199,11 @@ class Kernel(HostView):
         refused = self._send(resources, domain, drop=drop)
         if refused and not drop:
             self._clear_the_way(resources, refused, domain)
+        self._account(resources, refused, report, drop=drop)
+
+    def _account(
+        self, resources: Sequence[Resource], refused: dict[int, int], report: Report, *, drop: bool = False
+    ) -> None:
         done = report.removed if drop else report.made
         for seq, resource in enumerate(resources):
             code = refused.get(seq)
@@ -247,7 +236,9 @@ class Kernel(HostView):
             else:
                 del refused[seq]
 
-    def _send(self, resources: Sequence[Resource], domain: Domain, *, drop: bool) -> dict[int, int]:
+    def _send(
+        self, resources: Sequence[Resource], domain: Domain, *, drop: bool, in_front: bool = False
+    ) -> dict[int, int]:
         """Write, many at a time. Returns the errno of each that was refused, by its place."""
         indexes: dict[str, int] = {}
 
@@ -262,7 +253,7 @@ class Kernel(HostView):
                 unmarked = isinstance(resource, Route) and resource.device in domain.links
                 protocol = PROTO_BOOT if unmarked else PROTO_FLANNEL
                 try:
-                    yield rtnl.encode(resource, index_of, protocol, seq, drop=drop)
+                    yield rtnl.encode(resource, index_of, protocol, seq, drop=drop, in_front=in_front)
                 except OSError:
                     refused[seq] = errno.ENODEV
 
@@ -279,8 +270,9 @@ class Kernel(HostView):
             report.failed.append(Failure(link, failure.strerror or str(failure)))
 
 
-def _within(net: IPNetwork, networks: list[IPNetwork]) -> bool:
-    return any(net.version == each.version and net.network_address in each for each in networks)
+def _decoded(items: Iterable[tuple[bytes, int, int]]) -> Iterator[rtnl.SeenRoute]:
+    name_of = cache(_name_of)
+    return filter(None, (rtnl.decode_route(*item, name_of) for item in items))
 
 
 def _index_of(name: str) -> int:

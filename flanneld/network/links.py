@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import struct
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 
@@ -153,6 +154,33 @@ def is_not_ours_to_remove(wanted: Link, actual: Link | ForeignLink) -> bool:
     return isinstance(wanted, Ipip) and not isinstance(actual, Ipip)
 
 
+def renamed(wanted: Link, present: Iterable[SeenLink]) -> SeenLink | None:
+    """The wanted device under another name. Its MAC, which is random, tells it from anybody else's."""
+    for seen in present:
+        make = seen.make
+        if not (isinstance(make, Vxlan) and isinstance(wanted, Vxlan) and make.mac == wanted.mac):
+            continue
+        if step(wanted, replace(make, name=wanted.name)) is not Step.REPLACE:
+            return seen
+    return None
+
+
+def holder(wanted: Link, present: Iterable[SeenLink]) -> str:
+    """The device because of which the kernel refuses the wanted one; empty if that is not plain."""
+    ends = _ends(wanted)
+    return next((seen.name for seen in present if ends and _ends(seen.make) == ends), "")
+
+
+def _ends(make: Link | ForeignLink) -> tuple[object, ...]:
+    """What no two devices of one kind may have in common."""
+    match make:
+        case Vxlan():
+            return (make.make, make.local.version, make.vni, make.port)
+        case Ipip():
+            return (make.make, make.local, make.remote)
+    return ()
+
+
 def differences(wanted: Link, actual: Link | ForeignLink) -> str:
     """What is wrong with a device, for the log."""
     if type(actual) is not type(wanted):
@@ -166,8 +194,10 @@ def described(actual: Link | ForeignLink) -> str:
     return actual.description if isinstance(actual, ForeignLink) else f"a device of kind {actual.make}"
 
 
-def remedy(wanted: Link, code: int | None) -> str:
-    """What to do when the kernel refuses to make a device, if its reason tells that."""
+def remedy(wanted: Link, code: int | None, holder: str = "") -> str:
+    """What to do when the kernel refuses to make a device, if its reason or the ``holder`` tells that."""
+    if holder:
+        return f"if nobody needs {holder}, remove it: ip link delete {holder}"
     match code:
         case errno.EOPNOTSUPP:
             return f"load the kernel's module: modprobe {wanted.make}"

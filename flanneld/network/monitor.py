@@ -153,5 +153,5 @@ def _odd_route(
     blackhole = rtnl.decode_blackhole(data, offset, end)
     if blackhole is not None:
         return Seen(blackhole) if kind == rtnl.RTM_NEWROUTE else Gone(blackhole.key)
-    key = rtnl.decode_unusable_route(data, offset, end)
-    return Gone(key) if key else None
+    other = rtnl.outline(data, offset, end)
+    return Gone(other[0]) if other else None

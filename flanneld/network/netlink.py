@@ -96,13 +96,15 @@ def messages(data: bytes) -> Iterator[tuple[int, int, int, int, int, int]]:
 
 
 class NetlinkSocket:
-    """One rtnetlink socket, used by one thread.
+    """One netlink socket, rtnetlink's unless another ``protocol`` (NETLINK_*) is named; used by one thread.
 
     ``groups`` are the multicast groups (RTNLGRP_*) to listen to; a listening socket does nothing else.
     """
 
-    def __init__(self, groups: Sequence[int] = (), receive_buffer: int = 1 << 20) -> None:
-        self._socket = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, 0)
+    def __init__(
+        self, groups: Sequence[int] = (), receive_buffer: int = 1 << 20, *, protocol: int = 0
+    ) -> None:
+        self._socket = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, protocol)
         self._asked = 0
         self._socket.bind((0, 0))
         self._widen(receive_buffer)

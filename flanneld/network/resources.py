@@ -199,6 +199,17 @@ class Route:
 
 
 @dataclass(frozen=True, slots=True)
+class RivalRoute:
+    """A route with the key of one of ours that we would not make so: never wanted, only met."""
+
+    kind: ClassVar[Kind] = Kind.ROUTE
+    key: Key
+
+    def __str__(self) -> str:
+        return "route of another kind"
+
+
+@dataclass(frozen=True, slots=True)
 class Blackhole:
     """Drops what is for the destination unless another route, of any length or metric, leads there."""
 

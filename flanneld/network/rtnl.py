@@ -28,10 +28,10 @@ from flanneld.network.resources import (
     Blackhole,
     FdbEntry,
     Key,
+    Kind,
     Neighbor,
     Resource,
     Route,
-    route_key,
 )
 
 RTM_NEWLINK, RTM_DELLINK, RTM_GETLINK = 16, 17, 18
@@ -53,8 +53,6 @@ RT_SCOPE_UNIVERSE, RT_SCOPE_NOWHERE = 0, 255
 RTPROT_KERNEL = 2
 #: Behind every route that somebody wants, above all the connected one of the containers' bridge.
 BLACKHOLE_METRIC = 65535
-#: RTN_BLACKHOLE, RTN_UNREACHABLE, RTN_PROHIBIT, RTN_THROW
-_UNUSABLE = frozenset({6, 7, 8, 9})
 _RTM_F_CLONED = 0x200
 _RTA_DST, RTA_OIF, RTA_GATEWAY, _RTA_PRIORITY, RTA_TABLE = 1, 4, 5, 6, 15
 _NDA_DST, _NDA_LLADDR, _NDA_PORT, _NDA_VNI, _NDA_IFINDEX = 1, 2, 6, 7, 8
@@ -68,6 +66,7 @@ RTMSG = struct.Struct("=BBBBBBBBI")
 _NDMSG = struct.Struct("=BxxxiHBB")
 _IFADDRMSG = struct.Struct("=BBBBi")
 _WRITE = NLM_F_REQUEST | NLM_F_CREATE | NLM_F_REPLACE
+_PREPEND = NLM_F_REQUEST | NLM_F_CREATE
 
 # Attribute headers for the payload sizes that occur: 4 and 16 bytes of address, 6 of MAC.
 _ATTR = struct.Struct("=HH")
@@ -108,10 +107,13 @@ def network_of(raw: bytes, length: int) -> IPNetwork:
 # ---- writing ---------------------------------------------------------------------------------
 
 
-def encode(resource: Resource, index_of: IndexOf, protocol: int, seq: int, *, drop: bool) -> bytes:
+def encode(
+    resource: Resource, index_of: IndexOf, protocol: int, seq: int, *, drop: bool, in_front: bool = False
+) -> bytes:
     """The message that makes or removes a resource; a link has none, ``devices`` makes those.
 
-    ``protocol`` is what a route carries (RTPROT_*). Raises ``KeyError`` for an unknown device.
+    ``protocol`` is what a route carries (RTPROT_*). What is made takes the place of what has its key, save
+    for an IPv4 route ``in_front`` of the others to its network. Raises ``KeyError`` for an unknown device.
     """
     match resource:
         case Neighbor():
@@ -126,7 +128,7 @@ def encode(resource: Resource, index_of: IndexOf, protocol: int, seq: int, *, dr
             kind, body = RTM_NEWADDR, _address(resource, index_of(resource.device))
         case _:
             raise TypeError(f"no rtnetlink message for {resource!r}")
-    flags = NLM_F_REQUEST if drop else _WRITE
+    flags = NLM_F_REQUEST if drop else _PREPEND if in_front else _WRITE
     return HEADER.pack(HEADER.size + len(body), kind + drop, flags, seq, 0) + body
 
 
@@ -209,10 +211,9 @@ def _address(entry: Address, index: int) -> bytes:
 # ---- reading ---------------------------------------------------------------------------------
 
 
-def routes_request(family: Family, *, device: int = 0, protocol: int = 0) -> bytes:
+def routes_request(family: Family, *, protocol: int = 0) -> bytes:
     """The body of a dump of main-table routes, filtered by the kernel where it can."""
-    head = RTMSG.pack(AF[family], 0, 0, 0, 0, protocol, 0, 0, 0)
-    return head + u32(RTA_TABLE, RT_TABLE_MAIN) + (u32(RTA_OIF, device) if device else b"")
+    return RTMSG.pack(AF[family], 0, 0, 0, 0, protocol, 0, 0, 0) + u32(RTA_TABLE, RT_TABLE_MAIN)
 
 
 def neighbors_request(family: Family, device: int) -> bytes:
@@ -241,9 +242,7 @@ def decode_route(data: bytes, offset: int, end: int, name_of: NameOf) -> SeenRou
     if kind != RTN_UNICAST or flags & _RTM_F_CLONED or family not in FAMILY or from_length or tos:
         return None
     found = attributes(data, offset + RTMSG.size, end)
-    if number(found.get(RTA_TABLE)) != RT_TABLE_MAIN:
-        return None
-    if number(found.get(_RTA_PRIORITY)) != (0 if family == AF[4] else _IPV6_DEFAULT_METRIC):
+    if not _is_common(family, found):
         return None
     device = name_of(number(found.get(RTA_OIF)))
     raw, gateway = found.get(_RTA_DST), found.get(RTA_GATEWAY)
@@ -273,16 +272,29 @@ def decode_blackhole(data: bytes, offset: int, end: int) -> Blackhole | None:
     return Blackhole(network_of(raw, length)) if marks == (RT_TABLE_MAIN, BLACKHOLE_METRIC) else None
 
 
-def decode_unusable_route(data: bytes, offset: int, end: int) -> Key | None:
-    """The key of a main-table route that sends nothing anywhere (blackhole and the like), else None."""
-    family, length, from_length, tos, _, _, _, kind, _ = unpack(RTMSG, data, offset, end)
+def protocol_of(data: bytes, offset: int, end: int) -> int:
+    """Who made a route (RTPROT_*)."""
+    return unpack(RTMSG, data, offset, end)[5]
+
+
+def outline(data: bytes, offset: int, end: int) -> tuple[Key, int] | None:
+    """The key of a main-table route of any kind with the default metric, and its interface.
+
+    The interface is 0 if there is none, or more than one.
+    """
+    family, length, from_length, tos, _, _, _, _, flags = unpack(RTMSG, data, offset, end)
+    if flags & _RTM_F_CLONED or family not in FAMILY or from_length or tos:
+        return None
     found = attributes(data, offset + RTMSG.size, end)
     raw = found.get(_RTA_DST)
-    if kind not in _UNUSABLE or family not in FAMILY or from_length or tos or raw is None:
+    if raw is None or not _is_common(family, found):
         return None
-    if number(found.get(RTA_TABLE)) != RT_TABLE_MAIN:
-        return None
-    return route_key(network_of(raw, length))
+    return (Kind.ROUTE, FAMILY[family], int.from_bytes(raw, "big"), length), number(found.get(RTA_OIF))
+
+
+def _is_common(family: int, found: dict[int, bytes]) -> bool:
+    metric = 0 if family == AF[4] else _IPV6_DEFAULT_METRIC
+    return number(found.get(RTA_TABLE)) == RT_TABLE_MAIN and number(found.get(_RTA_PRIORITY)) == metric
 
 
 def decode_neighbor(data: bytes, offset: int, end: int, name_of: NameOf) -> Neighbor | FdbEntry | None:

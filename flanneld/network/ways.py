@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flanneld.model import IPAddress
+from flanneld.model import IPAddress, IPNetwork
 from flanneld.network.netlink import attributes, unpack
 from flanneld.network.rtnl import (
     AF,
@@ -17,10 +17,11 @@ from flanneld.network.rtnl import (
     RTMSG,
     RTN_UNICAST,
     address_of,
+    network_of,
     number,
 )
 
-_RTA_PREFSRC, _RTA_VIA = 7, 18
+_RTA_DST, _RTA_PREFSRC, _RTA_VIA = 1, 7, 18
 
 
 def lookup_request(target: IPAddress) -> bytes:
@@ -51,6 +52,16 @@ def decode_way(data: bytes, offset: int, end: int) -> Way:
         address_of(gateway) if gateway else None,
         kind,
     )
+
+
+def decode_destination(data: bytes, offset: int, end: int) -> tuple[IPNetwork, int] | None:
+    """The network of a main-table route, and its interface; None for a default route or another table's."""
+    family, length, _, _, _, _, _, _, _ = unpack(RTMSG, data, offset, end)
+    found = attributes(data, offset + RTMSG.size, end)
+    raw = found.get(_RTA_DST)
+    if raw is None or family not in FAMILY or number(found.get(RTA_TABLE)) != RT_TABLE_MAIN:
+        return None
+    return network_of(raw, length), number(found.get(RTA_OIF))
 
 
 def decode_default_route(data: bytes, offset: int, end: int) -> int | None:

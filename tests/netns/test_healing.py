@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.lab import Lab, wait_for
+from tests.lab import Lab, Node, wait_for
 from tests.netns.pair import SOON, Pair, Pairs, connect, state
 
 ANY_BACKEND = [
@@ -67,6 +67,11 @@ VXLAN = [
         ["ip address del {own}/32 dev flannel.1"], ["Healed: address {own}/32"], id="a deleted address"
     ),
     pytest.param(["ip link del flannel.1"], ["Healed: link flannel.1"], id="a deleted device"),
+    pytest.param(
+        ["ip link set flannel.1 down", "ip link set flannel.1 name other", "ip link set other up"],
+        ["flannel.1 is called other now", "Healed: link flannel.1"],
+        id="a device with another name",
+    ),
     pytest.param(["ip link set flannel.1 down"], ["Healed: link flannel.1"], id="a device set down"),
     pytest.param(
         ["ip link set flannel.1 down", "ip link set flannel.1 up"],
@@ -159,6 +164,23 @@ def pair(pairs: Pairs, backend: dict[str, Any]) -> Pair:
 @pytest.mark.parametrize(("commands", "healed"), ANY_BACKEND)
 def test_the_way_to_a_peer_heals(pair: Pair, commands: list[str], healed: list[str]) -> None:
     pair.check_healing(commands, healed)
+
+
+def test_a_route_of_others_that_comes_before_ours_goes_behind_it(pair: Pair) -> None:
+    node, subnet = pair.node, pair.peer.subnet()
+    ours = routes_to(node, subnet)
+    rival = pair.fill_in("{subnet} via {gateway} dev eth0")
+    pair.damage(f"ip route prepend {rival}")
+    wait_for(lambda: routes_to(node, subnet)[:1] == ours, SOON, "our route to be the first")
+    assert len(routes_to(node, subnet)) == 2
+    connect(node, pair.peer)
+    node.namespace.ip(f"route del {rival}")
+    pair.wait_until_healed()
+
+
+def routes_to(node: Node, subnet: str) -> list[str]:
+    """In the kernel's order: the first is taken."""
+    return node.run("ip", "route", "show", subnet).stdout.splitlines()
 
 
 @pytest.mark.parametrize(("commands", "healed"), VXLAN)

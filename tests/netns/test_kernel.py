@@ -12,10 +12,11 @@ import pytest
 
 from flanneld.network import devices
 from flanneld.network.diff import Plan, compare
-from flanneld.network.kernel import Domain, Kernel
+from flanneld.network.domain import Domain
+from flanneld.network.kernel import Kernel
 from flanneld.network.monitor import Gone, Monitor, News, Seen
 from flanneld.network.report import Report
-from flanneld.network.resources import Address, FdbEntry, Key, Neighbor, Resource, Route
+from flanneld.network.resources import Address, FdbEntry, Key, Neighbor, Resource, Route, Vxlan
 from tests.lab.namespace import Namespace, batch, remove
 from tests.lab.wait import wait_for
 
@@ -146,11 +147,33 @@ def test_a_route_that_cannot_be_made_is_reported_and_hinders_no_other(
     assert host.json("ip", "-j", "-6", "route", "show", "fd00::/48")
 
 
-@pytest.mark.parametrize("place", ["append", "prepend"])
-def test_a_second_route_to_a_subnet_is_left_alone(host: Namespace, kernel: Kernel, place: str) -> None:
+def test_a_second_route_to_a_subnet_is_left_alone(host: Namespace, kernel: Kernel) -> None:
     converge(kernel, TUNNELLED)
-    host.ip(f"route {place} {SUBNET} via 192.0.2.9")
+    host.ip(f"route append {SUBNET} via 192.0.2.9")
     assert not distance(kernel, TUNNELLED)
+
+
+@pytest.mark.parametrize("wanted", [DIRECT, TUNNELLED], ids=["direct", "tunnelled"])
+@pytest.mark.parametrize(
+    "rival",
+    [
+        f"{SUBNET} via 192.0.2.9",
+        f"{SUBNET} dev other0",
+        f"blackhole {SUBNET}",
+        f"{SUBNET} nexthop via 192.0.2.8 nexthop via 192.0.2.9",
+    ],
+)
+def test_a_route_before_ours_ends_up_behind_it(
+    host: Namespace, kernel: Kernel, wanted: list[Resource], rival: str
+) -> None:
+    converge(kernel, wanted)
+    alone = host.json("ip", "-j", "route", "show", str(SUBNET))
+    host.ip(f"route prepend {rival}")
+    assert distance(kernel, wanted).behind == (wanted[0],)
+    assert converge(kernel, wanted).made == [wanted[0]]
+    assert not distance(kernel, wanted)
+    first, second = host.json("ip", "-j", "route", "show", str(SUBNET))
+    assert [first] == alone != [second]
 
 
 @pytest.mark.parametrize("route", ["10.1.9.0/24 dev vx4", "fd00:0:0:9::/64 dev vx6"])
@@ -175,6 +198,30 @@ def test_a_table_that_does_not_exist_yet_is_empty(empty: Namespace) -> None:
     assert (kernel.default_routes(4), kernel.default_routes(6)) == ([], [])
 
 
+def test_a_device_that_is_in_the_way_is_named(host: Namespace, kernel: Kernel) -> None:
+    link = kernel.link("vx4")
+    assert link
+    assert isinstance(link.make, Vxlan)
+    host.ip("link del vx4", "link add thief type vxlan id 1 local 192.0.2.1 dev up0 dstport 8472")
+    (failure,) = kernel.apply_links([link.make]).failed
+    assert "File exists: thief serves the same ends" in failure.reason
+    assert "ip link delete thief" in failure.remedy
+
+
+def test_a_device_gets_its_name_back_with_all_that_it_has(host: Namespace, kernel: Kernel) -> None:
+    converge(kernel, EVERYTHING)
+    link = kernel.link("vx4")
+    assert link
+    assert isinstance(link.make, Vxlan)
+    before = host.json("ip", "-j", "neigh", "show", "dev", "vx4")
+    host.ip("link set vx4 name other")
+    report = kernel.apply_links([link.make])
+    assert (report.made, report.failed) == ([link.make], [])
+    assert kernel.link("vx4") == link
+    assert host.json("ip", "-j", "neigh", "show", "dev", "vx4") == before
+    assert kernel.apply_links([link.make]).made == []
+
+
 def test_a_device_that_is_gone_already_can_be_removed(empty: Namespace) -> None:
     del empty
     devices.drop("vx4")
@@ -188,6 +235,8 @@ def test_a_device_that_is_gone_already_can_be_removed(empty: Namespace) -> None:
         f"route replace {SUBNET_V6} dev other0",
         f"route replace blackhole {SUBNET}",
         f"route append {SUBNET_V6} via fd77::9 dev up0",
+        f"route prepend {SUBNET} via 192.0.2.9",
+        f"route prepend {SUBNET} nexthop via 192.0.2.8 nexthop via 192.0.2.9",
         f"route del {SUBNET}",
         f"neigh replace 10.1.7.0 dev vx4 lladdr {MAC} nud reachable",
         f"neigh replace 10.1.7.0 dev vx4 lladdr {MAC[:-1]}8 nud permanent",

@@ -201,6 +201,17 @@ def test_what_breaks_while_no_daemon_looks_is_found_with_the_help_of_the_store(
     assert flannelctl(node, "doctor", store=lab.etcd.endpoint).returncode == 1
 
 
+def test_routes_of_others_that_lead_packets_astray_are_named_and_left_alone(lab: Lab) -> None:
+    node, peer = settled(lab)
+    half = peer.subnet().replace("/24", "/25")
+    target = peer.container().address
+    node.namespace.ip(f"route add {half} dev eth0")
+    assert half in findings(node)["detours"]
+    hops = answer(node, "trace", target)["hops"]
+    assert [hop["hop"] for hop in hops if hop["state"] == "PROBLEM"] == ["route"]
+    assert node.wait_for_route(half)["dev"] == "eth0"
+
+
 def test_a_daemon_that_is_stuck_hides_nothing(lab: Lab) -> None:
     node, peer = settled(lab)
     target = peer.container().address

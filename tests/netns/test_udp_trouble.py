@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
+import select
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -12,9 +14,11 @@ from contextlib import contextmanager
 import pytest
 
 from flanneld.network import tun
+from flanneld.network.pump.client import Client
 from tests.lab import Lab, Node, wait_for
 from tests.netns.pair import connect
 from tests.netns.test_capabilities import NOBODY
+from tests.netns.test_cleanup import cleanup
 from tests.netns.test_udp import TUN, pid_of, pump_of
 
 #: Nobody, and root in a container that has the host's network: without the right to configure it.
@@ -92,17 +96,26 @@ def running(node: Node, stranger: tuple[str, ...], program: str) -> Iterator[sub
         process.wait()
 
 
-def test_a_stranger_with_the_pumps_name_is_not_believed_and_told_of(
+def test_a_stranger_with_the_pumps_name_is_told_of_and_keeps_nobody_from_anything(
     lab: Lab, stranger: tuple[str, ...]
 ) -> None:
     lab.etcd.put_config({"Network": "10.5.0.0/16", "Backend": {"Type": "udp"}})
-    (node,) = lab.add_nodes()
+    node, peer = lab.add_nodes(2)
+    peer.start()
     with running(node, stranger, POSE) as process:
         node.start()
-        node.wait_for_log("`ss -xlp` names the process that poses as the pump of flannel0", 20)
-        assert not node.env()
+        node.wait_ready(20)
+        node.wait_for_log("Another process poses as the pump, at @flannel-pump/flannel0; `ss -xlp` names it")
+        peer.wait_ready(20)
+        connect(node, peer)
+        before = pid_of(node)
+        node.kill()
+        node.start()
+        node.wait_ready(20)
+        assert pid_of(node) == before
         assert process.poll() is None
-    node.wait_ready(20)
+        assert "packet pump of flannel0" in cleanup_after(node)
+        assert pump_of(node) is None
 
 
 def test_a_crowd_of_strangers_does_not_keep_the_daemon_from_the_pump(nodes: list[Node]) -> None:
@@ -122,10 +135,73 @@ def test_a_pump_that_hangs_is_replaced(nodes: list[Node]) -> None:
     before = pid_of(node)
     os.kill(before, signal.SIGSTOP)
     assert not node.container().reaches(peer.container())
-    node.namespace.ip(f"link set {TUN} mtu 1400")  # Something to repair, so that the daemon looks at all.
-    node.wait_for_log("Healed: packet pump of flannel0", 30)
+    node.wait_for_log(f"The packet pump of {TUN}, process {before}, has not answered for", 60)
+    node.wait_for_log(f"Healed: packet pump of {TUN}", 30)
     assert pid_of(node) != before
     connect(node, peer)
+
+
+def test_a_daemon_that_finds_a_pump_that_hangs_replaces_it(nodes: list[Node]) -> None:
+    node, peer = nodes
+    before = pid_of(node)
+    node.kill()
+    os.kill(before, signal.SIGSTOP)
+    node.start()
+    node.wait_ready(60)
+    assert pid_of(node) != before
+    connect(node, peer)
+
+
+def test_a_pump_that_hangs_is_cleaned_up(nodes: list[Node]) -> None:
+    node, _ = nodes
+    before = pid_of(node)
+    node.stop()
+    with pidfd_of(before) as pidfd:
+        os.kill(before, signal.SIGSTOP)
+        assert f"removed packet pump of {TUN}, which does not answer" in cleanup_after(node)
+        assert has_ended(pidfd)
+    assert node.link(TUN) is None
+
+
+def test_a_pump_of_another_version_is_replaced_and_leaves_its_peers(nodes: list[Node]) -> None:
+    node, peer = nodes
+    pump = pump_of(node)
+    assert pump
+    node.stop()
+    other = dataclasses.replace(pump.settings, version="0.0.0")
+    with node.namespace.entered():
+        Client(TUN).start(other)
+    assert (before := pump_of(node))
+    assert before.settings == other
+    connect(node, peer)
+    node.start()
+    node.wait_ready(20)
+    after = pump_of(node)
+    assert after
+    assert (after.settings, after.pid == before.pid) == (pump.settings, False)
+    connect(node, peer)
+
+
+@contextmanager
+def pidfd_of(pid: int) -> Iterator[int]:
+    pidfd = os.pidfd_open(pid)
+    try:
+        yield pidfd
+    finally:
+        os.close(pidfd)
+
+
+def has_ended(pidfd: int) -> bool:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def cleanup_after(node: Node) -> str:
+    """What a cleanup says that it did."""
+    if node.running:
+        node.stop()
+    return "\n".join(cleanup(node))
 
 
 def test_a_pump_whose_device_got_another_name_is_replaced(nodes: list[Node]) -> None:

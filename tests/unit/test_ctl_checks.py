@@ -13,6 +13,7 @@ import pytest
 
 from flanneld import host_checks
 from flanneld.ctl.checks import CHECKS
+from flanneld.ctl.detours import Detour
 from flanneld.ctl.doctor import as_json, examine, report
 from flanneld.ctl.facts import Dropped, Facts
 from flanneld.ctl.findings import THEMES
@@ -116,6 +117,7 @@ CASES: dict[str, list[Facts]] = {
         replace(WELL, addresses=WELL.addresses[1:]),
     ],
     "missing": [entry("route", "route 10.5.2.0/24 dev flannel.1", "missing")],
+    "detours": [replace(WELL, detours=(Detour("10.5.2.0/24", "route 10.5.2.0/25 dev eth0"),))],
     "stale": [entry("route", "route 10.5.9.0/24 dev flannel.1", "not wanted")],
     "refused": [told(lambda d: d.update(refused=[{"object": "route x", "reason": "File exists"}]))],
     "neighbours": [replace(WELL, gc_thresh=1)],

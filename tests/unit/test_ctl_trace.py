@@ -83,9 +83,13 @@ def test_the_hop_that_is_missing_is_named() -> None:
 
 
 def test_a_route_of_somebody_else_that_comes_first_is_a_problem() -> None:
-    way = hops("10.5.2.7", ways={**WAYS, "10.5.2.7": Way("tun0")})
-    assert way["route"].state == "PROBLEM"
-    assert way["route"].found == "dev tun0"
+    for other, text in (
+        (Way("tun0"), "dev tun0"),
+        (Way("flannel.1", ip_address("10.5.9.0")), "via 10.5.9.0 dev flannel.1"),
+    ):
+        way = hops("10.5.2.7", ways={**WAYS, "10.5.2.7": other})
+        assert way["route"].state == "PROBLEM"
+        assert way["route"].found == text
 
 
 def test_a_device_that_is_not_as_wanted_is_a_problem() -> None:

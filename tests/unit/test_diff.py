@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from ipaddress import IPv4Address, IPv4Network
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flanneld.network.diff import Plan, compare, diff, plan, without_ways_to
-from flanneld.network.resources import Address, FdbEntry, Key, Kind, Neighbor, Resource, Route, State, Vxlan
+from flanneld.network.resources import (
+    Address,
+    FdbEntry,
+    Key,
+    Kind,
+    Neighbor,
+    Resource,
+    RivalRoute,
+    Route,
+    State,
+    Vxlan,
+)
 
 MAC = "02:00:00:00:00:0"
 
@@ -131,4 +142,17 @@ def test_a_foreign_object_is_left_alone_and_one_in_the_place_of_ours_is_made_ove
     assert compare({}, [(route(1), False), (route(2), True)]) == Plan(drops=(route(2),))
     assert compare(state(route(1)), [(route(2), False)]) == Plan(puts=(route(1),))
     assert compare(state(route(1)), [(route(1), True), (route(2), False)]) == Plan()
-    assert compare(state(route(1)), [(route(2), False), (route(1), True)]) == Plan()
+
+
+def test_a_route_behind_another_one_to_its_network_has_to_come_first() -> None:
+    rivals = (route(2), RivalRoute(route(1).key))
+    for rival in rivals:
+        assert compare(state(route(1)), [(rival, False), (route(1), True)]) == Plan(behind=(route(1),))
+    assert compare(state(route(1)), [(route(1), True), *((rival, False) for rival in rivals)]) == Plan()
+
+
+def test_of_two_ipv6_routes_to_a_network_either_may_come_first() -> None:
+    one, other = (
+        Route(IPv6Network("fc00::/64"), "eth0", IPv6Address(f"fd00::{number}")) for number in (1, 2)
+    )
+    assert compare(state(one), [(other, False), (one, True)]) == Plan()

@@ -37,7 +37,7 @@ DECODERS: tuple[Callable[[bytes, int, int], object], ...] = (
     lambda data, offset, end: rtnl.decode_route(data, offset, end, str),
     lambda data, offset, end: rtnl.decode_neighbor(data, offset, end, str),
     lambda data, offset, end: rtnl.decode_gone_neighbor(data, offset, end, str),
-    rtnl.decode_unusable_route,
+    rtnl.outline,
     rtnl.decode_blackhole,
     rtnl.decode_address,
     links.decode,

@@ -19,8 +19,10 @@ from flanneld.network.links import (
     by_name,
     decode,
     differences,
+    holder,
     is_not_ours_to_remove,
     remedy,
+    renamed,
     step,
 )
 from flanneld.network.netlink import HEADER, Malformed
@@ -279,3 +281,41 @@ def test_the_log_names_what_differs_and_nothing_else() -> None:
 def test_the_log_says_what_a_foreign_device_is() -> None:
     assert "a device of kind bridge" in differences(WANTED, BRIDGE)
     assert "a device of kind ipip" in differences(WANTED, IPIP)
+
+
+# ---- other names ---------------------------------------------------------------------------------
+
+
+def there(make: Link | ForeignLink) -> SeenLink:
+    return SeenLink(7, make.name, getattr(make, "mac", ""), 1450, True, make)
+
+
+def test_our_device_is_known_under_another_name_by_its_mac() -> None:
+    other = there(replace(WANTED, name="foo", mtu=1400, up=False))
+    assert renamed(WANTED, [there(BRIDGE), other]) == other
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        replace(WANTED, name="foo", mac="02:00:00:00:00:99"),
+        replace(WANTED, name="foo", vni=2),
+        replace(WANTED, name="foo", port=4789),
+        ForeignLink("foo", "a vxlan device with group"),
+    ],
+)
+def test_the_device_of_somebody_else_is_not_taken_for_ours(make: Link | ForeignLink) -> None:
+    assert renamed(WANTED, [there(make)]) is None
+
+
+def test_a_tunnel_without_a_mac_is_nobodys() -> None:
+    assert renamed(IPIP, [there(replace(IPIP, name="foo"))]) is None
+
+
+def test_the_device_that_is_in_the_way_is_named_with_the_remedy() -> None:
+    present = [there(BRIDGE), there(replace(WANTED, name="foo", mac="02:00:00:00:00:99"))]
+    assert holder(WANTED, present) == "foo"
+    assert holder(IPIP, [*present, there(replace(IPIP, name="bar", mtu=1400))]) == "bar"
+    assert holder(replace(WANTED, vni=2), present) == ""
+    assert holder(Tun("flannel0", 1472), [there(Tun("flannel1", 1472))]) == ""
+    assert "ip link delete foo" in remedy(WANTED, errno.EEXIST, "foo")

@@ -73,6 +73,14 @@ def test_each_resource_has_a_command_that_makes_it_and_one_that_removes_it(
     assert commands.drop(resource) == drop
 
 
+def test_a_route_is_removed_and_made_again_to_become_the_first() -> None:
+    route = Route(IPv4Network("10.5.1.0/24"), "eth0", IPv4Address("192.0.2.2"))
+    assert list(commands.bring_to_front(route, {"flannel.1"})) == [
+        "ip route del 10.5.1.0/24 via 192.0.2.2 dev eth0",
+        "ip route prepend 10.5.1.0/24 via 192.0.2.2 dev eth0 proto 70",
+    ]
+
+
 def test_a_device_is_made_and_brought_up() -> None:
     assert list(commands.link(DEVICE, None, "eth0")) == [ADD, UP]
 

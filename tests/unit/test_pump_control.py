@@ -13,7 +13,7 @@ from itertools import count
 
 import pytest
 
-from flanneld.network.pump import control
+from flanneld.network.pump import control, meeting
 from flanneld.network.pump.client import Client, NoPump, succeed
 from flanneld.network.pump.driver import PeersDriver, PumpDriver
 from flanneld.network.pump.resources import Pump, PumpPeer
@@ -65,7 +65,7 @@ class Running:
         self.plane = Idle()
         self.device_stays: list[bool] = []
         listener = control.new_socket()
-        listener.bind(control.address_of(self.settings.tun))
+        listener.bind(meeting.address_of(self.settings.tun))
         listener.listen()
         self.server = Server(self.settings, self.plane, "for the test", listener)
         self.thread = threading.Thread(target=self._run)
@@ -173,7 +173,7 @@ def test_a_second_daemon_can_ask_while_the_first_is_connected(pump: Running, cli
 def test_a_message_that_makes_no_sense_does_no_harm(pump: Running, client: Client, message: bytes) -> None:
     client.put([MANY[0]])
     with control.new_socket() as stranger:
-        stranger.connect(control.address_of(pump.settings.tun))
+        stranger.connect(meeting.address_of(pump.settings.tun))
         stranger.settimeout(0.1)
         stranger.send(message)
         with suppress(TimeoutError):
@@ -184,7 +184,7 @@ def test_a_message_that_makes_no_sense_does_no_harm(pump: Running, client: Clien
 def test_an_answer_of_another_version_is_no_pump_of_ours() -> None:
     name = f"test{os.getpid()}.{next(_numbers)}"
     with control.new_socket() as listener:
-        listener.bind(control.address_of(name))
+        listener.bind(meeting.address_of(name))
         listener.listen()
 
         def answer() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flanneld.network.pump import control
+from flanneld.network.pump import control, meeting
 from flanneld.network.pump.peers import PeerTable
 
 ONE, OTHER = IPv4Address("192.0.2.1"), IPv4Address("192.0.2.2")
@@ -121,8 +121,8 @@ def test_noise_on_the_control_channel_is_at_worst_refused(noise: bytes) -> None:
 
 
 def test_each_device_has_a_name_of_its_own_in_no_file_system() -> None:
-    assert control.address_of("flannel0") != control.address_of("flannel1")
-    assert control.address_of("flannel0").startswith("\0")
+    assert meeting.address_of("flannel0") != meeting.address_of("flannel1")
+    assert meeting.address_of("flannel0").startswith("\0")
 
 
 def test_networks_are_compared_as_they_are_written() -> None:

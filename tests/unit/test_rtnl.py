@@ -275,8 +275,7 @@ def test_a_route_of_another_kind_is_passed_over(body: tuple[bytes, int, int]) ->
 
 @pytest.mark.parametrize("kind", [6, 7, 8, 9], ids=["blackhole", "unreachable", "prohibit", "throw"])
 def test_a_route_that_leads_nowhere_is_known_by_its_destination(kind: int) -> None:
-    assert rtnl.decode_unusable_route(*altered(told(OURS), RTMSG_TYPE, kind)) == OURS.key
-    assert rtnl.decode_unusable_route(*told(OURS)) is None
+    assert rtnl.outline(*altered(told(OURS), RTMSG_TYPE, kind)) == (OURS.key, INDEX)
 
 
 def test_an_ipv6_route_with_another_metric_is_passed_over() -> None:
@@ -341,7 +340,7 @@ DECODERS: tuple[Decoder, ...] = (
     lambda data, offset, end: rtnl.decode_route(data, offset, end, name_of),
     lambda data, offset, end: rtnl.decode_neighbor(data, offset, end, name_of),
     lambda data, offset, end: rtnl.decode_gone_neighbor(data, offset, end, name_of),
-    rtnl.decode_unusable_route,
+    rtnl.outline,
     rtnl.decode_address,
     ways.decode_default_route,
     ways.decode_way,

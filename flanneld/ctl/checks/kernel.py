@@ -69,6 +69,19 @@ def missing(facts: Facts) -> Iterator[Finding]:
         )
 
 
+@check("B", "detours", "packets for the peers take the daemon's routes")
+def detours(facts: Facts) -> Iterator[Finding]:
+    if facts.detours:
+        subnets = sorted({each.subnet for each in facts.detours})
+        more = f" and {len(subnets) - 1} more" if len(subnets) > 1 else ""
+        yield Finding(
+            f"packets for {subnets[0]}{more} take another way than the daemon's",
+            "; ".join(each.found for each in facts.detours[:_FEW]),
+            "a route or rule of somebody else's comes first; the daemon leaves it alone",
+            "remove it; `ip route get ADDRESS` and `ip rule` show what decides",
+        )
+
+
 @check("B", "stale", "the kernel holds nothing for peers that are gone")
 def stale(facts: Facts) -> Iterator[Finding]:
     extra = [entry for entry in facts.entries if entry.state == "not wanted"]

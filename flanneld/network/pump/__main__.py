@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 from flanneld.network import tun
-from flanneld.network.pump import control
+from flanneld.network.pump import meeting
 from flanneld.network.pump.choice import Offer, build, offers
 from flanneld.network.pump.client import READY, succeed
 from flanneld.network.pump.plane import Plane, Wire
@@ -59,15 +59,13 @@ def main() -> int:
     os._exit(0)
 
 
-def _listen(name: str) -> socket.socket:
-    listener = control.new_socket()
+def _listen(tun: str) -> socket.socket:
     try:
-        _soon(lambda: listener.bind(control.address_of(name)))
+        return _soon(lambda: meeting.listen(tun))
     except OSError as failure:
-        reason = f"`ss -xlp` names the process that poses as the pump of {name} and has to be stopped"
-        raise OSError(failure.errno, reason) from None
-    listener.listen()
-    return listener
+        if failure.errno != errno.EADDRINUSE:
+            raise
+        return meeting.listen_elsewhere(tun)
 
 
 def _take_over(wanted: Pump, candidates: list[Offer]) -> tuple[Plane, str]:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 import select
-import signal
 import socket
 import sys
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flanneld.errors import Retryable
-from flanneld.network.pump import control
+from flanneld.network.pump import control, meeting
 from flanneld.network.pump.resources import Pump
 
 if TYPE_CHECKING:
@@ -30,6 +28,10 @@ class NoPump(Retryable):
 
     def __init__(self, tun: str, reason: str) -> None:
         super().__init__(f"no packet pump for {tun}: {reason}")
+
+
+class Silent(NoPump):
+    """A process is there, and does not answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +51,12 @@ class Client:
     """
 
     def __init__(self, tun: str, *, of_anybody: bool = False) -> None:
-        self._tun = tun
+        self.tun = tun
         self._of_anybody = of_anybody
         self._connection: socket.socket | None = None
         self._process: subprocess.Popen[str] | None = None
+        #: Whether the pump that we are connected to could take the name that it wanted.
+        self.has_usual_name = True
 
     def fileno(self) -> int:
         return self._connection.fileno() if self._connection else -1
@@ -73,9 +77,9 @@ class Client:
             *words, pid, plane, why = answer.split("\0")
             running = Running(Pump.of(words), int(pid), plane, why)
         except ValueError:
-            raise NoPump(self._tun, "it is of another version") from None
-        if running.settings.tun != self._tun:
-            raise NoPump(self._tun, "what answers is none")
+            raise NoPump(self.tun, "it is of another version") from None
+        if running.settings.tun != self.tun:
+            raise NoPump(self.tun, "what answers is none")
         return running
 
     def peers(self) -> list[control.Entry]:
@@ -87,7 +91,7 @@ class Client:
                 entries += control.unpack(body)
         except (OSError, ValueError) as failure:
             self.close()
-            raise NoPump(self._tun, str(failure)) from None
+            raise NoPump(self.tun, str(failure)) from None
         return entries
 
     def put(self, entries: Iterable[control.Entry]) -> None:
@@ -107,18 +111,21 @@ class Client:
             pid, trusted = self._connect()
         except NoPump:
             return
+        pidfd = _pidfd_of(pid)
         try:
             self._exchange(verb)
         except TimeoutError:
-            # It hangs, and holds what its successor needs. A stranger may tell us a number that has become
-            # that of another process.
-            if trusted and pid:
-                with suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
+            # It hangs, and holds what its successor needs. Of a stranger we know no number to rely on.
+            if trusted and pidfd >= 0:
+                from flanneld.network.pump import pulse  # which few need
+
+                pulse.end(pidfd)
         except OSError:
             pass  # The end of the connection is the answer.
         finally:
             self.close()
+            if pidfd >= 0:
+                os.close(pidfd)
 
     def news(self) -> str:
         """What has made the connection readable: the reason for which the pump has ended."""
@@ -149,7 +156,7 @@ class Client:
         )
         said = _said_by(self._process)
         if said != [READY]:
-            raise NoPump(self._tun, said[-1] if said else "it ended without a word")
+            raise NoPump(self.tun, said[-1] if said else "it ended without a word")
 
     # ---- the wire ----------------------------------------------------------------------------
 
@@ -161,9 +168,12 @@ class Client:
         self._connect()
         try:
             return self._exchange(verb, body)
+        except TimeoutError:
+            self.close()
+            raise Silent(self.tun, "it does not answer") from None
         except OSError as failure:
             self.close()
-            raise NoPump(self._tun, str(failure)) from None
+            raise NoPump(self.tun, str(failure)) from None
 
     def _exchange(self, verb: bytes, body: bytes = b"") -> bytes:
         assert self._connection
@@ -179,19 +189,32 @@ class Client:
 
     def _connect(self) -> tuple[int, bool]:
         """See that there is a connection; returns what ``other_end`` says of it. Raises ``NoPump``."""
-        connection = self._connection or control.new_socket()
+        reason: NoPump | None = None
+        if self._connection:
+            return control.other_end(self._connection)
+        for of_anybody in (False, True) if self._of_anybody else (False,):
+            for address in meeting.addresses_of(self.tun, of_anybody=of_anybody):
+                try:
+                    return self._connect_to(address, of_anybody=of_anybody)
+                except NoPump as failure:
+                    reason = reason or failure
+        raise reason or NoPump(self.tun, "another process has taken its name")
+
+    def _connect_to(self, address: str, *, of_anybody: bool) -> tuple[int, bool]:
+        connection = control.new_socket()
         try:
-            if self._connection is None:
-                control.connect(connection, self._tun, _ANSWER_PATIENCE)
+            control.connect(connection, address, _ANSWER_PATIENCE)
             pid, trusted = control.other_end(connection)
         except OSError as failure:
             connection.close()
-            self._connection = None
-            raise NoPump(self._tun, failure.strerror or str(failure)) from None
-        if not (trusted or self._of_anybody):
+            # A queue that is full has a process behind it.
+            kind = Silent if isinstance(failure, BlockingIOError) else NoPump
+            raise kind(self.tun, failure.strerror or str(failure)) from None
+        if not (trusted or of_anybody):
             connection.close()
-            raise NoPump(self._tun, f"process {pid} poses as one, and is not of this user or root")
+            raise NoPump(self.tun, f"process {pid} poses as one, and is not of this user or root")
         self._connection = connection
+        self.has_usual_name = address == meeting.address_of(self.tun)
         return pid, trusted
 
 
@@ -217,6 +240,14 @@ def _said_by(process: subprocess.Popen[str]) -> list[str]:
             return output.read().split("\n")[:-1]
     process.kill()
     return [f"it was not ready after {_START_PATIENCE:g} s"]
+
+
+def _pidfd_of(pid: int) -> int:
+    """Negative if the process is none that we see."""
+    try:
+        return os.pidfd_open(pid) if pid else -1
+    except OSError:
+        return -1
 
 
 def _environment() -> dict[str, str]:

@@ -36,20 +36,15 @@ _SETS = struct.Struct("=6I")  # effective, permitted, inheritable; then those fr
 Entry = tuple[IPv4Network, IPv4Address]
 
 
-def address_of(tun: str) -> str:
-    """Abstract sockets belong to a network namespace, as the TUN does."""
-    return f"\0flannel-pump/{tun}"
-
-
 def new_socket() -> socket.socket:
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
-def connect(connection: socket.socket, tun: str, patience: float) -> None:
-    """Connect to the pump of a device. No wait will be longer than so many seconds. Raises ``OSError``."""
+def connect(connection: socket.socket, address: str, patience: float) -> None:
+    """Connect to a pump. No wait will be longer than so many seconds. Raises ``OSError``."""
     # Strangers may keep the queue full. A socket with a timeout of Python's would not stand in line.
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(int(patience), 0))
-    connection.connect(address_of(tun))
+    connection.connect(address)
     connection.settimeout(patience)
 
 

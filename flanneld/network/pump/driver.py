@@ -6,7 +6,10 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 
-from flanneld.network.pump.client import Client, NoPump, Running
+from flanneld import clock
+from flanneld.network.pump import meeting
+from flanneld.network.pump.client import Client, NoPump, Running, Silent
+from flanneld.network.pump.pulse import Pulse
 from flanneld.network.pump.resources import Pump, PumpPeer
 
 log = logging.getLogger(__name__)
@@ -20,10 +23,16 @@ class PumpDriver:
     def __init__(self, client: Client) -> None:
         self._client = client
         self._announced = False
+        self._pulse = Pulse(client.tun)
 
     def read(self) -> Iterator[Pump]:
+        """Raises ``Silent`` for a pump that may only be slow."""
         try:
             running = self._client.hello()
+        except Silent:
+            if self.next_look <= clock.now():
+                self.look()  # Before the daemon is ready nobody else does.
+            raise
         except NoPump:
             return
         if not self._announced:
@@ -43,6 +52,7 @@ class PumpDriver:
         """The pump goes on without us, unless it is bound to die with us and would leave a dead device."""
         if os.getpid() == 1:
             self._client.leave(device_stays=False)
+        self._pulse.close()
         self._client.close()
 
     def fileno(self) -> int:
@@ -51,9 +61,19 @@ class PumpDriver:
     def news(self) -> None:
         log.warning("The packet pump has ended: %s", self._client.news())
 
+    @property
+    def next_look(self) -> float:
+        return self._pulse.next_look
+
+    def look(self) -> bool:
+        return self._pulse.look()
+
     def _announce(self, running: Running) -> None:
         self._announced = True
         plane, why, pid = running.plane, running.why, running.pid
+        if not self._client.has_usual_name:
+            name = meeting.address_of(running.settings.tun).replace("\0", "@")
+            log.warning("Another process poses as the pump, at %s; `ss -xlp` names it", name)
         log.info("Packets go through the %s data plane: %s; process %d", plane, why, pid)
 
 

@@ -1,0 +1,198 @@
+"""From what is wanted to what the kernel and the drivers hold: read, compare, apply.
+
+    facts -> wanted state -> difference to what the kernel holds -> apply -> report
+
+When that is done, and how often, is for ``reconcile`` to say.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
+from itertools import chain
+
+from flanneld.brake import Brake
+from flanneld.counters import Work
+from flanneld.errors import Fatal, Retryable
+from flanneld.model import IPNetwork, Lease
+from flanneld.network.diff import Plan, compare, without_ways_to
+from flanneld.network.domain import Domain
+from flanneld.network.kernel import Kernel
+from flanneld.network.links import described, is_not_ours_to_remove
+from flanneld.network.monitor import Monitor
+from flanneld.network.report import Report
+from flanneld.network.resources import Kind, Link, Resource
+from flanneld.outside import Outside
+from flanneld.peers import Peers
+from flanneld.site import Site
+
+#: After more writes than this the kernel is read back rather than its echo of them.
+_BULK = 500
+
+
+class Convergence:
+    """Brings this node to what ``peers`` want of it. For one thread.
+
+    ``unheard`` is called after writes during which we did not listen to the kernel, with what they did.
+    """
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        monitor: Monitor,
+        site: Site,
+        own: Lease,
+        peers: Peers,
+        *,
+        extras: Iterable[Resource],
+        former: tuple[IPNetwork, ...],
+        brake: Brake,
+        unheard: Callable[[Report], None],
+    ) -> None:
+        self.work = Work()
+        #: What of the kernel is ours.
+        self.domain = Domain(site.uplink.name, frozenset(), _ranges(site, own), former)
+        self.outside = Outside(site.backend)
+        #: The devices of ours and the uplink, by index, as last read.
+        self.names: dict[int, str] = {}
+        self._kernel = kernel
+        self._monitor = monitor
+        self._site = site
+        self._own = own
+        self._peers = peers
+        self._extras = tuple(extras)
+        self._brake = brake
+        self._unheard = unheard
+
+    def prepare(self) -> Report:
+        """Make what this node needs for itself. Raises ``Fatal`` when the kernel refuses."""
+        self._wish_for_ourselves()
+        try:
+            self._spare_what_is_not_ours()
+            report = self._kernel.apply_links(self._links())
+            # Nothing is put on a device that another daemon has just made.
+            _demand_all(report)
+            report.add(self.converge())
+        except OSError as failure:
+            raise Retryable(f"cannot read the kernel's tables: {failure}") from failure
+        _demand_all(report)
+        missing = self.outside.missing(report)
+        if missing:
+            raise Retryable(missing[0].reason)
+        return report
+
+    def start_to_sweep(self) -> None:
+        """All peers are known: from now on what is stale may go, also what an earlier run left."""
+        self.domain = replace(self.domain, sweep=True, adopt=True)
+
+    def is_swept(self) -> None:
+        """What an earlier run left has been dealt with."""
+        self.domain = replace(self.domain, adopt=False)
+
+    def move(self) -> None:
+        """The uplink is another one, and so is the backend."""
+        self.outside = Outside(self._site.backend)
+        self._wish_for_ourselves()
+
+    def converge(self) -> Report:
+        """Read, compare, apply. Raises ``OSError`` if the kernel cannot be read."""
+        with self.work.reconcile:
+            report = self._read_and_repair()
+        self.work.converged(report)
+        return report
+
+    def apply(self, steps: Plan) -> Report:
+        """Carry out what follows from news of leases, without a look at what there is."""
+        if not self.outside:
+            return self._write(steps)
+        report = self._write(steps.only(_in_kernel))
+        report.add(self.outside.apply(steps.only(lambda resource: not _in_kernel(resource))))
+        return report
+
+    # ---- what this node needs for itself -----------------------------------------------------
+
+    def _spare_what_is_not_ours(self) -> None:
+        for link in self._links():
+            seen = self._kernel.link(link.name)
+            if seen and is_not_ours_to_remove(link, seen.make):
+                raise Fatal(
+                    f"{link.name} is {described(seen.make)}, and we need a device of kind {link.make}",
+                    f"if nobody needs it, remove it: ip link delete {link.name}",
+                )
+
+    def _wish_for_ourselves(self) -> None:
+        self._peers.wish_locally((*self._site.backend.local(self._own), *self._extras))
+        self.domain = replace(
+            self.domain,
+            uplink=self._site.uplink.name,
+            links=frozenset(link.name for link in self._links()),
+        )
+
+    def _links(self) -> list[Link]:
+        return [item for item in self._peers.local_wishes() if isinstance(item, Link)]
+
+    # ---- reading, comparing, applying --------------------------------------------------------
+
+    def _read_and_repair(self) -> Report:
+        report = self._kernel.apply_links(self._links())
+        links = ((link, True) for link in self._links())
+        steps = compare(self._peers.wanted, chain(links, self._kernel.read(self.domain, self._peers.wanted)))
+        steps = replace(steps, drops=self._stale(steps.drops) if self.domain.sweep else ())
+        report.add(self._write(steps.only(_in_kernel) if self.outside else steps))
+        report.add(
+            self.outside.converge(self._peers.wanted, sweep=self.domain.sweep, unclear=self._peers.unclear)
+        )
+        self.names = self._interfaces()
+        return report
+
+    def _stale(self, unwanted: Collection[Resource]) -> tuple[Resource, ...]:
+        """What may go of all that nobody wants."""
+        stale = without_ways_to(self._peers.unclear, unwanted)
+        held = self.domain.adopt and self._brake.holds_sweep(
+            sum(map(_is_route, stale)), sum(map(_is_route, self._peers.wanted.values()))
+        )
+        return () if held else stale
+
+    def _write(self, steps: Plan) -> Report:
+        if not steps:
+            return Report()
+        with self.work.apply:
+            return self._write_all(steps)
+
+    def _write_all(self, steps: Plan) -> Report:
+        if len(steps.puts) + len(steps.drops) <= _BULK:
+            return self._kernel.apply(steps, self.domain)
+        with self._monitor.deaf():
+            report = self._kernel.apply(steps, self.domain)
+        self._unheard(report)
+        return report
+
+    def _interfaces(self) -> dict[int, str]:
+        present = {name: index for index, name in socket.if_nameindex()}
+        ours = (self.domain.uplink, *self.domain.links)
+        return {present[name]: name for name in ours if name in present}
+
+
+def _ranges(site: Site, own: Lease) -> tuple[tuple[IPNetwork, int], ...]:
+    """A subnet is as long as ours: in Kubernetes that is not for the network config to say."""
+    own_lengths = {net.version: net.prefixlen for net in own.key if net is not None}
+    return tuple((network, own_lengths.get(network.version, length)) for network, length in site.ranges)
+
+
+def _demand_all(report: Report) -> None:
+    """Raises ``Fatal`` for the first thing that the kernel refuses."""
+    refused = [failure for failure in report.failed if _in_kernel(failure.resource)]
+    if refused:
+        raise Fatal(
+            f"the kernel refuses {refused[0]}",
+            refused[0].remedy or "run with CAP_NET_ADMIN on a kernel that has this kind of device",
+        )
+
+
+def _in_kernel(resource: Resource) -> bool:
+    return resource.kind is not Kind.OUTSIDE
+
+
+def _is_route(resource: Resource) -> bool:
+    return resource.kind is Kind.ROUTE

@@ -1,0 +1,62 @@
+"""What of this kernel is ours (pure).
+
+Everything on a device that we make, except what the kernel itself put there; on any other device the
+routes that carry our protocol number. Routes that an earlier flanneld left on the uplink without that mark
+(Go's carry ``boot``) are told by their shape, and only while ``adopt`` is on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flanneld.model import Family, IPAddress, IPNetwork
+from flanneld.network import rtnl
+from flanneld.network.resources import PROTO_BOOT, PROTO_FLANNEL, Blackhole, Route
+
+
+@dataclass(frozen=True, slots=True)
+class Domain:
+    """What of this kernel is ours.
+
+    ``links`` are the devices we make, ``ranges`` the cluster networks with the length of a subnet, and
+    ``former`` the networks of an earlier run. ``adopt`` claims what that run left: its marked routes to
+    ``former``, and the unmarked routes of a Go flanneld. ``sweep`` says that what is ours and not wanted
+    may go, which holds once the peers are known.
+    """
+
+    uplink: str
+    links: frozenset[str]
+    ranges: tuple[tuple[IPNetwork, int], ...]
+    former: tuple[IPNetwork, ...] = ()
+    adopt: bool = False
+    sweep: bool = False
+
+    @property
+    def families(self) -> tuple[Family, ...]:
+        return tuple(network.version for network, _ in self.ranges)
+
+    def owns_route(self, seen: rtnl.SeenRoute) -> bool:
+        if seen.route.device in self.links:
+            return seen.protocol != rtnl.RTPROT_KERNEL
+        if seen.protocol == PROTO_FLANNEL:
+            # Another flanneld on this host has another network.
+            networks = [network for network, _ in self.ranges]
+            return _within(seen.route.destination, networks + list(self.former if self.adopt else ()))
+        return self.adopt and seen.protocol == PROTO_BOOT and self._is_peer_route(seen.route)
+
+    def owns_address(self, address: IPAddress) -> bool:
+        """Wrong addresses go only inside the cluster network: others may be an operator's."""
+        return any(address in network for network, _ in self.ranges)
+
+    def _is_peer_route(self, route: Route) -> bool:
+        return route.gateway is not None and any(
+            route.destination.prefixlen == length and _within(route.destination, [network])
+            for network, length in self.ranges
+        )
+
+    def owns_blackhole(self, blackhole: Blackhole) -> bool:
+        return _within(blackhole.destination, [network for network, _ in self.ranges])
+
+
+def _within(net: IPNetwork, networks: list[IPNetwork]) -> bool:
+    return any(net.version == each.version and net.network_address in each for each in networks)

@@ -1,0 +1,49 @@
+"""Where the log goes: whoever reads it, or does not, must not hold the daemon up."""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+
+#: What a pipe that can be written to takes without a wait, in bytes (pipe(7), PIPE_BUF).
+_PIECE = 4096
+#: How long a reader may take to make room, in seconds.
+PATIENCE = 1.0
+
+
+class Outlet:
+    """Writes lines to a file descriptor. Those that a reader has no room for in time are lost.
+
+    When there is room again, a line says how many they were.
+    """
+
+    def __init__(self, fd: int, patience: float = PATIENCE) -> None:
+        self._fd = fd
+        self._patience = patience
+        self._poll = select.poll()
+        self._poll.register(fd, select.POLLOUT)
+        self._lost = 0
+        #: Of the last line that was written, the end was lost.
+        self._is_torn = False
+
+    def write(self, line: str) -> None:
+        """Write a line, given without its end. Raises ``OSError`` if there is no reader."""
+        # Who has made us wait in vain is not waited for again.
+        deadline = time.monotonic() + (0.0 if self._lost else self._patience)
+        if self._lost:
+            gap = "\n" if self._is_torn else ""
+            line = f"{gap}... {self._lost} lines of the log are lost, because nobody read them\n{line}"
+        if self._write(f"{line}\n".encode(errors="backslashreplace"), deadline):
+            self._lost, self._is_torn = 0, False
+        else:
+            self._lost += 1
+
+    def _write(self, data: bytes, deadline: float) -> bool:
+        rest = memoryview(data)
+        while rest:
+            if not self._poll.poll(1000 * max(0.0, deadline - time.monotonic())):
+                self._is_torn |= len(rest) < len(data)
+                return False
+            rest = rest[os.write(self._fd, rest[:_PIECE]) :]
+        return True
