@@ -137,6 +137,12 @@ def number(body: Mapping[str, Any], name: str) -> int:
     return value
 
 
+def kept_alive(body: Mapping[str, Any]) -> int:
+    """For how many seconds a lease is alive now, 0 if it is not. The gateway has this call for a stream."""
+    inner = body.get("result")
+    return number(inner if isinstance(inner, dict) else body, "TTL")
+
+
 def transaction(body: Mapping[str, Any]) -> tuple[Position, bool, KeyValue | None]:
     """When it was made, whether its condition held, and if not, the key that its other branch has read."""
     try:

@@ -9,11 +9,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from flanneld import clock
+from flanneld.errors import Retryable
 from flanneld.glog import V
 from flanneld.subnet import etcd_v3_answers as answers
 from flanneld.subnet.etcd_endpoints import Server, Servers
 from flanneld.subnet.etcd_http import Useless
-from flanneld.subnet.etcd_keys import Conflict, NoConfig, Node, NotFound, Reply
+from flanneld.subnet.etcd_keys import Conflict, NoConfig, Node, NotFound, Position, Reply
 from flanneld.subnet.etcd_transport import Timeouts, Transport
 from flanneld.subnet.etcd_v3_answers import AccessRefused, LeaseGone, LoginNeeded
 from flanneld.subnet.etcd_v3_carrier import Call, Stream, open_carrier
@@ -36,6 +37,8 @@ class Client:
         self.timeouts: Timeouts = transport.timeouts
         #: By name and password: any server takes what one has given.
         self._tokens: dict[tuple[str, str], str] = {}
+        #: By key: the revision at which we wrote it last, and the lease that we gave it then.
+        self._written: dict[str, tuple[int, str]] = {}
         #: When a server answered last, by its name.
         self._answered: dict[str, float] = {}
 
@@ -63,6 +66,17 @@ class Client:
 
     def replace(self, key: str, value: str, ttl: int | None, modified: int) -> Reply:
         return self._write(key, value, ttl, {"target": "MOD", "mod_revision": str(modified)})
+
+    def prolong(self, key: str, modified: int) -> float | None:
+        at, lease = self._written.get(key, (0, "0"))
+        if at != modified or lease == "0":
+            return None
+        try:
+            left = self.ask("/lease/keepalive", {"ID": lease}, answers.kept_alive)
+        except Retryable as problem:
+            log.log(V(1), "The lease %s of %s cannot be kept alive: %s", lease, key, problem)
+            return None
+        return left if left > 0 else None
 
     def remove(self, key: str) -> None:
         name = {"key": answers.text64(key)}
@@ -162,7 +176,8 @@ class Client:
     def _write(self, key: str, value: str, ttl: int | None, condition: Mapping[str, str]) -> Reply:
         """Put a key with a lease of its own, if the condition holds.
 
-        As with Go flanneld the lease that the key had is left to expire. Others may hang on it.
+        As with Go flanneld the lease that the key had before is left to expire, which no longer takes the
+        key along. Others may hang on it.
         """
         lease, granted = self._grant(ttl) if ttl is not None else ("0", None)
         name = answers.text64(key)
@@ -182,13 +197,14 @@ class Client:
             # Else an operator who gets the rights wrong would get a lease for each attempt.
             self._revoke(lease)
             raise
-        if done:
-            return Reply("put", Node(key, value, granted, at.index), (), at)
-        if found and (found.lease, found.value) == (lease, value):
+        if found and not done and (found.lease, found.value) == (lease, value):
             # An earlier attempt got through, and its answer got lost.
-            return Reply("put", Node(key, value, granted, found.modified), (), at)
-        self._revoke(lease)
-        raise Conflict(f"{key} is there" if found else f"{key} has gone")
+            at, done = Position(found.modified, at.cluster), True
+        if not done:
+            self._revoke(lease)
+            raise Conflict(f"{key} is there" if found else f"{key} has gone")
+        self._written[key] = at.index, lease
+        return Reply("put", Node(key, value, granted, at.index), (), at)
 
     def _grant(self, ttl: int) -> tuple[str, int]:
         return self.ask(
