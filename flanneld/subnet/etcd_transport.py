@@ -37,7 +37,7 @@ Send = Callable[[Request], Answer]
 
 NO_SERVER = "check that etcd runs there and that -etcd-endpoints is right"
 NO_TLS = "check https in -etcd-endpoints, and -etcd-cafile"
-NO_CERTIFICATE = "check that etcd runs there and accepts -etcd-certfile"
+_NO_CERTIFICATE = "check that etcd runs there and accepts -etcd-certfile"
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +245,7 @@ def useless(error: Exception, timeout: float, server: Server) -> Useless:
         return Useless(ssl_text(cause), NO_TLS)
     if server.scheme == "https":
         # Chance decides whether the alert about our certificate is seen before the connection ends.
-        return Useless("it broke the TLS connection", NO_CERTIFICATE)
+        return Useless("it broke the TLS connection", _NO_CERTIFICATE)
     problem = "it does not speak HTTP" if "BadStatusLine" in repr(error) else "it broke the connection"
     return Useless(problem, NO_SERVER)
 

@@ -15,7 +15,7 @@ from flanneld.errors import Retryable
 from flanneld.subnet import etcd_v3_answers as answers
 from flanneld.subnet.etcd_endpoints import Server, Servers, TlsFiles
 from flanneld.subnet.etcd_http import NoSuchApi, Useless
-from flanneld.subnet.etcd_transport import NO_CERTIFICATE, NO_SERVER, NO_TLS, Failover, Timeouts
+from flanneld.subnet.etcd_transport import NO_SERVER, NO_TLS, Failover, Timeouts, useless
 from flanneld.subnet.etcd_v3_protobuf import METHODS, Malformed, decode, encode
 from flanneld.subnet.manager import Cancelled
 
@@ -51,20 +51,21 @@ _OPTIONS = (
 )
 #: A member that has lost its leader ends the watch, instead of being silent.
 _REQUIRE_LEADER = (("hasleader", "true"),)
-#: What gRPC says of a connection, in words that stay the same when it happens again.
+_SPEAKS_NOT = "it does not speak gRPC"
+#: Words in what gRPC says of a connection, and what we say, which stays the same when it happens again.
 _TROUBLES = (
     ("connection refused", "connection refused", NO_SERVER),
     ("no route to host", "no route to host", NO_SERVER),
     ("network is unreachable", "network is unreachable", NO_SERVER),
-    ("name resolution", "its name cannot be resolved", NO_SERVER),
-    ("dns ", "its name cannot be resolved", NO_SERVER),
+    ("resolving", "its name cannot be resolved", NO_SERVER),
+    ("resolution", "its name cannot be resolved", NO_SERVER),
     ("certificate_verify_failed", "certificate verify failed", NO_TLS),
-    ("peer name", "certificate verify failed: it is for another name", NO_TLS),
-    ("wrong_version_number", "wrong version number", NO_TLS),
-    ("http1.x", "it does not speak gRPC", NO_SERVER),
-    ("http2 header with status", "it does not speak gRPC", NO_SERVER),
-    ("settings frame", "it does not speak gRPC", NO_SERVER),
+    ("hostname verification", "certificate verify failed: it is for another name", NO_TLS),
+    ("failed parsing http/2", _SPEAKS_NOT, NO_SERVER),
+    ("http1.x", _SPEAKS_NOT, NO_SERVER),
 )
+#: With these gRPC itself speaks, and now and then etcd, which says so.
+_OF_CONNECTION = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,27 +205,24 @@ def understood(kind: Any, data: bytes) -> dict[str, Any]:
 def failure(error: grpc.RpcError, server: Server, timeouts: Timeouts) -> Exception:
     """What a failed call means: what etcd says, or what is wrong with the connection."""
     code, text = error.code(), str(error.details() or "")
-    lower = text.lower()
-    if code is grpc.StatusCode.DEADLINE_EXCEEDED and "etcdserver" not in lower:
-        return Useless(
-            f"no answer within {timeouts.read:g} s", "see whether etcd there is overloaded or cut off"
-        )
     if code is grpc.StatusCode.UNIMPLEMENTED:
-        return Useless("it has no v3 API over gRPC", "versions before 3.0 need -etcd-api=v2", kind=NoSuchApi)
-    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED) and "etcdserver" not in lower:
-        return _no_connection(lower, server, timeouts)
+        remedy = "versions before 3.0 need -etcd-api=v2"
+        return Useless("it has no v3 API over gRPC", remedy, kind=NoSuchApi)
+    if "etcdserver: " not in text:
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            return useless(TimeoutError(), timeouts.read, server)
+        if code in _OF_CONNECTION:
+            return _no_connection(text.lower(), server, timeouts)
     return answers.refusal(server.name, {"code": code.value[0], "message": text}, 0)
 
 
 def _no_connection(text: str, server: Server, timeouts: Timeouts) -> Useless:
+    if "timed out" in text:
+        return Useless(f"no connection within {timeouts.connect:g} s", NO_SERVER)
     for words, problem, remedy in _TROUBLES:
         if words in text:
-            return Useless(problem, remedy, kind=NoSuchApi if "speak" in problem else Retryable)
-    if "timed out" in text or "timeout" in text:
-        return Useless(f"no connection within {timeouts.connect:g} s", NO_SERVER)
-    if server.scheme == "https":
-        return Useless("it broke the TLS connection", NO_CERTIFICATE)
-    return Useless("it broke the connection", NO_SERVER)
+            return Useless(problem, remedy, kind=NoSuchApi if problem is _SPEAKS_NOT else Retryable)
+    return useless(ConnectionError(text), timeouts.read, server)
 
 
 def _given_up() -> Useless:

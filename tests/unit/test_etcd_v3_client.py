@@ -172,7 +172,7 @@ def test_a_gateway_that_is_switched_off_is_named(program: str) -> None:
         running_etcd("--enable-grpc-gateway=false", program=program) as etcd,
         pytest.raises(NoSuchApi) as caught,
     ):
-        client(etcd.url).fetch("/key")
+        client(etcd.url, transport="json").fetch("/key")
     assert "--enable-grpc-gateway=true" in caught.value.remedy
 
 
@@ -219,7 +219,7 @@ def test_a_login_that_etcd_does_not_want_is_not_made(etcd: LocalEtcd) -> None:
 def test_a_certificate_that_stands_in_the_way_of_a_login_is_named(tmp_path: Path, program: str) -> None:
     make_certificates(tmp_path)
     paths = {"certfile": "client.crt", "keyfile": "client.key", "cafile": "ca.crt"}
-    files = {name: str(tmp_path / file) for name, file in paths.items()}
+    files = {name: str(tmp_path / file) for name, file in paths.items()} | {"transport": "json"}
     with running_etcd("--bcrypt-cost=4", tls=tmp_path, program=program) as etcd:
         V3Keys(etcd.post).require_login("flannel", "secret", "/net")
         with pytest.raises(Retryable, match="common name"):
