@@ -37,13 +37,14 @@ _BUNDLES = (
     "/etc/ssl/cert.pem",
 )
 #: In milliseconds. A server that vanished behind an open watch is noticed within half a minute. etcd ends
-#: connections on which more than one ping comes every five seconds.
+#: connections on which pings come more often than every five seconds.
 _PING_EVERY, _PING_LIMIT = 15_000, 10_000
 _OPTIONS = (
     ("grpc.enable_http_proxy", 0),
     ("grpc.enable_retries", 0),
     ("grpc.keepalive_time_ms", _PING_EVERY),
     ("grpc.keepalive_timeout_ms", _PING_LIMIT),
+    ("grpc.http2.ping_timeout_ms", _PING_LIMIT),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.service_config_disable_resolution", 1),
