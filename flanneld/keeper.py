@@ -12,6 +12,7 @@ from flanneld import clock
 from flanneld.errors import Fatal, Retryable
 from flanneld.glog import Once
 from flanneld.model import Added, Event, Lease, LeaseAttrs, Removed, Snapshot
+from flanneld.outage import Outage
 from flanneld.subnet.manager import SubnetManager
 
 log = logging.getLogger(__name__)
@@ -68,6 +69,9 @@ class Keeper:
         self._misrepresented = False
         self._inbox: SimpleQueue[Event | LeaseAttrs | None] = SimpleQueue()
         self._once = Once()
+        self._outage = Outage(
+            log, f"Cannot renew the lease {lease}", f"The lease {lease} could be renewed again", now
+        )
 
     @property
     def lease(self) -> Lease:
@@ -169,7 +173,7 @@ class Keeper:
         try:
             renewed = self._manager.renew(self._lease)
         except Retryable as reason:
-            self._once.warn(log, "renew", f"Cannot renew the lease {self._lease}: {reason}")
+            self._outage.failed(reason)
             pause = ANNOUNCE_RETRY if self._misrepresented else RENEW_RETRY
             self._retry_at = self._now() + max(pause, reason.retry_after)
             return
@@ -177,7 +181,5 @@ class Keeper:
         self._renewed_at = self._now()
         self._retry_at = None
         self._misrepresented = False
-        if self._once.clear("renew"):
-            log.info("The lease %s could be renewed again", renewed)
-        else:
+        if not self._outage.over():
             log.info("Renewed the lease %s", renewed)

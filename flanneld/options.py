@@ -165,6 +165,12 @@ class Options:
         "`API` of etcd: v2, v3, both during a move, or auto for the one with a network config",
         _one_of("auto", "v2", "v3", "both"),
     )
+    etcd_transport: str = _flag(
+        "etcd-transport",
+        "auto",
+        "`protocol` of etcd's v3 API: json, grpc, or auto for json unless etcd refuses it",
+        _one_of("auto", "json", "grpc"),
+    )
     iface: tuple[str, ...] = _flag(
         "iface",
         (),

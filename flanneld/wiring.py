@@ -46,6 +46,7 @@ def etcd_options(wanted: Options) -> EtcdOptions:
         keyfile=wanted.etcd_keyfile,
         certfile=wanted.etcd_certfile,
         cafile=wanted.etcd_cafile,
+        transport=wanted.etcd_transport,
     )
 
 

@@ -12,8 +12,10 @@ import posixpath
 import random
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from ipaddress import IPv4Network, IPv6Network
 
+from flanneld import clock
 from flanneld.config import Config, SubnetRange, parse
 from flanneld.errors import Retryable
 from flanneld.glog import Once, V
@@ -285,8 +287,12 @@ class EtcdManager:
         if found and owner != node_address(lease.attrs) and node.modified != lease.asof:
             raise LeaseTaken(f"the lease {lease} belongs to node {owner} now", "restart to get another")
         reserved = node.ttl is None
-        if found and reserved and node.value == self._value(lease.key, lease.attrs):
-            return found
+        if found and node.value == self._value(lease.key, lease.attrs):
+            if reserved:
+                return found
+            lasts = self._requests.prolong(path, node.modified)
+            if lasts is not None:
+                return replace(found, expires=clock.now() + lasts)
         return self._replace(path, lease.key, lease.attrs, reserved=reserved, modified=node.modified)
 
     def _create(self, key: LeaseKey, attrs: LeaseAttrs, *, reserved: bool = False) -> Lease:

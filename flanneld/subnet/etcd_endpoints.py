@@ -20,7 +20,10 @@ _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 @dataclass(frozen=True, slots=True)
 class EtcdOptions:
-    """What the flags ``-etcd-*`` say, as given. Printing it shows no password."""
+    """What the flags ``-etcd-*`` say, as given. Printing it shows no password.
+
+    ``transport`` is how v3 is spoken: "json", "grpc", or "auto" for JSON unless etcd refuses that.
+    """
 
     endpoints: tuple[str, ...] = field(repr=False)
     prefix: str = "/coreos.com/network"
@@ -29,6 +32,7 @@ class EtcdOptions:
     keyfile: str = ""
     certfile: str = ""
     cafile: str = ""
+    transport: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,15 @@ class Server:
     path: str
     username: str = field(default="", repr=False)
     password: str = field(default="", repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """Paths of files in PEM format; empty if not given."""
+
+    authorities: str
+    certificate: str
+    key: str
 
 
 class Servers:
@@ -62,6 +75,9 @@ class Servers:
         self.name = ", ".join(dict.fromkeys(server.name for server in servers))
         context = _tls_context(options) if _mentions_tls(options, schemes) else None
         self.tls = context if "https" in schemes else None
+        #: For whoever makes TLS connections without Python's.
+        self.tls_files = TlsFiles(options.cafile, options.certfile, options.keyfile)
+        self.transport = options.transport
         shuffle(servers)
         self._servers = servers
         self._good = 0

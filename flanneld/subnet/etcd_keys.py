@@ -108,6 +108,13 @@ class Client(Protocol):
         """Write a key that must not have changed since that index. Raises ``Conflict`` if it has."""
         ...
 
+    def prolong(self, key: str, modified: int) -> float | None:
+        """Let a key that is as we wrote it, at that index, last as long again, without a change to it.
+
+        Gives its new TTL in seconds, None if this cannot be; then it has to be written again.
+        """
+        ...
+
     def remove(self, key: str) -> None:
         """Delete a key, whatever it holds. Raises ``NotFound``."""
         ...

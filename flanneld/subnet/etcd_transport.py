@@ -1,4 +1,4 @@
-"""HTTP to a cluster of etcd: one connection, one server after the other, with limits, and it can be cut."""
+"""Requests to a cluster of etcd: one connection to one server after the other, with limits; it can be cut."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from http.client import HTTPException
-from typing import TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from urllib3 import HTTPConnectionPool, Timeout
 from urllib3.connection import HTTPConnection
@@ -28,11 +28,15 @@ from flanneld.subnet.pools import Pool, TlsPool
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Q = TypeVar("Q")
+A = TypeVar("A")
+Q_contra = TypeVar("Q_contra", contravariant=True)
+A_co = TypeVar("A_co", covariant=True)
 #: Makes one request of one server. Raises ``Useless``.
 Send = Callable[[Request], Answer]
 
-_NO_SERVER = "check that etcd runs there and that -etcd-endpoints is right"
-_NO_TLS = "check https in -etcd-endpoints, and -etcd-cafile"
+NO_SERVER = "check that etcd runs there and that -etcd-endpoints is right"
+NO_TLS = "check https in -etcd-endpoints, and -etcd-cafile"
 _NO_CERTIFICATE = "check that etcd runs there and accepts -etcd-certfile"
 
 
@@ -52,21 +56,44 @@ class Timeouts:
     pause: float = 1.0
 
 
-class Transport:
+class Connection(Protocol[Q_contra, A_co]):
+    """To one server at a time, and for one thread at a time, but any thread may drop or cut it."""
+
+    def exchange(self, server: Server, request: Q_contra) -> A_co:
+        """Make a request; connect first if need be. Raises ``Useless``, or ``Cancelled`` after ``cut``."""
+        ...
+
+    def hang_up(self) -> None:
+        """End the connection; for the thread that uses it."""
+        ...
+
+    def drop(self) -> None:
+        """End the connection; another may follow."""
+        ...
+
+    def cut(self) -> None:
+        """End the connection and refuse another. May be called repeatedly."""
+        ...
+
+    def check(self) -> None:
+        """Raise ``Cancelled`` once ``cut`` was called."""
+        ...
+
+
+class Failover(Generic[Q, A]):
     """Requests of one thread at a time. After ``cut`` every request raises ``Cancelled``."""
 
-    def __init__(self, servers: Servers, timeouts: Timeouts) -> None:
+    def __init__(self, servers: Servers, timeouts: Timeouts, connection: Connection[Q, A]) -> None:
         self.servers = servers
         self.timeouts = timeouts
+        self._connection = connection
         self._turn = threading.Lock()
-        self._line = Line()
         self._server: Server | None = None
-        self._pool: HTTPConnectionPool | None = None
         self._used = 0.0
         #: We broke the connection ourselves, so that it broke says nothing about the server.
         self._gave_up = False
 
-    def ask(self, attempt: Callable[[Server, Send], T], *, repeatable: bool = True) -> T:
+    def ask(self, attempt: Callable[[Server, Callable[[Q], A]], T], *, repeatable: bool = True) -> T:
         """What ``attempt`` makes of the first server that is of use. Raises ``Retryable`` if none is.
 
         What is not ``repeatable`` is not tried on another server once it was sent to one.
@@ -78,26 +105,26 @@ class Transport:
         """Give up the connection of now: it may lead nowhere any more. May be called from any thread."""
         self._used = -math.inf
         self._gave_up = True
-        self._line.drop()
+        self._connection.drop()
 
     def cut(self) -> None:
         """End what goes on and refuse what comes. May be called from any thread, repeatedly."""
-        self._line.cut()
+        self._connection.cut()
 
     def close(self) -> None:
-        """Give up the connection; for the thread that uses this transport."""
+        """Give up the connection; for the thread that uses this object."""
         with self._turn:
-            self._hang_up()
+            self._connection.hang_up()
 
-    def _ask_in_turn(self, attempt: Callable[[Server, Send], T], repeatable: bool) -> T:
+    def _ask_in_turn(self, attempt: Callable[[Server, Callable[[Q], A]], T], repeatable: bool) -> T:
         failures: dict[str, Useless] = {}
         for server in self.servers.in_turn():
-            self._line.check()
+            self._connection.check()
             try:
                 return attempt(server, lambda request, to=server: self._exchange(to, request))  # type: ignore[misc]
             except Useless as failure:
-                self._hang_up()
-                self._line.check()
+                self._connection.hang_up()
+                self._connection.check()
                 if self._gave_up and (repeatable or not failure.sent):
                     self._gave_up = False
                     return self._ask_in_turn(attempt, repeatable)
@@ -108,8 +135,33 @@ class Transport:
                     break
         raise no_answer(failures)
 
-    def _exchange(self, server: Server, request: Request) -> Answer:
-        limits = Timeout(connect=self.timeouts.connect, read=self.timeouts.read)
+    def _exchange(self, server: Server, request: Q) -> A:
+        if self._server is not server or clock.now() - self._used > self.timeouts.idle:
+            self._connection.hang_up()
+        self._server = server
+        answer = self._connection.exchange(server, request)
+        self._used = clock.now()
+        return answer
+
+
+class Transport(Failover[Request, Answer]):
+    """Over HTTP."""
+
+    def __init__(self, servers: Servers, timeouts: Timeouts) -> None:
+        super().__init__(servers, timeouts, HttpConnection(servers, timeouts))
+
+
+class HttpConnection:
+    """``Connection`` through urllib3."""
+
+    def __init__(self, servers: Servers, timeouts: Timeouts) -> None:
+        self._tls = servers.tls
+        self._timeouts = timeouts
+        self._line = Line()
+        self._pool: HTTPConnectionPool | None = None
+
+    def exchange(self, server: Server, request: Request) -> Answer:
+        limits = Timeout(connect=self._timeouts.connect, read=self._timeouts.read)
         try:
             with self._pool_to(server).urlopen(
                 request.method,
@@ -121,16 +173,29 @@ class Transport:
                 preload_content=False,
                 timeout=limits,
             ) as response:
-                answer = self._receive(response, server, request)
+                return self._receive(response, server, request)
         except Unreachable as error:
             raise unreachable(error) from None
         except (HTTPError, HTTPException, OSError) as error:
-            raise useless(error, self.timeouts.read, server) from None
+            raise useless(error, self._timeouts.read, server) from None
         except Retryable:
-            self._hang_up()
+            self.hang_up()
             raise
-        self._used = clock.now()
-        return answer
+
+    def hang_up(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+        self._pool = None
+        self._line.drop()
+
+    def drop(self) -> None:
+        self._line.drop()
+
+    def cut(self) -> None:
+        self._line.cut()
+
+    def check(self) -> None:
+        self._line.check()
 
     def _receive(self, response: BaseHTTPResponse, server: Server, request: Request) -> Answer:
         answer = _head(response, server)
@@ -145,26 +210,16 @@ class Transport:
             first = b""
         if first:
             return replace(answer, body=first + response.read())
-        self._hang_up()
+        self.hang_up()
         return answer
 
     def _pool_to(self, server: Server) -> HTTPConnectionPool:
-        if self._server is not server or clock.now() - self._used > self.timeouts.idle:
-            self._hang_up()
         if self._pool is None:
-            self._server = server
-            if self.servers.tls:
-                context = self.servers.tls
-                self._pool = TlsPool(server.host, server.port, line=self._line, ssl_context=context)
+            if self._tls:
+                self._pool = TlsPool(server.host, server.port, line=self._line, ssl_context=self._tls)
             else:
                 self._pool = Pool(server.host, server.port, line=self._line)
         return self._pool
-
-    def _hang_up(self) -> None:
-        if self._pool is not None:
-            self._pool.close()
-        self._pool = None
-        self._line.drop()
 
 
 def no_answer(failures: dict[str, Useless]) -> Retryable:
@@ -177,7 +232,7 @@ def no_answer(failures: dict[str, Useless]) -> Retryable:
 
 
 def unreachable(error: Unreachable) -> Useless:
-    return Useless(str(error), _NO_SERVER, sent=False)
+    return Useless(str(error), NO_SERVER, sent=False)
 
 
 def useless(error: Exception, timeout: float, server: Server) -> Useless:
@@ -187,12 +242,12 @@ def useless(error: Exception, timeout: float, server: Server) -> Useless:
         return Useless(f"no answer within {timeout:g} s", "see whether etcd there is overloaded or cut off")
     cause = error.args[0] if isinstance(error, SSLError) and error.args else error
     if isinstance(cause, ssl.SSLError) and "ALERT" not in (cause.reason or "ALERT"):
-        return Useless(ssl_text(cause), _NO_TLS)
+        return Useless(ssl_text(cause), NO_TLS)
     if server.scheme == "https":
         # Chance decides whether the alert about our certificate is seen before the connection ends.
         return Useless("it broke the TLS connection", _NO_CERTIFICATE)
     problem = "it does not speak HTTP" if "BadStatusLine" in repr(error) else "it broke the connection"
-    return Useless(problem, _NO_SERVER)
+    return Useless(problem, NO_SERVER)
 
 
 def _head(response: BaseHTTPResponse, server: Server) -> Answer:

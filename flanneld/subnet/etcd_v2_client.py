@@ -66,6 +66,9 @@ class Client(etcd.Client):  # type: ignore[misc] # python-etcd has no types
             raise Conflict(f"{key} has gone") from None
         return reply
 
+    def prolong(self, key: str, modified: int) -> None:
+        """Go flanneld 0.12 writes a lease anew, and so do we."""
+
     def remove(self, key: str) -> None:
         self.delete(key)
 

@@ -47,6 +47,10 @@ class LoginNeeded(AccessRefused):
     """Who asks has to log in, or to log in again."""
 
 
+class GatewayRefused(Retryable):
+    """The JSON gateway is not for us; gRPC may be."""
+
+
 class LeaseGone(Retryable):
     """There is no such lease."""
 
@@ -73,7 +77,7 @@ def read(answer: Answer) -> dict[str, Any]:
     if body is not None:
         raise refusal(answer.server, body, answer.status)
     if _CERTIFICATE_NAMES_USER.encode() in (answer.body or b""):
-        raise Retryable(
+        raise GatewayRefused(
             f"etcd at {answer.server} takes no login over JSON with a certificate that has a common name",
             "set -etcd-certfile to one without, as etcd's guide to role-based access says",
         )
@@ -133,6 +137,12 @@ def number(body: Mapping[str, Any], name: str) -> int:
     return value
 
 
+def kept_alive(body: Mapping[str, Any]) -> int:
+    """For how many seconds a lease is alive now, 0 if it is not. The gateway has this call for a stream."""
+    inner = body.get("result")
+    return number(inner if isinstance(inner, dict) else body, "TTL")
+
+
 def transaction(body: Mapping[str, Any]) -> tuple[Position, bool, KeyValue | None]:
     """When it was made, whether its condition held, and if not, the key that its other branch has read."""
     try:
@@ -154,6 +164,11 @@ def stream_object(line: bytes, server: str) -> dict[str, Any]:
     result = body.get("result")
     if not isinstance(result, dict):
         raise refusal(server, body, 500)
+    return watch_object(result, server)
+
+
+def watch_object(result: dict[str, Any], server: str) -> dict[str, Any]:
+    """What a watch tells. Raises what it means if that is the end."""
     if result.get("canceled"):
         raise _end_of_watch(result, server)
     return result

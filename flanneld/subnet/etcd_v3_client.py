@@ -1,8 +1,7 @@
-"""etcd's v3 API through its JSON gateway."""
+"""etcd's v3 API, whatever carries it."""
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import posixpath
@@ -10,23 +9,20 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from flanneld import clock
+from flanneld.errors import Retryable
 from flanneld.glog import V
 from flanneld.subnet import etcd_v3_answers as answers
 from flanneld.subnet.etcd_endpoints import Server, Servers
-from flanneld.subnet.etcd_http import NoSuchApi, Request, Useless
-from flanneld.subnet.etcd_keys import Conflict, NoConfig, Node, NotFound, Reply
-from flanneld.subnet.etcd_transport import Send, Timeouts, Transport
-from flanneld.subnet.etcd_v3_answers import LeaseGone, LoginNeeded
+from flanneld.subnet.etcd_http import Useless
+from flanneld.subnet.etcd_keys import Conflict, NoConfig, Node, NotFound, Position, Reply
+from flanneld.subnet.etcd_transport import Timeouts, Transport
+from flanneld.subnet.etcd_v3_answers import AccessRefused, LeaseGone, LoginNeeded
+from flanneld.subnet.etcd_v3_carrier import Call, Stream, open_carrier
 from flanneld.subnet.etcd_v3_watch import Watch
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-#: Where the gateway is in etcd from 3.4 on, in 3.3, and in 3.2.
-_ROOTS = ("/v3", "/v3beta", "/v3alpha")
-
-_NO_GATEWAY = "start etcd with --enable-grpc-gateway=true; versions before 3.2 need -etcd-api=v2"
 
 
 class Client:
@@ -36,20 +32,15 @@ class Client:
     names_ipv6 = True
 
     def __init__(self, transport: Transport) -> None:
-        self._transport = transport
-        #: By the name of a server.
-        self._roots: dict[str, str] = {}
+        self._carrier = open_carrier(transport)
+        self.servers: Servers = transport.servers
+        self.timeouts: Timeouts = transport.timeouts
         #: By name and password: any server takes what one has given.
         self._tokens: dict[tuple[str, str], str] = {}
-        self._answered = -math.inf
-
-    @property
-    def servers(self) -> Servers:
-        return self._transport.servers
-
-    @property
-    def timeouts(self) -> Timeouts:
-        return self._transport.timeouts
+        #: By key: the revision at which we wrote it last, and the lease that we gave it then.
+        self._written: dict[str, tuple[int, str]] = {}
+        #: When a server answered last, by its name.
+        self._answered: dict[str, float] = {}
 
     # ---- what it is asked --------------------------------------------------------------------
 
@@ -76,6 +67,17 @@ class Client:
     def replace(self, key: str, value: str, ttl: int | None, modified: int) -> Reply:
         return self._write(key, value, ttl, {"target": "MOD", "mod_revision": str(modified)})
 
+    def prolong(self, key: str, modified: int) -> float | None:
+        at, lease = self._written.get(key, (0, "0"))
+        if at != modified or lease == "0":
+            return None
+        try:
+            left = self.ask("/lease/keepalive", {"ID": lease}, answers.kept_alive)
+        except Retryable as problem:
+            log.log(V(1), "The lease %s of %s cannot be kept alive: %s", lease, key, problem)
+            return None
+        return left if left > 0 else None
+
     def remove(self, key: str) -> None:
         name = {"key": answers.text64(key)}
         found, at = self.ask(
@@ -100,10 +102,10 @@ class Client:
         )
 
     def reconnect(self) -> None:
-        self._transport.reconnect()
+        self._carrier.reconnect()
 
     def cut(self) -> None:
-        self._transport.cut()
+        self._carrier.cut()
 
     # ---- what watches need -------------------------------------------------------------------
 
@@ -118,70 +120,64 @@ class Client:
         """See that a server answers, and has a leader."""
         self.ask("/kv/range", {"key": answers.text64(key), "count_only": True}, answers.position)
 
-    def door(self, key: str) -> tuple[Server, str, dict[str, str]]:
-        """A server that has answered lately, the path of its gateway, and the headers it wants."""
-        recent = clock.now() - self._answered < self.timeouts.silence
-        if not recent or self.servers.current.name not in self._roots:
+    def door(self, key: str) -> tuple[Server, str]:
+        """A server that has answered lately, and the login that it wants."""
+        if clock.now() - self._answered.get(self.servers.current.name, -math.inf) > self.timeouts.silence:
             self.prove(key)
         server = self.servers.current
-        return server, self._roots.get(server.name, _ROOTS[0]), self._headers(server)
+        return server, self._token(server)
+
+    def stream(self) -> Stream:
+        return self._carrier.stream()
 
     def distrust(self) -> None:
         """A watch has failed: what is known of the servers, and the login, may be outdated."""
-        self._answered = -math.inf
+        self._answered.clear()
 
     def forget_login(self) -> None:
         self._tokens.clear()
-        self._answered = -math.inf
+        self._answered.clear()
 
     # ---- asking ------------------------------------------------------------------------------
 
     def ask(self, path: str, body: Mapping[str, object], understand: Callable[[dict[str, Any]], T]) -> T:
         """Make a request, logged in if etcd wants that, and understand it. All of ours may be repeated."""
-        text = json.dumps(body)
 
-        def attempt(server: Server, send: Send) -> T:
+        def attempt(server: Server, call: Call) -> T:
+            token = self._token(server)
             try:
-                answer = self._post(server, send, path, text)
-            except LoginNeeded:
-                if not server.username:
+                answer = call(path, body, token)
+            except AccessRefused as refusal:
+                # Without a login gRPC takes us for the user whom our certificate names.
+                if not server.username or (token and not isinstance(refusal, LoginNeeded)):
                     raise
-                self._log_in(server, send)
-                answer = self._post(server, send, path, text)
-            return understand(answer)
+                answer = call(path, body, self._log_in(server, call))
+            understood = understand(answer)
+            self._answered[server.name] = clock.now()
+            return understood
 
-        result = self._transport.ask(attempt)
-        self._answered = clock.now()
-        return result
+        return self._carrier.ask(attempt)
 
-    def _post(self, server: Server, send: Send, path: str, text: str) -> dict[str, Any]:
-        known = self._roots.get(server.name, _ROOTS[0])
-        for root in dict.fromkeys((known, *_ROOTS)):
-            answer = send(Request("POST", root + path, text, self._headers(server)))
-            if not answers.is_unknown_path(answer):
-                self._roots[server.name] = root
-                return answers.read(answer)
-        raise Useless("it has no JSON gateway to the v3 API", _NO_GATEWAY, kind=NoSuchApi)
+    def _token(self, server: Server) -> str:
+        return self._tokens.get((server.username, server.password), "")
 
-    def _headers(self, server: Server) -> dict[str, str]:
-        token = self._tokens.get((server.username, server.password))
-        return {"Content-Type": "application/json"} | ({"Authorization": token} if token else {})
-
-    def _log_in(self, server: Server, send: Send) -> None:
+    def _log_in(self, server: Server, call: Call) -> str:
         login = (server.username, server.password)
         self._tokens.pop(login, None)
-        text = json.dumps({"name": server.username, "password": server.password})
-        token = self._post(server, send, "/auth/authenticate", text).get("token")
+        order = {"name": server.username, "password": server.password}
+        token = call("/auth/authenticate", order, "").get("token")
         if not isinstance(token, str) or not token.isprintable():
             raise Useless("it answers with JSON that is not etcd's")
         self._tokens[login] = token
+        return token
 
     # ---- writing -----------------------------------------------------------------------------
 
     def _write(self, key: str, value: str, ttl: int | None, condition: Mapping[str, str]) -> Reply:
         """Put a key with a lease of its own, if the condition holds.
 
-        As with Go flanneld the lease that the key had is left to expire. Others may hang on it.
+        As with Go flanneld the lease that the key had before is left to expire, which no longer takes the
+        key along. Others may hang on it.
         """
         lease, granted = self._grant(ttl) if ttl is not None else ("0", None)
         name = answers.text64(key)
@@ -197,17 +193,18 @@ class Client:
                 },
                 answers.transaction,
             )
-        except answers.AccessRefused:
+        except AccessRefused:
             # Else an operator who gets the rights wrong would get a lease for each attempt.
             self._revoke(lease)
             raise
-        if done:
-            return Reply("put", Node(key, value, granted, at.index), (), at)
-        if found and (found.lease, found.value) == (lease, value):
+        if found and not done and (found.lease, found.value) == (lease, value):
             # An earlier attempt got through, and its answer got lost.
-            return Reply("put", Node(key, value, granted, found.modified), (), at)
-        self._revoke(lease)
-        raise Conflict(f"{key} is there" if found else f"{key} has gone")
+            at, done = Position(found.modified, at.cluster), True
+        if not done:
+            self._revoke(lease)
+            raise Conflict(f"{key} is there" if found else f"{key} has gone")
+        self._written[key] = at.index, lease
+        return Reply("put", Node(key, value, granted, at.index), (), at)
 
     def _grant(self, ttl: int) -> tuple[str, int]:
         return self.ask(

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable
-from http.client import HTTPException
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flanneld.errors import Retryable
 from flanneld.subnet import etcd_v3_answers as answers
 from flanneld.subnet.etcd_endpoints import Server
 from flanneld.subnet.etcd_http import Useless
 from flanneld.subnet.etcd_keys import Changes, Position, Reply, check_reread
-from flanneld.subnet.etcd_stream import Stream
-from flanneld.subnet.etcd_transport import no_answer, unreachable, useless
-from flanneld.subnet.line import Line, Unreachable
+from flanneld.subnet.etcd_transport import no_answer, useless
+from flanneld.subnet.etcd_v3_carrier import Stream
+from flanneld.subnet.manager import Cancelled
 
 if TYPE_CHECKING:
     from flanneld.subnet.etcd_v3_client import Client
-
-#: A member that has lost its leader ends the watch, instead of being silent.
-_REQUIRE_LEADER = {"Grpc-Metadata-hasleader": "true"}
 
 
 class Watch:
@@ -32,8 +27,10 @@ class Watch:
         self._key = key
         self._recursive = recursive
         self._contact = contact
-        self._line = Line()
+        self._lock = threading.Lock()
+        self._is_cut = False
         self._server: Server | None = None
+        #: Held from before it connects.
         self._stream: Stream | None = None
         #: Where the stream began, and how far it has come.
         self._begun: Position | None = None
@@ -47,7 +44,7 @@ class Watch:
             return self._wait(after)
         except Useless as failure:
             self.close()
-            self._line.check()
+            self._check()
             self.client.distrust()
             assert self._server  # which has failed
             if not self._gave_up:
@@ -64,16 +61,17 @@ class Watch:
 
     def reconnect(self) -> None:
         self._gave_up = True
-        self._line.drop()
+        self._drop()
 
     def cut(self) -> None:
-        self._line.cut()
+        with self._lock:
+            self._is_cut = True
+        self._drop()
 
     def close(self) -> None:
-        if self._stream:
+        if self._stream is not None:
             self._stream.close()
         self._stream = None
-        self._line.drop()
 
     def _wait(self, after: Position) -> Changes:
         if self._stream is None or self._at != after:
@@ -82,8 +80,9 @@ class Watch:
         # Not before: who asks for it shuts the connection down, which must be there by then.
         check_reread(self._reread)
         assert self._begun
+        assert self._stream
         while True:
-            result = self._next(self.client.timeouts.silence)
+            result = self._stream.next(self.client.timeouts.silence)
             if result is None:
                 return self._after_silence(after)
             told, self._at = answers.changes(result, self._begun, after)
@@ -111,43 +110,35 @@ class Watch:
             self._begin(after)
 
     def _begin(self, after: Position) -> None:
-        server, root, headers = self.client.door(self._key)
+        server, token = self.client.door(self._key)
         self._server = server
         wanted = answers.directory(self._key) if self._recursive else {"key": answers.text64(self._key)}
         # One earlier than needed: etcd does not say so if it has lost the deletion at the very revision up
         # to which it has forgotten.
         create = {**wanted, "start_revision": str(after.index), "progress_notify": True}
-        body = json.dumps({"create_request": create})
+        stream = self._hold(self.client.stream())
+        stream.open(server, {"create_request": create}, token)
         limit = self.client.timeouts.read
-        try:
-            self._stream = Stream(self._connect(server))
-            self._stream.post(f"{server.name}{root}/watch", headers | _REQUIRE_LEADER, body)
-        except (HTTPException, OSError) as error:
-            raise useless(error, limit, server) from None
-        if self._stream.status != 200:
-            raise Useless(f"HTTP {self._stream.status} to a watch")
-        first = self._next(limit)
+        first = stream.next(limit)
         if first is None:
             raise useless(TimeoutError(), limit, server)
         answers.began(first, after)
         self._begun = self._at = after
         self._contact()
 
-    def _connect(self, server: Server) -> Any:
-        timeouts = self.client.timeouts
-        try:
-            sock = self._line.connect(server.host, server.port, timeouts.connect)
-        except Unreachable as error:
-            raise unreachable(error) from None
-        sock.settimeout(timeouts.read)
-        tls = self.client.servers.tls
-        return tls.wrap_socket(sock, server_hostname=server.host) if tls else sock
+    def _hold(self, stream: Stream) -> Stream:
+        with self._lock:
+            if self._is_cut:
+                raise Cancelled
+            self._stream = stream
+        return stream
 
-    def _next(self, timeout: float) -> dict[str, Any] | None:
-        assert self._stream
-        assert self._server
-        try:
-            line = self._stream.line(timeout)
-        except (HTTPException, OSError) as error:
-            raise useless(error, timeout, self._server) from None
-        return None if line is None else answers.stream_object(line, self._server.name)
+    def _drop(self) -> None:
+        with self._lock:
+            stream = self._stream
+        if stream is not None:
+            stream.cut()
+
+    def _check(self) -> None:
+        if self._is_cut:
+            raise Cancelled

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from flanneld import clock
 from flanneld.errors import Retryable
 from flanneld.model import Event
+from flanneld.outage import Outage, Pace
 from flanneld.subnet.etcd_keys import Client, ListAgain, Position, Reply
 from flanneld.subnet.manager import Cancelled, Deliver
 
@@ -23,17 +24,17 @@ News = Callable[[Reply], list[Event]]
 class Follower:
     """Watches a key, or all keys in a directory if ``recursive``.
 
-    ``pause_time`` is how long to wait after a failure, in seconds. Whatever is wrong is logged once,
-    and once more when etcd is back.
+    ``pause_time`` is how long to wait after a failure, in seconds. Of an outage the log has its begin, a
+    line a minute, and its end.
     """
 
     def __init__(self, client: Client, path: str, *, recursive: bool, pause_time: float) -> None:
-        self._watcher = client.watcher(path, recursive=recursive, contact=self._answered)
+        self._outage = Outage(log, f"Watching {path}", f"Watching {path}: etcd is back")
+        self._rereads = Pace()
+        self._watcher = client.watcher(path, recursive=recursive, contact=self._outage.answered)
         self._pause_time = pause_time
         self._path = path
         self._stop = threading.Event()
-        self._told: set[str] = set()
-        self._is_down = False
 
     def run(self, start: Start, news: News, deliver: Deliver, alive: Callable[[], None]) -> None:
         """Deliver what ``start`` and then ``news`` say, until ``cut`` (raises ``Cancelled``)."""
@@ -69,10 +70,11 @@ class Follower:
                 else:
                     events, at = self._poll(at, news)
             except ListAgain as reason:
-                self._tell(f"{reason}; reading everything again")
+                if self._rereads.allows(str(reason)):
+                    log.warning("Watching %s: %s; reading everything again", self._path, reason)
                 at = None
             except Retryable as problem:
-                self._is_down |= self._tell(str(problem))
+                self._outage.failed(problem)
                 self._pause_since(clock.now())
             if events:
                 deliver(events)
@@ -80,7 +82,7 @@ class Follower:
     def _poll(self, at: Position, news: News) -> tuple[list[Event], Position]:
         asked = clock.now()
         changes = self._watcher.wait(at)
-        self._told.clear()
+        self._outage.over()
         if not changes.replies:
             self._pause_since(asked)
         return [event for reply in changes.replies for event in news(reply)], changes.at
@@ -93,17 +95,4 @@ class Follower:
     @property
     def is_down(self) -> bool:
         """Whether etcd did not answer when it was asked last. From any thread."""
-        return self._is_down
-
-    def _tell(self, text: str) -> bool:
-        """Log a problem unless it is known. Tells whether it was not."""
-        if text in self._told:
-            return False
-        self._told.add(text)
-        log.warning("Watching %s: %s", self._path, text)
-        return True
-
-    def _answered(self) -> None:
-        if self._is_down:
-            self._is_down = False
-            log.info("Watching %s: etcd is back", self._path)
+        return self._outage.is_on

@@ -11,8 +11,9 @@ from typing import Any, Protocol
 
 from flanneld import clock
 from flanneld.errors import Refused, Retryable
-from flanneld.glog import V
+from flanneld.glog import Once, V
 from flanneld.model import Event
+from flanneld.outage import Outage
 from flanneld.subnet.kube_api import NODES, Api, Expired
 from flanneld.subnet.kube_nodes import Node, NodeReader, child, decoded, items
 from flanneld.subnet.manager import Cancelled, Deliver
@@ -82,7 +83,7 @@ def decode(line: bytes) -> tuple[str, dict[str, Any]]:
 class Follower:
     """Tells an audience of every node, with a connection of its own, until ``cut``.
 
-    Whatever is wrong is logged once, and once more when the API server is back.
+    Of an outage the log has its begin, a line a minute, and its end.
     """
 
     def __init__(self, api: Api, reader: NodeReader, audience: Audience, backoff: Backoff) -> None:
@@ -95,7 +96,12 @@ class Follower:
         self._reread = threading.Event()
         #: Where to go on from; None when everything has to be read.
         self._version: str | None = None
-        self._told: set[str] = set()
+        self._once = Once()
+        self._outage = Outage(
+            log,
+            "Following the nodes, and keeping what is there meanwhile",
+            "Following the nodes: the API server answers again",
+        )
 
     def run(self, deliver: Deliver, alive: Callable[[], None]) -> None:
         """Deliver what the audience makes of it, until ``cut`` (raises ``Cancelled``)."""
@@ -114,7 +120,7 @@ class Follower:
                 self._pause(self._backoff.pause())
             except Retryable as problem:
                 if not self._hurry.is_set():  # else we broke the connection ourselves
-                    self._tell(str(problem))
+                    self._outage.failed(problem)
                 if isinstance(problem, ListAgain):
                     self._version = None
                 self._pause(max(problem.retry_after, self._backoff.pause()))
@@ -152,7 +158,7 @@ class Follower:
             raise Retryable("the list of nodes has no resourceVersion", "is that a Kubernetes API server?")
         del page
         deliver(self._audience.listed(nodes))
-        self._answered()
+        self._outage.answered()
         return version
 
     def _read(self, found: list[Any]) -> Iterator[Node]:
@@ -160,7 +166,7 @@ class Follower:
             try:
                 yield self._reader.read(item)
             except Refused as reason:
-                self._tell(str(reason))
+                self._refuse(reason)
 
     def _watch(self, version: str, deliver: Deliver, alive: Callable[[], None]) -> None:
         lines, began = Lines(), clock.now()
@@ -185,7 +191,7 @@ class Follower:
             if events:
                 deliver(events)
         if lines:
-            self._answered()
+            self._outage.over()
             self._backoff.reset()
 
     def _take(self, kind: str, obj: dict[str, Any]) -> list[Event]:
@@ -195,7 +201,7 @@ class Follower:
             try:
                 node = self._reader.read(obj)
             except Refused as reason:
-                self._tell(str(reason))
+                self._refuse(reason)
             else:
                 events = self._audience.gone(node) if kind == "DELETED" else self._audience.seen(node)
         if isinstance(version, str) and version:
@@ -208,12 +214,5 @@ class Follower:
             raise Cancelled
         self._hurry.clear()
 
-    def _tell(self, text: str) -> None:
-        if text not in self._told:
-            self._told.add(text)
-            log.warning("Following the nodes: %s; trying again, and keeping what is there meanwhile", text)
-
-    def _answered(self) -> None:
-        if self._told:
-            self._told.clear()
-            log.info("Following the nodes: the API server answers again")
+    def _refuse(self, reason: Refused) -> None:
+        self._once.warn(log, "node", f"Passing over what is no node: {reason}")

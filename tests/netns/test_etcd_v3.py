@@ -82,17 +82,30 @@ def test_leases_with_ipv6_are_those_of_later_versions(lab: Lab, stack: dict[str,
     assert value["PublicIPv6"] == node.ipv6_address
 
 
-def test_an_endpoint_that_hangs_is_left_within_half_a_minute(lab: Lab) -> None:
+@pytest.mark.parametrize("transport", ["json", "grpc"])
+def test_an_endpoint_that_hangs_is_left_within_half_a_minute(lab: Lab, transport: str) -> None:
     lab.etcd.put_config({"Network": "10.5.0.0/16", "Backend": {"Type": "host-gw"}})
     (node,) = lab.add_nodes()
     with gateway(lab, 2391) as first, gateway(lab, 2392) as second:
-        node.start("-etcd-endpoints=" + ",".join(f"http://{lab.etcd.address}:{p}" for p in (2391, 2392)))
+        urls = ",".join(f"http://{lab.etcd.address}:{p}" for p in (2391, 2392))
+        node.start(f"-etcd-endpoints={urls}", f"-etcd-transport={transport}")
         node.wait_ready()
         wait_for(lambda: len(used_ports(node)) == 1, what="one endpoint in use")
         (port,) = used_ports(node)
         (first if port == 2391 else second).send_signal(signal.SIGSTOP)
         lab.etcd.put_lease("10.5.0.0/24", json.loads(host_gw(200)))
         node.wait_for_route("10.5.0.0/24", 30)
+
+
+def test_a_daemon_over_grpc_comes_through_an_outage_and_leaves_in_time(lab: Lab) -> None:
+    (node,) = lab.cluster({"Type": "host-gw"}, nodes=1, flags=["-etcd-transport=grpc"])
+    lab.etcd.stop()
+    node.wait_for_log("Watching", 30)
+    lab.etcd.start()
+    lab.etcd.put_lease("10.5.0.0/24", json.loads(host_gw(200)))
+    node.wait_for_route("10.5.0.0/24", 30)
+    assert node.wait_for_log("etcd is back", 30)
+    assert node.stop().status == 0
 
 
 def test_a_config_in_both_apis_is_that_of_v3(lab: Lab) -> None:

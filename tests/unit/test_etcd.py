@@ -24,6 +24,7 @@ from flanneld.subnet.etcd_choice import open_etcd
 from flanneld.subnet.etcd_endpoints import EtcdOptions
 from flanneld.subnet.etcd_transport import Timeouts
 from flanneld.subnet.manager import Cancelled, SubnetManager
+from tests.lab.etcd_v3 import V3Keys
 from tests.lab.wait import wait_for
 from tests.local_etcd import NEWER, LocalEtcd, Relay, running_etcd, server
 
@@ -38,13 +39,14 @@ class Store:
 
     def __init__(self, etcd: LocalEtcd, api: str) -> None:
         self.etcd = etcd
-        self.api = api
-        self.keys = etcd.keys(api)
+        self.api = api[:2]
+        self.keys = etcd.keys(self.api)
+        self.transport = "grpc" if "gRPC" in api else "json"
         self.prefix = f"/network-{next(_numbers)}"
         self.managers: list[SubnetManager] = []
 
     def manager(self, url: str = "", randrange: Callable[[int], int] | None = None) -> SubnetManager:
-        options = EtcdOptions((url or self.etcd.url,), self.prefix)
+        options = EtcdOptions((url or self.etcd.url,), self.prefix, transport=self.transport)
         extra = (randrange,) if randrange else ()
         self.managers.append(open_etcd(options, self.api, Timeouts(read=2.0), *extra))
         return self.managers[-1]
@@ -74,13 +76,16 @@ def newer_etcd() -> Iterator[LocalEtcd]:
         yield etcd
 
 
-@pytest.fixture(params=["v2", "v3", "v3 of a newer etcd"])
+@pytest.fixture(params=["v2", "v3", "v3 of a newer etcd", "v3 over gRPC"])
 def store(request: pytest.FixtureRequest) -> Iterator[Store]:
     etcd = request.getfixturevalue("newer_etcd" if "newer" in request.param else "etcd")
-    store = Store(etcd, request.param[:2])
+    store = Store(etcd, request.param)
     yield store
     for manager in store.managers:
         manager.close()
+
+
+over_http = pytest.mark.parametrize("store", ["v2", "v3", "v3 of a newer etcd"], indirect=True)
 
 
 def with_ipv6(value: str) -> str:
@@ -308,6 +313,7 @@ def test_of_two_hosts_with_one_address_the_later_learns_of_the_earlier(
     assert any("another node has this address" in text for text in warnings(caplog))
 
 
+@over_http
 def test_a_create_whose_answer_was_lost_is_found_again(store: Store) -> None:
     relay = Relay(store.etcd.url)
     relay.answers_to_lose = 1
@@ -353,6 +359,7 @@ def test_what_a_node_announced_last_is_that_of_its_lowest_lease(store: Store) ->
     assert manager.stored(None) is None
 
 
+@over_http
 def test_one_list_serves_the_whole_start(store: Store) -> None:
     store.put("10.3.3.0-24", node(3))
     relay = Relay(store.etcd.url)
@@ -413,6 +420,42 @@ def test_a_renewed_lease_has_its_full_term_and_its_attributes(store: Store) -> N
     assert renewed == replace(lease, expires=renewed.expires, asof=store.get(lease)["modifiedIndex"])
     assert renewed.expires
     assert abs(renewed.expires - clock.now() - SUBNET_TTL) < 2
+
+
+only_v3 = pytest.mark.parametrize("store", ["v3", "v3 of a newer etcd", "v3 over gRPC"], indirect=True)
+
+
+@only_v3
+def test_a_renewal_in_v3_keeps_the_lease_alive_and_tells_nobody(store: Store) -> None:
+    manager, lease = acquired(store)
+    written = store.get(lease)
+    wait_for(lambda: store.get(lease)["ttl"] < SUBNET_TTL - 1, 30, "the lease to age")
+    renewed = manager.renew(lease)
+    assert renewed.expires
+    assert lease.expires
+    assert renewed.expires > lease.expires + 1
+    assert renewed == replace(lease, expires=renewed.expires)
+    again = store.get(lease)
+    assert (again["lease"], again["modifiedIndex"]) == (written["lease"], written["modifiedIndex"])
+
+
+@only_v3
+def test_a_lease_that_was_left_behind_does_not_take_the_key_along(store: Store) -> None:
+    _, lease = acquired(store)
+    left = store.get(lease)["lease"]
+    acquired(store)  # as after a restart
+    V3Keys(store.etcd.post).revoke(left)
+    assert has_full_term(store.get(lease))
+
+
+@only_v3
+def test_what_has_changed_is_written_with_another_lease(store: Store) -> None:
+    manager, lease = acquired(store)
+    written = store.get(lease)
+    manager.renew(replace(lease, attrs=node(1, "new")))
+    again = store.get(lease)
+    assert again["modifiedIndex"] > written["modifiedIndex"]
+    assert again["lease"] != written["lease"]
 
 
 def test_a_lease_that_has_gone_is_written_again(store: Store) -> None:

@@ -7,6 +7,7 @@ import logging
 import subprocess
 from base64 import b64encode
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import quote
 
@@ -32,7 +33,7 @@ def close_connections() -> Iterator[None]:
         opened.pop().close()
 
 
-@pytest.fixture(params=["v2", "v3"])
+@pytest.fixture(params=["v2", "v3", "v3 over gRPC"])
 def api(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -42,8 +43,9 @@ def client(api: str, *endpoints: str, **options: str) -> Client:
 
 
 def client_of(api: str, options: EtcdOptions) -> Client:
-    opened.append(Transport(Servers(options), Timeouts(read=2.0)))
-    return open_client(api, opened[-1])
+    transport = "grpc" if "gRPC" in api else "json"
+    opened.append(Transport(Servers(replace(options, transport=transport)), Timeouts(read=2.0)))
+    return open_client(api[:2], opened[-1])
 
 
 def changes(asker: Client, key: str, after: Position) -> Changes:
@@ -85,10 +87,11 @@ def files(folder: Path, name: str, ca: str = "ca") -> dict[str, str]:
 def test_a_client_certificate_opens_the_door(api: str, tls_etcd: LocalEtcd, certificates: Path) -> None:
     asker = client(api, tls_etcd.url, **files(certificates, "client"))
     made = asker.create("/tls", "1", None)
-    tls_etcd.keys(api).put("/tls", "2")
+    tls_etcd.keys(api[:2]).put("/tls", "2")
     (changed,) = changes(asker, "/tls", made.at).replies
     assert changed.node
     assert changed.node.value == "2"
+    asker.remove("/tls")
 
 
 def test_what_is_wrong_with_tls_is_said(
@@ -154,6 +157,7 @@ def test_a_user_with_a_password_is_let_in(api: str, guarded_etcd: LocalEtcd) -> 
         asker.create("/closed", "1", None)
     with_url = guarded_etcd.url.replace("//", f"//fl%C3%A4nnel:{quote(PASSWORD, safe='')}@")
     assert client(api, with_url).fetch("/open/door").node
+    asker.remove("/open/door")
 
 
 def test_without_a_user_there_is_no_way_in(api: str, guarded_etcd: LocalEtcd) -> None:
@@ -206,6 +210,7 @@ def test_endpoints_that_cannot_be_used_are_fatal(endpoints: tuple[str, ...], sen
         Servers(EtcdOptions(endpoints))
 
 
+@pytest.mark.parametrize("api", ["v2", "v3"])
 def test_an_endpoint_may_lie_below_a_path(api: str, etcd: LocalEtcd) -> None:
     relay = Relay(etcd.url)
     with server(relay) as url, pytest.raises(NoSuchApi, match=f"{api} API"):

@@ -38,7 +38,8 @@ def cluster() -> Iterator[list[LocalEtcd]]:
 class Members:
     """Nodes of a network, each with a watch of the leases."""
 
-    def __init__(self, cluster: list[LocalEtcd], timeouts: Timeouts) -> None:
+    def __init__(self, cluster: list[LocalEtcd], timeouts: Timeouts, transport: str) -> None:
+        self._transport = transport
         self.prefix = f"/cluster-{next(_numbers)}"
         self._urls = tuple(member.url for member in cluster)
         self._timeouts = timeouts
@@ -46,7 +47,7 @@ class Members:
         self._threads: list[threading.Thread] = []
 
     def manager(self, *urls: str) -> SubnetManager:
-        options = EtcdOptions(urls or self._urls, self.prefix)
+        options = EtcdOptions(urls or self._urls, self.prefix, transport=self._transport)
         self._managers.append(open_etcd(options, "v3", self._timeouts))
         return self._managers[-1]
 
@@ -74,9 +75,14 @@ def timeouts() -> Timeouts:
     return BRIEF
 
 
+@pytest.fixture(params=["json", "grpc"])
+def transport(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture
-def members(cluster: list[LocalEtcd], timeouts: Timeouts) -> Iterator[Members]:
-    members = Members(cluster, timeouts)
+def members(cluster: list[LocalEtcd], timeouts: Timeouts, transport: str) -> Iterator[Members]:
+    members = Members(cluster, timeouts, transport)
     yield members
     members.close()
 

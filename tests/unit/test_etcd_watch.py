@@ -33,10 +33,12 @@ class Watched:
 
     def __init__(self, etcd: LocalEtcd, api: str, *urls: str, timeouts: Timeouts = QUICK) -> None:
         self.etcd = etcd
-        self.api = api
-        self.keys = etcd.keys(api)
+        self.api = api[:2]
+        self.keys = etcd.keys(self.api)
         self.prefix = f"/watched-{next(_numbers)}"
-        self.manager = open_etcd(EtcdOptions(urls or (etcd.url,), self.prefix), api, timeouts)
+        transport = "grpc" if "gRPC" in api else "json"
+        options = EtcdOptions(urls or (etcd.url,), self.prefix, transport=transport)
+        self.manager = open_etcd(options, self.api, timeouts)
         self.events: list[Event] = []
         self.ended: list[BaseException] = []
         self._threads: list[threading.Thread] = []
@@ -106,16 +108,19 @@ def api(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+over_all = pytest.mark.parametrize("api", ["v2", "v3", "v3 over gRPC"])
+
+
 @pytest.fixture(scope="module")
 def newer_etcd() -> Iterator[LocalEtcd]:
     with running_etcd(program=NEWER) as etcd:
         yield etcd
 
 
-@pytest.fixture(params=["v2", "v3", "v3 of a newer etcd"])
+@pytest.fixture(params=["v2", "v3", "v3 of a newer etcd", "v3 over gRPC"])
 def watched(request: pytest.FixtureRequest) -> Iterator[Watched]:
     etcd = request.getfixturevalue("newer_etcd" if "newer" in request.param else "etcd")
-    with Watched(etcd, request.param[:2]) as watched:
+    with Watched(etcd, request.param) as watched:
         yield watched
 
 
@@ -323,6 +328,7 @@ def polls(relay: Relay) -> list[str]:
 # ---- disasters -----------------------------------------------------------------------------------
 
 
+@over_all
 def test_a_watch_survives_restarts_of_etcd_and_tells_of_each_once(
     api: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -335,13 +341,14 @@ def test_a_watch_survives_restarts_of_etcd_and_tells_of_each_once(
         watched.start()
         for outage in (1, 2):
             etcd.stop()
-            wait_for(lambda: told("connection refused") > told("etcd is back"), 10, "a word about it")
+            wait_for(lambda: told("Watching") > 2 * told("etcd is back"), 10, "a word about it")
             etcd.start()
             watched.put(f"10.1.{outage}.0-24", value(1))
             assert lease_of(watched.next(outage)) == (f"10.1.{outage}.0/24", "192.0.2.1")
-            assert (told("connection refused"), told("etcd is back")) == (outage, outage)
+            assert (told("Watching"), told("etcd is back")) == (2 * outage, outage)
 
 
+@over_all
 def test_an_etcd_made_anew_is_read_anew(api: str) -> None:
     with running_etcd() as etcd, Watched(etcd, api) as watched:
         watched.put("10.1.1.0-24", value(1))
@@ -353,6 +360,7 @@ def test_an_etcd_made_anew_is_read_anew(api: str) -> None:
         assert lease_of(watched.next(2)) == ("10.1.2.0/24", "192.0.2.2")
 
 
+@over_all
 def test_a_problem_that_lasts_is_told_once(
     api: str, etcd: LocalEtcd, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -385,6 +393,7 @@ def test_polls_that_are_cut_again_and_again_do_not_fill_the_log(
     assert sum("etcd is back" in text for text in texts(caplog)) == 1
 
 
+@over_all
 def test_the_next_server_is_watched_when_one_falls_silent(api: str, etcd: LocalEtcd) -> None:
     dead, brief = f"http://127.0.0.1:{free_port()}", Timeouts(read=0.3)
     with server(silent) as url, Watched(etcd, api, url, dead, etcd.url, timeouts=brief) as watched:
@@ -405,6 +414,7 @@ def test_a_watch_ends_at_once_when_the_manager_is_closed(api: str, etcd: LocalEt
         assert [type(error) for error in watched.ended] == [Cancelled, Cancelled]
 
 
+@over_all
 def test_a_watch_that_waits_to_try_again_ends_at_once_too(
     api: str, etcd: LocalEtcd, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -30,6 +30,12 @@ def test_the_daemon_starts_without_pyroute2_and_http_server() -> None:
     assert not {"pyroute2", "http.server", "dotenv", "asyncio", "argparse"} & loaded
 
 
+def test_etcd_without_grpc_does_not_load_its_library() -> None:
+    loaded = loaded_after("import flanneld.subnet.etcd_v3_client")
+    assert "flanneld.subnet.etcd_v3_carrier" in loaded
+    assert not {"grpc", "flanneld.subnet.etcd_v3_grpc"} & loaded
+
+
 def test_a_packet_pump_loads_little_so_that_it_is_there_soon() -> None:
     loaded = loaded_after("import flanneld.network.pump.__main__")
     assert "flanneld.network.pump.native" in loaded

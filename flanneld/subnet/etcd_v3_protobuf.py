@@ -1,0 +1,233 @@
+"""Messages of etcd on the wire, made of and into the JSON that etcd's gateway has for them (pure).
+
+So whatever understands the gateway understands gRPC. The mapping is protobuf's own, proto3's JSON: bytes are
+in base64, 64-bit numbers are text, what is zero is left out. Only the messages and fields that are used here
+are known; others are passed over, as protobuf wants it. Source: etcd's ``rpc.proto`` and ``kv.proto``.
+"""
+
+from __future__ import annotations
+
+from base64 import b64decode, b64encode
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+#: How a field begins on the wire.
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_WORD = (1 << 64) - 1
+#: A number of 64 bits takes so many bytes.
+_LONGEST_VARINT = 10
+
+
+class Malformed(ValueError):
+    """This is no such message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """``kind`` is a scalar type of protobuf, a message, or the names of an enumeration."""
+
+    number: int
+    kind: str | Message | tuple[str, ...]
+    repeated: bool = False
+
+
+class Message:
+    """A type of messages: its fields by name, and by number for whoever reads."""
+
+    __slots__ = ("fields", "numbers")
+
+    def __init__(self, **fields: Field) -> None:
+        self.fields = fields
+        self.numbers = {field.number: (name, field) for name, field in fields.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """``name`` is the path of a call in gRPC."""
+
+    name: str
+    request: Message
+    response: Message
+
+
+def encode(message: Message, body: Mapping[str, Any]) -> bytes:
+    """A message of ours on the wire; each field that is given is sent, zero or not."""
+    parts = []
+    for name, value in body.items():
+        field = message.fields[name]
+        parts += [_encoded(field, each) for each in (value if field.repeated else (value,))]
+    return b"".join(parts)
+
+
+def decode(message: Message, data: bytes) -> dict[str, Any]:
+    """A message from the wire. Raises ``Malformed``."""
+    found: dict[str, Any] = {}
+    try:
+        at = 0
+        while at < len(data):
+            number, wire, raw, at = _next_field(data, at)
+            name, field = message.numbers.get(number, ("", None))
+            if field is None:
+                continue
+            value = _understood(field.kind, wire, raw)
+            if field.repeated:
+                found.setdefault(name, []).append(value)
+            else:
+                found[name] = value
+    except IndexError:
+        raise Malformed("the message breaks off") from None
+    return found
+
+
+def _encoded(field: Field, value: Any) -> bytes:
+    match field.kind:
+        case Message() as message:
+            data = encode(message, value)
+        case "bytes":
+            data = b64decode(value)
+        case "string":
+            data = value.encode()
+        case "bool" | "int64" | "uint64":
+            return _varint(field.number << 3 | _VARINT) + _varint(int(value))
+        case names:
+            return _varint(field.number << 3 | _VARINT) + _varint(names.index(value))
+    return _varint(field.number << 3 | _BYTES) + _varint(len(data)) + data
+
+
+def _varint(number: int) -> bytes:
+    """Seven bits in each byte, the lowest first; negative numbers as those of 64 bits."""
+    number &= _WORD
+    parts = bytearray()
+    while number > 0x7F:
+        parts.append(number & 0x7F | 0x80)
+        number >>= 7
+    parts.append(number)
+    return bytes(parts)
+
+
+def _next_field(data: bytes, at: int) -> tuple[int, int, int | bytes, int]:
+    """Number, wire type and content of the field there, and where the next one begins."""
+    tag, at = _read_varint(data, at)
+    wire = tag & 7
+    if wire == _VARINT:
+        number, at = _read_varint(data, at)
+        return tag >> 3, wire, number, at
+    if wire == _BYTES:
+        size, at = _read_varint(data, at)
+    else:
+        size = {_FIXED64: 8, _FIXED32: 4}.get(wire, 0)
+    end = at + size
+    if not size and wire != _BYTES:
+        raise Malformed(f"nothing of etcd's begins with {wire}")
+    if end > len(data):
+        raise IndexError
+    return tag >> 3, wire, data[at:end], end
+
+
+def _read_varint(data: bytes, at: int) -> tuple[int, int]:
+    byte = data[at]
+    if byte < 0x80:
+        return byte, at + 1
+    number, shift, begin = byte & 0x7F, 7, at
+    while byte >= 0x80:
+        at += 1
+        byte = data[at]
+        number |= (byte & 0x7F) << shift
+        shift += 7
+        if at - begin >= _LONGEST_VARINT:
+            raise Malformed("a number does not end")
+    return number & _WORD, at + 1
+
+
+def _understood(kind: str | Message | tuple[str, ...], wire: int, raw: int | bytes) -> Any:
+    is_text = kind in ("bytes", "string") or isinstance(kind, Message)
+    if wire != (_BYTES if is_text else _VARINT):
+        raise Malformed(f"a field begins with {wire}")
+    if isinstance(raw, int):
+        return _number(kind, raw)
+    if isinstance(kind, Message):
+        return decode(kind, raw)
+    return b64encode(raw).decode() if kind == "bytes" else raw.decode("utf-8", "replace")
+
+
+def _number(kind: str | Message | tuple[str, ...], raw: int) -> Any:
+    if kind == "bool":
+        return bool(raw)
+    if isinstance(kind, tuple):
+        return kind[raw] if raw < len(kind) else raw
+    return str(raw - (1 << 64) if kind == "int64" and raw >> 63 else raw)
+
+
+# ---- etcd's messages -----------------------------------------------------------------------------
+
+_HEADER = Message(cluster_id=Field(1, "uint64"), revision=Field(3, "int64"))
+_KEY_VALUE = Message(
+    key=Field(1, "bytes"), mod_revision=Field(3, "int64"), value=Field(5, "bytes"), lease=Field(6, "int64")
+)
+_EVENT = Message(type=Field(1, ("PUT", "DELETE")), kv=Field(2, _KEY_VALUE))
+_HEADER_ONLY = Message(header=Field(1, _HEADER))
+
+_RANGE = Message(key=Field(1, "bytes"), range_end=Field(2, "bytes"), count_only=Field(9, "bool"))
+_RANGE_ANSWER = Message(header=Field(1, _HEADER), kvs=Field(2, _KEY_VALUE, repeated=True))
+_DELETE = Message(key=Field(1, "bytes"), range_end=Field(2, "bytes"))
+_DELETE_ANSWER = Message(header=Field(1, _HEADER), deleted=Field(2, "int64"))
+_PUT = Message(key=Field(1, "bytes"), value=Field(2, "bytes"), lease=Field(3, "int64"))
+
+_COMPARE = Message(
+    result=Field(1, ("EQUAL",)),
+    target=Field(2, ("VERSION", "CREATE", "MOD")),
+    key=Field(3, "bytes"),
+    create_revision=Field(5, "int64"),
+    mod_revision=Field(6, "int64"),
+)
+_OPERATION = Message(request_range=Field(1, _RANGE), request_put=Field(2, _PUT))
+_TRANSACTION = Message(
+    compare=Field(1, _COMPARE, repeated=True),
+    success=Field(2, _OPERATION, repeated=True),
+    failure=Field(3, _OPERATION, repeated=True),
+)
+_TRANSACTION_ANSWER = Message(
+    header=Field(1, _HEADER),
+    succeeded=Field(2, "bool"),
+    responses=Field(3, Message(response_range=Field(1, _RANGE_ANSWER)), repeated=True),
+)
+
+_LEASE = Message(ID=Field(1, "int64"))
+_LEASE_ANSWER = Message(header=Field(1, _HEADER), ID=Field(2, "int64"), TTL=Field(3, "int64"))
+_LOGIN = Message(name=Field(1, "string"), password=Field(2, "string"))
+
+_WATCH = Message(
+    create_request=Field(
+        1,
+        Message(
+            key=Field(1, "bytes"),
+            range_end=Field(2, "bytes"),
+            start_revision=Field(3, "int64"),
+            progress_notify=Field(4, "bool"),
+        ),
+    )
+)
+_WATCH_ANSWER = Message(
+    header=Field(1, _HEADER),
+    created=Field(3, "bool"),
+    canceled=Field(4, "bool"),
+    compact_revision=Field(5, "int64"),
+    cancel_reason=Field(6, "string"),
+    events=Field(11, _EVENT, repeated=True),
+)
+
+#: By their path in the gateway.
+METHODS: Mapping[str, Method] = {
+    "/kv/range": Method("/etcdserverpb.KV/Range", _RANGE, _RANGE_ANSWER),
+    "/kv/deleterange": Method("/etcdserverpb.KV/DeleteRange", _DELETE, _DELETE_ANSWER),
+    "/kv/txn": Method("/etcdserverpb.KV/Txn", _TRANSACTION, _TRANSACTION_ANSWER),
+    "/lease/grant": Method("/etcdserverpb.Lease/LeaseGrant", Message(TTL=Field(1, "int64")), _LEASE_ANSWER),
+    "/lease/keepalive": Method("/etcdserverpb.Lease/LeaseKeepAlive", _LEASE, _LEASE_ANSWER),
+    "/kv/lease/timetolive": Method("/etcdserverpb.Lease/LeaseTimeToLive", _LEASE, _LEASE_ANSWER),
+    "/kv/lease/revoke": Method("/etcdserverpb.Lease/LeaseRevoke", _LEASE, _HEADER_ONLY),
+    "/auth/authenticate": Method(
+        "/etcdserverpb.Auth/Authenticate", _LOGIN, Message(header=Field(1, _HEADER), token=Field(2, "string"))
+    ),
+    "/watch": Method("/etcdserverpb.Watch/Watch", _WATCH, _WATCH_ANSWER),
+}
