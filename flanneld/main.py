@@ -12,7 +12,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from flanneld import __version__, backends, clock, events, glog, host_checks, notify, options, subnet_file
+from flanneld import (
+    __version__,
+    backends,
+    clock,
+    events,
+    glog,
+    host_checks,
+    notify,
+    options,
+    subnet_file,
+    trouble,
+)
 from flanneld.brake import Brake
 from flanneld.config import Config
 from flanneld.errors import Fatal, Retryable
@@ -176,8 +187,10 @@ class Daemon:
         self._notifier.ready()
         if isinstance(member.manager, NodeStore) and self._options.set_node_network_unavailable:
             member.manager.mark_available()
-        self._notifier.status(
-            f"{member.config.backend_type}: subnet {member.lease} through {member.site.uplink.name}"
+        brief = f"{member.config.backend_type}: subnet {member.lease} through {member.site.uplink.name}"
+        self._notifier.status(brief)
+        start(
+            "trouble", lambda: trouble.watch(self._sight, self._supervisor.stop, partial(self._tell, brief))
         )
         if not self._options.ip_masq:
             self._forward_soon(member)
@@ -223,6 +236,7 @@ class Daemon:
             self._supervisor.overdue,
             lambda: not self._missing,
             lambda: [*self._missing, *self._waiting],
+            lambda: [(part.name, part.trouble) for part in trouble.parts(self._sight)],
             self._metrics,
         )
         server = HealthServer(self._options.healthz_ip, self._options.healthz_port, checks)
@@ -349,6 +363,11 @@ class Daemon:
         member.manager.reconnect()
         keeper.announce(member.site.backend.attributes())
         self._write_subnet_file(member)
+
+    def _tell(self, brief: str, troubles: list[str]) -> None:
+        self._notifier.status("; ".join([brief, *troubles]))
+        if troubles:
+            self._report("; ".join(troubles))
 
     def _wait_and_stop(self) -> int:
         interval = notify.watchdog_interval(self._environ)

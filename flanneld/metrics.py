@@ -106,6 +106,13 @@ def _of_the_data_plane() -> Iterator[Metric]:
     )
     yield Metric("gauge", "flannel_removal_brake_held", "1 while removals are held back", (), _brake)
     yield Metric(
+        "counter",
+        "flannel_removal_brake_holds_total",
+        "times that removals were held back",
+        (),
+        lambda sight: _one(sight.reconciler.brake.holds_total if sight.reconciler else 0),
+    )
+    yield Metric(
         "histogram",
         "flannel_event_to_kernel_seconds",
         "from a lease's arrival from the store until the kernel has what it means",

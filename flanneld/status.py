@@ -16,6 +16,7 @@ from flanneld.network.report import Failure
 from flanneld.network.resources import Key
 from flanneld.peers import View
 from flanneld.sight import Sight
+from flanneld.trouble import troubles
 
 #: So many peers are put into one piece of the document.
 _PEERS_AT_A_TIME = 100
@@ -52,7 +53,12 @@ def summary(sight: Sight) -> Document:
         "flags": sight.options.described(),
         "subnet_file": sight.options.subnet_file,
         "store": _store(sight),
-        "health": {"ready": not missing, "missing": missing, "late": sight.overdue()},
+        "health": {
+            "ready": not missing,
+            "missing": missing,
+            "late": sight.overdue(),
+            "troubles": [{"part": part.name, "trouble": part.trouble} for part in troubles(sight)],
+        },
         "network": network(sight.config),
         "lease": _lease(sight),
         **_data_plane(sight),
@@ -114,9 +120,10 @@ def _data_plane(sight: Sight) -> Document:
         "synced": reconciler.peers.synced,
         "last_sync": work.last_sync or None,
         "repairs": [{"kind": kind, "cause": cause, "number": number} for (kind, cause), number in repairs],
+        "fights": work.is_fighting,
         "lost_notifications": work.overruns,
         "refused": [_refusal(failure) for failure in work.pending.values()],
-        "brake": {"holds": reconciler.brake.holds},
+        "brake": {"holds": reconciler.brake.holds, "number": reconciler.brake.holds_total},
     }
 
 
@@ -139,6 +146,7 @@ def _firewall(sight: Sight) -> Document | None:
         "masquerade": sight.options.ip_masq,
         "forward": sight.options.iptables_forward_rules,
         "not_in_place": [f"IPv{family}" for family in firewall.unsettled()],
+        "fights": firewall.is_fighting(),
         "repairs": [{"through": name, "by": by, "number": number} for (name, by), number in repairs],
     }
 

@@ -79,8 +79,9 @@ def _complain(text: str, status: int) -> int:
 
 
 def _status(source: Source, _arguments: argparse.Namespace) -> Answer:
-    health = source.document.get("health") or {"missing": [], "late": []}
-    return views.status(source), _plain(source), bool(health["missing"] or health["late"])
+    health = source.document.get("health") or {}
+    wrong = any(health.get(name) for name in ("missing", "late", "troubles"))
+    return views.status(source), _plain(source), wrong
 
 
 def _peers(source: Source, _arguments: argparse.Namespace) -> Answer:

@@ -20,6 +20,7 @@ def status(source: Source) -> list[Table]:
     rows = [
         ("daemon", _daemon(document) if source.origin == "daemon" else "does not answer"),
         ("ready", _ready(document)),
+        ("trouble", _trouble(document)),
         ("store", _store(document)),
         ("backend", str((document.get("network") or {}).get("backend") or _UNKNOWN)),
         ("network", ", ".join(each["network"] for each in _ranges(document)) or _UNKNOWN),
@@ -81,6 +82,13 @@ def _ready(document: Mapping[str, Any]) -> str:
     return "yes" if not wrong else f"no: {'; '.join(wrong)}"
 
 
+def _trouble(document: Mapping[str, Any]) -> str:
+    found = (document.get("health") or {}).get("troubles")
+    if found is None:
+        return _UNKNOWN
+    return "; ".join(f"{each['part']}: {each['trouble']}" for each in found) or "none"
+
+
 def _store(document: Mapping[str, Any]) -> str:
     store = document.get("store")
     if not store:
@@ -133,7 +141,10 @@ def _refused(document: Mapping[str, Any]) -> str:
 
 def _brake(document: Mapping[str, Any]) -> str:
     brake = document.get("brake")
-    return _UNKNOWN if brake is None else "holds removals back" if brake["holds"] else "off"
+    if brake is None:
+        return _UNKNOWN
+    often = f", {brake['number']} times so far" if brake.get("number") else ""
+    return f"{'holds removals back' if brake['holds'] else 'off'}{often}"
 
 
 def _firewall(document: Mapping[str, Any]) -> str:

@@ -127,6 +127,10 @@ CASES: dict[str, list[Facts]] = {
         replace(WELL, managed=(("flannel.1", "NetworkManager"),)),
         replace(WELL, managed=(("flannel.1", "systemd-networkd"),)),
     ],
+    "fights": [
+        told(lambda d: d.update(fights=True)),
+        told(lambda d: d["firewall"].update(fights=True)),
+    ],
     "forwarding": [of_host("net/ipv4/ip_forward", 0)],
     "dropping": [replace(WELL, dropping=(Dropped("chain FORWARD of table filter", "iptables -I ..."),))],
     "rules": [told(lambda d: d.update(firewall={"place": "nft", "not_in_place": ["IPv4"]}))],
