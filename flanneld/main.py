@@ -192,6 +192,8 @@ class Daemon:
         start(
             "trouble", lambda: trouble.watch(self._sight, self._supervisor.stop, partial(self._tell, brief))
         )
+        if self._options.peer_probes:
+            self._probe_peers(member, reconciler)
         if not self._options.ip_masq:
             self._forward_soon(member)
         self._start_status_socket()
@@ -307,6 +309,19 @@ class Daemon:
         heartbeat = partial(self._supervisor.heartbeat, "firewall")
         self._sight.firewall = Firewall(wishes, stop=self._supervisor.stop, heartbeat=heartbeat)
         return self._sight.firewall
+
+    def _probe_peers(self, member: Member, reconciler: Reconciler) -> None:
+        from flanneld.probes import Prober  # only for those who ask for it
+
+        heartbeat = partial(self._supervisor.heartbeat, "prober")
+        self._sight.prober = Prober(
+            self._options.peer_probes,
+            member.lease,
+            reconciler,
+            stop=self._supervisor.stop,
+            heartbeat=heartbeat,
+        )
+        self._supervisor.start("prober", self._sight.prober.run)
 
     def _masquerade_now(self, member: Member) -> None:
         """A container must not be seen outside with an address that nobody there can answer."""

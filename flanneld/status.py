@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flanneld import __version__
 from flanneld.config import Config
@@ -17,6 +17,9 @@ from flanneld.network.resources import Key
 from flanneld.peers import View
 from flanneld.sight import Sight
 from flanneld.trouble import troubles
+
+if TYPE_CHECKING:
+    from flanneld.probes import Probe  # only with -peer-probes
 
 #: So many peers are put into one piece of the document.
 _PEERS_AT_A_TIME = 100
@@ -155,7 +158,18 @@ def peers(sight: Sight) -> Iterator[Document]:
     """Each lease but ours, with what is wanted for it, in the order of the store."""
     if sight.reconciler is None:
         return
-    yield from peers_of(sight.reconciler.peers.view(), sight.reconciler.work.pending)
+    view = sight.reconciler.peers.view()
+    documents = peers_of(view, sight.reconciler.work.pending)
+    if sight.prober is None:
+        yield from documents
+        return
+    last = sight.prober.last
+    for lease, document in zip(view.leases, documents, strict=True):
+        yield document | {"probe": _probe(last.get(lease.key))}
+
+
+def _probe(last: Probe | None) -> Document | None:
+    return {"target": str(last.target), "time": last.time, "rtt": last.rtt} if last else None
 
 
 def peers_of(view: View, pending: Mapping[Key, Failure]) -> Iterator[Document]:

@@ -44,17 +44,27 @@ def notes(source: Source) -> list[Table]:
 
 
 def peers(source: Source) -> list[Table]:
+    known = source.document.get("peers", ())
+    probed = any("probe" in peer for peer in known)
     rows = [
         (
             ",".join(peer["subnets"]),
             ",".join(peer["public_ips"]) or "-",
             peer["backend"] or "-",
             peer["state"],
+            *([_probe(peer["probe"])] if probed else []),
             peer["reason"] or (f"with {', '.join(peer['conflicts'])}" if peer["conflicts"] else ""),
         )
-        for peer in source.document.get("peers", ())
+        for peer in known
     ]
-    return [Table(("subnet", "public ip", "backend", "state", "reason"), rows), *notes(source)]
+    columns = ("subnet", "public ip", "backend", "state", *(["probe"] if probed else []), "reason")
+    return [Table(columns, rows), *notes(source)]
+
+
+def _probe(last: Mapping[str, Any] | None) -> str:
+    if not last:
+        return "-"
+    return "no answer" if last["rtt"] is None else f"{1000 * last['rtt']:.2f} ms"
 
 
 def routes(source: Source, entries: Sequence[Entry]) -> list[Table]:

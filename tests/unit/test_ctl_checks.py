@@ -131,6 +131,7 @@ CASES: dict[str, list[Facts]] = {
         told(lambda d: d.update(fights=True)),
         told(lambda d: d["firewall"].update(fights=True)),
     ],
+    "probes": [peer(probe={"target": "10.5.2.0", "time": NOW, "rtt": None})],
     "forwarding": [of_host("net/ipv4/ip_forward", 0)],
     "dropping": [replace(WELL, dropping=(Dropped("chain FORWARD of table filter", "iptables -I ..."),))],
     "rules": [told(lambda d: d.update(firewall={"place": "nft", "not_in_place": ["IPv4"]}))],

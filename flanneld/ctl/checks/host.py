@@ -165,6 +165,20 @@ def checksums(facts: Facts) -> Iterator[Finding]:
             )
 
 
+@check("K", "probes", "peers answer when they are asked")
+def probes(facts: Facts) -> Iterator[Finding]:
+    silent = [peer for peer in facts.peers if peer.get("probe") and peer["probe"]["rtt"] is None]
+    if silent:
+        some = ", ".join(peer["probe"]["target"] for peer in silent[:3])
+        yield Finding(
+            f"{len(silent)} peers did not answer the last ICMP echo",
+            some + (f", and {len(silent) - 3} more" if len(silent) > 3 else ""),
+            "packets to their containers are most likely lost as well",
+            "flannelctl trace with that address; see whether the peer runs, and what filters between both",
+            hint=True,
+        )
+
+
 @check("K", "port", "packets of peers come in")
 def port(facts: Facts) -> Iterator[Finding]:
     for name, (received, sent) in facts.traffic.items():
