@@ -30,7 +30,9 @@ def put(resource: Resource, links: Collection[str]) -> str:
     match resource:
         case Route():
             mark = "" if resource.device in links else f" proto {PROTO_FLANNEL}"
-            return f"{_ip(resource.destination.version)} route replace {_way(resource)}{mark}"
+            # Left to itself, ip gives an IPv4 route without a gateway the scope of its link.
+            scope = " scope global" if resource.gateway is None and resource.destination.version == 4 else ""
+            return f"{_ip(resource.destination.version)} route replace {_way(resource)}{mark}{scope}"
         case Blackhole():
             return f"{_ip(resource.destination.version)} route replace {_blackhole(resource)}"
         case Address():

@@ -15,6 +15,7 @@ from tests.lab import Lab, Node, own_command, wait_for
 
 BACKEND = {"Type": "vxlan"}
 HEALTH_PORT = 8471
+PATIENCE = 60
 MAC = "02:00:00:00:00:99"
 
 
@@ -37,9 +38,9 @@ def findings(node: Node, store: str = "") -> dict[str, str]:
 
 def settled(lab: Lab, *flags: str) -> tuple[Node, Node]:
     node, peer = lab.cluster(BACKEND, flags=flags)
-    node.wait_for_route(peer.subnet())
-    peer.wait_for_route(node.subnet())
-    node.wait_for_log("Set ")
+    node.wait_for_route(peer.subnet(), PATIENCE)
+    peer.wait_for_route(node.subnet(), PATIENCE)
+    node.wait_for_log("Set ", PATIENCE)
     return node, peer
 
 
