@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.lab import Lab, Node, own_command, wait_for
+from tests.netns.pair import DUAL_STACK
 
 BACKEND = {"Type": "vxlan"}
 HEALTH_PORT = 8471
@@ -86,10 +87,22 @@ def test_the_way_to_a_container_is_traced(lab: Lab) -> None:
         (peer.container().address, ["lease", "route", "neigh", "fdb", "device", "uplink"]),
         (node.container().address, ["lease", "route"]),
         ("203.0.113.1", ["lease", "route"]),
+        (node.address, ["lease", "route"]),
+        ("127.0.0.1", ["lease", "route"]),
     ):
         told = answer(node, "trace", target)["hops"]
         assert [(hop["hop"], hop["state"]) for hop in told] == [(hop, "ok") for hop in hops]
         assert flannelctl(node, "trace", target).returncode == 0
+
+
+def test_the_way_is_traced_over_ipv6_too(lab: Lab) -> None:
+    node, peer = lab.cluster(BACKEND, **DUAL_STACK)
+    node.wait_for_route(peer.subnet(), PATIENCE)
+    there, here = (f"{each.subnet(6).removesuffix('/64')}7" for each in (peer, node))
+    node.container()
+    for target, hops in ((there, 6), (here, 2), (node.ipv6_address, 2), ("2001:db8::1", 2)):
+        told = answer(node, "trace", target)["hops"]
+        assert [hop["state"] for hop in told] == ["ok"] * hops, told
 
 
 def test_looking_changes_nothing(lab: Lab) -> None:

@@ -137,6 +137,7 @@ CASES: dict[str, list[Facts]] = {
     "rules": [told(lambda d: d.update(firewall={"place": "nft", "not_in_place": ["IPv4"]}))],
     "keepers": [replace(WELL, firewalls=("firewalld",))],
     "subnet file": [
+        replace(WELL, previous=Previous()),
         replace(WELL, has_subnet_file=False),
         replace(WELL, previous=Previous((), (IPv4Network("10.5.7.0/24"), None))),
         replace(WELL, file_mtu=1400),

@@ -72,6 +72,14 @@ def subnet_file(facts: Facts) -> Iterator[Finding]:
             "start the daemon, and see what it waits for",
         )
         return
+    if facts.subnet_file and facts.previous.subnets == (None, None):
+        yield Finding(
+            f"{facts.subnet_file} names no subnet",
+            "it has no FLANNEL_SUBNET that makes sense",
+            "no container runtime can start a container on the network",
+            "restart the daemon: it writes the file at its start",
+        )
+        return
     leased = set((facts.document.get("lease") or {}).get("subnets", ()))
     written = {str(net) for net in facts.previous.subnets if net is not None}
     if facts.origin != "host" and leased and written != leased:
