@@ -36,7 +36,7 @@ def print_plan(
     """
     outcome = rehearse(wanted, manager, choice)
     for line in lines(wanted, outcome):
-        say(line)
+        say(_harmless(line) if line.startswith("#") else line)
 
 
 def lines(wanted: Options, outcome: Outcome) -> Iterator[str]:
@@ -49,6 +49,11 @@ def lines(wanted: Options, outcome: Outcome) -> Iterator[str]:
     if any(net is not None for net in outcome.own.key):
         wishes = wishes_of(wanted, outcome.config, outcome.own.key, outcome.previous)
         yield from _rules(wishes, Commands(threading.Event()))
+
+
+def _harmless(comment: str) -> str:
+    """A plan may be given to a shell: what others say of themselves must not end a comment."""
+    return "".join(each if each.isprintable() else "?" for each in comment)
 
 
 def _lease(outcome: Outcome) -> Iterator[str]:
