@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.lab import Lab, Node, wait_for
-from tests.netns.test_seeing import HEALTH_PORT, answer, flannelctl, settled
+from tests.netns.test_seeing import HEALTH_PORT, answer, findings, flannelctl, settled
 
 PATIENCE = 60
 
@@ -77,10 +77,29 @@ def test_a_repair_names_the_program_that_made_it_necessary(lab: Lab) -> None:
     assert line.endswith(f", after a change by ip (pid {ip.pid})")
 
 
+def undo(node: Node, peer: Node) -> None:
+    node.run("ip", "route", "del", peer.subnet(), check=False)
+
+
 def test_a_program_that_does_not_stop_is_told_of(lab: Lab) -> None:
     node, peer = settled(lab)
-    for number in range(1, 6):
-        node.namespace.ip(f"route del {peer.subnet()}")
-        node.wait_for_route(peer.subnet(), PATIENCE)
-        wait_for(lambda: node.log().count("Healed: route") >= number, PATIENCE, "the repair")  # noqa: B023
-    assert "somebody keeps changing what is ours" in troubles(node)["kernel"]
+
+    def told() -> str:
+        undo(node, peer)
+        return troubles(node).get("kernel", "")
+
+    wait_for(lambda: "somebody keeps changing what is ours" in told(), PATIENCE, "the fight to be told of")
+    assert "fights" in findings(node)
+
+
+def test_in_kubernetes_a_trouble_is_an_event_of_the_node(lab: Lab) -> None:
+    lab.kube.control.put_token("teller", extra=[("create", "events")])
+    kubeconfig = lab.kube.kubeconfig(lab.directory / "kubeconfig", "teller")
+    node, peer = lab.kube_cluster({"Type": "host-gw"}, flags=(f"--kubeconfig-file={kubeconfig}",))
+
+    def is_told() -> bool:
+        undo(node, peer)
+        messages = [each["message"] for each in lab.kube.control.events()]
+        return any("kernel: somebody keeps changing what is ours" in message for message in messages)
+
+    wait_for(is_told, PATIENCE, "an event")
