@@ -33,6 +33,9 @@ class Brake:
         self._asked = False
         self.sweep_is_held = False
         self._may_sweep = False
+        #: How often something was held back, and what it was the last time.
+        self.holds_total = 0
+        self.reason = ""
 
     @property
     def holds(self) -> bool:
@@ -79,6 +82,8 @@ class Brake:
         if self._until < math.inf:
             return
         self._until = self._now() + HOLD
+        self.holds_total += 1
+        self.reason = what
         log.warning("%s: leaving all as it is, and reading the list again in %.0f s", what, HOLD)
 
     def _release(self) -> None:

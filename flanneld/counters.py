@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
@@ -21,6 +22,8 @@ Name = TypeVar("Name")
 BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 #: A repair because the kernel told us, or because the periodic reading found something.
 TOLD, FOUND = "notification", "audit"
+#: So many repairs within so many seconds look like a fight with another program.
+_MANY, _LATELY = 5, 60.0
 
 
 class Histogram:
@@ -65,6 +68,13 @@ class Work:
         self.pending: dict[Key, Failure] = {}
         #: The kernel told us that something is not as it was.
         self.was_told = False
+        self._repairs: deque[float] = deque(maxlen=_MANY)
+
+    @property
+    def is_fighting(self) -> bool:
+        """Whether somebody keeps changing what is ours. From any thread."""
+        lately = clock.now() - _LATELY
+        return sum(repair > lately for repair in self._repairs.copy()) == _MANY
 
     def converged(self, report: Report) -> None:
         """The kernel was read and what differed was put right, save for what it refused."""
@@ -82,6 +92,8 @@ class Work:
     def healed(self, report: Report) -> None:
         """An audit had to put this right."""
         cause, self.was_told = TOLD if self.was_told else FOUND, False
+        if report.made or report.removed:
+            self._repairs.append(clock.now())
         for resource in (*report.made, *report.removed):
             _count(self.heals, (kind_of(resource), cause))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 
 
@@ -24,6 +25,18 @@ def replace(path: Path, content: bytes, mode: int = 0o644) -> None:
         temporary.unlink(missing_ok=True)
         raise
     _sync(path.parent)
+
+
+def read(path: Path, limit: int) -> bytes:
+    """What is in a file of at most so many bytes. Raises ``OSError``, also for what is no file."""
+    # Without O_NONBLOCK, a FIFO in the file's place would stop us here for ever.
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError("not a regular file")
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise OSError(f"larger than {limit} bytes")
+    return content
 
 
 def _sync(directory: Path) -> None:

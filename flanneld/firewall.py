@@ -122,6 +122,10 @@ class Firewall:
         """The families whose rules are not, or may not be, in place. From any thread."""
         return [family for family, upkeep in self._upkeep.copy().items() if self._lacks(family, upkeep)]
 
+    def is_fighting(self) -> bool:
+        """Whether somebody keeps removing the rules. From any thread."""
+        return self._patience.is_tried()
+
     def _lacks(self, family: Family, upkeep: Upkeep) -> bool:
         return family in self._dirty or not upkeep.settled
 

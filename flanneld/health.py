@@ -39,21 +39,30 @@ class Checks:
     ready: Callable[[], bool]
     #: What is missing to be ready, one line each, as far as it is known.
     missing: Callable[[], list[str]] = list
+    #: Each part of the daemon, with what is not well with it: for those who ask for more.
+    parts: Callable[[], list[tuple[str, str]]] = list
     #: Turns an Accept header into the content type and the page of /metrics.
     metrics: Callable[[str], tuple[str, bytes]] | None = None
 
 
 def answer(path: str, checks: Checks) -> tuple[int, str]:
     """HTTP status and body; the first lines of the bodies are upstream's."""
-    match path.partition("?")[0]:
+    name, _, query = path.partition("?")
+    match name:
         case "/healthz":
             late = checks.overdue()
             return (500, "\n".join(late)) if late else (200, "flanneld is running")
-        case "/readyz" if checks.ready():
-            return 200, "flanneld is ready"
         case "/readyz":
-            return 503, "\n".join(["flanneld is not ready yet", *checks.missing()])
+            more = _each(checks.parts()) if query.partition("=")[0] == "verbose" else []
+            if checks.ready():
+                return 200, "\n".join(["flanneld is ready", *more])
+            return 503, "\n".join(["flanneld is not ready yet", *checks.missing(), *more])
     return 404, "not found; ask for /healthz or /readyz"
+
+
+def _each(parts: list[tuple[str, str]]) -> list[str]:
+    """In the words of kube-apiserver's verbose checks."""
+    return [f"[-]{name}: {trouble}" if trouble else f"[+]{name} ok" for name, trouble in parts]
 
 
 class HealthServer:

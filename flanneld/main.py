@@ -12,7 +12,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flanneld import __version__, backends, clock, events, glog, host_checks, notify, options, subnet_file
+from flanneld import (
+    __version__,
+    backends,
+    clock,
+    events,
+    glog,
+    host_checks,
+    notify,
+    options,
+    subnet_file,
+    trouble,
+)
 from flanneld.brake import Brake
 from flanneld.config import Config
 from flanneld.errors import Fatal, Retryable
@@ -114,7 +125,7 @@ class Daemon:
         manager = open_manager(self._options, self._environ)
         self._sight.observe(manager)
         log.info("Leases are in %s", manager.name)
-        self._readiness.tell = partial(self._tell_why_we_wait, manager)
+        self._readiness.tell = partial(self._report, manager)
         self._supervisor.start("closer", lambda: self._close_on_stop(manager))
         self._observation.serve_health()
         try:
@@ -125,7 +136,7 @@ class Daemon:
             self._supervisor.stop.set()
             manager.close()
 
-    def _tell_why_we_wait(self, manager: SubnetManager, reason: str) -> None:
+    def _report(self, manager: SubnetManager, reason: str) -> None:
         if isinstance(manager, NodeStore):
             manager.report(reason)
         self._observation.serve_status()
@@ -174,9 +185,16 @@ class Daemon:
         self._notifier.ready()
         if isinstance(member.manager, NodeStore) and self._options.set_node_network_unavailable:
             member.manager.mark_available()
-        self._notifier.status(
-            f"{member.config.backend_type}: subnet {member.lease} through {member.site.uplink.name}"
+        brief = f"{member.config.backend_type}: subnet {member.lease} through {member.site.uplink.name}"
+        self._notifier.status(brief)
+        start(
+            "trouble",
+            lambda: trouble.watch(
+                self._sight, self._supervisor.stop, partial(self._tell, member.manager, brief)
+            ),
         )
+        if self._options.peer_probes:
+            self._probe_peers(member, reconciler)
         if not self._options.ip_masq:
             forward_soon(lambda: self._firewall(member), self._supervisor, self._readiness)
         self._observation.serve_status()
@@ -239,6 +257,19 @@ class Daemon:
         self._sight.firewall = Firewall(wishes, stop=self._supervisor.stop, heartbeat=heartbeat)
         return self._sight.firewall
 
+    def _probe_peers(self, member: Member, reconciler: Reconciler) -> None:
+        from flanneld.probes import Prober  # only for those who ask for it
+
+        heartbeat = partial(self._supervisor.heartbeat, "prober")
+        self._sight.prober = Prober(
+            self._options.peer_probes,
+            member.lease,
+            reconciler,
+            stop=self._supervisor.stop,
+            heartbeat=heartbeat,
+        )
+        self._supervisor.start("prober", self._sight.prober.run)
+
     def _blackholes(self, lease: Lease) -> tuple[Blackhole, ...]:
         """So that what is for a container that is no more does not go round between host and gateway."""
         wanted = lease.key if self._options.ip_blackhole_route else ()
@@ -270,6 +301,11 @@ class Daemon:
         member.manager.reconnect()
         keeper.announce(member.site.backend.attributes())
         self._write_subnet_file(member)
+
+    def _tell(self, manager: SubnetManager, brief: str, troubles: list[str]) -> None:
+        self._notifier.status("; ".join([brief, *troubles]))
+        if troubles:
+            self._report(manager, "; ".join(troubles))
 
     def _wait_and_stop(self) -> int:
         interval = notify.watchdog_interval(self._environ)

@@ -42,6 +42,7 @@ class Metric:
 def _metrics() -> Iterator[Metric]:
     yield from _of_the_node()
     yield from _of_the_data_plane()
+    yield from _of_the_probes()
     yield from _of_the_store()
 
 
@@ -106,6 +107,13 @@ def _of_the_data_plane() -> Iterator[Metric]:
     )
     yield Metric("gauge", "flannel_removal_brake_held", "1 while removals are held back", (), _brake)
     yield Metric(
+        "counter",
+        "flannel_removal_brake_holds_total",
+        "times that removals were held back",
+        (),
+        lambda sight: _one(sight.reconciler.brake.holds_total if sight.reconciler else 0),
+    )
+    yield Metric(
         "histogram",
         "flannel_event_to_kernel_seconds",
         "from a lease's arrival from the store until the kernel has what it means",
@@ -125,6 +133,23 @@ def _of_the_data_plane() -> Iterator[Metric]:
         "one reading of the kernel with its repairs",
         (),
         lambda sight: _histogram(sight, "reconcile"),
+    )
+
+
+def _of_the_probes() -> Iterator[Metric]:
+    yield Metric(
+        "gauge",
+        "flannel_peer_probe_loss_ratio",
+        "the share of the last 100 probes that got no answer, with `-peer-probes`",
+        (),
+        _loss,
+    )
+    yield Metric(
+        "histogram",
+        "flannel_peer_probe_rtt_seconds",
+        "from a probe until its answer",
+        (),
+        lambda sight: iter([sight.prober.rtt] if sight.prober else []),
     )
 
 
@@ -263,6 +288,12 @@ def _refusals(sight: Sight) -> Iterator[Sample]:
         for (kind, reason), number in sight.reconciler.work.refusals.copy().items():
             numbers[kind, _ERRNO.get(reason, "other")] += number
         yield from numbers.items()
+
+
+def _loss(sight: Sight) -> Iterator[Sample]:
+    loss = sight.prober.loss if sight.prober else None
+    if loss is not None:
+        yield (), loss
 
 
 def _overruns(sight: Sight) -> Iterator[Sample]:

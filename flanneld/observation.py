@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from flanneld import trouble
 from flanneld.readiness import Readiness
 from flanneld.sight import Sight
 from flanneld.supervisor import Supervisor
@@ -26,7 +27,11 @@ class Observation:
         from flanneld.health import Checks, HealthServer  # only for those who ask for it
 
         checks = Checks(
-            self._supervisor.overdue, self._readiness.is_ready, self._readiness.unready, self._metrics
+            self._supervisor.overdue,
+            self._readiness.is_ready,
+            self._readiness.unready,
+            lambda: [(part.name, part.trouble) for part in trouble.parts(self._sight)],
+            self._metrics,
         )
         server = HealthServer(options.healthz_ip, options.healthz_port, checks)
         self._supervisor.start("health server", server.serve, server.close)

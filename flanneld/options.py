@@ -131,6 +131,12 @@ def _port(number: int, source: str) -> int:
     return number
 
 
+def _probes(number: int, source: str) -> int:
+    if not 0 <= number <= 600:
+        raise Fatal(f"{source} is {number} a minute", "give 0 to 600")
+    return number
+
+
 def _wait(seconds: int, source: str) -> int:
     if seconds < 0:
         raise Fatal(f"{source} is {seconds} seconds", "give 0 or more")
@@ -246,6 +252,9 @@ class Options:
         "removal-brake",
         True,
         "read the leases again before most peers are removed at once",
+    )
+    peer_probes: int = _flag(
+        "peer-probes", 0, "ask so many peers a minute, by ICMP, whether they are there; 0 for none", _probes
     )
     cleanup: bool = _flag("cleanup", False, "remove all that flannel made on this host, list it and exit")
     migrate_etcd_v2_to_v3: bool = _flag(

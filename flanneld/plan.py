@@ -20,8 +20,9 @@ from flanneld.network.firewall.rules import Rules, Style
 from flanneld.network.firewall.sweep import PLACES, Place, driver, may_hold
 from flanneld.network.firewall.text import restore_text
 from flanneld.network.interface import InterfaceChoice
+from flanneld.network.resources import Kind, Resource
 from flanneld.options import Options
-from flanneld.rehearsal import Outcome, rehearse
+from flanneld.rehearsal import Notebook, Outcome, rehearse
 from flanneld.subnet.manager import SubnetManager
 from flanneld.subnet_file import SubnetEnv
 
@@ -35,7 +36,7 @@ def print_plan(
     """
     outcome = rehearse(wanted, manager, choice)
     for line in lines(wanted, outcome):
-        say(line)
+        say(_harmless(line) if line.startswith("#") else line)
 
 
 def lines(wanted: Options, outcome: Outcome) -> Iterator[str]:
@@ -48,6 +49,11 @@ def lines(wanted: Options, outcome: Outcome) -> Iterator[str]:
     if any(net is not None for net in outcome.own.key):
         wishes = wishes_of(wanted, outcome.config, outcome.own.key, outcome.previous)
         yield from _rules(wishes, Commands(threading.Event()))
+
+
+def _harmless(comment: str) -> str:
+    """A plan may be given to a shell: what others say of themselves must not end a comment."""
+    return "".join(each if each.isprintable() else "?" for each in comment)
 
 
 def _lease(outcome: Outcome) -> Iterator[str]:
@@ -68,14 +74,31 @@ def kernel_lines(outcome: Outcome, *, local: bool) -> Iterator[str]:
         for link, actual in notes.devices.values():
             yield from commands.link(link, actual, outcome.uplink.name)
     else:
-        yield from filter(None, map(commands.drop, notes.drops.values()))
+        yield from filter(None, map(_drop, notes.drops.values()))
         for route in notes.behind.values():
             yield from commands.bring_to_front(route, outcome.domain.links)
     for resource in sorted(notes.puts.values(), key=lambda each: each.kind):
         if (resource.kind is resource.kind.ADDRESS) is local:
-            line = commands.put(resource, outcome.domain.links)
+            line = (
+                commands.put(resource, outcome.domain.links)
+                if resource.kind is not Kind.OUTSIDE
+                else _outside(resource, notes)
+            )
             if line:
                 yield line
+
+
+def _drop(resource: Resource) -> str:
+    return f"# no more: {resource}" if resource.kind is Kind.OUTSIDE else commands.drop(resource)
+
+
+def _outside(resource: Resource, notes: Notebook) -> str:
+    """What no command does: the start does it, by a backend's driver."""
+    there = notes.outside.get(resource.key)
+    if there is None:
+        return f"# new: {resource}"
+    was = f" in place of {there}" if str(there) != str(resource) else ", with other settings than it has"
+    return f"# changed: {resource}{was}"
 
 
 def _subnet_file(wanted: Options, outcome: Outcome) -> Iterator[str]:

@@ -21,11 +21,12 @@ from flanneld.counters import Work
 from flanneld.glog import Once, V
 from flanneld.inbox import Inbox
 from flanneld.model import Event, IPNetwork, Lease
+from flanneld.network.culprits import Culprits
 from flanneld.network.domain import Domain
 from flanneld.network.kernel import Kernel
 from flanneld.network.monitor import Gone, InterfaceChanged, Monitor, News, Overrun, Seen
 from flanneld.network.report import Report
-from flanneld.network.resources import Resource
+from flanneld.network.resources import Kind, Resource
 from flanneld.peers import Peers
 from flanneld.site import Site
 
@@ -82,6 +83,7 @@ class Reconciler:
             unheard=self._look_at_all,
         )
         self._once = Once()
+        self._culprits = Culprits()
         self._next_audit = clock.now()
         self._earliest_repair = 0.0
         self._retry_delay = _FIRST_RETRY
@@ -203,15 +205,18 @@ class Reconciler:
                     log.log(V(1), "Kernel notifications were lost: reading everything back")
                     self._uplink_may_have_moved = True
                     self._repair_soon()
-                case InterfaceChanged(index, name):
+                case InterfaceChanged(index, name, port):
                     if self._concerns_us(index, name):
+                        self._culprits.note((Kind.LINK, name or ""), port)
                         self._uplink_may_have_moved = True
                         self._repair_soon()
-                case Gone(key):
+                case Gone(key, port):
                     if key in self._peers.wanted or self._site.asks_routes:
+                        self._culprits.note(key, port)
                         self._repair_soon()
-                case Seen(resource):
+                case Seen(resource, port):
                     if self._is_drift(resource) or self._site.asks_routes:
+                        self._culprits.note(resource.key, port)
                         self._repair_soon()
 
     def _concerns_us(self, index: int, name: str | None) -> bool:
@@ -241,8 +246,9 @@ class Reconciler:
             self._could_not_read(failure)
             return
         self._once.clear("read")
-        _log_repairs("Healed", report.made)
-        _log_repairs("Removed what nobody wants", report.removed)
+        self._log_repairs("Healed", report.made)
+        self._log_repairs("Removed what nobody wants", report.removed)
+        self._culprits.forget()
         if not report.failed:
             self._retry_delay = _FIRST_RETRY
             if self._once.clear("refused"):
@@ -282,15 +288,15 @@ class Reconciler:
             self._next_audit = min(self._next_audit, clock.now() + self._retry_delay)
             self._retry_delay = min(2 * self._retry_delay, _LAST_RETRY)
 
+    def _log_repairs(self, what: str, resources: list[Resource]) -> None:
+        for resource in resources[:_FEW]:
+            culprit = self._culprits.of(resource)
+            log.warning("%s: %s%s", what, resource, f", after a change by {culprit}" if culprit else "")
+        if len(resources) > _FEW:
+            log.warning("%s: %d more objects", what, len(resources) - _FEW)
+
     def _could_not_read(self, failure: OSError) -> None:
         self._once.warn(
             log, "read", f"Cannot read the kernel's tables: {failure}; changing nothing until we can"
         )
         self._next_audit = clock.now() + _FIRST_RETRY
-
-
-def _log_repairs(what: str, resources: list[Resource]) -> None:
-    for resource in resources[:_FEW]:
-        log.warning("%s: %s", what, resource)
-    if len(resources) > _FEW:
-        log.warning("%s: %d more objects", what, len(resources) - _FEW)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flanneld import backends, subnet_file
-from flanneld.backends import Backend
+from flanneld.backends import Backend, Driver, HasDrivers
 from flanneld.brake import Brake
 from flanneld.config import Config
 from flanneld.errors import Retryable
@@ -45,6 +45,8 @@ class Notebook(Kernel):
         self.puts: dict[Key, Resource] = {}
         self.drops: dict[str, Resource] = {}
         self.behind: dict[Key, Route] = {}
+        #: What drivers have read.
+        self.outside: dict[Key, Resource] = {}
 
     def apply_links(self, wanted: Iterable[Link]) -> Report:
         for link in wanted:
@@ -74,11 +76,36 @@ class Notebook(Kernel):
         return links.step(wanted, actual) is links.Step.REPLACE
 
 
-class _Undriven:
-    """A backend whose drivers stay out of it: they act."""
+class _Noted:
+    """A driver that reads as always, and only takes note of what it is told to do."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, driver: Driver, notes: Notebook) -> None:
+        self.handles = driver.handles
+        self._driver = driver
+        self._notes = notes
+
+    def read(self) -> Iterator[Resource]:
+        with suppress(OSError, Retryable):  # There is nothing there yet, or nothing that answers.
+            for resource in self._driver.read():
+                self._notes.outside[resource.key] = resource
+                yield resource
+
+    def put(self, resource: Resource) -> None:
+        self._notes.puts[resource.key] = resource
+
+    def drop(self, resource: Resource) -> None:
+        self._notes.drops[str(resource)] = resource
+
+    def close(self) -> None:
+        """There is nothing to undo."""
+
+
+class _Undriven:
+    """A backend whose drivers only take notes."""
+
+    def __init__(self, backend: Backend, notes: Notebook) -> None:
         self._backend = backend
+        self._notes = notes
 
     @property
     def mtu(self) -> int:
@@ -92,6 +119,10 @@ class _Undriven:
 
     def peer(self, lease: Lease) -> Iterable[Resource]:
         return self._backend.peer(lease)
+
+    def drivers(self) -> Iterable[Driver]:
+        drivers = self._backend.drivers() if isinstance(self._backend, HasDrivers) else ()
+        return [_Noted(driver, self._notes) for driver in drivers]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +153,7 @@ def rehearse(wanted: Options, manager: SubnetManager, choice: InterfaceChoice) -
     stored = manager.stored(uplink.public(config.families[0]))
     make_backend = backends.load(config.backend_type)
     site = Site(kernel, config, choice, make_backend, uplink, stored, previous.networks)
-    site.backend = _Undriven(site.backend)
+    site.backend = _Undriven(site.backend, kernel)
     attrs = site.backend.attributes()
     foreseen = manager.foresee(config, attrs) if isinstance(manager, Foreseeing) else None
     snapshot = all_leases(manager)

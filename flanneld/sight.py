@@ -22,7 +22,8 @@ from flanneld.reconcile import Reconciler
 from flanneld.subnet.manager import SubnetManager
 
 if TYPE_CHECKING:
-    from flanneld.firewall import Firewall  # not needed by everybody
+    from flanneld.firewall import Firewall  # neither is needed by everybody
+    from flanneld.probes import Prober
 
 #: The calls of a store that ask something and come back.
 _REQUESTS = ("network_config", "stored", "acquire", "renew")
@@ -53,6 +54,7 @@ class Sight:
         self.keeper: Keeper | None = None
         self.reconciler: Reconciler | None = None
         self.firewall: Firewall | None = None
+        self.prober: Prober | None = None
 
     @property
     def store_is_up(self) -> bool:

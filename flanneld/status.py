@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flanneld import __version__
 from flanneld.config import Config
@@ -16,6 +16,10 @@ from flanneld.network.report import Failure
 from flanneld.network.resources import Key
 from flanneld.peers import View
 from flanneld.sight import Sight
+from flanneld.trouble import troubles
+
+if TYPE_CHECKING:
+    from flanneld.probes import Probe  # only with -peer-probes
 
 #: So many peers are put into one piece of the document.
 _PEERS_AT_A_TIME = 100
@@ -52,7 +56,12 @@ def summary(sight: Sight) -> Document:
         "flags": sight.options.described(),
         "subnet_file": sight.options.subnet_file,
         "store": _store(sight),
-        "health": {"ready": not missing, "missing": missing, "late": sight.overdue()},
+        "health": {
+            "ready": not missing,
+            "missing": missing,
+            "late": sight.overdue(),
+            "troubles": [{"part": part.name, "trouble": part.trouble} for part in troubles(sight)],
+        },
         "network": network(sight.config),
         "lease": _lease(sight),
         **_data_plane(sight),
@@ -114,9 +123,10 @@ def _data_plane(sight: Sight) -> Document:
         "synced": reconciler.peers.synced,
         "last_sync": work.last_sync or None,
         "repairs": [{"kind": kind, "cause": cause, "number": number} for (kind, cause), number in repairs],
+        "fights": work.is_fighting,
         "lost_notifications": work.overruns,
         "refused": [_refusal(failure) for failure in work.pending.values()],
-        "brake": {"holds": reconciler.brake.holds},
+        "brake": {"holds": reconciler.brake.holds, "number": reconciler.brake.holds_total},
     }
 
 
@@ -139,6 +149,7 @@ def _firewall(sight: Sight) -> Document | None:
         "masquerade": sight.options.ip_masq,
         "forward": sight.options.iptables_forward_rules,
         "not_in_place": [f"IPv{family}" for family in firewall.unsettled()],
+        "fights": firewall.is_fighting(),
         "repairs": [{"through": name, "by": by, "number": number} for (name, by), number in repairs],
     }
 
@@ -147,7 +158,18 @@ def peers(sight: Sight) -> Iterator[Document]:
     """Each lease but ours, with what is wanted for it, in the order of the store."""
     if sight.reconciler is None:
         return
-    yield from peers_of(sight.reconciler.peers.view(), sight.reconciler.work.pending)
+    view = sight.reconciler.peers.view()
+    documents = peers_of(view, sight.reconciler.work.pending)
+    if sight.prober is None:
+        yield from documents
+        return
+    last = sight.prober.last
+    for lease, document in zip(view.leases, documents, strict=True):
+        yield document | {"probe": _probe(last.get(lease.key))}
+
+
+def _probe(last: Probe | None) -> Document | None:
+    return {"target": str(last.target), "time": last.time, "rtt": last.rtt} if last else None
 
 
 def peers_of(view: View, pending: Mapping[Key, Failure]) -> Iterator[Document]:

@@ -46,11 +46,11 @@ class StatusSocket:
         try:
             self._path.parent.mkdir(0o755, parents=True, exist_ok=True)
             new.unlink(missing_ok=True)
+            # Before it has a name: what is changed by its name later may be something else by then.
+            os.fchmod(listener.fileno(), 0o600)
             listener.bind(str(new))
-            # Nobody can connect before it listens, nor by its own name before it is renamed.
-            new.chmod(0o600)
             listener.listen(_QUEUE)
-            self._inode = new.stat().st_ino
+            self._inode = new.lstat().st_ino
             new.replace(self._path)
         except OSError as error:
             listener.close()
@@ -98,7 +98,7 @@ class StatusSocket:
             self._socket.shutdown(socket.SHUT_RDWR)
         with contextlib.suppress(OSError):
             # A successor may have put its own there.
-            if self._path.stat().st_ino == self._inode:
+            if self._path.lstat().st_ino == self._inode:
                 self._path.unlink()
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import logging
-import os
-import stat
 from dataclasses import dataclass
 from ipaddress import IPv4Network, IPv6Network
 from pathlib import Path
@@ -77,24 +75,13 @@ def write(path: Path, env: SubnetEnv) -> None:
 def read(path: Path) -> Previous:
     """What the last run left. Never raises: a file that makes no sense is logged and counts as empty."""
     try:
-        text = _content(path).decode()
+        text = durable.read(path, MAX_SIZE).decode()
     except FileNotFoundError:
         return Previous()
     except (OSError, UnicodeDecodeError) as error:
         log.warning("cannot read %s, going on as if there were none: %s", path, error)
         return Previous()
     return _parse(path, text)
-
-
-def _content(path: Path) -> bytes:
-    # Without O_NONBLOCK, a FIFO in the file's place would stop us here for ever.
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError("not a regular file")
-        content = file.read(MAX_SIZE + 1)
-    if len(content) > MAX_SIZE:
-        raise OSError(f"larger than {MAX_SIZE} bytes")
-    return content
 
 
 def _parse(path: Path, text: str) -> Previous:

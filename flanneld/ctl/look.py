@@ -15,6 +15,9 @@ from flanneld.network.kernel import Kernel
 from flanneld.network.links import SeenLink
 from flanneld.network.rtnl import RTN_UNICAST
 
+#: linux/rtnetlink.h
+_RTN_LOCAL = 2
+
 
 @dataclass(frozen=True, slots=True)
 class Found:
@@ -29,12 +32,15 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """Where the kernel would send a packet; ``device`` is empty when nowhere."""
+    """Where the kernel would send a packet; ``device`` is empty when nowhere. ``is_here``: it stays here."""
 
     device: str
     gateway: IPAddress | None = None
+    is_here: bool = False
 
     def __str__(self) -> str:
+        if self.is_here:
+            return "this host"
         if not self.device:
             return "nowhere"
         return f"via {self.gateway} dev {self.device}" if self.gateway else f"dev {self.device}"
@@ -67,10 +73,10 @@ def read(document: Mapping[str, Any]) -> Found:
 def way_to(target: IPAddress) -> Way:
     """Raises ``OSError``."""
     way = Kernel().way_to(target)
-    if way is None or way.kind != RTN_UNICAST:
+    if way is None or way.kind not in (RTN_UNICAST, _RTN_LOCAL):
         return Way("")
     try:
-        return Way(socket.if_indextoname(way.index), way.gateway)
+        return Way(socket.if_indextoname(way.index), way.gateway, is_here=way.kind == _RTN_LOCAL)
     except OSError:
         return Way("")
 

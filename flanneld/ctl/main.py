@@ -9,7 +9,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from ipaddress import ip_address
-from typing import Any
+from itertools import pairwise
+from typing import Any, NoReturn
 
 from flanneld import __version__, options
 from flanneld.ctl import tables, views
@@ -30,38 +31,63 @@ def main() -> None:
 
 def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """0: all is fine; 1: problems were found; 2: wrong usage; 3: no daemon answers, nothing else is wrong."""
-    arguments, flags = _parser().parse_known_args(argv)
+    as_json = "--output=json" in argv or ("--output", "json") in pairwise(argv)
     try:
+        arguments, flags = _parse(argv)
         source = find(flags, environ, arguments.socket)
         shown, plain, wrong = COMMANDS[arguments.command](source, arguments)
     except (options.HelpWanted, options.VersionWanted):
         return FINE
     except options.UsageError as error:
-        return _complain(error.reason, USAGE)
+        return _complain(error.reason, USAGE, as_json=as_json)
     except FlannelError as error:
-        return _complain(str(error), USAGE)
+        return _complain(str(error), USAGE, as_json=as_json)
     except OSError as error:
-        return _complain(f"cannot read the kernel: {error}; run as root", PROBLEMS)
+        return _complain(f"cannot read the kernel: {error}; run as root", PROBLEMS, as_json=as_json)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        said = f"what the daemon says is not understood ({error!r}); use the flannelctl of its version"
+        return _complain(said, PROBLEMS, as_json=as_json)
+    _say(shown, plain, as_json=as_json)
+    return PROBLEMS if wrong else FINE if source.origin == "daemon" else NO_DAEMON
+
+
+def _say(shown: list[Table], plain: Any, *, as_json: bool) -> None:
     try:
-        if arguments.output == "json":
+        if as_json:
             print(json.dumps(plain, indent=2))  # noqa: T201 - what we are for
         else:
             tables.show(shown)
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return PROBLEMS if wrong else FINE if source.origin == "daemon" else NO_DAEMON
+
+
+def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Our own arguments, and the flags of flanneld. Raises ``UsageError``."""
+    parser = _parser()
+    arguments, flags = parser.parse_known_args(argv)
+    # Go's flags end at the first word that is none; what came after it would count for nothing.
+    if flags and not flags[0].startswith("-"):
+        parser.error(f"nobody takes the word {flags[0]!r}")
+    return arguments, flags
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise options.UsageError(f"{message}; see {self.prog} --help", self.format_usage())
 
 
 def _parser() -> argparse.ArgumentParser:
     about = (
         "What flannel does on this node. Takes flanneld's flags too; with -etcd-endpoints it asks the store."
     )
-    parser = argparse.ArgumentParser("flannelctl", description=about, allow_abbrev=False)
+    # Before the command or behind it; where they are not given they must not undo what was given elsewhere.
+    shared = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    shared.add_argument("--output", choices=("table", "json"), help="table, if not given")
+    shared.add_argument("--socket", help="the daemon's socket, if not beside the subnet file")
+    parser = _Parser("flannelctl", description=about, allow_abbrev=False, parents=[shared])
     parser.add_argument("--version", action="version", version=__version__)
-    shared = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    shared.add_argument("--output", choices=("table", "json"), default="table")
-    shared.add_argument("--socket", default="", help="the daemon's socket, if not beside the subnet file")
+    parser.set_defaults(socket="")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (_, meaning) in _HELP.items():
         command = commands.add_parser(name, parents=[shared], help=meaning, allow_abbrev=False)
@@ -70,8 +96,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _complain(text: str, status: int) -> int:
+def _complain(text: str, status: int, *, as_json: bool) -> int:
     sys.stderr.write(f"flannelctl: {text}\n")
+    if as_json:
+        _say([], {"error": text}, as_json=True)
     return status
 
 
@@ -79,8 +107,9 @@ def _complain(text: str, status: int) -> int:
 
 
 def _status(source: Source, _arguments: argparse.Namespace) -> Answer:
-    health = source.document.get("health") or {"missing": [], "late": []}
-    return views.status(source), _plain(source), bool(health["missing"] or health["late"])
+    health = source.document.get("health") or {}
+    wrong = any(health.get(name) for name in ("missing", "late", "troubles"))
+    return views.status(source), _plain(source), wrong
 
 
 def _peers(source: Source, _arguments: argparse.Namespace) -> Answer:

@@ -38,7 +38,7 @@ def find(words: Sequence[str], environ: Mapping[str, str], socket_path: str = ""
     wanted = options.read(words, environ, program="flannelctl COMMAND")
     path = Path(socket_path) if socket_path else status_socket.path_beside(Path(wanted.subnet_file))
     try:
-        return Source("daemon", json.loads(status_socket.ask(path, DAEMON_TIME)), options=wanted)
+        return Source("daemon", _document(status_socket.ask(path, DAEMON_TIME)), options=wanted)
     except (OSError, ValueError) as error:
         silent = f"no daemon answers at {path}: {getattr(error, 'strerror', None) or error}"
     given = " ".join(words) + " " + " ".join(environ)
@@ -52,6 +52,14 @@ def find(words: Sequence[str], environ: Mapping[str, str], socket_path: str = ""
         return Source("store", _of_the_store(wanted, environ), (silent,), wanted)
     except (FlannelError, OSError) as error:
         return Source("host", _of_the_host(wanted), (silent, f"the store does not tell: {error}"), wanted)
+
+
+def _document(said: bytes) -> dict[str, Any]:
+    """Raises ``ValueError`` for what no daemon says."""
+    document = json.loads(said)
+    if not isinstance(document, dict):
+        raise ValueError("what answers is no daemon")  # noqa: TRY004 - it is the value that is wrong
+    return document
 
 
 def _of_the_store(wanted: Options, environ: Mapping[str, str]) -> dict[str, Any]:

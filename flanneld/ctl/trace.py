@@ -34,6 +34,9 @@ def trace(target: IPAddress, document: Mapping[str, Any], found: Found, way_to: 
     if peer is not None:
         return list(_to_a_peer(target, peer, document, found, way_to))
     way = way_to(target)
+    if not ranges_of(document):
+        state = "ok" if way.is_here else "unknown" if way.device else "PROBLEM"
+        return [Hop("lease", "", "unknown", "the network is not known"), Hop("route", str(way), state)]
     if not any(target in network for network, _ in ranges_of(document)):
         return [Hop("lease", "outside the network", "ok"), Hop("route", str(way), _verdict(bool(way.device)))]
     if not knows_peers(document):
@@ -48,7 +51,7 @@ def _to_a_container(target: IPAddress, own: str, document: Mapping[str, Any], wa
     way = way_to(target)
     outwards = {*document.get("devices", ()), (document.get("uplink") or {}).get("name")}
     yield Hop("lease", f"{own}, ours", "ok")
-    stays = bool(way.device) and way.device not in outwards
+    stays = way.is_here or (bool(way.device) and way.device not in outwards)
     note = "" if stays else "no bridge of this node has this subnet: is the container runtime up?"
     yield Hop("route", str(way), _verdict(stays), note)
 

@@ -20,6 +20,7 @@ def status(source: Source) -> list[Table]:
     rows = [
         ("daemon", _daemon(document) if source.origin == "daemon" else "does not answer"),
         ("ready", _ready(document)),
+        ("trouble", _trouble(document)),
         ("store", _store(document)),
         ("backend", str((document.get("network") or {}).get("backend") or _UNKNOWN)),
         ("network", ", ".join(each["network"] for each in _ranges(document)) or _UNKNOWN),
@@ -43,17 +44,27 @@ def notes(source: Source) -> list[Table]:
 
 
 def peers(source: Source) -> list[Table]:
+    known = source.document.get("peers", ())
+    probed = any("probe" in peer for peer in known)
     rows = [
         (
             ",".join(peer["subnets"]),
             ",".join(peer["public_ips"]) or "-",
             peer["backend"] or "-",
             peer["state"],
+            *([_probe(peer["probe"])] if probed else []),
             peer["reason"] or (f"with {', '.join(peer['conflicts'])}" if peer["conflicts"] else ""),
         )
-        for peer in source.document.get("peers", ())
+        for peer in known
     ]
-    return [Table(("subnet", "public ip", "backend", "state", "reason"), rows), *notes(source)]
+    columns = ("subnet", "public ip", "backend", "state", *(["probe"] if probed else []), "reason")
+    return [Table(columns, rows), *notes(source)]
+
+
+def _probe(last: Mapping[str, Any] | None) -> str:
+    if not last:
+        return "-"
+    return "no answer" if last["rtt"] is None else f"{1000 * last['rtt']:.2f} ms"
 
 
 def routes(source: Source, entries: Sequence[Entry]) -> list[Table]:
@@ -79,6 +90,13 @@ def _ready(document: Mapping[str, Any]) -> str:
         return _UNKNOWN
     wrong = [*health["missing"], *health["late"]]
     return "yes" if not wrong else f"no: {'; '.join(wrong)}"
+
+
+def _trouble(document: Mapping[str, Any]) -> str:
+    found = (document.get("health") or {}).get("troubles")
+    if found is None:
+        return _UNKNOWN
+    return "; ".join(f"{each['part']}: {each['trouble']}" for each in found) or "none"
 
 
 def _store(document: Mapping[str, Any]) -> str:
@@ -133,7 +151,10 @@ def _refused(document: Mapping[str, Any]) -> str:
 
 def _brake(document: Mapping[str, Any]) -> str:
     brake = document.get("brake")
-    return _UNKNOWN if brake is None else "holds removals back" if brake["holds"] else "off"
+    if brake is None:
+        return _UNKNOWN
+    often = f", {brake['number']} times so far" if brake.get("number") else ""
+    return f"{'holds removals back' if brake['holds'] else 'off'}{often}"
 
 
 def _firewall(document: Mapping[str, Any]) -> str:

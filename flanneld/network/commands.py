@@ -29,9 +29,7 @@ def put(resource: Resource, links: Collection[str]) -> str:
     """What makes a resource; ``links`` are the devices that are ours. Empty for what has no command."""
     match resource:
         case Route():
-            return (
-                f"{_ip(resource.destination.version)} route replace {_way(resource)}{_mark(resource, links)}"
-            )
+            return f"{_ip(resource.destination.version)} route replace {_whole(resource, links)}"
         case Blackhole():
             return f"{_ip(resource.destination.version)} route replace {_blackhole(resource)}"
         case Address():
@@ -48,7 +46,7 @@ def put(resource: Resource, links: Collection[str]) -> str:
 def bring_to_front(route: Route, links: Collection[str]) -> Iterator[str]:
     """What makes an IPv4 route that is there the first of those to its network."""
     yield drop(route)
-    yield f"ip route prepend {_way(route)}{_mark(route, links)}"
+    yield f"ip route prepend {_whole(route, links)}"
 
 
 def drop(resource: Resource) -> str:
@@ -122,8 +120,11 @@ def _way(route: Route) -> str:
     return f"{route.destination}{via} dev {route.device}{' onlink' if route.onlink else ''}"
 
 
-def _mark(route: Route, links: Collection[str]) -> str:
-    return "" if route.device in links else f" proto {PROTO_FLANNEL}"
+def _whole(route: Route, links: Collection[str]) -> str:
+    mark = "" if route.device in links else f" proto {PROTO_FLANNEL}"
+    # Left to itself, ip gives an IPv4 route without a gateway the scope of its link.
+    scope = " scope global" if route.gateway is None and route.destination.version == 4 else ""
+    return f"{_way(route)}{mark}{scope}"
 
 
 def _blackhole(resource: Blackhole) -> str:

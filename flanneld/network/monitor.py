@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from flanneld.network import links, rtnl, ways
 from flanneld.network.netlink import Malformed, NetlinkSocket, messages
@@ -31,9 +31,10 @@ _AT_A_TIME = 1000
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A resource is there, perhaps changed."""
+    """A resource is there, perhaps changed. ``port`` is whose doing it is, 0 if the kernel does not say."""
 
     resource: Resource
+    port: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,7 @@ class Gone:
     """What had this key is no longer there."""
 
     key: Key
+    port: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,7 @@ class InterfaceChanged:
 
     index: int
     name: str | None
+    port: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +99,7 @@ class Monitor:
                 continue
             for kind, _, _, port, offset, end in messages(data):
                 if port != self._port and (item := decode(kind, data, offset, end, name_of)) is not None:
-                    news.append(item)
+                    news.append(item if isinstance(item, Overrun) else replace(item, port=port))
         return news
 
     def _receive(self) -> bytes | Overrun | None:

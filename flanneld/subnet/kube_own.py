@@ -116,7 +116,7 @@ def _event(node: str, text: str) -> dict[str, Any]:
         "kind": "Event",
         "metadata": {"name": f"{node}.{os.urandom(8).hex()}", "namespace": "default"},
         "involvedObject": {"apiVersion": "v1", "kind": "Node", "name": node, "uid": node},
-        "reason": "FlannelWaiting",
+        "reason": "FlannelTrouble",
         "message": text,
         "type": "Warning",
         "count": 1,

@@ -72,9 +72,7 @@ def _text(saved: Saved) -> str:
 
 
 def _parse(path: Path) -> Saved:
-    if path.stat().st_size > _MAX_SIZE:
-        raise ValueError("it is too large")
-    top = json.loads(path.read_bytes())
+    top = json.loads(durable.read(path, _MAX_SIZE))
     if top["version"] != _VERSION:
         raise ValueError(f"its version is {top['version']!r}, not {_VERSION}")
     nodes = {node.name: node for node in map(_node, top["nodes"])}

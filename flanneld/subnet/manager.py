@@ -94,5 +94,5 @@ class NodeStore(Protocol):
         ...
 
     def report(self, reason: str) -> None:
-        """Tell operators why this node is not ready, if there is a way to. Raises at most ``Cancelled``."""
+        """Tell operators what is not well here, if there is a way to. Raises at most ``Cancelled``."""
         ...

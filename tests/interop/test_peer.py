@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from tests.interop.mixed import mixed, replace_daemons
-from tests.lab import Lab, own_command, peer_command
+from tests.lab import Lab, own_command, peer_command, wait_for
 from tests.netns.test_etcd_move import migrate, nothing_lost, restart, subnets_in
+from tests.netns.test_probes import probe
 
 OURS, THEIRS = own_command(), peer_command()
 
@@ -19,6 +20,15 @@ def test_nodes_of_both_reach_each_other(
 ) -> None:
     first, second = mixed(lab, backend, *order)
     assert set(lab.etcd.leases()) == {first.subnet(), second.subnet()}
+
+
+@pytest.mark.parametrize("kind", ["vxlan", "udp"])
+def test_a_node_of_the_other_answers_probes_at_its_end_of_the_tunnel(lab: Lab, kind: str) -> None:
+    (theirs,) = lab.cluster({"Type": kind}, nodes=1, command=THEIRS)
+    (ours,) = lab.cluster({"Type": kind}, nodes=1, flags=("--peer-probes=600",))
+    theirs.container()
+    wait_for(lambda: probe(ours).get("rtt"), 60, "an answer")
+    assert probe(ours)["target"] == theirs.subnet().removesuffix("/24")
 
 
 def test_a_node_that_leaves_is_led_to_by_neither(lab: Lab, backend: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from flanneld.brake import HOLD
 from tests.lab import Lab, Node, wait_for
+from tests.netns.test_seeing import answer
 from tests.netns.test_store import host_gw, overlay_routes, stopped
 
 PEERS = range(1, 13)
@@ -57,6 +58,15 @@ def test_a_list_that_lacks_most_peers_cuts_nobody_off(lab: Lab, node: Node) -> N
     put_all(lab)
     lab.etcd.delete_lease("10.5.50.0/24")
     wait_for_ways(node, WAYS)
+
+
+def test_what_is_held_back_is_told_and_counted(lab: Lab, node: Node) -> None:
+    outrun(lab, node)
+    node.wait_for_log(READ_AGAIN)
+    told = answer(node, "status")
+    assert told["brake"] == {"holds": True, "number": 1}
+    (held,) = [each for each in told["health"]["troubles"] if each["part"] == "removals"]
+    assert "10 of 13 peers are gone" in held["trouble"]
 
 
 def test_leases_that_go_one_by_one_are_not_held(lab: Lab, node: Node) -> None:

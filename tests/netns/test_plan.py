@@ -9,6 +9,7 @@ import pytest
 from tests.lab import Lab, Node, own_command
 
 NETWORK = "10.5.0.0/16"
+PATIENCE = 60
 
 
 def plan(lab: Lab, node: Node, *flags: str, check: bool = True) -> str:
@@ -35,8 +36,8 @@ def settled(lab: Lab, backend: dict[str, Any], *flags: str, **config: Any) -> tu
     """Two nodes whose daemons have done all there is to do."""
     node, peer = lab.cluster(backend, flags=flags, **config)
     # The peers of udp are no routes of their own.
-    node.wait_for_route(peer.subnet() if backend["Type"] != "udp" else "10.5.0.0/16")
-    node.wait_for_log("Set ")
+    node.wait_for_route(peer.subnet() if backend["Type"] != "udp" else "10.5.0.0/16", PATIENCE)
+    node.wait_for_log("Set ", PATIENCE)
     return node, peer
 
 
@@ -50,6 +51,7 @@ def test_beside_a_daemon_that_has_done_its_work_there_is_nothing_to_plan(lab: La
         assert changes.seen() == []
 
 
+@pytest.mark.parametrize("api", ["v2", "v3"])
 def test_a_plan_that_is_carried_out_leaves_nothing_to_plan_and_nothing_to_do(
     lab: Lab, backend: dict[str, Any]
 ) -> None:
@@ -73,6 +75,49 @@ def test_a_plan_that_is_carried_out_leaves_nothing_to_plan_and_nothing_to_do(
         node.start(*flags)
         node.wait_for_log("In sync with 1 peers: made 0 objects, removed 0")
         assert changes.seen() == []
+
+
+def test_a_plan_says_of_the_pump_what_a_start_would_do_with_it(lab: Lab) -> None:
+    node, peer = settled(lab, {"Type": "udp"})
+    pump, way = f"packet pump of flannel0 on {node.address}:8285", f"peer {peer.subnet()} at {peer.address}"
+    node.stop()
+    assert plan(lab, node) == ""
+
+    lab.etcd.put_config({"Network": NETWORK, "Backend": {"Type": "udp", "Port": 8286}})
+    lab.etcd.delete_lease(peer.subnet())
+    assert plan(lab, node).splitlines() == [
+        f"# no more: {way} in the pump of flannel0",
+        f"# changed: packet pump of flannel0 on {node.address}:8286 in place of {pump}",
+    ]
+
+
+def test_what_commands_make_for_a_pump_is_what_the_daemon_makes(lab: Lab) -> None:
+    node, peer = settled(lab, {"Type": "udp"})
+    node.stop()
+    made = tun(node)
+    cleanup(node)
+    script = plan(lab, node)
+    new = [
+        f"# new: packet pump of flannel0 on {node.address}:8285",
+        f"# new: peer {peer.subnet()} at {peer.address} in the pump of flannel0",
+    ]
+    assert [line for line in script.splitlines() if line.startswith("#")] == new
+    carry_out(node, script)
+    assert tun(node) == made
+    assert plan(lab, node).splitlines() == new
+    node.start()
+    node.wait_for_log("In sync with 1 peers", PATIENCE)
+    assert tun(node) == made
+
+
+def tun(node: Node) -> dict[str, Any]:
+    """What of the device does not depend on whether a pump reads it."""
+    link = node.link("flannel0") or {}
+    return {
+        "link": {name: link.get(name) for name in ("mtu", "link_type")},
+        "addresses": node.addresses("flannel0"),
+        "routes": [route | {"flags": []} for route in node.routes("flannel0")],
+    }
 
 
 def test_a_node_without_a_lease_is_told_so_and_gets_none(lab: Lab) -> None:

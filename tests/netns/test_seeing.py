@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 from tests.lab import Lab, Node, own_command, wait_for
+from tests.netns.pair import DUAL_STACK
 
 BACKEND = {"Type": "vxlan"}
 HEALTH_PORT = 8471
+PATIENCE = 60
 MAC = "02:00:00:00:00:99"
 
 
@@ -37,9 +39,9 @@ def findings(node: Node, store: str = "") -> dict[str, str]:
 
 def settled(lab: Lab, *flags: str) -> tuple[Node, Node]:
     node, peer = lab.cluster(BACKEND, flags=flags)
-    node.wait_for_route(peer.subnet())
-    peer.wait_for_route(node.subnet())
-    node.wait_for_log("Set ")
+    node.wait_for_route(peer.subnet(), PATIENCE)
+    peer.wait_for_route(node.subnet(), PATIENCE)
+    node.wait_for_log("Set ", PATIENCE)
     return node, peer
 
 
@@ -85,10 +87,22 @@ def test_the_way_to_a_container_is_traced(lab: Lab) -> None:
         (peer.container().address, ["lease", "route", "neigh", "fdb", "device", "uplink"]),
         (node.container().address, ["lease", "route"]),
         ("203.0.113.1", ["lease", "route"]),
+        (node.address, ["lease", "route"]),
+        ("127.0.0.1", ["lease", "route"]),
     ):
         told = answer(node, "trace", target)["hops"]
         assert [(hop["hop"], hop["state"]) for hop in told] == [(hop, "ok") for hop in hops]
         assert flannelctl(node, "trace", target).returncode == 0
+
+
+def test_the_way_is_traced_over_ipv6_too(lab: Lab) -> None:
+    node, peer = lab.cluster(BACKEND, **DUAL_STACK)
+    node.wait_for_route(peer.subnet(), PATIENCE)
+    there, here = (f"{each.subnet(6).removesuffix('/64')}7" for each in (peer, node))
+    node.container()
+    for target, hops in ((there, 6), (here, 2), (node.ipv6_address, 2), ("2001:db8::1", 2)):
+        told = answer(node, "trace", target)["hops"]
+        assert [hop["state"] for hop in told] == ["ok"] * hops, told
 
 
 def test_looking_changes_nothing(lab: Lab) -> None:

@@ -129,11 +129,17 @@ CASES: dict[str, list[Facts]] = {
         replace(WELL, managed=(("flannel.1", "NetworkManager"),)),
         replace(WELL, managed=(("flannel.1", "systemd-networkd"),)),
     ],
+    "fights": [
+        told(lambda d: d.update(fights=True)),
+        told(lambda d: d["firewall"].update(fights=True)),
+    ],
+    "probes": [peer(probe={"target": "10.5.2.0", "time": NOW, "rtt": None})],
     "forwarding": [of_host("net/ipv4/ip_forward", 0)],
     "dropping": [replace(WELL, dropping=(Dropped("chain FORWARD of table filter", "iptables -I ..."),))],
     "rules": [told(lambda d: d.update(firewall={"place": "nft", "not_in_place": ["IPv4"]}))],
     "keepers": [replace(WELL, firewalls=("firewalld",))],
     "subnet file": [
+        replace(WELL, previous=Previous()),
         replace(WELL, has_subnet_file=False),
         replace(WELL, previous=Previous((), (IPv4Network("10.5.7.0/24"), None))),
         replace(WELL, file_mtu=1400),

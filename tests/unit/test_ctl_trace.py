@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from ipaddress import IPv4Address, ip_address
 from typing import Any
 
+import pytest
+
 from flanneld.ctl.look import Found, Way
 from flanneld.ctl.trace import Hop, trace
 from flanneld.model import IPAddress
@@ -130,3 +132,18 @@ def test_an_address_outside_the_network_goes_the_hosts_way() -> None:
 def test_without_a_daemon_and_a_store_the_lease_is_not_known() -> None:
     host = {"network": DOCUMENT["network"], "lease": DOCUMENT["lease"]}
     assert hops("10.5.2.7", document=host)["lease"].state == "unknown"
+
+
+@pytest.mark.parametrize("target", ["192.0.2.1", "10.5.1.1"])
+def test_a_packet_to_this_host_stays_here(target: str) -> None:
+    way = Way("lo", is_here=True)
+    told = trace(ip_address(target), DOCUMENT, found(), lambda _: way)
+    assert [(hop.state, hop.found) for hop in told][1] == ("ok", "this host")
+
+
+@pytest.mark.parametrize(
+    ("way", "state"), [(Way("eth0"), "unknown"), (Way(""), "PROBLEM"), (Way("lo", is_here=True), "ok")]
+)
+def test_without_the_network_nobody_says_that_an_address_is_outside(way: Way, state: str) -> None:
+    lease, route = trace(ip_address("10.5.2.7"), {}, found(), lambda _: way)
+    assert (lease.state, route.state) == ("unknown", state)

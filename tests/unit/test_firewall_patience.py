@@ -41,3 +41,13 @@ def test_what_is_long_ago_does_not_count(at: list[float]) -> None:
 def test_a_fight_is_noticed_once() -> None:
     patience = Patience(many=3)
     assert [patience.spend() for _ in range(5)] == [False, False, True, False, False]
+
+
+def test_it_is_tried_as_long_as_repairs_go_on(at: list[float]) -> None:
+    patience = Patience(memory=60, many=3)
+    for _ in range(3):
+        assert not patience.is_tried()
+        patience.spend()
+    assert patience.is_tried()
+    at[0] += 61
+    assert not patience.is_tried()

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from http.client import HTTPConnection
 
 import pytest
@@ -77,6 +78,17 @@ def everything(connection: socket.socket) -> bytes:
             (503, "flanneld is not ready yet\nno lease"),
         ),
         (checks(late=("a is late",)), "/readyz", (200, "flanneld is ready")),
+        (
+            replace(checks(), parts=lambda: [("store", "no answer"), ("kernel", "")]),
+            "/readyz?verbose",
+            (200, "flanneld is ready\n[-]store: no answer\n[+]kernel ok"),
+        ),
+        (
+            replace(checks(ready=False, missing=lambda: ["no lease"]), parts=lambda: [("store", "")]),
+            "/readyz?verbose=1",
+            (503, "flanneld is not ready yet\nno lease\n[+]store ok"),
+        ),
+        (replace(checks(), parts=lambda: [("store", "")]), "/readyz?quiet", (200, "flanneld is ready")),
         (checks(), "/healthz?verbose", (200, "flanneld is running")),
         (checks(late=("d\u00e9j\u00e0 \u2192",)), "/healthz", (500, "d\u00e9j\u00e0 \u2192")),
         (checks(late=("eth\udcff",)), "/healthz", (500, "eth\\udcff")),

@@ -39,6 +39,11 @@ UP = "ip link set flannel.1 up"
             "ip route del 10.5.1.0/24 via 10.5.1.0 dev flannel.1 onlink",
         ),
         (
+            Route(IPv4Network("10.5.0.0/16"), "flannel.1"),
+            "ip route replace 10.5.0.0/16 dev flannel.1 scope global",
+            "ip route del 10.5.0.0/16 dev flannel.1",
+        ),
+        (
             Route(IPv6Network("fc00::/64"), "eth0", IPv6Address("fd00::2")),
             "ip -6 route replace fc00::/64 via fd00::2 dev eth0 proto 70",
             "ip -6 route del fc00::/64 via fd00::2 dev eth0",

@@ -39,6 +39,7 @@ DEFAULTS = {
     "dry-run": False,
     "plan": False,
     "removal-brake": True,
+    "peer-probes": 0,
     "ip-masq": False,
     "ip-masq-fully-random-disable": False,
     "kube-subnet-mgr": False,
@@ -281,6 +282,8 @@ def test_two_commands_at_once_are_refused() -> None:
         ("-iptables-flavour=new", "give one of: auto, legacy, nft"),
         ("-iptables-resync=0", "give 1 or more"),
         ("-dry-run", "give one of them too"),
+        ("-peer-probes=-1", "give 0 to 600"),
+        ("-peer-probes=601", "give 0 to 600"),
     ],
 )
 def test_a_value_that_means_nothing_is_refused_with_what_does(word: str, remedy: str) -> None:

@@ -72,6 +72,14 @@ def subnet_file(facts: Facts) -> Iterator[Finding]:
             "start the daemon, and see what it waits for",
         )
         return
+    if facts.subnet_file and facts.previous.subnets == (None, None):
+        yield Finding(
+            f"{facts.subnet_file} names no subnet",
+            "it has no FLANNEL_SUBNET that makes sense",
+            "no container runtime can start a container on the network",
+            "restart the daemon: it writes the file at its start",
+        )
+        return
     leased = set((facts.document.get("lease") or {}).get("subnets", ()))
     written = {str(net) for net in facts.previous.subnets if net is not None}
     if facts.origin != "host" and leased and written != leased:
@@ -163,6 +171,20 @@ def checksums(facts: Facts) -> Iterator[Finding]:
                 "connections to services take a minute, because their first packets are dropped",
                 f"ethtool -K {name} tx-checksum-ip-generic off",
             )
+
+
+@check("K", "probes", "peers answer when they are asked")
+def probes(facts: Facts) -> Iterator[Finding]:
+    silent = [peer for peer in facts.peers if peer.get("probe") and peer["probe"]["rtt"] is None]
+    if silent:
+        some = ", ".join(peer["probe"]["target"] for peer in silent[:3])
+        yield Finding(
+            f"{len(silent)} peers did not answer the last ICMP echo",
+            some + (f", and {len(silent) - 3} more" if len(silent) > 3 else ""),
+            "packets to their containers are most likely lost as well",
+            "flannelctl trace with that address; see whether the peer runs, and what filters between both",
+            hint=True,
+        )
 
 
 @check("K", "port", "packets of peers come in")

@@ -162,6 +162,19 @@ def managers(facts: Facts) -> Iterator[Finding]:
         )
 
 
+@check("D", "fights", "no other program keeps undoing what the daemon does")
+def fights(facts: Facts) -> Iterator[Finding]:
+    rules = (facts.document.get("firewall") or {}).get("fights")
+    for what, is_so in (("its objects", facts.document.get("fights")), ("its rules", rules)):
+        if is_so:
+            yield Finding(
+                f"another program fights with the daemon about {what}",
+                "five repairs or more in the last minute",
+                "between two repairs packets are lost",
+                "flannelctl events names the program, if it still runs; tell it to leave flannel* alone",
+            )
+
+
 def _some(entries: list[Entry]) -> str:
     shown = "; ".join(entry.text for entry in entries[:_FEW])
     return shown + (f"; and {len(entries) - _FEW} more" if len(entries) > _FEW else "")

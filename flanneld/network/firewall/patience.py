@@ -23,6 +23,11 @@ class Patience:
         self._repairs.append(clock.now())
         return len(self._repairs) == self._many
 
+    def is_tried(self) -> bool:
+        """Whether there were so many lately. From any thread."""
+        since = clock.now() - self._memory
+        return sum(repair >= since for repair in self._repairs.copy()) >= self._many
+
     def earliest(self) -> float:
         """When the next repair may be, on the clock of ``clock.now``."""
         self._forget()

@@ -1,0 +1,81 @@
+"""One question "are you there?" to another host: ICMP echo (RFC 792, RFC 4443 section 4)."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable
+
+from flanneld.model import Family, IPAddress
+
+_REQUEST: dict[Family, int] = {4: 8, 6: 128}
+_REPLY: dict[Family, int] = {4: 0, 6: 129}
+_HEADER = struct.Struct("!BBHHH")  # type, code, checksum, identifier, sequence number
+_TOKEN_LENGTH = 16
+_LONGEST = 2048
+#: So often is looked whether the answer is still wanted, in seconds.
+_NAP = 0.2
+
+
+def ask(target: IPAddress, within: float, is_wanted: Callable[[], bool] = lambda: True) -> float | None:
+    """Seconds until the answer; None if there is none in time, no way there, or it is no longer wanted.
+
+    Raises ``OSError`` if this process may not ask at all.
+    """
+    token = os.urandom(_TOKEN_LENGTH)
+    with _new_socket(target.version) as connection:
+        began = time.monotonic()
+        try:
+            connection.connect((str(target), 0))
+            connection.send(request(target.version, token))
+        except OSError:
+            return None
+        while is_wanted() and (left := began + within - time.monotonic()) > 0:
+            connection.settimeout(min(left, _NAP))
+            try:
+                data = connection.recv(_LONGEST)
+            except TimeoutError:
+                continue
+            except OSError:  # told by a host on the way
+                return None
+            if answers(target.version, data, token, with_header=connection.type == socket.SOCK_RAW):
+                return time.monotonic() - began
+    return None
+
+
+def _new_socket(family: Family) -> socket.socket:
+    """One for which the kernel sorts answers (net.ipv4.ping_group_range), else one that hears all of them."""
+    domain = socket.AF_INET if family == 4 else socket.AF_INET6
+    protocol = socket.IPPROTO_ICMP if family == 4 else socket.IPPROTO_ICMPV6
+    try:
+        return socket.socket(domain, socket.SOCK_DGRAM, protocol)
+    except OSError:
+        return socket.socket(domain, socket.SOCK_RAW, protocol)
+
+
+def request(family: Family, token: bytes) -> bytes:
+    """The message. The token makes the answer known; over IPv6 the kernel fills in the checksum (pure)."""
+    blank = _HEADER.pack(_REQUEST[family], 0, 0, 0, 0) + token
+    if family == 6:
+        return blank
+    return _HEADER.pack(_REQUEST[family], 0, _checksum(blank), 0, 0) + token
+
+
+def answers(family: Family, data: bytes, token: bytes, *, with_header: bool) -> bool:
+    """Whether this is the answer to the request with this token (pure).
+
+    A raw IPv4 socket delivers the IP header too.
+    """
+    if with_header and family == 4:
+        data = data[4 * (data[0] & 0xF) :] if data else b""
+    return data[:1] == bytes([_REPLY[family]]) and data[_HEADER.size :] == token
+
+
+def _checksum(data: bytes) -> int:
+    """RFC 1071, of an even number of bytes."""
+    total: int = sum(struct.unpack(f"!{len(data) // 2}H", data))
+    while total >> 16:
+        total = (total & 0xFFFF) + (total >> 16)
+    return total ^ 0xFFFF

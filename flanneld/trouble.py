@@ -1,0 +1,108 @@
+"""What is not well with a daemon that works: found when somebody looks, gone when it is over."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from flanneld import clock
+from flanneld.brake import Brake
+from flanneld.counters import Work
+from flanneld.model import Lease
+from flanneld.sight import Sight
+from flanneld.site import Site
+
+if TYPE_CHECKING:
+    from flanneld.firewall import Firewall  # not needed by everybody
+
+#: Seconds between two looks of ``watch``.
+LOOK = 1.0
+#: A lease that ends so soon, in seconds, should have been renewed.
+LEASE_ENDS_SOON = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of the daemon; ``trouble`` is empty if it is well. The text stays the same while it lasts."""
+
+    name: str
+    trouble: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.trouble}"
+
+
+def parts(sight: Sight) -> list[Part]:
+    """All of them that there are. From any thread; costs next to nothing."""
+    return [Part(name, "; ".join(found)) for name, found in _looks(sight)]
+
+
+def troubles(sight: Sight) -> list[Part]:
+    """Those that are not well."""
+    return [part for part in parts(sight) if part.trouble]
+
+
+def watch(sight: Sight, stop: threading.Event, tell: Callable[[list[str]], None]) -> None:
+    """Until ``stop``, tell what is not well whenever that is something else, and nothing when it is over.
+
+    What is well again at the next look was put right by itself, and troubles nobody.
+    """
+    told: list[str] = []
+    before: set[str] = set()
+    while not stop.wait(LOOK):
+        found = troubles(sight)
+        lasting = [str(part) for part in found if part.name in before]
+        before = {part.name for part in found}
+        if lasting != told:
+            told = lasting
+            tell(told)
+
+
+def _looks(sight: Sight) -> Iterator[tuple[str, Iterable[str]]]:
+    yield "threads", sight.overdue()
+    yield "store", _of_the_store(sight)
+    if sight.keeper:
+        yield "lease", _of_the_lease(sight.keeper.lease, 60.0 * sight.options.subnet_lease_renew_margin)
+    if sight.reconciler:
+        yield "uplink", _of_the_uplink(sight.reconciler.site)
+        yield "kernel", _of_the_kernel(sight.reconciler.work)
+        yield "removals", _of_the_brake(sight.reconciler.brake)
+    if sight.firewall:
+        yield "firewall", _of_the_firewall(sight.firewall)
+
+
+def _of_the_store(sight: Sight) -> Iterator[str]:
+    if not sight.store_is_up:
+        yield f"{sight.manager.name if sight.manager else 'it'} does not answer"
+
+
+def _of_the_lease(lease: Lease, margin: float) -> Iterator[str]:
+    if lease.expires is not None and lease.expires - clock.now() < min(LEASE_ENDS_SOON, margin / 2):
+        yield "it was not renewed in time, and ends soon"
+
+
+def _of_the_uplink(site: Site) -> Iterator[str]:
+    if site.is_adrift:
+        yield f"{site.uplink.name} is not usable"
+
+
+def _of_the_kernel(work: Work) -> Iterator[str]:
+    refused = list(work.pending.values())
+    if refused:
+        more = f", and {len(refused) - 1} more" if len(refused) > 1 else ""
+        yield f"refused: {refused[0]}{more}"
+    if work.is_fighting:
+        yield "somebody keeps changing what is ours; the log says what"
+
+
+def _of_the_brake(brake: Brake) -> Iterator[str]:
+    if brake.holds:
+        yield f"held back: {brake.reason}"
+
+
+def _of_the_firewall(firewall: Firewall) -> Iterator[str]:
+    yield from (f"the rules for IPv{family} are not in place" for family in firewall.unsettled())
+    if firewall.is_fighting():
+        yield "somebody keeps removing our rules; the log says who"

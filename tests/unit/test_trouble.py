@@ -1,0 +1,108 @@
+"""What is not well with a daemon, part by part, and when it is told."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from ipaddress import IPv4Network, ip_network
+from queue import SimpleQueue
+
+import pytest
+
+from flanneld import clock, trouble
+from flanneld.brake import Brake
+from flanneld.counters import Work
+from flanneld.events import Events
+from flanneld.model import Lease, LeaseAttrs, Snapshot
+from flanneld.network.report import Failure, Report
+from flanneld.network.resources import Route
+from flanneld.options import Options
+from flanneld.sight import Sight
+
+DEADLINE = 30.0
+ROUTE = Route(ip_network("10.5.2.0/24"), "flannel.1")
+
+
+@pytest.fixture
+def sight() -> Sight:
+    return Sight(Options(), Events(), overdue=list, missing=list)
+
+
+def found(sight: Sight) -> list[str]:
+    return [str(part) for part in trouble.troubles(sight)]
+
+
+def test_a_store_that_does_not_answer_is_a_trouble_until_it_does(sight: Sight) -> None:
+    assert found(sight) == ["store: it does not answer"]
+    sight.store.is_up = True
+    assert found(sight) == []
+
+
+def test_a_thread_that_is_late_is_one() -> None:
+    late = Sight(Options(), Events(), overdue=lambda: ["reconciler has not reported"], missing=list)
+    assert "threads: reconciler has not reported" in found(late)
+
+
+@pytest.mark.parametrize(("left", "number"), [(5.0, 1), (1200.0, 0), (math.inf, 0)])
+def test_a_lease_that_ends_soon_is_one(left: float, number: int) -> None:
+    lease = Lease(LeaseAttrs(), expires=clock.now() + left)
+    assert len(list(trouble._of_the_lease(lease, margin=3600.0))) == number
+    assert list(trouble._of_the_lease(Lease(LeaseAttrs()), margin=3600.0)) == []
+
+
+def test_a_lease_with_a_short_margin_may_be_as_short() -> None:
+    lease = Lease(LeaseAttrs(), expires=clock.now() + 59.0)
+    assert list(trouble._of_the_lease(lease, margin=60.0)) == []
+
+
+def test_what_the_kernel_refuses_is_one_until_it_is_there() -> None:
+    work = Work()
+    work.converged(Report(failed=[Failure(ROUTE, "File exists"), Failure(ROUTE, "File exists")]))
+    assert list(trouble._of_the_kernel(work)) == [f"refused: {ROUTE}: File exists"]
+    work.converged(Report())
+    assert list(trouble._of_the_kernel(work)) == []
+
+
+def test_repairs_without_end_are_one() -> None:
+    work = Work()
+    for _ in range(4):
+        work.healed(Report(made=[ROUTE]))
+        work.healed(Report())
+    assert list(trouble._of_the_kernel(work)) == []
+    work.healed(Report(removed=[ROUTE]))
+    assert len(list(trouble._of_the_kernel(work))) == 1
+
+
+def test_removals_that_are_held_back_are_one() -> None:
+    brake = Brake()
+    assert list(trouble._of_the_brake(brake)) == []
+    brake.pass_on(Snapshot(()), [(IPv4Network((0x0A050000 + (n << 8), 24)), None) for n in range(12)])
+    assert list(trouble._of_the_brake(brake)) == [
+        "held back: 12 of 12 peers are gone from the list of leases"
+    ]
+    assert brake.holds_total == 1
+
+
+def watching(sight: Sight, act: Callable[[], None], told: SimpleQueue[list[str]]) -> None:
+    stop = threading.Event()
+    thread = threading.Thread(target=trouble.watch, args=(sight, stop, told.put))
+    thread.start()
+    try:
+        act()
+    finally:
+        stop.set()
+        thread.join(DEADLINE)
+
+
+def test_what_lasts_is_told_once_and_its_end_too(sight: Sight, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trouble, "LOOK", 0.01)
+    told: SimpleQueue[list[str]] = SimpleQueue()
+
+    def act() -> None:
+        assert told.get(timeout=DEADLINE) == ["store: it does not answer"]
+        sight.store.is_up = True
+        assert told.get(timeout=DEADLINE) == []
+
+    watching(sight, act, told)
+    assert told.empty()
