@@ -69,7 +69,7 @@ def test_an_outage_of_etcd_costs_no_packet_no_news_and_few_words(
         ping.wait_for_replies(seconds * 50, 2 * seconds)
         lab.etcd.start()
         lab.etcd.put_lease("10.5.0.0/24", {**vxlan(200), "BackendType": backend_type})
-        first.wait_for_route("10.5.0.0/24", 2)
+        first.wait_for_route("10.5.0.0/24")
         ping.wait_for_replies()
         assert ping.lost() == 0
     assert len(said_of_etcd(first)) - before <= 8
@@ -82,7 +82,7 @@ def test_an_etcd_that_hangs_costs_no_packet_and_no_news(lab: Lab) -> None:
         with lab.etcd.frozen():
             ping.wait_for_replies(100)
         lab.etcd.put_lease("10.5.0.0/24", vxlan(200))
-        first.wait_for_route("10.5.0.0/24", 2)
+        first.wait_for_route("10.5.0.0/24")
         assert ping.lost() == 0
 
 

@@ -121,7 +121,7 @@ def test_a_pump_that_hangs_is_replaced(nodes: list[Node]) -> None:
     node, peer = nodes
     before = pid_of(node)
     os.kill(before, signal.SIGSTOP)
-    assert not node.container().reaches(peer.container())
+    assert not node.container().reaches(peer.container(), 0.5)
     node.namespace.ip(f"link set {TUN} mtu 1400")  # Something to repair, so that the daemon looks at all.
     node.wait_for_log("Healed: packet pump of flannel0", 30)
     assert pid_of(node) != before

@@ -42,7 +42,7 @@ def client(api: str, *endpoints: str, **options: str) -> Client:
 
 
 def client_of(api: str, options: EtcdOptions) -> Client:
-    opened.append(Transport(Servers(options), Timeouts(read=2.0)))
+    opened.append(Transport(Servers(options), Timeouts(read=20.0)))
     return open_client(api, opened[-1])
 
 

@@ -65,7 +65,7 @@ class Members:
         for manager in self._managers:
             manager.close()
         for thread in self._threads:
-            thread.join(10)
+            thread.join(60)
             assert not thread.is_alive()
 
 
@@ -82,11 +82,11 @@ def members(cluster: list[LocalEtcd], timeouts: Timeouts) -> Iterator[Members]:
 
 
 def leader(cluster: list[LocalEtcd]) -> LocalEtcd:
-    for member in cluster:
+    def leads(member: LocalEtcd) -> bool:
         status = member.post("/maintenance/status", {})
-        if status["leader"] == status["header"]["member_id"]:
-            return member
-    raise AssertionError("no member leads")
+        return bool(status["leader"] == status["header"]["member_id"])
+
+    return wait_for(lambda: [member for member in cluster if leads(member)], what="a leader")[0]
 
 
 def known(events: list[Event]) -> set[str]:
@@ -128,7 +128,7 @@ def test_thirty_nodes_join_while_the_leader_is_killed(cluster: list[LocalEtcd], 
     wait_for(lambda: len(leases) >= 3, 20, "the first nodes to have joined")
     dying.signal(signal.SIGKILL)
     for thread in threads:
-        thread.join(60)
+        thread.join(300)
     subnets = {str(lease) for lease in leases}
     assert len(subnets) == NODES
     for events in watches:
