@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -41,11 +40,18 @@ def said_of_the_api_server(node: Node) -> list[str]:
 # ---- while it runs --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seconds", [4, pytest.param(60, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("backend_type", "seconds"),
+    [
+        ("vxlan", 4),
+        pytest.param("vxlan", 60, marks=pytest.mark.long),
+        pytest.param("host-gw", 60, marks=pytest.mark.long),
+    ],
+)
 def test_an_outage_of_the_api_server_costs_no_packet_no_news_and_few_words(
-    lab: Lab, backend: dict[str, Any], seconds: int
+    lab: Lab, backend_type: str, seconds: int
 ) -> None:
-    first, second, third = lab.kube_cluster(backend, nodes=3)
+    first, second, third = lab.kube_cluster({"Type": backend_type}, nodes=3)
     connect(first, second)
     connect(first, third)
     before = len(said_of_the_api_server(first))
@@ -53,7 +59,7 @@ def test_an_outage_of_the_api_server_costs_no_packet_no_news_and_few_words(
         lab.kube.kill()
         ping.wait_for_replies(seconds * 50, 2 * seconds + SOON)
         lab.kube.start()
-        put_peer(lab, backend["Type"])
+        put_peer(lab, backend_type)
         lab.kube.control.delete_node(third.name)
         first.wait_for_route(PEER[1], RECONNECTED)
         first.wait_for_no_route(third.subnet(), SOON)
@@ -103,7 +109,9 @@ def test_an_api_server_that_forgot_all_nodes_takes_no_peer_along(lab: Lab) -> No
     connect(second, first)
 
 
-@pytest.mark.parametrize("status", [401, 403, 429, 500])
+@pytest.mark.parametrize(
+    "status", [403, 500, *(pytest.param(status, marks=pytest.mark.long) for status in (401, 429))]
+)
 def test_a_refused_watch_is_waited_out(lab: Lab, status: int) -> None:
     first, second = lab.kube_cluster(VXLAN)
     connect(first, second)

@@ -154,7 +154,7 @@ def test_a_member_that_hangs_is_left(cluster: list[LocalEtcd], members: Members)
             each.wait_healthy()
 
 
-@pytest.mark.parametrize("timeouts", [replace(BRIEF, silence=60.0)], ids=["without asking"])
+@pytest.mark.parametrize("timeouts", [replace(BRIEF, read=60.0, silence=60.0)], ids=["without asking"])
 def test_a_member_without_a_leader_is_not_taken_for_one_without_news(
     cluster: list[LocalEtcd], members: Members, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -175,4 +175,5 @@ def test_a_member_without_a_leader_is_not_taken_for_one_without_news(
             member.signal(signal.SIGCONT)
     join(members.manager(others[0].url), 1)
     wait_for(lambda: len(known(events)) == 1, 10, "the news")
+    wait_for(lambda: told("etcd is back"), 10, "a word about that, too")
     assert told("etcd is back") == 1
