@@ -19,12 +19,12 @@ from tests.lab.credentials import write_kubeconfig
 from tests.lab.kube_api.crowd import PREFIX
 from tests.lab.kube_api.faults import Fault
 from tests.lab.wait import wait_for
-from tests.local_kube import FLANNEL_TOKEN, LocalKube, running_kube
+from tests.local_kube import DEADLINE, FLANNEL_TOKEN, LocalKube, running_kube
 
 CONFIG = {"Network": "10.5.0.0/16", "Backend": {"Type": "vxlan"}}
 ATTRS = LeaseAttrs(IPv4Address("198.18.0.1"), None, "vxlan", {"VNI": 1, "VtepMAC": "02:00:00:00:00:01"})
 SUBNET = IPv4Network("10.5.1.0/24")
-QUICK = Timeouts(connect=2.0, read=2.0, silence=5.0)
+QUICK = Timeouts(connect=20.0, read=20.0, silence=30.0)
 
 
 def patiently(seconds: float = 0.02) -> Callable[[], Backoff]:
@@ -103,7 +103,7 @@ class Cluster:
         for manager in self._managers:
             manager.close()
         for thread in self._threads:
-            thread.join(10)
+            thread.join(DEADLINE)
             assert not thread.is_alive()
 
     def __enter__(self) -> Self:

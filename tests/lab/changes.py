@@ -15,9 +15,10 @@ from typing import Self
 from tests.lab.namespace import Namespace
 
 # linux/rtnetlink.h, linux/neighbour.h, linux/if_link.h
-NEWLINK, DELLINK, NEWNEIGH, DELNEIGH = 16, 17, 28, 29
+NEWLINK, DELLINK, NEWADDR, DELADDR, NEWROUTE, DELROUTE, NEWNEIGH, DELNEIGH = 16, 17, 20, 21, 24, 25, 28, 29
 WHAT = {16: "link", 20: "address", 24: "route", 28: "neighbor"}
 NUD_PERMANENT = 0x80
+AF_INET6, SCOPE_LINK, PROTOCOL_KERNEL = 10, 253, 2
 #: RTMGRP_LINK, _NEIGH, _IPV4_IFADDR, _IPV4_ROUTE, _IPV6_IFADDR, _IPV6_ROUTE
 GROUPS = 0x1 | 0x4 | 0x10 | 0x40 | 0x100 | 0x400
 SO_RCVBUFFORCE = 33
@@ -33,7 +34,8 @@ _IFINFOMSG_SIZE = 16
 class Changes:
     """Listens from its making on, to be used in a ``with``.
 
-    The devices of containers do not count, nor what the kernel learns by itself about its neighbours.
+    The devices of containers do not count, nor what the kernel does by itself, and in its own time: what it
+    learns about its neighbours, link-local addresses, and the routes that follow from addresses.
     """
 
     def __init__(self, namespace: Namespace) -> None:
@@ -77,14 +79,23 @@ def _described(data: bytes) -> Iterator[str]:
         what = WHAT[kind - gone]
         if kind in (NEWLINK, DELLINK):
             what = f"{what} {_link_name(body)}"
-        is_noise = kind in (NEWNEIGH, DELNEIGH) and not _is_permanent(body)
-        if not is_noise and not what.startswith(tuple(f"link {name}" for name in CONTAINERS)):
+        if not _is_the_kernels(kind, body) and not what.startswith(
+            tuple(f"link {name}" for name in CONTAINERS)
+        ):
             yield f"{what} gone" if gone else f"new {what}"
         at += (length + 3) & ~3
 
 
-def _is_permanent(body: bytes) -> bool:
-    return bool(_NDMSG.unpack_from(body)[2] & NUD_PERMANENT)
+def _is_the_kernels(kind: int, body: bytes) -> bool:
+    """Whether the kernel does such a thing without being told to."""
+    if kind in (NEWNEIGH, DELNEIGH):
+        return not _NDMSG.unpack_from(body)[2] & NUD_PERMANENT
+    if kind in (NEWADDR, DELADDR):
+        family, _, _, scope = body[:4]  # struct ifaddrmsg
+        return (family, scope) == (AF_INET6, SCOPE_LINK)
+    if kind in (NEWROUTE, DELROUTE):
+        return body[5] == PROTOCOL_KERNEL  # of struct rtmsg
+    return False
 
 
 def _link_name(body: bytes) -> str:

@@ -73,7 +73,7 @@ class Etcd:
         """End the process and wait for it."""
         if self._process is not None:
             self._process.send_signal(how)
-            self._process.wait(10)
+            self._process.wait(60)
             self._process = None
 
     def kill(self) -> None:
@@ -233,7 +233,7 @@ class Etcd:
 
     @contextmanager
     def _connected(self) -> Iterator[http.client.HTTPConnection]:
-        connection = http.client.HTTPConnection(self.address, PORT, timeout=5)
+        connection = http.client.HTTPConnection(self.address, PORT, timeout=60)
         with self.namespace.entered():
             connection.connect()
         try:

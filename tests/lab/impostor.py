@@ -15,7 +15,7 @@ class Impostor:
     """Gives every request the same answer; an empty one means to take everything and say nothing."""
 
     def __init__(self, namespace: Namespace, address: str, answer: bytes = b"", port: int = PORT) -> None:
-        #: How many requests have come so far, if each was small.
+        #: How many requests have been answered so far, if each was small.
         self.asked = 0
         self._answer = answer
         with namespace.entered():
@@ -49,8 +49,8 @@ class Impostor:
         try:
             with client:
                 while client.recv(65536):
-                    self.asked += 1
                     client.sendall(self._answer)
+                    self.asked += 1
         except OSError:
             return  # the client has gone, or the test is over
 

@@ -70,7 +70,7 @@ class Kube:
         """End the process and wait for it."""
         if self._process is not None:
             self._process.send_signal(how)
-            self._process.wait(10)
+            self._process.wait(60)
             self._process = None
 
     def kill(self) -> None:

@@ -209,13 +209,18 @@ def _skip_duplicate_address_detection(namespace: Namespace) -> None:
     namespace.sysctl("net/ipv6/conf/default/accept_dad", 0)
 
 
+def _rooms() -> tuple[Path, Path]:
+    """Where labs may keep their files: in memory and on disk."""
+    return Path("/dev/shm/flannel-lab"), Path(tempfile.gettempdir(), "flannel-lab")
+
+
 def _room() -> Path:
-    """Where labs keep their files: in memory if there is enough of it, since etcd syncs each write."""
-    memory = Path("/dev/shm")
+    """In memory if there is enough of it just now, since etcd syncs each write."""
+    memory, disk = _rooms()
     with suppress(OSError):
-        if shutil.disk_usage(memory).free > ENOUGH:
-            return memory / "flannel-lab"
-    return Path(tempfile.gettempdir()) / "flannel-lab"
+        if shutil.disk_usage(memory.parent).free > ENOUGH:
+            return memory
+    return disk
 
 
 def _claim(directory: Path) -> int:
@@ -225,17 +230,24 @@ def _claim(directory: Path) -> int:
     """
     if os.geteuid() != 0:
         raise PermissionError("the lab makes network namespaces; run it as root")
-    room = directory.parent
-    room.mkdir(mode=0o700, exist_ok=True)
-    door = os.open(room, os.O_RDONLY)
-    try:
-        fcntl.flock(door, fcntl.LOCK_EX)
-        for other in room.iterdir():
-            _clear_if_dead(other)
+    directory.parent.mkdir(mode=0o700, exist_ok=True)
+    for room in filter(Path.exists, _rooms()):
+        with _behind_its_door(room):
+            for other in room.iterdir():
+                _clear_if_dead(other)
+    with _behind_its_door(directory.parent):
         directory.mkdir()
         lock = os.open(directory, os.O_RDONLY)
         fcntl.flock(lock, fcntl.LOCK_EX)
         return lock
+
+
+@contextmanager
+def _behind_its_door(room: Path) -> Iterator[None]:
+    door = os.open(room, os.O_RDONLY)
+    try:
+        fcntl.flock(door, fcntl.LOCK_EX)
+        yield
     finally:
         os.close(door)
 

@@ -37,15 +37,15 @@ class Container:
     def run(self, *command: str, check: bool = True, timeout: float = 60) -> subprocess.CompletedProcess[str]:
         return self.namespace.run(*command, check=check, timeout=timeout)
 
-    def reaches(self, target: Container | str, patience: float = 0.5) -> bool:
-        """Does one ping come back within so many seconds?"""
+    def reaches(self, target: Container | str, patience: float = 10) -> bool:
+        """Does one ping come back within so many seconds? If it does, that takes no longer than it has to."""
         done = self.run("ping", "-n", "-c", "1", "-W", str(patience), _address(target), check=False)
         return done.returncode == 0
 
     def wait_for_reply(self, target: Container | str, deadline: float = 5) -> None:
         """Wait until ``target`` answers."""
         what = f"a reply from {_address(target)} to {self.address}"
-        wait_for(lambda: self.reaches(target), deadline, what)
+        wait_for(lambda: self.reaches(target, 0.5), deadline, what)
 
     def ping(self, target: Container | str, interval: float = 0.02) -> Ping:
         """Start a ping in the background, to be used in a ``with``."""

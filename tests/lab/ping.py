@@ -54,10 +54,12 @@ class Ping:
             return
         last = max(self.replies(), default=0)
         with suppress(AssertionError):
-            wait_for(lambda: max(self.replies(), default=0) > last, 1, "a last reply")
+            # Where nothing was ever answered, nothing is on its way back either.
+            patience = 10 if last else 0.2
+            wait_for(lambda: max(self.replies(), default=0) > last, patience, "a last reply")
             self._answered_to_the_end = True
         self._process.send_signal(signal.SIGINT)
-        self._process.wait(5 * PATIENCE)
+        self._process.wait(10 * PATIENCE)
 
     def sent(self) -> int:
         """How many packets left; stops the ping."""

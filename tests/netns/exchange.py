@@ -37,8 +37,8 @@ target, size, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 choose = random.Random(seed)
 def tcp():
     data, got = os.urandom(size), hashlib.sha256()
-    connection = socket.create_connection((target, {TCP_PORT}), 10)
-    connection.settimeout(30)
+    connection = socket.create_connection((target, {TCP_PORT}), 60)
+    connection.settimeout(120)
     def write():
         at = 0
         while at < size:
@@ -66,7 +66,7 @@ def udp(length):
             pass
     return False
 talker = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-talker.settimeout(1)
+talker.settimeout(10)
 SIZES = [0, 1, 2, 3, 63, 64, 65, 1400, 1443, 1444, 1445, 1472, 2000, 2888, 3000, 9001, 30001, 65000]
 sizes = SIZES + [choose.randrange(1, 1445) for _ in range(60)]
 lost = [length for length in sizes if not udp(length)]
@@ -91,5 +91,5 @@ def check_content(client: Container, server: Container, output: Path, *, size: i
     """See that three TCP streams and 78 sizes of UDP datagrams come back as they were sent."""
     with echo(server, output):
         command = (sys.executable, "-c", TALK, server.address, str(size), "1")
-        done: subprocess.CompletedProcess[str] = client.run(*command, timeout=120)
+        done: subprocess.CompletedProcess[str] = client.run(*command, timeout=600)
     assert json.loads(done.stdout) == {"tcp": [True] * 3, "udp": [], "sizes": 78}

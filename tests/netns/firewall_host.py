@@ -8,9 +8,9 @@ import os
 import re
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -75,25 +75,54 @@ class Keeper:
             assert self._process.poll() is None, self.log()
             return STARTED in self.log()
 
-        wait_for(started, 10, "the rules to be set")
+        wait_for(started, 20, "the rules to be set")
 
     def wait_for_line(self, what: str, deadline: float = 5) -> None:
         wait_for(lambda: what in self.log(), deadline, f"the log to say {what!r}; it says:\n{self.log()}")
 
-    def stop(self) -> float:
-        """Ask it to end; how many seconds that took."""
-        begin = time.monotonic()
+    def times(self, what: str) -> list[float]:
+        """When lines that hold this were logged, in seconds since the first of them."""
+        lines = [line for line in self.log().splitlines() if what in line]
+        moments = [datetime.strptime(line.split()[1], "%H:%M:%S.%f") for line in lines]
+        return [(moment - moments[0]) % timedelta(days=1) / timedelta(seconds=1) for moment in moments]
+
+    def stop(self) -> None:
+        """Ask it to end and wait for that."""
         self._process.send_signal(signal.SIGTERM)
-        self._process.wait(20)
-        return time.monotonic() - begin
+        self._process.wait(60)
 
     def wait(self) -> int:
-        return self._process.wait(10)
+        return self._process.wait(60)
 
     def kill(self) -> None:
         if self._process.poll() is None:
             self._process.kill()
             self._process.wait()
+
+
+class Watched:
+    """All that ``nft monitor`` has seen since this was made."""
+
+    def __init__(self, host: Host, path: Path) -> None:
+        self._host = host
+        self._path = path
+        # It says nothing when it is ready: it has to see something first.
+        wait_for(lambda: self._set_mark() and MARK in path.read_text(), 5, "nft monitor to listen")
+
+    def changes(self) -> list[str]:
+        """One line for each, up to now."""
+        last = self._set_mark()
+        wait_for(
+            lambda: f"delete table inet {last}\n" in self._path.read_text(), 5, "nft monitor to catch up"
+        )
+        lines = self._path.read_text().splitlines()
+        return [line for line in lines if MARK not in line and not line.startswith("# new generation")]
+
+    def _set_mark(self) -> str:
+        """Make a change that is known from all others."""
+        mark = f"{MARK}-{next(_numbers)}"
+        self._host.sh(f"nft add table inet {mark}; nft delete table inet {mark}")
+        return mark
 
 
 class Host:
@@ -164,23 +193,16 @@ class Host:
         return self.rules(flavour, 4) + self.rules(flavour, 6)
 
     @contextmanager
-    def watched(self) -> Iterator[Path]:
-        """A file to which everything that changes in nf_tables is written meanwhile."""
+    def watched(self) -> Iterator[Watched]:
+        """What changes in nf_tables meanwhile."""
         path = self.directory / f"monitor-{next(_numbers)}"
         with path.open("wb") as output:
             process = self.namespace.start("nft", "monitor", output=output)
         try:
-            # It says nothing when it is ready: it has to see something first.
-            wait_for(lambda: self._marked(path), 5, "nft monitor to listen")
-            path.write_text("")
-            yield path
+            yield Watched(self, path)
         finally:
             process.kill()
             process.wait()
-
-    def _marked(self, path: Path) -> bool:
-        self.sh(f"nft add table inet {MARK}; nft delete table inet {MARK}")
-        return f"delete table inet {MARK}" in path.read_text()
 
     def spies(self) -> tuple[dict[str, str], Path]:
         """An environment in which each start of a program of iptables is noted in a file."""

@@ -43,7 +43,7 @@ def notes(lab: Lab, node: Node) -> dict[str, str]:
 
 def readiness(node: Node) -> tuple[int, str]:
     """Status and body of /readyz, 0 while nobody listens."""
-    connection = HTTPConnection("127.0.0.1", HEALTH_PORT, timeout=5)
+    connection = HTTPConnection("127.0.0.1", HEALTH_PORT, timeout=60)
     try:
         with node.namespace.entered():
             connection.connect()

@@ -11,7 +11,7 @@ from tests.lab.wait import PATIENCE
 
 PORT = 8081
 CONTENT = random.Random(1).randbytes(1 << 20)
-DEADLINE = 10 * PATIENCE
+DEADLINE = 20 * PATIENCE
 
 
 def check_stream(source: Container, target: Container) -> None:

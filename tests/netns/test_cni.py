@@ -96,7 +96,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
 def ping(pair: Pair, size: int) -> str:
     """What ping says about one IPv4 packet of so many bytes that must not be taken apart."""
     payload = size - 20 - 8
-    command = ("ping", "-n", "-c", "1", "-W", "1", "-M", "do", "-s", str(payload), pair.other.address)
+    command = ("ping", "-n", "-c", "1", "-W", "30", "-M", "do", "-s", str(payload), pair.other.address)
     done = pair.one.run(*command, check=False)
     return done.stdout + done.stderr
 
@@ -107,11 +107,11 @@ def connected(client: Container, server: Container) -> Iterator[tuple[socket.soc
     with server.namespace.entered():
         listener = socket.create_server((server.address, 0))
     with listener, client.namespace.entered():
-        near = socket.create_connection(listener.getsockname(), timeout=5)
-        listener.settimeout(5)
+        near = socket.create_connection(listener.getsockname(), timeout=60)
+        listener.settimeout(60)
         far, _ = listener.accept()
     with near, far:
-        far.settimeout(5)
+        far.settimeout(60)
         yield near, far
 
 

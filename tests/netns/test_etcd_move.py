@@ -7,6 +7,8 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
+
 from tests.lab import Lab, Node, own_command, wait_for
 from tests.lab.etcd import PREFIX
 
@@ -56,8 +58,9 @@ def connected(nodes: list[Node]) -> None:
         one.container().wait_for_reply(other.container(), 20)
 
 
-def test_a_cluster_moves_to_v3_and_back_without_losing_a_packet(lab: Lab, backend: dict[str, str]) -> None:
-    nodes = lab.cluster(backend, nodes=3, flags=["-etcd-api=v2"])
+@pytest.mark.parametrize("backend_type", ["vxlan", pytest.param("host-gw", marks=pytest.mark.long)])
+def test_a_cluster_moves_to_v3_and_back_without_losing_a_packet(lab: Lab, backend_type: str) -> None:
+    nodes = lab.cluster({"Type": backend_type}, nodes=3, flags=["-etcd-api=v2"])
     subnets = [node.subnet() for node in nodes]
     with nothing_lost(nodes):
         for api in ("both", "v3", "both", "v2"):

@@ -212,4 +212,4 @@ def test_damage_while_the_daemon_works_heals(vxlan: Pair) -> None:
 
 
 def test_nothing_is_written_in_a_steady_state(pair: Pair) -> None:
-    pair.check_quiet(2)
+    pair.wait_until_quiet(2)

@@ -118,9 +118,9 @@ def test_a_stream_arrives_as_it_was_sent(network: Lab) -> None:
 
 
 def test_a_packet_of_the_mtu_goes_undivided_and_a_larger_one_in_parts(node: Node, peer: Node) -> None:
-    def ping(bytes_inside: int, *options: str) -> bool:
+    def ping(bytes_inside: int, *options: str, patience: str = "30") -> bool:
         size = str(bytes_inside - 28)  # the headers of IPv4 and ICMP
-        words = ("ping", "-n", "-c", "1", "-W", "1", "-s", size, *options, peer.container().address)
+        words = ("ping", "-n", "-c", "1", "-W", patience, "-s", size, *options, peer.container().address)
         return node.container().run(*words, check=False).returncode == 0
 
     assert ping(1480, "-M", "do")

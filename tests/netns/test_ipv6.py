@@ -41,6 +41,10 @@ def base(node: Node) -> str:
     return node.subnet(6).removesuffix("/64")
 
 
+def destinations(node: Node) -> set[str]:
+    return {row["dst"] for family in (4, 6) for row in node.routes(family=family)}
+
+
 def env(node: Node) -> list[str]:
     return node.subnet_file.read_text().splitlines()
 
@@ -58,7 +62,7 @@ def test_containers_reach_each_other(lab: Lab, backend: dict[str, Any], stack: d
 
 def test_three_objects_lead_to_a_peer_in_each_family(lab: Lab) -> None:
     node, peer = lab.cluster({"Type": "vxlan"}, **DUAL_STACK)
-    wait_for(lambda: node.routes("flannel.1") and node.fdb(DEVICE), SOON, "the peer")
+    wait_for(lambda: {peer.subnet(), peer.subnet(6)} <= destinations(node), SOON, "the peer")
     link, mac = node.link(DEVICE) or {}, (peer.link(DEVICE) or {})["address"]
     data = link["linkinfo"]["info_data"]
     assert (link["mtu"], data["id"], data["port"], data["local6"]) == (1430, 1, 8472, node.ipv6_address)

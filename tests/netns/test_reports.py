@@ -160,7 +160,8 @@ def test_the_service_manager_hears_what_it_needs(lab: Lab) -> None:
         wait_for(lambda: all(heard()), what=f"{messages}; heard: {manager.heard()}")
         return heard()
 
-    node.start(environment={"WATCHDOG_USEC": "200000"})
+    # What is sent while the test is busy elsewhere has to find room in the socket.
+    node.start(environment={"WATCHDOG_USEC": "1000000"})
     manager = node.service_manager
     (waiting,) = wait_until_heard("STATUS=")
     assert "config" in waiting
@@ -168,7 +169,7 @@ def test_the_service_manager_hears_what_it_needs(lab: Lab) -> None:
     lab.etcd.put_config(CONFIG)
     wait_until_heard("READY=1")
     assert node.env()
-    _, status, *_ = wait_until_heard("READY=1", "STATUS=", *["WATCHDOG=1"] * 5)
+    _, status, *_ = wait_until_heard("READY=1", "STATUS=", *["WATCHDOG=1"] * 3)
     assert node.subnet() in status
     node.stop()
     wait_until_heard("READY=1", "WATCHDOG=1", "STOPPING=1")
@@ -178,7 +179,8 @@ def test_the_service_manager_hears_what_it_needs(lab: Lab) -> None:
 def test_a_watchdog_that_nobody_asked_for_is_not_fed(lab: Lab) -> None:
     (node,) = lab.cluster({"Type": "host-gw"}, nodes=1)
     add_peer(lab, node)
-    assert node.service_manager.silent(0.5)
+    node.service_manager.silent(0.5)
+    assert "WATCHDOG=1" not in node.service_manager.heard()
 
 
 # ---- health checks -----------------------------------------------------------------------------
@@ -186,7 +188,7 @@ def test_a_watchdog_that_nobody_asked_for_is_not_fed(lab: Lab) -> None:
 
 def ask(node: Node, path: str) -> tuple[int, str]:
     """Status and body of an answer of the health server."""
-    connection = http.client.HTTPConnection("127.0.0.1", HEALTH_PORT, timeout=5)
+    connection = http.client.HTTPConnection("127.0.0.1", HEALTH_PORT, timeout=60)
     with node.namespace.entered():
         connection.connect()
     try:

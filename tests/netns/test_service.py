@@ -97,7 +97,8 @@ def test_docker_waits_as_long_as_flannel_waits_for_etcd(lab: Lab, booted: Booted
         "inactive",
         "activating",
     ]
-    assert "waiting for the network config" in booted.show("flanneld", "StatusText")
+    reason = "waiting for the network config"
+    booted.wait_for(lambda: reason in booted.show("flanneld", "StatusText"), "systemd to know the reason")
     lab.etcd.start()
     lab.etcd.put_config({"Network": NETWORK, "Backend": {"Type": "vxlan"}})
     booted.wait_for(booted.path("run/dockerd").exists, "docker to start")
@@ -122,11 +123,12 @@ def test_the_subnet_file_outlives_the_service(booted: BootedNode) -> None:
 @pytest.mark.usefixtures("peer")
 def test_the_subnet_of_a_daemon_that_ran_as_root_is_kept(booted: BootedNode) -> None:
     directory = booted.path("run/flannel")
-    (directory / "subnet.env").write_text("FLANNEL_SUBNET=10.5.77.1/24\n")
+    (directory / "subnet.env").write_text("FLANNEL_SUBNET=10.5.177.1/24\n")
     (directory / "subnet.env").chmod(0o600)
     os.chown(directory, 0, 0)
     booted.systemctl("start", "flanneld")
-    assert booted.node.env()["FLANNEL_SUBNET"] == "10.5.77.1/24"
+    # The peer has one of the hundred lowest.
+    assert booted.node.env()["FLANNEL_SUBNET"] == "10.5.177.1/24"
 
 
 def test_a_revoked_lease_leads_to_a_new_one(lab: Lab, booted: BootedNode, peer: Node) -> None:

@@ -17,6 +17,7 @@ from tests.netns.exchange import check_content
 from tests.netns.pair import Pair, connect, state
 from tests.netns.test_capabilities import NOBODY, confined
 from tests.netns.test_cleanup import cleanup
+from tests.netns.test_seeing import answer
 
 TUN = "flannel0"
 PLANES = ["native", "python"]
@@ -64,6 +65,12 @@ def replace(node: Node) -> None:
     before = pid_of(node)
     os.kill(before, signal.SIGKILL)
     wait_for(lambda: (pump := pump_of(node)) and pump.pid != before, what="another pump")
+
+
+def repairs(node: Node) -> dict[tuple[str, str], int]:
+    """How many by what was repaired, and how it was noticed."""
+    told = answer(node, "status")["repairs"]
+    return {(each["kind"], each["cause"]): each["number"] for each in told}
 
 
 def counters(node: Node) -> dict[str, int]:
@@ -117,7 +124,7 @@ def test_a_packet_up_to_the_mtu_passes_unfragmented(
 ) -> None:
     one, other = shared
     done = one.container().run(
-        "ping", "-n", "-c", "1", "-W", "1", *flags, other.container().address, check=False
+        "ping", "-n", "-c", "1", "-W", "30", *flags, other.container().address, check=False
     )
     assert (done.returncode == 0) is answered
 
@@ -126,12 +133,14 @@ def test_a_hop_costs_two(shared: tuple[Node, Node]) -> None:
     """Each host's own hop costs one more, on either side: so three are too few, and 64 arrive as 60."""
     one, other = shared
 
-    def ping(*flags: str) -> str:
-        command = ("ping", "-n", "-c", "1", "-W", "0.5", *flags, other.container().address)
+    def ping(*flags: str, patience: str = "30") -> str:
+        command = ("ping", "-n", "-c", "1", "-W", patience, *flags, other.container().address)
         return one.container().run(*command, check=False).stdout
 
     assert "ttl=60" in ping()
-    assert ["ttl=" in ping("-t", str(ttl)) for ttl in (2, 3, 4, 5)] == [False, False, False, True]
+    assert "ttl=60" in ping("-t", "5")
+    for ttl in ("2", "3", "4"):
+        assert "ttl=" not in ping("-t", ttl, patience="0.5")
 
 
 def test_a_packet_for_nobody_is_counted_and_does_no_harm(shared: tuple[Node, Node]) -> None:
@@ -171,8 +180,8 @@ def test_a_killed_pump_is_replaced_at_once(nodes: list[Node]) -> None:
             ping.wait_for_replies()
             replace(node)
         ping.wait_for_replies()
-        # Of fifty a second, three times: each takes a tenth of a second, on a busy machine more.
-        assert ping.lost() < 300
+    noticed = ("packet pump", "notification")
+    wait_for(lambda: repairs(node).get(noticed) == 3, what="three repairs for which nobody had to look")
     assert node.log().count("Healed: packet pump of flannel0") == 3
 
 
@@ -204,6 +213,8 @@ def test_another_data_plane_takes_over_in_an_instant(lab: Lab) -> None:
     node, peer = lab.cluster({"Type": "udp", "DataPlane": "python"})
     connect(node, peer)
     with node.container().ping(peer.container()) as ping:
+        ping.wait_for_replies()
+        begin = max(ping.replies())
         for plane in ("native", "python"):
             lab.etcd.put_config({"Network": "10.5.0.0/16", "Backend": {"Type": "udp", "DataPlane": plane}})
             node.stop()
@@ -211,8 +222,8 @@ def test_another_data_plane_takes_over_in_an_instant(lab: Lab) -> None:
             node.wait_ready()
             node.wait_for_log(f"Packets go through the {plane} data plane")
             ping.wait_for_replies()
-        # Of fifty a second; mostly one or two.
-        assert ping.lost() < 25
+        # Mostly one or two are lost. While a pump starts, a third of all would be.
+        assert ping.lost() < (max(ping.replies()) - begin) / 6
     assert (pump := pump_of(node))
     assert pump.plane == "python"
 
@@ -422,7 +433,7 @@ def test_an_uplink_with_a_small_mtu_works(lab: Lab, backend: dict[str, Any]) -> 
         node.wait_ready()
     assert one.env()["FLANNEL_MTU"] == "472"
     connect(one, other)
-    assert one.container().run("ping", "-c", "1", "-W", "2", "-s", "3000", other.container().address)
+    assert one.container().run("ping", "-c", "1", "-W", "30", "-s", "3000", other.container().address)
 
 
 #: Noise in all lengths, and packets cut short anywhere, from a host and port that are given.
@@ -470,7 +481,7 @@ def test_strangers_are_not_listened_to_unless_that_is_asked_for(lab: Lab, nodes:
     (stranger,) = lab.add_nodes()
     before = counters(node)
     stranger.run("/usr/bin/python3", "-c", FLOOD, "198.18.0.1", "0.1")
-    after = counters(node)
-    assert after["received_packets"] == before["received_packets"]
-    assert after["not_a_peer"] > before["not_a_peer"]
+    # A slow plane is not yet through with what lies in its buffer.
+    wait_for(lambda: counters(node)["not_a_peer"] > before["not_a_peer"], what="strangers to be counted")
+    assert counters(node)["received_packets"] == before["received_packets"]
     connect(node, peer)

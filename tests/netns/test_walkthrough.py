@@ -82,8 +82,8 @@ def caller(source: Namespace, target: Container) -> str:
     with target.namespace.entered():
         server = socket.create_server((target.address, 8080))
     with server:
-        server.settimeout(5)
-        with source.entered(), socket.create_connection((target.address, 8080), timeout=5):
+        server.settimeout(60)
+        with source.entered(), socket.create_connection((target.address, 8080), timeout=60):
             connection, (address, _) = server.accept()
             connection.close()
     return str(address)
@@ -177,7 +177,7 @@ def test_a_peer_that_moves_to_our_link_and_away_leaves_nothing_behind(lab: Lab) 
     far.address = "198.18.0.77"
     lab.etcd.put_lease(far.subnet(), {**lease, "PublicIP": far.address})
     wait_for(lambda: ways(first, far) == direct(far), SOON, "the direct route")
-    assert home not in {row["dst"] for row in first.fdb("flannel.1")}
+    wait_for(lambda: home not in {row["dst"] for row in first.fdb("flannel.1")}, SOON, "the tunnel to go")
     far.address = home
     lab.etcd.put_lease(far.subnet(), lease)
     wait_for(lambda: ways(first, far) == tunnel(far), SOON, "the tunnel")

@@ -10,7 +10,7 @@ import time
 from ipaddress import ip_address
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Self
 
 from tests.lab import Namespace, wait_for
 
@@ -55,11 +55,6 @@ class Stream:
         self._process.wait()
 
 
-class Packet(NamedTuple):
-    when: float  # seconds of time.monotonic()
-    source: str
-
-
 class Sniffer:
     """Every packet of streams that arrives at an interface, whether somebody wants it or not."""
 
@@ -68,7 +63,8 @@ class Sniffer:
             self._socket = socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(ETH_P_ALL))
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8 << 20)
             self._socket.bind((interface, ETH_P_ALL))
-        self.packets: list[Packet] = []
+        #: The source of each, in order.
+        self.packets: list[str] = []
 
     def __enter__(self) -> Self:
         return self
@@ -81,8 +77,8 @@ class Sniffer:
     def close(self) -> None:
         self._socket.close()
 
-    def listen(self, seconds: float) -> list[Packet]:
-        """What arrives in so many seconds, and what has arrived before; all that so far."""
+    def listen(self, seconds: float) -> list[str]:
+        """The sources of what arrives in so many seconds, and what has arrived before; all that so far."""
         end = time.monotonic() + seconds
         while True:
             self._socket.settimeout(max(0.0, end - time.monotonic()))
@@ -92,7 +88,7 @@ class Sniffer:
                 return self.packets
             source = _source(data, where[1])
             if source:
-                self.packets.append(Packet(time.monotonic(), source))
+                self.packets.append(source)
 
     def sources(self, seconds: float = 0.3) -> set[str]:
         """The addresses from which something comes in so many seconds, once it comes at all."""
@@ -100,7 +96,7 @@ class Sniffer:
         begin = len(self.packets)
         # The first packet of all waits until the way is known.
         wait_for(lambda: len(self.listen(0.05)) > begin, 5, "anything to arrive")
-        return {packet.source for packet in self.listen(seconds)[begin:]}
+        return set(self.listen(seconds)[begin:])
 
 
 def _source(data: bytes, protocol: int) -> str | None:

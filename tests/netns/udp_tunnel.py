@@ -76,7 +76,7 @@ class End:
     def close(self) -> None:
         if self.process:
             with suppress(OSError):
-                self.process.communicate(timeout=10)
+                self.process.communicate(timeout=60)
             self.process = None
 
     def _answer(self) -> Any:
@@ -129,7 +129,7 @@ def add_tun(namespace: Namespace, number: int) -> None:
 def open_socket(where: Container, kind: int) -> socket.socket:
     with where.namespace.entered():
         made = socket.socket(socket.AF_INET, kind)
-    made.settimeout(30)
+    made.settimeout(120)
     return made
 
 
@@ -158,7 +158,7 @@ def echo_over_tcp(first: Container, second: Container, size: int, seed: int = 1)
 
 def _echo(listener: socket.socket) -> None:
     connection, _ = listener.accept()
-    connection.settimeout(30)
+    connection.settimeout(120)
     with connection:
         while block := connection.recv(1 << 16):
             connection.sendall(block)
@@ -184,7 +184,7 @@ def echo_over_udp(first: Container, second: Container, sizes: list[int]) -> list
 def _echo_one(client: socket.socket, server: socket.socket, size: int) -> bool:
     data = random.Random(size).randbytes(size)
     for end in (client, server):
-        end.settimeout(3)
+        end.settimeout(20)
     with suppress(TimeoutError):
         client.send(data)
         there, source = server.recvfrom(65535)
@@ -199,5 +199,5 @@ def sniffer(namespace: Namespace, device: str) -> socket.socket:
         made = socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(ETH_P_IP))
         made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8 << 20)
         made.bind((device, ETH_P_IP))
-    made.settimeout(10)
+    made.settimeout(60)
     return made

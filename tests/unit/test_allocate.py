@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ipaddress import IPv4Network, ip_network
-from time import perf_counter
+from time import process_time
 
 import pytest
 from hypothesis import given
@@ -78,9 +78,9 @@ def test_a_huge_range_is_not_walked_to_its_end() -> None:
 def test_fifteen_thousand_leases_take_no_time() -> None:
     big = pool("10.0.0.0/8")
     taken = [IPv4Network((int(big.subnet_min) + (i << 8), 24)) for i in range(15_000)]
-    start = perf_counter()
+    start = process_time()
     found = free_subnets(big, reversed(taken))
-    assert perf_counter() - start < 2
+    assert process_time() - start < 2
     assert (len(found), str(found[0])) == (100, "10.58.153.0/24")
 
 

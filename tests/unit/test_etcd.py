@@ -48,7 +48,7 @@ class Store:
     def manager(self, url: str = "", randrange: Callable[[int], int] | None = None) -> SubnetManager:
         options = EtcdOptions((url or self.etcd.url,), self.prefix, transport=self.transport)
         extra = (randrange,) if randrange else ()
-        self.managers.append(open_etcd(options, self.api, Timeouts(read=2.0), *extra))
+        self.managers.append(open_etcd(options, self.api, Timeouts(read=20.0), *extra))
         return self.managers[-1]
 
     def put(self, subnet: str, value: str | LeaseAttrs, ttl: int | None = 3600) -> int:
@@ -100,7 +100,7 @@ def node(number: int, data: object = None) -> LeaseAttrs:
 
 def has_full_term(written: dict[str, Any]) -> bool:
     """v3 rounds what is left of a term down."""
-    return SUBNET_TTL - 5 < written["ttl"] <= SUBNET_TTL
+    return SUBNET_TTL - 600 < written["ttl"] <= SUBNET_TTL
 
 
 def net(text: str) -> IPv4Network:
@@ -287,7 +287,7 @@ def test_twenty_nodes_that_start_at_once_get_twenty_subnets(store: Store) -> Non
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(15)
+        thread.join(120)
     assert len({lease.subnet for lease in leases}) == 20
     assert len(nodes(store)) == 20
 
@@ -374,7 +374,7 @@ def test_one_list_serves_the_whole_start(store: Store) -> None:
         thread.start()
         wait_for(lambda: len(events) == 2, 5, "the snapshot and our own lease")
         manager.close()
-        thread.join(5)
+        thread.join(60)
     assert isinstance(events[0], Snapshot)
     assert [each.subnet for each in events[0].leases] == [net("10.3.3.0/24")]
     assert events[1].lease == replace(lease, expires=events[1].lease.expires)
@@ -414,12 +414,14 @@ def test_a_renewed_lease_has_its_full_term_and_its_attributes(store: Store) -> N
     manager, lease = acquired(store)
     value = store.get(lease)["value"]
     store.put(dashed(lease), value, ttl=100)
+    begin = clock.now()
     renewed = manager.renew(lease)
+    end = clock.now()
     assert has_full_term(store.get(lease))
     assert store.get(lease)["value"] == value
     assert renewed == replace(lease, expires=renewed.expires, asof=store.get(lease)["modifiedIndex"])
     assert renewed.expires
-    assert abs(renewed.expires - clock.now() - SUBNET_TTL) < 2
+    assert begin + SUBNET_TTL - 2 < renewed.expires < end + SUBNET_TTL + 2
 
 
 only_v3 = pytest.mark.parametrize("store", ["v3", "v3 of a newer etcd", "v3 over gRPC"], indirect=True)

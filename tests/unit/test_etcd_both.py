@@ -66,7 +66,7 @@ class Node:
         self.manager = self.open("both")
 
     def open(self, api: str) -> SubnetManager:
-        timeouts = Timeouts(read=2.0, pause=0.05)
+        timeouts = Timeouts(read=20.0, pause=0.05)
         self._opened.append(open_etcd(EtcdOptions((self.etcd.url,), self.prefix), api, timeouts))
         return self._opened[-1]
 
@@ -139,7 +139,7 @@ class Node:
         for manager in self._opened:
             manager.close()
         for thread in self._threads:
-            thread.join(10)
+            thread.join(60)
             assert not thread.is_alive()
         assert all(isinstance(end, Cancelled) for end in self.ended), self.ended
 
@@ -271,7 +271,7 @@ def test_nodes_of_all_kinds_that_join_at_once_get_different_subnets(etcd: LocalE
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join(120)
         assert len(leases) == len(kinds)
         subnets = [str(lease) for api, lease in leases if api == "both"]
         assert len(set(subnets)) == 6

@@ -48,7 +48,7 @@ def prefix() -> str:
 
 
 def manager(url: str, prefix: str, api: str = "auto", transport: str = "auto") -> SubnetManager:
-    opened.append(open_etcd(EtcdOptions((url,), prefix, transport=transport), api, Timeouts(read=2.0)))
+    opened.append(open_etcd(EtcdOptions((url,), prefix, transport=transport), api, Timeouts(read=20.0)))
     return opened[-1]
 
 

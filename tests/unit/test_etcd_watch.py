@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator
 from ipaddress import IPv4Address, IPv4Network
 from typing import Self
@@ -20,12 +19,14 @@ from flanneld.subnet.etcd_transport import Timeouts
 from flanneld.subnet.manager import Cancelled, Deliver
 from tests.lab.etcd_v3 import V3Keys
 from tests.lab.wait import wait_for
-from tests.local_etcd import NEWER, LocalEtcd, Relay, free_port, running_etcd, server, silent
+from tests.local_etcd import DEADLINE, NEWER, LocalEtcd, Relay, free_port, running_etcd, server, silent
 
 _numbers = itertools.count()
 #: More than etcd remembers.
 HISTORY = 1000
-QUICK = Timeouts(read=2.0, pause=0.05)
+#: No watch that is closed may wait for any of these.
+PATIENT = Timeouts(read=600.0, poll=600.0, silence=600.0, pause=600.0)
+QUICK = Timeouts(read=20.0, pause=0.05)
 
 
 class Watched:
@@ -83,7 +84,7 @@ class Watched:
         """End the watches; they have to end."""
         self.manager.close()
         for thread in self._threads:
-            thread.join(10)
+            thread.join(DEADLINE)
             assert not thread.is_alive()
 
     def _start(self, watch: Callable[[Deliver], None]) -> None:
@@ -161,6 +162,7 @@ def texts(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_a_watch_begins_with_all_leases(watched: Watched) -> None:
+    begin = clock.now()
     watched.put("10.1.1.0-24", value(1), ttl=100)
     watched.put("10.1.2.0-24", value(2), ttl=None)
     watched.put("10.1.3.0-24", "nonsense")
@@ -169,7 +171,7 @@ def test_a_watch_begins_with_all_leases(watched: Watched) -> None:
     ordinary, reservation = sorted(first.leases, key=str)
     assert ordinary.expires
     # v3 tells how long a lease lasts only if asked for each.
-    assert watched.api == "v3" or abs(ordinary.expires - clock.now() - 100) < 3
+    assert watched.api == "v3" or begin + 98 < ordinary.expires < clock.now() + 102
     assert reservation.expires is None
     assert first.unreadable == {(IPv4Network("10.1.3.0/24"), None)}
 
@@ -239,10 +241,9 @@ def test_when_the_directory_goes_everything_is_read_again(watched_v2: Watched, d
 def test_a_backlog_is_read_quickly(watched: Watched) -> None:
     watched.manager.stored(None)
     watched.keys.put_often(f"{watched.prefix}/subnets/10.1.1.0-24", HISTORY - 100, value(1))
-    begin = time.monotonic()
     watched.start()
+    # With a pause before each it would take minutes.
     wait_for(lambda: len(watched.events) == HISTORY - 100 + 1, 10, "all events")
-    assert time.monotonic() - begin < 5  # 0.6 s on an idle machine
 
 
 def test_events_that_etcd_has_forgotten_end_in_a_snapshot(
@@ -373,7 +374,7 @@ def test_a_problem_that_lasts_is_told_once(
     with server(hang_up) as url, Watched(etcd, api, url) as watched:
         watched.start_without_event()
         for _ in range(3):
-            assert attempts.acquire(timeout=10)
+            assert attempts.acquire(timeout=DEADLINE)
     assert sum("broke the connection" in text for text in texts(caplog)) == 1
 
 
@@ -404,13 +405,11 @@ def test_the_next_server_is_watched_when_one_falls_silent(api: str, etcd: LocalE
 
 def test_a_watch_ends_at_once_when_the_manager_is_closed(api: str, etcd: LocalEtcd) -> None:
     relay = Relay(etcd.url)
-    with server(relay) as url, Watched(etcd, api, url) as watched:
+    with server(relay) as url, Watched(etcd, api, url, timeouts=PATIENT) as watched:
         watched.start()
         watched.start_own(lease("10.1.1.0/24"))
         wait_for(lambda: len(polls(relay)) == 2, 10, "two polls")
-        begin = time.monotonic()
         watched.close()
-        assert time.monotonic() - begin < 0.5
         assert [type(error) for error in watched.ended] == [Cancelled, Cancelled]
 
 
@@ -418,10 +417,8 @@ def test_a_watch_ends_at_once_when_the_manager_is_closed(api: str, etcd: LocalEt
 def test_a_watch_that_waits_to_try_again_ends_at_once_too(
     api: str, etcd: LocalEtcd, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Watched(etcd, api, f"http://127.0.0.1:{free_port()}", timeouts=Timeouts(pause=60)) as watched:
+    with Watched(etcd, api, f"http://127.0.0.1:{free_port()}", timeouts=PATIENT) as watched:
         watched.start_without_event()
         wait_for(lambda: texts(caplog), 10, "a word about the failure")
-        begin = time.monotonic()
         watched.close()
-        assert time.monotonic() - begin < 0.5
         assert [type(error) for error in watched.ended] == [Cancelled]

@@ -17,8 +17,9 @@ import pytest
 from flanneld import health
 from flanneld.errors import Fatal
 from flanneld.health import Checks, HealthServer
+from tests.lab.wait import wait_for
 
-DEADLINE = 10.0
+DEADLINE = 60.0
 WELL = Checks(overdue=list, ready=lambda: True)
 
 
@@ -149,12 +150,17 @@ def test_a_broken_request_is_refused_and_the_next_one_answered(
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.fixture
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is cut off because of the time."""
+    monkeypatch.setattr(health, "REQUEST_TIME", 10 * DEADLINE)
+
+
+@pytest.mark.usefixtures("_patient")
 def test_a_silent_client_does_not_keep_others_waiting() -> None:
     with serving(WELL) as server, connect(server) as silent:
         silent.sendall(b"GET /healthz HT")
-        begun = time.monotonic()
         assert ask(server, "/healthz")[0] == 200
-        assert time.monotonic() - begun < health.REQUEST_TIME / 2
 
 
 def test_a_client_that_trickles_is_cut_off_without_a_word_in_the_log(
@@ -166,22 +172,22 @@ def test_a_client_that_trickles_is_cut_off_without_a_word_in_the_log(
         client.sendall(b"GET /healthz HTTP/1.1\r\nX: ")
         with pytest.raises(ConnectionError):
             send_byte_by_byte(client, 500)
-        assert 0.2 <= time.monotonic() - begun < 2
+        assert time.monotonic() - begun >= 0.2
     assert caplog.records == []
 
 
 def test_a_late_byte_gains_a_client_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health, "REQUEST_TIME", 0.5)
+    monkeypatch.setattr(health, "REQUEST_TIME", 2.5)
     with serving(WELL) as server, connect(server) as client:
-        begun = time.monotonic()
         client.sendall(b"GET")
-        client.settimeout(0.4)
+        client.settimeout(2)
         with pytest.raises(TimeoutError):
             client.recv(1)
+        late = time.monotonic()
         client.sendall(b" ")
         client.settimeout(DEADLINE)
         assert everything(client) == b""
-        assert time.monotonic() - begun < 0.8
+        assert time.monotonic() - late < 2.5
 
 
 def test_time_is_up_even_if_there_is_something_to_receive() -> None:
@@ -192,12 +198,11 @@ def test_time_is_up_even_if_there_is_something_to_receive() -> None:
             health._receive(ours, time.monotonic() - 1)
 
 
+@pytest.mark.usefixtures("_patient")
 def test_headers_without_end_are_refused_at_once() -> None:
     with serving(WELL) as server, connect(server) as client:
-        begun = time.monotonic()
         client.sendall(b"GET /healthz HTTP/1.1\r\n" + b"X: y\r\n" * 5000)
         assert client.recv(4096).startswith(b"HTTP/1.0 431 ")
-        assert time.monotonic() - begun < health.REQUEST_TIME / 2
 
 
 def test_a_client_may_send_its_body_after_it_got_the_answer() -> None:
@@ -228,32 +233,28 @@ def test_a_check_that_fails_is_logged_and_costs_one_answer(caplog: pytest.LogCap
     assert "a bug" in caplog.text
 
 
+@pytest.mark.usefixtures("_patient")
 def test_connections_above_the_limit_are_closed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(WELL) as server:
-        monkeypatch.setattr(health, "MAX_THREADS", threading.active_count())
-        begun = time.monotonic()
-        with connect(server) as client:
-            assert everything(client) == b""
-        assert time.monotonic() - begun < health.REQUEST_TIME / 2
-        monkeypatch.undo()
+        with monkeypatch.context() as patch:
+            patch.setattr(health, "MAX_THREADS", 2)  # The tests' and the server's own.
+            with connect(server) as client:
+                assert everything(client) == b""
         assert ask(server, "/healthz")[0] == 200
 
 
+@pytest.mark.usefixtures("_patient")
 def test_closing_ends_serving_at_once_even_with_a_client_inside() -> None:
     server = HealthServer("127.0.0.1", 0, WELL)
     thread = threading.Thread(target=server.serve)
     thread.start()
-    threads = threading.active_count()
+    before = set(threading.enumerate())
     with connect(server) as client:
         client.sendall(b"GET")
-        begun = time.monotonic()
-        while threading.active_count() == threads:
-            assert time.monotonic() - begun < DEADLINE
-            time.sleep(0.001)
-        begun = time.monotonic()
+        wait_for(lambda: set(threading.enumerate()) - before, what="a thread for the client")
         server.close()
         thread.join(DEADLINE)
-        assert time.monotonic() - begun < 0.3
+        assert not thread.is_alive()
     server.close()
 
 
@@ -307,7 +308,7 @@ from flanneld.health import Checks, HealthServer
 server = HealthServer("127.0.0.1", 0, Checks(overdue=list, ready=lambda: True))
 threading.Thread(target=server.serve, daemon=True).start()
 client = socket.socket()
-client.settimeout(5)
+client.settimeout(60)
 _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (client.fileno() + 1, hard))
 client.connect(("127.0.0.1", server.port))

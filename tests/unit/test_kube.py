@@ -22,7 +22,7 @@ from tests.lab.kube_api.crowd import PREFIX
 from tests.lab.kube_api.faults import Fault
 from tests.lab.wait import wait_for
 from tests.local_cluster import ATTRS, CONFIG, SUBNET, Cluster, peers, running_cluster
-from tests.local_kube import FLANNEL_TOKEN, NOBODY
+from tests.local_kube import DEADLINE, FLANNEL_TOKEN, NOBODY
 
 
 @pytest.fixture
@@ -339,13 +339,18 @@ def test_bookmarks_keep_the_place(cluster: Cluster) -> None:
     cluster.join()
     wait_for(lambda: cluster.control.watches() == 1)
     version = cluster.control.jump(100)
-    # Bookmarks are the only thing that could have told of it.
-    wait_for(lambda: cluster.control.watches() == 1)
-    time.sleep(0.3)
     start = len(cluster.asked())
-    cluster.control.disturb_watches(Fault(cut=0))
-    (again,) = wait_for(lambda: cluster.asked("watch", start))
-    assert int(again["query"]["resourceVersion"]) >= version
+
+    def goes_on_from_there() -> bool:
+        wait_for(lambda: cluster.control.watches() == 1)
+        time.sleep(0.2)  # for some bookmarks
+        before = len(cluster.asked())
+        cluster.control.disturb_watches(Fault(cut=0))
+        (again, *_) = wait_for(lambda: cluster.asked("watch", before))
+        return int(again["query"]["resourceVersion"]) >= version
+
+    wait_for(goes_on_from_there, what="a watch that knows of it")
+    assert cluster.asked("list", start) == [], "bookmarks are the only thing that can have told of it"
 
 
 def test_a_list_without_our_node_is_not_acted_on(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
@@ -371,9 +376,9 @@ def test_all_nodes_are_listed_again_when_somebody_wants_to_be_sure(cluster: Clus
 
 
 def test_every_blocked_call_ends_at_once(cluster: Cluster) -> None:
-    manager = cluster.join()
+    manager = cluster.join(cluster.open(timeouts=Timeouts(600, 600, silence=600)))
     wait_for(lambda: cluster.control.watches() == 1)
-    cluster.fault(verb="list", delay=30)
+    cluster.fault(verb="list", delay=600)
     blocked: list[BaseException] = []
 
     def ask() -> None:
@@ -386,29 +391,27 @@ def test_every_blocked_call_ends_at_once(cluster: Cluster) -> None:
     thread = threading.Thread(target=ask)
     thread.start()
     wait_for(lambda: len(cluster.asked()) > start)
-    began = time.monotonic()
     cluster.close()
-    thread.join(10)
-    assert time.monotonic() - began < 2
+    thread.join(DEADLINE)
     assert {type(error) for error in (*cluster.ended, *blocked)} == {Cancelled}
 
 
 def test_a_silent_server_is_left(cluster: Cluster) -> None:
     cluster.fault(verb="watch", cut=0, then="stall")
-    cluster.join(cluster.open(timeouts=Timeouts(2.0, 2.0, silence=0.3)))
+    cluster.join(cluster.open(timeouts=Timeouts(20.0, 20.0, silence=0.3)))
     cluster.put_peer(2)
     cluster.wait_for(2)
 
 
 def test_a_watch_that_is_not_even_begun_is_given_up_sooner_than_a_quiet_one(cluster: Cluster) -> None:
     cluster.fault(verb="watch", delay=60)
-    cluster.join(cluster.open(timeouts=Timeouts(2.0, 0.3, silence=60.0)))
+    cluster.join(cluster.open(timeouts=Timeouts(20.0, 0.3, silence=60.0)))
     cluster.put_peer(2)
     cluster.wait_for(2)
 
 
 def test_a_server_whose_versions_went_back_is_listed_again(cluster: Cluster) -> None:
-    cluster.join(cluster.open(timeouts=Timeouts(2.0, 2.0, silence=0.3)))
+    cluster.join(cluster.open(timeouts=Timeouts(20.0, 20.0, silence=0.3)))
     wait_for(lambda: cluster.control.watches() == 1)
     future = json.dumps({"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "900000"}}})
     cluster.control.disturb_watches(Fault(line=future))

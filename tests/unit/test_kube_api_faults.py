@@ -9,7 +9,16 @@ import pytest
 
 from tests.lab.kube_api.faults import UNANSWERED, End, Fault
 from tests.lab.wait import wait_for
-from tests.local_kube import LocalKube, ask, connected, parse_reply, read_all, request_bytes, running_kube
+from tests.local_kube import (
+    DEADLINE,
+    LocalKube,
+    ask,
+    connected,
+    parse_reply,
+    read_all,
+    request_bytes,
+    running_kube,
+)
 
 NODES = "/api/v1/nodes"
 WATCH = f"{NODES}?watch=true&timeoutSeconds=30"
@@ -126,7 +135,7 @@ def test_a_stalled_answer_neither_goes_on_nor_ends(kube: LocalKube) -> None:
         with pytest.raises(TimeoutError):
             sock.recv(1)
         kube.control.close_connections()
-        sock.settimeout(5)
+        sock.settimeout(DEADLINE)
         assert sock.recv(1) == b""
 
 
@@ -190,11 +199,11 @@ def test_only_idle_connections_can_be_closed(kube: LocalKube) -> None:
 
 
 def test_an_answer_can_be_late(kube: LocalKube) -> None:
-    kube.control.add_fault(Fault(delay=0.5))
+    kube.control.add_fault(Fault(delay=2))
     with connected(kube) as sock:
         sock.sendall(request_bytes("GET", NODES))
         sock.settimeout(0.05)
         with pytest.raises(TimeoutError):
             sock.recv(1)
-        sock.settimeout(5)
+        sock.settimeout(DEADLINE)
         assert parse_reply(read_all(sock)).status == 200

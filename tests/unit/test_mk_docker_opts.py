@@ -43,7 +43,7 @@ class Script:
             cwd=self.directory,
             capture_output=True,
             text=True,
-            timeout=10,
+            timeout=60,
             check=False,
         )
 
@@ -165,6 +165,6 @@ def test_the_variables_can_be_read_back_by_a_shell(script: Script) -> None:
     script.output("-k", "DOCKER_NETWORK_OPTIONS")
     line = f'. {script.docker_file}; printf "<%s>" $DOCKER_NETWORK_OPTIONS "$DOCKER_OPT_BIP"'
     done = subprocess.run(
-        [*script.shell, "-c", line], capture_output=True, text=True, check=True, env={}, timeout=10
+        [*script.shell, "-c", line], capture_output=True, text=True, check=True, env={}, timeout=60
     )
     assert done.stdout == ("<--bip=10.1.74.1/24><--ip-masq=true><--mtu=1472><--bip=10.1.74.1/24>")

@@ -19,7 +19,7 @@ def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
     with socket.socket(type=socket.SOCK_DGRAM) as one, socket.socket(type=socket.SOCK_DGRAM) as other:
         for each in (one, other):
             each.bind(("127.0.0.1", 0))
-            each.settimeout(5)
+            each.settimeout(60)
         yield one, other
 
 

@@ -60,7 +60,7 @@ class Pump:
         )
         self.sockets = {address: self._socket(address) for address in (PEER, STRANGER)}
         for end in (self.tun, *self.sockets.values()):
-            end.settimeout(10)
+            end.settimeout(60)
         self.set_peer("10.5.2.0/24", PEER)
         return self
 
@@ -98,7 +98,7 @@ class Pump:
     def stop(self) -> None:
         self.library.udp_pump_stop(self._handle)
         for thread in self._threads:
-            thread.join(10)
+            thread.join(60)
             assert not thread.is_alive()
 
     def counter_names(self) -> set[str]:

@@ -25,7 +25,7 @@ ExecStart=/usr/sbin/dockerd -H fd:// $DOCKER_OPTS
 
 
 def install(*words: str) -> None:
-    subprocess.run([SYSTEMD / "install", *words], check=True, timeout=10)
+    subprocess.run([SYSTEMD / "install", *words], check=True, timeout=60)
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def root(tmp_path: Path) -> Path:
 def analyze(*words: str) -> str:
     """What systemd-analyze says when it is content."""
     done = subprocess.run(
-        ["systemd-analyze", "--no-pager", *words], capture_output=True, text=True, timeout=30, check=False
+        ["systemd-analyze", "--no-pager", *words], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr

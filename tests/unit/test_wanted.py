@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 from ipaddress import IPv4Address, IPv4Network, IPv6Network
-from time import perf_counter
+from time import process_time
 
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -146,11 +146,11 @@ def test_thousands_of_machines_with_one_mac_take_no_time() -> None:
     owners: list[LeaseKey] = [(IPv4Network((i << 8, 24)), None) for i in range(5000)]
     random.Random(1).shuffle(owners)
     wanted = Wanted()
-    began = perf_counter()
+    began = process_time()
     for i, owner in enumerate(owners):
         wanted.set(owner, [fdb(i % 250)])
         list(wanted.conflicts(owner))
-    assert perf_counter() - began < 2
+    assert process_time() - began < 2
 
 
 # ---- for all wishes ------------------------------------------------------------------------------

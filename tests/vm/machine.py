@@ -44,7 +44,7 @@ def lacks(feature: str) -> bool:
     return status == 1
 
 
-def run(command: Sequence[str], *, limit: float = 600) -> int:
+def run(command: Sequence[str], *, limit: float = 3600) -> int:
     """Run a command to its end, at most ``limit`` seconds. Raises ``MachineError``."""
     built = subprocess.run([HERE / "build"], stdout=subprocess.PIPE, text=True, check=False)
     if built.returncode != 0:
@@ -147,7 +147,7 @@ def _copied_to(target: BinaryIO) -> Iterator[BinaryIO]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="tests.vm.machine", description=__doc__.splitlines()[0])
-    parser.add_argument("--limit", type=float, default=600, metavar="SECONDS")
+    parser.add_argument("--limit", type=float, default=3600, metavar="SECONDS")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND")
     chosen = parser.parse_args()
     if not chosen.command or not shutil.which(chosen.command[0]):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import socket
 import struct
 from collections.abc import Iterator
@@ -56,6 +57,8 @@ _TABLE_FAMILY = {1: "inet", 2: "ip", 10: "ip6"}
 _NOT_THERE = (errno.EINVAL, errno.EOPNOTSUPP)
 
 _RECEIVE = 64 * 1024
+#: Seconds within which the kernel says who did what it has just told.
+_SAME_BREATH = 0.1
 #: A large cluster's kube-proxy rewrites tens of thousands of rules at a time.
 _RECEIVE_BUFFER = 4 << 20
 _ERRNO = struct.Struct("=i")
@@ -191,11 +194,17 @@ class Removals:
             try:
                 found = _fold(found, self._socket.recv(_RECEIVE))
             except BlockingIOError:
-                return found
+                if not self._goes_on(found):
+                    return found
             except OSError as failure:
                 if failure.errno != errno.ENOBUFS:
                     raise
                 found.add(Removal())
+
+    def _goes_on(self, found: set[Removal]) -> bool:
+        """Whether more has come of a transaction: we may have been woken in the middle of its news."""
+        nameless = any(removal.family and not removal.by for removal in found)
+        return nameless and bool(select.select([self._socket], [], [], _SAME_BREATH)[0])
 
 
 #: What is removed, with the places of its table's and its chain's name.
