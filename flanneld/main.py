@@ -111,7 +111,7 @@ class Daemon:
         self._waiting: list[str] = []
         self._report: Callable[[str], None] = lambda _reason: None
         self._once = glog.Once()
-        self._written: subnet_file.SubnetEnv | None = None
+        self._subnet_file = subnet_file.SubnetFile(Path(wanted.subnet_file))
         self._status_socket: StatusSocket | None = None
         self._sight = Sight(wanted, events.remember(), self._supervisor.overdue, lambda: list(self._missing))
 
@@ -324,22 +324,14 @@ class Daemon:
         return tuple(Blackhole(net) for net in wanted if net is not None)
 
     def _write_subnet_file(self, member: Member) -> None:
-        """A file that cannot be written is only a warning, as upstream has it: the network works without."""
-        env = subnet_file.SubnetEnv(
-            networks=tuple(each.network for each in member.config.ranges),
-            subnets=tuple(net for net in member.lease.key if net is not None),
-            mtu=member.site.backend.mtu,
-            ip_masq=self._options.ip_masq,
+        self._subnet_file.tell(
+            subnet_file.SubnetEnv(
+                networks=tuple(each.network for each in member.config.ranges),
+                subnets=tuple(net for net in member.lease.key if net is not None),
+                mtu=member.site.backend.mtu,
+                ip_masq=self._options.ip_masq,
+            )
         )
-        if env == self._written:
-            return
-        try:
-            subnet_file.write(Path(self._options.subnet_file), env)
-        except Retryable as failure:
-            log.warning("%s", failure)
-            return
-        self._written = env
-        log.info("Wrote %s", self._options.subnet_file)
 
     def _alive(self, name: str) -> Callable[[], None]:
         return partial(self._supervisor.heartbeat, name, LONGEST_SILENCE)
@@ -351,14 +343,17 @@ class Daemon:
         self._write_subnet_file(member)
 
     def _wait_and_stop(self) -> int:
+        ticks = [(self._subnet_file.try_again, _RETRY)]
         interval = notify.watchdog_interval(self._environ)
-        self._supervisor.wait(self._tick, interval)
+        if interval is not None:
+            ticks.append((self._feed_watchdog, interval))
+        self._supervisor.wait(*ticks)
         self._notifier.stopping()
         for name in self._supervisor.shutdown():
             log.warning("%s did not stop in time", name)
         return 1 if self._supervisor.failure else 0
 
-    def _tick(self) -> None:
+    def _feed_watchdog(self) -> None:
         if not self._supervisor.overdue():
             self._notifier.watchdog()
 
