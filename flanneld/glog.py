@@ -10,11 +10,13 @@ from __future__ import annotations
 import logging
 import os
 import re
+import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Hashable, Sequence
 from fnmatch import fnmatchcase
+from typing import TextIO
 
 from flanneld.errors import Fatal
 
@@ -45,7 +47,7 @@ def setup(verbosity: int = 0, vmodule: str = "", backtrace_at: str = "") -> None
     """
     modules = _modules(vmodule)
     place = _place(backtrace_at)
-    handler = logging.StreamHandler()
+    handler = _Handler()
     handler.setFormatter(_Formatter(place))
     handler.addFilter(_shown(verbosity, modules))
     root = logging.getLogger()
@@ -93,6 +95,13 @@ class Once:
             return ""
         self._full = True
         return f"more than {self._limit} complaints are open; others are left out until one is settled"
+
+
+class _Handler(logging.StreamHandler[TextIO]):
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name for it
+        """What a full disk does not take waits in the buffer of the stream or is lost, without more words."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
 
 
 class _Formatter(logging.Formatter):

@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -51,7 +52,8 @@ _GARBAGE = 50_000
 def main() -> None:
     """The console script."""
     status = run(sys.argv[1:], os.environ)
-    sys.stderr.flush()
+    with suppress(OSError):  # a full disk has no say in how we ended
+        sys.stderr.flush()
     # Taking thousands of leases apart, object by object, would only make a restart last longer.
     os._exit(status)
 
