@@ -13,15 +13,13 @@ import pytest
 from tests.bench.process import rss_mib
 from tests.lab import Lab, Node, wait_for
 from tests.netns.apis import both_apis
+from tests.netns.strangers import ABOVE_STRANGERS, Stranger, wait_for_just
 
-#: What comes and goes at a time. The real nodes' subnets are above.
-NUMBERS = range(10, 18)
-SUBNETS = [f"10.5.{number}.0/24" for number in NUMBERS]
-DAMAGE = [
-    *(f"route del {subnet}" for subnet in SUBNETS[:4]),
-    *(f"neigh del {subnet[:-3]} dev flannel.1" for subnet in SUBNETS[4:]),
-]
-EVENTS = 2 * len(SUBNETS)
+#: What comes and goes at a time.
+STRANGERS = [Stranger(number) for number in range(8)]
+EVENTS = 2 * len(STRANGERS)
+#: The repairs that a round calls for: each stranger is led to by a route, an ARP entry and an FDB entry.
+REPAIRS = 3 * len(STRANGERS[:2])
 
 #: Of the memory that an event costs for good, in bytes: no object of Python's is smaller.
 NOTHING = 16
@@ -44,28 +42,21 @@ class Held(NamedTuple):
 
 def churn(lab: Lab, node: Node) -> None:
     """Let peers come, damage what leads to them, see it healed, and let them go."""
-
-    def are_known() -> bool:
-        there = {route["dst"] for route in node.routes("flannel.1")}
-        named = {entry["dst"] for entry in node.neighbors("flannel.1")}
-        return there.issuperset(SUBNETS) and named.issuperset(subnet[:-3] for subnet in SUBNETS)
-
-    for number, subnet in zip(NUMBERS, SUBNETS, strict=True):
-        data = {"VtepMAC": f"02:00:00:00:00:{number:02x}"}
-        peer = {"PublicIP": f"198.18.0.{number}", "BackendType": "vxlan", "BackendData": data}
-        lab.etcd.put_lease(subnet, peer)
-    wait_for(are_known, what="the peers")
-    node.namespace.ip(*DAMAGE)
-    wait_for(are_known, what="the repair")
-    for subnet in SUBNETS:
-        lab.etcd.delete_lease(subnet)
-    node.wait_for_no_route(SUBNETS[-1], 20)
+    for each in STRANGERS:
+        each.come(lab)
+    wait_for_just(node, STRANGERS)
+    for each in STRANGERS[:2]:
+        each.damage(node)
+    wait_for_just(node, STRANGERS)
+    for each in STRANGERS:
+        each.go(lab)
+    wait_for_just(node, [])
 
 
 @pytest.fixture
 def nodes(lab: Lab) -> tuple[Node, Node]:
     """Two that reach each other, and do nothing any more."""
-    node, peer = lab.cluster({"Type": "vxlan"}, SubnetMin="10.5.100.0")
+    node, peer = lab.cluster({"Type": "vxlan"}, **ABOVE_STRANGERS)
     node.container().wait_for_reply(peer.container())
     node.wait_for_log("rules with")
     return node, peer
@@ -81,7 +72,7 @@ def test_churn_leaves_no_thread_and_no_descriptor_behind(lab: Lab, nodes: tuple[
             churn(lab, node)
         assert ping.lost() == 0
     wait_for(lambda: Held.by(node.pid) == before, what=f"{before} again")
-    wait_for(lambda: node.log().count("Healed: ") >= 20 * len(DAMAGE), what="all repairs in the log")
+    wait_for(lambda: node.log().count("Healed: ") >= 20 * REPAIRS, what="all repairs in the log")
 
 
 @pytest.mark.long

@@ -10,9 +10,10 @@ import pytest
 from tests.lab import Lab, Node, wait_for
 from tests.netns.pair import connect
 from tests.netns.small_disk import FILL, FILLER, SmallDisk
+from tests.netns.strangers import ABOVE_STRANGERS, Stranger, wait_for_just
 from tests.netns.test_reports import HEAD
 
-CONFIG = {"Network": "10.5.0.0/16", "SubnetMin": "10.5.100.0", "Backend": {"Type": "vxlan"}}
+CONFIG = {"Network": "10.5.0.0/16", "Backend": {"Type": "vxlan"}, **ABOVE_STRANGERS}
 #: Pings in a second or two, in which whoever tries again and again has done so.
 SOME_TIME = 100
 #: What tells that a daemon tries in vain.
@@ -43,13 +44,6 @@ def wait_for_content(file: Path, before: str | None, after: str) -> None:
         return content == after
 
     wait_for(is_replaced, 10, f"{file} to be written")
-
-
-def check_peer_arrives(lab: Lab, node: Node, number: int) -> None:
-    data = {"VtepMAC": f"02:00:00:00:00:{number:02x}"}
-    peer = {"PublicIP": f"198.18.0.{100 + number}", "BackendType": "vxlan", "BackendData": data}
-    lab.etcd.put_lease(f"10.5.{number}.0/24", peer)
-    node.wait_for_route(f"10.5.{number}.0/24")
 
 
 @pytest.mark.parametrize(
@@ -102,7 +96,8 @@ def test_subnet_env_that_has_no_room_when_it_changes_is_written_once_it_has(lab:
         node.wait_for_log(COMPLAINT)
         ping.wait_for_replies(SOME_TIME, 20)
         assert node.subnet_file.read_text() == before
-        check_peer_arrives(lab, node, 7)
+        Stranger(7).come(lab)
+        wait_for_just(node, [Stranger(7)])
         disk.make_room()
         wait_for_content(node.subnet_file, before, env(node.env()["FLANNEL_SUBNET"], 1350))
         assert ping.lost() == 0
@@ -152,17 +147,21 @@ def test_a_log_that_takes_no_more_costs_nothing_else(lab: Lab) -> None:
     connect(node, peer)
     disk.fill()
     with node.container().ping(peer.container()) as ping:
-        for number in range(30):
-            check_peer_arrives(lab, node, number)
-        node.namespace.ip("route del 10.5.7.0/24")
-        node.wait_for_route("10.5.7.0/24")
+        many = [Stranger(number) for number in range(50)]
+        for stranger in many:
+            stranger.come(lab)
+        wait_for_just(node, many)
+        many[7].damage(node)
+        wait_for_just(node, many)
         disk.make_room()
-        check_peer_arrives(lab, node, 50)
-        wait_for(lambda: "10.5.50.0/24 added" in (disk.seen / "log").read_text(), what="the log to go on")
+        last = Stranger(50)
+        last.come(lab)
+        wait_for(lambda: f"{last.subnet} added" in (disk.seen / "log").read_text(), what="the log to go on")
         lines = (disk.seen / "log").read_text().splitlines()
         assert [line for line in lines if not HEAD.match(line)] == []
-        assert any("Healed: route 10.5.7.0/24" in line for line in lines)
+        assert any(f"Healed: route {many[7].subnet}" in line for line in lines)
         disk.fill()
-        check_peer_arrives(lab, node, 51)
+        last.go(lab)
+        wait_for_just(node, many)
         assert node.stop().status == 0
         assert ping.lost() == 0
