@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.lab import Node, own_command, wait_for
+from tests.netns.strangers import PATIENT
 
 #: Room for the few small files of a daemon.
 PAGES = 8
@@ -36,7 +37,7 @@ class SmallDisk:
         def found() -> set[str]:
             return {path.name for path in self.seen.iterdir() if not path.is_socket()}
 
-        wait_for(lambda: found() == set(names), 30, f"just these files: {names}")
+        wait_for(lambda: found() == set(names), PATIENT, f"just these files: {names}")
 
     def fill(self) -> None:
         """Take all room, to the last byte."""

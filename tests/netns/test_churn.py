@@ -13,7 +13,7 @@ import pytest
 from tests.bench.process import rss_mib
 from tests.lab import Lab, Node, wait_for
 from tests.netns.apis import both_apis
-from tests.netns.strangers import ABOVE_STRANGERS, Stranger, wait_for_just
+from tests.netns.strangers import ABOVE_STRANGERS, PATIENT, Stranger, settle, wait_for_just
 
 #: What comes and goes at a time.
 STRANGERS = [Stranger(number) for number in range(8)]
@@ -56,9 +56,11 @@ def churn(lab: Lab, node: Node) -> None:
 @pytest.fixture
 def nodes(lab: Lab) -> tuple[Node, Node]:
     """Two that reach each other, and do nothing any more."""
-    node, peer = lab.cluster({"Type": "vxlan"}, **ABOVE_STRANGERS)
-    node.container().wait_for_reply(peer.container())
-    node.wait_for_log("rules with")
+    lab.etcd.put_config({"Network": "10.5.0.0/16", "Backend": {"Type": "vxlan"}, **ABOVE_STRANGERS})
+    node, peer = lab.add_nodes(2)
+    node.start()
+    peer.start()
+    settle(node, peer)
     return node, peer
 
 
@@ -71,8 +73,8 @@ def test_churn_leaves_no_thread_and_no_descriptor_behind(lab: Lab, nodes: tuple[
         for _ in range(20):
             churn(lab, node)
         assert ping.lost() == 0
-    wait_for(lambda: Held.by(node.pid) == before, what=f"{before} again")
-    wait_for(lambda: node.log().count("Healed: ") >= 20 * REPAIRS, what="all repairs in the log")
+    wait_for(lambda: Held.by(node.pid) == before, PATIENT, f"{before} again")
+    wait_for(lambda: node.log().count("Healed: ") >= 20 * REPAIRS, PATIENT, "all repairs in the log")
 
 
 @pytest.mark.long
@@ -85,7 +87,7 @@ def test_half_an_hour_of_churn_costs_no_memory(lab: Lab, nodes: tuple[Node, Node
     with node.container().ping(peer.container(), interval=0.05) as ping:
         samples = [*history(lab, node, 1800)]
         assert ping.lost() == 0
-    wait_for(lambda: Held.by(node.pid) == before, what=f"{before} again")
+    wait_for(lambda: Held.by(node.pid) == before, PATIENT, f"{before} again")
     settled = samples[len(samples) // 3 :]
     slope, _ = linear_regression(*zip(*settled, strict=True))
     summary = f"{settled[-1][0]} events, {slope:.1f} bytes each, {settled[-1][1] / MIB:.1f} MiB in the end"

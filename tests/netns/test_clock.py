@@ -15,8 +15,7 @@ from tests.lab.etcd import TTL
 from tests.netns.apis import both_apis
 from tests.netns.kube import start as start_with_kube
 from tests.netns.kube import write_net_conf
-from tests.netns.pair import connect
-from tests.netns.strangers import ABOVE_STRANGERS, Stranger, wait_for_just
+from tests.netns.strangers import ABOVE_STRANGERS, PATIENT, Stranger, settle, wait_for_just
 from tests.netns.test_seeing import answer
 from tests.netns.wall_clock import WallClock
 
@@ -51,10 +50,7 @@ def test_no_jump_of_the_clock_costs_a_packet_a_lease_or_many_words(lab: Lab, tmp
     clock = WallClock(tmp_path)
     node.start(environment=clock.environment)
     peer.start()
-    for each in (node, peer):
-        each.wait_ready(10)
-    connect(node, peer)
-    node.wait_for_log("rules with")
+    settle(node, peer)
     # Due in half an hour by the clock that runs on, and overdue by the one that is two hours ahead.
     own = lab.etcd.leases()[node.subnet()]
     written = lab.etcd.put_lease(node.subnet(), own, ttl=MARGIN + HOUR // 2)
@@ -67,7 +63,7 @@ def test_no_jump_of_the_clock_costs_a_packet_a_lease_or_many_words(lab: Lab, tmp
         assert (lab.etcd.lease(node.subnet()) or {})["modifiedIndex"] == written
         clock.put(-2 * HOUR)
         lab.etcd.put_lease(node.subnet(), own, ttl=MARGIN + 3)
-        wait_for(lambda: (lab.etcd.lease(node.subnet()) or {})["ttl"] > TTL - HOUR, what="a full term")
+        wait_for(lambda: (lab.etcd.lease(node.subnet()) or {})["ttl"] > TTL - HOUR, PATIENT, "a full term")
         clock.put(2 * HOUR)
         check_work(lab, node, Stranger(8))
         assert ping.lost() == 0
@@ -93,10 +89,7 @@ def test_with_kubernetes_a_clock_that_jumps_changes_nothing(lab: Lab, tmp_path: 
     for each, environment in ((node, clock.environment), (peer, {})):
         lab.kube.add(each, f"10.5.{100 + each.number}.0/24")
         start_with_kube(lab, each, environment={"NODE_NAME": each.name, **environment})
-    for each in (node, peer):
-        each.wait_ready(10)
-    connect(node, peer)
-    node.wait_for_log("rules with")
+    settle(node, peer)
     said = len(node.log().splitlines())
     stranger = Stranger(50)
     with node.container().ping(peer.container()) as ping:

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.lab import Lab, Node, wait_for
-from tests.netns.pair import connect
 from tests.netns.small_disk import FILL, FILLER, SmallDisk
-from tests.netns.strangers import ABOVE_STRANGERS, Stranger, wait_for_just
+from tests.netns.strangers import ABOVE_STRANGERS, PATIENT, Stranger, wait_for_just
 from tests.netns.test_reports import HEAD
 
 CONFIG = {"Network": "10.5.0.0/16", "Backend": {"Type": "vxlan"}, **ABOVE_STRANGERS}
@@ -31,7 +30,7 @@ def env(subnet: str, mtu: int) -> str:
 def start(node: Node, disk: SmallDisk, preparation: str) -> None:
     """Start a daemon whose subnet.env is there, and look at it there."""
     node.start(f"--subnet-file={disk.directory}/subnet.env", command=disk.command(preparation))
-    wait_for(node.service_manager.ready, 10, "the daemon to become ready")
+    wait_for(node.service_manager.ready, PATIENT, "the daemon to become ready")
     node.subnet_file = disk.seen / "subnet.env"
 
 
@@ -43,7 +42,7 @@ def wait_for_content(file: Path, before: str | None, after: str) -> None:
         assert content in (before, after)
         return content == after
 
-    wait_for(is_replaced, 10, f"{file} to be written")
+    wait_for(is_replaced, PATIENT, f"{file} to be written")
 
 
 @pytest.mark.parametrize(
@@ -55,20 +54,20 @@ def test_subnet_env_that_has_no_room_at_the_start_is_written_once_it_has(
     lab.etcd.put_config(CONFIG)
     node, peer = lab.add_nodes(2)
     peer.start()
-    peer.wait_ready()
+    peer.wait_ready(PATIENT)
     disk = SmallDisk(node)
     if earlier:
         (node.directory / "earlier").write_text(earlier)
     bring = f"cp {node.directory}/earlier subnet.env" if earlier else "true"
     start(node, disk, f"{bring} && {FILL}")
-    node.wait_for_route(peer.subnet())
+    node.wait_for_route(peer.subnet(), PATIENT)
     (subnet,) = set(lab.etcd.leases()) - {peer.subnet()}
     gateway = subnet.replace("0/24", "1")
     bridge = "link add cni0 type bridge", "link set cni0 up", f"address add {gateway}/24 dev cni0"
     node.namespace.ip(*bridge)
-    peer.container().wait_for_reply(gateway)
+    peer.container().wait_for_reply(gateway, PATIENT)
     with peer.container().ping(gateway) as ping:
-        ping.wait_for_replies(SOME_TIME, 20)
+        ping.wait_for_replies(SOME_TIME, PATIENT)
         disk.wait_for_files(FILLER, *(["subnet.env"] if earlier else []))
         assert len(node.wait_for_log(COMPLAINT)) == 1
         disk.make_room()
@@ -84,17 +83,17 @@ def test_subnet_env_that_has_no_room_when_it_changes_is_written_once_it_has(lab:
     lab.etcd.put_config(CONFIG)
     node, peer = lab.add_nodes(2)
     peer.start()
-    peer.wait_ready()
+    peer.wait_ready(PATIENT)
     disk = SmallDisk(node)
     start(node, disk, "true")
     before = node.subnet_file.read_text()
     assert before == env(node.env()["FLANNEL_SUBNET"], 1450)
-    connect(node, peer)
+    node.container().wait_for_reply(peer.container(), PATIENT)
     disk.fill()
     with node.container().ping(peer.container()) as ping:
         node.namespace.ip("link set eth0 mtu 1400")
-        node.wait_for_log(COMPLAINT)
-        ping.wait_for_replies(SOME_TIME, 20)
+        node.wait_for_log(COMPLAINT, PATIENT)
+        ping.wait_for_replies(SOME_TIME, PATIENT)
         assert node.subnet_file.read_text() == before
         Stranger(7).come(lab)
         wait_for_just(node, [Stranger(7)])
@@ -108,10 +107,10 @@ def test_subnet_env_that_has_no_room_when_it_changes_is_written_once_it_has(lab:
 def test_the_nodes_of_kubernetes_are_saved_once_there_is_room(lab: Lab) -> None:
     (peer,) = lab.kube_cluster({"Type": "vxlan"}, nodes=1)
     node, disk = start_in_kubernetes(lab)
-    connect(node, peer)
+    node.container().wait_for_reply(peer.container(), PATIENT)
     with node.container().ping(peer.container()) as ping:
-        node.wait_for_log(COMPLAINT, 20)
-        ping.wait_for_replies(SOME_TIME, 20)
+        node.wait_for_log(COMPLAINT, PATIENT)
+        ping.wait_for_replies(SOME_TIME, PATIENT)
         disk.wait_for_files(FILLER)
         disk.make_room()
         disk.wait_for_files("kube-nodes.json")
@@ -132,7 +131,7 @@ def start_in_kubernetes(lab: Lab) -> tuple[Node, SmallDisk]:
         f"--state-dir={disk.directory}",
     )
     node.start(*flags, command=disk.command(FILL), environment={"NODE_NAME": node.name})
-    node.wait_ready(10)
+    node.wait_ready(PATIENT)
     return node, disk
 
 
@@ -143,8 +142,8 @@ def test_a_log_that_takes_no_more_costs_nothing_else(lab: Lab) -> None:
     disk = SmallDisk(node)
     node.start(command=disk.command(redirection="2>log"), environment=BUFFERED)
     for each in (node, peer):
-        each.wait_ready(10)
-    connect(node, peer)
+        each.wait_ready(PATIENT)
+    node.container().wait_for_reply(peer.container(), PATIENT)
     disk.fill()
     with node.container().ping(peer.container()) as ping:
         many = [Stranger(number) for number in range(50)]
@@ -156,7 +155,9 @@ def test_a_log_that_takes_no_more_costs_nothing_else(lab: Lab) -> None:
         disk.make_room()
         last = Stranger(50)
         last.come(lab)
-        wait_for(lambda: f"{last.subnet} added" in (disk.seen / "log").read_text(), what="the log to go on")
+        wait_for(
+            lambda: f"{last.subnet} added" in (disk.seen / "log").read_text(), PATIENT, "the log to go on"
+        )
         lines = (disk.seen / "log").read_text().splitlines()
         assert [line for line in lines if not HEAD.match(line)] == []
         assert any(f"Healed: route {many[7].subnet}" in line for line in lines)
