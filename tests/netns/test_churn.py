@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -104,5 +105,5 @@ def history(lab: Lab, node: Node, seconds: float) -> Iterator[tuple[int, float]]
         rounds += 1
         yield rounds * EVENTS, rss_mib(node.pid)[0] * MIB
         if rounds % 100 == 0:
-            lab.etcd.restart()
+            lab.etcd.restart(signal.SIGKILL)
         time.sleep(PAUSE)
