@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from tests.lab import Node, own_command, wait_for
@@ -22,7 +23,7 @@ class SmallDisk:
 
     def command(self, preparation: str = "true", redirection: str = "") -> list[str]:
         """The daemon on that disk; first the shell does something there."""
-        mount = f"mount -t tmpfs -o size={4 * PAGES}k,mode=755 tmpfs {self.directory}"
+        mount = f"mount -t tmpfs -o size={PAGES * os.sysconf('SC_PAGE_SIZE')},mode=755 tmpfs {self.directory}"
         script = f'{mount} && cd {self.directory} && {preparation} && exec "$@" {redirection}'
         return ["sh", "-c", script, "sh", *own_command()]
 
