@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 from collections.abc import Iterator
@@ -13,12 +14,15 @@ import pytest
 
 from tests.bench.process import rss_mib
 from tests.lab import Lab, Node, wait_for
+from tests.lab.etcd import PREFIX
 from tests.netns.apis import both_apis
 from tests.netns.strangers import ABOVE_STRANGERS, PATIENT, Stranger, settle, wait_for_just
 
 #: What comes and goes at a time.
 STRANGERS = [Stranger(number) for number in range(8)]
 EVENTS = 2 * len(STRANGERS)
+#: So often in a round they come and go without being waited for.
+BURST = 40
 #: The repairs that a round calls for: each stranger is led to by a route, an ARP entry and an FDB entry.
 REPAIRS = 3 * len(STRANGERS[:2])
 
@@ -61,6 +65,14 @@ def churn(lab: Lab, node: Node) -> None:
     for each in STRANGERS:
         each.go(lab)
     wait_for_just(node, [])
+
+
+def come_and_go_at_once(lab: Lab) -> None:
+    """The same peers, with two requests of etcd."""
+    path = f"{PREFIX}/subnets"
+    keys = {f"{path}/{each.subnet.replace('/', '-')}": json.dumps(each.attributes) for each in STRANGERS}
+    lab.etcd.v3.put_all(keys)
+    lab.etcd.v3.delete_span(min(keys), max(keys) + "0")
 
 
 @pytest.fixture
@@ -111,8 +123,10 @@ def history(lab: Lab, node: Node, seconds: float) -> Iterator[tuple[int, float]]
     rounds = 0
     while time.monotonic() < end:
         churn(lab, node)
+        for _ in range(BURST):
+            come_and_go_at_once(lab)
         rounds += 1
-        yield rounds * EVENTS, rss_mib(node.pid)[0] * MIB
+        yield rounds * (1 + BURST) * EVENTS, rss_mib(node.pid)[0] * MIB
         if rounds % 100 == 0:
             lab.etcd.restart(signal.SIGKILL)
         time.sleep(PAUSE)
