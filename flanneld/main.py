@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -53,13 +54,15 @@ log = logging.getLogger(__name__)
 #: Threads hand over sooner than by default: an event reaches the kernel through two of them.
 _SWITCH_INTERVAL = 0.0001
 #: Objects made between two searches for reference cycles. A list of leases makes many, and no cycles.
+_WRITE_RETRY = 1.0  # seconds between two attempts to write subnet.env
 _GARBAGE = 50_000
 
 
 def main() -> None:
     """The console script."""
     status = run(sys.argv[1:], os.environ)
-    sys.stderr.flush()
+    with suppress(OSError):  # a full disk has no say in how we ended
+        sys.stderr.flush()
     # Taking thousands of leases apart, object by object, would only make a restart last longer.
     os._exit(status)
 
@@ -115,7 +118,7 @@ class Daemon:
         self._supervisor = Supervisor(quiet=(Cancelled,))
         self._notifier = notify.Notifier()
         self._readiness = Readiness(self._supervisor.stop, self._notifier)
-        self._written: subnet_file.SubnetEnv | None = None
+        self._subnet_file = subnet_file.SubnetFile(Path(wanted.subnet_file))
         self._sight = Sight(wanted, events.remember(), self._supervisor.overdue, self._readiness.missing)
         self._observation = Observation(self._sight, self._readiness, self._supervisor)
 
@@ -276,22 +279,14 @@ class Daemon:
         return tuple(Blackhole(net) for net in wanted if net is not None)
 
     def _write_subnet_file(self, member: Member) -> None:
-        """A file that cannot be written is only a warning, as upstream has it: the network works without."""
-        env = subnet_file.SubnetEnv(
-            networks=tuple(each.network for each in member.config.ranges),
-            subnets=tuple(net for net in member.lease.key if net is not None),
-            mtu=member.site.backend.mtu,
-            ip_masq=self._options.ip_masq,
+        self._subnet_file.tell(
+            subnet_file.SubnetEnv(
+                networks=tuple(each.network for each in member.config.ranges),
+                subnets=tuple(net for net in member.lease.key if net is not None),
+                mtu=member.site.backend.mtu,
+                ip_masq=self._options.ip_masq,
+            )
         )
-        if env == self._written:
-            return
-        try:
-            subnet_file.write(Path(self._options.subnet_file), env)
-        except Retryable as failure:
-            log.warning("%s", failure)
-            return
-        self._written = env
-        log.info("Wrote %s", self._options.subnet_file)
 
     def _alive(self, name: str) -> Callable[[], None]:
         return partial(self._supervisor.heartbeat, name, LONGEST_SILENCE)
@@ -308,14 +303,17 @@ class Daemon:
             self._report(manager, "; ".join(troubles))
 
     def _wait_and_stop(self) -> int:
+        ticks = [(self._subnet_file.try_again, _WRITE_RETRY)]
         interval = notify.watchdog_interval(self._environ)
-        self._supervisor.wait(self._tick, interval)
+        if interval is not None:
+            ticks.append((self._feed_watchdog, interval))
+        self._supervisor.wait(*ticks)
         self._notifier.stopping()
         for name in self._supervisor.shutdown():
             log.warning("%s did not stop in time", name)
         return 1 if self._supervisor.failure else 0
 
-    def _tick(self) -> None:
+    def _feed_watchdog(self) -> None:
         if not self._supervisor.overdue():
             self._notifier.watchdog()
 

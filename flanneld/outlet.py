@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import time
 
 #: What a pipe that can be written to takes without a wait, in bytes (pipe(7), PIPE_BUF).
 _PIECE = 4096
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 #: How long a reader may take to make room, in seconds.
 PATIENCE = 1.0
 
 
 class Outlet:
-    """Writes lines to a file descriptor. Those that a reader has no room for in time are lost.
+    """Writes lines to a file descriptor. Those for which there is no room in time are lost.
 
     When there is room again, a line says how many they were.
     """
@@ -33,7 +35,7 @@ class Outlet:
         deadline = time.monotonic() + (0.0 if self._lost else self._patience)
         if self._lost:
             gap = "\n" if self._is_torn else ""
-            line = f"{gap}... {self._lost} lines of the log are lost, because nobody read them\n{line}"
+            line = f"{gap}... {self._lost} lines of the log are lost: there was no room for them\n{line}"
         if self._write(f"{line}\n".encode(errors="backslashreplace"), deadline):
             self._lost, self._is_torn = 0, False
         else:
@@ -43,7 +45,12 @@ class Outlet:
         rest = memoryview(data)
         while rest:
             if not self._poll.poll(1000 * max(0.0, deadline - time.monotonic())):
-                self._is_torn |= len(rest) < len(data)
-                return False
-            rest = rest[os.write(self._fd, rest[:_PIECE]) :]
-        return True
+                break
+            try:
+                rest = rest[os.write(self._fd, rest[:_PIECE]) :]
+            except OSError as error:
+                if error.errno not in _DISK_FULL:
+                    raise
+                break
+        self._is_torn |= 0 < len(rest) < len(data)
+        return not rest

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import threading
 from dataclasses import dataclass
 from ipaddress import IPv4Network, IPv6Network
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TypeVar
 
 from flanneld import durable
 from flanneld.errors import Retryable
+from flanneld.glog import Once
 from flanneld.model import FAMILIES, IPNetwork, LeaseKey
 
 log = logging.getLogger(__name__)
@@ -70,6 +72,40 @@ def write(path: Path, env: SubnetEnv) -> None:
             f"cannot write {path}: {error.strerror}",
             "make the directory writable and leave it some space, or choose another file with -subnet-file",
         ) from error
+
+
+class SubnetFile:
+    """The file as a running daemon keeps it: what cannot be written now is written later. From any thread."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._wanted: SubnetEnv | None = None
+        self._written: SubnetEnv | None = None
+        self._once = Once()
+
+    def tell(self, env: SubnetEnv) -> None:
+        """Have the file say this. Never raises: the network works without it, as upstream has it."""
+        with self._lock:
+            self._wanted = env
+            self._write()
+
+    def try_again(self) -> None:
+        """Write what could not be written so far, if there is any."""
+        with self._lock:
+            self._write()
+
+    def _write(self) -> None:
+        if self._wanted is None or self._wanted == self._written:
+            return
+        try:
+            write(self._path, self._wanted)
+        except Retryable as failure:
+            self._once.warn(log, "write", str(failure))
+            return
+        self._once.clear("write")
+        self._written = self._wanted
+        log.info("Wrote %s", self._path)
 
 
 def read(path: Path) -> Previous:

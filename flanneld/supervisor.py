@@ -83,14 +83,15 @@ class Supervisor:
             if now > reported + within
         ]
 
-    def wait(self, tick: Callable[[], None] = nothing, every: float | None = None) -> None:
-        """Block until ``stop``, calling ``tick`` every so many seconds (None: never)."""
-        slept, pause = 0.0, min(_NAP, every or _NAP)
+    def wait(self, *ticks: tuple[Callable[[], None], float]) -> None:
+        """Block until ``stop``, calling each of ``ticks`` about every so many seconds, rather too often."""
+        pause = min(_NAP, *(every for _, every in ticks)) if ticks else _NAP
+        naps = 0
         while not self.stop.wait(pause):
-            slept += pause
-            if every is not None and slept >= every:
-                slept = 0.0
-                tick()
+            naps += 1
+            for tick, every in ticks:
+                if naps % int(every / pause) == 0:
+                    tick()
 
     def shutdown(self, within: float = 0.8) -> list[str]:
         """Cancel every task, wait for them so many seconds altogether, and name those that go on."""

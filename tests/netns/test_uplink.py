@@ -11,6 +11,16 @@ from tests.netns.pair import DUAL_STACK, SOON, connect
 TIMEOUT = SOON
 DEFAULT_ROUTE = "route add default via 198.18.0.254"
 
+#: How the kernel makes temporary addresses: preferred for 5 s, valid for 8, the next one 3 s after the last.
+ROTATION = {
+    "use_tempaddr": 2,
+    "dad_transmits": 0,
+    "regen_max_retry": 1,
+    "temp_prefered_lft": 5,
+    "temp_valid_lft": 8,
+    "max_desync_factor": 0,
+}
+
 
 def overlay(node: Node) -> dict[str, Any]:
     """What the kernel holds for containers, whichever numbers its devices have."""
@@ -129,3 +139,34 @@ def test_a_new_ipv6_address_is_followed(lab: Lab, backend: dict[str, Any]) -> No
 
     wait_for(followed, SOON, "the peer to follow")
     connect(node, peer)
+
+
+def test_temporary_ipv6_addresses_that_come_and_go_are_nobodys_business(lab: Lab) -> None:
+    """The kernel makes them beside the lasting one, a new one every few seconds here (RFC 8981)."""
+    node, peer = lab.add_nodes(2)
+    for name, value in ROTATION.items():
+        node.namespace.sysctl(f"net/ipv6/conf/eth0/{name}", value)
+    address = f"{node.ipv6_address}/64 dev eth0"
+    node.namespace.ip(f"address del {address}", f"address add {address} mngtmpaddr")
+    wait_for(lambda: temporary(node), what="a temporary address")
+    lab.etcd.put_config({"Network": "10.5.0.0/16", "Backend": {"Type": "vxlan"}, **DUAL_STACK})
+    for each in (node, peer):
+        each.start()
+    for each in (node, peer):
+        each.wait_ready(60)
+    one, other = node.container(), peer.container()
+    one.wait_for_reply(other.addresses[6], 60)
+    leases = lab.etcd.leases()
+    first = wait_for(lambda: temporary(node), what="a temporary address")
+    with one.ping(other.addresses[6]) as ping:
+        wait_for(lambda: temporary(node) and temporary(node).isdisjoint(first), 60, "another address")
+        ping.wait_for_replies()
+        assert ping.lost() == 0
+    assert {lease["PublicIPv6"] for lease in leases.values()} == {node.ipv6_address, peer.ipv6_address}
+    assert lab.etcd.leases() == leases
+    assert "The uplink is now" not in node.log()
+
+
+def temporary(node: Node) -> set[str]:
+    rows = node.namespace.json("ip", "-j", "-6", "address", "show", "dev", "eth0", "temporary")
+    return {info["local"] for row in rows for info in row["addr_info"] if info}

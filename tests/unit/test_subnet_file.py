@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import stat
 import subprocess
@@ -15,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flanneld.errors import Retryable
-from flanneld.subnet_file import MAX_SIZE, Previous, SubnetEnv, read, render, write
+from flanneld.subnet_file import MAX_SIZE, Previous, SubnetEnv, SubnetFile, read, render, write
 
 NETWORK, SUBNET = IPv4Network("10.5.0.0/16"), IPv4Network("10.5.72.0/24")
 IPV6_NETWORK, IPV6_SUBNET = IPv6Network("fc00::/48"), IPv6Network("fc00:0:0:7::/64")
@@ -193,6 +194,45 @@ def test_a_file_in_the_directorys_place_can_be_tried_again(tmp_path: Path) -> No
     (tmp_path / "run").write_text("")
     with pytest.raises(Retryable, match="cannot write"):
         write(tmp_path / "run" / "subnet.env", ENV)
+
+
+# Writing later.
+
+
+def test_what_cannot_be_written_is_written_later_and_complained_about_once(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    file = SubnetFile(path)
+    path.mkdir(parents=True)
+    file.tell(ENV)
+    file.try_again()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    path.rmdir()
+    file.try_again()
+    assert path.read_text() == render(ENV)
+    assert caplog.messages[1:] == [f"Wrote {path}"]
+
+
+def test_the_latest_of_what_could_not_be_written_is_written(path: Path) -> None:
+    file = SubnetFile(path)
+    path.mkdir(parents=True)
+    for env in (ENV, DUAL):
+        file.tell(env)
+    path.rmdir()
+    file.try_again()
+    assert path.read_text() == render(DUAL)
+
+
+def test_what_is_written_is_left_alone(path: Path) -> None:
+    file = SubnetFile(path)
+    file.try_again()
+    assert not path.exists()
+    file.tell(ENV)
+    path.write_text("an operator's")
+    file.tell(ENV)
+    file.try_again()
+    assert path.read_text() == "an operator's"
 
 
 # Reading.

@@ -194,12 +194,12 @@ def test_waiting_ticks_until_the_stop() -> None:
     supervisor, ticks = Supervisor(), []
 
     def tick() -> None:
-        ticks.append(supervisor.stop.is_set())
-        if len(ticks) == 3:
+        ticks.append("often")
+        if len(ticks) == 6:
             supervisor.request_stop("enough")
 
-    supervisor.wait(tick, every=0.001)
-    assert ticks == [False, False, False]
+    supervisor.wait((lambda: ticks.append("seldom"), 0.0025), (tick, 0.001))
+    assert ticks == ["often", "seldom", "often", "often", "seldom", "often"]
 
 
 def test_waiting_ends_when_a_task_fails() -> None:
