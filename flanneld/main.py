@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from flanneld import __version__, backends, clock, events, glog, host_checks, notify, options, subnet_file
+from flanneld.backoff import Backoff
 from flanneld.brake import Brake
 from flanneld.config import Config
 from flanneld.errors import Fatal, Retryable
@@ -39,7 +40,10 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
+#: How soon to try again what concerns this host alone, in seconds.
 _RETRY = 1.0
+#: The store has many nodes: the longer they wait for it, the more rarely they ask, 5 s apart at most.
+_ASK_AGAIN = partial(Backoff, first=0.4, longest=2.5, factor=1.2)
 #: Threads hand over sooner than by default: an event reaches the kernel through two of them.
 _SWITCH_INTERVAL = 0.0001
 #: How long and how often to look whether the peers are known, before the rules that can wait, in seconds.
@@ -136,18 +140,18 @@ class Daemon:
     def _join(self, manager: SubnetManager) -> Member:
         """Learn what the network is like, decide how this node takes part in it, and get its lease."""
         previous = subnet_file.read(Path(self._options.subnet_file))
-        config = self._patiently("the network config", manager.network_config)
+        config = self._ask("the network config", manager.network_config)
         for warning in config.warnings:
             log.warning("%s", warning)
         make_backend = backends.load(config.backend_type)
         kernel = Kernel()
         monitor = Monitor(kernel.port)
-        choice = self._patiently("our node", lambda: choice_for(self._options, manager))
+        choice = self._ask("our node", lambda: choice_for(self._options, manager))
         uplink = self._find_uplink(kernel, config, choice)
-        stored = self._patiently("the leases", lambda: manager.stored(uplink.public(config.families[0])))
+        stored = self._ask("the leases", lambda: manager.stored(uplink.public(config.families[0])))
         site = Site(kernel, config, choice, make_backend, uplink, stored, previous.networks)
         _warn_of_unread_keys(config)
-        lease = self._patiently(
+        lease = self._ask(
             "a lease", lambda: manager.acquire(config, site.backend.attributes(), previous.subnets)
         )
         log.info("Our subnet is %s, backend %s, MTU %d", lease, config.backend_type, site.backend.mtu)
@@ -248,8 +252,14 @@ class Daemon:
 
         return pieces(self._sight)
 
-    def _patiently(self, what: str, attempt: Callable[[], Result]) -> Result:
-        """Try each second until it works, and say why not once. Raises ``Cancelled`` on a stop."""
+    def _ask(self, what: str, attempt: Callable[[], Result]) -> Result:
+        """Get something out of the store, as ``_patiently`` does."""
+        return self._patiently(what, attempt, _ASK_AGAIN().pause)
+
+    def _patiently(
+        self, what: str, attempt: Callable[[], Result], pause: Callable[[], float] = lambda: _RETRY
+    ) -> Result:
+        """Try until it works, and say why not once. Raises ``Cancelled`` on a stop."""
         while not self._supervisor.stop.is_set():
             try:
                 result = attempt()
@@ -259,7 +269,7 @@ class Daemon:
                 self._notifier.status(self._waiting[0])
                 self._report(self._waiting[0])
                 self._start_status_socket()
-                self._supervisor.stop.wait(max(_RETRY, reason.retry_after))
+                self._supervisor.stop.wait(max(pause(), reason.retry_after))
                 continue
             self._waiting.clear()
             if self._once.clear(what):

@@ -34,11 +34,14 @@ class EtcdError(Exception):
 class Etcd:
     """One etcd member. Its data outlive ``stop``, ``kill`` and another ``start``.
 
-    ``api`` is the one in which the network is, "v2" or "v3"; a node of v3 is told as v2 tells it. Keys that
-    begin with ``/`` are taken as they are, others are below the network's prefix.
+    ``api`` is the one in which the network is, "v2" or "v3"; a node of v3 is told as v2 tells it. ``program`` is
+    Debian's by default. Keys that begin with ``/`` are taken as they are, others are below the network's prefix.
     """
 
-    def __init__(self, namespace: Namespace, address: str, directory: Path, api: str = "v2") -> None:
+    def __init__(
+        self, namespace: Namespace, address: str, directory: Path, api: str = "v2", program: str = ""
+    ) -> None:
+        self._program = program
         self.namespace = namespace
         self.api = api
         self.v3 = V3Keys(lambda path, body: self.request("POST", f"/v3{path}", body, as_json=True))
@@ -51,7 +54,12 @@ class Etcd:
 
     def start(self, *flags: str) -> None:
         """Start and wait until it answers; ``flags`` come after the lab's own and win."""
-        command = shutil.which("etcd")
+        self.launch(*flags)
+        wait_for(self.healthy, 10, f"etcd to answer; see its log:\n{self.log()[-2000:]}")
+
+    def launch(self, *flags: str) -> None:
+        """Start; a member of a cluster answers when most of the others run."""
+        command = self._program or shutil.which("etcd")
         if command is None:
             raise FileNotFoundError("etcd is not installed; apt-get install etcd-server")
         with self._log.open("ab") as output:
@@ -67,7 +75,6 @@ class Etcd:
                 *flags,
                 output=output,
             )
-        wait_for(self.healthy, 10, f"etcd to answer; see its log:\n{self.log()[-2000:]}")
 
     def stop(self, how: signal.Signals = signal.SIGTERM) -> None:
         """End the process and wait for it."""
@@ -75,6 +82,10 @@ class Etcd:
             self._process.send_signal(how)
             self._process.wait(10)
             self._process = None
+
+    def send_signal(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
 
     def kill(self) -> None:
         """End it as a power failure would."""
@@ -92,12 +103,11 @@ class Etcd:
     @contextmanager
     def frozen(self) -> Iterator[None]:
         """Make it take connections and requests, and say nothing, for a while."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
+        self.send_signal(signal.SIGSTOP)
         try:
             yield
         finally:
-            self._process.send_signal(signal.SIGCONT)
+            self.send_signal(signal.SIGCONT)
 
     def healthy(self) -> bool:
         """Does it answer, with a leader?"""
