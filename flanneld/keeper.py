@@ -69,7 +69,7 @@ class Keeper:
         self._retry_at: float | None = None
         #: The store tells the peers other attributes than ours.
         self._misrepresented = False
-        #: Somebody who is no rival keeps undoing what we write: how long to leave it, and until when that counts.
+        #: How long to leave what somebody undoes who is no rival, and until when that is a quarrel.
         self._undone = Backoff(first=CONTEST_SPACING, longest=_LONGEST_SLEEP)
         self._quarrel_end = 0.0
         self._is_quarrel = False

@@ -34,8 +34,9 @@ class EtcdError(Exception):
 class Etcd:
     """One etcd member. Its data outlive ``stop``, ``kill`` and another ``start``.
 
-    ``api`` is the one in which the network is, "v2" or "v3"; a node of v3 is told as v2 tells it. ``program`` is
-    Debian's by default. Keys that begin with ``/`` are taken as they are, others are below the network's prefix.
+    ``api`` is the one in which the network is, "v2" or "v3"; a node of v3 is told as v2 tells it. Keys that
+    begin with ``/`` are taken as they are, others are below the network's prefix. ``program`` is Debian's by
+    default.
     """
 
     def __init__(
