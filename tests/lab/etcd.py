@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -35,14 +36,14 @@ class Etcd:
     """One etcd member. Its data outlive ``stop``, ``kill`` and another ``start``.
 
     ``api`` is the one in which the network is, "v2" or "v3"; a node of v3 is told as v2 tells it. Keys that
-    begin with ``/`` are taken as they are, others are below the network's prefix. ``program`` is Debian's by
-    default.
+    begin with ``/`` are taken as they are, others are below the network's prefix. ``program`` is by default
+    what ``FLANNELD_TEST_ETCD`` names, else Debian's.
     """
 
     def __init__(
         self, namespace: Namespace, address: str, directory: Path, api: str = "v2", program: str = ""
     ) -> None:
-        self._program = program
+        self._program = program or os.environ.get("FLANNELD_TEST_ETCD", "")
         self.namespace = namespace
         self.api = api
         self.v3 = V3Keys(lambda path, body: self.request("POST", f"/v3{path}", body, as_json=True))
@@ -208,7 +209,7 @@ class Etcd:
         """Let in, besides the test, one user only, with no more rights than a daemon needs."""
         if self.api == "v3":
             self.v3.require_login(user, password, PREFIX)
-            self._login = {"Authorization": self.v3.token("root", password)}
+            self.log_in(password)
             return
         kv = {"read": [f"{PREFIX}/*"], "write": [f"{PREFIX}/subnets/*"]}
         for path, order in (
@@ -221,6 +222,11 @@ class Etcd:
         token = b64encode(b"root:of the test").decode()
         self._login = {"Authorization": f"Basic {token}"}
         self.request("DELETE", "/v2/auth/roles/guest")
+
+    def log_in(self, password: str) -> None:
+        """Let the test itself in again, where v3 has forgotten all logins."""
+        self._login = {}
+        self._login = {"Authorization": self.v3.token("root", password)}
 
     def change_password(self, user: str, password: str) -> None:
         order = {"user": user, "name": user, "password": password}

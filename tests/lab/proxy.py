@@ -44,10 +44,16 @@ QUIET = Trouble()
 
 
 class Proxy:
-    """Passes HTTP without TLS on to ``target``. ``trouble`` may be changed at any time."""
+    """Passes HTTP without TLS on to ``target``. ``trouble`` may be changed at any time.
 
-    def __init__(self, namespace: Namespace | None, listen: Address, target: Address, seed: int = 0) -> None:
+    With ``root``, as ``/v3beta``, it shows the API ``/v3`` there, and nothing at ``/v3``.
+    """
+
+    def __init__(
+        self, namespace: Namespace | None, listen: Address, target: Address, seed: int = 0, root: str = "/v3"
+    ) -> None:
         self.trouble = QUIET
+        self._root = root.encode()
         self._target = target
         self._namespace = namespace
         self._random = random.Random(seed)
@@ -130,7 +136,7 @@ class Proxy:
     def _relay(self, client: socket.socket, server: socket.socket) -> None:
         asking, answering = client.makefile("rb"), server.makefile("rb")
         while True:
-            head = _Head.read(asking)
+            head = _Head.read(asking).moved(self._root)
             request = head.encoded() + b"".join(head.body(asking))
             is_stream = any(mark in head.lines[0] for mark in _STREAMS)
             is_watch = is_stream or _POLL in head.lines[0]
@@ -189,6 +195,13 @@ class _Head:
 
     def without(self, name: bytes) -> _Head:
         return _Head(tuple(line for line in self.lines if not line.lower().startswith(name)))
+
+    def moved(self, root: bytes) -> _Head:
+        """With the path of a request as it is where ``/v3`` is and not at ``root``."""
+        first = self.lines[0]
+        if root != b"/v3":
+            first = first.replace(b" /v3/", b" /nowhere/").replace(b" %b/" % root, b" /v3/")
+        return _Head((first, *self.lines[1:]))
 
     def body(self, file: BinaryIO) -> Iterator[bytes]:
         """What follows the head in the file: chunk by chunk, or all at once."""
