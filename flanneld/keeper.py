@@ -9,8 +9,9 @@ from dataclasses import replace
 from queue import Empty, SimpleQueue
 
 from flanneld import clock
+from flanneld.backoff import Backoff
 from flanneld.errors import Fatal, Retryable
-from flanneld.glog import Once
+from flanneld.glog import Once, V
 from flanneld.model import Added, Event, Lease, LeaseAttrs, Removed, Snapshot
 from flanneld.outage import Outage
 from flanneld.subnet.manager import SubnetManager
@@ -25,6 +26,8 @@ PROBATION = 5.0
 #: Two nodes that both have had the lease for long must not write over each other without pause.
 #: Shorter than the probation, so that a newcomer always gets its answer in time.
 CONTEST_SPACING = 2.0
+#: What somebody keeps changing back is written ever more rarely, until it has stood for so long.
+PEACE = 600.0
 #: What may pass between a write and its coming back to us, when telling a full term from a shorter one.
 _TRAVEL = 60.0
 #: The clock of the wait stands still while the host sleeps, that of the lease does not.
@@ -67,6 +70,10 @@ class Keeper:
         self._retry_at: float | None = None
         #: The store tells the peers other attributes than ours.
         self._misrepresented = False
+        #: How long to leave what somebody undoes who is no rival, and until when that is a quarrel.
+        self._undone = Backoff(first=CONTEST_SPACING, longest=_LONGEST_SLEEP)
+        self._quarrel_end = 0.0
+        self._is_quarrel = False
         self._inbox: SimpleQueue[Event | LeaseAttrs | None] = SimpleQueue()
         self._once = Once()
         self._outage = Outage(
@@ -133,7 +140,7 @@ class Keeper:
         if lease.asof < self._lease.asof:
             return
         if self._is_a_nodes_write(lease) and (lease.asof > self._lease.asof or not self._contested):
-            self._contest(lease)
+            (self._contest if self._contested else self._put_right)(lease)
             return
         self._lease = replace(self._lease, expires=lease.expires, asof=lease.asof)
 
@@ -145,14 +152,24 @@ class Keeper:
             return False
         return lease.expires - self._now() > self._term - _TRAVEL
 
+    def _put_right(self, lease: Lease) -> None:
+        """Somebody who is no rival changed what our lease says, perhaps a program that always will."""
+        self._lease = replace(self._lease, asof=lease.asof)
+        if self._misrepresented:
+            return
+        self._is_quarrel = self._now() < self._quarrel_end
+        if not self._is_quarrel:
+            self._undone.reset()
+            log.warning(
+                "The store does not say of us what we are: writing it again, ever more rarely if something"
+                " keeps changing it back"
+            )
+        spacing = self._undone.pause()
+        self._correct(spacing=spacing)
+        self._quarrel_end = self._now() + spacing + PEACE
+
     def _contest(self, lease: Lease) -> None:
         """Another node took our lease, by our public IP; the one that has had it longer keeps it."""
-        if not self._contested:
-            if not self._misrepresented:
-                log.warning("The store does not say of us what we are: writing it again")
-            self._lease = replace(self._lease, asof=lease.asof)
-            self._correct(spacing=CONTEST_SPACING)
-            return
         problem = f"another node writes itself into our lease {lease}: {lease.attrs}"
         remedy = "give each node its own address with --public-ip"
         if self._now() - self._taken_at < self._probation:
@@ -182,4 +199,5 @@ class Keeper:
         self._retry_at = None
         self._misrepresented = False
         if not self._outage.over():
-            log.info("Renewed the lease %s", renewed)
+            log.log(V(1 if self._is_quarrel else 0), "Renewed the lease %s", renewed)
+        self._is_quarrel = False

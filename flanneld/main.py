@@ -54,8 +54,9 @@ log = logging.getLogger(__name__)
 #: Threads hand over sooner than by default: an event reaches the kernel through two of them.
 _SWITCH_INTERVAL = 0.0001
 #: Objects made between two searches for reference cycles. A list of leases makes many, and no cycles.
-_WRITE_RETRY = 1.0  # seconds between two attempts to write subnet.env
 _GARBAGE = 50_000
+#: Seconds between two attempts to write subnet.env.
+_WRITE_RETRY = 1.0
 
 
 def main() -> None:
@@ -146,22 +147,20 @@ class Daemon:
 
     def _join(self, manager: SubnetManager) -> Member:
         """Learn what the network is like, decide how this node takes part in it, and get its lease."""
-        patiently = self._readiness.patiently
+        ask = self._readiness.ask
         previous = subnet_file.read(Path(self._options.subnet_file))
-        config = patiently("the network config", manager.network_config)
+        config = ask("the network config", manager.network_config)
         for warning in config.warnings:
             log.warning("%s", warning)
         make_backend = backends.load(config.backend_type)
         kernel = Kernel()
         monitor = Monitor(kernel.port)
-        choice = patiently("our node", lambda: choice_for(self._options, manager))
+        choice = ask("our node", lambda: choice_for(self._options, manager))
         uplink = self._find_uplink(kernel, config, choice)
-        stored = patiently("the leases", lambda: manager.stored(uplink.public(config.families[0])))
+        stored = ask("the leases", lambda: manager.stored(uplink.public(config.families[0])))
         site = Site(kernel, config, choice, make_backend, uplink, stored, previous.networks)
         _warn_of_unread_keys(config)
-        lease = patiently(
-            "a lease", lambda: manager.acquire(config, site.backend.attributes(), previous.subnets)
-        )
+        lease = ask("a lease", lambda: manager.acquire(config, site.backend.attributes(), previous.subnets))
         log.info("Our subnet is %s, backend %s, MTU %d", lease, config.backend_type, site.backend.mtu)
         return Member(manager, config, previous, kernel, monitor, site, lease)
 

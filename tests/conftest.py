@@ -9,6 +9,7 @@ import hypothesis
 import pytest
 
 from tests.lab import Lab, Node
+from tests.lab.lab import API
 from tests.vm.machine import lacks
 
 # A busy machine is no reason to fail.
@@ -82,7 +83,7 @@ def _nodes(fixtures: dict[str, Any]) -> Iterator[Node]:
 @pytest.fixture
 def api() -> str:
     """The API of etcd in which the network is; ``@pytest.mark.parametrize`` it for others."""
-    return "v2"
+    return API
 
 
 @pytest.fixture

@@ -17,7 +17,8 @@ from flanneld.errors import Retryable
 from flanneld.subnet.etcd_http import NO_ACCESS, Answer, Useless, json_object, nonsense
 from flanneld.subnet.etcd_keys import ListAgain, Node, Position, check_history
 
-_DEADLINE_EXCEEDED, _NOT_FOUND, _PERMISSION_DENIED, _UNAVAILABLE, _UNAUTHENTICATED = 4, 5, 7, 14, 16
+_CANCELLED, _DEADLINE_EXCEEDED, _NOT_FOUND = 1, 4, 5
+_PERMISSION_DENIED, _UNAVAILABLE, _UNAUTHENTICATED = 7, 14, 16
 #: etcd has no code of their own for these. The Go client logs in again for the same.
 _LOGIN_NEEDED = ("user name is empty", "revision of auth store is old", "invalid auth token")
 _LOGIN_REFUSED = ("authentication failed", "permission denied", "permission is not given")
@@ -101,7 +102,7 @@ def refusal(server: str, body: Mapping[str, Any], status: int) -> Exception:
         return AccessRefused(f"etcd at {server} refuses access ({text})", NO_ACCESS)
     if code == _NOT_FOUND:
         return LeaseGone(f"etcd at {server} refuses: {text}")
-    if code in (_DEADLINE_EXCEEDED, _UNAVAILABLE) or status >= 500:
+    if code in (_CANCELLED, _DEADLINE_EXCEEDED, _UNAVAILABLE) or status >= 500:
         return Useless(text, "see the log of etcd; it may have no leader")
     if isinstance(code, int):
         return Retryable(f"etcd at {server} refuses: {text} (error {code})", "see etcd's log")

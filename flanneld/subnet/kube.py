@@ -14,6 +14,7 @@ from ipaddress import IPv4Address, IPv6Address
 from pathlib import Path
 
 from flanneld import clock
+from flanneld.backoff import Backoff
 from flanneld.config import Config, parse
 from flanneld.errors import Fatal, Refused, Retryable
 from flanneld.glog import Once
@@ -25,7 +26,7 @@ from flanneld.subnet.kube_own import OwnNode
 from flanneld.subnet.kube_state import Saved, State
 from flanneld.subnet.kube_table import NodeTable
 from flanneld.subnet.kube_upkeep import Upkeep
-from flanneld.subnet.kube_watch import Backoff, Follower
+from flanneld.subnet.kube_watch import Follower
 from flanneld.subnet.manager import Cancelled, Deliver
 
 __all__ = ["KubeManager", "KubeOptions"]

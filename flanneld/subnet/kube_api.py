@@ -31,6 +31,8 @@ _UNAUTHORIZED, _GONE, _TOO_MANY = 401, 410, 429
 _LONGEST_RETRY_AFTER = 60.0
 #: An answer that is an error says why in so many bytes at most.
 _ERROR_SIZE = 64 * 1024
+#: A watch is read in pieces of so many bytes at most, each as soon as anything has come.
+_PIECE = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,9 @@ class Api:
 
     def _pieces(self, response: Any) -> Iterator[bytes]:
         try:
-            yield from response.stream()
+            # Not stream(), which waits for 64 KiB unless each event comes as a chunk of its own.
+            while piece := response.read1(_PIECE):
+                yield piece
         except ReadTimeoutError:
             # A version that the server has yet to reach, as after a restored backup, also meets silence.
             raise Expired(f"the watch was silent for {self._timeouts.silence:g} s") from None

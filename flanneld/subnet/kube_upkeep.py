@@ -9,13 +9,13 @@ from dataclasses import replace
 from queue import Empty, SimpleQueue
 
 from flanneld import clock
+from flanneld.backoff import Backoff
 from flanneld.config import Config
 from flanneld.errors import Retryable
 from flanneld.glog import Once
 from flanneld.model import Added, Event, Lease, LeaseAttrs, Removed, name_of
 from flanneld.subnet.kube_nodes import Node, changed_notes, own_key
 from flanneld.subnet.kube_own import OwnNode
-from flanneld.subnet.kube_watch import Backoff
 from flanneld.subnet.manager import Cancelled, Deliver
 
 log = logging.getLogger(__name__)

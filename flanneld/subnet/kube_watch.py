@@ -6,10 +6,10 @@ import logging
 import random
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from flanneld import clock
+from flanneld.backoff import Backoff
 from flanneld.errors import Refused, Retryable
 from flanneld.glog import Once, V
 from flanneld.model import Event
@@ -43,25 +43,6 @@ class Audience(Protocol):
     def seen(self, node: Node) -> list[Event]: ...
 
     def gone(self, node: Node) -> list[Event]: ...
-
-
-@dataclass(slots=True)
-class Backoff:
-    """Ever longer pauses, in seconds, as client-go's reflector makes them: up to as much again by chance."""
-
-    first: float = 0.8
-    longest: float = 20.0
-    factor: float = 2.0
-    chance: Callable[[], float] = random.random
-    _next: float = 0.0
-
-    def pause(self) -> float:
-        now = self._next or self.first
-        self._next = min(now * self.factor, self.longest)
-        return now * (1.0 + self.chance())
-
-    def reset(self) -> None:
-        self._next = 0.0
 
 
 def decode(line: bytes) -> tuple[str, dict[str, Any]]:

@@ -17,6 +17,7 @@ from tests.lab.lab import Lab
 from tests.lab.namespace import CommandError, Namespace
 from tests.lab.node import Container, Node
 from tests.lab.ping import Ping
+from tests.lab.proxy import Proxy, Trouble
 from tests.lab.wait import wait_for
 
 __all__ = [
@@ -33,6 +34,8 @@ __all__ = [
     "Namespace",
     "Node",
     "Ping",
+    "Proxy",
+    "Trouble",
     "own_command",
     "peer_command",
     "wait_for",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -35,10 +36,14 @@ class Etcd:
     """One etcd member. Its data outlive ``stop``, ``kill`` and another ``start``.
 
     ``api`` is the one in which the network is, "v2" or "v3"; a node of v3 is told as v2 tells it. Keys that
-    begin with ``/`` are taken as they are, others are below the network's prefix.
+    begin with ``/`` are taken as they are, others are below the network's prefix. ``program`` is by default
+    what ``FLANNELD_TEST_ETCD`` names, else Debian's.
     """
 
-    def __init__(self, namespace: Namespace, address: str, directory: Path, api: str = "v2") -> None:
+    def __init__(
+        self, namespace: Namespace, address: str, directory: Path, api: str = "v2", program: str = ""
+    ) -> None:
+        self._program = program or os.environ.get("FLANNELD_TEST_ETCD", "")
         self.namespace = namespace
         self.api = api
         self.v3 = V3Keys(lambda path, body: self.request("POST", f"/v3{path}", body, as_json=True))
@@ -51,7 +56,12 @@ class Etcd:
 
     def start(self, *flags: str) -> None:
         """Start and wait until it answers; ``flags`` come after the lab's own and win."""
-        command = shutil.which("etcd")
+        self.launch(*flags)
+        wait_for(self.healthy, 10, f"etcd to answer; see its log:\n{self.log()[-2000:]}")
+
+    def launch(self, *flags: str) -> None:
+        """Start; a member of a cluster answers when most of the others run."""
+        command = self._program or shutil.which("etcd")
         if command is None:
             raise FileNotFoundError("etcd is not installed; apt-get install etcd-server")
         with self._log.open("ab") as output:
@@ -67,7 +77,6 @@ class Etcd:
                 *flags,
                 output=output,
             )
-        wait_for(self.healthy, 10, f"etcd to answer; see its log:\n{self.log()[-2000:]}")
 
     def stop(self, how: signal.Signals = signal.SIGTERM) -> None:
         """End the process and wait for it."""
@@ -75,6 +84,10 @@ class Etcd:
             self._process.send_signal(how)
             self._process.wait(60)
             self._process = None
+
+    def send_signal(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
 
     def kill(self) -> None:
         """End it as a power failure would."""
@@ -92,12 +105,11 @@ class Etcd:
     @contextmanager
     def frozen(self) -> Iterator[None]:
         """Make it take connections and requests, and say nothing, for a while."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
+        self.send_signal(signal.SIGSTOP)
         try:
             yield
         finally:
-            self._process.send_signal(signal.SIGCONT)
+            self.send_signal(signal.SIGCONT)
 
     def healthy(self) -> bool:
         """Does it answer, with a leader?"""
@@ -197,7 +209,7 @@ class Etcd:
         """Let in, besides the test, one user only, with no more rights than a daemon needs."""
         if self.api == "v3":
             self.v3.require_login(user, password, PREFIX)
-            self._login = {"Authorization": self.v3.token("root", password)}
+            self.log_in(password)
             return
         kv = {"read": [f"{PREFIX}/*"], "write": [f"{PREFIX}/subnets/*"]}
         for path, order in (
@@ -210,6 +222,11 @@ class Etcd:
         token = b64encode(b"root:of the test").decode()
         self._login = {"Authorization": f"Basic {token}"}
         self.request("DELETE", "/v2/auth/roles/guest")
+
+    def log_in(self, password: str) -> None:
+        """Let the test itself in again, where v3 has forgotten all logins."""
+        self._login = {}
+        self._login = {"Authorization": self.v3.token("root", password)}
 
     def change_password(self, user: str, password: str) -> None:
         order = {"user": user, "name": user, "password": password}

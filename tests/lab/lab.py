@@ -25,6 +25,9 @@ LINK, SECOND_LINK = 18, 19
 ADDRESS = f"198.{LINK}.0.254"  # etcd's, and the first link's gateway
 NETWORK = "10.5.0.0/16"
 
+#: The API of etcd in which networks are unless a test says otherwise.
+API = os.environ.get("FLANNELD_TEST_API", "v2")
+
 #: etcd reserves 64 MB for each file of its write-ahead log, and a container's /dev/shm may be smaller.
 ENOUGH = 1 << 30
 
@@ -34,22 +37,23 @@ _numbers = itertools.count(1)
 class Lab:
     """A laboratory of its own: any number can stand side by side, in one process or in many.
 
-    ``api`` is that of etcd in which the network is. What an earlier lab left behind because its process was
-    killed is cleared away at the start of the next.
+    ``api`` is that of etcd in which the network is, ``program`` the etcd if it is not the usual one. What an
+    earlier lab left behind because its process was killed is cleared away at the start of the next.
     """
 
-    def __init__(self, nodes: int = 0, api: str = "v2") -> None:
+    def __init__(self, nodes: int = 0, api: str = API, program: str = "") -> None:
         self.name = f"fl{os.getpid()}.{next(_numbers)}"
         self.directory = _room() / self.name
         self.nodes: list[Node] = []
         self._first_nodes = nodes
         self._api = api
+        self._program = program
         self._routes = False
 
     def __enter__(self) -> Self:
         self._lock = _claim(self.directory)
         self.switch = Namespace(f"{self.name}-switch")
-        self.etcd = Etcd(self.switch, ADDRESS, self.directory, self._api)
+        self.etcd = Etcd(self.switch, ADDRESS, self.directory, self._api, self._program)
         try:
             self._build_switch()
             self.etcd.start()

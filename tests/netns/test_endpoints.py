@@ -103,7 +103,10 @@ def test_tls_with_certificates_on_both_sides_carries_everything(tls_node: tuple[
     assert node.stop().status == 0
 
 
-@pytest.mark.parametrize(("authority", "identity"), [("ca", ""), ("ca", "other"), ("other", "client")])
+@pytest.mark.parametrize(
+    ("api", "authority", "identity"),
+    [("v2", "ca", ""), ("v2", "ca", "other"), ("v2", "other", "client"), ("v3", "other", "client")],
+)
 def test_a_certificate_that_is_not_accepted_is_complained_about_once(
     tls_node: tuple[Node, Etcd, Path], authority: str, identity: str
 ) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.lab import Lab, Node, wait_for
+from tests.netns.apis import both_apis
 from tests.netns.pair import SOON, connect
 
 #: As a Go flanneld leaves its routes; 10.5.0.0/24 is a subnet that no node can have.
@@ -51,6 +52,7 @@ def destinations(node: Node, device: str = "") -> set[str]:
 # ---- peers that went while nobody looked ----------------------------------------------------------
 
 
+@both_apis
 def test_what_led_to_a_vanished_peer_is_removed_at_the_next_start(lab: Lab, backend: dict[str, Any]) -> None:
     node, stays, gone = lab.cluster(backend, nodes=3)
     connect(node, stays)

@@ -88,6 +88,10 @@ MISBEHAVIOUR: dict[str, tuple[Serve, str]] = {
     "hangs up": (hang_up, "broke the connection"),
     "no leader": (answering(http("503 No", '{"error":"etcdserver: no leader","code":14}')), "no leader"),
     "timed out": (answering(http("504 No", '{"message":"etcdserver: too slow","code":4}')), "too slow"),
+    "shuts down": (
+        answering(http("408 No", '{"message":"grpc: the client connection is closing","code":1}')),
+        "connection is closing",
+    ),
     "bad gateway": (answering(http("502 Bad Gateway", "<html>")), "HTTP 502"),
     "redirects": (answering(http("307 Away", "", "Location: http://u:pw@else/x")), "redirects to else"),
     "no gateway": (answering(http("404 Not Found", "404 page not found\n")), "--enable-grpc-gateway"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ import pytest
 
 from flanneld.config import Config
 from flanneld.errors import Fatal, Retryable
-from flanneld.keeper import ANNOUNCE_RETRY, CONTEST_SPACING, RENEW_RETRY, Keeper
+from flanneld.keeper import ANNOUNCE_RETRY, CONTEST_SPACING, PEACE, RENEW_RETRY, Keeper
 from flanneld.model import Added, IPAddress, Lease, LeaseAttrs, LeaseKey, Removed
 from flanneld.subnet.manager import Cancelled, Deliver, SubnetManager
 from tests.lab.wait import wait_for
@@ -469,8 +470,34 @@ def test_without_rivals_what_somebody_wrote_into_our_lease_is_put_right(
     store.write(replace(RESERVATION, attrs=OTHERS))
     node.settle()
     assert store.leases[KEY].attrs == OTHERS
-    node.pass_time(CONTEST_SPACING)
+    node.pass_time(4 * CONTEST_SPACING)
     assert store.leases[KEY].attrs == OURS
     assert node.error is None
     node.end()
-    assert caplog.text.count("writing it again") == 2
+    assert caplog.text.count("writing it again") == 1
+
+
+def test_what_somebody_keeps_changing_back_is_written_ever_more_rarely_and_spoken_of_once(
+    store: Store, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    node = Node(store, clock, store.write(RESERVATION), contested=False)
+    theirs = replace(RESERVATION, attrs=OTHERS)
+    for _ in range(8):
+        tries = len(store.attempts)
+        node.keeper.deliver([Added(store.write(theirs))])  # told twice, which is no reason to wait longer
+        node.settle()
+        for _ in range(121):
+            if len(store.attempts) == tries:
+                node.pass_time(1)
+    pauses = [later - earlier for earlier, later in itertools.pairwise(store.attempts)]
+    assert 2 * CONTEST_SPACING <= pauses[0] <= 4 * CONTEST_SPACING + 1
+    assert all(pause >= 60 for pause in pauses[-3:])
+    assert all(pause <= 121 for pause in pauses)
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+    node.pass_time(PEACE + 121)
+    store.write(theirs)
+    node.settle()
+    assert store.leases[KEY].attrs == OURS
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"] * 2
+    node.end()

@@ -20,6 +20,7 @@ from flanneld.subnet.manager import Cancelled, NodeStore, SubnetManager
 from tests.lab.credentials import write_kubeconfig
 from tests.lab.kube_api.crowd import PREFIX
 from tests.lab.kube_api.faults import Fault
+from tests.lab.proxy import Proxy, Trouble
 from tests.lab.wait import wait_for
 from tests.local_cluster import ATTRS, CONFIG, SUBNET, Cluster, peers, running_cluster
 from tests.local_kube import DEADLINE, FLANNEL_TOKEN, NOBODY
@@ -309,6 +310,17 @@ def test_events_in_pieces_are_put_together(cluster: Cluster, size: int) -> None:
     for number in (2, 3, 4):
         cluster.put_peer(number)
     cluster.wait_for(2, 3, 4)
+
+
+def test_an_event_is_not_held_back_where_a_proxy_joins_the_chunks(cluster: Cluster) -> None:
+    host, _, port = cluster.kube.url.rpartition("/")[2].partition(":")
+    with Proxy(None, ("127.0.0.1", 0), (host, int(port))) as proxy:
+        proxy.trouble = Trouble(chunked=False)
+        cluster.join(cluster.open(url=proxy.url, timeouts=Timeouts(2.0, 2.0, silence=60.0)))
+        wait_for(lambda: cluster.control.watches() == 1)
+        cluster.put_peer(2)
+        cluster.wait_for(2)
+        cluster.close()
 
 
 @pytest.mark.parametrize("cut", [1, 50, 200])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from flanneld.errors import Retryable
 from flanneld.subnet.kube_api import Expired
 from flanneld.subnet.kube_nodes import NodeReader
-from flanneld.subnet.kube_watch import Backoff, ListAgain, decode
+from flanneld.subnet.kube_watch import ListAgain, decode
 from flanneld.subnet.watch_lines import Lines
 from tests.local_kube import parse_reply
 
@@ -66,14 +66,6 @@ def test_an_error_event_calls_for_a_list() -> None:
         decode(json.dumps({"type": "ERROR", "object": gone}).encode())
     with pytest.raises(ListAgain, match="boom"):
         decode(json.dumps({"type": "ERROR", "object": {"code": 500, "message": "boom"}}).encode())
-
-
-def test_pauses_grow_to_a_limit_and_chance_at_most_doubles_them() -> None:
-    short, long = Backoff(1.0, 8.0, chance=lambda: 0.0), Backoff(1.0, 8.0, chance=lambda: 1.0)
-    assert [short.pause() for _ in range(5)] == [1, 2, 4, 8, 8]
-    assert [long.pause() for _ in range(5)] == [2, 4, 8, 16, 16]
-    short.reset()
-    assert short.pause() == 1
 
 
 def recorded(name: str) -> bytes:

@@ -1,0 +1,26 @@
+"""Ever longer pauses between attempts, each a little different, so that nodes do not come all at once."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Backoff:
+    """Pauses in seconds, as client-go's reflector makes them: up to as much again by chance."""
+
+    first: float = 0.8
+    longest: float = 20.0
+    factor: float = 2.0
+    chance: Callable[[], float] = random.random
+    _next: float = 0.0
+
+    def pause(self) -> float:
+        now = self._next or self.first
+        self._next = min(now * self.factor, self.longest)
+        return now * (1.0 + self.chance())
+
+    def reset(self) -> None:
+        self._next = 0.0
