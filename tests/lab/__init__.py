@@ -9,6 +9,7 @@ host it runs on. ``tests/netns``, ``tests/interop``, ``tests/bench`` and ``dist/
 """
 
 from tests.lab.daemon import Daemon, Exit, own_command, peer_command
+from tests.lab.door import Door, Trouble
 from tests.lab.etcd import Etcd, EtcdError
 from tests.lab.impostor import Impostor
 from tests.lab.kube import Kube
@@ -23,6 +24,7 @@ __all__ = [
     "CommandError",
     "Container",
     "Daemon",
+    "Door",
     "Etcd",
     "EtcdError",
     "Exit",
@@ -33,6 +35,7 @@ __all__ = [
     "Namespace",
     "Node",
     "Ping",
+    "Trouble",
     "own_command",
     "peer_command",
     "wait_for",

@@ -1,0 +1,85 @@
+"""What befalls the store, and the way there."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any, get_args
+
+from hypothesis import strategies as st
+from hypothesis.stateful import rule
+
+from flanneld.brake import HOLD
+from tests.lab import Trouble, wait_for
+from tests.netns.histories.history import SOON, History, told
+from tests.netns.histories.setting import CROWD
+
+BRAKE = "reading the list again in"
+
+
+class OfTheStore(History):
+    @rule(how=st.sampled_from([signal.SIGTERM, signal.SIGKILL, None]))
+    @told
+    def etcd_is_started_anew_or_forgets(self, how: signal.Signals | None) -> None:
+        if how:
+            self.ground.lab.etcd.restart(how)
+        else:
+            self._forget_history()
+
+    @rule(what=st.sampled_from(get_args(Trouble)), times=st.integers(1, 6), at_once=st.booleans())
+    @told
+    def requests_go_wrong(self, what: Trouble, times: int, at_once: bool) -> None:
+        """Those to come; ``at_once`` sees that some come."""
+        self.ground.door.trouble(what, times)
+        if at_once:
+            self.ground.door.cut()
+
+    @rule(seconds=st.sampled_from([0.0, 0.02, 0.2, 1.0]))
+    @told
+    def answers_take_their_time(self, seconds: float) -> None:
+        """Not all of them the same, so that what one watch tells may be older than what the other does."""
+        self.ground.door.slow_down(seconds)
+
+    @rule(how=st.sampled_from(["cut", "shut", "hold", "mend"]), forgets=st.booleans())
+    @told
+    def the_way_to_etcd_changes(self, how: str, forgets: bool) -> None:
+        getattr(self.ground.door, how)()
+        if forgets:
+            self._forget_history()
+
+    @rule(for_good=st.booleans())
+    @told
+    def the_store_loses_most_peers(self, for_good: bool) -> None:
+        """While nobody hears of it, so that the next list lacks them."""
+        self.settle()
+        before = self._ways_to_the_crowd()
+        warnings = self.node.logs().count(BRAKE)
+        self.ground.door.shut()
+        attributes = self._lose_the_crowd()
+        self._forget_history()
+        self.ground.door.mend()
+        wait_for(lambda: self.node.logs().count(BRAKE) > warnings, SOON, "the brake")
+        assert self._ways_to_the_crowd() == before
+        if for_good and self.ground.is_patient:
+            self.patience = SOON + HOLD
+        else:
+            for number, each in attributes.items():
+                self.write(number, each)
+
+    def _lose_the_crowd(self) -> dict[int, dict[str, Any]]:
+        peers = self.peers()
+        found = {number: peers[self.setting.lease(number)] for number in CROWD}
+        for number in CROWD:
+            self.remove(number)
+        return found
+
+    def _ways_to_the_crowd(self) -> list[Any]:
+        """The routes that lead there, or what the pump knows."""
+        bases = {self.setting.lease(number).partition("/")[0] for number in CROWD}
+        ours = self.ground.look().ours()
+        ends = [each for tunnel in ours["tunnels"].values() for each in tunnel["fdb"]]
+        return [each for each in (*ours["routes"], *ends) if each[0].partition("/")[0] in bases]
+
+    def _forget_history(self) -> None:
+        etcd = self.ground.lab.etcd
+        etcd.set("/unrelated", "")  # Nothing cannot be forgotten twice.
+        etcd.forget_history()
