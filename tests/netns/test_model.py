@@ -2,8 +2,8 @@
 
 Hypothesis draws histories: leases come, go and turn into nonsense, somebody tampers with the kernel and the
 packet filter, the daemon is killed, stopped and started at any moment, etcd is started anew or forgets, and
-the way there is bad. When all is quiet again, the kernel must hold what ``histories.wanted`` computes from the
-leases, others' objects must be untouched and our subnet ours.
+the way there is bad. When all is quiet again, the kernel must hold what ``histories.wanted`` computes from
+the leases, others' objects must be untouched and our subnet ours.
 """
 
 from __future__ import annotations

@@ -34,8 +34,7 @@ class Ground:
             self.door = stack.enter_context(Door(self.lab.switch, self.lab.etcd.address))
             (self.node,) = self.lab.add_nodes()
             self._furnish()
-            config = {"Network": "10.5.0.0/16", "Backend": self.setting.backend}
-            self.lab.etcd.put_config(config | self.setting.network_config)
+            self.lab.etcd.put_config(self.setting.network_config)
             self.start()
             self.node.wait_ready(20)
             self.own = "&".join(self.node.subnet(family) for family in self.setting.families)

@@ -80,7 +80,7 @@ class History(RuleBasedStateMachine):
         ground.door.mend()
         self._clear_away()
         for number in (*PLAYERS[:3], *CROWD):
-            self.write(number, self.setting.attributes(host=100 + number, mac=number))
+            self.write(self.setting.lease(number), self.setting.attributes(host=100 + number, mac=number))
         self.settle()
         self.foreign = ground.look().foreign()
         self.foreign_rules = ground.rules()[1]
@@ -90,8 +90,9 @@ class History(RuleBasedStateMachine):
     @invariant()
     @told
     def others_objects_are_untouched(self) -> None:
-        assert self.ground.look().foreign() == self.foreign
-        assert self.ground.rules()[1] == self.foreign_rules
+        found = self.ground.look().foreign() | {"packet filter": self.ground.rules()[1]}
+        should = self.foreign | {"packet filter": self.foreign_rules}
+        assert found == should, difference(found, should)
         with self.node.namespace.entered():
             found = {path: int(Path("/proc/sys", path).read_text()) for path in self.sysctls}
         assert found == self.sysctls
@@ -120,7 +121,7 @@ class History(RuleBasedStateMachine):
             wait_for(self._is_right, self.patience)
         except AssertionError:
             found, should = self._state()
-            assert found == should
+            assert found == should, difference(found, should)
         stored = self.ground.lab.etcd.lease_values()
         assert self.ground.own in stored
         self.heard = {
@@ -166,22 +167,19 @@ class History(RuleBasedStateMachine):
         del sensible[self.ground.own]
         return sensible
 
-    def write(self, number: int, attributes: dict[str, Any], ttl: int = TTL) -> None:
+    def write(self, lease: str, attributes: dict[str, Any], ttl: int = TTL) -> None:
         """Write a lease that makes sense."""
-        lease = self.setting.lease(number)
         self._forget(lease)
         if ttl < TTL:
             self.fleeting.add(lease)
         self.ground.write(lease, attributes, ttl)
 
-    def remove(self, number: int) -> None:
-        lease = self.setting.lease(number)
+    def remove(self, lease: str) -> None:
         self._forget(lease)
         self.ground.remove(lease)
 
-    def garble(self, number: int, value: str, *, wholly: bool) -> None:
+    def garble(self, lease: str, value: str, *, wholly: bool) -> None:
         """Write something that makes no sense, or if not ``wholly``, perhaps a little."""
-        lease = self.setting.lease(number)
         if lease in self.heard and wholly:
             self.kept[lease] = self.heard[lease]
         elif not wholly:
@@ -238,3 +236,22 @@ class History(RuleBasedStateMachine):
         )
         if ground.rules()[1]:
             ground.node.run("nft", "flush", "ruleset")
+
+
+def difference(found: dict[str, Any], should: dict[str, Any], where: str = "") -> str:
+    """What is there too much and too little, part by part."""
+    lines = []
+    for name in sorted(found.keys() | should.keys()):
+        is_there, ought = found.get(name), should.get(name)
+        if is_there == ought:
+            continue
+        if isinstance(is_there, dict) and isinstance(ought, dict):
+            lines.append(difference(is_there, ought, f"{where}{name}: "))
+        elif isinstance(is_there, list) and isinstance(ought, list):
+            lines += [f"{where}{name}: should not be: {each}" for each in is_there if each not in ought]
+            lines += [f"{where}{name}: is missing: {each}" for each in ought if each not in is_there]
+            if sorted(is_there) == sorted(ought):
+                lines.append(f"{where}{name}: the order: {is_there}")
+        else:
+            lines.append(f"{where}{name}: {is_there} instead of {ought}")
+    return "\n".join(lines)

@@ -19,26 +19,26 @@ class OfPeers(History):
     @rule(player=players, host=places, mac=st.integers(1, 4), ttl=st.sampled_from([TTL, TTL, 1]))
     @told
     def a_peer_comes(self, player: int, host: int, mac: int, ttl: int) -> None:
-        self.write(player, self.setting.attributes(self._host(host), mac), ttl)
+        self.write(self.setting.lease(player), self.setting.attributes(self._host(host), mac), ttl)
 
     @rule(player=players, host=places, to_another_backend=st.booleans())
     @told
     def a_peer_goes(self, player: int, host: int, to_another_backend: bool) -> None:
         if to_another_backend and self.setting.type != "udp":  # udp asks for no type
             other = {"PublicIP": address(4, self._host(host)), "BackendType": "ipip"}
-            self.write(player, other)
+            self.write(self.setting.lease(player), other)
         else:
-            self.remove(player)
+            self.remove(self.setting.lease(player))
 
     @rule(player=players, what=places, half=st.booleans())
     @told
     def a_lease_becomes_nonsense(self, player: int, what: int, half: bool) -> None:
         values = half_sensible(self.setting) if half else ()
         if values:
-            self.garble(player, values[what % len(values)], wholly=False)
+            self.garble(self.setting.lease(player), values[what % len(values)], wholly=False)
         else:
             values = senseless(self.setting)
-            self.garble(player, values[what % len(values)], wholly=True)
+            self.garble(self.setting.lease(player), values[what % len(values)], wholly=True)
 
     @rule(what=places, host=places)
     @told

@@ -50,6 +50,8 @@ class OfTheStore(History):
     @told
     def the_store_loses_most_peers(self, for_good: bool) -> None:
         """While nobody hears of it, so that the next list lacks them."""
+        for lease in tuple(self.fleeting):  # It would be missed as well.
+            self.remove(lease)
         self.settle()
         before = self._ways_to_the_crowd()
         warnings = self.node.logs().count(BRAKE)
@@ -62,14 +64,14 @@ class OfTheStore(History):
         if for_good and self.ground.is_patient:
             self.patience = SOON + HOLD
         else:
-            for number, each in attributes.items():
-                self.write(number, each)
+            for lease, each in attributes.items():
+                self.write(lease, each)
 
-    def _lose_the_crowd(self) -> dict[int, dict[str, Any]]:
+    def _lose_the_crowd(self) -> dict[str, dict[str, Any]]:
         peers = self.peers()
-        found = {number: peers[self.setting.lease(number)] for number in CROWD}
-        for number in CROWD:
-            self.remove(number)
+        found = {lease: peers[lease] for lease in map(self.setting.lease, CROWD)}
+        for lease in found:
+            self.remove(lease)
         return found
 
     def _ways_to_the_crowd(self) -> list[Any]:

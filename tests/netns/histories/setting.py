@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from typing import Any
 
 NETWORKS = {4: "10.5.0.0/16", 6: "fc00:5::/48"}
 #: The part of it that the peers have; our own subnet is elsewhere.
 PEERS = {4: IPv4Network("10.5.0.0/19"), 6: IPv6Network("fc00:5::/59")}
-#: What the daemon's node gets at least.
-FIRST_OWN = "10.5.100.0"
+#: What our node gets at least.
+FIRST_OWN = {4: "10.5.100.0", 6: "fc00:5:0:100::"}
 #: The node itself, and hosts on its link; others are behind its gateway.
 OURS = {4: "198.18.0.1", 6: "fd00:18::1"}
 GATEWAY = {4: "198.18.0.254", 6: "fd00:18::fe"}
@@ -36,7 +36,6 @@ class Setting:
     api: str = "v3"
     families: tuple[int, ...] = (4,)
     native: bool = False
-    config: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def type(self) -> str:
@@ -59,8 +58,10 @@ class Setting:
 
     @property
     def network_config(self) -> dict[str, Any]:
-        dual = {"EnableIPv6": True, "IPv6Network": NETWORKS[6]} if 6 in self.families else {}
-        return {"SubnetMin": FIRST_OWN, "EnableNFTables": self.native, **dual, **self.config}
+        config = {"Network": NETWORKS[4], "Backend": self.backend, "SubnetMin": FIRST_OWN[4]}
+        if 6 in self.families:
+            config |= {"EnableIPv6": True, "IPv6Network": NETWORKS[6], "IPv6SubnetMin": FIRST_OWN[6]}
+        return config | {"EnableNFTables": self.native}
 
     def lease(self, number: int) -> str:
         """What a peer's lease is called: ``10.5.7.0/24`` or ``10.5.7.0/24&fc00:5:0:7::/64``."""
