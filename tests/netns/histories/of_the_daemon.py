@@ -42,9 +42,8 @@ class OfTheDaemon(History):
         self.start()
         self.pause()
         for number in CROWD:
-            self.write(
-                number, self.setting.attributes(host=100 + number + shift, mac=16 + (number + shift) % 12)
-            )
+            attributes = self.setting.attributes(host=100 + number + shift, mac=16 + (number + shift) % 12)
+            self.write(self.setting.lease(number), attributes)
         self.resume()
         time.sleep(instant / 1_000_000)
         self.end(signal.SIGKILL)

@@ -58,7 +58,7 @@ class Setting:
 
     @property
     def network_config(self) -> dict[str, Any]:
-        config = {"Network": NETWORKS[4], "Backend": self.backend, "SubnetMin": FIRST_OWN[4]}
+        config: dict[str, Any] = {"Network": NETWORKS[4], "Backend": self.backend, "SubnetMin": FIRST_OWN[4]}
         if 6 in self.families:
             config |= {"EnableIPv6": True, "IPv6Network": NETWORKS[6], "IPv6SubnetMin": FIRST_OWN[6]}
         return config | {"EnableNFTables": self.native}
