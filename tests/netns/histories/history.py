@@ -79,7 +79,8 @@ class History(RuleBasedStateMachine):
         ground = self.ground
         ground.door.mend()
         self._clear_away()
-        for number in (*PLAYERS[:3], *CROWD):
+        self.gather_the_crowd()
+        for number in PLAYERS[:3]:
             self.write(self.setting.lease(number), self.setting.attributes(host=100 + number, mac=number))
         self.settle()
         self.foreign = ground.look().foreign()
@@ -173,6 +174,12 @@ class History(RuleBasedStateMachine):
         if ttl < TTL:
             self.fleeting.add(lease)
         self.ground.write(lease, attributes, ttl)
+
+    def gather_the_crowd(self, shift: int = 0) -> None:
+        """Have all of it there; with another ``shift`` the whole of it moves."""
+        for number in CROWD:
+            mac = CROWD.start + (number + shift) % len(CROWD)
+            self.write(self.setting.lease(number), self.setting.attributes(100 + number + shift, mac))
 
     def remove(self, lease: str) -> None:
         self._forget(lease)

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
 from tests.netns.histories.history import History, told
-from tests.netns.histories.setting import CROWD
 
 moments = st.integers(0, 300)  # milliseconds
 #: Microseconds: a dozen peers are dealt with in a few thousand of them.
@@ -41,9 +40,7 @@ class OfTheDaemon(History):
         self.resume()
         self.start()
         self.pause()
-        for number in CROWD:
-            attributes = self.setting.attributes(host=100 + number + shift, mac=16 + (number + shift) % 12)
-            self.write(self.setting.lease(number), attributes)
+        self.gather_the_crowd(shift)
         self.resume()
         time.sleep(instant / 1_000_000)
         self.end(signal.SIGKILL)
