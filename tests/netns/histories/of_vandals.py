@@ -11,7 +11,7 @@ from tests.netns.histories.history import History, told
 from tests.netns.histories.of_peers import places
 from tests.netns.histories.packet_filter import damage, foreign_rules, survivors
 from tests.netns.histories.setting import GATEWAY, NETWORKS, UPLINK, address, nets
-from tests.netns.histories.vandalism import ANYWHERE, BOUNCE, DEVICE, ROUTES, TUNNEL, WORDS, bounce, foreign
+from tests.netns.histories.vandalism import ANYWHERE, BOUNCE, BOUNCED, DEVICE, ROUTES, TUNNEL, WORDS, foreign
 from tests.netns.histories.wanted import DATA, PUBLIC_IP
 
 #: Who repairs the same more often than this in a minute takes it for a fight, and waits.
@@ -124,7 +124,7 @@ class OfVandals(History):
         for each in what:
             if each == BOUNCE:
                 again = (*(f"ip {command}" for command in self.added), *self.detours.values())
-                self.ground.act(*bounce(self.setting), *again)
+                self.ground.act(*BOUNCED, *again)
             elif lease or "{subnet}" not in each:
                 if "replace" in each and "{subnet}" in each:
                     self.strays.add(words["subnet"])

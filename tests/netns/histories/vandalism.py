@@ -97,12 +97,11 @@ def foreign(setting: Setting) -> tuple[str, ...]:
     return FOREIGN + (FOREIGN_6 if 6 in setting.families else ())
 
 
-def bounce(setting: Setting) -> tuple[str, ...]:
-    """Set the uplink down and up; the kernel removes with it what leads through it, which is its owner's."""
-    again = [f"ip link set {UPLINK} up", f"ip route add default via {GATEWAY[4]}"]
-    if 6 in setting.families:
-        again += [
-            f"ip address add {OURS[6]}/64 dev {UPLINK} nodad",
-            f"ip route add default via {GATEWAY[6]}",
-        ]
-    return (BOUNCE, *again)
+#: Set the uplink down and up; the kernel removes with it what leads through it, which is its owner's.
+BOUNCED = (
+    BOUNCE,
+    f"ip link set {UPLINK} up",
+    f"ip route add default via {GATEWAY[4]}",
+    f"ip address add {OURS[6]}/64 dev {UPLINK} nodad",
+    f"ip route add default via {GATEWAY[6]}",
+)
