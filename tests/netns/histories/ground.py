@@ -37,7 +37,7 @@ class Ground:
             self.lab.etcd.put_config(self.setting.network_config)
             self.start()
             self.node.wait_ready(20)
-            self.own = "&".join(self.node.subnet(family) for family in self.setting.families)
+            self.own = self.subnet()
             self.wanted_rules = wanted_rules(self.setting, self.own)
             self._stack = stack.pop_all()
         return self
@@ -57,6 +57,10 @@ class Ground:
         """Start the daemon; it meets etcd at the door."""
         flags = ("--ip-masq", "--iptables-flavour=nft", "--iface-wait=60")
         self.node.start(f"--etcd-endpoints={self.door.endpoint}", *flags)
+
+    def subnet(self) -> str:
+        """Our lease, as our node tells it to those who attach containers."""
+        return "&".join(self.node.subnet(family) for family in self.setting.families)
 
     def act(self, *commands: str) -> None:
         """Run what may or may not work as things are."""

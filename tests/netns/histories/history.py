@@ -125,6 +125,7 @@ class History(RuleBasedStateMachine):
             assert found == should, difference(found, should)
         stored = self.ground.lab.etcd.lease_values()
         assert self.ground.own in stored
+        assert self.ground.subnet() == self.ground.own
         self.heard = {
             lease: stored.get(lease)
             for lease in map(self.setting.lease, (*PLAYERS, *CROWD))
