@@ -11,8 +11,8 @@ from hypothesis.stateful import rule
 from tests.netns.histories.history import History, told
 
 moments = st.integers(0, 300)  # milliseconds
-#: Microseconds: a dozen peers are dealt with in a few thousand of them.
-instants = st.integers(0, 20_000)
+#: Microseconds: it takes some thousands of them to deal with a dozen peers.
+instants = st.integers(0, 10_000)
 
 
 class OfTheDaemon(History):

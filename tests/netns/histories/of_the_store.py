@@ -11,7 +11,7 @@ from hypothesis.stateful import rule
 from flanneld.brake import HOLD
 from tests.lab import Trouble, wait_for
 from tests.netns.histories.history import SOON, History, told
-from tests.netns.histories.setting import CROWD
+from tests.netns.histories.setting import CROWD, PLAYERS, address
 
 BRAKE = "reading the list again in"
 
@@ -53,7 +53,7 @@ class OfTheStore(History):
         self.gather_the_crowd()
         for lease in tuple(self.fleeting):  # It would be missed as well.
             self.remove(lease)
-        self.settle()
+        self._be_heard()
         before = self._ways_to_the_crowd()
         warnings = self.node.logs().count(BRAKE)
         self.ground.door.shut()
@@ -67,6 +67,15 @@ class OfTheStore(History):
         else:
             for lease, each in attributes.items():
                 self.write(lease, each)
+
+    def _be_heard(self) -> None:
+        """See the daemon follow a peer to where nobody was before: it knows of all that came before that."""
+        lease = self.setting.lease(PLAYERS[0])
+        self.settle()
+        last = self.peers().get(lease, {}).get("PublicIP")
+        new = next(host for host in (201, 202) if address(4, host) != last)
+        self.write(lease, self.setting.attributes(new, mac=6))
+        self.settle()
 
     def _lose_the_crowd(self) -> dict[str, dict[str, Any]]:
         peers = self.peers()
