@@ -40,7 +40,6 @@ NATIVE_DAMAGE = (
     Damage("nft delete table ip flannel-ipv4", ("4 flannel",)),
     Damage("nft flush chain ip flannel-ipv4 postrtg"),
     Damage("nft flush table ip flannel-ipv4", ("4 flannel",)),
-    Damage("nft insert rule ip flannel-ipv4 forward ip saddr {network} drop comment '\"flanneld forward\"'"),
 )
 FOREIGN = (
     "iptables-nft -A FORWARD -s 192.0.2.0/24 -j DROP",
