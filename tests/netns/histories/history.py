@@ -142,7 +142,7 @@ class History(RuleBasedStateMachine):
         seen, (rules, _) = self.ground.look(), self.ground.rules()
         sensible, unsure = self._leases()
         should = wanted(self.setting, sensible, self.ground.own, seen)
-        led = {str(net) for lease in (*sensible, *unsure) for net in nets(lease).values()}
+        led = {str(net) for lease in (*self._led(sensible), *unsure) for net in nets(lease).values()}
         found, should = leave_out(unsure, seen.ours(self.strays - led), should)
         return found | {"rules": rules}, should | {"rules": self.ground.wanted_rules}
 
@@ -165,9 +165,15 @@ class History(RuleBasedStateMachine):
 
     def peers(self) -> dict[str, Any]:
         """The leases that lead somewhere."""
-        sensible, _ = self._leases()
-        del sensible[self.ground.own]
-        return sensible
+        return self._led(self._leases()[0])
+
+    def _led(self, leases: dict[str, Any]) -> dict[str, Any]:
+        own, type_ = self.ground.own, self.setting.type
+        return {
+            lease: attributes
+            for lease, attributes in leases.items()
+            if lease != own and attributes.get("BackendType", type_) == type_
+        }
 
     def write(self, lease: str, attributes: dict[str, Any], ttl: int = TTL) -> None:
         """Write a lease that makes sense."""
