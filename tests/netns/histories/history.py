@@ -121,8 +121,8 @@ class History(RuleBasedStateMachine):
         try:
             wait_for(self._is_right, self.patience)
         except AssertionError:
-            found, should = self._state()
-            assert found == should, difference(found, should)
+            for found, should in (self._kernel(), self._rules()):
+                assert found == should, difference(found, should)
         stored = self.ground.lab.etcd.lease_values()
         assert self.ground.own in stored
         assert self.ground.subnet() == self.ground.own
@@ -134,17 +134,23 @@ class History(RuleBasedStateMachine):
 
     def _is_right(self) -> bool:
         assert self.node.running, f"the daemon ended: {self.node.daemon.status()}:\n{self.node.log()}"
-        found, should = self._state()
+        found, should = self._kernel()
+        if found == should:
+            found, should = self._rules()
         return found == should
 
-    def _state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What is, and what should be, of all that is the daemon's."""
-        seen, (rules, _) = self.ground.look(), self.ground.rules()
+    def _kernel(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What is in the kernel of the daemon's, and what should be."""
+        seen = self.ground.look()
         sensible, unsure = self._leases()
         should = wanted(self.setting, sensible, self.ground.own, seen)
         led = {str(net) for lease in (*self._led(sensible), *unsure) for net in nets(lease).values()}
         found, should = leave_out(unsure, seen.ours(self.strays - led), should)
-        return found | {"rules": rules}, should | {"rules": self.ground.wanted_rules}
+        return found, should
+
+    def _rules(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The same of the packet filter."""
+        return {"packet filter": self.ground.rules()[0]}, {"packet filter": self.ground.wanted_rules}
 
     # ---- the leases ------------------------------------------------------------------------------
 
