@@ -59,7 +59,7 @@ def check(ground: Ground, start: int, histories: int, steps: int) -> None:
 
 
 def test_after_some_histories_the_kernel_is_as_it_should_be(ground: Ground) -> None:
-    check(ground, start=20261121, histories=2, steps=20)
+    check(ground, start=20261121, histories=2, steps=14)
 
 
 @pytest.mark.long

@@ -73,7 +73,7 @@ class OfTheStore(History):
         lease = self.setting.lease(PLAYERS[0])
         self.settle()
         last = self.peers().get(lease, {}).get("PublicIP")
-        new = next(host for host in (201, 202) if address(4, host) != last)
+        new = next(host for host in (211, 212) if address(4, host) != last)
         self.write(lease, self.setting.attributes(new, mac=6))
         self.settle()
 
