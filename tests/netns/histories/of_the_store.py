@@ -55,12 +55,12 @@ class OfTheStore(History):
             self.remove(lease)
         self._be_heard()
         before = self._ways_to_the_crowd()
-        warnings = self.node.logs().count(BRAKE)
+        warnings = self.node.log().count(BRAKE)
         self.ground.door.shut()
         attributes = self._lose_the_crowd()
         self._forget_history()
         self.ground.door.mend()
-        wait_for(lambda: self.node.logs().count(BRAKE) > warnings, SOON, "the brake")
+        wait_for(lambda: self.node.log().count(BRAKE) > warnings, SOON, "the brake")
         assert self._ways_to_the_crowd() == before
         if for_good and self.ground.is_patient:
             self.patience = SOON + HOLD
