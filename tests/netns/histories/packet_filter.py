@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from tests.lab import Node
+from tests.lab.namespace import run
 from tests.netns.histories.setting import Setting, nets
 from tests.unit.test_firewall_rules import GOLDEN
 
@@ -86,11 +87,12 @@ class Rules:
 
     def __init__(self, node: Node, setting: Setting) -> None:
         self._found: list[str] = []
-        for family in setting.families:
-            self._found += _iptables(family, node.run(_SAVE[family]).stdout)
-            if setting.native:
-                own = node.run("nft", "-s", "list", "table", *_TABLE[family].split(), check=False).stdout
-                self._found += _native(family, own)
+        with node.namespace.entered():
+            for family in setting.families:
+                self._found += _iptables(family, run(_SAVE[family]).stdout)
+                if setting.native:
+                    own = run("nft", "-s", "list", "table", *_TABLE[family].split(), check=False).stdout
+                    self._found += _native(family, own)
         self._found.sort(key=_chain)
 
     def split(self, wanted: Iterable[str]) -> tuple[list[str], list[str]]:
