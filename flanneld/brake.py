@@ -31,6 +31,8 @@ class Brake:
         #: When what is held may be believed, if it is said again then.
         self._until = math.inf
         self._asked = False
+        #: The leases that a list lacked, and of which nothing was heard since.
+        self._missing: set[LeaseKey] = set()
         self.sweep_is_held = False
         self._may_sweep = False
         #: How often something was held back, and what it was the last time.
@@ -57,13 +59,26 @@ class Brake:
     def pass_on(self, snapshot: Snapshot, known: Collection[LeaseKey]) -> Snapshot:
         """The snapshot, or one that keeps the peers it lacks as if their leases could only not be read."""
         there = {lease.key for lease in snapshot.leases} | snapshot.unreadable
-        missing = [key for key in known if key not in there]
-        if self._is_too_much(len(missing), len(known)) and not self._is_over():
+        missing = {key for key in known if key not in there}
+        is_another_loss = self._is_too_much(len(missing - self._missing), len(known))
+        if is_another_loss or (self._is_too_much(len(missing), len(known)) and not self._is_over()):
+            if is_another_loss:
+                self._until = math.inf
             self._hold(f"{len(missing)} of {len(known)} peers are gone from the list of leases")
-            return replace(snapshot, unreadable=snapshot.unreadable | frozenset(missing))
+            self._missing = missing
+            return replace(snapshot, unreadable=snapshot.unreadable | missing)
         if self._is_over() or not self.sweep_is_held:
             self._release()
         return snapshot
+
+    def heard_of(self, key: LeaseKey) -> None:
+        """Something was told of this lease alone: it is there again, or somebody has removed it."""
+        if key not in self._missing:
+            return
+        self._missing.discard(key)
+        if not self._missing and not self.sweep_is_held:
+            log.info("All peers that were gone from the list of leases are accounted for")
+            self._until, self._asked = math.inf, False
 
     def holds_sweep(self, stale: int, kept: int) -> bool:
         """Whether routes that an earlier run left are to stay for now, though no lease has them."""
@@ -81,7 +96,7 @@ class Brake:
     def _hold(self, what: str) -> None:
         if self._until < math.inf:
             return
-        self._until = self._now() + HOLD
+        self._until, self._asked = self._now() + HOLD, False
         self.holds_total += 1
         self.reason = what
         log.warning("%s: leaving all as it is, and reading the list again in %.0f s", what, HOLD)
@@ -90,4 +105,5 @@ class Brake:
         if self._until < math.inf:
             log.warning("The list of leases was read again: acting on it now")
         self._may_sweep |= self.sweep_is_held
+        self._missing.clear()
         self._until, self._asked, self.sweep_is_held = math.inf, False, False

@@ -11,6 +11,7 @@ from flanneld.errors import Refused
 from flanneld.glog import Once
 from flanneld.model import (
     FAMILIES,
+    Added,
     Change,
     Event,
     Family,
@@ -18,6 +19,7 @@ from flanneld.model import (
     Lease,
     LeaseKey,
     LeaseTable,
+    Removed,
     Snapshot,
     lies_in,
     name_of,
@@ -145,12 +147,22 @@ class Peers:
         if was_synced and _lacks(event, self._own):
             log.warning("The store has lost our own lease: what it says of the others is not acted on")
             return Change()
-        if was_synced and isinstance(event, Snapshot):
-            event = self._brake.pass_on(event, [lease.key for lease in self._table])
+        if was_synced:
+            event = self._through_brake(event)
         change = self._table.apply(event)
         if was_synced:
             self._told += _lines_about(change, self._wanted)
         return change
+
+    def _through_brake(self, event: Event) -> Event:
+        match event:
+            case Added(lease):
+                self._brake.heard_of(lease.key)
+            case Removed(key):
+                self._brake.heard_of(key)
+            case Snapshot():
+                return self._brake.pass_on(event, [lease.key for lease in self._table])
+        return event
 
     def _lead_to(self, lease: Lease, backend: Backend) -> tuple[Resource, ...]:
         """What leads to a peer; if its lease makes no sense, what did before, or the part that does."""

@@ -103,7 +103,7 @@ class EtcdManager:
             listing = self._list()
             self._known = None
             try:
-                lease = self._reuse(config, attrs, listing)
+                lease = self._reuse(config, attrs, previous, listing)
                 return lease or self._create(self.pick(config, previous, listing), attrs)
             except Conflict as lost:
                 log.log(V(1), "Another node was quicker, trying again: %s", lost)
@@ -212,10 +212,14 @@ class EtcdManager:
 
     # ---- acquiring ---------------------------------------------------------------------------
 
-    def _reuse(self, config: Config, attrs: LeaseAttrs, listing: Listing) -> Lease | None:
-        """Take the lease that is ours by its public IP; one that no longer fits is given back."""
+    def _reuse(self, config: Config, attrs: LeaseAttrs, previous: LeaseKey, listing: Listing) -> Lease | None:
+        """Take the lease that is ours by its public IP; one that no longer fits is given back.
+
+        Of several the one that we had: in the others may be whatever somebody wrote there.
+        """
         mine = listing.of(node_address(attrs))
         fitting = [(path, lease) for path, lease in mine if fits(config, lease.key)]
+        fitting.sort(key=lambda item: item[1].key != previous)
         for path, lease in fitting:
             self._compare_identity(lease, attrs)
             return self._replace(path, lease.key, attrs, reserved=lease.expires is None, modified=lease.asof)

@@ -9,6 +9,7 @@ host it runs on. ``tests/netns``, ``tests/interop``, ``tests/bench`` and ``dist/
 """
 
 from tests.lab.daemon import Daemon, Exit, own_command, peer_command
+from tests.lab.door import Door, Mishap
 from tests.lab.etcd import Etcd, EtcdError
 from tests.lab.impostor import Impostor
 from tests.lab.kube import Kube
@@ -24,6 +25,7 @@ __all__ = [
     "CommandError",
     "Container",
     "Daemon",
+    "Door",
     "Etcd",
     "EtcdError",
     "Exit",
@@ -31,6 +33,7 @@ __all__ = [
     "Impostor",
     "Kube",
     "Lab",
+    "Mishap",
     "Namespace",
     "Node",
     "Ping",

@@ -161,7 +161,11 @@ class Etcd:
 
     def leases(self) -> dict[str, Any]:
         """The attributes of every lease by its subnet, ``10.5.7.0/24`` or ``10.5.7.0/24&fc00:5:0:7::/64``."""
-        return {_subnet(node["key"]): json.loads(node["value"]) for node in self.children("subnets")}
+        return {subnet: json.loads(value) for subnet, value in self.lease_values().items()}
+
+    def lease_values(self) -> dict[str, str]:
+        """The same as it is written there, be it sense or not."""
+        return {_subnet(node["key"]): node.get("value", "") for node in self.children("subnets")}
 
     def lease(self, subnet: str) -> dict[str, Any] | None:
         """The etcd node of a lease with its ``value``, ``ttl`` and ``modifiedIndex``."""

@@ -35,7 +35,7 @@ def node(lab: Lab) -> Node:
     return node
 
 
-def wait_for_ways(node: Node, ways: dict[str, str], deadline: float = 5) -> None:
+def wait_for_ways(node: Node, ways: dict[str, str], deadline: float = 20) -> None:
     wait_for(lambda: overlay_routes(node) == ways, deadline, f"{ways}")
 
 

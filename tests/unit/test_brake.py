@@ -83,6 +83,32 @@ def test_peers_that_are_back_end_the_wait(brake: Brake, clock: Clock) -> None:
     assert brake.pass_on(snapshot(0), keys(20)).unreadable
 
 
+def test_peers_that_are_back_one_by_one_end_the_wait(brake: Brake, clock: Clock) -> None:
+    brake.pass_on(snapshot(0), keys(20))
+    for key in keys(20):
+        assert brake.holds
+        brake.heard_of(key)
+    assert not brake.holds
+    clock.time += HOLD - 1
+    assert brake.pass_on(snapshot(0), keys(20)).unreadable
+    clock.time += HOLD - 1
+    assert brake.pass_on(snapshot(0), keys(20)).unreadable, "a loss of its own is held as long as any"
+
+
+def test_another_loss_is_held_as_long_as_the_first(brake: Brake, clock: Clock) -> None:
+    brake.pass_on(snapshot(0), keys(20))
+    for key in keys(19):
+        brake.heard_of(key)
+    clock.time += HOLD
+    assert brake.is_due()
+    assert brake.pass_on(snapshot(0), keys(20)).unreadable == frozenset(keys(20))
+    clock.time += HOLD - 1
+    assert brake.pass_on(snapshot(0), keys(20)).unreadable
+    clock.time += 1
+    assert brake.is_due()
+    assert brake.pass_on(snapshot(0), keys(20)) == snapshot(0)
+
+
 def test_a_sweep_is_held_until_the_list_was_read_again(brake: Brake, clock: Clock) -> None:
     assert brake.holds_sweep(stale=11, kept=3)
     assert brake.pass_on(snapshot(3), keys(3)) == snapshot(3)

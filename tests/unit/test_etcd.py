@@ -239,6 +239,14 @@ def test_of_two_own_leases_the_one_that_fits_is_taken(store: Store) -> None:
     assert store.manager().acquire(NETWORK, node(1), NOTHING).subnet == net("10.3.9.0/24")
 
 
+def test_of_two_own_leases_the_one_we_had_is_taken(store: Store) -> None:
+    for key in ("10.3.7.0-24", "10.3.8.0-24", "10.3.9.0-24"):
+        store.put(key, node(1))
+    assert store.manager().acquire(NETWORK, node(1), NOTHING).subnet == net("10.3.7.0/24")
+    had = (net("10.3.8.0/24"), None)
+    assert store.manager().acquire(NETWORK, node(1), had).key == had
+
+
 def test_a_reservation_is_taken_and_stays_one(store: Store) -> None:
     store.put("10.3.9.0-24", node(1), ttl=None)
     lease = store.manager().acquire(NETWORK, node(1, {"VNI": 2}), NOTHING)

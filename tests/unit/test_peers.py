@@ -54,3 +54,16 @@ def test_a_peer_that_goes_and_comes_back_as_it_was_changes_nothing(peers: Peers)
 def test_a_peer_that_comes_and_goes_in_one_batch_leaves_nothing_to_do(peers: Peers) -> None:
     take(peers, GONE)
     assert take(peers, Added(NEW), GONE) == Plan()
+
+
+def test_the_brake_hears_of_each_peer_that_is_back_or_gone_for_good() -> None:
+    brake = Brake()
+    peers = Peers(OWN, [IPv4Network("10.0.0.0/8")], brake)
+    crowd = [Lease(OLD.attrs, IPv4Network((0x0A020000 + (each << 8), 24))) for each in range(12)]
+    take(peers, Snapshot((OWN, *crowd)))
+    take(peers, Snapshot((OWN,)))
+    take(peers, *(Added(lease) for lease in crowd[:11]))
+    assert brake.holds
+    take(peers, Removed(crowd[11].key))
+    assert not brake.holds
+    assert len(peers) == 11

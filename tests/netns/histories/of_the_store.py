@@ -1,0 +1,97 @@
+"""What befalls the store, and the way there."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any, get_args
+
+from hypothesis import strategies as st
+from hypothesis.stateful import rule
+
+from flanneld.brake import HOLD
+from tests.lab import Mishap, wait_for
+from tests.netns.histories.history import SOON, History, told
+from tests.netns.histories.setting import CROWD, PLAYERS, address
+
+BRAKE = "reading the list again in"
+
+
+class OfTheStore(History):
+    @rule(how=st.sampled_from([signal.SIGTERM, signal.SIGKILL, None]))
+    @told
+    def etcd_is_started_anew_or_forgets(self, how: signal.Signals | None) -> None:
+        if how:
+            self.ground.lab.etcd.restart(how)
+        else:
+            self._forget_history()
+
+    @rule(what=st.sampled_from(get_args(Mishap)), times=st.integers(1, 6), at_once=st.booleans())
+    @told
+    def requests_go_wrong(self, what: Mishap, times: int, at_once: bool) -> None:
+        """Those to come; ``at_once`` sees that some come."""
+        self.ground.door.trouble(what, times)
+        if at_once:
+            self.ground.door.cut()
+
+    @rule(seconds=st.sampled_from([0.0, 0.02, 0.2, 1.0]))
+    @told
+    def answers_take_their_time(self, seconds: float) -> None:
+        """Not all of them the same, so that what one watch tells may be older than what the other does."""
+        self.ground.door.slow_down(seconds)
+
+    @rule(how=st.sampled_from(["cut", "shut", "hold", "mend"]), forgets=st.booleans())
+    @told
+    def the_way_to_etcd_changes(self, how: str, forgets: bool) -> None:
+        getattr(self.ground.door, how)()
+        if forgets:
+            self._forget_history()
+
+    @rule(for_good=st.integers(0, 9).map(lambda number: number == 9))
+    @told
+    def the_store_loses_most_peers(self, for_good: bool) -> None:
+        """While nobody hears of it, so that the next list lacks them."""
+        self.gather_the_crowd()
+        for lease in tuple(self.fleeting):  # It would be missed as well.
+            self.remove(lease)
+        self._be_heard()
+        before = self._ways_to_the_crowd()
+        warnings = self.node.log().count(BRAKE)
+        self.ground.door.shut()
+        attributes = self._lose_the_crowd()
+        self._forget_history()
+        self.ground.door.mend()
+        wait_for(lambda: self.node.log().count(BRAKE) > warnings, SOON, "the brake")
+        assert self._ways_to_the_crowd() == before
+        if for_good and self.ground.is_patient:
+            self.patience = SOON + HOLD
+        else:
+            for lease, each in attributes.items():
+                self.write(lease, each)
+
+    def _be_heard(self) -> None:
+        """See the daemon follow a peer to where nobody was before: it knows of all that came before that."""
+        lease = self.setting.lease(PLAYERS[0])
+        self.settle()
+        last = self.peers().get(lease, {}).get("PublicIP")
+        new = next(host for host in (211, 212) if address(4, host) != last)
+        self.write(lease, self.setting.attributes(new, mac=6))
+        self.settle()
+
+    def _lose_the_crowd(self) -> dict[str, dict[str, Any]]:
+        peers = self.peers()
+        found = {lease: peers[lease] for lease in map(self.setting.lease, CROWD)}
+        for lease in found:
+            self.remove(lease)
+        return found
+
+    def _ways_to_the_crowd(self) -> list[Any]:
+        """The routes that lead there, or what the pump knows."""
+        bases = {self.setting.lease(number).partition("/")[0] for number in CROWD}
+        ours = self.ground.look().ours()
+        ends = [each for tunnel in ours["tunnels"].values() for each in tunnel["fdb"]]
+        return [each for each in (*ours["routes"], *ends) if each[0].partition("/")[0] in bases]
+
+    def _forget_history(self) -> None:
+        etcd = self.ground.lab.etcd
+        etcd.set("/unrelated", "")  # Nothing cannot be forgotten twice.
+        etcd.forget_history()

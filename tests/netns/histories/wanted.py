@@ -1,0 +1,95 @@
+"""What a node's kernel should hold, computed a second time and as plainly as can be.
+
+It knows the wire format of the leases and what ``ip`` and ``bridge`` print, and none of the daemon's code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tests.netns.histories.observed import Observed, Way
+from tests.netns.histories.setting import NETWORKS, UPLINK, Setting, nets
+
+OVERHEAD = {("vxlan", 4): 50, ("vxlan", 6): 70, ("udp", 4): 28}
+METRIC = {4: 0, 6: 1024}
+PUBLIC_IP = {4: "PublicIP", 6: "PublicIPv6"}
+DATA = {4: "BackendData", 6: "BackendV6Data"}
+
+
+def wanted(setting: Setting, leases: Mapping[str, Any], own: str, seen: Observed) -> dict[str, Any]:
+    """What ``Observed.ours`` should find. ``leases`` are the attributes of all peers and of ourselves.
+
+    ``seen`` tells of the world around: the uplink's MTU, and which hosts are on our link.
+    """
+    peers = sorted(
+        (
+            (nets(lease), attributes)
+            for lease, attributes in leases.items()
+            if lease != own and attributes.get("BackendType", setting.type) == setting.type
+        ),
+        key=lambda peer: peer[0][4],
+    )
+    routes: list[Way] = []
+    tunnels: dict[str, Any] = {}
+    for family in setting.families:
+        led = [(peer[family], attributes[PUBLIC_IP[family]], attributes) for peer, attributes in peers]
+        direct = [
+            (net, host)
+            for net, host, _ in led
+            if setting.type == "host-gw" or (setting.is_direct and seen.is_on_link(host))
+        ]
+        routes += [_way(family, str(net), UPLINK, host) for net, host in direct]
+        if setting.type == "host-gw":
+            continue
+        tunneled = [peer for peer in led if peer[:2] not in direct]
+        make = _vxlan if setting.type == "vxlan" else _udp
+        ways, tunnel = make(setting, family, tunneled, own, leases[own])
+        routes += ways
+        tunnel["mtu"] = seen.mtu(UPLINK) - OVERHEAD[setting.type, family]
+        tunnels[setting.devices[family]] = tunnel
+    return {"routes": sorted(routes), "tunnels": tunnels}
+
+
+#: A subnet, its host and all that the host announces.
+Peer = tuple[Any, str, Mapping[str, Any]]
+
+
+def _vxlan(
+    setting: Setting, family: int, peers: list[Peer], own: str, announced: Mapping[str, Any]
+) -> tuple[list[Way], dict[str, Any]]:
+    macs = {net: data[DATA[family]]["VtepMAC"] for net, _, data in peers}
+    remotes: dict[str, str] = {}
+    for net, host, _ in peers:
+        remotes.setdefault(macs[net], host)  # of two, the lower subnet's
+    device = setting.devices[family]
+    return [_way(family, str(net), device, str(net[0]), onlink=True) for net, _, _ in peers], {
+        "neighbors": sorted((str(net[0]), mac) for net, mac in macs.items()),
+        "fdb": sorted((mac, remote, "") for mac, remote in remotes.items()),
+        "addresses": [_base(own, family)],
+        "up": True,
+        "mac": announced[DATA[family]]["VtepMAC"],
+        "make": ("vxlan", 1, announced[PUBLIC_IP[family]], 8472, False),
+    }
+
+
+def _udp(
+    setting: Setting, family: int, peers: list[Peer], own: str, _: object
+) -> tuple[list[Way], dict[str, Any]]:
+    return [_way(family, NETWORKS[family], setting.devices[family], "")], {
+        "neighbors": [],
+        "fdb": sorted((str(net), host, "") for net, host, _ in peers),
+        "addresses": [_base(own, family)],
+        "up": True,
+        "mac": None,
+        "make": ("tun", None, None, None, None),
+    }
+
+
+def _base(own: str, family: int) -> str:
+    base = nets(own)[family][0]
+    return f"{base}/{base.max_prefixlen}"
+
+
+def _way(family: int, net: str, device: str, gateway: str, *, onlink: bool = False) -> Way:
+    return (net, "unicast", device, gateway, METRIC[family], "", onlink)
