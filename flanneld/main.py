@@ -189,9 +189,9 @@ class Daemon:
             member.manager.mark_available()
         brief = f"{member.config.backend_type}: subnet {member.lease} through {member.site.uplink.name}"
         self._notifier.status(brief)
-        if "NOTIFY_SOCKET" in self._environ or isinstance(member.manager, NodeStore):
-            tell = partial(self._tell, brief)
-            start("trouble", lambda: trouble.watch(self._sight, self._supervisor.stop, tell))
+        start(
+            "trouble", lambda: trouble.watch(self._sight, self._supervisor.stop, partial(self._tell, brief))
+        )
         if self._options.peer_probes:
             self._probe_peers(member, reconciler)
         if not self._options.ip_masq:

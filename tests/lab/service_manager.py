@@ -36,6 +36,11 @@ class ServiceManager:
         """Has the daemon said that it is ready?"""
         return "READY=1" in self.heard()
 
+    def silent(self, seconds: float) -> bool:
+        """Did nothing more come for so long?"""
+        self.heard()
+        return not select.select([self._socket], [], [], seconds)[0]
+
     def fed(self, seconds: float) -> bool:
         """Did the watchdog get something more within so long?"""
         before, end = self.heard().count(_FED), time.monotonic() + seconds
