@@ -17,8 +17,8 @@ from flanneld.site import Site
 if TYPE_CHECKING:
     from flanneld.firewall import Firewall  # not needed by everybody
 
-#: Seconds between two looks of ``watch``.
-LOOK = 1.0
+#: Seconds between two looks of ``watch``, and until something is worth telling.
+LOOK, LASTING = 1.0, 5.0
 #: A lease that ends so soon, in seconds, should have been renewed.
 LEASE_ENDS_SOON = 600.0
 
@@ -47,21 +47,22 @@ def troubles(sight: Sight) -> list[Part]:
 def watch(sight: Sight, stop: threading.Event, tell: Callable[[list[str]], None]) -> None:
     """Until ``stop``, tell what is not well whenever that is something else, and nothing when it is over.
 
-    What is well again at the next look was put right by itself, and troubles nobody.
+    What does not last is put right by itself, and troubles nobody.
     """
     told: list[str] = []
-    before: set[str] = set()
+    since: dict[str, float] = {}
     while not stop.wait(LOOK):
-        found = troubles(sight)
-        lasting = [str(part) for part in found if part.name in before]
-        before = {part.name for part in found}
+        now, found = clock.now(), troubles(sight)
+        since = {part.name: since.get(part.name, now) for part in found}
+        lasting = [str(part) for part in found if now - since[part.name] >= LASTING]
         if lasting != told:
             told = lasting
             tell(told)
 
 
 def _looks(sight: Sight) -> Iterator[tuple[str, Iterable[str]]]:
-    yield "threads", sight.overdue()
+    # Without the seconds, which are others at each look.
+    yield "threads", (line.partition(" for ")[0] for line in sight.overdue())
     yield "store", _of_the_store(sight)
     if sight.keeper:
         yield "lease", _of_the_lease(sight.keeper.lease, 60.0 * sight.options.subnet_lease_renew_margin)

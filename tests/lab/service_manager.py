@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import select
 import socket
+import time
 from contextlib import suppress
 from pathlib import Path
+
+_FED = "WATCHDOG=1"
 
 
 class ServiceManager:
@@ -37,3 +40,13 @@ class ServiceManager:
         """Did nothing more come for so long?"""
         self.heard()
         return not select.select([self._socket], [], [], seconds)[0]
+
+    def fed(self, seconds: float) -> bool:
+        """Did the watchdog get something more within so long?"""
+        before, end = self.heard().count(_FED), time.monotonic() + seconds
+        while self.heard().count(_FED) == before:
+            left = end - time.monotonic()
+            if left <= 0:
+                return False
+            select.select([self._socket], [], [], left)
+        return True

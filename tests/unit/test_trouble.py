@@ -40,7 +40,8 @@ def test_a_store_that_does_not_answer_is_a_trouble_until_it_does(sight: Sight) -
 
 
 def test_a_thread_that_is_late_is_one() -> None:
-    late = Sight(Options(), Events(), overdue=lambda: ["reconciler has not reported"], missing=list)
+    line = "reconciler has not reported for 61 s (promised 60 s)"
+    late = Sight(Options(), Events(), overdue=lambda: [line], missing=list)
     assert "threads: reconciler has not reported" in found(late)
 
 
@@ -97,6 +98,7 @@ def watching(sight: Sight, act: Callable[[], None], told: SimpleQueue[list[str]]
 
 def test_what_lasts_is_told_once_and_its_end_too(sight: Sight, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trouble, "LOOK", 0.01)
+    monkeypatch.setattr(trouble, "LASTING", 0.03)
     told: SimpleQueue[list[str]] = SimpleQueue()
 
     def act() -> None:
