@@ -171,7 +171,7 @@ def test_a_route_of_others_that_comes_before_ours_goes_behind_it(pair: Pair) -> 
     ours = routes_to(node, subnet)
     rival = pair.fill_in("{subnet} via {gateway} dev eth0")
     pair.damage(f"ip route prepend {rival}")
-    wait_for(lambda: routes_to(node, subnet)[:1] == ours, SOON, "our route to be the first")
+    wait_for(lambda: routes_to(node, subnet)[:1] == ours, what="our route to be the first")
     assert len(routes_to(node, subnet)) == 2
     connect(node, pair.peer)
     node.namespace.ip(f"route del {rival}")

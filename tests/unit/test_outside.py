@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from ipaddress import IPv4Network
 from typing import Any, ClassVar
 
+from flanneld import clock
 from flanneld.backends import Driver, Host
 from flanneld.backends.host_gw import HostGw
 from flanneld.config import parse
@@ -98,6 +100,20 @@ class Bulk:
         self.calls.append("close")
 
 
+@dataclass
+class Watched(Bulk):
+    """May stop working without a word."""
+
+    handles: type = Lamp
+    next_look: float = 0.0
+    works: bool = True
+    looks: int = 0
+
+    def look(self) -> bool:
+        self.looks += 1
+        return not self.works
+
+
 def outside(*drivers: Driver) -> Outside:
     class WithDrivers(HostGw):
         def drivers(self) -> tuple[Driver, ...]:
@@ -146,6 +162,21 @@ def test_only_what_is_vital_is_listened_to_while_there_is_something_to_hear() ->
     fuses = OneByOne()
     assert outside(fuses, Bulk()).sources() == {5: fuses}
     assert outside(OneByOne(descriptor=-1), Bulk()).sources() == {}
+
+
+def test_what_is_due_is_looked_at_and_only_that() -> None:
+    now = clock.now()
+    well, ill, later = (
+        Watched(next_look=now - 1),
+        Watched(Fuse, next_look=now - 1, works=False),
+        Watched(next_look=now + 3600),
+    )
+    assert outside(well).look() is False
+    assert outside(ill).look() is True
+    assert outside(later).look() is False
+    assert (well.looks, ill.looks, later.looks) == (1, 1, 0)
+    assert outside(ill, later).next_look == now - 1
+    assert outside(OneByOne()).next_look == math.inf
 
 
 def test_what_leads_to_a_subnet_of_which_nothing_is_known_is_not_swept() -> None:

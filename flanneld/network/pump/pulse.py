@@ -89,8 +89,6 @@ class Pulse:
         self.next_look = now() + PERIOD
         self._connection: socket.socket | None = None
         self._pid = 0
-        #: Of the process at the other end, opened while it is there: its number cannot become another's.
-        self._pidfd = -1
         self._asked = 0.0
         self._looks: list[Activity] = []
 
@@ -98,9 +96,6 @@ class Pulse:
         if self._connection:
             self._connection.close()
             self._connection = None
-        if self._pidfd >= 0:
-            os.close(self._pidfd)
-            self._pidfd = -1
 
     def look(self) -> bool:
         """Ask, or see whether there is an answer. Whether the pump is gone."""
@@ -129,7 +124,7 @@ class Pulse:
                 connection.connect(address)
                 pid, trusted = control.other_end(connection)
                 if trusted:
-                    self._pid, self._pidfd, self._connection = pid, os.pidfd_open(pid), connection
+                    self._pid, self._connection = pid, connection
                     self._ask(self._now())
                     return
             except OSError:
@@ -149,11 +144,30 @@ class Pulse:
         reason = verdict(now - self._asked, self._looks)
         if not reason:
             return False
-        silent = now - self._asked
-        log.warning(
-            "The packet pump of %s, process %d, has not answered for %.0f s, and %s: ending it",
-            self._tun, self._pid, silent, reason,
-        )  # fmt: skip
-        end(self._pidfd)
+        if self._end():
+            silent = now - self._asked
+            log.warning(
+                "The packet pump of %s, process %d, had not answered for %.0f s, and %s: ended it",
+                self._tun, self._pid, silent, reason,
+            )  # fmt: skip
         self.close()
         return True
+
+    def _end(self) -> bool:
+        """Whether it was still there, and still silent."""
+        assert self._connection
+        try:
+            pidfd = os.pidfd_open(self._pid)
+        except OSError:
+            return False
+        try:
+            # While it holds its end of the connection, its number is no other process's.
+            self._connection.recv(1, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            end(pidfd)
+            return True
+        except OSError:
+            return False
+        finally:
+            os.close(pidfd)
+        return False
