@@ -221,7 +221,7 @@ def failure(error: grpc.RpcError, server: Server, timeouts: Timeouts) -> Excepti
 
 def _no_connection(text: str, server: Server, timeouts: Timeouts) -> Useless:
     if "timed out" in text:
-        return Useless(f"no connection within {timeouts.connect:g} s", NO_SERVER)
+        return useless(TimeoutError(), timeouts.read, server)
     for words, problem, remedy in _TROUBLES:
         if words in text:
             return Useless(problem, remedy, kind=NoSuchApi if problem is _SPEAKS_NOT else Retryable)
@@ -237,7 +237,8 @@ def _login(token: str) -> tuple[tuple[str, str], ...]:
 
 
 def _opener(servers: Servers, timeouts: Timeouts) -> _Open:
-    milliseconds = round(1000 * timeouts.connect)
+    # For gRPC a connection is made when the server has answered, so a busy one needs more than to accept it.
+    milliseconds = round(1000 * timeouts.read)
     options = (*_OPTIONS, ("grpc.min_reconnect_backoff_ms", milliseconds))
     credentials = _credentials(servers.tls_files) if servers.tls else None
 

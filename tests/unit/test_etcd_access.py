@@ -44,7 +44,7 @@ def client(api: str, *endpoints: str, **options: str) -> Client:
 
 def client_of(api: str, options: EtcdOptions) -> Client:
     transport = "grpc" if "gRPC" in api else "json"
-    opened.append(Transport(Servers(replace(options, transport=transport)), Timeouts(read=2.0)))
+    opened.append(Transport(Servers(replace(options, transport=transport)), Timeouts(read=10.0)))
     return open_client(api[:2], opened[-1])
 
 

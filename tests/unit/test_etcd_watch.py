@@ -239,10 +239,9 @@ def test_when_the_directory_goes_everything_is_read_again(watched_v2: Watched, d
 def test_a_backlog_is_read_quickly(watched: Watched) -> None:
     watched.manager.stored(None)
     watched.keys.put_often(f"{watched.prefix}/subnets/10.1.1.0-24", HISTORY - 100, value(1))
-    begin = time.monotonic()
     watched.start()
-    wait_for(lambda: len(watched.events) == HISTORY - 100 + 1, 10, "all events")
-    assert time.monotonic() - begin < 5  # 0.6 s on an idle machine
+    # 0.6 s on an idle machine; with a pause after each event it would be 45 s.
+    wait_for(lambda: len(watched.events) == HISTORY - 100 + 1, 30, "all events")
 
 
 def test_events_that_etcd_has_forgotten_end_in_a_snapshot(
