@@ -28,6 +28,8 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 import grpc
 
 T = TypeVar("T")
+#: Makes a channel, which connects when it is used.
+_Open = Callable[[Server], grpc.Channel]
 
 #: As Go's TLS looks for the system's authorities: Debian, Fedora, openSUSE, Alpine.
 _BUNDLES = (
@@ -82,15 +84,15 @@ class Grpc:
     """``Carrier`` over gRPC."""
 
     def __init__(self, servers: Servers, timeouts: Timeouts) -> None:
-        self._servers = servers
+        self._open = _opener(servers, timeouts)
         self._timeouts = timeouts
-        self._requests = Failover(servers, timeouts, GrpcConnection(servers, timeouts))
+        self._requests = Failover(servers, timeouts, GrpcConnection(self._open, timeouts))
 
     def ask(self, attempt: Callable[[Server, Call], T]) -> T:
         return self._requests.ask(lambda server, send: attempt(server, lambda *call: send(Rpc(*call))))
 
     def stream(self) -> GrpcStream:
-        return GrpcStream(self._servers, self._timeouts)
+        return GrpcStream(self._open, self._timeouts)
 
     def reconnect(self) -> None:
         self._requests.reconnect()
@@ -102,8 +104,8 @@ class Grpc:
 class GrpcConnection:
     """``etcd_transport.Connection`` through grpcio: a channel of its own to one server at a time."""
 
-    def __init__(self, servers: Servers, timeouts: Timeouts) -> None:
-        self._open = _opener(servers, timeouts)
+    def __init__(self, open_channel: _Open, timeouts: Timeouts) -> None:
+        self._open = open_channel
         self._timeouts = timeouts
         self._lock = threading.Lock()
         self._is_cut = False
@@ -151,8 +153,8 @@ class GrpcConnection:
 class GrpcStream:
     """``etcd_v3_carrier.Stream`` over gRPC."""
 
-    def __init__(self, servers: Servers, timeouts: Timeouts) -> None:
-        self._connection = GrpcConnection(servers, timeouts)
+    def __init__(self, open_channel: _Open, timeouts: Timeouts) -> None:
+        self._connection = GrpcConnection(open_channel, timeouts)
         self._timeouts = timeouts
         self._server: Server | None = None
         self._heard: SimpleQueue[bytes | Exception] = SimpleQueue()
@@ -219,7 +221,7 @@ def failure(error: grpc.RpcError, server: Server, timeouts: Timeouts) -> Excepti
 
 def _no_connection(text: str, server: Server, timeouts: Timeouts) -> Useless:
     if "timed out" in text:
-        return Useless(f"no connection within {timeouts.connect:g} s", NO_SERVER)
+        return useless(TimeoutError(), timeouts.read, server)
     for words, problem, remedy in _TROUBLES:
         if words in text:
             return Useless(problem, remedy, kind=NoSuchApi if problem is _SPEAKS_NOT else Retryable)
@@ -234,17 +236,15 @@ def _login(token: str) -> tuple[tuple[str, str], ...]:
     return (("token", token),) if token else ()
 
 
-def _opener(servers: Servers, timeouts: Timeouts) -> Callable[[Server], grpc.Channel]:
-    milliseconds = round(1000 * timeouts.connect)
+def _opener(servers: Servers, timeouts: Timeouts) -> _Open:
+    # For gRPC a connection is made when the server has answered, so a busy one needs more than to accept it.
+    milliseconds = round(1000 * timeouts.read)
     options = (*_OPTIONS, ("grpc.min_reconnect_backoff_ms", milliseconds))
     credentials = _credentials(servers.tls_files) if servers.tls else None
 
     def open_channel(server: Server) -> grpc.Channel:
-        target = (
-            f"dns:///[{server.host}]:{server.port}"
-            if ":" in server.host
-            else f"dns:///{server.host}:{server.port}"
-        )
+        host = f"[{server.host}]" if ":" in server.host else server.host
+        target = f"dns:///{host}:{server.port}"
         if credentials is None:
             return grpc.insecure_channel(target, options)
         return grpc.secure_channel(target, credentials, options)
@@ -253,11 +253,14 @@ def _opener(servers: Servers, timeouts: Timeouts) -> Callable[[Server], grpc.Cha
 
 
 def _credentials(files: TlsFiles) -> grpc.ChannelCredentials:
-    """The files were looked at before, by ``Servers``."""
+    """From the files, at which ``Servers`` has looked before."""
     system = (ssl.get_default_verify_paths().cafile, *_BUNDLES)
     authorities = files.authorities or next((path for path in system if path and Path(path).exists()), None)
-    return grpc.ssl_channel_credentials(
-        Path(authorities).read_bytes() if authorities else None,
-        Path(files.key).read_bytes() if files.key else None,
-        Path(files.certificate).read_bytes() if files.certificate else None,
-    )
+    return grpc.ssl_channel_credentials(_read(authorities), _read(files.key), _read(files.certificate))
+
+
+def _read(path: str | None) -> bytes | None:
+    try:
+        return Path(path).read_bytes() if path else None
+    except OSError as error:
+        raise Retryable(f"cannot read {path}: {error.strerror}", "put it back, or restart") from None

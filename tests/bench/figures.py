@@ -97,6 +97,11 @@ GOALS = {
     Subject("vxlan in Kubernetes", 5_000, Figure.BULK): Goal(2.5, absolute=True),
     Subject("vxlan in Kubernetes", 5_000, Figure.PEAK): Goal(90, absolute=True),
     Subject("vxlan in Kubernetes", 5_000, Figure.IDLE): Goal(1.2, absolute=True),  # 2 % of a core
+    # Beside a Go flanneld that speaks v3, which asks twice for each peer.
+    Subject("vxlan on etcd v3", 5_000, Figure.BULK): Goal(0.25),
+    Subject("vxlan on etcd v3", 5_000, Figure.RSS): Goal(1.1),
+    Subject("vxlan on etcd v3", 0, Figure.ADD): Goal(LATENCY_RATIO),
+    Subject("vxlan on etcd v3", 0, Figure.REMOVE): Goal(LATENCY_RATIO),
     Subject("udp", 1, Figure.TCP): Goal(10, at_least=True),
     Subject("udp", 1, Figure.TCP_NODE_CPU): Goal(0.12),
     Subject("udp", 1, Figure.PACKETS): Goal(1.3, at_least=True),

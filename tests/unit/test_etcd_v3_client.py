@@ -305,7 +305,7 @@ def test_a_watch_goes_on_at_another_server_when_its_own_falls_silent(etcd: Local
 def test_silence_costs_no_more_than_a_question_now_and_then(etcd: LocalEtcd) -> None:
     relay = Relay(etcd.url)
     with server(relay) as url:
-        asker = client(url)
+        asker = client(url, timeouts=Timeouts(silence=0.3))
         at = asker.fetch("/dir", recursive=True).at
         watcher = watch(asker, "/dir", recursive=True)
         for _ in range(3):

@@ -43,7 +43,7 @@ from tests.local_etcd import (
 #: What the CommonName of the certificate "client" is; a password is not needed to come with it.
 USER, PASSWORD = "client", "not used"
 CONFIG = '{"Network": "10.3.0.0/16"}'
-QUICK = Timeouts(connect=2, read=2, silence=0.5)
+QUICK = Timeouts(read=5, silence=0.5)
 PATIENT = Timeouts(connect=30, read=30, silence=30)
 opened: list[Client] = []
 
@@ -215,7 +215,7 @@ MISBEHAVIOUR: dict[str, tuple[Serve, str]] = {
     "speaks HTTP": (http_only, "it does not speak gRPC"),
     "says something": (answering(b"\x15\x03\x01\x00\x02\x02\x28 what?\r\n\r\n"), "it does not speak gRPC"),
     "hangs up": (hang_up, "it broke the connection"),
-    "silent": (silent, "no "),
+    "silent": (silent, "no answer within 5 s"),
 }
 
 

@@ -16,7 +16,7 @@ from flanneld.options import (
     usage,
 )
 
-#: Go flanneld's defaults, as its usage text has them. Ours are etcd-api and iface-wait.
+#: Go flanneld's defaults, as its usage text has them. Ours are etcd-api, etcd-transport and iface-wait.
 DEFAULTS = {
     "etcd-endpoints": "http://127.0.0.1:4001,http://127.0.0.1:2379",
     "etcd-prefix": "/coreos.com/network",
@@ -26,6 +26,7 @@ DEFAULTS = {
     "etcd-username": "",
     "etcd-password": "",
     "etcd-api": "auto",
+    "etcd-transport": "auto",
     "iface": (),
     "iface-regex": (),
     "iface-can-reach": "",
