@@ -167,7 +167,18 @@ class Poller:
 
     def wait(self, after: Position) -> Changes:
         reply = self.client.wait(self._key, after, recursive=self._recursive)
-        return Changes((reply,) if reply.node else (), reply.at)
+        if reply.node is None:
+            self._prove()
+            return Changes((), reply.at)
+        return Changes((reply,), reply.at)
+
+    def _prove(self) -> None:
+        """A member that has lost the others takes each poll, and is as silent as one that has no news."""
+        try:
+            # Only the majority can say so. In a folder what is not there is the smallest thing to ask for.
+            self.client.fetch(posixpath.join(self._key, "nobody") if self._recursive else self._key)
+        except NotFound:
+            return  # says the majority
 
     def reread(self) -> None:
         self.client.reread()

@@ -205,7 +205,11 @@ class Etcd:
         return False
 
     def gets(self) -> int:
-        """How many reads of keys it has answered so far."""
+        """How many reads of keys it has answered so far, or in v3 begun to."""
+        if self.api == "v3":
+            lines = self.text("/metrics").splitlines()
+            counts = [line for line in lines if line.startswith("grpc_server_started") and '"Range"' in line]
+            return sum(int(float(line.split()[-1])) for line in counts)
         counted = self.request("GET", "/v2/stats/store")
         return int(counted["getsSuccess"]) + int(counted["getsFail"])
 

@@ -114,7 +114,8 @@ class Proxy:
                 with self._lock:
                     self._sockets |= held
                 try:
-                    self._relay(client, server)
+                    if not self._is_away:  # since it was accepted
+                        self._relay(client, server)
                 finally:
                     with self._lock:
                         self._sockets -= held

@@ -143,7 +143,7 @@ def test_a_login_that_is_put_right_in_etcd_is_taken(lab: Lab) -> None:
     node.start("-etcd-username=flannel", "-etcd-password=secret")
     (complaint,) = node.wait_for_log("-etcd-password")
     lab.etcd.change_password("flannel", "secret")
-    node.wait_ready()
+    node.wait_ready(10)
     assert complaints(node) == [complaint]
 
 
@@ -178,7 +178,7 @@ def test_what_is_not_etcd_is_complained_about_once_until_etcd_is_there(lab: Lab,
         (complaint,) = node.wait_for_log("Waiting for the network config")
         assert lab.etcd.address in complaint
     lab.etcd.start()
-    node.wait_ready()
+    node.wait_ready(10)
     # Between the two nobody listened, which is news.
     assert len(complaints(node)) <= 2
     assert complaints(node)[0] == complaint

@@ -69,7 +69,7 @@ def test_a_full_range_is_complained_about_once_until_a_subnet_is_free(lab: Lab) 
     for word in ("10.5.1.0", "10.5.2.0", "enlarge the network in /coreos.com/network/config"):
         assert word in complaint
     lab.etcd.delete_lease("10.5.2.0/24")
-    node.wait_ready()
+    node.wait_ready(10)
     assert node.subnet() == "10.5.2.0/24"
 
 

@@ -126,7 +126,7 @@ def test_an_interface_that_never_comes_is_not_waited_for_for_ever(lab: Lab) -> N
     assert "eth7" in last
 
 
-def test_a_config_is_waited_for_without_chatter_and_picked_up_at_once(lab: Lab) -> None:
+def test_a_config_is_waited_for_without_chatter_and_picked_up(lab: Lab) -> None:
     def wait_for_two_reads() -> None:
         # etcd counts each read of its majority twice.
         before = lab.etcd.gets()

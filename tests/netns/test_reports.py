@@ -47,7 +47,7 @@ def test_each_line_of_the_log_is_glogs(lab: Lab) -> None:
     node.start("-v=10")
     wait_for_a_read(lab)
     lab.etcd.put_config(CONFIG)
-    node.wait_ready()
+    node.wait_ready(10)
     lab.etcd.set("subnets/10.5.201.0-24", '{\n"PublicIP"\n\n: "no\nsense"')
     add_peer(lab, node)
     pid = f"{node.pid:>7}"
@@ -65,7 +65,7 @@ def test_nothing_is_ever_printed_on_standard_output(lab: Lab) -> None:
     node.start("-v=10", command=["sh", "-c", f'exec "$@" >{output}', "sh", *own_command()])
     wait_for_a_read(lab)
     lab.etcd.put_config(CONFIG)
-    node.wait_ready()
+    node.wait_ready(10)
     add_peer(lab, node)
     assert node.stop().status == 0
     assert output.read_text() == ""

@@ -45,6 +45,7 @@ def test_the_device_carries_the_segments_number_and_the_subnets_base_address(lab
     assert base(node).startswith("1.1.")
     assert lab.etcd.leases()[node.subnet()] == {
         "PublicIP": node.address,
+        **({"PublicIPv6": None} if lab.etcd.api == "v3" else {}),
         "BackendType": "vxlan",
         "BackendData": {"VNI": 18888, "VtepMAC": link["address"]},
     }

@@ -15,7 +15,7 @@ from flanneld.errors import Retryable
 from flanneld.subnet.etcd_endpoints import EtcdOptions, Servers
 from flanneld.subnet.etcd_keys import Conflict, ListAgain, NotFound, Position
 from flanneld.subnet.etcd_transport import Timeouts, Transport
-from flanneld.subnet.etcd_v2_client import Client
+from flanneld.subnet.etcd_v2_client import Client, Poller
 from flanneld.subnet.line import Line, Unreachable
 from flanneld.subnet.manager import Cancelled
 from tests.lab.wait import wait_for
@@ -250,6 +250,36 @@ def test_a_server_that_falls_silent_is_noticed_at_the_next_poll(etcd: LocalEtcd)
     at = client(etcd.url).create("/silent", "1", None).at
     with server(silent) as url, pytest.raises(Retryable, match="no answer within"):
         client(url, timeouts=QUICK).wait("/silent", at, recursive=False)
+
+
+class CutOff(Relay):
+    """A member that has lost the others: it takes polls, and cannot say what the majority knows."""
+
+    def rewritten(self, data: bytes) -> bytes:
+        return b"" if b"quorum=true" in data else data
+
+
+@pytest.mark.parametrize("recursive", [True, False])
+def test_a_member_without_the_others_is_not_taken_for_one_without_news(
+    etcd: LocalEtcd, recursive: bool
+) -> None:
+    etcd.put("/cut-off/lease", "1")
+    at = client(etcd.url).fetch("/cut-off/lease").at
+    key = "/cut-off" if recursive else "/cut-off/lease"
+
+    def watch(*urls: str) -> Poller:
+        return Poller(client(*urls), key, recursive=recursive)
+
+    with server(CutOff(etcd.url)) as lonely:
+        with pytest.raises(Retryable, match="no answer within"):
+            watch(lonely).wait(at)
+        relay = Relay(etcd.url)
+        with server(relay) as other:
+            poller = watch(lonely, other)
+            assert poller.wait(at).replies == ()
+            assert len(relay.asked("wait=true")) == 0
+            assert poller.wait(at).replies == ()
+            assert len(relay.asked("wait=true")) == 1
 
 
 # ---- cutting -------------------------------------------------------------------------------------
