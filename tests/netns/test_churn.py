@@ -20,6 +20,8 @@ from tests.netns.strangers import ABOVE_STRANGERS, PATIENT, Stranger, settle, wa
 
 #: What comes and goes at a time.
 STRANGERS = [Stranger(number) for number in range(8)]
+#: Comes when all others have gone.
+LAST = Stranger(99)
 EVENTS = 2 * len(STRANGERS)
 #: So often in a round they come and go without being waited for.
 BURST = 40
@@ -67,12 +69,17 @@ def churn(lab: Lab, node: Node) -> None:
     wait_for_just(node, [])
 
 
-def come_and_go_at_once(lab: Lab) -> None:
-    """The same peers, with two requests of etcd."""
+def burst(lab: Lab, node: Node) -> None:
+    """Let the same peers come and go again and again, all at once, and wait for the end of it only."""
     path = f"{PREFIX}/subnets"
     keys = {f"{path}/{each.subnet.replace('/', '-')}": json.dumps(each.attributes) for each in STRANGERS}
-    lab.etcd.v3.put_all(keys)
-    lab.etcd.v3.delete_span(min(keys), max(keys) + "0")
+    for _ in range(BURST):
+        lab.etcd.v3.put_all(keys)
+        lab.etcd.v3.delete_span(min(keys), max(keys) + "0")
+    LAST.come(lab)
+    wait_for_just(node, [LAST])
+    LAST.go(lab)
+    wait_for_just(node, [])
 
 
 @pytest.fixture
@@ -123,8 +130,7 @@ def history(lab: Lab, node: Node, seconds: float) -> Iterator[tuple[int, float]]
     rounds = 0
     while time.monotonic() < end:
         churn(lab, node)
-        for _ in range(BURST):
-            come_and_go_at_once(lab)
+        burst(lab, node)
         rounds += 1
         yield rounds * (1 + BURST) * EVENTS, rss_mib(node.pid)[0] * MIB
         if rounds % 100 == 0:
