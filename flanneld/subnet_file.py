@@ -91,7 +91,7 @@ class SubnetFile:
             self._write()
 
     def try_again(self) -> None:
-        """Write what could not be written so far, if there is any."""
+        """Write what could not be written so far, if there is something."""
         with self._lock:
             self._write()
 
