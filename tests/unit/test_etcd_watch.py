@@ -234,11 +234,12 @@ def test_when_the_directory_goes_everything_is_read_again(watched_v2: Watched, d
 
 
 def test_a_backlog_is_read_quickly(watched: Watched) -> None:
-    watched.manager.stored(None)
-    watched.keys.put_often(f"{watched.prefix}/subnets/10.1.1.0-24", HISTORY - 100, value(1))
-    watched.start()
-    # With a pause before each it would take minutes.
-    wait_for(lambda: len(watched.events) == HISTORY - 100 + 1, 10, "all events")
+    # With these time limits it would take for ever if there was a pause between any two.
+    with Watched(watched.etcd, watched.api, timeouts=PATIENT) as patient:
+        patient.manager.stored(None)
+        patient.keys.put_often(f"{patient.prefix}/subnets/10.1.1.0-24", 300, value(1))
+        patient.start()
+        wait_for(lambda: len(patient.events) == 300 + 1, 100, "all events")
 
 
 def test_events_that_etcd_has_forgotten_end_in_a_snapshot(
