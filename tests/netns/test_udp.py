@@ -326,7 +326,7 @@ def test_two_capabilities_and_the_device_are_enough(lab: Lab, backend: dict[str,
         node.start("--subnet-file=/mnt/node/run/subnet.env", command=confined_command)
         node.subnet_file = node.directory / "run/subnet.env"
     for node in nodes:
-        node.wait_ready(10)
+        node.wait_ready()
     connect(*nodes)
 
 
@@ -383,7 +383,7 @@ def test_a_port_in_use_is_waited_for_and_its_holder_is_named(lab: Lab) -> None:
     assert not node.env()
     holder.kill()
     holder.wait()
-    node.wait_ready(10)
+    node.wait_ready()
 
 
 def test_without_dev_net_tun_the_daemon_ends_and_names_the_remedy(lab: Lab) -> None:
