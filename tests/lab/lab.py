@@ -140,7 +140,7 @@ class Lab:
         for node in started:
             node.start(*flags, command=command)
         for node in started:
-            node.wait_ready(10)
+            node.wait_ready()
         return started
 
     def kube_cluster(
@@ -160,7 +160,7 @@ class Lab:
             own = [*self.kube.flags(), f"--net-config-path={net_conf}", *flags]
             node.start(*own, command=command, environment={"NODE_NAME": node.name})
         for node in started:
-            node.wait_ready(10)
+            node.wait_ready()
         return started
 
     def _build_switch(self) -> None:

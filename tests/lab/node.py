@@ -42,7 +42,7 @@ class Container:
         done = self.run("ping", "-n", "-c", "1", "-W", str(patience), _address(target), check=False)
         return done.returncode == 0
 
-    def wait_for_reply(self, target: Container | str, deadline: float = 5) -> None:
+    def wait_for_reply(self, target: Container | str, deadline: float = 20) -> None:
         """Wait until ``target`` answers."""
         what = f"a reply from {_address(target)} to {self.address}"
         wait_for(lambda: self.reaches(target, 0.5), deadline, what)
@@ -113,7 +113,7 @@ class Node:
     def pid(self) -> int:
         return self.daemon.pid
 
-    def wait_ready(self, deadline: float = 5) -> dict[str, str]:
+    def wait_ready(self, deadline: float = 20) -> dict[str, str]:
         """Wait until the daemon says it is ready, or has written subnet.env anew; return the variables there.
 
         A daemon that finds the file right leaves it as it is.
@@ -128,7 +128,7 @@ class Node:
         wait_for(ready, deadline, f"{self.name} to become ready; its log so far:\n{self.log()}")
         return self.env()
 
-    def stop(self, deadline: float = 5) -> Exit:
+    def stop(self, deadline: float = 20) -> Exit:
         """SIGTERM the daemon and wait for it."""
         return self.daemon.end(signal.SIGTERM, deadline)
 
@@ -155,7 +155,7 @@ class Node:
         """What the daemon that was started last has written."""
         return self.daemon.log() if self._daemons else ""
 
-    def wait_for_log(self, text: str, deadline: float = 5) -> list[str]:
+    def wait_for_log(self, text: str, deadline: float = 20) -> list[str]:
         """Wait for a text in that log and return the lines that hold it."""
 
         def lines() -> list[str]:
@@ -197,7 +197,7 @@ class Node:
         """The main table, or the part of it that leads out of ``device``."""
         return self.namespace.json("ip", "-j", f"-{family}", "route", "show", *_on(device))
 
-    def wait_for_route(self, subnet: str, deadline: float = 5) -> dict[str, Any]:
+    def wait_for_route(self, subnet: str, deadline: float = 20) -> dict[str, Any]:
         """Wait for a route to a peer's subnet and return it."""
 
         def found() -> Rows:
@@ -205,7 +205,7 @@ class Node:
 
         return wait_for(found, deadline, f"the route to {subnet} on {self.name}")[0]
 
-    def wait_for_no_route(self, subnet: str, deadline: float = 5, family: int = 4) -> None:
+    def wait_for_no_route(self, subnet: str, deadline: float = 20, family: int = 4) -> None:
         """Wait until there is none."""
 
         def gone() -> bool:

@@ -56,7 +56,7 @@ def cluster(lab: Lab, backend: dict[str, Any], user: int) -> list[Node]:
     for node in nodes:
         start(node, user)
     for node in nodes:
-        node.wait_ready(10)
+        node.wait_ready()
     return nodes
 
 

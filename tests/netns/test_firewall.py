@@ -50,7 +50,7 @@ def cluster(lab: Lab, way: str, *, nodes: int = 2, before: str = "", **config: A
         node.run("sh", "-ec", before)
         node.start("--ip-masq", *flags)
     for node in made:
-        node.wait_ready(10)
+        node.wait_ready()
     return made
 
 
@@ -271,7 +271,7 @@ def test_a_daemon_that_cannot_masquerade_says_so_and_ends(lab: Lab) -> None:
     lab.etcd.put_config({"Network": NETWORK, "Backend": VXLAN})
     node, *_ = lab.add_nodes(1)
     command = ("sh", "-ec", f'{NO_TOOLS}; exec "$@"', "sh", *own_command())
-    assert node.start("--ip-masq", command=command).wait(5).status == 1
+    assert node.start("--ip-masq", command=command).wait(20).status == 1
     assert "cannot masquerade" in node.log()
     assert "install the Debian package iptables" in node.log()
     assert not node.subnet_file.exists()

@@ -63,7 +63,7 @@ def test_both_families_take_part(lab: Lab, backend: dict[str, Any]) -> None:
         lab.kube.add(node, f"10.5.{node.number}.0/24", f"fc00:5:0:{node.number}::/64")
         start(lab, node)
     for node in nodes:
-        node.wait_ready(10)
+        node.wait_ready()
         assert notes(lab, node)["public-ipv6"] == node.ipv6_address
     assert list(nodes[0].container().addresses) == [4, 6]
     ring(nodes)
@@ -76,7 +76,7 @@ def test_ipv6_alone_takes_no_ipv4_podcidr(lab: Lab) -> None:
         lab.kube.add(node, f"fc00:5:0:{node.number}::/64")
         start(lab, node)
     for node in nodes:
-        node.wait_ready(10)
+        node.wait_ready()
         assert sorted(notes(lab, node)) == [
             "backend-type", "backend-v6-data", "kube-subnet-manager", "public-ipv6"
         ]  # fmt: skip
@@ -99,7 +99,7 @@ def test_a_change_in_one_family_only_is_followed(lab: Lab) -> None:
         "n9", "10.5.9.0/24", "fc00:5:0:9::/64", annotations={PREFIX + key: text for key, text in said.items()}
     )
     start(lab, node)
-    node.wait_ready(10)
+    node.wait_ready()
     wait_for(lambda: [entry["dst"] for entry in node.fdb("flannel-v6.1")] == ["fd00:18::9"], SOON)
     before = node.kernel_state("flannel.1")
     lab.kube.control.annotate("n9", {f"{PREFIX}public-ipv6": "fd00:18::99"})
@@ -173,7 +173,7 @@ def test_an_operator_says_where_a_node_is(lab: Lab) -> None:
     node.namespace.ip("link add eth7 type bridge", "address add 192.0.2.7/24 dev eth7", "link set eth7 up")
     lab.kube.add(node, annotations={f"{PREFIX}node-public-ip": "192.0.2.7"})
     start(lab, node)
-    node.wait_ready(10)
+    node.wait_ready()
     assert "The external interface is eth7" in node.log()
     assert notes(lab, node)["public-ip"] == "192.0.2.7"
 
@@ -186,7 +186,7 @@ def test_another_pod_cidr_makes_another_node_of_it(lab: Lab) -> None:
     assert second.daemon.wait(SOON).status == 0
     assert "10.5.7.0/24" in second.wait_for_log("The podCIDR of our node")[0]
     start(lab, second)
-    assert second.wait_ready(10)["FLANNEL_SUBNET"] == "10.5.7.1/24"
+    assert second.wait_ready()["FLANNEL_SUBNET"] == "10.5.7.1/24"
     first.wait_for_route("10.5.7.0/24", SOON)
     first.wait_for_no_route("10.5.2.0/24", SOON)
 
@@ -197,7 +197,7 @@ def test_what_a_go_daemon_left_of_vanished_nodes_goes_whatever_the_size_of_subne
     lab.kube.add(node, "10.5.1.64/26")
     node.namespace.ip("route add 10.5.9.128/26 via 198.18.0.99", "route add 10.5.8.0/24 via 198.18.0.98")
     start(lab, node)
-    assert node.wait_ready(10)["FLANNEL_SUBNET"] == "10.5.1.65/26"
+    assert node.wait_ready()["FLANNEL_SUBNET"] == "10.5.1.65/26"
     node.wait_for_no_route("10.5.9.128/26", SOON)
     assert overlay_routes(node) == {"10.5.8.0/24"}
 
@@ -222,7 +222,7 @@ def test_a_pod_cidr_that_comes_late_is_waited_for_with_a_clear_reason(lab: Lab) 
     (event,) = wait_for(lab.kube.control.events, SOON)
     assert reason in event["message"]
     lab.kube.control.set_pod_cidrs(node.name, "10.5.1.0/24")
-    assert node.wait_ready(10)["FLANNEL_SUBNET"] == "10.5.1.1/24"
+    assert node.wait_ready()["FLANNEL_SUBNET"] == "10.5.1.1/24"
     wait_for(lambda: readiness(node) == (200, "flanneld is ready"), SOON)
     assert len(node.wait_for_log("no podCIDR yet")) == 1
 
@@ -241,7 +241,7 @@ def test_a_pod_finds_its_node_and_the_api_server_by_itself(lab: Lab) -> None:
         command=as_pod(account, own_command()),
         environment={"POD_NAME": "flannel-x", "POD_NAMESPACE": "kube-flannel", **lab.kube.in_cluster()},
     )
-    node.wait_ready(10)
+    node.wait_ready()
     node.wait_for_log("In sync with", SOON)
     lab.kube.control.put_token("rotated")
     lab.kube.service_account(lab.directory / "account", "rotated")

@@ -66,7 +66,7 @@ def test_nonsense_is_named_once_a_node_and_hurts_nobody_else(lab: Lab) -> None:
         wait_for_news(lab, first)
         first.stop()
         start(lab, first)
-        first.wait_ready(10)
+        first.wait_ready()
         wait_for_news(lab, first)
         assert ping.lost() == 0
     assert overlay_routes(first) == {second.subnet()}
@@ -93,7 +93,7 @@ def test_nonsense_over_good_nodes_keeps_the_ways_to_them_and_can_be_put_right(la
     assert node.kernel_state("flannel.1") == before
     node.stop()
     start(lab, node)
-    node.wait_ready(10)
+    node.wait_ready()
     wait_for_news(lab, node)
     assert node.kernel_state("flannel.1") == before
     for number in numbers:
@@ -157,7 +157,7 @@ def test_our_own_node_is_waited_for_until_it_makes_sense(lab: Lab, cidrs: list[s
     )
     assert reason in complaints(node)[0]
     lab.kube.control.set_pod_cidrs(node.name, "10.5.1.0/24")
-    assert node.wait_ready(10)["FLANNEL_SUBNET"] == "10.5.1.1/24"
+    assert node.wait_ready()["FLANNEL_SUBNET"] == "10.5.1.1/24"
     assert len(complaints(node)) == 1
 
 
@@ -171,7 +171,7 @@ def test_a_network_config_that_is_missing_or_wrong_is_waited_for(lab: Lab, text:
     start(lab, node)
     node.wait_for_log("Waiting for the network config", SOON)
     write_net_conf(lab, VXLAN)
-    node.wait_ready(10)
+    node.wait_ready()
     assert len(complaints(node)) == 1
 
 

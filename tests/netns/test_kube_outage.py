@@ -144,7 +144,7 @@ def test_missing_rights_are_waited_for_with_a_clear_reason(lab: Lab) -> None:
     wait_for(lambda: "403: nodes is forbidden" in readiness(node)[1], SOON)
     wait_for(lambda: any("403" in line for line in node.service_manager.heard()), SOON)
     lab.kube.kubeconfig(lab.directory / "kubeconfig", TOKEN)
-    node.wait_ready(10)
+    node.wait_ready()
     wait_for(lambda: readiness(node) == (200, "flanneld is ready"), SOON)
     assert len(complaints(node)) == 1
 
@@ -160,7 +160,7 @@ def test_an_api_server_that_comes_late_is_waited_for(lab: Lab) -> None:
     start(lab, node)
     node.wait_for_log("does not answer (connection refused)", SOON)
     lab.kube.start()
-    assert node.wait_ready(10)["FLANNEL_SUBNET"] == "10.5.1.1/24"
+    assert node.wait_ready()["FLANNEL_SUBNET"] == "10.5.1.1/24"
 
 
 def test_a_daemon_that_waits_for_a_silent_api_server_stops_at_once(lab: Lab) -> None:
@@ -197,7 +197,7 @@ def test_with_saved_nodes_a_host_that_boots_without_api_server_joins_the_network
         lab.kube.add(node)
         start(lab, node, *([f"--state-dir={directory}"] if node is first else []))
     for node in (first, second, third):
-        node.wait_ready(10)
+        node.wait_ready()
     for node in (second, third):
         connect(first, node)
     wait_for(lambda: saved(directory) == ["n1", "n2", "n3"], 20)
@@ -207,7 +207,7 @@ def test_with_saved_nodes_a_host_that_boots_without_api_server_joins_the_network
     first.run("ip", "link", "del", "flannel.1")
     first.subnet_file.unlink()
     start(lab, first, f"--state-dir={directory}")
-    assert first.wait_ready(10)["FLANNEL_SUBNET"] == "10.5.1.1/24"
+    assert first.wait_ready()["FLANNEL_SUBNET"] == "10.5.1.1/24"
     first.container().wait_for_reply(second.container())
     wait_for(lambda: peers_of(first) == before, SOON, "all peers")
     assert (first.link("flannel.1") or {})["address"] == mac

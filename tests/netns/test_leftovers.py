@@ -83,7 +83,7 @@ def test_nothing_is_removed_while_the_store_does_not_answer(lab: Lab, backend: d
         assert changes.during(1) == []
         assert node.kernel_state("flannel.1", "eth0") == before
         lab.etcd.start()
-        node.wait_ready(10)
+        node.wait_ready()
         wait_for(lambda: not traces(node, gone), what="the first snapshot")
         assert ping.lost() == 0
 

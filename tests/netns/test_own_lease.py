@@ -167,15 +167,16 @@ def test_a_lease_that_is_made_a_reservation_while_in_use_stays_one(lab: Lab) -> 
 @both_apis
 def test_a_node_whose_lease_was_deleted_ends_and_gets_the_same_again(lab: Lab) -> None:
     node, other = lab.cluster({"Type": "vxlan"})
+    node.wait_for_route(other.subnet())
     subnet, before = node.subnet(), node.kernel_state("flannel.1")
     lab.etcd.delete_lease(subnet)
-    assert node.daemon.wait(5).status == 0
+    assert node.daemon.wait(20).status == 0
     assert len(node.wait_for_log(f"Our lease {subnet} was revoked")) == 1
     other.wait_for_no_route(subnet)
     node.start()
     node.wait_ready()
     assert node.subnet() == subnet
-    assert node.kernel_state("flannel.1") == before
+    wait_for(lambda: node.kernel_state("flannel.1") == before, what="the kernel to be as it was")
     other.wait_for_route(subnet)
 
 

@@ -142,7 +142,7 @@ def test_an_etcd_that_lost_its_data_ends_the_daemons_and_not_the_traffic(lab: La
         lab.etcd.forget()
         lab.etcd.start()
         for node in (first, second):
-            assert node.daemon.wait(5).status == 0
+            assert node.daemon.wait(20).status == 0
             assert len(node.wait_for_log("Our lease")) == 1
         ping.wait_for_replies()
         assert ping.lost() == 0

@@ -18,7 +18,7 @@ from flanneld.subnet.etcd_endpoints import EtcdOptions
 from flanneld.subnet.etcd_transport import Timeouts
 from flanneld.subnet.manager import Cancelled, Deliver
 from tests.lab.etcd_v3 import V3Keys
-from tests.lab.wait import wait_for
+from tests.lab.wait import PATIENCE, wait_for
 from tests.local_etcd import DEADLINE, NEWER, LocalEtcd, Relay, free_port, running_etcd, server, silent
 
 _numbers = itertools.count()
@@ -239,11 +239,12 @@ def test_when_the_directory_goes_everything_is_read_again(watched_v2: Watched, d
 
 
 def test_a_backlog_is_read_quickly(watched: Watched) -> None:
-    watched.manager.stored(None)
-    watched.keys.put_often(f"{watched.prefix}/subnets/10.1.1.0-24", HISTORY - 100, value(1))
-    watched.start()
-    # 0.6 s on an idle machine; with a pause after each event it would be minutes.
-    wait_for(lambda: len(watched.events) == HISTORY - 100 + 1, 30, "all events")
+    with Watched(watched.etcd, watched.api, timeouts=Timeouts(read=60.0, pause=1.0)) as slow:
+        slow.manager.stored(None)
+        slow.keys.put_often(f"{slow.prefix}/subnets/10.1.1.0-24", 300, value(1))
+        slow.start()
+        # With a pause after each it would take longer.
+        wait_for(lambda: len(slow.events) == 300 + 1, 250 / PATIENCE, "all events")
 
 
 def test_events_that_etcd_has_forgotten_end_in_a_snapshot(

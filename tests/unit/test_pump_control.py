@@ -13,7 +13,9 @@ from itertools import count
 
 import pytest
 
+from flanneld.network.pump import client as client_module
 from flanneld.network.pump import control, meeting
+from flanneld.network.pump import server as server_module
 from flanneld.network.pump.client import Client, NoPump, succeed
 from flanneld.network.pump.driver import PeersDriver, PumpDriver
 from flanneld.network.pump.resources import Pump, PumpPeer
@@ -79,6 +81,14 @@ class Running:
     def ended(self) -> bool:
         self.thread.join(60)
         return not self.thread.is_alive()
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither end gives the other up: a busy machine may let it wait."""
+    monkeypatch.setattr(client_module, "_ANSWER_PATIENCE", 60.0)
+    for name in ("_STOP_PATIENCE", "_SEND_PATIENCE"):
+        monkeypatch.setattr(server_module, name, 60.0)
 
 
 @pytest.fixture
