@@ -67,7 +67,7 @@ class Etcd:
                 *flags,
                 output=output,
             )
-        wait_for(self.healthy, 10, f"etcd to answer; see its log:\n{self.log()[-2000:]}")
+        wait_for(self.healthy, 30, f"etcd to answer; see its log:\n{self.log()[-2000:]}")
 
     def stop(self, how: signal.Signals = signal.SIGTERM) -> None:
         """End the process and wait for it."""
