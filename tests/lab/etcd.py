@@ -57,7 +57,7 @@ class Etcd:
     def start(self, *flags: str) -> None:
         """Start and wait until it answers; ``flags`` come after the lab's own and win."""
         self.launch(*flags)
-        wait_for(self.healthy, 10, f"etcd to answer; see its log:\n{self.log()[-2000:]}")
+        wait_for(self.healthy, 30, f"etcd to answer; see its log:\n{self.log()[-2000:]}")
 
     def launch(self, *flags: str) -> None:
         """Start; a member of a cluster answers when most of the others run."""

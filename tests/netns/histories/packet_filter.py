@@ -39,7 +39,7 @@ DAMAGE = (
 NATIVE_DAMAGE = (
     Damage("nft flush ruleset", ("",)),
     Damage("nft delete table ip flannel-ipv4", ("4 flannel",)),
-    Damage("nft flush chain ip flannel-ipv4 postrtg"),
+    Damage("nft flush chain ip flannel-ipv4 postrtg", ("4 flannel -A postrtg",)),
     Damage("nft flush table ip flannel-ipv4", ("4 flannel",)),
 )
 FOREIGN = (
