@@ -300,7 +300,7 @@ def test_a_watch_goes_on_at_another_server_when_its_own_falls_silent(etcd: Local
         assert watcher.wait(at).replies == ()  # The silence of a server that is well.
         relay.is_silent = True
         keys.put("/dir/a", "1")
-        asker._transport.timeouts = replace(LASTING, read=0.5)
+        opened[-1].timeouts = replace(LASTING, read=0.5)
 
         def heard() -> object:
             with suppress(Retryable):  # Also the other one may take longer.

@@ -7,8 +7,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
-from pathlib import Path
 
 import pytest
 
@@ -53,21 +51,6 @@ def test_a_line_is_glogs(capsys: Stderr) -> None:
     year = time.localtime(before).tm_year
     when = time.mktime(time.strptime(f"{year}{day} {clock[:8]}", "%Y%m%d %H:%M:%S"))
     assert int(before) <= when + float(clock[8:]) <= time.time() + 1
-
-
-def test_a_line_that_cannot_be_written_is_not_complained_about(
-    capsys: Stderr, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    glog.setup()
-    (handler,) = logging.getLogger().handlers
-    with Path("/dev/full").open("w") as full:
-        monkeypatch.setattr(handler, "stream", full)
-        log.info("to nobody")
-        monkeypatch.undo()
-        with suppress(OSError):
-            full.close()
-    log.info("to somebody")
-    assert messages(capsys) == ["to somebody"]
 
 
 def test_the_time_is_local_with_all_six_digits(capsys: Stderr) -> None:

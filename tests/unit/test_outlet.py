@@ -98,3 +98,16 @@ def test_a_daemon_whose_log_nobody_reads_starts_and_ends(pipe: tuple[int, int], 
             assert daemon.wait(60) == 0
         finally:
             daemon.kill()
+
+
+def test_a_full_disk_is_a_reader_without_room(pipe: tuple[int, int]) -> None:
+    reader, writer = pipe
+    kept = os.dup(writer)
+    with Path("/dev/full").open("wb") as full:
+        os.dup2(full.fileno(), writer)
+    outlet = Outlet(writer)
+    outlet.write("one")
+    os.dup2(kept, writer)
+    os.close(kept)
+    outlet.write("two")
+    assert read(reader) == "... 1 lines of the log are lost: there was no room for them\ntwo\n"
