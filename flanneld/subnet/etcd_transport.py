@@ -106,7 +106,11 @@ class Transport:
                 if failure.sent and not repeatable:
                     self.servers.skip()
                     break
-        raise no_answer(failures)
+        try:
+            raise no_answer(failures)
+        finally:
+            # Their tracebacks hold this frame: with it, each lost connection would be garbage in a cycle.
+            failures.clear()
 
     def _exchange(self, server: Server, request: Request) -> Answer:
         limits = Timeout(connect=self.timeouts.connect, read=self.timeouts.read)
