@@ -133,7 +133,11 @@ class Failover(Generic[Q, A]):
                 if failure.sent and not repeatable:
                     self.servers.skip()
                     break
-        raise no_answer(failures)
+        try:
+            raise no_answer(failures)
+        finally:
+            # Their tracebacks hold this frame: with it, each lost connection would be garbage in a cycle.
+            failures.clear()
 
     def _exchange(self, server: Server, request: Q) -> A:
         if self._server is not server or clock.now() - self._used > self.timeouts.idle:
