@@ -234,7 +234,7 @@ def test_another_tunnel_between_the_same_ends_is_left_and_told_of(node: Node) ->
     node.namespace.ip(f"link set {DEVICE} down", f"link set {DEVICE} name other")
     node.start()
     assert node.daemon.wait(10).status == 1
-    assert "another device serves the same ends; find it with: ip -d link show type ipip" in node.log()
+    assert "other serves the same ends; if nobody needs other, remove it: ip link delete other" in node.log()
     node.namespace.ip("link del other")
     restart(node)
 
