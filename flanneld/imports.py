@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
@@ -14,7 +14,7 @@ def package_without_init(name: str) -> None:
     """Register a package without running its ``__init__``: its parts can then be imported one by one."""
     if name in sys.modules:
         return
-    spec = find_spec(name)
+    spec = _find(name)
     if not isinstance(spec, ModuleSpec) or spec.submodule_search_locations is None:
         return
     package = ModuleType(name)
@@ -22,6 +22,15 @@ def package_without_init(name: str) -> None:
     package.__spec__ = spec
     package.__file__ = spec.origin
     sys.modules[name] = package
+
+
+def _find(name: str) -> ModuleSpec | None:
+    """As ``find_spec``, which would import the package around a name."""
+    around, _, _ = name.rpartition(".")
+    if not around:
+        return find_spec(name)
+    outer = _find(around)
+    return PathFinder.find_spec(name, outer.submodule_search_locations) if outer else None
 
 
 def lazily(name: str) -> None:

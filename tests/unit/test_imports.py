@@ -36,6 +36,13 @@ def test_etcd_without_grpc_does_not_load_its_library() -> None:
     assert not {"grpc", "flanneld.subnet.etcd_v3_grpc"} & loaded
 
 
+def test_neither_a_backend_of_ours_nor_http_looks_through_installed_packages() -> None:
+    program = "import flanneld.subnet.etcd_v3_client; from flanneld.backends import load; load('vxlan')"
+    loaded = loaded_after(program)
+    assert {"flanneld.backends.vxlan", "urllib3.connectionpool"} <= loaded
+    assert not {"importlib.metadata", "zipfile"} & loaded
+
+
 def test_a_packet_pump_loads_little_so_that_it_is_there_soon() -> None:
     loaded = loaded_after("import flanneld.network.pump.__main__")
     assert "flanneld.network.pump.native" in loaded
