@@ -7,6 +7,7 @@ import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -268,7 +269,7 @@ def test_a_member_without_the_others_is_not_taken_for_one_without_news(
     key = "/cut-off" if recursive else "/cut-off/lease"
 
     def watch(*urls: str) -> Poller:
-        return Poller(client(*urls), key, recursive=recursive)
+        return Poller(client(*urls, timeouts=replace(LASTING, read=3.0)), key, recursive=recursive)
 
     with server(CutOff(etcd.url)) as lonely:
         with pytest.raises(Retryable, match="no answer within"):
