@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from compileall import compile_dir
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -21,6 +22,7 @@ from tests.bench.process import MachineLoad
 from tests.bench.report import Results
 from tests.bench.trial import Settings, live
 from tests.lab import CommandError, EtcdError, own_command, peer_command
+from tests.lab.daemon import ROOT
 
 #: The backends whose peers exist in etcd alone.
 BACKENDS = ("vxlan", "host-gw")
@@ -112,6 +114,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; the status is 0 unless something broke, whatever the figures are."""
     chosen = _read(argv)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # As pip does; else each start after an edit would compile, if the caller's Python may not keep what it made.
+    compile_dir(ROOT / "flanneld", quiet=1)
     bench = Bench(chosen)
     try:
         bench.run()
