@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; the status is 0 unless something broke, whatever the figures are."""
     chosen = _read(argv)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    # As pip does; else each start after an edit would compile, if the caller's Python may not keep what it made.
+    # As pip does; else each start after an edit would compile, where Python is told to keep nothing.
     compile_dir(ROOT / "flanneld", quiet=1)
     bench = Bench(chosen)
     try:
