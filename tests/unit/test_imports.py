@@ -30,6 +30,13 @@ def test_the_daemon_starts_without_pyroute2_and_http_server() -> None:
     assert not {"pyroute2", "http.server", "dotenv", "asyncio", "argparse"} & loaded
 
 
+def test_making_a_device_takes_no_event_loop() -> None:
+    program = "from flanneld.network import devices as d; d._message('set', [('IFLA_MTU', 1450)], 7, True)"
+    loaded = loaded_after(program)
+    assert "pyroute2.netlink.rtnl.ifinfmsg" in loaded
+    assert not {"asyncio", "ctypes"} & loaded
+
+
 def test_etcd_without_grpc_does_not_load_its_library() -> None:
     loaded = loaded_after("import flanneld.subnet.etcd_v3_client")
     assert "flanneld.subnet.etcd_v3_carrier" in loaded
