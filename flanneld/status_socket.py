@@ -91,15 +91,15 @@ class StatusSocket:
 
     def close(self) -> None:
         """End ``serve`` at once. May be called from any thread, repeatedly."""
-        self._closing.set()
-        if self._socket is None:
-            return
+        # Before ``serve`` hears of it: the process may not outlive that.
         with contextlib.suppress(OSError):  # closed or removed already
-            self._socket.shutdown(socket.SHUT_RDWR)
-        with contextlib.suppress(OSError):
             # A successor may have put its own there.
             if self._path.lstat().st_ino == self._inode:
                 self._path.unlink()
+        self._closing.set()
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
 
 
 def ask(path: Path, within: float) -> bytes:

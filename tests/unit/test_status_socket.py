@@ -76,6 +76,26 @@ def test_it_goes_with_its_daemon(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_it_has_gone_when_its_thread_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The daemon ends then, and whoever closes the socket may not come to it."""
+    path = tmp_path / "s"
+    server = StatusSocket(path, said)
+    assert server.open()
+    thread = threading.Thread(target=server.serve)
+    remove = Path.unlink
+
+    def remove_late(path: Path, missing_ok: bool = False) -> None:
+        thread.join(0.5)
+        if thread.is_alive():
+            remove(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", remove_late)
+    thread.start()
+    server.close()
+    thread.join(DEADLINE)
+    assert not path.exists()
+
+
 def test_the_socket_of_a_successor_stays(tmp_path: Path) -> None:
     with serving(tmp_path / "s", said) as first, serving(tmp_path / "s", said):
         first.close()
