@@ -233,14 +233,18 @@ class Firewall:
             poll.register(self._removals, select.POLLIN)
         while not self._stop.is_set():
             self._heartbeat(4 * _IDLE)
-            poll.poll(min(_IDLE, max(0.0, self._next - clock.now())) * 1000)
+            poll.poll(min(_IDLE, max(0.0, self._due() - clock.now())) * 1000)
             self._inbox.drain()
             self._hear()
-            if clock.now() >= self._next and not self._stop.is_set():
+            if clock.now() >= self._due() and not self._stop.is_set():
                 self._check()
 
     def cancel(self) -> None:
         self._inbox.wake()
+
+    def _due(self) -> float:
+        """When to look again: news may come before a failure or a repair is accounted for."""
+        return max(self._next, self._not_before, self._patience.earliest())
 
     def _hear(self) -> None:
         """Note whose rules may be gone, and look at them soon."""
@@ -249,8 +253,7 @@ class Firewall:
             if concerned:
                 self._dirty |= concerned
                 self._culprits.add(removal.by)
-                soon = max(clock.now() + _SETTLE, self._not_before, self._patience.earliest())
-                self._next = min(self._next, soon)
+                self._next = min(self._next, clock.now() + _SETTLE)
 
     def _concerns(self, family: Family, removal: Removal) -> bool:
         if removal.family not in (None, family):
@@ -298,7 +301,7 @@ class Firewall:
             _say(upkeep.name, change)
         if change and not change.held:
             self._dirty.add(family)
-            self._next = min(self._next, self._patience.earliest())
+            self._next = clock.now()
         else:
             self._dirty.discard(family)
         return True
