@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from flanneld.brake import HOLD
@@ -13,6 +15,8 @@ PEERS = range(1, 13)
 WAYS = {f"10.5.{number}.0/24": f"198.18.0.{200 + number}" for number in PEERS}
 LEFT = {subnet: gateway for subnet, gateway in WAYS.items() if subnet in ("10.5.1.0/24", "10.5.2.0/24")}
 READ_AGAIN = "reading the list again in 30 s"
+#: The list may be the first to tell of the one that is new.
+MOST_ARE_GONE = re.compile("10 of 1[23] peers are gone")
 
 
 def put_all(lab: Lab) -> None:
@@ -48,7 +52,7 @@ def wait_for_ways(node: Node, ways: dict[str, str], deadline: float = 20) -> Non
 def outrun(lab: Lab, node: Node) -> None:
     """Let the daemon learn from a list, and not from its watch, that most leases are gone.
 
-    One change more comes before: its answer is on its way already.
+    One change more comes before: its answer may be on its way already.
     """
     with stopped(lab, node):
         lab.etcd.put_lease("10.5.50.0/24", host_gw(250))
@@ -59,7 +63,7 @@ def outrun(lab: Lab, node: Node) -> None:
 def test_a_list_that_lacks_most_peers_cuts_nobody_off(lab: Lab, node: Node) -> None:
     outrun(lab, node)
     (line,) = node.wait_for_log(READ_AGAIN)
-    assert "10 of 13 peers are gone" in line
+    assert MOST_ARE_GONE.search(line)
     wait_for_ways(node, {**WAYS, "10.5.50.0/24": "198.18.0.250"})
     put_all(lab)
     lab.etcd.delete_lease("10.5.50.0/24")
@@ -72,7 +76,7 @@ def test_what_is_held_back_is_told_and_counted(lab: Lab, node: Node) -> None:
     told = answer(node, "status")
     assert told["brake"] == {"holds": True, "number": 1}
     (held,) = [each for each in told["health"]["troubles"] if each["part"] == "removals"]
-    assert "10 of 13 peers are gone" in held["trouble"]
+    assert MOST_ARE_GONE.search(held["trouble"])
 
 
 def test_leases_that_go_one_by_one_are_not_held(lab: Lab, node: Node) -> None:
