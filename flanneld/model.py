@@ -88,8 +88,16 @@ class Lease:
 
 
 def lies_in(net: IPNetwork, other: IPNetwork) -> bool:
-    """Whether a network is a part of another one, of the same family."""
-    return net.version == other.version and net.subnet_of(other)  # type: ignore[arg-type]
+    """Whether a network is a part of another one, of the same family; faster than ``subnet_of``."""
+    if net.version != other.version or net.prefixlen < other.prefixlen:
+        return False
+    differences = int(net.network_address) ^ int(other.network_address)
+    return not differences >> (other.max_prefixlen - other.prefixlen)
+
+
+def overlap(one: IPNetwork, other: IPNetwork) -> bool:
+    """Whether two networks share addresses."""
+    return lies_in(one, other) or lies_in(other, one)
 
 
 def name_of(key: LeaseKey) -> str:

@@ -23,6 +23,7 @@ from flanneld.model import (
     Snapshot,
     lies_in,
     name_of,
+    overlap,
 )
 from flanneld.network.diff import Plan, plan
 from flanneld.network.resources import Key, Kind, Resource, State
@@ -203,11 +204,7 @@ class Peers:
 def _refuse_overlap(lease: Lease, own: Lease) -> None:
     """Raises ``Refused`` for a peer that claims what is ours: its route would cut off our containers."""
     for theirs, ours in zip(lease.key, own.key, strict=True):
-        if theirs is None or ours is None:
-            continue
-        same_length = theirs.prefixlen == ours.prefixlen
-        same_start = theirs.network_address == ours.network_address
-        if same_start if same_length else theirs.overlaps(ours):
+        if theirs is not None and ours is not None and overlap(theirs, ours):
             raise Refused(f"it overlaps our own subnet {ours}", "remove the lease that is wrong")
 
 

@@ -18,7 +18,7 @@ from flanneld.backends import Backend, Driver, HasDrivers
 from flanneld.brake import Brake
 from flanneld.config import Config
 from flanneld.errors import Retryable
-from flanneld.model import FAMILIES, Event, IPNetwork, Lease, LeaseAttrs, LeaseKey, Snapshot, Uplink
+from flanneld.model import Event, Lease, LeaseAttrs, LeaseKey, Snapshot, Uplink, overlap
 from flanneld.network import links
 from flanneld.network.diff import Plan
 from flanneld.network.domain import Domain
@@ -31,6 +31,7 @@ from flanneld.options import Options
 from flanneld.peers import View
 from flanneld.reconcile import Reconciler
 from flanneld.site import Site, find_uplink
+from flanneld.subnet.allocate import fits
 from flanneld.subnet.manager import Cancelled, Foreseeing, SubnetManager
 from flanneld.subnet_file import Previous
 
@@ -212,29 +213,18 @@ def _ours(snapshot: Snapshot, attrs: LeaseAttrs, config: Config) -> Lease | None
     """The lease that a start would take again: the one with our public IP, if it fits the network config."""
     family = config.families[0]
     for lease in snapshot.leases:
-        if lease.attrs.public(family) == attrs.public(family) and _fits(lease.key, config):
+        if lease.attrs.public(family) == attrs.public(family) and fits(config, lease.key):
             return lease
     return None
 
 
-def _fits(key: LeaseKey, config: Config) -> bool:
-    return all(
-        (pool is None) == (net is None) and (pool is None or net is None or pool.contains(net))
-        for net, pool in zip(key, map(config.range, FAMILIES), strict=True)
-    )
-
-
 def _likely(config: Config, previous: Previous, snapshot: Snapshot) -> LeaseKey:
     """What the subnet file remembers, if it fits and is free: a start asks for that first."""
-    if not _fits(previous.subnets, config):
+    if not fits(config, previous.subnets):
         return (None, None)
     taken = [net for lease in snapshot.leases for net in lease.key if net is not None]
-    free = all(not _overlaps(net, other) for net in previous.subnets if net for other in taken)
+    free = all(not overlap(net, other) for net in previous.subnets if net for other in taken)
     return previous.subnets if free else (None, None)
-
-
-def _overlaps(one: IPNetwork, other: IPNetwork) -> bool:
-    return one.version == other.version and one.overlaps(other)
 
 
 def _nothing(*_: Any) -> None:

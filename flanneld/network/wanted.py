@@ -51,7 +51,7 @@ class Wanted:
 
         Two that want the same are at peace: a node that moved to a new lease, and its old one.
         """
-        for resource in self._wishes.get(owner, ()):
+        for resource in self._wishes.get(owner, ()) if self._rivals else ():
             key = resource.key
             claims = self._rivals.get(key)
             if claims:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from ipaddress import IPv4Network
 
 from flanneld.config import Config, SubnetRange
 from flanneld.model import FAMILIES, IPNetwork, LeaseKey
@@ -45,13 +44,6 @@ def fits(config: Config, key: LeaseKey) -> bool:
         if (pool is None) != (net is None) or (pool and net and not pool.contains(net)):
             return False
     return True
-
-
-def overlap(one: IPNetwork, other: IPNetwork) -> bool:
-    """Whether two networks of any family have an address in common."""
-    if isinstance(one, IPv4Network):
-        return isinstance(other, IPv4Network) and one.overlaps(other)
-    return not isinstance(other, IPv4Network) and one.overlaps(other)
 
 
 def _span(net: IPNetwork) -> tuple[int, int]:

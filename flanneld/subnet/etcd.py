@@ -30,8 +30,9 @@ from flanneld.model import (
     LeaseKey,
     Removed,
     name_of,
+    overlap,
 )
-from flanneld.subnet.allocate import choose, fits, overlap
+from flanneld.subnet.allocate import choose, fits
 from flanneld.subnet.codec import format_attrs
 from flanneld.subnet.etcd_keys import Client, Conflict, NotFound, Position, Reply
 from flanneld.subnet.etcd_leases import LeaseReader, Listing

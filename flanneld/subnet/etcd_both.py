@@ -14,8 +14,8 @@ from flanneld import clock
 from flanneld.config import Config, ConfigError, say_the_same
 from flanneld.errors import Retryable
 from flanneld.glog import Once, V
-from flanneld.model import Event, IPAddress, Lease, LeaseAttrs, LeaseKey, Removed, Snapshot, name_of
-from flanneld.subnet.allocate import fits, overlap
+from flanneld.model import Event, IPAddress, Lease, LeaseAttrs, LeaseKey, Removed, Snapshot, name_of, overlap
+from flanneld.subnet.allocate import fits
 from flanneld.subnet.etcd import SUBNET_TTL, TRIES, EtcdManager, LeaseTaken, node_address
 from flanneld.subnet.etcd_http import NoSuchApi
 from flanneld.subnet.etcd_keys import NoConfig, Position

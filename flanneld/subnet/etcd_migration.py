@@ -14,8 +14,7 @@ from typing import Literal
 from flanneld import clock
 from flanneld.config import parse, say_the_same
 from flanneld.errors import Refused, Retryable
-from flanneld.model import IPNetwork, Lease, name_of
-from flanneld.subnet.allocate import overlap
+from flanneld.model import IPNetwork, Lease, name_of, overlap
 from flanneld.subnet.codec import format_attrs, parse_attrs
 from flanneld.subnet.etcd_choice import open_client
 from flanneld.subnet.etcd_endpoints import EtcdOptions, Servers

@@ -9,6 +9,7 @@ from ipaddress import ip_network
 from flanneld.ctl.facts import Facts
 from flanneld.ctl.findings import Finding, as_at_start, check
 from flanneld.ctl.source import ranges_of
+from flanneld.model import lies_in
 
 #: A lease that ends so soon, in seconds, should have been renewed.
 _SOON = 600.0
@@ -129,7 +130,7 @@ def network(facts: Facts) -> Iterator[Finding]:
     own = (facts.document.get("lease") or {}).get("subnets", ()) if facts.origin != "host" else ()
     for text in own if networks else ():
         net = ip_network(text)
-        if not any(net.version == each.version and net.subnet_of(each) for each in networks):
+        if not any(lies_in(net, each) for each in networks):
             yield Finding(
                 f"our subnet {text} is outside the network",
                 f"Network is {', '.join(map(str, networks))}",
