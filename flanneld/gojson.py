@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable
+from functools import cache
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
 from itertools import islice
 from math import inf
+from socket import AF_INET, AF_INET6, inet_pton
 from sys import intern
 from typing import Any, NoReturn, TypeGuard, TypeVar
 
@@ -164,11 +166,12 @@ class Fields:
 
     def address(self, name: str, kind: type[A]) -> A | None:
         """None when absent or all zero. Go flannel refuses null for IPv4, and takes it as absent for IPv6."""
-        value = self.raw(name)
-        if value is None and (kind is IPv6Address or not self.has(name)):
+        values = self._of(name)
+        if not values or (values[-1] is None and kind is IPv6Address):
             return None
+        value = values[-1]
         try:
-            address = kind(_literal(value, _ADDRESS))
+            address = kind(address_number(_literal(value, _ADDRESS), kind))
         except ValueError:
             raise self._wrong(name, _ADDRESSES[kind], compact(value)[:60]) from None
         return address if int(address) else None
@@ -194,7 +197,7 @@ class Fields:
         return [(key, self._similar(folded)) for key, folded in islice(unknown, _FEW_UNREAD)]
 
     def _of(self, name: str) -> list[object]:
-        folded = _fold(name)
+        folded = _fold_name(name)
         self._asked[folded] = name
         return self._values.get(folded, [])
 
@@ -225,6 +228,14 @@ class Fields:
         return self._asked[close[0]] if close else None
 
 
+def address_number(text: str, kind: type[IPv4Address | IPv6Address]) -> int:
+    """Read an address, as ``ipaddress`` would in five times the time. Raises ``ValueError``."""
+    try:
+        return int.from_bytes(inet_pton(AF_INET if kind is IPv4Address else AF_INET6, text))
+    except OSError:
+        raise ValueError(f"{text!r} is no address") from None
+
+
 def _literal(value: object, form: re.Pattern[str]) -> str:
     """Python reads more as an address than Go does: numbers, zones, netmasks, a missing length."""
     if isinstance(value, str) and form.fullmatch(value):
@@ -238,7 +249,11 @@ def _pairs(obj: dict[str, Any]) -> Iterable[tuple[str, Any]]:
 
 def _fold(key: str) -> str:
     # Go folds two letters into ASCII: the Kelvin sign, which lower() knows, and the long s.
-    return key.lower().replace("\u017f", "s")
+    return key.lower() if key.isascii() else key.lower().replace("\u017f", "s")
+
+
+#: For the few names that are asked for.
+_fold_name = cache(_fold)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

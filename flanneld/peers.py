@@ -187,9 +187,9 @@ class Peers:
 
     def _forget(self, key: LeaseKey) -> None:
         """There is nothing to complain about any more."""
-        self._riddles.discard(key)
-        self._reasons.pop(key, None)
-        self._once.clear(key)
+        if self._reasons.pop(key, None):
+            self._riddles.discard(key)
+            self._once.clear(key)
 
     def _warn_of_conflicts(self, lease: Lease) -> None:
         for resource, winner, loser in self._wanted.conflicts(lease.key):

@@ -24,6 +24,7 @@ _KEY = re.compile(
 _MAC = re.compile(
     r"[0-9a-f]{2}(?::[0-9a-f]{2}){5}|[0-9a-f]{2}(?:-[0-9a-f]{2}){5}|[0-9a-f]{4}(?:\.[0-9a-f]{4}){2}"
 )
+_SEPARATORS = str.maketrans("", "", ":-.")
 
 _WRITE_AGAIN = "restart flanneld on its node to have it written again"
 
@@ -40,8 +41,8 @@ def parse_key(text: str) -> LeaseKey:
     base, length, base6, length6 = found.groups()
     try:
         key = (
-            _subnet(IPv4Network, base, int(length)),
-            _subnet(IPv6Network, base6, int(length6)) if base6 else None,
+            _subnet(IPv4Network, gojson.address_number(base, IPv4Address), int(length)),
+            _subnet(IPv6Network, gojson.address_number(base6, IPv6Address), int(length6)) if base6 else None,
         )
     except ValueError:
         raise _no_key(name) from None
@@ -96,7 +97,7 @@ def parse_mac(text: str) -> str:
     low = text.lower()
     if not _MAC.fullmatch(low):
         raise Refused(f"{_shown(text)} is not a MAC address", _WRITE_AGAIN)
-    digits = re.sub("[^0-9a-f]", "", low)
+    digits = low.translate(_SEPARATORS)
     if int(digits[1], 16) & 1 or not int(digits, 16):
         raise Refused(f"{low} is not the MAC address of one device", _WRITE_AGAIN)
     if text[2] == ":" and text == low:
@@ -112,7 +113,7 @@ def _shown(text: str) -> str:
     return gojson.compact(text[:60])
 
 
-def _subnet(kind: type[N], base: str, length: int) -> N | None:
+def _subnet(kind: type[N], base: int, length: int) -> N | None:
     """None for length 0, which stands for a family that is not used. Raises ``ValueError``."""
     net = kind((base, length))
     if length == net.max_prefixlen:
