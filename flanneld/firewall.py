@@ -208,7 +208,7 @@ class Firewall:
         ours = self._place if self._upkeep and self._wishes.purpose.forward else None
         for nets in self._wishes.nets:
             for found in dropping(nets.family):
-                if in_the_way(found, nets.network, ours, self._commands):
+                if in_the_way(found, nets.network, ours):
                     log.warning(
                         "The %s drops the network's packets unless it accepts them itself; run as root: %s",
                         found,
