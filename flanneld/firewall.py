@@ -208,7 +208,7 @@ class Firewall:
         ours = self._place if self._upkeep and self._wishes.purpose.forward else None
         for nets in self._wishes.nets:
             for found in dropping(nets.family):
-                if in_the_way(found, nets.network, ours, self._commands):
+                if in_the_way(found, nets.network, ours):
                     log.warning(
                         "The %s drops the network's packets unless it accepts them itself; run as root: %s",
                         found,
@@ -273,7 +273,10 @@ class Firewall:
             self._next = clock.now() + self._period
             self._dirty = set(self._upkeep)
         culprits, self._culprits = self._culprits, set()
+        repairs = sum(self.repairs.values())
         failed = [family for family in sorted(self._dirty) if not self._put_right(family, culprits)]
+        if sum(self.repairs.values()) > repairs:
+            self._lose_patience()
         if not self._dirty:
             self._sweep()
         if failed:
@@ -312,11 +315,14 @@ class Firewall:
         self._dirty.discard(family)
 
     def _account(self, name: str, change: Change, culprits: set[str]) -> None:
-        """Say what was repaired, and wait longer with the next repair if there are many."""
+        """Count what was repaired, and say it."""
         key = (name, ",".join(sorted(culprits)) or "unknown")
         self.repairs[key] = self.repairs.get(key, 0) + 1
         by = f" after a change by {', '.join(sorted(culprits))}" if any(culprits) else ""
         log.warning("Restored our rules with %s%s: %s", name, by, _what(change))
+
+    def _lose_patience(self) -> None:
+        """Wait longer with the next repair if there are many. Both families' at once count as one."""
         if self._patience.spend():
             log.warning(
                 "Somebody keeps removing our rules: waiting longer and longer before each repair; "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,7 +17,6 @@ from flanneld.ctl.look import Entry, Found
 from flanneld.ctl.source import Source, ranges_of
 from flanneld.host_checks import Finding as HostFinding
 from flanneld.model import FAMILIES, Family, IPAddress
-from flanneld.network.firewall.command import Commands
 from flanneld.network.firewall.forwarding import accepting, dropping, in_the_way
 from flanneld.network.kernel import Kernel
 from flanneld.network.links import SeenLink
@@ -35,6 +33,7 @@ class Dropped:
 
     chain: str
     command: str
+    by_rule: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +142,8 @@ def _dropping(document: Mapping[str, Any]) -> Iterator[Dropped]:
         if firewall and (firewall["not_in_place"] or not firewall["forward"]):
             ours = None
         for chain in dropping(network.version):
-            if in_the_way(chain, network, ours, Commands(threading.Event())):
-                yield Dropped(str(chain), chain.command(network))
+            if in_the_way(chain, network, ours):
+                yield Dropped(str(chain), chain.command(network), chain.by_rule)
 
 
 def _managed(ours: list[SeenLink]) -> Iterator[tuple[str, str]]:

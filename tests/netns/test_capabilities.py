@@ -42,6 +42,23 @@ glog.setup()
 host_checks.report((4, 6), "eth0")
 """
 
+#: The flags and the config that lead to each kind of rules, and what shows them and takes them away.
+WAYS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "nft": (("--iptables-flavour=nft",), {}),
+    "legacy": (("--iptables-flavour=legacy", "--iptables-resync=1"), {}),
+    "nftables": ((), {"EnableNFTables": True}),
+}
+RULES = {
+    "nft": "iptables-nft -w -t nat -S FLANNEL-POSTRTG",
+    "legacy": "iptables-legacy -w -t nat -S FLANNEL-POSTRTG",
+    "nftables": "nft list chain ip flannel-ipv4 postrtg",
+}
+FLUSHES = {
+    "nft": "iptables-nft -w -t nat -F FLANNEL-POSTRTG",
+    "legacy": "iptables-legacy -w -t nat -F FLANNEL-POSTRTG",
+    "nftables": "nft flush chain ip flannel-ipv4 postrtg",
+}
+
 
 @pytest.fixture(params=[pytest.param(0, id="root"), pytest.param(NOBODY, id="nobody")])
 def user(request: pytest.FixtureRequest) -> int:
@@ -60,8 +77,13 @@ def cluster(lab: Lab, backend: dict[str, Any], user: int) -> list[Node]:
     return nodes
 
 
-def start(node: Node, user: int) -> None:
-    node.start("--subnet-file=/mnt/node/run/subnet.env", command=(*confined(node, user), "-m", "flanneld"))
+def start(node: Node, user: int, *flags: str) -> None:
+    node.start(
+        "--subnet-file=/mnt/node/run/subnet.env",
+        *flags,
+        command=(*confined(node, user), "-m", "flanneld"),
+        environment={"XTABLES_LOCKFILE": "/mnt/node/xtables.lock"},
+    )
     node.subnet_file = node.directory / "run/subnet.env"
 
 
@@ -80,6 +102,10 @@ def status(node: Node) -> dict[str, str]:
     """What the kernel says of the daemon's process (proc(5))."""
     lines = Path(f"/proc/{node.pid}/status").read_text().splitlines()
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+def rules(node: Node, way: str) -> str:
+    return node.run(*RULES[way].split()).stdout
 
 
 def test_the_daemon_has_exactly_two_capabilities_for_good(lab: Lab, user: int) -> None:
@@ -110,6 +136,20 @@ def test_a_deleted_device_is_made_again(lab: Lab, user: int) -> None:
 def test_the_tunnel_takes_no_router_advertisements(lab: Lab, user: int) -> None:
     for node in cluster(lab, {"Type": "vxlan"}, user):
         assert read(node, "net/ipv6/conf/flannel.1/accept_ra") == "0\n"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_rules_are_set_and_kept(lab: Lab, user: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags, config = WAYS[way]
+    lab.etcd.put_config({"Network": NETWORK, "Backend": {"Type": "vxlan"}, **config})
+    (node,) = lab.add_nodes(1)
+    monkeypatch.setenv("XTABLES_LOCKFILE", str(node.directory / "xtables.lock"))
+    start(node, user, "--ip-masq", *flags)
+    node.wait_ready()
+    before = rules(node, way)
+    assert "224.0.0.0/4" in before
+    node.run(*FLUSHES[way].split())
+    wait_for(lambda: rules(node, way) == before, what="the rules to be back")
 
 
 def test_forwarding_can_be_turned_on(lab: Lab, user: int) -> None:

@@ -70,6 +70,24 @@ def test_the_service_may_take_the_lock_of_iptables(booted: BootedNode) -> None:
     assert stat.filemode(lock.st_mode) == "-rw-r-----"
 
 
+@pytest.mark.usefixtures("peer")
+@pytest.mark.parametrize("flavour", ["nft", "legacy"])
+def test_the_sandbox_lets_the_service_masquerade(booted: BootedNode, flavour: str) -> None:
+    with booted.path("etc/default/flanneld").open("a") as variables:
+        variables.write(f"FLANNELD_IP_MASQ=true\nFLANNELD_IPTABLES_FLAVOUR={flavour}\n")
+    booted.systemctl("start", "flanneld")
+    rules = booted.run(f"iptables-{flavour}", "-w", "-t", "nat", "-S", "FLANNEL-POSTRTG")
+    assert f"-s {NETWORK} ! -d 224.0.0.0/4" in rules
+
+
+def test_the_sandbox_lets_the_service_masquerade_through_nftables(lab: Lab, booted: BootedNode) -> None:
+    lab.etcd.put_config({"Network": NETWORK, "Backend": {"Type": "vxlan"}, "EnableNFTables": True})
+    with booted.path("etc/default/flanneld").open("a") as variables:
+        variables.write("FLANNELD_IP_MASQ=true\n")
+    booted.systemctl("start", "flanneld")
+    assert "224.0.0.0/4" in booted.run("nft", "list", "chain", "ip", "flannel-ipv4", "postrtg")
+
+
 def test_the_sandbox_lets_the_service_heal_its_device(booted: BootedNode, peer: Node) -> None:
     booted.systemctl("start", "flanneld")
     booted.node.container().wait_for_reply(peer.container())

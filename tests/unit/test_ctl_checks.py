@@ -135,7 +135,10 @@ CASES: dict[str, list[Facts]] = {
     ],
     "probes": [peer(probe={"target": "10.5.2.0", "time": NOW, "rtt": None})],
     "forwarding": [of_host("net/ipv4/ip_forward", 0)],
-    "dropping": [replace(WELL, dropping=(Dropped("chain FORWARD of table filter", "iptables -I ..."),))],
+    "dropping": [
+        replace(WELL, dropping=(Dropped("chain FORWARD of table filter", "iptables -I ..."),)),
+        replace(WELL, dropping=(Dropped("chain x of table inet y", "nft insert ...", by_rule=True),)),
+    ],
     "rules": [told(lambda d: d.update(firewall={"place": "nft", "not_in_place": ["IPv4"]}))],
     "keepers": [replace(WELL, firewalls=("firewalld",))],
     "subnet file": [

@@ -27,11 +27,14 @@ def forwarding(facts: Facts) -> Iterator[Finding]:
 @check("E", "dropping", "no chain drops the network's packets")
 def dropping(facts: Facts) -> Iterator[Finding]:
     for each in facts.dropping:
+        what = "last rule" if each.by_rule else "policy"
         yield Finding(
             f"the {each.chain} drops the network's packets",
-            "its policy is to drop, and no rule in it accepts the network",
+            f"its {what} is to drop, and no rule is seen that accepts the network",
             "packets of containers end at this host",
             each.command,
+            # Its other rules may accept the network in a way that is not understood here.
+            hint=each.by_rule,
         )
 
 

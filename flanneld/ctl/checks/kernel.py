@@ -169,7 +169,7 @@ def fights(facts: Facts) -> Iterator[Finding]:
         if is_so:
             yield Finding(
                 f"another program fights with the daemon about {what}",
-                "five repairs or more in the last minute",
+                "repair upon repair in the last minute",
                 "between two repairs packets are lost",
                 "flannelctl events names the program, if it still runs; tell it to leave flannel* alone",
             )

@@ -1,4 +1,6 @@
-"""Who else decides what this host forwards: chains whose policy is to drop, in all places there are.
+"""Who else decides what this host forwards: chains that drop what they do not accept, wherever they are.
+
+Some do so by their policy, as Docker's, others by a rule at their end, as firewalld's.
 
 Every table is asked about every packet, and one that drops wins. So an accept helps only in the table
 that would drop, and ours is in one of them at most.
@@ -6,44 +8,52 @@ that would drop, and ours is in one of them at most.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import takewhile
 
-from flanneld.errors import Retryable
 from flanneld.model import Family, IPNetwork
 from flanneld.network.firewall import xtables
-from flanneld.network.firewall.command import Commands
 from flanneld.network.firewall.netfilter import Netfilter
-from flanneld.network.firewall.restore import Restore, program
+from flanneld.network.firewall.restore import program
 from flanneld.network.firewall.rules import (
     ACCEPT,
+    DROP,
     FLANNEL_FWD,
     FORWARDING,
     NATIVE_TABLE,
+    REJECT,
     Match,
     Rule,
-    Rules,
 )
 from flanneld.network.firewall.sweep import Place
 
 _IPTABLES_TABLE: dict[Family, str] = {4: "ip", 6: "ip6"}
+_FIREWALLD = "inet firewalld"
 
 
 @dataclass(frozen=True, slots=True)
 class Dropping:
-    """A chain that drops what it does not accept. ``table`` is named as nft(8) does: ``inet filter``."""
+    """A chain that drops what it does not accept. ``table`` is named as nft(8) does: ``inet filter``.
+
+    It does so by its policy, or ``by_rule``: one that drops or rejects whatever comes to it.
+    """
 
     place: Place
     family: Family
     table: str
     chain: str
+    by_rule: bool = False
 
     def __str__(self) -> str:
         return f"chain {self.chain} of table {self.table}{' (legacy)' if self.place == 'legacy' else ''}"
 
     def command(self, network: IPNetwork) -> str:
         """What accepts a network's packets there."""
+        if self.table == _FIREWALLD:
+            # What others write into its tables is lost when it is reloaded.
+            return f"firewall-cmd --permanent --zone=trusted --add-source={network}; firewall-cmd --reload"
         if self.place == "native":
             side = _IPTABLES_TABLE[self.family]
             insert = f"nft insert rule {self.table} {self.chain} {side}"
@@ -54,34 +64,51 @@ class Dropping:
 
 def dropping(family: Family) -> Iterator[Dropping]:
     """All of them, as far as this kernel and our rights let us see."""
-    try:
-        if xtables.drops_forwarded(family):
-            yield Dropping("legacy", family, FORWARDING[0], FORWARDING[1])
-    except OSError:
-        pass  # For all but root the legacy tables are out of sight.
-    try:
-        with Netfilter() as netfilter:
-            found = list(netfilter.dropping(family))
-    except OSError:
-        return  # A kernel without nf_tables.
-    for table, chain in found:
-        is_iptables = table == f"{_IPTABLES_TABLE[family]} {FORWARDING[0]}" and chain == FORWARDING[1]
-        yield Dropping("nft" if is_iptables else "native", family, table, chain)
+    with suppress(OSError):  # For all but root the legacy tables are out of sight.
+        rules = xtables.read(family, [FORWARDING]).get(FORWARDING, ())
+        by_rule = any(map(_refuses_all, rules))
+        if by_rule or xtables.drops_forwarded(family):
+            yield Dropping("legacy", family, FORWARDING[0], FORWARDING[1], by_rule)
+    with suppress(OSError), Netfilter() as netfilter:  # A kernel may lack nf_tables.
+        for table, chain, by_policy in list(netfilter.forwarding(family)):
+            by_rule = any(map(_refuses_all, netfilter.rules(family, table, chain)))
+            if by_rule or by_policy:
+                is_iptables = table == f"{_IPTABLES_TABLE[family]} {FORWARDING[0]}" and chain == FORWARDING[1]
+                yield Dropping("nft" if is_iptables else "native", family, table, chain, by_rule)
 
 
-def in_the_way(found: Dropping, network: IPNetwork, ours: Place | None, commands: Commands) -> bool:
+def _refuses_all(rule: Rule) -> bool:
+    return replace(rule, comment="") in (Rule(DROP), Rule(REJECT))
+
+
+def in_the_way(found: Dropping, network: IPNetwork, ours: Place | None) -> bool:
     """Whether a chain would drop the network's packets. ``ours`` is where our accepting rules are, if any.
 
-    What others accept is seen in iptables' chains only: nft's own language has too many ways to say it.
+    Of what others accept, only a rule for each direction is seen, and firewalld's zone: there are too many
+    ways to say it.
     """
-    if found.place == "native":
-        return True
-    if found.place == ours:
-        return False
     try:
-        return not accepts(Restore(found.place, found.family, commands).read(), network)
-    except Retryable:
+        if found.table == _FIREWALLD:
+            return not _is_trusted(found, network)
+        before = list(takewhile(lambda rule: not _refuses_all(rule), _rules(found)))
+    except OSError:
         return True
+    leads_to_ours = found.place == ours and any(rule.verdict == FLANNEL_FWD[1] for rule in before)
+    return not leads_to_ours and not accepts(before, network)
+
+
+def _rules(found: Dropping) -> Sequence[Rule]:
+    if found.place == "legacy":
+        return xtables.read(found.family, [FORWARDING]).get(FORWARDING, ())
+    with Netfilter() as netfilter:
+        return netfilter.rules(found.family, found.table, found.chain)
+
+
+def _is_trusted(found: Dropping, network: IPNetwork) -> bool:
+    """Whether firewalld has a network in the zone whose packets it forwards."""
+    zone = Rule("filter_FWD_trusted", source=Match(network))
+    with Netfilter() as netfilter:
+        return zone in netfilter.rules(found.family, found.table)
 
 
 def accepting(family: Family) -> Place | None:
@@ -97,9 +124,9 @@ def accepting(family: Family) -> Place | None:
     return None
 
 
-def accepts(rules: Rules, network: IPNetwork) -> bool:
-    """Whether iptables' FORWARD has the two rules that let a network's packets through, whoever made them."""
-    plain = {(rule.source, rule.destination) for rule in rules.get(FORWARDING, ()) if _plainly_accepts(rule)}
+def accepts(rules: Iterable[Rule], network: IPNetwork) -> bool:
+    """Whether two of these let a network's packets through in both directions, whoever made them."""
+    plain = {(rule.source, rule.destination) for rule in rules if _plainly_accepts(rule)}
     return {(Match(network), None), (None, Match(network))} <= plain
 
 

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Self
 
 from flanneld.model import Family
-from flanneld.network.firewall.rules import JUMPS, OWN_CHAINS, Chain
+from flanneld.network.firewall.rules import JUMPS, OWN_CHAINS, Chain, Rule
 from flanneld.network.netlink import (
     NETLINK_ADD_MEMBERSHIP,
     NLM_F_ROOT_MATCH,
@@ -38,7 +38,7 @@ _SUBSYSTEM = 10 << 8
 _NEWTABLE, _GETTABLE, _DELTABLE, _NEWCHAIN, _GETCHAIN, _DELCHAIN, _NEWRULE, _GETRULE, _DELRULE = range(9)
 _NEWGEN = 15
 _TABLE_NAME, _CHAIN_TABLE, _CHAIN_NAME, _CHAIN_HOOK, _CHAIN_POLICY = 1, 1, 3, 4, 5
-_RULE_TABLE, _RULE_CHAIN = 1, 2
+_RULE_TABLE, _RULE_CHAIN, _RULE_EXPRESSIONS = 1, 2, 4
 _GEN_PROC_NAME = 3
 #: An attribute that is never there.
 _NOTHING = -1
@@ -110,15 +110,33 @@ class Netfilter:
                     ways.add((protocol, chain))
         return max(0, others - len(ways))
 
-    def dropping(self, family: Family) -> Iterator[tuple[str, str]]:
-        """Chains at the FORWARD hook whose policy is to drop: the table as nft(8) names it, and the chain."""
+    def forwarding(self, family: Family) -> Iterator[tuple[str, str, bool]]:
+        """Chains at the FORWARD hook: the table as nft(8) names it, the chain, whether its policy drops."""
         for protocol in (_PROTOCOL[family], _INET):
             for _, given in self._dump(_GETCHAIN, protocol):
                 hooked = given.get(_CHAIN_HOOK, b"")
-                hook = _number(attributes(hooked, 0, len(hooked)), _HOOK_NUMBER)
-                if hook == _NF_INET_FORWARD and _number(given, _CHAIN_POLICY) == _NF_DROP:
-                    table = _string(given, _CHAIN_TABLE)
-                    yield f"{_TABLE_FAMILY[protocol]} {table}", _string(given, _CHAIN_NAME)
+                if _number(attributes(hooked, 0, len(hooked)), _HOOK_NUMBER) == _NF_INET_FORWARD:
+                    table = f"{_TABLE_FAMILY[protocol]} {_string(given, _CHAIN_TABLE)}"
+                    yield table, _string(given, _CHAIN_NAME), _number(given, _CHAIN_POLICY) == _NF_DROP
+
+    def rules(self, family: Family, table: str, chain: str = "") -> list[Rule]:
+        """The rules of a chain, or of all in the table, as they concern a family.
+
+        The table is named as nft(8) does.
+        """
+        from flanneld.network.firewall.nft_rules import read_rule  # few have a chain to look at
+
+        kind, _, name = table.partition(" ")
+        protocol = next(number for number, word in _TABLE_FAMILY.items() if word == kind)
+        body = attribute(_RULE_TABLE, _terminated(name))
+        if chain:
+            body += attribute(_RULE_CHAIN, _terminated(chain))
+        return [
+            read_rule(family, given.get(_RULE_EXPRESSIONS, b""))
+            for _, given in self._ask(_GETRULE, NLM_F_ROOT_MATCH, protocol, body)
+            # Old kernels tell of all tables.
+            if _string(given, _RULE_TABLE) == name and chain in ("", _string(given, _RULE_CHAIN))
+        ]
 
     def _has(self, kind: int, family: Family, body: bytes) -> bool:
         try:

@@ -8,12 +8,19 @@ from flanneld import clock
 
 
 class Patience:
-    """Tells repairs from a fight: each repair within a minute doubles the pause before the next one."""
+    """Tells repairs from a fight: beyond some within a minute, each doubles the pause before the next one.
 
-    def __init__(self, memory: float = 60.0, first: float = 0.1, last: float = 30.0, many: int = 5) -> None:
+    The first ``few`` have a short pause after each. A firewall that is reloaded may flush all tables twice,
+    each family by itself, and an operator may reload it again.
+    """
+
+    def __init__(
+        self, memory: float = 60.0, first: float = 0.2, last: float = 30.0, few: int = 4, many: int = 8
+    ) -> None:
         self._memory = memory
         self._first = first
         self._last = last
+        self._few = few
         self._many = many
         self._repairs: deque[float] = deque()
 
@@ -33,7 +40,8 @@ class Patience:
         self._forget()
         if not self._repairs:
             return 0.0
-        return self._repairs[-1] + min(self._first * 2.0 ** len(self._repairs), self._last)
+        doublings = max(0, len(self._repairs) - self._few)
+        return self._repairs[-1] + min(self._first * 2.0**doublings, self._last)
 
     def _forget(self) -> None:
         while self._repairs and self._repairs[0] < clock.now() - self._memory:

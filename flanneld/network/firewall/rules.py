@@ -16,6 +16,8 @@ from typing import Literal
 from flanneld.model import Family, IPNetwork
 
 ACCEPT, RETURN, MASQUERADE = "ACCEPT", "RETURN", "MASQUERADE"
+#: What only others' rules do.
+DROP, REJECT = "DROP", "REJECT"
 #: The comments that tell our rules from others', as Go flannel writes them.
 MASQ, FORWARD = "flanneld masq", "flanneld forward"
 
