@@ -137,6 +137,21 @@ def test_an_api_server_that_knows_our_node_no_more_outweighs_what_was_saved(clus
             manager.acquire(cluster.config, ATTRS, (None, None))
 
 
+def test_what_another_node_saved_is_not_ours(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    """As on a host that was made from that node's disk."""
+    with without_server(cluster) as url:
+        manager = cluster.open(url=url, environ={"NODE_NAME": "n9"})
+        with pytest.raises(Retryable, match="does not answer"):
+            manager.acquire(cluster.config, ATTRS, (None, None))
+        assert "it is of node n1, and this is n9" in caplog.text
+
+
+def test_a_pod_that_has_to_ask_for_its_node_goes_by_what_was_saved(cluster: Cluster) -> None:
+    with without_server(cluster) as url:
+        manager = cluster.open(url=url, environ={"POD_NAME": "flannel-x", "POD_NAMESPACE": "kube-flannel"})
+        assert manager.acquire(cluster.config, ATTRS, (None, None)) == Lease(ATTRS, SUBNET)
+
+
 @pytest.mark.parametrize(
     "text", ["", "{no", "[]", '{"version":2,"own":"n1","nodes":[]}', '{"version":1,"own":"n1","nodes":[]}']
 )
