@@ -78,6 +78,15 @@ def test_a_reason_becomes_an_event_where_that_is_allowed(cluster: Cluster) -> No
     assert event["message"] == "waiting for a lease: node n1 has no podCIDR yet"
 
 
+def test_an_event_that_the_api_server_could_not_take_is_sent_again(cluster: Cluster) -> None:
+    cluster.control.put_token("teller", extra=[("create", "events")])
+    manager = cluster.open("teller")
+    cluster.fault(verb="create", status=500)
+    for _ in range(3):
+        manager.report("waiting for a lease")
+    assert [request["status"] for request in cluster.asked("create")] == [500, 201]
+
+
 def test_without_that_right_it_is_tried_once_and_not_spoken_of(
     cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
