@@ -71,7 +71,7 @@ class KubeManager:
                 "set NODE_NAME, or POD_NAME and POD_NAMESPACE, through the downward API",
             )
         self._net_config = Path(options.net_config)
-        self._state = State(options.state_dir)
+        self._state = State(options.state_dir, environ.get("NODE_NAME", ""))
         self._reader = NodeReader(full_prefix(options.annotation_prefix))
         self._access = Access(options.api_url, options.kubeconfig, environ)
         self._timeouts = timeouts or Timeouts()

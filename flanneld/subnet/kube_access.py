@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from flanneld.errors import Fatal, Retryable
+from flanneld.glog import Once
 from flanneld.imports import package_without_init
 from flanneld.subnet.line import Line
 from flanneld.subnet.pools import Pool, TlsPool
@@ -46,6 +47,37 @@ _client: Any = sys.modules["kubernetes.client"]
 _client.Configuration, _client.ApiClient = configuration.Configuration, _api_client
 
 _SERVICE_HOST = "KUBERNETES_SERVICE_HOST"
+#: What that package raises for a configuration of a shape that it does not expect, or with a part that needs
+#: yet another package.
+_WRONG = (
+    ConfigException,
+    ApiException,
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ImportError,
+)
+_once = Once()
+
+
+def _shown(text: str) -> str:
+    """What that package says, on one line, without what it quotes of a kubeconfig, and without passwords."""
+    return re.sub("//.*@", "//", " ".join(text.partition("{")[0].split()))
+
+
+def _pass_on(record: logging.LogRecord) -> bool:
+    """That package logs failures where everybody's log begins, each time anew and with all that it knows."""
+    if "/kubernetes/" not in record.pathname:
+        return True
+    _once.warn(
+        log, record.funcName, f"A part of the kubeconfig does not serve: {_shown(record.getMessage())}"
+    )
+    return False
+
+
+logging.getLogger().addFilter(_pass_on)
 
 
 class _Manager(Protocol):
@@ -83,7 +115,7 @@ class Session:
     def _login(self) -> dict[str, str]:
         try:
             value = self._settings.auth_settings().get("BearerToken", {}).get("value") or ""
-        except (ConfigException, OSError, ValueError) as error:
+        except _WRONG as error:
             raise _unusable(error) from error
         scheme, _, secret = value.strip().partition(" ")
         if scheme == "bearer":  # as that package has it; not every proxy knows that case is nothing here
@@ -113,7 +145,7 @@ class Access:
         try:
             self._load(settings)
             manager = rest.RESTClientObject(settings).pool_manager
-        except (ConfigException, ApiException, OSError, ValueError, KeyError, TypeError) as error:
+        except _WRONG as error:
             raise _unusable(error) from error
         manager.pool_classes_by_scheme = {
             "http": partial(Pool, line=line),
@@ -148,7 +180,7 @@ def _load_kubeconfig(file: str, settings: Any) -> None:
 
 
 def _unusable(error: Exception) -> Retryable:
-    text = str(error)
+    text = _shown(str(error))
     if isinstance(error, OSError) and error.filename:
         text = f"cannot read {error.filename}: {error.strerror}"
     return Retryable(

@@ -92,7 +92,10 @@ class OwnNode:
         try:
             self._api.post(_EVENTS, _event(self.name(), text[:_LONGEST_MESSAGE]))
         except Retryable as reason:
-            self._may_tell = not (isinstance(reason, Refusal) and reason.status in (403, 404))
+            if isinstance(reason, Refusal):
+                self._may_tell = reason.status not in (403, 404)
+                if reason.is_passing:  # Not where there was no answer: whoever tells has other things to do.
+                    self._told = ""
             log.log(V(1), "No event for %s: %s", self._name or "our node", reason)
 
     def _patch(self, body: str) -> None:

@@ -33,10 +33,14 @@ class Saved:
 
 
 class State:
-    """The file in ``directory``; without that directory nothing is saved. Used by one thread at a time."""
+    """The file in ``directory``; without that directory nothing is saved. Used by one thread at a time.
 
-    def __init__(self, directory: str) -> None:
+    ``own`` is our node's name, as far as it is known without the API server.
+    """
+
+    def __init__(self, directory: str, own: str = "") -> None:
         self.path = Path(directory or "/nonexistent") / NAME
+        self._own = own
         self._last: Saved | None = None
         self._once = Once()
 
@@ -55,7 +59,7 @@ class State:
     def load(self) -> Saved | None:
         """What was saved. Never raises: a file that makes no sense is logged and counts as none."""
         try:
-            return _parse(self.path)
+            return _parse(self.path, self._own)
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -71,10 +75,13 @@ def _text(saved: Saved) -> str:
     )
 
 
-def _parse(path: Path) -> Saved:
+def _parse(path: Path, own_name: str) -> Saved:
     top = json.loads(durable.read(path, _MAX_SIZE))
     if top["version"] != _VERSION:
         raise ValueError(f"its version is {top['version']!r}, not {_VERSION}")
+    # A host that was made from another one's disk would take the other's subnet.
+    if own_name not in ("", top["own"]):
+        raise ValueError(f"it is of node {top['own']}, and this is {own_name}")
     nodes = {node.name: node for node in map(_node, top["nodes"])}
     own = nodes.pop(top["own"])
     return Saved(own, tuple(nodes.values()))

@@ -6,11 +6,11 @@ import json
 import re
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from tests.lab import Node
 from tests.lab.daemon import ROOT
 from tests.lab.namespace import run
 
@@ -25,12 +25,11 @@ IMAGE = "localhost/flanneld"
 PATIENCE = 1800
 
 #: What a container runtime does for a container that is in the host's network and not privileged: a root file
-#: system and settings of the kernel that cannot be written, the mounts of the manifest, two capabilities.
+#: system and settings of the kernel that cannot be written, mounts, two capabilities.
 CONTAINER = """
-root=$1 node=$2
-shift 2
+root=$1
+shift
 mount --bind "$root" /mnt
-mount -o remount,bind,ro /mnt
 mount -t proc proc /mnt/proc
 mount --bind /mnt/proc/sys /mnt/proc/sys
 mount -o remount,bind,ro /mnt/proc/sys
@@ -41,13 +40,24 @@ for device in null urandom; do
     mount --bind /dev/$device /mnt/dev/$device
 done
 mount -t tmpfs -o mode=755 tmpfs /mnt/run
-mkdir /mnt/run/flannel
 touch /mnt/run/xtables.lock
-mount --bind "$node" /mnt/run/flannel
+while [ "$1" != -- ]; do
+    mkdir -p "/mnt$2"
+    mount --bind "$1" "/mnt$2"
+    shift 2
+done
+shift
+mount -o remount,bind,ro /mnt
 export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
-exec env -i PATH=$PATH NOTIFY_SOCKET=/run/flannel/notify chroot /mnt \
-    setpriv --inh-caps=-all,+net_admin,+net_raw --bounding-set=-all,+net_admin,+net_raw "$@"
+exec env -i PATH=$PATH "$@"
 """
+IN_THERE = (
+    "chroot",
+    "/mnt",
+    "setpriv",
+    "--inh-caps=-all,+net_admin,+net_raw",
+    "--bounding-set=-all,+net_admin,+net_raw",
+)
 
 
 class BuiltImage:
@@ -95,9 +105,17 @@ class BuiltImage:
         done = run("chroot", str(self.root), *command)
         return done.stdout + done.stderr
 
-    def contained(self, node: Node, *command: str) -> tuple[str, ...]:
-        """A command to be run on a node, in a container."""
-        return ("sh", "-ec", CONTAINER, "sh", str(self.root), str(node.directory), *command)
+    def contained(
+        self,
+        *command: str,
+        mounts: Mapping[str, Path],
+        environment: Mapping[str, str] | None = None,
+    ) -> tuple[str, ...]:
+        """A command to be run on a node, in a container; ``mounts`` says where in there a directory is."""
+        places = [word for place, directory in mounts.items() for word in (str(directory), place)]
+        variables = [f"{name}={value}" for name, value in (environment or {}).items()]
+        script = ("sh", "-ec", CONTAINER, "sh", str(self.root))
+        return (*script, *places, "--", *variables, *IN_THERE, *command)
 
     def _build_base(self) -> None:
         """A minimal Debian, as old as the one that the Dockerfile names."""

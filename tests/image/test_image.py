@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from tests.lab import Lab, Node, wait_for
 from tests.lab.daemon import ROOT
 from tests.lab.lab import NETWORK
 
-#: Building takes minutes. All tests share one image, so they run in one process.
 pytestmark = pytest.mark.long
 
 MIB = 1 << 20
@@ -33,18 +31,16 @@ for each in distributions():
 """
 
 
-@pytest.fixture(scope="module")
-def image() -> Iterator[BuiltImage]:
-    with BuiltImage() as image:
-        yield image
-
-
 def cluster(lab: Lab, image: BuiltImage, **config: Any) -> list[Node]:
     """Two nodes whose daemons run in containers of the image, with the flags of the manifest."""
     lab.etcd.put_config({"Network": NETWORK, "Backend": {"Type": "vxlan"}, **config})
     nodes = lab.add_nodes(2)
     for node in nodes:
-        command = image.contained(node, *daemon(manifest())["command"])
+        command = image.contained(
+            *daemon(manifest())["command"],
+            mounts={"/run/flannel": node.directory},
+            environment={"NOTIFY_SOCKET": "/run/flannel/notify"},
+        )
         node.start(
             "--subnet-file=/run/flannel/subnet.env", "--ip-masq", "--healthz-port=8081", command=command
         )

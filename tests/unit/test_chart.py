@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import helm_python
@@ -125,6 +126,24 @@ def test_a_backend_is_given_the_values_that_it_knows(values: Object, backend: Ob
 
 
 @pytest.mark.parametrize(
+    ("values", "backend"),
+    [
+        (
+            {"vni": "7", "mtu": "1400", "directRouting": "true", "GBP": "false"},
+            {"Type": "vxlan", "VNI": 7, "MTU": 1400, "DirectRouting": True, "GBP": False},
+        ),
+        ({"vni": 16777215, "backendPort": 4789.0}, {"Type": "vxlan", "VNI": 16777215, "Port": 4789}),
+        ({"backend": "wireguard", "psk": 7}, {"Type": "wireguard", "PSK": "7"}),
+        ({"backend": "wireguard", "psk": "7"}, {"Type": "wireguard", "PSK": "7"}),
+    ],
+)
+def test_a_value_may_be_text_where_upstreams_chart_takes_it(values: Object, backend: Object) -> None:
+    """As from ``--set-string``, and from what calls Helm with nothing but strings."""
+    found = files_of(flannel(**values))["net-conf.json"]["Backend"]
+    assert json.dumps(found, sort_keys=True) == json.dumps(backend, sort_keys=True)  # 7, not 7.0
+
+
+@pytest.mark.parametrize(
     ("values", "keys"),
     [
         ({"podCidr": "10.1.0.0/16"}, {"Network": "10.1.0.0/16"}),
@@ -144,7 +163,8 @@ def test_a_family_is_on_if_it_has_a_network(values: Object, keys: Object) -> Non
 
 
 def test_nftables_can_be_asked_for() -> None:
-    assert files_of(flannel(enableNFTables=True))["net-conf.json"]["EnableNFTables"] is True
+    for value in (True, "true"):
+        assert files_of(flannel(enableNFTables=value))["net-conf.json"]["EnableNFTables"] is True
 
 
 def test_the_images_can_come_from_elsewhere() -> None:

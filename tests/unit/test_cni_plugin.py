@@ -259,6 +259,13 @@ def test_check_passes_the_previous_result_on(node: Node) -> None:
     assert done.stdout == ANSWER
 
 
+def test_check_is_in_the_version_of_the_configuration_also_for_containers_of_an_older_one(node: Node) -> None:
+    """The runtime has put the previous result into that form; an older version knows no CHECK."""
+    node.call("ADD", cniVersion="0.3.1")
+    node.call("CHECK", prevResult={"ips": []})
+    assert node.told() == delegated(prevResult={"ips": []})
+
+
 def test_check_tells_the_gateways_that_routes_got_on_add(node: Node) -> None:
     """``bridge`` gives a route without a gateway that of the address, and would look for one without."""
     node.call("ADD")

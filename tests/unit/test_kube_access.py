@@ -64,6 +64,59 @@ def test_a_kubeconfig_that_is_missing_or_wrong_is_waited_for(tmp_path: Path, tex
         Access("", str(file), {}).open(Line())
 
 
+def kubeconfig(path: Path, user: str, cluster: str = "server: https://192.0.2.1:6443") -> Path:
+    """One with these entries of its user and its cluster, as YAML in one line."""
+    path.write_text(
+        "apiVersion: v1\nkind: Config\ncurrent-context: c\n"
+        f"clusters: [{{name: l, cluster: {{{cluster}}}}}]\n"
+        f"users: [{{name: f, user: {user}}}]\n"
+        "contexts: [{name: c, context: {cluster: l, user: f}}]\n"
+    )
+    return path
+
+
+@pytest.mark.parametrize(
+    ("user", "cluster"),
+    [
+        ("token", "server: https://192.0.2.1:6443"),
+        ("[]", "server: 5"),
+        ("{auth-provider: {name: gcp}}", "server: https://192.0.2.1:6443"),
+        ("{token: x}", "server: 'https://192.0.2.1:6443', proxy-url: 5"),
+    ],
+)
+def test_a_kubeconfig_of_a_shape_that_nobody_expects_is_waited_for(
+    tmp_path: Path, user: str, cluster: str
+) -> None:
+    with pytest.raises(Retryable, match="the way to the API server cannot be read"):
+        Access("", str(kubeconfig(tmp_path / "config", user, cluster)), {}).open(Line())
+
+
+@pytest.mark.parametrize(
+    ("user", "cluster"),
+    [
+        ("{token: null, client-key-data: s3cr3t}", "server: https://192.0.2.1:6443"),
+        ("{token: s3cr3t: x}", "server: https://192.0.2.1:6443"),
+        ("{token: x}", "server: 'https://192.0.2.1:6443', proxy-url: 'http://me:s3cr3t@['"),
+    ],
+)
+def test_what_is_wrong_with_a_kubeconfig_is_told_without_its_secrets(
+    tmp_path: Path, user: str, cluster: str
+) -> None:
+    with pytest.raises(Retryable) as failure:
+        Access("", str(kubeconfig(tmp_path / "config", user, cluster)), {}).open(Line())
+    assert "s3cr3t" not in str(failure.value)
+
+
+def test_a_failure_that_the_package_only_logs_is_told_once_and_without_secrets(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    access = Access("", str(kubeconfig(tmp_path / "config", "{exec: null, password: s3cr3t}")), {})
+    for _ in range(2):
+        access.open(Line()).close()
+    assert caplog.text.count("Expected key exec") == 1
+    assert "s3cr3t" not in caplog.text
+
+
 def test_a_service_account_that_is_not_mounted_yet_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in POD.items():
         monkeypatch.setenv(name, value)

@@ -78,6 +78,15 @@ def test_a_reason_becomes_an_event_where_that_is_allowed(cluster: Cluster) -> No
     assert event["message"] == "waiting for a lease: node n1 has no podCIDR yet"
 
 
+def test_an_event_that_the_api_server_could_not_take_is_sent_again(cluster: Cluster) -> None:
+    cluster.control.put_token("teller", extra=[("create", "events")])
+    manager = cluster.open("teller")
+    cluster.fault(verb="create", status=500)
+    for _ in range(3):
+        manager.report("waiting for a lease")
+    assert [request["status"] for request in cluster.asked("create")] == [500, 201]
+
+
 def test_without_that_right_it_is_tried_once_and_not_spoken_of(
     cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -135,6 +144,21 @@ def test_an_api_server_that_knows_our_node_no_more_outweighs_what_was_saved(clus
         manager = cluster.open()
         with pytest.raises(Retryable, match="not there yet"):
             manager.acquire(cluster.config, ATTRS, (None, None))
+
+
+def test_what_another_node_saved_is_not_ours(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    """As on a host that was made from that node's disk."""
+    with without_server(cluster) as url:
+        manager = cluster.open(url=url, environ={"NODE_NAME": "n9"})
+        with pytest.raises(Retryable, match="does not answer"):
+            manager.acquire(cluster.config, ATTRS, (None, None))
+        assert "it is of node n1, and this is n9" in caplog.text
+
+
+def test_a_pod_that_has_to_ask_for_its_node_goes_by_what_was_saved(cluster: Cluster) -> None:
+    with without_server(cluster) as url:
+        manager = cluster.open(url=url, environ={"POD_NAME": "flannel-x", "POD_NAMESPACE": "kube-flannel"})
+        assert manager.acquire(cluster.config, ATTRS, (None, None)) == Lease(ATTRS, SUBNET)
 
 
 @pytest.mark.parametrize(

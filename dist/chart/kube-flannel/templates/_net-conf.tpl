@@ -9,9 +9,16 @@
 {{- $flannel := .Values.flannel -}}
 {{- $backend := dict "Type" $flannel.backend -}}
 {{- range $value, $key := get $keys $flannel.backend | default dict -}}
-  {{- with get $flannel $value }}{{ $_ := set $backend $key . }}{{ end -}}
+  {{- with get $flannel $value -}}
+    {{- /* As in upstream's chart, a number may be given as text, and what is text as a number. */ -}}
+    {{- $it := . -}}
+    {{- if has $key (list "MacPrefix" "PSK" "Mode") }}{{ $it = toString . }}
+    {{- else if kindIs "string" . }}{{ $it = (fromYaml (printf "it: %s" .)).it }}
+    {{- end -}}
+    {{- $_ := set $backend $key $it -}}
+  {{- end -}}
 {{- end -}}
-{{- $config := dict "EnableNFTables" $flannel.enableNFTables "Backend" $backend -}}
+{{- $config := dict "EnableNFTables" (eq (toString $flannel.enableNFTables) "true") "Backend" $backend -}}
 {{- if .Values.podCidr }}{{ $_ := set $config "Network" .Values.podCidr }}
 {{- else }}{{ $_ := set $config "EnableIPv4" false }}
 {{- end -}}
