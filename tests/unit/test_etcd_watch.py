@@ -6,6 +6,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from ipaddress import IPv4Address, IPv4Network
 from typing import Self
 
@@ -53,8 +54,8 @@ class Watched:
         self._start(lambda deliver: self.manager.watch_own(lease, deliver, lambda: None))
         return self.next(0)
 
-    def start_without_event(self) -> None:
-        self._start(lambda deliver: self.manager.watch(deliver, lambda: None))
+    def start_without_event(self, alive: Callable[[], None] = lambda: None) -> None:
+        self._start(lambda deliver: self.manager.watch(deliver, alive))
 
     def next(self, number: int) -> Event:
         """The event of that number, 0 for the first."""
@@ -259,6 +260,24 @@ def test_events_that_etcd_has_forgotten_end_in_a_snapshot(
     watched.put("10.1.2.0-24", value(2))
     assert lease_of(watched.next(2)) == ("10.1.2.0/24", "192.0.2.2")
     assert sum("has forgotten" in text for text in texts(caplog)) == 1
+
+
+def test_a_history_of_others_that_etcd_has_forgotten_is_not_worth_a_word(
+    etcd: LocalEtcd, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What others write makes a silent watch doubtful, and where it would go on from has been forgotten."""
+    with Watched(etcd, "v3", timeouts=replace(QUICK, silence=0.1)) as watched:
+        rounds = itertools.count()
+
+        def alive() -> None:
+            if next(rounds) == 2:  # when it has begun
+                watched.keys.put("/unrelated", "1")
+                watched.keys.put("/unrelated", "2")
+                watched.outrun_history()
+
+        watched.start_without_event(alive)
+        assert watched.next(1) == Snapshot(())
+    assert not any("has forgotten" in text for text in texts(caplog))
 
 
 def test_a_watch_without_news_keeps_up_with_a_busy_etcd(etcd: LocalEtcd) -> None:
