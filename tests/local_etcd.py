@@ -290,11 +290,15 @@ class Relay:
         self.answers_to_lose = 0
         #: Whether nothing that etcd says is passed on any more.
         self.is_silent = False
+        #: The connections in the order in which they were made, and those on which it is not passed on either.
+        self.clients: list[socket.socket] = []
+        self.stalled: set[socket.socket] = set()
         #: Whether a long poll is cut as soon as etcd has accepted it.
         self.cut_polls = False
 
     def __call__(self, client: socket.socket) -> None:
         self.connections += 1
+        self.clients.append(client)
         with socket.create_connection(self._target, timeout=DEADLINE) as etcd:
             etcd.settimeout(None)
             back = threading.Thread(target=self._pass_back, args=(etcd, client), daemon=True)
@@ -323,7 +327,7 @@ class Relay:
                 if self.answers_to_lose and self._is_write(self.requests[-1]):
                     self.answers_to_lose -= 1
                     break
-                if self.is_silent:
+                if self.is_silent or client in self.stalled:
                     continue
                 client.sendall(data)
                 if self.cut_polls and any(word in self.requests[-1] for word in ("wait=true", "/v3/watch")):

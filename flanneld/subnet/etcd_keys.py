@@ -74,6 +74,10 @@ class ListAgain(Retryable):
     """A watch cannot go on from where it was; the text says why."""
 
 
+class Unsure(ListAgain):
+    """The same, though perhaps nothing is wrong."""
+
+
 class NoConfig(Retryable):
     """An operator has yet to write the network config."""
 

@@ -92,6 +92,8 @@ class LeaseReader:
         if reply.node.is_dir:
             raise ListAgain("the directory of the leases was changed or removed")
         key = self.lease_key(reply.node)
+        if reply.action in _GONE:
+            self._once.clear(reply.node.key)
         if key is None:
             return []
         return self.news_of(key, reply)

@@ -56,6 +56,8 @@ class Stream:
         """
         self._sock.settimeout(timeout)
         while not self._ready:
+            if self._chunks and self._chunks.ended:
+                return self._last_line()
             if not self._raw:
                 try:
                     self._raw = self._receive()
@@ -67,6 +69,12 @@ class Stream:
 
     def close(self) -> None:
         self._sock.close()
+
+    def _last_line(self) -> bytes:
+        """The gateway says why a watch has ended in a line that it does not end."""
+        if line := self._lines.rest():
+            return line
+        raise HTTPException("the chunks have ended")
 
     def _receive(self) -> bytes:
         data = self._sock.recv(_SIZE)
@@ -92,15 +100,17 @@ class Chunks:
     """HTTP's chunked transfer encoding, undone (pure)."""
 
     def __init__(self) -> None:
+        #: The last chunk has come. What came with it may say why.
+        self.ended = False
         self._left = 0
         self._raw = b""
 
     def feed(self, data: bytes) -> bytes:
-        """What is inside the chunks that have come so far. Raises ``HTTPException`` where they end."""
+        """What is inside the chunks that have come so far. Raises ``HTTPException`` for what is none."""
         raw = self._raw + data
         found = []
         at = 0
-        while at < len(raw):
+        while at < len(raw) and not self.ended:
             if self._left:
                 found.append(raw[at : at + self._left])
                 at += len(found[-1])
@@ -113,8 +123,9 @@ class Chunks:
             if end < 0:
                 break
             self._left, at = _size(raw[at:end]), end + 2
+            self.ended = not self._left
         self._raw = raw[at:]
-        if not self._left and len(self._raw) >= _LONGEST_SIZE:
+        if not self._left and not self.ended and len(self._raw) >= _LONGEST_SIZE:
             raise HTTPException("BadStatusLine: no chunk")
         return b"".join(found)
 
@@ -124,6 +135,6 @@ def _size(line: bytes) -> int:
         size = int(line.partition(b";")[0], 16)
     except ValueError:
         size = -1
-    if size <= 0:
-        raise HTTPException("the chunks have ended" if size == 0 else "BadStatusLine: no chunk")
+    if size < 0:
+        raise HTTPException("BadStatusLine: no chunk")
     return size

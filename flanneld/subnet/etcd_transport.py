@@ -23,7 +23,7 @@ from flanneld.subnet.etcd_endpoints import Server, Servers, ssl_text
 from flanneld.subnet.etcd_http import Answer, Request, Useless
 from flanneld.subnet.etcd_keys import Position
 from flanneld.subnet.line import Line, Unreachable
-from flanneld.subnet.pools import Pool, TlsPool
+from flanneld.subnet.pools import Endless, Pool, TlsPool, body_of
 
 log = logging.getLogger(__name__)
 
@@ -205,7 +205,7 @@ class HttpConnection:
         answer = _head(response, server)
         request.on_head(answer)
         if request.patience is None or answer.status != 200:
-            return replace(answer, body=response.read())
+            return replace(answer, body=body_of(response))
         if isinstance(response.connection, HTTPConnection) and response.connection.sock:
             response.connection.sock.settimeout(request.patience)
         try:
@@ -213,7 +213,7 @@ class HttpConnection:
         except ReadTimeoutError:
             first = b""
         if first:
-            return replace(answer, body=first + response.read())
+            return replace(answer, body=first + body_of(response))
         self.hang_up()
         return answer
 
@@ -242,6 +242,8 @@ def unreachable(error: Unreachable) -> Useless:
 def useless(error: Exception, timeout: float, server: Server) -> Useless:
     """What is wrong with a connection, in words that stay the same when it happens again."""
     log.log(V(2), "etcd at %s: %r", server.name, error)
+    if isinstance(error, Endless):
+        return Useless(str(error))
     if isinstance(error, ReadTimeoutError | TimeoutError):
         return Useless(f"no answer within {timeout:g} s", "see whether etcd there is overloaded or cut off")
     cause = error.args[0] if isinstance(error, SSLError) and error.args else error

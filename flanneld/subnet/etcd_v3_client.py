@@ -51,9 +51,7 @@ class Client:
 
     def fetch(self, key: str, *, recursive: bool = False) -> Reply:
         wanted = answers.directory(key) if recursive else {"key": answers.text64(key)}
-        found, at = self.ask(
-            "/kv/range", wanted, lambda body: (answers.key_values(body), answers.position(body))
-        )
+        found, at = self._range(wanted)
         if recursive:
             here = Node(key, "", None, at.index, is_dir=True)
             return Reply("get", here, tuple(each.node() for each in found), at)
@@ -116,9 +114,10 @@ class Client:
         left = self.ask("/kv/lease/timetolive", {"ID": found.lease}, lambda body: answers.number(body, "TTL"))
         return found.node(max(0, left))
 
-    def prove(self, key: str) -> None:
-        """See that a server answers, and has a leader."""
-        self.ask("/kv/range", {"key": answers.text64(key), "count_only": True}, answers.position)
+    def prove(self, key: str) -> tuple[Position, answers.KeyValue | None]:
+        """See that a server answers, and has a leader. Where the history stands; the key if it is there."""
+        found, at = self._range({"key": answers.text64(key)})
+        return at, found[0] if found else None
 
     def door(self, key: str) -> tuple[Server, str]:
         """A server that has answered lately, and the login that it wants."""
@@ -157,6 +156,9 @@ class Client:
             return understood
 
         return self._carrier.ask(attempt)
+
+    def _range(self, wanted: Mapping[str, object]) -> tuple[list[answers.KeyValue], Position]:
+        return self.ask("/kv/range", wanted, lambda body: (answers.key_values(body), answers.position(body)))
 
     def _token(self, server: Server) -> str:
         return self._tokens.get((server.username, server.password), "")

@@ -168,7 +168,7 @@ _KEY_VALUE = Message(
 _EVENT = Message(type=Field(1, ("PUT", "DELETE")), kv=Field(2, _KEY_VALUE))
 _HEADER_ONLY = Message(header=Field(1, _HEADER))
 
-_RANGE = Message(key=Field(1, "bytes"), range_end=Field(2, "bytes"), count_only=Field(9, "bool"))
+_RANGE = Message(key=Field(1, "bytes"), range_end=Field(2, "bytes"))
 _RANGE_ANSWER = Message(header=Field(1, _HEADER), kvs=Field(2, _KEY_VALUE, repeated=True))
 _DELETE = Message(key=Field(1, "bytes"), range_end=Field(2, "bytes"))
 _DELETE_ANSWER = Message(header=Field(1, _HEADER), deleted=Field(2, "int64"))

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from flanneld import clock
 from flanneld.errors import Retryable
 from flanneld.subnet import etcd_v3_answers as answers
 from flanneld.subnet.etcd_endpoints import Server
 from flanneld.subnet.etcd_http import Useless
-from flanneld.subnet.etcd_keys import Changes, Position, Reply, check_reread
+from flanneld.subnet.etcd_keys import Changes, ListAgain, Position, Reply, Unsure, check_reread
 from flanneld.subnet.etcd_transport import no_answer, useless
 from flanneld.subnet.etcd_v3_carrier import Stream
 from flanneld.subnet.manager import Cancelled
 
 if TYPE_CHECKING:
     from flanneld.subnet.etcd_v3_client import Client
+
+
+#: Seconds between two watches that are opened anew because something was written that may be none of ours.
+TRUST = 600.0
 
 
 class Watch:
@@ -35,6 +41,11 @@ class Watch:
         #: Where the stream began, and how far it has come.
         self._begun: Position | None = None
         self._at: Position | None = None
+        #: The latest revision of the store that the stream has named.
+        self._told = 0
+        #: Until when a watch that tells less than there may be is left alone.
+        self._trusted_until = -math.inf
+        self._in_doubt = False
         #: We broke the connection ourselves, so that it broke says nothing about the server.
         self._gave_up = False
         self._reread = threading.Event()
@@ -49,8 +60,10 @@ class Watch:
             assert self._server  # which has failed
             if not self._gave_up:
                 raise no_answer({self._server.name: failure}) from None
-        except Retryable:
+        except Retryable as reason:
             self.close()
+            if self._in_doubt and isinstance(reason, ListAgain):
+                raise Unsure(reason.problem) from None
             raise
         self._gave_up = False
         return self.wait(after)
@@ -86,15 +99,31 @@ class Watch:
             if result is None:
                 return self._after_silence(after)
             told, self._at = answers.changes(result, self._begun, after)
+            self._told = max(self._told, answers.position(result).index)
+            self._in_doubt = False
             if told or self._at != after:
                 return Changes(tuple(self._reply(*each, self._at) for each in told), self._at)
 
     def _after_silence(self, after: Position) -> Changes:
         """A server that was stopped or cut off is as silent as one that has no news."""
-        self.client.prove(self._key)
-        if self.client.servers.current is not self._server:
+        now, found = self.client.prove(self._key)
+        self._in_doubt = self._seems_stalled(after, now, found)
+        if self._in_doubt or self.client.servers.current is not self._server:
             self.close()
         return Changes((), after)
+
+    def _seems_stalled(self, after: Position, now: Position, found: answers.KeyValue | None) -> bool:
+        """Whether etcd knows more than we were told, as when a proxy hides that the watch's server has gone.
+
+        ``found`` is the key as it is ``now``. Of a directory only another watch can tell what of the news are
+        its own.
+        """
+        if found and not self._recursive:
+            return found.modified > after.index
+        if now.index <= self._told or clock.now() < self._trusted_until:
+            return False
+        self._trusted_until = clock.now() + TRUST
+        return True
 
     def _reply(self, action: str, found: answers.KeyValue, at: Position) -> Reply:
         # How long a lease still lasts matters only for our own.
@@ -123,6 +152,7 @@ class Watch:
         if first is None:
             raise useless(TimeoutError(), limit, server)
         answers.began(first, after)
+        self._told = answers.position(first).index
         self._begun = self._at = after
         self._contact()
 

@@ -8,9 +8,10 @@ from collections.abc import Callable
 
 from flanneld import clock
 from flanneld.errors import Retryable
+from flanneld.glog import V
 from flanneld.model import Event
 from flanneld.outage import Outage, Pace
-from flanneld.subnet.etcd_keys import Client, ListAgain, Position, Reply
+from flanneld.subnet.etcd_keys import Client, ListAgain, Position, Reply, Unsure
 from flanneld.subnet.manager import Cancelled, Deliver
 
 log = logging.getLogger(__name__)
@@ -71,7 +72,8 @@ class Follower:
                     events, at = self._poll(at, news)
             except ListAgain as reason:
                 if self._rereads.allows(str(reason)):
-                    log.warning("Watching %s: %s; reading everything again", self._path, reason)
+                    level = V(1) if isinstance(reason, Unsure) else logging.WARNING
+                    log.log(level, "Watching %s: %s; reading everything again", self._path, reason)
                 at = None
             except Retryable as problem:
                 self._outage.failed(problem)

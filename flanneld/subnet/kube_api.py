@@ -21,6 +21,7 @@ from flanneld.glog import V
 from flanneld.subnet.kube_access import Access, Session
 from flanneld.subnet.kube_nodes import decoded
 from flanneld.subnet.line import Line, Unreachable
+from flanneld.subnet.pools import Endless, body_of
 
 log = logging.getLogger(__name__)
 
@@ -136,7 +137,7 @@ class Api:
             response = self._send(method, target, body, headers)
             try:
                 with response:
-                    answer = decoded(response.read())
+                    answer = decoded(body_of(response))
             except (HTTPError, HTTPException, OSError, ValueError, RecursionError) as error:
                 raise self._lost(error) from None
             if not isinstance(answer, dict):
@@ -226,7 +227,7 @@ def _retry_after(text: str) -> float:
 
 
 def _trouble(error: Exception, timeouts: Timeouts) -> str:
-    if isinstance(error, Unreachable):
+    if isinstance(error, Unreachable | Endless):
         return str(error)
     if isinstance(error, ReadTimeoutError | TimeoutError):
         return f"silent for {timeouts.read:g} s"

@@ -1,14 +1,24 @@
-"""urllib3's connections, made over a line that another thread can cut."""
+"""urllib3's connections, made over a line that another thread can cut, and answers without end."""
 
 from __future__ import annotations
 
+from http.client import HTTPException
 from socket import socket
 from typing import Any
 
 from urllib3 import HTTPConnectionPool, HTTPSConnectionPool
 from urllib3.connection import HTTPConnection, HTTPSConnection
+from urllib3.response import BaseHTTPResponse
 
 from flanneld.subnet.line import Line
+
+#: In bytes. What etcd says of the leases of a large cluster is some MB.
+_LONGEST_ANSWER = 64 << 20
+_PIECE = 1 << 20
+
+
+class Endless(HTTPException):
+    """An answer is longer than any that makes sense."""
 
 
 class _Connection(HTTPConnection):
@@ -32,3 +42,14 @@ class Pool(HTTPConnectionPool):
 
 class TlsPool(HTTPSConnectionPool):
     ConnectionCls = _TlsConnection
+
+
+def body_of(response: BaseHTTPResponse) -> bytes:
+    """All of it, or ``Endless``: who answers without end must not fill the memory."""
+    pieces, size = [], 0
+    while piece := response.read(_PIECE):
+        size += len(piece)
+        if size > _LONGEST_ANSWER:
+            raise Endless(f"its answer is longer than {_LONGEST_ANSWER >> 20} MiB")
+        pieces.append(piece)
+    return b"".join(pieces)

@@ -26,3 +26,8 @@ class Lines:
         *lines, rest = b"".join([*self._rest, piece]).split(b"\n")
         self._rest, self._size = [rest], len(rest)
         return [line for line in lines if line.strip()]
+
+    def rest(self) -> bytes:
+        """What has come of a line that no piece has completed; it is not told again."""
+        rest, self._rest, self._size = b"".join(self._rest), [], 0
+        return rest.strip()

@@ -35,8 +35,8 @@ def test_chunks_are_put_together_wherever_they_were_cut(pieces: list[bytes], cut
     assert got == b"".join(pieces)
 
 
-@pytest.mark.parametrize("data", [b"0\r\n\r\n", b"nonsense\r\n", b"-5\r\n", b"1" * 70_000])
-def test_the_end_of_the_chunks_and_what_is_none_is_an_error(data: bytes) -> None:
+@pytest.mark.parametrize("data", [b"nonsense\r\n", b"-5\r\n", b"1" * 70_000])
+def test_what_is_no_chunk_is_an_error(data: bytes) -> None:
     with pytest.raises(HTTPException):
         Chunks().feed(data)
 
@@ -59,6 +59,18 @@ def test_lines_come_one_by_one(ends: tuple[Stream, socket.socket], head: bytes, 
     assert stream.line(0.01) is None
     etcd.close()
     with pytest.raises(ConnectionResetError):
+        stream.line(60)
+
+
+@pytest.mark.parametrize("end", [b'8\r\n{"e":1}\n\r\n0\r\n\r\n', b'7\r\n{"e":1}\r\n0\r\n\r\n'])
+def test_the_last_line_is_heard_though_the_end_comes_with_it(
+    ends: tuple[Stream, socket.socket], end: bytes
+) -> None:
+    stream, etcd = ends
+    etcd.sendall(CHUNKED + end)
+    stream.post(URL, {}, "")
+    assert stream.line(60) == b'{"e":1}'
+    with pytest.raises(HTTPException, match="ended"):
         stream.line(60)
 
 

@@ -6,7 +6,7 @@ import logging
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from flanneld import clock
 from flanneld.errors import Retryable
 from flanneld.subnet.etcd_endpoints import EtcdOptions, Servers
 from flanneld.subnet.etcd_http import NoSuchApi
-from flanneld.subnet.etcd_keys import Conflict, ListAgain, NotFound, Position
+from flanneld.subnet.etcd_keys import Changes, Conflict, ListAgain, NotFound, Position
 from flanneld.subnet.etcd_transport import Timeouts, Transport
 from flanneld.subnet.etcd_v3_client import Client
 from flanneld.subnet.etcd_v3_watch import Watch
@@ -322,6 +322,47 @@ def test_silence_costs_no_more_than_a_question_now_and_then(etcd: LocalEtcd) -> 
         assert relay.asked("/watch") == ["POST /v3/watch"]
         assert len(relay.asked("/kv/range")) == 4
         assert relay.connections == 2
+
+
+@contextmanager
+def watched(etcd: LocalEtcd, key: str, *, recursive: bool) -> Iterator[tuple[Relay, Watch, Position]]:
+    """A watch, whose silence is in order so far, the proxy before etcd, and from where it goes on."""
+    relay = Relay(etcd.url)
+    with server(relay) as url:
+        asker = client(url)
+        at = asker.fetch(key, recursive=recursive).at
+        watcher = watch(asker, key, recursive=recursive)
+        assert watcher.wait(at).replies == ()
+        yield relay, watcher, at
+        watcher.close()
+
+
+@pytest.mark.parametrize("change", ["put", "delete"])
+@pytest.mark.parametrize(("key", "recursive"), [("/stall", True), ("/stall/a", False)])
+def test_a_watch_that_stalls_behind_a_proxy_is_left(
+    etcd: LocalEtcd, keys: V3Keys, key: str, recursive: bool, change: str
+) -> None:
+    keys.put("/stall/a", "1")
+    with watched(etcd, key, recursive=recursive) as (relay, watcher, at):
+        relay.stalled.add(relay.clients[1])
+        if change == "put":
+            keys.put("/stall/a", "2")
+        else:
+            keys.delete("/stall/a")
+        wait_for(lambda: watcher.wait(at).replies, DEADLINE, "the change")
+
+
+@pytest.mark.parametrize(("key", "recursive", "watches"), [("/quiet", True, 2), ("/quiet/a", False, 1)])
+def test_what_others_write_does_not_cost_a_watch_each_time(
+    etcd: LocalEtcd, keys: V3Keys, key: str, recursive: bool, watches: int
+) -> None:
+    keys.put("/quiet/a", "1")
+    with watched(etcd, key, recursive=recursive) as (relay, watcher, at):
+        for _ in range(3):
+            keys.put("/others", "x")
+            assert watcher.wait(at) == Changes((), at)
+        assert watcher.wait(at) == Changes((), at)
+        assert len(relay.asked("/watch")) == watches
 
 
 def test_a_thousand_keys_in_one_transaction_are_one_batch(etcd: LocalEtcd, keys: V3Keys) -> None:

@@ -6,6 +6,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from ipaddress import IPv4Address, IPv4Network
 from typing import Self
 
@@ -53,8 +54,8 @@ class Watched:
         self._start(lambda deliver: self.manager.watch_own(lease, deliver, lambda: None))
         return self.next(0)
 
-    def start_without_event(self) -> None:
-        self._start(lambda deliver: self.manager.watch(deliver, lambda: None))
+    def start_without_event(self, alive: Callable[[], None] = lambda: None) -> None:
+        self._start(lambda deliver: self.manager.watch(deliver, alive))
 
     def next(self, number: int) -> Event:
         """The event of that number, 0 for the first."""
@@ -228,6 +229,19 @@ def test_what_makes_no_sense_is_told_once_and_does_not_stop_the_watch(
         assert sum(f"{watched.prefix}/subnets/{key} " in text for text in texts(caplog)) == 1
 
 
+@pytest.mark.parametrize("name", ["no-lease", "10.1.1.0-24"])
+def test_what_made_no_sense_is_forgotten_when_it_goes(
+    watched: Watched, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    watched.start()
+    for _ in range(2):
+        watched.put(name, "{")
+        watched.delete(f"subnets/{name}")
+    watched.put("10.1.2.0-24", value(2))
+    wait_for(lambda: isinstance(watched.events[-1], Added), DEADLINE, "what came after them")
+    assert sum(f"{watched.prefix}/subnets/{name} " in text for text in texts(caplog)) == 2
+
+
 @pytest.mark.parametrize("directory", ["subnets", ""])
 def test_when_the_directory_goes_everything_is_read_again(watched_v2: Watched, directory: str) -> None:
     watched_v2.put("10.1.1.0-24", value(1))
@@ -259,6 +273,24 @@ def test_events_that_etcd_has_forgotten_end_in_a_snapshot(
     watched.put("10.1.2.0-24", value(2))
     assert lease_of(watched.next(2)) == ("10.1.2.0/24", "192.0.2.2")
     assert sum("has forgotten" in text for text in texts(caplog)) == 1
+
+
+def test_a_history_of_others_that_etcd_has_forgotten_is_not_worth_a_word(
+    etcd: LocalEtcd, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What others write makes a silent watch doubtful, and where it would go on from has been forgotten."""
+    with Watched(etcd, "v3", timeouts=replace(QUICK, silence=0.1)) as watched:
+
+        def forget_what_others_wrote() -> None:
+            watched.keys.put("/unrelated", "1")
+            watched.keys.put("/unrelated", "2")
+            watched.outrun_history()
+
+        # The watch has to have told something: until then etcd itself looks things up in the history.
+        acts = {1: lambda: watched.put("10.1.1.0-24", value(1)), 2: forget_what_others_wrote}
+        watched.start_without_event(lambda: acts.pop(len(watched.events), str)())
+        assert subnets(watched.next(2)) == {"10.1.1.0/24"}
+    assert not any("has forgotten" in text for text in texts(caplog))
 
 
 def test_a_watch_without_news_keeps_up_with_a_busy_etcd(etcd: LocalEtcd) -> None:

@@ -55,8 +55,9 @@ class Ground:
 
     def start(self) -> None:
         """Start the daemon; it meets etcd at the door."""
-        flags = ("--ip-masq", "--iptables-flavour=nft", "--iface-wait=60")
-        self.node.start(f"--etcd-endpoints={self.door.endpoint}", *flags)
+        # The legacy tables tell nobody what happens to them.
+        flags = (f"--iptables-flavour={self.setting.flavour}", "--iptables-resync=1")
+        self.node.start(f"--etcd-endpoints={self.door.endpoint}", "--ip-masq", "--iface-wait=60", *flags)
 
     def subnet(self) -> str:
         """Our lease, as our node tells it to those who attach containers."""

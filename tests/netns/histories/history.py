@@ -16,6 +16,7 @@ from tests.lab import Node, wait_for
 from tests.lab.etcd import TTL
 from tests.netns.histories.ground import Ground
 from tests.netns.histories.observed import leave_out
+from tests.netns.histories.packet_filter import damage, script
 from tests.netns.histories.setting import CROWD, PLAYERS, UPLINK, address, nets
 from tests.netns.histories.vandalism import foreign
 from tests.netns.histories.wanted import wanted
@@ -256,7 +257,7 @@ class History(RuleBasedStateMachine):
             *(f"ip route del {each[1]} {each[0]}" for each in ways if each[2] not in devices),
         )
         if ground.rules()[1]:
-            ground.node.run("nft", "flush", "ruleset")
+            ground.node.run(*script(self.setting, damage(self.setting)[0].command))
 
 
 def difference(found: dict[str, Any], should: dict[str, Any], where: str = "") -> str:

@@ -25,7 +25,8 @@ class OfPeers(History):
     @told
     def a_peer_goes(self, player: int, host: int, to_another_backend: bool) -> None:
         if to_another_backend and self.setting.type != "udp":  # udp asks for no type
-            other = {"PublicIP": address(4, self._host(host)), "BackendType": "ipip"}
+            type_ = "host-gw" if self.setting.type == "ipip" else "ipip"
+            other = {"PublicIP": address(4, self._host(host)), "BackendType": type_}
             self.write(self.setting.lease(player), other)
         else:
             self.remove(self.setting.lease(player))

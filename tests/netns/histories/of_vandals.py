@@ -9,8 +9,8 @@ from hypothesis.stateful import precondition, rule
 
 from tests.netns.histories.history import History, told
 from tests.netns.histories.of_peers import places
-from tests.netns.histories.packet_filter import damage, foreign_rules, survivors
-from tests.netns.histories.setting import GATEWAY, NETWORKS, UPLINK, address, nets
+from tests.netns.histories.packet_filter import damage, foreign_rules, script, survivors
+from tests.netns.histories.setting import GATEWAY, UPLINK, address, nets
 from tests.netns.histories.vandalism import ANYWHERE, BOUNCE, BOUNCED, DEVICE, ROUTES, TUNNEL, WORDS, foreign
 from tests.netns.histories.wanted import DATA, PUBLIC_IP
 
@@ -81,7 +81,7 @@ class OfVandals(History):
             return
         choice = damage(self.setting)
         chosen = choice[what % len(choice)]
-        done = self.node.run("sh", "-ec", chosen.command.format(network=NETWORKS[4]), check=False)
+        done = self.node.run(*script(self.setting, chosen.command), check=False)
         if done.returncode == 0:
             self.foreign_rules = survivors(self.foreign_rules, chosen)
         if quiet:
@@ -92,7 +92,7 @@ class OfVandals(History):
     def somebody_adds_rules_of_his_own(self, what: int) -> None:
         self.settle()  # There has to be the chain.
         choice = foreign_rules(self.setting)
-        self.node.run("sh", "-ec", choice[what % len(choice)].format(network=NETWORKS[4]))
+        self.node.run(*script(self.setting, choice[what % len(choice)]))
         now = self.ground.rules()[1]
         assert len(now) == len(self.foreign_rules) + 1
         self.foreign_rules = now

@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 from tests.lab import Node
 from tests.lab.namespace import run
-from tests.netns.histories.setting import Setting, nets
+from tests.netns.histories.setting import NETWORKS, Setting, nets
 from tests.unit.test_firewall_rules import GOLDEN
 
 #: The subnet that the golden rules are about.
 _GOLDEN_SUBNET = {4: "10.5.72.0/24", 6: "fc00:5:0:72::/64"}
 _TABLE = {4: "ip flannel-ipv4", 6: "ip6 flannel-ipv6"}
-_SAVE = {4: "iptables-nft-save", 6: "ip6tables-nft-save"}
+_PREFIX = {4: "ip", 6: "ip6"}
 
 
 class Damage(NamedTuple):
@@ -24,17 +24,26 @@ class Damage(NamedTuple):
     takes: tuple[str, ...] = ()
 
 
-DAMAGE = (
+IPTABLES_DAMAGE = (
+    Damage("{iptables} -F", ("4 filter",)),
+    Damage("{iptables} -t nat -F", ("4 nat",)),
+    Damage("{iptables} -F FLANNEL-FWD", ("4 filter -A FLANNEL-FWD",)),
+    Damage("{iptables} -F FORWARD", ("4 filter -A FORWARD",)),
+    Damage("{iptables} -t nat -F FLANNEL-POSTRTG", ("4 nat -A FLANNEL-POSTRTG",)),
+    Damage("{iptables} -D FLANNEL-FWD -s {network} -m comment --comment 'flanneld forward' -j ACCEPT"),
+    Damage("{iptables} -t nat -D POSTROUTING -m comment --comment 'flanneld masq' -j FLANNEL-POSTRTG"),
+    Damage("{iptables} -t nat -I POSTROUTING -m comment --comment 'flanneld masq' -j FLANNEL-POSTRTG"),
+)
+#: The first one of each takes everything.
+NFT_DAMAGE = (
     Damage("nft flush ruleset", ("",)),
-    Damage("iptables-nft -F", ("4 filter",)),
-    Damage("iptables-nft -t nat -F", ("4 nat",)),
-    Damage("iptables-nft -F FLANNEL-FWD", ("4 filter -A FLANNEL-FWD",)),
-    Damage("iptables-nft -F FORWARD", ("4 filter -A FORWARD",)),
-    Damage("iptables-nft -t nat -F FLANNEL-POSTRTG", ("4 nat -A FLANNEL-POSTRTG",)),
-    Damage("iptables-nft -D FLANNEL-FWD -s {network} -m comment --comment 'flanneld forward' -j ACCEPT"),
-    Damage("iptables-nft -t nat -D POSTROUTING -m comment --comment 'flanneld masq' -j FLANNEL-POSTRTG"),
-    Damage("iptables-nft -t nat -I POSTROUTING -m comment --comment 'flanneld masq' -j FLANNEL-POSTRTG"),
     Damage("nft delete table ip nat", ("4 nat",)),
+    *IPTABLES_DAMAGE,
+)
+LEGACY_DAMAGE = (
+    Damage("printf '*filter\\nCOMMIT\\n*nat\\nCOMMIT\\n' | iptables-legacy-restore -w", ("",)),
+    Damage("printf '*nat\\nCOMMIT\\n' | iptables-legacy-restore -w", ("4 nat",)),
+    *IPTABLES_DAMAGE,
 )
 NATIVE_DAMAGE = (
     Damage("nft flush ruleset", ("",)),
@@ -43,28 +52,37 @@ NATIVE_DAMAGE = (
     Damage("nft flush table ip flannel-ipv4", ("4 flannel",)),
 )
 FOREIGN = (
-    "iptables-nft -A FORWARD -s 192.0.2.0/24 -j DROP",
-    "iptables-nft -A FORWARD -s {network} -j ACCEPT",
-    "iptables-nft -I FORWARD -d {network} -m comment --comment 'flanneld forward' -j ACCEPT",
-    "iptables-nft -A INPUT -p tcp --dport 22 -j ACCEPT",
-    "iptables-nft -t nat -A POSTROUTING -s 203.0.113.0/24 -j MASQUERADE",
-    "iptables-nft -t nat -I POSTROUTING -s {network} -o lo -j RETURN",
-    "iptables-nft -A FLANNEL-FWD -s 10.5.3.0/24 -p tcp -j DROP",
-    "iptables-nft -t nat -A FLANNEL-POSTRTG -s 10.7.0.0/16 -m comment --comment 'flanneld masq' -j RETURN",
+    "{iptables} -A FORWARD -s 192.0.2.0/24 -j DROP",
+    "{iptables} -A FORWARD -s {network} -j ACCEPT",
+    "{iptables} -I FORWARD -d {network} -m comment --comment 'flanneld forward' -j ACCEPT",
+    "{iptables} -A INPUT -p tcp --dport 22 -j ACCEPT",
+    "{iptables} -t nat -A POSTROUTING -s 203.0.113.0/24 -j MASQUERADE",
+    "{iptables} -t nat -I POSTROUTING -s {network} -o lo -j RETURN",
+    "{iptables} -A FLANNEL-FWD -s 10.5.3.0/24 -p tcp -j DROP",
+    "{iptables} -t nat -A FLANNEL-POSTRTG -s 10.7.0.0/16 -m comment --comment 'flanneld masq' -j RETURN",
 )
 NATIVE_FOREIGN = (
-    "iptables-nft -A FORWARD -s 192.0.2.0/24 -j DROP",
+    "{iptables} -A FORWARD -s 192.0.2.0/24 -j DROP",
     "nft add rule ip flannel-ipv4 forward ip saddr 192.0.2.1 drop comment mine",
     "nft insert rule ip flannel-ipv4 postrtg ip saddr 192.0.2.1 return",
 )
 
 
 def damage(setting: Setting) -> tuple[Damage, ...]:
-    return NATIVE_DAMAGE if setting.native else DAMAGE
+    if setting.native:
+        return NATIVE_DAMAGE
+    return LEGACY_DAMAGE if setting.flavour == "legacy" else NFT_DAMAGE
 
 
 def foreign_rules(setting: Setting) -> tuple[str, ...]:
     return NATIVE_FOREIGN if setting.native else FOREIGN
+
+
+def script(setting: Setting, command: str) -> tuple[str, ...]:
+    """One of these commands, as it is run on the node of a setting."""
+    # Only the legacy tables have a lock, which the daemon may have.
+    iptables = "iptables-legacy -w" if setting.flavour == "legacy" else "iptables-nft"
+    return ("sh", "-ec", command.format(network=NETWORKS[4], iptables=iptables))
 
 
 def survivors(rules: Iterable[str], damage: Damage) -> list[str]:
@@ -89,7 +107,9 @@ class Rules:
         self._found: list[str] = []
         with node.namespace.entered():
             for family in setting.families:
-                self._found += _iptables(family, run(_SAVE[family]).stdout)
+                self._found += _iptables(
+                    family, run(f"{_PREFIX[family]}tables-{setting.flavour}-save").stdout
+                )
                 if setting.native:
                     own = run("nft", "-s", "list", "table", *_TABLE[family].split(), check=False).stdout
                     self._found += _native(family, own)

@@ -19,6 +19,7 @@ UPLINK = "eth0"
 DEVICES = {
     "vxlan": {4: "flannel.1", 6: "flannel-v6.1"},
     "udp": {4: "flannel0"},
+    "ipip": {4: "flannel.ipip"},
     "host-gw": dict[int, str](),
 }
 
@@ -29,13 +30,17 @@ CROWD = range(16, 28)
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """``api`` is that of etcd; ``native`` says that the rules are in a table of our own in nftables."""
+    """``api`` is that of etcd; ``native`` says that the rules are in a table of our own in nftables.
+
+    If they are not, ``flavour`` is that of iptables: "nft" or "legacy".
+    """
 
     name: str
     backend: Mapping[str, Any]
     api: str = "v3"
     families: tuple[int, ...] = (4,)
     native: bool = False
+    flavour: str = "nft"
 
     @property
     def type(self) -> str:
@@ -99,6 +104,7 @@ SETTINGS = (
     Setting("host-gw", {"Type": "host-gw"}, api="v2"),
     Setting("vxlan-direct", {"Type": "vxlan", "DirectRouting": True}, api="v2", native=True),
     Setting("vxlan-dual", {"Type": "vxlan"}, families=(4, 6), native=True),
-    Setting("host-gw-dual", {"Type": "host-gw"}, families=(4, 6)),
+    Setting("host-gw-dual", {"Type": "host-gw"}, families=(4, 6), flavour="legacy"),
     Setting("udp", {"Type": "udp"}, api="v2"),
+    Setting("ipip-direct", {"Type": "ipip", "DirectRouting": True}),
 )

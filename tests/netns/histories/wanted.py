@@ -11,7 +11,7 @@ from typing import Any
 from tests.netns.histories.observed import Observed, Way
 from tests.netns.histories.setting import NETWORKS, UPLINK, Setting, nets
 
-OVERHEAD = {("vxlan", 4): 50, ("vxlan", 6): 70, ("udp", 4): 28}
+OVERHEAD = {("vxlan", 4): 50, ("vxlan", 6): 70, ("udp", 4): 28, ("ipip", 4): 20}
 METRIC = {4: 0, 6: 1024}
 PUBLIC_IP = {4: "PublicIP", 6: "PublicIPv6"}
 DATA = {4: "BackendData", 6: "BackendV6Data"}
@@ -39,12 +39,12 @@ def wanted(setting: Setting, leases: Mapping[str, Any], own: str, seen: Observed
             for net, host, _ in led
             if setting.type == "host-gw" or (setting.is_direct and seen.is_on_link(host))
         ]
-        routes += [_way(family, str(net), UPLINK, host) for net, host in direct]
+        onlink = setting.type == "ipip"
+        routes += [_way(family, str(net), UPLINK, host, onlink=onlink) for net, host in direct]
         if setting.type == "host-gw":
             continue
         tunneled = [peer for peer in led if peer[:2] not in direct]
-        make = _vxlan if setting.type == "vxlan" else _udp
-        ways, tunnel = make(setting, family, tunneled, own, leases[own])
+        ways, tunnel = _TUNNELS[setting.type](setting, family, tunneled, own, leases[own])
         routes += ways
         tunnel["mtu"] = seen.mtu(UPLINK) - OVERHEAD[setting.type, family]
         tunnels[setting.devices[family]] = tunnel
@@ -84,6 +84,23 @@ def _udp(
         "mac": None,
         "make": ("tun", None, None, None, None),
     }
+
+
+def _ipip(
+    setting: Setting, family: int, peers: list[Peer], own: str, announced: Mapping[str, Any]
+) -> tuple[list[Way], dict[str, Any]]:
+    device, local = setting.devices[family], announced[PUBLIC_IP[family]]
+    return [_way(family, str(net), device, host, onlink=True) for net, host, _ in peers], {
+        "neighbors": [],
+        "fdb": [],
+        "addresses": [_base(own, family)],
+        "up": True,
+        "mac": local,
+        "make": ("ipip", None, local, None, None),
+    }
+
+
+_TUNNELS = {"vxlan": _vxlan, "udp": _udp, "ipip": _ipip}
 
 
 def _base(own: str, family: int) -> str:
