@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -106,6 +107,15 @@ def texts_of_the_code() -> str:
     return "\n".join(texts)
 
 
+EXTRAS = sorted(set(re.findall(r"flanneld\[([a-z-]+)\]", TEXT + texts_of_the_code())))
+
+
+@pytest.mark.parametrize("name", EXTRAS)
+def test_an_extra_that_is_named_can_be_installed(name: str) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert name in project["optional-dependencies"]
+
+
 LOG_LINES = re.findall(r"^### `(.*)`$", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
 
 
@@ -121,3 +131,4 @@ def test_the_examples_of_the_documentation_are_found() -> None:
     assert len(configs()) > 3
     assert len(list(derivations())) > 3
     assert len(refused_configs()) > 3
+    assert len(EXTRAS) > 3

@@ -8,8 +8,8 @@ When that is done, and how often, is for ``reconcile`` to say.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from flanneld.brake import Brake
@@ -31,37 +31,38 @@ from flanneld.site import Site
 _BULK = 500
 
 
+@dataclass(frozen=True, slots=True)
+class Node:
+    """This node, as the loop that moves its kernel has to know it.
+
+    ``extras`` are wanted whoever the peers are; an earlier run may have left routes into ``former`` networks.
+    """
+
+    kernel: Kernel
+    monitor: Monitor
+    site: Site
+    lease: Lease
+    extras: tuple[Resource, ...] = ()
+    former: tuple[IPNetwork, ...] = ()
+
+
 class Convergence:
-    """Brings this node to what ``peers`` want of it. For one thread.
+    """Brings a node to what ``peers`` want of it. For one thread.
 
     ``unheard`` is called after writes during which we did not listen to the kernel, with what they did.
     """
 
-    def __init__(
-        self,
-        kernel: Kernel,
-        monitor: Monitor,
-        site: Site,
-        own: Lease,
-        peers: Peers,
-        *,
-        extras: Iterable[Resource],
-        former: tuple[IPNetwork, ...],
-        brake: Brake,
-        unheard: Callable[[Report], None],
-    ) -> None:
+    def __init__(self, node: Node, peers: Peers, brake: Brake, unheard: Callable[[Report], None]) -> None:
         self.work = Work()
         #: What of the kernel is ours.
-        self.domain = Domain(site.uplink.name, frozenset(), _ranges(site, own), former)
-        self.outside = Outside(site.backend)
+        self.domain = Domain(node.site.uplink.name, frozenset(), _ranges(node.site, node.lease), node.former)
+        self.outside = Outside(node.site.backend)
         #: The devices of ours and the uplink, by index, as last read.
         self.names: dict[int, str] = {}
-        self._kernel = kernel
-        self._monitor = monitor
-        self._site = site
-        self._own = own
+        self._node = node
+        self._kernel = node.kernel
+        self._site = node.site
         self._peers = peers
-        self._extras = tuple(extras)
         self._brake = brake
         self._unheard = unheard
 
@@ -122,7 +123,7 @@ class Convergence:
                 )
 
     def _wish_for_ourselves(self) -> None:
-        self._peers.wish_locally((*self._site.backend.local(self._own), *self._extras))
+        self._peers.wish_locally((*self._site.backend.local(self._node.lease), *self._node.extras))
         self.domain = replace(
             self.domain,
             uplink=self._site.uplink.name,
@@ -163,7 +164,7 @@ class Convergence:
     def _write_all(self, steps: Plan) -> Report:
         if len(steps.puts) + len(steps.drops) <= _BULK:
             return self._kernel.apply(steps, self.domain)
-        with self._monitor.deaf():
+        with self._node.monitor.deaf():
             report = self._kernel.apply(steps, self.domain)
         self._unheard(report)
         return report

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TypeVar
 
 from flanneld import clock
@@ -138,9 +138,9 @@ def kind_of(resource: Resource) -> str:
     return resource.kind.name.lower()
 
 
-def wall(boot: float, now: Callable[[], float] = time.time) -> float:
+def wall(boot: float) -> float:
     """A point on the boot-time clock as seconds since the epoch."""
-    return now() + boot - clock.now()
+    return time.time() + boot - clock.now()
 
 
 def _count(table: dict[Name, int], name: Name) -> None:

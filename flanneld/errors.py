@@ -1,4 +1,4 @@
-"""The two ways in which something can go wrong, each with a remedy an operator can act on."""
+"""The ways in which something can go wrong, each with a remedy an operator can act on."""
 
 from __future__ import annotations
 

@@ -27,6 +27,7 @@ from flanneld import (
 )
 from flanneld.brake import Brake
 from flanneld.config import Config
+from flanneld.convergence import Node
 from flanneld.errors import Fatal, Retryable
 from flanneld.firewall_start import forward_soon, masquerade_now
 from flanneld.keeper import Keeper
@@ -34,7 +35,6 @@ from flanneld.model import Lease, Uplink
 from flanneld.network.interface import InterfaceChoice, NoInterface
 from flanneld.network.kernel import Kernel
 from flanneld.network.monitor import Monitor
-from flanneld.network.resources import Blackhole
 from flanneld.observation import Observation
 from flanneld.options import Options
 from flanneld.readiness import Readiness
@@ -44,7 +44,7 @@ from flanneld.site import Site, find_uplink
 from flanneld.subnet.manager import LONGEST_SILENCE, Cancelled, NodeStore, SubnetManager
 from flanneld.subnet_file import Previous
 from flanneld.supervisor import Supervisor
-from flanneld.wiring import choice_for, open_manager
+from flanneld.wiring import choice_for, extras_for, open_manager
 
 if TYPE_CHECKING:
     from flanneld.firewall import Firewall
@@ -215,19 +215,16 @@ class Daemon:
         )
 
     def _reconciler(self, member: Member, keeper: Keeper) -> Reconciler:
+        extras = extras_for(self._options, member.lease)
+        former = member.previous.networks
         return Reconciler(
-            member.kernel,
-            member.monitor,
-            member.site,
-            member.lease,
-            extras=self._blackholes(member.lease),
-            former=member.previous.networks,
+            Node(member.kernel, member.monitor, member.site, member.lease, extras, former),
+            Brake(is_on=self._options.removal_brake),
             stop=self._supervisor.stop,
             heartbeat=partial(self._supervisor.heartbeat, "reconciler"),
             on_move=lambda: self._moved(member, keeper),
             on_synced=self._readiness.complete,
             reread=member.manager.reread,
-            brake=Brake(is_on=self._options.removal_brake),
         )
 
     # ---- the steps ---------------------------------------------------------------------------
@@ -271,11 +268,6 @@ class Daemon:
             heartbeat=heartbeat,
         )
         self._supervisor.start("prober", self._sight.prober.run)
-
-    def _blackholes(self, lease: Lease) -> tuple[Blackhole, ...]:
-        """So that what is for a container that is no more does not go round between host and gateway."""
-        wanted = lease.key if self._options.ip_blackhole_route else ()
-        return tuple(Blackhole(net) for net in wanted if net is not None)
 
     def _write_subnet_file(self, member: Member) -> None:
         self._subnet_file.tell(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from flanneld import __version__
+from flanneld import __version__, clock
 from flanneld.counters import BOUNDS, Histogram, wall
 from flanneld.model import FAMILIES
 from flanneld.network.resources import Kind
@@ -41,9 +41,12 @@ class Metric:
 
 def _metrics() -> Iterator[Metric]:
     yield from _of_the_node()
-    yield from _of_the_data_plane()
+    yield from _of_the_kernel()
+    yield from _of_the_brake()
+    yield from _of_the_time_it_takes()
     yield from _of_the_probes()
     yield from _of_the_store()
+    yield from _of_the_watch()
 
 
 # ---- what there is ------------------------------------------------------------------------------
@@ -64,13 +67,7 @@ def _of_the_node() -> Iterator[Metric]:
         (),
         _expiry,
     )
-    yield Metric(
-        "gauge",
-        "flannel_lease_ttl_seconds",
-        "seconds until then",
-        (),
-        lambda sight: _expiry(sight, left=True),
-    )
+    yield Metric("gauge", "flannel_lease_ttl_seconds", "seconds until then", (), _time_left)
     yield Metric(
         "counter",
         "flannel_firewall_resyncs_total",
@@ -80,7 +77,7 @@ def _of_the_node() -> Iterator[Metric]:
     )
 
 
-def _of_the_data_plane() -> Iterator[Metric]:
+def _of_the_kernel() -> Iterator[Metric]:
     yield Metric("gauge", "flannel_peers", "leases of other nodes", ("backend", "state"), _peers)
     yield Metric("gauge", "flannel_desired_objects", "what the kernel should hold", ("kind",), _desired)
     yield Metric(
@@ -105,14 +102,16 @@ def _of_the_data_plane() -> Iterator[Metric]:
     yield Metric(
         "gauge", "flannel_last_sync_timestamp_seconds", "when the kernel was last read", (), _last_sync
     )
+
+
+def _of_the_brake() -> Iterator[Metric]:
     yield Metric("gauge", "flannel_removal_brake_held", "1 while removals are held back", (), _brake)
     yield Metric(
-        "counter",
-        "flannel_removal_brake_holds_total",
-        "times that removals were held back",
-        (),
-        lambda sight: _one(sight.reconciler.brake.holds_total if sight.reconciler else 0),
+        "counter", "flannel_removal_brake_holds_total", "times that removals were held back", (), _brake_holds
     )
+
+
+def _of_the_time_it_takes() -> Iterator[Metric]:
     yield Metric(
         "histogram",
         "flannel_event_to_kernel_seconds",
@@ -174,8 +173,11 @@ def _of_the_store() -> Iterator[Metric]:
         "flannel_lease_renewals_total",
         "renewals of our lease",
         ("result",),
-        lambda sight: (((result,), number) for result, number in sight.store.renewals.copy().items()),
+        lambda sight: _each(sight.store.renewals),
     )
+
+
+def _of_the_watch() -> Iterator[Metric]:
     yield Metric(
         "counter",
         "flannel_watch_events_total",
@@ -188,7 +190,7 @@ def _of_the_store() -> Iterator[Metric]:
         "flannel_watch_resyncs_total",
         "times that all leases were read again, by who wanted it",
         ("reason",),
-        lambda sight: (((reason,), number) for reason, number in sight.store.resyncs.copy().items()),
+        lambda sight: _each(sight.store.resyncs),
     )
     yield Metric(
         "gauge",
@@ -204,6 +206,10 @@ def _of_the_store() -> Iterator[Metric]:
 
 def _one(number: float) -> Iterator[Sample]:
     yield (), number
+
+
+def _each(numbers: dict[str, int]) -> Iterator[Sample]:
+    yield from (((name,), number) for name, number in numbers.copy().items())
 
 
 def _build(_sight: Sight) -> Iterator[Sample]:
@@ -232,10 +238,20 @@ def _mtus(sight: Sight) -> Iterator[Sample]:
         yield from (((name,), site.backend.mtu) for name in sorted(sight.reconciler.domain.links))
 
 
-def _expiry(sight: Sight, *, left: bool = False) -> Iterator[Sample]:
-    expires = sight.keeper.lease.expires if sight.keeper else None
+def _expiry(sight: Sight) -> Iterator[Sample]:
+    expires = _expires(sight)
     if expires is not None:
-        yield (), wall(expires, (lambda: 0.0)) if left else wall(expires)
+        yield (), wall(expires)
+
+
+def _time_left(sight: Sight) -> Iterator[Sample]:
+    expires = _expires(sight)
+    if expires is not None:
+        yield (), expires - clock.now()
+
+
+def _expires(sight: Sight) -> float | None:
+    return sight.keeper.lease.expires if sight.keeper else None
 
 
 def _firewall_repairs(sight: Sight) -> Iterator[Sample]:
@@ -306,6 +322,10 @@ def _last_sync(sight: Sight) -> Iterator[Sample]:
 
 def _brake(sight: Sight) -> Iterator[Sample]:
     return _one(bool(sight.reconciler and sight.reconciler.brake.holds))
+
+
+def _brake_holds(sight: Sight) -> Iterator[Sample]:
+    return _one(sight.reconciler.brake.holds_total if sight.reconciler else 0)
 
 
 def _up(sight: Sight) -> Iterator[Sample]:

@@ -16,15 +16,14 @@ from collections.abc import Callable, Iterable
 
 from flanneld import clock
 from flanneld.brake import Brake
-from flanneld.convergence import Convergence
+from flanneld.convergence import Convergence, Node
 from flanneld.counters import Work
 from flanneld.glog import Once, V
 from flanneld.inbox import Inbox
-from flanneld.model import Event, IPNetwork, Lease
+from flanneld.model import Event
 from flanneld.network.culprits import Culprits
 from flanneld.network.domain import Domain
-from flanneld.network.kernel import Kernel
-from flanneld.network.monitor import Gone, InterfaceChanged, Monitor, News, Overrun, Seen
+from flanneld.network.monitor import Gone, InterfaceChanged, News, Overrun, Seen
 from flanneld.network.report import Report
 from flanneld.network.resources import Kind, Resource
 from flanneld.peers import Peers
@@ -47,41 +46,26 @@ class Reconciler:
 
     def __init__(
         self,
-        kernel: Kernel,
-        monitor: Monitor,
-        site: Site,
-        own: Lease,
+        node: Node,
+        brake: Brake,
         *,
-        extras: Iterable[Resource] = (),
-        former: tuple[IPNetwork, ...] = (),
         stop: threading.Event,
         heartbeat: Callable[[float], None],
         on_move: Callable[[], None],
         on_synced: Callable[[], None],
         reread: Callable[[], None],
-        brake: Brake,
     ) -> None:
         self.inbox: Inbox[list[Event]] = Inbox()
-        self._site = site
+        self._site = node.site
         self._stop = stop
         self._heartbeat = heartbeat
         self._on_move = on_move
         self._on_synced = on_synced
         self._reread = reread
         self._brake = brake
-        self._monitor = monitor
-        self._peers = Peers(own, [network for network, _ in site.ranges], brake)
-        self._convergence = Convergence(
-            kernel,
-            monitor,
-            site,
-            own,
-            self._peers,
-            extras=extras,
-            former=former,
-            brake=brake,
-            unheard=self._look_at_all,
-        )
+        self._monitor = node.monitor
+        self._peers = Peers(node.lease, [network for network, _ in node.site.ranges], brake)
+        self._convergence = Convergence(node, self._peers, brake, self._look_at_all)
         self._once = Once()
         self._culprits = Culprits()
         self._next_audit = clock.now()

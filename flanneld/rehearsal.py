@@ -17,6 +17,7 @@ from flanneld import backends, subnet_file
 from flanneld.backends import Backend, Driver, HasDrivers
 from flanneld.brake import Brake
 from flanneld.config import Config
+from flanneld.convergence import Node
 from flanneld.errors import Retryable
 from flanneld.model import Event, Lease, LeaseAttrs, LeaseKey, Snapshot, Uplink, overlap
 from flanneld.network import links
@@ -26,7 +27,7 @@ from flanneld.network.interface import InterfaceChoice
 from flanneld.network.kernel import Kernel
 from flanneld.network.monitor import Monitor
 from flanneld.network.report import Report
-from flanneld.network.resources import Blackhole, ForeignLink, Key, Link, Resource, Route, State
+from flanneld.network.resources import ForeignLink, Key, Link, Resource, Route, State
 from flanneld.options import Options
 from flanneld.peers import View
 from flanneld.reconcile import Reconciler
@@ -34,6 +35,7 @@ from flanneld.site import Site, find_uplink
 from flanneld.subnet.allocate import fits
 from flanneld.subnet.manager import Cancelled, Foreseeing, SubnetManager
 from flanneld.subnet_file import Previous
+from flanneld.wiring import extras_for
 
 
 class Notebook(Kernel):
@@ -160,21 +162,16 @@ def rehearse(wanted: Options, manager: SubnetManager, choice: InterfaceChoice) -
     snapshot = all_leases(manager)
     own = foreseen or _ours(snapshot, attrs, config)
     guess = own or Lease(attrs, *_likely(config, previous, snapshot))
-    extras = [Blackhole(net) for net in guess.key if net is not None] if wanted.ip_blackhole_route else []
+    extras = extras_for(wanted, guess)
     stop = threading.Event()
     reconciler = Reconciler(
-        kernel,
-        Monitor(kernel.port),
-        site,
-        guess,
-        extras=extras,
-        former=previous.networks,
+        Node(kernel, Monitor(kernel.port), site, guess, extras, previous.networks),
+        Brake(is_on=False),
         stop=stop,
         heartbeat=_nothing,
         on_move=_nothing,
         on_synced=stop.set,
         reread=_nothing,
-        brake=Brake(is_on=False),
     )
     reconciler.prepare()
     reconciler.inbox.put([snapshot])

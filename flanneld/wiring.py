@@ -1,4 +1,4 @@
-"""What the options mean for the parts of the daemon: which store, which way to choose the interface."""
+"""What the options mean for the parts of the daemon: which store, which interface, what else to make."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from flanneld.model import Lease
 from flanneld.network.interface import InterfaceChoice
+from flanneld.network.resources import Blackhole, Resource
 from flanneld.options import Options
 from flanneld.subnet.manager import NodeStore, SubnetManager
 
@@ -71,3 +73,12 @@ def choice_for(wanted: Options, manager: SubnetManager) -> InterfaceChoice:
         return choice
     ipv4, ipv6 = manager.public_ips()
     return replace(choice, public_ip=ipv4 or choice.public_ip, public_ipv6=ipv6 or choice.public_ipv6)
+
+
+def extras_for(wanted: Options, lease: Lease) -> tuple[Resource, ...]:
+    """What the options want of the kernel, whoever the peers and whatever the backend.
+
+    A blackhole, so that what is for a container that is no more does not go round between host and gateway.
+    """
+    nets = lease.key if wanted.ip_blackhole_route else ()
+    return tuple(Blackhole(net) for net in nets if net is not None)

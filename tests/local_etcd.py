@@ -15,13 +15,14 @@ import tempfile
 import threading
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
 
 from tests.lab.etcd_v3 import V3Keys
+from tests.lab.listener import Listener, end
 from tests.lab.wait import wait_for
 
 DEADLINE = 60.0
@@ -228,37 +229,10 @@ def make_certificates(folder: Path) -> None:
 
 
 @contextmanager
-def server(serve: Serve, backlog: int = 16) -> Iterator[str]:
+def server(serve: Serve) -> Iterator[str]:
     """Run ``serve`` on each connection, in a thread of its own, and give the URL. All end on leaving."""
-    with ExitStack() as stack:
-        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=backlog))
-        connections: list[socket.socket] = []
-
-        def run(connection: socket.socket) -> None:
-            try:
-                with connection:
-                    serve(connection)
-            except OSError:
-                return  # the client has gone, or the test is over
-
-        def accept() -> None:
-            while True:
-                try:
-                    connection, _ = listener.accept()
-                except OSError:
-                    return
-                connections.append(connection)
-                threading.Thread(target=run, args=(connection,), daemon=True).start()
-
-        thread = threading.Thread(target=accept)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        finally:
-            listener.shutdown(socket.SHUT_RDWR)
-            thread.join(DEADLINE)
-            for connection in connections:
-                _end(connection)
+    with Listener(serve, ("127.0.0.1", 0)) as listener:
+        yield listener.url
 
 
 def answering(answer: bytes) -> Serve:
@@ -277,6 +251,11 @@ def silent(connection: socket.socket) -> None:
         pass
 
 
+def hang_up(connection: socket.socket) -> None:
+    """Take one request, and end the connection."""
+    connection.recv(65536)
+
+
 class Relay:
     """Stands between a client and etcd, notes the requests, and can lose an answer."""
 
@@ -290,7 +269,7 @@ class Relay:
         self.answers_to_lose = 0
         #: Whether nothing that etcd says is passed on any more.
         self.is_silent = False
-        #: The connections in the order in which they were made, and those on which it is not passed on either.
+        #: The connections, in the order in which they were made; those on which it is not passed on either.
         self.clients: list[socket.socket] = []
         self.stalled: set[socket.socket] = set()
         #: Whether a long poll is cut as soon as etcd has accepted it.
@@ -306,7 +285,7 @@ class Relay:
             while data := client.recv(65536):
                 self.requests += [found.decode() for found in _REQUEST.findall(data)]
                 etcd.sendall(self.rewritten(data))
-            _end(etcd)
+            end(etcd)
             back.join(DEADLINE)
 
     def rewritten(self, data: bytes) -> bytes:
@@ -334,11 +313,4 @@ class Relay:
                     break
         except OSError:
             pass
-        _end(client)
-
-
-def _end(sock: socket.socket) -> None:
-    try:
-        sock.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        return  # it was over already
+        end(client)

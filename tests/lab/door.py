@@ -7,68 +7,59 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import BinaryIO, Literal, Self
+from typing import BinaryIO, Literal
 
 from tests.lab.etcd import PORT
+from tests.lab.impostor import http
+from tests.lab.listener import Listener, end
 from tests.lab.namespace import Namespace
 
 DOOR = 2381
 
-#: What becomes of a request: it is ``refused`` with an answer of ``REFUSALS``; it is ``lost`` before or its
+#: What becomes of a request: it is ``refused`` with one of ``_REFUSALS``; it is ``lost`` before or its
 #: answer ``unheard`` after etcd has dealt with it; the answer is ``broken`` off; or a watch is made to
 #: ``repeat`` what it has told before.
 Mishap = Literal["refused", "lost", "unheard", "broken", "repeat"]
 
+_JSON, _HTML, _TEXT = (f"Content-Type: {kind}" for kind in ("application/json", "text/html", "text/plain"))
 #: From etcd's v2 API, from the gateway of v3, and from what stands before them.
-REFUSALS = (
-    ("500 Internal Server Error", "application/json", '{"errorCode":300,"message":"Raft","index":0}'),
-    ("503 Service Unavailable", "application/json", '{"error":"etcdserver: leader changed","code":14}'),
-    ("504 Gateway Timeout", "application/json", '{"error":"etcdserver: request timed out","code":14}'),
-    ("502 Bad Gateway", "text/html", "<html>502</html>"),
-    ("429 Too Many Requests", "text/plain", "slow down"),
-    ("404 Not Found", "text/plain", "404 page not found"),
-    ("200 OK", "text/html", "<html>Welcome</html>"),
+_REFUSALS = (
+    http("500 Internal Server Error", '{"errorCode":300,"message":"Raft","index":0}', _JSON),
+    http("503 Service Unavailable", '{"error":"etcdserver: leader changed","code":14}', _JSON),
+    http("504 Gateway Timeout", '{"error":"etcdserver: request timed out","code":14}', _JSON),
+    http("502 Bad Gateway", "<html>502</html>", _HTML),
+    http("429 Too Many Requests", "slow down", _TEXT),
+    http("404 Not Found", "404 page not found", _TEXT),
+    http("200 OK", "<html>Welcome</html>", _HTML),
 )
 _BROKEN_AFTER = 60  # bytes: somewhere in the head, or in a line of a watch that has begun
 _EARLIER = 3
 
 
-class Door:
+class Door(Listener):
     """Passes connections on to etcd; to be used in a ``with``. Its methods may be called at any time."""
 
     def __init__(self, namespace: Namespace, address: str) -> None:
-        self.endpoint = f"http://{address}:{DOOR}"
-        self._namespace = namespace
+        super().__init__(self._pass_on, (address, DOOR), namespace)
         self._target = (address, PORT)
-        with namespace.entered():
-            self._listener = socket.create_server((address, DOOR), backlog=64)
-        self._lock = threading.Lock()
-        self._passages: list[_Passage] = []
+        self._orders = threading.Lock()
         self._troubles: list[Mishap] = []
         self._refusals = 0
-        self._is_shut = False
+        self._connections = 0
         self._lag = 0.0
         #: Cleared while answers are held back.
         self._flows = threading.Event()
         self._flows.set()
-        self._thread = threading.Thread(target=self._accept)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
 
     def __exit__(self, *_: object) -> None:
-        self._hang_up()
-        self.mend()
-
-    def close(self) -> None:
-        self.__exit__()
+        super().__exit__()
+        self._flows.set()
 
     # ---- what a test orders ----------------------------------------------------------------------
 
     def trouble(self, trouble: Mishap, times: int = 1) -> None:
         """Make that of so many requests to come."""
-        with self._lock:
+        with self._orders:
             self._troubles += [trouble] * times
 
     def slow_down(self, seconds: float) -> None:
@@ -79,74 +70,32 @@ class Door:
         """Take requests and keep the answers."""
         self._flows.clear()
 
-    def shut(self) -> None:
-        """Let nobody in, and throw out who is."""
-        self._is_shut = True
-        self.cut()
-
-    def cut(self) -> None:
-        """Break all connections off."""
-        with self._lock:
-            passages, self._passages = self._passages, []
-        for passage in passages:
-            passage.end()
-
     def mend(self) -> None:
         """Be a door as it should be, and give out what was kept."""
-        with self._lock:
+        with self._orders:
             self._troubles.clear()
         self._lag = 0.0
-        self._is_shut = False
+        self.reopen()
         self._flows.set()
 
     # ---- how it is done --------------------------------------------------------------------------
 
-    def _hang_up(self) -> None:
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._thread.join(5)
-        self._listener.close()
-        self.cut()
-
-    def _accept(self) -> None:
-        number = 0
-        while True:
-            try:
-                client, _ = self._listener.accept()
-            except OSError:
-                return  # it was shut down
-            if self._is_shut:
-                client.close()
-                continue
-            number += 1
-            threading.Thread(target=self._serve, args=(client, number), daemon=True).start()
-
-    def _serve(self, client: socket.socket, number: int) -> None:
-        try:
-            with self._namespace.entered():
-                server = socket.create_connection(self._target, timeout=5)
-        except OSError:
-            client.close()
-            return
-        server.settimeout(None)
-        passage = _Passage(client, server, self._next_trouble, self._wait, number)
-        with self._lock:
-            self._passages.append(passage)
-        if self._is_shut:
-            passage.end()
-        passage.run()
-        with self._lock, suppress(ValueError):
-            self._passages.remove(passage)
+    def _pass_on(self, client: socket.socket) -> None:
+        with self._orders:
+            self._connections += 1
+            number = self._connections
+        with self.connected(self._target) as server:
+            _Passage(client, server, self._next_trouble, lambda: self._wait(number)).run()
 
     def _next_trouble(self, is_watch: bool) -> tuple[Mishap | None, bytes]:
         """The first that can befall such a request, and what to answer if it is refused."""
-        with self._lock:
+        with self._orders:
             found = next((each for each in self._troubles if is_watch or each != "repeat"), None)
             if found:
                 self._troubles.remove(found)
             if found == "refused":
                 self._refusals += 1
-            return found, _answer(*REFUSALS[self._refusals % len(REFUSALS)])
+            return found, _REFUSALS[self._refusals % len(_REFUSALS)]
 
     def _wait(self, number: int) -> float:
         """Until an answer may go on; how long it is to be kept after that, in seconds."""
@@ -162,14 +111,12 @@ class _Passage:
         client: socket.socket,
         server: socket.socket,
         next_trouble: Callable[[bool], tuple[Mishap | None, bytes]],
-        wait: Callable[[int], float],
-        number: int,
+        wait: Callable[[], float],
     ) -> None:
         self._client = client
         self._server = server
         self._next_trouble = next_trouble
         self._wait = wait
-        self._number = number
         self._ended = threading.Event()
         #: How many bytes of the answer may still pass.
         self._left: int | None = None
@@ -181,16 +128,13 @@ class _Passage:
         with suppress(OSError), self._client.makefile("rb") as asked:
             while request := _read_request(asked):
                 self._pass_on(request)
-        self.end()
+        self._end()
         back.join()
-        self._client.close()
-        self._server.close()
 
-    def end(self) -> None:
+    def _end(self) -> None:
         self._ended.set()
-        for sock in (self._client, self._server):
-            with suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+        end(self._client)
+        end(self._server)
 
     def _pass_on(self, request: bytes) -> None:
         trouble, refusal = self._next_trouble(_is_watch(request))
@@ -199,7 +143,7 @@ class _Passage:
                 self._client.sendall(refusal)
                 return
             case "lost":
-                self.end()
+                self._end()
                 return
             case "unheard":
                 self._left = 0
@@ -212,7 +156,7 @@ class _Passage:
     def _answers(self) -> None:
         with suppress(OSError):
             while data := self._server.recv(65536):
-                self._ended.wait(self._wait(self._number))
+                self._ended.wait(self._wait())
                 if self._left is None:
                     self._client.sendall(data)
                     continue
@@ -220,11 +164,7 @@ class _Passage:
                 self._left -= len(data)
                 if self._left <= 0:
                     break
-        self.end()
-
-
-def _answer(status: str, kind: str, text: str) -> bytes:
-    return f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(text)}\r\n\r\n{text}".encode()
+        self._end()
 
 
 def _read_request(asked: BinaryIO) -> bytes:

@@ -3,60 +3,28 @@
 from __future__ import annotations
 
 import socket
-import threading
-from types import TracebackType
-from typing import Self
 
 from tests.lab.etcd import PORT
+from tests.lab.listener import Listener
 from tests.lab.namespace import Namespace
 
 
-class Impostor:
+class Impostor(Listener):
     """Gives every request the same answer; an empty one means to take everything and say nothing."""
 
-    def __init__(self, namespace: Namespace, address: str, answer: bytes = b"", port: int = PORT) -> None:
+    def __init__(self, namespace: Namespace, address: str, answer: bytes = b"") -> None:
+        super().__init__(self._give, (address, PORT), namespace)
         #: How many requests have been answered so far, if each was small.
         self.asked = 0
         self._answer = answer
-        with namespace.entered():
-            self._listener = socket.create_server((address, port), backlog=64)
-        self._clients: list[socket.socket] = []
-        self._thread = threading.Thread(target=self._accept)
 
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        _end(self._listener)
-        self._thread.join(5)
-        self._listener.close()
-        for client in self._clients:
-            _end(client)
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                client, _ = self._listener.accept()
-            except OSError:
-                return  # it was shut down
-            self._clients.append(client)
-            threading.Thread(target=self._serve, args=(client,), daemon=True).start()
-
-    def _serve(self, client: socket.socket) -> None:
-        try:
-            with client:
-                while client.recv(65536):
-                    client.sendall(self._answer)
-                    self.asked += 1
-        except OSError:
-            return  # the client has gone, or the test is over
+    def _give(self, client: socket.socket) -> None:
+        while client.recv(65536):
+            client.sendall(self._answer)
+            self.asked += 1
 
 
-def _end(sock: socket.socket) -> None:
-    try:
-        sock.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        return  # it was over already
+def http(status: str, body: str, *headers: str) -> bytes:
+    """A whole answer; ``status`` has a number and a word, a header a name and a value."""
+    lines = [f"HTTP/1.1 {status}", f"Content-Length: {len(body)}", *headers]
+    return "\r\n".join([*lines, "", body]).encode()

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import random
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import BinaryIO, Self
 
+from tests.lab.listener import Address, Listener
 from tests.lab.namespace import Namespace
-
-Address = tuple[str, int]
 
 #: What is in the target of a request whose answer does not end, in etcd's v3 API and in Kubernetes.
 _STREAMS = (b"/watch", b"watch=true")
@@ -43,7 +40,7 @@ class Trouble:
 QUIET = Trouble()
 
 
-class Proxy:
+class Proxy(Listener):
     """Passes HTTP without TLS on to ``target``. ``trouble`` may be changed at any time.
 
     With ``root``, as ``/v3beta``, it shows the API ``/v3`` there, and nothing at ``/v3``.
@@ -52,87 +49,26 @@ class Proxy:
     def __init__(
         self, namespace: Namespace | None, listen: Address, target: Address, seed: int = 0, root: str = "/v3"
     ) -> None:
+        super().__init__(self._pass_on, listen, namespace)
         self.trouble = QUIET
         self._root = root.encode()
         self._target = target
-        self._namespace = namespace
         self._random = random.Random(seed)
-        self._is_away = False
-        self._lock = threading.Lock()
-        self._sockets: set[socket.socket] = set()
-        with self._inside():
-            self._listener = socket.create_server(listen, backlog=64)
-        self.url = "http://{}:{}".format(*self._listener.getsockname())
-        self._thread = threading.Thread(target=self._accept)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.trouble = QUIET
-        _end(self._listener)
-        self._thread.join(5)
-        self._listener.close()
-        self.cut()
-
-    def cut(self) -> None:
-        """Break all connections of now."""
-        with self._lock:
-            for sock in self._sockets:
-                _end(sock)
 
     @contextmanager
     def away(self) -> Iterator[None]:
         """Break all connections, and each new one at once, for a while."""
-        self._is_away = True
-        self.cut()
+        self.shut()
         try:
             yield
         finally:
-            self._is_away = False
+            self.reopen()
 
     # ---- one connection ----------------------------------------------------------------------
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                client, _ = self._listener.accept()
-            except OSError:
-                return  # it was shut down
-            if self._is_away:
-                client.close()
-                continue
-            threading.Thread(target=self._serve, args=(client,), daemon=True).start()
-
-    def _serve(self, client: socket.socket) -> None:
-        try:
-            with client, self._connected() as server:
-                held = {client, server}
-                with self._lock:
-                    self._sockets |= held
-                try:
-                    if not self._is_away:  # since it was accepted
-                        self._relay(client, server)
-                finally:
-                    with self._lock:
-                        self._sockets -= held
-        except (OSError, EOFError):
-            return  # one of both has gone, or the way broke
-
-    def _connected(self) -> socket.socket:
-        with self._inside():
-            return socket.create_connection(self._target, timeout=None)
-
-    @contextmanager
-    def _inside(self) -> Iterator[None]:
-        if self._namespace is None:
-            yield
-        else:
-            with self._namespace.entered():
-                yield
+    def _pass_on(self, client: socket.socket) -> None:
+        with self.connected(self._target) as server:
+            self._relay(client, server)
 
     def _relay(self, client: socket.socket, server: socket.socket) -> None:
         asking, answering = client.makefile("rb"), server.makefile("rb")
@@ -228,10 +164,3 @@ def _line(file: BinaryIO) -> bytes:
 
 def _chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
-
-
-def _end(sock: socket.socket) -> None:
-    try:
-        sock.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        return  # it was over already

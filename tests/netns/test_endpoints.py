@@ -9,6 +9,7 @@ import pytest
 
 from tests.lab import Etcd, Impostor, Lab, Node, wait_for
 from tests.lab.etcd import PORT
+from tests.lab.impostor import http
 from tests.local_etcd import make_certificates
 from tests.netns.apis import both_apis
 from tests.netns.gateway import gateway, used_ports
@@ -154,15 +155,14 @@ def wait_for_two_requests(impostor: Impostor) -> None:
     wait_for(lambda: impostor.asked >= 2, 10, "two requests")
 
 
-def http(status: str, body: str, kind: str = "text/html") -> bytes:
-    return f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
-
-
+HTML = "Content-Type: text/html"
 ANSWERS = {
-    "an error": http("500 Internal Server Error", "oh no"),
-    "a web page": http("200 OK", "<html>Welcome!</html>"),
-    "JSON that is not etcd's": http("200 OK", '{"kind":"Status","code":200}', "application/json"),
-    "not found": http("404 Not Found", "404 page not found", "text/plain"),
+    "an error": http("500 Internal Server Error", "oh no", HTML),
+    "a web page": http("200 OK", "<html>Welcome!</html>", HTML),
+    "JSON that is not etcd's": http(
+        "200 OK", '{"kind":"Status","code":200}', "Content-Type: application/json"
+    ),
+    "not found": http("404 Not Found", "404 page not found", "Content-Type: text/plain"),
     "no HTTP": b"SSH-2.0-OpenSSH_9.2p1 Debian-2\r\n",
 }
 

@@ -9,21 +9,7 @@ import pytest
 
 from flanneld.brake import HOLD, Brake
 from flanneld.model import Lease, LeaseAttrs, LeaseKey, Snapshot
-
-
-class Clock:
-    """A time that is told."""
-
-    def __init__(self) -> None:
-        self.time = 1000.0
-
-    def __call__(self) -> float:
-        return self.time
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
+from tests.clock import Clock
 
 
 @pytest.fixture

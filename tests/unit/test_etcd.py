@@ -65,12 +65,6 @@ class Store:
 
 
 @pytest.fixture(scope="module")
-def etcd() -> Iterator[LocalEtcd]:
-    with running_etcd() as etcd:
-        yield etcd
-
-
-@pytest.fixture(scope="module")
 def newer_etcd() -> Iterator[LocalEtcd]:
     with running_etcd(program=NEWER) as etcd:
         yield etcd

@@ -18,19 +18,12 @@ from flanneld.subnet.etcd_choice import open_client
 from flanneld.subnet.etcd_endpoints import EtcdOptions, Servers
 from flanneld.subnet.etcd_http import NoSuchApi
 from flanneld.subnet.etcd_keys import Changes, Client, Position
-from flanneld.subnet.etcd_transport import Timeouts, Transport
+from flanneld.subnet.etcd_transport import Timeouts
+from tests.etcd_clients import transport_of
 from tests.lab.etcd_v3 import V3Keys
 from tests.local_etcd import LocalEtcd, Relay, free_port, make_certificates, running_etcd, server
 
 PASSWORD = "hünter/2 secret"
-opened: list[Transport] = []
-
-
-@pytest.fixture(autouse=True)
-def close_connections() -> Iterator[None]:
-    yield
-    while opened:
-        opened.pop().close()
 
 
 @pytest.fixture(params=["v2", "v3", "v3 over gRPC"])
@@ -44,8 +37,9 @@ def client(api: str, *endpoints: str, **options: str) -> Client:
 
 def client_of(api: str, options: EtcdOptions) -> Client:
     transport = "grpc" if "gRPC" in api else "json"
-    opened.append(Transport(Servers(replace(options, transport=transport)), Timeouts(read=20.0)))
-    return open_client(api[:2], opened[-1])
+    return open_client(
+        api[:2], transport_of(Servers(replace(options, transport=transport)), Timeouts(read=20.0))
+    )
 
 
 def changes(asker: Client, key: str, after: Position) -> Changes:
@@ -55,12 +49,6 @@ def changes(asker: Client, key: str, after: Position) -> Changes:
         return watcher.wait(after)
     finally:
         watcher.close()
-
-
-@pytest.fixture(scope="module")
-def etcd() -> Iterator[LocalEtcd]:
-    with running_etcd() as etcd:
-        yield etcd
 
 
 @pytest.fixture(scope="module")

@@ -30,12 +30,6 @@ NO_PREVIOUS = (None, None)
 _numbers = itertools.count()
 
 
-@pytest.fixture(scope="module")
-def etcd() -> Iterator[LocalEtcd]:
-    with running_etcd() as etcd:
-        yield etcd
-
-
 @pytest.fixture
 def node(etcd: LocalEtcd) -> Iterator[Node]:
     with running(etcd) as node:

@@ -8,7 +8,6 @@ import logging
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from ipaddress import IPv4Address
 
 import pytest
@@ -20,26 +19,13 @@ from flanneld.subnet.etcd_choice import open_etcd
 from flanneld.subnet.etcd_endpoints import EtcdOptions
 from flanneld.subnet.etcd_transport import Timeouts
 from flanneld.subnet.manager import Cancelled, SubnetManager
+from tests.etcd_clients import opened
 from tests.lab.etcd_v3 import V3Keys
 from tests.local_etcd import LocalEtcd, Relay, running_etcd, server
 
 V2_CONFIG = '{"Network": "10.2.0.0/16", "Backend": {"Type": "vxlan"}}'
 V3_CONFIG = '{"Network": "10.3.0.0/16", "Backend": {"Type": "vxlan"}}'
 _numbers = itertools.count()
-opened: list[SubnetManager] = []
-
-
-@pytest.fixture(autouse=True)
-def close_managers() -> Iterator[None]:
-    yield
-    while opened:
-        opened.pop().close()
-
-
-@pytest.fixture(scope="module")
-def etcd() -> Iterator[LocalEtcd]:
-    with running_etcd() as etcd:
-        yield etcd
 
 
 @pytest.fixture
@@ -48,8 +34,9 @@ def prefix() -> str:
 
 
 def manager(url: str, prefix: str, api: str = "auto", transport: str = "auto") -> SubnetManager:
-    opened.append(open_etcd(EtcdOptions((url,), prefix, transport=transport), api, Timeouts(read=20.0)))
-    return opened[-1]
+    manager = open_etcd(EtcdOptions((url,), prefix, transport=transport), api, Timeouts(read=20.0))
+    opened.callback(manager.close)
+    return manager
 
 
 def put_config(etcd: LocalEtcd, api: str, prefix: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,12 +21,6 @@ from tests.local_etcd import LocalEtcd, make_certificates, running_etcd
 
 CONFIG = '{"Network": "10.5.0.0/16", "Backend": {"Type": "vxlan"}}'
 _numbers = itertools.count()
-
-
-@pytest.fixture(scope="module")
-def etcd() -> Iterator[LocalEtcd]:
-    with running_etcd() as etcd:
-        yield etcd
 
 
 def value(number: int, mac: str = "02:00:00:00:00:01", *, names_ipv6: bool = False) -> str:

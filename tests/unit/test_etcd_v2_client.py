@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 
 from flanneld.errors import Retryable
-from flanneld.subnet.etcd_endpoints import EtcdOptions, Servers
 from flanneld.subnet.etcd_keys import Conflict, ListAgain, NotFound, Position
-from flanneld.subnet.etcd_transport import Timeouts, Transport
+from flanneld.subnet.etcd_transport import Timeouts
 from flanneld.subnet.etcd_v2_client import Client, Poller
 from flanneld.subnet.line import Line, Unreachable
 from flanneld.subnet.manager import Cancelled
+from tests.etcd_clients import transport_to
+from tests.lab.impostor import http
 from tests.lab.wait import wait_for
 from tests.local_etcd import (
     DEADLINE,
@@ -27,6 +28,7 @@ from tests.local_etcd import (
     Serve,
     answering,
     free_port,
+    hang_up,
     make_certificates,
     running_etcd,
     server,
@@ -39,54 +41,14 @@ LASTING = Timeouts(read=60, poll=0.5)
 PATIENT = Timeouts(connect=600, read=600, poll=600)
 
 
-opened: list[Client] = []
-
-
-@pytest.fixture(autouse=True)
-def close_clients() -> Iterator[None]:
-    yield
-    while opened:
-        opened.pop().close()
-
-
-def in_order(_: list[object]) -> None:
-    """Leaves the servers as they are given."""
-
-
 def client(*endpoints: str, timeouts: Timeouts = LASTING) -> Client:
-    return client_of(Servers(EtcdOptions(endpoints), in_order), timeouts)
-
-
-def client_of(
-    servers: Servers, timeouts: Timeouts = LASTING, contact: Callable[[], None] = lambda: None
-) -> Client:
-    opened.append(Client(Transport(servers, timeouts), contact))
-    return opened[-1]
-
-
-def patient_client(*endpoints: str) -> Client:
-    return client_of(Servers(EtcdOptions(endpoints)), PATIENT)
-
-
-def http(status: str, body: str, *headers: str) -> bytes:
-    lines = [f"HTTP/1.1 {status}", f"Content-Length: {len(body)}", *headers]
-    return "\r\n".join([*lines, "", body]).encode()
-
-
-def hang_up(connection: socket.socket) -> None:
-    connection.recv(65536)
+    return Client(transport_to(*endpoints, timeouts=timeouts))
 
 
 def partly(connection: socket.socket, then: Serve = silent) -> None:
     connection.recv(65536)
     connection.sendall(http("200 OK", "x" * 100)[:-50])
     then(connection)
-
-
-@pytest.fixture(scope="module")
-def etcd() -> Iterator[LocalEtcd]:
-    with running_etcd() as etcd:
-        yield etcd
 
 
 MISBEHAVIOUR: dict[str, tuple[Serve, str]] = {
@@ -143,10 +105,10 @@ def test_what_one_client_learns_of_the_servers_the_others_know(etcd: LocalEtcd) 
     etcd.put("/learnt", "yes")
     first, second = Relay(etcd.url), Relay(etcd.url)
     with server(first) as first_url, server(second) as second_url:
-        servers = Servers(EtcdOptions((first_url, second_url)), in_order)
-        asker = client_of(servers)
+        transport = transport_to(first_url, second_url, timeouts=LASTING)
+        asker = Client(transport)
         asker.fetch("/learnt")
-        servers.skip()
+        transport.servers.skip()
         asker.fetch("/learnt")
     assert (len(first.requests), len(second.requests)) == (1, 1)
 
@@ -156,7 +118,7 @@ def test_a_connection_that_was_idle_for_long_is_not_used_again(etcd: LocalEtcd) 
     for idle, connections in ((60.0, 1), (0.0, 3)):
         relay = Relay(etcd.url)
         with server(relay) as url:
-            asker = client_of(Servers(EtcdOptions((url,))), Timeouts(read=60, idle=idle))
+            asker = client(url, timeouts=Timeouts(read=60, idle=idle))
             for _ in range(3):
                 asker.fetch("/idle")
         assert relay.connections == connections
@@ -327,13 +289,13 @@ def test_a_request_without_an_answer_can_be_cut(serve: Serve, scheme: str) -> No
         serve(connection)
 
     with server(serve_stuck) as url:
-        asker = patient_client(url.replace("http", scheme))
+        asker = client(url.replace("http", scheme), timeouts=PATIENT)
         assert_cut(lambda: asker.fetch("/key"), asker.cut, stuck.is_set)
 
 
 def test_a_connection_that_is_being_made_can_be_cut() -> None:
     with full_backlog() as url:
-        asker = patient_client(url)
+        asker = client(url, timeouts=PATIENT)
         port = int(url.rpartition(":")[2])
         assert_cut(lambda: asker.fetch("/key"), asker.cut, lambda: syn_sent_to(port) > 0)
 
@@ -355,7 +317,7 @@ def test_the_lookup_of_a_name_can_be_cut(monkeypatch: pytest.MonkeyPatch) -> Non
         return []
 
     monkeypatch.setattr(socket, "getaddrinfo", slow)
-    asker = patient_client("http://etcd.example.com:2379")
+    asker = client("http://etcd.example.com:2379", timeouts=PATIENT)
     assert_cut(lambda: asker.fetch("/key"), asker.cut, asked.is_set)
     over.set()
 
@@ -377,7 +339,7 @@ def test_a_poll_over_tls_can_be_cut(tmp_path: Path) -> None:
     contact = threading.Event()
     with running_etcd(tls=tmp_path) as etcd:
         options = {name: str(tmp_path / file) for name, file in paths.items()}
-        asker = client_of(Servers(EtcdOptions((etcd.url,), **options)), PATIENT, contact.set)
+        asker = Client(transport_to(etcd.url, timeouts=PATIENT, **options), contact.set)
         with pytest.raises(NotFound) as missing:
             asker.fetch("/cut")
         contact.clear()

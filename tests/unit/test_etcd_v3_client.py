@@ -14,14 +14,15 @@ import pytest
 
 from flanneld import clock
 from flanneld.errors import Retryable
-from flanneld.subnet.etcd_endpoints import EtcdOptions, Servers
 from flanneld.subnet.etcd_http import NoSuchApi
 from flanneld.subnet.etcd_keys import Changes, Conflict, ListAgain, NotFound, Position
-from flanneld.subnet.etcd_transport import Timeouts, Transport
+from flanneld.subnet.etcd_transport import Timeouts
 from flanneld.subnet.etcd_v3_client import Client
 from flanneld.subnet.etcd_v3_watch import Watch
 from flanneld.subnet.manager import Cancelled
+from tests.etcd_clients import transport_to
 from tests.lab.etcd_v3 import V3Keys
+from tests.lab.impostor import http
 from tests.lab.wait import wait_for
 from tests.local_etcd import (
     DEADLINE,
@@ -32,6 +33,7 @@ from tests.local_etcd import (
     Serve,
     answering,
     free_port,
+    hang_up,
     make_certificates,
     running_etcd,
     server,
@@ -42,44 +44,14 @@ from tests.local_etcd import (
 QUICK = Timeouts(connect=0.5, read=0.5)
 LASTING = Timeouts(read=60, silence=0.3)
 PATIENT = Timeouts(connect=600, read=600, silence=600)
-opened: list[Transport] = []
-
-
-@pytest.fixture(autouse=True)
-def close_connections() -> Iterator[None]:
-    yield
-    while opened:
-        opened.pop().close()
-
-
-@pytest.fixture(scope="module")
-def etcd() -> Iterator[LocalEtcd]:
-    with running_etcd() as etcd:
-        yield etcd
-
-
-@pytest.fixture
-def keys(etcd: LocalEtcd) -> V3Keys:
-    return V3Keys(etcd.post)
 
 
 def client(*endpoints: str, timeouts: Timeouts = LASTING, **options: str) -> Client:
-    """A client that asks the servers in this order."""
-    opened.append(Transport(Servers(EtcdOptions(endpoints, **options), lambda _: None), timeouts))
-    return Client(opened[-1])
+    return Client(transport_to(*endpoints, timeouts=timeouts, **options))
 
 
 def watch(asker: Client, key: str, *, recursive: bool = False) -> Watch:
     return asker.watcher(key, recursive=recursive, contact=lambda: None)
-
-
-def http(status: str, body: str, *headers: str) -> bytes:
-    lines = [f"HTTP/1.1 {status}", f"Content-Length: {len(body)}", *headers]
-    return "\r\n".join([*lines, "", body]).encode()
-
-
-def hang_up(connection: socket.socket) -> None:
-    connection.recv(65536)
 
 
 HEADER = '"header": {"cluster_id": "1", "revision": "5"}'
@@ -294,13 +266,14 @@ def test_a_key_without_a_lease_stays(etcd: LocalEtcd) -> None:
 def test_a_watch_goes_on_at_another_server_when_its_own_falls_silent(etcd: LocalEtcd, keys: V3Keys) -> None:
     relay = Relay(etcd.url)
     with server(relay) as url:
-        asker = client(url, etcd.url)
+        transport = transport_to(url, etcd.url, timeouts=LASTING)
+        asker = Client(transport)
         at = asker.fetch("/dir", recursive=True).at
         watcher = watch(asker, "/dir", recursive=True)
         assert watcher.wait(at).replies == ()  # The silence of a server that is well.
         relay.is_silent = True
         keys.put("/dir/a", "1")
-        opened[-1].timeouts = replace(LASTING, read=0.5)
+        transport.timeouts = replace(LASTING, read=0.5)
 
         def heard() -> object:
             with suppress(Retryable):  # Also the other one may take longer.

@@ -16,13 +16,14 @@ from flanneld.config import parse
 from flanneld.errors import Fatal, Retryable
 from flanneld.model import Added, Event, LeaseAttrs, Snapshot
 from flanneld.subnet.etcd_choice import open_etcd
-from flanneld.subnet.etcd_endpoints import EtcdOptions, Servers
+from flanneld.subnet.etcd_endpoints import EtcdOptions
 from flanneld.subnet.etcd_http import NoSuchApi
 from flanneld.subnet.etcd_keys import NotFound, Position
-from flanneld.subnet.etcd_transport import Timeouts, Transport
+from flanneld.subnet.etcd_transport import Timeouts
 from flanneld.subnet.etcd_v3_answers import AccessRefused, GatewayRefused
 from flanneld.subnet.etcd_v3_client import Client
 from flanneld.subnet.manager import Cancelled
+from tests.etcd_clients import opened, transport_to
 from tests.lab.etcd_v3 import V3Keys
 from tests.lab.wait import wait_for
 from tests.local_etcd import (
@@ -34,6 +35,7 @@ from tests.local_etcd import (
     Serve,
     answering,
     free_port,
+    hang_up,
     make_certificates,
     running_etcd,
     server,
@@ -45,32 +47,12 @@ USER, PASSWORD = "client", "not used"
 CONFIG = '{"Network": "10.3.0.0/16"}'
 QUICK = Timeouts(read=5, silence=0.5)
 PATIENT = Timeouts(connect=30, read=30, silence=30)
-opened: list[Client] = []
-
-
-@pytest.fixture(autouse=True)
-def close_connections() -> Iterator[None]:
-    yield
-    while opened:
-        opened.pop().cut()
-
-
-@pytest.fixture(scope="module")
-def etcd() -> Iterator[LocalEtcd]:
-    with running_etcd() as etcd:
-        yield etcd
-
-
-@pytest.fixture
-def keys(etcd: LocalEtcd) -> V3Keys:
-    return V3Keys(etcd.post)
 
 
 def client(*endpoints: str, timeouts: Timeouts = QUICK, transport: str = "grpc", **options: str) -> Client:
-    """A client that asks the servers in this order."""
-    servers = Servers(EtcdOptions(endpoints, transport=transport, **options), lambda _: None)
-    opened.append(Client(Transport(servers, timeouts)))
-    return opened[-1]
+    asker = Client(transport_to(*endpoints, timeouts=timeouts, transport=transport, **options))
+    opened.callback(asker.cut)
+    return asker
 
 
 @pytest.fixture
@@ -200,10 +182,6 @@ def test_an_outdated_login_is_renewed() -> None:
 
 
 # ---- servers that are of no use ------------------------------------------------------------------
-
-
-def hang_up(connection: socket.socket) -> None:
-    connection.recv(65536)
 
 
 def http_only(connection: socket.socket) -> None:

@@ -99,12 +99,6 @@ class Watched:
         self._threads[-1].start()
 
 
-@pytest.fixture(scope="module")
-def etcd() -> Iterator[LocalEtcd]:
-    with running_etcd() as etcd:
-        yield etcd
-
-
 @pytest.fixture(params=["v2", "v3"])
 def api(request: pytest.FixtureRequest) -> str:
     return str(request.param)

@@ -16,6 +16,7 @@ from flanneld.errors import Fatal, Retryable
 from flanneld.keeper import ANNOUNCE_RETRY, CONTEST_SPACING, PEACE, RENEW_RETRY, Keeper
 from flanneld.model import Added, IPAddress, Lease, LeaseAttrs, LeaseKey, Removed
 from flanneld.subnet.manager import Cancelled, Deliver, SubnetManager
+from tests.clock import Clock
 from tests.lab.wait import wait_for
 
 HOUR = 3600.0
@@ -25,14 +26,6 @@ PROBATION = 0.0625
 #: Seconds that a thread may take to get its turn.
 PATIENCE = 30.0
 KEY: LeaseKey = (IPv4Network("10.1.5.0/24"), None)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.time = 1000.0
-
-    def __call__(self) -> float:
-        return self.time
 
 
 class Store:
@@ -172,11 +165,6 @@ def attrs(number: int) -> LeaseAttrs:
 OURS, OTHERS = attrs(1), attrs(2)
 LEASE = Lease(OURS, *KEY, expires=0.0)
 RESERVATION = replace(LEASE, expires=None)
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
 
 
 @pytest.fixture

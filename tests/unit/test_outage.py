@@ -7,21 +7,9 @@ import logging
 import pytest
 
 from flanneld.outage import PACE, Outage, Pace
+from tests.clock import Clock
 
 log = logging.getLogger(__name__)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.time = 1000.0
-
-    def __call__(self) -> float:
-        return self.time
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
 
 
 @pytest.fixture

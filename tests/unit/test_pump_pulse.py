@@ -13,6 +13,7 @@ import pytest
 
 from flanneld.network.pump import control, meeting
 from flanneld.network.pump.pulse import PERIOD, Activity, Pulse, activity, verdict
+from tests.clock import Clock
 
 #: Listens under the name that it is given, says so, and does nothing more.
 MUTE = """
@@ -80,36 +81,23 @@ def mute(name: str) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def advance_to_next_look(self, pulse: Pulse) -> None:
-        self.now = pulse.next_look
-
-
-def test_a_pump_that_is_stopped_is_ended() -> None:
-    clock = Clock()
+def test_a_pump_that_is_stopped_is_ended(clock: Clock) -> None:
     name = f"test{os.getpid()}.stopped"
     pulse = Pulse(name, clock)
     with mute(name) as process:
         process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, process.pid, os.WSTOPPED)
-        began = clock.now
+        began = clock.time
         while not pulse.look():
             assert process.poll() is None
-            assert clock.now < began + 30
-            clock.advance_to_next_look(pulse)
+            assert clock.time < began + 30
+            clock.time = pulse.next_look
         assert process.wait(20) == -signal.SIGKILL
-        assert clock.now - began >= 5
+        assert clock.time - began >= 5
     pulse.close()
 
 
-def test_a_pump_that_answers_is_asked_again_and_its_end_is_noticed() -> None:
-    clock = Clock()
+def test_a_pump_that_answers_is_asked_again_and_its_end_is_noticed(clock: Clock) -> None:
     name = f"test{os.getpid()}.well"
     pulse = Pulse(name, clock)
     with meeting.listen(name) as listener:
@@ -120,9 +108,9 @@ def test_a_pump_that_answers_is_asked_again_and_its_end_is_noticed() -> None:
             for _ in range(20):
                 assert connection.recv(control.LONGEST) == control.HELLO
                 connection.send(control.HELLO + b"whatever")
-                clock.advance_to_next_look(pulse)
+                clock.time = pulse.next_look
                 assert not pulse.look()
-            assert clock.now >= 100 + 20 * PERIOD
+            assert clock.time >= 1000 + 20 * PERIOD
     assert pulse.look()
     assert not pulse.look()  # There is none any more.
     pulse.close()

@@ -16,6 +16,7 @@ import pytest
 
 from flanneld.errors import Fatal
 from flanneld.supervisor import Supervisor
+from tests.clock import Clock
 from tests.lab.wait import wait_for as wait_until
 
 DEADLINE = 60.0
@@ -23,14 +24,6 @@ DEADLINE = 60.0
 
 class Cancelled(Exception):
     pass
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.time = 1000.0
-
-    def __call__(self) -> float:
-        return self.time
 
 
 def wait_for(event: threading.Event) -> Callable[[], None]:
@@ -168,8 +161,7 @@ def test_a_task_runs_under_its_name() -> None:
     assert names == ["keeper"]
 
 
-def test_a_late_heartbeat_is_overdue_until_the_next_one() -> None:
-    clock = Clock()
+def test_a_late_heartbeat_is_overdue_until_the_next_one(clock: Clock) -> None:
     supervisor = Supervisor(clock=clock)
     supervisor.heartbeat("reconciler", 5)
     supervisor.heartbeat("keeper", 60)
@@ -181,8 +173,7 @@ def test_a_late_heartbeat_is_overdue_until_the_next_one() -> None:
     assert supervisor.overdue() == []
 
 
-def test_a_promise_can_be_taken_back() -> None:
-    clock = Clock()
+def test_a_promise_can_be_taken_back(clock: Clock) -> None:
     supervisor = Supervisor(clock=clock)
     supervisor.heartbeat("firewall", 5)
     supervisor.heartbeat("firewall", math.inf)

@@ -57,7 +57,7 @@ class Ground:
         """Start the daemon; it meets etcd at the door."""
         # The legacy tables tell nobody what happens to them.
         flags = (f"--iptables-flavour={self.setting.flavour}", "--iptables-resync=1")
-        self.node.start(f"--etcd-endpoints={self.door.endpoint}", "--ip-masq", "--iface-wait=60", *flags)
+        self.node.start(f"--etcd-endpoints={self.door.url}", "--ip-masq", "--iface-wait=60", *flags)
 
     def subnet(self) -> str:
         """Our lease, as our node tells it to those who attach containers."""

@@ -1,0 +1,13 @@
+"""A clock that a test moves."""
+
+from __future__ import annotations
+
+
+class Clock:
+    """Called, it says the time, in seconds; it stands still unless ``time`` is set."""
+
+    def __init__(self) -> None:
+        self.time = 1000.0
+
+    def __call__(self) -> float:
+        return self.time

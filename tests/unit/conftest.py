@@ -1,0 +1,34 @@
+"""What many of these tests share: a clock, an etcd, and the end of what they open to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.clock import Clock
+from tests.etcd_clients import opened
+from tests.lab.etcd_v3 import V3Keys
+from tests.local_etcd import LocalEtcd, running_etcd
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture(scope="module")
+def etcd() -> Iterator[LocalEtcd]:
+    with running_etcd() as etcd:
+        yield etcd
+
+
+@pytest.fixture
+def keys(etcd: LocalEtcd) -> V3Keys:
+    return V3Keys(etcd.post)
+
+
+@pytest.fixture(autouse=True)
+def close_what_was_opened() -> Iterator[None]:
+    yield
+    opened.close()
