@@ -55,7 +55,7 @@ def keepers(facts: Facts) -> Iterator[Finding]:
     for program in facts.firewalls:
         yield Finding(
             f"{program} is at work here",
-            "found by its files",
+            "found by its files or its rules",
             "when it is reloaded it may remove rules; the daemon puts its own back",
             f"let it forward the network and let in UDP 8472, in {program}'s own configuration",
             hint=True,
