@@ -154,7 +154,7 @@ CASES: dict[str, list[Facts]] = {
         replace(WELL, cni=(FLANNEL,), origin="host", has_subnet_file=False),
     ],
     "rules": [told(lambda d: d.update(firewall={"place": "nft", "not_in_place": ["IPv4"]}))],
-    "keepers": [replace(WELL, firewalls=("firewalld",))],
+    "keepers": [replace(WELL, firewalls=("firewalld",)), replace(WELL, firewalls=("ufw",))],
     "subnet file": [
         replace(WELL, previous=Previous()),
         replace(WELL, has_subnet_file=False),
@@ -244,7 +244,8 @@ def test_the_report_says_what_the_evidence_the_reason_and_the_fix() -> None:
             "check     E keepers: the host's firewall and forwarding",
             "evidence  found by its files or its rules",
             "why       when it is reloaded it may remove rules; the daemon puts its own back",
-            "fix       let it forward the network and let in UDP 8472, in firewalld's own configuration",
+            "fix       firewall-cmd --permanent --zone=trusted --add-source=10.5.0.0/16;"
+            " firewall-cmd --permanent --add-port=8472/udp; firewall-cmd --reload",
         ],
         [f"{len(CHECKS)} checks: 0 problems, 1 hint"],
     ]
