@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from ipaddress import IPv4Address
 from typing import Any, Protocol, runtime_checkable
 
 from flanneld.config import Config
@@ -18,6 +19,8 @@ from flanneld.network.resources import Resource
 
 #: The entry points of other packages.
 GROUP = "flanneld.backends"
+#: The broadcast address of whatever link.
+_EVERYBODY = (IPv4Address("255.255.255.255"),)
 #: Module and factory of those of our own.
 _OWN = {
     "host-gw": ("flanneld.backends.host_gw", "HostGw"),
@@ -186,10 +189,15 @@ def require_type(lease: Lease, backend_type: str) -> None:
 
 
 def peers_public_ip(lease: Lease, family: Family, uplink: Uplink) -> IPAddress:
-    """Raises ``Refused`` when the peer announces none, or ours: what we sent there would come back."""
+    """Raises ``Refused`` when the peer announces none, no host's, or ours, from where all would come back.
+
+    240.0.0.0/4 is reserved, and in use on many private networks: Linux and upstream take it for any other.
+    """
     public_ip = lease.attrs.public(family)
     if public_ip is None:
         raise Refused(f"{lease} announces no public IPv{family} address", "check the peer's --public-ip")
+    if public_ip in _EVERYBODY or public_ip.is_loopback or public_ip.is_multicast or public_ip.is_unspecified:
+        raise Refused(f"{lease} announces {public_ip}, which is no host's", "check the peer's --public-ip")
     if public_ip == uplink.public(family):
         raise Refused(
             f"{lease} announces our own public IP {public_ip}",

@@ -13,7 +13,7 @@ from ipaddress import IPv4Address, IPv4Network
 
 from flanneld.backends import Driver, Host, peers_public_ip
 from flanneld.config import Config
-from flanneld.errors import Fatal, Refused
+from flanneld.errors import Fatal
 from flanneld.gojson import GoJsonError
 from flanneld.model import Lease, LeaseAttrs
 from flanneld.network.pump.resources import WISHES, Pump, PumpPeer
@@ -113,15 +113,6 @@ class Udp:
             return
         public_ip = peers_public_ip(lease, 4, self._uplink)
         assert isinstance(public_ip, IPv4Address)
-        if (
-            public_ip.is_loopback
-            or public_ip.is_multicast
-            or public_ip.is_reserved
-            or public_ip.is_unspecified
-        ):
-            raise Refused(
-                f"{lease} announces {public_ip}, which is no host's", "check the peer's --public-ip"
-            )
         yield PumpPeer(self._tun, lease.subnet, public_ip)
 
     def drivers(self) -> tuple[Driver, ...]:

@@ -11,12 +11,14 @@ from typing import Any
 
 from flanneld import host_checks, subnet_file
 from flanneld.cleanup import is_flannels
-from flanneld.ctl import detours, look
+from flanneld.ctl import detours, leftovers, look
 from flanneld.ctl.detours import Detour
+from flanneld.ctl.leftovers import CniConf, LeftRules
 from flanneld.ctl.look import Entry, Found
 from flanneld.ctl.source import Source, ranges_of
 from flanneld.host_checks import Finding as HostFinding
 from flanneld.model import FAMILIES, Family, IPAddress
+from flanneld.network.firewall import forwarding
 from flanneld.network.firewall.forwarding import accepting, dropping, in_the_way
 from flanneld.network.kernel import Kernel
 from flanneld.network.links import SeenLink
@@ -59,6 +61,9 @@ class Facts:
     #: Programs that manage devices or rules: the device or the program, and who it is.
     managed: tuple[tuple[str, str], ...] = ()
     firewalls: tuple[str, ...] = ()
+    left_rules: tuple[LeftRules, ...] = ()
+    #: In the order in which container runtimes look at them.
+    cni: tuple[CniConf, ...] = ()
     #: Received and sent on each device of ours.
     traffic: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     #: Whether checksums are left to a device, for each VXLAN device of ours.
@@ -106,6 +111,8 @@ def gather(source: Source) -> Facts:
         dropping=tuple(_dropping(document)),
         managed=tuple(_managed(ours)),
         firewalls=tuple(_firewalls()),
+        left_rules=tuple(leftovers.left_rules(document)),
+        cni=tuple(leftovers.cni_confs(Path(leftovers.CNI_DIRECTORY))),
         traffic={link.name: _traffic(link.name) for link in ours},
         offload=dict(_offload(ours)),
         kernel=_kernel(),
@@ -157,7 +164,7 @@ def _managed(ours: list[SeenLink]) -> Iterator[tuple[str, str]]:
 
 
 def _firewalls() -> Iterator[str]:
-    if Path("/run/firewalld").is_dir() or Path("/run/firewalld.pid").exists():
+    if forwarding.has_firewalld():
         yield "firewalld"
     if "ENABLED=yes" in _text(Path("/etc/ufw/ufw.conf")):
         yield "ufw"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from flanneld.network.firewall.forwarding import has_firewalld
 from tests.netns.firewall_host import NETS, WAYS, Host, host
 
 REFUSALS = ["REJECT --reject-with icmp-host-prohibited", "DROP -m comment --comment all"]
@@ -96,6 +97,18 @@ def test_firewalld_is_reported_until_it_trusts_the_network(machine: Host, way: s
     assert warnings(machine, way, 2) == lines[1:]
     machine.sh(TRUST.format("ip6", NETS[1][0]))
     assert warnings(machine, way, 2) == []
+
+
+@pytest.mark.parametrize(
+    "script",
+    [FIREWALLD, "iptables-nft -N INPUT_ZONES", "iptables-legacy -N INPUT_ZONES"],
+    ids=["nftables", "iptables-nft", "iptables-legacy"],
+)
+def test_firewalld_is_known_by_what_it_has_in_the_kernel(machine: Host, script: str) -> None:
+    with machine.namespace.entered():
+        assert not has_firewalld()
+        machine.sh(script)
+        assert has_firewalld()
 
 
 def test_rules_that_refuse_some_packets_are_not_reported(machine: Host) -> None:

@@ -13,11 +13,18 @@ import pytest
 
 from tests.lab import Lab, Node, own_command, wait_for
 from tests.netns.pair import DUAL_STACK
+from tests.unit.test_firewall_rules import GOLDEN
 
 BACKEND = {"Type": "vxlan"}
 HEALTH_PORT = 8471
 PATIENCE = 60
 MAC = "02:00:00:00:00:99"
+
+#: What an earlier run of the daemon, told to keep its rules elsewhere, would have left.
+LEAVE_RULES = {
+    "legacy": ("iptables-legacy-restore", str(GOLDEN / "own-chains-both-ipv4.txt")),
+    "native": ("nft", "-f", str(GOLDEN / "native-ipv4.nft")),
+}
 
 
 def flannelctl(node: Node, *words: str, store: str = "") -> subprocess.CompletedProcess[str]:
@@ -215,6 +222,18 @@ def test_what_breaks_while_no_daemon_looks_is_found_with_the_help_of_the_store(
     assert check in found
     assert "daemon" in found
     assert flannelctl(node, "doctor", store=lab.etcd.endpoint).returncode == 1
+
+
+@pytest.mark.parametrize("place", ["legacy", "native"])
+def test_rules_in_a_place_that_the_daemon_does_not_use_go_with_the_command_that_is_given(
+    lab: Lab, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node, _ = settled(lab, "--iptables-flavour=nft")
+    monkeypatch.setenv("XTABLES_LOCKFILE", str(node.directory / "xtables.lock"))
+    node.run(*LEAVE_RULES[place])
+    fixes = {each["check"]: each["fix"] for each in answer(node, "doctor")["findings"]}
+    node.run("sh", "-ec", fixes["left rules"])
+    assert "left rules" not in findings(node)
 
 
 def test_routes_of_others_that_lead_packets_astray_are_named_and_left_alone(lab: Lab) -> None:

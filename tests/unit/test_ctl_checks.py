@@ -17,6 +17,7 @@ from flanneld.ctl.detours import Detour
 from flanneld.ctl.doctor import as_json, examine, report
 from flanneld.ctl.facts import Dropped, Facts
 from flanneld.ctl.findings import THEMES
+from flanneld.ctl.leftovers import CniConf, LeftRules
 from flanneld.ctl.look import Entry
 from flanneld.ctl.tables import plain
 from flanneld.network.links import SeenLink
@@ -108,6 +109,10 @@ def peer(**changes: Any) -> Facts:
     return told(lambda document: document["peers"][0].update(changes))
 
 
+FLANNEL = CniConf("/etc/cni/net.d/10-flannel.conflist", ("flannel", "portmap"))
+CALICO = CniConf("/etc/cni/net.d/10-calico.conflist", ("calico",))
+MULTUS = CniConf("/etc/cni/net.d/00-multus.conf", ("multus",))
+
 #: By the name of a check: what it must find something in.
 CASES: dict[str, list[Facts]] = {
     "devices": [replace(entry("link", str(VXLAN), "missing"), links=(link("eth0"),))],
@@ -139,8 +144,17 @@ CASES: dict[str, list[Facts]] = {
         replace(WELL, dropping=(Dropped("chain FORWARD of table filter", "iptables -I ..."),)),
         replace(WELL, dropping=(Dropped("chain x of table inet y", "nft insert ...", by_rule=True),)),
     ],
+    "left rules": [
+        replace(WELL, left_rules=(LeftRules(("iptables-legacy: nat FLANNEL-POSTRTG",), "iptables ..."),))
+    ],
+    "cni": [
+        replace(WELL, cni=(CALICO, FLANNEL)),
+        replace(WELL, cni=(MULTUS, CALICO, FLANNEL)),
+        replace(WELL, cni=(FLANNEL, CALICO), origin="host"),
+        replace(WELL, cni=(FLANNEL,), origin="host", has_subnet_file=False),
+    ],
     "rules": [told(lambda d: d.update(firewall={"place": "nft", "not_in_place": ["IPv4"]}))],
-    "keepers": [replace(WELL, firewalls=("firewalld",))],
+    "keepers": [replace(WELL, firewalls=("firewalld",)), replace(WELL, firewalls=("ufw",))],
     "subnet file": [
         replace(WELL, previous=Previous()),
         replace(WELL, has_subnet_file=False),
@@ -203,6 +217,20 @@ def test_a_node_that_is_well_is_told_so() -> None:
     assert list(plain(table)) == [f"{len(CHECKS)} checks: 0 problems, 0 hints"]
 
 
+@pytest.mark.parametrize(
+    "facts",
+    [
+        replace(WELL, cni=(FLANNEL, CALICO)),
+        replace(WELL, cni=(MULTUS, FLANNEL)),
+        replace(WELL, cni=(CALICO,), origin="host", has_subnet_file=False),
+        replace(WELL, cni=(FLANNEL,), origin="host"),
+    ],
+    ids=["flannel's is first", "multus hands on to flannel", "flannel has none", "flannel may come back"],
+)
+def test_a_cni_config_that_does_no_harm_is_no_finding(facts: Facts) -> None:
+    assert "cni" not in [check.name for check, _ in examine(facts)]
+
+
 def test_a_node_of_which_nothing_is_known_breaks_no_check() -> None:
     assert [check.name for check, _ in examine(Facts())] == ["daemon"]
 
@@ -214,9 +242,10 @@ def test_the_report_says_what_the_evidence_the_reason_and_the_fix() -> None:
         [
             "hint      firewalld is at work here",
             "check     E keepers: the host's firewall and forwarding",
-            "evidence  found by its files",
+            "evidence  found by its files or its rules",
             "why       when it is reloaded it may remove rules; the daemon puts its own back",
-            "fix       let it forward the network and let in UDP 8472, in firewalld's own configuration",
+            "fix       firewall-cmd --permanent --zone=trusted --add-source=10.5.0.0/16;"
+            " firewall-cmd --permanent --add-port=8472/udp; firewall-cmd --reload",
         ],
         [f"{len(CHECKS)} checks: 0 problems, 1 hint"],
     ]

@@ -99,6 +99,12 @@ def test_a_lease_without_public_ip_or_with_ours_is_refused() -> None:
         list(made().peer(peer(public_ip=PUBLIC)))
 
 
+@pytest.mark.parametrize("public_ip", ["0.0.0.0", "127.0.0.1", "224.0.0.1", "255.255.255.255"])
+def test_a_lease_whose_public_ip_is_no_hosts_is_refused(public_ip: str) -> None:
+    with pytest.raises(Refused, match=f"{public_ip}, which is no host's"):
+        list(made().peer(peer(public_ip=IPv4Address(public_ip))))
+
+
 def test_a_lease_without_an_ipv4_subnet_leads_nowhere() -> None:
     lease = Lease(LeaseAttrs(PEER, None, "ipip"), None, IPv6Network("fd00:0:0:6::/64"))
     assert list(made().peer(lease)) == []

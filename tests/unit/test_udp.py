@@ -141,12 +141,15 @@ def test_a_lease_without_a_public_ipv4_is_refused() -> None:
         list(made().peer(peer(public_ip=None, public_ipv6=IPv6Address("fd77::6"))))
 
 
-@pytest.mark.parametrize(
-    "public_ip", ["0.0.0.0", "127.0.0.1", "224.0.0.1", "239.1.2.3", "240.0.0.1", "255.255.255.255"]
-)
+@pytest.mark.parametrize("public_ip", ["0.0.0.0", "127.0.0.1", "224.0.0.1", "239.1.2.3", "255.255.255.255"])
 def test_a_lease_whose_public_ip_is_no_hosts_is_refused(public_ip: str) -> None:
     with pytest.raises(Refused, match=f"{public_ip}, which is no host's"):
         list(made().peer(peer(public_ip=IPv4Address(public_ip))))
+
+
+def test_a_public_ip_of_class_e_is_one_as_upstream_has_it() -> None:
+    address = IPv4Address("240.0.0.1")
+    assert list(made().peer(peer(public_ip=address))) == [PumpPeer("flannel0", SUBNET, address)]
 
 
 def test_a_lease_with_our_own_public_ip_is_refused() -> None:

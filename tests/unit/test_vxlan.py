@@ -192,6 +192,13 @@ def test_a_lease_without_public_ip_is_refused() -> None:
         list(build(config(V6), host()).peer(peer(V6, public_ipv6=None)))
 
 
+def test_a_lease_whose_public_ip_is_no_hosts_is_refused() -> None:
+    with pytest.raises(Refused, match="no host's"):
+        list(build(config(), host()).peer(peer(V4, public_ip=IPv4Address("127.0.0.1"))))
+    with pytest.raises(Refused, match="no host's"):
+        list(build(config(V6), host()).peer(peer(V6, public_ipv6=IPv6Address("ff02::1"))))
+
+
 def test_a_lease_with_our_own_public_ip_is_refused() -> None:
     made = build(config(), host(public_ip="203.0.113.5"))
     with pytest.raises(Refused, match="our own public IP"):

@@ -13,6 +13,12 @@ from flanneld.ctl.source import ranges_of
 _GOOD_CHECKSUMS = (5, 7)
 #: A device that has sent so many packets and got none has no way back.
 _TALKS = 20
+#: What firewalld has to be told for the packets of peers, if Backend.Port is not set.
+_LET_IN = {
+    "vxlan": ("--add-port=8472/udp",),
+    "udp": ("--add-port=8285/udp",),
+    "ipip": ("--add-protocol=ipencap",),
+}
 _OVERHEAD = {"vxlan": {4: 50, 6: 70}, "host-gw": {4: 0, 6: 0}, "ipip": {4: 20}, "udp": {4: 28}}
 
 
@@ -55,11 +61,20 @@ def keepers(facts: Facts) -> Iterator[Finding]:
     for program in facts.firewalls:
         yield Finding(
             f"{program} is at work here",
-            "found by its files",
+            "found by its files or its rules",
             "when it is reloaded it may remove rules; the daemon puts its own back",
-            f"let it forward the network and let in UDP 8472, in {program}'s own configuration",
+            _let_in(program, facts),
             hint=True,
         )
+
+
+def _let_in(program: str, facts: Facts) -> str:
+    if program != "firewalld":
+        return f"let it forward the network and let in UDP 8472, in {program}'s own configuration"
+    backend = (facts.document.get("network") or {}).get("backend") or ""
+    words = [f"--zone=trusted --add-source={network}" for network, _ in ranges_of(facts.document)]
+    words += _LET_IN.get(backend, ())
+    return "; ".join([*(f"firewall-cmd --permanent {each}" for each in words), "firewall-cmd --reload"])
 
 
 # ---- F: subnet.env and bridges ------------------------------------------------------------------

@@ -24,6 +24,7 @@ from flanneld.network.firewall.rules import (
     FORWARDING,
     NATIVE_TABLE,
     REJECT,
+    Chain,
     Match,
     Rule,
 )
@@ -31,6 +32,7 @@ from flanneld.network.firewall.sweep import Place
 
 _IPTABLES_TABLE: dict[Family, str] = {4: "ip", 6: "ip6"}
 _FIREWALLD = "inet firewalld"
+_FIREWALLDS_CHAIN: Chain = ("filter", "INPUT_ZONES")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +111,18 @@ def _is_trusted(found: Dropping, network: IPNetwork) -> bool:
     zone = Rule("filter_FWD_trusted", source=Match(network))
     with Netfilter() as netfilter:
         return zone in netfilter.rules(found.family, found.table)
+
+
+def has_firewalld() -> bool:
+    """Whether firewalld works in this network namespace, with nftables or with iptables."""
+    with suppress(OSError), Netfilter() as netfilter:
+        if any(table == _FIREWALLD for table, _, _ in netfilter.forwarding(4)):
+            return True
+        if netfilter.has_chain(4, _FIREWALLDS_CHAIN):
+            return True
+    with suppress(OSError):
+        return xtables.has_chain(4, _FIREWALLDS_CHAIN)
+    return False
 
 
 def accepting(family: Family) -> Place | None:

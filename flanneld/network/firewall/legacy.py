@@ -106,7 +106,8 @@ def xtables_lock(stop: threading.Event) -> Iterator[None]:
     try:
         lock = os.open(path, os.O_CREAT | os.O_RDONLY | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise Retryable(f"cannot open {path}: {error.strerror}", "mount /run writable") from error
+        remedy = "mount /run writable; if this is not root, see dist/systemd/tmpfiles.d/flannel.conf"
+        raise Retryable(f"cannot open {path}: {error.strerror}", remedy) from error
     try:
         deadline = time.monotonic() + LOCK_WAIT
         while not _try_lock(lock):

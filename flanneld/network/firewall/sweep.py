@@ -14,7 +14,7 @@ from flanneld.network.firewall.command import Commands
 from flanneld.network.firewall.driver import Driver, carry_out
 from flanneld.network.firewall.netfilter import Netfilter, NoNetfilter
 from flanneld.network.firewall.plan import Claim, Edit, plan
-from flanneld.network.firewall.restore import Restore
+from flanneld.network.firewall.restore import Restore, program
 from flanneld.network.firewall.rules import FLANNEL_FWD, FLANNEL_POSTRTG, IPTABLES_CHAINS, NATIVE_TABLE
 from flanneld.network.firewall.text import rule_text
 
@@ -55,14 +55,35 @@ def sweep(
     place: Place, family: Family, claim: Claim, commands: Commands, *, dry_run: bool = False
 ) -> tuple[str, ...]:
     """Remove all that is ours from a place, and say what that was. Raises ``Retryable``."""
+    there, edits = leftovers(place, family, claim, commands)
+    stuck = carry_out(there, edits) if there and edits and not dry_run else ()
+    return tuple(f"{there.name}: {line}" for line in described(edits, stuck)) if there else ()
+
+
+def leftovers(
+    place: Place, family: Family, claim: Claim, commands: Commands
+) -> tuple[Driver | None, tuple[Edit, ...]]:
+    """What would remove all that is ours from a place, and the way there. Raises ``Retryable``."""
     if not may_hold(place, family, claim):
-        return ()
+        return None, ()
     there = driver(place, family, commands)
-    edits = plan({}, there.read(), claim)
-    if not edits:
-        return ()
-    stuck = () if dry_run else carry_out(there, edits)
-    return tuple(f"{there.name}: {line}" for line in described(edits, stuck))
+    return there, plan({}, there.read(), claim)
+
+
+def commands_of(place: Place, family: Family, edits: Sequence[Edit]) -> Iterator[str]:
+    """What an operator would run to remove the same."""
+    for edit in edits:
+        table, chain = edit.chain
+        if place == "native":
+            name = f"chain {'ip' if family == 4 else 'ip6'} {table} {chain}"
+            yield f"nft flush {name}"
+            yield f"nft delete {name}"
+            continue
+        start = f"{program(place, family)} -t {table}"
+        yield from (f"{start} -D {chain} {rule_text(rule)}" for rule in edit.delete)
+        if edit.drop:
+            yield f"{start} -F {chain}"
+            yield f"{start} -X {chain}"
 
 
 def described(edits: Sequence[Edit], stuck: Sequence[Edit] = ()) -> Iterator[str]:

@@ -1,0 +1,48 @@
+"""Checks of what an earlier run, or another network plug-in, left behind (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flanneld.ctl.facts import Facts
+from flanneld.ctl.findings import Finding, check
+
+#: Plug-ins that hand on to the one whose config comes after theirs.
+_GO_BETWEENS = frozenset({"multus", "multus-shim"})
+_FEW = 2
+
+
+@check("E", "left rules", "flannel's rules are in one place only")
+def left_rules(facts: Facts) -> Iterator[Finding]:
+    for each in facts.left_rules:
+        more = f"; and {len(each.rules) - _FEW} more" if len(each.rules) > _FEW else ""
+        yield Finding(
+            "rules of flannel are in a place that the daemon does not use",
+            "; ".join(each.rules[:_FEW]) + more,
+            "packets pass them too, and nobody keeps them right: with another subnet they masquerade wrongly",
+            each.command,
+        )
+
+
+@check("F", "cni", "the container runtime asks flannel, and flannel is there to be asked")
+def cni(facts: Facts) -> Iterator[Finding]:
+    confs = [conf for conf in facts.cni if not _GO_BETWEENS & set(conf.types)]
+    ours = [conf for conf in confs if "flannel" in conf.types]
+    if not ours:
+        return
+    first = confs[0]
+    if first != ours[0]:
+        yield Finding(
+            "the CNI config of another network plug-in comes before flannel's",
+            f"{first.path} names {', '.join(first.types)}, and comes before {ours[0].path}",
+            "container runtimes take the first: new containers are not on flannel's network",
+            f"if that plug-in is no longer used: rm {first.path}, and restart the container runtime",
+            hint=True,
+        )
+    elif facts.origin != "daemon" and (first != confs[-1] or not facts.has_subnet_file):
+        yield Finding(
+            "the CNI config of flannel is there, and flannel is not",
+            f"{first.path} comes first, and no daemon answers",
+            "new containers fail, or get addresses to which nobody leads",
+            f"start the daemon; if flannel is no longer used here: rm {first.path}",
+        )
