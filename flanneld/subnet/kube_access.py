@@ -169,14 +169,17 @@ class Access:
 
 
 def _load_kubeconfig(file: str, settings: Any) -> None:
-    from kubernetes.config.kube_config import load_kube_config
+    from kubernetes.config import kube_config
     from yaml import YAMLError
 
     try:
         Path(file).open("rb").close()
-        load_kube_config(file, client_configuration=settings, persist_config=False)
+        kube_config.load_kube_config(file, client_configuration=settings, persist_config=False)
     except YAMLError as error:
         raise ConfigException(f"{file} is no YAML: {' '.join(str(error).split())}") from error
+    except OSError:
+        kube_config._cleanup_temp_files()  # noqa: SLF001 - on a full disk one may be there in part, for good
+        raise
 
 
 def _unusable(error: Exception) -> Retryable:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 from base64 import b64encode
@@ -151,6 +152,26 @@ def test_keys_out_of_a_kubeconfig_do_not_stay_on_disk(
     assert len(set(tmp_path.iterdir()) - before) == 1
     access.clean_up()
     assert set(tmp_path.iterdir()) == before
+
+
+def test_such_a_file_that_did_not_fit_on_the_disk_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    make_certificates(tmp_path, "127.0.0.1")
+    access = Access("", str(kubeconfig_with_data(tmp_path, "https://127.0.0.1:1")), {})
+    before = set(tmp_path.iterdir())
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(Retryable):
+            access.open(Line())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    access.open(Line())
+    (file,) = set(tmp_path.iterdir()) - before
+    assert file.read_bytes() == (tmp_path / "ca.crt").read_bytes()
+    access.clean_up()
 
 
 def test_a_daemon_that_fails_leaves_no_such_file_and_came_again_when_told_to(tmp_path: Path) -> None:
