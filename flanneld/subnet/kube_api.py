@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import HTTPException
@@ -33,6 +33,8 @@ _LONGEST_RETRY_AFTER = 60.0
 _ERROR_SIZE = 64 * 1024
 #: A watch is read in pieces of so many bytes at most, each as soon as anything has come.
 _PIECE = 64 * 1024
+#: A list is read in parts of so many bytes, each as soon as all of it has come.
+_PART = 256 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +85,9 @@ class Api:
         #: The last request brought no answer.
         self.is_down = False
 
-    def get(self, path: str, **query: str) -> dict[str, Any]:
-        return self._ask("GET", _target(path, query))
+    def get(self, path: str, alive: Callable[[], None] | None = None, **query: str) -> dict[str, Any]:
+        """``alive`` is called while the answer comes in, however slowly it does."""
+        return self._ask("GET", _target(path, query), alive=alive)
 
     def patch(self, path: str, body: str) -> dict[str, Any]:
         """Send a strategic-merge patch, and return the object as it is then."""
@@ -130,13 +133,20 @@ class Api:
         self._line.cut()
         self._access.clean_up()
 
-    def _ask(self, method: str, target: str, body: str | None = None, kind: str = "") -> dict[str, Any]:
+    def _ask(
+        self,
+        method: str,
+        target: str,
+        body: str | None = None,
+        kind: str = "",
+        alive: Callable[[], None] | None = None,
+    ) -> dict[str, Any]:
         headers = {"Content-Type": kind} if kind else {}
         with self._turn:
             response = self._send(method, target, body, headers)
             try:
                 with response:
-                    answer = decoded(response.read())
+                    answer = decoded(_read(response, alive))
             except (HTTPError, HTTPException, OSError, ValueError, RecursionError) as error:
                 raise self._lost(error) from None
             if not isinstance(answer, dict):
@@ -199,6 +209,16 @@ class Api:
             self._session.close()
         self._session = None
         self._line.drop()
+
+
+def _read(response: Any, alive: Callable[[], None] | None) -> bytes:
+    if alive is None:
+        return bytes(response.read())
+    pieces = []
+    while piece := response.read(_PART):
+        pieces.append(piece)
+        alive()
+    return b"".join(pieces)
 
 
 def _target(path: str, query: Mapping[str, str]) -> str:
