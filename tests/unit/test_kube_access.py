@@ -46,8 +46,20 @@ def test_the_url_of_the_flag_outweighs_that_of_the_kubeconfig(tmp_path: Path) ->
     assert Access("", str(tmp_path / "config"), {}).open(Line()).url == "http://192.0.2.1:6443"
 
 
-def test_a_password_in_the_url_is_not_shown() -> None:
-    assert Access("https://me:se@cret@192.0.2.1:6443", "", {}).name == "https://192.0.2.1:6443"
+def test_a_host_and_a_port_alone_mean_http_as_in_go() -> None:
+    assert Access("192.0.2.1:8080", "", {}).open(Line()).url == "http://192.0.2.1:8080"
+
+
+@pytest.mark.parametrize("flag", ["", "192.0.2.2:6443", "ftp://192.0.2.2"])
+def test_credentials_are_not_sent_where_the_url_does_not_say_how(tmp_path: Path, flag: str) -> None:
+    write_kubeconfig(tmp_path / "config", "192.0.2.1:6443", "secret", None)
+    with pytest.raises(Retryable, match="neither with https:// nor with http://; correct -kubeconfig-file"):
+        Access(flag, str(tmp_path / "config"), {}).open(Line())
+
+
+@pytest.mark.parametrize("scheme", ["https://", "HTTPS://", ""])
+def test_a_password_in_the_url_is_not_shown(scheme: str) -> None:
+    assert Access(f"{scheme}me:se@cret@192.0.2.1:6443", "", {}).name == f"{scheme}192.0.2.1:6443"
 
 
 def test_without_flags_the_pod_says_where_it_is() -> None:
