@@ -130,7 +130,7 @@ class Access:
         self._url = url
         self._kubeconfig = kubeconfig
         if url or kubeconfig:
-            self.name = re.sub("(?s)//.*@", "//", url) or f"the server in {kubeconfig}"
+            self.name = re.sub(r"(?s)^([A-Za-z]+://)?.*@", r"\1", url) or f"the server in {kubeconfig}"
         elif environ.get(_SERVICE_HOST):
             self.name = f"{environ[_SERVICE_HOST]} port {environ.get('KUBERNETES_SERVICE_PORT', '')}"
         else:
@@ -144,6 +144,7 @@ class Access:
         settings = configuration.Configuration()
         try:
             self._load(settings)
+            url = self._complete(self._url or settings.host)
             manager = rest.RESTClientObject(settings).pool_manager
         except _WRONG as error:
             raise _unusable(error) from error
@@ -151,13 +152,22 @@ class Access:
             "http": partial(Pool, line=line),
             "https": partial(TlsPool, line=line),
         }
-        return Session((self._url or settings.host).rstrip("/"), settings, manager)
+        return Session(url.rstrip("/"), settings, manager)
 
     def clean_up(self) -> None:
         """Remove the files in which that package puts certificates and keys out of a kubeconfig."""
         loader = sys.modules.get("kubernetes.config.kube_config")
         if loader is not None:
             loader._cleanup_temp_files()  # noqa: SLF001 - else it waits for an orderly end of the interpreter
+
+    def _complete(self, url: str) -> str:
+        """A host and a port alone mean http, as in Go; but no credentials are sent in the clear unasked."""
+        scheme, separator, _ = url.partition("://")
+        if not separator and not self._kubeconfig:
+            return f"http://{url}"
+        if scheme.lower() not in ("http", "https"):
+            raise ConfigException("the URL of the API server begins neither with https:// nor with http://")
+        return url
 
     def _load(self, settings: Any) -> None:
         if self._kubeconfig:
@@ -169,14 +179,17 @@ class Access:
 
 
 def _load_kubeconfig(file: str, settings: Any) -> None:
-    from kubernetes.config.kube_config import load_kube_config
+    from kubernetes.config import kube_config
     from yaml import YAMLError
 
     try:
         Path(file).open("rb").close()
-        load_kube_config(file, client_configuration=settings, persist_config=False)
+        kube_config.load_kube_config(file, client_configuration=settings, persist_config=False)
     except YAMLError as error:
         raise ConfigException(f"{file} is no YAML: {' '.join(str(error).split())}") from error
+    except OSError:
+        kube_config._cleanup_temp_files()  # noqa: SLF001 - on a full disk one may be there in part, for good
+        raise
 
 
 def _unusable(error: Exception) -> Retryable:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import HTTPException
@@ -21,7 +21,7 @@ from flanneld.glog import V
 from flanneld.subnet.kube_access import Access, Session
 from flanneld.subnet.kube_nodes import decoded
 from flanneld.subnet.line import Line, Unreachable
-from flanneld.subnet.pools import Endless, body_of
+from flanneld.subnet.pools import Endless, body_of, nobody_waits
 
 log = logging.getLogger(__name__)
 
@@ -84,8 +84,9 @@ class Api:
         #: The last request brought no answer.
         self.is_down = False
 
-    def get(self, path: str, **query: str) -> dict[str, Any]:
-        return self._ask("GET", _target(path, query))
+    def get(self, path: str, alive: Callable[[], None] = nobody_waits, **query: str) -> dict[str, Any]:
+        """``alive`` is called while the answer comes in, however slowly it does."""
+        return self._ask("GET", _target(path, query), alive=alive)
 
     def patch(self, path: str, body: str) -> dict[str, Any]:
         """Send a strategic-merge patch, and return the object as it is then."""
@@ -131,13 +132,20 @@ class Api:
         self._line.cut()
         self._access.clean_up()
 
-    def _ask(self, method: str, target: str, body: str | None = None, kind: str = "") -> dict[str, Any]:
+    def _ask(
+        self,
+        method: str,
+        target: str,
+        body: str | None = None,
+        kind: str = "",
+        alive: Callable[[], None] = nobody_waits,
+    ) -> dict[str, Any]:
         headers = {"Content-Type": kind} if kind else {}
         with self._turn:
             response = self._send(method, target, body, headers)
             try:
                 with response:
-                    answer = decoded(body_of(response))
+                    answer = decoded(body_of(response, alive))
             except (HTTPError, HTTPException, OSError, ValueError, RecursionError) as error:
                 raise self._lost(error) from None
             if not isinstance(answer, dict):

@@ -127,7 +127,7 @@ class Follower:
         token = ""
         while True:
             more = {"continue": token} if token else {}
-            page = self._api.get(NODES, limit=str(PAGE), **more)
+            page = self._api.get(NODES, alive, limit=str(PAGE), **more)
             alive()
             nodes += self._read(items(page))
             meta = child(page, "metadata")

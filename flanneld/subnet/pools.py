@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from http.client import HTTPException
 from socket import socket
 from typing import Any
@@ -14,7 +15,7 @@ from flanneld.subnet.line import Line
 
 #: In bytes. What etcd says of the leases of a large cluster is some MB.
 _LONGEST_ANSWER = 64 << 20
-_PIECE = 1 << 20
+_PIECE = 256 << 10
 
 
 class Endless(HTTPException):
@@ -44,12 +45,20 @@ class TlsPool(HTTPSConnectionPool):
     ConnectionCls = _TlsConnection
 
 
-def body_of(response: BaseHTTPResponse) -> bytes:
-    """All of it, or ``Endless``: who answers without end must not fill the memory."""
+def nobody_waits() -> None:
+    """For an answer that is so short that nobody needs a sign of life meanwhile."""
+
+
+def body_of(response: BaseHTTPResponse, alive: Callable[[], None] = nobody_waits) -> bytes:
+    """All of it, or ``Endless``: who answers without end must not fill the memory.
+
+    ``alive`` is called for each part that has come, however slowly it did.
+    """
     pieces, size = [], 0
     while piece := response.read(_PIECE):
         size += len(piece)
         if size > _LONGEST_ANSWER:
             raise Endless(f"its answer is longer than {_LONGEST_ANSWER >> 20} MiB")
         pieces.append(piece)
+        alive()
     return b"".join(pieces)

@@ -259,6 +259,17 @@ def test_many_nodes_come_in_pages(cluster: Cluster) -> None:
     assert len(pages) == 3
 
 
+def test_a_list_gives_signs_of_life_within_each_page(cluster: Cluster) -> None:
+    """Over a slow line a page takes minutes, and a daemon that says nothing for so long is ended."""
+    crowd(cluster)
+    manager = cluster.open()
+    manager.acquire(cluster.config, ATTRS, (None, None))
+    signs: list[None] = []
+    with pytest.raises(Cancelled):
+        manager.watch(lambda _events: manager.close(), lambda: signs.append(None))
+    assert len(signs) > 3 * 4  # three pages of some MB
+
+
 def test_a_list_that_expires_between_its_pages_is_begun_anew(cluster: Cluster) -> None:
     crowd(cluster)
     manager = cluster.open()

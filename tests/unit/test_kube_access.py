@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 from base64 import b64encode
@@ -45,8 +46,20 @@ def test_the_url_of_the_flag_outweighs_that_of_the_kubeconfig(tmp_path: Path) ->
     assert Access("", str(tmp_path / "config"), {}).open(Line()).url == "http://192.0.2.1:6443"
 
 
-def test_a_password_in_the_url_is_not_shown() -> None:
-    assert Access("https://me:se@cret@192.0.2.1:6443", "", {}).name == "https://192.0.2.1:6443"
+def test_a_host_and_a_port_alone_mean_http_as_in_go() -> None:
+    assert Access("192.0.2.1:8080", "", {}).open(Line()).url == "http://192.0.2.1:8080"
+
+
+@pytest.mark.parametrize("flag", ["", "192.0.2.2:6443", "ftp://192.0.2.2"])
+def test_credentials_are_not_sent_where_the_url_does_not_say_how(tmp_path: Path, flag: str) -> None:
+    write_kubeconfig(tmp_path / "config", "192.0.2.1:6443", "secret", None)
+    with pytest.raises(Retryable, match="neither with https:// nor with http://; correct -kubeconfig-file"):
+        Access(flag, str(tmp_path / "config"), {}).open(Line())
+
+
+@pytest.mark.parametrize("scheme", ["https://", "HTTPS://", ""])
+def test_a_password_in_the_url_is_not_shown(scheme: str) -> None:
+    assert Access(f"{scheme}me:se@cret@192.0.2.1:6443", "", {}).name == f"{scheme}192.0.2.1:6443"
 
 
 def test_without_flags_the_pod_says_where_it_is() -> None:
@@ -151,6 +164,26 @@ def test_keys_out_of_a_kubeconfig_do_not_stay_on_disk(
     assert len(set(tmp_path.iterdir()) - before) == 1
     access.clean_up()
     assert set(tmp_path.iterdir()) == before
+
+
+def test_such_a_file_that_did_not_fit_on_the_disk_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    make_certificates(tmp_path, "127.0.0.1")
+    access = Access("", str(kubeconfig_with_data(tmp_path, "https://127.0.0.1:1")), {})
+    before = set(tmp_path.iterdir())
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(Retryable):
+            access.open(Line())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    access.open(Line())
+    (file,) = set(tmp_path.iterdir()) - before
+    assert file.read_bytes() == (tmp_path / "ca.crt").read_bytes()
+    access.clean_up()
 
 
 def test_a_daemon_that_fails_leaves_no_such_file_and_came_again_when_told_to(tmp_path: Path) -> None:

@@ -162,7 +162,16 @@ def test_a_pod_that_has_to_ask_for_its_node_goes_by_what_was_saved(cluster: Clus
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{no", "[]", '{"version":2,"own":"n1","nodes":[]}', '{"version":1,"own":"n1","nodes":[]}']
+    "text",
+    [
+        "",
+        "{no",
+        "[]",
+        "[" * 100_000,
+        '{"version":2,"own":"n1","nodes":[]}',
+        '{"version":1,"own":"n1","nodes":[]}',
+    ],
+    ids=range(6),
 )
 def test_saved_nodes_that_make_no_sense_are_left_alone(
     cluster: Cluster, text: str, caplog: pytest.LogCaptureFixture
