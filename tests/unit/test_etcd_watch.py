@@ -385,6 +385,22 @@ def test_a_watch_survives_restarts_of_etcd_and_tells_of_each_once(
 
 
 @over_all
+def test_after_a_long_outage_etcd_is_found_as_soon_as_after_a_short_one(api: str) -> None:
+    """It is asked once a pause, which never grows; outside of tests that is a second."""
+    assert Timeouts().pause == 1.0
+    attempts: list[None] = []
+    with running_etcd() as etcd, Watched(etcd, api) as watched:
+        watched.start_without_event(lambda: attempts.append(None))
+        watched.next(0)
+        etcd.stop()
+        before = len(attempts)
+        wait_for(lambda: len(attempts) - before > 50, DEADLINE, "fifty attempts")
+        etcd.start()
+        watched.put("10.1.1.0-24", value(1))
+        assert lease_of(watched.next(1)) == ("10.1.1.0/24", "192.0.2.1")
+
+
+@over_all
 def test_an_etcd_made_anew_is_read_anew(api: str) -> None:
     with running_etcd() as etcd, Watched(etcd, api) as watched:
         watched.put("10.1.1.0-24", value(1))
