@@ -64,12 +64,21 @@ class Brake:
         if is_another_loss or (self._is_too_much(len(missing), len(known)) and not self._is_over()):
             if is_another_loss:
                 self._until = math.inf
-            self._hold(f"{len(missing)} of {len(known)} peers are gone from the list of leases")
+            self.hold(f"{len(missing)} of {len(known)} peers are gone from the list of leases")
             self._missing = missing
             return replace(snapshot, unreadable=snapshot.unreadable | missing)
         if self._is_over() or not self.sweep_is_held:
             self._release()
         return snapshot
+
+    def hold(self, what: str) -> None:
+        """Leave all as it is until the leases were read again; ``what`` says why."""
+        if self._until < math.inf and not self._is_over():
+            return
+        self._until, self._asked = self._now() + HOLD, False
+        self.holds_total += 1
+        self.reason = what
+        log.warning("%s: leaving all as it is, and reading the list again in %.0f s", what, HOLD)
 
     def heard_of(self, key: LeaseKey) -> None:
         """Something was told of this lease alone: it is there again, or somebody has removed it."""
@@ -84,7 +93,7 @@ class Brake:
         """Whether routes that an earlier run left are to stay for now, though no lease has them."""
         if not self.sweep_is_held and not self._may_sweep and self._is_too_much(stale, stale + kept):
             self.sweep_is_held = True
-            self._hold(f"{stale} of {stale + kept} routes lead to peers that are not in the list of leases")
+            self.hold(f"{stale} of {stale + kept} routes lead to peers that are not in the list of leases")
         return self.sweep_is_held
 
     def _is_too_much(self, missing: int, known: int) -> bool:
@@ -92,14 +101,6 @@ class Brake:
 
     def _is_over(self) -> bool:
         return self._now() >= self._until
-
-    def _hold(self, what: str) -> None:
-        if self._until < math.inf:
-            return
-        self._until, self._asked = self._now() + HOLD, False
-        self.holds_total += 1
-        self.reason = what
-        log.warning("%s: leaving all as it is, and reading the list again in %.0f s", what, HOLD)
 
     def _release(self) -> None:
         if self._until < math.inf:

@@ -146,7 +146,8 @@ class Peers:
     def _change(self, event: Event) -> Change:
         was_synced = self._table.synced
         if was_synced and _lacks(event, self._own):
-            log.warning("The store has lost our own lease: what it says of the others is not acted on")
+            # We are about to end, unless it is back by then.
+            self._brake.hold("The store has lost our own lease")
             return Change()
         if was_synced:
             event = self._through_brake(event)
@@ -218,7 +219,7 @@ def _refuse_outside(lease: Lease, networks: Mapping[Family, IPNetwork]) -> None:
 
 
 def _lacks(event: Event, own: Lease) -> bool:
-    """A snapshot without our lease: we were revoked, or the store forgot. Either way we are about to end."""
+    """A snapshot without our lease: we were revoked, or the store forgot."""
     if not isinstance(event, Snapshot):
         return False
     return own.key not in event.unreadable and all(lease.key != own.key for lease in event.leases)

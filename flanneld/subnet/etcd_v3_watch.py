@@ -45,6 +45,7 @@ class Watch:
         self._told = 0
         #: Until when a watch that tells less than there may be is left alone.
         self._trusted_until = -math.inf
+        #: It was opened anew for that, and has not told anything since.
         self._in_doubt = False
         #: We broke the connection ourselves, so that it broke says nothing about the server.
         self._gave_up = False
@@ -107,8 +108,10 @@ class Watch:
     def _after_silence(self, after: Position) -> Changes:
         """A server that was stopped or cut off is as silent as one that has no news."""
         now, found = self.client.prove(self._key)
-        self._in_doubt = self._seems_stalled(after, now, found)
-        if self._in_doubt or self.client.servers.current is not self._server:
+        if self._seems_stalled(after, now, found):
+            self._in_doubt = True
+            self.close()
+        elif self.client.servers.current is not self._server:
             self.close()
         return Changes((), after)
 

@@ -130,7 +130,7 @@ def test_older_versions_have_their_gateway_elsewhere(etcd: LocalEtcd, keys: V3Ke
     relay = OldVersion(etcd.url, root.encode())
     with server(relay) as url:
         asker = client(url)
-        made = asker.create(f"/old-{root}", "1", 100)
+        made = asker.create(f"/old-{root}", "1", 3600)
         keys.put(f"/old-{root}", "2")
         (changed,) = watch(asker, f"/old-{root}").wait(made.at).replies
         relay.requests.clear()
@@ -213,29 +213,29 @@ def test_a_write_whose_answer_is_lost_is_recognised_at_the_next_server(etcd: Loc
     with server(losing) as url:
         asker = client(url, etcd.url)
         losing.answers_to_lose = 1
-        made = asker.create("/lost", "mine", 60)
+        made = asker.create("/lost", "mine", 3600)
         assert made.node
         asker.servers.skip()
         losing.answers_to_lose = 1
-        again = asker.replace("/lost", "mine, too", 60, made.node.modified)
+        again = asker.replace("/lost", "mine, too", 3600, made.node.modified)
     stored = keys.get("/lost") or {}
     assert again.node
     assert (stored["value"], stored["modifiedIndex"]) == ("mine, too", again.node.modified)
-    assert 50 < stored["ttl"] <= 60
+    assert 3000 < stored["ttl"] <= 3600
     assert losing.answers_to_lose == 0
 
 
 def test_who_loses_a_race_leaves_no_lease_behind(etcd: LocalEtcd, keys: V3Keys) -> None:
     asker = client(etcd.url)
-    made = asker.create("/race", "first", 60)
+    made = asker.create("/race", "first", 3600)
     assert made.node
     before = sorted(keys.leases())
     with pytest.raises(Conflict):
-        asker.create("/race", "second", 60)
+        asker.create("/race", "second", 3600)
     with pytest.raises(Conflict):
-        asker.replace("/race", "second", 60, made.node.modified + 1)
+        asker.replace("/race", "second", 3600, made.node.modified + 1)
     with pytest.raises(Conflict):
-        asker.replace("/not-there", "second", 60, made.node.modified)
+        asker.replace("/not-there", "second", 3600, made.node.modified)
     with pytest.raises(Conflict):
         asker.create("/race", "second", None)
     assert sorted(keys.leases()) == before
@@ -247,7 +247,7 @@ def test_who_may_not_write_leaves_no_lease_behind(guarded: LocalEtcd) -> None:
     with server(relay) as url:
         asker = client(url, username="flannel", password="secret", timeouts=LASTING)
         with pytest.raises(Retryable, match="refuses access"):
-            asker.create("/elsewhere", "1", 60)
+            asker.create("/elsewhere", "1", 3600)
     assert len(relay.asked("/lease/grant")) == len(relay.asked("/kv/lease/revoke")) > 0
 
 

@@ -270,10 +270,12 @@ def test_events_that_etcd_has_forgotten_end_in_a_snapshot(
 
 
 def test_a_history_of_others_that_etcd_has_forgotten_is_not_worth_a_word(
-    etcd: LocalEtcd, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """What others write makes a silent watch doubtful, and where it would go on from has been forgotten."""
-    with Watched(etcd, "v3", timeouts=replace(QUICK, silence=0.1)) as watched:
+    brief = replace(QUICK, silence=0.1)
+    # An etcd of its own: elsewhere the leases of other tests may end meanwhile.
+    with running_etcd() as etcd, Watched(etcd, "v3", timeouts=brief) as watched:
 
         def forget_what_others_wrote() -> None:
             watched.keys.put("/unrelated", "1")
@@ -374,6 +376,22 @@ def test_a_watch_survives_restarts_of_etcd_and_tells_of_each_once(
             watched.put(f"10.1.{outage}.0-24", value(1))
             assert lease_of(watched.next(outage)) == (f"10.1.{outage}.0/24", "192.0.2.1")
             assert (told("Watching"), told("etcd is back")) == (2 * outage, outage)
+
+
+@over_all
+def test_after_a_long_outage_etcd_is_found_as_soon_as_after_a_short_one(api: str) -> None:
+    """It is asked once a pause, which never grows; outside of tests that is a second."""
+    assert Timeouts().pause == 1.0
+    attempts: list[None] = []
+    with running_etcd() as etcd, Watched(etcd, api) as watched:
+        watched.start_without_event(lambda: attempts.append(None))
+        watched.next(0)
+        etcd.stop()
+        before = len(attempts)
+        wait_for(lambda: len(attempts) - before > 50, DEADLINE, "fifty attempts")
+        etcd.start()
+        watched.put("10.1.1.0-24", value(1))
+        assert lease_of(watched.next(1)) == ("10.1.1.0/24", "192.0.2.1")
 
 
 @over_all

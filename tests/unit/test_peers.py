@@ -6,7 +6,7 @@ from ipaddress import IPv4Address, IPv4Network
 
 import pytest
 
-from flanneld.brake import Brake
+from flanneld.brake import HOLD, Brake
 from flanneld.model import Added, Event, Lease, LeaseAttrs, Removed, Snapshot
 from flanneld.network.diff import Plan
 from flanneld.network.resources import Route
@@ -67,3 +67,17 @@ def test_the_brake_hears_of_each_peer_that_is_back_or_gone_for_good() -> None:
     take(peers, Removed(crowd[11].key))
     assert not brake.holds
     assert len(peers) == 11
+
+
+def test_a_list_without_our_own_lease_is_passed_over_and_read_again() -> None:
+    now = [0.0]
+    brake = Brake(is_on=False, now=lambda: now[0])
+    peers = Peers(OWN, [IPv4Network("10.1.0.0/16")], brake)
+    take(peers, Snapshot((OWN, OLD)))
+    for _ in range(2):
+        assert take(peers, Snapshot(())) == Plan()
+        assert not brake.is_due()
+        now[0] += HOLD
+        assert brake.is_due()
+    assert take(peers, Snapshot((OWN,))) == Plan(drops=(route(OLD),))
+    assert not brake.holds
