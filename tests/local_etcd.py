@@ -232,7 +232,7 @@ def make_certificates(folder: Path) -> None:
 def server(serve: Serve) -> Iterator[str]:
     """Run ``serve`` on each connection, in a thread of its own, and give the URL. All end on leaving."""
     with Listener(serve, ("127.0.0.1", 0)) as listener:
-        yield listener.endpoint
+        yield listener.url
 
 
 def answering(answer: bytes) -> Serve:

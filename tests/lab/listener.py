@@ -30,7 +30,7 @@ class Listener:
         self._is_shut = False
         with self._inside():
             self._listener = socket.create_server(address, backlog=64)
-        self.endpoint = "http://{}:{}".format(*self._listener.getsockname())
+        self.url = "http://{}:{}".format(*self._listener.getsockname())
         self._thread = threading.Thread(target=self._accept)
 
     def __enter__(self) -> Self:

@@ -59,9 +59,9 @@ class Site:
         if self._is_kube:
             self.lab.kube.add(node, f"10.5.{200 + number}.0/24")
             flags = ["--kube-subnet-mgr", f"--net-config-path={self.lab.directory / 'net-conf.json'}"]
-            node.start(*flags, f"--kube-api-url={proxy.endpoint}", environment={"NODE_NAME": node.name})
+            node.start(*flags, f"--kube-api-url={proxy.url}", environment={"NODE_NAME": node.name})
         else:
-            node.start(f"-etcd-endpoints={proxy.endpoint}")
+            node.start(f"-etcd-endpoints={proxy.url}")
         return node
 
     def put(self, number: int, gateway: int) -> None:

@@ -58,7 +58,7 @@ def test_the_paths_of_older_versions_serve_as_well(lab: Lab, root: str) -> None:
     lab.etcd.put_config(CONFIG)
     with Proxy(lab.switch, (lab.etcd.address, 2400), (lab.etcd.address, PORT), root=root) as proxy:
         (node,) = lab.add_nodes()
-        node.start("-etcd-api=v3", f"-etcd-endpoints={proxy.endpoint}")
+        node.start("-etcd-api=v3", f"-etcd-endpoints={proxy.url}")
         node.wait_ready(SOON)
         put_peer(lab)
         node.wait_for_route("10.5.1.0/24", SOON)

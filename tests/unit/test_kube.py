@@ -316,7 +316,7 @@ def test_an_event_is_not_held_back_where_a_proxy_joins_the_chunks(cluster: Clust
     host, _, port = cluster.kube.url.rpartition("/")[2].partition(":")
     with Proxy(None, ("127.0.0.1", 0), (host, int(port))) as proxy:
         proxy.trouble = Trouble(chunked=False)
-        cluster.join(cluster.open(url=proxy.endpoint, timeouts=Timeouts(2.0, 2.0, silence=60.0)))
+        cluster.join(cluster.open(url=proxy.url, timeouts=Timeouts(2.0, 2.0, silence=60.0)))
         wait_for(lambda: cluster.control.watches() == 1)
         cluster.put_peer(2)
         cluster.wait_for(2)

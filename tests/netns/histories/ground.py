@@ -56,7 +56,7 @@ class Ground:
     def start(self) -> None:
         """Start the daemon; it meets etcd at the door."""
         flags = ("--ip-masq", "--iptables-flavour=nft", "--iface-wait=60")
-        self.node.start(f"--etcd-endpoints={self.door.endpoint}", *flags)
+        self.node.start(f"--etcd-endpoints={self.door.url}", *flags)
 
     def subnet(self) -> str:
         """Our lease, as our node tells it to those who attach containers."""
