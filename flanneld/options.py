@@ -17,8 +17,8 @@ from urllib.parse import urlsplit
 from flanneld import goflags
 from flanneld.errors import Fatal, FlannelError
 from flanneld.goflags import Flag, Kind, Value
+from flanneld.goregex import compile_re2
 from flanneld.model import IPAddress
-from flanneld.network.interface import compile_re2
 
 PREFIX = "FLANNELD"
 _KINDS: Mapping[type, Kind] = {bool: "bool", int: "int", str: "string", tuple: "string"}

@@ -163,19 +163,8 @@ def rehearse(wanted: Options, manager: SubnetManager, choice: InterfaceChoice) -
     own = foreseen or _ours(snapshot, attrs, config)
     guess = own or Lease(attrs, *_likely(config, previous, snapshot))
     extras = extras_for(wanted, guess)
-    stop = threading.Event()
-    reconciler = Reconciler(
-        Node(kernel, Monitor(kernel.port), site, guess, extras, previous.networks),
-        Brake(is_on=False),
-        stop=stop,
-        heartbeat=_nothing,
-        on_move=_nothing,
-        on_synced=stop.set,
-        reread=_nothing,
-    )
-    reconciler.prepare()
-    reconciler.inbox.put([snapshot])
-    reconciler.run()
+    node = Node(kernel, Monitor(kernel.port), site, guess, extras, previous.networks)
+    reconciler = _run(node, snapshot)
     peers = reconciler.peers
     return Outcome(
         config=config,
@@ -189,6 +178,24 @@ def rehearse(wanted: Options, manager: SubnetManager, choice: InterfaceChoice) -
         domain=reconciler.domain,
         notes=kernel,
     )
+
+
+def _run(node: Node, leases: Snapshot) -> Reconciler:
+    """The loop, until it has dealt with all leases."""
+    stop = threading.Event()
+    reconciler = Reconciler(
+        node,
+        Brake(is_on=False),
+        stop=stop,
+        heartbeat=_nothing,
+        on_move=_nothing,
+        on_synced=stop.set,
+        reread=_nothing,
+    )
+    reconciler.prepare()
+    reconciler.inbox.put([leases])
+    reconciler.run()
+    return reconciler
 
 
 def all_leases(manager: SubnetManager) -> Snapshot:

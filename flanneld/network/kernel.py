@@ -155,8 +155,8 @@ class Kernel(HostView):
             if kind is Kind.ROUTE and report.failed:
                 resources = self._withhold(resources, report)
             self._write(resources, domain, report, drop=False)
-        links_last = [resource for resource in plan.drops if resource.kind is not Kind.LINK]
-        self._write(links_last, domain, report, drop=True)
+        without_links = [resource for resource in plan.drops if resource.kind is not Kind.LINK]
+        self._write(without_links, domain, report, drop=True)
         for resource in plan.drops:
             if isinstance(resource, Link):
                 self._drop_link(resource, report)

@@ -62,6 +62,7 @@ def attribute(kind: int, payload: bytes) -> bytes:
 
 
 def u32(kind: int, value: int) -> bytes:
+    """An attribute that is a number of 32 bits, in the host's byte order."""
     return attribute(kind, struct.pack("=I", value))
 
 

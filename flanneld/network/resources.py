@@ -37,6 +37,7 @@ PROTO_FLANNEL = 70
 
 
 def route_key(destination: IPNetwork, *more: str) -> Key:
+    """The key of a route; ``more`` sets those apart that may be beside others to the same destination."""
     return (Kind.ROUTE, destination.version, int(destination.network_address), destination.prefixlen, *more)
 
 

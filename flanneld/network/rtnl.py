@@ -89,6 +89,7 @@ def mac_text(raw: bytes) -> str:
 
 
 def address_of(raw: bytes) -> IPAddress:
+    """From 4 or 16 bytes, most significant first. Raises ``Malformed``."""
     if len(raw) == 4:
         return IPv4Address(raw)
     if len(raw) == 16:
@@ -97,6 +98,7 @@ def address_of(raw: bytes) -> IPAddress:
 
 
 def network_of(raw: bytes, length: int) -> IPNetwork:
+    """The same with a prefix length; bits of the host are passed over. Raises ``Malformed``."""
     if length > 8 * len(raw):
         raise Malformed
     number = int(address_of(raw))
@@ -217,14 +219,17 @@ def routes_request(family: Family, *, protocol: int = 0) -> bytes:
 
 
 def neighbors_request(family: Family, device: int) -> bytes:
+    """The body of a dump of ARP or NDP entries; the device is given by its index."""
     return _NDMSG.pack(AF[family], 0, 0, 0, 0) + u32(_NDA_IFINDEX, device)
 
 
 def fdb_request(device: int) -> bytes:
+    """The body of a dump of forwarding entries."""
     return _NDMSG.pack(AF_BRIDGE, device, 0, 0, 0)
 
 
 def addresses_request(family: Family, device: int) -> bytes:
+    """The body of a dump of addresses."""
     return _IFADDRMSG.pack(AF[family], 0, 0, 0, device)
 
 
@@ -339,6 +344,7 @@ class SeenAddress:
 
 
 def decode_address(data: bytes, offset: int, end: int) -> SeenAddress | None:
+    """None for one of another family, or without an address. Raises ``Malformed``."""
     family, length, short_flags, _, index = unpack(_IFADDRMSG, data, offset, end)
     found = attributes(data, offset + _IFADDRMSG.size, end)
     raw = found.get(_IFA_LOCAL) or found.get(_IFA_ADDRESS)
@@ -348,4 +354,5 @@ def decode_address(data: bytes, offset: int, end: int) -> SeenAddress | None:
 
 
 def number(raw: bytes | None) -> int:
+    """From up to four bytes in the host's order; 0 if there are none."""
     return int.from_bytes(raw[:4], sys.byteorder) if raw else 0

@@ -41,6 +41,7 @@ class Way:
 
 
 def decode_way(data: bytes, offset: int, end: int) -> Way:
+    """The answer to a question for a route. Raises ``Malformed``."""
     kind = unpack(RTMSG, data, offset, end)[7]
     found = attributes(data, offset + RTMSG.size, end)
     source = found.get(_RTA_PREFSRC)

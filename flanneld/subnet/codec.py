@@ -52,7 +52,7 @@ def parse_key(text: str) -> LeaseKey:
 
 
 def format_key(key: LeaseKey) -> str:
-    """Name a lease; ``parse_key`` shows the form."""
+    """Name a lease; ``parse_key`` shows the form. Raises ``ValueError`` if it has no subnet at all."""
     subnet, ipv6_subnet = key
     if subnet is None and ipv6_subnet is None:
         raise ValueError("a lease without a subnet has no key")

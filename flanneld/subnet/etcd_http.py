@@ -70,7 +70,7 @@ class Useless(Exception):
 
 
 def json_object(answer: Answer) -> dict[str, Any] | None:
-    """The JSON object that an answer is; None if it is something else."""
+    """The JSON object that an answer is; None if it is something else. Raises ``Useless`` if it redirects."""
     if 300 <= answer.status < 400:
         raise Useless(f"it redirects to {_host(answer.location)}", "name etcd itself in -etcd-endpoints")
     try:

@@ -67,7 +67,7 @@ class LeaseReader:
         return posixpath.join(self.path, format_key(lease_key))
 
     def read_all(self, client: Client) -> Listing:
-        """Read all leases with one request; none are there if the directory is not."""
+        """Read all leases with one request; none are there if the directory is not. Raises ``Retryable``."""
         try:
             reply = client.fetch(self.path, recursive=True)
         except NotFound as missing:

@@ -35,7 +35,10 @@ def read(answer: Answer) -> Reply:
 
 
 def check_history(after: Position, now: Position) -> None:
-    """See from the head of a long poll's answer whether the changes after a position will come."""
+    """See from the head of a long poll's answer whether the changes after a position will come.
+
+    Raises ``ListAgain`` if not, and ``Useless`` for an answer that is not etcd's.
+    """
     if not now.index:
         raise Useless("it answers without X-Etcd-Index")
     etcd_keys.check_history(after, now)

@@ -1,7 +1,7 @@
 """What the JSON gateway of etcd's v3 API says and hears (pure).
 
-Bytes are in base64, 64-bit numbers are text, and what is zero is left out. Source: etcd's ``rpc.proto``,
-``kv.proto`` and ``error.go``.
+Bytes are in base64, 64-bit numbers are text, and what is zero is left out. What no etcd says raises
+``Useless``. Source: etcd's ``rpc.proto``, ``kv.proto`` and ``error.go``.
 """
 
 from __future__ import annotations

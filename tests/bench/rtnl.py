@@ -11,7 +11,6 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from types import TracebackType
 from typing import Self
 
 from tests.bench.cluster import Peer
@@ -63,9 +62,7 @@ class KernelState:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         os.close(self._trie)
         self._socket.close()
 
@@ -120,9 +117,7 @@ class Notifications:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._socket.close()
 
     def wait(self, kinds: tuple[int, int], objects: set[Object], deadline: float) -> float:

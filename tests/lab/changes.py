@@ -9,7 +9,6 @@ import socket
 import struct
 import time
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Self
 
 from tests.lab.namespace import Namespace
@@ -47,9 +46,7 @@ class Changes:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._socket.close()
 
     def seen(self) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Self
 
 from tests.lab.etcd import Etcd, EtcdError
@@ -60,9 +59,7 @@ class Members:
         wait_for(lambda: all(member.healthy() for member in self.all), 20, "three members to agree")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for member in self.all:
             member.kill()
 

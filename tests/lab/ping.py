@@ -7,7 +7,6 @@ import re
 import signal
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from tests.lab.namespace import Namespace
@@ -32,9 +31,7 @@ class Ping:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._process.poll() is None:
             self._process.kill()
             self._process.wait()

@@ -13,7 +13,6 @@ import sysconfig
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from tests.lab import Node, wait_for
@@ -117,9 +116,7 @@ class BootedNode:
         self.node.subnet_file = self.path("run/flannel/subnet.env")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -10,7 +10,6 @@ import signal
 from base64 import b64encode
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import pytest
@@ -107,9 +106,7 @@ class UnreadLog:
         fcntl.fcntl(self._file, F_SETPIPE_SZ, 4096)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         os.close(self._file)
 
     def fill(self) -> None:

@@ -9,7 +9,6 @@ import sys
 import time
 from ipaddress import ip_address
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from tests.lab import Namespace, wait_for
@@ -45,9 +44,7 @@ class Stream:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def stop(self) -> None:
@@ -69,9 +66,7 @@ class Sniffer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

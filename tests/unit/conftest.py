@@ -9,7 +9,7 @@ import pytest
 from tests.clock import Clock
 from tests.etcd_clients import opened
 from tests.lab.etcd_v3 import V3Keys
-from tests.local_etcd import LocalEtcd, running_etcd
+from tests.local_etcd import NEWER, LocalEtcd, running_etcd
 
 
 @pytest.fixture
@@ -20,6 +20,12 @@ def clock() -> Clock:
 @pytest.fixture(scope="module")
 def etcd() -> Iterator[LocalEtcd]:
     with running_etcd() as etcd:
+        yield etcd
+
+
+@pytest.fixture(scope="module")
+def newer_etcd() -> Iterator[LocalEtcd]:
+    with running_etcd(program=NEWER) as etcd:
         yield etcd
 
 

@@ -26,7 +26,7 @@ from flanneld.subnet.etcd_transport import Timeouts
 from flanneld.subnet.manager import Cancelled, SubnetManager
 from tests.lab.etcd_v3 import V3Keys
 from tests.lab.wait import wait_for
-from tests.local_etcd import NEWER, LocalEtcd, Relay, running_etcd, server
+from tests.local_etcd import LocalEtcd, Relay, server
 
 NOTHING: LeaseKey = (None, None)
 NETWORK = parse('{"network": "10.3.0.0/16", "subnetMin": "10.3.1.0", "subnetMax": "10.3.25.0"}')
@@ -62,12 +62,6 @@ class Store:
     def value(self, text: str) -> str:
         """A value of v2 as flannel writes it in this API."""
         return text if self.api == "v2" else with_ipv6(text)
-
-
-@pytest.fixture(scope="module")
-def newer_etcd() -> Iterator[LocalEtcd]:
-    with running_etcd(program=NEWER) as etcd:
-        yield etcd
 
 
 @pytest.fixture(params=["v2", "v3", "v3 of a newer etcd", "v3 over gRPC"])

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import json
 import logging
-import subprocess
-import sys
 import threading
 from ipaddress import IPv4Address
 
@@ -162,17 +159,3 @@ def test_after_close_nothing_is_chosen_any_more(etcd: LocalEtcd, prefix: str) ->
     for watch in (chosen.watch, lambda *_: chosen.stored(None)):
         with pytest.raises(Cancelled):
             watch(print, threading.Event().set)
-
-
-def test_on_v3_neither_python_etcd_nor_grpc_is_loaded(etcd: LocalEtcd, prefix: str) -> None:
-    put_config(etcd, "v3", prefix)
-    program = (
-        "import sys; from flanneld.subnet.etcd_choice import open_etcd;"
-        "from flanneld.subnet.etcd_endpoints import EtcdOptions;"
-        f"open_etcd(EtcdOptions(({etcd.url!r},), {prefix!r})).network_config();"
-        "import json; print(json.dumps([name for name in sys.modules]))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    loaded = set(json.loads(done.stdout))
-    assert "flanneld.subnet.etcd_v3_client" in loaded
-    assert not {"etcd", "etcd.client", "grpc", "flanneld.subnet.etcd_v3_grpc"} & loaded

@@ -20,7 +20,7 @@ from flanneld.subnet.etcd_transport import Timeouts
 from flanneld.subnet.manager import Cancelled, Deliver
 from tests.lab.etcd_v3 import V3Keys
 from tests.lab.wait import PATIENCE, wait_for
-from tests.local_etcd import DEADLINE, NEWER, LocalEtcd, Relay, free_port, running_etcd, server, silent
+from tests.local_etcd import DEADLINE, LocalEtcd, Relay, free_port, running_etcd, server, silent
 
 _numbers = itertools.count()
 #: More than etcd remembers.
@@ -105,12 +105,6 @@ def api(request: pytest.FixtureRequest) -> str:
 
 
 over_all = pytest.mark.parametrize("api", ["v2", "v3", "v3 over gRPC"])
-
-
-@pytest.fixture(scope="module")
-def newer_etcd() -> Iterator[LocalEtcd]:
-    with running_etcd(program=NEWER) as etcd:
-        yield etcd
 
 
 @pytest.fixture(params=["v2", "v3", "v3 of a newer etcd", "v3 over gRPC"])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from tests.local_etcd import LocalEtcd
+
 
 def loaded_after(program: str) -> set[str]:
     """The modules that a fresh interpreter has after a program."""
@@ -17,6 +19,27 @@ def test_the_etcd_client_does_not_load_the_resolver_of_srv_records() -> None:
     loaded = loaded_after("import flanneld.subnet.etcd_v2_client")
     assert "etcd.client" in loaded
     assert "dns.message" not in loaded
+
+
+def test_the_store_in_etcd_v3_loads_neither_python_etcd_nor_grpc(etcd: LocalEtcd) -> None:
+    etcd.keys("v3").put("/loaded/config", '{"Network": "10.3.0.0/16"}')
+    loaded = loaded_after(
+        "from flanneld.subnet.etcd_choice import open_etcd;"
+        "from flanneld.subnet.etcd_endpoints import EtcdOptions;"
+        f"open_etcd(EtcdOptions(({etcd.url!r},), '/loaded')).network_config()"
+    )
+    assert "flanneld.subnet.etcd_v3_client" in loaded
+    assert not {"etcd", "etcd.client", "grpc", "flanneld.subnet.etcd_v3_grpc"} & loaded
+
+
+def test_the_store_in_kubernetes_loads_neither_models_nor_what_only_a_kubeconfig_needs() -> None:
+    loaded = loaded_after("import flanneld.subnet.kube")
+    assert "kubernetes.client.rest" in loaded
+    assert not {"kubernetes.client.models", "kubernetes.client.api", "pydantic", "yaml", "etcd"} & loaded
+
+
+def test_the_other_stores_load_nothing_of_kubernetes() -> None:
+    assert not {"kubernetes", "flanneld.subnet.kube"} & loaded_after("import flanneld.main")
 
 
 def test_a_deferred_module_is_loaded_by_its_first_use() -> None:

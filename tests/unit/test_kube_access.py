@@ -22,23 +22,6 @@ from tests.local_kube import FLANNEL_TOKEN, running_kube
 POD = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "KUBERNETES_SERVICE_PORT": "443"}
 
 
-def loaded_after(program: str) -> set[str]:
-    """The modules that a fresh interpreter has after a program."""
-    show = "\nimport sys; print('\\n'.join(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", program + show], capture_output=True, text=True, check=True)
-    return set(done.stdout.split())
-
-
-def test_neither_models_nor_what_only_a_kubeconfig_needs_is_loaded() -> None:
-    loaded = loaded_after("import flanneld.subnet.kube")
-    assert "kubernetes.client.rest" in loaded
-    assert not {"kubernetes.client.models", "kubernetes.client.api", "pydantic", "yaml", "etcd"} & loaded
-
-
-def test_the_other_modes_load_nothing_of_it() -> None:
-    assert not {"kubernetes", "flanneld.subnet.kube"} & loaded_after("import flanneld.main")
-
-
 def test_the_url_of_the_flag_outweighs_that_of_the_kubeconfig(tmp_path: Path) -> None:
     write_kubeconfig(tmp_path / "config", "http://192.0.2.1:6443", "secret", None)
     session = Access("http://192.0.2.2:6443/", str(tmp_path / "config"), {}).open(Line())

@@ -17,7 +17,6 @@ from contextlib import suppress
 from importlib.machinery import EXTENSION_SUFFIXES
 from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import pytest
@@ -64,9 +63,7 @@ class Pump:
         self.set_peer("10.5.2.0/24", PEER)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
         self.library.udp_pump_free(self._handle)
         for end in (self.tun, self._inner, self.wire, *self.sockets.values()):

@@ -14,7 +14,6 @@ import struct
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Self
 
 from flanneld.model import Family
@@ -85,9 +84,7 @@ class Netfilter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._socket.close()
 
     def has_table(self, family: Family, table: str) -> bool:
