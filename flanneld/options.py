@@ -303,7 +303,7 @@ def _words(flag: Flag, value: Any) -> Iterator[str]:
 
 
 def _word(text: str) -> str:
-    text = re.sub("(?s)://.*@", "://***@", text)
+    text = re.sub("(?s)^([^@]*?://)?.+@", r"\1***@", text)
     return text if text and text.isprintable() and " " not in text else goflags.quoted(text)
 
 

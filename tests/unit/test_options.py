@@ -252,11 +252,13 @@ def test_only_what_differs_from_the_defaults_is_described() -> None:
 
 def test_no_password_is_ever_shown() -> None:
     endpoints = "http://root:s3cr3t@a:1,http://b:2,https://root:s3c@r3t@c"
-    options = read([f"-etcd-endpoints={endpoints}", "-etcd-password", "s3cr3t"], {})
+    api = "-kube-api-url=admin:s3cr3t@10.0.0.1:8080"
+    options = read([f"-etcd-endpoints={endpoints}", "-etcd-password", "s3cr3t", api], {})
     for text in (options.described(), repr(options), str(replace(options, v=1)), f"{options}"):
         assert "s3c" not in text
         assert "etcd-endpoints=http://***@a:1,http://b:2,https://***@c" in text
         assert "etcd-password=***" in text
+        assert "kube-api-url=***@10.0.0.1:8080" in text
 
 
 @pytest.mark.parametrize("url", ["http://root:s3,cr3t@a:1", "http://root:s3/cr3t@a:1", "root:s3cr3t@a:1"])
