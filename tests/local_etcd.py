@@ -290,7 +290,7 @@ class Relay:
         self.answers_to_lose = 0
         #: Whether nothing that etcd says is passed on any more.
         self.is_silent = False
-        #: The connections in the order in which they were made, and those on which it is not passed on either.
+        #: The connections, in the order in which they were made; those on which it is not passed on either.
         self.clients: list[socket.socket] = []
         self.stalled: set[socket.socket] = set()
         #: Whether a long poll is cut as soon as etcd has accepted it.
