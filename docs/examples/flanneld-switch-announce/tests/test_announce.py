@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flanneld_switch_announce.backend import HostGwAnnounce
+from flanneld_switch_announce.backend import LONGEST_TIMEOUT, HostGwAnnounce
 from flanneld_switch_announce.switch import Announcement
 
 from flanneld import backends
@@ -96,7 +96,8 @@ class Node:
     """What the reconciler does with a backend, without a kernel."""
 
     def __init__(self, url: str, subnet: IPv4Network = SUBNET, **options: Any) -> None:
-        self.backend = make(SwitchURL=url, **options)
+        # On a busy machine the default is over before the switch has its turn.
+        self.backend = make(**{"SwitchURL": url, "TimeoutSeconds": LONGEST_TIMEOUT} | options)
         self.outside = Outside(self.backend)
         wanted = Wanted()
         wanted.set(LOCAL, self.backend.local(Lease(self.backend.attributes(), subnet, IPV6_SUBNET)))
