@@ -132,7 +132,8 @@ def test_older_versions_have_their_gateway_elsewhere(etcd: LocalEtcd, keys: V3Ke
         asker = client(url)
         made = asker.create(f"/old-{root}", "1", 3600)
         keys.put(f"/old-{root}", "2")
-        (changed,) = watch(asker, f"/old-{root}").wait(made.at).replies
+        watcher = watch(asker, f"/old-{root}")
+        (changed,) = wait_for(lambda: watcher.wait(made.at).replies, DEADLINE, "the change")
         relay.requests.clear()
         asker.remove(f"/old-{root}")
     assert changed.node
@@ -170,8 +171,9 @@ def test_an_outdated_login_is_renewed_once(guarded: LocalEtcd) -> None:
         assert len(relay.asked("/auth/authenticate")) == 1
         guarded.stop()  # It keeps the logins in its memory.
         guarded.start()
-        changes = watch(asker, "/net/subnets", recursive=True).wait(Position(1, made.at.cluster))
-        assert [each.node.value for each in changes.replies if each.node] == ["1"]
+        watcher, at = watch(asker, "/net/subnets", recursive=True), Position(1, made.at.cluster)
+        replies = wait_for(lambda: watcher.wait(at).replies, DEADLINE, "the change")
+        assert [each.node.value for each in replies if each.node] == ["1"]
         assert len(relay.asked("/auth/authenticate")) == 2
 
 
@@ -181,8 +183,8 @@ def test_a_watch_with_an_outdated_login_logs_in_again(guarded: LocalEtcd) -> Non
     guarded.stop()
     guarded.start()
     asker._answered[guarded.url] = clock.now()  # as if it had been asked in between
-    changes = watch(asker, "/net/subnets", recursive=True).wait(Position(1, made.at.cluster))
-    assert len(changes.replies) == 1
+    watcher, at = watch(asker, "/net/subnets", recursive=True), Position(1, made.at.cluster)
+    assert len(wait_for(lambda: watcher.wait(at).replies, DEADLINE, "the change")) == 1
 
 
 def test_a_login_that_etcd_does_not_want_is_not_made(etcd: LocalEtcd) -> None:

@@ -91,7 +91,7 @@ def test_the_user_is_the_one_whom_the_certificate_names(
     assert made.node
     asker.replace("/net/subnets/a", "2", 60, made.node.modified)
     watcher = asker.watcher("/net/subnets", recursive=True, contact=lambda: None)
-    (changed,) = watcher.wait(made.at).replies
+    (changed,) = wait_for(lambda: watcher.wait(made.at).replies, DEADLINE, "the change")
     assert changed.node
     assert changed.node.value == "2"
     watcher.close()
