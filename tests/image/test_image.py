@@ -55,13 +55,14 @@ def in_image(image: BuiltImage, path: str) -> Path:
     return in_image(image, str(found.readlink())) if found.is_symlink() else found
 
 
-def is_answered(node: Node, url: str) -> bool:
+def answer(node: Node, path: str) -> bytes:
+    """What the health server says, nothing if it does not say that all is well."""
     with node.namespace.entered():
         try:
-            build_opener(ProxyHandler({})).open(url, timeout=5)
+            found = build_opener(ProxyHandler({})).open(f"http://{node.address}:8081{path}", timeout=5)
+            return bytes(found.read())
         except OSError:
-            return False
-    return True
+            return b""
 
 
 def test_two_nodes_are_one_network(lab: Lab, image: BuiltImage) -> None:
@@ -90,8 +91,13 @@ def test_two_capabilities_are_enough(lab: Lab, image: BuiltImage) -> None:
 def test_the_probes_of_the_manifest_are_answered(lab: Lab, image: BuiltImage) -> None:
     node, _ = cluster(lab, image)
     for probe in ("livenessProbe", "readinessProbe"):
-        url = f"http://{node.address}:8081{daemon(manifest())[probe]['httpGet']['path']}"
-        wait_for(partial(is_answered, node, url), 10, f"an answer from {url}")
+        path = daemon(manifest())[probe]["httpGet"]["path"]
+        wait_for(partial(answer, node, path), 10, f"an answer to {path}")
+
+
+def test_there_are_metrics(lab: Lab, image: BuiltImage) -> None:
+    node, _ = cluster(lab, image)
+    assert b"flannel_build_info" in answer(node, "/metrics")
 
 
 def test_the_daemon_stops_at_once(lab: Lab, image: BuiltImage) -> None:
