@@ -100,6 +100,11 @@ def overlap(one: IPNetwork, other: IPNetwork) -> bool:
     return lies_in(one, other) or lies_in(other, one)
 
 
+def have_common_addresses(one: LeaseKey, other: LeaseKey) -> bool:
+    """Whether two leases overlap, in either family."""
+    return any(ours and theirs and overlap(ours, theirs) for ours, theirs in zip(one, other, strict=True))
+
+
 def name_of(key: LeaseKey) -> str:
     """A lease key as operators know it: ``10.1.5.0/24`` or ``10.1.5.0/24,fc00::/64``."""
     return ",".join(str(net) for net in key if net is not None)

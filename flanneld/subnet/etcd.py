@@ -29,6 +29,7 @@ from flanneld.model import (
     LeaseAttrs,
     LeaseKey,
     Removed,
+    have_common_addresses,
     name_of,
     overlap,
 )
@@ -104,9 +105,9 @@ class EtcdManager:
             listing = self._list()
             self._known = None
             try:
-                lease = self._reuse(config, attrs, previous, listing)
-                return lease or self._create(self.pick(config, previous, listing), attrs)
-            except Conflict as lost:
+                mine = self._reuse(config, attrs, previous, listing)
+                return mine or self._choose(config, attrs, previous, listing)
+            except (Conflict, LeaseTaken) as lost:
                 log.log(V(1), "Another node was quicker, trying again: %s", lost)
         raise Retryable(f"other nodes were quicker {TRIES} times in a row", "nothing to do but wait")
 
@@ -115,6 +116,21 @@ class EtcdManager:
         if anew:
             self._known = None
         return self._list()
+
+    def yield_to_earlier(self, lease: Lease) -> None:
+        """Give a lease that is new back if one that was there before overlaps it. Raises ``LeaseTaken`` then.
+
+        A lease with a subnet of each family shares no key with one that has one of both, so etcd writes both.
+        Two nodes that do so at once both look afterwards, and the later one finds the earlier one's.
+        """
+        if None in lease.key:
+            return
+        others = self.listing(anew=True).leases.values()
+        self._known = None
+        for other in others:
+            if other.asof < lease.asof and have_common_addresses(other.key, lease.key):
+                self.give_back(lease.key)
+                raise LeaseTaken(f"{lease} overlaps {other} of node {node_address(other.attrs)}")
 
     def give_back(self, key: LeaseKey) -> None:
         """Remove our lease."""
@@ -245,6 +261,11 @@ class EtcdManager:
             self._requests.remove(path)
         except NotFound:
             log.log(V(1), "%s has gone by itself", path)
+
+    def _choose(self, config: Config, attrs: LeaseAttrs, previous: LeaseKey, listing: Listing) -> Lease:
+        lease = self._create(self.pick(config, previous, listing), attrs)
+        self.yield_to_earlier(lease)
+        return lease
 
     def pick(self, config: Config, previous: LeaseKey, listing: Listing) -> LeaseKey:
         """A lease that is free, the previous one if that is."""

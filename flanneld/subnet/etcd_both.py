@@ -14,7 +14,17 @@ from flanneld import clock
 from flanneld.config import Config, ConfigError, say_the_same
 from flanneld.errors import Retryable
 from flanneld.glog import Once, V
-from flanneld.model import Event, IPAddress, Lease, LeaseAttrs, LeaseKey, Removed, Snapshot, name_of, overlap
+from flanneld.model import (
+    Event,
+    IPAddress,
+    Lease,
+    LeaseAttrs,
+    LeaseKey,
+    Removed,
+    Snapshot,
+    have_common_addresses,
+    name_of,
+)
 from flanneld.subnet.allocate import fits
 from flanneld.subnet.etcd import SUBNET_TTL, TRIES, EtcdManager, LeaseTaken, node_address
 from flanneld.subnet.etcd_http import NoSuchApi
@@ -202,7 +212,10 @@ class EtcdOfBoth:
             own = OwnInBoth(side.api for side in self._sides)
             for side in self._sides:
                 try:
-                    own.written(side.api, side.renew(wanted))
+                    written = side.renew(wanted)
+                    if side not in had:
+                        side.yield_to_earlier(written)
+                    own.written(side.api, written)
                 except LeaseTaken:
                     for other in taken:
                         if other not in had:
@@ -298,8 +311,7 @@ def _is_contested(key: LeaseKey, address: IPAddress | None, listings: Sequence[L
         lease
         for each in listings
         for lease in each.leases.values()
-        if node_address(lease.attrs) != address
-        and any(ours and net and overlap(ours, net) for ours in key for net in lease.key)
+        if node_address(lease.attrs) != address and have_common_addresses(key, lease.key)
     ]
     for lease in rivals[:1]:
         log.warning(

@@ -29,6 +29,10 @@ from tests.lab.wait import wait_for
 from tests.local_etcd import LocalEtcd, Relay, server
 
 NOTHING: LeaseKey = (None, None)
+IPV6 = (
+    ', "EnableIPv6": true, "IPv6Network": "fc00:3::/48",'
+    ' "IPv6SubnetMin": "fc00:3:0:1::", "IPv6SubnetMax": "fc00:3:0:14::"'
+)
 NETWORK = parse('{"network": "10.3.0.0/16", "subnetMin": "10.3.1.0", "subnetMax": "10.3.25.0"}')
 FOUR = parse('{"Network": "10.9.0.0/24", "SubnetLen": 26, "SubnetMin": "10.9.0.0"}')
 _numbers = itertools.count()
@@ -264,8 +268,9 @@ def test_a_lease_of_our_address_from_another_host_is_warned_of(
     assert ["-public-ip" in text for text in warnings(caplog)] == [True]
 
 
-def test_twenty_nodes_that_start_at_once_get_twenty_subnets(store: Store) -> None:
-    config = parse('{"Network": "10.3.0.0/16", "SubnetMin": "10.3.1.0", "SubnetMax": "10.3.20.0"}')
+@pytest.mark.parametrize("more", ["", IPV6], ids=["ipv4", "dual"])
+def test_twenty_nodes_that_start_at_once_get_twenty_subnets(store: Store, more: str) -> None:
+    config = parse(f'{{"Network": "10.3.0.0/16", "SubnetMin": "10.3.1.0", "SubnetMax": "10.3.20.0"{more}}}')
     leases: list[Lease] = []
     ready = threading.Barrier(20)
 
@@ -285,7 +290,21 @@ def test_twenty_nodes_that_start_at_once_get_twenty_subnets(store: Store) -> Non
     for thread in threads:
         thread.join(120)
     assert len({lease.subnet for lease in leases}) == 20
+    assert len({lease.ipv6_subnet for lease in leases}) == (20 if more else 1)
     assert len(nodes(store)) == 20
+
+
+def test_of_two_new_leases_with_one_subnet_in_common_the_later_is_given_back(store: Store) -> None:
+    dual = parse(f'{{"Network": "10.3.0.0/16"{IPV6}}}')
+    common = IPv6Network("fc00:3:0:6::/64")
+    slow = store.manager()
+    assert slow.stored(IPv4Address("192.0.2.1")) is None
+    first = store.manager().acquire(dual, node(2), (net("10.3.6.0/24"), common))
+    second = slow.acquire(dual, node(1), (net("10.3.7.0/24"), common))
+    assert first.key == (net("10.3.6.0/24"), common)
+    assert second.subnet == net("10.3.7.0/24")
+    assert second.ipv6_subnet not in (None, common)
+    assert len(nodes(store)) == 2
 
 
 def test_who_loses_a_race_takes_another_subnet(store: Store, caplog: pytest.LogCaptureFixture) -> None:

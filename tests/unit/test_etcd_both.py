@@ -7,7 +7,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from ipaddress import IPv4Address, IPv4Network, IPv6Address
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
 from typing import Any, Self
 
 import pytest
@@ -220,6 +220,22 @@ def test_what_is_taken_in_either_is_not_chosen(etcd: LocalEtcd) -> None:
         assert str(node.join()) == "10.5.2.0/24"
         with pytest.raises(Retryable, match=r"no subnet .* is free"):
             node.join(2)
+
+
+def test_of_two_new_leases_with_one_subnet_in_common_the_later_is_given_back(etcd: LocalEtcd) -> None:
+    common = IPv6Network("fc00:5:0:6::/64")
+    with Node(etcd) as node:
+        config = CONFIG[:-1] + ', "EnableIPv6": true, "IPv6Network": "fc00:5::/48"}'
+        etcd.put(f"{node.prefix}/config", config)
+        slow, quick = node.manager, node.open("both")
+        for manager in (slow, quick):
+            assert manager.network_config().families == (4, 6)
+            assert manager.stored(IPv4Address("192.0.2.1")) is None
+        first = quick.acquire(parse(config), attrs(2), (IPv4Network("10.5.6.0/24"), common))
+        second = slow.acquire(parse(config), attrs(1), (IPv4Network("10.5.7.0/24"), common))
+        assert first.ipv6_subnet == common
+        assert second.ipv6_subnet not in (None, common)
+        assert len(node.owners("v2")) == len(node.owners("v3")) == 2
 
 
 def test_a_reservation_in_one_is_one_in_both(node: Node) -> None:
