@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from ipaddress import IPv4Address
 from typing import Any, Protocol, runtime_checkable
 
 from flanneld.config import Config
@@ -19,8 +18,10 @@ from flanneld.network.resources import Resource
 
 #: The entry points of other packages.
 GROUP = "flanneld.backends"
-#: The broadcast address of whatever link.
-_EVERYBODY = (IPv4Address("255.255.255.255"),)
+#: Addresses that are no host's, as numbers: none, everybody, IPv6's loopback. And the first octets of others,
+#: which are loopback or multicast.
+_NO_HOST: dict[Family, frozenset[int]] = {4: frozenset({0, 0xFFFF_FFFF}), 6: frozenset({0, 1})}
+_OF_NO_HOST: dict[Family, frozenset[int]] = {4: frozenset({127, *range(224, 240)}), 6: frozenset({0xFF})}
 #: Module and factory of those of our own.
 _OWN = {
     "host-gw": ("flanneld.backends.host_gw", "HostGw"),
@@ -196,7 +197,8 @@ def peers_public_ip(lease: Lease, family: Family, uplink: Uplink) -> IPAddress:
     public_ip = lease.attrs.public(family)
     if public_ip is None:
         raise Refused(f"{lease} announces no public IPv{family} address", "check the peer's --public-ip")
-    if public_ip in _EVERYBODY or public_ip.is_loopback or public_ip.is_multicast or public_ip.is_unspecified:
+    number = int(public_ip)
+    if number in _NO_HOST[family] or number >> (public_ip.max_prefixlen - 8) in _OF_NO_HOST[family]:
         raise Refused(f"{lease} announces {public_ip}, which is no host's", "check the peer's --public-ip")
     if public_ip == uplink.public(family):
         raise Refused(
