@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from flanneld.gojson import MAX_DEPTH, Fields, GoJsonError, compact, parse
+from flanneld.gojson import MAX_DEPTH, Fields, GoJsonError, address_number, compact, parse
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -295,3 +295,22 @@ def test_what_is_written_reads_the_same(value: object) -> None:
 )
 def test_values_are_written_as_go_writes_them(value: object, text: str) -> None:
     assert compact(value) == text
+
+
+def number_or_none(read: Callable[[], int]) -> int | None:
+    try:
+        return read()
+    except ValueError:
+        return None
+
+
+@pytest.mark.parametrize("kind", [IPv4Address, IPv6Address])
+@given(
+    text=st.lists(
+        st.sampled_from(["", "0", "00", "1", "01", "255", "256", "ffff", "12345", "1.2.3.4"]), max_size=9
+    ).flatmap(lambda parts: st.sampled_from([".".join(parts), ":".join(parts)]))
+    | st.ip_addresses().map(str)
+    | st.text("0123456789abcdefABCDEF.:", max_size=20)
+)
+def test_an_address_is_read_as_ipaddress_reads_it(kind: type[IPv4Address | IPv6Address], text: str) -> None:
+    assert number_or_none(lambda: address_number(text, kind)) == number_or_none(lambda: int(kind(text)))

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from ipaddress import IPv4Address, IPv4Network, IPv6Network
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flanneld.model import (
+    FAMILIES,
     Added,
     Change,
     Event,
+    Family,
+    IPNetwork,
     Lease,
     LeaseAttrs,
     LeaseKey,
     LeaseTable,
     Removed,
     Snapshot,
+    lies_in,
     name_of,
+    overlap,
 )
 
 OWN: LeaseKey = (IPv4Network("10.1.1.0/24"), None)
@@ -196,3 +202,23 @@ def test_events_lead_to_the_same_state_as_a_snapshot(before: list[Lease], after:
     by_events = table(snapshot(*before), *gone, *map(Added, after))
     by_snapshot = table(snapshot(*before), snapshot(*after))
     assert set(by_events) == set(by_snapshot)
+
+
+def some_network(family: Family) -> st.SearchStrategy[IPNetwork]:
+    """Often inside each other: few of the first and of the last bits are set."""
+    bits = 32 if family == 4 else 128
+    numbers = st.tuples(st.integers(0, 3), st.integers(0, 3)).map(
+        lambda ends: ends[0] << (bits - 2) | ends[1]
+    )
+    kind = IPv4Network if family == 4 else IPv6Network
+    return st.tuples(numbers, st.integers(0, bits)).map(lambda parts: kind(parts, strict=False))
+
+
+networks = st.sampled_from(FAMILIES).flatmap(some_network)
+
+
+@given(networks, networks)
+def test_networks_overlap_and_lie_in_each_other_as_ipaddress_has_it(one: Any, other: Any) -> None:
+    same_family = one.version == other.version
+    assert overlap(one, other) == (same_family and one.overlaps(other))
+    assert lies_in(one, other) == (same_family and one.subnet_of(other))
