@@ -13,7 +13,6 @@ from functools import cache
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
 from itertools import islice
 from math import inf
-from socket import AF_INET, AF_INET6, inet_pton
 from sys import intern
 from typing import Any, NoReturn, TypeGuard, TypeVar
 
@@ -40,6 +39,7 @@ _NETWORKS: dict[type, str] = {
     IPv4Network: "an IPv4 network such as 10.244.0.0/16",
     IPv6Network: "an IPv6 network such as fd00:10:244::/48",
 }
+_FOUR_NUMBERS = re.compile(r"(?:(?:0|[1-9][0-9]{0,2})\.){3}(?:0|[1-9][0-9]{0,2})")
 _ADDRESS = re.compile(r"[0-9a-fA-F:.]+")
 _NETWORK = re.compile(r"[0-9a-fA-F:.]+/[0-9]{1,3}")
 _RAW_SURROGATE = re.compile("[\ud800-\udfff]")
@@ -229,11 +229,10 @@ class Fields:
 
 
 def address_number(text: str, kind: type[A]) -> int:
-    """Read an address, as ``ipaddress`` would in five times the time. Raises ``ValueError``."""
-    try:
-        return int.from_bytes(inet_pton(AF_INET if kind is IPv4Address else AF_INET6, text))
-    except OSError:
-        raise ValueError(f"{text!r} is no address") from None
+    """Read an address as ``ipaddress`` does, which for IPv4 takes longer. Raises ``ValueError``."""
+    if kind is IPv4Address and _FOUR_NUMBERS.fullmatch(text):
+        return int.from_bytes(map(int, text.split(".")))
+    return int(kind(text))
 
 
 def _literal(value: object, form: re.Pattern[str]) -> str:

@@ -97,7 +97,8 @@ class Node:
 
     def __init__(self, url: str, subnet: IPv4Network = SUBNET, **options: Any) -> None:
         # On a busy machine the default is over before the switch has its turn.
-        self.backend = make(**{"SwitchURL": url, "TimeoutSeconds": LONGEST_TIMEOUT} | options)
+        patient: dict[str, Any] = {"SwitchURL": url, "TimeoutSeconds": LONGEST_TIMEOUT}
+        self.backend = make(**patient | options)
         self.outside = Outside(self.backend)
         wanted = Wanted()
         wanted.set(LOCAL, self.backend.local(Lease(self.backend.attributes(), subnet, IPV6_SUBNET)))
