@@ -87,6 +87,8 @@ class EtcdManager:
         #: The leases as last read: for us until we write ourselves, and for a watch to start from.
         self._known: Listing | None = None
         self._unwatched: Listing | None = None
+        #: What we chose ourselves, even if etcd's answer to it got lost.
+        self._chosen: LeaseKey | None = None
         self.name = f"etcd {client.api} at {store} under {root}"
 
     def network_config(self) -> Config:
@@ -105,10 +107,16 @@ class EtcdManager:
             listing = self._list()
             self._known = None
             try:
-                mine = self._reuse(config, attrs, previous, listing)
-                return mine or self._choose(config, attrs, previous, listing)
+                lease = self._reuse(config, attrs, previous, listing)
+                if lease is None:
+                    self._chosen = self.pick(config, previous, listing)
+                    lease = self._create(self._chosen, attrs)
+                if lease.key == self._chosen:
+                    self.yield_to_earlier(lease)
             except (Conflict, LeaseTaken) as lost:
                 log.log(V(1), "Another node was quicker, trying again: %s", lost)
+            else:
+                return lease
         raise Retryable(f"other nodes were quicker {TRIES} times in a row", "nothing to do but wait")
 
     def listing(self, *, anew: bool = False) -> Listing:
@@ -261,11 +269,6 @@ class EtcdManager:
             self._requests.remove(path)
         except NotFound:
             log.log(V(1), "%s has gone by itself", path)
-
-    def _choose(self, config: Config, attrs: LeaseAttrs, previous: LeaseKey, listing: Listing) -> Lease:
-        lease = self._create(self.pick(config, previous, listing), attrs)
-        self.yield_to_earlier(lease)
-        return lease
 
     def pick(self, config: Config, previous: LeaseKey, listing: Listing) -> LeaseKey:
         """A lease that is free, the previous one if that is."""

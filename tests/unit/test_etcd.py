@@ -329,6 +329,25 @@ def test_of_two_hosts_with_one_address_the_later_learns_of_the_earlier(
 
 
 @over_http
+def test_a_new_lease_is_compared_with_others_even_if_the_answer_was_lost(store: Store) -> None:
+    dual = parse(f'{{"Network": "10.3.0.0/16"{IPV6}}}')
+    common = IPv6Network("fc00:3:0:6::/64")
+    relay = Relay(store.etcd.url)
+    with server(relay) as url:
+        slow = store.manager(url)
+        slow.stored(IPv4Address("192.0.2.1"))
+        store.manager().acquire(dual, node(2), (net("10.3.6.0/24"), common))
+        relay.answers_to_lose = 1 if store.api == "v2" else 2
+        with pytest.raises(Retryable):
+            slow.acquire(dual, node(1), (net("10.3.7.0/24"), common))
+        relay.answers_to_lose = 0
+        lease = slow.acquire(dual, node(1), (net("10.3.7.0/24"), common))
+        slow.close()
+    assert lease.ipv6_subnet not in (None, common)
+    assert len(nodes(store)) == 2
+
+
+@over_http
 def test_a_create_whose_answer_was_lost_is_found_again(store: Store) -> None:
     relay = Relay(store.etcd.url)
     relay.answers_to_lose = 1
