@@ -11,7 +11,7 @@ import errno
 import os
 import socket
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 
 # linux/netlink.h
@@ -76,6 +76,17 @@ def attributes(data: bytes, offset: int, end: int) -> dict[int, bytes]:
         found[kind & NLA_TYPE_MASK] = data[offset + 4 : offset + length]
         offset += (length + 3) & ~3
     return found
+
+
+def text_of(found: Mapping[int, bytes], kind: int) -> str:
+    """An attribute that is text, up to its terminating zero; empty if it is not there."""
+    return found.get(kind, b"").rstrip(b"\0").decode(errors="replace")
+
+
+def number_of(found: Mapping[int, bytes], kind: int) -> int | None:
+    """An attribute that is a number of 32 bits, in the network's byte order as netfilter has them."""
+    value = found.get(kind, b"")
+    return int.from_bytes(value) if len(value) == 4 else None
 
 
 def unpack(form: struct.Struct, data: bytes, offset: int, end: int) -> tuple[int, ...]:

@@ -29,6 +29,8 @@ from flanneld.network.netlink import (
     attributes,
     message,
     messages,
+    number_of,
+    text_of,
     unpack,
 )
 
@@ -62,7 +64,6 @@ _SAME_BREATH = 0.1
 _RECEIVE_BUFFER = 4 << 20
 _ERRNO = struct.Struct("=i")
 _HEADER = struct.Struct(">BBH")
-_U32 = struct.Struct(">I")
 
 
 class NoNetfilter(OSError):
@@ -100,7 +101,7 @@ class Netfilter:
         others, ways = 0, set()
         for protocol in _FAMILY:
             for _, given in self._dump(_GETRULE, protocol):
-                chain = (_string(given, _RULE_TABLE), _string(given, _RULE_CHAIN))
+                chain = (text_of(given, _RULE_TABLE), text_of(given, _RULE_CHAIN))
                 if chain not in OWN_CHAINS:
                     others += 1
                 elif chain in JUMPS:
@@ -112,9 +113,9 @@ class Netfilter:
         for protocol in (_PROTOCOL[family], _INET):
             for _, given in self._dump(_GETCHAIN, protocol):
                 hooked = given.get(_CHAIN_HOOK, b"")
-                if _number(attributes(hooked, 0, len(hooked)), _HOOK_NUMBER) == _NF_INET_FORWARD:
-                    table = f"{_TABLE_FAMILY[protocol]} {_string(given, _CHAIN_TABLE)}"
-                    yield table, _string(given, _CHAIN_NAME), _number(given, _CHAIN_POLICY) == _NF_DROP
+                if number_of(attributes(hooked, 0, len(hooked)), _HOOK_NUMBER) == _NF_INET_FORWARD:
+                    table = f"{_TABLE_FAMILY[protocol]} {text_of(given, _CHAIN_TABLE)}"
+                    yield table, text_of(given, _CHAIN_NAME), number_of(given, _CHAIN_POLICY) == _NF_DROP
 
     def rules(self, family: Family, table: str, chain: str = "") -> list[Rule]:
         """The rules of a chain, or of all in the table, as they concern a family.
@@ -132,7 +133,7 @@ class Netfilter:
             read_rule(family, given.get(_RULE_EXPRESSIONS, b""))
             for _, given in self._ask(_GETRULE, NLM_F_ROOT_MATCH, protocol, body)
             # Old kernels tell of all tables.
-            if _string(given, _RULE_TABLE) == name and chain in ("", _string(given, _RULE_CHAIN))
+            if text_of(given, _RULE_TABLE) == name and chain in ("", text_of(given, _RULE_CHAIN))
         ]
 
     def _has(self, kind: int, family: Family, body: bytes) -> bool:
@@ -237,22 +238,13 @@ def _fold(found: set[Removal], data: bytes) -> set[Removal]:
             continue
         given = offset + _HEADER.size
         if kind == _SUBSYSTEM | _NEWGEN:
-            by = _string(attributes(data, given, end), _GEN_PROC_NAME)
+            by = text_of(attributes(data, given, end), _GEN_PROC_NAME)
             found = {removal if removal.by else replace(removal, by=by) for removal in found}
         elif kind in _REMOVALS and (family := _FAMILY.get(data[offset])):
-            table, chain = (_string(attributes(data, given, end), name) for name in _REMOVALS[kind])
+            table, chain = (text_of(attributes(data, given, end), name) for name in _REMOVALS[kind])
             found.add(Removal(family, table, chain))
     return found
 
 
 def _terminated(text: str) -> bytes:
     return text.encode() + b"\0"
-
-
-def _string(given: dict[int, bytes], kind: int) -> str:
-    return given.get(kind, b"").rstrip(b"\0").decode(errors="replace")
-
-
-def _number(given: dict[int, bytes], kind: int) -> int | None:
-    value = given.get(kind, b"")
-    return _U32.unpack(value)[0] if len(value) == _U32.size else None

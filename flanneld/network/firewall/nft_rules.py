@@ -12,10 +12,10 @@ from ipaddress import ip_network
 
 from flanneld.model import Family
 from flanneld.network.firewall.rules import ACCEPT, DROP, REJECT, RETURN, Match, Rule
-from flanneld.network.netlink import attributes
+from flanneld.network.netlink import attributes, number_of, text_of
 
 _ATTRIBUTE = struct.Struct("=HH")
-_U32, _CODE = struct.Struct(">I"), struct.Struct(">i")
+_CODE = struct.Struct(">i")
 #: Attributes: of an expression, of data, of a verdict, and of each kind of expression.
 _NAME, _DATA = 1, 2
 _VALUE, _VERDICT = 1, 2
@@ -56,17 +56,17 @@ class _Reading:
     mask: bytes = b""
 
     def take(self, name: str, given: Mapping[int, bytes]) -> None:
-        if name in _IDLE or (name == "match" and _text(given, _EXTENSION_NAME) == "comment"):
+        if name in _IDLE or (name == "match" and text_of(given, _EXTENSION_NAME) == "comment"):
             return
         if not self._load(name, given) and not self._compare(name, given) and not self._decide(name, given):
             self.extra.append(name)
 
     def _load(self, name: str, given: Mapping[int, bytes]) -> bool:
         loaded = ""
-        if name == "meta" and _number(given, _META_KEY) == _NFPROTO:
+        if name == "meta" and number_of(given, _META_KEY) == _NFPROTO:
             loaded = _FAMILY
-        elif name == "payload" and _number(given, _PAYLOAD_BASE) == _NETWORK_HEADER:
-            loaded = _SIDES[self.family].get(_number(given, _PAYLOAD_OFFSET), "")
+        elif name == "payload" and number_of(given, _PAYLOAD_BASE) == _NETWORK_HEADER:
+            loaded = _SIDES[self.family].get(number_of(given, _PAYLOAD_OFFSET), "")
         if loaded:
             self.loaded, self.mask = loaded, b""
         return bool(loaded)
@@ -75,7 +75,7 @@ class _Reading:
         if name == "bitwise" and self.loaded:
             self.mask = _nested(given, _BITWISE_MASK).get(_VALUE, b"")
             return True
-        if name != "cmp" or not self.loaded or _number(given, _CMP_OP) != _EQUAL:
+        if name != "cmp" or not self.loaded or number_of(given, _CMP_OP) != _EQUAL:
             return False
         loaded, self.loaded = self.loaded, ""
         value = _nested(given, _CMP_DATA).get(_VALUE, b"")
@@ -92,7 +92,7 @@ class _Reading:
         verdict = ""
         if name == "immediate":
             verdict = _verdict(given)
-        elif name == "reject" or (name == "target" and _text(given, _EXTENSION_NAME) == REJECT):
+        elif name == "reject" or (name == "target" and text_of(given, _EXTENSION_NAME) == REJECT):
             verdict = REJECT
         self.rule = replace(self.rule, verdict=verdict or self.rule.verdict)
         return bool(verdict)
@@ -112,7 +112,7 @@ def _verdict(given: Mapping[int, bytes]) -> str:
     """What is decided, or the chain where it goes on; empty for what is no verdict."""
     data = _nested(given, _IMMEDIATE_DATA).get(_VERDICT, b"")
     verdict = attributes(data, 0, len(data))
-    chain = _text(verdict, _VERDICT_CHAIN)
+    chain = text_of(verdict, _VERDICT_CHAIN)
     code = verdict.get(_VERDICT_CODE, b"")
     return chain or (_VERDICTS.get(_CODE.unpack(code)[0], "") if len(code) == _CODE.size else "")
 
@@ -125,19 +125,10 @@ def _expressions(data: bytes) -> Iterator[tuple[str, dict[int, bytes]]]:
         if length < _ATTRIBUTE.size:
             return
         expression = attributes(data, at + _ATTRIBUTE.size, min(at + length, len(data)))
-        yield _text(expression, _NAME), _nested(expression, _DATA)
+        yield text_of(expression, _NAME), _nested(expression, _DATA)
         at += (length + 3) & ~3
 
 
 def _nested(given: Mapping[int, bytes], kind: int) -> dict[int, bytes]:
     data = given.get(kind, b"")
     return attributes(data, 0, len(data))
-
-
-def _text(given: Mapping[int, bytes], kind: int) -> str:
-    return given.get(kind, b"").rstrip(b"\0").decode(errors="replace")
-
-
-def _number(given: Mapping[int, bytes], kind: int) -> int | None:
-    value = given.get(kind, b"")
-    return int(_U32.unpack(value)[0]) if len(value) == _U32.size else None
