@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from itertools import chain
 
+from flanneld.backends import Backend
 from flanneld.brake import Brake
 from flanneld.counters import Work
 from flanneld.errors import Fatal, Retryable
@@ -56,7 +57,8 @@ class Convergence:
         self.work = Work()
         #: What of the kernel is ours.
         self.domain = Domain(node.site.uplink.name, frozenset(), _ranges(node.site, node.lease), node.former)
-        self.outside = Outside(node.site.backend)
+        self.outside = Outside()
+        self._driven: Backend | None = None
         #: The devices of ours and the uplink, by index, as last read.
         self.names: dict[int, str] = {}
         self._node = node
@@ -70,6 +72,7 @@ class Convergence:
         """Make what this node needs for itself. Raises ``Fatal`` when the kernel refuses."""
         self._wish_for_ourselves()
         try:
+            self._open_drivers()
             self._spare_what_is_not_ours()
             report = self._kernel.apply_links(self._links())
             # Nothing is put on a device that another daemon has just made.
@@ -93,7 +96,6 @@ class Convergence:
 
     def move(self) -> None:
         """The uplink is another one, and so is the backend."""
-        self.outside = Outside(self._site.backend)
         self._wish_for_ourselves()
 
     def converge(self) -> Report:
@@ -135,7 +137,15 @@ class Convergence:
 
     # ---- reading, comparing, applying --------------------------------------------------------
 
+    def _open_drivers(self) -> None:
+        """Have the drivers of the backend of now: those of its predecessor let go first."""
+        if self._driven is not self._site.backend:
+            self.outside.hand_over()
+            self.outside = Outside(self._site.backend)
+            self._driven = self._site.backend
+
     def _read_and_repair(self) -> Report:
+        self._open_drivers()
         report = self._kernel.apply_links(self._links())
         links = ((link, True) for link in self._links())
         steps = compare(self._peers.wanted, chain(links, self._kernel.read(self.domain, self._peers.wanted)))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from flanneld import clock
-from flanneld.backends import Backend, Driver, HasDrivers, InBulk, Vital, Watched
+from flanneld.backends import Backend, Driver, HasDrivers, InBulk, Successive, Vital, Watched
 from flanneld.errors import Retryable
 from flanneld.model import IPNetwork
 from flanneld.network.diff import Plan, diff, without_ways_to
@@ -22,9 +22,16 @@ _FAILURES = (OSError, Retryable)
 class Outside:
     """The drivers of one backend; most have none, and then all of this is nothing."""
 
-    def __init__(self, backend: Backend) -> None:
-        drivers = backend.drivers() if isinstance(backend, HasDrivers) else ()
-        self._drivers: dict[type, Driver] = {driver.handles: driver for driver in drivers}
+    def __init__(self, backend: Backend | None = None) -> None:
+        self._drivers: dict[type, Driver] = {}
+        self._watched: list[Watched] = []
+        try:
+            made: Iterable[Driver] = backend.drivers() if isinstance(backend, HasDrivers) else ()
+            for driver in made:
+                self._drivers[driver.handles] = driver
+        except BaseException:
+            self.close()
+            raise
         self._watched = [driver for driver in self._drivers.values() if isinstance(driver, Watched)]
 
     def __bool__(self) -> bool:
@@ -90,12 +97,21 @@ class Outside:
         return any(driver.look() for driver in self._watched if driver.next_look <= clock.now())
 
     def close(self) -> None:
-        """Let every driver undo what must not outlive the daemon."""
-        for driver in self._drivers.values():
+        """Let every driver undo what must not outlive the daemon. May be called repeatedly."""
+        self._let_go(lambda driver: driver.close())
+
+    def hand_over(self) -> None:
+        """Let every driver make room for that of the next backend. May be called repeatedly."""
+        self._let_go(lambda driver: driver.hand_over() if isinstance(driver, Successive) else driver.close())
+
+    def _let_go(self, end: Callable[[Driver], None]) -> None:
+        drivers, self._drivers, self._watched = self._drivers, {}, []
+        for driver in drivers.values():
             try:
-                driver.close()
-            except _FAILURES as failure:
-                log.warning("%s could not clean up: %s", type(driver).__name__, failure)
+                end(driver)
+            except Exception as failure:  # one of another package must not keep the others open
+                trace = None if isinstance(failure, _FAILURES) else failure
+                log.warning("%s could not clean up: %s", type(driver).__name__, failure, exc_info=trace)
 
 
 def _each(act: Callable[[Resource], None]) -> Callable[[Sequence[Resource]], None]:

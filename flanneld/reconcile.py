@@ -106,6 +106,16 @@ class Reconciler:
     # ---- the loop ----------------------------------------------------------------------------
 
     def run(self) -> None:
+        try:
+            self._run()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Close the backend's drivers. Not while ``run`` goes on elsewhere, which does so at its end."""
+        self._convergence.outside.close()
+
+    def _run(self) -> None:
         while not self._stop.is_set():
             self._heartbeat(2 * AUDIT_PERIOD)
             self._sleep()
@@ -116,7 +126,6 @@ class Reconciler:
                 self._audit()
             if self._brake.is_due():
                 self._reread()
-        self._convergence.outside.close()
 
     def cancel(self) -> None:
         self.inbox.wake()

@@ -97,7 +97,10 @@ class Driver(Protocol):
         ...
 
     def close(self) -> None:
-        """The daemon stops: undo what must not outlive it."""
+        """Undo what must not outlive the daemon, which stops, and let go of all that is open.
+
+        Called once, also after a start that failed, and by default when the uplink moves: ``Successive``.
+        """
         ...
 
 
@@ -128,6 +131,18 @@ class Watched(Protocol):
 
     def look(self) -> bool:
         """See whether it works, and wait for nothing. If it does not, an audit reads and repairs at once."""
+        ...
+
+
+@runtime_checkable
+class Successive(Protocol):
+    """What a driver offers besides, if what it has made is of use to the next backend's driver.
+
+    The uplink has moved: the driver is called instead of closed, before its successor is made.
+    """
+
+    def hand_over(self) -> None:
+        """Let go of all that is open, and leave what is there."""
         ...
 
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from ipaddress import IPv4Network
 from typing import Any, ClassVar
 
+import pytest
+
 from flanneld import clock
 from flanneld.backends import Driver, Host
 from flanneld.backends.host_gw import HostGw
@@ -190,7 +192,47 @@ def test_what_leads_to_a_subnet_of_which_nothing_is_known_is_not_swept() -> None
     assert lamps.calls == ["drop 1", "drop 2"]
 
 
-def test_all_drivers_are_closed() -> None:
+def test_all_drivers_are_closed_once() -> None:
     fuses, lamps = OneByOne(), Bulk()
-    outside(fuses, lamps).close()
+    parts = outside(fuses, lamps)
+    parts.close()
+    parts.close()
     assert (fuses.calls, lamps.calls) == (["close"], ["close"])
+
+
+class Unclosable(OneByOne):
+    def close(self) -> None:
+        raise RuntimeError("jammed")
+
+
+def test_a_driver_that_cannot_close_keeps_no_other_open(caplog: pytest.LogCaptureFixture) -> None:
+    lamps = Bulk()
+    outside(Unclosable(), lamps).close()
+    assert lamps.calls == ["close"]
+    assert "Unclosable could not clean up: jammed" in caplog.text
+
+
+class WithSuccessor(Bulk):
+    def hand_over(self) -> None:
+        self.calls.append("hand over")
+
+
+def test_a_driver_is_closed_for_its_successor_unless_it_can_do_better() -> None:
+    fuses, lamps = OneByOne(), WithSuccessor()
+    parts = outside(fuses, lamps)
+    parts.hand_over()
+    parts.close()
+    assert (fuses.calls, lamps.calls) == (["close"], ["hand over"])
+
+
+def test_drivers_made_before_one_that_cannot_be_made_are_closed() -> None:
+    fuses = OneByOne()
+
+    class Half:
+        def drivers(self) -> Iterable[Driver]:
+            yield fuses
+            raise OSError("no power")
+
+    with pytest.raises(OSError, match="no power"):
+        Outside(Half())  # type: ignore[arg-type] # it has what is used
+    assert fuses.calls == ["close"]

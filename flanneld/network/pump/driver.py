@@ -52,6 +52,10 @@ class PumpDriver:
         """The pump goes on without us, unless it is bound to die with us and would leave a dead device."""
         if os.getpid() == 1:
             self._client.leave(device_stays=False)
+        self.hand_over()
+
+    def hand_over(self) -> None:
+        """The next driver adopts the pump, also where it would die with us."""
         self._pulse.close()
         self._client.close()
 
