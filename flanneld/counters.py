@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import TypeVar
 
 from flanneld import clock
+from flanneld.errors import NoAnswer, Retryable, remembered
 from flanneld.network.report import Failure, Report
 from flanneld.network.resources import Key, Resource
 
@@ -108,8 +109,8 @@ class StoreCounters:
     def __init__(self) -> None:
         self.requests = Histogram()
         self.errors = 0
-        #: Whether the last request was answered.
-        self.is_up = False
+        #: Why a request failed when it was made last, by the request. Replaced, never changed.
+        self.problems: dict[str, Retryable] = {}
         self.events = 0
         #: By reason: ``asked`` if the daemon wanted to be sure, else ``store``.
         self.resyncs: dict[str, int] = {}
@@ -120,6 +121,16 @@ class StoreCounters:
         #: By result.
         self.renewals: dict[str, int] = {}
 
+    def answered(self, request: str) -> None:
+        """A request was answered with what it asked for."""
+        if request in self.problems:
+            self.problems = {name: why for name, why in self.problems.items() if name != request}
+
+    def failed(self, request: str, reason: Retryable) -> None:
+        """A request was answered with a refusal, or not answered."""
+        self.errors += 1
+        self.problems = {**self.problems, request: remembered(reason)}
+
     def told(self, number: int, snapshots: int) -> None:
         """The store told so many events, so many of them whole lists; the first list is no news."""
         self.events += number
@@ -128,6 +139,11 @@ class StoreCounters:
             _count(self.resyncs, "asked" if self.was_asked else "store")
             self.was_asked = False
         self.is_synced |= snapshots > 0
+        # A renewal that got no answer is tried again after a minute only: news prove an answer sooner.
+        if self.problems:
+            self.problems = {
+                name: why for name, why in self.problems.items() if not isinstance(why, NoAnswer)
+            }
 
     def renewed(self, result: str) -> None:
         _count(self.renewals, result)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 
 class FlannelError(Exception):
     """Base of all errors that flanneld raises on purpose.
@@ -30,5 +32,33 @@ class Retryable(FlannelError):
         self.retry_after = retry_after
 
 
+class NoAnswer(Retryable):
+    """The store gave no answer: any other ``Retryable`` of a store means that it did."""
+
+
+def remembered(reason: Retryable) -> Retryable:
+    """Return the same without its traceback, which keeps all that its frames hold in memory."""
+    kind = NoAnswer if isinstance(reason, NoAnswer) else Retryable
+    return kind(reason.problem, reason.remedy)
+
+
 class Refused(FlannelError):
     """Foreign input that cannot be used: logged once with its key, and the rest goes on."""
+
+
+def lacking(error: BaseException) -> Fatal | None:
+    """Return what to tell if this process is out of file descriptors, memory or threads; None otherwise.
+
+    None of them comes back by waiting: a limit is too low for what the daemon does.
+    """
+    if isinstance(error, OSError) and error.errno == errno.EMFILE:
+        return Fatal("out of file descriptors", "raise the limit: ulimit -n, or LimitNOFILE= of the service")
+    if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
+        return Fatal(
+            "cannot start a thread", "raise the limit: ulimit -u and -v, or TasksMax= of the service"
+        )
+    out_of_memory = isinstance(error, OSError) and error.errno == errno.ENOMEM
+    unmapped = isinstance(error, ImportError) and "failed to map segment" in str(error)
+    if out_of_memory or unmapped or isinstance(error, MemoryError):
+        return Fatal("out of memory", "raise the limit: ulimit -v, or MemoryMax= of the service")
+    return None

@@ -1,4 +1,4 @@
-"""What on this host stands in the way of forwarding, found at start and put right where we may.
+"""Settings of this host that stand in the way of forwarding: checked at the start, two of them for good.
 
 Not looked at, and why: a FORWARD chain that drops is the firewall's business. A strict ``rp_filter`` on
 a device of ours does no harm: what comes in there, from a peer's containers or from the peer itself,
@@ -9,11 +9,12 @@ no answer then. ``gc_thresh`` does not count permanent neighbours.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from flanneld.model import Family
+from flanneld.outage import Pace
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +72,62 @@ def report(families: tuple[Family, ...], uplink: str, *, services: bool = False)
         else:
             level = logging.WARNING if finding.grave else logging.INFO
             log.log(level, "%s, so %s; run as root: %s", finding.what, finding.why, finding.command)
+
+
+class Forwarding:
+    """The kernel's switch for each family, as others may turn it while the daemon runs.
+
+    Reading a setting costs 10 us, so a look each second is cheaper than a socket for notifications.
+    ``keep`` switches it on again. Only ``look`` writes; ``problems`` may be read from any thread.
+    """
+
+    def __init__(self, families: tuple[Family, ...], uplink: Callable[[], str], *, keep: bool) -> None:
+        self._families = families
+        self._uplink = uplink
+        self._keep = keep
+        self._pace = Pace()
+        #: None before the first look.
+        self._off: tuple[Finding, ...] | None = None
+        #: The settings that were off after the last look.
+        self._seen: frozenset[str] = frozenset()
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """One line for each family that the kernel does not forward."""
+        return tuple(f"{each.what}: {each.why}" for each in self._off or ())
+
+    def look(self) -> None:
+        """Notice and log what has changed since the last time; put it right if that is wanted."""
+        off = self._read_off()
+        if off == self._seen and self._off is not None:
+            return
+        found = tuple(_no_forwarding(read_facts(self._families, self._uplink()))) if off else ()
+        if self._keep:
+            found = tuple(each for each in found if not self._switched_on(each))
+        if self._off is not None:  # else ``report`` has just said it
+            _tell_changes(self._off, found)
+        self._off = found
+        self._seen = self._read_off() if self._keep else off
+
+    def _read_off(self) -> frozenset[str]:
+        settings = _read(*(FORWARDING[family] for family in self._families))
+        return frozenset(path for path, value in settings.items() if value == 0)
+
+    def _switched_on(self, finding: Finding) -> bool:
+        if not mend(finding):
+            return False
+        if self._pace.allows(finding.what):
+            log.warning("Switched forwarding on again: another program had left %s", finding.what)
+        return True
+
+
+def _tell_changes(before: tuple[Finding, ...], after: tuple[Finding, ...]) -> None:
+    for each in after:
+        if each not in before:
+            log.warning("%s now, so %s; run as root: %s", each.what, each.why, each.command)
+    for each in before:
+        if each not in after:
+            log.info("Forwarding is on again: no longer %s", each.what)
 
 
 # ---- deciding ---------------------------------------------------------------------------------

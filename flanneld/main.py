@@ -6,7 +6,7 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -55,8 +55,9 @@ log = logging.getLogger(__name__)
 _SWITCH_INTERVAL = 0.0001
 #: Objects made between two searches for reference cycles. A list of leases makes many, and no cycles.
 _GARBAGE = 50_000
-#: Seconds between two attempts to write subnet.env.
-_WRITE_RETRY = 1.0
+_RECONCILER = "reconciler"
+#: Seconds between two looks at subnet.env and at the kernel's forwarding.
+_HOST_LOOK = 1.0
 
 
 def main() -> None:
@@ -120,7 +121,17 @@ class Daemon:
         self._notifier = notify.Notifier()
         self._readiness = Readiness(self._supervisor.stop, self._notifier)
         self._subnet_file = subnet_file.SubnetFile(Path(wanted.subnet_file))
-        self._sight = Sight(wanted, events.remember(), self._supervisor.overdue, self._readiness.missing)
+        #: What is to be done as soon as subnet.env is written.
+        self._when_written: Callable[[], None] | None = None
+        self._forwarding: host_checks.Forwarding | None = None
+        self._sight = Sight(
+            wanted,
+            events.remember(),
+            self._supervisor.overdue,
+            self._readiness.missing,
+            self._readiness.waiting,
+            self._conditions_of_host,
+        )
         self._observation = Observation(self._sight, self._readiness, self._supervisor)
 
     def serve(self) -> int:
@@ -136,9 +147,7 @@ class Daemon:
             self._go_to_work(self._join(manager))
             return self._wait_and_stop()
         finally:
-            # Also after a failure: there may be keys in temporary files.
-            self._supervisor.stop.set()
-            manager.close()
+            self._end(manager)
 
     def _report(self, manager: SubnetManager, reason: str) -> None:
         if isinstance(manager, NodeStore):
@@ -153,12 +162,14 @@ class Daemon:
         for warning in config.warnings:
             log.warning("%s", warning)
         make_backend = backends.load(config.backend_type)
-        kernel = Kernel()
-        monitor = Monitor(kernel.port)
+        kernel, monitor = self._readiness.patiently("the kernel", _open_kernel)
         choice = ask("our node", lambda: choice_for(self._options, manager))
         uplink = self._find_uplink(kernel, config, choice)
         stored = ask("the leases", lambda: manager.stored(uplink.public(config.families[0])))
-        site = Site(kernel, config, choice, make_backend, uplink, stored, previous.networks)
+        site = self._readiness.patiently(
+            "this host's devices",
+            lambda: Site(kernel, config, choice, make_backend, uplink, stored, previous.networks),
+        )
         _warn_of_unread_keys(config)
         lease = ask("a lease", lambda: manager.acquire(config, site.backend.attributes(), previous.subnets))
         log.info("Our subnet is %s, backend %s, MTU %d", lease, config.backend_type, site.backend.mtu)
@@ -174,21 +185,18 @@ class Daemon:
         if self._options.ip_masq:
             masquerade_now(lambda: self._firewall(member), self._supervisor)
         self._write_subnet_file(member)
-        host_checks.report(
-            member.config.families, member.site.uplink.name, services=self._options.kube_subnet_mgr
-        )
+        self._check_host(member)
         self._readiness.await_peers()
         watch, watch_own = member.manager.watch, member.manager.watch_own
         start("lease watch", lambda: watch(reconciler.inbox.put, self._alive("lease watch")))
-        start("reconciler", reconciler.run, reconciler.cancel)
+        start(_RECONCILER, reconciler.run, reconciler.cancel)
         alive = self._alive("own lease watch")
         start("own lease watch", lambda: watch_own(member.lease, keeper.deliver, alive))
         start("lease keeper", keeper.run, keeper.cancel)
-        self._notifier.ready()
-        if isinstance(member.manager, NodeStore) and self._options.set_node_network_unavailable:
-            member.manager.mark_available()
         brief = f"{member.config.backend_type}: subnet {member.lease} through {member.site.uplink.name}"
-        self._notifier.status(brief)
+        self._notifier.status("; ".join(filter(None, (brief, self._subnet_file.problem))))
+        self._when_written = partial(self._say_ready, member)
+        self._look_at_host()
         start(
             "trouble",
             lambda: trouble.watch(
@@ -221,11 +229,41 @@ class Daemon:
             Node(member.kernel, member.monitor, member.site, member.lease, extras, former),
             Brake(is_on=self._options.removal_brake),
             stop=self._supervisor.stop,
-            heartbeat=partial(self._supervisor.heartbeat, "reconciler"),
+            heartbeat=partial(self._supervisor.heartbeat, _RECONCILER),
             on_move=lambda: self._moved(member, keeper),
             on_synced=self._readiness.complete,
             reread=member.manager.reread,
         )
+
+    # ---- what others may change on this host --------------------------------------------------
+
+    def _check_host(self, member: Member) -> None:
+        families, site = member.config.families, member.site
+        host_checks.report(families, site.uplink.name, services=self._options.kube_subnet_mgr)
+        self._forwarding = host_checks.Forwarding(
+            families, lambda: site.uplink.name, keep=self._options.keep_forwarding
+        )
+
+    def _look_at_host(self) -> None:
+        """Put right what others did to subnet.env, and see whether the kernel forwards. For one thread."""
+        self._subnet_file.look()
+        self._readiness.await_file(self._subnet_file.problem)
+        if self._forwarding:
+            self._forwarding.look()
+        if self._when_written and not self._subnet_file.problem:
+            self._when_written()
+            self._when_written = None
+
+    def _say_ready(self, member: Member) -> None:
+        """A container runtime finds subnet.env: containers can be started."""
+        self._notifier.ready()
+        if isinstance(member.manager, NodeStore) and self._options.set_node_network_unavailable:
+            member.manager.mark_available()
+
+    def _conditions_of_host(self) -> Iterator[tuple[str, Iterable[str]]]:
+        yield "subnet file", filter(None, (self._subnet_file.problem,))
+        if self._forwarding:
+            yield "forwarding", self._forwarding.problems
 
     # ---- the steps ---------------------------------------------------------------------------
 
@@ -240,8 +278,6 @@ class Daemon:
                 if clock.now() >= deadline:
                     raise
                 raise Retryable(failure.problem, failure.remedy) from failure
-            except OSError as failure:
-                raise Retryable(f"cannot read the interfaces: {failure}") from failure
 
         uplink = self._readiness.patiently("an external interface", attempt)
         log.info("The external interface is %s", uplink)
@@ -278,6 +314,7 @@ class Daemon:
                 ip_masq=self._options.ip_masq,
             )
         )
+        self._readiness.await_file(self._subnet_file.problem)
 
     def _alive(self, name: str) -> Callable[[], None]:
         return partial(self._supervisor.heartbeat, name, LONGEST_SILENCE)
@@ -294,15 +331,23 @@ class Daemon:
             self._report(manager, "; ".join(troubles))
 
     def _wait_and_stop(self) -> int:
-        ticks = [(self._subnet_file.try_again, _WRITE_RETRY)]
+        ticks = [(self._look_at_host, _HOST_LOOK)]
         interval = notify.watchdog_interval(self._environ)
         if interval is not None:
             ticks.append((self._feed_watchdog, interval))
         self._supervisor.wait(*ticks)
         self._notifier.stopping()
-        for name in self._supervisor.shutdown():
-            log.warning("%s did not stop in time", name)
         return 1 if self._supervisor.failure else 0
+
+    def _end(self, manager: SubnetManager) -> None:
+        """Stop all tasks and close what they leave open; also after a start that failed."""
+        self._supervisor.stop.set()
+        manager.close()  # there may be keys in temporary files
+        late = self._supervisor.shutdown()
+        for name in late:
+            log.warning("%s did not stop in time", name)
+        if self._sight.reconciler and _RECONCILER not in late:
+            self._sight.reconciler.close()
 
     def _feed_watchdog(self) -> None:
         if not self._supervisor.overdue():
@@ -312,6 +357,11 @@ class Daemon:
         """Cuts every blocked request of any thread, this one's included."""
         self._supervisor.stop.wait()
         manager.close()
+
+
+def _open_kernel() -> tuple[Kernel, Monitor]:
+    kernel = Kernel()
+    return kernel, Monitor(kernel.port)
 
 
 def _warn_of_unread_keys(config: Config) -> None:

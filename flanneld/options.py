@@ -245,6 +245,9 @@ class Options:
     ip_blackhole_route: bool = _flag(
         "ip-blackhole-route", False, "keep a blackhole route for this node's subnet"
     )
+    keep_forwarding: bool = _flag(
+        "keep-forwarding", False, "switch IP forwarding on again whenever something switches it off"
+    )
     set_node_network_unavailable: bool = _flag(
         "set-node-network-unavailable", True, "clear the node's NetworkUnavailable condition"
     )

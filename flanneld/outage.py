@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Hashable
 
 from flanneld import clock
+from flanneld.errors import Retryable, remembered
 
 #: Seconds between two lines about the same.
 PACE = 60.0
@@ -35,7 +36,7 @@ class Pace:
 class Outage:
     """Says that something fails, once a minute that it still does, whatever the reasons, and that it is over.
 
-    The reason follows ``failing`` in the log. For one thread, but any may ask whether it ``is_on``.
+    The reason follows ``failing`` in the log. For one thread, but any may ask for the ``problem``.
     """
 
     def __init__(
@@ -47,16 +48,18 @@ class Outage:
         self._now = now
         self._pace = Pace(now)
         self._since: float | None = None
+        self._problem: Retryable | None = None
         self._is_told = False
 
     @property
-    def is_on(self) -> bool:
-        """Whether the last thing that happened was a failure."""
-        return self._since is not None
+    def problem(self) -> Retryable | None:
+        """The last failure, None if what happened last was none."""
+        return self._problem
 
-    def failed(self, reason: object) -> None:
+    def failed(self, reason: Retryable) -> None:
         """It has failed, or failed again."""
         now = self._now()
+        self._problem = remembered(reason)
         if self._since is None:
             self._since = now
         if self._pace.allows(self._failing):
@@ -79,6 +82,7 @@ class Outage:
 
     def _works(self) -> bool:
         since, self._since = self._since, None
+        self._problem = None
         told, self._is_told = self._is_told, False
         if told and since is not None:
             lasted = self._now() - since

@@ -1,7 +1,8 @@
-"""What is missing before this node is ready, and what the start waits for at the moment."""
+"""Readiness of this node: what is missing for it, and what the start waits for at the moment."""
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from functools import partial
 from typing import TypeVar
 
 from flanneld.backoff import Backoff
-from flanneld.errors import Retryable
+from flanneld.errors import Retryable, lacking
 from flanneld.glog import Once
 from flanneld.notify import Notifier
 from flanneld.subnet.manager import Cancelled
@@ -30,8 +31,10 @@ class Readiness:
     def __init__(self, stop: threading.Event, notifier: Notifier) -> None:
         self._stop = stop
         self._notifier = notifier
-        self._missing = ["no lease yet"]
+        #: By the condition. Replaced, never changed: others read it.
+        self._missing = {"lease": "no lease yet"}
         self._waiting: list[str] = []
+        self._lock = threading.Lock()
         self._once = Once()
         self.tell: Callable[[str], None] = lambda _reason: None
 
@@ -39,17 +42,27 @@ class Readiness:
         return not self._missing
 
     def missing(self) -> list[str]:
-        return list(self._missing)
+        return list(self._missing.values())
+
+    def waiting(self) -> list[str]:
+        """Return why the start waits, at most one line."""
+        return list(self._waiting)
 
     def unready(self) -> list[str]:
         """What is missing, and what is waited for."""
-        return [*self._missing, *self._waiting]
+        return [*self.missing(), *self._waiting]
 
     def await_peers(self) -> None:
-        self._missing[:] = ["the peers are not known yet"]
+        self._set("peers", "the peers are not known yet")
+        self._set("lease", "")
 
     def complete(self) -> None:
-        self._missing.clear()
+        self._set("peers", "")
+
+    def await_file(self, problem: str) -> None:
+        """Hold readiness back while the subnet file has a problem; an empty text is none."""
+        if self._missing.get("file", "") != problem:
+            self._set("file", problem)
 
     def ask(self, what: str, attempt: Callable[[], Result]) -> Result:
         """Get something out of the store, as ``patiently`` does."""
@@ -58,12 +71,19 @@ class Readiness:
     def patiently(
         self, what: str, attempt: Callable[[], Result], pause: Callable[[], float] = lambda: _RETRY
     ) -> Result:
-        """Try until it works, and say why not once. Raises ``Cancelled`` on a stop."""
+        """Try until it works, and say why not once. Raises ``Cancelled`` on a stop.
+
+        An ``OSError``, as for a dump of the kernel that was interrupted, is tried again too. Raises ``Fatal``
+        if this process may not have what it needs.
+        """
         while not self._stop.is_set():
             try:
                 result = attempt()
             except Retryable as reason:
                 self._wait(what, reason, pause())
+                continue
+            except OSError as failure:
+                self._wait(what, _of_this_host(failure), pause())
                 continue
             self._waiting.clear()
             if self._once.clear(what):
@@ -71,9 +91,21 @@ class Readiness:
             return result
         raise Cancelled
 
+    def _set(self, condition: str, text: str) -> None:
+        with self._lock:
+            others = {name: line for name, line in self._missing.items() if name != condition}
+            self._missing = {**others, condition: text} if text else others
+
     def _wait(self, what: str, reason: Retryable, pause: float) -> None:
         self._once.warn(log, what, f"Waiting for {what}: {reason}")
         self._waiting[:] = [f"waiting for {what}: {reason}"]
         self._notifier.status(self._waiting[0])
         self.tell(self._waiting[0])
         self._stop.wait(max(pause, reason.retry_after))
+
+
+def _of_this_host(failure: OSError) -> Retryable:
+    lack = lacking(failure)
+    if lack and failure.errno != errno.ENOMEM:  # that the kernel may say for a moment
+        raise lack from failure
+    return Retryable(f"this host refuses: {failure.strerror or failure}")

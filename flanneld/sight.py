@@ -7,13 +7,14 @@ replaced and never changed, or copied in one step; nobody ever waits for whoever
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from flanneld import clock
 from flanneld.config import Config
 from flanneld.counters import StoreCounters
-from flanneld.errors import Retryable
+from flanneld.errors import NoAnswer, Retryable
 from flanneld.events import Events
 from flanneld.keeper import Keeper
 from flanneld.model import Event, Snapshot
@@ -26,14 +27,15 @@ if TYPE_CHECKING:
     from flanneld.probes import Prober
 
 #: The calls of a store that ask something and come back.
-_REQUESTS = ("network_config", "stored", "acquire", "renew")
+_REQUESTS = ("network_config", "public_ips", "stored", "acquire", "renew")
 
 
 class Sight:
     """The parts, None as long as they are not there.
 
-    ``overdue`` has a line for each task that is late, ``missing`` what is missing to be ready; both may be
-    called from any thread.
+    ``overdue`` has a line for each task that is late, ``missing`` what is missing to be ready, ``waiting``
+    what the start waits for, ``of_host`` the conditions of this host by the part of the daemon that looks
+    at them. All may be called from any thread.
     """
 
     def __init__(
@@ -42,11 +44,15 @@ class Sight:
         events: Events,
         overdue: Callable[[], list[str]],
         missing: Callable[[], list[str]],
+        waiting: Callable[[], list[str]] = list,
+        of_host: Callable[[], Iterable[tuple[str, Iterable[str]]]] = tuple,
     ) -> None:
         self.options = options
         self.events = events
         self.overdue = overdue
         self.missing = missing
+        self.waiting = waiting
+        self.of_host = of_host
         self.started = time.time()
         self.store = StoreCounters()
         self.manager: SubnetManager | None = None
@@ -57,9 +63,15 @@ class Sight:
         self.prober: Prober | None = None
 
     @property
+    def store_problem(self) -> Retryable | None:
+        """Why the store is of no use now: the last failure of a watch, by ``problem``, or of a request."""
+        of_watch: Retryable | None = getattr(self.manager, "problem", None)
+        return of_watch or next(iter(self.store.problems.values()), None)
+
+    @property
     def store_is_up(self) -> bool:
-        """Whether the store answers, as far as that is known: it may say so itself, by ``is_down``."""
-        return self.store.is_up and not getattr(self.manager, "is_down", False)
+        """Return True if the store answers, be it with a refusal; False also before the first request."""
+        return any(self.store.requests.counts) and not isinstance(self.store_problem, NoAnswer)
 
     def observe(self, manager: SubnetManager) -> None:
         """Count what is asked of a store and what it tells.
@@ -67,7 +79,7 @@ class Sight:
         In place, because a store may offer more than its contract says.
         """
         self.manager = manager
-        for name in _REQUESTS:
+        for name in filter(partial(hasattr, manager), _REQUESTS):
             setattr(manager, name, _counted(getattr(manager, name), self.store, name))
         watch, reread = manager.watch, manager.reread
 
@@ -92,10 +104,10 @@ def _counted(ask: Callable[..., Any], counters: StoreCounters, name: str) -> Cal
         began = clock.now()
         try:
             answer = ask(*args)
-            result, counters.is_up = "ok", True
-        except Retryable:
-            counters.errors += 1
-            counters.is_up = False
+            result = "ok"
+            counters.answered(name)
+        except Retryable as reason:
+            counters.failed(name, reason)
             raise
         finally:
             counters.requests.observe(clock.now() - began)

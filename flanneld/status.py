@@ -59,6 +59,7 @@ def summary(sight: Sight) -> Document:
         "health": {
             "ready": not missing,
             "missing": missing,
+            "waiting": sight.waiting(),
             "late": sight.overdue(),
             "troubles": [{"part": part.name, "trouble": part.trouble} for part in troubles(sight)],
         },
@@ -71,10 +72,12 @@ def summary(sight: Sight) -> Document:
 
 
 def _store(sight: Sight) -> Document:
-    store = sight.store
+    store, problem = sight.store, sight.store_problem
     return {
         "name": sight.manager.name if sight.manager else None,
         "answers": sight.store_is_up,
+        "problem": problem.problem if problem else None,
+        "remedy": problem.remedy if problem else None,
         "requests": sum(store.requests.counts),
         "errors": store.errors,
         "last_event": store.last_event or None,

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from ipaddress import IPv4Network, IPv6Network
 from pathlib import Path
 from typing import TypeVar
 
-from flanneld import durable
+from flanneld import clock, durable
+from flanneld.backoff import Backoff
 from flanneld.errors import Retryable
 from flanneld.glog import Once
 from flanneld.model import FAMILIES, IPNetwork, LeaseKey
+from flanneld.outage import Pace
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +28,11 @@ NETWORK = {4: "FLANNEL_NETWORK", 6: "FLANNEL_IPV6_NETWORK"}
 SUBNET = {4: "FLANNEL_SUBNET", 6: "FLANNEL_IPV6_SUBNET"}
 #: No subnet file is larger, in bytes; dotenv takes quadratic time for some that are.
 MAX_SIZE = 16 * 1024
+#: Seconds without a foreign change after which the next one is repaired at once again.
+_PEACE = 300.0
+
+#: Inode, time of change in nanoseconds and size.
+Stamp = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,37 +84,95 @@ def write(path: Path, env: SubnetEnv) -> None:
 
 
 class SubnetFile:
-    """The file as a running daemon keeps it: what cannot be written now is written later. From any thread."""
+    """The file as a running daemon keeps it. From any thread.
 
-    def __init__(self, path: Path) -> None:
+    A file that cannot be written, or that others remove or change, is written again at the next ``look``.
+    """
+
+    def __init__(self, path: Path, now: Callable[[], float] = clock.now) -> None:
         self._path = path
+        self._now = now
         self._lock = threading.Lock()
         self._wanted: SubnetEnv | None = None
-        self._written: SubnetEnv | None = None
+        #: What tells the file that we wrote from another one; None if it has yet to be written.
+        self._stamp: Stamp | None = None
+        self._problem = ""
         self._once = Once()
+        self._pace = Pace(now)
+        #: When what others changed may be written again: two programs must not write without a pause.
+        self._undone = Backoff(first=0.5, longest=30.0)
+        self._restored_at = self._next_restore = -math.inf
+
+    @property
+    def problem(self) -> str:
+        """Why the file does not say what it should; empty if it does, or if it is not known yet what."""
+        return self._problem
 
     def tell(self, env: SubnetEnv) -> None:
         """Have the file say this. Never raises: the network works without it, as upstream has it."""
         with self._lock:
-            self._wanted = env
+            if env != self._wanted:
+                self._wanted, self._stamp = env, None
             self._write()
 
-    def try_again(self) -> None:
-        """Write what could not be written so far, if there is something."""
+    def look(self) -> None:
+        """Write what could not be written so far, and what somebody removed or changed since."""
         with self._lock:
             self._write()
+            if self._stamp is not None and self._stamp != _stamp(self._path):
+                self._restore()
 
     def _write(self) -> None:
-        if self._wanted is None or self._wanted == self._written:
+        if self._wanted is not None and self._stamp is None and self._try_to_write():
+            log.info("Wrote %s", self._path)
+
+    def _restore(self) -> None:
+        assert self._wanted is not None
+        found = _content(self._path)
+        if found == render(self._wanted).encode():
+            self._stamp, self._problem = _stamp(self._path), ""  # touched, or replaced by a copy
             return
+        now = self._now()
+        if now < self._next_restore:
+            self._problem = f"another program keeps removing or changing {self._path}; find and stop it"
+            return
+        if now - self._restored_at > _PEACE:
+            self._undone.reset()
+        if self._try_to_write():
+            self._restored_at, self._next_restore = now, now + self._undone.pause()
+            if self._pace.allows("restored"):
+                what = "removed" if found is None else "changed"
+                log.warning("Restored %s: another program had %s it", self._path, what)
+
+    def _try_to_write(self) -> bool:
+        assert self._wanted is not None
         try:
             write(self._path, self._wanted)
         except Retryable as failure:
+            self._problem = str(failure)
             self._once.warn(log, "write", str(failure))
-            return
+            return False
         self._once.clear("write")
-        self._written = self._wanted
-        log.info("Wrote %s", self._path)
+        self._problem = ""
+        self._stamp = _stamp(self._path)
+        return True
+
+
+def _stamp(path: Path) -> Stamp | None:
+    """Return inode, time of change and size; None for a file that is not there or cannot be looked at."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def _content(path: Path) -> bytes | None:
+    """Return what the file says, None if it cannot be read."""
+    try:
+        return durable.read(path, MAX_SIZE)
+    except OSError:
+        return None
 
 
 def read(path: Path) -> Previous:

@@ -72,11 +72,12 @@ def _looks(sight: Sight) -> Iterator[tuple[str, Iterable[str]]]:
         yield "removals", _of_the_brake(sight.reconciler.brake)
     if sight.firewall:
         yield "firewall", _of_the_firewall(sight.firewall)
+    yield from sight.of_host()
 
 
 def _of_the_store(sight: Sight) -> Iterator[str]:
-    if not sight.store_is_up:
-        yield f"{sight.manager.name if sight.manager else 'it'} does not answer"
+    if sight.store_problem:
+        yield str(sight.store_problem)
 
 
 def _of_the_lease(lease: Lease, margin: float) -> Iterator[str]:

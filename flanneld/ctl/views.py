@@ -88,7 +88,7 @@ def _ready(document: Mapping[str, Any]) -> str:
     health = document.get("health")
     if not health:
         return _UNKNOWN
-    wrong = [*health["missing"], *health["late"]]
+    wrong = [*health["missing"], *health.get("waiting", ()), *health["late"]]
     return "yes" if not wrong else f"no: {'; '.join(wrong)}"
 
 
@@ -103,7 +103,7 @@ def _store(document: Mapping[str, Any]) -> str:
     store = document.get("store")
     if not store:
         return _UNKNOWN
-    return f"{store['name']}{'' if store['answers'] else ', which does not answer'}"
+    return f"{store['name']}{'; ' if store.get('problem') else ''}{store.get('problem') or ''}"
 
 
 def _ranges(document: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:

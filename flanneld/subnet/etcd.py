@@ -186,10 +186,10 @@ class EtcdManager:
                 follower.reread()
 
     @property
-    def is_down(self) -> bool:
-        """Whether a watch gets no answer now."""
+    def problem(self) -> Retryable | None:
+        """Why a watch fails now."""
         with self._lock:
-            return any(follower.is_down for follower in self._followers)
+            return next((each.problem for each in self._followers if each.problem), None)
 
     def reconnect(self) -> None:
         with self._lock:

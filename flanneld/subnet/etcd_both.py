@@ -67,9 +67,9 @@ class EtcdOfBoth:
         return " and ".join(side.name for side in self._sides)
 
     @property
-    def is_down(self) -> bool:
-        """Whether a watch of either side gets no answer now."""
-        return any(side.is_down for side in self._sides)
+    def problem(self) -> Retryable | None:
+        """Why a watch of either side fails now."""
+        return next((side.problem for side in self._sides if side.problem), None)
 
     def network_config(self) -> Config:
         found: list[tuple[EtcdManager, Config]] = []
@@ -337,4 +337,4 @@ def _no_config(problems: list[Retryable], key: str) -> Retryable:
     if all(isinstance(each, NoSuchApi) for each in problems):
         return problems[0]
     remedy = next(each.remedy for each in problems if isinstance(each, NoConfig))
-    return Retryable(f"etcd has no network config at {key}, neither in its v3 API nor in v2", remedy)
+    return Retryable(f"etcd answers, but has no network config at {key}, in neither of its APIs", remedy)

@@ -98,9 +98,9 @@ class EtcdOfEither:
         return self._chosen.name if self._chosen else self._name
 
     @property
-    def is_down(self) -> bool:
-        """Whether a watch gets no answer now."""
-        return (self._chosen or self._v3).is_down
+    def problem(self) -> Retryable | None:
+        """Why a watch fails now."""
+        return (self._chosen or self._v3).problem
 
     def network_config(self) -> Config:
         if self._chosen is not None:
@@ -156,7 +156,7 @@ class EtcdOfEither:
             if isinstance(nothing_in_v3, NoSuchApi):
                 raise
             raise Retryable(
-                f"etcd has no network config at {manager.config_key}, neither in its v3 API nor in v2",
+                f"etcd answers, but has no network config at {manager.config_key}, in neither of its APIs",
                 nothing_in_v3.remedy,
             ) from None
         self._choose(manager)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from flanneld.errors import Retryable
+from flanneld.errors import NoAnswer, Retryable
 from flanneld.subnet.etcd_keys import Position
 
 NO_ACCESS = "check -etcd-username, -etcd-password and the rights of that user"
@@ -60,7 +60,7 @@ class Useless(Exception):
         remedy: str = "is that etcd? check -etcd-endpoints",
         *,
         sent: bool = True,
-        kind: type[Retryable] = Retryable,
+        kind: type[Retryable] = NoAnswer,
     ) -> None:
         super().__init__(problem)
         self.problem = problem

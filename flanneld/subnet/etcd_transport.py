@@ -17,7 +17,7 @@ from urllib3.exceptions import HTTPError, ReadTimeoutError, SSLError
 from urllib3.response import BaseHTTPResponse
 
 from flanneld import clock
-from flanneld.errors import Retryable
+from flanneld.errors import NoAnswer, Retryable
 from flanneld.glog import V
 from flanneld.subnet.etcd_endpoints import Server, Servers, ssl_text
 from flanneld.subnet.etcd_http import Answer, Request, Useless
@@ -231,8 +231,9 @@ def no_answer(failures: dict[str, Useless]) -> Retryable:
     # In the same order whichever was asked first, so that a lasting problem has one text.
     told = [(name, failures[name]) for name in sorted(failures)]
     problems = "; ".join(f"{name}: {failure.problem}" for name, failure in told)
-    kind = next((failure.kind for _, failure in told if failure.kind is not Retryable), Retryable)
-    return kind(f"etcd does not answer ({problems})", told[-1][1].remedy)
+    kind = next((failure.kind for _, failure in told if failure.kind is not NoAnswer), NoAnswer)
+    said = "etcd does not answer" if kind is NoAnswer else "etcd answers, but is of no use"
+    return kind(f"{said} ({problems})", told[-1][1].remedy)
 
 
 def unreachable(error: Unreachable) -> Useless:

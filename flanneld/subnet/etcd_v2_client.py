@@ -83,7 +83,7 @@ class Client(etcd.Client):  # type: ignore[misc] # python-etcd has no types
                 "set -etcd-api=v3, or write the config through the v2 API",
             )
         return NoConfig(
-            f"etcd has no network config at {key}",
+            f"etcd answers, but has no network config at {key}",
             f"write it: ETCDCTL_API=2 etcdctl set {key} '{example}'"
             " (what is written through the v3 API cannot be seen here)",
         )

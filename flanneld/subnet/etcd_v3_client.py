@@ -94,7 +94,7 @@ class Client:
                 "set -etcd-api=v2, or write the config through the v3 API",
             )
         return NoConfig(
-            f"etcd has no network config at {key}",
+            f"etcd answers, but has no network config at {key}",
             f"write it: ETCDCTL_API=3 etcdctl put {key} '{example}'"
             " (what is written through the v2 API cannot be seen here)",
         )

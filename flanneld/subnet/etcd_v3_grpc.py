@@ -11,7 +11,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from flanneld.errors import Retryable
+from flanneld.errors import NoAnswer, Retryable
 from flanneld.subnet import etcd_v3_answers as answers
 from flanneld.subnet.etcd_endpoints import Server, Servers, TlsFiles
 from flanneld.subnet.etcd_http import NoSuchApi, Useless
@@ -224,7 +224,7 @@ def _no_connection(text: str, server: Server, timeouts: Timeouts) -> Useless:
         return useless(TimeoutError(), timeouts.read, server)
     for words, problem, remedy in _TROUBLES:
         if words in text:
-            return Useless(problem, remedy, kind=NoSuchApi if problem is _SPEAKS_NOT else Retryable)
+            return Useless(problem, remedy, kind=NoSuchApi if problem is _SPEAKS_NOT else NoAnswer)
     return useless(ConnectionError(text), timeouts.read, server)
 
 

@@ -95,6 +95,6 @@ class Follower:
             raise Cancelled
 
     @property
-    def is_down(self) -> bool:
-        """Whether etcd did not answer when it was asked last. From any thread."""
-        return self._outage.is_on
+    def problem(self) -> Retryable | None:
+        """Why it failed when etcd was asked last, None if it did not. From any thread."""
+        return self._outage.problem

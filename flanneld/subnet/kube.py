@@ -16,11 +16,11 @@ from pathlib import Path
 from flanneld import clock
 from flanneld.backoff import Backoff
 from flanneld.config import Config, parse
-from flanneld.errors import Fatal, Refused, Retryable
+from flanneld.errors import Fatal, NoAnswer, Refused, Retryable
 from flanneld.glog import Once
 from flanneld.model import FAMILIES, Event, Family, IPAddress, Lease, LeaseAttrs, LeaseKey
 from flanneld.subnet.kube_access import Access
-from flanneld.subnet.kube_api import Api, NoAnswer, Refusal, Timeouts
+from flanneld.subnet.kube_api import Api, Refusal, Timeouts
 from flanneld.subnet.kube_nodes import Node, NodeReader, announced, full_prefix, own_key, own_public_ip
 from flanneld.subnet.kube_own import OwnNode
 from flanneld.subnet.kube_state import Saved, State
@@ -82,8 +82,6 @@ class KubeManager:
         self._lock = threading.Lock()
         self._is_closed = False
         self._follower: Follower | None = None
-        #: Through which the nodes are watched.
-        self._watching: Api | None = None
         self._config: Config | None = None
         #: Our node, and when it was read.
         self._read: tuple[float, Node] | None = None
@@ -154,8 +152,7 @@ class KubeManager:
         member = self._joined()
         if self._saved is not None:
             deliver(member.listed([self._saved.own, *self._saved.peers]))
-        self._watching = Api(self._access, self._timeouts)
-        follower = Follower(self._watching, self._reader, member, self._make_backoff())
+        follower = Follower(Api(self._access, self._timeouts), self._reader, member, self._make_backoff())
         with self._lock:
             if self._is_closed:
                 raise Cancelled
@@ -173,9 +170,9 @@ class KubeManager:
         self._own_node.tell(reason)
 
     @property
-    def is_down(self) -> bool:
-        """Whether the watch gets no answer now."""
-        return self._watching is not None and self._watching.is_down
+    def problem(self) -> Retryable | None:
+        """Why the watch fails now."""
+        return self._follower.problem if self._follower else None
 
     def reread(self) -> None:
         with self._lock:

@@ -16,7 +16,7 @@ from urllib3 import Timeout
 from urllib3.exceptions import HTTPError, ReadTimeoutError, SSLError
 
 from flanneld import __version__
-from flanneld.errors import Retryable
+from flanneld.errors import NoAnswer, Retryable
 from flanneld.glog import V
 from flanneld.subnet.kube_access import Access, Session
 from flanneld.subnet.kube_nodes import decoded
@@ -45,10 +45,6 @@ class Timeouts:
     connect: float = 3.0
     read: float = 20.0
     silence: float = 90.0
-
-
-class NoAnswer(Retryable):
-    """There was no answer, or none that the API gives."""
 
 
 class Refusal(Retryable):

@@ -106,6 +106,11 @@ class Follower:
                     self._version = None
                 self._pause(max(problem.retry_after, self._backoff.pause()))
 
+    @property
+    def problem(self) -> Retryable | None:
+        """Why it failed when the API server was asked last, None if it did not. From any thread."""
+        return self._outage.problem
+
     def reread(self) -> None:
         """List all nodes again. May be called from any thread."""
         self._reread.set()

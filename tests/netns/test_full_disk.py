@@ -12,6 +12,8 @@ from tests.lab import Lab, Node, wait_for
 from tests.netns.small_disk import FILL, FILLER, SmallDisk
 from tests.netns.strangers import ABOVE_STRANGERS, PATIENT, Stranger, wait_for_just
 from tests.netns.test_reports import HEAD
+from tests.netns.test_seeing import HEALTH_PORT
+from tests.netns.test_trouble import ready_page, service_status
 
 CONFIG = {"Network": "10.5.0.0/16", "Backend": {"Type": "vxlan"}, **ABOVE_STRANGERS}
 #: Pings in a second or two, in which whoever tries again and again has done so.
@@ -31,8 +33,11 @@ def env(subnet: str, mtu: int) -> str:
 
 def start(node: Node, disk: SmallDisk, preparation: str) -> None:
     """Start a daemon whose subnet.env is there, and look at it there."""
-    node.start(f"--subnet-file={disk.directory}/subnet.env", command=disk.command(preparation))
-    wait_for(node.service_manager.ready, PATIENT, "the daemon to become ready")
+    node.start(
+        f"--subnet-file={disk.directory}/subnet.env",
+        f"--healthz-port={HEALTH_PORT}",
+        command=disk.command(preparation),
+    )
     node.subnet_file = disk.seen / "subnet.env"
 
 
@@ -63,6 +68,11 @@ def test_subnet_env_that_has_no_room_at_the_start_is_written_once_it_has(
     bring = f"cp {node.directory}/earlier subnet.env" if earlier else "true"
     start(node, disk, f"{bring} && {FILL}")
     node.wait_for_route(peer.subnet(), PATIENT)
+    wait_for(lambda: COMPLAINT in service_status(node), PATIENT, "STATUS= to say what is missing")
+    assert not node.service_manager.ready()
+    page = ready_page(node)
+    assert page.startswith("flanneld is not ready yet\n")
+    assert f"cannot write {disk.directory}/subnet.env: {COMPLAINT}" in page
     (subnet,) = set(lab.etcd.leases()) - {peer.subnet()}
     gateway = subnet.replace("0/24", "1")
     bridge = "link add cni0 type bridge", "link set cni0 up", f"address add {gateway}/24 dev cni0"
@@ -74,6 +84,9 @@ def test_subnet_env_that_has_no_room_at_the_start_is_written_once_it_has(
         assert len(node.wait_for_log(COMPLAINT)) == 1
         disk.make_room()
         wait_for_content(node.subnet_file, earlier, env(f"{gateway}/24", 1450))
+        wait_for(node.service_manager.ready, PATIENT, "the daemon to become ready")
+        wait_for(lambda: COMPLAINT not in service_status(node), PATIENT, "STATUS= to forget it")
+        assert ready_page(node).startswith("flanneld is ready\n")
         assert ping.lost() == 0
     disk.wait_for_files("subnet.env")
     assert not earlier or subnet == "10.5.177.0/24"
@@ -88,6 +101,7 @@ def test_subnet_env_that_has_no_room_when_it_changes_is_written_once_it_has(lab:
     peer.wait_ready(PATIENT)
     disk = SmallDisk(node)
     start(node, disk, "true")
+    wait_for(node.service_manager.ready, PATIENT, "the daemon to become ready")
     before = node.subnet_file.read_text()
     assert before == env(node.env()["FLANNEL_SUBNET"], 1450)
     node.container().wait_for_reply(peer.container(), PATIENT)

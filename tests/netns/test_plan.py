@@ -160,7 +160,7 @@ def test_rules_that_others_removed_are_in_the_plan(lab: Lab, enabled: bool) -> N
 
 def test_a_plan_needs_an_etcd_and_says_so(lab: Lab) -> None:
     (node,) = lab.add_nodes()
-    assert "etcd has no network config" in plan(lab, node, check=False)
+    assert "etcd answers, but has no network config" in plan(lab, node, check=False)
 
 
 def test_with_kubernetes_too_a_plan_announces_nothing(lab: Lab) -> None:

@@ -30,7 +30,8 @@ def give_address(_lab: Lab, node: Node) -> None:
 
 
 def service_status(node: Node) -> str:
-    return [message for message in node.service_manager.heard() if message.startswith("STATUS=")][-1]
+    heard = [message for message in node.service_manager.heard() if message.startswith("STATUS=")]
+    return heard[-1] if heard else ""
 
 
 def ready_page(node: Node) -> str:

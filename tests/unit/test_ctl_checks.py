@@ -170,7 +170,7 @@ CASES: dict[str, list[Facts]] = {
     ],
     "clock": [replace(WELL, clock_is_synchronised=False)],
     "store": [
-        told(lambda d: d["store"].update(answers=False)),
+        told(lambda d: d["store"].update(problem="etcd does not answer", remedy="see that it runs")),
         replace(WELL, unknown=("the store does not tell: etcd does not answer",)),
     ],
     "ready": [told(lambda d: d["health"].update(missing=["the peers are not known yet"]))],

@@ -175,7 +175,7 @@ def test_a_config_that_makes_no_sense_is_not_passed_over(node: Node) -> None:
 
 
 def test_without_a_config_in_either_it_waits(etcd: LocalEtcd) -> None:
-    with Node(etcd) as node, pytest.raises(Retryable, match="neither in its v3 API nor in v2"):
+    with Node(etcd) as node, pytest.raises(Retryable, match="in neither of its APIs"):
         node.manager.network_config()
 
 

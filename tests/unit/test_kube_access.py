@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from flanneld.errors import Fatal, Retryable
+from flanneld.errors import Fatal, NoAnswer, Retryable
 from flanneld.subnet.kube_access import Access
-from flanneld.subnet.kube_api import Api, NoAnswer, Timeouts
+from flanneld.subnet.kube_api import Api, Timeouts
 from flanneld.subnet.line import Line
 from tests.lab.credentials import make_certificates, write_kubeconfig
 from tests.lab.kube_api.faults import Fault

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from flanneld.errors import Retryable
+from flanneld.errors import NoAnswer, Retryable
 from flanneld.events import Events
 from flanneld.metrics import METRICS, page
 from flanneld.options import Options
@@ -46,14 +46,14 @@ def test_without_the_library_one_line_says_what_to_install(
 class Store:
     """As much of a store as is asked here."""
 
-    is_down = False
+    problem: Retryable | None = None
 
     def __init__(self) -> None:
         self.fails = False
 
     def network_config(self) -> str:
         if self.fails:
-            raise Retryable("no answer", "wait")
+            raise NoAnswer("no answer", "wait")
         return "a config"
 
     stored = acquire = renew = watch = reread = network_config
@@ -75,10 +75,18 @@ def test_requests_to_the_store_are_counted_and_their_answers_passed_on(sight: Si
     assert "flannel_datastore_up 0.0" in told
 
 
+def test_a_store_that_refuses_answers(sight: Sight) -> None:
+    store = Store()
+    sight.observe(store)  # type: ignore[arg-type] # it has what is used
+    store.network_config()
+    store.problem = Retryable("etcd refuses access")
+    assert "flannel_datastore_up 1.0" in lines(sight)
+
+
 def test_a_store_whose_watch_gets_no_answer_is_down(sight: Sight) -> None:
     store = Store()
     sight.observe(store)  # type: ignore[arg-type] # it has what is used
     store.network_config()
     assert "flannel_datastore_up 1.0" in lines(sight)
-    store.is_down = True
+    store.problem = NoAnswer("etcd does not answer")
     assert "flannel_datastore_up 0.0" in lines(sight)

@@ -57,6 +57,7 @@ DEFAULTS = {
     "iptables-flavour": "auto",
     "ip-blackhole-route": False,
     "set-node-network-unavailable": True,
+    "keep-forwarding": False,
     "v": 0,
     "vmodule": "",
     "log_backtrace_at": "",

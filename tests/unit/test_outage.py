@@ -6,6 +6,7 @@ import logging
 
 import pytest
 
+from flanneld.errors import Retryable
 from flanneld.outage import PACE, Outage, Pace
 from tests.clock import Clock
 
@@ -22,7 +23,7 @@ def test_a_failure_is_said_at_once_and_then_once_a_minute(
     outage: Outage, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(150):
-        outage.failed("connection refused")
+        outage.failed(Retryable("connection refused"))
         clock.time += 1
     assert caplog.messages == [
         "Watching: connection refused",
@@ -34,10 +35,10 @@ def test_a_failure_is_said_at_once_and_then_once_a_minute(
 def test_reasons_that_change_are_one_outage(
     outage: Outage, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    outage.failed("it broke the connection")
+    outage.failed(Retryable("it broke the connection"))
     for _ in range(70):
         clock.time += 1
-        outage.failed("connection refused")
+        outage.failed(Retryable("connection refused"))
     assert caplog.messages == [
         "Watching: it broke the connection",
         "Watching: connection refused (for 60 s now)",
@@ -47,7 +48,7 @@ def test_reasons_that_change_are_one_outage(
 def test_the_end_is_said_once_and_how_long_it_took(
     outage: Outage, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    outage.failed("no answer")
+    outage.failed(Retryable("no answer"))
     clock.time += 75
     assert outage.over()
     assert not outage.over()
@@ -59,7 +60,7 @@ def test_the_next_outage_is_said_at_once(
     outage: Outage, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(2):
-        outage.failed("no answer")
+        outage.failed(Retryable("no answer"))
         clock.time += 1
         outage.over()
     assert [message.startswith("Watching: no answer") for message in caplog.messages] == [True, False] * 2
@@ -69,7 +70,7 @@ def test_what_comes_and_goes_is_said_once_a_minute(
     outage: Outage, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(100):
-        outage.failed("it broke the connection")
+        outage.failed(Retryable("it broke the connection"))
         clock.time += 0.5
         outage.answered()
         clock.time += 0.5
@@ -77,12 +78,12 @@ def test_what_comes_and_goes_is_said_once_a_minute(
 
 
 def test_an_outage_is_on_from_the_first_failure_to_the_first_answer(outage: Outage) -> None:
-    assert not outage.is_on
-    outage.failed("no answer")
-    outage.failed("no answer")
-    assert outage.is_on
+    assert outage.problem is None
+    outage.failed(Retryable("no answer"))
+    outage.failed(Retryable("no answer"))
+    assert outage.problem is not None
     outage.answered()
-    assert not outage.is_on
+    assert outage.problem is None
 
 
 def test_different_things_have_a_minute_each(clock: Clock) -> None:

@@ -8,6 +8,7 @@ import os
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from ipaddress import IPv4Network, IPv6Network
 from pathlib import Path
 
@@ -206,10 +207,10 @@ def test_what_cannot_be_written_is_written_later_and_complained_about_once(
     file = SubnetFile(path)
     path.mkdir(parents=True)
     file.tell(ENV)
-    file.try_again()
+    file.look()
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     path.rmdir()
-    file.try_again()
+    file.look()
     assert path.read_text() == render(ENV)
     assert caplog.messages[1:] == [f"Wrote {path}"]
 
@@ -220,19 +221,109 @@ def test_the_latest_of_what_could_not_be_written_is_written(path: Path) -> None:
     for env in (ENV, DUAL):
         file.tell(env)
     path.rmdir()
-    file.try_again()
+    file.look()
     assert path.read_text() == render(DUAL)
 
 
-def test_what_is_written_is_left_alone(path: Path) -> None:
+def test_nothing_is_written_before_it_is_known_what(path: Path) -> None:
     file = SubnetFile(path)
-    file.try_again()
+    file.look()
     assert not path.exists()
+    assert file.problem == ""
+
+
+def test_what_is_written_is_not_written_again(path: Path) -> None:
+    file = SubnetFile(path)
     file.tell(ENV)
-    path.write_text("an operator's")
+    before = path.stat()
     file.tell(ENV)
-    file.try_again()
-    assert path.read_text() == "an operator's"
+    file.look()
+    assert path.stat() == before
+
+
+def test_what_cannot_be_written_is_a_problem_until_it_is(path: Path) -> None:
+    file = SubnetFile(path)
+    path.mkdir(parents=True)
+    file.tell(ENV)
+    assert file.problem.startswith(f"cannot write {path}: ")
+    path.rmdir()
+    file.look()
+    assert file.problem == ""
+
+
+# What others do to the file.
+
+
+def remove(path: Path) -> None:
+    path.unlink()
+
+
+def remove_directory(path: Path) -> None:
+    path.unlink()
+    path.parent.rmdir()
+
+
+def change(path: Path) -> None:
+    path.write_text(render(ENV).replace("10.5.72.1", "10.5.73.1"))
+
+
+def replace_by_another(path: Path) -> None:
+    path.with_name("other").write_text(render(DUAL))
+    path.with_name("other").replace(path)
+
+
+@pytest.mark.parametrize(
+    ("harm", "what"),
+    [
+        (remove, "removed"),
+        (remove_directory, "removed"),
+        (change, "changed"),
+        (replace_by_another, "changed"),
+    ],
+)
+def test_what_others_remove_or_change_is_written_again_and_said_once(
+    path: Path, caplog: pytest.LogCaptureFixture, harm: Callable[[Path], None], what: str
+) -> None:
+    file = SubnetFile(path)
+    file.tell(ENV)
+    harm(path)
+    for _ in range(3):
+        file.look()
+    assert path.read_text() == render(ENV)
+    assert caplog.messages == [f"Restored {path}: another program had {what} it"]
+    assert file.problem == ""
+
+
+def test_a_file_that_says_the_same_is_left_as_it_is(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = SubnetFile(path)
+    file.tell(ENV)
+    path.with_name("copy").write_text(render(ENV))
+    path.with_name("copy").replace(path)
+    before = path.stat().st_ino
+    file.look()
+    assert path.stat().st_ino == before
+    assert caplog.messages == []
+
+
+def test_a_program_that_does_not_stop_is_given_way_to_and_told_of(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = 1000.0
+    file = SubnetFile(path, lambda: now)
+    file.tell(ENV)
+    writes = set()
+    for _ in range(600):
+        remove(path) if path.exists() else None
+        now += 1.0
+        file.look()
+        writes |= {path.stat().st_ino, path.stat().st_mtime_ns} if path.exists() else set()
+    assert "another program keeps removing or changing" in file.problem
+    assert len(writes) < 120
+    assert len(caplog.messages) <= 10
+    now += 60.0
+    file.look()
+    assert path.read_text() == render(ENV)
+    assert file.problem == ""
 
 
 # Reading.

@@ -13,6 +13,7 @@ import pytest
 from flanneld import clock, trouble
 from flanneld.brake import Brake
 from flanneld.counters import Work
+from flanneld.errors import NoAnswer, Retryable
 from flanneld.events import Events
 from flanneld.model import Lease, LeaseAttrs, Snapshot
 from flanneld.network.report import Failure, Report
@@ -21,6 +22,7 @@ from flanneld.options import Options
 from flanneld.sight import Sight
 
 DEADLINE = 30.0
+SILENCE = NoAnswer("etcd does not answer (192.0.2.1:2379: connection refused)", "see that it runs")
 ROUTE = Route(ip_network("10.5.2.0/24"), "flannel.1")
 
 
@@ -34,9 +36,42 @@ def found(sight: Sight) -> list[str]:
 
 
 def test_a_store_that_does_not_answer_is_a_trouble_until_it_does(sight: Sight) -> None:
-    assert found(sight) == ["store: it does not answer"]
-    sight.store.is_up = True
     assert found(sight) == []
+    sight.store.failed("renew", SILENCE)
+    assert found(sight) == [f"store: {SILENCE}"]
+    sight.store.answered("renew")
+    assert found(sight) == []
+
+
+def test_a_store_that_answered_no_request_and_then_tells_news_is_well(sight: Sight) -> None:
+    sight.store.failed("renew", SILENCE)
+    sight.store.told(1, 0)
+    assert found(sight) == []
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        Retryable("etcd answers, but has no network config at /coreos.com/network/config", "write it"),
+        Retryable("no subnet from 10.5.0.0 to 10.5.255.0 is free, 256 are leased", "enlarge the network"),
+        Retryable("etcd at 192.0.2.1:2379 refuses access (HTTP 401)", "check -etcd-username"),
+    ],
+)
+def test_a_store_that_answers_with_a_refusal_is_not_said_to_be_silent(
+    sight: Sight, reason: Retryable
+) -> None:
+    sight.store.requests.observe(0.1)
+    sight.store.failed("acquire", reason)
+    assert found(sight) == [f"store: {reason}"]
+    assert sight.store_is_up
+    sight.store.failed("acquire", SILENCE)
+    assert not sight.store_is_up
+
+
+def test_conditions_of_the_host_are_told_with_the_others() -> None:
+    of_host = [("subnet file", ["cannot write /run/flannel/subnet.env"]), ("forwarding", [])]
+    sight = Sight(Options(), Events(), overdue=list, missing=list, of_host=lambda: of_host)
+    assert found(sight) == ["subnet file: cannot write /run/flannel/subnet.env"]
 
 
 def test_a_thread_that_is_late_is_one() -> None:
@@ -102,8 +137,9 @@ def test_what_lasts_is_told_once_and_its_end_too(sight: Sight, monkeypatch: pyte
     told: SimpleQueue[list[str]] = SimpleQueue()
 
     def act() -> None:
-        assert told.get(timeout=DEADLINE) == ["store: it does not answer"]
-        sight.store.is_up = True
+        sight.store.failed("renew", SILENCE)
+        assert told.get(timeout=DEADLINE) == [f"store: {SILENCE}"]
+        sight.store.answered("renew")
         assert told.get(timeout=DEADLINE) == []
 
     watching(sight, act, told)

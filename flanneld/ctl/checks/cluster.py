@@ -84,12 +84,12 @@ def clock(facts: Facts) -> Iterator[Finding]:
 @check("I", "store", "the store answers")
 def store(facts: Facts) -> Iterator[Finding]:
     known = facts.document.get("store")
-    if known and not known["answers"]:
+    if known and known.get("problem"):
         yield Finding(
-            "the store does not answer",
+            known["problem"],
             str(known["name"]),
-            "no news of the peers, and the lease ends when it is not renewed",
-            "see whether it runs and is reached from here; what leads to the peers stays meanwhile",
+            "no news of the peers, and the lease ends when it is not renewed; what leads to the peers stays",
+            known["remedy"] or "see the log of the store",
         )
     for why in facts.unknown:
         if why.startswith("the store does not tell"):
@@ -100,9 +100,13 @@ def store(facts: Facts) -> Iterator[Finding]:
 
 @check("I", "ready", "nothing is missing to be ready")
 def ready(facts: Facts) -> Iterator[Finding]:
-    for what in (facts.document.get("health") or {}).get("missing", ()):
+    health = facts.document.get("health") or {}
+    for what in health.get("missing", ()):
         yield Finding(
-            "the daemon is not ready", what, "no container should be started here yet", "wait, or see its log"
+            "the daemon is not ready",
+            "; ".join([what, *health.get("waiting", ())]),
+            "no container should be started here yet",
+            "wait, or see its log",
         )
 
 
