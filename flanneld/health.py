@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
-import logging
 import socket
-import sys
-import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import cache, partial
+from typing import Protocol
 
 from flanneld.errors import Fatal
-
-if TYPE_CHECKING:
-    from http.server import BaseHTTPRequestHandler
-    from socketserver import ThreadingTCPServer
-
-log = logging.getLogger(__name__)
+from flanneld.polled_server import Limits, PolledServer, receive, send
 
 #: From the first byte to the last, in seconds.
 REQUEST_TIME = 3.0
 #: Of a request line with its headers, in bytes.
 MAX_HEAD = 16 * 1024
-#: Connections beyond this many threads are closed at once: the daemon needs its file descriptors itself.
-MAX_THREADS = 100
+#: Connections at a time, of one source, and kept for this host's own: a kubelet opens one for each probe.
+CONNECTIONS, OF_ONE_SOURCE, OF_THIS_HOST = 64, 16, 16
+#: Connections that the kernel keeps until they are accepted.
+_QUEUE = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,88 +65,96 @@ class HealthServer:
     """
 
     def __init__(self, ip: str, port: int, checks: Checks) -> None:
-        self._closing = threading.Event()
         try:
-            self._server = _listen(ip, port, _handler(checks), self._closing)
+            self._listener = _listen(ip, port)
         except (OSError, OverflowError, UnicodeError) as error:
             raise Fatal(
                 f"cannot listen for health checks on {ip} port {port}: {error}",
                 "give a free port with -healthz-port and an address of this host with -healthz-ip",
             ) from error
+        self._server = PolledServer(
+            self._listener,
+            partial(_talk, checks),
+            Limits(REQUEST_TIME, CONNECTIONS, OF_ONE_SOURCE, OF_THIS_HOST),
+            "Cannot answer a health check",
+        )
 
     @property
     def port(self) -> int:
-        port: int = self._server.socket.getsockname()[1]
+        port: int = self._listener.getsockname()[1]
         return port
 
     def serve(self) -> None:
         """Answer until ``close``."""
-        with self._server:
-            while not self._closing.is_set():
-                self._server.handle_request()
+        self._server.serve()
 
     def close(self) -> None:
         """End ``serve`` at once. May be called from any thread, repeatedly."""
-        self._closing.set()
-        with contextlib.suppress(OSError):  # closed already
-            self._server.socket.shutdown(socket.SHUT_RDWR)
+        self._server.close()
 
 
-def _listen(
-    ip: str, port: int, handler: type[BaseHTTPRequestHandler], closing: threading.Event
-) -> ThreadingTCPServer:
-    # Not http.server.ThreadingHTTPServer: that one asks the DNS for its own name first.
-    from socketserver import ThreadingTCPServer
-
-    class Server(ThreadingTCPServer):
-        address_family = socket.AF_INET6 if ":" in ip else socket.AF_INET
-        allow_reuse_address = True
-        daemon_threads = True
-        request_queue_size = 128
-
-        def get_request(self) -> tuple[socket.socket, object]:
-            try:
-                return super().get_request()
-            except OSError:
-                # Out of file descriptors, say. The connection stays in the queue: do not spin on it.
-                closing.wait(0.1)
-                raise
-
-        def verify_request(self, *_connection: object) -> bool:
-            return threading.active_count() < MAX_THREADS
-
-        def handle_error(self, *_connection: object) -> None:
-            error = sys.exception()
-            if not isinstance(error, OSError):  # that would be the client's affair
-                log.error("cannot answer a health check", exc_info=error)
-
-    return Server((ip, port), handler)
+def _listen(ip: str, port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((ip, port))
+        listener.listen(_QUEUE)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
 
 
-def _handler(checks: Checks) -> type[BaseHTTPRequestHandler]:
+def _talk(checks: Checks, connection: socket.socket) -> Iterator[int]:
+    """Answer one request."""
+    head = yield from _read_head(connection)
+    yield from send(connection, _handler()(head, checks).wfile.getvalue())
+    # The client closes first: to close on unread data would take our answer back (RFC 9112, 9.6).
+    connection.shutdown(socket.SHUT_WR)
+    while (yield from receive(connection, MAX_HEAD)):
+        continue
+
+
+def _read_head(connection: socket.socket) -> Generator[int, None, bytes]:
+    """Receive the request line and the headers."""
+    head = b""
+    while b"\n\r\n" not in head and b"\n\n" not in head and len(head) < MAX_HEAD:
+        chunk = yield from receive(connection, 4096)
+        if not chunk:
+            break
+        head += chunk
+    return head
+
+
+class _Response(Protocol):
+    """Handler of one request that is here already."""
+
+    wfile: io.BytesIO
+
+
+@cache
+def _handler() -> Callable[[bytes, Checks], _Response]:
     # Imported here: it costs 15 ms and 5 MiB, and the health checks are off by default.
     from http.server import BaseHTTPRequestHandler
 
     class Handler(BaseHTTPRequestHandler):
         server_version = "flanneld"
         sys_version = ""
-        wbufsize = -1
+        wfile: io.BytesIO
 
-        def handle(self) -> None:
-            deadline = time.monotonic() + REQUEST_TIME
-            self.rfile = io.BytesIO(_read_head(self.connection, deadline))
+        def __init__(self, head: bytes, checks: Checks) -> None:
+            self._checks = checks
+            self.rfile, self.wfile = io.BytesIO(head), io.BytesIO()
             self.raw_requestline = self.rfile.readline()
             # Parsing answers by itself what it cannot understand.
             if self.raw_requestline and self.parse_request():
                 self._answer()
-            self.wfile.flush()
-            _hang_up(self.connection, deadline)
 
         def _answer(self) -> None:
-            if checks.metrics and self.path.partition("?")[0] == "/metrics":
-                self._send(200, *checks.metrics(self.headers.get("Accept", "")))
+            if self._checks.metrics and self.path.partition("?")[0] == "/metrics":
+                self._send(200, *self._checks.metrics(self.headers.get("Accept", "")))
                 return
-            status, text = answer(self.path, checks)
+            status, text = answer(self.path, self._checks)
             self._send(status, "text/plain; charset=utf-8", text.encode(errors="backslashreplace"))
 
         def _send(self, status: int, content_type: str, body: bytes) -> None:
@@ -168,29 +169,3 @@ def _handler(checks: Checks) -> type[BaseHTTPRequestHandler]:
             """Say nothing: health checks come every few seconds, for ever."""
 
     return Handler
-
-
-def _read_head(connection: socket.socket, deadline: float) -> bytes:
-    """The request line and the headers. Raises ``TimeoutError`` however slowly they trickle in."""
-    head = b""
-    while b"\n\r\n" not in head and b"\n\n" not in head and len(head) < MAX_HEAD:
-        chunk = _receive(connection, deadline)
-        if not chunk:
-            break
-        head += chunk
-    return head
-
-
-def _hang_up(connection: socket.socket, deadline: float) -> None:
-    """Let the client close first: to close on unread data would take our answer back (RFC 9112, 9.6)."""
-    connection.shutdown(socket.SHUT_WR)
-    while _receive(connection, deadline):
-        continue
-
-
-def _receive(connection: socket.socket, deadline: float) -> bytes:
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise TimeoutError
-    connection.settimeout(left)
-    return connection.recv(4096)

@@ -9,18 +9,22 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import select
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+
+from flanneld.polled_server import Limits, PolledServer, send
 
 log = logging.getLogger(__name__)
 
 #: One reader has so many seconds from its connection to the last byte.
 READER_TIME = 5.0
-#: So many readers may wait; others are refused by the kernel.
-_QUEUE = 8
+#: Readers at a time: the oldest has to go for one more, so that those who hang hold nobody up.
+READERS = 16
+#: Connections that the kernel keeps until they are accepted.
+_QUEUE = 64
 
 
 def path_beside(subnet_file: Path) -> Path:
@@ -35,8 +39,7 @@ class StatusSocket:
     def __init__(self, path: Path, document: Callable[[], Iterable[bytes]]) -> None:
         self._path = path
         self._document = document
-        self._closing = threading.Event()
-        self._socket: socket.socket | None = None
+        self._server: PolledServer | None = None
         self._inode = 0
 
     def open(self) -> bool:
@@ -58,36 +61,19 @@ class StatusSocket:
                 new.unlink(missing_ok=True)
             log.warning("No status socket at %s: %s", self._path, error)
             return False
-        self._socket = listener
+        limits = Limits(READER_TIME, connections=READERS, per_source=READERS)
+        self._server = PolledServer(listener, self._tell, limits, "Cannot tell our status")
         return True
 
     def serve(self) -> None:
         """Answer until ``close``."""
-        assert self._socket is not None
-        while not self._closing.is_set():
-            try:
-                reader, _ = self._socket.accept()
-            except OSError:
-                # Closed; or out of file descriptors, and then the reader stays in the queue: do not spin.
-                self._closing.wait(0.1)
-                continue
-            with reader:
-                self._answer(reader)
-        self._socket.close()
+        assert self._server is not None
+        self._server.serve()
 
-    def _answer(self, reader: socket.socket) -> None:
-        deadline = time.monotonic() + READER_TIME
-        try:
-            for piece in self._document():
-                left = deadline - time.monotonic()
-                if left <= 0 or self._closing.is_set():
-                    return
-                reader.settimeout(left)
-                reader.sendall(piece)
-        except OSError:
-            return  # The reader's affair.
-        except Exception:  # What cannot be told must not end the daemon.
-            log.exception("Cannot tell our status")
+    def _tell(self, reader: socket.socket) -> Iterator[int]:
+        for piece in self._document():
+            yield from send(reader, piece)
+            yield select.POLLOUT  # the others' turn
 
     def close(self) -> None:
         """End ``serve`` at once. May be called from any thread, repeatedly."""
@@ -96,10 +82,8 @@ class StatusSocket:
             # A successor may have put its own there.
             if self._path.lstat().st_ino == self._inode:
                 self._path.unlink()
-        self._closing.set()
-        if self._socket is not None:
-            with contextlib.suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)
+        if self._server is not None:
+            self._server.close()
 
 
 def ask(path: Path, within: float) -> bytes:

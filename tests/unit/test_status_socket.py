@@ -7,7 +7,7 @@ import socket
 import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -163,3 +163,17 @@ def test_a_daemon_that_is_silent_is_not_waited_for(tmp_path: Path) -> None:
 def test_a_directory_is_made_for_it(tmp_path: Path) -> None:
     with serving(tmp_path / "run" / "flannel" / "s", said):
         assert [each.name for each in (tmp_path / "run" / "flannel").iterdir()] == ["s"]
+
+
+@pytest.mark.parametrize("number", [10, 40])
+def test_readers_that_hang_do_not_stall_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    monkeypatch.setattr(status_socket, "READER_TIME", 10 * DEADLINE)
+    pieces = [b"x" * (1 << 20), b"y" * (1 << 20)]
+    with serving(tmp_path / "s", lambda: pieces), ExitStack() as hanging:
+        for _ in range(number):
+            lazy = hanging.enter_context(socket.socket(socket.AF_UNIX))
+            lazy.settimeout(DEADLINE)
+            lazy.connect(str(tmp_path / "s"))
+        assert ask(tmp_path / "s", DEADLINE) == b"".join(pieces)

@@ -1,0 +1,188 @@
+"""Server of one thread for many connections, bounded in time and number: none waits for another."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import select
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from ipaddress import ip_address
+
+log = logging.getLogger(__name__)
+
+#: One connection's share of the work: yields the event to wait for (``select.POLLIN`` or ``POLLOUT``), and
+#: ends with the connection. It may be resumed without the event, so it must not block.
+Conversation = Iterator[int]
+
+#: Seconds to wait when there is no file descriptor for a connection: it stays in the queue meanwhile.
+_STARVED = 0.1
+#: A host may have 2^64 IPv6 addresses of its own network, so that counts as one source.
+_IPV6_SOURCE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """``seconds`` are from a connection's begin to its end; ``reserved`` connections are this host's own."""
+
+    seconds: float
+    connections: int
+    per_source: int
+    reserved: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Origin of a connection. Connections of this host itself have a reserve, as its kubelet's probes."""
+
+    name: str
+    is_local: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    connection: socket.socket
+    conversation: Conversation
+    source: Source
+    deadline: float
+
+
+def to_evict(old: Sequence[Source], new: Source, limits: Limits) -> int | None:
+    """Return which connection has to go for a new one, None if there is room (pure).
+
+    ``old`` are those that are open, oldest first. A crowd from one source displaces itself, and a crowd of
+    sources the oldest connection of the largest among them.
+    """
+    of_same = [number for number, source in enumerate(old) if source == new]
+    if len(of_same) >= limits.per_source:
+        return of_same[0]
+    rivals = [number for number, source in enumerate(old) if new.is_local or not source.is_local]
+    if len(rivals) < limits.connections - (0 if new.is_local else limits.reserved):
+        return None
+    largest = Counter(old[number] for number in rivals).most_common(1)[0][0]
+    return next(number for number in rivals if old[number] == largest)
+
+
+class PolledServer:
+    """Serves one listening socket. ``talk`` makes the conversation for a new connection.
+
+    ``failing`` is what the log says of a conversation that fails by a mistake of ours.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        talk: Callable[[socket.socket], Conversation],
+        limits: Limits,
+        failing: str,
+    ) -> None:
+        self._listener = listener
+        self._talk = talk
+        self._limits = limits
+        self._failing = failing
+        self._closing = threading.Event()
+        self._poll = select.poll()
+        #: By file descriptor, oldest first.
+        self._open: dict[int, _Open] = {}
+
+    def serve(self) -> None:
+        """Answer until ``close``."""
+        self._listener.setblocking(False)
+        own = self._listener.fileno()
+        self._poll.register(own, select.POLLIN)
+        try:
+            while not self._closing.is_set():
+                for fd, _ in self._poll.poll(self._patience()):
+                    self._accept() if fd == own else self._go_on(fd)
+                self._cut_off_the_late()
+        finally:
+            for fd in tuple(self._open):
+                self._end(fd)
+            self._listener.close()
+
+    def close(self) -> None:
+        """End ``serve`` at once. May be called from any thread, repeatedly."""
+        self._closing.set()
+        with contextlib.suppress(OSError):  # closed already
+            self._listener.shutdown(socket.SHUT_RDWR)
+
+    def _patience(self) -> float | None:
+        """Return the milliseconds until the oldest connection has to end: all have the same time."""
+        oldest = next(iter(self._open.values()), None)
+        return None if oldest is None else max(0.0, math.ceil(1000 * (oldest.deadline - time.monotonic())))
+
+    def _accept(self) -> None:
+        try:
+            connection, address = self._listener.accept()
+        except BlockingIOError:
+            return  # it has hung up already
+        except OSError:
+            self._closing.wait(_STARVED)
+            return
+        source = _source(connection, address)
+        fds = tuple(self._open)
+        surplus = to_evict([self._open[fd].source for fd in fds], source, self._limits)
+        if surplus is not None:
+            self._end(fds[surplus])
+        connection.setblocking(False)
+        deadline = time.monotonic() + self._limits.seconds
+        self._open[connection.fileno()] = _Open(connection, self._talk(connection), source, deadline)
+        self._poll.register(connection.fileno(), 0)
+        self._go_on(connection.fileno())
+
+    def _go_on(self, fd: int) -> None:
+        if fd not in self._open:  # ended by what was done for another one
+            return
+        try:
+            self._poll.modify(fd, next(self._open[fd].conversation))
+        except (StopIteration, OSError):  # done, or the client's affair
+            self._end(fd)
+        except Exception:  # must not end the daemon
+            log.exception("%s", self._failing)
+            self._end(fd)
+
+    def _cut_off_the_late(self) -> None:
+        now = time.monotonic()
+        for fd, each in tuple(self._open.items()):
+            if each.deadline > now:
+                return
+            self._end(fd)
+
+    def _end(self, fd: int) -> None:
+        self._poll.unregister(fd)
+        self._open.pop(fd).connection.close()
+
+
+def receive(connection: socket.socket, size: int) -> Generator[int, None, bytes]:
+    """Receive what there is, empty at the end."""
+    while True:
+        yield select.POLLIN
+        with contextlib.suppress(BlockingIOError):
+            return connection.recv(size)
+
+
+def send(connection: socket.socket, data: bytes) -> Iterator[int]:
+    """Send all of it, others having their turn whenever the client is slow."""
+    rest = memoryview(data)
+    while rest:
+        try:
+            rest = rest[connection.send(rest) :]
+        except BlockingIOError:
+            yield select.POLLOUT
+
+
+def _source(connection: socket.socket, address: object) -> Source:
+    if not isinstance(address, tuple):
+        return Source("", is_local=True)  # a Unix socket is of this host
+    host = ip_address(str(address[0]).partition("%")[0])
+    if host.version == 6 and host.ipv4_mapped:
+        host = host.ipv4_mapped
+    is_local = host.is_loopback or address[0] == connection.getsockname()[0]
+    if host.version == 6 and not is_local:
+        return Source(f"{int(host) >> (128 - _IPV6_SOURCE):x}", is_local=False)
+    return Source(str(host), is_local)
