@@ -30,7 +30,7 @@ def forward_soon(make: Callable[[], Firewall], supervisor: Supervisor, readiness
 
     def run() -> None:
         deadline = clock.now() + _SYNC_PATIENCE
-        while not readiness.is_ready() and clock.now() < deadline:
+        while not readiness.knows_peers() and clock.now() < deadline:
             if supervisor.stop.wait(_SYNC_LOOK):
                 return
         walls.append(make())

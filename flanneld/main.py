@@ -124,6 +124,9 @@ class Daemon:
         #: What is to be done as soon as subnet.env is written.
         self._when_written: Callable[[], None] | None = None
         self._forwarding: host_checks.Forwarding | None = None
+        #: This node in a few words, and the conditions that were told last.
+        self._brief = ""
+        self._told: list[str] = []
         self._sight = Sight(
             wanted,
             events.remember(),
@@ -193,15 +196,13 @@ class Daemon:
         alive = self._alive("own lease watch")
         start("own lease watch", lambda: watch_own(member.lease, keeper.deliver, alive))
         start("lease keeper", keeper.run, keeper.cancel)
-        brief = f"{member.config.backend_type}: subnet {member.lease} through {member.site.uplink.name}"
-        self._notifier.status("; ".join(filter(None, (brief, self._subnet_file.problem))))
+        self._brief = f"{member.config.backend_type}: subnet {member.lease} through {member.site.uplink.name}"
+        self._say_status(*filter(None, (self._subnet_file.problem,)))
         self._when_written = partial(self._say_ready, member)
         self._look_at_host()
         start(
             "trouble",
-            lambda: trouble.watch(
-                self._sight, self._supervisor.stop, partial(self._tell, member.manager, brief)
-            ),
+            lambda: trouble.watch(self._sight, self._supervisor.stop, partial(self._tell, member.manager)),
         )
         if self._options.peer_probes:
             self._probe_peers(member, reconciler)
@@ -256,6 +257,7 @@ class Daemon:
 
     def _say_ready(self, member: Member) -> None:
         """A container runtime finds subnet.env: containers can be started."""
+        self._say_status(*self._told)
         self._notifier.ready()
         if isinstance(member.manager, NodeStore) and self._options.set_node_network_unavailable:
             member.manager.mark_available()
@@ -325,10 +327,14 @@ class Daemon:
         keeper.announce(member.site.backend.attributes())
         self._write_subnet_file(member)
 
-    def _tell(self, manager: SubnetManager, brief: str, troubles: list[str]) -> None:
-        self._notifier.status("; ".join([brief, *troubles]))
+    def _tell(self, manager: SubnetManager, troubles: list[str]) -> None:
+        self._told = troubles
+        self._say_status(*troubles)
         if troubles:
             self._report(manager, "; ".join(troubles))
+
+    def _say_status(self, *troubles: str) -> None:
+        self._notifier.status("; ".join([self._brief, *troubles]))
 
     def _wait_and_stop(self) -> int:
         ticks = [(self._look_at_host, _HOST_LOOK)]

@@ -41,6 +41,10 @@ class Readiness:
     def is_ready(self) -> bool:
         return not self._missing
 
+    def knows_peers(self) -> bool:
+        """Return True if the routes to the peers that the store has are there."""
+        return not {"lease", "peers"} & self._missing.keys()
+
     def missing(self) -> list[str]:
         return list(self._missing.values())
 
