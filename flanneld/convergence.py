@@ -15,7 +15,7 @@ from itertools import chain
 from flanneld.backends import Backend
 from flanneld.brake import Brake
 from flanneld.counters import Work
-from flanneld.errors import Fatal, Retryable
+from flanneld.errors import Fatal, Retryable, cause_of
 from flanneld.model import IPNetwork, Lease
 from flanneld.network.diff import Plan, compare, without_ways_to
 from flanneld.network.domain import Domain
@@ -79,7 +79,7 @@ class Convergence:
             _demand_all(report)
             report.add(self.converge())
         except OSError as failure:
-            raise Retryable(f"cannot read the kernel's tables: {failure}") from failure
+            raise Retryable(f"cannot read the kernel's tables: {cause_of(failure)}") from failure
         _demand_all(report)
         missing = self.outside.missing(report)
         if missing:

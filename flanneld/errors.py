@@ -46,6 +46,14 @@ class Refused(FlannelError):
     """Foreign input that cannot be used: logged once with its key, and the rest goes on."""
 
 
+def cause_of(error: Exception) -> str:
+    """Return the words of an error without Python's ``[Errno 24]`` before them."""
+    return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
+
+
+OUT_OF_MEMORY = Fatal("out of memory", "raise the limit: ulimit -v, or MemoryMax= of the service")
+
+
 def lacking(error: BaseException) -> Fatal | None:
     """Return what to tell if this process is out of file descriptors, memory or threads; None otherwise.
 
@@ -60,5 +68,5 @@ def lacking(error: BaseException) -> Fatal | None:
     out_of_memory = isinstance(error, OSError) and error.errno == errno.ENOMEM
     unmapped = isinstance(error, ImportError) and "failed to map segment" in str(error)
     if out_of_memory or unmapped or isinstance(error, MemoryError):
-        return Fatal("out of memory", "raise the limit: ulimit -v, or MemoryMax= of the service")
+        return OUT_OF_MEMORY
     return None

@@ -21,7 +21,7 @@ from typing import cast
 from flanneld import clock
 from flanneld.config import Config
 from flanneld.errors import Fatal, Retryable
-from flanneld.glog import Once
+from flanneld.glog import Once, counted
 from flanneld.inbox import Inbox
 from flanneld.model import FAMILIES, Family, IPNetwork, LeaseKey
 from flanneld.network.firewall import detect
@@ -369,7 +369,7 @@ def retire(former: Iterable[Nets], *, dry_run: bool = False) -> tuple[list[str],
 def _say(name: str, change: Change) -> None:
     """What the first change of a run did."""
     if change.missing:
-        log.info("Set %d rules with %s", change.number, name)
+        log.info("Set %s with %s", counted(change.number, "rule"), name)
     if change.removed:
         log.info("Removed with %s what an earlier run left: %s", name, _some(change.removed))
 

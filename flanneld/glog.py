@@ -18,11 +18,14 @@ from collections.abc import Callable, Hashable, Sequence
 from fnmatch import fnmatchcase
 
 from flanneld.errors import Fatal
+from flanneld.goflags import quoted
 from flanneld.outlet import Outlet
 
-#: Libraries whose steady chatter is not ours to repeat. etcd.client logs failures that it also raises.
-_QUIET = {"etcd.client": logging.CRITICAL, "pyroute2": logging.WARNING, "urllib3": logging.WARNING}
+#: Libraries whose steady chatter is not ours to repeat. etcd.client logs failures that it also raises;
+#: urllib3 shows a traceback for each header that it passes over.
+_QUIET = {"etcd.client": logging.CRITICAL, "pyroute2": logging.WARNING, "urllib3": logging.ERROR}
 _LETTERS = {logging.WARNING: "W", logging.ERROR: "E", logging.CRITICAL: "F"}
+_PRIORITIES = ((logging.CRITICAL, 2), (logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6))
 #: Control characters and Unicode's line ends, which would let foreign text forge a line.
 _ESCAPES = {
     code: repr(chr(code))[1:-1] for code in (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029) if code != 0x09
@@ -39,6 +42,11 @@ def V(level: int) -> int:  # noqa: N802 - glog's name for it
     return min(logging.INFO, max(1, logging.INFO - level))
 
 
+def counted(number: int, noun: str) -> str:
+    """Return ``1 peer``, ``2 peers``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def setup(verbosity: int = 0, vmodule: str = "", backtrace_at: str = "") -> None:
     """Send all logging to standard error; what an earlier call set up is replaced.
 
@@ -48,7 +56,7 @@ def setup(verbosity: int = 0, vmodule: str = "", backtrace_at: str = "") -> None
     modules = _modules(vmodule)
     place = _place(backtrace_at)
     handler = _handler()
-    handler.setFormatter(_Formatter(place))
+    handler.setFormatter(_Formatter(place, to_journal=_is_journal()))
     handler.addFilter(_shown(verbosity, modules))
     root = logging.getLogger()
     for old in tuple(root.handlers):
@@ -104,6 +112,15 @@ def _handler() -> logging.Handler:
         return logging.StreamHandler()  # Standard error is closed, or no file.
 
 
+def _is_journal() -> bool:
+    """Return True if standard error leads to systemd's journal (systemd.exec(5), $JOURNAL_STREAM)."""
+    try:
+        found = os.fstat(2)
+    except OSError:
+        return False
+    return os.environ.get("JOURNAL_STREAM") == f"{found.st_dev}:{found.st_ino}"
+
+
 class _Handler(logging.Handler):
     def __init__(self, outlet: Outlet) -> None:
         super().__init__()
@@ -117,9 +134,10 @@ class _Handler(logging.Handler):
 
 
 class _Formatter(logging.Formatter):
-    def __init__(self, backtrace_at: _Place | None) -> None:
+    def __init__(self, backtrace_at: _Place | None, *, to_journal: bool = False) -> None:
         super().__init__()
         self._backtrace_at = backtrace_at
+        self._to_journal = to_journal
 
     def format(self, record: logging.LogRecord) -> str:
         below = []
@@ -130,7 +148,15 @@ class _Formatter(logging.Formatter):
         if self._backtrace_at == (record.filename, record.lineno):
             below.append(_stack_of(record))
         lines = [record.getMessage(), *(line for text in below for line in text.splitlines())]
-        return _head(record) + "\n    ".join(line.translate(_ESCAPES) for line in lines)
+        # The journal makes an entry of each line, and reads a priority before each.
+        priority = f"<{_priority(record.levelno)}>" if self._to_journal else ""
+        between = f"\n{priority}    "
+        return priority + _head(record) + between.join(line.translate(_ESCAPES) for line in lines)
+
+
+def _priority(level: int) -> int:
+    """Return syslog's number for a severity (sd-daemon(3))."""
+    return next((number for lowest, number in _PRIORITIES if level >= lowest), 7)
 
 
 def _head(record: logging.LogRecord) -> str:
@@ -168,7 +194,8 @@ def _modules(text: str) -> tuple[_Module, ...]:
         match = re.fullmatch("([^=]+)=([0-9]{1,9})", item)
         if match is None:
             raise Fatal(
-                f"-vmodule: {item!r} is not understood", "give pattern=level pairs, like vxlan=2,rtnl*=4"
+                f"-vmodule: {quoted(item)} is not understood",
+                "give pattern=level pairs, like vxlan=2,rtnl*=4",
             )
         if int(match[2]) > 0:
             found.append((match[1].replace("[^", "[!"), int(match[2])))
@@ -181,5 +208,7 @@ def _place(text: str) -> _Place | None:
         return None
     match = re.fullmatch(r"([^:]+\.[^:]+):([0-9]{1,9})", text)
     if match is None or int(match[2]) == 0:
-        raise Fatal(f"-log_backtrace_at: {text!r} is not understood", "give one source line, like main.py:42")
+        raise Fatal(
+            f"-log_backtrace_at: {quoted(text)} is not understood", "give one source line, like main.py:42"
+        )
     return match[1], int(match[2])

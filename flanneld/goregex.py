@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from flanneld.errors import Fatal
+from flanneld.goflags import quoted
 
 _POSIX = {
     "alnum": "0-9A-Za-z", "alpha": "A-Za-z", "ascii": r"\x00-\x7f", "blank": r"\t ", "digit": "0-9",
@@ -33,7 +34,7 @@ def compile_re2(pattern: str) -> re.Pattern[str]:
         return re.compile(re.sub(_RE2, _to_python, pattern), re.ASCII)
     except (KeyError, ValueError, OverflowError, RecursionError, re.error) as error:
         remedy = "use RE2 syntax: no lookaround, backreferences, possessive or atomic groups"
-        raise Fatal(f"regular expression {pattern!r} is not RE2: {error}", remedy) from error
+        raise Fatal(f"regular expression {quoted(pattern)} is not RE2: {error}", remedy) from error
 
 
 def _to_python(token: re.Match[str]) -> str:
@@ -43,7 +44,7 @@ def _to_python(token: re.Match[str]) -> str:
         case "set":
             return re.sub(r"\[:(\^?\w+):\]", lambda posix: _POSIX[posix[1]], token["set"])
         case "refused":
-            raise ValueError(f"{token['refused']!r} at position {token.start()}")
+            raise ValueError(f"{quoted(token['refused'])} at position {token.start()}")
         case "end":
             return r"\Z"
         case "group":

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Protocol
 
-from flanneld.errors import Fatal
+from flanneld.errors import Fatal, cause_of
 from flanneld.polled_server import Limits, PolledServer, receive, send
 
 #: From the first byte to the last, in seconds.
@@ -69,7 +69,7 @@ class HealthServer:
             self._listener = _listen(ip, port)
         except (OSError, OverflowError, UnicodeError) as error:
             raise Fatal(
-                f"cannot listen for health checks on {ip} port {port}: {error}",
+                f"cannot listen for health checks on {ip} port {port}: {cause_of(error)}",
                 "give a free port with -healthz-port and an address of this host with -healthz-ip",
             ) from error
         self._server = PolledServer(

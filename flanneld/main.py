@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from flanneld import (
 from flanneld.brake import Brake
 from flanneld.config import Config
 from flanneld.convergence import Node
-from flanneld.errors import Fatal, Retryable
+from flanneld.errors import Fatal, Retryable, lacking
 from flanneld.firewall_start import forward_soon, masquerade_now
 from flanneld.keeper import Keeper
 from flanneld.model import Lease, Uplink
@@ -37,6 +38,7 @@ from flanneld.network.kernel import Kernel
 from flanneld.network.monitor import Monitor
 from flanneld.observation import Observation
 from flanneld.options import Options
+from flanneld.process import ensure_descriptors, open_standard_streams
 from flanneld.readiness import Readiness
 from flanneld.reconcile import Reconciler
 from flanneld.sight import Sight
@@ -61,7 +63,8 @@ _HOST_LOOK = 1.0
 
 
 def main() -> None:
-    """The console script."""
+    """Run with the command line and the environment of this process, and end it."""
+    open_standard_streams()
     status = run(sys.argv[1:], os.environ)
     with suppress(OSError):  # a full disk has no say in how we ended
         sys.stderr.flush()
@@ -71,21 +74,30 @@ def main() -> None:
 
 def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Serve until told to stop; the exit status is 0 then, 1 after a failure, 2 for wrong usage."""
+    if not sys.warnoptions:
+        # Libraries warn programmers; an operator hears from us what is wrong.
+        warnings.simplefilter("ignore")
     try:
         wanted = options.read(argv, environ)
         glog.setup(wanted.v, wanted.vmodule, wanted.log_backtrace_at)
+        ensure_descriptors()
     except options.HelpWanted as help_wanted:
         return _print(help_wanted.usage, status=0)
     except options.VersionWanted:
         return _print(f"{__version__}\n", status=0)
     except options.UsageError as wrong:
-        return _print(f"{wrong.reason}\n{wrong.usage}", status=2)
+        return _print("\n".join([wrong.reason, wrong.usage]), status=2)
     except Fatal as wrong:
         return _print(f"flanneld: {wrong}\n", status=1)
+    _warn_of_unknown_variables(environ)
     if wanted.is_errand:
         from flanneld import errands  # none of it is the daemon's
 
         return errands.run(wanted, environ)
+    return _serve(wanted, environ)
+
+
+def _serve(wanted: Options, environ: Mapping[str, str]) -> int:
     sys.setswitchinterval(_SWITCH_INTERVAL)
     gc.freeze()
     gc.set_threshold(_GARBAGE)
@@ -95,6 +107,12 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         return 0
     except Fatal as failure:
         log.critical("%s", failure)
+        return 1
+    except Exception as error:
+        lack = lacking(error)
+        if lack is None:
+            raise
+        log.critical("%s", lack)
         return 1
 
 
@@ -374,6 +392,12 @@ def _warn_of_unread_keys(config: Config) -> None:
     for key, nearest in config.backend.unread():
         hint = f"; did you mean {nearest}?" if nearest else ""
         log.warning("Unknown key %s in Backend of the network config%s", key, hint)
+
+
+def _warn_of_unknown_variables(environ: Mapping[str, str]) -> None:
+    for name, nearest in options.unknown_variables(environ):
+        hint = f"; did you mean {nearest}?" if nearest else "; flanneld -help lists the flags"
+        log.warning("Unknown variable %s%s", name, hint)
 
 
 def _print(text: str, *, status: int) -> int:

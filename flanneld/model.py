@@ -58,6 +58,14 @@ class LeaseAttrs:
     def data(self, family: Family) -> Any:
         return self.backend_data if family == 4 else self.backend_v6_data
 
+    def __str__(self) -> str:
+        """For the log: addresses, backend and its data, which may be anything that somebody wrote."""
+        import json  # the packet pump, which has no use for it, starts sooner
+
+        ips = [str(ip) for ip in (self.public_ip, self.public_ipv6) if ip] or ["no public IP"]
+        told = [json.dumps(data)[:200] for data in (self.backend_data, self.backend_v6_data) if data]
+        return ", ".join([*ips, f"backend {self.backend_type or 'unnamed'}", *told])
+
 
 LeaseKey = tuple[IPv4Network | None, IPv6Network | None]
 

@@ -7,6 +7,8 @@ import os
 import threading
 from collections.abc import Mapping
 
+from flanneld.goflags import quoted
+
 log = logging.getLogger(__name__)
 
 #: A service manager that does not read must not hold us up for longer, in seconds.
@@ -71,6 +73,6 @@ def watchdog_interval(environ: Mapping[str, str]) -> float | None:
     if not usec or environ.get("WATCHDOG_PID", str(os.getpid())) != str(os.getpid()):
         return None
     if not (usec.isascii() and usec.isdigit() and len(usec) <= 20 and int(usec) > 0):
-        log.warning("no watchdog: WATCHDOG_USEC is %r, which is no number of microseconds", usec)
+        log.warning("no watchdog: WATCHDOG_USEC is %s, which is no number of microseconds", quoted(usec))
         return None
     return min(int(usec) / 2_000_000, threading.TIMEOUT_MAX)

@@ -321,14 +321,37 @@ def read(argv: Sequence[str], environ: Mapping[str, str], program: str = "flanne
         if line.pop(_VERSION.name, False):
             raise VersionWanted
         rest = (flag for flag in FLAGS if flag.name not in line)
-        variables = goflags.from_environment(rest, environ, PREFIX)
     except goflags.HelpRequested:
         raise HelpWanted(usage(program)) from None
     except goflags.FlagError as error:
         raise UsageError(str(error), usage(program)) from None
+    try:
+        variables = goflags.from_environment(rest, environ, PREFIX)
+    except goflags.FlagError as error:
+        # A service's log: the usage would only bury it.
+        raise UsageError(f"{error}; correct or unset it", "") from None
     sources = {name: f"-{name}" for name in line}
     sources |= {name: goflags.variable(name, PREFIX) for name in variables}
     return _checked(line | variables, sources)
+
+
+def unknown_variables(environ: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return the variables that look like ours and are not read, each with the nearest that is."""
+    known = [goflags.variable(flag.name, PREFIX) for flag in FLAGS]
+    unknown = [name for name in sorted(environ) if name.startswith(f"{PREFIX}_") and name not in known]
+    unknown = [name for name in unknown if not _is_of_a_service(name, environ[name])]
+    if not unknown:
+        return []
+    from difflib import get_close_matches  # rarely needed, and it takes its time
+
+    return [(name, "".join(get_close_matches(name, known, n=1))) for name in unknown]
+
+
+def _is_of_a_service(name: str, value: str) -> bool:
+    """Return True for what Kubernetes and Docker set for a service that is called flanneld."""
+    of_port = r"_PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?"
+    is_link = re.search(f"{of_port}$", name) and re.match("(tcp|udp|sctp)://", value)
+    return bool(is_link or re.search(r"_SERVICE_(HOST|PORT)(_\w+)?$|_PORT_\d+_(TCP|UDP|SCTP)_\w+$", name))
 
 
 def usage(program: str) -> str:

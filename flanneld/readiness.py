@@ -10,7 +10,7 @@ from functools import partial
 from typing import TypeVar
 
 from flanneld.backoff import Backoff
-from flanneld.errors import Retryable, lacking
+from flanneld.errors import Retryable, cause_of, lacking
 from flanneld.glog import Once
 from flanneld.notify import Notifier
 from flanneld.subnet.manager import Cancelled
@@ -112,4 +112,4 @@ def _of_this_host(failure: OSError) -> Retryable:
     lack = lacking(failure)
     if lack and failure.errno != errno.ENOMEM:  # that the kernel may say for a moment
         raise lack from failure
-    return Retryable(f"this host refuses: {failure.strerror or failure}")
+    return Retryable(f"this host refuses: {cause_of(failure)}")

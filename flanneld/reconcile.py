@@ -18,7 +18,8 @@ from flanneld import clock
 from flanneld.brake import Brake
 from flanneld.convergence import Convergence, Node
 from flanneld.counters import Work
-from flanneld.glog import Once, V
+from flanneld.errors import cause_of
+from flanneld.glog import Once, V, counted
 from flanneld.inbox import Inbox
 from flanneld.model import Event
 from flanneld.network.culprits import Culprits
@@ -174,9 +175,9 @@ class Reconciler:
             self._could_not_read(failure)
             return
         log.info(
-            "In sync with %d peers: made %d objects, removed %d left by an earlier run",
-            len(self._peers),
-            len(report.made),
+            "In sync with %s: made %s, removed %d left by an earlier run",
+            counted(len(self._peers), "peer"),
+            counted(len(report.made), "object"),
             len(report.removed),
         )
         self._account(report)
@@ -286,10 +287,12 @@ class Reconciler:
             culprit = self._culprits.of(resource)
             log.warning("%s: %s%s", what, resource, f", after a change by {culprit}" if culprit else "")
         if len(resources) > _FEW:
-            log.warning("%s: %d more objects", what, len(resources) - _FEW)
+            log.warning("%s: %s", what, counted(len(resources) - _FEW, "more object"))
 
     def _could_not_read(self, failure: OSError) -> None:
         self._once.warn(
-            log, "read", f"Cannot read the kernel's tables: {failure}; changing nothing until we can"
+            log,
+            "read",
+            f"Cannot read the kernel's tables: {cause_of(failure)}; changing nothing until we can",
         )
         self._next_audit = clock.now() + _FIRST_RETRY

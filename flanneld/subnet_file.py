@@ -16,6 +16,7 @@ from flanneld import clock, durable
 from flanneld.backoff import Backoff
 from flanneld.errors import Retryable
 from flanneld.glog import Once
+from flanneld.goflags import quoted
 from flanneld.model import FAMILIES, IPNetwork, LeaseKey
 from flanneld.outage import Pace
 
@@ -220,5 +221,5 @@ def _only_network(where: str, text: str, kind: type[Net]) -> Net | None:
 def _network(text: str, kind: type[Net]) -> Net:
     """``10.5.72.1/24`` is 10.5.72.0/24. Raises ``ValueError``, also for a netmask or no length at all."""
     if not text.partition("/")[2].isdigit():
-        raise ValueError(f"{text!r} is not of the form address/length")
+        raise ValueError(f"{quoted(text)} is not of the form address/length")
     return kind(text, strict=False)

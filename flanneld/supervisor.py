@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 
-from flanneld.errors import Fatal, FlannelError
+from flanneld.errors import Fatal, FlannelError, lacking
 
 log = logging.getLogger(__name__)
 
@@ -138,12 +138,13 @@ class Supervisor:
     def _failed(self, name: str, error: BaseException) -> None:
         with self._lock:
             if self.stop.is_set():
-                log.warning("%s failed while stopping: %r", name, error)
+                log.warning("%s failed while stopping: %s: %s", name, type(error).__name__, error)
                 return
             self.failure = error
             # An error of ours says all there is to say; any other is a bug, and shows where.
-            trace = None if isinstance(error, FlannelError) else error
-            log.error("stopping: %s failed: %s", name, error, exc_info=trace)
+            told = lacking(error) or error
+            trace = None if isinstance(told, FlannelError) else error
+            log.error("stopping: %s failed: %s", name, told, exc_info=trace)
             self.stop.set()
 
 

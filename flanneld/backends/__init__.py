@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from flanneld.config import Config
 from flanneld.errors import Fatal, Refused
+from flanneld.goflags import quoted
 from flanneld.model import Family, IPAddress, IPNetwork, Lease, LeaseAttrs, Uplink
 from flanneld.network.resources import Resource
 
@@ -185,7 +186,7 @@ def load(name: str) -> Factory:
     entry = offered.get(name.lower())
     if entry is None:
         raise Fatal(
-            f"unknown backend type {name!r}",
+            f"unknown backend type {quoted(name)}",
             f"set Backend.Type in the network config to one of: {', '.join(sorted({*_OWN, *offered}))}",
         )
     offer: Factory = entry.load()

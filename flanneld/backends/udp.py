@@ -14,6 +14,7 @@ from ipaddress import IPv4Address, IPv4Network
 from flanneld.backends import Driver, Host, peers_public_ip
 from flanneld.config import Config
 from flanneld.errors import Fatal
+from flanneld.goflags import quoted
 from flanneld.gojson import GoJsonError
 from flanneld.model import Lease, LeaseAttrs
 from flanneld.network.pump.resources import WISHES, Pump, PumpPeer
@@ -49,7 +50,7 @@ def read_config(config: Config) -> UdpConfig:
     if not 1 <= wanted.port <= 65535:
         raise Fatal(f"Backend.Port is {wanted.port}", "set it to a number from 1 to 65535")
     if wanted.plane not in WISHES:
-        raise Fatal(f"Backend.DataPlane is {wanted.plane!r}", f"set it to one of: {', '.join(WISHES)}")
+        raise Fatal(f"Backend.DataPlane is {quoted(wanted.plane)}", f"set it to one of: {', '.join(WISHES)}")
     if wanted.plane == "native":
         _require_native()
     return wanted

@@ -10,6 +10,7 @@ Lease data, device name and addresses are those of upstream's backend/vxlan.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -157,12 +158,16 @@ class VxlanBackend:
 def vtep_mac(data: Any) -> str:
     """The MAC in a lease's backend data, whose keys Go matches in any case. Raises ``Refused``."""
     if not isinstance(data, dict):
-        raise Refused(f"backend data {data!r} is not an object", "the peer must announce a VtepMAC")
+        raise Refused(
+            f"backend data {json.dumps(data)[:200]} is not an object", "the peer must announce a VtepMAC"
+        )
     mac = data.get("VtepMAC")
     if mac is None:
         mac = next((value for key, value in data.items() if key.lower() == "vtepmac"), None)
     if not isinstance(mac, str):
-        raise Refused(f"VtepMAC is {mac!r}", "the peer must announce the MAC of its VXLAN device")
+        raise Refused(
+            f"VtepMAC is {json.dumps(mac)[:200]}", "the peer must announce the MAC of its VXLAN device"
+        )
     return parse_mac(mac)
 
 

@@ -16,7 +16,8 @@ from flanneld import __version__, options
 from flanneld.ctl import tables, views
 from flanneld.ctl.source import Source, find
 from flanneld.ctl.tables import Table
-from flanneld.errors import FlannelError
+from flanneld.errors import FlannelError, cause_of
+from flanneld.goflags import quoted
 
 FINE, PROBLEMS, USAGE, NO_DAEMON = 0, 1, 2, 3
 
@@ -43,9 +44,10 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     except FlannelError as error:
         return _complain(str(error), USAGE, as_json=as_json)
     except OSError as error:
-        return _complain(f"cannot read the kernel: {error}; run as root", PROBLEMS, as_json=as_json)
+        return _complain(f"cannot read the kernel: {cause_of(error)}; run as root", PROBLEMS, as_json=as_json)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        said = f"what the daemon says is not understood ({error!r}); use the flannelctl of its version"
+        reason = f"{type(error).__name__}: {error}"
+        said = f"what the daemon says is not understood ({reason}); use the flannelctl of its version"
         return _complain(said, PROBLEMS, as_json=as_json)
     _say(shown, plain, as_json=as_json)
     return PROBLEMS if wrong else FINE if source.origin == "daemon" else NO_DAEMON
@@ -68,7 +70,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     arguments, flags = parser.parse_known_args(argv)
     # Go's flags end at the first word that is none; what came after it would count for nothing.
     if flags and not flags[0].startswith("-"):
-        parser.error(f"nobody takes the word {flags[0]!r}")
+        parser.error(f"nobody takes the word {quoted(flags[0])}")
     return arguments, flags
 
 

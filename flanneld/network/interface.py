@@ -12,6 +12,7 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Any
 
 from flanneld.errors import Fatal
+from flanneld.goflags import quoted
 from flanneld.goregex import compile_re2
 from flanneld.model import FAMILIES, Family, IPAddress, Uplink
 
@@ -254,7 +255,9 @@ class _Search:
         """Where the kernel would send a packet; its source address may be another interface's."""
         address = _literal(target)
         if address is None:
-            raise Fatal(f"{target!r} is not an IP address", "give --iface-can-reach an IPv4 or IPv6 address")
+            raise Fatal(
+                f"{quoted(target)} is not an IP address", "give --iface-can-reach an IPv4 or IPv6 address"
+            )
         route = self.route_to(address)
         link = self.facts.link(route.index) if route else None
         if route is None or link is None:

@@ -242,7 +242,7 @@ def unreachable(error: Unreachable) -> Useless:
 
 def useless(error: Exception, timeout: float, server: Server) -> Useless:
     """What is wrong with a connection, in words that stay the same when it happens again."""
-    log.log(V(2), "etcd at %s: %r", server.name, error)
+    log.log(V(2), "etcd at %s: %s: %s", server.name, type(error).__name__, error)
     if isinstance(error, Endless):
         return Useless(str(error))
     if isinstance(error, ReadTimeoutError | TimeoutError):

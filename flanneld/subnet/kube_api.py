@@ -117,7 +117,7 @@ class Api:
             raise Expired(f"the watch was silent for {self._timeouts.silence:g} s") from None
         except (HTTPError, HTTPException, OSError, ValueError) as error:
             self._line.check()
-            log.log(V(2), "A watch broke off: %r", error)
+            log.log(V(2), "A watch broke off: %s: %s", type(error).__name__, error)
 
     def reconnect(self) -> None:
         """Give up the connection of now: it may lead nowhere any more. May be called from any thread."""
@@ -192,7 +192,7 @@ class Api:
         self._hang_up()
         self._line.check()
         self.is_down = True
-        log.log(V(2), "The API server at %s: %r", self.name, error)
+        log.log(V(2), "The API server at %s: %s: %s", self.name, type(error).__name__, error)
         return NoAnswer(
             f"the API server at {self.name} does not answer ({_trouble(error, self._timeouts)})",
             "see that it runs and that this host reaches it",

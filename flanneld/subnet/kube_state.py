@@ -78,7 +78,7 @@ def _text(saved: Saved) -> str:
 def _parse(path: Path, own_name: str) -> Saved:
     top = json.loads(durable.read(path, _MAX_SIZE))
     if top["version"] != _VERSION:
-        raise ValueError(f"its version is {top['version']!r}, not {_VERSION}")
+        raise ValueError(f"its version is {json.dumps(top['version'])}, not {_VERSION}")
     # A host that was made from another one's disk would take the other's subnet.
     if own_name not in ("", top["own"]):
         raise ValueError(f"it is of node {top['own']}, and this is {own_name}")

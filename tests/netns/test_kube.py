@@ -115,7 +115,7 @@ def test_a_daemon_that_stops_takes_no_peer_along_and_comes_back_unnoticed(lab: L
         assert first.stop().status == 0
         assert first.kernel_state("flannel.1") == before
         start(lab, first)
-        first.wait_for_log("In sync with 1 peers", SOON)
+        first.wait_for_log("In sync with 1 peer", SOON)
         ping.wait_for_replies()
         assert ping.lost() == 0
     assert first.kernel_state("flannel.1") == before

@@ -73,7 +73,7 @@ def test_a_plan_that_is_carried_out_leaves_nothing_to_plan_and_nothing_to_do(
 
     with node.changes() as changes:
         node.start(*flags)
-        node.wait_for_log("In sync with 1 peers: made 0 objects, removed 0")
+        node.wait_for_log("In sync with 1 peer: made 0 objects, removed 0")
         assert changes.seen() == []
 
 
@@ -106,7 +106,7 @@ def test_what_commands_make_for_a_pump_is_what_the_daemon_makes(lab: Lab) -> Non
     assert tun(node) == made
     assert plan(lab, node).splitlines() == new
     node.start()
-    node.wait_for_log("In sync with 1 peers", PATIENCE)
+    node.wait_for_log("In sync with 1 peer", PATIENCE)
     assert tun(node) == made
 
 

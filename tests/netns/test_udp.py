@@ -159,7 +159,7 @@ def test_a_restart_of_the_daemon_loses_nothing(nodes: list[Node], how: str) -> N
         there.wait_for_replies()
         node.start()
         node.wait_ready()
-        node.wait_for_log("In sync with 1 peers")
+        node.wait_for_log("In sync with 1 peer")
         there.wait_for_replies()
         back.wait_for_replies()
         assert (there.lost(), back.lost()) == (0, 0)

@@ -9,6 +9,7 @@ from ipaddress import ip_network
 from flanneld.ctl.facts import Facts
 from flanneld.ctl.findings import Finding, as_at_start, check
 from flanneld.ctl.source import ranges_of
+from flanneld.glog import counted
 from flanneld.model import lies_in
 
 #: A lease that ends so soon, in seconds, should have been renewed.
@@ -185,7 +186,7 @@ def overruns(facts: Facts) -> Iterator[Finding]:
     number = facts.document.get("lost_notifications", 0)
     if number:
         yield Finding(
-            f"notifications of the kernel were lost {number} times",
+            f"notifications of the kernel were lost {counted(number, 'time')}",
             "the daemon read everything again each time",
             "repairs came later than usual",
             "see what changes routes or devices so often: ip monitor",

@@ -8,6 +8,7 @@ from ipaddress import ip_network
 from flanneld.ctl.facts import Facts
 from flanneld.ctl.findings import Finding, as_at_start, check
 from flanneld.ctl.source import ranges_of
+from flanneld.glog import counted
 
 #: Kernels that compute wrong checksums for VXLAN packets that are translated (fixed by ea64d8d6c675).
 _GOOD_CHECKSUMS = (5, 7)
@@ -197,7 +198,7 @@ def probes(facts: Facts) -> Iterator[Finding]:
     if silent:
         some = ", ".join(peer["probe"]["target"] for peer in silent[:3])
         yield Finding(
-            f"{len(silent)} peers did not answer the last ICMP echo",
+            f"{counted(len(silent), 'peer')} did not answer the last ICMP echo",
             some + (f", and {len(silent) - 3} more" if len(silent) > 3 else ""),
             "packets to their containers are most likely lost as well",
             "flannelctl trace with that address; see whether the peer runs, and what filters between both",

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from flanneld.ctl.facts import Facts
 from flanneld.ctl.findings import Finding, check
 from flanneld.ctl.look import Entry
+from flanneld.glog import counted
 
 #: So many objects are worth naming.
 _FEW = 3
@@ -62,7 +63,7 @@ def missing(facts: Facts) -> Iterator[Finding]:
     lost = [entry for entry in facts.entries if entry.state == "missing" and entry.kind != "link"]
     if lost:
         yield Finding(
-            f"the kernel lacks {len(lost)} objects",
+            f"the kernel lacks {counted(len(lost), 'object')}",
             _some(lost),
             "packets to these peers go nowhere, or the wrong way",
             "start the daemon, or look at its log: it puts them back at once, or says why it cannot",
@@ -87,7 +88,7 @@ def stale(facts: Facts) -> Iterator[Finding]:
     extra = [entry for entry in facts.entries if entry.state == "not wanted"]
     if extra:
         yield Finding(
-            f"the kernel holds {len(extra)} objects that nobody wants",
+            f"the kernel holds {counted(len(extra), 'object')} that nobody wants",
             _some(extra),
             "packets go to nodes that are gone, or to the wrong ones",
             "start the daemon: it removes them; `flanneld -plan` shows them as commands",
@@ -112,7 +113,7 @@ def neighbours(facts: Facts) -> Iterator[Finding]:
     if facts.gc_thresh and number > 0.8 * facts.gc_thresh:
         yield Finding(
             "the neighbour table may overflow",
-            f"{number} peers, and net.ipv4.neigh.default.gc_thresh3 is {facts.gc_thresh}",
+            f"{counted(number, 'peer')}, and net.ipv4.neigh.default.gc_thresh3 is {facts.gc_thresh}",
             "on one link with all peers, new neighbours are refused: connections hang at random",
             f"sysctl -w net.ipv4.neigh.default.gc_thresh3={4 * max(number, 1024)}",
             hint=True,

@@ -14,6 +14,7 @@ from contextlib import suppress
 
 from flanneld.errors import Retryable
 from flanneld.glog import V
+from flanneld.goflags import quoted
 from flanneld.network.firewall.driver import Rejected, Unavailable
 
 log = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ class Commands:
 
     def run(self, argv: Sequence[str], stdin: str = "") -> str:
         """What the command writes to stdout. Raises ``CommandFailed``, ``CommandHung``, ``Unavailable``."""
-        log.log(V(6), "Running %s, input %r", " ".join(argv), stdin)
+        log.log(V(6), "Running %s, input %s", " ".join(argv), quoted(stdin))
         process = _start(argv)
         try:
             output, stderr = self._communicate(process, argv, stdin)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import Literal
 
-from flanneld.errors import Retryable
+from flanneld.errors import Retryable, cause_of
 from flanneld.glog import V
 from flanneld.model import Family
 from flanneld.network.firewall import text, xtables
@@ -62,7 +62,7 @@ class Restore:
             with Netfilter() as netfilter:
                 there = [chain for chain in IPTABLES_CHAINS if netfilter.has_chain(self._family, chain)]
         except OSError as error:
-            raise Retryable(f"cannot ask nf_tables: {error}", "run with CAP_NET_ADMIN") from error
+            raise Retryable(f"cannot ask nf_tables: {cause_of(error)}", "run with CAP_NET_ADMIN") from error
         return {
             (table, name): text.read_rules(self._commands.run((self.name, "-t", table, "-S", name)))
             for table, name in there
@@ -88,4 +88,6 @@ def read_legacy(family: Family) -> Rules:
     try:
         return xtables.read(family, IPTABLES_CHAINS, {table for table, _ in IPTABLES_CHAINS})
     except OSError as error:
-        raise Retryable(f"cannot read the legacy tables: {error}", "run with CAP_NET_ADMIN") from error
+        raise Retryable(
+            f"cannot read the legacy tables: {cause_of(error)}", "run with CAP_NET_ADMIN"
+        ) from error

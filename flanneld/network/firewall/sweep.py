@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from flanneld.errors import Retryable
+from flanneld.errors import Retryable, cause_of
 from flanneld.glog import V
 from flanneld.model import Family
 from flanneld.network.firewall import xtables
@@ -48,7 +48,7 @@ def may_hold(place: Place, family: Family, claim: Claim) -> bool:
         log.log(V(1), "Looking for nothing in %s: %s", place, reason)
         return False
     except OSError as error:
-        raise Retryable(f"cannot ask the kernel: {error}", "run with CAP_NET_ADMIN") from error
+        raise Retryable(f"cannot ask the kernel: {cause_of(error)}", "run with CAP_NET_ADMIN") from error
 
 
 def sweep(

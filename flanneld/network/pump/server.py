@@ -69,7 +69,9 @@ class Server:
         try:
             self._plane.run()
         except BaseException as failure:  # a thread must not die in silence, whatever kills it
-            text = failure.strerror if isinstance(failure, OSError) else repr(failure)
+            text = (
+                failure.strerror if isinstance(failure, OSError) else f"{type(failure).__name__}: {failure}"
+            )
             self._say_farewell(f"the {self._plane.name} data plane: {text}")
         if self._device_stays is None:
             self._device_stays = True
