@@ -2,33 +2,48 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import resource
+from collections.abc import Callable
 
-from flanneld.errors import OUT_OF_MEMORY, Fatal, lacking
+_OUT_OF_MEMORY = "out of memory; raise the limit: ulimit -v, or MemoryMax= of the service"
 
 
 def main() -> None:
     """Run the daemon; if a limit of the process stops that, say so in one line and exit with status 1."""
-    # Until the log is set up: hashlib shows a traceback for each part that finds no memory.
-    logging.getLogger().addHandler(logging.NullHandler())
     try:
-        from flanneld.main import main as run  # loading it takes most of the memory that a start needs
+        run = _load()
+    except Exception:
+        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+        if limit == resource.RLIM_INFINITY:
+            raise
+        _end(_OUT_OF_MEMORY)  # libraries hide a MemoryError behind errors of all kinds
+        return
+    from flanneld.errors import lacking
 
+    try:
         run()
     except Exception as error:
-        lack = lacking(error) or _unloadable(error)
+        lack = lacking(error)
         if lack is None:
             raise
-        os.write(2, f"flanneld: {lack}\n".encode())
-        os._exit(1)  # threads that lack the same may not get to their end
+        _end(str(lack))
 
 
-def _unloadable(error: Exception) -> Fatal | None:
-    """Return what to tell if a library found no memory for a part of its own, and hid that."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    return OUT_OF_MEMORY if isinstance(error, ImportError) and limit != resource.RLIM_INFINITY else None
+def _load() -> Callable[[], None]:
+    """Load the daemon, which takes most of the memory that a start needs."""
+    import logging
+
+    # Until the log is set up: hashlib shows a traceback for each part that finds no memory.
+    logging.getLogger().addHandler(logging.NullHandler())
+    from flanneld.main import main as run
+
+    return run
+
+
+def _end(reason: str) -> None:
+    os.write(2, f"flanneld: {reason}\n".encode())
+    os._exit(1)  # threads that lack the same may not get to their end
 
 
 if __name__ == "__main__":

@@ -51,9 +51,6 @@ def cause_of(error: Exception) -> str:
     return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
 
 
-OUT_OF_MEMORY = Fatal("out of memory", "raise the limit: ulimit -v, or MemoryMax= of the service")
-
-
 def lacking(error: BaseException) -> Fatal | None:
     """Return what to tell if this process is out of file descriptors, memory or threads; None otherwise.
 
@@ -67,6 +64,7 @@ def lacking(error: BaseException) -> Fatal | None:
         )
     out_of_memory = isinstance(error, OSError) and error.errno == errno.ENOMEM
     unmapped = isinstance(error, ImportError) and "failed to map segment" in str(error)
-    if out_of_memory or unmapped or isinstance(error, MemoryError):
-        return OUT_OF_MEMORY
+    # CPython's own complaint about an extension that found no memory is a SystemError.
+    if out_of_memory or unmapped or isinstance(error, MemoryError | SystemError):
+        return Fatal("out of memory", "raise the limit: ulimit -v, or MemoryMax= of the service")
     return None

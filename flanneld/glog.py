@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
 
 from flanneld.errors import Fatal
@@ -129,6 +130,9 @@ class _Handler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             self._outlet.write(self.format(record))
+        except MemoryError:  # a line of the least size, and no traceback, which takes more
+            with suppress(Exception):
+                os.write(2, f"flanneld: {record.getMessage()}\n".encode())
         except Exception:  # a line that cannot be made or told must not end the thread that logs it
             self.handleError(record)
 

@@ -344,7 +344,10 @@ def unknown_variables(environ: Mapping[str, str]) -> list[tuple[str, str]]:
         return []
     from difflib import get_close_matches  # rarely needed, and it takes its time
 
-    return [(name, "".join(get_close_matches(name, known, n=1))) for name in unknown]
+    # Without the prefix, which would make all of them similar.
+    rest = {name.removeprefix(PREFIX): name for name in known}
+    close = ((name, get_close_matches(name.removeprefix(PREFIX), rest, n=1)) for name in unknown)
+    return [(name, rest[found[0]] if found else "") for name, found in close]
 
 
 def _is_of_a_service(name: str, value: str) -> bool:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import subprocess
 import sys
 import threading
 import time
@@ -187,7 +188,8 @@ def test_libraries_keep_quiet_at_any_verbosity(capsys: Stderr) -> None:
     for name in ("urllib3.connectionpool", "pyroute2.netlink", "etcd.client"):
         logging.getLogger(name).info("chatter of %s", name)
     logging.getLogger("etcd.client").error("what is raised as well")
-    logging.getLogger("urllib3.connectionpool").warning("trouble")
+    logging.getLogger("urllib3.connectionpool").warning("Failed to parse headers")
+    logging.getLogger("urllib3.connectionpool").error("trouble")
     assert messages(capsys) == ["trouble"]
 
 
@@ -291,3 +293,43 @@ def test_threads_share_one_complaint(capsys: Stderr) -> None:
     for thread in threads:
         thread.join(30)
     assert messages(capsys) == ["no route"]
+
+
+TO_JOURNAL = """
+import logging, os, sys
+from flanneld import glog
+found = os.fstat(int(sys.argv[1]))
+os.environ["JOURNAL_STREAM"] = f"{found.st_dev}:{found.st_ino}"
+glog.setup(verbosity=1)
+log = logging.getLogger("x")
+log.log(glog.V(1), "detail")
+log.info("news")
+log.warning("condition")
+try:
+    raise ValueError("a bug")
+except ValueError:
+    log.exception("mistake")
+log.critical("end")
+"""
+
+
+def journal(descriptor: int) -> list[str]:
+    program = [sys.executable, "-c", TO_JOURNAL, str(descriptor)]
+    return subprocess.run(program, capture_output=True, text=True, check=True).stderr.splitlines()
+
+
+def test_each_line_for_the_journal_has_its_priority() -> None:
+    lines = journal(2)
+    assert [line[:3] for line in lines if "] " in line] == ["<7>", "<6>", "<4>", "<3>", "<2>"]
+    trace = [line for line in lines if "] " not in line]
+    assert trace[0] == "<3>    Traceback (most recent call last):"
+    assert {line[:7] for line in trace} == {"<3>    "}
+
+
+def test_lines_for_anything_but_the_journal_are_as_ever() -> None:
+    assert [line[0] for line in journal(0) if "] " in line] == ["I", "I", "W", "E", "F"]
+
+
+@pytest.mark.parametrize(("number", "text"), [(0, "0 peers"), (1, "1 peer"), (2, "2 peers")])
+def test_what_is_counted_has_the_right_number(number: int, text: str) -> None:
+    assert glog.counted(number, "peer") == text

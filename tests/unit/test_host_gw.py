@@ -119,5 +119,5 @@ def test_the_backend_is_found_by_name(name: str) -> None:
 
 
 def test_an_unknown_backend_is_fatal_and_the_known_ones_are_named() -> None:
-    with pytest.raises(Fatal, match=r"'carrier-pigeon'.*host-gw.*vxlan"):
+    with pytest.raises(Fatal, match=r'"carrier-pigeon".*host-gw.*vxlan'):
         backends.load("carrier-pigeon")

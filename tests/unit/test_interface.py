@@ -277,7 +277,7 @@ def test_a_route_to_an_interface_that_has_gone_is_no_route() -> None:
 
 
 def test_a_malformed_can_reach_is_fatal_and_not_worth_waiting_for() -> None:
-    with pytest.raises(Fatal, match="'gateway' is not an IP address") as caught:
+    with pytest.raises(Fatal, match='"gateway" is not an IP address') as caught:
         elect(wish(reach="gateway"), TWO, nowhere, V4)
     assert not isinstance(caught.value, NoInterface)
 

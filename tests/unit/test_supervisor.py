@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import signal
@@ -85,7 +86,7 @@ def test_a_failure_while_stopping_does_not_make_a_clean_stop_a_failure(
     supervisor.request_stop("enough")
     assert supervisor.shutdown(DEADLINE) == []
     assert supervisor.failure is None
-    assert "watcher failed while stopping: ValueError('socket closed under me')" in caplog.text
+    assert "watcher failed while stopping: ValueError: socket closed under me" in caplog.text
 
 
 def test_a_task_that_exits_the_interpreter_is_a_failure_too() -> None:
@@ -294,3 +295,17 @@ def test_a_signal_does_no_harm_while_the_main_thread_holds(lock: str) -> None:
     interrupted = f"with {lock}:\n    signal.raise_signal(signal.SIGTERM)\n"
     with running(PROGRAM + interrupted + WAIT) as process:
         assert lines_until(process, "stopped")[-1] == "stopped"
+
+
+def test_a_task_that_lacks_descriptors_ends_the_daemon_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    supervisor = Supervisor()
+
+    def run() -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    supervisor.start("watcher", run)
+    assert supervisor.stop.wait(DEADLINE)
+    supervisor.shutdown(DEADLINE)
+    (record,) = caplog.records
+    assert record.exc_info is None
+    assert record.getMessage().startswith("stopping: watcher failed: out of file descriptors; ")

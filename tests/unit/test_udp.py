@@ -96,7 +96,7 @@ def test_an_uplink_through_which_nothing_fits_is_fatal(mtu: int) -> None:
         ({"Port": 0}, "Port is 0; set it to a number from 1 to 65535"),
         ({"Port": 65536}, "Port is 65536"),
         ({"Port": "8285"}, "Port must be"),
-        ({"DataPlane": "warp"}, "'warp'; set it to one of: auto, native, python"),
+        ({"DataPlane": "warp"}, '"warp"; set it to one of: auto, native, python'),
         ({"DataPlane": ""}, "set it to one of"),
         ({"AcceptAnySource": "yes"}, "AcceptAnySource must be"),
     ],
