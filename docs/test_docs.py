@@ -51,6 +51,17 @@ def test_a_file_that_is_named_is_there(name: str) -> None:
     assert (ROOT / name).exists()
 
 
+@cache
+def names_of_tests() -> frozenset[str]:
+    files = [file for place in ("tests", "docs") for file in (ROOT / place).rglob("*.py")]
+    return frozenset(name for file in files for name in re.findall(r"def (test_\w+)", file.read_text()))
+
+
+@pytest.mark.parametrize("name", sorted(set(re.findall(r"`(test_\w+)`", TEXT))))
+def test_a_test_that_is_named_exists(name: str) -> None:
+    assert name in names_of_tests()
+
+
 @pytest.mark.parametrize("block", re.findall(r"^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL))
 def test_a_piece_of_code_that_is_shown_is_a_piece_of_the_example(block: str) -> None:
     assert any(block in file.read_text() for file in (DOCS / "examples").rglob("*.py"))

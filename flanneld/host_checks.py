@@ -124,7 +124,9 @@ class Forwarding:
 def _tell_changes(before: tuple[Finding, ...], after: tuple[Finding, ...]) -> None:
     for each in after:
         if each not in before:
-            log.warning("%s now, so %s; run as root: %s", each.what, each.why, each.command)
+            log.warning(
+                "Forwarding was switched off: %s, so %s; run as root: %s", each.what, each.why, each.command
+            )
     for each in before:
         if each not in after:
             log.info("Forwarding is on again: no longer %s", each.what)

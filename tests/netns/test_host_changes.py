@@ -90,7 +90,7 @@ def test_forwarding_that_is_switched_off_is_told_and_left_to_the_operator(lab: L
     assert f"[-]forwarding: {told}" in ready_page(node)
     assert f"{name} is 0" in findings(node)["forwarding"]
     assert flannelctl(node, "status").returncode == 1
-    assert len(node.wait_for_log(f"{name} is 0 now")) == 1
+    assert len(node.wait_for_log(f"Forwarding was switched off: {name} is 0")) == 1
     assert setting(node, path) == "0"
     fix = next(each["fix"] for each in answer(node, "doctor")["findings"] if each["check"] == "forwarding")
     node.run(*fix.split())
