@@ -9,6 +9,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from ipaddress import ip_network
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,32 @@ DAEMON_TIME = 5.0
 _STORE_FLAGS = ("etcd-endpoints", "kube-subnet-mgr")
 
 
+class Part(StrEnum):
+    """A source of answers that did not answer."""
+
+    DAEMON = "daemon"
+    STORE = "store"
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """The answers that are lacking: ``part`` was not asked, or asked in vain (``failed``)."""
+
+    part: Part
+    reason: str
+    failed: bool = True
+
+    def __str__(self) -> str:
+        return self.reason
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
     """``document`` came from ``origin``: ``daemon``, ``store`` or ``host``; ``unknown`` is what it lacks."""
 
     origin: str
     document: Mapping[str, Any]
-    unknown: tuple[str, ...] = ()
+    unknown: tuple[Unknown, ...] = ()
     options: Options = field(default_factory=Options)
 
 
@@ -40,18 +60,20 @@ def find(words: Sequence[str], environ: Mapping[str, str], socket_path: str = ""
     try:
         return Source("daemon", _document(status_socket.ask(path, DAEMON_TIME)), options=wanted)
     except (OSError, ValueError) as error:
-        silent = f"no daemon answers at {path}: {getattr(error, 'strerror', None) or error}"
+        reason = getattr(error, "strerror", None) or error
+        silent = Unknown(Part.DAEMON, f"no daemon answers at {path}: {reason}")
     given = " ".join(words) + " " + " ".join(environ)
     if not any(
         flag in given or f"FLANNELD_{flag.upper().replace('-', '_')}" in given for flag in _STORE_FLAGS
     ):
-        why = "the store was not asked: give -etcd-endpoints"
+        why = Unknown(Part.STORE, "the store was not asked: give -etcd-endpoints", failed=False)
         return Source("host", _of_the_host(wanted), (silent, why), wanted)
     logging.getLogger().setLevel(logging.ERROR)
     try:
         return Source("store", _of_the_store(wanted, environ), (silent,), wanted)
     except (FlannelError, OSError) as error:
-        return Source("host", _of_the_host(wanted), (silent, f"the store does not tell: {error}"), wanted)
+        lost = Unknown(Part.STORE, f"the store does not tell: {error}")
+        return Source("host", _of_the_host(wanted), (silent, lost), wanted)
 
 
 def _document(said: bytes) -> dict[str, Any]:
@@ -72,7 +94,8 @@ def _of_the_store(wanted: Options, environ: Mapping[str, str]) -> dict[str, Any]
     manager = open_manager(wanted, environ)
     outcome = rehearse(wanted, manager, choice_for(wanted, manager))
     local = outcome.view.wishes.get(LOCAL, ())
-    lacking = {key: Failure(item, "the kernel lacks it") for key, item in outcome.notes.puts.items()}
+    to_make = [*outcome.notes.puts.values(), *(link for link, _ in outcome.notes.devices.values())]
+    lacking = {item.key: Failure(item, "the kernel lacks it") for item in to_make}
     return {
         "store": {"name": manager.name, "answers": True},
         "network": status.network(outcome.config),
