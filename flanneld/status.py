@@ -56,6 +56,7 @@ def summary(sight: Sight) -> Document:
         "started": sight.started,
         "flags": sight.options.described(),
         "subnet_file": sight.options.subnet_file,
+        "kube_subnet_mgr": sight.options.kube_subnet_mgr,
         "store": _store(sight),
         "health": {
             "ready": not missing,

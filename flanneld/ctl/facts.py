@@ -107,6 +107,7 @@ def gather(source: Source) -> Facts:
     families = _families(document)
     uplink = (document.get("uplink") or {}).get("name", "")
     ours = [link for link in found.links if is_flannels(link)]
+    services = bool(document.get("kube_subnet_mgr", source.options.kube_subnet_mgr))
     return Facts(
         document=document,
         origin=source.origin,
@@ -120,7 +121,7 @@ def gather(source: Source) -> Facts:
         addresses=tuple(_addresses(found)),
         entries=tuple(look.compare(document, found)),
         detours=tuple(detours.read(document, found, look.way_to)),
-        host=host_checks.findings(host_checks.read_facts(families, uplink)),
+        host=host_checks.findings(host_checks.read_facts(families, uplink, services=services)),
         dropping=tuple(_dropping(document)),
         managed=tuple(_managed(ours)),
         firewalls=tuple(_firewalls()),

@@ -16,7 +16,7 @@ from flanneld.ctl.checks import CHECKS
 from flanneld.ctl.detours import Detour
 from flanneld.ctl.doctor import as_json, examine, report
 from flanneld.ctl.facts import Dropped, Facts
-from flanneld.ctl.findings import THEMES, Fix
+from flanneld.ctl.findings import THEMES, Advice, Fix, Severity
 from flanneld.ctl.leftovers import CniConf, LeftRules
 from flanneld.ctl.look import Difference, Entry
 from flanneld.ctl.source import Part, Unknown
@@ -282,3 +282,91 @@ def test_programs_get_the_same() -> None:
     assert found["severity"] == "problem"
     assert found["fix"] == [["sysctl", "-w", "net.ipv4.ip_forward=1"]]
     assert found["advice"] is None
+
+
+# ---- remedies -----------------------------------------------------------------------------------
+
+
+def remedies(name: str, facts: Facts) -> list[Fix | Advice]:
+    return [finding.remedy for check, finding in examine(facts) if check.name == name]
+
+
+def test_a_property_that_is_set_without_loss_has_a_fix() -> None:
+    (remedy,) = remedies("devices", drift(mtu=1400, learning=True))
+    assert remedy == Fix(
+        (
+            ("ip", "link", "set", "flannel.1", "type", "vxlan", "id", "1", "nolearning"),
+            ("ip", "link", "set", "flannel.1", "mtu", "1450"),
+        )
+    )
+
+
+@pytest.mark.parametrize("change", [{"up": False}, {"port": 8473}, {"mtu": 1400, "mac": "02:00:00:00:00:99"}])
+def test_a_device_that_has_lost_what_was_on_it_is_left_to_the_daemon(change: dict[str, Any]) -> None:
+    (remedy,) = remedies("devices", drift(**change))
+    assert isinstance(remedy, Advice)
+
+
+def test_an_uplink_that_loses_its_ipv6_addresses_when_it_is_down_takes_more_than_a_command() -> None:
+    down = with_links(link("eth0", up=False), flannel())
+    assert remedies("uplink", down) == [Fix((("ip", "link", "set", "dev", "eth0", "up"),))]
+    document = deepcopy(DOCUMENT)
+    document["uplink"]["addresses"].append("2001:db8::1")
+    (remedy,) = remedies("uplink", replace(down, document=document))
+    assert isinstance(remedy, Advice)
+
+
+def test_no_remedy_removes_an_interface_that_is_inside_the_network() -> None:
+    facts = with_address("eth0", link("eth0"), flannel())
+    (found,) = [finding for check, finding in examine(facts) if check.name == "bridge subnet"]
+    assert (found.severity, found.about) == (Severity.HINT, "eth0")
+    assert isinstance(found.remedy, Advice)
+    assert "delete" not in found.remedy.text
+
+
+@pytest.mark.parametrize("name", ["docker0", "cni0"])
+def test_a_bridge_without_ports_is_no_finding(name: str) -> None:
+    facts = with_address(name, link("eth0"), flannel(), bridge(name, 9000))
+    assert not {"bridge subnet", "containers"} & {check.name for check, _ in examine(facts)}
+
+
+@pytest.mark.parametrize("name", ["dropping", "probes", "port", "forwarding", "reverse path", "uplink"])
+def test_whatever_loses_packets_is_a_problem(name: str) -> None:
+    for facts in CASES[name]:
+        found = [finding.severity for check, finding in examine(facts) if check.name == name]
+        assert set(found) == {Severity.PROBLEM}
+
+
+def test_a_bridge_that_the_firewall_does_not_see_is_a_problem_where_services_are_used() -> None:
+    setting = {"net/bridge/bridge-nf-call-iptables": 0}
+    for services, severity in ((True, Severity.PROBLEM), (False, Severity.HINT)):
+        known = host_checks.Facts((4,), "eth0", setting, services=services)
+        facts = replace(WELL, host=host_checks.findings(known))
+        assert [finding.severity for _, finding in examine(facts)] == [severity]
+
+
+HOSTILE = "$(reboot) `reboot`; reboot"
+
+
+def hostile(facts: Facts) -> Facts:
+    """The same after others wrote into the store whatever they like."""
+    document = deepcopy(dict(facts.document))
+    document["store"]["name"] = document["network"]["backend"] = HOSTILE
+    document["refused"] = [{"object": HOSTILE, "reason": HOSTILE}]
+    for each in document["peers"]:
+        each.update(reason=HOSTILE, backend=HOSTILE, state="refused", conflicts=[HOSTILE])
+    return replace(facts, document=document)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_fix_holds_text_out_of_the_store(name: str) -> None:
+    for facts in map(hostile, CASES[name]):
+        fixes = [finding.remedy for _, finding in examine(facts) if isinstance(finding.remedy, Fix)]
+        assert "reboot" not in str(fixes)
+
+
+def test_a_fix_is_shown_with_a_command_on_each_line_quoted_for_a_shell() -> None:
+    commands = (("nft", "flush", "chain", "a b"), ("true",))
+    facts = replace(WELL, left_rules=(LeftRules(("a rule",), commands),))
+    (table, _) = report(examine(facts), facts)
+    assert list(plain(table))[-2:] == ["fix       nft flush chain 'a b'", "fix       true"]
