@@ -48,6 +48,7 @@ class Illness:
     check: str
     harm: tuple[str, ...]
     flags: tuple[str, ...] = ()
+    backend: str = "vxlan"
     dual_stack: bool = False
     cuts: bool = False
     daemon: bool = True
@@ -85,6 +86,7 @@ ILLNESSES = {
     "MTU of the bridge": Illness("containers", ("ip link set cni0 mtu 1500",)),
     "uplink": Illness("uplink", ("ip link set eth0 down",), cuts=True),
     "MTU of the device": Illness("devices", ("ip link set flannel.1 mtu 1400",), daemon=False),
+    "MTU of the TUN": Illness("devices", ("ip link set flannel0 mtu 1400",), backend="udp", daemon=False),
     "learning": Illness("devices", ("ip link set flannel.1 type vxlan id 1 learning",), daemon=False),
 }
 
@@ -95,7 +97,7 @@ class Host:
     def __init__(self, lab: Lab, illness: Illness) -> None:
         self._lab = lab
         config = DUAL_STACK if illness.dual_stack else {}
-        self.node, self.peer = lab.cluster(BACKEND, flags=illness.flags, **config)
+        self.node, self.peer = lab.cluster({"Type": illness.backend}, flags=illness.flags, **config)
         connect(self.node, self.peer)
         wait_for(lambda: flannelctl(self.node, "status").returncode == 0, PATIENCE, "a node that is well")
 
@@ -120,7 +122,7 @@ class Hosts:
 
     @contextmanager
     def get(self, illness: Illness) -> Iterator[Host]:
-        kind = (illness.flags, illness.dual_stack, illness.daemon)
+        kind = (illness.backend, illness.flags, illness.dual_stack, illness.daemon)
         if kind not in self._kept:
             with ExitStack() as stack:
                 host = Host(stack.enter_context(Lab()), illness)

@@ -330,6 +330,11 @@ def test_a_bridge_without_ports_is_no_finding(name: str) -> None:
     assert not {"bridge subnet", "containers"} & {check.name for check, _ in examine(facts)}
 
 
+def test_an_address_of_our_subnet_that_leads_to_no_container_limits_no_mtu() -> None:
+    addresses = (*WELL.addresses, ("lo", ip_address("10.5.1.9")))
+    assert examine(replace(WELL, links=(*WELL.links, link("lo", 65536)), addresses=addresses)) == []
+
+
 @pytest.mark.parametrize("name", ["dropping", "probes", "port", "forwarding", "reverse path", "uplink"])
 def test_whatever_loses_packets_is_a_problem(name: str) -> None:
     for facts in CASES[name]:

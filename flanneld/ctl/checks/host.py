@@ -23,6 +23,8 @@ _LET_IN: dict[str, tuple[str, ...]] = {
     "udp": ("--add-port=8285/udp",),
     "ipip": ("--add-protocol=ipencap",),
 }
+#: Kinds of device behind which container runtimes put containers (IFLA_INFO_KIND).
+_LEADS_TO_CONTAINERS = frozenset({"bridge", "veth"})
 _OVERHEAD = {"vxlan": {4: 50, 6: 70}, "host-gw": {4: 0, 6: 0}, "ipip": {4: 20}, "udp": {4: 28}}
 
 
@@ -173,8 +175,10 @@ def container_mtu(facts: Facts) -> Iterator[Finding]:
     names = {name for name, address in facts.addresses if any(address in net for net in own)}
     for name in sorted(names - set(facts.devices)):
         link = facts.link(name)
+        if not allowed or link is None or link.make.make not in _LEADS_TO_CONTAINERS:
+            continue
         # The kernel gives a bridge without ports the MTU of Ethernet.
-        if allowed and link is not None and link.mtu > allowed and facts.has_ports(name):
+        if link.mtu > allowed and facts.has_ports(name):
             yield Finding(
                 f"{name} has the MTU {link.mtu}, the network allows {allowed}",
                 f"an address of our subnet is on {name}",
