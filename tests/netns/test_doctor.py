@@ -161,6 +161,7 @@ def test_a_fix_heals_the_host_that_it_was_printed_for(
         found = [after[new] for new in after.keys() - before.keys() if after[new]["check"] == illness.check]
         assert found
         assert {each["severity"] for each in found} == {"problem"}
+        assert flannelctl(host.node, "doctor").returncode == 1
         assert host.is_cut() == illness.cuts
         host.run(*(shlex.join(command) for each in found for command in each["fix"]))
         wait_for(
@@ -168,6 +169,7 @@ def test_a_fix_heals_the_host_that_it_was_printed_for(
             PATIENCE,
             "a doctor who is content",
         )
+        assert (flannelctl(host.node, "doctor").returncode == 0) == illness.daemon
         wait_for(lambda: not host.is_cut(), PATIENCE, "packets to flow")
 
 

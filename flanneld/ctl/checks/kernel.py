@@ -107,7 +107,10 @@ def detours(facts: Facts) -> Iterator[Finding]:
             f"packets for {subnets[0]}{more} take another way than the daemon's",
             "; ".join(each.found for each in facts.detours[:_FEW]),
             "a route or rule of somebody else's comes first; the daemon leaves it alone",
-            Advice("remove it; `ip route get ADDRESS` and `ip rule` show what decides"),
+            Advice(
+                "`ip route get ADDRESS` and `ip rule` show what decides. Keep the route of a network that this host"
+                " is on, and give the peer another subnet; remove what has no user"
+            ),
         )
 
 
@@ -130,7 +133,7 @@ def refused(facts: Facts) -> Iterator[Finding]:
             f"the kernel refuses {each['object']}",
             each["reason"],
             "its peer is not reached",
-            Advice("remove what is in the way; the daemon tries again by itself"),
+            Advice("find out what is in the way and who needs it; the daemon tries again by itself"),
         )
 
 
