@@ -36,7 +36,7 @@ def read(document: Mapping[str, Any], found: Found, way_to: Callable[[IPAddress]
 def by_lookup(
     document: Mapping[str, Any], found: Found, way_to: Callable[[IPAddress], Way]
 ) -> Iterator[Detour]:
-    """What a route of the same length, a rule or another table turns aside (pure)."""
+    """Yield what a route of the same length, a rule or another table turns aside (pure)."""
     for peer in document.get("peers", ()):
         for text in peer["subnets"]:
             subnet = ip_network(text)
@@ -49,7 +49,7 @@ def by_lookup(
 
 
 def by_length(document: Mapping[str, Any], routes: Iterable[tuple[IPNetwork, str]]) -> Iterator[Detour]:
-    """What a more specific route turns aside (pure)."""
+    """Yield what a more specific route turns aside (pure)."""
     subnets = {ip_network(text) for peer in document.get("peers", ()) for text in peer["subnets"]}
     lengths = {(subnet.version, subnet.prefixlen) for subnet in subnets}
     for destination, device in routes:

@@ -1,4 +1,4 @@
-"""What flannel or another network plug-in left on this host, where nobody looks after it."""
+"""Rules and CNI configs on this host that flannel or another network plug-in left behind."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CNI_SUFFIXES = (".conf", ".conflist", ".json")
 
 @dataclass(frozen=True, slots=True)
 class LeftRules:
-    """Rules of flannel's for a network of ours, in another place than the daemon's; what removes them."""
+    """Rules for our network in another place than the daemon's, and the commands that remove them."""
 
     rules: tuple[str, ...]
     commands: tuple[Command, ...]

@@ -39,7 +39,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """Where the kernel would send a packet; ``device`` is empty when nowhere. ``is_here``: it stays here."""
+    """The kernel's answer to a lookup; ``device`` is empty without a route, ``is_here``: to this host."""
 
     device: str
     gateway: IPAddress | None = None
@@ -65,7 +65,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One property of an object that is there: its name, and both values as iproute2 would show them."""
+    """One property of an object that differs: its name and both values, as a person reads them."""
 
     name: str
     found: str

@@ -1,4 +1,4 @@
-"""Where the answers come from: the running daemon, else the store, else what is on this host.
+"""Sources of answers: the running daemon, else the store, else this host alone.
 
 All three give a document as ``flanneld.status`` makes it; the later ones with less in it.
 """
@@ -54,7 +54,10 @@ class Source:
 
 
 def find(words: Sequence[str], environ: Mapping[str, str], socket_path: str = "") -> Source:
-    """Ask whom we can. ``words`` and ``environ`` are as for flanneld; raises what ``options.read`` does."""
+    """Ask the daemon, else the store, else this host.
+
+    ``words`` and ``environ`` are as for flanneld. Raises what ``options.read`` does.
+    """
     wanted = options.read(words, environ, program="flannelctl COMMAND")
     path = Path(socket_path) if socket_path else status_socket.path_beside(Path(wanted.subnet_file))
     try:
@@ -123,7 +126,7 @@ def _of_the_host(wanted: Options) -> dict[str, Any]:
 
 
 def knows_peers(document: Mapping[str, Any]) -> bool:
-    """Whether all leases are in a document, so that what is not in it is nobody's."""
+    """Return True if a document holds all leases: an object that it lacks has no owner then."""
     return "local" in document and document.get("synced") is not False
 
 

@@ -108,8 +108,8 @@ def detours(facts: Facts) -> Iterator[Finding]:
             "; ".join(each.found for each in facts.detours[:_FEW]),
             "a route or rule of somebody else's comes first; the daemon leaves it alone",
             Advice(
-                "`ip route get ADDRESS` and `ip rule` show what decides. Keep the route of a network that this host"
-                " is on, and give the peer another subnet; remove what has no user"
+                "`ip route get ADDRESS` and `ip rule` show what decides; keep the route to a network that"
+                " this host is on and give the peer another subnet"
             ),
         )
 
