@@ -19,9 +19,10 @@ from flanneld.network.resources import ForeignLink, Resource, Tun
 from flanneld.status_socket import path_beside
 from flanneld.subnet_file import Previous
 
-#: The names that flannel's backends give, and the kinds of device that bear them.
+#: The names that flannel's backends give, and the kinds of device that only Go flannel makes: its TUN belongs
+#: to its process.
 _NAMES = re.compile(r"flannel(-v6)?\.[0-9]+|flannel\.ipip|flannel-wg(-v6)?|flannel[0-9]+")
-_KINDS = ("vxlan", "ipip", "wireguard", "tun")
+_MADE_OTHERWISE = frozenset({"wireguard", "tun"})
 
 
 def clean_up(path: Path, saved: Path, say: Callable[[str], None], *, dry_run: bool) -> bool:
@@ -65,7 +66,7 @@ def is_flannels(link: SeenLink) -> bool:
     """Whether a device is one that a backend of flannel made."""
     if not _NAMES.fullmatch(link.name):
         return False
-    return not isinstance(link.make, ForeignLink) or link.make.description.endswith(_KINDS)
+    return not isinstance(link.make, ForeignLink) or link.make.make in _MADE_OTHERWISE
 
 
 def _pump_of(tun: str) -> Iterator[tuple[str, Callable[[], bool]]]:

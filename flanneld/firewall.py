@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
 
-from flanneld import clock
+from flanneld import clock, shell
 from flanneld.config import Config
 from flanneld.errors import Fatal, Retryable
 from flanneld.glog import Once, counted
@@ -212,7 +212,7 @@ class Firewall:
                     log.warning(
                         "The %s drops the network's packets unless it accepts them itself; run as root: %s",
                         found,
-                        found.command(nets.network),
+                        shell.line(found.commands(nets.network)),
                     )
 
     def start_and_run(self) -> None:

@@ -34,8 +34,8 @@ class Checks:
     missing: Callable[[], list[str]] = list
     #: Each part of the daemon, with what is not well with it: for those who ask for more.
     parts: Callable[[], list[tuple[str, str]]] = list
-    #: Turns an Accept header into the content type and the page of /metrics.
-    metrics: Callable[[str], tuple[str, bytes]] | None = None
+    #: Turns an Accept header into status, content type and page of /metrics.
+    metrics: Callable[[str], tuple[int, str, bytes]] | None = None
 
 
 def answer(path: str, checks: Checks) -> tuple[int, str]:
@@ -152,7 +152,7 @@ def _handler() -> Callable[[bytes, Checks], _Response]:
 
         def _answer(self) -> None:
             if self._checks.metrics and self.path.partition("?")[0] == "/metrics":
-                self._send(200, *self._checks.metrics(self.headers.get("Accept", "")))
+                self._send(*self._checks.metrics(self.headers.get("Accept", "")))
                 return
             status, text = answer(self.path, self._checks)
             self._send(status, "text/plain; charset=utf-8", text.encode(errors="backslashreplace"))

@@ -9,12 +9,15 @@ no answer then. ``gc_thresh`` does not count permanent neighbours.
 from __future__ import annotations
 
 import logging
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
 from flanneld.model import Family
 from flanneld.outage import Pace
+from flanneld.shell import Command
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +52,14 @@ class Facts:
     elsewhere: str = ""
 
 
+class Topic(StrEnum):
+    """The setting of this host that a finding concerns."""
+
+    FORWARDING = "forwarding"
+    BRIDGES = "br_netfilter"
+    REVERSE_PATH = "rp_filter"
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
     """One obstacle: what it is, why it matters, what puts it right as root.
@@ -57,11 +68,17 @@ class Finding:
     What is ``grave`` is in the way of what this host is for.
     """
 
+    topic: Topic
     what: str
     why: str
-    command: str
+    argv: Command
     settings: tuple[tuple[str, int], ...] = ()
     grave: bool = True
+
+    @property
+    def command(self) -> str:
+        """The remedy as a shell reads it."""
+        return shlex.join(self.argv)
 
 
 def report(families: tuple[Family, ...], uplink: str, *, services: bool = False) -> None:
@@ -145,6 +162,7 @@ def _no_forwarding(facts: Facts) -> Iterator[Finding]:
         if facts.settings.get(FORWARDING[family]) == 0:
             settings = (*(_kept_advertisements(facts) if family == 6 else ()), (FORWARDING[family], 1))
             yield Finding(
+                Topic.FORWARDING,
                 f"{_shown(FORWARDING[family])} is 0",
                 f"this host passes no IPv{family} packets on, neither to its containers nor from them",
                 _sysctl(*settings),
@@ -172,10 +190,11 @@ def _bridge_without_firewall(facts: Facts) -> Iterator[Finding]:
     missing = [BRIDGED[family] for family in facts.families if BRIDGED[family] not in facts.settings]
     if missing:
         what = "the kernel module br_netfilter is not loaded"
-        yield Finding(what, why, "modprobe br_netfilter", grave=facts.services)
+        yield Finding(Topic.BRIDGES, what, why, ("modprobe", "br_netfilter"), grave=facts.services)
     off = [BRIDGED[family] for family in facts.families if facts.settings.get(BRIDGED[family]) == 0]
     for setting in off:
-        yield Finding(f"{_shown(setting)} is 0", why, _sysctl((setting, 1)), grave=facts.services)
+        command = _sysctl((setting, 1))
+        yield Finding(Topic.BRIDGES, f"{_shown(setting)} is 0", why, command, grave=facts.services)
 
 
 def _strict_uplink(facts: Facts) -> Iterator[Finding]:
@@ -187,14 +206,15 @@ def _strict_uplink(facts: Facts) -> Iterator[Finding]:
     values = (facts.settings.get(setting, 0), facts.settings.get("net/ipv4/conf/all/rp_filter", 0))
     if 4 in facts.families and facts.elsewhere and max(values) == _STRICT:
         yield Finding(
+            Topic.REVERSE_PATH,
             f"{_shown(setting)} is strict while the default route leaves by {facts.elsewhere}",
             f"packets from nodes that are not on {facts.uplink}'s own network are dropped",
             _sysctl((setting, _LOOSE)),
         )
 
 
-def _sysctl(*settings: tuple[str, int]) -> str:
-    return " ".join(["sysctl -w", *(f"{_shown(path)}={value}" for path, value in settings)])
+def _sysctl(*settings: tuple[str, int]) -> Command:
+    return ("sysctl", "-w", *(f"{_shown(path)}={value}" for path, value in settings))
 
 
 def _shown(path: str) -> str:

@@ -16,11 +16,11 @@ from typing import Any
 from flanneld import __version__, clock
 from flanneld.counters import BOUNDS, Histogram, wall
 from flanneld.model import FAMILIES
-from flanneld.network.resources import Kind
+from flanneld.network.resources import Kind, Link
 from flanneld.sight import Sight
 from flanneld.status import states
 
-_INSTALL = "pip install 'flanneld[metrics]', or Debian's python3-prometheus-client"
+_INSTALL = "pip install 'flanneld[metrics]', or apt install python3-prometheus-client"
 _ERRNO = {os.strerror(code): name for code, name in errno.errorcode.items()}
 
 #: Label values, in the order of the labels, with a number; or a histogram.
@@ -59,7 +59,7 @@ def _of_the_node() -> Iterator[Metric]:
     yield Metric(
         "gauge", "flannel_public_ip_info", "1 for each address at which peers reach us", ("ip",), _public_ips
     )
-    yield Metric("gauge", "flannel_mtu_bytes", "what a packet may have, on the device", ("dev",), _mtus)
+    yield Metric("gauge", "flannel_mtu_bytes", "largest packet that the device takes", ("dev",), _mtus)
     yield Metric(
         "gauge",
         "flannel_lease_expiry_timestamp_seconds",
@@ -232,10 +232,12 @@ def _public_ips(sight: Sight) -> Iterator[Sample]:
 
 
 def _mtus(sight: Sight) -> Iterator[Sample]:
+    """Each device has room for its own outer headers: VXLAN takes 20 bytes more over IPv6 than over IPv4."""
     if sight.reconciler:
-        site = sight.reconciler.site
-        yield (site.uplink.name,), site.uplink.mtu
-        yield from (((name,), site.backend.mtu) for name in sorted(sight.reconciler.domain.links))
+        uplink = sight.reconciler.site.uplink
+        yield (uplink.name,), uplink.mtu
+        links = (each for each in sight.reconciler.peers.local_wishes() if isinstance(each, Link))
+        yield from (((link.name,), link.mtu) for link in links)
 
 
 def _expiry(sight: Sight) -> Iterator[Sample]:
@@ -344,18 +346,19 @@ METRICS = tuple(_metrics())
 # ---- telling ------------------------------------------------------------------------------------
 
 
-def page(sight: Sight, accept: str) -> tuple[str, bytes]:
-    """The content type and the page for an Accept header; without the library a line that names it."""
+def page(sight: Sight, accept: str) -> tuple[int, str, bytes]:
+    """Return status, content type and page for an Accept header; without the library 503 and the remedy."""
     try:
         from prometheus_client import CollectorRegistry, ProcessCollector
         from prometheus_client.exposition import choose_encoder
     except ImportError:
-        return "text/plain; charset=utf-8", f"# no metrics without prometheus_client: {_INSTALL}\n".encode()
+        line = f"no metrics without prometheus_client; install it with: {_INSTALL}\n"
+        return 503, "text/plain; charset=utf-8", line.encode()
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     registry.register(_Collector(sight))
     encode, content_type = choose_encoder(accept)
-    return content_type, encode(registry)
+    return 200, content_type, encode(registry)
 
 
 class _Collector:

@@ -47,7 +47,7 @@ class Observation:
         if server.open():
             self._supervisor.start("status socket", server.serve, server.close)
 
-    def _metrics(self, accept: str) -> tuple[str, bytes]:
+    def _metrics(self, accept: str) -> tuple[int, str, bytes]:
         from flanneld.metrics import page
 
         return page(self._sight, accept)

@@ -72,24 +72,23 @@ def kernel_lines(outcome: Outcome, *, local: bool) -> Iterator[str]:
     notes = outcome.notes
     if local:
         for link, actual in notes.devices.values():
-            yield from commands.link(link, actual, outcome.uplink.name)
+            yield from map(shlex.join, commands.link(link, actual, outcome.uplink.name))
     else:
-        yield from filter(None, map(_drop, notes.drops.values()))
+        yield from filter(None, map(_drop, notes.drops))
         for route in notes.behind.values():
-            yield from commands.bring_to_front(route, outcome.domain.links)
+            yield from map(shlex.join, commands.bring_to_front(route, outcome.domain.links))
     for resource in sorted(notes.puts.values(), key=lambda each: each.kind):
         if (resource.kind is resource.kind.ADDRESS) is local:
-            line = (
-                commands.put(resource, outcome.domain.links)
-                if resource.kind is not Kind.OUTSIDE
-                else _outside(resource, notes)
-            )
-            if line:
-                yield line
+            if resource.kind is Kind.OUTSIDE:
+                yield _outside(resource, notes)
+            elif made := commands.put(resource, outcome.domain.links):
+                yield shlex.join(made)
 
 
 def _drop(resource: Resource) -> str:
-    return f"# no more: {resource}" if resource.kind is Kind.OUTSIDE else commands.drop(resource)
+    if resource.kind is Kind.OUTSIDE:
+        return f"# no more: {resource}"
+    return shlex.join(commands.drop(resource) or ())
 
 
 def _outside(resource: Resource, notes: Notebook) -> str:

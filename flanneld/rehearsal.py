@@ -46,7 +46,7 @@ class Notebook(Kernel):
         #: Each device to make or change, with what is there now.
         self.devices: dict[str, tuple[Link, Link | ForeignLink | None]] = {}
         self.puts: dict[Key, Resource] = {}
-        self.drops: dict[str, Resource] = {}
+        self.drops: dict[Resource, None] = {}
         self.behind: dict[Key, Route] = {}
         #: What drivers have read.
         self.outside: dict[Key, Resource] = {}
@@ -69,7 +69,7 @@ class Notebook(Kernel):
         del domain
         self.puts |= {resource.key: resource for resource in plan.puts}
         self.behind |= {route.key: route for route in plan.behind}
-        self.drops |= {str(resource): resource for resource in plan.drops}
+        self.drops |= dict.fromkeys(plan.drops)
         return Report()
 
     def _is_replaced(self, name: str) -> bool:
@@ -97,7 +97,7 @@ class _Noted:
         self._notes.puts[resource.key] = resource
 
     def drop(self, resource: Resource) -> None:
-        self._notes.drops[str(resource)] = resource
+        self._notes.drops[resource] = None
 
     def close(self) -> None:
         """There is nothing to undo."""

@@ -12,6 +12,7 @@ from flanneld import __version__
 from flanneld.config import Config
 from flanneld.counters import kind_of, wall
 from flanneld.model import FAMILIES, Lease, Uplink, name_of
+from flanneld.network import resource_json
 from flanneld.network.report import Failure
 from flanneld.network.resources import Key
 from flanneld.peers import View
@@ -55,6 +56,7 @@ def summary(sight: Sight) -> Document:
         "started": sight.started,
         "flags": sight.options.described(),
         "subnet_file": sight.options.subnet_file,
+        "kube_subnet_mgr": sight.options.kube_subnet_mgr,
         "store": _store(sight),
         "health": {
             "ready": not missing,
@@ -224,7 +226,13 @@ def _rivals(peer: Lease, view: View) -> list[str]:
 
 
 def describe(wish: Any, pending: Mapping[Key, Failure]) -> Document:
-    return {"kind": kind_of(wish), "text": str(wish), "in_kernel": wish.key not in pending}
+    """An object for people, and as a value for programs: None for what a backend's own driver holds."""
+    return {
+        "kind": kind_of(wish),
+        "text": str(wish),
+        "value": resource_json.encode(wish),
+        "in_kernel": wish.key not in pending,
+    }
 
 
 def _refusal(failure: Failure) -> Document:

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from ipaddress import ip_network
 from typing import Any
 
-from flanneld.ctl.look import Found, Way, after
+from flanneld.ctl import look
+from flanneld.ctl.look import Found, Way
 from flanneld.model import IPAddress, IPNetwork
 from flanneld.network.kernel import Kernel
+from flanneld.network.resources import Route
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,20 +36,20 @@ def read(document: Mapping[str, Any], found: Found, way_to: Callable[[IPAddress]
 def by_lookup(
     document: Mapping[str, Any], found: Found, way_to: Callable[[IPAddress], Way]
 ) -> Iterator[Detour]:
-    """What a route of the same length, a rule or another table turns aside (pure)."""
+    """Yield what a route of the same length, a rule or another table turns aside (pure)."""
     for peer in document.get("peers", ()):
         for text in peer["subnets"]:
             subnet = ip_network(text)
-            route = wanted_route(subnet[1 % subnet.num_addresses], peer, document)
-            if route in found.objects:
-                target = subnet[1 % subnet.num_addresses]
+            target = subnet[1 % subnet.num_addresses]
+            route = wanted_route(target, peer, document)
+            if route is not None and route in found.objects:
                 way = way_to(target)
                 if not follows(way, route):
                     yield Detour(text, f"{target} {way}")
 
 
 def by_length(document: Mapping[str, Any], routes: Iterable[tuple[IPNetwork, str]]) -> Iterator[Detour]:
-    """What a more specific route turns aside (pure)."""
+    """Yield what a more specific route turns aside (pure)."""
     subnets = {ip_network(text) for peer in document.get("peers", ()) for text in peer["subnets"]}
     lengths = {(subnet.version, subnet.prefixlen) for subnet in subnets}
     for destination, device in routes:
@@ -58,15 +60,12 @@ def by_length(document: Mapping[str, Any], routes: Iterable[tuple[IPNetwork, str
                     yield Detour(str(around), f"route {destination} dev {device}")
 
 
-def wanted_route(target: IPAddress, peer: Mapping[str, Any], document: Mapping[str, Any]) -> str:
-    """The route that the daemon wants: the peer's own, else the one to all peers; empty for none."""
-    for objects in (peer["objects"], document.get("local") or ()):
-        for each in objects:
-            if each["kind"] == "route" and target in ip_network(each["text"].split()[1]):
-                return str(each["text"])
-    return ""
+def wanted_route(target: IPAddress, peer: Mapping[str, Any], document: Mapping[str, Any]) -> Route | None:
+    """Return the route that the daemon wants: the peer's own, else the one to all peers."""
+    routes = (each for items in (peer["objects"], document.get("local")) for each in look.values(items))
+    return next((each for each in routes if isinstance(each, Route) and target in each.destination), None)
 
 
-def follows(way: Way, route: str) -> bool:
-    """Whether a packet goes where a route leads."""
-    return way.device == after("dev", route) and str(way.gateway or "") == after("via", route)
+def follows(way: Way, route: Route) -> bool:
+    """Return True if a packet goes where a route leads."""
+    return (way.device, way.gateway) == (route.device, route.gateway)

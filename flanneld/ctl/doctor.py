@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from typing import Any
 
 from flanneld.ctl.checks import CHECKS
 from flanneld.ctl.facts import Facts
-from flanneld.ctl.findings import THEMES, Check, Finding
+from flanneld.ctl.findings import THEMES, Check, Finding, Fix, Severity
 from flanneld.ctl.tables import Table
 
 
 def examine(facts: Facts) -> list[tuple[Check, Finding]]:
-    """All findings, by theme (pure)."""
+    """Return all findings, by theme (pure)."""
     return [(check, finding) for check in CHECKS for finding in check.look(facts)]
 
 
+def has_problem(findings: list[tuple[Check, Finding]]) -> bool:
+    """Return True unless there is nothing worse than a hint."""
+    return any(finding.severity is Severity.PROBLEM for _, finding in findings)
+
+
 def report(findings: list[tuple[Check, Finding]], facts: Facts) -> list[Table]:
-    """For people."""
+    """Return what a person reads."""
     tables = [Table((), list(_rows(check, finding))) for check, finding in findings]
-    problems = sum(not finding.hint for _, finding in findings)
+    problems = sum(finding.severity is Severity.PROBLEM for _, finding in findings)
     hints = len(findings) - problems
     said = f"{len(CHECKS)} checks: {_number(problems, 'problem')}, {_number(hints, 'hint')}"
     unknown = [(f"not known: {why}",) for why in facts.unknown]
@@ -27,11 +33,15 @@ def report(findings: list[tuple[Check, Finding]], facts: Facts) -> list[Table]:
 
 
 def _rows(check: Check, finding: Finding) -> Iterator[tuple[str, str]]:
-    yield "hint" if finding.hint else "PROBLEM", finding.what
+    yield "hint" if finding.severity is Severity.HINT else "PROBLEM", finding.problem
     yield "check", f"{check.theme} {check.name}: {THEMES[check.theme]}"
     yield "evidence", finding.evidence
     yield "why", finding.why
-    yield "fix", finding.fix
+    match finding.remedy:
+        case Fix(commands):
+            yield from (("fix", shlex.join(each)) for each in commands)
+        case advice:
+            yield "advice", advice.text
 
 
 def _number(number: int, of: str) -> str:
@@ -39,20 +49,29 @@ def _number(number: int, of: str) -> str:
 
 
 def as_json(findings: list[tuple[Check, Finding]], facts: Facts) -> dict[str, Any]:
-    """For programs."""
+    """Return what a program reads: a fix as lists of arguments, or an advice as text."""
     return {
         "checks": [{"theme": each.theme, "name": each.name, "meaning": each.meaning} for each in CHECKS],
         "findings": [
             {
                 "theme": check.theme,
                 "check": check.name,
-                "severity": "hint" if finding.hint else "problem",
-                "what": finding.what,
+                "severity": finding.severity,
+                "about": finding.about,
+                "problem": finding.problem,
                 "evidence": finding.evidence,
                 "why": finding.why,
-                "fix": finding.fix,
+                **_remedy(finding),
             }
             for check, finding in findings
         ],
-        "not_known": list(facts.unknown),
+        "not_known": list(map(str, facts.unknown)),
     }
+
+
+def _remedy(finding: Finding) -> dict[str, Any]:
+    match finding.remedy:
+        case Fix(commands):
+            return {"fix": commands, "advice": None}
+        case advice:
+            return {"fix": None, "advice": advice.text}

@@ -15,13 +15,14 @@ from flanneld.ctl import detours, leftovers, look
 from flanneld.ctl.detours import Detour
 from flanneld.ctl.leftovers import CniConf, LeftRules
 from flanneld.ctl.look import Entry, Found
-from flanneld.ctl.source import Source, ranges_of
+from flanneld.ctl.source import Source, Unknown, ranges_of
 from flanneld.host_checks import Finding as HostFinding
 from flanneld.model import FAMILIES, Family, IPAddress
 from flanneld.network.firewall import forwarding
 from flanneld.network.firewall.forwarding import accepting, dropping, in_the_way
 from flanneld.network.kernel import Kernel
 from flanneld.network.links import SeenLink
+from flanneld.shell import Command
 from flanneld.subnet_file import Previous
 
 _GC_THRESH = "/proc/sys/net/ipv4/neigh/default/gc_thresh3"
@@ -31,11 +32,12 @@ _SIOCETHTOOL, _ETHTOOL_GTXCSUM = 0x8946, 0x16
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """A chain that drops the network's packets, and the command that lets them through."""
+    """A chain that drops the network's packets, and the commands that let them through."""
 
     chain: str
-    command: str
+    commands: tuple[Command, ...]
     by_rule: bool = False
+    is_firewalld: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ class Facts:
 
     document: Mapping[str, Any] = field(default_factory=dict)
     origin: str = "host"
-    unknown: tuple[str, ...] = ()
+    unknown: tuple[Unknown, ...] = ()
     now: float = 0.0
     subnet_file: str = ""
     has_subnet_file: bool = True
@@ -75,6 +77,17 @@ class Facts:
     def link(self, name: str) -> SeenLink | None:
         return next((each for each in self.links if each.name == name), None)
 
+    def is_bridge(self, name: str) -> bool:
+        link = self.link(name)
+        return link is not None and link.make.make == "bridge"
+
+    def has_ports(self, name: str) -> bool:
+        """Return False for a bridge that nothing is plugged into; what is no bridge has its peer inside."""
+        link = self.link(name)
+        if link is None or not self.is_bridge(name):
+            return link is not None
+        return any(each.master == link.index for each in self.links)
+
     @property
     def peers(self) -> list[dict[str, Any]]:
         return list(self.document.get("peers", ()))
@@ -94,6 +107,7 @@ def gather(source: Source) -> Facts:
     families = _families(document)
     uplink = (document.get("uplink") or {}).get("name", "")
     ours = [link for link in found.links if is_flannels(link)]
+    services = bool(document.get("kube_subnet_mgr", source.options.kube_subnet_mgr))
     return Facts(
         document=document,
         origin=source.origin,
@@ -107,7 +121,7 @@ def gather(source: Source) -> Facts:
         addresses=tuple(_addresses(found)),
         entries=tuple(look.compare(document, found)),
         detours=tuple(detours.read(document, found, look.way_to)),
-        host=host_checks.findings(host_checks.read_facts(families, uplink)),
+        host=host_checks.findings(host_checks.read_facts(families, uplink, services=services)),
         dropping=tuple(_dropping(document)),
         managed=tuple(_managed(ours)),
         firewalls=tuple(_firewalls()),
@@ -150,7 +164,7 @@ def _dropping(document: Mapping[str, Any]) -> Iterator[Dropped]:
             ours = None
         for chain in dropping(network.version):
             if in_the_way(chain, network, ours):
-                yield Dropped(str(chain), chain.command(network), chain.by_rule)
+                yield Dropped(str(chain), chain.commands(network), chain.by_rule, chain.is_firewalld)
 
 
 def _managed(ours: list[SeenLink]) -> Iterator[tuple[str, str]]:

@@ -1,11 +1,14 @@
-"""What a check says, and the registry of checks (pure)."""
+"""Findings of the doctor, and the registry of its checks (pure)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 
 from flanneld.ctl.facts import Facts
+from flanneld.host_checks import Topic
+from flanneld.shell import Command
 
 #: The themes under which users of flannel report trouble.
 THEMES = {
@@ -24,15 +27,40 @@ THEMES = {
 }
 
 
+class Severity(StrEnum):
+    """A problem loses packets or soon will, and sets the exit status; a hint may have good reasons."""
+
+    PROBLEM = "problem"
+    HINT = "hint"
+
+
+@dataclass(frozen=True, slots=True)
+class Fix:
+    """Commands that heal the finding when root runs them in this order on this host.
+
+    They hold no text out of the store. ``tests/netns/test_doctor.py`` runs each on a host that is broken.
+    """
+
+    commands: tuple[Command, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """A remedy to think about first: it needs a choice, another host, or a program that we cannot run."""
+
+    text: str
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong. A ``hint`` may have good reasons; it does not count as a problem."""
+    """One thing that is wrong. ``about`` is the device, chain, file or subnet that it concerns, if any."""
 
-    what: str
+    problem: str
     evidence: str
     why: str
-    fix: str
-    hint: bool = False
+    remedy: Fix | Advice
+    about: str = ""
+    severity: Severity = Severity.PROBLEM
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +93,16 @@ def registered() -> tuple[Check, ...]:
     return tuple(sorted(_REGISTRY, key=lambda each: each.theme))
 
 
-def as_at_start(facts: Facts, *words: str) -> Iterator[Finding]:
-    """What the daemon itself looks at when it starts, as far as one of the words is in it."""
+def as_at_start(facts: Facts, topic: Topic) -> Iterator[Finding]:
+    """Yield the obstacles of one topic that the daemon itself looks for when it starts."""
     for each in facts.host:
-        if any(word in each.what for word in words):
-            yield Finding(each.what, "read from /proc/sys", each.why, each.command, hint=not each.grave)
+        if each.topic is topic:
+            yield Finding(
+                each.what,
+                "read from /proc/sys",
+                each.why,
+                # br_netfilter concerns every bridge of this host, also those of others.
+                Advice(each.command) if topic is Topic.BRIDGES else Fix((each.argv,)),
+                about=each.topic,
+                severity=Severity.PROBLEM if each.grave else Severity.HINT,
+            )

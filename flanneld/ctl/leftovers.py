@@ -1,4 +1,4 @@
-"""What flannel or another network plug-in left on this host, where nobody looks after it."""
+"""Rules and CNI configs on this host that flannel or another network plug-in left behind."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from flanneld.errors import Retryable
 from flanneld.network.firewall.command import Commands
 from flanneld.network.firewall.plan import Claim
 from flanneld.network.firewall.sweep import PLACES, commands_of, described, leftovers
+from flanneld.shell import Command
 
 #: Where container runtimes look, and which files they take, the first by name (libcni, ConfFiles).
 CNI_DIRECTORY = "/etc/cni/net.d"
@@ -22,10 +23,10 @@ _CNI_SUFFIXES = (".conf", ".conflist", ".json")
 
 @dataclass(frozen=True, slots=True)
 class LeftRules:
-    """Rules of flannel's for a network of ours, in another place than the daemon's; what removes them."""
+    """Rules for our network in another place than the daemon's, and the commands that remove them."""
 
     rules: tuple[str, ...]
-    command: str
+    commands: tuple[Command, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ def left_rules(document: Mapping[str, Any]) -> Iterator[LeftRules]:
                 continue
             if there and edits:
                 lines = tuple(f"{there.name}: {line}" for line in described(edits))
-                yield LeftRules(lines, "; ".join(commands_of(place, network.version, edits)))
+                yield LeftRules(lines, tuple(commands_of(place, network.version, edits)))
 
 
 def cni_confs(directory: Path) -> Iterator[CniConf]:

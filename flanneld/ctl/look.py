@@ -1,4 +1,4 @@
-"""What this host's kernel holds, next to what should be there."""
+"""Objects that this host's kernel holds, compared by value with those that should be there."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from flanneld.cleanup import is_flannels
+from flanneld.counters import kind_of
 from flanneld.ctl.source import knows_peers, ranges_of
 from flanneld.model import IPAddress
+from flanneld.network import links, resource_json
 from flanneld.network.domain import Domain
 from flanneld.network.kernel import Kernel
 from flanneld.network.links import SeenLink
+from flanneld.network.resources import ForeignLink, Key, Link, Resource
 from flanneld.network.rtnl import RTN_UNICAST
 
 #: linux/rtnetlink.h
@@ -21,18 +24,22 @@ _RTN_LOCAL = 2
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The kernel's side: the texts of what there is where ours should be, each with whether it is ours."""
+    """The kernel's side: what there is where ours should be, each with whether it is ours."""
 
-    objects: Mapping[str, bool]
+    objects: Mapping[Resource, bool]
     links: tuple[SeenLink, ...]
 
     def link(self, name: str) -> SeenLink | None:
         return next((each for each in self.links if each.name == name), None)
 
+    def name_of(self, index: object) -> str:
+        """Return the name of an interface, or its number if there is none."""
+        return next((each.name for each in self.links if each.index == index), f"interface {index}")
+
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """Where the kernel would send a packet; ``device`` is empty when nowhere. ``is_here``: it stays here."""
+    """The kernel's answer to a lookup; ``device`` is empty without a route, ``is_here``: to this host."""
 
     device: str
     gateway: IPAddress | None = None
@@ -47,27 +54,66 @@ class Way:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """One object, ``ok``, ``missing``, ``not wanted`` or, if nobody says what is wanted, just ``found``."""
+class Wanted:
+    """One object that should be there; ``value`` is None for what a backend's own driver holds."""
 
     kind: str
     text: str
+    owner: str
+    value: Resource | None
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One property of an object that differs: its name and both values, as a person reads them."""
+
+    name: str
+    found: str
+    wanted: str
+
+    def __str__(self) -> str:
+        return f"has {self.name} {self.found}, wanted {self.wanted}"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One object.
+
+    ``state`` is ``ok``, ``missing``, ``different`` (``other`` has its key, as a route to the same subnet),
+    ``not wanted`` or, if the wanted objects are not known, ``found``.
+    """
+
+    value: Resource
     state: str
     owner: str = ""
+    other: Resource | None = None
+    differences: tuple[Difference, ...] = ()
+
+    @property
+    def kind(self) -> str:
+        return kind_of(self.value)
+
+    @property
+    def device(self) -> str:
+        return str(getattr(self.value, "device", "") or getattr(self.value, "name", ""))
+
+    def __str__(self) -> str:
+        return "; ".join((str(self.value), *map(str, self.differences)))
 
 
 def read(document: Mapping[str, Any]) -> Found:
     """Raises ``OSError``."""
     kernel = Kernel()
-    links = tuple(kernel.links())
-    devices = document.get("devices") or [link.name for link in links if is_flannels(link)]
-    ours = {link.name: link.make for link in links if link.name in devices}
+    present = tuple(kernel.links())
+    devices = document.get("devices") or [link.name for link in present if is_flannels(link)]
+    ours = {link.name: link.make for link in present if link.name in devices}
     uplink = (document.get("uplink") or {}).get("name", "")
-    domain = Domain(uplink, frozenset(devices), ranges_of(document), adopt=not document.get("peers"))
+    # Of peers that are known, no route of this host's administrator is taken for one that is left over.
+    domain = Domain(uplink, frozenset(devices), ranges_of(document), adopt=not knows_peers(document))
     there = {make.key: make for make in ours.values()}
-    objects = {str(make): True for make in ours.values()}
-    objects |= {str(item): is_ours for item, is_ours in kernel.read(domain, there)}
-    return Found(objects, links)
+    objects: dict[Resource, bool] = dict.fromkeys(ours.values(), True)
+    objects |= dict(kernel.read(domain, there))
+    return Found(objects, present)
 
 
 def way_to(target: IPAddress) -> Way:
@@ -81,40 +127,80 @@ def way_to(target: IPAddress) -> Way:
         return Way("")
 
 
-def wanted(document: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """The kind, the text and the owner of each object that should be in the kernel."""
-    for item in document.get("local") or ():
-        yield item["kind"], item["text"], "this node"
-    for peer in document.get("peers") or ():
-        for item in peer["objects"]:
-            yield item["kind"], item["text"], ",".join(peer["subnets"])
+def values(items: Any) -> Iterator[Resource]:
+    """Yield the values of described objects, without those of drivers."""
+    for item in items or ():
+        if item["value"]:
+            yield resource_json.decode(item["value"])
+
+
+def wanted(document: Mapping[str, Any]) -> Iterator[Wanted]:
+    """Yield each object that should be there."""
+    owners = [("this node", document.get("local"))]
+    owners += [(",".join(peer["subnets"]), peer["objects"]) for peer in document.get("peers") or ()]
+    for owner, items in owners:
+        for item in items or ():
+            value = resource_json.decode(item["value"]) if item["value"] else None
+            yield Wanted(item["kind"], item["text"], owner, value)
 
 
 def compare(document: Mapping[str, Any], found: Found) -> list[Entry]:
-    """All that is wanted or ours, in this order (pure)."""
+    """Return all that is wanted or ours, in this order (pure)."""
+    ours = [value for value, is_ours in found.objects.items() if is_ours]
     if not knows_peers(document):
-        return [Entry(_kind(text), text, "found") for text, is_ours in found.objects.items() if is_ours]
-    contested = {item["text"] for peer in document["peers"] if peer["conflicts"] for item in peer["objects"]}
+        return [Entry(value, "found") for value in ours]
+    contested = {
+        value for peer in document["peers"] if peer["conflicts"] for value in values(peer["objects"])
+    }
+    at_key = {value.key: value for value in ours}
+    known: set[Resource] = set()
+    replaced: set[Key] = set()
     entries = []
-    texts = set()
-    for kind, text, owner in wanted(document):
-        texts.add(text)
-        if kind == "outside":
+    for item in wanted(document):
+        if item.value is None:
             continue
-        if text in found.objects:
-            entries.append(Entry(kind, text, "ok", owner))
-        elif text not in contested:
-            entries.append(Entry(kind, text, "missing", owner))
-    extra = [text for text, is_ours in found.objects.items() if is_ours and text not in texts]
-    return entries + [Entry(_kind(text), text, "not wanted") for text in extra]
+        known.add(item.value)
+        other = at_key.get(item.value.key)
+        if item.value in found.objects:
+            entries.append(Entry(item.value, "ok", item.owner))
+        elif item.value in contested:
+            continue
+        elif other is None:
+            entries.append(Entry(item.value, "missing", item.owner))
+        else:
+            replaced.add(other.key)
+            drift = tuple(differences(item.value, other, found))
+            entries.append(Entry(item.value, "different", item.owner, other, drift))
+    extra = [value for value in ours if value not in known and value.key not in replaced]
+    return entries + [Entry(value, "not wanted") for value in extra]
 
 
-def after(word: str, text: str) -> str:
-    """What follows a word in the text of an object, empty if it does not occur."""
-    words = text.split()
-    return words[words.index(word) + 1] if word in words else ""
+def described(entry: Entry) -> dict[str, Any]:
+    """Return an entry as JSON."""
+    return {
+        "kind": entry.kind,
+        "text": str(entry.value),
+        "state": entry.state,
+        "owner": entry.owner,
+        "differences": [
+            {"property": each.name, "found": each.found, "wanted": each.wanted} for each in entry.differences
+        ],
+    }
 
 
-def _kind(text: str) -> str:
-    word = text.split()[0]
-    return {"neigh": "neighbor", "blackhole": "route"}.get(word, word)
+def differences(value: Resource, other: Resource, found: Found) -> Iterator[Difference]:
+    """Yield the properties in which an object that is there differs from the wanted one (pure)."""
+    if value == other:
+        return
+    if not (isinstance(value, Link) and isinstance(other, Link | ForeignLink)):
+        yield Difference("value", str(other), str(value))
+        return
+    for name, has, wants in links.drift(value, other):
+        if name == "parent":
+            yield Difference(name, found.name_of(has), found.name_of(wants))
+        else:
+            yield Difference(name, _shown(has), _shown(wants))
+
+
+def _shown(value: object) -> str:
+    return ("on" if value else "off") if isinstance(value, bool) else str(value)

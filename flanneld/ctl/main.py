@@ -117,20 +117,20 @@ def _status(source: Source, _arguments: argparse.Namespace) -> Answer:
 def _peers(source: Source, _arguments: argparse.Namespace) -> Answer:
     known = source.document.get("peers", [])
     wrong = any(peer["state"] not in ("in the kernel", "pending") for peer in known)
-    return views.peers(source), {"peers": known, "not_known": source.unknown}, wrong
+    return views.peers(source), {"peers": known, "not_known": _not_known(source)}, wrong
 
 
 def _routes(source: Source, _arguments: argparse.Namespace) -> Answer:
     from flanneld.ctl import look
 
     entries = look.compare(source.document, look.read(source.document))
-    wrong = any(entry.state in ("missing", "not wanted") for entry in entries)
-    plain = {"objects": [asdict(entry) for entry in entries], "not_known": source.unknown}
+    wrong = any(entry.state in ("missing", "different", "not wanted") for entry in entries)
+    plain = {"objects": [look.described(entry) for entry in entries], "not_known": _not_known(source)}
     return views.routes(source, entries), plain, wrong
 
 
 def _events(source: Source, _arguments: argparse.Namespace) -> Answer:
-    plain = {"events": source.document.get("events", []), "not_known": source.unknown}
+    plain = {"events": source.document.get("events", []), "not_known": _not_known(source)}
     return views.events(source), plain, False
 
 
@@ -141,24 +141,27 @@ def _trace(source: Source, arguments: argparse.Namespace) -> Answer:
     hops = trace(arguments.address, source.document, look.read(source.document), look.way_to)
     rows = [(hop.hop, hop.state, hop.found, hop.note) for hop in hops]
     table = Table(("hop", "state", "found", "note"), rows)
-    plain = {"hops": [asdict(hop) for hop in hops], "not_known": source.unknown}
+    plain = {"hops": [asdict(hop) for hop in hops], "not_known": _not_known(source)}
     return [table, *views.notes(source)], plain, any(hop.state == "PROBLEM" for hop in hops)
 
 
 def _doctor(source: Source, _arguments: argparse.Namespace) -> Answer:
-    from flanneld.ctl.doctor import as_json, examine, report
+    from flanneld.ctl.doctor import as_json, examine, has_problem, report
     from flanneld.ctl.facts import gather
 
     facts = gather(source)
     findings = examine(facts)
-    wrong = any(not finding.hint for _, finding in findings)
-    return report(findings, facts), as_json(findings, facts), wrong
+    return report(findings, facts), as_json(findings, facts), has_problem(findings)
+
+
+def _not_known(source: Source) -> list[str]:
+    return list(map(str, source.unknown))
 
 
 def _plain(source: Source) -> dict[str, Any]:
     """The document without the peers one by one: for these there is a command."""
     rest = {name: value for name, value in source.document.items() if name not in ("peers", "events")}
-    return {"origin": source.origin, **rest, "not_known": source.unknown}
+    return {"origin": source.origin, **rest, "not_known": _not_known(source)}
 
 
 _HELP: dict[str, tuple[Callable[[Source, argparse.Namespace], Answer], str]] = {

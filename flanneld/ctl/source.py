@@ -1,4 +1,4 @@
-"""Where the answers come from: the running daemon, else the store, else what is on this host.
+"""Sources of answers: the running daemon, else the store, else this host alone.
 
 All three give a document as ``flanneld.status`` makes it; the later ones with less in it.
 """
@@ -9,6 +9,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from ipaddress import ip_network
 from pathlib import Path
 from typing import Any
@@ -23,35 +24,59 @@ DAEMON_TIME = 5.0
 _STORE_FLAGS = ("etcd-endpoints", "kube-subnet-mgr")
 
 
+class Part(StrEnum):
+    """A source of answers that did not answer."""
+
+    DAEMON = "daemon"
+    STORE = "store"
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """The answers that are lacking: ``part`` was not asked, or asked in vain (``failed``)."""
+
+    part: Part
+    reason: str
+    failed: bool = True
+
+    def __str__(self) -> str:
+        return self.reason
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
     """``document`` came from ``origin``: ``daemon``, ``store`` or ``host``; ``unknown`` is what it lacks."""
 
     origin: str
     document: Mapping[str, Any]
-    unknown: tuple[str, ...] = ()
+    unknown: tuple[Unknown, ...] = ()
     options: Options = field(default_factory=Options)
 
 
 def find(words: Sequence[str], environ: Mapping[str, str], socket_path: str = "") -> Source:
-    """Ask whom we can. ``words`` and ``environ`` are as for flanneld; raises what ``options.read`` does."""
+    """Ask the daemon, else the store, else this host.
+
+    ``words`` and ``environ`` are as for flanneld. Raises what ``options.read`` does.
+    """
     wanted = options.read(words, environ, program="flannelctl COMMAND")
     path = Path(socket_path) if socket_path else status_socket.path_beside(Path(wanted.subnet_file))
     try:
         return Source("daemon", _document(status_socket.ask(path, DAEMON_TIME)), options=wanted)
     except (OSError, ValueError) as error:
-        silent = f"no daemon answers at {path}: {getattr(error, 'strerror', None) or error}"
+        reason = getattr(error, "strerror", None) or error
+        silent = Unknown(Part.DAEMON, f"no daemon answers at {path}: {reason}")
     given = " ".join(words) + " " + " ".join(environ)
     if not any(
         flag in given or f"FLANNELD_{flag.upper().replace('-', '_')}" in given for flag in _STORE_FLAGS
     ):
-        why = "the store was not asked: give -etcd-endpoints"
+        why = Unknown(Part.STORE, "the store was not asked: give -etcd-endpoints", failed=False)
         return Source("host", _of_the_host(wanted), (silent, why), wanted)
     logging.getLogger().setLevel(logging.ERROR)
     try:
         return Source("store", _of_the_store(wanted, environ), (silent,), wanted)
     except (FlannelError, OSError) as error:
-        return Source("host", _of_the_host(wanted), (silent, f"the store does not tell: {error}"), wanted)
+        lost = Unknown(Part.STORE, f"the store does not tell: {error}")
+        return Source("host", _of_the_host(wanted), (silent, lost), wanted)
 
 
 def _document(said: bytes) -> dict[str, Any]:
@@ -72,7 +97,8 @@ def _of_the_store(wanted: Options, environ: Mapping[str, str]) -> dict[str, Any]
     manager = open_manager(wanted, environ)
     outcome = rehearse(wanted, manager, choice_for(wanted, manager))
     local = outcome.view.wishes.get(LOCAL, ())
-    lacking = {key: Failure(item, "the kernel lacks it") for key, item in outcome.notes.puts.items()}
+    to_make = [*outcome.notes.puts.values(), *(link for link, _ in outcome.notes.devices.values())]
+    lacking = {item.key: Failure(item, "the kernel lacks it") for item in to_make}
     return {
         "store": {"name": manager.name, "answers": True},
         "network": status.network(outcome.config),
@@ -100,7 +126,7 @@ def _of_the_host(wanted: Options) -> dict[str, Any]:
 
 
 def knows_peers(document: Mapping[str, Any]) -> bool:
-    """Whether all leases are in a document, so that what is not in it is nobody's."""
+    """Return True if a document holds all leases: an object that it lacks has no owner then."""
     return "local" in document and document.get("synced") is not False
 
 

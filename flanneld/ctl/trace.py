@@ -8,9 +8,10 @@ from ipaddress import ip_address, ip_network
 from typing import Any
 
 from flanneld.ctl.detours import follows, wanted_route
-from flanneld.ctl.look import Found, Way, after
+from flanneld.ctl.look import Found, Way, differences, values
 from flanneld.ctl.source import knows_peers, ranges_of
 from flanneld.model import IPAddress
+from flanneld.network.resources import FdbEntry, Neighbor, Resource, Route
 
 WayTo = Callable[[IPAddress], Way]
 
@@ -70,18 +71,21 @@ def _to_a_peer(
     route = wanted_route(target, peer, document)
     way = way_to(target)
     yield _route_hop(route, way, found)
-    gateway = after("via", route)
-    neighbour = _object(peer, "neighbor", lambda text: text.split()[1] == gateway)
-    if neighbour:
+    neighbour = next((each for each in values(peer["objects"]) if _resolves(each, route)), None)
+    if isinstance(neighbour, Neighbor):
         yield _present("neigh", neighbour, found)
-        mac = after("lladdr", neighbour)
-        yield _present("fdb", _object(peer, "fdb", lambda text: text.split()[1] == mac), found)
-    yield from _device(after("dev", route) or way.device, document, found)
+        entries = (each for each in values(peer["objects"]) if isinstance(each, FdbEntry))
+        yield _present("fdb", next((each for each in entries if each.mac == neighbour.mac), None), found)
+    yield from _device(route.device if route else way.device, document, found)
     yield from _underlay(target, peer, document, way_to)
 
 
-def _route_hop(route: str, way: Way, found: Found) -> Hop:
-    if not route:
+def _resolves(resource: Resource, route: Route | None) -> bool:
+    return isinstance(resource, Neighbor) and route is not None and resource.address == route.gateway
+
+
+def _route_hop(route: Route | None, way: Way, found: Found) -> Hop:
+    if route is None:
         return Hop("route", str(way), "PROBLEM", "nothing is wanted for this peer")
     if route not in found.objects:
         return Hop("route", str(way), "PROBLEM", f"missing: {route}")
@@ -90,11 +94,10 @@ def _route_hop(route: str, way: Way, found: Found) -> Hop:
     return Hop("route", str(way), "ok")
 
 
-def _present(hop: str, text: str, found: Found) -> Hop:
-    there = bool(text) and text in found.objects
-    return Hop(
-        hop, text if there else "", _verdict(there), "" if there else f"missing: {text or 'the entry'}"
-    )
+def _present(hop: str, wanted: Resource | None, found: Found) -> Hop:
+    if wanted is not None and wanted in found.objects:
+        return Hop(hop, str(wanted), "ok")
+    return Hop(hop, "", "PROBLEM", f"missing: {wanted or 'the entry'}")
 
 
 def _device(name: str, document: Mapping[str, Any], found: Found) -> Iterator[Hop]:
@@ -102,12 +105,12 @@ def _device(name: str, document: Mapping[str, Any], found: Found) -> Iterator[Ho
     if link is None:
         yield Hop("device", "", "PROBLEM", f"there is no {name}" if name else "no device")
         return
-    wanted = [
-        each["text"] for each in document.get("local", ()) if each["kind"] == "link" and name in each["text"]
-    ]
-    right = link.up and all(text in found.objects for text in wanted)
-    note = "" if right else ("it is down" if not link.up else f"wanted: {wanted[0]}")
-    yield Hop("device", f"{name}, MTU {link.mtu}, {'up' if link.up else 'down'}", _verdict(right), note)
+    shown = f"{name}, MTU {link.mtu}, {'up' if link.up else 'down'}"
+    wanted = [each for each in values(document.get("local")) if each.key == link.make.key]
+    drift = [str(each) for item in wanted for each in differences(item, link.make, found)]
+    if not link.up and not drift:
+        drift = ["is down"]
+    yield Hop("device", shown, _verdict(not drift), "; ".join(drift))
 
 
 def _underlay(
@@ -124,11 +127,6 @@ def _underlay(
         yield Hop(
             "uplink", f"{public} {way}", "ok" if right else "PROBLEM" if not way.device else "unknown", note
         )
-
-
-def _object(peer: Mapping[str, Any], kind: str, fits: Callable[[str], bool]) -> str:
-    texts = (each["text"] for each in peer["objects"] if each["kind"] == kind)
-    return next((text for text in texts if fits(text)), "")
 
 
 def _subnet_with(target: IPAddress, subnets: Any) -> str:

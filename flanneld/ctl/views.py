@@ -68,7 +68,7 @@ def _probe(last: Mapping[str, Any] | None) -> str:
 
 
 def routes(source: Source, entries: Sequence[Entry]) -> list[Table]:
-    rows = [(entry.state, entry.kind, entry.text, entry.owner) for entry in entries]
+    rows = [(entry.state, entry.kind, str(entry), entry.owner) for entry in entries]
     return [Table(("state", "kind", "object", "for"), rows), *notes(source)]
 
 

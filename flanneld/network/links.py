@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import struct
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 
@@ -20,7 +20,7 @@ from flanneld.network.rtnl import address_of, mac_text
 
 IFF_UP = 0x1
 _IFINFOMSG = struct.Struct("=BxHiII")
-_IFLA_ADDRESS, _IFLA_IFNAME, _IFLA_MTU, _IFLA_LINKINFO = 1, 3, 4, 18
+_IFLA_ADDRESS, _IFLA_IFNAME, _IFLA_MTU, _IFLA_MASTER, _IFLA_LINKINFO = 1, 3, 4, 10, 18
 _IFLA_INFO_KIND, _IFLA_INFO_DATA = 1, 2
 _VXLAN_ID, _VXLAN_GROUP, _VXLAN_LINK, _VXLAN_LOCAL, _VXLAN_LEARNING = 1, 2, 3, 4, 7
 _VXLAN_L2MISS, _VXLAN_PORT, _VXLAN_GROUP6, _VXLAN_LOCAL6, _VXLAN_GBP = 13, 15, 16, 17, 23
@@ -36,7 +36,10 @@ _SETTABLE: dict[type[Link], tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class SeenLink:
-    """An interface of this host. ``make`` says what kind of device it is, as far as that matters to us."""
+    """An interface of this host. ``make`` says what kind of device it is, as far as that matters to us.
+
+    ``master`` is the index of the bridge or bond that it is a port of, else 0.
+    """
 
     index: int
     name: str
@@ -44,6 +47,7 @@ class SeenLink:
     mtu: int
     up: bool
     make: Link | ForeignLink
+    master: int = 0
 
 
 def by_name(name: str) -> bytes:
@@ -69,6 +73,7 @@ def decode(data: bytes, offset: int, end: int) -> SeenLink:
         mtu=_number(found.get(_IFLA_MTU)),
         up=bool(flags & IFF_UP),
         make=ForeignLink(name, "a plain interface"),
+        master=_number(found.get(_IFLA_MASTER)),
     )
     info = found.get(_IFLA_LINKINFO)
     return replace(seen, make=_make(seen, info)) if info else seen
@@ -84,16 +89,16 @@ def _make(seen: SeenLink, info: bytes) -> Link | ForeignLink:
         return _ipip(seen, attributes(data, 0, len(data)))
     if kind == "tun":
         return _tun(seen, attributes(data, 0, len(data)))
-    return ForeignLink(seen.name, f"a device of kind {kind}")
+    return ForeignLink(seen.name, f"a device of kind {kind}", kind)
 
 
 def _vxlan(seen: SeenLink, found: dict[int, bytes]) -> Vxlan | ForeignLink:
     local = found.get(_VXLAN_LOCAL) or found.get(_VXLAN_LOCAL6)
     if local is None:
-        return ForeignLink(seen.name, "a vxlan device without a local address")
+        return ForeignLink(seen.name, "a vxlan device without a local address", Vxlan.make)
     for unwanted, what in ((_VXLAN_GROUP, "group"), (_VXLAN_GROUP6, "group"), (_VXLAN_L2MISS, "l2miss")):
         if any(found.get(unwanted, b"")):
-            return ForeignLink(seen.name, f"a vxlan device with {what}")
+            return ForeignLink(seen.name, f"a vxlan device with {what}", Vxlan.make)
     return Vxlan(
         name=seen.name,
         vni=_number(found.get(_VXLAN_ID)),
@@ -125,9 +130,9 @@ def _end(raw: bytes | None) -> IPAddress | None:
 def _tun(seen: SeenLink, found: dict[int, bytes]) -> Tun | ForeignLink:
     """Before Linux 4.20 the kernel tells no details: then any tun is taken for one of ours."""
     if found and _number(found.get(_TUN_TYPE)) != _IFF_TUN:
-        return ForeignLink(seen.name, "a tap device of kind tun")
+        return ForeignLink(seen.name, "a tap device of kind tun", Tun.make)
     if found and not _number(found.get(_TUN_PERSIST)):
-        return ForeignLink(seen.name, "another process's device of kind tun")
+        return ForeignLink(seen.name, "another process's device of kind tun", Tun.make)
     return Tun(seen.name, seen.mtu, seen.up)
 
 
@@ -185,8 +190,16 @@ def differences(wanted: Link, actual: Link | ForeignLink) -> str:
     """What is wrong with a device, for the log."""
     if type(actual) is not type(wanted):
         return f"is {described(actual)}, wanted {wanted}"
+    return ", ".join(f"has {name} {has}, wanted {wants}" for name, has, wants in drift(wanted, actual))
+
+
+def drift(wanted: Link, actual: Link | ForeignLink) -> Iterator[tuple[str, object, object]]:
+    """Yield each property that differs, with the value that the device has and the wanted one."""
+    if type(actual) is not type(wanted):
+        yield "kind", described(actual), wanted.make
+        return
     pairs = ((f.name, getattr(actual, f.name), getattr(wanted, f.name)) for f in fields(wanted))
-    return ", ".join(f"has {name} {has}, wanted {wants}" for name, has, wants in pairs if has != wants)
+    yield from ((name, has, wants) for name, has, wants in pairs if has != wants)
 
 
 def described(actual: Link | ForeignLink) -> str:

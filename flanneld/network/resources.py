@@ -107,11 +107,15 @@ class Tun:
 
 @dataclass(frozen=True, slots=True)
 class ForeignLink:
-    """A device under a name that we need, of a make that is none of ours: never wanted, only met."""
+    """A device under a name that we need, not as we would make it: never wanted, only met.
+
+    ``make`` is its IFLA_INFO_KIND, empty for a plain interface.
+    """
 
     kind: ClassVar[Kind] = Kind.LINK
     name: str
     description: str
+    make: str = ""
 
     @property
     def key(self) -> Key:

@@ -93,7 +93,8 @@ def test_forwarding_that_is_switched_off_is_told_and_left_to_the_operator(lab: L
     assert len(node.wait_for_log(f"Forwarding was switched off: {name} is 0")) == 1
     assert setting(node, path) == "0"
     fix = next(each["fix"] for each in answer(node, "doctor")["findings"] if each["check"] == "forwarding")
-    node.run(*fix.split())
+    for command in fix:
+        node.run(*command)
     wait_for(lambda: troubles(node) == {}, SOON, "the end to be told")
     wait_for(lambda: "forwarding" not in service_status(node), SOON, "STATUS= to forget it")
 
@@ -123,7 +124,7 @@ def told_everywhere(node: Node, what: str) -> None:
     assert reason in ready_page(node)
     assert reason in flannelctl(node, "status").stdout
     found = {each["check"]: each for each in answer(node, "doctor")["findings"]}
-    assert f"{found['store']['what']}; {found['store']['fix']}" == reason
+    assert f"{found['store']['what']}; {found['store']['advice']}" == reason
     assert reason in found["ready"]["evidence"]
     assert "does not answer" not in ready_page(node)
     assert answer(node, "status")["store"]["answers"]

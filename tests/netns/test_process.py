@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 import re
 import signal
 import sys
@@ -28,7 +29,8 @@ def host() -> Iterator[Node]:
 
 def run(node: Node, *flags: str, **variables: str) -> CompletedProcess[str]:
     """Run a daemon that is to end by itself."""
-    environment = [f"{name}={value}" for name, value in variables.items()]
+    settings_of_tests = [f"--unset={name}" for name in os.environ if name.startswith("FLANNELD_")]
+    environment = [*settings_of_tests, *(f"{name}={value}" for name, value in variables.items())]
     return node.run("env", *environment, *own_command(), *flags, check=False)
 
 

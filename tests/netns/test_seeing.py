@@ -7,24 +7,18 @@ import re
 import stat
 import subprocess
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.lab import Lab, Node, own_command, wait_for
 from tests.netns.pair import DUAL_STACK
-from tests.unit.test_firewall_rules import GOLDEN
 
 BACKEND = {"Type": "vxlan"}
 HEALTH_PORT = 8471
 PATIENCE = 60
 MAC = "02:00:00:00:00:99"
-
-#: What an earlier run of the daemon, told to keep its rules elsewhere, would have left.
-LEAVE_RULES = {
-    "legacy": ("iptables-legacy-restore", str(GOLDEN / "own-chains-both-ipv4.txt")),
-    "native": ("nft", "-f", str(GOLDEN / "native-ipv4.nft")),
-}
 
 
 def flannelctl(node: Node, *words: str, store: str = "") -> subprocess.CompletedProcess[str]:
@@ -41,7 +35,7 @@ def answer(node: Node, *words: str, store: str = "") -> dict[str, Any]:
 def findings(node: Node, store: str = "") -> dict[str, str]:
     """What the doctor found, by the names of the checks."""
     told = answer(node, "doctor", store=store)
-    return {each["check"]: f"{each['what']}: {each['evidence']}" for each in told["findings"]}
+    return {each["check"]: f"{each['problem']}: {each['evidence']}" for each in told["findings"]}
 
 
 def settled(lab: Lab, *flags: str) -> tuple[Node, Node]:
@@ -224,18 +218,6 @@ def test_what_breaks_while_no_daemon_looks_is_found_with_the_help_of_the_store(
     assert flannelctl(node, "doctor", store=lab.etcd.endpoint).returncode == 1
 
 
-@pytest.mark.parametrize("place", ["legacy", "native"])
-def test_rules_in_a_place_that_the_daemon_does_not_use_go_with_the_command_that_is_given(
-    lab: Lab, place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    node, _ = settled(lab, "--iptables-flavour=nft")
-    monkeypatch.setenv("XTABLES_LOCKFILE", str(node.directory / "xtables.lock"))
-    node.run(*LEAVE_RULES[place])
-    fixes = {each["check"]: each["fix"] for each in answer(node, "doctor")["findings"]}
-    node.run("sh", "-ec", fixes["left rules"])
-    assert "left rules" not in findings(node)
-
-
 def test_routes_of_others_that_lead_packets_astray_are_named_and_left_alone(lab: Lab) -> None:
     node, peer = settled(lab)
     half = peer.subnet().replace("/24", "/25")
@@ -273,7 +255,11 @@ def test_what_is_wrong_with_the_host_is_found_while_the_daemon_runs(lab: Lab) ->
     node.namespace.sysctl("net/ipv4/ip_forward", 0)
     node.run("iptables", "-P", "FORWARD", "DROP")
     node.namespace.ip(
-        "link set cni0 mtu 1500", "link add old0 type bridge", "address add 10.5.251.1/24 dev old0"
+        "link set cni0 mtu 1500",
+        "link add old0 type bridge",
+        "address add 10.5.251.1/24 dev old0",
+        "link add veth9 type veth peer name veth8",
+        "link set veth9 master old0",
     )
     lab.etcd.put_lease("10.5.252.0/24", lease("198.18.0.99", "02:00:00:00:00:01"))
     lab.etcd.put_lease("10.5.253.0/24", lease("198.18.0.99", "02:00:00:00:00:02"))
@@ -340,3 +326,25 @@ def test_rules_that_were_put_back_are_counted(lab: Lab) -> None:
     node.wait_for_log("Restored our rules")
     wait_for(lambda: "flannel_firewall_resyncs_total{" in str(metrics(node)), what="the repair to be counted")
     assert answer(node, "status")["firewall"]["repairs"][0]["number"] >= 1
+
+
+def test_the_mtu_of_each_device_is_told(lab: Lab) -> None:
+    node, _ = lab.cluster(BACKEND, flags=[f"--healthz-port={HEALTH_PORT}"], **DUAL_STACK)
+    names = ("eth0", "flannel.1", "flannel-v6.1")
+    wait_for(lambda: "flannel_mtu_bytes{" in str(metrics(node)), PATIENCE, "the devices to be told")
+    told = {name: metrics(node)[f'flannel_mtu_bytes{{dev="{name}"}}'] for name in names}
+    assert told == {name: (node.link(name) or {})["mtu"] for name in names}
+    assert told == {"eth0": 1500, "flannel.1": 1450, "flannel-v6.1": 1430}
+
+
+def test_metrics_without_the_library_are_unavailable(lab: Lab, tmp_path: Path) -> None:
+    (tmp_path / "prometheus_client.py").write_text("raise ImportError")
+    lab.etcd.put_config({"Network": "10.5.0.0/16", "Backend": BACKEND})
+    (node,) = lab.add_nodes()
+    node.start(f"--healthz-port={HEALTH_PORT}", environment={"PYTHONPATH": str(tmp_path)})
+    node.wait_ready()
+    url = f"http://127.0.0.1:{HEALTH_PORT}/metrics"
+    page, _, status = node.run("curl", "-s", "-w", "\n%{http_code}", url).stdout.rpartition("\n")
+    assert status == "503"
+    assert "pip install 'flanneld[metrics]'" in page
+    assert node.run("curl", "-sf", f"http://127.0.0.1:{HEALTH_PORT}/healthz").stdout

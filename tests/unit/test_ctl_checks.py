@@ -16,17 +16,19 @@ from flanneld.ctl.checks import CHECKS
 from flanneld.ctl.detours import Detour
 from flanneld.ctl.doctor import as_json, examine, report
 from flanneld.ctl.facts import Dropped, Facts
-from flanneld.ctl.findings import THEMES
+from flanneld.ctl.findings import THEMES, Advice, Fix, Severity
 from flanneld.ctl.leftovers import CniConf, LeftRules
-from flanneld.ctl.look import Entry
+from flanneld.ctl.look import Difference, Entry
+from flanneld.ctl.source import Part, Unknown
 from flanneld.ctl.tables import plain
 from flanneld.network.links import SeenLink
-from flanneld.network.resources import ForeignLink, Vxlan
+from flanneld.network.resources import ForeignLink, Resource, Route, Vxlan
 from flanneld.subnet_file import Previous
 
 NOW = 1_000_000.0
 MAC = "02:00:00:00:00:01"
 VXLAN = Vxlan("flannel.1", 1, 2, IPv4Address("192.0.2.1"), 8472, MAC, 1450)
+ROUTE = Route(IPv4Network("10.5.2.0/24"), "flannel.1", IPv4Address("10.5.2.0"), onlink=True)
 
 DOCUMENT: dict[str, Any] = {
     "store": {"name": "etcd", "answers": True},
@@ -58,6 +60,14 @@ def link(name: str, mtu: int = 1500, up: bool = True) -> SeenLink:
     return SeenLink(5, name, MAC, mtu, up, ForeignLink(name, "a plain interface"))
 
 
+def bridge(name: str, mtu: int = 1500) -> SeenLink:
+    return SeenLink(6, name, MAC, mtu, True, ForeignLink(name, "a device of kind bridge", "bridge"))
+
+
+def port_of(name: str) -> SeenLink:
+    return replace(link(f"port of {name}"), master=bridge(name).index)
+
+
 def flannel(**changes: Any) -> SeenLink:
     made = replace(VXLAN, **changes)
     return SeenLink(3, "flannel.1", made.mac, made.mtu, made.up, made)
@@ -70,13 +80,13 @@ WELL = Facts(
     subnet_file="/run/flannel/subnet.env",
     previous=Previous((IPv4Network("10.5.0.0/16"),), (IPv4Network("10.5.1.0/24"), None)),
     file_mtu=1450,
-    links=(link("eth0"), flannel(), link("cni0", 1450)),
+    links=(link("eth0"), flannel(), bridge("cni0", 1450), port_of("cni0")),
     addresses=(
         ("eth0", ip_address("192.0.2.1")),
         ("flannel.1", ip_address("10.5.1.0")),
         ("cni0", ip_address("10.5.1.1")),
     ),
-    entries=(Entry("route", "route 10.5.2.0/24 via 10.5.2.0 dev flannel.1 onlink", "ok"),),
+    entries=(Entry(ROUTE, "ok"),),
     traffic={"flannel.1": (1000, 1000)},
     offload={"flannel.1": True},
     kernel=(6, 1),
@@ -97,33 +107,45 @@ def of_host(setting: str, value: int) -> Facts:
     return replace(WELL, host=host_checks.findings(known))
 
 
-def entry(kind: str, text: str, state: str) -> Facts:
-    return replace(WELL, entries=(Entry(kind, text, state),))
+def entry(value: Resource, state: str) -> Facts:
+    return replace(WELL, entries=(Entry(value, state),))
+
+
+def drift(**changes: Any) -> Facts:
+    actual = replace(VXLAN, **changes)
+    differences = (Difference(name, str(value), "as wanted") for name, value in changes.items())
+    return replace(WELL, entries=(Entry(VXLAN, "different", other=actual, differences=tuple(differences)),))
 
 
 def with_links(*links: SeenLink) -> Facts:
     return replace(WELL, links=links)
 
 
+def with_address(name: str, *links: SeenLink) -> Facts:
+    """The node that is well, with an address of another node's subnet."""
+    return replace(WELL, links=links, addresses=(*WELL.addresses, (name, ip_address("10.5.77.1"))))
+
+
 def peer(**changes: Any) -> Facts:
     return told(lambda document: document["peers"][0].update(changes))
 
 
+ACCEPT = (("iptables", "-I", "FORWARD", "-s", "10.5.0.0/16", "-j", "ACCEPT"),)
 FLANNEL = CniConf("/etc/cni/net.d/10-flannel.conflist", ("flannel", "portmap"))
 CALICO = CniConf("/etc/cni/net.d/10-calico.conflist", ("calico",))
 MULTUS = CniConf("/etc/cni/net.d/00-multus.conf", ("multus",))
 
 #: By the name of a check: what it must find something in.
 CASES: dict[str, list[Facts]] = {
-    "devices": [replace(entry("link", str(VXLAN), "missing"), links=(link("eth0"),))],
+    "devices": [entry(VXLAN, "missing"), drift(port=8473), drift(up=False), drift(mtu=1400, learning=True)],
     "uplink": [
         with_links(flannel()),
         with_links(link("eth0", up=False), flannel()),
         replace(WELL, addresses=WELL.addresses[1:]),
     ],
-    "missing": [entry("route", "route 10.5.2.0/24 dev flannel.1", "missing")],
+    "missing": [entry(ROUTE, "missing")],
     "detours": [replace(WELL, detours=(Detour("10.5.2.0/24", "route 10.5.2.0/25 dev eth0"),))],
-    "stale": [entry("route", "route 10.5.9.0/24 dev flannel.1", "not wanted")],
+    "stale": [entry(ROUTE, "not wanted")],
     "refused": [told(lambda d: d.update(refused=[{"object": "route x", "reason": "File exists"}]))],
     "neighbours": [replace(WELL, gc_thresh=1)],
     "synced": [told(lambda d: d.update(synced=False))],
@@ -141,12 +163,11 @@ CASES: dict[str, list[Facts]] = {
     "probes": [peer(probe={"target": "10.5.2.0", "time": NOW, "rtt": None})],
     "forwarding": [of_host("net/ipv4/ip_forward", 0)],
     "dropping": [
-        replace(WELL, dropping=(Dropped("chain FORWARD of table filter", "iptables -I ..."),)),
-        replace(WELL, dropping=(Dropped("chain x of table inet y", "nft insert ...", by_rule=True),)),
+        replace(WELL, dropping=(Dropped("chain FORWARD of table filter", ACCEPT),)),
+        replace(WELL, dropping=(Dropped("chain x of table inet y", ACCEPT, by_rule=True),)),
+        replace(WELL, dropping=(Dropped("chain x of firewalld", ACCEPT, is_firewalld=True),)),
     ],
-    "left rules": [
-        replace(WELL, left_rules=(LeftRules(("iptables-legacy: nat FLANNEL-POSTRTG",), "iptables ..."),))
-    ],
+    "left rules": [replace(WELL, left_rules=(LeftRules(("iptables-legacy: nat FLANNEL-POSTRTG",), ACCEPT),))],
     "cni": [
         replace(WELL, cni=(CALICO, FLANNEL)),
         replace(WELL, cni=(MULTUS, CALICO, FLANNEL)),
@@ -162,7 +183,10 @@ CASES: dict[str, list[Facts]] = {
         replace(WELL, file_mtu=1400),
     ],
     "bridges": [of_host("net/bridge/bridge-nf-call-iptables", 0), of_host("net/ipv4/ip_forward", 1)],
-    "bridge subnet": [replace(WELL, addresses=(*WELL.addresses, ("docker0", ip_address("10.5.77.1"))))],
+    "bridge subnet": [
+        with_address("docker0", bridge("docker0"), port_of("docker0")),
+        with_address("eth0", link("eth0")),
+    ],
     "lease": [
         told(lambda d: d.update(lease=None)),
         told(lambda d: d["lease"].update(expires=NOW - 1)),
@@ -171,18 +195,18 @@ CASES: dict[str, list[Facts]] = {
     "clock": [replace(WELL, clock_is_synchronised=False)],
     "store": [
         told(lambda d: d["store"].update(problem="etcd does not answer", remedy="see that it runs")),
-        replace(WELL, unknown=("the store does not tell: etcd does not answer",)),
+        replace(WELL, unknown=(Unknown(Part.STORE, "etcd does not answer"),)),
     ],
     "ready": [told(lambda d: d["health"].update(missing=["the peers are not known yet"]))],
     "public ip": [peer(public_ips=["192.0.2.1"]), told(lambda d: d["peers"].append(deepcopy(d["peers"][0])))],
     "network": [told(lambda d: d["lease"].update(subnets=["10.6.1.0/24"]))],
     "refusals": [peer(state="refused", reason="no VtepMAC")],
     "reverse path": [of_host("net/ipv4/conf/eth0/rp_filter", 1)],
-    "containers": [with_links(link("eth0"), flannel(), link("cni0", 1500))],
+    "containers": [with_links(link("eth0"), flannel(), bridge("cni0", 1500), port_of("cni0"))],
     "device": [with_links(link("eth0", 1450), flannel())],
     "checksums": [replace(WELL, kernel=(4, 19)), replace(WELL, kernel=(5, 6))],
     "port": [replace(WELL, traffic={"flannel.1": (0, 500)})],
-    "daemon": [replace(WELL, origin="host", unknown=("no daemon answers",))],
+    "daemon": [replace(WELL, origin="host", unknown=(Unknown(Part.DAEMON, "no daemon answers"),))],
     "late": [told(lambda d: d["health"].update(late=["reconciler has not reported"]))],
     "overruns": [told(lambda d: d.update(lost_notifications=3))],
 }
@@ -197,10 +221,10 @@ def test_a_check_finds_what_it_is_for(name: str, facts: Facts) -> None:
     found = [finding for check, finding in examine(facts) if check.name == name]
     assert found
     for finding in found:
-        assert finding.what
+        assert finding.problem
         assert finding.evidence
         assert finding.why
-        assert finding.fix
+        assert finding.remedy.commands if isinstance(finding.remedy, Fix) else finding.remedy.text
 
 
 def test_each_check_has_a_case_above() -> None:
@@ -244,7 +268,7 @@ def test_the_report_says_what_the_evidence_the_reason_and_the_fix() -> None:
             "check     E keepers: the host's firewall and forwarding",
             "evidence  found by its files or its rules",
             "why       when it is reloaded it may remove rules; the daemon puts its own back",
-            "fix       firewall-cmd --permanent --zone=trusted --add-source=10.5.0.0/16;"
+            "advice    firewall-cmd --permanent --zone=trusted --add-source=10.5.0.0/16;"
             " firewall-cmd --permanent --add-port=8472/udp; firewall-cmd --reload",
         ],
         [f"{len(CHECKS)} checks: 0 problems, 1 hint"],
@@ -256,4 +280,98 @@ def test_programs_get_the_same() -> None:
     answer = json.loads(json.dumps(as_json(examine(facts), facts)))
     (found,) = [each for each in answer["findings"] if each["check"] == "forwarding"]
     assert found["severity"] == "problem"
-    assert found["fix"] == "sysctl -w net.ipv4.ip_forward=1"
+    assert found["fix"] == [["sysctl", "-w", "net.ipv4.ip_forward=1"]]
+    assert found["advice"] is None
+
+
+# ---- remedies -----------------------------------------------------------------------------------
+
+
+def remedies(name: str, facts: Facts) -> list[Fix | Advice]:
+    return [finding.remedy for check, finding in examine(facts) if check.name == name]
+
+
+def test_a_property_that_is_set_without_loss_has_a_fix() -> None:
+    (remedy,) = remedies("devices", drift(mtu=1400, learning=True))
+    assert remedy == Fix(
+        (
+            ("ip", "link", "set", "flannel.1", "type", "vxlan", "id", "1", "nolearning"),
+            ("ip", "link", "set", "flannel.1", "mtu", "1450"),
+        )
+    )
+
+
+@pytest.mark.parametrize("change", [{"up": False}, {"port": 8473}, {"mtu": 1400, "mac": "02:00:00:00:00:99"}])
+def test_a_device_that_has_lost_what_was_on_it_is_left_to_the_daemon(change: dict[str, Any]) -> None:
+    (remedy,) = remedies("devices", drift(**change))
+    assert isinstance(remedy, Advice)
+
+
+def test_an_uplink_that_loses_its_ipv6_addresses_when_it_is_down_takes_more_than_a_command() -> None:
+    down = with_links(link("eth0", up=False), flannel())
+    assert remedies("uplink", down) == [Fix((("ip", "link", "set", "dev", "eth0", "up"),))]
+    document = deepcopy(DOCUMENT)
+    document["uplink"]["addresses"].append("2001:db8::1")
+    (remedy,) = remedies("uplink", replace(down, document=document))
+    assert isinstance(remedy, Advice)
+
+
+def test_no_remedy_removes_an_interface_that_is_inside_the_network() -> None:
+    facts = with_address("eth0", link("eth0"), flannel())
+    (found,) = [finding for check, finding in examine(facts) if check.name == "bridge subnet"]
+    assert (found.severity, found.about) == (Severity.HINT, "eth0")
+    assert isinstance(found.remedy, Advice)
+    assert "delete" not in found.remedy.text
+
+
+@pytest.mark.parametrize("name", ["docker0", "cni0"])
+def test_a_bridge_without_ports_is_no_finding(name: str) -> None:
+    facts = with_address(name, link("eth0"), flannel(), bridge(name, 9000))
+    assert not {"bridge subnet", "containers"} & {check.name for check, _ in examine(facts)}
+
+
+def test_an_address_of_our_subnet_that_leads_to_no_container_limits_no_mtu() -> None:
+    addresses = (*WELL.addresses, ("lo", ip_address("10.5.1.9")))
+    assert examine(replace(WELL, links=(*WELL.links, link("lo", 65536)), addresses=addresses)) == []
+
+
+@pytest.mark.parametrize("name", ["dropping", "probes", "port", "forwarding", "reverse path", "uplink"])
+def test_whatever_loses_packets_is_a_problem(name: str) -> None:
+    for facts in CASES[name]:
+        found = [finding.severity for check, finding in examine(facts) if check.name == name]
+        assert set(found) == {Severity.PROBLEM}
+
+
+def test_a_bridge_that_the_firewall_does_not_see_is_a_problem_where_services_are_used() -> None:
+    setting = {"net/bridge/bridge-nf-call-iptables": 0}
+    for services, severity in ((True, Severity.PROBLEM), (False, Severity.HINT)):
+        known = host_checks.Facts((4,), "eth0", setting, services=services)
+        facts = replace(WELL, host=host_checks.findings(known))
+        assert [finding.severity for _, finding in examine(facts)] == [severity]
+
+
+HOSTILE = "$(reboot) `reboot`; reboot"
+
+
+def hostile(facts: Facts) -> Facts:
+    """The same after others wrote into the store whatever they like."""
+    document = deepcopy(dict(facts.document))
+    document["store"]["name"] = document["network"]["backend"] = HOSTILE
+    document["refused"] = [{"object": HOSTILE, "reason": HOSTILE}]
+    for each in document["peers"]:
+        each.update(reason=HOSTILE, backend=HOSTILE, state="refused", conflicts=[HOSTILE])
+    return replace(facts, document=document)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_fix_holds_text_out_of_the_store(name: str) -> None:
+    for facts in map(hostile, CASES[name]):
+        fixes = [finding.remedy for _, finding in examine(facts) if isinstance(finding.remedy, Fix)]
+        assert "reboot" not in str(fixes)
+
+
+def test_a_fix_is_shown_with_a_command_on_each_line_quoted_for_a_shell() -> None:
+    commands = (("nft", "flush", "chain", "a b"), ("true",))
+    facts = replace(WELL, left_rules=(LeftRules(("a rule",), commands),))
+    (table, _) = report(examine(facts), facts)
+    assert list(plain(table))[-2:] == ["fix       nft flush chain 'a b'", "fix       true"]

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from ipaddress import ip_address, ip_network
+from dataclasses import replace
+from ipaddress import IPv4Address, IPv4Network, ip_address, ip_network
 from typing import Any
 
 import pytest
 
 from flanneld.ctl.detours import Detour, by_length, by_lookup
 from flanneld.ctl.look import Found, Way
+from flanneld.network.resources import Route
+from flanneld.status import describe
 
-ROUTE = "route 10.5.2.0/24 via 10.5.2.0 dev flannel.1 onlink"
-ROUTE_TO_ALL = "route 10.5.0.0/16 dev flannel0"
+ROUTE = Route(IPv4Network("10.5.2.0/24"), "flannel.1", IPv4Address("10.5.2.0"), onlink=True)
+ROUTE_TO_ALL = Route(IPv4Network("10.5.0.0/16"), "flannel0")
 OURS = Way("flannel.1", ip_address("10.5.2.0"))
 
 
-def document(*peer_objects: str, local: tuple[str, ...] = ()) -> dict[str, Any]:
-    def objects(texts: tuple[str, ...]) -> list[dict[str, str]]:
-        return [{"kind": text.split()[0], "text": text} for text in texts]
+def document(*peer_objects: Route, local: tuple[Route, ...] = ()) -> dict[str, Any]:
+    def objects(routes: tuple[Route, ...]) -> list[dict[str, Any]]:
+        return [describe(route, {}) for route in routes]
 
     return {
         "local": objects(local),
@@ -40,7 +43,7 @@ def test_a_packet_on_the_wanted_route_makes_none() -> None:
 
 
 def test_a_route_that_is_missing_or_not_wanted_has_no_detour() -> None:
-    assert found_by_lookup(document("route 10.5.2.0/24 dev eth0"), Way("")) == []
+    assert found_by_lookup(document(replace(ROUTE, device="eth0")), Way("")) == []
     assert found_by_lookup(document(), Way("eth0")) == []
 
 

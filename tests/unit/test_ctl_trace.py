@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from ipaddress import IPv4Address, ip_address
+from dataclasses import replace
+from ipaddress import IPv4Address, IPv4Network, ip_address
 from typing import Any
 
 import pytest
@@ -12,12 +13,14 @@ from flanneld.ctl.look import Found, Way
 from flanneld.ctl.trace import Hop, trace
 from flanneld.model import IPAddress
 from flanneld.network.links import SeenLink
-from flanneld.network.resources import ForeignLink, Vxlan
+from flanneld.network.resources import FdbEntry, ForeignLink, Neighbor, Resource, Route, Vxlan
+from flanneld.status import describe
 
 MAC = "02:00:00:00:00:02"
-ROUTE = "route 10.5.2.0/24 via 10.5.2.0 dev flannel.1 onlink"
-NEIGH = f"neigh 10.5.2.0 lladdr {MAC} dev flannel.1"
-FDB = f"fdb {MAC} dst 192.0.2.2 dev flannel.1"
+BASE = IPv4Address("10.5.2.0")
+ROUTE = Route(IPv4Network("10.5.2.0/24"), "flannel.1", BASE, onlink=True)
+NEIGH = Neighbor("flannel.1", BASE, MAC)
+FDB = FdbEntry("flannel.1", MAC, IPv4Address("192.0.2.2"))
 LINK = Vxlan("flannel.1", 1, 2, IPv4Address("192.0.2.1"), 8472, "02:00:00:00:00:01", 1450)
 
 DOCUMENT: dict[str, Any] = {
@@ -25,7 +28,7 @@ DOCUMENT: dict[str, Any] = {
     "lease": {"subnets": ["10.5.1.0/24"]},
     "uplink": {"name": "eth0"},
     "devices": ["flannel.1"],
-    "local": [{"kind": "link", "text": str(LINK)}],
+    "local": [describe(LINK, {})],
     "peers": [
         {
             "subnets": ["10.5.2.0/24"],
@@ -33,11 +36,7 @@ DOCUMENT: dict[str, Any] = {
             "state": "in the kernel",
             "reason": "",
             "conflicts": [],
-            "objects": [
-                {"kind": "neighbor", "text": NEIGH},
-                {"kind": "fdb", "text": FDB},
-                {"kind": "route", "text": ROUTE},
-            ],
+            "objects": [describe(each, {}) for each in (NEIGH, FDB, ROUTE)],
         }
     ],
 }
@@ -49,25 +48,26 @@ WAYS = {
 }
 
 
-def found(*without: str) -> Found:
-    objects = {text: True for text in (ROUTE, NEIGH, FDB, str(LINK)) if text not in without}
+def found(*without: Resource, link: Vxlan = LINK) -> Found:
+    objects: dict[Resource, bool] = {each: True for each in (ROUTE, NEIGH, FDB, link) if each not in without}
     links = (
         SeenLink(2, "eth0", "", 1500, True, ForeignLink("eth0", "a plain interface")),
-        SeenLink(3, "flannel.1", LINK.mac, 1450, True, LINK),
+        SeenLink(3, "flannel.1", link.mac, link.mtu, link.up, link),
     )
     return Found(objects, links)
 
 
 def hops(
     target: str,
-    *without: str,
+    *without: Resource,
+    link: Vxlan = LINK,
     document: Mapping[str, Any] = DOCUMENT,
     ways: Mapping[str, Way] = WAYS,
 ) -> dict[str, Hop]:
     def way_to(address: IPAddress) -> Way:
         return ways.get(str(address), Way(""))
 
-    return {hop.hop: hop for hop in trace(ip_address(target), document, found(*without), way_to)}
+    return {hop.hop: hop for hop in trace(ip_address(target), document, found(*without, link=link), way_to)}
 
 
 def test_each_hop_to_a_peer_is_shown() -> None:
@@ -78,10 +78,10 @@ def test_each_hop_to_a_peer_is_shown() -> None:
 
 
 def test_the_hop_that_is_missing_is_named() -> None:
-    for hop, text in (("route", ROUTE), ("neigh", NEIGH), ("fdb", FDB)):
-        way = hops("10.5.2.7", text)
+    for hop, wanted in (("route", ROUTE), ("neigh", NEIGH), ("fdb", FDB)):
+        way = hops("10.5.2.7", wanted)
         assert [name for name, each in way.items() if each.state != "ok"] == [hop]
-        assert text in way[hop].note
+        assert str(wanted) in way[hop].note
 
 
 def test_a_route_of_somebody_else_that_comes_first_is_a_problem() -> None:
@@ -95,7 +95,9 @@ def test_a_route_of_somebody_else_that_comes_first_is_a_problem() -> None:
 
 
 def test_a_device_that_is_not_as_wanted_is_a_problem() -> None:
-    assert hops("10.5.2.7", str(LINK))["device"].note == f"wanted: {LINK}"
+    device = hops("10.5.2.7", link=replace(LINK, port=8473, parent=5))["device"]
+    assert device.state == "PROBLEM"
+    assert device.note == "has parent interface 5, wanted eth0; has port 8473, wanted 8472"
 
 
 def test_a_peer_whose_host_is_not_reached_is_a_problem() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from flanneld.host_checks import Facts, Finding, findings, mend
+from flanneld.host_checks import Facts, Finding, Topic, findings, mend
 
 GOOD: Mapping[str, int] = {
     "net/ipv4/ip_forward": 1,
@@ -131,4 +131,4 @@ def test_what_only_the_operator_may_do_is_not_mended() -> None:
 
 
 def test_a_setting_that_cannot_be_written_is_not_mended() -> None:
-    assert mend(Finding("", "", "", (("net/ipv4/no/such/setting", 1),))) is False
+    assert mend(Finding(Topic.FORWARDING, "", "", (), (("net/ipv4/no/such/setting", 1),))) is False

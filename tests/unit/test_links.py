@@ -48,7 +48,7 @@ DATA["tun"] = {"IFLA_TUN_TYPE": 1, "IFLA_TUN_PERSIST": 1}
 
 def description(
     name: str = "flannel.1", *, kind: str | None = "vxlan", mac: str | None = MAC, mtu: int = 1450,
-    up: bool = True, **data: Any,
+    up: bool = True, master: int = 0, **data: Any,
 ) -> bytes:  # fmt: skip
     """A link message as the kernel sends it, put together by pyroute2."""
     message = ifinfmsg()
@@ -62,6 +62,8 @@ def description(
             parts = {key: value for key, value in {**DATA[kind], **data}.items() if value is not None}
             info.append(("IFLA_INFO_DATA", {"attrs": list(parts.items())}))
         attrs.append(("IFLA_LINKINFO", {"attrs": info}))
+    if master:
+        attrs.append(("IFLA_MASTER", master))
     message["attrs"] = attrs
     message.encode()
     return bytes(message.data)
@@ -76,6 +78,11 @@ def seen(data: bytes) -> SeenLink:
 
 def test_a_vxlan_device_is_read_in_full() -> None:
     assert seen(description()) == SeenLink(7, "flannel.1", MAC, 1450, True, WANTED)
+
+
+def test_a_port_of_a_bridge_knows_its_bridge() -> None:
+    assert seen(description("veth1", kind="veth", master=4)).master == 4
+    assert seen(description("veth1", kind="veth")).master == 0
 
 
 def test_a_vxlan_device_over_ipv6_is_read_in_full() -> None:
@@ -100,20 +107,20 @@ def test_what_sets_a_vxlan_device_apart_is_seen(data: bytes, make: Vxlan) -> Non
 
 
 @pytest.mark.parametrize(
-    ("data", "word"),
+    ("data", "word", "kind"),
     [
-        (description(kind=None), "plain"),
-        (description(kind="bridge"), "bridge"),
-        (description(IFLA_VXLAN_LOCAL=None), "without a local address"),
-        (description(IFLA_VXLAN_GROUP="239.1.1.1"), "group"),
-        (description(IFLA_VXLAN_GROUP6="ff05::1"), "group"),
-        (description(IFLA_VXLAN_L2MISS=1), "l2miss"),
+        (description(kind=None), "plain", ""),
+        (description(kind="bridge"), "bridge", "bridge"),
+        (description(IFLA_VXLAN_LOCAL=None), "without a local address", "vxlan"),
+        (description(IFLA_VXLAN_GROUP="239.1.1.1"), "group", "vxlan"),
+        (description(IFLA_VXLAN_GROUP6="ff05::1"), "group", "vxlan"),
+        (description(IFLA_VXLAN_L2MISS=1), "l2miss", "vxlan"),
     ],
 )
-def test_a_device_that_we_would_not_make_is_foreign_and_says_why(data: bytes, word: str) -> None:
+def test_a_device_that_we_would_not_make_is_foreign_and_says_why(data: bytes, word: str, kind: str) -> None:
     make = seen(data).make
     assert isinstance(make, ForeignLink)
-    assert (make.name, word in make.description) == ("flannel.1", True)
+    assert (make.name, word in make.description, make.make) == ("flannel.1", True, kind)
 
 
 def ipip(**data: Any) -> bytes:

@@ -19,7 +19,7 @@ def sight() -> Sight:
 
 
 def lines(sight: Sight, accept: str = "") -> list[str]:
-    return page(sight, accept)[1].decode().splitlines()
+    return page(sight, accept)[2].decode().splitlines()
 
 
 def test_a_daemon_that_waits_has_metrics_too(sight: Sight) -> None:
@@ -30,17 +30,22 @@ def test_a_daemon_that_waits_has_metrics_too(sight: Sight) -> None:
 
 
 def test_open_metrics_are_told_to_those_who_accept_them(sight: Sight) -> None:
-    content_type, body = page(sight, "application/openmetrics-text;version=1.0.0")
+    status, content_type, body = page(sight, "application/openmetrics-text;version=1.0.0")
+    assert status == 200
     assert content_type.startswith("application/openmetrics-text")
     assert body.endswith(b"# EOF\n")
 
 
-def test_without_the_library_one_line_says_what_to_install(
+def test_without_the_library_the_page_is_unavailable_and_says_what_to_install(
     sight: Sight, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    (line,) = lines(sight)
-    assert "pip install 'flanneld[metrics]'" in line
+    status, content_type, body = page(sight, "")
+    assert (status, content_type) == (503, "text/plain; charset=utf-8")
+    assert body.decode() == (
+        "no metrics without prometheus_client; install it with:"
+        " pip install 'flanneld[metrics]', or apt install python3-prometheus-client\n"
+    )
 
 
 class Store:

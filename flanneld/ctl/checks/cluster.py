@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from ipaddress import ip_network
 
 from flanneld.ctl.facts import Facts
-from flanneld.ctl.findings import Finding, as_at_start, check
-from flanneld.ctl.source import ranges_of
+from flanneld.ctl.findings import Advice, Finding, Severity, as_at_start, check
+from flanneld.ctl.source import Part, ranges_of
 from flanneld.glog import counted
+from flanneld.host_checks import Topic
 from flanneld.model import lies_in
 
 #: A lease that ends so soon, in seconds, should have been renewed.
@@ -26,7 +27,7 @@ def synced(facts: Facts) -> Iterator[Finding]:
             "the peers are not known yet",
             "no list of leases was read since the start",
             "new peers are not reached, and gone ones not removed",
-            "see why the store does not answer",
+            Advice("see why the store does not answer"),
         )
 
 
@@ -37,8 +38,10 @@ def brake(facts: Facts) -> Iterator[Finding]:
             "removals are held back",
             "the last list of leases lacked most peers",
             "if it is right, packets still go to nodes that are gone",
-            "nothing: the list is read again within 30 s; see whether the store was restored from a copy",
-            hint=True,
+            Advice(
+                "nothing: the list is read again within 30 s; see whether the store was restored from a copy"
+            ),
+            severity=Severity.HINT,
         )
 
 
@@ -53,7 +56,7 @@ def lease(facts: Facts) -> Iterator[Finding]:
             "this node has no lease",
             "no lease has our public IP",
             "no other node knows the way to our containers",
-            "start the daemon; if it runs, its log says what it waits for",
+            Advice("start the daemon; if it runs, its log says what it waits for"),
         )
     if not known or not known.get("expires"):
         return
@@ -63,7 +66,7 @@ def lease(facts: Facts) -> Iterator[Finding]:
             "the lease has expired" if left <= 0 else f"the lease ends in {left:.0f} s",
             f"subnet {', '.join(known['subnets'])}, renewals: {known.get('renewals') or 'none'}",
             "another node may be given our subnet",
-            "see why the daemon does not renew it: its log, and whether the store answers",
+            Advice("see why the daemon does not renew it: its log, and whether the store answers"),
         )
 
 
@@ -74,8 +77,8 @@ def clock(facts: Facts) -> Iterator[Finding]:
             "the clock is not synchronised",
             "/run/systemd/timesync/synchronized is missing",
             "certificates of the store may not be valid here; leases do not depend on it",
-            "see timedatectl timesync-status",
-            hint=True,
+            Advice("see timedatectl timesync-status"),
+            severity=Severity.HINT,
         )
 
 
@@ -90,12 +93,15 @@ def store(facts: Facts) -> Iterator[Finding]:
             known["problem"],
             str(known["name"]),
             "no news of the peers, and the lease ends when it is not renewed; what leads to the peers stays",
-            known["remedy"] or "see the log of the store",
+            Advice(known["remedy"] or "see the log of the store"),
         )
     for why in facts.unknown:
-        if why.startswith("the store does not tell"):
+        if why.part is Part.STORE and why.failed:
             yield Finding(
-                "the store was asked in vain", why, "a start of the daemon would wait for it", "see above"
+                "the store was asked in vain",
+                str(why),
+                "a start of the daemon would wait for it",
+                Advice("see whether it runs and is reached from here, and the flags that name it"),
             )
 
 
@@ -107,7 +113,7 @@ def ready(facts: Facts) -> Iterator[Finding]:
             "the daemon is not ready",
             "; ".join([what, *health.get("waiting", ())]),
             "no container should be started here yet",
-            "wait, or see its log",
+            Advice("wait, or see its log"),
         )
 
 
@@ -125,7 +131,9 @@ def public_ip(facts: Facts) -> Iterator[Finding]:
                 f"the public IP {ip} is used twice",
                 f"by {', '.join([*owners, *(['this node'] if ip in ours else [])])}",
                 "packets for one of both reach the other",
-                "give each node its own with -public-ip or -iface; delete leases of nodes that are gone",
+                Advice(
+                    "give each node its own with -public-ip or -iface; delete leases of nodes that are gone"
+                ),
             )
 
 
@@ -140,7 +148,7 @@ def network(facts: Facts) -> Iterator[Finding]:
                 f"our subnet {text} is outside the network",
                 f"Network is {', '.join(map(str, networks))}",
                 "other nodes refuse it",
-                "make the podCIDR of the node, or Network, fit",
+                Advice("make the podCIDR of the node, or Network, fit"),
             )
 
 
@@ -152,13 +160,13 @@ def refusals(facts: Facts) -> Iterator[Finding]:
                 f"the lease {','.join(peer['subnets'])} is refused",
                 peer["reason"],
                 "nothing is done for this peer",
-                "correct it on the node that wrote it, or delete it from the store",
+                Advice("correct it on the node that wrote it, or delete it from the store"),
             )
 
 
 @check("J", "reverse path", "what comes in from peers is not dropped as strange")
 def reverse_path(facts: Facts) -> Iterator[Finding]:
-    yield from as_at_start(facts, "rp_filter")
+    yield from as_at_start(facts, Topic.REVERSE_PATH)
 
 
 # ---- L: the daemon itself -----------------------------------------------------------------------
@@ -169,16 +177,18 @@ def daemon(facts: Facts) -> Iterator[Finding]:
     if facts.origin != "daemon":
         yield Finding(
             "the daemon does not answer",
-            facts.unknown[0] if facts.unknown else "",
+            str(facts.unknown[0]) if facts.unknown else "",
             "packets flow on, but nothing is repaired, and the lease is not renewed",
-            "systemctl status flanneld; its log says why it ended",
+            Advice("systemctl status flanneld; its log says why it ended"),
         )
 
 
 @check("L", "late", "every thread of the daemon reports in time")
 def late(facts: Facts) -> Iterator[Finding]:
     for line in (facts.document.get("health") or {}).get("late", ()):
-        yield Finding("a thread of the daemon hangs", line, "what it does is not done", "restart the daemon")
+        yield Finding(
+            "a thread of the daemon hangs", line, "what it does is not done", Advice("restart the daemon")
+        )
 
 
 @check("L", "overruns", "no notifications of the kernel were lost")
@@ -189,6 +199,6 @@ def overruns(facts: Facts) -> Iterator[Finding]:
             f"notifications of the kernel were lost {counted(number, 'time')}",
             "the daemon read everything again each time",
             "repairs came later than usual",
-            "see what changes routes or devices so often: ip monitor",
-            hint=True,
+            Advice("see what changes routes or devices so often: ip monitor"),
+            severity=Severity.HINT,
         )

@@ -6,20 +6,26 @@ from collections.abc import Iterator
 from ipaddress import ip_network
 
 from flanneld.ctl.facts import Facts
-from flanneld.ctl.findings import Finding, as_at_start, check
+from flanneld.ctl.findings import Advice, Finding, Fix, Severity, as_at_start, check
 from flanneld.ctl.source import ranges_of
 from flanneld.glog import counted
+from flanneld.host_checks import Topic
+from flanneld.model import IPNetwork
+from flanneld.network.resources import Ipip, Vxlan
+from flanneld.shell import command, line
 
 #: Kernels that compute wrong checksums for VXLAN packets that are translated (fixed by ea64d8d6c675).
 _GOOD_CHECKSUMS = (5, 7)
 #: A device that has sent so many packets and got none has no way back.
 _TALKS = 20
 #: What firewalld has to be told for the packets of peers, if Backend.Port is not set.
-_LET_IN = {
+_LET_IN: dict[str, tuple[str, ...]] = {
     "vxlan": ("--add-port=8472/udp",),
     "udp": ("--add-port=8285/udp",),
     "ipip": ("--add-protocol=ipencap",),
 }
+#: Kinds of device behind which container runtimes put containers (IFLA_INFO_KIND).
+_LEADS_TO_CONTAINERS = frozenset({"bridge", "veth"})
 _OVERHEAD = {"vxlan": {4: 50, 6: 70}, "host-gw": {4: 0, 6: 0}, "ipip": {4: 20}, "udp": {4: 28}}
 
 
@@ -28,7 +34,7 @@ _OVERHEAD = {"vxlan": {4: 50, 6: 70}, "host-gw": {4: 0, 6: 0}, "ipip": {4: 20}, 
 
 @check("E", "forwarding", "the kernel passes packets on")
 def forwarding(facts: Facts) -> Iterator[Finding]:
-    yield from as_at_start(facts, "orwarding", "ip_forward")
+    yield from as_at_start(facts, Topic.FORWARDING)
 
 
 @check("E", "dropping", "no chain drops the network's packets")
@@ -39,9 +45,8 @@ def dropping(facts: Facts) -> Iterator[Finding]:
             f"the {each.chain} drops the network's packets",
             f"its {what} is to drop, and no rule is seen that accepts the network",
             "packets of containers end at this host",
-            each.command,
-            # Its other rules may accept the network in a way that is not understood here.
-            hint=each.by_rule,
+            Advice(line(each.commands)) if each.is_firewalld else Fix(each.commands),
+            about=each.chain,
         )
 
 
@@ -53,7 +58,7 @@ def rules(facts: Facts) -> Iterator[Finding]:
             f"the rules for {family} are not in place",
             f"they belong into {firewall['place']}",
             "packets keep the wrong address, or are dropped",
-            "see the daemon's log: it says why, and tries again",
+            Advice("see the daemon's log: it says why, and tries again"),
         )
 
 
@@ -64,18 +69,21 @@ def keepers(facts: Facts) -> Iterator[Finding]:
             f"{program} is at work here",
             "found by its files or its rules",
             "when it is reloaded it may remove rules; the daemon puts its own back",
-            _let_in(program, facts),
-            hint=True,
+            Advice(_let_in(program, facts)),
+            severity=Severity.HINT,
         )
 
 
 def _let_in(program: str, facts: Facts) -> str:
     if program != "firewalld":
         return f"let it forward the network and let in UDP 8472, in {program}'s own configuration"
-    backend = (facts.document.get("network") or {}).get("backend") or ""
-    words = [f"--zone=trusted --add-source={network}" for network, _ in ranges_of(facts.document)]
-    words += _LET_IN.get(backend, ())
-    return "; ".join([*(f"firewall-cmd --permanent {each}" for each in words), "firewall-cmd --reload"])
+    backend = (facts.document.get("network") or {}).get("backend")
+    settings = [
+        *(("--zone=trusted", f"--add-source={network}") for network, _ in ranges_of(facts.document)),
+        *((option,) for option in _LET_IN.get(str(backend), ())),
+    ]
+    permanent = (command("firewall-cmd", "--permanent", *each) for each in settings)
+    return line((*permanent, command("firewall-cmd", "--reload")))
 
 
 # ---- F: subnet.env and bridges ------------------------------------------------------------------
@@ -88,7 +96,7 @@ def subnet_file(facts: Facts) -> Iterator[Finding]:
             f"there is no {facts.subnet_file}",
             "the file does not exist",
             "no container runtime can start a container on the network",
-            "start the daemon, and see what it waits for",
+            Advice("start the daemon, and see what it waits for"),
         )
         return
     if facts.subnet_file and facts.previous.subnets == (None, None):
@@ -96,7 +104,7 @@ def subnet_file(facts: Facts) -> Iterator[Finding]:
             f"{facts.subnet_file} names no subnet",
             "it has no FLANNEL_SUBNET that makes sense",
             "no container runtime can start a container on the network",
-            "restart the daemon: it writes the file at its start",
+            Advice("restart the daemon: it writes the file at its start"),
         )
         return
     leased = set((facts.document.get("lease") or {}).get("subnets", ()))
@@ -106,7 +114,7 @@ def subnet_file(facts: Facts) -> Iterator[Finding]:
             f"{facts.subnet_file} has another subnet than the lease",
             f"{', '.join(sorted(written)) or 'none'} there, {', '.join(sorted(leased))} in the lease",
             "new containers get addresses that lead to another node, or nowhere",
-            "restart the daemon: it writes the file at its start",
+            Advice("restart the daemon: it writes the file at its start"),
         )
     wanted = facts.document.get("mtu")
     if wanted and facts.file_mtu is not None and facts.file_mtu != wanted:
@@ -114,33 +122,47 @@ def subnet_file(facts: Facts) -> Iterator[Finding]:
             f"{facts.subnet_file} has the MTU {facts.file_mtu}, wanted is {wanted}",
             f"FLANNEL_MTU={facts.file_mtu}",
             "new containers send packets that do not fit, or that are smaller than need be",
-            "restart the daemon, then the containers",
+            Advice("restart the daemon, then the containers"),
         )
 
 
 @check("F", "bridges", "the firewall sees what stays on a bridge")
 def bridges(facts: Facts) -> Iterator[Finding]:
-    yield from as_at_start(facts, "br_netfilter", "bridge-nf")
+    yield from as_at_start(facts, Topic.BRIDGES)
 
 
 # ---- G: containers on another subnet ------------------------------------------------------------
 
 
+def _own_subnets(facts: Facts) -> list[IPNetwork]:
+    return [ip_network(text) for text in (facts.document.get("lease") or {}).get("subnets", ())]
+
+
 @check("G", "bridge subnet", "bridges of this host are in our subnet")
 def bridge_subnet(facts: Facts) -> Iterator[Finding]:
-    own = [ip_network(text) for text in (facts.document.get("lease") or {}).get("subnets", ())]
+    own = _own_subnets(facts)
     networks = [network for network, _ in ranges_of(facts.document)]
-    if not own:
-        return
-    for name, address in facts.addresses:
-        if name in facts.devices or not any(address in network for network in networks):
+    for name, address in facts.addresses if own else ():
+        inside = any(address in network for network in networks)
+        if not inside or name in facts.devices or any(address in net for net in own):
             continue
-        if not any(address in net for net in own):
+        evidence = f"our subnet is {', '.join(map(str, own))}"
+        if not facts.is_bridge(name):
+            yield Finding(
+                f"{name} has {address}, which is inside the cluster network",
+                evidence,
+                "one address may stand for a host there and for a container on another node",
+                Advice("choose a Network that no other network of this host overlaps"),
+                about=name,
+                severity=Severity.HINT,
+            )
+        elif facts.has_ports(name):
             yield Finding(
                 f"{name} has {address}, which is not in our subnet",
-                f"our subnet is {', '.join(map(str, own))}",
+                evidence,
                 "other nodes send packets for its containers elsewhere",
-                f"stop its containers, ip link delete {name}, and restart the container runtime",
+                Advice(f"restart its containers and see that the runtime reads {facts.subnet_file}"),
+                about=name,
             )
 
 
@@ -150,16 +172,21 @@ def bridge_subnet(facts: Facts) -> Iterator[Finding]:
 @check("K", "containers", "bridges of containers are not larger than the network allows")
 def container_mtu(facts: Facts) -> Iterator[Finding]:
     allowed = facts.document.get("mtu") or facts.file_mtu
-    own = [ip_network(text) for text in (facts.document.get("lease") or {}).get("subnets", ())]
+    own = _own_subnets(facts)
     names = {name for name, address in facts.addresses if any(address in net for net in own)}
     for name in sorted(names - set(facts.devices)):
         link = facts.link(name)
-        if allowed and link is not None and link.mtu > allowed:
+        if not allowed or link is None or link.make.make not in _LEADS_TO_CONTAINERS:
+            continue
+        # The kernel gives a bridge without ports the MTU of Ethernet.
+        if link.mtu > allowed and facts.has_ports(name):
             yield Finding(
                 f"{name} has the MTU {link.mtu}, the network allows {allowed}",
                 f"an address of our subnet is on {name}",
-                "large packets of its containers vanish: connections open and then hang",
-                f"ip link set {name} mtu {allowed}, and let the container runtime read {facts.subnet_file}",
+                "large packets of its containers vanish: connections open and then hang; see that the"
+                f" container runtime reads {facts.subnet_file}",
+                Fix((command("ip", "link", "set", "dev", name, "mtu", allowed),)),
+                about=name,
             )
 
 
@@ -176,7 +203,7 @@ def device_mtu(facts: Facts) -> Iterator[Finding]:
                 f"{name} has the MTU {device.mtu}, too large for {link.name} with {link.mtu}",
                 f"the outer headers take {room[family]} bytes",
                 "large packets are fragmented or lost between the nodes",
-                f"raise the MTU of {link.name}, or set Backend.MTU in the network config",
+                Advice(f"raise the MTU of {link.name}, or set Backend.MTU in the network config"),
             )
 
 
@@ -188,7 +215,7 @@ def checksums(facts: Facts) -> Iterator[Finding]:
                 f"{name} leaves checksums to a kernel that gets them wrong",
                 f"Linux {facts.kernel[0]}.{facts.kernel[1]}, tx-checksum-ip-generic is on",
                 "connections to services take a minute, because their first packets are dropped",
-                f"ethtool -K {name} tx-checksum-ip-generic off",
+                Advice(f"ethtool -K {name} tx-checksum-ip-generic off"),
             )
 
 
@@ -201,8 +228,9 @@ def probes(facts: Facts) -> Iterator[Finding]:
             f"{counted(len(silent), 'peer')} did not answer the last ICMP echo",
             some + (f", and {len(silent) - 3} more" if len(silent) > 3 else ""),
             "packets to their containers are most likely lost as well",
-            "flannelctl trace with that address; see whether the peer runs, and what filters between both",
-            hint=True,
+            Advice(
+                "flannelctl trace with that address; see whether the peer runs, and what filters between both"
+            ),
         )
 
 
@@ -213,7 +241,18 @@ def port(facts: Facts) -> Iterator[Finding]:
             yield Finding(
                 f"nothing ever came in through {name}",
                 f"{sent} packets sent, none received",
-                "most often a firewall between the nodes eats the UDP port of VXLAN",
-                "let in UDP 8472, or Backend.Port, on all nodes and in the cloud's security groups",
-                hint=True,
+                "most often a firewall between the nodes drops them",
+                Advice(f"let in {_carrier(facts, name)} on all nodes and in the cloud's security groups"),
+                about=name,
             )
+
+
+def _carrier(facts: Facts, name: str) -> str:
+    """Return what the nodes send each other for a device."""
+    link = facts.link(name)
+    match link.make if link else None:
+        case Vxlan(port=number):
+            return f"UDP port {number}"
+        case Ipip():
+            return "IP protocol 4"
+    return "the UDP port of Backend.Port (8285)"

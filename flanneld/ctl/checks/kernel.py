@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from ipaddress import ip_address
 
 from flanneld.ctl.facts import Facts
-from flanneld.ctl.findings import Finding, check
+from flanneld.ctl.findings import Advice, Finding, Fix, Severity, check
 from flanneld.ctl.look import Entry
 from flanneld.glog import counted
+from flanneld.network import commands
+from flanneld.network.links import SeenLink
+from flanneld.network.resources import Link
+from flanneld.shell import command, line
 
-#: So many objects are worth naming.
+#: Objects that a finding names at most.
 _FEW = 3
+_LACKING = ("missing", "different")
+#: Properties of a device that are set while all that is on it stays.
+_SET_WITHOUT_LOSS = {"mtu", "learning"}
 
 
 # ---- A: devices and uplink ----------------------------------------------------------------------
@@ -19,15 +27,25 @@ _FEW = 3
 @check("A", "devices", "each wanted device is there, up and as it should be")
 def devices(facts: Facts) -> Iterator[Finding]:
     for entry in facts.entries:
-        if entry.kind == "link" and entry.state == "missing":
-            name = entry.text.split()[1]
-            link = facts.link(name)
+        if entry.kind == "link" and entry.state in _LACKING:
+            different = "; ".join(map(str, entry.differences))
             yield Finding(
-                f"{name} is {'not as it should be' if link else 'not there'}",
-                f"wanted: {entry.text}" + (f"; found: {link.make}" if link else ""),
-                "nothing reaches the peers without it",
-                "the daemon makes it again: see that it runs, and its log",
+                f"{entry.device} {different}" if different else f"{entry.device} is not there",
+                f"wanted: {entry.value}",
+                "packets to the peers are lost, or reach the wrong ones",
+                _device_fix(entry) or Advice("start the daemon: it makes the device anew"),
+                about=entry.device,
             )
+
+
+def _device_fix(entry: Entry) -> Fix | None:
+    """Return what sets it right, unless that needs more: routes or entries are gone from the device then."""
+    wanted, actual = entry.value, entry.other
+    if not (isinstance(wanted, Link) and isinstance(actual, Link)):
+        return None
+    if {each.name for each in entry.differences} <= _SET_WITHOUT_LOSS:
+        return Fix(tuple(commands.link(wanted, actual, parent="")))
+    return None
 
 
 @check("A", "uplink", "the external interface is there and up")
@@ -41,7 +59,8 @@ def uplink(facts: Facts) -> Iterator[Finding]:
             f"the uplink {wanted['name']} is {'down' if link else 'not there'}",
             f"elected with {', '.join(wanted['addresses'])}",
             "it carries all packets between the nodes",
-            f"ip link set {wanted['name']} up" if link else "plug it in, or let the daemon elect another",
+            _way_up(link, wanted["addresses"]),
+            about=wanted["name"],
         )
         return
     held = {str(address) for name, address in facts.addresses if name == link.name}
@@ -51,8 +70,18 @@ def uplink(facts: Facts) -> Iterator[Finding]:
             f"{link.name} has lost {', '.join(lost)}",
             f"it has {', '.join(sorted(held)) or 'no address'}",
             "peers send to an address that is no longer here",
-            "give it back; with another address the daemon announces that by itself",
+            Advice("give it back; with another address the daemon announces that by itself"),
         )
+
+
+def _way_up(link: SeenLink | None, addresses: Sequence[str]) -> Fix | Advice:
+    """A device that goes down keeps its IPv4 addresses, and loses those of IPv6."""
+    if link is None:
+        return Advice("plug it in, or let the daemon elect another")
+    up = command("ip", "link", "set", "dev", link.name, "up")
+    if any(ip_address(text).version == 6 for text in addresses):
+        return Advice(f"{line((up,))}, and give it its IPv6 addresses back")
+    return Fix((up,))
 
 
 # ---- B: stale or missing objects ----------------------------------------------------------------
@@ -60,13 +89,13 @@ def uplink(facts: Facts) -> Iterator[Finding]:
 
 @check("B", "missing", "the kernel holds all that leads to the peers")
 def missing(facts: Facts) -> Iterator[Finding]:
-    lost = [entry for entry in facts.entries if entry.state == "missing" and entry.kind != "link"]
+    lost = [entry for entry in facts.entries if entry.state in _LACKING and entry.kind != "link"]
     if lost:
         yield Finding(
             f"the kernel lacks {counted(len(lost), 'object')}",
             _some(lost),
             "packets to these peers go nowhere, or the wrong way",
-            "start the daemon, or look at its log: it puts them back at once, or says why it cannot",
+            Advice("start the daemon, or look at its log: it puts them back at once, or says why it cannot"),
         )
 
 
@@ -79,7 +108,10 @@ def detours(facts: Facts) -> Iterator[Finding]:
             f"packets for {subnets[0]}{more} take another way than the daemon's",
             "; ".join(each.found for each in facts.detours[:_FEW]),
             "a route or rule of somebody else's comes first; the daemon leaves it alone",
-            "remove it; `ip route get ADDRESS` and `ip rule` show what decides",
+            Advice(
+                "`ip route get ADDRESS` and `ip rule` show what decides; keep the route to a network that"
+                " this host is on and give the peer another subnet"
+            ),
         )
 
 
@@ -91,7 +123,7 @@ def stale(facts: Facts) -> Iterator[Finding]:
             f"the kernel holds {counted(len(extra), 'object')} that nobody wants",
             _some(extra),
             "packets go to nodes that are gone, or to the wrong ones",
-            "start the daemon: it removes them; `flanneld -plan` shows them as commands",
+            Advice("start the daemon: it removes them; `flanneld -plan` shows them as commands"),
         )
 
 
@@ -102,7 +134,7 @@ def refused(facts: Facts) -> Iterator[Finding]:
             f"the kernel refuses {each['object']}",
             each["reason"],
             "its peer is not reached",
-            "remove what is in the way; the daemon tries again by itself",
+            Advice("find out what is in the way and who needs it; the daemon tries again by itself"),
         )
 
 
@@ -115,8 +147,8 @@ def neighbours(facts: Facts) -> Iterator[Finding]:
             "the neighbour table may overflow",
             f"{counted(number, 'peer')}, and net.ipv4.neigh.default.gc_thresh3 is {facts.gc_thresh}",
             "on one link with all peers, new neighbours are refused: connections hang at random",
-            f"sysctl -w net.ipv4.neigh.default.gc_thresh3={4 * max(number, 1024)}",
-            hint=True,
+            Advice(f"sysctl -w net.ipv4.neigh.default.gc_thresh3={4 * max(number, 1024)}"),
+            severity=Severity.HINT,
         )
 
 
@@ -133,7 +165,9 @@ def mac(facts: Facts) -> Iterator[Finding]:
                 f"{name} has another MAC than the one in our lease",
                 f"{link.mac}, announced is {', '.join(sorted(announced))}",
                 "the kernel drops what peers send to the announced one",
-                "start the daemon: it sets the MAC back; let udev leave it alone (MACAddressPolicy=none)",
+                Advice(
+                    "start the daemon: it sets the MAC back; let udev leave it alone (MACAddressPolicy=none)"
+                ),
             )
 
 
@@ -145,7 +179,7 @@ def contested(facts: Facts) -> Iterator[Finding]:
                 f"{','.join(peer['subnets'])} and {', '.join(peer['conflicts'])} claim the same",
                 f"public IP {', '.join(peer['public_ips'])}",
                 "one of both is not reached: cloned machines have one MAC",
-                "on one of them: stop flanneld, ip link delete flannel.1, delete its lease, start flanneld",
+                Advice("on the cloned node: stop flanneld, delete its device and its lease, start flanneld"),
             )
 
 
@@ -159,7 +193,7 @@ def managers(facts: Facts) -> Iterator[Finding]:
             f"{program} manages {name}",
             "it says so itself, below /run",
             "it removes addresses and routes that it did not set, and may put a default route there",
-            f"tell it to leave flannel* alone: {section}",
+            Advice(f"tell it to leave flannel* alone: {section}"),
         )
 
 
@@ -172,10 +206,12 @@ def fights(facts: Facts) -> Iterator[Finding]:
                 f"another program fights with the daemon about {what}",
                 "repair upon repair in the last minute",
                 "between two repairs packets are lost",
-                "flannelctl events names the program, if it still runs; tell it to leave flannel* alone",
+                Advice(
+                    "flannelctl events names the program, if it still runs; tell it to leave flannel* alone"
+                ),
             )
 
 
 def _some(entries: list[Entry]) -> str:
-    shown = "; ".join(entry.text for entry in entries[:_FEW])
+    shown = "; ".join(map(str, entries[:_FEW]))
     return shown + (f"; and {len(entries) - _FEW} more" if len(entries) > _FEW else "")

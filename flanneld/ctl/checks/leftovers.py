@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 
 from flanneld.ctl.facts import Facts
-from flanneld.ctl.findings import Finding, check
+from flanneld.ctl.findings import Advice, Finding, Fix, Severity, check
 
 #: Plug-ins that hand on to the one whose config comes after theirs.
 _GO_BETWEENS = frozenset({"multus", "multus-shim"})
@@ -20,7 +21,7 @@ def left_rules(facts: Facts) -> Iterator[Finding]:
             "rules of flannel are in a place that the daemon does not use",
             "; ".join(each.rules[:_FEW]) + more,
             "packets pass them too, and nobody keeps them right: with another subnet they masquerade wrongly",
-            each.command,
+            Fix(each.commands),
         )
 
 
@@ -31,18 +32,20 @@ def cni(facts: Facts) -> Iterator[Finding]:
     if not ours:
         return
     first = confs[0]
+    path = shlex.quote(first.path)
     if first != ours[0]:
         yield Finding(
             "the CNI config of another network plug-in comes before flannel's",
             f"{first.path} names {', '.join(first.types)}, and comes before {ours[0].path}",
             "container runtimes take the first: new containers are not on flannel's network",
-            f"if that plug-in is no longer used: rm {first.path}, and restart the container runtime",
-            hint=True,
+            Advice(f"if that plug-in is no longer used: rm {path}, and restart the container runtime"),
+            about=first.path,
+            severity=Severity.HINT,
         )
     elif facts.origin != "daemon" and (first != confs[-1] or not facts.has_subnet_file):
         yield Finding(
             "the CNI config of flannel is there, and flannel is not",
             f"{first.path} comes first, and no daemon answers",
             "new containers fail, or get addresses to which nobody leads",
-            f"start the daemon; if flannel is no longer used here: rm {first.path}",
+            Advice(f"start the daemon; if flannel is no longer used here: rm {path}"),
         )

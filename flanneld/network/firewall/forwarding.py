@@ -29,6 +29,7 @@ from flanneld.network.firewall.rules import (
     Rule,
 )
 from flanneld.network.firewall.sweep import Place
+from flanneld.shell import Command, command
 
 _IPTABLES_TABLE: dict[Family, str] = {4: "ip", 6: "ip6"}
 _FIREWALLD = "inet firewalld"
@@ -51,17 +52,22 @@ class Dropping:
     def __str__(self) -> str:
         return f"chain {self.chain} of table {self.table}{' (legacy)' if self.place == 'legacy' else ''}"
 
-    def command(self, network: IPNetwork) -> str:
-        """What accepts a network's packets there."""
-        if self.table == _FIREWALLD:
-            # What others write into its tables is lost when it is reloaded.
-            return f"firewall-cmd --permanent --zone=trusted --add-source={network}; firewall-cmd --reload"
+    @property
+    def is_firewalld(self) -> bool:
+        """Return True for a chain of firewalld: rules that others write there are lost at a reload."""
+        return self.table == _FIREWALLD
+
+    def commands(self, network: IPNetwork) -> tuple[Command, ...]:
+        """Return what accepts a network's packets there."""
+        if self.is_firewalld:
+            trust = command("firewall-cmd", "--permanent", "--zone=trusted", f"--add-source={network}")
+            return trust, command("firewall-cmd", "--reload")
         if self.place == "native":
             side = _IPTABLES_TABLE[self.family]
-            insert = f"nft insert rule {self.table} {self.chain} {side}"
-            return f"{insert} saddr {network} accept; {insert} daddr {network} accept"
-        insert = f"{program(self.place, self.family)} -I {self.chain}"
-        return f"{insert} -s {network} -j ACCEPT; {insert} -d {network} -j ACCEPT"
+            insert = command("nft", "insert", "rule", *self.table.split(), self.chain, side)
+            return tuple((*insert, way, str(network), "accept") for way in ("saddr", "daddr"))
+        insert = command(program(self.place, self.family), "-I", self.chain)
+        return tuple((*insert, way, str(network), "-j", ACCEPT) for way in ("-s", "-d"))
 
 
 def dropping(family: Family) -> Iterator[Dropping]:
@@ -90,7 +96,7 @@ def in_the_way(found: Dropping, network: IPNetwork, ours: Place | None) -> bool:
     ways to say it.
     """
     try:
-        if found.table == _FIREWALLD:
+        if found.is_firewalld:
             return not _is_trusted(found, network)
         before = list(takewhile(lambda rule: not _refuses_all(rule), _rules(found)))
     except OSError:

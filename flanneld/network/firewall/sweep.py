@@ -16,7 +16,8 @@ from flanneld.network.firewall.netfilter import Netfilter, NoNetfilter
 from flanneld.network.firewall.plan import Claim, Edit, plan
 from flanneld.network.firewall.restore import Restore, program
 from flanneld.network.firewall.rules import FLANNEL_FWD, FLANNEL_POSTRTG, IPTABLES_CHAINS, NATIVE_TABLE
-from flanneld.network.firewall.text import rule_text
+from flanneld.network.firewall.text import rule_text, rule_words
+from flanneld.shell import Command, command
 
 log = logging.getLogger(__name__)
 
@@ -70,20 +71,20 @@ def leftovers(
     return there, plan({}, there.read(), claim)
 
 
-def commands_of(place: Place, family: Family, edits: Sequence[Edit]) -> Iterator[str]:
+def commands_of(place: Place, family: Family, edits: Sequence[Edit]) -> Iterator[Command]:
     """What an operator would run to remove the same."""
     for edit in edits:
         table, chain = edit.chain
         if place == "native":
-            name = f"chain {'ip' if family == 4 else 'ip6'} {table} {chain}"
-            yield f"nft flush {name}"
-            yield f"nft delete {name}"
+            name = command("chain", "ip" if family == 4 else "ip6", table, chain)
+            yield ("nft", "flush", *name)
+            yield ("nft", "delete", *name)
             continue
-        start = f"{program(place, family)} -t {table}"
-        yield from (f"{start} -D {chain} {rule_text(rule)}" for rule in edit.delete)
+        start = command(program(place, family), "-t", table)
+        yield from ((*start, "-D", chain, *rule_words(rule)) for rule in edit.delete)
         if edit.drop:
-            yield f"{start} -F {chain}"
-            yield f"{start} -X {chain}"
+            yield (*start, "-F", chain)
+            yield (*start, "-X", chain)
 
 
 def described(edits: Sequence[Edit], stuck: Sequence[Edit] = ()) -> Iterator[str]:

@@ -52,6 +52,11 @@ def _side(flag: str, match: Match | None) -> list[str]:
     return [f"{flag} {match.net}" if match.inside else f"! {flag} {match.net}"]
 
 
+def rule_words(rule: Rule) -> list[str]:
+    """The same as arguments of a command."""
+    return shlex.split(rule_text(rule))
+
+
 def read_rules(listing: str) -> tuple[Rule, ...]:
     """The rules in what ``iptables -S CHAIN`` printed."""
     lines = (line.split(" ", 2) for line in listing.splitlines())
