@@ -35,7 +35,8 @@ class Outlet:
         deadline = time.monotonic() + (0.0 if self._lost else self._patience)
         if self._lost:
             gap = "\n" if self._is_torn else ""
-            line = f"{gap}... {self._lost} lines of the log are lost: there was no room for them\n{line}"
+            lost = "1 line of the log is" if self._lost == 1 else f"{self._lost} lines of the log are"
+            line = f"{gap}... {lost} lost: there was no room\n{line}"
         if self._write(f"{line}\n".encode(errors="backslashreplace"), deadline):
             self._lost, self._is_torn = 0, False
         else:

@@ -10,6 +10,7 @@ from typing import Any
 from flanneld.ctl.look import Entry
 from flanneld.ctl.source import Source
 from flanneld.ctl.tables import Table
+from flanneld.glog import counted
 
 _UNKNOWN = "unknown"
 
@@ -153,7 +154,7 @@ def _brake(document: Mapping[str, Any]) -> str:
     brake = document.get("brake")
     if brake is None:
         return _UNKNOWN
-    often = f", {brake['number']} times so far" if brake.get("number") else ""
+    often = f", {counted(brake['number'], 'time')} so far" if brake.get("number") else ""
     return f"{'holds removals back' if brake['holds'] else 'off'}{often}"
 
 
@@ -163,7 +164,8 @@ def _firewall(document: Mapping[str, Any]) -> str:
         return _UNKNOWN
     repairs = sum(each["number"] for each in firewall["repairs"])
     wrong = ", ".join(firewall["not_in_place"])
-    return f"{firewall['place']}, {f'not in place: {wrong}' if wrong else 'in place'}, {repairs} repairs"
+    state = f"not in place: {wrong}" if wrong else "in place"
+    return f"{firewall['place']}, {state}, {counted(repairs, 'repair')}"
 
 
 def _last_sync(document: Mapping[str, Any]) -> str:

@@ -21,7 +21,7 @@ SOME_TIME = 100
 #: What tells that a daemon tries in vain.
 COMPLAINT = "No space left on device"
 #: By default Python's own buffer takes what the disk does not.
-LOST = re.compile(r"^\.\.\. (\d+) lines of the log are lost: there was no room for them\n", re.MULTILINE)
+LOST = re.compile(r"^\.\.\. (\d+) lines? of the log (?:is|are) lost: there was no room\n", re.MULTILINE)
 BUFFERED = {"PYTHONUNBUFFERED": ""}
 
 

@@ -222,3 +222,9 @@ def test_networks_overlap_and_lie_in_each_other_as_ipaddress_has_it(one: Any, ot
     same_family = one.version == other.version
     assert overlap(one, other) == (same_family and one.overlaps(other))
     assert lies_in(one, other) == (same_family and one.subnet_of(other))
+
+
+def test_attributes_are_told_to_an_operator_without_pythons_notation() -> None:
+    attrs = LeaseAttrs(IPv4Address("192.0.2.1"), None, "vxlan", {"VNI": 1, "VtepMAC": "02:00:00:00:00:01"})
+    assert str(attrs) == '192.0.2.1, backend vxlan, {"VNI": 1, "VtepMAC": "02:00:00:00:00:01"}'
+    assert str(LeaseAttrs()) == "no public IP, backend unnamed"

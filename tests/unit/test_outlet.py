@@ -49,7 +49,7 @@ def test_what_nobody_reads_is_lost_and_counted(pipe: tuple[int, int]) -> None:
     assert read(reader) == "x" * (SIZE - 1) + "\n"
     outlet.write("four")
     outlet.write("five")
-    assert read(reader) == "... 3 lines of the log are lost: there was no room for them\nfour\nfive\n"
+    assert read(reader) == "... 3 lines of the log are lost: there was no room\nfour\nfive\n"
 
 
 def test_a_line_of_which_the_end_is_lost_ends_before_the_next(pipe: tuple[int, int]) -> None:
@@ -58,7 +58,7 @@ def test_a_line_of_which_the_end_is_lost_ends_before_the_next(pipe: tuple[int, i
     outlet.write("x" * 2 * SIZE)
     assert read(reader) == "x" * SIZE
     outlet.write("next")
-    assert read(reader) == "\n... 1 lines of the log are lost: there was no room for them\nnext\n"
+    assert read(reader) == "\n... 1 line of the log is lost: there was no room\nnext\n"
 
 
 def test_a_reader_that_only_is_slow_loses_nothing(pipe: tuple[int, int]) -> None:
@@ -110,4 +110,4 @@ def test_a_full_disk_is_a_reader_without_room(pipe: tuple[int, int]) -> None:
     os.dup2(kept, writer)
     os.close(kept)
     outlet.write("two")
-    assert read(reader) == "... 1 lines of the log are lost: there was no room for them\ntwo\n"
+    assert read(reader) == "... 1 line of the log is lost: there was no room\ntwo\n"
