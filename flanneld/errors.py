@@ -32,3 +32,7 @@ class Retryable(FlannelError):
 
 class Refused(FlannelError):
     """Foreign input that cannot be used: logged once with its key, and the rest goes on."""
+
+
+class Unsafe(Refused):
+    """A lease that would harm this host: what led to its node is withdrawn until the obstacle is gone."""

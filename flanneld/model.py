@@ -163,6 +163,9 @@ class LeaseTable:
     def __iter__(self) -> Iterator[Lease]:
         return iter(self._peers.values())
 
+    def get(self, key: LeaseKey) -> Lease | None:
+        return self._peers.get(key)
+
     def leases(self) -> list[Lease]:
         """A copy, made in one step: from any thread."""
         return list(self._peers.values())

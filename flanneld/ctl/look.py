@@ -7,12 +7,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flanneld.cleanup import is_flannels
 from flanneld.ctl.source import knows_peers, ranges_of
 from flanneld.model import IPAddress
 from flanneld.network.domain import Domain
 from flanneld.network.kernel import Kernel
-from flanneld.network.links import SeenLink
+from flanneld.network.links import SeenLink, is_flannels
 from flanneld.network.rtnl import RTN_UNICAST
 
 #: linux/rtnetlink.h

@@ -7,6 +7,7 @@ that fits and makes anew one that does not.
 from __future__ import annotations
 
 import errno
+import re
 import struct
 import sys
 from collections.abc import Iterable
@@ -18,6 +19,9 @@ from flanneld.network.netlink import attribute, attributes, unpack
 from flanneld.network.resources import ForeignLink, Ipip, Link, Tun, Vxlan
 from flanneld.network.rtnl import address_of, mac_text
 
+#: The names that flannel's backends give, and the kinds of device that bear them.
+_FLANNELS_NAMES = re.compile(r"flannel(-v6)?\.[0-9]+|flannel\.ipip|flannel-wg(-v6)?|flannel[0-9]+")
+_FLANNELS_KINDS = ("vxlan", "ipip", "wireguard", "tun")
 IFF_UP = 0x1
 _IFINFOMSG = struct.Struct("=BxHiII")
 _IFLA_ADDRESS, _IFLA_IFNAME, _IFLA_MTU, _IFLA_LINKINFO = 1, 3, 4, 18
@@ -44,6 +48,13 @@ class SeenLink:
     mtu: int
     up: bool
     make: Link | ForeignLink
+
+
+def is_flannels(link: SeenLink) -> bool:
+    """Return True for a device that a backend of flannel made, in Go or in Python."""
+    if not _FLANNELS_NAMES.fullmatch(link.name):
+        return False
+    return not isinstance(link.make, ForeignLink) or link.make.description.endswith(_FLANNELS_KINDS)
 
 
 def by_name(name: str) -> bytes:
