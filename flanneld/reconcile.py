@@ -233,7 +233,9 @@ class Reconciler:
         """Return True if an address, a network on a link or a gateway of the host may be another one now."""
         match item:
             case InterfaceChanged(name=name, address=address):
-                return address is not None and name not in self.domain.links
+                # The kernel does not tell of IPv4 routes that go with their link.
+                is_known = name in self._peers.safety.obstacles.devices
+                return is_known or (address is not None and name not in self.domain.links)
             case HostRouteChanged(destination, gateways):
                 return self._may_harm(destination, *gateways)
             case Gone(key, gateway=gateway):

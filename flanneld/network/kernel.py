@@ -38,6 +38,9 @@ log = logging.getLogger(__name__)
 _DEVICES_OF_FLANNEL = "flannel"
 #: Answers to a removal that mean it was gone already.
 _GONE = frozenset({errno.ENOENT, errno.ESRCH, errno.EADDRNOTAVAIL, errno.ENODEV})
+#: Answers to the making of a route that mean that there may be one. Of IPv6's onlink gateways the kernel
+#: says so by EINVAL: it looks for them before it looks for the route.
+_TAKEN = frozenset({errno.EEXIST, errno.EINVAL})
 
 
 class Kernel(HostView):
@@ -221,7 +224,7 @@ class Kernel(HostView):
             if code is None:
                 done.append(resource)
             elif not (drop and code in _GONE):
-                taken = code == errno.EEXIST and resource.kind is Kind.ROUTE
+                taken = code in _TAKEN and resource.kind is Kind.ROUTE
                 report.failed.append(Failure(resource, os.strerror(code), is_taken=taken))
 
     def _clear_the_way(

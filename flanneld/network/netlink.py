@@ -185,7 +185,7 @@ class NetlinkSocket:
         self._socket.send(buffer)
         failed = []
         while True:
-            data = self._socket.recv(_RECEIVE)
+            data = self._next_answer()
             for kind, _, seq, _, offset, end in messages(data):
                 is_stale = seq >= _QUESTION or (seq - earliest) % _QUESTION > expected
                 if kind != NLMSG_ERROR or is_stale:
@@ -228,10 +228,30 @@ class NetlinkSocket:
         question = _QUESTION | self._asked % _QUESTION
         self._socket.send(message(kind, flags, body, question))
         while True:
-            data = self._socket.recv(_RECEIVE)
+            data = self._next_answer()
             for reply, reply_flags, seq, _, offset, end in messages(data):
                 if seq == question:
                     yield reply, reply_flags, data, offset, end
+
+    def _next_answer(self) -> bytes:
+        """Wait for an answer; empty the socket when that fails.
+
+        After an overrun the kernel drops every answer, the one to the next batch too, until the socket is
+        empty (net/netlink/af_netlink.c, NETLINK_S_CONGESTED).
+        """
+        try:
+            return self._socket.recv(_RECEIVE)
+        except OSError:
+            self._drain()
+            raise
+
+    def _drain(self) -> None:
+        while True:
+            try:
+                self._socket.recv(_RECEIVE, socket.MSG_DONTWAIT)
+            except OSError as failure:
+                if failure.errno != errno.ENOBUFS:
+                    return
 
     def listen(self) -> None:
         """Be told of changes, from now on."""

@@ -126,6 +126,7 @@ class Obstacles:
 
     def __init__(self, host: HostNetworks = HostNetworks()) -> None:
         self.host = host
+        self.devices = frozenset(each.device for each in host.obstacles)
         self._broadcast = {(ip.version, int(ip)) for ip in host.broadcast}
         self._local: dict[tuple[int, int], set[int]] = {}
         for net in host.local:

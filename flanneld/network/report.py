@@ -11,7 +11,7 @@ from flanneld.network.resources import Resource
 class Failure:
     """What was refused, why, and what to do about it where that is known.
 
-    ``is_taken`` says that something stands there already; what that is, an audit finds out.
+    ``is_taken`` says that something may stand there already; what that is, an audit finds out.
     """
 
     resource: Resource

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -132,8 +131,8 @@ class Stack:
 
 
 @pytest.fixture(params=[(4,), (4, 6)], ids=["IPv4", "dual stack"])
-def stack(request: pytest.FixtureRequest) -> Iterator[Stack]:
-    yield Stack(request.param)
+def stack(request: pytest.FixtureRequest) -> Stack:
+    return Stack(request.param)
 
 
 # ---- networks, addresses and gateways -------------------------------------------------------------
@@ -209,7 +208,7 @@ def test_unsafe_lease_is_health_condition_and_finding(lab: Lab) -> None:
     lab.etcd.put_lease(SUBNET[4], lease("vxlan"))
     node = start(lab, {"Type": "vxlan"}, *OBSTACLES["a bridge with just this network"][4])
     node.wait_for_log(f"Unsafe lease {SUBNET[4]}")
-    (peer,) = (each for each in answer(node, "peers") if each["subnets"] == [SUBNET[4]])
+    (peer,) = (each for each in answer(node, "peers")["peers"] if each["subnets"] == [SUBNET[4]])
     assert peer["state"] == "unsafe"
     assert "br7 " in peer["reason"]
     conditions = {each["part"]: each["trouble"] for each in answer(node, "status")["health"]["troubles"]}
@@ -246,7 +245,7 @@ def test_second_daemon_on_host_is_no_obstacle(lab: Lab) -> None:
     for node in nodes:
         node.start()
         node.wait_ready()
-        files = [f"--etcd-prefix=/other", f"--subnet-file={node.directory / 'other.env'}"]
+        files = ["--etcd-prefix=/other", f"--subnet-file={node.directory / 'other.env'}"]
         command = [*own_command(), f"--etcd-endpoints={lab.etcd.endpoint}", *files]
         daemons.append(Daemon(node.namespace, command, node.directory / "other.log", {}))
     try:
@@ -348,7 +347,9 @@ def test_public_ip_that_would_make_a_loop_is_refused(
     node.wait_for_log(f"Unsafe lease {SUBNET[4]}: it announces {public_ip}, ")
     assert not led_to(node, SUBNET[4])
     assert not [row for row in node.fdb("flannel.1") if row["dst"] == public_ip]
-    assert [each["state"] for each in answer(node, "peers") if each["subnets"] == [SUBNET[4]]] == ["unsafe"]
+    assert [each["state"] for each in answer(node, "peers")["peers"] if each["subnets"] == [SUBNET[4]]] == [
+        "unsafe"
+    ]
     del before
     lab.etcd.put_lease(SUBNET[4], lease(kind))
     node.wait_for_log("no longer harms this host")
@@ -379,12 +380,14 @@ def test_ping_to_peer_with_local_public_ip_makes_no_loop(lab: Lab, public_ip: st
     assert statistics[0]["stats64"]["tx"]["packets"] <= 1  # a router solicitation, if any
 
 
-def test_address_that_host_gets_later_withdraws_the_way_to_peer(lab: Lab, any_backend: dict[str, Any]) -> None:
+def test_address_that_host_gets_later_withdraws_the_way_to_peer(
+    lab: Lab, any_backend: dict[str, Any]
+) -> None:
     lab.etcd.put_lease(SUBNET[4], lease(any_backend["Type"]))
     node = start(lab, any_backend)
 
     def state() -> str:
-        return str(answer(node, "peers")[0]["state"])
+        return str(answer(node, "peers")["peers"][0]["state"])
 
     wait_for(lambda: state() == "in the kernel", SOON, "the way")
     node.namespace.ip(f"address add {PEER[4]}/32 dev lo")
