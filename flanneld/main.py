@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from flanneld import (
     __version__,
@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from flanneld.firewall import Firewall
 
 log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 #: Threads hand over sooner than by default: an event reaches the kernel through two of them.
 _SWITCH_INTERVAL = 0.0001
@@ -153,12 +155,15 @@ class Daemon:
         for warning in config.warnings:
             log.warning("%s", warning)
         make_backend = backends.load(config.backend_type)
-        kernel = Kernel()
-        monitor = Monitor(kernel.port)
+        kernel = self._ask_kernel("the kernel", Kernel)
+        monitor = self._ask_kernel("the kernel's notifications", lambda: Monitor(kernel.port))
         choice = ask("our node", lambda: choice_for(self._options, manager))
         uplink = self._find_uplink(kernel, config, choice)
         stored = ask("the leases", lambda: manager.stored(uplink.public(config.families[0])))
-        site = Site(kernel, config, choice, make_backend, uplink, stored, previous.networks)
+        site = self._ask_kernel(
+            "the devices",
+            lambda: Site(kernel, config, choice, make_backend, uplink, stored, previous.networks),
+        )
         _warn_of_unread_keys(config)
         lease = ask("a lease", lambda: manager.acquire(config, site.backend.attributes(), previous.subnets))
         log.info("Our subnet is %s, backend %s, MTU %d", lease, config.backend_type, site.backend.mtu)
@@ -240,12 +245,21 @@ class Daemon:
                 if clock.now() >= deadline:
                     raise
                 raise Retryable(failure.problem, failure.remedy) from failure
-            except OSError as failure:
-                raise Retryable(f"cannot read the interfaces: {failure}") from failure
 
-        uplink = self._readiness.patiently("an external interface", attempt)
+        uplink = self._ask_kernel("an external interface", attempt)
         log.info("The external interface is %s", uplink)
         return uplink
+
+    def _ask_kernel(self, what: str, attempt: Callable[[], Result]) -> Result:
+        """Do what reads the kernel until it answers: a table may change while it is read."""
+
+        def ask() -> Result:
+            try:
+                return attempt()
+            except OSError as failure:
+                raise Retryable(f"cannot read the kernel's tables: {failure}") from failure
+
+        return self._readiness.patiently(what, ask)
 
     def _firewall(self, member: Member) -> Firewall:
         # Not needed by everybody, and not before the packets flow.

@@ -5,12 +5,15 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator
+from ipaddress import IPv4Address
+from pathlib import Path
 
 import pytest
 
 from flanneld.network import rtnl
 from flanneld.network.netlink import NetlinkSocket
 from flanneld.network.resources import Address
+from tests.lab import Lab
 from tests.lab.namespace import Namespace, batch, remove
 from tests.netns.test_kernel import _numbers
 
@@ -30,8 +33,6 @@ def empty() -> Iterator[Namespace]:
 
 
 def writes(*numbers: int, drop: bool = False) -> Iterator[bytes]:
-    from ipaddress import IPv4Address
-
     for place, number in enumerate(numbers):
         address = Address("lo", IPv4Address(0x0A000000 + number))
         yield rtnl.encode(address, lambda _: 1, 3, place, drop=drop)
@@ -58,3 +59,34 @@ def test_answers_left_after_failed_read_are_not_credited_to_a_later_batch(empty:
     assert list(kernel.write(writes(1))) == [[]]
     assert list(kernel.write(writes(MANY, drop=True))) == [[(0, errno.EADDRNOTAVAIL)]]
     kernel.close()
+
+
+#: A backend of another package, for which the kernel's tables do not hold still at first.
+PACKAGE = """
+from flanneld.backends.host_gw import HostGw
+from flanneld.network.netlink import DumpInterrupted
+
+attempts = []
+
+def build(config, host):
+    attempts.append(host)
+    if len(attempts) < 3:
+        raise DumpInterrupted(4, "the table changed during the dump")
+    return HostGw(config, host)
+"""
+
+
+def test_interrupted_dump_while_the_node_joins_is_tried_again(lab: Lab, tmp_path: Path) -> None:
+    info = tmp_path / "restless-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: restless\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[flanneld.backends]\nrestless = restless:build\n")
+    (tmp_path / "restless.py").write_text(PACKAGE)
+    lab.etcd.put_config({"Network": "10.5.0.0/16", "Backend": {"Type": "restless"}})
+    (node,) = lab.add_nodes()
+    node.start(environment={"PYTHONPATH": str(tmp_path)})
+    node.wait_ready()
+    (line,) = node.wait_for_log("Waiting for the devices")
+    assert line.endswith("cannot read the kernel's tables: [Errno 4] the table changed during the dump")
+    assert "Got the devices" in node.log()
+    assert "Traceback" not in node.log()

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant
 from tests.lab import Node, wait_for
 from tests.lab.etcd import TTL
 from tests.netns.histories.ground import Ground
-from tests.netns.histories.observed import leave_out
+from tests.netns.histories.observed import is_vandals, leave_out
 from tests.netns.histories.packet_filter import damage, script
 from tests.netns.histories.setting import CROWD, PLAYERS, UPLINK, address, nets
 from tests.netns.histories.vandalism import foreign
@@ -66,6 +66,8 @@ class History(RuleBasedStateMachine):
         self.patience = SOON
         #: Subnets to which somebody else may have a route of his own by now.
         self.strays: set[str] = set()
+        #: Those that came when the daemon may not have had a route of its own there: they stay.
+        self.excused: set[str] = set()
         #: What others have added by ``ip``, routes to hosts by host, and sysctls.
         self.added: list[str] = []
         self.detours: dict[str, str] = {}
@@ -147,6 +149,9 @@ class History(RuleBasedStateMachine):
         should = wanted(self.setting, sensible, self.ground.own, seen)
         led = {str(net) for lease in (*self._led(sensible), *unsure) for net in nets(lease).values()}
         found, should = leave_out(unsure, seen.ours(self.strays - led), should)
+        stuck = {each[0] for each in found["routes"] if each[0] in self.excused and is_vandals(each)}
+        for state in (found, should):
+            state["routes"] = [each for each in state["routes"] if each[0] not in stuck]
         return found, should
 
     def _rules(self) -> tuple[dict[str, Any], dict[str, Any]]:

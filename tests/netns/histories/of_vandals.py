@@ -111,6 +111,8 @@ class OfVandals(History):
 
     def _tamper(self, what: list[str], place: int, quiet: bool) -> None:
         """Do something to what leads to one of the peers, and perhaps wait until it is healed."""
+        if quiet:
+            self.settle()
         leases = self.peers()
         peers = sorted(leases)
         lease = peers[place % len(peers)] if peers else ""
@@ -128,6 +130,8 @@ class OfVandals(History):
             elif lease or "{subnet}" not in each:
                 if "replace" in each and "{subnet}" in each:
                     self.strays.add(words["subnet"])
+                    if not quiet:
+                        self.excused.add(words["subnet"])
                 self.ground.act(each.format_map(words))
         if quiet:
             self.settle()
