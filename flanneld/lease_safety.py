@@ -11,9 +11,18 @@ from collections.abc import Iterable, Iterator
 from operator import itemgetter
 
 from flanneld.errors import Unsafe
-from flanneld.model import FAMILIES, IPAddress, IPNetwork, Lease, LeaseKey, lies_in, name_of, overlap
+from flanneld.model import (
+    FAMILIES,
+    IPAddress,
+    IPNetwork,
+    Lease,
+    LeaseKey,
+    lies_in,
+    name_of,
+    network_around,
+    overlap,
+)
 from flanneld.network.obstacles import Obstacles, concerns
-from flanneld.network.rtnl import network_of
 
 _NUMBER = itemgetter(0)
 
@@ -141,7 +150,7 @@ class _Prefixes:
         number = int(address)
         for (version, bits), counts in self._counts.items():
             if version == address.version and number >> bits in counts:
-                return network_of(address.packed, address.max_prefixlen - bits)
+                return network_around(address, address.max_prefixlen - bits)
         return None
 
 

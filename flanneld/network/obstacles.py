@@ -12,8 +12,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from flanneld.model import Family, IPAddress, IPNetwork, lies_in, overlap
-from flanneld.network.rtnl import network_of
+from flanneld.model import Family, IPAddress, IPNetwork, lies_in, network_around, overlap
 
 #: linux/rtnetlink.h RTPROT_*: what the kernel, router advertisements and DHCP make for a network on a link.
 _ON_LINK_PROTOCOLS = frozenset({2, 9, 16})
@@ -101,7 +100,7 @@ def concerns(net: IPNetwork, networks: Iterable[IPNetwork], own: Iterable[IPNetw
 
 def single(address: IPAddress) -> IPNetwork:
     """Return the network of just this address."""
-    return network_of(address.packed, address.max_prefixlen)
+    return network_around(address, address.max_prefixlen)
 
 
 def _is_connected(route: HostRoute, homes: dict[str, list[IPNetwork]]) -> bool:
