@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from flanneld.glog import V
 from flanneld.model import Family, IPAddress, IPNetwork
@@ -67,11 +67,16 @@ class HostView:
             if seen is not None:
                 yield seen
 
-    def ways(self, family: Family) -> Iterator[ways.SeenWay]:
-        """Unicast routes of the main table, whatever their metric, without those marked as flannel's."""
+    def ways(self, family: Family, own: Iterable[int] = ()) -> Iterator[ways.SeenWay]:
+        """Unicast routes of the main table, whatever their metric, without those marked as flannel's.
+
+        Nor are those of ``own`` interfaces, of which there may be many, as far as that is seen at a glance.
+        """
+        endings = {ways.interface_ending(index) for index in own}
 
         def is_others(data: bytes, offset: int, end: int) -> bool:
-            return rtnl.protocol_of(data, offset, end) != PROTO_FLANNEL
+            ending = data[end - ways.ENDING : end]
+            return ending not in endings and rtnl.protocol_of(data, offset, end) != PROTO_FLANNEL
 
         for item in self._dump(rtnl.RTM_GETROUTE, rtnl.routes_request(family), is_others):
             seen = ways.decode_seen_way(*item)

@@ -61,8 +61,9 @@ def read_host_networks(
     routes: list[HostRoute] = []
     local: list[tuple[IPNetwork, str]] = []
     broadcast: set[IPAddress] = set()
+    ours = [index for index, name in socket.if_nameindex() if name in links]
     for family in {network.version for network in networks}:
-        routes.extend(_route(seen, name_of) for seen in kernel.ways(family))
+        routes.extend(_route(seen, name_of) for seen in kernel.ways(family, ours))
         for kind, net, index in kernel.local(family):
             if kind == RTN_BROADCAST:
                 broadcast.add(net.network_address)

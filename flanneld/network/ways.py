@@ -30,6 +30,15 @@ RTN_LOCAL, RTN_BROADCAST, RTN_ANYCAST = 2, 3, 4
 _RTNEXTHOP = struct.Struct("=HBBi")
 
 
+#: Bytes at the end of an IPv4 route with one next hop that name its interface.
+ENDING = 8
+
+
+def interface_ending(index: int) -> bytes:
+    """Return how the kernel ends an IPv4 route through an interface."""
+    return u32(RTA_OIF, index)
+
+
 def lookup_request(target: IPAddress) -> bytes:
     """Ask the kernel which way it would send a packet."""
     raw = target.packed

@@ -255,6 +255,28 @@ def test_second_daemon_on_host_is_no_obstacle(lab: Lab) -> None:
     assert not [log for log in logs if "Unsafe" in log]
 
 
+@pytest.mark.parametrize(
+    ("there", "said"),
+    [
+        (
+            ("address add 10.5.0.1/16 dev br7",),
+            "br7 is connected to 10.5.0.0/16, and all of 10.5.0.0/16 would",
+        ),
+        (("route add 10.5.0.0/16 dev br7",), "route 10.5.0.0/16 dev br7 stands there and is not flannel's"),
+    ],
+    ids=["connected", "a route of others"],
+)
+def test_udp_daemon_ends_where_network_is_taken(lab: Lab, there: tuple[str, ...], said: str) -> None:
+    lab.etcd.put_config({"Network": "10.5.0.0/16", "Backend": {"Type": "udp"}})
+    (node,) = lab.add_nodes()
+    node.namespace.ip(*BRIDGE, *there)
+    before = main_table(node)
+    node.start()
+    assert node.daemon.wait(20).status == 1
+    assert said in node.log()
+    assert main_table(node) == before
+
+
 # ---- routes of others -----------------------------------------------------------------------------
 
 #: Routes just where one to a peer would be, of kinds that no flanneld makes.
