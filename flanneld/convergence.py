@@ -31,6 +31,7 @@ from flanneld.site import Site
 
 #: After more writes than this the kernel is read back rather than its echo of them.
 _BULK = 500
+_REMEDY_FOR_BLOCKED = "remove that route if nothing needs it, or choose another Network"
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +183,8 @@ class Convergence:
         found = chain(links, self._kernel.read(self.domain, self._peers.wanted))
         steps = compare(self._peers.wanted, found, self._ours)
         report.failed += _blocked(steps)
+        for key in self._ours.keys() - self._peers.wanted.keys():
+            del self._ours[key]
         steps = replace(steps, drops=self._stale(steps.drops) if self.domain.sweep else ())
         report.add(self._write(steps.only(_in_kernel) if self.outside else steps))
         report.add(
@@ -237,7 +240,7 @@ def _ranges(site: Site, own: Lease) -> tuple[tuple[IPNetwork, int], ...]:
 
 def _blocked(steps: Plan) -> Iterator[Failure]:
     for wanted, there in steps.blocked:
-        yield Failure(wanted, f"{there} stands there and is not flannel's", "remove what stands there")
+        yield Failure(wanted, f"{there} stands there and is not flannel's", _REMEDY_FOR_BLOCKED)
 
 
 def _demand_all(report: Report) -> None:

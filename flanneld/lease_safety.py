@@ -70,7 +70,10 @@ class LeaseSafety:
         for net in lease.key:
             obstacle = self.obstacles.in_subnet(net) if net is not None else None
             if obstacle is not None:
-                remedy = f"renumber that, or delete the lease {name_of(lease.key)} if its node is gone"
+                remedy = (
+                    f"move this host's own addresses out of {net},"
+                    f" or delete the lease {name_of(lease.key)} if its node is gone"
+                )
                 return Unsafe(str(obstacle), remedy)
         for family in FAMILIES:
             public_ip = lease.attrs.public(family)
