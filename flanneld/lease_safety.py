@@ -66,7 +66,7 @@ class LeaseSafety:
         return affected
 
     def harm(self, lease: Lease) -> Unsafe | None:
-        """Say what harm a lease would do, None if it is safe."""
+        """Return the reason why a lease is unsafe, None if it is safe."""
         for net in lease.key:
             obstacle = self.obstacles.in_subnet(net) if net is not None else None
             if obstacle is not None:

@@ -1,7 +1,7 @@
 """Networks and addresses of this host that a peer's lease must not take over (pure).
 
-A route to a peer's subnet harms the host if a network that the host is connected to lies in this subnet,
-whatever its metric, or an address or a gateway of the host. A tunnel to a public IP that the host's own
+A route to a peer's subnet harms the host if a network that the host is connected to lies in this subnet, with any
+metric, or an address or a gateway of the host. A tunnel to a public IP that the host's own
 routes call local sends its packets round in circles; one to a broadcast address reaches every host of a LAN.
 """
 
@@ -50,7 +50,7 @@ class Obstacle:
 
 @dataclass(frozen=True, slots=True)
 class HostNetworks:
-    """What routes of this host say of its own addresses and networks.
+    """The host's own addresses and networks, as its routes tell them.
 
     ``obstacles`` are those on devices of others. ``local`` are all of the host's addresses, and ``broadcast``
     the broadcast and network addresses of its links.
@@ -69,7 +69,7 @@ def host_networks(
     networks: Collection[IPNetwork],
     own: Collection[IPNetwork],
 ) -> HostNetworks:
-    """Tell the host's networks from its routes, those through flannel's devices left out of ``routes``.
+    """Derive the host's networks from its routes; hops through flannel's devices are left out of ``routes``.
 
     ``local`` are all local addresses, the device empty if it is flannel's. Obstacles are kept where they
     overlap ``networks``, the cluster's, and are not in ``own``, this node's subnets.

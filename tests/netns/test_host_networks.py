@@ -312,6 +312,18 @@ def test_route_of_others_stays_and_blocks_until_it_goes(
     wait_for(lambda: not led_to(node, SUBNET[family]), SOON, "the way to go")
 
 
+@pytest.mark.parametrize("family", [4, 6])
+def test_route_that_go_left_with_another_gateway_is_replaced_in_place(
+    lab: Lab, backend: dict[str, Any], family: int
+) -> None:
+    lab.etcd.put_lease(key(SUBNET, (4, 6)), lease(backend["Type"]))
+    left = {4: "via 198.18.0.99 dev eth0", 6: "via fd00:18::99 dev eth0"}[family]
+    node = start(lab, backend, f"route add {SUBNET[family]} {left}", **DUAL_STACK)
+    wait_until_led(node, SUBNET[4], SUBNET[6])
+    assert left not in str(main_table(node))
+    assert "Refused" not in node.log()
+
+
 def test_operators_route_that_is_as_ours_would_be_serves_and_stays(lab: Lab) -> None:
     node = start(lab, {"Type": "host-gw"})
     node.namespace.ip(f"route add {SUBNET[4]} via {PEER[4]} dev eth0 proto static")
