@@ -98,7 +98,12 @@ class Peers:
     @property
     def unclear(self) -> set[IPNetwork]:
         """Subnets of leases that are there but make no sense: what leads to them may be right."""
-        return {net for key in self._table.unreadable | self._riddles for net in key if net is not None}
+        return {
+            net
+            for key in self._table.unreadable | self._riddles
+            for net in key
+            if net is not None and self.safety.obstacles.in_subnet(net) is None
+        }
 
     def view(self) -> View:
         """What is known now. From any thread: nothing in it changes afterwards."""

@@ -1,8 +1,8 @@
 """Networks and addresses of this host that a peer's lease must not take over (pure).
 
-A route to a peer's subnet harms the host if a network that the host is connected to lies in this subnet, with any
-metric, or an address or a gateway of the host. A tunnel to a public IP that the host's own
-routes call local sends its packets round in circles; one to a broadcast address reaches every host of a LAN.
+A route to a peer's subnet harms the host if a network that the host is connected to lies in this subnet,
+with any metric, or an address or a gateway of the host. A tunnel to a public IP that the host's own routes
+call local sends its packets round in circles; one to a broadcast address reaches every host of a LAN.
 """
 
 from __future__ import annotations

@@ -129,3 +129,10 @@ def test_lease_around_the_public_ips_of_others_withdraws_them() -> None:
     led = Route(around.subnet or SUBNET, "eth0", around.attrs.public_ip)
     assert take(peers, Added(around)) == Plan(puts=(led,), drops=(route(inside),))
     assert take(peers, Removed(around.key)) == Plan(puts=(route(inside),), drops=(led,))
+
+
+def test_unreadable_lease_keeps_nothing_where_an_obstacle_is(peers: Peers) -> None:
+    take(peers, Snapshot((OWN,), frozenset({OLD.key})))
+    assert peers.unclear == {SUBNET}
+    peers.look(ON_A_BRIDGE, made())
+    assert peers.unclear == set()

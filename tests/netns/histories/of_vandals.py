@@ -10,7 +10,7 @@ from hypothesis.stateful import precondition, rule
 from tests.netns.histories.history import History, told
 from tests.netns.histories.of_peers import places
 from tests.netns.histories.packet_filter import damage, foreign_rules, script, survivors
-from tests.netns.histories.setting import GATEWAY, UPLINK, address, nets
+from tests.netns.histories.setting import GATEWAY, PLAYERS, UPLINK, address, home, nets
 from tests.netns.histories.vandalism import ANYWHERE, BOUNCE, BOUNCED, DEVICE, ROUTES, TUNNEL, WORDS, foreign
 from tests.netns.histories.wanted import DATA, PUBLIC_IP
 
@@ -64,6 +64,17 @@ class OfVandals(History):
         self.ground.act(f"ip route del {where}/32", *([self.detours[where]] if how else []))
         self.foreign = self.ground.look().foreign()
         self.kept.clear()
+
+    @rule(peer=places)
+    @told
+    def the_host_gets_a_network_where_a_peer_is_or_loses_it(self, peer: int) -> None:
+        number = PLAYERS[peer % len(PLAYERS)]
+        lease = self.setting.lease(number)
+        self.kept.pop(lease, None)
+        self.heard.pop(lease, None)
+        self.ground.act(f"ip address {'del' if lease in self.taken else 'add'} {home(number)} dev br9")
+        self.taken ^= {lease}
+        self.foreign = self.ground.look().foreign()
 
     @rule(value=st.integers(0, 2), name=st.sampled_from(["all", "eth0", "default"]))
     @told
