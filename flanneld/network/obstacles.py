@@ -88,7 +88,9 @@ def host_networks(
             if gateway is not None:
                 obstacles.add(Obstacle(single(gateway), device, "gateway"))
     relevant = (each for each in obstacles if concerns(each.net, networks, own))
-    return HostNetworks(frozenset(relevant), frozenset(net for net, _ in local), frozenset(broadcasts))
+    # Loopback addresses are no host's public IP anywhere: that is for the backend to say.
+    addresses = frozenset(net for net, _ in local if not net.is_loopback)
+    return HostNetworks(frozenset(relevant), addresses, frozenset(broadcasts))
 
 
 def concerns(net: IPNetwork, networks: Iterable[IPNetwork], own: Iterable[IPNetwork]) -> bool:

@@ -141,6 +141,11 @@ def test_what_flannels_devices_have_is_no_obstacle_and_yet_local() -> None:
     assert found.local == {tunnel}
 
 
+def test_loopback_is_left_to_the_backend() -> None:
+    loopback = (IPv4Network("127.0.0.0/8"), "lo"), (IPv6Network("::1/128"), "lo")
+    assert not told(local=loopback).local
+
+
 def test_networks_elsewhere_and_in_our_own_subnet_are_left_out() -> None:
     found = told(
         route(IPv4Network("192.168.0.0/24"), KERNEL),
