@@ -8,7 +8,7 @@ When that is done, and how often, is for ``reconcile`` to say.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -22,14 +22,17 @@ from flanneld.network.domain import Domain
 from flanneld.network.kernel import Kernel
 from flanneld.network.links import described, is_not_ours_to_remove
 from flanneld.network.monitor import Monitor
-from flanneld.network.report import Report
-from flanneld.network.resources import Kind, Link, Resource
+from flanneld.network.obstacles import Obstacles
+from flanneld.network.report import Failure, Report
+from flanneld.network.resources import Key, Kind, Link, Resource, Route
+from flanneld.network.survey import read_host_networks
 from flanneld.outside import Outside
 from flanneld.peers import Peers
 from flanneld.site import Site
 
 #: After more writes than this the kernel is read back rather than its echo of them.
 _BULK = 500
+_REMEDY_FOR_BLOCKED = "remove that route if nothing needs it, or choose another Network"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,8 @@ class Convergence:
         self._peers = peers
         self._brake = brake
         self._unheard = unheard
+        #: Routes as we made them or took them over. What stands elsewhere is of others and stays.
+        self._ours: dict[Key, Resource] = {}
 
     def prepare(self) -> Report:
         """Make what this node needs for itself. Raises ``Fatal`` when the kernel refuses."""
@@ -74,6 +79,8 @@ class Convergence:
         try:
             self._open_drivers()
             self._spare_what_is_not_ours()
+            self.look_at_host()
+            self._spare_connected_networks()
             report = self._kernel.apply_links(self._links())
             # Nothing is put on a device that another daemon has just made.
             _demand_all(report)
@@ -105,15 +112,50 @@ class Convergence:
         self.work.converged(report)
         return report
 
+    def look_at_host(self) -> Plan:
+        """Read the host's networks: what to make and to remove if they have changed. Raises ``OSError``."""
+        networks = [network for network, _ in self._site.ranges]
+        own = [net for net in self._node.lease.key if net is not None]
+        host = read_host_networks(self._kernel, networks, own, self.domain.links)
+        if host == self._peers.safety.obstacles.host:
+            return Plan()
+        return self._peers.look(Obstacles(host), self._site.backend)
+
+    def networks_around(self) -> list[str]:
+        """Networks on this host's links that overlap the cluster's and are larger than a node's subnet."""
+        lengths = {network.version: length for network, length in self.domain.ranges}
+        return [str(obstacle) for obstacle in self._peers.safety.obstacles.around(lengths)]
+
     def apply(self, steps: Plan) -> Report:
         """Carry out what follows from news of leases, without a look at what there is."""
+        over = {
+            put.key: self._ours[put.key]
+            for put in steps.puts
+            if put.kind is Kind.ROUTE and put.key in self._ours
+        }
+        steps = replace(steps.only(self._is_not_of_others), puts=steps.puts, over=over)
         if not self.outside:
             return self._write(steps)
         report = self._write(steps.only(_in_kernel))
         report.add(self.outside.apply(steps.only(lambda resource: not _in_kernel(resource))))
         return report
 
+    def _is_not_of_others(self, resource: Resource) -> bool:
+        """Return False for a route that somebody else made just as we would have: it serves, and stays."""
+        return resource.kind is not Kind.ROUTE or resource.key in self._ours
+
     # ---- what this node needs for itself -----------------------------------------------------
+
+    def _spare_connected_networks(self) -> None:
+        for route in self._peers.local_wishes():
+            if not isinstance(route, Route):
+                continue
+            obstacle = self._peers.safety.obstacles.connected_at(route.destination)
+            if obstacle is not None:
+                raise Fatal(
+                    f"{obstacle}, and all of {obstacle.net} would go into {route.device}",
+                    "give the network config another Network, or use another backend",
+                )
 
     def _spare_what_is_not_ours(self) -> None:
         for link in self._links():
@@ -148,7 +190,11 @@ class Convergence:
         self._open_drivers()
         report = self._kernel.apply_links(self._links())
         links = ((link, True) for link in self._links())
-        steps = compare(self._peers.wanted, chain(links, self._kernel.read(self.domain, self._peers.wanted)))
+        found = chain(links, self._kernel.read(self.domain, self._peers.wanted))
+        steps = compare(self._peers.wanted, found, self._ours)
+        report.failed += _blocked(steps)
+        for key in self._ours.keys() - self._peers.wanted.keys():
+            del self._ours[key]
         steps = replace(steps, drops=self._stale(steps.drops) if self.domain.sweep else ())
         report.add(self._write(steps.only(_in_kernel) if self.outside else steps))
         report.add(
@@ -173,11 +219,22 @@ class Convergence:
 
     def _write_all(self, steps: Plan) -> Report:
         if len(steps.puts) + len(steps.drops) <= _BULK:
-            return self._kernel.apply(steps, self.domain)
-        with self._node.monitor.deaf():
             report = self._kernel.apply(steps, self.domain)
-        self._unheard(report)
+        else:
+            with self._node.monitor.deaf():
+                report = self._kernel.apply(steps, self.domain)
+            self._unheard(report)
+        self._note(steps, report)
         return report
+
+    def _note(self, steps: Plan, report: Report) -> None:
+        """Remember which routes are ours."""
+        for resource in steps.drops:
+            if resource.kind is Kind.ROUTE:
+                self._ours.pop(resource.key, None)
+        for resource in report.made:
+            if resource.kind is Kind.ROUTE:
+                self._ours[resource.key] = resource
 
     def _interfaces(self) -> dict[int, str]:
         present = {name: index for index, name in socket.if_nameindex()}
@@ -189,6 +246,11 @@ def _ranges(site: Site, own: Lease) -> tuple[tuple[IPNetwork, int], ...]:
     """A subnet is as long as ours: in Kubernetes that is not for the network config to say."""
     own_lengths = {net.version: net.prefixlen for net in own.key if net is not None}
     return tuple((network, own_lengths.get(network.version, length)) for network, length in site.ranges)
+
+
+def _blocked(steps: Plan) -> Iterator[Failure]:
+    for wanted, there in steps.blocked:
+        yield Failure(wanted, f"{there} stands there and is not flannel's", _REMEDY_FOR_BLOCKED)
 
 
 def _demand_all(report: Report) -> None:

@@ -68,3 +68,7 @@ def lacking(error: BaseException) -> Fatal | None:
     if out_of_memory or unmapped or isinstance(error, MemoryError | SystemError):
         return Fatal("out of memory", "raise the limit: ulimit -v, or MemoryMax= of the service")
     return None
+
+
+class Unsafe(Refused):
+    """A lease that would harm this host: what led to its node is withdrawn until the obstacle is gone."""

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from flanneld import (
     __version__,
@@ -52,6 +52,8 @@ if TYPE_CHECKING:
     from flanneld.firewall import Firewall
 
 log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 #: Threads hand over sooner than by default: an event reaches the kernel through two of them.
 _SWITCH_INTERVAL = 0.0001

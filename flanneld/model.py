@@ -95,6 +95,12 @@ class Lease:
         return name_of(self.key)
 
 
+def network_around(address: IPAddress, length: int) -> IPNetwork:
+    """Return the network with this prefix length that has an address."""
+    kind = IPv4Network if address.version == 4 else IPv6Network
+    return kind((int(address), length), strict=False)
+
+
 def overlap(one: IPNetwork, other: IPNetwork) -> bool:
     """Whether two networks, of the same family, share addresses; faster than their own ``overlaps``."""
     if one.version != other.version:
@@ -170,6 +176,9 @@ class LeaseTable:
 
     def __iter__(self) -> Iterator[Lease]:
         return iter(self._peers.values())
+
+    def get(self, key: LeaseKey) -> Lease | None:
+        return self._peers.get(key)
 
     def leases(self) -> list[Lease]:
         """A copy, made in one step: from any thread."""

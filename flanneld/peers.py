@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from flanneld.backends import Backend, OtherBackend
 from flanneld.brake import Brake
-from flanneld.errors import Refused
+from flanneld.errors import Refused, Unsafe
 from flanneld.glog import Once
+from flanneld.lease_safety import LeaseSafety
 from flanneld.model import (
     FAMILIES,
     Added,
@@ -26,6 +27,7 @@ from flanneld.model import (
     overlap,
 )
 from flanneld.network.diff import Plan, plan
+from flanneld.network.obstacles import Obstacles
 from flanneld.network.resources import Key, Kind, Resource, State
 from flanneld.network.wanted import LOCAL, Before, Wanted
 
@@ -36,7 +38,10 @@ _FEW = 10
 
 
 class View:
-    """The peers at one moment: their leases, who wants what, contested keys with all claims, refusals."""
+    """The peers at one moment: their leases, who wants what, contested keys with all claims, refusals.
+
+    ``unsafe`` are the refused leases that would harm this host.
+    """
 
     def __init__(
         self,
@@ -44,6 +49,7 @@ class View:
         wishes: Mapping[LeaseKey, tuple[Resource, ...]],
         rivals: Mapping[Key, Mapping[LeaseKey, Resource]],
         reasons: Mapping[LeaseKey, str],
+        unsafe: Mapping[LeaseKey, str],
         *,
         synced: bool,
     ) -> None:
@@ -51,6 +57,7 @@ class View:
         self.wishes = wishes
         self.rivals = rivals
         self.reasons = reasons
+        self.unsafe = unsafe
         self.synced = synced
 
 
@@ -61,12 +68,17 @@ class Peers:
         self._own = own
         self._brake = brake
         self._networks = {network.version: network for network in networks}
+        self.safety = LeaseSafety(own, self._networks.values())
         self._table = LeaseTable(own.key)
         self._wanted = Wanted()
         #: Leases whose data no backend could make sense of.
         self._riddles: set[LeaseKey] = set()
         #: Why nothing, or not all, is done for a lease.
         self._reasons: dict[LeaseKey, str] = {}
+        #: The same for leases that would harm this host.
+        self._unsafe: dict[LeaseKey, str] = {}
+        #: Each lease as it last made sense: what led to its node is kept by that.
+        self._sound: dict[LeaseKey, Lease] = {}
         self._once = Once()
         self._told: list[str] = []
 
@@ -86,7 +98,12 @@ class Peers:
     @property
     def unclear(self) -> set[IPNetwork]:
         """Subnets of leases that are there but make no sense: what leads to them may be right."""
-        return {net for key in self._table.unreadable | self._riddles for net in key if net is not None}
+        return {
+            net
+            for key in self._table.unreadable | self._riddles
+            for net in key
+            if net is not None and self.safety.obstacles.in_subnet(net) is None
+        }
 
     def view(self) -> View:
         """What is known now. From any thread: nothing in it changes afterwards."""
@@ -95,8 +112,13 @@ class Peers:
             self._wanted.all_wishes(),
             self._wanted.rivals(),
             self._reasons.copy(),
+            self._unsafe.copy(),
             synced=self._table.synced,
         )
+
+    def unsafe(self) -> list[str]:
+        """One line for each lease that would harm this host. From any thread."""
+        return [f"{name_of(key)}: {reason}" for key, reason in self._unsafe.copy().items()]
 
     def wanted_kinds(self) -> list[Kind]:
         """The kind of each object that is wanted. From any thread."""
@@ -125,10 +147,12 @@ class Peers:
 
     def _fold(self, event: Event, backend: Backend) -> Iterator[Before]:
         change = self._change(event)
+        others = self.safety.update(change.put, change.gone).difference(lease.key for lease in change.put)
         for key in change.gone:
             self._forget(key)
+            self._sound.pop(key, None)
             yield self._wanted.set(key, ())
-        for lease in change.put:
+        for lease in (*change.put, *filter(None, map(self._table.get, others))):
             yield self._wanted.set(lease.key, self._lead_to(lease, backend))
             self._warn_of_conflicts(lease)
 
@@ -136,6 +160,17 @@ class Peers:
         """Decide anew about every lease: the backend is another one, or the host's routes have changed."""
         for lease in self._table:
             self._wanted.set(lease.key, self._lead_to(lease, backend))
+
+    def look(self, obstacles: Obstacles, backend: Backend) -> Plan:
+        """Take over new facts of this host: what to make and what to remove because of them."""
+        self.safety.look(obstacles, self._table)
+        before: Before = {}
+        for lease in self._table:
+            harm = self.safety.harm(lease)
+            if (str(harm) if harm else None) != self._unsafe.get(lease.key) or lease.key in self._riddles:
+                for key, was in self._wanted.set(lease.key, self._lead_to(lease, backend)).items():
+                    before.setdefault(key, was)
+        return plan(*self._wanted.since(before))
 
     def tell(self) -> None:
         """Log what has changed. Called when the kernel is done: packets wait for that, not for the log."""
@@ -172,24 +207,43 @@ class Peers:
         try:
             _refuse_overlap(lease, self._own)
             _refuse_outside(lease, self._networks)
+            self._refuse_harm(lease)
             resources.extend(backend.peer(lease))
         except OtherBackend as reason:
-            self._riddles.discard(lease.key)
-            self._reasons[lease.key] = str(reason)
-            self._once.warn(log, lease.key, f"Ignoring a lease: {reason}")
+            self._complain(lease, reason, f"Ignoring a lease: {reason}")
+            return ()
+        except Unsafe as reason:
+            self._complain(lease, reason, f"Unsafe lease {lease}: {reason}")
+            self._unsafe[lease.key] = str(reason)
             return ()
         except Refused as reason:
+            self._complain(lease, reason, f"Refusing the data of lease {lease}: {reason}")
             self._riddles.add(lease.key)
-            self._reasons[lease.key] = str(reason)
-            self._once.warn(log, lease.key, f"Refusing the data of lease {lease}: {reason}")
+            sound = self._sound.get(lease.key)
+            if sound is not None and not self.safety.is_reachable(sound):
+                return ()
             return self._wanted.wishes(lease.key) or tuple(resources)
         self._forget(lease.key)
+        self._sound[lease.key] = lease
         return tuple(resources)
+
+    def _refuse_harm(self, lease: Lease) -> None:
+        harm = self.safety.harm(lease)
+        if harm is not None:
+            raise harm
+
+    def _complain(self, lease: Lease, reason: Refused, line: str) -> None:
+        self._riddles.discard(lease.key)
+        self._unsafe.pop(lease.key, None)
+        self._reasons[lease.key] = str(reason)
+        self._once.warn(log, lease.key, line)
 
     def _forget(self, key: LeaseKey) -> None:
         """There is nothing to complain about any more."""
         if self._reasons.pop(key, None):
             self._riddles.discard(key)
+            if self._unsafe.pop(key, None):
+                self._told.append(f"Lease {name_of(key)} no longer harms this host")
             self._once.clear(key)
 
     def _warn_of_conflicts(self, lease: Lease) -> None:

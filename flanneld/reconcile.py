@@ -9,10 +9,12 @@ an earlier run left may be all that keeps the containers talking.
 from __future__ import annotations
 
 import logging
+import math
 import select
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from flanneld import clock
 from flanneld.brake import Brake
@@ -21,12 +23,13 @@ from flanneld.counters import Work
 from flanneld.errors import cause_of
 from flanneld.glog import Once, V, counted
 from flanneld.inbox import Inbox
-from flanneld.model import Event
+from flanneld.model import Event, IPAddress, IPNetwork
 from flanneld.network.culprits import Culprits
 from flanneld.network.domain import Domain
-from flanneld.network.monitor import Gone, InterfaceChanged, News, Overrun, Seen
+from flanneld.network.monitor import Gone, HostRouteChanged, InterfaceChanged, News, Overrun, Seen
+from flanneld.network.obstacles import single
 from flanneld.network.report import Report
-from flanneld.network.resources import Kind, Resource
+from flanneld.network.resources import Kind, Resource, Route, destination_of
 from flanneld.peers import Peers
 from flanneld.site import Site
 
@@ -71,6 +74,9 @@ class Reconciler:
         self._culprits = Culprits()
         self._next_audit = clock.now()
         self._earliest_repair = 0.0
+        #: When to read the host's networks, and not before when.
+        self._next_look = math.inf
+        self._earliest_look = 0.0
         self._retry_delay = _FIRST_RETRY
         self._uplink_may_have_moved = False
 
@@ -101,6 +107,12 @@ class Reconciler:
         report = self._convergence.prepare()
         for resource in report.made:
             log.info("Made %s", resource)
+        for network in self._convergence.networks_around():
+            log.warning(
+                "Network overlap: %s; its hosts with addresses in a node's subnet are not reached; "
+                "choose a Network that no link of any node uses",
+                network,
+            )
         self._next_audit = clock.now() + AUDIT_PERIOD
         self._account(report)
 
@@ -123,6 +135,8 @@ class Reconciler:
             self._take_events([event for events in self.inbox.drain() for event in events])
             self.inbox.settle()
             self._take_news(self._monitor.read(self._convergence.names.get))
+            if clock.now() >= self._next_look and not self._stop.is_set():
+                self._look_at_host()
             if clock.now() >= self._next_audit and not self._stop.is_set():
                 self._audit()
             if self._brake.is_due():
@@ -138,7 +152,7 @@ class Reconciler:
         poll = select.poll()
         for source in (self.inbox.fileno(), self._monitor.fileno(), *drivers):
             poll.register(source, select.POLLIN)
-        next_act = min(self._next_audit, self._brake.next_reading, outside.next_look)
+        next_act = min(self._next_audit, self._next_look, self._brake.next_reading, outside.next_look)
         for fd, _ in poll.poll(max(0.0, next_act - clock.now()) * 1000):
             if fd in drivers:
                 drivers[fd].news()
@@ -161,7 +175,7 @@ class Reconciler:
             if steps:
                 report = self._convergence.apply(steps)
                 self.work.applied(report, self.inbox.since)
-                self._account(report)
+                self._account_news(report)
         except OSError as failure:
             self._could_not_read(failure)
         self._peers.tell()
@@ -193,6 +207,8 @@ class Reconciler:
 
     def _take_news(self, news: Iterable[News]) -> None:
         for item in news:
+            if self._may_be_obstacle(item):
+                self._look_soon()
             match item:
                 case Overrun():
                     self.work.overruns += 1
@@ -223,6 +239,45 @@ class Reconciler:
             return getattr(resource, "device", None) in self.domain.links
         return wanted != resource
 
+    def _may_be_obstacle(self, item: News) -> bool:
+        """Return True if an address, a network on a link or a gateway of the host may be another one now."""
+        match item:
+            case InterfaceChanged(name=name, address=address):
+                # The kernel does not tell of IPv4 routes that go with their link.
+                is_known = name in self._peers.safety.obstacles.devices
+                return is_known or (address is not None and name not in self.domain.links)
+            case HostRouteChanged(destination, gateways):
+                return self._may_harm(destination, *gateways)
+            case Gone(key, gateway=gateway):
+                return self._may_harm(destination_of(key), gateway)
+            case Seen(Route() as route):
+                return route.device not in self.domain.links and self._may_harm(
+                    route.destination, route.gateway
+                )
+        return False
+
+    def _may_harm(self, destination: IPNetwork | None, *gateways: IPAddress | None) -> bool:
+        """Return True if one of these is where a lease may be."""
+        nets = (destination, *(single(gateway) for gateway in gateways if gateway is not None))
+        return any(net is not None and self._peers.safety.concerns(net) for net in nets)
+
+    def _look_soon(self) -> None:
+        self._next_look = min(self._next_look, max(clock.now() + _SETTLE, self._earliest_look))
+
+    def _look_at_host(self) -> None:
+        """Withdraw what leads to leases that have become unsafe, and lead to those that are safe again."""
+        began = time.thread_time()
+        self._next_look = math.inf
+        try:
+            steps = self._convergence.look_at_host()
+            if steps and self._peers.synced:
+                self._account_news(self._convergence.apply(steps))
+        except OSError as failure:
+            self._could_not_read(failure)
+            return
+        self._peers.tell()
+        self._earliest_look = clock.now() + _REPAIR_COST_FACTOR * (time.thread_time() - began)
+
     def _repair_soon(self) -> None:
         self.work.was_told = True
         self._next_audit = min(self._next_audit, max(clock.now() + _SETTLE, self._earliest_repair))
@@ -234,6 +289,7 @@ class Reconciler:
         self._next_audit = clock.now() + AUDIT_PERIOD
         try:
             self._follow_uplink()
+            self._look_at_host()
             report = self._convergence.converge()
             self.work.healed(report)
         except OSError as failure:
@@ -281,6 +337,12 @@ class Reconciler:
             self._once.warn(log, "refused", f"Refused: {first}{more}; trying again")
             self._next_audit = min(self._next_audit, clock.now() + self._retry_delay)
             self._retry_delay = min(2 * self._retry_delay, _LAST_RETRY)
+
+    def _account_news(self, report: Report) -> None:
+        """The same, after writes without a look at what there is: an audit sees what stands in the way."""
+        if any(failure.is_taken for failure in report.failed):
+            self._repair_soon()
+        self._account(replace(report, failed=[each for each in report.failed if not each.is_taken]))
 
     def _log_repairs(self, what: str, resources: list[Resource]) -> None:
         for resource in resources[:_FEW]:

@@ -204,6 +204,8 @@ def _peer(peer: Lease, view: View, pending: Mapping[Key, Failure]) -> Document:
 
 
 def _state(peer: Lease, view: View, pending: Mapping[Key, Failure]) -> str:
+    if peer.key in view.unsafe:
+        return "unsafe"
     if peer.key in view.reasons:
         return "refused"
     if pending and any(wish.key in pending for wish in view.wishes.get(peer.key, ())):

@@ -11,6 +11,7 @@ from flanneld import clock
 from flanneld.brake import Brake
 from flanneld.counters import Work
 from flanneld.model import Lease
+from flanneld.peers import Peers
 from flanneld.sight import Sight
 from flanneld.site import Site
 
@@ -69,6 +70,7 @@ def _looks(sight: Sight) -> Iterator[tuple[str, Iterable[str]]]:
     if sight.reconciler:
         yield "uplink", _of_the_uplink(sight.reconciler.site)
         yield "kernel", _of_the_kernel(sight.reconciler.work)
+        yield "peers", _of_the_peers(sight.reconciler.peers)
         yield "removals", _of_the_brake(sight.reconciler.brake)
     if sight.firewall:
         yield "firewall", _of_the_firewall(sight.firewall)
@@ -97,6 +99,13 @@ def _of_the_kernel(work: Work) -> Iterator[str]:
         yield f"refused: {refused[0]}{more}"
     if work.is_fighting:
         yield "somebody keeps changing what is ours; the log says what"
+
+
+def _of_the_peers(peers: Peers) -> Iterator[str]:
+    unsafe = peers.unsafe()
+    if unsafe:
+        more = f", and {len(unsafe) - 1} more" if len(unsafe) > 1 else ""
+        yield f"a lease would harm this host and is not followed: {unsafe[0]}{more}"
 
 
 def _of_the_brake(brake: Brake) -> Iterator[str]:

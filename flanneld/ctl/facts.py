@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from flanneld import host_checks, subnet_file
-from flanneld.cleanup import is_flannels
 from flanneld.ctl import detours, leftovers, look
 from flanneld.ctl.detours import Detour
 from flanneld.ctl.leftovers import CniConf, LeftRules
@@ -21,7 +20,7 @@ from flanneld.model import FAMILIES, Family, IPAddress
 from flanneld.network.firewall import forwarding
 from flanneld.network.firewall.forwarding import accepting, dropping, in_the_way
 from flanneld.network.kernel import Kernel
-from flanneld.network.links import SeenLink
+from flanneld.network.links import SeenLink, is_flannels
 from flanneld.shell import Command
 from flanneld.subnet_file import Previous
 

@@ -7,14 +7,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flanneld.cleanup import is_flannels
 from flanneld.counters import kind_of
 from flanneld.ctl.source import knows_peers, ranges_of
 from flanneld.model import IPAddress
 from flanneld.network import links, resource_json
 from flanneld.network.domain import Domain
 from flanneld.network.kernel import Kernel
-from flanneld.network.links import SeenLink
+from flanneld.network.links import SeenLink, is_flannels
 from flanneld.network.resources import ForeignLink, Key, Link, Resource
 from flanneld.network.rtnl import RTN_UNICAST
 

@@ -61,7 +61,7 @@ def _to_a_peer(
     target: IPAddress, peer: Mapping[str, Any], document: Mapping[str, Any], found: Found, way_to: WayTo
 ) -> Iterator[Hop]:
     public = ", ".join(peer["public_ips"])
-    good = peer["state"] not in ("refused", "contested")
+    good = peer["state"] not in ("refused", "unsafe", "contested")
     yield Hop(
         "lease",
         f"{','.join(peer['subnets'])} of {public}",

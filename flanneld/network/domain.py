@@ -44,6 +44,10 @@ class Domain:
             return _within(seen.route.destination, networks + list(self.former if self.adopt else ()))
         return self.adopt and seen.protocol == PROTO_BOOT and self._is_peer_route(seen.route)
 
+    def is_connected(self, seen: rtnl.SeenRoute) -> bool:
+        """Return True for the kernel's own route to a link, through a device of others."""
+        return seen.protocol == rtnl.RTPROT_KERNEL and seen.route.device not in self.links
+
     def owns_address(self, address: IPAddress) -> bool:
         """Wrong addresses go only inside the cluster network: others may be an operator's."""
         return any(address in network for network, _ in self.ranges)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from flanneld.glog import V
 from flanneld.model import Family, IPAddress, IPNetwork
 from flanneld.network import links, rtnl, ways
 from flanneld.network.netlink import DumpInterrupted, NetlinkSocket
+from flanneld.network.resources import PROTO_FLANNEL
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +64,29 @@ class HostView:
         """Where each main-table route leads to, and its interface, 0 for none or more than one."""
         for item in self._dump(rtnl.RTM_GETROUTE, rtnl.routes_request(family)):
             seen = ways.decode_destination(*item)
+            if seen is not None:
+                yield seen
+
+    def ways(self, family: Family, own: Iterable[int] = ()) -> Iterator[ways.SeenWay]:
+        """Unicast routes of the main table, whatever their metric, without those marked as flannel's.
+
+        Nor are those of ``own`` interfaces, of which there may be many, as far as that is seen at a glance.
+        """
+        endings = {ways.interface_ending(index) for index in own}
+
+        def is_others(data: bytes, offset: int, end: int) -> bool:
+            ending = data[end - ways.ENDING : end]
+            return ending not in endings and rtnl.protocol_of(data, offset, end) != PROTO_FLANNEL
+
+        for item in self._dump(rtnl.RTM_GETROUTE, rtnl.routes_request(family), is_others):
+            seen = ways.decode_seen_way(*item)
+            if seen is not None:
+                yield seen
+
+    def local(self, family: Family) -> Iterator[tuple[int, IPNetwork, int]]:
+        """The type (RTN_*), network and interface of what the kernel delivers here or to all on a link."""
+        for item in self._dump(rtnl.RTM_GETROUTE, ways.local_request(family)):
+            seen = ways.decode_local(*item)
             if seen is not None:
                 yield seen
 

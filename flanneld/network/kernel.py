@@ -30,6 +30,7 @@ from flanneld.network.resources import (
     State,
     Vxlan,
 )
+from flanneld.network.rtnl import Mode
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +38,9 @@ log = logging.getLogger(__name__)
 _DEVICES_OF_FLANNEL = "flannel"
 #: Answers to a removal that mean it was gone already.
 _GONE = frozenset({errno.ENOENT, errno.ESRCH, errno.EADDRNOTAVAIL, errno.ENODEV})
+#: Answers to the making of a route that mean that there may be one. Of IPv6's onlink gateways the kernel
+#: says so by EINVAL: it looks for them before it looks for the route.
+_TAKEN = frozenset({errno.EEXIST, errno.EINVAL})
 
 
 class Kernel(HostView):
@@ -104,7 +108,9 @@ class Kernel(HostView):
 
         for item in self._dump(rtnl.RTM_GETROUTE, rtnl.routes_request(family), concerns_us):
             seen = rtnl.decode_route(*item, name_of)
-            if seen is not None:
+            if seen is not None and domain.is_connected(seen):
+                yield RivalRoute(seen.route.key, is_connected=True), False
+            elif seen is not None:
                 yield seen.route, domain.owns_route(seen)
             elif (blackhole := rtnl.decode_blackhole(*item)) is not None:
                 yield blackhole, domain.owns_blackhole(blackhole)
@@ -152,11 +158,12 @@ class Kernel(HostView):
         self._bring_to_front(plan.behind, domain, report)
         for kind, group in groupby(plan.puts, key=lambda resource: resource.kind):
             resources = list(group)
-            if kind is Kind.ROUTE and report.failed:
-                resources = self._withhold(resources, report)
-            self._write(resources, domain, report, drop=False)
+            if kind is Kind.ROUTE:
+                self._put_routes(resources, plan.over, domain, report)
+            else:
+                self._account(resources, self._send(resources, domain, drop=False), report)
         without_links = [resource for resource in plan.drops if resource.kind is not Kind.LINK]
-        self._write(without_links, domain, report, drop=True)
+        self._account(without_links, self._send(without_links, domain, drop=True), report, drop=True)
         for resource in plan.drops:
             if isinstance(resource, Link):
                 self._drop_link(resource, report)
@@ -175,9 +182,9 @@ class Kernel(HostView):
             "Another route came before ours to %s%s, and now comes after it", routes[0].destination, more
         )
         self._send(routes, domain, drop=True)
-        self._account(routes, self._send(routes, domain, drop=False, in_front=True), report)
+        self._account(routes, self._send(routes, domain, drop=False, mode=Mode.IN_FRONT), report)
 
-    def _withhold(self, routes: list[Resource], report: Report) -> list[Resource]:
+    def _withhold(self, routes: Sequence[Resource], report: Report) -> list[Resource]:
         """Without its neighbour entry an onlink route would make the kernel ask the overlay for the MAC."""
         lost = {
             (failure.resource.device, failure.resource.address): failure.reason
@@ -195,11 +202,18 @@ class Kernel(HostView):
                 report.failed.append(Failure(route, refused))
         return allowed
 
-    def _write(self, resources: list[Resource], domain: Domain, report: Report, *, drop: bool) -> None:
-        refused = self._send(resources, domain, drop=drop)
-        if refused and not drop:
-            self._clear_the_way(resources, refused, domain)
-        self._account(resources, refused, report, drop=drop)
+    def _put_routes(self, routes: Sequence[Resource], over: State, domain: Domain, report: Report) -> None:
+        """Put routes in the place of ours, and make all others only where there is none."""
+        if report.failed:
+            routes = self._withhold(routes, report)
+        replacing = [route for route in routes if route.key in over] if over else []
+        if replacing:
+            refused = self._send(replacing, domain, drop=False)
+            if refused:
+                self._clear_the_way(replacing, over, refused, domain)
+            self._account(replacing, refused, report)
+        new = [route for route in routes if route.key not in over] if over else routes
+        self._account(new, self._send(new, domain, drop=False, mode=Mode.EXCLUSIVE), report)
 
     def _account(
         self, resources: Sequence[Resource], refused: dict[int, int], report: Report, *, drop: bool = False
@@ -210,10 +224,13 @@ class Kernel(HostView):
             if code is None:
                 done.append(resource)
             elif not (drop and code in _GONE):
-                report.failed.append(Failure(resource, os.strerror(code)))
+                taken = code in _TAKEN and resource.kind is Kind.ROUTE
+                report.failed.append(Failure(resource, os.strerror(code), is_taken=taken))
 
-    def _clear_the_way(self, resources: list[Resource], refused: dict[int, int], domain: Domain) -> None:
-        """Remove what blocks our routes and try these again; ``refused`` then says what came of that.
+    def _clear_the_way(
+        self, resources: Sequence[Resource], over: State, refused: dict[int, int], domain: Domain
+    ) -> None:
+        """Remove the routes to replace and make the new ones; ``refused`` then says what came of that.
 
         IPv6 refuses an onlink gateway for which there is a route through another device, even if that
         is the very route to be replaced (net/ipv6/route.c, ip6_route_check_nh_onlink).
@@ -226,8 +243,10 @@ class Kernel(HostView):
             and code == errno.EINVAL
         }
         routes = tuple(blocked.values())
-        removals = (rtnl.clear_route(route.destination, seq) for seq, route in enumerate(routes))
-        for _ in self._socket.write(removals):
+        in_place = [over[route.key] for route in routes]
+        self._send([there for there in in_place if isinstance(there, Route)], domain, drop=True)
+        odd = [route for route, there in zip(routes, in_place, strict=True) if not isinstance(there, Route)]
+        for _ in self._socket.write(rtnl.clear_route(each.destination, seq) for seq, each in enumerate(odd)):
             pass  # Whether that was the obstacle, the next answer tells.
         again = self._send(routes, domain, drop=False)
         for place, seq in enumerate(blocked):
@@ -237,7 +256,7 @@ class Kernel(HostView):
                 del refused[seq]
 
     def _send(
-        self, resources: Sequence[Resource], domain: Domain, *, drop: bool, in_front: bool = False
+        self, resources: Sequence[Resource], domain: Domain, *, drop: bool, mode: Mode = Mode.REPLACE
     ) -> dict[int, int]:
         """Write, many at a time. Returns the errno of each that was refused, by its place."""
         indexes: dict[str, int] = {}
@@ -253,7 +272,7 @@ class Kernel(HostView):
                 unmarked = isinstance(resource, Route) and resource.device in domain.links
                 protocol = PROTO_BOOT if unmarked else PROTO_FLANNEL
                 try:
-                    yield rtnl.encode(resource, index_of, protocol, seq, drop=drop, in_front=in_front)
+                    yield rtnl.encode(resource, index_of, protocol, seq, drop=drop, mode=mode)
                 except OSError:
                     refused[seq] = errno.ENODEV
 

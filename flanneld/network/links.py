@@ -7,6 +7,7 @@ that fits and makes anew one that does not.
 from __future__ import annotations
 
 import errno
+import re
 import struct
 import sys
 from collections.abc import Iterable, Iterator
@@ -18,6 +19,10 @@ from flanneld.network.netlink import attribute, attributes, unpack
 from flanneld.network.resources import ForeignLink, Ipip, Link, Tun, Vxlan
 from flanneld.network.rtnl import address_of, mac_text
 
+#: The names that flannel's backends give, and the kinds of device that bear them.
+_FLANNELS_NAMES = re.compile(r"flannel(-v6)?\.[0-9]+|flannel\.ipip|flannel-wg(-v6)?|flannel[0-9]+")
+#: Kinds of device that only Go flannel makes: its TUN belongs to its process.
+_MADE_OTHERWISE = frozenset({"wireguard", "tun"})
 IFF_UP = 0x1
 _IFINFOMSG = struct.Struct("=BxHiII")
 _IFLA_ADDRESS, _IFLA_IFNAME, _IFLA_MTU, _IFLA_MASTER, _IFLA_LINKINFO = 1, 3, 4, 10, 18
@@ -48,6 +53,13 @@ class SeenLink:
     up: bool
     make: Link | ForeignLink
     master: int = 0
+
+
+def is_flannels(link: SeenLink) -> bool:
+    """Return True for a device that a backend of flannel made, in Go or in Python."""
+    if not _FLANNELS_NAMES.fullmatch(link.name):
+        return False
+    return not isinstance(link.make, ForeignLink) or link.make.make in _MADE_OTHERWISE
 
 
 def by_name(name: str) -> bytes:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+from flanneld.model import IPAddress, IPNetwork
 from flanneld.network import links, rtnl, ways
 from flanneld.network.netlink import Malformed, NetlinkSocket, messages
 from flanneld.network.resources import Key, Resource
@@ -39,18 +40,32 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """What had this key is no longer there."""
+    """What had this key is no longer there. ``gateway`` is that of a route, as far as it is known."""
 
     key: Key
     port: int = field(default=0, compare=False)
+    gateway: IPAddress | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class InterfaceChanged:
-    """An interface, an address or a default route of one changed or went; ``name`` may be unknown."""
+    """An interface, an address or a default route of one changed or went; ``name`` may be unknown.
+
+    ``address`` is that address, or the gateway of that route.
+    """
 
     index: int
     name: str | None
+    port: int = field(default=0, compare=False)
+    address: IPAddress | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class HostRouteChanged:
+    """A route that has the key of none of ours came or went, as one with another metric has."""
+
+    destination: IPNetwork
+    gateways: tuple[IPAddress, ...] = ()
     port: int = field(default=0, compare=False)
 
 
@@ -59,7 +74,7 @@ class Overrun:
     """Notifications were lost: anything may have happened."""
 
 
-News = Seen | Gone | InterfaceChanged | Overrun
+News = Seen | Gone | InterfaceChanged | HostRouteChanged | Overrun
 
 
 class Monitor:
@@ -132,11 +147,15 @@ def _decode(
             return InterfaceChanged(link.index, link.name)
         case rtnl.RTM_NEWADDR | rtnl.RTM_DELADDR:
             seen = rtnl.decode_address(data, offset, end)
-            return InterfaceChanged(seen.index, name_of(seen.index)) if seen else None
+            if seen is None or seen.address.is_link_local:
+                return InterfaceChanged(seen.index, name_of(seen.index)) if seen else None
+            return InterfaceChanged(seen.index, name_of(seen.index), address=seen.address)
         case rtnl.RTM_NEWROUTE | rtnl.RTM_DELROUTE:
             found = rtnl.decode_route(data, offset, end, lambda index: name_of(index) or "")
             if found is not None:
-                return Seen(found.route) if kind == rtnl.RTM_NEWROUTE else Gone(found.route.key)
+                route = found.route
+                gone = Gone(route.key, gateway=route.gateway)
+                return Seen(route) if kind == rtnl.RTM_NEWROUTE else gone
             return _odd_route(kind, data, offset, end, name_of)
         case rtnl.RTM_NEWNEIGH | rtnl.RTM_DELNEIGH:
             entry = rtnl.decode_neighbor(data, offset, end, name_of) if kind == rtnl.RTM_NEWNEIGH else None
@@ -152,9 +171,16 @@ def _odd_route(
     """A route that can never be ours still may tell of the uplink, or stand where ours should be."""
     index = ways.decode_default_route(data, offset, end)
     if index is not None:
-        return InterfaceChanged(index, name_of(index))
+        way = ways.decode_seen_way(data, offset, end)
+        gateways = [gateway for _, gateway in way.hops if gateway is not None] if way else []
+        return InterfaceChanged(index, name_of(index), address=gateways[0] if gateways else None)
     blackhole = rtnl.decode_blackhole(data, offset, end)
     if blackhole is not None:
         return Seen(blackhole) if kind == rtnl.RTM_NEWROUTE else Gone(blackhole.key)
     other = rtnl.outline(data, offset, end)
-    return Gone(other[0]) if other else None
+    if other is not None:
+        return Gone(other[0])
+    way = ways.decode_seen_way(data, offset, end)
+    if way is None or way.destination is None:
+        return None
+    return HostRouteChanged(way.destination, tuple(gateway for _, gateway in way.hops if gateway is not None))

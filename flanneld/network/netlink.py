@@ -16,7 +16,7 @@ from contextlib import suppress
 
 # linux/netlink.h
 NLM_F_REQUEST, NLM_F_ACK, NLM_F_DUMP_INTR = 0x1, 0x4, 0x10
-NLM_F_REPLACE, NLM_F_CREATE, NLM_F_ROOT_MATCH = 0x100, 0x400, 0x300
+NLM_F_REPLACE, NLM_F_EXCL, NLM_F_CREATE, NLM_F_ROOT_MATCH = 0x100, 0x200, 0x400, 0x300
 NLMSG_ERROR, NLMSG_DONE = 2, 3
 SOL_NETLINK = 270
 NETLINK_ADD_MEMBERSHIP, NETLINK_DROP_MEMBERSHIP = 1, 2
@@ -30,13 +30,14 @@ HEADER = struct.Struct("=IHHII")
 _FLAGS_OFFSET, _SEQ_OFFSET = 6, 8
 _ATTR = struct.Struct("=HH")
 _ERRNO = struct.Struct("=i")
+_SEQ = struct.Struct("=I")
 
 #: The kernel handles a whole send before it returns, so this bounds the time until a stop is seen.
 _BATCH = 16 * 1024
 _RECEIVE = 64 * 1024
 
 
-#: Set in the sequence number of every question, never in the index of a message that writes.
+#: Set in the sequence number of every question, never in that of a message that writes.
 _QUESTION = 1 << 31
 
 
@@ -118,6 +119,7 @@ class NetlinkSocket:
     ) -> None:
         self._socket = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, protocol)
         self._asked = 0
+        self._written = 0
         self._socket.bind((0, 0))
         self._widen(receive_buffer)
         self._set(NETLINK_CAP_ACK, 1)
@@ -151,36 +153,46 @@ class NetlinkSocket:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, size)
 
     def write(self, batch: Iterable[bytes]) -> Iterator[list[tuple[int, int]]]:
-        """Send messages, many at a time; after each send yield what failed as (index, errno).
+        """Send messages, many at a time; after each send yield what failed as (place in the batch, errno).
 
-        The sequence number of a message must be its index. Only the last message of a send asks
-        for an acknowledgement, so the kernel answers for that one and for those that failed.
+        The sequence number of a message must be its place; places ascend. Only the last message of a send
+        asks for an acknowledgement, so the kernel answers for that one and for those that failed.
+
+        The kernel sees numbers that this socket never used before: an answer that an earlier failure left
+        unread is for none of them.
         """
+        first = self._written
         buffer = bytearray()
         last = 0
         for item in batch:
             if buffer and len(buffer) + len(item) > _BATCH:
-                yield self._send(buffer, last)
+                yield self._send(buffer, last, first)
                 buffer.clear()
             last = len(buffer)
             buffer += item
+            number = first + _SEQ.unpack_from(item, _SEQ_OFFSET)[0]
+            _SEQ.pack_into(buffer, last + _SEQ_OFFSET, number % _QUESTION)
+            self._written = number + 1
         if buffer:
-            yield self._send(buffer, last)
+            yield self._send(buffer, last, first)
 
-    def _send(self, buffer: bytearray, last: int) -> list[tuple[int, int]]:
+    def _send(self, buffer: bytearray, last: int, first: int) -> list[tuple[int, int]]:
         (flags,) = struct.unpack_from("=H", buffer, last + _FLAGS_OFFSET)
         struct.pack_into("=H", buffer, last + _FLAGS_OFFSET, flags | NLM_F_ACK)
-        (final,) = struct.unpack_from("=I", buffer, last + _SEQ_OFFSET)
+        (final,) = _SEQ.unpack_from(buffer, last + _SEQ_OFFSET)
+        (earliest,) = _SEQ.unpack_from(buffer, _SEQ_OFFSET)
+        expected = (final - earliest) % _QUESTION
         self._socket.send(buffer)
         failed = []
         while True:
-            data = self._socket.recv(_RECEIVE)
+            data = self._next_answer()
             for kind, _, seq, _, offset, end in messages(data):
-                if kind != NLMSG_ERROR:
+                is_stale = seq >= _QUESTION or (seq - earliest) % _QUESTION > expected
+                if kind != NLMSG_ERROR or is_stale:
                     continue
                 (code,) = unpack(_ERRNO, data, offset, end)
                 if code:
-                    failed.append((seq, -code))
+                    failed.append(((seq - first) % _QUESTION, -code))
                 if seq == final:
                     return failed
 
@@ -216,10 +228,30 @@ class NetlinkSocket:
         question = _QUESTION | self._asked % _QUESTION
         self._socket.send(message(kind, flags, body, question))
         while True:
-            data = self._socket.recv(_RECEIVE)
+            data = self._next_answer()
             for reply, reply_flags, seq, _, offset, end in messages(data):
                 if seq == question:
                     yield reply, reply_flags, data, offset, end
+
+    def _next_answer(self) -> bytes:
+        """Wait for an answer; empty the socket when that fails.
+
+        After an overrun the kernel drops every answer, the one to the next batch too, until the socket is
+        empty (net/netlink/af_netlink.c, NETLINK_S_CONGESTED).
+        """
+        try:
+            return self._socket.recv(_RECEIVE)
+        except OSError:
+            self._drain()
+            raise
+
+    def _drain(self) -> None:
+        while True:
+            try:
+                self._socket.recv(_RECEIVE, socket.MSG_DONTWAIT)
+            except OSError as failure:
+                if failure.errno != errno.ENOBUFS:
+                    return
 
     def listen(self) -> None:
         """Be told of changes, from now on."""

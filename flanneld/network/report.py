@@ -9,11 +9,15 @@ from flanneld.network.resources import Resource
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What was refused, why, and what to do about it where that is known."""
+    """What was refused, why, and what to do about it where that is known.
+
+    ``is_taken`` says that something may stand there already; what that is, an audit finds out.
+    """
 
     resource: Resource
     reason: str
     remedy: str = ""
+    is_taken: bool = False
 
     def __str__(self) -> str:
         return f"{self.resource}: {self.reason}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from ipaddress import IPv4Network, IPv6Network
 from typing import ClassVar, Protocol
 
 from flanneld.model import IPAddress, IPNetwork
@@ -39,6 +40,16 @@ PROTO_FLANNEL = 70
 def route_key(destination: IPNetwork, *more: str) -> Key:
     """The key of a route; ``more`` sets those apart that may be beside others to the same destination."""
     return (Kind.ROUTE, destination.version, int(destination.network_address), destination.prefixlen, *more)
+
+
+def destination_of(key: Key) -> IPNetwork | None:
+    """The network that a key of a route names, None for any other key."""
+    match key:
+        case (Kind.ROUTE, 4, int(number), int(length), *_):
+            return IPv4Network((number, length))
+        case (Kind.ROUTE, 6, int(number), int(length), *_):
+            return IPv6Network((number, length))
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,13 +216,17 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class RivalRoute:
-    """A route with the key of one of ours that we would not make so: never wanted, only met."""
+    """A route with the key of one of ours that we would not make so: never wanted, only met.
+
+    ``is_connected`` says that the kernel made it, for a network on one of its links.
+    """
 
     kind: ClassVar[Kind] = Kind.ROUTE
     key: Key
+    is_connected: bool = False
 
     def __str__(self) -> str:
-        return "route of another kind"
+        return "the kernel's route to a link of this host" if self.is_connected else "a route of another kind"
 
 
 @dataclass(frozen=True, slots=True)

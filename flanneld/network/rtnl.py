@@ -10,12 +10,14 @@ import struct
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
 
 from flanneld.model import Family, IPAddress, IPNetwork
 from flanneld.network.netlink import (
     HEADER,
     NLM_F_CREATE,
+    NLM_F_EXCL,
     NLM_F_REPLACE,
     NLM_F_REQUEST,
     Malformed,
@@ -65,8 +67,6 @@ _IPV6_DEFAULT_METRIC = 1024
 RTMSG = struct.Struct("=BBBBBBBBI")
 _NDMSG = struct.Struct("=BxxxiHBB")
 _IFADDRMSG = struct.Struct("=BBBBi")
-_WRITE = NLM_F_REQUEST | NLM_F_CREATE | NLM_F_REPLACE
-_PREPEND = NLM_F_REQUEST | NLM_F_CREATE
 
 # Attribute headers for the payload sizes that occur: 4 and 16 bytes of address, 6 of MAC.
 _ATTR = struct.Struct("=HH")
@@ -109,13 +109,27 @@ def network_of(raw: bytes, length: int) -> IPNetwork:
 # ---- writing ---------------------------------------------------------------------------------
 
 
+class Mode(Enum):
+    """How a resource is made: instead of what has its key, only where there is none, or before the others."""
+
+    REPLACE = NLM_F_REQUEST | NLM_F_CREATE | NLM_F_REPLACE
+    EXCLUSIVE = NLM_F_REQUEST | NLM_F_CREATE | NLM_F_EXCL
+    #: IPv4 alone has several routes to one network, of which the first is taken.
+    IN_FRONT = NLM_F_REQUEST | NLM_F_CREATE
+
+
 def encode(
-    resource: Resource, index_of: IndexOf, protocol: int, seq: int, *, drop: bool, in_front: bool = False
+    resource: Resource,
+    index_of: IndexOf,
+    protocol: int,
+    seq: int,
+    *,
+    drop: bool,
+    mode: Mode = Mode.REPLACE,
 ) -> bytes:
     """The message that makes or removes a resource; a link has none, ``devices`` makes those.
 
-    ``protocol`` is what a route carries (RTPROT_*). What is made takes the place of what has its key, save
-    for an IPv4 route ``in_front`` of the others to its network. Raises ``KeyError`` for an unknown device.
+    ``protocol`` is what a route carries (RTPROT_*). Raises ``KeyError`` for an unknown device.
     """
     match resource:
         case Neighbor():
@@ -130,7 +144,7 @@ def encode(
             kind, body = RTM_NEWADDR, _address(resource, index_of(resource.device))
         case _:
             raise TypeError(f"no rtnetlink message for {resource!r}")
-    flags = NLM_F_REQUEST if drop else _PREPEND if in_front else _WRITE
+    flags = NLM_F_REQUEST if drop else mode.value
     return HEADER.pack(HEADER.size + len(body), kind + drop, flags, seq, 0) + body
 
 
@@ -198,7 +212,7 @@ def _blackhole(destination: IPNetwork, protocol: int, *, drop: bool) -> bytes:
 
 
 def clear_route(destination: IPNetwork, seq: int) -> bytes:
-    """The message that removes the route to a network, wherever it leads and whoever made it."""
+    """The message that removes the first route to a network with the default metric, wherever it leads."""
     metric = u32(_RTA_PRIORITY, _IPV6_DEFAULT_METRIC) if destination.version == 6 else b""
     body = _route(Route(destination, ""), 0, 0, drop=True) + metric
     return HEADER.pack(HEADER.size + len(body), RTM_DELROUTE, NLM_F_REQUEST, seq, 0) + body

@@ -1,11 +1,18 @@
-"""The facts about this host that the choice of the uplink rests on, read from the kernel."""
+"""Facts about this host, read from the kernel: for the choice of the uplink and the safety of leases."""
 
 from __future__ import annotations
 
-from flanneld.model import Family, IPAddress
+import socket
+from collections.abc import Callable, Collection
+from functools import cache
+
+from flanneld.model import Family, IPAddress, IPNetwork
 from flanneld.network.interface import AddressFact, DefaultRoute, HostFacts, LinkFact, RouteFact
 from flanneld.network.kernel import Kernel
+from flanneld.network.links import is_flannels
+from flanneld.network.obstacles import HostNetworks, HostRoute, host_networks
 from flanneld.network.rtnl import SeenAddress
+from flanneld.network.ways import RTN_BROADCAST, SeenWay
 
 # linux/if_addr.h; for IPv4 the bit of a temporary address means a secondary one.
 _IFA_F_TEMPORARY, _IFA_F_DADFAILED, _IFA_F_DEPRECATED = 0x01, 0x08, 0x20
@@ -40,3 +47,49 @@ def _fact(seen: SeenAddress) -> AddressFact:
         temporary=seen.address.version == 6 and bool(seen.flags & _IFA_F_TEMPORARY),
         tentative=bool(seen.flags & _IFA_F_TENTATIVE),
     )
+
+
+def read_host_networks(
+    kernel: Kernel, networks: Collection[IPNetwork], own: Collection[IPNetwork], links: Collection[str]
+) -> HostNetworks:
+    """Read the host's own addresses, networks and gateways. Raises ``OSError``.
+
+    ``networks`` are the cluster's, ``own`` this node's subnets and ``links`` the devices that we make.
+    Devices of any other flanneld on this host do not count either.
+    """
+    name_of = _namer(kernel, links)
+    routes: list[HostRoute] = []
+    local: list[tuple[IPNetwork, str]] = []
+    broadcast: set[IPAddress] = set()
+    ours = [index for index, name in socket.if_nameindex() if name in links]
+    for family in {network.version for network in networks}:
+        routes.extend(_route(seen, name_of) for seen in kernel.ways(family, ours))
+        for kind, net, index in kernel.local(family):
+            if kind == RTN_BROADCAST:
+                broadcast.add(net.network_address)
+            else:
+                local.append((net, name_of(index)))
+    return host_networks(routes, local, broadcast, networks=networks, own=own)
+
+
+def _namer(kernel: Kernel, links: Collection[str]) -> Callable[[int], str]:
+    @cache
+    def name_of(index: int) -> str:
+        """Return an interface's name, nothing for one of flannel's or one that has just gone."""
+        try:
+            name = socket.if_indextoname(index)
+        except OSError:
+            return ""
+        return "" if name in links or _is_flannels(kernel, name) else name
+
+    return name_of
+
+
+def _is_flannels(kernel: Kernel, name: str) -> bool:
+    link = kernel.link(name) if name.startswith("flannel") else None
+    return link is not None and is_flannels(link)
+
+
+def _route(seen: SeenWay, name_of: Callable[[int], str]) -> HostRoute:
+    hops = ((name_of(index), gateway) for index, gateway in seen.hops)
+    return HostRoute(seen.destination, seen.protocol, tuple(hop for hop in hops if hop[0]))

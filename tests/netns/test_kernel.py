@@ -85,18 +85,20 @@ def kernel(host: Namespace) -> Kernel:
     return Kernel()
 
 
-def distance(kernel: Kernel, resources: list[Resource]) -> Plan:
-    """What is to do so that our two devices hold just this."""
+def distance(kernel: Kernel, resources: list[Resource], ours: dict[Key, Resource] | None = None) -> Plan:
+    """What is to do so that our two devices hold just this; ``ours`` are routes made before."""
     made = [seen.make for name in DOMAIN.links if (seen := kernel.link(name))]
     links: dict[Key, Resource] = {link.key: link for link in made}
     wanted = {**links, **{resource.key: resource for resource in resources}}
     return compare(
-        wanted, itertools.chain(((link, True) for link in links.values()), kernel.read(DOMAIN, wanted))
+        wanted,
+        itertools.chain(((link, True) for link in links.values()), kernel.read(DOMAIN, wanted)),
+        ours,
     )
 
 
-def converge(kernel: Kernel, resources: list[Resource]) -> Report:
-    return kernel.apply(distance(kernel, resources), DOMAIN)
+def converge(kernel: Kernel, resources: list[Resource], ours: dict[Key, Resource] | None = None) -> Report:
+    return kernel.apply(distance(kernel, resources, ours), DOMAIN)
 
 
 def drift(monitor: Monitor) -> list[News]:
@@ -127,14 +129,56 @@ def test_a_route_moves_between_uplink_and_tunnel(kernel: Kernel) -> None:
         assert not distance(kernel, wanted)
 
 
-@pytest.mark.parametrize("obstacle", ["{} dev other0", "blackhole {}", "{} dev up0"])
-@pytest.mark.parametrize("wanted", [DIRECT, TUNNELLED], ids=["direct", "tunnelled"])
-def test_a_foreign_route_gives_way(
+IN_THE_WAY = pytest.mark.parametrize("obstacle", ["{} dev other0", "blackhole {}", "{} dev up0"])
+EITHER = pytest.mark.parametrize("wanted", [DIRECT, TUNNELLED], ids=["direct", "tunnelled"])
+
+
+def main_table(host: Namespace) -> list[str]:
+    return [host.run("ip", f"-{family}", "route", "show").stdout for family in (4, 6)]
+
+
+@IN_THE_WAY
+@EITHER
+def test_foreign_route_that_took_the_place_of_ours_gives_way(
     host: Namespace, kernel: Kernel, wanted: list[Resource], obstacle: str
 ) -> None:
     host.ip(*(f"route replace {obstacle.format(net)}" for net in (SUBNET, SUBNET_V6)))
-    assert converge(kernel, wanted).failed == []
-    assert not distance(kernel, wanted)
+    ours = {resource.key: resource for resource in wanted}
+    assert converge(kernel, wanted, ours).failed == []
+    assert distance(kernel, wanted) == Plan()
+
+
+@IN_THE_WAY
+@EITHER
+def test_foreign_route_that_was_there_first_stays(
+    host: Namespace, kernel: Kernel, wanted: list[Resource], obstacle: str
+) -> None:
+    host.ip(*(f"route replace {obstacle.format(net)}" for net in (SUBNET, SUBNET_V6)))
+    before = main_table(host)
+    plan = distance(kernel, wanted)
+    assert [route for route, _ in plan.blocked] == wanted
+    assert not plan
+    # Nor does a plan that was made before it was there do it any harm.
+    report = kernel.apply(Plan(puts=tuple(wanted)), DOMAIN)
+    assert [(failure.resource, failure.is_taken) for failure in report.failed] == [
+        (route, True) for route in wanted
+    ]
+    assert main_table(host) == before
+
+
+@EITHER
+def test_connected_network_is_never_replaced_nor_put_behind(
+    host: Namespace, kernel: Kernel, wanted: list[Resource]
+) -> None:
+    host.ip("address add 10.1.7.1/24 dev other0")
+    before = main_table(host)
+    ours = {resource.key: resource for resource in wanted}
+    plan = distance(kernel, wanted[:1], ours)
+    assert (plan.puts, [route for route, _ in plan.blocked]) == ((), wanted[:1])
+    host.ip("route append 10.1.7.0/24 via 192.0.2.7 dev up0 proto 70")
+    assert distance(kernel, DIRECT[:1], ours).behind == ()
+    host.ip("route delete 10.1.7.0/24 via 192.0.2.7 dev up0 proto 70")
+    assert main_table(host) == before
 
 
 def test_a_route_that_cannot_be_made_is_reported_and_hinders_no_other(

@@ -201,6 +201,7 @@ CASES: dict[str, list[Facts]] = {
     "public ip": [peer(public_ips=["192.0.2.1"]), told(lambda d: d["peers"].append(deepcopy(d["peers"][0])))],
     "network": [told(lambda d: d["lease"].update(subnets=["10.6.1.0/24"]))],
     "refusals": [peer(state="refused", reason="no VtepMAC")],
+    "unsafe leases": [peer(state="unsafe", reason="br7 is connected to 10.5.2.0/24; renumber that")],
     "reverse path": [of_host("net/ipv4/conf/eth0/rp_filter", 1)],
     "containers": [with_links(link("eth0"), flannel(), bridge("cni0", 1500), port_of("cni0"))],
     "device": [with_links(link("eth0", 1450), flannel())],

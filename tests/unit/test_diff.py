@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -66,7 +67,9 @@ def test_foundations_are_made_first_and_removed_last() -> None:
 
 
 def test_what_differs_is_made_over_without_being_removed() -> None:
-    assert diff(state(route(1)), state(route(2))) == Plan(puts=(route(1),))
+    steps = diff(state(route(1)), state(route(2)))
+    assert (steps.puts, steps.drops) == ((route(1),), ())
+    assert steps.over == state(route(2))
 
 
 def test_what_is_right_is_not_touched() -> None:
@@ -138,17 +141,54 @@ def test_what_leads_to_some_subnets_is_left_out_with_the_entry_of_its_mac() -> N
     assert without_ways_to(set(), stale) == stale
 
 
-def test_a_foreign_object_is_left_alone_and_one_in_the_place_of_ours_is_made_over() -> None:
+RIVALS = (route(2), RivalRoute(route(1).key))
+CONNECTED = RivalRoute(route(1).key, is_connected=True)
+
+
+def test_foreign_object_is_left_alone() -> None:
     assert compare({}, [(route(1), False), (route(2), True)]) == Plan(drops=(route(2),))
-    assert compare(state(route(1)), [(route(2), False)]) == Plan(puts=(route(1),))
     assert compare(state(route(1)), [(route(1), True), (route(2), False)]) == Plan()
 
 
-def test_a_route_behind_another_one_to_its_network_has_to_come_first() -> None:
-    rivals = (route(2), RivalRoute(route(1).key))
-    for rival in rivals:
-        assert compare(state(route(1)), [(rival, False), (route(1), True)]) == Plan(behind=(route(1),))
-    assert compare(state(route(1)), [(route(1), True), *((rival, False) for rival in rivals)]) == Plan()
+@pytest.mark.parametrize("there", [*RIVALS, CONNECTED])
+def test_route_of_others_in_the_place_of_a_new_one_blocks_it(there: Resource) -> None:
+    blocked = ((route(1), there),)
+    assert compare(state(route(1)), [(there, False)]) == Plan(blocked=blocked)
+
+
+@pytest.mark.parametrize("there", RIVALS)
+def test_route_of_others_in_the_place_of_ours_is_replaced(there: Resource) -> None:
+    expected = Plan(puts=(route(1),), over={there.key: there})
+    assert compare(state(route(1)), [(there, False)], state(route(3))) == expected
+
+
+def test_connected_network_is_never_replaced_nor_put_behind_ours() -> None:
+    ours = state(route(1))
+    expected = Plan(blocked=((route(1), CONNECTED),))
+    assert compare(ours, [(CONNECTED, False)], dict(ours)) == expected
+    assert compare(ours, [(CONNECTED, False), (route(1), True)], dict(ours)) == Plan()
+
+
+def test_routes_found_to_be_ours_are_noted_and_those_of_others_are_not() -> None:
+    ours: dict[Key, Resource] = {}
+    compare(state(route(1)), [(route(1), False)], ours)
+    assert ours == {}
+    compare(state(route(1)), [(route(2), True)], ours)
+    assert ours == state(route(2))
+    compare(state(route(1)), [(route(1), True)], ours)
+    assert ours == state(route(1))
+
+
+@pytest.mark.parametrize("rival", RIVALS)
+def test_a_route_behind_another_one_to_its_network_has_to_come_first(rival: Resource) -> None:
+    wanted = state(route(1))
+    assert compare(wanted, [(rival, False), (route(1), True)]) == Plan(behind=(route(1),))
+    assert compare(wanted, [(route(1), True), *((rival, False) for rival in RIVALS)]) == Plan()
+
+
+@pytest.mark.parametrize("rival", RIVALS)
+def test_operators_route_that_serves_is_not_brought_to_the_front(rival: Resource) -> None:
+    assert compare(state(route(1)), [(rival, False), (route(1), False)]) == Plan()
 
 
 def test_of_two_ipv6_routes_to_a_network_either_may_come_first() -> None:

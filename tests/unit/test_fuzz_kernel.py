@@ -43,6 +43,8 @@ DECODERS: tuple[Callable[[bytes, int, int], object], ...] = (
     links.decode,
     ways.decode_default_route,
     ways.decode_way,
+    ways.decode_seen_way,
+    ways.decode_local,
 )
 
 

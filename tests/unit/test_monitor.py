@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flanneld.network import rtnl
-from flanneld.network.monitor import Gone, InterfaceChanged, News, Overrun, Seen, decode
+from flanneld.network.monitor import Gone, HostRouteChanged, InterfaceChanged, News, Overrun, Seen, decode
 from flanneld.network.netlink import HEADER, messages, u32
 from flanneld.network.resources import Address, FdbEntry, Neighbor, Resource, Route
 
 DEVICE, INDEX, ELSEWHERE = "flannel.1", 7, 9
 MAC = "02:00:00:00:00:01"
-RTA_TABLE = 15
+RTA_PRIORITY, RTA_TABLE = 6, 15
 NEIGHBOR_STATE, ROUTE_TYPE = 8, 7  # where they stand in the body
 
 ROUTE = Route(ip_network("10.1.6.0/24"), DEVICE, ip_address("10.1.6.0"), onlink=True)
@@ -67,6 +67,27 @@ def test_an_entry_that_is_no_longer_permanent_is_as_good_as_gone(resource: Resou
 def test_an_address_is_news_of_its_interface() -> None:
     assert heard(notification(ADDRESS)) == InterfaceChanged(INDEX, DEVICE)
     assert heard(notification(ADDRESS, index=ELSEWHERE, gone=True)) == InterfaceChanged(ELSEWHERE, None)
+
+
+def test_address_of_an_interface_is_named_unless_it_is_link_local() -> None:
+    news = heard(notification(ADDRESS, index=ELSEWHERE))
+    assert isinstance(news, InterfaceChanged)
+    assert news.address == ip_address("10.1.5.0")
+    news = heard(notification(Address(DEVICE, ip_address("fe80::1"))))
+    assert isinstance(news, InterfaceChanged)
+    assert news.address is None
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_route_with_another_metric_is_one_of_the_hosts(gone: bool) -> None:
+    data = notification(ROUTE, index=ELSEWHERE, gone=gone) + u32(RTA_PRIORITY, 100)
+    assert heard(data) == HostRouteChanged(ROUTE.destination, (ip_address("10.1.6.0"),))
+
+
+def test_gateway_of_a_route_that_is_gone_is_told() -> None:
+    news = heard(notification(ROUTE, index=ELSEWHERE, gone=True))
+    assert isinstance(news, Gone)
+    assert news.gateway == ROUTE.gateway
 
 
 @given(st.sampled_from([ROUTE, NEIGHBOR, FDB, ADDRESS]), st.integers(0, 11))

@@ -9,6 +9,7 @@ import pytest
 from flanneld.brake import HOLD, Brake
 from flanneld.model import Added, Event, Lease, LeaseAttrs, Removed, Snapshot
 from flanneld.network.diff import Plan
+from flanneld.network.obstacles import HostNetworks, Obstacle, Obstacles
 from flanneld.network.resources import Route
 from flanneld.peers import Peers
 from tests.unit.test_host_gw import SUBNET, made, peer
@@ -81,3 +82,57 @@ def test_a_list_without_our_own_lease_is_passed_over_and_read_again() -> None:
         assert brake.is_due()
     assert take(peers, Snapshot((OWN,))) == Plan(drops=(route(OLD),))
     assert not brake.holds
+
+
+# ---- leases that would harm this host ------------------------------------------------------------
+
+ON_A_BRIDGE = Obstacles(HostNetworks(frozenset({Obstacle(SUBNET, "br7", "network")})))
+NEWS_ADDRESS = Obstacles(HostNetworks(local=frozenset({IPv4Network("192.168.0.7/32")})))
+OLDS_ADDRESS = Obstacles(HostNetworks(local=frozenset({IPv4Network("192.168.0.6/32")})))
+
+
+def test_obstacle_withdraws_what_leads_to_a_peer_until_it_is_gone(
+    peers: Peers, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    assert peers.look(ON_A_BRIDGE, made()) == Plan(drops=(route(OLD),))
+    assert peers.unsafe() == [f"{SUBNET}: {peers.view().reasons[OLD.key]}"]
+    assert peers.unclear == set()
+    assert take(peers, Added(NEW)) == Plan()
+    assert peers.look(ON_A_BRIDGE, made()) == Plan()
+    assert peers.look(Obstacles(), made()) == Plan(puts=(route(NEW),))
+    assert peers.unsafe() == []
+    peers.tell()
+    said = [record.getMessage() for record in caplog.records]
+    assert sum("Unsafe lease" in line for line in said) == 1
+    assert f"Lease {SUBNET} no longer harms this host" in said
+
+
+def test_lease_that_announces_an_address_of_this_host_is_withdrawn(peers: Peers) -> None:
+    assert peers.look(NEWS_ADDRESS, made()) == Plan()
+    assert take(peers, Added(NEW)) == Plan(drops=(route(OLD),))
+    assert take(peers, Added(OLD)) == Plan(puts=(route(OLD),))
+
+
+def test_what_nonsense_has_kept_is_withdrawn_when_it_would_be_a_loop(peers: Peers) -> None:
+    nonsense = Added(Lease(LeaseAttrs(OWN.attrs.public_ip, None, "host-gw"), SUBNET))
+    assert take(peers, nonsense) == Plan()
+    assert peers.unclear == {SUBNET}
+    assert peers.look(OLDS_ADDRESS, made()) == Plan(drops=(route(OLD),))
+
+
+def test_lease_around_the_public_ips_of_others_withdraws_them() -> None:
+    peers = Peers(OWN, [IPv4Network("10.1.0.0/16")], Brake())
+    inside = Lease(LeaseAttrs(IPv4Address("10.1.9.9"), None, "host-gw"), SUBNET)
+    around = Lease(LeaseAttrs(IPv4Address("192.168.0.9"), None, "host-gw"), IPv4Network("10.1.9.0/24"))
+    take(peers, Snapshot((OWN, inside)))
+    led = Route(around.subnet or SUBNET, "eth0", around.attrs.public_ip)
+    assert take(peers, Added(around)) == Plan(puts=(led,), drops=(route(inside),))
+    assert take(peers, Removed(around.key)) == Plan(puts=(route(inside),), drops=(led,))
+
+
+def test_unreadable_lease_keeps_nothing_where_an_obstacle_is(peers: Peers) -> None:
+    take(peers, Snapshot((OWN,), frozenset({OLD.key})))
+    assert peers.unclear == {SUBNET}
+    peers.look(ON_A_BRIDGE, made())
+    assert peers.unclear == set()

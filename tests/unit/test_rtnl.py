@@ -6,6 +6,7 @@ pyroute2, which knows the kernel's structures by heart, is the second opinion.
 from __future__ import annotations
 
 import contextlib
+import struct
 from collections.abc import Callable
 from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 from typing import Any
@@ -34,8 +35,8 @@ from flanneld.network.resources import (
 DEVICE, INDEX = "flannel.1", 7
 MAC = "02:00:00:00:00:01"
 REQUEST, REPLACE, CREATE = 0x1, 0x100, 0x400
-RTA_GATEWAY, RTA_PRIORITY, RTA_TABLE, RTA_VIA = 5, 6, 15, 18
-RTMSG_TOS, RTMSG_TYPE = 3, 7
+RTA_GATEWAY, RTA_PRIORITY, RTA_MULTIPATH, RTA_TABLE, RTA_VIA = 5, 6, 9, 15, 18
+RTMSG_TOS, RTMSG_TABLE, RTMSG_TYPE = 3, 4, 7
 
 Decoder = Callable[[bytes, int, int], object]
 
@@ -325,6 +326,43 @@ def test_a_way_on_the_link_has_no_gateway() -> None:
     assert ways.decode_way(*told(route("10.1.6.0/24"))) == ways.Way(INDEX, None, None, 1)
 
 
+@pytest.mark.parametrize("metric", [0, 100])
+def test_seen_way_has_destination_protocol_and_gateway_whatever_its_metric(metric: int) -> None:
+    seen = ways.decode_seen_way(*told(route("10.1.6.0/24", "192.168.0.1"), extra=u32(RTA_PRIORITY, metric)))
+    gateway = ip_address("192.168.0.1")
+    assert seen == ways.SeenWay(ip_network("10.1.6.0/24"), PROTO_BOOT, ((INDEX, gateway),))
+
+
+def test_seen_way_with_several_next_hops_has_them_all() -> None:
+    def hop(index: int, gateway: str) -> bytes:
+        attributes = attribute(RTA_GATEWAY, ip_address(gateway).packed)
+        return struct.pack("=HBBi", 8 + len(attributes), 0, 0, index) + attributes
+
+    hops = hop(7, "192.168.0.1") + hop(8, "192.168.0.2")
+    seen = ways.decode_seen_way(*told(route("10.1.6.0/24"), extra=attribute(RTA_MULTIPATH, hops)))
+    assert seen
+    assert seen.hops == ((7, ip_address("192.168.0.1")), (8, ip_address("192.168.0.2")))
+
+
+def test_blackhole_and_route_of_another_table_are_no_ways() -> None:
+    body = told(route("10.1.6.0/24"))
+    assert ways.decode_seen_way(*altered(body, RTMSG_TYPE, 6)) is None
+    assert ways.decode_seen_way(*altered(body, RTMSG_TABLE, 100)) is None
+
+
+@pytest.mark.parametrize("kind", [2, 3, 4])
+def test_local_route_has_its_type_network_and_interface(kind: int) -> None:
+    body = altered(altered(told(route("192.168.0.1/32")), RTMSG_TYPE, kind), RTMSG_TABLE, 255)
+    assert ways.decode_local(*body) == (kind, ip_network("192.168.0.1/32"), INDEX)
+    assert ways.decode_local(*altered(body, RTMSG_TYPE, 1)) is None
+    assert ways.decode_local(*altered(body, RTMSG_TABLE, 254)) is None
+
+
+def test_route_through_an_interface_is_known_by_its_end() -> None:
+    data = encode(route("10.1.6.0/24", "192.168.0.1"))
+    assert data[-ways.ENDING :] == ways.interface_ending(INDEX)
+
+
 @pytest.mark.parametrize(
     ("resource", "index"),
     [(route("0.0.0.0/0", "192.168.0.1"), INDEX), (route("::/0", "fe80::1"), INDEX), (OURS, None)],
@@ -344,6 +382,8 @@ DECODERS: tuple[Decoder, ...] = (
     rtnl.decode_address,
     ways.decode_default_route,
     ways.decode_way,
+    ways.decode_seen_way,
+    ways.decode_local,
 )
 some_decoder = st.sampled_from(DECODERS)
 

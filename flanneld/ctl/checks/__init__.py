@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from flanneld.ctl.checks import cluster, host, kernel, leftovers
+from flanneld.ctl.checks import cluster, host, kernel, leftovers, obstacles
 from flanneld.ctl.findings import registered
 
-__all__ = ["CHECKS", "cluster", "host", "kernel", "leftovers"]
+__all__ = ["CHECKS", "cluster", "host", "kernel", "leftovers", "obstacles"]
 
 #: All of them, in the order of the themes.
 CHECKS = registered()

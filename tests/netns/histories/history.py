@@ -15,9 +15,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant
 from tests.lab import Node, wait_for
 from tests.lab.etcd import TTL
 from tests.netns.histories.ground import Ground
-from tests.netns.histories.observed import leave_out
+from tests.netns.histories.observed import is_vandals, leave_out
 from tests.netns.histories.packet_filter import damage, script
-from tests.netns.histories.setting import CROWD, PLAYERS, UPLINK, address, nets
+from tests.netns.histories.setting import CROWD, PLAYERS, UPLINK, address, home, nets
 from tests.netns.histories.vandalism import foreign
 from tests.netns.histories.wanted import wanted
 
@@ -66,6 +66,10 @@ class History(RuleBasedStateMachine):
         self.patience = SOON
         #: Subnets to which somebody else may have a route of his own by now.
         self.strays: set[str] = set()
+        #: Those that came when the daemon may not have had a route of its own there: they stay.
+        self.excused: set[str] = set()
+        #: Leases of peers where the host has a network of its own.
+        self.taken: set[str] = set()
         #: What others have added by ``ip``, routes to hosts by host, and sysctls.
         self.added: list[str] = []
         self.detours: dict[str, str] = {}
@@ -147,6 +151,9 @@ class History(RuleBasedStateMachine):
         should = wanted(self.setting, sensible, self.ground.own, seen)
         led = {str(net) for lease in (*self._led(sensible), *unsure) for net in nets(lease).values()}
         found, should = leave_out(unsure, seen.ours(self.strays - led), should)
+        stuck = {each[0] for each in found["routes"] if each[0] in self.excused and is_vandals(each)}
+        for state in (found, should):
+            state["routes"] = [each for each in state["routes"] if each[0] not in stuck]
         return found, should
 
     def _rules(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -166,7 +173,7 @@ class History(RuleBasedStateMachine):
                 if lease not in self.kept:
                     unsure.add(lease)
                 value = self.kept.get(lease)
-            if value is not None:
+            if value is not None and lease not in self.taken:
                 sensible[lease] = json.loads(value)
         return sensible, unsure
 
@@ -201,7 +208,7 @@ class History(RuleBasedStateMachine):
 
     def garble(self, lease: str, value: str, *, wholly: bool) -> None:
         """Write something that makes no sense, or if not ``wholly``, perhaps a little."""
-        if lease in self.heard and wholly:
+        if lease in self.heard and wholly and lease not in self.taken:
             self.kept[lease] = self.heard[lease]
         elif not wholly:
             self.kept.pop(lease, None)
@@ -254,6 +261,7 @@ class History(RuleBasedStateMachine):
             f"ip link set {UPLINK} mtu 1500",
             *(f"ip {each.replace(' add ', ' del ')}" for each in foreign(self.setting)),
             *(f"ip route del {host}/32" for host in hosts),
+            *(f"ip address del {home(number)} dev br9" for number in PLAYERS),
             *(f"ip route del {each[1]} {each[0]}" for each in ways if each[2] not in devices),
         )
         if ground.rules()[1]:

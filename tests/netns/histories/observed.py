@@ -10,7 +10,7 @@ from typing import Any
 from flanneld.network.pump.client import Client, NoPump
 from tests.lab import Node
 from tests.lab.namespace import run
-from tests.netns.histories.setting import PEERS, Setting, nets
+from tests.netns.histories.setting import GATEWAY, PEERS, Setting, nets
 
 #: Destination, kind, device, gateway, metric, TOS, whether onlink.
 Way = tuple[str, str, str, str, int, str, bool]
@@ -128,6 +128,11 @@ class Observed:
         return [
             _way(row) for row in self._routes if row["table"] == "main" and row.get("protocol") != "kernel"
         ]
+
+
+def is_vandals(way: Way) -> bool:
+    """Whether a route is one that somebody put in the place of the daemon's."""
+    return way[1] == "blackhole" or way[2] == "lo" or way[3] in GATEWAY.values()
 
 
 def leave_out(leases: Iterable[str], *states: dict[str, Any]) -> list[dict[str, Any]]:

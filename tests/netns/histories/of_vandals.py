@@ -10,7 +10,7 @@ from hypothesis.stateful import precondition, rule
 from tests.netns.histories.history import History, told
 from tests.netns.histories.of_peers import places
 from tests.netns.histories.packet_filter import damage, foreign_rules, script, survivors
-from tests.netns.histories.setting import GATEWAY, UPLINK, address, nets
+from tests.netns.histories.setting import GATEWAY, PLAYERS, UPLINK, address, home, nets
 from tests.netns.histories.vandalism import ANYWHERE, BOUNCE, BOUNCED, DEVICE, ROUTES, TUNNEL, WORDS, foreign
 from tests.netns.histories.wanted import DATA, PUBLIC_IP
 
@@ -65,6 +65,17 @@ class OfVandals(History):
         self.foreign = self.ground.look().foreign()
         self.kept.clear()
 
+    @rule(peer=places)
+    @told
+    def the_host_gets_a_network_where_a_peer_is_or_loses_it(self, peer: int) -> None:
+        number = PLAYERS[peer % len(PLAYERS)]
+        lease = self.setting.lease(number)
+        self.kept.pop(lease, None)
+        self.heard.pop(lease, None)
+        self.ground.act(f"ip address {'del' if lease in self.taken else 'add'} {home(number)} dev br9")
+        self.taken ^= {lease}
+        self.foreign = self.ground.look().foreign()
+
     @rule(value=st.integers(0, 2), name=st.sampled_from(["all", "eth0", "default"]))
     @told
     def somebody_sets_a_sysctl(self, value: int, name: str) -> None:
@@ -111,6 +122,8 @@ class OfVandals(History):
 
     def _tamper(self, what: list[str], place: int, quiet: bool) -> None:
         """Do something to what leads to one of the peers, and perhaps wait until it is healed."""
+        if quiet:
+            self.settle()
         leases = self.peers()
         peers = sorted(leases)
         lease = peers[place % len(peers)] if peers else ""
@@ -128,6 +141,8 @@ class OfVandals(History):
             elif lease or "{subnet}" not in each:
                 if "replace" in each and "{subnet}" in each:
                     self.strays.add(words["subnet"])
+                    if not quiet:
+                        self.excused.add(words["subnet"])
                 self.ground.act(each.format_map(words))
         if quiet:
             self.settle()

@@ -93,6 +93,11 @@ def address(family: int, host: int) -> str:
     return f"198.{link}.0.{number}" if family == 4 else f"fd00:{link}::{number:x}"
 
 
+def home(number: int) -> str:
+    """The address of a host that is connected to a peer's subnet."""
+    return f"10.5.{number}.1/24"
+
+
 def nets(lease: str) -> dict[int, Any]:
     """A lease's subnets by family."""
     found = [ip_network(name) for name in lease.split("&")]

@@ -1,0 +1,183 @@
+"""Decides which leases would harm this host: a loop, or a network of its own taken over (pure).
+
+The decision depends on the host's networks and on the set of leases, never on the order of the news. Each
+question costs the same however many leases there are.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator
+from operator import itemgetter
+
+from flanneld.errors import Unsafe
+from flanneld.model import (
+    FAMILIES,
+    IPAddress,
+    IPNetwork,
+    Lease,
+    LeaseKey,
+    lies_in,
+    name_of,
+    network_around,
+    overlap,
+)
+from flanneld.network.obstacles import Obstacles, concerns
+
+_NUMBER = itemgetter(0)
+
+
+class LeaseSafety:
+    """Leases as they bear upon this host and each other. ``update`` with every change, then ask."""
+
+    def __init__(self, own: Lease, networks: Iterable[IPNetwork]) -> None:
+        self.obstacles = Obstacles()
+        self._own = own
+        self._own_nets = tuple(net for net in own.key if net is not None)
+        self._networks = tuple(networks)
+        #: The subnets that packets are led to: those of leases that are safe as far as the host is concerned.
+        self._led = _Prefixes()
+        self._led_keys: set[LeaseKey] = set()
+        #: Public IPs inside the cluster's networks. On most hosts there are none.
+        self._inside = _Addresses()
+        self._inside_keys: dict[LeaseKey, tuple[IPAddress, ...]] = {}
+        for net in self._own_nets:
+            self._led.add(net)
+
+    def concerns(self, net: IPNetwork) -> bool:
+        """Return True if a change of a host's route to a network can make a difference."""
+        return concerns(net, self._networks, self._own_nets)
+
+    def look(self, obstacles: Obstacles, leases: Iterable[Lease]) -> None:
+        """Take over new facts of the host. Any decision may be another one after that."""
+        self.obstacles = obstacles
+        for lease in leases:
+            self._lead(lease.key, wanted=self._is_led(lease.key))
+
+    def update(self, put: Iterable[Lease], gone: Iterable[LeaseKey]) -> set[LeaseKey]:
+        """Take over a change of leases. Return the keys of leases whose decision that may change."""
+        affected: set[LeaseKey] = set()
+        for key in gone:
+            affected.update(self._lead(key, wanted=False))
+            self._place(key, ())
+        for lease in put:
+            self._place(lease.key, self._publics_inside(lease))
+            affected.update(self._lead(lease.key, wanted=self._is_led(lease.key)))
+        return affected
+
+    def harm(self, lease: Lease) -> Unsafe | None:
+        """Return the reason why a lease is unsafe, None if it is safe."""
+        for net in lease.key:
+            obstacle = self.obstacles.in_subnet(net) if net is not None else None
+            if obstacle is not None:
+                remedy = (
+                    f"move this host's own addresses out of {net},"
+                    f" or delete the lease {name_of(lease.key)} if its node is gone"
+                )
+                return Unsafe(str(obstacle), remedy)
+        for family in FAMILIES:
+            public_ip = lease.attrs.public(family)
+            # A backend has better words for our own.
+            if public_ip is None or lease.net(family) is None or public_ip == self._own.attrs.public(family):
+                continue
+            if taken_for := self._taken_for(public_ip):
+                return Unsafe(
+                    f"it announces {public_ip}, {taken_for}",
+                    "give that node its own --public-ip, or delete the lease if its node is gone",
+                )
+        return None
+
+    def is_reachable(self, lease: Lease) -> bool:
+        """Return True if packets to none of the public IPs of a lease would come back or go to all hosts."""
+        return not any(self._taken_for(ip) for family in FAMILIES if (ip := lease.attrs.public(family)))
+
+    def _taken_for(self, public_ip: IPAddress) -> str:
+        if here := self.obstacles.at(public_ip):
+            return here
+        subnet = self._led.around(public_ip)
+        return f"which lies in the leased subnet {subnet}" if subnet is not None else ""
+
+    def _is_led(self, key: LeaseKey) -> bool:
+        """Return True unless the subnets of a lease are refused for what they are."""
+        nets = [net for net in key if net is not None]
+        return not any(
+            self.obstacles.in_subnet(net)
+            or any(overlap(net, ours) for ours in self._own_nets)
+            or not any(lies_in(net, network) for network in self._networks)
+            for net in nets
+        )
+
+    def _lead(self, key: LeaseKey, *, wanted: bool) -> Iterable[LeaseKey]:
+        """Count a lease's subnets, or no more; return whose public IPs are in them."""
+        if (key in self._led_keys) == wanted:
+            return ()
+        (self._led_keys.add if wanted else self._led_keys.discard)(key)
+        nets = [net for net in key if net is not None]
+        for net in nets:
+            (self._led.add if wanted else self._led.discard)(net)
+        return [owner for net in nets for owner in self._inside.owners(net)]
+
+    def _publics_inside(self, lease: Lease) -> tuple[IPAddress, ...]:
+        publics = (lease.attrs.public(family) for family in FAMILIES)
+        return tuple(ip for ip in publics if ip and any(ip in network for network in self._networks))
+
+    def _place(self, key: LeaseKey, addresses: tuple[IPAddress, ...]) -> None:
+        for address in self._inside_keys.pop(key, ()):
+            self._inside.discard(address, key)
+        for address in addresses:
+            self._inside.add(address, key)
+        if addresses:
+            self._inside_keys[key] = addresses
+
+
+class _Prefixes:
+    """A set of networks, each counted, that knows which of them is around an address."""
+
+    def __init__(self) -> None:
+        #: By family and number of host bits. In most networks all subnets have one length.
+        self._counts: dict[tuple[int, int], dict[int, int]] = {}
+
+    def add(self, net: IPNetwork) -> None:
+        place, number = _place(net)
+        counts = self._counts.setdefault(place, {})
+        counts[number] = counts.get(number, 0) + 1
+
+    def discard(self, net: IPNetwork) -> None:
+        place, number = _place(net)
+        counts = self._counts[place]
+        counts[number] -= 1
+        if not counts[number]:
+            del counts[number]
+
+    def around(self, address: IPAddress) -> IPNetwork | None:
+        number = int(address)
+        for (version, bits), counts in self._counts.items():
+            if version == address.version and number >> bits in counts:
+                return network_around(address, address.max_prefixlen - bits)
+        return None
+
+
+class _Addresses:
+    """Addresses with their owners, sorted: those inside a network are one run."""
+
+    def __init__(self) -> None:
+        self._sorted: dict[int, list[tuple[int, LeaseKey]]] = {4: [], 6: []}
+
+    def add(self, address: IPAddress, owner: LeaseKey) -> None:
+        insort(self._sorted[address.version], (int(address), owner), key=_NUMBER)
+
+    def discard(self, address: IPAddress, owner: LeaseKey) -> None:
+        self._sorted[address.version].remove((int(address), owner))
+
+    def owners(self, net: IPNetwork) -> Iterator[LeaseKey]:
+        entries = self._sorted[net.version]
+        last = int(net.broadcast_address)
+        for place in range(bisect_left(entries, int(net.network_address), key=_NUMBER), len(entries)):
+            if entries[place][0] > last:
+                return
+            yield entries[place][1]
+
+
+def _place(net: IPNetwork) -> tuple[tuple[int, int], int]:
+    bits = net.max_prefixlen - net.prefixlen
+    return (net.version, bits), int(net.network_address) >> bits

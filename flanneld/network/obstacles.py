@@ -1,0 +1,176 @@
+"""Networks and addresses of this host that a peer's lease must not take over (pure).
+
+A route to a peer's subnet harms the host if a network that the host is connected to lies in this subnet,
+with any metric, or an address or a gateway of the host. A tunnel to a public IP that the host's own routes
+call local sends its packets round in circles; one to a broadcast address reaches every host of a LAN.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from flanneld.model import Family, IPAddress, IPNetwork, lies_in, network_around, overlap
+
+#: linux/rtnetlink.h RTPROT_*: what the kernel, router advertisements and DHCP make for a network on a link.
+_ON_LINK_PROTOCOLS = frozenset({2, 9, 16})
+#: Two hosts and no more: RFC 3021 knows no broadcast there.
+_LONGEST_WITH_BROADCAST = 30
+
+What = Literal["network", "address", "gateway"]
+
+
+@dataclass(frozen=True, slots=True)
+class HostRoute:
+    """A unicast route of the main table, of any metric; one next hop is a device and perhaps a gateway."""
+
+    destination: IPNetwork | None
+    protocol: int
+    hops: tuple[tuple[str, IPAddress | None], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Obstacle:
+    """A network that the host is connected to, or one of its addresses or gateways."""
+
+    net: IPNetwork
+    device: str
+    what: What
+
+    def __str__(self) -> str:
+        if self.what == "network":
+            return f"{self.device} is connected to {self.net}"
+        if self.what == "gateway":
+            return f"{self.net.network_address} is a gateway of this host through {self.device}"
+        single = self.net.prefixlen == self.net.max_prefixlen
+        return f"{self.device} has {self.net.network_address if single else self.net}"
+
+
+@dataclass(frozen=True, slots=True)
+class HostNetworks:
+    """The host's own addresses and networks, as its routes tell them.
+
+    ``obstacles`` are those on devices of others. ``local`` are all of the host's addresses, and ``broadcast``
+    the broadcast and network addresses of its links.
+    """
+
+    obstacles: frozenset[Obstacle] = frozenset()
+    local: frozenset[IPNetwork] = frozenset()
+    broadcast: frozenset[IPAddress] = frozenset()
+
+
+def host_networks(
+    routes: Iterable[HostRoute],
+    local: Collection[tuple[IPNetwork, str]],
+    broadcast: Iterable[IPAddress],
+    *,
+    networks: Collection[IPNetwork],
+    own: Collection[IPNetwork],
+) -> HostNetworks:
+    """Derive the host's networks from its routes; hops through flannel's devices are left out of ``routes``.
+
+    ``local`` are all local addresses, the device empty if it is flannel's. Obstacles are kept where they
+    overlap ``networks``, the cluster's, and are not in ``own``, this node's subnets.
+    """
+    homes: dict[str, list[IPNetwork]] = {}
+    for net, device in local:
+        homes.setdefault(device, []).append(net)
+    obstacles = {Obstacle(net, device, "address") for net, device in local if device}
+    broadcasts = set(broadcast)
+    for route in routes:
+        if _is_connected(route, homes):
+            assert route.destination is not None
+            obstacles.add(Obstacle(route.destination, route.hops[0][0], "network"))
+            broadcasts.update(_broadcasts(route.destination))
+        for device, gateway in route.hops:
+            if gateway is not None:
+                obstacles.add(Obstacle(single(gateway), device, "gateway"))
+    relevant = (each for each in obstacles if concerns(each.net, networks, own))
+    # Loopback addresses are no host's public IP anywhere: that is for the backend to say.
+    addresses = frozenset(net for net, _ in local if not net.is_loopback)
+    return HostNetworks(frozenset(relevant), addresses, frozenset(broadcasts))
+
+
+def concerns(net: IPNetwork, networks: Iterable[IPNetwork], own: Iterable[IPNetwork]) -> bool:
+    """Return True if a network shares addresses with the cluster's and is more than a part of our subnet."""
+    if any(overlap(net, ours) and net.prefixlen >= ours.prefixlen for ours in own):
+        return False
+    return any(overlap(net, network) for network in networks)
+
+
+def single(address: IPAddress) -> IPNetwork:
+    """Return the network of just this address."""
+    return network_around(address, address.max_prefixlen)
+
+
+def _is_connected(route: HostRoute, homes: dict[str, list[IPNetwork]]) -> bool:
+    """Return True for a network on a link: made by the kernel, or for an address of that device."""
+    net = route.destination
+    if net is None or len(route.hops) != 1 or route.hops[0][1] is not None:
+        return False
+    return route.protocol in _ON_LINK_PROTOCOLS or any(
+        lies_in(home, net) for home in homes.get(route.hops[0][0], ())
+    )
+
+
+def _broadcasts(net: IPNetwork) -> Iterator[IPAddress]:
+    """The network's own address is a broadcast to hosts with a kernel before Linux 5.14."""
+    if net.version == 4 and net.prefixlen <= _LONGEST_WITH_BROADCAST:
+        yield net.network_address
+        yield net.broadcast_address
+
+
+class Obstacles:
+    """Index of the host's networks, for questions about one lease at a time."""
+
+    def __init__(self, host: HostNetworks = HostNetworks()) -> None:
+        self.host = host
+        self.devices = frozenset(each.device for each in host.obstacles)
+        self._broadcast = {(ip.version, int(ip)) for ip in host.broadcast}
+        self._local: dict[tuple[int, int], set[int]] = {}
+        for net in host.local:
+            shift = net.max_prefixlen - net.prefixlen
+            self._local.setdefault((net.version, shift), set()).add(int(net.network_address) >> shift)
+        #: By family, sorted by address and then length: what lies in a subnet is one run.
+        self._sorted: dict[int, list[tuple[int, int, Obstacle]]] = {4: [], 6: []}
+        for each in host.obstacles:
+            self._sorted[each.net.version].append((int(each.net.network_address), each.net.prefixlen, each))
+        for found in self._sorted.values():
+            found.sort(key=lambda entry: (entry[0], entry[1], str(entry[2])))
+
+    def in_subnet(self, subnet: IPNetwork) -> Obstacle | None:
+        """Return what equals the subnet or lies inside it, None if nothing does."""
+        found = self._sorted[subnet.version]
+        first = int(subnet.network_address)
+        place = bisect_left(found, (first, subnet.prefixlen), key=lambda entry: entry[:2])
+        # A network that begins inside the subnet is no larger than it: their borders do not cross.
+        if place < len(found) and (found[place][0] ^ first) >> (subnet.max_prefixlen - subnet.prefixlen) == 0:
+            return found[place][2]
+        return None
+
+    def at(self, public_ip: IPAddress) -> str:
+        """Say what the kernel would take a public IP for, empty if it is just another host's."""
+        number = int(public_ip)
+        for (version, shift), prefixes in self._local.items():
+            if version == public_ip.version and number >> shift in prefixes:
+                return "an address of this host"
+        if (public_ip.version, number) in self._broadcast:
+            return "a broadcast or network address of this host's link"
+        return ""
+
+    def around(self, lengths: dict[Family, int]) -> list[Obstacle]:
+        """Return the networks larger than a node's subnet: more specific routes lead out of them."""
+        return [
+            entry[2]
+            for family, length in lengths.items()
+            for entry in self._sorted[family]
+            if entry[2].what == "network" and entry[1] < length
+        ]
+
+    def connected_at(self, destination: IPNetwork) -> Obstacle | None:
+        """Return the connected network that equals a destination."""
+        return next(
+            (each for each in self.host.obstacles if each.what == "network" and each.net == destination), None
+        )

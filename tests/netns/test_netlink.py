@@ -1,0 +1,92 @@
+"""The netlink socket against a real kernel, when reading its answers fails."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from ipaddress import IPv4Address
+from pathlib import Path
+
+import pytest
+
+from flanneld.network import rtnl
+from flanneld.network.netlink import NetlinkSocket
+from flanneld.network.resources import Address
+from tests.lab import Lab
+from tests.lab.namespace import Namespace, batch, remove
+from tests.netns.test_kernel import _numbers
+
+#: More refusals than fit into the smallest receive buffer.
+MANY = 400
+
+
+@pytest.fixture
+def empty() -> Iterator[Namespace]:
+    namespace = Namespace(f"fln{os.getpid()}.{next(_numbers)}")
+    batch(f"netns add {namespace.name}")
+    try:
+        with namespace.entered():
+            yield namespace
+    finally:
+        remove([namespace])
+
+
+def writes(*numbers: int, drop: bool = False) -> Iterator[bytes]:
+    for place, number in enumerate(numbers):
+        address = Address("lo", IPv4Address(0x0A000000 + number))
+        yield rtnl.encode(address, lambda _: 1, 3, place, drop=drop)
+
+
+def test_refusals_are_told_by_their_place(empty: Namespace) -> None:
+    del empty
+    kernel = NetlinkSocket()
+    for _ in range(2):
+        assert [code for answer in kernel.write(writes(1, 2)) for code in answer] == []
+        # Removing what is not there is refused, save for the one in the middle.
+        refused = [found for answer in kernel.write(writes(7, 1, 8, drop=True)) for found in answer]
+        assert refused == [(0, errno.EADDRNOTAVAIL), (2, errno.EADDRNOTAVAIL)]
+    kernel.close()
+
+
+def test_answers_left_after_failed_read_are_not_credited_to_a_later_batch(empty: Namespace) -> None:
+    """The first refusal of the batch that fails has the same place as the write after it."""
+    del empty
+    kernel = NetlinkSocket(receive_buffer=1)
+    with pytest.raises(OSError, match="buffer") as caught:
+        list(kernel.write(writes(*range(MANY), drop=True)))
+    assert caught.value.errno == errno.ENOBUFS
+    assert list(kernel.write(writes(1))) == [[]]
+    assert list(kernel.write(writes(MANY, drop=True))) == [[(0, errno.EADDRNOTAVAIL)]]
+    kernel.close()
+
+
+#: A backend of another package, for which the kernel's tables do not hold still at first.
+PACKAGE = """
+from flanneld.backends.host_gw import HostGw
+from flanneld.network.netlink import DumpInterrupted
+
+attempts = []
+
+def build(config, host):
+    attempts.append(host)
+    if len(attempts) < 3:
+        raise DumpInterrupted(4, "the table changed during the dump")
+    return HostGw(config, host)
+"""
+
+
+def test_interrupted_dump_while_the_node_joins_is_tried_again(lab: Lab, tmp_path: Path) -> None:
+    info = tmp_path / "restless-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: restless\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[flanneld.backends]\nrestless = restless:build\n")
+    (tmp_path / "restless.py").write_text(PACKAGE)
+    lab.etcd.put_config({"Network": "10.5.0.0/16", "Backend": {"Type": "restless"}})
+    (node,) = lab.add_nodes()
+    node.start(environment={"PYTHONPATH": str(tmp_path)})
+    node.wait_ready()
+    (line,) = node.wait_for_log("Waiting for the devices")
+    assert line.endswith("cannot read the kernel's tables: [Errno 4] the table changed during the dump")
+    assert "Got the devices" in node.log()
+    assert "Traceback" not in node.log()
