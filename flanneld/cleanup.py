@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -13,15 +12,11 @@ from flanneld.network import devices
 from flanneld.network.diff import Plan
 from flanneld.network.domain import Domain
 from flanneld.network.kernel import Kernel
-from flanneld.network.links import SeenLink
 from flanneld.network.pump.client import Client, NoPump, Silent
-from flanneld.network.resources import ForeignLink, Resource, Tun
+from flanneld.network.resources import Resource, Tun
+from flanneld.ownership import is_flannels
 from flanneld.status_socket import path_beside
 from flanneld.subnet_file import Previous
-
-#: The names that flannel's backends give, and the kinds of device that bear them.
-_NAMES = re.compile(r"flannel(-v6)?\.[0-9]+|flannel\.ipip|flannel-wg(-v6)?|flannel[0-9]+")
-_KINDS = ("vxlan", "ipip", "wireguard", "tun")
 
 
 def clean_up(path: Path, saved: Path, say: Callable[[str], None], *, dry_run: bool) -> bool:
@@ -59,13 +54,6 @@ def _steps(
     for file in files:
         if file.exists():
             yield str(file), partial(_unlinked, file)
-
-
-def is_flannels(link: SeenLink) -> bool:
-    """Whether a device is one that a backend of flannel made."""
-    if not _NAMES.fullmatch(link.name):
-        return False
-    return not isinstance(link.make, ForeignLink) or link.make.description.endswith(_KINDS)
 
 
 def _pump_of(tun: str) -> Iterator[tuple[str, Callable[[], bool]]]:

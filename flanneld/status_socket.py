@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from flanneld.subnet_file import beside
+
 log = logging.getLogger(__name__)
 
 #: One reader has so many seconds from its connection to the last byte.
@@ -25,8 +27,7 @@ _QUEUE = 8
 
 def path_beside(subnet_file: Path) -> Path:
     """``flanneld.sock`` beside ``subnet.env``; beside ``blue.env``, which a second daemon has, its own."""
-    name = "flanneld" if subnet_file.name == "subnet.env" else f"flanneld-{subnet_file.stem}"
-    return subnet_file.with_name(f"{name}.sock")
+    return beside(subnet_file, "sock")
 
 
 class StatusSocket:

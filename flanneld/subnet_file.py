@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from ipaddress import IPv4Network, IPv6Network
 from pathlib import Path
@@ -44,6 +45,12 @@ class Previous:
     subnets: LeaseKey = (None, None)
 
 
+def beside(subnet_file: Path, suffix: str) -> Path:
+    """Name another file of this daemon: ``flanneld.<suffix>``, or ``flanneld-blue.<suffix>`` for blue.env."""
+    name = "flanneld" if subnet_file.name == "subnet.env" else f"flanneld-{subnet_file.stem}"
+    return subnet_file.with_name(f"{name}.{suffix}")
+
+
 def render(env: SubnetEnv) -> str:
     """The text of the file: IPv4 before IPv6, and each subnet by its first host address."""
     lines = []
@@ -75,10 +82,14 @@ def write(path: Path, env: SubnetEnv) -> None:
 
 
 class SubnetFile:
-    """The file as a running daemon keeps it: what cannot be written now is written later. From any thread."""
+    """The file as a running daemon keeps it: what cannot be written now is written later. From any thread.
 
-    def __init__(self, path: Path) -> None:
+    ``on_write`` is called after each writing.
+    """
+
+    def __init__(self, path: Path, on_write: Callable[[], None] = lambda: None) -> None:
         self._path = path
+        self._on_write = on_write
         self._lock = threading.Lock()
         self._wanted: SubnetEnv | None = None
         self._written: SubnetEnv | None = None
@@ -106,6 +117,7 @@ class SubnetFile:
         self._once.clear("write")
         self._written = self._wanted
         log.info("Wrote %s", self._path)
+        self._on_write()
 
 
 def read(path: Path) -> Previous:

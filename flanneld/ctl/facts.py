@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from flanneld import host_checks, subnet_file
-from flanneld.cleanup import is_flannels
 from flanneld.ctl import detours, leftovers, look
 from flanneld.ctl.detours import Detour
 from flanneld.ctl.leftovers import CniConf, LeftRules
@@ -22,6 +21,7 @@ from flanneld.network.firewall import forwarding
 from flanneld.network.firewall.forwarding import accepting, dropping, in_the_way
 from flanneld.network.kernel import Kernel
 from flanneld.network.links import SeenLink
+from flanneld.ownership import is_flannels
 from flanneld.subnet_file import Previous
 
 _GC_THRESH = "/proc/sys/net/ipv4/neigh/default/gc_thresh3"

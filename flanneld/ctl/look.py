@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flanneld.cleanup import is_flannels
 from flanneld.ctl.source import knows_peers, ranges_of
 from flanneld.model import IPAddress
 from flanneld.network.domain import Domain
 from flanneld.network.kernel import Kernel
 from flanneld.network.links import SeenLink
 from flanneld.network.rtnl import RTN_UNICAST
+from flanneld.ownership import is_flannels
 
 #: linux/rtnetlink.h
 _RTN_LOCAL = 2
