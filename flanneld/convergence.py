@@ -8,7 +8,7 @@ When that is done, and how often, is for ``reconcile`` to say.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -23,7 +23,7 @@ from flanneld.network.kernel import Kernel
 from flanneld.network.links import described, is_not_ours_to_remove
 from flanneld.network.monitor import Monitor
 from flanneld.network.report import Report
-from flanneld.network.resources import ForeignLink, Kind, Link, Resource
+from flanneld.network.resources import ForeignLink, Kind, Link, Resource, Route
 from flanneld.outside import Outside
 from flanneld.ownership import Device
 from flanneld.peers import Peers
@@ -38,8 +38,8 @@ class Node:
     """This node, as the loop that moves its kernel has to know it.
 
     ``extras`` are wanted whoever the peers are; an earlier run may have left routes into ``former`` networks,
-    and ``devices``. ``adopts`` says that another flanneld ran here before. ``record`` keeps fields of
-    ``ownership.State`` for the next run.
+    and ``devices``. ``adopts`` says that another flanneld ran here before, ``adopted`` names the destinations
+    of its routes that were kept. ``record`` keeps fields of ``ownership.State`` for the next run.
     """
 
     kernel: Kernel
@@ -50,6 +50,7 @@ class Node:
     former: tuple[IPNetwork, ...] = ()
     devices: tuple[Device, ...] = ()
     adopts: bool = False
+    adopted: frozenset[IPNetwork] = frozenset()
     record: Callable[..., None] = lambda **_: None
 
 
@@ -94,12 +95,23 @@ class Convergence:
 
     def start_to_sweep(self) -> None:
         """All peers are known: from now on what is stale may go, also what an earlier run left."""
-        self.domain = replace(self.domain, sweep=True, adopt=True, unmarked=self._node.adopts)
+        self.domain = replace(
+            self.domain, sweep=True, adopt=True, unmarked=self._node.adopts, adopted=self._node.adopted
+        )
 
     def is_swept(self) -> None:
-        """What an earlier run left has been dealt with, but for its devices."""
+        """What an earlier run left has been dealt with, but for its devices. Raises ``OSError``."""
+        if self._node.adopts or self._node.adopted:
+            self._node.record(adopted=frozenset(self._adopted()))
         self.domain = replace(self.domain, adopt=False)
         self._node.record(adopts=False)
+
+    def _adopted(self) -> Iterator[IPNetwork]:
+        """Name the routes of another flanneld that are right: they are not written again to be marked."""
+        marked = replace(self.domain, unmarked=False, adopted=frozenset())
+        for route in set(self._kernel.left_behind(self.domain)) - set(self._kernel.left_behind(marked)):
+            if isinstance(route, Route):
+                yield route.destination
 
     def sweep_devices(self) -> Report:
         """Remove the devices of earlier configurations. Raises ``OSError`` if the kernel cannot be read.

@@ -33,6 +33,8 @@ class LastRun:
         self.devices: tuple[Device, ...] = ownership.devices_of_this_boot(self._state, self._boot_id)
         #: Whether another flanneld ran here since, whose unmarked routes are to be adopted.
         self.adopts = ownership.adopts_unmarked(self._state, state_file.stamp_of(subnet_file))
+        #: Destinations of the unmarked routes that an earlier run has adopted.
+        self.adopted = self._state.adopted if self._state else frozenset()
         self.record = self._file.update
 
     def proven_lease(self, machine: Machine, store: str, previous: LeaseKey) -> Lease | None:

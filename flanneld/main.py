@@ -245,6 +245,7 @@ class Daemon:
             former=member.previous.networks,
             devices=last_run.devices,
             adopts=last_run.adopts,
+            adopted=last_run.adopted,
             record=last_run.record,
         )
         return Reconciler(

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from flanneld.model import Lease, LeaseAttrs, LeaseKey
+from flanneld.model import IPNetwork, Lease, LeaseAttrs, LeaseKey
 from flanneld.network.links import SeenLink
 from flanneld.network.resources import ForeignLink
 
@@ -70,7 +70,8 @@ class State:
 
     ``attributes`` are what we last wrote into our lease, None if we have none to claim. ``devices`` are ours
     and those of earlier runs that are yet to be swept. ``adopts`` says that another flanneld ran here before,
-    and that what it left has not been swept yet.
+    and that what it left has not been swept yet; ``adopted`` are the destinations of its unmarked routes that
+    were right, and so are ours without our mark.
     """
 
     boot_id: str = ""
@@ -81,6 +82,7 @@ class State:
     devices: tuple[Device, ...] = ()
     subnet_file: FileStamp | None = None
     adopts: bool = False
+    adopted: frozenset[IPNetwork] = frozenset()
 
 
 def device_of(seen: SeenLink) -> Device | None:

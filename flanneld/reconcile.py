@@ -180,7 +180,10 @@ class Reconciler:
     def _is_swept(self) -> None:
         """What an earlier run left has been dealt with, or is held back."""
         if not self._brake.sweep_is_held:
-            self._convergence.is_swept()
+            try:
+                self._convergence.is_swept()
+            except OSError as failure:
+                self._could_not_read(failure)
         self._on_synced()
 
     def _sweep_devices(self, report: Report) -> None:

@@ -175,6 +175,7 @@ def rehearse(wanted: Options, manager: SubnetManager, choice: InterfaceChoice) -
         former=previous.networks,
         devices=last_run.devices,
         adopts=last_run.adopts,
+        adopted=last_run.adopted,
     )
     reconciler = _run(node, snapshot)
     peers = reconciler.peers

@@ -6,7 +6,7 @@ import json
 import logging
 import threading
 from dataclasses import replace
-from ipaddress import IPv4Network, IPv6Network
+from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,8 @@ log = logging.getLogger(__name__)
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 PRODUCT_UUID = Path("/sys/class/dmi/id/product_uuid")
 _VERSION = 1
-#: Bytes. A few hundred are usual; a VTEP's data and some devices do not need more.
-_MAX_SIZE = 64 * 1024
+#: Bytes. A few hundred are usual; each route that was adopted takes 30 more.
+_MAX_SIZE = 4 << 20
 
 
 class StateFile:
@@ -123,6 +123,7 @@ def _text(state: State) -> str:
                 ],
                 "subnet_file": {"inode": stamp.inode, "mtime_ns": stamp.mtime_ns} if stamp else None,
                 "adopts": state.adopts,
+                "adopted": sorted(map(str, state.adopted)),
             },
             indent=1,
         )
@@ -147,6 +148,7 @@ def _parse(content: bytes) -> State:
         ),
         subnet_file=FileStamp(int(stamp["inode"]), int(stamp["mtime_ns"])) if stamp else None,
         adopts=bool(top["adopts"]),
+        adopted=frozenset(ip_network(text) for text in top["adopted"]),
     )
 
 

@@ -23,9 +23,9 @@ class Domain:
 
     ``links`` are the devices we make, ``ranges`` the cluster networks with the length of a subnet, and
     ``former`` the networks of an earlier run. ``adopt`` claims what that run left: its marked routes to
-    ``former``, its routes on flannel's devices, and, if another flanneld ran here (``unmarked``), the
-    unmarked routes elsewhere. ``sweep`` says that what is ours and not wanted may go, which holds once the
-    peers are known.
+    ``former``, its routes on flannel's devices, and the unmarked routes to ``adopted`` destinations, or to
+    all if another flanneld ran here (``unmarked``). ``sweep`` says that what is ours and not wanted may go,
+    which holds once the peers are known.
     """
 
     uplink: str
@@ -34,6 +34,7 @@ class Domain:
     former: tuple[IPNetwork, ...] = ()
     adopt: bool = False
     unmarked: bool = False
+    adopted: frozenset[IPNetwork] = frozenset()
     sweep: bool = False
 
     @property
@@ -47,8 +48,11 @@ class Domain:
             # Another flanneld on this host has another network.
             networks = [network for network, _ in self.ranges]
             return _within(seen.route.destination, networks + list(self.former if self.adopt else ()))
-        adopted = self.unmarked or seen.route.device.startswith(_DEVICES_OF_FLANNEL)
-        return self.adopt and adopted and seen.protocol == PROTO_BOOT and self._is_peer_route(seen.route)
+        route = seen.route
+        if not self.adopt or seen.protocol != PROTO_BOOT or not self._is_peer_route(route):
+            return False
+        by_flannel = self.unmarked or route.device.startswith(_DEVICES_OF_FLANNEL)
+        return by_flannel or route.destination in self.adopted
 
     def owns_address(self, address: IPAddress) -> bool:
         """Wrong addresses go only inside the cluster network: others may be an operator's."""

@@ -181,6 +181,25 @@ def test_an_unmarked_route_to_a_peer_is_adopted(lab: Lab) -> None:
     wait_for(lambda: not traces(node, peer), SOON, "the route to go with the lease")
 
 
+def test_a_route_that_was_adopted_goes_with_its_lease_at_any_later_start(lab: Lab) -> None:
+    """It is right, and so never written again to be marked."""
+    node, peer = lab.cluster({"Type": "host-gw"})
+    wait_for(lambda: in_sync(node), SOON, "the first snapshot")
+    node.stop()
+    node.namespace.ip(f"route replace {peer.subnet()} via {peer.address} dev eth0 proto boot")
+    write_as_go(node)
+    for _ in range(2):
+        start(node)
+        assert node.wait_for_route(peer.subnet()).get("protocol", "boot") == "boot"
+        node.stop()
+    node.namespace.ip(LEFT_BY_GO)
+    peer.stop()
+    lab.etcd.delete_lease(peer.subnet())
+    start(node)
+    assert peer.subnet() not in destinations(node)
+    assert "10.5.0.0/24" in destinations(node)
+
+
 def test_routes_that_flannel_never_makes_stay(lab: Lab) -> None:
     (node,) = lab.add_nodes(1)
     network = {"Network": "10.5.0.0/16", "SubnetMin": "10.5.128.0", "Backend": {"Type": "host-gw"}}

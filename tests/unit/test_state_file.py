@@ -31,6 +31,7 @@ STATE = State(
     devices=(Device(5, "vxlan", "02:00:00:00:00:01", "flannel.1"), Device(6, "tun", "", "flannel0")),
     subnet_file=FileStamp(4711, 1_700_000_000_123_456_789),
     adopts=True,
+    adopted=frozenset({IPv4Network("10.5.9.0/24"), IPv6Network("fc00:5:0:9::/64")}),
 )
 
 
