@@ -357,6 +357,16 @@ def test_devices_of_an_earlier_configuration_are_swept(
         assert len(node.wait_for_log(f"Removed, left by an earlier run: link {device} ")) == 1
 
 
+@pytest.mark.parametrize("plane", ["native", "python"])
+def test_the_pump_of_udp_goes_with_its_device(lab: Lab, plane: str) -> None:
+    (node,) = lab.cluster({"Type": "udp", "DataPlane": plane}, nodes=1)
+    (line,) = node.wait_for_log("Packets go through the")
+    pump = Path("/proc", line.rpartition("process ")[2])
+    assert "flanneld.network.pump" in (pump / "cmdline").read_text()
+    reconfigure(lab, node, {"Type": "vxlan"})
+    wait_for(lambda: not pump.exists(), SOON, "the pump to end")
+
+
 def test_the_old_device_goes_when_the_routes_through_the_new_one_are_in(lab: Lab) -> None:
     lab.etcd.put_lease(
         "10.5.7.0/24",

@@ -72,6 +72,16 @@ def test_a_node_with_another_public_ip_keeps_its_lease(
     connect(node, peer)
 
 
+def test_a_node_with_udp_keeps_its_lease(lab: Lab) -> None:
+    """Its lease is just the public IP."""
+    node, peer = pair(lab, {"Type": "udp"})
+    connect(node, peer)
+    subnet, address = node.subnet(), new_address(node)
+    restart(node, "-iface=eth0", f"-public-ip={address}")
+    assert node.subnet() == subnet
+    assert public_ip(lab, subnet) == address
+
+
 def test_a_node_of_both_families_keeps_its_lease(lab: Lab, backend: dict[str, Any]) -> None:
     node, peer = pair(lab, backend, **DUAL_STACK)
     subnets, address = (node.subnet(4), node.subnet(6)), new_address(node)
