@@ -36,6 +36,7 @@ class LastRun:
         #: Destinations of the unmarked routes that an earlier run has adopted.
         self.adopted = self._state.adopted if self._state else frozenset()
         self.record = self._file.update
+        self.try_again = self._file.try_again
 
     def proven_lease(self, machine: Machine, store: str, previous: LeaseKey) -> Lease | None:
         """Return our lease as we last wrote it, None unless this host proves it."""

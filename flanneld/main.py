@@ -314,6 +314,11 @@ class Daemon:
         if self._last_run is not None:
             self._last_run.subnet_file_written()
 
+    def _write_again(self) -> None:
+        self._subnet_file.try_again()
+        if self._last_run is not None:
+            self._last_run.try_again()
+
     def _alive(self, name: str) -> Callable[[], None]:
         return partial(self._supervisor.heartbeat, name, LONGEST_SILENCE)
 
@@ -330,7 +335,7 @@ class Daemon:
             self._report(manager, "; ".join(troubles))
 
     def _wait_and_stop(self) -> int:
-        ticks = [(self._subnet_file.try_again, _WRITE_RETRY)]
+        ticks = [(self._write_again, _WRITE_RETRY)]
         interval = notify.watchdog_interval(self._environ)
         if interval is not None:
             ticks.append((self._feed_watchdog, interval))

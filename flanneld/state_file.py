@@ -57,6 +57,10 @@ class StateFile:
             if self._wanted != self._written:
                 self._write()
 
+    def try_again(self) -> None:
+        """Write what could not be written so far, if there is something."""
+        self.update()
+
     def is_writable(self) -> bool:
         """Write the record as it is: what comes of a claim has to be recorded afterwards."""
         with self._lock:
