@@ -198,8 +198,8 @@ class Convergence:
         )
         names = self._interfaces()
         if names != self.names:
-            self.names = names
             self._record_devices()
+            self.names = names
         return report
 
     def _record_devices(self) -> None:

@@ -10,6 +10,7 @@ import fcntl
 import logging
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from flanneld import clock
@@ -31,8 +32,10 @@ class InstanceLock:
         self._path = path
         self._descriptor = -1
 
-    def wait(self, stop: threading.Event, within: float = PATIENCE) -> None:
-        """Take the lock, waiting for another daemon to end.
+    def wait(
+        self, stop: threading.Event, within: float = PATIENCE, tell: Callable[[str], None] = lambda _: None
+    ) -> None:
+        """Take the lock, waiting for another daemon to end; ``tell`` hears of that once.
 
         Raises ``Fatal`` if it does not end within ``within`` seconds, ``Cancelled`` on a stop. Without a
         file to lock, as on a read-only file system, there is no lock.
@@ -46,7 +49,9 @@ class InstanceLock:
                     f"stop it (find it with: fuser {self._path}), or give this one its own -subnet-file",
                 )
             if not is_said:
-                log.warning("Another flanneld holds %s: waiting up to %g s for it to end", self._path, within)
+                line = f"Another flanneld holds {self._path}: waiting up to {within:g} s for it to end"
+                log.warning("%s", line)
+                tell(line)
                 is_said = True
             if stop.wait(_PAUSE):
                 raise Cancelled

@@ -133,7 +133,7 @@ class Daemon:
     def serve(self) -> int:
         log.info("flanneld %s %s", __version__, self._options.described())
         self._supervisor.handle_signals()
-        self._lock.wait(self._supervisor.stop)
+        self._lock.wait(self._supervisor.stop, tell=self._notifier.status)
         manager = open_manager(self._options, self._environ)
         self._sight.observe(manager)
         log.info("Leases are in %s", manager.name)
