@@ -35,7 +35,7 @@ class InstanceLock:
     def wait(
         self, stop: threading.Event, within: float = PATIENCE, tell: Callable[[str], None] = lambda _: None
     ) -> None:
-        """Take the lock, waiting for another daemon to end; ``tell`` hears of that once.
+        """Take the lock, waiting for another daemon to end; ``tell`` gets one line about it.
 
         Raises ``Fatal`` if it does not end within ``within`` seconds, ``Cancelled`` on a stop. Without a
         file to lock, as on a read-only file system, there is no lock.

@@ -1,4 +1,4 @@
-"""Link from this run to the one before: facts of that run for the start, and the record for the next one."""
+"""State carried from one run to the next: read at the start, and recorded as it changes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flanneld.subnet_file import beside
 
 
 def machine_of(kernel: HostView, uplink: Uplink) -> Machine:
-    """Read what tells this machine from its clones; empty what cannot be read."""
+    """Read what tells this machine from its clones; parts that cannot be read are empty."""
     try:
         link = kernel.link(uplink.name)
     except OSError:

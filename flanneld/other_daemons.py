@@ -57,7 +57,7 @@ def is_daemon(names: Sequence[str], words: Sequence[str]) -> bool:
 
 
 def how_to_stop(pid: int, cgroup: str) -> str:
-    """Name the command that stops a daemon for good, by whoever started it (proc(5), cgroup)."""
+    """Name the command that stops a daemon for good, by the manager in its cgroup (cgroups(7))."""
     if "kubepods" in cgroup:
         return "kubectl delete its DaemonSet, or keep it from this node with a nodeSelector"
     if container := _CONTAINER.search(cgroup):

@@ -30,7 +30,7 @@ _PLACEHOLDERS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The uplink's hardware address and the firmware's UUID; empty what cannot be read."""
+    """The uplink's hardware address and the firmware's UUID; empty if unreadable."""
 
     hardware_address: str = ""
     product_uuid: str = ""
@@ -43,7 +43,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A device that a run of ours made or took over."""
+    """Device that the daemon made or took over."""
 
     index: int
     kind: str
@@ -93,7 +93,7 @@ def device_of(seen: SeenLink) -> Device | None:
 
 
 def proven_lease(state: State | None, machine: Machine, store: str, previous: LeaseKey) -> Lease | None:
-    """Return the lease as we last wrote it if nobody else than this machine can have written it.
+    """Return the lease as this machine last wrote it, None if another machine can have written it.
 
     ``previous`` are the subnets of subnet.env: if they are others, another daemon ran here since.
     """

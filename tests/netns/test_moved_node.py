@@ -180,7 +180,7 @@ def test_a_contest_that_was_lost_is_not_tried_again(lab: Lab) -> None:
 
 
 def test_a_record_that_cannot_be_written_proves_nothing(lab: Lab) -> None:
-    """What came of the claim could not be recorded; else the daemon does without the record."""
+    """The outcome of a contest could not be recorded."""
     node, _ = pair(lab, {"Type": "host-gw"})
     subnet = node.subnet()
     node.stop()
