@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.lab import Lab, Node, wait_for
-from tests.lab.daemon import ROOT
+from tests.lab.daemon import ROOT, own_command
 from tests.netns.apis import both_apis
 from tests.netns.pair import DUAL_STACK, SOON, connect
 
@@ -355,6 +355,18 @@ def test_devices_of_an_earlier_configuration_are_swept(
     wait_for(lambda: not any(map(node.link, devices)), SOON, "the devices to go")
     for device in devices:
         assert len(node.wait_for_log(f"Removed, left by an earlier run: link {device} ")) == 1
+
+
+def test_a_plan_names_the_devices_that_a_start_sweeps(lab: Lab) -> None:
+    (node,) = lab.cluster({"Type": "vxlan"}, nodes=1)
+    node.stop()
+    lab.etcd.put_config({"Network": "10.5.0.0/16", "Backend": VNI_7})
+    record = state_file(node).read_bytes()
+    own = (f"--etcd-endpoints={lab.etcd.endpoint}", f"--subnet-file={node.subnet_file}")
+    planned = node.run(*own_command(), *own, "-plan").stdout.splitlines()
+    assert "ip link del flannel.1" in planned
+    assert node.link("flannel.1")
+    assert state_file(node).read_bytes() == record
 
 
 @pytest.mark.parametrize("plane", ["native", "python"])
