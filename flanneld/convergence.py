@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 
+from flanneld import ownership
 from flanneld.backends import Backend
 from flanneld.brake import Brake
 from flanneld.counters import Work
@@ -20,13 +21,14 @@ from flanneld.model import IPNetwork, Lease
 from flanneld.network.diff import Plan, compare, without_ways_to
 from flanneld.network.domain import Domain
 from flanneld.network.kernel import Kernel
-from flanneld.network.links import described, is_not_ours_to_remove
+from flanneld.network.links import described, is_flannels, is_not_ours_to_remove
 from flanneld.network.monitor import Monitor
 from flanneld.network.obstacles import Obstacles
 from flanneld.network.report import Failure, Report
-from flanneld.network.resources import Key, Kind, Link, Resource, Route
+from flanneld.network.resources import ForeignLink, Key, Kind, Link, Resource, Route
 from flanneld.network.survey import read_host_networks
 from flanneld.outside import Outside
+from flanneld.ownership import Device
 from flanneld.peers import Peers
 from flanneld.site import Site
 
@@ -39,7 +41,9 @@ _REMEDY_FOR_BLOCKED = "remove that route if nothing needs it, or choose another 
 class Node:
     """This node, as the loop that moves its kernel has to know it.
 
-    ``extras`` are wanted whoever the peers are; an earlier run may have left routes into ``former`` networks.
+    ``extras`` are wanted whoever the peers are; an earlier run may have left routes into ``former`` networks,
+    and ``devices``. ``adopts`` says that another flanneld ran here before, ``adopted`` names the destinations
+    of its routes that were kept. ``record`` keeps fields of ``ownership.State`` for the next run.
     """
 
     kernel: Kernel
@@ -48,6 +52,10 @@ class Node:
     lease: Lease
     extras: tuple[Resource, ...] = ()
     former: tuple[IPNetwork, ...] = ()
+    devices: tuple[Device, ...] = ()
+    adopts: bool = False
+    adopted: frozenset[IPNetwork] = frozenset()
+    record: Callable[..., None] = lambda **_: None
 
 
 class Convergence:
@@ -64,6 +72,8 @@ class Convergence:
         self._driven: Backend | None = None
         #: The devices of ours and the uplink, by index, as last read.
         self.names: dict[int, str] = {}
+        #: Devices of earlier runs, until they are swept.
+        self._left = node.devices
         self._node = node
         self._kernel = node.kernel
         self._site = node.site
@@ -95,11 +105,53 @@ class Convergence:
 
     def start_to_sweep(self) -> None:
         """All peers are known: from now on what is stale may go, also what an earlier run left."""
-        self.domain = replace(self.domain, sweep=True, adopt=True)
+        self.domain = replace(
+            self.domain, sweep=True, adopt=True, unmarked=self._node.adopts, adopted=self._node.adopted
+        )
 
     def is_swept(self) -> None:
-        """What an earlier run left has been dealt with."""
+        """What an earlier run left has been dealt with, but for its devices. Raises ``OSError``."""
+        if self._node.adopts or self._node.adopted:
+            self._node.record(adopted=frozenset(self._adopted()))
         self.domain = replace(self.domain, adopt=False)
+        self._node.record(adopts=False)
+
+    def _adopted(self) -> Iterator[IPNetwork]:
+        """Name the routes of another flanneld that are right: they are not written again to be marked."""
+        marked = replace(self.domain, unmarked=False, adopted=frozenset())
+        for route in set(self._kernel.left_behind(self.domain)) - set(self._kernel.left_behind(marked)):
+            if isinstance(route, Route):
+                yield route.destination
+
+    def sweep_devices(self) -> Report:
+        """Remove the devices of earlier configurations. Raises ``OSError`` if the kernel cannot be read.
+
+        Called once the routes through the present devices are in: packets may have taken the old ones.
+        """
+        if not self._left:
+            return Report()
+        stale = ownership.stale(self._left, self._kernel.links(), self.domain.links)
+        links = tuple(seen.make for seen in stale if not isinstance(seen.make, ForeignLink))
+        report = self._kernel.apply(Plan(drops=links), self.domain)
+        if not report.failed:
+            self._left = ()
+            self._record_devices()
+        return report
+
+    def unclaimed_devices(self) -> list[str]:
+        """Name flannel's devices with an address in our network that no run of ours is known to have made."""
+        networks = [network for network, _ in self.domain.ranges]
+        return [
+            seen.name
+            for seen in self._kernel.links()
+            if is_flannels(seen)
+            and seen.name not in self.domain.links
+            and any(
+                each.address in network
+                for network in networks
+                for each in self._kernel.addresses(network.version, seen.index)
+            )
+        ]
 
     def move(self) -> None:
         """The uplink is another one, and so is the backend."""
@@ -200,8 +252,20 @@ class Convergence:
         report.add(
             self.outside.converge(self._peers.wanted, sweep=self.domain.sweep, unclear=self._peers.unclear)
         )
-        self.names = self._interfaces()
+        names = self._interfaces()
+        if names != self.names:
+            self._record_devices()
+            self.names = names
         return report
+
+    def _record_devices(self) -> None:
+        """Keep for the next run which devices are ours, and which are yet to be swept."""
+        ours = [
+            device
+            for seen in self._kernel.links()
+            if seen.name in self.domain.links and (device := ownership.device_of(seen))
+        ]
+        self._node.record(devices=tuple(dict.fromkeys([*ours, *self._left])))
 
     def _stale(self, unwanted: Collection[Resource]) -> tuple[Resource, ...]:
         """What may go of all that nobody wants."""

@@ -32,7 +32,7 @@ def _clean_up(wanted: Options, _environ: Mapping[str, str]) -> bool:
     from flanneld.subnet.kube_state import State
 
     files = (Path(wanted.subnet_file), State(wanted.state_dir).path)
-    return clean_up(*files, print, dry_run=wanted.dry_run)
+    return clean_up(*files, print, everything=wanted.all, dry_run=wanted.dry_run)
 
 
 def _migrate(wanted: Options, _environ: Mapping[str, str]) -> bool:

@@ -346,8 +346,10 @@ class Firewall:
         self._to_sweep = remaining
 
 
-def retire(former: Iterable[Nets], *, dry_run: bool = False) -> tuple[list[str], list[str]]:
-    """Remove all rules that flannel made, of any network and wherever they are.
+def retire(
+    former: Iterable[Nets], *, everything: bool = True, dry_run: bool = False
+) -> tuple[list[str], list[str]]:
+    """Remove all rules that flannel made for the ``former`` networks, or for any, wherever they are.
 
     Says what they were, and why some may be left. ``former`` is what the last run had: unmarked rules, as in
     v0.12, are known by these networks only. With ``dry_run`` nothing is changed.
@@ -357,10 +359,12 @@ def retire(former: Iterable[Nets], *, dry_run: bool = False) -> tuple[list[str],
     removed: list[str] = []
     failures: list[str] = []
     for family in FAMILIES:
-        everything = replace(claim((), known.get(family), masquerade=True, forward=True), networks=None)
+        claimed = claim((), known.get(family), masquerade=True, forward=True)
+        if everything:
+            claimed = replace(claimed, networks=None)
         for place in PLACES:
             try:
-                removed += sweep(place, family, everything, commands, dry_run=dry_run)
+                removed += sweep(place, family, claimed, commands, dry_run=dry_run)
             except Retryable as failure:
                 failures.append(f"rules for IPv{family}: {failure}")
     return removed, failures

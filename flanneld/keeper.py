@@ -40,6 +40,7 @@ class Keeper:
     """Renews one lease. ``revoked`` is called when the store no longer has it.
 
     ``contested`` says that another node may have our lease; else what is not as we wrote it is put right.
+    ``written`` hears of each renewal, ``lost`` of a contest in which we yield.
     """
 
     def __init__(
@@ -52,6 +53,8 @@ class Keeper:
         heartbeat: Callable[[float], None],
         revoked: Callable[[], None],
         contested: bool = True,
+        written: Callable[[Lease], None] = lambda _lease: None,
+        lost: Callable[[], None] = lambda: None,
         probation: float = PROBATION,
         now: Callable[[], float] = clock.now,
     ) -> None:
@@ -62,6 +65,8 @@ class Keeper:
         self._heartbeat = heartbeat
         self._revoked = revoked
         self._contested = contested
+        self._written = written
+        self._lost = lost
         self._probation = probation
         self._now = now
         self._taken_at = now()
@@ -174,6 +179,7 @@ class Keeper:
         remedy = "give each node its own address with --public-ip"
         if self._now() - self._taken_at < self._probation:
             log.error("%s; %s; yielding to it", problem, remedy)
+            self._lost()
             # Restarted at once, we would find the other one on probation, and both would take turns.
             self._stop.wait(self._probation)
             raise Fatal(problem, remedy)
@@ -194,6 +200,7 @@ class Keeper:
             pause = ANNOUNCE_RETRY if self._misrepresented else RENEW_RETRY
             self._retry_at = self._now() + max(pause, reason.retry_after)
             return
+        self._written(renewed)
         self._lease = renewed
         self._renewed_at = self._now()
         self._retry_at = None

@@ -31,11 +31,14 @@ from flanneld.config import Config
 from flanneld.convergence import Node
 from flanneld.errors import Fatal, Retryable, lacking
 from flanneld.firewall_start import forward_soon, masquerade_now
+from flanneld.instance_lock import InstanceLock
 from flanneld.keeper import Keeper
+from flanneld.last_run import LastRun, machine_of
 from flanneld.model import Lease, Uplink
 from flanneld.network.interface import InterfaceChoice, NoInterface
 from flanneld.network.kernel import Kernel
 from flanneld.network.monitor import Monitor
+from flanneld.network.survey import connected_networks
 from flanneld.observation import Observation
 from flanneld.options import Options
 from flanneld.process import ensure_descriptors, open_standard_streams
@@ -43,7 +46,7 @@ from flanneld.readiness import Readiness
 from flanneld.reconcile import Reconciler
 from flanneld.sight import Sight
 from flanneld.site import Site, find_uplink
-from flanneld.subnet.manager import LONGEST_SILENCE, Cancelled, NodeStore, SubnetManager
+from flanneld.subnet.manager import LONGEST_SILENCE, Cancelled, LocalFacts, NodeStore, SubnetManager
 from flanneld.subnet_file import Previous
 from flanneld.supervisor import Supervisor
 from flanneld.wiring import choice_for, extras_for, open_manager
@@ -125,6 +128,7 @@ class Member:
     manager: SubnetManager
     config: Config
     previous: Previous
+    last_run: LastRun
     kernel: Kernel
     monitor: Monitor
     site: Site
@@ -140,7 +144,10 @@ class Daemon:
         self._supervisor = Supervisor(quiet=(Cancelled,))
         self._notifier = notify.Notifier()
         self._readiness = Readiness(self._supervisor.stop, self._notifier)
-        self._subnet_file = subnet_file.SubnetFile(Path(wanted.subnet_file))
+        path = Path(wanted.subnet_file)
+        self._lock = InstanceLock(subnet_file.beside(path, "lock"))
+        self._last_run: LastRun | None = None
+        self._subnet_file = subnet_file.SubnetFile(path, self._subnet_file_written)
         #: What is to be done as soon as subnet.env is written.
         self._when_written: Callable[[], None] | None = None
         self._forwarding: host_checks.Forwarding | None = None
@@ -160,6 +167,7 @@ class Daemon:
     def serve(self) -> int:
         log.info("flanneld %s %s", __version__, self._options.described())
         self._supervisor.handle_signals()
+        self._lock.wait(self._supervisor.stop, tell=self._notifier.status)
         manager = open_manager(self._options, self._environ)
         self._sight.observe(manager)
         log.info("Leases are in %s", manager.name)
@@ -180,7 +188,9 @@ class Daemon:
     def _join(self, manager: SubnetManager) -> Member:
         """Learn what the network is like, decide how this node takes part in it, and get its lease."""
         ask = self._readiness.ask
-        previous = subnet_file.read(Path(self._options.subnet_file))
+        path = Path(self._options.subnet_file)
+        previous, last_run = subnet_file.read(path), LastRun(path)
+        self._last_run = last_run
         config = ask("the network config", manager.network_config)
         for warning in config.warnings:
             log.warning("%s", warning)
@@ -188,15 +198,22 @@ class Daemon:
         kernel, monitor = self._readiness.patiently("the kernel", _open_kernel)
         choice = ask("our node", lambda: choice_for(self._options, manager))
         uplink = self._find_uplink(kernel, config, choice)
+        machine = machine_of(kernel, uplink)
+        written = last_run.claim(machine, manager.name, previous.subnets)
         stored = ask("the leases", lambda: manager.stored(uplink.public(config.families[0])))
+        if stored is None and written is not None:
+            stored = written.attrs
         site = self._readiness.patiently(
             "this host's devices",
             lambda: Site(kernel, config, choice, make_backend, uplink, stored, previous.networks),
         )
         _warn_of_unread_keys(config)
-        lease = ask("a lease", lambda: manager.acquire(config, site.backend.attributes(), previous.subnets))
+        local = LocalFacts(written, connected_networks(kernel, config.families))
+        attributes = site.backend.attributes()
+        lease = ask("a lease", lambda: manager.acquire(config, attributes, previous.subnets, local))
+        last_run.joined(machine, manager.name, lease)
         log.info("Our subnet is %s, backend %s, MTU %d", lease, config.backend_type, site.backend.mtu)
-        return Member(manager, config, previous, kernel, monitor, site, lease)
+        return Member(manager, config, previous, last_run, kernel, monitor, site, lease)
 
     def _go_to_work(self, member: Member) -> None:
         """Make the devices, tell this host about its subnet, and start what keeps all of it true."""
@@ -241,13 +258,27 @@ class Daemon:
             heartbeat=partial(self._supervisor.heartbeat, "lease keeper"),
             revoked=lambda: self._supervisor.request_stop("our lease was revoked"),
             contested=not isinstance(member.manager, NodeStore),
+            written=member.last_run.lease_written,
+            lost=member.last_run.lease_lost,
         )
 
     def _reconciler(self, member: Member, keeper: Keeper) -> Reconciler:
         extras = extras_for(self._options, member.lease)
-        former = member.previous.networks
+        last_run = member.last_run
+        node = Node(
+            member.kernel,
+            member.monitor,
+            member.site,
+            member.lease,
+            extras,
+            former=member.previous.networks,
+            devices=last_run.devices,
+            adopts=last_run.adopts,
+            adopted=last_run.adopted,
+            record=last_run.record,
+        )
         return Reconciler(
-            Node(member.kernel, member.monitor, member.site, member.lease, extras, former),
+            node,
             Brake(is_on=self._options.removal_brake),
             stop=self._supervisor.stop,
             heartbeat=partial(self._supervisor.heartbeat, _RECONCILER),
@@ -268,6 +299,8 @@ class Daemon:
     def _look_at_host(self) -> None:
         """Put right what others did to subnet.env, and see whether the kernel forwards. For one thread."""
         self._subnet_file.look()
+        if self._last_run is not None:
+            self._last_run.try_again()
         self._readiness.await_file(self._subnet_file.problem)
         if self._forwarding:
             self._forwarding.look()
@@ -338,6 +371,10 @@ class Daemon:
         )
         self._readiness.await_file(self._subnet_file.problem)
 
+    def _subnet_file_written(self) -> None:
+        if self._last_run is not None:
+            self._last_run.subnet_file_written()
+
     def _alive(self, name: str) -> Callable[[], None]:
         return partial(self._supervisor.heartbeat, name, LONGEST_SILENCE)
 
@@ -345,6 +382,7 @@ class Daemon:
         """The uplink is another one: the store, the peers and this host have to know."""
         member.manager.reconnect()
         keeper.announce(member.site.backend.attributes())
+        member.last_run.record(machine=machine_of(member.kernel, member.site.uplink))
         self._write_subnet_file(member)
 
     def _tell(self, manager: SubnetManager, troubles: list[str]) -> None:

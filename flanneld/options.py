@@ -259,7 +259,10 @@ class Options:
     peer_probes: int = _flag(
         "peer-probes", 0, "ask so many peers a minute, by ICMP, whether they are there; 0 for none", _probes
     )
-    cleanup: bool = _flag("cleanup", False, "remove all that flannel made on this host, list it and exit")
+    cleanup: bool = _flag(
+        "cleanup", False, "remove what flannel made for the network of the subnet file, list it and exit"
+    )
+    all: bool = _flag("all", False, "with -cleanup: remove what any flannel made on this host")
     migrate_etcd_v2_to_v3: bool = _flag(
         "migrate-etcd-v2-to-v3", False, "copy config and leases from etcd's v2 API to v3, list them and exit"
     )
@@ -372,6 +375,8 @@ def _checked(given: Mapping[str, Value], sources: Mapping[str, str]) -> Options:
     )
     if options.cleanup and options.migrate_etcd_v2_to_v3:
         raise Fatal("-cleanup and -migrate-etcd-v2-to-v3 are two things", "give one of them")
+    if options.all and not options.cleanup:
+        raise Fatal(f"{sources['all']} says what -cleanup removes", "give -cleanup too, or leave it out")
     if options.dry_run and not (options.cleanup or options.migrate_etcd_v2_to_v3):
         raise Fatal(
             f"{sources['dry-run']} says what -cleanup or -migrate-etcd-v2-to-v3 would do",

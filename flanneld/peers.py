@@ -240,6 +240,7 @@ class Peers:
 
     def _forget(self, key: LeaseKey) -> None:
         """There is nothing to complain about any more."""
+        self._once.clear(("clone", key))
         if self._reasons.pop(key, None):
             self._riddles.discard(key)
             if self._unsafe.pop(key, None):
@@ -247,6 +248,15 @@ class Peers:
             self._once.clear(key)
 
     def _warn_of_conflicts(self, lease: Lease) -> None:
+        clone = self._wanted.cloned_device(lease.key)
+        if clone is not None:
+            self._once.warn(
+                log,
+                ("clone", lease.key),
+                f"{lease} has the MAC {clone.mac} of our own {clone.name}: others reach only one of both;"
+                f" on the one that is a clone: stop flanneld, ip link delete {clone.name}, delete its lease,"
+                " start flanneld",
+            )
         for resource, winner, loser in self._wanted.conflicts(lease.key):
             self._once.warn(
                 log,

@@ -14,6 +14,7 @@ import select
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 
 from flanneld import clock
@@ -194,14 +195,49 @@ class Reconciler:
             counted(len(report.made), "object"),
             len(report.removed),
         )
+        self._log_sweep(report.removed)
         self._account(report)
         self._is_swept()
+        self._sweep_devices(report)
+        self._report_unclaimed()
 
     def _is_swept(self) -> None:
         """What an earlier run left has been dealt with, or is held back."""
         if not self._brake.sweep_is_held:
-            self._convergence.is_swept()
+            try:
+                self._convergence.is_swept()
+            except OSError as failure:
+                self._could_not_read(failure)
         self._on_synced()
+
+    def _sweep_devices(self, report: Report) -> None:
+        """Remove the devices of earlier configurations, if all routes are in and none is held back."""
+        if report.failed or not self._peers.synced or self._brake.sweep_is_held:
+            return
+        try:
+            swept = self._convergence.sweep_devices()
+        except OSError as failure:
+            self._could_not_read(failure)
+            return
+        self._log_sweep(swept.removed)
+        self._account(swept)
+
+    def _log_sweep(self, resources: list[Resource]) -> None:
+        for resource in resources[:_FEW]:
+            log.info("Removed, left by an earlier run: %s", resource)
+        if len(resources) > _FEW:
+            log.info("Removed, left by an earlier run: %d more objects", len(resources) - _FEW)
+
+    def _report_unclaimed(self) -> None:
+        """Name devices that look as if an earlier run had left them, without a record that says so."""
+        with suppress(OSError):
+            for name in self._convergence.unclaimed_devices()[:_FEW]:
+                log.warning(
+                    "Left alone: %s has an address in our network, and no record says that we made it; if no"
+                    " other daemon uses it: ip link delete %s",
+                    name,
+                    name,
+                )
 
     # ---- news of the kernel ------------------------------------------------------------------
 
@@ -309,6 +345,7 @@ class Reconciler:
         self._account(report)
         if self._peers.synced and self.domain.adopt:
             self._is_swept()
+        self._sweep_devices(report)
 
     def _follow_uplink(self) -> None:
         look = self._uplink_may_have_moved or self._site.asks_routes or self._site.is_adrift

@@ -19,6 +19,7 @@ from flanneld.brake import Brake
 from flanneld.config import Config
 from flanneld.convergence import Node
 from flanneld.errors import Retryable
+from flanneld.last_run import LastRun, machine_of
 from flanneld.model import Event, Lease, LeaseAttrs, LeaseKey, Snapshot, Uplink, overlap
 from flanneld.network import links
 from flanneld.network.diff import Plan
@@ -149,7 +150,8 @@ class Outcome:
 
 def rehearse(wanted: Options, manager: SubnetManager, choice: InterfaceChoice) -> Outcome:
     """Raises ``Retryable`` and ``Fatal`` where a start would wait or end."""
-    previous = subnet_file.read(Path(wanted.subnet_file))
+    path = Path(wanted.subnet_file)
+    previous, last_run = subnet_file.read(path), LastRun(path)
     config = manager.network_config()
     kernel = Notebook()
     uplink = find_uplink(kernel, config, choice)
@@ -160,10 +162,21 @@ def rehearse(wanted: Options, manager: SubnetManager, choice: InterfaceChoice) -
     attrs = site.backend.attributes()
     foreseen = manager.foresee(config, attrs) if isinstance(manager, Foreseeing) else None
     snapshot = all_leases(manager)
-    own = foreseen or _ours(snapshot, attrs, config)
+    written = last_run.proven_lease(machine_of(kernel, uplink), manager.name, previous.subnets)
+    own = foreseen or _ours(snapshot, attrs, config, written)
     guess = own or Lease(attrs, *_likely(config, previous, snapshot))
     extras = extras_for(wanted, guess)
-    node = Node(kernel, Monitor(kernel.port), site, guess, extras, previous.networks)
+    node = Node(
+        kernel,
+        Monitor(kernel.port),
+        site,
+        guess,
+        extras,
+        former=previous.networks,
+        devices=last_run.devices,
+        adopts=last_run.adopts,
+        adopted=last_run.adopted,
+    )
     reconciler = _run(node, snapshot)
     peers = reconciler.peers
     return Outcome(
@@ -213,9 +226,12 @@ def all_leases(manager: SubnetManager) -> Snapshot:
     return found[0]
 
 
-def _ours(snapshot: Snapshot, attrs: LeaseAttrs, config: Config) -> Lease | None:
-    """The lease that a start would take again: the one with our public IP, if it fits the network config."""
+def _ours(snapshot: Snapshot, attrs: LeaseAttrs, config: Config, written: Lease | None) -> Lease | None:
+    """The lease that a start would take again, if it fits the network config: the proven one comes first."""
     family = config.families[0]
+    for lease in snapshot.leases:
+        if written and (lease.key, lease.attrs) == (written.key, written.attrs) and fits(config, lease.key):
+            return lease
     for lease in snapshot.leases:
         if lease.attrs.public(family) == attrs.public(family) and fits(config, lease.key):
             return lease

@@ -105,12 +105,11 @@ def _lease(sight: Sight) -> Document | None:
 
 def lease(own: Lease) -> Document:
     """Our lease; ``macs`` are those of the VXLAN devices that peers know."""
-    data = [own.attrs.data(family) for family in FAMILIES]
     return {
         "subnets": _subnets(own),
         "expires": None if own.expires is None else wall(own.expires),
         "public_ips": _public_ips(own),
-        "macs": [each["VtepMAC"] for each in data if isinstance(each, dict) and "VtepMAC" in each],
+        "macs": _macs(own),
     }
 
 
@@ -195,6 +194,7 @@ def _peer(peer: Lease, view: View, pending: Mapping[Key, Failure]) -> Document:
     return {
         "subnets": _subnets(peer),
         "public_ips": _public_ips(peer),
+        "macs": _macs(peer),
         "backend": peer.attrs.backend_type,
         "state": _state(peer, view, pending),
         "reason": view.reasons.get(peer.key, refused),
@@ -247,3 +247,8 @@ def _subnets(of: Lease) -> list[str]:
 
 def _public_ips(of: Lease) -> list[str]:
     return [str(ip) for family in FAMILIES if (ip := of.attrs.public(family))]
+
+
+def _macs(of: Lease) -> list[str]:
+    data = [of.attrs.data(family) for family in FAMILIES]
+    return [str(each["VtepMAC"]) for each in data if isinstance(each, dict) and "VtepMAC" in each]

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from flanneld.polled_server import Limits, PolledServer, send
+from flanneld.subnet_file import beside
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +30,7 @@ _QUEUE = 64
 
 def path_beside(subnet_file: Path) -> Path:
     """``flanneld.sock`` beside ``subnet.env``; beside ``blue.env``, which a second daemon has, its own."""
-    name = "flanneld" if subnet_file.name == "subnet.env" else f"flanneld-{subnet_file.stem}"
-    return subnet_file.with_name(f"{name}.sock")
+    return beside(subnet_file, "sock")
 
 
 class StatusSocket:

@@ -54,6 +54,12 @@ class Previous:
     subnets: LeaseKey = (None, None)
 
 
+def beside(subnet_file: Path, suffix: str) -> Path:
+    """Name another file of this daemon: ``flanneld.<suffix>``, or ``flanneld-blue.<suffix>`` for blue.env."""
+    name = "flanneld" if subnet_file.name == "subnet.env" else f"flanneld-{subnet_file.stem}"
+    return subnet_file.with_name(f"{name}.{suffix}")
+
+
 def render(env: SubnetEnv) -> str:
     """The text of the file: IPv4 before IPv6, and each subnet by its first host address."""
     lines = []
@@ -88,10 +94,17 @@ class SubnetFile:
     """The file as a running daemon keeps it. From any thread.
 
     A file that cannot be written, or that others remove or change, is written again at the next ``look``.
+    ``on_write`` is called after each writing.
     """
 
-    def __init__(self, path: Path, now: Callable[[], float] = clock.now) -> None:
+    def __init__(
+        self,
+        path: Path,
+        on_write: Callable[[], None] = lambda: None,
+        now: Callable[[], float] = clock.now,
+    ) -> None:
         self._path = path
+        self._on_write = on_write
         self._now = now
         self._lock = threading.Lock()
         self._wanted: SubnetEnv | None = None
@@ -132,6 +145,7 @@ class SubnetFile:
         found = _content(self._path)
         if found == render(self._wanted).encode():
             self._stamp, self._problem = _stamp(self._path), ""  # touched, or replaced by a copy
+            self._on_write()
             return
         now = self._now()
         if now < self._next_restore:
@@ -156,6 +170,7 @@ class SubnetFile:
         self._once.clear("write")
         self._problem = ""
         self._stamp = _stamp(self._path)
+        self._on_write()
         return True
 
 

@@ -2,7 +2,7 @@
 
 Everything on a device that we make, except what the kernel itself put there; on any other device the
 routes that carry our protocol number. Routes that an earlier flanneld left on the uplink without that mark
-(Go's carry ``boot``) are told by their shape, and only while ``adopt`` is on.
+(Go's carry ``boot``) are told by their shape, and only at the start after such a flanneld ran here.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from flanneld.model import Family, IPAddress, IPNetwork
 from flanneld.network import rtnl
 from flanneld.network.resources import PROTO_BOOT, PROTO_FLANNEL, Blackhole, Route
 
+#: Beginning of the names that all flannels give to their devices.
+_DEVICES_OF_FLANNEL = "flannel"
+
 
 @dataclass(frozen=True, slots=True)
 class Domain:
@@ -20,8 +23,9 @@ class Domain:
 
     ``links`` are the devices we make, ``ranges`` the cluster networks with the length of a subnet, and
     ``former`` the networks of an earlier run. ``adopt`` claims what that run left: its marked routes to
-    ``former``, and the unmarked routes of a Go flanneld. ``sweep`` says that what is ours and not wanted
-    may go, which holds once the peers are known.
+    ``former``, its routes on flannel's devices, and the unmarked routes to ``adopted`` destinations, or to
+    all if another flanneld ran here (``unmarked``). ``sweep`` says that what is ours and not wanted may go,
+    which holds once the peers are known.
     """
 
     uplink: str
@@ -29,6 +33,8 @@ class Domain:
     ranges: tuple[tuple[IPNetwork, int], ...]
     former: tuple[IPNetwork, ...] = ()
     adopt: bool = False
+    unmarked: bool = False
+    adopted: frozenset[IPNetwork] = frozenset()
     sweep: bool = False
 
     @property
@@ -42,7 +48,11 @@ class Domain:
             # Another flanneld on this host has another network.
             networks = [network for network, _ in self.ranges]
             return _within(seen.route.destination, networks + list(self.former if self.adopt else ()))
-        return self.adopt and seen.protocol == PROTO_BOOT and self._is_peer_route(seen.route)
+        route = seen.route
+        if not self.adopt or seen.protocol != PROTO_BOOT or not self._is_peer_route(route):
+            return False
+        by_flannel = self.unmarked or route.device.startswith(_DEVICES_OF_FLANNEL)
+        return by_flannel or route.destination in self.adopted
 
     def is_connected(self, seen: rtnl.SeenRoute) -> bool:
         """Return True for the kernel's own route to a link, through a device of others."""

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Callable, Collection
 from functools import cache
+from ipaddress import ip_network
 
 from flanneld.model import Family, IPAddress, IPNetwork
+from flanneld.network.host import HostView
 from flanneld.network.interface import AddressFact, DefaultRoute, HostFacts, LinkFact, RouteFact
 from flanneld.network.kernel import Kernel
 from flanneld.network.links import is_flannels
 from flanneld.network.obstacles import HostNetworks, HostRoute, host_networks
 from flanneld.network.rtnl import SeenAddress
 from flanneld.network.ways import RTN_BROADCAST, SeenWay
+
+log = logging.getLogger(__name__)
 
 # linux/if_addr.h; for IPv4 the bit of a temporary address means a secondary one.
 _IFA_F_TEMPORARY, _IFA_F_DADFAILED, _IFA_F_DEPRECATED = 0x01, 0x08, 0x20
@@ -36,6 +41,16 @@ def route_to(kernel: Kernel, target: IPAddress) -> RouteFact | None:
     """Which way the kernel would send a packet."""
     way = kernel.way_to(target)
     return RouteFact(way.index, way.source, way.gateway) if way else None
+
+
+def connected_networks(kernel: HostView, families: tuple[Family, ...]) -> tuple[IPNetwork, ...]:
+    """Return the networks of this host's addresses, flannel's devices included; none if unreadable."""
+    try:
+        seen = [each for family in families for each in kernel.addresses(family)]
+    except OSError as failure:
+        log.warning("Cannot read this host's addresses: %s; a new subnet may be one of its networks", failure)
+        return ()
+    return tuple({ip_network((each.address, each.length), strict=False) for each in seen})
 
 
 def _fact(seen: SeenAddress) -> AddressFact:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 
 from flanneld.model import LeaseKey
-from flanneld.network.resources import Key, Resource
+from flanneld.network.resources import FdbEntry, Key, Kind, Resource, Vxlan
 
 #: Ranks before every lease: what this node needs for itself.
 LOCAL: LeaseKey = (None, None)
@@ -87,6 +87,15 @@ class Wanted:
             elif now is not None and now != was:
                 puts.append(now)
         return puts, drops
+
+    def cloned_device(self, owner: LeaseKey) -> Vxlan | None:
+        """Return our VXLAN device whose MAC an owner's device has, too."""
+        for resource in self._wishes.get(owner, ()):
+            if isinstance(resource, FdbEntry):
+                device = self.state.get((Kind.LINK, resource.device))
+                if isinstance(device, Vxlan) and device.mac == resource.mac:
+                    return device
+        return None
 
     def _claim(self, owner: LeaseKey, key: Key, resource: Resource) -> None:
         holder = self._holder.get(key)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from flanneld.config import Config, SubnetRange
-from flanneld.model import FAMILIES, IPNetwork, LeaseKey
+from flanneld.model import FAMILIES, IPNetwork, LeaseKey, lies_in
 
 
 def free_subnets(pool: SubnetRange, taken: Iterable[IPNetwork], limit: int = 100) -> list[IPNetwork]:
@@ -27,13 +27,20 @@ def free_subnets(pool: SubnetRange, taken: Iterable[IPNetwork], limit: int = 100
     return [network((address(base), pool.subnet_len)) for base in free]
 
 
-def choose(pool: SubnetRange, taken: Iterable[IPNetwork], rng: Callable[[int], int]) -> IPNetwork | None:
+def choose(
+    pool: SubnetRange,
+    taken: Collection[IPNetwork],
+    rng: Callable[[int], int],
+    avoid: Collection[IPNetwork] = (),
+) -> IPNetwork | None:
     """One of the hundred lowest free subnets, None if there is none.
 
     ``rng(n)`` gives one of 0 to n-1, all equally likely, as ``random.randrange`` does: hosts that choose
-    at the same time should not choose the same.
+    at the same time should not choose the same. A subnet that overlaps ``avoid`` is chosen only if no other
+    is free; what spans the whole network cannot be avoided.
     """
-    free = free_subnets(pool, taken)
+    avoidable = [net for net in avoid if not lies_in(pool.network, net)]
+    free = free_subnets(pool, [*taken, *avoidable]) or free_subnets(pool, taken)
     return free[rng(len(free))] if free else None
 
 

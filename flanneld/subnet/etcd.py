@@ -38,7 +38,7 @@ from flanneld.subnet.codec import format_attrs
 from flanneld.subnet.etcd_keys import Client, Conflict, NotFound, Position, Reply
 from flanneld.subnet.etcd_leases import LeaseReader, Listing
 from flanneld.subnet.etcd_watch import Follower, News, Start
-from flanneld.subnet.manager import Cancelled, Deliver
+from flanneld.subnet.manager import NO_FACTS, Cancelled, Deliver, LocalFacts
 
 log = logging.getLogger(__name__)
 
@@ -102,14 +102,16 @@ class EtcdManager:
     def stored(self, public_ip: IPAddress | None) -> LeaseAttrs | None:
         return next((lease.attrs for _, lease in self._list().of(public_ip)), None)
 
-    def acquire(self, config: Config, attrs: LeaseAttrs, previous: LeaseKey) -> Lease:
+    def acquire(
+        self, config: Config, attrs: LeaseAttrs, previous: LeaseKey, local: LocalFacts = NO_FACTS
+    ) -> Lease:
         for _ in range(TRIES):
             listing = self._list()
             self._known = None
             try:
-                lease = self._reuse(config, attrs, previous, listing)
+                lease = self._reuse(config, attrs, previous, listing, local.written)
                 if lease is None:
-                    self._chosen = self.pick(config, previous, listing)
+                    self._chosen = self.pick(config, previous, listing, local.connected)
                     lease = self._create(self._chosen, attrs)
                 if lease.key == self._chosen:
                     self.yield_to_earlier(lease)
@@ -237,16 +239,27 @@ class EtcdManager:
 
     # ---- acquiring ---------------------------------------------------------------------------
 
-    def _reuse(self, config: Config, attrs: LeaseAttrs, previous: LeaseKey, listing: Listing) -> Lease | None:
-        """Take the lease that is ours by its public IP; one that no longer fits is given back.
+    def _reuse(
+        self,
+        config: Config,
+        attrs: LeaseAttrs,
+        previous: LeaseKey,
+        listing: Listing,
+        written: Lease | None,
+    ) -> Lease | None:
+        """Take the lease that is ours by its public IP or by proof; one that no longer fits is given back.
 
         Of several the one that we had: in the others may be whatever somebody wrote there.
         """
-        mine = listing.of(node_address(attrs))
+        address = node_address(attrs)
+        moved = [each for each in listing.as_written(written) if node_address(each[1].attrs) != address]
+        mine = [*moved, *listing.of(address)]
         fitting = [(path, lease) for path, lease in mine if fits(config, lease.key)]
         fitting.sort(key=lambda item: item[1].key != previous)
         for path, lease in fitting:
             self._compare_identity(lease, attrs)
+            if node_address(lease.attrs) != address:
+                say_kept(lease)
             return self._replace(path, lease.key, attrs, reserved=lease.expires is None, modified=lease.asof)
         for path, lease in mine[:1]:
             log.info("The lease %s does not fit the network config, giving it back", lease)
@@ -270,28 +283,37 @@ class EtcdManager:
         except NotFound:
             log.log(V(1), "%s has gone by itself", path)
 
-    def pick(self, config: Config, previous: LeaseKey, listing: Listing) -> LeaseKey:
-        """A lease that is free, the previous one if that is."""
-        taken = listing.networks()
+    def pick(
+        self, config: Config, previous: LeaseKey, listing: Listing, connected: tuple[IPNetwork, ...] = ()
+    ) -> LeaseKey:
+        """A lease that is free: the previous one if that is, else one that ``connected`` does not overlap."""
         wanted = dict(zip(FAMILIES, previous, strict=True))
-        found = {pool.family: self._pick_subnet(pool, wanted[pool.family], taken) for pool in config.ranges}
+        found = {
+            pool.family: self._pick_subnet(pool, wanted[pool.family], listing, connected)
+            for pool in config.ranges
+        }
         subnet, ipv6_subnet = found.get(4), found.get(6)
         assert not isinstance(subnet, IPv6Network)
         assert not isinstance(ipv6_subnet, IPv4Network)
         return (subnet, ipv6_subnet)
 
     def _pick_subnet(
-        self, pool: SubnetRange, previous: IPNetwork | None, taken: list[IPNetwork]
+        self,
+        pool: SubnetRange,
+        previous: IPNetwork | None,
+        listing: Listing,
+        connected: tuple[IPNetwork, ...],
     ) -> IPNetwork:
+        taken = listing.networks()
         if previous is not None:
             if not pool.contains(previous):
                 problem = "does not fit the network config"
             elif any(overlap(previous, net) for net in taken):
-                problem = "belongs to another node now"
+                problem = f"belongs to another node now{self._holders(previous, listing)}"
             else:
                 return previous
             self._once.warn(log, "previous", f"The subnet {previous} of the subnet file {problem}")
-        subnet = choose(pool, taken, self._randrange)
+        subnet = choose(pool, taken, self._randrange, connected)
         if subnet is None:
             raise Retryable(
                 f"no subnet from {pool.subnet_min} to {pool.subnet_max} is free, {len(taken)} are leased",
@@ -299,6 +321,20 @@ class EtcdManager:
                 f" from {self._reader.path}",
             )
         return subnet
+
+    def _holders(self, previous: IPNetwork, listing: Listing) -> str:
+        """Name the leases that overlap our previous subnet, by the keys that an operator would delete."""
+        found = [
+            f"{self._reader.key_of(lease.key)} (public IP {node_address(lease.attrs)})"
+            for lease in listing.leases.values()
+            if any(net is not None and overlap(previous, net) for net in lease.key)
+        ]
+        if not found:
+            return ""
+        return (
+            f": {', '.join(found)}; if that is a former lease of this node, which nothing here proves, delete"
+            " the key"
+        )
 
     # ---- writing -----------------------------------------------------------------------------
 
@@ -344,6 +380,16 @@ class EtcdManager:
         if lease is None:
             raise Retryable(f"etcd stored something else for the lease {name_of(key)}", "is that etcd?")
         return lease
+
+
+def say_kept(lease: Lease) -> None:
+    """Log that a lease with another public IP than ours is ours."""
+    log.info(
+        "Keeping the lease %s of our former public IP %s: its attributes are as we last wrote them, on this"
+        " hardware",
+        lease,
+        node_address(lease.attrs),
+    )
 
 
 def _differ(stored: object, ours: object) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from flanneld import clock
 from flanneld.config import Config, ConfigError, say_the_same
@@ -26,13 +27,13 @@ from flanneld.model import (
     name_of,
 )
 from flanneld.subnet.allocate import fits
-from flanneld.subnet.etcd import SUBNET_TTL, TRIES, EtcdManager, LeaseTaken, node_address
+from flanneld.subnet.etcd import SUBNET_TTL, TRIES, EtcdManager, LeaseTaken, node_address, say_kept
 from flanneld.subnet.etcd_http import NoSuchApi
 from flanneld.subnet.etcd_keys import NoConfig, Position
 from flanneld.subnet.etcd_leases import Listing
 from flanneld.subnet.etcd_own_both import OwnInBoth
 from flanneld.subnet.etcd_union import LeaseUnion
-from flanneld.subnet.manager import LONGEST_SILENCE, Cancelled, Deliver
+from flanneld.subnet.manager import LONGEST_SILENCE, NO_FACTS, Cancelled, Deliver, LocalFacts
 
 log = logging.getLogger(__name__)
 
@@ -102,17 +103,20 @@ class EtcdOfBoth:
                 return lease.attrs
         return None
 
-    def acquire(self, config: Config, attrs: LeaseAttrs, previous: LeaseKey) -> Lease:
+    def acquire(
+        self, config: Config, attrs: LeaseAttrs, previous: LeaseKey, local: LocalFacts = NO_FACTS
+    ) -> Lease:
         for attempt in range(TRIES):
             listings, problem = self._listings(anew=attempt > 0)
-            key = _ours(list(listings.values()), config, attrs, previous)
+            key = _ours(list(listings.values()), config, attrs, previous, local.written)
             if key is None and problem:
                 # Whoever has no lease yet must not choose what a node may have where we cannot look.
                 raise problem
             if key is None:
-                key = self._sides[0].pick(config, previous, _union(list(listings.values())))
+                union = _union(list(listings.values()))
+                key = self._sides[0].pick(config, previous, union, local.connected)
             try:
-                lease = self._take(key, attrs, listings)
+                lease = self._take(key, attrs, listings, local.written)
             except LeaseTaken as lost:
                 log.log(V(1), "Another node was quicker, trying again: %s", lost)
                 continue
@@ -197,8 +201,20 @@ class EtcdOfBoth:
             raise problem
         return listings, problem
 
-    def _take(self, key: LeaseKey, attrs: LeaseAttrs, listings: dict[EtcdManager, Listing]) -> Lease:
+    def _take(
+        self,
+        key: LeaseKey,
+        attrs: LeaseAttrs,
+        listings: dict[EtcdManager, Listing],
+        written: Lease | None = None,
+    ) -> Lease:
         """Write our lease everywhere, or nowhere (raises ``LeaseTaken``)."""
+        proven = {
+            side: lease
+            for side, listing in listings.items()
+            for _, lease in listing.as_written(written)
+            if lease.key == key and node_address(lease.attrs) != node_address(attrs)
+        }
         had = {
             side: lease
             for side, listing in listings.items()
@@ -212,10 +228,12 @@ class EtcdOfBoth:
             own = OwnInBoth(side.api for side in self._sides)
             for side in self._sides:
                 try:
-                    written = side.renew(wanted)
+                    # As it was read: only such a lease is overwritten under another public IP.
+                    asof = proven[side].asof if side in proven else wanted.asof
+                    stored = side.renew(replace(wanted, asof=asof))
                     if side not in had:
-                        side.yield_to_earlier(written)
-                    own.written(side.api, written)
+                        side.yield_to_earlier(stored)
+                    own.written(side.api, stored)
                 except LeaseTaken:
                     for other in taken:
                         if other not in had:
@@ -227,6 +245,8 @@ class EtcdOfBoth:
                 taken.append(side)
             if not taken:
                 raise Retryable(f"the lease {wanted} could not be written", "see the log above")
+            for lease in list(proven.values())[:1]:
+                say_kept(lease)
             self._own = own
             self._announced = attrs
             return own.whole()
@@ -296,22 +316,32 @@ class EtcdOfBoth:
 
 
 def _ours(
-    listings: Sequence[Listing], config: Config, attrs: LeaseAttrs, previous: LeaseKey
+    listings: Sequence[Listing],
+    config: Config,
+    attrs: LeaseAttrs,
+    previous: LeaseKey,
+    written: Lease | None,
 ) -> LeaseKey | None:
-    """The lease that is ours by our public IP in either, the previous one if we have several."""
+    """The lease that is ours by our public IP or by proof in either, the previous one if we have several."""
     address = node_address(attrs)
-    mine = dict.fromkeys(lease.key for each in listings for _, lease in each.of(address))
-    good = [key for key in mine if fits(config, key) and not _is_contested(key, address, listings)]
+    mine = dict.fromkeys(
+        lease.key for each in listings for _, lease in (*each.as_written(written), *each.of(address))
+    )
+    good = [key for key in mine if fits(config, key) and not _is_contested(key, address, listings, written)]
     return previous if previous in good else next(iter(good), None)
 
 
-def _is_contested(key: LeaseKey, address: IPAddress | None, listings: Sequence[Listing]) -> bool:
+def _is_contested(
+    key: LeaseKey, address: IPAddress | None, listings: Sequence[Listing], written: Lease | None
+) -> bool:
     """Whether another node has something of it: one that does not look into both APIs."""
     rivals = [
         lease
         for each in listings
         for lease in each.leases.values()
-        if node_address(lease.attrs) != address and have_common_addresses(key, lease.key)
+        if node_address(lease.attrs) != address
+        and have_common_addresses(key, lease.key)
+        and not (written and (lease.key, lease.attrs) == (written.key, written.attrs))
     ]
     for lease in rivals[:1]:
         log.warning(

@@ -17,7 +17,7 @@ from flanneld.subnet.etcd_http import NoSuchApi
 from flanneld.subnet.etcd_keys import Client, NoConfig
 from flanneld.subnet.etcd_transport import Timeouts, Transport
 from flanneld.subnet.etcd_v2_probe import is_in_v2
-from flanneld.subnet.manager import Deliver, SubnetManager
+from flanneld.subnet.manager import NO_FACTS, Deliver, LocalFacts, SubnetManager
 
 log = logging.getLogger(__name__)
 
@@ -121,8 +121,10 @@ class EtcdOfEither:
     def stored(self, public_ip: IPAddress | None) -> LeaseAttrs | None:
         return self._manager().stored(public_ip)
 
-    def acquire(self, config: Config, attrs: LeaseAttrs, previous: LeaseKey) -> Lease:
-        return self._manager().acquire(config, attrs, previous)
+    def acquire(
+        self, config: Config, attrs: LeaseAttrs, previous: LeaseKey, local: LocalFacts = NO_FACTS
+    ) -> Lease:
+        return self._manager().acquire(config, attrs, previous, local)
 
     def renew(self, lease: Lease) -> Lease:
         return self._manager().renew(lease)

@@ -44,6 +44,14 @@ class Listing:
         found = [item for item in self.leases.items() if item[1].attrs.public(family) == public_ip]
         return sorted(found, key=lambda item: [_order(net) for net in item[1].key])
 
+    def as_written(self, written: Lease | None) -> list[tuple[str, Lease]]:
+        """The lease that has the key and the attributes of another one."""
+        return [
+            item
+            for item in self.leases.items()
+            if written is not None and (item[1].key, item[1].attrs) == (written.key, written.attrs)
+        ]
+
     def lease_keys(self) -> list[LeaseKey]:
         """Every lease, understood or not."""
         return [*(lease.key for lease in self.leases.values()), *self.unreadable]

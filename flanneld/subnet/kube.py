@@ -27,7 +27,7 @@ from flanneld.subnet.kube_state import Saved, State
 from flanneld.subnet.kube_table import NodeTable
 from flanneld.subnet.kube_upkeep import Upkeep
 from flanneld.subnet.kube_watch import Follower
-from flanneld.subnet.manager import Cancelled, Deliver
+from flanneld.subnet.manager import NO_FACTS, Cancelled, Deliver, LocalFacts
 
 __all__ = ["KubeManager", "KubeOptions"]
 
@@ -125,8 +125,10 @@ class KubeManager:
             self._once.warn(log, "stored", f"Not going by what we announced before: {reason.problem}")
             return None
 
-    def acquire(self, config: Config, attrs: LeaseAttrs, previous: LeaseKey) -> Lease:
-        del previous  # the podCIDR is the lease, whatever it was before
+    def acquire(
+        self, config: Config, attrs: LeaseAttrs, previous: LeaseKey, local: LocalFacts = NO_FACTS
+    ) -> Lease:
+        del previous, local  # the podCIDR is the lease, whatever it was before
         node = self._own()
         lease = self.foresee(config, attrs)
         if self._saved is None:

@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address
 from typing import Protocol, runtime_checkable
 
 from flanneld.config import Config
-from flanneld.model import Event, IPAddress, Lease, LeaseAttrs, LeaseKey
+from flanneld.model import Event, IPAddress, IPNetwork, Lease, LeaseAttrs, LeaseKey
 
 #: Takes the events of one reading of the store, in order.
 Deliver = Callable[[list[Event]], None]
 
 
 LONGEST_SILENCE = 180.0
+
+
+@dataclass(frozen=True, slots=True)
+class LocalFacts:
+    """What this host knows when it acquires a lease, besides ``subnet.env``.
+
+    ``written`` is our last lease as we wrote it, if this host proves that it is ours: it stays ours under
+    another public IP. ``connected`` are networks of this host's interfaces, which a new subnet avoids.
+    """
+
+    written: Lease | None = None
+    connected: tuple[IPNetwork, ...] = ()
+
+
+NO_FACTS = LocalFacts()
 
 
 class Cancelled(Exception):
@@ -36,7 +52,9 @@ class SubnetManager(Protocol):
         """What a node with this public IP announced last, if the store still knows."""
         ...
 
-    def acquire(self, config: Config, attrs: LeaseAttrs, previous: LeaseKey) -> Lease:
+    def acquire(
+        self, config: Config, attrs: LeaseAttrs, previous: LeaseKey, local: LocalFacts = NO_FACTS
+    ) -> Lease:
         """Get this node's lease, the one it had before if possible.
 
         ``previous`` is what ``subnet.env`` remembers, ``(None, None)`` if nothing.

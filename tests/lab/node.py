@@ -68,7 +68,7 @@ class Node:
         self.ipv6_address = f"fd00:{link_number}::{number:x}"
         self.directory = directory
         self.subnet_file = directory / "subnet.env"
-        self._endpoints = endpoints
+        self.endpoints = endpoints
         self._daemons: list[Daemon] = []
         self._containers: dict[int, Container] = {}
         self._before: tuple[int, int] | None = None
@@ -90,7 +90,7 @@ class Node:
         self._before = self._written()
         self.service_manager.close()
         self.service_manager = ServiceManager(self.service_manager.path)
-        own = [f"--etcd-endpoints={self._endpoints}", f"--subnet-file={self.subnet_file}"]
+        own = [f"--etcd-endpoints={self.endpoints}", f"--subnet-file={self.subnet_file}"]
         daemon = Daemon(
             self.namespace,
             [*(command or own_command()), *own, *flags],

@@ -81,16 +81,16 @@ def test_subnet_env_that_has_no_room_at_the_start_is_written_once_it_has(
     with peer.container().ping(gateway) as ping:
         ping.wait_for_replies(SOME_TIME, PATIENT)
         disk.wait_for_files(FILLER, *(["subnet.env"] if earlier else []))
-        assert len(node.wait_for_log(COMPLAINT)) == 1
+        assert len(node.wait_for_log(COMPLAINT)) == 2  # once of each file
         disk.make_room()
         wait_for_content(node.subnet_file, earlier, env(f"{gateway}/24", 1450))
         wait_for(node.service_manager.ready, PATIENT, "the daemon to become ready")
         wait_for(lambda: COMPLAINT not in service_status(node), PATIENT, "STATUS= to forget it")
         assert ready_page(node).startswith("flanneld is ready\n")
         assert ping.lost() == 0
-    disk.wait_for_files("subnet.env")
+    disk.wait_for_files("subnet.env", "flanneld.state")
     assert not earlier or subnet == "10.5.177.0/24"
-    assert len(node.wait_for_log(COMPLAINT)) == 1
+    assert len(node.wait_for_log(COMPLAINT)) == 2  # once of each file
     assert len(node.wait_for_log(f"Wrote {disk.directory}/subnet.env")) == 1
 
 
@@ -116,7 +116,7 @@ def test_subnet_env_that_has_no_room_when_it_changes_is_written_once_it_has(lab:
         disk.make_room()
         wait_for_content(node.subnet_file, before, env(node.env()["FLANNEL_SUBNET"], 1350))
         assert ping.lost() == 0
-    disk.wait_for_files("subnet.env")
+    disk.wait_for_files("subnet.env", "flanneld.state")
     assert len(node.wait_for_log(COMPLAINT)) == 1
 
 

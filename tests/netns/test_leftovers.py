@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.lab import Lab, Node, wait_for
+from tests.lab.daemon import ROOT, own_command
 from tests.netns.apis import both_apis
-from tests.netns.pair import SOON, connect
+from tests.netns.pair import DUAL_STACK, SOON, connect
 
 #: As a Go flanneld leaves its routes; 10.5.0.0/24 is a subnet that no node can have.
 LEFT_BY_GO = "route add 10.5.0.0/24 via 198.18.0.99 dev eth0"
@@ -23,6 +26,17 @@ FOREIGN = [
     "route add 10.5.6.0/24 via 198.18.0.99 metric 50",
     "route add blackhole 10.5.7.0/24",
 ]
+
+
+GO_ENV = "FLANNEL_NETWORK=10.5.0.0/16\nFLANNEL_SUBNET=10.5.8.1/24\nFLANNEL_MTU=1500\nFLANNEL_IPMASQ=false\n"
+
+
+def write_as_go(node: Node) -> None:
+    """Leave subnet.env as a Go flanneld does that has run here: a new file in place of the old one."""
+    text = node.subnet_file.read_text() if node.subnet_file.exists() else GO_ENV
+    new = node.subnet_file.with_name("subnet.env.new")
+    new.write_text(text)
+    new.replace(node.subnet_file)
 
 
 def traces(node: Node, peer: Node) -> list[dict[str, Any]]:
@@ -108,12 +122,52 @@ def test_an_unmarked_route_to_a_vanished_peer_is_removed_once(lab: Lab) -> None:
     connect(node, peer)
     node.stop()
     node.namespace.ip(LEFT_BY_GO)
+    write_as_go(node)
     start(node)
     assert "10.5.0.0/24" not in destinations(node)
+    assert len(node.wait_for_log("Removed, left by an earlier run: route 10.5.0.0/24 via 198.18.0.99")) == 1
     with node.paused():
         node.namespace.ip(LEFT_BY_GO, f"route del {peer.subnet()}")
     wait_for(lambda: peer.subnet() in destinations(node), SOON, "another look at all routes")
     assert "10.5.0.0/24" in destinations(node)
+    node.stop()
+    start(node)
+    assert "10.5.0.0/24" in destinations(node)
+
+
+@pytest.mark.parametrize("state", ["kept", "lost"])
+def test_a_route_made_by_hand_stays_at_a_restart_unless_another_flanneld_ran(lab: Lab, state: str) -> None:
+    """Without a record of our last run it may be Go's."""
+    by_hand = {4: "10.5.0.0/24", 6: "fc00:5::/64"}
+    (node,) = lab.cluster({"Type": "host-gw"}, nodes=1, **DUAL_STACK)
+    wait_for(lambda: in_sync(node), SOON, "the first snapshot")
+    node.stop()
+    node.namespace.ip(LEFT_BY_GO, f"route add {by_hand[6]} via fd00:18::99 dev eth0 proto boot")
+    if state == "lost":
+        node.subnet_file.with_name("flanneld.state").unlink()
+    start(node)
+    for family, subnet in by_hand.items():
+        there = any(route["dst"] == subnet for route in node.routes("eth0", family))
+        assert there is (state == "kept"), subnet
+
+
+def test_routes_of_another_flanneld_are_adopted_until_they_were_swept_once(lab: Lab) -> None:
+    """The removal brake holds the first sweep, and the daemon is killed meanwhile."""
+    left = [f"10.5.{number}.0/24" for number in range(12)]
+    network = {"Network": "10.5.0.0/16", "SubnetMin": "10.5.128.0", "Backend": {"Type": "host-gw"}}
+    lab.etcd.put_config(network)
+    (node,) = lab.add_nodes(1)
+    node.namespace.ip(*(f"route add {subnet} via 198.18.0.99 dev eth0" for subnet in left))
+    write_as_go(node)
+    start(node)
+    assert set(left) <= destinations(node)
+    node.kill()
+    node.start("-removal-brake=false")
+    node.wait_ready()
+    wait_for(lambda: in_sync(node), SOON, "the first snapshot")
+    assert not set(left) & destinations(node)
+    assert len(node.wait_for_log("Removed, left by an earlier run: ")) == 11
+    assert node.wait_for_log("Removed, left by an earlier run: 2 more objects")
 
 
 def test_an_unmarked_route_to_a_peer_is_adopted(lab: Lab) -> None:
@@ -127,11 +181,31 @@ def test_an_unmarked_route_to_a_peer_is_adopted(lab: Lab) -> None:
     wait_for(lambda: not traces(node, peer), SOON, "the route to go with the lease")
 
 
+def test_a_route_that_was_adopted_goes_with_its_lease_at_any_later_start(lab: Lab) -> None:
+    """It is right, and so never written again to be marked."""
+    node, peer = lab.cluster({"Type": "host-gw"})
+    wait_for(lambda: in_sync(node), SOON, "the first snapshot")
+    node.stop()
+    node.namespace.ip(f"route replace {peer.subnet()} via {peer.address} dev eth0 proto boot")
+    write_as_go(node)
+    for _ in range(2):
+        start(node)
+        assert node.wait_for_route(peer.subnet()).get("protocol", "boot") == "boot"
+        node.stop()
+    node.namespace.ip(LEFT_BY_GO)
+    peer.stop()
+    lab.etcd.delete_lease(peer.subnet())
+    start(node)
+    assert peer.subnet() not in destinations(node)
+    assert "10.5.0.0/24" in destinations(node)
+
+
 def test_routes_that_flannel_never_makes_stay(lab: Lab) -> None:
     (node,) = lab.add_nodes(1)
     network = {"Network": "10.5.0.0/16", "SubnetMin": "10.5.128.0", "Backend": {"Type": "host-gw"}}
     lab.etcd.put_config(network)
     node.namespace.ip(*FOREIGN)
+    write_as_go(node)
     before = node.routes()
     node.namespace.ip(LEFT_BY_GO)
     start(node)
@@ -203,7 +277,6 @@ def switch(lab: Lab, nodes: list[Node], backend: dict[str, Any]) -> None:
 
 
 def test_host_gw_leaves_no_route_of_vxlan(lab: Lab) -> None:
-    """The device stays, as with Go flannel, and leads nowhere."""
     nodes = lab.cluster({"Type": "vxlan"}, nodes=3)
     connect(nodes[0], nodes[1])
     connect(nodes[0], nodes[2])
@@ -237,3 +310,142 @@ def test_another_segment_leaves_no_route_of_the_old_one(lab: Lab) -> None:
     assert gone.subnet() not in destinations(node)
     assert node.routes("flannel.1") == []
     connect(node, peer)
+
+
+# ---- devices of an earlier configuration ----------------------------------------------------------
+
+VNI_7 = {"Type": "vxlan", "VNI": 7}
+
+#: What ran before, what runs now, and the devices that only the former has, each with its family.
+SWITCHES = [
+    pytest.param({"Type": "vxlan"}, VNI_7, {"flannel.1": 4, "flannel-v6.1": 6}, id="another VNI"),
+    pytest.param({"Type": "vxlan"}, {"Type": "host-gw"}, {"flannel.1": 4, "flannel-v6.1": 6}, id="host-gw"),
+    pytest.param({"Type": "udp"}, {"Type": "vxlan"}, {"flannel0": 4}, id="udp to vxlan"),
+    pytest.param(
+        {"Type": "ipip"},
+        {"Type": "vxlan"},
+        {"flannel.ipip": 4},
+        id="ipip to vxlan",
+        marks=pytest.mark.needs_kernel("ipip"),
+    ),
+]
+
+
+def state_file(node: Node) -> Path:
+    return node.subnet_file.with_name("flanneld.state")
+
+
+def reconfigure(lab: Lab, node: Node, backend: dict[str, Any], **config: Any) -> None:
+    """Restart a node's daemon with another backend."""
+    node.stop()
+    lab.etcd.put_config({"Network": "10.5.0.0/16", "Backend": backend, **config})
+    start(node)
+
+
+@both_apis
+@pytest.mark.parametrize(("before", "now", "devices"), SWITCHES)
+def test_devices_of_an_earlier_configuration_are_swept(
+    lab: Lab, before: dict[str, Any], now: dict[str, Any], devices: dict[str, int]
+) -> None:
+    stacks = DUAL_STACK if 6 in devices.values() else {}
+    (node,) = lab.cluster(before, nodes=1, **stacks)
+    wait_for(lambda: in_sync(node), SOON, "the first snapshot")
+    assert all(node.link(device) for device in devices)
+    reconfigure(lab, node, now, **stacks)
+    wait_for(lambda: not any(map(node.link, devices)), SOON, "the devices to go")
+    for device in devices:
+        assert len(node.wait_for_log(f"Removed, left by an earlier run: link {device} ")) == 1
+
+
+def test_a_plan_names_the_devices_that_a_start_sweeps(lab: Lab) -> None:
+    (node,) = lab.cluster({"Type": "vxlan"}, nodes=1)
+    node.stop()
+    lab.etcd.put_config({"Network": "10.5.0.0/16", "Backend": VNI_7})
+    record = state_file(node).read_bytes()
+    own = (f"--etcd-endpoints={lab.etcd.endpoint}", f"--subnet-file={node.subnet_file}")
+    planned = node.run(*own_command(), *own, "-plan").stdout.splitlines()
+    assert "ip link del flannel.1" in planned
+    assert node.link("flannel.1")
+    assert state_file(node).read_bytes() == record
+
+
+@pytest.mark.parametrize("plane", ["native", "python"])
+def test_the_pump_of_udp_goes_with_its_device(lab: Lab, plane: str) -> None:
+    (node,) = lab.cluster({"Type": "udp", "DataPlane": plane}, nodes=1)
+    (line,) = node.wait_for_log("Packets go through the")
+    pump = Path("/proc", line.rpartition("process ")[2])
+    assert "flanneld.network.pump" in (pump / "cmdline").read_text()
+    reconfigure(lab, node, {"Type": "vxlan"})
+    wait_for(lambda: not pump.exists(), SOON, "the pump to end")
+
+
+def test_the_old_device_goes_when_the_routes_through_the_new_one_are_in(lab: Lab) -> None:
+    lab.etcd.put_lease(
+        "10.5.7.0/24",
+        {"PublicIP": "198.18.0.7", "BackendType": "vxlan", "BackendData": {"VtepMAC": "02:00:00:00:00:07"}},
+    )
+    (node,) = lab.cluster({"Type": "vxlan"}, nodes=1)
+    node.wait_for_route("10.5.7.0/24")
+    node.stop()
+    lab.etcd.put_config({"Network": "10.5.0.0/16", "Backend": VNI_7})
+    with node.changes() as changes:
+        start(node)
+        wait_for(lambda: node.link("flannel.1") is None, SOON, "the old device to go")
+        seen = changes.seen()
+    assert seen.index("new route") < seen.index("link flannel.1 gone"), seen
+
+
+@pytest.mark.parametrize("lost", ["state file", "boot"])
+def test_a_device_without_a_record_of_this_boot_is_left_and_named(lab: Lab, lost: str) -> None:
+    (node,) = lab.cluster({"Type": "vxlan"}, nodes=1)
+    node.stop()
+    if lost == "boot":
+        state = json.loads(state_file(node).read_text())
+        state_file(node).write_text(json.dumps({**state, "boot_id": "another"}))
+    else:
+        state_file(node).unlink()
+    reconfigure(lab, node, VNI_7)
+    assert len(node.wait_for_log("Left alone: flannel.1 has an address in our network")) == 1
+    assert node.link("flannel.1")
+    done = node.run(
+        str(ROOT / ".venv/bin/flannelctl"), "doctor", f"--subnet-file={node.subnet_file}", check=False
+    )
+    assert done.returncode == 1
+    assert "ip link delete flannel.1" in done.stdout
+    node.run("ip", "link", "delete", "flannel.1")
+    done = node.run(
+        str(ROOT / ".venv/bin/flannelctl"), "doctor", f"--subnet-file={node.subnet_file}", check=False
+    )
+    assert "flannel.1" not in done.stdout
+
+
+@pytest.mark.parametrize("change", ["made anew", "another daemon's"])
+def test_a_device_that_is_not_the_recorded_one_stays(lab: Lab, change: str) -> None:
+    (node,) = lab.cluster({"Type": "vxlan"}, nodes=1)
+    node.stop()
+    name = "flannel.1" if change == "made anew" else "flannel.9"
+    if change == "made anew":
+        node.namespace.ip("link delete flannel.1")
+    node.namespace.ip(f"link add {name} type vxlan id 9 local {node.address} dstport 4789")
+    reconfigure(lab, node, VNI_7)
+    wait_for(lambda: node.link("flannel.7"), SOON, "the new device")
+    assert node.link(name)
+    assert f"Left alone: {name}" not in node.log()
+    # Nor does the next run, whose record no longer has it.
+    node.stop()
+    start(node)
+    assert node.link(name)
+
+
+def test_devices_are_kept_on_record_until_they_were_swept(lab: Lab) -> None:
+    """A daemon that ends before it knows the peers leaves the sweep to the next one."""
+    (node,) = lab.cluster({"Type": "vxlan"}, nodes=1)
+    node.stop()
+    lab.etcd.put_config({"Network": "10.5.0.0/16", "Backend": VNI_7})
+    node.start()
+    wait_for(lambda: node.link("flannel.7"), SOON, "the new device")
+    node.kill()
+    recorded = {each["name"] for each in json.loads(state_file(node).read_text())["devices"]}
+    assert "flannel.1" in recorded or node.link("flannel.1") is None
+    start(node)
+    wait_for(lambda: node.link("flannel.1") is None, SOON, "the old device to go")

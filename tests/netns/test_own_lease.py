@@ -11,6 +11,7 @@ from flanneld.keeper import PROBATION
 from tests.lab import Lab, Node, own_command, wait_for
 from tests.lab.etcd import TTL
 from tests.netns.apis import both_apis
+from tests.netns.pair import DUAL_STACK
 
 HOST_GW = {"Network": "10.5.0.0/16", "Backend": {"Type": "host-gw"}}
 
@@ -71,6 +72,47 @@ def test_a_full_range_is_complained_about_once_until_a_subnet_is_free(lab: Lab) 
     lab.etcd.delete_lease("10.5.2.0/24")
     node.wait_ready(10)
     assert node.subnet() == "10.5.2.0/24"
+
+
+@both_apis
+def test_a_new_subnet_avoids_the_networks_of_the_host(lab: Lab, backend: dict[str, str]) -> None:
+    ranges = {
+        **DUAL_STACK,
+        "SubnetMin": "10.5.1.0",
+        "SubnetMax": "10.5.2.0",
+        "IPv6SubnetMin": "fc00:5:0:1::",
+        "IPv6SubnetMax": "fc00:5:0:2::",
+    }
+    lab.etcd.put_config({"Network": "10.5.0.0/16", "Backend": backend, **ranges})
+    (node,) = lab.add_nodes(1)
+    node.namespace.ip(
+        "link add docker0 type bridge",
+        "link set docker0 up",
+        "address add 10.5.1.129/25 dev docker0",
+        "address add fc00:5:0:2::1/64 dev docker0 nodad",
+    )
+    connected = node.routes("docker0")
+    node.start()
+    node.wait_ready()
+    assert (node.subnet(4), node.subnet(6)) == ("10.5.2.0/24", "fc00:5:0:1::/64")
+    # A lease that is ours stays, whatever the host has later.
+    node.stop()
+    node.namespace.ip("address add 10.5.2.129/25 dev docker0")
+    node.start()
+    node.wait_ready()
+    assert node.subnet(4) == "10.5.2.0/24"
+    assert connected[0] in node.routes("docker0")
+
+
+def test_a_network_of_the_host_is_chosen_if_no_other_is_free(lab: Lab) -> None:
+    lab.etcd.put_config({**HOST_GW, "SubnetMin": "10.5.1.0", "SubnetMax": "10.5.1.0"})
+    (node,) = lab.add_nodes(1)
+    node.namespace.ip(
+        "link add docker0 type bridge", "link set docker0 up", "address add 10.5.1.1/24 dev docker0"
+    )
+    node.start()
+    node.wait_ready()
+    assert node.subnet() == "10.5.1.0/24"
 
 
 def test_a_subnet_that_another_node_has_taken_meanwhile_is_not_taken_back(lab: Lab) -> None:

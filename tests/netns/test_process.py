@@ -149,7 +149,7 @@ def test_a_subnet_file_that_cannot_be_written_costs_no_more_than_being_ready(lab
     node.wait_for_route("10.5.200.0/24")
     node.wait_for_log("No status socket")
     node.wait_for_log("/proc/nowhere/subnet.env: ")
-    assert ["/proc/nowhere/" in message for message in complaints(node.log())] == [True, True]
+    assert ["/proc/nowhere/" in message for message in complaints(node.log())] == [True, True, True]
     assert not node.service_manager.ready()
     assert node.stop().status == 0
 

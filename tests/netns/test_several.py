@@ -6,8 +6,12 @@ import signal
 from functools import partial
 from typing import Any
 
+import pytest
+
+from flanneld.instance_lock import PATIENCE
 from tests.lab import Lab, Node, wait_for
-from tests.lab.daemon import Daemon, own_command
+from tests.lab.daemon import ROOT, Daemon, own_command
+from tests.netns.pair import DUAL_STACK, connect
 
 
 def blackholes(node: Node) -> list[dict[str, Any]]:
@@ -65,3 +69,87 @@ def test_two_daemons_with_host_gw_on_one_host_leave_each_other_alone(lab: Lab) -
         ends = [daemon.end(signal.SIGTERM, 5) for daemon in daemons]
     assert [end.status for end in ends] == [0, 0]
     assert repairs == [0, 0]
+
+
+# ---- two of one identity --------------------------------------------------------------------------
+
+
+def second_daemon(node: Node, *flags: str) -> Daemon:
+    """Start another daemon with the same subnet file, as a DaemonSet's surge update does."""
+    same = [*own_command(), f"--etcd-endpoints={node.endpoints}", f"--subnet-file={node.subnet_file}"]
+    return Daemon(node.namespace, [*same, *flags], node.directory / "second.log", {})
+
+
+def wait_for_line(daemon: Daemon, text: str) -> None:
+    wait_for(lambda: text in daemon.log(), 10, f"the second daemon to say {text!r}")
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL], ids=["stopped", "killed"])
+def test_a_second_daemon_takes_over_when_the_first_ends(lab: Lab, how: signal.Signals) -> None:
+    node, peer = lab.cluster({"Type": "vxlan"})
+    connect(node, peer)
+    subnet, before = node.subnet(), node.kernel_state("flannel.1", "eth0")
+    with node.container().ping(peer.container()) as ping, node.changes() as changes:
+        second = second_daemon(node)
+        wait_for_line(second, "waiting up to 30 s for it to end")
+        assert changes.during(0.3) == []
+        assert node.running
+        node.daemon.end(how, 5)
+        wait_for_line(second, "In sync with")
+        assert changes.during(0.3) == []
+        assert ping.lost() == 0
+    assert node.subnet() == subnet
+    assert node.kernel_state("flannel.1", "eth0") == before
+    assert second.log().count("Another flanneld holds") == 1
+    assert second.end(signal.SIGTERM, 5).status == 0
+
+
+@pytest.mark.long
+def test_a_second_daemon_ends_after_its_wait_and_the_first_stays(lab: Lab) -> None:
+    (node,) = lab.cluster({"Type": "vxlan"}, nodes=1)
+    before = lab.etcd.leases(), node.kernel_state("flannel.1")
+    second = second_daemon(node)
+    assert second.wait(PATIENCE + 10).status == 1
+    last = second.log().splitlines()[-1]
+    assert f"another flanneld has held {node.subnet_file.with_name('flanneld.lock')} for 30 s" in last
+    assert node.running
+    assert (lab.etcd.leases(), node.kernel_state("flannel.1")) == before
+
+
+def test_a_waiting_daemon_is_stopped_at_once(lab: Lab) -> None:
+    (node,) = lab.cluster({"Type": "vxlan"}, nodes=1)
+    second = second_daemon(node)
+    wait_for_line(second, "waiting up to 30 s")
+    assert second.end(signal.SIGTERM, 5).status == 0
+    assert node.running
+
+
+def test_a_pump_that_outlives_its_daemon_holds_no_lock(lab: Lab) -> None:
+    (node,) = lab.cluster({"Type": "udp"}, nodes=1)
+    node.kill()
+    node.start()
+    node.wait_ready()
+    assert "Another flanneld holds" not in node.log()
+
+
+@pytest.mark.parametrize("stacks", [{}, DUAL_STACK], ids=["IPv4", "dual stack"])
+def test_a_peer_with_the_mac_of_our_device_is_named(lab: Lab, stacks: dict[str, Any]) -> None:
+    (node,) = lab.cluster({"Type": "vxlan"}, nodes=1, **stacks)
+    family = 6 if stacks else 4
+    device = "flannel-v6.1" if stacks else "flannel.1"
+    mac = (node.link(device) or {})["address"]
+    data = {4: {"VNI": 1, "VtepMAC": "02:00:00:00:00:07"}} | {family: {"VNI": 1, "VtepMAC": mac}}
+    lease = {"PublicIP": "198.18.0.7", "BackendType": "vxlan", "BackendData": data[4]}
+    if stacks:
+        lease |= {"PublicIPv6": "fd00:18::7", "BackendV6Data": data[6]}
+    key = "10.5.7.0/24" if not stacks else "10.5.7.0-24&fc00:5:0:7::-64"
+    lab.etcd.put_lease(key, lease)
+    node.wait_for_route("10.5.7.0/24")
+    lines = node.wait_for_log(f"has the MAC {mac} of our own {device}")
+    assert len(lines) == 1
+    doctor = [str(ROOT / ".venv/bin/flannelctl"), "doctor", f"--subnet-file={node.subnet_file}"]
+    done = node.run(*doctor, check=False)
+    assert done.returncode == 1
+    assert "has the MAC of our own device" in done.stdout
+    lab.etcd.delete_lease(key)
+    wait_for(lambda: "of our own device" not in node.run(*doctor, check=False).stdout, 5, "it to go")

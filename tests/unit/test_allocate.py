@@ -130,3 +130,22 @@ def test_the_choice_is_among_a_hundred() -> None:
 
 def test_nothing_is_chosen_when_nothing_is_free() -> None:
     assert choose(pool("10.3.0.0/16"), [ip_network("10.3.0.0/16")], lambda n: n - 1) is None
+
+
+@pytest.mark.parametrize(
+    ("avoid", "expected"),
+    [
+        pytest.param(["10.3.0.0/24"], "10.3.1.0/24", id="docker's bridge in the network"),
+        pytest.param(["10.3.1.128/25", "10.3.0.0/32"], "10.3.2.0/24", id="a part of a subnet"),
+        pytest.param(["10.3.0.0/22"], "10.3.0.0/24", id="nothing else is free"),
+        pytest.param(["10.0.0.0/8", "10.3.0.0/24"], "10.3.1.0/24", id="a LAN around the network"),
+        pytest.param(["fc00::/48"], "10.3.0.0/24", id="the other family"),
+    ],
+)
+def test_a_new_subnet_avoids_what_the_host_has_if_another_is_free(avoid: list[str], expected: str) -> None:
+    config = parse(
+        '{"Network": "10.3.0.0/16", "SubnetMin": "10.3.0.0", "SubnetMax": "10.3.3.0", "SubnetLen": 24}'
+    )
+    (pool,) = config.ranges
+    chosen = choose(pool, [], lambda _: 0, [ip_network(each) for each in avoid])
+    assert str(chosen) == expected

@@ -152,6 +152,13 @@ CASES: dict[str, list[Facts]] = {
     "brake": [told(lambda d: d.update(brake={"holds": True}))],
     "mac": [with_links(link("eth0"), flannel(mac="02:00:00:00:00:99"))],
     "contested": [peer(conflicts=["10.5.3.0/24"], state="contested")],
+    "cloned mac": [peer(macs=[MAC.upper()])],
+    "left devices": [
+        replace(
+            with_links(link("eth0"), flannel(), replace(flannel(), name="flannel.7")),
+            addresses=(*WELL.addresses, ("flannel.7", IPv4Address("10.5.1.0"))),
+        )
+    ],
     "managers": [
         replace(WELL, managed=(("flannel.1", "NetworkManager"),)),
         replace(WELL, managed=(("flannel.1", "systemd-networkd"),)),

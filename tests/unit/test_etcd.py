@@ -23,7 +23,7 @@ from flanneld.subnet.etcd import SUBNET_TTL, LeaseTaken
 from flanneld.subnet.etcd_choice import open_etcd
 from flanneld.subnet.etcd_endpoints import EtcdOptions
 from flanneld.subnet.etcd_transport import Timeouts
-from flanneld.subnet.manager import Cancelled, SubnetManager
+from flanneld.subnet.manager import Cancelled, LocalFacts, SubnetManager
 from tests.lab.etcd_v3 import V3Keys
 from tests.lab.wait import wait_for
 from tests.local_etcd import LocalEtcd, Relay, server
@@ -207,6 +207,58 @@ def test_a_previous_subnet_of_another_node_is_left_to_it(
     assert lease.subnet != net("10.3.6.0/24")
     assert store.get(holder)["modifiedIndex"] == index
     assert ["belongs to another node" in text for text in warnings(caplog)] == [True]
+
+
+def test_the_key_of_a_previous_subnet_that_is_leased_elsewhere_is_named(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.put("10.3.6.0-24", node(2))
+    store.manager().acquire(NETWORK, node(1), (net("10.3.6.0/24"), None))
+    (line,) = warnings(caplog)
+    assert f"{store.prefix}/subnets/10.3.6.0-24 (public IP 192.0.2.2)" in line
+
+
+def test_a_proven_lease_is_kept_under_another_public_ip(store: Store) -> None:
+    former = store.manager().acquire(NETWORK, node(1, {"VNI": 1}), NOTHING)
+    lease = store.manager().acquire(NETWORK, node(2, {"VNI": 1}), former.key, LocalFacts(former))
+    assert lease.key == former.key
+    assert lease.attrs == node(2, {"VNI": 1})
+    assert store.get(lease)["value"] == store.value('{"PublicIP":"192.0.2.2","BackendData":{"VNI":1}}')
+
+
+def test_a_proven_lease_comes_before_another_one_with_our_public_ip(store: Store) -> None:
+    former = store.manager().acquire(NETWORK, node(1), NOTHING)
+    other = store.manager().acquire(NETWORK, node(2), NOTHING)
+    lease = store.manager().acquire(NETWORK, node(2), former.key, LocalFacts(former))
+    assert lease.key == former.key
+    assert store.get(other)
+
+
+@pytest.mark.parametrize(
+    "meanwhile", [node(1, {"VNI": 2}), node(3, {"VNI": 1})], ids=["other data", "another node"]
+)
+@pytest.mark.parametrize("is_known", [True, False], ids=["before the list", "after the list"])
+def test_a_lease_that_somebody_else_wrote_is_not_proven(
+    store: Store, meanwhile: LeaseAttrs, is_known: bool
+) -> None:
+    former = store.manager().acquire(NETWORK, node(1, {"VNI": 1}), NOTHING)
+    manager = store.manager()
+    if not is_known:
+        manager.listing()
+    index = store.put(str(former).replace("/", "-"), meanwhile)
+    lease = manager.acquire(NETWORK, node(2, {"VNI": 1}), former.key, LocalFacts(former))
+    assert lease.key != former.key
+    assert store.get(former)["modifiedIndex"] == index
+
+
+def test_a_new_subnet_avoids_the_networks_of_this_host(store: Store) -> None:
+    local = LocalFacts(connected=tuple(net(f"10.3.{number}.0/24") for number in range(1, 25)))
+    assert store.manager().acquire(NETWORK, node(1), NOTHING, local).subnet == net("10.3.25.0/24")
+    # Reused and previous ones stay.
+    everything = LocalFacts(connected=(net("10.3.25.0/24"), net("10.3.6.0/24")))
+    assert store.manager().acquire(NETWORK, node(1), NOTHING, everything).subnet == net("10.3.25.0/24")
+    previous = (net("10.3.6.0/24"), None)
+    assert store.manager().acquire(NETWORK, node(2), previous, everything).key == previous
 
 
 def test_a_lease_that_does_not_fit_a_new_config_is_given_back(store: Store) -> None:

@@ -20,7 +20,7 @@ from flanneld.model import Added, Event, Lease, LeaseAttrs, LeaseTable, Removed,
 from flanneld.subnet.etcd_choice import open_etcd
 from flanneld.subnet.etcd_endpoints import EtcdOptions
 from flanneld.subnet.etcd_transport import Timeouts
-from flanneld.subnet.manager import Cancelled, SubnetManager
+from flanneld.subnet.manager import Cancelled, LocalFacts, SubnetManager
 from tests.lab.wait import wait_for
 from tests.local_etcd import LocalEtcd, running_etcd
 
@@ -463,3 +463,34 @@ def test_after_close_nothing_goes_on(node: Node) -> None:
         with pytest.raises(Cancelled):
             act()
     assert Removed(lease.key) not in node.events
+
+
+# ---- a node with another public IP ----------------------------------------------------------------
+
+
+def test_a_proven_lease_is_kept_in_both_apis(etcd: LocalEtcd, caplog: pytest.LogCaptureFixture) -> None:
+    with running(etcd, "v3") as node:
+        former = node.join(1)
+        config = node.manager.network_config()
+        manager = node.open("both")
+        manager.network_config()
+        with caplog.at_level("INFO"):
+            lease = manager.acquire(config, attrs(2), former.key, LocalFacts(former))
+        assert lease.key == former.key
+        name = str(former).replace("/", "-")
+        for api in ("v2", "v3"):
+            assert node.owners(api) == {name: "192.0.2.2"}, api
+        assert sum("Keeping the lease" in each for each in caplog.messages) == 1
+
+
+@pytest.mark.parametrize("api", ["v2", "v3"])
+def test_a_lease_that_another_node_has_in_one_api_is_not_proven(etcd: LocalEtcd, api: str) -> None:
+    with running(etcd, "v3") as node:
+        former = node.join(1)
+        assert former.subnet
+        third = int(str(former.subnet).split(".")[2])
+        node.put(api, third, 3)
+        manager = node.open("both")
+        lease = manager.acquire(manager.network_config(), attrs(2), former.key, LocalFacts(former))
+        assert lease.key != former.key
+        assert node.owners(api)[str(former).replace("/", "-")] == "192.0.2.3"

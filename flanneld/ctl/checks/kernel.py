@@ -183,6 +183,22 @@ def contested(facts: Facts) -> Iterator[Finding]:
             )
 
 
+@check("D", "cloned mac", "no peer has the MAC of our device")
+def cloned_mac(facts: Facts) -> Iterator[Finding]:
+    ours = {mac.lower() for mac in (facts.document.get("lease") or {}).get("macs", ())}
+    for peer in facts.peers:
+        shared = sorted(ours & {mac.lower() for mac in peer.get("macs", ())})
+        if shared:
+            yield Finding(
+                f"{','.join(peer['subnets'])} has the MAC of our own device",
+                f"{', '.join(shared)}, at public IP {', '.join(peer['public_ips'])}",
+                "other nodes reach only one of both: cloned machines have one MAC",
+                Advice(
+                    "on the clone: stop flanneld, ip link delete flannel.1, delete its lease, start flanneld"
+                ),
+            )
+
+
 @check("D", "managers", "no other program manages flannel's devices")
 def managers(facts: Facts) -> Iterator[Finding]:
     for name, program in facts.managed:

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 from flanneld.ctl.facts import Facts
 from flanneld.ctl.findings import Advice, Finding, Fix, Severity, check
+from flanneld.ctl.source import ranges_of
+from flanneld.network.links import is_flannels
 
 #: Plug-ins that hand on to the one whose config comes after theirs.
 _GO_BETWEENS = frozenset({"multus", "multus-shim"})
@@ -23,6 +25,24 @@ def left_rules(facts: Facts) -> Iterator[Finding]:
             "packets pass them too, and nobody keeps them right: with another subnet they masquerade wrongly",
             Fix(each.commands),
         )
+
+
+@check("B", "left devices", "no device of an earlier configuration is left")
+def left_devices(facts: Facts) -> Iterator[Finding]:
+    """A device of another daemon on this host has addresses in another network."""
+    if facts.origin != "daemon":
+        return
+    networks = [network for network, _ in ranges_of(facts.document)]
+    for link in facts.links:
+        held = [address for name, address in facts.addresses if name == link.name]
+        inside = [str(address) for address in held if any(address in network for network in networks)]
+        if is_flannels(link) and link.name not in facts.devices and inside:
+            yield Finding(
+                f"{link.name} is left from an earlier configuration",
+                f"it has {', '.join(inside)} in our network, and is no device of this daemon",
+                "it takes in packets that were sent to the former segment, and its routes may come first",
+                Advice(f"if no other flanneld of this host uses it, remove it: ip link delete {link.name}"),
+            )
 
 
 @check("F", "cni", "the container runtime asks flannel, and flannel is there to be asked")
