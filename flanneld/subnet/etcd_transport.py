@@ -166,6 +166,7 @@ class HttpConnection:
 
     def exchange(self, server: Server, request: Request) -> Answer:
         limits = Timeout(connect=self._timeouts.connect, read=self._timeouts.read)
+        began = clock.now()
         try:
             with self._pool_to(server).urlopen(
                 request.method,
@@ -181,7 +182,10 @@ class HttpConnection:
         except Unreachable as error:
             raise unreachable(error) from None
         except (HTTPError, HTTPException, OSError) as error:
-            raise useless(error, self._timeouts.read, server) from None
+            # A TLS handshake has less time than an answer.
+            waited = clock.now() - began
+            limit = self._timeouts.read if waited >= self._timeouts.read else self._timeouts.connect
+            raise useless(error, limit, server) from None
         except Retryable:
             self.hang_up()
             raise

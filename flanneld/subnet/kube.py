@@ -155,7 +155,7 @@ class KubeManager:
         if self._saved is not None:
             deliver(member.listed([self._saved.own, *self._saved.peers]))
         self._watching = Api(self._access, self._timeouts)
-        follower = Follower(self._watching, self._reader, member, self._make_backoff())
+        follower = Follower(self._watching, self._reader, member, self._make_backoff)
         with self._lock:
             if self._is_closed:
                 raise Cancelled
@@ -232,6 +232,7 @@ class _Member:
         self._name = name
         self._table = NodeTable(name, lease.key, config)
         self._state = state
+        self.own: Node | None = None
         self.upkeep = Upkeep(own_node, config, lambda: self.lease, self._save)
 
     def listed(self, nodes: list[Node]) -> list[Event]:
@@ -243,20 +244,25 @@ class _Member:
                 "see that kubelet registers it",
             )
         snapshot = self._table.replace(nodes, self.lease)
-        self.upkeep.post(own)
+        self._see_own(own)
         return [snapshot]
 
     def seen(self, node: Node) -> list[Event]:
         if node.name == self._name:
-            self.upkeep.post(node)
+            self._see_own(node)
             return []
         return self._table.put(node)
 
     def gone(self, node: Node) -> list[Event]:
         if node.name == self._name:
             log.warning("Our node %s was deleted; going on as before until it is there again", node.name)
+            self.own = None
             return []
         return self._table.drop(node.name)
+
+    def _see_own(self, node: Node) -> None:
+        self.own = node
+        self.upkeep.post(node)
 
     def _save(self, own: Node) -> None:
         self._state.save(Saved(own, self._table.nodes()))
