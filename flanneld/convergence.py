@@ -8,7 +8,7 @@ When that is done, and how often, is for ``reconcile`` to say.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -22,7 +22,7 @@ from flanneld.network.kernel import Kernel
 from flanneld.network.links import described, is_not_ours_to_remove
 from flanneld.network.monitor import Monitor
 from flanneld.network.report import Report
-from flanneld.network.resources import Kind, Link, Resource
+from flanneld.network.resources import Key, Kind, Link, Resource
 from flanneld.outside import Outside
 from flanneld.peers import Peers
 from flanneld.site import Site
@@ -65,6 +65,8 @@ class Convergence:
         self._peers = peers
         self._brake = brake
         self._unheard = unheard
+        #: What the kernel held otherwise when leases came out of a cache; None if that was not looked at.
+        self._newer: set[Key] | None = None
 
     def prepare(self) -> Report:
         """Make what this node needs for itself. Raises ``Fatal`` when the kernel refuses."""
@@ -138,14 +140,32 @@ class Convergence:
     def _read_and_repair(self) -> Report:
         report = self._kernel.apply_links(self._links())
         links = ((link, True) for link in self._links())
-        steps = compare(self._peers.wanted, chain(links, self._kernel.read(self.domain, self._peers.wanted)))
+        found = self._kernel.read(self.domain, self._peers.wanted)
+        if self._peers.cached and self._newer is None:
+            found = self._noting_newer(found)
+        steps = compare(self._peers.wanted, chain(links, found))
         steps = replace(steps, drops=self._stale(steps.drops) if self.domain.sweep else ())
+        if self._peers.cached:
+            steps = steps.only(lambda resource: resource.key not in (self._newer or ()))
         report.add(self._write(steps.only(_in_kernel) if self.outside else steps))
         report.add(
             self.outside.converge(self._peers.wanted, sweep=self.domain.sweep, unclear=self._peers.unclear)
         )
         self.names = self._interfaces()
         return report
+
+    def _noting_newer(self, found: Iterable[tuple[Resource, bool]]) -> Iterator[tuple[Resource, bool]]:
+        """Note what the kernel holds otherwise than a cache says, so that it stays until the store answers.
+
+        The earlier run that left it there had news that it could not save.
+        """
+        self._newer = set()
+        local = {resource.key for resource in self._peers.local_wishes()}
+        for resource, ours in found:
+            want = self._peers.wanted.get(resource.key)
+            if want is not None and want != resource and resource.key not in local:
+                self._newer.add(resource.key)
+            yield resource, ours
 
     def _stale(self, unwanted: Collection[Resource]) -> tuple[Resource, ...]:
         """What may go of all that nobody wants."""

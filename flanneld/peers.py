@@ -46,12 +46,14 @@ class View:
         reasons: Mapping[LeaseKey, str],
         *,
         synced: bool,
+        cached: str = "",
     ) -> None:
         self.leases = leases
         self.wishes = wishes
         self.rivals = rivals
         self.reasons = reasons
         self.synced = synced
+        self.cached = cached
 
 
 class Peers:
@@ -79,6 +81,11 @@ class Peers:
         return self._table.synced
 
     @property
+    def cached(self) -> str:
+        """Where the leases are from while they are not the store's; else empty. From any thread."""
+        return self._table.cached
+
+    @property
     def wanted(self) -> State:
         """What the kernel should hold, this node's own needs included."""
         return self._wanted.state
@@ -96,6 +103,7 @@ class Peers:
             self._wanted.rivals(),
             self._reasons.copy(),
             synced=self._table.synced,
+            cached=self._table.cached,
         )
 
     def wanted_kinds(self) -> list[Kind]:

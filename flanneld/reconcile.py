@@ -20,7 +20,7 @@ from flanneld.convergence import Convergence, Node
 from flanneld.counters import Work
 from flanneld.glog import Once, V
 from flanneld.inbox import Inbox
-from flanneld.model import Event
+from flanneld.model import Cached, Event
 from flanneld.network.culprits import Culprits
 from flanneld.network.domain import Domain
 from flanneld.network.monitor import Gone, InterfaceChanged, News, Overrun, Seen
@@ -144,6 +144,8 @@ class Reconciler:
         if not was_synced:
             if self._peers.synced:
                 self._first_sync()
+            elif any(isinstance(event, Cached) for event in events):
+                self._use_cache()
             return
         if events and self.domain.adopt:
             self._repair_soon()
@@ -155,6 +157,22 @@ class Reconciler:
         except OSError as failure:
             self._could_not_read(failure)
         self._peers.tell()
+
+    def _use_cache(self) -> None:
+        """Make what leads to the peers of a cache; nothing is removed, and nothing replaced."""
+        try:
+            report = self._convergence.converge()
+        except OSError as failure:
+            self._could_not_read(failure)
+            return
+        log.warning(
+            "Using %s: %d peers, made %d objects; removing and replacing nothing until the store answers",
+            self._peers.cached,
+            len(self._peers),
+            len(report.made),
+        )
+        self._account(report)
+        self._on_synced()
 
     def _first_sync(self) -> None:
         """All peers are known: from now on what is stale may go."""
@@ -243,6 +261,8 @@ class Reconciler:
         self._account(report)
         if self._peers.synced and self.domain.adopt:
             self._is_swept()
+        elif self._peers.cached:
+            self._on_synced()
 
     def _follow_uplink(self) -> None:
         look = self._uplink_may_have_moved or self._site.asks_routes or self._site.is_adrift

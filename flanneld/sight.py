@@ -61,6 +61,11 @@ class Sight:
         """Whether the store answers, as far as that is known: it may say so itself, by ``is_down``."""
         return self.store.is_up and not getattr(self.manager, "is_down", False)
 
+    @property
+    def cached(self) -> str:
+        """Where the leases are from while they are not the store's; else empty."""
+        return self.reconciler.peers.cached if self.reconciler else ""
+
     def observe(self, manager: SubnetManager) -> None:
         """Count what is asked of a store and what it tells.
 

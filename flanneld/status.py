@@ -75,6 +75,7 @@ def _store(sight: Sight) -> Document:
     return {
         "name": sight.manager.name if sight.manager else None,
         "answers": sight.store_is_up,
+        "cache": sight.cached or None,
         "requests": sum(store.requests.counts),
         "errors": store.errors,
         "last_event": store.last_event or None,

@@ -74,7 +74,12 @@ def _of_the_store(wanted: Options, environ: Mapping[str, str]) -> dict[str, Any]
     local = outcome.view.wishes.get(LOCAL, ())
     lacking = {key: Failure(item, "the kernel lacks it") for key, item in outcome.notes.puts.items()}
     return {
-        "store": {"name": manager.name, "answers": True},
+        "store": {
+            "name": manager.name,
+            "answers": outcome.view.synced,
+            "cache": outcome.view.cached or None,
+        },
+        "synced": outcome.view.synced,
         "network": status.network(outcome.config),
         "lease": status.lease(outcome.own) if outcome.has_lease else None,
         "uplink": status.uplink(outcome.uplink),

@@ -103,7 +103,8 @@ def _store(document: Mapping[str, Any]) -> str:
     store = document.get("store")
     if not store:
         return _UNKNOWN
-    return f"{store['name']}{'' if store['answers'] else ', which does not answer'}"
+    cache = f"; leases are taken from {store['cache']}" if store.get("cache") else ""
+    return f"{store['name']}{'' if store['answers'] else ', which does not answer'}{cache}"
 
 
 def _ranges(document: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:

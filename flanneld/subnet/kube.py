@@ -18,7 +18,7 @@ from flanneld.backoff import Backoff
 from flanneld.config import Config, parse
 from flanneld.errors import Fatal, Refused, Retryable
 from flanneld.glog import Once
-from flanneld.model import FAMILIES, Event, Family, IPAddress, Lease, LeaseAttrs, LeaseKey
+from flanneld.model import FAMILIES, Cached, Event, Family, IPAddress, Lease, LeaseAttrs, LeaseKey
 from flanneld.subnet.kube_access import Access
 from flanneld.subnet.kube_api import Api, NoAnswer, Refusal, Timeouts
 from flanneld.subnet.kube_nodes import Node, NodeReader, announced, full_prefix, own_key, own_public_ip
@@ -153,7 +153,7 @@ class KubeManager:
     def watch(self, deliver: Deliver, alive: Callable[[], None] = _nothing) -> None:
         member = self._joined()
         if self._saved is not None:
-            deliver(member.listed([self._saved.own, *self._saved.peers]))
+            deliver(member.saved(self._saved))
         self._watching = Api(self._access, self._timeouts)
         follower = Follower(self._watching, self._reader, member, self._make_backoff)
         with self._lock:
@@ -234,6 +234,11 @@ class _Member:
         self._state = state
         self.own: Node | None = None
         self.upkeep = Upkeep(own_node, config, lambda: self.lease, self._save)
+
+    def saved(self, known: Saved) -> list[Event]:
+        snapshot = self._table.replace([known.own, *known.peers], self.lease)
+        self.upkeep.post(known.own)
+        return [Cached(snapshot.leases, self._state.description)]
 
     def listed(self, nodes: list[Node]) -> list[Event]:
         own = next((node for node in nodes if node.name == self._name), None)

@@ -31,7 +31,7 @@ _SHORTEST, _LONGEST = 300, 600
 _VERY_SHORT = 1.0
 #: Seconds without a word of the API server after which its history may be another one. To restore its store
 #: from a backup it has to be stopped and started, which takes longer.
-_GAP = 5.0
+_GAP = 2.0
 #: Upper limit of a pause while no connection can be made, in seconds; up to as much comes on top by chance.
 #: An attempt burdens no server then, and the sooner the server's return is noticed the better.
 _NO_SERVER = 2.0
