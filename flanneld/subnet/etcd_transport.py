@@ -90,6 +90,8 @@ class Failover(Generic[Q, A]):
         self._turn = threading.Lock()
         self._server: Server | None = None
         self._used = 0.0
+        #: How often a connection was lost or given up, or a server was of no use.
+        self.losses = 0
         #: We broke the connection ourselves, so that it broke says nothing about the server.
         self._gave_up = False
 
@@ -123,6 +125,7 @@ class Failover(Generic[Q, A]):
             try:
                 return attempt(server, lambda request, to=server: self._exchange(to, request))  # type: ignore[misc]
             except Useless as failure:
+                self.losses += 1
                 self._connection.hang_up()
                 self._connection.check()
                 if self._gave_up and (repeatable or not failure.sent):
