@@ -160,7 +160,12 @@ class KubeManager:
             if self._is_closed:
                 raise Cancelled
             self._follower = follower
-        follower.run(deliver, alive)
+
+        def beat() -> None:
+            member.complain()
+            alive()
+
+        follower.run(deliver, beat)
 
     def watch_own(self, lease: Lease, deliver: Deliver, alive: Callable[[], None] = _nothing) -> None:
         del lease  # we know it: the last that was acquired or renewed
@@ -264,6 +269,9 @@ class _Member:
             self.own = None
             return []
         return self._table.drop(node.name)
+
+    def complain(self) -> None:
+        self._table.complain()
 
     def _see_own(self, node: Node) -> None:
         self.own = node

@@ -26,6 +26,8 @@ from tests.local_etcd import DEADLINE, LocalEtcd, Relay, free_port, running_etcd
 _numbers = itertools.count()
 #: More than etcd remembers.
 HISTORY = 1000
+#: More than anybody wants to read a line about.
+MANY = 500
 #: No watch that is closed may wait for any of these.
 PATIENT = Timeouts(read=600.0, poll=600.0, silence=600.0, pause=600.0)
 QUICK = Timeouts(read=20.0, pause=0.05)
@@ -230,6 +232,25 @@ def test_what_makes_no_sense_is_told_once_and_does_not_stop_the_watch(
     assert lease_of(watched.next(1)) == ("10.1.2.0/24", "192.0.2.2")
     for key in ("no-lease", "10.1.1.0-24", "folder/10.1.1.0-24"):
         assert sum(f"{watched.prefix}/subnets/{key} " in text for text in texts(caplog)) == 1
+
+
+def test_many_keys_that_make_no_sense_are_one_line_however_often_they_are_read(
+    watched: Watched, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(MANY):
+        watched.put(f"no-lease-{number:04}", "{", ttl=None)
+    watched.start()
+    for number in (1, 2):
+        watched.manager.reread()
+        watched.next(number)
+    (line,) = [text for text in texts(caplog) if "Ignoring" in text]
+    start = f"Ignoring {MANY} keys in etcd: {watched.prefix}/subnets/no-lease-"
+    assert line.startswith(start)
+    assert line.endswith(f"; and {MANY - 3} more")
+    watched.put("no-lease-too", "{")
+    watched.put("10.1.2.0-24", value(2))
+    watched.next(3)
+    assert sum("Ignoring" in text for text in texts(caplog)) == 1, "the next line is due in a minute"
 
 
 @pytest.mark.parametrize("name", ["no-lease", "10.1.1.0-24"])
