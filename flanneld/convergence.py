@@ -65,7 +65,7 @@ class Convergence:
         self._peers = peers
         self._brake = brake
         self._unheard = unheard
-        #: What the kernel held otherwise when leases came out of a cache; None if that was not looked at.
+        #: Keys of objects that differed from the leases of a cache when these came; None before that.
         self._newer: set[Key] | None = None
 
     def prepare(self) -> Report:

@@ -90,7 +90,7 @@ class Failover(Generic[Q, A]):
         self._turn = threading.Lock()
         self._server: Server | None = None
         self._used = 0.0
-        #: How often a connection was lost or given up, or a server was of no use.
+        #: Number of connections that were lost or given up, and of servers that could not answer.
         self.losses = 0
         #: We broke the connection ourselves, so that it broke says nothing about the server.
         self._gave_up = False
