@@ -11,8 +11,8 @@ from itertools import islice
 from flanneld import clock
 from flanneld.outage import PACE
 
-#: Lines about single keys within a minute. More would hide other lines, and help nobody to repair them.
-FEW = 5
+#: Lines about single keys within a minute. More would hide other lines.
+FEW = 25
 #: Keys that a line about many of them names.
 _NAMED = 3
 
