@@ -326,6 +326,7 @@ def test_a_restart_without_api_server_keeps_what_an_old_file_does_not_know(
                 public_ip="198.18.0.77",
                 backend_data='{"VNI":1,"VtepMAC":"02:00:00:00:00:77"}',
             )
+        assert "del" not in plan_without_server(lab, first, directory)
         start(lab, first, *flags)
         first.wait_ready()
         wait_for(lambda: readiness(first)[0] == 200, SOON)
@@ -340,6 +341,19 @@ def test_a_restart_without_api_server_keeps_what_an_old_file_does_not_know(
     lab.kube.control.delete_node(third.name)
     first.wait_for_no_route(third.subnet(), SOON)
     connect(first, second)
+
+
+def plan_without_server(lab: Lab, node: Node, directory: Path) -> str:
+    """What a start would do while the API server is away."""
+    flags = [*lab.kube.flags(), f"--net-config-path={lab.directory / 'net-conf.json'}"]
+    command = [
+        *own_command(),
+        "--plan",
+        f"--subnet-file={node.subnet_file}",
+        f"--state-dir={directory}",
+        *flags,
+    ]
+    return node.run("env", f"NODE_NAME={node.name}", *command).stdout
 
 
 def check_that_it_says_so(node: Node, directory: Path) -> None:
