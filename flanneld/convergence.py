@@ -159,13 +159,14 @@ class Convergence:
 
         The earlier run that left it there had news that it could not save.
         """
-        self._newer = set()
+        newer: set[Key] = set()
         local = {resource.key for resource in self._peers.local_wishes()}
         for resource, ours in found:
             want = self._peers.wanted.get(resource.key)
             if want is not None and want != resource and resource.key not in local:
-                self._newer.add(resource.key)
+                newer.add(resource.key)
             yield resource, ours
+        self._newer = newer  # not before: a read that failed has not seen all of it
 
     def _stale(self, unwanted: Collection[Resource]) -> tuple[Resource, ...]:
         """What may go of all that nobody wants."""
