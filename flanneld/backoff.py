@@ -24,3 +24,24 @@ class Backoff:
 
     def reset(self) -> None:
         self._next = 0.0
+
+
+class Backoffs:
+    """A back-off for each kind of failure, given by its class: a new kind begins with the first pause.
+
+    After a long outage the first answer may be an error of its own. It does not pay for the outage.
+    """
+
+    def __init__(self, make: Callable[[type], Backoff]) -> None:
+        self._make = make
+        self._known: dict[type, Backoff] = {}
+
+    def pause(self, kind: type) -> float:
+        """Return the next pause after a failure of this kind, in seconds."""
+        if kind not in self._known:
+            self._known[kind] = self._make(kind)
+        return self._known[kind].pause()
+
+    def reset(self) -> None:
+        """Begin with the first pause again, for every kind."""
+        self._known.clear()

@@ -8,7 +8,7 @@ When that is done, and how often, is for ``reconcile`` to say.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -82,6 +82,8 @@ class Convergence:
         self._unheard = unheard
         #: Routes as we made them or took them over. What stands elsewhere is of others and stays.
         self._ours: dict[Key, Resource] = {}
+        #: Keys of objects that differed from the leases of a cache when these came; None before that.
+        self._newer: set[Key] | None = None
 
     def prepare(self) -> Report:
         """Make what this node needs for itself. Raises ``Fatal`` when the kernel refuses."""
@@ -242,12 +244,16 @@ class Convergence:
         self._open_drivers()
         report = self._kernel.apply_links(self._links())
         links = ((link, True) for link in self._links())
-        found = chain(links, self._kernel.read(self.domain, self._peers.wanted))
-        steps = compare(self._peers.wanted, found, self._ours)
+        found: Iterable[tuple[Resource, bool]] = self._kernel.read(self.domain, self._peers.wanted)
+        if self._peers.cached and self._newer is None:
+            found = self._noting_newer(found)
+        steps = compare(self._peers.wanted, chain(links, found), self._ours)
         report.failed += _blocked(steps)
         for key in self._ours.keys() - self._peers.wanted.keys():
             del self._ours[key]
         steps = replace(steps, drops=self._stale(steps.drops) if self.domain.sweep else ())
+        if self._peers.cached:
+            steps = steps.only(lambda resource: resource.key not in (self._newer or ()))
         report.add(self._write(steps.only(_in_kernel) if self.outside else steps))
         report.add(
             self.outside.converge(self._peers.wanted, sweep=self.domain.sweep, unclear=self._peers.unclear)
@@ -266,6 +272,20 @@ class Convergence:
             if seen.name in self.domain.links and (device := ownership.device_of(seen))
         ]
         self._node.record(devices=tuple(dict.fromkeys([*ours, *self._left])))
+
+    def _noting_newer(self, found: Iterable[tuple[Resource, bool]]) -> Iterator[tuple[Resource, bool]]:
+        """Note what the kernel holds otherwise than a cache says, so that it stays until the store answers.
+
+        The earlier run that left it there had news that it could not save.
+        """
+        newer: set[Key] = set()
+        local = {resource.key for resource in self._peers.local_wishes()}
+        for resource, ours in found:
+            want = self._peers.wanted.get(resource.key)
+            if want is not None and want != resource and resource.key not in local:
+                newer.add(resource.key)
+            yield resource, ours
+        self._newer = newer  # not before: a read that failed has not seen all of it
 
     def _stale(self, unwanted: Collection[Resource]) -> tuple[Resource, ...]:
         """What may go of all that nobody wants."""

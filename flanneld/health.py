@@ -32,6 +32,8 @@ class Checks:
     ready: Callable[[], bool]
     #: What is missing to be ready, one line each, as far as it is known.
     missing: Callable[[], list[str]] = list
+    #: What a ready node lacks nevertheless, one line each.
+    caveats: Callable[[], list[str]] = list
     #: Each part of the daemon, with what is not well with it: for those who ask for more.
     parts: Callable[[], list[tuple[str, str]]] = list
     #: Turns an Accept header into status, content type and page of /metrics.
@@ -48,7 +50,7 @@ def answer(path: str, checks: Checks) -> tuple[int, str]:
         case "/readyz":
             more = _each(checks.parts()) if query.partition("=")[0] == "verbose" else []
             if checks.ready():
-                return 200, "\n".join(["flanneld is ready", *more])
+                return 200, "\n".join(["flanneld is ready", *checks.caveats(), *more])
             return 503, "\n".join(["flanneld is not ready yet", *checks.missing(), *more])
     return 404, "not found; ask for /healthz or /readyz"
 

@@ -150,7 +150,18 @@ class Snapshot:
     unreadable: frozenset[LeaseKey] = frozenset()
 
 
-Event = Added | Removed | Snapshot
+@dataclass(frozen=True, slots=True)
+class Cached:
+    """Leases as they were saved, for the time until the store answers: some may have gone or changed since.
+
+    There may be others, so nothing may be removed because of it. ``source`` says where they were saved.
+    """
+
+    leases: tuple[Lease, ...]
+    source: str
+
+
+Event = Added | Removed | Snapshot | Cached
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +178,8 @@ class LeaseTable:
 
     own: LeaseKey
     synced: bool = False
+    #: Where the leases are from while no snapshot was had; empty if they are the store's.
+    cached: str = ""
     #: Leases that are there but could not be understood.
     unreadable: set[LeaseKey] = field(default_factory=set)
     _peers: dict[LeaseKey, Lease] = field(default_factory=dict)
@@ -193,8 +206,14 @@ class LeaseTable:
             case Removed(key):
                 self.unreadable.discard(key)
                 return Change(gone=self._drop((key,)))
+            case Cached(leases, source):
+                if self.synced:
+                    return Change()
+                self.cached = source
+                return Change(put=self._put(leases))
             case Snapshot(leases, unreadable):
                 self.synced = True
+                self.cached = ""
                 self.unreadable = set(unreadable)
                 there = {lease.key for lease in leases} | unreadable
                 gone = self._drop([key for key in self._peers if key not in there])

@@ -30,6 +30,7 @@ class Observation:
             self._supervisor.overdue,
             self._readiness.is_ready,
             self._readiness.unready,
+            self._caveats,
             lambda: [(part.name, part.trouble) for part in trouble.parts(self._sight)],
             self._metrics,
         )
@@ -46,6 +47,9 @@ class Observation:
         server = StatusSocket(path_beside(Path(self._sight.options.subnet_file)), self._document)
         if server.open():
             self._supervisor.start("status socket", server.serve, server.close)
+
+    def _caveats(self) -> list[str]:
+        return [f"leases: taken from {self._sight.cached}"] if self._sight.cached else []
 
     def _metrics(self, accept: str) -> tuple[int, str, bytes]:
         from flanneld.metrics import page

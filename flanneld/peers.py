@@ -52,6 +52,7 @@ class View:
         unsafe: Mapping[LeaseKey, str],
         *,
         synced: bool,
+        cached: str = "",
     ) -> None:
         self.leases = leases
         self.wishes = wishes
@@ -59,6 +60,7 @@ class View:
         self.reasons = reasons
         self.unsafe = unsafe
         self.synced = synced
+        self.cached = cached
 
 
 class Peers:
@@ -91,6 +93,11 @@ class Peers:
         return self._table.synced
 
     @property
+    def cached(self) -> str:
+        """Where the leases are from while they are not the store's; else empty. From any thread."""
+        return self._table.cached
+
+    @property
     def wanted(self) -> State:
         """What the kernel should hold, this node's own needs included."""
         return self._wanted.state
@@ -114,6 +121,7 @@ class Peers:
             self._reasons.copy(),
             self._unsafe.copy(),
             synced=self._table.synced,
+            cached=self._table.cached,
         )
 
     def unsafe(self) -> list[str]:

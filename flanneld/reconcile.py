@@ -24,7 +24,7 @@ from flanneld.counters import Work
 from flanneld.errors import cause_of
 from flanneld.glog import Once, V, counted
 from flanneld.inbox import Inbox
-from flanneld.model import Event, IPAddress, IPNetwork
+from flanneld.model import Cached, Event, IPAddress, IPNetwork
 from flanneld.network.culprits import Culprits
 from flanneld.network.domain import Domain
 from flanneld.network.monitor import Gone, HostRouteChanged, InterfaceChanged, News, Overrun, Seen
@@ -169,6 +169,8 @@ class Reconciler:
         if not was_synced:
             if self._peers.synced:
                 self._first_sync()
+            elif any(isinstance(event, Cached) for event in events):
+                self._use_cache()
             return
         if events and self.domain.adopt:
             self._repair_soon()
@@ -180,6 +182,22 @@ class Reconciler:
         except OSError as failure:
             self._could_not_read(failure)
         self._peers.tell()
+
+    def _use_cache(self) -> None:
+        """Make what leads to the peers of a cache; nothing is removed, and nothing replaced."""
+        try:
+            report = self._convergence.converge()
+        except OSError as failure:
+            self._could_not_read(failure)
+            return
+        log.warning(
+            "Using %s: %d peers, made %d objects; removing and replacing nothing until the store answers",
+            self._peers.cached,
+            len(self._peers),
+            len(report.made),
+        )
+        self._account(report)
+        self._on_synced()
 
     def _first_sync(self) -> None:
         """All peers are known: from now on what is stale may go."""
@@ -345,6 +363,8 @@ class Reconciler:
         self._account(report)
         if self._peers.synced and self.domain.adopt:
             self._is_swept()
+        elif self._peers.cached:
+            self._on_synced()
         self._sweep_devices(report)
 
     def _follow_uplink(self) -> None:

@@ -20,7 +20,7 @@ from flanneld.config import Config
 from flanneld.convergence import Node
 from flanneld.errors import Retryable
 from flanneld.last_run import LastRun, machine_of
-from flanneld.model import Event, Lease, LeaseAttrs, LeaseKey, Snapshot, Uplink, overlap
+from flanneld.model import Cached, Event, Lease, LeaseAttrs, LeaseKey, Snapshot, Uplink, overlap
 from flanneld.network import links
 from flanneld.network.diff import Plan
 from flanneld.network.domain import Domain
@@ -193,7 +193,7 @@ def rehearse(wanted: Options, manager: SubnetManager, choice: InterfaceChoice) -
     )
 
 
-def _run(node: Node, leases: Snapshot) -> Reconciler:
+def _run(node: Node, leases: Snapshot | Cached) -> Reconciler:
     """The loop, until it has dealt with all leases."""
     stop = threading.Event()
     reconciler = Reconciler(
@@ -211,12 +211,12 @@ def _run(node: Node, leases: Snapshot) -> Reconciler:
     return reconciler
 
 
-def all_leases(manager: SubnetManager) -> Snapshot:
+def all_leases(manager: SubnetManager) -> Snapshot | Cached:
     """The first thing that a watch delivers; the manager is closed after that. Raises ``Retryable``."""
-    found: list[Snapshot] = []
+    found: list[Snapshot | Cached] = []
 
     def deliver(events: list[Event]) -> None:
-        found.extend(event for event in events if isinstance(event, Snapshot))
+        found.extend(event for event in events if isinstance(event, Snapshot | Cached))
         manager.close()
 
     with suppress(Cancelled):
@@ -226,7 +226,9 @@ def all_leases(manager: SubnetManager) -> Snapshot:
     return found[0]
 
 
-def _ours(snapshot: Snapshot, attrs: LeaseAttrs, config: Config, written: Lease | None) -> Lease | None:
+def _ours(
+    snapshot: Snapshot | Cached, attrs: LeaseAttrs, config: Config, written: Lease | None
+) -> Lease | None:
     """The lease that a start would take again, if it fits the network config: the proven one comes first."""
     family = config.families[0]
     for lease in snapshot.leases:
@@ -238,7 +240,7 @@ def _ours(snapshot: Snapshot, attrs: LeaseAttrs, config: Config, written: Lease 
     return None
 
 
-def _likely(config: Config, previous: Previous, snapshot: Snapshot) -> LeaseKey:
+def _likely(config: Config, previous: Previous, snapshot: Snapshot | Cached) -> LeaseKey:
     """What the subnet file remembers, if it fits and is free: a start asks for that first."""
     if not fits(config, previous.subnets):
         return (None, None)

@@ -73,6 +73,11 @@ class Sight:
         """Return True if the store answers, be it with a refusal; False also before the first request."""
         return any(self.store.requests.counts) and not isinstance(self.store_problem, NoAnswer)
 
+    @property
+    def cached(self) -> str:
+        """Where the leases are from while they are not the store's; else empty."""
+        return self.reconciler.peers.cached if self.reconciler else ""
+
     def observe(self, manager: SubnetManager) -> None:
         """Count what is asked of a store and what it tells.
 

@@ -80,6 +80,7 @@ def _store(sight: Sight) -> Document:
         "answers": sight.store_is_up,
         "problem": problem.problem if problem else None,
         "remedy": problem.remedy if problem else None,
+        "cache": sight.cached or None,
         "requests": sum(store.requests.counts),
         "errors": store.errors,
         "last_event": store.last_event or None,

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 #: Seconds between two looks of ``watch``, and until something is worth telling.
 LOOK, LASTING = 1.0, 5.0
+#: Parts whose trouble is told at once: READY must not seem to be more than it is.
+_AT_ONCE = frozenset({"leases"})
 #: A lease that ends so soon, in seconds, should have been renewed.
 LEASE_ENDS_SOON = 600.0
 
@@ -55,7 +57,7 @@ def watch(sight: Sight, stop: threading.Event, tell: Callable[[list[str]], None]
     while not stop.wait(LOOK):
         now, found = clock.now(), troubles(sight)
         since = {part.name: since.get(part.name, now) for part in found}
-        lasting = [str(part) for part in found if now - since[part.name] >= LASTING]
+        lasting = [str(part) for part in found if part.name in _AT_ONCE or now - since[part.name] >= LASTING]
         if lasting != told:
             told = lasting
             tell(told)
@@ -65,6 +67,7 @@ def _looks(sight: Sight) -> Iterator[tuple[str, Iterable[str]]]:
     # Without the seconds, which are others at each look.
     yield "threads", (line.partition(" for ")[0] for line in sight.overdue())
     yield "store", _of_the_store(sight)
+    yield "leases", _of_the_leases(sight)
     if sight.keeper:
         yield "lease", _of_the_lease(sight.keeper.lease, 60.0 * sight.options.subnet_lease_renew_margin)
     if sight.reconciler:
@@ -80,6 +83,11 @@ def _looks(sight: Sight) -> Iterator[tuple[str, Iterable[str]]]:
 def _of_the_store(sight: Sight) -> Iterator[str]:
     if sight.store_problem:
         yield str(sight.store_problem)
+
+
+def _of_the_leases(sight: Sight) -> Iterator[str]:
+    if sight.cached:
+        yield f"taken from {sight.cached}"
 
 
 def _of_the_lease(lease: Lease, margin: float) -> Iterator[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from flanneld.backoff import Backoff
-from flanneld.model import Added, Event, Lease, LeaseAttrs, Removed, Snapshot
+from flanneld.model import Added, Cached, Event, Lease, LeaseAttrs, Removed, Snapshot
 from flanneld.subnet.kube import KubeManager, KubeOptions
 from flanneld.subnet.kube_api import Timeouts
 from flanneld.subnet.manager import Deliver
@@ -133,6 +133,8 @@ def peers(events: list[Event]) -> set[str]:
                 there.add(str(lease))
             case Removed((subnet, _)):
                 there.discard(str(subnet))
+            case Cached(leases):
+                there |= {str(lease) for lease in leases}
             case Snapshot(leases):
                 there = {str(lease) for lease in leases}
     return there - {str(SUBNET)}

@@ -100,7 +100,12 @@ def _of_the_store(wanted: Options, environ: Mapping[str, str]) -> dict[str, Any]
     to_make = [*outcome.notes.puts.values(), *(link for link, _ in outcome.notes.devices.values())]
     lacking = {item.key: Failure(item, "the kernel lacks it") for item in to_make}
     return {
-        "store": {"name": manager.name, "answers": True},
+        "store": {
+            "name": manager.name,
+            "answers": outcome.view.synced,
+            "cache": outcome.view.cached or None,
+        },
+        "synced": outcome.view.synced,
         "network": status.network(outcome.config),
         "lease": status.lease(outcome.own) if outcome.has_lease else None,
         "uplink": status.uplink(outcome.uplink),

@@ -104,7 +104,9 @@ def _store(document: Mapping[str, Any]) -> str:
     store = document.get("store")
     if not store:
         return _UNKNOWN
-    return f"{store['name']}{'; ' if store.get('problem') else ''}{store.get('problem') or ''}"
+    problem = f"; {store['problem']}" if store.get("problem") else ""
+    cache = f"; leases are taken from {store['cache']}" if store.get("cache") else ""
+    return f"{store['name']}{problem}{cache}"
 
 
 def _ranges(document: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:

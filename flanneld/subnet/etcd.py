@@ -161,7 +161,11 @@ class EtcdManager:
                 listing = self._reader.read_all(client)
             return [listing.snapshot()], listing.at
 
-        self._follow(self._reader.path, start, self._reader.news, deliver, alive, recursive=True)
+        def beat() -> None:
+            self._reader.complain()
+            alive()
+
+        self._follow(self._reader.path, start, self._reader.news, deliver, beat, recursive=True)
 
     def watch_own(self, lease: Lease, deliver: Deliver, alive: Callable[[], None]) -> None:
         path = self._reader.key_of(lease.key)

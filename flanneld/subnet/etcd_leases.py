@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from flanneld import clock
+from flanneld.complaints import Complaints
 from flanneld.errors import Refused, Retryable
-from flanneld.glog import Once
 from flanneld.model import Added, Event, Family, IPAddress, IPNetwork, Lease, LeaseKey, Removed, Snapshot
 from flanneld.subnet.codec import format_key, parse_attrs, parse_key
 from flanneld.subnet.etcd_keys import Client, ListAgain, Node, NotFound, Position, Reply
@@ -69,7 +69,9 @@ class LeaseReader:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._once = Once()
+        self._complaints = Complaints(
+            log, "Ignoring {key} in etcd: {reason}", "Ignoring {count} keys in etcd"
+        )
 
     def key_of(self, lease_key: LeaseKey) -> str:
         return posixpath.join(self.path, format_key(lease_key))
@@ -83,15 +85,17 @@ class LeaseReader:
         if reply.node is None or not reply.node.is_dir:
             raise Retryable(f"{self.path} in etcd is no directory", "remove it; flanneld will make it")
         leases: dict[str, Lease] = {}
-        unreadable: set[LeaseKey] = set()
+        unreadable: dict[str, LeaseKey | None] = {}
         for node in reply.children:
             key = self.lease_key(node)
             lease = self.lease(node, key) if key else None
             if lease:
                 leases[node.key] = lease
-            elif key:
-                unreadable.add(key)
-        return Listing(reply.at, leases, frozenset(unreadable))
+            else:
+                unreadable[node.key] = key
+        self._complaints.retain(unreadable)
+        self.complain()
+        return Listing(reply.at, leases, frozenset(filter(None, unreadable.values())))
 
     def news(self, reply: Reply) -> list[Event]:
         """What a change in the directory means. Raises ``ListAgain`` when it is more than one lease."""
@@ -101,10 +105,10 @@ class LeaseReader:
             raise ListAgain("the directory of the leases was changed or removed")
         key = self.lease_key(reply.node)
         if reply.action in _GONE:
-            self._once.clear(reply.node.key)
-        if key is None:
-            return []
-        return self.news_of(key, reply)
+            self._complaints.clear(reply.node.key)
+        events = self.news_of(key, reply) if key else []
+        self.complain()
+        return events
 
     def news_of(self, key: LeaseKey, reply: Reply) -> list[Event]:
         """What a change of this lease, or of the directory that holds it, means."""
@@ -116,12 +120,12 @@ class LeaseReader:
     def lease_key(self, node: Node) -> LeaseKey | None:
         """Which lease a key of the directory holds; None, and a complaint, if it is none."""
         if node.is_dir or posixpath.dirname(node.key) != self.path:
-            self._complain(node, "it is a directory, or in one of its own; remove it")
+            self._complaints.note(node.key, "it is a directory, or in one of its own; remove it")
             return None
         try:
             return parse_key(node.key)
         except Refused as reason:
-            self._complain(node, reason)
+            self._complaints.note(node.key, reason)
             return None
 
     def lease(self, node: Node, key: LeaseKey) -> Lease | None:
@@ -129,14 +133,15 @@ class LeaseReader:
         try:
             attrs = parse_attrs(node.value)
         except Refused as reason:
-            self._complain(node, reason)
+            self._complaints.note(node.key, reason)
             return None
-        self._once.clear(node.key)
+        self._complaints.clear(node.key)
         expires = None if node.ttl is None else clock.now() + node.ttl
         return Lease(attrs, *key, expires=expires, asof=node.modified)
 
-    def _complain(self, node: Node, reason: object) -> None:
-        self._once.warn(log, node.key, f"Ignoring {node.key} in etcd: {reason}")
+    def complain(self) -> None:
+        """Log what cannot be read, at once or a minute after other such lines. Call it again and again."""
+        self._complaints.tell()
 
 
 def _order(net: IPNetwork | None) -> tuple[int, int]:

@@ -90,6 +90,8 @@ class Failover(Generic[Q, A]):
         self._turn = threading.Lock()
         self._server: Server | None = None
         self._used = 0.0
+        #: Number of connections that were lost or given up, and of servers that could not answer.
+        self.losses = 0
         #: We broke the connection ourselves, so that it broke says nothing about the server.
         self._gave_up = False
 
@@ -123,6 +125,7 @@ class Failover(Generic[Q, A]):
             try:
                 return attempt(server, lambda request, to=server: self._exchange(to, request))  # type: ignore[misc]
             except Useless as failure:
+                self.losses += 1
                 self._connection.hang_up()
                 self._connection.check()
                 if self._gave_up and (repeatable or not failure.sent):
@@ -166,6 +169,7 @@ class HttpConnection:
 
     def exchange(self, server: Server, request: Request) -> Answer:
         limits = Timeout(connect=self._timeouts.connect, read=self._timeouts.read)
+        began = clock.now()
         try:
             with self._pool_to(server).urlopen(
                 request.method,
@@ -181,7 +185,10 @@ class HttpConnection:
         except Unreachable as error:
             raise unreachable(error) from None
         except (HTTPError, HTTPException, OSError) as error:
-            raise useless(error, self._timeouts.read, server) from None
+            # A TLS handshake has less time than an answer.
+            waited = clock.now() - began
+            limit = self._timeouts.read if waited >= self._timeouts.read else self._timeouts.connect
+            raise useless(error, limit, server) from None
         except Retryable:
             self.hang_up()
             raise

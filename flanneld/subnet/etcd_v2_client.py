@@ -26,6 +26,7 @@ from flanneld.subnet.etcd_keys import (
     NotFound,
     Position,
     Reply,
+    Unsure,
     check_reread,
 )
 from flanneld.subnet.etcd_transport import Send, Transport
@@ -141,7 +142,7 @@ class Client(etcd.Client):  # type: ignore[misc] # python-etcd has no types
         target = quote(path) + (f"?{urlencode(query)}" if query else "")
         headers = {"Content-Type": "application/x-www-form-urlencoded"} if form else {}
         patience = None if self._after is None else self._transport.timeouts.poll
-        after = self._after
+        after, losses = self._after, self._transport.losses
 
         def on_head(answer: Answer) -> None:
             if answer.at.index and answer.status < 500:
@@ -150,6 +151,8 @@ class Client(etcd.Client):  # type: ignore[misc] # python-etcd has no types
                 # Not before: who asks for it shuts the connection down, which must be there by then.
                 check_reread(self._reread)
                 etcd_v2_answers.check_history(after, answer.at)
+                if self._transport.losses > losses:
+                    raise Unsure("the connection was lost, or given up")
 
         return Request(method, target, urlencode(form) if form else None, headers, patience, on_head)
 

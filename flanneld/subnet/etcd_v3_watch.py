@@ -67,7 +67,8 @@ class Watch:
                 raise Unsure(reason.problem) from None
             raise
         self._gave_up = False
-        return self.wait(after)
+        check_reread(self._reread)
+        raise Unsure("the connection was given up")
 
     def reread(self) -> None:
         self._reread.set()
@@ -112,7 +113,7 @@ class Watch:
             self._in_doubt = True
             self.close()
         elif self.client.servers.current is not self._server:
-            self.close()
+            raise Unsure("another server answers than before")
         return Changes((), after)
 
     def _seems_stalled(self, after: Position, now: Position, found: answers.KeyValue | None) -> bool:

@@ -25,6 +25,10 @@ News = Callable[[Reply], list[Event]]
 class Follower:
     """Watches a key, or all keys in a directory if ``recursive``.
 
+    After each loss of etcd ``start`` reads everything again. Neither a revision nor the cluster's ID tells
+    whether etcd was restored from a backup meanwhile: its history may have overtaken ours, and a cluster that
+    is restored with the same member URLs and token has the same ID.
+
     ``pause_time`` is how long to wait after a failure, in seconds. Of an outage the log has its begin, a
     line a minute, and its end.
     """
@@ -77,6 +81,7 @@ class Follower:
                 at = None
             except Retryable as problem:
                 self._outage.failed(problem)
+                at = None
                 self._pause_since(clock.now())
             if events:
                 deliver(events)

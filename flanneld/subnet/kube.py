@@ -18,7 +18,7 @@ from flanneld.backoff import Backoff
 from flanneld.config import Config, parse
 from flanneld.errors import Fatal, NoAnswer, Refused, Retryable
 from flanneld.glog import Once
-from flanneld.model import FAMILIES, Event, Family, IPAddress, Lease, LeaseAttrs, LeaseKey
+from flanneld.model import FAMILIES, Cached, Event, Family, IPAddress, Lease, LeaseAttrs, LeaseKey
 from flanneld.subnet.kube_access import Access
 from flanneld.subnet.kube_api import Api, Refusal, Timeouts
 from flanneld.subnet.kube_nodes import Node, NodeReader, announced, full_prefix, own_key, own_public_ip
@@ -153,13 +153,19 @@ class KubeManager:
     def watch(self, deliver: Deliver, alive: Callable[[], None] = _nothing) -> None:
         member = self._joined()
         if self._saved is not None:
-            deliver(member.listed([self._saved.own, *self._saved.peers]))
-        follower = Follower(Api(self._access, self._timeouts), self._reader, member, self._make_backoff())
+            deliver(member.saved(self._saved))
+        self._watching = Api(self._access, self._timeouts)
+        follower = Follower(self._watching, self._reader, member, self._make_backoff)
         with self._lock:
             if self._is_closed:
                 raise Cancelled
             self._follower = follower
-        follower.run(deliver, alive)
+
+        def beat() -> None:
+            member.complain()
+            alive()
+
+        follower.run(deliver, beat)
 
     def watch_own(self, lease: Lease, deliver: Deliver, alive: Callable[[], None] = _nothing) -> None:
         del lease  # we know it: the last that was acquired or renewed
@@ -231,7 +237,13 @@ class _Member:
         self._name = name
         self._table = NodeTable(name, lease.key, config)
         self._state = state
+        self.own: Node | None = None
         self.upkeep = Upkeep(own_node, config, lambda: self.lease, self._save)
+
+    def saved(self, known: Saved) -> list[Event]:
+        snapshot = self._table.replace([known.own, *known.peers], self.lease)
+        self.upkeep.post(known.own)
+        return [Cached(snapshot.leases, self._state.description)]
 
     def listed(self, nodes: list[Node]) -> list[Event]:
         own = next((node for node in nodes if node.name == self._name), None)
@@ -242,20 +254,28 @@ class _Member:
                 "see that kubelet registers it",
             )
         snapshot = self._table.replace(nodes, self.lease)
-        self.upkeep.post(own)
+        self._see_own(own)
         return [snapshot]
 
     def seen(self, node: Node) -> list[Event]:
         if node.name == self._name:
-            self.upkeep.post(node)
+            self._see_own(node)
             return []
         return self._table.put(node)
 
     def gone(self, node: Node) -> list[Event]:
         if node.name == self._name:
             log.warning("Our node %s was deleted; going on as before until it is there again", node.name)
+            self.own = None
             return []
         return self._table.drop(node.name)
+
+    def complain(self) -> None:
+        self._table.complain()
+
+    def _see_own(self, node: Node) -> None:
+        self.own = node
+        self.upkeep.post(node)
 
     def _save(self, own: Node) -> None:
         self._state.save(Saved(own, self._table.nodes()))

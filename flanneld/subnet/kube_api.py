@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from urllib.parse import quote, urlencode
 from urllib3 import Timeout
 from urllib3.exceptions import HTTPError, ReadTimeoutError, SSLError
 
-from flanneld import __version__
+from flanneld import __version__, clock
 from flanneld.errors import NoAnswer, Retryable
 from flanneld.glog import V
 from flanneld.subnet.kube_access import Access, Session
@@ -45,6 +46,14 @@ class Timeouts:
     connect: float = 3.0
     read: float = 20.0
     silence: float = 90.0
+
+
+class NoServer(NoAnswer):
+    """There was no connection: to ask again soon burdens no server."""
+
+
+class BrokenOff(Retryable):
+    """The connection of a watch ended before the watch did."""
 
 
 class Refusal(Retryable):
@@ -95,7 +104,7 @@ class Api:
     def watch(self, path: str, **query: str) -> Iterator[Iterator[bytes]]:
         """A watch that the server has begun: its pieces, until the server or the connection ends it.
 
-        Silence ends it with ``Expired``.
+        Silence ends it with ``Expired``, a lost connection with ``BrokenOff``.
         """
         with self._turn:
             response = self._send("GET", _target(path, query))
@@ -118,6 +127,7 @@ class Api:
         except (HTTPError, HTTPException, OSError, ValueError) as error:
             self._line.check()
             log.log(V(2), "A watch broke off: %s: %s", type(error).__name__, error)
+            raise BrokenOff("the connection of the watch was lost") from None
 
     def reconnect(self) -> None:
         """Give up the connection of now: it may lead nowhere any more. May be called from any thread."""
@@ -158,6 +168,7 @@ class Api:
         self._line.check()
         if self._session is None:
             self._session = self._access.open(self._line)
+        began = clock.now()
         try:
             response = self._session.request(
                 method,
@@ -167,7 +178,7 @@ class Api:
                 timeout=Timeout(connect=self._timeouts.connect, read=self._timeouts.read),
             )
         except (Unreachable, HTTPError, HTTPException, OSError, ValueError) as error:
-            raise self._lost(error) from None
+            raise self._lost(error, clock.now() - began) from None
         self.is_down = False
         if response.status >= 300:
             with response:
@@ -187,14 +198,18 @@ class Api:
         problem = f"the API server says {status}" + (f": {_message(told)}" if _message(told) else "")
         raise Refusal(problem, _remedy(status), status, _retry_after(response.headers.get("Retry-After", "")))
 
-    def _lost(self, error: Exception) -> NoAnswer:
-        """What is wrong with a connection, in words that stay the same when it happens again."""
+    def _lost(self, error: Exception, waited: float = math.inf) -> NoAnswer:
+        """Describe what is wrong with a connection, in words that stay the same when it happens again.
+
+        ``waited`` is the age of the request in seconds. A TLS handshake has less time than an answer.
+        """
         self._hang_up()
         self._line.check()
         self.is_down = True
         log.log(V(2), "The API server at %s: %s: %s", self.name, type(error).__name__, error)
-        return NoAnswer(
-            f"the API server at {self.name} does not answer ({_trouble(error, self._timeouts)})",
+        kind = NoServer if isinstance(error, Unreachable) else NoAnswer
+        return kind(
+            f"the API server at {self.name} does not answer ({_trouble(error, self._timeouts, waited)})",
             "see that it runs and that this host reaches it",
         )
 
@@ -230,10 +245,12 @@ def _retry_after(text: str) -> float:
     return min(float(text), _LONGEST_RETRY_AFTER) if text.isdecimal() and len(text) < 6 else 0.0
 
 
-def _trouble(error: Exception, timeouts: Timeouts) -> str:
+def _trouble(error: Exception, timeouts: Timeouts, waited: float) -> str:
     if isinstance(error, Unreachable | Endless):
         return str(error)
     if isinstance(error, ReadTimeoutError | TimeoutError):
+        if waited < timeouts.read:
+            return f"no TLS handshake within {timeouts.connect:g} s"
         return f"silent for {timeouts.read:g} s"
     if isinstance(error, SSLError):
         cause = error.args[0] if error.args else error

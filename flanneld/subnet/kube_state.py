@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +43,14 @@ class State:
         self.path = Path(directory or "/nonexistent") / NAME
         self._own = own
         self._last: Saved | None = None
+        self._saved_at = 0.0
         self._once = Once()
+
+    @property
+    def description(self) -> str:
+        """What was loaded, and how old it is."""
+        when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._saved_at))
+        return f"the nodes saved in {self.path} at {when}"
 
     def save(self, saved: Saved) -> None:
         """Write it unless it is what was written last. Never raises: a failure is logged once."""
@@ -59,13 +67,16 @@ class State:
     def load(self) -> Saved | None:
         """What was saved. Never raises: a file that makes no sense is logged and counts as none."""
         try:
-            return _parse(self.path, self._own)
+            saved_at, found = self.path.stat().st_mtime, _parse(self.path, self._own)
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             problem = f"{type(error).__name__} {error}".strip()
             self._once.warn(log, "load", f"Ignoring the saved nodes in {self.path}: {problem}")
             return None
+        # As what was written last: not written again unless it changes, its time tells how old it is.
+        self._last, self._saved_at = found, saved_at
+        return found
 
 
 def _text(saved: Saved) -> str:

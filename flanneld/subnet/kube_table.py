@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from flanneld.complaints import Complaints
 from flanneld.config import Config
 from flanneld.errors import Refused
 from flanneld.glog import Once
@@ -38,6 +39,9 @@ class NodeTable:
         self._entries: dict[str, _Entry] = {}
         self._holders: dict[LeaseKey, list[str]] = {}
         self._once = Once()
+        self._complaints = Complaints(
+            log, "Ignoring what a node says: {reason}", "Ignoring what {count} nodes say", "{reason}"
+        )
 
     def nodes(self) -> tuple[Node, ...]:
         # A copy in one step: another thread may ask.
@@ -45,6 +49,15 @@ class NodeTable:
 
     def put(self, node: Node) -> list[Event]:
         """A node is there as given now."""
+        events = self._put(node)
+        self.complain()
+        return events
+
+    def complain(self) -> None:
+        """Log what cannot be read, at once or a minute after other such lines. Call it again and again."""
+        self._complaints.tell()
+
+    def _put(self, node: Node) -> list[Event]:
         if node.name == self._own:
             return []
         if not node.is_managed:
@@ -58,6 +71,7 @@ class NodeTable:
     def drop(self, name: str) -> list[Event]:
         """A node is gone, or not ours to look after any more."""
         self._once.clear(name)
+        self._complaints.clear(name)
         return self._move(name, self._entries.pop(name, None), None)
 
     def replace(self, nodes: Iterable[Node], own: Lease) -> Snapshot:
@@ -66,7 +80,8 @@ class NodeTable:
         for name in [name for name in self._entries if name not in there]:
             self.drop(name)
         for node in there.values():
-            self.put(node)
+            self._put(node)
+        self.complain()
         first = (self._entries[names[0]].lease for names in self._holders.values())
         silent = (entry.key for entry in self._entries.values() if entry.lease is None)
         return Snapshot((*filter(None, first), own), frozenset(filter(None, silent)))
@@ -75,9 +90,10 @@ class NodeTable:
         try:
             lease = lease_of(node, self._config)
         except Refused as reason:
-            self._once.warn(log, node.name, f"Ignoring what a node says: {reason}")
+            self._complaints.note(node.name, reason)
         else:
             self._once.clear(node.name)
+            self._complaints.clear(node.name)
             return _Entry(node, lease.key, lease)
         # A node made anew under an old name owes nothing to the old one.
         if known is not None and known.lease and known.node.uid == node.uid:

@@ -16,6 +16,7 @@ from flanneld.glog import Once
 from flanneld.model import Added, Event, Lease, LeaseAttrs, Removed, name_of
 from flanneld.subnet.kube_nodes import Node, changed_notes, own_key
 from flanneld.subnet.kube_own import OwnNode
+from flanneld.subnet.kube_watch import backoffs
 from flanneld.subnet.manager import Cancelled, Deliver
 
 log = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ class Upkeep:
         self._stop = threading.Event()
         self._once = Once()
         self._node: Node | None = None
-        self._backoff = Backoff(first=2.0, longest=60.0)
+        self._backoffs = backoffs(lambda: Backoff(first=2.0, longest=60.0))
         #: Whether the network is there, and which node, by its uid, already says so.
         self._is_available = False
         self._marked: str | None = None
@@ -108,9 +109,9 @@ class Upkeep:
             self._once.warn(
                 log, "mark", f"Cannot clear the condition NetworkUnavailable of our node: {reason}"
             )
-            self._mark_at = clock.now() + max(reason.retry_after, self._backoff.pause())
+            self._mark_at = clock.now() + max(reason.retry_after, self._backoffs.pause(type(reason)))
             return
         self._marked = node.uid
-        self._backoff.reset()
+        self._backoffs.reset()
         if self._once.clear("mark"):
             log.info("Cleared the condition NetworkUnavailable of our node")

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, Protocol
 
 from flanneld import clock
-from flanneld.backoff import Backoff
-from flanneld.errors import Refused, Retryable
+from flanneld.backoff import Backoff, Backoffs
+from flanneld.errors import NoAnswer, Refused, Retryable
 from flanneld.glog import Once, V
 from flanneld.model import Event
 from flanneld.outage import Outage
-from flanneld.subnet.kube_api import NODES, Api, Expired
+from flanneld.subnet.kube_api import NODES, Api, BrokenOff, Expired, NoServer
 from flanneld.subnet.kube_nodes import Node, NodeReader, child, decoded, items
 from flanneld.subnet.manager import Cancelled, Deliver
 from flanneld.subnet.watch_lines import Lines
@@ -27,14 +29,29 @@ PAGE = 250
 _SHORTEST, _LONGEST = 300, 600
 #: A watch that ends sooner and has led no further, in seconds, is a failure.
 _VERY_SHORT = 1.0
+#: Seconds without a word of the API server after which its history may be another one. To restore its store
+#: from a backup it has to be stopped and started, which takes longer.
+_GAP = 2.0
+#: Upper limit of a pause while no connection can be made, in seconds; up to as much comes on top by chance.
+#: An attempt burdens no server then, and the sooner the server's return is noticed the better.
+_NO_SERVER = 2.0
 
 
 class ListAgain(Retryable):
     """The stream cannot be trusted any more: only a list can tell what is there."""
 
 
+class Restored(Expired):
+    """The API server's history is not the one that we know: its store was restored, or is another one."""
+
+
 class Audience(Protocol):
     """Who makes leases of nodes."""
+
+    @property
+    def own(self) -> Node | None:
+        """Our own node, as last seen."""
+        ...
 
     def listed(self, nodes: list[Node]) -> list[Event]:
         """These are all nodes. Raises ``Retryable`` if that cannot be."""
@@ -61,22 +78,45 @@ def decode(line: bytes) -> tuple[str, dict[str, Any]]:
     raise ListAgain(f"the watch ended with: {str(obj.get('message', ''))[:300]}")
 
 
+def backoffs(make: Callable[[], Backoff]) -> Backoffs:
+    """Back-offs by the class of an error. They are short while no connection can be made."""
+
+    def for_kind(kind: type) -> Backoff:
+        backoff = make()
+        return replace(backoff, longest=min(backoff.longest, _NO_SERVER)) if kind is NoServer else backoff
+
+    return Backoffs(for_kind)
+
+
+def is_behind(now: str, known: str) -> bool:
+    """Return True if a resource version is lower than another one, as far as both are numbers."""
+    return now.isdecimal() and known.isdecimal() and int(now) < int(known)
+
+
 class Follower:
     """Tells an audience of every node, with a connection of its own, until ``cut``.
+
+    A resource version alone does not tell whether the API server's store was restored from a backup: it may
+    have overtaken ours since. So all nodes are listed after each loss of the server that lasted. After a
+    short one, and each time a watch has run its time, a request for our own node compares version and uid.
 
     Of an outage the log has its begin, a line a minute, and its end.
     """
 
-    def __init__(self, api: Api, reader: NodeReader, audience: Audience, backoff: Backoff) -> None:
+    def __init__(
+        self, api: Api, reader: NodeReader, audience: Audience, make_backoff: Callable[[], Backoff]
+    ) -> None:
         self._api = api
         self._reader = reader
         self._audience = audience
-        self._backoff = backoff
+        self._backoffs = backoffs(make_backoff)
         self._stop = threading.Event()
         self._hurry = threading.Event()
         self._reread = threading.Event()
         #: Where to go on from; None when everything has to be read.
         self._version: str | None = None
+        #: When a list or a watch last brought something, a watch's regular end included.
+        self._heard_at = -math.inf
         self._once = Once()
         self._outage = Outage(
             log,
@@ -92,19 +132,22 @@ class Follower:
                 self._reread.clear()
                 self._version = None
             try:
-                if self._version is None:
+                if self._version is None or clock.now() - self._heard_at > _GAP:
                     self._version = self._list(deliver, alive)
+                else:
+                    self._compare(self._version, alive)
                 self._watch(self._version, deliver, alive)
             except Expired as reason:
-                log.log(V(1), "Reading all nodes again: %s", reason)
+                level = logging.WARNING if isinstance(reason, Restored) else V(1)
+                log.log(level, "Listing all nodes again: %s", reason)
                 self._version = None
-                self._pause(self._backoff.pause())
+                self._pause(self._backoffs.pause(Expired))
             except Retryable as problem:
                 if not self._hurry.is_set():  # else we broke the connection ourselves
                     self._outage.failed(problem)
-                if isinstance(problem, ListAgain):
+                if isinstance(problem, ListAgain | NoAnswer):
                     self._version = None
-                self._pause(max(problem.retry_after, self._backoff.pause()))
+                self._pause(max(problem.retry_after, self._backoffs.pause(type(problem))))
 
     @property
     def problem(self) -> Retryable | None:
@@ -139,13 +182,22 @@ class Follower:
             token = str(meta.get("continue") or "")
             if not token:
                 break
-        version = meta.get("resourceVersion")
-        if not isinstance(version, str) or not version:
-            raise Retryable("the list of nodes has no resourceVersion", "is that a Kubernetes API server?")
+        version = _version_of(page)
         del page
         deliver(self._audience.listed(nodes))
         self._outage.answered()
+        self._heard_at = clock.now()
         return version
+
+    def _compare(self, version: str, alive: Callable[[], None]) -> None:
+        """Raise ``Restored`` if the API server is behind a version, or has another node in place of ours."""
+        own = self._audience.own
+        selector = {"fieldSelector": f"metadata.name={own.name}"} if own else {}
+        page = self._api.get(NODES, alive, limit="1", **selector)
+        if is_behind(_version_of(page), version):
+            raise Restored("the API server is behind what it said before; was its store restored?")
+        if own and own.uid not in {node.uid for node in self._read(items(page)) if node.name == own.name}:
+            raise Restored(f"the API server has another node {own.name} than before, or none")
 
     def _read(self, found: list[Any]) -> Iterator[Node]:
         for item in found:
@@ -158,11 +210,16 @@ class Follower:
         lines, began = Lines(), clock.now()
         seconds = random.randint(_SHORTEST, _LONGEST)  # noqa: S311 - spreads load, keeps no secret
         query = {"resourceVersion": version, "allowWatchBookmarks": "true", "timeoutSeconds": str(seconds)}
-        with self._api.watch(NODES, watch="true", **query) as pieces:
-            # A wish that came before there was a connection to drop.
-            for piece in () if self._reread.is_set() else pieces:
-                self._hear(lines.feed(piece), deliver)
-                alive()
+        try:
+            with self._api.watch(NODES, watch="true", **query) as pieces:
+                # A wish that came before there was a connection to drop.
+                for piece in () if self._reread.is_set() else pieces:
+                    self._heard_at = clock.now()
+                    self._hear(lines.feed(piece), deliver)
+                    alive()
+            self._heard_at = clock.now()
+        except BrokenOff as reason:
+            log.log(V(1), "Watching again: %s", reason)
         in_vain = self._version == version and not self._hurry.is_set()
         if in_vain and clock.now() - began < _VERY_SHORT:
             raise Retryable("the API server ends each watch at once", "see the API server's log")
@@ -178,7 +235,7 @@ class Follower:
                 deliver(events)
         if lines:
             self._outage.over()
-            self._backoff.reset()
+            self._backoffs.reset()
 
     def _take(self, kind: str, obj: dict[str, Any]) -> list[Event]:
         version = child(obj, "metadata").get("resourceVersion")
@@ -202,3 +259,10 @@ class Follower:
 
     def _refuse(self, reason: Refused) -> None:
         self._once.warn(log, "node", f"Passing over what is no node: {reason}")
+
+
+def _version_of(page: dict[str, Any]) -> str:
+    version = child(page, "metadata").get("resourceVersion")
+    if not isinstance(version, str) or not version:
+        raise Retryable("the list of nodes has no resourceVersion", "is that a Kubernetes API server?")
+    return version

@@ -51,6 +51,7 @@ class Etcd:
         self.endpoint = f"http://{address}:{PORT}"
         self._login: dict[str, str] = {}
         self._data = directory / "etcd"
+        self._backup = directory / "etcd-backup"
         self._log = directory / "etcd.log"
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -101,6 +102,17 @@ class Etcd:
     def forget(self) -> None:
         """Lose all data, while it is stopped."""
         shutil.rmtree(self._data)
+
+    def back_up(self) -> None:
+        """Copy its data for ``restore``; it is stopped for that."""
+        self.stop()
+        shutil.copytree(self._data, self._backup)
+        self.start()
+
+    def restore(self) -> None:
+        """Have the data of the last backup, while it is stopped."""
+        self.forget()
+        shutil.copytree(self._backup, self._data)
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
@@ -184,6 +196,14 @@ class Etcd:
         with self._connected() as connection:
             for number in range(times):
                 self._ask(connection, "PUT", f"/v2/keys{quote(key)}", {"value": str(number)})
+
+    def write(self, times: int) -> None:
+        """Let the revision rise by writes that are none of the network's."""
+        if self.api == "v3":
+            for number in range(times):
+                self.v3.put("/unrelated", str(number))
+        else:
+            self.put_often("/unrelated", times)
 
     def forget_history(self) -> None:
         """Let nobody learn any more what has happened so far."""

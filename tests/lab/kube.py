@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -85,6 +86,14 @@ class Kube:
     def forget(self) -> None:
         """Lose all objects, while it is stopped."""
         (self._directory / "journal").unlink(missing_ok=True)
+
+    def back_up(self) -> None:
+        """Copy all objects with their versions, for ``restore``."""
+        shutil.copy(self._directory / "journal", self._directory / "backup")
+
+    def restore(self) -> None:
+        """Have the objects of the last backup, and its version, while it is stopped."""
+        shutil.copy(self._directory / "backup", self._directory / "journal")
 
     @contextmanager
     def frozen(self) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -20,11 +21,19 @@ from tests.netns.kube import (
     write_net_conf,
 )
 from tests.netns.pair import connect
+from tests.netns.test_seeing import answer
 
 VXLAN = {"Type": "vxlan"}
 PEER = ("n9", "10.5.9.0/24", "198.18.0.9")
-#: Daemons wait up to 40 s between two attempts; after a short outage much less.
+NEWCOMER = ("n8", "10.5.8.0/24", "198.18.0.8")
+#: Daemons wait up to 40 s between two attempts at a server that answers with errors.
 RECONNECTED = 45.0
+#: They notice within 4 s that a server is there again; then they list all nodes.
+RETURN = 8.0
+#: Seconds that a restored API server takes at least: stopping and starting alone take longer.
+RESTORING = 3
+#: Seconds after which pauses that grow all the time would be at 13 to 26 s.
+OUTAGE = 20
 SILENCE = 120.0
 
 
@@ -90,6 +99,45 @@ def test_what_was_lost_with_the_history_is_noticed(lab: Lab) -> None:
     lab.kube.control.compact()
     put_peer(lab, "host-gw")
     wait_for(lambda: overlay_routes(first) == {second.subnet(), PEER[1]}, RECONNECTED)
+
+
+def test_a_deletion_during_a_long_outage_is_followed_soon_after_it(lab: Lab) -> None:
+    """The history is gone by then, so that a watch would be answered with 410."""
+    first, second, third = lab.kube_cluster({"Type": "host-gw"}, nodes=3)
+    for node in (second, third):
+        connect(first, node)
+    with first.container().ping(second.container()) as ping:
+        lab.kube.kill()
+        ping.wait_for_replies(OUTAGE * 50, 2 * OUTAGE + SOON)
+        lab.kube.start()
+        began = time.monotonic()
+        lab.kube.control.delete_node(third.name)
+        lab.kube.control.compact()
+        first.wait_for_no_route(third.subnet(), RETURN)
+        assert time.monotonic() - began < 2 * RETURN, "more than a busy machine explains"
+        ping.wait_for_replies()
+        assert ping.lost() == 0
+
+
+@pytest.mark.parametrize("versions", [0, 5000], ids=["behind", "overtaken"])
+def test_a_store_that_was_restored_from_a_backup_is_read_again(lab: Lab, versions: int) -> None:
+    """Whether its version is lower than the one that the daemon knows, or has overtaken it meanwhile."""
+    first, second, third = lab.kube_cluster({"Type": "host-gw"}, nodes=3)
+    for node in (second, third):
+        first.wait_for_route(node.subnet(), SOON)
+    lab.kube.back_up()
+    lab.kube.control.jump(1000)
+    put_peer(lab, "host-gw")
+    first.wait_for_route(PEER[1], SOON)
+    with first.paused():
+        lab.kube.kill()
+        lab.kube.restore()
+        time.sleep(RESTORING)
+        lab.kube.start()
+        lab.kube.control.delete_node(third.name)
+        lab.kube.control.put_peer(*NEWCOMER, "host-gw")
+        lab.kube.control.jump(versions)
+    wait_for(lambda: overlay_routes(first) == {second.subnet(), NEWCOMER[1]}, RETURN)
 
 
 def test_an_api_server_that_forgot_all_nodes_takes_no_peer_along(lab: Lab) -> None:
@@ -218,3 +266,102 @@ def test_with_saved_nodes_a_host_that_boots_without_api_server_joins_the_network
     first.stop()
     first.run(*own_command(), "-cleanup", f"-state-dir={directory}", f"-subnet-file={first.subnet_file}")
     assert saved(directory) == []
+
+
+# ---- with a file that is not up to date -----------------------------------------------------------
+
+READ_ONLY = 'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && exec "$@"'
+
+
+def is_led_to(node: Node, peer: Node) -> bool:
+    return peer.subnet() in overlay_routes(node)
+
+
+def edit(directory: Path, name: str, **notes: str) -> None:
+    """Have the file say something else of a node than it did."""
+    file = directory / "kube-nodes.json"
+    content = json.loads(file.read_text())
+    (node,) = (each for each in content["nodes"] if each["name"] == name)
+    node["annotations"] |= {key.replace("_", "-"): value for key, value in notes.items()}
+    file.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("backend_type", ["vxlan", "host-gw"])
+@pytest.mark.parametrize("why", ["put back", "could not be saved", "wrong"])
+def test_a_restart_without_api_server_keeps_what_an_old_file_does_not_know(
+    lab: Lab, why: str, backend_type: str
+) -> None:
+    """n3 has joined since the file was saved, and n2 has changed its address and MAC."""
+    write_net_conf(lab, {"Type": backend_type})
+    directory = lab.directory / "state"
+    directory.mkdir()
+    flags = (f"--state-dir={directory}", f"-healthz-port={HEALTH_PORT}", "-healthz-ip=127.0.0.1")
+    first, second, third = lab.add_nodes(3)
+    for node in (first, second):
+        lab.kube.add(node)
+        start(lab, node, *(flags if node is first else ()))
+        node.wait_ready()
+    wait_for(lambda: saved(directory) == ["n1", "n2"], 20)
+    if why == "could not be saved":
+        first.stop()
+        start(lab, first, *flags, command=["sh", "-c", READ_ONLY, str(directory), *own_command()])
+    old = (directory / "kube-nodes.json").read_text()
+    lab.kube.add(third)
+    start(lab, third)
+    third.wait_ready()
+    for node in (second, third):
+        connect(first, node)
+    if why == "could not be saved":
+        first.wait_for_log("Cannot save the nodes", 20)
+    to_second = first.container().ping(second.container())
+    to_third = first.container().ping(third.container())
+    with to_second, to_third:
+        lab.kube.kill()
+        first.stop()
+        (directory / "kube-nodes.json").write_text(old)
+        if why == "wrong":
+            edit(
+                directory,
+                "n2",
+                public_ip="198.18.0.77",
+                backend_data='{"VNI":1,"VtepMAC":"02:00:00:00:00:77"}',
+            )
+        assert "del" not in plan_without_server(lab, first, directory)
+        start(lab, first, *flags)
+        first.wait_ready()
+        wait_for(lambda: readiness(first)[0] == 200, SOON)
+        check_that_it_says_so(first, directory)
+        for ping in (to_second, to_third):
+            ping.wait_for_replies(100)
+            assert ping.lost() == 0
+    assert is_led_to(first, third)
+    lab.kube.start()
+    wait_for(lambda: readiness(first) == (200, "flanneld is ready"), RETURN)
+    wait_for(lambda: "STATUS" in (told := first.service_manager.heard()[-1]) and "taken" not in told, SOON)
+    lab.kube.control.delete_node(third.name)
+    first.wait_for_no_route(third.subnet(), SOON)
+    connect(first, second)
+
+
+def plan_without_server(lab: Lab, node: Node, directory: Path) -> str:
+    """What a start would do while the API server is away."""
+    flags = [*lab.kube.flags(), f"--net-config-path={lab.directory / 'net-conf.json'}"]
+    command = [
+        *own_command(),
+        "--plan",
+        f"--subnet-file={node.subnet_file}",
+        f"--state-dir={directory}",
+        *flags,
+    ]
+    return node.run("env", f"NODE_NAME={node.name}", *command).stdout
+
+
+def check_that_it_says_so(node: Node, directory: Path) -> None:
+    """A node that is ready with leases out of a cache does not hide that."""
+    caveat = f"leases: taken from the nodes saved in {directory}/kube-nodes.json at "
+    first_line, second_line = readiness(node)[1].splitlines()
+    assert first_line == "flanneld is ready"
+    assert second_line.startswith(caveat)
+    wait_for(lambda: any(caveat in line for line in node.service_manager.heard()), SOON)
+    assert answer(node, "status")["store"]["cache"].startswith("the nodes saved in ")
+    assert len(node.wait_for_log("removing and replacing nothing until the store answers")) == 1

@@ -30,7 +30,8 @@ def host_gw(number: int) -> dict[str, Any]:
 
 def overlay_routes(node: Node) -> dict[str, str]:
     """The gateway of each peer's subnet."""
-    return {route["dst"]: route["gateway"] for route in node.routes() if route["dst"].startswith("10.5.")}
+    found = [route for route in node.routes() if route["dst"].startswith("10.5.")]
+    return {route["dst"]: route["gateway"] for route in found if "gateway" in route}
 
 
 def complaints(node: Node) -> list[str]:
@@ -83,6 +84,30 @@ def test_an_etcd_that_hangs_costs_no_packet_and_no_news(lab: Lab) -> None:
             ping.wait_for_replies(100)
         lab.etcd.put_lease("10.5.0.0/24", vxlan(200))
         first.wait_for_route("10.5.0.0/24")
+        assert ping.lost() == 0
+
+
+# ---- etcd comes back with a backup ---------------------------------------------------------------
+
+
+@both_apis
+@pytest.mark.parametrize("writes", [0, 200], ids=["behind", "overtaken"])
+def test_a_backup_that_was_put_back_is_followed(lab: Lab, writes: int) -> None:
+    """Whether its revision is lower than the one that the daemon knows, or has overtaken it meanwhile."""
+    first, second = connected(lab.cluster({"Type": "host-gw"}, SubnetMin="10.5.100.0"))
+    lab.etcd.back_up()
+    lab.etcd.write(100)
+    lab.etcd.put_lease("10.5.1.0/24", host_gw(201))
+    first.wait_for_route("10.5.1.0/24")
+    with first.container().ping(second.container()) as ping:
+        with stopped(lab, first):
+            lab.etcd.kill()
+            lab.etcd.restore()
+            lab.etcd.start()
+            lab.etcd.put_lease("10.5.2.0/24", host_gw(202))
+            lab.etcd.write(writes)
+        wait_for(lambda: set(overlay_routes(first)) == {second.subnet(), "10.5.2.0/24"}, 5)
+        ping.wait_for_replies()
         assert ping.lost() == 0
 
 

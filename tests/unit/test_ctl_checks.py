@@ -148,7 +148,10 @@ CASES: dict[str, list[Facts]] = {
     "stale": [entry(ROUTE, "not wanted")],
     "refused": [told(lambda d: d.update(refused=[{"object": "route x", "reason": "File exists"}]))],
     "neighbours": [replace(WELL, gc_thresh=1)],
-    "synced": [told(lambda d: d.update(synced=False))],
+    "synced": [
+        told(lambda d: d.update(synced=False)),
+        told(lambda d: d["store"].update(cache="the nodes saved in /x at 2023-11-14T22:13:20Z")),
+    ],
     "brake": [told(lambda d: d.update(brake={"holds": True}))],
     "mac": [with_links(link("eth0"), flannel(mac="02:00:00:00:00:99"))],
     "contested": [peer(conflicts=["10.5.3.0/24"], state="contested")],

@@ -379,23 +379,30 @@ def test_keys_and_values_that_are_no_text_hurt_nobody(etcd: LocalEtcd, keys: V3K
     assert len(found) == 3
 
 
-def test_a_reconnect_goes_on_where_the_watch_was(etcd: LocalEtcd, keys: V3Keys) -> None:
+def test_a_watch_whose_connection_was_given_up_calls_for_a_list(etcd: LocalEtcd, keys: V3Keys) -> None:
     relay = Relay(etcd.url)
     with server(relay) as url:
         asker = client(url, timeouts=PATIENT)
         at = asker.fetch("/moved", recursive=True).at
         watcher = watch(asker, "/moved", recursive=True)
-        found: list[object] = []
-        thread = threading.Thread(target=lambda: found.extend(watcher.wait(at).replies))
+        failures: list[Exception] = []
+
+        def wait() -> None:
+            try:
+                watcher.wait(at)
+            except ListAgain as reason:
+                failures.append(reason)
+
+        thread = threading.Thread(target=wait)
         thread.start()
         wait_for(lambda: relay.asked("/watch"), DEADLINE, "the watch")
         wait_for(lambda: watcher._stream and watcher._at, DEADLINE, "the watch to have begun")
         watcher.reconnect()
-        wait_for(lambda: len(relay.asked("/watch")) == 2, DEADLINE, "another watch")
-        keys.put("/moved/a", "1")
         thread.join(DEADLINE)
+        assert [str(reason) for reason in failures] == ["the connection was given up"]
+        keys.put("/moved/a", "1")
+        assert len(watcher.wait(at).replies) == 1
         watcher.close()
-    assert len(found) == 1
 
 
 def half_an_answer(connection: socket.socket) -> None:

@@ -18,7 +18,7 @@ from flanneld.model import Added, Event, LeaseAttrs, Snapshot
 from flanneld.subnet.etcd_choice import open_etcd
 from flanneld.subnet.etcd_endpoints import EtcdOptions
 from flanneld.subnet.etcd_http import NoSuchApi
-from flanneld.subnet.etcd_keys import NotFound, Position
+from flanneld.subnet.etcd_keys import ListAgain, NotFound, Position
 from flanneld.subnet.etcd_transport import Timeouts
 from flanneld.subnet.etcd_v3_answers import AccessRefused, GatewayRefused
 from flanneld.subnet.etcd_v3_client import Client
@@ -263,22 +263,29 @@ def test_a_watch_goes_on_at_another_server_when_its_own_falls_silent(etcd: Local
     assert len(replies) == 1
 
 
-def test_a_reconnect_goes_on_where_the_watch_was(etcd: LocalEtcd, keys: V3Keys) -> None:
+def test_a_watch_whose_connection_was_given_up_calls_for_a_list(etcd: LocalEtcd, keys: V3Keys) -> None:
     asker = client(etcd.url, timeouts=PATIENT)
     at = asker.fetch("/moved", recursive=True).at
     begun = threading.Semaphore(0)
     watcher = asker.watcher("/moved", recursive=True, contact=begun.release)
-    found: list[object] = []
-    thread = threading.Thread(target=lambda: found.extend(watcher.wait(at).replies))
+    failures: list[Exception] = []
+
+    def wait() -> None:
+        try:
+            watcher.wait(at)
+        except ListAgain as reason:
+            failures.append(reason)
+
+    thread = threading.Thread(target=wait)
     thread.start()
     assert begun.acquire(timeout=DEADLINE)
     asker.reconnect()
     watcher.reconnect()
-    assert begun.acquire(timeout=DEADLINE)
-    keys.put("/moved/a", "1")
     thread.join(DEADLINE)
+    assert [str(reason) for reason in failures] == ["the connection was given up"]
+    keys.put("/moved/a", "1")
+    assert len(watcher.wait(at).replies) == 1
     watcher.close()
-    assert len(found) == 1
 
 
 def test_what_waits_for_a_silent_server_can_be_cut() -> None:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from ipaddress import IPv4Address, IPv4Network
+from pathlib import Path
 from typing import Self
 
 import pytest
@@ -25,6 +26,8 @@ from tests.local_etcd import DEADLINE, LocalEtcd, Relay, free_port, running_etcd
 _numbers = itertools.count()
 #: More than etcd remembers.
 HISTORY = 1000
+#: More than anybody wants to read a line about.
+MANY = 500
 #: No watch that is closed may wait for any of these.
 PATIENT = Timeouts(read=600.0, poll=600.0, silence=600.0, pause=600.0)
 QUICK = Timeouts(read=20.0, pause=0.05)
@@ -135,6 +138,20 @@ def subnets(event: Event) -> set[str]:
     return {str(lease) for lease in event.leases}
 
 
+def known(events: list[Event]) -> dict[str, str]:
+    """The public IP of each subnet, for a reader of all events."""
+    there: dict[str, str] = {}
+    for event in list(events):
+        match event:
+            case Added():
+                there.update([lease_of(event)])
+            case Removed((subnet, _)):
+                there.pop(str(subnet), None)
+            case Snapshot(leases):
+                there = {str(each): str(each.attrs.public_ip) for each in leases}
+    return there
+
+
 def removed(subnet: str) -> Removed:
     return Removed((IPv4Network(subnet), None))
 
@@ -215,6 +232,25 @@ def test_what_makes_no_sense_is_told_once_and_does_not_stop_the_watch(
     assert lease_of(watched.next(1)) == ("10.1.2.0/24", "192.0.2.2")
     for key in ("no-lease", "10.1.1.0-24", "folder/10.1.1.0-24"):
         assert sum(f"{watched.prefix}/subnets/{key} " in text for text in texts(caplog)) == 1
+
+
+def test_many_keys_that_make_no_sense_are_one_line_however_often_they_are_read(
+    watched: Watched, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(MANY):
+        watched.put(f"no-lease-{number:04}", "{", ttl=None)
+    watched.start()
+    for number in (1, 2):
+        watched.manager.reread()
+        watched.next(number)
+    (line,) = [text for text in texts(caplog) if "Ignoring" in text]
+    start = f"Ignoring {MANY} keys in etcd: {watched.prefix}/subnets/no-lease-"
+    assert line.startswith(start)
+    assert line.endswith(f"; and {MANY - 3} more")
+    watched.put("no-lease-too", "{")
+    watched.put("10.1.2.0-24", value(2))
+    watched.next(3)
+    assert sum("Ignoring" in text for text in texts(caplog)) == 1, "the next line is due in a minute"
 
 
 @pytest.mark.parametrize("name", ["no-lease", "10.1.1.0-24"])
@@ -368,8 +404,12 @@ def test_a_watch_survives_restarts_of_etcd_and_tells_of_each_once(
             wait_for(lambda: told("Watching") > 2 * told("etcd is back"), 10, "a word about it")
             etcd.start()
             watched.put(f"10.1.{outage}.0-24", value(1))
-            assert lease_of(watched.next(outage)) == (f"10.1.{outage}.0/24", "192.0.2.1")
-            assert (told("Watching"), told("etcd is back")) == (2 * outage, outage)
+            wait_for(lambda: f"10.1.{outage}.0/24" in known(watched.events), 10, "the lease")  # noqa: B023
+            wait_for(lambda: told("etcd is back") == outage, 10, "a word about its end")  # noqa: B023
+            # Until the new watch has told something, another failure would belong to the same outage.
+            watched.put(f"10.2.{outage}.0-24", value(1))
+            wait_for(lambda: len(known(watched.events)) == 2 * outage, 10, "more news")  # noqa: B023
+            assert told("Watching") == 2 * outage
 
 
 @over_all
@@ -385,7 +425,33 @@ def test_after_a_long_outage_etcd_is_found_as_soon_as_after_a_short_one(api: str
         wait_for(lambda: len(attempts) - before > 50, DEADLINE, "fifty attempts")
         etcd.start()
         watched.put("10.1.1.0-24", value(1))
-        assert lease_of(watched.next(1)) == ("10.1.1.0/24", "192.0.2.1")
+        wait_for(lambda: known(watched.events) == {"10.1.1.0/24": "192.0.2.1"}, 10, "the lease")
+
+
+@over_all
+@pytest.mark.parametrize("writes", [0, 100], ids=["behind", "overtaken"])
+def test_a_backup_that_was_put_back_is_read_anew(api: str, writes: int, tmp_path: Path) -> None:
+    """Its revision may be any, and the ID of the cluster is the same as before."""
+    backup = tmp_path / "backup"
+    with running_etcd() as etcd, Watched(etcd, api) as watched:
+        watched.put("10.1.1.0-24", value(1))
+        etcd.stop()
+        etcd.copy_data(backup)
+        etcd.start()
+        watched.start()
+        watched.keys.put_often("/unrelated", 50, "x")
+        watched.put("10.1.2.0-24", value(2))
+        watched.next(1)
+        etcd.stop()
+        elsewhere = LocalEtcd(tmp_path)
+        elsewhere.start(data=str(backup))
+        keys = elsewhere.keys(watched.api)
+        keys.put(f"{watched.prefix}/subnets/10.1.3.0-24", value(3), None)
+        keys.put_often("/unrelated", writes, "x")
+        elsewhere.stop()
+        etcd.start(data=str(backup))
+        expected = {"10.1.1.0/24": "192.0.2.1", "10.1.3.0/24": "192.0.2.3"}
+        wait_for(lambda: known(watched.events) == expected, 10, "the leases of the backup")
 
 
 @over_all

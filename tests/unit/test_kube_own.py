@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from flanneld.errors import Retryable
-from flanneld.model import Added, Lease, LeaseAttrs, Removed, Snapshot
+from flanneld.model import Added, Cached, Lease, LeaseAttrs, Removed
 from tests.lab.kube_api.crowd import PREFIX
 from tests.lab.wait import wait_for
 from tests.local_cluster import ATTRS, SUBNET, Cluster, peers, running_cluster
@@ -134,8 +135,22 @@ def test_what_was_saved_is_replaced_once_the_api_server_answers(cluster: Cluster
         cluster.fault(verb="list", status=503, times=3)
         cluster.join()
         cluster.wait_for(3)
-        assert isinstance(cluster.events[0], Snapshot)
+        assert isinstance(cluster.events[0], Cached), "a cache must not allow a sweep"
         assert peers(cluster.events[:1]) == {"10.5.2.0/24"}
+
+
+def test_the_age_of_what_was_saved_is_told_however_often_it_is_used(cluster: Cluster) -> None:
+    with without_server(cluster) as url:
+        os.utime(cluster.state_dir / "kube-nodes.json", (0, 1_700_000_000))
+        for _ in range(2):
+            cluster.events.clear()
+            manager = cluster.join(cluster.open(url=url))
+            (told,) = wait_for(lambda: cluster.events)
+            assert isinstance(told, Cached)
+            assert told.source.endswith("kube-nodes.json at 2023-11-14T22:13:20Z")
+            manager.mark_available()  # After this it has looked whether there is something to save.
+            wait_for(lambda: cluster.own_events)
+            cluster.close()
 
 
 def test_an_api_server_that_knows_our_node_no_more_outweighs_what_was_saved(cluster: Cluster) -> None:

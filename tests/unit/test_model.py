@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from flanneld.model import (
     FAMILIES,
     Added,
+    Cached,
     Change,
     Event,
     Family,
@@ -135,6 +136,16 @@ def test_only_a_snapshot_makes_the_table_complete() -> None:
     assert made.synced
     made.apply(Removed(FIVE))
     assert made.synced
+
+
+def test_leases_out_of_a_cache_are_added_and_do_not_make_the_table_complete() -> None:
+    made = table(Added(lease(FIVE)))
+    assert made.apply(Cached((lease(SIX),), "a file")) == Change(put=(lease(SIX),))
+    assert (content(made), made.synced, made.cached) == ({FIVE: attrs(1), SIX: attrs(1)}, False, "a file")
+    assert made.apply(snapshot(lease(FIVE))) == Change(gone=(SIX,))
+    assert (made.synced, made.cached) == (True, "")
+    assert made.apply(Cached((lease(SIX),), "a file")) == Change(), "the store knows better"
+    assert made.cached == ""
 
 
 def test_a_lease_has_the_name_that_operators_know() -> None:

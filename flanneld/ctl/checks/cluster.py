@@ -22,7 +22,15 @@ _SOON = 600.0
 
 @check("C", "synced", "the peers are known")
 def synced(facts: Facts) -> Iterator[Finding]:
-    if facts.document.get("synced") is False:
+    cache = (facts.document.get("store") or {}).get("cache")
+    if cache:
+        yield Finding(
+            "the peers are known from a file only",
+            f"leases are taken from {cache}",
+            "nodes that joined since are not reached, and gone ones not removed",
+            Advice("see why the store does not answer"),
+        )
+    elif facts.document.get("synced") is False:
         yield Finding(
             "the peers are not known yet",
             "no list of leases was read since the start",
