@@ -13,7 +13,7 @@ import pytest
 
 from tests.lab import Lab, Node, wait_for
 from tests.lab.daemon import Daemon, own_command
-from tests.netns.test_leftovers import write_as_go
+from tests.netns.go_daemon import write_as_go
 
 
 def cleanup(node: Node, *flags: str) -> list[str]:

@@ -11,6 +11,7 @@ from tests.lab import Lab, Node, own_command, wait_for
 from tests.lab.credentials import as_pod
 from tests.lab.kube import TOKEN
 from tests.lab.kube_api.crowd import PREFIX
+from tests.netns.go_daemon import write_as_go
 from tests.netns.kube import HEALTH_PORT, SOON, notes, overlay_routes, readiness, start, write_net_conf
 from tests.netns.pair import DUAL_STACK, connect
 
@@ -196,6 +197,7 @@ def test_what_a_go_daemon_left_of_vanished_nodes_goes_whatever_the_size_of_subne
     (node,) = lab.add_nodes()
     lab.kube.add(node, "10.5.1.64/26")
     node.namespace.ip("route add 10.5.9.128/26 via 198.18.0.99", "route add 10.5.8.0/24 via 198.18.0.98")
+    write_as_go(node)
     start(lab, node)
     assert node.wait_ready()["FLANNEL_SUBNET"] == "10.5.1.65/26"
     node.wait_for_no_route("10.5.9.128/26", SOON)

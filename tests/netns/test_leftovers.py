@@ -11,6 +11,7 @@ import pytest
 from tests.lab import Lab, Node, wait_for
 from tests.lab.daemon import ROOT, own_command
 from tests.netns.apis import both_apis
+from tests.netns.go_daemon import write_as_go
 from tests.netns.pair import DUAL_STACK, SOON, connect
 
 #: As a Go flanneld leaves its routes; 10.5.0.0/24 is a subnet that no node can have.
@@ -26,17 +27,6 @@ FOREIGN = [
     "route add 10.5.6.0/24 via 198.18.0.99 metric 50",
     "route add blackhole 10.5.7.0/24",
 ]
-
-
-GO_ENV = "FLANNEL_NETWORK=10.5.0.0/16\nFLANNEL_SUBNET=10.5.8.1/24\nFLANNEL_MTU=1500\nFLANNEL_IPMASQ=false\n"
-
-
-def write_as_go(node: Node) -> None:
-    """Leave subnet.env as a Go flanneld does that has run here: a new file in place of the old one."""
-    text = node.subnet_file.read_text() if node.subnet_file.exists() else GO_ENV
-    new = node.subnet_file.with_name("subnet.env.new")
-    new.write_text(text)
-    new.replace(node.subnet_file)
 
 
 def traces(node: Node, peer: Node) -> list[dict[str, Any]]:
