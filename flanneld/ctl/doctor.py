@@ -10,6 +10,7 @@ from flanneld.ctl.checks import CHECKS
 from flanneld.ctl.facts import Facts
 from flanneld.ctl.findings import THEMES, Check, Finding, Fix, Severity
 from flanneld.ctl.tables import Table
+from flanneld.glog import counted
 
 
 def examine(facts: Facts) -> list[tuple[Check, Finding]]:
@@ -27,7 +28,7 @@ def report(findings: list[tuple[Check, Finding]], facts: Facts) -> list[Table]:
     tables = [Table((), list(_rows(check, finding))) for check, finding in findings]
     problems = sum(finding.severity is Severity.PROBLEM for _, finding in findings)
     hints = len(findings) - problems
-    said = f"{len(CHECKS)} checks: {_number(problems, 'problem')}, {_number(hints, 'hint')}"
+    said = f"{len(CHECKS)} checks: {counted(problems, 'problem')}, {counted(hints, 'hint')}"
     unknown = [(f"not known: {why}",) for why in facts.unknown]
     return [*tables, Table((), [*unknown, (said,)])]
 
@@ -42,10 +43,6 @@ def _rows(check: Check, finding: Finding) -> Iterator[tuple[str, str]]:
             yield from (("fix", shlex.join(each)) for each in commands)
         case advice:
             yield "advice", advice.text
-
-
-def _number(number: int, of: str) -> str:
-    return f"{number} {of}" if number == 1 else f"{number} {of}s"
 
 
 def as_json(findings: list[tuple[Check, Finding]], facts: Facts) -> dict[str, Any]:
