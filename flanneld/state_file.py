@@ -138,7 +138,7 @@ def _text(state: State) -> str:
 def _parse(content: bytes) -> State:
     top = json.loads(content)
     if top["version"] != _VERSION:
-        raise ValueError(f"its version is {top['version']!r}, not {_VERSION}")
+        raise ValueError(f"it is not of version {_VERSION}")
     stamp, attributes = top["subnet_file"], top["attributes"]
     return State(
         boot_id=str(top["boot_id"]),

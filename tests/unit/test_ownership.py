@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flanneld.model import Lease, LeaseAttrs
-from flanneld.network.links import SeenLink
+from flanneld.network.links import SeenLink, is_flannels
 from flanneld.network.resources import ForeignLink, Ipip, Tun, Vxlan
 from flanneld.ownership import (
     Device,
@@ -18,7 +18,6 @@ from flanneld.ownership import (
     State,
     adopts_unmarked,
     devices_of_this_boot,
-    is_flannels,
     proven_lease,
     stale,
 )

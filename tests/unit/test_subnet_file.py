@@ -309,7 +309,7 @@ def test_a_program_that_does_not_stop_is_given_way_to_and_told_of(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     now = 1000.0
-    file = SubnetFile(path, lambda: now)
+    file = SubnetFile(path, now=lambda: now)
     file.tell(ENV)
     writes = set()
     for _ in range(600):
