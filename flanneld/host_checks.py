@@ -1,4 +1,4 @@
-"""Settings of this host that stand in the way of forwarding: checked at the start, two of them for good.
+"""Settings of this host that stand in the way of forwarding: checked at the start, forwarding each second.
 
 Not looked at, and why: a FORWARD chain that drops is the firewall's business. A strict ``rp_filter`` on
 a device of ours does no harm: what comes in there, from a peer's containers or from the peer itself,

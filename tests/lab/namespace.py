@@ -24,6 +24,10 @@ _NO_DEVICE = ("does not exist", "Cannot find device", "No such device")
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
+#: Variables with settings of the tests.
+_OF_TESTS = ("FLANNELD_TEST_", "FLANNELD_COMMAND", "FLANNELD_PEER")
+
+
 class CommandError(Exception):
     """A command failed or never ended; the message holds what it wrote to stderr."""
 
@@ -32,9 +36,17 @@ def run(
     *command: str, check: bool = True, timeout: float = 60, stdin: str = ""
 ) -> subprocess.CompletedProcess[str]:
     """Run to the end; raises ``CommandError`` unless ``check`` is off, and after ``timeout`` seconds."""
+    # A daemon warns of variables that look like its own.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(_OF_TESTS)}
     try:
         done = subprocess.run(
-            command, input=stdin, capture_output=True, text=True, timeout=timeout, check=False
+            command,
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+            env=environment,
         )
     except subprocess.TimeoutExpired as error:
         raise CommandError(f"{' '.join(command)}: still runs after {timeout:g} s") from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import os
 import re
 import signal
 import sys
@@ -29,8 +28,7 @@ def host() -> Iterator[Node]:
 
 def run(node: Node, *flags: str, **variables: str) -> CompletedProcess[str]:
     """Run a daemon that is to end by itself."""
-    settings_of_tests = [f"--unset={name}" for name in os.environ if name.startswith("FLANNELD_")]
-    environment = [*settings_of_tests, *(f"{name}={value}" for name, value in variables.items())]
+    environment = [f"{name}={value}" for name, value in variables.items()]
     return node.run("env", *environment, *own_command(), *flags, check=False)
 
 

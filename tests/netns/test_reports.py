@@ -166,7 +166,7 @@ def test_the_service_manager_hears_what_it_needs(lab: Lab) -> None:
     lab.etcd.put_config(CONFIG)
     wait_until_heard("READY=1")
     assert node.env()
-    _, status, *_ = wait_until_heard("READY=1", "STATUS=", *["WATCHDOG=1"] * 3)
+    status, *_ = wait_until_heard("STATUS=host-gw", "READY=1", *["WATCHDOG=1"] * 3)
     assert node.subnet() in status
     node.stop()
     wait_until_heard("READY=1", "WATCHDOG=1", "STOPPING=1")

@@ -137,7 +137,7 @@ def test_devices_are_of_one_boot(boot_id: str, expected: tuple[Device, ...]) -> 
     [
         (link(), True),
         (link(name="vxlan.calico"), False),
-        (link(ForeignLink("flannel-wg", "a device of kind wireguard")), True),
+        (link(ForeignLink("flannel-wg", "a device of kind wireguard", "wireguard")), True),
         (link(ForeignLink("flannel0", "a plain interface")), False),
     ],
 )
