@@ -34,8 +34,10 @@ def _load() -> Callable[[], None]:
     """Load the daemon, which takes most of the memory that a start needs."""
     import logging
 
-    # Until the log is set up: hashlib shows a traceback for each part that finds no memory.
+    # hashlib logs a traceback for each part that finds no memory. So it is loaded before the log is set up.
     logging.getLogger().addHandler(logging.NullHandler())
+    import hashlib  # noqa: F401 - every client of a store needs it
+
     from flanneld.main import main as run
 
     return run
