@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from ipaddress import IPv4Address, IPv4Network
+from time import monotonic
 
 import pytest
 
@@ -93,6 +94,11 @@ class Store:
         raise NotImplementedError
 
 
+class RunningClock(Clock):
+    def __call__(self) -> float:
+        return monotonic()
+
+
 class Node:
     """A keeper at work for a node; ``error`` is with what it ended."""
 
@@ -100,6 +106,8 @@ class Node:
         self.stop = threading.Event()
         self.revoked = threading.Event()
         self.error: BaseException | None = None
+        #: Within how many seconds each heartbeat promised the next.
+        self.promises: set[float] = set()
         self._clock = clock
         self._rounds = 0
         manager: SubnetManager = store
@@ -144,7 +152,7 @@ class Node:
         assert self.ended
 
     def _count(self, within: float) -> None:
-        assert within > 0
+        self.promises.add(within)
         self._rounds += 1
 
     def _on_revoked(self) -> None:
@@ -206,6 +214,33 @@ def test_a_lease_is_renewed_when_only_the_margin_is_left(node: Node, store: Stor
     assert store.leases[KEY] == replace(LEASE, expires=clock.time + TTL, asof=2)
 
 
+def test_lease_is_renewed_on_time_though_nothing_wakes_its_keeper() -> None:
+    clock = RunningClock()
+    store = Store(clock)
+    store.term = MARGIN + 0.1
+    lease = store.write(LEASE)
+    store.term = TTL
+    node = Node(store, clock, lease)
+    wait_for(lambda: store.attempts, PATIENCE, "a renewal")
+    assert lease.expires is not None
+    assert store.attempts[0] >= lease.expires - MARGIN
+    node.end()
+
+
+def test_keeper_promises_its_next_heartbeat_within_two_minutes(node: Node) -> None:
+    node.pass_time(1)
+    assert node.promises == {120.0}
+
+
+def test_keeper_tells_the_lease_as_it_was_last_written_and_heard(node: Node, store: Store) -> None:
+    assert node.keeper.lease == store.leases[KEY]
+    node.pass_time(TTL - MARGIN)
+    assert node.keeper.lease == store.leases[KEY]
+    assert store.write(RESERVATION).asof == 3
+    node.settle()
+    assert node.keeper.lease == replace(RESERVATION, asof=3)
+
+
 def test_a_lease_is_renewed_again_and_again(node: Node, store: Store) -> None:
     for day in range(1, 4):
         node.pass_time(TTL - MARGIN)
@@ -233,7 +268,7 @@ def test_a_renewal_that_fails_is_tried_again_each_minute(node: Node, store: Stor
     due = clock.time
     for _ in range(8):
         node.pass_time(RENEW_RETRY / 2)
-    assert store.attempts == [due, due + RENEW_RETRY, due + 2 * RENEW_RETRY, due + 3 * RENEW_RETRY]
+    assert store.attempts == [due, due + 60, due + 120, due + 180]
     node.pass_time(10 * RENEW_RETRY)
     assert len(store.attempts) == 4
 
@@ -429,6 +464,30 @@ def test_two_nodes_of_old_standing_do_not_write_over_each_other_without_pause(
     for node in (ours, theirs):
         assert not node.ended
         node.end()
+
+
+@pytest.mark.parametrize(
+    ("term", "attempts"), [(TTL, 1), (TTL - 59, 1), (TTL - 60, 0), (TTL - 61, 0), (HOUR * 2, 0)]
+)
+def test_full_term_is_another_nodes_renewal_and_a_shorter_one_an_operators_extension(
+    node: Node, store: Store, clock: Clock, term: float, attempts: int
+) -> None:
+    node.pass_time(PROBATION)
+    store.term = term
+    expires = store.write(LEASE).expires
+    store.term = TTL
+    node.settle()
+    assert len(store.attempts) == attempts
+    assert node.keeper.lease.expires == (clock.time + TTL if attempts else expires)
+
+
+def test_newcomer_waits_for_the_length_of_the_probation_before_it_ends(node: Node, store: Store) -> None:
+    began = monotonic()
+    store.write(replace(LEASE, attrs=OTHERS))
+    wait_for(lambda: node.ended, PATIENCE, "the end of the newcomer")
+    assert monotonic() - began >= PROBATION
+    assert isinstance(node.error, Fatal)
+    assert "another node writes itself into our lease 10.1.5.0/24" in node.error.problem
 
 
 def test_what_another_node_wrote_before_us_is_no_contest(node: Node, store: Store) -> None:

@@ -134,6 +134,29 @@ def test_a_conflict_ends_with_one_of_its_parties() -> None:
     assert list(wanted.conflicts(TEN)) == []
 
 
+def test_keys_with_several_claims_are_listed_with_each_claim_until_one_is_left() -> None:
+    wanted = Wanted()
+    wanted.set(NINE, [fdb(9), route(9)])
+    assert wanted.rivals() == {}
+    wanted.set(TEN, [fdb(10)])
+    listed = wanted.rivals()
+    assert listed == {fdb(9).key: {NINE: fdb(9), TEN: fdb(10)}}
+    wanted.set(NINE, [fdb(8)])
+    assert wanted.rivals() == {fdb(9).key: {NINE: fdb(8), TEN: fdb(10)}}
+    wanted.set(TEN, [])
+    assert wanted.rivals() == {}
+    assert listed == {fdb(9).key: {NINE: fdb(9), TEN: fdb(10)}}
+
+
+def test_list_of_all_wishes_is_a_copy() -> None:
+    wanted = Wanted()
+    wanted.set(NINE, [route(1)])
+    listed = wanted.all_wishes()
+    wanted.set(NINE, [])
+    assert listed == {NINE: (route(1),)}
+    assert wanted.all_wishes() == {}
+
+
 def test_two_that_want_the_very_same_are_at_peace() -> None:
     wanted = Wanted()
     wanted.set(NINE, [fdb(1)])
