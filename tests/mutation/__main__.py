@@ -99,7 +99,7 @@ def _accepted() -> dict[Key, str]:
 def _enter_copy(folder: str) -> None:
     copy = Path(tempfile.mkdtemp(dir=folder))
     for name in ("flanneld", "tests"):
-        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, copy / name)
     shutil.copy(ROOT / "pyproject.toml", copy)
     os.chdir(copy)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))

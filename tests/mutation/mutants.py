@@ -139,6 +139,8 @@ def _candidates(module: str, source: str, operators: dict[str, Operator], seed: 
                 occurrences[name] += 1
                 if any(first <= start and end <= last for first, last in passed_over):
                     continue
+                if node.parent is not None and node.parent.type == "parameters":  # a lone star
+                    continue
                 repetitions[name, line] += 1
                 rank = sha256(f"{seed} {name} {line} {repetitions[name, line]}".encode()).digest()
                 yield _Candidate(module, name, occurrence, (start, end), rank)

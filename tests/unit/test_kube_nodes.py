@@ -22,6 +22,7 @@ from flanneld.subnet.kube_nodes import (
     changed_notes,
     decoded,
     full_prefix,
+    items,
     key_of,
     lease_of,
     own_key,
@@ -118,6 +119,21 @@ def test_only_what_matters_of_a_node_is_kept() -> None:
 )
 def test_pod_cidrs_count_and_without_them_the_pod_cidr(spec: Any, cidrs: tuple[str, ...]) -> None:
     assert NodeReader(PREFIX).read(api_node(**spec)).cidrs == cidrs
+
+
+@pytest.mark.parametrize(
+    ("listing", "held"),
+    [({"items": [1]}, [1]), ({"items": {"a": 1}}, []), ({}, []), (["items"], []), (None, [])],
+)
+def test_list_holds_its_items_and_anything_else_holds_none(listing: Any, held: list[Any]) -> None:
+    assert items(listing) == held
+
+
+@pytest.mark.parametrize(
+    ("notes", "managed"), [({MANAGED: "true"}, True), ({MANAGED: "false"}, False), ({}, False)]
+)
+def test_node_is_managed_only_if_it_says_true(notes: dict[str, str], managed: bool) -> None:
+    assert replace(NODE, notes=notes).is_managed is managed
 
 
 json_values = st.recursive(

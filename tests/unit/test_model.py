@@ -117,6 +117,11 @@ def test_an_unreadable_lease_stays_what_it_was() -> None:
     assert content(made) == {FIVE: attrs(1), SIX: attrs(1)}
 
 
+def test_lease_of_which_one_of_two_values_can_be_read_stays() -> None:
+    made = table(Added(lease(FIVE)))
+    assert made.apply(snapshot(lease(FIVE), unreadable=[FIVE])) == Change()
+
+
 def test_an_unreadable_lease_that_was_unknown_stays_unknown() -> None:
     made = table()
     assert made.apply(snapshot(unreadable=[FIVE])) == Change()
