@@ -150,7 +150,11 @@ def _without_behaviour(tree: ast.Module) -> Iterator[Span]:
     """Types, which decide nothing, and options of data classes, which say how they are stored."""
     for statement in tree.body:
         match statement:
-            case ast.Assign(value=ast.BinOp(op=ast.BitOr()) | ast.Call(func=ast.Name(id="TypeVar"))):
+            case (
+                ast.Assign(value=ast.BinOp(op=ast.BitOr()))
+                | ast.Assign(value=ast.Call(func=ast.Name(id="TypeVar")))
+                | ast.Assign(value=ast.Subscript(value=ast.Name(id="Literal" | "Mapping" | "Callable")))
+            ):
                 yield _span(statement.value)
     for node in ast.walk(tree):
         match node:

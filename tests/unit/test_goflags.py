@@ -207,6 +207,7 @@ def test_a_bad_variable_is_named(name: str, text: str, message: str) -> None:
         ("\a\b\f\n\r\t\v", r'"\a\b\f\n\r\t\v"'),
         ("\x01\x7f", r'"\x01\x7f"'),
         ("\x85\ue000\U000e0001", r'"\u0085\ue000\U000e0001"'),
+        ("\uffff\U0001ffff", r'"\uffff\U0001ffff"'),
         (b"\xff".decode(errors="surrogateescape"), r'"\xff"'),
     ],
 )
