@@ -102,6 +102,7 @@ def _enter_copy(folder: str) -> None:
         shutil.copytree(ROOT / name, copy / name)
     shutil.copy(ROOT / "pyproject.toml", copy)
     os.chdir(copy)
+    os.environ["PYTHONIOENCODING"] = "utf-8:backslashreplace"  # cosmic-ray reads nothing else
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
 
 
