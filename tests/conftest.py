@@ -20,7 +20,7 @@ hypothesis.settings.register_profile("long", hypothesis.settings.get_profile("fl
 hypothesis.settings.register_profile(
     "mutation",
     hypothesis.settings.get_profile("flanneld"),
-    derandomize=True,  # A mutant is noticed in each run or in none.
+    derandomize=True,  # A mutant is killed in each run or in none.
     phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
 )
 hypothesis.settings.load_profile("flanneld")

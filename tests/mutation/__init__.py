@@ -1,1 +1,1 @@
-"""Mutation tests of the deciding modules: each small change of the code must make a unit test fail."""
+"""Mutation tests of the deciding modules: a unit test must fail for each small change of the code."""

@@ -1,6 +1,6 @@
-"""python -m tests.mutation: mutates a sample of places and runs the unit tests of their module on each.
+"""Make mutants of the deciding modules and run the unit tests of their module on each.
 
-Fails if the tests notice less than 95 % of the mutants, or miss one that survivors.toml does not name.
+Fails if the tests kill less than 95 % of the mutants, or if survivors.toml does not name a survivor.
 Works on copies, so the code itself is never changed.
 """
 
@@ -28,7 +28,7 @@ from tests.mutation.mutants import Mutant, sample
 GOAL = 0.95
 COUNT = 330
 SEED = 1
-#: Seconds beyond ten times what the tests take. Generous, since a mutant that takes longer counts as noticed.
+#: Seconds beyond ten times what the tests take. Generous, since a mutant that takes longer counts as killed.
 GRACE = 30.0
 #: Bytes of address space for one run of the tests: a mutant may ask for all there is.
 MEMORY = 4 << 30
@@ -53,7 +53,7 @@ class Job:
 class Outcome:
     """``output`` is that of the tests."""
 
-    noticed: bool
+    killed: bool
     timed_out: bool
     seconds: float
     output: str
@@ -72,7 +72,7 @@ def main() -> int:
         plain = [Job(module, tests[module]) for module in tests]
         limits = {}
         for job, outcome in zip(plain, pool.map(_run, plain), strict=True):
-            if outcome.noticed:
+            if outcome.killed:
                 sys.exit(f"{outcome.output}\nthe tests of {job.module} fail without a mutant")
             limits[job.module] = GRACE + 10 * outcome.seconds
         mutated = [Job(each.module, tests[each.module], each, limits[each.module]) for each in mutants]
@@ -81,9 +81,11 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__)
-    parser.add_argument("modules", nargs="*", metavar="flanneld/....py", help="only these; all by default")
-    parser.add_argument("--count", type=int, default=COUNT, help="so many mutants (default %(default)s)")
-    parser.add_argument("--seed", type=int, default=SEED, help="chooses them (default %(default)s)")
+    parser.add_argument(
+        "modules", nargs="*", metavar="flanneld/....py", help="modules (default: all in modules.toml)"
+    )
+    parser.add_argument("--count", type=int, default=COUNT, help="number of mutants (default %(default)s)")
+    parser.add_argument("--seed", type=int, default=SEED, help="seed of the sample (default %(default)s)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (default: one per CPU)")
     return parser.parse_args()
 
@@ -127,20 +129,20 @@ def _run(job: Job) -> Outcome:
 
 def _report(results: Iterable[tuple[Mutant, Outcome]], accepted: dict[Key, str]) -> int:
     """Print each survivor without a reason as it is found, then the figures."""
-    total, noticed, late, unnamed = Counter[str](), Counter[str](), 0, 0
+    total, killed, late, unnamed = Counter[str](), Counter[str](), 0, 0
     for mutant, outcome in results:
         total[mutant.module] += 1
-        noticed[mutant.module] += outcome.noticed
+        killed[mutant.module] += outcome.killed
         late += outcome.timed_out
-        if not outcome.noticed and (mutant.module, mutant.was, mutant.now) not in accepted:
+        if not outcome.killed and (mutant.module, mutant.was, mutant.now) not in accepted:
             unnamed += 1
             print(_as_entry(mutant), flush=True)
     for module in sorted(total):
-        print(f"{noticed[module]:4d} of {total[module]:3d}  {module}")
-    all_noticed, count = noticed.total(), total.total()
-    print(f"{all_noticed} of {count} mutants noticed ({all_noticed / count:.1%}), {late} by the time limit")
-    print(f"{count - all_noticed - unnamed} missed for a reason in survivors.toml, {unnamed} without one")
-    return 1 if unnamed or all_noticed < GOAL * count else 0
+        print(f"{killed[module]:4d} of {total[module]:3d}  {module}")
+    all_killed, count = killed.total(), total.total()
+    print(f"{all_killed} of {count} mutants killed ({all_killed / count:.1%}), {late} by the time limit")
+    print(f"{count - all_killed - unnamed} survived for a reason in survivors.toml, {unnamed} without one")
+    return 1 if unnamed or all_killed < GOAL * count else 0
 
 
 def _as_entry(mutant: Mutant) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import difflib
 import re
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -25,9 +26,9 @@ _IDENTITY = re.compile(r".*_(Eq|NotEq|Lt|LtE|Gt|GtE)_(Is|IsNot)")
 
 
 class RemoveStatement(Operator):  # type: ignore[misc]
-    """Replaces a statement that has an effect, in a function, by ``pass``.
+    """Replaces a statement with an effect by ``pass``.
 
-    Local names are left alone: without them every function fails. So are constructors.
+    Leaves local names alone, since without them every function fails, and constructors.
     """
 
     def mutation_positions(self, node: Any) -> Iterator[Span]:
@@ -57,7 +58,7 @@ class RemoveStatement(Operator):  # type: ignore[misc]
 
 
 class ReturnNone(Operator):  # type: ignore[misc]
-    """Replaces the value of a ``return`` by None; False is near enough to be left alone."""
+    """Replaces the value of a ``return`` by None, unless it is False: few callers tell these apart."""
 
     def mutation_positions(self, node: Any) -> Iterator[Span]:
         if node.type == "return_stmt" and len(node.children) == 2:
@@ -104,7 +105,7 @@ class _Candidate:
 
     @property
     def site(self) -> tuple[str, str, Span]:
-        """One operator that is replaced by eleven others counts once."""
+        """An operator has one mutant in the sample, though eleven others may replace it."""
         return self.module, self.operator.partition("_")[0], self.span
 
 
@@ -147,7 +148,7 @@ def _candidates(module: str, source: str, operators: dict[str, Operator], seed: 
 
 
 def _without_behaviour(tree: ast.Module) -> Iterator[Span]:
-    """Types, which decide nothing, and options of data classes, which say how they are stored."""
+    """Yield types, which decide nothing, and options of data classes, which say how they are stored."""
     for statement in tree.body:
         match statement:
             case (
@@ -176,12 +177,13 @@ def _span(node: ast.expr | ast.keyword) -> Span:
 
 
 def _made(candidate: _Candidate, source: str, operator: Operator) -> Mutant | None:
-    """None if it is no Python, or no change."""
+    """Return None if it is no Python, or no change."""
     text = mutate_code(source, operator, candidate.occurrence)
     if text is None or text == source:
         return None
     try:
-        compile(text, candidate.module, "exec")
+        with warnings.catch_warnings(action="ignore"):
+            compile(text, candidate.module, "exec")
     except SyntaxError:
         return None
     was, now = _difference(source.splitlines(), text.splitlines())
