@@ -148,7 +148,7 @@ def _candidates(module: str, source: str, operators: dict[str, Operator], seed: 
 
 
 def _without_behaviour(tree: ast.Module) -> Iterator[Span]:
-    """Yield types, which decide nothing, and options of data classes, which say how they are stored."""
+    """Yield types and the guard of ``zip``, which decide nothing, and options of data classes (storage)."""
     for statement in tree.body:
         match statement:
             case (
@@ -163,6 +163,8 @@ def _without_behaviour(tree: ast.Module) -> Iterator[Span]:
                 yield _span(part)
             case ast.FunctionDef(returns=ast.expr() as part):
                 yield _span(part)
+            case ast.Call(func=ast.Name(id="zip"), keywords=guards):
+                yield from map(_span, guards)
             case ast.ClassDef(decorator_list=decorators, keywords=options):
                 yield from map(_span, options)
                 for decorator in decorators:

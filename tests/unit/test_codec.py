@@ -229,7 +229,8 @@ def test_any_value_is_attributes_or_refused(text: str | bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["0a:1b:2c:3d:4e:5f", "0A-1B-2C-3D-4E-5F", "0a1b.2c3d.4e5f", "0A1b.2C3d.4E5f"]
+    "text",
+    ["0a:1b:2c:3d:4e:5f", "0A:1B:2C:3D:4E:5F", "0A-1B-2C-3D-4E-5F", "0a1b.2c3d.4e5f", "0A1b.2C3d.4E5f"],
 )
 def test_a_mac_address_may_be_written_in_three_ways(text: str) -> None:
     assert parse_mac(text) == "0a:1b:2c:3d:4e:5f"

@@ -158,6 +158,14 @@ def test_a_rule_of_an_operator_in_our_chain_stays(foreign: Rule) -> None:
     assert settled(OWN, found)[FLANNEL_FWD] == (foreign, *OWN[FLANNEL_FWD])
 
 
+def test_rules_about_no_network_come_before_others_rules_in_their_order() -> None:
+    shared = tuple(Rule(RETURN, mark=(bit, bit), comment=MASQ) for bit in (1, 2, 4))
+    ours = OWN[FLANNEL_POSTRTG][1:]
+    foreign = Rule("DROP", Match(ip_network("10.6.3.0/24")))
+    after = settled({FLANNEL_POSTRTG: (*shared, *ours)}, {FLANNEL_POSTRTG: (foreign,)})
+    assert after[FLANNEL_POSTRTG] == (*shared, foreign, *ours)
+
+
 # ---- another flanneld on the same host ----------------------------------------------------------
 
 

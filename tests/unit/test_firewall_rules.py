@@ -14,6 +14,7 @@ from flanneld.network.firewall import nft_json
 from flanneld.network.firewall.nft_json import Listing
 from flanneld.network.firewall.plan import Claim, plan
 from flanneld.network.firewall.rules import (
+    ALL_BITS,
     IPTABLES_CHAINS,
     OWN_CHAINS,
     POSTROUTING,
@@ -58,6 +59,10 @@ def test_libnftables_gets_this_transaction(family: Family) -> None:
 @pytest.mark.parametrize("style", get_args(Style))
 def test_no_purpose_wants_no_rule(style: Style, family: Family) -> None:
     assert not any(wanted(style, NETS[family], Purpose()).values())
+
+
+def test_mark_has_thirty_two_bits() -> None:
+    assert ALL_BITS == (1 << 32) - 1
 
 
 def test_purpose_counts_as_false_if_it_wants_no_rule() -> None:

@@ -67,6 +67,7 @@ def test_these_words_are_false(text: str) -> None:
     [
         (["-x"], "flag provided but not defined: -x"),
         (["--x=1"], "flag provided but not defined: -x"),
+        (["-+x"], "flag provided but not defined: -+x"),
         (["---q"], "bad flag syntax: ---q"),
         (["-=q"], "bad flag syntax: -=q"),
         (["--=q"], "bad flag syntax: --=q"),

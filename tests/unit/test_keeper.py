@@ -12,6 +12,7 @@ from time import monotonic
 
 import pytest
 
+from flanneld import keeper
 from flanneld.config import Config
 from flanneld.errors import Fatal, Retryable
 from flanneld.keeper import ANNOUNCE_RETRY, CONTEST_SPACING, PEACE, RENEW_RETRY, Keeper
@@ -201,6 +202,10 @@ def start(store: Store, clock: Clock) -> Iterator[Start]:
 @pytest.fixture
 def node(start: Start) -> Node:
     return start(LEASE)
+
+
+def test_intervals_of_renewal_and_contest_are_those_of_the_docs() -> None:
+    assert (RENEW_RETRY, ANNOUNCE_RETRY, keeper.PROBATION, CONTEST_SPACING, PEACE) == (60, 1, 5, 2, 600)
 
 
 # ---- renewal -------------------------------------------------------------------------------------

@@ -283,6 +283,7 @@ def test_a_network_of_one_node_may_be_its_pod_cidr() -> None:
     ("cidrs", "config", "words"),
     [
         ((), IPV4, "no podCIDR yet"),
+        ((), DUAL, "no IPv4 podCIDR yet"),
         (("10.5.1.0/24",), DUAL, "no IPv6 podCIDR yet"),
         (("10.9.1.0/24",), IPV4, "outside Network"),
     ],

@@ -172,6 +172,7 @@ def test_list_of_a_table_is_a_copy_and_its_length_is_that_of_the_table() -> None
 
 def test_every_family_has_its_own_addresses_data_and_subnet() -> None:
     four, six = IPv4Address("192.168.0.1"), IPv6Address("fd77::1")
+    assert (four.version, six.version) == FAMILIES
     uplink = Uplink("eth0", 2, 1500, four, IPv4Address("203.0.113.1"), six, IPv6Address("2001:db8::1"))
     assert [uplink.local(family) for family in FAMILIES] == [four, six]
     assert [str(uplink.public(family)) for family in FAMILIES] == ["203.0.113.1", "2001:db8::1"]

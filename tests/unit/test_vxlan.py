@@ -438,10 +438,14 @@ def test_least_and_greatest_value_that_a_device_can_have_are_taken(
     assert read_config(config(**{key: value})) == read
 
 
-def test_error_names_the_value_and_its_range() -> None:
+@pytest.mark.parametrize(
+    ("key", "value", "limits"),
+    [("VNI", 1 << 24, "0 to 16777215"), ("Port", 65536, "1 to 65535"), ("MTU", -1, "0 to 65535")],
+)
+def test_error_names_the_value_and_its_range(key: str, value: int, limits: str) -> None:
     with pytest.raises(Fatal) as caught:
-        read_config(config(Port=65536))
-    assert str(caught.value) == "Backend.Port is 65536; set it to a number from 1 to 65535"
+        read_config(config(**{key: value}))
+    assert str(caught.value) == f"Backend.{key} is {value}; set it to a number from {limits}"
 
 
 @pytest.mark.parametrize(
