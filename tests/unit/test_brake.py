@@ -46,6 +46,12 @@ def test_list_is_read_again_after_thirty_seconds(brake: Brake, clock: Clock) -> 
     assert brake.next_reading == math.inf
 
 
+def test_list_is_read_again_though_its_time_was_missed(brake: Brake, clock: Clock) -> None:
+    brake.pass_on(snapshot(0), keys(20))
+    clock.time += 2 * HOLD
+    assert brake.is_due()
+
+
 def test_removals_that_are_held_are_counted_with_their_reason(
     brake: Brake, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -63,6 +69,11 @@ def test_removals_that_are_held_are_counted_with_their_reason(
     assert len(caplog.messages) == 3
     assert caplog.messages[1] == "The list of leases was read again: acting on it now"
     assert caplog.messages[2] == f"{reason}: leaving all as it is, and reading the list again in 30 s"
+
+
+def test_list_that_lacks_nothing_is_not_worth_a_word(brake: Brake, caplog: pytest.LogCaptureFixture) -> None:
+    brake.pass_on(snapshot(20), keys(20))
+    assert caplog.messages == []
 
 
 def test_return_of_the_last_peer_is_logged_and_ends_no_wait_for_a_sweep(

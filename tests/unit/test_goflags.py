@@ -112,6 +112,7 @@ def test_a_mistake_before_help_comes_first() -> None:
         ("1_000", 1000),
         ("9223372036854775807", 2**63 - 1),
         ("-9223372036854775808", -(2**63)),
+        ("-0b1" + "0" * 63, -(2**63)),
         ("0" * 200 + "7", 7),
     ],
 )
@@ -172,6 +173,10 @@ def test_the_usage_text_has_gos_layout() -> None:
 
 def test_only_a_boolean_of_one_letter_has_its_text_on_the_same_line() -> None:
     assert usage([Flag("qq", "bool", False, "very quick")]) == "  -qq\n    \tvery quick\n"
+
+
+def test_only_the_first_back_quotes_name_the_value() -> None:
+    assert usage([Flag("nn", "int", 0, "`N` of `N`")]) == "  -nn N\n    \tN of `N`\n"
 
 
 def test_variables_are_named_after_the_flags() -> None:

@@ -15,6 +15,7 @@ import pytest
 from flanneld import keeper
 from flanneld.config import Config
 from flanneld.errors import Fatal, Retryable
+from flanneld.glog import V
 from flanneld.keeper import ANNOUNCE_RETRY, CONTEST_SPACING, PEACE, RENEW_RETRY, Keeper
 from flanneld.model import Added, IPAddress, Lease, LeaseAttrs, LeaseKey, Removed
 from flanneld.subnet.manager import Cancelled, Deliver, SubnetManager
@@ -552,4 +553,18 @@ def test_what_somebody_keeps_changing_back_is_written_ever_more_rarely_and_spoke
     node.settle()
     assert store.leases[KEY].attrs == OURS
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"] * 2
+    node.end()
+
+
+def test_renewals_against_something_that_changes_them_back_are_logged_at_verbosity_one(
+    store: Store, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(V(2))
+    node = Node(store, clock, store.write(RESERVATION), contested=False)
+    for _ in range(2):
+        store.write(replace(RESERVATION, attrs=OTHERS))
+        node.settle()
+        node.pass_time(4 * CONTEST_SPACING)
+    renewals = [record for record in caplog.records if record.getMessage().startswith("Renewed the lease")]
+    assert [record.levelno for record in renewals] == [V(0), V(1)]
     node.end()

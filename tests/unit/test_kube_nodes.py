@@ -228,6 +228,11 @@ def test_backend_data_may_be_null_or_absent(text: str) -> None:
     assert (lease.attrs.backend_type, lease.attrs.backend_data) == ("host-gw", None)
 
 
+@pytest.mark.parametrize("data", [{"VNI": 1}, [1], "text", 7, True])
+def test_backend_data_may_be_any_json(data: Any) -> None:
+    assert lease_of(saying(backend_data=json.dumps(data)), IPV4).attrs.backend_data == data
+
+
 @pytest.mark.parametrize(
     ("node", "words"),
     [
