@@ -254,6 +254,14 @@ def test_a_v012_rule_without_the_others_stays() -> None:
     assert settled(OWN, found, known)[POSTROUTING] == (*V012[POSTROUTING][1:], *OWN[POSTROUTING])
 
 
+def test_v012_rules_count_only_in_the_chain_where_they_were_made() -> None:
+    known = claim([NETS], NETS, masquerade=True, forward=True)
+    assert known.left(POSTROUTING, V012[POSTROUTING]) == set(V012[POSTROUTING])
+    assert known.left(FORWARDING, V012[FORWARDING]) == set(V012[FORWARDING])
+    assert known.left(FORWARDING, V012[POSTROUTING]) == set()
+    assert known.left(POSTROUTING, V012[FORWARDING]) == set()
+
+
 def test_the_rules_of_gos_nftables_give_way() -> None:
     chain = ("flannel-ipv4", "postrtg")
     go = (

@@ -553,6 +553,10 @@ def test_what_somebody_keeps_changing_back_is_written_ever_more_rarely_and_spoke
     node.settle()
     assert store.leases[KEY].attrs == OURS
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"] * 2
+    store.write(theirs)
+    node.settle()
+    node.pass_time(4 * CONTEST_SPACING)
+    assert store.leases[KEY].attrs == OURS, "the pauses are short again"
     node.end()
 
 
