@@ -402,9 +402,12 @@ def test_the_last_announcement_counts(node: Node, store: Store) -> None:
 # ---- revocation ----------------------------------------------------------------------------------
 
 
-def test_a_revoked_lease_is_reported_and_not_written_again(node: Node, store: Store) -> None:
+def test_a_revoked_lease_is_reported_and_not_written_again(
+    node: Node, store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
     store.remove(KEY)
     node.settle()
+    assert caplog.messages == ["Our lease 10.1.5.0/24 was revoked"]
     assert (node.revoked.is_set(), node.error) == (True, None)
     assert (store.leases, store.attempts) == ({}, [])
 

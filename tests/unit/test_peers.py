@@ -116,11 +116,15 @@ def test_unreadable_lease_keeps_its_route_and_is_unclear_until_it_is_read(peers:
     assert peers.unclear == set()
 
 
-def test_lease_of_another_backend_loses_its_route_and_is_not_unclear(peers: Peers) -> None:
+def test_lease_of_another_backend_loses_its_route_and_is_not_unclear(
+    peers: Peers, caplog: pytest.LogCaptureFixture
+) -> None:
     take(peers, Added(SENSELESS))
     assert take(peers, Added(peer((True, False), backend_type="vxlan"))) == Plan(drops=(route(OLD),))
     assert peers.unclear == set()
-    assert "is a vxlan node, we run host-gw" in peers.view().reasons[OLD.key]
+    reason = peers.view().reasons[OLD.key]
+    assert "is a vxlan node, we run host-gw" in reason
+    assert caplog.messages[-1] == f"Ignoring a lease: {reason}"
 
 
 @pytest.mark.parametrize(
