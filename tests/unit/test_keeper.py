@@ -12,11 +12,11 @@ from time import monotonic
 
 import pytest
 
-from flanneld import keeper
 from flanneld.config import Config
 from flanneld.errors import Fatal, Retryable
 from flanneld.glog import V
 from flanneld.keeper import ANNOUNCE_RETRY, CONTEST_SPACING, PEACE, RENEW_RETRY, Keeper
+from flanneld.keeper import PROBATION as NEWCOMERS_PROBATION
 from flanneld.model import Added, IPAddress, Lease, LeaseAttrs, LeaseKey, Removed
 from flanneld.subnet.manager import Cancelled, Deliver, SubnetManager
 from tests.clock import Clock
@@ -206,7 +206,7 @@ def node(start: Start) -> Node:
 
 
 def test_intervals_of_renewal_and_contest_are_those_of_the_docs() -> None:
-    assert (RENEW_RETRY, ANNOUNCE_RETRY, keeper.PROBATION, CONTEST_SPACING, PEACE) == (60, 1, 5, 2, 600)
+    assert (RENEW_RETRY, ANNOUNCE_RETRY, NEWCOMERS_PROBATION, CONTEST_SPACING, PEACE) == (60, 1, 5, 2, 600)
 
 
 # ---- renewal -------------------------------------------------------------------------------------

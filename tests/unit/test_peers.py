@@ -13,14 +13,16 @@ from flanneld.model import Added, Event, Lease, LeaseAttrs, Removed, Snapshot
 from flanneld.network.diff import Plan
 from flanneld.network.resources import Ipip, Kind, Resource, Route, State
 from flanneld.peers import Peers
-from tests.unit import test_vxlan
-from tests.unit.test_host_gw import SUBNET, V6, made, peer
+from tests.unit.test_host_gw import SUBNET, V4, V6, made, peer
+from tests.unit.test_vxlan import config as vxlan_config
+from tests.unit.test_vxlan import host as vxlan_host
+from tests.unit.test_vxlan import peer as vxlan_peer
 
 OWN = Lease(LeaseAttrs(IPv4Address("192.168.0.5"), None, "host-gw"), IPv4Network("10.1.5.0/24"))
-OLD, NEW = (peer((True, False), public_ip=IPv4Address(f"192.168.0.{number}")) for number in (6, 7))
+OLD, NEW = (peer(V4, public_ip=IPv4Address(f"192.168.0.{number}")) for number in (6, 7))
 GONE = Removed(OLD.key)
 #: A peer cannot be at our own address.
-SENSELESS = peer((True, False), public_ip=OWN.attrs.public_ip)
+SENSELESS = peer(V4, public_ip=OWN.attrs.public_ip)
 
 
 def route(lease: Lease) -> Route:
@@ -120,7 +122,7 @@ def test_lease_of_another_backend_loses_its_route_and_is_not_unclear(
     peers: Peers, caplog: pytest.LogCaptureFixture
 ) -> None:
     take(peers, Added(SENSELESS))
-    assert take(peers, Added(peer((True, False), backend_type="vxlan"))) == Plan(drops=(route(OLD),))
+    assert take(peers, Added(peer(V4, backend_type="vxlan"))) == Plan(drops=(route(OLD),))
     assert peers.unclear == set()
     reason = peers.view().reasons[OLD.key]
     assert "is a vxlan node, we run host-gw" in reason
@@ -154,11 +156,11 @@ def test_each_refusal_is_logged_once_until_the_lease_makes_sense_again(
 
 def test_two_leases_that_claim_one_mac_are_named_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     peers = Peers(OWN, [IPv4Network("10.1.0.0/16")], Brake())
-    first = test_vxlan.peer(test_vxlan.V4)
+    first = vxlan_peer(V4)
     clone = replace(
         first, attrs=replace(first.attrs, public_ip=NEW.attrs.public_ip), subnet=IPv4Network("10.1.7.0/24")
     )
-    peers.take([Added(first), Added(clone)], vxlan.build(test_vxlan.config(), test_vxlan.host()))
+    peers.take([Added(first), Added(clone)], vxlan.build(vxlan_config(), vxlan_host()))
     assert "10.1.6.0/24 and 10.1.7.0/24 both claim " in caplog.text
     assert "; 10.1.6.0/24 has it: are these cloned machines" in caplog.text
 
@@ -209,6 +211,10 @@ def test_the_brake_hears_of_each_peer_that_is_back_or_gone_for_good() -> None:
     assert len(peers) == 11
 
 
+def test_own_lease_that_cannot_be_read_is_not_lost(peers: Peers) -> None:
+    assert take(peers, Snapshot((), frozenset({OWN.key}))) == Plan(drops=(route(OLD),))
+
+
 def test_a_list_without_our_own_lease_is_passed_over_and_read_again() -> None:
     now = [0.0]
     brake = Brake(is_on=False, now=lambda: now[0])
@@ -221,7 +227,3 @@ def test_a_list_without_our_own_lease_is_passed_over_and_read_again() -> None:
         assert brake.is_due()
     assert take(peers, Snapshot((OWN,))) == Plan(drops=(route(OLD),))
     assert not brake.holds
-
-
-def test_own_lease_that_cannot_be_read_is_not_lost(peers: Peers) -> None:
-    assert take(peers, Snapshot((), frozenset({OWN.key}))) == Plan(drops=(route(OLD),))
