@@ -95,6 +95,11 @@ def test_all_is_made_where_nothing_is(rules: Rules) -> None:
     assert settled(rules, {}) == rules
 
 
+def test_chain_that_is_missing_is_made() -> None:
+    found = {chain: rules for chain, rules in OWN.items() if chain != FLANNEL_FWD}
+    assert plan(OWN, found, OURS) == (Edit(FLANNEL_FWD, flush=True, append=OWN[FLANNEL_FWD]),)
+
+
 def test_a_chain_that_lost_a_rule_is_filled_anew_in_one_step() -> None:
     found = {**OWN, FLANNEL_POSTRTG: OWN[FLANNEL_POSTRTG][1:]}
     assert plan(OWN, found, OURS) == (Edit(FLANNEL_POSTRTG, flush=True, append=OWN[FLANNEL_POSTRTG]),)

@@ -343,6 +343,13 @@ def test_changed_attributes_are_written_at_once(node: Node, store: Store, clock:
     assert store.leases[KEY] == Lease(OTHERS, *KEY, expires=clock.time + TTL, asof=2)
 
 
+def test_attributes_that_change_twice_are_written_twice_without_a_pause(node: Node, store: Store) -> None:
+    for changed in (OTHERS, attrs(3)):
+        node.keeper.announce(changed)
+        node.settle()
+        assert store.leases[KEY].attrs == changed
+
+
 def test_the_same_attributes_are_not_written_again(node: Node, store: Store) -> None:
     node.keeper.announce(OURS)
     node.settle()

@@ -109,6 +109,8 @@ def test_only_what_matters_of_a_node_is_kept() -> None:
         ({}, ()),
         ({"podCIDR": "10.5.1.0/24"}, ("10.5.1.0/24",)),
         ({"podCIDR": "10.5.1.0/24", "podCIDRs": None}, ("10.5.1.0/24",)),
+        ({"podCIDR": "10.5.1.0/24", "podCIDRs": []}, ("10.5.1.0/24",)),
+        ({"podCIDR": "10.5.1.0/24", "podCIDRs": "10.5.2.0/24"}, ("10.5.1.0/24",)),
         ({"podCIDR": "", "podCIDRs": []}, ()),
         (
             {"podCIDR": "10.5.1.0/24", "podCIDRs": ["10.5.1.0/24", "fd00:5::/64"]},

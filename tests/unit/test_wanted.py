@@ -108,7 +108,8 @@ def test_nothing_happens_when_the_loser_leaves() -> None:
 
 
 def test_what_this_node_needs_for_itself_comes_before_every_lease() -> None:
-    assert min(OWNERS, key=rank) is LOCAL
+    lowest: LeaseKey = (IPv4Network("0.0.0.0/8"), IPv6Network("::/16"))
+    assert min((lowest, *OWNERS), key=rank) is LOCAL
 
 
 def test_a_conflict_names_who_has_it_and_who_goes_without() -> None:
