@@ -17,6 +17,12 @@ hypothesis.settings.register_profile(
     "flanneld", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], print_blob=True
 )
 hypothesis.settings.register_profile("long", hypothesis.settings.get_profile("flanneld"), max_examples=1000)
+hypothesis.settings.register_profile(
+    "mutation",
+    hypothesis.settings.get_profile("flanneld"),
+    derandomize=True,  # A mutant is killed in each run or in none.
+    phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
+)
 hypothesis.settings.load_profile("flanneld")
 
 LOG_TAIL = 4000  # characters of each log

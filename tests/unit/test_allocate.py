@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from ipaddress import IPv4Network, ip_network
+from ipaddress import IPv4Network, IPv6Network, ip_network
 from time import process_time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flanneld.config import SubnetRange, parse
-from flanneld.model import IPNetwork
-from flanneld.subnet.allocate import choose, free_subnets
+from flanneld.config import Config, SubnetRange, parse
+from flanneld.model import IPNetwork, LeaseKey
+from flanneld.subnet.allocate import choose, fits, free_subnets
 
 
 def pool(network: str, low: str = "", high: str = "") -> SubnetRange:
@@ -115,6 +115,34 @@ def test_every_free_subnet_can_be_chosen() -> None:
     taken = [ip_network("10.3.6.0/24")]
     chosen = [choose(there, taken, lambda n, pick=pick: pick % n) for pick in range(3)]  # type: ignore[misc]
     assert chosen == free_subnets(there, taken)
+
+
+BOTH = parse(
+    '{"EnableIPv6": true, "Network": "10.3.0.0/16", "SubnetMin": "10.3.5.0", "IPv6Network": "fd00::/48"}'
+)
+ONLY_IPV4 = parse('{"Network": "10.3.0.0/16"}')
+FOUR, SIX = IPv4Network("10.3.5.0/24"), IPv6Network("fd00:0:0:1::/64")
+
+
+@pytest.mark.parametrize(
+    ("config", "key", "result"),
+    [
+        (BOTH, (FOUR, SIX), True),
+        (BOTH, (FOUR, None), False),
+        (BOTH, (None, SIX), False),
+        (BOTH, (IPv4Network("10.3.4.0/24"), SIX), False),
+        (BOTH, (FOUR, IPv6Network("fd00:0:1::/64")), False),
+        (BOTH, (IPv4Network("10.3.5.0/25"), SIX), False),
+        (ONLY_IPV4, (FOUR, None), True),
+        (ONLY_IPV4, (FOUR, SIX), False),
+        (ONLY_IPV4, (IPv4Network("10.4.5.0/24"), None), False),
+        (ONLY_IPV4, (None, None), False),
+    ],
+)
+def test_lease_fits_with_one_subnet_of_each_range_and_no_other(
+    config: Config, key: LeaseKey, result: bool
+) -> None:
+    assert fits(config, key) is result
 
 
 def test_the_choice_is_among_a_hundred() -> None:

@@ -38,6 +38,71 @@ def test_few_peers_or_the_lesser_half_may_go_at_once(brake: Brake, known: int, l
     assert brake.next_reading == math.inf
 
 
+def test_list_is_read_again_after_thirty_seconds(brake: Brake, clock: Clock) -> None:
+    brake.pass_on(snapshot(0), keys(20))
+    assert brake.next_reading == clock.time + 30.0
+    clock.time += 30.0
+    assert brake.is_due()
+    assert brake.next_reading == math.inf
+
+
+def test_list_is_read_again_though_its_time_was_missed(brake: Brake, clock: Clock) -> None:
+    brake.pass_on(snapshot(0), keys(20))
+    clock.time += 2 * HOLD
+    assert brake.is_due()
+
+
+def test_removals_that_are_held_are_counted_with_their_reason(
+    brake: Brake, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert (brake.holds, brake.holds_total, brake.reason) == (False, 0, "")
+    reason = "12 of 20 peers are gone from the list of leases"
+    for _ in range(2):
+        brake.pass_on(snapshot(8), keys(20))
+        assert (brake.holds, brake.holds_total, brake.reason) == (True, 1, reason)
+    clock.time += HOLD
+    brake.pass_on(snapshot(8), keys(20))
+    assert not brake.holds
+    assert brake.holds_sweep(stale=11, kept=3)
+    reason = "11 of 14 routes lead to peers that are not in the list of leases"
+    assert (brake.holds, brake.holds_total, brake.reason) == (True, 2, reason)
+    assert len(caplog.messages) == 3
+    assert caplog.messages[1] == "The list of leases was read again: acting on it now"
+    assert caplog.messages[2] == f"{reason}: leaving all as it is, and reading the list again in 30 s"
+
+
+def test_list_that_lacks_nothing_is_not_worth_a_word(brake: Brake, caplog: pytest.LogCaptureFixture) -> None:
+    brake.pass_on(snapshot(20), keys(20))
+    assert caplog.messages == []
+
+
+def test_return_of_the_last_peer_is_logged_and_ends_no_wait_for_a_sweep(
+    brake: Brake, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    said = "All peers that were gone from the list of leases are accounted for"
+    for sweep_is_held in (False, True):
+        brake.pass_on(snapshot(0), keys(20))
+        assert brake.holds_sweep(stale=11 * sweep_is_held, kept=3) is sweep_is_held
+        for key in keys(20):
+            brake.heard_of(key)
+        assert brake.holds is sweep_is_held
+    assert caplog.messages.count(said) == 1
+
+
+def test_sweep_that_was_released_once_is_never_held_again(brake: Brake, clock: Clock) -> None:
+    brake.pass_on(snapshot(0), keys(20))
+    clock.time += HOLD
+    brake.pass_on(snapshot(0), keys(20))
+    assert brake.holds_sweep(stale=11, kept=3), "the release of removals is none of the sweep"
+    for _ in range(2):
+        clock.time += HOLD
+        brake.pass_on(snapshot(0), keys(20))
+        clock.time += HOLD
+        brake.pass_on(snapshot(0), keys(20))
+        assert not brake.holds_sweep(stale=500, kept=0)
+
+
 def test_the_list_is_read_again_once_after_the_wait(brake: Brake, clock: Clock) -> None:
     brake.pass_on(snapshot(0), keys(20))
     assert not brake.is_due()

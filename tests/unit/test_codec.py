@@ -70,7 +70,7 @@ def test_what_is_not_a_key_is_refused(text: str) -> None:
 def test_of_a_long_name_only_the_beginning_is_told() -> None:
     with pytest.raises(Refused) as caught:
         parse_key("x" * 10_000)
-    assert len(str(caught.value)) < 200
+    assert str(caught.value) == f'"{"x" * 60}" is not the key of a lease; remove it from the store'
 
 
 @given(st.none() | subnets4, st.none() | subnets6, st.sampled_from(["", "/a/subnets/"]))
@@ -229,7 +229,8 @@ def test_any_value_is_attributes_or_refused(text: str | bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["0a:1b:2c:3d:4e:5f", "0A-1B-2C-3D-4E-5F", "0a1b.2c3d.4e5f", "0A1b.2C3d.4E5f"]
+    "text",
+    ["0a:1b:2c:3d:4e:5f", "0A:1B:2C:3D:4E:5F", "0A-1B-2C-3D-4E-5F", "0a1b.2c3d.4e5f", "0A1b.2C3d.4E5f"],
 )
 def test_a_mac_address_may_be_written_in_three_ways(text: str) -> None:
     assert parse_mac(text) == "0a:1b:2c:3d:4e:5f"

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flanneld.config import Config, ConfigError, SubnetRange, parse
+from flanneld.config import Config, ConfigError, SubnetRange, parse, say_the_same
 from flanneld.model import Family
 
 FAMILY_KEYS = ["Network", "SubnetLen", "SubnetMin", "SubnetMax", "Networks"]
@@ -264,6 +264,20 @@ def test_configs_are_equal_if_their_text_is() -> None:
     vxlan = '{"Network": "10.3.0.0/16", "Backend": {"Type": "vxlan", "VNI": 1}}'
     assert parse(vxlan) == parse(vxlan)
     assert parse(vxlan) != parse(vxlan.replace('"VNI": 1', '"VNI": 2'))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ('{"a": 1, "b": [2]}', '{"b":[2],\n"a":1}', True),
+        ('{"a": 1}', '{"a": 2}', False),
+        ("1", "2", False),
+        ("2", "1", False),
+        ("{", "{", False),
+    ],
+)
+def test_two_texts_are_one_config_if_their_values_are_equal(one: str, other: str, same: bool) -> None:
+    assert say_the_same(one, other) is same
 
 
 def test_a_config_does_not_show_the_keys_of_its_backend() -> None:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flanneld.network.diff import Plan, compare, diff, plan, without_ways_to
+from flanneld.network.pump.resources import PumpPeer
 from flanneld.network.resources import (
     Address,
     FdbEntry,
@@ -123,6 +124,24 @@ def test_a_plan_is_always_in_order(puts: list[Resource], drops: list[Resource]) 
     assert kinds == sorted(kinds)
     kinds = [resource.kind for resource in steps.drops]
     assert kinds == sorted(kinds, reverse=True)
+
+
+def test_plan_that_only_moves_routes_to_the_front_is_something_to_do() -> None:
+    assert plan([], [], [route(1)])
+    assert plan([], [], [route(1)]).behind == (route(1),)
+    assert not plan([], [])
+
+
+def test_part_of_a_plan_keeps_what_is_behind() -> None:
+    whole = plan([device(1)], [], [route(1), route(2)])
+    assert whole.only(lambda resource: resource == route(2)) == Plan(behind=(route(2),))
+
+
+def test_route_to_a_subnet_is_kept_without_its_neighbour_and_so_is_what_a_driver_made() -> None:
+    subnet, other = IPv4Network("10.1.1.0/24"), IPv4Network("10.1.2.0/24")
+    peers = [PumpPeer("flannel0", net, ip(1)) for net in (subnet, other)]
+    stale = (route(1), *peers, FdbEntry("flannel.1", f"{MAC}1", ip(1)))
+    assert without_ways_to({subnet}, stale) == stale[2:]
 
 
 def test_what_leads_to_some_subnets_is_left_out_with_the_entry_of_its_mac() -> None:

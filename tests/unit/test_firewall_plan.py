@@ -95,6 +95,11 @@ def test_all_is_made_where_nothing_is(rules: Rules) -> None:
     assert settled(rules, {}) == rules
 
 
+def test_chain_that_is_missing_is_made() -> None:
+    found = {chain: rules for chain, rules in OWN.items() if chain != FLANNEL_FWD}
+    assert plan(OWN, found, OURS) == (Edit(FLANNEL_FWD, flush=True, append=OWN[FLANNEL_FWD]),)
+
+
 def test_a_chain_that_lost_a_rule_is_filled_anew_in_one_step() -> None:
     found = {**OWN, FLANNEL_POSTRTG: OWN[FLANNEL_POSTRTG][1:]}
     assert plan(OWN, found, OURS) == (Edit(FLANNEL_POSTRTG, flush=True, append=OWN[FLANNEL_POSTRTG]),)
@@ -156,6 +161,14 @@ def test_look_alikes_of_an_operator_stay(rules: Rules) -> None:
 def test_a_rule_of_an_operator_in_our_chain_stays(foreign: Rule) -> None:
     found = {**OWN, FLANNEL_FWD: (foreign,)}
     assert settled(OWN, found)[FLANNEL_FWD] == (foreign, *OWN[FLANNEL_FWD])
+
+
+def test_rules_about_no_network_come_before_others_rules_in_their_order() -> None:
+    shared = tuple(Rule(RETURN, mark=(bit, bit), comment=MASQ) for bit in (1, 2, 4))
+    ours = OWN[FLANNEL_POSTRTG][1:]
+    foreign = Rule("DROP", Match(ip_network("10.6.3.0/24")))
+    after = settled({FLANNEL_POSTRTG: (*shared, *ours)}, {FLANNEL_POSTRTG: (foreign,)})
+    assert after[FLANNEL_POSTRTG] == (*shared, foreign, *ours)
 
 
 # ---- another flanneld on the same host ----------------------------------------------------------
@@ -244,6 +257,14 @@ def test_a_v012_rule_without_the_others_stays() -> None:
     found = {POSTROUTING: V012[POSTROUTING][1:]}
     known = claim([NETS], NETS, masquerade=True, forward=True)
     assert settled(OWN, found, known)[POSTROUTING] == (*V012[POSTROUTING][1:], *OWN[POSTROUTING])
+
+
+def test_v012_rules_count_only_in_the_chain_where_they_were_made() -> None:
+    known = claim([NETS], NETS, masquerade=True, forward=True)
+    assert known.left(POSTROUTING, V012[POSTROUTING]) == set(V012[POSTROUTING])
+    assert known.left(FORWARDING, V012[FORWARDING]) == set(V012[FORWARDING])
+    assert known.left(FORWARDING, V012[POSTROUTING]) == set()
+    assert known.left(POSTROUTING, V012[FORWARDING]) == set()
 
 
 def test_the_rules_of_gos_nftables_give_way() -> None:

@@ -14,8 +14,10 @@ from flanneld.network.firewall import nft_json
 from flanneld.network.firewall.nft_json import Listing
 from flanneld.network.firewall.plan import Claim, plan
 from flanneld.network.firewall.rules import (
+    ALL_BITS,
     IPTABLES_CHAINS,
     OWN_CHAINS,
+    POSTROUTING,
     Nets,
     Purpose,
     Style,
@@ -57,6 +59,35 @@ def test_libnftables_gets_this_transaction(family: Family) -> None:
 @pytest.mark.parametrize("style", get_args(Style))
 def test_no_purpose_wants_no_rule(style: Style, family: Family) -> None:
     assert not any(wanted(style, NETS[family], Purpose()).values())
+
+
+def test_mark_has_thirty_two_bits() -> None:
+    assert ALL_BITS == (1 << 32) - 1
+
+
+def test_purpose_counts_as_false_if_it_wants_no_rule() -> None:
+    assert not Purpose()
+    assert not Purpose(random=False)
+    assert Purpose(masquerade=True)
+    assert Purpose(forward=True)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rule_is_about_the_networks_on_both_sides_but_not_about_multicast(family: Family) -> None:
+    nets = NETS[family]
+    found = [rule.networks for rule in wanted("v0.12", nets, PURPOSES["masquerade"])[POSTROUTING]]
+    network = nets.network
+    assert found == [(network, network), (network,), (network, nets.subnet), (network, network)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_native_table_holds_only_the_rules_of_its_purpose(family: Family) -> None:
+    table = f"flannel-ipv{family}"
+    both = wanted("native", NETS[family], PURPOSES["both"])
+    assert [len(rules) for rules in both.values()] == [2, 6]
+    assert wanted("native", NETS[family], PURPOSES["forward"]) == {**both, (table, "postrtg"): ()}
+    assert wanted("native", NETS[family], PURPOSES["masquerade"]) == {**both, (table, "forward"): ()}
+    assert {rule.random for rule in both[table, "postrtg"] if rule.verdict == "MASQUERADE"} == {True}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

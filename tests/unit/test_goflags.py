@@ -67,6 +67,7 @@ def test_these_words_are_false(text: str) -> None:
     [
         (["-x"], "flag provided but not defined: -x"),
         (["--x=1"], "flag provided but not defined: -x"),
+        (["-+x"], "flag provided but not defined: -+x"),
         (["---q"], "bad flag syntax: ---q"),
         (["-=q"], "bad flag syntax: -=q"),
         (["--=q"], "bad flag syntax: --=q"),
@@ -111,6 +112,7 @@ def test_a_mistake_before_help_comes_first() -> None:
         ("1_000", 1000),
         ("9223372036854775807", 2**63 - 1),
         ("-9223372036854775808", -(2**63)),
+        ("-0b1" + "0" * 63, -(2**63)),
         ("0" * 200 + "7", 7),
     ],
 )
@@ -173,6 +175,10 @@ def test_only_a_boolean_of_one_letter_has_its_text_on_the_same_line() -> None:
     assert usage([Flag("qq", "bool", False, "very quick")]) == "  -qq\n    \tvery quick\n"
 
 
+def test_only_the_first_back_quotes_name_the_value() -> None:
+    assert usage([Flag("nn", "int", 0, "`N` of `N`")]) == "  -nn N\n    \tN of `N`\n"
+
+
 def test_variables_are_named_after_the_flags() -> None:
     environ = {"P_N": "0x10", "P_IP_MASQ": "f", "P_S": "x", "N": "1", "P_OTHER": "2"}
     assert from_environment(FLAGS, environ, "P") == {"n": 16, "ip-masq": False, "s": "x"}
@@ -207,7 +213,8 @@ def test_a_bad_variable_is_named(name: str, text: str, message: str) -> None:
         ("\a\b\f\n\r\t\v", r'"\a\b\f\n\r\t\v"'),
         ("\x01\x7f", r'"\x01\x7f"'),
         ("\x85\ue000\U000e0001", r'"\u0085\ue000\U000e0001"'),
-        (b"\xff".decode(errors="surrogateescape"), r'"\xff"'),
+        ("\uffff\U0001ffff", r'"\uffff\U0001ffff"'),
+        (b"\x80\xff".decode(errors="surrogateescape"), r'"\x80\xff"'),
     ],
 )
 def test_values_are_quoted_as_go_quotes_them(text: str, go: str) -> None:

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from flanneld.gojson import MAX_DEPTH, Fields, GoJsonError, address_number, compact, parse
+from flanneld.gojson import Fields, GoJsonError, address_number, compact, parse
 
+DEEPEST = 100
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
@@ -75,20 +76,38 @@ def test_half_a_surrogate_pair_reads_as_a_replacement_character(text: str, value
 
 @pytest.mark.parametrize(("left", "right"), [("[", "]"), ('{"a":', "}")])
 def test_a_value_may_be_nested_a_hundred_levels_deep(left: str, right: str) -> None:
-    deep = left * (MAX_DEPTH - 1) + "1" + right * (MAX_DEPTH - 1)
+    deep = left * (DEEPEST - 1) + "1" + right * (DEEPEST - 1)
     assert parse(f"[{deep}]")
     assert parse(f"[[], [], {deep}]")
 
 
-@pytest.mark.parametrize("depth", [MAX_DEPTH + 1, 100_000])
+@pytest.mark.parametrize("depth", [DEEPEST + 1, 100_000])
 @pytest.mark.parametrize(("left", "right"), [("[", "]"), ('{"a":', "}")])
 def test_deeper_nesting_is_refused(left: str, right: str, depth: int) -> None:
-    with pytest.raises(GoJsonError, match=f"more than {MAX_DEPTH} levels"):
+    with pytest.raises(GoJsonError, match=f"more than {DEEPEST} levels"):
         parse(left * depth + "1" + right * depth)
 
 
 def test_many_brackets_side_by_side_are_not_deep() -> None:
     assert parse("[" + "[]," * 1000 + "{}]") == [[]] * 1000 + [{}]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('{"a": 1,\n  b}', "this is no JSON at line 2, column 3: "),
+        ("1e999", "the number 1e999 is too large"),
+        ("-1e999", "the number -1e999 is too large"),
+        ("1" * 50 + "e999", f"the number {'1' * 40} is too large"),
+        ("9" * 5000, "a number has too many digits"),
+        ("NaN", "NaN is not a JSON value"),
+        ("-Infinity", "-Infinity is not a JSON value"),
+    ],
+)
+def test_error_tells_what_is_wrong_and_where(text: str, problem: str) -> None:
+    with pytest.raises(GoJsonError) as caught:
+        parse(text)
+    assert str(caught.value).startswith(problem)
 
 
 # --- reading an object
@@ -199,6 +218,48 @@ def test_keys_that_nobody_asked_for_are_told_with_the_nearest_name_somebody_did(
     for name in ("type", "VNI", "DirectRouting", "Learning"):
         read.raw(name)
     assert read.unread() == [("DirectRoute", "DirectRouting"), ("zzzz", None)]
+
+
+def test_only_the_first_ten_unknown_keys_are_told() -> None:
+    read = Fields({f"key{number}": 1 for number in range(12)})
+    assert read.unread() == [(f"key{number}", None) for number in range(10)]
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        (True, "a boolean"),
+        (-7, "-7"),
+        (-1.5, "-1.5"),
+        (10**50, f"1{'0' * 39}"),
+        ("7", "a string"),
+        ([7], "an array"),
+        ({}, "an object"),
+    ],
+)
+def test_error_tells_the_kind_of_what_was_found_and_the_beginning_of_a_number(
+    value: object, found: str
+) -> None:
+    with pytest.raises(GoJsonError) as caught:
+        Fields({"N": value}).uint("N", 5)
+    assert str(caught.value) == f"N must be a whole number of at most 64 bits, not negative, found {found}"
+
+
+def test_error_tells_only_the_beginning_of_an_address() -> None:
+    read = Fields({"IP": "1" * 100})
+    readers: tuple[Callable[[], object], ...] = (
+        lambda: read.address("IP", IPv4Address),
+        lambda: read.network("IP", IPv6Network),
+    )
+    for reader in readers:
+        with pytest.raises(GoJsonError) as caught:
+            reader()
+        assert str(caught.value).endswith(f', found "{"1" * 59}')
+
+
+def test_top_level_that_is_no_object_is_called_so() -> None:
+    with pytest.raises(GoJsonError, match=r"^the top level must be an object, found an array$"):
+        Fields([])
 
 
 @given(st.dictionaries(st.sampled_from(["a", "A", "b"]), json_values, max_size=3))

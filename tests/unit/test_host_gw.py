@@ -109,6 +109,10 @@ def test_only_the_public_addresses_are_announced(families: Families, attrs: Leas
 def test_behind_address_translation_it_cannot_work() -> None:
     with pytest.raises(Fatal, match=r"203\.0\.113\.5"):
         made(V4, public_ip="203.0.113.5")
+    with pytest.raises(
+        Fatal, match=r"cannot announce 10\.0\.0\.5: eth0 has 192\.168\.0\.5; drop --public-ip"
+    ):
+        made(V4, public_ip="10.0.0.5")
     with pytest.raises(Fatal, match="fd99::5"):
         made(DUAL, public_ipv6="fd99::5")
 

@@ -8,12 +8,15 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from ipaddress import IPv4Address, IPv4Network
+from time import monotonic
 
 import pytest
 
 from flanneld.config import Config
 from flanneld.errors import Fatal, Retryable
+from flanneld.glog import V
 from flanneld.keeper import ANNOUNCE_RETRY, CONTEST_SPACING, PEACE, RENEW_RETRY, Keeper
+from flanneld.keeper import PROBATION as NEWCOMERS_PROBATION
 from flanneld.model import Added, IPAddress, Lease, LeaseAttrs, LeaseKey, Removed
 from flanneld.subnet.manager import Cancelled, Deliver, SubnetManager
 from tests.clock import Clock
@@ -93,6 +96,11 @@ class Store:
         raise NotImplementedError
 
 
+class RunningClock(Clock):
+    def __call__(self) -> float:
+        return monotonic()
+
+
 class Node:
     """A keeper at work for a node; ``error`` is with what it ended."""
 
@@ -100,6 +108,8 @@ class Node:
         self.stop = threading.Event()
         self.revoked = threading.Event()
         self.error: BaseException | None = None
+        #: Within how many seconds each heartbeat promised the next.
+        self.promises: set[float] = set()
         self._clock = clock
         self._rounds = 0
         manager: SubnetManager = store
@@ -144,7 +154,7 @@ class Node:
         assert self.ended
 
     def _count(self, within: float) -> None:
-        assert within > 0
+        self.promises.add(within)
         self._rounds += 1
 
     def _on_revoked(self) -> None:
@@ -195,6 +205,10 @@ def node(start: Start) -> Node:
     return start(LEASE)
 
 
+def test_intervals_of_renewal_and_contest_are_those_of_the_docs() -> None:
+    assert (RENEW_RETRY, ANNOUNCE_RETRY, NEWCOMERS_PROBATION, CONTEST_SPACING, PEACE) == (60, 1, 5, 2, 600)
+
+
 # ---- renewal -------------------------------------------------------------------------------------
 
 
@@ -204,6 +218,33 @@ def test_a_lease_is_renewed_when_only_the_margin_is_left(node: Node, store: Stor
     node.pass_time(1)
     assert store.attempts == [clock.time]
     assert store.leases[KEY] == replace(LEASE, expires=clock.time + TTL, asof=2)
+
+
+def test_lease_is_renewed_on_time_though_nothing_wakes_its_keeper() -> None:
+    clock = RunningClock()
+    store = Store(clock)
+    store.term = MARGIN + 0.1
+    lease = store.write(LEASE)
+    store.term = TTL
+    node = Node(store, clock, lease)
+    wait_for(lambda: store.attempts, PATIENCE, "a renewal")
+    assert lease.expires is not None
+    assert store.attempts[0] >= lease.expires - MARGIN
+    node.end()
+
+
+def test_keeper_promises_its_next_heartbeat_within_two_minutes(node: Node) -> None:
+    node.pass_time(1)
+    assert node.promises == {120.0}
+
+
+def test_keeper_tells_the_lease_as_it_was_last_written_and_heard(node: Node, store: Store) -> None:
+    assert node.keeper.lease == store.leases[KEY]
+    node.pass_time(TTL - MARGIN)
+    assert node.keeper.lease == store.leases[KEY]
+    assert store.write(RESERVATION).asof == 3
+    node.settle()
+    assert node.keeper.lease == replace(RESERVATION, asof=3)
 
 
 def test_a_lease_is_renewed_again_and_again(node: Node, store: Store) -> None:
@@ -233,7 +274,7 @@ def test_a_renewal_that_fails_is_tried_again_each_minute(node: Node, store: Stor
     due = clock.time
     for _ in range(8):
         node.pass_time(RENEW_RETRY / 2)
-    assert store.attempts == [due, due + RENEW_RETRY, due + 2 * RENEW_RETRY, due + 3 * RENEW_RETRY]
+    assert store.attempts == [due, due + 60, due + 120, due + 180]
     node.pass_time(10 * RENEW_RETRY)
     assert len(store.attempts) == 4
 
@@ -302,6 +343,13 @@ def test_changed_attributes_are_written_at_once(node: Node, store: Store, clock:
     assert store.leases[KEY] == Lease(OTHERS, *KEY, expires=clock.time + TTL, asof=2)
 
 
+def test_attributes_that_change_twice_are_written_twice_without_a_pause(node: Node, store: Store) -> None:
+    for changed in (OTHERS, attrs(3)):
+        node.keeper.announce(changed)
+        node.settle()
+        assert store.leases[KEY].attrs == changed
+
+
 def test_the_same_attributes_are_not_written_again(node: Node, store: Store) -> None:
     node.keeper.announce(OURS)
     node.settle()
@@ -361,9 +409,12 @@ def test_the_last_announcement_counts(node: Node, store: Store) -> None:
 # ---- revocation ----------------------------------------------------------------------------------
 
 
-def test_a_revoked_lease_is_reported_and_not_written_again(node: Node, store: Store) -> None:
+def test_a_revoked_lease_is_reported_and_not_written_again(
+    node: Node, store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
     store.remove(KEY)
     node.settle()
+    assert caplog.messages == ["Our lease 10.1.5.0/24 was revoked"]
     assert (node.revoked.is_set(), node.error) == (True, None)
     assert (store.leases, store.attempts) == ({}, [])
 
@@ -431,6 +482,30 @@ def test_two_nodes_of_old_standing_do_not_write_over_each_other_without_pause(
         node.end()
 
 
+@pytest.mark.parametrize(
+    ("term", "attempts"), [(TTL, 1), (TTL - 59, 1), (TTL - 60, 0), (TTL - 61, 0), (HOUR * 2, 0)]
+)
+def test_full_term_is_another_nodes_renewal_and_a_shorter_one_an_operators_extension(
+    node: Node, store: Store, clock: Clock, term: float, attempts: int
+) -> None:
+    node.pass_time(PROBATION)
+    store.term = term
+    expires = store.write(LEASE).expires
+    store.term = TTL
+    node.settle()
+    assert len(store.attempts) == attempts
+    assert node.keeper.lease.expires == (clock.time + TTL if attempts else expires)
+
+
+def test_newcomer_waits_for_the_length_of_the_probation_before_it_ends(node: Node, store: Store) -> None:
+    began = monotonic()
+    store.write(replace(LEASE, attrs=OTHERS))
+    wait_for(lambda: node.ended, PATIENCE, "the end of the newcomer")
+    assert monotonic() - began >= PROBATION
+    assert isinstance(node.error, Fatal)
+    assert "another node writes itself into our lease 10.1.5.0/24" in node.error.problem
+
+
 def test_what_another_node_wrote_before_us_is_no_contest(node: Node, store: Store) -> None:
     node.keeper.deliver([Added(replace(LEASE, attrs=OTHERS, asof=0))])
     node.settle()
@@ -488,4 +563,22 @@ def test_what_somebody_keeps_changing_back_is_written_ever_more_rarely_and_spoke
     node.settle()
     assert store.leases[KEY].attrs == OURS
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"] * 2
+    store.write(theirs)
+    node.settle()
+    node.pass_time(4 * CONTEST_SPACING)
+    assert store.leases[KEY].attrs == OURS, "the pauses are short again"
+    node.end()
+
+
+def test_renewals_against_something_that_changes_them_back_are_logged_at_verbosity_one(
+    store: Store, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(V(2))
+    node = Node(store, clock, store.write(RESERVATION), contested=False)
+    for _ in range(2):
+        store.write(replace(RESERVATION, attrs=OTHERS))
+        node.settle()
+        node.pass_time(4 * CONTEST_SPACING)
+    renewals = [record for record in caplog.records if record.getMessage().startswith("Renewed the lease")]
+    assert [record.levelno for record in renewals] == [V(0), V(1)]
     node.end()

@@ -22,6 +22,7 @@ from flanneld.subnet.kube_nodes import (
     changed_notes,
     decoded,
     full_prefix,
+    items,
     key_of,
     lease_of,
     own_key,
@@ -108,6 +109,8 @@ def test_only_what_matters_of_a_node_is_kept() -> None:
         ({}, ()),
         ({"podCIDR": "10.5.1.0/24"}, ("10.5.1.0/24",)),
         ({"podCIDR": "10.5.1.0/24", "podCIDRs": None}, ("10.5.1.0/24",)),
+        ({"podCIDR": "10.5.1.0/24", "podCIDRs": []}, ("10.5.1.0/24",)),
+        ({"podCIDR": "10.5.1.0/24", "podCIDRs": "10.5.2.0/24"}, ("10.5.1.0/24",)),
         ({"podCIDR": "", "podCIDRs": []}, ()),
         (
             {"podCIDR": "10.5.1.0/24", "podCIDRs": ["10.5.1.0/24", "fd00:5::/64"]},
@@ -118,6 +121,21 @@ def test_only_what_matters_of_a_node_is_kept() -> None:
 )
 def test_pod_cidrs_count_and_without_them_the_pod_cidr(spec: Any, cidrs: tuple[str, ...]) -> None:
     assert NodeReader(PREFIX).read(api_node(**spec)).cidrs == cidrs
+
+
+@pytest.mark.parametrize(
+    ("listing", "held"),
+    [({"items": [1]}, [1]), ({"items": {"a": 1}}, []), ({}, []), (["items"], []), (None, [])],
+)
+def test_list_holds_its_items_and_anything_else_holds_none(listing: Any, held: list[Any]) -> None:
+    assert items(listing) == held
+
+
+@pytest.mark.parametrize(
+    ("notes", "managed"), [({MANAGED: "true"}, True), ({MANAGED: "false"}, False), ({}, False)]
+)
+def test_node_is_managed_only_if_it_says_true(notes: dict[str, str], managed: bool) -> None:
+    assert replace(NODE, notes=notes).is_managed is managed
 
 
 json_values = st.recursive(
@@ -212,6 +230,11 @@ def test_backend_data_may_be_null_or_absent(text: str) -> None:
     assert (lease.attrs.backend_type, lease.attrs.backend_data) == ("host-gw", None)
 
 
+@pytest.mark.parametrize("data", [{"VNI": 1}, [1], "text", 7, True])
+def test_backend_data_may_be_any_json(data: Any) -> None:
+    assert lease_of(saying(backend_data=json.dumps(data)), IPV4).attrs.backend_data == data
+
+
 @pytest.mark.parametrize(
     ("node", "words"),
     [
@@ -242,6 +265,22 @@ def test_a_node_that_makes_no_sense_is_refused_by_its_name(node: Node, words: st
     assert len(str(refusal.value)) < 300
 
 
+@pytest.mark.parametrize(
+    ("node", "problem"),
+    [
+        (replace(NODE, cidrs=("x" * 100,)), f'has the podCIDR "{"x" * 60}", which is no network'),
+        (
+            saying(public_ip="x" * 100),
+            f'has "{"x" * 60}" in its annotation public-ip, which is no IPv4 address',
+        ),
+    ],
+)
+def test_of_a_long_value_only_the_beginning_is_told(node: Node, problem: str) -> None:
+    with pytest.raises(Refused) as caught:
+        lease_of(node, DUAL)
+    assert caught.value.problem == f"node n1 {problem}"
+
+
 def test_a_network_of_one_node_may_be_its_pod_cidr() -> None:
     config = parse('{"Network": "10.5.1.0/24", "Backend": {"Type": "vxlan"}}')
     assert key_of(NODE, config) == (KEY[0], None)
@@ -251,6 +290,7 @@ def test_a_network_of_one_node_may_be_its_pod_cidr() -> None:
     ("cidrs", "config", "words"),
     [
         ((), IPV4, "no podCIDR yet"),
+        ((), DUAL, "no IPv4 podCIDR yet"),
         (("10.5.1.0/24",), DUAL, "no IPv6 podCIDR yet"),
         (("10.9.1.0/24",), IPV4, "outside Network"),
     ],
@@ -303,7 +343,7 @@ def test_host_gw_announces_null_and_both_addresses() -> None:
 
 def test_a_family_without_address_is_not_announced() -> None:
     attrs = LeaseAttrs(None, IPv6Address("fd00:18::1"), "vxlan", None, MAC6)
-    assert {"public-ip", "backend-data"} & set(wanted_notes(attrs, BARE)) == set()
+    assert wanted_notes(attrs, BARE).keys() == {MANAGED, "backend-type", "public-ipv6", "backend-v6-data"}
 
 
 def test_an_overwrite_is_announced_in_place_of_our_address() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from ipaddress import IPv4Address, IPv4Network, IPv6Network
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
 from typing import Any
 
 import pytest
@@ -24,6 +24,8 @@ from flanneld.model import (
     LeaseTable,
     Removed,
     Snapshot,
+    Uplink,
+    have_common_addresses,
     lies_in,
     name_of,
     overlap,
@@ -116,6 +118,11 @@ def test_an_unreadable_lease_stays_what_it_was() -> None:
     assert content(made) == {FIVE: attrs(1), SIX: attrs(1)}
 
 
+def test_lease_of_which_one_of_two_values_can_be_read_stays() -> None:
+    made = table(Added(lease(FIVE)))
+    assert made.apply(snapshot(lease(FIVE), unreadable=[FIVE])) == Change()
+
+
 def test_an_unreadable_lease_that_was_unknown_stays_unknown() -> None:
     made = table()
     assert made.apply(snapshot(unreadable=[FIVE])) == Change()
@@ -154,6 +161,69 @@ def test_a_lease_has_the_name_that_operators_know() -> None:
         "10.1.7.0/24,fd00:0:0:7::/64",
         "fd00:0:0:8::/64",
     ]
+
+
+def test_table_names_the_leases_that_cannot_be_read_until_they_are_heard_of_again() -> None:
+    made = table(Added(lease(FIVE)), snapshot(unreadable=[FIVE, SIX, DUAL]))
+    assert made.unreadable == {FIVE, SIX, DUAL}
+    made.apply(Added(lease(FIVE)))
+    made.apply(Removed(SIX))
+    assert made.unreadable == {DUAL}
+    made.apply(snapshot())
+    assert made.unreadable == set()
+
+
+def test_list_of_a_table_is_a_copy_and_its_length_is_that_of_the_table() -> None:
+    made = table(Added(lease(FIVE)), Added(lease(SIX)))
+    leases = made.leases()
+    made.apply(Removed(FIVE))
+    assert leases == [lease(FIVE), lease(SIX)]
+    assert (len(leases), len(made)) == (2, 1)
+
+
+def test_every_family_has_its_own_addresses_data_and_subnet() -> None:
+    four, six = IPv4Address("192.168.0.1"), IPv6Address("fd77::1")
+    assert (four.version, six.version) == FAMILIES
+    uplink = Uplink("eth0", 2, 1500, four, IPv4Address("203.0.113.1"), six, IPv6Address("2001:db8::1"))
+    assert [uplink.local(family) for family in FAMILIES] == [four, six]
+    assert [str(uplink.public(family)) for family in FAMILIES] == ["203.0.113.1", "2001:db8::1"]
+    announced = LeaseAttrs(four, six, "vxlan", {"VNI": 4}, {"VNI": 6})
+    assert [announced.public(family) for family in FAMILIES] == [four, six]
+    assert [announced.data(family) for family in FAMILIES] == [{"VNI": 4}, {"VNI": 6}]
+    assert tuple(Lease(announced, *DUAL).net(family) for family in FAMILIES) == DUAL
+
+
+@pytest.mark.parametrize(
+    ("addresses", "line"),
+    [
+        (("192.168.0.1", "203.0.113.1"), "eth0, MTU 1500, 192.168.0.1 announced as 203.0.113.1"),
+        ((None, None), "eth0, MTU 1500, fd77::1 announced as 2001:db8::1"),
+    ],
+)
+def test_uplink_is_shown_with_the_addresses_of_the_families_in_use(
+    addresses: tuple[str | None, str | None], line: str
+) -> None:
+    four = [None if text is None else IPv4Address(text) for text in addresses]
+    six = [None, None] if four[0] else [IPv6Address("fd77::1"), IPv6Address("2001:db8::1")]
+    assert str(Uplink("eth0", 2, 1500, *four, *six)) == line
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "common"),
+    [
+        (FIVE, FIVE, True),
+        (FIVE, SIX, False),
+        (DUAL, FIVE, False),
+        (DUAL, (None, DUAL[1]), True),
+        (DUAL, (DUAL[0], None), True),
+        (FIVE, ONLY_IPV6, False),
+    ],
+)
+def test_leases_have_common_addresses_if_they_overlap_in_one_family(
+    one: LeaseKey, other: LeaseKey, common: bool
+) -> None:
+    assert have_common_addresses(one, other) is common
+    assert have_common_addresses(other, one) is common
 
 
 # ---- for all histories ---------------------------------------------------------------------------

@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from ipaddress import IPv4Address, IPv4Network
 
 import pytest
 
+from flanneld.backends import vxlan
 from flanneld.brake import HOLD, Brake
 from flanneld.model import Added, Event, Lease, LeaseAttrs, Removed, Snapshot
 from flanneld.network.diff import Plan
 from flanneld.network.obstacles import HostNetworks, Obstacle, Obstacles
-from flanneld.network.resources import Route
+from flanneld.network.resources import Ipip, Kind, Resource, Route, State
 from flanneld.peers import Peers
-from tests.unit.test_host_gw import SUBNET, made, peer
+from tests.unit.test_host_gw import SUBNET, V4, V6, made, peer
+from tests.unit.test_vxlan import config as vxlan_config
+from tests.unit.test_vxlan import host as vxlan_host
+from tests.unit.test_vxlan import peer as vxlan_peer
 
 OWN = Lease(LeaseAttrs(IPv4Address("192.168.0.5"), None, "host-gw"), IPv4Network("10.1.5.0/24"))
-OLD, NEW = (peer((True, False), public_ip=IPv4Address(f"192.168.0.{number}")) for number in (6, 7))
+OLD, NEW = (peer(V4, public_ip=IPv4Address(f"192.168.0.{number}")) for number in (6, 7))
 GONE = Removed(OLD.key)
+#: A peer cannot be at our own address.
+SENSELESS = peer(V4, public_ip=OWN.attrs.public_ip)
 
 
 def route(lease: Lease) -> Route:
     return Route(SUBNET, "eth0", lease.attrs.public_ip)
+
+
+def state(*resources: Resource) -> State:
+    return {resource.key: resource for resource in resources}
 
 
 def take(peers: Peers, *events: Event) -> Plan:
@@ -57,6 +68,137 @@ def test_a_peer_that_comes_and_goes_in_one_batch_leaves_nothing_to_do(peers: Pee
     assert take(peers, Added(NEW), GONE) == Plan()
 
 
+def test_first_snapshot_is_desired_but_moves_nothing() -> None:
+    peers = Peers(OWN, [IPv4Network("10.1.0.0/16")], Brake())
+    assert not peers.synced
+    assert take(peers, Added(OLD)) == Plan()
+    assert take(peers, Snapshot((OWN, OLD))) == Plan()
+    assert peers.synced
+    assert peers.wanted == state(route(OLD))
+
+
+def test_own_needs_are_desired_beside_those_of_the_peers(peers: Peers) -> None:
+    device = Ipip("flannel.ipip", IPv4Address("192.168.0.5"), 1480)
+    peers.wish_locally([device])
+    assert peers.local_wishes() == (device,)
+    assert peers.wanted == state(route(OLD), device)
+    assert sorted(peers.wanted_kinds()) == [Kind.LINK, Kind.ROUTE]
+
+
+def test_another_backend_decides_about_every_lease_again(peers: Peers) -> None:
+    peers.reconsider(made(V6))
+    assert peers.wanted == {}
+    peers.reconsider(made())
+    assert peers.wanted == state(route(OLD))
+
+
+# ---- leases that are refused ----------------------------------------------------------------------
+
+
+def test_route_to_a_peer_stays_when_its_lease_turns_senseless(peers: Peers) -> None:
+    assert take(peers, Added(SENSELESS)) == Plan()
+    assert peers.wanted == state(route(OLD))
+    assert peers.view().wishes == {OLD.key: (route(OLD),)}
+
+
+@pytest.mark.parametrize("end", [Added(NEW), GONE, Snapshot((OWN,))])
+def test_subnet_of_a_senseless_lease_is_unclear_until_the_lease_changes(peers: Peers, end: Event) -> None:
+    take(peers, Added(SENSELESS))
+    assert peers.unclear == {SUBNET}
+    assert "our own public IP" in peers.view().reasons[OLD.key]
+    take(peers, end)
+    assert peers.unclear == set()
+    assert peers.view().reasons == {}
+
+
+def test_unreadable_lease_keeps_its_route_and_is_unclear_until_it_is_read(peers: Peers) -> None:
+    assert take(peers, Snapshot((OWN,), frozenset({OLD.key}))) == Plan()
+    assert peers.wanted == state(route(OLD))
+    assert peers.unclear == {SUBNET}
+    take(peers, Added(OLD))
+    assert peers.unclear == set()
+
+
+def test_lease_of_another_backend_loses_its_route_and_is_not_unclear(
+    peers: Peers, caplog: pytest.LogCaptureFixture
+) -> None:
+    take(peers, Added(SENSELESS))
+    assert take(peers, Added(peer(V4, backend_type="vxlan"))) == Plan(drops=(route(OLD),))
+    assert peers.unclear == set()
+    reason = peers.view().reasons[OLD.key]
+    assert "is a vxlan node, we run host-gw" in reason
+    assert caplog.messages[-1] == f"Ignoring a lease: {reason}"
+
+
+@pytest.mark.parametrize(
+    ("subnet", "reason"),
+    [
+        ("10.1.5.128/25", "it overlaps our own subnet 10.1.5.0/24; remove the lease that is wrong"),
+        ("10.2.6.0/24", "it is outside our network 10.1.0.0/16; remove the lease, or restart its daemon"),
+    ],
+)
+def test_lease_of_addresses_that_it_must_not_have_leads_nowhere(
+    peers: Peers, subnet: str, reason: str
+) -> None:
+    lease = Lease(OLD.attrs, IPv4Network(subnet))
+    assert take(peers, Added(lease)) == Plan()
+    assert peers.view().reasons[lease.key].startswith(reason)
+
+
+def test_each_refusal_is_logged_once_until_the_lease_makes_sense_again(
+    peers: Peers, caplog: pytest.LogCaptureFixture
+) -> None:
+    take(peers, Added(SENSELESS))
+    peers.reconsider(made())
+    assert caplog.text.count("Refusing the data of lease 10.1.6.0/24") == 1
+    take(peers, Added(NEW), Added(SENSELESS))
+    assert caplog.text.count("Refusing the data of lease 10.1.6.0/24") == 2
+
+
+def test_two_leases_that_claim_one_mac_are_named_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    peers = Peers(OWN, [IPv4Network("10.1.0.0/16")], Brake())
+    first = vxlan_peer(V4)
+    clone = replace(
+        first, attrs=replace(first.attrs, public_ip=NEW.attrs.public_ip), subnet=IPv4Network("10.1.7.0/24")
+    )
+    peers.take([Added(first), Added(clone)], vxlan.build(vxlan_config(), vxlan_host()))
+    assert "10.1.6.0/24 and 10.1.7.0/24 both claim " in caplog.text
+    assert "; 10.1.6.0/24 has it: are these cloned machines" in caplog.text
+
+
+# ---- the log --------------------------------------------------------------------------------------
+
+
+def test_each_change_of_a_lease_is_told_once(peers: Peers, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    take(peers, Added(NEW))
+    take(peers, GONE)
+    take(peers, Added(OLD))
+    assert caplog.messages == []
+    peers.tell()
+    peers.tell()
+    assert caplog.messages == [
+        "Lease 10.1.6.0/24 changed, at 192.168.0.7, fd77::6",
+        "Lease 10.1.6.0/24 is gone",
+        "Lease 10.1.6.0/24 added, at 192.168.0.6, fd77::6",
+    ]
+
+
+@pytest.mark.parametrize(("number", "lines"), [(10, 10), (11, 1)])
+def test_more_than_ten_changes_at_once_are_told_in_one_line(
+    peers: Peers, number: int, lines: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    crowd = [Lease(OLD.attrs, IPv4Network((0x0A010A00 + (each << 8), 24))) for each in range(number - 1)]
+    take(peers, Snapshot((OWN, *crowd)))
+    peers.tell()
+    assert len(caplog.messages) == lines
+    assert (f"Leases: {number - 1} new or changed, 1 gone" in caplog.messages) == (lines == 1)
+
+
+# ---- loss of many leases, and of our own ----------------------------------------------------------
+
+
 def test_the_brake_hears_of_each_peer_that_is_back_or_gone_for_good() -> None:
     brake = Brake()
     peers = Peers(OWN, [IPv4Network("10.0.0.0/8")], brake)
@@ -68,6 +210,10 @@ def test_the_brake_hears_of_each_peer_that_is_back_or_gone_for_good() -> None:
     take(peers, Removed(crowd[11].key))
     assert not brake.holds
     assert len(peers) == 11
+
+
+def test_own_lease_that_cannot_be_read_is_not_lost(peers: Peers) -> None:
+    assert take(peers, Snapshot((), frozenset({OWN.key}))) == Plan(drops=(route(OLD),))
 
 
 def test_a_list_without_our_own_lease_is_passed_over_and_read_again() -> None:

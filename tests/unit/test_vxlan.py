@@ -101,11 +101,21 @@ TO_PEER_V6 = [
         (V6, V6, TO_PEER_V6),
         (DUAL, DUAL, TO_PEER_V4 + TO_PEER_V6),
         (DUAL, V4, TO_PEER_V4),
+        (DUAL, V6, TO_PEER_V6),
         (V4, DUAL, TO_PEER_V4),
         (V6, DUAL, TO_PEER_V6),
         (V4, V6, []),
     ],
-    ids=["IPv4", "IPv6", "dual", "we dual", "they dual", "they dual, we IPv6", "nothing in common"],
+    ids=[
+        "IPv4",
+        "IPv6",
+        "dual",
+        "we dual",
+        "we dual, they IPv6",
+        "they dual",
+        "they dual, we IPv6",
+        "nothing in common",
+    ],
 )
 def test_neighbour_forwarding_entry_and_onlink_route_lead_to_a_peer(
     ours: Families, theirs: Families, wanted: list[Any]
@@ -295,7 +305,8 @@ def test_the_headers_are_taken_off_the_mtu(
 
 @pytest.mark.parametrize(("families", "mtu"), [(V4, 117), (V6, 1349), (DUAL, 1349)])
 def test_an_uplink_too_narrow_for_the_headers_is_fatal(families: Families, mtu: int) -> None:
-    with pytest.raises(Fatal, match="MTU"):
+    inner = mtu - (50 if families == V4 else 70)
+    with pytest.raises(Fatal, match=f"MTU of {mtu} leaves {inner} bytes inside VXLAN; raise the MTU of eth0"):
         build(config(families), host(mtu=mtu))
 
 
@@ -408,6 +419,33 @@ def test_keys_are_found_in_any_case() -> None:
 def test_a_value_that_no_device_can_have_is_fatal_and_named(key: str, value: Any) -> None:
     with pytest.raises(Fatal, match=key):
         build(config(**{key: value}), host())
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "read"),
+    [
+        ("VNI", 0, VxlanConfig(vni=0)),
+        ("VNI", (1 << 24) - 1, VxlanConfig(vni=(1 << 24) - 1)),
+        ("Port", 0, VxlanConfig(port=8472)),
+        ("Port", 1, VxlanConfig(port=1)),
+        ("Port", 65535, VxlanConfig(port=65535)),
+        ("MTU", 65535, VxlanConfig(mtu=65535)),
+    ],
+)
+def test_least_and_greatest_value_that_a_device_can_have_are_taken(
+    key: str, value: int, read: VxlanConfig
+) -> None:
+    assert read_config(config(**{key: value})) == read
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "limits"),
+    [("VNI", 1 << 24, "0 to 16777215"), ("Port", 65536, "1 to 65535"), ("MTU", -1, "0 to 65535")],
+)
+def test_error_names_the_value_and_its_range(key: str, value: int, limits: str) -> None:
+    with pytest.raises(Fatal) as caught:
+        read_config(config(**{key: value}))
+    assert str(caught.value) == f"Backend.{key} is {value}; set it to a number from {limits}"
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,8 @@ def test_nothing_happens_when_the_loser_leaves() -> None:
 
 
 def test_what_this_node_needs_for_itself_comes_before_every_lease() -> None:
-    assert min(OWNERS, key=rank) is LOCAL
+    lowest: LeaseKey = (IPv4Network("0.0.0.0/8"), IPv6Network("::/16"))
+    assert min((lowest, *OWNERS), key=rank) is LOCAL
 
 
 def test_a_conflict_names_who_has_it_and_who_goes_without() -> None:
@@ -132,6 +133,29 @@ def test_a_conflict_ends_with_one_of_its_parties() -> None:
     wanted.set(TEN, [fdb(10)])
     wanted.set(NINE, [])
     assert list(wanted.conflicts(TEN)) == []
+
+
+def test_keys_with_several_claims_are_listed_with_each_claim_until_one_is_left() -> None:
+    wanted = Wanted()
+    wanted.set(NINE, [fdb(9), route(9)])
+    assert wanted.rivals() == {}
+    wanted.set(TEN, [fdb(10)])
+    listed = wanted.rivals()
+    assert listed == {fdb(9).key: {NINE: fdb(9), TEN: fdb(10)}}
+    wanted.set(NINE, [fdb(8)])
+    assert wanted.rivals() == {fdb(9).key: {NINE: fdb(8), TEN: fdb(10)}}
+    wanted.set(TEN, [])
+    assert wanted.rivals() == {}
+    assert listed == {fdb(9).key: {NINE: fdb(9), TEN: fdb(10)}}
+
+
+def test_list_of_all_wishes_is_a_copy() -> None:
+    wanted = Wanted()
+    wanted.set(NINE, [route(1)])
+    listed = wanted.all_wishes()
+    wanted.set(NINE, [])
+    assert listed == {NINE: (route(1),)}
+    assert wanted.all_wishes() == {}
 
 
 def test_two_that_want_the_very_same_are_at_peace() -> None:
