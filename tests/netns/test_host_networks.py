@@ -13,6 +13,7 @@ import pytest
 from tests.lab import Lab, Node, wait_for
 from tests.lab.daemon import Daemon, own_command
 from tests.netns.apis import both_apis
+from tests.netns.go_daemon import write_as_go
 from tests.netns.pair import DUAL_STACK, SOON, connect
 from tests.netns.test_cleanup import cleanup
 from tests.netns.test_seeing import answer, findings
@@ -103,11 +104,13 @@ def is_flannels(route: dict[str, Any]) -> bool:
     return route.get("protocol") == "70" or route["dev"].startswith("flannel")
 
 
-def start(lab: Lab, backend: dict[str, Any], *obstacles: str, **config: Any) -> Node:
-    """Start a node that has obstacles already."""
+def start(lab: Lab, backend: dict[str, Any], *obstacles: str, after_go: bool = False, **config: Any) -> Node:
+    """Start a node that has obstacles already, ``after_go`` on a host where Go flanneld ran before."""
     lab.etcd.put_config({"Network": "10.5.0.0/16", "Backend": backend, **ABOVE, **config})
     (node,) = lab.add_nodes()
     node.namespace.ip(*obstacles)
+    if after_go:
+        write_as_go(node)
     node.start()
     node.wait_ready()
     node.wait_for_log("In sync with")
@@ -318,7 +321,7 @@ def test_route_that_go_left_with_another_gateway_is_replaced_in_place(
 ) -> None:
     lab.etcd.put_lease(key(SUBNET, (4, 6)), lease(backend["Type"]))
     left = {4: "via 198.18.0.99 dev eth0", 6: "via fd00:18::99 dev eth0"}[family]
-    node = start(lab, backend, f"route add {SUBNET[family]} {left}", **DUAL_STACK)
+    node = start(lab, backend, f"route add {SUBNET[family]} {left}", after_go=True, **DUAL_STACK)
     wait_until_led(node, SUBNET[4], SUBNET[6])
     assert left not in str(main_table(node))
     assert "Refused" not in node.log()

@@ -164,6 +164,7 @@ def test_an_unmarked_route_to_a_peer_is_adopted(lab: Lab) -> None:
     node, peer = lab.cluster({"Type": "host-gw"})
     node.stop()
     node.namespace.ip(f"route replace {peer.subnet()} via {peer.address} dev eth0 proto boot")
+    write_as_go(node)
     with node.changes() as changes:
         start(node)
         assert changes.during(0.3) == []
