@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from flanneld import config, options
-from flanneld.goflags import Flag
+from flanneld.compat.flags import Flag
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent

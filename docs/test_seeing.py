@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from flanneld.counters import BOUNDS
 from flanneld.ctl.checks import CHECKS
 from flanneld.ctl.findings import THEMES
 from flanneld.ctl.main import COMMANDS
-from flanneld.metrics import METRICS
+from flanneld.diagnostics.metrics import METRICS
+from flanneld.reconcile.counters import BOUNDS
 
 PAGE = (Path(__file__).parent / "seeing.md").read_text()
 

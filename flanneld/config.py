@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
 
-from flanneld import gojson
+from flanneld.compat import json as gojson
+from flanneld.compat.json import Fields, GoJsonError
 from flanneld.errors import Retryable
-from flanneld.gojson import Fields, GoJsonError
 from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork
 
 #: What a missing "Backend" means; upstream's guide says vxlan, its code has always said udp.

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from flanneld import clock
 from flanneld.readiness import Readiness
-from flanneld.supervisor import Supervisor
+from flanneld.runtime import clock
+from flanneld.runtime.supervisor import Supervisor
 
 if TYPE_CHECKING:
-    from flanneld.firewall import Firewall
+    from flanneld.reconcile.firewall import Firewall
 
 #: How long and how often to look whether the peers are known, before the rules that can wait, in seconds.
 _SYNC_PATIENCE, _SYNC_LOOK = 5.0, 0.02

@@ -14,45 +14,39 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from flanneld import (
-    __version__,
-    backends,
-    clock,
-    events,
-    glog,
-    host_checks,
-    notify,
-    options,
-    subnet_file,
-    trouble,
-)
-from flanneld.brake import Brake
+from flanneld import __version__, options
+from flanneld.backends import registry
+from flanneld.compat import glog
 from flanneld.config import Config
-from flanneld.convergence import Node
+from flanneld.diagnostics import conditions, host_checks
+from flanneld.diagnostics.components import Sight
+from flanneld.diagnostics.observation import Observation
 from flanneld.errors import Fatal, Retryable, lacking
 from flanneld.firewall_start import forward_soon, masquerade_now
-from flanneld.instance_lock import InstanceLock
-from flanneld.keeper import Keeper
-from flanneld.last_run import LastRun, machine_of
 from flanneld.model import Lease, Uplink
-from flanneld.network.interface import InterfaceChoice, NoInterface
-from flanneld.network.kernel import Kernel
-from flanneld.network.monitor import Monitor
-from flanneld.network.survey import connected_networks
-from flanneld.observation import Observation
+from flanneld.network.rtnetlink.kernel import Kernel
+from flanneld.network.rtnetlink.monitor import Monitor
+from flanneld.network.uplink_election import InterfaceChoice, NoInterface
+from flanneld.network.uplink_facts import connected_networks
 from flanneld.options import Options
-from flanneld.process import ensure_descriptors, open_standard_streams
 from flanneld.readiness import Readiness
-from flanneld.reconcile import Reconciler
-from flanneld.sight import Sight
-from flanneld.site import Site, find_uplink
+from flanneld.reconcile.convergence import Node
+from flanneld.reconcile.last_run import LastRun, machine_of
+from flanneld.reconcile.reconciler import Reconciler
+from flanneld.reconcile.uplink_manager import Site, find_uplink
+from flanneld.runtime import clock, event_log, sd_notify
+from flanneld.runtime.instance_lock import InstanceLock
+from flanneld.runtime.process import ensure_descriptors, open_standard_streams
+from flanneld.runtime.supervisor import Supervisor
+from flanneld.state.removal_guard import Brake
+from flanneld.subnet import subnet_file
+from flanneld.subnet.lease_keeper import Keeper
 from flanneld.subnet.manager import LONGEST_SILENCE, Cancelled, LocalFacts, NodeStore, SubnetManager
-from flanneld.subnet_file import Previous
-from flanneld.supervisor import Supervisor
+from flanneld.subnet.subnet_file import Previous
 from flanneld.wiring import choice_for, extras_for, open_manager
 
 if TYPE_CHECKING:
-    from flanneld.firewall import Firewall
+    from flanneld.reconcile.firewall import Firewall
 
 log = logging.getLogger(__name__)
 
@@ -96,9 +90,9 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         return _print(f"flanneld: {wrong}\n", status=1)
     _warn_of_unknown_variables(environ)
     if wanted.is_errand:
-        from flanneld import errands  # none of it is the daemon's
+        from flanneld import oneshot  # none of it is the daemon's
 
-        return errands.run(wanted, environ)
+        return oneshot.run(wanted, environ)
     return _serve(wanted, environ)
 
 
@@ -142,7 +136,7 @@ class Daemon:
         self._options = wanted
         self._environ = environ
         self._supervisor = Supervisor(quiet=(Cancelled,))
-        self._notifier = notify.Notifier()
+        self._notifier = sd_notify.Notifier()
         self._readiness = Readiness(self._supervisor.stop, self._notifier)
         path = Path(wanted.subnet_file)
         self._lock = InstanceLock(subnet_file.beside(path, "lock"))
@@ -156,7 +150,7 @@ class Daemon:
         self._told: list[str] = []
         self._sight = Sight(
             wanted,
-            events.remember(),
+            event_log.remember(),
             self._supervisor.overdue,
             self._readiness.missing,
             self._readiness.waiting,
@@ -194,7 +188,7 @@ class Daemon:
         config = ask("the network config", manager.network_config)
         for warning in config.warnings:
             log.warning("%s", warning)
-        make_backend = backends.load(config.backend_type)
+        make_backend = registry.load(config.backend_type)
         kernel, monitor = self._readiness.patiently("the kernel", _open_kernel)
         choice = ask("our node", lambda: choice_for(self._options, manager))
         uplink = self._find_uplink(kernel, config, choice)
@@ -239,7 +233,7 @@ class Daemon:
         self._look_at_host()
         start(
             "trouble",
-            lambda: trouble.watch(self._sight, self._supervisor.stop, partial(self._tell, member.manager)),
+            lambda: conditions.watch(self._sight, self._supervisor.stop, partial(self._tell, member.manager)),
         )
         if self._options.peer_probes:
             self._probe_peers(member, reconciler)
@@ -340,7 +334,7 @@ class Daemon:
 
     def _firewall(self, member: Member) -> Firewall:
         # Not needed by everybody, and not before the packets flow.
-        from flanneld.firewall import Firewall, wishes_of
+        from flanneld.reconcile.firewall import Firewall, wishes_of
 
         wishes = wishes_of(self._options, member.config, member.lease.key, member.previous)
         heartbeat = partial(self._supervisor.heartbeat, "firewall")
@@ -348,7 +342,7 @@ class Daemon:
         return self._sight.firewall
 
     def _probe_peers(self, member: Member, reconciler: Reconciler) -> None:
-        from flanneld.probes import Prober  # only for those who ask for it
+        from flanneld.diagnostics.probes import Prober  # only for those who ask for it
 
         heartbeat = partial(self._supervisor.heartbeat, "prober")
         self._sight.prober = Prober(
@@ -396,7 +390,7 @@ class Daemon:
 
     def _wait_and_stop(self) -> int:
         ticks = [(self._look_at_host, _HOST_LOOK)]
-        interval = notify.watchdog_interval(self._environ)
+        interval = sd_notify.watchdog_interval(self._environ)
         if interval is not None:
             ticks.append((self._feed_watchdog, interval))
         self._supervisor.wait(*ticks)

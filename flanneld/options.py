@@ -14,10 +14,10 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Any
 from urllib.parse import urlsplit
 
-from flanneld import goflags
+from flanneld.compat import flags as goflags
+from flanneld.compat.flags import Flag, Kind, Value
+from flanneld.compat.regex import compile_re2
 from flanneld.errors import Fatal, FlannelError
-from flanneld.goflags import Flag, Kind, Value
-from flanneld.goregex import compile_re2
 from flanneld.model import IPAddress
 
 PREFIX = "FLANNELD"

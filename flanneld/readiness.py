@@ -9,10 +9,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
-from flanneld.backoff import Backoff
+from flanneld.compat.glog import Once
 from flanneld.errors import Retryable, cause_of, lacking
-from flanneld.glog import Once
-from flanneld.notify import Notifier
+from flanneld.runtime.backoff import Backoff
+from flanneld.runtime.sd_notify import Notifier
 from flanneld.subnet.manager import Cancelled
 
 log = logging.getLogger(__name__)

@@ -7,19 +7,19 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from flanneld.model import Lease
-from flanneld.network.interface import InterfaceChoice
-from flanneld.network.resources import Blackhole, Resource
+from flanneld.network.uplink_election import InterfaceChoice
 from flanneld.options import Options
+from flanneld.state.resources import Blackhole, Resource
 from flanneld.subnet.manager import NodeStore, SubnetManager
 
 if TYPE_CHECKING:
-    from flanneld.subnet.etcd_endpoints import EtcdOptions
+    from flanneld.subnet.etcd.endpoints import EtcdOptions
 
 
 def open_manager(wanted: Options, environ: Mapping[str, str]) -> SubnetManager:
     """The store the options name. Imported here: nobody needs the libraries of more than one."""
     if wanted.kube_subnet_mgr:
-        from flanneld.subnet.kube import KubeManager, KubeOptions
+        from flanneld.subnet.kube.manager import KubeManager, KubeOptions
 
         return KubeManager(
             KubeOptions(
@@ -31,14 +31,14 @@ def open_manager(wanted: Options, environ: Mapping[str, str]) -> SubnetManager:
             ),
             environ,
         )
-    from flanneld.subnet.etcd_choice import open_etcd
+    from flanneld.subnet.etcd.choice import open_etcd
 
     return open_etcd(etcd_options(wanted), wanted.etcd_api)
 
 
 def etcd_options(wanted: Options) -> EtcdOptions:
     """How to reach etcd, and as whom."""
-    from flanneld.subnet.etcd_endpoints import EtcdOptions
+    from flanneld.subnet.etcd.endpoints import EtcdOptions
 
     return EtcdOptions(
         endpoints=wanted.etcd_endpoints,

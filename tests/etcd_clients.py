@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-from flanneld.subnet.etcd_endpoints import EtcdOptions, Servers
-from flanneld.subnet.etcd_transport import Timeouts, Transport
+from flanneld.subnet.etcd.endpoints import EtcdOptions, Servers
+from flanneld.subnet.etcd.transport import Timeouts, Transport
 
 opened = ExitStack()
 

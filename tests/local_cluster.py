@@ -10,10 +10,10 @@ from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
 from typing import Any, Self
 
-from flanneld.backoff import Backoff
 from flanneld.model import Added, Cached, Event, Lease, LeaseAttrs, Removed, Snapshot
-from flanneld.subnet.kube import KubeManager, KubeOptions
-from flanneld.subnet.kube_api import Timeouts
+from flanneld.runtime.backoff import Backoff
+from flanneld.subnet.kube.api import Timeouts
+from flanneld.subnet.kube.manager import KubeManager, KubeOptions
 from flanneld.subnet.manager import Deliver
 from tests.lab.credentials import write_kubeconfig
 from tests.lab.kube_api.crowd import PREFIX

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from flanneld.backends import Host, peers_public_ip, require_type
+from flanneld.backends.contract import Host, peers_public_ip, require_type
 from flanneld.config import Config
 from flanneld.errors import Fatal
 from flanneld.model import Lease, LeaseAttrs
-from flanneld.network.resources import Resource, Route
+from flanneld.state.resources import Resource, Route
 
 TYPE = "host-gw"
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from flanneld.backends import Host, peers_public_ip, require_type
+from flanneld.backends.contract import Host, peers_public_ip, require_type
+from flanneld.compat.json import GoJsonError
 from flanneld.config import Config
 from flanneld.errors import Fatal
-from flanneld.gojson import GoJsonError
 from flanneld.model import Lease, LeaseAttrs
-from flanneld.network.resources import Address, Ipip, Resource, Route
+from flanneld.state.resources import Address, Ipip, Resource, Route
 
 TYPE = "ipip"
 DEVICE = "flannel.ipip"

@@ -15,12 +15,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from flanneld.backends import Host, peers_public_ip, require_type
+from flanneld.backends.contract import Host, peers_public_ip, require_type
+from flanneld.compat.json import GoJsonError
 from flanneld.config import Config
 from flanneld.errors import Fatal, Refused
-from flanneld.gojson import GoJsonError
 from flanneld.model import Family, Lease, LeaseAttrs
-from flanneld.network.resources import Address, FdbEntry, Neighbor, Resource, Route, Vxlan
+from flanneld.state.resources import Address, FdbEntry, Neighbor, Resource, Route, Vxlan
 from flanneld.subnet.codec import parse_mac
 
 TYPE = "vxlan"

@@ -6,11 +6,11 @@ import shlex
 from collections.abc import Iterator
 from typing import Any
 
+from flanneld.compat.glog import counted
 from flanneld.ctl.checks import CHECKS
 from flanneld.ctl.facts import Facts
 from flanneld.ctl.findings import THEMES, Check, Finding, Fix, Severity
 from flanneld.ctl.tables import Table
-from flanneld.glog import counted
 
 
 def examine(facts: Facts) -> list[tuple[Check, Finding]]:

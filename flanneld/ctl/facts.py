@@ -9,20 +9,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flanneld import host_checks, subnet_file
-from flanneld.ctl import detours, leftovers, look
-from flanneld.ctl.detours import Detour
-from flanneld.ctl.leftovers import CniConf, LeftRules
-from flanneld.ctl.look import Entry, Found
-from flanneld.ctl.source import Source, Unknown, ranges_of
-from flanneld.host_checks import Finding as HostFinding
+from flanneld.ctl import shadowing_routes, snapshot, stale_objects
+from flanneld.ctl.data_source import Source, Unknown, ranges_of
+from flanneld.ctl.shadowing_routes import Detour
+from flanneld.ctl.snapshot import Entry, Found
+from flanneld.ctl.stale_objects import CniConf, LeftRules
+from flanneld.diagnostics import host_checks
+from flanneld.diagnostics.host_checks import Finding as HostFinding
 from flanneld.model import FAMILIES, Family, IPAddress
 from flanneld.network.firewall import forwarding
 from flanneld.network.firewall.forwarding import accepting, dropping, in_the_way
-from flanneld.network.kernel import Kernel
-from flanneld.network.links import SeenLink, is_flannels
-from flanneld.shell import Command
-from flanneld.subnet_file import Previous
+from flanneld.network.rtnetlink.kernel import Kernel
+from flanneld.network.rtnetlink.links import SeenLink, is_flannels
+from flanneld.runtime.shell import Command
+from flanneld.subnet import subnet_file
+from flanneld.subnet.subnet_file import Previous
 
 _GC_THRESH = "/proc/sys/net/ipv4/neigh/default/gc_thresh3"
 #: linux/ethtool.h
@@ -102,7 +103,7 @@ def gather(source: Source) -> Facts:
     """Ask this host. What cannot be read is left out; raises ``OSError`` if the kernel tells nothing."""
     document = source.document
     path = Path(source.options.subnet_file)
-    found = look.read(document)
+    found = snapshot.read(document)
     families = _families(document)
     uplink = (document.get("uplink") or {}).get("name", "")
     ours = [link for link in found.links if is_flannels(link)]
@@ -118,14 +119,14 @@ def gather(source: Source) -> Facts:
         file_mtu=_file_mtu(path),
         links=found.links,
         addresses=tuple(_addresses(found)),
-        entries=tuple(look.compare(document, found)),
-        detours=tuple(detours.read(document, found, look.way_to)),
+        entries=tuple(snapshot.compare(document, found)),
+        detours=tuple(shadowing_routes.read(document, found, snapshot.way_to)),
         host=host_checks.findings(host_checks.read_facts(families, uplink, services=services)),
         dropping=tuple(_dropping(document)),
         managed=tuple(_managed(ours)),
         firewalls=tuple(_firewalls()),
-        left_rules=tuple(leftovers.left_rules(document)),
-        cni=tuple(leftovers.cni_confs(Path(leftovers.CNI_DIRECTORY))),
+        left_rules=tuple(stale_objects.left_rules(document)),
+        cni=tuple(stale_objects.cni_confs(Path(stale_objects.CNI_DIRECTORY))),
         traffic={link.name: _traffic(link.name) for link in ours},
         offload=dict(_offload(ours)),
         kernel=_kernel(),

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from flanneld.ctl.facts import Facts
-from flanneld.host_checks import Topic
-from flanneld.shell import Command
+from flanneld.diagnostics.host_checks import Topic
+from flanneld.runtime.shell import Command
 
 #: The themes under which users of flannel report trouble.
 THEMES = {

@@ -13,11 +13,11 @@ from itertools import pairwise
 from typing import Any, NoReturn
 
 from flanneld import __version__, options
+from flanneld.compat.flags import quoted
 from flanneld.ctl import tables, views
-from flanneld.ctl.source import Source, find
+from flanneld.ctl.data_source import Source, find
 from flanneld.ctl.tables import Table
 from flanneld.errors import FlannelError, cause_of
-from flanneld.goflags import quoted
 
 FINE, PROBLEMS, USAGE, NO_DAEMON = 0, 1, 2, 3
 
@@ -121,11 +121,11 @@ def _peers(source: Source, _arguments: argparse.Namespace) -> Answer:
 
 
 def _routes(source: Source, _arguments: argparse.Namespace) -> Answer:
-    from flanneld.ctl import look
+    from flanneld.ctl import snapshot
 
-    entries = look.compare(source.document, look.read(source.document))
+    entries = snapshot.compare(source.document, snapshot.read(source.document))
     wrong = any(entry.state in ("missing", "different", "not wanted") for entry in entries)
-    plain = {"objects": [look.described(entry) for entry in entries], "not_known": _not_known(source)}
+    plain = {"objects": [snapshot.described(entry) for entry in entries], "not_known": _not_known(source)}
     return views.routes(source, entries), plain, wrong
 
 
@@ -135,10 +135,10 @@ def _events(source: Source, _arguments: argparse.Namespace) -> Answer:
 
 
 def _trace(source: Source, arguments: argparse.Namespace) -> Answer:
-    from flanneld.ctl import look
+    from flanneld.ctl import snapshot
     from flanneld.ctl.trace import trace
 
-    hops = trace(arguments.address, source.document, look.read(source.document), look.way_to)
+    hops = trace(arguments.address, source.document, snapshot.read(source.document), snapshot.way_to)
     rows = [(hop.hop, hop.state, hop.found, hop.note) for hop in hops]
     table = Table(("hop", "state", "found", "note"), rows)
     plain = {"hops": [asdict(hop) for hop in hops], "not_known": _not_known(source)}

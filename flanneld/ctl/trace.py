@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from ipaddress import ip_address, ip_network
 from typing import Any
 
-from flanneld.ctl.detours import follows, wanted_route
-from flanneld.ctl.look import Found, Way, differences, values
-from flanneld.ctl.source import knows_peers, ranges_of
+from flanneld.ctl.data_source import knows_peers, ranges_of
+from flanneld.ctl.shadowing_routes import follows, wanted_route
+from flanneld.ctl.snapshot import Found, Way, differences, values
 from flanneld.model import IPAddress
-from flanneld.network.resources import FdbEntry, Neighbor, Resource, Route
+from flanneld.state.resources import FdbEntry, Neighbor, Resource, Route
 
 WayTo = Callable[[IPAddress], Way]
 

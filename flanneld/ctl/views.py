@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flanneld.ctl.look import Entry
-from flanneld.ctl.source import Source
+from flanneld.compat.glog import counted
+from flanneld.ctl.data_source import Source
+from flanneld.ctl.snapshot import Entry
 from flanneld.ctl.tables import Table
-from flanneld.glog import counted
 
 _UNKNOWN = "unknown"
 

@@ -6,11 +6,13 @@ import errno
 import logging
 from collections.abc import Callable, Iterable, Iterator
 
-from flanneld.glog import V
+from flanneld.compat.glog import V
 from flanneld.model import Family, IPAddress, IPNetwork
-from flanneld.network import links, rtnl, ways
-from flanneld.network.netlink import DumpInterrupted, NetlinkSocket
-from flanneld.network.resources import PROTO_FLANNEL
+from flanneld.network import route_lookup
+from flanneld.network.rtnetlink import links
+from flanneld.network.rtnetlink import messages as rtnl
+from flanneld.network.rtnetlink.netlink import DumpInterrupted, NetlinkSocket
+from flanneld.state.resources import PROTO_FLANNEL
 
 log = logging.getLogger(__name__)
 
@@ -47,10 +49,12 @@ class HostView:
         # Before Linux 4.20 the kernel does not filter.
         return [each for each in seen if each is not None and index in (0, each.index)]
 
-    def way_to(self, target: IPAddress) -> ways.Way | None:
+    def way_to(self, target: IPAddress) -> route_lookup.Way | None:
         """Where the kernel would send a packet, None when it has no route."""
         try:
-            return ways.decode_way(*self._socket.ask(rtnl.RTM_GETROUTE, ways.lookup_request(target)))
+            return route_lookup.decode_way(
+                *self._socket.ask(rtnl.RTM_GETROUTE, route_lookup.lookup_request(target))
+            )
         except OSError as failure:
             log.log(V(4), "No route to %s: %s", target, failure)
             return None
@@ -58,35 +62,35 @@ class HostView:
     def default_routes(self, family: Family) -> list[int]:
         """The interfaces of the main table's default routes, in the kernel's order."""
         found = self._dump(rtnl.RTM_GETROUTE, rtnl.routes_request(family))
-        return [index for item in found if (index := ways.decode_default_route(*item)) is not None]
+        return [index for item in found if (index := route_lookup.decode_default_route(*item)) is not None]
 
     def routes(self, family: Family) -> Iterator[tuple[IPNetwork, int]]:
         """Where each main-table route leads to, and its interface, 0 for none or more than one."""
         for item in self._dump(rtnl.RTM_GETROUTE, rtnl.routes_request(family)):
-            seen = ways.decode_destination(*item)
+            seen = route_lookup.decode_destination(*item)
             if seen is not None:
                 yield seen
 
-    def ways(self, family: Family, own: Iterable[int] = ()) -> Iterator[ways.SeenWay]:
+    def ways(self, family: Family, own: Iterable[int] = ()) -> Iterator[route_lookup.SeenWay]:
         """Unicast routes of the main table, whatever their metric, without those marked as flannel's.
 
         Nor are those of ``own`` interfaces, of which there may be many, as far as that is seen at a glance.
         """
-        endings = {ways.interface_ending(index) for index in own}
+        endings = {route_lookup.interface_ending(index) for index in own}
 
         def is_others(data: bytes, offset: int, end: int) -> bool:
-            ending = data[end - ways.ENDING : end]
+            ending = data[end - route_lookup.ENDING : end]
             return ending not in endings and rtnl.protocol_of(data, offset, end) != PROTO_FLANNEL
 
         for item in self._dump(rtnl.RTM_GETROUTE, rtnl.routes_request(family), is_others):
-            seen = ways.decode_seen_way(*item)
+            seen = route_lookup.decode_seen_way(*item)
             if seen is not None:
                 yield seen
 
     def local(self, family: Family) -> Iterator[tuple[int, IPNetwork, int]]:
         """The type (RTN_*), network and interface of what the kernel delivers here or to all on a link."""
-        for item in self._dump(rtnl.RTM_GETROUTE, ways.local_request(family)):
-            seen = ways.decode_local(*item)
+        for item in self._dump(rtnl.RTM_GETROUTE, route_lookup.local_request(family)):
+            seen = route_lookup.decode_local(*item)
             if seen is not None:
                 yield seen
 

@@ -7,7 +7,7 @@ from dataclasses import fields
 from ipaddress import ip_address, ip_network
 from typing import Any
 
-from flanneld.network.resources import (
+from flanneld.state.resources import (
     Address,
     Blackhole,
     FdbEntry,

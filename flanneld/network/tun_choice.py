@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from flanneld.model import IPNetwork
 from flanneld.network.host import HostView
-from flanneld.network.links import SeenLink
-from flanneld.network.resources import Tun
+from flanneld.network.rtnetlink.links import SeenLink
+from flanneld.state.resources import Tun
 
 #: Upstream lets the kernel find the first free one of ``flannel%d``.
 _NAMES = tuple(f"flannel{number}" for number in range(100))

@@ -1,6 +1,6 @@
 """Where leases come from: the contract, the stores, and the forms in which leases lie in them."""
 
-from flanneld.imports import lazily, package_without_init
+from flanneld.runtime.imports import lazily, package_without_init
 
 # python-etcd imports it for SRV records, which are never asked for here, and it is a third of its weight.
 lazily("dns.resolver")

@@ -10,9 +10,9 @@ from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
 from sys import intern
 from typing import Any, TypeVar
 
-from flanneld import gojson
+from flanneld.compat import json as gojson
+from flanneld.compat.json import Fields, GoJsonError
 from flanneld.errors import Refused
-from flanneld.gojson import Fields, GoJsonError
 from flanneld.model import LeaseAttrs, LeaseKey
 
 N = TypeVar("N", bound=IPv4Network | IPv6Network)

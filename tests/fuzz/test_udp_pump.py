@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from flanneld.network.pump import native
+from flanneld.backends.udp.proxy import native
 
 SOURCES = Path(native.__file__).with_name("udp_pump")
 HARNESS = Path(__file__).with_name("udp_pump_fuzz.c")

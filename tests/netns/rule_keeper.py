@@ -12,10 +12,10 @@ import threading
 from ipaddress import ip_network
 from typing import Any
 
-from flanneld import glog
+from flanneld.compat import glog
 from flanneld.errors import Fatal
-from flanneld.firewall import Firewall, Wishes
 from flanneld.network.firewall.rules import Nets, Purpose
+from flanneld.reconcile.firewall import Firewall, Wishes
 
 STARTED = "-- started --"
 

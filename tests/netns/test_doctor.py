@@ -16,8 +16,8 @@ from flanneld.ctl.findings import Fix
 from tests.lab import Lab, Node, wait_for
 from tests.netns.pair import DUAL_STACK, connect
 from tests.netns.test_seeing import BACKEND, PATIENCE, answer, flannelctl
-from tests.unit.test_ctl_checks import CASES
-from tests.unit.test_firewall_rules import GOLDEN
+from tests.unit.ctl.test_checks import CASES
+from tests.unit.network.firewall.test_rules import GOLDEN
 
 #: The daemon leaves the host's firewall alone, so that nothing but the fix lets packets through.
 NO_RULES = ("--iptables-forward-rules=false",)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flanneld.backends.host_gw import HostGw
-from flanneld.network.resources import Kind
+from flanneld.state.resources import Kind
 
 
 @dataclass(frozen=True)

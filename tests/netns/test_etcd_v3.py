@@ -82,7 +82,7 @@ def test_leases_with_ipv6_are_those_of_later_versions(lab: Lab, stack: dict[str,
     assert value["PublicIPv6"] == node.ipv6_address
 
 
-@pytest.mark.long  # Most of that is spent waiting; tests/unit/test_etcd_cluster.py waits for less.
+@pytest.mark.long  # Most of that is spent waiting; tests/unit/subnet/etcd/test_cluster.py waits for less.
 @pytest.mark.parametrize("transport", ["json", "grpc"])
 def test_an_endpoint_that_hangs_is_left_within_half_a_minute(lab: Lab, transport: str) -> None:
     lab.etcd.put_config({"Network": "10.5.0.0/16", "Backend": {"Type": "host-gw"}})

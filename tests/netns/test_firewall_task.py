@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from flanneld.firewall import retire
+from flanneld.reconcile.firewall import retire
 from tests.lab import wait_for
 from tests.netns.firewall_host import NETS, WAYS, Host, host
 from tests.netns.rule_keeper import read_nets
-from tests.unit.test_firewall_rules import GOLDEN
+from tests.unit.network.firewall.test_rules import GOLDEN
 
 #: The legacy tables are looked at every second here, others only when the kernel says that rules are gone.
 RESYNC = 1.0

@@ -10,13 +10,13 @@ from ipaddress import ip_address, ip_network
 
 import pytest
 
-from flanneld.network import devices
-from flanneld.network.diff import Plan, compare
-from flanneld.network.domain import Domain
-from flanneld.network.kernel import Kernel
-from flanneld.network.monitor import Gone, Monitor, News, Seen
-from flanneld.network.report import Report
-from flanneld.network.resources import Address, FdbEntry, Key, Neighbor, Resource, Route, Vxlan
+from flanneld.network.rtnetlink import devices
+from flanneld.network.rtnetlink.domain import Domain
+from flanneld.network.rtnetlink.kernel import Kernel
+from flanneld.network.rtnetlink.monitor import Gone, Monitor, News, Seen
+from flanneld.state.diff import Plan, compare
+from flanneld.state.report import Report
+from flanneld.state.resources import Address, FdbEntry, Key, Neighbor, Resource, Route, Vxlan
 from tests.lab.namespace import Namespace, batch, remove
 from tests.lab.wait import wait_for
 

@@ -365,7 +365,7 @@ def test_the_pump_of_udp_goes_with_its_device(lab: Lab, plane: str) -> None:
     (node,) = lab.cluster({"Type": "udp", "DataPlane": plane}, nodes=1)
     (line,) = node.wait_for_log("Packets go through the")
     pump = Path("/proc", line.rpartition("process ")[2])
-    assert "flanneld.network.pump" in (pump / "cmdline").read_text()
+    assert "flanneld.backends.udp.proxy" in (pump / "cmdline").read_text()
     reconfigure(lab, node, {"Type": "vxlan"})
     wait_for(lambda: not pump.exists(), SOON, "the pump to end")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flanneld.keeper import PROBATION
+from flanneld.subnet.lease_keeper import PROBATION
 from tests.lab import Lab, Node, wait_for
 from tests.netns.hardware import on_hardware
 from tests.netns.pair import DUAL_STACK, SOON, connect

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from flanneld.network import rtnl
-from flanneld.network.netlink import NetlinkSocket
-from flanneld.network.resources import Address
+from flanneld.network.rtnetlink import messages as rtnl
+from flanneld.network.rtnetlink.netlink import NetlinkSocket
+from flanneld.state.resources import Address
 from tests.lab import Lab
 from tests.lab.namespace import Namespace, batch, remove
 from tests.netns.test_kernel import _numbers
@@ -64,7 +64,7 @@ def test_answers_left_after_failed_read_are_not_credited_to_a_later_batch(empty:
 #: A backend of another package, for which the kernel's tables do not hold still at first.
 PACKAGE = """
 from flanneld.backends.host_gw import HostGw
-from flanneld.network.netlink import DumpInterrupted
+from flanneld.network.rtnetlink.netlink import DumpInterrupted
 
 attempts = []
 

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from flanneld.keeper import PROBATION
+from flanneld.subnet.lease_keeper import PROBATION
 from tests.lab import Lab, Node, own_command, wait_for
 from tests.lab.etcd import TTL
 from tests.netns.apis import both_apis

@@ -186,8 +186,8 @@ def held(pid: int) -> tuple[int, int]:
 PATIENT = (
     sys.executable,
     "-c",
-    "from flanneld.subnet.etcd_transport import Timeouts\n"
-    "from flanneld.supervisor import Supervisor\n"
+    "from flanneld.subnet.etcd.transport import Timeouts\n"
+    "from flanneld.runtime.supervisor import Supervisor\n"
     "Timeouts.__init__.__defaults__ = (600.0,) * 6\n"
     "Supervisor.shutdown.__defaults__ = (600.0,)\n"
     "from flanneld.main import main\n"

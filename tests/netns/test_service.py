@@ -185,7 +185,7 @@ def test_a_wrong_flag_is_not_tried_again(booted: BootedNode) -> None:
     assert booted.show("flanneld", "NRestarts") == "0"
 
 
-PUMP = "flanneld.network.pump"
+PUMP = "flanneld.backends.udp.proxy"
 
 
 def test_a_restart_of_the_service_leaves_the_packet_pump_alone(lab: Lab, booted: BootedNode) -> None:

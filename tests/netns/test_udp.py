@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from flanneld.network.pump.client import Client, NoPump, Running
-from flanneld.reconcile import AUDIT_PERIOD
+from flanneld.backends.udp.client import Client, NoPump, Running
+from flanneld.reconcile.reconciler import AUDIT_PERIOD
 from tests.lab import Lab, Node, own_command, wait_for
 from tests.netns.exchange import check_content
 from tests.netns.pair import Pair, connect, state

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from flanneld.backends.udp.proxy import native
 from flanneld.network import tun
-from flanneld.network.pump import native
 from tests.lab import packets, wait_for
 from tests.lab.packets import DONT_FRAGMENT, ICMP, UDP
 from tests.netns.udp_plane import DEVICE

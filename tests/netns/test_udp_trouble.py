@@ -13,8 +13,8 @@ from contextlib import contextmanager
 
 import pytest
 
+from flanneld.backends.udp.client import Client
 from flanneld.network import tun
-from flanneld.network.pump.client import Client
 from tests.lab import Lab, Node, wait_for
 from tests.netns.pair import connect
 from tests.netns.test_capabilities import NOBODY

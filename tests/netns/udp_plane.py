@@ -15,9 +15,9 @@ import threading
 from ipaddress import IPv4Address, IPv4Network
 from typing import Any
 
-from flanneld.network.pump import native
-from flanneld.network.pump.native import NativePlane
-from flanneld.network.pump.plane import Plane, Wire
+from flanneld.backends.udp.proxy import native
+from flanneld.backends.udp.proxy.native import NativePlane
+from flanneld.backends.udp.proxy.plane import Plane, Wire
 
 DEVICE = "flannel0"
 PORT = 8285

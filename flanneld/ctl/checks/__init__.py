@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flanneld.ctl.checks import cluster, host, kernel, leftovers, obstacles
+from flanneld.ctl.checks import cluster, host, kernel, obstacles, stale_objects
 from flanneld.ctl.findings import registered
 
 __all__ = ["CHECKS", "cluster", "host", "kernel", "leftovers", "obstacles"]

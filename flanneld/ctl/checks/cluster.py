@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Iterator
 from ipaddress import ip_network
 
+from flanneld.compat.glog import counted
+from flanneld.ctl.data_source import Part, ranges_of
 from flanneld.ctl.facts import Facts
 from flanneld.ctl.findings import Advice, Finding, Severity, as_at_start, check
-from flanneld.ctl.source import Part, ranges_of
-from flanneld.glog import counted
-from flanneld.host_checks import Topic
+from flanneld.diagnostics.host_checks import Topic
 from flanneld.model import lies_in
 
 #: A lease that ends so soon, in seconds, should have been renewed.

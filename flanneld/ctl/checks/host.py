@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from ipaddress import ip_network
 
+from flanneld.compat.glog import counted
+from flanneld.ctl.data_source import ranges_of
 from flanneld.ctl.facts import Facts
 from flanneld.ctl.findings import Advice, Finding, Fix, Severity, as_at_start, check
-from flanneld.ctl.source import ranges_of
-from flanneld.glog import counted
-from flanneld.host_checks import Topic
+from flanneld.diagnostics.host_checks import Topic
 from flanneld.model import IPNetwork
-from flanneld.network.resources import Ipip, Vxlan
-from flanneld.shell import command, line
+from flanneld.runtime.shell import command, line
+from flanneld.state.resources import Ipip, Vxlan
 
 #: Kernels that compute wrong checksums for VXLAN packets that are translated (fixed by ea64d8d6c675).
 _GOOD_CHECKSUMS = (5, 7)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from ipaddress import ip_address
 
+from flanneld.compat.glog import counted
 from flanneld.ctl.facts import Facts
 from flanneld.ctl.findings import Advice, Finding, Fix, Severity, check
-from flanneld.ctl.look import Entry
-from flanneld.glog import counted
-from flanneld.network import commands
-from flanneld.network.links import SeenLink
-from flanneld.network.resources import Link
-from flanneld.shell import command, line
+from flanneld.ctl.snapshot import Entry
+from flanneld.network import iproute2_commands
+from flanneld.network.rtnetlink.links import SeenLink
+from flanneld.runtime.shell import command, line
+from flanneld.state.resources import Link
 
 #: Objects that a finding names at most.
 _FEW = 3
@@ -44,7 +44,7 @@ def _device_fix(entry: Entry) -> Fix | None:
     if not (isinstance(wanted, Link) and isinstance(actual, Link)):
         return None
     if {each.name for each in entry.differences} <= _SET_WITHOUT_LOSS:
-        return Fix(tuple(commands.link(wanted, actual, parent="")))
+        return Fix(tuple(iproute2_commands.link(wanted, actual, parent="")))
     return None
 
 

@@ -12,9 +12,9 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
+from flanneld.compat.flags import quoted
+from flanneld.compat.glog import V
 from flanneld.errors import Retryable
-from flanneld.glog import V
-from flanneld.goflags import quoted
 from flanneld.network.firewall.driver import Rejected, Unavailable
 
 log = logging.getLogger(__name__)

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from flanneld.glog import V
+from flanneld.compat.glog import V
 from flanneld.model import Family
-from flanneld.network.firewall import xtables
 from flanneld.network.firewall.command import find
 from flanneld.network.firewall.driver import Unavailable
-from flanneld.network.firewall.netfilter import Netfilter
-from flanneld.network.firewall.restore import Flavour, program
+from flanneld.network.firewall.iptables import xtables
+from flanneld.network.firewall.iptables.restore import Flavour, program
+from flanneld.network.firewall.nftables.netlink import Netfilter
 from flanneld.network.firewall.rules import Chain
 
 log = logging.getLogger(__name__)

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from flanneld.model import Family, IPNetwork
-from flanneld.network.firewall import xtables
-from flanneld.network.firewall.netfilter import Netfilter
-from flanneld.network.firewall.restore import program
+from flanneld.network.firewall.iptables import xtables
+from flanneld.network.firewall.iptables.restore import program
+from flanneld.network.firewall.nftables.netlink import Netfilter
 from flanneld.network.firewall.rules import (
     ACCEPT,
     DROP,
@@ -29,7 +29,7 @@ from flanneld.network.firewall.rules import (
     Rule,
 )
 from flanneld.network.firewall.sweep import Place
-from flanneld.shell import Command, command
+from flanneld.runtime.shell import Command, command
 
 _IPTABLES_TABLE: dict[Family, str] = {4: "ip", 6: "ip6"}
 _FIREWALLD = "inet firewalld"

@@ -6,18 +6,18 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
+from flanneld.compat.glog import V
 from flanneld.errors import Retryable, cause_of
-from flanneld.glog import V
 from flanneld.model import Family
-from flanneld.network.firewall import xtables
 from flanneld.network.firewall.command import Commands
 from flanneld.network.firewall.driver import Driver, carry_out
-from flanneld.network.firewall.netfilter import Netfilter, NoNetfilter
+from flanneld.network.firewall.iptables import xtables
+from flanneld.network.firewall.iptables.restore import Restore, program
+from flanneld.network.firewall.iptables.text import rule_text, rule_words
+from flanneld.network.firewall.nftables.netlink import Netfilter, NoNetfilter
 from flanneld.network.firewall.plan import Claim, Edit, plan
-from flanneld.network.firewall.restore import Restore, program
 from flanneld.network.firewall.rules import FLANNEL_FWD, FLANNEL_POSTRTG, IPTABLES_CHAINS, NATIVE_TABLE
-from flanneld.network.firewall.text import rule_text, rule_words
-from flanneld.shell import Command, command
+from flanneld.runtime.shell import Command, command
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ def driver(place: Place, family: Family, commands: Commands) -> Driver:
     """The plain way to a place. Raises ``Unavailable``."""
     if place != "native":
         return Restore(place, family, commands)
-    from flanneld.network.firewall.nft import Nftables  # not on most hosts
+    from flanneld.network.firewall.nftables.driver import Nftables  # not on most hosts
 
     return Nftables(family)
 

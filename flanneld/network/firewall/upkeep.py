@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 from flanneld.errors import Retryable
 from flanneld.network.firewall.driver import Driver, Rejected, carry_out
+from flanneld.network.firewall.iptables.text import rule_text
 from flanneld.network.firewall.plan import Claim, Edit, lost, plan
 from flanneld.network.firewall.rules import Chain, Rule, Rules
 from flanneld.network.firewall.sweep import described
-from flanneld.network.firewall.text import rule_text
 
 log = logging.getLogger(__name__)
 

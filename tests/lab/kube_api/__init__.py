@@ -1,6 +1,6 @@
 """A Kubernetes API server for tests: nodes, and as much of pods and events as a flannel daemon needs.
 
-It speaks as kube-apiserver 1.36 does, to the chunk; ``tests/unit/test_kube_api.py`` compares it with a
+It speaks as kube-apiserver 1.36 does, to the chunk; ``tests/unit/subnet/kube/test_api.py`` compares it with a
 recording. What it leaves out: ``metadata.managedFields`` of its own, protobuf and tables, HTTP/2, JSON patch,
 and all validation that a flannel daemon cannot run into. It runs as a process of its own in the lab
 (``tests.lab.kube``) or in the process of a test (``tests.local_kube``); ``Control`` is what tests ask of it.

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator
 from ipaddress import ip_address, ip_network
 from typing import Any
 
-from flanneld.network.pump.client import Client, NoPump
+from flanneld.backends.udp.client import Client, NoPump
 from tests.lab import Node
 from tests.lab.namespace import run
 from tests.netns.histories.setting import GATEWAY, PEERS, Setting, nets

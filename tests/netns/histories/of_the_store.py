@@ -8,7 +8,7 @@ from typing import Any, get_args
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
-from flanneld.brake import HOLD
+from flanneld.state.removal_guard import HOLD
 from tests.lab import Mishap, wait_for
 from tests.netns.histories.history import SOON, History, told
 from tests.netns.histories.setting import CROWD, PLAYERS, address

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from tests.lab import Node
 from tests.lab.namespace import run
 from tests.netns.histories.setting import NETWORKS, Setting, nets
-from tests.unit.test_firewall_rules import GOLDEN
+from tests.unit.network.firewall.test_rules import GOLDEN
 
 #: The subnet that the golden rules are about.
 _GOLDEN_SUBNET = {4: "10.5.72.0/24", 6: "fc00:5:0:72::/64"}

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from flanneld.backends import Driver, Host
+from flanneld.backends.contract import Driver, Host
 from flanneld.backends.host_gw import HostGw
+from flanneld.compat.json import GoJsonError
 from flanneld.config import Config
 from flanneld.errors import Fatal
-from flanneld.gojson import GoJsonError
 from flanneld.model import Lease
-from flanneld.network.resources import Resource
+from flanneld.state.resources import Resource
 from flanneld_switch_announce.switch import Announcement, Switch, SwitchDriver
 
 #: Repairs of this node's kernel wait as long for a switch that does not answer, in seconds.

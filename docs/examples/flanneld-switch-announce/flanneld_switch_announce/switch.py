@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from flanneld.errors import Fatal, Retryable
 from flanneld.model import IPAddress, IPNetwork
-from flanneld.network.resources import Key, Kind
+from flanneld.state.resources import Key, Kind
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,14 +17,14 @@ import pytest
 from flanneld_switch_announce.backend import LONGEST_TIMEOUT, HostGwAnnounce
 from flanneld_switch_announce.switch import Announcement
 
-from flanneld import backends
-from flanneld.backends import Host
+from flanneld.backends import registry
+from flanneld.backends.contract import Host
 from flanneld.config import parse
 from flanneld.errors import Fatal
 from flanneld.model import Lease, LeaseAttrs, Uplink
-from flanneld.network.resources import Key, Resource, Route
-from flanneld.network.wanted import LOCAL, Wanted
-from flanneld.outside import Outside
+from flanneld.reconcile.drivers import Outside
+from flanneld.state.desired_state import LOCAL, Wanted
+from flanneld.state.resources import Key, Resource, Route
 
 PROJECT = Path(__file__).resolve().parents[1]
 OURS, OURS6 = IPv4Address("192.0.2.11"), IPv6Address("2001:db8::11")
@@ -306,7 +306,7 @@ def test_an_installed_package_offers_the_backend_to_the_daemon(
     (info / "METADATA").write_text(
         f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
     )
-    lines = [f"{each} = {where}" for each, where in project["entry-points"][backends.GROUP].items()]
+    lines = [f"{each} = {where}" for each, where in project["entry-points"][registry.GROUP].items()]
     (info / "entry_points.txt").write_text("\n".join([f"[{backends.GROUP}]", *lines]))
     monkeypatch.syspath_prepend(tmp_path)
-    assert backends.load("Host-GW-Announce") is HostGwAnnounce
+    assert registry.load("Host-GW-Announce") is HostGwAnnounce

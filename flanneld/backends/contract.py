@@ -1,0 +1,224 @@
+"""Ways of carrying packets between nodes: the plug-in contract and the door plug-ins come through.
+
+A backend decides and never acts. It is built anew when the uplink changes, so it holds no state.
+``docs/backends.md`` shows how to write one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Protocol, runtime_checkable
+
+from flanneld.compat.flags import quoted
+from flanneld.config import Config
+from flanneld.errors import Fatal, Refused
+from flanneld.model import Family, IPAddress, IPNetwork, Lease, LeaseAttrs, Uplink
+from flanneld.state.resources import Resource
+
+#: The entry points of other packages.
+GROUP = "flanneld.backends"
+#: Addresses that are no host's, as numbers: none, everybody, IPv6's loopback. And the first octets of others,
+#: which are loopback or multicast.
+_NO_HOST: dict[Family, frozenset[int]] = {4: frozenset({0, 0xFFFF_FFFF}), 6: frozenset({0, 1})}
+_OF_NO_HOST: dict[Family, frozenset[int]] = {4: frozenset({127, *range(224, 240)}), 6: frozenset({0xFF})}
+#: Module and factory of those of our own.
+_OWN = {
+    "host-gw": ("flanneld.backends.host_gw", "HostGw"),
+    "ipip": ("flanneld.backends.ipip", "build"),
+    "udp": ("flanneld.backends.udp.backend", "Udp"),
+    "vxlan": ("flanneld.backends.vxlan", "build"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What a backend may know of its host, and may not reach for by itself."""
+
+    uplink: Uplink
+    #: What this node announced before, if the store still knows it.
+    stored: LeaseAttrs | None
+    #: The MAC of an existing device, None when there is no such device.
+    mac_of: Callable[[str], str | None]
+    #: The device on whose link an address is, None when it is behind a gateway or unreachable.
+    link_to: Callable[[IPAddress], str | None]
+    random_bytes: Callable[[int], bytes]
+    #: The name for a TUN device that leads to this network: that of the one an earlier run has made,
+    #: else the first that is free.
+    tun_for: Callable[[IPNetwork], str] = lambda _: "flannel0"
+
+
+class OtherBackend(Refused):
+    """The lease is sound, but its node runs another backend: nothing can lead there."""
+
+
+class Backend(Protocol):
+    """Decides what the kernel should hold; never touches it."""
+
+    @property
+    def mtu(self) -> int:
+        """What is left for a container's packet, in bytes."""
+        ...
+
+    def attributes(self) -> LeaseAttrs:
+        """What other nodes must know to reach this one."""
+        ...
+
+    def local(self, own: Lease) -> Iterable[Resource]:
+        """Devices and addresses that are needed even without peers."""
+        ...
+
+    def peer(self, lease: Lease) -> Iterable[Resource]:
+        """What leads to one peer. Raises ``Refused`` when its lease makes no sense."""
+        ...
+
+
+class Driver(Protocol):
+    """Carries out one class of resources outside this kernel: a switch, a cloud's route table, a process.
+
+    The reconciler calls it as it calls the kernel, so what fails is tried again and what is lost is
+    repaired at the next audit. All may raise ``OSError`` or ``Retryable``; none may block for long,
+    since repairs of the kernel wait meanwhile.
+    """
+
+    #: The class whose resources this driver carries out; its ``kind`` is ``Kind.OUTSIDE``.
+    handles: type
+
+    def read(self) -> Iterable[Resource]:
+        """All that is there and ours."""
+        ...
+
+    def put(self, resource: Any) -> None:
+        """Make it, or make it so. What is right already may stay as it is."""
+        ...
+
+    def drop(self, resource: Any) -> None:
+        """Remove it; it may be gone already."""
+        ...
+
+    def close(self) -> None:
+        """Undo what must not outlive the daemon, which stops, and let go of all that is open.
+
+        Called once, also after a start that failed, and by default when the uplink moves: ``Successive``.
+        """
+        ...
+
+
+@runtime_checkable
+class Vital(Protocol):
+    """What a driver offers besides, if no packet flows without its resources.
+
+    The daemon is not ready before they are there, and what happens to them is noticed at once.
+    """
+
+    def fileno(self) -> int:
+        """What becomes readable when something has happened; negative while there is nothing to hear."""
+        ...
+
+    def news(self) -> None:
+        """It is readable: take what is there. The audit that follows reads and repairs."""
+        ...
+
+
+@runtime_checkable
+class Watched(Protocol):
+    """What a driver offers besides, if what it drives may stop working without a word."""
+
+    @property
+    def next_look(self) -> float:
+        """When to look again, on the clock of ``clock.now``."""
+        ...
+
+    def look(self) -> bool:
+        """See whether it works, and wait for nothing. If it does not, an audit reads and repairs at once."""
+        ...
+
+
+@runtime_checkable
+class Successive(Protocol):
+    """What a driver offers besides, if what it has made is of use to the next backend's driver.
+
+    The uplink has moved: the driver is called instead of closed, before its successor is made.
+    """
+
+    def hand_over(self) -> None:
+        """Let go of all that is open, and leave what is there."""
+        ...
+
+
+@runtime_checkable
+class InBulk(Protocol):
+    """What a driver offers besides, if many resources cost less than one by one."""
+
+    def put_all(self, resources: Sequence[Any]) -> None:
+        """As ``put``. If it raises, none of them counts as done."""
+        ...
+
+    def drop_all(self, resources: Sequence[Any]) -> None:
+        """As ``drop``."""
+        ...
+
+
+@runtime_checkable
+class HasDrivers(Protocol):
+    """What a backend offers besides, if the kernel is not all that it moves."""
+
+    def drivers(self) -> Iterable[Driver]:
+        """Its drivers, made for this backend; called once for each backend that is built."""
+        ...
+
+
+Factory = Callable[[Config, Host], Backend]
+
+
+def load(name: str) -> Factory:
+    """Find the backend of this name, in any case: one of ours, or what an installed package offers.
+
+    Raises ``Fatal`` when there is none.
+    """
+    if own := _OWN.get(name.lower()):
+        factory: Factory = getattr(import_module(own[0]), own[1])
+        return factory
+    from importlib.metadata import entry_points  # 20 ms and 2 MiB, only for those who need it
+
+    offered = {each.name: each for each in entry_points(group=GROUP)}
+    entry = offered.get(name.lower())
+    if entry is None:
+        raise Fatal(
+            f"unknown backend type {quoted(name)}",
+            f"set Backend.Type in the network config to one of: {', '.join(sorted({*_OWN, *offered}))}",
+        )
+    offer: Factory = entry.load()
+    return offer
+
+
+# ---- what backends ask of a peer's lease --------------------------------------------------------
+
+
+def require_type(lease: Lease, backend_type: str) -> None:
+    """Raises ``OtherBackend`` for the lease of a node that runs another one."""
+    if lease.attrs.backend_type != backend_type:
+        raise OtherBackend(
+            f"{lease} is a {lease.attrs.backend_type or 'nameless'} node, we run {backend_type}",
+            "run one Backend.Type on all nodes",
+        )
+
+
+def peers_public_ip(lease: Lease, family: Family, uplink: Uplink) -> IPAddress:
+    """Raises ``Refused`` when the peer announces none, no host's, or ours, from where all would come back.
+
+    240.0.0.0/4 is reserved, and in use on many private networks: Linux and upstream take it for any other.
+    """
+    public_ip = lease.attrs.public(family)
+    if public_ip is None:
+        raise Refused(f"{lease} announces no public IPv{family} address", "check the peer's --public-ip")
+    number = int(public_ip)
+    if number in _NO_HOST[family] or number >> (public_ip.max_prefixlen - 8) in _OF_NO_HOST[family]:
+        raise Refused(f"{lease} announces {public_ip}, which is no host's", "check the peer's --public-ip")
+    if public_ip == uplink.public(family):
+        raise Refused(
+            f"{lease} announces our own public IP {public_ip}",
+            "if it is no former lease of this node, give each node its own --public-ip",
+        )
+    return public_ip

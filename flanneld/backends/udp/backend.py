@@ -1,0 +1,124 @@
+"""udp: packets travel in UDP as they are, through a TUN device and a process of ours that reads it.
+
+For hosts whose kernel or network lets nothing better through. Wire format, port, device and addresses
+are those of upstream's backend/udp. Lease data are just the public IP: upstream writes no type and asks
+for none, so neither do we.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv4Network
+
+from flanneld.backends.contract import Driver, Host, peers_public_ip
+from flanneld.backends.udp.resources import WISHES, Pump, PumpPeer
+from flanneld.compat.flags import quoted
+from flanneld.compat.json import GoJsonError
+from flanneld.config import Config
+from flanneld.errors import Fatal
+from flanneld.model import Lease, LeaseAttrs
+from flanneld.state.resources import Address, Resource, Route, Tun
+
+#: Outer IPv4 and UDP headers.
+OVERHEAD = 28
+#: RFC 791: what every link must carry; also the least that Linux lets a TUN have.
+_SMALLEST_MTU = 68
+_PORT = 8285
+
+
+@dataclass(frozen=True, slots=True)
+class UdpConfig:
+    """The Backend object of the network config."""
+
+    port: int = _PORT
+    plane: str = "auto"
+    accept_any: bool = False
+
+
+def read_config(config: Config) -> UdpConfig:
+    """Raises ``Fatal`` for a value that cannot work."""
+    fields = config.backend
+    try:
+        wanted = UdpConfig(
+            port=fields.integer("Port", _PORT),
+            plane=fields.string("DataPlane", "auto").lower(),
+            accept_any=fields.boolean("AcceptAnySource", False),
+        )
+    except GoJsonError as error:
+        raise Fatal(f"the network config is wrong: {error}", "correct Backend in the store") from None
+    if not 1 <= wanted.port <= 65535:
+        raise Fatal(f"Backend.Port is {wanted.port}", "set it to a number from 1 to 65535")
+    if wanted.plane not in WISHES:
+        raise Fatal(f"Backend.DataPlane is {quoted(wanted.plane)}", f"set it to one of: {', '.join(WISHES)}")
+    if wanted.plane == "native":
+        _require_native()
+    return wanted
+
+
+def _require_native() -> None:
+    from flanneld.backends.udp.proxy import native  # only for those who insist on it
+
+    missing = native.available()
+    if missing is not None:
+        raise Fatal(f"there is no native data plane: {missing}", "or set Backend.DataPlane to auto")
+
+
+class Udp:
+    """One TUN that leads to all peers. IPv4 only, as upstream; a network's IPv6 part is not carried."""
+
+    def __init__(self, config: Config, host: Host) -> None:
+        wanted, uplink = read_config(config), host.uplink
+        pool = config.range(4)
+        if pool is None or uplink.address is None:
+            raise Fatal("the udp backend carries IPv4 only", "set EnableIPv4, or use the vxlan backend")
+        assert isinstance(pool.network, IPv4Network)
+        if uplink.mtu - OVERHEAD < _SMALLEST_MTU:
+            raise Fatal(
+                f"an uplink MTU of {uplink.mtu} leaves {uplink.mtu - OVERHEAD} bytes inside UDP",
+                f"raise the MTU of {uplink.name}",
+            )
+        self._uplink = uplink
+        self._local = uplink.address
+        self._network = pool.network
+        self._config = wanted
+        self._tun = host.tun_for(pool.network)
+
+    @property
+    def mtu(self) -> int:
+        return self._uplink.mtu - OVERHEAD
+
+    def attributes(self) -> LeaseAttrs:
+        return LeaseAttrs(self._uplink.public_ip)
+
+    def local(self, own: Lease) -> Iterator[Resource]:
+        """The device, the way into it for the whole network, and the pump."""
+        yield Tun(self._tun, self.mtu)
+        if own.subnet is None:
+            return
+        base = own.subnet.network_address
+        yield Address(self._tun, base)
+        yield Route(self._network, self._tun)
+        yield Pump(
+            tun=self._tun,
+            local=self._local,
+            port=self._config.port,
+            address=base,
+            mtu=self.mtu,
+            accept_any=self._config.accept_any,
+            wish=self._config.plane,
+        )
+
+    def peer(self, lease: Lease) -> Iterator[Resource]:
+        if lease.subnet is None:
+            return
+        public_ip = peers_public_ip(lease, 4, self._uplink)
+        assert isinstance(public_ip, IPv4Address)
+        yield PumpPeer(self._tun, lease.subnet, public_ip)
+
+    def drivers(self) -> tuple[Driver, ...]:
+        from flanneld.backends.udp.client import Client  # only for those who run this backend
+        from flanneld.backends.udp.driver import PeersDriver, PumpDriver
+
+        client = Client(self._tun)
+        return (PumpDriver(client), PeersDriver(client, self._tun))

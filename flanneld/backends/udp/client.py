@@ -1,0 +1,256 @@
+"""The daemon's end of the control channel."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from flanneld.backends.udp import control, rendezvous
+from flanneld.backends.udp.resources import Pump
+from flanneld.errors import Retryable
+
+if TYPE_CHECKING:
+    import subprocess
+
+READY = "ready"
+#: Seconds. An answer takes milliseconds, the start of a process a tenth of a second; machines may be busy.
+_ANSWER_PATIENCE, _START_PATIENCE = 3.0, 10.0
+_NEEDED = ("PATH", "LANG", "LD_LIBRARY_PATH")
+
+
+class NoPump(Retryable):
+    """No pump answers under this name."""
+
+    def __init__(self, tun: str, reason: str) -> None:
+        super().__init__(f"no packet pump for {tun}: {reason}")
+
+
+class Silent(NoPump):
+    """A process is there, and does not answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A pump as it describes itself; ``why`` says why it has this plane."""
+
+    settings: Pump
+    pid: int
+    plane: str
+    why: str
+
+
+class Client:
+    """A connection to the pump of one device; made when it is needed, and again when it was lost.
+
+    Only one of this user or root is taken for a pump, unless ``of_anybody``, which will do to ask it to end.
+    """
+
+    def __init__(self, tun: str, *, of_anybody: bool = False) -> None:
+        self.tun = tun
+        self._of_anybody = of_anybody
+        self._connection: socket.socket | None = None
+        self._process: subprocess.Popen[str] | None = None
+        #: Whether the pump that we are connected to could take the name that it wanted.
+        self.has_usual_name = True
+
+    def fileno(self) -> int:
+        return self._connection.fileno() if self._connection else -1
+
+    def close(self) -> None:
+        if self._connection:
+            self._connection.close()
+            self._connection = None
+        if self._process and self._process.poll() is not None:
+            self._process = None
+
+    # ---- what a pump can be asked ------------------------------------------------------------
+
+    def hello(self) -> Running:
+        """Raises ``NoPump`` if there is none, or one of another version that is not understood."""
+        answer = self._ask(control.HELLO).decode(errors="replace")
+        try:
+            *words, pid, plane, why = answer.split("\0")
+            running = Running(Pump.of(words), int(pid), plane, why)
+        except ValueError:
+            raise NoPump(self.tun, "it is of another version") from None
+        if running.settings.tun != self.tun:
+            raise NoPump(self.tun, "what answers is none")
+        return running
+
+    def peers(self) -> list[control.Entry]:
+        body = self._ask(control.LIST)
+        try:
+            entries = control.unpack(body)
+            while control.is_full(body):
+                body = self._receive(control.LIST)
+                entries += control.unpack(body)
+        except (OSError, ValueError) as failure:
+            self.close()
+            raise NoPump(self.tun, str(failure)) from None
+        return entries
+
+    def put(self, entries: Iterable[control.Entry]) -> None:
+        self._tell(control.PUT, entries)
+
+    def drop(self, entries: Iterable[control.Entry]) -> None:
+        self._tell(control.DROP, entries)
+
+    def counters(self) -> dict[str, int]:
+        pairs = (pair.partition("=") for pair in self._ask(control.COUNTERS).decode().split("\0"))
+        return {name: int(number) for name, _, number in pairs}
+
+    def leave(self, *, device_stays: bool) -> None:
+        """End the pump, and return when it has ended. One that is not there is fine."""
+        verb = control.LEAVE if device_stays else control.LEAVE_NOTHING
+        try:
+            pid, trusted = self._connect()
+        except NoPump:
+            return
+        pidfd = _pidfd_of(pid)
+        try:
+            self._exchange(verb)
+        except TimeoutError:
+            # It hangs, and holds what its successor needs. Of a stranger we know no number to rely on.
+            if trusted and pidfd >= 0:
+                from flanneld.backends.udp import watchdog  # which few need
+
+                watchdog.end(pidfd)
+        except OSError:
+            pass  # The end of the connection is the answer.
+        finally:
+            self.close()
+            if pidfd >= 0:
+                os.close(pidfd)
+
+    def news(self) -> str:
+        """What has made the connection readable: the reason for which the pump has ended."""
+        try:
+            return self._receive().decode(errors="replace")
+        except OSError as failure:
+            return failure.strerror or str(failure)
+        finally:
+            self.close()
+
+    # ---- starting one ------------------------------------------------------------------------
+
+    def start(self, wanted: Pump) -> None:
+        """Start a pump, in the place of one that is there, and wait until it works. Raises ``Retryable``."""
+        import subprocess  # which a pump, that comes here to end another one, need not load
+
+        self.close()
+        self._process = subprocess.Popen(
+            [sys.executable, "-S", "-P", "-m", "flanneld.backends.udp.proxy", *wanted.words()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd="/",
+            env=_environment(),
+            # What ends the daemon, be it a terminal's Ctrl-C, is not to end the pump.
+            start_new_session=True,
+        )
+        said = _said_by(self._process)
+        if said != [READY]:
+            raise NoPump(self.tun, said[-1] if said else "it ended without a word")
+
+    # ---- the wire ----------------------------------------------------------------------------
+
+    def _tell(self, verb: bytes, entries: Iterable[control.Entry]) -> None:
+        for body in control.pack(entries):
+            self._ask(verb, body)
+
+    def _ask(self, verb: bytes, body: bytes = b"") -> bytes:
+        self._connect()
+        try:
+            return self._exchange(verb, body)
+        except TimeoutError:
+            self.close()
+            raise Silent(self.tun, "it does not answer") from None
+        except OSError as failure:
+            self.close()
+            raise NoPump(self.tun, str(failure)) from None
+
+    def _exchange(self, verb: bytes, body: bytes = b"") -> bytes:
+        assert self._connection
+        self._connection.send(verb + body)
+        return self._receive(verb)
+
+    def _receive(self, verb: bytes = control.FAREWELL) -> bytes:
+        assert self._connection
+        message = self._connection.recv(control.LONGEST)
+        if message[:1] == verb:
+            return message[1:]
+        raise ConnectionResetError(message[1:].decode(errors="replace") or "the process has ended")
+
+    def _connect(self) -> tuple[int, bool]:
+        """See that there is a connection; returns what ``other_end`` says of it. Raises ``NoPump``."""
+        reason: NoPump | None = None
+        if self._connection:
+            return control.other_end(self._connection)
+        for of_anybody in (False, True) if self._of_anybody else (False,):
+            for address in rendezvous.addresses_of(self.tun, of_anybody=of_anybody):
+                try:
+                    return self._connect_to(address, of_anybody=of_anybody)
+                except NoPump as failure:
+                    reason = reason or failure
+        raise reason or NoPump(self.tun, "another process has taken its name")
+
+    def _connect_to(self, address: str, *, of_anybody: bool) -> tuple[int, bool]:
+        connection = control.new_socket()
+        try:
+            control.connect(connection, address, _ANSWER_PATIENCE)
+            pid, trusted = control.other_end(connection)
+        except OSError as failure:
+            connection.close()
+            # A queue that is full has a process behind it.
+            kind = Silent if isinstance(failure, BlockingIOError) else NoPump
+            raise kind(self.tun, failure.strerror or str(failure)) from None
+        if not (trusted or of_anybody):
+            connection.close()
+            raise NoPump(self.tun, f"process {pid} poses as one, and is not of this user or root")
+        self._connection = connection
+        self.has_usual_name = address == rendezvous.address_of(self.tun)
+        return pid, trusted
+
+
+def succeed(tun: str) -> list[control.Entry]:
+    """End the pump of a device, if there is one, and return its peers: they are most likely right."""
+    client = Client(tun)
+    try:
+        return client.peers()
+    except NoPump:
+        return []
+    finally:
+        client.close()
+        Client(tun, of_anybody=True).leave(device_stays=True)
+
+
+def _said_by(process: subprocess.Popen[str]) -> list[str]:
+    """The lines that a new process writes before it closes its output, or ends."""
+    assert process.stdout
+    poll = select.poll()
+    poll.register(process.stdout, select.POLLIN)
+    with process.stdout as output:
+        if poll.poll(1000 * _START_PATIENCE):
+            return output.read().split("\n")[:-1]
+    process.kill()
+    return [f"it was not ready after {_START_PATIENCE:g} s"]
+
+
+def _pidfd_of(pid: int) -> int:
+    """Negative if the process is none that we see."""
+    try:
+        return os.pidfd_open(pid) if pid else -1
+    except OSError:
+        return -1
+
+
+def _environment() -> dict[str, str]:
+    """What a Python needs to be as this one: no more, since secrets may be in our environment."""
+    kept = {name: value for name, value in os.environ.items() if name in _NEEDED or name.startswith("PYTHON")}
+    return kept | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

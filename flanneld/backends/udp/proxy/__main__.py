@@ -1,0 +1,108 @@
+"""The pump's process: ``python -m flanneld.backends.udp.proxy`` with the settings as ``Pump.words`` gives them.
+
+It says ``ready`` when it carries packets, or why it cannot, and closes its output. SIGTERM, as a service
+manager sends it to all that is left, takes the device away with the process.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TypeVar
+
+from flanneld.backends.udp import rendezvous
+from flanneld.backends.udp.client import READY, succeed
+from flanneld.backends.udp.proxy.choice import Offer, build, offers
+from flanneld.backends.udp.proxy.plane import Plane, Wire
+from flanneld.backends.udp.proxy.server import Server
+from flanneld.backends.udp.resources import Pump
+from flanneld.network import tun
+
+#: How long to wait for what a pump that has just ended still holds, in seconds.
+_PATIENCE, _PAUSE = 0.5, 0.001
+_GRACE = 0.3
+
+Result = TypeVar("Result")
+
+
+def main() -> int:
+    wanted = Pump.of(sys.argv[1:])
+    try:
+        # All modules are read by now: the shorter the time in which nobody carries packets.
+        candidates = offers(wanted.wish)
+        peers = succeed(wanted.tun)
+        listener = _listen(wanted.tun)
+        plane, why = _take_over(wanted, candidates)
+    except OSError as failure:
+        print(failure.strerror or failure)  # noqa: T201
+        return 1
+    server = Server(wanted, plane, why, listener, peers)
+
+    def end(*_: object) -> None:
+        # A daemon that gets the same signal must be past repairing what we are going to take away.
+        time.sleep(_GRACE)
+        server.end()
+
+    signal.signal(signal.SIGTERM, end)
+    with suppress(BrokenPipeError):  # The daemon has been killed: the next one adopts us.
+        print(READY, flush=True)  # noqa: T201
+    _close_output()
+    if not server.serve():
+        tun.unmake(wanted.tun)
+    # The end of the connections tells a successor that all is free: so let go of all at once.
+    os._exit(0)
+
+
+def _listen(tun: str) -> socket.socket:
+    try:
+        return _soon(lambda: rendezvous.listen(tun))
+    except OSError as failure:
+        if failure.errno != errno.EADDRINUSE:
+            raise
+        return rendezvous.listen_elsewhere(tun)
+
+
+def _take_over(wanted: Pump, candidates: list[Offer]) -> tuple[Plane, str]:
+    wire = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    try:
+        _soon(lambda: wire.bind((str(wanted.local), wanted.port)))
+    except OSError as failure:
+        reason = failure.strerror
+        if failure.errno == errno.EADDRINUSE:
+            from flanneld.backends.udp.port_owner import holder_of  # only for those who need it
+
+            reason = f"in use by {holder_of(wanted.local, wanted.port)}, which has to be stopped"
+        raise OSError(failure.errno, f"{wanted.local}:{wanted.port}, UDP: {reason}") from None
+    ends = Wire(wanted.tun, wire.detach(), wanted.address, wanted.mtu, wanted.port, wanted.accept_any)
+    return _soon(lambda: build(candidates, ends))
+
+
+def _soon(attempt: Callable[[], Result]) -> Result:
+    """Try until it is no longer held by a process that is just ending. Raises ``OSError``."""
+    deadline = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            return attempt()
+        except OSError as failure:
+            held = failure.errno in (errno.EADDRINUSE, errno.EBUSY)
+            if not held or time.monotonic() >= deadline:
+                raise
+        time.sleep(_PAUSE)
+
+
+def _close_output() -> None:
+    """Whoever reads the daemon's output must not wait for the pump, too."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for fd in (1, 2):
+        os.dup2(nothing, fd)
+    os.close(nothing)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""The pump's end of the control channel."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from ipaddress import IPv4Address, IPv4Network
+
+from flanneld.backends.udp import control
+from flanneld.backends.udp.proxy.plane import Plane
+from flanneld.backends.udp.resources import Pump
+from flanneld.network import tun
+
+#: How long a plane may take to stop, and a daemon to take an answer, in seconds.
+_STOP_PATIENCE, _SEND_PATIENCE = 2.0, 1.0
+
+
+class Server:
+    """Runs a plane in a thread of its own, and does meanwhile what daemons ask for."""
+
+    def __init__(
+        self,
+        settings: Pump,
+        plane: Plane,
+        why: str,
+        listener: socket.socket,
+        peers: Iterable[control.Entry] = (),
+    ) -> None:
+        self._settings = settings
+        self._plane = plane
+        self._device = tun.index_of(settings.tun)
+        self._why = why
+        self._listener = listener
+        self._peers: dict[IPv4Network, IPv4Address] = {}
+        self._connections: dict[int, socket.socket] = {}
+        self._thread = threading.Thread(target=self._carry, daemon=True)
+        self._ended = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        #: Whether the device stays when the pump goes; None while it does not.
+        self._device_stays: bool | None = None
+        self._change(control.PUT, peers)
+
+    def end(self) -> None:
+        """End, and let the device go too; also from a signal handler."""
+        self._device_stays = False
+        os.eventfd_write(self._ended, 1)
+
+    def serve(self) -> bool:
+        """Carry and answer until the pump is to end; tells whether the device is to stay."""
+        self._thread.start()
+        poll = select.poll()
+        poll.register(self._listener, select.POLLIN)
+        poll.register(self._ended, select.POLLIN)
+        while self._device_stays is None:
+            for fd, _ in poll.poll():
+                if fd == self._listener.fileno():
+                    self._welcome(poll)
+                elif fd in self._connections and not self._attend(self._connections[fd]):
+                    poll.unregister(fd)
+                    self._connections.pop(fd).close()
+        self._plane.stop()
+        self._thread.join(_STOP_PATIENCE)
+        return self._device_stays
+
+    def _carry(self) -> None:
+        try:
+            self._plane.run()
+        except BaseException as failure:  # a thread must not die in silence, whatever kills it
+            text = (
+                failure.strerror if isinstance(failure, OSError) else f"{type(failure).__name__}: {failure}"
+            )
+            self._say_farewell(f"the {self._plane.name} data plane: {text}")
+        if self._device_stays is None:
+            self._device_stays = True
+        os.eventfd_write(self._ended, 1)
+
+    def _say_farewell(self, reason: str) -> None:
+        for connection in tuple(self._connections.values()):
+            with suppress(OSError):
+                connection.send(control.FAREWELL + reason.encode())
+
+    # ---- connections -------------------------------------------------------------------------
+
+    def _welcome(self, poll: select.poll) -> None:
+        connection, _ = self._listener.accept()
+        if not control.other_end(connection)[1]:
+            connection.close()
+            return
+        connection.settimeout(_SEND_PATIENCE)
+        self._connections[connection.fileno()] = connection
+        poll.register(connection, select.POLLIN)
+
+    def _attend(self, connection: socket.socket) -> bool:
+        """Answer one message; False when the connection is over."""
+        try:
+            message = connection.recv(control.LONGEST)
+            if not message:
+                return False
+            verb = message[:1]
+            for body in self._answers(verb, message[1:]):
+                connection.send(verb + body)
+        except (OSError, ValueError):
+            return False
+        return True
+
+    def _answers(self, verb: bytes, body: bytes) -> Iterator[bytes]:
+        match verb:
+            case control.HELLO if tun.index_of(self._settings.tun) != self._device:
+                # It was renamed or moved away, and we read what nobody sends any more.
+                self._device_stays = True
+            case control.HELLO:
+                words = [*self._settings.words(), str(os.getpid()), self._plane.name, self._why]
+                yield "\0".join(words).encode()
+            case control.LIST:
+                yield from control.pack(self._peers.items())
+            case control.COUNTERS:
+                yield "\0".join(f"{name}={n}" for name, n in self._plane.counters().items()).encode()
+            case control.PUT | control.DROP:
+                self._change(verb, control.unpack(body))
+                yield b""
+            case control.LEAVE | control.LEAVE_NOTHING:
+                self._device_stays = verb == control.LEAVE
+
+    def _change(self, verb: bytes, entries: Iterable[control.Entry]) -> None:
+        for subnet, endpoint in entries:
+            if verb == control.PUT:
+                self._peers[subnet] = endpoint
+                self._plane.set_peer(subnet, endpoint)
+            else:
+                self._peers.pop(subnet, None)
+                self._plane.drop_peer(subnet)

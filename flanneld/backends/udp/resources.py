@@ -1,0 +1,70 @@
+"""The nouns that the udp backend adds to those of the kernel: the pump and its peers (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv4Network
+from typing import ClassVar
+
+from flanneld import __version__
+from flanneld.state.resources import Key, Kind
+
+#: What one may wish for: a certain data plane, or the best that works.
+WISHES = ("auto", "native", "python")
+
+
+@dataclass(frozen=True, slots=True)
+class Pump:
+    """A pump with these settings. ``local`` and ``port`` are those of its socket, ``address`` is the TUN's.
+
+    ``wish`` is one of ``WISHES``. A pump of another ``version`` is to be replaced.
+    """
+
+    kind: ClassVar[Kind] = Kind.OUTSIDE
+    tun: str
+    local: IPv4Address
+    port: int
+    address: IPv4Address
+    mtu: int
+    accept_any: bool = False
+    wish: str = "auto"
+    version: str = __version__
+
+    @property
+    def key(self) -> Key:
+        return (self.kind, "pump", self.tun)
+
+    def __str__(self) -> str:
+        return f"packet pump of {self.tun} on {self.local}:{self.port}"
+
+    def words(self) -> list[str]:
+        """The settings as the process takes and tells them."""
+        accept = "any" if self.accept_any else "peers"
+        numbers = (self.local, self.port, self.address, self.mtu)
+        return [self.version, self.tun, *map(str, numbers), accept, self.wish]
+
+    @classmethod
+    def of(cls, words: Sequence[str]) -> Pump:
+        """Raises ``ValueError`` for words of another version that mean nothing here."""
+        version, tun, local, port, address, mtu, accept, wish = words
+        return cls(
+            tun, IPv4Address(local), int(port), IPv4Address(address), int(mtu), accept == "any", wish, version
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PumpPeer:
+    """What is for ``subnet`` the pump of ``tun`` sends to ``endpoint``."""
+
+    kind: ClassVar[Kind] = Kind.OUTSIDE
+    tun: str
+    subnet: IPv4Network
+    endpoint: IPv4Address
+
+    @property
+    def key(self) -> Key:
+        return (self.kind, "peer", self.tun, int(self.subnet.network_address), self.subnet.prefixlen)
+
+    def __str__(self) -> str:
+        return f"peer {self.subnet} at {self.endpoint} in the pump of {self.tun}"

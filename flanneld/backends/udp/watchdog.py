@@ -1,0 +1,173 @@
+"""Sees whether a pump still answers, and ends one that hangs. A pump that is only slow is left alone.
+
+A machine may be so busy that a healthy process says nothing for long, because it waits for a processor or a
+disk. So silence alone proves nothing: a pump hangs if meanwhile it does not even want to run, or if it runs
+and still says nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from flanneld.backends.udp import control, rendezvous
+from flanneld.runtime import clock
+
+log = logging.getLogger(__name__)
+
+#: How often a pump is asked, and how often one is looked at that owes an answer, in seconds.
+PERIOD, _LOOK = 2.0, 1.0
+#: So long a pump that does nothing, or other things, may owe an answer, in seconds.
+IDLE_FOR, BUSY_FOR = 5.0, 15.0
+#: Looks that must agree.
+_LOOKS = 3
+_TICKS = os.sysconf("SC_CLK_TCK")
+#: How long the kernel may take to end a process, in seconds.
+_END_PATIENCE = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """What a process does at a time: the states of its threads (proc(5)), and its CPU time in seconds."""
+
+    at: float
+    states: str
+    cpu: float
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether it waits for neither a processor nor a disk."""
+        return not set(self.states) & {"R", "D"}
+
+
+def activity(pid: int, now: float) -> Activity:
+    """Raises ``OSError`` if it has gone."""
+    rows = [
+        (task / "stat").read_text().rpartition(")")[2].split() for task in Path(f"/proc/{pid}/task").iterdir()
+    ]
+    return Activity(
+        now, "".join(row[0] for row in rows), sum(int(row[11]) + int(row[12]) for row in rows) / _TICKS
+    )
+
+
+def verdict(silent: float, looks: list[Activity]) -> str:
+    """Why a process that is silent for so many seconds is taken for one that hangs, else empty (pure)."""
+    last = looks[-_LOOKS:]
+    if len(last) < _LOOKS:
+        return ""
+    if silent >= IDLE_FOR and all(each.sleeps for each in last) and last[0].cpu == last[-1].cpu:
+        return "is stopped" if "T" in last[-1].states else "does nothing"
+    asleep = sum(each.sleeps for each in looks)
+    runs = looks[-1].cpu - looks[0].cpu >= (looks[-1].at - looks[0].at) / 2
+    if silent >= BUSY_FOR and (runs or 2 * asleep > len(looks)):
+        return "does other things"
+    return ""
+
+
+def end(pidfd: int) -> None:
+    """Kill a process and wait until it has gone, so that what it held is free."""
+    with suppress(ProcessLookupError, PermissionError):
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    poll.poll(1000 * _END_PATIENCE)
+
+
+class Pulse:
+    """Over a connection of its own, so that nobody waits for an answer. For one thread."""
+
+    def __init__(self, tun: str, now: Callable[[], float] = clock.now) -> None:
+        self._tun = tun
+        self._now = now
+        self.next_look = now() + PERIOD
+        self._connection: socket.socket | None = None
+        self._pid = 0
+        self._asked = 0.0
+        self._looks: list[Activity] = []
+
+    def close(self) -> None:
+        if self._connection:
+            self._connection.close()
+            self._connection = None
+
+    def look(self) -> bool:
+        """Ask, or see whether there is an answer. Whether the pump is gone."""
+        now = self._now()
+        self.next_look = now + PERIOD
+        if self._connection is None:
+            self._connect()
+            return False
+        try:
+            if self._connection.recv(control.LONGEST, socket.MSG_DONTWAIT):
+                self._ask(now)
+                return False
+        except BlockingIOError:
+            return self._suspect(now)
+        except OSError:
+            pass  # It has gone, as if the message had been empty.
+        self.close()
+        return True
+
+    def _connect(self) -> None:
+        """To the first that may be believed; there is always another time."""
+        for address in rendezvous.addresses_of(self._tun):
+            connection = control.new_socket()
+            try:
+                connection.setblocking(False)
+                connection.connect(address)
+                pid, trusted = control.other_end(connection)
+                if trusted:
+                    self._pid, self._connection = pid, connection
+                    self._ask(self._now())
+                    return
+            except OSError:
+                self.close()
+            connection.close()
+
+    def _ask(self, now: float) -> None:
+        assert self._connection
+        self._connection.send(control.HELLO, socket.MSG_DONTWAIT)
+        self._asked = now
+        self._looks.clear()
+
+    def _suspect(self, now: float) -> bool:
+        self.next_look = now + _LOOK
+        with suppress(OSError):  # The next look finds that it has gone.
+            self._looks.append(activity(self._pid, now))
+        reason = verdict(now - self._asked, self._looks)
+        if not reason:
+            return False
+        if self._end():
+            silent = now - self._asked
+            log.warning(
+                "The packet pump of %s, process %d, had not answered for %.0f s, and %s: ended it",
+                self._tun, self._pid, silent, reason,
+            )  # fmt: skip
+        self.close()
+        return True
+
+    def _end(self) -> bool:
+        """Whether it was still there, and still silent."""
+        assert self._connection
+        try:
+            pidfd = os.pidfd_open(self._pid)
+        except OSError:
+            return False
+        try:
+            # While it holds its end of the connection, its number is no other process's.
+            self._connection.recv(1, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            end(pidfd)
+            return True
+        except OSError:
+            return False
+        finally:
+            os.close(pidfd)
+        return False

@@ -1,0 +1,218 @@
+"""The log as glog writes it, on standard error, through the stdlib's ``logging``.
+
+A line is ``I1121 12:00:00.123456    1234 main.py:42] message``: severity and MMDD, local time with
+microseconds, process id in seven columns, place. What follows a line, like a traceback, is indented:
+whatever starts in the first column is an event of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
+from fnmatch import fnmatchcase
+
+from flanneld.compat.flags import quoted
+from flanneld.errors import Fatal
+from flanneld.runtime.log_writer import Outlet
+
+#: Libraries whose steady chatter is not ours to repeat. etcd.client logs failures that it also raises;
+#: urllib3 shows a traceback for each header that it passes over.
+_QUIET = {"etcd.client": logging.CRITICAL, "pyroute2": logging.WARNING, "urllib3": logging.ERROR}
+_LETTERS = {logging.WARNING: "W", logging.ERROR: "E", logging.CRITICAL: "F"}
+_PRIORITIES = ((logging.CRITICAL, 2), (logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6))
+#: Control characters and Unicode's line ends, which would let foreign text forge a line.
+_ESCAPES = {
+    code: repr(chr(code))[1:-1] for code in (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029) if code != 0x09
+}
+
+#: A pattern for the base name of source files without extension, and their verbosity.
+_Module = tuple[str, int]
+#: The base name of a source file, and a line in it.
+_Place = tuple[str, int]
+
+
+def V(level: int) -> int:  # noqa: N802 - glog's name for it
+    """The logging level of messages that appear at ``-v level`` and above; level 0 always appears."""
+    return min(logging.INFO, max(1, logging.INFO - level))
+
+
+def counted(number: int, noun: str) -> str:
+    """Return ``1 peer``, ``2 peers``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def setup(verbosity: int = 0, vmodule: str = "", backtrace_at: str = "") -> None:
+    """Send all logging to standard error; what an earlier call set up is replaced.
+
+    The values are those of ``-v``, ``-vmodule`` and ``-log_backtrace_at``. Raises ``Fatal`` for one
+    that cannot be understood, and then changes nothing.
+    """
+    modules = _modules(vmodule)
+    place = _place(backtrace_at)
+    handler = _handler()
+    handler.setFormatter(_Formatter(place, to_journal=_is_journal()))
+    handler.addFilter(_shown(verbosity, modules))
+    root = logging.getLogger()
+    for old in tuple(root.handlers):
+        root.removeHandler(old)
+    root.addHandler(handler)
+    root.setLevel(min(V(level) for level in (verbosity, *(level for _, level in modules))))
+    for name, lowest in _QUIET.items():
+        logging.getLogger(name).setLevel(lowest)
+
+
+class Once:
+    """Says a complaint once, until its text changes or it is cleared. Threads may share it.
+
+    It remembers ``limit`` keys. Further complaints are left out, after one line that says so.
+    """
+
+    def __init__(self, limit: int = 10_000) -> None:
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._said: dict[Hashable, str] = {}
+        self._full = False
+
+    def warn(self, log: logging.Logger, key: Hashable, text: str) -> None:
+        """Log a warning, in the caller's place, unless this is what was last said of the key."""
+        with self._lock:
+            news = self._news(key, text)
+        if news:
+            log.warning("%s", news, stacklevel=2)
+
+    def clear(self, key: Hashable) -> bool:
+        """Forget a complaint because its cause has gone. Tells whether there was one."""
+        with self._lock:
+            known = self._said.pop(key, None) is not None
+            self._full = self._full and not known
+        return known
+
+    def _news(self, key: Hashable, text: str) -> str:
+        if self._said.get(key) == text:
+            return ""
+        if key in self._said or len(self._said) < self._limit:
+            self._said[key] = text
+            return text
+        if self._full:
+            return ""
+        self._full = True
+        return f"more than {self._limit} complaints are open; others are left out until one is settled"
+
+
+def _handler() -> logging.Handler:
+    try:
+        return _Handler(Outlet(sys.stderr.fileno()))
+    except (AttributeError, OSError):
+        return logging.StreamHandler()  # Standard error is closed, or no file.
+
+
+def _is_journal() -> bool:
+    """Return True if standard error leads to systemd's journal (systemd.exec(5), $JOURNAL_STREAM)."""
+    try:
+        found = os.fstat(2)
+    except OSError:
+        return False
+    return os.environ.get("JOURNAL_STREAM") == f"{found.st_dev}:{found.st_ino}"
+
+
+class _Handler(logging.Handler):
+    def __init__(self, outlet: Outlet) -> None:
+        super().__init__()
+        self._outlet = outlet
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._outlet.write(self.format(record))
+        except MemoryError:  # a line of the least size, and no traceback, which takes more
+            with suppress(Exception):
+                os.write(2, f"flanneld: {record.getMessage()}\n".encode())
+        except Exception:  # a line that cannot be made or told must not end the thread that logs it
+            self.handleError(record)
+
+
+class _Formatter(logging.Formatter):
+    def __init__(self, backtrace_at: _Place | None, *, to_journal: bool = False) -> None:
+        super().__init__()
+        self._backtrace_at = backtrace_at
+        self._to_journal = to_journal
+
+    def format(self, record: logging.LogRecord) -> str:
+        below = []
+        if record.exc_info:
+            below.append(self.formatException(record.exc_info))
+        if record.stack_info:
+            below.append(record.stack_info)
+        if self._backtrace_at == (record.filename, record.lineno):
+            below.append(_stack_of(record))
+        lines = [record.getMessage(), *(line for text in below for line in text.splitlines())]
+        # The journal makes an entry of each line, and reads a priority before each.
+        priority = f"<{_priority(record.levelno)}>" if self._to_journal else ""
+        between = f"\n{priority}    "
+        return priority + _head(record) + between.join(line.translate(_ESCAPES) for line in lines)
+
+
+def _priority(level: int) -> int:
+    """Return syslog's number for a severity (sd-daemon(3))."""
+    return next((number for lowest, number in _PRIORITIES if level >= lowest), 7)
+
+
+def _head(record: logging.LogRecord) -> str:
+    second, micros = divmod(round(record.created * 1_000_000), 1_000_000)
+    when = time.strftime("%m%d %H:%M:%S", time.localtime(second))
+    letter = _LETTERS.get(record.levelno, "I")
+    return f"{letter}{when}.{micros:06d} {os.getpid():>7} {record.filename}:{record.lineno}] "
+
+
+def _stack_of(record: logging.LogRecord) -> str:
+    """The stack that logged the record: the current one without the frames of logging itself."""
+    frames = traceback.extract_stack()
+    place = (record.pathname, record.lineno)
+    while frames and (frames[-1].filename, frames[-1].lineno) != place:
+        frames.pop()
+    return "".join(frames.format())
+
+
+def _shown(verbosity: int, modules: Sequence[_Module]) -> Callable[[logging.LogRecord], bool]:
+    """A filter: a source file's own level, from the first pattern that fits it, can only add messages."""
+
+    def shown(record: logging.LogRecord) -> bool:
+        if record.levelno >= V(verbosity):
+            return True
+        levels = (level for pattern, level in modules if fnmatchcase(record.module, pattern))
+        return record.levelno >= V(next(levels, 0))
+
+    return shown
+
+
+def _modules(text: str) -> tuple[_Module, ...]:
+    """Read ``pattern=N,...``. Empty items and level 0 mean nothing, as in glog."""
+    found = []
+    for item in filter(None, text.split(",")):
+        match = re.fullmatch("([^=]+)=([0-9]{1,9})", item)
+        if match is None:
+            raise Fatal(
+                f"-vmodule: {quoted(item)} is not understood",
+                "give pattern=level pairs, like vxlan=2,rtnl*=4",
+            )
+        if int(match[2]) > 0:
+            found.append((match[1].replace("[^", "[!"), int(match[2])))
+    return tuple(found)
+
+
+def _place(text: str) -> _Place | None:
+    """Read ``file:N``; an empty text is no place."""
+    if not text:
+        return None
+    match = re.fullmatch(r"([^:]+\.[^:]+):([0-9]{1,9})", text)
+    if match is None or int(match[2]) == 0:
+        raise Fatal(
+            f"-log_backtrace_at: {quoted(text)} is not understood", "give one source line, like main.py:42"
+        )
+    return match[1], int(match[2])

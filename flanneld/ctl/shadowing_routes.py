@@ -1,0 +1,71 @@
+"""Packets for a peer that take another way than the daemon's: by routes or rules that others made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from ipaddress import ip_network
+from typing import Any
+
+from flanneld.ctl import snapshot
+from flanneld.ctl.snapshot import Found, Way
+from flanneld.model import IPAddress, IPNetwork
+from flanneld.network.rtnetlink.kernel import Kernel
+from flanneld.state.resources import Route
+
+
+@dataclass(frozen=True, slots=True)
+class Detour:
+    """A peer's subnet, and the way that packets for it, or for a part of it, take instead."""
+
+    subnet: str
+    found: str
+
+
+def read(document: Mapping[str, Any], found: Found, way_to: Callable[[IPAddress], Way]) -> list[Detour]:
+    """Raises ``OSError``."""
+    names = {link.index: link.name for link in found.links}
+    routes = (
+        (destination, names.get(index, ""))
+        for family in (4, 6)
+        for destination, index in Kernel().routes(family)
+    )
+    return [*by_lookup(document, found, way_to), *by_length(document, routes)]
+
+
+def by_lookup(
+    document: Mapping[str, Any], found: Found, way_to: Callable[[IPAddress], Way]
+) -> Iterator[Detour]:
+    """Yield what a route of the same length, a rule or another table turns aside (pure)."""
+    for peer in document.get("peers", ()):
+        for text in peer["subnets"]:
+            subnet = ip_network(text)
+            target = subnet[1 % subnet.num_addresses]
+            route = wanted_route(target, peer, document)
+            if route is not None and route in found.objects:
+                way = way_to(target)
+                if not follows(way, route):
+                    yield Detour(text, f"{target} {way}")
+
+
+def by_length(document: Mapping[str, Any], routes: Iterable[tuple[IPNetwork, str]]) -> Iterator[Detour]:
+    """Yield what a more specific route turns aside (pure)."""
+    subnets = {ip_network(text) for peer in document.get("peers", ()) for text in peer["subnets"]}
+    lengths = {(subnet.version, subnet.prefixlen) for subnet in subnets}
+    for destination, device in routes:
+        for version, length in lengths:
+            if version == destination.version and length < destination.prefixlen:
+                around = destination.supernet(new_prefix=length)
+                if around in subnets:
+                    yield Detour(str(around), f"route {destination} dev {device}")
+
+
+def wanted_route(target: IPAddress, peer: Mapping[str, Any], document: Mapping[str, Any]) -> Route | None:
+    """Return the route that the daemon wants: the peer's own, else the one to all peers."""
+    routes = (each for items in (peer["objects"], document.get("local")) for each in snapshot.values(items))
+    return next((each for each in routes if isinstance(each, Route) and target in each.destination), None)
+
+
+def follows(way: Way, route: Route) -> bool:
+    """Return True if a packet goes where a route leads."""
+    return (way.device, way.gateway) == (route.device, route.gateway)

@@ -1,0 +1,206 @@
+"""Objects that this host's kernel holds, compared by value with those that should be there."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from flanneld.ctl.data_source import knows_peers, ranges_of
+from flanneld.model import IPAddress
+from flanneld.network import resource_json
+from flanneld.network.rtnetlink import links
+from flanneld.network.rtnetlink.domain import Domain
+from flanneld.network.rtnetlink.kernel import Kernel
+from flanneld.network.rtnetlink.links import SeenLink, is_flannels
+from flanneld.network.rtnetlink.messages import RTN_UNICAST
+from flanneld.reconcile.counters import kind_of
+from flanneld.state.resources import ForeignLink, Key, Link, Resource
+
+#: linux/rtnetlink.h
+_RTN_LOCAL = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The kernel's side: what there is where ours should be, each with whether it is ours."""
+
+    objects: Mapping[Resource, bool]
+    links: tuple[SeenLink, ...]
+
+    def link(self, name: str) -> SeenLink | None:
+        return next((each for each in self.links if each.name == name), None)
+
+    def name_of(self, index: object) -> str:
+        """Return the name of an interface, or its number if there is none."""
+        return next((each.name for each in self.links if each.index == index), f"interface {index}")
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """The kernel's answer to a lookup; ``device`` is empty without a route, ``is_here``: to this host."""
+
+    device: str
+    gateway: IPAddress | None = None
+    is_here: bool = False
+
+    def __str__(self) -> str:
+        if self.is_here:
+            return "this host"
+        if not self.device:
+            return "nowhere"
+        return f"via {self.gateway} dev {self.device}" if self.gateway else f"dev {self.device}"
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """One object that should be there; ``value`` is None for what a backend's own driver holds."""
+
+    kind: str
+    text: str
+    owner: str
+    value: Resource | None
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One property of an object that differs: its name and both values, as a person reads them."""
+
+    name: str
+    found: str
+    wanted: str
+
+    def __str__(self) -> str:
+        return f"has {self.name} {self.found}, wanted {self.wanted}"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One object.
+
+    ``state`` is ``ok``, ``missing``, ``different`` (``other`` has its key, as a route to the same subnet),
+    ``not wanted`` or, if the wanted objects are not known, ``found``.
+    """
+
+    value: Resource
+    state: str
+    owner: str = ""
+    other: Resource | None = None
+    differences: tuple[Difference, ...] = ()
+
+    @property
+    def kind(self) -> str:
+        return kind_of(self.value)
+
+    @property
+    def device(self) -> str:
+        return str(getattr(self.value, "device", "") or getattr(self.value, "name", ""))
+
+    def __str__(self) -> str:
+        return "; ".join((str(self.value), *map(str, self.differences)))
+
+
+def read(document: Mapping[str, Any]) -> Found:
+    """Raises ``OSError``."""
+    kernel = Kernel()
+    present = tuple(kernel.links())
+    devices = document.get("devices") or [link.name for link in present if is_flannels(link)]
+    ours = {link.name: link.make for link in present if link.name in devices}
+    uplink = (document.get("uplink") or {}).get("name", "")
+    # Of peers that are known, no route of this host's administrator is taken for one that is left over.
+    domain = Domain(uplink, frozenset(devices), ranges_of(document), adopt=not knows_peers(document))
+    there = {make.key: make for make in ours.values()}
+    objects: dict[Resource, bool] = dict.fromkeys(ours.values(), True)
+    objects |= dict(kernel.read(domain, there))
+    return Found(objects, present)
+
+
+def way_to(target: IPAddress) -> Way:
+    """Raises ``OSError``."""
+    way = Kernel().way_to(target)
+    if way is None or way.kind not in (RTN_UNICAST, _RTN_LOCAL):
+        return Way("")
+    try:
+        return Way(socket.if_indextoname(way.index), way.gateway, is_here=way.kind == _RTN_LOCAL)
+    except OSError:
+        return Way("")
+
+
+def values(items: Any) -> Iterator[Resource]:
+    """Yield the values of described objects, without those of drivers."""
+    for item in items or ():
+        if item["value"]:
+            yield resource_json.decode(item["value"])
+
+
+def wanted(document: Mapping[str, Any]) -> Iterator[Wanted]:
+    """Yield each object that should be there."""
+    owners = [("this node", document.get("local"))]
+    owners += [(",".join(peer["subnets"]), peer["objects"]) for peer in document.get("peers") or ()]
+    for owner, items in owners:
+        for item in items or ():
+            value = resource_json.decode(item["value"]) if item["value"] else None
+            yield Wanted(item["kind"], item["text"], owner, value)
+
+
+def compare(document: Mapping[str, Any], found: Found) -> list[Entry]:
+    """Return all that is wanted or ours, in this order (pure)."""
+    ours = [value for value, is_ours in found.objects.items() if is_ours]
+    if not knows_peers(document):
+        return [Entry(value, "found") for value in ours]
+    contested = {
+        value for peer in document["peers"] if peer["conflicts"] for value in values(peer["objects"])
+    }
+    at_key = {value.key: value for value in ours}
+    known: set[Resource] = set()
+    replaced: set[Key] = set()
+    entries = []
+    for item in wanted(document):
+        if item.value is None:
+            continue
+        known.add(item.value)
+        other = at_key.get(item.value.key)
+        if item.value in found.objects:
+            entries.append(Entry(item.value, "ok", item.owner))
+        elif item.value in contested:
+            continue
+        elif other is None:
+            entries.append(Entry(item.value, "missing", item.owner))
+        else:
+            replaced.add(other.key)
+            drift = tuple(differences(item.value, other, found))
+            entries.append(Entry(item.value, "different", item.owner, other, drift))
+    extra = [value for value in ours if value not in known and value.key not in replaced]
+    return entries + [Entry(value, "not wanted") for value in extra]
+
+
+def described(entry: Entry) -> dict[str, Any]:
+    """Return an entry as JSON."""
+    return {
+        "kind": entry.kind,
+        "text": str(entry.value),
+        "state": entry.state,
+        "owner": entry.owner,
+        "differences": [
+            {"property": each.name, "found": each.found, "wanted": each.wanted} for each in entry.differences
+        ],
+    }
+
+
+def differences(value: Resource, other: Resource, found: Found) -> Iterator[Difference]:
+    """Yield the properties in which an object that is there differs from the wanted one (pure)."""
+    if value == other:
+        return
+    if not (isinstance(value, Link) and isinstance(other, Link | ForeignLink)):
+        yield Difference("value", str(other), str(value))
+        return
+    for name, has, wants in links.drift(value, other):
+        if name == "parent":
+            yield Difference(name, found.name_of(has), found.name_of(wants))
+        else:
+            yield Difference(name, _shown(has), _shown(wants))
+
+
+def _shown(value: object) -> str:
+    return ("on" if value else "off") if isinstance(value, bool) else str(value)

@@ -1,0 +1,172 @@
+"""``flanneld --cleanup``: remove what flannel, in Go or in Python, made on this host, and list it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+
+from flanneld.backends.udp.client import Client, NoPump, Silent
+from flanneld.diagnostics import other_daemons
+from flanneld.errors import Fatal
+from flanneld.model import lies_in
+from flanneld.network.rtnetlink import devices
+from flanneld.network.rtnetlink.domain import Domain
+from flanneld.network.rtnetlink.kernel import Kernel
+from flanneld.network.rtnetlink.links import SeenLink, is_flannels
+from flanneld.reconcile.firewall import pairs, retire
+from flanneld.reconcile.last_run import LastRun
+from flanneld.reconcile.ownership import stale
+from flanneld.runtime.instance_lock import InstanceLock
+from flanneld.state.diff import Plan
+from flanneld.state.resources import Blackhole, Resource, Route, Tun
+from flanneld.subnet import subnet_file
+from flanneld.subnet.subnet_file import Previous
+
+#: What is to be removed, and what removes it; None if it stays.
+_Step = tuple[str, Callable[[], bool] | None]
+
+
+def clean_up(path: Path, saved: Path, say: Callable[[str], None], *, everything: bool, dry_run: bool) -> bool:
+    """Remove routes, devices, rules, the subnet file and the saved nodes, each said in a line.
+
+    Only those of the network of this subnet file, unless ``everything``. False if something is left.
+    Containers lose their network. Raises ``Fatal`` while a daemon runs, which would put all of it back.
+    """
+    lock = InstanceLock(subnet_file.beside(path, "lock"))
+    if not dry_run:
+        _refuse_running(lock, path)
+    last_run = LastRun(path)
+    previous = subnet_file.read(path)
+    kernel = Kernel()
+    complete = True
+    files = (path, *(subnet_file.beside(path, suffix) for suffix in ("sock", "state", "lock")), saved)
+    for what, act in _steps(kernel, previous, last_run, files, everything=everything):
+        if act is None:
+            say(f"left {what}: it is of another network; -all removes it, too")
+            continue
+        done = dry_run or act()
+        complete &= done
+        say(f"{'would remove' if dry_run else 'removed' if done else 'could not remove'} {what}")
+    former = pairs(previous.networks, previous.subnets)
+    removed, failures = retire(former, everything=everything, dry_run=dry_run)
+    for line in removed:
+        say(f"{'would remove' if dry_run else 'removed'} rule {line}")
+    for line in failures:
+        say(f"could not remove {line}")
+    return complete and not failures
+
+
+def _refuse_running(lock: InstanceLock, path: Path) -> None:
+    """Raises ``Fatal`` if a daemon runs in this network namespace; else keeps ours from starting."""
+    found = list(other_daemons.running())
+    if found:
+        raise Fatal(
+            "flanneld runs in this network namespace: "
+            + ", ".join(f"process {daemon.pid}" for daemon in found),
+            f"stop it first: {'; '.join(dict.fromkeys(daemon.remedy for daemon in found))}",
+        )
+    if not lock.try_take(create=False):
+        file = subnet_file.beside(path, "lock")
+        raise Fatal(f"a flanneld holds {file}", f"stop it first; find it with: fuser {file}")
+
+
+def _steps(
+    kernel: Kernel, previous: Previous, last_run: LastRun, files: Iterable[Path], *, everything: bool
+) -> Iterator[_Step]:
+    """What there is to remove, and how; None for what belongs to another network."""
+    domain = _domain(previous, last_run, everything=everything)
+    for route in kernel.left_behind(domain):
+        is_ours = everything or _is_of(previous, route)
+        yield str(route), partial(_dropped, kernel, route, domain) if is_ours else None
+    links = kernel.links()
+    recorded = {seen.name for seen in stale(last_run.devices, links, wanted=())}
+    for link in links:
+        if not is_flannels(link):
+            continue
+        if not (everything or link.name in recorded or _has_address_in(kernel, link, previous)):
+            yield f"link {link.name}", None
+        else:
+            if isinstance(link.make, Tun):
+                yield from _pump_of(link.name)
+            yield f"link {link.name}", partial(_unmade, link.name)
+    for file in files:
+        if file.exists():
+            yield str(file), partial(_unlinked, file)
+
+
+def _is_of(previous: Previous, route: Resource) -> bool:
+    """Return True if a route leads into the network of the subnet file."""
+    return isinstance(route, Route | Blackhole) and any(
+        lies_in(route.destination, network) for network in previous.networks
+    )
+
+
+def _has_address_in(kernel: Kernel, link: SeenLink, previous: Previous) -> bool:
+    return any(
+        each.address in network
+        for network in previous.networks
+        for each in kernel.addresses(network.version, link.index)
+    )
+
+
+def _pump_of(tun: str) -> Iterator[_Step]:
+    client = Client(tun, of_anybody=True)
+    try:
+        running = client.hello()
+        what = f"{running.settings}, process {running.pid}"
+    except NoPump:
+        if not _has_pump(tun):
+            return
+        what = f"packet pump of {tun}, which does not answer"
+    yield what, partial(_ended, client)
+
+
+def _ended(client: Client) -> bool:
+    client.leave(device_stays=True)
+    return not _has_pump(client.tun)
+
+
+def _has_pump(tun: str) -> bool:
+    """Whether there is one that may be believed, even if it says nothing."""
+    client = Client(tun)
+    try:
+        client.hello()
+    except NoPump as reason:
+        return isinstance(reason, Silent)
+    finally:
+        client.close()
+    return True
+
+
+def _domain(previous: Previous, last_run: LastRun, *, everything: bool) -> Domain:
+    lengths = {net.version: net.prefixlen for net in previous.subnets if net is not None}
+    ranges = [(net, lengths[net.version]) for net in previous.networks if net.version in lengths]
+    return Domain(
+        uplink="",
+        links=frozenset(),
+        ranges=tuple(ranges),
+        adopt=True,
+        unmarked=everything or last_run.adopts,
+        adopted=last_run.adopted,
+    )
+
+
+def _dropped(kernel: Kernel, route: Resource, domain: Domain) -> bool:
+    return not kernel.apply(Plan(drops=(route,)), domain).failed
+
+
+def _unmade(name: str) -> bool:
+    try:
+        devices.drop(name)
+    except OSError:
+        return False
+    return True
+
+
+def _unlinked(path: Path) -> bool:
+    try:
+        path.unlink()
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,127 @@
+"""What is not well with a daemon that works: found when somebody looks, gone when it is over."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from flanneld.diagnostics.components import Sight
+from flanneld.model import Lease
+from flanneld.reconcile.counters import Work
+from flanneld.reconcile.peers import Peers
+from flanneld.reconcile.uplink_manager import Site
+from flanneld.runtime import clock
+from flanneld.state.removal_guard import Brake
+
+if TYPE_CHECKING:
+    from flanneld.reconcile.firewall import Firewall  # not needed by everybody
+
+#: Seconds between two looks of ``watch``, and until something is worth telling.
+LOOK, LASTING = 1.0, 5.0
+#: Parts whose trouble is told at once: READY must not seem to be more than it is.
+_AT_ONCE = frozenset({"leases"})
+#: A lease that ends so soon, in seconds, should have been renewed.
+LEASE_ENDS_SOON = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of the daemon; ``trouble`` is empty if it is well. The text stays the same while it lasts."""
+
+    name: str
+    trouble: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.trouble}"
+
+
+def parts(sight: Sight) -> list[Part]:
+    """All of them that there are. From any thread; costs next to nothing."""
+    return [Part(name, "; ".join(found)) for name, found in _looks(sight)]
+
+
+def troubles(sight: Sight) -> list[Part]:
+    """Those that are not well."""
+    return [part for part in parts(sight) if part.trouble]
+
+
+def watch(sight: Sight, stop: threading.Event, tell: Callable[[list[str]], None]) -> None:
+    """Until ``stop``, tell what is not well whenever that is something else, and nothing when it is over.
+
+    What does not last is put right by itself, and troubles nobody.
+    """
+    told: list[str] = []
+    since: dict[str, float] = {}
+    while not stop.wait(LOOK):
+        now, found = clock.now(), troubles(sight)
+        since = {part.name: since.get(part.name, now) for part in found}
+        lasting = [str(part) for part in found if part.name in _AT_ONCE or now - since[part.name] >= LASTING]
+        if lasting != told:
+            told = lasting
+            tell(told)
+
+
+def _looks(sight: Sight) -> Iterator[tuple[str, Iterable[str]]]:
+    # Without the seconds, which are others at each look.
+    yield "threads", (line.partition(" for ")[0] for line in sight.overdue())
+    yield "store", _of_the_store(sight)
+    yield "leases", _of_the_leases(sight)
+    if sight.keeper:
+        yield "lease", _of_the_lease(sight.keeper.lease, 60.0 * sight.options.subnet_lease_renew_margin)
+    if sight.reconciler:
+        yield "uplink", _of_the_uplink(sight.reconciler.site)
+        yield "kernel", _of_the_kernel(sight.reconciler.work)
+        yield "peers", _of_the_peers(sight.reconciler.peers)
+        yield "removals", _of_the_brake(sight.reconciler.brake)
+    if sight.firewall:
+        yield "firewall", _of_the_firewall(sight.firewall)
+    yield from sight.of_host()
+
+
+def _of_the_store(sight: Sight) -> Iterator[str]:
+    if sight.store_problem:
+        yield str(sight.store_problem)
+
+
+def _of_the_leases(sight: Sight) -> Iterator[str]:
+    if sight.cached:
+        yield f"taken from {sight.cached}"
+
+
+def _of_the_lease(lease: Lease, margin: float) -> Iterator[str]:
+    if lease.expires is not None and lease.expires - clock.now() < min(LEASE_ENDS_SOON, margin / 2):
+        yield "it was not renewed in time, and ends soon"
+
+
+def _of_the_uplink(site: Site) -> Iterator[str]:
+    if site.is_adrift:
+        yield f"{site.uplink.name} is not usable"
+
+
+def _of_the_kernel(work: Work) -> Iterator[str]:
+    refused = list(work.pending.values())
+    if refused:
+        more = f", and {len(refused) - 1} more" if len(refused) > 1 else ""
+        yield f"refused: {refused[0]}{more}"
+    if work.is_fighting:
+        yield "somebody keeps changing what is ours; the log says what"
+
+
+def _of_the_peers(peers: Peers) -> Iterator[str]:
+    unsafe = peers.unsafe()
+    if unsafe:
+        more = f", and {len(unsafe) - 1} more" if len(unsafe) > 1 else ""
+        yield f"a lease would harm this host and is not followed: {unsafe[0]}{more}"
+
+
+def _of_the_brake(brake: Brake) -> Iterator[str]:
+    if brake.holds:
+        yield f"held back: {brake.reason}"
+
+
+def _of_the_firewall(firewall: Firewall) -> Iterator[str]:
+    yield from (f"the rules for IPv{family} are not in place" for family in firewall.unsettled())
+    if firewall.is_fighting():
+        yield "somebody keeps removing our rules; the log says who"

@@ -1,0 +1,254 @@
+"""A start that changes nothing: what the daemon would do, by the way it takes itself.
+
+The reconciler runs over a kernel that reads as always and only takes note of what it is told to write. No
+lease is acquired: without one the subnet is the one that this node would most likely get.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flanneld.backends import registry
+from flanneld.backends.contract import Backend, Driver, HasDrivers
+from flanneld.config import Config
+from flanneld.errors import Retryable
+from flanneld.model import Cached, Event, Lease, LeaseAttrs, LeaseKey, Snapshot, Uplink, overlap
+from flanneld.network.rtnetlink import links
+from flanneld.network.rtnetlink.domain import Domain
+from flanneld.network.rtnetlink.kernel import Kernel
+from flanneld.network.rtnetlink.monitor import Monitor
+from flanneld.network.uplink_election import InterfaceChoice
+from flanneld.options import Options
+from flanneld.reconcile.convergence import Node
+from flanneld.reconcile.last_run import LastRun, machine_of
+from flanneld.reconcile.peers import View
+from flanneld.reconcile.reconciler import Reconciler
+from flanneld.reconcile.uplink_manager import Site, find_uplink
+from flanneld.state.diff import Plan
+from flanneld.state.removal_guard import Brake
+from flanneld.state.report import Report
+from flanneld.state.resources import ForeignLink, Key, Link, Resource, Route, State
+from flanneld.subnet import subnet_file
+from flanneld.subnet.allocation import fits
+from flanneld.subnet.manager import Cancelled, Foreseeing, SubnetManager
+from flanneld.subnet.subnet_file import Previous
+from flanneld.wiring import extras_for
+
+
+class Notebook(Kernel):
+    """Reads the kernel, and notes what it is told to write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        #: Each device to make or change, with what is there now.
+        self.devices: dict[str, tuple[Link, Link | ForeignLink | None]] = {}
+        self.puts: dict[Key, Resource] = {}
+        self.drops: dict[Resource, None] = {}
+        self.behind: dict[Key, Route] = {}
+        #: What drivers have read.
+        self.outside: dict[Key, Resource] = {}
+
+    def apply_links(self, wanted: Iterable[Link]) -> Report:
+        for link in wanted:
+            seen = self.link(link.name)
+            actual = seen.make if seen else None
+            if actual is None or links.step(link, actual) is not links.Step.NOTHING:
+                self.devices[link.name] = (link, actual)
+        return Report()
+
+    def read(self, domain: Domain, wanted: State) -> Iterator[tuple[Resource, bool]]:
+        """What goes with a device that has to be made anew is as good as gone."""
+        for resource, ours in super().read(domain, wanted):
+            if not self._is_replaced(getattr(resource, "device", "")):
+                yield resource, ours
+
+    def apply(self, plan: Plan, domain: Domain) -> Report:
+        del domain
+        self.puts |= {resource.key: resource for resource in plan.puts}
+        self.behind |= {route.key: route for route in plan.behind}
+        self.drops |= dict.fromkeys(plan.drops)
+        return Report()
+
+    def _is_replaced(self, name: str) -> bool:
+        wanted, actual = self.devices.get(name, (None, None))
+        if wanted is None or actual is None:
+            return False
+        return links.step(wanted, actual) is links.Step.REPLACE
+
+
+class _Noted:
+    """A driver that reads as always, and only takes note of what it is told to do."""
+
+    def __init__(self, driver: Driver, notes: Notebook) -> None:
+        self.handles = driver.handles
+        self._driver = driver
+        self._notes = notes
+
+    def read(self) -> Iterator[Resource]:
+        with suppress(OSError, Retryable):  # There is nothing there yet, or nothing that answers.
+            for resource in self._driver.read():
+                self._notes.outside[resource.key] = resource
+                yield resource
+
+    def put(self, resource: Resource) -> None:
+        self._notes.puts[resource.key] = resource
+
+    def drop(self, resource: Resource) -> None:
+        self._notes.drops[resource] = None
+
+    def close(self) -> None:
+        """There is nothing to undo."""
+
+
+class _Undriven:
+    """A backend whose drivers only take notes."""
+
+    def __init__(self, backend: Backend, notes: Notebook) -> None:
+        self._backend = backend
+        self._notes = notes
+
+    @property
+    def mtu(self) -> int:
+        return self._backend.mtu
+
+    def attributes(self) -> LeaseAttrs:
+        return self._backend.attributes()
+
+    def local(self, own: Lease) -> Iterable[Resource]:
+        return self._backend.local(own)
+
+    def peer(self, lease: Lease) -> Iterable[Resource]:
+        return self._backend.peer(lease)
+
+    def drivers(self) -> Iterable[Driver]:
+        drivers = self._backend.drivers() if isinstance(self._backend, HasDrivers) else ()
+        return [_Noted(driver, self._notes) for driver in drivers]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a start would find and do.
+
+    If ``has_lease`` is false, ``own`` is a guess, with no subnet if there is nothing to guess from.
+    """
+
+    config: Config
+    uplink: Uplink
+    mtu: int
+    own: Lease
+    has_lease: bool
+    previous: Previous
+    view: View
+    wanted: State
+    domain: Domain
+    notes: Notebook
+
+
+def rehearse(wanted: Options, manager: SubnetManager, choice: InterfaceChoice) -> Outcome:
+    """Raises ``Retryable`` and ``Fatal`` where a start would wait or end."""
+    path = Path(wanted.subnet_file)
+    previous, last_run = subnet_file.read(path), LastRun(path)
+    config = manager.network_config()
+    kernel = Notebook()
+    uplink = find_uplink(kernel, config, choice)
+    stored = manager.stored(uplink.public(config.families[0]))
+    make_backend = registry.load(config.backend_type)
+    site = Site(kernel, config, choice, make_backend, uplink, stored, previous.networks)
+    site.backend = _Undriven(site.backend, kernel)
+    attrs = site.backend.attributes()
+    foreseen = manager.foresee(config, attrs) if isinstance(manager, Foreseeing) else None
+    snapshot = all_leases(manager)
+    written = last_run.proven_lease(machine_of(kernel, uplink), manager.name, previous.subnets)
+    own = foreseen or _ours(snapshot, attrs, config, written)
+    guess = own or Lease(attrs, *_likely(config, previous, snapshot))
+    extras = extras_for(wanted, guess)
+    node = Node(
+        kernel,
+        Monitor(kernel.port),
+        site,
+        guess,
+        extras,
+        former=previous.networks,
+        devices=last_run.devices,
+        adopts=last_run.adopts,
+        adopted=last_run.adopted,
+    )
+    reconciler = _run(node, snapshot)
+    peers = reconciler.peers
+    return Outcome(
+        config=config,
+        uplink=uplink,
+        mtu=site.backend.mtu,
+        own=guess,
+        has_lease=own is not None,
+        previous=previous,
+        view=peers.view(),
+        wanted=peers.wanted,
+        domain=reconciler.domain,
+        notes=kernel,
+    )
+
+
+def _run(node: Node, leases: Snapshot | Cached) -> Reconciler:
+    """The loop, until it has dealt with all leases."""
+    stop = threading.Event()
+    reconciler = Reconciler(
+        node,
+        Brake(is_on=False),
+        stop=stop,
+        heartbeat=_nothing,
+        on_move=_nothing,
+        on_synced=stop.set,
+        reread=_nothing,
+    )
+    reconciler.prepare()
+    reconciler.inbox.put([leases])
+    reconciler.run()
+    return reconciler
+
+
+def all_leases(manager: SubnetManager) -> Snapshot | Cached:
+    """The first thing that a watch delivers; the manager is closed after that. Raises ``Retryable``."""
+    found: list[Snapshot | Cached] = []
+
+    def deliver(events: list[Event]) -> None:
+        found.extend(event for event in events if isinstance(event, Snapshot | Cached))
+        manager.close()
+
+    with suppress(Cancelled):
+        manager.watch(deliver, _nothing)
+    if not found:
+        raise Retryable("the store does not tell its leases", "see the lines above")
+    return found[0]
+
+
+def _ours(
+    snapshot: Snapshot | Cached, attrs: LeaseAttrs, config: Config, written: Lease | None
+) -> Lease | None:
+    """The lease that a start would take again, if it fits the network config: the proven one comes first."""
+    family = config.families[0]
+    for lease in snapshot.leases:
+        if written and (lease.key, lease.attrs) == (written.key, written.attrs) and fits(config, lease.key):
+            return lease
+    for lease in snapshot.leases:
+        if lease.attrs.public(family) == attrs.public(family) and fits(config, lease.key):
+            return lease
+    return None
+
+
+def _likely(config: Config, previous: Previous, snapshot: Snapshot | Cached) -> LeaseKey:
+    """What the subnet file remembers, if it fits and is free: a start asks for that first."""
+    if not fits(config, previous.subnets):
+        return (None, None)
+    taken = [net for lease in snapshot.leases for net in lease.key if net is not None]
+    free = all(not overlap(net, other) for net in previous.subnets if net for other in taken)
+    return previous.subnets if free else (None, None)
+
+
+def _nothing(*_: Any) -> None:
+    pass

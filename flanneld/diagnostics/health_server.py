@@ -1,0 +1,173 @@
+"""/healthz and /readyz: how we are, for a kubelet or a load balancer."""
+
+from __future__ import annotations
+
+import io
+import socket
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Protocol
+
+from flanneld.errors import Fatal, cause_of
+from flanneld.runtime.polled_server import Limits, PolledServer, receive, send
+
+#: From the first byte to the last, in seconds.
+REQUEST_TIME = 3.0
+#: Of a request line with its headers, in bytes.
+MAX_HEAD = 16 * 1024
+#: Connections at a time, of one source, and kept for this host's own: a kubelet opens one for each probe.
+CONNECTIONS, OF_ONE_SOURCE, OF_THIS_HOST = 64, 16, 16
+#: Connections that the kernel keeps until they are accepted.
+_QUEUE = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Checks:
+    """What the answers are made of. The functions are called from several threads, and must not block."""
+
+    #: A line for each task that is late; empty when all is well.
+    overdue: Callable[[], list[str]]
+    #: Whether pods can be started on this node.
+    ready: Callable[[], bool]
+    #: What is missing to be ready, one line each, as far as it is known.
+    missing: Callable[[], list[str]] = list
+    #: What a ready node lacks nevertheless, one line each.
+    caveats: Callable[[], list[str]] = list
+    #: Each part of the daemon, with what is not well with it: for those who ask for more.
+    parts: Callable[[], list[tuple[str, str]]] = list
+    #: Turns an Accept header into status, content type and page of /metrics.
+    metrics: Callable[[str], tuple[int, str, bytes]] | None = None
+
+
+def answer(path: str, checks: Checks) -> tuple[int, str]:
+    """HTTP status and body; the first lines of the bodies are upstream's."""
+    name, _, query = path.partition("?")
+    match name:
+        case "/healthz":
+            late = checks.overdue()
+            return (500, "\n".join(late)) if late else (200, "flanneld is running")
+        case "/readyz":
+            more = _each(checks.parts()) if query.partition("=")[0] == "verbose" else []
+            if checks.ready():
+                return 200, "\n".join(["flanneld is ready", *checks.caveats(), *more])
+            return 503, "\n".join(["flanneld is not ready yet", *checks.missing(), *more])
+    return 404, "not found; ask for /healthz or /readyz"
+
+
+def _each(parts: list[tuple[str, str]]) -> list[str]:
+    """In the words of kube-apiserver's verbose checks."""
+    return [f"[-]{name}: {trouble}" if trouble else f"[+]{name} ok" for name, trouble in parts]
+
+
+class HealthServer:
+    """Answers on one address and port (0: any free one) from its construction to ``close``.
+
+    Raises ``Fatal`` when it cannot listen there.
+    """
+
+    def __init__(self, ip: str, port: int, checks: Checks) -> None:
+        try:
+            self._listener = _listen(ip, port)
+        except (OSError, OverflowError, UnicodeError) as error:
+            raise Fatal(
+                f"cannot listen for health checks on {ip} port {port}: {cause_of(error)}",
+                "give a free port with -healthz-port and an address of this host with -healthz-ip",
+            ) from error
+        self._server = PolledServer(
+            self._listener,
+            partial(_talk, checks),
+            Limits(REQUEST_TIME, CONNECTIONS, OF_ONE_SOURCE, OF_THIS_HOST),
+            "Cannot answer a health check",
+        )
+
+    @property
+    def port(self) -> int:
+        port: int = self._listener.getsockname()[1]
+        return port
+
+    def serve(self) -> None:
+        """Answer until ``close``."""
+        self._server.serve()
+
+    def close(self) -> None:
+        """End ``serve`` at once. May be called from any thread, repeatedly."""
+        self._server.close()
+
+
+def _listen(ip: str, port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((ip, port))
+        listener.listen(_QUEUE)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def _talk(checks: Checks, connection: socket.socket) -> Iterator[int]:
+    """Answer one request."""
+    head = yield from _read_head(connection)
+    yield from send(connection, _handler()(head, checks).wfile.getvalue())
+    # The client closes first: to close on unread data would take our answer back (RFC 9112, 9.6).
+    connection.shutdown(socket.SHUT_WR)
+    while (yield from receive(connection, MAX_HEAD)):
+        continue
+
+
+def _read_head(connection: socket.socket) -> Generator[int, None, bytes]:
+    """Receive the request line and the headers."""
+    head = b""
+    while b"\n\r\n" not in head and b"\n\n" not in head and len(head) < MAX_HEAD:
+        chunk = yield from receive(connection, 4096)
+        if not chunk:
+            break
+        head += chunk
+    return head
+
+
+class _Response(Protocol):
+    """Handler of one request that is here already."""
+
+    wfile: io.BytesIO
+
+
+@cache
+def _handler() -> Callable[[bytes, Checks], _Response]:
+    # Imported here: it costs 15 ms and 5 MiB, and the health checks are off by default.
+    from http.server import BaseHTTPRequestHandler
+
+    class Handler(BaseHTTPRequestHandler):
+        server_version = "flanneld"
+        sys_version = ""
+        wfile: io.BytesIO
+
+        def __init__(self, head: bytes, checks: Checks) -> None:
+            self._checks = checks
+            self.rfile, self.wfile = io.BytesIO(head), io.BytesIO()
+            self.raw_requestline = self.rfile.readline()
+            # Parsing answers by itself what it cannot understand.
+            if self.raw_requestline and self.parse_request():
+                self._answer()
+
+        def _answer(self) -> None:
+            if self._checks.metrics and self.path.partition("?")[0] == "/metrics":
+                self._send(*self._checks.metrics(self.headers.get("Accept", "")))
+                return
+            status, text = answer(self.path, self._checks)
+            self._send(status, "text/plain; charset=utf-8", text.encode(errors="backslashreplace"))
+
+        def _send(self, status: int, content_type: str, body: bytes) -> None:
+            self.send_response(status)
+            self.send_header("Content-Type", content_type)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(body)
+
+        def log_message(self, *_message: object) -> None:
+            """Say nothing: health checks come every few seconds, for ever."""
+
+    return Handler

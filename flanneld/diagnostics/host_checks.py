@@ -1,0 +1,286 @@
+"""Settings of this host that stand in the way of forwarding: checked at the start, forwarding each second.
+
+Not looked at, and why: a FORWARD chain that drops is the firewall's business. A strict ``rp_filter`` on
+a device of ours does no harm: what comes in there, from a peer's containers or from the peer itself,
+has its way back there. Only a container that calls on another node's own address unmasqueraded gets
+no answer then. ``gc_thresh`` does not count permanent neighbours.
+"""
+
+from __future__ import annotations
+
+import logging
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from flanneld.model import Family
+from flanneld.runtime.outage import Pace
+from flanneld.runtime.shell import Command
+
+log = logging.getLogger(__name__)
+
+_ROOT = Path("/proc/sys")
+#: Settings are named by their path below /proc/sys: an interface's name may have dots in it.
+FORWARDING: Mapping[Family, str] = {4: "net/ipv4/ip_forward", 6: "net/ipv6/conf/all/forwarding"}
+BRIDGED: Mapping[Family, str] = {
+    4: "net/bridge/bridge-nf-call-iptables",
+    6: "net/bridge/bridge-nf-call-ip6tables",
+}
+_STRICT, _LOOSE = 1, 2
+#: accept_ra: while this host does not forward, or always.
+_AS_A_HOST, _ALWAYS = 1, 2
+# linux/route.h, linux/ipv6_route.h
+_RTF_GATEWAY, _RTF_DEFAULT, _RTF_ADDRCONF = 0x2, 0x10000, 0x40000
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a decision needs. ``settings`` lacks what this kernel does not have or does not show.
+
+    ``services`` says that containers use service addresses, as in Kubernetes. ``advertised`` are the
+    interfaces whose IPv6 default route the kernel has from router advertisements. ``elsewhere`` is
+    the interface of the IPv4 default route, if no route through a gateway leaves by the uplink.
+    """
+
+    families: tuple[Family, ...]
+    uplink: str
+    settings: Mapping[str, int]
+    services: bool = False
+    advertised: tuple[str, ...] = ()
+    elsewhere: str = ""
+
+
+class Topic(StrEnum):
+    """The setting of this host that a finding concerns."""
+
+    FORWARDING = "forwarding"
+    BRIDGES = "br_netfilter"
+    REVERSE_PATH = "rp_filter"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One obstacle: what it is, why it matters, what puts it right as root.
+
+    ``settings`` are what we may set by ourselves for that, in this order; none if the operator must decide.
+    What is ``grave`` is in the way of what this host is for.
+    """
+
+    topic: Topic
+    what: str
+    why: str
+    argv: Command
+    settings: tuple[tuple[str, int], ...] = ()
+    grave: bool = True
+
+    @property
+    def command(self) -> str:
+        """The remedy as a shell reads it."""
+        return shlex.join(self.argv)
+
+
+def report(families: tuple[Family, ...], uplink: str, *, services: bool = False) -> None:
+    """Put right what we may, and log one line about each obstacle."""
+    for finding in findings(read_facts(families, uplink, services=services)):
+        if mend(finding):
+            log.info("%s, so %s; mended by: %s", finding.what, finding.why, finding.command)
+        else:
+            level = logging.WARNING if finding.grave else logging.INFO
+            log.log(level, "%s, so %s; run as root: %s", finding.what, finding.why, finding.command)
+
+
+class Forwarding:
+    """The kernel's switch for each family, as others may turn it while the daemon runs.
+
+    Reading a setting costs 10 us, so a look each second is cheaper than a socket for notifications.
+    ``keep`` switches it on again. Only ``look`` writes; ``problems`` may be read from any thread.
+    """
+
+    def __init__(self, families: tuple[Family, ...], uplink: Callable[[], str], *, keep: bool) -> None:
+        self._families = families
+        self._uplink = uplink
+        self._keep = keep
+        self._pace = Pace()
+        #: None before the first look.
+        self._off: tuple[Finding, ...] | None = None
+        #: The settings that were off after the last look.
+        self._seen: frozenset[str] = frozenset()
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """One line for each family that the kernel does not forward."""
+        return tuple(f"{each.what}: {each.why}" for each in self._off or ())
+
+    def look(self) -> None:
+        """Notice and log what has changed since the last time; put it right if that is wanted."""
+        off = self._read_off()
+        if off == self._seen and self._off is not None:
+            return
+        found = tuple(_no_forwarding(read_facts(self._families, self._uplink()))) if off else ()
+        if self._keep:
+            found = tuple(each for each in found if not self._switched_on(each))
+        if self._off is not None:  # else ``report`` has just said it
+            _tell_changes(self._off, found)
+        self._off = found
+        self._seen = self._read_off() if self._keep else off
+
+    def _read_off(self) -> frozenset[str]:
+        settings = _read(*(FORWARDING[family] for family in self._families))
+        return frozenset(path for path, value in settings.items() if value == 0)
+
+    def _switched_on(self, finding: Finding) -> bool:
+        if not mend(finding):
+            return False
+        if self._pace.allows(finding.what):
+            log.warning("Switched forwarding on again: another program had left %s", finding.what)
+        return True
+
+
+def _tell_changes(before: tuple[Finding, ...], after: tuple[Finding, ...]) -> None:
+    for each in after:
+        if each not in before:
+            log.warning(
+                "Forwarding was switched off: %s, so %s; run as root: %s", each.what, each.why, each.command
+            )
+    for each in before:
+        if each not in after:
+            log.info("Forwarding is on again: no longer %s", each.what)
+
+
+# ---- deciding ---------------------------------------------------------------------------------
+
+
+def findings(facts: Facts) -> tuple[Finding, ...]:
+    """What stands in the way (pure)."""
+    return (*_no_forwarding(facts), *_bridge_without_firewall(facts), *_strict_uplink(facts))
+
+
+def _no_forwarding(facts: Facts) -> Iterator[Finding]:
+    for family in facts.families:
+        if facts.settings.get(FORWARDING[family]) == 0:
+            settings = (*(_kept_advertisements(facts) if family == 6 else ()), (FORWARDING[family], 1))
+            yield Finding(
+                Topic.FORWARDING,
+                f"{_shown(FORWARDING[family])} is 0",
+                f"this host passes no IPv{family} packets on, neither to its containers nor from them",
+                _sysctl(*settings),
+                settings,
+            )
+
+
+def _kept_advertisements(facts: Facts) -> Iterator[tuple[str, int]]:
+    """The kernel drops a router's default route when it begins to forward, unless told otherwise before.
+
+    Linux, ip-sysctl: accept_ra.
+    """
+    for interface in facts.advertised:
+        setting = f"net/ipv6/conf/{interface}/accept_ra"
+        if facts.settings.get(setting) == _AS_A_HOST:
+            yield setting, _ALWAYS
+
+
+def _bridge_without_firewall(facts: Facts) -> Iterator[Finding]:
+    """A reply that stays on the bridge has to be translated back.
+
+    That concerns published ports as well, but only service addresses are what every container uses.
+    """
+    why = "containers of this node do not reach each other through a service address or a published port"
+    missing = [BRIDGED[family] for family in facts.families if BRIDGED[family] not in facts.settings]
+    if missing:
+        what = "the kernel module br_netfilter is not loaded"
+        yield Finding(Topic.BRIDGES, what, why, ("modprobe", "br_netfilter"), grave=facts.services)
+    off = [BRIDGED[family] for family in facts.families if facts.settings.get(BRIDGED[family]) == 0]
+    for setting in off:
+        command = _sysctl((setting, 1))
+        yield Finding(Topic.BRIDGES, f"{_shown(setting)} is 0", why, command, grave=facts.services)
+
+
+def _strict_uplink(facts: Facts) -> Iterator[Finding]:
+    """A strict filter drops what comes in by another interface than the answer would leave by.
+
+    Linux, ip-sysctl: rp_filter; the larger of the value for all and that of the interface counts.
+    """
+    setting = f"net/ipv4/conf/{facts.uplink}/rp_filter"
+    values = (facts.settings.get(setting, 0), facts.settings.get("net/ipv4/conf/all/rp_filter", 0))
+    if 4 in facts.families and facts.elsewhere and max(values) == _STRICT:
+        yield Finding(
+            Topic.REVERSE_PATH,
+            f"{_shown(setting)} is strict while the default route leaves by {facts.elsewhere}",
+            f"packets from nodes that are not on {facts.uplink}'s own network are dropped",
+            _sysctl((setting, _LOOSE)),
+        )
+
+
+def _sysctl(*settings: tuple[str, int]) -> Command:
+    return ("sysctl", "-w", *(f"{_shown(path)}={value}" for path, value in settings))
+
+
+def _shown(path: str) -> str:
+    """As sysctl(8) writes it: dots for slashes, and the other way round in an interface's name."""
+    return path.translate(str.maketrans("/.", "./"))
+
+
+# ---- reading and writing ------------------------------------------------------------------------
+
+
+def read_facts(families: tuple[Family, ...], uplink: str, *, services: bool = False) -> Facts:
+    """Ask the kernel of this network namespace. Routes are read only where they matter: there may be many."""
+    paths = [table[family] for table in (FORWARDING, BRIDGED) for family in families]
+    paths += [f"net/ipv4/conf/{name}/rp_filter" for name in ("all", uplink)]
+    settings = _read(*paths)
+    advertised: tuple[str, ...] = ()
+    if settings.get(FORWARDING[6]) == 0:
+        advertised = tuple(_advertised_defaults())
+        settings |= _read(*(f"net/ipv6/conf/{name}/accept_ra" for name in advertised))
+    strict = any(settings.get(path) == _STRICT for path in paths[-2:])
+    return Facts(families, uplink, settings, services, advertised, _elsewhere(uplink) if strict else "")
+
+
+def _read(*paths: str) -> dict[str, int]:
+    found = {}
+    for path in paths:
+        try:
+            found[path] = int((_ROOT / path).read_text())
+        except (OSError, ValueError):
+            continue  # Nothing can be said of a setting that is not there.
+    return found
+
+
+def _advertised_defaults() -> Iterator[str]:
+    for fields in _table("/proc/self/net/ipv6_route"):
+        flags, interface = int(fields[8], 16), fields[9]
+        if flags & _RTF_DEFAULT and flags & _RTF_ADDRCONF:
+            yield interface
+
+
+def _elsewhere(uplink: str) -> str:
+    default = ""
+    for fields in _table("/proc/self/net/route"):
+        interface, destination, _, flags = fields[:4]
+        if interface == uplink and int(flags, 16) & _RTF_GATEWAY:
+            return ""
+        if int(destination, 16) == int(fields[7], 16) == 0:
+            default = default or interface
+    return default if default != uplink else ""
+
+
+def _table(path: str) -> Iterator[list[str]]:
+    try:
+        with Path(path).open(encoding="ascii") as lines:
+            for line in lines:
+                if not line.startswith("Iface"):
+                    yield line.split()
+    except FileNotFoundError:
+        return  # A kernel without this family.
+
+
+def mend(finding: Finding) -> bool:
+    """Set what may be set; False when that is nothing, or when this host does not let us."""
+    try:
+        for path, value in finding.settings:
+            (_ROOT / path).write_text(f"{value}\n")
+    except OSError:
+        return False
+    return bool(finding.settings)

@@ -1,0 +1,90 @@
+"""Daemons of any flannel, Go's or this one, that run in this network namespace."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+#: Names of the program: ``flanneld``, or a release's ``flanneld-amd64``; no module ``flanneld.backends.udp.proxy``.
+_PROGRAM = re.compile(r"flanneld([-_].*)?")
+_INTERPRETER = re.compile(r"(python|pypy)[0-9.]*")
+#: Calls that do something else than serve.
+_ERRAND = re.compile(r"--?(cleanup|plan|migrate-etcd-v2-to-v3|version|help|h)(=.*)?")
+_UNIT = re.compile(r"/([^/\n]+\.service)(?:\n|$)")
+_CONTAINER = re.compile(r"/docker[-/]([0-9a-f]{12})")
+
+
+@dataclass(frozen=True, slots=True)
+class Daemon:
+    """A running daemon, and the command that stops it for good."""
+
+    pid: int
+    remedy: str
+
+
+def running(proc: Path = Path("/proc")) -> Iterator[Daemon]:
+    """Find the daemons of this network namespace, never this process nor what has started it.
+
+    Those in a PID namespace that we do not see are not found, nor, without root, those of other users.
+    """
+    here = (proc / "self/ns/net").stat()
+    own = set(_ancestors(proc))
+    for process in sorted(proc.glob("[0-9]*"), key=lambda path: int(path.name)):
+        if int(process.name) in own:
+            continue
+        with suppress(OSError):  # It has ended, or is another user's.
+            if os.path.samestat((process / "ns/net").stat(), here) and is_daemon(*_call_of(process)):
+                yield Daemon(int(process.name), how_to_stop(int(process.name), _text(process / "cgroup")))
+
+
+def is_daemon(names: Sequence[str], words: Sequence[str]) -> bool:
+    """Return True if a process is a flanneld that serves, by its names and its command line."""
+    program, rest = "", list(words[1:])
+    if words and _INTERPRETER.fullmatch(Path(words[0]).name):
+        while rest and rest[0].startswith("-") and rest[0] != "-m":
+            rest.pop(0)
+        if rest[:1] == ["-m"]:
+            rest.pop(0)
+        program = Path(rest.pop(0)).name if rest else ""
+    elif words:
+        program = Path(words[0]).name
+    is_flanneld = any(_PROGRAM.fullmatch(name) for name in (*names, program))
+    return is_flanneld and not any(_ERRAND.fullmatch(word) for word in rest)
+
+
+def how_to_stop(pid: int, cgroup: str) -> str:
+    """Name the command that stops a daemon for good, by the manager in its cgroup (cgroups(7))."""
+    if "kubepods" in cgroup:
+        return "kubectl delete its DaemonSet, or keep it from this node with a nodeSelector"
+    if container := _CONTAINER.search(cgroup):
+        return f"docker stop {container[1]}"
+    units = [unit for unit in _UNIT.findall(cgroup) if "flannel" in unit]
+    return f"systemctl stop {units[0]}" if units else f"kill {pid}"
+
+
+def _ancestors(proc: Path) -> Iterator[int]:
+    """This process, its parent, and so on."""
+    pid = os.getpid()
+    while pid > 1:
+        yield pid
+        found = re.search(r"^PPid:\s*([0-9]+)$", _text(proc / str(pid) / "status"), re.MULTILINE)
+        pid = int(found[1]) if found else 0
+
+
+def _call_of(process: Path) -> tuple[list[str], list[str]]:
+    """The names of a process, and the words of its command line. Raises ``OSError``."""
+    names = [(process / "comm").read_text().strip()]
+    with suppress(OSError):
+        names.append((process / "exe").readlink().name)
+    return names, (process / "cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""

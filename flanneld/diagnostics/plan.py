@@ -1,0 +1,158 @@
+"""``flanneld --plan``: what a start would change on this host, as commands that would do the same."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from flanneld.diagnostics import host_checks
+from flanneld.diagnostics.dry_run import Notebook, Outcome, rehearse
+from flanneld.network import iproute2_commands
+from flanneld.network.firewall import detect, rules
+from flanneld.network.firewall.command import Commands
+from flanneld.network.firewall.driver import Driver
+from flanneld.network.firewall.iptables.restore import Restore
+from flanneld.network.firewall.iptables.text import restore_text
+from flanneld.network.firewall.plan import Claim, claim, plan
+from flanneld.network.firewall.rules import Rules, Style
+from flanneld.network.firewall.sweep import PLACES, Place, driver, may_hold
+from flanneld.network.uplink_election import InterfaceChoice
+from flanneld.options import Options
+from flanneld.reconcile.firewall import Wishes, wishes_of
+from flanneld.state.resources import Kind, Resource
+from flanneld.subnet import subnet_file
+from flanneld.subnet.manager import SubnetManager
+from flanneld.subnet.subnet_file import SubnetEnv
+
+
+def print_plan(
+    wanted: Options, manager: SubnetManager, choice: InterfaceChoice, say: Callable[[str], None]
+) -> None:
+    """Say each command on a line, and in comments what no command does; nothing if nothing would change.
+
+    Raises ``Retryable`` and ``Fatal`` where a start would wait or end.
+    """
+    outcome = rehearse(wanted, manager, choice)
+    for line in lines(wanted, outcome):
+        say(_harmless(line) if line.startswith("#") else line)
+
+
+def lines(wanted: Options, outcome: Outcome) -> Iterator[str]:
+    """In the order of a start."""
+    yield from _lease(outcome)
+    yield from kernel_lines(outcome, local=True)
+    yield from _subnet_file(wanted, outcome)
+    yield from _settings(outcome, services=wanted.kube_subnet_mgr)
+    yield from kernel_lines(outcome, local=False)
+    if any(net is not None for net in outcome.own.key):
+        wishes = wishes_of(wanted, outcome.config, outcome.own.key, outcome.previous)
+        yield from _rules(wishes, Commands(threading.Event()))
+
+
+def _harmless(comment: str) -> str:
+    """A plan may be given to a shell: what others say of themselves must not end a comment."""
+    return "".join(each if each.isprintable() else "?" for each in comment)
+
+
+def _lease(outcome: Outcome) -> Iterator[str]:
+    if outcome.has_lease:
+        return
+    likely = str(outcome.own)
+    yield "# this node has no lease yet; " + (
+        f"the plan is for {likely}, which its last run had and nobody has now"
+        if likely
+        else "its subnet would be any free one, so what rests on that is left out"
+    )
+
+
+def kernel_lines(outcome: Outcome, *, local: bool) -> Iterator[str]:
+    """Devices and addresses, or all that leads to peers with the removal of what nobody wants."""
+    notes = outcome.notes
+    if local:
+        for link, actual in notes.devices.values():
+            yield from map(shlex.join, iproute2_commands.link(link, actual, outcome.uplink.name))
+    else:
+        yield from filter(None, map(_drop, notes.drops))
+        for route in notes.behind.values():
+            yield from map(shlex.join, iproute2_commands.bring_to_front(route, outcome.domain.links))
+    for resource in sorted(notes.puts.values(), key=lambda each: each.kind):
+        if (resource.kind is resource.kind.ADDRESS) is local:
+            if resource.kind is Kind.OUTSIDE:
+                yield _outside(resource, notes)
+            elif made := iproute2_commands.put(resource, outcome.domain.links):
+                yield shlex.join(made)
+
+
+def _drop(resource: Resource) -> str:
+    if resource.kind is Kind.OUTSIDE:
+        return f"# no more: {resource}"
+    return shlex.join(iproute2_commands.drop(resource) or ())
+
+
+def _outside(resource: Resource, notes: Notebook) -> str:
+    """What no command does: the start does it, by a backend's driver."""
+    there = notes.outside.get(resource.key)
+    if there is None:
+        return f"# new: {resource}"
+    was = f" in place of {there}" if str(there) != str(resource) else ", with other settings than it has"
+    return f"# changed: {resource}{was}"
+
+
+def _subnet_file(wanted: Options, outcome: Outcome) -> Iterator[str]:
+    subnets = tuple(net for net in outcome.own.key if net is not None)
+    if not subnets:
+        return
+    networks = tuple(each.network for each in outcome.config.ranges)
+    text = subnet_file.render(SubnetEnv(networks, subnets, outcome.mtu, wanted.ip_masq))
+    path = Path(wanted.subnet_file)
+    try:
+        if path.read_text() == text:
+            return
+    except (OSError, UnicodeDecodeError):
+        pass
+    yield f"printf '%s\\n' {' '.join(text.split())} > {shlex.quote(str(path))}"
+
+
+def _settings(outcome: Outcome, *, services: bool) -> Iterator[str]:
+    facts = host_checks.read_facts(outcome.config.families, outcome.uplink.name, services=services)
+    yield from (finding.command for finding in host_checks.findings(facts) if finding.settings)
+
+
+# ---- rules of the packet filter -----------------------------------------------------------------
+
+
+def _rules(wishes: Wishes, run: Commands) -> Iterator[str]:
+    """What sets the rules, then what removes those that an earlier run left elsewhere."""
+    if not (wishes.purpose or wishes.former):
+        return
+    place: Place = "native"
+    if not wishes.native:
+        place, _ = detect.choose(wishes.flavour, detect.look([nets.family for nets in wishes.nets]))
+    style: Style = "native" if wishes.native else wishes.style
+    purpose = wishes.purpose
+    for nets in wishes.nets:
+        former = next((each for each in wishes.former if each.family == nets.family), None)
+        mine = claim([nets], former, masquerade=purpose.masquerade, forward=purpose.forward)
+        yield from _changes(driver(place, nets.family, run), rules.wanted(style, nets, purpose), mine)
+        for other in PLACES:
+            if other != place and may_hold(other, nets.family, mine):
+                yield from _changes(driver(other, nets.family, run), {}, mine)
+
+
+def _changes(there: Driver, wanted: Rules, mine: Claim) -> Iterator[str]:
+    edits = plan(wanted, there.read(), mine)
+    if not edits:
+        return
+    if isinstance(there, Restore):
+        yield f"{there.name}-restore --noflush <<'END'"
+        yield from restore_text(edits).splitlines()
+    else:
+        from flanneld.network.firewall.nftables.driver import Nftables  # not on most hosts
+
+        assert isinstance(there, Nftables)
+        yield "nft -j -f - <<'END'"
+        yield json.dumps({"nftables": there.orders(edits)})
+    yield "END"

@@ -1,0 +1,114 @@
+"""Asks peers from time to time whether they are there, over the way that containers' packets take."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+
+from flanneld.compat.glog import Once
+from flanneld.model import FAMILIES, Family, IPAddress, Lease, LeaseKey
+from flanneld.network import icmp_echo
+from flanneld.reconcile.counters import Histogram
+from flanneld.reconcile.reconciler import Reconciler
+from flanneld.state.resources import Address
+
+log = logging.getLogger(__name__)
+
+#: Seconds until a peer counts as silent.
+WITHIN = 2.0
+#: The share of silence is that of so many probes.
+_WINDOW = 100
+#: The promise to report again, beside the pause between two probes.
+_SLACK = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """``time`` is in seconds since the epoch, ``rtt`` in seconds, None if nothing came back."""
+
+    target: IPAddress
+    time: float
+    rtt: float | None
+
+
+class Prober:
+    """Probes one peer at a time, whichever chance picks. Written by its own thread, read by any."""
+
+    def __init__(
+        self,
+        per_minute: int,
+        own: Lease,
+        reconciler: Reconciler,
+        *,
+        stop: threading.Event,
+        heartbeat: Callable[[float], None],
+    ) -> None:
+        self._pause = 60.0 / per_minute
+        self._own = own
+        self._reconciler = reconciler
+        self._stop = stop
+        self._heartbeat = heartbeat
+        self._once = Once()
+        self._lost: deque[bool] = deque(maxlen=_WINDOW)
+        self.rtt = Histogram()
+        #: The last probe of each peer that was picked.
+        self.last: dict[LeaseKey, Probe] = {}
+
+    @property
+    def loss(self) -> float | None:
+        """The share of the last probes that got no answer; None before the first."""
+        lost = self._lost.copy()
+        return sum(lost) / len(lost) if lost else None
+
+    def run(self) -> None:
+        while not self._stop.is_set():
+            self._heartbeat(self._pause + _SLACK)
+            if not self._stop.wait(self._pause):
+                self._probe_one()
+
+    def _probe_one(self) -> None:
+        view = self._reconciler.peers.view()
+        self.last = {key: probe for key, probe in self.last.items() if key in view.wishes}
+        # Who is refused, or runs another backend, is not reached.
+        peers = [lease for lease in view.leases if lease.key not in view.reasons]
+        if not peers:
+            return
+        peer = random.choice(peers)  # noqa: S311 - no secret
+        for target in targets(peer, answering(self._own, self._reconciler.peers.local_wishes())):
+            self._probe(peer, target)
+
+    def _probe(self, peer: Lease, target: IPAddress) -> None:
+        try:
+            rtt = icmp_echo.ask(target, WITHIN, lambda: not self._stop.is_set())
+        except OSError as failure:
+            self._once.warn(log, "socket", f"Cannot probe peers: {failure.strerror}; CAP_NET_RAW is needed")
+            return
+        if self._stop.is_set():
+            return
+        self._lost.append(rtt is None)
+        if rtt is not None:
+            self.rtt.observe(rtt)
+        self.last[peer.key] = Probe(target, time.time(), rtt)
+
+
+def answering(own: Lease, local: Collection[object]) -> frozenset[Family]:
+    """The families in which a node of this backend has the first address of its subnet, as we do (pure)."""
+    ours = {each.address for each in local if isinstance(each, Address)}
+    return frozenset(
+        family for family in FAMILIES if (net := own.net(family)) is not None and net.network_address in ours
+    )
+
+
+def targets(peer: Lease, at_base: Collection[Family]) -> Iterator[IPAddress]:
+    """Whom to ask, one address a family: the peer's end of the tunnel, else its public IP (pure)."""
+    for family in FAMILIES:
+        net, public = peer.net(family), peer.attrs.public(family)
+        if net is not None and at_base:
+            yield from [net.network_address] if family in at_base else []
+        elif net is not None and public is not None:
+            yield public

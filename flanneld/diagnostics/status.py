@@ -1,0 +1,255 @@
+"""What the daemon knows, as one JSON document: for the status socket."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from flanneld import __version__
+from flanneld.config import Config
+from flanneld.diagnostics.components import Sight
+from flanneld.diagnostics.conditions import troubles
+from flanneld.model import FAMILIES, Lease, Uplink, name_of
+from flanneld.network import resource_json
+from flanneld.reconcile.counters import kind_of, wall
+from flanneld.reconcile.peers import View
+from flanneld.state.report import Failure
+from flanneld.state.resources import Key
+
+if TYPE_CHECKING:
+    from flanneld.diagnostics.probes import Probe  # only with -peer-probes
+
+#: So many peers are put into one piece of the document.
+_PEERS_AT_A_TIME = 100
+
+_EVENT = ("time", "severity", "source", "text")
+
+Document = dict[str, Any]
+
+
+def pieces(sight: Sight) -> Iterator[bytes]:
+    """The document, in pieces that are made one by one: with many peers it is long, and others work on."""
+    head = json.dumps(summary(sight))
+    yield head[:-1].encode()
+    yield b', "peers": ['
+    separator = b""
+    waiting: list[str] = []
+    for peer in peers(sight):
+        waiting.append(json.dumps(peer))
+        if len(waiting) == _PEERS_AT_A_TIME:
+            yield separator + ",\n".join(waiting).encode()
+            separator = b",\n"
+            waiting.clear()
+    yield (separator if waiting else b"") + ",\n".join(waiting).encode() + b"]}\n"
+
+
+def summary(sight: Sight) -> Document:
+    """All but the peers."""
+    missing = sight.missing()
+    return {
+        "version": __version__,
+        "pid": os.getpid(),
+        "time": time.time(),
+        "started": sight.started,
+        "flags": sight.options.described(),
+        "subnet_file": sight.options.subnet_file,
+        "kube_subnet_mgr": sight.options.kube_subnet_mgr,
+        "store": _store(sight),
+        "health": {
+            "ready": not missing,
+            "missing": missing,
+            "waiting": sight.waiting(),
+            "late": sight.overdue(),
+            "troubles": [{"part": part.name, "trouble": part.trouble} for part in troubles(sight)],
+        },
+        "network": network(sight.config),
+        "lease": _lease(sight),
+        **_data_plane(sight),
+        "firewall": _firewall(sight),
+        "events": [dict(zip(_EVENT, event, strict=True)) for event in sight.events.recent()],
+    }
+
+
+def _store(sight: Sight) -> Document:
+    store, problem = sight.store, sight.store_problem
+    return {
+        "name": sight.manager.name if sight.manager else None,
+        "answers": sight.store_is_up,
+        "problem": problem.problem if problem else None,
+        "remedy": problem.remedy if problem else None,
+        "cache": sight.cached or None,
+        "requests": sum(store.requests.counts),
+        "errors": store.errors,
+        "last_event": store.last_event or None,
+        "resyncs": store.resyncs.copy(),
+    }
+
+
+def network(config: Config | None) -> Document | None:
+    """The network config, as far as it says what is whose."""
+    if config is None:
+        return None
+    return {
+        "ranges": [{"network": str(each.network), "subnet_len": each.subnet_len} for each in config.ranges],
+        "backend": config.backend_type,
+    }
+
+
+def _lease(sight: Sight) -> Document | None:
+    if sight.keeper is None:
+        return None
+    return {**lease(sight.keeper.lease), "renewals": sight.store.renewals.copy()}
+
+
+def lease(own: Lease) -> Document:
+    """Our lease; ``macs`` are those of the VXLAN devices that peers know."""
+    return {
+        "subnets": _subnets(own),
+        "expires": None if own.expires is None else wall(own.expires),
+        "public_ips": _public_ips(own),
+        "macs": _macs(own),
+    }
+
+
+def _data_plane(sight: Sight) -> Document:
+    reconciler = sight.reconciler
+    if reconciler is None:
+        return {}
+    work = reconciler.work
+    repairs = work.heals.copy().items()
+    return {
+        "uplink": {**uplink(reconciler.site.uplink), "usable": not reconciler.site.is_adrift},
+        "mtu": reconciler.site.backend.mtu,
+        "devices": sorted(reconciler.domain.links),
+        "local": [describe(wish, work.pending) for wish in reconciler.peers.local_wishes()],
+        "synced": reconciler.peers.synced,
+        "last_sync": work.last_sync or None,
+        "repairs": [{"kind": kind, "cause": cause, "number": number} for (kind, cause), number in repairs],
+        "fights": work.is_fighting,
+        "lost_notifications": work.overruns,
+        "refused": [_refusal(failure) for failure in work.pending.values()],
+        "brake": {"holds": reconciler.brake.holds, "number": reconciler.brake.holds_total},
+    }
+
+
+def uplink(elected: Uplink) -> Document:
+    return {
+        "name": elected.name,
+        "mtu": elected.mtu,
+        "addresses": [str(ip) for family in FAMILIES if (ip := elected.local(family))],
+        "public_ips": [str(ip) for family in FAMILIES if (ip := elected.public(family))],
+    }
+
+
+def _firewall(sight: Sight) -> Document | None:
+    firewall = sight.firewall
+    if firewall is None:
+        return None
+    repairs = firewall.repairs.copy().items()
+    return {
+        "place": firewall.place,
+        "masquerade": sight.options.ip_masq,
+        "forward": sight.options.iptables_forward_rules,
+        "not_in_place": [f"IPv{family}" for family in firewall.unsettled()],
+        "fights": firewall.is_fighting(),
+        "repairs": [{"through": name, "by": by, "number": number} for (name, by), number in repairs],
+    }
+
+
+def peers(sight: Sight) -> Iterator[Document]:
+    """Each lease but ours, with what is wanted for it, in the order of the store."""
+    if sight.reconciler is None:
+        return
+    view = sight.reconciler.peers.view()
+    documents = peers_of(view, sight.reconciler.work.pending)
+    if sight.prober is None:
+        yield from documents
+        return
+    last = sight.prober.last
+    for lease, document in zip(view.leases, documents, strict=True):
+        yield document | {"probe": _probe(last.get(lease.key))}
+
+
+def _probe(last: Probe | None) -> Document | None:
+    return {"target": str(last.target), "time": last.time, "rtt": last.rtt} if last else None
+
+
+def peers_of(view: View, pending: Mapping[Key, Failure]) -> Iterator[Document]:
+    """The same of any view; ``pending`` is what the kernel refuses."""
+    for each in view.leases:
+        yield _peer(each, view, pending)
+
+
+def states(view: View, pending: Mapping[Key, Failure]) -> Iterator[tuple[str, str]]:
+    """The backend and the state of each peer."""
+    for each in view.leases:
+        yield each.attrs.backend_type, _state(each, view, pending)
+
+
+def _peer(peer: Lease, view: View, pending: Mapping[Key, Failure]) -> Document:
+    wishes = view.wishes.get(peer.key, ())
+    refused = "; ".join(str(pending[wish.key]) for wish in wishes if wish.key in pending)
+    return {
+        "subnets": _subnets(peer),
+        "public_ips": _public_ips(peer),
+        "macs": _macs(peer),
+        "backend": peer.attrs.backend_type,
+        "state": _state(peer, view, pending),
+        "reason": view.reasons.get(peer.key, refused),
+        "conflicts": _rivals(peer, view),
+        "objects": [describe(wish, pending) for wish in wishes],
+    }
+
+
+def _state(peer: Lease, view: View, pending: Mapping[Key, Failure]) -> str:
+    if peer.key in view.unsafe:
+        return "unsafe"
+    if peer.key in view.reasons:
+        return "refused"
+    if pending and any(wish.key in pending for wish in view.wishes.get(peer.key, ())):
+        return "not in the kernel"
+    if _rivals(peer, view):
+        return "contested"
+    return "in the kernel" if view.synced else "pending"
+
+
+def _rivals(peer: Lease, view: View) -> list[str]:
+    """Other leases that want one of the same objects otherwise."""
+    if not view.rivals:
+        return []
+    found: dict[str, None] = {}
+    for wish in view.wishes.get(peer.key, ()):
+        for owner, other in view.rivals.get(wish.key, {}).items():
+            if owner != peer.key and other != wish:
+                found[name_of(owner)] = None
+    return list(found)
+
+
+def describe(wish: Any, pending: Mapping[Key, Failure]) -> Document:
+    """An object for people, and as a value for programs: None for what a backend's own driver holds."""
+    return {
+        "kind": kind_of(wish),
+        "text": str(wish),
+        "value": resource_json.encode(wish),
+        "in_kernel": wish.key not in pending,
+    }
+
+
+def _refusal(failure: Failure) -> Document:
+    return {"object": str(failure.resource), "reason": failure.reason}
+
+
+def _subnets(of: Lease) -> list[str]:
+    return [str(net) for net in of.key if net is not None]
+
+
+def _public_ips(of: Lease) -> list[str]:
+    return [str(ip) for family in FAMILIES if (ip := of.attrs.public(family))]
+
+
+def _macs(of: Lease) -> list[str]:
+    data = [of.attrs.data(family) for family in FAMILIES]
+    return [str(each["VtepMAC"]) for each in data if isinstance(each, dict) and "VtepMAC" in each]

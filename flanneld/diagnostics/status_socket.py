@@ -1,0 +1,116 @@
+"""The status socket: whoever connects gets what the daemon knows, as one JSON document.
+
+Until somebody connects this is one thread that sleeps and one file descriptor. The socket lies beside the
+subnet file and is the owner's alone (mode 0600).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from flanneld.runtime.polled_server import Limits, PolledServer, send
+from flanneld.subnet.subnet_file import beside
+
+log = logging.getLogger(__name__)
+
+#: One reader has so many seconds from its connection to the last byte.
+READER_TIME = 5.0
+#: Readers at a time: the oldest has to go for one more, so that those who hang hold nobody up.
+READERS = 16
+#: Connections that the kernel keeps until they are accepted.
+_QUEUE = 64
+
+
+def path_beside(subnet_file: Path) -> Path:
+    """``flanneld.sock`` beside ``subnet.env``; beside ``blue.env``, which a second daemon has, its own."""
+    return beside(subnet_file, "sock")
+
+
+class StatusSocket:
+    """``document`` makes the answer anew for each reader, piece by piece, in the thread of ``serve``."""
+
+    def __init__(self, path: Path, document: Callable[[], Iterable[bytes]]) -> None:
+        self._path = path
+        self._document = document
+        self._server: PolledServer | None = None
+        self._inode = 0
+
+    def open(self) -> bool:
+        """Listen, in place of whatever is there. False, and a line in the log, if that cannot be."""
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        new = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        try:
+            self._path.parent.mkdir(0o755, parents=True, exist_ok=True)
+            new.unlink(missing_ok=True)
+            # Before it has a name: what is changed by its name later may be something else by then.
+            os.fchmod(listener.fileno(), 0o600)
+            listener.bind(str(new))
+            listener.listen(_QUEUE)
+            self._inode = new.lstat().st_ino
+            new.replace(self._path)
+        except OSError as error:
+            listener.close()
+            with contextlib.suppress(OSError):
+                new.unlink(missing_ok=True)
+            log.warning("No status socket at %s: %s", self._path, error)
+            return False
+        limits = Limits(READER_TIME, connections=READERS, per_source=READERS)
+        self._server = PolledServer(listener, self._tell, limits, "Cannot tell our status")
+        return True
+
+    def serve(self) -> None:
+        """Answer until ``close``."""
+        assert self._server is not None
+        self._server.serve()
+
+    def _tell(self, reader: socket.socket) -> Iterator[int]:
+        for piece in self._document():
+            yield from send(reader, piece)
+            yield select.POLLOUT  # the others' turn
+
+    def close(self) -> None:
+        """End ``serve`` at once. May be called from any thread, repeatedly."""
+        # Before ``serve`` hears of it: the process may not outlive that.
+        with contextlib.suppress(OSError):  # closed or removed already
+            # A successor may have put its own there.
+            if self._path.lstat().st_ino == self._inode:
+                self._path.unlink()
+        if self._server is not None:
+            self._server.close()
+
+
+def ask(path: Path, within: float) -> bytes:
+    """What the daemon behind a socket says. Raises ``OSError``, ``TimeoutError`` among them."""
+    deadline = time.monotonic() + within
+    said = bytearray()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(within)
+        _connect(connection, path, deadline)
+        while True:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError(f"no whole answer within {within:g} s")
+            connection.settimeout(left)
+            piece = connection.recv(1 << 16)
+            if not piece:
+                return bytes(said)
+            said += piece
+
+
+def _connect(connection: socket.socket, path: Path, deadline: float) -> None:
+    while True:
+        try:
+            connection.connect(str(path))
+        except BlockingIOError:  # Too many others wait.
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+        else:
+            return

@@ -1,0 +1,298 @@
+"""The tables of iptables-legacy, read straight from the kernel: no process, no lock, under a millisecond.
+
+The layout is that of linux/netfilter_ipv4/ip_tables.h, linux/netfilter_ipv6/ip6_tables.h and
+linux/netfilter/x_tables.h. Only tables that exist are read: to ask for another one would create it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import struct
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from ipaddress import ip_network
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from flanneld.model import Family
+from flanneld.network.firewall.rules import (
+    ACCEPT,
+    FORWARDING,
+    MASQUERADE,
+    OWN_CHAINS,
+    RETURN,
+    Chain,
+    Match,
+    Rule,
+    Rules,
+)
+from flanneld.network.rtnetlink.netlink import Malformed, unpack
+
+_NAMES: Mapping[Family, str] = {4: "ip_tables_names", 6: "ip6_tables_names"}
+_LEVEL: Mapping[Family, int] = {4: socket.SOL_IP, 6: socket.IPPROTO_IPV6}
+_SO_GET_INFO, _SO_GET_ENTRIES = 64, 65
+_HOOKS = ("PREROUTING", "INPUT", "FORWARD", "OUTPUT", "POSTROUTING")
+
+_NAME = struct.Struct("32s")
+#: Name, valid hooks, where each hook starts and where its policy is, number of entries, bytes.
+_INFO = struct.Struct("@32sI5I5III")
+_GET_ENTRIES = struct.Struct("@32sI0Q")
+#: struct ipt_entry and ip6t_entry: two addresses, their masks, interfaces, protocol, flags, inversions,
+#: the offset of the target and that of the next entry.
+_ENTRY: Mapping[Family, struct.Struct] = {
+    4: struct.Struct("@4s4s4s4s64sHBBIHHI2Q"),
+    6: struct.Struct("@16s16s16s16s64sHxBB3xIHHI2Q"),
+}
+_INVERT_SOURCE, _INVERT_DESTINATION = 0x08, 0x10
+#: What a match or target begins with: its size, name and revision.
+_EXTENSION = struct.Struct("@H29sB")
+_VERDICT = struct.Struct("@i")
+_VERDICTS = {-1: "DROP", -2: ACCEPT, -4: "QUEUE", -5: RETURN}
+_MARK = struct.Struct("@IIB")
+#: Where the data of MASQUERADE has its flags.
+_NAT_FLAGS: Mapping[Family, struct.Struct] = {4: struct.Struct("@4xI"), 6: struct.Struct("@I")}
+_RANDOM_FULLY = 1 << 4
+#: The name of the target at the head of a chain, followed there by the chain's own name.
+_ERROR = b"ERROR".ljust(29, b"\0")
+
+_ATTEMPTS = 10
+
+
+class _Entry(NamedTuple):
+    """The fields of an entry, in the order of ``_ENTRY``."""
+
+    source: bytes
+    destination: bytes
+    source_mask: bytes
+    destination_mask: bytes
+    interfaces: bytes
+    protocol: int
+    flags: int
+    inversions: int
+    cache: int
+    target: int
+    next: int
+    comefrom: int
+    packets: int
+    bytes: int
+
+
+def tables(family: Family) -> set[str]:
+    """The tables that exist in this thread's network namespace. ``PermissionError`` for all but root."""
+    try:
+        return set(Path("/proc/thread-self/net", _NAMES[family]).read_text().split())
+    except FileNotFoundError:
+        return set()  # The kernel has no such tables, or has not loaded them.
+
+
+def read(family: Family, chains: Iterable[Chain], there: Collection[str] | None = None) -> Rules:
+    """Those of the chains that are there. Raises ``OSError``.
+
+    Tables named by ``there`` are made if they do not exist; by default only those that do are read.
+    """
+    there = tables(family) if there is None else there
+    found: dict[Chain, tuple[Rule, ...]] = {}
+    wanted = list(chains)
+    for table in sorted({table for table, _ in wanted if table in there}):
+        snapshot = _take(family, table)
+        for chain in wanted:
+            if chain[0] == table and (rules := snapshot.rules(chain[1])) is not None:
+                found[chain] = rules
+    return found
+
+
+def has_chain(family: Family, chain: Chain) -> bool:
+    return chain in read(family, [chain])
+
+
+def drops_forwarded(family: Family) -> bool:
+    """Whether the policy of FORWARD is to drop. Raises ``OSError``."""
+    table, chain = FORWARDING
+    return table in tables(family) and _take(family, table).policy(chain) == "DROP"
+
+
+def count_rules(family: Family) -> int:
+    """How many rules there are that are not flannel's. Raises ``OSError``."""
+    ours = sum(len(rules) + 1 for rules in read(family, OWN_CHAINS).values())
+    return max(0, sum(_take(family, table).count() for table in tables(family)) - ours)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """One table as the kernel has it. ``hooks`` are its built-in chains: first rule and policy.
+
+    All methods raise ``Malformed``, an ``OSError``, for what no kernel has.
+    """
+
+    family: Family
+    hooks: Mapping[str, tuple[int, int]]
+    entries: int
+    data: bytes
+
+    def rules(self, chain: str) -> tuple[Rule, ...] | None:
+        """The rules of a chain, None if there is no such chain."""
+        if chain in self.hooks:
+            start, policy = self.hooks[chain]
+            return tuple(self._rule(offset) for offset in self._walk(start) if offset < policy)
+        head = self._head(chain)
+        if head is None:
+            return None
+        offsets = list(self._walk(head + self._entry(head).next))
+        return tuple(self._rule(offset) for offset in offsets[:-1])  # The last one is the return.
+
+    def policy(self, hook: str) -> str:
+        """What becomes of a packet at the end of a built-in chain."""
+        offset = self.hooks[hook][1]
+        data = self.data[offset + self._entry(offset).target + _EXTENSION.size :]
+        return _VERDICTS.get(_unpack(_VERDICT, data)[0], "")
+
+    def count(self) -> int:
+        """How many rules there are, without policies and the two entries around each other chain."""
+        own = self.data.count(_ERROR) - 2  # The end of the table is such an entry, and is named so too.
+        return self.entries - len(self.hooks) - 2 * own - 1
+
+    def _head(self, chain: str) -> int | None:
+        """Where a chain begins."""
+        name = chain.encode() + b"\0"
+        at = self.data.find(name)
+        while at >= 0:
+            target = at - _EXTENSION.size
+            if self.data[target + 2 : target + 2 + len(_ERROR)] == _ERROR:
+                return target - _ENTRY[self.family].size
+            at = self.data.find(name, at + 1)
+        return None
+
+    def _walk(self, offset: int) -> Iterator[int]:
+        """The offsets of the entries from here to the end of the chain."""
+        while offset < len(self.data):
+            entry = self._entry(offset)
+            if self._name(offset + entry.target) == "ERROR":
+                return
+            yield offset
+            offset += entry.next
+
+    def _entry(self, offset: int) -> _Entry:
+        form = _ENTRY[self.family]
+        entry = _Entry(*_unpack(form, self.data, offset))
+        if not form.size <= entry.target < entry.next:
+            raise Malformed
+        return entry
+
+    def _name(self, offset: int) -> str:
+        return _string(_unpack(_EXTENSION, self.data, offset)[1])
+
+    def _rule(self, offset: int) -> Rule:
+        entry = self._entry(offset)
+        extra = [
+            name
+            for name, present in (
+                ("interface", any(entry.interfaces)),
+                ("protocol", entry.protocol),
+                ("flags", entry.flags),
+                ("inversion", entry.inversions & ~(_INVERT_SOURCE | _INVERT_DESTINATION)),
+            )
+            if present
+        ]
+        mark, comment = None, ""
+        for name, data in self._matches(offset, entry):
+            if name == "comment":
+                comment = _string(data)
+            elif name == "mark" and not (given := _unpack(_MARK, data))[2]:
+                mark = (given[0], given[1])
+            else:
+                extra.append(name)
+        verdict, random = self._target(offset + entry.target, offset + entry.next, extra)
+        source = _side(entry.source, entry.source_mask, not entry.inversions & _INVERT_SOURCE, extra)
+        destination = _side(
+            entry.destination, entry.destination_mask, not entry.inversions & _INVERT_DESTINATION, extra
+        )
+        return Rule(verdict, source, destination, mark, comment, random, " ".join(extra))
+
+    def _matches(self, offset: int, entry: _Entry) -> Iterator[tuple[str, bytes]]:
+        at, end = offset + _ENTRY[self.family].size, offset + entry.target
+        while at < end:
+            size, name, _ = _unpack(_EXTENSION, self.data, at)
+            if size < _EXTENSION.size:
+                raise Malformed
+            yield _string(name), self.data[at + _EXTENSION.size : at + size]
+            at += size
+
+    def _target(self, offset: int, end: int, extra: list[str]) -> tuple[str, bool]:
+        """The verdict, and whether source ports are fully random."""
+        name = self._name(offset)
+        data = self.data[offset + _EXTENSION.size : end]
+        if not name:
+            return self._standard(_unpack(_VERDICT, data)[0], end), False
+        flags = _unpack(_NAT_FLAGS[self.family], data)[0] if name == MASQUERADE else 0
+        if flags & ~_RANDOM_FULLY:
+            extra.append("flags of MASQUERADE")
+        return name, bool(flags)
+
+    def _standard(self, verdict: int, following: int) -> str:
+        if verdict < 0:
+            return _VERDICTS.get(verdict, "")
+        if verdict == following:
+            return ""  # A rule without target, which only counts.
+        for name, (start, _) in self.hooks.items():
+            if verdict == start:
+                return name
+        head = self.data.rfind(_ERROR, 0, verdict)
+        return _string(self.data[head + len(_ERROR) + 1 : verdict])
+
+
+def _take(family: Family, table: str) -> Snapshot:
+    """Read a table that exists."""
+    with socket.socket(_AF[family], socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as kernel:
+        for _ in range(_ATTEMPTS):
+            given = _INFO.unpack(_ask(kernel, family, _SO_GET_INFO, _NAME.pack(table.encode()), _INFO.size))
+            valid, starts, policies, entries, size = given[1], given[2:7], given[7:12], given[12], given[13]
+            request = _GET_ENTRIES.pack(table.encode(), size)
+            try:
+                answer = _ask(kernel, family, _SO_GET_ENTRIES, request, _GET_ENTRIES.size + size)
+            except BlockingIOError:
+                continue  # The table has changed in between.
+            places = zip(_HOOKS, starts, policies, strict=True)
+            hooks = {
+                name: (start, policy)
+                for number, (name, start, policy) in enumerate(places)
+                if valid & 1 << number
+            }
+            return Snapshot(family, hooks, entries, answer[_GET_ENTRIES.size :])
+    raise OSError(errno.EAGAIN, f"table {table} changes all the time")
+
+
+_AF: Mapping[Family, int] = {4: socket.AF_INET, 6: socket.AF_INET6}
+
+
+def _ask(kernel: socket.socket, family: Family, option: int, request: bytes, size: int) -> bytes:
+    """``getsockopt`` with an input, which Python's own does not have."""
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    buffer = ctypes.create_string_buffer(request, size)
+    length = ctypes.c_uint32(size)
+    if libc.getsockopt(kernel.fileno(), _LEVEL[family], option, buffer, ctypes.byref(length)):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return buffer.raw
+
+
+def _side(address: bytes, mask: bytes, inside: bool, extra: list[str]) -> Match | None:
+    bits, width = int.from_bytes(mask), 8 * len(mask)
+    length = bits.bit_count()
+    if bits != (1 << width) - (1 << width - length):
+        extra.append("mask")
+        return None
+    if inside and not length:
+        return None
+    return Match(ip_network((address, length)), inside)
+
+
+def _unpack(form: struct.Struct, data: bytes, offset: int = 0) -> tuple[Any, ...]:
+    return unpack(form, data, offset, len(data))
+
+
+def _string(data: bytes) -> str:
+    return data.split(b"\0", 1)[0].decode(errors="replace")

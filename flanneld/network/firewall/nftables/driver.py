@@ -1,0 +1,81 @@
+"""Rules in nftables itself, in a table of our own, through libnftables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from flanneld.model import Family
+from flanneld.network.firewall.driver import Rejected, Unavailable
+from flanneld.network.firewall.nftables import json as nft_json
+from flanneld.network.firewall.nftables.json import Command, Listing
+from flanneld.network.firewall.plan import Edit
+from flanneld.network.firewall.rules import NATIVE_TABLE, Rules
+
+_LIBRARY = "libnftables.so.1"
+
+
+class Nftables:
+    """The table ``ip flannel-ipv4`` or ``ip6 flannel-ipv6``; for one thread. Raises ``Unavailable``."""
+
+    name = "nftables"
+
+    def __init__(self, family: Family) -> None:
+        self._family = family
+        self._library = _load()
+        self._listing = Listing({}, {}, others=False)
+
+    def read(self) -> Rules:
+        self._listing = self._list()
+        return self._listing.rules
+
+    def apply(self, edits: Sequence[Edit]) -> None:
+        """Make the changes planned on what was read last, all or none."""
+        self._run(self.orders(edits))
+
+    def orders(self, edits: Sequence[Edit]) -> list[Command]:
+        """What ``apply`` would tell nftables."""
+        return nft_json.commands(self._family, edits, self._listing)
+
+    def _list(self) -> Listing:
+        table = nft_json.table(self._family)
+        tables = self._run([{"list": {"tables": {"family": table["family"]}}}])
+        names = [item["table"]["name"] for item in tables["nftables"] if "table" in item]
+        if NATIVE_TABLE[self._family] not in names:
+            return Listing({}, {}, others=False)
+        answer = self._run([{"list": {"table": table}}])
+        try:
+            return nft_json.read_listing(self._family, answer)
+        except ValueError as error:
+            raise Rejected(f"cannot read our rules in nftables: {error}", "see `nft list ruleset`") from error
+
+    def _run(self, commands: list[Command]) -> Any:
+        status, answer, error = self._library.json_cmd({"nftables": commands})
+        if status:
+            said = " ".join(str(error).split())
+            raise Rejected(f"nftables refuses our rules: {said}", "see `nft list ruleset`")
+        return answer
+
+
+def _load() -> Any:
+    """The Python binding, asked for only here: it is optional, and so is the library that it loads."""
+    import ctypes
+
+    try:
+        ctypes.CDLL(_LIBRARY)  # Without it the binding would fail with noise on stderr.
+    except OSError as error:
+        raise Unavailable(
+            f"cannot load {_LIBRARY}: {error}", "install the Debian package libnftables1"
+        ) from error
+    try:
+        import nftables
+    except ImportError as error:
+        raise Unavailable(
+            "the Python module nftables is not installed",
+            "pip install 'flanneld[nftables]', or Debian's python3-nftables",
+        ) from error
+    library = nftables.Nftables(_LIBRARY)
+    library.set_json_output(True)
+    library.set_handle_output(True)
+    library.set_stateless_output(True)
+    return library

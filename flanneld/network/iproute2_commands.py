@@ -1,0 +1,148 @@
+"""Resources as the commands of iproute2 that make or remove them (pure).
+
+Each does to the kernel what the daemon's own messages do, so that a plan can be carried out by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from flanneld.network.rtnetlink.links import Step, step
+from flanneld.network.rtnetlink.messages import BLACKHOLE_METRIC
+from flanneld.runtime.shell import Command, command
+from flanneld.state.resources import (
+    PROTO_FLANNEL,
+    Address,
+    Blackhole,
+    FdbEntry,
+    ForeignLink,
+    Ipip,
+    Link,
+    Neighbor,
+    Resource,
+    Route,
+    Tun,
+    Vxlan,
+)
+
+
+def put(resource: Resource, links: Collection[str]) -> Command | None:
+    """Return what makes a resource, None for what has no command; ``links`` are the devices that are ours."""
+    match resource:
+        case Route():
+            return (*_ip(resource.destination.version), "route", "replace", *_whole(resource, links))
+        case Blackhole():
+            return (*_ip(resource.destination.version), "route", "replace", *_blackhole(resource))
+        case Address():
+            return ("ip", "address", "replace", *_address(resource))
+        case Neighbor():
+            where = command(resource.address, "lladdr", resource.mac, "dev", resource.device)
+            return ("ip", "neigh", "replace", *where, "nud", "permanent")
+        case FdbEntry():
+            return ("bridge", "fdb", "replace", *_entry(resource), "self", "permanent")
+    return None
+
+
+def bring_to_front(route: Route, links: Collection[str]) -> Iterator[Command]:
+    """Yield what makes an IPv4 route that is there the first of those to its network."""
+    yield _drop_route(route)
+    yield ("ip", "route", "prepend", *_whole(route, links))
+
+
+def drop(resource: Resource) -> Command | None:
+    """Return what removes a resource, None for what has no command."""
+    match resource:
+        case Route():
+            return _drop_route(resource)
+        case Blackhole():
+            return (*_ip(resource.destination.version), "route", "del", *_blackhole(resource))
+        case Address():
+            return ("ip", "address", "del", *_address(resource))
+        case Neighbor():
+            return command("ip", "neigh", "del", resource.address, "dev", resource.device)
+        case FdbEntry():
+            return ("bridge", "fdb", "del", *_entry(resource), "self")
+        case Vxlan() | Ipip() | Tun():
+            return ("ip", "link", "del", resource.name)
+    return None
+
+
+def link(wanted: Link, actual: Link | ForeignLink | None, parent: str) -> Iterator[Command]:
+    """Yield what turns one device, None for none, into another; ``parent`` is the device under it."""
+    if actual is not None and not isinstance(actual, ForeignLink) and step(wanted, actual) is Step.SET:
+        yield from _set(wanted, actual)
+        return
+    if actual is not None:
+        yield ("ip", "link", "del", wanted.name)
+    yield from _make(wanted, parent)
+    yield ("ip", "link", "set", wanted.name, "up")
+
+
+def _make(wanted: Link, parent: str) -> Iterator[Command]:
+    # fmt: off
+    match wanted:
+        case Vxlan():
+            yield command(
+                "ip", "link", "add", wanted.name, "address", wanted.mac, "mtu", wanted.mtu, "txqueuelen", 0,
+                "type", "vxlan", "id", wanted.vni, "dev", parent, "local", wanted.local,
+                "dstport", wanted.port, _learning(wanted), *(["gbp"] if wanted.gbp else []),
+            )
+        case Ipip():
+            yield command(
+                "ip", "link", "add", wanted.name, "mtu", wanted.mtu, "txqueuelen", 0, "type", "ipip",
+                "local", wanted.local or "any", "remote", wanted.remote or "any", "ttl", "inherit",
+                "nopmtudisc",
+            )
+        case Tun():
+            yield ("ip", "tuntap", "add", "dev", wanted.name, "mode", "tun")
+            yield command("ip", "link", "set", wanted.name, "mtu", wanted.mtu)
+    # fmt: on
+
+
+def _set(wanted: Link, actual: Link) -> Iterator[Command]:
+    change = ("ip", "link", "set", wanted.name)
+    if isinstance(wanted, Vxlan) and isinstance(actual, Vxlan):
+        if actual.mac != wanted.mac:
+            yield (*change, "address", wanted.mac)
+        if actual.learning != wanted.learning:
+            yield (*change, "type", "vxlan", "id", str(wanted.vni), _learning(wanted))
+    if actual.mtu != wanted.mtu:
+        yield (*change, "mtu", str(wanted.mtu))
+    if actual.up != wanted.up:
+        yield (*change, "up" if wanted.up else "down")
+
+
+def _learning(wanted: Vxlan) -> str:
+    return "learning" if wanted.learning else "nolearning"
+
+
+def _ip(family: int) -> Command:
+    return ("ip",) if family == 4 else ("ip", "-6")
+
+
+def _drop_route(route: Route) -> Command:
+    return (*_ip(route.destination.version), "route", "del", *_way(route))
+
+
+def _way(route: Route) -> Command:
+    via = ("via", route.gateway) if route.gateway else ()
+    return command(route.destination, *via, "dev", route.device, *(["onlink"] if route.onlink else []))
+
+
+def _whole(route: Route, links: Collection[str]) -> Command:
+    mark = () if route.device in links else command("proto", PROTO_FLANNEL)
+    # Left to itself, ip gives an IPv4 route without a gateway the scope of its link.
+    scope = ("scope", "global") if route.gateway is None and route.destination.version == 4 else ()
+    return (*_way(route), *mark, *scope)
+
+
+def _blackhole(resource: Blackhole) -> Command:
+    return command("blackhole", resource.destination, "proto", PROTO_FLANNEL, "metric", BLACKHOLE_METRIC)
+
+
+def _address(resource: Address) -> Command:
+    return command(f"{resource.address}/{resource.address.max_prefixlen}", "dev", resource.device)
+
+
+def _entry(entry: FdbEntry) -> Command:
+    return command(entry.mac, "dev", entry.device, "dst", entry.remote)

@@ -1,0 +1,140 @@
+"""Where the kernel would send a packet, as rtnetlink tells it (linux/rtnetlink.h; pure)."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from flanneld.model import Family, IPAddress, IPNetwork
+from flanneld.network.rtnetlink.messages import (
+    AF,
+    DST,
+    FAMILY,
+    RT_TABLE_MAIN,
+    RTA_GATEWAY,
+    RTA_OIF,
+    RTA_TABLE,
+    RTMSG,
+    RTN_UNICAST,
+    address_of,
+    network_of,
+    number,
+)
+from flanneld.network.rtnetlink.netlink import Malformed, attributes, u32, unpack
+
+_RTA_DST, _RTA_PREFSRC, _RTA_MULTIPATH, _RTA_VIA = 1, 7, 9, 18
+RT_TABLE_LOCAL = 255
+RTN_LOCAL, RTN_BROADCAST, RTN_ANYCAST = 2, 3, 4
+#: struct rtnexthop: length, flags, hops, interface; attributes follow.
+_RTNEXTHOP = struct.Struct("=HBBi")
+
+
+#: Bytes at the end of an IPv4 route with one next hop that name its interface.
+ENDING = 8
+
+
+def interface_ending(index: int) -> bytes:
+    """Return how the kernel ends an IPv4 route through an interface."""
+    return u32(RTA_OIF, index)
+
+
+def lookup_request(target: IPAddress) -> bytes:
+    """Ask the kernel which way it would send a packet."""
+    raw = target.packed
+    return RTMSG.pack(AF[target.version], 8 * len(raw), 0, 0, 0, 0, 0, 0, 0) + DST[len(raw)] + raw
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """The kernel's answer: out of which interface, from which address, through which gateway."""
+
+    index: int
+    source: IPAddress | None
+    gateway: IPAddress | None
+    kind: int
+
+
+def decode_way(data: bytes, offset: int, end: int) -> Way:
+    """The answer to a question for a route. Raises ``Malformed``."""
+    kind = unpack(RTMSG, data, offset, end)[7]
+    found = attributes(data, offset + RTMSG.size, end)
+    source = found.get(_RTA_PREFSRC)
+    return Way(number(found.get(RTA_OIF)), address_of(source) if source else None, _gateway(found), kind)
+
+
+def decode_destination(data: bytes, offset: int, end: int) -> tuple[IPNetwork, int] | None:
+    """The network of a main-table route, and its interface; None for a default route or another table's."""
+    family, length, _, _, _, _, _, _, _ = unpack(RTMSG, data, offset, end)
+    found = attributes(data, offset + RTMSG.size, end)
+    raw = found.get(_RTA_DST)
+    if raw is None or family not in FAMILY or number(found.get(RTA_TABLE)) != RT_TABLE_MAIN:
+        return None
+    return network_of(raw, length), number(found.get(RTA_OIF))
+
+
+def decode_default_route(data: bytes, offset: int, end: int) -> int | None:
+    """The interface of a default route, 0 when it names no single one; None for any other route."""
+    family, length, _, _, _, _, _, kind, _ = unpack(RTMSG, data, offset, end)
+    if length or kind != RTN_UNICAST or family not in FAMILY:
+        return None
+    found = attributes(data, offset + RTMSG.size, end)
+    return number(found.get(RTA_OIF)) if number(found.get(RTA_TABLE)) == RT_TABLE_MAIN else None
+
+
+@dataclass(frozen=True, slots=True)
+class SeenWay:
+    """A unicast route of the main table, whatever its metric: each next hop is an interface and a gateway.
+
+    ``destination`` is None for a default route.
+    """
+
+    destination: IPNetwork | None
+    protocol: int
+    hops: tuple[tuple[int, IPAddress | None], ...]
+
+
+def decode_seen_way(data: bytes, offset: int, end: int) -> SeenWay | None:
+    """Return any unicast route of the main table, None for all else. Raises ``Malformed``."""
+    family, length, _, _, table, protocol, _, kind, _ = unpack(RTMSG, data, offset, end)
+    if kind != RTN_UNICAST or table != RT_TABLE_MAIN or family not in FAMILY:
+        return None
+    found = attributes(data, offset + RTMSG.size, end)
+    raw = found.get(_RTA_DST)
+    destination = network_of(raw, length) if raw is not None else None
+    several = found.get(_RTA_MULTIPATH)
+    hops = tuple(_hops(several)) if several else ((number(found.get(RTA_OIF)), _gateway(found)),)
+    return SeenWay(destination, protocol, hops)
+
+
+def _hops(several: bytes) -> Iterator[tuple[int, IPAddress | None]]:
+    offset = 0
+    while offset < len(several):
+        length, _, _, index = unpack(_RTNEXTHOP, several, offset, len(several))
+        if length < _RTNEXTHOP.size:
+            raise Malformed
+        yield index, _gateway(attributes(several, offset + _RTNEXTHOP.size, offset + length))
+        offset += (length + 3) & ~3
+
+
+def _gateway(found: dict[int, bytes]) -> IPAddress | None:
+    # struct rtvia, the gateway of an IPv4 route through IPv6: two bytes of family, then the address.
+    raw = found.get(RTA_GATEWAY) or found.get(_RTA_VIA, b"")[2:]
+    return address_of(raw) if raw else None
+
+
+def local_request(family: Family) -> bytes:
+    """Return the body of a dump of the table in which the host's own addresses are."""
+    return RTMSG.pack(AF[family], 0, 0, 0, RT_TABLE_LOCAL, 0, 0, 0, 0) + u32(RTA_TABLE, RT_TABLE_LOCAL)
+
+
+def decode_local(data: bytes, offset: int, end: int) -> tuple[int, IPNetwork, int] | None:
+    """Return the type (RTN_*), network and interface of what the kernel takes for itself, else None."""
+    family, length, _, _, table, _, _, kind, _ = unpack(RTMSG, data, offset, end)
+    if table != RT_TABLE_LOCAL or kind not in (RTN_LOCAL, RTN_BROADCAST, RTN_ANYCAST):
+        return None
+    found = attributes(data, offset + RTMSG.size, end)
+    raw = found.get(_RTA_DST)
+    if raw is None or family not in FAMILY:
+        return None
+    return kind, network_of(raw, length), number(found.get(RTA_OIF))

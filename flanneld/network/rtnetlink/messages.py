@@ -1,0 +1,372 @@
+"""Resources as rtnetlink messages, and back (linux/rtnetlink.h, linux/neighbour.h, linux/if_addr.h).
+
+Only bytes and values here, no socket: ``kernel`` sends and reads. Every decoder takes the data and
+where in it the body of one message begins and ends, and raises ``Malformed`` for what no kernel sends.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
+
+from flanneld.model import Family, IPAddress, IPNetwork
+from flanneld.network.rtnetlink.netlink import (
+    HEADER,
+    NLM_F_CREATE,
+    NLM_F_EXCL,
+    NLM_F_REPLACE,
+    NLM_F_REQUEST,
+    Malformed,
+    attributes,
+    u32,
+    unpack,
+)
+from flanneld.state.resources import (
+    Address,
+    Blackhole,
+    FdbEntry,
+    Key,
+    Kind,
+    Neighbor,
+    Resource,
+    Route,
+)
+
+RTM_NEWLINK, RTM_DELLINK, RTM_GETLINK = 16, 17, 18
+RTM_NEWADDR, RTM_DELADDR, RTM_GETADDR = 20, 21, 22
+RTM_NEWROUTE, RTM_DELROUTE, RTM_GETROUTE = 24, 25, 26
+RTM_NEWNEIGH, RTM_DELNEIGH, RTM_GETNEIGH = 28, 29, 30
+
+# Multicast groups, RTNLGRP_*.
+GROUP_LINK, GROUP_NEIGH = 1, 3
+GROUP_IPV4_ADDRESS, GROUP_IPV4_ROUTE, GROUP_IPV6_ADDRESS, GROUP_IPV6_ROUTE = 5, 7, 9, 11
+
+AF_BRIDGE = 7
+AF: dict[Family, int] = {4: 2, 6: 10}
+FAMILY: dict[int, Family] = {2: 4, 10: 6}
+
+NUD_PERMANENT, NTF_SELF = 0x80, 0x02
+RTN_UNICAST, RTN_BLACKHOLE, RT_TABLE_MAIN, RTNH_F_ONLINK = 1, 6, 254, 4
+RT_SCOPE_UNIVERSE, RT_SCOPE_NOWHERE = 0, 255
+RTPROT_KERNEL = 2
+#: Behind every route that somebody wants, above all the connected one of the containers' bridge.
+BLACKHOLE_METRIC = 65535
+_RTM_F_CLONED = 0x200
+_RTA_DST, RTA_OIF, RTA_GATEWAY, _RTA_PRIORITY, RTA_TABLE = 1, 4, 5, 6, 15
+_NDA_DST, _NDA_LLADDR, _NDA_PORT, _NDA_VNI, _NDA_IFINDEX = 1, 2, 6, 7, 8
+#: The kernel names them only where they differ from the device's (drivers/net/vxlan, vxlan_fdb_info).
+_ASTRAY = frozenset({_NDA_PORT, _NDA_VNI, _NDA_IFINDEX})
+_IFA_ADDRESS, _IFA_LOCAL, _IFA_FLAGS = 1, 2, 8
+#: What the kernel makes of metric 0 (linux/ipv6_route.h, IP6_RT_PRIO_USER).
+_IPV6_DEFAULT_METRIC = 1024
+
+RTMSG = struct.Struct("=BBBBBBBBI")
+_NDMSG = struct.Struct("=BxxxiHBB")
+_IFADDRMSG = struct.Struct("=BBBBi")
+
+# Attribute headers for the payload sizes that occur: 4 and 16 bytes of address, 6 of MAC.
+_ATTR = struct.Struct("=HH")
+DST = {size: _ATTR.pack(4 + size, 1) for size in (4, 16)}
+_GATEWAY = {size: _ATTR.pack(4 + size, RTA_GATEWAY) for size in (4, 16)}
+_LOCAL = {size: _ATTR.pack(4 + size, _IFA_LOCAL) for size in (4, 16)}
+_LLADDR = _ATTR.pack(10, _NDA_LLADDR)
+_OIF = struct.Struct("=HHI")
+
+IndexOf = Callable[[str], int]
+NameOf = Callable[[int], str | None]
+
+
+def mac_bytes(mac: str) -> bytes:
+    return bytes.fromhex(mac.replace(":", ""))
+
+
+def mac_text(raw: bytes) -> str:
+    return raw.hex(":")
+
+
+def address_of(raw: bytes) -> IPAddress:
+    """From 4 or 16 bytes, most significant first. Raises ``Malformed``."""
+    if len(raw) == 4:
+        return IPv4Address(raw)
+    if len(raw) == 16:
+        return IPv6Address(raw)
+    raise Malformed
+
+
+def network_of(raw: bytes, length: int) -> IPNetwork:
+    """The same with a prefix length; bits of the host are passed over. Raises ``Malformed``."""
+    if length > 8 * len(raw):
+        raise Malformed
+    number = int(address_of(raw))
+    kind = IPv4Network if len(raw) == 4 else IPv6Network
+    return kind((number, length), strict=False)
+
+
+# ---- writing ---------------------------------------------------------------------------------
+
+
+class Mode(Enum):
+    """How a resource is made: instead of what has its key, only where there is none, or before the others."""
+
+    REPLACE = NLM_F_REQUEST | NLM_F_CREATE | NLM_F_REPLACE
+    EXCLUSIVE = NLM_F_REQUEST | NLM_F_CREATE | NLM_F_EXCL
+    #: IPv4 alone has several routes to one network, of which the first is taken.
+    IN_FRONT = NLM_F_REQUEST | NLM_F_CREATE
+
+
+def encode(
+    resource: Resource,
+    index_of: IndexOf,
+    protocol: int,
+    seq: int,
+    *,
+    drop: bool,
+    mode: Mode = Mode.REPLACE,
+) -> bytes:
+    """The message that makes or removes a resource; a link has none, ``devices`` makes those.
+
+    ``protocol`` is what a route carries (RTPROT_*). Raises ``KeyError`` for an unknown device.
+    """
+    match resource:
+        case Neighbor():
+            kind, body = RTM_NEWNEIGH, _neighbor(resource, index_of(resource.device))
+        case FdbEntry():
+            kind, body = RTM_NEWNEIGH, _fdb_entry(resource, index_of(resource.device), drop=drop)
+        case Route():
+            kind, body = RTM_NEWROUTE, _route(resource, index_of(resource.device), protocol, drop=drop)
+        case Blackhole():
+            kind, body = RTM_NEWROUTE, _blackhole(resource.destination, protocol, drop=drop)
+        case Address():
+            kind, body = RTM_NEWADDR, _address(resource, index_of(resource.device))
+        case _:
+            raise TypeError(f"no rtnetlink message for {resource!r}")
+    flags = NLM_F_REQUEST if drop else mode.value
+    return HEADER.pack(HEADER.size + len(body), kind + drop, flags, seq, 0) + body
+
+
+def _neighbor(entry: Neighbor, index: int) -> bytes:
+    raw = entry.address.packed
+    return b"".join(
+        (
+            _NDMSG.pack(AF[entry.address.version], index, NUD_PERMANENT, 0, RTN_UNICAST),
+            DST[len(raw)],
+            raw,
+            _LLADDR,
+            mac_bytes(entry.mac),
+            b"\0\0",
+        )
+    )
+
+
+def _fdb_entry(entry: FdbEntry, index: int, *, drop: bool) -> bytes:
+    raw = entry.remote.packed
+    # With a host the kernel would look for an entry with the device's port and segment.
+    target = () if drop and entry.astray else (DST[len(raw)], raw)
+    return b"".join(
+        (
+            _NDMSG.pack(AF_BRIDGE, index, NUD_PERMANENT, NTF_SELF, 0),
+            *target,
+            _LLADDR,
+            mac_bytes(entry.mac),
+            b"\0\0",
+        )
+    )
+
+
+def _route(route: Route, index: int, protocol: int, *, drop: bool) -> bytes:
+    """To remove a route it must be named as far as we know it, and no further: whoever made it."""
+    raw = route.destination.network_address.packed
+    flags = RTNH_F_ONLINK if route.onlink else 0
+    parts = [
+        RTMSG.pack(
+            AF[route.destination.version],
+            route.destination.prefixlen,
+            0,
+            0,
+            RT_TABLE_MAIN,
+            0 if drop else protocol,
+            RT_SCOPE_NOWHERE if drop else RT_SCOPE_UNIVERSE,
+            RTN_UNICAST,
+            flags,
+        ),
+        DST[len(raw)],
+        raw,
+    ]
+    if route.gateway is not None:
+        gateway = route.gateway.packed
+        parts += (_GATEWAY[len(gateway)], gateway)
+    parts.append(_OIF.pack(8, RTA_OIF, index))
+    return b"".join(parts)
+
+
+def _blackhole(destination: IPNetwork, protocol: int, *, drop: bool) -> bytes:
+    raw = destination.network_address.packed
+    scope, mark = (RT_SCOPE_NOWHERE, 0) if drop else (RT_SCOPE_UNIVERSE, protocol)
+    family, length = AF[destination.version], destination.prefixlen
+    head = RTMSG.pack(family, length, 0, 0, RT_TABLE_MAIN, mark, scope, RTN_BLACKHOLE, 0)
+    return head + DST[len(raw)] + raw + u32(_RTA_PRIORITY, BLACKHOLE_METRIC)
+
+
+def clear_route(destination: IPNetwork, seq: int) -> bytes:
+    """The message that removes the first route to a network with the default metric, wherever it leads."""
+    metric = u32(_RTA_PRIORITY, _IPV6_DEFAULT_METRIC) if destination.version == 6 else b""
+    body = _route(Route(destination, ""), 0, 0, drop=True) + metric
+    return HEADER.pack(HEADER.size + len(body), RTM_DELROUTE, NLM_F_REQUEST, seq, 0) + body
+
+
+def _address(entry: Address, index: int) -> bytes:
+    raw = entry.address.packed
+    head = _IFADDRMSG.pack(AF[entry.address.version], 8 * len(raw), 0, RT_SCOPE_UNIVERSE, index)
+    return head + _LOCAL[len(raw)] + raw + DST[len(raw)] + raw
+
+
+# ---- reading ---------------------------------------------------------------------------------
+
+
+def routes_request(family: Family, *, protocol: int = 0) -> bytes:
+    """The body of a dump of main-table routes, filtered by the kernel where it can."""
+    return RTMSG.pack(AF[family], 0, 0, 0, 0, protocol, 0, 0, 0) + u32(RTA_TABLE, RT_TABLE_MAIN)
+
+
+def neighbors_request(family: Family, device: int) -> bytes:
+    """The body of a dump of ARP or NDP entries; the device is given by its index."""
+    return _NDMSG.pack(AF[family], 0, 0, 0, 0) + u32(_NDA_IFINDEX, device)
+
+
+def fdb_request(device: int) -> bytes:
+    """The body of a dump of forwarding entries."""
+    return _NDMSG.pack(AF_BRIDGE, device, 0, 0, 0)
+
+
+def addresses_request(family: Family, device: int) -> bytes:
+    """The body of a dump of addresses."""
+    return _IFADDRMSG.pack(AF[family], 0, 0, 0, device)
+
+
+@dataclass(frozen=True, slots=True)
+class SeenRoute:
+    """A route as the kernel has it, with the mark of who made it."""
+
+    route: Route
+    protocol: int
+
+
+def decode_route(data: bytes, offset: int, end: int, name_of: NameOf) -> SeenRoute | None:
+    """A unicast main-table route through one device with the default metric, else None."""
+    family, length, from_length, tos, _, protocol, _, kind, flags = unpack(RTMSG, data, offset, end)
+    if kind != RTN_UNICAST or flags & _RTM_F_CLONED or family not in FAMILY or from_length or tos:
+        return None
+    found = attributes(data, offset + RTMSG.size, end)
+    if not _is_common(family, found):
+        return None
+    device = name_of(number(found.get(RTA_OIF)))
+    raw, gateway = found.get(_RTA_DST), found.get(RTA_GATEWAY)
+    if device is None or raw is None:
+        return None
+    return SeenRoute(
+        Route(
+            network_of(raw, length),
+            device,
+            address_of(gateway) if gateway else None,
+            onlink=bool(flags & RTNH_F_ONLINK),
+        ),
+        protocol,
+    )
+
+
+def decode_blackhole(data: bytes, offset: int, end: int) -> Blackhole | None:
+    """A blackhole as we make it, by its metric, else None."""
+    family, length, _, _, _, _, _, kind, _ = unpack(RTMSG, data, offset, end)
+    if kind != RTN_BLACKHOLE or family not in FAMILY:
+        return None
+    found = attributes(data, offset + RTMSG.size, end)
+    raw = found.get(_RTA_DST)
+    if raw is None:
+        return None
+    marks = number(found.get(RTA_TABLE)), number(found.get(_RTA_PRIORITY))
+    return Blackhole(network_of(raw, length)) if marks == (RT_TABLE_MAIN, BLACKHOLE_METRIC) else None
+
+
+def protocol_of(data: bytes, offset: int, end: int) -> int:
+    """Who made a route (RTPROT_*)."""
+    return unpack(RTMSG, data, offset, end)[5]
+
+
+def outline(data: bytes, offset: int, end: int) -> tuple[Key, int] | None:
+    """The key of a main-table route of any kind with the default metric, and its interface.
+
+    The interface is 0 if there is none, or more than one.
+    """
+    family, length, from_length, tos, _, _, _, _, flags = unpack(RTMSG, data, offset, end)
+    if flags & _RTM_F_CLONED or family not in FAMILY or from_length or tos:
+        return None
+    found = attributes(data, offset + RTMSG.size, end)
+    raw = found.get(_RTA_DST)
+    if raw is None or not _is_common(family, found):
+        return None
+    return (Kind.ROUTE, FAMILY[family], int.from_bytes(raw, "big"), length), number(found.get(RTA_OIF))
+
+
+def _is_common(family: int, found: dict[int, bytes]) -> bool:
+    metric = 0 if family == AF[4] else _IPV6_DEFAULT_METRIC
+    return number(found.get(RTA_TABLE)) == RT_TABLE_MAIN and number(found.get(_RTA_PRIORITY)) == metric
+
+
+def decode_neighbor(data: bytes, offset: int, end: int, name_of: NameOf) -> Neighbor | FdbEntry | None:
+    """A permanent neighbour or a unicast forwarding entry, else None."""
+    family, index, state, _, _ = unpack(_NDMSG, data, offset, end)
+    device = name_of(index)
+    if device is None or not state & NUD_PERMANENT:
+        return None
+    found = attributes(data, offset + _NDMSG.size, end)
+    target, mac = found.get(_NDA_DST), found.get(_NDA_LLADDR)
+    if target is None or mac is None or len(mac) != 6 or len(target) not in (4, 16):
+        return None
+    if family == AF_BRIDGE:
+        astray = not _ASTRAY.isdisjoint(found)
+        return FdbEntry(device, mac_text(mac), address_of(target), astray) if any(mac) else None
+    return Neighbor(device, address_of(target), mac_text(mac)) if family in FAMILY else None
+
+
+def decode_gone_neighbor(data: bytes, offset: int, end: int, name_of: NameOf) -> Key | None:
+    """Whose entry was removed; the kernel no longer tells the state or the MAC of a neighbour then."""
+    family, index, _, _, _ = unpack(_NDMSG, data, offset, end)
+    device = name_of(index)
+    if device is None:
+        return None
+    found = attributes(data, offset + _NDMSG.size, end)
+    target, mac = found.get(_NDA_DST), found.get(_NDA_LLADDR)
+    if target is None or len(target) not in (4, 16):
+        return None
+    if family == AF_BRIDGE:
+        return FdbEntry(device, mac_text(mac), address_of(target)).key if mac else None
+    return Neighbor(device, address_of(target), "").key if family in FAMILY else None
+
+
+@dataclass(frozen=True, slots=True)
+class SeenAddress:
+    """An address of an interface: its index, prefix length and IFA_F_* flags."""
+
+    index: int
+    address: IPAddress
+    length: int
+    flags: int
+
+
+def decode_address(data: bytes, offset: int, end: int) -> SeenAddress | None:
+    """None for one of another family, or without an address. Raises ``Malformed``."""
+    family, length, short_flags, _, index = unpack(_IFADDRMSG, data, offset, end)
+    found = attributes(data, offset + _IFADDRMSG.size, end)
+    raw = found.get(_IFA_LOCAL) or found.get(_IFA_ADDRESS)
+    if family not in FAMILY or raw is None:
+        return None
+    return SeenAddress(index, address_of(raw), length, number(found.get(_IFA_FLAGS)) or short_flags)
+
+
+def number(raw: bytes | None) -> int:
+    """From up to four bytes in the host's order; 0 if there are none."""
+    return int.from_bytes(raw[:4], sys.byteorder) if raw else 0

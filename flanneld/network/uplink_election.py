@@ -1,0 +1,312 @@
+"""Which interface carries the packets between the nodes: the election of the uplink (pure).
+
+The rules are those of flannel's ``LookupExtIface``. The facts come in the kernel's order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from typing import Any
+
+from flanneld.compat.flags import quoted
+from flanneld.compat.regex import compile_re2
+from flanneld.errors import Fatal
+from flanneld.model import FAMILIES, Family, IPAddress, Uplink
+
+#: An address for each family that has one: IPv4Address for 4, IPv6Address for 6.
+AddressOf = Mapping[Family, Any]
+
+_BROADCAST = IPv4Address("255.255.255.255")
+
+
+@dataclass(frozen=True, slots=True)
+class LinkFact:
+    """An interface of this host; ``mtu`` in bytes."""
+
+    name: str
+    index: int
+    mtu: int
+    up: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AddressFact:
+    """An address of the interface ``index``, with its flags (linux/if_addr.h, IFA_F_*)."""
+
+    index: int
+    address: IPAddress
+    permanent: bool
+    deprecated: bool
+    temporary: bool
+    tentative: bool
+
+    @property
+    def rank(self) -> tuple[bool, ...]:
+        """The lower the better; the first flag that differs decides."""
+        return (self.address.is_link_local, not self.permanent, self.temporary, self.tentative)
+
+    @property
+    def reachable(self) -> bool:
+        """False for loopback, multicast, unspecified, broadcast and deprecated addresses."""
+        ip = self.address
+        foreign = ip.is_loopback or ip.is_multicast or ip.is_unspecified or ip == _BROADCAST
+        return not (foreign or self.deprecated)
+
+
+@dataclass(frozen=True, slots=True)
+class DefaultRoute:
+    """A default route of the main table; ``index`` is 0 when it leads to no single interface."""
+
+    family: Family
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class RouteFact:
+    """Where the kernel would send a packet, and from which source address."""
+
+    index: int
+    source: IPAddress | None
+    gateway: IPAddress | None
+
+
+@dataclass(frozen=True, slots=True)
+class HostFacts:
+    """What the kernel knows of this host's interfaces, each part in the kernel's order."""
+
+    links: tuple[LinkFact, ...]
+    addresses: tuple[AddressFact, ...]
+    default_routes: tuple[DefaultRoute, ...]
+
+    def link(self, wanted: str | int) -> LinkFact | None:
+        """The interface with this name or index."""
+        return next((link for link in self.links if wanted in (link.name, link.index)), None)
+
+    def owner(self, address: IPAddress) -> LinkFact | None:
+        """The first interface with exactly this address, in whatever state the address is."""
+        indexes = {fact.index for fact in self.addresses if fact.address == address}
+        return next((link for link in self.links if link.index in indexes), None)
+
+    def usable(self, link: LinkFact, family: Family) -> list[IPAddress]:
+        """The addresses that other nodes could send to, the best one first."""
+        own = [fact for fact in self.addresses if fact.index == link.index and fact.reachable]
+        own.sort(key=lambda fact: fact.rank)
+        return [fact.address for fact in own if fact.address.version == family]
+
+
+@dataclass(frozen=True, slots=True)
+class InterfaceChoice:
+    """What the operator wishes, first wish first; a public IP may be one of a NAT device."""
+
+    ifaces: tuple[str, ...] = ()
+    regexes: tuple[str, ...] = ()
+    can_reach: str = ""
+    public_ip: IPv4Address | None = None
+    public_ipv6: IPv6Address | None = None
+
+    def public(self, family: Family) -> IPAddress | None:
+        return self.public_ip if family == 4 else self.public_ipv6
+
+
+@dataclass(frozen=True, slots=True)
+class Election:
+    """The uplink, and for each wish before it a line that says why it could not be met."""
+
+    uplink: Uplink
+    rejected: tuple[str, ...]
+
+
+class NoInterface(Fatal):
+    """No wish can be met now; an interface, address or route that comes up may change that."""
+
+    def __init__(self, reasons: tuple[str, ...]) -> None:
+        problem = f"found no external interface ({'; '.join(reasons)})"
+        super().__init__(problem, "give --iface the name of the interface that reaches the other nodes")
+        self.reasons = reasons
+
+
+class _NoMatch(Exception):
+    """Why one wish cannot be met."""
+
+
+RouteTo = Callable[[IPAddress], RouteFact | None]
+
+
+def elect(
+    choice: InterfaceChoice, facts: HostFacts, route_to: RouteTo, families: tuple[Family, ...]
+) -> Election:
+    """Choose the interface and its local address of each of ``families`` (at least one).
+
+    Raises ``NoInterface`` when no wish can be met, and a plain ``Fatal`` instead when a wish is
+    malformed. As in Go flannel, a malformed wish does no harm when another one is met.
+    """
+    search = _Search(choice, facts, route_to, families)
+    rejected: list[str] = []
+    malformed: Fatal | None = None
+    for wish, find in search.wishes():
+        try:
+            return Election(search.uplink(*find()), tuple(rejected))
+        except _NoMatch as reason:
+            rejected.append(f"{wish}: {reason}")
+        except Fatal as error:
+            malformed = malformed or error
+            rejected.append(f"{wish}: {error}")
+    raise malformed or NoInterface(tuple(rejected))
+
+
+def keep(uplink: Uplink, facts: HostFacts) -> Uplink | None:
+    """The uplink with its present index and MTU, or None when it must be elected anew.
+
+    An interface stays elected while it has its name and addresses, however good another one
+    looks: a new public IP is news to every peer.
+    """
+    link = facts.link(uplink.name)
+    if link is None or link.mtu == 0:
+        return None
+    held = {fact.address for fact in facts.addresses if fact.index == link.index}
+    needed = {ip for family in FAMILIES if (ip := uplink.local(family)) is not None}
+    return replace(uplink, index=link.index, mtu=link.mtu) if needed <= held else None
+
+
+#: An interface, and those of its addresses that the wish has settled.
+_Found = tuple[LinkFact, AddressOf]
+
+
+@dataclass(frozen=True, slots=True)
+class _Search:
+    """The ways to find an interface; each raises ``_NoMatch`` when it finds none."""
+
+    choice: InterfaceChoice
+    facts: HostFacts
+    route_to: RouteTo
+    families: tuple[Family, ...]
+
+    def wishes(self) -> Iterator[tuple[str, Callable[[], _Found]]]:
+        """What to try, in order, by name."""
+        choice = self.choice
+        for name in choice.ifaces:
+            yield f"--iface={name}", partial(self.by_name, name)
+        for pattern in choice.regexes:
+            yield f"--iface-regex={pattern}", partial(self.by_pattern, pattern)
+        if choice.can_reach:
+            yield f"--iface-can-reach={choice.can_reach}", partial(self.by_route_to, choice.can_reach)
+        elif not choice.ifaces and not choice.regexes:
+            public = next((str(ip) for family in self.families if (ip := choice.public(family))), "")
+            yield f"public IP {public}" if public else "default route", partial(self.by_name, public)
+
+    def by_name(self, name: str) -> _Found:
+        """An empty name asks for the default route, as with Go flannel."""
+        if not name:
+            return self.by_default_route()
+        address = _literal(name)
+        if address is not None:
+            return self.by_address(address)
+        link = self.facts.link(name)
+        if link is None:
+            raise _NoMatch("there is no interface of this name")
+        return link, {}
+
+    def by_address(self, address: IPAddress) -> _Found:
+        """In dual stack the public IPv6 address must be local too, on the same interface.
+
+        It replaces an IPv6 literal, as with Go flannel.
+        """
+        if address.version not in self.families:
+            raise _NoMatch(f"the network does not use IPv{address.version}")
+        settled: dict[Family, IPAddress] = {address.version: address}
+        if len(self.families) > 1 and self.choice.public_ipv6 is not None:
+            settled[6] = self.choice.public_ipv6
+        return _one({str(ip): self._owner(ip) for ip in settled.values()}), settled
+
+    def _owner(self, address: IPAddress) -> LinkFact:
+        link = self.facts.owner(address)
+        if link is not None:
+            return link
+        nat = "; behind NAT also give --iface the name of the local interface"
+        is_public = address == self.choice.public(address.version)
+        raise _NoMatch(f"no interface has the address {address}{nat if is_public else ''}")
+
+    def by_pattern(self, pattern: str) -> _Found:
+        """The first interface with a matching address of every family, else with a matching name."""
+        if not pattern:
+            return self.by_default_route()
+        regex = compile_re2(pattern)
+
+        def match(link: LinkFact, family: Family) -> IPAddress | None:
+            return next((ip for ip in self.facts.usable(link, family) if regex.search(str(ip))), None)
+
+        for link in self.facts.links:
+            matches = {family: match(link, family) for family in self.families}
+            if all(matches.values()):
+                return link, matches
+        for link in self.facts.links:
+            if regex.search(link.name):
+                return link, {}
+        raise _NoMatch(f"matches none of {', '.join(map(self._describe, self.facts.links))}")
+
+    def _describe(self, link: LinkFact) -> str:
+        addresses = [str(ip) for family in self.families for ip in self.facts.usable(link, family)]
+        return f"{link.name}:[{' '.join(addresses)}]"
+
+    def by_route_to(self, target: str) -> _Found:
+        """Where the kernel would send a packet; its source address may be another interface's."""
+        address = _literal(target)
+        if address is None:
+            raise Fatal(
+                f"{quoted(target)} is not an IP address", "give --iface-can-reach an IPv4 or IPv6 address"
+            )
+        route = self.route_to(address)
+        link = self.facts.link(route.index) if route else None
+        if route is None or link is None:
+            raise _NoMatch("no interface has a route to this address")
+        return link, {route.source.version: route.source} if route.source else {}
+
+    def by_default_route(self) -> _Found:
+        return _one({f"IPv{family} default route": self._default(family) for family in self.families}), {}
+
+    def _default(self, family: Family) -> LinkFact:
+        route = next((route for route in self.facts.default_routes if route.family == family), None)
+        if route is None:
+            raise _NoMatch(f"there is no IPv{family} default route")
+        link = self.facts.link(route.index)
+        if link is None:
+            raise _NoMatch(f"the IPv{family} default route does not lead to a single interface")
+        return link
+
+    def uplink(self, link: LinkFact, settled: AddressOf) -> Uplink:
+        """Complete what a wish has settled with the best address of every other family."""
+        if link.mtu == 0:
+            raise _NoMatch(f"{link.name} has MTU 0")
+        local: AddressOf = {f: settled.get(f) or self._best(link, f) for f in self.families}
+        public: AddressOf = {f: self.choice.public(f) or local[f] for f in self.families}
+        addresses = (local.get(4), public.get(4), local.get(6), public.get(6))
+        return Uplink(link.name, link.index, link.mtu, *addresses)
+
+    def _best(self, link: LinkFact, family: Family) -> IPAddress:
+        usable = self.facts.usable(link, family)
+        if not usable:
+            raise _NoMatch(f"{link.name} has no IPv{family} address that other nodes could use")
+        return usable[0]
+
+
+def _one(links: Mapping[str, LinkFact]) -> LinkFact:
+    """The interface on which all these things are."""
+    first = next(iter(links.values()))
+    if any(link.index != first.index for link in links.values()):
+        places = ", ".join(f"{thing} on {link.name}" for thing, link in links.items())
+        raise _NoMatch(f"both families must use one interface, but there is {places}")
+    return first
+
+
+def _literal(text: str) -> IPAddress | None:
+    """The address that Go's ``net.ParseIP`` sees: never with a zone, and IPv4 when IPv4-mapped."""
+    try:
+        address = ip_address(text)
+    except ValueError:
+        return None
+    if isinstance(address, IPv6Address):
+        return None if address.scope_id else address.ipv4_mapped or address
+    return address

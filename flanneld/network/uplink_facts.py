@@ -1,0 +1,110 @@
+"""Facts about this host, read from the kernel: for the choice of the uplink and the safety of leases."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable, Collection
+from functools import cache
+from ipaddress import ip_network
+
+from flanneld.model import Family, IPAddress, IPNetwork
+from flanneld.network.host import HostView
+from flanneld.network.obstacles import HostNetworks, HostRoute, host_networks
+from flanneld.network.route_lookup import RTN_BROADCAST, SeenWay
+from flanneld.network.rtnetlink.kernel import Kernel
+from flanneld.network.rtnetlink.links import is_flannels
+from flanneld.network.rtnetlink.messages import SeenAddress
+from flanneld.network.uplink_election import AddressFact, DefaultRoute, HostFacts, LinkFact, RouteFact
+
+log = logging.getLogger(__name__)
+
+# linux/if_addr.h; for IPv4 the bit of a temporary address means a secondary one.
+_IFA_F_TEMPORARY, _IFA_F_DADFAILED, _IFA_F_DEPRECATED = 0x01, 0x08, 0x20
+_IFA_F_TENTATIVE, _IFA_F_PERMANENT = 0x40, 0x80
+
+
+def survey(kernel: Kernel, families: tuple[Family, ...], *, default_routes: bool) -> HostFacts:
+    """Read interfaces and addresses, and the default routes if they are asked for. Raises ``OSError``."""
+    return HostFacts(
+        links=tuple(LinkFact(link.name, link.index, link.mtu, link.up) for link in kernel.links()),
+        addresses=tuple(_fact(seen) for family in families for seen in kernel.addresses(family)),
+        default_routes=tuple(
+            DefaultRoute(family, index)
+            for family in (families if default_routes else ())
+            for index in kernel.default_routes(family)
+        ),
+    )
+
+
+def route_to(kernel: Kernel, target: IPAddress) -> RouteFact | None:
+    """Which way the kernel would send a packet."""
+    way = kernel.way_to(target)
+    return RouteFact(way.index, way.source, way.gateway) if way else None
+
+
+def connected_networks(kernel: HostView, families: tuple[Family, ...]) -> tuple[IPNetwork, ...]:
+    """Return the networks of this host's addresses, flannel's devices included; none if unreadable."""
+    try:
+        seen = [each for family in families for each in kernel.addresses(family)]
+    except OSError as failure:
+        log.warning("Cannot read this host's addresses: %s; a new subnet may be one of its networks", failure)
+        return ()
+    return tuple({ip_network((each.address, each.length), strict=False) for each in seen})
+
+
+def _fact(seen: SeenAddress) -> AddressFact:
+    return AddressFact(
+        index=seen.index,
+        address=seen.address,
+        permanent=bool(seen.flags & _IFA_F_PERMANENT),
+        deprecated=bool(seen.flags & (_IFA_F_DEPRECATED | _IFA_F_DADFAILED)),
+        temporary=seen.address.version == 6 and bool(seen.flags & _IFA_F_TEMPORARY),
+        tentative=bool(seen.flags & _IFA_F_TENTATIVE),
+    )
+
+
+def read_host_networks(
+    kernel: Kernel, networks: Collection[IPNetwork], own: Collection[IPNetwork], links: Collection[str]
+) -> HostNetworks:
+    """Read the host's own addresses, networks and gateways. Raises ``OSError``.
+
+    ``networks`` are the cluster's, ``own`` this node's subnets and ``links`` the devices that we make.
+    Devices of any other flanneld on this host do not count either.
+    """
+    name_of = _namer(kernel, links)
+    routes: list[HostRoute] = []
+    local: list[tuple[IPNetwork, str]] = []
+    broadcast: set[IPAddress] = set()
+    ours = [index for index, name in socket.if_nameindex() if name in links]
+    for family in {network.version for network in networks}:
+        routes.extend(_route(seen, name_of) for seen in kernel.ways(family, ours))
+        for kind, net, index in kernel.local(family):
+            if kind == RTN_BROADCAST:
+                broadcast.add(net.network_address)
+            else:
+                local.append((net, name_of(index)))
+    return host_networks(routes, local, broadcast, networks=networks, own=own)
+
+
+def _namer(kernel: Kernel, links: Collection[str]) -> Callable[[int], str]:
+    @cache
+    def name_of(index: int) -> str:
+        """Return an interface's name, nothing for one of flannel's or one that has just gone."""
+        try:
+            name = socket.if_indextoname(index)
+        except OSError:
+            return ""
+        return "" if name in links or _is_flannels(kernel, name) else name
+
+    return name_of
+
+
+def _is_flannels(kernel: Kernel, name: str) -> bool:
+    link = kernel.link(name) if name.startswith("flannel") else None
+    return link is not None and is_flannels(link)
+
+
+def _route(seen: SeenWay, name_of: Callable[[int], str]) -> HostRoute:
+    hops = ((name_of(index), gateway) for index, gateway in seen.hops)
+    return HostRoute(seen.destination, seen.protocol, tuple(hop for hop in hops if hop[0]))

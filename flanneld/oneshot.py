@@ -1,0 +1,51 @@
+"""What flanneld is asked to do instead of serving: each errand says on stdout what it has done, and ends."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from flanneld.errors import FlannelError
+from flanneld.options import Options
+from flanneld.wiring import choice_for, etcd_options, open_manager
+
+
+def run(wanted: Options, environ: Mapping[str, str]) -> int:
+    """Do what the options ask for; the exit status is 1 if something is left to do."""
+    errand = _clean_up if wanted.cleanup else _migrate if wanted.migrate_etcd_v2_to_v3 else _plan
+    try:
+        return 0 if errand(wanted, environ) else 1
+    except FlannelError as failure:
+        sys.stderr.write(f"flanneld: {failure}\n")
+        return 1
+    finally:
+        sys.stdout.flush()
+
+
+# Each module is for one errand only, and so is loaded there.
+
+
+def _clean_up(wanted: Options, _environ: Mapping[str, str]) -> bool:
+    from flanneld.diagnostics.cleanup import clean_up
+    from flanneld.subnet.kube.state import State
+
+    files = (Path(wanted.subnet_file), State(wanted.state_dir).path)
+    return clean_up(*files, print, everything=wanted.all, dry_run=wanted.dry_run)
+
+
+def _migrate(wanted: Options, _environ: Mapping[str, str]) -> bool:
+    from flanneld.subnet.etcd.migration import migrate
+
+    return migrate(etcd_options(wanted), print, dry_run=wanted.dry_run)
+
+
+def _plan(wanted: Options, environ: Mapping[str, str]) -> bool:
+    from flanneld.diagnostics.plan import print_plan
+
+    # Only what stands in the way: that a start would have made something is not so.
+    logging.getLogger().setLevel(logging.WARNING)
+    manager = open_manager(wanted, environ)
+    print_plan(wanted, manager, choice_for(wanted, manager), print)
+    return True

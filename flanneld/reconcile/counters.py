@@ -1,0 +1,163 @@
+"""Numbers about what the daemon has done: plain counters, each written by one thread and read by any (pure).
+
+They are kept whether somebody looks or not, so keeping them must cost next to nothing; making sense of
+them is for whoever looks.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterable
+from typing import TypeVar
+
+from flanneld.errors import NoAnswer, Retryable, remembered
+from flanneld.runtime import clock
+from flanneld.state.report import Failure, Report
+from flanneld.state.resources import Key, Resource
+
+Name = TypeVar("Name")
+
+#: Upper bounds in seconds, from a single route to a whole cluster.
+BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+#: A repair because the kernel told us, or because the periodic reading found something.
+TOLD, FOUND = "notification", "audit"
+#: So many repairs within so many seconds look like a fight with another program.
+_MANY, _LATELY = 5, 60.0
+
+
+class Histogram:
+    """How long something takes, in seconds. As a context manager it measures its block, for one thread."""
+
+    __slots__ = ("_began", "counts", "total")
+
+    def __init__(self) -> None:
+        #: One more than there are bounds: the last is for what took longer than all of them.
+        self.counts = [0] * (len(BOUNDS) + 1)
+        self.total = 0.0
+        self._began = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self.counts[bisect_left(BOUNDS, seconds)] += 1
+        self.total += seconds
+
+    def __enter__(self) -> None:
+        self._began = clock.now()
+
+    def __exit__(self, *_: object) -> None:
+        self.observe(clock.now() - self._began)
+
+
+class Work:
+    """What the reconciler has done. Points in time are seconds since the epoch, 0 for never."""
+
+    def __init__(self) -> None:
+        #: From the event's arrival from the store until the kernel has it.
+        self.event_to_kernel = Histogram()
+        #: One write to the kernel.
+        self.apply = Histogram()
+        #: One reading of the kernel with the repairs that follow.
+        self.reconcile = Histogram()
+        #: By kind of object and cause.
+        self.heals: dict[tuple[str, str], int] = {}
+        #: By kind of object and the kernel's reason.
+        self.refusals: dict[tuple[str, str], int] = {}
+        self.overruns = 0
+        self.last_sync = 0.0
+        #: What is wanted and refused now. Replaced, never changed: others read it.
+        self.pending: dict[Key, Failure] = {}
+        #: The kernel told us that something is not as it was.
+        self.was_told = False
+        self._repairs: deque[float] = deque(maxlen=_MANY)
+
+    @property
+    def is_fighting(self) -> bool:
+        """Whether somebody keeps changing what is ours. From any thread."""
+        lately = clock.now() - _LATELY
+        return sum(repair > lately for repair in self._repairs.copy()) == _MANY
+
+    def converged(self, report: Report) -> None:
+        """The kernel was read and what differed was put right, save for what it refused."""
+        self.pending = {failure.resource.key: failure for failure in report.failed}
+        self._count_refusals(report.failed)
+        self.last_sync = time.time()
+
+    def applied(self, report: Report, since: float) -> None:
+        """News of leases are in the kernel; ``since`` is when they came, on the clock of ``clock.now``."""
+        self.event_to_kernel.observe(clock.now() - since)
+        if report.failed:
+            self.pending = self.pending | {failure.resource.key: failure for failure in report.failed}
+            self._count_refusals(report.failed)
+
+    def healed(self, report: Report) -> None:
+        """An audit had to put this right."""
+        cause, self.was_told = TOLD if self.was_told else FOUND, False
+        if report.made or report.removed:
+            self._repairs.append(clock.now())
+        for resource in (*report.made, *report.removed):
+            _count(self.heals, (kind_of(resource), cause))
+
+    def _count_refusals(self, failures: Iterable[Failure]) -> None:
+        for failure in failures:
+            _count(self.refusals, (kind_of(failure.resource), failure.reason))
+
+
+class StoreCounters:
+    """The store of leases as this daemon meets it."""
+
+    def __init__(self) -> None:
+        self.requests = Histogram()
+        self.errors = 0
+        #: Why a request failed when it was made last, by the request. Replaced, never changed.
+        self.problems: dict[str, Retryable] = {}
+        self.events = 0
+        #: By reason: ``asked`` if the daemon wanted to be sure, else ``store``.
+        self.resyncs: dict[str, int] = {}
+        self.is_synced = False
+        self.was_asked = False
+        #: Seconds since the epoch, 0 for never.
+        self.last_event = 0.0
+        #: By result.
+        self.renewals: dict[str, int] = {}
+
+    def answered(self, request: str) -> None:
+        """A request was answered with what it asked for."""
+        if request in self.problems:
+            self.problems = {name: why for name, why in self.problems.items() if name != request}
+
+    def failed(self, request: str, reason: Retryable) -> None:
+        """A request was answered with a refusal, or not answered."""
+        self.errors += 1
+        self.problems = {**self.problems, request: remembered(reason)}
+
+    def told(self, number: int, snapshots: int) -> None:
+        """The store told so many events, so many of them whole lists; the first list is no news."""
+        self.events += number
+        self.last_event = time.time()
+        for _ in range(snapshots if self.is_synced else snapshots - 1):
+            _count(self.resyncs, "asked" if self.was_asked else "store")
+            self.was_asked = False
+        self.is_synced |= snapshots > 0
+        # A renewal that got no answer is tried again after a minute only: news prove an answer sooner.
+        if self.problems:
+            self.problems = {
+                name: why for name, why in self.problems.items() if not isinstance(why, NoAnswer)
+            }
+
+    def renewed(self, result: str) -> None:
+        _count(self.renewals, result)
+
+
+def kind_of(resource: Resource) -> str:
+    """What an operator calls it: ``route``, ``fdb``."""
+    return resource.kind.name.lower()
+
+
+def wall(boot: float) -> float:
+    """A point on the boot-time clock as seconds since the epoch."""
+    return time.time() + boot - clock.now()
+
+
+def _count(table: dict[Name, int], name: Name) -> None:
+    table[name] = table.get(name, 0) + 1

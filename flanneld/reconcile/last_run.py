@@ -1,0 +1,72 @@
+"""State carried from one run to the next: read at the start, and recorded as it changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flanneld.model import Lease, LeaseKey, Uplink
+from flanneld.network.host import HostView
+from flanneld.reconcile import ownership, state_file
+from flanneld.reconcile.ownership import Device, Machine
+from flanneld.reconcile.state_file import StateFile
+from flanneld.subnet.subnet_file import beside
+
+
+def machine_of(kernel: HostView, uplink: Uplink) -> Machine:
+    """Read what tells this machine from its clones; parts that cannot be read are empty."""
+    try:
+        link = kernel.link(uplink.name)
+    except OSError:
+        link = None
+    return Machine(link.mac if link else "", state_file.product_uuid())
+
+
+class LastRun:
+    """Reads the record beside ``subnet_file`` when it is made, and keeps it up to date from any thread."""
+
+    def __init__(self, subnet_file: Path) -> None:
+        self._subnet_file = subnet_file
+        self._file = StateFile(beside(subnet_file, "state"))
+        self._state = self._file.load()
+        self._boot_id = state_file.boot_id()
+        #: Devices of earlier runs in this boot.
+        self.devices: tuple[Device, ...] = ownership.devices_of_this_boot(self._state, self._boot_id)
+        #: Whether another flanneld ran here since, whose unmarked routes are to be adopted.
+        self.adopts = ownership.adopts_unmarked(self._state, state_file.stamp_of(subnet_file))
+        #: Destinations of the unmarked routes that an earlier run has adopted.
+        self.adopted = self._state.adopted if self._state else frozenset()
+        self.record = self._file.update
+        self.try_again = self._file.try_again
+
+    def proven_lease(self, machine: Machine, store: str, previous: LeaseKey) -> Lease | None:
+        """Return our lease as we last wrote it, None unless this host proves it."""
+        return ownership.proven_lease(self._state, machine, store, previous)
+
+    def claim(self, machine: Machine, store: str, previous: LeaseKey) -> Lease | None:
+        """Return the proven lease if the record can be written: a claim that is lost is not tried again."""
+        lease = self.proven_lease(machine, store, previous)
+        return lease if lease is not None and self._file.is_writable() else None
+
+    def joined(self, machine: Machine, store: str, lease: Lease) -> None:
+        """Record the lease that this run has acquired, and what is still to be swept."""
+        self.record(
+            boot_id=self._boot_id,
+            machine=machine,
+            store=store,
+            subnets=lease.key,
+            attributes=lease.attrs,
+            devices=self.devices,
+            adopts=self.adopts,
+        )
+
+    def lease_written(self, lease: Lease) -> None:
+        """Record what our lease says now."""
+        self.record(attributes=lease.attrs)
+
+    def lease_lost(self) -> None:
+        """Give up every claim to the lease: another node has won it."""
+        self.record(attributes=None)
+
+    def subnet_file_written(self) -> None:
+        """Record which writing of the subnet file is ours."""
+        self.record(subnet_file=state_file.stamp_of(self._subnet_file))

@@ -1,0 +1,122 @@
+"""Proof that something found at the start is left from this host's own last run (pure).
+
+A MAC or a local address is no identity: clones share MACs, and every Vagrant box has 10.0.2.15. So the
+record of the last run, ``State``, is compared with the hardware, the store and the kernel. Without a record
+nothing is claimed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from flanneld.model import IPNetwork, Lease, LeaseAttrs, LeaseKey
+from flanneld.network.rtnetlink.links import SeenLink
+from flanneld.state.resources import ForeignLink
+
+#: What firmware reports where the manufacturer has set no UUID: many machines share it.
+_PLACEHOLDERS = frozenset(
+    {
+        "00000000-0000-0000-0000-000000000000",
+        "ffffffff-ffff-ffff-ffff-ffffffffffff",
+        "03000200-0400-0500-0006-000700080009",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The uplink's hardware address and the firmware's UUID; empty if unreadable."""
+
+    hardware_address: str = ""
+    product_uuid: str = ""
+
+    @property
+    def is_unique(self) -> bool:
+        """Return True if both are known, and the UUID is not one that many machines have."""
+        return bool(self.hardware_address and self.product_uuid) and self.product_uuid not in _PLACEHOLDERS
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Device that the daemon made or took over."""
+
+    index: int
+    kind: str
+    mac: str
+    name: str
+
+    def is_same(self, seen: SeenLink) -> bool:
+        """Return True if a link is this device, within one boot. Only one with a MAC may be renamed."""
+        name = seen.name if self.mac else self.name
+        return device_of(seen) == Device(self.index, self.kind, self.mac, seen.name) and name == seen.name
+
+
+@dataclass(frozen=True, slots=True)
+class FileStamp:
+    """Inode and time of the last change of a file; every writer of subnet.env makes a new inode."""
+
+    inode: int
+    mtime_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Record of our last run.
+
+    ``attributes`` are what we last wrote into our lease, None if we have none to claim. ``devices`` are ours
+    and those of earlier runs that are yet to be swept. ``adopts`` says that another flanneld ran here before,
+    and that what it left has not been swept yet; ``adopted`` are the destinations of its unmarked routes that
+    were right, and so are ours without our mark.
+    """
+
+    boot_id: str = ""
+    machine: Machine = field(default_factory=Machine)
+    store: str = ""
+    subnets: LeaseKey = (None, None)
+    attributes: LeaseAttrs | None = None
+    devices: tuple[Device, ...] = ()
+    subnet_file: FileStamp | None = None
+    adopts: bool = False
+    adopted: frozenset[IPNetwork] = frozenset()
+
+
+def device_of(seen: SeenLink) -> Device | None:
+    """Describe a link; None if it is not of a kind that flannel makes."""
+    if isinstance(seen.make, ForeignLink):
+        return None
+    return Device(seen.index, seen.make.make, seen.mac, seen.name)
+
+
+def proven_lease(state: State | None, machine: Machine, store: str, previous: LeaseKey) -> Lease | None:
+    """Return the lease as this machine last wrote it, None if another machine can have written it.
+
+    ``previous`` are the subnets of subnet.env: if they are others, another daemon ran here since.
+    """
+    if state is None or state.attributes is None or not machine.is_unique:
+        return None
+    if (state.machine, state.store) != (machine, store):
+        return None
+    if not any(state.subnets) or previous not in ((None, None), state.subnets):
+        return None
+    return Lease(state.attributes, *state.subnets)
+
+
+def adopts_unmarked(state: State | None, subnet_file: FileStamp | None) -> bool:
+    """Return True if another flanneld ran here since our last run, or what it left is not swept yet."""
+    if state is None:
+        return subnet_file is not None
+    return state.adopts or (subnet_file is not None and subnet_file != state.subnet_file)
+
+
+def devices_of_this_boot(state: State | None, boot_id: str) -> tuple[Device, ...]:
+    """Return the recorded devices; after a reboot their indexes mean other devices."""
+    return state.devices if state is not None and boot_id and state.boot_id == boot_id else ()
+
+
+def stale(devices: Iterable[Device], present: Iterable[SeenLink], wanted: Iterable[str]) -> list[SeenLink]:
+    """Return the links that earlier runs made, and that are not ``wanted`` any more, by name."""
+    kept, recorded = frozenset(wanted), tuple(devices)
+    return [
+        seen for seen in present if seen.name not in kept and any(each.is_same(seen) for each in recorded)
+    ]

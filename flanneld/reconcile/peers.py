@@ -1,0 +1,308 @@
+"""From what the store says of the leases to what the kernel should hold for them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+
+from flanneld.backends.contract import Backend, OtherBackend
+from flanneld.compat.glog import Once
+from flanneld.errors import Refused, Unsafe
+from flanneld.model import (
+    FAMILIES,
+    Added,
+    Change,
+    Event,
+    Family,
+    IPNetwork,
+    Lease,
+    LeaseKey,
+    LeaseTable,
+    Removed,
+    Snapshot,
+    lies_in,
+    name_of,
+    overlap,
+)
+from flanneld.network.obstacles import Obstacles
+from flanneld.reconcile.lease_safety import LeaseSafety
+from flanneld.state.desired_state import LOCAL, Before, Wanted
+from flanneld.state.diff import Plan, plan
+from flanneld.state.removal_guard import Brake
+from flanneld.state.resources import Key, Kind, Resource, State
+
+log = logging.getLogger(__name__)
+
+#: So many lines about single leases are worth reading at a time.
+_FEW = 10
+
+
+class View:
+    """The peers at one moment: their leases, who wants what, contested keys with all claims, refusals.
+
+    ``unsafe`` are the refused leases that would harm this host.
+    """
+
+    def __init__(
+        self,
+        leases: list[Lease],
+        wishes: Mapping[LeaseKey, tuple[Resource, ...]],
+        rivals: Mapping[Key, Mapping[LeaseKey, Resource]],
+        reasons: Mapping[LeaseKey, str],
+        unsafe: Mapping[LeaseKey, str],
+        *,
+        synced: bool,
+        cached: str = "",
+    ) -> None:
+        self.leases = leases
+        self.wishes = wishes
+        self.rivals = rivals
+        self.reasons = reasons
+        self.unsafe = unsafe
+        self.synced = synced
+        self.cached = cached
+
+
+class Peers:
+    """The peers' leases and the wanted state, kept in step lease by lease. Moves nothing."""
+
+    def __init__(self, own: Lease, networks: Iterable[IPNetwork], brake: Brake) -> None:
+        self._own = own
+        self._brake = brake
+        self._networks = {network.version: network for network in networks}
+        self.safety = LeaseSafety(own, self._networks.values())
+        self._table = LeaseTable(own.key)
+        self._wanted = Wanted()
+        #: Leases whose data no backend could make sense of.
+        self._riddles: set[LeaseKey] = set()
+        #: Why nothing, or not all, is done for a lease.
+        self._reasons: dict[LeaseKey, str] = {}
+        #: The same for leases that would harm this host.
+        self._unsafe: dict[LeaseKey, str] = {}
+        #: Each lease as it last made sense: what led to its node is kept by that.
+        self._sound: dict[LeaseKey, Lease] = {}
+        self._once = Once()
+        self._told: list[str] = []
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    @property
+    def synced(self) -> bool:
+        """Whether all leases are known; before that nobody can say what is stale."""
+        return self._table.synced
+
+    @property
+    def cached(self) -> str:
+        """Where the leases are from while they are not the store's; else empty. From any thread."""
+        return self._table.cached
+
+    @property
+    def wanted(self) -> State:
+        """What the kernel should hold, this node's own needs included."""
+        return self._wanted.state
+
+    @property
+    def unclear(self) -> set[IPNetwork]:
+        """Subnets of leases that are there but make no sense: what leads to them may be right."""
+        return {
+            net
+            for key in self._table.unreadable | self._riddles
+            for net in key
+            if net is not None and self.safety.obstacles.in_subnet(net) is None
+        }
+
+    def view(self) -> View:
+        """What is known now. From any thread: nothing in it changes afterwards."""
+        return View(
+            self._table.leases(),
+            self._wanted.all_wishes(),
+            self._wanted.rivals(),
+            self._reasons.copy(),
+            self._unsafe.copy(),
+            synced=self._table.synced,
+            cached=self._table.cached,
+        )
+
+    def unsafe(self) -> list[str]:
+        """One line for each lease that would harm this host. From any thread."""
+        return [f"{name_of(key)}: {reason}" for key, reason in self._unsafe.copy().items()]
+
+    def wanted_kinds(self) -> list[Kind]:
+        """The kind of each object that is wanted. From any thread."""
+        return [resource.kind for resource in self._wanted.state.copy().values()]
+
+    def wish_locally(self, resources: Iterable[Resource]) -> None:
+        """Say what this node needs for itself, whoever its peers are."""
+        self._wanted.set(LOCAL, resources)
+
+    def local_wishes(self) -> tuple[Resource, ...]:
+        return self._wanted.wishes(LOCAL)
+
+    def take(self, events: Iterable[Event], backend: Backend) -> Plan:
+        """Fold events in, in order: what to make and what to remove because of them.
+
+        With the first snapshot nothing: what there is has to be compared with all that is wanted then.
+        """
+        was_synced = self.synced
+        # Of what changes twice only the first state has ever been in the kernel.
+        before: Before = {}
+        for event in events:
+            for change in self._fold(event, backend):
+                for key, was in change.items() if was_synced else ():
+                    before.setdefault(key, was)
+        return plan(*self._wanted.since(before))
+
+    def _fold(self, event: Event, backend: Backend) -> Iterator[Before]:
+        change = self._change(event)
+        others = self.safety.update(change.put, change.gone).difference(lease.key for lease in change.put)
+        for key in change.gone:
+            self._forget(key)
+            self._sound.pop(key, None)
+            yield self._wanted.set(key, ())
+        for lease in (*change.put, *filter(None, map(self._table.get, others))):
+            yield self._wanted.set(lease.key, self._lead_to(lease, backend))
+            self._warn_of_conflicts(lease)
+
+    def reconsider(self, backend: Backend) -> None:
+        """Decide anew about every lease: the backend is another one, or the host's routes have changed."""
+        for lease in self._table:
+            self._wanted.set(lease.key, self._lead_to(lease, backend))
+
+    def look(self, obstacles: Obstacles, backend: Backend) -> Plan:
+        """Take over new facts of this host: what to make and what to remove because of them."""
+        self.safety.look(obstacles, self._table)
+        before: Before = {}
+        for lease in self._table:
+            harm = self.safety.harm(lease)
+            if (str(harm) if harm else None) != self._unsafe.get(lease.key) or lease.key in self._riddles:
+                for key, was in self._wanted.set(lease.key, self._lead_to(lease, backend)).items():
+                    before.setdefault(key, was)
+        return plan(*self._wanted.since(before))
+
+    def tell(self) -> None:
+        """Log what has changed. Called when the kernel is done: packets wait for that, not for the log."""
+        for line in self._told:
+            log.info("%s", line)
+        self._told.clear()
+
+    def _change(self, event: Event) -> Change:
+        was_synced = self._table.synced
+        if was_synced and _lacks(event, self._own):
+            # We are about to end, unless it is back by then.
+            self._brake.hold("The store has lost our own lease")
+            return Change()
+        if was_synced:
+            event = self._through_brake(event)
+        change = self._table.apply(event)
+        if was_synced:
+            self._told += _lines_about(change, self._wanted)
+        return change
+
+    def _through_brake(self, event: Event) -> Event:
+        match event:
+            case Added(lease):
+                self._brake.heard_of(lease.key)
+            case Removed(key):
+                self._brake.heard_of(key)
+            case Snapshot():
+                return self._brake.pass_on(event, [lease.key for lease in self._table])
+        return event
+
+    def _lead_to(self, lease: Lease, backend: Backend) -> tuple[Resource, ...]:
+        """What leads to a peer; if its lease makes no sense, what did before, or the part that does."""
+        resources: list[Resource] = []
+        try:
+            _refuse_overlap(lease, self._own)
+            _refuse_outside(lease, self._networks)
+            self._refuse_harm(lease)
+            resources.extend(backend.peer(lease))
+        except OtherBackend as reason:
+            self._complain(lease, reason, f"Ignoring a lease: {reason}")
+            return ()
+        except Unsafe as reason:
+            self._complain(lease, reason, f"Unsafe lease {lease}: {reason}")
+            self._unsafe[lease.key] = str(reason)
+            return ()
+        except Refused as reason:
+            self._complain(lease, reason, f"Refusing the data of lease {lease}: {reason}")
+            self._riddles.add(lease.key)
+            sound = self._sound.get(lease.key)
+            if sound is not None and not self.safety.is_reachable(sound):
+                return ()
+            return self._wanted.wishes(lease.key) or tuple(resources)
+        self._forget(lease.key)
+        self._sound[lease.key] = lease
+        return tuple(resources)
+
+    def _refuse_harm(self, lease: Lease) -> None:
+        harm = self.safety.harm(lease)
+        if harm is not None:
+            raise harm
+
+    def _complain(self, lease: Lease, reason: Refused, line: str) -> None:
+        self._riddles.discard(lease.key)
+        self._unsafe.pop(lease.key, None)
+        self._reasons[lease.key] = str(reason)
+        self._once.warn(log, lease.key, line)
+
+    def _forget(self, key: LeaseKey) -> None:
+        """There is nothing to complain about any more."""
+        self._once.clear(("clone", key))
+        if self._reasons.pop(key, None):
+            self._riddles.discard(key)
+            if self._unsafe.pop(key, None):
+                self._told.append(f"Lease {name_of(key)} no longer harms this host")
+            self._once.clear(key)
+
+    def _warn_of_conflicts(self, lease: Lease) -> None:
+        clone = self._wanted.cloned_device(lease.key)
+        if clone is not None:
+            self._once.warn(
+                log,
+                ("clone", lease.key),
+                f"{lease} has the MAC {clone.mac} of our own {clone.name}: others reach only one of both;"
+                f" on the one that is a clone: stop flanneld, ip link delete {clone.name}, delete its lease,"
+                " start flanneld",
+            )
+        for resource, winner, loser in self._wanted.conflicts(lease.key):
+            self._once.warn(
+                log,
+                resource.key,
+                f"{name_of(winner)} and {name_of(loser)} both claim {resource}; {name_of(winner)} has it: "
+                "are these cloned machines, or is one public IP used twice?",
+            )
+
+
+def _refuse_overlap(lease: Lease, own: Lease) -> None:
+    """Raises ``Refused`` for a peer that claims what is ours: its route would cut off our containers."""
+    for theirs, ours in zip(lease.key, own.key, strict=True):
+        if theirs is not None and ours is not None and overlap(theirs, ours):
+            raise Refused(f"it overlaps our own subnet {ours}", "remove the lease that is wrong")
+
+
+def _refuse_outside(lease: Lease, networks: Mapping[Family, IPNetwork]) -> None:
+    """Raises ``Refused`` for a peer that would draw traffic to itself that is none of this network's."""
+    for net in lease.key:
+        network = networks.get(net.version) if net is not None else None
+        if net is not None and network is not None and not lies_in(net, network):
+            remedy = "remove the lease, or restart its daemon if Network was changed"
+            raise Refused(f"it is outside our network {network}", remedy)
+
+
+def _lacks(event: Event, own: Lease) -> bool:
+    """A snapshot without our lease: we were revoked, or the store forgot."""
+    if not isinstance(event, Snapshot):
+        return False
+    return own.key not in event.unreadable and all(lease.key != own.key for lease in event.leases)
+
+
+def _lines_about(change: Change, wanted: Wanted) -> list[str]:
+    if len(change.put) + len(change.gone) > _FEW:
+        return [f"Leases: {len(change.put)} new or changed, {len(change.gone)} gone"]
+    lines = [f"Lease {name_of(key)} is gone" for key in change.gone]
+    for lease in change.put:
+        word = "changed" if lease.key in wanted else "added"
+        public = ", ".join(str(ip) for family in FAMILIES if (ip := lease.attrs.public(family)))
+        lines.append(f"Lease {lease} {word}, at {public or 'no public IP'}")
+    return lines

@@ -1,0 +1,164 @@
+"""The state file beside subnet.env: the record of this host's last run, and facts about the host for it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from dataclasses import replace
+from ipaddress import IPv4Network, IPv6Network, ip_network
+from pathlib import Path
+from typing import Any
+
+from flanneld.compat.glog import Once
+from flanneld.errors import Refused
+from flanneld.model import LeaseKey
+from flanneld.reconcile.ownership import Device, FileStamp, Machine, State
+from flanneld.runtime import atomic_file
+from flanneld.subnet.codec import format_attrs, parse_attrs
+
+log = logging.getLogger(__name__)
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+PRODUCT_UUID = Path("/sys/class/dmi/id/product_uuid")
+_VERSION = 1
+#: Bytes. A few hundred are usual; each route that was adopted takes 30 more.
+_MAX_SIZE = 4 << 20
+
+
+class StateFile:
+    """Reads the record once, and writes it whenever it changes. From any thread; never raises."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._wanted = State()
+        self._written: State | None = None
+        self._once = Once()
+
+    def load(self) -> State | None:
+        """Read the record of the last run; a file that makes no sense is logged and counts as none."""
+        try:
+            found = _parse(atomic_file.read(self._path, _MAX_SIZE))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, Refused) as error:
+            problem = f"{type(error).__name__} {error}".strip()
+            self._once.warn(log, "load", f"Ignoring the state file {self._path}: {problem}")
+            return None
+        with self._lock:
+            self._wanted = self._written = found
+        return found
+
+    def update(self, **changes: Any) -> None:
+        """Change fields of the record, and write it unless the file holds just that."""
+        with self._lock:
+            self._wanted = replace(self._wanted, **changes)
+            if self._wanted != self._written:
+                self._write()
+
+    def try_again(self) -> None:
+        """Write what could not be written so far, if there is something."""
+        self.update()
+
+    def is_writable(self) -> bool:
+        """Write the record as it is: what comes of a claim has to be recorded afterwards."""
+        with self._lock:
+            return self._write()
+
+    def _write(self) -> bool:
+        try:
+            self._path.parent.mkdir(0o755, parents=True, exist_ok=True)
+            atomic_file.replace(self._path, _text(self._wanted).encode(), 0o600)
+        except OSError as error:
+            self._once.warn(
+                log,
+                "write",
+                f"Cannot write the state file {self._path}: {error.strerror}; make its directory writable, or"
+                " after a restart nothing that an earlier run left is recognised",
+            )
+            return False
+        self._once.clear("write")
+        self._written = self._wanted
+        return True
+
+
+def stamp_of(path: Path) -> FileStamp | None:
+    """Return what tells one writing of a file from the next; None if it cannot be read."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return FileStamp(found.st_ino, found.st_mtime_ns)
+
+
+def boot_id() -> str:
+    """Return the kernel's identity of this boot; empty if it cannot be read."""
+    return _line(BOOT_ID)
+
+
+def product_uuid() -> str:
+    """Return the firmware's UUID of this machine; empty where there is none, or not for this user."""
+    return _line(PRODUCT_UUID).lower()
+
+
+def _line(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _text(state: State) -> str:
+    stamp, attributes = state.subnet_file, state.attributes
+    return (
+        json.dumps(
+            {
+                "version": _VERSION,
+                "boot_id": state.boot_id,
+                "hardware_address": state.machine.hardware_address,
+                "product_uuid": state.machine.product_uuid,
+                "store": state.store,
+                "subnets": [str(net) if net else None for net in state.subnets],
+                "attributes": format_attrs(attributes, with_ipv6=True) if attributes else None,
+                "devices": [
+                    {"index": each.index, "kind": each.kind, "mac": each.mac, "name": each.name}
+                    for each in state.devices
+                ],
+                "subnet_file": {"inode": stamp.inode, "mtime_ns": stamp.mtime_ns} if stamp else None,
+                "adopts": state.adopts,
+                "adopted": sorted(map(str, state.adopted)),
+            },
+            indent=1,
+        )
+        + "\n"
+    )
+
+
+def _parse(content: bytes) -> State:
+    top = json.loads(content)
+    if top["version"] != _VERSION:
+        raise ValueError(f"it is not of version {_VERSION}")
+    stamp, attributes = top["subnet_file"], top["attributes"]
+    return State(
+        boot_id=str(top["boot_id"]),
+        machine=Machine(str(top["hardware_address"]), str(top["product_uuid"])),
+        store=str(top["store"]),
+        subnets=_subnets(top["subnets"]),
+        attributes=parse_attrs(attributes) if attributes is not None else None,
+        devices=tuple(
+            Device(int(each["index"]), str(each["kind"]), str(each["mac"]), str(each["name"]))
+            for each in top["devices"]
+        ),
+        subnet_file=FileStamp(int(stamp["inode"]), int(stamp["mtime_ns"])) if stamp else None,
+        adopts=bool(top["adopts"]),
+        adopted=frozenset(ip_network(text) for text in top["adopted"]),
+    )
+
+
+def _subnets(texts: list[str | None]) -> LeaseKey:
+    subnet, ipv6_subnet = texts
+    return (
+        IPv4Network(subnet) if subnet is not None else None,
+        IPv6Network(ipv6_subnet) if ipv6_subnet is not None else None,
+    )

@@ -1,0 +1,112 @@
+"""Where this node stands: its uplink, and the backend that follows from it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from functools import partial
+
+from flanneld.backends.contract import Backend, Factory, Host
+from flanneld.compat.glog import Once
+from flanneld.config import Config
+from flanneld.errors import Fatal
+from flanneld.model import IPAddress, IPNetwork, LeaseAttrs, Uplink
+from flanneld.network.rtnetlink.kernel import Kernel
+from flanneld.network.rtnetlink.messages import RTN_UNICAST
+from flanneld.network.tun_choice import tun_for
+from flanneld.network.uplink_election import InterfaceChoice, elect, keep
+from flanneld.network.uplink_facts import route_to, survey
+
+log = logging.getLogger(__name__)
+
+
+def find_uplink(kernel: Kernel, config: Config, choice: InterfaceChoice) -> Uplink:
+    """Elect the uplink; every candidate that was passed over is explained. Raises ``NoInterface``."""
+    wishes = (*choice.ifaces, *choice.regexes, *([choice.can_reach] if choice.can_reach else []))
+    wants_default = not wishes or "" in wishes
+    facts = survey(kernel, config.families, default_routes=wants_default)
+    election = elect(choice, facts, partial(route_to, kernel), config.families)
+    for line in election.rejected:
+        log.info("Not the external interface: %s", line)
+    return election.uplink
+
+
+class Site:
+    """The uplink as it is now and the backend built on it; both are made anew when the uplink moves."""
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        config: Config,
+        choice: InterfaceChoice,
+        make_backend: Factory,
+        uplink: Uplink,
+        stored: LeaseAttrs | None,
+        former: tuple[IPNetwork, ...] = (),
+    ) -> None:
+        self._kernel = kernel
+        self._config = config
+        self._choice = choice
+        self._make_backend = make_backend
+        self._former = former
+        self._once = Once()
+        self.uplink = uplink
+        #: No interface will do now; what it takes may come from anywhere.
+        self.is_adrift = False
+        #: Whether the backend's decisions rest on the host's routes.
+        self.asks_routes = False
+        self.backend: Backend = self._build(uplink, stored)
+
+    @property
+    def ranges(self) -> tuple[tuple[IPNetwork, int], ...]:
+        """The cluster networks, each with the length of a node's subnet."""
+        return tuple((each.network, each.subnet_len) for each in self._config.ranges)
+
+    def follow(self) -> bool:
+        """Look where the uplink is now; True when that called for another backend.
+
+        While no interface will do, all stays as it was: packets that can flow go on flowing.
+        """
+        try:
+            facts = survey(self._kernel, self._config.families, default_routes=False)
+            uplink = keep(self.uplink, facts) or find_uplink(self._kernel, self._config, self._choice)
+            if uplink != self.uplink:
+                # What we announced is what we had: the devices keep their MACs.
+                backend = self._build(uplink, self.backend.attributes())
+        except Fatal as reason:
+            self._once.warn(log, "uplink", f"The uplink {self.uplink.name} is not usable now: {reason}")
+            self.is_adrift = True
+            return False
+        self.is_adrift = False
+        self._once.clear("uplink")
+        if uplink == self.uplink:
+            return False
+        log.warning("The uplink is now %s; it was %s", uplink, self.uplink)
+        self.uplink, self.backend = uplink, backend
+        return True
+
+    def _build(self, uplink: Uplink, stored: LeaseAttrs | None) -> Backend:
+        host = Host(
+            uplink=uplink,
+            stored=stored,
+            mac_of=self._mac_of,
+            link_to=self._link_to,
+            random_bytes=os.urandom,
+            tun_for=lambda network: tun_for(self._kernel, (network, *self._former)),
+        )
+        return self._make_backend(self._config, host)
+
+    def _mac_of(self, name: str) -> str | None:
+        link = self._kernel.link(name)
+        return link.mac or None if link else None
+
+    def _link_to(self, target: IPAddress) -> str | None:
+        self.asks_routes = True
+        way = self._kernel.way_to(target)
+        if way is None or way.gateway is not None or way.kind != RTN_UNICAST:
+            return None
+        try:
+            return socket.if_indextoname(way.index)
+        except OSError:
+            return None

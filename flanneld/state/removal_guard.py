@@ -1,0 +1,110 @@
+"""The mass-removal brake: a list of leases that lacks most peers is read again before it is believed.
+
+A store that was restored from an old copy, or answers with a part of what it has, must not cut a whole
+cluster off. Single removals are never held: each of them is something that somebody did.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Collection
+from dataclasses import replace
+
+from flanneld.model import LeaseKey, Snapshot
+from flanneld.runtime import clock
+
+log = logging.getLogger(__name__)
+
+#: Up to so many peers may go at once.
+FEW = 10
+#: Seconds between the first reading and the one that decides.
+HOLD = 30.0
+
+
+class Brake:
+    """Holds removals back for a while. For one thread."""
+
+    def __init__(self, *, is_on: bool = True, now: Callable[[], float] = clock.now) -> None:
+        self._is_on = is_on
+        self._now = now
+        #: When what is held may be believed, if it is said again then.
+        self._until = math.inf
+        self._asked = False
+        #: The leases that a list lacked, and of which nothing was heard since.
+        self._missing: set[LeaseKey] = set()
+        self.sweep_is_held = False
+        self._may_sweep = False
+        #: How often something was held back, and what it was the last time.
+        self.holds_total = 0
+        self.reason = ""
+
+    @property
+    def holds(self) -> bool:
+        """Whether something is held back now."""
+        return self._until < math.inf
+
+    @property
+    def next_reading(self) -> float:
+        """When the leases have to be read again."""
+        return math.inf if self._asked else self._until
+
+    def is_due(self) -> bool:
+        """Whether that is now; said once for each time that something is held."""
+        if self._now() < self.next_reading:
+            return False
+        self._asked = True
+        return True
+
+    def pass_on(self, snapshot: Snapshot, known: Collection[LeaseKey]) -> Snapshot:
+        """The snapshot, or one that keeps the peers it lacks as if their leases could only not be read."""
+        there = {lease.key for lease in snapshot.leases} | snapshot.unreadable
+        missing = {key for key in known if key not in there}
+        is_another_loss = self._is_too_much(len(missing - self._missing), len(known))
+        if is_another_loss or (self._is_too_much(len(missing), len(known)) and not self._is_over()):
+            if is_another_loss:
+                self._until = math.inf
+            self.hold(f"{len(missing)} of {len(known)} peers are gone from the list of leases")
+            self._missing = missing
+            return replace(snapshot, unreadable=snapshot.unreadable | missing)
+        if self._is_over() or not self.sweep_is_held:
+            self._release()
+        return snapshot
+
+    def hold(self, what: str) -> None:
+        """Leave all as it is until the leases were read again; ``what`` says why."""
+        if self._until < math.inf and not self._is_over():
+            return
+        self._until, self._asked = self._now() + HOLD, False
+        self.holds_total += 1
+        self.reason = what
+        log.warning("%s: leaving all as it is, and reading the list again in %.0f s", what, HOLD)
+
+    def heard_of(self, key: LeaseKey) -> None:
+        """Something was told of this lease alone: it is there again, or somebody has removed it."""
+        if key not in self._missing:
+            return
+        self._missing.discard(key)
+        if not self._missing and not self.sweep_is_held:
+            log.info("All peers that were gone from the list of leases are accounted for")
+            self._until, self._asked = math.inf, False
+
+    def holds_sweep(self, stale: int, kept: int) -> bool:
+        """Whether routes that an earlier run left are to stay for now, though no lease has them."""
+        if not self.sweep_is_held and not self._may_sweep and self._is_too_much(stale, stale + kept):
+            self.sweep_is_held = True
+            self.hold(f"{stale} of {stale + kept} routes lead to peers that are not in the list of leases")
+        return self.sweep_is_held
+
+    def _is_too_much(self, missing: int, known: int) -> bool:
+        return self._is_on and known > FEW and 2 * missing > known
+
+    def _is_over(self) -> bool:
+        return self._now() >= self._until
+
+    def _release(self) -> None:
+        if self._until < math.inf:
+            log.warning("The list of leases was read again: acting on it now")
+        self._may_sweep |= self.sweep_is_held
+        self._missing.clear()
+        self._until, self._asked, self.sweep_is_held = math.inf, False, False

@@ -1,0 +1,40 @@
+"""What came of a plan (pure)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from flanneld.state.resources import Resource
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What was refused, why, and what to do about it where that is known.
+
+    ``is_taken`` says that something may stand there already; what that is, an audit finds out.
+    """
+
+    resource: Resource
+    reason: str
+    remedy: str = ""
+    is_taken: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.resource}: {self.reason}"
+
+
+@dataclass(slots=True)
+class Report:
+    """What was done: made, removed, refused."""
+
+    made: list[Resource] = field(default_factory=list)
+    removed: list[Resource] = field(default_factory=list)
+    failed: list[Failure] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.made or self.removed or self.failed)
+
+    def add(self, other: Report) -> None:
+        self.made += other.made
+        self.removed += other.removed
+        self.failed += other.failed

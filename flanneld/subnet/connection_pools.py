@@ -1,0 +1,64 @@
+"""urllib3's connections, made over a line that another thread can cut, and answers without end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from http.client import HTTPException
+from socket import socket
+from typing import Any
+
+from urllib3 import HTTPConnectionPool, HTTPSConnectionPool
+from urllib3.connection import HTTPConnection, HTTPSConnection
+from urllib3.response import BaseHTTPResponse
+
+from flanneld.runtime.interruptible_socket import Line
+
+#: In bytes. What etcd says of the leases of a large cluster is some MB.
+_LONGEST_ANSWER = 64 << 20
+_PIECE = 256 << 10
+
+
+class Endless(HTTPException):
+    """An answer is longer than any that makes sense."""
+
+
+class _Connection(HTTPConnection):
+    def __init__(self, *args: Any, line: Line, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._on_line = line
+
+    def _new_conn(self) -> socket:
+        return self._on_line.connect(self._dns_host, self.port or 0, float(self.timeout or 0))
+
+
+class _TlsConnection(_Connection, HTTPSConnection):
+    pass
+
+
+class Pool(HTTPConnectionPool):
+    """Takes the keyword ``line``; so does ``TlsPool``."""
+
+    ConnectionCls = _Connection
+
+
+class TlsPool(HTTPSConnectionPool):
+    ConnectionCls = _TlsConnection
+
+
+def nobody_waits() -> None:
+    """For an answer that is so short that nobody needs a sign of life meanwhile."""
+
+
+def body_of(response: BaseHTTPResponse, alive: Callable[[], None] = nobody_waits) -> bytes:
+    """All of it, or ``Endless``: who answers without end must not fill the memory.
+
+    ``alive`` is called for each part that has come, however slowly it did.
+    """
+    pieces, size = [], 0
+    while piece := response.read(_PIECE):
+        size += len(piece)
+        if size > _LONGEST_ANSWER:
+            raise Endless(f"its answer is longer than {_LONGEST_ANSWER >> 20} MiB")
+        pieces.append(piece)
+        alive()
+    return b"".join(pieces)

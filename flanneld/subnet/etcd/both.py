@@ -1,0 +1,370 @@
+"""Both APIs of etcd at once, for the time in which a cluster moves from one to the other.
+
+Our lease is announced in each, under one subnet, and whoever is in either is a peer. v3 comes first: what
+two nodes want at the same time is settled there, and what it says counts if v2 says something else.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from flanneld.compat.glog import Once, V
+from flanneld.config import Config, ConfigError, say_the_same
+from flanneld.errors import Retryable
+from flanneld.model import (
+    Event,
+    IPAddress,
+    Lease,
+    LeaseAttrs,
+    LeaseKey,
+    Removed,
+    Snapshot,
+    have_common_addresses,
+    name_of,
+)
+from flanneld.runtime import clock
+from flanneld.subnet.allocation import fits
+from flanneld.subnet.etcd.http import NoSuchApi
+from flanneld.subnet.etcd.keys import NoConfig, Position
+from flanneld.subnet.etcd.leases import Listing
+from flanneld.subnet.etcd.manager import SUBNET_TTL, TRIES, EtcdManager, LeaseTaken, node_address, say_kept
+from flanneld.subnet.etcd.own_both import OwnInBoth
+from flanneld.subnet.etcd.union import LeaseUnion
+from flanneld.subnet.manager import LONGEST_SILENCE, NO_FACTS, Cancelled, Deliver, LocalFacts
+
+log = logging.getLogger(__name__)
+
+#: An operator who revokes a lease cannot do so in both at once. So many seconds are enough for a script.
+GRACE = 1.0
+
+#: A watch of one API, of all leases or of our own, given what to call now and then.
+_Watch = Callable[[EtcdManager, Callable[[], None]], None]
+
+
+class EtcdOfBoth:
+    """``SubnetManager`` on two others, the first of which counts more.
+
+    An API that the servers do not have when the daemon starts is done without. One that fails later, or
+    refuses us, takes nothing away: its peers stay, and the other goes on.
+    """
+
+    def __init__(self, *managers: EtcdManager) -> None:
+        self._all = managers
+        #: Those that are there.
+        self._sides: Sequence[EtcdManager] = managers
+        self._once = Once()
+        self._closed = threading.Event()
+        self._own = OwnInBoth(side.api for side in managers)
+        self._own_lock = threading.Lock()
+        #: By API, what is done of a renewal that has not succeeded in each yet, and what it writes.
+        self._done: set[str] = set()
+        self._announced = LeaseAttrs()
+
+    @property
+    def name(self) -> str:
+        return " and ".join(side.name for side in self._sides)
+
+    @property
+    def problem(self) -> Retryable | None:
+        """Why a watch of either side fails now."""
+        return next((side.problem for side in self._sides if side.problem), None)
+
+    def network_config(self) -> Config:
+        found: list[tuple[EtcdManager, Config]] = []
+        problems: dict[EtcdManager, Retryable] = {}
+        for side in self._all:
+            try:
+                found.append((side, side.network_config()))
+            except ConfigError:
+                raise
+            except Retryable as problem:
+                problems[side] = problem
+        if not found:
+            raise _no_config(list(problems.values()), self._all[0].config_key)
+        config = found[0][1]
+        if not all(say_the_same(config.source, other.source) for _, other in found):
+            raise Retryable(
+                f"the network configs at {self._all[0].config_key} in etcd's v3 and v2 APIs are different",
+                "make them equal, or remove the one that is wrong",
+            )
+        self._sides = [side for side in self._all if not isinstance(problems.get(side), NoSuchApi)]
+        for side, reason in problems.items():
+            if not isinstance(reason, NoConfig):
+                self._once.warn(log, side, f"Only one API of etcd can be used now; {side.api}: {reason}")
+        return config
+
+    def stored(self, public_ip: IPAddress | None) -> LeaseAttrs | None:
+        listings, _ = self._listings(anew=False)
+        for listing in listings.values():
+            for _, lease in listing.of(public_ip):
+                return lease.attrs
+        return None
+
+    def acquire(
+        self, config: Config, attrs: LeaseAttrs, previous: LeaseKey, local: LocalFacts = NO_FACTS
+    ) -> Lease:
+        for attempt in range(TRIES):
+            listings, problem = self._listings(anew=attempt > 0)
+            key = _ours(list(listings.values()), config, attrs, previous, local.written)
+            if key is None and problem:
+                # Whoever has no lease yet must not choose what a node may have where we cannot look.
+                raise problem
+            if key is None:
+                union = _union(list(listings.values()))
+                key = self._sides[0].pick(config, previous, union, local.connected)
+            try:
+                lease = self._take(key, attrs, listings, local.written)
+            except LeaseTaken as lost:
+                log.log(V(1), "Another node was quicker, trying again: %s", lost)
+                continue
+            self._tidy_up(listings, lease)
+            return lease
+        raise Retryable(f"other nodes were quicker {TRIES} times in a row", "nothing to do but wait")
+
+    def renew(self, lease: Lease) -> Lease:
+        if self._own.missing and self._closed.wait(GRACE):
+            raise Cancelled
+        problems: list[Retryable] = []
+        with self._own_lock:
+            if self._own.is_gone:
+                raise Retryable(f"the lease {lease} has gone from both APIs of etcd")
+            if lease.attrs != self._announced:
+                self._done.clear()
+            self._announced = lease.attrs
+            for side in self._sides:
+                try:
+                    self._renew_in(side, lease)
+                except Retryable as problem:
+                    problems.append(Retryable(f"{side.api}: {problem.problem}", problem.remedy))
+            if problems:
+                raise problems[0]
+            self._done.clear()
+            return self._own.whole()
+
+    def watch(self, deliver: Deliver, alive: Callable[[], None]) -> None:
+        union = LeaseUnion(side.api for side in self._sides)
+        lock = threading.Lock()
+
+        def hear(api: str, events: list[Event]) -> None:
+            with lock:
+                told = [news for event in events for news in union.fold(api, event)]
+                if told:
+                    deliver(told)
+                # Not at each event: a node that changes its address cannot do so in both at once.
+                if any(isinstance(event, Snapshot) for event in told):
+                    self._warn_of_disputes(union)
+
+        self._watch_all(lambda side, beat: side.watch(lambda events: hear(side.api, events), beat), alive)
+
+    def watch_own(self, lease: Lease, deliver: Deliver, alive: Callable[[], None]) -> None:
+        def hear(api: str, events: list[Event]) -> None:
+            with self._own_lock:
+                told = [news for event in events for news in self._own.hear(api, event, clock.now())]
+                if told:
+                    self._done.discard(api)
+                    deliver(told)
+                if Removed(lease.key) in events and not self._own.is_gone:
+                    log.warning("Our lease %s has gone from etcd %s: putting it back", lease, api)
+
+        self._watch_all(
+            lambda side, beat: side.watch_own(lease, lambda events: hear(side.api, events), beat), alive
+        )
+
+    def reread(self) -> None:
+        for side in self._sides:
+            side.reread()
+
+    def reconnect(self) -> None:
+        for side in self._sides:
+            side.reconnect()
+
+    def close(self) -> None:
+        self._closed.set()
+        for side in self._all:
+            side.close()
+
+    # ---- acquiring ---------------------------------------------------------------------------
+
+    def _listings(self, *, anew: bool) -> tuple[dict[EtcdManager, Listing], Retryable | None]:
+        """All leases of each API that can be read, which has to be one at least, and why one cannot."""
+        listings: dict[EtcdManager, Listing] = {}
+        problem: Retryable | None = None
+        for side in self._sides:
+            try:
+                listings[side] = side.listing(anew=anew)
+            except Retryable as reason:
+                problem = reason
+        if problem and not listings:
+            raise problem
+        return listings, problem
+
+    def _take(
+        self,
+        key: LeaseKey,
+        attrs: LeaseAttrs,
+        listings: dict[EtcdManager, Listing],
+        written: Lease | None = None,
+    ) -> Lease:
+        """Write our lease everywhere, or nowhere (raises ``LeaseTaken``)."""
+        proven = {
+            side: lease
+            for side, listing in listings.items()
+            for _, lease in listing.as_written(written)
+            if lease.key == key and node_address(lease.attrs) != node_address(attrs)
+        }
+        had = {
+            side: lease
+            for side, listing in listings.items()
+            for lease in listing.leases.values()
+            if lease.key == key
+        }
+        is_reserved = any(lease.expires is None for lease in had.values())
+        wanted = Lease(attrs, *key, expires=None if is_reserved else clock.now(), asof=-1)
+        taken: list[EtcdManager] = []
+        with self._own_lock:
+            own = OwnInBoth(side.api for side in self._sides)
+            for side in self._sides:
+                try:
+                    # As it was read: only such a lease is overwritten under another public IP.
+                    asof = proven[side].asof if side in proven else wanted.asof
+                    stored = side.renew(replace(wanted, asof=asof))
+                    if side not in had:
+                        side.yield_to_earlier(stored)
+                    own.written(side.api, stored)
+                except LeaseTaken:
+                    for other in taken:
+                        if other not in had:
+                            other.give_back(key)
+                    raise
+                except Retryable as problem:
+                    log.warning("Our lease %s is not in %s yet: %s", wanted, side.api, problem)
+                    continue
+                taken.append(side)
+            if not taken:
+                raise Retryable(f"the lease {wanted} could not be written", "see the log above")
+            for lease in list(proven.values())[:1]:
+                say_kept(lease)
+            self._own = own
+            self._announced = attrs
+            return own.whole()
+
+    def _tidy_up(self, listings: dict[EtcdManager, Listing], lease: Lease) -> None:
+        """Give back what else we had: a node with two leases in two APIs has one too many."""
+        for side, listing in listings.items():
+            for _, other in listing.of(node_address(lease.attrs)):
+                if other.key != lease.key and other.expires is not None:
+                    log.info("Giving back the lease %s in etcd %s: ours is %s", other, side.api, lease)
+                    side.give_back(other.key)
+
+    # ---- renewing ----------------------------------------------------------------------------
+
+    def _renew_in(self, side: EtcdManager, lease: Lease) -> None:
+        """Renew one half, unless that is done and only the other one was left to do."""
+        ends = self._own.ends(side.api)
+        lasts = ends is None or ends - clock.now() > SUBNET_TTL / 2
+        if side.api in self._done and lasts:
+            return
+        half = Lease(
+            lease.attrs,
+            *lease.key,
+            expires=None if self._own.is_reserved else lease.expires,
+            asof=self._own.asof(side.api, lease.asof),
+        )
+        self._own.written(side.api, side.renew(half))
+        self._done.add(side.api)
+
+    # ---- watching ----------------------------------------------------------------------------
+
+    def _watch_all(self, watch: _Watch, alive: Callable[[], None]) -> None:
+        """Watch each API in a thread; what fails in one of them ends all."""
+        beats = {side.api: clock.now() for side in self._sides}
+        failures: list[BaseException] = []
+
+        def beat(api: str) -> None:
+            beats[api] = now = clock.now()
+            if now - min(beats.values()) < LONGEST_SILENCE:
+                alive()
+
+        def run(side: EtcdManager) -> None:
+            try:
+                watch(side, lambda: beat(side.api))
+            except BaseException as failure:
+                failures.append(failure)
+                self.close()
+
+        first, *others = self._sides
+        threads = [threading.Thread(target=run, args=(side,), daemon=True) for side in others]
+        for thread in threads:
+            thread.start()
+        run(first)
+        for thread in threads:
+            thread.join()
+        raise next((each for each in failures if not isinstance(each, Cancelled)), Cancelled())
+
+    def _warn_of_disputes(self, union: LeaseUnion) -> None:
+        for one, other in union.disputes():
+            first, second = (side.api for side in self._sides)
+            self._once.warn(
+                log,
+                one.key,
+                f"The lease {one} belongs to node {node_address(one.attrs)} in {first}, which counts, and"
+                f" to {node_address(other.attrs)} in {second}: remove the one that is wrong",
+            )
+
+
+def _ours(
+    listings: Sequence[Listing],
+    config: Config,
+    attrs: LeaseAttrs,
+    previous: LeaseKey,
+    written: Lease | None,
+) -> LeaseKey | None:
+    """The lease that is ours by our public IP or by proof in either, the previous one if we have several."""
+    address = node_address(attrs)
+    mine = dict.fromkeys(
+        lease.key for each in listings for _, lease in (*each.as_written(written), *each.of(address))
+    )
+    good = [key for key in mine if fits(config, key) and not _is_contested(key, address, listings, written)]
+    return previous if previous in good else next(iter(good), None)
+
+
+def _is_contested(
+    key: LeaseKey, address: IPAddress | None, listings: Sequence[Listing], written: Lease | None
+) -> bool:
+    """Whether another node has something of it: one that does not look into both APIs."""
+    rivals = [
+        lease
+        for each in listings
+        for lease in each.leases.values()
+        if node_address(lease.attrs) != address
+        and have_common_addresses(key, lease.key)
+        and not (written and (lease.key, lease.attrs) == (written.key, written.attrs))
+    ]
+    for lease in rivals[:1]:
+        log.warning(
+            "The lease %s of ours overlaps %s of node %s", name_of(key), lease, node_address(lease.attrs)
+        )
+    return bool(rivals)
+
+
+def _union(listings: Sequence[Listing]) -> Listing:
+    """All of them as one, for choosing what none of them has."""
+    leases = {
+        f"{number}{path}": lease
+        for number, each in enumerate(listings)
+        for path, lease in each.leases.items()
+    }
+    return Listing(Position(0), leases, frozenset().union(*(each.unreadable for each in listings)))
+
+
+def _no_config(problems: list[Retryable], key: str) -> Retryable:
+    """What to say if no API has a config that we could read."""
+    if any(not isinstance(each, NoConfig | NoSuchApi) for each in problems):
+        return next(each for each in problems if not isinstance(each, NoConfig | NoSuchApi))
+    if all(isinstance(each, NoSuchApi) for each in problems):
+        return problems[0]
+    remedy = next(each.remedy for each in problems if isinstance(each, NoConfig))
+    return Retryable(f"etcd answers, but has no network config at {key}, in neither of its APIs", remedy)

@@ -1,0 +1,177 @@
+"""Which of etcd's APIs holds the network: the one that was asked for, or the one that has a config."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from collections.abc import Callable
+from functools import partial
+
+from flanneld.config import Config
+from flanneld.errors import Retryable
+from flanneld.model import IPAddress, Lease, LeaseAttrs, LeaseKey
+from flanneld.subnet.etcd.endpoints import EtcdOptions, Servers
+from flanneld.subnet.etcd.http import NoSuchApi
+from flanneld.subnet.etcd.keys import Client, NoConfig
+from flanneld.subnet.etcd.manager import EtcdManager
+from flanneld.subnet.etcd.transport import Timeouts, Transport
+from flanneld.subnet.etcd.v2.probe import is_in_v2
+from flanneld.subnet.manager import NO_FACTS, Deliver, LocalFacts, SubnetManager
+
+log = logging.getLogger(__name__)
+
+
+def open_etcd(
+    options: EtcdOptions,
+    api: str = "auto",
+    timeouts: Timeouts | None = None,
+    randrange: Callable[[int], int] = random.randrange,
+) -> SubnetManager:
+    """The store in an API of etcd, "v2" or "v3", in "both", or in whichever has the network config.
+
+    Connects to nothing. Raises ``Fatal`` for options that cannot be used.
+    """
+    transport = Transport(Servers(options), timeouts or Timeouts())
+
+    def open_api(
+        name: str, is_elsewhere: Callable[[str], bool] = lambda _: False, transport: Transport = transport
+    ) -> EtcdManager:
+        return EtcdManager(
+            open_client(name, transport),
+            options.prefix,
+            transport.servers.name,
+            pause_time=transport.timeouts.pause,
+            randrange=randrange,
+            is_elsewhere=is_elsewhere,
+        )
+
+    if api == "both":
+        from flanneld.subnet.etcd.both import EtcdOfBoth
+
+        # Each has a connection of its own, so that none has to wait for the other.
+        return EtcdOfBoth(
+            open_api("v3"), open_api("v2", transport=Transport(Servers(options), transport.timeouts))
+        )
+    if api == "auto":
+        return EtcdOfEither(transport, options.prefix, open_api)
+    return open_api(api, partial(is_in_v2 if api == "v3" else _is_in_v3, transport))
+
+
+def open_client(api: str, transport: Transport) -> Client:
+    """A client of "v2" or "v3". Not more is loaded than is needed: that of v2 is heavy."""
+    if api == "v2":
+        from flanneld.subnet.etcd.v2 import client
+
+        return client.Client(transport)
+    from flanneld.subnet.etcd.v3 import client
+
+    return client.Client(transport)
+
+
+def _is_in_v3(transport: Transport, key: str) -> bool:
+    try:
+        open_client("v3", transport).fetch(key)
+    except Retryable:
+        return False
+    return True
+
+
+class EtcdOfEither:
+    """``SubnetManager`` on the API in which a network config is found first: v3, then v2.
+
+    ``network_config`` chooses, so it has to come before anything else. ``open_api`` makes the manager for
+    either, on the same connection.
+    """
+
+    def __init__(self, transport: Transport, prefix: str, open_api: Callable[[str], EtcdManager]) -> None:
+        self._transport = transport
+        self._open_api = open_api
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._v3 = open_api("v3")
+        self._chosen: EtcdManager | None = None
+        self._name = f"etcd at {transport.servers.name} under {prefix}"
+
+    @property
+    def name(self) -> str:
+        return self._chosen.name if self._chosen else self._name
+
+    @property
+    def problem(self) -> Retryable | None:
+        """Why a watch fails now."""
+        return (self._chosen or self._v3).problem
+
+    def network_config(self) -> Config:
+        if self._chosen is not None:
+            return self._chosen.network_config()
+        try:
+            config = self._v3.network_config()
+        except (NoConfig, NoSuchApi) as nothing:
+            return self._from_v2(nothing)
+        if is_in_v2(self._transport, self._v3.config_key):
+            log.warning(
+                "There is a network config in etcd's v2 API, too, at %s; the one in v3 counts;"
+                " set -etcd-api=v2 if that is wrong, or remove the one that is not used",
+                self._v3.config_key,
+            )
+        self._choose(self._v3)
+        return config
+
+    def stored(self, public_ip: IPAddress | None) -> LeaseAttrs | None:
+        return self._manager().stored(public_ip)
+
+    def acquire(
+        self, config: Config, attrs: LeaseAttrs, previous: LeaseKey, local: LocalFacts = NO_FACTS
+    ) -> Lease:
+        return self._manager().acquire(config, attrs, previous, local)
+
+    def renew(self, lease: Lease) -> Lease:
+        return self._manager().renew(lease)
+
+    def watch(self, deliver: Deliver, alive: Callable[[], None]) -> None:
+        self._manager().watch(deliver, alive)
+
+    def watch_own(self, lease: Lease, deliver: Deliver, alive: Callable[[], None]) -> None:
+        self._manager().watch_own(lease, deliver, alive)
+
+    def reread(self) -> None:
+        self._manager().reread()
+
+    def reconnect(self) -> None:
+        (self._chosen or self._v3).reconnect()
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            self._v3.close()
+            if self._chosen is not None:
+                self._chosen.close()
+
+    def _from_v2(self, nothing_in_v3: Retryable) -> Config:
+        manager = self._open_api("v2")
+        try:
+            config = manager.network_config()
+        except NoSuchApi:
+            raise nothing_in_v3 from None
+        except NoConfig:
+            if isinstance(nothing_in_v3, NoSuchApi):
+                raise
+            raise Retryable(
+                f"etcd answers, but has no network config at {manager.config_key}, in neither of its APIs",
+                nothing_in_v3.remedy,
+            ) from None
+        self._choose(manager)
+        return config
+
+    def _choose(self, manager: EtcdManager) -> None:
+        with self._lock:
+            self._chosen = manager
+            if self._is_closed:
+                manager.close()
+        log.info("The network config is in %s", manager.name)
+
+    def _manager(self) -> EtcdManager:
+        if self._chosen is None:
+            raise Retryable("it is not known yet which API of etcd to use", "read the network config first")
+        return self._chosen

@@ -1,0 +1,148 @@
+"""Leases as etcd holds them, one key each; what cannot be read is complained about once."""
+
+from __future__ import annotations
+
+import logging
+import posixpath
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from flanneld.errors import Refused, Retryable
+from flanneld.model import Added, Event, Family, IPAddress, IPNetwork, Lease, LeaseKey, Removed, Snapshot
+from flanneld.runtime import clock
+from flanneld.runtime.complaints import Complaints
+from flanneld.subnet.codec import format_key, parse_attrs, parse_key
+from flanneld.subnet.etcd.keys import Client, ListAgain, Node, NotFound, Position, Reply
+
+log = logging.getLogger(__name__)
+
+#: Seconds for which a list of all leases need not be read again.
+FRESH = 10.0
+
+#: compareAndDelete is not what any flannel does, but an operator may.
+_GONE = frozenset({"delete", "expire", "compareAndDelete"})
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """All leases, by the key that holds them, as they were at ``at``."""
+
+    at: Position
+    leases: Mapping[str, Lease] = field(default_factory=dict)
+    unreadable: frozenset[LeaseKey] = frozenset()
+    read_at: float = field(default_factory=clock.now)
+
+    def is_fresh(self) -> bool:
+        """Whether it need not be read again yet."""
+        return clock.now() - self.read_at <= FRESH
+
+    def of(self, public_ip: IPAddress | None) -> list[tuple[str, Lease]]:
+        """The leases of a node, lowest subnet first."""
+        if public_ip is None:
+            return []
+        family: Family = 4 if public_ip.version == 4 else 6
+        found = [item for item in self.leases.items() if item[1].attrs.public(family) == public_ip]
+        return sorted(found, key=lambda item: [_order(net) for net in item[1].key])
+
+    def as_written(self, written: Lease | None) -> list[tuple[str, Lease]]:
+        """The lease that has the key and the attributes of another one."""
+        return [
+            item
+            for item in self.leases.items()
+            if written is not None and (item[1].key, item[1].attrs) == (written.key, written.attrs)
+        ]
+
+    def lease_keys(self) -> list[LeaseKey]:
+        """Every lease, understood or not."""
+        return [*(lease.key for lease in self.leases.values()), *self.unreadable]
+
+    def networks(self) -> list[IPNetwork]:
+        """Every network that somebody has."""
+        return [net for key in self.lease_keys() for net in key if net is not None]
+
+    def snapshot(self) -> Snapshot:
+        return Snapshot(tuple(self.leases.values()), self.unreadable)
+
+
+class LeaseReader:
+    """Reads the directory ``path``, in which each key is a lease. Threads may share it."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._complaints = Complaints(
+            log, "Ignoring {key} in etcd: {reason}", "Ignoring {count} keys in etcd"
+        )
+
+    def key_of(self, lease_key: LeaseKey) -> str:
+        return posixpath.join(self.path, format_key(lease_key))
+
+    def read_all(self, client: Client) -> Listing:
+        """Read all leases with one request; none are there if the directory is not. Raises ``Retryable``."""
+        try:
+            reply = client.fetch(self.path, recursive=True)
+        except NotFound as missing:
+            return Listing(missing.at)
+        if reply.node is None or not reply.node.is_dir:
+            raise Retryable(f"{self.path} in etcd is no directory", "remove it; flanneld will make it")
+        leases: dict[str, Lease] = {}
+        unreadable: dict[str, LeaseKey | None] = {}
+        for node in reply.children:
+            key = self.lease_key(node)
+            lease = self.lease(node, key) if key else None
+            if lease:
+                leases[node.key] = lease
+            else:
+                unreadable[node.key] = key
+        self._complaints.retain(unreadable)
+        self.complain()
+        return Listing(reply.at, leases, frozenset(filter(None, unreadable.values())))
+
+    def news(self, reply: Reply) -> list[Event]:
+        """What a change in the directory means. Raises ``ListAgain`` when it is more than one lease."""
+        if reply.node is None:
+            return []
+        if reply.node.is_dir:
+            raise ListAgain("the directory of the leases was changed or removed")
+        key = self.lease_key(reply.node)
+        if reply.action in _GONE:
+            self._complaints.clear(reply.node.key)
+        events = self.news_of(key, reply) if key else []
+        self.complain()
+        return events
+
+    def news_of(self, key: LeaseKey, reply: Reply) -> list[Event]:
+        """What a change of this lease, or of the directory that holds it, means."""
+        if reply.action in _GONE:
+            return [Removed(key)]
+        lease = self.lease(reply.node, key) if reply.node else None
+        return [Added(lease)] if lease else []
+
+    def lease_key(self, node: Node) -> LeaseKey | None:
+        """Which lease a key of the directory holds; None, and a complaint, if it is none."""
+        if node.is_dir or posixpath.dirname(node.key) != self.path:
+            self._complaints.note(node.key, "it is a directory, or in one of its own; remove it")
+            return None
+        try:
+            return parse_key(node.key)
+        except Refused as reason:
+            self._complaints.note(node.key, reason)
+            return None
+
+    def lease(self, node: Node, key: LeaseKey) -> Lease | None:
+        """The lease in a key; None, and a complaint, if its value makes no sense."""
+        try:
+            attrs = parse_attrs(node.value)
+        except Refused as reason:
+            self._complaints.note(node.key, reason)
+            return None
+        self._complaints.clear(node.key)
+        expires = None if node.ttl is None else clock.now() + node.ttl
+        return Lease(attrs, *key, expires=expires, asof=node.modified)
+
+    def complain(self) -> None:
+        """Log what cannot be read, at once or a minute after other such lines. Call it again and again."""
+        self._complaints.tell()
+
+
+def _order(net: IPNetwork | None) -> tuple[int, int]:
+    return (int(net.network_address), net.prefixlen) if net is not None else (-1, 0)

@@ -1,0 +1,408 @@
+"""Leases in etcd, in either of its APIs: ``<prefix>/config`` and ``<prefix>/subnets/<key>``.
+
+Keys, values and terms are those of Go flanneld, of 0.12 in v2 and of 0.20 and later in v3, so both share
+one network. Two things differ on purpose: a lease is overwritten only if it still is what was read, and a
+lease with another public IP is never taken over.
+"""
+
+from __future__ import annotations
+
+import logging
+import posixpath
+import random
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from ipaddress import IPv4Network, IPv6Network
+
+from flanneld.compat.glog import Once, V
+from flanneld.config import Config, SubnetRange, parse
+from flanneld.errors import Retryable
+from flanneld.model import (
+    FAMILIES,
+    Added,
+    Event,
+    IPAddress,
+    IPNetwork,
+    Lease,
+    LeaseAttrs,
+    LeaseKey,
+    Removed,
+    have_common_addresses,
+    name_of,
+    overlap,
+)
+from flanneld.runtime import clock
+from flanneld.subnet.allocation import choose, fits
+from flanneld.subnet.codec import format_attrs
+from flanneld.subnet.etcd.keys import Client, Conflict, NotFound, Position, Reply
+from flanneld.subnet.etcd.leases import LeaseReader, Listing
+from flanneld.subnet.etcd.watch import Follower, News, Start
+from flanneld.subnet.manager import NO_FACTS, Cancelled, Deliver, LocalFacts
+
+log = logging.getLogger(__name__)
+
+#: Seconds that a lease lasts without renewal.
+SUBNET_TTL = 86400
+#: How often to try again because somebody else was quicker.
+TRIES = 10
+
+_EXAMPLE = '{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"}}'
+
+
+class LeaseTaken(Retryable):
+    """Another node has our lease; it is not overwritten."""
+
+
+class EtcdManager:
+    """``SubnetManager`` on one API of etcd. Building one connects to nothing.
+
+    ``store`` is for the log; a watch that failed goes on after ``pause_time``, in seconds; ``randrange``
+    chooses among free subnets, as ``allocate.choose`` says; ``is_elsewhere`` looks for a key in the other
+    API, for a better complaint.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        prefix: str,
+        store: str,
+        *,
+        pause_time: float,
+        randrange: Callable[[int], int] = random.randrange,
+        is_elsewhere: Callable[[str], bool] = lambda _: False,
+    ) -> None:
+        root = client.root(prefix)
+        self.api = client.api
+        self.config_key = posixpath.join(root, "config")
+        self._reader = LeaseReader(posixpath.join(root, "subnets"))
+        self._requests = client
+        self._pause_time = pause_time
+        self._randrange = randrange
+        self._is_elsewhere = is_elsewhere
+        self._once = Once()
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._followers: set[Follower] = set()
+        #: The leases as last read: for us until we write ourselves, and for a watch to start from.
+        self._known: Listing | None = None
+        self._unwatched: Listing | None = None
+        #: What we chose ourselves, even if etcd's answer to it got lost.
+        self._chosen: LeaseKey | None = None
+        self.name = f"etcd {client.api} at {store} under {root}"
+
+    def network_config(self) -> Config:
+        try:
+            reply = self._requests.fetch(self.config_key)
+        except NotFound:
+            elsewhere = self._is_elsewhere(self.config_key)
+            raise self._requests.missing(self.config_key, _EXAMPLE, elsewhere=elsewhere) from None
+        return parse(reply.node.value if reply.node else "")
+
+    def stored(self, public_ip: IPAddress | None) -> LeaseAttrs | None:
+        return next((lease.attrs for _, lease in self._list().of(public_ip)), None)
+
+    def acquire(
+        self, config: Config, attrs: LeaseAttrs, previous: LeaseKey, local: LocalFacts = NO_FACTS
+    ) -> Lease:
+        for _ in range(TRIES):
+            listing = self._list()
+            self._known = None
+            try:
+                lease = self._reuse(config, attrs, previous, listing, local.written)
+                if lease is None:
+                    self._chosen = self.pick(config, previous, listing, local.connected)
+                    lease = self._create(self._chosen, attrs)
+                if lease.key == self._chosen:
+                    self.yield_to_earlier(lease)
+            except (Conflict, LeaseTaken) as lost:
+                log.log(V(1), "Another node was quicker, trying again: %s", lost)
+            else:
+                return lease
+        raise Retryable(f"other nodes were quicker {TRIES} times in a row", "nothing to do but wait")
+
+    def listing(self, *, anew: bool = False) -> Listing:
+        """All leases as they are, or as they were a moment ago unless ``anew``."""
+        if anew:
+            self._known = None
+        return self._list()
+
+    def yield_to_earlier(self, lease: Lease) -> None:
+        """Give a lease that is new back if one that was there before overlaps it. Raises ``LeaseTaken`` then.
+
+        A lease with a subnet of each family shares no key with one that has one of both, so etcd writes both.
+        Two nodes that do so at once both look afterwards, and the later one finds the earlier one's.
+        """
+        if None in lease.key:
+            return
+        others = self.listing(anew=True).leases.values()
+        self._known = None
+        for other in others:
+            if other.asof < lease.asof and have_common_addresses(other.key, lease.key):
+                self.give_back(lease.key)
+                raise LeaseTaken(f"{lease} overlaps {other} of node {node_address(other.attrs)}")
+
+    def give_back(self, key: LeaseKey) -> None:
+        """Remove our lease."""
+        self._remove(self._reader.key_of(key))
+
+    def renew(self, lease: Lease) -> Lease:
+        for _ in range(TRIES):
+            try:
+                return self._renew_once(lease)
+            except Conflict as lost:
+                log.log(V(1), "The lease %s has just changed, trying again: %s", lease, lost)
+        raise Retryable(f"the lease {lease} changes all the time", "give each node its own -public-ip")
+
+    def watch(self, deliver: Deliver, alive: Callable[[], None]) -> None:
+        def start(client: Client) -> tuple[list[Event], Position]:
+            listing, self._unwatched = self._unwatched, None
+            if listing is None or not listing.is_fresh():
+                listing = self._reader.read_all(client)
+            return [listing.snapshot()], listing.at
+
+        def beat() -> None:
+            self._reader.complain()
+            alive()
+
+        self._follow(self._reader.path, start, self._reader.news, deliver, beat, recursive=True)
+
+    def watch_own(self, lease: Lease, deliver: Deliver, alive: Callable[[], None]) -> None:
+        path = self._reader.key_of(lease.key)
+
+        def start(client: Client) -> tuple[list[Event], Position]:
+            try:
+                reply = client.fetch(path)
+            except NotFound as missing:
+                return [Removed(lease.key)], missing.at
+            return news(reply), reply.at
+
+        def news(reply: Reply) -> list[Event]:
+            events = self._reader.news_of(lease.key, reply)
+            if events or reply.node is None:
+                return events
+            # Garbage in our own lease is as foreign as another node's attributes.
+            return [Added(Lease(LeaseAttrs(), *lease.key, asof=reply.node.modified))]
+
+        self._follow(path, start, news, deliver, alive, recursive=False)
+
+    def reread(self) -> None:
+        with self._lock:
+            for follower in self._followers:
+                follower.reread()
+
+    @property
+    def problem(self) -> Retryable | None:
+        """Why a watch fails now."""
+        with self._lock:
+            return next((each.problem for each in self._followers if each.problem), None)
+
+    def reconnect(self) -> None:
+        with self._lock:
+            self._requests.reconnect()
+            for follower in self._followers:
+                follower.reconnect()
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            for follower in self._followers:
+                follower.cut()
+            self._requests.cut()
+
+    # ---- reading -----------------------------------------------------------------------------
+
+    def _list(self) -> Listing:
+        if self._is_closed:
+            raise Cancelled
+        listing = self._known
+        if listing is None or not listing.is_fresh():
+            listing = self._known = self._unwatched = self._reader.read_all(self._requests)
+        return listing
+
+    def _follow(
+        self,
+        path: str,
+        start: Start,
+        news: News,
+        deliver: Deliver,
+        alive: Callable[[], None],
+        *,
+        recursive: bool,
+    ) -> None:
+        follower = Follower(self._requests, path, recursive=recursive, pause_time=self._pause_time)
+        with self._lock:
+            if self._is_closed:
+                raise Cancelled
+            self._followers.add(follower)
+        try:
+            follower.run(start, news, deliver, alive)
+        finally:
+            with self._lock:
+                self._followers.discard(follower)
+
+    # ---- acquiring ---------------------------------------------------------------------------
+
+    def _reuse(
+        self,
+        config: Config,
+        attrs: LeaseAttrs,
+        previous: LeaseKey,
+        listing: Listing,
+        written: Lease | None,
+    ) -> Lease | None:
+        """Take the lease that is ours by its public IP or by proof; one that no longer fits is given back.
+
+        Of several the one that we had: in the others may be whatever somebody wrote there.
+        """
+        address = node_address(attrs)
+        moved = [each for each in listing.as_written(written) if node_address(each[1].attrs) != address]
+        mine = [*moved, *listing.of(address)]
+        fitting = [(path, lease) for path, lease in mine if fits(config, lease.key)]
+        fitting.sort(key=lambda item: item[1].key != previous)
+        for path, lease in fitting:
+            self._compare_identity(lease, attrs)
+            if node_address(lease.attrs) != address:
+                say_kept(lease)
+            return self._replace(path, lease.key, attrs, reserved=lease.expires is None, modified=lease.asof)
+        for path, lease in mine[:1]:
+            log.info("The lease %s does not fit the network config, giving it back", lease)
+            self._remove(path)
+        return None
+
+    def _compare_identity(self, lease: Lease, attrs: LeaseAttrs) -> None:
+        same_type = lease.attrs.backend_type == attrs.backend_type
+        if same_type and any(_differ(lease.attrs.data(each), attrs.data(each)) for each in FAMILIES):
+            self._once.warn(
+                log,
+                "identity",
+                f"The lease {lease} of our address {node_address(attrs)} has other backend data than ours;"
+                " normal after a reinstall, else another node has this address: give each its own -public-ip",
+            )
+
+    def _remove(self, path: str) -> None:
+        """Without a condition: Go flanneld 0.12 cannot digest the event of a conditional removal."""
+        try:
+            self._requests.remove(path)
+        except NotFound:
+            log.log(V(1), "%s has gone by itself", path)
+
+    def pick(
+        self, config: Config, previous: LeaseKey, listing: Listing, connected: tuple[IPNetwork, ...] = ()
+    ) -> LeaseKey:
+        """A lease that is free: the previous one if that is, else one that ``connected`` does not overlap."""
+        wanted = dict(zip(FAMILIES, previous, strict=True))
+        found = {
+            pool.family: self._pick_subnet(pool, wanted[pool.family], listing, connected)
+            for pool in config.ranges
+        }
+        subnet, ipv6_subnet = found.get(4), found.get(6)
+        assert not isinstance(subnet, IPv6Network)
+        assert not isinstance(ipv6_subnet, IPv4Network)
+        return (subnet, ipv6_subnet)
+
+    def _pick_subnet(
+        self,
+        pool: SubnetRange,
+        previous: IPNetwork | None,
+        listing: Listing,
+        connected: tuple[IPNetwork, ...],
+    ) -> IPNetwork:
+        taken = listing.networks()
+        if previous is not None:
+            if not pool.contains(previous):
+                problem = "does not fit the network config"
+            elif any(overlap(previous, net) for net in taken):
+                problem = f"belongs to another node now{self._holders(previous, listing)}"
+            else:
+                return previous
+            self._once.warn(log, "previous", f"The subnet {previous} of the subnet file {problem}")
+        subnet = choose(pool, taken, self._randrange, connected)
+        if subnet is None:
+            raise Retryable(
+                f"no subnet from {pool.subnet_min} to {pool.subnet_max} is free, {len(taken)} are leased",
+                f"enlarge the network in {self.config_key}, or remove the leases of nodes that are gone"
+                f" from {self._reader.path}",
+            )
+        return subnet
+
+    def _holders(self, previous: IPNetwork, listing: Listing) -> str:
+        """Name the leases that overlap our previous subnet, by the keys that an operator would delete."""
+        found = [
+            f"{self._reader.key_of(lease.key)} (public IP {node_address(lease.attrs)})"
+            for lease in listing.leases.values()
+            if any(net is not None and overlap(previous, net) for net in lease.key)
+        ]
+        if not found:
+            return ""
+        return (
+            f": {', '.join(found)}; if that is a former lease of this node, which nothing here proves, delete"
+            " the key"
+        )
+
+    # ---- writing -----------------------------------------------------------------------------
+
+    def _renew_once(self, lease: Lease) -> Lease:
+        path = self._reader.key_of(lease.key)
+        try:
+            node = self._requests.fetch(path).node
+        except NotFound:
+            return self._create(lease.key, lease.attrs, reserved=lease.expires is None)
+        if node is None:
+            raise Conflict(path)
+        found = self._reader.lease(node, lease.key)
+        owner = node_address(found.attrs) if found else None
+        # Whoever knows what was written last may overwrite it; so a node's own address may change.
+        if found and owner != node_address(lease.attrs) and node.modified != lease.asof:
+            raise LeaseTaken(f"the lease {lease} belongs to node {owner} now", "restart to get another")
+        reserved = node.ttl is None
+        if found and node.value == self._value(lease.key, lease.attrs):
+            if reserved:
+                return found
+            lasts = self._requests.prolong(path, node.modified)
+            if lasts is not None:
+                return replace(found, expires=clock.now() + lasts)
+        return self._replace(path, lease.key, lease.attrs, reserved=reserved, modified=node.modified)
+
+    def _create(self, key: LeaseKey, attrs: LeaseAttrs, *, reserved: bool = False) -> Lease:
+        ttl = None if reserved else SUBNET_TTL
+        reply = self._requests.create(self._reader.key_of(key), self._value(key, attrs), ttl)
+        return self._written(key, reply)
+
+    def _replace(
+        self, path: str, key: LeaseKey, attrs: LeaseAttrs, *, reserved: bool, modified: int
+    ) -> Lease:
+        ttl = None if reserved else SUBNET_TTL
+        return self._written(key, self._requests.replace(path, self._value(key, attrs), ttl, modified))
+
+    def _value(self, key: LeaseKey, attrs: LeaseAttrs) -> str:
+        return format_attrs(attrs, with_ipv6=self._requests.names_ipv6 or key[1] is not None)
+
+    def _written(self, key: LeaseKey, reply: Reply) -> Lease:
+        """The lease as everybody reads it now: fewer attributes may be stored than were given."""
+        lease = self._reader.lease(reply.node, key) if reply.node else None
+        if lease is None:
+            raise Retryable(f"etcd stored something else for the lease {name_of(key)}", "is that etcd?")
+        return lease
+
+
+def say_kept(lease: Lease) -> None:
+    """Log that a lease with another public IP than ours is ours."""
+    log.info(
+        "Keeping the lease %s of our former public IP %s: its attributes are as we last wrote them, on this"
+        " hardware",
+        lease,
+        node_address(lease.attrs),
+    )
+
+
+def _differ(stored: object, ours: object) -> bool:
+    """Whether a node announced something else; older versions announce less."""
+    if isinstance(stored, dict) and isinstance(ours, dict):
+        return any(ours.get(key) != value for key, value in stored.items())
+    return stored != ours
+
+
+def node_address(attrs: LeaseAttrs) -> IPAddress | None:
+    """The address that identifies a node."""
+    return attrs.public_ip or attrs.public_ipv6

@@ -1,0 +1,184 @@
+"""``flanneld -migrate-etcd-v2-to-v3``: copy a network from etcd's v2 API to v3, and list what was copied.
+
+The leases come first and the config last: daemons that choose an API by themselves choose the one that
+has a config.
+"""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from flanneld.config import parse, say_the_same
+from flanneld.errors import Refused, Retryable
+from flanneld.model import IPNetwork, Lease, name_of, overlap
+from flanneld.runtime import clock
+from flanneld.subnet.codec import format_attrs, parse_attrs
+from flanneld.subnet.etcd.choice import open_client
+from flanneld.subnet.etcd.endpoints import EtcdOptions, Servers
+from flanneld.subnet.etcd.keys import Client, Conflict, Node, NotFound
+from flanneld.subnet.etcd.leases import LeaseReader
+from flanneld.subnet.etcd.transport import Timeouts, Transport
+
+#: A lease of v3 that ends so many seconds before that of v2 is no copy of it any more.
+TOLERANCE = 300.0
+#: What is prolonged ends so much earlier than in v2: a daemon takes a full term in its own lease for the
+#: write of another node with its address.
+CURTAILMENT = 120.0
+#: How often to look again because somebody else was quicker.
+TRIES = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What is to be done about a key: ``refuse`` says in ``why`` what stands in the way."""
+
+    act: Literal["copy", "renew", "keep", "refuse"]
+    why: str = ""
+
+
+def decide(lease: Lease, found: Node | None, others: list[IPNetwork], now: float) -> Step:
+    """What is to be done about a lease of v2 (pure).
+
+    ``found`` is its key in v3 if that is there, ``others`` are the networks of leases that only v3 has.
+    """
+    if found is None:
+        rival = next((net for net in others for ours in lease.key if ours and overlap(ours, net)), None)
+        return Step("refuse", f"it overlaps {rival}, which is in v3") if rival else Step("copy")
+    try:
+        there = parse_attrs(found.value)
+    except Refused as reason:
+        return Step("refuse", f"in v3 there is something else: {reason.problem}")
+    if there != lease.attrs:
+        owner = there.public_ip or there.public_ipv6
+        whose = "of the same node, with other data" if owner in _addresses(lease) else f"of {owner}"
+        return Step("refuse", f"v3 has another lease there, {whose}")
+    if found.ttl is None:
+        return Step("keep")
+    if lease.expires is None or lease.expires - now > found.ttl + TOLERANCE:
+        return Step("renew")
+    return Step("keep")
+
+
+def migrate(options: EtcdOptions, say: Callable[[str], None], *, dry_run: bool) -> bool:
+    """Copy config and leases, each said in a line; False if something could not be copied.
+
+    Leases keep what is left of their TTL, reservations stay reservations. Nothing is overwritten but a
+    copy made earlier, whose term is too short. Raises ``Fatal`` for options that cannot be used, and
+    ``Retryable`` if etcd does not do what it should; then a part may have been copied.
+    """
+    transport = Transport(Servers(options), Timeouts())
+    old, new = open_client("v2", transport), open_client("v3", transport)
+    return Migration(old, new, options.prefix, say, dry_run=dry_run).run()
+
+
+class Migration:
+    """One run, from one client to another."""
+
+    def __init__(
+        self, old: Client, new: Client, prefix: str, say: Callable[[str], None], *, dry_run: bool
+    ) -> None:
+        self._old = old
+        self._new = new
+        self._old_root, self._new_root = old.root(prefix), new.root(prefix)
+        self._leases = LeaseReader(posixpath.join(self._new_root, "subnets"))
+        self._say = say
+        self._dry_run = dry_run
+
+    def run(self) -> bool:
+        config = self._config()
+        old = LeaseReader(posixpath.join(self._old_root, "subnets")).read_all(self._old)
+        new = self._leases.read_all(self._new)
+        known = set(old.lease_keys())
+        others = [net for key in new.lease_keys() if key not in known for net in key if net]
+        complete = True
+        for lease in (old.leases[path] for path in sorted(old.leases)):
+            complete &= self._copy_lease(lease, others)
+        for key in sorted(old.unreadable, key=name_of):
+            complete &= self._refused(self._leases.key_of(key), "its value in v2 makes no sense")
+        return self._copy_config(config, complete=complete)
+
+    # ---- leases ------------------------------------------------------------------------------
+
+    def _copy_lease(self, lease: Lease, others: list[IPNetwork]) -> bool:
+        path = self._leases.key_of(lease.key)
+        for _ in range(TRIES):
+            found = self._found(path)
+            step = decide(lease, found, others, clock.now())
+            if step.act == "refuse":
+                return self._refused(path, step.why)
+            if step.act == "keep":
+                return self._said("kept", path)
+            try:
+                return self._write(lease, path, found)
+            except Conflict:
+                continue
+        return self._refused(path, "it changes all the time")
+
+    def _write(self, lease: Lease, path: str, found: Node | None) -> bool:
+        value = format_attrs(lease.attrs, with_ipv6=True)
+        left = None
+        if lease.expires is not None:
+            left = max(1, round(lease.expires - clock.now() - (CURTAILMENT if found else 0.0)))
+        if self._dry_run:
+            pass
+        elif found:
+            self._new.replace(path, value, left, found.modified)
+        else:
+            self._new.create(path, value, left)
+        what = "a reservation" if left is None else f"{left} s left"
+        return self._said("prolonged" if found else "copied", f"{path}, {what}")
+
+    def _found(self, path: str) -> Node | None:
+        try:
+            return self._new.fetch(path).node
+        except NotFound:
+            return None
+
+    # ---- the config --------------------------------------------------------------------------
+
+    def _config(self) -> str:
+        path = posixpath.join(self._old_root, "config")
+        try:
+            node = self._old.fetch(path).node
+        except NotFound:
+            raise Retryable(
+                f"etcd has no network config at {path} in v2", "check -etcd-prefix and -etcd-endpoints"
+            ) from None
+        text = node.value if node else ""
+        parse(text)
+        return text
+
+    def _copy_config(self, text: str, *, complete: bool) -> bool:
+        path = posixpath.join(self._new_root, "config")
+        found = self._found(path)
+        if found:
+            if say_the_same(text, found.value):
+                self._said("kept", path)
+                return complete
+            return self._refused(path, "v3 has another config there")
+        if not complete:
+            return self._refused(path, "it comes last, so that no daemon misses the leases above")
+        try:
+            if not self._dry_run:
+                self._new.create(path, text, None)
+        except Conflict:
+            return self._refused(path, "somebody else has just written one")
+        return self._said("copied", path)
+
+    # ---- what is said ------------------------------------------------------------------------
+
+    def _said(self, done: str, what: str) -> bool:
+        would = {"kept": "would keep", "copied": "would copy", "prolonged": "would prolong"}
+        self._say(f"{would[done] if self._dry_run else done} {what}")
+        return True
+
+    def _refused(self, path: str, why: str) -> bool:
+        self._say(f"could not copy {path}: {why}")
+        return False
+
+
+def _addresses(lease: Lease) -> tuple[object, ...]:
+    return tuple(ip for ip in (lease.attrs.public_ip, lease.attrs.public_ipv6) if ip)

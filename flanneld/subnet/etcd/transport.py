@@ -1,0 +1,277 @@
+"""Requests to a cluster of etcd: one connection to one server after the other, with limits; it can be cut."""
+
+from __future__ import annotations
+
+import logging
+import math
+import ssl
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from http.client import HTTPException
+from typing import Generic, Protocol, TypeVar
+
+from urllib3 import HTTPConnectionPool, Timeout
+from urllib3.connection import HTTPConnection
+from urllib3.exceptions import HTTPError, ReadTimeoutError, SSLError
+from urllib3.response import BaseHTTPResponse
+
+from flanneld.compat.glog import V
+from flanneld.errors import NoAnswer, Retryable
+from flanneld.runtime import clock
+from flanneld.runtime.interruptible_socket import Line, Unreachable
+from flanneld.subnet.connection_pools import Endless, Pool, TlsPool, body_of
+from flanneld.subnet.etcd.endpoints import Server, Servers, ssl_text
+from flanneld.subnet.etcd.http import Answer, Request, Useless
+from flanneld.subnet.etcd.keys import Position
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Q = TypeVar("Q")
+A = TypeVar("A")
+Q_contra = TypeVar("Q_contra", contravariant=True)
+A_co = TypeVar("A_co", covariant=True)
+#: Makes one request of one server. Raises ``Useless``.
+Send = Callable[[Request], Answer]
+
+NO_SERVER = "check that etcd runs there and that -etcd-endpoints is right"
+NO_TLS = "check https in -etcd-endpoints, and -etcd-cafile"
+_NO_CERTIFICATE = "check that etcd runs there and accepts -etcd-certfile"
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """In seconds. ``poll`` is how long a long poll of v2 may bring no news before it is made anew;
+    ``silence`` is how long a watch of v3 may bring none before the server is asked whether it lives; a
+    connection that was not used for ``idle`` is given up, as a firewall may have forgotten it; a watch
+    that failed goes on after ``pause``.
+    """
+
+    connect: float = 2.0
+    read: float = 5.0
+    poll: float = 60.0
+    silence: float = 15.0
+    idle: float = 30.0
+    pause: float = 1.0
+
+
+class Connection(Protocol[Q_contra, A_co]):
+    """To one server at a time, and for one thread at a time, but any thread may drop or cut it."""
+
+    def exchange(self, server: Server, request: Q_contra) -> A_co:
+        """Make a request; connect first if need be. Raises ``Useless``, or ``Cancelled`` after ``cut``."""
+        ...
+
+    def hang_up(self) -> None:
+        """End the connection; for the thread that uses it."""
+        ...
+
+    def drop(self) -> None:
+        """End the connection; another may follow."""
+        ...
+
+    def cut(self) -> None:
+        """End the connection and refuse another. May be called repeatedly."""
+        ...
+
+    def check(self) -> None:
+        """Raise ``Cancelled`` once ``cut`` was called."""
+        ...
+
+
+class Failover(Generic[Q, A]):
+    """Requests of one thread at a time. After ``cut`` every request raises ``Cancelled``."""
+
+    def __init__(self, servers: Servers, timeouts: Timeouts, connection: Connection[Q, A]) -> None:
+        self.servers = servers
+        self.timeouts = timeouts
+        self._connection = connection
+        self._turn = threading.Lock()
+        self._server: Server | None = None
+        self._used = 0.0
+        #: Number of connections that were lost or given up, and of servers that could not answer.
+        self.losses = 0
+        #: We broke the connection ourselves, so that it broke says nothing about the server.
+        self._gave_up = False
+
+    def ask(self, attempt: Callable[[Server, Callable[[Q], A]], T], *, repeatable: bool = True) -> T:
+        """What ``attempt`` makes of the first server that is of use. Raises ``Retryable`` if none is.
+
+        What is not ``repeatable`` is not tried on another server once it was sent to one.
+        """
+        with self._turn:
+            return self._ask_in_turn(attempt, repeatable)
+
+    def reconnect(self) -> None:
+        """Give up the connection of now: it may lead nowhere any more. May be called from any thread."""
+        self._used = -math.inf
+        self._gave_up = True
+        self._connection.drop()
+
+    def cut(self) -> None:
+        """End what goes on and refuse what comes. May be called from any thread, repeatedly."""
+        self._connection.cut()
+
+    def close(self) -> None:
+        """Give up the connection; for the thread that uses this object."""
+        with self._turn:
+            self._connection.hang_up()
+
+    def _ask_in_turn(self, attempt: Callable[[Server, Callable[[Q], A]], T], repeatable: bool) -> T:
+        failures: dict[str, Useless] = {}
+        for server in self.servers.in_turn():
+            self._connection.check()
+            try:
+                return attempt(server, lambda request, to=server: self._exchange(to, request))  # type: ignore[misc]
+            except Useless as failure:
+                self.losses += 1
+                self._connection.hang_up()
+                self._connection.check()
+                if self._gave_up and (repeatable or not failure.sent):
+                    self._gave_up = False
+                    return self._ask_in_turn(attempt, repeatable)
+                failures[server.name] = failure
+                log.log(V(1), "etcd at %s: %s", server.name, failure.problem)
+                if failure.sent and not repeatable:
+                    self.servers.skip()
+                    break
+        try:
+            raise no_answer(failures)
+        finally:
+            # Their tracebacks hold this frame: with it, each lost connection would be garbage in a cycle.
+            failures.clear()
+
+    def _exchange(self, server: Server, request: Q) -> A:
+        if self._server is not server or clock.now() - self._used > self.timeouts.idle:
+            self._connection.hang_up()
+        self._server = server
+        answer = self._connection.exchange(server, request)
+        self._used = clock.now()
+        return answer
+
+
+class Transport(Failover[Request, Answer]):
+    """Over HTTP."""
+
+    def __init__(self, servers: Servers, timeouts: Timeouts) -> None:
+        super().__init__(servers, timeouts, HttpConnection(servers, timeouts))
+
+
+class HttpConnection:
+    """``Connection`` through urllib3."""
+
+    def __init__(self, servers: Servers, timeouts: Timeouts) -> None:
+        self._tls = servers.tls
+        self._timeouts = timeouts
+        self._line = Line()
+        self._pool: HTTPConnectionPool | None = None
+
+    def exchange(self, server: Server, request: Request) -> Answer:
+        limits = Timeout(connect=self._timeouts.connect, read=self._timeouts.read)
+        began = clock.now()
+        try:
+            with self._pool_to(server).urlopen(
+                request.method,
+                server.path + request.target,
+                body=request.body,
+                headers=request.headers,
+                retries=False,
+                redirect=False,
+                preload_content=False,
+                timeout=limits,
+            ) as response:
+                return self._receive(response, server, request)
+        except Unreachable as error:
+            raise unreachable(error) from None
+        except (HTTPError, HTTPException, OSError) as error:
+            # A TLS handshake has less time than an answer.
+            waited = clock.now() - began
+            limit = self._timeouts.read if waited >= self._timeouts.read else self._timeouts.connect
+            raise useless(error, limit, server) from None
+        except Retryable:
+            self.hang_up()
+            raise
+
+    def hang_up(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+        self._pool = None
+        self._line.drop()
+
+    def drop(self) -> None:
+        self._line.drop()
+
+    def cut(self) -> None:
+        self._line.cut()
+
+    def check(self) -> None:
+        self._line.check()
+
+    def _receive(self, response: BaseHTTPResponse, server: Server, request: Request) -> Answer:
+        answer = _head(response, server)
+        request.on_head(answer)
+        if request.patience is None or answer.status != 200:
+            return replace(answer, body=body_of(response))
+        if isinstance(response.connection, HTTPConnection) and response.connection.sock:
+            response.connection.sock.settimeout(request.patience)
+        try:
+            first = response.read(1)
+        except ReadTimeoutError:
+            first = b""
+        if first:
+            return replace(answer, body=first + body_of(response))
+        self.hang_up()
+        return answer
+
+    def _pool_to(self, server: Server) -> HTTPConnectionPool:
+        if self._pool is None:
+            if self._tls:
+                self._pool = TlsPool(server.host, server.port, line=self._line, ssl_context=self._tls)
+            else:
+                self._pool = Pool(server.host, server.port, line=self._line)
+        return self._pool
+
+
+def no_answer(failures: dict[str, Useless]) -> Retryable:
+    """What to raise when each server, given by its name, was of no use."""
+    # In the same order whichever was asked first, so that a lasting problem has one text.
+    told = [(name, failures[name]) for name in sorted(failures)]
+    problems = "; ".join(f"{name}: {failure.problem}" for name, failure in told)
+    kind = next((failure.kind for _, failure in told if failure.kind is not NoAnswer), NoAnswer)
+    said = "etcd does not answer" if kind is NoAnswer else "etcd answers, but is of no use"
+    return kind(f"{said} ({problems})", told[-1][1].remedy)
+
+
+def unreachable(error: Unreachable) -> Useless:
+    return Useless(str(error), NO_SERVER, sent=False)
+
+
+def useless(error: Exception, timeout: float, server: Server) -> Useless:
+    """What is wrong with a connection, in words that stay the same when it happens again."""
+    log.log(V(2), "etcd at %s: %s: %s", server.name, type(error).__name__, error)
+    if isinstance(error, Endless):
+        return Useless(str(error))
+    if isinstance(error, ReadTimeoutError | TimeoutError):
+        return Useless(f"no answer within {timeout:g} s", "see whether etcd there is overloaded or cut off")
+    cause = error.args[0] if isinstance(error, SSLError) and error.args else error
+    if isinstance(cause, ssl.SSLError) and "ALERT" not in (cause.reason or "ALERT"):
+        return Useless(ssl_text(cause), NO_TLS)
+    if server.scheme == "https":
+        # Chance decides whether the alert about our certificate is seen before the connection ends.
+        return Useless("it broke the TLS connection", _NO_CERTIFICATE)
+    problem = "it does not speak HTTP" if "BadStatusLine" in repr(error) else "it broke the connection"
+    return Useless(problem, NO_SERVER)
+
+
+def _head(response: BaseHTTPResponse, server: Server) -> Answer:
+    headers = response.headers
+    index = headers.get("X-Etcd-Index", "")
+    number = int(index) if index.isdecimal() and len(index) < 20 else 0
+    return Answer(
+        server.name,
+        response.status,
+        Position(number, headers.get("X-Etcd-Cluster-Id", "")),
+        headers.get("Content-Type", "").partition(";")[0],
+        headers.get("Location", ""),
+    )

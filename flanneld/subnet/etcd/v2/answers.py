@@ -1,0 +1,98 @@
+"""What the answers of etcd's v2 API mean, and those of servers that are not etcd (pure).
+
+Source: etcd's ``v2/api.md`` and ``v2/errorcode.md``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from flanneld.errors import Retryable
+from flanneld.subnet.etcd import keys
+from flanneld.subnet.etcd.http import NO_ACCESS, Answer, NoSuchApi, Useless, json_object, nonsense
+from flanneld.subnet.etcd.keys import Conflict, ListAgain, Node, NotFound, Position, Reply
+
+_NOT_FOUND = 100
+_CONFLICTS = (101, 105)  # compare failed, node exists
+_NO_PERMISSION = 110
+_HISTORY_GONE = (400, 401)  # watcher cleared, event index cleared
+
+
+def read(answer: Answer) -> Reply:
+    """Understand an answer, or raise what it means: one of the above, or ``Retryable``."""
+    if answer.body is None:
+        return Reply("", None, (), answer.at)
+    body = _decode(answer)
+    if answer.status >= 500:
+        raise Useless(f"HTTP {answer.status}, {_text(body)}", "see the log of etcd; it may have no leader")
+    if answer.status not in (200, 201):
+        raise _refusal(answer, body)
+    try:
+        return _reply(answer, body)
+    except (KeyError, TypeError, AttributeError):
+        raise Useless("it answers with JSON that is not etcd's") from None
+
+
+def check_history(after: Position, now: Position) -> None:
+    """See from the head of a long poll's answer whether the changes after a position will come.
+
+    Raises ``ListAgain`` if not, and ``Useless`` for an answer that is not etcd's.
+    """
+    if not now.index:
+        raise Useless("it answers without X-Etcd-Index")
+    keys.check_history(after, now)
+
+
+def _decode(answer: Answer) -> dict[str, Any]:
+    """The JSON object of an answer; empty for an error that is known by its status alone."""
+    body = json_object(answer)
+    if body is not None:
+        return body
+    if answer.status in (401, 403) or answer.status >= 500:
+        return {}
+    if answer.status == 404:
+        raise Useless(
+            "it has no v2 API", "is that etcd? v2 API off: start etcd with --enable-v2", kind=NoSuchApi
+        )
+    raise nonsense(answer)
+
+
+def _reply(answer: Answer, body: Mapping[str, Any]) -> Reply:
+    raw = body["node"]
+    node = _node(raw)
+    children = tuple(map(_node, raw.get("nodes") or ())) if node.is_dir else ()
+    if not answer.at.index:
+        raise TypeError
+    return Reply(str(body["action"]), node, children, answer.at)
+
+
+def _node(raw: Mapping[str, Any]) -> Node:
+    """etcd leaves out a TTL of 0, but never the time at which a key expires."""
+    key, value, modified = raw["key"], raw.get("value") or "", raw["modifiedIndex"]
+    ttl = raw.get("ttl", 0 if raw.get("expiration") else None)
+    if not (isinstance(key, str) and isinstance(value, str) and isinstance(modified, int)):
+        raise TypeError
+    if not (ttl is None or (isinstance(ttl, int) and abs(ttl) < 1 << 63)):
+        raise TypeError
+    return Node(key, value, ttl, modified, bool(raw.get("dir")))
+
+
+def _refusal(answer: Answer, body: Mapping[str, Any]) -> Exception:
+    code, index = body.get("errorCode"), body.get("index")
+    if code == _NO_PERMISSION or (code is None and answer.status in (401, 403)):
+        return Retryable(f"etcd at {answer.server} refuses access (HTTP {answer.status})", NO_ACCESS)
+    if code == _NOT_FOUND and isinstance(index, int):
+        return NotFound(Position(index, answer.at.cluster))
+    if code in _CONFLICTS:
+        return Conflict(_text(body))
+    if code in _HISTORY_GONE:
+        return ListAgain("etcd has forgotten what happened since")
+    if isinstance(code, int):
+        return Retryable(f"etcd at {answer.server} refuses: {_text(body)} (error {code})", "see etcd's log")
+    return Useless(f"HTTP {answer.status}, {_text(body)}")
+
+
+def _text(body: Mapping[str, Any]) -> str:
+    texts = (body.get("message"), body.get("cause"))
+    return ": ".join(text[:200] for text in texts if isinstance(text, str) and text) or "no reason given"

@@ -1,0 +1,136 @@
+"""How a request of etcd's v3 API gets to a server: over the JSON gateway, or over gRPC."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from typing import Any, Protocol, TypeVar
+
+from flanneld.errors import Fatal, Retryable
+from flanneld.subnet.etcd.endpoints import Server
+from flanneld.subnet.etcd.http import NoSuchApi
+from flanneld.subnet.etcd.transport import Transport
+from flanneld.subnet.etcd.v3.answers import GatewayRefused
+from flanneld.subnet.etcd.v3.gateway import Gateway
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+#: Makes a call of one server: the gateway's path, the body, and a login or "". Raises ``Useless``.
+Call = Callable[[str, Mapping[str, object], str], dict[str, Any]]
+
+_EXTRA = "pip install 'flanneld[grpc]'"
+
+
+class Stream(Protocol):
+    """One watch of one server."""
+
+    def open(self, server: Server, body: Mapping[str, object], token: str) -> None:
+        """Connect, and ask for it. Raises ``Useless``; what ``next`` raises may come later."""
+        ...
+
+    def next(self, timeout: float) -> dict[str, Any] | None:
+        """The next object; None if there is none within so many seconds. Raises what it means otherwise."""
+        ...
+
+    def cut(self) -> None:
+        """End it; whoever waits in it gets ``Useless``. May be called from any thread, repeatedly."""
+        ...
+
+    def close(self) -> None:
+        """The same; for the thread that waits in it."""
+        ...
+
+
+class Carrier(Protocol):
+    """Requests of one thread at a time. Bodies and answers are objects as the gateway has them."""
+
+    def ask(self, attempt: Callable[[Server, Call], T]) -> T:
+        """What ``attempt`` makes of the first server that is of use. Raises ``Retryable`` if none is."""
+        ...
+
+    def stream(self) -> Stream:
+        """One that is not opened yet."""
+        ...
+
+    def reconnect(self) -> None: ...
+
+    def cut(self) -> None: ...
+
+
+def open_carrier(transport: Transport) -> Carrier:
+    """What the options ask for. Raises ``Fatal`` for gRPC without its library."""
+    wanted = transport.servers.transport
+    if wanted == "grpc":
+        if not _has_grpc():
+            raise Fatal("-etcd-transport=grpc needs grpcio, which is not installed", _EXTRA)
+        return _grpc(transport)
+    gateway = Gateway(transport)
+    return gateway if wanted == "json" else JsonFirst(gateway, transport)
+
+
+class JsonFirst:
+    """``Carrier`` over JSON, until etcd refuses that and takes gRPC."""
+
+    def __init__(self, gateway: Gateway, transport: Transport) -> None:
+        self._gateway = gateway
+        self._transport = transport
+        self._used: Carrier = gateway
+        self._lock = threading.Lock()
+        self._is_cut = False
+        self._grpc: Carrier | None = None
+
+    def ask(self, attempt: Callable[[Server, Call], T]) -> T:
+        carrier = self._used
+        try:
+            return carrier.ask(attempt)
+        except (GatewayRefused, NoSuchApi) as refusal:
+            if carrier is not self._gateway:
+                raise
+            return self._ask_instead(attempt, refusal)
+
+    def stream(self) -> Stream:
+        return self._used.stream()
+
+    def reconnect(self) -> None:
+        self._used.reconnect()
+
+    def cut(self) -> None:
+        with self._lock:
+            self._is_cut = True
+            self._gateway.cut()
+            if self._grpc is not None:
+                self._grpc.cut()
+
+    def _ask_instead(self, attempt: Callable[[Server, Call], T], refusal: Retryable) -> T:
+        if not _has_grpc():
+            remedy = f"{refusal.remedy}; or {_EXTRA}, which etcd may take"
+            raise type(refusal)(refusal.problem, remedy) from None
+        carrier = self._open_grpc()
+        try:
+            result = carrier.ask(attempt)
+        except NoSuchApi:
+            raise refusal from None
+        self._used = carrier
+        log.info("Speaking gRPC with etcd from now on, as JSON is not possible: %s", refusal.problem)
+        return result
+
+    def _open_grpc(self) -> Carrier:
+        with self._lock:
+            if self._grpc is None:
+                self._grpc = _grpc(self._transport)
+                if self._is_cut:
+                    self._grpc.cut()
+            return self._grpc
+
+
+def _has_grpc() -> bool:
+    return find_spec("grpc") is not None
+
+
+def _grpc(transport: Transport) -> Carrier:
+    from flanneld.subnet.etcd.v3.grpc import Grpc  # heavy, and only for those who need it
+
+    return Grpc(transport.servers, transport.timeouts)

@@ -1,0 +1,225 @@
+"""etcd's v3 API, whatever carries it."""
+
+from __future__ import annotations
+
+import logging
+import math
+import posixpath
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from flanneld.compat.glog import V
+from flanneld.errors import Retryable
+from flanneld.runtime import clock
+from flanneld.subnet.etcd.endpoints import Server, Servers
+from flanneld.subnet.etcd.http import Useless
+from flanneld.subnet.etcd.keys import Conflict, NoConfig, Node, NotFound, Position, Reply
+from flanneld.subnet.etcd.transport import Timeouts, Transport
+from flanneld.subnet.etcd.v3 import answers
+from flanneld.subnet.etcd.v3.answers import AccessRefused, LeaseGone, LoginNeeded
+from flanneld.subnet.etcd.v3.carrier import Call, Stream, open_carrier
+from flanneld.subnet.etcd.v3.watch import Watch
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Client:
+    """``etcd_keys.Client`` on v3. Watches share it, as they have something to ask now and then."""
+
+    api = "v3"
+    names_ipv6 = True
+
+    def __init__(self, transport: Transport) -> None:
+        self._carrier = open_carrier(transport)
+        self.servers: Servers = transport.servers
+        self.timeouts: Timeouts = transport.timeouts
+        #: By name and password: any server takes what one has given.
+        self._tokens: dict[tuple[str, str], str] = {}
+        #: By key: the revision at which we wrote it last, and the lease that we gave it then.
+        self._written: dict[str, tuple[int, str]] = {}
+        #: When a server answered last, by its name.
+        self._answered: dict[str, float] = {}
+
+    # ---- what it is asked --------------------------------------------------------------------
+
+    def root(self, prefix: str) -> str:
+        """As Go joins it, and without a slash of our own: v3 has names, and no folders."""
+        path = posixpath.normpath(prefix) if prefix else ""
+        return "/" + path.lstrip("/") if path.startswith("/") else path
+
+    def fetch(self, key: str, *, recursive: bool = False) -> Reply:
+        wanted = answers.directory(key) if recursive else {"key": answers.text64(key)}
+        found, at = self._range(wanted)
+        if recursive:
+            here = Node(key, "", None, at.index, is_dir=True)
+            return Reply("get", here, tuple(each.node() for each in found), at)
+        if not found:
+            raise NotFound(at)
+        return Reply("get", self.timed(found[0]), (), at)
+
+    def create(self, key: str, value: str, ttl: int | None) -> Reply:
+        return self._write(key, value, ttl, {"target": "CREATE", "create_revision": "0"})
+
+    def replace(self, key: str, value: str, ttl: int | None, modified: int) -> Reply:
+        return self._write(key, value, ttl, {"target": "MOD", "mod_revision": str(modified)})
+
+    def prolong(self, key: str, modified: int) -> float | None:
+        at, lease = self._written.get(key, (0, "0"))
+        if at != modified or lease == "0":
+            return None
+        try:
+            left = self.ask("/lease/keepalive", {"ID": lease}, answers.kept_alive)
+        except Retryable as problem:
+            log.log(V(1), "The lease %s of %s cannot be kept alive: %s", lease, key, problem)
+            return None
+        return left if left > 0 else None
+
+    def remove(self, key: str) -> None:
+        name = {"key": answers.text64(key)}
+        found, at = self.ask(
+            "/kv/deleterange", name, lambda body: (answers.number(body, "deleted"), answers.position(body))
+        )
+        if not found:
+            raise NotFound(at)
+
+    def watcher(self, key: str, *, recursive: bool, contact: Callable[[], object]) -> Watch:
+        return Watch(self, key, recursive=recursive, contact=contact)
+
+    def missing(self, key: str, example: str, *, elsewhere: bool) -> NoConfig:
+        if elsewhere:
+            return NoConfig(
+                f"found a v2-only config at {key} in etcd, and none in v3",
+                "set -etcd-api=v2, or write the config through the v3 API",
+            )
+        return NoConfig(
+            f"etcd answers, but has no network config at {key}",
+            f"write it: ETCDCTL_API=3 etcdctl put {key} '{example}'"
+            " (what is written through the v2 API cannot be seen here)",
+        )
+
+    def reconnect(self) -> None:
+        self._carrier.reconnect()
+
+    def cut(self) -> None:
+        self._carrier.cut()
+
+    # ---- what watches need -------------------------------------------------------------------
+
+    def timed(self, found: answers.KeyValue) -> Node:
+        """A key with what is left of its lease, which is a request of its own."""
+        if found.lease == "0":
+            return found.node()
+        left = self.ask("/kv/lease/timetolive", {"ID": found.lease}, lambda body: answers.number(body, "TTL"))
+        return found.node(max(0, left))
+
+    def prove(self, key: str) -> tuple[Position, answers.KeyValue | None]:
+        """See that a server answers, and has a leader. Where the history stands; the key if it is there."""
+        found, at = self._range({"key": answers.text64(key)})
+        return at, found[0] if found else None
+
+    def door(self, key: str) -> tuple[Server, str]:
+        """A server that has answered lately, and the login that it wants."""
+        if clock.now() - self._answered.get(self.servers.current.name, -math.inf) > self.timeouts.silence:
+            self.prove(key)
+        server = self.servers.current
+        return server, self._token(server)
+
+    def stream(self) -> Stream:
+        return self._carrier.stream()
+
+    def distrust(self) -> None:
+        """A watch has failed: what is known of the servers, and the login, may be outdated."""
+        self._answered.clear()
+
+    def forget_login(self) -> None:
+        self._tokens.clear()
+        self._answered.clear()
+
+    # ---- asking ------------------------------------------------------------------------------
+
+    def ask(self, path: str, body: Mapping[str, object], understand: Callable[[dict[str, Any]], T]) -> T:
+        """Make a request, logged in if etcd wants that, and understand it. All of ours may be repeated."""
+
+        def attempt(server: Server, call: Call) -> T:
+            token = self._token(server)
+            try:
+                answer = call(path, body, token)
+            except AccessRefused as refusal:
+                # Without a login gRPC takes us for the user whom our certificate names.
+                if not server.username or (token and not isinstance(refusal, LoginNeeded)):
+                    raise
+                answer = call(path, body, self._log_in(server, call))
+            understood = understand(answer)
+            self._answered[server.name] = clock.now()
+            return understood
+
+        return self._carrier.ask(attempt)
+
+    def _range(self, wanted: Mapping[str, object]) -> tuple[list[answers.KeyValue], Position]:
+        return self.ask("/kv/range", wanted, lambda body: (answers.key_values(body), answers.position(body)))
+
+    def _token(self, server: Server) -> str:
+        return self._tokens.get((server.username, server.password), "")
+
+    def _log_in(self, server: Server, call: Call) -> str:
+        login = (server.username, server.password)
+        self._tokens.pop(login, None)
+        order = {"name": server.username, "password": server.password}
+        token = call("/auth/authenticate", order, "").get("token")
+        if not isinstance(token, str) or not token.isprintable():
+            raise Useless("it answers with JSON that is not etcd's")
+        self._tokens[login] = token
+        return token
+
+    # ---- writing -----------------------------------------------------------------------------
+
+    def _write(self, key: str, value: str, ttl: int | None, condition: Mapping[str, str]) -> Reply:
+        """Put a key with a lease of its own, if the condition holds.
+
+        As with Go flanneld the lease that the key had before is left to expire, which no longer takes the
+        key along. Others may hang on it.
+        """
+        lease, granted = self._grant(ttl) if ttl is not None else ("0", None)
+        name = answers.text64(key)
+        try:
+            at, done, found = self.ask(
+                "/kv/txn",
+                {
+                    "compare": [{"key": name, "result": "EQUAL", **condition}],
+                    "success": [
+                        {"request_put": {"key": name, "value": answers.text64(value), "lease": lease}}
+                    ],
+                    "failure": [{"request_range": {"key": name}}],
+                },
+                answers.transaction,
+            )
+        except AccessRefused:
+            # Else an operator who gets the rights wrong would get a lease for each attempt.
+            self._revoke(lease)
+            raise
+        if found and not done and (found.lease, found.value) == (lease, value):
+            # An earlier attempt got through, and its answer got lost.
+            at, done = Position(found.modified, at.cluster), True
+        if not done:
+            self._revoke(lease)
+            raise Conflict(f"{key} is there" if found else f"{key} has gone")
+        self._written[key] = at.index, lease
+        return Reply("put", Node(key, value, granted, at.index), (), at)
+
+    def _grant(self, ttl: int) -> tuple[str, int]:
+        return self.ask(
+            "/lease/grant",
+            {"TTL": str(ttl)},
+            lambda body: (str(answers.number(body, "ID")), answers.number(body, "TTL")),
+        )
+
+    def _revoke(self, lease: str) -> None:
+        """Give back a lease that no key hangs on; "0" is none."""
+        if lease == "0":
+            return
+        try:
+            self.ask("/kv/lease/revoke", {"ID": lease}, answers.position)
+        except LeaseGone:
+            log.log(V(1), "The unused lease %s has gone by itself", lease)

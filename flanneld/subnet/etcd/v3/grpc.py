@@ -1,0 +1,266 @@
+"""etcd's v3 API over gRPC; needs grpcio. Its answers are turned into those of the JSON gateway."""
+
+from __future__ import annotations
+
+import os
+import ssl
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from flanneld.errors import NoAnswer, Retryable
+from flanneld.subnet.etcd.endpoints import Server, Servers, TlsFiles
+from flanneld.subnet.etcd.http import NoSuchApi, Useless
+from flanneld.subnet.etcd.transport import NO_SERVER, NO_TLS, Failover, Timeouts, useless
+from flanneld.subnet.etcd.v3 import answers
+from flanneld.subnet.etcd.v3.protobuf import METHODS, Malformed, decode, encode
+from flanneld.subnet.manager import Cancelled
+
+if TYPE_CHECKING:
+    from flanneld.subnet.etcd.v3.carrier import Call
+
+# Before it is loaded: else it writes to our log in its own format, and wants to know of each fork.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+import grpc
+
+T = TypeVar("T")
+#: Makes a channel, which connects when it is used.
+_Open = Callable[[Server], grpc.Channel]
+
+#: As Go's TLS looks for the system's authorities: Debian, Fedora, openSUSE, Alpine.
+_BUNDLES = (
+    "/etc/ssl/certs/ca-certificates.crt",
+    "/etc/pki/tls/certs/ca-bundle.crt",
+    "/etc/ssl/ca-bundle.pem",
+    "/etc/ssl/cert.pem",
+)
+#: In milliseconds. A server that vanished behind an open watch is noticed within half a minute. etcd ends
+#: connections on which pings come more often than every five seconds.
+_PING_EVERY, _PING_LIMIT = 15_000, 10_000
+_OPTIONS = (
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.enable_retries", 0),
+    ("grpc.keepalive_time_ms", _PING_EVERY),
+    ("grpc.keepalive_timeout_ms", _PING_LIMIT),
+    ("grpc.http2.ping_timeout_ms", _PING_LIMIT),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.service_config_disable_resolution", 1),
+    ("grpc.use_local_subchannel_pool", 1),
+)
+#: A member that has lost its leader ends the watch, instead of being silent.
+_REQUIRE_LEADER = (("hasleader", "true"),)
+_SPEAKS_NOT = "it does not speak gRPC"
+#: Words in what gRPC says of a connection, and what we say, which stays the same when it happens again.
+_TROUBLES = (
+    ("connection refused", "connection refused", NO_SERVER),
+    ("no route to host", "no route to host", NO_SERVER),
+    ("network is unreachable", "network is unreachable", NO_SERVER),
+    ("resolving", "its name cannot be resolved", NO_SERVER),
+    ("resolution", "its name cannot be resolved", NO_SERVER),
+    ("certificate_verify_failed", "certificate verify failed", NO_TLS),
+    ("hostname verification", "certificate verify failed: it is for another name", NO_TLS),
+    ("failed parsing http/2", _SPEAKS_NOT, NO_SERVER),
+    ("http1.x", _SPEAKS_NOT, NO_SERVER),
+)
+#: With these gRPC itself speaks, and now and then etcd, which says so.
+_OF_CONNECTION = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL)
+
+
+@dataclass(frozen=True, slots=True)
+class Rpc:
+    """One request: the gateway's path for it, the body as the gateway takes it, and a login or ""."""
+
+    path: str
+    body: Mapping[str, object] = field(repr=False)
+    token: str = field(repr=False)
+
+
+class Grpc:
+    """``Carrier`` over gRPC."""
+
+    def __init__(self, servers: Servers, timeouts: Timeouts) -> None:
+        self._open = _opener(servers, timeouts)
+        self._timeouts = timeouts
+        self._requests = Failover(servers, timeouts, GrpcConnection(self._open, timeouts))
+
+    def ask(self, attempt: Callable[[Server, Call], T]) -> T:
+        return self._requests.ask(lambda server, send: attempt(server, lambda *call: send(Rpc(*call))))
+
+    def stream(self) -> GrpcStream:
+        return GrpcStream(self._open, self._timeouts)
+
+    def reconnect(self) -> None:
+        self._requests.reconnect()
+
+    def cut(self) -> None:
+        self._requests.cut()
+
+
+class GrpcConnection:
+    """``etcd_transport.Connection`` through grpcio: a channel of its own to one server at a time."""
+
+    def __init__(self, open_channel: _Open, timeouts: Timeouts) -> None:
+        self._open = open_channel
+        self._timeouts = timeouts
+        self._lock = threading.Lock()
+        self._is_cut = False
+        self._channel: grpc.Channel | None = None
+
+    def channel(self, server: Server) -> grpc.Channel:
+        """The one there is, or a new one. Raises ``Cancelled`` after ``cut``."""
+        with self._lock:
+            self.check()
+            if self._channel is None:
+                self._channel = self._open(server)
+            return self._channel
+
+    def exchange(self, server: Server, request: Rpc) -> dict[str, Any]:
+        method = METHODS[request.path]
+        call = self.channel(server).unary_unary(server.path + method.name)
+        data = encode(method.request, request.body)
+        try:
+            answer = call(data, timeout=self._timeouts.read, metadata=_login(request.token))
+        except grpc.RpcError as error:
+            raise failure(error, server, self._timeouts) from None
+        except ValueError:
+            raise _given_up() from None
+        return understood(method.response, answer)
+
+    def drop(self) -> None:
+        with self._lock:
+            channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
+
+    def hang_up(self) -> None:
+        self.drop()
+
+    def cut(self) -> None:
+        with self._lock:
+            self._is_cut = True
+        self.drop()
+
+    def check(self) -> None:
+        if self._is_cut:
+            raise Cancelled
+
+
+class GrpcStream:
+    """``etcd_v3_carrier.Stream`` over gRPC."""
+
+    def __init__(self, open_channel: _Open, timeouts: Timeouts) -> None:
+        self._connection = GrpcConnection(open_channel, timeouts)
+        self._timeouts = timeouts
+        self._server: Server | None = None
+        self._heard: SimpleQueue[bytes | Exception] = SimpleQueue()
+
+    def open(self, server: Server, body: Mapping[str, object], token: str) -> None:
+        self._server = server
+        method = METHODS["/watch"]
+        data = encode(method.request, body)
+        try:
+            call = self._connection.channel(server).unary_stream(server.path + method.name)
+            messages = call(data, metadata=_login(token) + _REQUIRE_LEADER)
+        except (ValueError, Cancelled):
+            raise _given_up() from None
+        threading.Thread(target=self._hear, args=(messages, server), name="watch", daemon=True).start()
+
+    def next(self, timeout: float) -> dict[str, Any] | None:
+        assert self._server
+        try:
+            item = self._heard.get(timeout=timeout)
+        except Empty:
+            return None
+        if isinstance(item, Exception):
+            raise item
+        return answers.watch_object(understood(METHODS["/watch"].response, item), self._server.name)
+
+    def cut(self) -> None:
+        self._connection.cut()
+
+    def close(self) -> None:
+        self._connection.cut()
+
+    def _hear(self, messages: Iterable[bytes], server: Server) -> None:
+        """In a thread of its own, as gRPC knows no time limit for the next message."""
+        try:
+            for message in messages:
+                self._heard.put(message)
+        except grpc.RpcError as error:
+            self._heard.put(failure(error, server, self._timeouts))
+        else:
+            self._heard.put(Useless("it has ended the watch"))
+
+
+def understood(kind: Any, data: bytes) -> dict[str, Any]:
+    """The answer as the gateway would give it. Raises ``Useless``."""
+    try:
+        return decode(kind, data)
+    except Malformed:
+        raise Useless("it answers with a message that is not etcd's") from None
+
+
+def failure(error: grpc.RpcError, server: Server, timeouts: Timeouts) -> Exception:
+    """What a failed call means: what etcd says, or what is wrong with the connection."""
+    code, text = error.code(), str(error.details() or "")
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        remedy = "versions before 3.0 need -etcd-api=v2"
+        return Useless("it has no v3 API over gRPC", remedy, kind=NoSuchApi)
+    if "etcdserver: " not in text:
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            return useless(TimeoutError(), timeouts.read, server)
+        if code in _OF_CONNECTION:
+            return _no_connection(text.lower(), server, timeouts)
+    return answers.refusal(server.name, {"code": code.value[0], "message": text}, 0)
+
+
+def _no_connection(text: str, server: Server, timeouts: Timeouts) -> Useless:
+    if "timed out" in text:
+        return useless(TimeoutError(), timeouts.read, server)
+    for words, problem, remedy in _TROUBLES:
+        if words in text:
+            return Useless(problem, remedy, kind=NoSuchApi if problem is _SPEAKS_NOT else NoAnswer)
+    return useless(ConnectionError(text), timeouts.read, server)
+
+
+def _given_up() -> Useless:
+    return Useless("the connection was given up")
+
+
+def _login(token: str) -> tuple[tuple[str, str], ...]:
+    return (("token", token),) if token else ()
+
+
+def _opener(servers: Servers, timeouts: Timeouts) -> _Open:
+    # For gRPC a connection is made when the server has answered, so a busy one needs more than to accept it.
+    milliseconds = round(1000 * timeouts.read)
+    options = (*_OPTIONS, ("grpc.min_reconnect_backoff_ms", milliseconds))
+    credentials = _credentials(servers.tls_files) if servers.tls else None
+
+    def open_channel(server: Server) -> grpc.Channel:
+        host = f"[{server.host}]" if ":" in server.host else server.host
+        target = f"dns:///{host}:{server.port}"
+        if credentials is None:
+            return grpc.insecure_channel(target, options)
+        return grpc.secure_channel(target, credentials, options)
+
+    return open_channel
+
+
+def _credentials(files: TlsFiles) -> grpc.ChannelCredentials:
+    """From the files, at which ``Servers`` has looked before."""
+    system = (ssl.get_default_verify_paths().cafile, *_BUNDLES)
+    authorities = files.authorities or next((path for path in system if path and Path(path).exists()), None)
+    return grpc.ssl_channel_credentials(_read(authorities), _read(files.key), _read(files.certificate))
+
+
+def _read(path: str | None) -> bytes | None:
+    try:
+        return Path(path).read_bytes() if path else None
+    except OSError as error:
+        raise Retryable(f"cannot read {path}: {error.strerror}", "put it back, or restart") from None

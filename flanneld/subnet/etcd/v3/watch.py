@@ -1,0 +1,178 @@
+"""What happens to keys of etcd's v3 API, heard over a connection that stays open."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from flanneld.errors import Retryable
+from flanneld.runtime import clock
+from flanneld.subnet.etcd.endpoints import Server
+from flanneld.subnet.etcd.http import Useless
+from flanneld.subnet.etcd.keys import Changes, ListAgain, Position, Reply, Unsure, check_reread
+from flanneld.subnet.etcd.transport import no_answer, useless
+from flanneld.subnet.etcd.v3 import answers
+from flanneld.subnet.etcd.v3.carrier import Stream
+from flanneld.subnet.manager import Cancelled
+
+if TYPE_CHECKING:
+    from flanneld.subnet.etcd.v3.client import Client
+
+
+#: Seconds between two watches that are opened anew because something was written that may be none of ours.
+TRUST = 600.0
+
+
+class Watch:
+    """``etcd_keys.Watcher`` on v3. ``contact`` is called when etcd has begun to tell."""
+
+    def __init__(self, client: Client, key: str, *, recursive: bool, contact: Callable[[], object]) -> None:
+        self.client = client
+        self._key = key
+        self._recursive = recursive
+        self._contact = contact
+        self._lock = threading.Lock()
+        self._is_cut = False
+        self._server: Server | None = None
+        #: Held from before it connects.
+        self._stream: Stream | None = None
+        #: Where the stream began, and how far it has come.
+        self._begun: Position | None = None
+        self._at: Position | None = None
+        #: The latest revision of the store that the stream has named.
+        self._told = 0
+        #: Until when a watch that tells less than there may be is left alone.
+        self._trusted_until = -math.inf
+        #: It was opened anew for that, and has not told anything since.
+        self._in_doubt = False
+        #: We broke the connection ourselves, so that it broke says nothing about the server.
+        self._gave_up = False
+        self._reread = threading.Event()
+
+    def wait(self, after: Position) -> Changes:
+        try:
+            return self._wait(after)
+        except Useless as failure:
+            self.close()
+            self._check()
+            self.client.distrust()
+            assert self._server  # which has failed
+            if not self._gave_up:
+                raise no_answer({self._server.name: failure}) from None
+        except Retryable as reason:
+            self.close()
+            if self._in_doubt and isinstance(reason, ListAgain):
+                raise Unsure(reason.problem) from None
+            raise
+        self._gave_up = False
+        check_reread(self._reread)
+        raise Unsure("the connection was given up")
+
+    def reread(self) -> None:
+        self._reread.set()
+        self.reconnect()
+
+    def reconnect(self) -> None:
+        self._gave_up = True
+        self._drop()
+
+    def cut(self) -> None:
+        with self._lock:
+            self._is_cut = True
+        self._drop()
+
+    def close(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+        self._stream = None
+
+    def _wait(self, after: Position) -> Changes:
+        if self._stream is None or self._at != after:
+            self.close()
+            self._open(after)
+        # Not before: who asks for it shuts the connection down, which must be there by then.
+        check_reread(self._reread)
+        assert self._begun
+        assert self._stream
+        while True:
+            result = self._stream.next(self.client.timeouts.silence)
+            if result is None:
+                return self._after_silence(after)
+            told, self._at = answers.changes(result, self._begun, after)
+            self._told = max(self._told, answers.position(result).index)
+            self._in_doubt = False
+            if told or self._at != after:
+                return Changes(tuple(self._reply(*each, self._at) for each in told), self._at)
+
+    def _after_silence(self, after: Position) -> Changes:
+        """A server that was stopped or cut off is as silent as one that has no news."""
+        now, found = self.client.prove(self._key)
+        if self._seems_stalled(after, now, found):
+            self._in_doubt = True
+            self.close()
+        elif self.client.servers.current is not self._server:
+            raise Unsure("another server answers than before")
+        return Changes((), after)
+
+    def _seems_stalled(self, after: Position, now: Position, found: answers.KeyValue | None) -> bool:
+        """Whether etcd knows more than we were told, as when a proxy hides that the watch's server has gone.
+
+        ``found`` is the key as it is ``now``. Of a directory only another watch can tell what of the news are
+        its own.
+        """
+        if found and not self._recursive:
+            return found.modified > after.index
+        if now.index <= self._told or clock.now() < self._trusted_until:
+            return False
+        self._trusted_until = clock.now() + TRUST
+        return True
+
+    def _reply(self, action: str, found: answers.KeyValue, at: Position) -> Reply:
+        # How long a lease still lasts matters only for our own.
+        timed = action == "put" and not self._recursive
+        return Reply(action, self.client.timed(found) if timed else found.node(), (), at)
+
+    def _open(self, after: Position) -> None:
+        try:
+            self._begin(after)
+        except answers.AccessRefused:
+            self.close()
+            self.client.forget_login()
+            self._begin(after)
+
+    def _begin(self, after: Position) -> None:
+        server, token = self.client.door(self._key)
+        self._server = server
+        wanted = answers.directory(self._key) if self._recursive else {"key": answers.text64(self._key)}
+        # One earlier than needed: etcd does not say so if it has lost the deletion at the very revision up
+        # to which it has forgotten.
+        create = {**wanted, "start_revision": str(after.index), "progress_notify": True}
+        stream = self._hold(self.client.stream())
+        stream.open(server, {"create_request": create}, token)
+        limit = self.client.timeouts.read
+        first = stream.next(limit)
+        if first is None:
+            raise useless(TimeoutError(), limit, server)
+        answers.began(first, after)
+        self._told = answers.position(first).index
+        self._begun = self._at = after
+        self._contact()
+
+    def _hold(self, stream: Stream) -> Stream:
+        with self._lock:
+            if self._is_cut:
+                raise Cancelled
+            self._stream = stream
+        return stream
+
+    def _drop(self) -> None:
+        with self._lock:
+            stream = self._stream
+        if stream is not None:
+            stream.cut()
+
+    def _check(self) -> None:
+        if self._is_cut:
+            raise Cancelled

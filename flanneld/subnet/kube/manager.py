@@ -1,0 +1,281 @@
+"""Leases in Kubernetes: each node's podCIDR is its subnet, and its annotations say how to reach it.
+
+Requests, annotations and conditions are those of Go flanneld 0.12 and its successors, so all share one
+cluster. A lease lasts as long as its node. ``docs/kubernetes.md`` says what differs on purpose.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv6Address
+from pathlib import Path
+
+from flanneld.compat.glog import Once
+from flanneld.config import Config, parse
+from flanneld.errors import Fatal, NoAnswer, Refused, Retryable
+from flanneld.model import FAMILIES, Cached, Event, Family, IPAddress, Lease, LeaseAttrs, LeaseKey
+from flanneld.runtime import clock
+from flanneld.runtime.backoff import Backoff
+from flanneld.subnet.kube.access import Access
+from flanneld.subnet.kube.api import Api, Refusal, Timeouts
+from flanneld.subnet.kube.nodes import Node, NodeReader, announced, full_prefix, own_key, own_public_ip
+from flanneld.subnet.kube.own import OwnNode
+from flanneld.subnet.kube.state import Saved, State
+from flanneld.subnet.kube.table import NodeTable
+from flanneld.subnet.kube.upkeep import Upkeep
+from flanneld.subnet.kube.watch import Follower
+from flanneld.subnet.manager import NO_FACTS, Cancelled, Deliver, LocalFacts
+
+__all__ = ["KubeManager", "KubeOptions"]
+
+log = logging.getLogger(__name__)
+
+#: Seconds for which our node need not be read again while we start.
+_FRESH = 10.0
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class KubeOptions:
+    """What the flags say, as given. An empty ``state_dir`` is none."""
+
+    api_url: str
+    kubeconfig: str
+    annotation_prefix: str
+    net_config: str
+    state_dir: str
+
+
+class KubeManager:
+    """``SubnetManager`` and ``NodeStore`` on the API server. Building one connects to nothing.
+
+    Options that cannot be used raise ``Fatal``.
+    """
+
+    def __init__(
+        self,
+        options: KubeOptions,
+        environ: Mapping[str, str],
+        timeouts: Timeouts | None = None,
+        make_backoff: Callable[[], Backoff] = Backoff,
+    ) -> None:
+        if not environ.get("NODE_NAME") and not (environ.get("POD_NAME") and environ.get("POD_NAMESPACE")):
+            raise Fatal(
+                "it is not known which node this is",
+                "set NODE_NAME, or POD_NAME and POD_NAMESPACE, through the downward API",
+            )
+        self._net_config = Path(options.net_config)
+        self._state = State(options.state_dir, environ.get("NODE_NAME", ""))
+        self._reader = NodeReader(full_prefix(options.annotation_prefix))
+        self._access = Access(options.api_url, options.kubeconfig, environ)
+        self._timeouts = timeouts or Timeouts()
+        self._make_backoff = make_backoff
+        self._requests = Api(self._access, self._timeouts)
+        self._own_node = OwnNode(self._requests, self._reader, environ)
+        self._once = Once()
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._follower: Follower | None = None
+        self._config: Config | None = None
+        #: Our node, and when it was read.
+        self._read: tuple[float, Node] | None = None
+        #: What we go by while the API server does not answer.
+        self._saved: Saved | None = None
+        self._member: _Member | None = None
+        self.name = f"Kubernetes at {self._access.name}"
+
+    def network_config(self) -> Config:
+        try:
+            text = self._net_config.read_text(encoding="utf-8", errors="surrogateescape")
+        except OSError as error:
+            raise Retryable(
+                f"cannot read the network config in {self._net_config}: {error.strerror}",
+                "mount the ConfigMap there, or correct -net-config-path",
+            ) from None
+        self._config = parse(text)
+        return self._config
+
+    def public_ips(self) -> tuple[IPv4Address | None, IPv6Address | None]:
+        node = self._own()
+        found: dict[Family, IPAddress | None] = {4: None, 6: None}
+        for family in FAMILIES:
+            try:
+                found[family] = own_public_ip(node, family)
+            except Refused as reason:
+                self._once.warn(log, family, f"Going by our own address: {reason.problem}; correct it")
+        ipv4, ipv6 = found[4], found[6]
+        assert not isinstance(ipv4, IPv6Address)
+        assert not isinstance(ipv6, IPv4Address)
+        return ipv4, ipv6
+
+    def stored(self, public_ip: IPAddress | None) -> LeaseAttrs | None:
+        del public_ip  # our node is known by its name
+        node = self._own()
+        if self._config is None:
+            return None
+        try:
+            return announced(node, self._config)
+        except Refused as reason:
+            self._once.warn(log, "stored", f"Not going by what we announced before: {reason.problem}")
+            return None
+
+    def acquire(
+        self, config: Config, attrs: LeaseAttrs, previous: LeaseKey, local: LocalFacts = NO_FACTS
+    ) -> Lease:
+        del previous, local  # the podCIDR is the lease, whatever it was before
+        node = self._own()
+        lease = self.foresee(config, attrs)
+        if self._saved is None:
+            self._own_node.announce(node, attrs)
+        return lease
+
+    def foresee(self, config: Config, attrs: LeaseAttrs) -> Lease:
+        node = self._own()
+        self._read = None
+        lease = Lease(attrs, *own_key(node, config))
+        self._member = _Member(node.name, lease, config, self._own_node, self._state)
+        return lease
+
+    def renew(self, lease: Lease) -> Lease:
+        member = self._joined()
+        member.lease = lease
+        node = self._own_node.fetch()
+        if own_key(node, member.config) == lease.key:
+            self._own_node.announce(node, lease.attrs)
+        return lease
+
+    def watch(self, deliver: Deliver, alive: Callable[[], None] = _nothing) -> None:
+        member = self._joined()
+        if self._saved is not None:
+            deliver(member.saved(self._saved))
+        self._watching = Api(self._access, self._timeouts)
+        follower = Follower(self._watching, self._reader, member, self._make_backoff)
+        with self._lock:
+            if self._is_closed:
+                raise Cancelled
+            self._follower = follower
+
+        def beat() -> None:
+            member.complain()
+            alive()
+
+        follower.run(deliver, beat)
+
+    def watch_own(self, lease: Lease, deliver: Deliver, alive: Callable[[], None] = _nothing) -> None:
+        del lease  # we know it: the last that was acquired or renewed
+        self._joined().upkeep.run(deliver, alive)
+
+    def mark_available(self) -> None:
+        self._joined().upkeep.mark_available()
+
+    def report(self, reason: str) -> None:
+        self._own_node.tell(reason)
+
+    @property
+    def problem(self) -> Retryable | None:
+        """Why the watch fails now."""
+        return self._follower.problem if self._follower else None
+
+    def reread(self) -> None:
+        with self._lock:
+            if self._follower:
+                self._follower.reread()
+
+    def reconnect(self) -> None:
+        with self._lock:
+            self._requests.reconnect()
+            if self._follower:
+                self._follower.reconnect()
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            self._requests.cut()
+            if self._follower:
+                self._follower.cut()
+            if self._member:
+                self._member.upkeep.cut()
+
+    def _joined(self) -> _Member:
+        if self._is_closed:
+            raise Cancelled
+        assert self._member is not None, "there is no lease yet"
+        return self._member
+
+    def _own(self) -> Node:
+        """Our node; if the API server is in trouble and was not heard of yet, as it was saved."""
+        if self._read and clock.now() - self._read[0] <= _FRESH:
+            return self._read[1]
+        try:
+            node = self._own_node.fetch()
+        except (NoAnswer, Refusal) as reason:
+            if isinstance(reason, Refusal) and not reason.is_passing:
+                raise
+            self._saved = self._saved or self._state.load()
+            if self._saved is None:
+                raise
+            self._once.warn(log, "saved", f"Going by the nodes saved in {self._state.path}: {reason}")
+            node = self._saved.own
+        else:
+            self._saved = None
+        self._read = (clock.now(), node)
+        return node
+
+
+class _Member:
+    """Our place in the cluster: the audience of the watch."""
+
+    def __init__(self, name: str, lease: Lease, config: Config, own_node: OwnNode, state: State) -> None:
+        self.lease = lease
+        self.config = config
+        self._name = name
+        self._table = NodeTable(name, lease.key, config)
+        self._state = state
+        self.own: Node | None = None
+        self.upkeep = Upkeep(own_node, config, lambda: self.lease, self._save)
+
+    def saved(self, known: Saved) -> list[Event]:
+        snapshot = self._table.replace([known.own, *known.peers], self.lease)
+        self.upkeep.post(known.own)
+        return [Cached(snapshot.leases, self._state.description)]
+
+    def listed(self, nodes: list[Node]) -> list[Event]:
+        own = next((node for node in nodes if node.name == self._name), None)
+        if own is None:
+            # A server that forgot all nodes must not take the network down.
+            raise Retryable(
+                f"the list of {len(nodes)} nodes lacks our own node {self._name}: it is not acted on",
+                "see that kubelet registers it",
+            )
+        snapshot = self._table.replace(nodes, self.lease)
+        self._see_own(own)
+        return [snapshot]
+
+    def seen(self, node: Node) -> list[Event]:
+        if node.name == self._name:
+            self._see_own(node)
+            return []
+        return self._table.put(node)
+
+    def gone(self, node: Node) -> list[Event]:
+        if node.name == self._name:
+            log.warning("Our node %s was deleted; going on as before until it is there again", node.name)
+            self.own = None
+            return []
+        return self._table.drop(node.name)
+
+    def complain(self) -> None:
+        self._table.complain()
+
+    def _see_own(self, node: Node) -> None:
+        self.own = node
+        self.upkeep.post(node)
+
+    def _save(self, own: Node) -> None:
+        self._state.save(Saved(own, self._table.nodes()))

@@ -1,0 +1,278 @@
+"""Nodes of Kubernetes as flannel sees them: names of annotations, leases out of nodes, patches (pure).
+
+Names, values and the rule for the prefix are those of Go flanneld (pkg/subnet/kube/annotations.go,
+kube.go), so both share one cluster.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_network
+from sys import intern
+from typing import Any
+
+from flanneld.compat import json as gojson
+from flanneld.compat.json import GoJsonError
+from flanneld.config import Config
+from flanneld.errors import Fatal, Refused, Retryable
+from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork, Lease, LeaseAttrs, LeaseKey, lies_in
+
+DEFAULT_PREFIX = "flannel.alpha.coreos.com"
+MANAGED, TYPE = "kube-subnet-manager", "backend-type"
+#: By family: what a node announces, what its operator wants announced instead, and where it is.
+DATA: Mapping[Family, str] = {4: "backend-data", 6: "backend-v6-data"}
+PUBLIC: Mapping[Family, str] = {4: "public-ip", 6: "public-ipv6"}
+OVERWRITE: Mapping[Family, str] = {4: "public-ip-overwrite", 6: "public-ipv6-overwrite"}
+OWN_PUBLIC: Mapping[Family, str] = {4: "node-public-ip", 6: "node-public-ipv6"}
+SUFFIXES = (
+    MANAGED,
+    TYPE,
+    *(names[family] for names in (DATA, PUBLIC, OVERWRITE, OWN_PUBLIC) for family in (4, 6)),
+)
+
+_PREFIX = re.compile(r"(?:[a-z0-9_-]+\.)+[a-z0-9_-]+/(?:[a-z0-9_-]+-)?")
+#: Within a JSON text these bytes can be nothing but a key: in a string the second quote would be escaped.
+_IMAGES = b'"images":['
+_ADDRESS: Mapping[Family, type[IPAddress]] = {4: IPv4Address, 6: IPv6Address}
+#: So many podCIDRs a node may have, at most one of each family.
+_MOST_CIDRS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """What matters of a node. ``notes`` are our annotations, by the name without the prefix."""
+
+    name: str
+    uid: str
+    cidrs: tuple[str, ...]
+    notes: Mapping[str, str]
+
+    @property
+    def is_managed(self) -> bool:
+        return self.notes.get(MANAGED) == "true"
+
+
+def full_prefix(text: str) -> str:
+    """What annotations begin with: ``example.org/``, or ``example.org/one-`` for ``example.org/one``.
+
+    Raises ``Fatal`` for what Go flanneld refuses.
+    """
+    prefix = text if "/" in text else f"{text}/"
+    if not prefix.endswith(("/", "-")):
+        prefix += "-"
+    if text.count("/") > 1 or not _PREFIX.fullmatch(prefix):
+        raise Fatal(
+            f"-kube-annotation-prefix: {gojson.compact(text[:80])} cannot be used",
+            f"give a domain in lower case, with one slash at most: {DEFAULT_PREFIX} or example.org/one",
+        )
+    return prefix
+
+
+def decoded(text: bytes) -> Any:
+    """Decode JSON of the API, without the lists of images: they are most of a node, and of the work.
+
+    Raises ``ValueError`` or ``RecursionError``.
+    """
+    if _IMAGES not in text:
+        return json.loads(text)
+    pieces, place = [], 0
+    while (start := text.find(_IMAGES, place)) >= 0:
+        start += len(_IMAGES)
+        pieces.append(text[place:start])
+        # ContainerImage of core/v1 holds no objects, so the first one that ends a list ends ours.
+        end = text.find(b"}]", start) + 1 if text.startswith(b"{", start) else 0
+        place = end or start
+    try:
+        return json.loads(b"".join([*pieces, text[place:]]))
+    except ValueError:
+        return json.loads(text)
+
+
+class NodeReader:
+    """Takes nodes out of the API's JSON, in which anything may be missing or null."""
+
+    def __init__(self, prefix: str) -> None:
+        self._names = {f"{prefix}{suffix}": suffix for suffix in SUFFIXES}
+        self._full = {suffix: name for name, suffix in self._names.items()}
+
+    def read(self, obj: Any) -> Node:
+        """Raises ``Refused`` for what is no node."""
+        meta = child(obj, "metadata")
+        name = meta.get("name")
+        if not isinstance(name, str) or not name:
+            raise Refused("the API server sent a node without a name", "is that a Kubernetes API server?")
+        notes = {
+            suffix: value
+            for key, value in child(meta, "annotations").items()
+            if (suffix := self._names.get(key)) and isinstance(value, str)
+        }
+        return Node(name, str(meta.get("uid", "")), _cidrs(child(obj, "spec")), notes)
+
+    def patch(self, changes: Mapping[str, str]) -> str:
+        """The strategic-merge patch that writes these notes, byte for byte as Go flanneld sends it."""
+        annotations = {self._full[suffix]: changes[suffix] for suffix in changes}
+        return gojson.compact({"metadata": {"annotations": dict(sorted(annotations.items()))}})
+
+
+def child(parent: Any, name: str) -> dict[str, Any]:
+    """An object within another; empty if there is none, or something else in its place."""
+    value = parent.get(name) if isinstance(parent, dict) else None
+    return value if isinstance(value, dict) else {}
+
+
+def items(listing: Any) -> list[Any]:
+    """What a list holds."""
+    found = listing.get("items") if isinstance(listing, dict) else None
+    return found if isinstance(found, list) else []
+
+
+def _cidrs(spec: Mapping[str, Any]) -> tuple[str, ...]:
+    several = spec.get("podCIDRs")
+    found = several if isinstance(several, list) and several else [spec.get("podCIDR")]
+    return tuple(text for text in found if isinstance(text, str) and text)
+
+
+# ---- leases --------------------------------------------------------------------------------------
+
+
+def key_of(node: Node, config: Config) -> LeaseKey:
+    """The subnets of a node, of each family that the network uses. Raises ``Refused``."""
+    if len(node.cidrs) > _MOST_CIDRS:
+        raise _wrong(node, f"has {len(node.cidrs)} podCIDRs", "give it one, or one of each family")
+    found: dict[int, IPNetwork] = {}
+    for text in node.cidrs:
+        net = _network(node, text)
+        pool = config.range(4 if net.version == 4 else 6)
+        if pool is None:
+            continue
+        if net.version in found:
+            raise _wrong(node, "has two podCIDRs of one family", "give it one, or one of each family")
+        if not lies_in(net, pool.network):
+            raise _wrong(
+                node,
+                f"has the podCIDR {net}, which is outside Network {pool.network}",
+                "make the network config and kube-controller-manager's --cluster-cidr agree",
+            )
+        found[net.version] = net
+    subnet, ipv6_subnet = found.get(4), found.get(6)
+    assert not isinstance(subnet, IPv6Network)
+    assert not isinstance(ipv6_subnet, IPv4Network)
+    return (subnet, ipv6_subnet)
+
+
+def own_key(node: Node, config: Config) -> LeaseKey:
+    """Our own subnets, one of each family. Raises ``Retryable`` while they are missing or wrong."""
+    try:
+        key = key_of(node, config)
+    except Refused as reason:
+        raise Retryable(reason.problem, reason.remedy) from None
+    missing = [family for family, net in zip(FAMILIES, key, strict=True) if net is None]
+    lacking = [
+        f"IPv{family} " * (len(config.families) > 1) for family in missing if family in config.families
+    ]
+    if lacking:
+        raise Retryable(
+            f"node {node.name} has no {lacking[0]}podCIDR yet",
+            "see that kube-controller-manager runs with --allocate-node-cidrs and --cluster-cidr,"
+            " or set spec.podCIDR",
+        )
+    return key
+
+
+def lease_of(node: Node, config: Config) -> Lease:
+    """A peer's lease, of those families that it has and announces. Raises ``Refused``."""
+    key = key_of(node, config)
+    attrs = announced(node, config)
+    subnet, ipv6_subnet = key[0] if attrs.public_ip else None, key[1] if attrs.public_ipv6 else None
+    if subnet is None and ipv6_subnet is None:
+        raise _wrong(node, "has no podCIDR with a public IP of its family", "restart flanneld on it")
+    return Lease(attrs, subnet, ipv6_subnet)
+
+
+def announced(node: Node, config: Config) -> LeaseAttrs:
+    """What a node says of itself, for the families of the network. Raises ``Refused``."""
+    public: dict[Family, IPAddress | None] = {4: None, 6: None}
+    data: dict[Family, Any] = {4: None, 6: None}
+    for family in config.families:
+        public[family] = _public_ip(node, PUBLIC[family], family)
+        data[family] = _data(node, DATA[family])
+    return LeaseAttrs(
+        public[4] if isinstance(public[4], IPv4Address) else None,
+        public[6] if isinstance(public[6], IPv6Address) else None,
+        intern(node.notes.get(TYPE, "")),
+        data[4],
+        data[6],
+    )
+
+
+def own_public_ip(node: Node, family: Family) -> IPAddress | None:
+    """The address that the operator says other nodes reach this one at. Raises ``Refused``."""
+    return _public_ip(node, OWN_PUBLIC[family], family)
+
+
+def overwrite(node: Node, family: Family) -> IPAddress | None:
+    """The address that the operator wants announced in place of ours. Raises ``Refused``."""
+    return _public_ip(node, OVERWRITE[family], family)
+
+
+def wanted_notes(attrs: LeaseAttrs, node: Node) -> dict[str, str]:
+    """The annotations with which our node should announce us; a senseless overwrite counts as none."""
+    notes = {MANAGED: "true", TYPE: attrs.backend_type}
+    for family in FAMILIES:
+        public = attrs.public(family)
+        if public is None:
+            continue
+        with suppress(Refused):
+            public = overwrite(node, family) or public
+        notes[PUBLIC[family]] = str(public)
+        notes[DATA[family]] = gojson.compact(attrs.data(family))
+    return notes
+
+
+def changed_notes(attrs: LeaseAttrs, node: Node) -> dict[str, str]:
+    """Those of them that the node does not have."""
+    return {name: text for name, text in wanted_notes(attrs, node).items() if node.notes.get(name) != text}
+
+
+def _public_ip(node: Node, name: str, family: Family) -> IPAddress | None:
+    text = node.notes.get(name, "")
+    if not text:
+        return None
+    try:
+        address = _ADDRESS[family](text.replace("%", "/"))  # a zone means nothing to other nodes
+    except ValueError:
+        problem = f"has {gojson.compact(text[:60])} in its annotation {name}, which is no IPv{family} address"
+        raise _wrong(node, problem, "correct it, or restart flanneld there") from None
+    return address if int(address) else None
+
+
+def _data(node: Node, name: str) -> Any:
+    text = node.notes.get(name, "")
+    if not text or text == "null":
+        return None
+    try:
+        return gojson.parse(text)
+    except GoJsonError as error:
+        raise _wrong(
+            node, f"has no JSON in its annotation {name}: {error}", "restart flanneld there"
+        ) from None
+
+
+def _network(node: Node, text: str) -> IPNetwork:
+    try:
+        length = int(text.partition("/")[2])  # neither a netmask nor nothing
+        net = ip_network(text, strict=False)
+    except ValueError:
+        problem = f"has the podCIDR {gojson.compact(text[:60])}, which is no network"
+        raise _wrong(node, problem, "correct it") from None
+    if not 0 < length < net.max_prefixlen:
+        raise _wrong(node, f"has the podCIDR {net}, which is no subnet", "correct it")
+    return net
+
+
+def _wrong(node: Node, problem: str, remedy: str) -> Refused:
+    return Refused(f"node {node.name} {problem}", remedy)

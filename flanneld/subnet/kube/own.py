@@ -1,0 +1,131 @@
+"""Our own node in the API: read, annotated, marked, and told about in events."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from flanneld.compat import json as gojson
+from flanneld.compat.glog import Once, V
+from flanneld.errors import Refused, Retryable
+from flanneld.model import FAMILIES, LeaseAttrs
+from flanneld.subnet.kube.api import NODES, Api, Refusal
+from flanneld.subnet.kube.nodes import Node, NodeReader, changed_notes, child, items, overwrite
+
+log = logging.getLogger(__name__)
+
+#: Nodes have no namespace, so their events are in this one, as kubelet's are.
+_EVENTS = "/api/v1/namespaces/default/events"
+_LONGEST_MESSAGE = 1000
+
+
+class OwnNode:
+    """The node that the flags or our pod name. All calls may raise ``Retryable`` and ``Cancelled``.
+
+    With no more rights than Go flanneld has: pods get, nodes list, nodes/status patch.
+    """
+
+    def __init__(self, api: Api, reader: NodeReader, environ: Mapping[str, str]) -> None:
+        self._api = api
+        self._reader = reader
+        self._name = environ.get("NODE_NAME", "")
+        self._pod = (environ.get("POD_NAMESPACE", ""), environ.get("POD_NAME", ""))
+        self._once = Once()
+        self._told = ""
+        self._may_tell = True
+
+    def name(self) -> str:
+        """The node's name; asked of our pod unless it was given."""
+        if not self._name:
+            namespace, pod = self._pod
+            found = self._api.get(f"/api/v1/namespaces/{namespace}/pods/{pod}")
+            name = child(found, "spec").get("nodeName")
+            if not isinstance(name, str) or not name:
+                raise Retryable(f"pod {namespace}/{pod} has no node yet", "nothing to do but wait")
+            self._name = name
+        return self._name
+
+    def fetch(self) -> Node:
+        """Asked for by list: to get one node takes a right that Go flanneld 0.12 did without."""
+        name = self.name()
+        for item in items(self._api.get(NODES, fieldSelector=f"metadata.name={name}")):
+            try:
+                node = self._reader.read(item)
+            except Refused as reason:
+                raise Retryable(reason.problem, reason.remedy) from None
+            if node.name == name:
+                self._check_overwrites(node)
+                return node
+        raise Retryable(
+            f"node {name} is not there yet", "see that kubelet registers it, and that NODE_NAME is right"
+        )
+
+    def announce(self, node: Node, attrs: LeaseAttrs) -> bool:
+        """Write what the node does not say yet; tells whether there was anything."""
+        self._check_overwrites(node)
+        changes = changed_notes(attrs, node)
+        if changes:
+            self._patch(self._reader.patch(changes))
+        return bool(changes)
+
+    def mark_available(self) -> None:
+        """Set the condition NetworkUnavailable to False, as Go flanneld does after each start."""
+        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        condition = {
+            "type": "NetworkUnavailable",
+            "status": "False",
+            "lastHeartbeatTime": now,
+            "lastTransitionTime": now,
+            "reason": "FlannelIsUp",
+            "message": "Flannel is running on this node",
+        }
+        self._patch(gojson.compact({"status": {"conditions": [condition]}}))
+
+    def tell(self, text: str) -> None:
+        """Put a warning among the node's events, once, if we may and the API server answers."""
+        if text == self._told or not self._may_tell or self._api.is_down:
+            return
+        self._told = text
+        try:
+            self._api.post(_EVENTS, _event(self.name(), text[:_LONGEST_MESSAGE]))
+        except Retryable as reason:
+            if isinstance(reason, Refusal):
+                self._may_tell = reason.status not in (403, 404)
+                if reason.is_passing:  # Not where there was no answer: whoever tells has other things to do.
+                    self._told = ""
+            log.log(V(1), "No event for %s: %s", self._name or "our node", reason)
+
+    def _patch(self, body: str) -> None:
+        self._api.patch(f"{NODES}/{self.name()}/status", body)
+
+    def _check_overwrites(self, node: Node) -> None:
+        for family in FAMILIES:
+            try:
+                overwrite(node, family)
+            except Refused as reason:
+                self._once.warn(log, family, f"Announcing our own address: {reason.problem}; correct it")
+            else:
+                self._once.clear(family)
+
+
+def _event(node: str, text: str) -> dict[str, Any]:
+    """``kubectl describe node`` finds events by the node's name in the place of its uid, as kubelet's."""
+    now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    return {
+        "apiVersion": "v1",
+        "kind": "Event",
+        "metadata": {"name": f"{node}.{os.urandom(8).hex()}", "namespace": "default"},
+        "involvedObject": {"apiVersion": "v1", "kind": "Node", "name": node, "uid": node},
+        "reason": "FlannelTrouble",
+        "message": text,
+        "type": "Warning",
+        "count": 1,
+        "firstTimestamp": now,
+        "lastTimestamp": now,
+        "source": {"component": "flanneld", "host": node},
+        "reportingComponent": "flanneld",
+        "reportingInstance": node,
+    }

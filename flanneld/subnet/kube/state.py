@@ -1,0 +1,114 @@
+"""The last known nodes on disk: with them a node that boots without an API server joins its network.
+
+``docs/kubernetes.md`` describes the file.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flanneld.compat.glog import Once
+from flanneld.runtime import atomic_file
+from flanneld.subnet.kube.nodes import SUFFIXES, Node
+
+log = logging.getLogger(__name__)
+
+NAME = "kube-nodes.json"
+_VERSION = 1
+#: Some hundred bytes for each node, and more nodes than a cluster has.
+_MAX_SIZE = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """Our own node and the other managed ones, as they were last known."""
+
+    own: Node
+    peers: tuple[Node, ...]
+
+
+class State:
+    """The file in ``directory``; without that directory nothing is saved. Used by one thread at a time.
+
+    ``own`` is our node's name, as far as it is known without the API server.
+    """
+
+    def __init__(self, directory: str, own: str = "") -> None:
+        self.path = Path(directory or "/nonexistent") / NAME
+        self._own = own
+        self._last: Saved | None = None
+        self._saved_at = 0.0
+        self._once = Once()
+
+    @property
+    def description(self) -> str:
+        """What was loaded, and how old it is."""
+        when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._saved_at))
+        return f"the nodes saved in {self.path} at {when}"
+
+    def save(self, saved: Saved) -> None:
+        """Write it unless it is what was written last. Never raises: a failure is logged once."""
+        if saved == self._last or not self.path.parent.is_dir():
+            return
+        try:
+            atomic_file.replace(self.path, _text(saved).encode(), 0o600)
+        except OSError as error:
+            self._once.warn(log, "save", f"Cannot save the nodes in {self.path}: {error.strerror}")
+            return
+        self._once.clear("save")
+        self._last = saved
+
+    def load(self) -> Saved | None:
+        """What was saved. Never raises: a file that makes no sense is logged and counts as none."""
+        try:
+            saved_at, found = self.path.stat().st_mtime, _parse(self.path, self._own)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            problem = f"{type(error).__name__} {error}".strip()
+            self._once.warn(log, "load", f"Ignoring the saved nodes in {self.path}: {problem}")
+            return None
+        # As what was written last: not written again unless it changes, its time tells how old it is.
+        self._last, self._saved_at = found, saved_at
+        return found
+
+
+def _text(saved: Saved) -> str:
+    nodes = [_shown(node) for node in (saved.own, *saved.peers)]
+    return (
+        json.dumps({"version": _VERSION, "own": saved.own.name, "nodes": nodes}, separators=(",", ":")) + "\n"
+    )
+
+
+def _parse(path: Path, own_name: str) -> Saved:
+    top = json.loads(atomic_file.read(path, _MAX_SIZE))
+    if top["version"] != _VERSION:
+        raise ValueError(f"its version is {json.dumps(top['version'])}, not {_VERSION}")
+    # A host that was made from another one's disk would take the other's subnet.
+    if own_name not in ("", top["own"]):
+        raise ValueError(f"it is of node {top['own']}, and this is {own_name}")
+    nodes = {node.name: node for node in map(_node, top["nodes"])}
+    own = nodes.pop(top["own"])
+    return Saved(own, tuple(nodes.values()))
+
+
+def _shown(node: Node) -> Mapping[str, Any]:
+    return {
+        "name": node.name,
+        "uid": node.uid,
+        "podCIDRs": list(node.cidrs),
+        "annotations": dict(sorted(node.notes.items())),
+    }
+
+
+def _node(item: Mapping[str, Any]) -> Node:
+    notes = item["annotations"]
+    known = {name: notes[name] for name in SUFFIXES if isinstance(notes.get(name), str)}
+    cidrs = tuple(text for text in item["podCIDRs"] if isinstance(text, str))
+    return Node(str(item["name"]), str(item["uid"]), cidrs, known)

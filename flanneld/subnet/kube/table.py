@@ -1,0 +1,146 @@
+"""The nodes as last seen, and what a change of one means for the leases (pure)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from flanneld.compat.glog import Once
+from flanneld.config import Config
+from flanneld.errors import Refused
+from flanneld.model import Added, Event, Lease, LeaseKey, Removed, Snapshot, name_of
+from flanneld.runtime.complaints import Complaints
+from flanneld.subnet.kube.nodes import Node, key_of, lease_of
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A managed node, its subnet if that is known, and what it last said that made sense."""
+
+    node: Node
+    key: LeaseKey | None
+    lease: Lease | None
+
+
+class NodeTable:
+    """All managed nodes but our own, which ``own`` leaves out by its name.
+
+    A heartbeat changes nothing that matters, and costs one comparison. Where several nodes have one
+    podCIDR the first by name has it, on every node of the cluster alike.
+    """
+
+    def __init__(self, own: str, own_key: LeaseKey, config: Config) -> None:
+        self._own = own
+        self._own_key = own_key
+        self._config = config
+        self._entries: dict[str, _Entry] = {}
+        self._holders: dict[LeaseKey, list[str]] = {}
+        self._once = Once()
+        self._complaints = Complaints(
+            log, "Ignoring what a node says: {reason}", "Ignoring what {count} nodes say", "{reason}"
+        )
+
+    def nodes(self) -> tuple[Node, ...]:
+        # A copy in one step: another thread may ask.
+        return tuple(entry.node for entry in list(self._entries.values()))
+
+    def put(self, node: Node) -> list[Event]:
+        """A node is there as given now."""
+        events = self._put(node)
+        self.complain()
+        return events
+
+    def complain(self) -> None:
+        """Log what cannot be read, at once or a minute after other such lines. Call it again and again."""
+        self._complaints.tell()
+
+    def _put(self, node: Node) -> list[Event]:
+        if node.name == self._own:
+            return []
+        if not node.is_managed:
+            return self.drop(node.name)
+        known = self._entries.get(node.name)
+        if known is not None and known.node == node:
+            return []
+        entry = self._entries[node.name] = self._entry(node, known)
+        return self._move(node.name, known, entry)
+
+    def drop(self, name: str) -> list[Event]:
+        """A node is gone, or not ours to look after any more."""
+        self._once.clear(name)
+        self._complaints.clear(name)
+        return self._move(name, self._entries.pop(name, None), None)
+
+    def replace(self, nodes: Iterable[Node], own: Lease) -> Snapshot:
+        """These are all nodes there are. ``own`` is our lease, which nobody can take from us here."""
+        there = {node.name: node for node in nodes}
+        for name in [name for name in self._entries if name not in there]:
+            self.drop(name)
+        for node in there.values():
+            self._put(node)
+        self.complain()
+        first = (self._entries[names[0]].lease for names in self._holders.values())
+        silent = (entry.key for entry in self._entries.values() if entry.lease is None)
+        return Snapshot((*filter(None, first), own), frozenset(filter(None, silent)))
+
+    def _entry(self, node: Node, known: _Entry | None) -> _Entry:
+        try:
+            lease = lease_of(node, self._config)
+        except Refused as reason:
+            self._complaints.note(node.name, reason)
+        else:
+            self._once.clear(node.name)
+            self._complaints.clear(node.name)
+            return _Entry(node, lease.key, lease)
+        # A node made anew under an old name owes nothing to the old one.
+        if known is not None and known.lease and known.node.uid == node.uid:
+            return _Entry(node, known.key, known.lease)
+        return _Entry(node, self._key(node), None)
+
+    def _key(self, node: Node) -> LeaseKey | None:
+        try:
+            key = key_of(node, self._config)
+        except Refused:
+            return None
+        return key if any(key) else None
+
+    def _move(self, name: str, before: _Entry | None, after: _Entry | None) -> list[Event]:
+        """A node leaves its old subnet and takes its new one; each of them may have other claimants."""
+        events: list[Event] = []
+        if before and before.key and (after is None or after.key != before.key):
+            events += self._leave(name, before.key)
+        if after and after.lease and (before is None or after.lease != before.lease):
+            events += self._enter(name, after.lease)
+        return events
+
+    def _leave(self, name: str, key: LeaseKey) -> list[Event]:
+        holders = self._holders.get(key, [])
+        had_it = holders[:1] == [name]
+        if name in holders:
+            holders.remove(name)
+        if not holders:
+            self._holders.pop(key, None)
+            return [Removed(key)]
+        heir = self._entries[holders[0]].lease
+        return [Added(heir)] if had_it and heir else []
+
+    def _enter(self, name: str, lease: Lease) -> list[Event]:
+        if lease.key == self._own_key:
+            self._once.warn(
+                log, name, f"Ignoring node {name}: it has our own podCIDR {lease}; give each its own"
+            )
+        holders = self._holders.setdefault(lease.key, [])
+        if name not in holders:
+            holders.append(name)
+            holders.sort()
+        if len(holders) > 1:
+            self._once.warn(
+                log,
+                lease.key,
+                f"Nodes {', '.join(holders)} all have the podCIDR {name_of(lease.key)}: "
+                f"{holders[0]} gets its packets; give each its own",
+            )
+        return [Added(lease)] if holders[0] == name else []

@@ -1,0 +1,210 @@
+"""MonitorLease: keeps our lease ours, renewed before it ends and saying what we are."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from queue import Empty, SimpleQueue
+
+from flanneld.compat.glog import Once, V
+from flanneld.errors import Fatal, Retryable
+from flanneld.model import Added, Event, Lease, LeaseAttrs, Removed, Snapshot
+from flanneld.runtime import clock
+from flanneld.runtime.backoff import Backoff
+from flanneld.runtime.outage import Outage
+from flanneld.subnet.manager import SubnetManager
+
+log = logging.getLogger(__name__)
+
+RENEW_RETRY = 60.0
+#: Attributes that have changed are worth more haste: until they are out, peers send to the old place.
+ANNOUNCE_RETRY = 1.0
+#: Who finds another node on its lease within this time of taking it is the newcomer, and yields.
+PROBATION = 5.0
+#: Two nodes that both have had the lease for long must not write over each other without pause.
+#: Shorter than the probation, so that a newcomer always gets its answer in time.
+CONTEST_SPACING = 2.0
+#: What somebody keeps changing back is written ever more rarely, until it has stood for so long.
+PEACE = 600.0
+#: What may pass between a write and its coming back to us, when telling a full term from a shorter one.
+_TRAVEL = 60.0
+#: The clock of the wait stands still while the host sleeps, that of the lease does not.
+_LONGEST_SLEEP = 60.0
+#: Whatever the store grants, we do not spin.
+_SHORTEST_TERM = 1.0
+
+
+class Keeper:
+    """Renews one lease. ``revoked`` is called when the store no longer has it.
+
+    ``contested`` says that another node may have our lease; else what is not as we wrote it is put right.
+    ``written`` hears of each renewal, ``lost`` of a contest in which we yield.
+    """
+
+    def __init__(
+        self,
+        manager: SubnetManager,
+        lease: Lease,
+        *,
+        margin: float,
+        stop: threading.Event,
+        heartbeat: Callable[[float], None],
+        revoked: Callable[[], None],
+        contested: bool = True,
+        written: Callable[[Lease], None] = lambda _lease: None,
+        lost: Callable[[], None] = lambda: None,
+        probation: float = PROBATION,
+        now: Callable[[], float] = clock.now,
+    ) -> None:
+        self._manager = manager
+        self._lease = lease
+        self._margin = margin
+        self._stop = stop
+        self._heartbeat = heartbeat
+        self._revoked = revoked
+        self._contested = contested
+        self._written = written
+        self._lost = lost
+        self._probation = probation
+        self._now = now
+        self._taken_at = now()
+        self._term = None if lease.expires is None else lease.expires - self._taken_at
+        self._renewed_at = 0.0
+        self._retry_at: float | None = None
+        #: The store tells the peers other attributes than ours.
+        self._misrepresented = False
+        #: How long to leave what somebody undoes who is no rival, and until when that is a quarrel.
+        self._undone = Backoff(first=CONTEST_SPACING, longest=_LONGEST_SLEEP)
+        self._quarrel_end = 0.0
+        self._is_quarrel = False
+        self._inbox: SimpleQueue[Event | LeaseAttrs | None] = SimpleQueue()
+        self._once = Once()
+        self._outage = Outage(
+            log, f"Cannot renew the lease {lease}", f"The lease {lease} could be renewed again", now
+        )
+
+    @property
+    def lease(self) -> Lease:
+        """Our lease as we know it now. From any thread."""
+        return self._lease
+
+    def announce(self, attrs: LeaseAttrs) -> None:
+        """Tell the peers what we are now. From any thread."""
+        self._inbox.put(attrs)
+
+    def deliver(self, events: list[Event]) -> None:
+        """What the store says about our lease. From any thread."""
+        for event in events:
+            self._inbox.put(event)
+
+    def cancel(self) -> None:
+        self._inbox.put(None)
+
+    def run(self) -> None:
+        while not self._stop.is_set():
+            self._heartbeat(2 * _LONGEST_SLEEP)
+            item = self._next()
+            if item is not None:
+                self._take(item)
+            if not self._stop.is_set() and self._now() >= self._due():
+                self._renew()
+
+    def _next(self) -> Event | LeaseAttrs | None:
+        left = min(max(0.0, self._due() - self._now()), _LONGEST_SLEEP)
+        try:
+            return self._inbox.get(timeout=left)
+        except Empty:
+            return None
+
+    def _due(self) -> float:
+        """When to renew, at once if that is past; never for a reservation."""
+        if self._retry_at is not None:
+            return self._retry_at
+        if self._lease.expires is None:
+            return float("inf")
+        return max(self._lease.expires - self._margin, self._renewed_at + _SHORTEST_TERM)
+
+    def _take(self, item: Event | LeaseAttrs) -> None:
+        match item:
+            case LeaseAttrs():
+                if item != self._lease.attrs:
+                    self._lease = replace(self._lease, attrs=item)
+                    self._correct(spacing=0.0)
+            case Added(lease):
+                self._heard(lease)
+            case Removed():
+                log.error("Our lease %s was revoked", self._lease)
+                self._revoked()
+            case Snapshot():
+                raise TypeError("a watch of one lease delivers no snapshot")
+
+    def _heard(self, lease: Lease) -> None:
+        """What is in our lease now. Older news than our own last write is stale."""
+        if lease.asof < self._lease.asof:
+            return
+        if self._is_a_nodes_write(lease) and (lease.asof > self._lease.asof or not self._contested):
+            (self._contest if self._contested else self._put_right)(lease)
+            return
+        self._lease = replace(self._lease, expires=lease.expires, asof=lease.asof)
+
+    def _is_a_nodes_write(self, lease: Lease) -> bool:
+        """An operator may change how long our lease lasts; only a node writes attributes or a full term."""
+        if lease.attrs != self._lease.attrs:
+            return True
+        if lease.expires is None or self._term is None:
+            return False
+        return lease.expires - self._now() > self._term - _TRAVEL
+
+    def _put_right(self, lease: Lease) -> None:
+        """Somebody who is no rival changed what our lease says, perhaps a program that always will."""
+        self._lease = replace(self._lease, asof=lease.asof)
+        if self._misrepresented:
+            return
+        self._is_quarrel = self._now() < self._quarrel_end
+        if not self._is_quarrel:
+            self._undone.reset()
+            log.warning(
+                "The store does not say of us what we are: writing it again, ever more rarely if something"
+                " keeps changing it back"
+            )
+        spacing = self._undone.pause()
+        self._correct(spacing=spacing)
+        self._quarrel_end = self._now() + spacing + PEACE
+
+    def _contest(self, lease: Lease) -> None:
+        """Another node took our lease, by our public IP; the one that has had it longer keeps it."""
+        problem = f"another node writes itself into our lease {lease}: {lease.attrs}"
+        remedy = "give each node its own address with --public-ip"
+        if self._now() - self._taken_at < self._probation:
+            log.error("%s; %s; yielding to it", problem, remedy)
+            self._lost()
+            # Restarted at once, we would find the other one on probation, and both would take turns.
+            self._stop.wait(self._probation)
+            raise Fatal(problem, remedy)
+        self._once.warn(log, "contest", f"{problem}; keeping it; {remedy}")
+        self._lease = replace(self._lease, asof=lease.asof)
+        self._correct(spacing=CONTEST_SPACING)
+
+    def _correct(self, *, spacing: float) -> None:
+        """Write our attributes at once, but so many seconds after the last time."""
+        self._misrepresented = True
+        self._retry_at = max(self._now(), self._renewed_at + spacing)
+
+    def _renew(self) -> None:
+        try:
+            renewed = self._manager.renew(self._lease)
+        except Retryable as reason:
+            self._outage.failed(reason)
+            pause = ANNOUNCE_RETRY if self._misrepresented else RENEW_RETRY
+            self._retry_at = self._now() + max(pause, reason.retry_after)
+            return
+        self._written(renewed)
+        self._lease = renewed
+        self._renewed_at = self._now()
+        self._retry_at = None
+        self._misrepresented = False
+        if not self._outage.over():
+            log.log(V(1 if self._is_quarrel else 0), "Renewed the lease %s", renewed)
+        self._is_quarrel = False

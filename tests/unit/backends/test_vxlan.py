@@ -1,0 +1,465 @@
+"""The vxlan backend's decisions: devices, what is announced, and what leads to a peer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flanneld.backends import registry
+from flanneld.backends.contract import Backend, Host, OtherBackend
+from flanneld.backends.vxlan import VxlanConfig, build, read_config, vtep_mac
+from flanneld.config import Config, parse
+from flanneld.errors import Fatal, Refused
+from flanneld.model import IPAddress, Lease, LeaseAttrs, Uplink
+from flanneld.state.resources import Address, FdbEntry, Neighbor, Route, Vxlan
+from flanneld.subnet.codec import parse_mac
+
+V4, V6, DUAL = (True, False), (False, True), (True, True)
+Families = tuple[bool, bool]
+
+PEER_MAC, PEER_MAC_V6 = "0a:00:00:00:00:06", "0a:00:00:00:06:06"
+SUBNET, SUBNET_V6 = IPv4Network("10.1.6.0/24"), IPv6Network("fd00:0:0:6::/64")
+PUBLIC, PUBLIC_V6 = IPv4Address("192.168.0.6"), IPv6Address("fd77::6")
+OWN = Lease(LeaseAttrs(), IPv4Network("10.1.5.0/24"), IPv6Network("fd00:0:0:5::/64"))
+
+
+def config(families: Families = V4, **backend: Any) -> Config:
+    return parse(
+        json.dumps(
+            {
+                "EnableIPv4": families[0],
+                "EnableIPv6": families[1],
+                "Network": "10.1.0.0/16",
+                "IPv6Network": "fd00::/48",
+                "Backend": {"Type": "vxlan", **backend},
+            }
+        )
+    )
+
+
+def nothing(_: Any) -> None:
+    return None
+
+
+def host(
+    *,
+    mtu: int = 1500,
+    stored: LeaseAttrs | None = None,
+    mac_of: Callable[[str], str | None] = nothing,
+    link_to: Callable[[IPAddress], str | None] = nothing,
+    random: bytes = bytes(6),
+    public_ip: str = "",
+    node: int = 5,
+) -> Host:
+    local, local_v6 = IPv4Address(f"192.168.0.{node}"), IPv6Address(f"fd77::{node}")
+    public = IPv4Address(public_ip) if public_ip else local
+    uplink = Uplink("eth0", 2, mtu, local, public, local_v6, local_v6)
+    return Host(uplink, stored, mac_of, link_to, lambda size: random[:size])
+
+
+def devices(made: Backend) -> list[Vxlan]:
+    return [resource for resource in made.local(OWN) if isinstance(resource, Vxlan)]
+
+
+def peer(families: Families = DUAL, **attrs: Any) -> Lease:
+    known: dict[str, Any] = {
+        "public_ip": PUBLIC,
+        "public_ipv6": PUBLIC_V6,
+        "backend_type": "vxlan",
+        "backend_data": {"VtepMAC": PEER_MAC},
+        "backend_v6_data": {"VtepMAC": PEER_MAC_V6},
+    }
+    subnets = (SUBNET if families[0] else None, SUBNET_V6 if families[1] else None)
+    return Lease(LeaseAttrs(**{**known, **attrs}), *subnets)
+
+
+TO_PEER_V4 = [
+    Neighbor("flannel.1", SUBNET.network_address, PEER_MAC),
+    FdbEntry("flannel.1", PEER_MAC, PUBLIC),
+    Route(SUBNET, "flannel.1", SUBNET.network_address, onlink=True),
+]
+TO_PEER_V6 = [
+    Neighbor("flannel-v6.1", SUBNET_V6.network_address, PEER_MAC_V6),
+    FdbEntry("flannel-v6.1", PEER_MAC_V6, PUBLIC_V6),
+    Route(SUBNET_V6, "flannel-v6.1", SUBNET_V6.network_address, onlink=True),
+]
+
+
+# ---- what leads to a peer ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "wanted"),
+    [
+        (V4, V4, TO_PEER_V4),
+        (V6, V6, TO_PEER_V6),
+        (DUAL, DUAL, TO_PEER_V4 + TO_PEER_V6),
+        (DUAL, V4, TO_PEER_V4),
+        (DUAL, V6, TO_PEER_V6),
+        (V4, DUAL, TO_PEER_V4),
+        (V6, DUAL, TO_PEER_V6),
+        (V4, V6, []),
+    ],
+    ids=[
+        "IPv4",
+        "IPv6",
+        "dual",
+        "we dual",
+        "we dual, they IPv6",
+        "they dual",
+        "they dual, we IPv6",
+        "nothing in common",
+    ],
+)
+def test_neighbour_forwarding_entry_and_onlink_route_lead_to_a_peer(
+    ours: Families, theirs: Families, wanted: list[Any]
+) -> None:
+    assert list(build(config(ours), host()).peer(peer(theirs))) == wanted
+
+
+def test_the_vni_names_the_devices() -> None:
+    made = build(config(DUAL, VNI=42), host())
+    assert {resource.device for resource in made.peer(peer())} == {"flannel.42", "flannel-v6.42"}  # type: ignore[attr-defined]
+
+
+def test_a_peer_on_our_link_is_routed_to_directly() -> None:
+    links: dict[IPAddress, str] = {PUBLIC: "eth0", PUBLIC_V6: "eth1"}
+    made = build(config(DUAL, DirectRouting=True), host(link_to=links.get))
+    assert list(made.peer(peer())) == [Route(SUBNET, "eth0", PUBLIC), Route(SUBNET_V6, "eth1", PUBLIC_V6)]
+
+
+def test_each_family_is_routed_to_directly_by_itself() -> None:
+    links: dict[IPAddress, str] = {PUBLIC_V6: "eth1"}
+    made = build(config(DUAL, DirectRouting=True), host(link_to=links.get))
+    assert list(made.peer(peer())) == [*TO_PEER_V4, Route(SUBNET_V6, "eth1", PUBLIC_V6)]
+
+
+def test_without_direct_routing_nobody_asks_for_links() -> None:
+    def refuse(target: IPAddress) -> str | None:
+        raise AssertionError(f"asked for the link to {target}")
+
+    assert list(build(config(), host(link_to=refuse)).peer(peer(V4))) == TO_PEER_V4
+
+
+def test_direct_routing_is_decided_anew_each_time() -> None:
+    links: dict[IPAddress, str] = {}
+    made = build(config(DirectRouting=True), host(link_to=links.get))
+    assert list(made.peer(peer(V4))) == TO_PEER_V4
+    links[PUBLIC] = "eth0"
+    assert list(made.peer(peer(V4))) == [Route(SUBNET, "eth0", PUBLIC)]
+
+
+@pytest.mark.parametrize("backend_type", ["host-gw", ""])
+def test_the_lease_of_another_backend_leads_nowhere(backend_type: str) -> None:
+    with pytest.raises(OtherBackend):
+        list(build(config(), host()).peer(peer(backend_type=backend_type)))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        None,
+        "0a:00:00:00:00:06",
+        {},
+        {"VtepMAC": None},
+        {"VtepMAC": 7},
+        {"VtepMAC": ""},
+        {"VtepMAC": "0a:00:00:00:00"},
+        {"VtepMAC": "0a:00:00:00:00:06:07:08"},
+        {"VtepMAC": "00:00:00:00:00:00"},
+        {"VtepMAC": "01:00:5e:00:00:01"},
+        {"VtepMAC": "ff:ff:ff:ff:ff:ff"},
+    ],
+)
+def test_a_lease_without_a_possible_mac_is_refused(data: Any) -> None:
+    with pytest.raises(Refused):
+        list(build(config(), host()).peer(peer(V4, backend_data=data)))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"VtepMAC": "0A-00-00-00-00-06"},
+        {"vtepmac": "0a00.0000.0006"},
+        {"VNI": 1, "VTEPMAC": PEER_MAC},
+        {"vtepmac": "0a:00:00:00:00:99", "VtepMAC": PEER_MAC},
+    ],
+)
+def test_a_mac_is_understood_as_go_understands_it(data: dict[str, Any]) -> None:
+    assert vtep_mac(data) == PEER_MAC
+
+
+def test_a_lease_without_public_ip_is_refused() -> None:
+    with pytest.raises(Refused, match="IPv4"):
+        list(build(config(), host()).peer(peer(V4, public_ip=None)))
+    with pytest.raises(Refused, match="IPv6"):
+        list(build(config(V6), host()).peer(peer(V6, public_ipv6=None)))
+
+
+def test_a_lease_whose_public_ip_is_no_hosts_is_refused() -> None:
+    with pytest.raises(Refused, match="no host's"):
+        list(build(config(), host()).peer(peer(V4, public_ip=IPv4Address("127.0.0.1"))))
+    with pytest.raises(Refused, match="no host's"):
+        list(build(config(V6), host()).peer(peer(V6, public_ipv6=IPv6Address("ff02::1"))))
+
+
+def test_a_lease_with_our_own_public_ip_is_refused() -> None:
+    made = build(config(), host(public_ip="203.0.113.5"))
+    with pytest.raises(Refused, match="our own public IP"):
+        list(made.peer(peer(V4, public_ip=IPv4Address("203.0.113.5"))))
+
+
+@given(
+    st.none()
+    | st.booleans()
+    | st.text(max_size=3)
+    | st.dictionaries(st.text(max_size=8), st.text(max_size=20))
+)
+def test_whatever_a_peer_announces_is_understood_or_refused(data: Any) -> None:
+    made = build(config(), host())
+    try:
+        resources = list(made.peer(peer(V4, backend_data=data)))
+    except Refused:
+        return
+    assert len(resources) == 3
+
+
+# ---- this node's devices -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("families", "names"),
+    [(V4, ["flannel.1"]), (V6, ["flannel-v6.1"]), (DUAL, ["flannel.1", "flannel-v6.1"])],
+    ids=["IPv4", "IPv6", "dual"],
+)
+def test_there_is_a_device_for_each_family(families: Families, names: list[str]) -> None:
+    assert [device.name for device in devices(build(config(families), host()))] == names
+
+
+def test_a_device_carries_what_the_config_says() -> None:
+    made = build(config(VNI=7, Port=4789, GBP=True, Learning=True), host(random=b"\xff" * 6))
+    assert devices(made) == [
+        Vxlan(
+            "flannel.7",
+            7,
+            2,
+            ip_address("192.168.0.5"),
+            4789,
+            "fe:ff:ff:ff:ff:ff",
+            1450,
+            learning=True,
+            gbp=True,
+        )
+    ]
+
+
+def test_a_device_sends_from_the_local_address_and_not_from_the_public_one() -> None:
+    assert devices(build(config(), host(public_ip="203.0.113.5")))[0].local == ip_address("192.168.0.5")
+
+
+def test_a_device_has_the_base_address_of_our_subnet() -> None:
+    assert [
+        resource for resource in build(config(DUAL), host()).local(OWN) if isinstance(resource, Address)
+    ] == [
+        Address("flannel.1", ip_address("10.1.5.0")),
+        Address("flannel-v6.1", ip_address("fd00:0:0:5::")),
+    ]
+
+
+def test_without_peers_a_device_and_its_address_are_all() -> None:
+    kinds = [type(resource) for resource in build(config(), host()).local(OWN)]
+    assert kinds == [Vxlan, Address]
+
+
+def test_an_uplink_without_address_of_a_family_is_fatal() -> None:
+    lone = Host(Uplink("eth0", 2, 1500, IPv4Address("192.168.0.5")), None, nothing, nothing, bytes)
+    with pytest.raises(Fatal, match="IPv6"):
+        build(config(DUAL), lone)
+
+
+@pytest.mark.parametrize(
+    ("families", "mtu", "backend", "inner"),
+    [
+        (V4, 1500, {}, [1450]),
+        (V6, 1500, {}, [1430]),
+        (DUAL, 9000, {}, [8950, 8930]),
+        (V4, 1500, {"MTU": 1400}, [1350]),
+        (V4, 1500, {"MTU": 0}, [1450]),
+        (V6, 1350, {}, [1280]),
+        (V4, 118, {}, [68]),
+    ],
+)
+def test_the_headers_are_taken_off_the_mtu(
+    families: Families, mtu: int, backend: dict[str, int], inner: list[int]
+) -> None:
+    made = build(config(families, **backend), host(mtu=mtu))
+    assert [device.mtu for device in devices(made)] == inner
+    assert made.mtu == min(inner)
+
+
+@pytest.mark.parametrize(("families", "mtu"), [(V4, 117), (V6, 1349), (DUAL, 1349)])
+def test_an_uplink_too_narrow_for_the_headers_is_fatal(families: Families, mtu: int) -> None:
+    inner = mtu - (50 if families == V4 else 70)
+    with pytest.raises(Fatal, match=f"MTU of {mtu} leaves {inner} bytes inside VXLAN; raise the MTU of eth0"):
+        build(config(families), host(mtu=mtu))
+
+
+# ---- the MAC -------------------------------------------------------------------------------------
+
+EXISTING, STORED, RANDOM = "0a:00:00:00:00:01", "0a:00:00:00:00:02", "02:00:00:00:00:00"
+
+
+def announced(mac: str, mac_v6: str = "", backend_type: str = "vxlan") -> LeaseAttrs:
+    data_v6 = {"VtepMAC": mac_v6} if mac_v6 else None
+    return LeaseAttrs(backend_type=backend_type, backend_data={"VtepMAC": mac}, backend_v6_data=data_v6)
+
+
+@pytest.mark.parametrize(
+    ("existing", "stored", "mac"),
+    [
+        (EXISTING, announced(STORED), EXISTING),
+        (None, announced(STORED), STORED),
+        (None, None, RANDOM),
+        (None, announced("00:00:00:00:00:00"), RANDOM),
+        (None, announced("rubbish"), RANDOM),
+        (None, announced(STORED, backend_type="host-gw"), RANDOM),
+        (None, LeaseAttrs(backend_type="vxlan"), RANDOM),
+    ],
+    ids=["existing", "stored", "random", "zero", "rubbish", "other backend", "no data"],
+)
+def test_the_mac_is_the_devices_else_the_stored_one_else_random(
+    existing: str | None, stored: LeaseAttrs | None, mac: str
+) -> None:
+    made = build(config(), host(mac_of={"flannel.1": existing}.get, stored=stored))
+    assert devices(made)[0].mac == mac
+
+
+def test_each_family_keeps_its_own_mac() -> None:
+    made = build(config(DUAL), host(stored=announced(STORED, PEER_MAC_V6)))
+    assert [device.mac for device in devices(made)] == [STORED, PEER_MAC_V6]
+
+
+def test_a_family_that_is_new_gets_a_new_mac() -> None:
+    made = build(config(DUAL), host(stored=announced(STORED)))
+    assert [device.mac for device in devices(made)] == [STORED, RANDOM]
+
+
+@given(st.binary(min_size=6, max_size=6))
+def test_a_random_mac_is_local_and_one_devices_own(random: bytes) -> None:
+    (device,) = devices(build(config(), host(random=random)))
+    assert parse_mac(device.mac) == device.mac
+    assert int(device.mac[:2], 16) & 0b11 == 0b10
+
+
+def test_what_was_announced_is_announced_again_by_the_next_backend() -> None:
+    first = build(config(DUAL), host(random=b"\x02abcde"))
+    second = build(config(DUAL), host(random=b"\x02fghij", stored=first.attributes()))
+    assert second.attributes() == first.attributes()
+
+
+# ---- what others are told ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("families", "data", "data_v6"),
+    [
+        (V4, {"VNI": 1, "VtepMAC": RANDOM}, None),
+        (V6, None, {"VNI": 1, "VtepMAC": RANDOM}),
+        (DUAL, {"VNI": 1, "VtepMAC": RANDOM}, {"VNI": 1, "VtepMAC": RANDOM}),
+    ],
+    ids=["IPv4", "IPv6", "dual"],
+)
+def test_the_vteps_are_announced(families: Families, data: Any, data_v6: Any) -> None:
+    attrs = build(config(families), host(public_ip="203.0.113.5")).attributes()
+    assert (attrs.backend_type, attrs.public_ip) == ("vxlan", IPv4Address("203.0.113.5"))
+    assert (attrs.backend_data, attrs.backend_v6_data) == (data, data_v6)
+
+
+def test_a_node_finds_the_way_to_what_another_announces() -> None:
+    attrs = build(config(DUAL), host(random=b"\x0aabcde")).attributes()
+    resources = list(build(config(DUAL), host(node=9)).peer(Lease(attrs, SUBNET, SUBNET_V6)))
+    assert FdbEntry("flannel.1", "0a:61:62:63:64:65", IPv4Address("192.168.0.5")) in resources
+    assert FdbEntry("flannel-v6.1", "0a:61:62:63:64:65", IPv6Address("fd77::5")) in resources
+
+
+# ---- the config ----------------------------------------------------------------------------------
+
+
+def test_an_empty_config_means_vni_1_and_the_port_of_linux() -> None:
+    assert read_config(config()) == VxlanConfig(vni=1, port=8472)
+
+
+def test_keys_are_found_in_any_case() -> None:
+    read = read_config(config(vni=2, PORT=4789, gbp=True, learning=True, directrouting=True, mtu=1400))
+    assert read == VxlanConfig(2, 4789, True, True, True, 1400)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("VNI", -1),
+        ("VNI", 1 << 24),
+        ("VNI", "1"),
+        ("VNI", 1.0),
+        ("Port", -1),
+        ("Port", 65536),
+        ("MTU", -1),
+        ("MTU", 65536),
+        ("GBP", 1),
+        ("Learning", "yes"),
+        ("DirectRouting", 0),
+    ],
+)
+def test_a_value_that_no_device_can_have_is_fatal_and_named(key: str, value: Any) -> None:
+    with pytest.raises(Fatal, match=key):
+        build(config(**{key: value}), host())
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "read"),
+    [
+        ("VNI", 0, VxlanConfig(vni=0)),
+        ("VNI", (1 << 24) - 1, VxlanConfig(vni=(1 << 24) - 1)),
+        ("Port", 0, VxlanConfig(port=8472)),
+        ("Port", 1, VxlanConfig(port=1)),
+        ("Port", 65535, VxlanConfig(port=65535)),
+        ("MTU", 65535, VxlanConfig(mtu=65535)),
+    ],
+)
+def test_least_and_greatest_value_that_a_device_can_have_are_taken(
+    key: str, value: int, read: VxlanConfig
+) -> None:
+    assert read_config(config(**{key: value})) == read
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "limits"),
+    [("VNI", 1 << 24, "0 to 16777215"), ("Port", 65536, "1 to 65535"), ("MTU", -1, "0 to 65535")],
+)
+def test_error_names_the_value_and_its_range(key: str, value: int, limits: str) -> None:
+    with pytest.raises(Fatal) as caught:
+        read_config(config(**{key: value}))
+    assert str(caught.value) == f"Backend.{key} is {value}; set it to a number from {limits}"
+
+
+@pytest.mark.parametrize(
+    ("families", "vni", "fits"),
+    [(V4, 9_999_999, True), (V4, 10_000_000, False), (V6, 9_999, True), (V6, 10_000, False)],
+)
+def test_a_vni_too_long_for_a_devices_name_is_fatal(families: Families, vni: int, fits: bool) -> None:
+    if fits:
+        assert len(devices(build(config(families, VNI=vni), host()))[0].name) == 15
+    else:
+        with pytest.raises(Fatal, match="VNI"):
+            build(config(families, VNI=vni), host())
+
+
+@pytest.mark.parametrize("name", ["vxlan", "VXLAN"])
+def test_the_backend_is_found_by_name(name: str) -> None:
+    assert registry.load(name) is build

@@ -1,0 +1,240 @@
+"""Daemon and pump, talking: the real two ends, with a data plane between them that carries nothing."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from ipaddress import IPv4Address, IPv4Network
+from itertools import count
+
+import pytest
+
+from flanneld.backends.udp import client as client_module
+from flanneld.backends.udp import control, rendezvous
+from flanneld.backends.udp.client import Client, NoPump, succeed
+from flanneld.backends.udp.driver import PeersDriver, PumpDriver
+from flanneld.backends.udp.proxy import server as server_module
+from flanneld.backends.udp.proxy.server import Server
+from flanneld.backends.udp.resources import Pump, PumpPeer
+
+HOST = IPv4Address("192.0.2.1")
+MANY = [(IPv4Network((0x0A000000 + (i << 8), 24)), IPv4Address(0xC6120000 + i)) for i in range(5000)]
+
+_numbers = count()
+
+
+class Idle:
+    """A data plane without a wire."""
+
+    name = "idle"
+
+    def __init__(self) -> None:
+        self.peers: dict[IPv4Network, IPv4Address] = {}
+        self._stop = threading.Event()
+        self._failure: OSError | None = None
+
+    def set_peer(self, subnet: IPv4Network, endpoint: IPv4Address) -> None:
+        self.peers[subnet] = endpoint
+
+    def drop_peer(self, subnet: IPv4Network) -> None:
+        self.peers.pop(subnet, None)
+
+    def run(self) -> None:
+        self._stop.wait()
+        if self._failure:
+            raise self._failure
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    def fail(self, failure: OSError) -> None:
+        self._failure = failure
+        self._stop.set()
+
+    def counters(self) -> dict[str, int]:
+        return {"sent": 7, "received": 0}
+
+
+class Running:
+    """A pump of which only the process is missing. ``device_stays`` is what it decided at its end."""
+
+    def __init__(self) -> None:
+        self.settings = Pump(f"test{os.getpid()}.{next(_numbers)}", HOST, 8285, IPv4Address("10.5.1.0"), 1472)
+        self.plane = Idle()
+        self.device_stays: list[bool] = []
+        listener = control.new_socket()
+        listener.bind(rendezvous.address_of(self.settings.tun))
+        listener.listen()
+        self.server = Server(self.settings, self.plane, "for the test", listener)
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+
+    def _run(self) -> None:
+        self.device_stays.append(self.server.serve())
+        for each in (self.server._listener, *self.server._connections.values()):
+            each.close()
+
+    def ended(self) -> bool:
+        self.thread.join(60)
+        return not self.thread.is_alive()
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither end gives the other up: a busy machine may let it wait."""
+    monkeypatch.setattr(client_module, "_ANSWER_PATIENCE", 60.0)
+    for name in ("_STOP_PATIENCE", "_SEND_PATIENCE"):
+        monkeypatch.setattr(server_module, name, 60.0)
+
+
+@pytest.fixture
+def pump() -> Iterator[Running]:
+    pump = Running()
+    yield pump
+    pump.server.end()
+    assert pump.ended()
+
+
+@pytest.fixture
+def client(pump: Running) -> Iterator[Client]:
+    client = Client(pump.settings.tun)
+    yield client
+    client.close()
+
+
+def test_a_pump_says_what_it_is(pump: Running, client: Client) -> None:
+    running = client.hello()
+    assert (running.settings, running.pid) == (pump.settings, os.getpid())
+    assert (running.plane, running.why) == ("idle", "for the test")
+
+
+def test_five_thousand_peers_are_told_and_read_back(pump: Running, client: Client) -> None:
+    client.put(MANY)
+    assert pump.plane.peers == dict(MANY)
+    assert client.peers() == MANY
+    client.drop(MANY[1:])
+    assert pump.plane.peers == dict(MANY[:1])
+    assert client.peers() == MANY[:1]
+
+
+def test_a_successor_takes_over_the_peers_and_the_place(pump: Running, client: Client) -> None:
+    client.put(MANY)
+    assert succeed(pump.settings.tun) == MANY
+    assert pump.ended()
+    assert pump.device_stays == [True]
+    assert succeed(pump.settings.tun) == []
+
+
+def test_a_peer_that_moves_is_replaced(pump: Running, client: Client) -> None:
+    subnet = MANY[0][0]
+    client.put([MANY[0]])
+    client.put([(subnet, HOST)])
+    assert client.peers() == [(subnet, HOST)]
+    assert pump.plane.peers == {subnet: HOST}
+
+
+def test_counters_are_told(client: Client) -> None:
+    assert client.counters() == {"sent": 7, "received": 0}
+
+
+@pytest.mark.parametrize("device_stays", [True, False])
+def test_a_pump_that_is_told_to_leave_has_gone_when_that_returns(
+    pump: Running, client: Client, device_stays: bool
+) -> None:
+    client.leave(device_stays=device_stays)
+    assert pump.ended()
+    assert pump.device_stays == [device_stays]
+    with pytest.raises(NoPump, match="refused"):
+        client.hello()
+    client.leave(device_stays=True)
+
+
+def test_a_signal_takes_the_device_along(pump: Running) -> None:
+    pump.server.end()
+    assert pump.ended()
+    assert pump.device_stays == [False]
+
+
+def test_the_end_of_a_pump_is_heard_at_once_with_its_reason(pump: Running, client: Client) -> None:
+    client.hello()
+    pump.plane.fail(OSError(77, "File descriptor in bad state"))
+    poll = select.poll()
+    poll.register(client.fileno(), select.POLLIN)
+    assert poll.poll(60_000)
+    assert client.news() == "the idle data plane: File descriptor in bad state"
+    assert client.fileno() < 0
+    assert pump.ended()
+    assert pump.device_stays == [True]
+
+
+def test_a_second_daemon_can_ask_while_the_first_is_connected(pump: Running, client: Client) -> None:
+    client.put([MANY[0]])
+    other = Client(pump.settings.tun)
+    assert other.peers() == client.peers() == [MANY[0]]
+    other.close()
+    assert client.peers() == [MANY[0]]
+
+
+@pytest.mark.parametrize("message", [b"?", b"\0" * 50, control.PUT + b"x", control.PUT + b"\xff" * 9])
+def test_a_message_that_makes_no_sense_does_no_harm(pump: Running, client: Client, message: bytes) -> None:
+    client.put([MANY[0]])
+    with control.new_socket() as stranger:
+        stranger.connect(rendezvous.address_of(pump.settings.tun))
+        stranger.settimeout(0.1)
+        stranger.send(message)
+        with suppress(TimeoutError):
+            assert stranger.recv(100) == b""
+    assert client.peers() == [MANY[0]]
+
+
+def test_an_answer_of_another_version_is_no_pump_of_ours() -> None:
+    name = f"test{os.getpid()}.{next(_numbers)}"
+    with control.new_socket() as listener:
+        listener.bind(rendezvous.address_of(name))
+        listener.listen()
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(100)
+                connection.send(control.HELLO + b"2\0of\0whatever")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(NoPump, match="another version"):
+            Client(name).hello()
+        thread.join()
+
+
+# ---- the drivers -----------------------------------------------------------------------------------
+
+
+def test_the_drivers_read_what_the_pump_has(pump: Running, client: Client) -> None:
+    tun = pump.settings.tun
+    peers = PeersDriver(client, tun)
+    peers.put_all([PumpPeer(tun, *entry) for entry in MANY[:3]])
+    peers.drop(PumpPeer(tun, *MANY[1]))
+    assert list(PumpDriver(client).read()) == [pump.settings]
+    assert list(peers.read()) == [PumpPeer(tun, *MANY[0]), PumpPeer(tun, *MANY[2])]
+
+
+def test_without_a_pump_there_is_none_and_its_peers_cannot_be_known() -> None:
+    client = Client("none")
+    assert list(PumpDriver(client).read()) == []
+    with pytest.raises(NoPump):
+        list(PeersDriver(client, "none").read())
+
+
+def test_a_closing_daemon_leaves_the_pump_alone(pump: Running, client: Client) -> None:
+    driver = PumpDriver(client)
+    assert list(driver.read()) == [pump.settings]
+    driver.close()
+    assert Client(pump.settings.tun).hello().settings == pump.settings
+
+
+def test_a_pump_of_another_version_is_not_the_wanted_one(pump: Running) -> None:
+    assert replace(pump.settings, version="another") != pump.settings

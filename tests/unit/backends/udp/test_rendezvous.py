@@ -1,0 +1,51 @@
+"""How daemon and pump find each other when somebody else has taken their name."""
+
+from __future__ import annotations
+
+import errno
+import os
+from itertools import count
+
+import pytest
+
+from flanneld.backends.udp import control, rendezvous
+
+_numbers = count()
+
+
+def new_name() -> str:
+    return f"test{os.getpid()}.meeting{next(_numbers)}"
+
+
+def test_a_pump_is_found_by_its_usual_name() -> None:
+    name = new_name()
+    with rendezvous.listen(name):
+        assert rendezvous.addresses_of(name) == [rendezvous.address_of(name)]
+
+
+def test_without_a_pump_the_usual_name_is_tried() -> None:
+    name = new_name()
+    assert rendezvous.addresses_of(name) == [rendezvous.address_of(name)]
+
+
+def test_a_name_is_had_once() -> None:
+    name = new_name()
+    with rendezvous.listen(name), pytest.raises(OSError, check=lambda why: why.errno == errno.EADDRINUSE):
+        rendezvous.listen(name)
+
+
+def test_who_listens_elsewhere_is_found_after_the_usual_name() -> None:
+    name = new_name()
+    with rendezvous.listen(name), rendezvous.listen_elsewhere(name) as elsewhere:
+        usual, other = rendezvous.addresses_of(name)
+        assert usual == rendezvous.address_of(name)
+        assert elsewhere.getsockname() == os.fsencode(other)
+        with control.new_socket() as connection:
+            control.connect(connection, other, 3.0)
+            assert control.other_end(connection) == (os.getpid(), True)
+
+
+def test_the_pump_of_another_device_is_another_one() -> None:
+    name = new_name()
+    with rendezvous.listen_elsewhere(f"{name}0"):
+        assert rendezvous.addresses_of(name) == [rendezvous.address_of(name)]

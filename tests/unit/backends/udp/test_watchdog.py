@@ -1,0 +1,116 @@
+"""When a pump that says nothing is taken for one that hangs, and what is done about it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from flanneld.backends.udp import control, rendezvous
+from flanneld.backends.udp.watchdog import PERIOD, Activity, Pulse, activity, verdict
+from tests.clock import Clock
+
+#: Listens under the name that it is given, says so, and does nothing more.
+MUTE = """
+import signal, socket, sys
+listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+listener.bind("\\0" + sys.argv[1])
+listener.listen()
+print("there", flush=True)
+signal.pause()
+"""
+
+
+def looks(*seen: tuple[str, float]) -> list[Activity]:
+    return [Activity(at, states, cpu) for at, (states, cpu) in enumerate(seen)]
+
+
+def test_who_does_nothing_for_five_seconds_hangs() -> None:
+    assert verdict(5, looks(*[("SS", 1.0)] * 3)) == "does nothing"
+    assert verdict(5, looks(*[("TT", 1.0)] * 3)) == "is stopped"
+    assert verdict(4.9, looks(*[("TT", 1.0)] * 9)) == ""
+
+
+def test_who_was_not_looked_at_often_is_not_judged() -> None:
+    """Host and daemon may have slept themselves."""
+    assert verdict(4000, looks(("SS", 1.0), ("SS", 1.0))) == ""
+
+
+@pytest.mark.parametrize("states", ["RS", "SR", "DS", "DD"])
+def test_who_waits_for_a_processor_or_a_disk_is_only_slow(states: str) -> None:
+    assert verdict(600, looks(*[(states, 1.0)] * 600)) == ""
+
+
+def test_who_wanted_to_run_at_one_of_the_last_looks_is_only_slow() -> None:
+    assert verdict(9, looks(("SS", 1.0), ("SR", 1.0), ("SS", 1.0))) == ""
+
+
+def test_who_runs_for_fifteen_seconds_and_says_nothing_hangs() -> None:
+    running = looks(*[("SR", at * 0.9) for at in range(16)])
+    assert verdict(15, running) == "does other things"
+    assert verdict(14, running[:14]) == ""
+
+
+def test_who_sleeps_now_and_then_and_says_nothing_hangs() -> None:
+    assert verdict(15, looks(*[("SS", at * 0.1) for at in range(16)])) == "does other things"
+
+
+def test_a_process_is_seen_with_all_its_threads() -> None:
+    seen = activity(os.getpid(), 7.0)
+    assert seen.at == 7
+    assert "R" in seen.states  # We run now.
+    assert not seen.sleeps
+    assert seen.cpu > 0
+
+
+@contextmanager
+def mute(name: str) -> Iterator[subprocess.Popen[str]]:
+    address = rendezvous.address_of(name)[1:]
+    command = [sys.executable, "-c", MUTE, address]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        assert process.stdout.readline() == "there\n"
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_pump_that_is_stopped_is_ended(clock: Clock) -> None:
+    name = f"test{os.getpid()}.stopped"
+    pulse = Pulse(name, clock)
+    with mute(name) as process:
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+        began = clock.time
+        while not pulse.look():
+            assert process.poll() is None
+            assert clock.time < began + 30
+            clock.time = pulse.next_look
+        assert process.wait(20) == -signal.SIGKILL
+        assert clock.time - began >= 5
+    pulse.close()
+
+
+def test_a_pump_that_answers_is_asked_again_and_its_end_is_noticed(clock: Clock) -> None:
+    name = f"test{os.getpid()}.well"
+    pulse = Pulse(name, clock)
+    with rendezvous.listen(name) as listener:
+        assert not pulse.look()
+        connection, _ = listener.accept()
+        with connection:
+            connection.settimeout(20)
+            for _ in range(20):
+                assert connection.recv(control.LONGEST) == control.HELLO
+                connection.send(control.HELLO + b"whatever")
+                clock.time = pulse.next_look
+                assert not pulse.look()
+            assert clock.time >= 1000 + 20 * PERIOD
+    assert pulse.look()
+    assert not pulse.look()  # There is none any more.
+    pulse.close()

@@ -1,0 +1,388 @@
+"""Each check of ``flannelctl doctor`` finds what it is for, and nothing on a node that is well."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
+from ipaddress import IPv4Address, IPv4Network, ip_address
+from typing import Any
+
+import pytest
+
+from flanneld.ctl.checks import CHECKS
+from flanneld.ctl.data_source import Part, Unknown
+from flanneld.ctl.doctor import as_json, examine, report
+from flanneld.ctl.facts import Dropped, Facts
+from flanneld.ctl.findings import THEMES, Advice, Fix, Severity
+from flanneld.ctl.shadowing_routes import Detour
+from flanneld.ctl.snapshot import Difference, Entry
+from flanneld.ctl.stale_objects import CniConf, LeftRules
+from flanneld.ctl.tables import plain
+from flanneld.diagnostics import host_checks
+from flanneld.network.rtnetlink.links import SeenLink
+from flanneld.state.resources import ForeignLink, Resource, Route, Vxlan
+from flanneld.subnet.subnet_file import Previous
+
+NOW = 1_000_000.0
+MAC = "02:00:00:00:00:01"
+VXLAN = Vxlan("flannel.1", 1, 2, IPv4Address("192.0.2.1"), 8472, MAC, 1450)
+ROUTE = Route(IPv4Network("10.5.2.0/24"), "flannel.1", IPv4Address("10.5.2.0"), onlink=True)
+
+DOCUMENT: dict[str, Any] = {
+    "store": {"name": "etcd", "answers": True},
+    "health": {"ready": True, "missing": [], "late": []},
+    "network": {"ranges": [{"network": "10.5.0.0/16", "subnet_len": 24}], "backend": "vxlan"},
+    "lease": {"subnets": ["10.5.1.0/24"], "expires": NOW + 80_000, "macs": [MAC], "renewals": {}},
+    "uplink": {"name": "eth0", "mtu": 1500, "addresses": ["192.0.2.1"], "public_ips": ["192.0.2.1"]},
+    "mtu": 1450,
+    "devices": ["flannel.1"],
+    "synced": True,
+    "refused": [],
+    "lost_notifications": 0,
+    "brake": {"holds": False},
+    "firewall": {"place": "nft", "not_in_place": []},
+    "peers": [
+        {
+            "subnets": ["10.5.2.0/24"],
+            "public_ips": ["192.0.2.2"],
+            "state": "in the kernel",
+            "reason": "",
+            "conflicts": [],
+            "objects": [],
+        }
+    ],
+}
+
+
+def link(name: str, mtu: int = 1500, up: bool = True) -> SeenLink:
+    return SeenLink(5, name, MAC, mtu, up, ForeignLink(name, "a plain interface"))
+
+
+def bridge(name: str, mtu: int = 1500) -> SeenLink:
+    return SeenLink(6, name, MAC, mtu, True, ForeignLink(name, "a device of kind bridge", "bridge"))
+
+
+def port_of(name: str) -> SeenLink:
+    return replace(link(f"port of {name}"), master=bridge(name).index)
+
+
+def flannel(**changes: Any) -> SeenLink:
+    made = replace(VXLAN, **changes)
+    return SeenLink(3, "flannel.1", made.mac, made.mtu, made.up, made)
+
+
+WELL = Facts(
+    document=DOCUMENT,
+    origin="daemon",
+    now=NOW,
+    subnet_file="/run/flannel/subnet.env",
+    previous=Previous((IPv4Network("10.5.0.0/16"),), (IPv4Network("10.5.1.0/24"), None)),
+    file_mtu=1450,
+    links=(link("eth0"), flannel(), bridge("cni0", 1450), port_of("cni0")),
+    addresses=(
+        ("eth0", ip_address("192.0.2.1")),
+        ("flannel.1", ip_address("10.5.1.0")),
+        ("cni0", ip_address("10.5.1.1")),
+    ),
+    entries=(Entry(ROUTE, "ok"),),
+    traffic={"flannel.1": (1000, 1000)},
+    offload={"flannel.1": True},
+    kernel=(6, 1),
+    gc_thresh=1024,
+    clock_is_synchronised=True,
+)
+
+
+def told(change: Callable[[dict[str, Any]], object]) -> Facts:
+    """The node that is well, but for what its daemon tells."""
+    document = deepcopy(DOCUMENT)
+    change(document)
+    return replace(WELL, document=document)
+
+
+def of_host(setting: str, value: int) -> Facts:
+    known = host_checks.Facts((4,), "eth0", {setting: value}, elsewhere="eth1")
+    return replace(WELL, host=host_checks.findings(known))
+
+
+def entry(value: Resource, state: str) -> Facts:
+    return replace(WELL, entries=(Entry(value, state),))
+
+
+def drift(**changes: Any) -> Facts:
+    actual = replace(VXLAN, **changes)
+    differences = (Difference(name, str(value), "as wanted") for name, value in changes.items())
+    return replace(WELL, entries=(Entry(VXLAN, "different", other=actual, differences=tuple(differences)),))
+
+
+def with_links(*links: SeenLink) -> Facts:
+    return replace(WELL, links=links)
+
+
+def with_address(name: str, *links: SeenLink) -> Facts:
+    """The node that is well, with an address of another node's subnet."""
+    return replace(WELL, links=links, addresses=(*WELL.addresses, (name, ip_address("10.5.77.1"))))
+
+
+def peer(**changes: Any) -> Facts:
+    return told(lambda document: document["peers"][0].update(changes))
+
+
+ACCEPT = (("iptables", "-I", "FORWARD", "-s", "10.5.0.0/16", "-j", "ACCEPT"),)
+FLANNEL = CniConf("/etc/cni/net.d/10-flannel.conflist", ("flannel", "portmap"))
+CALICO = CniConf("/etc/cni/net.d/10-calico.conflist", ("calico",))
+MULTUS = CniConf("/etc/cni/net.d/00-multus.conf", ("multus",))
+
+#: By the name of a check: what it must find something in.
+CASES: dict[str, list[Facts]] = {
+    "devices": [entry(VXLAN, "missing"), drift(port=8473), drift(up=False), drift(mtu=1400, learning=True)],
+    "uplink": [
+        with_links(flannel()),
+        with_links(link("eth0", up=False), flannel()),
+        replace(WELL, addresses=WELL.addresses[1:]),
+    ],
+    "missing": [entry(ROUTE, "missing")],
+    "detours": [replace(WELL, detours=(Detour("10.5.2.0/24", "route 10.5.2.0/25 dev eth0"),))],
+    "stale": [entry(ROUTE, "not wanted")],
+    "refused": [told(lambda d: d.update(refused=[{"object": "route x", "reason": "File exists"}]))],
+    "neighbours": [replace(WELL, gc_thresh=1)],
+    "synced": [
+        told(lambda d: d.update(synced=False)),
+        told(lambda d: d["store"].update(cache="the nodes saved in /x at 2023-11-14T22:13:20Z")),
+    ],
+    "brake": [told(lambda d: d.update(brake={"holds": True}))],
+    "mac": [with_links(link("eth0"), flannel(mac="02:00:00:00:00:99"))],
+    "contested": [peer(conflicts=["10.5.3.0/24"], state="contested")],
+    "cloned mac": [peer(macs=[MAC.upper()])],
+    "left devices": [
+        replace(
+            with_links(link("eth0"), flannel(), replace(flannel(), name="flannel.7")),
+            addresses=(*WELL.addresses, ("flannel.7", IPv4Address("10.5.1.0"))),
+        )
+    ],
+    "managers": [
+        replace(WELL, managed=(("flannel.1", "NetworkManager"),)),
+        replace(WELL, managed=(("flannel.1", "systemd-networkd"),)),
+    ],
+    "fights": [
+        told(lambda d: d.update(fights=True)),
+        told(lambda d: d["firewall"].update(fights=True)),
+    ],
+    "probes": [peer(probe={"target": "10.5.2.0", "time": NOW, "rtt": None})],
+    "forwarding": [of_host("net/ipv4/ip_forward", 0)],
+    "dropping": [
+        replace(WELL, dropping=(Dropped("chain FORWARD of table filter", ACCEPT),)),
+        replace(WELL, dropping=(Dropped("chain x of table inet y", ACCEPT, by_rule=True),)),
+        replace(WELL, dropping=(Dropped("chain x of firewalld", ACCEPT, is_firewalld=True),)),
+    ],
+    "left rules": [replace(WELL, left_rules=(LeftRules(("iptables-legacy: nat FLANNEL-POSTRTG",), ACCEPT),))],
+    "cni": [
+        replace(WELL, cni=(CALICO, FLANNEL)),
+        replace(WELL, cni=(MULTUS, CALICO, FLANNEL)),
+        replace(WELL, cni=(FLANNEL, CALICO), origin="host"),
+        replace(WELL, cni=(FLANNEL,), origin="host", has_subnet_file=False),
+    ],
+    "rules": [told(lambda d: d.update(firewall={"place": "nft", "not_in_place": ["IPv4"]}))],
+    "keepers": [replace(WELL, firewalls=("firewalld",)), replace(WELL, firewalls=("ufw",))],
+    "subnet file": [
+        replace(WELL, previous=Previous()),
+        replace(WELL, has_subnet_file=False),
+        replace(WELL, previous=Previous((), (IPv4Network("10.5.7.0/24"), None))),
+        replace(WELL, file_mtu=1400),
+    ],
+    "bridges": [of_host("net/bridge/bridge-nf-call-iptables", 0), of_host("net/ipv4/ip_forward", 1)],
+    "bridge subnet": [
+        with_address("docker0", bridge("docker0"), port_of("docker0")),
+        with_address("eth0", link("eth0")),
+    ],
+    "lease": [
+        told(lambda d: d.update(lease=None)),
+        told(lambda d: d["lease"].update(expires=NOW - 1)),
+        told(lambda d: d["lease"].update(expires=NOW + 60)),
+    ],
+    "clock": [replace(WELL, clock_is_synchronised=False)],
+    "store": [
+        told(lambda d: d["store"].update(problem="etcd does not answer", remedy="see that it runs")),
+        replace(WELL, unknown=(Unknown(Part.STORE, "etcd does not answer"),)),
+    ],
+    "ready": [told(lambda d: d["health"].update(missing=["the peers are not known yet"]))],
+    "public ip": [peer(public_ips=["192.0.2.1"]), told(lambda d: d["peers"].append(deepcopy(d["peers"][0])))],
+    "network": [told(lambda d: d["lease"].update(subnets=["10.6.1.0/24"]))],
+    "refusals": [peer(state="refused", reason="no VtepMAC")],
+    "unsafe leases": [peer(state="unsafe", reason="br7 is connected to 10.5.2.0/24; renumber that")],
+    "reverse path": [of_host("net/ipv4/conf/eth0/rp_filter", 1)],
+    "containers": [with_links(link("eth0"), flannel(), bridge("cni0", 1500), port_of("cni0"))],
+    "device": [with_links(link("eth0", 1450), flannel())],
+    "checksums": [replace(WELL, kernel=(4, 19)), replace(WELL, kernel=(5, 6))],
+    "port": [replace(WELL, traffic={"flannel.1": (0, 500)})],
+    "daemon": [replace(WELL, origin="host", unknown=(Unknown(Part.DAEMON, "no daemon answers"),))],
+    "late": [told(lambda d: d["health"].update(late=["reconciler has not reported"]))],
+    "overruns": [told(lambda d: d.update(lost_notifications=3))],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "facts"),
+    [(name, facts) for name, cases in CASES.items() for facts in cases],
+    ids=[f"{name}-{number}" for name, cases in CASES.items() for number, _ in enumerate(cases)],
+)
+def test_a_check_finds_what_it_is_for(name: str, facts: Facts) -> None:
+    found = [finding for check, finding in examine(facts) if check.name == name]
+    assert found
+    for finding in found:
+        assert finding.problem
+        assert finding.evidence
+        assert finding.why
+        assert finding.remedy.commands if isinstance(finding.remedy, Fix) else finding.remedy.text
+
+
+def test_each_check_has_a_case_above() -> None:
+    assert sorted(check.name for check in CHECKS) == sorted(CASES)
+
+
+def test_each_theme_has_a_check() -> None:
+    assert {check.theme for check in CHECKS} == set(THEMES)
+
+
+def test_a_node_that_is_well_is_told_so() -> None:
+    assert examine(WELL) == []
+    (table,) = report([], WELL)
+    assert list(plain(table)) == [f"{len(CHECKS)} checks: 0 problems, 0 hints"]
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        replace(WELL, cni=(FLANNEL, CALICO)),
+        replace(WELL, cni=(MULTUS, FLANNEL)),
+        replace(WELL, cni=(CALICO,), origin="host", has_subnet_file=False),
+        replace(WELL, cni=(FLANNEL,), origin="host"),
+    ],
+    ids=["flannel's is first", "multus hands on to flannel", "flannel has none", "flannel may come back"],
+)
+def test_a_cni_config_that_does_no_harm_is_no_finding(facts: Facts) -> None:
+    assert "cni" not in [check.name for check, _ in examine(facts)]
+
+
+def test_a_node_of_which_nothing_is_known_breaks_no_check() -> None:
+    assert [check.name for check, _ in examine(Facts())] == ["daemon"]
+
+
+def test_the_report_says_what_the_evidence_the_reason_and_the_fix() -> None:
+    facts = replace(WELL, firewalls=("firewalld",))
+    text = [list(plain(table)) for table in report(examine(facts), facts)]
+    assert text == [
+        [
+            "hint      firewalld is at work here",
+            "check     E keepers: the host's firewall and forwarding",
+            "evidence  found by its files or its rules",
+            "why       when it is reloaded it may remove rules; the daemon puts its own back",
+            "advice    firewall-cmd --permanent --zone=trusted --add-source=10.5.0.0/16;"
+            " firewall-cmd --permanent --add-port=8472/udp; firewall-cmd --reload",
+        ],
+        [f"{len(CHECKS)} checks: 0 problems, 1 hint"],
+    ]
+
+
+def test_programs_get_the_same() -> None:
+    facts = of_host("net/ipv4/ip_forward", 0)
+    answer = json.loads(json.dumps(as_json(examine(facts), facts)))
+    (found,) = [each for each in answer["findings"] if each["check"] == "forwarding"]
+    assert found["severity"] == "problem"
+    assert found["fix"] == [["sysctl", "-w", "net.ipv4.ip_forward=1"]]
+    assert found["advice"] is None
+
+
+# ---- remedies -----------------------------------------------------------------------------------
+
+
+def remedies(name: str, facts: Facts) -> list[Fix | Advice]:
+    return [finding.remedy for check, finding in examine(facts) if check.name == name]
+
+
+def test_a_property_that_is_set_without_loss_has_a_fix() -> None:
+    (remedy,) = remedies("devices", drift(mtu=1400, learning=True))
+    assert remedy == Fix(
+        (
+            ("ip", "link", "set", "flannel.1", "type", "vxlan", "id", "1", "nolearning"),
+            ("ip", "link", "set", "flannel.1", "mtu", "1450"),
+        )
+    )
+
+
+@pytest.mark.parametrize("change", [{"up": False}, {"port": 8473}, {"mtu": 1400, "mac": "02:00:00:00:00:99"}])
+def test_a_device_that_has_lost_what_was_on_it_is_left_to_the_daemon(change: dict[str, Any]) -> None:
+    (remedy,) = remedies("devices", drift(**change))
+    assert isinstance(remedy, Advice)
+
+
+def test_an_uplink_that_loses_its_ipv6_addresses_when_it_is_down_takes_more_than_a_command() -> None:
+    down = with_links(link("eth0", up=False), flannel())
+    assert remedies("uplink", down) == [Fix((("ip", "link", "set", "dev", "eth0", "up"),))]
+    document = deepcopy(DOCUMENT)
+    document["uplink"]["addresses"].append("2001:db8::1")
+    (remedy,) = remedies("uplink", replace(down, document=document))
+    assert isinstance(remedy, Advice)
+
+
+def test_no_remedy_removes_an_interface_that_is_inside_the_network() -> None:
+    facts = with_address("eth0", link("eth0"), flannel())
+    (found,) = [finding for check, finding in examine(facts) if check.name == "bridge subnet"]
+    assert (found.severity, found.about) == (Severity.HINT, "eth0")
+    assert isinstance(found.remedy, Advice)
+    assert "delete" not in found.remedy.text
+
+
+@pytest.mark.parametrize("name", ["docker0", "cni0"])
+def test_a_bridge_without_ports_is_no_finding(name: str) -> None:
+    facts = with_address(name, link("eth0"), flannel(), bridge(name, 9000))
+    assert not {"bridge subnet", "containers"} & {check.name for check, _ in examine(facts)}
+
+
+def test_an_address_of_our_subnet_that_leads_to_no_container_limits_no_mtu() -> None:
+    addresses = (*WELL.addresses, ("lo", ip_address("10.5.1.9")))
+    assert examine(replace(WELL, links=(*WELL.links, link("lo", 65536)), addresses=addresses)) == []
+
+
+@pytest.mark.parametrize("name", ["dropping", "probes", "port", "forwarding", "reverse path", "uplink"])
+def test_whatever_loses_packets_is_a_problem(name: str) -> None:
+    for facts in CASES[name]:
+        found = [finding.severity for check, finding in examine(facts) if check.name == name]
+        assert set(found) == {Severity.PROBLEM}
+
+
+def test_a_bridge_that_the_firewall_does_not_see_is_a_problem_where_services_are_used() -> None:
+    setting = {"net/bridge/bridge-nf-call-iptables": 0}
+    for services, severity in ((True, Severity.PROBLEM), (False, Severity.HINT)):
+        known = host_checks.Facts((4,), "eth0", setting, services=services)
+        facts = replace(WELL, host=host_checks.findings(known))
+        assert [finding.severity for _, finding in examine(facts)] == [severity]
+
+
+HOSTILE = "$(reboot) `reboot`; reboot"
+
+
+def hostile(facts: Facts) -> Facts:
+    """The same after others wrote into the store whatever they like."""
+    document = deepcopy(dict(facts.document))
+    document["store"]["name"] = document["network"]["backend"] = HOSTILE
+    document["refused"] = [{"object": HOSTILE, "reason": HOSTILE}]
+    for each in document["peers"]:
+        each.update(reason=HOSTILE, backend=HOSTILE, state="refused", conflicts=[HOSTILE])
+    return replace(facts, document=document)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_fix_holds_text_out_of_the_store(name: str) -> None:
+    for facts in map(hostile, CASES[name]):
+        fixes = [finding.remedy for _, finding in examine(facts) if isinstance(finding.remedy, Fix)]
+        assert "reboot" not in str(fixes)
+
+
+def test_a_fix_is_shown_with_a_command_on_each_line_quoted_for_a_shell() -> None:
+    commands = (("nft", "flush", "chain", "a b"), ("true",))
+    facts = replace(WELL, left_rules=(LeftRules(("a rule",), commands),))
+    (table, _) = report(examine(facts), facts)
+    assert list(plain(table))[-2:] == ["fix       nft flush chain 'a b'", "fix       true"]

@@ -1,0 +1,118 @@
+"""``flannelctl`` as scripts use it: what is on standard output, and the exit status."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flanneld.ctl.main import COMMANDS, NO_DAEMON, PROBLEMS, USAGE, run
+from flanneld.diagnostics.status_socket import StatusSocket
+
+DEADLINE = 20.0
+
+
+@pytest.fixture
+def where(tmp_path: Path) -> list[str]:
+    """A host without daemon and subnet file."""
+    return [f"--subnet-file={tmp_path / 'subnet.env'}"]
+
+
+@contextmanager
+def daemon(directory: Path, said: bytes) -> Iterator[None]:
+    server = StatusSocket(directory / "flanneld.sock", lambda: [said])
+    assert server.open()
+    thread = threading.Thread(target=server.serve)
+    thread.start()
+    try:
+        yield
+    finally:
+        server.close()
+        thread.join(DEADLINE)
+
+
+def told(capsys: pytest.CaptureFixture[str]) -> Any:
+    return json.loads(capsys.readouterr().out)
+
+
+WRONG = [
+    ["nonsense"],
+    ["trace"],
+    ["trace", "nowhere"],
+    ["status", "--nonsense=1"],
+    ["status", "--etcd-endpoints=nonsense"],
+    ["status", "more"],
+    [],
+]
+
+
+@pytest.mark.parametrize("words", WRONG, ids=" ".join)
+def test_wrong_usage_is_told_in_json_too(
+    words: list[str], where: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([*words, *(where if words else []), "--output=json"], {}) == USAGE
+    assert told(capsys)["error"]
+    assert run([*words, *(where if words else [])], {}) == USAGE
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("flannelctl: ")
+
+
+@pytest.mark.parametrize("words", [["--output", "json", "events"], ["events", "--output", "json"]])
+def test_the_format_may_be_given_before_or_behind_the_command(
+    words: list[str], where: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([*words, *where], {}) == NO_DAEMON
+    assert told(capsys)["events"] == []
+
+
+GARBAGE = [b"", b"{", b"[1, 2]", b"null", b'"text"', b"\xff\xfe", b"HTTP/1.1 200 OK"]
+
+
+@pytest.mark.parametrize("said", GARBAGE)
+def test_what_is_no_status_counts_as_no_daemon(
+    said: bytes, where: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with daemon(tmp_path, said):
+        assert run(["status", *where, "--output=json"], {}) == NO_DAEMON
+    assert "no daemon answers" in told(capsys)["not_known"][0]
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+@pytest.mark.parametrize("said", [b'{"peers": 1, "events": [1]}', b'{"network": [], "devices": 7}'])
+def test_a_daemon_of_another_version_is_no_reason_to_fall_over(
+    command: str, said: bytes, where: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [command, *(["192.0.2.1"] if command == "trace" else []), *where, "--output=json"]
+    with daemon(tmp_path, said):
+        run(words, {})
+    told(capsys)
+
+
+def test_a_status_that_is_not_understood_is_said_to_be_so(
+    where: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with daemon(tmp_path, b"{}"):
+        assert run(["status", *where, "--output=json"], {}) == PROBLEMS
+    assert "use the flannelctl of its version" in told(capsys)["error"]
+
+
+def test_a_pipe_that_nobody_reads_is_no_error(where: list[str]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    code = "import sys; from flanneld.ctl.main import main; main()"
+    with os.fdopen(writing, "w") as pipe:
+        command = [sys.executable, "-c", code, "doctor", *where]
+        done = subprocess.run(
+            command, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        )
+    assert done.stderr == ""
+    assert done.returncode == PROBLEMS

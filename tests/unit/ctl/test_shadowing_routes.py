@@ -1,0 +1,58 @@
+"""Which ways of others packets for the peers take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from ipaddress import IPv4Address, IPv4Network, ip_address, ip_network
+from typing import Any
+
+import pytest
+
+from flanneld.ctl.shadowing_routes import Detour, by_length, by_lookup
+from flanneld.ctl.snapshot import Found, Way
+from flanneld.diagnostics.status import describe
+from flanneld.state.resources import Route
+
+ROUTE = Route(IPv4Network("10.5.2.0/24"), "flannel.1", IPv4Address("10.5.2.0"), onlink=True)
+ROUTE_TO_ALL = Route(IPv4Network("10.5.0.0/16"), "flannel0")
+OURS = Way("flannel.1", ip_address("10.5.2.0"))
+
+
+def document(*peer_objects: Route, local: tuple[Route, ...] = ()) -> dict[str, Any]:
+    def objects(routes: tuple[Route, ...]) -> list[dict[str, Any]]:
+        return [describe(route, {}) for route in routes]
+
+    return {
+        "local": objects(local),
+        "peers": [{"subnets": ["10.5.2.0/24", "fc00:2::/64"], "objects": objects(peer_objects)}],
+    }
+
+
+def found_by_lookup(told: dict[str, Any], way: Way) -> list[Detour]:
+    return list(by_lookup(told, Found({ROUTE: True, ROUTE_TO_ALL: True}, ()), lambda _: way))
+
+
+@pytest.mark.parametrize("way", [Way(""), Way("eth0"), Way("flannel.1", ip_address("10.5.3.0"))])
+def test_a_packet_that_goes_elsewhere_makes_a_detour(way: Way) -> None:
+    assert found_by_lookup(document(ROUTE), way) == [Detour("10.5.2.0/24", f"10.5.2.1 {way}")]
+
+
+def test_a_packet_on_the_wanted_route_makes_none() -> None:
+    assert found_by_lookup(document(ROUTE), OURS) == []
+    assert found_by_lookup(document(local=(ROUTE_TO_ALL,)), Way("flannel0")) == []
+
+
+def test_a_route_that_is_missing_or_not_wanted_has_no_detour() -> None:
+    assert found_by_lookup(document(replace(ROUTE, device="eth0")), Way("")) == []
+    assert found_by_lookup(document(), Way("eth0")) == []
+
+
+def test_a_more_specific_route_makes_a_detour() -> None:
+    routes = [
+        (ip_network(text), "eth0")
+        for text in ("10.5.2.128/25", "10.5.2.0/24", "10.5.0.0/16", "10.5.3.0/25", "fc00:2::5/128")
+    ]
+    assert list(by_length(document(ROUTE), routes)) == [
+        Detour("10.5.2.0/24", "route 10.5.2.128/25 dev eth0"),
+        Detour("fc00:2::/64", "route fc00:2::5/128 dev eth0"),
+    ]

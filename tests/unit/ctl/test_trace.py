@@ -1,0 +1,151 @@
+"""``flannelctl trace``: the way to an address, hop by hop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from ipaddress import IPv4Address, IPv4Network, ip_address
+from typing import Any
+
+import pytest
+
+from flanneld.ctl.snapshot import Found, Way
+from flanneld.ctl.trace import Hop, trace
+from flanneld.diagnostics.status import describe
+from flanneld.model import IPAddress
+from flanneld.network.rtnetlink.links import SeenLink
+from flanneld.state.resources import FdbEntry, ForeignLink, Neighbor, Resource, Route, Vxlan
+
+MAC = "02:00:00:00:00:02"
+BASE = IPv4Address("10.5.2.0")
+ROUTE = Route(IPv4Network("10.5.2.0/24"), "flannel.1", BASE, onlink=True)
+NEIGH = Neighbor("flannel.1", BASE, MAC)
+FDB = FdbEntry("flannel.1", MAC, IPv4Address("192.0.2.2"))
+LINK = Vxlan("flannel.1", 1, 2, IPv4Address("192.0.2.1"), 8472, "02:00:00:00:00:01", 1450)
+
+DOCUMENT: dict[str, Any] = {
+    "network": {"ranges": [{"network": "10.5.0.0/16", "subnet_len": 24}]},
+    "lease": {"subnets": ["10.5.1.0/24"]},
+    "uplink": {"name": "eth0"},
+    "devices": ["flannel.1"],
+    "local": [describe(LINK, {})],
+    "peers": [
+        {
+            "subnets": ["10.5.2.0/24"],
+            "public_ips": ["192.0.2.2"],
+            "state": "in the kernel",
+            "reason": "",
+            "conflicts": [],
+            "objects": [describe(each, {}) for each in (NEIGH, FDB, ROUTE)],
+        }
+    ],
+}
+WAYS = {
+    "10.5.1.7": Way("cni0"),
+    "10.5.2.7": Way("flannel.1", ip_address("10.5.2.0")),
+    "192.0.2.2": Way("eth0"),
+    "203.0.113.1": Way("eth0", ip_address("192.0.2.254")),
+}
+
+
+def found(*without: Resource, link: Vxlan = LINK) -> Found:
+    objects: dict[Resource, bool] = {each: True for each in (ROUTE, NEIGH, FDB, link) if each not in without}
+    links = (
+        SeenLink(2, "eth0", "", 1500, True, ForeignLink("eth0", "a plain interface")),
+        SeenLink(3, "flannel.1", link.mac, link.mtu, link.up, link),
+    )
+    return Found(objects, links)
+
+
+def hops(
+    target: str,
+    *without: Resource,
+    link: Vxlan = LINK,
+    document: Mapping[str, Any] = DOCUMENT,
+    ways: Mapping[str, Way] = WAYS,
+) -> dict[str, Hop]:
+    def way_to(address: IPAddress) -> Way:
+        return ways.get(str(address), Way(""))
+
+    return {hop.hop: hop for hop in trace(ip_address(target), document, found(*without, link=link), way_to)}
+
+
+def test_each_hop_to_a_peer_is_shown() -> None:
+    way = hops("10.5.2.7")
+    assert list(way) == ["lease", "route", "neigh", "fdb", "device", "uplink"]
+    assert {hop.state for hop in way.values()} == {"ok"}
+    assert way["uplink"].found == "192.0.2.2 dev eth0"
+
+
+def test_the_hop_that_is_missing_is_named() -> None:
+    for hop, wanted in (("route", ROUTE), ("neigh", NEIGH), ("fdb", FDB)):
+        way = hops("10.5.2.7", wanted)
+        assert [name for name, each in way.items() if each.state != "ok"] == [hop]
+        assert str(wanted) in way[hop].note
+
+
+def test_a_route_of_somebody_else_that_comes_first_is_a_problem() -> None:
+    for other, text in (
+        (Way("tun0"), "dev tun0"),
+        (Way("flannel.1", ip_address("10.5.9.0")), "via 10.5.9.0 dev flannel.1"),
+    ):
+        way = hops("10.5.2.7", ways={**WAYS, "10.5.2.7": other})
+        assert way["route"].state == "PROBLEM"
+        assert way["route"].found == text
+
+
+def test_a_device_that_is_not_as_wanted_is_a_problem() -> None:
+    device = hops("10.5.2.7", link=replace(LINK, port=8473, parent=5))["device"]
+    assert device.state == "PROBLEM"
+    assert device.note == "has parent interface 5, wanted eth0; has port 8473, wanted 8472"
+
+
+def test_a_peer_whose_host_is_not_reached_is_a_problem() -> None:
+    way = hops("10.5.2.7", ways={**WAYS, "192.0.2.2": Way("")})
+    assert (way["uplink"].state, way["uplink"].found) == ("PROBLEM", "192.0.2.2 nowhere")
+
+
+def test_a_lease_that_was_refused_says_why() -> None:
+    refused = {**DOCUMENT["peers"][0], "state": "refused", "reason": "no VtepMAC", "objects": []}
+    way = hops("10.5.2.7", document={**DOCUMENT, "peers": [refused]})
+    assert way["lease"].note == "refused: no VtepMAC"
+    assert way["route"].state == "PROBLEM"
+
+
+def test_a_container_of_this_node_is_behind_a_bridge() -> None:
+    assert [hop.state for hop in hops("10.5.1.7").values()] == ["ok", "ok"]
+
+
+def test_our_own_subnet_without_a_bridge_is_a_problem() -> None:
+    way = hops("10.5.1.7", ways={"10.5.1.7": Way("eth0", ip_address("192.0.2.254"))})
+    assert way["route"].state == "PROBLEM"
+
+
+def test_an_address_of_nobody_is_a_problem() -> None:
+    assert hops("10.5.99.7")["lease"] == Hop("lease", "none", "PROBLEM", "no node has a lease for it")
+
+
+def test_an_address_outside_the_network_goes_the_hosts_way() -> None:
+    way = hops("203.0.113.1")
+    assert way["lease"].found == "outside the network"
+    assert way["route"].found == "via 192.0.2.254 dev eth0"
+
+
+def test_without_a_daemon_and_a_store_the_lease_is_not_known() -> None:
+    host = {"network": DOCUMENT["network"], "lease": DOCUMENT["lease"]}
+    assert hops("10.5.2.7", document=host)["lease"].state == "unknown"
+
+
+@pytest.mark.parametrize("target", ["192.0.2.1", "10.5.1.1"])
+def test_a_packet_to_this_host_stays_here(target: str) -> None:
+    way = Way("lo", is_here=True)
+    told = trace(ip_address(target), DOCUMENT, found(), lambda _: way)
+    assert [(hop.state, hop.found) for hop in told][1] == ("ok", "this host")
+
+
+@pytest.mark.parametrize(
+    ("way", "state"), [(Way("eth0"), "unknown"), (Way(""), "PROBLEM"), (Way("lo", is_here=True), "ok")]
+)
+def test_without_the_network_nobody_says_that_an_address_is_outside(way: Way, state: str) -> None:
+    lease, route = trace(ip_address("10.5.2.7"), {}, found(), lambda _: way)
+    assert (lease.state, route.state) == ("unknown", state)

@@ -1,0 +1,147 @@
+"""What is not well with a daemon, part by part, and when it is told."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from ipaddress import IPv4Network, ip_network
+from queue import SimpleQueue
+
+import pytest
+
+from flanneld.diagnostics import conditions
+from flanneld.diagnostics.components import Sight
+from flanneld.errors import NoAnswer, Retryable
+from flanneld.model import Lease, LeaseAttrs, Snapshot
+from flanneld.options import Options
+from flanneld.reconcile.counters import Work
+from flanneld.runtime import clock
+from flanneld.runtime.event_log import Events
+from flanneld.state.removal_guard import Brake
+from flanneld.state.report import Failure, Report
+from flanneld.state.resources import Route
+
+DEADLINE = 30.0
+SILENCE = NoAnswer("etcd does not answer (192.0.2.1:2379: connection refused)", "see that it runs")
+ROUTE = Route(ip_network("10.5.2.0/24"), "flannel.1")
+
+
+@pytest.fixture
+def sight() -> Sight:
+    return Sight(Options(), Events(), overdue=list, missing=list)
+
+
+def found(sight: Sight) -> list[str]:
+    return [str(part) for part in conditions.troubles(sight)]
+
+
+def test_a_store_that_does_not_answer_is_a_trouble_until_it_does(sight: Sight) -> None:
+    assert found(sight) == []
+    sight.store.failed("renew", SILENCE)
+    assert found(sight) == [f"store: {SILENCE}"]
+    sight.store.answered("renew")
+    assert found(sight) == []
+
+
+def test_a_store_that_answered_no_request_and_then_tells_news_is_well(sight: Sight) -> None:
+    sight.store.failed("renew", SILENCE)
+    sight.store.told(1, 0)
+    assert found(sight) == []
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        Retryable("etcd answers, but has no network config at /coreos.com/network/config", "write it"),
+        Retryable("no subnet from 10.5.0.0 to 10.5.255.0 is free, 256 are leased", "enlarge the network"),
+        Retryable("etcd at 192.0.2.1:2379 refuses access (HTTP 401)", "check -etcd-username"),
+    ],
+)
+def test_a_store_that_answers_with_a_refusal_is_not_said_to_be_silent(
+    sight: Sight, reason: Retryable
+) -> None:
+    sight.store.requests.observe(0.1)
+    sight.store.failed("acquire", reason)
+    assert found(sight) == [f"store: {reason}"]
+    assert sight.store_is_up
+    sight.store.failed("acquire", SILENCE)
+    assert not sight.store_is_up
+
+
+def test_conditions_of_the_host_are_told_with_the_others() -> None:
+    of_host = [("subnet file", ["cannot write /run/flannel/subnet.env"]), ("forwarding", [])]
+    sight = Sight(Options(), Events(), overdue=list, missing=list, of_host=lambda: of_host)
+    assert found(sight) == ["subnet file: cannot write /run/flannel/subnet.env"]
+
+
+def test_a_thread_that_is_late_is_one() -> None:
+    line = "reconciler has not reported for 61 s (promised 60 s)"
+    late = Sight(Options(), Events(), overdue=lambda: [line], missing=list)
+    assert "threads: reconciler has not reported" in found(late)
+
+
+@pytest.mark.parametrize(("left", "number"), [(5.0, 1), (1200.0, 0), (math.inf, 0)])
+def test_a_lease_that_ends_soon_is_one(left: float, number: int) -> None:
+    lease = Lease(LeaseAttrs(), expires=clock.now() + left)
+    assert len(list(conditions._of_the_lease(lease, margin=3600.0))) == number
+    assert list(conditions._of_the_lease(Lease(LeaseAttrs()), margin=3600.0)) == []
+
+
+def test_a_lease_with_a_short_margin_may_be_as_short() -> None:
+    lease = Lease(LeaseAttrs(), expires=clock.now() + 59.0)
+    assert list(conditions._of_the_lease(lease, margin=60.0)) == []
+
+
+def test_what_the_kernel_refuses_is_one_until_it_is_there() -> None:
+    work = Work()
+    work.converged(Report(failed=[Failure(ROUTE, "File exists"), Failure(ROUTE, "File exists")]))
+    assert list(conditions._of_the_kernel(work)) == [f"refused: {ROUTE}: File exists"]
+    work.converged(Report())
+    assert list(conditions._of_the_kernel(work)) == []
+
+
+def test_repairs_without_end_are_one() -> None:
+    work = Work()
+    for _ in range(4):
+        work.healed(Report(made=[ROUTE]))
+        work.healed(Report())
+    assert list(conditions._of_the_kernel(work)) == []
+    work.healed(Report(removed=[ROUTE]))
+    assert len(list(conditions._of_the_kernel(work))) == 1
+
+
+def test_removals_that_are_held_back_are_one() -> None:
+    brake = Brake()
+    assert list(conditions._of_the_brake(brake)) == []
+    brake.pass_on(Snapshot(()), [(IPv4Network((0x0A050000 + (n << 8), 24)), None) for n in range(12)])
+    assert list(conditions._of_the_brake(brake)) == [
+        "held back: 12 of 12 peers are gone from the list of leases"
+    ]
+    assert brake.holds_total == 1
+
+
+def watching(sight: Sight, act: Callable[[], None], told: SimpleQueue[list[str]]) -> None:
+    stop = threading.Event()
+    thread = threading.Thread(target=conditions.watch, args=(sight, stop, told.put))
+    thread.start()
+    try:
+        act()
+    finally:
+        stop.set()
+        thread.join(DEADLINE)
+
+
+def test_what_lasts_is_told_once_and_its_end_too(sight: Sight, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conditions, "LOOK", 0.01)
+    monkeypatch.setattr(conditions, "LASTING", 0.03)
+    told: SimpleQueue[list[str]] = SimpleQueue()
+
+    def act() -> None:
+        sight.store.failed("renew", SILENCE)
+        assert told.get(timeout=DEADLINE) == [f"store: {SILENCE}"]
+        sight.store.answered("renew")
+        assert told.get(timeout=DEADLINE) == []
+
+    watching(sight, act, told)
+    assert told.empty()

@@ -1,0 +1,51 @@
+"""Which processes count as running daemons, and how each is stopped."""
+
+from __future__ import annotations
+
+import pytest
+
+from flanneld.diagnostics.other_daemons import how_to_stop, is_daemon
+
+
+@pytest.mark.parametrize(
+    ("names", "words", "expected"),
+    [
+        (["flanneld"], ["/opt/bin/flanneld", "--kube-subnet-mgr"], True),
+        (["flanneld-amd64"], ["./flanneld-amd64", "-ip-masq"], True),
+        (["flanneld", "python3.11"], ["/venv/bin/python", "/venv/bin/flanneld", "-v=1"], True),
+        (["python3.11", "python3.11"], ["python3", "-m", "flanneld"], True),
+        (["python3.11", "python3.11"], ["python3.11", "-P", "-m", "flanneld", "-iface=eth0"], True),
+        (["python3.11"], ["python3", "-S", "-P", "-m", "flanneld.backends.udp.proxy", "flannel0"], False),
+        (["flanneld"], ["/venv/bin/python", "/venv/bin/flanneld", "--cleanup"], False),
+        (["flanneld"], ["flanneld", "-plan=true"], False),
+        (["flannelctl"], ["/venv/bin/python", "/venv/bin/flannelctl", "status"], False),
+        (["sudo"], ["sudo", "flanneld", "-ip-masq"], False),
+        (["bash"], ["bash", "-c", "flanneld"], False),
+        (["kworker/0:1"], [], False),
+        (["python3"], ["python3", "-i"], False),
+    ],
+)
+def test_a_daemon_is_known_by_its_name_and_call(names: list[str], words: list[str], expected: bool) -> None:
+    assert is_daemon(names, words) is expected
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "remedy"),
+    [
+        ("0::/system.slice/flanneld.service\n", "systemctl stop flanneld.service"),
+        (
+            "1:name=systemd:/system.slice/flanneld@blue.service\n0::/\n",
+            "systemctl stop flanneld@blue.service",
+        ),
+        (
+            "0::/kubepods.slice/kubepods-pod1.slice/cri-containerd-0123.scope\n",
+            "kubectl delete its DaemonSet",
+        ),
+        ("0::/system.slice/docker-0123456789abcdef.scope\n", "docker stop 0123456789ab"),
+        ("0::/user.slice/user-0.slice/session-1.scope\n", "kill 42"),
+        ("0::/system.slice/ssh.service\n", "kill 42"),
+        ("", "kill 42"),
+    ],
+)
+def test_the_remedy_fits_whoever_started_it(cgroup: str, remedy: str) -> None:
+    assert how_to_stop(42, cgroup).startswith(remedy)

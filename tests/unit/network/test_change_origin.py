@@ -1,0 +1,107 @@
+"""Who wrote to the kernel's tables, told from the port in a notification."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from ipaddress import ip_address, ip_network
+from pathlib import Path
+
+import pytest
+
+from flanneld.network.change_origin import Culprits, process_at
+from flanneld.state.resources import Address, Kind, Route
+
+ROUTE = Route(ip_network("10.5.2.0/24"), "flannel.1")
+ELSEWHERE = Route(ip_network("10.5.3.0/24"), "eth0")
+ADDRESS = Address("flannel.1", ip_address("10.5.1.0"))
+
+
+def named_8(port: int) -> str:
+    return "NetworkManager (pid 8)" if port == 8 else ""
+
+
+def test_a_change_has_the_name_of_whoever_made_it_until_it_is_put_right() -> None:
+    culprits = Culprits(named_8)
+    culprits.note(ROUTE.key, 8)
+    assert culprits.of(ROUTE) == "NetworkManager (pid 8)"
+    assert culprits.of(ELSEWHERE) == ""
+    culprits.forget()
+    assert culprits.of(ROUTE) == ""
+
+
+def test_what_goes_with_a_device_has_the_name_of_whoever_changed_that() -> None:
+    culprits = Culprits(named_8)
+    culprits.note((Kind.LINK, "flannel.1"), 8)
+    assert culprits.of(ROUTE) == culprits.of(ADDRESS) == "NetworkManager (pid 8)"
+    assert culprits.of(ELSEWHERE) == ""
+
+
+@pytest.mark.parametrize("port", [0, 9], ids=["the kernel", "a process that is gone"])
+def test_nobody_is_named_that_is_not_known(port: int) -> None:
+    culprits = Culprits(named_8)
+    culprits.note(ROUTE.key, port)
+    assert culprits.of(ROUTE) == ""
+
+
+def test_a_storm_of_writers_is_not_looked_into_without_end() -> None:
+    asked: list[int] = []
+    culprits = Culprits(lambda port: str(asked.append(port)))
+    for port in range(1, 1000):
+        culprits.note(ROUTE.key, port)
+        culprits.note(ROUTE.key, port)
+    assert asked == list(range(1, 17))
+
+
+def listing(proc: Path, port: int, inode: int, protocol: int = 0) -> None:
+    (proc / "self/net").mkdir(parents=True, exist_ok=True)
+    head = "sk               Eth Pid        Groups   Rmem     Wmem     Dump  Locks    Drops    Inode"
+    row = f"000000000e5aecf5 {protocol}   {port} 00000000 0 0 0 2 0 {inode}"
+    (proc / "self/net/netlink").write_text(f"{head}\n{row}\n")
+
+
+def process(proc: Path, pid: int, inode: int, name: str = "NetworkManager") -> None:
+    (proc / f"{pid}/fd").mkdir(parents=True)
+    (proc / f"{pid}/comm").write_text(f"{name}\n")
+    (proc / f"{pid}/fd/3").symlink_to("/dev/null")
+    (proc / f"{pid}/fd/4").symlink_to(f"socket:[{inode}]")
+
+
+def test_the_process_that_holds_the_socket_is_named(tmp_path: Path) -> None:
+    listing(tmp_path, 812, 4711)
+    process(tmp_path, 812, 4711)
+    assert process_at(812, tmp_path) == "NetworkManager (pid 812)"
+
+
+def test_a_process_of_that_number_without_the_socket_is_another_one(tmp_path: Path) -> None:
+    listing(tmp_path, 812, 4711)
+    process(tmp_path, 812, 4712)
+    assert process_at(812, tmp_path) == ""
+
+
+def test_a_socket_of_another_protocol_is_not_the_one(tmp_path: Path) -> None:
+    listing(tmp_path, 812, 4711, protocol=15)
+    process(tmp_path, 812, 4711)
+    assert process_at(812, tmp_path) == ""
+
+
+def test_a_name_that_would_write_to_a_terminal_is_left_out(tmp_path: Path) -> None:
+    listing(tmp_path, 812, 4711)
+    process(tmp_path, 812, 4711, name="\x1b[2J")
+    assert process_at(812, tmp_path) == "pid 812"
+
+
+def test_a_system_that_tells_nothing_is_no_error(tmp_path: Path) -> None:
+    assert process_at(812, tmp_path) == ""
+
+
+def test_a_process_is_known_by_its_port() -> None:
+    opens = "import socket; s = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0); s.bind((0, 0))"
+    tells = "print(s.getsockname()[0], flush=True); input()"
+    command = [sys.executable, "-c", f"{opens}; {tells}"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout
+        port = int(writer.stdout.readline())
+        assert process_at(port).endswith(f" (pid {writer.pid})")
+        writer.communicate("\n")
+    assert process_at(port) == ""

@@ -1,0 +1,65 @@
+"""What the kernel tells of removed rules, in whatever pieces it comes."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from flanneld.network.firewall.nftables import netlink
+from flanneld.network.firewall.nftables.netlink import Removal, Removals
+from flanneld.network.rtnetlink.netlink import attribute, message
+
+# linux/netfilter/nfnetlink.h and nf_tables.h
+NF_TABLES, DELRULE, NEWGEN = 10 << 8, 8, 15
+RULE_TABLE, RULE_CHAIN, PROCESS_NAME = 1, 2, 3
+IPV4 = b"\x02\0\0\0"
+DELETION = message(
+    NF_TABLES | DELRULE, 0, IPV4 + attribute(RULE_TABLE, b"nat\0") + attribute(RULE_CHAIN, b"POSTROUTING\0")
+)
+GENERATION = message(NF_TABLES | NEWGEN, 0, b"\0\0\0\0" + attribute(PROCESS_NAME, b"iptables\0"))
+NAMELESS = Removal(4, "nat", "POSTROUTING")
+NAMED = Removal(4, "nat", "POSTROUTING", "iptables")
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Removals, socket.socket]]:
+    """A listener, and what stands for the kernel's end."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
+    listener = object.__new__(Removals)
+    monkeypatch.setattr(listener, "_socket", ours, raising=False)
+    with ours, theirs:
+        yield listener, theirs
+
+
+def test_who_removed_something_is_known_from_the_end_of_the_transaction(
+    kernel: tuple[Removals, socket.socket],
+) -> None:
+    listener, end = kernel
+    end.send(DELETION)
+    end.send(GENERATION)
+    assert listener.read() == {NAMED}
+    assert listener.read() == set()
+
+
+def test_the_end_of_a_transaction_that_comes_a_moment_later_is_waited_for(
+    kernel: tuple[Removals, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listener, end = kernel
+    monkeypatch.setattr(netlink, "_SAME_BREATH", 60.0)
+    end.send(DELETION)
+    later = threading.Timer(0.05, end.send, (GENERATION,))
+    later.start()
+    assert listener.read() == {NAMED}
+    later.join()
+
+
+def test_a_transaction_without_an_end_is_not_waited_for_long(
+    kernel: tuple[Removals, socket.socket],
+) -> None:
+    listener, end = kernel
+    end.send(DELETION)
+    assert listener.read() == {NAMELESS}

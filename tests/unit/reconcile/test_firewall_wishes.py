@@ -1,0 +1,54 @@
+"""What options, network config and lease ask of the packet filter."""
+
+from __future__ import annotations
+
+from ipaddress import IPv4Network, IPv6Network
+
+import pytest
+
+from flanneld.config import parse
+from flanneld.model import LeaseKey
+from flanneld.network.firewall.rules import Nets, Purpose
+from flanneld.options import Options, read
+from flanneld.reconcile.firewall import Wishes, pairs, wishes_of
+from flanneld.subnet.subnet_file import Previous
+
+DUAL_STACK = '{"Network": "10.5.0.0/16", "EnableIPv6": true, "IPv6Network": "fc00:5::/48"%s}'
+OWN: LeaseKey = (IPv4Network("10.5.72.0/24"), IPv6Network("fc00:5:0:72::/64"))
+NETS = (Nets(IPv4Network("10.5.0.0/16"), OWN[0]), Nets(IPv6Network("fc00:5::/48"), OWN[1]))  # type: ignore[arg-type]
+
+
+def wishes(*flags: str, previous: Previous | None = None, more: str = "") -> Wishes:
+    return wishes_of(read(flags, {}), parse(DUAL_STACK % more), OWN, previous or Previous())
+
+
+def test_by_default_traffic_is_forwarded_and_no_more() -> None:
+    assert wishes() == Wishes(NETS, (), Purpose(forward=True))
+    assert Options().iptables_rules == "own-chains"
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["-ip-masq"], Purpose(masquerade=True, forward=True)),
+        (["-ip-masq", "-iptables-forward-rules=false"], Purpose(masquerade=True)),
+        (["-ip-masq", "-ip-masq-fully-random-disable"], Purpose(masquerade=True, forward=True, random=False)),
+    ],
+)
+def test_flags_say_what_the_rules_are_for(flags: list[str], expected: Purpose) -> None:
+    assert wishes(*flags).purpose == expected
+
+
+def test_flags_and_config_say_how_the_rules_are_set() -> None:
+    made = wishes("-iptables-rules=v0.12", "-iptables-flavour=legacy", "-iptables-resync=7")
+    assert (made.style, made.flavour, made.native, made.resync) == ("v0.12", "legacy", False, 7)
+    assert wishes(more=', "EnableNFTables": true').native
+
+
+def test_a_former_family_counts_if_network_and_subnet_are_known() -> None:
+    former = Previous((IPv4Network("10.9.0.0/16"),), (IPv4Network("10.9.3.0/24"), IPv6Network("fc00:9::/64")))
+    assert wishes(previous=former).former == (Nets(IPv4Network("10.9.0.0/16"), IPv4Network("10.9.3.0/24")),)
+
+
+def test_nothing_known_makes_no_pair() -> None:
+    assert pairs((), (None, None)) == ()

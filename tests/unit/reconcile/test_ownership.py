@@ -1,0 +1,145 @@
+"""What counts as proof that something is left from our own last run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from ipaddress import IPv4Address, IPv4Network
+from typing import Any
+
+import pytest
+
+from flanneld.model import Lease, LeaseAttrs
+from flanneld.network.rtnetlink.links import SeenLink, is_flannels
+from flanneld.reconcile.ownership import (
+    Device,
+    FileStamp,
+    Machine,
+    State,
+    adopts_unmarked,
+    devices_of_this_boot,
+    proven_lease,
+    stale,
+)
+from flanneld.state.resources import ForeignLink, Ipip, Tun, Vxlan
+
+MACHINE = Machine("02:18:00:00:00:01", "4c4c4544-0042-3510-8051-b7c04f4d3232")
+ATTRS = LeaseAttrs(IPv4Address("10.0.2.15"), None, "vxlan", {"VtepMAC": "02:00:00:00:00:01"})
+KEY = (IPv4Network("10.5.7.0/24"), None)
+STAMP = FileStamp(7, 1_700_000_000_000_000_000)
+STATE = State("boot", MACHINE, "etcd", KEY, ATTRS, (), STAMP)
+
+
+@pytest.mark.parametrize("previous", [KEY, (None, None)], ids=["subnet.env agrees", "no subnet.env"])
+def test_the_same_machine_proves_its_lease(previous: Any) -> None:
+    assert proven_lease(STATE, MACHINE, "etcd", previous) == Lease(ATTRS, *KEY)
+
+
+@pytest.mark.parametrize(
+    ("state", "machine"),
+    [
+        pytest.param(None, MACHINE, id="no record"),
+        pytest.param(STATE, replace(MACHINE, product_uuid="another"), id="clone with the same MAC"),
+        pytest.param(
+            STATE, replace(MACHINE, hardware_address="02:18:00:00:00:02"), id="same UUID, other MAC"
+        ),
+        pytest.param(
+            replace(STATE, machine=replace(MACHINE, product_uuid="")),
+            replace(MACHINE, product_uuid=""),
+            id="no UUID can be read",
+        ),
+        pytest.param(
+            replace(STATE, machine=replace(MACHINE, hardware_address="")),
+            replace(MACHINE, hardware_address=""),
+            id="the uplink has no MAC",
+        ),
+        pytest.param(
+            replace(STATE, machine=replace(MACHINE, product_uuid="03000200-0400-0500-0006-000700080009")),
+            replace(MACHINE, product_uuid="03000200-0400-0500-0006-000700080009"),
+            id="a UUID that many boards have",
+        ),
+        pytest.param(replace(STATE, store="another etcd"), MACHINE, id="another store"),
+        pytest.param(replace(STATE, attributes=None), MACHINE, id="the lease was lost"),
+        pytest.param(replace(STATE, subnets=(None, None)), MACHINE, id="no subnet"),
+    ],
+)
+def test_nothing_less_is_a_proof(state: State | None, machine: Machine) -> None:
+    assert proven_lease(state, machine, "etcd", KEY) is None
+
+
+def test_another_subnet_in_subnet_env_is_no_proof() -> None:
+    assert proven_lease(STATE, MACHINE, "etcd", (IPv4Network("10.5.8.0/24"), None)) is None
+
+
+@pytest.mark.parametrize(
+    ("state", "stamp", "expected"),
+    [
+        (None, None, False),
+        (None, STAMP, True),
+        (STATE, None, False),
+        (STATE, STAMP, False),
+        (STATE, FileStamp(8, STAMP.mtime_ns), True),
+        (STATE, FileStamp(STAMP.inode, STAMP.mtime_ns + 1), True),
+        (replace(STATE, adopts=True), STAMP, True),
+        (replace(STATE, subnet_file=None), STAMP, True),
+    ],
+)
+def test_unmarked_routes_are_adopted_after_another_flanneld(
+    state: State | None, stamp: FileStamp | None, expected: bool
+) -> None:
+    assert adopts_unmarked(state, stamp) is expected
+
+
+VXLAN = Vxlan("flannel.1", 1, 2, IPv4Address("198.18.0.1"), 8472, "02:00:00:00:00:01", 1450)
+DEVICE = Device(5, "vxlan", "02:00:00:00:00:01", "flannel.1")
+
+
+def link(make: Any = VXLAN, index: int = 5, mac: str = "02:00:00:00:00:01", name: str = "") -> SeenLink:
+    return SeenLink(index, name or make.name, mac, 1450, True, make)
+
+
+@pytest.mark.parametrize(
+    ("device", "seen", "expected"),
+    [
+        pytest.param(DEVICE, link(), True, id="the same"),
+        pytest.param(DEVICE, link(name="renamed"), True, id="renamed"),
+        pytest.param(DEVICE, link(index=6), False, id="made anew"),
+        pytest.param(DEVICE, link(mac="02:00:00:00:00:09"), False, id="another MAC"),
+        pytest.param(DEVICE, link(ForeignLink("flannel.1", "a device of kind bridge")), False, id="bridge"),
+        pytest.param(Device(5, "tun", "", "flannel0"), link(Tun("flannel0", 1472), mac=""), True, id="tun"),
+        pytest.param(
+            Device(5, "tun", "", "flannel0"), link(Tun("tun9", 1472), mac=""), False, id="tun, renamed"
+        ),
+        pytest.param(
+            Device(5, "tun", "", "flannel.ipip"),
+            link(Ipip("flannel.ipip", None, 1480), mac=""),
+            False,
+            id="another kind",
+        ),
+    ],
+)
+def test_a_device_is_recognised_by_all_that_is_recorded(
+    device: Device, seen: SeenLink, expected: bool
+) -> None:
+    assert (stale([device], [seen], wanted=[]) == [seen]) is expected
+    assert stale([device], [seen], wanted=[seen.name]) == []
+
+
+@pytest.mark.parametrize(("boot_id", "expected"), [("boot", (DEVICE,)), ("another", ()), ("", ())])
+def test_devices_are_of_one_boot(boot_id: str, expected: tuple[Device, ...]) -> None:
+    assert devices_of_this_boot(replace(STATE, boot_id=boot_id and "boot", devices=(DEVICE,)), boot_id) == (
+        expected
+    )
+    assert devices_of_this_boot(None, boot_id) == ()
+
+
+@pytest.mark.parametrize(
+    ("seen", "expected"),
+    [
+        (link(), True),
+        (link(name="vxlan.calico"), False),
+        (link(ForeignLink("flannel-wg", "a device of kind wireguard", "wireguard")), True),
+        (link(ForeignLink("flannel0", "a plain interface")), False),
+    ],
+)
+def test_devices_of_flannel_are_known_by_name_and_kind(seen: SeenLink, expected: bool) -> None:
+    assert is_flannels(seen) is expected

@@ -1,0 +1,284 @@
+"""From batches of events to what the kernel has to be told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from ipaddress import IPv4Address, IPv4Network
+
+import pytest
+
+from flanneld.backends import vxlan
+from flanneld.model import Added, Event, Lease, LeaseAttrs, Removed, Snapshot
+from flanneld.network.obstacles import HostNetworks, Obstacle, Obstacles
+from flanneld.reconcile.peers import Peers
+from flanneld.state.diff import Plan
+from flanneld.state.removal_guard import HOLD, Brake
+from flanneld.state.resources import Ipip, Kind, Resource, Route, State
+from tests.unit.backends.test_host_gw import SUBNET, V4, V6, made, peer
+from tests.unit.backends.test_vxlan import config as vxlan_config
+from tests.unit.backends.test_vxlan import host as vxlan_host
+from tests.unit.backends.test_vxlan import peer as vxlan_peer
+
+OWN = Lease(LeaseAttrs(IPv4Address("192.168.0.5"), None, "host-gw"), IPv4Network("10.1.5.0/24"))
+OLD, NEW = (peer(V4, public_ip=IPv4Address(f"192.168.0.{number}")) for number in (6, 7))
+GONE = Removed(OLD.key)
+#: A peer cannot be at our own address.
+SENSELESS = peer(V4, public_ip=OWN.attrs.public_ip)
+
+
+def route(lease: Lease) -> Route:
+    return Route(SUBNET, "eth0", lease.attrs.public_ip)
+
+
+def state(*resources: Resource) -> State:
+    return {resource.key: resource for resource in resources}
+
+
+def take(peers: Peers, *events: Event) -> Plan:
+    return peers.take(events, made())
+
+
+@pytest.fixture
+def peers() -> Peers:
+    """Of a node that knows one peer."""
+    peers = Peers(OWN, [IPv4Network("10.1.0.0/16")], Brake())
+    take(peers, Snapshot((OWN, OLD)))
+    return peers
+
+
+def test_a_peer_that_moves_is_followed(peers: Peers) -> None:
+    assert take(peers, Added(NEW)) == Plan(puts=(route(NEW),))
+
+
+def test_a_peer_that_moves_and_goes_in_one_batch_takes_along_what_is_in_the_kernel(peers: Peers) -> None:
+    assert take(peers, Added(NEW), GONE) == Plan(drops=(route(OLD),))
+
+
+def test_a_peer_that_goes_and_comes_back_elsewhere_is_followed(peers: Peers) -> None:
+    assert take(peers, GONE, Added(NEW)) == Plan(puts=(route(NEW),))
+
+
+def test_a_peer_that_goes_and_comes_back_as_it_was_changes_nothing(peers: Peers) -> None:
+    assert take(peers, GONE, Added(OLD)) == Plan()
+    assert take(peers, Added(NEW), Added(OLD)) == Plan()
+
+
+def test_a_peer_that_comes_and_goes_in_one_batch_leaves_nothing_to_do(peers: Peers) -> None:
+    take(peers, GONE)
+    assert take(peers, Added(NEW), GONE) == Plan()
+
+
+def test_first_snapshot_is_desired_but_moves_nothing() -> None:
+    peers = Peers(OWN, [IPv4Network("10.1.0.0/16")], Brake())
+    assert not peers.synced
+    assert take(peers, Added(OLD)) == Plan()
+    assert take(peers, Snapshot((OWN, OLD))) == Plan()
+    assert peers.synced
+    assert peers.wanted == state(route(OLD))
+
+
+def test_own_needs_are_desired_beside_those_of_the_peers(peers: Peers) -> None:
+    device = Ipip("flannel.ipip", IPv4Address("192.168.0.5"), 1480)
+    peers.wish_locally([device])
+    assert peers.local_wishes() == (device,)
+    assert peers.wanted == state(route(OLD), device)
+    assert sorted(peers.wanted_kinds()) == [Kind.LINK, Kind.ROUTE]
+
+
+def test_another_backend_decides_about_every_lease_again(peers: Peers) -> None:
+    peers.reconsider(made(V6))
+    assert peers.wanted == {}
+    peers.reconsider(made())
+    assert peers.wanted == state(route(OLD))
+
+
+# ---- leases that are refused ----------------------------------------------------------------------
+
+
+def test_route_to_a_peer_stays_when_its_lease_turns_senseless(peers: Peers) -> None:
+    assert take(peers, Added(SENSELESS)) == Plan()
+    assert peers.wanted == state(route(OLD))
+    assert peers.view().wishes == {OLD.key: (route(OLD),)}
+
+
+@pytest.mark.parametrize("end", [Added(NEW), GONE, Snapshot((OWN,))])
+def test_subnet_of_a_senseless_lease_is_unclear_until_the_lease_changes(peers: Peers, end: Event) -> None:
+    take(peers, Added(SENSELESS))
+    assert peers.unclear == {SUBNET}
+    assert "our own public IP" in peers.view().reasons[OLD.key]
+    take(peers, end)
+    assert peers.unclear == set()
+    assert peers.view().reasons == {}
+
+
+def test_unreadable_lease_keeps_its_route_and_is_unclear_until_it_is_read(peers: Peers) -> None:
+    assert take(peers, Snapshot((OWN,), frozenset({OLD.key}))) == Plan()
+    assert peers.wanted == state(route(OLD))
+    assert peers.unclear == {SUBNET}
+    take(peers, Added(OLD))
+    assert peers.unclear == set()
+
+
+def test_lease_of_another_backend_loses_its_route_and_is_not_unclear(
+    peers: Peers, caplog: pytest.LogCaptureFixture
+) -> None:
+    take(peers, Added(SENSELESS))
+    assert take(peers, Added(peer(V4, backend_type="vxlan"))) == Plan(drops=(route(OLD),))
+    assert peers.unclear == set()
+    reason = peers.view().reasons[OLD.key]
+    assert "is a vxlan node, we run host-gw" in reason
+    assert caplog.messages[-1] == f"Ignoring a lease: {reason}"
+
+
+@pytest.mark.parametrize(
+    ("subnet", "reason"),
+    [
+        ("10.1.5.128/25", "it overlaps our own subnet 10.1.5.0/24; remove the lease that is wrong"),
+        ("10.2.6.0/24", "it is outside our network 10.1.0.0/16; remove the lease, or restart its daemon"),
+    ],
+)
+def test_lease_of_addresses_that_it_must_not_have_leads_nowhere(
+    peers: Peers, subnet: str, reason: str
+) -> None:
+    lease = Lease(OLD.attrs, IPv4Network(subnet))
+    assert take(peers, Added(lease)) == Plan()
+    assert peers.view().reasons[lease.key].startswith(reason)
+
+
+def test_each_refusal_is_logged_once_until_the_lease_makes_sense_again(
+    peers: Peers, caplog: pytest.LogCaptureFixture
+) -> None:
+    take(peers, Added(SENSELESS))
+    peers.reconsider(made())
+    assert caplog.text.count("Refusing the data of lease 10.1.6.0/24") == 1
+    take(peers, Added(NEW), Added(SENSELESS))
+    assert caplog.text.count("Refusing the data of lease 10.1.6.0/24") == 2
+
+
+def test_two_leases_that_claim_one_mac_are_named_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    peers = Peers(OWN, [IPv4Network("10.1.0.0/16")], Brake())
+    first = vxlan_peer(V4)
+    clone = replace(
+        first, attrs=replace(first.attrs, public_ip=NEW.attrs.public_ip), subnet=IPv4Network("10.1.7.0/24")
+    )
+    peers.take([Added(first), Added(clone)], vxlan.build(vxlan_config(), vxlan_host()))
+    assert "10.1.6.0/24 and 10.1.7.0/24 both claim " in caplog.text
+    assert "; 10.1.6.0/24 has it: are these cloned machines" in caplog.text
+
+
+# ---- the log --------------------------------------------------------------------------------------
+
+
+def test_each_change_of_a_lease_is_told_once(peers: Peers, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    take(peers, Added(NEW))
+    take(peers, GONE)
+    take(peers, Added(OLD))
+    assert caplog.messages == []
+    peers.tell()
+    peers.tell()
+    assert caplog.messages == [
+        "Lease 10.1.6.0/24 changed, at 192.168.0.7, fd77::6",
+        "Lease 10.1.6.0/24 is gone",
+        "Lease 10.1.6.0/24 added, at 192.168.0.6, fd77::6",
+    ]
+
+
+@pytest.mark.parametrize(("number", "lines"), [(10, 10), (11, 1)])
+def test_more_than_ten_changes_at_once_are_told_in_one_line(
+    peers: Peers, number: int, lines: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    crowd = [Lease(OLD.attrs, IPv4Network((0x0A010A00 + (each << 8), 24))) for each in range(number - 1)]
+    take(peers, Snapshot((OWN, *crowd)))
+    peers.tell()
+    assert len(caplog.messages) == lines
+    assert (f"Leases: {number - 1} new or changed, 1 gone" in caplog.messages) == (lines == 1)
+
+
+# ---- loss of many leases, and of our own ----------------------------------------------------------
+
+
+def test_the_brake_hears_of_each_peer_that_is_back_or_gone_for_good() -> None:
+    brake = Brake()
+    peers = Peers(OWN, [IPv4Network("10.0.0.0/8")], brake)
+    crowd = [Lease(OLD.attrs, IPv4Network((0x0A020000 + (each << 8), 24))) for each in range(12)]
+    take(peers, Snapshot((OWN, *crowd)))
+    take(peers, Snapshot((OWN,)))
+    take(peers, *(Added(lease) for lease in crowd[:11]))
+    assert brake.holds
+    take(peers, Removed(crowd[11].key))
+    assert not brake.holds
+    assert len(peers) == 11
+
+
+def test_own_lease_that_cannot_be_read_is_not_lost(peers: Peers) -> None:
+    assert take(peers, Snapshot((), frozenset({OWN.key}))) == Plan(drops=(route(OLD),))
+
+
+def test_a_list_without_our_own_lease_is_passed_over_and_read_again() -> None:
+    now = [0.0]
+    brake = Brake(is_on=False, now=lambda: now[0])
+    peers = Peers(OWN, [IPv4Network("10.1.0.0/16")], brake)
+    take(peers, Snapshot((OWN, OLD)))
+    for _ in range(2):
+        assert take(peers, Snapshot(())) == Plan()
+        assert not brake.is_due()
+        now[0] += HOLD
+        assert brake.is_due()
+    assert take(peers, Snapshot((OWN,))) == Plan(drops=(route(OLD),))
+    assert not brake.holds
+
+
+# ---- leases that would harm this host ------------------------------------------------------------
+
+ON_A_BRIDGE = Obstacles(HostNetworks(frozenset({Obstacle(SUBNET, "br7", "network")})))
+NEWS_ADDRESS = Obstacles(HostNetworks(local=frozenset({IPv4Network("192.168.0.7/32")})))
+OLDS_ADDRESS = Obstacles(HostNetworks(local=frozenset({IPv4Network("192.168.0.6/32")})))
+
+
+def test_obstacle_withdraws_what_leads_to_a_peer_until_it_is_gone(
+    peers: Peers, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    assert peers.look(ON_A_BRIDGE, made()) == Plan(drops=(route(OLD),))
+    assert peers.unsafe() == [f"{SUBNET}: {peers.view().reasons[OLD.key]}"]
+    assert peers.unclear == set()
+    assert take(peers, Added(NEW)) == Plan()
+    assert peers.look(ON_A_BRIDGE, made()) == Plan()
+    assert peers.look(Obstacles(), made()) == Plan(puts=(route(NEW),))
+    assert peers.unsafe() == []
+    peers.tell()
+    said = [record.getMessage() for record in caplog.records]
+    assert sum("Unsafe lease" in line for line in said) == 1
+    assert f"Lease {SUBNET} no longer harms this host" in said
+
+
+def test_lease_that_announces_an_address_of_this_host_is_withdrawn(peers: Peers) -> None:
+    assert peers.look(NEWS_ADDRESS, made()) == Plan()
+    assert take(peers, Added(NEW)) == Plan(drops=(route(OLD),))
+    assert take(peers, Added(OLD)) == Plan(puts=(route(OLD),))
+
+
+def test_what_nonsense_has_kept_is_withdrawn_when_it_would_be_a_loop(peers: Peers) -> None:
+    nonsense = Added(Lease(LeaseAttrs(OWN.attrs.public_ip, None, "host-gw"), SUBNET))
+    assert take(peers, nonsense) == Plan()
+    assert peers.unclear == {SUBNET}
+    assert peers.look(OLDS_ADDRESS, made()) == Plan(drops=(route(OLD),))
+
+
+def test_lease_around_the_public_ips_of_others_withdraws_them() -> None:
+    peers = Peers(OWN, [IPv4Network("10.1.0.0/16")], Brake())
+    inside = Lease(LeaseAttrs(IPv4Address("10.1.9.9"), None, "host-gw"), SUBNET)
+    around = Lease(LeaseAttrs(IPv4Address("192.168.0.9"), None, "host-gw"), IPv4Network("10.1.9.0/24"))
+    take(peers, Snapshot((OWN, inside)))
+    led = Route(around.subnet or SUBNET, "eth0", around.attrs.public_ip)
+    assert take(peers, Added(around)) == Plan(puts=(led,), drops=(route(inside),))
+    assert take(peers, Removed(around.key)) == Plan(puts=(route(inside),), drops=(led,))
+
+
+def test_unreadable_lease_keeps_nothing_where_an_obstacle_is(peers: Peers) -> None:
+    take(peers, Snapshot((OWN,), frozenset({OLD.key})))
+    assert peers.unclear == {SUBNET}
+    peers.look(ON_A_BRIDGE, made())
+    assert peers.unclear == set()

@@ -1,0 +1,155 @@
+"""The state file, on a real file system."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flanneld.model import LeaseAttrs
+from flanneld.reconcile.ownership import Device, FileStamp, Machine, State
+from flanneld.reconcile.state_file import StateFile, boot_id, stamp_of
+
+STATE = State(
+    boot_id="b6c0d773-d689-4bc9-9153-a38bd10130ec",
+    machine=Machine("02:18:00:00:00:01", "4c4c4544-0042-3510-8051-b7c04f4d3232"),
+    store="etcd v3 at http://127.0.0.1:2379 under /coreos.com/network",
+    subnets=(IPv4Network("10.5.7.0/24"), IPv6Network("fc00:5:0:7::/64")),
+    attributes=LeaseAttrs(
+        IPv4Address("10.0.2.15"),
+        IPv6Address("fd00::15"),
+        "vxlan",
+        {"VNI": 1, "VtepMAC": "02:00:00:00:00:01"},
+        {"VNI": 1, "VtepMAC": "02:00:00:00:00:02"},
+    ),
+    devices=(Device(5, "vxlan", "02:00:00:00:00:01", "flannel.1"), Device(6, "tun", "", "flannel0")),
+    subnet_file=FileStamp(4711, 1_700_000_000_123_456_789),
+    adopts=True,
+    adopted=frozenset({IPv4Network("10.5.9.0/24"), IPv6Network("fc00:5:0:9::/64")}),
+)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "flannel" / "flanneld.state"
+
+
+def save(path: Path, state: State) -> None:
+    StateFile(path).update(**{name: getattr(state, name) for name in State.__slots__})
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        STATE,
+        State(subnets=(None, IPv6Network("fc00::/64")), attributes=LeaseAttrs(None, IPv6Address("fd00::1"))),
+        State(boot_id="without a lease"),
+    ],
+    ids=["dual stack", "IPv6", "little"],
+)
+def test_what_was_written_is_read_again(path: Path, state: State) -> None:
+    save(path, state)
+    assert StateFile(path).load() == state
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_no_file_is_no_record_and_no_complaint(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert StateFile(path).load() is None
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff",
+        b"[]",
+        b"null",
+        b"[" * 60_000,
+        b"{}",
+        b'{"version": 2}',
+        json.dumps({"version": 1, "subnets": 7}).encode(),
+        b"x" * 70_000,
+    ],
+)
+def test_garbage_counts_as_none_and_is_logged_once(
+    path: Path, caplog: pytest.LogCaptureFixture, content: bytes
+) -> None:
+    path.parent.mkdir()
+    path.write_bytes(content)
+    file = StateFile(path)
+    assert file.load() is None
+    assert file.load() is None
+    (line,) = caplog.messages
+    assert line.startswith(f"Ignoring the state file {path}: ")
+    file.update(boot_id="new")
+    assert StateFile(path).load() == State(boot_id="new")
+
+
+@given(
+    st.recursive(st.none() | st.integers() | st.text(), lambda each: st.lists(each), max_leaves=3), st.data()
+)
+def test_any_value_in_any_place_is_read_or_counts_as_none(value: object, data: st.DataObject) -> None:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory, "flanneld.state")
+        save(path, STATE)
+        top = json.loads(path.read_text())
+        name = data.draw(st.sampled_from(sorted(top)))
+        path.write_text(json.dumps({**top, name: value}))
+        StateFile(path).load()
+
+
+def test_an_unchanged_record_is_not_written_again(path: Path) -> None:
+    save(path, STATE)
+    before = stamp_of(path)
+    file = StateFile(path)
+    file.load()
+    file.update(adopts=True, store=STATE.store)
+    assert stamp_of(path) == before
+    file.update(adopts=False)
+    assert stamp_of(path) != before
+
+
+def test_a_record_that_cannot_be_written_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    blocked = tmp_path / "file"
+    blocked.touch()
+    file = StateFile(blocked / "flanneld.state")
+    assert not file.is_writable()
+    file.update(boot_id="new")
+    (line,) = caplog.messages
+    assert "Cannot write the state file" in line
+    assert "make its directory writable" in line
+
+
+def test_a_fifo_in_its_place_does_not_block(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path.parent.mkdir()
+    os.mkfifo(path)
+    with caplog.at_level(logging.WARNING):
+        assert StateFile(path).load() is None
+    assert len(caplog.messages) == 1
+
+
+def test_each_writing_of_a_file_has_its_own_stamp(tmp_path: Path) -> None:
+    path = tmp_path / "subnet.env"
+    assert stamp_of(path) is None
+    path.write_text("a")
+    first = stamp_of(path)
+    assert first == stamp_of(path)
+    new = tmp_path / "new"
+    new.write_text("a")
+    new.replace(path)
+    assert stamp_of(path) != first
+
+
+def test_this_boot_has_an_identity() -> None:
+    assert len(boot_id()) == 36

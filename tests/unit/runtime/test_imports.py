@@ -1,0 +1,79 @@
+"""Taking less of a library: what is not used is not loaded, and what is used works."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from tests.local_etcd import LocalEtcd
+
+
+def loaded_after(program: str) -> set[str]:
+    """The modules that a fresh interpreter has after a program."""
+    show = "\nimport sys; print('\\n'.join(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", program + show], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def test_the_etcd_client_does_not_load_the_resolver_of_srv_records() -> None:
+    loaded = loaded_after("import flanneld.subnet.etcd.v2.client")
+    assert "etcd.client" in loaded
+    assert "dns.message" not in loaded
+
+
+def test_the_store_in_etcd_v3_loads_neither_python_etcd_nor_grpc(etcd: LocalEtcd) -> None:
+    etcd.keys("v3").put("/loaded/config", '{"Network": "10.3.0.0/16"}')
+    loaded = loaded_after(
+        "from flanneld.subnet.etcd.choice import open_etcd;"
+        "from flanneld.subnet.etcd.endpoints import EtcdOptions;"
+        f"open_etcd(EtcdOptions(({etcd.url!r},), '/loaded')).network_config()"
+    )
+    assert "flanneld.subnet.etcd.v3.client" in loaded
+    assert not {"etcd", "etcd.client", "grpc", "flanneld.subnet.etcd.v3.grpc"} & loaded
+
+
+def test_the_store_in_kubernetes_loads_neither_models_nor_what_only_a_kubeconfig_needs() -> None:
+    loaded = loaded_after("import flanneld.subnet.kube.manager")
+    assert "kubernetes.client.rest" in loaded
+    assert not {"kubernetes.client.models", "kubernetes.client.api", "pydantic", "yaml", "etcd"} & loaded
+
+
+def test_the_other_stores_load_nothing_of_kubernetes() -> None:
+    assert not {"kubernetes", "flanneld.subnet.kube.manager"} & loaded_after("import flanneld.main")
+
+
+def test_a_deferred_module_is_loaded_by_its_first_use() -> None:
+    defer = "from flanneld.runtime.imports import lazily; lazily('email.mime.text'); import email.mime.text; "
+    assert "email.mime.nonmultipart" not in loaded_after(defer)
+    assert "email.mime.nonmultipart" in loaded_after(defer + "email.mime.text.MIMEText('x')")
+
+
+def test_the_daemon_starts_without_pyroute2_and_http_server() -> None:
+    loaded = loaded_after("import flanneld.main")
+    assert not {"pyroute2", "http.server", "dotenv", "asyncio", "argparse"} & loaded
+
+
+def test_making_a_device_takes_no_event_loop() -> None:
+    program = "from flanneld.network import devices as d; d._message('set', [('IFLA_MTU', 1450)], 7, True)"
+    loaded = loaded_after(program)
+    assert "pyroute2.netlink.rtnl.ifinfmsg" in loaded
+    assert not {"asyncio", "ctypes"} & loaded
+
+
+def test_etcd_without_grpc_does_not_load_its_library() -> None:
+    loaded = loaded_after("import flanneld.subnet.etcd.v3.client")
+    assert "flanneld.subnet.etcd.v3.carrier" in loaded
+    assert not {"grpc", "flanneld.subnet.etcd.v3.grpc"} & loaded
+
+
+def test_neither_a_backend_of_ours_nor_http_looks_through_installed_packages() -> None:
+    program = "import flanneld.subnet.etcd.v3.client; from flanneld.backends import load; load('vxlan')"
+    loaded = loaded_after(program)
+    assert {"flanneld.backends.vxlan", "urllib3.connectionpool"} <= loaded
+    assert not {"importlib.metadata", "zipfile"} & loaded
+
+
+def test_a_packet_pump_loads_little_so_that_it_is_there_soon() -> None:
+    loaded = loaded_after("import flanneld.backends.udp.proxy.__main__")
+    assert "flanneld.backends.udp.proxy.native" in loaded
+    assert not {"pyroute2", "urllib3", "subprocess", "json", "argparse"} & loaded

@@ -1,0 +1,95 @@
+"""How often the log speaks of something that fails."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from flanneld.errors import Retryable
+from flanneld.runtime.outage import PACE, Outage, Pace
+from tests.clock import Clock
+
+log = logging.getLogger(__name__)
+
+
+@pytest.fixture
+def outage(clock: Clock, caplog: pytest.LogCaptureFixture) -> Outage:
+    caplog.set_level(logging.INFO)
+    return Outage(log, "Watching", "Watching: etcd is back", clock)
+
+
+def test_a_failure_is_said_at_once_and_then_once_a_minute(
+    outage: Outage, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(150):
+        outage.failed(Retryable("connection refused"))
+        clock.time += 1
+    assert caplog.messages == [
+        "Watching: connection refused",
+        "Watching: connection refused (for 60 s now)",
+        "Watching: connection refused (for 120 s now)",
+    ]
+
+
+def test_reasons_that_change_are_one_outage(
+    outage: Outage, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    outage.failed(Retryable("it broke the connection"))
+    for _ in range(70):
+        clock.time += 1
+        outage.failed(Retryable("connection refused"))
+    assert caplog.messages == [
+        "Watching: it broke the connection",
+        "Watching: connection refused (for 60 s now)",
+    ]
+
+
+def test_the_end_is_said_once_and_how_long_it_took(
+    outage: Outage, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    outage.failed(Retryable("no answer"))
+    clock.time += 75
+    assert outage.over()
+    assert not outage.over()
+    assert caplog.messages == ["Watching: no answer", "Watching: etcd is back after 75 s"]
+    assert [record.filename for record in caplog.records] == ["test_outage.py"] * 2
+
+
+def test_the_next_outage_is_said_at_once(
+    outage: Outage, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        outage.failed(Retryable("no answer"))
+        clock.time += 1
+        outage.over()
+    assert [message.startswith("Watching: no answer") for message in caplog.messages] == [True, False] * 2
+
+
+def test_what_comes_and_goes_is_said_once_a_minute(
+    outage: Outage, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(100):
+        outage.failed(Retryable("it broke the connection"))
+        clock.time += 0.5
+        outage.answered()
+        clock.time += 0.5
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"] * 2
+
+
+def test_an_outage_is_on_from_the_first_failure_to_the_first_answer(outage: Outage) -> None:
+    assert outage.problem is None
+    outage.failed(Retryable("no answer"))
+    outage.failed(Retryable("no answer"))
+    assert outage.problem is not None
+    outage.answered()
+    assert outage.problem is None
+
+
+def test_different_things_have_a_minute_each(clock: Clock) -> None:
+    pace = Pace(clock)
+    assert [pace.allows("a"), pace.allows("b"), pace.allows("a")] == [True, True, False]
+    clock.time += PACE
+    assert pace.allows("a")
+    pace.forget("a")
+    assert pace.allows("a")

@@ -1,0 +1,34 @@
+"""Which connection has to go for another one."""
+
+from __future__ import annotations
+
+import pytest
+
+from flanneld.runtime.polled_server import Limits, Source, to_evict
+
+LIMITS = Limits(3.0, connections=6, per_source=3, reserved=2)
+HERE, ELSEWHERE = Source("192.0.2.1", is_local=True), Source("198.51.100.1", is_local=False)
+
+
+def others(*names: str) -> list[Source]:
+    return [Source(name, is_local=False) for name in names]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        pytest.param([], ELSEWHERE, None, id="the first one"),
+        pytest.param([ELSEWHERE] * 2, ELSEWHERE, None, id="room for this source"),
+        pytest.param([HERE, *[ELSEWHERE] * 3], ELSEWHERE, 1, id="the oldest of a source that has enough"),
+        pytest.param(others("a", "b", "c"), ELSEWHERE, None, id="room for all sources"),
+        pytest.param(others("a", "b", "b", "c"), ELSEWHERE, 1, id="the oldest of the largest source"),
+        pytest.param(others("a", "b", "c", "d"), ELSEWHERE, 0, id="the oldest of sources of one size"),
+        pytest.param([HERE, *others("a", "b", "c", "d")], ELSEWHERE, 1, id="others go before our own"),
+        pytest.param(others("a", "b", "c", "d"), HERE, None, id="room is kept for this host"),
+        pytest.param([HERE, HERE, *others("a", "a", "b", "c")], HERE, 0, id="no room for anybody"),
+        pytest.param([HERE, *others("a", "a", "b", "c", "d")], HERE, 1, id="the largest goes for our own"),
+        pytest.param([HERE] * 3, HERE, 0, id="this host is bounded as well"),
+    ],
+)
+def test_a_crowd_displaces_itself(old: list[Source], new: Source, expected: int | None) -> None:
+    assert to_evict(old, new, LIMITS) == expected

@@ -1,0 +1,245 @@
+"""Who wants what, and who gets it when two want the same."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from ipaddress import IPv4Address, IPv4Network, IPv6Network
+from time import process_time
+
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from flanneld.model import LeaseKey
+from flanneld.state.desired_state import LOCAL, Wanted, rank
+from flanneld.state.resources import FdbEntry, Key, Resource, Route
+
+MACS = ("02:00:00:00:00:01", "02:00:00:00:00:02")
+NINE: LeaseKey = (IPv4Network("10.1.9.0/24"), None)
+TEN: LeaseKey = (IPv4Network("10.1.10.0/24"), None)
+ELEVEN: LeaseKey = (IPv4Network("10.1.11.0/24"), None)
+OWNERS: tuple[LeaseKey, ...] = (
+    LOCAL,
+    NINE,
+    TEN,
+    (IPv4Network("10.1.10.0/25"), None),
+    (IPv4Network("10.1.10.0/24"), IPv6Network("fd00:0:0:1::/64")),
+    (IPv4Network("10.1.10.0/24"), IPv6Network("fd00:0:0:2::/64")),
+    (None, IPv6Network("fd00:0:0:1::/64")),
+)
+
+
+def fdb(remote: int, mac: str = MACS[0]) -> FdbEntry:
+    return FdbEntry("flannel.1", mac, IPv4Address(f"192.168.0.{remote}"))
+
+
+def route(number: int) -> Route:
+    return Route(IPv4Network(f"10.1.{number}.0/24"), "eth0", IPv4Address("192.168.0.1"))
+
+
+def change(
+    wanted: Wanted, owner: LeaseKey, wish: Iterable[Resource]
+) -> tuple[list[Resource], list[Resource]]:
+    """Let an owner want something: what the kernel must get and lose then."""
+    return wanted.since(wanted.set(owner, wish))
+
+
+def test_what_is_wanted_anew_is_to_be_made_and_the_rest_to_be_lost() -> None:
+    wanted = Wanted()
+    wanted.set(NINE, [route(1), route(2)])
+    assert change(wanted, NINE, [route(2), route(3)]) == ([route(3)], [route(1)])
+    assert set(wanted.state.values()) == {route(2), route(3)}
+
+
+def test_what_came_and_went_in_between_was_never_in_the_kernel() -> None:
+    wanted = Wanted()
+    wanted.set(NINE, [fdb(1)])
+    before = wanted.set(NINE, [fdb(2)])
+    wanted.set(NINE, [])
+    assert wanted.since(before) == ([], [fdb(1)])
+
+
+def test_what_changes_is_made_over_and_not_lost() -> None:
+    wanted = Wanted()
+    wanted.set(NINE, [fdb(1)])
+    assert change(wanted, NINE, [fdb(2)]) == ([fdb(2)], [])
+
+
+def test_the_same_wish_again_is_nothing() -> None:
+    wanted = Wanted()
+    wanted.set(NINE, [route(1), fdb(1)])
+    assert change(wanted, NINE, [route(1), fdb(1)]) == ([], [])
+
+
+def test_an_empty_wish_is_a_farewell() -> None:
+    wanted = Wanted()
+    wanted.set(NINE, [route(1)])
+    assert (NINE in wanted, wanted.wishes(NINE)) == (True, (route(1),))
+    assert change(wanted, NINE, []) == ([], [route(1)])
+    assert (NINE in wanted, wanted.wishes(NINE), list(wanted.owners())) == (False, (), [])
+
+
+def test_who_was_never_there_can_leave() -> None:
+    assert change(Wanted(), NINE, []) == ([], [])
+
+
+def test_the_lower_subnet_wins_whoever_comes_first() -> None:
+    first, last = Wanted(), Wanted()
+    first.set(NINE, [fdb(9)])
+    assert change(first, TEN, [fdb(10)]) == ([], [])
+    last.set(TEN, [fdb(10)])
+    assert change(last, NINE, [fdb(9)]) == ([fdb(9)], [])
+    assert first.state == last.state == {fdb(9).key: fdb(9)}
+
+
+def test_the_other_takes_over_when_the_winner_leaves() -> None:
+    wanted = Wanted()
+    wanted.set(NINE, [fdb(9)])
+    wanted.set(TEN, [fdb(10)])
+    assert change(wanted, NINE, []) == ([fdb(10)], [])
+    assert change(wanted, TEN, []) == ([], [fdb(10)])
+
+
+def test_nothing_happens_when_the_loser_leaves() -> None:
+    wanted = Wanted()
+    wanted.set(NINE, [fdb(9)])
+    wanted.set(TEN, [fdb(10)])
+    assert change(wanted, TEN, []) == ([], [])
+
+
+def test_what_this_node_needs_for_itself_comes_before_every_lease() -> None:
+    lowest: LeaseKey = (IPv4Network("0.0.0.0/8"), IPv6Network("::/16"))
+    assert min((lowest, *OWNERS), key=rank) is LOCAL
+
+
+def test_a_conflict_names_who_has_it_and_who_goes_without() -> None:
+    wanted = Wanted()
+    wanted.set(TEN, [fdb(10), route(10)])
+    wanted.set(NINE, [fdb(9), route(9)])
+    assert list(wanted.conflicts(NINE)) == [(fdb(9), NINE, TEN)]
+    assert list(wanted.conflicts(TEN)) == [(fdb(9), NINE, TEN)]
+
+
+def test_of_several_that_go_without_the_one_asked_about_is_named() -> None:
+    wanted = Wanted()
+    for number, owner in ((9, NINE), (10, TEN), (11, ELEVEN)):
+        wanted.set(owner, [fdb(number)])
+    assert list(wanted.conflicts(ELEVEN)) == [(fdb(9), NINE, ELEVEN)]
+
+
+def test_a_conflict_ends_with_one_of_its_parties() -> None:
+    wanted = Wanted()
+    wanted.set(NINE, [fdb(9)])
+    wanted.set(TEN, [fdb(10)])
+    wanted.set(NINE, [])
+    assert list(wanted.conflicts(TEN)) == []
+
+
+def test_keys_with_several_claims_are_listed_with_each_claim_until_one_is_left() -> None:
+    wanted = Wanted()
+    wanted.set(NINE, [fdb(9), route(9)])
+    assert wanted.rivals() == {}
+    wanted.set(TEN, [fdb(10)])
+    listed = wanted.rivals()
+    assert listed == {fdb(9).key: {NINE: fdb(9), TEN: fdb(10)}}
+    wanted.set(NINE, [fdb(8)])
+    assert wanted.rivals() == {fdb(9).key: {NINE: fdb(8), TEN: fdb(10)}}
+    wanted.set(TEN, [])
+    assert wanted.rivals() == {}
+    assert listed == {fdb(9).key: {NINE: fdb(9), TEN: fdb(10)}}
+
+
+def test_list_of_all_wishes_is_a_copy() -> None:
+    wanted = Wanted()
+    wanted.set(NINE, [route(1)])
+    listed = wanted.all_wishes()
+    wanted.set(NINE, [])
+    assert listed == {NINE: (route(1),)}
+    assert wanted.all_wishes() == {}
+
+
+def test_two_that_want_the_very_same_are_at_peace() -> None:
+    wanted = Wanted()
+    wanted.set(NINE, [fdb(1)])
+    wanted.set(TEN, [fdb(1)])
+    assert list(wanted.conflicts(NINE)) == list(wanted.conflicts(TEN)) == []
+    assert change(wanted, NINE, []) == ([], [])
+
+
+def test_thousands_of_machines_with_one_mac_take_no_time() -> None:
+    owners: list[LeaseKey] = [(IPv4Network((i << 8, 24)), None) for i in range(5000)]
+    random.Random(1).shuffle(owners)
+    wanted = Wanted()
+    began = process_time()
+    for i, owner in enumerate(owners):
+        wanted.set(owner, [fdb(i % 250)])
+        list(wanted.conflicts(owner))
+    assert process_time() - began < 2
+
+
+# ---- for all wishes ------------------------------------------------------------------------------
+
+resources = st.builds(fdb, st.integers(1, 3), st.sampled_from(MACS)) | st.builds(route, st.integers(1, 2))
+wishes = st.lists(resources, max_size=4)
+moves = st.lists(st.tuples(st.sampled_from(OWNERS), wishes), max_size=12)
+
+
+def naive(standing: dict[LeaseKey, list[Resource]]) -> dict[Key, Resource]:
+    """The lowest owner is written last, and of its own wishes the last one counts."""
+    state = {}
+    for owner in sorted(standing, key=rank, reverse=True):
+        state.update({resource.key: resource for resource in standing[owner]})
+    return state
+
+
+@given(moves)
+@example([(TEN, [fdb(1)]), (NINE, [fdb(1), fdb(2)]), (LOCAL, [fdb(3)]), (LOCAL, [])])
+def test_the_state_is_what_a_plain_computation_gives(history: list[tuple[LeaseKey, list[Resource]]]) -> None:
+    wanted, standing = Wanted(), dict[LeaseKey, list[Resource]]()
+    for owner, wish in history:
+        wanted.set(owner, wish)
+        standing[owner] = wish
+        assert wanted.state == naive(standing)
+    assert set(wanted.owners()) == {owner for owner, wish in standing.items() if wish}
+
+
+@given(moves)
+def test_what_a_move_returns_leads_from_the_former_state_to_the_new_one(
+    history: list[tuple[LeaseKey, list[Resource]]],
+) -> None:
+    wanted, mirror = Wanted(), dict[Key, Resource]()
+    for owner, wish in history:
+        puts, drops = change(wanted, owner, wish)
+        for resource in drops:
+            assert mirror.pop(resource.key) == resource
+        for resource in puts:
+            assert mirror.get(resource.key) != resource
+            mirror[resource.key] = resource
+        assert mirror == wanted.state
+
+
+@given(st.data(), st.dictionaries(st.sampled_from(OWNERS), wishes))
+def test_the_order_in_which_owners_come_does_not_matter(
+    data: st.DataObject, standing: dict[LeaseKey, list[Resource]]
+) -> None:
+    states = []
+    for _ in range(2):
+        wanted = Wanted()
+        for owner in data.draw(st.permutations(list(standing))):
+            wanted.set(owner, standing[owner])
+        states.append(wanted.state)
+    assert states[0] == states[1]
+
+
+@given(moves)
+def test_there_is_a_conflict_exactly_where_wishes_differ(
+    history: list[tuple[LeaseKey, list[Resource]]],
+) -> None:
+    wanted = Wanted()
+    for owner, wish in history:
+        wanted.set(owner, {resource.key: resource for resource in wish}.values())
+    claims = [(owner, resource) for owner in wanted.owners() for resource in wanted.wishes(owner)]
+    for owner in wanted.owners():
+        found = {resource.key for resource, _, _ in wanted.conflicts(owner)}
+        mine = wanted.wishes(owner)
+        assert found == {r.key for r in mine if any(r.key == o.key and r != o for _, o in claims)}

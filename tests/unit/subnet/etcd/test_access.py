@@ -1,0 +1,213 @@
+"""Being let in to etcd: endpoints, TLS and credentials, and what is said when they are wrong."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+from base64 import b64encode
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+
+from flanneld.errors import Fatal, Retryable
+from flanneld.subnet.etcd.choice import open_client
+from flanneld.subnet.etcd.endpoints import EtcdOptions, Servers
+from flanneld.subnet.etcd.http import NoSuchApi
+from flanneld.subnet.etcd.keys import Changes, Client, Position
+from flanneld.subnet.etcd.transport import Timeouts
+from tests.etcd_clients import transport_of
+from tests.lab.etcd_v3 import V3Keys
+from tests.local_etcd import LocalEtcd, Relay, free_port, make_certificates, running_etcd, server
+
+PASSWORD = "hünter/2 secret"
+
+
+@pytest.fixture(params=["v2", "v3", "v3 over gRPC"])
+def api(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def client(api: str, *endpoints: str, **options: str) -> Client:
+    return client_of(api, EtcdOptions(endpoints, **options))
+
+
+def client_of(api: str, options: EtcdOptions) -> Client:
+    transport = "grpc" if "gRPC" in api else "json"
+    return open_client(
+        api[:2], transport_of(Servers(replace(options, transport=transport)), Timeouts(read=20.0))
+    )
+
+
+def changes(asker: Client, key: str, after: Position) -> Changes:
+    """What has happened to a key, by a watch."""
+    watcher = asker.watcher(key, recursive=False, contact=lambda: None)
+    try:
+        return watcher.wait(after)
+    finally:
+        watcher.close()
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("certificates")
+    make_certificates(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tls_etcd(certificates: Path) -> Iterator[LocalEtcd]:
+    with running_etcd(tls=certificates) as etcd:
+        yield etcd
+
+
+# ---- TLS and credentials -------------------------------------------------------------------------
+
+
+def files(folder: Path, name: str, ca: str = "ca") -> dict[str, str]:
+    paths = {"certfile": f"{name}.crt", "keyfile": f"{name}.key", "cafile": f"{ca}.crt"}
+    return {option: str(folder / file) for option, file in paths.items()}
+
+
+def test_a_client_certificate_opens_the_door(api: str, tls_etcd: LocalEtcd, certificates: Path) -> None:
+    asker = client(api, tls_etcd.url, **files(certificates, "client"))
+    made = asker.create("/tls", "1", None)
+    tls_etcd.keys(api[:2]).put("/tls", "2")
+    (changed,) = changes(asker, "/tls", made.at).replies
+    assert changed.node
+    assert changed.node.value == "2"
+    asker.remove("/tls")
+
+
+def test_what_is_wrong_with_tls_is_said(
+    api: str, tls_etcd: LocalEtcd, etcd: LocalEtcd, certificates: Path
+) -> None:
+    foreign = files(certificates, "client", ca="other")
+    with pytest.raises(Retryable, match=r"certificate verify failed.*-etcd-cafile"):
+        client(api, tls_etcd.url, **foreign).fetch("/key")
+    with pytest.raises(Retryable, match=r"broke the TLS connection.*-etcd-certfile"):
+        client(api, tls_etcd.url, **files(certificates, "other")).fetch("/key")
+    with pytest.raises(Retryable, match=r"HTTP 400|broke"):
+        client(api, tls_etcd.url.replace("https", "http")).fetch("/key")
+    with pytest.raises(Retryable, match="https"):
+        client(api, etcd.url.replace("http", "https"), **files(certificates, "client")).fetch("/key")
+
+
+def test_tls_files_that_cannot_be_used_are_named(certificates: Path, tmp_path: Path) -> None:
+    good = files(certificates, "client")
+    garbage = tmp_path / "garbage"
+    garbage.write_text("no certificate")
+    locked = tmp_path / "locked.key"
+    encrypt = ["openssl", "ec", "-aes256", "-passout", "pass:x", "-in", good["keyfile"], "-out", str(locked)]
+    subprocess.run(encrypt, check=True, capture_output=True)
+    wrong = {
+        "no such file": good | {"cafile": str(tmp_path / "missing")},
+        "garbage": good | {"cafile": str(garbage)},
+        "garbage ": good | {"certfile": str(garbage)},
+        "directory": good | {"keyfile": str(tmp_path)},
+        "other.key": good | {"keyfile": str(certificates / "other.key")},
+        "encrypted": good | {"keyfile": str(locked)},
+        "set both": good | {"keyfile": ""},
+    }
+    for sentence, options in wrong.items():
+        with pytest.raises(Fatal) as caught:
+            Servers(EtcdOptions(("https://127.0.0.1:1",), **options))
+        assert sentence.strip() in str(caught.value).lower()
+        assert caught.value.remedy
+
+
+@pytest.fixture(scope="module")
+def guarded_etcd() -> Iterator[LocalEtcd]:
+    """An etcd that lets in root and the user flännel only, in both APIs."""
+    root = {"user": "root", "password": PASSWORD}
+    with running_etcd("--bcrypt-cost=4") as etcd:
+        rights = {"kv": {"read": ["/*"], "write": ["/open/*"]}}
+        etcd.ask("PUT", "/v2/auth/users/root", json.dumps(root))
+        etcd.ask("PUT", "/v2/auth/roles/net", json.dumps({"role": "net", "permissions": rights}))
+        user = {"user": "flännel", "password": PASSWORD, "roles": ["net"]}
+        etcd.ask("PUT", "/v2/auth/users/fl%C3%A4nnel", json.dumps(user))
+        etcd.ask("PUT", "/v2/auth/enable", "{}")
+        etcd.ask("DELETE", "/v2/auth/roles/guest", "{}", user=f"root:{PASSWORD}")
+        V3Keys(etcd.post).require_login("flännel", PASSWORD, "/open", writable="")
+        yield etcd
+
+
+def test_a_user_with_a_password_is_let_in(api: str, guarded_etcd: LocalEtcd) -> None:
+    asker = client(api, guarded_etcd.url, username="flännel", password=PASSWORD)
+    made = asker.create("/open/door", "1", None)
+    assert made.node
+    asker.replace("/open/door", "2", None, made.node.modified)
+    assert changes(asker, "/open/door", made.at).replies
+    with pytest.raises(Retryable, match="refuses access"):
+        asker.create("/closed", "1", None)
+    with_url = guarded_etcd.url.replace("//", f"//fl%C3%A4nnel:{quote(PASSWORD, safe='')}@")
+    assert client(api, with_url).fetch("/open/door").node
+    asker.remove("/open/door")
+
+
+def test_without_a_user_there_is_no_way_in(api: str, guarded_etcd: LocalEtcd) -> None:
+    with pytest.raises(Retryable, match=r"refuses access.*-etcd-username"):
+        client(api, guarded_etcd.url).fetch("/open/door")
+
+
+def test_a_password_shows_nowhere(
+    api: str, guarded_etcd: LocalEtcd, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    quoted = quote(PASSWORD, safe="")
+    url = guarded_etcd.url.replace("//", f"//eve:{quoted}@")
+    shown = []
+    wrong = [
+        EtcdOptions((url,)),
+        EtcdOptions((guarded_etcd.url,), username="eve", password=PASSWORD),
+        EtcdOptions((f"http://eve:{quoted}@127.0.0.1:{free_port()}",)),
+        EtcdOptions((f"http://eve:{quoted}@127.0.0.1:99999",)),
+        EtcdOptions((f"http://eve:{quoted}@host", "https://other")),
+    ]
+    for options in wrong:
+        with pytest.raises((Retryable, Fatal)) as caught:
+            client_of(api, options).fetch("/key")
+        shown.append(str(caught.value))
+    options = EtcdOptions((url,), username="eve", password=PASSWORD)
+    shown += [repr(options), Servers(options).name, *(repr(each) for each in Servers(options).in_turn())]
+    assert "refuses access" in shown[0]
+    told = "\n".join([*shown, caplog.text])
+    for secret in (PASSWORD, quoted, b64encode(f"eve:{PASSWORD}".encode()).decode()):
+        assert secret not in told
+
+
+# ---- endpoints -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("endpoints", "sentence"),
+    [
+        ((), "empty"),
+        (("",), "element 1"),
+        (("http://a", "127.0.0.1:2379"), "element 2"),
+        (("http://a", "https://b"), "mixes"),
+        (("ftp://a",), "element 1"),
+        (("http://[::1",), "element 1"),
+    ],
+)
+def test_endpoints_that_cannot_be_used_are_fatal(endpoints: tuple[str, ...], sentence: str) -> None:
+    with pytest.raises(Fatal, match=sentence):
+        Servers(EtcdOptions(endpoints))
+
+
+@pytest.mark.parametrize("api", ["v2", "v3"])
+def test_an_endpoint_may_lie_below_a_path(api: str, etcd: LocalEtcd) -> None:
+    relay = Relay(etcd.url)
+    with server(relay) as url, pytest.raises(NoSuchApi, match=f"{api} API"):
+        client(api, f"{url}/below/").fetch("/key")
+    assert relay.asked({"v2": "GET /below/v2/keys/key?", "v3": "POST /below/v3/kv/range"}[api])
+
+
+def test_servers_are_shuffled_and_keep_their_names() -> None:
+    given = tuple(f"http://10.0.0.{number}:2379" for number in range(20))
+    orders = {tuple(each.name for each in Servers(EtcdOptions(given)).in_turn()) for _ in range(5)}
+    assert len(orders) > 1
+    assert {frozenset(order) for order in orders} == {frozenset(given)}

@@ -1,0 +1,614 @@
+"""Leases in a real etcd: config, acquiring and renewing. What a watch sees is in ``test_etcd_watch``."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import re
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
+from typing import Any
+
+import pytest
+
+from flanneld.compat.glog import V
+from flanneld.config import Config, parse
+from flanneld.errors import Retryable
+from flanneld.model import Lease, LeaseAttrs, LeaseKey, Snapshot
+from flanneld.runtime import clock
+from flanneld.subnet.etcd.choice import open_etcd
+from flanneld.subnet.etcd.endpoints import EtcdOptions
+from flanneld.subnet.etcd.manager import SUBNET_TTL, LeaseTaken
+from flanneld.subnet.etcd.transport import Timeouts
+from flanneld.subnet.manager import Cancelled, LocalFacts, SubnetManager
+from tests.lab.etcd_v3 import V3Keys
+from tests.lab.wait import wait_for
+from tests.local_etcd import LocalEtcd, Relay, server
+
+NOTHING: LeaseKey = (None, None)
+IPV6 = (
+    ', "EnableIPv6": true, "IPv6Network": "fc00:3::/48",'
+    ' "IPv6SubnetMin": "fc00:3:0:1::", "IPv6SubnetMax": "fc00:3:0:14::"'
+)
+NETWORK = parse('{"network": "10.3.0.0/16", "subnetMin": "10.3.1.0", "subnetMax": "10.3.25.0"}')
+FOUR = parse('{"Network": "10.9.0.0/24", "SubnetLen": 26, "SubnetMin": "10.9.0.0"}')
+_numbers = itertools.count()
+
+
+class Store:
+    """A prefix of its own in an etcd, and managers that are closed at the end of the test."""
+
+    def __init__(self, etcd: LocalEtcd, api: str) -> None:
+        self.etcd = etcd
+        self.api = api[:2]
+        self.keys = etcd.keys(self.api)
+        self.transport = "grpc" if "gRPC" in api else "json"
+        self.prefix = f"/network-{next(_numbers)}"
+        self.managers: list[SubnetManager] = []
+
+    def manager(self, url: str = "", randrange: Callable[[int], int] | None = None) -> SubnetManager:
+        options = EtcdOptions((url or self.etcd.url,), self.prefix, transport=self.transport)
+        extra = (randrange,) if randrange else ()
+        self.managers.append(open_etcd(options, self.api, Timeouts(read=20.0), *extra))
+        return self.managers[-1]
+
+    def put(self, subnet: str, value: str | LeaseAttrs, ttl: int | None = 3600) -> int:
+        text = value if isinstance(value, str) else json.dumps({"PublicIP": str(value.public_ip)})
+        return self.keys.put(f"{self.prefix}/subnets/{subnet}", text, ttl)
+
+    def get(self, subnet: object) -> dict[str, Any]:
+        name = str(subnet).replace("/", "-")
+        return self.keys.get(f"{self.prefix}/subnets/{name}") or {}
+
+    def value(self, text: str) -> str:
+        """A value of v2 as flannel writes it in this API."""
+        return text if self.api == "v2" else with_ipv6(text)
+
+
+@pytest.fixture(params=["v2", "v3", "v3 of a newer etcd", "v3 over gRPC"])
+def store(request: pytest.FixtureRequest) -> Iterator[Store]:
+    etcd = request.getfixturevalue("newer_etcd" if "newer" in request.param else "etcd")
+    store = Store(etcd, request.param)
+    yield store
+    for manager in store.managers:
+        manager.close()
+
+
+over_http = pytest.mark.parametrize("store", ["v2", "v3", "v3 of a newer etcd"], indirect=True)
+
+
+def with_ipv6(value: str) -> str:
+    """What a lease without IPv6 says of it in v3."""
+    return re.sub('("PublicIP":"[^"]*")', r'\1,"PublicIPv6":null', value)
+
+
+def node(number: int, data: object = None) -> LeaseAttrs:
+    """What a node announces, by its number."""
+    return LeaseAttrs(IPv4Address(f"192.0.2.{number}"), backend_data=data)
+
+
+def has_full_term(written: dict[str, Any]) -> bool:
+    """v3 rounds what is left of a term down."""
+    return SUBNET_TTL - 600 < written["ttl"] <= SUBNET_TTL
+
+
+def net(text: str) -> IPv4Network:
+    return IPv4Network(text)
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+# ---- config and name -----------------------------------------------------------------------------
+
+
+def test_a_missing_config_comes_with_the_command_that_writes_it(store: Store) -> None:
+    with pytest.raises(Retryable) as caught:
+        store.manager().network_config()
+    api, verb = {"v2": (2, "set"), "v3": (3, "put")}[store.api]
+    command = (
+        f"""ETCDCTL_API={api} etcdctl {verb} {store.prefix}/config '{{"Network":"10.5.0.0/16","Backend":"""
+    )
+    assert command in caught.value.remedy
+
+
+def test_the_config_is_read_below_the_prefix_however_it_is_spelt(store: Store) -> None:
+    text = '{"Network": "10.5.0.0/16", "Backend": {"Type": "vxlan"}}'
+    store.keys.put(f"{store.prefix}/config", text)
+    store.prefix = f"/{store.prefix}///"
+    manager = store.manager()
+    assert manager.network_config() == parse(text)
+    assert f"{store.etcd.url} under /network-" in manager.name
+
+
+def test_a_config_that_makes_no_sense_may_be_corrected(store: Store) -> None:
+    store.keys.put(f"{store.prefix}/config", "{")
+    with pytest.raises(Retryable, match="JSON"):
+        store.manager().network_config()
+
+
+def test_it_is_a_subnet_manager(store: Store) -> None:
+    manager: SubnetManager = store.manager()
+    assert manager.name
+
+
+# ---- acquiring -----------------------------------------------------------------------------------
+
+
+def test_a_lease_is_written_as_go_flanneld_writes_it(store: Store) -> None:
+    before = clock.now()
+    lease = store.manager().acquire(NETWORK, node(4), NOTHING)
+    written = store.get(lease)
+    assert written["value"] == store.value('{"PublicIP":"192.0.2.4"}')
+    assert has_full_term(written)
+    assert lease.asof == written["modifiedIndex"]
+    assert lease.expires
+    assert before + SUBNET_TTL <= lease.expires <= clock.now() + SUBNET_TTL
+    assert lease.attrs == node(4)
+
+
+def test_backend_data_and_ipv6_are_written_as_later_versions_do(store: Store) -> None:
+    config = parse('{"Network": "10.3.0.0/16", "EnableIPv6": true, "IPv6Network": "fd00:3::/48"}')
+    attrs = LeaseAttrs(
+        IPv4Address("192.0.2.1"), IPv6Address("2001:db8::1"), "vxlan", {"VtepMAC": "a"}, {"VtepMAC": "b"}
+    )
+    subnet, ipv6_subnet = (net("10.3.7.0/24"), IPv6Network("fd00:3:0:7::/64"))
+    lease = store.manager().acquire(config, attrs, (subnet, ipv6_subnet))
+    assert lease.key == (subnet, ipv6_subnet)
+    assert store.get("10.3.7.0-24&fd00:3:0:7::-64")["value"] == (
+        '{"PublicIP":"192.0.2.1","PublicIPv6":"2001:db8::1","BackendType":"vxlan",'
+        '"BackendData":{"VtepMAC":"a"},"BackendV6Data":{"VtepMAC":"b"}}'
+    )
+    assert store.manager().acquire(config, attrs, NOTHING).key == lease.key
+
+
+def test_only_what_is_stored_is_claimed(store: Store) -> None:
+    attrs = replace(node(1), public_ipv6=IPv6Address("2001:db8::1"))
+    stored = attrs if store.api == "v3" else node(1)
+    assert store.manager().acquire(NETWORK, attrs, NOTHING).attrs == stored
+
+
+def test_subnets_come_from_the_range_and_avoid_what_is_taken(store: Store) -> None:
+    taken = {net(f"10.3.{number}.0/24") for number in range(1, 26) if number not in (7, 19)}
+    for number, subnet in enumerate(taken):
+        store.put(str(subnet).replace("/", "-"), node(100 + number))
+    got = {store.manager().acquire(NETWORK, node(number), NOTHING).subnet for number in (1, 2)}
+    assert got == {net("10.3.7.0/24"), net("10.3.19.0/24")}
+
+
+def test_a_node_gets_its_own_lease_back_with_its_new_attributes(store: Store) -> None:
+    first = store.manager().acquire(NETWORK, node(1), NOTHING)
+    second = store.manager().acquire(NETWORK, node(1, {"VNI": 1}), (net("10.3.25.0/24"), None))
+    assert second.key == first.key
+    assert second.attrs == node(1, {"VNI": 1})
+    assert store.get(first)["value"] == store.value('{"PublicIP":"192.0.2.1","BackendData":{"VNI":1}}')
+
+
+def test_the_previous_subnet_is_taken_again(store: Store) -> None:
+    assert store.manager().acquire(NETWORK, node(1), (net("10.3.6.0/24"), None)).subnet == net("10.3.6.0/24")
+
+
+def test_a_previous_subnet_outside_of_the_range_is_not_taken(store: Store) -> None:
+    lease = store.manager().acquire(NETWORK, node(1), (net("10.4.1.0/24"), None))
+    assert lease.subnet
+    assert NETWORK.ranges[0].contains(lease.subnet)
+
+
+@pytest.mark.parametrize("holder", ["10.3.6.0-24", "10.3.6.128-25"])
+def test_a_previous_subnet_of_another_node_is_left_to_it(
+    store: Store, caplog: pytest.LogCaptureFixture, holder: str
+) -> None:
+    index = store.put(holder, node(2))
+    lease = store.manager().acquire(NETWORK, node(1), (net("10.3.6.0/24"), None))
+    assert lease.subnet != net("10.3.6.0/24")
+    assert store.get(holder)["modifiedIndex"] == index
+    assert ["belongs to another node" in text for text in warnings(caplog)] == [True]
+
+
+def test_the_key_of_a_previous_subnet_that_is_leased_elsewhere_is_named(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.put("10.3.6.0-24", node(2))
+    store.manager().acquire(NETWORK, node(1), (net("10.3.6.0/24"), None))
+    (line,) = warnings(caplog)
+    assert f"{store.prefix}/subnets/10.3.6.0-24 (public IP 192.0.2.2)" in line
+
+
+def test_a_proven_lease_is_kept_under_another_public_ip(store: Store) -> None:
+    former = store.manager().acquire(NETWORK, node(1, {"VNI": 1}), NOTHING)
+    lease = store.manager().acquire(NETWORK, node(2, {"VNI": 1}), former.key, LocalFacts(former))
+    assert lease.key == former.key
+    assert lease.attrs == node(2, {"VNI": 1})
+    assert store.get(lease)["value"] == store.value('{"PublicIP":"192.0.2.2","BackendData":{"VNI":1}}')
+
+
+def test_a_proven_lease_comes_before_another_one_with_our_public_ip(store: Store) -> None:
+    former = store.manager().acquire(NETWORK, node(1), NOTHING)
+    other = store.manager().acquire(NETWORK, node(2), NOTHING)
+    lease = store.manager().acquire(NETWORK, node(2), former.key, LocalFacts(former))
+    assert lease.key == former.key
+    assert store.get(other)
+
+
+@pytest.mark.parametrize(
+    "meanwhile", [node(1, {"VNI": 2}), node(3, {"VNI": 1})], ids=["other data", "another node"]
+)
+@pytest.mark.parametrize("is_known", [True, False], ids=["before the list", "after the list"])
+def test_a_lease_that_somebody_else_wrote_is_not_proven(
+    store: Store, meanwhile: LeaseAttrs, is_known: bool
+) -> None:
+    former = store.manager().acquire(NETWORK, node(1, {"VNI": 1}), NOTHING)
+    manager = store.manager()
+    if not is_known:
+        manager.listing()
+    index = store.put(str(former).replace("/", "-"), meanwhile)
+    lease = manager.acquire(NETWORK, node(2, {"VNI": 1}), former.key, LocalFacts(former))
+    assert lease.key != former.key
+    assert store.get(former)["modifiedIndex"] == index
+
+
+def test_a_new_subnet_avoids_the_networks_of_this_host(store: Store) -> None:
+    local = LocalFacts(connected=tuple(net(f"10.3.{number}.0/24") for number in range(1, 25)))
+    assert store.manager().acquire(NETWORK, node(1), NOTHING, local).subnet == net("10.3.25.0/24")
+    # Reused and previous ones stay.
+    everything = LocalFacts(connected=(net("10.3.25.0/24"), net("10.3.6.0/24")))
+    assert store.manager().acquire(NETWORK, node(1), NOTHING, everything).subnet == net("10.3.25.0/24")
+    previous = (net("10.3.6.0/24"), None)
+    assert store.manager().acquire(NETWORK, node(2), previous, everything).key == previous
+
+
+def test_a_lease_that_does_not_fit_a_new_config_is_given_back(store: Store) -> None:
+    old = store.manager().acquire(NETWORK, node(1), NOTHING)
+    new = store.manager().acquire(FOUR, node(1), old.key)
+    assert new.subnet
+    assert FOUR.ranges[0].contains(new.subnet)
+    assert not store.get(old)
+
+
+def test_a_lease_without_a_family_that_the_config_has_is_given_back(store: Store) -> None:
+    old = store.manager().acquire(NETWORK, node(1), NOTHING)
+    config = parse('{"Network": "10.3.0.0/16", "EnableIPv6": true, "IPv6Network": "fd00:3::/48"}')
+    new = store.manager().acquire(config, node(1), old.key)
+    assert None not in new.key
+    assert not store.get(old)
+
+
+def test_of_two_own_leases_the_one_that_fits_is_taken(store: Store) -> None:
+    store.put("10.2.0.0-24", node(1))
+    store.put("10.3.9.0-24", node(1))
+    assert store.manager().acquire(NETWORK, node(1), NOTHING).subnet == net("10.3.9.0/24")
+
+
+def test_of_two_own_leases_the_one_we_had_is_taken(store: Store) -> None:
+    for key in ("10.3.7.0-24", "10.3.8.0-24", "10.3.9.0-24"):
+        store.put(key, node(1))
+    assert store.manager().acquire(NETWORK, node(1), NOTHING).subnet == net("10.3.7.0/24")
+    had = (net("10.3.8.0/24"), None)
+    assert store.manager().acquire(NETWORK, node(1), had).key == had
+
+
+def test_a_reservation_is_taken_and_stays_one(store: Store) -> None:
+    store.put("10.3.9.0-24", node(1), ttl=None)
+    lease = store.manager().acquire(NETWORK, node(1, {"VNI": 2}), NOTHING)
+    assert (lease.subnet, lease.expires) == (net("10.3.9.0/24"), None)
+    assert "ttl" not in store.get(lease)
+    assert "VNI" in store.get(lease)["value"]
+
+
+def test_when_nothing_is_free_the_range_and_the_remedy_are_named(store: Store) -> None:
+    for number, base in enumerate((0, 64, 128, 192)):
+        store.put(f"10.9.0.{base}-26", node(number))
+    with pytest.raises(Retryable) as caught:
+        store.manager().acquire(FOUR, node(9), NOTHING)
+    assert "10.9.0.0 to 10.9.0.192" in caught.value.problem
+    assert "4 are leased" in caught.value.problem
+    assert f"{store.prefix}/config" in caught.value.remedy
+
+
+def test_a_lease_of_our_address_from_another_host_is_warned_of(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.manager().acquire(NETWORK, node(1, {"VtepMAC": "02:00:00:00:00:01"}), NOTHING)
+    assert not warnings(caplog)
+    manager = store.manager()
+    for _ in range(2):
+        manager.acquire(NETWORK, node(1, {"VtepMAC": "02:00:00:00:00:02"}), NOTHING)
+    assert ["-public-ip" in text for text in warnings(caplog)] == [True]
+
+
+@pytest.mark.parametrize("more", ["", IPV6], ids=["ipv4", "dual"])
+def test_twenty_nodes_that_start_at_once_get_twenty_subnets(store: Store, more: str) -> None:
+    config = parse(f'{{"Network": "10.3.0.0/16", "SubnetMin": "10.3.1.0", "SubnetMax": "10.3.20.0"{more}}}')
+    leases: list[Lease] = []
+    ready = threading.Barrier(20)
+
+    def start(number: int) -> None:
+        manager = store.manager(randrange=lambda free: min(number % 4, free - 1))
+        ready.wait()
+        while True:
+            try:
+                leases.append(manager.acquire(config, node(number), NOTHING))
+            except Retryable:
+                continue
+            return
+
+    threads = [threading.Thread(target=start, args=(number,)) for number in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert len({lease.subnet for lease in leases}) == 20
+    assert len({lease.ipv6_subnet for lease in leases}) == (20 if more else 1)
+    assert len(nodes(store)) == 20
+
+
+def test_of_two_new_leases_with_one_subnet_in_common_the_later_is_given_back(store: Store) -> None:
+    dual = parse(f'{{"Network": "10.3.0.0/16"{IPV6}}}')
+    common = IPv6Network("fc00:3:0:6::/64")
+    slow = store.manager()
+    assert slow.stored(IPv4Address("192.0.2.1")) is None
+    first = store.manager().acquire(dual, node(2), (net("10.3.6.0/24"), common))
+    second = slow.acquire(dual, node(1), (net("10.3.7.0/24"), common))
+    assert first.key == (net("10.3.6.0/24"), common)
+    assert second.subnet == net("10.3.7.0/24")
+    assert second.ipv6_subnet not in (None, common)
+    assert len(nodes(store)) == 2
+
+
+def test_who_loses_a_race_takes_another_subnet(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(V(1))
+    slow = store.manager()
+    assert slow.stored(IPv4Address("192.0.2.1")) is None
+    store.manager().acquire(NETWORK, node(2), (net("10.3.6.0/24"), None))
+    assert slow.acquire(NETWORK, node(1), (net("10.3.6.0/24"), None)).subnet != net("10.3.6.0/24")
+    assert any("quicker" in record.getMessage() and record.levelno == V(1) for record in caplog.records)
+
+
+def test_of_two_hosts_with_one_address_the_later_learns_of_the_earlier(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = store.manager().acquire(NETWORK, node(1, "a"), NOTHING)
+    slow = store.manager()
+    slow.stored(IPv4Address("192.0.2.1"))
+    store.manager().acquire(NETWORK, node(1, "a"), NOTHING)
+    caplog.clear()
+    assert slow.acquire(NETWORK, node(1, "b"), NOTHING).key == first.key
+    assert any("another node has this address" in text for text in warnings(caplog))
+
+
+@over_http
+def test_a_new_lease_is_compared_with_others_even_if_the_answer_was_lost(store: Store) -> None:
+    dual = parse(f'{{"Network": "10.3.0.0/16"{IPV6}}}')
+    common = IPv6Network("fc00:3:0:6::/64")
+    relay = Relay(store.etcd.url)
+    with server(relay) as url:
+        slow = store.manager(url)
+        slow.stored(IPv4Address("192.0.2.1"))
+        store.manager().acquire(dual, node(2), (net("10.3.6.0/24"), common))
+        relay.answers_to_lose = 1 if store.api == "v2" else 2
+        with pytest.raises(Retryable):
+            slow.acquire(dual, node(1), (net("10.3.7.0/24"), common))
+        relay.answers_to_lose = 0
+        lease = slow.acquire(dual, node(1), (net("10.3.7.0/24"), common))
+        slow.close()
+    assert lease.ipv6_subnet not in (None, common)
+    assert len(nodes(store)) == 2
+
+
+@over_http
+def test_a_create_whose_answer_was_lost_is_found_again(store: Store) -> None:
+    relay = Relay(store.etcd.url)
+    relay.answers_to_lose = 1
+    with server(relay) as url:
+        manager = store.manager(url)
+        with pytest.raises(Retryable):
+            manager.acquire(NETWORK, node(1), NOTHING)
+        relay.answers_to_lose = 0
+        lease = manager.acquire(NETWORK, node(1), NOTHING)
+        manager.close()
+    assert [each["key"].rpartition("/")[2] for each in nodes(store)] == [str(lease).replace("/", "-")]
+
+
+def nodes(store: Store) -> list[dict[str, Any]]:
+    return store.keys.children(f"{store.prefix}/subnets")
+
+
+def test_values_that_make_no_sense_keep_their_subnet(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    config = parse('{"Network": "10.9.0.0/24", "SubnetLen": 26}')  # .64, .128 and .192
+    store.put("10.9.0.64-26", "{")
+    store.put("10.9.0.128-26", '{"PublicIP": "nonsense"}')
+    store.put("no-lease", "{}")
+    store.keys.put(f"{store.prefix}/subnets/folder/10.9.0.192-26", "{}")
+    manager = store.manager(randrange=lambda _: 0)
+    for _ in range(2):
+        assert manager.acquire(config, node(1), NOTHING).subnet == net("10.9.0.192/26")
+    nested = "folder" if store.api == "v2" else "folder/10.9.0.192-26"
+    for key in ("10.9.0.64-26", "10.9.0.128-26", "no-lease", nested):
+        assert sum(f"{store.prefix}/subnets/{key} " in text for text in warnings(caplog)) == 1
+
+
+# ---- stored --------------------------------------------------------------------------------------
+
+
+def test_what_a_node_announced_last_is_that_of_its_lowest_lease(store: Store) -> None:
+    store.put("10.3.20.0-24", '{"PublicIP":"192.0.2.1","BackendType":"high"}')
+    store.put("10.3.3.0-24", '{"PublicIP":"192.0.2.1","BackendType":"low"}')
+    manager = store.manager()
+    found = manager.stored(IPv4Address("192.0.2.1"))
+    assert found
+    assert found.backend_type == "low"
+    assert manager.stored(IPv4Address("192.0.2.2")) is None
+    assert manager.stored(None) is None
+
+
+@over_http
+def test_one_list_serves_the_whole_start(store: Store) -> None:
+    store.put("10.3.3.0-24", node(3))
+    relay = Relay(store.etcd.url)
+    events: list[Any] = []
+    with server(relay) as url:
+        manager = store.manager(url)
+        manager.stored(IPv4Address("192.0.2.1"))
+        lease = manager.acquire(NETWORK, node(1), NOTHING)
+        thread = threading.Thread(
+            target=ignore_cancelled, args=(lambda: manager.watch(events.extend, lambda: None),)
+        )
+        thread.start()
+        wait_for(lambda: len(events) == 2, 5, "the snapshot and our own lease")
+        manager.close()
+        thread.join(60)
+    assert isinstance(events[0], Snapshot)
+    assert [each.subnet for each in events[0].leases] == [net("10.3.3.0/24")]
+    assert events[1].lease == replace(lease, expires=events[1].lease.expires)
+    if store.api == "v2":
+        lists = relay.asked("GET", "/subnets?", "recursive=true", "sorted=false", "quorum=true")
+        assert len(lists) == 1
+        written = f"PUT /v2/keys{store.prefix}/subnets/{dashed(lease)}?prevExist=false"
+        assert relay.asked("PUT", "?prevExist=false") == [written]
+        first_poll = relay.asked("wait=true")[0]
+        assert "recursive=true" in first_poll
+        assert f"waitIndex={lease.asof}" in first_poll
+    else:
+        # None for the term of a peer's lease.
+        assert relay.requests == [
+            f"POST /v3/{each}" for each in ("kv/range", "lease/grant", "kv/txn", "watch")
+        ]
+
+
+def dashed(lease: Lease) -> str:
+    return str(lease).replace("/", "-")
+
+
+def ignore_cancelled(call: Callable[[], object]) -> None:
+    with pytest.raises(Cancelled):
+        call()
+
+
+# ---- renewing ------------------------------------------------------------------------------------
+
+
+def acquired(store: Store, config: Config = NETWORK) -> tuple[SubnetManager, Lease]:
+    manager = store.manager()
+    return manager, manager.acquire(config, node(1, {"VNI": 1}), NOTHING)
+
+
+def test_a_renewed_lease_has_its_full_term_and_its_attributes(store: Store) -> None:
+    manager, lease = acquired(store)
+    value = store.get(lease)["value"]
+    store.put(dashed(lease), value, ttl=100)
+    begin = clock.now()
+    renewed = manager.renew(lease)
+    end = clock.now()
+    assert has_full_term(store.get(lease))
+    assert store.get(lease)["value"] == value
+    assert renewed == replace(lease, expires=renewed.expires, asof=store.get(lease)["modifiedIndex"])
+    assert renewed.expires
+    assert begin + SUBNET_TTL - 2 < renewed.expires < end + SUBNET_TTL + 2
+
+
+only_v3 = pytest.mark.parametrize("store", ["v3", "v3 of a newer etcd", "v3 over gRPC"], indirect=True)
+
+
+@only_v3
+def test_a_renewal_in_v3_keeps_the_lease_alive_and_tells_nobody(store: Store) -> None:
+    manager, lease = acquired(store)
+    written = store.get(lease)
+    wait_for(lambda: store.get(lease)["ttl"] < SUBNET_TTL - 1, 30, "the lease to age")
+    renewed = manager.renew(lease)
+    assert renewed.expires
+    assert lease.expires
+    assert renewed.expires > lease.expires + 1
+    assert renewed == replace(lease, expires=renewed.expires)
+    again = store.get(lease)
+    assert (again["lease"], again["modifiedIndex"]) == (written["lease"], written["modifiedIndex"])
+
+
+@only_v3
+def test_a_lease_that_was_left_behind_does_not_take_the_key_along(store: Store) -> None:
+    _, lease = acquired(store)
+    left = store.get(lease)["lease"]
+    acquired(store)  # as after a restart
+    V3Keys(store.etcd.post).revoke(left)
+    assert has_full_term(store.get(lease))
+
+
+@only_v3
+def test_what_has_changed_is_written_with_another_lease(store: Store) -> None:
+    manager, lease = acquired(store)
+    written = store.get(lease)
+    manager.renew(replace(lease, attrs=node(1, "new")))
+    again = store.get(lease)
+    assert again["modifiedIndex"] > written["modifiedIndex"]
+    assert again["lease"] != written["lease"]
+
+
+def test_a_lease_that_has_gone_is_written_again(store: Store) -> None:
+    manager, lease = acquired(store)
+    store.keys.delete(f"{store.prefix}/subnets/{dashed(lease)}")
+    assert manager.renew(lease).key == lease.key
+    assert has_full_term(store.get(lease))
+
+
+def test_a_reservation_is_left_alone_unless_we_changed(store: Store) -> None:
+    store.put("10.3.9.0-24", '{"PublicIP":"192.0.2.1"}', ttl=None)
+    manager = store.manager()
+    lease = manager.acquire(NETWORK, node(1), NOTHING)
+    assert manager.renew(lease) == lease
+    changed = manager.renew(replace(lease, attrs=node(1, "new")))
+    assert (changed.expires, changed.attrs.backend_data) == (None, "new")
+    assert "ttl" not in store.get(lease)
+
+
+def test_what_an_operator_made_a_reservation_stays_one(store: Store) -> None:
+    manager, lease = acquired(store)
+    store.put(dashed(lease), store.get(lease)["value"], ttl=None)
+    assert manager.renew(lease).expires is None
+    assert "ttl" not in store.get(lease)
+
+
+def test_a_lease_that_another_node_has_taken_is_not_overwritten(store: Store) -> None:
+    manager, lease = acquired(store)
+    index = store.put(dashed(lease), node(2))
+    with pytest.raises(LeaseTaken, match=r"192\.0\.2\.2"):
+        manager.renew(lease)
+    assert store.get(lease)["modifiedIndex"] == index
+
+
+def test_who_knows_what_was_written_last_may_overwrite_it(store: Store) -> None:
+    manager, lease = acquired(store)
+    moved = manager.renew(replace(lease, attrs=node(7)))
+    assert moved.attrs == node(7)
+    index = store.put(dashed(lease), node(2))
+    assert manager.renew(replace(moved, asof=index)).attrs == node(7)
+
+
+def test_an_unreadable_value_of_our_lease_is_repaired(store: Store) -> None:
+    manager, lease = acquired(store)
+    store.put(dashed(lease), "{")
+    manager.renew(lease)
+    assert json.loads(store.get(lease)["value"])["PublicIP"] == "192.0.2.1"
+
+
+# ---- closing -------------------------------------------------------------------------------------
+
+
+def test_after_close_every_call_is_cancelled(store: Store) -> None:
+    manager, lease = acquired(store)
+    manager.stored(None)
+    manager.close()
+    manager.close()
+    calls: list[Callable[[], object]] = [
+        manager.network_config,
+        lambda: manager.stored(None),
+        lambda: manager.acquire(NETWORK, node(1), NOTHING),
+        lambda: manager.renew(lease),
+        lambda: manager.watch(print, print),
+        lambda: manager.watch_own(lease, print, print),
+    ]
+    for call in calls:
+        with pytest.raises(Cancelled):
+            call()

@@ -1,0 +1,33 @@
+"""What a request that fails leaves behind in the process."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from contextlib import suppress
+
+from flanneld.errors import Retryable
+from flanneld.subnet.etcd.endpoints import EtcdOptions, Server, Servers
+from flanneld.subnet.etcd.http import Useless
+from flanneld.subnet.etcd.transport import Send, Timeouts, Transport
+
+
+def test_a_failure_is_forgotten_without_the_garbage_collector() -> None:
+    failures: list[weakref.ref[Useless]] = []
+
+    def fail(_server: Server, _send: Send) -> None:
+        failure = Useless("it broke the connection")
+        failures.append(weakref.ref(failure))
+        try:
+            raise failure
+        finally:
+            del failure
+
+    transport = Transport(Servers(EtcdOptions(("http://192.0.2.1:2379",))), Timeouts())
+    gc.disable()
+    try:
+        with suppress(Retryable):
+            transport.ask(fail)
+        assert [failure() for failure in failures] == [None]
+    finally:
+        gc.enable()

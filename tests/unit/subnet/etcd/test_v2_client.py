@@ -1,0 +1,346 @@
+"""The transport to etcd: failover, time limits, cutting, and servers that are not etcd."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from flanneld.errors import Retryable
+from flanneld.runtime.interruptible_socket import Line, Unreachable
+from flanneld.subnet.etcd.keys import Conflict, ListAgain, NotFound, Position
+from flanneld.subnet.etcd.transport import Timeouts
+from flanneld.subnet.etcd.v2.client import Client, Poller
+from flanneld.subnet.manager import Cancelled
+from tests.etcd_clients import transport_to
+from tests.lab.impostor import http
+from tests.lab.wait import wait_for
+from tests.local_etcd import (
+    DEADLINE,
+    LocalEtcd,
+    Relay,
+    Serve,
+    answering,
+    free_port,
+    hang_up,
+    make_certificates,
+    running_etcd,
+    server,
+    silent,
+)
+
+#: For servers that do not answer; etcd itself may take longer.
+QUICK = Timeouts(connect=0.5, read=0.5)
+LASTING = Timeouts(read=60, poll=0.5)
+PATIENT = Timeouts(connect=600, read=600, poll=600)
+
+
+def client(*endpoints: str, timeouts: Timeouts = LASTING) -> Client:
+    return Client(transport_to(*endpoints, timeouts=timeouts))
+
+
+def partly(connection: socket.socket, then: Serve = silent) -> None:
+    connection.recv(65536)
+    connection.sendall(http("200 OK", "x" * 100)[:-50])
+    then(connection)
+
+
+MISBEHAVIOUR: dict[str, tuple[Serve, str]] = {
+    "html": (answering(http("200 OK", "<html>hello</html>", "Content-Type: text/html")), "text/html"),
+    "not http": (answering(b"\x15\x03\x01\x00\x02\x02\x28 what?\r\n\r\n"), "does not speak HTTP"),
+    "hangs up": (hang_up, "broke the connection"),
+    "error": (answering(http("500 Oops", '{"message":"Raft","cause":"no leader"}')), "Raft: no leader"),
+    "bad gateway": (answering(http("502 Bad Gateway", "<html>")), "HTTP 502"),
+    "redirects": (answering(http("307 Away", "", "Location: http://u:pw@else/x")), "redirects to else"),
+    "v2 API off": (answering(http("404 Not Found", "404 page not found\n")), "--enable-v2"),
+    "foreign JSON": (answering(http("200 OK", '{"hello": "world"}')), "JSON that is not etcd's"),
+    "JSON of wrong types": (answering(http("200 OK", '{"action": 1, "node": []}')), "not etcd's"),
+    "JSON list": (answering(http("200 OK", "[]", "X-Etcd-Index: 5")), "no JSON object"),
+    "too deep": (answering(http("200 OK", "[" * 100_000)), "no JSON object"),
+    "absurd index": (answering(http("200 OK", "{}", f"X-Etcd-Index: {'9' * 9000}")), "not etcd's"),
+    "cut short": (lambda connection: partly(connection, then=lambda _: None), "broke the connection"),
+    "silent": (silent, "no answer within 0.5 s"),
+}
+
+
+@pytest.mark.parametrize(("serve", "sentence"), MISBEHAVIOUR.values(), ids=MISBEHAVIOUR.keys())
+def test_a_server_that_is_of_no_use_is_named_with_what_is_wrong(serve: Serve, sentence: str) -> None:
+    with server(serve) as url, pytest.raises(Retryable) as caught:
+        client(url, timeouts=QUICK).fetch("/key")
+    assert url in str(caught.value)
+    assert sentence in str(caught.value)
+    assert caught.value.remedy
+    assert "pw" not in str(caught.value)
+
+
+@pytest.mark.parametrize("serve", [serve for serve, _ in MISBEHAVIOUR.values()], ids=MISBEHAVIOUR.keys())
+def test_the_next_server_is_asked_when_one_is_of_no_use(etcd: LocalEtcd, serve: Serve) -> None:
+    etcd.put("/failover", "yes")
+    with server(serve) as url:
+        reply = client(url, etcd.url, timeouts=QUICK).fetch("/failover")
+    assert reply.node
+    assert reply.node.value == "yes"
+
+
+def test_the_last_good_server_is_asked_first(etcd: LocalEtcd) -> None:
+    etcd.put("/pinned", "yes")
+    relay = Relay(etcd.url)
+    first = Relay(etcd.url)
+    with server(first) as first_url, server(relay) as relay_url:
+        dead = f"http://127.0.0.1:{free_port()}"
+        asker = client(dead, relay_url, first_url)
+        for _ in range(3):
+            asker.fetch("/pinned")
+    assert len(relay.requests) == 3
+    assert not first.requests
+
+
+def test_what_one_client_learns_of_the_servers_the_others_know(etcd: LocalEtcd) -> None:
+    etcd.put("/learnt", "yes")
+    first, second = Relay(etcd.url), Relay(etcd.url)
+    with server(first) as first_url, server(second) as second_url:
+        transport = transport_to(first_url, second_url, timeouts=LASTING)
+        asker = Client(transport)
+        asker.fetch("/learnt")
+        transport.servers.skip()
+        asker.fetch("/learnt")
+    assert (len(first.requests), len(second.requests)) == (1, 1)
+
+
+def test_a_connection_that_was_idle_for_long_is_not_used_again(etcd: LocalEtcd) -> None:
+    etcd.put("/idle", "yes")
+    for idle, connections in ((60.0, 1), (0.0, 3)):
+        relay = Relay(etcd.url)
+        with server(relay) as url:
+            asker = client(url, timeouts=Timeouts(read=60, idle=idle))
+            for _ in range(3):
+                asker.fetch("/idle")
+        assert relay.connections == connections
+
+
+def test_when_all_servers_fail_each_is_named_with_its_reason() -> None:
+    dead = f"http://127.0.0.1:{free_port()}"
+    with server(answering(http("500 Oops", "{}"))) as broken:
+        asker = client(dead, broken)
+        texts = set()
+        for _ in range(3):
+            with pytest.raises(Retryable) as caught:
+                asker.fetch("/key")
+            texts.add(str(caught.value))
+    (text,) = texts
+    assert f"{dead}: connection refused" in text
+    assert f"{broken}: HTTP 500" in text
+
+
+def test_servers_that_were_all_down_are_found_when_they_are_back() -> None:
+    with running_etcd() as etcd:
+        etcd.put("/key", "yes")
+        etcd.stop()
+        asker = client(f"http://127.0.0.1:{free_port()}", etcd.url)
+        with pytest.raises(Retryable):
+            asker.fetch("/key")
+        etcd.start()
+        assert asker.fetch("/key").node
+
+
+def test_a_create_that_may_have_happened_is_not_sent_to_another_server(etcd: LocalEtcd) -> None:
+    losing, second = Relay(etcd.url), Relay(etcd.url)
+    losing.answers_to_lose = 1
+    with server(losing) as losing_url, server(second) as second_url:
+        asker = client(losing_url, second_url)
+        with pytest.raises(Retryable):
+            asker.create("/one-shot", "mine", 60)
+        assert not second.requests
+        with pytest.raises(Conflict):
+            asker.create("/one-shot", "mine", 60)
+    assert second.requests, "the server that failed should not be the first again"
+
+
+def test_a_create_goes_to_the_next_server_when_the_first_cannot_be_reached(etcd: LocalEtcd) -> None:
+    reply = client(f"http://127.0.0.1:{free_port()}", etcd.url).create("/second-choice", "mine", 60)
+    assert reply.action == "create"
+
+
+def test_what_etcd_refuses_is_told_apart(etcd: LocalEtcd) -> None:
+    asker = client(etcd.url)
+    made = asker.create("/told", "1", None)
+    assert made.node
+    with pytest.raises(Conflict):
+        asker.create("/told", "2", None)
+    with pytest.raises(Conflict):
+        asker.replace("/told", "2", None, made.node.modified + 1)
+    with pytest.raises(Conflict):
+        asker.replace("/not-there", "2", None, 1)
+    with pytest.raises(NotFound) as missing:
+        asker.fetch("/not-there")
+    assert missing.value.at == made.at
+    etcd.ask("PUT", "/v2/keys/told-dir", {"dir": "true"})
+    with pytest.raises(Retryable, match="Not a file"):
+        asker.replace("/told-dir", "x", None, 1)
+
+
+def test_a_poll_without_news_tells_how_far_it_has_looked(etcd: LocalEtcd) -> None:
+    asker = client(etcd.url)
+    before = asker.create("/looked", "1", None).at
+    last = etcd.put("/elsewhere", "x")
+    reply = asker.wait("/looked", before, recursive=False)
+    assert reply.node is None
+    assert reply.at == Position(last, before.cluster)
+
+
+def test_a_watch_from_a_time_that_etcd_has_not_reached_is_not_silent(etcd: LocalEtcd) -> None:
+    at = client(etcd.url).create("/restored", "1", None).at
+    with pytest.raises(ListAgain, match="restored"):
+        client(etcd.url).wait("/restored", Position(at.index + 1000, at.cluster), recursive=False)
+    with pytest.raises(ListAgain, match="another cluster"):
+        client(etcd.url).wait("/restored", Position(at.index, "beef"), recursive=False)
+
+
+def test_an_event_that_is_older_than_asked_for_is_not_taken() -> None:
+    event = {"action": "set", "node": {"key": "/k", "value": "v", "modifiedIndex": 5}}
+    stuck = answering(http("200 OK", json.dumps(event), "X-Etcd-Index: 9"))
+    with server(stuck) as url, pytest.raises(ListAgain, match="repeats"):
+        client(url).wait("/k", Position(7), recursive=False)
+
+
+def test_a_server_that_falls_silent_is_noticed_at_the_next_poll(etcd: LocalEtcd) -> None:
+    at = client(etcd.url).create("/silent", "1", None).at
+    with server(silent) as url, pytest.raises(Retryable, match="no answer within"):
+        client(url, timeouts=QUICK).wait("/silent", at, recursive=False)
+
+
+class CutOff(Relay):
+    """A member that has lost the others: it takes polls, and cannot say what the majority knows."""
+
+    def rewritten(self, data: bytes) -> bytes:
+        return b"" if b"quorum=true" in data else data
+
+
+@pytest.mark.parametrize("recursive", [True, False])
+def test_a_member_without_the_others_is_not_taken_for_one_without_news(
+    etcd: LocalEtcd, recursive: bool
+) -> None:
+    etcd.put("/cut-off/lease", "1")
+    at = client(etcd.url).fetch("/cut-off/lease").at
+    key = "/cut-off" if recursive else "/cut-off/lease"
+
+    def watch(*urls: str) -> Poller:
+        return Poller(client(*urls, timeouts=replace(LASTING, read=3.0)), key, recursive=recursive)
+
+    with server(CutOff(etcd.url)) as lonely:
+        with pytest.raises(Retryable, match="no answer within"):
+            watch(lonely).wait(at)
+        relay = Relay(etcd.url)
+        with server(relay) as other:
+            poller = watch(lonely, other)
+            assert poller.wait(at).replies == ()
+            assert len(relay.asked("wait=true")) == 0
+            assert poller.wait(at).replies == ()
+            assert len(relay.asked("wait=true")) == 1
+
+
+# ---- cutting -------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def full_backlog() -> Iterator[str]:
+    """A server to which no connection can be made: the kernel has no room for another."""
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(8):
+            filler = stack.enter_context(socket.socket())
+            filler.setblocking(False)
+            filler.connect_ex(listener.getsockname())
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+def assert_cut(request: Callable[[], object], cut: Callable[[], None], is_stuck: Callable[[], bool]) -> None:
+    ended: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            request()
+        except BaseException as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    wait_for(is_stuck, DEADLINE, "the request to be stuck")
+    assert not ended
+    cut()
+    thread.join(DEADLINE)
+    assert [type(error) for error in ended] == [Cancelled]
+    with pytest.raises(Cancelled):
+        request()
+
+
+@pytest.mark.parametrize(("serve", "scheme"), [(silent, "http"), (partly, "http"), (silent, "https")])
+def test_a_request_without_an_answer_can_be_cut(serve: Serve, scheme: str) -> None:
+    stuck = threading.Event()
+
+    def serve_stuck(connection: socket.socket) -> None:
+        stuck.set()
+        serve(connection)
+
+    with server(serve_stuck) as url:
+        asker = client(url.replace("http", scheme), timeouts=PATIENT)
+        assert_cut(lambda: asker.fetch("/key"), asker.cut, stuck.is_set)
+
+
+def test_a_connection_that_is_being_made_can_be_cut() -> None:
+    with full_backlog() as url:
+        asker = client(url, timeouts=PATIENT)
+        port = int(url.rpartition(":")[2])
+        assert_cut(lambda: asker.fetch("/key"), asker.cut, lambda: syn_sent_to(port) > 0)
+
+
+def syn_sent_to(port: int) -> int:
+    lines = Path("/proc/net/tcp").read_text().splitlines()
+    return sum(line.split()[2] == f"0100007F:{port:04X}" and line.split()[3] == "02" for line in lines)
+
+
+def test_the_lookup_of_a_name_can_be_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, over = threading.Event(), threading.Event()
+    real = socket.getaddrinfo
+
+    def slow(host: bytes, *args: int, **kwargs: int) -> object:
+        if kwargs.get("flags"):
+            return real(host, *args, **kwargs)
+        asked.set()
+        over.wait(DEADLINE)
+        return []
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    asker = client("http://etcd.example.com:2379", timeouts=PATIENT)
+    assert_cut(lambda: asker.fetch("/key"), asker.cut, asked.is_set)
+    over.set()
+
+
+def test_a_name_without_an_address_is_told() -> None:
+    too_long_to_be_asked_for = "x" * 64
+    with pytest.raises(Unreachable, match="cannot be resolved"):
+        Line().connect(too_long_to_be_asked_for, 2379, DEADLINE)
+
+
+def test_names_are_looked_up(etcd: LocalEtcd) -> None:
+    with pytest.raises(NotFound):
+        client(etcd.url.replace("127.0.0.1", "localhost")).fetch("/not-there-either")
+
+
+def test_a_poll_over_tls_can_be_cut(tmp_path: Path) -> None:
+    make_certificates(tmp_path)
+    paths = {"certfile": "client.crt", "keyfile": "client.key", "cafile": "ca.crt"}
+    contact = threading.Event()
+    with running_etcd(tls=tmp_path) as etcd:
+        options = {name: str(tmp_path / file) for name, file in paths.items()}
+        asker = Client(transport_to(etcd.url, timeouts=PATIENT, **options), contact.set)
+        with pytest.raises(NotFound) as missing:
+            asker.fetch("/cut")
+        contact.clear()
+        assert_cut(lambda: asker.wait("/cut", missing.value.at, recursive=False), asker.cut, contact.is_set)

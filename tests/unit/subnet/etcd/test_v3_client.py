@@ -1,0 +1,471 @@
+"""The JSON gateway of etcd v3: its versions, logins, answers that get lost, and servers that misbehave."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from flanneld.errors import Retryable
+from flanneld.runtime import clock
+from flanneld.subnet.etcd.http import NoSuchApi
+from flanneld.subnet.etcd.keys import Changes, Conflict, ListAgain, NotFound, Position
+from flanneld.subnet.etcd.transport import Timeouts
+from flanneld.subnet.etcd.v3.client import Client
+from flanneld.subnet.etcd.v3.watch import Watch
+from flanneld.subnet.manager import Cancelled
+from tests.etcd_clients import transport_to
+from tests.lab.etcd_v3 import V3Keys
+from tests.lab.impostor import http
+from tests.lab.wait import wait_for
+from tests.local_etcd import (
+    DEADLINE,
+    DEBIANS,
+    NEWER,
+    LocalEtcd,
+    Relay,
+    Serve,
+    answering,
+    free_port,
+    hang_up,
+    make_certificates,
+    running_etcd,
+    server,
+    silent,
+)
+
+#: For servers that do not answer; etcd itself may take longer.
+QUICK = Timeouts(connect=0.5, read=0.5)
+LASTING = Timeouts(read=60, silence=0.3)
+PATIENT = Timeouts(connect=600, read=600, silence=600)
+
+
+def client(*endpoints: str, timeouts: Timeouts = LASTING, **options: str) -> Client:
+    return Client(transport_to(*endpoints, timeouts=timeouts, **options))
+
+
+def watch(asker: Client, key: str, *, recursive: bool = False) -> Watch:
+    return asker.watcher(key, recursive=recursive, contact=lambda: None)
+
+
+HEADER = '"header": {"cluster_id": "1", "revision": "5"}'
+NO_BASE64 = f'{{{HEADER}, "kvs": [{{"key": "=", "mod_revision": "1"}}]}}'
+MISBEHAVIOUR: dict[str, tuple[Serve, str]] = {
+    "html": (answering(http("200 OK", "<html>hello</html>", "Content-Type: text/html")), "text/html"),
+    "not http": (answering(b"\x15\x03\x01\x00\x02\x02\x28 what?\r\n\r\n"), "does not speak HTTP"),
+    "hangs up": (hang_up, "broke the connection"),
+    "no leader": (answering(http("503 No", '{"error":"etcdserver: no leader","code":14}')), "no leader"),
+    "timed out": (answering(http("504 No", '{"message":"etcdserver: too slow","code":4}')), "too slow"),
+    "shuts down": (
+        answering(http("408 No", '{"message":"grpc: the client connection is closing","code":1}')),
+        "connection is closing",
+    ),
+    "bad gateway": (answering(http("502 Bad Gateway", "<html>")), "HTTP 502"),
+    "redirects": (answering(http("307 Away", "", "Location: http://u:pw@else/x")), "redirects to else"),
+    "no gateway": (answering(http("404 Not Found", "404 page not found\n")), "--enable-grpc-gateway"),
+    "foreign JSON": (answering(http("200 OK", '{"hello": "world"}')), "JSON that is not etcd's"),
+    "header of wrong type": (answering(http("200 OK", '{"header": [1]}')), "not etcd's"),
+    "keys of wrong type": (answering(http("200 OK", f'{{{HEADER}, "kvs": [{{"key": 1}}]}}')), "not etcd's"),
+    "no base64": (answering(http("200 OK", NO_BASE64)), "not etcd's"),
+    "JSON list": (answering(http("200 OK", "[]")), "no JSON object"),
+    "too deep": (answering(http("200 OK", "[" * 100_000)), "no JSON object"),
+    "silent": (silent, "no answer within 0.5 s"),
+}
+
+
+@pytest.mark.parametrize(("serve", "sentence"), MISBEHAVIOUR.values(), ids=MISBEHAVIOUR.keys())
+def test_a_server_that_is_of_no_use_is_named_and_the_next_one_asked(
+    etcd: LocalEtcd, keys: V3Keys, serve: Serve, sentence: str
+) -> None:
+    keys.put("/failover", "yes")
+    with server(serve) as url:
+        with pytest.raises(Retryable) as caught:
+            client(url, timeouts=QUICK).fetch("/failover")
+        reply = client(url, etcd.url, timeouts=QUICK).fetch("/failover")
+    assert url in str(caught.value)
+    assert sentence in str(caught.value)
+    assert caught.value.remedy
+    assert "pw" not in str(caught.value)
+    assert reply.node
+    assert reply.node.value == "yes"
+
+
+@pytest.mark.parametrize(
+    ("prefix", "root"),
+    [
+        ("/coreos.com/network", "/coreos.com/network"),
+        ("//coreos.com//network/", "/coreos.com/network"),
+        ("coreos.com/network", "coreos.com/network"),
+        ("/", "/"),
+        ("", ""),
+    ],
+)
+def test_a_prefix_is_taken_as_go_flanneld_takes_it(prefix: str, root: str) -> None:
+    assert client("http://127.0.0.1:1").root(prefix) == root
+
+
+# ---- versions and logins -------------------------------------------------------------------------
+
+
+class OldVersion(Relay):
+    """An etcd of an old version: its gateway is elsewhere."""
+
+    def __init__(self, target: str, root: bytes) -> None:
+        super().__init__(target)
+        self._root = root
+
+    def rewritten(self, data: bytes) -> bytes:
+        hidden = data.replace(b"POST /v3", b"POST /nothing-here")
+        return hidden.replace(b"POST /nothing-here" + self._root + b"/", b"POST /v3/")
+
+
+@pytest.mark.parametrize("root", ["beta", "alpha"])
+def test_older_versions_have_their_gateway_elsewhere(etcd: LocalEtcd, keys: V3Keys, root: str) -> None:
+    relay = OldVersion(etcd.url, root.encode())
+    with server(relay) as url:
+        asker = client(url)
+        made = asker.create(f"/old-{root}", "1", 3600)
+        keys.put(f"/old-{root}", "2")
+        watcher = watch(asker, f"/old-{root}")
+        (changed,) = wait_for(lambda: watcher.wait(made.at).replies, DEADLINE, "the change")
+        relay.requests.clear()
+        asker.remove(f"/old-{root}")
+    assert changed.node
+    assert changed.node.value == "2"
+    assert relay.requests == [f"POST /v3{root}/kv/deleterange"]
+
+
+both_versions = pytest.mark.parametrize("program", [DEBIANS, NEWER], ids=["debians", "newer"])
+
+
+@both_versions
+def test_a_gateway_that_is_switched_off_is_named(program: str) -> None:
+    with (
+        running_etcd("--enable-grpc-gateway=false", program=program) as etcd,
+        pytest.raises(NoSuchApi) as caught,
+    ):
+        client(etcd.url, transport="json").fetch("/key")
+    assert "--enable-grpc-gateway=true" in caught.value.remedy
+
+
+@pytest.fixture(params=[DEBIANS, NEWER], ids=["debians", "newer"])
+def guarded(request: pytest.FixtureRequest) -> Iterator[LocalEtcd]:
+    with running_etcd("--bcrypt-cost=4", program=request.param) as etcd:
+        V3Keys(etcd.post).require_login("flannel", "secret", "/net")
+        yield etcd
+
+
+def test_an_outdated_login_is_renewed_once(guarded: LocalEtcd) -> None:
+    relay = Relay(guarded.url)
+    with server(relay) as url:
+        asker = client(url, username="flannel", password="secret", timeouts=LASTING)
+        made = asker.create("/net/subnets/a", "1", None)
+        for _ in range(3):
+            asker.fetch("/net/subnets/a")
+        assert len(relay.asked("/auth/authenticate")) == 1
+        guarded.stop()  # It keeps the logins in its memory.
+        guarded.start()
+        watcher, at = watch(asker, "/net/subnets", recursive=True), Position(1, made.at.cluster)
+        replies = wait_for(lambda: watcher.wait(at).replies, DEADLINE, "the change")
+        assert [each.node.value for each in replies if each.node] == ["1"]
+        assert len(relay.asked("/auth/authenticate")) == 2
+
+
+def test_a_watch_with_an_outdated_login_logs_in_again(guarded: LocalEtcd) -> None:
+    asker = client(guarded.url, username="flannel", password="secret", timeouts=LASTING)
+    made = asker.create("/net/subnets/a", "1", None)
+    guarded.stop()
+    guarded.start()
+    asker._answered[guarded.url] = clock.now()  # as if it had been asked in between
+    watcher, at = watch(asker, "/net/subnets", recursive=True), Position(1, made.at.cluster)
+    assert len(wait_for(lambda: watcher.wait(at).replies, DEADLINE, "the change")) == 1
+
+
+def test_a_login_that_etcd_does_not_want_is_not_made(etcd: LocalEtcd) -> None:
+    relay = Relay(etcd.url)
+    with server(relay) as url, pytest.raises(NotFound):
+        client(url, username="flannel", password="secret", timeouts=LASTING).fetch("/nothing")
+    assert relay.requests == ["POST /v3/kv/range"]
+
+
+@both_versions
+def test_a_certificate_that_stands_in_the_way_of_a_login_is_named(tmp_path: Path, program: str) -> None:
+    make_certificates(tmp_path)
+    paths = {"certfile": "client.crt", "keyfile": "client.key", "cafile": "ca.crt"}
+    files = {name: str(tmp_path / file) for name, file in paths.items()} | {"transport": "json"}
+    with running_etcd("--bcrypt-cost=4", tls=tmp_path, program=program) as etcd:
+        V3Keys(etcd.post).require_login("flannel", "secret", "/net")
+        with pytest.raises(Retryable, match="common name"):
+            client(etcd.url, username="flannel", password="secret", timeouts=LASTING, **files).fetch(
+                "/net/config"
+            )
+
+
+# ---- writing -------------------------------------------------------------------------------------
+
+
+def test_a_write_whose_answer_is_lost_is_recognised_at_the_next_server(etcd: LocalEtcd, keys: V3Keys) -> None:
+    losing = Relay(etcd.url)
+    with server(losing) as url:
+        asker = client(url, etcd.url)
+        losing.answers_to_lose = 1
+        made = asker.create("/lost", "mine", 3600)
+        assert made.node
+        asker.servers.skip()
+        losing.answers_to_lose = 1
+        again = asker.replace("/lost", "mine, too", 3600, made.node.modified)
+    stored = keys.get("/lost") or {}
+    assert again.node
+    assert (stored["value"], stored["modifiedIndex"]) == ("mine, too", again.node.modified)
+    assert 3000 < stored["ttl"] <= 3600
+    assert losing.answers_to_lose == 0
+
+
+def test_who_loses_a_race_leaves_no_lease_behind(etcd: LocalEtcd, keys: V3Keys) -> None:
+    asker = client(etcd.url)
+    made = asker.create("/race", "first", 3600)
+    assert made.node
+    before = sorted(keys.leases())
+    with pytest.raises(Conflict):
+        asker.create("/race", "second", 3600)
+    with pytest.raises(Conflict):
+        asker.replace("/race", "second", 3600, made.node.modified + 1)
+    with pytest.raises(Conflict):
+        asker.replace("/not-there", "second", 3600, made.node.modified)
+    with pytest.raises(Conflict):
+        asker.create("/race", "second", None)
+    assert sorted(keys.leases()) == before
+    assert (keys.get("/race") or {})["value"] == "first"
+
+
+def test_who_may_not_write_leaves_no_lease_behind(guarded: LocalEtcd) -> None:
+    relay = Relay(guarded.url)
+    with server(relay) as url:
+        asker = client(url, username="flannel", password="secret", timeouts=LASTING)
+        with pytest.raises(Retryable, match="refuses access"):
+            asker.create("/elsewhere", "1", 3600)
+    assert len(relay.asked("/lease/grant")) == len(relay.asked("/kv/lease/revoke")) > 0
+
+
+def test_a_key_without_a_lease_stays(etcd: LocalEtcd) -> None:
+    asker = client(etcd.url)
+    made = asker.create("/stays", "1", None)
+    found = asker.fetch("/stays")
+    assert made.node
+    assert found.node
+    assert (made.node.ttl, found.node.ttl) == (None, None)
+
+
+# ---- watching ------------------------------------------------------------------------------------
+
+
+def test_a_watch_goes_on_at_another_server_when_its_own_falls_silent(etcd: LocalEtcd, keys: V3Keys) -> None:
+    relay = Relay(etcd.url)
+    with server(relay) as url:
+        transport = transport_to(url, etcd.url, timeouts=LASTING)
+        asker = Client(transport)
+        at = asker.fetch("/dir", recursive=True).at
+        watcher = watch(asker, "/dir", recursive=True)
+        assert watcher.wait(at).replies == ()  # The silence of a server that is well.
+        relay.is_silent = True
+        keys.put("/dir/a", "1")
+        transport.timeouts = replace(LASTING, read=0.5)
+
+        def heard() -> object:
+            with suppress(Retryable):  # Also the other one may take longer.
+                return watcher.wait(at).replies
+
+        wait_for(heard, DEADLINE, "the change")
+        watcher.close()
+
+
+def test_silence_costs_no_more_than_a_question_now_and_then(etcd: LocalEtcd) -> None:
+    relay = Relay(etcd.url)
+    with server(relay) as url:
+        asker = client(url, timeouts=Timeouts(silence=0.3))
+        at = asker.fetch("/dir", recursive=True).at
+        watcher = watch(asker, "/dir", recursive=True)
+        for _ in range(3):
+            assert watcher.wait(at).at == at
+        watcher.close()
+        assert relay.asked("/watch") == ["POST /v3/watch"]
+        assert len(relay.asked("/kv/range")) == 4
+        assert relay.connections == 2
+
+
+@contextmanager
+def watched(etcd: LocalEtcd, key: str, *, recursive: bool) -> Iterator[tuple[Relay, Watch, Position]]:
+    """A watch, whose silence is in order so far, the proxy before etcd, and from where it goes on."""
+    relay = Relay(etcd.url)
+    with server(relay) as url:
+        asker = client(url)
+        at = asker.fetch(key, recursive=recursive).at
+        watcher = watch(asker, key, recursive=recursive)
+        assert watcher.wait(at).replies == ()
+        yield relay, watcher, at
+        watcher.close()
+
+
+@pytest.mark.parametrize("change", ["put", "delete"])
+@pytest.mark.parametrize(("key", "recursive"), [("/stall", True), ("/stall/a", False)])
+def test_a_watch_that_stalls_behind_a_proxy_is_left(
+    etcd: LocalEtcd, keys: V3Keys, key: str, recursive: bool, change: str
+) -> None:
+    keys.put("/stall/a", "1")
+    with watched(etcd, key, recursive=recursive) as (relay, watcher, at):
+        relay.stalled.add(relay.clients[1])
+        if change == "put":
+            keys.put("/stall/a", "2")
+        else:
+            keys.delete("/stall/a")
+        wait_for(lambda: watcher.wait(at).replies, DEADLINE, "the change")
+
+
+@pytest.mark.parametrize(("key", "recursive", "watches"), [("/quiet", True, 2), ("/quiet/a", False, 1)])
+def test_what_others_write_does_not_cost_a_watch_each_time(
+    etcd: LocalEtcd, keys: V3Keys, key: str, recursive: bool, watches: int
+) -> None:
+    keys.put("/quiet/a", "1")
+    with watched(etcd, key, recursive=recursive) as (relay, watcher, at):
+        for _ in range(3):
+            keys.put("/others", "x")
+            assert watcher.wait(at) == Changes((), at)
+        assert watcher.wait(at) == Changes((), at)
+        assert len(relay.asked("/watch")) == watches
+
+
+def test_a_thousand_keys_in_one_transaction_are_one_batch(etcd: LocalEtcd, keys: V3Keys) -> None:
+    asker = client(etcd.url, timeouts=PATIENT)
+    names = [f"/many/{number:04}" for number in range(1000)]
+    for begin in range(0, 1000, 100):
+        keys.put_all(dict.fromkeys(names[begin : begin + 100], "x" * 100))
+    at = asker.fetch("/many", recursive=True).at
+    watcher = watch(asker, "/many", recursive=True)
+    keys.delete("/many")
+    gone = watcher.wait(at)
+    watcher.close()
+    assert [(each.action, each.node.key) for each in gone.replies if each.node] == [
+        ("delete", name) for name in names
+    ]
+    assert gone.at.index == at.index + 1
+
+
+def test_what_was_forgotten_or_restored_is_to_be_read_again(etcd: LocalEtcd, keys: V3Keys) -> None:
+    asker = client(etcd.url)
+    at = asker.create("/forgotten", "1", None).at
+    keys.delete("/forgotten")
+    keys.compact()
+    with pytest.raises(ListAgain, match="forgotten"):
+        wait_for(lambda: watch(asker, "/forgotten").wait(at).replies, DEADLINE)
+    with pytest.raises(ListAgain, match="restored"):
+        watch(asker, "/forgotten").wait(Position(at.index + 1_000_000, at.cluster))
+    with pytest.raises(ListAgain, match="another cluster"):
+        watch(asker, "/forgotten").wait(Position(at.index, "beef"))
+
+
+def test_keys_and_values_that_are_no_text_hurt_nobody(etcd: LocalEtcd, keys: V3Keys) -> None:
+    asker = client(etcd.url)
+    keys.put("/bytes/a", b"\xff\xfe")
+    etcd.post("/kv/put", {"key": "L2J5dGVzL//+", "value": "AAE="})
+    keys.put("/bytes/z", "text")
+    found = asker.fetch("/bytes", recursive=True).children
+    assert [each.value for each in found if each.key == "/bytes/z"] == ["text"]
+    assert len(found) == 3
+
+
+def test_a_watch_whose_connection_was_given_up_calls_for_a_list(etcd: LocalEtcd, keys: V3Keys) -> None:
+    relay = Relay(etcd.url)
+    with server(relay) as url:
+        asker = client(url, timeouts=PATIENT)
+        at = asker.fetch("/moved", recursive=True).at
+        watcher = watch(asker, "/moved", recursive=True)
+        failures: list[Exception] = []
+
+        def wait() -> None:
+            try:
+                watcher.wait(at)
+            except ListAgain as reason:
+                failures.append(reason)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        wait_for(lambda: relay.asked("/watch"), DEADLINE, "the watch")
+        wait_for(lambda: watcher._stream and watcher._at, DEADLINE, "the watch to have begun")
+        watcher.reconnect()
+        thread.join(DEADLINE)
+        assert [str(reason) for reason in failures] == ["the connection was given up"]
+        keys.put("/moved/a", "1")
+        assert len(watcher.wait(at).replies) == 1
+        watcher.close()
+
+
+def half_an_answer(connection: socket.socket) -> None:
+    connection.recv(65536)
+    connection.sendall(b"HTTP/1.1 200")
+    silent(connection)
+
+
+@pytest.mark.parametrize("serve", [silent, half_an_answer])
+def test_a_watch_that_is_being_opened_can_be_cut(serve: Serve) -> None:
+    asked = threading.Event()
+
+    def stuck(connection: socket.socket) -> None:
+        asked.set()
+        serve(connection)
+
+    with server(stuck) as url:
+        asker = client(url, timeouts=PATIENT)
+        asker._answered[url] = clock.now()  # as if it had been asked before
+        watcher = watch(asker, "/cut")
+        check_cut(watcher, asked.is_set)
+
+
+def test_a_watch_over_tls_can_be_cut(tmp_path: Path) -> None:
+    make_certificates(tmp_path)
+    paths = {"certfile": "client.crt", "keyfile": "client.key", "cafile": "ca.crt"}
+    with running_etcd(tls=tmp_path) as etcd:
+        files = {name: str(tmp_path / file) for name, file in paths.items()}
+        begun = threading.Event()
+        asker = client(etcd.url, timeouts=PATIENT, **files)
+        watcher = asker.watcher("/cut", recursive=False, contact=begun.set)
+        check_cut(watcher, begun.is_set, asker.fetch("/cut", recursive=True).at)
+
+
+def check_cut(watcher: Watch, is_stuck: Callable[[], bool], at: Position = Position(1, "1")) -> None:  # noqa: B008
+    ended: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            watcher.wait(at)
+        except BaseException as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    wait_for(is_stuck, DEADLINE, "the watch to be stuck")
+    watcher.cut()
+    thread.join(DEADLINE)
+    assert [type(error) for error in ended] == [Cancelled]
+
+
+def test_tokens_show_nowhere(guarded: LocalEtcd, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    asker = client(
+        guarded.url,
+        f"http://127.0.0.1:{free_port()}",
+        username="flannel",
+        password="secret",
+        timeouts=LASTING,
+    )
+    asker.create("/net/subnets/a", "1", None)
+    with pytest.raises(Retryable) as caught:
+        asker.create("/elsewhere", "1", None)
+    told = caplog.text + str(caught.value) + repr(asker)
+    assert not [token for token in asker._tokens.values() if token in told]
+    assert "secret" not in told

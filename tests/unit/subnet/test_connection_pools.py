@@ -1,0 +1,54 @@
+"""Answers of servers over urllib3's connections."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from flanneld.errors import Retryable
+from flanneld.subnet import connection_pools
+from flanneld.subnet.etcd import choice
+from flanneld.subnet.etcd.endpoints import EtcdOptions, Servers
+from flanneld.subnet.etcd.transport import Timeouts, Transport
+from flanneld.subnet.kube import api
+from flanneld.subnet.kube.access import Access
+from tests.local_etcd import server
+
+LIMIT = 4 << 20
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+CHUNK = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
+
+
+def endless(connection: socket.socket) -> None:
+    connection.recv(65536)
+    connection.sendall(HEAD)
+    while True:
+        connection.sendall(CHUNK)
+
+
+@pytest.fixture
+def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setattr(connection_pools, "_LONGEST_ANSWER", LIMIT)
+    with server(endless) as url:
+        yield url
+
+
+def ask_etcd(api: str, url: str) -> None:
+    transport = Transport(Servers(EtcdOptions((url,))), Timeouts(read=60))
+    choice.open_client(api, transport).fetch("/key")
+
+
+def ask_kubernetes(url: str) -> None:
+    api.Api(Access(url, "", {}), api.Timeouts(read=60)).get(api.NODES)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [lambda url: ask_etcd("v2", url), lambda url: ask_etcd("v3", url), ask_kubernetes],
+    ids=["etcd v2", "etcd v3", "Kubernetes"],
+)
+def test_an_answer_without_end_is_given_up(url: str, ask: Callable[[str], None]) -> None:
+    with pytest.raises(Retryable, match="its answer is longer than 4 MiB"):
+        ask(url)

@@ -1,0 +1,584 @@
+"""The lease keeper in its own thread, against a store in memory and a clock that the tests turn."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from ipaddress import IPv4Address, IPv4Network
+from time import monotonic
+
+import pytest
+
+from flanneld.compat.glog import V
+from flanneld.config import Config
+from flanneld.errors import Fatal, Retryable
+from flanneld.model import Added, IPAddress, Lease, LeaseAttrs, LeaseKey, Removed
+from flanneld.subnet.lease_keeper import ANNOUNCE_RETRY, CONTEST_SPACING, PEACE, RENEW_RETRY, Keeper
+from flanneld.subnet.lease_keeper import PROBATION as NEWCOMERS_PROBATION
+from flanneld.subnet.manager import Cancelled, Deliver, SubnetManager
+from tests.clock import Clock
+from tests.lab.wait import wait_for
+
+HOUR = 3600.0
+TTL, MARGIN = 24 * HOUR, HOUR
+#: Who yields does so for that long by the real clock. A binary fraction, so that sums are exact.
+PROBATION = 0.0625
+#: Seconds that a thread may take to get its turn.
+PATIENCE = 30.0
+KEY: LeaseKey = (IPv4Network("10.1.5.0/24"), None)
+
+
+class Store:
+    """Leases in memory, with indexes, terms and watchers, as etcd has them."""
+
+    name = "a store in memory"
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._lock = threading.RLock()
+        self._watchers: list[Deliver] = []
+        self.leases: dict[LeaseKey, Lease] = {}
+        self.index = 0
+        self.term = TTL
+        self.failures: list[Exception] = []
+        #: When somebody tried to renew.
+        self.attempts: list[float] = []
+
+    def write(self, lease: Lease) -> Lease:
+        """A lease without end stays without, any other gets a full term."""
+        with self._lock:
+            self.index += 1
+            expires = None if lease.expires is None else self._now() + self.term
+            written = replace(lease, expires=expires, asof=self.index)
+            self.leases[lease.key] = written
+            for deliver in self._watchers:
+                deliver([Added(written)])
+            return written
+
+    def remove(self, key: LeaseKey) -> None:
+        with self._lock:
+            self.index += 1
+            del self.leases[key]
+            for deliver in self._watchers:
+                deliver([Removed(key)])
+
+    def renew(self, lease: Lease) -> Lease:
+        with self._lock:
+            self.attempts.append(self._now())
+            if self.failures:
+                raise self.failures.pop(0)
+            there = self.leases.get(lease.key)
+            if there and there.attrs.public_ip != lease.attrs.public_ip and there.asof != lease.asof:
+                raise Fatal("the lease is another node's, and who renews it does not know")
+            return self.write(lease)
+
+    def watch_own(self, lease: Lease, deliver: Deliver) -> None:
+        with self._lock:
+            self._watchers.append(deliver)
+            deliver([Added(self.leases[lease.key])])
+
+    def network_config(self) -> Config:
+        raise NotImplementedError
+
+    def stored(self, public_ip: IPAddress | None) -> LeaseAttrs | None:
+        raise NotImplementedError
+
+    def acquire(self, config: Config, attrs: LeaseAttrs, previous: LeaseKey) -> Lease:
+        raise NotImplementedError
+
+    def watch(self, deliver: Deliver) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+
+class RunningClock(Clock):
+    def __call__(self) -> float:
+        return monotonic()
+
+
+class Node:
+    """A keeper at work for a node; ``error`` is with what it ended."""
+
+    def __init__(self, store: Store, clock: Clock, lease: Lease, *, contested: bool = True) -> None:
+        self.stop = threading.Event()
+        self.revoked = threading.Event()
+        self.error: BaseException | None = None
+        #: Within how many seconds each heartbeat promised the next.
+        self.promises: set[float] = set()
+        self._clock = clock
+        self._rounds = 0
+        manager: SubnetManager = store
+        self.keeper = Keeper(
+            manager,
+            lease,
+            margin=MARGIN,
+            stop=self.stop,
+            heartbeat=self._count,
+            revoked=self._on_revoked,
+            contested=contested,
+            probation=PROBATION,
+            now=clock,
+        )
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        store.watch_own(lease, self.keeper.deliver)
+        self._thread.start()
+
+    def settle(self) -> None:
+        """Wait until what was sent, and the present time, have been dealt with, and what that caused."""
+        for _ in range(2):
+            wait_for(lambda: self.ended or self.keeper._inbox.empty(), PATIENCE, "an empty inbox")
+            self._go_round()
+
+    def _go_round(self) -> None:
+        before = self._rounds
+        self.keeper.cancel()
+        wait_for(lambda: self.ended or self._rounds > before, PATIENCE, "the keeper's next round")
+
+    def pass_time(self, seconds: float) -> None:
+        self._clock.time += seconds
+        self.settle()
+
+    @property
+    def ended(self) -> bool:
+        return not self._thread.is_alive()
+
+    def end(self) -> None:
+        self.stop.set()
+        self.keeper.cancel()
+        self._thread.join(PATIENCE)
+        assert self.ended
+
+    def _count(self, within: float) -> None:
+        self.promises.add(within)
+        self._rounds += 1
+
+    def _on_revoked(self) -> None:
+        self.revoked.set()
+        self.stop.set()
+
+    def _run(self) -> None:
+        try:
+            self.keeper.run()
+        except BaseException as error:
+            self.error = error
+
+
+def attrs(number: int) -> LeaseAttrs:
+    return LeaseAttrs(IPv4Address(f"192.168.0.{number}"), backend_type="host-gw")
+
+
+OURS, OTHERS = attrs(1), attrs(2)
+LEASE = Lease(OURS, *KEY, expires=0.0)
+RESERVATION = replace(LEASE, expires=None)
+
+
+@pytest.fixture
+def store(clock: Clock) -> Store:
+    return Store(clock)
+
+
+Start = Callable[[Lease], Node]
+
+
+@pytest.fixture
+def start(store: Store, clock: Clock) -> Iterator[Start]:
+    """Write a lease and let a keeper keep it."""
+    nodes: list[Node] = []
+
+    def start(lease: Lease) -> Node:
+        nodes.append(Node(store, clock, store.write(lease)))
+        nodes[-1].settle()
+        return nodes[-1]
+
+    yield start
+    for node in nodes:
+        node.end()
+
+
+@pytest.fixture
+def node(start: Start) -> Node:
+    return start(LEASE)
+
+
+def test_intervals_of_renewal_and_contest_are_those_of_the_docs() -> None:
+    assert (RENEW_RETRY, ANNOUNCE_RETRY, NEWCOMERS_PROBATION, CONTEST_SPACING, PEACE) == (60, 1, 5, 2, 600)
+
+
+# ---- renewal -------------------------------------------------------------------------------------
+
+
+def test_a_lease_is_renewed_when_only_the_margin_is_left(node: Node, store: Store, clock: Clock) -> None:
+    node.pass_time(TTL - MARGIN - 1)
+    assert store.attempts == []
+    node.pass_time(1)
+    assert store.attempts == [clock.time]
+    assert store.leases[KEY] == replace(LEASE, expires=clock.time + TTL, asof=2)
+
+
+def test_lease_is_renewed_on_time_though_nothing_wakes_its_keeper() -> None:
+    clock = RunningClock()
+    store = Store(clock)
+    store.term = MARGIN + 0.1
+    lease = store.write(LEASE)
+    store.term = TTL
+    node = Node(store, clock, lease)
+    wait_for(lambda: store.attempts, PATIENCE, "a renewal")
+    assert lease.expires is not None
+    assert store.attempts[0] >= lease.expires - MARGIN
+    node.end()
+
+
+def test_keeper_promises_its_next_heartbeat_within_two_minutes(node: Node) -> None:
+    node.pass_time(1)
+    assert node.promises == {120.0}
+
+
+def test_keeper_tells_the_lease_as_it_was_last_written_and_heard(node: Node, store: Store) -> None:
+    assert node.keeper.lease == store.leases[KEY]
+    node.pass_time(TTL - MARGIN)
+    assert node.keeper.lease == store.leases[KEY]
+    assert store.write(RESERVATION).asof == 3
+    node.settle()
+    assert node.keeper.lease == replace(RESERVATION, asof=3)
+
+
+def test_a_lease_is_renewed_again_and_again(node: Node, store: Store) -> None:
+    for day in range(1, 4):
+        node.pass_time(TTL - MARGIN)
+        assert len(store.attempts) == day
+
+
+def test_a_lease_past_its_time_is_renewed_at_once(start: Start, store: Store) -> None:
+    store.term = -5.0
+    start(LEASE)
+    assert len(store.attempts) == 1
+
+
+def test_a_term_shorter_than_the_margin_does_not_make_it_spin(node: Node, store: Store) -> None:
+    store.term = MARGIN / 2
+    node.pass_time(TTL - MARGIN)
+    node.settle()
+    assert len(store.attempts) == 1
+    node.pass_time(1)
+    assert len(store.attempts) == 2
+
+
+def test_a_renewal_that_fails_is_tried_again_each_minute(node: Node, store: Store, clock: Clock) -> None:
+    store.failures = [Retryable("no answer")] * 3
+    node.pass_time(TTL - MARGIN)
+    due = clock.time
+    for _ in range(8):
+        node.pass_time(RENEW_RETRY / 2)
+    assert store.attempts == [due, due + 60, due + 120, due + 180]
+    node.pass_time(10 * RENEW_RETRY)
+    assert len(store.attempts) == 4
+
+
+def test_a_failure_is_logged_once_a_minute_and_its_end_once(
+    node: Node, store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    store.failures = [Retryable("no answer", "start etcd")] * 2
+    node.pass_time(TTL - MARGIN)
+    for _ in range(2):
+        node.pass_time(RENEW_RETRY)
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING", "INFO"]
+    assert "no answer; start etcd (for 60 s now)" in caplog.text
+
+
+@pytest.mark.parametrize("failure", [Fatal("forbidden"), Cancelled()])
+def test_what_trying_again_cannot_help_ends_the_keeper(node: Node, store: Store, failure: Exception) -> None:
+    store.failures = [failure]
+    node.pass_time(TTL - MARGIN)
+    assert (node.ended, node.error) == (True, failure)
+
+
+def test_a_stop_ends_the_keeper_though_nothing_is_due(node: Node) -> None:
+    node.end()
+    assert node.error is None
+
+
+# ---- reservations --------------------------------------------------------------------------------
+
+
+def test_a_reservation_is_never_renewed(start: Start, store: Store) -> None:
+    node = start(RESERVATION)
+    node.pass_time(100 * 365 * 24 * HOUR)
+    assert store.attempts == []
+
+
+def test_a_reservation_stays_one_when_its_attributes_change(start: Start, store: Store) -> None:
+    node = start(RESERVATION)
+    node.keeper.announce(OTHERS)
+    node.settle()
+    assert store.leases[KEY] == replace(RESERVATION, attrs=OTHERS, asof=2)
+    node.pass_time(100 * TTL)
+    assert len(store.attempts) == 1
+
+
+def test_a_lease_that_an_operator_makes_permanent_is_no_longer_renewed(node: Node, store: Store) -> None:
+    store.write(RESERVATION)
+    node.pass_time(10 * TTL)
+    assert store.attempts == []
+
+
+def test_a_reservation_that_an_operator_ends_is_renewed(start: Start, store: Store) -> None:
+    node = start(RESERVATION)
+    store.write(LEASE)
+    node.pass_time(TTL - MARGIN)
+    assert len(store.attempts) == 1
+
+
+# ---- what we are ---------------------------------------------------------------------------------
+
+
+def test_changed_attributes_are_written_at_once(node: Node, store: Store, clock: Clock) -> None:
+    node.keeper.announce(OTHERS)
+    node.settle()
+    assert store.leases[KEY] == Lease(OTHERS, *KEY, expires=clock.time + TTL, asof=2)
+
+
+def test_attributes_that_change_twice_are_written_twice_without_a_pause(node: Node, store: Store) -> None:
+    for changed in (OTHERS, attrs(3)):
+        node.keeper.announce(changed)
+        node.settle()
+        assert store.leases[KEY].attrs == changed
+
+
+def test_the_same_attributes_are_not_written_again(node: Node, store: Store) -> None:
+    node.keeper.announce(OURS)
+    node.settle()
+    assert store.attempts == []
+
+
+def test_renewals_keep_the_changed_attributes(node: Node, store: Store) -> None:
+    node.keeper.announce(OTHERS)
+    node.settle()
+    for _ in range(2):
+        node.pass_time(TTL - MARGIN)
+    assert (store.index, store.leases[KEY].attrs) == (4, OTHERS)
+
+
+def test_an_announcement_that_fails_is_tried_again_each_second(node: Node, store: Store) -> None:
+    store.failures = [Retryable("no answer")] * 2
+    node.keeper.announce(OTHERS)
+    node.settle()
+    for attempts in (2, 3):
+        node.pass_time(ANNOUNCE_RETRY / 2)
+        assert len(store.attempts) == attempts - 1
+        node.pass_time(ANNOUNCE_RETRY / 2)
+        assert len(store.attempts) == attempts
+    assert store.leases[KEY].attrs == OTHERS
+
+
+def test_a_store_that_asks_for_more_time_is_given_it(node: Node, store: Store) -> None:
+    store.failures = [Retryable("too many requests", retry_after=ANNOUNCE_RETRY * 8)]
+    node.keeper.announce(OTHERS)
+    node.settle()
+    node.pass_time(ANNOUNCE_RETRY * 7)
+    assert len(store.attempts) == 1
+    node.pass_time(ANNOUNCE_RETRY)
+    assert len(store.attempts) == 2
+
+
+def test_once_announced_there_is_no_hurry_any_more(node: Node, store: Store, clock: Clock) -> None:
+    node.keeper.announce(OTHERS)
+    node.settle()
+    store.failures = [Retryable("no answer")]
+    node.pass_time(TTL - MARGIN)
+    due = clock.time
+    node.pass_time(RENEW_RETRY - 1)
+    node.pass_time(1)
+    assert store.attempts[1:] == [due, due + RENEW_RETRY]
+
+
+def test_the_last_announcement_counts(node: Node, store: Store) -> None:
+    store.failures = [Retryable("no answer")]
+    node.keeper.announce(OTHERS)
+    node.keeper.announce(attrs(3))
+    node.settle()
+    node.pass_time(ANNOUNCE_RETRY)
+    assert store.leases[KEY].attrs == attrs(3)
+
+
+# ---- revocation ----------------------------------------------------------------------------------
+
+
+def test_a_revoked_lease_is_reported_and_not_written_again(
+    node: Node, store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.remove(KEY)
+    node.settle()
+    assert caplog.messages == ["Our lease 10.1.5.0/24 was revoked"]
+    assert (node.revoked.is_set(), node.error) == (True, None)
+    assert (store.leases, store.attempts) == ({}, [])
+
+
+def test_a_revoked_lease_that_was_due_is_not_written_again(node: Node, store: Store, clock: Clock) -> None:
+    clock.time += 2 * TTL
+    store.remove(KEY)
+    wait_for(lambda: node.ended, PATIENCE)
+    assert (store.leases, store.attempts) == ({}, [])
+
+
+# ---- two nodes, one lease ------------------------------------------------------------------------
+
+
+def test_the_newcomer_yields_and_the_older_node_keeps_the_lease(
+    start: Start, store: Store, clock: Clock
+) -> None:
+    older = start(LEASE)
+    older.pass_time(PROBATION)
+    newcomer = start(replace(LEASE, attrs=OTHERS))
+    older.settle()
+    newcomer.settle()
+    assert isinstance(newcomer.error, Fatal)
+    assert "--public-ip" in str(newcomer.error)
+    assert (older.ended, store.leases[KEY].attrs) == (False, OURS)
+    assert store.leases[KEY].expires == clock.time + TTL
+
+
+def test_who_has_had_the_lease_for_less_than_the_probation_is_a_newcomer(node: Node, store: Store) -> None:
+    node.pass_time(PROBATION / 2)
+    store.write(replace(LEASE, attrs=OTHERS))
+    node.settle()
+    assert isinstance(node.error, Fatal)
+    assert store.leases[KEY].attrs == OTHERS
+
+
+def test_the_older_node_complains_once(node: Node, store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    node.pass_time(PROBATION)
+    for _ in range(3):
+        store.write(replace(LEASE, attrs=OTHERS))
+        node.pass_time(CONTEST_SPACING)
+        assert store.leases[KEY].attrs == OURS
+    assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
+
+
+def test_two_nodes_of_old_standing_do_not_write_over_each_other_without_pause(
+    store: Store, clock: Clock
+) -> None:
+    lease = store.write(LEASE)
+    ours, theirs = Node(store, clock, lease), Node(store, clock, lease)
+    ours.pass_time(PROBATION)
+    theirs.settle()
+    theirs.keeper.announce(OTHERS)
+    for _ in range(5):
+        theirs.settle()
+        ours.settle()
+    first = len(store.attempts)
+    assert 2 <= first <= 3
+    for _ in range(4):
+        theirs.pass_time(CONTEST_SPACING / 4)
+        ours.settle()
+    assert first < len(store.attempts) <= first + 2
+    for node in (ours, theirs):
+        assert not node.ended
+        node.end()
+
+
+@pytest.mark.parametrize(
+    ("term", "attempts"), [(TTL, 1), (TTL - 59, 1), (TTL - 60, 0), (TTL - 61, 0), (HOUR * 2, 0)]
+)
+def test_full_term_is_another_nodes_renewal_and_a_shorter_one_an_operators_extension(
+    node: Node, store: Store, clock: Clock, term: float, attempts: int
+) -> None:
+    node.pass_time(PROBATION)
+    store.term = term
+    expires = store.write(LEASE).expires
+    store.term = TTL
+    node.settle()
+    assert len(store.attempts) == attempts
+    assert node.keeper.lease.expires == (clock.time + TTL if attempts else expires)
+
+
+def test_newcomer_waits_for_the_length_of_the_probation_before_it_ends(node: Node, store: Store) -> None:
+    began = monotonic()
+    store.write(replace(LEASE, attrs=OTHERS))
+    wait_for(lambda: node.ended, PATIENCE, "the end of the newcomer")
+    assert monotonic() - began >= PROBATION
+    assert isinstance(node.error, Fatal)
+    assert "another node writes itself into our lease 10.1.5.0/24" in node.error.problem
+
+
+def test_what_another_node_wrote_before_us_is_no_contest(node: Node, store: Store) -> None:
+    node.keeper.deliver([Added(replace(LEASE, attrs=OTHERS, asof=0))])
+    node.settle()
+    assert (node.ended, store.attempts) == (False, [])
+
+
+def test_an_older_echo_of_ours_does_not_undo_an_announcement(node: Node, store: Store) -> None:
+    node.pass_time(PROBATION)
+    node.keeper.announce(OTHERS)
+    node.keeper.deliver([Added(replace(LEASE, expires=TTL, asof=1))])
+    node.settle()
+    assert (len(store.attempts), store.leases[KEY].attrs) == (1, OTHERS)
+
+
+# ---- a lease that is nobody else's ----------------------------------------------------------------
+
+
+def test_without_rivals_what_somebody_wrote_into_our_lease_is_put_right(
+    store: Store, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    node = Node(store, clock, store.write(RESERVATION), contested=False)
+    store.write(replace(RESERVATION, attrs=LeaseAttrs()))
+    node.settle()
+    assert store.leases[KEY].attrs == OURS
+    store.write(replace(RESERVATION, attrs=OTHERS))
+    node.settle()
+    assert store.leases[KEY].attrs == OTHERS
+    node.pass_time(4 * CONTEST_SPACING)
+    assert store.leases[KEY].attrs == OURS
+    assert node.error is None
+    node.end()
+    assert caplog.text.count("writing it again") == 1
+
+
+def test_what_somebody_keeps_changing_back_is_written_ever_more_rarely_and_spoken_of_once(
+    store: Store, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    node = Node(store, clock, store.write(RESERVATION), contested=False)
+    theirs = replace(RESERVATION, attrs=OTHERS)
+    for _ in range(8):
+        tries = len(store.attempts)
+        node.keeper.deliver([Added(store.write(theirs))])  # told twice, which is no reason to wait longer
+        node.settle()
+        for _ in range(121):
+            if len(store.attempts) == tries:
+                node.pass_time(1)
+    pauses = [later - earlier for earlier, later in itertools.pairwise(store.attempts)]
+    assert 2 * CONTEST_SPACING <= pauses[0] <= 4 * CONTEST_SPACING + 1
+    assert all(pause >= 60 for pause in pauses[-3:])
+    assert all(pause <= 121 for pause in pauses)
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+    node.pass_time(PEACE + 121)
+    store.write(theirs)
+    node.settle()
+    assert store.leases[KEY].attrs == OURS
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"] * 2
+    store.write(theirs)
+    node.settle()
+    node.pass_time(4 * CONTEST_SPACING)
+    assert store.leases[KEY].attrs == OURS, "the pauses are short again"
+    node.end()
+
+
+def test_renewals_against_something_that_changes_them_back_are_logged_at_verbosity_one(
+    store: Store, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(V(2))
+    node = Node(store, clock, store.write(RESERVATION), contested=False)
+    for _ in range(2):
+        store.write(replace(RESERVATION, attrs=OTHERS))
+        node.settle()
+        node.pass_time(4 * CONTEST_SPACING)
+    renewals = [record for record in caplog.records if record.getMessage().startswith("Renewed the lease")]
+    assert [record.levelno for record in renewals] == [V(0), V(1)]
+    node.end()

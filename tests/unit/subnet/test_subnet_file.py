@@ -1,0 +1,462 @@
+"""subnet.env, on a real file system."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from ipaddress import IPv4Network, IPv6Network
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flanneld.errors import Retryable
+from flanneld.subnet.subnet_file import MAX_SIZE, Previous, SubnetEnv, SubnetFile, read, render, write
+
+NETWORK, SUBNET = IPv4Network("10.5.0.0/16"), IPv4Network("10.5.72.0/24")
+IPV6_NETWORK, IPV6_SUBNET = IPv6Network("fc00::/48"), IPv6Network("fc00:0:0:7::/64")
+ENV = SubnetEnv((NETWORK,), (SUBNET,), 1450, True)
+DUAL = SubnetEnv((IPV6_NETWORK, NETWORK), (IPV6_SUBNET, SUBNET), 1430, False)
+
+IPV4_LINES = "FLANNEL_NETWORK=10.5.0.0/16\nFLANNEL_SUBNET=10.5.72.1/24\n"
+IPV6_LINES = "FLANNEL_IPV6_NETWORK=fc00::/48\nFLANNEL_IPV6_SUBNET=fc00:0:0:7::1/64\n"
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "run" / "flannel" / "subnet.env"
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("subnet") / "subnet.env"
+
+
+def remembered(path: Path, content: str) -> Previous:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content)
+    return read(path)
+
+
+def names_in(directory: Path) -> list[str]:
+    return [entry.name for entry in directory.iterdir()]
+
+
+# Rendering.
+
+
+@pytest.mark.parametrize(
+    ("env", "text"),
+    [
+        (ENV, IPV4_LINES + "FLANNEL_MTU=1450\nFLANNEL_IPMASQ=true\n"),
+        (DUAL, IPV4_LINES + IPV6_LINES + "FLANNEL_MTU=1430\nFLANNEL_IPMASQ=false\n"),
+        (
+            SubnetEnv((IPV6_NETWORK,), (IPV6_SUBNET,), 1430, True),
+            IPV6_LINES + "FLANNEL_MTU=1430\nFLANNEL_IPMASQ=true\n",
+        ),
+    ],
+)
+def test_the_text_is_upstreams_to_the_byte(env: SubnetEnv, text: str) -> None:
+    assert render(env) == text
+
+
+@pytest.mark.parametrize("subnet", ["10.5.72.7/32", "255.255.255.255/32"])
+def test_a_subnet_of_one_address_keeps_to_its_own(subnet: str) -> None:
+    assert f"FLANNEL_SUBNET={subnet}\n" in render(SubnetEnv((), (IPv4Network(subnet),), 1450, True))
+
+
+# Writing.
+
+
+def test_writing_makes_the_directory_and_the_file(path: Path) -> None:
+    write(path, ENV)
+    assert path.read_bytes() == render(ENV).encode()
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o755
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+def test_everybody_may_read_the_file_whatever_the_umask(path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        write(path, ENV)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644
+
+
+def test_who_watches_the_file_sees_each_start(path: Path) -> None:
+    write(path, ENV)
+    before = path.stat()
+    write(path, ENV)
+    assert path.stat().st_ino != before.st_ino
+    assert path.read_text() == render(ENV)
+
+
+def test_a_changed_file_is_replaced_and_never_rewritten(path: Path) -> None:
+    write(path, ENV)
+    with path.open() as reader:
+        write(path, DUAL)
+        assert reader.read() == render(ENV)
+    assert path.read_text() == render(DUAL)
+    assert names_in(path.parent) == ["subnet.env"]
+
+
+def test_a_symlink_is_replaced_and_its_target_kept(path: Path, tmp_path: Path) -> None:
+    target = tmp_path / "precious"
+    target.write_text("keep me")
+    path.parent.mkdir(parents=True)
+    path.symlink_to(target)
+    write(path, ENV)
+    assert not path.is_symlink()
+    assert target.read_text() == "keep me"
+
+
+def test_a_fifo_in_the_files_place_is_replaced(path: Path) -> None:
+    path.parent.mkdir(parents=True)
+    os.mkfifo(path)
+    write(path, ENV)
+    assert path.is_file()
+
+
+def test_the_content_is_on_disk_before_the_name_and_the_name_before_the_return(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[tuple[Path, int, bool]] = []
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        name = Path(f"/proc/self/fd/{descriptor}").readlink()
+        synced.append((name, os.fstat(descriptor).st_size, path.exists()))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    write(path, ENV)
+    (file, size, named), (directory, _, named_then) = synced
+    assert file.parent == path.parent
+    assert size == len(render(ENV))
+    assert file.name.startswith(".subnet.env.")
+    assert not named
+    assert directory == path.parent
+    assert named_then
+
+
+FULL_DISK = """
+import resource, sys
+from ipaddress import IPv4Network
+from pathlib import Path
+from flanneld.errors import Retryable
+from flanneld.subnet.subnet_file import SubnetEnv, write
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (20, 20))
+try:
+    write(Path(sys.argv[1]), SubnetEnv((IPv4Network("10.9.0.0/16"),), (), 1450, True))
+except Retryable as error:
+    print(error)
+"""
+
+
+def test_no_room_for_the_new_file_leaves_the_old_one_intact(path: Path) -> None:
+    write(path, ENV)
+    done = subprocess.run([sys.executable, "-c", FULL_DISK, path], capture_output=True, check=True, text=True)
+    assert done.stdout.startswith(f"cannot write {path}: File too large; ")
+    assert "-subnet-file" in done.stdout
+    assert path.read_text() == render(ENV)
+    assert names_in(path.parent) == ["subnet.env"]
+
+
+def test_a_disk_that_fails_at_the_last_moment_leaves_the_old_file_intact(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fsync(_descriptor: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    write(path, ENV)
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(Retryable, match="Input/output error"):
+        write(path, DUAL)
+    assert path.read_text() == render(ENV)
+    assert names_in(path.parent) == ["subnet.env"]
+
+
+def test_a_directory_in_the_files_place_can_be_tried_again(path: Path) -> None:
+    path.mkdir(parents=True)
+    with pytest.raises(Retryable, match=str(path)):
+        write(path, ENV)
+    assert names_in(path.parent) == ["subnet.env"]
+
+
+def test_a_file_in_the_directorys_place_can_be_tried_again(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("")
+    with pytest.raises(Retryable, match="cannot write"):
+        write(tmp_path / "run" / "subnet.env", ENV)
+
+
+# Writing later.
+
+
+def test_what_cannot_be_written_is_written_later_and_complained_about_once(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    file = SubnetFile(path)
+    path.mkdir(parents=True)
+    file.tell(ENV)
+    file.look()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    path.rmdir()
+    file.look()
+    assert path.read_text() == render(ENV)
+    assert caplog.messages[1:] == [f"Wrote {path}"]
+
+
+def test_the_latest_of_what_could_not_be_written_is_written(path: Path) -> None:
+    file = SubnetFile(path)
+    path.mkdir(parents=True)
+    for env in (ENV, DUAL):
+        file.tell(env)
+    path.rmdir()
+    file.look()
+    assert path.read_text() == render(DUAL)
+
+
+def test_nothing_is_written_before_it_is_known_what(path: Path) -> None:
+    file = SubnetFile(path)
+    file.look()
+    assert not path.exists()
+    assert file.problem == ""
+
+
+def test_what_is_written_is_not_written_again(path: Path) -> None:
+    file = SubnetFile(path)
+    file.tell(ENV)
+    before = path.stat()
+    file.tell(ENV)
+    file.look()
+    assert path.stat() == before
+
+
+def test_what_cannot_be_written_is_a_problem_until_it_is(path: Path) -> None:
+    file = SubnetFile(path)
+    path.mkdir(parents=True)
+    file.tell(ENV)
+    assert file.problem.startswith(f"cannot write {path}: ")
+    path.rmdir()
+    file.look()
+    assert file.problem == ""
+
+
+# What others do to the file.
+
+
+def remove(path: Path) -> None:
+    path.unlink()
+
+
+def remove_directory(path: Path) -> None:
+    path.unlink()
+    path.parent.rmdir()
+
+
+def change(path: Path) -> None:
+    path.write_text(render(ENV).replace("10.5.72.1", "10.5.73.1"))
+
+
+def replace_by_another(path: Path) -> None:
+    path.with_name("other").write_text(render(DUAL))
+    path.with_name("other").replace(path)
+
+
+@pytest.mark.parametrize(
+    ("harm", "what"),
+    [
+        (remove, "removed"),
+        (remove_directory, "removed"),
+        (change, "changed"),
+        (replace_by_another, "changed"),
+    ],
+)
+def test_what_others_remove_or_change_is_written_again_and_said_once(
+    path: Path, caplog: pytest.LogCaptureFixture, harm: Callable[[Path], None], what: str
+) -> None:
+    file = SubnetFile(path)
+    file.tell(ENV)
+    harm(path)
+    for _ in range(3):
+        file.look()
+    assert path.read_text() == render(ENV)
+    assert caplog.messages == [f"Restored {path}: another program had {what} it"]
+    assert file.problem == ""
+
+
+def test_a_file_that_says_the_same_is_left_as_it_is(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = SubnetFile(path)
+    file.tell(ENV)
+    path.with_name("copy").write_text(render(ENV))
+    path.with_name("copy").replace(path)
+    before = path.stat().st_ino
+    file.look()
+    assert path.stat().st_ino == before
+    assert caplog.messages == []
+
+
+def test_a_program_that_does_not_stop_is_given_way_to_and_told_of(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = 1000.0
+    file = SubnetFile(path, now=lambda: now)
+    file.tell(ENV)
+    writes = set()
+    for _ in range(600):
+        remove(path) if path.exists() else None
+        now += 1.0
+        file.look()
+        writes |= {path.stat().st_ino, path.stat().st_mtime_ns} if path.exists() else set()
+    assert "another program keeps removing or changing" in file.problem
+    assert len(writes) < 120
+    assert len(caplog.messages) <= 10
+    now += 60.0
+    file.look()
+    assert path.read_text() == render(ENV)
+    assert file.problem == ""
+
+
+# Reading.
+
+
+def test_a_missing_file_means_nothing_and_costs_no_import(path: Path) -> None:
+    program = (
+        "import sys, pathlib; from flanneld.subnet.subnet_file import read; "
+        "print(read(pathlib.Path(sys.argv[1])), 'dotenv' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, path], capture_output=True, check=True, text=True)
+    assert done.stdout == f"{Previous()} False\n"
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        IPV4_LINES,
+        IPV4_LINES.replace("\n", "\r\n"),
+        IPV4_LINES.removesuffix("\n"),
+        "\ufeff" + IPV4_LINES,
+        "# ours\nexport FLANNEL_NETWORK='10.5.0.0/16'\nFLANNEL_SUBNET = \"10.5.72.1/24\" # mine\n",
+        "FLANNEL_NETWORK=10.5.0.0/16,\nFLANNEL_SUBNET=10.5.72.99/24\n",
+        "FLANNEL_NETWORK=junk, 10.5.0.0/16\nFLANNEL_SUBNET=,10.5.72.1/24\n",
+        "FLANNEL_SUBNET=10.9.9.1/24\n???\n" + IPV4_LINES,
+    ],
+)
+def test_what_upstream_and_people_write_is_understood(path: Path, content: str) -> None:
+    assert remembered(path, content) == Previous((NETWORK,), (SUBNET, None))
+
+
+def test_both_families_are_remembered(path: Path) -> None:
+    assert remembered(path, IPV6_LINES + IPV4_LINES) == Previous(
+        (NETWORK, IPV6_NETWORK), (SUBNET, IPV6_SUBNET)
+    )
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "",
+        "10.5.72.1",
+        "10.5.72.1/255.255.255.0",
+        "10.5.72.1/33",
+        "10.5.72/24",
+        "fc00::1/64",
+        "10.5.72.1/24,10.5.73.1/24",
+        "junk",
+    ],
+)
+def test_a_value_that_is_not_one_network_is_logged_and_counts_as_none(
+    path: Path, value: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    content = f"FLANNEL_NETWORK=10.5.0.0/16\nFLANNEL_SUBNET={value}\n"
+    assert remembered(path, content) == Previous((NETWORK,), (None, None))
+    assert f"FLANNEL_SUBNET in {path}" in caplog.text
+
+
+def test_a_name_without_a_value_counts_as_none(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert remembered(path, "FLANNEL_SUBNET\n") == Previous()
+    assert "FLANNEL_SUBNET" in caplog.text
+
+
+def test_a_variable_that_is_absent_is_no_news(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert remembered(path, "FLANNEL_MTU=1450\n") == Previous()
+    assert caplog.records == []
+
+
+def test_our_environment_does_not_leak_in(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTHER", "10.5.72.1/24")
+    assert remembered(path, "FLANNEL_SUBNET=${OTHER}\n") == Previous()
+
+
+def test_what_is_no_subnet_file_is_logged_and_counts_as_empty(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path.parent.mkdir(parents=True)
+    fifo = path.with_name("fifo")
+    os.mkfifo(fifo)
+    binary = path.with_name("binary")
+    binary.write_bytes(IPV4_LINES.encode() + b"\xff")
+    huge = path.with_name("huge")
+    huge.write_text(IPV4_LINES + "#" * MAX_SIZE)
+    for odd in (fifo, binary, huge, path.parent, Path("/dev/zero"), binary / "below"):
+        caplog.clear()
+        assert read(odd) == Previous()
+        assert str(odd) in caplog.text
+
+
+networks = st.builds(
+    lambda address, length: IPv4Network((address, length), strict=False),
+    st.ip_addresses(v=4),
+    st.integers(0, 32),
+)
+ipv6_networks = st.builds(
+    lambda address, length: IPv6Network((address, length), strict=False),
+    st.ip_addresses(v=6),
+    st.integers(0, 128),
+)
+
+
+@given(network=networks, subnet=networks, mtu=st.integers(0, 65535), masq=st.booleans())
+def test_an_ipv4_file_reads_back(
+    scratch: Path, network: IPv4Network, subnet: IPv4Network, mtu: int, masq: bool
+) -> None:
+    write(scratch, SubnetEnv((network,), (subnet,), mtu, masq))
+    assert read(scratch) == Previous((network,), (subnet, None))
+
+
+@given(networks, networks, ipv6_networks, ipv6_networks)
+def test_a_file_of_both_families_reads_back(
+    scratch: Path,
+    network: IPv4Network,
+    subnet: IPv4Network,
+    ipv6_network: IPv6Network,
+    ipv6_subnet: IPv6Network,
+) -> None:
+    write(scratch, SubnetEnv((ipv6_network, network), (subnet, ipv6_subnet), 1450, True))
+    assert read(scratch) == Previous((network, ipv6_network), (subnet, ipv6_subnet))
+
+
+names = st.sampled_from(["FLANNEL_NETWORK", "FLANNEL_SUBNET", "FLANNEL_IPV6_SUBNET", "export ", "${A}"])
+pieces = st.one_of(
+    names, st.sampled_from(["10.5.72.1/24", "fc00::1/64"]), st.sampled_from("=,/%'\"\\#\n\r \0\x1c\x85")
+)
+
+
+@given(st.one_of(st.binary(), st.lists(pieces, max_size=20).map("".join).map(str.encode)))
+def test_any_bytes_can_be_read(scratch: Path, content: bytes) -> None:
+    scratch.write_bytes(content)
+    previous = read(scratch)
+    assert len(previous.networks) <= 2
+    subnet, ipv6_subnet = previous.subnets
+    assert subnet is None or isinstance(subnet, IPv4Network)
+    assert ipv6_subnet is None or isinstance(ipv6_subnet, IPv6Network)
