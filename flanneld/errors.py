@@ -72,3 +72,7 @@ def lacking(error: BaseException) -> Fatal | None:
 
 class Unsafe(Refused):
     """A lease that would harm this host: what led to its node is withdrawn until the obstacle is gone."""
+
+
+class Cancelled(Exception):
+    """A call ended because ``close`` was called."""

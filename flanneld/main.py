@@ -21,7 +21,7 @@ from flanneld.config import Config
 from flanneld.diagnostics import conditions, host_checks
 from flanneld.diagnostics.components import Sight
 from flanneld.diagnostics.observation import Observation
-from flanneld.errors import Fatal, Retryable, lacking
+from flanneld.errors import Cancelled, Fatal, Retryable, lacking
 from flanneld.firewall_start import forward_soon, masquerade_now
 from flanneld.model import Lease, Uplink
 from flanneld.network.rtnetlink.kernel import Kernel
@@ -41,7 +41,7 @@ from flanneld.runtime.supervisor import Supervisor
 from flanneld.state.removal_guard import Brake
 from flanneld.subnet import subnet_file
 from flanneld.subnet.lease_keeper import Keeper
-from flanneld.subnet.manager import LONGEST_SILENCE, Cancelled, LocalFacts, NodeStore, SubnetManager
+from flanneld.subnet.manager import LONGEST_SILENCE, LocalFacts, NodeStore, SubnetManager
 from flanneld.subnet.subnet_file import Previous
 from flanneld.wiring import choice_for, extras_for, open_manager
 

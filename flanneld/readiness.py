@@ -10,10 +10,9 @@ from functools import partial
 from typing import TypeVar
 
 from flanneld.compat.glog import Once
-from flanneld.errors import Retryable, cause_of, lacking
+from flanneld.errors import Cancelled, Retryable, cause_of, lacking
 from flanneld.runtime.backoff import Backoff
 from flanneld.runtime.sd_notify import Notifier
-from flanneld.subnet.manager import Cancelled
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Ways of carrying packets between nodes: the plug-in contract and the door plug-ins come through.
+"""Contract between the daemon and its backends, which decide how packets travel between nodes.
 
 A backend decides and never acts. It is built anew when the uplink changes, so it holds no state.
 ``docs/backends.md`` shows how to write one.
@@ -8,28 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any, Protocol, runtime_checkable
 
-from flanneld.compat.flags import quoted
 from flanneld.config import Config
-from flanneld.errors import Fatal, Refused
+from flanneld.errors import Refused
 from flanneld.model import Family, IPAddress, IPNetwork, Lease, LeaseAttrs, Uplink
 from flanneld.state.resources import Resource
 
-#: The entry points of other packages.
-GROUP = "flanneld.backends"
 #: Addresses that are no host's, as numbers: none, everybody, IPv6's loopback. And the first octets of others,
 #: which are loopback or multicast.
 _NO_HOST: dict[Family, frozenset[int]] = {4: frozenset({0, 0xFFFF_FFFF}), 6: frozenset({0, 1})}
 _OF_NO_HOST: dict[Family, frozenset[int]] = {4: frozenset({127, *range(224, 240)}), 6: frozenset({0xFF})}
-#: Module and factory of those of our own.
-_OWN = {
-    "host-gw": ("flanneld.backends.host_gw", "HostGw"),
-    "ipip": ("flanneld.backends.ipip", "build"),
-    "udp": ("flanneld.backends.udp.backend", "Udp"),
-    "vxlan": ("flanneld.backends.vxlan", "build"),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,27 +159,6 @@ class HasDrivers(Protocol):
 
 
 Factory = Callable[[Config, Host], Backend]
-
-
-def load(name: str) -> Factory:
-    """Find the backend of this name, in any case: one of ours, or what an installed package offers.
-
-    Raises ``Fatal`` when there is none.
-    """
-    if own := _OWN.get(name.lower()):
-        factory: Factory = getattr(import_module(own[0]), own[1])
-        return factory
-    from importlib.metadata import entry_points  # 20 ms and 2 MiB, only for those who need it
-
-    offered = {each.name: each for each in entry_points(group=GROUP)}
-    entry = offered.get(name.lower())
-    if entry is None:
-        raise Fatal(
-            f"unknown backend type {quoted(name)}",
-            f"set Backend.Type in the network config to one of: {', '.join(sorted({*_OWN, *offered}))}",
-        )
-    offer: Factory = entry.load()
-    return offer
 
 
 # ---- what backends ask of a peer's lease --------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import Any
 from flanneld.backends import registry
 from flanneld.backends.contract import Backend, Driver, HasDrivers
 from flanneld.config import Config
-from flanneld.errors import Retryable
+from flanneld.errors import Cancelled, Retryable
 from flanneld.model import Cached, Event, Lease, LeaseAttrs, LeaseKey, Snapshot, Uplink, overlap
 from flanneld.network.rtnetlink import links
 from flanneld.network.rtnetlink.domain import Domain
@@ -35,7 +35,7 @@ from flanneld.state.report import Report
 from flanneld.state.resources import ForeignLink, Key, Link, Resource, Route, State
 from flanneld.subnet import subnet_file
 from flanneld.subnet.allocation import fits
-from flanneld.subnet.manager import Cancelled, Foreseeing, SubnetManager
+from flanneld.subnet.manager import Foreseeing, SubnetManager
 from flanneld.subnet.subnet_file import Previous
 from flanneld.wiring import extras_for
 

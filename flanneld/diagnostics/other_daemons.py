@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-#: Names of the program: ``flanneld``, or a release's ``flanneld-amd64``; no module ``flanneld.backends.udp.proxy``.
+#: Names of the program: ``flanneld``, or a release's ``flanneld-amd64``; not the udp proxy's module.
 _PROGRAM = re.compile(r"flanneld([-_].*)?")
 _INTERPRETER = re.compile(r"(python|pypy)[0-9.]*")
 #: Calls that do something else than serve.

@@ -13,9 +13,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from flanneld.errors import Fatal
+from flanneld.errors import Cancelled, Fatal
 from flanneld.runtime import clock
-from flanneld.subnet.manager import Cancelled
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ import socket
 import threading
 from typing import Any
 
-from flanneld.subnet.manager import Cancelled
+from flanneld.errors import Cancelled
 
 #: A server that vanished behind an open connection is noticed within half a minute, even while we listen.
 _OPTIONS = (

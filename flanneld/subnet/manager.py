@@ -32,10 +32,6 @@ class LocalFacts:
 NO_FACTS = LocalFacts()
 
 
-class Cancelled(Exception):
-    """A call ended because ``close`` was called."""
-
-
 class SubnetManager(Protocol):
     """Where leases come from. Every call may raise ``Retryable``, ``Fatal`` or ``Cancelled``."""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "flanneld"
 #: An error that only a mistake of ours can bring about, and is meant for those who mend it.
-OF_PROGRAMMERS = {("network/rtnl.py", "no rtnetlink message for ")}
+OF_PROGRAMMERS = {("network/rtnetlink/messages.py", "no rtnetlink message for ")}
 
 
 def shown_as_repr(tree: ast.AST) -> Iterator[str]:

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from flanneld.compat.glog import Once, V
 from flanneld.config import Config, ConfigError, say_the_same
-from flanneld.errors import Retryable
+from flanneld.errors import Cancelled, Retryable
 from flanneld.model import (
     Event,
     IPAddress,
@@ -33,7 +33,7 @@ from flanneld.subnet.etcd.leases import Listing
 from flanneld.subnet.etcd.manager import SUBNET_TTL, TRIES, EtcdManager, LeaseTaken, node_address, say_kept
 from flanneld.subnet.etcd.own_both import OwnInBoth
 from flanneld.subnet.etcd.union import LeaseUnion
-from flanneld.subnet.manager import LONGEST_SILENCE, NO_FACTS, Cancelled, Deliver, LocalFacts
+from flanneld.subnet.manager import LONGEST_SILENCE, NO_FACTS, Deliver, LocalFacts
 
 log = logging.getLogger(__name__)
 

@@ -61,12 +61,12 @@ def open_etcd(
 def open_client(api: str, transport: Transport) -> Client:
     """A client of "v2" or "v3". Not more is loaded than is needed: that of v2 is heavy."""
     if api == "v2":
-        from flanneld.subnet.etcd.v2 import client
+        from flanneld.subnet.etcd.v2.client import Client as ClientV2
 
-        return client.Client(transport)
-    from flanneld.subnet.etcd.v3 import client
+        return ClientV2(transport)
+    from flanneld.subnet.etcd.v3.client import Client as ClientV3
 
-    return client.Client(transport)
+    return ClientV3(transport)
 
 
 def _is_in_v3(transport: Transport, key: str) -> bool:

@@ -17,7 +17,7 @@ from ipaddress import IPv4Network, IPv6Network
 
 from flanneld.compat.glog import Once, V
 from flanneld.config import Config, SubnetRange, parse
-from flanneld.errors import Retryable
+from flanneld.errors import Cancelled, Retryable
 from flanneld.model import (
     FAMILIES,
     Added,
@@ -38,7 +38,7 @@ from flanneld.subnet.codec import format_attrs
 from flanneld.subnet.etcd.keys import Client, Conflict, NotFound, Position, Reply
 from flanneld.subnet.etcd.leases import LeaseReader, Listing
 from flanneld.subnet.etcd.watch import Follower, News, Start
-from flanneld.subnet.manager import NO_FACTS, Cancelled, Deliver, LocalFacts
+from flanneld.subnet.manager import NO_FACTS, Deliver, LocalFacts
 
 log = logging.getLogger(__name__)
 

@@ -7,12 +7,12 @@ import threading
 from collections.abc import Callable
 
 from flanneld.compat.glog import V
-from flanneld.errors import Retryable
+from flanneld.errors import Cancelled, Retryable
 from flanneld.model import Event
 from flanneld.runtime import clock
 from flanneld.runtime.outage import Outage, Pace
 from flanneld.subnet.etcd.keys import Client, ListAgain, Position, Reply, Unsure
-from flanneld.subnet.manager import Cancelled, Deliver
+from flanneld.subnet.manager import Deliver
 
 log = logging.getLogger(__name__)
 

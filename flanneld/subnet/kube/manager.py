@@ -15,7 +15,7 @@ from pathlib import Path
 
 from flanneld.compat.glog import Once
 from flanneld.config import Config, parse
-from flanneld.errors import Fatal, NoAnswer, Refused, Retryable
+from flanneld.errors import Cancelled, Fatal, NoAnswer, Refused, Retryable
 from flanneld.model import FAMILIES, Cached, Event, Family, IPAddress, Lease, LeaseAttrs, LeaseKey
 from flanneld.runtime import clock
 from flanneld.runtime.backoff import Backoff
@@ -27,7 +27,7 @@ from flanneld.subnet.kube.state import Saved, State
 from flanneld.subnet.kube.table import NodeTable
 from flanneld.subnet.kube.upkeep import Upkeep
 from flanneld.subnet.kube.watch import Follower
-from flanneld.subnet.manager import NO_FACTS, Cancelled, Deliver, LocalFacts
+from flanneld.subnet.manager import NO_FACTS, Deliver, LocalFacts
 
 __all__ = ["KubeManager", "KubeOptions"]
 

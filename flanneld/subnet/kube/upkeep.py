@@ -10,14 +10,14 @@ from queue import Empty, SimpleQueue
 
 from flanneld.compat.glog import Once
 from flanneld.config import Config
-from flanneld.errors import Retryable
+from flanneld.errors import Cancelled, Retryable
 from flanneld.model import Added, Event, Lease, LeaseAttrs, Removed, name_of
 from flanneld.runtime import clock
 from flanneld.runtime.backoff import Backoff
 from flanneld.subnet.kube.nodes import Node, changed_notes, own_key
 from flanneld.subnet.kube.own import OwnNode
 from flanneld.subnet.kube.watch import backoffs
-from flanneld.subnet.manager import Cancelled, Deliver
+from flanneld.subnet.manager import Deliver
 
 log = logging.getLogger(__name__)
 

@@ -11,14 +11,14 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from flanneld.compat.glog import Once, V
-from flanneld.errors import NoAnswer, Refused, Retryable
+from flanneld.errors import Cancelled, NoAnswer, Refused, Retryable
 from flanneld.model import Event
 from flanneld.runtime import clock
 from flanneld.runtime.backoff import Backoff, Backoffs
 from flanneld.runtime.outage import Outage
 from flanneld.subnet.kube.api import NODES, Api, BrokenOff, Expired, NoServer
 from flanneld.subnet.kube.nodes import Node, NodeReader, child, decoded, items
-from flanneld.subnet.manager import Cancelled, Deliver
+from flanneld.subnet.manager import Deliver
 from flanneld.subnet.watch_lines import Lines
 
 log = logging.getLogger(__name__)

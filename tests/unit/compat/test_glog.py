@@ -297,7 +297,7 @@ def test_threads_share_one_complaint(capsys: Stderr) -> None:
 
 TO_JOURNAL = """
 import logging, os, sys
-from flanneld import glog
+from flanneld.compat import glog
 found = os.fstat(int(sys.argv[1]))
 os.environ["JOURNAL_STREAM"] = f"{found.st_dev}:{found.st_ino}"
 glog.setup(verbosity=1)

@@ -294,7 +294,8 @@ def test_an_address_that_is_not_ours_is_fatal_and_named(ip: str, port: int) -> N
 
 
 def test_the_http_library_is_not_imported_before_it_serves() -> None:
-    program = "import sys, flanneld.diagnostics.health_server; print('http.server' in sys.modules, 'socketserver' in sys.modules)"
+    program = "import sys, flanneld.diagnostics.health_server; "
+    program += "print('http.server' in sys.modules, 'socketserver' in sys.modules)"
     assert (
         subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout
         == b"False False\n"

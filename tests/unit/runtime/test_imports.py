@@ -54,7 +54,8 @@ def test_the_daemon_starts_without_pyroute2_and_http_server() -> None:
 
 
 def test_making_a_device_takes_no_event_loop() -> None:
-    program = "from flanneld.network import devices as d; d._message('set', [('IFLA_MTU', 1450)], 7, True)"
+    program = "from flanneld.network.rtnetlink import devices as d\n"
+    program += "d._message('set', [('IFLA_MTU', 1450)], 7, True)"
     loaded = loaded_after(program)
     assert "pyroute2.netlink.rtnl.ifinfmsg" in loaded
     assert not {"asyncio", "ctypes"} & loaded
@@ -67,7 +68,9 @@ def test_etcd_without_grpc_does_not_load_its_library() -> None:
 
 
 def test_neither_a_backend_of_ours_nor_http_looks_through_installed_packages() -> None:
-    program = "import flanneld.subnet.etcd.v3.client; from flanneld.backends import load; load('vxlan')"
+    program = (
+        "import flanneld.subnet.etcd.v3.client\nfrom flanneld.backends.registry import load\nload('vxlan')"
+    )
     loaded = loaded_after(program)
     assert {"flanneld.backends.vxlan", "urllib3.connectionpool"} <= loaded
     assert not {"importlib.metadata", "zipfile"} & loaded

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from flanneld.errors import Fatal
+from flanneld.errors import Cancelled, Fatal
 from flanneld.runtime.instance_lock import InstanceLock
-from flanneld.subnet.manager import Cancelled
 
 HOLD = """
 import subprocess, sys, threading

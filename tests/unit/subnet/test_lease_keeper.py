@@ -14,11 +14,11 @@ import pytest
 
 from flanneld.compat.glog import V
 from flanneld.config import Config
-from flanneld.errors import Fatal, Retryable
+from flanneld.errors import Cancelled, Fatal, Retryable
 from flanneld.model import Added, IPAddress, Lease, LeaseAttrs, LeaseKey, Removed
 from flanneld.subnet.lease_keeper import ANNOUNCE_RETRY, CONTEST_SPACING, PEACE, RENEW_RETRY, Keeper
 from flanneld.subnet.lease_keeper import PROBATION as NEWCOMERS_PROBATION
-from flanneld.subnet.manager import Cancelled, Deliver, SubnetManager
+from flanneld.subnet.manager import Deliver, SubnetManager
 from tests.clock import Clock
 from tests.lab.wait import wait_for
 

@@ -307,6 +307,6 @@ def test_an_installed_package_offers_the_backend_to_the_daemon(
         f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
     )
     lines = [f"{each} = {where}" for each, where in project["entry-points"][registry.GROUP].items()]
-    (info / "entry_points.txt").write_text("\n".join([f"[{backends.GROUP}]", *lines]))
+    (info / "entry_points.txt").write_text("\n".join([f"[{registry.GROUP}]", *lines]))
     monkeypatch.syspath_prepend(tmp_path)
     assert registry.load("Host-GW-Announce") is HostGwAnnounce

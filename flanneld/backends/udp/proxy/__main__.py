@@ -1,4 +1,4 @@
-"""The pump's process: ``python -m flanneld.backends.udp.proxy`` with the settings as ``Pump.words`` gives them.
+"""Process of the udp proxy: ``python -m flanneld.backends.udp.proxy`` with ``Pump.words`` as arguments.
 
 It says ``ready`` when it carries packets, or why it cannot, and closes its output. SIGTERM, as a service
 manager sends it to all that is left, takes the device away with the process.

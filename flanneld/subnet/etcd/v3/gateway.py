@@ -8,13 +8,13 @@ from functools import partial
 from http.client import HTTPException
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from flanneld.errors import Cancelled
 from flanneld.runtime.interruptible_socket import Line, Unreachable
 from flanneld.subnet.etcd.endpoints import Server, Servers
 from flanneld.subnet.etcd.http import NoSuchApi, Request, Useless
 from flanneld.subnet.etcd.transport import Send, Timeouts, Transport, unreachable, useless
 from flanneld.subnet.etcd.v3 import answers
 from flanneld.subnet.etcd.v3.stream import Stream
-from flanneld.subnet.manager import Cancelled
 
 if TYPE_CHECKING:
     from flanneld.subnet.etcd.v3.carrier import Call

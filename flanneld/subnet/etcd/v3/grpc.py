@@ -11,13 +11,12 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from flanneld.errors import NoAnswer, Retryable
+from flanneld.errors import Cancelled, NoAnswer, Retryable
 from flanneld.subnet.etcd.endpoints import Server, Servers, TlsFiles
 from flanneld.subnet.etcd.http import NoSuchApi, Useless
 from flanneld.subnet.etcd.transport import NO_SERVER, NO_TLS, Failover, Timeouts, useless
 from flanneld.subnet.etcd.v3 import answers
 from flanneld.subnet.etcd.v3.protobuf import METHODS, Malformed, decode, encode
-from flanneld.subnet.manager import Cancelled
 
 if TYPE_CHECKING:
     from flanneld.subnet.etcd.v3.carrier import Call

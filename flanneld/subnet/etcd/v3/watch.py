@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from flanneld.errors import Retryable
+from flanneld.errors import Cancelled, Retryable
 from flanneld.runtime import clock
 from flanneld.subnet.etcd.endpoints import Server
 from flanneld.subnet.etcd.http import Useless
@@ -15,7 +15,6 @@ from flanneld.subnet.etcd.keys import Changes, ListAgain, Position, Reply, Unsur
 from flanneld.subnet.etcd.transport import no_answer, useless
 from flanneld.subnet.etcd.v3 import answers
 from flanneld.subnet.etcd.v3.carrier import Stream
-from flanneld.subnet.manager import Cancelled
 
 if TYPE_CHECKING:
     from flanneld.subnet.etcd.v3.client import Client

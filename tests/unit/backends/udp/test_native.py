@@ -206,7 +206,7 @@ def test_without_a_usable_library_the_reason_is_given(
 def test_a_wheel_has_the_library_if_there_is_a_compiler(
     tmp_path: Path, compiler: str, reason: str | None
 ) -> None:
-    root = C.parents[3]
+    root = C.parents[4]
     source, site = tmp_path / "source", tmp_path / "site"
     shutil.copytree(
         root / "flanneld", source / "flanneld", ignore=shutil.ignore_patterns("*.so", "__pycache__")

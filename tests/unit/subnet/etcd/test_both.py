@@ -13,14 +13,14 @@ from typing import Any, Self
 import pytest
 
 from flanneld.config import parse
-from flanneld.errors import Retryable
+from flanneld.errors import Cancelled, Retryable
 from flanneld.model import Added, Event, Lease, LeaseAttrs, LeaseTable, Removed, Snapshot
 from flanneld.runtime import clock
 from flanneld.subnet.etcd.choice import open_etcd
 from flanneld.subnet.etcd.endpoints import EtcdOptions
 from flanneld.subnet.etcd.transport import Timeouts
 from flanneld.subnet.lease_keeper import Keeper
-from flanneld.subnet.manager import Cancelled, LocalFacts, SubnetManager
+from flanneld.subnet.manager import LocalFacts, SubnetManager
 from tests.lab.wait import wait_for
 from tests.local_etcd import LocalEtcd, running_etcd
 

@@ -13,12 +13,12 @@ from ipaddress import IPv4Address
 import pytest
 
 from flanneld.config import parse
-from flanneld.errors import Retryable
+from flanneld.errors import Cancelled, Retryable
 from flanneld.model import Added, Event, Lease, LeaseAttrs, Snapshot
 from flanneld.subnet.etcd.choice import open_etcd
 from flanneld.subnet.etcd.endpoints import EtcdOptions
 from flanneld.subnet.etcd.transport import Timeouts
-from flanneld.subnet.manager import Cancelled, SubnetManager
+from flanneld.subnet.manager import SubnetManager
 from tests.lab.etcd_v3 import V3Keys
 from tests.lab.wait import wait_for
 from tests.local_etcd import LocalEtcd, running_cluster

@@ -16,14 +16,14 @@ import pytest
 
 from flanneld.compat.glog import V
 from flanneld.config import Config, parse
-from flanneld.errors import Retryable
+from flanneld.errors import Cancelled, Retryable
 from flanneld.model import Lease, LeaseAttrs, LeaseKey, Snapshot
 from flanneld.runtime import clock
 from flanneld.subnet.etcd.choice import open_etcd
 from flanneld.subnet.etcd.endpoints import EtcdOptions
 from flanneld.subnet.etcd.manager import SUBNET_TTL, LeaseTaken
 from flanneld.subnet.etcd.transport import Timeouts
-from flanneld.subnet.manager import Cancelled, LocalFacts, SubnetManager
+from flanneld.subnet.manager import LocalFacts, SubnetManager
 from tests.lab.etcd_v3 import V3Keys
 from tests.lab.wait import wait_for
 from tests.local_etcd import LocalEtcd, Relay, server

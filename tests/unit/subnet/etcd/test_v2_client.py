@@ -12,12 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from flanneld.errors import Retryable
+from flanneld.errors import Cancelled, Retryable
 from flanneld.runtime.interruptible_socket import Line, Unreachable
 from flanneld.subnet.etcd.keys import Conflict, ListAgain, NotFound, Position
 from flanneld.subnet.etcd.transport import Timeouts
 from flanneld.subnet.etcd.v2.client import Client, Poller
-from flanneld.subnet.manager import Cancelled
 from tests.etcd_clients import transport_to
 from tests.lab.impostor import http
 from tests.lab.wait import wait_for

@@ -12,14 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from flanneld.errors import Retryable
+from flanneld.errors import Cancelled, Retryable
 from flanneld.runtime import clock
 from flanneld.subnet.etcd.http import NoSuchApi
 from flanneld.subnet.etcd.keys import Changes, Conflict, ListAgain, NotFound, Position
 from flanneld.subnet.etcd.transport import Timeouts
 from flanneld.subnet.etcd.v3.client import Client
 from flanneld.subnet.etcd.v3.watch import Watch
-from flanneld.subnet.manager import Cancelled
 from tests.etcd_clients import transport_to
 from tests.lab.etcd_v3 import V3Keys
 from tests.lab.impostor import http

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from flanneld.config import parse
-from flanneld.errors import Fatal, Retryable
+from flanneld.errors import Cancelled, Fatal, Retryable
 from flanneld.model import Added, Event, LeaseAttrs, Snapshot
 from flanneld.subnet.etcd.choice import open_etcd
 from flanneld.subnet.etcd.endpoints import EtcdOptions
@@ -22,7 +22,6 @@ from flanneld.subnet.etcd.keys import ListAgain, NotFound, Position
 from flanneld.subnet.etcd.transport import Timeouts
 from flanneld.subnet.etcd.v3.answers import AccessRefused, GatewayRefused
 from flanneld.subnet.etcd.v3.client import Client
-from flanneld.subnet.manager import Cancelled
 from tests.etcd_clients import opened, transport_to
 from tests.lab.etcd_v3 import V3Keys
 from tests.lab.wait import wait_for

@@ -13,12 +13,13 @@ from typing import Self
 
 import pytest
 
+from flanneld.errors import Cancelled
 from flanneld.model import Added, Event, Lease, LeaseAttrs, Removed, Snapshot
 from flanneld.runtime import clock
 from flanneld.subnet.etcd.choice import open_etcd
 from flanneld.subnet.etcd.endpoints import EtcdOptions
 from flanneld.subnet.etcd.transport import Timeouts
-from flanneld.subnet.manager import Cancelled, Deliver
+from flanneld.subnet.manager import Deliver
 from tests.lab.etcd_v3 import V3Keys
 from tests.lab.wait import PATIENCE, wait_for
 from tests.local_etcd import DEADLINE, LocalEtcd, Relay, free_port, running_etcd, server, silent

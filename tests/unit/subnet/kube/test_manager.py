@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from flanneld.errors import Fatal, Retryable
+from flanneld.errors import Cancelled, Fatal, Retryable
 from flanneld.model import Added, Lease, LeaseAttrs
 from flanneld.subnet.kube.api import Timeouts
 from flanneld.subnet.kube.manager import KubeManager, KubeOptions
-from flanneld.subnet.manager import Cancelled, NodeStore, SubnetManager
+from flanneld.subnet.manager import NodeStore, SubnetManager
 from tests.lab.credentials import write_kubeconfig
 from tests.lab.kube_api.crowd import PREFIX
 from tests.lab.kube_api.faults import Fault
