@@ -19,7 +19,7 @@ from flanneld.backends import registry
 from flanneld.compat import glog
 from flanneld.config import Config
 from flanneld.diagnostics import conditions, host_checks
-from flanneld.diagnostics.components import Sight
+from flanneld.diagnostics.components import Components
 from flanneld.diagnostics.observation import Observation
 from flanneld.errors import Cancelled, Fatal, Retryable, lacking
 from flanneld.firewall_start import forward_soon, masquerade_now
@@ -33,14 +33,14 @@ from flanneld.readiness import Readiness
 from flanneld.reconcile.convergence import Node
 from flanneld.reconcile.last_run import LastRun, machine_of
 from flanneld.reconcile.reconciler import Reconciler
-from flanneld.reconcile.uplink_manager import Site, find_uplink
+from flanneld.reconcile.uplink_manager import UplinkManager, find_uplink
 from flanneld.runtime import clock, event_log, sd_notify
 from flanneld.runtime.instance_lock import InstanceLock
 from flanneld.runtime.process import ensure_descriptors, open_standard_streams
 from flanneld.runtime.supervisor import Supervisor
-from flanneld.state.removal_guard import Brake
+from flanneld.state.removal_guard import RemovalGuard
 from flanneld.subnet import subnet_file
-from flanneld.subnet.lease_keeper import Keeper
+from flanneld.subnet.lease_keeper import LeaseKeeper
 from flanneld.subnet.manager import LONGEST_SILENCE, LocalFacts, NodeStore, SubnetManager
 from flanneld.subnet.subnet_file import Previous
 from flanneld.wiring import choice_for, extras_for, open_manager
@@ -125,7 +125,7 @@ class Member:
     last_run: LastRun
     kernel: Kernel
     monitor: Monitor
-    site: Site
+    uplink_manager: UplinkManager
     lease: Lease
 
 
@@ -148,7 +148,7 @@ class Daemon:
         #: This node in a few words, and the conditions that were told last.
         self._brief = ""
         self._told: list[str] = []
-        self._sight = Sight(
+        self._components = Components(
             wanted,
             event_log.remember(),
             self._supervisor.overdue,
@@ -156,14 +156,14 @@ class Daemon:
             self._readiness.waiting,
             self._conditions_of_host,
         )
-        self._observation = Observation(self._sight, self._readiness, self._supervisor)
+        self._observation = Observation(self._components, self._readiness, self._supervisor)
 
     def serve(self) -> int:
         log.info("flanneld %s %s", __version__, self._options.described())
         self._supervisor.handle_signals()
         self._lock.wait(self._supervisor.stop, tell=self._notifier.status)
         manager = open_manager(self._options, self._environ)
-        self._sight.observe(manager)
+        self._components.observe(manager)
         log.info("Leases are in %s", manager.name)
         self._readiness.tell = partial(self._report, manager)
         self._supervisor.start("closer", lambda: self._close_on_stop(manager))
@@ -197,24 +197,30 @@ class Daemon:
         stored = ask("the leases", lambda: manager.stored(uplink.public(config.families[0])))
         if stored is None and written is not None:
             stored = written.attrs
-        site = self._readiness.patiently(
+        uplink_manager = self._readiness.patiently(
             "this host's devices",
-            lambda: Site(kernel, config, choice, make_backend, uplink, stored, previous.networks),
+            lambda: UplinkManager(kernel, config, choice, make_backend, uplink, stored, previous.networks),
         )
         _warn_of_unread_keys(config)
         local = LocalFacts(written, connected_networks(kernel, config.families))
-        attributes = site.backend.attributes()
+        attributes = uplink_manager.backend.attributes()
         lease = ask("a lease", lambda: manager.acquire(config, attributes, previous.subnets, local))
         last_run.joined(machine, manager.name, lease)
-        log.info("Our subnet is %s, backend %s, MTU %d", lease, config.backend_type, site.backend.mtu)
-        return Member(manager, config, previous, last_run, kernel, monitor, site, lease)
+        log.info(
+            "Our subnet is %s, backend %s, MTU %d", lease, config.backend_type, uplink_manager.backend.mtu
+        )
+        return Member(manager, config, previous, last_run, kernel, monitor, uplink_manager, lease)
 
     def _go_to_work(self, member: Member) -> None:
         """Make the devices, tell this host about its subnet, and start what keeps all of it true."""
         start = self._supervisor.start
-        keeper = self._keeper(member)
-        reconciler = self._reconciler(member, keeper)
-        self._sight.config, self._sight.keeper, self._sight.reconciler = member.config, keeper, reconciler
+        lease_keeper = self._lease_keeper(member)
+        reconciler = self._reconciler(member, lease_keeper)
+        self._components.config, self._components.lease_keeper, self._components.reconciler = (
+            member.config,
+            lease_keeper,
+            reconciler,
+        )
         self._readiness.patiently("the kernel", reconciler.prepare)
         if self._options.ip_masq:
             masquerade_now(lambda: self._firewall(member), self._supervisor)
@@ -222,18 +228,22 @@ class Daemon:
         self._check_host(member)
         self._readiness.await_peers()
         watch, watch_own = member.manager.watch, member.manager.watch_own
-        start("lease watch", lambda: watch(reconciler.inbox.put, self._alive("lease watch")))
+        start("lease watch", lambda: watch(reconciler.event_queue.put, self._alive("lease watch")))
         start(_RECONCILER, reconciler.run, reconciler.cancel)
         alive = self._alive("own lease watch")
-        start("own lease watch", lambda: watch_own(member.lease, keeper.deliver, alive))
-        start("lease keeper", keeper.run, keeper.cancel)
-        self._brief = f"{member.config.backend_type}: subnet {member.lease} through {member.site.uplink.name}"
+        start("own lease watch", lambda: watch_own(member.lease, lease_keeper.deliver, alive))
+        start("lease keeper", lease_keeper.run, lease_keeper.cancel)
+        self._brief = (
+            f"{member.config.backend_type}: subnet {member.lease} through {member.uplink_manager.uplink.name}"
+        )
         self._say_status(*filter(None, (self._subnet_file.problem,)))
         self._when_written = partial(self._say_ready, member)
         self._look_at_host()
         start(
             "trouble",
-            lambda: conditions.watch(self._sight, self._supervisor.stop, partial(self._tell, member.manager)),
+            lambda: conditions.watch(
+                self._components, self._supervisor.stop, partial(self._tell, member.manager)
+            ),
         )
         if self._options.peer_probes:
             self._probe_peers(member, reconciler)
@@ -243,8 +253,8 @@ class Daemon:
 
     # ---- the parts ---------------------------------------------------------------------------
 
-    def _keeper(self, member: Member) -> Keeper:
-        return Keeper(
+    def _lease_keeper(self, member: Member) -> LeaseKeeper:
+        return LeaseKeeper(
             member.manager,
             member.lease,
             margin=60.0 * self._options.subnet_lease_renew_margin,
@@ -256,13 +266,13 @@ class Daemon:
             lost=member.last_run.lease_lost,
         )
 
-    def _reconciler(self, member: Member, keeper: Keeper) -> Reconciler:
+    def _reconciler(self, member: Member, lease_keeper: LeaseKeeper) -> Reconciler:
         extras = extras_for(self._options, member.lease)
         last_run = member.last_run
         node = Node(
             member.kernel,
             member.monitor,
-            member.site,
+            member.uplink_manager,
             member.lease,
             extras,
             former=member.previous.networks,
@@ -273,10 +283,10 @@ class Daemon:
         )
         return Reconciler(
             node,
-            Brake(is_on=self._options.removal_brake),
+            RemovalGuard(is_on=self._options.removal_brake),
             stop=self._supervisor.stop,
             heartbeat=partial(self._supervisor.heartbeat, _RECONCILER),
-            on_move=lambda: self._moved(member, keeper),
+            on_move=lambda: self._moved(member, lease_keeper),
             on_synced=self._readiness.complete,
             reread=member.manager.reread,
         )
@@ -284,10 +294,10 @@ class Daemon:
     # ---- what others may change on this host --------------------------------------------------
 
     def _check_host(self, member: Member) -> None:
-        families, site = member.config.families, member.site
-        host_checks.report(families, site.uplink.name, services=self._options.kube_subnet_mgr)
+        families, uplink_manager = member.config.families, member.uplink_manager
+        host_checks.report(families, uplink_manager.uplink.name, services=self._options.kube_subnet_mgr)
         self._forwarding = host_checks.Forwarding(
-            families, lambda: site.uplink.name, keep=self._options.keep_forwarding
+            families, lambda: uplink_manager.uplink.name, keep=self._options.keep_forwarding
         )
 
     def _look_at_host(self) -> None:
@@ -338,28 +348,28 @@ class Daemon:
 
         wishes = wishes_of(self._options, member.config, member.lease.key, member.previous)
         heartbeat = partial(self._supervisor.heartbeat, "firewall")
-        self._sight.firewall = Firewall(wishes, stop=self._supervisor.stop, heartbeat=heartbeat)
-        return self._sight.firewall
+        self._components.firewall = Firewall(wishes, stop=self._supervisor.stop, heartbeat=heartbeat)
+        return self._components.firewall
 
     def _probe_peers(self, member: Member, reconciler: Reconciler) -> None:
         from flanneld.diagnostics.probes import Prober  # only for those who ask for it
 
         heartbeat = partial(self._supervisor.heartbeat, "prober")
-        self._sight.prober = Prober(
+        self._components.prober = Prober(
             self._options.peer_probes,
             member.lease,
             reconciler,
             stop=self._supervisor.stop,
             heartbeat=heartbeat,
         )
-        self._supervisor.start("prober", self._sight.prober.run)
+        self._supervisor.start("prober", self._components.prober.run)
 
     def _write_subnet_file(self, member: Member) -> None:
         self._subnet_file.tell(
             subnet_file.SubnetEnv(
                 networks=tuple(each.network for each in member.config.ranges),
                 subnets=tuple(net for net in member.lease.key if net is not None),
-                mtu=member.site.backend.mtu,
+                mtu=member.uplink_manager.backend.mtu,
                 ip_masq=self._options.ip_masq,
             )
         )
@@ -372,11 +382,11 @@ class Daemon:
     def _alive(self, name: str) -> Callable[[], None]:
         return partial(self._supervisor.heartbeat, name, LONGEST_SILENCE)
 
-    def _moved(self, member: Member, keeper: Keeper) -> None:
+    def _moved(self, member: Member, lease_keeper: LeaseKeeper) -> None:
         """The uplink is another one: the store, the peers and this host have to know."""
         member.manager.reconnect()
-        keeper.announce(member.site.backend.attributes())
-        member.last_run.record(machine=machine_of(member.kernel, member.site.uplink))
+        lease_keeper.announce(member.uplink_manager.backend.attributes())
+        member.last_run.record(machine=machine_of(member.kernel, member.uplink_manager.uplink))
         self._write_subnet_file(member)
 
     def _tell(self, manager: SubnetManager, troubles: list[str]) -> None:
@@ -404,8 +414,8 @@ class Daemon:
         late = self._supervisor.shutdown()
         for name in late:
             log.warning("%s did not stop in time", name)
-        if self._sight.reconciler and _RECONCILER not in late:
-            self._sight.reconciler.close()
+        if self._components.reconciler and _RECONCILER not in late:
+            self._components.reconciler.close()
 
     def _feed_watchdog(self) -> None:
         if not self._supervisor.overdue():

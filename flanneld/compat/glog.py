@@ -20,7 +20,7 @@ from fnmatch import fnmatchcase
 
 from flanneld.compat.flags import quoted
 from flanneld.errors import Fatal
-from flanneld.runtime.log_writer import Outlet
+from flanneld.runtime.log_writer import LogWriter
 
 #: Libraries whose steady chatter is not ours to repeat. etcd.client logs failures that it also raises;
 #: urllib3 shows a traceback for each header that it passes over.
@@ -108,7 +108,7 @@ class Once:
 
 def _handler() -> logging.Handler:
     try:
-        return _Handler(Outlet(sys.stderr.fileno()))
+        return _Handler(LogWriter(sys.stderr.fileno()))
     except (AttributeError, OSError):
         return logging.StreamHandler()  # Standard error is closed, or no file.
 
@@ -123,13 +123,13 @@ def _is_journal() -> bool:
 
 
 class _Handler(logging.Handler):
-    def __init__(self, outlet: Outlet) -> None:
+    def __init__(self, log_writer: LogWriter) -> None:
         super().__init__()
-        self._outlet = outlet
+        self._log_writer = log_writer
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            self._outlet.write(self.format(record))
+            self._log_writer.write(self.format(record))
         except MemoryError:  # a line of the least size, and no traceback, which takes more
             with suppress(Exception):
                 os.write(2, f"flanneld: {record.getMessage()}\n".encode())

@@ -11,7 +11,7 @@ from typing import Any
 
 from flanneld.ctl import shadowing_routes, snapshot, stale_objects
 from flanneld.ctl.data_source import Source, Unknown, ranges_of
-from flanneld.ctl.shadowing_routes import Detour
+from flanneld.ctl.shadowing_routes import ShadowingRoute
 from flanneld.ctl.snapshot import Entry, Found
 from flanneld.ctl.stale_objects import CniConf, LeftRules
 from flanneld.diagnostics import host_checks
@@ -57,7 +57,7 @@ class Facts:
     #: The addresses of all interfaces, by the interface.
     addresses: tuple[tuple[str, IPAddress], ...] = ()
     entries: tuple[Entry, ...] = ()
-    detours: tuple[Detour, ...] = ()
+    detours: tuple[ShadowingRoute, ...] = ()
     host: tuple[HostFinding, ...] = ()
     dropping: tuple[Dropped, ...] = ()
     #: Programs that manage devices or rules: the device or the program, and who it is.

@@ -15,14 +15,16 @@ from flanneld.state.resources import Route
 
 
 @dataclass(frozen=True, slots=True)
-class Detour:
+class ShadowingRoute:
     """A peer's subnet, and the way that packets for it, or for a part of it, take instead."""
 
     subnet: str
     found: str
 
 
-def read(document: Mapping[str, Any], found: Found, way_to: Callable[[IPAddress], Way]) -> list[Detour]:
+def read(
+    document: Mapping[str, Any], found: Found, way_to: Callable[[IPAddress], Way]
+) -> list[ShadowingRoute]:
     """Raises ``OSError``."""
     names = {link.index: link.name for link in found.links}
     routes = (
@@ -35,7 +37,7 @@ def read(document: Mapping[str, Any], found: Found, way_to: Callable[[IPAddress]
 
 def by_lookup(
     document: Mapping[str, Any], found: Found, way_to: Callable[[IPAddress], Way]
-) -> Iterator[Detour]:
+) -> Iterator[ShadowingRoute]:
     """Yield what a route of the same length, a rule or another table turns aside (pure)."""
     for peer in document.get("peers", ()):
         for text in peer["subnets"]:
@@ -45,10 +47,12 @@ def by_lookup(
             if route is not None and route in found.objects:
                 way = way_to(target)
                 if not follows(way, route):
-                    yield Detour(text, f"{target} {way}")
+                    yield ShadowingRoute(text, f"{target} {way}")
 
 
-def by_length(document: Mapping[str, Any], routes: Iterable[tuple[IPNetwork, str]]) -> Iterator[Detour]:
+def by_length(
+    document: Mapping[str, Any], routes: Iterable[tuple[IPNetwork, str]]
+) -> Iterator[ShadowingRoute]:
     """Yield what a more specific route turns aside (pure)."""
     subnets = {ip_network(text) for peer in document.get("peers", ()) for text in peer["subnets"]}
     lengths = {(subnet.version, subnet.prefixlen) for subnet in subnets}
@@ -57,7 +61,7 @@ def by_length(document: Mapping[str, Any], routes: Iterable[tuple[IPNetwork, str
             if version == destination.version and length < destination.prefixlen:
                 around = destination.supernet(new_prefix=length)
                 if around in subnets:
-                    yield Detour(str(around), f"route {destination} dev {device}")
+                    yield ShadowingRoute(str(around), f"route {destination} dev {device}")
 
 
 def wanted_route(target: IPAddress, peer: Mapping[str, Any], document: Mapping[str, Any]) -> Route | None:

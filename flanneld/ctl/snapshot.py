@@ -54,7 +54,7 @@ class Way:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class DesiredState:
     """One object that should be there; ``value`` is None for what a backend's own driver holds."""
 
     kind: str
@@ -134,14 +134,14 @@ def values(items: Any) -> Iterator[Resource]:
             yield resource_json.decode(item["value"])
 
 
-def wanted(document: Mapping[str, Any]) -> Iterator[Wanted]:
+def wanted(document: Mapping[str, Any]) -> Iterator[DesiredState]:
     """Yield each object that should be there."""
     owners = [("this node", document.get("local"))]
     owners += [(",".join(peer["subnets"]), peer["objects"]) for peer in document.get("peers") or ()]
     for owner, items in owners:
         for item in items or ():
             value = resource_json.decode(item["value"]) if item["value"] else None
-            yield Wanted(item["kind"], item["text"], owner, value)
+            yield DesiredState(item["kind"], item["text"], owner, value)
 
 
 def compare(document: Mapping[str, Any], found: Found) -> list[Entry]:

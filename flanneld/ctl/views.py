@@ -33,7 +33,7 @@ def status(source: Source) -> list[Table]:
         ("last sync", _last_sync(document)),
         ("repairs", _repairs(document)),
         ("refused", _refused(document)),
-        ("brake", _brake(document)),
+        ("brake", _removal_guard(document)),
         ("firewall", _firewall(document)),
     ]
     return [Table((), rows), *notes(source)]
@@ -152,12 +152,12 @@ def _refused(document: Mapping[str, Any]) -> str:
     return "; ".join(f"{each['object']}: {each['reason']}" for each in document["refused"]) or "none"
 
 
-def _brake(document: Mapping[str, Any]) -> str:
-    brake = document.get("brake")
-    if brake is None:
+def _removal_guard(document: Mapping[str, Any]) -> str:
+    removal_guard = document.get("brake")
+    if removal_guard is None:
         return _UNKNOWN
-    often = f", {counted(brake['number'], 'time')} so far" if brake.get("number") else ""
-    return f"{'holds removals back' if brake['holds'] else 'off'}{often}"
+    often = f", {counted(removal_guard['number'], 'time')} so far" if removal_guard.get("number") else ""
+    return f"{'holds removals back' if removal_guard['holds'] else 'off'}{often}"
 
 
 def _firewall(document: Mapping[str, Any]) -> str:

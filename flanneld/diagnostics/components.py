@@ -19,7 +19,7 @@ from flanneld.reconcile.counters import StoreCounters
 from flanneld.reconcile.reconciler import Reconciler
 from flanneld.runtime import clock
 from flanneld.runtime.event_log import Events
-from flanneld.subnet.lease_keeper import Keeper
+from flanneld.subnet.lease_keeper import LeaseKeeper
 from flanneld.subnet.manager import SubnetManager
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _REQUESTS = ("network_config", "public_ips", "stored", "acquire", "renew")
 
 
-class Sight:
+class Components:
     """The parts, None as long as they are not there.
 
     ``overdue`` has a line for each task that is late, ``missing`` what is missing to be ready, ``waiting``
@@ -57,7 +57,7 @@ class Sight:
         self.store = StoreCounters()
         self.manager: SubnetManager | None = None
         self.config: Config | None = None
-        self.keeper: Keeper | None = None
+        self.lease_keeper: LeaseKeeper | None = None
         self.reconciler: Reconciler | None = None
         self.firewall: Firewall | None = None
         self.prober: Prober | None = None

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from flanneld.diagnostics.components import Sight
+from flanneld.diagnostics.components import Components
 from flanneld.model import Lease
 from flanneld.reconcile.counters import Work
 from flanneld.reconcile.peers import Peers
-from flanneld.reconcile.uplink_manager import Site
+from flanneld.reconcile.uplink_manager import UplinkManager
 from flanneld.runtime import clock
-from flanneld.state.removal_guard import Brake
+from flanneld.state.removal_guard import RemovalGuard
 
 if TYPE_CHECKING:
     from flanneld.reconcile.firewall import Firewall  # not needed by everybody
@@ -37,17 +37,17 @@ class Part:
         return f"{self.name}: {self.trouble}"
 
 
-def parts(sight: Sight) -> list[Part]:
+def parts(components: Components) -> list[Part]:
     """All of them that there are. From any thread; costs next to nothing."""
-    return [Part(name, "; ".join(found)) for name, found in _looks(sight)]
+    return [Part(name, "; ".join(found)) for name, found in _looks(components)]
 
 
-def troubles(sight: Sight) -> list[Part]:
+def troubles(components: Components) -> list[Part]:
     """Those that are not well."""
-    return [part for part in parts(sight) if part.trouble]
+    return [part for part in parts(components) if part.trouble]
 
 
-def watch(sight: Sight, stop: threading.Event, tell: Callable[[list[str]], None]) -> None:
+def watch(components: Components, stop: threading.Event, tell: Callable[[list[str]], None]) -> None:
     """Until ``stop``, tell what is not well whenever that is something else, and nothing when it is over.
 
     What does not last is put right by itself, and troubles nobody.
@@ -55,7 +55,7 @@ def watch(sight: Sight, stop: threading.Event, tell: Callable[[list[str]], None]
     told: list[str] = []
     since: dict[str, float] = {}
     while not stop.wait(LOOK):
-        now, found = clock.now(), troubles(sight)
+        now, found = clock.now(), troubles(components)
         since = {part.name: since.get(part.name, now) for part in found}
         lasting = [str(part) for part in found if part.name in _AT_ONCE or now - since[part.name] >= LASTING]
         if lasting != told:
@@ -63,31 +63,34 @@ def watch(sight: Sight, stop: threading.Event, tell: Callable[[list[str]], None]
             tell(told)
 
 
-def _looks(sight: Sight) -> Iterator[tuple[str, Iterable[str]]]:
+def _looks(components: Components) -> Iterator[tuple[str, Iterable[str]]]:
     # Without the seconds, which are others at each look.
-    yield "threads", (line.partition(" for ")[0] for line in sight.overdue())
-    yield "store", _of_the_store(sight)
-    yield "leases", _of_the_leases(sight)
-    if sight.keeper:
-        yield "lease", _of_the_lease(sight.keeper.lease, 60.0 * sight.options.subnet_lease_renew_margin)
-    if sight.reconciler:
-        yield "uplink", _of_the_uplink(sight.reconciler.site)
-        yield "kernel", _of_the_kernel(sight.reconciler.work)
-        yield "peers", _of_the_peers(sight.reconciler.peers)
-        yield "removals", _of_the_brake(sight.reconciler.brake)
-    if sight.firewall:
-        yield "firewall", _of_the_firewall(sight.firewall)
-    yield from sight.of_host()
+    yield "threads", (line.partition(" for ")[0] for line in components.overdue())
+    yield "store", _of_the_store(components)
+    yield "leases", _of_the_leases(components)
+    if components.lease_keeper:
+        yield (
+            "lease",
+            _of_the_lease(components.lease_keeper.lease, 60.0 * components.options.subnet_lease_renew_margin),
+        )
+    if components.reconciler:
+        yield "uplink", _of_the_uplink(components.reconciler.uplink_manager)
+        yield "kernel", _of_the_kernel(components.reconciler.work)
+        yield "peers", _of_the_peers(components.reconciler.peers)
+        yield "removals", _of_the_brake(components.reconciler.removal_guard)
+    if components.firewall:
+        yield "firewall", _of_the_firewall(components.firewall)
+    yield from components.of_host()
 
 
-def _of_the_store(sight: Sight) -> Iterator[str]:
-    if sight.store_problem:
-        yield str(sight.store_problem)
+def _of_the_store(components: Components) -> Iterator[str]:
+    if components.store_problem:
+        yield str(components.store_problem)
 
 
-def _of_the_leases(sight: Sight) -> Iterator[str]:
-    if sight.cached:
-        yield f"taken from {sight.cached}"
+def _of_the_leases(components: Components) -> Iterator[str]:
+    if components.cached:
+        yield f"taken from {components.cached}"
 
 
 def _of_the_lease(lease: Lease, margin: float) -> Iterator[str]:
@@ -95,9 +98,9 @@ def _of_the_lease(lease: Lease, margin: float) -> Iterator[str]:
         yield "it was not renewed in time, and ends soon"
 
 
-def _of_the_uplink(site: Site) -> Iterator[str]:
-    if site.is_adrift:
-        yield f"{site.uplink.name} is not usable"
+def _of_the_uplink(uplink_manager: UplinkManager) -> Iterator[str]:
+    if uplink_manager.is_adrift:
+        yield f"{uplink_manager.uplink.name} is not usable"
 
 
 def _of_the_kernel(work: Work) -> Iterator[str]:
@@ -116,9 +119,9 @@ def _of_the_peers(peers: Peers) -> Iterator[str]:
         yield f"a lease would harm this host and is not followed: {unsafe[0]}{more}"
 
 
-def _of_the_brake(brake: Brake) -> Iterator[str]:
-    if brake.holds:
-        yield f"held back: {brake.reason}"
+def _of_the_brake(removal_guard: RemovalGuard) -> Iterator[str]:
+    if removal_guard.holds:
+        yield f"held back: {removal_guard.reason}"
 
 
 def _of_the_firewall(firewall: Firewall) -> Iterator[str]:

@@ -28,9 +28,9 @@ from flanneld.reconcile.convergence import Node
 from flanneld.reconcile.last_run import LastRun, machine_of
 from flanneld.reconcile.peers import View
 from flanneld.reconcile.reconciler import Reconciler
-from flanneld.reconcile.uplink_manager import Site, find_uplink
+from flanneld.reconcile.uplink_manager import UplinkManager, find_uplink
 from flanneld.state.diff import Plan
-from flanneld.state.removal_guard import Brake
+from flanneld.state.removal_guard import RemovalGuard
 from flanneld.state.report import Report
 from flanneld.state.resources import ForeignLink, Key, Link, Resource, Route, State
 from flanneld.subnet import subnet_file
@@ -158,9 +158,9 @@ def rehearse(wanted: Options, manager: SubnetManager, choice: InterfaceChoice) -
     uplink = find_uplink(kernel, config, choice)
     stored = manager.stored(uplink.public(config.families[0]))
     make_backend = registry.load(config.backend_type)
-    site = Site(kernel, config, choice, make_backend, uplink, stored, previous.networks)
-    site.backend = _Undriven(site.backend, kernel)
-    attrs = site.backend.attributes()
+    uplink_manager = UplinkManager(kernel, config, choice, make_backend, uplink, stored, previous.networks)
+    uplink_manager.backend = _Undriven(uplink_manager.backend, kernel)
+    attrs = uplink_manager.backend.attributes()
     foreseen = manager.foresee(config, attrs) if isinstance(manager, Foreseeing) else None
     snapshot = all_leases(manager)
     written = last_run.proven_lease(machine_of(kernel, uplink), manager.name, previous.subnets)
@@ -170,7 +170,7 @@ def rehearse(wanted: Options, manager: SubnetManager, choice: InterfaceChoice) -
     node = Node(
         kernel,
         Monitor(kernel.port),
-        site,
+        uplink_manager,
         guess,
         extras,
         former=previous.networks,
@@ -183,7 +183,7 @@ def rehearse(wanted: Options, manager: SubnetManager, choice: InterfaceChoice) -
     return Outcome(
         config=config,
         uplink=uplink,
-        mtu=site.backend.mtu,
+        mtu=uplink_manager.backend.mtu,
         own=guess,
         has_lease=own is not None,
         previous=previous,
@@ -199,7 +199,7 @@ def _run(node: Node, leases: Snapshot | Cached) -> Reconciler:
     stop = threading.Event()
     reconciler = Reconciler(
         node,
-        Brake(is_on=False),
+        RemovalGuard(is_on=False),
         stop=stop,
         heartbeat=_nothing,
         on_move=_nothing,
@@ -207,7 +207,7 @@ def _run(node: Node, leases: Snapshot | Cached) -> Reconciler:
         reread=_nothing,
     )
     reconciler.prepare()
-    reconciler.inbox.put([leases])
+    reconciler.event_queue.put([leases])
     reconciler.run()
     return reconciler
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flanneld import __version__
-from flanneld.diagnostics.components import Sight
+from flanneld.diagnostics.components import Components
 from flanneld.diagnostics.status import states
 from flanneld.model import FAMILIES
 from flanneld.reconcile.counters import BOUNDS, Histogram, wall
@@ -26,7 +26,7 @@ _ERRNO = {os.strerror(code): name for code, name in errno.errorcode.items()}
 
 #: Label values, in the order of the labels, with a number; or a histogram.
 Sample = tuple[tuple[str, ...], float]
-Reader = Callable[[Sight], Iterator[Sample]]
+Reader = Callable[[Components], Iterator[Sample]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Metric:
     name: str
     meaning: str
     labels: tuple[str, ...]
-    read: Callable[[Sight], Iterator[Any]]
+    read: Callable[[Components], Iterator[Any]]
 
 
 def _metrics() -> Iterator[Metric]:
@@ -106,9 +106,13 @@ def _of_the_kernel() -> Iterator[Metric]:
 
 
 def _of_the_brake() -> Iterator[Metric]:
-    yield Metric("gauge", "flannel_removal_brake_held", "1 while removals are held back", (), _brake)
+    yield Metric("gauge", "flannel_removal_brake_held", "1 while removals are held back", (), _removal_guard)
     yield Metric(
-        "counter", "flannel_removal_brake_holds_total", "times that removals were held back", (), _brake_holds
+        "counter",
+        "flannel_removal_brake_holds_total",
+        "times that removals were held back",
+        (),
+        _removal_guard_holds,
     )
 
 
@@ -118,21 +122,21 @@ def _of_the_time_it_takes() -> Iterator[Metric]:
         "flannel_event_to_kernel_seconds",
         "from a lease's arrival from the store until the kernel has what it means",
         (),
-        lambda sight: _histogram(sight, "event_to_kernel"),
+        lambda components: _histogram(components, "event_to_kernel"),
     )
     yield Metric(
         "histogram",
         "flannel_apply_seconds",
         "one write to the kernel",
         (),
-        lambda sight: _histogram(sight, "apply"),
+        lambda components: _histogram(components, "apply"),
     )
     yield Metric(
         "histogram",
         "flannel_reconcile_seconds",
         "one reading of the kernel with its repairs",
         (),
-        lambda sight: _histogram(sight, "reconcile"),
+        lambda components: _histogram(components, "reconcile"),
     )
 
 
@@ -149,7 +153,7 @@ def _of_the_probes() -> Iterator[Metric]:
         "flannel_peer_probe_rtt_seconds",
         "from a probe until its answer",
         (),
-        lambda sight: iter([sight.prober.rtt] if sight.prober else []),
+        lambda components: iter([components.prober.rtt] if components.prober else []),
     )
 
 
@@ -159,14 +163,14 @@ def _of_the_store() -> Iterator[Metric]:
         "flannel_datastore_request_seconds",
         "one request to the store, watches left out",
         (),
-        lambda sight: iter([sight.store.requests]),
+        lambda components: iter([components.store.requests]),
     )
     yield Metric(
         "counter",
         "flannel_datastore_errors_total",
         "requests that failed, watches left out",
         (),
-        lambda sight: _one(sight.store.errors),
+        lambda components: _one(components.store.errors),
     )
     yield Metric("gauge", "flannel_datastore_up", "1 if the store answers", (), _up)
     yield Metric(
@@ -174,7 +178,7 @@ def _of_the_store() -> Iterator[Metric]:
         "flannel_lease_renewals_total",
         "renewals of our lease",
         ("result",),
-        lambda sight: _each(sight.store.renewals),
+        lambda components: _each(components.store.renewals),
     )
 
 
@@ -184,21 +188,21 @@ def _of_the_watch() -> Iterator[Metric]:
         "flannel_watch_events_total",
         "changes of leases that the store told",
         (),
-        lambda sight: _one(sight.store.events),
+        lambda components: _one(components.store.events),
     )
     yield Metric(
         "counter",
         "flannel_watch_resyncs_total",
         "times that all leases were read again, by who wanted it",
         ("reason",),
-        lambda sight: _each(sight.store.resyncs),
+        lambda components: _each(components.store.resyncs),
     )
     yield Metric(
         "gauge",
         "flannel_watch_last_event_timestamp_seconds",
         "when the store last told of a lease",
         (),
-        lambda sight: _one(sight.store.last_event),
+        lambda components: _one(components.store.last_event),
     )
 
 
@@ -213,82 +217,82 @@ def _each(numbers: dict[str, int]) -> Iterator[Sample]:
     yield from (((name,), number) for name, number in numbers.copy().items())
 
 
-def _build(_sight: Sight) -> Iterator[Sample]:
+def _build(_components: Components) -> Iterator[Sample]:
     yield (__version__, platform.python_version()), 1
 
 
-def _ready(sight: Sight) -> Iterator[Sample]:
-    return _one(not sight.missing())
+def _ready(components: Components) -> Iterator[Sample]:
+    return _one(not components.missing())
 
 
-def _subnets(sight: Sight) -> Iterator[Sample]:
-    if sight.keeper:
-        yield from (((str(net),), 1) for net in sight.keeper.lease.key if net is not None)
+def _subnets(components: Components) -> Iterator[Sample]:
+    if components.lease_keeper:
+        yield from (((str(net),), 1) for net in components.lease_keeper.lease.key if net is not None)
 
 
-def _public_ips(sight: Sight) -> Iterator[Sample]:
-    if sight.reconciler:
-        uplink = sight.reconciler.site.uplink
+def _public_ips(components: Components) -> Iterator[Sample]:
+    if components.reconciler:
+        uplink = components.reconciler.uplink_manager.uplink
         yield from (((str(ip),), 1) for family in FAMILIES if (ip := uplink.public(family)))
 
 
-def _mtus(sight: Sight) -> Iterator[Sample]:
+def _mtus(components: Components) -> Iterator[Sample]:
     """Each device has room for its own outer headers: VXLAN takes 20 bytes more over IPv6 than over IPv4."""
-    if sight.reconciler:
-        uplink = sight.reconciler.site.uplink
+    if components.reconciler:
+        uplink = components.reconciler.uplink_manager.uplink
         yield (uplink.name,), uplink.mtu
-        links = (each for each in sight.reconciler.peers.local_wishes() if isinstance(each, Link))
+        links = (each for each in components.reconciler.peers.local_wishes() if isinstance(each, Link))
         yield from (((link.name,), link.mtu) for link in links)
 
 
-def _expiry(sight: Sight) -> Iterator[Sample]:
-    expires = _expires(sight)
+def _expiry(components: Components) -> Iterator[Sample]:
+    expires = _expires(components)
     if expires is not None:
         yield (), wall(expires)
 
 
-def _time_left(sight: Sight) -> Iterator[Sample]:
-    expires = _expires(sight)
+def _time_left(components: Components) -> Iterator[Sample]:
+    expires = _expires(components)
     if expires is not None:
         yield (), expires - clock.now()
 
 
-def _expires(sight: Sight) -> float | None:
-    return sight.keeper.lease.expires if sight.keeper else None
+def _expires(components: Components) -> float | None:
+    return components.lease_keeper.lease.expires if components.lease_keeper else None
 
 
-def _firewall_repairs(sight: Sight) -> Iterator[Sample]:
-    if sight.firewall:
-        yield from sight.firewall.repairs.copy().items()
+def _firewall_repairs(components: Components) -> Iterator[Sample]:
+    if components.firewall:
+        yield from components.firewall.repairs.copy().items()
 
 
-def _peers(sight: Sight) -> Iterator[Sample]:
-    if sight.reconciler:
-        found = states(sight.reconciler.peers.view(), sight.reconciler.work.pending)
+def _peers(components: Components) -> Iterator[Sample]:
+    if components.reconciler:
+        found = states(components.reconciler.peers.view(), components.reconciler.work.pending)
         numbers = Counter((backend, state.replace(" ", "-")) for backend, state in found)
         yield from numbers.items()
 
 
-def _desired(sight: Sight) -> Iterator[Sample]:
-    return _by_kind(_wanted(sight))
+def _desired(components: Components) -> Iterator[Sample]:
+    return _by_kind(_wanted(components))
 
 
-def _drift(sight: Sight) -> Iterator[Sample]:
-    pending = _pending(sight)
-    return _by_kind(Counter({kind: pending[kind] for kind in _wanted(sight)}))
+def _drift(components: Components) -> Iterator[Sample]:
+    pending = _pending(components)
+    return _by_kind(Counter({kind: pending[kind] for kind in _wanted(components)}))
 
 
-def _actual(sight: Sight) -> Iterator[Sample]:
-    pending = _pending(sight)
-    return _by_kind(Counter({kind: number - pending[kind] for kind, number in _wanted(sight).items()}))
+def _actual(components: Components) -> Iterator[Sample]:
+    pending = _pending(components)
+    return _by_kind(Counter({kind: number - pending[kind] for kind, number in _wanted(components).items()}))
 
 
-def _wanted(sight: Sight) -> Counter[Kind]:
-    return Counter(sight.reconciler.peers.wanted_kinds()) if sight.reconciler else Counter()
+def _wanted(components: Components) -> Counter[Kind]:
+    return Counter(components.reconciler.peers.wanted_kinds()) if components.reconciler else Counter()
 
 
-def _pending(sight: Sight) -> Counter[Kind]:
-    failures = sight.reconciler.work.pending.values() if sight.reconciler else ()
+def _pending(components: Components) -> Counter[Kind]:
+    failures = components.reconciler.work.pending.values() if components.reconciler else ()
     return Counter(failure.resource.kind for failure in failures)
 
 
@@ -296,48 +300,48 @@ def _by_kind(numbers: Counter[Kind]) -> Iterator[Sample]:
     yield from (((kind.name.lower(),), numbers[kind]) for kind in sorted(numbers))
 
 
-def _heals(sight: Sight) -> Iterator[Sample]:
-    if sight.reconciler:
-        yield from sight.reconciler.work.heals.copy().items()
+def _heals(components: Components) -> Iterator[Sample]:
+    if components.reconciler:
+        yield from components.reconciler.work.heals.copy().items()
 
 
-def _refusals(sight: Sight) -> Iterator[Sample]:
-    if sight.reconciler:
+def _refusals(components: Components) -> Iterator[Sample]:
+    if components.reconciler:
         numbers: Counter[tuple[str, ...]] = Counter()
-        for (kind, reason), number in sight.reconciler.work.refusals.copy().items():
+        for (kind, reason), number in components.reconciler.work.refusals.copy().items():
             numbers[kind, _ERRNO.get(reason, "other")] += number
         yield from numbers.items()
 
 
-def _loss(sight: Sight) -> Iterator[Sample]:
-    loss = sight.prober.loss if sight.prober else None
+def _loss(components: Components) -> Iterator[Sample]:
+    loss = components.prober.loss if components.prober else None
     if loss is not None:
         yield (), loss
 
 
-def _overruns(sight: Sight) -> Iterator[Sample]:
-    return _one(sight.reconciler.work.overruns if sight.reconciler else 0)
+def _overruns(components: Components) -> Iterator[Sample]:
+    return _one(components.reconciler.work.overruns if components.reconciler else 0)
 
 
-def _last_sync(sight: Sight) -> Iterator[Sample]:
-    return _one(sight.reconciler.work.last_sync if sight.reconciler else 0)
+def _last_sync(components: Components) -> Iterator[Sample]:
+    return _one(components.reconciler.work.last_sync if components.reconciler else 0)
 
 
-def _brake(sight: Sight) -> Iterator[Sample]:
-    return _one(bool(sight.reconciler and sight.reconciler.brake.holds))
+def _removal_guard(components: Components) -> Iterator[Sample]:
+    return _one(bool(components.reconciler and components.reconciler.removal_guard.holds))
 
 
-def _brake_holds(sight: Sight) -> Iterator[Sample]:
-    return _one(sight.reconciler.brake.holds_total if sight.reconciler else 0)
+def _removal_guard_holds(components: Components) -> Iterator[Sample]:
+    return _one(components.reconciler.removal_guard.holds_total if components.reconciler else 0)
 
 
-def _up(sight: Sight) -> Iterator[Sample]:
-    return _one(sight.store_is_up)
+def _up(components: Components) -> Iterator[Sample]:
+    return _one(components.store_is_up)
 
 
-def _histogram(sight: Sight, name: str) -> Iterator[Histogram]:
-    if sight.reconciler:
-        yield getattr(sight.reconciler.work, name)
+def _histogram(components: Components, name: str) -> Iterator[Histogram]:
+    if components.reconciler:
+        yield getattr(components.reconciler.work, name)
 
 
 #: All of them, in the order in which they are told.
@@ -347,7 +351,7 @@ METRICS = tuple(_metrics())
 # ---- telling ------------------------------------------------------------------------------------
 
 
-def page(sight: Sight, accept: str) -> tuple[int, str, bytes]:
+def page(components: Components, accept: str) -> tuple[int, str, bytes]:
     """Return status, content type and page for an Accept header; without the library 503 and the remedy."""
     try:
         from prometheus_client import CollectorRegistry, ProcessCollector
@@ -357,14 +361,14 @@ def page(sight: Sight, accept: str) -> tuple[int, str, bytes]:
         return 503, "text/plain; charset=utf-8", line.encode()
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
-    registry.register(_Collector(sight))
+    registry.register(_Collector(components))
     encode, content_type = choose_encoder(accept)
     return 200, content_type, encode(registry)
 
 
 class _Collector:
-    def __init__(self, sight: Sight) -> None:
-        self._sight = sight
+    def __init__(self, components: Components) -> None:
+        self._components = components
 
     def describe(self) -> list[Any]:
         """Nothing: the library would read everything only to learn the names."""
@@ -373,7 +377,7 @@ class _Collector:
     def collect(self) -> Iterator[Any]:
         for metric in METRICS:
             family = _family(metric)
-            for sample in metric.read(self._sight):
+            for sample in metric.read(self._components):
                 if isinstance(sample, Histogram):
                     family.add_metric((), _buckets(sample), sample.total)
                 else:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from flanneld.diagnostics import conditions
-from flanneld.diagnostics.components import Sight
+from flanneld.diagnostics.components import Components
 from flanneld.readiness import Readiness
 from flanneld.runtime.supervisor import Supervisor
 
@@ -14,14 +14,14 @@ from flanneld.runtime.supervisor import Supervisor
 class Observation:
     """Starts the servers. What answers is made of is imported when it is asked for."""
 
-    def __init__(self, sight: Sight, readiness: Readiness, supervisor: Supervisor) -> None:
-        self._sight = sight
+    def __init__(self, components: Components, readiness: Readiness, supervisor: Supervisor) -> None:
+        self._components = components
         self._readiness = readiness
         self._supervisor = supervisor
         self._has_socket = False
 
     def serve_health(self) -> None:
-        options = self._sight.options
+        options = self._components.options
         if options.healthz_port <= 0:
             return
         from flanneld.diagnostics.health_server import Checks, HealthServer  # only for those who ask for it
@@ -31,7 +31,7 @@ class Observation:
             self._readiness.is_ready,
             self._readiness.unready,
             self._caveats,
-            lambda: [(part.name, part.trouble) for part in conditions.parts(self._sight)],
+            lambda: [(part.name, part.trouble) for part in conditions.parts(self._components)],
             self._metrics,
         )
         server = HealthServer(options.healthz_ip, options.healthz_port, checks)
@@ -44,19 +44,19 @@ class Observation:
         from flanneld.diagnostics.status_socket import StatusSocket, path_beside
 
         self._has_socket = True
-        server = StatusSocket(path_beside(Path(self._sight.options.subnet_file)), self._document)
+        server = StatusSocket(path_beside(Path(self._components.options.subnet_file)), self._document)
         if server.open():
             self._supervisor.start("status socket", server.serve, server.close)
 
     def _caveats(self) -> list[str]:
-        return [f"leases: taken from {self._sight.cached}"] if self._sight.cached else []
+        return [f"leases: taken from {self._components.cached}"] if self._components.cached else []
 
     def _metrics(self, accept: str) -> tuple[int, str, bytes]:
         from flanneld.diagnostics.metrics import page
 
-        return page(self._sight, accept)
+        return page(self._components, accept)
 
     def _document(self) -> Iterable[bytes]:
         from flanneld.diagnostics.status import pieces
 
-        return pieces(self._sight)
+        return pieces(self._components)

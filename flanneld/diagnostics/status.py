@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from flanneld import __version__
 from flanneld.config import Config
-from flanneld.diagnostics.components import Sight
+from flanneld.diagnostics.components import Components
 from flanneld.diagnostics.conditions import troubles
 from flanneld.model import FAMILIES, Lease, Uplink, name_of
 from flanneld.network import resource_json
@@ -30,14 +30,14 @@ _EVENT = ("time", "severity", "source", "text")
 Document = dict[str, Any]
 
 
-def pieces(sight: Sight) -> Iterator[bytes]:
+def pieces(components: Components) -> Iterator[bytes]:
     """The document, in pieces that are made one by one: with many peers it is long, and others work on."""
-    head = json.dumps(summary(sight))
+    head = json.dumps(summary(components))
     yield head[:-1].encode()
     yield b', "peers": ['
     separator = b""
     waiting: list[str] = []
-    for peer in peers(sight):
+    for peer in peers(components):
         waiting.append(json.dumps(peer))
         if len(waiting) == _PEERS_AT_A_TIME:
             yield separator + ",\n".join(waiting).encode()
@@ -46,41 +46,41 @@ def pieces(sight: Sight) -> Iterator[bytes]:
     yield (separator if waiting else b"") + ",\n".join(waiting).encode() + b"]}\n"
 
 
-def summary(sight: Sight) -> Document:
+def summary(components: Components) -> Document:
     """All but the peers."""
-    missing = sight.missing()
+    missing = components.missing()
     return {
         "version": __version__,
         "pid": os.getpid(),
         "time": time.time(),
-        "started": sight.started,
-        "flags": sight.options.described(),
-        "subnet_file": sight.options.subnet_file,
-        "kube_subnet_mgr": sight.options.kube_subnet_mgr,
-        "store": _store(sight),
+        "started": components.started,
+        "flags": components.options.described(),
+        "subnet_file": components.options.subnet_file,
+        "kube_subnet_mgr": components.options.kube_subnet_mgr,
+        "store": _store(components),
         "health": {
             "ready": not missing,
             "missing": missing,
-            "waiting": sight.waiting(),
-            "late": sight.overdue(),
-            "troubles": [{"part": part.name, "trouble": part.trouble} for part in troubles(sight)],
+            "waiting": components.waiting(),
+            "late": components.overdue(),
+            "troubles": [{"part": part.name, "trouble": part.trouble} for part in troubles(components)],
         },
-        "network": network(sight.config),
-        "lease": _lease(sight),
-        **_data_plane(sight),
-        "firewall": _firewall(sight),
-        "events": [dict(zip(_EVENT, event, strict=True)) for event in sight.events.recent()],
+        "network": network(components.config),
+        "lease": _lease(components),
+        **_data_plane(components),
+        "firewall": _firewall(components),
+        "events": [dict(zip(_EVENT, event, strict=True)) for event in components.events.recent()],
     }
 
 
-def _store(sight: Sight) -> Document:
-    store, problem = sight.store, sight.store_problem
+def _store(components: Components) -> Document:
+    store, problem = components.store, components.store_problem
     return {
-        "name": sight.manager.name if sight.manager else None,
-        "answers": sight.store_is_up,
+        "name": components.manager.name if components.manager else None,
+        "answers": components.store_is_up,
         "problem": problem.problem if problem else None,
         "remedy": problem.remedy if problem else None,
-        "cache": sight.cached or None,
+        "cache": components.cached or None,
         "requests": sum(store.requests.counts),
         "errors": store.errors,
         "last_event": store.last_event or None,
@@ -98,10 +98,10 @@ def network(config: Config | None) -> Document | None:
     }
 
 
-def _lease(sight: Sight) -> Document | None:
-    if sight.keeper is None:
+def _lease(components: Components) -> Document | None:
+    if components.lease_keeper is None:
         return None
-    return {**lease(sight.keeper.lease), "renewals": sight.store.renewals.copy()}
+    return {**lease(components.lease_keeper.lease), "renewals": components.store.renewals.copy()}
 
 
 def lease(own: Lease) -> Document:
@@ -114,15 +114,18 @@ def lease(own: Lease) -> Document:
     }
 
 
-def _data_plane(sight: Sight) -> Document:
-    reconciler = sight.reconciler
+def _data_plane(components: Components) -> Document:
+    reconciler = components.reconciler
     if reconciler is None:
         return {}
     work = reconciler.work
     repairs = work.heals.copy().items()
     return {
-        "uplink": {**uplink(reconciler.site.uplink), "usable": not reconciler.site.is_adrift},
-        "mtu": reconciler.site.backend.mtu,
+        "uplink": {
+            **uplink(reconciler.uplink_manager.uplink),
+            "usable": not reconciler.uplink_manager.is_adrift,
+        },
+        "mtu": reconciler.uplink_manager.backend.mtu,
         "devices": sorted(reconciler.domain.links),
         "local": [describe(wish, work.pending) for wish in reconciler.peers.local_wishes()],
         "synced": reconciler.peers.synced,
@@ -131,7 +134,7 @@ def _data_plane(sight: Sight) -> Document:
         "fights": work.is_fighting,
         "lost_notifications": work.overruns,
         "refused": [_refusal(failure) for failure in work.pending.values()],
-        "brake": {"holds": reconciler.brake.holds, "number": reconciler.brake.holds_total},
+        "brake": {"holds": reconciler.removal_guard.holds, "number": reconciler.removal_guard.holds_total},
     }
 
 
@@ -144,31 +147,31 @@ def uplink(elected: Uplink) -> Document:
     }
 
 
-def _firewall(sight: Sight) -> Document | None:
-    firewall = sight.firewall
+def _firewall(components: Components) -> Document | None:
+    firewall = components.firewall
     if firewall is None:
         return None
     repairs = firewall.repairs.copy().items()
     return {
         "place": firewall.place,
-        "masquerade": sight.options.ip_masq,
-        "forward": sight.options.iptables_forward_rules,
+        "masquerade": components.options.ip_masq,
+        "forward": components.options.iptables_forward_rules,
         "not_in_place": [f"IPv{family}" for family in firewall.unsettled()],
         "fights": firewall.is_fighting(),
         "repairs": [{"through": name, "by": by, "number": number} for (name, by), number in repairs],
     }
 
 
-def peers(sight: Sight) -> Iterator[Document]:
+def peers(components: Components) -> Iterator[Document]:
     """Each lease but ours, with what is wanted for it, in the order of the store."""
-    if sight.reconciler is None:
+    if components.reconciler is None:
         return
-    view = sight.reconciler.peers.view()
-    documents = peers_of(view, sight.reconciler.work.pending)
-    if sight.prober is None:
+    view = components.reconciler.peers.view()
+    documents = peers_of(view, components.reconciler.work.pending)
+    if components.prober is None:
         yield from documents
         return
-    last = sight.prober.last
+    last = components.prober.last
     for lease, document in zip(view.leases, documents, strict=True):
         yield document | {"probe": _probe(last.get(lease.key))}
 

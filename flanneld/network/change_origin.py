@@ -16,7 +16,7 @@ _PROTOCOL, _PORT, _INODE = 1, 2, 9
 _NETLINK_ROUTE = "0"
 
 
-class Culprits:
+class ChangeOrigins:
     """What was changed since the last repair, and by whom as far as that can be told."""
 
     def __init__(self, find: Callable[[int], str] | None = None) -> None:

@@ -26,9 +26,9 @@ from flanneld.reconcile.counters import Work
 from flanneld.reconcile.drivers import Outside
 from flanneld.reconcile.ownership import Device
 from flanneld.reconcile.peers import Peers
-from flanneld.reconcile.uplink_manager import Site
+from flanneld.reconcile.uplink_manager import UplinkManager
 from flanneld.state.diff import Plan, compare, without_ways_to
-from flanneld.state.removal_guard import Brake
+from flanneld.state.removal_guard import RemovalGuard
 from flanneld.state.report import Failure, Report
 from flanneld.state.resources import ForeignLink, Key, Kind, Link, Resource, Route
 
@@ -48,7 +48,7 @@ class Node:
 
     kernel: Kernel
     monitor: Monitor
-    site: Site
+    uplink_manager: UplinkManager
     lease: Lease
     extras: tuple[Resource, ...] = ()
     former: tuple[IPNetwork, ...] = ()
@@ -64,10 +64,17 @@ class Convergence:
     ``unheard`` is called after writes during which we did not listen to the kernel, with what they did.
     """
 
-    def __init__(self, node: Node, peers: Peers, brake: Brake, unheard: Callable[[Report], None]) -> None:
+    def __init__(
+        self, node: Node, peers: Peers, removal_guard: RemovalGuard, unheard: Callable[[Report], None]
+    ) -> None:
         self.work = Work()
         #: What of the kernel is ours.
-        self.domain = Domain(node.site.uplink.name, frozenset(), _ranges(node.site, node.lease), node.former)
+        self.domain = Domain(
+            node.uplink_manager.uplink.name,
+            frozenset(),
+            _ranges(node.uplink_manager, node.lease),
+            node.former,
+        )
         self.outside = Outside()
         self._driven: Backend | None = None
         #: The devices of ours and the uplink, by index, as last read.
@@ -76,9 +83,9 @@ class Convergence:
         self._left = node.devices
         self._node = node
         self._kernel = node.kernel
-        self._site = node.site
+        self._uplink_manager = node.uplink_manager
         self._peers = peers
-        self._brake = brake
+        self._removal_guard = removal_guard
         self._unheard = unheard
         #: Routes as we made them or took them over. What stands elsewhere is of others and stays.
         self._ours: dict[Key, Resource] = {}
@@ -168,12 +175,12 @@ class Convergence:
 
     def look_at_host(self) -> Plan:
         """Read the host's networks: what to make and to remove if they have changed. Raises ``OSError``."""
-        networks = [network for network, _ in self._site.ranges]
+        networks = [network for network, _ in self._uplink_manager.ranges]
         own = [net for net in self._node.lease.key if net is not None]
         host = read_host_networks(self._kernel, networks, own, self.domain.links)
         if host == self._peers.safety.obstacles.host:
             return Plan()
-        return self._peers.look(Obstacles(host), self._site.backend)
+        return self._peers.look(Obstacles(host), self._uplink_manager.backend)
 
     def networks_around(self) -> list[str]:
         """Networks on this host's links that overlap the cluster's and are larger than a node's subnet."""
@@ -221,10 +228,10 @@ class Convergence:
                 )
 
     def _wish_for_ourselves(self) -> None:
-        self._peers.wish_locally((*self._site.backend.local(self._node.lease), *self._node.extras))
+        self._peers.wish_locally((*self._uplink_manager.backend.local(self._node.lease), *self._node.extras))
         self.domain = replace(
             self.domain,
-            uplink=self._site.uplink.name,
+            uplink=self._uplink_manager.uplink.name,
             links=frozenset(link.name for link in self._links()),
         )
 
@@ -235,10 +242,10 @@ class Convergence:
 
     def _open_drivers(self) -> None:
         """Have the drivers of the backend of now: those of its predecessor let go first."""
-        if self._driven is not self._site.backend:
+        if self._driven is not self._uplink_manager.backend:
             self.outside.hand_over()
-            self.outside = Outside(self._site.backend)
-            self._driven = self._site.backend
+            self.outside = Outside(self._uplink_manager.backend)
+            self._driven = self._uplink_manager.backend
 
     def _read_and_repair(self) -> Report:
         self._open_drivers()
@@ -290,7 +297,7 @@ class Convergence:
     def _stale(self, unwanted: Collection[Resource]) -> tuple[Resource, ...]:
         """What may go of all that nobody wants."""
         stale = without_ways_to(self._peers.unclear, unwanted)
-        held = self.domain.adopt and self._brake.holds_sweep(
+        held = self.domain.adopt and self._removal_guard.holds_sweep(
             sum(map(_is_route, stale)), sum(map(_is_route, self._peers.wanted.values()))
         )
         return () if held else stale
@@ -326,10 +333,12 @@ class Convergence:
         return {present[name]: name for name in ours if name in present}
 
 
-def _ranges(site: Site, own: Lease) -> tuple[tuple[IPNetwork, int], ...]:
+def _ranges(uplink_manager: UplinkManager, own: Lease) -> tuple[tuple[IPNetwork, int], ...]:
     """A subnet is as long as ours: in Kubernetes that is not for the network config to say."""
     own_lengths = {net.version: net.prefixlen for net in own.key if net is not None}
-    return tuple((network, own_lengths.get(network.version, length)) for network, length in site.ranges)
+    return tuple(
+        (network, own_lengths.get(network.version, length)) for network, length in uplink_manager.ranges
+    )
 
 
 def _blocked(steps: Plan) -> Iterator[Failure]:

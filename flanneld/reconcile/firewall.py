@@ -24,7 +24,7 @@ from flanneld.errors import Fatal, Retryable
 from flanneld.model import FAMILIES, Family, IPNetwork, LeaseKey
 from flanneld.network.firewall import detect
 from flanneld.network.firewall.command import Commands
-from flanneld.network.firewall.contest_backoff import Patience
+from flanneld.network.firewall.contest_backoff import ContestBackoff
 from flanneld.network.firewall.detect import Wish
 from flanneld.network.firewall.driver import Driver, Unavailable
 from flanneld.network.firewall.forwarding import dropping, in_the_way
@@ -35,7 +35,7 @@ from flanneld.network.firewall.sweep import PLACES, Place, driver, sweep
 from flanneld.network.firewall.upkeep import Change, Upkeep
 from flanneld.options import Options
 from flanneld.runtime import clock, shell
-from flanneld.runtime.event_queue import Inbox
+from flanneld.runtime.event_queue import EventQueue
 from flanneld.subnet.subnet_file import Previous
 
 log = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class Firewall:
         self._wishes = wishes
         self._stop = stop
         self._heartbeat = heartbeat
-        self._inbox: Inbox[None] = Inbox()
+        self._event_queue: EventQueue[None] = EventQueue()
         self._commands = Commands(stop)
         self._once = Once()
         self._place: Place = "nft"
@@ -103,13 +103,13 @@ class Firewall:
         self._removals: Removals | None = None
         #: Families whose rules may be wrong, and the programs that made us think so.
         self._dirty: set[Family] = set()
-        self._culprits: set[str] = set()
+        self._change_origins: set[str] = set()
         self._to_sweep: list[tuple[Place, Family]] = []
         self._next = math.inf
         #: What has just failed is not tried again before this, whatever happens.
         self._not_before = 0.0
         self._retry_delay = _FIRST_RETRY
-        self._patience = Patience()
+        self._contest_backoff = ContestBackoff()
         #: By the way to the rules and who removed them, as far as that is known.
         self.repairs: dict[tuple[str, str], int] = {}
 
@@ -124,7 +124,7 @@ class Firewall:
 
     def is_fighting(self) -> bool:
         """Whether somebody keeps removing the rules. From any thread."""
-        return self._patience.is_tried()
+        return self._contest_backoff.is_tried()
 
     def _lacks(self, family: Family, upkeep: Upkeep) -> bool:
         return family in self._dirty or not upkeep.settled
@@ -228,23 +228,23 @@ class Firewall:
 
     def run(self) -> None:
         poll = select.poll()
-        poll.register(self._inbox, select.POLLIN)
+        poll.register(self._event_queue, select.POLLIN)
         if self._removals:
             poll.register(self._removals, select.POLLIN)
         while not self._stop.is_set():
             self._heartbeat(4 * _IDLE)
             poll.poll(min(_IDLE, max(0.0, self._due() - clock.now())) * 1000)
-            self._inbox.drain()
+            self._event_queue.drain()
             self._hear()
             if clock.now() >= self._due() and not self._stop.is_set():
                 self._check()
 
     def cancel(self) -> None:
-        self._inbox.wake()
+        self._event_queue.wake()
 
     def _due(self) -> float:
         """When to look again: news may come before a failure or a repair is accounted for."""
-        return max(self._next, self._not_before, self._patience.earliest())
+        return max(self._next, self._not_before, self._contest_backoff.earliest())
 
     def _hear(self) -> None:
         """Note whose rules may be gone, and look at them soon."""
@@ -252,7 +252,7 @@ class Firewall:
             concerned = {family for family in self._upkeep if self._concerns(family, removal)}
             if concerned:
                 self._dirty |= concerned
-                self._culprits.add(removal.by)
+                self._change_origins.add(removal.by)
                 self._next = min(self._next, clock.now() + _SETTLE)
 
     def _concerns(self, family: Family, removal: Removal) -> bool:
@@ -272,9 +272,9 @@ class Firewall:
         if self._removals is None:
             self._next = clock.now() + self._period
             self._dirty = set(self._upkeep)
-        culprits, self._culprits = self._culprits, set()
+        change_origins, self._change_origins = self._change_origins, set()
         repairs = sum(self.repairs.values())
-        failed = [family for family in sorted(self._dirty) if not self._put_right(family, culprits)]
+        failed = [family for family in sorted(self._dirty) if not self._put_right(family, change_origins)]
         if sum(self.repairs.values()) > repairs:
             self._lose_patience()
         if not self._dirty:
@@ -287,7 +287,7 @@ class Firewall:
         else:
             self._retry_delay = _FIRST_RETRY
 
-    def _put_right(self, family: Family, culprits: set[str]) -> bool:
+    def _put_right(self, family: Family, change_origins: set[str]) -> bool:
         upkeep = self._upkeep[family]
         was_right = upkeep.settled
         try:
@@ -299,7 +299,7 @@ class Firewall:
         if self._once.clear(family):
             log.info("The rules for IPv%d are in place", family)
         if change and (was_right or not change.held):
-            self._account(upkeep.name, change, culprits)
+            self._account(upkeep.name, change, change_origins)
         elif change:
             _say(upkeep.name, change)
         if change and not change.held:
@@ -314,16 +314,16 @@ class Firewall:
         self._hear()
         self._dirty.discard(family)
 
-    def _account(self, name: str, change: Change, culprits: set[str]) -> None:
+    def _account(self, name: str, change: Change, change_origins: set[str]) -> None:
         """Count what was repaired, and say it."""
-        key = (name, ",".join(sorted(culprits)) or "unknown")
+        key = (name, ",".join(sorted(change_origins)) or "unknown")
         self.repairs[key] = self.repairs.get(key, 0) + 1
-        by = f" after a change by {', '.join(sorted(culprits))}" if any(culprits) else ""
+        by = f" after a change by {', '.join(sorted(change_origins))}" if any(change_origins) else ""
         log.warning("Restored our rules with %s%s: %s", name, by, _what(change))
 
     def _lose_patience(self) -> None:
         """Wait longer with the next repair if there are many. Both families' at once count as one."""
-        if self._patience.spend():
+        if self._contest_backoff.spend():
             log.warning(
                 "Somebody keeps removing our rules: waiting longer and longer before each repair; "
                 "find out which program it is, and stop it or exclude our chains there"

@@ -26,9 +26,9 @@ from flanneld.model import (
 )
 from flanneld.network.obstacles import Obstacles
 from flanneld.reconcile.lease_safety import LeaseSafety
-from flanneld.state.desired_state import LOCAL, Before, Wanted
+from flanneld.state.desired_state import LOCAL, Before, DesiredState
 from flanneld.state.diff import Plan, plan
-from flanneld.state.removal_guard import Brake
+from flanneld.state.removal_guard import RemovalGuard
 from flanneld.state.resources import Key, Kind, Resource, State
 
 log = logging.getLogger(__name__)
@@ -66,15 +66,15 @@ class View:
 class Peers:
     """The peers' leases and the wanted state, kept in step lease by lease. Moves nothing."""
 
-    def __init__(self, own: Lease, networks: Iterable[IPNetwork], brake: Brake) -> None:
+    def __init__(self, own: Lease, networks: Iterable[IPNetwork], removal_guard: RemovalGuard) -> None:
         self._own = own
-        self._brake = brake
+        self._removal_guard = removal_guard
         self._networks = {network.version: network for network in networks}
         self.safety = LeaseSafety(own, self._networks.values())
         self._table = LeaseTable(own.key)
-        self._wanted = Wanted()
+        self._wanted = DesiredState()
         #: Leases whose data no backend could make sense of.
-        self._riddles: set[LeaseKey] = set()
+        self._unparsable: set[LeaseKey] = set()
         #: Why nothing, or not all, is done for a lease.
         self._reasons: dict[LeaseKey, str] = {}
         #: The same for leases that would harm this host.
@@ -107,7 +107,7 @@ class Peers:
         """Subnets of leases that are there but make no sense: what leads to them may be right."""
         return {
             net
-            for key in self._table.unreadable | self._riddles
+            for key in self._table.unreadable | self._unparsable
             for net in key
             if net is not None and self.safety.obstacles.in_subnet(net) is None
         }
@@ -175,7 +175,7 @@ class Peers:
         before: Before = {}
         for lease in self._table:
             harm = self.safety.harm(lease)
-            if (str(harm) if harm else None) != self._unsafe.get(lease.key) or lease.key in self._riddles:
+            if (str(harm) if harm else None) != self._unsafe.get(lease.key) or lease.key in self._unparsable:
                 for key, was in self._wanted.set(lease.key, self._lead_to(lease, backend)).items():
                     before.setdefault(key, was)
         return plan(*self._wanted.since(before))
@@ -190,7 +190,7 @@ class Peers:
         was_synced = self._table.synced
         if was_synced and _lacks(event, self._own):
             # We are about to end, unless it is back by then.
-            self._brake.hold("The store has lost our own lease")
+            self._removal_guard.hold("The store has lost our own lease")
             return Change()
         if was_synced:
             event = self._through_brake(event)
@@ -202,11 +202,11 @@ class Peers:
     def _through_brake(self, event: Event) -> Event:
         match event:
             case Added(lease):
-                self._brake.heard_of(lease.key)
+                self._removal_guard.heard_of(lease.key)
             case Removed(key):
-                self._brake.heard_of(key)
+                self._removal_guard.heard_of(key)
             case Snapshot():
-                return self._brake.pass_on(event, [lease.key for lease in self._table])
+                return self._removal_guard.pass_on(event, [lease.key for lease in self._table])
         return event
 
     def _lead_to(self, lease: Lease, backend: Backend) -> tuple[Resource, ...]:
@@ -226,7 +226,7 @@ class Peers:
             return ()
         except Refused as reason:
             self._complain(lease, reason, f"Refusing the data of lease {lease}: {reason}")
-            self._riddles.add(lease.key)
+            self._unparsable.add(lease.key)
             sound = self._sound.get(lease.key)
             if sound is not None and not self.safety.is_reachable(sound):
                 return ()
@@ -241,7 +241,7 @@ class Peers:
             raise harm
 
     def _complain(self, lease: Lease, reason: Refused, line: str) -> None:
-        self._riddles.discard(lease.key)
+        self._unparsable.discard(lease.key)
         self._unsafe.pop(lease.key, None)
         self._reasons[lease.key] = str(reason)
         self._once.warn(log, lease.key, line)
@@ -250,7 +250,7 @@ class Peers:
         """There is nothing to complain about any more."""
         self._once.clear(("clone", key))
         if self._reasons.pop(key, None):
-            self._riddles.discard(key)
+            self._unparsable.discard(key)
             if self._unsafe.pop(key, None):
                 self._told.append(f"Lease {name_of(key)} no longer harms this host")
             self._once.clear(key)
@@ -297,7 +297,7 @@ def _lacks(event: Event, own: Lease) -> bool:
     return own.key not in event.unreadable and all(lease.key != own.key for lease in event.leases)
 
 
-def _lines_about(change: Change, wanted: Wanted) -> list[str]:
+def _lines_about(change: Change, wanted: DesiredState) -> list[str]:
     if len(change.put) + len(change.gone) > _FEW:
         return [f"Leases: {len(change.put)} new or changed, {len(change.gone)} gone"]
     lines = [f"Lease {name_of(key)} is gone" for key in change.gone]

@@ -20,17 +20,17 @@ from dataclasses import replace
 from flanneld.compat.glog import Once, V, counted
 from flanneld.errors import cause_of
 from flanneld.model import Cached, Event, IPAddress, IPNetwork
-from flanneld.network.change_origin import Culprits
+from flanneld.network.change_origin import ChangeOrigins
 from flanneld.network.obstacles import single
 from flanneld.network.rtnetlink.domain import Domain
 from flanneld.network.rtnetlink.monitor import Gone, HostRouteChanged, InterfaceChanged, News, Overrun, Seen
 from flanneld.reconcile.convergence import Convergence, Node
 from flanneld.reconcile.counters import Work
 from flanneld.reconcile.peers import Peers
-from flanneld.reconcile.uplink_manager import Site
+from flanneld.reconcile.uplink_manager import UplinkManager
 from flanneld.runtime import clock
-from flanneld.runtime.event_queue import Inbox
-from flanneld.state.removal_guard import Brake
+from flanneld.runtime.event_queue import EventQueue
+from flanneld.state.removal_guard import RemovalGuard
 from flanneld.state.report import Report
 from flanneld.state.resources import Kind, Resource, Route, destination_of
 
@@ -52,7 +52,7 @@ class Reconciler:
     def __init__(
         self,
         node: Node,
-        brake: Brake,
+        removal_guard: RemovalGuard,
         *,
         stop: threading.Event,
         heartbeat: Callable[[float], None],
@@ -60,19 +60,19 @@ class Reconciler:
         on_synced: Callable[[], None],
         reread: Callable[[], None],
     ) -> None:
-        self.inbox: Inbox[list[Event]] = Inbox()
-        self._site = node.site
+        self.event_queue: EventQueue[list[Event]] = EventQueue()
+        self._uplink_manager = node.uplink_manager
         self._stop = stop
         self._heartbeat = heartbeat
         self._on_move = on_move
         self._on_synced = on_synced
         self._reread = reread
-        self._brake = brake
+        self._removal_guard = removal_guard
         self._monitor = node.monitor
-        self._peers = Peers(node.lease, [network for network, _ in node.site.ranges], brake)
-        self._convergence = Convergence(node, self._peers, brake, self._look_at_all)
+        self._peers = Peers(node.lease, [network for network, _ in node.uplink_manager.ranges], removal_guard)
+        self._convergence = Convergence(node, self._peers, removal_guard, self._look_at_all)
         self._once = Once()
-        self._culprits = Culprits()
+        self._change_origins = ChangeOrigins()
         self._next_audit = clock.now()
         self._earliest_repair = 0.0
         #: When to read the host's networks, and not before when.
@@ -86,8 +86,8 @@ class Reconciler:
         return self._peers
 
     @property
-    def site(self) -> Site:
-        return self._site
+    def uplink_manager(self) -> UplinkManager:
+        return self._uplink_manager
 
     @property
     def domain(self) -> Domain:
@@ -98,8 +98,8 @@ class Reconciler:
         return self._convergence.work
 
     @property
-    def brake(self) -> Brake:
-        return self._brake
+    def removal_guard(self) -> RemovalGuard:
+        return self._removal_guard
 
     # ---- before the first peer ---------------------------------------------------------------
 
@@ -133,27 +133,27 @@ class Reconciler:
         while not self._stop.is_set():
             self._heartbeat(2 * AUDIT_PERIOD)
             self._sleep()
-            self._take_events([event for events in self.inbox.drain() for event in events])
-            self.inbox.settle()
+            self._take_events([event for events in self.event_queue.drain() for event in events])
+            self.event_queue.settle()
             self._take_news(self._monitor.read(self._convergence.names.get))
             if clock.now() >= self._next_look and not self._stop.is_set():
                 self._look_at_host()
             if clock.now() >= self._next_audit and not self._stop.is_set():
                 self._audit()
-            if self._brake.is_due():
+            if self._removal_guard.is_due():
                 self._reread()
 
     def cancel(self) -> None:
-        self.inbox.wake()
+        self.event_queue.wake()
 
     def _sleep(self) -> None:
         """Until there is something to do."""
         outside = self._convergence.outside
         drivers = outside.sources()
         poll = select.poll()
-        for source in (self.inbox.fileno(), self._monitor.fileno(), *drivers):
+        for source in (self.event_queue.fileno(), self._monitor.fileno(), *drivers):
             poll.register(source, select.POLLIN)
-        next_act = min(self._next_audit, self._next_look, self._brake.next_reading, outside.next_look)
+        next_act = min(self._next_audit, self._next_look, self._removal_guard.next_reading, outside.next_look)
         for fd, _ in poll.poll(max(0.0, next_act - clock.now()) * 1000):
             if fd in drivers:
                 drivers[fd].news()
@@ -165,7 +165,7 @@ class Reconciler:
 
     def _take_events(self, events: list[Event]) -> None:
         was_synced = self._peers.synced
-        steps = self._peers.take(events, self._site.backend)
+        steps = self._peers.take(events, self._uplink_manager.backend)
         if not was_synced:
             if self._peers.synced:
                 self._first_sync()
@@ -177,7 +177,7 @@ class Reconciler:
         try:
             if steps:
                 report = self._convergence.apply(steps)
-                self.work.applied(report, self.inbox.since)
+                self.work.applied(report, self.event_queue.since)
                 self._account_news(report)
         except OSError as failure:
             self._could_not_read(failure)
@@ -221,7 +221,7 @@ class Reconciler:
 
     def _is_swept(self) -> None:
         """What an earlier run left has been dealt with, or is held back."""
-        if not self._brake.sweep_is_held:
+        if not self._removal_guard.sweep_is_held:
             try:
                 self._convergence.is_swept()
             except OSError as failure:
@@ -230,7 +230,7 @@ class Reconciler:
 
     def _sweep_devices(self, report: Report) -> None:
         """Remove the devices of earlier configurations, if all routes are in and none is held back."""
-        if report.failed or not self._peers.synced or self._brake.sweep_is_held:
+        if report.failed or not self._peers.synced or self._removal_guard.sweep_is_held:
             return
         try:
             swept = self._convergence.sweep_devices()
@@ -271,21 +271,26 @@ class Reconciler:
                     self._repair_soon()
                 case InterfaceChanged(index, name, port):
                     if self._concerns_us(index, name):
-                        self._culprits.note((Kind.LINK, name or ""), port)
+                        self._change_origins.note((Kind.LINK, name or ""), port)
                         self._uplink_may_have_moved = True
                         self._repair_soon()
                 case Gone(key, port):
-                    if key in self._peers.wanted or self._site.asks_routes:
-                        self._culprits.note(key, port)
+                    if key in self._peers.wanted or self._uplink_manager.asks_routes:
+                        self._change_origins.note(key, port)
                         self._repair_soon()
                 case Seen(resource, port):
-                    if self._is_drift(resource) or self._site.asks_routes:
-                        self._culprits.note(resource.key, port)
+                    if self._is_drift(resource) or self._uplink_manager.asks_routes:
+                        self._change_origins.note(resource.key, port)
                         self._repair_soon()
 
     def _concerns_us(self, index: int, name: str | None) -> bool:
-        ours = name == self._site.uplink.name or name in self.domain.links
-        return ours or index in self._convergence.names or self._site.asks_routes or self._site.is_adrift
+        ours = name == self._uplink_manager.uplink.name or name in self.domain.links
+        return (
+            ours
+            or index in self._convergence.names
+            or self._uplink_manager.asks_routes
+            or self._uplink_manager.is_adrift
+        )
 
     def _is_drift(self, resource: Resource) -> bool:
         wanted = self._peers.wanted.get(resource.key)
@@ -352,7 +357,7 @@ class Reconciler:
         self._once.clear("read")
         self._log_repairs("Healed", report.made)
         self._log_repairs("Removed what nobody wants", report.removed)
-        self._culprits.forget()
+        self._change_origins.forget()
         if not report.failed:
             self._retry_delay = _FIRST_RETRY
             if self._once.clear("refused"):
@@ -368,13 +373,15 @@ class Reconciler:
         self._sweep_devices(report)
 
     def _follow_uplink(self) -> None:
-        look = self._uplink_may_have_moved or self._site.asks_routes or self._site.is_adrift
-        moved = look and self._site.follow()
+        look = (
+            self._uplink_may_have_moved or self._uplink_manager.asks_routes or self._uplink_manager.is_adrift
+        )
+        moved = look and self._uplink_manager.follow()
         self._uplink_may_have_moved = False
         if moved:
             self._convergence.move()
-        if moved or self._site.asks_routes:
-            self._peers.reconsider(self._site.backend)
+        if moved or self._uplink_manager.asks_routes:
+            self._peers.reconsider(self._uplink_manager.backend)
         if moved:
             self._on_move()
 
@@ -403,8 +410,8 @@ class Reconciler:
 
     def _log_repairs(self, what: str, resources: list[Resource]) -> None:
         for resource in resources[:_FEW]:
-            culprit = self._culprits.of(resource)
-            log.warning("%s: %s%s", what, resource, f", after a change by {culprit}" if culprit else "")
+            origin = self._change_origins.of(resource)
+            log.warning("%s: %s%s", what, resource, f", after a change by {origin}" if origin else "")
         if len(resources) > _FEW:
             log.warning("%s: %s", what, counted(len(resources) - _FEW, "more object"))
 

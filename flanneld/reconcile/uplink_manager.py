@@ -32,7 +32,7 @@ def find_uplink(kernel: Kernel, config: Config, choice: InterfaceChoice) -> Upli
     return election.uplink
 
 
-class Site:
+class UplinkManager:
     """The uplink as it is now and the backend built on it; both are made anew when the uplink moves."""
 
     def __init__(

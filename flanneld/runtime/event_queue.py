@@ -15,7 +15,7 @@ Item = TypeVar("Item")
 _PATIENCE = 0.005
 
 
-class Inbox(Generic[Item]):
+class EventQueue(Generic[Item]):
     """Readable, as a file descriptor, while something is in it."""
 
     def __init__(self) -> None:

@@ -24,7 +24,7 @@ class Unreachable(Exception):
     """There is no connection; the text says why."""
 
 
-class Line:
+class InterruptibleSocket:
     """The one connection at a time of one thread, held from before it is made."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 PATIENCE = 1.0
 
 
-class Outlet:
+class LogWriter:
     """Writes lines to a file descriptor. Those for which there is no room in time are lost.
 
     When there is room again, a line says how many they were.

@@ -15,7 +15,7 @@ LOCAL: LeaseKey = (None, None)
 Before = dict[Key, Resource | None]
 
 
-class Wanted:
+class DesiredState:
     """The wanted state by key, with an owner for each resource.
 
     When two owners claim one key - cloned machines with one MAC - the lower subnet wins whatever the

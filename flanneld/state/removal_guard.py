@@ -1,4 +1,4 @@
-"""The mass-removal brake: a list of leases that lacks most peers is read again before it is believed.
+"""The removal guard: a list of leases that lacks most peers is read again before it is believed.
 
 A store that was restored from an old copy, or answers with a part of what it has, must not cut a whole
 cluster off. Single removals are never held: each of them is something that somebody did.
@@ -22,7 +22,7 @@ FEW = 10
 HOLD = 30.0
 
 
-class Brake:
+class RemovalGuard:
     """Holds removals back for a while. For one thread."""
 
     def __init__(self, *, is_on: bool = True, now: Callable[[], float] = clock.now) -> None:

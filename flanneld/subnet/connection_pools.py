@@ -11,7 +11,7 @@ from urllib3 import HTTPConnectionPool, HTTPSConnectionPool
 from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.response import BaseHTTPResponse
 
-from flanneld.runtime.interruptible_socket import Line
+from flanneld.runtime.interruptible_socket import InterruptibleSocket
 
 #: In bytes. What etcd says of the leases of a large cluster is some MB.
 _LONGEST_ANSWER = 64 << 20
@@ -23,7 +23,7 @@ class Endless(HTTPException):
 
 
 class _Connection(HTTPConnection):
-    def __init__(self, *args: Any, line: Line, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, line: InterruptibleSocket, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._on_line = line
 

@@ -36,7 +36,7 @@ _LONGEST_SLEEP = 60.0
 _SHORTEST_TERM = 1.0
 
 
-class Keeper:
+class LeaseKeeper:
     """Renews one lease. ``revoked`` is called when the store no longer has it.
 
     ``contested`` says that another node may have our lease; else what is not as we wrote it is put right.
@@ -79,7 +79,7 @@ class Keeper:
         self._undone = Backoff(first=CONTEST_SPACING, longest=_LONGEST_SLEEP)
         self._quarrel_end = 0.0
         self._is_quarrel = False
-        self._inbox: SimpleQueue[Event | LeaseAttrs | None] = SimpleQueue()
+        self._event_queue: SimpleQueue[Event | LeaseAttrs | None] = SimpleQueue()
         self._once = Once()
         self._outage = Outage(
             log, f"Cannot renew the lease {lease}", f"The lease {lease} could be renewed again", now
@@ -92,15 +92,15 @@ class Keeper:
 
     def announce(self, attrs: LeaseAttrs) -> None:
         """Tell the peers what we are now. From any thread."""
-        self._inbox.put(attrs)
+        self._event_queue.put(attrs)
 
     def deliver(self, events: list[Event]) -> None:
         """What the store says about our lease. From any thread."""
         for event in events:
-            self._inbox.put(event)
+            self._event_queue.put(event)
 
     def cancel(self) -> None:
-        self._inbox.put(None)
+        self._event_queue.put(None)
 
     def run(self) -> None:
         while not self._stop.is_set():
@@ -114,7 +114,7 @@ class Keeper:
     def _next(self) -> Event | LeaseAttrs | None:
         left = min(max(0.0, self._due() - self._now()), _LONGEST_SLEEP)
         try:
-            return self._inbox.get(timeout=left)
+            return self._event_queue.get(timeout=left)
         except Empty:
             return None
 

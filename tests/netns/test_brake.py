@@ -1,4 +1,4 @@
-"""The mass-removal brake, on a real store and a real kernel."""
+"""The removal guard, on a real store and a real kernel."""
 
 from __future__ import annotations
 

@@ -63,9 +63,9 @@ def machine(tmp_path: Path) -> Iterator[Host]:
 
 def warnings(machine: Host, way: str, number: int = 1) -> list[str]:
     """What a daemon with networks of so many families warns of at its start."""
-    keeper = machine.keep(nets=NETS[:number], **WAYS[way])
-    keeper.stop()
-    return keeper.lines()
+    lease_keeper = machine.keep(nets=NETS[:number], **WAYS[way])
+    lease_keeper.stop()
+    return lease_keeper.lines()
 
 
 @pytest.mark.parametrize("refusal", REFUSALS)

@@ -120,23 +120,25 @@ def test_a_second_start_finds_all_right_and_writes_nothing(machine: Host, way: s
     machine.set_once(**WAYS[way])
     environment, notes = machine.spies()
     with machine.watched() as written:
-        keeper = machine.keep(environment=environment, **WAYS[way])
-        keeper.stop()
+        lease_keeper = machine.keep(environment=environment, **WAYS[way])
+        lease_keeper.stop()
         assert written.changes() == []
     assert "-restore" not in notes.read_text()
-    assert [line for line in keeper.lines("IWEF") if line.startswith(("Set", "Removed", "Restored"))] == []
+    assert [
+        line for line in lease_keeper.lines("IWEF") if line.startswith(("Set", "Removed", "Restored"))
+    ] == []
 
 
 def test_nothing_is_written_and_nothing_runs_while_all_is_right(machine: Host, way: str) -> None:
     environment, notes = machine.spies()
-    keeper = machine.keep(environment=environment, resync=1, **WAYS[way])
+    lease_keeper = machine.keep(environment=environment, resync=1, **WAYS[way])
     with machine.watched() as written:
         notes.write_text("")
-        logged = keeper.log()
+        logged = lease_keeper.log()
         time.sleep(2.5)
         assert written.changes() == []
     assert notes.read_text() == ""
-    assert keeper.log() == logged
+    assert lease_keeper.log() == logged
 
 
 def test_the_legacy_tables_are_not_made_by_looking(machine: Host) -> None:
@@ -159,17 +161,17 @@ def test_python_iptables_makes_no_table_that_is_not_needed(machine: Host) -> Non
     ("way", "flush"), [(way, flush) for way, flushes in FLUSHES.items() for flush in flushes]
 )
 def test_what_is_flushed_comes_back_by_itself(machine: Host, way: str, flush: str) -> None:
-    keeper = machine.keep(resync=RESYNC, **WAYS[way])
+    lease_keeper = machine.keep(resync=RESYNC, **WAYS[way])
     machine.sh(flush)
     wait_until_right(machine, way)
-    keeper.wait_for_line("Restored our rules")
-    assert all("missing were" in line for line in keeper.lines())
+    lease_keeper.wait_for_line("Restored our rules")
+    assert all("missing were" in line for line in lease_keeper.lines())
 
 
 def test_the_culprit_is_named(machine: Host) -> None:
-    keeper = machine.keep(**WAYS["nft"])
+    lease_keeper = machine.keep(**WAYS["nft"])
     machine.sh("iptables-nft -t nat -F POSTROUTING")
-    keeper.wait_for_line(
+    lease_keeper.wait_for_line(
         "Restored our rules with iptables-nft after a change by iptables-nft: missing were nat POST"
     )
 
@@ -219,8 +221,8 @@ def test_two_daemons_and_a_third_program_lose_no_rule(machine: Host, way: str) -
             machine.start(resync=1, nets=[NETS[0]], **WAYS[way]),
             machine.start(resync=1, nets=neighbour, **WAYS[way]),
         ]
-        for keeper in keepers:
-            keeper.wait_started()
+        for lease_keeper in keepers:
+            lease_keeper.wait_started()
         for _ in range(3):
             machine.sh(
                 f"iptables-{flavour} -w -t nat -F FLANNEL-POSTRTG; iptables-{flavour} -w -D FLANNEL-FWD 1"
@@ -240,19 +242,19 @@ def test_two_daemons_and_a_third_program_lose_no_rule(machine: Host, way: str) -
 
 
 def test_a_fight_is_waged_slowly_and_named(machine: Host) -> None:
-    keeper = machine.keep(nets=[NETS[0]], **WAYS["nft"])
+    lease_keeper = machine.keep(nets=[NETS[0]], **WAYS["nft"])
 
     def fight() -> bool:
         machine.namespace.run("nft", "flush", "chain", "ip", "nat", "POSTROUTING")
-        return "Somebody keeps removing our rules" in keeper.log()
+        return "Somebody keeps removing our rules" in lease_keeper.log()
 
     wait_for(fight, 30, "the fight to be named")
-    repairs = keeper.times("Restored our rules")
+    repairs = lease_keeper.times("Restored our rules")
     pauses = [after - before for before, after in itertools.pairwise(repairs)]
     assert len(pauses) >= 7
     least = (0.2, 0.2, 0.2, 0.2, 0.4, 0.8, 1.6)
     assert all(pause > short for pause, short in zip(pauses, least, strict=False))
-    assert sum("Somebody keeps removing our rules" in line for line in keeper.lines()) == 1
+    assert sum("Somebody keeps removing our rules" in line for line in lease_keeper.lines()) == 1
 
 
 # ---- commands that do not do what they should -----------------------------------------------------
@@ -260,12 +262,12 @@ def test_a_fight_is_waged_slowly_and_named(machine: Host) -> None:
 
 def test_a_failing_command_is_logged_once_and_tried_again(machine: Host) -> None:
     environment = machine.stub(["iptables-nft-restore"], "echo 'no luck' >&2; exit 1")
-    keeper = machine.keep(environment=environment, nets=[NETS[0]], **WAYS["nft"])
-    keeper.wait_for_line("iptables-nft-restore --noflush --wait=5 ended with status 1: no luck")
+    lease_keeper = machine.keep(environment=environment, nets=[NETS[0]], **WAYS["nft"])
+    lease_keeper.wait_for_line("iptables-nft-restore --noflush --wait=5 ended with status 1: no luck")
     time.sleep(1.5)
-    assert len(keeper.lines()) == 1
+    assert len(lease_keeper.lines()) == 1
     (machine.directory / "bin/iptables-nft-restore").unlink()
-    keeper.wait_for_line("The rules for IPv4 are in place")
+    lease_keeper.wait_for_line("The rules for IPv4 are in place")
     assert machine.rules("nft") == golden("own-chains-both-ipv4")
 
 
@@ -273,16 +275,16 @@ def test_a_reading_that_fails_is_not_an_empty_table(machine: Host) -> None:
     machine.set_once(nets=[NETS[0]], **WAYS["nft"])
     environment = machine.stub(["iptables-nft"], "echo 'cannot read' >&2; exit 4")
     with machine.watched() as written:
-        keeper = machine.keep(environment=environment, nets=[NETS[0]], **WAYS["nft"])
-        keeper.wait_for_line("ended with status 4: cannot read")
+        lease_keeper = machine.keep(environment=environment, nets=[NETS[0]], **WAYS["nft"])
+        lease_keeper.wait_for_line("ended with status 4: cannot read")
         assert written.changes() == []
 
 
 def test_a_hanging_command_does_not_keep_the_daemon_from_stopping(machine: Host) -> None:
     environment = machine.stub(["iptables-nft-restore"], f"touch {machine.directory}/begun; sleep 1000")
-    keeper = machine.start(environment=environment, **WAYS["nft"])
+    lease_keeper = machine.start(environment=environment, **WAYS["nft"])
     wait_for((machine.directory / "begun").exists, what="the command to run")
-    keeper.stop()
+    lease_keeper.stop()
 
 
 @pytest.mark.parametrize("way", ["legacy", "python-iptables"])
@@ -290,21 +292,21 @@ def test_a_lock_that_is_held_is_waited_for_and_named_once(machine: Host, way: st
     with machine.lock.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         begin = time.monotonic()
-        keeper = machine.start(nets=[NETS[0]], **WAYS[way])
-        keeper.wait_for_line("another program held the xtables lock for 5 s", 20)
+        lease_keeper = machine.start(nets=[NETS[0]], **WAYS[way])
+        lease_keeper.wait_for_line("another program held the xtables lock for 5 s", 20)
         assert time.monotonic() - begin > 5
-        assert len(keeper.lines()) == 1
-    keeper.wait_for_line("The rules for IPv4 are in place")
+        assert len(lease_keeper.lines()) == 1
+    lease_keeper.wait_for_line("The rules for IPv4 are in place")
     assert machine.rules("legacy") == golden("own-chains-both-ipv4")
 
 
 def test_a_lock_that_is_held_does_not_keep_the_daemon_from_stopping(machine: Host) -> None:
     with machine.lock.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        keeper = machine.start(nets=[NETS[0]], **WAYS["python-iptables"])
-        keeper.wait_for_line("go through")
-        keeper.stop()
-    assert "xtables lock" not in keeper.log(), "it has waited for the lock to the end"
+        lease_keeper = machine.start(nets=[NETS[0]], **WAYS["python-iptables"])
+        lease_keeper.wait_for_line("go through")
+        lease_keeper.stop()
+    assert "xtables lock" not in lease_keeper.log(), "it has waited for the lock to the end"
 
 
 def test_an_iptables_without_random_ports_masquerades_all_the_same(machine: Host) -> None:
@@ -313,11 +315,11 @@ def test_an_iptables_without_random_ports_masquerades_all_the_same(machine: Host
         ["iptables-nft-restore"],
         refuse + 'echo "$text" | exec -a iptables-nft-restore /usr/sbin/iptables-nft-restore "$@"',
     )
-    keeper = machine.keep(environment=environment, nets=[NETS[0]], **WAYS["nft"])
+    lease_keeper = machine.keep(environment=environment, nets=[NETS[0]], **WAYS["nft"])
     assert machine.rules("nft") == [
         line.removesuffix(" --random-fully") for line in golden("own-chains-both-ipv4")
     ]
-    assert [line for line in keeper.lines() if "masquerading without" in line]
+    assert [line for line in lease_keeper.lines() if "masquerading without" in line]
 
 
 NO_TOOLS = "for flavour in nft legacy; do mount --bind /dev/null /usr/sbin/xtables-$flavour-multi; done"
@@ -325,12 +327,12 @@ NO_TOOLS = "for flavour in nft legacy; do mount --bind /dev/null /usr/sbin/xtabl
 
 @pytest.mark.parametrize("masquerade", [True, False])
 def test_a_host_without_iptables_is_told_what_to_install(machine: Host, masquerade: bool) -> None:
-    keeper = machine.start(before=NO_TOOLS, masquerade=masquerade)
+    lease_keeper = machine.start(before=NO_TOOLS, masquerade=masquerade)
     if masquerade:
-        assert keeper.wait() == 1
+        assert lease_keeper.wait() == 1
     else:
-        keeper.wait_started()
-    assert "install the Debian package iptables" in keeper.log()
+        lease_keeper.wait_started()
+    assert "install the Debian package iptables" in lease_keeper.log()
 
 
 # ---- what was there before --------------------------------------------------------------------------

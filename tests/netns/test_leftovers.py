@@ -142,7 +142,7 @@ def test_a_route_made_by_hand_stays_at_a_restart_unless_another_flanneld_ran(lab
 
 
 def test_routes_of_another_flanneld_are_adopted_until_they_were_swept_once(lab: Lab) -> None:
-    """The removal brake holds the first sweep, and the daemon is killed meanwhile."""
+    """The removal removal guard holds the first sweep, and the daemon is killed meanwhile."""
     left = [f"10.5.{number}.0/24" for number in range(12)]
     network = {"Network": "10.5.0.0/16", "SubnetMin": "10.5.128.0", "Backend": {"Type": "host-gw"}}
     lab.etcd.put_config(network)

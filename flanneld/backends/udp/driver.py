@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from flanneld.backends.udp import rendezvous
 from flanneld.backends.udp.client import Client, NoPump, Running, Silent
 from flanneld.backends.udp.resources import Pump, PumpPeer
-from flanneld.backends.udp.watchdog import Pulse
+from flanneld.backends.udp.watchdog import ProxyWatchdog
 from flanneld.runtime import clock
 
 log = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ class PumpDriver:
     def __init__(self, client: Client) -> None:
         self._client = client
         self._announced = False
-        self._pulse = Pulse(client.tun)
+        self._watchdog = ProxyWatchdog(client.tun)
 
     def read(self) -> Iterator[Pump]:
         """Raises ``Silent`` for a pump that may only be slow."""
@@ -56,7 +56,7 @@ class PumpDriver:
 
     def hand_over(self) -> None:
         """The next driver adopts the pump, also where it would die with us."""
-        self._pulse.close()
+        self._watchdog.close()
         self._client.close()
 
     def fileno(self) -> int:
@@ -67,10 +67,10 @@ class PumpDriver:
 
     @property
     def next_look(self) -> float:
-        return self._pulse.next_look
+        return self._watchdog.next_look
 
     def look(self) -> bool:
-        return self._pulse.look()
+        return self._watchdog.look()
 
     def _announce(self, running: Running) -> None:
         self._announced = True

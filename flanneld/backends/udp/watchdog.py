@@ -80,7 +80,7 @@ def end(pidfd: int) -> None:
     poll.poll(1000 * _END_PATIENCE)
 
 
-class Pulse:
+class ProxyWatchdog:
     """Over a connection of its own, so that nobody waits for an answer. For one thread."""
 
     def __init__(self, tun: str, now: Callable[[], float] = clock.now) -> None:

@@ -40,7 +40,7 @@ def synced(facts: Facts) -> Iterator[Finding]:
 
 
 @check("C", "brake", "no removals are held back")
-def brake(facts: Facts) -> Iterator[Finding]:
+def removal_guard(facts: Facts) -> Iterator[Finding]:
     if (facts.document.get("brake") or {}).get("holds"):
         yield Finding(
             "removals are held back",

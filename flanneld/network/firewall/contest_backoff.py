@@ -7,7 +7,7 @@ from collections import deque
 from flanneld.runtime import clock
 
 
-class Patience:
+class ContestBackoff:
     """Tells repairs from a fight: beyond some within a minute, each doubles the pause before the next one.
 
     The first ``few`` have a short pause after each. A firewall that is reloaded may flush all tables twice,

@@ -19,7 +19,7 @@ from urllib3.response import BaseHTTPResponse
 from flanneld.compat.glog import V
 from flanneld.errors import NoAnswer, Retryable
 from flanneld.runtime import clock
-from flanneld.runtime.interruptible_socket import Line, Unreachable
+from flanneld.runtime.interruptible_socket import InterruptibleSocket, Unreachable
 from flanneld.subnet.connection_pools import Endless, Pool, TlsPool, body_of
 from flanneld.subnet.etcd.endpoints import Server, Servers, ssl_text
 from flanneld.subnet.etcd.http import Answer, Request, Useless
@@ -164,7 +164,7 @@ class HttpConnection:
     def __init__(self, servers: Servers, timeouts: Timeouts) -> None:
         self._tls = servers.tls
         self._timeouts = timeouts
-        self._line = Line()
+        self._line = InterruptibleSocket()
         self._pool: HTTPConnectionPool | None = None
 
     def exchange(self, server: Server, request: Request) -> Answer:

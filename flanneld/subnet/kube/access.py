@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from flanneld.compat.glog import Once
 from flanneld.errors import Fatal, Retryable
 from flanneld.runtime.imports import package_without_init
-from flanneld.runtime.interruptible_socket import Line
+from flanneld.runtime.interruptible_socket import InterruptibleSocket
 from flanneld.subnet.connection_pools import Pool, TlsPool
 
 log = logging.getLogger(__name__)
@@ -139,7 +139,7 @@ class Access:
                 "give -kubeconfig-file or -kube-api-url",
             )
 
-    def open(self, line: Line) -> Session:
+    def open(self, line: InterruptibleSocket) -> Session:
         """Read the configuration anew and connect to nothing yet. Raises ``Retryable``."""
         settings = configuration.Configuration()
         try:

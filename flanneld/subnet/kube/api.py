@@ -20,7 +20,7 @@ from flanneld import __version__
 from flanneld.compat.glog import V
 from flanneld.errors import NoAnswer, Retryable
 from flanneld.runtime import clock
-from flanneld.runtime.interruptible_socket import Line, Unreachable
+from flanneld.runtime.interruptible_socket import InterruptibleSocket, Unreachable
 from flanneld.subnet.connection_pools import Endless, body_of, nobody_waits
 from flanneld.subnet.kube.access import Access, Session
 from flanneld.subnet.kube.nodes import decoded
@@ -84,7 +84,7 @@ class Api:
         self._access = access
         self._timeouts = timeouts
         self._turn = threading.Lock()
-        self._line = Line()
+        self._line = InterruptibleSocket()
         self._session: Session | None = None
         self.name = access.name
         #: The last request brought no answer.

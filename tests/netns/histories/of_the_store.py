@@ -60,7 +60,7 @@ class OfTheStore(History):
         attributes = self._lose_the_crowd()
         self._forget_history()
         self.ground.door.mend()
-        wait_for(lambda: self.node.log().count(BRAKE) > warnings, SOON, "the brake")
+        wait_for(lambda: self.node.log().count(BRAKE) > warnings, SOON, "the removal guard")
         assert self._ways_to_the_crowd() == before
         if for_good and self.ground.is_patient:
             self.patience = SOON + HOLD

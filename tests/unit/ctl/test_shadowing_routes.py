@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flanneld.ctl.shadowing_routes import Detour, by_length, by_lookup
+from flanneld.ctl.shadowing_routes import ShadowingRoute, by_length, by_lookup
 from flanneld.ctl.snapshot import Found, Way
 from flanneld.diagnostics.status import describe
 from flanneld.state.resources import Route
@@ -28,13 +28,13 @@ def document(*peer_objects: Route, local: tuple[Route, ...] = ()) -> dict[str, A
     }
 
 
-def found_by_lookup(told: dict[str, Any], way: Way) -> list[Detour]:
+def found_by_lookup(told: dict[str, Any], way: Way) -> list[ShadowingRoute]:
     return list(by_lookup(told, Found({ROUTE: True, ROUTE_TO_ALL: True}, ()), lambda _: way))
 
 
 @pytest.mark.parametrize("way", [Way(""), Way("eth0"), Way("flannel.1", ip_address("10.5.3.0"))])
 def test_a_packet_that_goes_elsewhere_makes_a_detour(way: Way) -> None:
-    assert found_by_lookup(document(ROUTE), way) == [Detour("10.5.2.0/24", f"10.5.2.1 {way}")]
+    assert found_by_lookup(document(ROUTE), way) == [ShadowingRoute("10.5.2.0/24", f"10.5.2.1 {way}")]
 
 
 def test_a_packet_on_the_wanted_route_makes_none() -> None:
@@ -53,6 +53,6 @@ def test_a_more_specific_route_makes_a_detour() -> None:
         for text in ("10.5.2.128/25", "10.5.2.0/24", "10.5.0.0/16", "10.5.3.0/25", "fc00:2::5/128")
     ]
     assert list(by_length(document(ROUTE), routes)) == [
-        Detour("10.5.2.0/24", "route 10.5.2.128/25 dev eth0"),
-        Detour("fc00:2::/64", "route fc00:2::5/128 dev eth0"),
+        ShadowingRoute("10.5.2.0/24", "route 10.5.2.128/25 dev eth0"),
+        ShadowingRoute("fc00:2::/64", "route fc00:2::5/128 dev eth0"),
     ]

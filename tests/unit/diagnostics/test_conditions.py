@@ -11,14 +11,14 @@ from queue import SimpleQueue
 import pytest
 
 from flanneld.diagnostics import conditions
-from flanneld.diagnostics.components import Sight
+from flanneld.diagnostics.components import Components
 from flanneld.errors import NoAnswer, Retryable
 from flanneld.model import Lease, LeaseAttrs, Snapshot
 from flanneld.options import Options
 from flanneld.reconcile.counters import Work
 from flanneld.runtime import clock
 from flanneld.runtime.event_log import Events
-from flanneld.state.removal_guard import Brake
+from flanneld.state.removal_guard import RemovalGuard
 from flanneld.state.report import Failure, Report
 from flanneld.state.resources import Route
 
@@ -28,26 +28,26 @@ ROUTE = Route(ip_network("10.5.2.0/24"), "flannel.1")
 
 
 @pytest.fixture
-def sight() -> Sight:
-    return Sight(Options(), Events(), overdue=list, missing=list)
+def components() -> Components:
+    return Components(Options(), Events(), overdue=list, missing=list)
 
 
-def found(sight: Sight) -> list[str]:
-    return [str(part) for part in conditions.troubles(sight)]
+def found(components: Components) -> list[str]:
+    return [str(part) for part in conditions.troubles(components)]
 
 
-def test_a_store_that_does_not_answer_is_a_trouble_until_it_does(sight: Sight) -> None:
-    assert found(sight) == []
-    sight.store.failed("renew", SILENCE)
-    assert found(sight) == [f"store: {SILENCE}"]
-    sight.store.answered("renew")
-    assert found(sight) == []
+def test_a_store_that_does_not_answer_is_a_trouble_until_it_does(components: Components) -> None:
+    assert found(components) == []
+    components.store.failed("renew", SILENCE)
+    assert found(components) == [f"store: {SILENCE}"]
+    components.store.answered("renew")
+    assert found(components) == []
 
 
-def test_a_store_that_answered_no_request_and_then_tells_news_is_well(sight: Sight) -> None:
-    sight.store.failed("renew", SILENCE)
-    sight.store.told(1, 0)
-    assert found(sight) == []
+def test_a_store_that_answered_no_request_and_then_tells_news_is_well(components: Components) -> None:
+    components.store.failed("renew", SILENCE)
+    components.store.told(1, 0)
+    assert found(components) == []
 
 
 @pytest.mark.parametrize(
@@ -59,25 +59,25 @@ def test_a_store_that_answered_no_request_and_then_tells_news_is_well(sight: Sig
     ],
 )
 def test_a_store_that_answers_with_a_refusal_is_not_said_to_be_silent(
-    sight: Sight, reason: Retryable
+    components: Components, reason: Retryable
 ) -> None:
-    sight.store.requests.observe(0.1)
-    sight.store.failed("acquire", reason)
-    assert found(sight) == [f"store: {reason}"]
-    assert sight.store_is_up
-    sight.store.failed("acquire", SILENCE)
-    assert not sight.store_is_up
+    components.store.requests.observe(0.1)
+    components.store.failed("acquire", reason)
+    assert found(components) == [f"store: {reason}"]
+    assert components.store_is_up
+    components.store.failed("acquire", SILENCE)
+    assert not components.store_is_up
 
 
 def test_conditions_of_the_host_are_told_with_the_others() -> None:
     of_host = [("subnet file", ["cannot write /run/flannel/subnet.env"]), ("forwarding", [])]
-    sight = Sight(Options(), Events(), overdue=list, missing=list, of_host=lambda: of_host)
-    assert found(sight) == ["subnet file: cannot write /run/flannel/subnet.env"]
+    components = Components(Options(), Events(), overdue=list, missing=list, of_host=lambda: of_host)
+    assert found(components) == ["subnet file: cannot write /run/flannel/subnet.env"]
 
 
 def test_a_thread_that_is_late_is_one() -> None:
     line = "reconciler has not reported for 61 s (promised 60 s)"
-    late = Sight(Options(), Events(), overdue=lambda: [line], missing=list)
+    late = Components(Options(), Events(), overdue=lambda: [line], missing=list)
     assert "threads: reconciler has not reported" in found(late)
 
 
@@ -112,18 +112,18 @@ def test_repairs_without_end_are_one() -> None:
 
 
 def test_removals_that_are_held_back_are_one() -> None:
-    brake = Brake()
-    assert list(conditions._of_the_brake(brake)) == []
-    brake.pass_on(Snapshot(()), [(IPv4Network((0x0A050000 + (n << 8), 24)), None) for n in range(12)])
-    assert list(conditions._of_the_brake(brake)) == [
+    removal_guard = RemovalGuard()
+    assert list(conditions._of_the_brake(removal_guard)) == []
+    removal_guard.pass_on(Snapshot(()), [(IPv4Network((0x0A050000 + (n << 8), 24)), None) for n in range(12)])
+    assert list(conditions._of_the_brake(removal_guard)) == [
         "held back: 12 of 12 peers are gone from the list of leases"
     ]
-    assert brake.holds_total == 1
+    assert removal_guard.holds_total == 1
 
 
-def watching(sight: Sight, act: Callable[[], None], told: SimpleQueue[list[str]]) -> None:
+def watching(components: Components, act: Callable[[], None], told: SimpleQueue[list[str]]) -> None:
     stop = threading.Event()
-    thread = threading.Thread(target=conditions.watch, args=(sight, stop, told.put))
+    thread = threading.Thread(target=conditions.watch, args=(components, stop, told.put))
     thread.start()
     try:
         act()
@@ -132,16 +132,18 @@ def watching(sight: Sight, act: Callable[[], None], told: SimpleQueue[list[str]]
         thread.join(DEADLINE)
 
 
-def test_what_lasts_is_told_once_and_its_end_too(sight: Sight, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_lasts_is_told_once_and_its_end_too(
+    components: Components, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(conditions, "LOOK", 0.01)
     monkeypatch.setattr(conditions, "LASTING", 0.03)
     told: SimpleQueue[list[str]] = SimpleQueue()
 
     def act() -> None:
-        sight.store.failed("renew", SILENCE)
+        components.store.failed("renew", SILENCE)
         assert told.get(timeout=DEADLINE) == [f"store: {SILENCE}"]
-        sight.store.answered("renew")
+        components.store.answered("renew")
         assert told.get(timeout=DEADLINE) == []
 
-    watching(sight, act, told)
+    watching(components, act, told)
     assert told.empty()

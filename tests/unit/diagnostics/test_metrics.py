@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from flanneld.diagnostics.components import Sight
+from flanneld.diagnostics.components import Components
 from flanneld.diagnostics.metrics import METRICS, page
 from flanneld.errors import NoAnswer, Retryable
 from flanneld.options import Options
@@ -14,33 +14,33 @@ from flanneld.runtime.event_log import Events
 
 
 @pytest.fixture
-def sight() -> Sight:
-    return Sight(Options(), Events(), overdue=list, missing=lambda: ["no lease yet"])
+def components() -> Components:
+    return Components(Options(), Events(), overdue=list, missing=lambda: ["no lease yet"])
 
 
-def lines(sight: Sight, accept: str = "") -> list[str]:
-    return page(sight, accept)[2].decode().splitlines()
+def lines(components: Components, accept: str = "") -> list[str]:
+    return page(components, accept)[2].decode().splitlines()
 
 
-def test_a_daemon_that_waits_has_metrics_too(sight: Sight) -> None:
-    told = lines(sight)
+def test_a_daemon_that_waits_has_metrics_too(components: Components) -> None:
+    told = lines(components)
     assert [metric.name for metric in METRICS if f"# TYPE {metric.name} {metric.type}" not in told] == []
     assert "flannel_ready 0.0" in told
     assert "flannel_datastore_up 0.0" in told
 
 
-def test_open_metrics_are_told_to_those_who_accept_them(sight: Sight) -> None:
-    status, content_type, body = page(sight, "application/openmetrics-text;version=1.0.0")
+def test_open_metrics_are_told_to_those_who_accept_them(components: Components) -> None:
+    status, content_type, body = page(components, "application/openmetrics-text;version=1.0.0")
     assert status == 200
     assert content_type.startswith("application/openmetrics-text")
     assert body.endswith(b"# EOF\n")
 
 
 def test_without_the_library_the_page_is_unavailable_and_says_what_to_install(
-    sight: Sight, monkeypatch: pytest.MonkeyPatch
+    components: Components, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    status, content_type, body = page(sight, "")
+    status, content_type, body = page(components, "")
     assert (status, content_type) == (503, "text/plain; charset=utf-8")
     assert body.decode() == (
         "no metrics without prometheus_client; install it with:"
@@ -64,15 +64,15 @@ class Store:
     stored = acquire = renew = watch = reread = network_config
 
 
-def test_requests_to_the_store_are_counted_and_their_answers_passed_on(sight: Sight) -> None:
+def test_requests_to_the_store_are_counted_and_their_answers_passed_on(components: Components) -> None:
     store = Store()
-    sight.observe(store)  # type: ignore[arg-type] # it has what is used
+    components.observe(store)  # type: ignore[arg-type] # it has what is used
     assert store.network_config() == "a config"
     assert store.renew() == "a config"
     store.fails = True
     with pytest.raises(Retryable):
         store.renew()
-    told = lines(sight)
+    told = lines(components)
     assert "flannel_datastore_request_seconds_count 3.0" in told
     assert "flannel_datastore_errors_total 1.0" in told
     assert 'flannel_lease_renewals_total{result="ok"} 1.0' in told
@@ -80,18 +80,18 @@ def test_requests_to_the_store_are_counted_and_their_answers_passed_on(sight: Si
     assert "flannel_datastore_up 0.0" in told
 
 
-def test_a_store_that_refuses_answers(sight: Sight) -> None:
+def test_a_store_that_refuses_answers(components: Components) -> None:
     store = Store()
-    sight.observe(store)  # type: ignore[arg-type] # it has what is used
+    components.observe(store)  # type: ignore[arg-type] # it has what is used
     store.network_config()
     store.problem = Retryable("etcd refuses access")
-    assert "flannel_datastore_up 1.0" in lines(sight)
+    assert "flannel_datastore_up 1.0" in lines(components)
 
 
-def test_a_store_whose_watch_gets_no_answer_is_down(sight: Sight) -> None:
+def test_a_store_whose_watch_gets_no_answer_is_down(components: Components) -> None:
     store = Store()
-    sight.observe(store)  # type: ignore[arg-type] # it has what is used
+    components.observe(store)  # type: ignore[arg-type] # it has what is used
     store.network_config()
-    assert "flannel_datastore_up 1.0" in lines(sight)
+    assert "flannel_datastore_up 1.0" in lines(components)
     store.problem = NoAnswer("etcd does not answer")
-    assert "flannel_datastore_up 0.0" in lines(sight)
+    assert "flannel_datastore_up 0.0" in lines(components)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from flanneld.diagnostics import status
-from flanneld.diagnostics.components import Sight
+from flanneld.diagnostics.components import Components
 from flanneld.diagnostics.plan import _harmless
 from flanneld.diagnostics.status_socket import StatusSocket
 from flanneld.errors import Retryable
@@ -48,12 +48,12 @@ def test_neither_a_token_nor_a_password_of_the_api_server_is_told(
         ),
         {"NODE_NAME": "n1"},
     )
-    sight = Sight(options, Events(), overdue=list, missing=list)
-    sight.observe(manager)
+    components = Components(options, Events(), overdue=list, missing=list)
+    components.observe(manager)
     with caplog.at_level(logging.DEBUG), pytest.raises(Retryable) as failure:
         manager.public_ips()
     manager.close()
-    told = [str(failure.value), caplog.text, options.described(), json.dumps(status.summary(sight))]
+    told = [str(failure.value), caplog.text, options.described(), json.dumps(status.summary(components))]
     assert [each for each in told if SECRET in each] == []
     assert all(told[:1] + told[2:])
 
@@ -64,8 +64,8 @@ def test_a_password_of_etcd_is_in_no_status() -> None:
         f"-etcd-password={SECRET}",
         f"-etcd-endpoints=http://me:{SECRET}@192.0.2.1:2379",
     ]
-    sight = Sight(read(words, {}), Events(), overdue=list, missing=list)
-    told = status.summary(sight)
+    components = Components(read(words, {}), Events(), overdue=list, missing=list)
+    told = status.summary(components)
     assert "etcd-password=***" in told["flags"]
     assert SECRET not in json.dumps(told)
 

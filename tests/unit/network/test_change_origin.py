@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flanneld.network.change_origin import Culprits, process_at
+from flanneld.network.change_origin import ChangeOrigins, process_at
 from flanneld.state.resources import Address, Kind, Route
 
 ROUTE = Route(ip_network("10.5.2.0/24"), "flannel.1")
@@ -22,34 +22,34 @@ def named_8(port: int) -> str:
 
 
 def test_a_change_has_the_name_of_whoever_made_it_until_it_is_put_right() -> None:
-    culprits = Culprits(named_8)
-    culprits.note(ROUTE.key, 8)
-    assert culprits.of(ROUTE) == "NetworkManager (pid 8)"
-    assert culprits.of(ELSEWHERE) == ""
-    culprits.forget()
-    assert culprits.of(ROUTE) == ""
+    change_origins = ChangeOrigins(named_8)
+    change_origins.note(ROUTE.key, 8)
+    assert change_origins.of(ROUTE) == "NetworkManager (pid 8)"
+    assert change_origins.of(ELSEWHERE) == ""
+    change_origins.forget()
+    assert change_origins.of(ROUTE) == ""
 
 
 def test_what_goes_with_a_device_has_the_name_of_whoever_changed_that() -> None:
-    culprits = Culprits(named_8)
-    culprits.note((Kind.LINK, "flannel.1"), 8)
-    assert culprits.of(ROUTE) == culprits.of(ADDRESS) == "NetworkManager (pid 8)"
-    assert culprits.of(ELSEWHERE) == ""
+    change_origins = ChangeOrigins(named_8)
+    change_origins.note((Kind.LINK, "flannel.1"), 8)
+    assert change_origins.of(ROUTE) == change_origins.of(ADDRESS) == "NetworkManager (pid 8)"
+    assert change_origins.of(ELSEWHERE) == ""
 
 
 @pytest.mark.parametrize("port", [0, 9], ids=["the kernel", "a process that is gone"])
 def test_nobody_is_named_that_is_not_known(port: int) -> None:
-    culprits = Culprits(named_8)
-    culprits.note(ROUTE.key, port)
-    assert culprits.of(ROUTE) == ""
+    change_origins = ChangeOrigins(named_8)
+    change_origins.note(ROUTE.key, port)
+    assert change_origins.of(ROUTE) == ""
 
 
 def test_a_storm_of_writers_is_not_looked_into_without_end() -> None:
     asked: list[int] = []
-    culprits = Culprits(lambda port: str(asked.append(port)))
+    change_origins = ChangeOrigins(lambda port: str(asked.append(port)))
     for port in range(1, 1000):
-        culprits.note(ROUTE.key, port)
-        culprits.note(ROUTE.key, port)
+        change_origins.note(ROUTE.key, port)
+        change_origins.note(ROUTE.key, port)
     assert asked == list(range(1, 17))
 
 

@@ -12,7 +12,7 @@ from flanneld.model import Added, Event, Lease, LeaseAttrs, Removed, Snapshot
 from flanneld.network.obstacles import HostNetworks, Obstacle, Obstacles
 from flanneld.reconcile.peers import Peers
 from flanneld.state.diff import Plan
-from flanneld.state.removal_guard import HOLD, Brake
+from flanneld.state.removal_guard import HOLD, RemovalGuard
 from flanneld.state.resources import Ipip, Kind, Resource, Route, State
 from tests.unit.backends.test_host_gw import SUBNET, V4, V6, made, peer
 from tests.unit.backends.test_vxlan import config as vxlan_config
@@ -41,7 +41,7 @@ def take(peers: Peers, *events: Event) -> Plan:
 @pytest.fixture
 def peers() -> Peers:
     """Of a node that knows one peer."""
-    peers = Peers(OWN, [IPv4Network("10.1.0.0/16")], Brake())
+    peers = Peers(OWN, [IPv4Network("10.1.0.0/16")], RemovalGuard())
     take(peers, Snapshot((OWN, OLD)))
     return peers
 
@@ -69,7 +69,7 @@ def test_a_peer_that_comes_and_goes_in_one_batch_leaves_nothing_to_do(peers: Pee
 
 
 def test_first_snapshot_is_desired_but_moves_nothing() -> None:
-    peers = Peers(OWN, [IPv4Network("10.1.0.0/16")], Brake())
+    peers = Peers(OWN, [IPv4Network("10.1.0.0/16")], RemovalGuard())
     assert not peers.synced
     assert take(peers, Added(OLD)) == Plan()
     assert take(peers, Snapshot((OWN, OLD))) == Plan()
@@ -156,7 +156,7 @@ def test_each_refusal_is_logged_once_until_the_lease_makes_sense_again(
 
 
 def test_two_leases_that_claim_one_mac_are_named_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    peers = Peers(OWN, [IPv4Network("10.1.0.0/16")], Brake())
+    peers = Peers(OWN, [IPv4Network("10.1.0.0/16")], RemovalGuard())
     first = vxlan_peer(V4)
     clone = replace(
         first, attrs=replace(first.attrs, public_ip=NEW.attrs.public_ip), subnet=IPv4Network("10.1.7.0/24")
@@ -200,15 +200,15 @@ def test_more_than_ten_changes_at_once_are_told_in_one_line(
 
 
 def test_the_brake_hears_of_each_peer_that_is_back_or_gone_for_good() -> None:
-    brake = Brake()
-    peers = Peers(OWN, [IPv4Network("10.0.0.0/8")], brake)
+    removal_guard = RemovalGuard()
+    peers = Peers(OWN, [IPv4Network("10.0.0.0/8")], removal_guard)
     crowd = [Lease(OLD.attrs, IPv4Network((0x0A020000 + (each << 8), 24))) for each in range(12)]
     take(peers, Snapshot((OWN, *crowd)))
     take(peers, Snapshot((OWN,)))
     take(peers, *(Added(lease) for lease in crowd[:11]))
-    assert brake.holds
+    assert removal_guard.holds
     take(peers, Removed(crowd[11].key))
-    assert not brake.holds
+    assert not removal_guard.holds
     assert len(peers) == 11
 
 
@@ -218,16 +218,16 @@ def test_own_lease_that_cannot_be_read_is_not_lost(peers: Peers) -> None:
 
 def test_a_list_without_our_own_lease_is_passed_over_and_read_again() -> None:
     now = [0.0]
-    brake = Brake(is_on=False, now=lambda: now[0])
-    peers = Peers(OWN, [IPv4Network("10.1.0.0/16")], brake)
+    removal_guard = RemovalGuard(is_on=False, now=lambda: now[0])
+    peers = Peers(OWN, [IPv4Network("10.1.0.0/16")], removal_guard)
     take(peers, Snapshot((OWN, OLD)))
     for _ in range(2):
         assert take(peers, Snapshot(())) == Plan()
-        assert not brake.is_due()
+        assert not removal_guard.is_due()
         now[0] += HOLD
-        assert brake.is_due()
+        assert removal_guard.is_due()
     assert take(peers, Snapshot((OWN,))) == Plan(drops=(route(OLD),))
-    assert not brake.holds
+    assert not removal_guard.holds
 
 
 # ---- leases that would harm this host ------------------------------------------------------------
@@ -268,7 +268,7 @@ def test_what_nonsense_has_kept_is_withdrawn_when_it_would_be_a_loop(peers: Peer
 
 
 def test_lease_around_the_public_ips_of_others_withdraws_them() -> None:
-    peers = Peers(OWN, [IPv4Network("10.1.0.0/16")], Brake())
+    peers = Peers(OWN, [IPv4Network("10.1.0.0/16")], RemovalGuard())
     inside = Lease(LeaseAttrs(IPv4Address("10.1.9.9"), None, "host-gw"), SUBNET)
     around = Lease(LeaseAttrs(IPv4Address("192.168.0.9"), None, "host-gw"), IPv4Network("10.1.9.0/24"))
     take(peers, Snapshot((OWN, inside)))

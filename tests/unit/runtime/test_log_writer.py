@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from flanneld.runtime.log_writer import Outlet
+from flanneld.runtime.log_writer import LogWriter
 
 SIZE = 4 * 4096
 
@@ -34,30 +34,30 @@ def read(reader: int) -> str:
 
 def test_lines_arrive_as_they_are(pipe: tuple[int, int]) -> None:
     reader, writer = pipe
-    outlet = Outlet(writer)
+    log_writer = LogWriter(writer)
     for line in ("one", "two\n    below", "\udcff"):
-        outlet.write(line)
+        log_writer.write(line)
     assert read(reader) == "one\ntwo\n    below\n\\udcff\n"
 
 
 def test_what_nobody_reads_is_lost_and_counted(pipe: tuple[int, int]) -> None:
     reader, writer = pipe
-    outlet = Outlet(writer, patience=0.01)
-    outlet.write("x" * (SIZE - 1))
+    log_writer = LogWriter(writer, patience=0.01)
+    log_writer.write("x" * (SIZE - 1))
     for line in ("one", "two", "three"):
-        outlet.write(line)
+        log_writer.write(line)
     assert read(reader) == "x" * (SIZE - 1) + "\n"
-    outlet.write("four")
-    outlet.write("five")
+    log_writer.write("four")
+    log_writer.write("five")
     assert read(reader) == "... 3 lines of the log are lost: there was no room\nfour\nfive\n"
 
 
 def test_a_line_of_which_the_end_is_lost_ends_before_the_next(pipe: tuple[int, int]) -> None:
     reader, writer = pipe
-    outlet = Outlet(writer, patience=0.01)
-    outlet.write("x" * 2 * SIZE)
+    log_writer = LogWriter(writer, patience=0.01)
+    log_writer.write("x" * 2 * SIZE)
     assert read(reader) == "x" * SIZE
-    outlet.write("next")
+    log_writer.write("next")
     assert read(reader) == "\n... 1 line of the log is lost: there was no room\nnext\n"
 
 
@@ -69,7 +69,7 @@ def test_a_reader_that_only_is_slow_loses_nothing(pipe: tuple[int, int]) -> None
         time.sleep(0.1)
         os.read(reader, SIZE)
         os._exit(0)
-    Outlet(writer, patience=60).write("here")
+    LogWriter(writer, patience=60).write("here")
     os.waitpid(child, 0)
     assert read(reader) == "here\n"
 
@@ -78,7 +78,7 @@ def test_without_a_reader_there_is_an_error() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with pytest.raises(BrokenPipeError):
-        Outlet(writer).write("lost")
+        LogWriter(writer).write("lost")
     os.close(writer)
 
 
@@ -105,9 +105,9 @@ def test_a_full_disk_is_a_reader_without_room(pipe: tuple[int, int]) -> None:
     kept = os.dup(writer)
     with Path("/dev/full").open("wb") as full:
         os.dup2(full.fileno(), writer)
-    outlet = Outlet(writer)
-    outlet.write("one")
+    log_writer = LogWriter(writer)
+    log_writer.write("one")
     os.dup2(kept, writer)
     os.close(kept)
-    outlet.write("two")
+    log_writer.write("two")
     assert read(reader) == "... 1 line of the log is lost: there was no room\ntwo\n"

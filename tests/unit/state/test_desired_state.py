@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from flanneld.model import LeaseKey
-from flanneld.state.desired_state import LOCAL, Wanted, rank
+from flanneld.state.desired_state import LOCAL, DesiredState, rank
 from flanneld.state.resources import FdbEntry, Key, Resource, Route
 
 MACS = ("02:00:00:00:00:01", "02:00:00:00:00:02")
@@ -38,21 +38,21 @@ def route(number: int) -> Route:
 
 
 def change(
-    wanted: Wanted, owner: LeaseKey, wish: Iterable[Resource]
+    wanted: DesiredState, owner: LeaseKey, wish: Iterable[Resource]
 ) -> tuple[list[Resource], list[Resource]]:
     """Let an owner want something: what the kernel must get and lose then."""
     return wanted.since(wanted.set(owner, wish))
 
 
 def test_what_is_wanted_anew_is_to_be_made_and_the_rest_to_be_lost() -> None:
-    wanted = Wanted()
+    wanted = DesiredState()
     wanted.set(NINE, [route(1), route(2)])
     assert change(wanted, NINE, [route(2), route(3)]) == ([route(3)], [route(1)])
     assert set(wanted.state.values()) == {route(2), route(3)}
 
 
 def test_what_came_and_went_in_between_was_never_in_the_kernel() -> None:
-    wanted = Wanted()
+    wanted = DesiredState()
     wanted.set(NINE, [fdb(1)])
     before = wanted.set(NINE, [fdb(2)])
     wanted.set(NINE, [])
@@ -60,19 +60,19 @@ def test_what_came_and_went_in_between_was_never_in_the_kernel() -> None:
 
 
 def test_what_changes_is_made_over_and_not_lost() -> None:
-    wanted = Wanted()
+    wanted = DesiredState()
     wanted.set(NINE, [fdb(1)])
     assert change(wanted, NINE, [fdb(2)]) == ([fdb(2)], [])
 
 
 def test_the_same_wish_again_is_nothing() -> None:
-    wanted = Wanted()
+    wanted = DesiredState()
     wanted.set(NINE, [route(1), fdb(1)])
     assert change(wanted, NINE, [route(1), fdb(1)]) == ([], [])
 
 
 def test_an_empty_wish_is_a_farewell() -> None:
-    wanted = Wanted()
+    wanted = DesiredState()
     wanted.set(NINE, [route(1)])
     assert (NINE in wanted, wanted.wishes(NINE)) == (True, (route(1),))
     assert change(wanted, NINE, []) == ([], [route(1)])
@@ -80,11 +80,11 @@ def test_an_empty_wish_is_a_farewell() -> None:
 
 
 def test_who_was_never_there_can_leave() -> None:
-    assert change(Wanted(), NINE, []) == ([], [])
+    assert change(DesiredState(), NINE, []) == ([], [])
 
 
 def test_the_lower_subnet_wins_whoever_comes_first() -> None:
-    first, last = Wanted(), Wanted()
+    first, last = DesiredState(), DesiredState()
     first.set(NINE, [fdb(9)])
     assert change(first, TEN, [fdb(10)]) == ([], [])
     last.set(TEN, [fdb(10)])
@@ -93,7 +93,7 @@ def test_the_lower_subnet_wins_whoever_comes_first() -> None:
 
 
 def test_the_other_takes_over_when_the_winner_leaves() -> None:
-    wanted = Wanted()
+    wanted = DesiredState()
     wanted.set(NINE, [fdb(9)])
     wanted.set(TEN, [fdb(10)])
     assert change(wanted, NINE, []) == ([fdb(10)], [])
@@ -101,7 +101,7 @@ def test_the_other_takes_over_when_the_winner_leaves() -> None:
 
 
 def test_nothing_happens_when_the_loser_leaves() -> None:
-    wanted = Wanted()
+    wanted = DesiredState()
     wanted.set(NINE, [fdb(9)])
     wanted.set(TEN, [fdb(10)])
     assert change(wanted, TEN, []) == ([], [])
@@ -113,7 +113,7 @@ def test_what_this_node_needs_for_itself_comes_before_every_lease() -> None:
 
 
 def test_a_conflict_names_who_has_it_and_who_goes_without() -> None:
-    wanted = Wanted()
+    wanted = DesiredState()
     wanted.set(TEN, [fdb(10), route(10)])
     wanted.set(NINE, [fdb(9), route(9)])
     assert list(wanted.conflicts(NINE)) == [(fdb(9), NINE, TEN)]
@@ -121,14 +121,14 @@ def test_a_conflict_names_who_has_it_and_who_goes_without() -> None:
 
 
 def test_of_several_that_go_without_the_one_asked_about_is_named() -> None:
-    wanted = Wanted()
+    wanted = DesiredState()
     for number, owner in ((9, NINE), (10, TEN), (11, ELEVEN)):
         wanted.set(owner, [fdb(number)])
     assert list(wanted.conflicts(ELEVEN)) == [(fdb(9), NINE, ELEVEN)]
 
 
 def test_a_conflict_ends_with_one_of_its_parties() -> None:
-    wanted = Wanted()
+    wanted = DesiredState()
     wanted.set(NINE, [fdb(9)])
     wanted.set(TEN, [fdb(10)])
     wanted.set(NINE, [])
@@ -136,7 +136,7 @@ def test_a_conflict_ends_with_one_of_its_parties() -> None:
 
 
 def test_keys_with_several_claims_are_listed_with_each_claim_until_one_is_left() -> None:
-    wanted = Wanted()
+    wanted = DesiredState()
     wanted.set(NINE, [fdb(9), route(9)])
     assert wanted.rivals() == {}
     wanted.set(TEN, [fdb(10)])
@@ -150,7 +150,7 @@ def test_keys_with_several_claims_are_listed_with_each_claim_until_one_is_left()
 
 
 def test_list_of_all_wishes_is_a_copy() -> None:
-    wanted = Wanted()
+    wanted = DesiredState()
     wanted.set(NINE, [route(1)])
     listed = wanted.all_wishes()
     wanted.set(NINE, [])
@@ -159,7 +159,7 @@ def test_list_of_all_wishes_is_a_copy() -> None:
 
 
 def test_two_that_want_the_very_same_are_at_peace() -> None:
-    wanted = Wanted()
+    wanted = DesiredState()
     wanted.set(NINE, [fdb(1)])
     wanted.set(TEN, [fdb(1)])
     assert list(wanted.conflicts(NINE)) == list(wanted.conflicts(TEN)) == []
@@ -169,7 +169,7 @@ def test_two_that_want_the_very_same_are_at_peace() -> None:
 def test_thousands_of_machines_with_one_mac_take_no_time() -> None:
     owners: list[LeaseKey] = [(IPv4Network((i << 8, 24)), None) for i in range(5000)]
     random.Random(1).shuffle(owners)
-    wanted = Wanted()
+    wanted = DesiredState()
     began = process_time()
     for i, owner in enumerate(owners):
         wanted.set(owner, [fdb(i % 250)])
@@ -195,7 +195,7 @@ def naive(standing: dict[LeaseKey, list[Resource]]) -> dict[Key, Resource]:
 @given(moves)
 @example([(TEN, [fdb(1)]), (NINE, [fdb(1), fdb(2)]), (LOCAL, [fdb(3)]), (LOCAL, [])])
 def test_the_state_is_what_a_plain_computation_gives(history: list[tuple[LeaseKey, list[Resource]]]) -> None:
-    wanted, standing = Wanted(), dict[LeaseKey, list[Resource]]()
+    wanted, standing = DesiredState(), dict[LeaseKey, list[Resource]]()
     for owner, wish in history:
         wanted.set(owner, wish)
         standing[owner] = wish
@@ -207,7 +207,7 @@ def test_the_state_is_what_a_plain_computation_gives(history: list[tuple[LeaseKe
 def test_what_a_move_returns_leads_from_the_former_state_to_the_new_one(
     history: list[tuple[LeaseKey, list[Resource]]],
 ) -> None:
-    wanted, mirror = Wanted(), dict[Key, Resource]()
+    wanted, mirror = DesiredState(), dict[Key, Resource]()
     for owner, wish in history:
         puts, drops = change(wanted, owner, wish)
         for resource in drops:
@@ -224,7 +224,7 @@ def test_the_order_in_which_owners_come_does_not_matter(
 ) -> None:
     states = []
     for _ in range(2):
-        wanted = Wanted()
+        wanted = DesiredState()
         for owner in data.draw(st.permutations(list(standing))):
             wanted.set(owner, standing[owner])
         states.append(wanted.state)
@@ -235,7 +235,7 @@ def test_the_order_in_which_owners_come_does_not_matter(
 def test_there_is_a_conflict_exactly_where_wishes_differ(
     history: list[tuple[LeaseKey, list[Resource]]],
 ) -> None:
-    wanted = Wanted()
+    wanted = DesiredState()
     for owner, wish in history:
         wanted.set(owner, {resource.key: resource for resource in wish}.values())
     claims = [(owner, resource) for owner in wanted.owners() for resource in wanted.wishes(owner)]

@@ -16,7 +16,7 @@ from flanneld.compat.glog import V
 from flanneld.config import Config
 from flanneld.errors import Cancelled, Fatal, Retryable
 from flanneld.model import Added, IPAddress, Lease, LeaseAttrs, LeaseKey, Removed
-from flanneld.subnet.lease_keeper import ANNOUNCE_RETRY, CONTEST_SPACING, PEACE, RENEW_RETRY, Keeper
+from flanneld.subnet.lease_keeper import ANNOUNCE_RETRY, CONTEST_SPACING, PEACE, RENEW_RETRY, LeaseKeeper
 from flanneld.subnet.lease_keeper import PROBATION as NEWCOMERS_PROBATION
 from flanneld.subnet.manager import Deliver, SubnetManager
 from tests.clock import Clock
@@ -113,7 +113,7 @@ class Node:
         self._clock = clock
         self._rounds = 0
         manager: SubnetManager = store
-        self.keeper = Keeper(
+        self.lease_keeper = LeaseKeeper(
             manager,
             lease,
             margin=MARGIN,
@@ -125,18 +125,18 @@ class Node:
             now=clock,
         )
         self._thread = threading.Thread(target=self._run, daemon=True)
-        store.watch_own(lease, self.keeper.deliver)
+        store.watch_own(lease, self.lease_keeper.deliver)
         self._thread.start()
 
     def settle(self) -> None:
         """Wait until what was sent, and the present time, have been dealt with, and what that caused."""
         for _ in range(2):
-            wait_for(lambda: self.ended or self.keeper._inbox.empty(), PATIENCE, "an empty inbox")
+            wait_for(lambda: self.ended or self.lease_keeper._event_queue.empty(), PATIENCE, "an empty inbox")
             self._go_round()
 
     def _go_round(self) -> None:
         before = self._rounds
-        self.keeper.cancel()
+        self.lease_keeper.cancel()
         wait_for(lambda: self.ended or self._rounds > before, PATIENCE, "the keeper's next round")
 
     def pass_time(self, seconds: float) -> None:
@@ -149,7 +149,7 @@ class Node:
 
     def end(self) -> None:
         self.stop.set()
-        self.keeper.cancel()
+        self.lease_keeper.cancel()
         self._thread.join(PATIENCE)
         assert self.ended
 
@@ -163,7 +163,7 @@ class Node:
 
     def _run(self) -> None:
         try:
-            self.keeper.run()
+            self.lease_keeper.run()
         except BaseException as error:
             self.error = error
 
@@ -239,12 +239,12 @@ def test_keeper_promises_its_next_heartbeat_within_two_minutes(node: Node) -> No
 
 
 def test_keeper_tells_the_lease_as_it_was_last_written_and_heard(node: Node, store: Store) -> None:
-    assert node.keeper.lease == store.leases[KEY]
+    assert node.lease_keeper.lease == store.leases[KEY]
     node.pass_time(TTL - MARGIN)
-    assert node.keeper.lease == store.leases[KEY]
+    assert node.lease_keeper.lease == store.leases[KEY]
     assert store.write(RESERVATION).asof == 3
     node.settle()
-    assert node.keeper.lease == replace(RESERVATION, asof=3)
+    assert node.lease_keeper.lease == replace(RESERVATION, asof=3)
 
 
 def test_a_lease_is_renewed_again_and_again(node: Node, store: Store) -> None:
@@ -314,7 +314,7 @@ def test_a_reservation_is_never_renewed(start: Start, store: Store) -> None:
 
 def test_a_reservation_stays_one_when_its_attributes_change(start: Start, store: Store) -> None:
     node = start(RESERVATION)
-    node.keeper.announce(OTHERS)
+    node.lease_keeper.announce(OTHERS)
     node.settle()
     assert store.leases[KEY] == replace(RESERVATION, attrs=OTHERS, asof=2)
     node.pass_time(100 * TTL)
@@ -338,26 +338,26 @@ def test_a_reservation_that_an_operator_ends_is_renewed(start: Start, store: Sto
 
 
 def test_changed_attributes_are_written_at_once(node: Node, store: Store, clock: Clock) -> None:
-    node.keeper.announce(OTHERS)
+    node.lease_keeper.announce(OTHERS)
     node.settle()
     assert store.leases[KEY] == Lease(OTHERS, *KEY, expires=clock.time + TTL, asof=2)
 
 
 def test_attributes_that_change_twice_are_written_twice_without_a_pause(node: Node, store: Store) -> None:
     for changed in (OTHERS, attrs(3)):
-        node.keeper.announce(changed)
+        node.lease_keeper.announce(changed)
         node.settle()
         assert store.leases[KEY].attrs == changed
 
 
 def test_the_same_attributes_are_not_written_again(node: Node, store: Store) -> None:
-    node.keeper.announce(OURS)
+    node.lease_keeper.announce(OURS)
     node.settle()
     assert store.attempts == []
 
 
 def test_renewals_keep_the_changed_attributes(node: Node, store: Store) -> None:
-    node.keeper.announce(OTHERS)
+    node.lease_keeper.announce(OTHERS)
     node.settle()
     for _ in range(2):
         node.pass_time(TTL - MARGIN)
@@ -366,7 +366,7 @@ def test_renewals_keep_the_changed_attributes(node: Node, store: Store) -> None:
 
 def test_an_announcement_that_fails_is_tried_again_each_second(node: Node, store: Store) -> None:
     store.failures = [Retryable("no answer")] * 2
-    node.keeper.announce(OTHERS)
+    node.lease_keeper.announce(OTHERS)
     node.settle()
     for attempts in (2, 3):
         node.pass_time(ANNOUNCE_RETRY / 2)
@@ -378,7 +378,7 @@ def test_an_announcement_that_fails_is_tried_again_each_second(node: Node, store
 
 def test_a_store_that_asks_for_more_time_is_given_it(node: Node, store: Store) -> None:
     store.failures = [Retryable("too many requests", retry_after=ANNOUNCE_RETRY * 8)]
-    node.keeper.announce(OTHERS)
+    node.lease_keeper.announce(OTHERS)
     node.settle()
     node.pass_time(ANNOUNCE_RETRY * 7)
     assert len(store.attempts) == 1
@@ -387,7 +387,7 @@ def test_a_store_that_asks_for_more_time_is_given_it(node: Node, store: Store) -
 
 
 def test_once_announced_there_is_no_hurry_any_more(node: Node, store: Store, clock: Clock) -> None:
-    node.keeper.announce(OTHERS)
+    node.lease_keeper.announce(OTHERS)
     node.settle()
     store.failures = [Retryable("no answer")]
     node.pass_time(TTL - MARGIN)
@@ -399,8 +399,8 @@ def test_once_announced_there_is_no_hurry_any_more(node: Node, store: Store, clo
 
 def test_the_last_announcement_counts(node: Node, store: Store) -> None:
     store.failures = [Retryable("no answer")]
-    node.keeper.announce(OTHERS)
-    node.keeper.announce(attrs(3))
+    node.lease_keeper.announce(OTHERS)
+    node.lease_keeper.announce(attrs(3))
     node.settle()
     node.pass_time(ANNOUNCE_RETRY)
     assert store.leases[KEY].attrs == attrs(3)
@@ -467,7 +467,7 @@ def test_two_nodes_of_old_standing_do_not_write_over_each_other_without_pause(
     ours, theirs = Node(store, clock, lease), Node(store, clock, lease)
     ours.pass_time(PROBATION)
     theirs.settle()
-    theirs.keeper.announce(OTHERS)
+    theirs.lease_keeper.announce(OTHERS)
     for _ in range(5):
         theirs.settle()
         ours.settle()
@@ -494,7 +494,7 @@ def test_full_term_is_another_nodes_renewal_and_a_shorter_one_an_operators_exten
     store.term = TTL
     node.settle()
     assert len(store.attempts) == attempts
-    assert node.keeper.lease.expires == (clock.time + TTL if attempts else expires)
+    assert node.lease_keeper.lease.expires == (clock.time + TTL if attempts else expires)
 
 
 def test_newcomer_waits_for_the_length_of_the_probation_before_it_ends(node: Node, store: Store) -> None:
@@ -507,15 +507,15 @@ def test_newcomer_waits_for_the_length_of_the_probation_before_it_ends(node: Nod
 
 
 def test_what_another_node_wrote_before_us_is_no_contest(node: Node, store: Store) -> None:
-    node.keeper.deliver([Added(replace(LEASE, attrs=OTHERS, asof=0))])
+    node.lease_keeper.deliver([Added(replace(LEASE, attrs=OTHERS, asof=0))])
     node.settle()
     assert (node.ended, store.attempts) == (False, [])
 
 
 def test_an_older_echo_of_ours_does_not_undo_an_announcement(node: Node, store: Store) -> None:
     node.pass_time(PROBATION)
-    node.keeper.announce(OTHERS)
-    node.keeper.deliver([Added(replace(LEASE, expires=TTL, asof=1))])
+    node.lease_keeper.announce(OTHERS)
+    node.lease_keeper.deliver([Added(replace(LEASE, expires=TTL, asof=1))])
     node.settle()
     assert (len(store.attempts), store.leases[KEY].attrs) == (1, OTHERS)
 
@@ -548,7 +548,9 @@ def test_what_somebody_keeps_changing_back_is_written_ever_more_rarely_and_spoke
     theirs = replace(RESERVATION, attrs=OTHERS)
     for _ in range(8):
         tries = len(store.attempts)
-        node.keeper.deliver([Added(store.write(theirs))])  # told twice, which is no reason to wait longer
+        node.lease_keeper.deliver(
+            [Added(store.write(theirs))]
+        )  # told twice, which is no reason to wait longer
         node.settle()
         for _ in range(121):
             if len(store.attempts) == tries:

@@ -23,7 +23,7 @@ from flanneld.config import parse
 from flanneld.errors import Fatal
 from flanneld.model import Lease, LeaseAttrs, Uplink
 from flanneld.reconcile.drivers import Outside
-from flanneld.state.desired_state import LOCAL, Wanted
+from flanneld.state.desired_state import LOCAL, DesiredState
 from flanneld.state.resources import Key, Resource, Route
 
 PROJECT = Path(__file__).resolve().parents[1]
@@ -100,7 +100,7 @@ class Node:
         patient: dict[str, Any] = {"SwitchURL": url, "TimeoutSeconds": LONGEST_TIMEOUT}
         self.backend = make(**patient | options)
         self.outside = Outside(self.backend)
-        wanted = Wanted()
+        wanted = DesiredState()
         wanted.set(LOCAL, self.backend.local(Lease(self.backend.attributes(), subnet, IPV6_SUBNET)))
         self.wanted: dict[Key, Resource] = wanted.state
 

@@ -9,7 +9,7 @@ from http.client import HTTPException
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from flanneld.errors import Cancelled
-from flanneld.runtime.interruptible_socket import Line, Unreachable
+from flanneld.runtime.interruptible_socket import InterruptibleSocket, Unreachable
 from flanneld.subnet.etcd.endpoints import Server, Servers
 from flanneld.subnet.etcd.http import NoSuchApi, Request, Useless
 from flanneld.subnet.etcd.transport import Send, Timeouts, Transport, unreachable, useless
@@ -69,7 +69,7 @@ class GatewayStream:
         self._tls = servers.tls
         self._timeouts = timeouts
         self._roots = roots
-        self._line = Line()
+        self._line = InterruptibleSocket()
         self._stream: Stream | None = None
         self._server: Server | None = None
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from flanneld.backends.udp import control, rendezvous
-from flanneld.backends.udp.watchdog import PERIOD, Activity, Pulse, activity, verdict
+from flanneld.backends.udp.watchdog import PERIOD, Activity, ProxyWatchdog, activity, verdict
 from tests.clock import Clock
 
 #: Listens under the name that it is given, says so, and does nothing more.
@@ -83,34 +83,34 @@ def mute(name: str) -> Iterator[subprocess.Popen[str]]:
 
 def test_a_pump_that_is_stopped_is_ended(clock: Clock) -> None:
     name = f"test{os.getpid()}.stopped"
-    pulse = Pulse(name, clock)
+    watchdog = ProxyWatchdog(name, clock)
     with mute(name) as process:
         process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, process.pid, os.WSTOPPED)
         began = clock.time
-        while not pulse.look():
+        while not watchdog.look():
             assert process.poll() is None
             assert clock.time < began + 30
-            clock.time = pulse.next_look
+            clock.time = watchdog.next_look
         assert process.wait(20) == -signal.SIGKILL
         assert clock.time - began >= 5
-    pulse.close()
+    watchdog.close()
 
 
 def test_a_pump_that_answers_is_asked_again_and_its_end_is_noticed(clock: Clock) -> None:
     name = f"test{os.getpid()}.well"
-    pulse = Pulse(name, clock)
+    watchdog = ProxyWatchdog(name, clock)
     with rendezvous.listen(name) as listener:
-        assert not pulse.look()
+        assert not watchdog.look()
         connection, _ = listener.accept()
         with connection:
             connection.settimeout(20)
             for _ in range(20):
                 assert connection.recv(control.LONGEST) == control.HELLO
                 connection.send(control.HELLO + b"whatever")
-                clock.time = pulse.next_look
-                assert not pulse.look()
+                clock.time = watchdog.next_look
+                assert not watchdog.look()
             assert clock.time >= 1000 + 20 * PERIOD
-    assert pulse.look()
-    assert not pulse.look()  # There is none any more.
-    pulse.close()
+    assert watchdog.look()
+    assert not watchdog.look()  # There is none any more.
+    watchdog.close()

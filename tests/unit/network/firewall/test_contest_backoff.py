@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flanneld.network.firewall.contest_backoff import Patience
+from flanneld.network.firewall.contest_backoff import ContestBackoff
 from flanneld.runtime import clock
 
 
@@ -18,45 +18,45 @@ def at(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 @pytest.mark.usefixtures("at")
 def test_the_first_repair_need_not_wait() -> None:
-    assert Patience().earliest() <= 1000
+    assert ContestBackoff().earliest() <= 1000
 
 
 def test_each_repair_after_the_first_few_doubles_the_pause_up_to_a_limit(at: list[float]) -> None:
-    patience = Patience(memory=60, first=0.2, last=1, few=3)
+    contest_backoff = ContestBackoff(memory=60, first=0.2, last=1, few=3)
     pauses = []
     for _ in range(7):
-        patience.spend()
-        pauses.append(patience.earliest() - at[0])
+        contest_backoff.spend()
+        pauses.append(contest_backoff.earliest() - at[0])
     assert pauses == pytest.approx([0.2, 0.2, 0.2, 0.4, 0.8, 1, 1])
 
 
 def test_a_firewall_may_be_reloaded_three_times_a_minute(at: list[float]) -> None:
     """Each reload flushes twice; the last of all repairs is still within a second, and nobody cries fight."""
-    patience = Patience()
-    assert not any(patience.spend() for _ in range(5))
-    assert patience.earliest() - at[0] < 1
-    assert not patience.spend()
-    assert not patience.is_tried()
+    contest_backoff = ContestBackoff()
+    assert not any(contest_backoff.spend() for _ in range(5))
+    assert contest_backoff.earliest() - at[0] < 1
+    assert not contest_backoff.spend()
+    assert not contest_backoff.is_tried()
 
 
 def test_what_is_long_ago_does_not_count(at: list[float]) -> None:
-    patience = Patience(memory=60, first=0.1)
-    patience.spend()
+    contest_backoff = ContestBackoff(memory=60, first=0.1)
+    contest_backoff.spend()
     at[0] += 61
-    assert patience.earliest() <= at[0]
+    assert contest_backoff.earliest() <= at[0]
 
 
 @pytest.mark.usefixtures("at")
 def test_a_fight_is_noticed_once() -> None:
-    patience = Patience(many=3)
-    assert [patience.spend() for _ in range(5)] == [False, False, True, False, False]
+    contest_backoff = ContestBackoff(many=3)
+    assert [contest_backoff.spend() for _ in range(5)] == [False, False, True, False, False]
 
 
 def test_it_is_tried_as_long_as_repairs_go_on(at: list[float]) -> None:
-    patience = Patience(memory=60, many=3)
+    contest_backoff = ContestBackoff(memory=60, many=3)
     for _ in range(3):
-        assert not patience.is_tried()
-        patience.spend()
-    assert patience.is_tried()
+        assert not contest_backoff.is_tried()
+        contest_backoff.spend()
+    assert contest_backoff.is_tried()
     at[0] += 61
-    assert not patience.is_tried()
+    assert not contest_backoff.is_tried()

@@ -19,7 +19,7 @@ from flanneld.runtime import clock
 from flanneld.subnet.etcd.choice import open_etcd
 from flanneld.subnet.etcd.endpoints import EtcdOptions
 from flanneld.subnet.etcd.transport import Timeouts
-from flanneld.subnet.lease_keeper import Keeper
+from flanneld.subnet.lease_keeper import LeaseKeeper
 from flanneld.subnet.manager import LocalFacts, SubnetManager
 from tests.lab.wait import wait_for
 from tests.local_etcd import LocalEtcd, running_etcd
@@ -89,9 +89,9 @@ class Node:
     def watch(self) -> None:
         self.start(lambda: self.manager.watch(self.events.extend, self._beat))
 
-    def keep(self, lease: Lease) -> Keeper:
+    def keep(self, lease: Lease) -> LeaseKeeper:
         """Do all that a daemon does for its lease."""
-        keeper = Keeper(
+        lease_keeper = LeaseKeeper(
             self.manager,
             lease,
             margin=3600.0,
@@ -99,10 +99,10 @@ class Node:
             heartbeat=lambda _: None,
             revoked=self.revoked.set,
         )
-        self.start(lambda: self.manager.watch_own(lease, keeper.deliver, self._beat))
-        self.start(keeper.run)
-        self._cancel = keeper.cancel
-        return keeper
+        self.start(lambda: self.manager.watch_own(lease, lease_keeper.deliver, self._beat))
+        self.start(lease_keeper.run)
+        self._cancel = lease_keeper.cancel
+        return lease_keeper
 
     def peers(self) -> dict[str, str]:
         table = LeaseTable(own=NO_PREVIOUS)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from flanneld.errors import Cancelled, Retryable
-from flanneld.runtime.interruptible_socket import Line, Unreachable
+from flanneld.runtime.interruptible_socket import InterruptibleSocket, Unreachable
 from flanneld.subnet.etcd.keys import Conflict, ListAgain, NotFound, Position
 from flanneld.subnet.etcd.transport import Timeouts
 from flanneld.subnet.etcd.v2.client import Client, Poller
@@ -324,7 +324,7 @@ def test_the_lookup_of_a_name_can_be_cut(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_name_without_an_address_is_told() -> None:
     too_long_to_be_asked_for = "x" * 64
     with pytest.raises(Unreachable, match="cannot be resolved"):
-        Line().connect(too_long_to_be_asked_for, 2379, DEADLINE)
+        InterruptibleSocket().connect(too_long_to_be_asked_for, 2379, DEADLINE)
 
 
 def test_names_are_looked_up(etcd: LocalEtcd) -> None:

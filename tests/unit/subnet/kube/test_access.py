@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from flanneld.errors import Fatal, NoAnswer, Retryable
-from flanneld.runtime.interruptible_socket import Line
+from flanneld.runtime.interruptible_socket import InterruptibleSocket
 from flanneld.subnet.kube.access import Access
 from flanneld.subnet.kube.api import Api, Timeouts
 from tests.lab.credentials import make_certificates, write_kubeconfig
@@ -24,20 +24,20 @@ POD = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "KUBERNETES_SERVICE_PORT": "443"}
 
 def test_the_url_of_the_flag_outweighs_that_of_the_kubeconfig(tmp_path: Path) -> None:
     write_kubeconfig(tmp_path / "config", "http://192.0.2.1:6443", "secret", None)
-    session = Access("http://192.0.2.2:6443/", str(tmp_path / "config"), {}).open(Line())
+    session = Access("http://192.0.2.2:6443/", str(tmp_path / "config"), {}).open(InterruptibleSocket())
     assert session.url == "http://192.0.2.2:6443"
-    assert Access("", str(tmp_path / "config"), {}).open(Line()).url == "http://192.0.2.1:6443"
+    assert Access("", str(tmp_path / "config"), {}).open(InterruptibleSocket()).url == "http://192.0.2.1:6443"
 
 
 def test_a_host_and_a_port_alone_mean_http_as_in_go() -> None:
-    assert Access("192.0.2.1:8080", "", {}).open(Line()).url == "http://192.0.2.1:8080"
+    assert Access("192.0.2.1:8080", "", {}).open(InterruptibleSocket()).url == "http://192.0.2.1:8080"
 
 
 @pytest.mark.parametrize("flag", ["", "192.0.2.2:6443", "ftp://192.0.2.2"])
 def test_credentials_are_not_sent_where_the_url_does_not_say_how(tmp_path: Path, flag: str) -> None:
     write_kubeconfig(tmp_path / "config", "192.0.2.1:6443", "secret", None)
     with pytest.raises(Retryable, match="neither with https:// nor with http://; correct -kubeconfig-file"):
-        Access(flag, str(tmp_path / "config"), {}).open(Line())
+        Access(flag, str(tmp_path / "config"), {}).open(InterruptibleSocket())
 
 
 @pytest.mark.parametrize("scheme", ["https://", "HTTPS://", ""])
@@ -57,7 +57,7 @@ def test_a_kubeconfig_that_is_missing_or_wrong_is_waited_for(tmp_path: Path, tex
     if text is not None:
         file.write_text(text)
     with pytest.raises(Retryable, match="the way to the API server cannot be read"):
-        Access("", str(file), {}).open(Line())
+        Access("", str(file), {}).open(InterruptibleSocket())
 
 
 def kubeconfig(path: Path, user: str, cluster: str = "server: https://192.0.2.1:6443") -> Path:
@@ -84,7 +84,7 @@ def test_a_kubeconfig_of_a_shape_that_nobody_expects_is_waited_for(
     tmp_path: Path, user: str, cluster: str
 ) -> None:
     with pytest.raises(Retryable, match="the way to the API server cannot be read"):
-        Access("", str(kubeconfig(tmp_path / "config", user, cluster)), {}).open(Line())
+        Access("", str(kubeconfig(tmp_path / "config", user, cluster)), {}).open(InterruptibleSocket())
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_what_is_wrong_with_a_kubeconfig_is_told_without_its_secrets(
     tmp_path: Path, user: str, cluster: str
 ) -> None:
     with pytest.raises(Retryable) as failure:
-        Access("", str(kubeconfig(tmp_path / "config", user, cluster)), {}).open(Line())
+        Access("", str(kubeconfig(tmp_path / "config", user, cluster)), {}).open(InterruptibleSocket())
     assert "s3cr3t" not in str(failure.value)
 
 
@@ -108,7 +108,7 @@ def test_a_failure_that_the_package_only_logs_is_told_once_and_without_secrets(
 ) -> None:
     access = Access("", str(kubeconfig(tmp_path / "config", "{exec: null, password: s3cr3t}")), {})
     for _ in range(2):
-        access.open(Line()).close()
+        access.open(InterruptibleSocket()).close()
     assert caplog.text.count("Expected key exec") == 1
     assert "s3cr3t" not in caplog.text
 
@@ -117,7 +117,7 @@ def test_a_service_account_that_is_not_mounted_yet_is_waited_for(monkeypatch: py
     for name, value in POD.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(Retryable, match="mount the service account"):
-        Access("", "", POD).open(Line())
+        Access("", "", POD).open(InterruptibleSocket())
 
 
 def test_a_server_that_another_authority_vouches_for_is_not_trusted(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_keys_out_of_a_kubeconfig_do_not_stay_on_disk(
     config = kubeconfig_with_data(tmp_path, "https://127.0.0.1:1")
     before = set(tmp_path.iterdir())
     access = Access("", str(config), {})
-    access.open(Line())
+    access.open(InterruptibleSocket())
     assert len(set(tmp_path.iterdir()) - before) == 1
     access.clean_up()
     assert set(tmp_path.iterdir()) == before
@@ -160,10 +160,10 @@ def test_such_a_file_that_did_not_fit_on_the_disk_is_made_again(
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
     try:
         with pytest.raises(Retryable):
-            access.open(Line())
+            access.open(InterruptibleSocket())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    access.open(Line())
+    access.open(InterruptibleSocket())
     (file,) = set(tmp_path.iterdir()) - before
     assert file.read_bytes() == (tmp_path / "ca.crt").read_bytes()
     access.clean_up()
