@@ -6,8 +6,9 @@ A JSON object at ``<prefix>/config`` in etcd, or the net-conf file in Kubernetes
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
+
+from msgspec import Struct
 
 from flanneld.compat import json as gojson
 from flanneld.compat.json import Fields, GoJsonError
@@ -28,8 +29,7 @@ class ConfigError(Retryable):
     """The network config cannot be used as it is; an operator may correct it at any time."""
 
 
-@dataclass(frozen=True, slots=True)
-class SubnetRange:
+class SubnetRange(Struct, frozen=True, gc=False):
     """The subnets of one family that hosts may get: ``subnet_min`` to ``subnet_max``, both included."""
 
     network: IPNetwork
@@ -50,20 +50,29 @@ class SubnetRange:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Config:
+class Config(Struct, frozen=True, eq=False):
     """A valid network config; two are equal if their text is.
 
     ``backend_type`` is in lower case, and empty if "Backend" has no "Type". ``backend`` has the options
     of the backend, which checks them itself. ``warnings`` are sentences for the log.
     """
 
-    source: str = field(repr=False)  # may hold a key
+    source: str
     ranges: tuple[SubnetRange, ...]
     backend_type: str
-    backend: Fields = field(compare=False)
+    backend: Fields
     enable_nftables: bool = False
     warnings: tuple[str, ...] = ()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Config) and self.source == other.source
+
+    def __hash__(self) -> int:
+        return hash(self.source)
+
+    def __repr__(self) -> str:
+        # The text may hold a key.
+        return f"Config({self.backend_type})"
 
     @property
     def families(self) -> tuple[Family, ...]:

@@ -9,10 +9,11 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
+
+from msgspec import Struct
 
 from flanneld import __version__, options
 from flanneld.backends import registry
@@ -115,8 +116,7 @@ def _serve(wanted: Options, environ: Mapping[str, str]) -> int:
         return 1
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
+class Member(Struct, frozen=True, gc=False):
     """What makes this node a member of the network."""
 
     manager: SubnetManager

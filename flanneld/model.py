@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
 from typing import Any, Literal
+
+from msgspec import Struct, field
 
 Family = Literal[4, 6]
 IPAddress = IPv4Address | IPv6Address
@@ -14,8 +15,7 @@ IPNetwork = IPv4Network | IPv6Network
 FAMILIES: tuple[Family, ...] = (4, 6)
 
 
-@dataclass(frozen=True, slots=True)
-class Uplink:
+class Uplink(Struct, frozen=True, gc=False):
     """The external interface: what carries the packets between the nodes.
 
     ``address`` is the local address of the interface, ``public_ip`` the one other nodes are told.
@@ -42,8 +42,7 @@ class Uplink:
         return f"{self.name}, MTU {self.mtu}, {places}"
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseAttrs:
+class LeaseAttrs(Struct, frozen=True, gc=False):
     """What a node announces about itself; ``backend_data`` is decoded JSON, None when absent."""
 
     public_ip: IPv4Address | None = None
@@ -70,8 +69,7 @@ class LeaseAttrs:
 LeaseKey = tuple[IPv4Network | None, IPv6Network | None]
 
 
-@dataclass(frozen=True, slots=True)
-class Lease:
+class Lease(Struct, frozen=True, gc=False):
     """One node's share of the network.
 
     ``expires`` is in seconds on the boot-time clock (``clock.now``), None for a reservation: a lease
@@ -124,22 +122,19 @@ def name_of(key: LeaseKey) -> str:
     return ",".join(str(net) for net in key if net is not None)
 
 
-@dataclass(frozen=True, slots=True)
-class Added:
+class Added(Struct, frozen=True, gc=False):
     """A lease is there, or has new attributes."""
 
     lease: Lease
 
 
-@dataclass(frozen=True, slots=True)
-class Removed:
+class Removed(Struct, frozen=True, gc=False):
     """A lease has gone; the store tells no more than its key."""
 
     key: LeaseKey
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
+class Snapshot(Struct, frozen=True, gc=False):
     """All leases there are.
 
     ``unreadable`` are the keys whose value could not be understood: such a lease exists, so
@@ -150,8 +145,7 @@ class Snapshot:
     unreadable: frozenset[LeaseKey] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
-class Cached:
+class Cached(Struct, frozen=True, gc=False):
     """Leases as they were saved, for the time until the store answers: some may have gone or changed since.
 
     There may be others, so nothing may be removed because of it. ``source`` says where they were saved.
@@ -164,16 +158,14 @@ class Cached:
 Event = Added | Removed | Snapshot | Cached
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
+class Change(Struct, frozen=True, gc=False):
     """What an event made different: leases that are new or changed, and keys that are gone."""
 
     put: tuple[Lease, ...] = ()
     gone: tuple[LeaseKey, ...] = ()
 
 
-@dataclass(slots=True)
-class LeaseTable:
+class LeaseTable(Struct, gc=False):
     """The peers' leases as last reported; our own is left out."""
 
     own: LeaseKey

@@ -7,8 +7,9 @@ A backend decides and never acts. It is built anew when the uplink changes, so i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
+
+from msgspec import Struct
 
 from flanneld.config import Config
 from flanneld.errors import Refused
@@ -21,8 +22,7 @@ _NO_HOST: dict[Family, frozenset[int]] = {4: frozenset({0, 0xFFFF_FFFF}), 6: fro
 _OF_NO_HOST: dict[Family, frozenset[int]] = {4: frozenset({127, *range(224, 240)}), 6: frozenset({0xFF})}
 
 
-@dataclass(frozen=True, slots=True)
-class Host:
+class Host(Struct, frozen=True):
     """What a backend may know of its host, and may not reach for by itself."""
 
     uplink: Uplink

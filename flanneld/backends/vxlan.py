@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from flanneld.backends.contract import Host, peers_public_ip, require_type
 from flanneld.compat.json import GoJsonError
@@ -35,8 +36,7 @@ _LONGEST_NAME = 15
 _SMALLEST_MTU: dict[Family, int] = {4: 68, 6: 1280}
 
 
-@dataclass(frozen=True, slots=True)
-class VxlanConfig:
+class VxlanConfig(Struct, frozen=True, gc=False):
     """The Backend object of the network config; ``mtu`` is that of the uplink, 0 for the real one."""
 
     vni: int = 1

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal
+
+from msgspec import Struct
 
 Kind = Literal["bool", "int", "string"]
 Scalar = bool | int | str
@@ -32,8 +33,7 @@ _ESCAPES = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Flag:
+class Flag(Struct, frozen=True, gc=False):
     """One flag. A word of ``usage`` in back quotes names the value in the usage text.
 
     The value of a ``repeatable`` flag is a tuple, so its default is one too.

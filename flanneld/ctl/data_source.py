@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from enum import StrEnum
 from ipaddress import ip_network
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, field
 
 from flanneld import options
 from flanneld.diagnostics import status_socket
@@ -33,8 +34,7 @@ class Part(StrEnum):
     STORE = "store"
 
 
-@dataclass(frozen=True, slots=True)
-class Unknown:
+class Unknown(Struct, frozen=True, gc=False):
     """The answers that are lacking: ``part`` was not asked, or asked in vain (``failed``)."""
 
     part: Part
@@ -45,8 +45,7 @@ class Unknown:
         return self.reason
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(Struct, frozen=True, gc=False):
     """``document`` came from ``origin``: ``daemon``, ``store`` or ``host``; ``unknown`` is what it lacks."""
 
     origin: str

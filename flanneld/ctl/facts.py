@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, field
 
 from flanneld.ctl import shadowing_routes, snapshot, stale_objects
 from flanneld.ctl.data_source import Source, Unknown, ranges_of
@@ -30,8 +31,7 @@ _GC_THRESH = "/proc/sys/net/ipv4/neigh/default/gc_thresh3"
 _SIOCETHTOOL, _ETHTOOL_GTXCSUM = 0x8946, 0x16
 
 
-@dataclass(frozen=True, slots=True)
-class Dropped:
+class Dropped(Struct, frozen=True, gc=False):
     """A chain that drops the network's packets, and the commands that let them through."""
 
     chain: str
@@ -40,8 +40,7 @@ class Dropped:
     is_firewalld: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
+class Facts(Struct, frozen=True, gc=False):
     """What is known; what is not is None or empty. Counters are packets, times seconds since the epoch."""
 
     document: Mapping[str, Any] = field(default_factory=dict)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from enum import StrEnum
+
+from msgspec import Struct
 
 from flanneld.ctl.facts import Facts
 from flanneld.diagnostics.host_checks import Topic
@@ -34,8 +35,7 @@ class Severity(StrEnum):
     HINT = "hint"
 
 
-@dataclass(frozen=True, slots=True)
-class Fix:
+class Fix(Struct, frozen=True, gc=False):
     """Commands that heal the finding when root runs them in this order on this host.
 
     They hold no text out of the store. ``tests/netns/test_doctor.py`` runs each on a host that is broken.
@@ -44,15 +44,13 @@ class Fix:
     commands: tuple[Command, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Advice:
+class Advice(Struct, frozen=True, gc=False):
     """A remedy to think about first: it needs a choice, another host, or a program that we cannot run."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(Struct, frozen=True, gc=False):
     """One thing that is wrong. ``about`` is the device, chain, file or subnet that it concerns, if any."""
 
     problem: str
@@ -63,8 +61,7 @@ class Finding:
     severity: Severity = Severity.PROBLEM
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
+class Check(Struct, frozen=True):
     """A small function over facts; ``meaning`` is what it looks for, in a line."""
 
     theme: str

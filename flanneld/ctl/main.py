@@ -7,10 +7,11 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from ipaddress import ip_address
 from itertools import pairwise
 from typing import Any, NoReturn
+
+from msgspec.structs import asdict
 
 from flanneld import __version__, options
 from flanneld.compat.flags import quoted

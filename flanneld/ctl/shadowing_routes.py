@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from ipaddress import ip_network
 from typing import Any
+
+from msgspec import Struct
 
 from flanneld.ctl import snapshot
 from flanneld.ctl.snapshot import Found, Way
@@ -14,8 +15,7 @@ from flanneld.network.rtnetlink.kernel import Kernel
 from flanneld.state.resources import Route
 
 
-@dataclass(frozen=True, slots=True)
-class ShadowingRoute:
+class ShadowingRoute(Struct, frozen=True, gc=False):
     """A peer's subnet, and the way that packets for it, or for a part of it, take instead."""
 
     subnet: str

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from flanneld.ctl.data_source import knows_peers, ranges_of
 from flanneld.model import IPAddress
@@ -22,8 +23,7 @@ from flanneld.state.resources import ForeignLink, Key, Link, Resource
 _RTN_LOCAL = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(Struct, frozen=True, gc=False):
     """The kernel's side: what there is where ours should be, each with whether it is ours."""
 
     objects: Mapping[Resource, bool]
@@ -37,8 +37,7 @@ class Found:
         return next((each.name for each in self.links if each.index == index), f"interface {index}")
 
 
-@dataclass(frozen=True, slots=True)
-class Way:
+class Way(Struct, frozen=True, gc=False):
     """The kernel's answer to a lookup; ``device`` is empty without a route, ``is_here``: to this host."""
 
     device: str
@@ -53,8 +52,7 @@ class Way:
         return f"via {self.gateway} dev {self.device}" if self.gateway else f"dev {self.device}"
 
 
-@dataclass(frozen=True, slots=True)
-class DesiredState:
+class DesiredState(Struct, frozen=True, gc=False):
     """One object that should be there; ``value`` is None for what a backend's own driver holds."""
 
     kind: str
@@ -63,8 +61,7 @@ class DesiredState:
     value: Resource | None
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
+class Difference(Struct, frozen=True, gc=False):
     """One property of an object that differs: its name and both values, as a person reads them."""
 
     name: str
@@ -75,8 +72,7 @@ class Difference:
         return f"has {self.name} {self.found}, wanted {self.wanted}"
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(Struct, frozen=True, gc=False):
     """One object.
 
     ``state`` is ``ok``, ``missing``, ``different`` (``other`` has its key, as a route to the same subnet),

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from flanneld.ctl.data_source import ranges_of
 from flanneld.errors import Retryable
@@ -21,16 +22,14 @@ CNI_DIRECTORY = "/etc/cni/net.d"
 _CNI_SUFFIXES = (".conf", ".conflist", ".json")
 
 
-@dataclass(frozen=True, slots=True)
-class LeftRules:
+class LeftRules(Struct, frozen=True, gc=False):
     """Rules for our network in another place than the daemon's, and the commands that remove them."""
 
     rules: tuple[str, ...]
     commands: tuple[Command, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class CniConf:
+class CniConf(Struct, frozen=True, gc=False):
     """A configuration for container runtimes, and the plug-ins that it names."""
 
     path: str

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TextIO
+
+from msgspec import Struct
 
 #: Words that have a colour, for rich.
 _COLOURS = {"ok": "green", "yes": "green", "PROBLEM": "bold red", "no": "bold red", "missing": "bold red"}
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
+class Table(Struct, frozen=True, gc=False):
     """``rows`` may have line ends in their last cell. Without ``columns`` it has no head."""
 
     columns: Sequence[str]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from ipaddress import ip_address, ip_network
 from typing import Any
+
+from msgspec import Struct
 
 from flanneld.ctl.data_source import knows_peers, ranges_of
 from flanneld.ctl.shadowing_routes import follows, wanted_route
@@ -16,8 +17,7 @@ from flanneld.state.resources import FdbEntry, Neighbor, Resource, Route
 WayTo = Callable[[IPAddress], Way]
 
 
-@dataclass(frozen=True, slots=True)
-class Hop:
+class Hop(Struct, frozen=True, gc=False):
     """``state`` is ``ok``, ``PROBLEM`` or ``unknown``; ``note`` says what is wrong or missing."""
 
     hop: str

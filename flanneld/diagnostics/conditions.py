@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from flanneld.diagnostics.components import Components
 from flanneld.model import Lease
@@ -26,8 +27,7 @@ _AT_ONCE = frozenset({"leases"})
 LEASE_ENDS_SOON = 600.0
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(Struct, frozen=True, gc=False):
     """A part of the daemon; ``trouble`` is empty if it is well. The text stays the same while it lasts."""
 
     name: str

@@ -9,9 +9,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from flanneld.backends import registry
 from flanneld.backends.contract import Backend, Driver, HasDrivers
@@ -130,8 +131,7 @@ class _Undriven:
         return [_Noted(driver, self._notes) for driver in drivers]
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(Struct, frozen=True, gc=False):
     """What a start would find and do.
 
     If ``has_lease`` is false, ``own`` is a guess, with no subnet if there is nothing to guess from.

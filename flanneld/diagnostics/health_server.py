@@ -5,9 +5,10 @@ from __future__ import annotations
 import io
 import socket
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import Protocol
+
+from msgspec import Struct
 
 from flanneld.errors import Fatal, cause_of
 from flanneld.runtime.polled_server import Limits, PolledServer, receive, send
@@ -22,8 +23,7 @@ CONNECTIONS, OF_ONE_SOURCE, OF_THIS_HOST = 64, 16, 16
 _QUEUE = 128
 
 
-@dataclass(frozen=True, slots=True)
-class Checks:
+class Checks(Struct, frozen=True):
     """What the answers are made of. The functions are called from several threads, and must not block."""
 
     #: A line for each task that is late; empty when all is well.

@@ -11,9 +11,10 @@ from __future__ import annotations
 import logging
 import shlex
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+
+from msgspec import Struct
 
 from flanneld.model import Family
 from flanneld.runtime.outage import Pace
@@ -35,8 +36,7 @@ _AS_A_HOST, _ALWAYS = 1, 2
 _RTF_GATEWAY, _RTF_DEFAULT, _RTF_ADDRCONF = 0x2, 0x10000, 0x40000
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
+class Facts(Struct, frozen=True, gc=False):
     """What a decision needs. ``settings`` lacks what this kernel does not have or does not show.
 
     ``services`` says that containers use service addresses, as in Kubernetes. ``advertised`` are the
@@ -60,8 +60,7 @@ class Topic(StrEnum):
     REVERSE_PATH = "rp_filter"
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(Struct, frozen=True, gc=False):
     """One obstacle: what it is, why it matters, what puts it right as root.
 
     ``settings`` are what we may set by ourselves for that, in this order; none if the operator must decide.

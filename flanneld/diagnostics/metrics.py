@@ -10,8 +10,9 @@ import os
 import platform
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from flanneld import __version__
 from flanneld.diagnostics.components import Components
@@ -29,8 +30,7 @@ Sample = tuple[tuple[str, ...], float]
 Reader = Callable[[Components], Iterator[Sample]]
 
 
-@dataclass(frozen=True, slots=True)
-class Metric:
+class Metric(Struct, frozen=True):
     """``type`` is ``counter``, ``gauge`` or ``histogram``; a counter's name ends with ``_total``."""
 
     type: str

@@ -6,8 +6,9 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 #: Names of the program: ``flanneld``, or a release's ``flanneld-amd64``; not the udp proxy's module.
 _PROGRAM = re.compile(r"flanneld([-_].*)?")
@@ -18,8 +19,7 @@ _UNIT = re.compile(r"/([^/\n]+\.service)(?:\n|$)")
 _CONTAINER = re.compile(r"/docker[-/]([0-9a-f]{12})")
 
 
-@dataclass(frozen=True, slots=True)
-class Daemon:
+class Daemon(Struct, frozen=True, gc=False):
     """A running daemon, and the command that stops it for good."""
 
     pid: int

@@ -8,7 +8,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from flanneld.compat.glog import Once
 from flanneld.model import FAMILIES, Family, IPAddress, Lease, LeaseKey
@@ -27,8 +28,7 @@ _WINDOW = 100
 _SLACK = 60.0
 
 
-@dataclass(frozen=True, slots=True)
-class Probe:
+class Probe(Struct, frozen=True, gc=False):
     """``time`` is in seconds since the epoch, ``rtt`` in seconds, None if nothing came back."""
 
     target: IPAddress

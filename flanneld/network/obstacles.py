@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Literal
+
+from msgspec import Struct
 
 from flanneld.model import Family, IPAddress, IPNetwork, lies_in, network_around, overlap
 
@@ -22,8 +23,7 @@ _LONGEST_WITH_BROADCAST = 30
 What = Literal["network", "address", "gateway"]
 
 
-@dataclass(frozen=True, slots=True)
-class HostRoute:
+class HostRoute(Struct, frozen=True, gc=False):
     """A unicast route of the main table, of any metric; one next hop is a device and perhaps a gateway."""
 
     destination: IPNetwork | None
@@ -31,8 +31,7 @@ class HostRoute:
     hops: tuple[tuple[str, IPAddress | None], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Obstacle:
+class Obstacle(Struct, frozen=True, gc=False):
     """A network that the host is connected to, or one of its addresses or gateways."""
 
     net: IPNetwork
@@ -48,8 +47,7 @@ class Obstacle:
         return f"{self.device} has {self.net.network_address if single else self.net}"
 
 
-@dataclass(frozen=True, slots=True)
-class HostNetworks:
+class HostNetworks(Struct, frozen=True, gc=False):
     """The host's own addresses and networks, as its routes tell them.
 
     ``obstacles`` are those on devices of others. ``local`` are all of the host's addresses, and ``broadcast``
@@ -122,10 +120,13 @@ def _broadcasts(net: IPNetwork) -> Iterator[IPAddress]:
         yield net.broadcast_address
 
 
+_NO_NETWORKS = HostNetworks()
+
+
 class Obstacles:
     """Index of the host's networks, for questions about one lease at a time."""
 
-    def __init__(self, host: HostNetworks = HostNetworks()) -> None:
+    def __init__(self, host: HostNetworks = _NO_NETWORKS) -> None:
         self.host = host
         self.devices = frozenset(each.device for each in host.obstacles)
         self._broadcast = {(ip.version, int(ip)) for ip in host.broadcast}

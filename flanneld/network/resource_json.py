@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
 from ipaddress import ip_address, ip_network
 from typing import Any
+
+from msgspec.structs import fields
 
 from flanneld.state.resources import (
     Address,

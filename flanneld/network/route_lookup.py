@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from flanneld.model import Family, IPAddress, IPNetwork
 from flanneld.network.rtnetlink.messages import (
@@ -45,8 +46,7 @@ def lookup_request(target: IPAddress) -> bytes:
     return RTMSG.pack(AF[target.version], 8 * len(raw), 0, 0, 0, 0, 0, 0, 0) + DST[len(raw)] + raw
 
 
-@dataclass(frozen=True, slots=True)
-class Way:
+class Way(Struct, frozen=True, gc=False):
     """The kernel's answer: out of which interface, from which address, through which gateway."""
 
     index: int
@@ -82,8 +82,7 @@ def decode_default_route(data: bytes, offset: int, end: int) -> int | None:
     return number(found.get(RTA_OIF)) if number(found.get(RTA_TABLE)) == RT_TABLE_MAIN else None
 
 
-@dataclass(frozen=True, slots=True)
-class SeenWay:
+class SeenWay(Struct, frozen=True, gc=False):
     """A unicast route of the main table, whatever its metric: each next hop is an interface and a gateway.
 
     ``destination`` is None for a default route.

@@ -6,10 +6,12 @@ The rules are those of flannel's ``LookupExtIface``. The facts come in the kerne
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
 from functools import partial
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from flanneld.compat.flags import quoted
 from flanneld.compat.regex import compile_re2
@@ -22,8 +24,7 @@ AddressOf = Mapping[Family, Any]
 _BROADCAST = IPv4Address("255.255.255.255")
 
 
-@dataclass(frozen=True, slots=True)
-class LinkFact:
+class LinkFact(Struct, frozen=True, gc=False):
     """An interface of this host; ``mtu`` in bytes."""
 
     name: str
@@ -32,8 +33,7 @@ class LinkFact:
     up: bool
 
 
-@dataclass(frozen=True, slots=True)
-class AddressFact:
+class AddressFact(Struct, frozen=True, gc=False):
     """An address of the interface ``index``, with its flags (linux/if_addr.h, IFA_F_*)."""
 
     index: int
@@ -56,16 +56,14 @@ class AddressFact:
         return not (foreign or self.deprecated)
 
 
-@dataclass(frozen=True, slots=True)
-class DefaultRoute:
+class DefaultRoute(Struct, frozen=True, gc=False):
     """A default route of the main table; ``index`` is 0 when it leads to no single interface."""
 
     family: Family
     index: int
 
 
-@dataclass(frozen=True, slots=True)
-class RouteFact:
+class RouteFact(Struct, frozen=True, gc=False):
     """Where the kernel would send a packet, and from which source address."""
 
     index: int
@@ -73,8 +71,7 @@ class RouteFact:
     gateway: IPAddress | None
 
 
-@dataclass(frozen=True, slots=True)
-class HostFacts:
+class HostFacts(Struct, frozen=True, gc=False):
     """What the kernel knows of this host's interfaces, each part in the kernel's order."""
 
     links: tuple[LinkFact, ...]
@@ -97,8 +94,7 @@ class HostFacts:
         return [fact.address for fact in own if fact.address.version == family]
 
 
-@dataclass(frozen=True, slots=True)
-class InterfaceChoice:
+class InterfaceChoice(Struct, frozen=True, gc=False):
     """What the operator wishes, first wish first; a public IP may be one of a NAT device."""
 
     ifaces: tuple[str, ...] = ()
@@ -111,8 +107,7 @@ class InterfaceChoice:
         return self.public_ip if family == 4 else self.public_ipv6
 
 
-@dataclass(frozen=True, slots=True)
-class Election:
+class Election(Struct, frozen=True, gc=False):
     """The uplink, and for each wish before it a line that says why it could not be met."""
 
     uplink: Uplink
@@ -175,8 +170,7 @@ def keep(uplink: Uplink, facts: HostFacts) -> Uplink | None:
 _Found = tuple[LinkFact, AddressOf]
 
 
-@dataclass(frozen=True, slots=True)
-class _Search:
+class _Search(Struct, frozen=True):
     """The ways to find an interface; each raises ``_NoMatch`` when it finds none."""
 
     choice: InterfaceChoice

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, replace
 from itertools import chain
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from flanneld.backends.contract import Backend
 from flanneld.errors import Fatal, Retryable, cause_of
@@ -37,8 +39,7 @@ _BULK = 500
 _REMEDY_FOR_BLOCKED = "remove that route if nothing needs it, or choose another Network"
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
+class Node(Struct, frozen=True):
     """This node, as the loop that moves its kernel has to know it.
 
     ``extras`` are wanted whoever the peers are; an earlier run may have left routes into ``former`` networks,

@@ -14,9 +14,11 @@ import math
 import select
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from flanneld.compat.glog import Once, counted
 from flanneld.config import Config
@@ -48,8 +50,7 @@ _FIRST_RETRY, _LAST_RETRY = 1.0, 30.0
 _FEW = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Wishes:
+class Wishes(Struct, frozen=True, gc=False):
     """What the rules are for, and how to set them.
 
     ``former`` is what the last run had, as far as is known. ``native`` is for a table of our own in

@@ -8,7 +8,8 @@ nothing is claimed.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from flanneld.model import IPNetwork, Lease, LeaseAttrs, LeaseKey
 from flanneld.network.rtnetlink.links import SeenLink
@@ -24,8 +25,7 @@ _PLACEHOLDERS = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Machine:
+class Machine(Struct, frozen=True, gc=False):
     """The uplink's hardware address and the firmware's UUID; empty if unreadable."""
 
     hardware_address: str = ""
@@ -37,8 +37,7 @@ class Machine:
         return bool(self.hardware_address and self.product_uuid) and self.product_uuid not in _PLACEHOLDERS
 
 
-@dataclass(frozen=True, slots=True)
-class Device:
+class Device(Struct, frozen=True, gc=False):
     """Device that the daemon made or took over."""
 
     index: int
@@ -52,16 +51,14 @@ class Device:
         return device_of(seen) == Device(self.index, self.kind, self.mac, seen.name) and name == seen.name
 
 
-@dataclass(frozen=True, slots=True)
-class FileStamp:
+class FileStamp(Struct, frozen=True, gc=False):
     """Inode and time of the last change of a file; every writer of subnet.env makes a new inode."""
 
     inode: int
     mtime_ns: int
 
 
-@dataclass(frozen=True, slots=True)
-class State:
+class State(Struct, frozen=True, gc=False):
     """Record of our last run.
 
     ``attributes`` are what we last wrote into our lease, None if we have none to claim. ``devices`` are ours

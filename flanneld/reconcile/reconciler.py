@@ -15,7 +15,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from flanneld.compat.glog import Once, V, counted
 from flanneld.errors import cause_of

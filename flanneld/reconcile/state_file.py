@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from dataclasses import replace
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from flanneld.compat.glog import Once
 from flanneld.errors import Refused

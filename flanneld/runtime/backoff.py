@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 
-@dataclass(slots=True)
-class Backoff:
+class Backoff(Struct):
     """Pauses in seconds, as client-go's reflector makes them: up to as much again by chance."""
 
     first: float = 0.8

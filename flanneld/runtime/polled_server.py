@@ -11,8 +11,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
 from ipaddress import ip_address
+
+from msgspec import Struct
 
 log = logging.getLogger(__name__)
 
@@ -26,8 +27,7 @@ _STARVED = 0.1
 _IPV6_SOURCE = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(Struct, frozen=True, gc=False):
     """``seconds`` are from a connection's begin to its end; ``reserved`` connections are this host's own."""
 
     seconds: float
@@ -36,16 +36,14 @@ class Limits:
     reserved: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(Struct, frozen=True, gc=False):
     """Origin of a connection. Connections of this host itself have a reserve, as its kubelet's probes."""
 
     name: str
     is_local: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _Open:
+class _Open(Struct, frozen=True, gc=False):
     connection: socket.socket
     conversation: Conversation
     source: Source

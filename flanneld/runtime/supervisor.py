@@ -8,8 +8,9 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import FrameType
+
+from msgspec import Struct
 
 from flanneld.errors import Fatal, FlannelError, lacking
 
@@ -25,8 +26,7 @@ def nothing() -> None:
     """For a task that ends by itself once ``stop`` is set, or a wait that has nothing else to do."""
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
+class Task(Struct, frozen=True):
     thread: threading.Thread
     cancel: Callable[[], None]
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field, replace
 from operator import attrgetter
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from flanneld.model import IPNetwork
 from flanneld.state.resources import FdbEntry, Key, Kind, Neighbor, Resource, RivalRoute, Route, State
@@ -12,8 +14,7 @@ from flanneld.state.resources import FdbEntry, Key, Kind, Neighbor, Resource, Ri
 _BY_KIND = attrgetter("kind")
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(Struct, frozen=True):
     """What to make, in the order of making, then what to remove, in the order of removal.
 
     ``behind`` are routes that are as they should be, save that others to the same network come first.

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from flanneld.model import LeaseKey, Snapshot
 from flanneld.runtime import clock

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from msgspec import Struct, field
 
 from flanneld.state.resources import Resource
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
+class Failure(Struct, frozen=True, gc=False):
     """What was refused, why, and what to do about it where that is known.
 
     ``is_taken`` says that something may stand there already; what that is, an audit finds out.
@@ -23,8 +22,7 @@ class Failure:
         return f"{self.resource}: {self.reason}"
 
 
-@dataclass(slots=True)
-class Report:
+class Report(Struct, gc=False):
     """What was done: made, removed, refused."""
 
     made: list[Resource] = field(default_factory=list)

@@ -7,10 +7,11 @@ the same kernel object; the wanted state is therefore a mapping by key, never a 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import IntEnum
 from ipaddress import IPv4Network, IPv6Network
 from typing import ClassVar, Protocol
+
+from msgspec import Struct
 
 from flanneld.model import IPAddress, IPNetwork
 
@@ -52,8 +53,7 @@ def destination_of(key: Key) -> IPNetwork | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class Vxlan:
+class Vxlan(Struct, frozen=True, gc=False):
     """A VXLAN device (linux/if_link.h, IFLA_VXLAN_*). ``port`` is the UDP destination port."""
 
     kind: ClassVar[Kind] = Kind.LINK
@@ -78,8 +78,7 @@ class Vxlan:
         return f"link {self.name} mtu {self.mtu} address {self.mac} vxlan id {self.vni} local {self.local}"
 
 
-@dataclass(frozen=True, slots=True)
-class Ipip:
+class Ipip(Struct, frozen=True, gc=False):
     """A tunnel of IPv4 in IPv4 (linux/if_tunnel.h, IFLA_IPTUN_*). An end that is None is any host."""
 
     kind: ClassVar[Kind] = Kind.LINK
@@ -98,8 +97,7 @@ class Ipip:
         return f"link {self.name} mtu {self.mtu} ipip local {self.local}"
 
 
-@dataclass(frozen=True, slots=True)
-class Tun:
+class Tun(Struct, frozen=True, gc=False):
     """A TUN device that stays when no process has it open (linux/if_tun.h, IFF_PERSIST)."""
 
     kind: ClassVar[Kind] = Kind.LINK
@@ -116,8 +114,7 @@ class Tun:
         return f"link {self.name} mtu {self.mtu} tun"
 
 
-@dataclass(frozen=True, slots=True)
-class ForeignLink:
+class ForeignLink(Struct, frozen=True, gc=False):
     """A device under a name that we need, not as we would make it: never wanted, only met.
 
     ``make`` is its IFLA_INFO_KIND, empty for a plain interface.
@@ -140,8 +137,7 @@ class ForeignLink:
 Link = Vxlan | Ipip | Tun
 
 
-@dataclass(frozen=True, slots=True)
-class Address:
+class Address(Struct, frozen=True, gc=False):
     """An address of a device of ours, always of full length: no connected route comes with it."""
 
     kind: ClassVar[Kind] = Kind.ADDRESS
@@ -156,8 +152,7 @@ class Address:
         return f"address {self.address}/{self.address.max_prefixlen} dev {self.device}"
 
 
-@dataclass(frozen=True, slots=True)
-class Neighbor:
+class Neighbor(Struct, frozen=True, gc=False):
     """A permanent ARP or NDP entry."""
 
     kind: ClassVar[Kind] = Kind.NEIGHBOR
@@ -173,8 +168,7 @@ class Neighbor:
         return f"neigh {self.address} lladdr {self.mac} dev {self.device}"
 
 
-@dataclass(frozen=True, slots=True)
-class FdbEntry:
+class FdbEntry(Struct, frozen=True, gc=False):
     """A permanent forwarding entry of a VXLAN device: frames for ``mac`` go to the host ``remote``.
 
     ``astray`` says that they go to another port, segment or interface there than the device's own: never
@@ -195,8 +189,7 @@ class FdbEntry:
         return f"fdb {self.mac} dst {self.remote} dev {self.device}"
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
+class Route(Struct, frozen=True, gc=False):
     """A route of the main table with metric 0 (IPv6: the kernel's default metric)."""
 
     kind: ClassVar[Kind] = Kind.ROUTE
@@ -214,8 +207,7 @@ class Route:
         return f"route {self.destination}{via} dev {self.device}{' onlink' if self.onlink else ''}"
 
 
-@dataclass(frozen=True, slots=True)
-class RivalRoute:
+class RivalRoute(Struct, frozen=True, gc=False):
     """A route with the key of one of ours that we would not make so: never wanted, only met.
 
     ``is_connected`` says that the kernel made it, for a network on one of its links.
@@ -229,8 +221,7 @@ class RivalRoute:
         return "the kernel's route to a link of this host" if self.is_connected else "a route of another kind"
 
 
-@dataclass(frozen=True, slots=True)
-class Blackhole:
+class Blackhole(Struct, frozen=True, gc=False):
     """Drops what is for the destination unless another route, of any length or metric, leads there."""
 
     kind: ClassVar[Kind] = Kind.ROUTE

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from queue import Empty, SimpleQueue
+
+from msgspec.structs import replace
 
 from flanneld.compat.glog import Once, V
 from flanneld.errors import Fatal, Retryable

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address
 from typing import Protocol, runtime_checkable
+
+from msgspec import Struct
 
 from flanneld.config import Config
 from flanneld.model import Event, IPAddress, IPNetwork, Lease, LeaseAttrs, LeaseKey
@@ -17,8 +18,7 @@ Deliver = Callable[[list[Event]], None]
 LONGEST_SILENCE = 180.0
 
 
-@dataclass(frozen=True, slots=True)
-class LocalFacts:
+class LocalFacts(Struct, frozen=True, gc=False):
     """What this host knows when it acquires a lease, besides ``subnet.env``.
 
     ``written`` is our last lease as we wrote it, if this host proves that it is ours: it stays ours under

@@ -7,10 +7,11 @@ import logging
 import math
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from ipaddress import IPv4Network, IPv6Network
 from pathlib import Path
 from typing import TypeVar
+
+from msgspec import Struct
 
 from flanneld.compat.flags import quoted
 from flanneld.compat.glog import Once
@@ -36,8 +37,7 @@ _PEACE = 300.0
 Stamp = tuple[int, int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class SubnetEnv:
+class SubnetEnv(Struct, frozen=True, gc=False):
     """What the file says: at most one network and one subnet of each family, the MTU in bytes."""
 
     networks: tuple[IPNetwork, ...]
@@ -46,8 +46,7 @@ class SubnetEnv:
     ip_masq: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Previous:
+class Previous(Struct, frozen=True, gc=False):
     """What the last run left: at most one network of each family, and the lease it had."""
 
     networks: tuple[IPNetwork, ...] = ()

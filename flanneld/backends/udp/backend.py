@@ -8,8 +8,9 @@ for none, so neither do we.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network
+
+from msgspec import Struct
 
 from flanneld.backends.contract import Driver, Host, peers_public_ip
 from flanneld.backends.udp.resources import WISHES, Pump, PumpPeer
@@ -27,8 +28,7 @@ _SMALLEST_MTU = 68
 _PORT = 8285
 
 
-@dataclass(frozen=True, slots=True)
-class UdpConfig:
+class UdpConfig(Struct, frozen=True, gc=False):
     """The Backend object of the network config."""
 
     port: int = _PORT

@@ -7,8 +7,9 @@ import select
 import socket
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from flanneld.backends.udp import control, rendezvous
 from flanneld.backends.udp.resources import Pump
@@ -34,8 +35,7 @@ class Silent(NoPump):
     """A process is there, and does not answer."""
 
 
-@dataclass(frozen=True, slots=True)
-class Running:
+class Running(Struct, frozen=True, gc=False):
     """A pump as it describes itself; ``why`` says why it has this plane."""
 
     settings: Pump

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network
 from typing import ClassVar
+
+from msgspec import Struct
 
 from flanneld import __version__
 from flanneld.state.resources import Key, Kind
@@ -14,8 +15,7 @@ from flanneld.state.resources import Key, Kind
 WISHES = ("auto", "native", "python")
 
 
-@dataclass(frozen=True, slots=True)
-class Pump:
+class Pump(Struct, frozen=True, gc=False):
     """A pump with these settings. ``local`` and ``port`` are those of its socket, ``address`` is the TUN's.
 
     ``wish`` is one of ``WISHES``. A pump of another ``version`` is to be replaced.
@@ -53,8 +53,7 @@ class Pump:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class PumpPeer:
+class PumpPeer(Struct, frozen=True, gc=False):
     """What is for ``subnet`` the pump of ``tun`` sends to ``endpoint``."""
 
     kind: ClassVar[Kind] = Kind.OUTSIDE

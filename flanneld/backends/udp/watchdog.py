@@ -14,8 +14,9 @@ import signal
 import socket
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from flanneld.backends.udp import control, rendezvous
 from flanneld.runtime import clock
@@ -33,8 +34,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 _END_PATIENCE = 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class Activity:
+class Activity(Struct, frozen=True, gc=False):
     """What a process does at a time: the states of its threads (proc(5)), and its CPU time in seconds."""
 
     at: float

@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+from msgspec import Struct
 
 from flanneld.compat.glog import V
 from flanneld.model import Family
@@ -33,8 +34,7 @@ _HINTS: tuple[Chain, ...] = (("mangle", "KUBE-IPTABLES-HINT"), ("mangle", "KUBE-
 _PACKAGE = "install the Debian package iptables"
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
+class Facts(Struct, frozen=True, gc=False):
     """What speaks for one or the other. The numbers are those of others' rules; ``nft_rules`` matters only
     if there are ``legacy_rules``, and is 0 otherwise. ``usual`` is what ``iptables`` alone means, asked for
     only if the legacy tables are out of sight.

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from itertools import takewhile
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from flanneld.model import Family, IPNetwork
 from flanneld.network.firewall.iptables import xtables
@@ -36,8 +38,7 @@ _FIREWALLD = "inet firewalld"
 _FIREWALLDS_CHAIN: Chain = ("filter", "INPUT_ZONES")
 
 
-@dataclass(frozen=True, slots=True)
-class Dropping:
+class Dropping(Struct, frozen=True, gc=False):
     """A chain that drops what it does not accept. ``table`` is named as nft(8) does: ``inet filter``.
 
     It does so by its policy, or ``by_rule``: one that drops or rejects whatever comes to it.

@@ -8,7 +8,8 @@ before its successor is in place, and each table changes in one step.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from flanneld.model import IPNetwork, lies_in
 from flanneld.network.firewall.rules import (
@@ -30,8 +31,7 @@ from flanneld.network.firewall.rules import (
 _COMMENTS = (MASQ, FORWARD)
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
+class Claim(Struct, frozen=True, gc=False):
     """Which of the rules found are flannel's, and so ours to remove.
 
     In our own chains these are the rules about addresses inside ``networks``; None stands for any.
@@ -73,8 +73,7 @@ def claim(nets: Iterable[Nets], former: Nets | None, *, masquerade: bool, forwar
     return Claim(tuple(known), tuple(blocks))
 
 
-@dataclass(frozen=True, slots=True)
-class Edit:
+class Edit(Struct, frozen=True, gc=False):
     """What to do to one chain, in the order of these fields.
 
     ``flush`` makes the chain if need be and empties it. ``insert`` puts rules at the top, one by one.

@@ -9,9 +9,11 @@ enter from outside for a container here; what leaves the network takes this host
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from ipaddress import IPv4Network, IPv6Network
 from typing import Literal
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from flanneld.model import Family, IPNetwork
 
@@ -52,16 +54,14 @@ OWN_CHAINS = frozenset(
 Style = Literal["v0.12", "own-chains", "native"]
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
+class Match(Struct, frozen=True, gc=False):
     """The addresses inside a network, or all others."""
 
     net: IPNetwork
     inside: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
+class Rule(Struct, frozen=True, gc=False):
     """One rule. ``verdict`` is what becomes of a packet that fits, or the chain where it goes next.
 
     ``mark`` is a value and the bits that count. ``random`` wants fully random source ports. ``extra`` is
@@ -88,8 +88,7 @@ class Rule:
 Rules = Mapping[Chain, tuple[Rule, ...]]
 
 
-@dataclass(frozen=True, slots=True)
-class Nets:
+class Nets(Struct, frozen=True, gc=False):
     """One family's network of the whole cluster and this node's subnet in it."""
 
     network: IPNetwork
@@ -100,8 +99,7 @@ class Nets:
         return 4 if self.network.version == 4 else 6
 
 
-@dataclass(frozen=True, slots=True)
-class Purpose:
+class Purpose(Struct, frozen=True, gc=False):
     """What the rules are to do."""
 
     masquerade: bool = False

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from flanneld.errors import Retryable
 from flanneld.network.firewall.driver import Driver, Rejected, carry_out
@@ -19,8 +21,7 @@ log = logging.getLogger(__name__)
 _ATTEMPTS = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
+class Change(Struct, frozen=True, gc=False):
     """What was put in place, how many rules that were, and what was removed. None at all: a wrong order.
 
     ``held`` is false if a part of it was undone again before it could be read back.

@@ -7,7 +7,7 @@ routes that carry our protocol number. Routes that an earlier flanneld left on t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from flanneld.model import Family, IPAddress, IPNetwork
 from flanneld.network.rtnetlink import messages as rtnl
@@ -17,8 +17,7 @@ from flanneld.state.resources import PROTO_BOOT, PROTO_FLANNEL, Blackhole, Route
 _DEVICES_OF_FLANNEL = "flannel"
 
 
-@dataclass(frozen=True, slots=True)
-class Domain:
+class Domain(Struct, frozen=True, gc=False):
     """What of this kernel is ours.
 
     ``links`` are the devices we make, ``ranges`` the cluster networks with the length of a subnet, and

@@ -11,8 +11,10 @@ import re
 import struct
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields, replace
 from enum import Enum
+
+from msgspec import Struct
+from msgspec.structs import fields, replace
 
 from flanneld.model import IPAddress
 from flanneld.network.rtnetlink.messages import address_of, mac_text
@@ -39,8 +41,7 @@ _SETTABLE: dict[type[Link], tuple[str, ...]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class SeenLink:
+class SeenLink(Struct, frozen=True, gc=False):
     """An interface of this host. ``make`` says what kind of device it is, as far as that matters to us.
 
     ``master`` is the index of the bridge or bond that it is a port of, else 0.

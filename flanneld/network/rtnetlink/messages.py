@@ -9,9 +9,10 @@ from __future__ import annotations
 import struct
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
+
+from msgspec import Struct
 
 from flanneld.model import Family, IPAddress, IPNetwork
 from flanneld.network.rtnetlink.netlink import (
@@ -247,8 +248,7 @@ def addresses_request(family: Family, device: int) -> bytes:
     return _IFADDRMSG.pack(AF[family], 0, 0, 0, device)
 
 
-@dataclass(frozen=True, slots=True)
-class SeenRoute:
+class SeenRoute(Struct, frozen=True, gc=False):
     """A route as the kernel has it, with the mark of who made it."""
 
     route: Route
@@ -347,8 +347,7 @@ def decode_gone_neighbor(data: bytes, offset: int, end: int, name_of: NameOf) ->
     return Neighbor(device, address_of(target), "").key if family in FAMILY else None
 
 
-@dataclass(frozen=True, slots=True)
-class SeenAddress:
+class SeenAddress(Struct, frozen=True, gc=False):
     """An address of an interface: its index, prefix length and IFA_F_* flags."""
 
     index: int

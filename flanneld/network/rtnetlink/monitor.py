@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+from msgspec import Struct
+
 from flanneld.model import IPAddress, IPNetwork
 from flanneld.network import route_lookup
 from flanneld.network.rtnetlink import links
@@ -71,8 +73,7 @@ class HostRouteChanged:
     port: int = field(default=0, compare=False)
 
 
-@dataclass(frozen=True, slots=True)
-class Overrun:
+class Overrun(Struct, frozen=True, gc=False):
     """Notifications were lost: anything may have happened."""
 
 

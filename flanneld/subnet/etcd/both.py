@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from flanneld.compat.glog import Once, V
 from flanneld.config import Config, ConfigError, say_the_same

@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 import ssl
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
+
+from msgspec import Struct
 
 from flanneld.errors import Fatal
 
@@ -18,25 +19,26 @@ Shuffle = Callable[[list[Any]], None]
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
-@dataclass(frozen=True, slots=True)
-class EtcdOptions:
+class EtcdOptions(Struct, frozen=True, gc=False):
     """What the flags ``-etcd-*`` say, as given. Printing it shows no password.
 
     ``transport`` is how v3 is spoken: "json", "grpc", or "auto" for JSON unless etcd refuses that.
     """
 
-    endpoints: tuple[str, ...] = field(repr=False)
+    endpoints: tuple[str, ...]
     prefix: str = "/coreos.com/network"
     username: str = ""
-    password: str = field(default="", repr=False)
+    password: str = ""
     keyfile: str = ""
     certfile: str = ""
     cafile: str = ""
     transport: str = "auto"
 
+    def __repr__(self) -> str:
+        return f"EtcdOptions({self.prefix})"
 
-@dataclass(frozen=True, slots=True)
-class Server:
+
+class Server(Struct, frozen=True, gc=False):
     """One endpoint. ``name`` is its URL without credentials."""
 
     name: str
@@ -44,12 +46,14 @@ class Server:
     host: str
     port: int
     path: str
-    username: str = field(default="", repr=False)
-    password: str = field(default="", repr=False)
+    username: str = ""
+    password: str = ""
+
+    def __repr__(self) -> str:
+        return f"Server({self.name})"
 
 
-@dataclass(frozen=True, slots=True)
-class TlsFiles:
+class TlsFiles(Struct, frozen=True, gc=False):
     """Paths of files in PEM format; empty if not given."""
 
     authorities: str

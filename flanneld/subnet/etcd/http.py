@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
+
+from msgspec import Struct
 
 from flanneld.errors import NoAnswer, Retryable
 from flanneld.subnet.etcd.keys import Position
@@ -14,8 +15,7 @@ from flanneld.subnet.etcd.keys import Position
 NO_ACCESS = "check -etcd-username, -etcd-password and the rights of that user"
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(Struct, frozen=True):
     """An HTTP answer; ``body`` is None for a long poll that brought no news.
 
     ``at`` is what the headers say, which only those of v2 do.
@@ -26,11 +26,13 @@ class Answer:
     at: Position
     content_type: str = ""
     location: str = ""
-    body: bytes | None = field(default=None, repr=False)
+    body: bytes | None = None
+
+    def __repr__(self) -> str:
+        return f"Answer({self.server}, {self.status})"
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(Struct, frozen=True):
     """``patience`` is how long a long poll may last once its answer has begun, None for others.
 
     ``on_head`` sees an answer when its head has come; what it raises ends the request.
@@ -38,10 +40,13 @@ class Request:
 
     method: str
     target: str
-    body: str | None = field(default=None, repr=False)
-    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    body: str | None = None
+    headers: Mapping[str, str] = {}
     patience: float | None = None
     on_head: Callable[[Answer], object] = lambda _: None
+
+    def __repr__(self) -> str:
+        return f"Request({self.method} {self.target})"
 
 
 class NoSuchApi(Retryable):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
+
+from msgspec import Struct
 
 from flanneld.errors import Retryable
 
@@ -12,16 +13,14 @@ if TYPE_CHECKING:
     from threading import Event
 
 
-@dataclass(frozen=True, slots=True)
-class Position:
+class Position(Struct, frozen=True, gc=False):
     """A point in the history of one cluster of etcd: an index of v2, a revision of v3."""
 
     index: int
     cluster: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
+class Node(Struct, frozen=True, gc=False):
     """A key. ``modified`` is the index of its last change.
 
     ``ttl`` is in seconds: None if the key stays, infinite if it does not and nobody asked for how long.
@@ -34,8 +33,7 @@ class Node:
     is_dir: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(Struct, frozen=True, gc=False):
     """What etcd said. A long poll without news has no ``node``; ``children`` are those of a directory.
 
     ``at`` is how far the history of the key is known now.
@@ -47,8 +45,7 @@ class Reply:
     at: Position
 
 
-@dataclass(frozen=True, slots=True)
-class Changes:
+class Changes(Struct, frozen=True, gc=False):
     """What happened to a watched key up to ``at``, in order; nothing, if a wait was in vain."""
 
     replies: tuple[Reply, ...]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import posixpath
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from flanneld.errors import Refused, Retryable
 from flanneld.model import Added, Event, Family, IPAddress, IPNetwork, Lease, LeaseKey, Removed, Snapshot
@@ -23,8 +24,7 @@ FRESH = 10.0
 _GONE = frozenset({"delete", "expire", "compareAndDelete"})
 
 
-@dataclass(frozen=True, slots=True)
-class Listing:
+class Listing(Struct, frozen=True, gc=False):
     """All leases, by the key that holds them, as they were at ``at``."""
 
     at: Position

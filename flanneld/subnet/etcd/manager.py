@@ -12,8 +12,9 @@ import posixpath
 import random
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from ipaddress import IPv4Network, IPv6Network
+
+from msgspec.structs import replace
 
 from flanneld.compat.glog import Once, V
 from flanneld.config import Config, SubnetRange, parse

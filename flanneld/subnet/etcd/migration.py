@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import posixpath
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal
+
+from msgspec import Struct
 
 from flanneld.config import parse, say_the_same
 from flanneld.errors import Refused, Retryable
@@ -31,8 +32,7 @@ CURTAILMENT = 120.0
 TRIES = 10
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(Struct, frozen=True, gc=False):
     """What is to be done about a key: ``refuse`` says in ``why`` what stands in the way."""
 
     act: Literal["copy", "renew", "keep", "refuse"]

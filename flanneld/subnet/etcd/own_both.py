@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from flanneld.model import Added, Event, Lease, LeaseAttrs, Removed
 from flanneld.subnet.etcd.manager import node_address
@@ -13,8 +15,7 @@ _BITS = 64
 _MASK = (1 << _BITS) - 1
 
 
-@dataclass(frozen=True, slots=True)
-class _Half:
+class _Half(Struct, frozen=True, gc=False):
     """What one keyspace has of us: ``written`` when we did so last, ``asof`` when anybody did."""
 
     written: int = 0

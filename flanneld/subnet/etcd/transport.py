@@ -7,10 +7,11 @@ import math
 import ssl
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from http.client import HTTPException
 from typing import Generic, Protocol, TypeVar
 
+from msgspec import Struct
+from msgspec.structs import replace
 from urllib3 import HTTPConnectionPool, Timeout
 from urllib3.connection import HTTPConnection
 from urllib3.exceptions import HTTPError, ReadTimeoutError, SSLError
@@ -40,8 +41,7 @@ NO_TLS = "check https in -etcd-endpoints, and -etcd-cafile"
 _NO_CERTIFICATE = "check that etcd runs there and accepts -etcd-certfile"
 
 
-@dataclass(frozen=True, slots=True)
-class Timeouts:
+class Timeouts(Struct, frozen=True, gc=False):
     """In seconds. ``poll`` is how long a long poll of v2 may bring no news before it is made anew;
     ``silence`` is how long a watch of v3 may bring none before the server is asked whether it lives; a
     connection that was not used for ``idle`` is given up, as a firewall may have forgotten it; a watch

@@ -7,13 +7,13 @@ keyspace's word counts, whatever came when.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from flanneld.model import Added, Event, Lease, LeaseKey, Removed, Snapshot
 
 
-@dataclass(slots=True)
-class _Side:
+class _Side(Struct, gc=False):
     """What one keyspace says. An unreadable lease stays what it was."""
 
     synced: bool = False

@@ -10,10 +10,11 @@ import logging
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
+
+from msgspec import Struct
 
 from flanneld.compat.glog import Once
 from flanneld.errors import Fatal, Retryable
@@ -89,8 +90,7 @@ class _Manager(Protocol):
     def clear(self) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Session:
+class Session(Struct, frozen=True, gc=False):
     """Connections with one set of credentials."""
 
     url: str

@@ -8,11 +8,11 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from http.client import HTTPException
 from typing import Any
 from urllib.parse import quote, urlencode
 
+from msgspec import Struct
 from urllib3 import Timeout
 from urllib3.exceptions import HTTPError, ReadTimeoutError, SSLError
 
@@ -38,8 +38,7 @@ _ERROR_SIZE = 64 * 1024
 _PIECE = 64 * 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Timeouts:
+class Timeouts(Struct, frozen=True, gc=False):
     """In seconds. ``silence`` is how long a watch may bring nothing before it is given up; API servers send
     a bookmark about once a minute.
     """

@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address
 from pathlib import Path
+
+from msgspec import Struct
 
 from flanneld.compat.glog import Once
 from flanneld.config import Config, parse
@@ -41,8 +42,7 @@ def _nothing() -> None:
     pass
 
 
-@dataclass(frozen=True, slots=True)
-class KubeOptions:
+class KubeOptions(Struct, frozen=True, gc=False):
     """What the flags say, as given. An empty ``state_dir`` is none."""
 
     api_url: str

@@ -10,10 +10,11 @@ import json
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_network
 from sys import intern
 from typing import Any
+
+from msgspec import Struct
 
 from flanneld.compat import json as gojson
 from flanneld.compat.json import GoJsonError
@@ -42,8 +43,7 @@ _ADDRESS: Mapping[Family, type[IPAddress]] = {4: IPv4Address, 6: IPv6Address}
 _MOST_CIDRS = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
+class Node(Struct, frozen=True, gc=False):
     """What matters of a node. ``notes`` are our annotations, by the name without the prefix."""
 
     name: str

@@ -9,9 +9,10 @@ import json
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from flanneld.compat.glog import Once
 from flanneld.runtime import atomic_file
@@ -25,8 +26,7 @@ _VERSION = 1
 _MAX_SIZE = 64 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Saved:
+class Saved(Struct, frozen=True, gc=False):
     """Our own node and the other managed ones, as they were last known."""
 
     own: Node

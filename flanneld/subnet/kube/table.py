@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from flanneld.compat.glog import Once
 from flanneld.config import Config
@@ -16,8 +17,7 @@ from flanneld.subnet.kube.nodes import Node, key_of, lease_of
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
+class _Entry(Struct, frozen=True, gc=False):
     """A managed node, its subnet if that is known, and what it last said that made sense."""
 
     node: Node

@@ -7,8 +7,9 @@ import math
 import random
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any, Protocol
+
+from msgspec.structs import replace
 
 from flanneld.compat.glog import Once, V
 from flanneld.errors import Cancelled, NoAnswer, Refused, Retryable

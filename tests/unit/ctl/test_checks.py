@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import replace
 from ipaddress import IPv4Address, IPv4Network, ip_address
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from flanneld.ctl.checks import CHECKS
 from flanneld.ctl.data_source import Part, Unknown

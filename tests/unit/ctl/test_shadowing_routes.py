@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from ipaddress import IPv4Address, IPv4Network, ip_address, ip_network
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from flanneld.ctl.shadowing_routes import ShadowingRoute, by_length, by_lookup
 from flanneld.ctl.snapshot import Found, Way

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from ipaddress import IPv4Address, IPv4Network
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from flanneld.ctl.snapshot import Difference, Found, compare, described
 from flanneld.diagnostics.status import describe

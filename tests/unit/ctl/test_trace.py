@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from ipaddress import IPv4Address, IPv4Network, ip_address
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from flanneld.ctl.snapshot import Found, Way
 from flanneld.ctl.trace import Hop, trace

@@ -9,10 +9,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from http.client import HTTPConnection
 
 import pytest
+from msgspec.structs import replace
 
 from flanneld.diagnostics import health_server
 from flanneld.diagnostics.health_server import Checks, HealthServer

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from dataclasses import replace
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
 
 import pytest
+from msgspec.structs import replace
 
 from flanneld.network import iproute2_commands
 from flanneld.runtime.shell import Command

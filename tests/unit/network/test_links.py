@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
-from dataclasses import replace
 from ipaddress import ip_address
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from pyroute2.netlink.rtnl.ifinfmsg import ifinfmsg
 
 from flanneld.network.rtnetlink.links import (

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from ipaddress import IPv4Address, IPv6Address, ip_address
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from flanneld.errors import Fatal
 from flanneld.model import FAMILIES, Family, IPAddress, Uplink

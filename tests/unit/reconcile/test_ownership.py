@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from ipaddress import IPv4Address, IPv4Network
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from flanneld.model import Lease, LeaseAttrs
 from flanneld.network.rtnetlink.links import SeenLink, is_flannels

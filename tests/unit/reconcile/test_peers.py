@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from ipaddress import IPv4Address, IPv4Network
 
 import pytest
+from msgspec.structs import replace
 
 from flanneld.backends import vxlan
 from flanneld.model import Added, Event, Lease, LeaseAttrs, Removed, Snapshot

@@ -6,11 +6,11 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from ipaddress import IPv4Address, IPv4Network
 from time import monotonic
 
 import pytest
+from msgspec.structs import replace
 
 from flanneld.compat.glog import V
 from flanneld.config import Config

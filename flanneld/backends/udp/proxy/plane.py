@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network
 from typing import Protocol
+
+from msgspec import Struct
 
 
 class Plane(Protocol):
@@ -33,8 +34,7 @@ class Plane(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Wire:
+class Wire(Struct, frozen=True, gc=False):
     """The two ends of a plane.
 
     ``socket`` is the descriptor of a bound UDP socket on which no option is set yet, ``address`` the

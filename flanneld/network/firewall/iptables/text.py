@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from ipaddress import ip_network
+
+from msgspec.structs import replace
 
 from flanneld.network.firewall.plan import Edit
 from flanneld.network.firewall.rules import ALL_BITS, Match, Rule

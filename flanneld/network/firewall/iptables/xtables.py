@@ -11,10 +11,11 @@ import os
 import socket
 import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from ipaddress import ip_network
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from msgspec import Struct
 
 from flanneld.model import Family
 from flanneld.network.firewall.rules import (
@@ -119,8 +120,7 @@ def count_rules(family: Family) -> int:
     return max(0, sum(_take(family, table).count() for table in tables(family)) - ours)
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
+class Snapshot(Struct, frozen=True, gc=False):
     """One table as the kernel has it. ``hooks`` are its built-in chains: first rule and policy.
 
     All methods raise ``Malformed``, an ``OSError``, for what no kernel has.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
 from ipaddress import ip_network
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from flanneld.model import Family, IPNetwork
 from flanneld.network.firewall.plan import Edit
@@ -39,8 +41,7 @@ _FULLY_RANDOM = ("fully-random", ["fully-random"])
 Handles = dict[tuple[Chain, Rule], list[int]]
 
 
-@dataclass(frozen=True, slots=True)
-class Listing:
+class Listing(Struct, frozen=True, gc=False):
     """A table as it is; ``others`` tells of chains in it that are not flannel's."""
 
     rules: Rules

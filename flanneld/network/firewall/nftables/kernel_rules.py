@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
 from ipaddress import ip_network
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from flanneld.model import Family
 from flanneld.network.firewall.rules import ACCEPT, DROP, REJECT, RETURN, Match, Rule
@@ -45,8 +47,7 @@ def read_rule(family: Family, data: bytes) -> Rule:
     return replace(reading.rule, extra=" ".join(reading.extra))
 
 
-@dataclass(slots=True)
-class _Reading:
+class _Reading(Struct, gc=False):
     """A rule as far as it has been read. ``loaded`` is what the next comparison is about."""
 
     family: Family

@@ -13,8 +13,10 @@ import socket
 import struct
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from typing import Self
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from flanneld.model import Family
 from flanneld.network.firewall.rules import JUMPS, OWN_CHAINS, Chain, Rule
@@ -168,8 +170,7 @@ class Netfilter:
                 yield answer & 0xFF, attributes(data, offset + _HEADER.size, end)
 
 
-@dataclass(frozen=True, slots=True)
-class Removal:
+class Removal(Struct, frozen=True, gc=False):
     """Something was removed from nf_tables, or may have been if notifications were lost.
 
     ``table`` and ``chain`` are empty where all of them are meant, ``family`` is None for any.

@@ -9,11 +9,11 @@ from __future__ import annotations
 import posixpath
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 from urllib.parse import quote, urlencode
 
 import etcd
+from msgspec.structs import replace
 
 from flanneld.subnet.etcd.endpoints import Server
 from flanneld.subnet.etcd.http import Answer, Request

@@ -10,8 +10,9 @@ import json
 import math
 from base64 import b64decode, b64encode
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from flanneld.errors import Retryable
 from flanneld.subnet.etcd.http import NO_ACCESS, Answer, Useless, json_object, nonsense
@@ -27,8 +28,7 @@ _WRONG = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
 _CERTIFICATE_NAMES_USER = "CommonName of client"
 
 
-@dataclass(frozen=True, slots=True)
-class KeyValue:
+class KeyValue(Struct, frozen=True, gc=False):
     """A key as v3 has it; ``lease`` is the ID of the lease it ends with, "0" if it stays."""
 
     key: str

@@ -6,10 +6,11 @@ import os
 import ssl
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from msgspec import Struct
 
 from flanneld.errors import Cancelled, NoAnswer, Retryable
 from flanneld.subnet.etcd.endpoints import Server, Servers, TlsFiles
@@ -70,13 +71,15 @@ _TROUBLES = (
 _OF_CONNECTION = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL)
 
 
-@dataclass(frozen=True, slots=True)
-class Rpc:
+class Rpc(Struct, frozen=True):
     """One request: the gateway's path for it, the body as the gateway takes it, and a login or ""."""
 
     path: str
-    body: Mapping[str, object] = field(repr=False)
-    token: str = field(repr=False)
+    body: Mapping[str, object]
+    token: str
+
+    def __repr__(self) -> str:
+        return f"Rpc({self.path})"
 
 
 class Grpc:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from base64 import b64decode, b64encode
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 #: How a field begins on the wire.
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
@@ -23,8 +24,7 @@ class Malformed(ValueError):
     """This is no such message."""
 
 
-@dataclass(frozen=True, slots=True)
-class Field:
+class Field(Struct, frozen=True, gc=False):
     """``kind`` is a scalar type of protobuf, a message, or the names of an enumeration."""
 
     number: int
@@ -42,8 +42,7 @@ class Message:
         self.numbers = {field.number: (name, field) for name, field in fields.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class Method:
+class Method(Struct, frozen=True, gc=False):
     """``name`` is the path of a call in gRPC."""
 
     name: str

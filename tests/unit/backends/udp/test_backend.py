@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from flanneld.backends import registry
 from flanneld.backends.contract import Host

@@ -7,11 +7,11 @@ import select
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
 from ipaddress import IPv4Address, IPv4Network
 from itertools import count
 
 import pytest
+from msgspec.structs import replace
 
 from flanneld.backends.udp import client as client_module
 from flanneld.backends.udp import control, rendezvous

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from ipaddress import ip_network
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from flanneld.network.firewall.iptables.text import restore_text
 from flanneld.network.firewall.plan import Claim, Edit, claim, lost, plan

@@ -7,11 +7,11 @@ import logging
 import subprocess
 from base64 import b64encode
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from urllib.parse import quote
 
 import pytest
+from msgspec.structs import replace
 
 from flanneld.errors import Fatal, Retryable
 from flanneld.subnet.etcd.choice import open_client

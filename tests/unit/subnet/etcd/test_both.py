@@ -6,11 +6,11 @@ import itertools
 import json
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
 from typing import Any, Self
 
 import pytest
+from msgspec.structs import replace
 
 from flanneld.config import parse
 from flanneld.errors import Cancelled, Retryable

@@ -7,10 +7,10 @@ import logging
 import signal
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from ipaddress import IPv4Address
 
 import pytest
+from msgspec.structs import replace
 
 from flanneld.config import parse
 from flanneld.errors import Cancelled, Retryable

@@ -8,11 +8,11 @@ import logging
 import re
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from flanneld.compat.glog import V
 from flanneld.config import Config, parse

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from ipaddress import IPv4Address, IPv4Network
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from flanneld.model import Added, Event, Lease, LeaseAttrs, LeaseKey, LeaseTable, Removed, Snapshot
 from flanneld.subnet.etcd.own_both import OwnInBoth

@@ -7,10 +7,10 @@ import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from flanneld.errors import Cancelled, Retryable
 from flanneld.runtime.interruptible_socket import InterruptibleSocket, Unreachable

@@ -7,10 +7,10 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from flanneld.errors import Cancelled, Retryable
 from flanneld.runtime import clock

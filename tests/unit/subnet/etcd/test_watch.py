@@ -6,12 +6,12 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
 from typing import Self
 
 import pytest
+from msgspec.structs import replace
 
 from flanneld.errors import Cancelled
 from flanneld.model import Added, Event, Lease, LeaseAttrs, Removed, Snapshot

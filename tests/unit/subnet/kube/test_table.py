@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable
-from dataclasses import replace
 from ipaddress import IPv4Network
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from flanneld.config import parse
 from flanneld.model import Added, Event, Lease, LeaseAttrs, LeaseKey, LeaseTable, Removed
