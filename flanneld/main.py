@@ -32,8 +32,8 @@ from flanneld.network.uplink_facts import connected_networks
 from flanneld.options import Options
 from flanneld.readiness import Readiness
 from flanneld.reconcile.convergence import Node
+from flanneld.reconcile.kernel_reconciler import KernelReconciler
 from flanneld.reconcile.last_run import LastRun, machine_of
-from flanneld.reconcile.reconciler import Reconciler
 from flanneld.reconcile.uplink_manager import UplinkManager, find_uplink
 from flanneld.runtime import clock, event_log, sd_notify
 from flanneld.runtime.instance_lock import InstanceLock
@@ -266,7 +266,7 @@ class Daemon:
             lost=member.last_run.lease_lost,
         )
 
-    def _reconciler(self, member: Member, lease_keeper: LeaseKeeper) -> Reconciler:
+    def _reconciler(self, member: Member, lease_keeper: LeaseKeeper) -> KernelReconciler:
         extras = extras_for(self._options, member.lease)
         last_run = member.last_run
         node = Node(
@@ -281,7 +281,7 @@ class Daemon:
             adopted=last_run.adopted,
             record=last_run.record,
         )
-        return Reconciler(
+        return KernelReconciler(
             node,
             RemovalGuard(is_on=self._options.removal_brake),
             stop=self._supervisor.stop,
@@ -351,7 +351,7 @@ class Daemon:
         self._components.firewall = Firewall(wishes, stop=self._supervisor.stop, heartbeat=heartbeat)
         return self._components.firewall
 
-    def _probe_peers(self, member: Member, reconciler: Reconciler) -> None:
+    def _probe_peers(self, member: Member, reconciler: KernelReconciler) -> None:
         from flanneld.diagnostics.probes import Prober  # only for those who ask for it
 
         heartbeat = partial(self._supervisor.heartbeat, "prober")

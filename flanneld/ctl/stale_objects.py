@@ -14,7 +14,7 @@ from flanneld.ctl.data_source import ranges_of
 from flanneld.errors import Retryable
 from flanneld.network.firewall.command import Commands
 from flanneld.network.firewall.plan import Claim
-from flanneld.network.firewall.sweep import PLACES, commands_of, described, leftovers
+from flanneld.network.firewall.sweep import PLACES, commands_of, described, stale_rules
 from flanneld.runtime.shell import Command
 
 #: Where container runtimes look, and which files they take, the first by name (libcni, ConfFiles).
@@ -43,7 +43,7 @@ def left_rules(document: Mapping[str, Any]) -> Iterator[LeftRules]:
     for network, _ in ranges_of(document):
         for place in others:
             try:
-                there, edits = leftovers(
+                there, edits = stale_rules(
                     place, network.version, Claim((network,)), Commands(threading.Event())
                 )
             except Retryable:

@@ -127,4 +127,4 @@ def _of_the_brake(removal_guard: RemovalGuard) -> Iterator[str]:
 def _of_the_firewall(firewall: Firewall) -> Iterator[str]:
     yield from (f"the rules for IPv{family} are not in place" for family in firewall.unsettled())
     if firewall.is_fighting():
-        yield "somebody keeps removing our rules; the log says who"
+        yield "another program keeps changing our rules; the log says which"

@@ -26,9 +26,9 @@ from flanneld.network.rtnetlink.monitor import Monitor
 from flanneld.network.uplink_election import InterfaceChoice
 from flanneld.options import Options
 from flanneld.reconcile.convergence import Node
+from flanneld.reconcile.kernel_reconciler import KernelReconciler
 from flanneld.reconcile.last_run import LastRun, machine_of
 from flanneld.reconcile.peers import View
-from flanneld.reconcile.reconciler import Reconciler
 from flanneld.reconcile.uplink_manager import UplinkManager, find_uplink
 from flanneld.state.diff import Plan
 from flanneld.state.removal_guard import RemovalGuard
@@ -194,10 +194,10 @@ def rehearse(wanted: Options, manager: SubnetManager, choice: InterfaceChoice) -
     )
 
 
-def _run(node: Node, leases: Snapshot | Cached) -> Reconciler:
+def _run(node: Node, leases: Snapshot | Cached) -> KernelReconciler:
     """The loop, until it has dealt with all leases."""
     stop = threading.Event()
-    reconciler = Reconciler(
+    reconciler = KernelReconciler(
         node,
         RemovalGuard(is_on=False),
         stop=stop,

@@ -15,7 +15,7 @@ from flanneld.compat.glog import Once
 from flanneld.model import FAMILIES, Family, IPAddress, Lease, LeaseKey
 from flanneld.network import icmp_echo
 from flanneld.reconcile.counters import Histogram
-from flanneld.reconcile.reconciler import Reconciler
+from flanneld.reconcile.kernel_reconciler import KernelReconciler
 from flanneld.state.resources import Address
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class Prober:
         self,
         per_minute: int,
         own: Lease,
-        reconciler: Reconciler,
+        reconciler: KernelReconciler,
         *,
         stop: threading.Event,
         heartbeat: Callable[[float], None],

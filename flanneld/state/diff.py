@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from flanneld.model import IPNetwork
 from flanneld.state.resources import FdbEntry, Key, Kind, Neighbor, Resource, RivalRoute, Route, State
+from flanneld.state.table import Claim, Put, Seen
 
 _BY_KIND = attrgetter("kind")
 
@@ -103,6 +104,24 @@ def _is_connected(resource: Resource) -> bool:
 def _may_come_first(resource: Resource) -> bool:
     """Routes of IPv6 to one network with one metric are taken in turns, or ours replaces the first."""
     return isinstance(resource, Route | RivalRoute) and resource.key[1] == 4
+
+
+def difference(wanted: State, found: Iterable[Seen]) -> tuple[list[Put], list[Resource]]:
+    """Return what a table lacks, each with what is there instead, and what of ours has to go."""
+    right: set[Key] = set()
+    was: dict[Key, Resource] = {}
+    stale: list[Resource] = []
+    for seen in found:
+        key = seen.resource.key
+        want = wanted.get(key)
+        if want is None:
+            if seen.claim is not Claim.FOREIGN:
+                stale.append(seen.resource)
+        elif want == seen.resource:
+            right.add(key)
+        else:
+            was[key] = seen.resource
+    return [Put(want, was.get(key)) for key, want in wanted.items() if key not in right], stale
 
 
 def diff(wanted: State, actual: State) -> Plan:

@@ -1,10 +1,10 @@
-"""What came of a plan (pure)."""
+"""What came of a change to a table (pure)."""
 
 from __future__ import annotations
 
 from msgspec import Struct, field
 
-from flanneld.state.resources import Resource
+from flanneld.state.resources import Key, Resource
 
 
 class Failure(Struct, frozen=True, gc=False):
@@ -23,11 +23,17 @@ class Failure(Struct, frozen=True, gc=False):
 
 
 class Report(Struct, gc=False):
-    """What was done: made, removed, refused."""
+    """What was done: made, removed, refused.
+
+    ``pending`` was made, and has to be looked at again at once: it was changed back, or is not visible yet.
+    ``details`` say, by key, what a repair consisted of.
+    """
 
     made: list[Resource] = field(default_factory=list)
     removed: list[Resource] = field(default_factory=list)
     failed: list[Failure] = field(default_factory=list)
+    pending: list[Resource] = field(default_factory=list)
+    details: dict[Key, str] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.made or self.removed or self.failed)
@@ -36,3 +42,5 @@ class Report(Struct, gc=False):
         self.made += other.made
         self.removed += other.removed
         self.failed += other.failed
+        self.pending += other.pending
+        self.details |= other.details

@@ -24,8 +24,10 @@ class Kind(IntEnum):
     NEIGHBOR = 2
     FDB = 3
     ROUTE = 4
+    #: The packet filter's rules of one family, in one place.
+    RULES = 5
     #: Beyond this kernel, in the hands of a backend's own driver.
-    OUTSIDE = 5
+    OUTSIDE = 6
 
 
 #: The first item is the kind, the rest identifies the object within its kind. Numbers and strings only:

@@ -33,7 +33,7 @@ def test_nothing_of_flannel_is_left_and_nothing_else_is_touched(
         each.start("--ip-blackhole-route", *flags)
         each.wait_ready()
     node.wait_for_route(peer.subnet())
-    node.wait_for_log("Set ")
+    node.wait_for_log("Made our rules")
     node.stop()
 
     announced = cleanup(node, "--dry-run")

@@ -246,7 +246,7 @@ def test_a_fight_is_waged_slowly_and_named(machine: Host) -> None:
 
     def fight() -> bool:
         machine.namespace.run("nft", "flush", "chain", "ip", "nat", "POSTROUTING")
-        return "Somebody keeps removing our rules" in lease_keeper.log()
+        return "Another program keeps changing the rules" in lease_keeper.log()
 
     wait_for(fight, 30, "the fight to be named")
     repairs = lease_keeper.times("Restored our rules")
@@ -254,7 +254,7 @@ def test_a_fight_is_waged_slowly_and_named(machine: Host) -> None:
     assert len(pauses) >= 7
     least = (0.2, 0.2, 0.2, 0.2, 0.4, 0.8, 1.6)
     assert all(pause > short for pause, short in zip(pauses, least, strict=False))
-    assert sum("Somebody keeps removing our rules" in line for line in lease_keeper.lines()) == 1
+    assert sum("Another program keeps changing the rules" in line for line in lease_keeper.lines()) == 1
 
 
 # ---- commands that do not do what they should -----------------------------------------------------

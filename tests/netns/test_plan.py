@@ -37,7 +37,7 @@ def settled(lab: Lab, backend: dict[str, Any], *flags: str, **config: Any) -> tu
     node, peer = lab.cluster(backend, flags=flags, **config)
     # The peers of udp are no routes of their own.
     node.wait_for_route(peer.subnet() if backend["Type"] != "udp" else "10.5.0.0/16", PATIENCE)
-    node.wait_for_log("Set ", PATIENCE)
+    node.wait_for_log("Made our rules", PATIENCE)
     return node, peer
 
 
@@ -166,7 +166,7 @@ def test_a_plan_needs_an_etcd_and_says_so(lab: Lab) -> None:
 def test_with_kubernetes_too_a_plan_announces_nothing(lab: Lab) -> None:
     node, peer = lab.kube_cluster({"Type": "vxlan"})
     node.wait_for_route(peer.subnet())
-    node.wait_for_log("Set ")
+    node.wait_for_log("Made our rules")
     with_kube = [*lab.kube.flags(), f"--net-config-path={lab.directory / 'net-conf.json'}"]
 
     def planned() -> str:

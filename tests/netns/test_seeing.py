@@ -42,7 +42,7 @@ def settled(lab: Lab, *flags: str) -> tuple[Node, Node]:
     node, peer = lab.cluster(BACKEND, flags=flags)
     node.wait_for_route(peer.subnet(), PATIENCE)
     peer.wait_for_route(node.subnet(), PATIENCE)
-    node.wait_for_log("Set ", PATIENCE)
+    node.wait_for_log("Made our rules", PATIENCE)
     wait_for(lambda: flannelctl(node, "status").returncode == 0, PATIENCE, "a node that is well")
     return node, peer
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from flanneld.backends.udp.client import Client, NoPump, Running
-from flanneld.reconcile.reconciler import AUDIT_PERIOD
+from flanneld.reconcile.kernel_reconciler import AUDIT_PERIOD
 from tests.lab import Lab, Node, own_command, wait_for
 from tests.netns.exchange import check_content
 from tests.netns.pair import Pair, connect, state

@@ -56,12 +56,12 @@ def sweep(
     place: Place, family: Family, claim: Claim, commands: Commands, *, dry_run: bool = False
 ) -> tuple[str, ...]:
     """Remove all that is ours from a place, and say what that was. Raises ``Retryable``."""
-    there, edits = leftovers(place, family, claim, commands)
+    there, edits = stale_rules(place, family, claim, commands)
     stuck = carry_out(there, edits) if there and edits and not dry_run else ()
     return tuple(f"{there.name}: {line}" for line in described(edits, stuck)) if there else ()
 
 
-def leftovers(
+def stale_rules(
     place: Place, family: Family, claim: Claim, commands: Commands
 ) -> tuple[Driver | None, tuple[Edit, ...]]:
     """What would remove all that is ours from a place, and the way there. Raises ``Retryable``."""

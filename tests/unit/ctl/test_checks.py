@@ -16,7 +16,7 @@ from flanneld.ctl.data_source import Part, Unknown
 from flanneld.ctl.doctor import as_json, examine, report
 from flanneld.ctl.facts import Dropped, Facts
 from flanneld.ctl.findings import THEMES, Advice, Fix, Severity
-from flanneld.ctl.shadowing_routes import Detour
+from flanneld.ctl.shadowing_routes import ShadowingRoute
 from flanneld.ctl.snapshot import Difference, Entry
 from flanneld.ctl.stale_objects import CniConf, LeftRules
 from flanneld.ctl.tables import plain
@@ -144,7 +144,7 @@ CASES: dict[str, list[Facts]] = {
         replace(WELL, addresses=WELL.addresses[1:]),
     ],
     "missing": [entry(ROUTE, "missing")],
-    "detours": [replace(WELL, detours=(Detour("10.5.2.0/24", "route 10.5.2.0/25 dev eth0"),))],
+    "detours": [replace(WELL, detours=(ShadowingRoute("10.5.2.0/24", "route 10.5.2.0/25 dev eth0"),))],
     "stale": [entry(ROUTE, "not wanted")],
     "refused": [told(lambda d: d.update(refused=[{"object": "route x", "reason": "File exists"}]))],
     "neighbours": [replace(WELL, gc_thresh=1)],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flanneld.network.firewall.contest_backoff import ContestBackoff
+from flanneld.reconcile.contest_backoff import ContestBackoff
 from flanneld.runtime import clock
 
 

@@ -1,0 +1,244 @@
+"""Tables of the packet filter: one family's rules, and what an earlier run left in other places."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from typing import ClassVar
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from flanneld.errors import Retryable
+from flanneld.model import Family
+from flanneld.network.firewall.command import Commands
+from flanneld.network.firewall.driver import Driver, Rejected, Unavailable, carry_out
+from flanneld.network.firewall.iptables.text import rule_text
+from flanneld.network.firewall.nftables.netlink import Removal, Removals
+from flanneld.network.firewall.plan import Claim as RulesClaim
+from flanneld.network.firewall.plan import Edit, lost, plan
+from flanneld.network.firewall.rules import IPTABLES_CHAINS, NATIVE_TABLE, Chain, Rule, Rules
+from flanneld.network.firewall.sweep import Place, described, stale_rules
+from flanneld.state.report import Report
+from flanneld.state.resources import Key, Kind, Resource
+from flanneld.state.table import Changes, Claim, Put, Scope, Seen
+
+log = logging.getLogger(__name__)
+
+#: Plans made for one repair: others may change the rules between our reading and our change.
+_ATTEMPTS = 3
+#: Rules that are worth naming in one line.
+_FEW = 8
+
+
+class RuleSet(Struct, frozen=True, gc=False):
+    """One family's rules in one place. ``edits`` are what they lack, empty if nothing."""
+
+    kind: ClassVar[Kind] = Kind.RULES
+    name: str
+    edits: tuple[Edit, ...] = ()
+
+    @property
+    def key(self) -> Key:
+        return (self.kind, self.name)
+
+    def __str__(self) -> str:
+        return f"our rules with {self.name}"
+
+
+class RulesTable:
+    """Table of one family's rules.
+
+    In nf_tables ``removals`` tells when somebody removes rules. The legacy tables tell nobody: they are read
+    every ``audit`` seconds.
+    """
+
+    needs: frozenset[str] = frozenset()
+
+    def __init__(
+        self,
+        family: Family,
+        place: Place,
+        driver: Driver,
+        rules: Rules,
+        claim: RulesClaim,
+        *,
+        removals: Removals | None,
+        audit: float | None,
+    ) -> None:
+        self.family = family
+        self.name = f"firewall-ipv{family}"
+        self.what = f"the rules for IPv{family}"
+        self.audit = audit
+        self.wanted = RuleSet(driver.name)
+        self._place = place
+        self._driver = driver
+        self._rules = rules
+        self._claim = claim
+        self._removals = removals
+        self._was_right = False
+        #: Chains that could only be emptied, since a rule of others leads there.
+        self._stuck: set[Edit] = set()
+        self._found: Rules = {}
+
+    def read(self, scope: Scope) -> Iterator[Seen]:
+        del scope
+        yield Seen(RuleSet(self._driver.name, self._missing()))
+
+    def put(self, puts: Sequence[Put]) -> Report:
+        """Change what was read, and read it back. Raises ``Retryable``."""
+        del puts
+        report, failure = Report(), Retryable("the rules keep changing", "trying again")
+        edits = self._plan(self._rules)
+        for _ in range(_ATTEMPTS):
+            found = self._found
+            try:
+                self._carry_out(edits)
+            except Rejected as rejection:
+                failure = rejection
+                edits = self._missing()
+                if not edits:
+                    return report
+                continue
+            # Our own change is news as well, which the reading that follows takes care of.
+            list(self.changes())
+            report.made.append(self.wanted)
+            report.details[self.wanted.key] = _what(edits, found)
+            if self._missing():
+                report.pending.append(self.wanted)
+            return report
+        raise failure
+
+    def drop(self, found: Sequence[Resource]) -> Report:
+        """Nothing: the rules stay, so that containers go on talking without a daemon."""
+        del found
+        return Report()
+
+    def close(self, *, remove: bool) -> None:
+        del remove
+        if self._removals is not None:
+            self._removals.close()
+
+    def fileno(self) -> int:
+        return -1 if self._removals is None else self._removals.fileno()
+
+    def changes(self) -> Iterable[Changes]:
+        removals = () if self._removals is None else self._removals.read()
+        return [Changes(each.by) for each in removals if self._concerns_us(each)]
+
+    def _concerns_us(self, removal: Removal) -> bool:
+        if removal.family not in (None, self.family):
+            return False
+        if self._place == "native":
+            return removal.table in ("", NATIVE_TABLE[self.family])
+        return any(
+            removal.table in ("", table) and removal.chain in ("", name) for table, name in IPTABLES_CHAINS
+        )
+
+    def _missing(self) -> tuple[Edit, ...]:
+        self._found = self._driver.read()
+        edits = self._plan(self._rules)
+        self._was_right = self._was_right or not edits
+        return edits
+
+    def _plan(self, rules: Rules) -> tuple[Edit, ...]:
+        return tuple(edit for edit in plan(rules, self._found, self._claim) if edit not in self._stuck)
+
+    def _carry_out(self, edits: Sequence[Edit]) -> None:
+        try:
+            self._stuck.update(carry_out(self._driver, edits))
+        except Rejected:
+            plainer = _without_random(self._rules)
+            if self._was_right or plainer == self._rules:
+                raise
+            self._stuck.update(carry_out(self._driver, self._plan(plainer)))
+            self._rules = plainer
+            log.warning("%s lacks --random-fully: masquerading without", self._driver.name)
+
+
+class StaleRules(Struct, frozen=True, gc=False):
+    """What an earlier run left in one place."""
+
+    kind: ClassVar[Kind] = Kind.RULES
+    place: Place
+    family: Family
+    edits: tuple[Edit, ...]
+
+    @property
+    def key(self) -> Key:
+        return (self.kind, self.place, self.family)
+
+    def __str__(self) -> str:
+        return f"what an earlier run left of the rules for IPv{self.family}"
+
+
+class StaleRulesTable:
+    """Table of one family's rules in a place that we do not use: it is to be empty."""
+
+    audit: float | None = None
+
+    def __init__(
+        self, place: Place, family: Family, claim: RulesClaim, commands: Commands, needs: frozenset[str]
+    ) -> None:
+        self.name = f"firewall-ipv{family}-{place}"
+        self.what = f"removals of what an earlier run left for IPv{family} ({place})"
+        self.needs = needs
+        self._place: Place = place
+        self._family = family
+        self._claim = claim
+        self._commands = commands
+
+    def read(self, scope: Scope) -> Iterator[Seen]:
+        del scope
+        try:
+            edits = stale_rules(self._place, self._family, self._claim, self._commands)[1]
+        except Unavailable as missing:
+            log.warning("What an earlier run may have left for IPv%d stays there: %s", self._family, missing)
+            return
+        if edits:
+            yield Seen(StaleRules(self._place, self._family, edits), Claim.LEFT)
+
+    def put(self, puts: Sequence[Put]) -> Report:
+        """Nothing is ever wanted here."""
+        assert not puts
+        return Report()
+
+    def drop(self, found: Sequence[Resource]) -> Report:
+        """Remove it. Raises ``Retryable``."""
+        report = Report()
+        driver, edits = stale_rules(self._place, self._family, self._claim, self._commands)
+        if driver is not None and edits:
+            stuck = carry_out(driver, edits)
+            report.removed += found
+            for each in found:
+                report.details[each.key] = _some(
+                    [f"{driver.name}: {line}" for line in described(edits, stuck)]
+                )
+        return report
+
+    def close(self, *, remove: bool) -> None:
+        del remove
+
+
+def _without_random(rules: Rules) -> Rules:
+    return {chain: tuple(replace(rule, random=False) for rule in inside) for chain, inside in rules.items()}
+
+
+def _what(edits: Sequence[Edit], found: Rules) -> str:
+    """Say what was wrong before these edits."""
+    missing: dict[Chain, list[Rule]] = {}
+    for chain, rule in lost(edits, found):
+        missing.setdefault(chain, []).append(rule)
+    if missing:
+        names = [
+            f"{table} {chain} {rule_text(rules[0]) if len(rules) == 1 else f'({len(rules)} rules)'}"
+            for (table, chain), rules in missing.items()
+        ]
+        return f"missing were {_some(names)}"
+    removed = list(described([edit for edit in edits if not edit.append]))
+    return f"too many were {_some(removed)}" if removed else "their order was wrong"
+
+
+def _some(lines: Sequence[str]) -> str:
+    more = f"; and {len(lines) - _FEW} more" if len(lines) > _FEW else ""
+    return "; ".join(lines[:_FEW]) + more

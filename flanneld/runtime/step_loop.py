@@ -1,0 +1,53 @@
+"""Thread around a stepped machine: it waits, and calls ``step``."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+
+from flanneld.runtime import clock
+
+#: Seconds between two steps of a machine that wants nothing, so that its heartbeat goes on.
+_IDLE = 30.0
+
+
+class StepLoop:
+    """Calls ``step(now)``, which returns when it wants to be called again, in seconds on ``clock.now``.
+
+    ``sources`` are file descriptors that end the wait as well; they are asked for before each wait.
+    """
+
+    def __init__(
+        self,
+        step: Callable[[float], float],
+        sources: Callable[[], Iterable[int]],
+        *,
+        stop: threading.Event,
+        heartbeat: Callable[[float], None],
+    ) -> None:
+        self._step = step
+        self._sources = sources
+        self._stop = stop
+        self._heartbeat = heartbeat
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def run(self) -> None:
+        """Step until ``stop`` is set."""
+        while not self._stop.is_set():
+            self._heartbeat(4 * _IDLE)
+            self._sleep_until(self._step(clock.now()))
+
+    def cancel(self) -> None:
+        """End the wait. From any thread."""
+        os.eventfd_write(self._wake, 1)
+
+    def _sleep_until(self, when: float) -> None:
+        poll = select.poll()
+        for source in (self._wake, *self._sources()):
+            poll.register(source, select.POLLIN)
+        poll.poll(min(_IDLE, max(0.0, when - clock.now())) * 1000)
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._wake)

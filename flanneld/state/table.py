@@ -1,0 +1,122 @@
+"""Contract of a table: one place that holds resources, maintained by the reconciler (pure).
+
+The kernel's links, a family's firewall rules, the peers of a proxy, a cloud's routes: each is a table. The
+reconciler reads it, compares what it holds with the desired state, and has it apply the difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
+from typing import Protocol, runtime_checkable
+
+from msgspec import Struct
+
+from flanneld.state.report import Report
+from flanneld.state.resources import Key, Resource
+
+
+class Claim(Enum):
+    """Whose a resource is that a table holds."""
+
+    OURS = "ours"
+    #: Made by an earlier run of a flanneld.
+    LEFT = "left"
+    FOREIGN = "foreign"
+
+
+class Seen(Struct, frozen=True, gc=False):
+    """A resource that a table holds."""
+
+    resource: Resource
+    claim: Claim = Claim.OURS
+
+
+class Put(Struct, frozen=True, gc=False):
+    """A resource to make. ``was`` is what has its key now, None if nothing has."""
+
+    want: Resource
+    was: Resource | None = None
+
+
+class Scope(Struct, frozen=True, gc=False):
+    """The part of the desired state that belongs to one table, by key.
+
+    With ``adopt`` the table claims what an earlier run left.
+    """
+
+    wanted: Mapping[Key, Resource]
+    adopt: bool = False
+
+
+class Table(Protocol):
+    """One place that holds resources. Used by one thread."""
+
+    @property
+    def name(self) -> str:
+        """The table's name in logs, metrics and status; unique within the daemon."""
+        ...
+
+    @property
+    def what(self) -> str:
+        """What an operator calls the resources, in the plural: "the rules for IPv4"."""
+        ...
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Names of tables of the same worker that converge before the first put here."""
+        ...
+
+    @property
+    def audit(self) -> float | None:
+        """Seconds between two readings without news; None for a reading at the start only."""
+        ...
+
+    def read(self, scope: Scope) -> Iterable[Seen]:
+        """Return what the table holds. Raises ``OSError`` or ``Retryable`` rather than omit something."""
+        ...
+
+    def put(self, puts: Sequence[Put]) -> Report:
+        """Make resources. Refusals are part of the report. Raises ``OSError`` or ``Retryable``."""
+        ...
+
+    def drop(self, found: Sequence[Resource]) -> Report:
+        """Remove resources, which may be gone already."""
+        ...
+
+    def close(self, *, remove: bool) -> None:
+        """Release sockets and processes; with ``remove`` undo what must not outlive the daemon."""
+        ...
+
+
+class Changes(Struct, frozen=True, gc=False):
+    """What a table heard: somebody changed it. ``by`` names the program, empty if it is not known."""
+
+    by: str = ""
+
+
+@runtime_checkable
+class Notifies(Protocol):
+    """Optional part of a table: it hears of changes that others make."""
+
+    def fileno(self) -> int:
+        """Return the file descriptor to poll for changes; -1 if there is none."""
+        ...
+
+    def changes(self) -> Iterable[Changes]:
+        """Return what was heard since the last call, without waiting."""
+        ...
+
+
+@runtime_checkable
+class Polled(Protocol):
+    """Optional part of a table: it looks by itself whether what it holds still works."""
+
+    @property
+    def next_look(self) -> float:
+        """When to look again, on the clock of ``clock.now``."""
+        ...
+
+    def look(self) -> bool:
+        """Return True if the table has to be read and repaired now. Waits for nothing."""
+        ...

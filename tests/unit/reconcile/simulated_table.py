@@ -1,0 +1,103 @@
+"""A table in memory, with others who change it, and failures to order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
+
+from msgspec import Struct
+
+from flanneld.errors import Retryable
+from flanneld.state.report import Failure, Report
+from flanneld.state.resources import Key, Kind, Resource
+from flanneld.state.table import Changes, Claim, Put, Scope, Seen
+
+
+class Thing(Struct, frozen=True, gc=False):
+    """A resource with a property that may drift."""
+
+    kind: ClassVar[Kind] = Kind.OUTSIDE
+    name: str
+    value: int = 0
+
+    @property
+    def key(self) -> Key:
+        return (self.kind, self.name)
+
+    def __str__(self) -> str:
+        return f"thing {self.name}={self.value}"
+
+
+class SimulatedTable:
+    """Holds resources with their claims. ``writes`` counts puts and drops of single resources."""
+
+    def __init__(
+        self, name: str = "things", *, audit: float | None = 30.0, needs: frozenset[str] = frozenset()
+    ) -> None:
+        self.name = name
+        self.what = f"the {name}"
+        self.needs = needs
+        self.audit = audit
+        self.held: dict[Key, Seen] = {}
+        self.reads = 0
+        self.writes: list[Resource] = []
+        self.put_given: list[Put] = []
+        self.closed: list[bool] = []
+        #: What the next calls meet.
+        self.unreadable = ""
+        self.refused: set[Key] = set()
+        self.undone_at_once = False
+        self._news: list[Changes] = []
+
+    # ---- what others do ------------------------------------------------------------------------
+
+    def change(self, resource: Resource | None, key: Key, *, by: str = "somebody") -> None:
+        """Put or remove a resource behind the daemon's back, and tell of it."""
+        if resource is None:
+            self.held.pop(key, None)
+        else:
+            self.held[key] = Seen(resource)
+        self._news.append(Changes(by))
+
+    def hold(self, resource: Resource, claim: Claim) -> None:
+        self.held[resource.key] = Seen(resource, claim)
+
+    # ---- Table ---------------------------------------------------------------------------------
+
+    def read(self, scope: Scope) -> Iterator[Seen]:
+        del scope
+        self.reads += 1
+        if self.unreadable:
+            raise Retryable(self.unreadable)
+        yield from list(self.held.values())
+
+    def put(self, puts: Sequence[Put]) -> Report:
+        report = Report()
+        for put in puts:
+            self.put_given.append(put)
+            if put.want.key in self.refused:
+                report.failed.append(Failure(put.want, "refused"))
+                continue
+            self.held[put.want.key] = Seen(put.want)
+            self.writes.append(put.want)
+            report.made.append(put.want)
+            if self.undone_at_once:
+                del self.held[put.want.key]
+                report.pending.append(put.want)
+        return report
+
+    def drop(self, found: Sequence[Resource]) -> Report:
+        for each in found:
+            del self.held[each.key]
+            self.writes.append(each)
+        return Report(removed=list(found))
+
+    def close(self, *, remove: bool) -> None:
+        self.closed.append(remove)
+
+    def fileno(self) -> int:
+        return -1
+
+    def changes(self) -> list[Changes]:
+        news, self._news = self._news, []
+        return news

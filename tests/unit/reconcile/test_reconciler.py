@@ -1,0 +1,264 @@
+"""The reconciliation loop over tables, on a clock of its own."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flanneld.reconcile.reconciler import Reconciler, wanted_by_table
+from flanneld.runtime import clock
+from flanneld.state.table import Claim
+from tests.unit.reconcile.simulated_table import SimulatedTable, Thing
+
+A, B, C = Thing("a"), Thing("b"), Thing("c")
+
+
+class Time:
+    """A clock that the reconciler's steps move."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def run(self, reconciler: Reconciler, seconds: float, between: Callable[[], None] = lambda: None) -> None:
+        """Step as a thread would for so long; ``between`` runs before each step, once a millisecond."""
+        end = self.now + seconds
+        while self.now < end:
+            between()
+            wakeup = reconciler.step(self.now)
+            self.now = min(end, max(self.now + 0.001, min(wakeup, self.now + 0.05)))
+
+
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> Time:
+    made = Time()
+    monkeypatch.setattr(clock, "now", lambda: made.now)
+    return made
+
+
+def reconciler_of(*tables: SimulatedTable, wanted: tuple[Thing, ...] = (A, B)) -> Reconciler:
+    pairs = [(table.name, each) for table in tables for each in wanted]
+    return Reconciler(tables, wanted_by_table(pairs), lambda: False)
+
+
+def test_first_step_makes_what_is_wanted_and_second_writes_nothing(time: Time) -> None:
+    table = SimulatedTable()
+    reconciler = reconciler_of(table)
+    assert reconciler.step(time.now) == time.now + 30
+    assert table.writes == [A, B]
+    time.now += 30
+    reconciler.step(time.now)
+    assert table.writes == [A, B]
+    assert table.reads == 2
+
+
+def test_a_table_without_audit_is_read_at_the_start_only(time: Time) -> None:
+    table = SimulatedTable(audit=None)
+    reconciler = reconciler_of(table)
+    assert reconciler.step(time.now) == math.inf
+    time.run(reconciler, 100)
+    assert table.reads == 1
+
+
+def test_drift_is_repaired_with_what_was_found(time: Time) -> None:
+    table = SimulatedTable()
+    table.hold(Thing("a", 7), Claim.OURS)
+    reconciler_of(table).step(time.now)
+    assert [(put.want, put.was) for put in table.put_given] == [(A, Thing("a", 7)), (B, None)]
+
+
+def test_foreign_resources_stay_and_those_of_an_earlier_run_go(time: Time) -> None:
+    table = SimulatedTable()
+    table.hold(C, Claim.FOREIGN)
+    table.hold(Thing("left"), Claim.LEFT)
+    table.hold(Thing("ours"), Claim.OURS)
+    reconciler_of(table).step(time.now)
+    assert {seen.resource for seen in table.held.values()} == {A, B, C}
+
+
+def test_a_failed_read_changes_nothing_and_is_said_once(time: Time, caplog: pytest.LogCaptureFixture) -> None:
+    table = SimulatedTable()
+    table.hold(Thing("left"), Claim.LEFT)
+    table.unreadable = "no answer"
+    reconciler = reconciler_of(table)
+    time.run(reconciler, 100)
+    assert table.writes == []
+    assert [each for each in caplog.messages if "no answer" in each] == [
+        "The things are not in place: no answer"
+    ]
+    table.unreadable = ""
+    with caplog.at_level(logging.INFO):
+        time.run(reconciler, 31)
+    assert table.writes == [A, B, Thing("left")]
+    assert "The things are in place" in caplog.messages
+
+
+def test_one_refusal_does_not_stop_the_rest_and_is_tried_again(time: Time) -> None:
+    table = SimulatedTable(audit=None)
+    table.refused = {A.key}
+    reconciler = reconciler_of(table)
+    assert reconciler.step(time.now) == time.now + 1
+    assert table.writes == [B]
+    (state,) = reconciler.states()
+    assert (state.settled, [str(each) for each in state.failed]) == (False, ["thing a=0: refused"])
+    table.refused = set()
+    time.run(reconciler, 1.5)
+    assert table.writes == [B, A]
+    assert reconciler.states()[0].settled
+
+
+def test_pauses_between_tries_grow_up_to_half_a_minute(time: Time) -> None:
+    table = SimulatedTable(audit=None)
+    table.refused = {A.key, B.key}
+    reconciler = reconciler_of(table)
+    wakeups = []
+    for _ in range(7):
+        wakeup = reconciler.step(time.now)
+        wakeups.append(wakeup - time.now)
+        time.now = wakeup
+    assert wakeups == pytest.approx([1, 2, 4, 8, 16, 30, 30])
+
+
+def test_what_somebody_removes_is_back_within_milliseconds_and_they_are_named(
+    time: Time, caplog: pytest.LogCaptureFixture
+) -> None:
+    table = SimulatedTable(audit=None)
+    reconciler = reconciler_of(table)
+    reconciler.step(time.now)
+    table.change(None, A.key, by="iptables (pid 7)")
+    time.run(reconciler, 0.02)
+    assert A.key in table.held
+    assert "Restored thing a=0 after a change by iptables (pid 7)" in caplog.messages
+    assert reconciler.states()[0].repairs == {"iptables (pid 7)": 1}
+
+
+def test_a_burst_of_news_is_one_repair(time: Time) -> None:
+    table = SimulatedTable(audit=None)
+    reconciler = reconciler_of(table)
+    reconciler.step(time.now)
+    for key in (A.key, B.key):
+        table.change(None, key)
+    time.run(reconciler, 0.1)
+    assert table.reads == 2
+
+
+def test_a_fight_is_waged_ever_more_slowly_and_named_once(
+    time: Time, caplog: pytest.LogCaptureFixture
+) -> None:
+    table = SimulatedTable(audit=None)
+    reconciler = reconciler_of(table, wanted=(A,))
+    repaired_at: list[float] = []
+
+    def oppose() -> None:
+        if A.key in table.held:
+            repaired_at.append(time.now)
+            table.change(None, A.key)
+
+    time.run(reconciler, 50, oppose)
+    pauses = [after - before for before, after in itertools.pairwise(repaired_at[1:])]
+    assert len(pauses) < 12
+    assert all(pause >= 0.2 * 2 ** max(0, number - 4) for number, pause in enumerate(pauses[:8], start=1))
+    assert sum("keeps changing the things" in each for each in caplog.messages) == 1
+    assert reconciler.states()[0].contested
+
+
+def test_what_is_undone_before_it_could_be_read_back_counts_as_a_repair(time: Time) -> None:
+    table = SimulatedTable(audit=None)
+    table.undone_at_once = True
+    reconciler = reconciler_of(table, wanted=(A,))
+    time.run(reconciler, 50)
+    assert len(table.writes) < 13
+    (state,) = reconciler.states()
+    assert state.contested
+    assert not state.settled
+
+
+def test_a_fight_over_one_table_does_not_slow_another_down(time: Time) -> None:
+    fought, other = SimulatedTable("fought", audit=None), SimulatedTable("other", audit=None)
+    reconciler = reconciler_of(fought, other)
+    time.run(reconciler, 20, lambda: fought.change(None, A.key))
+    other.change(None, A.key)
+    reconciler.step(time.now)
+    time.run(reconciler, 0.02)
+    assert A.key in other.held
+
+
+def test_a_table_waits_for_those_that_it_needs(time: Time) -> None:
+    first = SimulatedTable("first", audit=None)
+    second = SimulatedTable("second", audit=None, needs=frozenset({"first"}))
+    first.unreadable = "not yet"
+    reconciler = reconciler_of(first, second)
+    time.run(reconciler, 5)
+    assert second.reads == 0
+    first.unreadable = ""
+    time.run(reconciler, 5)
+    assert A.key in second.held
+    first.unreadable = "away again"
+    second.change(None, A.key)
+    time.run(reconciler, 1)
+    assert A.key in second.held, "losing what it needed withdraws nothing"
+
+
+def test_every_table_is_closed_whatever_becomes_of_the_others(
+    time: Time, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = SimulatedTable("first"), SimulatedTable("second")
+
+    def fail(*, remove: bool) -> None:
+        raise OSError(5, f"cannot close, remove={remove}")
+
+    monkeypatch.setattr(first, "close", fail)
+    reconciler = reconciler_of(first, second)
+    reconciler.step(time.now)
+    reconciler.close(remove=False)
+    assert second.closed == [False]
+
+
+THINGS = st.builds(Thing, st.sampled_from("abcdef"), st.integers(0, 2))
+DEEDS = st.lists(
+    st.one_of(
+        st.tuples(st.just("change"), THINGS),
+        st.tuples(st.just("remove"), THINGS),
+        st.tuples(st.just("refuse"), THINGS),
+        st.tuples(st.just("blind"), st.booleans()),
+        st.tuples(st.just("wait"), st.floats(0.001, 40)),
+    ),
+    max_size=25,
+)
+
+
+@given(wanted=st.lists(THINGS, unique_by=lambda thing: thing.key), deeds=DEEDS)
+def test_whatever_happens_all_is_as_wanted_once_it_is_quiet(
+    wanted: list[Thing], deeds: list[tuple[str, object]]
+) -> None:
+    time = Time()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(clock, "now", lambda: time.now)
+        table = SimulatedTable()
+        table.hold(Thing("foreign"), Claim.FOREIGN)
+        reconciler = reconciler_of(table, wanted=tuple(wanted))
+        for deed, subject in deeds:
+            match deed, subject:
+                case "change", Thing():
+                    table.change(subject, subject.key)
+                case "remove", Thing():
+                    table.change(None, subject.key)
+                case "refuse", Thing():
+                    table.refused ^= {subject.key}
+                case "blind", bool():
+                    table.unreadable = "blind" if subject else ""
+                case _, float():
+                    time.run(reconciler, subject)
+        table.refused, table.unreadable = set(), ""
+        time.run(reconciler, 65)
+    assert {seen.resource for seen in table.held.values()} == {*wanted, Thing("foreign")}
+    writes = len(table.writes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(clock, "now", lambda: time.now)
+        time.run(reconciler, 65)
+    assert len(table.writes) == writes
