@@ -1,8 +1,8 @@
-"""The firewall's worker: which rules go where, as tables of a reconciler in a thread of its own.
+"""Firewall worker: tables of rules, and the reconciler that maintains them in a thread of its own.
 
-In nf_tables the kernel says when somebody removes rules, and ours are back within milliseconds; nothing at
-all happens before that. The legacy tables tell nobody, so they are read every ``--iptables-resync``
-seconds. Nothing is undone when the daemon ends: its containers go on talking.
+In nf_tables the kernel says when somebody removes rules, and ours are back within milliseconds. The legacy
+tables send no news, so they are read every ``--iptables-resync`` seconds. When the daemon ends the rules
+stay: its containers go on talking.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 class Wishes(Struct, frozen=True, gc=False):
-    """What the rules are for, and how to set them.
+    """Purpose of the rules, and the means to set them.
 
     ``former`` is what the last run had, as far as is known. ``native`` is for a table of our own in
     nftables. ``resync`` is in seconds.
@@ -98,12 +98,12 @@ class Firewall:
 
     @property
     def place(self) -> Place:
-        """Where the rules are."""
+        """Place of the rules."""
         return self._place
 
     @property
     def repairs(self) -> dict[tuple[str, str], int]:
-        """Repairs by the way to the rules and who removed them, "unknown" where nobody can tell."""
+        """Repairs by driver and by who removed the rules, "unknown" if the kernel does not say."""
         return {
             (self._rules[state.name].wanted.name, by): number
             for state in self._reconciler.states()
@@ -201,7 +201,7 @@ class Firewall:
         )
 
     def _stale_tables(self) -> Iterable[Table]:
-        """What an earlier run left elsewhere goes once its successor is in place."""
+        """Return tables of the other places: their rules go once the new ones are in place."""
         needs = frozenset(self._rules)
         used = {nets.family for nets in self._wishes.nets}
         for family in dict.fromkeys([*used, *(former.family for former in self._wishes.former)]):

@@ -33,7 +33,7 @@ _FEW = 10
 
 
 class TableState(Struct, frozen=True, gc=False):
-    """What is known of one table. ``failed`` are refusals, ``problem`` is why it cannot be read."""
+    """Status of one table. ``failed`` are refusals, ``problem`` is why it cannot be read."""
 
     name: str
     #: Whether it has held all that is wanted since its last change.
@@ -41,7 +41,7 @@ class TableState(Struct, frozen=True, gc=False):
     contested: bool
     failed: tuple[Failure, ...]
     problem: str
-    #: Repairs by the names of the programs that made them necessary, "unknown" where nobody can tell.
+    #: Repairs by the programs whose changes they undid, "unknown" if the kernel does not name them.
     repairs: Mapping[str, int]
 
 
@@ -64,7 +64,7 @@ class _Upkeep:
         self.repairs: dict[str, int] = {}
 
     def wakeup(self) -> float:
-        """When to read next: news may come before a refusal or a repair is accounted for."""
+        """Return the time of the next read, never before a retry or the pause of a contest allows it."""
         return max(self.due, self.not_before, self.contest.earliest())
 
 
@@ -109,7 +109,7 @@ class Reconciler:
         return min(map(self._next_wakeup, self._all.values()), default=math.inf)
 
     def close(self, *, remove: bool) -> None:
-        """Close every table, whatever becomes of the others."""
+        """Close every table, also after one that fails to close."""
         for each in self._all.values():
             try:
                 each.table.close(remove=remove)

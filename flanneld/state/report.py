@@ -1,4 +1,4 @@
-"""What came of a change to a table (pure)."""
+"""Outcome of a change to a table (pure)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from flanneld.state.resources import Key, Resource
 
 
 class Failure(Struct, frozen=True, gc=False):
-    """What was refused, why, and what to do about it where that is known.
+    """A refused resource with the reason, and a remedy if one is known.
 
     ``is_taken`` says that something may stand there already; what that is, an audit finds out.
     """
@@ -23,7 +23,7 @@ class Failure(Struct, frozen=True, gc=False):
 
 
 class Report(Struct, gc=False):
-    """What was done: made, removed, refused.
+    """Resources made, removed and refused by one change.
 
     ``pending`` was made, and has to be looked at again at once: it was changed back, or is not visible yet.
     ``details`` say, by key, what a repair consisted of.

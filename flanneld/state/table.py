@@ -59,7 +59,7 @@ class Table(Protocol):
 
     @property
     def what(self) -> str:
-        """What an operator calls the resources, in the plural: "the rules for IPv4"."""
+        """The operator's term for the resources, in the plural: "the rules for IPv4"."""
         ...
 
     @property
@@ -90,14 +90,14 @@ class Table(Protocol):
 
 
 class Changes(Struct, frozen=True, gc=False):
-    """What a table heard: somebody changed it. ``by`` names the program, empty if it is not known."""
+    """Notification that another program changed a table. ``by`` names it, empty if it is not known."""
 
     by: str = ""
 
 
 @runtime_checkable
 class Notifies(Protocol):
-    """Optional part of a table: it hears of changes that others make."""
+    """Optional part of a table: notifications of changes that other programs make."""
 
     def fileno(self) -> int:
         """Return the file descriptor to poll for changes; -1 if there is none."""
@@ -110,11 +110,11 @@ class Notifies(Protocol):
 
 @runtime_checkable
 class Polled(Protocol):
-    """Optional part of a table: it looks by itself whether what it holds still works."""
+    """Optional part of a table: a periodic look at whether its resources still work."""
 
     @property
     def next_look(self) -> float:
-        """When to look again, on the clock of ``clock.now``."""
+        """Time of the next look, in seconds on ``clock.now``."""
         ...
 
     def look(self) -> bool:

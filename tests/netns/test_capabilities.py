@@ -37,7 +37,8 @@ exec setpriv --reuid="$user" --regid="$user" --clear-groups --no-new-privs \
     /mnt/python/bin/python3 "$@"
 """
 CHECK_HOST = """
-from flanneld import glog, host_checks
+from flanneld.compat import glog
+from flanneld.diagnostics import host_checks
 glog.setup()
 host_checks.report((4, 6), "eth0")
 """

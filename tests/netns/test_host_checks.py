@@ -12,7 +12,8 @@ import pytest
 from tests.lab import Lab, Node, wait_for
 
 SCRIPT = """
-from flanneld import glog, host_checks
+from flanneld.compat import glog
+from flanneld.diagnostics import host_checks
 glog.setup()
 host_checks.report((4, 6), "eth0", services=True)
 """

@@ -186,9 +186,10 @@ def held(pid: int) -> tuple[int, int]:
 PATIENT = (
     sys.executable,
     "-c",
-    "from flanneld.subnet.etcd.transport import Timeouts\n"
     "from flanneld.runtime.supervisor import Supervisor\n"
-    "Timeouts.__init__.__defaults__ = (600.0,) * 6\n"
+    "from flanneld.subnet.etcd import choice\n"
+    "patient = choice.Timeouts(*(600.0,) * 6)\n"
+    "choice.Timeouts = lambda: patient\n"
     "Supervisor.shutdown.__defaults__ = (600.0,)\n"
     "from flanneld.main import main\n"
     "main()\n",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import os
 import select
@@ -12,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from msgspec.structs import replace
 
 from flanneld.backends.udp.client import Client
 from flanneld.network import tun
@@ -168,7 +168,7 @@ def test_a_pump_of_another_version_is_replaced_and_leaves_its_peers(nodes: list[
     pump = pump_of(node)
     assert pump
     node.stop()
-    other = dataclasses.replace(pump.settings, version="0.0.0")
+    other = replace(pump.settings, version="0.0.0")
     with node.namespace.entered():
         Client(TUN).start(other)
     assert (before := pump_of(node))

@@ -110,7 +110,7 @@ class RulesTable:
         raise failure
 
     def drop(self, found: Sequence[Resource]) -> Report:
-        """Nothing: the rules stay, so that containers go on talking without a daemon."""
+        """Leave the rules: containers go on talking without a daemon."""
         del found
         return Report()
 
@@ -157,7 +157,7 @@ class RulesTable:
 
 
 class StaleRules(Struct, frozen=True, gc=False):
-    """What an earlier run left in one place."""
+    """Rules of an earlier run in one place."""
 
     kind: ClassVar[Kind] = Kind.RULES
     place: Place
@@ -199,7 +199,7 @@ class StaleRulesTable:
             yield Seen(StaleRules(self._place, self._family, edits), Claim.LEFT)
 
     def put(self, puts: Sequence[Put]) -> Report:
-        """Nothing is ever wanted here."""
+        """Make nothing: this table has no desired state."""
         assert not puts
         return Report()
 
