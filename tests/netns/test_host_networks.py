@@ -178,6 +178,20 @@ def test_uplinks_own_network_stays_in_place(lab: Lab, backend: dict[str, Any]) -
     wait_until_led(node, "198.18.7.0/24")
 
 
+def test_uplinks_own_ipv6_network_stays_in_place(lab: Lab, backend: dict[str, Any]) -> None:
+    networks = {"IPv6Network": "fd00:18::/48", "IPv6SubnetMin": "fd00:18:0:100::", "IPv6SubnetLen": 64}
+    lab.etcd.put_config({"Network": "10.5.0.0/16", "EnableIPv6": True, **networks, "Backend": backend})
+    (node,) = lab.add_nodes()
+    before = main_table(node)
+    lab.etcd.put_lease("10.5.55.0/24&fd00:18::/64", lease(backend["Type"], {6: "fd00:19::7"}))
+    node.start()
+    node.wait_ready()
+    node.wait_for_log("Unsafe lease 10.5.55.0/24,fd00:18::/64: eth0 ")
+    assert main_table(node) == before
+    lab.etcd.put_lease("10.5.56.0/24&fd00:18:0:7::/64", lease(backend["Type"]))
+    wait_until_led(node, "10.5.56.0/24", "fd00:18:0:7::/64")
+
+
 @pytest.mark.parametrize("what", [name for name in OBSTACLES if name != "a gateway"])
 def test_ways_to_peer_go_when_obstacle_appears_and_return_when_it_goes(
     lab: Lab, backend: dict[str, Any], stack: Stack, what: str
