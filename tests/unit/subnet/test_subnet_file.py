@@ -284,6 +284,7 @@ def replace_by_another(path: Path) -> None:
 def test_what_others_remove_or_change_is_written_again_and_said_once(
     path: Path, caplog: pytest.LogCaptureFixture, harm: Callable[[Path], None], what: str
 ) -> None:
+    caplog.set_level(logging.WARNING)
     file = SubnetFile(path)
     file.tell(ENV)
     harm(path)
@@ -295,6 +296,7 @@ def test_what_others_remove_or_change_is_written_again_and_said_once(
 
 
 def test_a_file_that_says_the_same_is_left_as_it_is(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
     file = SubnetFile(path)
     file.tell(ENV)
     path.with_name("copy").write_text(render(ENV))
