@@ -165,7 +165,7 @@ def test_only_the_network_of_the_subnet_file_is_removed_without_all(lab: Lab, fl
     )
     wait_for(lambda: "In sync with" in other.log(), what="the other daemon")
     wait_for(lambda: node.run("iptables-save").stdout.count("10.6.0.0") > 1, what="its rules")
-    node.wait_for_log("Set ")
+    node.wait_for_log("Made our rules")
     assert other.end(signal.SIGTERM, 5).status == 0
     node.stop()
 
