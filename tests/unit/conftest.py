@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 import pytest
@@ -32,6 +33,16 @@ def newer_etcd() -> Iterator[LocalEtcd]:
 @pytest.fixture
 def keys(etcd: LocalEtcd) -> V3Keys:
     return V3Keys(etcd.post)
+
+
+@pytest.fixture
+def logging_as_before() -> Iterator[None]:
+    """For tests that set up the daemon's log: the others after them want pytest's."""
+    root = logging.getLogger()
+    handlers, level = tuple(root.handlers), root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)  # the loggers remember what another level lets through until this is called
 
 
 @pytest.fixture(autouse=True)

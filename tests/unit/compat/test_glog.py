@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -15,18 +14,11 @@ from flanneld.compat import glog
 from flanneld.compat.glog import Once, V
 from flanneld.errors import Fatal
 
+pytestmark = pytest.mark.usefixtures("logging_as_before")
+
 log = logging.getLogger("flanneld.test_glog")
 Stderr = pytest.CaptureFixture[str]
 LINE = re.compile(r"([IWEF])(\d{4}) (\d\d:\d\d:\d\d\.\d{6}) ( *\d+) (\S+\.py):(\d+)\] (.*)")
-
-
-@pytest.fixture(autouse=True)
-def _logging_as_before() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level = tuple(root.handlers), root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
 
 
 def line_of(function: object) -> int:

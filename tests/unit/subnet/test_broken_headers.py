@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import socket
 import threading
 from collections.abc import Iterator
@@ -47,19 +46,14 @@ def endpoint() -> Iterator[str]:
     thread.join(20)
 
 
+@pytest.mark.usefixtures("logging_as_before")
 def test_a_broken_header_leaves_no_traceback_in_the_log(
     endpoint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    root = logging.getLogger()
-    before = (tuple(root.handlers), root.level)
     glog.setup()
-    try:
-        manager = open_etcd(EtcdOptions(endpoints=(endpoint,), prefix="/coreos.com/network"), "v2")
-        with suppress(Retryable):  # what comes of it is not the point
-            manager.network_config()
-        manager.close()
-    finally:
-        root.handlers[:] = before[0]
-        root.setLevel(before[1])  # which forgets what each logger lets through, too
+    manager = open_etcd(EtcdOptions(endpoints=(endpoint,), prefix="/coreos.com/network"), "v2")
+    with suppress(Retryable):  # what comes of it is not the point
+        manager.network_config()
+    manager.close()
     assert "Traceback" not in (said := capsys.readouterr().err)
     assert "urllib3" not in said

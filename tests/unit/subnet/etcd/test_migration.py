@@ -203,6 +203,7 @@ def test_a_daemon_that_writes_its_lease_meanwhile_is_no_error(cluster: Cluster) 
     assert said[0] == f"kept {cluster.path(1)}"
 
 
+@pytest.mark.usefixtures("logging_as_before")
 def test_as_a_command_it_lists_its_work_and_ends(
     cluster: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
