@@ -517,7 +517,8 @@ only_v3 = pytest.mark.parametrize("store", ["v3", "v3 of a newer etcd", "v3 over
 def test_a_renewal_in_v3_keeps_the_lease_alive_and_tells_nobody(store: Store) -> None:
     manager, lease = acquired(store)
     written = store.get(lease)
-    wait_for(lambda: store.get(lease)["ttl"] < SUBNET_TTL - 1, 30, "the lease to age")
+    # etcd counts whole seconds: a lease that is a second older by its count may be a little younger by ours.
+    wait_for(lambda: store.get(lease)["ttl"] < SUBNET_TTL - 2, 30, "the lease to age")
     renewed = manager.renew(lease)
     assert renewed.expires
     assert lease.expires
