@@ -150,11 +150,14 @@ class _Prefixes:
             del counts[number]
 
     def around(self, address: IPAddress) -> IPNetwork | None:
+        """Return the longest prefix around an address: where packets to it are led."""
         number = int(address)
-        for (version, bits), counts in self._counts.items():
-            if version == address.version and number >> bits in counts:
-                return network_around(address, address.max_prefixlen - bits)
-        return None
+        found = [
+            bits
+            for (version, bits), counts in self._counts.items()
+            if version == address.version and number >> bits in counts
+        ]
+        return network_around(address, address.max_prefixlen - min(found)) if found else None
 
 
 class _Addresses:

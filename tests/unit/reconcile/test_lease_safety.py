@@ -95,3 +95,11 @@ def test_both_families_are_looked_at() -> None:
     assert str(safety.harm(both)).startswith("br7 is connected to fc00:5:0:7::/64; ")
     inside = Lease(LeaseAttrs(None, IPv6Address("fc00:5:0:1::9")), None, IPv6Network("fc00:5:0:8::/64"))
     assert "which lies in the leased subnet fc00:5:0:1::/64" in str(safety.harm(inside))
+
+
+def test_public_ip_in_two_leased_subnets_is_said_to_lie_in_the_longer_prefix() -> None:
+    wide, narrow = lease(4, "198.18.0.2", 22), lease(4, "10.5.4.9", 25)
+    for order in ([wide, narrow], [narrow, wide]):
+        safety = LeaseSafety(OWN, NETWORKS)
+        safety.update(order, ())
+        assert "lies in the leased subnet 10.5.4.0/25" in str(safety.harm(narrow))
