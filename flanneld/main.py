@@ -31,8 +31,8 @@ from flanneld.network.uplink_election import InterfaceChoice, NoInterface
 from flanneld.network.uplink_facts import connected_networks
 from flanneld.options import Options
 from flanneld.readiness import Readiness
-from flanneld.reconcile.convergence import Node
-from flanneld.reconcile.kernel_reconciler import KernelReconciler
+from flanneld.reconcile import controller
+from flanneld.reconcile.controller import Controller, Node
 from flanneld.reconcile.last_run import LastRun, machine_of
 from flanneld.reconcile.uplink_manager import UplinkManager, find_uplink
 from flanneld.runtime import clock, event_log, sd_notify
@@ -57,7 +57,6 @@ Result = TypeVar("Result")
 _SWITCH_INTERVAL = 0.0001
 #: Objects made between two searches for reference cycles. A list of leases makes many, and no cycles.
 _GARBAGE = 50_000
-_RECONCILER = "reconciler"
 #: Seconds between two looks at subnet.env and at the kernel's forwarding.
 _HOST_LOOK = 1.0
 
@@ -229,7 +228,9 @@ class Daemon:
         self._readiness.await_peers()
         watch, watch_own = member.manager.watch, member.manager.watch_own
         start("lease watch", lambda: watch(reconciler.event_queue.put, self._alive("lease watch")))
-        start(_RECONCILER, reconciler.run, reconciler.cancel)
+        start(controller.NAME, reconciler.run, reconciler.cancel)
+        for worker in reconciler.workers:
+            start(worker.name, worker.run, worker.cancel)
         alive = self._alive("own lease watch")
         start("own lease watch", lambda: watch_own(member.lease, lease_keeper.deliver, alive))
         start("lease keeper", lease_keeper.run, lease_keeper.cancel)
@@ -266,7 +267,7 @@ class Daemon:
             lost=member.last_run.lease_lost,
         )
 
-    def _reconciler(self, member: Member, lease_keeper: LeaseKeeper) -> KernelReconciler:
+    def _reconciler(self, member: Member, lease_keeper: LeaseKeeper) -> Controller:
         extras = extras_for(self._options, member.lease)
         last_run = member.last_run
         node = Node(
@@ -281,11 +282,11 @@ class Daemon:
             adopted=last_run.adopted,
             record=last_run.record,
         )
-        return KernelReconciler(
+        return Controller(
             node,
             RemovalGuard(is_on=self._options.removal_brake),
             stop=self._supervisor.stop,
-            heartbeat=partial(self._supervisor.heartbeat, _RECONCILER),
+            heartbeat=self._supervisor.heartbeat,
             on_move=lambda: self._moved(member, lease_keeper),
             on_synced=self._readiness.complete,
             reread=member.manager.reread,
@@ -351,7 +352,7 @@ class Daemon:
         self._components.firewall = Firewall(wishes, stop=self._supervisor.stop, heartbeat=heartbeat)
         return self._components.firewall
 
-    def _probe_peers(self, member: Member, reconciler: KernelReconciler) -> None:
+    def _probe_peers(self, member: Member, reconciler: Controller) -> None:
         from flanneld.diagnostics.probes import Prober  # only for those who ask for it
 
         heartbeat = partial(self._supervisor.heartbeat, "prober")
@@ -414,8 +415,8 @@ class Daemon:
         late = self._supervisor.shutdown()
         for name in late:
             log.warning("%s did not stop in time", name)
-        if self._components.reconciler and _RECONCILER not in late:
-            self._components.reconciler.close()
+        if self._components.reconciler:
+            self._components.reconciler.close(except_for=late)
 
     def _feed_watchdog(self) -> None:
         if not self._supervisor.overdue():
@@ -429,7 +430,7 @@ class Daemon:
 
 def _open_kernel() -> tuple[Kernel, Monitor]:
     kernel = Kernel()
-    return kernel, Monitor(kernel.port)
+    return kernel, kernel.listen()
 
 
 def _warn_of_unread_keys(config: Config) -> None:

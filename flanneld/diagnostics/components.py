@@ -15,8 +15,8 @@ from flanneld.config import Config
 from flanneld.errors import NoAnswer, Retryable
 from flanneld.model import Event, Snapshot
 from flanneld.options import Options
+from flanneld.reconcile.controller import Controller
 from flanneld.reconcile.counters import StoreCounters
-from flanneld.reconcile.kernel_reconciler import KernelReconciler
 from flanneld.runtime import clock
 from flanneld.runtime.event_log import Events
 from flanneld.subnet.lease_keeper import LeaseKeeper
@@ -58,7 +58,7 @@ class Components:
         self.manager: SubnetManager | None = None
         self.config: Config | None = None
         self.lease_keeper: LeaseKeeper | None = None
-        self.reconciler: KernelReconciler | None = None
+        self.reconciler: Controller | None = None
         self.firewall: Firewall | None = None
         self.prober: Prober | None = None
 
