@@ -21,6 +21,7 @@ from flanneld.compat import glog
 from flanneld.config import Config
 from flanneld.diagnostics import conditions, host_checks
 from flanneld.diagnostics.components import Components
+from flanneld.diagnostics.counted_manager import CountedManager, counted
 from flanneld.diagnostics.observation import Observation
 from flanneld.errors import Cancelled, Fatal, Retryable, lacking
 from flanneld.firewall_start import forward_soon, masquerade_now
@@ -102,7 +103,7 @@ def _serve(wanted: Options, environ: Mapping[str, str]) -> int:
     gc.freeze()
     gc.set_threshold(_GARBAGE)
     try:
-        return Daemon(wanted, environ).serve()
+        return _serve_alone(wanted, environ)
     except Cancelled:
         return 0
     except Fatal as failure:
@@ -114,6 +115,19 @@ def _serve(wanted: Options, environ: Mapping[str, str]) -> int:
             raise
         log.critical("%s", lack)
         return 1
+
+
+def _serve_alone(wanted: Options, environ: Mapping[str, str]) -> int:
+    """Wait until no other flanneld has this subnet file, then serve."""
+    supervisor, notifier = Supervisor(quiet=(Cancelled,)), sd_notify.Notifier()
+    events = event_log.remember()
+    log.info("flanneld %s %s", __version__, wanted.described())
+    supervisor.handle_signals()
+    lock = InstanceLock(subnet_file.beside(Path(wanted.subnet_file), "lock"))
+    lock.wait(supervisor.stop, tell=notifier.status)
+    manager = counted(open_manager(wanted, environ))
+    log.info("Leases are in %s", manager.name)
+    return Daemon(wanted, environ, supervisor, notifier, manager, events).serve()
 
 
 class Member(Struct, frozen=True, gc=False):
@@ -132,16 +146,24 @@ class Member(Struct, frozen=True, gc=False):
 class Daemon:
     """One run of flanneld: everything is built once, in the order in which it is needed."""
 
-    def __init__(self, wanted: Options, environ: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        wanted: Options,
+        environ: Mapping[str, str],
+        supervisor: Supervisor,
+        notifier: sd_notify.Notifier,
+        manager: CountedManager,
+        events: event_log.Events,
+    ) -> None:
         self._options = wanted
         self._environ = environ
-        self._supervisor = Supervisor(quiet=(Cancelled,))
-        self._notifier = sd_notify.Notifier()
-        self._readiness = Readiness(self._supervisor.stop, self._notifier)
-        path = Path(wanted.subnet_file)
-        self._lock = InstanceLock(subnet_file.beside(path, "lock"))
+        self._supervisor = supervisor
+        self._notifier = notifier
+        self._manager = manager
+        self._readiness = Readiness(supervisor.stop, notifier, tell=self._report)
         self._last_run: LastRun | None = None
-        self._subnet_file = subnet_file.SubnetFile(path, self._subnet_file_written)
+        self._reconciler: KernelReconciler | None = None
+        self._subnet_file = subnet_file.SubnetFile(Path(wanted.subnet_file), self._subnet_file_written)
         #: What is to be done as soon as subnet.env is written.
         self._when_written: Callable[[], None] | None = None
         self._forwarding: host_checks.Forwarding | None = None
@@ -150,38 +172,33 @@ class Daemon:
         self._told: list[str] = []
         self._components = Components(
             wanted,
-            event_log.remember(),
-            self._supervisor.overdue,
+            manager,
+            events,
+            supervisor.overdue,
             self._readiness.missing,
             self._readiness.waiting,
             self._conditions_of_host,
         )
-        self._observation = Observation(self._components, self._readiness, self._supervisor)
+        self._observation = Observation(self._components, self._readiness, supervisor)
 
     def serve(self) -> int:
-        log.info("flanneld %s %s", __version__, self._options.described())
-        self._supervisor.handle_signals()
-        self._lock.wait(self._supervisor.stop, tell=self._notifier.status)
-        manager = open_manager(self._options, self._environ)
-        self._components.observe(manager)
-        log.info("Leases are in %s", manager.name)
-        self._readiness.tell = partial(self._report, manager)
-        self._supervisor.start("closer", lambda: self._close_on_stop(manager))
+        """Return the exit status once the daemon was told to stop, or a task has failed."""
+        self._supervisor.start("closer", self._close_on_stop)
         self._observation.serve_health()
         try:
-            self._go_to_work(self._join(manager))
+            self._go_to_work(self._join())
             return self._wait_and_stop()
         finally:
-            self._end(manager)
+            self._end()
 
-    def _report(self, manager: SubnetManager, reason: str) -> None:
-        if isinstance(manager, NodeStore):
-            manager.report(reason)
+    def _report(self, reason: str) -> None:
+        if isinstance(self._manager, NodeStore):
+            self._manager.report(reason)
         self._observation.serve_status()
 
-    def _join(self, manager: SubnetManager) -> Member:
+    def _join(self) -> Member:
         """Learn what the network is like, decide how this node takes part in it, and get its lease."""
-        ask = self._readiness.ask
+        ask, manager = self._readiness.ask, self._manager
         path = Path(self._options.subnet_file)
         previous, last_run = subnet_file.read(path), LastRun(path)
         self._last_run = last_run
@@ -215,12 +232,9 @@ class Daemon:
         """Make the devices, tell this host about its subnet, and start what keeps all of it true."""
         start = self._supervisor.start
         lease_keeper = self._lease_keeper(member)
-        reconciler = self._reconciler(member, lease_keeper)
-        self._components.config, self._components.lease_keeper, self._components.reconciler = (
-            member.config,
-            lease_keeper,
-            reconciler,
-        )
+        reconciler = self._make_reconciler(member, lease_keeper)
+        self._reconciler = reconciler
+        self._components.join(member.config, lease_keeper, reconciler)
         self._readiness.patiently("the kernel", reconciler.prepare)
         if self._options.ip_masq:
             masquerade_now(lambda: self._firewall(member), self._supervisor)
@@ -241,9 +255,7 @@ class Daemon:
         self._look_at_host()
         start(
             "trouble",
-            lambda: conditions.watch(
-                self._components, self._supervisor.stop, partial(self._tell, member.manager)
-            ),
+            lambda: conditions.watch(self._components, self._supervisor.stop, self._tell),
         )
         if self._options.peer_probes:
             self._probe_peers(member, reconciler)
@@ -266,7 +278,7 @@ class Daemon:
             lost=member.last_run.lease_lost,
         )
 
-    def _reconciler(self, member: Member, lease_keeper: LeaseKeeper) -> KernelReconciler:
+    def _make_reconciler(self, member: Member, lease_keeper: LeaseKeeper) -> KernelReconciler:
         extras = extras_for(self._options, member.lease)
         last_run = member.last_run
         node = Node(
@@ -348,21 +360,23 @@ class Daemon:
 
         wishes = wishes_of(self._options, member.config, member.lease.key, member.previous)
         heartbeat = partial(self._supervisor.heartbeat, "firewall")
-        self._components.firewall = Firewall(wishes, stop=self._supervisor.stop, heartbeat=heartbeat)
-        return self._components.firewall
+        firewall = Firewall(wishes, stop=self._supervisor.stop, heartbeat=heartbeat)
+        self._components.add_firewall(firewall)
+        return firewall
 
     def _probe_peers(self, member: Member, reconciler: KernelReconciler) -> None:
         from flanneld.diagnostics.probes import Prober  # only for those who ask for it
 
         heartbeat = partial(self._supervisor.heartbeat, "prober")
-        self._components.prober = Prober(
+        prober = Prober(
             self._options.peer_probes,
             member.lease,
             reconciler,
             stop=self._supervisor.stop,
             heartbeat=heartbeat,
         )
-        self._supervisor.start("prober", self._components.prober.run)
+        self._components.add_prober(prober)
+        self._supervisor.start("prober", prober.run)
 
     def _write_subnet_file(self, member: Member) -> None:
         self._subnet_file.tell(
@@ -389,11 +403,11 @@ class Daemon:
         member.last_run.record(machine=machine_of(member.kernel, member.uplink_manager.uplink))
         self._write_subnet_file(member)
 
-    def _tell(self, manager: SubnetManager, troubles: list[str]) -> None:
+    def _tell(self, troubles: list[str]) -> None:
         self._told = troubles
         self._say_status(*troubles)
         if troubles:
-            self._report(manager, "; ".join(troubles))
+            self._report("; ".join(troubles))
 
     def _say_status(self, *troubles: str) -> None:
         self._notifier.status("; ".join([self._brief, *troubles]))
@@ -407,24 +421,24 @@ class Daemon:
         self._notifier.stopping()
         return 1 if self._supervisor.failure else 0
 
-    def _end(self, manager: SubnetManager) -> None:
+    def _end(self) -> None:
         """Stop all tasks and close what they leave open; also after a start that failed."""
         self._supervisor.stop.set()
-        manager.close()  # there may be keys in temporary files
+        self._manager.close()  # there may be keys in temporary files
         late = self._supervisor.shutdown()
         for name in late:
             log.warning("%s did not stop in time", name)
-        if self._components.reconciler and _RECONCILER not in late:
-            self._components.reconciler.close()
+        if self._reconciler and _RECONCILER not in late:
+            self._reconciler.close()
 
     def _feed_watchdog(self) -> None:
         if not self._supervisor.overdue():
             self._notifier.watchdog()
 
-    def _close_on_stop(self, manager: SubnetManager) -> None:
+    def _close_on_stop(self) -> None:
         """Cuts every blocked request of any thread, this one's included."""
         self._supervisor.stop.wait()
-        manager.close()
+        self._manager.close()
 
 
 def _open_kernel() -> tuple[Kernel, Monitor]:

@@ -25,9 +25,14 @@ _ASK_AGAIN = partial(Backoff, first=0.4, longest=2.5, factor=1.2)
 
 
 class Readiness:
-    """Written by the threads that know, read by any. ``tell`` hears why the start waits, each time anew."""
+    """Written by the threads that know, read by any. ``tell`` is called with the reason at each wait."""
 
-    def __init__(self, stop: threading.Event, notifier: Notifier) -> None:
+    def __init__(
+        self,
+        stop: threading.Event,
+        notifier: Notifier,
+        tell: Callable[[str], None] = lambda _reason: None,
+    ) -> None:
         self._stop = stop
         self._notifier = notifier
         #: By the condition. Replaced, never changed: others read it.
@@ -35,7 +40,7 @@ class Readiness:
         self._waiting: list[str] = []
         self._lock = threading.Lock()
         self._once = Once()
-        self.tell: Callable[[str], None] = lambda _reason: None
+        self._tell = tell
 
     def is_ready(self) -> bool:
         return not self._missing
@@ -103,7 +108,7 @@ class Readiness:
         self._once.warn(log, what, f"Waiting for {what}: {reason}")
         self._waiting[:] = [f"waiting for {what}: {reason}"]
         self._notifier.status(self._waiting[0])
-        self.tell(self._waiting[0])
+        self._tell(self._waiting[0])
         self._stop.wait(max(pause, reason.retry_after))
 
 
