@@ -11,54 +11,42 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from msgspec import Struct
-
-from flanneld import __version__, options
-from flanneld.backends import registry
+from flanneld import __version__, options, startup
 from flanneld.compat import glog
-from flanneld.config import Config
 from flanneld.diagnostics import conditions, host_checks
 from flanneld.diagnostics.components import Components
 from flanneld.diagnostics.counted_manager import CountedManager, counted
 from flanneld.diagnostics.observation import Observation
-from flanneld.errors import Cancelled, Fatal, Retryable, lacking
-from flanneld.firewall_start import forward_soon, masquerade_now
-from flanneld.model import Lease, Uplink
-from flanneld.network.rtnetlink.kernel import Kernel
-from flanneld.network.rtnetlink.monitor import Monitor
-from flanneld.network.uplink_election import InterfaceChoice, NoInterface
-from flanneld.network.uplink_facts import connected_networks
+from flanneld.diagnostics.readiness import Readiness
+from flanneld.errors import Cancelled, Fatal, lacking
 from flanneld.options import Options
-from flanneld.readiness import Readiness
-from flanneld.reconcile.convergence import Node
 from flanneld.reconcile.kernel_reconciler import KernelReconciler
-from flanneld.reconcile.last_run import LastRun, machine_of
-from flanneld.reconcile.uplink_manager import UplinkManager, find_uplink
-from flanneld.runtime import clock, event_log, sd_notify
+from flanneld.reconcile.last_run import machine_of
+from flanneld.runtime import event_log, sd_notify
 from flanneld.runtime.instance_lock import InstanceLock
 from flanneld.runtime.process import ensure_descriptors, open_standard_streams
 from flanneld.runtime.supervisor import Supervisor
+from flanneld.startup import Member
 from flanneld.state.removal_guard import RemovalGuard
 from flanneld.subnet import subnet_file
 from flanneld.subnet.lease_keeper import LeaseKeeper
-from flanneld.subnet.manager import LONGEST_SILENCE, LocalFacts, NodeStore, SubnetManager
-from flanneld.subnet.subnet_file import Previous
-from flanneld.wiring import choice_for, extras_for, open_manager
+from flanneld.subnet.manager import LONGEST_SILENCE, NodeStore
+from flanneld.subnet.registry import open_manager
 
 if TYPE_CHECKING:
     from flanneld.reconcile.firewall import Firewall
 
 log = logging.getLogger(__name__)
 
-Result = TypeVar("Result")
-
 #: Threads hand over sooner than by default: an event reaches the kernel through two of them.
 _SWITCH_INTERVAL = 0.0001
 #: Objects made between two searches for reference cycles. A list of leases makes many, and no cycles.
 _GARBAGE = 50_000
-_RECONCILER = "reconciler"
+_RECONCILER, _FIREWALL = "reconciler", "firewall"
+#: Seconds for which the rules that only let traffic through wait for the routes.
+_PEERS_PATIENCE = 5.0
 #: Seconds between two looks at subnet.env and at the kernel's forwarding.
 _HOST_LOOK = 1.0
 
@@ -130,19 +118,6 @@ def _serve_alone(wanted: Options, environ: Mapping[str, str]) -> int:
     return Daemon(wanted, environ, supervisor, notifier, manager, events).serve()
 
 
-class Member(Struct, frozen=True, gc=False):
-    """What makes this node a member of the network."""
-
-    manager: SubnetManager
-    config: Config
-    previous: Previous
-    last_run: LastRun
-    kernel: Kernel
-    monitor: Monitor
-    uplink_manager: UplinkManager
-    lease: Lease
-
-
 class Daemon:
     """One run of flanneld: everything is built once, in the order in which it is needed."""
 
@@ -161,7 +136,7 @@ class Daemon:
         self._notifier = notifier
         self._manager = manager
         self._readiness = Readiness(supervisor.stop, notifier, tell=self._report)
-        self._last_run: LastRun | None = None
+        self._member: Member | None = None
         self._reconciler: KernelReconciler | None = None
         self._subnet_file = subnet_file.SubnetFile(Path(wanted.subnet_file), self._subnet_file_written)
         #: What is to be done as soon as subnet.env is written.
@@ -197,39 +172,17 @@ class Daemon:
         self._observation.serve_status()
 
     def _join(self) -> Member:
-        """Learn what the network is like, decide how this node takes part in it, and get its lease."""
-        ask, manager = self._readiness.ask, self._manager
-        path = Path(self._options.subnet_file)
-        previous, last_run = subnet_file.read(path), LastRun(path)
-        self._last_run = last_run
-        config = ask("the network config", manager.network_config)
-        for warning in config.warnings:
-            log.warning("%s", warning)
-        make_backend = registry.load(config.backend_type)
-        kernel, monitor = self._readiness.patiently("the kernel", _open_kernel)
-        choice = ask("our node", lambda: choice_for(self._options, manager))
-        uplink = self._find_uplink(kernel, config, choice)
-        machine = machine_of(kernel, uplink)
-        written = last_run.claim(machine, manager.name, previous.subnets)
-        stored = ask("the leases", lambda: manager.stored(uplink.public(config.families[0])))
-        if stored is None and written is not None:
-            stored = written.attrs
-        uplink_manager = self._readiness.patiently(
-            "this host's devices",
-            lambda: UplinkManager(kernel, config, choice, make_backend, uplink, stored, previous.networks),
-        )
-        _warn_of_unread_keys(config)
-        local = LocalFacts(written, connected_networks(kernel, config.families))
-        attributes = uplink_manager.backend.attributes()
-        lease = ask("a lease", lambda: manager.acquire(config, attributes, previous.subnets, local))
-        last_run.joined(machine, manager.name, lease)
-        log.info(
-            "Our subnet is %s, backend %s, MTU %d", lease, config.backend_type, uplink_manager.backend.mtu
-        )
-        return Member(manager, config, previous, last_run, kernel, monitor, uplink_manager, lease)
+        """Go through the stages of startup up to the lease, waiting for the store and this host."""
+        waiting, manager = self._readiness, self._manager
+        loaded = startup.load(self._options, manager, waiting)
+        member = startup.join(loaded, startup.elect(loaded, waiting), waiting, manager.acquire)
+        mtu = member.uplink_manager.backend.mtu
+        log.info("Our subnet is %s, backend %s, MTU %d", member.lease, member.config.backend_type, mtu)
+        return member
 
     def _go_to_work(self, member: Member) -> None:
         """Make the devices, tell this host about its subnet, and start what keeps all of it true."""
+        self._member = member
         start = self._supervisor.start
         lease_keeper = self._lease_keeper(member)
         reconciler = self._make_reconciler(member, lease_keeper)
@@ -237,7 +190,9 @@ class Daemon:
         self._components.join(member.config, lease_keeper, reconciler)
         self._readiness.patiently("the kernel", reconciler.prepare)
         if self._options.ip_masq:
-            masquerade_now(lambda: self._firewall(member), self._supervisor)
+            firewall = self._firewall(member)
+            firewall.start()
+            start(_FIREWALL, firewall.run, firewall.cancel)
         self._write_subnet_file(member)
         self._check_host(member)
         self._readiness.await_peers()
@@ -260,7 +215,7 @@ class Daemon:
         if self._options.peer_probes:
             self._probe_peers(member, reconciler)
         if not self._options.ip_masq:
-            forward_soon(lambda: self._firewall(member), self._supervisor, self._readiness)
+            self._forward_soon(member)
         self._observation.serve_status()
 
     # ---- the parts ---------------------------------------------------------------------------
@@ -279,22 +234,8 @@ class Daemon:
         )
 
     def _make_reconciler(self, member: Member, lease_keeper: LeaseKeeper) -> KernelReconciler:
-        extras = extras_for(self._options, member.lease)
-        last_run = member.last_run
-        node = Node(
-            member.kernel,
-            member.monitor,
-            member.uplink_manager,
-            member.lease,
-            extras,
-            former=member.previous.networks,
-            devices=last_run.devices,
-            adopts=last_run.adopts,
-            adopted=last_run.adopted,
-            record=last_run.record,
-        )
         return KernelReconciler(
-            node,
+            startup.desired(member),
             RemovalGuard(is_on=self._options.removal_brake),
             stop=self._supervisor.stop,
             heartbeat=partial(self._supervisor.heartbeat, _RECONCILER),
@@ -315,8 +256,8 @@ class Daemon:
     def _look_at_host(self) -> None:
         """Put right what others did to subnet.env, and see whether the kernel forwards. For one thread."""
         self._subnet_file.look()
-        if self._last_run is not None:
-            self._last_run.try_again()
+        if self._member is not None:
+            self._member.last_run.try_again()
         self._readiness.await_file(self._subnet_file.problem)
         if self._forwarding:
             self._forwarding.look()
@@ -336,33 +277,30 @@ class Daemon:
         if self._forwarding:
             yield "forwarding", self._forwarding.problems
 
-    # ---- the steps ---------------------------------------------------------------------------
-
-    def _find_uplink(self, kernel: Kernel, config: Config, choice: InterfaceChoice) -> Uplink:
-        """Elect the uplink, waiting for it as long as ``--iface-wait`` says."""
-        deadline = clock.now() + self._options.iface_wait
-
-        def attempt() -> Uplink:
-            try:
-                return find_uplink(kernel, config, choice)
-            except NoInterface as failure:
-                if clock.now() >= deadline:
-                    raise
-                raise Retryable(failure.problem, failure.remedy) from failure
-
-        uplink = self._readiness.patiently("an external interface", attempt)
-        log.info("The external interface is %s", uplink)
-        return uplink
-
     def _firewall(self, member: Member) -> Firewall:
         # Not needed by everybody, and not before the packets flow.
         from flanneld.reconcile.firewall import Firewall, wishes_of
 
         wishes = wishes_of(self._options, member.config, member.lease.key, member.previous)
-        heartbeat = partial(self._supervisor.heartbeat, "firewall")
+        heartbeat = partial(self._supervisor.heartbeat, _FIREWALL)
         firewall = Firewall(wishes, stop=self._supervisor.stop, heartbeat=heartbeat)
         self._components.add_firewall(firewall)
         return firewall
+
+    def _forward_soon(self, member: Member) -> None:
+        """Rules that only let traffic through come after the routes on which it goes."""
+        made: list[Firewall] = []
+
+        def run() -> None:
+            if self._readiness.wait_for_peers(_PEERS_PATIENCE):
+                made.append(self._firewall(member))
+                made[0].start_and_run()
+
+        def cancel() -> None:
+            for firewall in made:
+                firewall.cancel()
+
+        self._supervisor.start(_FIREWALL, run, cancel)
 
     def _probe_peers(self, member: Member, reconciler: KernelReconciler) -> None:
         from flanneld.diagnostics.probes import Prober  # only for those who ask for it
@@ -390,8 +328,8 @@ class Daemon:
         self._readiness.await_file(self._subnet_file.problem)
 
     def _subnet_file_written(self) -> None:
-        if self._last_run is not None:
-            self._last_run.subnet_file_written()
+        if self._member is not None:
+            self._member.last_run.subnet_file_written()
 
     def _alive(self, name: str) -> Callable[[], None]:
         return partial(self._supervisor.heartbeat, name, LONGEST_SILENCE)
@@ -439,17 +377,6 @@ class Daemon:
         """Cuts every blocked request of any thread, this one's included."""
         self._supervisor.stop.wait()
         self._manager.close()
-
-
-def _open_kernel() -> tuple[Kernel, Monitor]:
-    kernel = Kernel()
-    return kernel, Monitor(kernel.port)
-
-
-def _warn_of_unread_keys(config: Config) -> None:
-    for key, nearest in config.backend.unread():
-        hint = f"; did you mean {nearest}?" if nearest else ""
-        log.warning("Unknown key %s in Backend of the network config%s", key, hint)
 
 
 def _warn_of_unknown_variables(environ: Mapping[str, str]) -> None:
