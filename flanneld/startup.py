@@ -27,8 +27,10 @@ from flanneld.network.uplink_facts import connected_networks
 from flanneld.options import Options
 from flanneld.reconcile.convergence import Node
 from flanneld.reconcile.last_run import LastRun, machine_of
+from flanneld.reconcile.member import Loops, Member
 from flanneld.reconcile.uplink_manager import UplinkManager, find_uplink
 from flanneld.runtime import clock
+from flanneld.runtime.supervisor import Supervisor
 from flanneld.state.resources import Blackhole
 from flanneld.subnet import subnet_file
 from flanneld.subnet.manager import LocalFacts, NodeStore, SubnetManager
@@ -82,20 +84,6 @@ class Elected(Struct, frozen=True, gc=False):
     monitor: Monitor
     choice: InterfaceChoice
     uplink: Uplink
-
-
-class Member(Struct, frozen=True, gc=False):
-    """This node as a member of the network: its lease, and the backend that the lease announces."""
-
-    options: Options
-    manager: SubnetManager
-    config: Config
-    previous: Previous
-    last_run: LastRun
-    kernel: Kernel
-    monitor: Monitor
-    uplink_manager: UplinkManager
-    lease: Lease
 
 
 # ---- the stages ---------------------------------------------------------------------------------
@@ -165,6 +153,13 @@ def desired(member: Member) -> Node:
         adopted=last_run.adopted,
         record=last_run.record,
     )
+
+
+def run(
+    member: Member, supervisor: Supervisor, *, on_synced: Callable[[], None], on_move: Callable[[], None]
+) -> Loops:
+    """Return the loops of a daemon, not started yet: each comes in its order with the rest of the daemon."""
+    return Loops(member, desired(member), supervisor, on_synced=on_synced, on_move=on_move)
 
 
 # ---- their attempts -----------------------------------------------------------------------------
