@@ -27,7 +27,7 @@ from flanneld.runtime.process import ensure_descriptors, open_standard_streams, 
 from flanneld.runtime.supervisor import Supervisor
 from flanneld.subnet import subnet_file
 from flanneld.subnet.manager import NodeStore
-from flanneld.subnet.registry import open_manager
+from flanneld.subnet.stores import open_manager
 
 log = logging.getLogger(__name__)
 

@@ -93,7 +93,7 @@ def _of_the_store(wanted: Options, environ: Mapping[str, str]) -> dict[str, Any]
     from flanneld.diagnostics.dry_run import rehearse
     from flanneld.state.desired_state import LOCAL
     from flanneld.state.report import Failure
-    from flanneld.subnet.registry import open_manager
+    from flanneld.subnet.stores import open_manager
 
     manager = open_manager(wanted, environ)
     outcome = rehearse(wanted, manager)
