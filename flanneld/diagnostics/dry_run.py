@@ -180,7 +180,7 @@ class Forecast:
         manager = self._manager
         foreseen = manager.foresee(config, attrs) if isinstance(manager, Foreseeing) else None
         self.leases = all_leases(manager)
-        own = foreseen or _ours(self.leases, attrs, config, local.written)
+        own = foreseen or _ours(self.leases, attrs, config, previous, local.written)
         self.has_lease = own is not None
         return own or Lease(attrs, *_likely(config, previous, self.leases))
 
@@ -219,17 +219,25 @@ def all_leases(manager: SubnetManager) -> Snapshot | Cached:
 
 
 def _ours(
-    snapshot: Snapshot | Cached, attrs: LeaseAttrs, config: Config, written: Lease | None
+    snapshot: Snapshot | Cached, attrs: LeaseAttrs, config: Config, previous: LeaseKey, written: Lease | None
 ) -> Lease | None:
-    """The lease that a start would take again, if it fits the network config: the proven one comes first."""
-    family = config.families[0]
-    for lease in snapshot.leases:
-        if written and (lease.key, lease.attrs) == (written.key, written.attrs) and fits(config, lease.key):
-            return lease
-    for lease in snapshot.leases:
-        if lease.attrs.public(family) == attrs.public(family) and fits(config, lease.key):
-            return lease
-    return None
+    """Return the lease that a start would reuse: the previous one, else the proven one, else the lowest."""
+    address = attrs.public(config.families[0])
+
+    def is_of_our_address(lease: Lease) -> bool:
+        return lease.attrs.public(config.families[0]) == address
+
+    def precedence(lease: Lease) -> tuple[bool, bool, list[int]]:
+        order = [int(net.network_address) for net in lease.key if net is not None]
+        return lease.key != previous, is_of_our_address(lease), order
+
+    ours = [
+        lease
+        for lease in snapshot.leases
+        if is_of_our_address(lease)
+        or (written is not None and (lease.key, lease.attrs) == (written.key, written.attrs))
+    ]
+    return min((lease for lease in ours if fits(config, lease.key)), key=precedence, default=None)
 
 
 def _likely(config: Config, previous: LeaseKey, snapshot: Snapshot | Cached) -> LeaseKey:
