@@ -139,12 +139,10 @@ def _has_pump(tun: str) -> bool:
 
 
 def _domain(previous: Previous, last_run: LastRun, *, everything: bool) -> Domain:
-    lengths = {net.version: net.prefixlen for net in previous.subnets if net is not None}
-    ranges = [(net, lengths[net.version]) for net in previous.networks if net.version in lengths]
     return Domain(
         uplink="",
         links=frozenset(),
-        ranges=tuple(ranges),
+        ranges=previous.ranges,
         unmarked=everything or last_run.adopts,
         adopted=last_run.adopted,
     )

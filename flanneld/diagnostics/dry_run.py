@@ -1,4 +1,4 @@
-"""A start that changes nothing: what the daemon would do, by the way it takes itself.
+"""Dry run: the daemon's own startup against a kernel that records what it is told to write.
 
 The controller runs over tables that read as always and only take note of what they are told to write. No
 lease is acquired: without one the subnet is the one that this node would most likely get.
@@ -9,36 +9,30 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
 
-from flanneld.backends import registry
+from flanneld import startup
 from flanneld.config import Config
 from flanneld.errors import Cancelled, Retryable
 from flanneld.model import Cached, Event, Lease, LeaseAttrs, LeaseKey, Snapshot, Uplink, overlap
 from flanneld.network.rtnetlink import links
 from flanneld.network.rtnetlink.domain import Domain
-from flanneld.network.rtnetlink.kernel import Kernel
 from flanneld.network.rtnetlink.route_order import Behind
 from flanneld.network.rtnetlink.tables import KERNEL_TABLES
-from flanneld.network.uplink_election import InterfaceChoice
 from flanneld.options import Options
 from flanneld.reconcile.controller import Controller, Node
-from flanneld.reconcile.last_run import LastRun, machine_of
 from flanneld.reconcile.peers import View
-from flanneld.reconcile.uplink_manager import UplinkManager, find_uplink
 from flanneld.runtime import clock
+from flanneld.startup import SingleAttempts
 from flanneld.state.removal_guard import RemovalGuard
 from flanneld.state.report import Report
 from flanneld.state.resources import ForeignLink, Key, Link, Resource, Route
 from flanneld.state.table import Put, Scope, Seen, Table
-from flanneld.subnet import subnet_file
 from flanneld.subnet.allocation import fits
-from flanneld.subnet.manager import Foreseeing, SubnetManager
+from flanneld.subnet.manager import Foreseeing, LocalFacts, SubnetManager
 from flanneld.subnet.subnet_file import Previous
-from flanneld.wiring import extras_for
 
 
 class Notes:
@@ -127,47 +121,45 @@ class Outcome(Struct, frozen=True, gc=False):
     notes: Notes
 
 
-def rehearse(wanted: Options, manager: SubnetManager, choice: InterfaceChoice) -> Outcome:
+def rehearse(options: Options, manager: SubnetManager) -> Outcome:
     """Raises ``Retryable`` and ``Fatal`` where a start would wait or end."""
-    path = Path(wanted.subnet_file)
-    previous, last_run = subnet_file.read(path), LastRun(path)
-    config = manager.network_config()
-    kernel, notes = Kernel(), Notes()
-    uplink = find_uplink(kernel, config, choice)
-    stored = manager.stored(uplink.public(config.families[0]))
-    make_backend = registry.load(config.backend_type)
-    uplink_manager = UplinkManager(kernel, config, choice, make_backend, uplink, stored, previous.networks)
-    attrs = uplink_manager.backend.attributes()
-    foreseen = manager.foresee(config, attrs) if isinstance(manager, Foreseeing) else None
-    snapshot = all_leases(manager)
-    written = last_run.proven_lease(machine_of(kernel, uplink), manager.name, previous.subnets)
-    own = foreseen or _ours(snapshot, attrs, config, written)
-    guess = own or Lease(attrs, *_likely(config, previous, snapshot))
-    extras = extras_for(wanted, guess)
-    node = Node(
-        kernel,
-        kernel.listen(),
-        uplink_manager,
-        guess,
-        extras,
-        former=previous.networks,
-        devices=last_run.devices,
-        adopts=last_run.adopts,
-        adopted=last_run.adopted,
-    )
-    controller = _run(node, snapshot, notes)
+    once, notes = SingleAttempts(), Notes()
+    loaded = startup.load(options, manager, once, is_dry_run=True)
+    elected = startup.elect(loaded, once)
+    forecast = Forecast(manager)
+    member = startup.join(loaded, elected, once, forecast.acquire)
+    controller = _run(startup.desired(member), forecast.leases, notes)
     peers = controller.peers
     return Outcome(
-        config=config,
-        uplink=uplink,
-        mtu=uplink_manager.backend.mtu,
-        own=guess,
-        has_lease=own is not None,
-        previous=previous,
+        config=member.config,
+        uplink=member.uplink_manager.uplink,
+        mtu=member.uplink_manager.backend.mtu,
+        own=member.lease,
+        has_lease=forecast.has_lease,
+        previous=member.previous,
         view=peers.view(),
         domain=controller.domain,
         notes=notes,
     )
+
+
+class Forecast:
+    """The lease that a start would get, found without writing; stands in for the store's ``acquire``."""
+
+    def __init__(self, manager: SubnetManager) -> None:
+        self._manager = manager
+        #: Set by ``acquire``: the leases of all nodes, and whether one of them is ours.
+        self.leases: Snapshot | Cached = Snapshot(())
+        self.has_lease = False
+
+    def acquire(self, config: Config, attrs: LeaseAttrs, previous: LeaseKey, local: LocalFacts) -> Lease:
+        """Return our lease, else a guess. May raise what a start's ``acquire`` does."""
+        manager = self._manager
+        foreseen = manager.foresee(config, attrs) if isinstance(manager, Foreseeing) else None
+        self.leases = all_leases(manager)
+        own = foreseen or _ours(self.leases, attrs, config, previous, local.written)
+        self.has_lease = own is not None
+        return own or Lease(attrs, *_likely(config, previous, self.leases))
 
 
 def _run(node: Node, leases: Snapshot | Cached, notes: Notes) -> Controller:
@@ -205,26 +197,34 @@ def all_leases(manager: SubnetManager) -> Snapshot | Cached:
 
 
 def _ours(
-    snapshot: Snapshot | Cached, attrs: LeaseAttrs, config: Config, written: Lease | None
+    snapshot: Snapshot | Cached, attrs: LeaseAttrs, config: Config, previous: LeaseKey, written: Lease | None
 ) -> Lease | None:
-    """The lease that a start would take again, if it fits the network config: the proven one comes first."""
-    family = config.families[0]
-    for lease in snapshot.leases:
-        if written and (lease.key, lease.attrs) == (written.key, written.attrs) and fits(config, lease.key):
-            return lease
-    for lease in snapshot.leases:
-        if lease.attrs.public(family) == attrs.public(family) and fits(config, lease.key):
-            return lease
-    return None
+    """Return the lease that a start would reuse: the previous one, else the proven one, else the lowest."""
+    address = attrs.public(config.families[0])
+
+    def is_of_our_address(lease: Lease) -> bool:
+        return lease.attrs.public(config.families[0]) == address
+
+    def precedence(lease: Lease) -> tuple[bool, bool, list[int]]:
+        order = [int(net.network_address) for net in lease.key if net is not None]
+        return lease.key != previous, is_of_our_address(lease), order
+
+    ours = [
+        lease
+        for lease in snapshot.leases
+        if is_of_our_address(lease)
+        or (written is not None and (lease.key, lease.attrs) == (written.key, written.attrs))
+    ]
+    return min((lease for lease in ours if fits(config, lease.key)), key=precedence, default=None)
 
 
-def _likely(config: Config, previous: Previous, snapshot: Snapshot | Cached) -> LeaseKey:
+def _likely(config: Config, previous: LeaseKey, snapshot: Snapshot | Cached) -> LeaseKey:
     """What the subnet file remembers, if it fits and is free: a start asks for that first."""
-    if not fits(config, previous.subnets):
+    if not fits(config, previous):
         return (None, None)
     taken = [net for lease in snapshot.leases for net in lease.key if net is not None]
-    free = all(not overlap(net, other) for net in previous.subnets if net for other in taken)
-    return previous.subnets if free else (None, None)
+    free = all(not overlap(net, other) for net in previous if net for other in taken)
+    return previous if free else (None, None)
 
 
 def _nothing(*_: Any) -> None:

@@ -103,7 +103,12 @@ def test_churn_leaves_no_thread_and_no_descriptor_behind(lab: Lab, nodes: tuple[
             churn(lab, node)
         assert ping.lost() == 0
     before.wait_for_no_more(node.pid)
-    wait_for(lambda: node.log().count("Restored ") >= 20 * REPAIRS, PATIENT, "all repairs in the log")
+    wait_for(lambda: repairs(node) >= 20 * REPAIRS, PATIENT, "all repairs to be counted")
+
+
+def repairs(node: Node) -> int:
+    status = json.loads(flannelctl(node, "status", "--output=json").stdout)
+    return sum(each["number"] for each in status["repairs"])
 
 
 @pytest.mark.long
