@@ -17,6 +17,7 @@ from tests.lab import Lab, Node, wait_for
 from tests.lab.etcd import PREFIX
 from tests.netns.apis import both_apis
 from tests.netns.strangers import ABOVE_STRANGERS, PATIENT, Stranger, settle, wait_for_just
+from tests.netns.test_seeing import flannelctl
 
 #: What comes and goes at a time.
 STRANGERS = [Stranger(number) for number in range(8)]
