@@ -367,7 +367,8 @@ class Reconciler:
         each.failed = tuple(failed)
         if failed:
             more = f", and {len(failed) - 1} more" if len(failed) > 1 else ""
-            self._say_not_in_place(each, f"{failed[0]}{more}")
+            remedy = f"; {failed[0].remedy}" if failed[0].remedy else ""
+            self._say_not_in_place(each, f"{failed[0]}{more}{remedy}")
             each.settled = False
             self._retry_later(each, now)
             return
