@@ -18,9 +18,9 @@ from msgspec import Struct
 
 from flanneld.compat.glog import Once
 from flanneld.errors import Fatal, Retryable
+from flanneld.runtime.connection_pools import Pool, TlsPool
 from flanneld.runtime.imports import package_without_init
 from flanneld.runtime.interruptible_socket import InterruptibleSocket
-from flanneld.subnet.connection_pools import Pool, TlsPool
 
 log = logging.getLogger(__name__)
 
