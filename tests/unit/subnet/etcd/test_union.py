@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from flanneld.model import Added, Event, Lease, LeaseAttrs, LeaseKey, LeaseTable, Removed, Snapshot
-from flanneld.subnet.etcd.own_both import OwnInBoth
-from flanneld.subnet.etcd.union import LeaseUnion
+from flanneld.subnet.etcd.union import LeaseUnion, OwnInBoth
 
 SIDES = ("v3", "v2")
 Told = tuple[str, Event]
