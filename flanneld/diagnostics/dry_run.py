@@ -5,6 +5,7 @@ No lease is acquired: without one the subnet is the one that this node would mos
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -21,6 +22,7 @@ from flanneld.network.rtnetlink import links
 from flanneld.network.rtnetlink.domain import Domain
 from flanneld.network.rtnetlink.kernel import Kernel
 from flanneld.options import Options
+from flanneld.reconcile import host_services
 from flanneld.reconcile.convergence import Node
 from flanneld.reconcile.kernel_reconciler import KernelReconciler
 from flanneld.reconcile.peers import View
@@ -145,7 +147,8 @@ class Outcome(Struct, frozen=True, gc=False):
 def rehearse(options: Options, manager: SubnetManager) -> Outcome:
     """Raises ``Retryable`` and ``Fatal`` where a start would wait or end."""
     once, notes = SingleAttempts(), Notebook()
-    loaded = startup.load(options, manager, once, is_dry_run=True)
+    services = host_services.of_dry_run(options.secret_dir, os.environ)
+    loaded = startup.load(options, manager, once, services, is_dry_run=True)
     elected = startup.elect(loaded, once, lambda: notes)
     forecast = Forecast(manager)
     member = startup.join(loaded, elected, once, forecast.acquire)
@@ -180,7 +183,7 @@ class Forecast:
         manager = self._manager
         foreseen = manager.foresee(config, attrs) if isinstance(manager, Foreseeing) else None
         self.leases = all_leases(manager)
-        own = foreseen or _ours(self.leases, attrs, config, local.written)
+        own = foreseen or _ours(self.leases, attrs, config, local)
         self.has_lease = own is not None
         return own or Lease(attrs, *_likely(config, previous, self.leases))
 
@@ -218,18 +221,13 @@ def all_leases(manager: SubnetManager) -> Snapshot | Cached:
     return found[0]
 
 
-def _ours(
-    snapshot: Snapshot | Cached, attrs: LeaseAttrs, config: Config, written: Lease | None
-) -> Lease | None:
+def _ours(snapshot: Snapshot | Cached, attrs: LeaseAttrs, config: Config, local: LocalFacts) -> Lease | None:
     """The lease that a start would take again, if it fits the network config: the proven one comes first."""
-    family = config.families[0]
-    for lease in snapshot.leases:
-        if written and (lease.key, lease.attrs) == (written.key, written.attrs) and fits(config, lease.key):
-            return lease
-    for lease in snapshot.leases:
-        if lease.attrs.public(family) == attrs.public(family) and fits(config, lease.key):
-            return lease
-    return None
+    written = local.written
+    fitting = [lease for lease in snapshot.leases if fits(config, lease.key)]
+    proven = (each for each in fitting if written and (each.key, each.attrs) == (written.key, written.attrs))
+    ours = (each for each in fitting if local.is_self(each.attrs, attrs))
+    return next(proven, None) or next(ours, None)
 
 
 def _likely(config: Config, previous: LeaseKey, snapshot: Snapshot | Cached) -> LeaseKey:
