@@ -1,4 +1,4 @@
-"""Identity of a node, and the test of whose a lease is, in a backend that is rebuilt when the uplink moves."""
+"""Identity of a node, and the test of whose a lease is, in backends rebuilt when the uplink moves."""
 
 from __future__ import annotations
 
