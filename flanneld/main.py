@@ -21,6 +21,7 @@ from flanneld.diagnostics.observation import Observation
 from flanneld.diagnostics.readiness import Readiness
 from flanneld.errors import Cancelled, Fatal, lacking
 from flanneld.options import Options
+from flanneld.reconcile import host_services
 from flanneld.reconcile.member import Loops, Member
 from flanneld.runtime import event_log, sd_notify
 from flanneld.runtime.instance_lock import InstanceLock
@@ -158,7 +159,8 @@ class Daemon:
     def _join(self) -> Member:
         """Go through the stages of startup up to the lease, waiting for the store and this host."""
         waiting, manager = self._readiness, self._manager
-        loaded = startup.load(self._options, manager, waiting)
+        services = host_services.of_daemon(self._options.secret_dir, self._environ, self._supervisor.stop)
+        loaded = startup.load(self._options, manager, waiting, services)
         member = startup.join(loaded, startup.elect(loaded, waiting), waiting, manager.acquire)
         mtu = member.uplink_manager.backend.mtu
         log.info("Our subnet is %s, backend %s, MTU %d", member.lease, member.config.backend_type, mtu)

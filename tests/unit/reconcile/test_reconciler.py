@@ -222,8 +222,10 @@ def test_every_table_is_closed_whatever_becomes_of_the_others(
     monkeypatch.setattr(first, "close", fail)
     reconciler = reconciler_of(first, second)
     reconciler.step(time.now)
-    reconciler.close(remove=False)
-    assert second.closed == [False]
+    reconciler.close(remove=[second.name])
+    assert second.closed == [True]
+    reconciler.close()
+    assert second.closed == [True, False]
 
 
 THINGS = st.builds(Thing, st.sampled_from("abcdef"), st.integers(0, 2))
