@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import ssl
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec import Struct
 
 from flanneld.errors import Cancelled, NoAnswer, Retryable
+from flanneld.runtime.reader import Reader
 from flanneld.subnet.etcd.endpoints import Server, Servers, TlsFiles
 from flanneld.subnet.etcd.http import NoSuchApi, Useless
 from flanneld.subnet.etcd.transport import NO_SERVER, NO_TLS, Failover, Timeouts, useless
@@ -159,7 +159,7 @@ class GrpcStream:
         self._connection = GrpcConnection(open_channel, timeouts)
         self._timeouts = timeouts
         self._server: Server | None = None
-        self._heard: SimpleQueue[bytes | Exception] = SimpleQueue()
+        self._reader: Reader[bytes] | None = None
 
     def open(self, server: Server, body: Mapping[str, object], token: str) -> None:
         self._server = server
@@ -170,17 +170,15 @@ class GrpcStream:
             messages = call(data, metadata=_login(token) + _REQUIRE_LEADER)
         except (ValueError, Cancelled):
             raise _given_up() from None
-        threading.Thread(target=self._hear, args=(messages, server), name="watch", daemon=True).start()
+        self._reader = Reader("watch", self._hear(messages, server))
 
     def next(self, timeout: float) -> dict[str, Any] | None:
+        assert self._reader
         assert self._server
-        try:
-            item = self._heard.get(timeout=timeout)
-        except Empty:
+        message = self._reader.next(timeout)
+        if message is None:
             return None
-        if isinstance(item, Exception):
-            raise item
-        return answers.watch_object(understood(METHODS["/watch"].response, item), self._server.name)
+        return answers.watch_object(understood(METHODS["/watch"].response, message), self._server.name)
 
     def cut(self) -> None:
         self._connection.cut()
@@ -188,15 +186,12 @@ class GrpcStream:
     def close(self) -> None:
         self._connection.cut()
 
-    def _hear(self, messages: Iterable[bytes], server: Server) -> None:
-        """In a thread of its own, as gRPC knows no time limit for the next message."""
+    def _hear(self, messages: Iterable[bytes], server: Server) -> Iterator[bytes]:
         try:
-            for message in messages:
-                self._heard.put(message)
+            yield from messages
         except grpc.RpcError as error:
-            self._heard.put(failure(error, server, self._timeouts))
-        else:
-            self._heard.put(Useless("it has ended the watch"))
+            raise failure(error, server, self._timeouts) from None
+        raise Useless("it has ended the watch")
 
 
 def understood(kind: Any, data: bytes) -> dict[str, Any]:
