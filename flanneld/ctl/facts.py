@@ -49,9 +49,8 @@ class Facts(Struct, frozen=True, gc=False):
     now: float = 0.0
     subnet_file: str = ""
     has_subnet_file: bool = True
-    #: What the subnet file says, and its MTU.
+    #: What the subnet file says.
     previous: Previous = field(default_factory=Previous)
-    file_mtu: int | None = None
     links: tuple[SeenLink, ...] = ()
     #: The addresses of all interfaces, by the interface.
     addresses: tuple[tuple[str, IPAddress], ...] = ()
@@ -115,7 +114,6 @@ def gather(source: Source) -> Facts:
         subnet_file=str(path),
         has_subnet_file=path.exists(),
         previous=subnet_file.read(path),
-        file_mtu=_file_mtu(path),
         links=found.links,
         addresses=tuple(_addresses(found)),
         entries=tuple(snapshot.compare(document, found)),
@@ -136,14 +134,6 @@ def gather(source: Source) -> Facts:
 
 def _families(document: Mapping[str, Any]) -> tuple[Family, ...]:
     return tuple(network.version for network, _ in ranges_of(document)) or FAMILIES[:1]
-
-
-def _file_mtu(path: Path) -> int | None:
-    try:
-        lines = dict(line.partition("=")[::2] for line in path.read_text().splitlines())
-        return int(lines["FLANNEL_MTU"])
-    except (OSError, ValueError, KeyError):
-        return None
 
 
 def _addresses(found: Found) -> Iterator[tuple[str, IPAddress]]:

@@ -177,6 +177,21 @@ def reverse_path(facts: Facts) -> Iterator[Finding]:
     yield from as_at_start(facts, Topic.REVERSE_PATH)
 
 
+@check("J", "unsafe leases", "no lease claims a network or an address of this host")
+def unsafe_leases(facts: Facts) -> Iterator[Finding]:
+    for peer in facts.peers:
+        if peer["state"] == "unsafe":
+            yield Finding(
+                f"the lease {','.join(peer['subnets'])} would harm this host",
+                peer["reason"].partition("; ")[0],
+                "the daemon withdrew the routes to its node: containers there are not reached from here",
+                Advice(
+                    "give this host's own network other addresses, outside Network, or the node another"
+                    " subnet; delete the lease only if its node is gone; the daemon follows by itself"
+                ),
+            )
+
+
 # ---- L: the daemon itself -----------------------------------------------------------------------
 
 

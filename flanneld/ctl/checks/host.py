@@ -117,10 +117,10 @@ def subnet_file(facts: Facts) -> Iterator[Finding]:
             Advice("restart the daemon: it writes the file at its start"),
         )
     wanted = facts.document.get("mtu")
-    if wanted and facts.file_mtu is not None and facts.file_mtu != wanted:
+    if wanted and facts.previous.mtu is not None and facts.previous.mtu != wanted:
         yield Finding(
-            f"{facts.subnet_file} has the MTU {facts.file_mtu}, wanted is {wanted}",
-            f"FLANNEL_MTU={facts.file_mtu}",
+            f"{facts.subnet_file} has the MTU {facts.previous.mtu}, wanted is {wanted}",
+            f"FLANNEL_MTU={facts.previous.mtu}",
             "new containers send packets that do not fit, or that are smaller than need be",
             Advice("restart the daemon, then the containers"),
         )
@@ -171,7 +171,7 @@ def bridge_subnet(facts: Facts) -> Iterator[Finding]:
 
 @check("K", "containers", "bridges of containers are not larger than the network allows")
 def container_mtu(facts: Facts) -> Iterator[Finding]:
-    allowed = facts.document.get("mtu") or facts.file_mtu
+    allowed = facts.document.get("mtu") or facts.previous.mtu
     own = _own_subnets(facts)
     names = {name for name, address in facts.addresses if any(address in net for net in own)}
     for name in sorted(names - set(facts.devices)):

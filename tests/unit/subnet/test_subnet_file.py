@@ -391,8 +391,13 @@ def test_a_name_without_a_value_counts_as_none(path: Path, caplog: pytest.LogCap
 
 
 def test_a_variable_that_is_absent_is_no_news(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert remembered(path, "FLANNEL_MTU=1450\n") == Previous()
+    assert remembered(path, "FLANNEL_MTU=1450\n") == Previous(mtu=1450)
     assert caplog.records == []
+
+
+@pytest.mark.parametrize("value", ["", "-5", "1450.5", "mtu", "1" * 5000])
+def test_mtu_that_is_no_number_counts_as_none(path: Path, value: str) -> None:
+    assert remembered(path, f"FLANNEL_MTU={value}\n").mtu is None
 
 
 def test_our_environment_does_not_leak_in(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -433,7 +438,7 @@ def test_an_ipv4_file_reads_back(
     scratch: Path, network: IPv4Network, subnet: IPv4Network, mtu: int, masq: bool
 ) -> None:
     write(scratch, SubnetEnv((network,), (subnet,), mtu, masq))
-    assert read(scratch) == Previous((network,), (subnet, None))
+    assert read(scratch) == Previous((network,), (subnet, None), mtu)
 
 
 @given(networks, networks, ipv6_networks, ipv6_networks)
@@ -445,7 +450,7 @@ def test_a_file_of_both_families_reads_back(
     ipv6_subnet: IPv6Network,
 ) -> None:
     write(scratch, SubnetEnv((ipv6_network, network), (subnet, ipv6_subnet), 1450, True))
-    assert read(scratch) == Previous((network, ipv6_network), (subnet, ipv6_subnet))
+    assert read(scratch) == Previous((network, ipv6_network), (subnet, ipv6_subnet), 1450)
 
 
 names = st.sampled_from(["FLANNEL_NETWORK", "FLANNEL_SUBNET", "FLANNEL_IPV6_SUBNET", "export ", "${A}"])

@@ -62,7 +62,7 @@ class Carrier(Protocol):
 
 def open_carrier(transport: Transport) -> Carrier:
     """What the options ask for. Raises ``Fatal`` for gRPC without its library."""
-    wanted = transport.servers.transport
+    wanted = transport.servers.options.transport
     if wanted == "grpc":
         if not _has_grpc():
             raise Fatal("-etcd-transport=grpc needs grpcio, which is not installed", _EXTRA)

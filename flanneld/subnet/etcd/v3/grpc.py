@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from flanneld.errors import Cancelled, NoAnswer, Retryable
 from flanneld.runtime.reader import Reader
-from flanneld.subnet.etcd.endpoints import Server, Servers, TlsFiles
+from flanneld.subnet.etcd.endpoints import EtcdOptions, Server, Servers
 from flanneld.subnet.etcd.http import NoSuchApi, Useless
 from flanneld.subnet.etcd.transport import NO_SERVER, NO_TLS, Failover, Timeouts, useless
 from flanneld.subnet.etcd.v3 import answers
@@ -237,7 +237,7 @@ def _opener(servers: Servers, timeouts: Timeouts) -> _Open:
     # For gRPC a connection is made when the server has answered, so a busy one needs more than to accept it.
     milliseconds = round(1000 * timeouts.read)
     options = (*_OPTIONS, ("grpc.min_reconnect_backoff_ms", milliseconds))
-    credentials = _credentials(servers.tls_files) if servers.tls else None
+    credentials = _credentials(servers.options) if servers.tls else None
 
     def open_channel(server: Server) -> grpc.Channel:
         host = f"[{server.host}]" if ":" in server.host else server.host
@@ -249,11 +249,11 @@ def _opener(servers: Servers, timeouts: Timeouts) -> _Open:
     return open_channel
 
 
-def _credentials(files: TlsFiles) -> grpc.ChannelCredentials:
+def _credentials(options: EtcdOptions) -> grpc.ChannelCredentials:
     """From the files, at which ``Servers`` has looked before."""
     system = (ssl.get_default_verify_paths().cafile, *_BUNDLES)
-    authorities = files.authorities or next((path for path in system if path and Path(path).exists()), None)
-    return grpc.ssl_channel_credentials(_read(authorities), _read(files.key), _read(files.certificate))
+    authorities = options.cafile or next((path for path in system if path and Path(path).exists()), None)
+    return grpc.ssl_channel_credentials(_read(authorities), _read(options.keyfile), _read(options.certfile))
 
 
 def _read(path: str | None) -> bytes | None:
