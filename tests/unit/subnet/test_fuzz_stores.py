@@ -150,7 +150,7 @@ def test_a_time_to_live_beyond_64_bits_is_not_etcds(seconds: int) -> None:
     with pytest.raises(Useless):
         read(Answer("http://a:1", 200, AT, "application/json", body=body))
     with pytest.raises(Useless):
-        answers.number({"TTL": seconds}, "TTL")
+        answers.understood({"TTL": seconds})
 
 
 # ---- far too large -------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from http.client import HTTPException
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from urllib3 import Timeout
 from urllib3.connection import HTTPConnection
@@ -58,7 +58,7 @@ class Gateway:
 
     def _call(
         self, server: Server, send: Send, path: str, body: Mapping[str, object], token: str
-    ) -> dict[str, Any]:
+    ) -> answers.Message:
         text = json.dumps(body)
         known = self._roots.get(server.name, _ROOTS[0])
         for root in dict.fromkeys((known, *_ROOTS)):
@@ -104,7 +104,7 @@ class GatewayStream:
             raise Useless(f"HTTP {response.status} to a watch")
         self._reader = Reader("watch", _lines(response))
 
-    def next(self, timeout: float) -> dict[str, Any] | None:
+    def next(self, timeout: float) -> answers.Message | None:
         assert self._reader
         assert self._server
         try:

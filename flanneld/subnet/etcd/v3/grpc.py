@@ -121,7 +121,7 @@ class GrpcConnection:
                 self._channel = self._open(server)
             return self._channel
 
-    def exchange(self, server: Server, request: Rpc) -> dict[str, Any]:
+    def exchange(self, server: Server, request: Rpc) -> answers.Message:
         method = METHODS[request.path]
         call = self.channel(server).unary_unary(server.path + method.name)
         data = encode(method.request, request.body)
@@ -172,7 +172,7 @@ class GrpcStream:
             raise _given_up() from None
         self._reader = Reader("watch", self._hear(messages, server))
 
-    def next(self, timeout: float) -> dict[str, Any] | None:
+    def next(self, timeout: float) -> answers.Message | None:
         assert self._reader
         assert self._server
         message = self._reader.next(timeout)
@@ -194,10 +194,10 @@ class GrpcStream:
         raise Useless("it has ended the watch")
 
 
-def understood(kind: Any, data: bytes) -> dict[str, Any]:
-    """The answer as the gateway would give it. Raises ``Useless``."""
+def understood(kind: Any, data: bytes) -> answers.Message:
+    """What an answer says. Raises ``Useless``."""
     try:
-        return decode(kind, data)
+        return answers.understood(decode(kind, data))
     except Malformed:
         raise Useless("it answers with a message that is not etcd's") from None
 

@@ -74,7 +74,7 @@ def etcd() -> Iterator[Etcd]:
 
 
 def line(number: int) -> bytes:
-    return b'{"result":{"number":%d}}\n' % number
+    return b'{"result":{"TTL":"%d"}}\n' % number
 
 
 def chunks(data: bytes, size: int = 1 << 16, note: bytes = b"") -> bytes:
@@ -84,7 +84,7 @@ def chunks(data: bytes, size: int = 1 << 16, note: bytes = b"") -> bytes:
 
 def numbers(stream: GatewayStream, count: int) -> list[int]:
     found = [stream.next(60) for _ in range(count)]
-    return [each["number"] for each in found if each]
+    return [each.TTL for each in found if each]
 
 
 @pytest.mark.parametrize(
