@@ -20,7 +20,7 @@ def status(source: Source) -> list[Table]:
     document = source.document
 
     def row(title: str, name: str, show: Callable[[Any], str], *, if_null: str = _UNKNOWN) -> tuple[str, str]:
-        """Show one part of the document; a part that is null is as good as ``if_null`` says."""
+        """Show one part of the document: ``if_null`` if it is null, unknown if it is absent."""
         value = document.get(name)
         if value is None:
             return title, if_null if name in document else _UNKNOWN
