@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from flanneld.ctl.snapshot import Entry, Found
 from flanneld.ctl.stale_objects import CniConf, LeftRules
 from flanneld.diagnostics import host_checks
 from flanneld.diagnostics.host_checks import Finding as HostFinding
-from flanneld.model import FAMILIES, Family, IPAddress
+from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork
 from flanneld.network.firewall import forwarding
 from flanneld.network.firewall.forwarding import accepting, dropping, in_the_way
 from flanneld.network.rtnetlink.kernel import Kernel
@@ -85,6 +86,23 @@ class Facts(Struct, frozen=True, gc=False):
         if link is None or not self.is_bridge(name):
             return link is not None
         return any(each.master == link.index for each in self.links)
+
+    def section(self, name: str) -> Mapping[str, Any]:
+        """Return a part of the document; empty if it is not known."""
+        return self.document.get(name) or {}
+
+    @property
+    def networks(self) -> list[IPNetwork]:
+        return [network for network, _ in ranges_of(self.document)]
+
+    @property
+    def own_subnets(self) -> list[IPNetwork]:
+        return [ip_network(text) for text in self.section("lease").get("subnets", ())]
+
+    @property
+    def own_macs(self) -> set[str]:
+        """The MAC addresses in our lease, in small letters."""
+        return {mac.lower() for mac in self.section("lease").get("macs", ())}
 
     @property
     def peers(self) -> list[dict[str, Any]]:
