@@ -18,8 +18,8 @@ from flanneld import __version__
 from flanneld.diagnostics.components import Components
 from flanneld.diagnostics.status import states
 from flanneld.model import FAMILIES, Lease
+from flanneld.reconcile.controller import Controller
 from flanneld.reconcile.counters import BOUNDS, Histogram, wall
-from flanneld.reconcile.kernel_reconciler import KernelReconciler
 from flanneld.runtime import clock
 from flanneld.state.resources import Link
 
@@ -58,7 +58,7 @@ class Metric(Struct, frozen=True):
 # ---- reading ------------------------------------------------------------------------------------
 
 
-def _of_the_reconciler(read: Callable[[KernelReconciler], Reading], absent: Reading = None) -> Read:
+def _of_the_reconciler(read: Callable[[Controller], Reading], absent: Reading = None) -> Read:
     return lambda components: read(components.reconciler) if components.reconciler else absent
 
 
@@ -66,37 +66,37 @@ def _lease(read: Callable[[Lease], Reading]) -> Read:
     return lambda components: read(components.lease_keeper.lease) if components.lease_keeper else None
 
 
-def _public_ips(reconciler: KernelReconciler) -> Reading:
+def _public_ips(reconciler: Controller) -> Reading:
     uplink = reconciler.uplink_manager.uplink
     return {str(ip): 1 for family in FAMILIES if (ip := uplink.public(family))}
 
 
-def _mtus(reconciler: KernelReconciler) -> Reading:
+def _mtus(reconciler: Controller) -> Reading:
     """Each device has room for its own outer headers: VXLAN takes 20 bytes more over IPv6 than over IPv4."""
     uplink = reconciler.uplink_manager.uplink
     links = (each for each in reconciler.peers.local_wishes() if isinstance(each, Link))
     return {uplink.name: uplink.mtu} | {link.name: link.mtu for link in links}
 
 
-def _peers(reconciler: KernelReconciler) -> Reading:
-    found = states(reconciler.peers.view(), reconciler.work.pending)
+def _peers(reconciler: Controller) -> Reading:
+    found = states(reconciler.peers.view(), reconciler.pending())
     return Counter((backend, state.replace(" ", "-")) for backend, state in found)
 
 
 def _objects(number: Callable[[int, int], int]) -> Read:
     """Compute a number from how many objects of a kind are wanted and how many of them the kernel refuses."""
 
-    def read(reconciler: KernelReconciler) -> Reading:
+    def read(reconciler: Controller) -> Reading:
         wanted = Counter(reconciler.peers.wanted_kinds())
-        refused = Counter(failure.resource.kind for failure in reconciler.work.pending.values())
+        refused = Counter(failure.resource.kind for failure in reconciler.pending().values())
         return {kind.name.lower(): number(wanted[kind], refused[kind]) for kind in sorted(wanted)}
 
     return _of_the_reconciler(read)
 
 
-def _refusals(reconciler: KernelReconciler) -> Reading:
+def _refusals(reconciler: Controller) -> Reading:
     numbers: Counter[tuple[str, ...]] = Counter()
-    for (kind, reason), number in reconciler.work.refusals.copy().items():
+    for (kind, reason), number in reconciler.refusals().items():
         numbers[kind, _ERRNO.get(reason, "other")] += number
     return numbers
 
@@ -170,7 +170,7 @@ METRICS = (
     _counter(
         "flannel_heals_total",
         "objects put right after others changed them",
-        _of_the_reconciler(lambda reconciler: reconciler.work.heals),
+        _of_the_reconciler(lambda reconciler: reconciler.heals()),
         "kind",
         "cause",
     ),

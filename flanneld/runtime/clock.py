@@ -8,3 +8,8 @@ import time
 def now() -> float:
     """Seconds since boot, time in suspend included: what is left of a lease runs on while a host sleeps."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def cpu_time() -> float:
+    """Seconds that this thread has computed."""
+    return time.thread_time()
