@@ -47,10 +47,11 @@ class SubnetEnv(Struct, frozen=True, gc=False):
 
 
 class Previous(Struct, frozen=True, gc=False):
-    """What the last run left: at most one network of each family, and the lease it had."""
+    """What the last run left: at most one network of each family, the lease it had, and the MTU."""
 
     networks: tuple[IPNetwork, ...] = ()
     subnets: LeaseKey = (None, None)
+    mtu: int | None = None
 
     @property
     def ranges(self) -> tuple[tuple[IPNetwork, int], ...]:
@@ -229,7 +230,12 @@ def _parse(path: Path, text: str) -> Previous:
     return Previous(
         networks=tuple(net for net in networks if net is not None),
         subnets=(find(SUBNET[4], IPv4Network), find(SUBNET[6], IPv6Network)),
+        mtu=_mtu(values.get("FLANNEL_MTU") or ""),
     )
+
+
+def _mtu(text: str) -> int | None:
+    return int(text) if text.isdecimal() and len(text) < 10 else None
 
 
 def _only_network(where: str, text: str, kind: type[Net]) -> Net | None:

@@ -14,12 +14,15 @@ from ipaddress import IPv4Network, IPv6Network
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from flanneld.errors import Retryable
 from flanneld.reconcile.reconciler import Reconciler, TableState
 from flanneld.runtime import clock
 from flanneld.state.resources import Key, Resource
 from flanneld.subnet.subnet_file import (
+    MAX_SIZE,
     TABLE,
     Previous,
     SubnetEnv,
@@ -378,3 +381,151 @@ def test_a_program_that_does_not_stop_is_given_way_to_and_told_of(
     file.look(60.0)
     assert path.read_text() == render(ENV)
     assert file.state.settled
+
+
+# Reading.
+
+
+def test_a_missing_file_means_nothing_and_costs_no_import(path: Path) -> None:
+    program = (
+        "import sys, pathlib; from flanneld.subnet.subnet_file import read; "
+        "print(read(pathlib.Path(sys.argv[1])), 'dotenv' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, path], capture_output=True, check=True, text=True)
+    assert done.stdout == f"{Previous()} False\n"
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        IPV4_LINES,
+        IPV4_LINES.replace("\n", "\r\n"),
+        IPV4_LINES.removesuffix("\n"),
+        "\ufeff" + IPV4_LINES,
+        "# ours\nexport FLANNEL_NETWORK='10.5.0.0/16'\nFLANNEL_SUBNET = \"10.5.72.1/24\" # mine\n",
+        "FLANNEL_NETWORK=10.5.0.0/16,\nFLANNEL_SUBNET=10.5.72.99/24\n",
+        "FLANNEL_NETWORK=junk, 10.5.0.0/16\nFLANNEL_SUBNET=,10.5.72.1/24\n",
+        "FLANNEL_SUBNET=10.9.9.1/24\n???\n" + IPV4_LINES,
+    ],
+)
+def test_what_upstream_and_people_write_is_understood(path: Path, content: str) -> None:
+    assert remembered(path, content) == Previous((NETWORK,), (SUBNET, None))
+
+
+def test_both_families_are_remembered(path: Path) -> None:
+    assert remembered(path, IPV6_LINES + IPV4_LINES) == Previous(
+        (NETWORK, IPV6_NETWORK), (SUBNET, IPV6_SUBNET)
+    )
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "",
+        "10.5.72.1",
+        "10.5.72.1/255.255.255.0",
+        "10.5.72.1/33",
+        "10.5.72/24",
+        "fc00::1/64",
+        "10.5.72.1/24,10.5.73.1/24",
+        "junk",
+    ],
+)
+def test_a_value_that_is_not_one_network_is_logged_and_counts_as_none(
+    path: Path, value: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    content = f"FLANNEL_NETWORK=10.5.0.0/16\nFLANNEL_SUBNET={value}\n"
+    assert remembered(path, content) == Previous((NETWORK,), (None, None))
+    assert f"FLANNEL_SUBNET in {path}" in caplog.text
+
+
+def test_a_name_without_a_value_counts_as_none(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert remembered(path, "FLANNEL_SUBNET\n") == Previous()
+    assert "FLANNEL_SUBNET" in caplog.text
+
+
+def test_a_variable_that_is_absent_is_no_news(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert remembered(path, "FLANNEL_MTU=1450\n") == Previous(mtu=1450)
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("value", ["", "-5", "1450.5", "mtu", "1" * 5000])
+def test_mtu_that_is_no_number_counts_as_none(path: Path, value: str) -> None:
+    assert remembered(path, f"FLANNEL_MTU={value}\n").mtu is None
+
+
+def test_our_environment_does_not_leak_in(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTHER", "10.5.72.1/24")
+    assert remembered(path, "FLANNEL_SUBNET=${OTHER}\n") == Previous()
+
+
+def test_what_is_no_subnet_file_is_logged_and_counts_as_empty(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path.parent.mkdir(parents=True)
+    fifo = path.with_name("fifo")
+    os.mkfifo(fifo)
+    binary = path.with_name("binary")
+    binary.write_bytes(IPV4_LINES.encode() + b"\xff")
+    huge = path.with_name("huge")
+    huge.write_text(IPV4_LINES + "#" * MAX_SIZE)
+    for odd in (fifo, binary, huge, path.parent, Path("/dev/zero"), binary / "below"):
+        caplog.clear()
+        assert read(odd) == Previous()
+        assert str(odd) in caplog.text
+
+
+networks = st.builds(
+    lambda address, length: IPv4Network((address, length), strict=False),
+    st.ip_addresses(v=4),
+    st.integers(0, 32),
+)
+ipv6_networks = st.builds(
+    lambda address, length: IPv6Network((address, length), strict=False),
+    st.ip_addresses(v=6),
+    st.integers(0, 128),
+)
+
+
+@given(network=networks, subnet=networks, mtu=st.integers(0, 65535), masq=st.booleans())
+def test_an_ipv4_file_reads_back(
+    scratch: Path, network: IPv4Network, subnet: IPv4Network, mtu: int, masq: bool
+) -> None:
+    write(scratch, SubnetEnv((network,), (subnet,), mtu, masq))
+    assert read(scratch) == Previous((network,), (subnet, None), mtu)
+
+
+@given(networks, networks, ipv6_networks, ipv6_networks)
+def test_a_file_of_both_families_reads_back(
+    scratch: Path,
+    network: IPv4Network,
+    subnet: IPv4Network,
+    ipv6_network: IPv6Network,
+    ipv6_subnet: IPv6Network,
+) -> None:
+    write(scratch, SubnetEnv((ipv6_network, network), (subnet, ipv6_subnet), 1450, True))
+    assert read(scratch) == Previous((network, ipv6_network), (subnet, ipv6_subnet), 1450)
+
+
+names = st.sampled_from(["FLANNEL_NETWORK", "FLANNEL_SUBNET", "FLANNEL_IPV6_SUBNET", "export ", "${A}"])
+pieces = st.one_of(
+    names, st.sampled_from(["10.5.72.1/24", "fc00::1/64"]), st.sampled_from("=,/%'\"\\#\n\r \0\x1c\x85")
+)
+
+
+@given(st.one_of(st.binary(), st.lists(pieces, max_size=20).map("".join).map(str.encode)))
+def test_any_bytes_can_be_read(scratch: Path, content: bytes) -> None:
+    scratch.write_bytes(content)
+    previous = read(scratch)
+    assert len(previous.networks) <= 2
+    subnet, ipv6_subnet = previous.subnets
+    assert subnet is None or isinstance(subnet, IPv4Network)
+    assert ipv6_subnet is None or isinstance(ipv6_subnet, IPv6Network)
+
+
+def test_a_network_without_a_subnet_has_no_range(path: Path) -> None:
+    dual = remembered(path, IPV4_LINES + IPV6_LINES)
+    assert dual.ranges == ((NETWORK, 24), (IPV6_NETWORK, 64))
+    half = remembered(path, IPV4_LINES + "FLANNEL_IPV6_NETWORK=fc00::/48\n")
+    assert half.ranges == ((NETWORK, 24),)
