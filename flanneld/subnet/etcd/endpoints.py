@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import ssl
+from base64 import b64encode
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,6 +50,13 @@ class Server(Struct, frozen=True, gc=False):
     path: str
     username: str = ""
     password: str = ""
+
+    def basic_login(self) -> dict[str, str]:
+        """Return the header that names our user in v2."""
+        if not self.username:
+            return {}
+        token = b64encode(f"{self.username}:{self.password}".encode()).decode()
+        return {"Authorization": f"Basic {token}"}
 
     def __repr__(self) -> str:
         return f"Server({self.name})"
