@@ -1,6 +1,6 @@
 """Contract between the daemon and its backends, which decide how packets travel between nodes.
 
-A backend decides and never acts. It is built anew when the uplink changes, so it holds no state.
+A backend decides and never acts. It is rebuilt when the uplink changes, so it holds no state.
 ``docs/backends.md`` shows how to write one.
 """
 
@@ -63,7 +63,7 @@ def _absent(*_: object, **__: object) -> NoReturn:
 
 
 class HostServices(Struct, frozen=True, kw_only=True):
-    """What a backend and its tables may have done, and may not do by themselves."""
+    """Services of the host for a backend and its tables, which use no others."""
 
     secret: ReadSecret = _absent
     run: RunCommand = _absent
@@ -75,7 +75,7 @@ NO_SERVICES = HostServices()
 
 
 class Host(HostServices, frozen=True):
-    """What a backend may know of its host, and may not reach for by itself."""
+    """Facts and services of the host for a backend, which uses no others."""
 
     uplink: Uplink
     #: What this node announced before, if the store still knows it.
@@ -101,11 +101,11 @@ class Backend(Protocol):
 
     @property
     def mtu(self) -> int:
-        """What is left for a container's packet, in bytes."""
+        """Bytes that are left for a container's packet."""
         ...
 
     def attributes(self) -> LeaseAttrs:
-        """What other nodes must know to reach this one."""
+        """Return what other nodes must know to reach this one."""
         ...
 
     def local(self, own: Lease) -> Iterable[Resource]:
@@ -147,11 +147,11 @@ class RecognizesItself(Protocol):
 
 
 class ExitPolicy(Enum):
-    """What happens at the daemon's end to the resources in a backend's own tables."""
+    """Fate of the resources in a backend's own tables when the daemon ends."""
 
     #: They stay: a restart interrupts nothing.
     KEEP = "keep"
-    #: They are removed: nobody may rely on a node without a daemon.
+    #: They are removed: a node without a daemon must not be relied on.
     REMOVE = "remove"
 
 

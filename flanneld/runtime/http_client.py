@@ -35,7 +35,7 @@ class HttpRequest(Struct, frozen=True, gc=False):
 
 
 class HttpAnswer(Struct, frozen=True, gc=False):
-    """An answer, whatever its status; redirects are not followed. Names of headers are in lower case."""
+    """An answer of any status; redirects are not followed. Names of headers are in lower case."""
 
     status: int
     headers: Mapping[str, str]
@@ -56,7 +56,7 @@ class HttpClient:
         deadline = time.monotonic() + request.timeout
 
         def guard() -> None:
-            """Cut the connection at the deadline, whatever the server sends, and when the daemon stops."""
+            """Cut the connection at the deadline, even while data comes in, and when the daemon stops."""
             while not done.wait(max(0.0, min(_LOOK_AT_STOP, deadline - time.monotonic()))):
                 if time.monotonic() >= deadline or (self._stop.is_set() and not request.at_exit):
                     line.cut()
