@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from flanneld.readiness import Readiness
-from flanneld.runtime import clock
+from flanneld.runtime import clock, waits
 from flanneld.runtime.supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def forward_soon(make: Callable[[], Firewall], supervisor: Supervisor, readiness
     def run() -> None:
         deadline = clock.now() + _SYNC_PATIENCE
         while not readiness.knows_peers() and clock.now() < deadline:
-            if supervisor.stop.wait(_SYNC_LOOK):
+            if waits.pause(supervisor.stop, _SYNC_LOOK):
                 return
         walls.append(make())
         walls[0].start_and_run()

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from flanneld.compat.glog import Once
 from flanneld.errors import Cancelled, Retryable, cause_of, lacking
+from flanneld.runtime import waits
 from flanneld.runtime.backoff import Backoff
 from flanneld.runtime.sd_notify import Notifier
 
@@ -104,7 +105,7 @@ class Readiness:
         self._waiting[:] = [f"waiting for {what}: {reason}"]
         self._notifier.status(self._waiting[0])
         self.tell(self._waiting[0])
-        self._stop.wait(max(pause, reason.retry_after))
+        waits.pause(self._stop, max(pause, reason.retry_after))
 
 
 def _of_this_host(failure: OSError) -> Retryable:

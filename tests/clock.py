@@ -11,3 +11,9 @@ class Clock:
 
     def __call__(self) -> float:
         return self.time
+
+    def now(self) -> float:
+        return self.time
+
+    def wall(self) -> float:
+        return self.time

@@ -6,7 +6,6 @@ replaced and never changed, or copied in one step; nobody ever waits for whoever
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -53,7 +52,7 @@ class Components:
         self.missing = missing
         self.waiting = waiting
         self.of_host = of_host
-        self.started = time.time()
+        self.started = clock.wall()
         self.store = StoreCounters()
         self.manager: SubnetManager | None = None
         self.config: Config | None = None

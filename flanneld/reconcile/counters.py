@@ -6,7 +6,6 @@ them is for whoever looks.
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable
@@ -81,7 +80,7 @@ class Work:
         """The kernel was read and what differed was put right, save for what it refused."""
         self.pending = {failure.resource.key: failure for failure in report.failed}
         self._count_refusals(report.failed)
-        self.last_sync = time.time()
+        self.last_sync = clock.wall()
 
     def applied(self, report: Report, since: float) -> None:
         """News of leases are in the kernel; ``since`` is when they came, on the clock of ``clock.now``."""
@@ -134,7 +133,7 @@ class StoreCounters:
     def told(self, number: int, snapshots: int) -> None:
         """The store told so many events, so many of them whole lists; the first list is no news."""
         self.events += number
-        self.last_event = time.time()
+        self.last_event = clock.wall()
         for _ in range(snapshots if self.is_synced else snapshots - 1):
             _count(self.resyncs, "asked" if self.was_asked else "store")
             self.was_asked = False
@@ -156,7 +155,7 @@ def kind_of(resource: Resource) -> str:
 
 def wall(boot: float) -> float:
     """A point on the boot-time clock as seconds since the epoch."""
-    return time.time() + boot - clock.now()
+    return clock.wall() + boot - clock.now()
 
 
 def _count(table: dict[Name, int], name: Name) -> None:

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import threading
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -16,6 +15,7 @@ from flanneld.compat.flags import quoted
 from flanneld.compat.glog import V
 from flanneld.errors import Retryable
 from flanneld.network.firewall.driver import Rejected, Unavailable
+from flanneld.runtime import clock, waits
 
 log = logging.getLogger(__name__)
 
@@ -76,9 +76,9 @@ class Commands:
     def _communicate(
         self, process: subprocess.Popen[str], argv: Sequence[str], stdin: str
     ) -> tuple[str, str]:
-        deadline = time.monotonic() + self._limit
+        deadline = clock.now() + self._limit
         given: str | None = stdin
-        while not self._stop.is_set() and time.monotonic() < deadline:
+        while not self._stop.is_set() and clock.now() < deadline:
             with suppress(subprocess.TimeoutExpired):
                 return process.communicate(given, timeout=_LOOK_AT_STOP)
             given = None  # Further calls go on with what was given to the first.
@@ -110,7 +110,7 @@ def _end(process: subprocess.Popen[str]) -> None:
     if process.returncode is None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        waits.reap(process)
     for pipe in (process.stdin, process.stdout, process.stderr):
         if pipe:
             with suppress(OSError):

@@ -6,13 +6,14 @@ import os
 import ssl
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec import Struct
 
 from flanneld.errors import Cancelled, NoAnswer, Retryable
+from flanneld.runtime import threads
 from flanneld.subnet.etcd.endpoints import Server, Servers, TlsFiles
 from flanneld.subnet.etcd.http import NoSuchApi, Useless
 from flanneld.subnet.etcd.transport import NO_SERVER, NO_TLS, Failover, Timeouts, useless
@@ -159,7 +160,7 @@ class GrpcStream:
         self._connection = GrpcConnection(open_channel, timeouts)
         self._timeouts = timeouts
         self._server: Server | None = None
-        self._heard: SimpleQueue[bytes | Exception] = SimpleQueue()
+        self._heard: threads.Mailbox[bytes | Exception] = threads.Mailbox()
 
     def open(self, server: Server, body: Mapping[str, object], token: str) -> None:
         self._server = server
@@ -170,13 +171,12 @@ class GrpcStream:
             messages = call(data, metadata=_login(token) + _REQUIRE_LEADER)
         except (ValueError, Cancelled):
             raise _given_up() from None
-        threading.Thread(target=self._hear, args=(messages, server), name="watch", daemon=True).start()
+        threads.start("watch", partial(self._hear, messages, server))
 
     def next(self, timeout: float) -> dict[str, Any] | None:
         assert self._server
-        try:
-            item = self._heard.get(timeout=timeout)
-        except Empty:
+        item = self._heard.get(timeout)
+        if item is None:
             return None
         if isinstance(item, Exception):
             raise item
