@@ -423,7 +423,7 @@ class Daemon:
 
     def _close_on_stop(self, manager: SubnetManager) -> None:
         """Cuts every blocked request of any thread, this one's included."""
-        self._supervisor.stop.wait()
+        self._supervisor.wait()
         manager.close()
 
 
