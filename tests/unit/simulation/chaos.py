@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
-from flanneld.state.resources import Resource, Vxlan
+from flanneld.state.resources import Key, Vxlan
 from tests.unit.simulation import etcd, kube
 from tests.unit.simulation.cluster import Cluster
 from tests.unit.simulation.node import SimulatedHost
@@ -72,7 +74,7 @@ class Chaos:
         for _ in range(self._random.randint(1, 3)):
             number = self._next
             self._next += 1
-            self._world.at(self._world.time + 0.2 * self._random.random(), lambda number=number: self._cluster.add(number))
+            self._world.at(self._world.time + 0.2 * self._random.random(), partial(self._cluster.add, number))
 
     def _remove(self) -> None:
         if len(self._cluster.hosts) > _FEWEST:
@@ -91,7 +93,7 @@ class Chaos:
 
     def _stall(self) -> None:
         store = self._cluster.store
-        streams = store.watchers if isinstance(store, etcd.SimulatedEtcd) else store.streams
+        streams: list[Any] = store.watchers if isinstance(store, etcd.SimulatedEtcd) else store.streams
         if streams:
             self._random.choice(streams).stalled_until = self._world.time + self._random.uniform(10.0, 300.0)
 
@@ -132,11 +134,13 @@ class Chaos:
             if host.process is not None:
                 host.process.look_at_kernel()
 
-    def _remove_one(self, held: dict[object, Resource]) -> None:
+    def _remove_one(self, held: dict[Key, Any]) -> None:
         if held:
             del held[self._random.choice(sorted(held, key=str))]
 
     def _hide_the_kernel(self) -> None:
         table = self._random.choice(list(self._host().kernel.tables.values()))
         table.unreadable = True
-        self._world.at(self._world.time + self._random.uniform(1.0, 60.0), lambda: setattr(table, "unreadable", False))
+        self._world.at(
+            self._world.time + self._random.uniform(1.0, 60.0), lambda: setattr(table, "unreadable", False)
+        )

@@ -1,7 +1,8 @@
 """Simulated etcd, in either API: a history of revisions, leases that end, compaction, and watches that fail.
 
 Reads may be up to a second old, which is how it looks to a node that another one overtakes between its read
-and its write. An answer may get lost after the write was done. Events come late, to each watch after a time of its own.
+and its write. An answer may get lost after the write was done. Each watch hears of an event after a delay of
+its own.
 """
 
 from __future__ import annotations
@@ -143,7 +144,7 @@ class SimulatedEtcd:
     def changes_since(self, index: int) -> int:
         """Return how many changes a slow read may have missed, none up to an index."""
         recent = [change for change in self.history[-10:] if change.time > self.world.time - LONGEST_REQUEST]
-        return min(len(recent), self.index - index)
+        return max(0, min(len(recent), self.index - index))
 
     def _let_last(self, key: str, ttl: float) -> None:
         end = self.ends[key] = self.world.time + ttl
@@ -184,7 +185,9 @@ class SimulatedClient:
         if recursive and self._chance(self._etcd.faults.stale):
             keys, at = self._etcd.state_before(self._etcd.changes_since(self._seen))
         if recursive:
-            found = tuple(self._timed(each) for name, each in sorted(keys.items()) if name.startswith(f"{key}/"))
+            found = tuple(
+                self._timed(each) for name, each in sorted(keys.items()) if name.startswith(f"{key}/")
+            )
             if not found and self.api == "v2":
                 raise NotFound(at)
             return Reply("get", Node(key, "", None, at.index, is_dir=True), found, at)

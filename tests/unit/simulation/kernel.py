@@ -7,7 +7,6 @@ goes all that stands on it, and routes need it up; IPv4 has several routes to on
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from ipaddress import IPv4Network
 
 from msgspec import Struct
 
@@ -26,11 +25,15 @@ from flanneld.state.resources import (
     Resource,
     Route,
     Vxlan,
-    route_key,
 )
 from flanneld.state.table import Changes, Claim, Put, Scope, Seen
 
-EEXIST, ENODEV, ENOENT, ENETUNREACH = "File exists", "No such device", "No such file", "Network is unreachable"
+EEXIST, ENODEV, ENOENT, ENETUNREACH = (
+    "File exists",
+    "No such device",
+    "No such file",
+    "Network is unreachable",
+)
 #: The table of each kind of resource, in the order of making.
 TABLES = {
     Kind.LINK: "links",
@@ -39,8 +42,6 @@ TABLES = {
     Kind.FDB: "fdb",
     Kind.ROUTE: "routes",
 }
-#: rtnetlink's RTPROT_KERNEL.
-PROTO_KERNEL = 2
 
 
 class KernelError(OSError):
@@ -171,7 +172,11 @@ class Kernel:
         return sorted(
             [
                 *(str(link) for link in self.links.values() if isinstance(link, ForeignLink)),
-                *(f"{each.route} metric {each.metric}" for each in self.all_routes() if not self.is_ours(each)),
+                *(
+                    f"{each.route} metric {each.metric}"
+                    for each in self.all_routes()
+                    if not self.is_ours(each)
+                ),
             ]
         )
 
@@ -186,7 +191,9 @@ class Kernel:
 
     def _flush_routes(self, device: str) -> None:
         for by_network in self.routes.values():
-            for network in [key for key, there in by_network.items() if any(r.route.device == device for r in there)]:
+            for network in [
+                key for key, there in by_network.items() if any(r.route.device == device for r in there)
+            ]:
                 by_network[network] = [each for each in by_network[network] if each.route.device != device]
 
     def _check(self, device: str) -> None:
@@ -384,11 +391,3 @@ def by_table(resources: Iterable[Resource]) -> dict[str, dict[Key, Resource]]:
     for resource in resources:
         state[TABLES[resource.kind]][resource.key] = resource
     return state
-
-
-def has_route(kernel: Kernel, destination: IPv4Network) -> bool:
-    """Return True if a route of ours leads there."""
-    return any(kernel.is_ours(each) for each in kernel._at(destination))
-
-
-__all__ = ["Kernel", "KernelError", "KernelRoute", "KernelTable", "by_table", "has_route", "route_key"]

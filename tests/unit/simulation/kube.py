@@ -1,6 +1,6 @@
 """Simulated Kubernetes API server: nodes with versions, lists in pages, and watches that fail.
 
-A list may be stale, as out of a watch cache; a watch repeats events, or tells them late; history is compacted.
+A list may be stale, as out of a watch cache. A watch repeats events or tells them late; history is compacted.
 """
 
 from __future__ import annotations
@@ -13,11 +13,15 @@ from typing import Any
 from msgspec import Struct
 
 from flanneld.errors import Cancelled
-from flanneld.subnet.kube.api import NODES, ApiStream, BrokenOff, Expired, NoServer
+from flanneld.subnet.kube.api import NODES, ApiStream, BrokenOff, Expired, NoServer, Refusal
 from tests.unit.simulation.world import World
 
 #: Seconds after which a watch that says nothing gets a bookmark.
 BOOKMARK = 60.0
+
+
+def _nothing() -> None:
+    pass
 
 
 class Event(Struct, frozen=True, gc=False):
@@ -62,6 +66,8 @@ class SimulatedApiServer:
         del self.nodes[name]
 
     def patch(self, name: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        if name not in self.nodes:
+            raise Refusal(f"no node {name}", "", 404)
         old = self.nodes[name]
         notes = {**old["metadata"]["annotations"], **body.get("metadata", {}).get("annotations", {})}
         new = {**old, "metadata": {**old["metadata"], "annotations": notes}, **_conditions(body)}
@@ -115,7 +121,7 @@ class SimulatedApiServer:
 
 
 class SimulatedApi:
-    """What the product's ``Api`` offers, for one process. ``before_request`` is called first, and may raise."""
+    """The product's ``Api`` of one process. ``before_request`` is called first, and may raise."""
 
     name = "simulation"
 
@@ -127,8 +133,9 @@ class SimulatedApi:
         self.wake: Callable[[float], None] = lambda _when: None
         self.stream: _Stream | None = None
 
-    def get(self, path: str, alive: Callable[[], None] = lambda: None, **query: str) -> dict[str, Any]:
+    def get(self, path: str, alive: Callable[[], None] = _nothing, **query: str) -> dict[str, Any]:
         self._ask()
+        del alive
         assert path == NODES
         selector = query.get("fieldSelector", "")
         return self._server.listed(selector, may_be_stale=not selector)
@@ -140,10 +147,12 @@ class SimulatedApi:
         return done
 
     def post(self, path: str, obj: Mapping[str, Any]) -> dict[str, Any]:
+        del path, obj
         self._ask()
         return {}
 
     def watch(self, path: str, **query: str) -> ApiStream:
+        assert path == NODES
         self._ask()
         version = int(query["resourceVersion"])
         if version < self._server.first - 1:

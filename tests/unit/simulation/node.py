@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from flanneld.backends.contract import Backend, Host
 from flanneld.backends.host_gw import HostGw
@@ -41,15 +41,18 @@ BRIDGE = "cni0"
 #: Seconds until a service manager starts a daemon that has ended again.
 RESTART = 5.0
 #: Seconds in which news is gathered before tables are compared.
-SETTLE = 0.2
+SETTLE = 1.0
 MARGIN = 3600.0
 
 
 class Store(Protocol):
     """What differs between the stores, for one process."""
 
-    manager: SubnetManager
-    contested: bool
+    @property
+    def manager(self) -> SubnetManager: ...
+
+    @property
+    def contested(self) -> bool: ...
 
     def watch(self, process: Process, deliver: Deliver) -> None: ...
 
@@ -91,7 +94,11 @@ class EtcdStore:
         def step(now: float) -> float:
             wakeup = machine.step(now)
             # What came before the wait is news at once.
-            return max(wakeup, watcher.wait()) if machine.listens and not watcher.has_more_than(machine._at) else wakeup
+            return (
+                max(wakeup, watcher.wait())
+                if machine.listens and not watcher.has_more_than(machine._at)
+                else wakeup
+            )
 
         task = process.start(name, step)
         watcher.wake = task.wake
@@ -103,7 +110,7 @@ class KubeStore:
     contested = False
 
     def __init__(self, server: SimulatedApiServer, process: Process, net_config: Path) -> None:
-        def open_api(*_: object) -> SimulatedApi:
+        def open_api(*_: object) -> Any:
             self._apis.append(SimulatedApi(server, process.count_operation))
             return self._apis[-1]
 
@@ -289,7 +296,9 @@ class Process:
             link_to=lambda _: UPLINK,
             random_bytes=self.world.random.randbytes,
         )
-        backend: Backend = build_vxlan(config, host) if config.backend_type == "vxlan" else HostGw(config, host)
+        backend: Backend = (
+            build_vxlan(config, host) if config.backend_type == "vxlan" else HostGw(config, host)
+        )
         return self._store.manager.acquire(config, backend.attributes(), self.host.subnet_env), backend
 
     def _keeper(self, lease: Lease) -> LeaseKeeper:

@@ -30,7 +30,7 @@ class World(logging.Handler):
         self.lines: list[str] = []
         #: Whose step runs now, for the log.
         self.actor = ""
-        self._schedule: list[tuple[float, int, Callable[[], None]]] = []
+        self._schedule: list[tuple[float, int, Callable[[], object]]] = []
         self._numbers = itertools.count()
 
     def now(self) -> float:
@@ -45,7 +45,7 @@ class World(logging.Handler):
     def tell(self, line: str) -> None:
         self.lines.append(f"{self.time:.6f} {self.actor}: {line}")
 
-    def at(self, when: float, do: Callable[[], None]) -> None:
+    def at(self, when: float, do: Callable[[], object]) -> None:
         """Do something then. What is scheduled for one time is done in the order of scheduling."""
         if when < math.inf:
             heapq.heappush(self._schedule, (when, next(self._numbers), do))
