@@ -30,6 +30,7 @@ class StepLoop:
         stop: threading.Event,
         heartbeat: Callable[[float], None],
     ) -> None:
+        self._wake = -1
         self._step = step
         self._sources = sources
         self._stop = stop
@@ -42,8 +43,10 @@ class StepLoop:
             self._heartbeat(4 * _IDLE)
             self._sleep_until(self._step(clock.now()))
 
-    def __del__(self) -> None:
-        os.close(self._wake)
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        # An argument, for at the end of the process the module has lost its names.
+        if self._wake >= 0:
+            close(self._wake)
 
     def cancel(self) -> None:
         """End the wait. From any thread."""

@@ -120,7 +120,8 @@ class SimulatedEtcd:
 
     def set_down(self, *, down: bool) -> None:
         self.is_down = down
-        self.break_watches()
+        if down:
+            self.break_watches()
 
     def break_watches(self) -> None:
         for watcher in self.watchers:

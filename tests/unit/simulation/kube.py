@@ -86,7 +86,8 @@ class SimulatedApiServer:
 
     def set_down(self, *, down: bool) -> None:
         self.is_down = down
-        self.break_watches()
+        if down:
+            self.break_watches()
 
     def break_watches(self) -> None:
         for stream in self.streams:
