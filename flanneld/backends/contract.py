@@ -6,8 +6,9 @@ A backend decides and never acts. It is built anew when the uplink changes, so i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, runtime_checkable
 
 from msgspec import Struct
 
@@ -15,6 +16,11 @@ from flanneld.config import Config
 from flanneld.errors import Refused
 from flanneld.model import Family, IPAddress, IPNetwork, Lease, LeaseAttrs, Uplink
 from flanneld.state.resources import Resource
+from flanneld.state.table import Table
+
+if TYPE_CHECKING:
+    from flanneld.runtime.command_runner import Finished
+    from flanneld.runtime.http_client import HttpAnswer, HttpRequest
 
 #: Addresses that are no host's, as numbers: none, everybody, IPv6's loopback. And the first octets of others,
 #: which are loopback or multicast.
@@ -22,7 +28,53 @@ _NO_HOST: dict[Family, frozenset[int]] = {4: frozenset({0, 0xFFFF_FFFF}), 6: fro
 _OF_NO_HOST: dict[Family, frozenset[int]] = {4: frozenset({127, *range(224, 240)}), 6: frozenset({0xFF})}
 
 
-class Host(Struct, frozen=True):
+class ReadSecret(Protocol):
+    """Reads a key file, which gets what ``make`` returns if it is not there, durably and with mode 0400.
+
+    The file is in the daemon's directory of keys, unless an environment ``variable`` names another one.
+    Raises ``Fatal`` for a file that others can write, ``Retryable`` for one that cannot be read or made.
+    """
+
+    def __call__(
+        self, name: str, make: Callable[[], bytes] | None = None, *, variable: str = ""
+    ) -> bytes: ...
+
+
+class RunCommand(Protocol):
+    """Runs a command, a text by the shell, to its end; ``env`` adds to the daemon's environment.
+
+    It is killed with all it started after ``timeout`` seconds, and when the daemon stops unless ``at_exit``.
+    Raises ``Retryable`` if it does not start or was killed. It blocks: never in the kernel's worker.
+    """
+
+    def __call__(
+        self,
+        command: Sequence[str] | str,
+        env: Mapping[str, str] | None = None,
+        stdin: str = "",
+        timeout: float = 10.0,
+        *,
+        at_exit: bool = False,
+    ) -> Finished: ...
+
+
+def _absent(*_: object, **__: object) -> NoReturn:
+    raise NotImplementedError("this Host was made without that service")
+
+
+class HostServices(Struct, frozen=True, kw_only=True):
+    """What a backend and its tables may have done, and may not do by themselves."""
+
+    secret: ReadSecret = _absent
+    run: RunCommand = _absent
+    #: Makes a request, bounded in time and size. Raises ``Retryable`` without an answer. It blocks, too.
+    http: Callable[[HttpRequest], HttpAnswer] = _absent
+
+
+NO_SERVICES = HostServices()
+
+
+class Host(HostServices, frozen=True):
     """What a backend may know of its host, and may not reach for by itself."""
 
     uplink: Uplink
@@ -36,6 +88,8 @@ class Host(Struct, frozen=True):
     #: The name for a TUN device that leads to this network: that of the one an earlier run has made,
     #: else the first that is free.
     tun_for: Callable[[IPNetwork], str] = lambda _: "flannel0"
+    #: What ``HasIdentity.identity`` has returned in this run, None before that.
+    identity: Any = None
 
 
 class OtherBackend(Refused):
@@ -58,103 +112,64 @@ class Backend(Protocol):
         """Devices and addresses that are needed even without peers."""
         ...
 
-    def peer(self, lease: Lease) -> Iterable[Resource]:
-        """What leads to one peer. Raises ``Refused`` when its lease makes no sense."""
-        ...
+    def peer(self, own: Lease, lease: Lease, /) -> Iterable[Resource]:
+        """Return what leads from this node to one peer.
 
-
-class Driver(Protocol):
-    """Carries out one class of resources outside this kernel: a switch, a cloud's route table, a process.
-
-    The reconciler calls it as it calls the kernel, so what fails is tried again and what is lost is
-    repaired at the next audit. All may raise ``OSError`` or ``Retryable``; none may block for long,
-    since repairs of the kernel wait meanwhile.
-    """
-
-    #: The class whose resources this driver carries out; its ``kind`` is ``Kind.OUTSIDE``.
-    handles: type
-
-    def read(self) -> Iterable[Resource]:
-        """All that is there and ours."""
-        ...
-
-    def put(self, resource: Any) -> None:
-        """Make it, or make it so. What is right already may stay as it is."""
-        ...
-
-    def drop(self, resource: Any) -> None:
-        """Remove it; it may be gone already."""
-        ...
-
-    def close(self) -> None:
-        """Undo what must not outlive the daemon, which stops, and let go of all that is open.
-
-        Called once, also after a start that failed, and by default when the uplink moves: ``Successive``.
+        Raises ``Refused`` for a lease that makes no sense: what led to the peer before stays. Raises
+        ``Unsafe`` for one that would harm this host: what led to the peer is withdrawn.
         """
         ...
 
 
 @runtime_checkable
-class Vital(Protocol):
-    """What a driver offers besides, if no packet flows without its resources.
+class HasIdentity(Protocol):
+    """Optional part of a backend: what tells this node from others, as MACs, a key or a command's output.
 
-    The daemon is not ready before they are there, and what happens to them is noticed at once.
+    It is asked for once a run, before ``attributes``, and is ``Host.identity`` of the backend that is then
+    built, and of each that is built after the uplink has moved.
     """
 
-    def fileno(self) -> int:
-        """What becomes readable when something has happened; negative while there is nothing to hear."""
-        ...
-
-    def news(self) -> None:
-        """It is readable: take what is there. The audit that follows reads and repairs."""
+    def identity(self) -> Any:
+        """Decide it, by ``Host``'s services if need be. Raises ``Retryable`` if that has to wait."""
         ...
 
 
 @runtime_checkable
-class Watched(Protocol):
-    """What a driver offers besides, if what it drives may stop working without a word."""
+class RecognizesItself(Protocol):
+    """Optional part of a backend: its answer to whether a lease is this node's.
 
-    @property
-    def next_look(self) -> float:
-        """When to look again, on the clock of ``clock.now``."""
-        ...
-
-    def look(self) -> bool:
-        """See whether it works, and wait for nothing. If it does not, an audit reads and repairs at once."""
-        ...
-
-
-@runtime_checkable
-class Successive(Protocol):
-    """What a driver offers besides, if what it has made is of use to the next backend's driver.
-
-    The uplink has moved: the driver is called instead of closed, before its successor is made.
+    Without it a lease is this node's if it has our public IP, in the first family that the network uses.
     """
 
-    def hand_over(self) -> None:
-        """Let go of all that is open, and leave what is there."""
+    def is_self(self, attrs: LeaseAttrs, /) -> bool:
+        """Return True if a lease with these attributes is this node's, also under a former public IP."""
         ...
+
+
+class ExitPolicy(Enum):
+    """What happens at the daemon's end to the resources in a backend's own tables."""
+
+    #: They stay: a restart interrupts nothing.
+    KEEP = "keep"
+    #: They are removed: nobody may rely on a node without a daemon.
+    REMOVE = "remove"
+
+
+def exit_policy(backend: Backend) -> ExitPolicy:
+    """Return the policy that a backend declares as its attribute ``exit_policy``; the default is ``KEEP``."""
+    policy: ExitPolicy = getattr(backend, "exit_policy", ExitPolicy.KEEP)
+    return policy
 
 
 @runtime_checkable
-class InBulk(Protocol):
-    """What a driver offers besides, if many resources cost less than one by one."""
+class HasTables(Protocol):
+    """Optional part of a backend: tables of its own, if the kernel's are not all that it changes."""
 
-    def put_all(self, resources: Sequence[Any]) -> None:
-        """As ``put``. If it raises, none of them counts as done."""
-        ...
+    def tables(self) -> Iterable[Table]:
+        """Its tables, for the whole run: asked for once, also if the uplink moves and another is built.
 
-    def drop_all(self, resources: Sequence[Any]) -> None:
-        """As ``drop``."""
-        ...
-
-
-@runtime_checkable
-class HasDrivers(Protocol):
-    """What a backend offers besides, if the kernel is not all that it moves."""
-
-    def drivers(self) -> Iterable[Driver]:
-        """Its drivers, made for this backend; called once for each backend that is built."""
+        The table of a resource is the one that the first item of its key names.
+        """
         ...
 
 

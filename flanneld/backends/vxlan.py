@@ -72,7 +72,7 @@ def read_config(config: Config) -> VxlanConfig:
 
 
 def build(config: Config, host: Host) -> VxlanBackend:
-    """Decide this node's devices. A MAC is that of the device, else the one announced, else a new one."""
+    """Decide this node's devices."""
     wanted = read_config(config)
     devices: dict[Family, Vxlan] = {}
     for family in config.families:
@@ -86,7 +86,7 @@ def build(config: Config, host: Host) -> VxlanBackend:
             parent=host.uplink.index,
             local=local,
             port=wanted.port,
-            mac=host.mac_of(name) or _stored_mac(host, family) or _random_mac(host.random_bytes(6)),
+            mac=_mac(host, family, name),
             mtu=_inner_mtu(family, wanted, host),
             learning=wanted.learning,
             gbp=wanted.gbp,
@@ -116,6 +116,10 @@ class VxlanBackend:
     def mtu(self) -> int:
         return min(device.mtu for device in self._devices.values())
 
+    def identity(self) -> dict[Family, str]:
+        """The devices keep their MACs when the uplink moves, whatever others do to the devices meanwhile."""
+        return {family: device.mac for family, device in self._devices.items()}
+
     def attributes(self) -> LeaseAttrs:
         return LeaseAttrs(
             self._host.uplink.public_ip,
@@ -137,7 +141,7 @@ class VxlanBackend:
             if subnet is not None:
                 yield Address(device.name, subnet.network_address)
 
-    def peer(self, lease: Lease) -> Iterator[Resource]:
+    def peer(self, _own: Lease, lease: Lease) -> Iterator[Resource]:
         require_type(lease, TYPE)
         for family, device in self._devices.items():
             subnet = lease.net(family)
@@ -169,6 +173,12 @@ def vtep_mac(data: Any) -> str:
             f"VtepMAC is {json.dumps(mac)[:200]}", "the peer must announce the MAC of its VXLAN device"
         )
     return parse_mac(mac)
+
+
+def _mac(host: Host, family: Family, name: str) -> str:
+    """Return the MAC decided in this run, else that of the device, else the one announced, else a new one."""
+    kept = host.identity[family] if host.identity else host.mac_of(name)
+    return kept or _stored_mac(host, family) or _random_mac(host.random_bytes(6))
 
 
 def _stored_mac(host: Host, family: Family) -> str | None:

@@ -93,10 +93,10 @@ def _of_the_store(wanted: Options, environ: Mapping[str, str]) -> dict[str, Any]
     from flanneld.diagnostics.dry_run import rehearse
     from flanneld.state.desired_state import LOCAL
     from flanneld.state.report import Failure
-    from flanneld.wiring import choice_for, open_manager
+    from flanneld.subnet.stores import open_manager
 
     manager = open_manager(wanted, environ)
-    outcome = rehearse(wanted, manager, choice_for(wanted, manager))
+    outcome = rehearse(wanted, manager)
     local = outcome.view.wishes.get(LOCAL, ())
     to_make = [*outcome.notes.puts.values(), *(link for link, _ in outcome.notes.devices.values())]
     lacking = {item.key: Failure(item, "the kernel lacks it") for item in to_make}
@@ -120,11 +120,9 @@ def _of_the_store(wanted: Options, environ: Mapping[str, str]) -> dict[str, Any]
 def _of_the_host(wanted: Options) -> dict[str, Any]:
     previous = subnet_file.read(Path(wanted.subnet_file))
     subnets = [net for net in previous.subnets if net is not None]
-    lengths = {net.version: net.prefixlen for net in subnets}
-    ranges = [(net, lengths[net.version]) for net in previous.networks if net.version in lengths]
     return {
         "network": {
-            "ranges": [{"network": str(net), "subnet_len": length} for net, length in ranges],
+            "ranges": [{"network": str(net), "subnet_len": length} for net, length in previous.ranges],
             "backend": None,
         },
         "lease": {"subnets": [str(net) for net in subnets]} if subnets else None,

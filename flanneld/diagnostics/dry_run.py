@@ -1,134 +1,109 @@
-"""A start that changes nothing: what the daemon would do, by the way it takes itself.
+"""Dry run: the daemon's own startup against a kernel that records what it is told to write.
 
-The reconciler runs over a kernel that reads as always and only takes note of what it is told to write. No
+The controller runs over tables that read as always and only take note of what they are told to write. No
 lease is acquired: without one the subnet is the one that this node would most likely get.
 """
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
 
-from flanneld.backends import registry
-from flanneld.backends.contract import Backend, Driver, HasDrivers
+from flanneld import startup
 from flanneld.config import Config
 from flanneld.errors import Cancelled, Retryable
 from flanneld.model import Cached, Event, Lease, LeaseAttrs, LeaseKey, Snapshot, Uplink, overlap
 from flanneld.network.rtnetlink import links
 from flanneld.network.rtnetlink.domain import Domain
-from flanneld.network.rtnetlink.kernel import Kernel
-from flanneld.network.rtnetlink.monitor import Monitor
-from flanneld.network.uplink_election import InterfaceChoice
+from flanneld.network.rtnetlink.route_order import Behind
+from flanneld.network.rtnetlink.tables import KERNEL_TABLES
 from flanneld.options import Options
-from flanneld.reconcile.convergence import Node
-from flanneld.reconcile.kernel_reconciler import KernelReconciler
-from flanneld.reconcile.last_run import LastRun, machine_of
+from flanneld.reconcile import host_services
+from flanneld.reconcile.controller import Controller, Node
 from flanneld.reconcile.peers import View
-from flanneld.reconcile.uplink_manager import UplinkManager, find_uplink
-from flanneld.state.diff import Plan
+from flanneld.runtime import clock
+from flanneld.startup import SingleAttempts
 from flanneld.state.removal_guard import RemovalGuard
 from flanneld.state.report import Report
-from flanneld.state.resources import ForeignLink, Key, Link, Resource, Route, State
-from flanneld.subnet import subnet_file
+from flanneld.state.resources import ForeignLink, Key, Link, Resource, Route
+from flanneld.state.table import Put, Scope, Seen, Table
 from flanneld.subnet.allocation import fits
-from flanneld.subnet.manager import Foreseeing, SubnetManager
+from flanneld.subnet.manager import Foreseeing, LocalFacts, SubnetManager
 from flanneld.subnet.subnet_file import Previous
-from flanneld.wiring import extras_for
 
 
-class Notebook(Kernel):
-    """Reads the kernel, and notes what it is told to write."""
+class Notes:
+    """What a start would write."""
 
     def __init__(self) -> None:
-        super().__init__()
         #: Each device to make or change, with what is there now.
         self.devices: dict[str, tuple[Link, Link | ForeignLink | None]] = {}
         self.puts: dict[Key, Resource] = {}
         self.drops: dict[Resource, None] = {}
         self.behind: dict[Key, Route] = {}
-        #: What drivers have read.
+        #: What tables beyond the kernel's hold.
         self.outside: dict[Key, Resource] = {}
 
-    def apply_links(self, wanted: Iterable[Link]) -> Report:
-        for link in wanted:
-            seen = self.link(link.name)
-            actual = seen.make if seen else None
-            if actual is None or links.step(link, actual) is not links.Step.NOTHING:
-                self.devices[link.name] = (link, actual)
-        return Report()
+    def take(self, table: Table) -> RecordingTable:
+        """Return the table as one that only takes notes."""
+        return RecordingTable(table, self)
 
-    def read(self, domain: Domain, wanted: State) -> Iterator[tuple[Resource, bool]]:
-        """What goes with a device that has to be made anew is as good as gone."""
-        for resource, ours in super().read(domain, wanted):
-            if not self._is_replaced(getattr(resource, "device", "")):
-                yield resource, ours
-
-    def apply(self, plan: Plan, domain: Domain) -> Report:
-        del domain
-        self.puts |= {resource.key: resource for resource in plan.puts}
-        self.behind |= {route.key: route for route in plan.behind}
-        self.drops |= dict.fromkeys(plan.drops)
-        return Report()
-
-    def _is_replaced(self, name: str) -> bool:
+    def is_replaced(self, name: str) -> bool:
+        """Return True for a device that has to be made anew: what goes with it is as good as gone."""
         wanted, actual = self.devices.get(name, (None, None))
         if wanted is None or actual is None:
             return False
         return links.step(wanted, actual) is links.Step.REPLACE
 
 
-class _Noted:
-    """A driver that reads as always, and only takes note of what it is told to do."""
+class RecordingTable:
+    """Reads as the table that it stands for, and only takes note of what it is told to write."""
 
-    def __init__(self, driver: Driver, notes: Notebook) -> None:
-        self.handles = driver.handles
-        self._driver = driver
+    def __init__(self, table: Table, notes: Notes) -> None:
+        self.name = table.name
+        self.what = table.what
+        self.worker = table.worker
+        self.vital = False
+        self.needs = table.needs
+        self.audit = table.audit
+        self._table = table
         self._notes = notes
 
-    def read(self) -> Iterator[Resource]:
-        with suppress(OSError, Retryable):  # There is nothing there yet, or nothing that answers.
-            for resource in self._driver.read():
-                self._notes.outside[resource.key] = resource
-                yield resource
+    def read(self, scope: Scope) -> Iterator[Seen]:
+        is_remote = self.name not in KERNEL_TABLES
+        try:
+            for seen in self._table.read(scope):
+                if is_remote:
+                    self._notes.outside[seen.resource.key] = seen.resource
+                if not self._notes.is_replaced(getattr(seen.resource, "device", "")):
+                    yield seen
+        except (OSError, Retryable):
+            if not is_remote:
+                raise
+            # There is nothing there yet, or nothing that answers.
 
-    def put(self, resource: Resource) -> None:
-        self._notes.puts[resource.key] = resource
+    def put(self, puts: Sequence[Put]) -> Report:
+        for put in puts:
+            if isinstance(put.want, Link):
+                actual = put.was if isinstance(put.was, Link | ForeignLink) else None
+                self._notes.devices[put.want.name] = (put.want, actual)
+            elif isinstance(put.was, Behind):
+                self._notes.behind[put.want.key] = put.was.route
+            else:
+                self._notes.puts[put.want.key] = put.want
+        return Report()
 
-    def drop(self, resource: Resource) -> None:
-        self._notes.drops[resource] = None
+    def drop(self, found: Sequence[Resource]) -> Report:
+        self._notes.drops |= dict.fromkeys(found)
+        return Report()
 
-    def close(self) -> None:
+    def close(self, *, remove: bool) -> None:
         """There is nothing to undo."""
-
-
-class _Undriven:
-    """A backend whose drivers only take notes."""
-
-    def __init__(self, backend: Backend, notes: Notebook) -> None:
-        self._backend = backend
-        self._notes = notes
-
-    @property
-    def mtu(self) -> int:
-        return self._backend.mtu
-
-    def attributes(self) -> LeaseAttrs:
-        return self._backend.attributes()
-
-    def local(self, own: Lease) -> Iterable[Resource]:
-        return self._backend.local(own)
-
-    def peer(self, lease: Lease) -> Iterable[Resource]:
-        return self._backend.peer(lease)
-
-    def drivers(self) -> Iterable[Driver]:
-        drivers = self._backend.drivers() if isinstance(self._backend, HasDrivers) else ()
-        return [_Noted(driver, self._notes) for driver in drivers]
 
 
 class Outcome(Struct, frozen=True, gc=False):
@@ -144,72 +119,69 @@ class Outcome(Struct, frozen=True, gc=False):
     has_lease: bool
     previous: Previous
     view: View
-    wanted: State
     domain: Domain
-    notes: Notebook
+    notes: Notes
 
 
-def rehearse(wanted: Options, manager: SubnetManager, choice: InterfaceChoice) -> Outcome:
+def rehearse(options: Options, manager: SubnetManager) -> Outcome:
     """Raises ``Retryable`` and ``Fatal`` where a start would wait or end."""
-    path = Path(wanted.subnet_file)
-    previous, last_run = subnet_file.read(path), LastRun(path)
-    config = manager.network_config()
-    kernel = Notebook()
-    uplink = find_uplink(kernel, config, choice)
-    stored = manager.stored(uplink.public(config.families[0]))
-    make_backend = registry.load(config.backend_type)
-    uplink_manager = UplinkManager(kernel, config, choice, make_backend, uplink, stored, previous.networks)
-    uplink_manager.backend = _Undriven(uplink_manager.backend, kernel)
-    attrs = uplink_manager.backend.attributes()
-    foreseen = manager.foresee(config, attrs) if isinstance(manager, Foreseeing) else None
-    snapshot = all_leases(manager)
-    written = last_run.proven_lease(machine_of(kernel, uplink), manager.name, previous.subnets)
-    own = foreseen or _ours(snapshot, attrs, config, written)
-    guess = own or Lease(attrs, *_likely(config, previous, snapshot))
-    extras = extras_for(wanted, guess)
-    node = Node(
-        kernel,
-        Monitor(kernel.port),
-        uplink_manager,
-        guess,
-        extras,
-        former=previous.networks,
-        devices=last_run.devices,
-        adopts=last_run.adopts,
-        adopted=last_run.adopted,
-    )
-    reconciler = _run(node, snapshot)
-    peers = reconciler.peers
+    once, notes = SingleAttempts(), Notes()
+    services = host_services.of_dry_run(options.secret_dir, os.environ)
+    loaded = startup.load(options, manager, once, services, is_dry_run=True)
+    elected = startup.elect(loaded, once)
+    forecast = Forecast(manager)
+    member = startup.join(loaded, elected, once, forecast.acquire)
+    controller = _run(startup.desired(member), forecast.leases, notes)
+    peers = controller.peers
     return Outcome(
-        config=config,
-        uplink=uplink,
-        mtu=uplink_manager.backend.mtu,
-        own=guess,
-        has_lease=own is not None,
-        previous=previous,
+        config=member.config,
+        uplink=member.uplink_manager.uplink,
+        mtu=member.uplink_manager.backend.mtu,
+        own=member.lease,
+        has_lease=forecast.has_lease,
+        previous=member.previous,
         view=peers.view(),
-        wanted=peers.wanted,
-        domain=reconciler.domain,
-        notes=kernel,
+        domain=controller.domain,
+        notes=notes,
     )
 
 
-def _run(node: Node, leases: Snapshot | Cached) -> KernelReconciler:
-    """The loop, until it has dealt with all leases."""
-    stop = threading.Event()
-    reconciler = KernelReconciler(
+class Forecast:
+    """The lease that a start would get, found without writing; stands in for the store's ``acquire``."""
+
+    def __init__(self, manager: SubnetManager) -> None:
+        self._manager = manager
+        #: Set by ``acquire``: the leases of all nodes, and whether one of them is ours.
+        self.leases: Snapshot | Cached = Snapshot(())
+        self.has_lease = False
+
+    def acquire(self, config: Config, attrs: LeaseAttrs, previous: LeaseKey, local: LocalFacts) -> Lease:
+        """Return our lease, else a guess. May raise what a start's ``acquire`` does."""
+        manager = self._manager
+        foreseen = manager.foresee(config, attrs) if isinstance(manager, Foreseeing) else None
+        self.leases = all_leases(manager)
+        own = foreseen or _ours(self.leases, attrs, config, previous, local)
+        self.has_lease = own is not None
+        return own or Lease(attrs, *_likely(config, previous, self.leases))
+
+
+def _run(node: Node, leases: Snapshot | Cached, notes: Notes) -> Controller:
+    """One round of the loop, with all leases."""
+    controller = Controller(
         node,
         RemovalGuard(is_on=False),
-        stop=stop,
+        stop=threading.Event(),
         heartbeat=_nothing,
         on_move=_nothing,
-        on_synced=stop.set,
+        on_synced=_nothing,
         reread=_nothing,
+        recording=notes.take,
     )
-    reconciler.prepare()
-    reconciler.event_queue.put([leases])
-    reconciler.run()
-    return reconciler
+    controller.prepare()
+    controller.event_queue.put([leases])
+    controller.step(clock.now())
+    controller.close()
+    return controller
 
 
 def all_leases(manager: SubnetManager) -> Snapshot | Cached:
@@ -228,26 +200,34 @@ def all_leases(manager: SubnetManager) -> Snapshot | Cached:
 
 
 def _ours(
-    snapshot: Snapshot | Cached, attrs: LeaseAttrs, config: Config, written: Lease | None
+    snapshot: Snapshot | Cached, attrs: LeaseAttrs, config: Config, previous: LeaseKey, local: LocalFacts
 ) -> Lease | None:
-    """The lease that a start would take again, if it fits the network config: the proven one comes first."""
-    family = config.families[0]
-    for lease in snapshot.leases:
-        if written and (lease.key, lease.attrs) == (written.key, written.attrs) and fits(config, lease.key):
-            return lease
-    for lease in snapshot.leases:
-        if lease.attrs.public(family) == attrs.public(family) and fits(config, lease.key):
-            return lease
-    return None
+    """Return the lease that a start would reuse: the previous one, else the proven one, else the lowest."""
+    written = local.written
+
+    def is_ours(lease: Lease) -> bool:
+        return local.is_self(lease.attrs, attrs)
+
+    def precedence(lease: Lease) -> tuple[bool, bool, list[int]]:
+        order = [int(net.network_address) for net in lease.key if net is not None]
+        return lease.key != previous, is_ours(lease), order
+
+    ours = [
+        lease
+        for lease in snapshot.leases
+        if is_ours(lease)
+        or (written is not None and (lease.key, lease.attrs) == (written.key, written.attrs))
+    ]
+    return min((lease for lease in ours if fits(config, lease.key)), key=precedence, default=None)
 
 
-def _likely(config: Config, previous: Previous, snapshot: Snapshot | Cached) -> LeaseKey:
+def _likely(config: Config, previous: LeaseKey, snapshot: Snapshot | Cached) -> LeaseKey:
     """What the subnet file remembers, if it fits and is free: a start asks for that first."""
-    if not fits(config, previous.subnets):
+    if not fits(config, previous):
         return (None, None)
     taken = [net for lease in snapshot.leases for net in lease.key if net is not None]
-    free = all(not overlap(net, other) for net in previous.subnets if net for other in taken)
-    return previous.subnets if free else (None, None)
+    free = all(not overlap(net, other) for net in previous if net for other in taken)
+    return previous if free else (None, None)
 
 
 def _nothing(*_: Any) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from flanneld.diagnostics import host_checks
-from flanneld.diagnostics.dry_run import Notebook, Outcome, rehearse
+from flanneld.diagnostics.dry_run import Notes, Outcome, rehearse
 from flanneld.network import iproute2_commands
 from flanneld.network.firewall import detect, rules
 from flanneld.network.firewall.command import Commands
@@ -19,7 +19,6 @@ from flanneld.network.firewall.iptables.text import restore_text
 from flanneld.network.firewall.plan import Claim, claim, plan
 from flanneld.network.firewall.rules import Rules, Style
 from flanneld.network.firewall.sweep import PLACES, Place, driver, may_hold
-from flanneld.network.uplink_election import InterfaceChoice
 from flanneld.options import Options
 from flanneld.reconcile.firewall import Wishes, wishes_of
 from flanneld.state.resources import Kind, Resource
@@ -28,14 +27,12 @@ from flanneld.subnet.manager import SubnetManager
 from flanneld.subnet.subnet_file import SubnetEnv
 
 
-def print_plan(
-    wanted: Options, manager: SubnetManager, choice: InterfaceChoice, say: Callable[[str], None]
-) -> None:
+def print_plan(wanted: Options, manager: SubnetManager, say: Callable[[str], None]) -> None:
     """Say each command on a line, and in comments what no command does; nothing if nothing would change.
 
     Raises ``Retryable`` and ``Fatal`` where a start would wait or end.
     """
-    outcome = rehearse(wanted, manager, choice)
+    outcome = rehearse(wanted, manager)
     for line in lines(wanted, outcome):
         say(_harmless(line) if line.startswith("#") else line)
 
@@ -80,19 +77,19 @@ def kernel_lines(outcome: Outcome, *, local: bool) -> Iterator[str]:
             yield from map(shlex.join, iproute2_commands.bring_to_front(route, outcome.domain.links))
     for resource in sorted(notes.puts.values(), key=lambda each: each.kind):
         if (resource.kind is resource.kind.ADDRESS) is local:
-            if resource.kind is Kind.OUTSIDE:
+            if resource.kind is Kind.REMOTE:
                 yield _outside(resource, notes)
             elif made := iproute2_commands.put(resource, outcome.domain.links):
                 yield shlex.join(made)
 
 
 def _drop(resource: Resource) -> str:
-    if resource.kind is Kind.OUTSIDE:
+    if resource.kind is Kind.REMOTE:
         return f"# no more: {resource}"
     return shlex.join(iproute2_commands.drop(resource) or ())
 
 
-def _outside(resource: Resource, notes: Notebook) -> str:
+def _outside(resource: Resource, notes: Notes) -> str:
     """What no command does: the start does it, by a backend's driver."""
     there = notes.outside.get(resource.key)
     if there is None:

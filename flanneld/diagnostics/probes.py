@@ -12,8 +12,8 @@ from msgspec import Struct
 from flanneld.compat.glog import Once
 from flanneld.model import FAMILIES, Family, IPAddress, Lease, LeaseKey
 from flanneld.network import icmp_echo
+from flanneld.reconcile.controller import Controller
 from flanneld.reconcile.counters import Histogram
-from flanneld.reconcile.kernel_reconciler import KernelReconciler
 from flanneld.runtime import clock, randomness, waits
 from flanneld.state.resources import Address
 
@@ -42,7 +42,7 @@ class Prober:
         self,
         per_minute: int,
         own: Lease,
-        reconciler: KernelReconciler,
+        reconciler: Controller,
         *,
         stop: threading.Event,
         heartbeat: Callable[[float], None],

@@ -5,12 +5,21 @@ from __future__ import annotations
 import logging
 import socket
 from functools import partial
+from typing import Any
 
-from flanneld.backends.contract import Backend, Factory, Host
+from flanneld.backends.contract import (
+    NO_SERVICES,
+    Backend,
+    Factory,
+    HasIdentity,
+    Host,
+    HostServices,
+    RecognizesItself,
+)
 from flanneld.compat.glog import Once
 from flanneld.config import Config
 from flanneld.errors import Fatal
-from flanneld.model import IPAddress, IPNetwork, LeaseAttrs, Uplink
+from flanneld.model import IPAddress, IPNetwork, LeaseAttrs, Uplink, is_same_node
 from flanneld.network.rtnetlink.kernel import Kernel
 from flanneld.network.rtnetlink.messages import RTN_UNICAST
 from flanneld.network.tun_choice import tun_for
@@ -44,12 +53,16 @@ class UplinkManager:
         uplink: Uplink,
         stored: LeaseAttrs | None,
         former: tuple[IPNetwork, ...] = (),
+        services: HostServices = NO_SERVICES,
     ) -> None:
         self._kernel = kernel
         self._config = config
         self._choice = choice
         self._make_backend = make_backend
         self._former = former
+        self._services = services
+        #: Decided by the first backend, for the whole run.
+        self._identity: Any = None
         self._once = Once()
         self.uplink = uplink
         #: No interface will do now; what it takes may come from anywhere.
@@ -72,7 +85,6 @@ class UplinkManager:
             facts = survey(self._kernel, self._config.families, default_routes=False)
             uplink = keep(self.uplink, facts) or find_uplink(self._kernel, self._config, self._choice)
             if uplink != self.uplink:
-                # What we announced is what we had: the devices keep their MACs.
                 backend = self._build(uplink, self.backend.attributes())
         except Fatal as reason:
             self._once.warn(log, "uplink", f"The uplink {self.uplink.name} is not usable now: {reason}")
@@ -86,16 +98,32 @@ class UplinkManager:
         self.uplink, self.backend = uplink, backend
         return True
 
+    def is_self(self, theirs: LeaseAttrs, ours: LeaseAttrs) -> bool:
+        """Return True if a lease is this node's, as the backend says; by default if it has our public IP."""
+        if isinstance(self.backend, RecognizesItself):
+            return self.backend.is_self(theirs)
+        return is_same_node(theirs, ours)
+
     def _build(self, uplink: Uplink, stored: LeaseAttrs | None) -> Backend:
-        host = Host(
+        backend = self._make_backend(self._config, self._host(uplink, stored))
+        if self._identity is None and isinstance(backend, HasIdentity):
+            self._identity = backend.identity()
+            backend = self._make_backend(self._config, self._host(uplink, stored))
+        return backend
+
+    def _host(self, uplink: Uplink, stored: LeaseAttrs | None) -> Host:
+        return Host(
             uplink=uplink,
             stored=stored,
             mac_of=self._mac_of,
             link_to=self._link_to,
             random_bytes=random_bytes,
             tun_for=lambda network: tun_for(self._kernel, (network, *self._former)),
+            identity=self._identity,
+            secret=self._services.secret,
+            run=self._services.run,
+            http=self._services.http,
         )
-        return self._make_backend(self._config, host)
 
     def _mac_of(self, name: str) -> str | None:
         link = self._kernel.link(name)

@@ -19,6 +19,10 @@ class Clock(Protocol):
         """Return the time since the epoch."""
         ...
 
+    def cpu_time(self) -> float:
+        """Return the time that this thread has computed."""
+        ...
+
 
 class SystemClock:
     """The kernel's clocks. A correction of the time of day does not move that of ``now``."""
@@ -28,6 +32,9 @@ class SystemClock:
 
     def wall(self) -> float:
         return time.time()
+
+    def cpu_time(self) -> float:
+        return time.thread_time()
 
 
 _clock: Clock = SystemClock()
@@ -57,3 +64,8 @@ def replaced(clock: Clock) -> Iterator[None]:
         yield
     finally:
         _clock = before
+
+
+def cpu_time() -> float:
+    """Return seconds that this thread has computed."""
+    return _clock.cpu_time()

@@ -9,7 +9,8 @@ from typing import Protocol, runtime_checkable
 from msgspec import Struct
 
 from flanneld.config import Config
-from flanneld.model import Event, IPAddress, IPNetwork, Lease, LeaseAttrs, LeaseKey
+from flanneld.errors import Retryable
+from flanneld.model import Event, IPAddress, IPNetwork, Lease, LeaseAttrs, LeaseKey, is_same_node
 
 #: Takes the events of one reading of the store, in order.
 Deliver = Callable[[list[Event]], None]
@@ -18,15 +19,21 @@ Deliver = Callable[[list[Event]], None]
 LONGEST_SILENCE = 180.0
 
 
+#: Returns True if a lease with the first attributes is that of the node that announces the second.
+IsSelf = Callable[[LeaseAttrs, LeaseAttrs], bool]
+
+
 class LocalFacts(Struct, frozen=True, gc=False):
     """What this host knows when it acquires a lease, besides ``subnet.env``.
 
     ``written`` is our last lease as we wrote it, if this host proves that it is ours: it stays ours under
     another public IP. ``connected`` are networks of this host's interfaces, which a new subnet avoids.
+    ``is_self`` is the backend's answer, which also decides in later renewals.
     """
 
     written: Lease | None = None
     connected: tuple[IPNetwork, ...] = ()
+    is_self: IsSelf = is_same_node
 
 
 NO_FACTS = LocalFacts()
@@ -38,6 +45,11 @@ class SubnetManager(Protocol):
     @property
     def name(self) -> str:
         """For the log: which store, where. Never a password."""
+        ...
+
+    @property
+    def problem(self) -> Retryable | None:
+        """Why a watch fails now, None if none does. From any thread."""
         ...
 
     def network_config(self) -> Config:

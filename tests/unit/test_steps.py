@@ -16,10 +16,9 @@ import flanneld
 
 ROOT = Path(flanneld.__file__).parent
 
-#: Programs of their own, and modules that are about to go, each with the reason why it is not read here.
+#: Programs of their own, each with the reason why it is not read here.
 EXEMPT = {
     "backends/udp/proxy": "the udp proxy is another program: it has a process, and nothing steps it",
-    "reconcile/kernel_reconciler.py": "the reconciler over tables takes its place",
 }
 
 #: Modules that are only good for waiting or for random numbers.

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import logging
 import posixpath
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from msgspec import Struct, field
 
 from flanneld.errors import Refused, Retryable
-from flanneld.model import Added, Event, Family, IPAddress, IPNetwork, Lease, LeaseKey, Removed, Snapshot
+from flanneld.model import (
+    Added,
+    Event,
+    Family,
+    IPAddress,
+    IPNetwork,
+    Lease,
+    LeaseAttrs,
+    LeaseKey,
+    Removed,
+    Snapshot,
+)
 from flanneld.runtime import clock
 from flanneld.runtime.complaints import Complaints
 from flanneld.subnet.codec import format_key, parse_attrs, parse_key
@@ -36,21 +47,21 @@ class Listing(Struct, frozen=True, gc=False):
         """Whether it need not be read again yet."""
         return clock.now() - self.read_at <= FRESH
 
-    def of(self, public_ip: IPAddress | None) -> list[tuple[str, Lease]]:
-        """The leases of a node, lowest subnet first."""
+    def with_public_ip(self, public_ip: IPAddress | None) -> list[tuple[str, Lease]]:
+        """Return the leases with a public IP, lowest subnet first."""
         if public_ip is None:
             return []
         family: Family = 4 if public_ip.version == 4 else 6
-        found = [item for item in self.leases.items() if item[1].attrs.public(family) == public_ip]
+        return self.of(lambda attrs: attrs.public(family) == public_ip)
+
+    def of(self, is_owner: Callable[[LeaseAttrs], bool]) -> list[tuple[str, Lease]]:
+        """Return the leases of a node, lowest subnet first."""
+        found = [item for item in self.leases.items() if is_owner(item[1].attrs)]
         return sorted(found, key=lambda item: [_order(net) for net in item[1].key])
 
     def as_written(self, written: Lease | None) -> list[tuple[str, Lease]]:
         """The lease that has the key and the attributes of another one."""
-        return [
-            item
-            for item in self.leases.items()
-            if written is not None and (item[1].key, item[1].attrs) == (written.key, written.attrs)
-        ]
+        return [item for item in self.leases.items() if is_as_written(item[1], written)]
 
     def lease_keys(self) -> list[LeaseKey]:
         """Every lease, understood or not."""
@@ -62,6 +73,16 @@ class Listing(Struct, frozen=True, gc=False):
 
     def snapshot(self) -> Snapshot:
         return Snapshot(tuple(self.leases.values()), self.unreadable)
+
+
+def is_as_written(lease: Lease, written: Lease | None) -> bool:
+    """Return True if a lease has the key and the attributes of another one."""
+    return written is not None and (lease.key, lease.attrs) == (written.key, written.attrs)
+
+
+def node_address(attrs: LeaseAttrs) -> IPAddress | None:
+    """The address that identifies a node."""
+    return attrs.public_ip or attrs.public_ipv6
 
 
 class LeaseReader:

@@ -15,12 +15,12 @@ from flanneld.diagnostics.components import Components
 from flanneld.errors import NoAnswer, Retryable
 from flanneld.model import Lease, LeaseAttrs, Snapshot
 from flanneld.options import Options
-from flanneld.reconcile.counters import Work
 from flanneld.runtime import clock
 from flanneld.runtime.event_log import Events
 from flanneld.state.removal_guard import RemovalGuard
-from flanneld.state.report import Failure, Report
+from flanneld.state.report import Failure
 from flanneld.state.resources import Route
+from tests.unit.diagnostics.stores import unasked_store
 
 DEADLINE = 30.0
 SILENCE = NoAnswer("etcd does not answer (192.0.2.1:2379: connection refused)", "see that it runs")
@@ -29,7 +29,7 @@ ROUTE = Route(ip_network("10.5.2.0/24"), "flannel.1")
 
 @pytest.fixture
 def components() -> Components:
-    return Components(Options(), Events(), overdue=list, missing=list)
+    return Components(Options(), unasked_store(), Events(), overdue=list, missing=list)
 
 
 def found(components: Components) -> list[str]:
@@ -71,13 +71,15 @@ def test_a_store_that_answers_with_a_refusal_is_not_said_to_be_silent(
 
 def test_conditions_of_the_host_are_told_with_the_others() -> None:
     of_host = [("subnet file", ["cannot write /run/flannel/subnet.env"]), ("forwarding", [])]
-    components = Components(Options(), Events(), overdue=list, missing=list, of_host=lambda: of_host)
+    components = Components(
+        Options(), unasked_store(), Events(), overdue=list, missing=list, of_host=lambda: of_host
+    )
     assert found(components) == ["subnet file: cannot write /run/flannel/subnet.env"]
 
 
 def test_a_thread_that_is_late_is_one() -> None:
     line = "reconciler has not reported for 61 s (promised 60 s)"
-    late = Components(Options(), Events(), overdue=lambda: [line], missing=list)
+    late = Components(Options(), unasked_store(), Events(), overdue=lambda: [line], missing=list)
     assert "threads: reconciler has not reported" in found(late)
 
 
@@ -94,21 +96,13 @@ def test_a_lease_with_a_short_margin_may_be_as_short() -> None:
 
 
 def test_what_the_kernel_refuses_is_one_until_it_is_there() -> None:
-    work = Work()
-    work.converged(Report(failed=[Failure(ROUTE, "File exists"), Failure(ROUTE, "File exists")]))
-    assert list(conditions._of_the_kernel(work)) == [f"refused: {ROUTE}: File exists"]
-    work.converged(Report())
-    assert list(conditions._of_the_kernel(work)) == []
+    pending = {ROUTE.key: Failure(ROUTE, "File exists")}
+    assert list(conditions._of_the_kernel(pending, contested=False)) == [f"refused: {ROUTE}: File exists"]
+    assert list(conditions._of_the_kernel({}, contested=False)) == []
 
 
 def test_repairs_without_end_are_one() -> None:
-    work = Work()
-    for _ in range(4):
-        work.healed(Report(made=[ROUTE]))
-        work.healed(Report())
-    assert list(conditions._of_the_kernel(work)) == []
-    work.healed(Report(removed=[ROUTE]))
-    assert len(list(conditions._of_the_kernel(work))) == 1
+    assert len(list(conditions._of_the_kernel({}, contested=True))) == 1
 
 
 def test_removals_that_are_held_back_are_one() -> None:

@@ -8,7 +8,7 @@ from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
 
 from flanneld.config import parse
-from flanneld.state.resources import Key, Kind, Neighbor, Resource, Route, Vxlan
+from flanneld.state.resources import FdbEntry, Key, Neighbor, Resource, Route, Vxlan
 from flanneld.state.table import Claim, Scope
 from tests.unit.simulation.etcd import SimulatedEtcd
 from tests.unit.simulation.kernel import Kernel
@@ -131,9 +131,10 @@ class Cluster:
             if peers is None:
                 continue
             actual = ours(host.kernel)
-            if actual != dict(peers.wanted):
-                lacks = [str(each) for key, each in peers.wanted.items() if actual.get(key) != each]
-                extra = [str(each) for key, each in actual.items() if key not in peers.wanted]
+            wanted = peers.wanted.state
+            if actual != wanted:
+                lacks = [str(each) for key, each in wanted.items() if actual.get(key) != each]
+                extra = [str(each) for key, each in actual.items() if key not in wanted]
                 yield f"{host.name} lacks {lacks[:3]}, has {extra[:3]} too many"
             if len(peers) != self.lease_count() - 1:
                 yield f"{host.name} knows {len(peers)} peers of {self.lease_count() - 1}"
@@ -157,10 +158,10 @@ class Cluster:
             route = host.kernel.route_to(target) if host else None
             if host is None or route is None or route.device == BRIDGE:
                 return host if route is not None else None
-            host = self._over(host.kernel, route)
+            host = self._over(host.kernel, route, target)
         return None
 
-    def _over(self, kernel: Kernel, route: Route) -> SimulatedHost | None:
+    def _over(self, kernel: Kernel, route: Route, target: IPv4Address) -> SimulatedHost | None:
         """Return the host at the other end of a route."""
         link = kernel.links[route.device]
         if not isinstance(link, Vxlan):
@@ -168,7 +169,7 @@ class Cluster:
         if route.gateway is None:
             return None
         neighbor = kernel.neighbors.get(Neighbor(link.name, route.gateway, "").key)
-        entry = kernel.fdb.get((Kind.FDB, link.name, neighbor.mac)) if neighbor else None
+        entry = kernel.fdb.get(FdbEntry(link.name, neighbor.mac, target).key) if neighbor else None
         there = self.by_address.get(entry.remote) if entry and isinstance(entry.remote, IPv4Address) else None
         if there is None or neighbor is None:
             return None

@@ -20,7 +20,6 @@ from flanneld.state.resources import (
     FdbEntry,
     ForeignLink,
     Key,
-    Kind,
     Neighbor,
     Resource,
     Route,
@@ -34,14 +33,6 @@ EEXIST, ENODEV, ENOENT, ENETUNREACH = (
     "No such file",
     "Network is unreachable",
 )
-#: The table of each kind of resource, in the order of making.
-TABLES = {
-    Kind.LINK: "links",
-    Kind.ADDRESS: "addresses",
-    Kind.NEIGHBOR: "neighbors",
-    Kind.FDB: "fdb",
-    Kind.ROUTE: "routes",
-}
 
 
 class KernelError(OSError):
@@ -72,6 +63,8 @@ class Kernel:
         self.tables = {name: table(self) for name, table in _TABLES.items()}
         #: Called before each single write of the daemon; it may raise.
         self.before_write: Callable[[], None] = lambda: None
+        #: Is told of each of them.
+        self.log: Callable[[str], None] = lambda _: None
 
     # ---- changes ---------------------------------------------------------------------------------
 
@@ -233,6 +226,7 @@ class KernelTable:
                 report.failed.append(Failure(put.want, str(refusal), is_taken=str(refusal) == EEXIST))
             else:
                 self.writes += 1
+                self._kernel.log(f"wrote {put.want}")
                 report.made.append(put.want)
         return report
 
@@ -245,6 +239,7 @@ class KernelTable:
             except KernelError:
                 continue  # it is gone already
             self.writes += 1
+            self._kernel.log(f"removed {each}")
             report.removed.append(each)
         return report
 
@@ -387,7 +382,7 @@ _TABLES = {table.name: table for table in (Links, Addresses, Neighbors, Fdb, Rou
 
 def by_table(resources: Iterable[Resource]) -> dict[str, dict[Key, Resource]]:
     """Return a part of the desired state for each table."""
-    state: dict[str, dict[Key, Resource]] = {name: {} for name in TABLES.values()}
+    state: dict[str, dict[Key, Resource]] = {name: {} for name in _TABLES}
     for resource in resources:
-        state[TABLES[resource.kind]][resource.key] = resource
+        state[str(resource.key[0])][resource.key] = resource
     return state

@@ -5,9 +5,10 @@ A process runs the product's code: acquisition, keeper, watches, peers, removal 
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
@@ -22,9 +23,8 @@ from flanneld.model import Event, Lease, LeaseKey, Uplink
 from flanneld.reconcile.peers import Peers
 from flanneld.reconcile.reconciler import Reconciler
 from flanneld.runtime.backoff import Backoff
-from flanneld.state.diff import Plan
 from flanneld.state.removal_guard import RemovalGuard
-from flanneld.state.resources import ForeignLink, Key, Resource, Route
+from flanneld.state.resources import ForeignLink, Route
 from flanneld.subnet.etcd.watch import KeyWatchMachine
 from flanneld.subnet.kube.manager import KubeManager, KubeOptions
 from flanneld.subnet.kube.nodes import DEFAULT_PREFIX
@@ -32,7 +32,7 @@ from flanneld.subnet.kube.watch import NodeWatchMachine
 from flanneld.subnet.lease_keeper import LeaseKeeper
 from flanneld.subnet.manager import Deliver, SubnetManager
 from tests.unit.simulation.etcd import SimulatedEtcd, SimulatedWatcher, open_manager
-from tests.unit.simulation.kernel import TABLES, Kernel, by_table
+from tests.unit.simulation.kernel import Kernel
 from tests.unit.simulation.kube import SimulatedApi, SimulatedApiServer
 from tests.unit.simulation.world import Crash, Task, World
 
@@ -40,8 +40,6 @@ UPLINK = "eth0"
 BRIDGE = "cni0"
 #: Seconds until a service manager starts a daemon that has ended again.
 RESTART = 5.0
-#: Seconds in which news is gathered before tables are compared.
-SETTLE = 1.0
 MARGIN = 3600.0
 
 
@@ -164,6 +162,8 @@ class SimulatedHost:
         self.config = config
         self.address = IPv4Address("172.16.0.0") + number
         self.kernel = Kernel(UPLINK, self.address)
+        if world.level <= logging.INFO:
+            self.kernel.log = world.tell
         self.kernel.add_route(Route(IPv4Network("172.16.0.0/16"), UPLINK), 2, 100)
         self.kernel.add_route(Route(IPv4Network("0.0.0.0/0"), UPLINK, IPv4Address("172.16.255.254")), 3, 100)
         self.kernel.add_route(Route(IPv4Network("203.0.113.0/24"), UPLINK, IPv4Address("172.16.255.253")), 3)
@@ -226,9 +226,6 @@ class Process:
         self.reconciler: Reconciler | None = None
         self._stop = threading.Event()
         self._guard = RemovalGuard()
-        #: The desired state by table, as the reconciler has it.
-        self._wanted = by_table(())
-        self._was_synced = False
         self.host.kernel.before_write = self.count_operation
         self._store = host.open_store(self)
         self.start("start", self._start).wake()
@@ -272,7 +269,8 @@ class Process:
         self.peers = Peers(lease, networks, self._guard)
         self.peers.wish_locally(backend.local(lease))
         kernel = self.host.kernel
-        self.reconciler = Reconciler(list(kernel.tables.values()), self._wanted, self._stop.is_set)
+        wanted = {name: self.peers.wanted.table(name) for name in kernel.tables}
+        self.reconciler = Reconciler(list(kernel.tables.values()), wanted, self._stop.is_set)
         self._reconcile = self.start("reconciler", self._reconcile_step)
         keeper = self._keeper(lease)
         self._store.watch(self, partial(self._hear, backend))
@@ -319,48 +317,24 @@ class Process:
 
     def _hear(self, backend: Backend, events: list[Event]) -> None:
         assert self.peers is not None
-        plan = self.peers.take(events, backend)
+        assert self.reconciler is not None
+        was_synced = self.peers.synced
+        delta = self.peers.take(events, backend)
+        if was_synced:
+            self.reconciler.change(delta, self.world.time)
+        elif self.peers.synced:
+            # Nothing is removed before the first snapshot.
+            self.reconciler.converge(self.world.time)
         self.peers.tell()
+        if self.peers.synced:
+            self._reconcile.wake()
         if self._guard.next_reading < math.inf:
             self.world.at(self._guard.next_reading, self._read_again)
-        if not self.peers.synced:
-            return
-        touched = self._take_over(plan) if self._was_synced else self._take_over_all()
-        self._was_synced = True
-        self._news(touched)
-
-    def _take_over_all(self) -> Iterable[str]:
-        """With the first snapshot all is known, and what is not wanted may go."""
-        assert self.peers is not None
-        for name, state in by_table(self.peers.wanted.values()).items():
-            self._wanted[name].update(state)
-        return TABLES.values()
-
-    def _take_over(self, plan: Plan) -> Iterable[str]:
-        for resource in plan.drops:
-            self._table_of(resource).pop(resource.key, None)
-        for resource in plan.puts:
-            self._table_of(resource)[resource.key] = resource
-        return {TABLES[each.kind]: None for each in (*plan.puts, *plan.drops)}
-
-    def _table_of(self, resource: Resource) -> dict[Key, Resource]:
-        return self._wanted[TABLES[resource.kind]]
-
-    def _news(self, tables: Iterable[str]) -> None:
-        """Have tables read and compared, though nothing in the kernel has changed.
-
-        The reconciler has no word for that yet: what is made then must not count as a repair.
-        """
-        assert self.reconciler is not None
-        for name in tables:
-            upkeep = self.reconciler._all[name]
-            upkeep.due, upkeep.was_right, upkeep.settled = 0.0, False, False
-        self._reconcile.wake(self.world.time + SETTLE)
 
     def _reconcile_step(self, now: float) -> float:
+        assert self.peers is not None
         assert self.reconciler is not None
-        # Nothing is removed before the first snapshot.
-        return self.reconciler.step(now) if self._was_synced else math.inf
+        return self.reconciler.step(now) if self.peers.synced else math.inf
 
     def look_at_kernel(self) -> None:
         """The kernel has notified of a change."""

@@ -1,4 +1,4 @@
-"""The backend and its driver, called as the reconciler calls them, against a switch that speaks HTTP."""
+"""The backend and its table, in the reconciler, against a switch that speaks HTTP."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
 from pathlib import Path
@@ -18,13 +18,15 @@ from flanneld_switch_announce.backend import LONGEST_TIMEOUT, HostGwAnnounce
 from flanneld_switch_announce.switch import Announcement
 
 from flanneld.backends import registry
-from flanneld.backends.contract import Host
+from flanneld.backends.contract import ExitPolicy, Host, exit_policy
 from flanneld.config import parse
 from flanneld.errors import Fatal
 from flanneld.model import Lease, LeaseAttrs, Uplink
-from flanneld.reconcile.drivers import Outside
-from flanneld.state.desired_state import LOCAL, DesiredState
-from flanneld.state.resources import Key, Resource, Route
+from flanneld.reconcile.reconciler import Reconciler, wanted_by_table
+from flanneld.runtime import clock
+from flanneld.runtime.http_client import HttpClient
+from flanneld.state.resources import Resource, Route
+from flanneld.state.table import Put
 
 PROJECT = Path(__file__).resolve().parents[1]
 OURS, OURS6 = IPv4Address("192.0.2.11"), IPv6Address("2001:db8::11")
@@ -93,21 +95,37 @@ def switch() -> Iterator[Switch]:
 
 
 class Node:
-    """What the reconciler does with a backend, without a kernel."""
+    """The reconciler over the tables of a backend, without a kernel."""
 
     def __init__(self, url: str, subnet: IPv4Network = SUBNET, **options: Any) -> None:
         # On a busy machine the default is over before the switch has its turn.
         patient: dict[str, Any] = {"SwitchURL": url, "TimeoutSeconds": LONGEST_TIMEOUT}
         self.backend = make(**patient | options)
-        self.outside = Outside(self.backend)
-        wanted = DesiredState()
-        wanted.set(LOCAL, self.backend.local(Lease(self.backend.attributes(), subnet, IPV6_SUBNET)))
-        self.wanted: dict[Key, Resource] = wanted.state
+        own = Lease(self.backend.attributes(), subnet, IPV6_SUBNET)
+        announced = [each for each in self.backend.local(own) if isinstance(each, Announcement)]
+        self.sweeps = True
+        self.reconciler = Reconciler(
+            self.backend.tables(), wanted_by_table(announced), lambda: False, permits=self
+        )
 
     def audit(self, *, sweep: bool = True) -> tuple[list[str], list[str], list[str]]:
         """What was made, removed and refused."""
-        report = self.outside.converge(self.wanted, sweep=sweep)
-        return [*map(str, report.made)], [*map(str, report.removed)], [*map(str, report.failed)]
+        self.sweeps = sweep
+        report = self.reconciler.converge(clock.now())
+        (state,) = self.reconciler.states()
+        refused = [*filter(None, [state.problem]), *map(str, report.failed)]
+        return [*map(str, report.made)], [*map(str, report.removed)], refused
+
+    def close(self) -> None:
+        is_removed = exit_policy(self.backend) is ExitPolicy.REMOVE
+        self.reconciler.close(remove=["switch"] if is_removed else ())
+
+    def puts(self, table: str, puts: list[Put]) -> list[Put]:
+        del table
+        return puts
+
+    def drops(self, stale: Mapping[str, Sequence[Resource]]) -> Mapping[str, Sequence[Resource]]:
+        return stale if self.sweeps else {}
 
 
 def make(*, dual_stack: bool = False, **options: Any) -> HostGwAnnounce:
@@ -117,7 +135,7 @@ def make(*, dual_stack: bool = False, **options: Any) -> HostGwAnnounce:
         "IPv6Network": "fd00:5::/48",
         "Backend": {"Type": "host-gw-announce", **options},
     }
-    host = Host(UPLINK, None, lambda _: None, lambda _: None, bytes)
+    host = Host(UPLINK, None, lambda _: None, lambda _: None, bytes, http=HttpClient(threading.Event()).ask)
     return HostGwAnnounce(parse(json.dumps(config)), host)
 
 
@@ -171,7 +189,7 @@ def test_closing_withdraws_our_announcement_and_no_other(switch: Switch) -> None
     node = Node(switch.url)
     node.audit()
     assert switch.routes == THEIR_ROUTE | OUR_ROUTE
-    node.outside.close()
+    node.close()
     assert switch.routes == THEIR_ROUTE
 
 
@@ -180,10 +198,7 @@ def test_a_switch_that_is_down_is_reported_and_tried_again(switch: Switch) -> No
     switch.stop()
     made, removed, failed = node.audit()
     assert (made, removed) == ([], [])
-    assert failed == [
-        "switch route 10.5.7.0/24 via 192.0.2.11: the switch does not answer GET /routes: "
-        "[Errno 111] Connection refused; see whether it is up and Backend.SwitchURL is right"
-    ]
+    assert failed == [f"{switch.url} does not answer: connection refused; see whether it is up and reachable"]
     again = Switch(switch.port)
     try:
         assert node.audit()[0] == ["switch route 10.5.7.0/24 via 192.0.2.11"]
@@ -222,7 +237,7 @@ def test_an_announcement_that_others_removed_is_withdrawn_without_complaint(
     node = Node(switch.url)
     node.audit()
     switch.faults["DELETE"] = (404, "")
-    node.outside.close()
+    node.close()
     assert switch.writes[-1] == "DELETE /routes/10.5.7.0/24"
     assert caplog.text == ""
 
@@ -231,7 +246,7 @@ def test_a_switch_that_never_answers_costs_no_more_than_the_timeout() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         node = Node(f"http://127.0.0.1:{silent.getsockname()[1]}", TimeoutSeconds=0.1)
         begin = time.monotonic()
-        assert "timed out" in node.audit()[2][0]
+        assert "no whole answer within 0.1 s" in node.audit()[2][0]
         assert time.monotonic() - begin < 1
 
 
@@ -247,11 +262,11 @@ def test_a_port_where_nobody_speaks_http_is_reported() -> None:
         thread.start()
         failed = Node(f"http://127.0.0.1:{server.getsockname()[1]}").audit()[2]
         thread.join()
-    assert "the switch does not answer GET /routes" in failed[0]
+    assert "does not answer: it does not speak HTTP" in failed[0]
 
 
 def test_a_name_that_cannot_be_one_is_reported() -> None:
-    assert "the switch does not answer" in Node("http://switch..example").audit()[2][0]
+    assert "its name cannot be resolved" in Node("http://switch..example").audit()[2][0]
 
 
 def test_a_closing_daemon_is_not_stopped_by_a_switch_that_is_down(
@@ -259,8 +274,8 @@ def test_a_closing_daemon_is_not_stopped_by_a_switch_that_is_down(
 ) -> None:
     node = Node(switch.url)
     switch.stop()
-    node.outside.close()
-    assert "could not clean up: the switch does not answer" in caplog.text
+    node.close()
+    assert f"Cannot close switch: {switch.url} does not answer" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -287,10 +302,11 @@ def test_a_timeout_out_of_bounds_is_fatal(seconds: object) -> None:
 
 def test_nodes_with_and_without_announcements_are_one_network() -> None:
     backend = make(SwitchURL="http://192.0.2.1")
-    assert backend.attributes().backend_type == "host-gw"
+    own = Lease(backend.attributes(), SUBNET)
+    assert own.attrs.backend_type == "host-gw"
     subnet, public_ip = IPv4Network("10.5.8.0/24"), IPv4Address("192.0.2.12")
     peer = Lease(LeaseAttrs(public_ip, None, "host-gw"), subnet)
-    assert list(backend.peer(peer)) == [Route(subnet, "eth0", public_ip)]
+    assert list(backend.peer(own, peer)) == [Route(subnet, "eth0", public_ip)]
 
 
 def test_an_announcement_and_a_kernel_route_to_one_subnet_do_not_clash() -> None:

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from flanneld.model import Added, Event, Lease, LeaseAttrs, LeaseKey, LeaseTable, Removed, Snapshot
-from flanneld.subnet.etcd.own_both import OwnInBoth
-from flanneld.subnet.etcd.union import LeaseUnion
+from flanneld.subnet.etcd.union import LeaseUnion, OwnInBoth
 
 SIDES = ("v3", "v2")
 Told = tuple[str, Event]
@@ -137,6 +136,13 @@ def told(events: list[Event]) -> Lease:
     return event.lease
 
 
+def test_the_ends_of_the_halves_are_told_apart_and_a_lost_one_has_ended() -> None:
+    both = own()
+    assert [both.ends(side) for side in SIDES] == [500.0, 400.0]
+    both.hear("v3", Removed(key(1)), 50.0)
+    assert [both.ends(side) for side in SIDES] == [float("-inf"), 400.0]
+
+
 def test_the_whole_ends_with_the_half_that_ends_first() -> None:
     assert own().whole().expires == 400.0
     assert own(v2=lease(1, expires=None)).whole().expires == 500.0
@@ -189,3 +195,14 @@ def test_a_half_that_somebody_put_back_for_us_is_there_again() -> None:
     both.hear("v2", Removed(key(1)), 50.0)
     assert both.hear("v2", Added(lease(1, asof=20, expires=300.0)), 60.0) == []
     assert both.whole().expires == 300.0
+
+
+def test_lease_is_reserved_while_a_half_that_is_there_does_not_end() -> None:
+    both = OwnInBoth(SIDES)
+    both.written("v3", lease(1, expires=500.0))
+    assert both.missing == 1
+    assert not both.is_reserved
+    both.written("v2", lease(1, expires=None))
+    assert both.is_reserved
+    both.hear("v2", Removed(key(1)), 50.0)
+    assert not both.is_reserved
