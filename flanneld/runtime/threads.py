@@ -1,20 +1,11 @@
-"""Threads for work that belongs to a task: the supervisor starts the tasks themselves."""
+"""Threads for the parts of a task: the supervisor starts the tasks themselves."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from queue import Empty, SimpleQueue
-from typing import Generic, TypeVar
 
 from flanneld.errors import Cancelled
-
-Item = TypeVar("Item")
-
-
-def start(name: str, run: Callable[[], None]) -> None:
-    """Run something in a thread that does not keep the process from exiting."""
-    threading.Thread(target=run, name=name, daemon=True).start()
 
 
 def run_together(runs: Sequence[Callable[[], None]], cancel: Callable[[], None]) -> None:
@@ -36,21 +27,3 @@ def run_together(runs: Sequence[Callable[[], None]], cancel: Callable[[], None])
     for thread in threads:
         thread.join()
     raise next((each for each in failures if not isinstance(each, Cancelled)), Cancelled())
-
-
-class Mailbox(Generic[Item]):
-    """Queue from one thread to another one, which waits for a limited time."""
-
-    def __init__(self) -> None:
-        self._items: SimpleQueue[Item] = SimpleQueue()
-
-    def put(self, item: Item) -> None:
-        """Hand an item over. From any thread."""
-        self._items.put(item)
-
-    def get(self, timeout: float) -> Item | None:
-        """Return the next item; None if there is none in time."""
-        try:
-            return self._items.get(timeout=timeout)
-        except Empty:
-            return None

@@ -1,16 +1,12 @@
-"""Waits that have an end: for a stop, for a process, for a descriptor, for an attempt that succeeds."""
+"""Waits that have an end: for a stop, for a descriptor, for an attempt that succeeds."""
 
 from __future__ import annotations
 
 import select
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from flanneld.runtime import clock
-
-if TYPE_CHECKING:
-    import subprocess  # takes 10 ms, and who passes a process has it
 
 
 def pause(stop: threading.Event, seconds: float | None = None) -> bool:
@@ -35,8 +31,3 @@ def readable(fd: int, seconds: float) -> bool:
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     return bool(poll.poll(seconds * 1000))
-
-
-def reap(process: subprocess.Popen[str]) -> None:
-    """Wait for the end of a process that was killed."""
-    process.wait()

@@ -95,17 +95,6 @@ def test_first_failure_cancels_all_and_is_raised() -> None:
         threads.run_together([wait, fail], cancelled.set)
 
 
-def test_mailbox_gives_items_in_order_and_nothing_after_a_while() -> None:
-    mailbox: threads.Mailbox[int] = threads.Mailbox()
-
-    def send() -> None:
-        mailbox.put(1)
-        mailbox.put(2)
-
-    threads.start("sender", send)
-    assert (mailbox.get(DEADLINE), mailbox.get(DEADLINE), mailbox.get(0.001)) == (1, 2, None)
-
-
 def test_step_loop_steps_when_it_is_time_or_woken_until_it_is_stopped() -> None:
     stop, steps = threading.Event(), []
     promises: set[float] = set()
