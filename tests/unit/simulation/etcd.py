@@ -31,7 +31,7 @@ from flanneld.subnet.etcd.manager import EtcdManager
 from tests.unit.simulation.world import World
 
 #: Seconds for which a poll or a silent stream lasts.
-POLL = 600.0
+POLL = 1800.0
 #: Seconds that a request takes: a read may be so old when its answer comes.
 LONGEST_REQUEST = 1.0
 #: Changes that the v2 API remembers.
