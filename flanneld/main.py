@@ -17,6 +17,7 @@ from msgspec import Struct
 
 from flanneld import __version__, options
 from flanneld.backends import registry
+from flanneld.backends.contract import has_peers
 from flanneld.compat import glog
 from flanneld.config import Config
 from flanneld.diagnostics import conditions, host_checks
@@ -24,7 +25,7 @@ from flanneld.diagnostics.components import Components
 from flanneld.diagnostics.observation import Observation
 from flanneld.errors import Cancelled, Fatal, Retryable, lacking
 from flanneld.firewall_start import forward_soon, masquerade_now
-from flanneld.model import Lease, Uplink
+from flanneld.model import Lease, Snapshot, Uplink
 from flanneld.network.rtnetlink.kernel import Kernel
 from flanneld.network.rtnetlink.monitor import Monitor
 from flanneld.network.uplink_election import InterfaceChoice, NoInterface
@@ -227,8 +228,8 @@ class Daemon:
         self._write_subnet_file(member)
         self._check_host(member)
         self._readiness.await_peers()
-        watch, watch_own = member.manager.watch, member.manager.watch_own
-        start("lease watch", lambda: watch(reconciler.event_queue.put, self._alive("lease watch")))
+        self._watch_leases(member, reconciler)
+        watch_own = member.manager.watch_own
         start(_RECONCILER, reconciler.run, reconciler.cancel)
         alive = self._alive("own lease watch")
         start("own lease watch", lambda: watch_own(member.lease, lease_keeper.deliver, alive))
@@ -250,6 +251,17 @@ class Daemon:
         if not self._options.ip_masq:
             forward_soon(lambda: self._firewall(member), self._supervisor, self._readiness)
         self._observation.serve_status()
+
+    def _watch_leases(self, member: Member, reconciler: KernelReconciler) -> None:
+        """Watch the peers' leases; with a backend that has no peers watch our own node at most."""
+        manager, put = member.manager, reconciler.event_queue.put
+        alive = self._alive("lease watch")
+        if has_peers(member.uplink_manager.backend):
+            self._supervisor.start("lease watch", lambda: manager.watch(put, alive))
+            return
+        put([Snapshot((member.lease,))])
+        if isinstance(manager, NodeStore):
+            self._supervisor.start("lease watch", lambda: manager.watch_node(alive))
 
     # ---- the parts ---------------------------------------------------------------------------
 

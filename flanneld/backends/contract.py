@@ -63,6 +63,14 @@ class Backend(Protocol):
         ...
 
 
+def has_peers(backend: Backend) -> bool:
+    """Return False for a backend that leads to no peer, which its attribute ``has_peers`` says.
+
+    The daemon then watches no lease but its own, and is complete without the peers' leases.
+    """
+    return bool(getattr(backend, "has_peers", True))
+
+
 class Driver(Protocol):
     """Carries out one class of resources outside this kernel: a switch, a cloud's route table, a process.
 

@@ -42,6 +42,10 @@ def _nothing() -> None:
     pass
 
 
+def _ignore(_: object) -> None:
+    """Take events that nobody acts on: upkeep hears of our own node by itself."""
+
+
 class KubeOptions(Struct, frozen=True, gc=False):
     """What the flags say, as given. An empty ``state_dir`` is none."""
 
@@ -154,8 +158,17 @@ class KubeManager:
         member = self._joined()
         if self._saved is not None:
             deliver(member.saved(self._saved))
+        self._follow(member, deliver, alive)
+
+    def watch_node(self, alive: Callable[[], None]) -> None:
+        member = self._joined()
+        self._follow(member, _ignore, alive, only=member.name)
+
+    def _follow(
+        self, member: _Member, deliver: Deliver, alive: Callable[[], None], *, only: str = ""
+    ) -> None:
         self._watching = Api(self._access, self._timeouts)
-        follower = Follower(self._watching, self._reader, member, self._make_backoff)
+        follower = Follower(self._watching, self._reader, member, self._make_backoff, only=only)
         with self._lock:
             if self._is_closed:
                 raise Cancelled
@@ -234,7 +247,7 @@ class _Member:
     def __init__(self, name: str, lease: Lease, config: Config, own_node: OwnNode, state: State) -> None:
         self.lease = lease
         self.config = config
-        self._name = name
+        self.name = name
         self._table = NodeTable(name, lease.key, config)
         self._state = state
         self.own: Node | None = None
@@ -246,11 +259,11 @@ class _Member:
         return [Cached(snapshot.leases, self._state.description)]
 
     def listed(self, nodes: list[Node]) -> list[Event]:
-        own = next((node for node in nodes if node.name == self._name), None)
+        own = next((node for node in nodes if node.name == self.name), None)
         if own is None:
             # A server that forgot all nodes must not take the network down.
             raise Retryable(
-                f"the list of {len(nodes)} nodes lacks our own node {self._name}: it is not acted on",
+                f"the list of {len(nodes)} nodes lacks our own node {self.name}: it is not acted on",
                 "see that kubelet registers it",
             )
         snapshot = self._table.replace(nodes, self.lease)
@@ -258,13 +271,13 @@ class _Member:
         return [snapshot]
 
     def seen(self, node: Node) -> list[Event]:
-        if node.name == self._name:
+        if node.name == self.name:
             self._see_own(node)
             return []
         return self._table.put(node)
 
     def gone(self, node: Node) -> list[Event]:
-        if node.name == self._name:
+        if node.name == self.name:
             log.warning("Our node %s was deleted; going on as before until it is there again", node.name)
             self.own = None
             return []

@@ -101,15 +101,23 @@ class Follower:
     have overtaken ours since. So all nodes are listed after each loss of the server that lasted. After a
     short one, and each time a watch has run its time, a request for our own node compares version and uid.
 
-    Of an outage the log has its begin, a line a minute, and its end.
+    Of an outage the log has its begin, a line a minute, and its end. With ``only`` it is told of the node
+    of that name alone.
     """
 
     def __init__(
-        self, api: Api, reader: NodeReader, audience: Audience, make_backoff: Callable[[], Backoff]
+        self,
+        api: Api,
+        reader: NodeReader,
+        audience: Audience,
+        make_backoff: Callable[[], Backoff],
+        *,
+        only: str = "",
     ) -> None:
         self._api = api
         self._reader = reader
         self._audience = audience
+        self._selector = _selector(only) if only else {}
         self._backoffs = backoffs(make_backoff)
         self._stop = threading.Event()
         self._hurry = threading.Event()
@@ -176,7 +184,7 @@ class Follower:
         token = ""
         while True:
             more = {"continue": token} if token else {}
-            page = self._api.get(NODES, alive, limit=str(PAGE), **more)
+            page = self._api.get(NODES, alive, limit=str(PAGE), **self._selector, **more)
             alive()
             nodes += self._read(items(page))
             meta = child(page, "metadata")
@@ -193,7 +201,7 @@ class Follower:
     def _compare(self, version: str, alive: Callable[[], None]) -> None:
         """Raise ``Restored`` if the API server is behind a version, or has another node in place of ours."""
         own = self._audience.own
-        selector = {"fieldSelector": f"metadata.name={own.name}"} if own else {}
+        selector = _selector(own.name) if own else {}
         page = self._api.get(NODES, alive, limit="1", **selector)
         if is_behind(_version_of(page), version):
             raise Restored("the API server is behind what it said before; was its store restored?")
@@ -212,7 +220,7 @@ class Follower:
         seconds = random.randint(_SHORTEST, _LONGEST)  # noqa: S311 - spreads load, keeps no secret
         query = {"resourceVersion": version, "allowWatchBookmarks": "true", "timeoutSeconds": str(seconds)}
         try:
-            with self._api.watch(NODES, watch="true", **query) as pieces:
+            with self._api.watch(NODES, watch="true", **self._selector, **query) as pieces:
                 # A wish that came before there was a connection to drop.
                 for piece in () if self._reread.is_set() else pieces:
                     self._heard_at = clock.now()
@@ -260,6 +268,10 @@ class Follower:
 
     def _refuse(self, reason: Refused) -> None:
         self._once.warn(log, "node", f"Passing over what is no node: {reason}")
+
+
+def _selector(name: str) -> dict[str, str]:
+    return {"fieldSelector": f"metadata.name={name}"}
 
 
 def _version_of(page: dict[str, Any]) -> str:
