@@ -23,6 +23,7 @@ from flanneld.state.resources import (
     Route,
     Tun,
     Vxlan,
+    WireGuard,
 )
 
 
@@ -62,7 +63,7 @@ def drop(resource: Resource) -> Command | None:
             return command("ip", "neigh", "del", resource.address, "dev", resource.device)
         case FdbEntry():
             return ("bridge", "fdb", "del", *_entry(resource), "self")
-        case Vxlan() | Ipip() | Tun():
+        case Vxlan() | Ipip() | Tun() | WireGuard():
             return ("ip", "link", "del", resource.name)
     return None
 
@@ -96,6 +97,8 @@ def _make(wanted: Link, parent: str) -> Iterator[Command]:
         case Tun():
             yield ("ip", "tuntap", "add", "dev", wanted.name, "mode", "tun")
             yield command("ip", "link", "set", wanted.name, "mtu", wanted.mtu)
+        case WireGuard():
+            yield command("ip", "link", "add", wanted.name, "mtu", wanted.mtu, "type", "wireguard")
     # fmt: on
 
 
@@ -137,7 +140,8 @@ def _whole(route: Route, links: Collection[str]) -> Command:
 
 
 def _blackhole(resource: Blackhole) -> Command:
-    return command("blackhole", resource.destination, "proto", PROTO_FLANNEL, "metric", BLACKHOLE_METRIC)
+    kind = "unreachable" if resource.unreachable else "blackhole"
+    return command(kind, resource.destination, "proto", PROTO_FLANNEL, "metric", BLACKHOLE_METRIC)
 
 
 def _address(resource: Address) -> Command:

@@ -116,6 +116,23 @@ class Tun(Struct, frozen=True, gc=False):
         return f"link {self.name} mtu {self.mtu} tun"
 
 
+class WireGuard(Struct, frozen=True, gc=False):
+    """A WireGuard device, but for its key, port and peers: those are another table's."""
+
+    kind: ClassVar[Kind] = Kind.LINK
+    make: ClassVar[str] = "wireguard"
+    name: str
+    mtu: int
+    up: bool = True
+
+    @property
+    def key(self) -> Key:
+        return (self.kind, self.name)
+
+    def __str__(self) -> str:
+        return f"link {self.name} mtu {self.mtu} wireguard"
+
+
 class ForeignLink(Struct, frozen=True, gc=False):
     """A device under a name that we need, not as we would make it: never wanted, only met.
 
@@ -136,7 +153,7 @@ class ForeignLink(Struct, frozen=True, gc=False):
 
 
 #: Devices that we make. A later kind of device joins this union.
-Link = Vxlan | Ipip | Tun
+Link = Vxlan | Ipip | Tun | WireGuard
 
 
 class Address(Struct, frozen=True, gc=False):
@@ -224,17 +241,21 @@ class RivalRoute(Struct, frozen=True, gc=False):
 
 
 class Blackhole(Struct, frozen=True, gc=False):
-    """Drops what is for the destination unless another route, of any length or metric, leads there."""
+    """Drops what is for the destination unless another route, of any length or metric, leads there.
+
+    With ``unreachable`` the sender is told so by ICMP.
+    """
 
     kind: ClassVar[Kind] = Kind.ROUTE
     destination: IPNetwork
+    unreachable: bool = False
 
     @property
     def key(self) -> Key:
         return route_key(self.destination, "blackhole")
 
     def __str__(self) -> str:
-        return f"blackhole {self.destination}"
+        return f"{'unreachable' if self.unreachable else 'blackhole'} {self.destination}"
 
 
 class Resource(Protocol):

@@ -18,7 +18,7 @@ from flanneld.network import tun
 from flanneld.network.rtnetlink.links import Step, step
 from flanneld.network.rtnetlink.netlink import NLM_F_CREATE, NLM_F_REQUEST, NetlinkSocket
 from flanneld.runtime.imports import package_without_init
-from flanneld.state.resources import ForeignLink, Ipip, Link, Tun, Vxlan
+from flanneld.state.resources import ForeignLink, Ipip, Link, Tun, Vxlan, WireGuard
 
 # linux/rtnetlink.h, linux/netlink.h, linux/if.h
 _RTM_NEWLINK, _RTM_DELLINK, _NLM_F_EXCL, _IFF_UP = 16, 17, 0x200, 0x1
@@ -75,9 +75,12 @@ def _create(wanted: Link) -> None:
     _call("set", index=_index(wanted.name), up=True)
 
 
-def _attributes(wanted: Vxlan | Ipip) -> Iterator[Attribute]:
+def _attributes(wanted: Vxlan | Ipip | WireGuard) -> Iterator[Attribute]:
     yield "IFLA_IFNAME", wanted.name
     yield "IFLA_MTU", wanted.mtu
+    if isinstance(wanted, WireGuard):
+        yield _kind("wireguard")
+        return
     yield "IFLA_TXQLEN", 0
     if isinstance(wanted, Vxlan):
         yield "IFLA_ADDRESS", wanted.mac

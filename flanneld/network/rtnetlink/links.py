@@ -19,12 +19,12 @@ from msgspec.structs import fields, replace
 from flanneld.model import IPAddress
 from flanneld.network.rtnetlink.messages import address_of, mac_text
 from flanneld.network.rtnetlink.netlink import attribute, attributes, unpack
-from flanneld.state.resources import ForeignLink, Ipip, Link, Tun, Vxlan
+from flanneld.state.resources import ForeignLink, Ipip, Link, Tun, Vxlan, WireGuard
 
 #: The names that flannel's backends give, and the kinds of device that bear them.
 _FLANNELS_NAMES = re.compile(r"flannel(-v6)?\.[0-9]+|flannel\.ipip|flannel-wg(-v6)?|flannel[0-9]+")
 #: Kinds of device that only Go flannel makes: its TUN belongs to its process.
-_MADE_OTHERWISE = frozenset({"wireguard", "tun"})
+_MADE_OTHERWISE = frozenset({"tun"})
 IFF_UP = 0x1
 _IFINFOMSG = struct.Struct("=BxHiII")
 _IFLA_ADDRESS, _IFLA_IFNAME, _IFLA_MTU, _IFLA_MASTER, _IFLA_LINKINFO = 1, 3, 4, 10, 18
@@ -38,6 +38,7 @@ _SETTABLE: dict[type[Link], tuple[str, ...]] = {
     Vxlan: ("mac", "mtu", "learning", "up"),
     Ipip: ("mtu", "up"),
     Tun: ("mtu", "up"),
+    WireGuard: ("mtu", "up"),
 }
 
 
@@ -102,6 +103,8 @@ def _make(seen: SeenLink, info: bytes) -> Link | ForeignLink:
         return _ipip(seen, attributes(data, 0, len(data)))
     if kind == "tun":
         return _tun(seen, attributes(data, 0, len(data)))
+    if kind == "wireguard":
+        return WireGuard(seen.name, seen.mtu, seen.up)
     return ForeignLink(seen.name, f"a device of kind {kind}", kind)
 
 
