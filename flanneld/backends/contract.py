@@ -58,8 +58,12 @@ class Backend(Protocol):
         """Devices and addresses that are needed even without peers."""
         ...
 
-    def peer(self, lease: Lease) -> Iterable[Resource]:
-        """What leads to one peer. Raises ``Refused`` when its lease makes no sense."""
+    def peer(self, own: Lease, lease: Lease, /) -> Iterable[Resource]:
+        """Return what leads from this node to one peer.
+
+        Raises ``Refused`` for a lease that makes no sense: what led to the peer before stays. Raises
+        ``Unsafe`` for one that would harm this host: what led to the peer is withdrawn.
+        """
         ...
 
 

@@ -42,7 +42,7 @@ class HostGw:
         del own
         return iter(())
 
-    def peer(self, lease: Lease) -> Iterator[Resource]:
+    def peer(self, _own: Lease, lease: Lease) -> Iterator[Resource]:
         require_type(lease, TYPE)
         for family in self._families:
             subnet = lease.net(family)

@@ -66,7 +66,7 @@ class IpipBackend:
         if own.subnet is not None:
             yield Address(DEVICE, own.subnet.network_address)
 
-    def peer(self, lease: Lease) -> Iterator[Resource]:
+    def peer(self, _own: Lease, lease: Lease) -> Iterator[Resource]:
         require_type(lease, TYPE)
         if lease.subnet is None:
             return

@@ -137,7 +137,7 @@ class VxlanBackend:
             if subnet is not None:
                 yield Address(device.name, subnet.network_address)
 
-    def peer(self, lease: Lease) -> Iterator[Resource]:
+    def peer(self, _own: Lease, lease: Lease) -> Iterator[Resource]:
         require_type(lease, TYPE)
         for family, device in self._devices.items():
             subnet = lease.net(family)

@@ -123,8 +123,8 @@ class _Undriven:
     def local(self, own: Lease) -> Iterable[Resource]:
         return self._backend.local(own)
 
-    def peer(self, lease: Lease) -> Iterable[Resource]:
-        return self._backend.peer(lease)
+    def peer(self, own: Lease, lease: Lease) -> Iterable[Resource]:
+        return self._backend.peer(own, lease)
 
     def drivers(self) -> Iterable[Driver]:
         drivers = self._backend.drivers() if isinstance(self._backend, HasDrivers) else ()

@@ -216,7 +216,7 @@ class Peers:
             _refuse_overlap(lease, self._own)
             _refuse_outside(lease, self._networks)
             self._refuse_harm(lease)
-            resources.extend(backend.peer(lease))
+            resources.extend(backend.peer(self._own, lease))
         except OtherBackend as reason:
             self._complain(lease, reason, f"Ignoring a lease: {reason}")
             return ()

@@ -109,7 +109,7 @@ class Udp:
             wish=self._config.plane,
         )
 
-    def peer(self, lease: Lease) -> Iterator[Resource]:
+    def peer(self, _own: Lease, lease: Lease) -> Iterator[Resource]:
         if lease.subnet is None:
             return
         public_ip = peers_public_ip(lease, 4, self._uplink)

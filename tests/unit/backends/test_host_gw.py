@@ -21,6 +21,7 @@ Families = tuple[bool, bool]
 
 SUBNET, SUBNET_V6 = IPv4Network("10.1.6.0/24"), IPv6Network("fd00:0:0:6::/64")
 PUBLIC, PUBLIC_V6 = IPv4Address("192.168.0.6"), IPv6Address("fd77::6")
+OWN = Lease(LeaseAttrs(), IPv4Network("10.1.5.0/24"), IPv6Network("fd00:0:0:5::/64"))
 ROUTE, ROUTE_V6 = Route(SUBNET, "eth0", PUBLIC), Route(SUBNET_V6, "eth0", PUBLIC_V6)
 
 
@@ -28,7 +29,12 @@ def nothing(_: Any) -> None:
     return None
 
 
-def made(families: Families = V4, public_ip: str = "192.168.0.5", public_ipv6: str = "fd77::5") -> HostGw:
+def made(
+    families: Families = V4,
+    public_ip: str = "192.168.0.5",
+    public_ipv6: str = "fd77::5",
+    kind: type[HostGw] = HostGw,
+) -> HostGw:
     network = {"EnableIPv4": families[0], "EnableIPv6": families[1], "Network": "10.1.0.0/16"}
     config = parse(json.dumps({**network, "IPv6Network": "fd00::/48", "Backend": {"Type": "host-gw"}}))
     addresses = (
@@ -36,7 +42,7 @@ def made(families: Families = V4, public_ip: str = "192.168.0.5", public_ipv6: s
         *((IPv6Address("fd77::5"), IPv6Address(public_ipv6)) if families[1] else (None, None)),
     )
     uplink = Uplink("eth0", 2, 1500, *addresses)
-    return HostGw(config, Host(uplink, None, nothing, nothing, bytes))
+    return kind(config, Host(uplink, None, nothing, nothing, bytes))
 
 
 def peer(families: Families = DUAL, **attrs: Any) -> Lease:
@@ -60,29 +66,29 @@ def peer(families: Families = DUAL, **attrs: Any) -> Lease:
 def test_a_route_through_its_public_ip_leads_to_a_peer(
     ours: Families, theirs: Families, wanted: list[Route]
 ) -> None:
-    assert list(made(ours).peer(peer(theirs))) == wanted
+    assert list(made(ours).peer(OWN, peer(theirs))) == wanted
 
 
 @pytest.mark.parametrize("backend_type", ["vxlan", ""])
 def test_the_lease_of_another_backend_leads_nowhere(backend_type: str) -> None:
     with pytest.raises(OtherBackend):
-        list(made().peer(peer(backend_type=backend_type)))
+        list(made().peer(OWN, peer(backend_type=backend_type)))
 
 
 def test_a_lease_without_public_ip_is_refused() -> None:
     with pytest.raises(Refused, match="IPv4"):
-        list(made().peer(peer(public_ip=None)))
+        list(made().peer(OWN, peer(public_ip=None)))
     with pytest.raises(Refused, match="IPv6"):
-        list(made(V6).peer(peer(public_ipv6=None)))
+        list(made(V6).peer(OWN, peer(public_ipv6=None)))
 
 
 def test_a_lease_with_our_own_public_ip_is_refused() -> None:
     with pytest.raises(Refused, match="our own public IP"):
-        list(made().peer(peer(public_ip=IPv4Address("192.168.0.5"))))
+        list(made().peer(OWN, peer(public_ip=IPv4Address("192.168.0.5"))))
 
 
 def test_backend_data_do_not_matter() -> None:
-    assert list(made().peer(peer(V4, backend_data=["whatever"]))) == [ROUTE]
+    assert list(made().peer(OWN, peer(V4, backend_data=["whatever"]))) == [ROUTE]
 
 
 def test_nothing_is_needed_without_peers() -> None:

@@ -57,31 +57,31 @@ def test_the_public_ip_is_all_that_is_announced() -> None:
 
 
 def test_an_onlink_route_through_the_device_leads_to_a_peer() -> None:
-    assert list(made().peer(peer())) == [Route(SUBNET, "flannel.ipip", PEER, onlink=True)]
+    assert list(made().peer(OWN, peer())) == [Route(SUBNET, "flannel.ipip", PEER, onlink=True)]
 
 
 def test_a_peer_on_our_link_is_routed_to_directly() -> None:
     backend = made(DirectRouting=True, link_to={PEER: "eth1"}.get)
-    assert list(backend.peer(peer())) == [Route(SUBNET, "eth1", PEER, onlink=True)]
+    assert list(backend.peer(OWN, peer())) == [Route(SUBNET, "eth1", PEER, onlink=True)]
 
 
 def test_a_peer_behind_a_gateway_goes_through_the_device_despite_direct_routing() -> None:
-    assert list(made(DirectRouting=True).peer(peer())) == list(made().peer(peer()))
+    assert list(made(DirectRouting=True).peer(OWN, peer())) == list(made().peer(OWN, peer()))
 
 
 def test_without_direct_routing_nobody_asks_for_links() -> None:
     def refuse(target: IPAddress) -> str | None:
         raise AssertionError(target)
 
-    assert list(made(link_to=refuse).peer(peer()))
+    assert list(made(link_to=refuse).peer(OWN, peer()))
 
 
 def test_a_direct_and_a_tunnelled_route_take_each_others_place() -> None:
     links: dict[IPAddress, str] = {}
     backend = made(DirectRouting=True, link_to=links.get)
-    (tunnelled,) = backend.peer(peer())
+    (tunnelled,) = backend.peer(OWN, peer())
     links[PEER] = "eth0"
-    (direct,) = backend.peer(peer())
+    (direct,) = backend.peer(OWN, peer())
     assert tunnelled != direct
     assert tunnelled.key == direct.key
 
@@ -89,25 +89,25 @@ def test_a_direct_and_a_tunnelled_route_take_each_others_place() -> None:
 @pytest.mark.parametrize("backend_type", ["vxlan", ""])
 def test_the_lease_of_another_backend_leads_nowhere(backend_type: str) -> None:
     with pytest.raises(OtherBackend):
-        list(made().peer(peer(backend_type=backend_type)))
+        list(made().peer(OWN, peer(backend_type=backend_type)))
 
 
 def test_a_lease_without_public_ip_or_with_ours_is_refused() -> None:
     with pytest.raises(Refused, match="no public IPv4"):
-        list(made().peer(peer(public_ip=None)))
+        list(made().peer(OWN, peer(public_ip=None)))
     with pytest.raises(Refused, match="our own public IP"):
-        list(made().peer(peer(public_ip=PUBLIC)))
+        list(made().peer(OWN, peer(public_ip=PUBLIC)))
 
 
 @pytest.mark.parametrize("public_ip", ["0.0.0.0", "127.0.0.1", "224.0.0.1", "255.255.255.255"])
 def test_a_lease_whose_public_ip_is_no_hosts_is_refused(public_ip: str) -> None:
     with pytest.raises(Refused, match=f"{public_ip}, which is no host's"):
-        list(made().peer(peer(public_ip=IPv4Address(public_ip))))
+        list(made().peer(OWN, peer(public_ip=IPv4Address(public_ip))))
 
 
 def test_a_lease_without_an_ipv4_subnet_leads_nowhere() -> None:
     lease = Lease(LeaseAttrs(PEER, None, "ipip"), None, IPv6Network("fd00:0:0:6::/64"))
-    assert list(made().peer(lease)) == []
+    assert list(made().peer(OWN, lease)) == []
 
 
 @pytest.mark.parametrize(

@@ -120,45 +120,48 @@ TO_PEER_V6 = [
 def test_neighbour_forwarding_entry_and_onlink_route_lead_to_a_peer(
     ours: Families, theirs: Families, wanted: list[Any]
 ) -> None:
-    assert list(build(config(ours), host()).peer(peer(theirs))) == wanted
+    assert list(build(config(ours), host()).peer(OWN, peer(theirs))) == wanted
 
 
 def test_the_vni_names_the_devices() -> None:
     made = build(config(DUAL, VNI=42), host())
-    assert {resource.device for resource in made.peer(peer())} == {"flannel.42", "flannel-v6.42"}  # type: ignore[attr-defined]
+    assert {resource.device for resource in made.peer(OWN, peer())} == {"flannel.42", "flannel-v6.42"}  # type: ignore[attr-defined]
 
 
 def test_a_peer_on_our_link_is_routed_to_directly() -> None:
     links: dict[IPAddress, str] = {PUBLIC: "eth0", PUBLIC_V6: "eth1"}
     made = build(config(DUAL, DirectRouting=True), host(link_to=links.get))
-    assert list(made.peer(peer())) == [Route(SUBNET, "eth0", PUBLIC), Route(SUBNET_V6, "eth1", PUBLIC_V6)]
+    assert list(made.peer(OWN, peer())) == [
+        Route(SUBNET, "eth0", PUBLIC),
+        Route(SUBNET_V6, "eth1", PUBLIC_V6),
+    ]
 
 
 def test_each_family_is_routed_to_directly_by_itself() -> None:
     links: dict[IPAddress, str] = {PUBLIC_V6: "eth1"}
     made = build(config(DUAL, DirectRouting=True), host(link_to=links.get))
-    assert list(made.peer(peer())) == [*TO_PEER_V4, Route(SUBNET_V6, "eth1", PUBLIC_V6)]
+    assert list(made.peer(OWN, peer())) == [*TO_PEER_V4, Route(SUBNET_V6, "eth1", PUBLIC_V6)]
 
 
 def test_without_direct_routing_nobody_asks_for_links() -> None:
     def refuse(target: IPAddress) -> str | None:
         raise AssertionError(f"asked for the link to {target}")
 
-    assert list(build(config(), host(link_to=refuse)).peer(peer(V4))) == TO_PEER_V4
+    assert list(build(config(), host(link_to=refuse)).peer(OWN, peer(V4))) == TO_PEER_V4
 
 
 def test_direct_routing_is_decided_anew_each_time() -> None:
     links: dict[IPAddress, str] = {}
     made = build(config(DirectRouting=True), host(link_to=links.get))
-    assert list(made.peer(peer(V4))) == TO_PEER_V4
+    assert list(made.peer(OWN, peer(V4))) == TO_PEER_V4
     links[PUBLIC] = "eth0"
-    assert list(made.peer(peer(V4))) == [Route(SUBNET, "eth0", PUBLIC)]
+    assert list(made.peer(OWN, peer(V4))) == [Route(SUBNET, "eth0", PUBLIC)]
 
 
 @pytest.mark.parametrize("backend_type", ["host-gw", ""])
 def test_the_lease_of_another_backend_leads_nowhere(backend_type: str) -> None:
     with pytest.raises(OtherBackend):
-        list(build(config(), host()).peer(peer(backend_type=backend_type)))
+        list(build(config(), host()).peer(OWN, peer(backend_type=backend_type)))
 
 
 @pytest.mark.parametrize(
@@ -179,7 +182,7 @@ def test_the_lease_of_another_backend_leads_nowhere(backend_type: str) -> None:
 )
 def test_a_lease_without_a_possible_mac_is_refused(data: Any) -> None:
     with pytest.raises(Refused):
-        list(build(config(), host()).peer(peer(V4, backend_data=data)))
+        list(build(config(), host()).peer(OWN, peer(V4, backend_data=data)))
 
 
 @pytest.mark.parametrize(
@@ -197,22 +200,22 @@ def test_a_mac_is_understood_as_go_understands_it(data: dict[str, Any]) -> None:
 
 def test_a_lease_without_public_ip_is_refused() -> None:
     with pytest.raises(Refused, match="IPv4"):
-        list(build(config(), host()).peer(peer(V4, public_ip=None)))
+        list(build(config(), host()).peer(OWN, peer(V4, public_ip=None)))
     with pytest.raises(Refused, match="IPv6"):
-        list(build(config(V6), host()).peer(peer(V6, public_ipv6=None)))
+        list(build(config(V6), host()).peer(OWN, peer(V6, public_ipv6=None)))
 
 
 def test_a_lease_whose_public_ip_is_no_hosts_is_refused() -> None:
     with pytest.raises(Refused, match="no host's"):
-        list(build(config(), host()).peer(peer(V4, public_ip=IPv4Address("127.0.0.1"))))
+        list(build(config(), host()).peer(OWN, peer(V4, public_ip=IPv4Address("127.0.0.1"))))
     with pytest.raises(Refused, match="no host's"):
-        list(build(config(V6), host()).peer(peer(V6, public_ipv6=IPv6Address("ff02::1"))))
+        list(build(config(V6), host()).peer(OWN, peer(V6, public_ipv6=IPv6Address("ff02::1"))))
 
 
 def test_a_lease_with_our_own_public_ip_is_refused() -> None:
     made = build(config(), host(public_ip="203.0.113.5"))
     with pytest.raises(Refused, match="our own public IP"):
-        list(made.peer(peer(V4, public_ip=IPv4Address("203.0.113.5"))))
+        list(made.peer(OWN, peer(V4, public_ip=IPv4Address("203.0.113.5"))))
 
 
 @given(
@@ -224,7 +227,7 @@ def test_a_lease_with_our_own_public_ip_is_refused() -> None:
 def test_whatever_a_peer_announces_is_understood_or_refused(data: Any) -> None:
     made = build(config(), host())
     try:
-        resources = list(made.peer(peer(V4, backend_data=data)))
+        resources = list(made.peer(OWN, peer(V4, backend_data=data)))
     except Refused:
         return
     assert len(resources) == 3
@@ -383,7 +386,7 @@ def test_the_vteps_are_announced(families: Families, data: Any, data_v6: Any) ->
 
 def test_a_node_finds_the_way_to_what_another_announces() -> None:
     attrs = build(config(DUAL), host(random=b"\x0aabcde")).attributes()
-    resources = list(build(config(DUAL), host(node=9)).peer(Lease(attrs, SUBNET, SUBNET_V6)))
+    resources = list(build(config(DUAL), host(node=9)).peer(OWN, Lease(attrs, SUBNET, SUBNET_V6)))
     assert FdbEntry("flannel.1", "0a:61:62:63:64:65", IPv4Address("192.168.0.5")) in resources
     assert FdbEntry("flannel-v6.1", "0a:61:62:63:64:65", IPv6Address("fd77::5")) in resources
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from ipaddress import IPv4Address, IPv4Network
 
 import pytest
 from msgspec.structs import replace
 
 from flanneld.backends import vxlan
+from flanneld.backends.host_gw import HostGw
 from flanneld.model import Added, Event, Lease, LeaseAttrs, Removed, Snapshot
 from flanneld.network.obstacles import HostNetworks, Obstacle, Obstacles
 from flanneld.reconcile.peers import Peers
@@ -44,6 +46,19 @@ def peers() -> Peers:
     peers = Peers(OWN, [IPv4Network("10.1.0.0/16")], RemovalGuard())
     take(peers, Snapshot((OWN, OLD)))
     return peers
+
+
+def test_the_backend_is_told_our_own_lease_with_each_peer() -> None:
+    asked: list[tuple[Lease, Lease]] = []
+
+    class Asked(HostGw):
+        def peer(self, own: Lease, lease: Lease) -> Iterator[Resource]:
+            asked.append((own, lease))
+            return super().peer(own, lease)
+
+    peers = Peers(OWN, [IPv4Network("10.1.0.0/16")], RemovalGuard())
+    peers.take([Snapshot((OWN, OLD))], made(kind=Asked))
+    assert asked == [(OWN, OLD)]
 
 
 def test_a_peer_that_moves_is_followed(peers: Peers) -> None:

@@ -287,10 +287,11 @@ def test_a_timeout_out_of_bounds_is_fatal(seconds: object) -> None:
 
 def test_nodes_with_and_without_announcements_are_one_network() -> None:
     backend = make(SwitchURL="http://192.0.2.1")
-    assert backend.attributes().backend_type == "host-gw"
+    own = Lease(backend.attributes(), SUBNET)
+    assert own.attrs.backend_type == "host-gw"
     subnet, public_ip = IPv4Network("10.5.8.0/24"), IPv4Address("192.0.2.12")
     peer = Lease(LeaseAttrs(public_ip, None, "host-gw"), subnet)
-    assert list(backend.peer(peer)) == [Route(subnet, "eth0", public_ip)]
+    assert list(backend.peer(own, peer)) == [Route(subnet, "eth0", public_ip)]
 
 
 def test_an_announcement_and_a_kernel_route_to_one_subnet_do_not_clash() -> None:

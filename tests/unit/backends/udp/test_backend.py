@@ -71,7 +71,7 @@ def test_all_is_named_after_the_device_that_the_host_has_for_us() -> None:
         for item in backend.local(OWN)
     ]
     assert names == ["flannel3"] * 4
-    assert list(backend.peer(peer())) == [PumpPeer("flannel3", SUBNET, PUBLIC)]
+    assert list(backend.peer(OWN, peer())) == [PumpPeer("flannel3", SUBNET, PUBLIC)]
 
 
 def test_only_the_public_ip_is_announced_and_no_type_as_upstream_does() -> None:
@@ -119,7 +119,7 @@ def test_of_a_dual_stack_network_the_ipv4_part_is_carried() -> None:
     dual = config(EnableIPv6=True, IPv6Network="fd00::/48")
     backend = Udp(dual, Host(UPLINK, None, lambda _: None, lambda _: None, bytes))
     assert list(backend.local(OWN))[2] == Route(NETWORK, "flannel0")
-    assert list(backend.peer(replace(peer(), ipv6_subnet=IPv6Network("fd00:0:0:6::/64")))) == [
+    assert list(backend.peer(OWN, replace(peer(), ipv6_subnet=IPv6Network("fd00:0:0:6::/64")))) == [
         PumpPeer("flannel0", SUBNET, PUBLIC)
     ]
 
@@ -133,28 +133,28 @@ def test_the_backend_is_found_by_name() -> None:
 
 @pytest.mark.parametrize("backend_type", ["", "udp", "vxlan"])
 def test_every_lease_leads_somewhere_whatever_its_type_as_upstream_has_it(backend_type: str) -> None:
-    assert list(made().peer(peer(backend_type=backend_type))) == [PumpPeer("flannel0", SUBNET, PUBLIC)]
+    assert list(made().peer(OWN, peer(backend_type=backend_type))) == [PumpPeer("flannel0", SUBNET, PUBLIC)]
 
 
 def test_a_lease_without_a_public_ipv4_is_refused() -> None:
     with pytest.raises(Refused, match="no public IPv4"):
-        list(made().peer(peer(public_ip=None, public_ipv6=IPv6Address("fd77::6"))))
+        list(made().peer(OWN, peer(public_ip=None, public_ipv6=IPv6Address("fd77::6"))))
 
 
 @pytest.mark.parametrize("public_ip", ["0.0.0.0", "127.0.0.1", "224.0.0.1", "239.1.2.3", "255.255.255.255"])
 def test_a_lease_whose_public_ip_is_no_hosts_is_refused(public_ip: str) -> None:
     with pytest.raises(Refused, match=f"{public_ip}, which is no host's"):
-        list(made().peer(peer(public_ip=IPv4Address(public_ip))))
+        list(made().peer(OWN, peer(public_ip=IPv4Address(public_ip))))
 
 
 def test_a_public_ip_of_class_e_is_one_as_upstream_has_it() -> None:
     address = IPv4Address("240.0.0.1")
-    assert list(made().peer(peer(public_ip=address))) == [PumpPeer("flannel0", SUBNET, address)]
+    assert list(made().peer(OWN, peer(public_ip=address))) == [PumpPeer("flannel0", SUBNET, address)]
 
 
 def test_a_lease_with_our_own_public_ip_is_refused() -> None:
     with pytest.raises(Refused, match="our own"):
-        list(made().peer(peer(public_ip=OURS)))
+        list(made().peer(OWN, peer(public_ip=OURS)))
 
 
 # ---- the nouns -----------------------------------------------------------------------------------
