@@ -34,7 +34,7 @@ class Alloc:
         del own
         return iter(())
 
-    def peer(self, lease: Lease) -> Iterator[Resource]:
+    def peer(self, own: Lease, lease: Lease, /) -> Iterator[Resource]:
         """Nothing, whatever the peer announces."""
-        del lease
+        del own, lease
         return iter(())

@@ -36,6 +36,9 @@ class Host(Struct, frozen=True):
     #: The name for a TUN device that leads to this network: that of the one an earlier run has made,
     #: else the first that is free.
     tun_for: Callable[[IPNetwork], str] = lambda _: "flannel0"
+    #: The content of a key file by its name. If it is not there, it is written, durably and for its owner
+    #: alone, with what the function makes. Raises ``Fatal``.
+    secret: Callable[[str, Callable[[], bytes]], bytes] = lambda _, make: make()
 
 
 class OtherBackend(Refused):

@@ -22,7 +22,10 @@ from flanneld.state.resources import (
 )
 
 #: All that the kernel can hold for us, by the name in the JSON value.
-_TYPES = {each.__name__: each for each in (Vxlan, Ipip, Tun, WireGuard, Address, Neighbor, FdbEntry, Route, Blackhole)}
+_TYPES = {
+    each.__name__: each
+    for each in (Vxlan, Ipip, Tun, WireGuard, Address, Neighbor, FdbEntry, Route, Blackhole)
+}
 #: Fields that are text in JSON, by what reads them. Everything else is a number, a text or a truth value.
 _READERS: dict[str, Callable[[str], Any]] = {
     "local": ip_address,

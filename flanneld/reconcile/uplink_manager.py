@@ -17,6 +17,7 @@ from flanneld.network.rtnetlink.messages import RTN_UNICAST
 from flanneld.network.tun_choice import tun_for
 from flanneld.network.uplink_election import InterfaceChoice, elect, keep
 from flanneld.network.uplink_facts import route_to, survey
+from flanneld.runtime import key_file
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +95,7 @@ class UplinkManager:
             link_to=self._link_to,
             random_bytes=os.urandom,
             tun_for=lambda network: tun_for(self._kernel, (network, *self._former)),
+            secret=lambda name, make: key_file.read_or_make(key_file.path_of(name, os.environ), make),
         )
         return self._make_backend(self._config, host)
 

@@ -1,4 +1,4 @@
-"""Time that a correction of the wall clock cannot move."""
+"""The clocks: one that a correction of the wall clock cannot move, and the wall clock."""
 
 from __future__ import annotations
 
@@ -8,3 +8,8 @@ import time
 def now() -> float:
     """Seconds since boot, time in suspend included: what is left of a lease runs on while a host sleeps."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def wall() -> float:
+    """Seconds since 1970, for comparison with times that the kernel tells. Anybody may set this clock."""
+    return time.time()

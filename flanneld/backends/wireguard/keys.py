@@ -1,8 +1,8 @@
 """Keys of WireGuard: their text, making a private one, and the public one that belongs to it (pure).
 
-A public key is computed here, by the Montgomery ladder of RFC 7748, because the lease needs it before there is a
-device. Python's integers take a time that depends on their values. That tells an attacker nothing: it is computed
-once a start, from no input of anybody else.
+A public key is computed here, by the Montgomery ladder of RFC 7748, because the lease needs it before there
+is a device. Python's integers take a time that depends on their values. That tells an attacker nothing: it is
+computed once a start, from no input of anybody else.
 """
 
 from __future__ import annotations

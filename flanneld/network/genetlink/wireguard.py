@@ -144,6 +144,15 @@ def drop_peer(public_key: bytes) -> bytes:
     return _peer(attribute(_PEER_PUBLIC_KEY, public_key), flags)
 
 
+def take_away(allowed_ip: IPNetwork, throwaway: bytes) -> bytes:
+    """Pack what removes one allowed IP from the peer that has it, whichever that is.
+
+    Before Linux 6.16 there is no flag for that. So it moves to a peer that one message makes and removes.
+    ``throwaway`` is the public key of that peer.
+    """
+    return _peer(attribute(_PEER_PUBLIC_KEY, throwaway), _allowed_ips((allowed_ip,))) + drop_peer(throwaway)
+
+
 def _name(name: str) -> bytes:
     return attribute(_IFNAME, name.encode() + b"\0")
 

@@ -90,7 +90,8 @@ def _attributes(wanted: Vxlan | Ipip | WireGuard) -> Iterator[Attribute]:
 
 
 def _kind(name: str, *data: Attribute) -> Attribute:
-    return "IFLA_LINKINFO", {"attrs": [("IFLA_INFO_KIND", name), ("IFLA_INFO_DATA", {"attrs": list(data)})]}
+    details = [("IFLA_INFO_DATA", {"attrs": list(data)})] if data else []
+    return "IFLA_LINKINFO", {"attrs": [("IFLA_INFO_KIND", name), *details]}
 
 
 def _vxlan_data(wanted: Vxlan) -> Iterator[Attribute]:

@@ -48,7 +48,7 @@ def test_containers_have_the_mtu_of_the_uplink() -> None:
 
 def test_nothing_leads_to_a_peer() -> None:
     assert list(made().local(OWN)) == []
-    assert list(made().peer(PEER)) == []
+    assert list(made().peer(OWN, PEER)) == []
 
 
 @pytest.mark.parametrize("name", ["alloc", "Alloc", "ALLOC"])
