@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from flanneld.network.rtnetlink.links import Step, step
+from flanneld.network.rtnetlink.links import Step, codec_for, step
 from flanneld.network.rtnetlink.messages import BLACKHOLE_METRIC
 from flanneld.runtime.shell import Command, command
 from flanneld.state.resources import (
@@ -16,14 +16,10 @@ from flanneld.state.resources import (
     Blackhole,
     FdbEntry,
     ForeignLink,
-    Ipip,
     Link,
     Neighbor,
     Resource,
     Route,
-    Tun,
-    Vxlan,
-    WireGuard,
 )
 
 
@@ -63,7 +59,7 @@ def drop(resource: Resource) -> Command | None:
             return command("ip", "neigh", "del", resource.address, "dev", resource.device)
         case FdbEntry():
             return ("bridge", "fdb", "del", *_entry(resource), "self")
-        case Vxlan() | Ipip() | Tun() | WireGuard():
+        case Link():
             return ("ip", "link", "del", resource.name)
     return None
 
@@ -75,48 +71,17 @@ def link(wanted: Link, actual: Link | ForeignLink | None, parent: str) -> Iterat
         return
     if actual is not None:
         yield ("ip", "link", "del", wanted.name)
-    yield from _make(wanted, parent)
+    yield from codec_for(wanted).make_commands(wanted, parent)
     yield ("ip", "link", "set", wanted.name, "up")
-
-
-def _make(wanted: Link, parent: str) -> Iterator[Command]:
-    # fmt: off
-    match wanted:
-        case Vxlan():
-            yield command(
-                "ip", "link", "add", wanted.name, "address", wanted.mac, "mtu", wanted.mtu, "txqueuelen", 0,
-                "type", "vxlan", "id", wanted.vni, "dev", parent, "local", wanted.local,
-                "dstport", wanted.port, _learning(wanted), *(["gbp"] if wanted.gbp else []),
-            )
-        case Ipip():
-            yield command(
-                "ip", "link", "add", wanted.name, "mtu", wanted.mtu, "txqueuelen", 0, "type", "ipip",
-                "local", wanted.local or "any", "remote", wanted.remote or "any", "ttl", "inherit",
-                "nopmtudisc",
-            )
-        case Tun():
-            yield ("ip", "tuntap", "add", "dev", wanted.name, "mode", "tun")
-            yield command("ip", "link", "set", wanted.name, "mtu", wanted.mtu)
-        case WireGuard():
-            yield command("ip", "link", "add", wanted.name, "mtu", wanted.mtu, "type", "wireguard")
-    # fmt: on
 
 
 def _set(wanted: Link, actual: Link) -> Iterator[Command]:
     change = ("ip", "link", "set", wanted.name)
-    if isinstance(wanted, Vxlan) and isinstance(actual, Vxlan):
-        if actual.mac != wanted.mac:
-            yield (*change, "address", wanted.mac)
-        if actual.learning != wanted.learning:
-            yield (*change, "type", "vxlan", "id", str(wanted.vni), _learning(wanted))
+    yield from codec_for(wanted).change_commands(wanted, actual)
     if actual.mtu != wanted.mtu:
         yield (*change, "mtu", str(wanted.mtu))
     if actual.up != wanted.up:
         yield (*change, "up" if wanted.up else "down")
-
-
-def _learning(wanted: Vxlan) -> str:
-    return "learning" if wanted.learning else "nolearning"
 
 
 def _ip(family: int) -> Command:

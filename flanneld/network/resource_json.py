@@ -3,58 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from ipaddress import ip_address, ip_network
 from typing import Any
 
-from msgspec.structs import fields
+from flanneld.state.resources import Address, Blackhole, FdbEntry, Link, Neighbor, Resource, Route
 
-from flanneld.state.resources import (
-    Address,
-    Blackhole,
-    FdbEntry,
-    Ipip,
-    Neighbor,
-    Resource,
-    Route,
-    Tun,
-    Vxlan,
-    WireGuard,
-)
-
-#: All that the kernel can hold for us, by the name in the JSON value.
-_TYPES = {
-    each.__name__: each
-    for each in (Vxlan, Ipip, Tun, WireGuard, Address, Neighbor, FdbEntry, Route, Blackhole)
-}
-#: Fields that are text in JSON, by what reads them. Everything else is a number, a text or a truth value.
-_READERS: dict[str, Callable[[str], Any]] = {
-    "local": ip_address,
-    "remote": ip_address,
-    "address": ip_address,
-    "gateway": ip_address,
-    "destination": ip_network,
-}
+#: All that the kernel can hold for us, devices aside.
+_TYPES: tuple[type[Resource], ...] = (Address, Neighbor, FdbEntry, Route, Blackhole)
+#: What is text in JSON, by the type of the field, and what reads it.
+_READERS: dict[str, Callable[[str], Any]] = {"IPAddress": ip_address, "IPNetwork": ip_network}
 
 
 def encode(resource: Resource) -> dict[str, Any] | None:
-    """Return the JSON value; None for what a backend's own driver holds."""
-    name = type(resource).__name__
-    if _TYPES.get(name) is not type(resource):
+    """Return the JSON value; None for what a backend's own table holds."""
+    made = type(resource)
+    if not (isinstance(resource, Link) or made in _TYPES):
         return None
-    values = ((each, getattr(resource, each)) for each in _FIELDS[name])
-    return {"type": name, **{each: _plain(each, value) for each, value in values}}
+    values = ((name, getattr(resource, name), reader) for name, reader in _fields(made).items())
+    plain = {name: str(value) if reader and value is not None else value for name, value, reader in values}
+    return {"type": made.__name__, **plain}
 
 
 def decode(value: dict[str, Any]) -> Resource:
     """Return the resource. Raises ``LookupError``, ``TypeError`` or ``ValueError`` for any other value."""
-    name = value["type"]
-    found = {each: _READERS[each](text) for each in _READERS if (text := value.get(each)) is not None}
-    resource: Resource = _TYPES[name](**{each: found.get(each, value[each]) for each in _FIELDS[name]})
-    return resource
+    made = {each.__name__: each for each in (*_TYPES, *Link.__subclasses__())}[value["type"]]
+    found = {
+        name: reader(value[name]) if reader and value[name] is not None else value[name]
+        for name, reader in _fields(made).items()
+    }
+    return made(**found)
 
 
-_FIELDS = {name: tuple(field.name for field in fields(made)) for name, made in _TYPES.items()}
-
-
-def _plain(name: str, value: Any) -> Any:
-    return str(value) if name in _READERS and value is not None else value
+@cache
+def _fields(made: type) -> dict[str, Callable[[str], Any] | None]:
+    """Return the fields of a class of resources, each with what reads its text; None where it is no text."""
+    annotations: dict[str, str] = made.__annotations__
+    return {
+        name: next((_READERS[each] for each in _READERS if annotation.startswith(each)), None)
+        for name, annotation in annotations.items()
+        if not annotation.startswith("ClassVar")
+    }

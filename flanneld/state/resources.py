@@ -55,11 +55,34 @@ def destination_of(key: Key) -> IPNetwork | None:
     return None
 
 
-class Vxlan(Struct, frozen=True, gc=False):
-    """A VXLAN device (linux/if_link.h, IFLA_VXLAN_*). ``port`` is the UDP destination port."""
+class Link(Struct, frozen=True, gc=False):
+    """A device that a backend makes. Each kind of device is a class of its own, with a codec of that kind."""
 
     kind: ClassVar[Kind] = Kind.LINK
     #: IFLA_INFO_KIND, and the name of the kernel's module.
+    make: ClassVar[str] = ""
+
+    @property
+    def key(self) -> Key:
+        return (self.kind, self.name)
+
+    # Fields of each class, in an order of its own.
+    @property
+    def name(self) -> str:
+        raise NotImplementedError
+
+    @property
+    def mtu(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def up(self) -> bool:
+        raise NotImplementedError
+
+
+class Vxlan(Link, frozen=True, gc=False):
+    """A VXLAN device (linux/if_link.h, IFLA_VXLAN_*). ``port`` is the UDP destination port."""
+
     make: ClassVar[str] = "vxlan"
     name: str
     vni: int
@@ -72,18 +95,13 @@ class Vxlan(Struct, frozen=True, gc=False):
     gbp: bool = False
     up: bool = True
 
-    @property
-    def key(self) -> Key:
-        return (self.kind, self.name)
-
     def __str__(self) -> str:
         return f"link {self.name} mtu {self.mtu} address {self.mac} vxlan id {self.vni} local {self.local}"
 
 
-class Ipip(Struct, frozen=True, gc=False):
+class Ipip(Link, frozen=True, gc=False):
     """A tunnel of IPv4 in IPv4 (linux/if_tunnel.h, IFLA_IPTUN_*). An end that is None is any host."""
 
-    kind: ClassVar[Kind] = Kind.LINK
     make: ClassVar[str] = "ipip"
     name: str
     local: IPAddress | None
@@ -91,43 +109,29 @@ class Ipip(Struct, frozen=True, gc=False):
     remote: IPAddress | None = None
     up: bool = True
 
-    @property
-    def key(self) -> Key:
-        return (self.kind, self.name)
-
     def __str__(self) -> str:
         return f"link {self.name} mtu {self.mtu} ipip local {self.local}"
 
 
-class Tun(Struct, frozen=True, gc=False):
+class Tun(Link, frozen=True, gc=False):
     """A TUN device that stays when no process has it open (linux/if_tun.h, IFF_PERSIST)."""
 
-    kind: ClassVar[Kind] = Kind.LINK
     make: ClassVar[str] = "tun"
     name: str
     mtu: int
     up: bool = True
 
-    @property
-    def key(self) -> Key:
-        return (self.kind, self.name)
-
     def __str__(self) -> str:
         return f"link {self.name} mtu {self.mtu} tun"
 
 
-class WireGuard(Struct, frozen=True, gc=False):
-    """A WireGuard device, but for its key, port and peers: those are another table's."""
+class WireGuard(Link, frozen=True, gc=False):
+    """A WireGuard device, without its keys and peers."""
 
-    kind: ClassVar[Kind] = Kind.LINK
     make: ClassVar[str] = "wireguard"
     name: str
     mtu: int
     up: bool = True
-
-    @property
-    def key(self) -> Key:
-        return (self.kind, self.name)
 
     def __str__(self) -> str:
         return f"link {self.name} mtu {self.mtu} wireguard"
@@ -150,10 +154,6 @@ class ForeignLink(Struct, frozen=True, gc=False):
 
     def __str__(self) -> str:
         return f"link {self.name}, {self.description}"
-
-
-#: Devices that we make. A later kind of device joins this union.
-Link = Vxlan | Ipip | Tun | WireGuard
 
 
 class Address(Struct, frozen=True, gc=False):

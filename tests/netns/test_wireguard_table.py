@@ -319,7 +319,9 @@ def connect(hosts: Sequence[Host]) -> None:
     """Make each host a peer of all others, and route their subnets through the devices."""
     for host in hosts:
         others = [other for other in hosts if other is not host]
-        peers: list[Resource] = [each for other in others for each in (other.as_peer(), *other.allowed())]
+        peers: list[Resource] = []
+        for other in others:
+            peers += [other.as_peer(), *other.allowed()]
         host.want(host.key(), *peers)
         host.repair()
         host.namespace.ip(*(f"route replace {other.subnet} dev {DEVICE}" for other in others))

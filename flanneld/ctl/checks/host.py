@@ -11,8 +11,9 @@ from flanneld.ctl.facts import Facts
 from flanneld.ctl.findings import Advice, Finding, Fix, Severity, as_at_start, check
 from flanneld.diagnostics.host_checks import Topic
 from flanneld.model import IPNetwork
+from flanneld.network.rtnetlink.links import codec_for
 from flanneld.runtime.shell import command, line
-from flanneld.state.resources import Ipip, Vxlan
+from flanneld.state.resources import Link
 
 #: Kernels that compute wrong checksums for VXLAN packets that are translated (fixed by ea64d8d6c675).
 _GOOD_CHECKSUMS = (5, 7)
@@ -250,9 +251,5 @@ def port(facts: Facts) -> Iterator[Finding]:
 def _carrier(facts: Facts, name: str) -> str:
     """Return what the nodes send each other for a device."""
     link = facts.link(name)
-    match link.make if link else None:
-        case Vxlan(port=number):
-            return f"UDP port {number}"
-        case Ipip():
-            return "IP protocol 4"
-    return "the UDP port of Backend.Port (8285)"
+    make = link.make if link else None
+    return codec_for(make).carrier(make) if isinstance(make, Link) else f"the packets of {name}"

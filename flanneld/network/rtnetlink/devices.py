@@ -9,16 +9,13 @@ from __future__ import annotations
 import errno
 import os
 import socket
-from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any
 
-from flanneld.network import tun
-from flanneld.network.rtnetlink.links import Step, step
+from flanneld.network.rtnetlink.links import Attribute, Step, codec_for, step
 from flanneld.network.rtnetlink.netlink import NLM_F_CREATE, NLM_F_REQUEST, NetlinkSocket
 from flanneld.runtime.imports import package_without_init
-from flanneld.state.resources import ForeignLink, Ipip, Link, Tun, Vxlan, WireGuard
+from flanneld.state.resources import ForeignLink, Link
 
 # linux/rtnetlink.h, linux/netlink.h, linux/if.h
 _RTM_NEWLINK, _RTM_DELLINK, _NLM_F_EXCL, _IFF_UP = 16, 17, 0x200, 0x1
@@ -27,9 +24,6 @@ _VERBS = {
     "set": (_RTM_NEWLINK, 0),
     "del": (_RTM_DELLINK, 0),
 }
-
-#: An attribute by its name in linux/if_link.h.
-Attribute = tuple[str, Any]
 
 
 def put(wanted: Link, actual: Link | ForeignLink | None) -> None:
@@ -66,71 +60,25 @@ def drop(name: str) -> None:
 
 
 def _create(wanted: Link) -> None:
-    if isinstance(wanted, Tun):
-        tun.make(wanted.name)
+    codec = codec_for(wanted)
+    if codec.make(wanted):
         _call("set", ("IFLA_MTU", wanted.mtu), index=_index(wanted.name))
     else:
-        _call("add", *_attributes(wanted))
+        basics = (("IFLA_IFNAME", wanted.name), ("IFLA_MTU", wanted.mtu), ("IFLA_TXQLEN", 0))
+        _call("add", *basics, *codec.attributes(wanted))
     _refuse_router_advertisements(wanted.name)
     _call("set", index=_index(wanted.name), up=True)
-
-
-def _attributes(wanted: Vxlan | Ipip | WireGuard) -> Iterator[Attribute]:
-    yield "IFLA_IFNAME", wanted.name
-    yield "IFLA_MTU", wanted.mtu
-    if isinstance(wanted, WireGuard):
-        yield _kind("wireguard")
-        return
-    yield "IFLA_TXQLEN", 0
-    if isinstance(wanted, Vxlan):
-        yield "IFLA_ADDRESS", wanted.mac
-        yield _kind("vxlan", *_vxlan_data(wanted))
-    else:
-        yield _kind("ipip", *_ipip_data(wanted))
-
-
-def _kind(name: str, *data: Attribute) -> Attribute:
-    details = [("IFLA_INFO_DATA", {"attrs": list(data)})] if data else []
-    return "IFLA_LINKINFO", {"attrs": [("IFLA_INFO_KIND", name), *details]}
-
-
-def _vxlan_data(wanted: Vxlan) -> Iterator[Attribute]:
-    yield "IFLA_VXLAN_ID", wanted.vni
-    yield "IFLA_VXLAN_LINK", wanted.parent
-    yield "IFLA_VXLAN_PORT", wanted.port
-    yield "IFLA_VXLAN_LEARNING", wanted.learning
-    yield f"IFLA_VXLAN_LOCAL{'' if wanted.local.version == 4 else 6}", str(wanted.local)
-    if wanted.gbp:
-        # A flag: the attribute's mere presence turns it on.
-        yield "IFLA_VXLAN_GBP", True
-
-
-def _ipip_data(wanted: Ipip) -> Iterator[Attribute]:
-    """Path MTU discovery is on unless turned off: no packet could then be fragmented on the way."""
-    if wanted.local is not None:
-        yield "IFLA_IPIP_LOCAL", str(wanted.local)
-    if wanted.remote is not None:
-        yield "IFLA_IPIP_REMOTE", str(wanted.remote)
-    yield from (("IFLA_IPIP_TTL", 0), ("IFLA_IPIP_TOS", 0), ("IFLA_IPIP_PMTUDISC", 0))
 
 
 def _set(wanted: Link, actual: Link) -> None:
     """Touch only what differs: even a MAC set to what it is makes the kernel forget all neighbours."""
     index = _index(wanted.name)
-    if isinstance(wanted, Vxlan) and isinstance(actual, Vxlan):
-        _set_vxlan(index, wanted, actual)
+    for change in codec_for(wanted).changes(wanted, actual):
+        _call("set", change, index=index)
     if actual.mtu != wanted.mtu:
         _call("set", ("IFLA_MTU", wanted.mtu), index=index)
     if actual.up != wanted.up:
         _call("set", index=index, up=wanted.up)
-
-
-def _set_vxlan(index: int, wanted: Vxlan, actual: Vxlan) -> None:
-    if actual.mac != wanted.mac:
-        _call("set", ("IFLA_ADDRESS", wanted.mac), index=index)
-    if actual.learning != wanted.learning:
-        learning = ("IFLA_VXLAN_LEARNING", wanted.learning)
-        _call("set", _kind("vxlan", ("IFLA_VXLAN_ID", wanted.vni), learning), index=index)
 
 
 def _index(name: str) -> int:

@@ -1,7 +1,7 @@
-"""Devices as rtnetlink describes them, and what it takes to turn one into another (pure).
+"""Devices as rtnetlink describes them, and the steps that turn one into another.
 
-linux/if_link.h; the comparison follows upstream's backend/vxlan/device.go, which keeps a device
-that fits and makes anew one that does not.
+Each kind of device has a codec, in ``kinds``, for all in which kinds differ. linux/if_link.h; the comparison
+follows upstream's backend/vxlan/device.go, which keeps a device that fits and replaces one that does not.
 """
 
 from __future__ import annotations
@@ -12,34 +12,28 @@ import struct
 import sys
 from collections.abc import Iterable, Iterator
 from enum import Enum
+from importlib import import_module
+from typing import Any, Generic, TypeVar
 
 from msgspec import Struct
 from msgspec.structs import fields, replace
 
-from flanneld.model import IPAddress
-from flanneld.network.rtnetlink.messages import address_of, mac_text
+from flanneld.network.rtnetlink.messages import mac_text
 from flanneld.network.rtnetlink.netlink import attribute, attributes, unpack
-from flanneld.state.resources import ForeignLink, Ipip, Link, Tun, Vxlan, WireGuard
+from flanneld.runtime.shell import Command, command
+from flanneld.state.resources import ForeignLink, Link
 
-#: The names that flannel's backends give, and the kinds of device that bear them.
-_FLANNELS_NAMES = re.compile(r"flannel(-v6)?\.[0-9]+|flannel\.ipip|flannel-wg(-v6)?|flannel[0-9]+")
-#: Kinds of device that only Go flannel makes: its TUN belongs to its process.
-_MADE_OTHERWISE = frozenset({"tun"})
+L = TypeVar("L", bound=Link)
+
+#: Kinds with a codec in ``kinds``, in a module of the kind's name that is loaded when such a device is met.
+_BUILT_IN = frozenset({"ipip", "tun", "vxlan", "wireguard"})
 IFF_UP = 0x1
 _IFINFOMSG = struct.Struct("=BxHiII")
 _IFLA_ADDRESS, _IFLA_IFNAME, _IFLA_MTU, _IFLA_MASTER, _IFLA_LINKINFO = 1, 3, 4, 10, 18
 _IFLA_INFO_KIND, _IFLA_INFO_DATA = 1, 2
-_VXLAN_ID, _VXLAN_GROUP, _VXLAN_LINK, _VXLAN_LOCAL, _VXLAN_LEARNING = 1, 2, 3, 4, 7
-_VXLAN_L2MISS, _VXLAN_PORT, _VXLAN_GROUP6, _VXLAN_LOCAL6, _VXLAN_GBP = 13, 15, 16, 17, 23
-_IPTUN_LOCAL, _IPTUN_REMOTE = 2, 3
-_TUN_TYPE, _TUN_PERSIST, _IFF_TUN = 3, 6, 1
-#: What can be changed of a device that is there; all else takes a new one.
-_SETTABLE: dict[type[Link], tuple[str, ...]] = {
-    Vxlan: ("mac", "mtu", "learning", "up"),
-    Ipip: ("mtu", "up"),
-    Tun: ("mtu", "up"),
-    WireGuard: ("mtu", "up"),
-}
+
+#: An attribute by its name in linux/if_link.h, as pyroute2 takes it.
+Attribute = tuple[str, Any]
 
 
 class SeenLink(Struct, frozen=True, gc=False):
@@ -57,11 +51,108 @@ class SeenLink(Struct, frozen=True, gc=False):
     master: int = 0
 
 
+class LinkCodec(Generic[L]):
+    """One kind of device: how the kernel describes it, and how it is made, compared and changed.
+
+    A package with a kind of its own calls ``register``.
+    """
+
+    #: The class of its resources; ``resource.make`` is the kind's name.
+    resource: type[L]
+    #: The names that flannel's backends give to such devices, Go's included.
+    names: re.Pattern[str]
+    #: The fields that can be changed of a device that is there; for all others it is made anew.
+    settable: tuple[str, ...] = ("mtu", "up")
+    #: Go flannel makes devices of this kind that ``parse`` takes for foreign ones.
+    is_made_otherwise = False
+    #: A device of another kind under the wanted name is left for its owner to remove, as upstream leaves it.
+    spares_others = False
+
+    def parse(self, seen: SeenLink, data: dict[int, bytes]) -> L | ForeignLink:
+        """Return the resource, given the attributes in IFLA_INFO_DATA."""
+        raise NotImplementedError
+
+    def make(self, wanted: L) -> bool:
+        """Make the device by other means than a netlink message, and return True; False if there are none."""
+        del wanted
+        return False
+
+    def attributes(self, wanted: L) -> Iterator[Attribute]:
+        """Yield what the message that makes the device says besides its name and MTU."""
+        yield link_info(wanted.make, *self.data(wanted))
+
+    def data(self, wanted: L) -> Iterable[Attribute]:
+        """Return the attributes in IFLA_INFO_DATA that make the device."""
+        del wanted
+        return ()
+
+    def changes(self, wanted: L, actual: L) -> Iterable[Attribute]:
+        """Return the attributes to set, each in a message of its own, besides the MTU."""
+        del wanted, actual
+        return ()
+
+    def mark(self, link: L) -> str:
+        """Return what tells a device from everybody else's under any name, empty if nothing does."""
+        del link
+        return ""
+
+    def ends(self, link: L) -> tuple[object, ...]:
+        """Return what no two devices of this kind may have in common, empty if that is nothing."""
+        del link
+        return ()
+
+    def carrier(self, link: L) -> str:
+        """Return what a firewall between the nodes has to let through, for an operator."""
+        return f"the packets of {link.name}"
+
+    def make_commands(self, wanted: L, parent: str) -> Iterator[Command]:
+        """Yield the commands of iproute2 that make the device; ``parent`` is the device under it."""
+        del parent
+        yield command(
+            "ip", "link", "add", wanted.name, "mtu", wanted.mtu, "txqueuelen", 0, "type", wanted.make
+        )
+
+    def change_commands(self, wanted: L, actual: L) -> Iterable[Command]:
+        """Return the commands that do what ``changes`` does."""
+        del wanted, actual
+        return ()
+
+
+_codecs: dict[str, LinkCodec[Any]] = {}
+
+
+def register(codec: LinkCodec[Any]) -> None:
+    """Have devices of a kind read, made and compared by this codec."""
+    _codecs[codec.resource.make] = codec
+
+
+def codec_of(kind: str) -> LinkCodec[Any] | None:
+    """Return the codec of a kind of device, None for a kind that no backend makes."""
+    if kind not in _codecs and kind in _BUILT_IN:
+        register(import_module(f"flanneld.network.rtnetlink.kinds.{kind}").CODEC)
+    return _codecs.get(kind)
+
+
+def codec_for(link: Link) -> LinkCodec[Any]:
+    """Return the codec of a device that a backend makes."""
+    codec = codec_of(link.make)
+    assert codec is not None, f"no codec is registered for devices of kind {link.make}"
+    return codec
+
+
+def link_info(kind: str, *data: Attribute) -> Attribute:
+    """Return the attribute IFLA_LINKINFO of a device."""
+    # An empty IFLA_INFO_DATA cannot be encoded for kinds that pyroute2 knows no data of.
+    details = [("IFLA_INFO_DATA", {"attrs": list(data)})] if data else []
+    return "IFLA_LINKINFO", {"attrs": [("IFLA_INFO_KIND", kind), *details]}
+
+
 def is_flannels(link: SeenLink) -> bool:
     """Return True for a device that a backend of flannel made, in Go or in Python."""
-    if not _FLANNELS_NAMES.fullmatch(link.name):
+    codec = codec_of(link.make.make)
+    if codec is None or not codec.names.fullmatch(link.name):
         return False
-    return not isinstance(link.make, ForeignLink) or link.make.make in _MADE_OTHERWISE
+    return not isinstance(link.make, ForeignLink) or codec.is_made_otherwise
 
 
 def by_name(name: str) -> bytes:
@@ -84,10 +175,10 @@ def decode(data: bytes, offset: int, end: int) -> SeenLink:
         index=index,
         name=name,
         mac=mac_text(mac) if len(mac) == 6 else "",
-        mtu=_number(found.get(_IFLA_MTU)),
+        mtu=number(found.get(_IFLA_MTU)),
         up=bool(flags & IFF_UP),
         make=ForeignLink(name, "a plain interface"),
-        master=_number(found.get(_IFLA_MASTER)),
+        master=number(found.get(_IFLA_MASTER)),
     )
     info = found.get(_IFLA_LINKINFO)
     return replace(seen, make=_make(seen, info)) if info else seen
@@ -96,60 +187,12 @@ def decode(data: bytes, offset: int, end: int) -> SeenLink:
 def _make(seen: SeenLink, info: bytes) -> Link | ForeignLink:
     parts = attributes(info, 0, len(info))
     kind = _text(parts.get(_IFLA_INFO_KIND, b""))
+    codec = codec_of(kind)
+    if codec is None:
+        return ForeignLink(seen.name, f"a device of kind {kind}", kind)
     data = parts.get(_IFLA_INFO_DATA, b"")
-    if kind == "vxlan":
-        return _vxlan(seen, attributes(data, 0, len(data)))
-    if kind == "ipip":
-        return _ipip(seen, attributes(data, 0, len(data)))
-    if kind == "tun":
-        return _tun(seen, attributes(data, 0, len(data)))
-    if kind == "wireguard":
-        return WireGuard(seen.name, seen.mtu, seen.up)
-    return ForeignLink(seen.name, f"a device of kind {kind}", kind)
-
-
-def _vxlan(seen: SeenLink, found: dict[int, bytes]) -> Vxlan | ForeignLink:
-    local = found.get(_VXLAN_LOCAL) or found.get(_VXLAN_LOCAL6)
-    if local is None:
-        return ForeignLink(seen.name, "a vxlan device without a local address", Vxlan.make)
-    for unwanted, what in ((_VXLAN_GROUP, "group"), (_VXLAN_GROUP6, "group"), (_VXLAN_L2MISS, "l2miss")):
-        if any(found.get(unwanted, b"")):
-            return ForeignLink(seen.name, f"a vxlan device with {what}", Vxlan.make)
-    return Vxlan(
-        name=seen.name,
-        vni=_number(found.get(_VXLAN_ID)),
-        parent=_number(found.get(_VXLAN_LINK)),
-        local=address_of(local),
-        port=int.from_bytes(found.get(_VXLAN_PORT, b""), "big"),
-        mac=seen.mac,
-        mtu=seen.mtu,
-        learning=bool(_number(found.get(_VXLAN_LEARNING))),
-        gbp=_VXLAN_GBP in found,
-        up=seen.up,
-    )
-
-
-def _ipip(seen: SeenLink, found: dict[int, bytes]) -> Ipip:
-    return Ipip(
-        name=seen.name,
-        local=_end(found.get(_IPTUN_LOCAL)),
-        mtu=seen.mtu,
-        remote=_end(found.get(_IPTUN_REMOTE)),
-        up=seen.up,
-    )
-
-
-def _end(raw: bytes | None) -> IPAddress | None:
-    return address_of(raw) if raw and any(raw) else None
-
-
-def _tun(seen: SeenLink, found: dict[int, bytes]) -> Tun | ForeignLink:
-    """Before Linux 4.20 the kernel tells no details: then any tun is taken for one of ours."""
-    if found and _number(found.get(_TUN_TYPE)) != _IFF_TUN:
-        return ForeignLink(seen.name, "a tap device of kind tun", Tun.make)
-    if found and not _number(found.get(_TUN_PERSIST)):
-        return ForeignLink(seen.name, "another process's device of kind tun", Tun.make)
-    return Tun(seen.name, seen.mtu, seen.up)
+    made: Link | ForeignLink = codec.parse(seen, attributes(data, 0, len(data)))
+    return made
 
 
 class Step(Enum):
@@ -166,40 +209,33 @@ def step(wanted: Link, actual: Link | ForeignLink) -> Step:
         return Step.NOTHING
     if type(actual) is not type(wanted):
         return Step.REPLACE
-    settable = {name: getattr(wanted, name) for name in _SETTABLE[type(wanted)]}
+    settable = {name: getattr(wanted, name) for name in codec_for(wanted).settable}
     return Step.SET if replace(actual, **settable) == wanted else Step.REPLACE
 
 
 def is_not_ours_to_remove(wanted: Link, actual: Link | ForeignLink) -> bool:
-    """Whether the name is taken by what upstream would not remove either, but has its owner remove it."""
-    return isinstance(wanted, Ipip) and not isinstance(actual, Ipip)
+    """Return True if the name is taken by what upstream would not remove either, but has its owner remove."""
+    return codec_for(wanted).spares_others and type(actual) is not type(wanted)
 
 
 def renamed(wanted: Link, present: Iterable[SeenLink]) -> SeenLink | None:
-    """The wanted device under another name. Its MAC, which is random, tells it from anybody else's."""
+    """Return the wanted device under another name."""
+    codec = codec_for(wanted)
     for seen in present:
         make = seen.make
-        if not (isinstance(make, Vxlan) and isinstance(wanted, Vxlan) and make.mac == wanted.mac):
+        if not isinstance(make, Link) or type(make) is not type(wanted) or not codec.mark(wanted):
             continue
-        if step(wanted, replace(make, name=wanted.name)) is not Step.REPLACE:
+        same = codec.mark(make) == codec.mark(wanted)
+        if same and step(wanted, replace(make, name=wanted.name)) is not Step.REPLACE:
             return seen
     return None
 
 
 def holder(wanted: Link, present: Iterable[SeenLink]) -> str:
-    """The device because of which the kernel refuses the wanted one; empty if that is not plain."""
-    ends = _ends(wanted)
-    return next((seen.name for seen in present if ends and _ends(seen.make) == ends), "")
-
-
-def _ends(make: Link | ForeignLink) -> tuple[object, ...]:
-    """What no two devices of one kind may have in common."""
-    match make:
-        case Vxlan():
-            return (make.make, make.local.version, make.vni, make.port)
-        case Ipip():
-            return (make.make, make.local, make.remote)
-    return ()
+    """Return the device because of which the kernel refuses the wanted one; empty if that is not plain."""
+    ends = codec_for(wanted).ends(wanted)
+    alike = (each for each in present if isinstance(each.make, Link) and type(each.make) is type(wanted))
+    return next((each.name for each in alike if ends and codec_for(wanted).ends(each.make) == ends), "")
 
 
 def differences(wanted: Link, actual: Link | ForeignLink) -> str:
@@ -243,5 +279,6 @@ def _text(raw: bytes) -> str:
     return raw.rstrip(b"\0").decode(errors="replace")
 
 
-def _number(raw: bytes | None) -> int:
+def number(raw: bytes | None) -> int:
+    """Return the number in an attribute, 0 if there is none."""
     return int.from_bytes(raw, sys.byteorder) if raw else 0

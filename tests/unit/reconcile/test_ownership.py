@@ -20,7 +20,7 @@ from flanneld.reconcile.ownership import (
     proven_lease,
     stale,
 )
-from flanneld.state.resources import ForeignLink, Ipip, Tun, Vxlan
+from flanneld.state.resources import ForeignLink, Ipip, Tun, Vxlan, WireGuard
 
 MACHINE = Machine("02:18:00:00:00:01", "4c4c4544-0042-3510-8051-b7c04f4d3232")
 ATTRS = LeaseAttrs(IPv4Address("10.0.2.15"), None, "vxlan", {"VtepMAC": "02:00:00:00:00:01"})
@@ -137,7 +137,7 @@ def test_devices_are_of_one_boot(boot_id: str, expected: tuple[Device, ...]) -> 
     [
         (link(), True),
         (link(name="vxlan.calico"), False),
-        (link(ForeignLink("flannel-wg", "a device of kind wireguard", "wireguard")), True),
+        (link(WireGuard("flannel-wg", 1420), name="flannel-wg"), True),
         (link(ForeignLink("flannel0", "a plain interface")), False),
     ],
 )

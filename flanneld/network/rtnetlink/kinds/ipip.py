@@ -1,0 +1,53 @@
+"""Tunnels of IPv4 in IPv4 (linux/if_tunnel.h, IFLA_IPTUN_*)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from flanneld.model import IPAddress
+from flanneld.network.rtnetlink.links import Attribute, LinkCodec, SeenLink
+from flanneld.network.rtnetlink.messages import address_of
+from flanneld.runtime.shell import Command, command
+from flanneld.state.resources import Ipip
+
+_LOCAL, _REMOTE = 2, 3
+
+
+class IpipCodec(LinkCodec[Ipip]):
+    """An end that is 0.0.0.0 is any host."""
+
+    resource = Ipip
+    names = re.compile(r"flannel\.ipip")
+    spares_others = True
+
+    def parse(self, seen: SeenLink, data: dict[int, bytes]) -> Ipip:
+        local, remote = (_end(data.get(each)) for each in (_LOCAL, _REMOTE))
+        return Ipip(name=seen.name, local=local, mtu=seen.mtu, remote=remote, up=seen.up)
+
+    def data(self, wanted: Ipip) -> Iterator[Attribute]:
+        """Path MTU discovery is on unless turned off: no packet could then be fragmented on the way."""
+        if wanted.local is not None:
+            yield "IFLA_IPIP_LOCAL", str(wanted.local)
+        if wanted.remote is not None:
+            yield "IFLA_IPIP_REMOTE", str(wanted.remote)
+        yield from (("IFLA_IPIP_TTL", 0), ("IFLA_IPIP_TOS", 0), ("IFLA_IPIP_PMTUDISC", 0))
+
+    def ends(self, link: Ipip) -> tuple[object, ...]:
+        return (link.local, link.remote)
+
+    def carrier(self, link: Ipip) -> str:
+        del link
+        return "IP protocol 4"
+
+    def make_commands(self, wanted: Ipip, parent: str) -> Iterator[Command]:
+        ends = ("local", wanted.local or "any", "remote", wanted.remote or "any")
+        for plain in super().make_commands(wanted, parent):
+            yield command(*plain, *ends, "ttl", "inherit", "nopmtudisc")
+
+
+def _end(raw: bytes | None) -> IPAddress | None:
+    return address_of(raw) if raw and any(raw) else None
+
+
+CODEC = IpipCodec()

@@ -1,0 +1,45 @@
+"""TUN devices that stay when no process has them open (linux/if_link.h, IFLA_TUN_*)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from flanneld.network import tun
+from flanneld.network.rtnetlink.links import LinkCodec, SeenLink, number
+from flanneld.runtime.shell import Command, command
+from flanneld.state.resources import ForeignLink, Tun
+
+_TYPE, _PERSIST, _IFF_TUN = 3, 6, 1
+
+
+class TunCodec(LinkCodec[Tun]):
+    """Go flannel's TUN belongs to its process."""
+
+    resource = Tun
+    names = re.compile(r"flannel[0-9]+")
+    is_made_otherwise = True
+
+    def parse(self, seen: SeenLink, data: dict[int, bytes]) -> Tun | ForeignLink:
+        """Before Linux 4.20 the kernel tells no details: then any tun is taken for one of ours."""
+        if data and number(data.get(_TYPE)) != _IFF_TUN:
+            return ForeignLink(seen.name, "a tap device of kind tun", Tun.make)
+        if data and not number(data.get(_PERSIST)):
+            return ForeignLink(seen.name, "another process's device of kind tun", Tun.make)
+        return Tun(seen.name, seen.mtu, seen.up)
+
+    def make(self, wanted: Tun) -> bool:
+        tun.make(wanted.name)
+        return True
+
+    def carrier(self, link: Tun) -> str:
+        del link
+        return "the UDP port of Backend.Port (8285)"
+
+    def make_commands(self, wanted: Tun, parent: str) -> Iterator[Command]:
+        del parent
+        yield ("ip", "tuntap", "add", "dev", wanted.name, "mode", "tun")
+        yield command("ip", "link", "set", wanted.name, "mtu", wanted.mtu)
+
+
+CODEC = TunCodec()

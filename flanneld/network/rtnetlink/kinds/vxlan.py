@@ -1,0 +1,95 @@
+"""VXLAN devices (linux/if_link.h, IFLA_VXLAN_*)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from flanneld.network.rtnetlink.links import Attribute, LinkCodec, SeenLink, link_info, number
+from flanneld.network.rtnetlink.messages import address_of
+from flanneld.runtime.shell import Command, command
+from flanneld.state.resources import ForeignLink, Vxlan
+
+_ID, _GROUP, _LINK, _LOCAL, _LEARNING, _L2MISS, _PORT = 1, 2, 3, 4, 7, 13, 15
+_GROUP6, _LOCAL6, _GBP = 16, 17, 23
+
+
+class VxlanCodec(LinkCodec[Vxlan]):
+    """A device that an earlier run made keeps its MAC, which is random, also under another name."""
+
+    resource = Vxlan
+    names = re.compile(r"flannel(-v6)?\.[0-9]+")
+    settable = ("mac", "mtu", "learning", "up")
+
+    def parse(self, seen: SeenLink, data: dict[int, bytes]) -> Vxlan | ForeignLink:
+        local = data.get(_LOCAL) or data.get(_LOCAL6)
+        if local is None:
+            return ForeignLink(seen.name, "a vxlan device without a local address", Vxlan.make)
+        for unwanted, what in ((_GROUP, "group"), (_GROUP6, "group"), (_L2MISS, "l2miss")):
+            if any(data.get(unwanted, b"")):
+                return ForeignLink(seen.name, f"a vxlan device with {what}", Vxlan.make)
+        return Vxlan(
+            name=seen.name,
+            vni=number(data.get(_ID)),
+            parent=number(data.get(_LINK)),
+            local=address_of(local),
+            port=int.from_bytes(data.get(_PORT, b""), "big"),
+            mac=seen.mac,
+            mtu=seen.mtu,
+            learning=bool(number(data.get(_LEARNING))),
+            gbp=_GBP in data,
+            up=seen.up,
+        )
+
+    def attributes(self, wanted: Vxlan) -> Iterator[Attribute]:
+        yield "IFLA_ADDRESS", wanted.mac
+        yield from super().attributes(wanted)
+
+    def data(self, wanted: Vxlan) -> Iterator[Attribute]:
+        yield "IFLA_VXLAN_ID", wanted.vni
+        yield "IFLA_VXLAN_LINK", wanted.parent
+        yield "IFLA_VXLAN_PORT", wanted.port
+        yield "IFLA_VXLAN_LEARNING", wanted.learning
+        yield f"IFLA_VXLAN_LOCAL{'' if wanted.local.version == 4 else 6}", str(wanted.local)
+        if wanted.gbp:
+            # A flag: the attribute's mere presence turns it on.
+            yield "IFLA_VXLAN_GBP", True
+
+    def changes(self, wanted: Vxlan, actual: Vxlan) -> Iterator[Attribute]:
+        if actual.mac != wanted.mac:
+            yield "IFLA_ADDRESS", wanted.mac
+        if actual.learning != wanted.learning:
+            learning = ("IFLA_VXLAN_LEARNING", wanted.learning)
+            yield link_info(wanted.make, ("IFLA_VXLAN_ID", wanted.vni), learning)
+
+    def mark(self, link: Vxlan) -> str:
+        return link.mac
+
+    def ends(self, link: Vxlan) -> tuple[object, ...]:
+        return (link.local.version, link.vni, link.port)
+
+    def carrier(self, link: Vxlan) -> str:
+        return f"UDP port {link.port}"
+
+    def make_commands(self, wanted: Vxlan, parent: str) -> Iterator[Command]:
+        # fmt: off
+        yield command(
+            "ip", "link", "add", wanted.name, "address", wanted.mac, "mtu", wanted.mtu, "txqueuelen", 0,
+            "type", "vxlan", "id", wanted.vni, "dev", parent, "local", wanted.local,
+            "dstport", wanted.port, _learning(wanted), *(["gbp"] if wanted.gbp else []),
+        )
+        # fmt: on
+
+    def change_commands(self, wanted: Vxlan, actual: Vxlan) -> Iterator[Command]:
+        change = ("ip", "link", "set", wanted.name)
+        if actual.mac != wanted.mac:
+            yield (*change, "address", wanted.mac)
+        if actual.learning != wanted.learning:
+            yield (*change, "type", "vxlan", "id", str(wanted.vni), _learning(wanted))
+
+
+def _learning(wanted: Vxlan) -> str:
+    return "learning" if wanted.learning else "nolearning"
+
+
+CODEC = VxlanCodec()

@@ -1,0 +1,22 @@
+"""WireGuard devices; keys, port and peers are told over generic netlink."""
+
+from __future__ import annotations
+
+import re
+
+from flanneld.network.rtnetlink.links import LinkCodec, SeenLink
+from flanneld.state.resources import WireGuard
+
+
+class WireGuardCodec(LinkCodec[WireGuard]):
+    """rtnetlink knows no more of such a device than that it is there."""
+
+    resource = WireGuard
+    names = re.compile(r"flannel-wg(-v6)?")
+
+    def parse(self, seen: SeenLink, data: dict[int, bytes]) -> WireGuard:
+        del data
+        return WireGuard(seen.name, seen.mtu, seen.up)
+
+
+CODEC = WireGuardCodec()

@@ -1,0 +1,128 @@
+"""A kind of device that only a package outside flanneld knows, in the kernel and wherever kinds differ."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import pytest
+from msgspec.structs import replace
+
+from flanneld.network import iproute2_commands, resource_json
+from flanneld.network.host import HostView
+from flanneld.network.rtnetlink import devices, links
+from flanneld.network.rtnetlink.links import Attribute, LinkCodec, SeenLink, Step, link_info, number
+from flanneld.runtime.shell import Command, command
+from flanneld.state.resources import ForeignLink, Link
+from tests.lab.namespace import Namespace, batch, remove
+
+_AGEING_TIME = 4
+
+
+class Bridge(Link, frozen=True, gc=False):
+    """A bridge that forgets a MAC address after ``ageing`` hundredths of a second."""
+
+    make: ClassVar[str] = "bridge"
+    name: str
+    mtu: int
+    ageing: int
+    up: bool = True
+
+    def __str__(self) -> str:
+        return f"link {self.name} bridge ageing {self.ageing}"
+
+
+class BridgeCodec(LinkCodec[Bridge]):
+    resource = Bridge
+    names = re.compile(r"flannel-br")
+    settable = ("mtu", "up", "ageing")
+
+    def parse(self, seen: SeenLink, data: dict[int, bytes]) -> Bridge:
+        return Bridge(seen.name, seen.mtu, number(data.get(_AGEING_TIME)), seen.up)
+
+    def data(self, wanted: Bridge) -> Iterator[Attribute]:
+        yield "IFLA_BR_AGEING_TIME", wanted.ageing
+
+    def changes(self, wanted: Bridge, actual: Bridge) -> Iterator[Attribute]:
+        if wanted.ageing != actual.ageing:
+            yield link_info("bridge", *self.data(wanted))
+
+    def make_commands(self, wanted: Bridge, parent: str) -> Iterator[Command]:
+        for plain in super().make_commands(wanted, parent):
+            yield command(*plain, "ageing_time", wanted.ageing)
+
+    def change_commands(self, wanted: Bridge, actual: Bridge) -> Iterator[Command]:
+        if wanted.ageing != actual.ageing:
+            yield command("ip", "link", "set", wanted.name, "type", "bridge", "ageing_time", wanted.ageing)
+
+
+WANTED = Bridge("flannel-br", 1400, 12300)
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Namespace]:
+    """A namespace in which the test runs, in a process to which the kind is known."""
+    monkeypatch.setitem(links._codecs, "bridge", BridgeCodec())
+    links.register(BridgeCodec())
+    namespace = Namespace(f"flb{os.getpid()}")
+    batch(f"netns add {namespace.name}")
+    try:
+        with namespace.entered():
+            yield namespace
+    finally:
+        remove([namespace])
+
+
+def described(host: Namespace) -> dict[str, Any]:
+    """The device as iproute2 tells it."""
+    (found,) = host.json("ip", "-d", "-j", "link", "show", "dev", WANTED.name)
+    return {
+        "index": found["ifindex"],
+        "mtu": found["mtu"],
+        "up": "UP" in found["flags"],
+        "ageing": found["linkinfo"]["info_data"]["ageing_time"],
+    }
+
+
+def seen() -> SeenLink:
+    found = HostView().link(WANTED.name)
+    assert found is not None
+    return found
+
+
+def test_a_device_of_a_registered_kind_is_made_read_back_and_repaired_in_place(host: Namespace) -> None:
+    devices.put(WANTED, None)
+    there = described(host)
+    assert there == {"index": there["index"], "mtu": 1400, "up": True, "ageing": 12300}
+    assert seen().make == WANTED
+    host.ip("link set flannel-br type bridge ageing_time 30000")
+    drifted = seen().make
+    assert drifted == replace(WANTED, ageing=30000)
+    assert links.step(WANTED, drifted) is Step.SET
+    assert links.differences(WANTED, drifted) == "has ageing 30000, wanted 12300"
+    devices.put(WANTED, drifted)
+    assert described(host) == there
+
+
+def test_the_commands_of_a_plan_make_and_repair_a_device_of_a_registered_kind(host: Namespace) -> None:
+    def run(actual: Link | ForeignLink | None) -> None:
+        for each in iproute2_commands.link(WANTED, actual, parent=""):
+            subprocess.run(each, check=True)
+
+    run(None)
+    assert seen().make == WANTED
+    host.ip("link set flannel-br mtu 1300 type bridge ageing_time 30000")
+    index = described(host)["index"]
+    run(seen().make)
+    assert (seen().make, seen().index) == (WANTED, index)
+
+
+def test_a_registered_kind_is_known_by_its_names_and_as_json(host: Namespace) -> None:
+    del host
+    found = SeenLink(5, WANTED.name, "", WANTED.mtu, True, WANTED)
+    assert links.is_flannels(found)
+    assert not links.is_flannels(replace(found, name="br0"))
+    assert resource_json.decode(resource_json.encode(WANTED) or {}) == WANTED
