@@ -11,54 +11,44 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from msgspec import Struct
-
-from flanneld import __version__, options
-from flanneld.backends import registry
+from flanneld import __version__, options, startup
 from flanneld.backends.contract import has_peers
 from flanneld.compat import glog
-from flanneld.config import Config
 from flanneld.diagnostics import conditions, host_checks
 from flanneld.diagnostics.components import Components
+from flanneld.diagnostics.counted_manager import CountedManager, counted
 from flanneld.diagnostics.observation import Observation
-from flanneld.errors import Cancelled, Fatal, Retryable, lacking
-from flanneld.firewall_start import forward_soon, masquerade_now
-from flanneld.model import Lease, Snapshot, Uplink
-from flanneld.network.rtnetlink.kernel import Kernel
-from flanneld.network.rtnetlink.monitor import Monitor
-from flanneld.network.uplink_election import InterfaceChoice, NoInterface
-from flanneld.network.uplink_facts import connected_networks
+from flanneld.diagnostics.readiness import Readiness
+from flanneld.errors import Cancelled, Fatal, lacking
+from flanneld.model import Snapshot
 from flanneld.options import Options
-from flanneld.readiness import Readiness
-from flanneld.reconcile.convergence import Node
 from flanneld.reconcile.kernel_reconciler import KernelReconciler
-from flanneld.reconcile.last_run import LastRun, machine_of
-from flanneld.reconcile.uplink_manager import UplinkManager, find_uplink
-from flanneld.runtime import clock, event_log, sd_notify
+from flanneld.reconcile.last_run import machine_of
+from flanneld.runtime import event_log, sd_notify
 from flanneld.runtime.instance_lock import InstanceLock
 from flanneld.runtime.process import ensure_descriptors, open_standard_streams
 from flanneld.runtime.supervisor import Supervisor
+from flanneld.startup import Member
 from flanneld.state.removal_guard import RemovalGuard
 from flanneld.subnet import subnet_file
 from flanneld.subnet.lease_keeper import LeaseKeeper
-from flanneld.subnet.manager import LONGEST_SILENCE, LocalFacts, NodeStore, SubnetManager
-from flanneld.subnet.subnet_file import Previous
-from flanneld.wiring import choice_for, extras_for, open_manager
+from flanneld.subnet.manager import LONGEST_SILENCE, NodeStore
+from flanneld.subnet.registry import open_manager
 
 if TYPE_CHECKING:
     from flanneld.reconcile.firewall import Firewall
 
 log = logging.getLogger(__name__)
 
-Result = TypeVar("Result")
-
 #: Threads hand over sooner than by default: an event reaches the kernel through two of them.
 _SWITCH_INTERVAL = 0.0001
 #: Objects made between two searches for reference cycles. A list of leases makes many, and no cycles.
 _GARBAGE = 50_000
-_RECONCILER = "reconciler"
+_RECONCILER, _FIREWALL = "reconciler", "firewall"
+#: Seconds for which the rules that only let traffic through wait for the routes.
+_PEERS_PATIENCE = 5.0
 #: Seconds between two looks at subnet.env and at the kernel's forwarding.
 _HOST_LOOK = 1.0
 
@@ -103,7 +93,7 @@ def _serve(wanted: Options, environ: Mapping[str, str]) -> int:
     gc.freeze()
     gc.set_threshold(_GARBAGE)
     try:
-        return Daemon(wanted, environ).serve()
+        return _serve_alone(wanted, environ)
     except Cancelled:
         return 0
     except Fatal as failure:
@@ -117,32 +107,40 @@ def _serve(wanted: Options, environ: Mapping[str, str]) -> int:
         return 1
 
 
-class Member(Struct, frozen=True, gc=False):
-    """What makes this node a member of the network."""
-
-    manager: SubnetManager
-    config: Config
-    previous: Previous
-    last_run: LastRun
-    kernel: Kernel
-    monitor: Monitor
-    uplink_manager: UplinkManager
-    lease: Lease
+def _serve_alone(wanted: Options, environ: Mapping[str, str]) -> int:
+    """Wait until no other flanneld has this subnet file, then serve."""
+    supervisor, notifier = Supervisor(quiet=(Cancelled,)), sd_notify.Notifier()
+    events = event_log.remember()
+    log.info("flanneld %s %s", __version__, wanted.described())
+    supervisor.handle_signals()
+    lock = InstanceLock(subnet_file.beside(Path(wanted.subnet_file), "lock"))
+    lock.wait(supervisor.stop, tell=notifier.status)
+    manager = counted(open_manager(wanted, environ))
+    log.info("Leases are in %s", manager.name)
+    return Daemon(wanted, environ, supervisor, notifier, manager, events).serve()
 
 
 class Daemon:
     """One run of flanneld: everything is built once, in the order in which it is needed."""
 
-    def __init__(self, wanted: Options, environ: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        wanted: Options,
+        environ: Mapping[str, str],
+        supervisor: Supervisor,
+        notifier: sd_notify.Notifier,
+        manager: CountedManager,
+        events: event_log.Events,
+    ) -> None:
         self._options = wanted
         self._environ = environ
-        self._supervisor = Supervisor(quiet=(Cancelled,))
-        self._notifier = sd_notify.Notifier()
-        self._readiness = Readiness(self._supervisor.stop, self._notifier)
-        path = Path(wanted.subnet_file)
-        self._lock = InstanceLock(subnet_file.beside(path, "lock"))
-        self._last_run: LastRun | None = None
-        self._subnet_file = subnet_file.SubnetFile(path, self._subnet_file_written)
+        self._supervisor = supervisor
+        self._notifier = notifier
+        self._manager = manager
+        self._readiness = Readiness(supervisor.stop, notifier, tell=self._report)
+        self._member: Member | None = None
+        self._reconciler: KernelReconciler | None = None
+        self._subnet_file = subnet_file.SubnetFile(Path(wanted.subnet_file), self._subnet_file_written)
         #: What is to be done as soon as subnet.env is written.
         self._when_written: Callable[[], None] | None = None
         self._forwarding: host_checks.Forwarding | None = None
@@ -151,80 +149,52 @@ class Daemon:
         self._told: list[str] = []
         self._components = Components(
             wanted,
-            event_log.remember(),
-            self._supervisor.overdue,
+            manager,
+            events,
+            supervisor.overdue,
             self._readiness.missing,
             self._readiness.waiting,
             self._conditions_of_host,
         )
-        self._observation = Observation(self._components, self._readiness, self._supervisor)
+        self._observation = Observation(self._components, self._readiness, supervisor)
 
     def serve(self) -> int:
-        log.info("flanneld %s %s", __version__, self._options.described())
-        self._supervisor.handle_signals()
-        self._lock.wait(self._supervisor.stop, tell=self._notifier.status)
-        manager = open_manager(self._options, self._environ)
-        self._components.observe(manager)
-        log.info("Leases are in %s", manager.name)
-        self._readiness.tell = partial(self._report, manager)
-        self._supervisor.start("closer", lambda: self._close_on_stop(manager))
+        """Return the exit status once the daemon was told to stop, or a task has failed."""
+        self._supervisor.start("closer", self._close_on_stop)
         self._observation.serve_health()
         try:
-            self._go_to_work(self._join(manager))
+            self._go_to_work(self._join())
             return self._wait_and_stop()
         finally:
-            self._end(manager)
+            self._end()
 
-    def _report(self, manager: SubnetManager, reason: str) -> None:
-        if isinstance(manager, NodeStore):
-            manager.report(reason)
+    def _report(self, reason: str) -> None:
+        if isinstance(self._manager, NodeStore):
+            self._manager.report(reason)
         self._observation.serve_status()
 
-    def _join(self, manager: SubnetManager) -> Member:
-        """Learn what the network is like, decide how this node takes part in it, and get its lease."""
-        ask = self._readiness.ask
-        path = Path(self._options.subnet_file)
-        previous, last_run = subnet_file.read(path), LastRun(path)
-        self._last_run = last_run
-        config = ask("the network config", manager.network_config)
-        for warning in config.warnings:
-            log.warning("%s", warning)
-        make_backend = registry.load(config.backend_type)
-        kernel, monitor = self._readiness.patiently("the kernel", _open_kernel)
-        choice = ask("our node", lambda: choice_for(self._options, manager))
-        uplink = self._find_uplink(kernel, config, choice)
-        machine = machine_of(kernel, uplink)
-        written = last_run.claim(machine, manager.name, previous.subnets)
-        stored = ask("the leases", lambda: manager.stored(uplink.public(config.families[0])))
-        if stored is None and written is not None:
-            stored = written.attrs
-        uplink_manager = self._readiness.patiently(
-            "this host's devices",
-            lambda: UplinkManager(kernel, config, choice, make_backend, uplink, stored, previous.networks),
-        )
-        _warn_of_unread_keys(config)
-        local = LocalFacts(written, connected_networks(kernel, config.families))
-        attributes = uplink_manager.backend.attributes()
-        lease = ask("a lease", lambda: manager.acquire(config, attributes, previous.subnets, local))
-        last_run.joined(machine, manager.name, lease)
-        log.info(
-            "Our subnet is %s, backend %s, MTU %d", lease, config.backend_type, uplink_manager.backend.mtu
-        )
-        return Member(manager, config, previous, last_run, kernel, monitor, uplink_manager, lease)
+    def _join(self) -> Member:
+        """Go through the stages of startup up to the lease, waiting for the store and this host."""
+        waiting, manager = self._readiness, self._manager
+        loaded = startup.load(self._options, manager, waiting)
+        member = startup.join(loaded, startup.elect(loaded, waiting), waiting, manager.acquire)
+        mtu = member.uplink_manager.backend.mtu
+        log.info("Our subnet is %s, backend %s, MTU %d", member.lease, member.config.backend_type, mtu)
+        return member
 
     def _go_to_work(self, member: Member) -> None:
         """Make the devices, tell this host about its subnet, and start what keeps all of it true."""
+        self._member = member
         start = self._supervisor.start
         lease_keeper = self._lease_keeper(member)
-        reconciler = self._reconciler(member, lease_keeper)
-        self._components.config, self._components.lease_keeper, self._components.reconciler = (
-            member.config,
-            lease_keeper,
-            reconciler,
-        )
+        reconciler = self._make_reconciler(member, lease_keeper)
+        self._reconciler = reconciler
+        self._components.join(member.config, lease_keeper, reconciler)
         self._readiness.patiently("the kernel", reconciler.prepare)
         if self._options.ip_masq:
-            masquerade_now(lambda: self._firewall(member), self._supervisor)
+            firewall = self._firewall(member)
+            firewall.start()
+            start(_FIREWALL, firewall.run, firewall.cancel)
         self._write_subnet_file(member)
         self._check_host(member)
         self._readiness.await_peers()
@@ -242,14 +212,12 @@ class Daemon:
         self._look_at_host()
         start(
             "trouble",
-            lambda: conditions.watch(
-                self._components, self._supervisor.stop, partial(self._tell, member.manager)
-            ),
+            lambda: conditions.watch(self._components, self._supervisor.stop, self._tell),
         )
         if self._options.peer_probes:
             self._probe_peers(member, reconciler)
         if not self._options.ip_masq:
-            forward_soon(lambda: self._firewall(member), self._supervisor, self._readiness)
+            self._forward_soon(member)
         self._observation.serve_status()
 
     def _watch_leases(self, member: Member, reconciler: KernelReconciler) -> None:
@@ -278,23 +246,9 @@ class Daemon:
             lost=member.last_run.lease_lost,
         )
 
-    def _reconciler(self, member: Member, lease_keeper: LeaseKeeper) -> KernelReconciler:
-        extras = extras_for(self._options, member.lease)
-        last_run = member.last_run
-        node = Node(
-            member.kernel,
-            member.monitor,
-            member.uplink_manager,
-            member.lease,
-            extras,
-            former=member.previous.networks,
-            devices=last_run.devices,
-            adopts=last_run.adopts,
-            adopted=last_run.adopted,
-            record=last_run.record,
-        )
+    def _make_reconciler(self, member: Member, lease_keeper: LeaseKeeper) -> KernelReconciler:
         return KernelReconciler(
-            node,
+            startup.desired(member),
             RemovalGuard(is_on=self._options.removal_brake),
             stop=self._supervisor.stop,
             heartbeat=partial(self._supervisor.heartbeat, _RECONCILER),
@@ -315,8 +269,8 @@ class Daemon:
     def _look_at_host(self) -> None:
         """Put right what others did to subnet.env, and see whether the kernel forwards. For one thread."""
         self._subnet_file.look()
-        if self._last_run is not None:
-            self._last_run.try_again()
+        if self._member is not None:
+            self._member.last_run.try_again()
         self._readiness.await_file(self._subnet_file.problem)
         if self._forwarding:
             self._forwarding.look()
@@ -336,45 +290,44 @@ class Daemon:
         if self._forwarding:
             yield "forwarding", self._forwarding.problems
 
-    # ---- the steps ---------------------------------------------------------------------------
-
-    def _find_uplink(self, kernel: Kernel, config: Config, choice: InterfaceChoice) -> Uplink:
-        """Elect the uplink, waiting for it as long as ``--iface-wait`` says."""
-        deadline = clock.now() + self._options.iface_wait
-
-        def attempt() -> Uplink:
-            try:
-                return find_uplink(kernel, config, choice)
-            except NoInterface as failure:
-                if clock.now() >= deadline:
-                    raise
-                raise Retryable(failure.problem, failure.remedy) from failure
-
-        uplink = self._readiness.patiently("an external interface", attempt)
-        log.info("The external interface is %s", uplink)
-        return uplink
-
     def _firewall(self, member: Member) -> Firewall:
         # Not needed by everybody, and not before the packets flow.
         from flanneld.reconcile.firewall import Firewall, wishes_of
 
         wishes = wishes_of(self._options, member.config, member.lease.key, member.previous)
-        heartbeat = partial(self._supervisor.heartbeat, "firewall")
-        self._components.firewall = Firewall(wishes, stop=self._supervisor.stop, heartbeat=heartbeat)
-        return self._components.firewall
+        heartbeat = partial(self._supervisor.heartbeat, _FIREWALL)
+        firewall = Firewall(wishes, stop=self._supervisor.stop, heartbeat=heartbeat)
+        self._components.add_firewall(firewall)
+        return firewall
+
+    def _forward_soon(self, member: Member) -> None:
+        """Rules that only let traffic through come after the routes on which it goes."""
+        made: list[Firewall] = []
+
+        def run() -> None:
+            if self._readiness.wait_for_peers(_PEERS_PATIENCE):
+                made.append(self._firewall(member))
+                made[0].start_and_run()
+
+        def cancel() -> None:
+            for firewall in made:
+                firewall.cancel()
+
+        self._supervisor.start(_FIREWALL, run, cancel)
 
     def _probe_peers(self, member: Member, reconciler: KernelReconciler) -> None:
         from flanneld.diagnostics.probes import Prober  # only for those who ask for it
 
         heartbeat = partial(self._supervisor.heartbeat, "prober")
-        self._components.prober = Prober(
+        prober = Prober(
             self._options.peer_probes,
             member.lease,
             reconciler,
             stop=self._supervisor.stop,
             heartbeat=heartbeat,
         )
-        self._supervisor.start("prober", self._components.prober.run)
+        self._components.add_prober(prober)
+        self._supervisor.start("prober", prober.run)
 
     def _write_subnet_file(self, member: Member) -> None:
         self._subnet_file.tell(
@@ -388,8 +341,8 @@ class Daemon:
         self._readiness.await_file(self._subnet_file.problem)
 
     def _subnet_file_written(self) -> None:
-        if self._last_run is not None:
-            self._last_run.subnet_file_written()
+        if self._member is not None:
+            self._member.last_run.subnet_file_written()
 
     def _alive(self, name: str) -> Callable[[], None]:
         return partial(self._supervisor.heartbeat, name, LONGEST_SILENCE)
@@ -401,11 +354,11 @@ class Daemon:
         member.last_run.record(machine=machine_of(member.kernel, member.uplink_manager.uplink))
         self._write_subnet_file(member)
 
-    def _tell(self, manager: SubnetManager, troubles: list[str]) -> None:
+    def _tell(self, troubles: list[str]) -> None:
         self._told = troubles
         self._say_status(*troubles)
         if troubles:
-            self._report(manager, "; ".join(troubles))
+            self._report("; ".join(troubles))
 
     def _say_status(self, *troubles: str) -> None:
         self._notifier.status("; ".join([self._brief, *troubles]))
@@ -419,35 +372,24 @@ class Daemon:
         self._notifier.stopping()
         return 1 if self._supervisor.failure else 0
 
-    def _end(self, manager: SubnetManager) -> None:
+    def _end(self) -> None:
         """Stop all tasks and close what they leave open; also after a start that failed."""
         self._supervisor.stop.set()
-        manager.close()  # there may be keys in temporary files
+        self._manager.close()  # there may be keys in temporary files
         late = self._supervisor.shutdown()
         for name in late:
             log.warning("%s did not stop in time", name)
-        if self._components.reconciler and _RECONCILER not in late:
-            self._components.reconciler.close()
+        if self._reconciler and _RECONCILER not in late:
+            self._reconciler.close()
 
     def _feed_watchdog(self) -> None:
         if not self._supervisor.overdue():
             self._notifier.watchdog()
 
-    def _close_on_stop(self, manager: SubnetManager) -> None:
+    def _close_on_stop(self) -> None:
         """Cuts every blocked request of any thread, this one's included."""
         self._supervisor.stop.wait()
-        manager.close()
-
-
-def _open_kernel() -> tuple[Kernel, Monitor]:
-    kernel = Kernel()
-    return kernel, Monitor(kernel.port)
-
-
-def _warn_of_unread_keys(config: Config) -> None:
-    for key, nearest in config.backend.unread():
-        hint = f"; did you mean {nearest}?" if nearest else ""
-        log.warning("Unknown key %s in Backend of the network config%s", key, hint)
+        self._manager.close()
 
 
 def _warn_of_unknown_variables(environ: Mapping[str, str]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from flanneld.errors import FlannelError
 from flanneld.options import Options
-from flanneld.wiring import choice_for, etcd_options, open_manager
+from flanneld.subnet.registry import etcd_options, open_manager
 
 
 def run(wanted: Options, environ: Mapping[str, str]) -> int:
@@ -46,6 +46,5 @@ def _plan(wanted: Options, environ: Mapping[str, str]) -> bool:
 
     # Only what stands in the way: that a start would have made something is not so.
     logging.getLogger().setLevel(logging.WARNING)
-    manager = open_manager(wanted, environ)
-    print_plan(wanted, manager, choice_for(wanted, manager), print)
+    print_plan(wanted, open_manager(wanted, environ), print)
     return True

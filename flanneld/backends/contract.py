@@ -7,7 +7,7 @@ A backend decides and never acts. It is built anew when the uplink changes, so i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 from msgspec import Struct
 
@@ -20,6 +20,22 @@ from flanneld.state.resources import Resource
 #: which are loopback or multicast.
 _NO_HOST: dict[Family, frozenset[int]] = {4: frozenset({0, 0xFFFF_FFFF}), 6: frozenset({0, 1})}
 _OF_NO_HOST: dict[Family, frozenset[int]] = {4: frozenset({127, *range(224, 240)}), 6: frozenset({0xFF})}
+
+
+class ReadSecret(Protocol):
+    """Reads a key file, which gets what ``make`` returns if it is not there, durably and with mode 0400.
+
+    The file is in the daemon's directory of keys, unless an environment ``variable`` names another one.
+    Raises ``Fatal`` for a file that others can write, ``Retryable`` for one that cannot be read or made.
+    """
+
+    def __call__(
+        self, name: str, make: Callable[[], bytes] | None = None, *, variable: str = ""
+    ) -> bytes: ...
+
+
+def _absent(*_: object, **__: object) -> NoReturn:
+    raise NotImplementedError("this Host was made without that service")
 
 
 class Host(Struct, frozen=True):
@@ -36,9 +52,9 @@ class Host(Struct, frozen=True):
     #: The name for a TUN device that leads to this network: that of the one an earlier run has made,
     #: else the first that is free.
     tun_for: Callable[[IPNetwork], str] = lambda _: "flannel0"
-    #: The content of a key file by its name. If it is not there, it is written, durably and for its owner
-    #: alone, with what the function makes. Raises ``Fatal``.
-    secret: Callable[[str, Callable[[], bytes]], bytes] = lambda _, make: make()
+    secret: ReadSecret = _absent
+    #: What ``HasIdentity.identity`` has returned in this run, None before that.
+    identity: Any = None
 
 
 class OtherBackend(Refused):
@@ -67,6 +83,19 @@ class Backend(Protocol):
         Raises ``Refused`` for a lease that makes no sense: what led to the peer before stays. Raises
         ``Unsafe`` for one that would harm this host: what led to the peer is withdrawn.
         """
+        ...
+
+
+@runtime_checkable
+class HasIdentity(Protocol):
+    """Optional part of a backend: what tells this node from others, as MACs, a key or a command's output.
+
+    It is asked for once a run, before ``attributes``, and is ``Host.identity`` of the backend that is then
+    built, and of each that is built after the uplink has moved.
+    """
+
+    def identity(self) -> Any:
+        """Decide it, by ``Host``'s services if need be. Raises ``Retryable`` if that has to wait."""
         ...
 
 

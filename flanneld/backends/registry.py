@@ -16,7 +16,7 @@ _OWN = {
     "host-gw": ("flanneld.backends.host_gw", "HostGw"),
     "ipip": ("flanneld.backends.ipip", "build"),
     "udp": ("flanneld.backends.udp.backend", "Udp"),
-    "wireguard": ("flanneld.backends.wireguard.backend", "build"),
+    "wireguard": ("flanneld.backends.wireguard.backend", "WireGuardBackend"),
     "vxlan": ("flanneld.backends.vxlan", "build"),
 }
 

@@ -93,10 +93,10 @@ def _of_the_store(wanted: Options, environ: Mapping[str, str]) -> dict[str, Any]
     from flanneld.diagnostics.dry_run import rehearse
     from flanneld.state.desired_state import LOCAL
     from flanneld.state.report import Failure
-    from flanneld.wiring import choice_for, open_manager
+    from flanneld.subnet.registry import open_manager
 
     manager = open_manager(wanted, environ)
-    outcome = rehearse(wanted, manager, choice_for(wanted, manager))
+    outcome = rehearse(wanted, manager)
     local = outcome.view.wishes.get(LOCAL, ())
     to_make = [*outcome.notes.puts.values(), *(link for link, _ in outcome.notes.devices.values())]
     lacking = {item.key: Failure(item, "the kernel lacks it") for item in to_make}

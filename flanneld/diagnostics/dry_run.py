@@ -1,7 +1,6 @@
-"""A start that changes nothing: what the daemon would do, by the way it takes itself.
+"""Dry run: the daemon's own startup against a kernel that records what it is told to write.
 
-The reconciler runs over a kernel that reads as always and only takes note of what it is told to write. No
-lease is acquired: without one the subnet is the one that this node would most likely get.
+No lease is acquired: without one the subnet is the one that this node would most likely get.
 """
 
 from __future__ import annotations
@@ -9,12 +8,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
 
-from flanneld.backends import registry
+from flanneld import startup
 from flanneld.backends.contract import Backend, Driver, HasDrivers
 from flanneld.config import Config
 from flanneld.errors import Cancelled, Retryable
@@ -22,23 +20,18 @@ from flanneld.model import Cached, Event, Lease, LeaseAttrs, LeaseKey, Snapshot,
 from flanneld.network.rtnetlink import links
 from flanneld.network.rtnetlink.domain import Domain
 from flanneld.network.rtnetlink.kernel import Kernel
-from flanneld.network.rtnetlink.monitor import Monitor
-from flanneld.network.uplink_election import InterfaceChoice
 from flanneld.options import Options
 from flanneld.reconcile.convergence import Node
 from flanneld.reconcile.kernel_reconciler import KernelReconciler
-from flanneld.reconcile.last_run import LastRun, machine_of
 from flanneld.reconcile.peers import View
-from flanneld.reconcile.uplink_manager import UplinkManager, find_uplink
+from flanneld.startup import SingleAttempts
 from flanneld.state.diff import Plan
 from flanneld.state.removal_guard import RemovalGuard
 from flanneld.state.report import Report
 from flanneld.state.resources import ForeignLink, Key, Link, Resource, Route, State
-from flanneld.subnet import subnet_file
 from flanneld.subnet.allocation import fits
-from flanneld.subnet.manager import Foreseeing, SubnetManager
+from flanneld.subnet.manager import Foreseeing, LocalFacts, SubnetManager
 from flanneld.subnet.subnet_file import Previous
-from flanneld.wiring import extras_for
 
 
 class Notebook(Kernel):
@@ -149,49 +142,47 @@ class Outcome(Struct, frozen=True, gc=False):
     notes: Notebook
 
 
-def rehearse(wanted: Options, manager: SubnetManager, choice: InterfaceChoice) -> Outcome:
+def rehearse(options: Options, manager: SubnetManager) -> Outcome:
     """Raises ``Retryable`` and ``Fatal`` where a start would wait or end."""
-    path = Path(wanted.subnet_file)
-    previous, last_run = subnet_file.read(path), LastRun(path)
-    config = manager.network_config()
-    kernel = Notebook()
-    uplink = find_uplink(kernel, config, choice)
-    stored = manager.stored(uplink.public(config.families[0]))
-    make_backend = registry.load(config.backend_type)
-    uplink_manager = UplinkManager(kernel, config, choice, make_backend, uplink, stored, previous.networks)
-    uplink_manager.backend = _Undriven(uplink_manager.backend, kernel)
-    attrs = uplink_manager.backend.attributes()
-    foreseen = manager.foresee(config, attrs) if isinstance(manager, Foreseeing) else None
-    snapshot = all_leases(manager)
-    written = last_run.proven_lease(machine_of(kernel, uplink), manager.name, previous.subnets)
-    own = foreseen or _ours(snapshot, attrs, config, written)
-    guess = own or Lease(attrs, *_likely(config, previous, snapshot))
-    extras = extras_for(wanted, guess)
-    node = Node(
-        kernel,
-        Monitor(kernel.port),
-        uplink_manager,
-        guess,
-        extras,
-        former=previous.networks,
-        devices=last_run.devices,
-        adopts=last_run.adopts,
-        adopted=last_run.adopted,
-    )
-    reconciler = _run(node, snapshot)
+    once, notes = SingleAttempts(), Notebook()
+    loaded = startup.load(options, manager, once, is_dry_run=True)
+    elected = startup.elect(loaded, once, lambda: notes)
+    forecast = Forecast(manager)
+    member = startup.join(loaded, elected, once, forecast.acquire)
+    member.uplink_manager.backend = _Undriven(member.uplink_manager.backend, notes)
+    reconciler = _run(startup.desired(member), forecast.leases)
     peers = reconciler.peers
     return Outcome(
-        config=config,
-        uplink=uplink,
-        mtu=uplink_manager.backend.mtu,
-        own=guess,
-        has_lease=own is not None,
-        previous=previous,
+        config=member.config,
+        uplink=member.uplink_manager.uplink,
+        mtu=member.uplink_manager.backend.mtu,
+        own=member.lease,
+        has_lease=forecast.has_lease,
+        previous=member.previous,
         view=peers.view(),
         wanted=peers.wanted,
         domain=reconciler.domain,
-        notes=kernel,
+        notes=notes,
     )
+
+
+class Forecast:
+    """The lease that a start would get, found without writing; stands in for the store's ``acquire``."""
+
+    def __init__(self, manager: SubnetManager) -> None:
+        self._manager = manager
+        #: Set by ``acquire``: the leases of all nodes, and whether one of them is ours.
+        self.leases: Snapshot | Cached = Snapshot(())
+        self.has_lease = False
+
+    def acquire(self, config: Config, attrs: LeaseAttrs, previous: LeaseKey, local: LocalFacts) -> Lease:
+        """Return our lease, else a guess. May raise what a start's ``acquire`` does."""
+        manager = self._manager
+        foreseen = manager.foresee(config, attrs) if isinstance(manager, Foreseeing) else None
+        self.leases = all_leases(manager)
+        own = foreseen or _ours(self.leases, attrs, config, local.written)
+        self.has_lease = own is not None
+        return own or Lease(attrs, *_likely(config, previous, self.leases))
 
 
 def _run(node: Node, leases: Snapshot | Cached) -> KernelReconciler:
@@ -241,13 +232,13 @@ def _ours(
     return None
 
 
-def _likely(config: Config, previous: Previous, snapshot: Snapshot | Cached) -> LeaseKey:
+def _likely(config: Config, previous: LeaseKey, snapshot: Snapshot | Cached) -> LeaseKey:
     """What the subnet file remembers, if it fits and is free: a start asks for that first."""
-    if not fits(config, previous.subnets):
+    if not fits(config, previous):
         return (None, None)
     taken = [net for lease in snapshot.leases for net in lease.key if net is not None]
-    free = all(not overlap(net, other) for net in previous.subnets if net for other in taken)
-    return previous.subnets if free else (None, None)
+    free = all(not overlap(net, other) for net in previous if net for other in taken)
+    return previous if free else (None, None)
 
 
 def _nothing(*_: Any) -> None:

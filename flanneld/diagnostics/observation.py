@@ -7,7 +7,7 @@ from pathlib import Path
 
 from flanneld.diagnostics import conditions
 from flanneld.diagnostics.components import Components
-from flanneld.readiness import Readiness
+from flanneld.diagnostics.readiness import Readiness
 from flanneld.runtime.supervisor import Supervisor
 
 

@@ -19,7 +19,6 @@ from flanneld.network.firewall.iptables.text import restore_text
 from flanneld.network.firewall.plan import Claim, claim, plan
 from flanneld.network.firewall.rules import Rules, Style
 from flanneld.network.firewall.sweep import PLACES, Place, driver, may_hold
-from flanneld.network.uplink_election import InterfaceChoice
 from flanneld.options import Options
 from flanneld.reconcile.firewall import Wishes, wishes_of
 from flanneld.state.resources import Kind, Resource
@@ -28,14 +27,12 @@ from flanneld.subnet.manager import SubnetManager
 from flanneld.subnet.subnet_file import SubnetEnv
 
 
-def print_plan(
-    wanted: Options, manager: SubnetManager, choice: InterfaceChoice, say: Callable[[str], None]
-) -> None:
+def print_plan(wanted: Options, manager: SubnetManager, say: Callable[[str], None]) -> None:
     """Say each command on a line, and in comments what no command does; nothing if nothing would change.
 
     Raises ``Retryable`` and ``Fatal`` where a start would wait or end.
     """
-    outcome = rehearse(wanted, manager, choice)
+    outcome = rehearse(wanted, manager)
     for line in lines(wanted, outcome):
         say(_harmless(line) if line.startswith("#") else line)
 

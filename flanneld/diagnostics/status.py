@@ -76,7 +76,7 @@ def summary(components: Components) -> Document:
 def _store(components: Components) -> Document:
     store, problem = components.store, components.store_problem
     return {
-        "name": components.manager.name if components.manager else None,
+        "name": components.manager.name,
         "answers": components.store_is_up,
         "problem": problem.problem if problem else None,
         "remedy": problem.remedy if problem else None,

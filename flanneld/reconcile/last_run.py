@@ -22,11 +22,14 @@ def machine_of(kernel: HostView, uplink: Uplink) -> Machine:
 
 
 class LastRun:
-    """Reads the record beside ``subnet_file`` when it is made, and keeps it up to date from any thread."""
+    """Reads the record beside ``subnet_file`` when it is made, and keeps it up to date from any thread.
 
-    def __init__(self, subnet_file: Path) -> None:
+    With ``is_dry_run`` it writes nothing.
+    """
+
+    def __init__(self, subnet_file: Path, *, is_dry_run: bool = False) -> None:
         self._subnet_file = subnet_file
-        self._file = StateFile(beside(subnet_file, "state"))
+        self._file = StateFile(beside(subnet_file, "state"), is_dry_run=is_dry_run)
         self._state = self._file.load()
         self._boot_id = state_file.boot_id()
         #: Devices of earlier runs in this boot.
@@ -38,13 +41,12 @@ class LastRun:
         self.record = self._file.update
         self.try_again = self._file.try_again
 
-    def proven_lease(self, machine: Machine, store: str, previous: LeaseKey) -> Lease | None:
-        """Return our lease as we last wrote it, None unless this host proves it."""
-        return ownership.proven_lease(self._state, machine, store, previous)
-
     def claim(self, machine: Machine, store: str, previous: LeaseKey) -> Lease | None:
-        """Return the proven lease if the record can be written: a claim that is lost is not tried again."""
-        lease = self.proven_lease(machine, store, previous)
+        """Return our lease as we last wrote it, None unless this host proves it.
+
+        None too if the record cannot be written: a claim that is lost is not tried again.
+        """
+        lease = ownership.proven_lease(self._state, machine, store, previous)
         return lease if lease is not None and self._file.is_writable() else None
 
     def joined(self, machine: Machine, store: str, lease: Lease) -> None:

@@ -28,10 +28,14 @@ _MAX_SIZE = 4 << 20
 
 
 class StateFile:
-    """Reads the record once, and writes it whenever it changes. From any thread; never raises."""
+    """Reads the record once, and writes it whenever it changes, unless ``is_dry_run``.
 
-    def __init__(self, path: Path) -> None:
+    From any thread; never raises.
+    """
+
+    def __init__(self, path: Path, *, is_dry_run: bool = False) -> None:
         self._path = path
+        self._is_dry_run = is_dry_run
         self._lock = threading.Lock()
         self._wanted = State()
         self._written: State | None = None
@@ -68,6 +72,8 @@ class StateFile:
             return self._write()
 
     def _write(self) -> bool:
+        if self._is_dry_run:
+            return True
         try:
             self._path.parent.mkdir(0o755, parents=True, exist_ok=True)
             atomic_file.replace(self._path, _text(self._wanted).encode(), 0o600)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import socket
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+from typing import Any
 
-from flanneld.backends.contract import Backend, Factory, Host
+from flanneld.backends.contract import Backend, Factory, HasIdentity, Host
 from flanneld.compat.glog import Once
 from flanneld.config import Config
 from flanneld.errors import Fatal
@@ -17,7 +20,7 @@ from flanneld.network.rtnetlink.messages import RTN_UNICAST
 from flanneld.network.tun_choice import tun_for
 from flanneld.network.uplink_election import InterfaceChoice, elect, keep
 from flanneld.network.uplink_facts import route_to, survey
-from flanneld.runtime import key_file
+from flanneld.runtime import secret_file
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +54,8 @@ class UplinkManager:
         self._choice = choice
         self._make_backend = make_backend
         self._former = former
+        #: Decided by the first backend, for the whole run.
+        self._identity: Any = None
         self._once = Once()
         self.uplink = uplink
         #: No interface will do now; what it takes may come from anywhere.
@@ -88,16 +93,23 @@ class UplinkManager:
         return True
 
     def _build(self, uplink: Uplink, stored: LeaseAttrs | None) -> Backend:
-        host = Host(
+        backend = self._make_backend(self._config, self._host(uplink, stored))
+        if self._identity is None and isinstance(backend, HasIdentity):
+            self._identity = backend.identity()
+            backend = self._make_backend(self._config, self._host(uplink, stored))
+        return backend
+
+    def _host(self, uplink: Uplink, stored: LeaseAttrs | None) -> Host:
+        return Host(
             uplink=uplink,
             stored=stored,
             mac_of=self._mac_of,
             link_to=self._link_to,
             random_bytes=os.urandom,
+            identity=self._identity,
             tun_for=lambda network: tun_for(self._kernel, (network, *self._former)),
-            secret=lambda name, make: key_file.read_or_make(key_file.path_of(name, os.environ), make),
+            secret=_read_secret,
         )
-        return self._make_backend(self._config, host)
 
     def _mac_of(self, name: str) -> str | None:
         link = self._kernel.link(name)
@@ -112,3 +124,7 @@ class UplinkManager:
             return socket.if_indextoname(way.index)
         except OSError:
             return None
+
+
+def _read_secret(name: str, make: Callable[[], bytes] | None = None, *, variable: str = "") -> bytes:
+    return secret_file.read(Path(os.environ.get(variable) or Path("/run/flannel", name)), make)

@@ -1,55 +1,69 @@
-"""Taking less of a library than importing it would: start-up time and memory are features here."""
+"""Lazy imports of packages whose own code loads more than we use: start time and memory are features."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
-from importlib.util import find_spec
+from threading import RLock
 from types import ModuleType
 from typing import Any
 
-
-def package_without_init(name: str) -> None:
-    """Register a package without running its ``__init__``: its parts can then be imported one by one."""
-    if name in sys.modules:
-        return
-    spec = _find(name)
-    if not isinstance(spec, ModuleSpec) or spec.submodule_search_locations is None:
-        return
-    package = ModuleType(name)
-    package.__path__ = list(spec.submodule_search_locations)
-    package.__spec__ = spec
-    package.__file__ = spec.origin
-    sys.modules[name] = package
+_LOCK = RLock()
+#: The submodules to import at once, by the name of the deferred package.
+_DEFERRED: dict[str, tuple[str, ...]] = {}
 
 
-def _find(name: str) -> ModuleSpec | None:
-    """As ``find_spec``, which would import the package around a name."""
-    around, _, _ = name.rpartition(".")
-    if not around:
-        return find_spec(name)
-    outer = _find(around)
-    return PathFinder.find_spec(name, outer.submodule_search_locations) if outer else None
+def defer(name: str, *parts: str) -> None:
+    """Run the code of a module or package only when an attribute is used that it does not have yet.
 
+    Submodules of such a package are imported as usual. Those named by ``parts`` are imported with it, so that
+    ``from package import part`` does not run the package's code.
 
-def lazily(name: str) -> None:
-    """Let a module be loaded when something in it is first used, if ever.
-
-    ``importlib.util.LazyLoader`` cannot serve: up to Python 3.13 the import statement itself sets it off.
+    ``importlib.util.LazyLoader`` cannot serve: up to Python 3.13 the import statement itself runs the code.
     """
-    if name in sys.modules:
-        return
-    module = sys.modules[name] = _Deferred(name)
-    package, _, child = name.rpartition(".")
-    if package:
-        setattr(import_module(package), child, module)
+    if not _DEFERRED:
+        sys.meta_path.insert(0, _Finder())
+    _DEFERRED[name] = parts
+
+
+class _Finder(MetaPathFinder):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(fullname, path, target) if fullname in _DEFERRED else None
+        if spec and spec.loader:
+            spec.loader = _LazyLoader(spec.loader)
+        return spec
+
+
+class _LazyLoader(Loader):
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__class__ = _Deferred
+        for part in _DEFERRED[module.__name__]:
+            import_module(f"{module.__name__}.{part}")
+
+    def run(self, module: ModuleType) -> None:
+        module.__class__ = ModuleType
+        module.__loader__ = self._loader
+        if module.__spec__:
+            module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
 
 
 class _Deferred(ModuleType):
-    def __getattr__(self, attribute: str) -> Any:
-        if attribute.startswith("__"):  # the import system looks for some that may be missing
-            raise AttributeError(attribute)
-        if sys.modules.get(self.__name__) is self:
-            del sys.modules[self.__name__]
-        return getattr(import_module(self.__name__), attribute)
+    def __getattr__(self, name: str) -> Any:
+        if name == "__path__":  # the import system asks for it, and a plain module has none
+            raise AttributeError(name)
+        with _LOCK:
+            if isinstance(self.__loader__, _LazyLoader):
+                self.__loader__.run(self)
+        return getattr(self, name)

@@ -1,8 +1,8 @@
 """Where leases come from: the contract, the stores, and the forms in which leases lie in them."""
 
-from flanneld.runtime.imports import lazily, package_without_init
+from flanneld.runtime.imports import defer
 
 # python-etcd imports it for SRV records, which are never asked for here, and it is a third of its weight.
-lazily("dns.resolver")
+defer("dns.resolver")
 # urllib3 imports it; it looks for the version of a library that is never used here: 14 ms and 2 MiB.
-package_without_init("urllib3.http2")
+defer("urllib3.http2", "probe")

@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 from msgspec import Struct
 
 from flanneld.config import Config
+from flanneld.errors import Retryable
 from flanneld.model import Event, IPAddress, IPNetwork, Lease, LeaseAttrs, LeaseKey
 
 #: Takes the events of one reading of the store, in order.
@@ -38,6 +39,11 @@ class SubnetManager(Protocol):
     @property
     def name(self) -> str:
         """For the log: which store, where. Never a password."""
+        ...
+
+    @property
+    def problem(self) -> Retryable | None:
+        """Why a watch fails now, None if none does. From any thread."""
         ...
 
     def network_config(self) -> Config:

@@ -95,8 +95,16 @@ def test_a_lease_whose_device_is_gone_keeps_its_mac(lab: Lab) -> None:
     lease = lab.etcd.leases()[node.subnet()]
     node.stop()
     node.run("ip", "link", "delete", "flannel.1")
-    restart(node, f"-public-ip={new_address(node)}")
+    moved = f"-public-ip={new_address(node)}"
+    assert f"ip link add flannel.1 address {lease['BackendData']['VtepMAC']} " in plan(lab, node, moved)
+    restart(node, moved)
     assert lab.etcd.leases()[node.subnet()]["BackendData"] == lease["BackendData"]
+
+
+def plan(lab: Lab, node: Node, *flags: str) -> str:
+    """Return what ``-plan`` prints on the node's hardware."""
+    store = (f"--etcd-endpoints={lab.etcd.endpoint}", f"--subnet-file={node.subnet_file}")
+    return node.run(*on_hardware(UUID), *store, "--plan", *flags).stdout
 
 
 @apis

@@ -163,6 +163,14 @@ def test_a_plan_needs_an_etcd_and_says_so(lab: Lab) -> None:
     assert "etcd answers, but has no network config" in plan(lab, node, check=False)
 
 
+def test_a_plan_warns_of_the_network_config_as_a_start_does(lab: Lab) -> None:
+    lab.etcd.put_config({"Network": NETWORK, "Backend": {"Type": "vxlan", "Prot": 4789}})
+    (node,) = lab.add_nodes()
+    assert "Unknown key Prot in Backend of the network config; did you mean Port?" in plan(
+        lab, node, check=False
+    )
+
+
 def test_with_kubernetes_too_a_plan_announces_nothing(lab: Lab) -> None:
     node, peer = lab.kube_cluster({"Type": "vxlan"})
     node.wait_for_route(peer.subnet())

@@ -8,18 +8,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from flanneld.backends import registry
-from flanneld.backends.contract import Driver, Host
-from flanneld.backends.wireguard import backend
+from flanneld.backends.contract import Driver
 from flanneld.backends.wireguard.backend import WireGuardBackend
 from flanneld.backends.wireguard.resources import AllowedIp, DeviceKey, Peer
 from flanneld.backends.wireguard.table_peers import WireGuardTable
-from flanneld.config import Config
 from flanneld.main import main
 from flanneld.model import Lease
 from flanneld.state.report import Report
@@ -84,20 +81,12 @@ class Driven(WireGuardBackend):
         return [TableDriver(table, each) for each in (DeviceKey, Peer, AllowedIp)]
 
 
-def build(config: Config, host: Host) -> Driven:
-    made = backend.build(config, host)
-    driven: Any = object.__new__(Driven)
-    vars(driven).update(vars(made))
-    assert isinstance(driven, Driven)
-    return driven
-
-
 def _demand(report: Report) -> None:
     for failure in report.failed:
         raise OSError(str(failure))
 
 
 if __name__ == "__main__":
-    registry._OWN["wireguard"] = ("__main__", "build")
+    registry._OWN["wireguard"] = ("__main__", "Driven")
     sys.argv[0] = "flanneld"
     main()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from enum import Enum
+from functools import cached_property
 from ipaddress import IPv6Network, ip_network
 from typing import Any
 
@@ -30,6 +31,8 @@ TYPE = "wireguard"
 DEVICE, DEVICE_V6 = "flannel-wg", "flannel-wg-v6"
 #: Name of the key file, in flannel's folder for what runs.
 KEY_FILE = "wgkey"
+#: Names another key file, as in upstream.
+KEY_FILE_VARIABLE = "WIREGUARD_KEY_FILE"
 
 #: Outer IPv6 and UDP headers, and WireGuard's type, index, counter and tag. Upstream takes it for IPv4, too.
 OVERHEAD = 80
@@ -117,24 +120,18 @@ def private_key_of(text: bytes, path: str = KEY_FILE) -> Secret:
         raise Fatal(f"could not parse private key from file: {reason.problem}", remedy) from None
 
 
-def build(config: Config, host: Host) -> WireGuardBackend:
-    """Decide this node's devices, with the private key of an earlier run if there is one."""
-
-    def make_key() -> bytes:
-        return keys.text_of(keys.private_key(host.random_bytes(keys.LENGTH)).value).encode()
-
-    return WireGuardBackend(config, host.uplink, private_key_of(host.secret(KEY_FILE, make_key)))
-
-
 class WireGuardBackend:
-    """One device for each family in mode ``separate``, else one for both."""
+    """One device for each family in mode ``separate``, else one for both.
 
-    def __init__(self, config: Config, uplink: Uplink, private_key: Secret) -> None:
+    This node's identity is its private key, as a ``Secret``.
+    """
+
+    def __init__(self, config: Config, host: Host) -> None:
         self._config = wanted = read_config(config)
+        self._host = host
+        uplink = host.uplink
         self._ranges = {each.family: each.network for each in config.ranges}
         self._uplink = uplink
-        self._private_key = private_key
-        self._public_key = keys.public_key(private_key)
         self._mtu = _inner_mtu(wanted, uplink, config.families)
         self._devices: dict[Family, str] = {
             family: DEVICE_V6 if family == 6 and wanted.mode is Mode.SEPARATE else DEVICE
@@ -150,6 +147,24 @@ class WireGuardBackend:
     @property
     def mtu(self) -> int:
         return self._mtu
+
+    def identity(self) -> Secret:
+        """Read the key of an earlier run, or make one. Raises ``Fatal`` for a file that holds no key."""
+
+        def make_key() -> bytes:
+            return keys.text_of(keys.private_key(self._host.random_bytes(keys.LENGTH)).value).encode()
+
+        return private_key_of(self._host.secret(KEY_FILE, make_key, variable=KEY_FILE_VARIABLE))
+
+    @property
+    def _private_key(self) -> Secret:
+        key = self._host.identity
+        assert isinstance(key, Secret), "identity comes first"
+        return key
+
+    @cached_property
+    def _public_key(self) -> bytes:
+        return keys.public_key(self._private_key)
 
     def attributes(self) -> LeaseAttrs:
         return LeaseAttrs(

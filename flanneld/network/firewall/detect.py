@@ -16,12 +16,12 @@ from msgspec import Struct
 
 from flanneld.compat.glog import V
 from flanneld.model import Family
-from flanneld.network.firewall.command import find
 from flanneld.network.firewall.driver import Unavailable
 from flanneld.network.firewall.iptables import xtables
 from flanneld.network.firewall.iptables.restore import Flavour, program
 from flanneld.network.firewall.nftables.netlink import Netfilter
 from flanneld.network.firewall.rules import Chain
+from flanneld.runtime.command_runner import find
 
 log = logging.getLogger(__name__)
 

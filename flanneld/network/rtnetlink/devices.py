@@ -14,7 +14,7 @@ from pathlib import Path
 
 from flanneld.network.rtnetlink.links import Attribute, Step, codec_for, step
 from flanneld.network.rtnetlink.netlink import NLM_F_CREATE, NLM_F_REQUEST, NetlinkSocket
-from flanneld.runtime.imports import package_without_init
+from flanneld.runtime.imports import defer
 from flanneld.state.resources import ForeignLink, Link
 
 # linux/rtnetlink.h, linux/netlink.h, linux/if.h
@@ -97,8 +97,8 @@ def _call(verb: str, *attributes: Attribute, index: int = 0, up: bool | None = N
 
 
 def _message(verb: str, attributes: tuple[Attribute, ...], index: int, up: bool | None) -> bytes:
-    package_without_init("pyroute2")
-    package_without_init("pyroute2.netlink.rtnl")
+    defer("pyroute2", "config")
+    defer("pyroute2.netlink.rtnl")
     from pyroute2.netlink.rtnl.ifinfmsg import ifinfmsg
 
     kind, flags = _VERBS[verb]

@@ -30,10 +30,9 @@ from flanneld.runtime import clock
 from flanneld.subnet.allocation import fits
 from flanneld.subnet.etcd.http import NoSuchApi
 from flanneld.subnet.etcd.keys import NoConfig, Position
-from flanneld.subnet.etcd.leases import Listing
-from flanneld.subnet.etcd.manager import SUBNET_TTL, TRIES, EtcdManager, LeaseTaken, node_address, say_kept
-from flanneld.subnet.etcd.own_both import OwnInBoth
-from flanneld.subnet.etcd.union import LeaseUnion
+from flanneld.subnet.etcd.leases import Listing, is_as_written, node_address
+from flanneld.subnet.etcd.manager import SUBNET_TTL, TRIES, EtcdManager, LeaseTaken, say_kept
+from flanneld.subnet.etcd.union import LeaseUnion, OwnInBoth
 from flanneld.subnet.manager import LONGEST_SILENCE, NO_FACTS, Deliver, LocalFacts
 
 log = logging.getLogger(__name__)
@@ -210,17 +209,16 @@ class EtcdOfBoth:
         written: Lease | None = None,
     ) -> Lease:
         """Write our lease everywhere, or nowhere (raises ``LeaseTaken``)."""
-        proven = {
-            side: lease
-            for side, listing in listings.items()
-            for _, lease in listing.as_written(written)
-            if lease.key == key and node_address(lease.attrs) != node_address(attrs)
-        }
         had = {
             side: lease
             for side, listing in listings.items()
             for lease in listing.leases.values()
             if lease.key == key
+        }
+        proven = {
+            side: lease
+            for side, lease in had.items()
+            if is_as_written(lease, written) and node_address(lease.attrs) != node_address(attrs)
         }
         is_reserved = any(lease.expires is None for lease in had.values())
         wanted = Lease(attrs, *key, expires=None if is_reserved else clock.now(), asof=-1)
@@ -342,7 +340,7 @@ def _is_contested(
         for lease in each.leases.values()
         if node_address(lease.attrs) != address
         and have_common_addresses(key, lease.key)
-        and not (written and (lease.key, lease.attrs) == (written.key, written.attrs))
+        and not is_as_written(lease, written)
     ]
     for lease in rivals[:1]:
         log.warning(

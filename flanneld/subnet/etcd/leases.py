@@ -9,7 +9,18 @@ from collections.abc import Mapping
 from msgspec import Struct, field
 
 from flanneld.errors import Refused, Retryable
-from flanneld.model import Added, Event, Family, IPAddress, IPNetwork, Lease, LeaseKey, Removed, Snapshot
+from flanneld.model import (
+    Added,
+    Event,
+    Family,
+    IPAddress,
+    IPNetwork,
+    Lease,
+    LeaseAttrs,
+    LeaseKey,
+    Removed,
+    Snapshot,
+)
 from flanneld.runtime import clock
 from flanneld.runtime.complaints import Complaints
 from flanneld.subnet.codec import format_key, parse_attrs, parse_key
@@ -46,11 +57,7 @@ class Listing(Struct, frozen=True, gc=False):
 
     def as_written(self, written: Lease | None) -> list[tuple[str, Lease]]:
         """The lease that has the key and the attributes of another one."""
-        return [
-            item
-            for item in self.leases.items()
-            if written is not None and (item[1].key, item[1].attrs) == (written.key, written.attrs)
-        ]
+        return [item for item in self.leases.items() if is_as_written(item[1], written)]
 
     def lease_keys(self) -> list[LeaseKey]:
         """Every lease, understood or not."""
@@ -62,6 +69,16 @@ class Listing(Struct, frozen=True, gc=False):
 
     def snapshot(self) -> Snapshot:
         return Snapshot(tuple(self.leases.values()), self.unreadable)
+
+
+def is_as_written(lease: Lease, written: Lease | None) -> bool:
+    """Return True if a lease has the key and the attributes of another one."""
+    return written is not None and (lease.key, lease.attrs) == (written.key, written.attrs)
+
+
+def node_address(attrs: LeaseAttrs) -> IPAddress | None:
+    """The address that identifies a node."""
+    return attrs.public_ip or attrs.public_ipv6
 
 
 class LeaseReader:

@@ -37,7 +37,7 @@ from flanneld.runtime import clock
 from flanneld.subnet.allocation import choose, fits
 from flanneld.subnet.codec import format_attrs
 from flanneld.subnet.etcd.keys import Client, Conflict, NotFound, Position, Reply
-from flanneld.subnet.etcd.leases import LeaseReader, Listing
+from flanneld.subnet.etcd.leases import LeaseReader, Listing, node_address
 from flanneld.subnet.etcd.watch import Follower, News, Start
 from flanneld.subnet.manager import NO_FACTS, Deliver, LocalFacts
 
@@ -402,8 +402,3 @@ def _differ(stored: object, ours: object) -> bool:
     if isinstance(stored, dict) and isinstance(ours, dict):
         return any(ours.get(key) != value for key, value in stored.items())
     return stored != ours
-
-
-def node_address(attrs: LeaseAttrs) -> IPAddress | None:
-    """The address that identifies a node."""
-    return attrs.public_ip or attrs.public_ipv6

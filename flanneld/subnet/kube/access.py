@@ -18,14 +18,14 @@ from msgspec import Struct
 
 from flanneld.compat.glog import Once
 from flanneld.errors import Fatal, Retryable
-from flanneld.runtime.imports import package_without_init
+from flanneld.runtime.connection_pools import Pool, TlsPool
+from flanneld.runtime.imports import defer
 from flanneld.runtime.interruptible_socket import InterruptibleSocket
-from flanneld.subnet.connection_pools import Pool, TlsPool
 
 log = logging.getLogger(__name__)
 
-for _package in ("kubernetes", "kubernetes.client", "kubernetes.config", "kubernetes.utils"):
-    package_without_init(_package)
+for _package in ("kubernetes", "kubernetes.config", "kubernetes.utils"):
+    defer(_package)
 try:
     from kubernetes.client import configuration, rest
     from kubernetes.client.exceptions import ApiException
@@ -36,16 +36,6 @@ except ModuleNotFoundError as missing:
         "pip install 'flanneld[kubernetes]'",
     ) from None
 
-
-def _api_client(settings: Any) -> Any:
-    """For OpenID Connect only: the package's own client, with all that it brings along."""
-    from kubernetes.client.api_client import ApiClient
-
-    return ApiClient(settings)
-
-
-_client: Any = sys.modules["kubernetes.client"]
-_client.Configuration, _client.ApiClient = configuration.Configuration, _api_client
 
 _SERVICE_HOST = "KUBERNETES_SERVICE_HOST"
 #: What that package raises for a configuration of a shape that it does not expect, or with a part that needs

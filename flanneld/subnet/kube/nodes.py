@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_network
 from sys import intern
-from typing import Any
+from typing import Any, TypedDict
 
+import msgspec
 from msgspec import Struct
 
 from flanneld.compat import json as gojson
@@ -36,14 +37,45 @@ SUFFIXES = (
 )
 
 _PREFIX = re.compile(r"(?:[a-z0-9_-]+\.)+[a-z0-9_-]+/(?:[a-z0-9_-]+-)?")
-#: Within a JSON text these bytes can be nothing but a key: in a string the second quote would be escaped.
-_IMAGES = b'"images":['
 _ADDRESS: Mapping[Family, type[IPAddress]] = {4: IPv4Address, 6: IPv6Address}
 #: So many podCIDRs a node may have, at most one of each family.
 _MOST_CIDRS = 2
 
 
-class Node(Struct, frozen=True, gc=False):
+_Metadata = TypedDict(
+    "_Metadata",
+    {"name": Any, "uid": Any, "annotations": Any, "resourceVersion": Any, "continue": Any},
+    total=False,
+)
+
+
+class _Spec(TypedDict, total=False):
+    podCIDR: Any
+    podCIDRs: Any
+    nodeName: Any
+
+
+class _Object(TypedDict, total=False):
+    """A node, a pod or a status, as far as somebody here asks for it."""
+
+    metadata: _Metadata | None
+    spec: _Spec | None
+    code: Any
+    message: Any
+
+
+class _Answer(_Object, total=False):
+    """An object, a list of them, or an event of a watch."""
+
+    items: list[_Object] | None
+    type: Any
+    object: _Object
+
+
+_DECODER = msgspec.json.Decoder(_Answer)
+
+
+class Node(Struct, frozen=True, gc=False, rename={"cidrs": "podCIDRs", "notes": "annotations"}):
     """What matters of a node. ``notes`` are our annotations, by the name without the prefix."""
 
     name: str
@@ -73,23 +105,14 @@ def full_prefix(text: str) -> str:
 
 
 def decoded(text: bytes) -> Any:
-    """Decode JSON of the API, without the lists of images: they are most of a node, and of the work.
+    """Decode JSON of the API, without what nobody here asks for: a node's status is most of the work.
 
     Raises ``ValueError`` or ``RecursionError``.
     """
-    if _IMAGES not in text:
-        return json.loads(text)
-    pieces, place = [], 0
-    while (start := text.find(_IMAGES, place)) >= 0:
-        start += len(_IMAGES)
-        pieces.append(text[place:start])
-        # ContainerImage of core/v1 holds no objects, so the first one that ends a list ends ours.
-        end = text.find(b"}]", start) + 1 if text.startswith(b"{", start) else 0
-        place = end or start
     try:
-        return json.loads(b"".join([*pieces, text[place:]]))
-    except ValueError:
-        return json.loads(text)
+        return _DECODER.decode(text)
+    except msgspec.DecodeError:
+        return json.loads(text)  # not of the usual shape: the reader sees what is in it
 
 
 class NodeReader:

@@ -8,15 +8,15 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from msgspec import Struct
 
 from flanneld.compat.glog import Once
 from flanneld.runtime import atomic_file
-from flanneld.subnet.kube.nodes import SUFFIXES, Node
+from flanneld.subnet.kube.nodes import Node
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +31,18 @@ class Saved(Struct, frozen=True, gc=False):
 
     own: Node
     peers: tuple[Node, ...]
+
+
+class _Version(Struct, frozen=True):
+    version: Any
+
+
+class _Content(Struct, frozen=True):
+    """What is in the file; ``own`` is the name of our node."""
+
+    version: int
+    own: str
+    nodes: tuple[Node, ...]
 
 
 class State:
@@ -70,7 +82,7 @@ class State:
             saved_at, found = self.path.stat().st_mtime, _parse(self.path, self._own)
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (OSError, ValueError, KeyError, RecursionError) as error:
             problem = f"{type(error).__name__} {error}".strip()
             self._once.warn(log, "load", f"Ignoring the saved nodes in {self.path}: {problem}")
             return None
@@ -80,35 +92,20 @@ class State:
 
 
 def _text(saved: Saved) -> str:
-    nodes = [_shown(node) for node in (saved.own, *saved.peers)]
-    return (
-        json.dumps({"version": _VERSION, "own": saved.own.name, "nodes": nodes}, separators=(",", ":")) + "\n"
-    )
+    content = _Content(_VERSION, saved.own.name, (saved.own, *saved.peers))
+    plain = msgspec.to_builtins(content, order="deterministic")
+    return json.dumps(plain, separators=(",", ":")) + "\n"
 
 
 def _parse(path: Path, own_name: str) -> Saved:
-    top = json.loads(atomic_file.read(path, _MAX_SIZE))
-    if top["version"] != _VERSION:
-        raise ValueError(f"its version is {json.dumps(top['version'])}, not {_VERSION}")
+    text = atomic_file.read(path, _MAX_SIZE)
+    version = msgspec.json.decode(text, type=_Version).version
+    if version != _VERSION:
+        raise ValueError(f"its version is {json.dumps(version)}, not {_VERSION}")
+    content = msgspec.json.decode(text, type=_Content)
     # A host that was made from another one's disk would take the other's subnet.
-    if own_name not in ("", top["own"]):
-        raise ValueError(f"it is of node {top['own']}, and this is {own_name}")
-    nodes = {node.name: node for node in map(_node, top["nodes"])}
-    own = nodes.pop(top["own"])
+    if own_name not in ("", content.own):
+        raise ValueError(f"it is of node {content.own}, and this is {own_name}")
+    nodes = {node.name: node for node in content.nodes}
+    own = nodes.pop(content.own)
     return Saved(own, tuple(nodes.values()))
-
-
-def _shown(node: Node) -> Mapping[str, Any]:
-    return {
-        "name": node.name,
-        "uid": node.uid,
-        "podCIDRs": list(node.cidrs),
-        "annotations": dict(sorted(node.notes.items())),
-    }
-
-
-def _node(item: Mapping[str, Any]) -> Node:
-    notes = item["annotations"]
-    known = {name: notes[name] for name in SUFFIXES if isinstance(notes.get(name), str)}
-    cidrs = tuple(text for text in item["podCIDRs"] if isinstance(text, str))
-    return Node(str(item["name"]), str(item["uid"]), cidrs, known)

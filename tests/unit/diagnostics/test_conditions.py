@@ -21,6 +21,7 @@ from flanneld.runtime.event_log import Events
 from flanneld.state.removal_guard import RemovalGuard
 from flanneld.state.report import Failure, Report
 from flanneld.state.resources import Route
+from tests.unit.diagnostics.stores import unasked_store
 
 DEADLINE = 30.0
 SILENCE = NoAnswer("etcd does not answer (192.0.2.1:2379: connection refused)", "see that it runs")
@@ -29,7 +30,7 @@ ROUTE = Route(ip_network("10.5.2.0/24"), "flannel.1")
 
 @pytest.fixture
 def components() -> Components:
-    return Components(Options(), Events(), overdue=list, missing=list)
+    return Components(Options(), unasked_store(), Events(), overdue=list, missing=list)
 
 
 def found(components: Components) -> list[str]:
@@ -71,13 +72,15 @@ def test_a_store_that_answers_with_a_refusal_is_not_said_to_be_silent(
 
 def test_conditions_of_the_host_are_told_with_the_others() -> None:
     of_host = [("subnet file", ["cannot write /run/flannel/subnet.env"]), ("forwarding", [])]
-    components = Components(Options(), Events(), overdue=list, missing=list, of_host=lambda: of_host)
+    components = Components(
+        Options(), unasked_store(), Events(), overdue=list, missing=list, of_host=lambda: of_host
+    )
     assert found(components) == ["subnet file: cannot write /run/flannel/subnet.env"]
 
 
 def test_a_thread_that_is_late_is_one() -> None:
     line = "reconciler has not reported for 61 s (promised 60 s)"
-    late = Components(Options(), Events(), overdue=lambda: [line], missing=list)
+    late = Components(Options(), unasked_store(), Events(), overdue=lambda: [line], missing=list)
     assert "threads: reconciler has not reported" in found(late)
 
 

@@ -7,15 +7,42 @@ import sys
 import pytest
 
 from flanneld.diagnostics.components import Components
+from flanneld.diagnostics.counted_manager import counted
 from flanneld.diagnostics.metrics import METRICS, page
 from flanneld.errors import NoAnswer, Retryable
+from flanneld.model import Lease, LeaseAttrs
 from flanneld.options import Options
 from flanneld.runtime.event_log import Events
 
+LEASE = Lease(LeaseAttrs())
+
+
+class Store:
+    """As much of a store as is asked here."""
+
+    problem: Retryable | None = None
+
+    def __init__(self) -> None:
+        self.fails = False
+
+    def network_config(self) -> str:
+        if self.fails:
+            raise NoAnswer("no answer", "wait")
+        return "a config"
+
+    def renew(self, _lease: Lease) -> str:
+        return self.network_config()
+
 
 @pytest.fixture
-def components() -> Components:
-    return Components(Options(), Events(), overdue=list, missing=lambda: ["no lease yet"])
+def store() -> Store:
+    return Store()
+
+
+@pytest.fixture
+def components(store: Store) -> Components:
+    manager = counted(store)  # type: ignore[arg-type] # it has what is used
+    return Components(Options(), manager, Events(), overdue=list, missing=lambda: ["no lease yet"])
 
 
 def lines(components: Components, accept: str = "") -> list[str]:
@@ -48,30 +75,14 @@ def test_without_the_library_the_page_is_unavailable_and_says_what_to_install(
     )
 
 
-class Store:
-    """As much of a store as is asked here."""
-
-    problem: Retryable | None = None
-
-    def __init__(self) -> None:
-        self.fails = False
-
-    def network_config(self) -> str:
-        if self.fails:
-            raise NoAnswer("no answer", "wait")
-        return "a config"
-
-    stored = acquire = renew = watch = reread = network_config
-
-
-def test_requests_to_the_store_are_counted_and_their_answers_passed_on(components: Components) -> None:
-    store = Store()
-    components.observe(store)  # type: ignore[arg-type] # it has what is used
-    assert store.network_config() == "a config"
-    assert store.renew() == "a config"
+def test_requests_to_the_store_are_counted_and_their_answers_passed_on(
+    components: Components, store: Store
+) -> None:
+    assert components.manager.network_config() == "a config"
+    assert components.manager.renew(LEASE) == "a config"
     store.fails = True
     with pytest.raises(Retryable):
-        store.renew()
+        components.manager.renew(LEASE)
     told = lines(components)
     assert "flannel_datastore_request_seconds_count 3.0" in told
     assert "flannel_datastore_errors_total 1.0" in told
@@ -80,18 +91,14 @@ def test_requests_to_the_store_are_counted_and_their_answers_passed_on(component
     assert "flannel_datastore_up 0.0" in told
 
 
-def test_a_store_that_refuses_answers(components: Components) -> None:
-    store = Store()
-    components.observe(store)  # type: ignore[arg-type] # it has what is used
-    store.network_config()
+def test_a_store_that_refuses_answers(components: Components, store: Store) -> None:
+    components.manager.network_config()
     store.problem = Retryable("etcd refuses access")
     assert "flannel_datastore_up 1.0" in lines(components)
 
 
-def test_a_store_whose_watch_gets_no_answer_is_down(components: Components) -> None:
-    store = Store()
-    components.observe(store)  # type: ignore[arg-type] # it has what is used
-    store.network_config()
+def test_a_store_whose_watch_gets_no_answer_is_down(components: Components, store: Store) -> None:
+    components.manager.network_config()
     assert "flannel_datastore_up 1.0" in lines(components)
     store.problem = NoAnswer("etcd does not answer")
     assert "flannel_datastore_up 0.0" in lines(components)

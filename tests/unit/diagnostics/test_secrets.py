@@ -15,6 +15,7 @@ import pytest
 
 from flanneld.diagnostics import status
 from flanneld.diagnostics.components import Components
+from flanneld.diagnostics.counted_manager import counted
 from flanneld.diagnostics.plan import _harmless
 from flanneld.diagnostics.status_socket import StatusSocket
 from flanneld.errors import Retryable
@@ -22,7 +23,9 @@ from flanneld.options import read
 from flanneld.runtime.event_log import Events
 from flanneld.subnet.kube.manager import KubeManager, KubeOptions
 from flanneld.subnet.kube.state import State
+from flanneld.subnet.manager import NodeStore
 from tests.lab.credentials import write_kubeconfig
+from tests.unit.diagnostics.stores import unasked_store
 
 SECRET = "s3cr3t-0123456789"
 
@@ -42,14 +45,12 @@ def test_neither_a_token_nor_a_password_of_the_api_server_is_told(
     (tmp_path / "net-conf.json").write_text('{"Network": "10.5.0.0/16"}')
     words = ["-kube-subnet-mgr", f"-kube-api-url={url}", f"-kubeconfig-file={tmp_path / 'config'}"]
     options = read(words, {})
-    manager = KubeManager(
-        KubeOptions(
-            url, str(tmp_path / "config"), "flannel.alpha.coreos.com", str(tmp_path / "net-conf.json"), ""
-        ),
-        {"NODE_NAME": "n1"},
+    kube_options = KubeOptions(
+        url, str(tmp_path / "config"), "flannel.alpha.coreos.com", str(tmp_path / "net-conf.json"), ""
     )
-    components = Components(options, Events(), overdue=list, missing=list)
-    components.observe(manager)
+    manager = counted(KubeManager(kube_options, {"NODE_NAME": "n1"}))
+    assert isinstance(manager, NodeStore)
+    components = Components(options, manager, Events(), overdue=list, missing=list)
     with caplog.at_level(logging.DEBUG), pytest.raises(Retryable) as failure:
         manager.public_ips()
     manager.close()
@@ -64,7 +65,7 @@ def test_a_password_of_etcd_is_in_no_status() -> None:
         f"-etcd-password={SECRET}",
         f"-etcd-endpoints=http://me:{SECRET}@192.0.2.1:2379",
     ]
-    components = Components(read(words, {}), Events(), overdue=list, missing=list)
+    components = Components(read(words, {}), unasked_store(), Events(), overdue=list, missing=list)
     told = status.summary(components)
     assert "etcd-password=***" in told["flags"]
     assert SECRET not in json.dumps(told)

@@ -42,10 +42,32 @@ def test_the_other_stores_load_nothing_of_kubernetes() -> None:
     assert not {"kubernetes", "flanneld.subnet.kube.manager"} & loaded_after("import flanneld.main")
 
 
-def test_a_deferred_module_is_loaded_by_its_first_use() -> None:
-    defer = "from flanneld.runtime.imports import lazily; lazily('email.mime.text'); import email.mime.text; "
+def test_deferred_module_is_loaded_by_its_first_use() -> None:
+    defer = "from flanneld.runtime.imports import defer; defer('email.mime.text'); import email.mime.text; "
     assert "email.mime.nonmultipart" not in loaded_after(defer)
     assert "email.mime.nonmultipart" in loaded_after(defer + "email.mime.text.MIMEText('x')")
+
+
+def test_packages_that_we_defer_are_whole_for_other_code_in_the_process() -> None:
+    programs = {
+        "from flanneld.network.rtnetlink import devices as d; d._message('set', (), 7, True)": (
+            "from pyroute2 import IPRoute, NDB; import pyroute2; pyroute2.netlink.rtnl.ifinfmsg.ifinfmsg"
+        ),
+        "import flanneld.subnet.kube.manager": (
+            "from kubernetes.config import load_kube_config; import kubernetes; kubernetes.watch.Watch"
+        ),
+        "import flanneld.subnet.etcd.v2.client": (
+            "import urllib3, dns; urllib3.http2.inject_into_urllib3; dns.resolver.Resolver"
+        ),
+    }
+    for ours, theirs in programs.items():
+        loaded_after(f"{ours}\n{theirs}\nimport importlib, sys; importlib.invalidate_caches()")
+
+
+def test_deferred_package_that_is_not_installed_is_missing() -> None:
+    program = "from flanneld.runtime.imports import defer; defer('flanneld.nothing', 'part')\n"
+    program += "try:\n  import flanneld.nothing\nexcept ModuleNotFoundError: import email.mime.text"
+    assert "email.mime.text" in loaded_after(program)
 
 
 def test_the_daemon_starts_without_pyroute2_and_http_server() -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 
 from flanneld.backends import registry
-from flanneld.backends.contract import Host, OtherBackend
+from flanneld.backends.contract import HasIdentity, Host, OtherBackend
 from flanneld.backends.wireguard import backend, keys
 from flanneld.backends.wireguard.backend import WireGuardBackend
 from flanneld.backends.wireguard.resources import AllowedIp, DeviceKey, Peer
@@ -44,7 +44,11 @@ def made(families: Families = V4, uplink: dict[str, Any] | None = None, **option
         known |= {"address": IPv4Address("192.0.2.5"), "public_ip": IPv4Address("192.0.2.5")}
     if families[1]:
         known |= {"ipv6_address": IPv6Address("fd77::5"), "public_ipv6": IPv6Address("fd77::5")}
-    return WireGuardBackend(config, Uplink("eth0", 2, 1500, **(known | (uplink or {}))), PRIVATE)
+    return WireGuardBackend(config, host(Uplink("eth0", 2, 1500, **(known | (uplink or {}))), PRIVATE))
+
+
+def host(uplink: Uplink, identity: Secret | None, **services: Any) -> Host:
+    return Host(uplink, None, lambda _: None, lambda _: None, bytes, identity=identity, **services)
 
 
 def data(port: int | None = 51820, key: bytes = THEIRS) -> dict[str, Any]:
@@ -345,35 +349,40 @@ def test_no_key_is_shown() -> None:
 # ---- the key file ---------------------------------------------------------------------------------
 
 
-def built(content: bytes | None, random: bytes = bytes(range(32))) -> WireGuardBackend:
+def identity(content: bytes | None) -> Secret:
+    """Return the identity of a node that has a key file, or none."""
+    asked = []
+
+    def secret(name: str, make: Any, *, variable: str) -> bytes:
+        asked.append((name, variable))
+        written: bytes = make() if content is None else content
+        return written
+
     config = parse(json.dumps({"Network": str(NETWORK), "Backend": {"Type": "wireguard"}}))
     address = IPv4Address("192.0.2.5")
-    host = Host(
-        Uplink("eth0", 2, 1500, address, address),
-        None,
-        lambda _: None,
-        lambda _: None,
-        lambda number: random[:number],
-        secret=lambda name, make: {"wgkey": content or make()}[name],
+    made_backend = registry.load("WireGuard")(
+        config, host(Uplink("eth0", 2, 1500, address, address), None, secret=secret)
     )
-    made_backend = registry.load("WireGuard")(config, host)
-    assert isinstance(made_backend, WireGuardBackend)
-    return made_backend
+    assert isinstance(made_backend, HasIdentity)
+    found = made_backend.identity()
+    assert asked == [("wgkey", "WIREGUARD_KEY_FILE")]
+    assert isinstance(found, Secret)
+    return found
 
 
 def test_the_key_of_an_earlier_run_is_used() -> None:
-    content = keys.text_of(PRIVATE.value).encode()
-    assert built(content, random=bytes(32)).attributes() == made().attributes()
+    assert identity(keys.text_of(PRIVATE.value).encode()) == PRIVATE
+    assert identity(keys.text_of(PRIVATE.value).encode() + b"\n") == PRIVATE
 
 
 def test_a_new_key_is_made_of_random_bytes() -> None:
-    assert built(None).attributes() == made().attributes()
+    assert identity(None) == keys.private_key(bytes(32))
 
 
 @pytest.mark.parametrize("content", [b"nonsense", b"\xff\xfe", b"AAAA"])
 def test_a_key_file_that_makes_no_sense_ends_the_daemon(content: bytes) -> None:
     with pytest.raises(Fatal, match=r"could not parse private key from file: .*; put 32 bytes") as failed:
-        built(content)
+        identity(content)
     assert content.decode(errors="replace") not in str(failed.value)
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from flanneld.network.firewall.command import CommandFailed, CommandHung, Commands
+from flanneld.network.firewall.command import CommandFailed, Commands
 from flanneld.network.firewall.driver import Unavailable
+from flanneld.runtime.command_runner import CommandHung
 from tests.lab import wait_for
 
 Stub = Callable[[str], None]

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from flanneld.model import Added, Event, Lease, LeaseAttrs, LeaseKey, LeaseTable, Removed, Snapshot
-from flanneld.subnet.etcd.own_both import OwnInBoth
-from flanneld.subnet.etcd.union import LeaseUnion
+from flanneld.subnet.etcd.union import LeaseUnion, OwnInBoth
 
 SIDES = ("v3", "v2")
 Told = tuple[str, Event]
@@ -189,3 +188,13 @@ def test_a_half_that_somebody_put_back_for_us_is_there_again() -> None:
     both.hear("v2", Removed(key(1)), 50.0)
     assert both.hear("v2", Added(lease(1, asof=20, expires=300.0)), 60.0) == []
     assert both.whole().expires == 300.0
+
+
+def test_lease_is_reserved_while_a_half_that_is_there_does_not_end() -> None:
+    both = OwnInBoth(SIDES)
+    both.written("v3", lease(1, expires=500.0))
+    assert not both.is_reserved
+    both.written("v2", lease(1, expires=None))
+    assert both.is_reserved
+    both.hear("v2", Removed(key(1)), 50.0)
+    assert not both.is_reserved

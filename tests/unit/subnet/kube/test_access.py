@@ -128,9 +128,7 @@ def test_a_server_that_another_authority_vouches_for_is_not_trusted(tmp_path: Pa
     with running_kube(tls=ours) as kube:
         for folder in (ours, others):
             write_kubeconfig(folder / "config", kube.url, FLANNEL_TOKEN, folder / "ca.crt")
-        assert (
-            Api(Access("", str(ours / "config"), {}), Timeouts()).get("/api/v1/nodes")["kind"] == "NodeList"
-        )
+        assert "items" in Api(Access("", str(ours / "config"), {}), Timeouts()).get("/api/v1/nodes")
         with pytest.raises(NoAnswer, match="TLS failed: "):
             Api(Access("", str(others / "config"), {}), Timeouts()).get("/api/v1/nodes")
 

@@ -49,16 +49,19 @@ def nobody_waits() -> None:
     """For an answer that is so short that nobody needs a sign of life meanwhile."""
 
 
-def body_of(response: BaseHTTPResponse, alive: Callable[[], None] = nobody_waits) -> bytes:
-    """All of it, or ``Endless``: who answers without end must not fill the memory.
+def body_of(
+    response: BaseHTTPResponse, alive: Callable[[], None] = nobody_waits, longest: int | None = None
+) -> bytes:
+    """Return all of it, or raise ``Endless``: an answer without end must not fill the memory.
 
-    ``alive`` is called for each part that has come, however slowly it did.
+    ``longest`` is in bytes; ``alive`` is called for each part that has come, however slowly it did.
     """
     pieces, size = [], 0
+    longest = _LONGEST_ANSWER if longest is None else longest
     while piece := response.read(_PIECE):
         size += len(piece)
-        if size > _LONGEST_ANSWER:
-            raise Endless(f"its answer is longer than {_LONGEST_ANSWER >> 20} MiB")
+        if size > longest:
+            raise Endless(f"its answer is longer than {longest / (1 << 20):g} MiB")
         pieces.append(piece)
         alive()
     return b"".join(pieces)

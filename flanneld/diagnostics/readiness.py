@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from flanneld.compat.glog import Once
 from flanneld.errors import Cancelled, Retryable, cause_of, lacking
+from flanneld.runtime import clock
 from flanneld.runtime.backoff import Backoff
 from flanneld.runtime.sd_notify import Notifier
 
@@ -20,14 +21,21 @@ Result = TypeVar("Result")
 
 #: How soon to try again what concerns this host alone, in seconds.
 _RETRY = 1.0
+#: How often to look whether the peers are known, in seconds.
+_PEERS_LOOK = 0.02
 #: The store has many nodes: the longer they wait for it, the more rarely they ask, 5 s apart at most.
 _ASK_AGAIN = partial(Backoff, first=0.4, longest=2.5, factor=1.2)
 
 
 class Readiness:
-    """Written by the threads that know, read by any. ``tell`` hears why the start waits, each time anew."""
+    """Written by the threads that know, read by any. ``tell`` is called with the reason at each wait."""
 
-    def __init__(self, stop: threading.Event, notifier: Notifier) -> None:
+    def __init__(
+        self,
+        stop: threading.Event,
+        notifier: Notifier,
+        tell: Callable[[str], None] = lambda _reason: None,
+    ) -> None:
         self._stop = stop
         self._notifier = notifier
         #: By the condition. Replaced, never changed: others read it.
@@ -35,14 +43,18 @@ class Readiness:
         self._waiting: list[str] = []
         self._lock = threading.Lock()
         self._once = Once()
-        self.tell: Callable[[str], None] = lambda _reason: None
+        self._tell = tell
 
     def is_ready(self) -> bool:
         return not self._missing
 
-    def knows_peers(self) -> bool:
-        """Return True if the routes to the peers that the store has are there."""
-        return not {"lease", "peers"} & self._missing.keys()
+    def wait_for_peers(self, within: float) -> bool:
+        """Block until the routes to the peers are there, for at most ``within`` seconds; False on a stop."""
+        deadline = clock.now() + within
+        while {"lease", "peers"} & self._missing.keys() and clock.now() < deadline:
+            if self._stop.wait(_PEERS_LOOK):
+                return False
+        return not self._stop.is_set()
 
     def missing(self) -> list[str]:
         return list(self._missing.values())
@@ -103,7 +115,7 @@ class Readiness:
         self._once.warn(log, what, f"Waiting for {what}: {reason}")
         self._waiting[:] = [f"waiting for {what}: {reason}"]
         self._notifier.status(self._waiting[0])
-        self.tell(self._waiting[0])
+        self._tell(self._waiting[0])
         self._stop.wait(max(pause, reason.retry_after))
 
 

@@ -1,0 +1,110 @@
+"""Wrapper around the store that counts requests, their failures, and the events of the watch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from ipaddress import IPv4Address, IPv6Address
+from typing import TypeVar
+
+from flanneld.config import Config
+from flanneld.errors import Retryable
+from flanneld.model import Event, IPAddress, Lease, LeaseAttrs, LeaseKey, Snapshot
+from flanneld.reconcile.counters import StoreCounters
+from flanneld.runtime import clock
+from flanneld.subnet.manager import NO_FACTS, Deliver, LocalFacts, NodeStore, SubnetManager
+
+Result = TypeVar("Result")
+
+
+class CountedManager:
+    """``SubnetManager`` that passes every call on. ``counters`` may be read from any thread."""
+
+    def __init__(self, manager: SubnetManager) -> None:
+        self.counters = StoreCounters()
+        self._manager = manager
+
+    @property
+    def name(self) -> str:
+        return self._manager.name
+
+    @property
+    def problem(self) -> Retryable | None:
+        return self._manager.problem
+
+    def network_config(self) -> Config:
+        return self._count("network_config", self._manager.network_config)
+
+    def stored(self, public_ip: IPAddress | None) -> LeaseAttrs | None:
+        return self._count("stored", partial(self._manager.stored, public_ip))
+
+    def acquire(
+        self, config: Config, attrs: LeaseAttrs, previous: LeaseKey, local: LocalFacts = NO_FACTS
+    ) -> Lease:
+        return self._count("acquire", partial(self._manager.acquire, config, attrs, previous, local))
+
+    def renew(self, lease: Lease) -> Lease:
+        result = "error"
+        try:
+            renewed = self._count("renew", partial(self._manager.renew, lease))
+            result = "ok"
+        finally:
+            self.counters.renewed(result)
+        return renewed
+
+    def watch(self, deliver: Deliver, alive: Callable[[], None]) -> None:
+        def pass_on(events: list[Event]) -> None:
+            self.counters.told(len(events), sum(isinstance(event, Snapshot) for event in events))
+            deliver(events)
+
+        self._manager.watch(pass_on, alive)
+
+    def watch_own(self, lease: Lease, deliver: Deliver, alive: Callable[[], None]) -> None:
+        self._manager.watch_own(lease, deliver, alive)
+
+    def reread(self) -> None:
+        self.counters.was_asked = True
+        self._manager.reread()
+
+    def reconnect(self) -> None:
+        self._manager.reconnect()
+
+    def close(self) -> None:
+        self._manager.close()
+
+    def _count(self, name: str, ask: Callable[[], Result]) -> Result:
+        began = clock.now()
+        try:
+            answer = ask()
+            self.counters.answered(name)
+        except Retryable as reason:
+            self.counters.failed(name, reason)
+            raise
+        finally:
+            self.counters.requests.observe(clock.now() - began)
+        return answer
+
+
+class CountedNodeStore(CountedManager):
+    """The same for a store that is a ``NodeStore`` too: ``node_store`` is the same object as ``manager``."""
+
+    def __init__(self, manager: SubnetManager, node_store: NodeStore) -> None:
+        super().__init__(manager)
+        self._node_store = node_store
+
+    def public_ips(self) -> tuple[IPv4Address | None, IPv6Address | None]:
+        return self._count("public_ips", self._node_store.public_ips)
+
+    def watch_node(self, alive: Callable[[], None]) -> None:
+        self._node_store.watch_node(alive)
+
+    def mark_available(self) -> None:
+        self._node_store.mark_available()
+
+    def report(self, reason: str) -> None:
+        self._node_store.report(reason)
+
+
+def counted(manager: SubnetManager) -> CountedManager:
+    """Return the wrapper that offers what ``manager`` does."""
+    return CountedNodeStore(manager, manager) if isinstance(manager, NodeStore) else CountedManager(manager)

@@ -1,0 +1,187 @@
+"""Runner of commands: bounded in time and output, and killed with their children when the daemon stops."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import selectors
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+
+from msgspec import Struct
+
+from flanneld.compat.glog import V
+from flanneld.errors import Retryable, cause_of
+
+log = logging.getLogger(__name__)
+
+#: Seconds for one command, unless its caller sets another limit.
+TIME_LIMIT = 10.0
+#: Bytes on each of stdout and stderr; iptables-save writes tens of MB on a large Kubernetes node.
+LONGEST_OUTPUT = 64 << 20
+#: Seconds between two looks at the stop event.
+_LOOK_AT_STOP = 0.1
+_PIECE = 64 << 10
+#: Characters of a command in a message.
+_LONGEST_NAME = 200
+#: Where Debian keeps system commands; the PATH of an ordinary user lacks it.
+_SYSTEM_PATHS = "/usr/sbin:/sbin"
+
+
+class Finished(Struct, frozen=True, gc=False):
+    """A command that has ended. A negative ``status`` is the signal that killed it."""
+
+    status: int
+    output: str
+    errors: str
+
+
+class NotStarted(Retryable):
+    """A program is not installed or cannot be executed."""
+
+
+class CommandHung(Retryable):
+    """A command did not end in time, or the daemon stops, and so it was killed."""
+
+
+class TooMuchOutput(Retryable):
+    """A command wrote more than can be taken, and was killed."""
+
+
+def find(program: str) -> str | None:
+    """Return the path of a program, None if it is not installed."""
+    return shutil.which(program, path=f"{os.environ.get('PATH', os.defpath)}:{_SYSTEM_PATHS}")
+
+
+class CommandRunner:
+    """Runs commands for any thread. ``stop`` kills those that run and lets no other begin."""
+
+    def __init__(self, stop: threading.Event, longest_output: int = LONGEST_OUTPUT) -> None:
+        self._stop = stop
+        self._longest_output = longest_output
+
+    def run(
+        self,
+        command: Sequence[str] | str,
+        env: Mapping[str, str] | None = None,
+        stdin: str = "",
+        timeout: float = TIME_LIMIT,
+        *,
+        at_exit: bool = False,
+    ) -> Finished:
+        """Run a command, a text by the shell, and return how it ended; ``env`` adds to our environment.
+
+        ``at_exit`` is for what has to be done while the daemon stops: only ``timeout`` ends it then. Raises
+        ``NotStarted``, ``CommandHung`` and ``TooMuchOutput``.
+        """
+        argv = ("sh", "-c", command) if isinstance(command, str) else tuple(command)
+        log.log(V(6), "Running %s", " ".join(argv))
+        process = _start(argv, env or {})
+        deadline = time.monotonic() + timeout
+
+        def check() -> None:
+            if time.monotonic() >= deadline or (self._stop.is_set() and not at_exit):
+                raise CommandHung(f"{named(argv)} did not end within {timeout:g} s", "try it by hand")
+
+        try:
+            check()
+            output, errors = self._exchange(process, stdin.encode(), check)
+            while process.poll() is None:
+                check()
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(_LOOK_AT_STOP)
+        except _Overflow:
+            problem = f"{named(argv)} writes more than {self._longest_output >> 20} MiB"
+            raise TooMuchOutput(problem, "see what it writes") from None
+        finally:
+            _end(process)
+        return Finished(process.returncode, output, errors)
+
+    def _exchange(
+        self, process: subprocess.Popen[bytes], stdin: bytes, check: Callable[[], None]
+    ) -> tuple[str, str]:
+        """Give the command its input, and take what it writes until it closes both streams."""
+        assert process.stdin
+        assert process.stdout
+        assert process.stderr
+        taken = {process.stdout.fileno(): bytearray(), process.stderr.fileno(): bytearray()}
+        with selectors.DefaultSelector() as ready:
+            for fd in taken:
+                ready.register(fd, selectors.EVENT_READ)
+            ready.register(process.stdin, selectors.EVENT_WRITE)
+            while any(fd in ready.get_map() for fd in taken):
+                check()
+                for key, _ in ready.select(_LOOK_AT_STOP):
+                    if key.fd in taken:
+                        is_over = not self._take(key.fd, taken[key.fd])
+                    else:
+                        stdin, is_over = _give(key.fd, stdin)
+                    if is_over:
+                        ready.unregister(key.fileobj)
+                        if key.fileobj is process.stdin:
+                            process.stdin.close()
+        output, errors = (bytes(each).decode(errors="replace") for each in taken.values())
+        return output, errors
+
+    def _take(self, fd: int, taken: bytearray) -> bool:
+        piece = os.read(fd, _PIECE)
+        taken += piece
+        if len(taken) > self._longest_output:
+            raise _Overflow
+        return bool(piece)
+
+
+class _Overflow(Exception):
+    pass
+
+
+def named(argv: Sequence[str]) -> str:
+    """Return a command as it is named in a message: a script may be long."""
+    text = " ".join(argv)
+    return text if len(text) <= _LONGEST_NAME else f"{text[:_LONGEST_NAME]}..."
+
+
+def _give(fd: int, stdin: bytes) -> tuple[bytes, bool]:
+    """Write a piece; return the rest, and True if there is none or the command takes no more."""
+    try:
+        rest = stdin[os.write(fd, stdin[: select.PIPE_BUF]) :] if stdin else b""
+    except BrokenPipeError:
+        return b"", True
+    return rest, not rest
+
+
+def _start(argv: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    path = find(argv[0])
+    if path is None:
+        raise NotStarted(f"{argv[0]} is not installed", "install it")
+    try:
+        return subprocess.Popen(
+            argv,
+            executable=path,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            env={**os.environ, **env},
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise NotStarted(f"{path} does not start: {cause_of(error)}", "see what it is") from error
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Leave no process and no pipe behind, whatever the command itself has started."""
+    if process.returncode is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    for pipe in (process.stdin, process.stdout, process.stderr):
+        if pipe:
+            with suppress(OSError):
+                pipe.close()

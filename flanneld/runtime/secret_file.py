@@ -1,0 +1,43 @@
+"""Files with a key: made once, durable, and believed only if no other user can write them."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from flanneld.errors import Fatal, Retryable, cause_of
+from flanneld.runtime import atomic_file
+
+#: Bytes; no key is longer.
+_LONGEST = 64 << 10
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+def read(path: Path, make: Callable[[], bytes] | None = None) -> bytes:
+    """Return what is in the file, which gets what ``make`` returns if it is not there.
+
+    Raises ``Fatal`` for a file that others can write, ``Retryable`` for one that cannot be read or made.
+    """
+    try:
+        if make is not None and not path.exists():
+            path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+            with suppress(FileExistsError):  # Another process has just made it, and its key counts.
+                atomic_file.create(path, make(), 0o400)
+        return peek(path)
+    except OSError as error:
+        raise Retryable(f"cannot keep the key in {path}: {cause_of(error)}", "see its directory") from None
+
+
+def peek(path: Path) -> bytes:
+    """Return what is in the file. Raises ``OSError``, and ``Fatal`` for a file that others can write."""
+    return atomic_file.read(path, _LONGEST, lambda found: _check(path, found))
+
+
+def _check(path: Path, found: os.stat_result) -> None:
+    if found.st_mode & _OTHERS_WRITE:
+        raise Fatal(f"others can write {path}, so its key may be theirs", f"make a new one: rm {path}")
+    if found.st_uid not in (0, os.geteuid()):
+        raise Fatal(f"{path} belongs to user {found.st_uid}, so its key may be theirs", f"chown root {path}")

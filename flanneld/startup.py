@@ -1,0 +1,203 @@
+"""Startup in stages: load, elect, join, desired, run. The daemon, ``-plan`` and ``flannelctl`` take the same.
+
+A stage makes its attempts through a ``Waiting``. With ``SingleAttempts`` the whole stage is one attempt: it
+returns its value, or raises ``Retryable`` or ``Fatal``. The callers differ in how they get a lease, and in
+what applies the desired state.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from msgspec import Struct
+
+from flanneld.backends import registry
+from flanneld.backends.contract import Factory
+from flanneld.config import Config
+from flanneld.errors import Retryable
+from flanneld.model import Lease, LeaseAttrs, LeaseKey, Uplink
+from flanneld.network.rtnetlink.kernel import Kernel
+from flanneld.network.rtnetlink.monitor import Monitor
+from flanneld.network.uplink_election import InterfaceChoice, NoInterface
+from flanneld.network.uplink_facts import connected_networks
+from flanneld.options import Options
+from flanneld.reconcile.convergence import Node
+from flanneld.reconcile.last_run import LastRun, machine_of
+from flanneld.reconcile.uplink_manager import UplinkManager, find_uplink
+from flanneld.runtime import clock
+from flanneld.state.resources import Blackhole
+from flanneld.subnet import subnet_file
+from flanneld.subnet.manager import LocalFacts, NodeStore, SubnetManager
+from flanneld.subnet.subnet_file import Previous
+
+log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+#: Gets this node's lease by the store's ``acquire``, or foresees it without writing.
+Acquire = Callable[[Config, LeaseAttrs, LeaseKey, LocalFacts], Lease]
+
+
+class Waiting(Protocol):
+    """Makes attempts: once, or again after each ``Retryable`` until one succeeds. ``what`` is for the log."""
+
+    def ask(self, what: str, attempt: Callable[[], Result]) -> Result:
+        """Get something from the store."""
+        ...
+
+    def patiently(self, what: str, attempt: Callable[[], Result]) -> Result:
+        """Get something from this host."""
+        ...
+
+
+class SingleAttempts:
+    """``Waiting`` that never waits: ``Retryable`` ends the stage."""
+
+    def ask(self, _what: str, attempt: Callable[[], Result]) -> Result:
+        return attempt()
+
+    def patiently(self, _what: str, attempt: Callable[[], Result]) -> Result:
+        return attempt()
+
+
+class Loaded(Struct, frozen=True, gc=False):
+    """Options, the record of the previous run, and the network config."""
+
+    options: Options
+    manager: SubnetManager
+    previous: Previous
+    last_run: LastRun
+    config: Config
+    make_backend: Factory
+
+
+class Elected(Struct, frozen=True, gc=False):
+    """The uplink, and the kernel that has it."""
+
+    kernel: Kernel
+    monitor: Monitor
+    choice: InterfaceChoice
+    uplink: Uplink
+
+
+class Member(Struct, frozen=True, gc=False):
+    """This node as a member of the network: its lease, and the backend that the lease announces."""
+
+    options: Options
+    manager: SubnetManager
+    config: Config
+    previous: Previous
+    last_run: LastRun
+    kernel: Kernel
+    monitor: Monitor
+    uplink_manager: UplinkManager
+    lease: Lease
+
+
+# ---- the stages ---------------------------------------------------------------------------------
+
+
+def load(options: Options, manager: SubnetManager, waiting: Waiting, *, is_dry_run: bool = False) -> Loaded:
+    """Read what the last run left, and the network config."""
+    path = Path(options.subnet_file)
+    previous, last_run = subnet_file.read(path), LastRun(path, is_dry_run=is_dry_run)
+    config = waiting.ask("the network config", manager.network_config)
+    for warning in config.warnings:
+        log.warning("%s", warning)
+    return Loaded(options, manager, previous, last_run, config, registry.load(config.backend_type))
+
+
+def elect(loaded: Loaded, waiting: Waiting, make_kernel: Callable[[], Kernel] = Kernel) -> Elected:
+    """Choose the uplink; for at most ``-iface-wait`` seconds its absence may be waited out."""
+    kernel, monitor = waiting.patiently("the kernel", partial(_open_kernel, make_kernel))
+    choice = waiting.ask("our node", partial(_choice, loaded.options, loaded.manager))
+    deadline = clock.now() + loaded.options.iface_wait
+    elected = partial(_elected, kernel, loaded.config, choice, deadline)
+    uplink = waiting.patiently("an external interface", elected)
+    log.info("The external interface is %s", uplink)
+    return Elected(kernel, monitor, choice, uplink)
+
+
+def join(loaded: Loaded, elected: Elected, waiting: Waiting, acquire: Acquire) -> Member:
+    """Build the backend and get the lease that announces it."""
+    options, manager, config = loaded.options, loaded.manager, loaded.config
+    previous, last_run = loaded.previous, loaded.last_run
+    kernel, uplink = elected.kernel, elected.uplink
+    machine = machine_of(kernel, uplink)
+    written = last_run.claim(machine, manager.name, previous.subnets)
+    stored = waiting.ask("the leases", lambda: manager.stored(uplink.public(config.families[0])))
+    if stored is None and written is not None:
+        stored = written.attrs
+    uplink_manager = waiting.patiently(
+        "this host's devices",
+        lambda: UplinkManager(
+            kernel, config, elected.choice, loaded.make_backend, uplink, stored, previous.networks
+        ),
+    )
+    _warn_of_unread_keys(config)
+    local = LocalFacts(written, connected_networks(kernel, config.families))
+    attributes = uplink_manager.backend.attributes()
+    lease = waiting.ask("a lease", lambda: acquire(config, attributes, previous.subnets, local))
+    last_run.joined(machine, manager.name, lease)
+    return Member(
+        options, manager, config, previous, last_run, kernel, elected.monitor, uplink_manager, lease
+    )
+
+
+def desired(member: Member) -> Node:
+    """Return what the reconciler maintains: the backend's resources, and those that the options add."""
+    last_run = member.last_run
+    # Packets for a container that has gone must not go round between this host and its gateway.
+    blackholes = member.lease.key if member.options.ip_blackhole_route else ()
+    return Node(
+        member.kernel,
+        member.monitor,
+        member.uplink_manager,
+        member.lease,
+        extras=tuple(Blackhole(net) for net in blackholes if net is not None),
+        former=member.previous.networks,
+        devices=last_run.devices,
+        adopts=last_run.adopts,
+        adopted=last_run.adopted,
+        record=last_run.record,
+    )
+
+
+# ---- their attempts -----------------------------------------------------------------------------
+
+
+def _open_kernel(make_kernel: Callable[[], Kernel]) -> tuple[Kernel, Monitor]:
+    kernel = make_kernel()
+    return kernel, Monitor(kernel.port)
+
+
+def _choice(options: Options, manager: SubnetManager) -> InterfaceChoice:
+    """Return how to choose the uplink; as in Go, the store's public addresses precede the flags'."""
+    ipv4, ipv6 = manager.public_ips() if isinstance(manager, NodeStore) else (None, None)
+    return InterfaceChoice(
+        ifaces=options.iface,
+        regexes=options.iface_regex,
+        can_reach=str(options.iface_can_reach or ""),
+        public_ip=ipv4 or options.public_ip,
+        public_ipv6=ipv6 or options.public_ipv6,
+    )
+
+
+def _elected(kernel: Kernel, config: Config, choice: InterfaceChoice, deadline: float) -> Uplink:
+    try:
+        return find_uplink(kernel, config, choice)
+    except NoInterface as failure:
+        if clock.now() >= deadline:
+            raise
+        raise Retryable(failure.problem, failure.remedy) from failure
+
+
+def _warn_of_unread_keys(config: Config) -> None:
+    """Called once the backend was built, which reads the keys that it knows."""
+    for key, nearest in config.backend.unread():
+        hint = f"; did you mean {nearest}?" if nearest else ""
+        log.warning("Unknown key %s in Backend of the network config%s", key, hint)

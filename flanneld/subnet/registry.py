@@ -1,0 +1,48 @@
+"""Stores of leases by option. Each is imported when it is opened: it loads libraries of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from flanneld.options import Options
+from flanneld.subnet.manager import SubnetManager
+
+if TYPE_CHECKING:
+    from flanneld.subnet.etcd.endpoints import EtcdOptions
+
+
+def open_manager(options: Options, environ: Mapping[str, str]) -> SubnetManager:
+    """Open the store that the options name. Raises ``Fatal`` for options that cannot be used."""
+    if not options.kube_subnet_mgr:
+        from flanneld.subnet.etcd.choice import open_etcd
+
+        return open_etcd(etcd_options(options), options.etcd_api)
+    from flanneld.subnet.kube.manager import KubeManager, KubeOptions
+
+    return KubeManager(
+        KubeOptions(
+            api_url=options.kube_api_url,
+            kubeconfig=options.kubeconfig_file,
+            annotation_prefix=options.kube_annotation_prefix,
+            net_config=options.net_config_path,
+            state_dir=options.state_dir,
+        ),
+        environ,
+    )
+
+
+def etcd_options(options: Options) -> EtcdOptions:
+    """Return how to reach etcd, and the credentials for it."""
+    from flanneld.subnet.etcd.endpoints import EtcdOptions
+
+    return EtcdOptions(
+        endpoints=options.etcd_endpoints,
+        prefix=options.etcd_prefix,
+        username=options.etcd_username,
+        password=options.etcd_password,
+        keyfile=options.etcd_keyfile,
+        certfile=options.etcd_certfile,
+        cafile=options.etcd_cafile,
+        transport=options.etcd_transport,
+    )

@@ -1,0 +1,112 @@
+"""Stages of startup: one attempt each for a dry run, as many as it takes for the daemon."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from ipaddress import IPv4Address, IPv4Network
+from pathlib import Path
+
+import pytest
+
+from flanneld import startup
+from flanneld.diagnostics.readiness import Readiness
+from flanneld.errors import Fatal, Retryable
+from flanneld.model import Lease, LeaseAttrs
+from flanneld.options import Options, read
+from flanneld.reconcile.last_run import LastRun
+from flanneld.reconcile.ownership import Machine
+from flanneld.runtime.sd_notify import Notifier
+from flanneld.startup import SingleAttempts
+from flanneld.subnet.manager import SubnetManager
+from flanneld.subnet.registry import open_manager
+from tests.lab.etcd_v3 import V3Keys
+from tests.local_etcd import LocalEtcd
+
+MACHINE = Machine("02:18:00:00:00:01", "4c4c4544-0042-3510-8051-b7c04f4d3232")
+LEASE = Lease(LeaseAttrs(IPv4Address("192.0.2.1")), IPv4Network("10.5.7.0/24"))
+
+
+def flags(etcd: LocalEtcd, directory: Path, prefix: str, *words: str) -> Options:
+    where = f"-subnet-file={directory / 'subnet.env'}"
+    return read([f"-etcd-endpoints={etcd.url}", f"-etcd-prefix={prefix}", "-etcd-api=v3", where, *words], {})
+
+
+@pytest.fixture
+def prefix(request: pytest.FixtureRequest) -> str:
+    return f"/startup/{request.node.name}"
+
+
+@pytest.fixture
+def options(etcd: LocalEtcd, tmp_path: Path, prefix: str) -> Options:
+    return flags(etcd, tmp_path, prefix)
+
+
+@pytest.fixture
+def manager(options: Options) -> Iterator[SubnetManager]:
+    manager = open_manager(options, {})
+    yield manager
+    manager.close()
+
+
+def test_a_stage_of_a_dry_run_does_not_wait(options: Options, manager: SubnetManager) -> None:
+    with pytest.raises(Retryable, match="has no network config"):
+        startup.load(options, manager, SingleAttempts())
+
+
+def test_the_same_stage_waits_for_the_daemon(
+    options: Options, manager: SubnetManager, keys: V3Keys, prefix: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = '{"Network": "10.5.0.0/16", "Backend": {"Type": "host-gw"}}'
+
+    def put_config(_reason: str) -> None:
+        keys.put(f"{prefix}/config", config)
+
+    readiness = Readiness(threading.Event(), Notifier(), tell=put_config)
+    with caplog.at_level(logging.INFO):
+        loaded = startup.load(options, manager, readiness)
+    assert loaded.config.backend_type == "host-gw"
+    assert "Waiting for the network config: etcd answers, but has no network config" in caplog.text
+    assert "Got the network config" in caplog.text
+
+
+def test_an_unknown_backend_ends_the_load(
+    options: Options, manager: SubnetManager, keys: V3Keys, prefix: str
+) -> None:
+    keys.put(f"{prefix}/config", '{"Network": "10.5.0.0/16", "Backend": {"Type": "pigeons"}}')
+    with pytest.raises(Fatal, match='unknown backend type "pigeons"'):
+        startup.load(options, manager, SingleAttempts())
+
+
+@pytest.mark.parametrize(("wait", "failure"), [("0", Fatal), ("3600", Retryable)])
+def test_a_missing_uplink_may_be_waited_out_as_long_as_iface_wait_says(
+    etcd: LocalEtcd, keys: V3Keys, tmp_path: Path, wait: str, failure: type[Exception]
+) -> None:
+    prefix = f"/startup/uplink/{wait}"
+    keys.put(f"{prefix}/config", '{"Network": "10.5.0.0/16"}')
+    options = flags(etcd, tmp_path, prefix, "-iface=none0", f"-iface-wait={wait}")
+    manager = open_manager(options, {})
+    loaded = startup.load(options, manager, SingleAttempts())
+    with pytest.raises(failure, match="found no external interface"):
+        startup.elect(loaded, SingleAttempts())
+    manager.close()
+
+
+def test_a_dry_run_does_not_write_the_state_file(tmp_path: Path) -> None:
+    subnet_file = tmp_path / "subnet.env"
+    dry = LastRun(subnet_file, is_dry_run=True)
+    dry.joined(MACHINE, "etcd", LEASE)
+    dry.lease_written(LEASE)
+    dry.try_again()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_claims_the_lease_that_the_daemon_would(tmp_path: Path) -> None:
+    subnet_file = tmp_path / "subnet.env"
+    LastRun(subnet_file).joined(MACHINE, "etcd", LEASE)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    claimed = LastRun(subnet_file, is_dry_run=True).claim(MACHINE, "etcd", LEASE.key)
+    assert claimed == Lease(LEASE.attrs, *LEASE.key)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
+    assert LastRun(subnet_file).claim(MACHINE, "etcd", LEASE.key) == claimed
