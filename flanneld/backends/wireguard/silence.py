@@ -1,4 +1,4 @@
-"""Peers that are sent packets and never answer: a wrong key or port, or a firewall (pure).
+"""Peers that are sent packets and never answer: a wrong key or port, or a firewall.
 
 WireGuard reports nothing of the kind. A handshake that fails looks like a peer that is switched off.
 """

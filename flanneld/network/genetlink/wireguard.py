@@ -1,4 +1,4 @@
-"""WireGuard's generic netlink messages (linux/wireguard.h): pack what is to be set, read a dump (pure).
+"""WireGuard's generic netlink messages (linux/wireguard.h): pack what is to be set, read a dump.
 
 Only bytes and values here, no socket: ``flanneld.network.genetlink.devices`` sends and receives. Readers
 raise ``Malformed`` for what no kernel sends, and never leave something out.
