@@ -193,3 +193,31 @@ def test_nothing_leaves_in_the_clear(lab: Lab, tmp_path: Path, flags: tuple[str,
             node.run("ip", "route", "del", "unreachable", NETWORK, "metric", "65535")
             assert underlay.plain() > 0
         wait_for(lambda: underlay.plain(0.1) == underlay.plain(0.2), 10, "the guard to be back")
+
+
+@pytest.mark.parametrize("former", ["vxlan", "host-gw"])
+def test_switch_from_many_peers_in_the_clear_leaves_none_of_their_routes(
+    lab: Lab, tmp_path: Path, former: str
+) -> None:
+    """Elsewhere so many removals are held back. Nodes that still run the former backend are not reached."""
+    node, peer = lab.cluster({"Type": former})
+    connect(node, peer)
+    for number in range(200, 225):
+        lease: dict[str, Any] = {"PublicIP": f"198.18.0.{number}", "BackendType": former}
+        if former == "vxlan":
+            lease["BackendData"] = {"VNI": 1, "VtepMAC": f"02:00:00:00:01:{number - 200:02x}"}
+        lab.etcd.put_lease(f"10.5.{number}.0/24", lease)
+    node.wait_for_route("10.5.224.0/24")
+    node.stop()
+    lab.etcd.put_config({"Network": NETWORK, "Backend": WIREGUARD})
+    start(node)
+    node.wait_ready()
+    wait_for(lambda: routes(node) == {(NETWORK, "unreachable")}, 10, "the guard to be the only route")
+    with Underlay(node, peer, tmp_path) as underlay:
+        assert underlay.plain() == 0
+        peer.stop()
+        start(peer)
+        peer.wait_ready()
+        connect(node, peer)
+        connect(peer, node)
+        assert underlay.plain() == 0

@@ -1,4 +1,4 @@
-"""The nouns of the WireGuard backend: a device's key and port, its peers, and what each may send.
+"""The nouns of the WireGuard backend: a device's key and port, its peers, and what each may send (pure).
 
 A peer's allowed IPs are resources of their own, because each belongs to at most one peer of a device: the
 kernel moves it from one to another without a word. So two leases that claim one are found where all conflicts
