@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import sys
@@ -11,42 +10,27 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from flanneld import __version__, options, startup
-from flanneld.backends.contract import has_peers
 from flanneld.compat import glog
-from flanneld.diagnostics import conditions, host_checks
+from flanneld.diagnostics import host_checks
 from flanneld.diagnostics.components import Components
 from flanneld.diagnostics.counted_manager import CountedManager, counted
 from flanneld.diagnostics.observation import Observation
 from flanneld.diagnostics.readiness import Readiness
 from flanneld.errors import Cancelled, Fatal, lacking
-from flanneld.model import Snapshot
 from flanneld.options import Options
-from flanneld.reconcile.kernel_reconciler import KernelReconciler
-from flanneld.reconcile.last_run import machine_of
+from flanneld.reconcile.member import Loops, Member
 from flanneld.runtime import event_log, sd_notify
 from flanneld.runtime.instance_lock import InstanceLock
-from flanneld.runtime.process import ensure_descriptors, open_standard_streams
+from flanneld.runtime.process import ensure_descriptors, open_standard_streams, tune_interpreter
 from flanneld.runtime.supervisor import Supervisor
-from flanneld.startup import Member
-from flanneld.state.removal_guard import RemovalGuard
 from flanneld.subnet import subnet_file
-from flanneld.subnet.lease_keeper import LeaseKeeper
-from flanneld.subnet.manager import LONGEST_SILENCE, NodeStore
-from flanneld.subnet.registry import open_manager
-
-if TYPE_CHECKING:
-    from flanneld.reconcile.firewall import Firewall
+from flanneld.subnet.manager import NodeStore
+from flanneld.subnet.stores import open_manager
 
 log = logging.getLogger(__name__)
 
-#: Threads hand over sooner than by default: an event reaches the kernel through two of them.
-_SWITCH_INTERVAL = 0.0001
-#: Objects made between two searches for reference cycles. A list of leases makes many, and no cycles.
-_GARBAGE = 50_000
-_RECONCILER, _FIREWALL = "reconciler", "firewall"
 #: Seconds for which the rules that only let traffic through wait for the routes.
 _PEERS_PATIENCE = 5.0
 #: Seconds between two looks at subnet.env and at the kernel's forwarding.
@@ -89,9 +73,7 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
 
 
 def _serve(wanted: Options, environ: Mapping[str, str]) -> int:
-    sys.setswitchinterval(_SWITCH_INTERVAL)
-    gc.freeze()
-    gc.set_threshold(_GARBAGE)
+    tune_interpreter()
     try:
         return _serve_alone(wanted, environ)
     except Cancelled:
@@ -139,7 +121,7 @@ class Daemon:
         self._manager = manager
         self._readiness = Readiness(supervisor.stop, notifier, tell=self._report)
         self._member: Member | None = None
-        self._reconciler: KernelReconciler | None = None
+        self._loops: Loops | None = None
         self._subnet_file = subnet_file.SubnetFile(Path(wanted.subnet_file), self._subnet_file_written)
         #: What is to be done as soon as subnet.env is written.
         self._when_written: Callable[[], None] | None = None
@@ -185,77 +167,31 @@ class Daemon:
     def _go_to_work(self, member: Member) -> None:
         """Make the devices, tell this host about its subnet, and start what keeps all of it true."""
         self._member = member
-        start = self._supervisor.start
-        lease_keeper = self._lease_keeper(member)
-        reconciler = self._make_reconciler(member, lease_keeper)
-        self._reconciler = reconciler
-        self._components.join(member.config, lease_keeper, reconciler)
-        self._readiness.patiently("the kernel", reconciler.prepare)
+        self._loops = loops = startup.run(
+            member,
+            self._supervisor,
+            on_synced=self._readiness.complete,
+            on_move=lambda: self._write_subnet_file(member),
+        )
+        self._components.join(member.config, loops)
+        self._readiness.patiently("the kernel", loops.reconciler.prepare)
         if self._options.ip_masq:
-            firewall = self._firewall(member)
-            firewall.start()
-            start(_FIREWALL, firewall.run, firewall.cancel)
+            loops.masquerade()
         self._write_subnet_file(member)
         self._check_host(member)
         self._readiness.await_peers()
-        self._watch_leases(member, reconciler)
-        watch_own = member.manager.watch_own
-        start(_RECONCILER, reconciler.run, reconciler.cancel)
-        alive = self._alive("own lease watch")
-        start("own lease watch", lambda: watch_own(member.lease, lease_keeper.deliver, alive))
-        start("lease keeper", lease_keeper.run, lease_keeper.cancel)
+        loops.start()
         self._brief = (
             f"{member.config.backend_type}: subnet {member.lease} through {member.uplink_manager.uplink.name}"
         )
         self._say_status(*filter(None, (self._subnet_file.problem,)))
         self._when_written = partial(self._say_ready, member)
         self._look_at_host()
-        start(
-            "trouble",
-            lambda: conditions.watch(self._components, self._supervisor.stop, self._tell),
-        )
-        if self._options.peer_probes:
-            self._probe_peers(member, reconciler)
+        self._observation.watch_conditions(self._tell)
+        self._observation.probe_peers(member.lease, loops.reconciler)
         if not self._options.ip_masq:
-            self._forward_soon(member)
+            loops.forward_after(partial(self._readiness.wait_for_peers, _PEERS_PATIENCE))
         self._observation.serve_status()
-
-    def _watch_leases(self, member: Member, reconciler: KernelReconciler) -> None:
-        """Watch the peers' leases; with a backend that has no peers watch our own node at most."""
-        manager, put = member.manager, reconciler.event_queue.put
-        alive = self._alive("lease watch")
-        if has_peers(member.uplink_manager.backend):
-            self._supervisor.start("lease watch", lambda: manager.watch(put, alive))
-            return
-        put([Snapshot((member.lease,))])
-        if isinstance(manager, NodeStore):
-            self._supervisor.start("lease watch", lambda: manager.watch_node(alive))
-
-    # ---- the parts ---------------------------------------------------------------------------
-
-    def _lease_keeper(self, member: Member) -> LeaseKeeper:
-        return LeaseKeeper(
-            member.manager,
-            member.lease,
-            margin=60.0 * self._options.subnet_lease_renew_margin,
-            stop=self._supervisor.stop,
-            heartbeat=partial(self._supervisor.heartbeat, "lease keeper"),
-            revoked=lambda: self._supervisor.request_stop("our lease was revoked"),
-            contested=not isinstance(member.manager, NodeStore),
-            written=member.last_run.lease_written,
-            lost=member.last_run.lease_lost,
-        )
-
-    def _make_reconciler(self, member: Member, lease_keeper: LeaseKeeper) -> KernelReconciler:
-        return KernelReconciler(
-            startup.desired(member),
-            RemovalGuard(is_on=self._options.removal_brake),
-            stop=self._supervisor.stop,
-            heartbeat=partial(self._supervisor.heartbeat, _RECONCILER),
-            on_move=lambda: self._moved(member, lease_keeper),
-            on_synced=self._readiness.complete,
-            reread=member.manager.reread,
-        )
 
     # ---- what others may change on this host --------------------------------------------------
 
@@ -290,45 +226,6 @@ class Daemon:
         if self._forwarding:
             yield "forwarding", self._forwarding.problems
 
-    def _firewall(self, member: Member) -> Firewall:
-        # Not needed by everybody, and not before the packets flow.
-        from flanneld.reconcile.firewall import Firewall, wishes_of
-
-        wishes = wishes_of(self._options, member.config, member.lease.key, member.previous)
-        heartbeat = partial(self._supervisor.heartbeat, _FIREWALL)
-        firewall = Firewall(wishes, stop=self._supervisor.stop, heartbeat=heartbeat)
-        self._components.add_firewall(firewall)
-        return firewall
-
-    def _forward_soon(self, member: Member) -> None:
-        """Rules that only let traffic through come after the routes on which it goes."""
-        made: list[Firewall] = []
-
-        def run() -> None:
-            if self._readiness.wait_for_peers(_PEERS_PATIENCE):
-                made.append(self._firewall(member))
-                made[0].start_and_run()
-
-        def cancel() -> None:
-            for firewall in made:
-                firewall.cancel()
-
-        self._supervisor.start(_FIREWALL, run, cancel)
-
-    def _probe_peers(self, member: Member, reconciler: KernelReconciler) -> None:
-        from flanneld.diagnostics.probes import Prober  # only for those who ask for it
-
-        heartbeat = partial(self._supervisor.heartbeat, "prober")
-        prober = Prober(
-            self._options.peer_probes,
-            member.lease,
-            reconciler,
-            stop=self._supervisor.stop,
-            heartbeat=heartbeat,
-        )
-        self._components.add_prober(prober)
-        self._supervisor.start("prober", prober.run)
-
     def _write_subnet_file(self, member: Member) -> None:
         self._subnet_file.tell(
             subnet_file.SubnetEnv(
@@ -343,16 +240,6 @@ class Daemon:
     def _subnet_file_written(self) -> None:
         if self._member is not None:
             self._member.last_run.subnet_file_written()
-
-    def _alive(self, name: str) -> Callable[[], None]:
-        return partial(self._supervisor.heartbeat, name, LONGEST_SILENCE)
-
-    def _moved(self, member: Member, lease_keeper: LeaseKeeper) -> None:
-        """The uplink is another one: the store, the peers and this host have to know."""
-        member.manager.reconnect()
-        lease_keeper.announce(member.uplink_manager.backend.attributes())
-        member.last_run.record(machine=machine_of(member.kernel, member.uplink_manager.uplink))
-        self._write_subnet_file(member)
 
     def _tell(self, troubles: list[str]) -> None:
         self._told = troubles
@@ -379,8 +266,8 @@ class Daemon:
         late = self._supervisor.shutdown()
         for name in late:
             log.warning("%s did not stop in time", name)
-        if self._reconciler and _RECONCILER not in late:
-            self._reconciler.close()
+        if self._loops:
+            self._loops.reconciler.close(except_for=late)
 
     def _feed_watchdog(self) -> None:
         if not self._supervisor.overdue():

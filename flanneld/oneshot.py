@@ -9,7 +9,7 @@ from pathlib import Path
 
 from flanneld.errors import FlannelError
 from flanneld.options import Options
-from flanneld.subnet.registry import etcd_options, open_manager
+from flanneld.subnet.stores import etcd_options, open_manager
 
 
 def run(wanted: Options, environ: Mapping[str, str]) -> int:

@@ -25,10 +25,12 @@ from flanneld.network.rtnetlink.monitor import Monitor
 from flanneld.network.uplink_election import InterfaceChoice, NoInterface
 from flanneld.network.uplink_facts import connected_networks
 from flanneld.options import Options
-from flanneld.reconcile.convergence import Node
+from flanneld.reconcile.controller import Node
 from flanneld.reconcile.last_run import LastRun, machine_of
+from flanneld.reconcile.member import Loops, Member
 from flanneld.reconcile.uplink_manager import UplinkManager, find_uplink
 from flanneld.runtime import clock
+from flanneld.runtime.supervisor import Supervisor
 from flanneld.state.resources import Blackhole
 from flanneld.subnet import subnet_file
 from flanneld.subnet.manager import LocalFacts, NodeStore, SubnetManager
@@ -84,20 +86,6 @@ class Elected(Struct, frozen=True, gc=False):
     uplink: Uplink
 
 
-class Member(Struct, frozen=True, gc=False):
-    """This node as a member of the network: its lease, and the backend that the lease announces."""
-
-    options: Options
-    manager: SubnetManager
-    config: Config
-    previous: Previous
-    last_run: LastRun
-    kernel: Kernel
-    monitor: Monitor
-    uplink_manager: UplinkManager
-    lease: Lease
-
-
 # ---- the stages ---------------------------------------------------------------------------------
 
 
@@ -111,9 +99,9 @@ def load(options: Options, manager: SubnetManager, waiting: Waiting, *, is_dry_r
     return Loaded(options, manager, previous, last_run, config, registry.load(config.backend_type))
 
 
-def elect(loaded: Loaded, waiting: Waiting, make_kernel: Callable[[], Kernel] = Kernel) -> Elected:
+def elect(loaded: Loaded, waiting: Waiting) -> Elected:
     """Choose the uplink; for at most ``-iface-wait`` seconds its absence may be waited out."""
-    kernel, monitor = waiting.patiently("the kernel", partial(_open_kernel, make_kernel))
+    kernel, monitor = waiting.patiently("the kernel", _open_kernel)
     choice = waiting.ask("our node", partial(_choice, loaded.options, loaded.manager))
     deadline = clock.now() + loaded.options.iface_wait
     elected = partial(_elected, kernel, loaded.config, choice, deadline)
@@ -167,12 +155,19 @@ def desired(member: Member) -> Node:
     )
 
 
+def run(
+    member: Member, supervisor: Supervisor, *, on_synced: Callable[[], None], on_move: Callable[[], None]
+) -> Loops:
+    """Return the loops of a daemon, not started yet: each comes in its order with the rest of the daemon."""
+    return Loops(member, desired(member), supervisor, on_synced=on_synced, on_move=on_move)
+
+
 # ---- their attempts -----------------------------------------------------------------------------
 
 
-def _open_kernel(make_kernel: Callable[[], Kernel]) -> tuple[Kernel, Monitor]:
-    kernel = make_kernel()
-    return kernel, Monitor(kernel.port)
+def _open_kernel() -> tuple[Kernel, Monitor]:
+    kernel = Kernel()
+    return kernel, kernel.listen()
 
 
 def _choice(options: Options, manager: SubnetManager) -> InterfaceChoice:

@@ -12,8 +12,8 @@ from tests.lab import Lab, Node
 from tests.lab.lab import API
 from tests.vm.machine import lacks
 
-# A busy machine is no reason to fail. The same examples each time: a failure belongs to the change that it shows up
-# with. New examples are looked for with --long, and ten times as many.
+# A busy machine is no reason to fail. The same examples each time: a failure belongs to the change that
+# it comes with. With --long new ones are looked for, and ten times as many.
 hypothesis.settings.register_profile(
     "flanneld",
     deadline=None,

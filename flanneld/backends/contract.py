@@ -6,7 +6,7 @@ A backend decides and never acts. It is built anew when the uplink changes, so i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, Protocol, runtime_checkable
 
 from msgspec import Struct
@@ -15,6 +15,7 @@ from flanneld.config import Config
 from flanneld.errors import Refused
 from flanneld.model import Family, IPAddress, IPNetwork, Lease, LeaseAttrs, Uplink
 from flanneld.state.resources import Resource
+from flanneld.state.table import Table
 
 #: Addresses that are no host's, as numbers: none, everybody, IPv6's loopback. And the first octets of others,
 #: which are loopback or multicast.
@@ -107,98 +108,15 @@ def has_peers(backend: Backend) -> bool:
     return bool(getattr(backend, "has_peers", True))
 
 
-class Driver(Protocol):
-    """Carries out one class of resources outside this kernel: a switch, a cloud's route table, a process.
+@runtime_checkable
+class HasTables(Protocol):
+    """What a backend offers besides, if the kernel's tables are not all that it changes."""
 
-    The reconciler calls it as it calls the kernel, so what fails is tried again and what is lost is
-    repaired at the next audit. All may raise ``OSError`` or ``Retryable``; none may block for long,
-    since repairs of the kernel wait meanwhile.
-    """
+    def tables(self) -> Iterable[Table]:
+        """Its tables, for the whole run: asked for once, also if the uplink moves and another is built.
 
-    #: The class whose resources this driver carries out; its ``kind`` is ``Kind.OUTSIDE``.
-    handles: type
-
-    def read(self) -> Iterable[Resource]:
-        """All that is there and ours."""
-        ...
-
-    def put(self, resource: Any) -> None:
-        """Make it, or make it so. What is right already may stay as it is."""
-        ...
-
-    def drop(self, resource: Any) -> None:
-        """Remove it; it may be gone already."""
-        ...
-
-    def close(self) -> None:
-        """Undo what must not outlive the daemon, which stops, and let go of all that is open.
-
-        Called once, also after a start that failed, and by default when the uplink moves: ``Successive``.
+        The table of a resource is the one that the first item of its key names.
         """
-        ...
-
-
-@runtime_checkable
-class Vital(Protocol):
-    """What a driver offers besides, if no packet flows without its resources.
-
-    The daemon is not ready before they are there, and what happens to them is noticed at once.
-    """
-
-    def fileno(self) -> int:
-        """What becomes readable when something has happened; negative while there is nothing to hear."""
-        ...
-
-    def news(self) -> None:
-        """It is readable: take what is there. The audit that follows reads and repairs."""
-        ...
-
-
-@runtime_checkable
-class Watched(Protocol):
-    """What a driver offers besides, if what it drives may stop working without a word."""
-
-    @property
-    def next_look(self) -> float:
-        """When to look again, on the clock of ``clock.now``."""
-        ...
-
-    def look(self) -> bool:
-        """See whether it works, and wait for nothing. If it does not, an audit reads and repairs at once."""
-        ...
-
-
-@runtime_checkable
-class Successive(Protocol):
-    """What a driver offers besides, if what it has made is of use to the next backend's driver.
-
-    The uplink has moved: the driver is called instead of closed, before its successor is made.
-    """
-
-    def hand_over(self) -> None:
-        """Let go of all that is open, and leave what is there."""
-        ...
-
-
-@runtime_checkable
-class InBulk(Protocol):
-    """What a driver offers besides, if many resources cost less than one by one."""
-
-    def put_all(self, resources: Sequence[Any]) -> None:
-        """As ``put``. If it raises, none of them counts as done."""
-        ...
-
-    def drop_all(self, resources: Sequence[Any]) -> None:
-        """As ``drop``."""
-        ...
-
-
-@runtime_checkable
-class HasDrivers(Protocol):
-    """What a backend offers besides, if the kernel is not all that it moves."""
-
-    def drivers(self) -> Iterable[Driver]:
-        """Its drivers, made for this backend; called once for each backend that is built."""
         ...
 
 

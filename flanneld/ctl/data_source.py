@@ -93,7 +93,7 @@ def _of_the_store(wanted: Options, environ: Mapping[str, str]) -> dict[str, Any]
     from flanneld.diagnostics.dry_run import rehearse
     from flanneld.state.desired_state import LOCAL
     from flanneld.state.report import Failure
-    from flanneld.subnet.registry import open_manager
+    from flanneld.subnet.stores import open_manager
 
     manager = open_manager(wanted, environ)
     outcome = rehearse(wanted, manager)
@@ -120,11 +120,9 @@ def _of_the_store(wanted: Options, environ: Mapping[str, str]) -> dict[str, Any]
 def _of_the_host(wanted: Options) -> dict[str, Any]:
     previous = subnet_file.read(Path(wanted.subnet_file))
     subnets = [net for net in previous.subnets if net is not None]
-    lengths = {net.version: net.prefixlen for net in subnets}
-    ranges = [(net, lengths[net.version]) for net in previous.networks if net.version in lengths]
     return {
         "network": {
-            "ranges": [{"network": str(net), "subnet_len": length} for net, length in ranges],
+            "ranges": [{"network": str(net), "subnet_len": length} for net, length in previous.ranges],
             "backend": None,
         },
         "lease": {"subnets": [str(net) for net in subnets]} if subnets else None,

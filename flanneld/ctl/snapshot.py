@@ -16,8 +16,10 @@ from flanneld.network.rtnetlink.domain import Domain
 from flanneld.network.rtnetlink.kernel import Kernel
 from flanneld.network.rtnetlink.links import SeenLink, is_flannels
 from flanneld.network.rtnetlink.messages import RTN_UNICAST
+from flanneld.network.rtnetlink.tables import tables
 from flanneld.reconcile.counters import kind_of
-from flanneld.state.resources import ForeignLink, Key, Link, Resource
+from flanneld.state.resources import ForeignLink, Key, Link, Resource, Vxlan
+from flanneld.state.table import Claim, Scope
 
 #: linux/rtnetlink.h
 _RTN_LOCAL = 2
@@ -104,11 +106,13 @@ def read(document: Mapping[str, Any]) -> Found:
     devices = document.get("devices") or [link.name for link in present if is_flannels(link)]
     ours = {link.name: link.make for link in present if link.name in devices}
     uplink = (document.get("uplink") or {}).get("name", "")
+    bridging = frozenset(name for name, make in ours.items() if isinstance(make, Vxlan))
+    kernel.domain = Domain(uplink, frozenset(devices), ranges_of(document), bridging=bridging)
     # Of peers that are known, no route of this host's administrator is taken for one that is left over.
-    domain = Domain(uplink, frozenset(devices), ranges_of(document), adopt=not knows_peers(document))
-    there = {make.key: make for make in ours.values()}
+    scope = Scope({}, adopt=not knows_peers(document))
     objects: dict[Resource, bool] = dict.fromkeys(ours.values(), True)
-    objects |= dict(kernel.read(domain, there))
+    for table in tables(kernel):
+        objects |= {seen.resource: seen.claim is not Claim.FOREIGN for seen in table.read(scope)}
     return Found(objects, present)
 
 

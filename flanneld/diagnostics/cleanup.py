@@ -18,7 +18,6 @@ from flanneld.reconcile.firewall import pairs, retire
 from flanneld.reconcile.last_run import LastRun
 from flanneld.reconcile.ownership import stale
 from flanneld.runtime.instance_lock import InstanceLock
-from flanneld.state.diff import Plan
 from flanneld.state.resources import Blackhole, Resource, Route, Tun
 from flanneld.subnet import subnet_file
 from flanneld.subnet.subnet_file import Previous
@@ -78,7 +77,7 @@ def _steps(
     domain = _domain(previous, last_run, everything=everything)
     for route in kernel.left_behind(domain):
         is_ours = everything or _is_of(previous, route)
-        yield str(route), partial(_dropped, kernel, route, domain) if is_ours else None
+        yield str(route), partial(_dropped, kernel, route) if is_ours else None
     links = kernel.links()
     recorded = {seen.name for seen in stale(last_run.devices, links, wanted=())}
     for link in links:
@@ -140,20 +139,17 @@ def _has_pump(tun: str) -> bool:
 
 
 def _domain(previous: Previous, last_run: LastRun, *, everything: bool) -> Domain:
-    lengths = {net.version: net.prefixlen for net in previous.subnets if net is not None}
-    ranges = [(net, lengths[net.version]) for net in previous.networks if net.version in lengths]
     return Domain(
         uplink="",
         links=frozenset(),
-        ranges=tuple(ranges),
-        adopt=True,
+        ranges=previous.ranges,
         unmarked=everything or last_run.adopts,
         adopted=last_run.adopted,
     )
 
 
-def _dropped(kernel: Kernel, route: Resource, domain: Domain) -> bool:
-    return not kernel.apply(Plan(drops=(route,)), domain).failed
+def _dropped(kernel: Kernel, route: Resource) -> bool:
+    return not kernel.write([route], drop=True)
 
 
 def _unmade(name: str) -> bool:

@@ -14,8 +14,9 @@ from flanneld.config import Config
 from flanneld.diagnostics.counted_manager import CountedManager
 from flanneld.errors import NoAnswer, Retryable
 from flanneld.options import Options
+from flanneld.reconcile.controller import Controller
 from flanneld.reconcile.counters import StoreCounters
-from flanneld.reconcile.kernel_reconciler import KernelReconciler
+from flanneld.reconcile.member import Loops
 from flanneld.runtime.event_log import Events
 from flanneld.subnet.lease_keeper import LeaseKeeper
 
@@ -52,20 +53,27 @@ class Components:
         self.started = time.time()
         #: None as long as they do not exist. Set by the methods below, read from any thread.
         self.config: Config | None = None
-        self.lease_keeper: LeaseKeeper | None = None
-        self.reconciler: KernelReconciler | None = None
-        self.firewall: Firewall | None = None
+        self.loops: Loops | None = None
         self.prober: Prober | None = None
 
-    def join(self, config: Config, lease_keeper: LeaseKeeper, reconciler: KernelReconciler) -> None:
+    def join(self, config: Config, loops: Loops) -> None:
         """Add what exists once this node has a lease."""
-        self.config, self.lease_keeper, self.reconciler = config, lease_keeper, reconciler
-
-    def add_firewall(self, firewall: Firewall) -> None:
-        self.firewall = firewall
+        self.config, self.loops = config, loops
 
     def add_prober(self, prober: Prober) -> None:
         self.prober = prober
+
+    @property
+    def lease_keeper(self) -> LeaseKeeper | None:
+        return self.loops.lease_keeper if self.loops else None
+
+    @property
+    def reconciler(self) -> Controller | None:
+        return self.loops.reconciler if self.loops else None
+
+    @property
+    def firewall(self) -> Firewall | None:
+        return self.loops.firewall if self.loops else None
 
     @property
     def store(self) -> StoreCounters:

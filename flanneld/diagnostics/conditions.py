@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
 from flanneld.diagnostics.components import Components
 from flanneld.model import Lease
-from flanneld.reconcile.counters import Work
 from flanneld.reconcile.peers import Peers
 from flanneld.reconcile.uplink_manager import UplinkManager
 from flanneld.runtime import clock
 from flanneld.state.removal_guard import RemovalGuard
+from flanneld.state.report import Failure
+from flanneld.state.resources import Key
 
 if TYPE_CHECKING:
     from flanneld.reconcile.firewall import Firewall  # not needed by everybody
@@ -75,7 +76,10 @@ def _looks(components: Components) -> Iterator[tuple[str, Iterable[str]]]:
         )
     if components.reconciler:
         yield "uplink", _of_the_uplink(components.reconciler.uplink_manager)
-        yield "kernel", _of_the_kernel(components.reconciler.work)
+        yield (
+            "kernel",
+            _of_the_kernel(components.reconciler.pending(), contested=components.reconciler.is_contested()),
+        )
         yield "peers", _of_the_peers(components.reconciler.peers)
         yield "removals", _of_the_brake(components.reconciler.removal_guard)
     if components.firewall:
@@ -103,12 +107,12 @@ def _of_the_uplink(uplink_manager: UplinkManager) -> Iterator[str]:
         yield f"{uplink_manager.uplink.name} is not usable"
 
 
-def _of_the_kernel(work: Work) -> Iterator[str]:
-    refused = list(work.pending.values())
+def _of_the_kernel(pending: Mapping[Key, Failure], *, contested: bool) -> Iterator[str]:
+    refused = list(pending.values())
     if refused:
         more = f", and {len(refused) - 1} more" if len(refused) > 1 else ""
         yield f"refused: {refused[0]}{more}"
-    if work.is_fighting:
+    if contested:
         yield "somebody keeps changing what is ours; the log says what"
 
 

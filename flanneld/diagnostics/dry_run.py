@@ -1,127 +1,107 @@
 """Dry run: the daemon's own startup against a kernel that records what it is told to write.
 
-No lease is acquired: without one the subnet is the one that this node would most likely get.
+The controller runs over tables that read as always and only take note of what they are told to write. No
+lease is acquired: without one the subnet is the one that this node would most likely get.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
 from msgspec import Struct
 
 from flanneld import startup
-from flanneld.backends.contract import Backend, Driver, HasDrivers
 from flanneld.config import Config
 from flanneld.errors import Cancelled, Retryable
 from flanneld.model import Cached, Event, Lease, LeaseAttrs, LeaseKey, Snapshot, Uplink, overlap
 from flanneld.network.rtnetlink import links
 from flanneld.network.rtnetlink.domain import Domain
-from flanneld.network.rtnetlink.kernel import Kernel
+from flanneld.network.rtnetlink.route_order import Behind
+from flanneld.network.rtnetlink.tables import KERNEL_TABLES
 from flanneld.options import Options
-from flanneld.reconcile.convergence import Node
-from flanneld.reconcile.kernel_reconciler import KernelReconciler
+from flanneld.reconcile.controller import Controller, Node
 from flanneld.reconcile.peers import View
+from flanneld.runtime import clock
 from flanneld.startup import SingleAttempts
-from flanneld.state.diff import Plan
 from flanneld.state.removal_guard import RemovalGuard
 from flanneld.state.report import Report
-from flanneld.state.resources import ForeignLink, Key, Link, Resource, Route, State
+from flanneld.state.resources import ForeignLink, Key, Link, Resource, Route
+from flanneld.state.table import Put, Scope, Seen, Table
 from flanneld.subnet.allocation import fits
 from flanneld.subnet.manager import Foreseeing, LocalFacts, SubnetManager
 from flanneld.subnet.subnet_file import Previous
 
 
-class Notebook(Kernel):
-    """Reads the kernel, and notes what it is told to write."""
+class Notes:
+    """What a start would write."""
 
     def __init__(self) -> None:
-        super().__init__()
         #: Each device to make or change, with what is there now.
         self.devices: dict[str, tuple[Link, Link | ForeignLink | None]] = {}
         self.puts: dict[Key, Resource] = {}
         self.drops: dict[Resource, None] = {}
         self.behind: dict[Key, Route] = {}
-        #: What drivers have read.
+        #: What tables beyond the kernel's hold.
         self.outside: dict[Key, Resource] = {}
 
-    def apply_links(self, wanted: Iterable[Link]) -> Report:
-        for link in wanted:
-            seen = self.link(link.name)
-            actual = seen.make if seen else None
-            if actual is None or links.step(link, actual) is not links.Step.NOTHING:
-                self.devices[link.name] = (link, actual)
-        return Report()
+    def take(self, table: Table) -> RecordingTable:
+        """Return the table as one that only takes notes."""
+        return RecordingTable(table, self)
 
-    def read(self, domain: Domain, wanted: State) -> Iterator[tuple[Resource, bool]]:
-        """What goes with a device that has to be made anew is as good as gone."""
-        for resource, ours in super().read(domain, wanted):
-            if not self._is_replaced(getattr(resource, "device", "")):
-                yield resource, ours
-
-    def apply(self, plan: Plan, domain: Domain) -> Report:
-        del domain
-        self.puts |= {resource.key: resource for resource in plan.puts}
-        self.behind |= {route.key: route for route in plan.behind}
-        self.drops |= dict.fromkeys(plan.drops)
-        return Report()
-
-    def _is_replaced(self, name: str) -> bool:
+    def is_replaced(self, name: str) -> bool:
+        """Return True for a device that has to be made anew: what goes with it is as good as gone."""
         wanted, actual = self.devices.get(name, (None, None))
         if wanted is None or actual is None:
             return False
         return links.step(wanted, actual) is links.Step.REPLACE
 
 
-class _Noted:
-    """A driver that reads as always, and only takes note of what it is told to do."""
+class RecordingTable:
+    """Reads as the table that it stands for, and only takes note of what it is told to write."""
 
-    def __init__(self, driver: Driver, notes: Notebook) -> None:
-        self.handles = driver.handles
-        self._driver = driver
+    def __init__(self, table: Table, notes: Notes) -> None:
+        self.name = table.name
+        self.what = table.what
+        self.worker = table.worker
+        self.vital = False
+        self.needs = table.needs
+        self.audit = table.audit
+        self._table = table
         self._notes = notes
 
-    def read(self) -> Iterator[Resource]:
-        with suppress(OSError, Retryable):  # There is nothing there yet, or nothing that answers.
-            for resource in self._driver.read():
-                self._notes.outside[resource.key] = resource
-                yield resource
+    def read(self, scope: Scope) -> Iterator[Seen]:
+        is_remote = self.name not in KERNEL_TABLES
+        try:
+            for seen in self._table.read(scope):
+                if is_remote:
+                    self._notes.outside[seen.resource.key] = seen.resource
+                if not self._notes.is_replaced(getattr(seen.resource, "device", "")):
+                    yield seen
+        except (OSError, Retryable):
+            if not is_remote:
+                raise
+            # There is nothing there yet, or nothing that answers.
 
-    def put(self, resource: Resource) -> None:
-        self._notes.puts[resource.key] = resource
+    def put(self, puts: Sequence[Put]) -> Report:
+        for put in puts:
+            if isinstance(put.want, Link):
+                actual = put.was if isinstance(put.was, Link | ForeignLink) else None
+                self._notes.devices[put.want.name] = (put.want, actual)
+            elif isinstance(put.was, Behind):
+                self._notes.behind[put.want.key] = put.was.route
+            else:
+                self._notes.puts[put.want.key] = put.want
+        return Report()
 
-    def drop(self, resource: Resource) -> None:
-        self._notes.drops[resource] = None
+    def drop(self, found: Sequence[Resource]) -> Report:
+        self._notes.drops |= dict.fromkeys(found)
+        return Report()
 
-    def close(self) -> None:
+    def close(self, *, remove: bool) -> None:
         """There is nothing to undo."""
-
-
-class _Undriven:
-    """A backend whose drivers only take notes."""
-
-    def __init__(self, backend: Backend, notes: Notebook) -> None:
-        self._backend = backend
-        self._notes = notes
-
-    @property
-    def mtu(self) -> int:
-        return self._backend.mtu
-
-    def attributes(self) -> LeaseAttrs:
-        return self._backend.attributes()
-
-    def local(self, own: Lease) -> Iterable[Resource]:
-        return self._backend.local(own)
-
-    def peer(self, own: Lease, lease: Lease) -> Iterable[Resource]:
-        return self._backend.peer(own, lease)
-
-    def drivers(self) -> Iterable[Driver]:
-        drivers = self._backend.drivers() if isinstance(self._backend, HasDrivers) else ()
-        return [_Noted(driver, self._notes) for driver in drivers]
 
 
 class Outcome(Struct, frozen=True, gc=False):
@@ -137,21 +117,19 @@ class Outcome(Struct, frozen=True, gc=False):
     has_lease: bool
     previous: Previous
     view: View
-    wanted: State
     domain: Domain
-    notes: Notebook
+    notes: Notes
 
 
 def rehearse(options: Options, manager: SubnetManager) -> Outcome:
     """Raises ``Retryable`` and ``Fatal`` where a start would wait or end."""
-    once, notes = SingleAttempts(), Notebook()
+    once, notes = SingleAttempts(), Notes()
     loaded = startup.load(options, manager, once, is_dry_run=True)
-    elected = startup.elect(loaded, once, lambda: notes)
+    elected = startup.elect(loaded, once)
     forecast = Forecast(manager)
     member = startup.join(loaded, elected, once, forecast.acquire)
-    member.uplink_manager.backend = _Undriven(member.uplink_manager.backend, notes)
-    reconciler = _run(startup.desired(member), forecast.leases)
-    peers = reconciler.peers
+    controller = _run(startup.desired(member), forecast.leases, notes)
+    peers = controller.peers
     return Outcome(
         config=member.config,
         uplink=member.uplink_manager.uplink,
@@ -160,8 +138,7 @@ def rehearse(options: Options, manager: SubnetManager) -> Outcome:
         has_lease=forecast.has_lease,
         previous=member.previous,
         view=peers.view(),
-        wanted=peers.wanted,
-        domain=reconciler.domain,
+        domain=controller.domain,
         notes=notes,
     )
 
@@ -180,27 +157,28 @@ class Forecast:
         manager = self._manager
         foreseen = manager.foresee(config, attrs) if isinstance(manager, Foreseeing) else None
         self.leases = all_leases(manager)
-        own = foreseen or _ours(self.leases, attrs, config, local.written)
+        own = foreseen or _ours(self.leases, attrs, config, previous, local.written)
         self.has_lease = own is not None
         return own or Lease(attrs, *_likely(config, previous, self.leases))
 
 
-def _run(node: Node, leases: Snapshot | Cached) -> KernelReconciler:
-    """The loop, until it has dealt with all leases."""
-    stop = threading.Event()
-    reconciler = KernelReconciler(
+def _run(node: Node, leases: Snapshot | Cached, notes: Notes) -> Controller:
+    """One round of the loop, with all leases."""
+    controller = Controller(
         node,
         RemovalGuard(is_on=False),
-        stop=stop,
+        stop=threading.Event(),
         heartbeat=_nothing,
         on_move=_nothing,
-        on_synced=stop.set,
+        on_synced=_nothing,
         reread=_nothing,
+        recording=notes.take,
     )
-    reconciler.prepare()
-    reconciler.event_queue.put([leases])
-    reconciler.run()
-    return reconciler
+    controller.prepare()
+    controller.event_queue.put([leases])
+    controller.step(clock.now())
+    controller.close()
+    return controller
 
 
 def all_leases(manager: SubnetManager) -> Snapshot | Cached:
@@ -219,17 +197,25 @@ def all_leases(manager: SubnetManager) -> Snapshot | Cached:
 
 
 def _ours(
-    snapshot: Snapshot | Cached, attrs: LeaseAttrs, config: Config, written: Lease | None
+    snapshot: Snapshot | Cached, attrs: LeaseAttrs, config: Config, previous: LeaseKey, written: Lease | None
 ) -> Lease | None:
-    """The lease that a start would take again, if it fits the network config: the proven one comes first."""
-    family = config.families[0]
-    for lease in snapshot.leases:
-        if written and (lease.key, lease.attrs) == (written.key, written.attrs) and fits(config, lease.key):
-            return lease
-    for lease in snapshot.leases:
-        if lease.attrs.public(family) == attrs.public(family) and fits(config, lease.key):
-            return lease
-    return None
+    """Return the lease that a start would reuse: the previous one, else the proven one, else the lowest."""
+    address = attrs.public(config.families[0])
+
+    def is_of_our_address(lease: Lease) -> bool:
+        return lease.attrs.public(config.families[0]) == address
+
+    def precedence(lease: Lease) -> tuple[bool, bool, list[int]]:
+        order = [int(net.network_address) for net in lease.key if net is not None]
+        return lease.key != previous, is_of_our_address(lease), order
+
+    ours = [
+        lease
+        for lease in snapshot.leases
+        if is_of_our_address(lease)
+        or (written is not None and (lease.key, lease.attrs) == (written.key, written.attrs))
+    ]
+    return min((lease for lease in ours if fits(config, lease.key)), key=precedence, default=None)
 
 
 def _likely(config: Config, previous: LeaseKey, snapshot: Snapshot | Cached) -> LeaseKey:

@@ -268,7 +268,7 @@ def _firewall_repairs(components: Components) -> Iterator[Sample]:
 
 def _peers(components: Components) -> Iterator[Sample]:
     if components.reconciler:
-        found = states(components.reconciler.peers.view(), components.reconciler.work.pending)
+        found = states(components.reconciler.peers.view(), components.reconciler.pending())
         numbers = Counter((backend, state.replace(" ", "-")) for backend, state in found)
         yield from numbers.items()
 
@@ -292,7 +292,7 @@ def _wanted(components: Components) -> Counter[Kind]:
 
 
 def _pending(components: Components) -> Counter[Kind]:
-    failures = components.reconciler.work.pending.values() if components.reconciler else ()
+    failures = components.reconciler.pending().values() if components.reconciler else ()
     return Counter(failure.resource.kind for failure in failures)
 
 
@@ -302,13 +302,13 @@ def _by_kind(numbers: Counter[Kind]) -> Iterator[Sample]:
 
 def _heals(components: Components) -> Iterator[Sample]:
     if components.reconciler:
-        yield from components.reconciler.work.heals.copy().items()
+        yield from components.reconciler.heals().items()
 
 
 def _refusals(components: Components) -> Iterator[Sample]:
     if components.reconciler:
         numbers: Counter[tuple[str, ...]] = Counter()
-        for (kind, reason), number in components.reconciler.work.refusals.copy().items():
+        for (kind, reason), number in components.reconciler.refusals().items():
             numbers[kind, _ERRNO.get(reason, "other")] += number
         yield from numbers.items()
 

@@ -1,18 +1,21 @@
-"""Where others look at the daemon: the health server and the status socket."""
+"""Starts what observes the daemon: health server, status socket, health conditions, probes to peers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 from flanneld.diagnostics import conditions
 from flanneld.diagnostics.components import Components
 from flanneld.diagnostics.readiness import Readiness
+from flanneld.model import Lease
+from flanneld.reconcile.controller import Controller
 from flanneld.runtime.supervisor import Supervisor
 
 
 class Observation:
-    """Starts the servers. What answers is made of is imported when it is asked for."""
+    """Starts the servers and watchers. Those that only some daemons need are imported when they start."""
 
     def __init__(self, components: Components, readiness: Readiness, supervisor: Supervisor) -> None:
         self._components = components
@@ -47,6 +50,22 @@ class Observation:
         server = StatusSocket(path_beside(Path(self._components.options.subnet_file)), self._document)
         if server.open():
             self._supervisor.start("status socket", server.serve, server.close)
+
+    def watch_conditions(self, tell: Callable[[list[str]], None]) -> None:
+        """Have ``tell`` called with the conditions each time that they have changed."""
+        stop = self._supervisor.stop
+        self._supervisor.start("trouble", lambda: conditions.watch(self._components, stop, tell))
+
+    def probe_peers(self, lease: Lease, reconciler: Controller) -> None:
+        number = self._components.options.peer_probes
+        if not number:
+            return
+        from flanneld.diagnostics.probes import Prober
+
+        heartbeat = partial(self._supervisor.heartbeat, "prober")
+        prober = Prober(number, lease, reconciler, stop=self._supervisor.stop, heartbeat=heartbeat)
+        self._components.add_prober(prober)
+        self._supervisor.start("prober", prober.run)
 
     def _caveats(self) -> list[str]:
         return [f"leases: taken from {self._components.cached}"] if self._components.cached else []

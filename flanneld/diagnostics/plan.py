@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from flanneld.diagnostics import host_checks
-from flanneld.diagnostics.dry_run import Notebook, Outcome, rehearse
+from flanneld.diagnostics.dry_run import Notes, Outcome, rehearse
 from flanneld.network import iproute2_commands
 from flanneld.network.firewall import detect, rules
 from flanneld.network.firewall.command import Commands
@@ -77,19 +77,19 @@ def kernel_lines(outcome: Outcome, *, local: bool) -> Iterator[str]:
             yield from map(shlex.join, iproute2_commands.bring_to_front(route, outcome.domain.links))
     for resource in sorted(notes.puts.values(), key=lambda each: each.kind):
         if (resource.kind is resource.kind.ADDRESS) is local:
-            if resource.kind is Kind.OUTSIDE:
+            if resource.kind is Kind.REMOTE:
                 yield _outside(resource, notes)
             elif made := iproute2_commands.put(resource, outcome.domain.links):
                 yield shlex.join(made)
 
 
 def _drop(resource: Resource) -> str:
-    if resource.kind is Kind.OUTSIDE:
+    if resource.kind is Kind.REMOTE:
         return f"# no more: {resource}"
     return shlex.join(iproute2_commands.drop(resource) or ())
 
 
-def _outside(resource: Resource, notes: Notebook) -> str:
+def _outside(resource: Resource, notes: Notes) -> str:
     """What no command does: the start does it, by a backend's driver."""
     there = notes.outside.get(resource.key)
     if there is None:

@@ -14,8 +14,8 @@ from msgspec import Struct
 from flanneld.compat.glog import Once
 from flanneld.model import FAMILIES, Family, IPAddress, Lease, LeaseKey
 from flanneld.network import icmp_echo
+from flanneld.reconcile.controller import Controller
 from flanneld.reconcile.counters import Histogram
-from flanneld.reconcile.kernel_reconciler import KernelReconciler
 from flanneld.state.resources import Address
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class Prober:
         self,
         per_minute: int,
         own: Lease,
-        reconciler: KernelReconciler,
+        reconciler: Controller,
         *,
         stop: threading.Event,
         heartbeat: Callable[[float], None],

@@ -118,8 +118,8 @@ def _data_plane(components: Components) -> Document:
     reconciler = components.reconciler
     if reconciler is None:
         return {}
-    work = reconciler.work
-    repairs = work.heals.copy().items()
+    work, pending = reconciler.work, reconciler.pending()
+    repairs = reconciler.heals().items()
     return {
         "uplink": {
             **uplink(reconciler.uplink_manager.uplink),
@@ -127,13 +127,13 @@ def _data_plane(components: Components) -> Document:
         },
         "mtu": reconciler.uplink_manager.backend.mtu,
         "devices": sorted(reconciler.domain.links),
-        "local": [describe(wish, work.pending) for wish in reconciler.peers.local_wishes()],
+        "local": [describe(wish, pending) for wish in reconciler.peers.local_wishes()],
         "synced": reconciler.peers.synced,
         "last_sync": work.last_sync or None,
         "repairs": [{"kind": kind, "cause": cause, "number": number} for (kind, cause), number in repairs],
-        "fights": work.is_fighting,
+        "fights": reconciler.is_contested(),
         "lost_notifications": work.overruns,
-        "refused": [_refusal(failure) for failure in work.pending.values()],
+        "refused": [_refusal(failure) for failure in pending.values()],
         "brake": {"holds": reconciler.removal_guard.holds, "number": reconciler.removal_guard.holds_total},
     }
 
@@ -167,7 +167,7 @@ def peers(components: Components) -> Iterator[Document]:
     if components.reconciler is None:
         return
     view = components.reconciler.peers.view()
-    documents = peers_of(view, components.reconciler.work.pending)
+    documents = peers_of(view, components.reconciler.pending())
     if components.prober is None:
         yield from documents
         return

@@ -7,42 +7,29 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from flanneld.state.resources import Key, Kind, Resource
-
-#: So many writers are looked for between two repairs; so many objects are remembered with theirs.
-_WRITERS, _OBJECTS = 16, 1000
+#: Writers that are looked for between two repairs.
+_MAX_WRITERS = 16
 #: /proc/net/netlink: protocol (linux/netlink.h), port and inode of each socket.
 _PROTOCOL, _PORT, _INODE = 1, 2, 9
 _NETLINK_ROUTE = "0"
 
 
 class ChangeOrigins:
-    """What was changed since the last repair, and by whom as far as that can be told."""
+    """Names of the processes that wrote since the last repair, as far as they can be told."""
 
     def __init__(self, find: Callable[[int], str] | None = None) -> None:
         self._find = find or process_at
         self._names: dict[int, str] = {}
-        self._by_key: dict[Key, str] = {}
 
-    def note(self, key: Key, port: int) -> None:
-        """Whoever wrote through this port has changed what has this key. Looked up at once: it may end."""
-        if not port or len(self._by_key) >= _OBJECTS:
-            return
-        if port not in self._names and len(self._names) < _WRITERS:
+    def of(self, port: int) -> str:
+        """``NetworkManager (pid 812)``, who writes through a port; looked up at once, since it may end."""
+        if port and port not in self._names and len(self._names) < _MAX_WRITERS:
             self._names[port] = self._find(port)
-        name = self._names.get(port)
-        if name:
-            self._by_key[key] = name
-
-    def of(self, resource: Resource) -> str:
-        """``NetworkManager (pid 812)``, who changed it or its device; empty if nobody knows."""
-        device = (Kind.LINK, getattr(resource, "device", ""))
-        return self._by_key.get(resource.key) or self._by_key.get(device, "")
+        return self._names.get(port, "")
 
     def forget(self) -> None:
-        """All of that has been put right."""
+        """All of that has been put right: another process may have the port by the next change."""
         self._names.clear()
-        self._by_key.clear()
 
 
 def process_at(port: int, proc: Path = Path("/proc")) -> str:

@@ -40,11 +40,11 @@ class HostView:
             raise
 
     def links(self) -> list[links.SeenLink]:
-        return [links.decode(*found) for found in self._dump(rtnl.RTM_GETLINK, links.everything())]
+        return [links.decode(*found) for found in self.dump(rtnl.RTM_GETLINK, links.everything())]
 
     def addresses(self, family: Family, index: int = 0) -> list[rtnl.SeenAddress]:
         """Addresses of one interface, or of all."""
-        found = self._dump(rtnl.RTM_GETADDR, rtnl.addresses_request(family, index))
+        found = self.dump(rtnl.RTM_GETADDR, rtnl.addresses_request(family, index))
         seen = [rtnl.decode_address(*item) for item in found]
         # Before Linux 4.20 the kernel does not filter.
         return [each for each in seen if each is not None and index in (0, each.index)]
@@ -61,12 +61,12 @@ class HostView:
 
     def default_routes(self, family: Family) -> list[int]:
         """The interfaces of the main table's default routes, in the kernel's order."""
-        found = self._dump(rtnl.RTM_GETROUTE, rtnl.routes_request(family))
+        found = self.dump(rtnl.RTM_GETROUTE, rtnl.routes_request(family))
         return [index for item in found if (index := route_lookup.decode_default_route(*item)) is not None]
 
     def routes(self, family: Family) -> Iterator[tuple[IPNetwork, int]]:
         """Where each main-table route leads to, and its interface, 0 for none or more than one."""
-        for item in self._dump(rtnl.RTM_GETROUTE, rtnl.routes_request(family)):
+        for item in self.dump(rtnl.RTM_GETROUTE, rtnl.routes_request(family)):
             seen = route_lookup.decode_destination(*item)
             if seen is not None:
                 yield seen
@@ -82,21 +82,22 @@ class HostView:
             ending = data[end - route_lookup.ENDING : end]
             return ending not in endings and rtnl.protocol_of(data, offset, end) != PROTO_FLANNEL
 
-        for item in self._dump(rtnl.RTM_GETROUTE, rtnl.routes_request(family), is_others):
+        for item in self.dump(rtnl.RTM_GETROUTE, rtnl.routes_request(family), is_others):
             seen = route_lookup.decode_seen_way(*item)
             if seen is not None:
                 yield seen
 
     def local(self, family: Family) -> Iterator[tuple[int, IPNetwork, int]]:
         """The type (RTN_*), network and interface of what the kernel delivers here or to all on a link."""
-        for item in self._dump(rtnl.RTM_GETROUTE, route_lookup.local_request(family)):
+        for item in self.dump(rtnl.RTM_GETROUTE, route_lookup.local_request(family)):
             seen = route_lookup.decode_local(*item)
             if seen is not None:
                 yield seen
 
-    def _dump(
+    def dump(
         self, kind: int, body: bytes, concerns_us: Callable[[bytes, int, int], bool] = lambda *_: True
     ) -> list[tuple[bytes, int, int]]:
+        """Return the messages of a dump, without those that are of no concern."""
         for _ in range(_DUMP_TRIES):
             try:
                 return [item for item in self._socket.dump(kind, body) if concerns_us(*item)]

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Iterable
 from typing import TypeVar
 
 from flanneld.errors import NoAnswer, Retryable, remembered
 from flanneld.runtime import clock
-from flanneld.state.report import Failure, Report
-from flanneld.state.resources import Key, Resource
+from flanneld.state.report import Failure
+from flanneld.state.resources import Resource
 
 Name = TypeVar("Name")
 
@@ -23,8 +22,6 @@ Name = TypeVar("Name")
 BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 #: A repair because the kernel told us, or because the periodic reading found something.
 TOLD, FOUND = "notification", "audit"
-#: So many repairs within so many seconds look like a fight with another program.
-_MANY, _LATELY = 5, 60.0
 
 
 class Histogram:
@@ -65,40 +62,21 @@ class Work:
         self.refusals: dict[tuple[str, str], int] = {}
         self.overruns = 0
         self.last_sync = 0.0
-        #: What is wanted and refused now. Replaced, never changed: others read it.
-        self.pending: dict[Key, Failure] = {}
-        #: The kernel told us that something is not as it was.
-        self.was_told = False
-        self._repairs: deque[float] = deque(maxlen=_MANY)
 
-    @property
-    def is_fighting(self) -> bool:
-        """Whether somebody keeps changing what is ours. From any thread."""
-        lately = clock.now() - _LATELY
-        return sum(repair > lately for repair in self._repairs.copy()) == _MANY
-
-    def converged(self, report: Report) -> None:
-        """The kernel was read and what differed was put right, save for what it refused."""
-        self.pending = {failure.resource.key: failure for failure in report.failed}
-        self._count_refusals(report.failed)
+    def synced(self) -> None:
+        """Tables were read, and what differed was put right, save for what is pending."""
         self.last_sync = time.time()
 
-    def applied(self, report: Report, since: float) -> None:
-        """News of leases are in the kernel; ``since`` is when they came, on the clock of ``clock.now``."""
+    def applied(self, since: float) -> None:
+        """News of leases are in the tables; ``since`` is when they came, on the clock of ``clock.now``."""
         self.event_to_kernel.observe(clock.now() - since)
-        if report.failed:
-            self.pending = self.pending | {failure.resource.key: failure for failure in report.failed}
-            self._count_refusals(report.failed)
 
-    def healed(self, report: Report) -> None:
-        """An audit had to put this right."""
-        cause, self.was_told = TOLD if self.was_told else FOUND, False
-        if report.made or report.removed:
-            self._repairs.append(clock.now())
-        for resource in (*report.made, *report.removed):
-            _count(self.heals, (kind_of(resource), cause))
+    def healed(self, resources: Iterable[Resource], *, was_told: bool) -> None:
+        """Others had changed this, and it was put right."""
+        for resource in resources:
+            _count(self.heals, (kind_of(resource), TOLD if was_told else FOUND))
 
-    def _count_refusals(self, failures: Iterable[Failure]) -> None:
+    def refused(self, failures: Iterable[Failure]) -> None:
         for failure in failures:
             _count(self.refusals, (kind_of(failure.resource), failure.reason))
 

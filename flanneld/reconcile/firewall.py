@@ -83,16 +83,16 @@ class Firewall:
     def __init__(self, wishes: Wishes, *, stop: threading.Event, heartbeat: Callable[[float], None]) -> None:
         self._wishes = wishes
         self._stop = stop
-        self._heartbeat = heartbeat
         self._commands = Commands(stop)
         self._place: Place = "nft"
         self._rules: dict[str, RulesTable] = {}
         self._reconciler = Reconciler((), {}, stop.is_set)
-        self._loop = self._make_loop()
-
-    def _make_loop(self) -> StepLoop:
-        reconciler = self._reconciler
-        return StepLoop(reconciler.step, reconciler.sources, stop=self._stop, heartbeat=self._heartbeat)
+        self._loop = StepLoop(
+            lambda now: self._reconciler.step(now),
+            lambda: self._reconciler.sources(),
+            stop=stop,
+            heartbeat=heartbeat,
+        )
 
     # ---- for those who look, from any thread -----------------------------------------------------
 
@@ -163,9 +163,8 @@ class Firewall:
             log.info("The rules of the packet filter go through %s: %s", names, reason)
         tables = [self._table(nets, drivers[nets.family]) for nets in self._wishes.nets]
         self._rules = {table.name: table for table in tables}
-        desired = wanted_by_table((table.name, table.wanted) for table in tables)
+        desired = wanted_by_table(table.wanted for table in tables)
         self._reconciler = Reconciler([*tables, *self._stale_tables()], desired, self._stop.is_set)
-        self._loop = self._make_loop()
         self._reconciler.step(clock.now())
 
     def _choose_place(self) -> str:

@@ -27,9 +27,9 @@ from flanneld.model import (
 from flanneld.network.obstacles import Obstacles
 from flanneld.reconcile.lease_safety import LeaseSafety
 from flanneld.state.desired_state import LOCAL, Before, DesiredState
-from flanneld.state.diff import Plan, plan
+from flanneld.state.diff import Delta
 from flanneld.state.removal_guard import RemovalGuard
-from flanneld.state.resources import Key, Kind, Resource, State
+from flanneld.state.resources import Key, Kind, Resource
 
 log = logging.getLogger(__name__)
 
@@ -98,9 +98,9 @@ class Peers:
         return self._table.cached
 
     @property
-    def wanted(self) -> State:
-        """What the kernel should hold, this node's own needs included."""
-        return self._wanted.state
+    def wanted(self) -> DesiredState:
+        """What the tables should hold, this node's own needs included."""
+        return self._wanted
 
     @property
     def unclear(self) -> set[IPNetwork]:
@@ -130,16 +130,16 @@ class Peers:
 
     def wanted_kinds(self) -> list[Kind]:
         """The kind of each object that is wanted. From any thread."""
-        return [resource.kind for resource in self._wanted.state.copy().values()]
+        return [resource.kind for resource in self._wanted.state.values()]
 
-    def wish_locally(self, resources: Iterable[Resource]) -> None:
-        """Say what this node needs for itself, whoever its peers are."""
-        self._wanted.set(LOCAL, resources)
+    def wish_locally(self, resources: Iterable[Resource]) -> Delta:
+        """Say what this node needs for itself, whoever its peers are. Return what changes by that."""
+        return self._wanted.since(self._wanted.set(LOCAL, resources))
 
     def local_wishes(self) -> tuple[Resource, ...]:
         return self._wanted.wishes(LOCAL)
 
-    def take(self, events: Iterable[Event], backend: Backend) -> Plan:
+    def take(self, events: Iterable[Event], backend: Backend) -> Delta:
         """Fold events in, in order: what to make and what to remove because of them.
 
         With the first snapshot nothing: what there is has to be compared with all that is wanted then.
@@ -151,7 +151,7 @@ class Peers:
             for change in self._fold(event, backend):
                 for key, was in change.items() if was_synced else ():
                     before.setdefault(key, was)
-        return plan(*self._wanted.since(before))
+        return self._wanted.since(before)
 
     def _fold(self, event: Event, backend: Backend) -> Iterator[Before]:
         change = self._change(event)
@@ -164,21 +164,26 @@ class Peers:
             yield self._wanted.set(lease.key, self._lead_to(lease, backend))
             self._warn_of_conflicts(lease)
 
-    def reconsider(self, backend: Backend) -> None:
+    def reconsider(self, backend: Backend) -> Delta:
         """Decide anew about every lease: the backend is another one, or the host's routes have changed."""
+        before: Before = {}
         for lease in self._table:
-            self._wanted.set(lease.key, self._lead_to(lease, backend))
+            self._lead_anew(lease, backend, before)
+        return self._wanted.since(before)
 
-    def look(self, obstacles: Obstacles, backend: Backend) -> Plan:
+    def look(self, obstacles: Obstacles, backend: Backend) -> Delta:
         """Take over new facts of this host: what to make and what to remove because of them."""
         self.safety.look(obstacles, self._table)
         before: Before = {}
         for lease in self._table:
             harm = self.safety.harm(lease)
             if (str(harm) if harm else None) != self._unsafe.get(lease.key) or lease.key in self._unparsable:
-                for key, was in self._wanted.set(lease.key, self._lead_to(lease, backend)).items():
-                    before.setdefault(key, was)
-        return plan(*self._wanted.since(before))
+                self._lead_anew(lease, backend, before)
+        return self._wanted.since(before)
+
+    def _lead_anew(self, lease: Lease, backend: Backend, before: Before) -> None:
+        for key, was in self._wanted.set(lease.key, self._lead_to(lease, backend)).items():
+            before.setdefault(key, was)
 
     def tell(self) -> None:
         """Log what has changed. Called when the kernel is done: packets wait for that, not for the log."""

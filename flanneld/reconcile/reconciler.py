@@ -3,7 +3,8 @@
     desired state -> read each table -> difference -> put, then drop -> report -> log, retry, conditions
 
 ``step`` does all of it and never waits: a thread can drive it, or a simulator on a clock of its own.
-A table is read at its first step, after news of a change or a refusal, and in its audit period.
+A table is read at its first step, after news of a change or a refusal, and in its audit period. What follows
+from news of one lease is written without a reading: ``change``.
 """
 
 from __future__ import annotations
@@ -11,31 +12,41 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Protocol
 
 from msgspec import Struct
 
-from flanneld.compat.glog import Once
-from flanneld.errors import Retryable
+from flanneld.compat.glog import Once, counted
+from flanneld.errors import Retryable, cause_of
 from flanneld.reconcile.contest_backoff import ContestBackoff
-from flanneld.state.diff import difference
+from flanneld.reconcile.counters import Work
+from flanneld.runtime import clock
+from flanneld.state.diff import Delta, difference
 from flanneld.state.report import Failure, Report
-from flanneld.state.resources import Key, Resource, State
-from flanneld.state.table import Notifies, Polled, Scope, Table
+from flanneld.state.resources import LINKS, Key, Resource, State
+from flanneld.state.table import Notifies, Polled, Put, Scope, Table
 
 log = logging.getLogger(__name__)
 
 #: Seconds in which a burst of notifications may end before a table is read.
-_SETTLE = 0.005
+SETTLE = 0.005
 #: Seconds before a refused change is tried again: the first time, and at most.
 _FIRST_RETRY, _LAST_RETRY = 1.0, 30.0
+#: Rest after a reading, as a multiple of the CPU time that it cost.
+REST = 10
 #: Lines about single resources that are worth reading at a time.
 _FEW = 10
+#: Changed objects whose origin is remembered until they are put right.
+_MAX_ORIGINS = 1000
 
 
 class TableState(Struct, frozen=True, gc=False):
     """Status of one table. ``failed`` are refusals, ``problem`` is why it cannot be read."""
 
     name: str
+    worker: str
+    vital: bool
     #: Whether it has held all that is wanted since its last change.
     settled: bool
     contested: bool
@@ -45,23 +56,57 @@ class TableState(Struct, frozen=True, gc=False):
     repairs: Mapping[str, int]
 
 
+class Permits(Protocol):
+    """What may be written of what a reading asks for; what may not stays as it is."""
+
+    def puts(self, table: str, puts: list[Put]) -> list[Put]:
+        """Return those that may be made."""
+        ...
+
+    def drops(self, stale: Mapping[str, Sequence[Resource]]) -> Mapping[str, Sequence[Resource]]:
+        """Return what may be removed, by table."""
+        ...
+
+
+class _Everything:
+    """Permits whatever the desired state asks for."""
+
+    def puts(self, table: str, puts: list[Put]) -> list[Put]:
+        del table
+        return puts
+
+    def drops(self, stale: Mapping[str, Sequence[Resource]]) -> Mapping[str, Sequence[Resource]]:
+        return stale
+
+
 class _Upkeep:
     """Timing and history of one table."""
 
-    def __init__(self, table: Table, wanted: State) -> None:
+    def __init__(self, table: Table, wanted: State, contest: ContestBackoff) -> None:
         self.table = table
         self.wanted = wanted
         self.due = 0.0
+        #: After a failure of the table as a whole, and after a reading that has cost much.
         self.not_before = 0.0
         self.retry_delay = _FIRST_RETRY
-        self.contest = ContestBackoff()
+        self.contest = contest
         self.origins: set[str] = set()
+        #: Whether a notification asked for the next reading.
+        self.was_told = False
+        #: Repairs of a contest so far, and resources that no line has told of.
+        self.contested_repairs = self.untold = 0
         #: Whether something has been made or found right: from then on a change is a repair.
         self.was_right = False
         self.settled = False
         self.failed: tuple[Failure, ...] = ()
         self.problem = ""
         self.repairs: dict[str, int] = {}
+        # A table of another package must not end the daemon, whatever it raises.
+        is_ours = type(table).__module__.partition(".")[0] == __package__.partition(".")[0]
+        self.failures: tuple[type[Exception], ...] = (OSError, Retryable) if is_ours else (Exception,)
+
+    def stands_on(self, name: str) -> bool:
+        return name in self.table.needs and self.table.audit is not None
 
     def wakeup(self) -> float:
         """Return the time of the next read, never before a retry or the pause of a contest allows it."""
@@ -69,13 +114,33 @@ class _Upkeep:
 
 
 class Reconciler:
-    """Keeps tables as the desired state has them. ``wanted`` is that state by the table's name."""
+    """Keeps tables as the desired state has them. ``wanted`` is that state by the table's name.
+
+    Maps given there may change: what they hold at the time of a reading is desired. With ``adopt`` tables
+    claim what an earlier run left. ``contest`` tells for each table when others keep undoing its repairs, and
+    ``after`` is told of what each pass over the tables has made and removed. Names of tables that have
+    converged once are added to ``converged``, which reconcilers of other threads may share.
+    """
 
     def __init__(
-        self, tables: Sequence[Table], wanted: Mapping[str, State], is_stopping: Callable[[], bool]
+        self,
+        tables: Sequence[Table],
+        wanted: Mapping[str, State],
+        is_stopping: Callable[[], bool],
+        *,
+        permits: Permits | None = None,
+        contest: Callable[[], ContestBackoff] = ContestBackoff,
+        after: Callable[[Report], None] = lambda _: None,
+        converged: set[str] | None = None,
     ) -> None:
+        self.adopt = False
+        self.work = Work()
         self._is_stopping = is_stopping
-        self._all = {table.name: _Upkeep(table, wanted.get(table.name, {})) for table in tables}
+        self._all = {table.name: _Upkeep(table, wanted.get(table.name, {}), contest()) for table in tables}
+        self._permits: Permits = permits or _Everything()
+        self._after = after
+        self._converged = set[str]() if converged is None else converged
+        self._origins: dict[Key, str] = {}
         self._once = Once()
 
     def states(self) -> list[TableState]:
@@ -83,6 +148,8 @@ class Reconciler:
         return [
             TableState(
                 name,
+                each.table.worker,
+                each.table.vital,
                 each.settled,
                 each.contest.is_tried(),
                 each.failed,
@@ -101,35 +168,60 @@ class Reconciler:
         """Hear, read and repair what is due; return when to step again."""
         for each in self._all.values():
             self._hear(each, now)
-        due = [each for each in self._all.values() if each.wakeup() <= now]
-        drops = [(each, self._put_right(each, now)) for each in due if self._may_begin(each)]
-        for each, stale in reversed(drops):
-            if stale:
-                self._drop(each, stale, now)
+        due = {name for name, each in self._all.items() if each.wakeup() <= now}
+        if any(self._may_begin(self._all[name]) for name in due):
+            self._pass(due, now, is_start=False)
         return min(map(self._next_wakeup, self._all.values()), default=math.inf)
+
+    def converge(self, now: float) -> Report:
+        """Read and put right all tables now. The desired state is a new one: that is no repair."""
+        return self._pass(set(self._all), now, is_start=True)
+
+    def change(self, delta: Delta, now: float) -> Report:
+        """Make and remove what follows from news, without a look at what the tables hold."""
+        total = Report()
+        for each in self._all.values():
+            puts = [put for put in delta.puts if put.want.key[0] == each.table.name]
+            if puts and each.was_right:
+                self._write(each, partial(each.table.put, puts), total, now)
+        for each in reversed(self._all.values()):
+            drops = [resource for resource in delta.drops if resource.key[0] == each.table.name]
+            if drops:
+                self._write(each, partial(each.table.drop, drops), total, now)
+        return total
+
+    def hear(self, now: float, table: object = None, key: Key | None = None, by: str = "") -> None:
+        """Take note that another program may have changed something, in any table if none is named."""
+        if key is not None and by and len(self._origins) < _MAX_ORIGINS:
+            self._origins[key] = by
+        for name, each in self._all.items():
+            if table in (None, name):
+                each.was_told = True
+                each.settled = False
+                each.due = min(each.due, now + SETTLE)
 
     def close(self, *, remove: bool) -> None:
         """Close every table, also after one that fails to close."""
         for each in self._all.values():
             try:
                 each.table.close(remove=remove)
-            except (OSError, Retryable) as failure:
-                log.warning("Cannot close %s: %s", each.table.name, failure)
+            except Exception as failure:  # one of another package must not keep the others open
+                trace = None if isinstance(failure, OSError | Retryable) else failure
+                log.warning("Cannot close %s: %s", each.table.name, failure, exc_info=trace)
 
     # ---- when ------------------------------------------------------------------------------------
 
     def _hear(self, each: _Upkeep, now: float) -> None:
         table = each.table
-        heard = list(table.changes()) if isinstance(table, Notifies) else []
-        if heard:
-            each.origins.update(change.by for change in heard if change.by)
-            each.settled = False
-            each.due = min(each.due, now + _SETTLE)
+        for change in table.changes() if isinstance(table, Notifies) else ():
+            if change.by and change.key is None:
+                each.origins.add(change.by)
+            self.hear(now, table.name, change.key, change.by)
         if isinstance(table, Polled) and table.next_look <= now and table.look():
             each.due = min(each.due, now)
 
     def _may_begin(self, each: _Upkeep) -> bool:
-        return all(self._all[name].was_right for name in each.table.needs)
+        return each.table.needs <= self._converged
 
     def _next_wakeup(self, each: _Upkeep) -> float:
         look = each.table.next_look if isinstance(each.table, Polled) else math.inf
@@ -137,58 +229,141 @@ class Reconciler:
 
     # ---- read, compare, put, drop ------------------------------------------------------------------
 
-    def _put_right(self, each: _Upkeep, now: float) -> list[Resource]:
-        """Make what is missing; return what has to go."""
-        each.due = math.inf if each.table.audit is None else now + each.table.audit
-        origins, each.origins = each.origins, set()
-        try:
-            puts, stale = difference(each.wanted, each.table.read(Scope(each.wanted)))
-            report = each.table.put(puts) if puts else Report()
-        except (OSError, Retryable) as failure:
-            self._could_not(each, str(failure), now)
-            return []
-        self._account(each, report, origins, now)
-        return stale
+    def _pass(self, due: set[str], now: float, *, is_start: bool) -> Report:
+        """Put tables right in their order, then remove what has to go in the reverse order."""
+        began, total = clock.cpu_time(), Report()
+        stale: dict[str, Sequence[Resource]] = {}
+        with self.work.reconcile:
+            for name, each in self._all.items():
+                if name not in due or not self._may_begin(each):
+                    continue
+                report, stale[name] = self._put_right(each, now, is_start=is_start)
+                total.add(report)
+                if report.made:
+                    # What stood on a device or a process that was made anew is gone.
+                    due |= {other for other, upkeep in self._all.items() if upkeep.stands_on(name)}
+            allowed = self._permits.drops(stale) if any(stale.values()) else {}
+            for name in reversed(stale):
+                if allowed.get(name):
+                    total.add(self._drop(self._all[name], allowed[name], now, is_start=is_start))
+        rest = now + REST * (clock.cpu_time() - began)
+        for name in due:
+            each = self._all[name]
+            each.not_before = max(each.not_before, rest)
+            each.origins.clear()
+            each.was_told = False
+        self._origins = {key: by for key, by in self._origins.items() if key[0] not in due}
+        self.work.synced()
+        self._after(total)
+        return total
 
-    def _drop(self, each: _Upkeep, stale: Sequence[Resource], now: float) -> None:
+    def _put_right(self, each: _Upkeep, now: float, *, is_start: bool) -> tuple[Report, Sequence[Resource]]:
+        """Make what is missing; return what has to go, too."""
+        table = each.table
+        each.due = math.inf if table.audit is None else now + table.audit
         try:
-            report = each.table.drop(stale)
-        except (OSError, Retryable) as failure:
-            self._could_not(each, str(failure), now)
+            puts, stale = difference(each.wanted, table.read(Scope(each.wanted, self.adopt)))
+            puts = self._permits.puts(table.name, puts)
+            with self.work.apply:
+                report = table.put(puts) if puts else Report()
+        except each.failures as failure:
+            self._could_not(each, failure, now)
+            return Report(), ()
+        self._account(each, report, now, is_start=is_start)
+        return report, stale
+
+    def _drop(self, each: _Upkeep, stale: Sequence[Resource], now: float, *, is_start: bool) -> Report:
+        report = Report()
+        self._write(each, partial(each.table.drop, stale), report, now)
+        if not is_start and report.removed:
+            self._repaired(each, "Removed", report.removed, report.details)
+        return report
+
+    def _write(self, each: _Upkeep, act: Callable[[], Report], total: Report, now: float) -> None:
+        """Write without a reading, and note what comes of it."""
+        try:
+            with self.work.apply:
+                report = act()
+        except each.failures as failure:
+            self._could_not(each, failure, now)
             return
-        _tell("Removed", report.removed, report.details, "")
-        self._retry(each, report.failed, now)
+        total.add(report)
+        refused = [failure for failure in report.failed if not failure.is_taken]
+        if len(refused) < len(report.failed):
+            # What stands in the way, a reading tells.
+            each.due = min(each.due, now + SETTLE)
+        done = {resource.key for resource in (*report.made, *report.removed)}
+        kept = [failure for failure in each.failed if failure.resource.key not in done]
+        if refused:
+            self._retry(each, [*kept, *refused], now)
+        else:
+            each.failed = tuple(kept)
 
     # ---- afterwards --------------------------------------------------------------------------------
 
-    def _could_not(self, each: _Upkeep, problem: str, now: float) -> None:
-        each.problem, each.settled = problem, False
-        self._say_not_in_place(each, problem)
+    def _could_not(self, each: _Upkeep, failure: Exception, now: float) -> None:
+        each.problem, each.settled = cause_of(failure), False
+        if not isinstance(failure, OSError | Retryable):
+            log.error("%s failed", type(each.table).__name__, exc_info=failure)
+        self._say_not_in_place(each, each.problem)
+        each.not_before = now + each.retry_delay
         self._retry_later(each, now)
 
-    def _account(self, each: _Upkeep, report: Report, origins: set[str], now: float) -> None:
-        by = ", ".join(sorted(origins))
-        if report.made and (each.was_right or report.pending):
-            each.repairs[by or "unknown"] = each.repairs.get(by or "unknown", 0) + 1
-            _tell("Restored", report.made, report.details, f" after a change by {by}" if by else "")
-            if each.contest.spend():
-                log.warning(
-                    "Another program keeps changing %s: waiting longer before each repair; find out which "
-                    "one it is, and stop it or exclude there what is flannel's",
-                    each.table.what,
-                )
-        elif report.made:
-            _tell("Made", report.made, report.details, "")
+    def _account(self, each: _Upkeep, report: Report, now: float, *, is_start: bool) -> None:
+        if report.made and not is_start:
+            if each.was_right or report.pending:
+                self._count_repair(each, report)
+                self._repaired(each, "Restored", report.made, report.details)
+            else:
+                _tell("Made", report.made, report.details)
         self._retry(each, report.failed, now)
         if report.failed:
             return
         each.problem = ""
         each.was_right = True
+        self._converged.add(each.table.name)
         each.settled = not report.pending
         if report.pending:
             each.due = now
 
+    def _count_repair(self, each: _Upkeep, report: Report) -> None:
+        by = self._origins_of(each, report.made) or "unknown"
+        each.repairs[by] = each.repairs.get(by, 0) + 1
+
+    def _repaired(
+        self, each: _Upkeep, deed: str, resources: Sequence[Resource], details: Mapping[Key, str]
+    ) -> None:
+        """Log a repair; those of a contest ever more rarely."""
+        self.work.healed(resources, was_told=each.was_told)
+        is_contest = each.contest.is_tried()
+        each.untold = each.untold + len(resources) if is_contest else 0
+        each.contested_repairs = each.contested_repairs + 1 if is_contest else 0
+        if not is_contest:
+            _tell(deed, resources, details, lambda resource: self._origin(each, resource))
+        elif not each.contested_repairs & (each.contested_repairs - 1):
+            by = self._origins_of(each, resources)
+            after = f", lately after changes by {by}" if by else ""
+            log.warning(
+                "Still repairing %s: %s so far%s", each.table.what, counted(each.untold, "object"), after
+            )
+        if each.contest.spend():
+            log.warning(
+                "Another program keeps changing %s: waiting longer before each repair; find out which "
+                "one it is, and stop it or exclude there what is flannel's",
+                each.table.what,
+            )
+
+    def _origins_of(self, each: _Upkeep, resources: Iterable[Resource]) -> str:
+        return ", ".join(sorted({self._origin(each, resource) for resource in resources} - {""}))
+
+    def _origin(self, each: _Upkeep, resource: Resource) -> str:
+        """Return who changed a resource, or the device that it stands on."""
+        device = (LINKS, getattr(resource, "device", ""))
+        by = self._origins.get(resource.key) or self._origins.get(device)
+        return by or ", ".join(sorted(each.origins))
+
     def _retry(self, each: _Upkeep, failed: Sequence[Failure], now: float) -> None:
+        self.work.refused(failed)
         each.failed = tuple(failed)
         if failed:
             more = f", and {len(failed) - 1} more" if len(failed) > 1 else ""
@@ -205,27 +380,32 @@ class Reconciler:
             self._once.warn(log, each.table.name, f"{_sentence(each.table.what)} are not in place: {problem}")
 
     def _retry_later(self, each: _Upkeep, now: float) -> None:
-        each.not_before = now + each.retry_delay
-        each.due = min(each.due, each.not_before)
+        each.due = min(each.due, now + each.retry_delay)
         each.retry_delay = min(2 * each.retry_delay, _LAST_RETRY)
 
 
-def _tell(deed: str, resources: Sequence[Resource], details: Mapping[Key, str], by: str) -> None:
+def _tell(
+    deed: str,
+    resources: Sequence[Resource],
+    details: Mapping[Key, str],
+    origin: Callable[[Resource], str] = lambda _: "",
+) -> None:
     level = logging.WARNING if deed == "Restored" else logging.INFO
     for resource in resources[:_FEW]:
-        detail = details.get(resource.key, "")
-        log.log(level, "%s %s%s%s", deed, resource, by, f": {detail}" if detail else "")
+        detail, by = details.get(resource.key, ""), origin(resource)
+        after = f" after a change by {by}" if by else ""
+        log.log(level, "%s %s%s%s", deed, resource, after, f": {detail}" if detail else "")
     if len(resources) > _FEW:
-        log.log(level, "%s %d more%s", deed, len(resources) - _FEW, by)
+        log.log(level, "%s %d more", deed, len(resources) - _FEW)
 
 
 def _sentence(words: str) -> str:
     return words[:1].upper() + words[1:]
 
 
-def wanted_by_table(pairs: Iterable[tuple[str, Resource]]) -> dict[str, dict[Key, Resource]]:
-    """Return the desired state by table and key, out of pairs of a table's name and a resource."""
+def wanted_by_table(resources: Iterable[Resource]) -> dict[str, dict[Key, Resource]]:
+    """Return the desired state by table and key."""
     state: dict[str, dict[Key, Resource]] = {}
-    for name, resource in pairs:
-        state.setdefault(name, {})[resource.key] = resource
+    for resource in resources:
+        state.setdefault(str(resource.key[0]), {})[resource.key] = resource
     return state

@@ -10,6 +10,11 @@ def now() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
+def cpu_time() -> float:
+    """Seconds that this thread has computed."""
+    return time.thread_time()
+
+
 def wall() -> float:
     """Seconds since 1970, for comparison with times that the kernel tells. Anybody may set this clock."""
     return time.time()

@@ -6,7 +6,9 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 
 from flanneld.model import LeaseKey
-from flanneld.state.resources import FdbEntry, Key, Kind, Resource, Vxlan
+from flanneld.state.diff import Delta
+from flanneld.state.resources import LINKS, FdbEntry, Key, Resource, Vxlan
+from flanneld.state.table import Put
 
 #: Ranks before every lease: what this node needs for itself.
 LOCAL: LeaseKey = (None, None)
@@ -16,14 +18,14 @@ Before = dict[Key, Resource | None]
 
 
 class DesiredState:
-    """The wanted state by key, with an owner for each resource.
+    """The wanted state by table and key, with an owner for each resource.
 
     When two owners claim one key - cloned machines with one MAC - the lower subnet wins whatever the
     order in which they came, and the other takes over when the winner leaves.
     """
 
     def __init__(self) -> None:
-        self.state: dict[Key, Resource] = {}
+        self._tables: dict[str, dict[Key, Resource]] = {}
         self._holder: dict[Key, LeaseKey] = {}
         self._wishes: dict[LeaseKey, tuple[Resource, ...]] = {}
         #: Only for keys with several claims, winner included.
@@ -31,6 +33,23 @@ class DesiredState:
 
     def __contains__(self, owner: LeaseKey) -> bool:
         return owner in self._wishes
+
+    @property
+    def state(self) -> dict[Key, Resource]:
+        """A copy of all that is in force: from any thread."""
+        return dict(chain.from_iterable(table.copy().items() for table in self._tables.copy().values()))
+
+    def table(self, name: object) -> dict[Key, Resource]:
+        """What is in force of one table, now and later: not a copy."""
+        assert isinstance(name, str)
+        found = self._tables.get(name)
+        if found is None:
+            found = self._tables[name] = {}
+        return found
+
+    def get(self, key: Key) -> Resource | None:
+        """Return what is in force under a key."""
+        return self.table(key[0]).get(key)
 
     def owners(self) -> Iterator[LeaseKey]:
         return iter(self._wishes)
@@ -55,7 +74,7 @@ class DesiredState:
             key = resource.key
             claims = self._rivals.get(key)
             if claims:
-                in_force = self.state[key]
+                in_force = self.table(key[0])[key]
                 other = next((each for each in chain((owner,), claims) if claims[each] != in_force), None)
                 if other is not None:
                     yield in_force, self._holder[key], other
@@ -69,55 +88,57 @@ class DesiredState:
         touched: Before = {}
         for resource in old:
             key = resource.key
-            touched.setdefault(key, self.state.get(key))
+            touched.setdefault(key, self.get(key))
             self._withdraw(owner, key)
         for resource in wish:
             key = resource.key
-            touched.setdefault(key, self.state.get(key))
+            touched.setdefault(key, self.get(key))
             self._claim(owner, key, resource)
         return touched
 
-    def since(self, before: Before) -> tuple[list[Resource], list[Resource]]:
-        """What the kernel must get and what it must lose, if it holds what was in force before."""
+    def since(self, before: Before) -> Delta:
+        """What the tables must get and what they must lose, if they hold what was in force before."""
         puts, drops = [], []
         for key, was in before.items():
-            now = self.state.get(key)
+            now = self.get(key)
             if now is None and was is not None:
                 drops.append(was)
             elif now is not None and now != was:
-                puts.append(now)
-        return puts, drops
+                puts.append(Put(now, was))
+        return Delta(tuple(puts), tuple(drops))
 
     def cloned_device(self, owner: LeaseKey) -> Vxlan | None:
         """Return our VXLAN device whose MAC an owner's device has, too."""
         for resource in self._wishes.get(owner, ()):
             if isinstance(resource, FdbEntry):
-                device = self.state.get((Kind.LINK, resource.device))
+                device = self.get((LINKS, resource.device))
                 if isinstance(device, Vxlan) and device.mac == resource.mac:
                     return device
         return None
 
     def _claim(self, owner: LeaseKey, key: Key, resource: Resource) -> None:
         holder = self._holder.get(key)
+        table = self.table(key[0])
         if holder is None or holder == owner:
-            self.state[key], self._holder[key] = resource, owner
+            table[key], self._holder[key] = resource, owner
             if key in self._rivals:
                 self._rivals[key][owner] = resource
             return
-        self._rivals.setdefault(key, {holder: self.state[key]})[owner] = resource
+        self._rivals.setdefault(key, {holder: table[key]})[owner] = resource
         if rank(owner) < rank(holder):
-            self.state[key], self._holder[key] = resource, owner
+            table[key], self._holder[key] = resource, owner
 
     def _withdraw(self, owner: LeaseKey, key: Key) -> None:
         claims = self._rivals.get(key)
+        table = self.table(key[0])
         if claims is None:
             if self._holder.get(key) == owner:
-                del self.state[key], self._holder[key]
+                del table[key], self._holder[key]
             return
         claims.pop(owner, None)
         if self._holder[key] == owner:
             winner = min(claims, key=rank)
-            self.state[key], self._holder[key] = claims[winner], winner
+            table[key], self._holder[key] = claims[winner], winner
         if len(claims) == 1:
             del self._rivals[key]
 

@@ -26,13 +26,18 @@ class Kind(IntEnum):
     ROUTE = 4
     #: The packet filter's rules of one family, in one place.
     RULES = 5
-    #: Beyond this kernel, in the hands of a backend's own driver.
-    OUTSIDE = 6
+    #: A file of this host, or a setting of its kernel.
+    FILE = 6
+    #: In a backend's own table, beyond this kernel.
+    REMOTE = 7
 
 
-#: The first item is the kind, the rest identifies the object within its kind. Numbers and strings only:
-#: an address object takes ten times as long to hash, and keys are hashed all the time.
-Key = tuple[Kind | int | str, ...]
+#: Names of the kernel's tables.
+LINKS, ADDRESSES, NEIGHBORS, FDB, ROUTES = "links", "addresses", "neighbors", "fdb", "routes"
+
+#: The first item names the table, the rest identifies the object there. Numbers and strings only: an address
+#: object takes ten times as long to hash, and keys are hashed all the time.
+Key = tuple[int | str, ...]
 
 #: linux/rtnetlink.h RTPROT_BOOT: what ``ip route add`` leaves, and what Go flannel's routes carry.
 PROTO_BOOT = 3
@@ -42,15 +47,15 @@ PROTO_FLANNEL = 70
 
 def route_key(destination: IPNetwork, *more: str) -> Key:
     """The key of a route; ``more`` sets those apart that may be beside others to the same destination."""
-    return (Kind.ROUTE, destination.version, int(destination.network_address), destination.prefixlen, *more)
+    return (ROUTES, destination.version, int(destination.network_address), destination.prefixlen, *more)
 
 
 def destination_of(key: Key) -> IPNetwork | None:
     """The network that a key of a route names, None for any other key."""
     match key:
-        case (Kind.ROUTE, 4, int(number), int(length), *_):
+        case ("routes", 4, int(number), int(length), *_):
             return IPv4Network((number, length))
-        case (Kind.ROUTE, 6, int(number), int(length), *_):
+        case ("routes", 6, int(number), int(length), *_):
             return IPv6Network((number, length))
     return None
 
@@ -64,7 +69,7 @@ class Link(Struct, frozen=True, gc=False):
 
     @property
     def key(self) -> Key:
-        return (self.kind, self.name)
+        return (LINKS, self.name)
 
     # Fields of each class, in an order of its own.
     @property
@@ -150,7 +155,7 @@ class ForeignLink(Struct, frozen=True, gc=False):
 
     @property
     def key(self) -> Key:
-        return (self.kind, self.name)
+        return (LINKS, self.name)
 
     def __str__(self) -> str:
         return f"link {self.name}, {self.description}"
@@ -165,7 +170,7 @@ class Address(Struct, frozen=True, gc=False):
 
     @property
     def key(self) -> Key:
-        return (self.kind, self.device, self.address.version, int(self.address))
+        return (ADDRESSES, self.device, self.address.version, int(self.address))
 
     def __str__(self) -> str:
         return f"address {self.address}/{self.address.max_prefixlen} dev {self.device}"
@@ -181,7 +186,7 @@ class Neighbor(Struct, frozen=True, gc=False):
 
     @property
     def key(self) -> Key:
-        return (self.kind, self.device, self.address.version, int(self.address))
+        return (NEIGHBORS, self.device, self.address.version, int(self.address))
 
     def __str__(self) -> str:
         return f"neigh {self.address} lladdr {self.mac} dev {self.device}"
@@ -202,7 +207,7 @@ class FdbEntry(Struct, frozen=True, gc=False):
 
     @property
     def key(self) -> Key:
-        return (self.kind, self.device, self.mac)
+        return (FDB, self.device, self.mac)
 
     def __str__(self) -> str:
         return f"fdb {self.mac} dst {self.remote} dev {self.device}"
@@ -259,13 +264,15 @@ class Blackhole(Struct, frozen=True, gc=False):
 
 
 class Resource(Protocol):
-    """Any of the above, or one of a backend's own with kind ``OUTSIDE``. ``str`` is for the log."""
+    """Any of the above, or one of a backend's own with kind ``REMOTE``. ``str`` is for the log."""
 
     kind: ClassVar[Kind]
 
     @property
-    def key(self) -> Key: ...
+    def key(self) -> Key:
+        """The name of the table that holds it, and what tells it from the others there."""
+        ...
 
 
-#: What a kernel holds, or should hold.
+#: What a table holds, or should hold.
 State = Mapping[Key, Resource]

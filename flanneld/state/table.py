@@ -33,10 +33,14 @@ class Seen(Struct, frozen=True, gc=False):
 
 
 class Put(Struct, frozen=True, gc=False):
-    """A resource to make. ``was`` is what has its key now, None if nothing has."""
+    """A resource to make. ``was`` is what has its key now, None if nothing has.
+
+    Without a ``claim`` that was not read: it is what was to be there before.
+    """
 
     want: Resource
     was: Resource | None = None
+    claim: Claim | None = None
 
 
 class Scope(Struct, frozen=True, gc=False):
@@ -63,8 +67,18 @@ class Table(Protocol):
         ...
 
     @property
+    def worker(self) -> str:
+        """Name of the thread that maintains it. Packets wait for "kernel": nothing there may block."""
+        ...
+
+    @property
+    def vital(self) -> bool:
+        """Whether containers have no network without its resources: the daemon is not ready before that."""
+        ...
+
+    @property
     def needs(self) -> frozenset[str]:
-        """Names of tables of the same worker that converge before the first put here."""
+        """Names of tables, of any worker, that converge before the first put here."""
         ...
 
     @property
@@ -90,9 +104,13 @@ class Table(Protocol):
 
 
 class Changes(Struct, frozen=True, gc=False):
-    """Notification that another program changed a table. ``by`` names it, empty if it is not known."""
+    """Notification that another program changed a table.
+
+    ``by`` names it, ``key`` says what it changed; empty and None if that is not known.
+    """
 
     by: str = ""
+    key: Key | None = None
 
 
 @runtime_checkable

@@ -52,6 +52,12 @@ class Previous(Struct, frozen=True, gc=False):
     networks: tuple[IPNetwork, ...] = ()
     subnets: LeaseKey = (None, None)
 
+    @property
+    def ranges(self) -> tuple[tuple[IPNetwork, int], ...]:
+        """Return each network that this node had a subnet of, with the length of that subnet."""
+        lengths = {net.version: net.prefixlen for net in self.subnets if net is not None}
+        return tuple((net, lengths[net.version]) for net in self.networks if net.version in lengths)
+
 
 def beside(subnet_file: Path, suffix: str) -> Path:
     """Name another file of this daemon: ``flanneld.<suffix>``, or ``flanneld-blue.<suffix>`` for blue.env."""

@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 
-from tests.lab import Lab, Node, peer_command, wait_for
+from tests.lab import Lab, Node, own_command, peer_command, wait_for
 from tests.lab.lab import NETWORK
 from tests.netns.pair import DUAL_STACK, connect
-from tests.netns.wireguard_daemon import COMMAND
 
-OURS, THEIRS = COMMAND, peer_command("v3")
+OURS, THEIRS = own_command(), peer_command("v3")
 
 pytestmark = [
     pytest.mark.needs_kernel("wireguard"),

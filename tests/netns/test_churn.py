@@ -17,6 +17,7 @@ from tests.lab import Lab, Node, wait_for
 from tests.lab.etcd import PREFIX
 from tests.netns.apis import both_apis
 from tests.netns.strangers import ABOVE_STRANGERS, PATIENT, Stranger, settle, wait_for_just
+from tests.netns.test_seeing import flannelctl
 
 #: What comes and goes at a time.
 STRANGERS = [Stranger(number) for number in range(8)]
@@ -103,7 +104,12 @@ def test_churn_leaves_no_thread_and_no_descriptor_behind(lab: Lab, nodes: tuple[
             churn(lab, node)
         assert ping.lost() == 0
     before.wait_for_no_more(node.pid)
-    wait_for(lambda: node.log().count("Healed: ") >= 20 * REPAIRS, PATIENT, "all repairs in the log")
+    wait_for(lambda: repairs(node) >= 20 * REPAIRS, PATIENT, "all repairs to be counted")
+
+
+def repairs(node: Node) -> int:
+    status = json.loads(flannelctl(node, "status", "--output=json").stdout)
+    return sum(each["number"] for each in status["repairs"])
 
 
 @pytest.mark.long

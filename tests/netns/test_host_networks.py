@@ -324,7 +324,7 @@ def test_route_of_others_stays_and_blocks_until_it_goes(
     node = start(lab, backend, *BRIDGE, foreign, **stack.config)
     before = main_table(node)[family]
     lab.etcd.put_lease(key(SUBNET, stack.families), lease(backend["Type"]))
-    node.wait_for_log(f"Refused: route {SUBNET[family]}")
+    node.wait_for_log(f"The routes are not in place: route {SUBNET[family]}")
     assert "stands there and is not flannel's" in node.log()
     assert main_table(node)[family] == before
     node.stop()

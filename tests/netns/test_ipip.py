@@ -134,11 +134,13 @@ def test_a_packet_of_the_mtu_goes_undivided_and_a_larger_one_in_parts(node: Node
 @pytest.mark.parametrize(
     ("commands", "logged"),
     [
-        pytest.param(["link del {device}"], "Healed: link {device}", id="a deleted device"),
+        pytest.param(["link del {device}"], "Restored link {device}", id="a deleted device"),
         pytest.param(
-            ["link set {device} down", "link set {device} up"], "Healed: route", id="a device set down and up"
+            ["link set {device} down", "link set {device} up"],
+            "Restored route",
+            id="a device set down and up",
         ),
-        pytest.param(["link set {device} down"], "Healed: link {device}", id="a device set down"),
+        pytest.param(["link set {device} down"], "Restored link {device}", id="a device set down"),
         pytest.param(["link set {device} mtu 1400"], "{device} has mtu 1400, wanted 1480", id="another MTU"),
         pytest.param(
             ["link set {device} type ipip local 198.18.0.77 remote any"],
@@ -152,12 +154,10 @@ def test_a_packet_of_the_mtu_goes_undivided_and_a_larger_one_in_parts(node: Node
         ),
         pytest.param(
             ["route flush dev {device}", "address flush dev {device} scope global"],
-            "Healed: address",
+            "Restored address",
             id="routes and address flushed",
         ),
-        pytest.param(
-            ["route add 10.5.0.0/24 dev {device}"], "Removed what nobody wants", id="one more route"
-        ),
+        pytest.param(["route add 10.5.0.0/24 dev {device}"], "Removed ", id="one more route"),
     ],
 )
 def test_what_others_do_to_the_tunnel_is_undone(node: Node, commands: list[str], logged: str) -> None:

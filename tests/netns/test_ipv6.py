@@ -16,24 +16,24 @@ DEVICE = "flannel-v6.1"
 STACKS = [pytest.param(DUAL_STACK, id="dual stack"), pytest.param(IPV6_ONLY, id="IPv6 only")]
 
 ANY_BACKEND = [
-    pytest.param("ip -6 route append {subnet6} via fd00:18::fe", "Healed: route {subnet6}", id="a rival"),
-    pytest.param("ip -6 route del {subnet6}", "Healed: route {subnet6}", id="a deleted route"),
-    pytest.param("ip -6 route replace {subnet6} dev lo", "Healed: route {subnet6}", id="a changed route"),
+    pytest.param("ip -6 route append {subnet6} via fd00:18::fe", "Restored route {subnet6}", id="a rival"),
+    pytest.param("ip -6 route del {subnet6}", "Restored route {subnet6}", id="a deleted route"),
+    pytest.param("ip -6 route replace {subnet6} dev lo", "Restored route {subnet6}", id="a changed route"),
 ]
 
 VXLAN = [
-    pytest.param("ip neigh del {base6} dev flannel-v6.1", "Healed: neigh {base6}", id="a deleted NDP entry"),
-    pytest.param("bridge fdb del {mac6} dev flannel-v6.1", "Healed: fdb {mac6}", id="a deleted FDB entry"),
+    pytest.param("ip neigh del {base6} dev flannel-v6.1", "Restored neigh {base6}", id="a deleted NDP entry"),
+    pytest.param("bridge fdb del {mac6} dev flannel-v6.1", "Restored fdb {mac6}", id="a deleted FDB entry"),
     pytest.param(
         "bridge fdb replace {mac6} dev flannel-v6.1 dst fd00:18::99 self permanent",
-        "Healed: fdb {mac6}",
+        "Restored fdb {mac6}",
         id="a changed FDB entry",
     ),
     pytest.param(
-        "ip address del {own6}/128 dev flannel-v6.1", "Healed: address {own6}/128", id="a deleted address"
+        "ip address del {own6}/128 dev flannel-v6.1", "Restored address {own6}/128", id="a deleted address"
     ),
-    pytest.param("ip link del flannel-v6.1", "Healed: link flannel-v6.1", id="a deleted device"),
-    pytest.param("ip link set flannel-v6.1 down", "Healed: link flannel-v6.1", id="a device set down"),
+    pytest.param("ip link del flannel-v6.1", "Restored link flannel-v6.1", id="a deleted device"),
+    pytest.param("ip link set flannel-v6.1 down", "Restored link flannel-v6.1", id="a device set down"),
 ]
 
 

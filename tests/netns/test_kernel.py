@@ -14,9 +14,13 @@ from flanneld.network.rtnetlink import devices
 from flanneld.network.rtnetlink.domain import Domain
 from flanneld.network.rtnetlink.kernel import Kernel
 from flanneld.network.rtnetlink.monitor import Gone, Monitor, News, Seen
-from flanneld.state.diff import Plan, compare
+from flanneld.network.rtnetlink.route_order import Behind
+from flanneld.network.rtnetlink.tables import tables
+from flanneld.reconcile.reconciler import wanted_by_table
+from flanneld.state.diff import difference
 from flanneld.state.report import Report
-from flanneld.state.resources import Address, FdbEntry, Key, Neighbor, Resource, Route, Vxlan
+from flanneld.state.resources import Address, FdbEntry, Neighbor, Resource, Route, Vxlan
+from flanneld.state.table import Put, Scope
 from tests.lab.namespace import Namespace, batch, remove
 from tests.lab.wait import wait_for
 
@@ -43,7 +47,7 @@ DOMAIN = Domain(
     uplink="up0",
     links=frozenset({"vx4", "vx6"}),
     ranges=((ip_network("10.1.0.0/16"), 24), (ip_network("fd00::/48"), 64)),
-    sweep=True,
+    bridging=frozenset({"vx4", "vx6"}),
 )
 
 _numbers = itertools.count(1)
@@ -79,26 +83,47 @@ def host(empty: Namespace) -> Namespace:
     return empty
 
 
+class Tables:
+    """The kernel's tables, as the reconciler sees them."""
+
+    def __init__(self) -> None:
+        self.kernel = Kernel(DOMAIN)
+        *_, self.routes = self.all = tables(self.kernel)
+
+    def distance(self, resources: list[Resource]) -> tuple[list[Put], list[Resource]]:
+        """What is to do so that our two devices hold just this."""
+        made = [seen.make for name in DOMAIN.links if (seen := self.kernel.link(name))]
+        wanted = wanted_by_table([*made, *resources])
+        puts, drops = list[Put](), list[Resource]()
+        for table in self.all:
+            mine = wanted.get(table.name, {})
+            lacking, stale = difference(mine, table.read(Scope(mine)))
+            puts += lacking
+            drops += stale
+        return puts, drops
+
+    def converge(self, resources: list[Resource]) -> Report:
+        puts, drops = self.distance(resources)
+        return self.write(puts, drops)
+
+    def write(self, puts: list[Put], drops: list[Resource]) -> Report:
+        report = Report()
+        for table in self.all:
+            if mine := [put for put in puts if put.want.key[0] == table.name]:
+                report.add(table.put(mine))
+        for table in reversed(self.all):
+            if lost := [resource for resource in drops if resource.key[0] == table.name]:
+                report.add(table.drop(lost))
+        return report
+
+
+DONE: tuple[list[Put], list[Resource]] = ([], [])
+
+
 @pytest.fixture
-def kernel(host: Namespace) -> Kernel:
+def kernel(host: Namespace) -> Tables:
     del host
-    return Kernel()
-
-
-def distance(kernel: Kernel, resources: list[Resource], ours: dict[Key, Resource] | None = None) -> Plan:
-    """What is to do so that our two devices hold just this; ``ours`` are routes made before."""
-    made = [seen.make for name in DOMAIN.links if (seen := kernel.link(name))]
-    links: dict[Key, Resource] = {link.key: link for link in made}
-    wanted = {**links, **{resource.key: resource for resource in resources}}
-    return compare(
-        wanted,
-        itertools.chain(((link, True) for link in links.values()), kernel.read(DOMAIN, wanted)),
-        ours,
-    )
-
-
-def converge(kernel: Kernel, resources: list[Resource], ours: dict[Key, Resource] | None = None) -> Report:
-    return kernel.apply(distance(kernel, resources, ours), DOMAIN)
+    return Tables()
 
 
 def drift(monitor: Monitor) -> list[News]:
@@ -111,22 +136,22 @@ def drift(monitor: Monitor) -> list[News]:
     return [*changed, *(item for item in news if isinstance(item, Gone) and item.key in wanted)]
 
 
-def test_everything_is_read_back_as_it_was_written(kernel: Kernel) -> None:
-    report = converge(kernel, EVERYTHING)
+def test_everything_is_read_back_as_it_was_written(kernel: Tables) -> None:
+    report = kernel.converge(EVERYTHING)
     assert (report.made, report.removed, report.failed) == (EVERYTHING, [], [])
-    assert not distance(kernel, EVERYTHING)
+    assert kernel.distance(EVERYTHING) == DONE
 
 
-def test_everything_can_be_removed_again(kernel: Kernel) -> None:
-    converge(kernel, EVERYTHING)
-    assert len(converge(kernel, []).removed) == len(EVERYTHING)
-    assert not distance(kernel, [])
+def test_everything_can_be_removed_again(kernel: Tables) -> None:
+    kernel.converge(EVERYTHING)
+    assert len(kernel.converge([]).removed) == len(EVERYTHING)
+    assert kernel.distance([]) == DONE
 
 
-def test_a_route_moves_between_uplink_and_tunnel(kernel: Kernel) -> None:
+def test_a_route_moves_between_uplink_and_tunnel(kernel: Tables) -> None:
     for wanted in (DIRECT, TUNNELLED, DIRECT):
-        assert converge(kernel, wanted).failed == []
-        assert not distance(kernel, wanted)
+        assert kernel.converge(wanted).failed == []
+        assert kernel.distance(wanted) == DONE
 
 
 IN_THE_WAY = pytest.mark.parametrize("obstacle", ["{} dev other0", "blackhole {}", "{} dev up0"])
@@ -140,26 +165,26 @@ def main_table(host: Namespace) -> list[str]:
 @IN_THE_WAY
 @EITHER
 def test_foreign_route_that_took_the_place_of_ours_gives_way(
-    host: Namespace, kernel: Kernel, wanted: list[Resource], obstacle: str
+    host: Namespace, kernel: Tables, wanted: list[Resource], obstacle: str
 ) -> None:
+    kernel.converge(wanted)
     host.ip(*(f"route replace {obstacle.format(net)}" for net in (SUBNET, SUBNET_V6)))
-    ours = {resource.key: resource for resource in wanted}
-    assert converge(kernel, wanted, ours).failed == []
-    assert distance(kernel, wanted) == Plan()
+    assert kernel.converge(wanted).failed == []
+    assert kernel.distance(wanted) == DONE
 
 
 @IN_THE_WAY
 @EITHER
 def test_foreign_route_that_was_there_first_stays(
-    host: Namespace, kernel: Kernel, wanted: list[Resource], obstacle: str
+    host: Namespace, kernel: Tables, wanted: list[Resource], obstacle: str
 ) -> None:
     host.ip(*(f"route replace {obstacle.format(net)}" for net in (SUBNET, SUBNET_V6)))
     before = main_table(host)
-    plan = distance(kernel, wanted)
-    assert [route for route, _ in plan.blocked] == wanted
-    assert not plan
-    # Nor does a plan that was made before it was there do it any harm.
-    report = kernel.apply(Plan(puts=tuple(wanted)), DOMAIN)
+    report = kernel.converge(wanted)
+    assert (report.made, [failure.resource for failure in report.failed]) == ([], wanted)
+    assert all("stands there and is not flannel's" in failure.reason for failure in report.failed)
+    # Nor does news of a lease that came before it was seen do it any harm.
+    report = kernel.write([Put(route) for route in wanted], [])
     assert [(failure.resource, failure.is_taken) for failure in report.failed] == [
         (route, True) for route in wanted
     ]
@@ -168,33 +193,32 @@ def test_foreign_route_that_was_there_first_stays(
 
 @EITHER
 def test_connected_network_is_never_replaced_nor_put_behind(
-    host: Namespace, kernel: Kernel, wanted: list[Resource]
+    host: Namespace, kernel: Tables, wanted: list[Resource]
 ) -> None:
-    host.ip("address add 10.1.7.1/24 dev other0")
+    kernel.converge(wanted[:1])
+    host.ip(f"route delete {SUBNET}", "address add 10.1.7.1/24 dev other0")
     before = main_table(host)
-    ours = {resource.key: resource for resource in wanted}
-    plan = distance(kernel, wanted[:1], ours)
-    assert (plan.puts, [route for route, _ in plan.blocked]) == ((), wanted[:1])
-    host.ip("route append 10.1.7.0/24 via 192.0.2.7 dev up0 proto 70")
-    assert distance(kernel, DIRECT[:1], ours).behind == ()
-    host.ip("route delete 10.1.7.0/24 via 192.0.2.7 dev up0 proto 70")
+    report = kernel.converge(wanted[:1])
+    assert (report.made, [failure.resource for failure in report.failed]) == ([], wanted[:1])
     assert main_table(host) == before
+    host.ip("route append 10.1.7.0/24 via 192.0.2.7 dev up0 proto 70")
+    assert kernel.distance(DIRECT[:1]) == DONE
 
 
 def test_a_route_that_cannot_be_made_is_reported_and_hinders_no_other(
-    host: Namespace, kernel: Kernel
+    host: Namespace, kernel: Tables
 ) -> None:
     host.ip("route add fd00::/48 dev other0")
-    report = converge(kernel, TUNNELLED)
+    report = kernel.converge(TUNNELLED)
     assert [failure.resource for failure in report.failed] == [TUNNELLED[1]]
     assert report.made == [TUNNELLED[0]]
     assert host.json("ip", "-j", "-6", "route", "show", "fd00::/48")
 
 
-def test_a_second_route_to_a_subnet_is_left_alone(host: Namespace, kernel: Kernel) -> None:
-    converge(kernel, TUNNELLED)
+def test_a_second_route_to_a_subnet_is_left_alone(host: Namespace, kernel: Tables) -> None:
+    kernel.converge(TUNNELLED)
     host.ip(f"route append {SUBNET} via 192.0.2.9")
-    assert not distance(kernel, TUNNELLED)
+    assert kernel.distance(TUNNELLED) == DONE
 
 
 @pytest.mark.parametrize("wanted", [DIRECT, TUNNELLED], ids=["direct", "tunnelled"])
@@ -208,30 +232,30 @@ def test_a_second_route_to_a_subnet_is_left_alone(host: Namespace, kernel: Kerne
     ],
 )
 def test_a_route_before_ours_ends_up_behind_it(
-    host: Namespace, kernel: Kernel, wanted: list[Resource], rival: str
+    host: Namespace, kernel: Tables, wanted: list[Resource], rival: str
 ) -> None:
-    converge(kernel, wanted)
+    kernel.converge(wanted)
     alone = host.json("ip", "-j", "route", "show", str(SUBNET))
     host.ip(f"route prepend {rival}")
-    assert distance(kernel, wanted).behind == (wanted[0],)
-    assert converge(kernel, wanted).made == [wanted[0]]
-    assert not distance(kernel, wanted)
+    assert [(put.want, type(put.was)) for put in kernel.distance(wanted)[0]] == [(wanted[0], Behind)]
+    assert kernel.converge(wanted).made == [wanted[0]]
+    assert kernel.distance(wanted) == DONE
     first, second = host.json("ip", "-j", "route", "show", str(SUBNET))
     assert [first] == alone != [second]
 
 
 @pytest.mark.parametrize("route", ["10.1.9.0/24 dev vx4", "fd00:0:0:9::/64 dev vx6"])
 def test_what_nobody_wants_on_our_device_goes_whatever_its_scope(
-    host: Namespace, kernel: Kernel, route: str
+    host: Namespace, kernel: Tables, route: str
 ) -> None:
     host.ip(f"route add {route}")
-    assert len(converge(kernel, []).removed) == 1
-    assert not distance(kernel, [])
+    assert len(kernel.converge([]).removed) == 1
+    assert kernel.distance([]) == DONE
 
 
-def test_a_way_through_a_gateway_of_the_other_family_has_a_gateway(host: Namespace, kernel: Kernel) -> None:
+def test_a_way_through_a_gateway_of_the_other_family_has_a_gateway(host: Namespace, kernel: Tables) -> None:
     host.ip("route add 198.51.100.0/24 via inet6 fd77::9 dev up0")
-    way = kernel.way_to(ip_address("198.51.100.1"))
+    way = kernel.kernel.way_to(ip_address("198.51.100.1"))
     assert way is not None
     assert way.gateway == ip_address("fd77::9")
 
@@ -242,28 +266,28 @@ def test_a_table_that_does_not_exist_yet_is_empty(empty: Namespace) -> None:
     assert (kernel.default_routes(4), kernel.default_routes(6)) == ([], [])
 
 
-def test_a_device_that_is_in_the_way_is_named(host: Namespace, kernel: Kernel) -> None:
-    link = kernel.link("vx4")
+def test_a_device_that_is_in_the_way_is_named(host: Namespace, kernel: Tables) -> None:
+    link = kernel.kernel.link("vx4")
     assert link
     assert isinstance(link.make, Vxlan)
     host.ip("link del vx4", "link add thief type vxlan id 1 local 192.0.2.1 dev up0 dstport 8472")
-    (failure,) = kernel.apply_links([link.make]).failed
+    (failure,) = kernel.write([Put(link.make)], []).failed
     assert "File exists: thief serves the same ends" in failure.reason
     assert "ip link delete thief" in failure.remedy
 
 
-def test_a_device_gets_its_name_back_with_all_that_it_has(host: Namespace, kernel: Kernel) -> None:
-    converge(kernel, EVERYTHING)
-    link = kernel.link("vx4")
+def test_a_device_gets_its_name_back_with_all_that_it_has(host: Namespace, kernel: Tables) -> None:
+    kernel.converge(EVERYTHING)
+    link = kernel.kernel.link("vx4")
     assert link
     assert isinstance(link.make, Vxlan)
     before = host.json("ip", "-j", "neigh", "show", "dev", "vx4")
     host.ip("link set vx4 name other")
-    report = kernel.apply_links([link.make])
+    report = kernel.write([Put(link.make)], [])
     assert (report.made, report.failed) == ([link.make], [])
-    assert kernel.link("vx4") == link
+    assert kernel.kernel.link("vx4") == link
     assert host.json("ip", "-j", "neigh", "show", "dev", "vx4") == before
-    assert kernel.apply_links([link.make]).made == []
+    assert kernel.write([Put(link.make)], []).made == []
 
 
 def test_a_device_that_is_gone_already_can_be_removed(empty: Namespace) -> None:
@@ -287,9 +311,9 @@ def test_a_device_that_is_gone_already_can_be_removed(empty: Namespace) -> None:
         "neigh del fd00:0:0:7:: dev vx6",
     ],
 )
-def test_damage_by_others_is_news(host: Namespace, kernel: Kernel, command: str) -> None:
-    converge(kernel, EVERYTHING)
-    monitor = Monitor(kernel.port)
+def test_damage_by_others_is_news(host: Namespace, kernel: Tables, command: str) -> None:
+    kernel.converge(EVERYTHING)
+    monitor = Monitor(kernel.kernel.port)
     try:
         host.ip(command)
         wait_for(lambda: drift(monitor), what="news")
@@ -297,10 +321,10 @@ def test_damage_by_others_is_news(host: Namespace, kernel: Kernel, command: str)
         monitor.close()
 
 
-def test_our_own_work_is_no_news(kernel: Kernel) -> None:
-    monitor = Monitor(kernel.port)
+def test_our_own_work_is_no_news(kernel: Tables) -> None:
+    monitor = Monitor(kernel.kernel.port)
     try:
-        converge(kernel, EVERYTHING)
+        kernel.converge(EVERYTHING)
         assert drift(monitor) == []
     finally:
         monitor.close()

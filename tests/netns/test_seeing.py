@@ -170,10 +170,10 @@ def test_peers_that_are_refused_or_contested_are_shown_with_the_reason(lab: Lab)
 def test_what_was_repaired_is_told(lab: Lab) -> None:
     node, peer = settled(lab)
     node.namespace.ip(f"route del {peer.subnet()}")
-    node.wait_for_log("Healed: route")
+    node.wait_for_log("Restored route")
     told = wait_for(lambda: answer(node, "status")["repairs"], what="the repair to be told")
     assert told == [{"kind": "route", "cause": "notification", "number": 1}]
-    assert f"Healed: route {peer.subnet()}" in flannelctl(node, "events").stdout
+    assert f"Restored route {peer.subnet()}" in flannelctl(node, "events").stdout
 
 
 def break_route(node: Node, peer: Node) -> None:
@@ -310,7 +310,7 @@ def test_metrics_tell_what_the_daemon_does(lab: Lab) -> None:
     lab.etcd.put_lease("10.5.201.0/24", lease("198.18.0.201"))
     node.wait_for_route("10.5.201.0/24")
     node.namespace.ip(f"route del {peer.subnet()}")
-    node.wait_for_log("Healed: route")
+    node.wait_for_log("Restored route")
     heals = 'flannel_heals_total{cause="notification",kind="route"}'
     wait_for(lambda: heals in metrics(node), what="the repair to be counted")
     after = metrics(node)

@@ -74,8 +74,8 @@ def test_a_repair_names_the_program_that_made_it_necessary(lab: Lab) -> None:
         assert ip.stdin
         ip.stdin.write(f"route del {peer.subnet()}\n")
         ip.stdin.flush()
-        (line,) = node.wait_for_log(f"Healed: route {peer.subnet()}", PATIENCE)
-    assert line.endswith(f", after a change by ip (pid {ip.pid})")
+        (line,) = node.wait_for_log(f"Restored route {peer.subnet()}", PATIENCE)
+    assert line.endswith(f" after a change by ip (pid {ip.pid})")
 
 
 def undo(node: Node, peer: Node) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from flanneld.backends.udp.client import Client, NoPump, Running
-from flanneld.reconcile.kernel_reconciler import AUDIT_PERIOD
+from flanneld.network.rtnetlink.tables import AUDIT_PERIOD
 from tests.lab import Lab, Node, own_command, wait_for
 from tests.netns.exchange import check_content
 from tests.netns.pair import Pair, connect, state
@@ -176,7 +176,7 @@ def test_a_killed_pump_is_replaced_at_once(nodes: list[Node]) -> None:
         ping.wait_for_replies()
         # Of fifty a second. An audit would have found the second and the third an audit's period later.
         assert ping.lost() < 50 * 2 * AUDIT_PERIOD
-    healed = "Healed: packet pump of flannel0"
+    healed = "Restored packet pump of flannel0"
     wait_for(lambda: node.log().count(healed) == 3, what="three repairs in the log")
 
 
@@ -240,13 +240,16 @@ def test_as_process_1_of_a_container_the_daemon_takes_the_pump_and_its_device_al
 @pytest.mark.parametrize(
     ("commands", "healed"),
     [
-        (["ip link del flannel0"], ["Healed: link flannel0", "Healed: packet pump", "Healed: peer {subnet}"]),
-        (["ip link set flannel0 down"], ["Healed: link flannel0", "Healed: route 10.5.0.0/16"]),
-        (["ip link set flannel0 mtu 1300"], ["Healed: link flannel0"]),
-        (["ip route del 10.5.0.0/16"], ["Healed: route 10.5.0.0/16"]),
-        (["ip route replace 10.5.0.0/16 via {gateway}"], ["Healed: route 10.5.0.0/16"]),
-        (["ip address del {own}/32 dev flannel0"], ["Healed: address {own}/32"]),
-        (["ip route add 10.99.0.0/16 dev flannel0"], ["Removed what nobody wants: route 10.99.0.0/16"]),
+        (
+            ["ip link del flannel0"],
+            ["Restored link flannel0", "Restored packet pump", "Restored peer {subnet}"],
+        ),
+        (["ip link set flannel0 down"], ["Restored link flannel0", "Restored route 10.5.0.0/16"]),
+        (["ip link set flannel0 mtu 1300"], ["Restored link flannel0"]),
+        (["ip route del 10.5.0.0/16"], ["Restored route 10.5.0.0/16"]),
+        (["ip route replace 10.5.0.0/16 via {gateway}"], ["Restored route 10.5.0.0/16"]),
+        (["ip address del {own}/32 dev flannel0"], ["Restored address {own}/32"]),
+        (["ip route add 10.99.0.0/16 dev flannel0"], ["Removed route 10.99.0.0/16"]),
     ],
 )
 def test_what_others_do_to_the_tunnel_heals(pair: Pair, commands: list[str], healed: list[str]) -> None:

@@ -136,7 +136,7 @@ def test_a_pump_that_hangs_is_replaced(nodes: list[Node]) -> None:
     os.kill(before, signal.SIGSTOP)
     assert not node.container().reaches(peer.container(), 0.5)
     node.wait_for_log(f"The packet pump of {TUN}, process {before}, had not answered for", 60)
-    node.wait_for_log(f"Healed: packet pump of {TUN}", 30)
+    node.wait_for_log(f"Restored packet pump of {TUN}", 30)
     assert pid_of(node) != before
     connect(node, peer)
 
@@ -208,7 +208,7 @@ def test_a_pump_whose_device_got_another_name_is_replaced(nodes: list[Node]) -> 
     node, peer = nodes
     before = pid_of(node)
     node.namespace.ip(f"link set {TUN} down", f"link set {TUN} name other")
-    node.wait_for_log("Healed: packet pump of flannel0", 30)
+    node.wait_for_log("Restored packet pump of flannel0", 30)
     assert pid_of(node) != before
     connect(node, peer)
 

@@ -49,7 +49,7 @@ def test_an_uplink_stays_down_for_a_while(lab: Lab) -> None:
     connect(node, peer)
     before = overlay(node)
     node.namespace.ip("link set eth0 down")
-    wait_for(lambda: "Refused: route" in node.log(), what="the daemon to fail in vain")
+    wait_for(lambda: "The routes are not in place" in node.log(), what="the daemon to fail in vain")
     node.namespace.ip("link set eth0 up", DEFAULT_ROUTE)
     check_overlay_follows(node, peer, before)
 

@@ -13,7 +13,6 @@ from tests.lab import Lab, Node, wait_for
 from tests.lab.lab import NETWORK
 from tests.netns.pair import DUAL_STACK, connect
 from tests.netns.traffic import Sniffer, Stream
-from tests.netns.wireguard_daemon import COMMAND
 
 pytestmark = pytest.mark.needs_kernel("wireguard")
 
@@ -21,9 +20,9 @@ DEVICE, DEVICE_V6 = "flannel-wg", "flannel-wg-v6"
 WIREGUARD = {"Type": "wireguard", "PSK": "ZmxhbmVsZCBwcmUtc2hhcmVkIGtleSBmb3IgdGVzdHM="}
 
 
-def start(node: Node, *flags: str, command: list[str] | None = None) -> None:
+def start(node: Node, *flags: str) -> None:
     key = {"WIREGUARD_KEY_FILE": str(node.directory / "wgkey")}
-    node.start(*flags, command=command or COMMAND, environment=key)
+    node.start(*flags, environment=key)
 
 
 def cluster(

@@ -20,7 +20,7 @@ from flanneld.reconcile.ownership import Machine
 from flanneld.runtime.sd_notify import Notifier
 from flanneld.startup import SingleAttempts
 from flanneld.subnet.manager import SubnetManager
-from flanneld.subnet.registry import open_manager
+from flanneld.subnet.stores import open_manager
 from tests.lab.etcd_v3 import V3Keys
 from tests.local_etcd import LocalEtcd
 

@@ -12,7 +12,7 @@ from ipaddress import IPv4Address, IPv4Network
 
 from msgspec import Struct
 
-from flanneld.backends.contract import Driver, Host, peers_public_ip
+from flanneld.backends.contract import Host, peers_public_ip
 from flanneld.backends.udp.resources import WISHES, Pump, PumpPeer
 from flanneld.compat.flags import quoted
 from flanneld.compat.json import GoJsonError
@@ -20,6 +20,7 @@ from flanneld.config import Config
 from flanneld.errors import Fatal
 from flanneld.model import Lease, LeaseAttrs
 from flanneld.state.resources import Address, Resource, Route, Tun
+from flanneld.state.table import Table
 
 #: Outer IPv4 and UDP headers.
 OVERHEAD = 28
@@ -116,9 +117,9 @@ class Udp:
         assert isinstance(public_ip, IPv4Address)
         yield PumpPeer(self._tun, lease.subnet, public_ip)
 
-    def drivers(self) -> tuple[Driver, ...]:
+    def tables(self) -> tuple[Table, ...]:
         from flanneld.backends.udp.client import Client  # only for those who run this backend
-        from flanneld.backends.udp.driver import PeersDriver, PumpDriver
+        from flanneld.backends.udp.tables import PumpPeerTable, PumpTable
 
         client = Client(self._tun)
-        return (PumpDriver(client), PeersDriver(client, self._tun))
+        return (PumpTable(client), PumpPeerTable(client, self._tun))

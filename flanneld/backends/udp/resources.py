@@ -11,6 +11,8 @@ from msgspec import Struct
 from flanneld import __version__
 from flanneld.state.resources import Key, Kind
 
+#: Names of the tables.
+PUMPS, PUMP_PEERS = "udp-pump", "udp-peers"
 #: What one may wish for: a certain data plane, or the best that works.
 WISHES = ("auto", "native", "python")
 
@@ -21,7 +23,7 @@ class Pump(Struct, frozen=True, gc=False):
     ``wish`` is one of ``WISHES``. A pump of another ``version`` is to be replaced.
     """
 
-    kind: ClassVar[Kind] = Kind.OUTSIDE
+    kind: ClassVar[Kind] = Kind.REMOTE
     tun: str
     local: IPv4Address
     port: int
@@ -33,7 +35,7 @@ class Pump(Struct, frozen=True, gc=False):
 
     @property
     def key(self) -> Key:
-        return (self.kind, "pump", self.tun)
+        return (PUMPS, self.tun)
 
     def __str__(self) -> str:
         return f"packet pump of {self.tun} on {self.local}:{self.port}"
@@ -56,14 +58,14 @@ class Pump(Struct, frozen=True, gc=False):
 class PumpPeer(Struct, frozen=True, gc=False):
     """What is for ``subnet`` the pump of ``tun`` sends to ``endpoint``."""
 
-    kind: ClassVar[Kind] = Kind.OUTSIDE
+    kind: ClassVar[Kind] = Kind.REMOTE
     tun: str
     subnet: IPv4Network
     endpoint: IPv4Address
 
     @property
     def key(self) -> Key:
-        return (self.kind, "peer", self.tun, int(self.subnet.network_address), self.subnet.prefixlen)
+        return (PUMP_PEERS, self.tun, int(self.subnet.network_address), self.subnet.prefixlen)
 
     def __str__(self) -> str:
         return f"peer {self.subnet} at {self.endpoint} in the pump of {self.tun}"

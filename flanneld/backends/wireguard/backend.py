@@ -196,9 +196,8 @@ class WireGuardBackend:
             for family in self._devices
         )
 
-    def tables(self, own: Lease) -> tuple[Table, ...]:
+    def tables(self) -> tuple[Table, ...]:
         """Return the table of keys, peers and allowed IPs."""
-        del own
         from flanneld.backends.wireguard.table_peers import WireGuardTable  # for those who run this backend
 
         return (WireGuardTable(tuple(dict.fromkeys(self._devices.values()))),)

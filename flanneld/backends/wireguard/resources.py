@@ -23,8 +23,7 @@ TABLE = "wireguard"
 class DeviceKey(Struct, frozen=True, gc=False):
     """The private key and the UDP port of a device. ``public_key`` follows from the private one."""
 
-    kind: ClassVar[Kind] = Kind.OUTSIDE
-    table: ClassVar[str] = TABLE
+    kind: ClassVar[Kind] = Kind.REMOTE
     device: str
     private_key: Secret
     public_key: bytes
@@ -34,7 +33,7 @@ class DeviceKey(Struct, frozen=True, gc=False):
 
     @property
     def key(self) -> Key:
-        return (self.kind, TABLE, self.device)
+        return (TABLE, self.device)
 
     def __str__(self) -> str:
         return f"key {keys.text_of(self.public_key)} listen-port {self.listen_port} dev {self.device}"
@@ -43,8 +42,7 @@ class DeviceKey(Struct, frozen=True, gc=False):
 class Peer(Struct, frozen=True, gc=False):
     """Another node, known by its public key. ``endpoint`` and ``port`` are where it is called at first."""
 
-    kind: ClassVar[Kind] = Kind.OUTSIDE
-    table: ClassVar[str] = TABLE
+    kind: ClassVar[Kind] = Kind.REMOTE
     device: str
     public_key: bytes
     endpoint: IPAddress | None
@@ -55,7 +53,7 @@ class Peer(Struct, frozen=True, gc=False):
 
     @property
     def key(self) -> Key:
-        return (self.kind, TABLE, self.device, keys.text_of(self.public_key))
+        return (TABLE, self.device, keys.text_of(self.public_key))
 
     def __str__(self) -> str:
         where = f"[{self.endpoint}]" if self.endpoint and self.endpoint.version == 6 else str(self.endpoint)
@@ -65,8 +63,7 @@ class Peer(Struct, frozen=True, gc=False):
 class AllowedIp(Struct, frozen=True, gc=False):
     """A subnet whose packets go to one peer, and are taken from this peer alone."""
 
-    kind: ClassVar[Kind] = Kind.OUTSIDE
-    table: ClassVar[str] = TABLE
+    kind: ClassVar[Kind] = Kind.REMOTE
     device: str
     subnet: IPNetwork
     public_key: bytes
@@ -74,7 +71,7 @@ class AllowedIp(Struct, frozen=True, gc=False):
     @property
     def key(self) -> Key:
         net = self.subnet
-        return (self.kind, TABLE, self.device, net.version, int(net.network_address), net.prefixlen)
+        return (TABLE, self.device, net.version, int(net.network_address), net.prefixlen)
 
     def __str__(self) -> str:
         return f"allowed-ip {self.subnet} peer {keys.text_of(self.public_key)} dev {self.device}"

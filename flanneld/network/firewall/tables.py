@@ -35,12 +35,13 @@ class RuleSet(Struct, frozen=True, gc=False):
     """One family's rules in one place. ``edits`` are what they lack, empty if nothing."""
 
     kind: ClassVar[Kind] = Kind.RULES
+    table: str
     name: str
     edits: tuple[Edit, ...] = ()
 
     @property
     def key(self) -> Key:
-        return (self.kind, self.name)
+        return (self.table, self.name)
 
     def __str__(self) -> str:
         return f"our rules with {self.name}"
@@ -53,6 +54,8 @@ class RulesTable:
     every ``audit`` seconds.
     """
 
+    worker = "firewall"
+    vital = False
     needs: frozenset[str] = frozenset()
 
     def __init__(
@@ -70,7 +73,7 @@ class RulesTable:
         self.name = f"firewall-ipv{family}"
         self.what = f"the rules for IPv{family}"
         self.audit = audit
-        self.wanted = RuleSet(driver.name)
+        self.wanted = RuleSet(self.name, driver.name)
         self._place = place
         self._driver = driver
         self._rules = rules
@@ -83,7 +86,7 @@ class RulesTable:
 
     def read(self, scope: Scope) -> Iterator[Seen]:
         del scope
-        yield Seen(RuleSet(self._driver.name, self._missing()))
+        yield Seen(RuleSet(self.name, self._driver.name, self._missing()))
 
     def put(self, puts: Sequence[Put]) -> Report:
         """Change what was read, and read it back. Raises ``Retryable``."""
@@ -160,13 +163,14 @@ class StaleRules(Struct, frozen=True, gc=False):
     """Rules of an earlier run in one place."""
 
     kind: ClassVar[Kind] = Kind.RULES
+    table: str
     place: Place
     family: Family
     edits: tuple[Edit, ...]
 
     @property
     def key(self) -> Key:
-        return (self.kind, self.place, self.family)
+        return (self.table, self.place)
 
     def __str__(self) -> str:
         return f"what an earlier run left of the rules for IPv{self.family}"
@@ -175,6 +179,8 @@ class StaleRules(Struct, frozen=True, gc=False):
 class StaleRulesTable:
     """Table of one family's rules in a place that we do not use: it is to be empty."""
 
+    worker = "firewall"
+    vital = False
     audit: float | None = None
 
     def __init__(
@@ -196,7 +202,7 @@ class StaleRulesTable:
             log.warning("What an earlier run may have left for IPv%d stays there: %s", self._family, missing)
             return
         if edits:
-            yield Seen(StaleRules(self._place, self._family, edits), Claim.LEFT)
+            yield Seen(StaleRules(self.name, self._place, self._family, edits), Claim.LEFT)
 
     def put(self, puts: Sequence[Put]) -> Report:
         """Make nothing: this table has no desired state."""

@@ -21,34 +21,32 @@ class Domain(Struct, frozen=True, gc=False):
     """What of this kernel is ours.
 
     ``links`` are the devices we make, ``ranges`` the cluster networks with the length of a subnet, and
-    ``former`` the networks of an earlier run. ``adopt`` claims what that run left: its marked routes to
-    ``former``, its routes on flannel's devices, and the unmarked routes to ``adopted`` destinations, or to
-    all if another flanneld ran here (``unmarked``). ``sweep`` says that what is ours and not wanted may go,
-    which holds once the peers are known.
+    ``former`` the networks of an earlier run. ``bridging`` are the devices that have a forwarding table.
+    To adopt what that run left is to claim its marked routes to ``former``, its routes on flannel's devices,
+    and unmarked routes to ``adopted`` destinations, or to all if another flanneld ran here (``unmarked``).
     """
 
     uplink: str
     links: frozenset[str]
     ranges: tuple[tuple[IPNetwork, int], ...]
     former: tuple[IPNetwork, ...] = ()
-    adopt: bool = False
+    bridging: frozenset[str] = frozenset()
     unmarked: bool = False
     adopted: frozenset[IPNetwork] = frozenset()
-    sweep: bool = False
 
     @property
     def families(self) -> tuple[Family, ...]:
         return tuple(network.version for network, _ in self.ranges)
 
-    def owns_route(self, seen: rtnl.SeenRoute) -> bool:
+    def owns_route(self, seen: rtnl.SeenRoute, *, adopt: bool) -> bool:
         if seen.route.device in self.links:
             return seen.protocol != rtnl.RTPROT_KERNEL
         if seen.protocol == PROTO_FLANNEL:
             # Another flanneld on this host has another network.
             networks = [network for network, _ in self.ranges]
-            return _within(seen.route.destination, networks + list(self.former if self.adopt else ()))
+            return _within(seen.route.destination, networks + list(self.former if adopt else ()))
         route = seen.route
-        if not self.adopt or seen.protocol != PROTO_BOOT or not self._is_peer_route(route):
+        if not adopt or seen.protocol != PROTO_BOOT or not self._is_peer_route(route):
             return False
         by_flannel = self.unmarked or route.device.startswith(_DEVICES_OF_FLANNEL)
         return by_flannel or route.destination in self.adopted
@@ -69,6 +67,10 @@ class Domain(Struct, frozen=True, gc=False):
 
     def owns_blackhole(self, blackhole: Blackhole) -> bool:
         return _within(blackhole.destination, [network for network, _ in self.ranges])
+
+
+#: Of a host that no flanneld runs on.
+NOTHING = Domain("", frozenset(), ())
 
 
 def _within(net: IPNetwork, networks: list[IPNetwork]) -> bool:

@@ -27,11 +27,11 @@ from flanneld.network.rtnetlink.netlink import (
     unpack,
 )
 from flanneld.state.resources import (
+    ROUTES,
     Address,
     Blackhole,
     FdbEntry,
     Key,
-    Kind,
     Neighbor,
     Resource,
     Route,
@@ -312,7 +312,7 @@ def outline(data: bytes, offset: int, end: int) -> tuple[Key, int] | None:
     raw = found.get(_RTA_DST)
     if raw is None or not _is_common(family, found):
         return None
-    return (Kind.ROUTE, FAMILY[family], int.from_bytes(raw, "big"), length), number(found.get(RTA_OIF))
+    return (ROUTES, FAMILY[family], int.from_bytes(raw, "big"), length), number(found.get(RTA_OIF))
 
 
 def _is_common(family: int, found: dict[int, bytes]) -> bool:

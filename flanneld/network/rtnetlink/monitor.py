@@ -77,7 +77,11 @@ class Overrun(Struct, frozen=True, gc=False):
     """Notifications were lost: anything may have happened."""
 
 
-News = Seen | Gone | InterfaceChanged | HostRouteChanged | Overrun
+class Unheard(Struct, frozen=True, gc=False):
+    """Nobody listened during a write of ours in bulk: anything may have happened."""
+
+
+News = Seen | Gone | InterfaceChanged | HostRouteChanged | Overrun | Unheard
 
 
 class Monitor:
@@ -86,6 +90,8 @@ class Monitor:
     def __init__(self, port: int) -> None:
         self._socket = NetlinkSocket(_GROUPS, _RECEIVE_BUFFER)
         self._port = port
+        #: Whether nobody listened for a while: ``read`` tells.
+        self.missed = False
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -107,7 +113,8 @@ class Monitor:
 
         A route through another device has an empty one: it may stand where one of ours should be.
         """
-        news: list[News] = []
+        news: list[News] = [Unheard()] if self.missed else []
+        self.missed = False
         for _ in range(_AT_A_TIME):
             data = self._receive()
             if data is None:
@@ -117,7 +124,7 @@ class Monitor:
                 continue
             for kind, _, _, port, offset, end in messages(data):
                 if port != self._port and (item := decode(kind, data, offset, end, name_of)) is not None:
-                    news.append(item if isinstance(item, Overrun) else replace(item, port=port))
+                    news.append(item if isinstance(item, Overrun | Unheard) else replace(item, port=port))
         return news
 
     def _receive(self) -> bytes | Overrun | None:

@@ -15,11 +15,10 @@ from flanneld.diagnostics.components import Components
 from flanneld.errors import NoAnswer, Retryable
 from flanneld.model import Lease, LeaseAttrs, Snapshot
 from flanneld.options import Options
-from flanneld.reconcile.counters import Work
 from flanneld.runtime import clock
 from flanneld.runtime.event_log import Events
 from flanneld.state.removal_guard import RemovalGuard
-from flanneld.state.report import Failure, Report
+from flanneld.state.report import Failure
 from flanneld.state.resources import Route
 from tests.unit.diagnostics.stores import unasked_store
 
@@ -97,21 +96,13 @@ def test_a_lease_with_a_short_margin_may_be_as_short() -> None:
 
 
 def test_what_the_kernel_refuses_is_one_until_it_is_there() -> None:
-    work = Work()
-    work.converged(Report(failed=[Failure(ROUTE, "File exists"), Failure(ROUTE, "File exists")]))
-    assert list(conditions._of_the_kernel(work)) == [f"refused: {ROUTE}: File exists"]
-    work.converged(Report())
-    assert list(conditions._of_the_kernel(work)) == []
+    pending = {ROUTE.key: Failure(ROUTE, "File exists")}
+    assert list(conditions._of_the_kernel(pending, contested=False)) == [f"refused: {ROUTE}: File exists"]
+    assert list(conditions._of_the_kernel({}, contested=False)) == []
 
 
 def test_repairs_without_end_are_one() -> None:
-    work = Work()
-    for _ in range(4):
-        work.healed(Report(made=[ROUTE]))
-        work.healed(Report())
-    assert list(conditions._of_the_kernel(work)) == []
-    work.healed(Report(removed=[ROUTE]))
-    assert len(list(conditions._of_the_kernel(work))) == 1
+    assert len(list(conditions._of_the_kernel({}, contested=True))) == 1
 
 
 def test_removals_that_are_held_back_are_one() -> None:

@@ -55,6 +55,18 @@ def test_a_node_is_ready_once_the_peers_are_known_and_the_subnet_file_is_written
     assert not readiness.is_ready()
 
 
+def test_the_wait_for_peers_ends_with_the_peers_the_time_or_a_stop() -> None:
+    stop = threading.Event()
+    readiness = Readiness(stop, Notifier())
+    assert readiness.wait_for_peers(0.0)
+    readiness.await_peers()
+    readiness.complete()
+    assert readiness.wait_for_peers(3600.0)
+    readiness.await_peers()
+    stop.set()
+    assert not readiness.wait_for_peers(3600.0)
+
+
 def test_what_the_start_waits_for_is_told_until_it_is_there() -> None:
     readiness = Readiness(Stop(), Notifier())
     seen: list[list[str]] = []

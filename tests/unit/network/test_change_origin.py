@@ -4,52 +4,38 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from ipaddress import ip_address, ip_network
 from pathlib import Path
 
 import pytest
 
 from flanneld.network.change_origin import ChangeOrigins, process_at
-from flanneld.state.resources import Address, Kind, Route
-
-ROUTE = Route(ip_network("10.5.2.0/24"), "flannel.1")
-ELSEWHERE = Route(ip_network("10.5.3.0/24"), "eth0")
-ADDRESS = Address("flannel.1", ip_address("10.5.1.0"))
 
 
 def named_8(port: int) -> str:
     return "NetworkManager (pid 8)" if port == 8 else ""
 
 
-def test_a_change_has_the_name_of_whoever_made_it_until_it_is_put_right() -> None:
-    change_origins = ChangeOrigins(named_8)
-    change_origins.note(ROUTE.key, 8)
-    assert change_origins.of(ROUTE) == "NetworkManager (pid 8)"
-    assert change_origins.of(ELSEWHERE) == ""
-    change_origins.forget()
-    assert change_origins.of(ROUTE) == ""
-
-
-def test_what_goes_with_a_device_has_the_name_of_whoever_changed_that() -> None:
-    change_origins = ChangeOrigins(named_8)
-    change_origins.note((Kind.LINK, "flannel.1"), 8)
-    assert change_origins.of(ROUTE) == change_origins.of(ADDRESS) == "NetworkManager (pid 8)"
-    assert change_origins.of(ELSEWHERE) == ""
+def test_a_writer_is_asked_for_once_until_all_is_put_right() -> None:
+    asked: list[int] = []
+    origins = ChangeOrigins(lambda port: asked.append(port) or named_8(port))
+    assert [origins.of(8), origins.of(8)] == ["NetworkManager (pid 8)"] * 2
+    assert asked == [8]
+    origins.forget()
+    origins.of(8)
+    assert asked == [8, 8]
 
 
 @pytest.mark.parametrize("port", [0, 9], ids=["the kernel", "a process that is gone"])
 def test_nobody_is_named_that_is_not_known(port: int) -> None:
-    change_origins = ChangeOrigins(named_8)
-    change_origins.note(ROUTE.key, port)
-    assert change_origins.of(ROUTE) == ""
+    assert ChangeOrigins(named_8).of(port) == ""
 
 
 def test_a_storm_of_writers_is_not_looked_into_without_end() -> None:
     asked: list[int] = []
-    change_origins = ChangeOrigins(lambda port: str(asked.append(port)))
+    origins = ChangeOrigins(lambda port: str(asked.append(port)))
     for port in range(1, 1000):
-        change_origins.note(ROUTE.key, port)
-        change_origins.note(ROUTE.key, port)
+        origins.of(port)
+        origins.of(port)
     assert asked == list(range(1, 17))
 
 

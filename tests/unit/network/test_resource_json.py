@@ -54,8 +54,8 @@ def test_a_resource_is_read_back_as_it_was(resource: Resource) -> None:
 class Announcement:
     """A resource of a backend's own driver."""
 
-    kind: ClassVar[Kind] = Kind.OUTSIDE
-    key: Key = (Kind.OUTSIDE, "announcement")
+    kind: ClassVar[Kind] = Kind.REMOTE
+    key: Key = (Kind.REMOTE, "announcement")
 
 
 def test_a_resource_of_a_driver_has_no_value() -> None:

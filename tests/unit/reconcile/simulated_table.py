@@ -16,13 +16,14 @@ from flanneld.state.table import Changes, Claim, Put, Scope, Seen
 class Thing(Struct, frozen=True, gc=False):
     """A resource with a property that may drift."""
 
-    kind: ClassVar[Kind] = Kind.OUTSIDE
+    kind: ClassVar[Kind] = Kind.REMOTE
     name: str
     value: int = 0
+    table: str = "things"
 
     @property
     def key(self) -> Key:
-        return (self.kind, self.name)
+        return (self.table, self.name)
 
     def __str__(self) -> str:
         return f"thing {self.name}={self.value}"
@@ -35,6 +36,8 @@ class SimulatedTable:
         self, name: str = "things", *, audit: float | None = 30.0, needs: frozenset[str] = frozenset()
     ) -> None:
         self.name = name
+        self.worker = "kernel"
+        self.vital = False
         self.what = f"the {name}"
         self.needs = needs
         self.audit = audit

@@ -8,7 +8,7 @@ import pytest
 
 from flanneld.reconcile.counters import BOUNDS, FOUND, TOLD, Histogram, StoreCounters, Work
 from flanneld.runtime import clock
-from flanneld.state.report import Failure, Report
+from flanneld.state.report import Failure
 from flanneld.state.resources import Route
 
 ROUTE = Route(IPv4Network("10.5.1.0/24"), "eth0", IPv4Address("192.0.2.1"))
@@ -32,29 +32,23 @@ def test_a_block_is_measured() -> None:
     assert sum(histogram.counts) == 1
 
 
-def test_a_reading_of_the_kernel_says_all_that_is_refused() -> None:
+def test_refusals_are_counted_by_kind_and_reason() -> None:
     work = Work()
-    work.converged(Report(failed=[Failure(ROUTE, "no"), Failure(OTHER, "no")]))
-    assert list(work.pending) == [ROUTE.key, OTHER.key]
-    work.converged(Report(made=[ROUTE], failed=[Failure(OTHER, "no")]))
-    assert list(work.pending) == [OTHER.key]
+    work.refused([Failure(ROUTE, "no"), Failure(OTHER, "no")])
+    work.refused([Failure(OTHER, "no")])
     assert work.refusals == {("route", "no"): 3}
-    assert work.last_sync > 0
 
 
-def test_news_adds_to_what_is_refused() -> None:
+def test_what_news_cost_is_measured() -> None:
     work = Work()
-    work.converged(Report(failed=[Failure(ROUTE, "no")]))
-    work.applied(Report(failed=[Failure(OTHER, "no")]), clock.now())
-    assert list(work.pending) == [ROUTE.key, OTHER.key]
+    work.applied(clock.now())
     assert sum(work.event_to_kernel.counts) == 1
 
 
 def test_a_repair_is_counted_by_what_led_to_it() -> None:
     work = Work()
-    work.was_told = True
-    work.healed(Report(made=[ROUTE], removed=[OTHER]))
-    work.healed(Report(made=[ROUTE]))
+    work.healed([ROUTE, OTHER], was_told=True)
+    work.healed([ROUTE], was_told=False)
     assert work.heals == {("route", TOLD): 2, ("route", FOUND): 1}
 
 

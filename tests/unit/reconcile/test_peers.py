@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from ipaddress import IPv4Address, IPv4Network
+from typing import NamedTuple
 
 import pytest
 from msgspec.structs import replace
@@ -13,7 +14,7 @@ from flanneld.backends.host_gw import HostGw
 from flanneld.model import Added, Event, Lease, LeaseAttrs, Removed, Snapshot
 from flanneld.network.obstacles import HostNetworks, Obstacle, Obstacles
 from flanneld.reconcile.peers import Peers
-from flanneld.state.diff import Plan
+from flanneld.state.diff import Delta
 from flanneld.state.removal_guard import HOLD, RemovalGuard
 from flanneld.state.resources import Ipip, Kind, Resource, Route, State
 from tests.unit.backends.test_host_gw import SUBNET, V4, V6, made, peer
@@ -36,8 +37,19 @@ def state(*resources: Resource) -> State:
     return {resource.key: resource for resource in resources}
 
 
+class Plan(NamedTuple):
+    """What is to be made, and what is to be removed."""
+
+    puts: tuple[Resource, ...] = ()
+    drops: tuple[Resource, ...] = ()
+
+    @classmethod
+    def of(cls, delta: Delta) -> Plan:
+        return cls(tuple(put.want for put in delta.puts), delta.drops)
+
+
 def take(peers: Peers, *events: Event) -> Plan:
-    return peers.take(events, made())
+    return Plan.of(peers.take(events, made()))
 
 
 @pytest.fixture
@@ -89,22 +101,22 @@ def test_first_snapshot_is_desired_but_moves_nothing() -> None:
     assert take(peers, Added(OLD)) == Plan()
     assert take(peers, Snapshot((OWN, OLD))) == Plan()
     assert peers.synced
-    assert peers.wanted == state(route(OLD))
+    assert peers.wanted.state == state(route(OLD))
 
 
 def test_own_needs_are_desired_beside_those_of_the_peers(peers: Peers) -> None:
     device = Ipip("flannel.ipip", IPv4Address("192.168.0.5"), 1480)
     peers.wish_locally([device])
     assert peers.local_wishes() == (device,)
-    assert peers.wanted == state(route(OLD), device)
+    assert peers.wanted.state == state(route(OLD), device)
     assert sorted(peers.wanted_kinds()) == [Kind.LINK, Kind.ROUTE]
 
 
 def test_another_backend_decides_about_every_lease_again(peers: Peers) -> None:
     peers.reconsider(made(V6))
-    assert peers.wanted == {}
+    assert peers.wanted.state == {}
     peers.reconsider(made())
-    assert peers.wanted == state(route(OLD))
+    assert peers.wanted.state == state(route(OLD))
 
 
 # ---- leases that are refused ----------------------------------------------------------------------
@@ -112,7 +124,7 @@ def test_another_backend_decides_about_every_lease_again(peers: Peers) -> None:
 
 def test_route_to_a_peer_stays_when_its_lease_turns_senseless(peers: Peers) -> None:
     assert take(peers, Added(SENSELESS)) == Plan()
-    assert peers.wanted == state(route(OLD))
+    assert peers.wanted.state == state(route(OLD))
     assert peers.view().wishes == {OLD.key: (route(OLD),)}
 
 
@@ -128,7 +140,7 @@ def test_subnet_of_a_senseless_lease_is_unclear_until_the_lease_changes(peers: P
 
 def test_unreadable_lease_keeps_its_route_and_is_unclear_until_it_is_read(peers: Peers) -> None:
     assert take(peers, Snapshot((OWN,), frozenset({OLD.key}))) == Plan()
-    assert peers.wanted == state(route(OLD))
+    assert peers.wanted.state == state(route(OLD))
     assert peers.unclear == {SUBNET}
     take(peers, Added(OLD))
     assert peers.unclear == set()
@@ -256,12 +268,12 @@ def test_obstacle_withdraws_what_leads_to_a_peer_until_it_is_gone(
     peers: Peers, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    assert peers.look(ON_A_BRIDGE, made()) == Plan(drops=(route(OLD),))
+    assert Plan.of(peers.look(ON_A_BRIDGE, made())) == Plan(drops=(route(OLD),))
     assert peers.unsafe() == [f"{SUBNET}: {peers.view().reasons[OLD.key]}"]
     assert peers.unclear == set()
     assert take(peers, Added(NEW)) == Plan()
-    assert peers.look(ON_A_BRIDGE, made()) == Plan()
-    assert peers.look(Obstacles(), made()) == Plan(puts=(route(NEW),))
+    assert Plan.of(peers.look(ON_A_BRIDGE, made())) == Plan()
+    assert Plan.of(peers.look(Obstacles(), made())) == Plan(puts=(route(NEW),))
     assert peers.unsafe() == []
     peers.tell()
     said = [record.getMessage() for record in caplog.records]
@@ -270,7 +282,7 @@ def test_obstacle_withdraws_what_leads_to_a_peer_until_it_is_gone(
 
 
 def test_lease_that_announces_an_address_of_this_host_is_withdrawn(peers: Peers) -> None:
-    assert peers.look(NEWS_ADDRESS, made()) == Plan()
+    assert Plan.of(peers.look(NEWS_ADDRESS, made())) == Plan()
     assert take(peers, Added(NEW)) == Plan(drops=(route(OLD),))
     assert take(peers, Added(OLD)) == Plan(puts=(route(OLD),))
 
@@ -279,7 +291,7 @@ def test_what_nonsense_has_kept_is_withdrawn_when_it_would_be_a_loop(peers: Peer
     nonsense = Added(Lease(LeaseAttrs(OWN.attrs.public_ip, None, "host-gw"), SUBNET))
     assert take(peers, nonsense) == Plan()
     assert peers.unclear == {SUBNET}
-    assert peers.look(OLDS_ADDRESS, made()) == Plan(drops=(route(OLD),))
+    assert Plan.of(peers.look(OLDS_ADDRESS, made())) == Plan(drops=(route(OLD),))
 
 
 def test_lease_around_the_public_ips_of_others_withdraws_them() -> None:

@@ -10,9 +10,11 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from flanneld.reconcile.reconciler import Reconciler, wanted_by_table
 from flanneld.runtime import clock
+from flanneld.state.resources import Key
 from flanneld.state.table import Claim
 from tests.unit.reconcile.simulated_table import SimulatedTable, Thing
 
@@ -38,12 +40,17 @@ class Time:
 def time(monkeypatch: pytest.MonkeyPatch) -> Time:
     made = Time()
     monkeypatch.setattr(clock, "now", lambda: made.now)
+    monkeypatch.setattr(clock, "cpu_time", lambda: 0.0)
     return made
 
 
 def reconciler_of(*tables: SimulatedTable, wanted: tuple[Thing, ...] = (A, B)) -> Reconciler:
-    pairs = [(table.name, each) for table in tables for each in wanted]
-    return Reconciler(tables, wanted_by_table(pairs), lambda: False)
+    things = [replace(each, table=table.name) for table in tables for each in wanted]
+    return Reconciler(tables, wanted_by_table(things), lambda: False)
+
+
+def in_table(thing: Thing, table: SimulatedTable) -> Key:
+    return replace(thing, table=table.name).key
 
 
 def test_first_step_makes_what_is_wanted_and_second_writes_nothing(time: Time) -> None:
@@ -181,11 +188,11 @@ def test_what_is_undone_before_it_could_be_read_back_counts_as_a_repair(time: Ti
 def test_a_fight_over_one_table_does_not_slow_another_down(time: Time) -> None:
     fought, other = SimulatedTable("fought", audit=None), SimulatedTable("other", audit=None)
     reconciler = reconciler_of(fought, other)
-    time.run(reconciler, 20, lambda: fought.change(None, A.key))
-    other.change(None, A.key)
+    time.run(reconciler, 20, lambda: fought.change(None, in_table(A, fought)))
+    other.change(None, in_table(A, other))
     reconciler.step(time.now)
     time.run(reconciler, 0.02)
-    assert A.key in other.held
+    assert in_table(A, other) in other.held
 
 
 def test_a_table_waits_for_those_that_it_needs(time: Time) -> None:
@@ -197,11 +204,11 @@ def test_a_table_waits_for_those_that_it_needs(time: Time) -> None:
     assert second.reads == 0
     first.unreadable = ""
     time.run(reconciler, 5)
-    assert A.key in second.held
+    assert in_table(A, second) in second.held
     first.unreadable = "away again"
-    second.change(None, A.key)
+    second.change(None, in_table(A, second))
     time.run(reconciler, 1)
-    assert A.key in second.held, "losing what it needed withdraws nothing"
+    assert in_table(A, second) in second.held, "losing what it needed withdraws nothing"
 
 
 def test_every_table_is_closed_whatever_becomes_of_the_others(
@@ -239,6 +246,7 @@ def test_whatever_happens_all_is_as_wanted_once_it_is_quiet(
     time = Time()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(clock, "now", lambda: time.now)
+        patch.setattr(clock, "cpu_time", lambda: 0.0)
         table = SimulatedTable()
         table.hold(Thing("foreign"), Claim.FOREIGN)
         reconciler = reconciler_of(table, wanted=tuple(wanted))
@@ -260,5 +268,6 @@ def test_whatever_happens_all_is_as_wanted_once_it_is_quiet(
     writes = len(table.writes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(clock, "now", lambda: time.now)
+        patch.setattr(clock, "cpu_time", lambda: 0.0)
         time.run(reconciler, 65)
     assert len(table.writes) == writes

@@ -25,9 +25,9 @@ def events() -> Iterator[Events]:
 
 
 def test_what_is_logged_is_remembered_with_its_time(events: Events) -> None:
-    log.warning("Healed: %s", "route 10.5.1.0/24")
+    log.warning("Restored %s", "route 10.5.1.0/24")
     (event,) = events.recent()
-    assert event[1:] == ("W", "test_event_log", "Healed: route 10.5.1.0/24")
+    assert event[1:] == ("W", "test_event_log", "Restored route 10.5.1.0/24")
     assert event[0] > 1e9
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from flanneld.model import LeaseKey
 from flanneld.state.desired_state import LOCAL, DesiredState, rank
+from flanneld.state.diff import Delta
 from flanneld.state.resources import FdbEntry, Key, Resource, Route
 
 MACS = ("02:00:00:00:00:01", "02:00:00:00:00:02")
@@ -41,7 +42,12 @@ def change(
     wanted: DesiredState, owner: LeaseKey, wish: Iterable[Resource]
 ) -> tuple[list[Resource], list[Resource]]:
     """Let an owner want something: what the kernel must get and lose then."""
-    return wanted.since(wanted.set(owner, wish))
+    return steps(wanted.since(wanted.set(owner, wish)))
+
+
+def steps(delta: Delta) -> tuple[list[Resource], list[Resource]]:
+    """What is to be made, and what is to be removed."""
+    return [put.want for put in delta.puts], list(delta.drops)
 
 
 def test_what_is_wanted_anew_is_to_be_made_and_the_rest_to_be_lost() -> None:
@@ -56,7 +62,7 @@ def test_what_came_and_went_in_between_was_never_in_the_kernel() -> None:
     wanted.set(NINE, [fdb(1)])
     before = wanted.set(NINE, [fdb(2)])
     wanted.set(NINE, [])
-    assert wanted.since(before) == ([], [fdb(1)])
+    assert steps(wanted.since(before)) == ([], [fdb(1)])
 
 
 def test_what_changes_is_made_over_and_not_lost() -> None:

@@ -1,27 +1,25 @@
-"""The distance between two states, and the order in which it is walked."""
+"""The distance between what a table holds and what it should hold."""
 
 from __future__ import annotations
 
-from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
+from ipaddress import IPv4Address, IPv4Network
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flanneld.backends.udp.resources import PumpPeer
-from flanneld.state.diff import Plan, compare, diff, plan, without_ways_to
+from flanneld.state.diff import Delta, difference, macs_of, without_ways_to
 from flanneld.state.resources import (
     Address,
     FdbEntry,
     Key,
-    Kind,
     Neighbor,
     Resource,
-    RivalRoute,
     Route,
     State,
     Vxlan,
 )
+from flanneld.state.table import Claim, Put, Seen
 
 MAC = "02:00:00:00:00:0"
 
@@ -51,43 +49,47 @@ def state(*resources: Resource) -> dict[Key, Resource]:
     return {resource.key: resource for resource in resources}
 
 
-def carried_out(steps: Plan, actual: State) -> dict[Key, Resource]:
-    after = dict(actual)
-    after.update({resource.key: resource for resource in steps.puts})
-    for resource in steps.drops:
+def seen(*found: Resource, claim: Claim = Claim.OURS) -> list[Seen]:
+    return [Seen(resource, claim) for resource in found]
+
+
+def carried_out(wanted: State, actual: State) -> dict[Key, Resource]:
+    puts, stale = difference(wanted, seen(*actual.values()))
+    after = {**actual, **{put.want.key: put.want for put in puts}}
+    for resource in stale:
         del after[resource.key]
     return after
 
 
-def test_foundations_are_made_first_and_removed_last() -> None:
-    everything = [Kind.LINK, Kind.ADDRESS, Kind.NEIGHBOR, Kind.FDB, Kind.ROUTE]
-    made = diff(state(*EVERY_KIND), {})
-    assert [resource.kind for resource in made.puts] == everything
-    removed = diff({}, state(*EVERY_KIND))
-    assert [resource.kind for resource in removed.drops] == everything[::-1]
-
-
-def test_what_differs_is_made_over_without_being_removed() -> None:
-    steps = diff(state(route(1)), state(route(2)))
-    assert (steps.puts, steps.drops) == ((route(1),), ())
-    assert steps.over == state(route(2))
+def test_what_differs_is_made_over_what_is_there_without_being_removed() -> None:
+    assert difference(state(route(1)), seen(route(2))) == ([Put(route(1), route(2), Claim.OURS)], [])
 
 
 def test_what_is_right_is_not_touched() -> None:
-    steps = diff(state(*EVERY_KIND), state(*EVERY_KIND))
-    assert not steps
-    assert steps == Plan()
+    assert difference(state(*EVERY_KIND), seen(*EVERY_KIND)) == ([], [])
 
 
-def test_a_plan_of_either_half_is_something_to_do() -> None:
-    assert plan([route(1)], [])
-    assert plan([], [route(1)])
+def test_what_is_missing_is_made_in_the_order_of_the_desired_state() -> None:
+    puts, _ = difference(state(*EVERY_KIND), [])
+    assert puts == [Put(resource) for resource in EVERY_KIND]
 
 
-def test_a_part_of_a_plan_keeps_the_order() -> None:
-    whole = plan(EVERY_KIND, EVERY_KIND)
-    part = whole.only(lambda resource: resource.kind in (Kind.ROUTE, Kind.LINK))
-    assert part == Plan((device(1), route(1)), (route(1), device(1)))
+def test_foreign_object_is_left_alone_and_told_of_where_it_is_in_the_way() -> None:
+    assert difference({}, seen(route(1), claim=Claim.FOREIGN)) == ([], [])
+    assert difference(state(route(1)), seen(route(2), claim=Claim.FOREIGN)) == (
+        [Put(route(1), route(2), Claim.FOREIGN)],
+        [],
+    )
+
+
+def test_what_an_earlier_run_left_goes() -> None:
+    assert difference({}, seen(route(1), claim=Claim.LEFT)) == ([], [route(1)])
+
+
+def test_a_delta_of_either_half_is_something_to_do() -> None:
+    assert Delta(puts=(Put(route(1)),))
+    assert Delta(drops=(route(1),))
+    assert not Delta()
 
 
 numbers = st.integers(1, 3)
@@ -102,39 +104,21 @@ states = st.lists(resources, max_size=10).map(lambda found: state(*found))
 
 
 @given(states, states)
-def test_a_plan_leads_to_the_wanted_state_and_then_nothing_is_left_to_do(
+def test_a_difference_leads_to_the_wanted_state_and_then_nothing_is_left_to_do(
     wanted: dict[Key, Resource], actual: dict[Key, Resource]
 ) -> None:
-    after = carried_out(diff(wanted, actual), actual)
+    after = carried_out(wanted, actual)
     assert after == wanted
-    assert not diff(wanted, after)
+    assert difference(wanted, seen(*after.values())) == ([], [])
 
 
 @given(states, states)
-def test_a_plan_touches_only_what_differs(wanted: dict[Key, Resource], actual: dict[Key, Resource]) -> None:
-    steps = diff(wanted, actual)
-    assert all(actual.get(resource.key) != resource for resource in steps.puts)
-    assert all(resource.key not in wanted for resource in steps.drops)
-
-
-@given(st.lists(resources), st.lists(resources))
-def test_a_plan_is_always_in_order(puts: list[Resource], drops: list[Resource]) -> None:
-    steps = plan(puts, drops)
-    kinds = [resource.kind for resource in steps.puts]
-    assert kinds == sorted(kinds)
-    kinds = [resource.kind for resource in steps.drops]
-    assert kinds == sorted(kinds, reverse=True)
-
-
-def test_plan_that_only_moves_routes_to_the_front_is_something_to_do() -> None:
-    assert plan([], [], [route(1)])
-    assert plan([], [], [route(1)]).behind == (route(1),)
-    assert not plan([], [])
-
-
-def test_part_of_a_plan_keeps_what_is_behind() -> None:
-    whole = plan([device(1)], [], [route(1), route(2)])
-    assert whole.only(lambda resource: resource == route(2)) == Plan(behind=(route(2),))
+def test_a_difference_touches_only_what_differs(
+    wanted: dict[Key, Resource], actual: dict[Key, Resource]
+) -> None:
+    puts, stale = difference(wanted, seen(*actual.values()))
+    assert all(actual.get(put.want.key) == put.was != put.want for put in puts)
+    assert all(resource.key not in wanted for resource in stale)
 
 
 def test_route_to_a_subnet_is_kept_without_its_neighbour_and_so_is_what_a_driver_made() -> None:
@@ -160,58 +144,9 @@ def test_what_leads_to_some_subnets_is_left_out_with_the_entry_of_its_mac() -> N
     assert without_ways_to(set(), stale) == stale
 
 
-RIVALS = (route(2), RivalRoute(route(1).key))
-CONNECTED = RivalRoute(route(1).key, is_connected=True)
-
-
-def test_foreign_object_is_left_alone() -> None:
-    assert compare({}, [(route(1), False), (route(2), True)]) == Plan(drops=(route(2),))
-    assert compare(state(route(1)), [(route(1), True), (route(2), False)]) == Plan()
-
-
-@pytest.mark.parametrize("there", [*RIVALS, CONNECTED])
-def test_route_of_others_in_the_place_of_a_new_one_blocks_it(there: Resource) -> None:
-    blocked = ((route(1), there),)
-    assert compare(state(route(1)), [(there, False)]) == Plan(blocked=blocked)
-
-
-@pytest.mark.parametrize("there", RIVALS)
-def test_route_of_others_in_the_place_of_ours_is_replaced(there: Resource) -> None:
-    expected = Plan(puts=(route(1),), over={there.key: there})
-    assert compare(state(route(1)), [(there, False)], state(route(3))) == expected
-
-
-def test_connected_network_is_never_replaced_nor_put_behind_ours() -> None:
-    ours = state(route(1))
-    expected = Plan(blocked=((route(1), CONNECTED),))
-    assert compare(ours, [(CONNECTED, False)], dict(ours)) == expected
-    assert compare(ours, [(CONNECTED, False), (route(1), True)], dict(ours)) == Plan()
-
-
-def test_routes_found_to_be_ours_are_noted_and_those_of_others_are_not() -> None:
-    ours: dict[Key, Resource] = {}
-    compare(state(route(1)), [(route(1), False)], ours)
-    assert ours == {}
-    compare(state(route(1)), [(route(2), True)], ours)
-    assert ours == state(route(2))
-    compare(state(route(1)), [(route(1), True)], ours)
-    assert ours == state(route(1))
-
-
-@pytest.mark.parametrize("rival", RIVALS)
-def test_a_route_behind_another_one_to_its_network_has_to_come_first(rival: Resource) -> None:
-    wanted = state(route(1))
-    assert compare(wanted, [(rival, False), (route(1), True)]) == Plan(behind=(route(1),))
-    assert compare(wanted, [(route(1), True), *((rival, False) for rival in RIVALS)]) == Plan()
-
-
-@pytest.mark.parametrize("rival", RIVALS)
-def test_operators_route_that_serves_is_not_brought_to_the_front(rival: Resource) -> None:
-    assert compare(state(route(1)), [(rival, False), (route(1), False)]) == Plan()
-
-
-def test_of_two_ipv6_routes_to_a_network_either_may_come_first() -> None:
-    one, other = (
-        Route(IPv6Network("fc00::/64"), "eth0", IPv6Address(f"fd00::{number}")) for number in (1, 2)
-    )
-    assert compare(state(one), [(other, False), (one, True)]) == Plan()
+def test_mac_of_an_unclear_lease_is_known_from_an_earlier_reading_too() -> None:
+    subnet = IPv4Network("10.1.1.0/24")
+    entry = FdbEntry("flannel.1", f"{MAC}1", ip(1))
+    assert without_ways_to({subnet}, [entry]) == (entry,)
+    assert without_ways_to({subnet}, [entry], [entry.mac]) == ()
+    assert list(macs_of({subnet}, [Neighbor("flannel.1", subnet.network_address, entry.mac)])) == [entry.mac]

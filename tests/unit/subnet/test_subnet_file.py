@@ -462,3 +462,10 @@ def test_any_bytes_can_be_read(scratch: Path, content: bytes) -> None:
     subnet, ipv6_subnet = previous.subnets
     assert subnet is None or isinstance(subnet, IPv4Network)
     assert ipv6_subnet is None or isinstance(ipv6_subnet, IPv6Network)
+
+
+def test_a_network_without_a_subnet_has_no_range(path: Path) -> None:
+    dual = remembered(path, IPV4_LINES + IPV6_LINES)
+    assert dual.ranges == ((NETWORK, 24), (IPV6_NETWORK, 64))
+    half = remembered(path, IPV4_LINES + "FLANNEL_IPV6_NETWORK=fc00::/48\n")
+    assert half.ranges == ((NETWORK, 24),)

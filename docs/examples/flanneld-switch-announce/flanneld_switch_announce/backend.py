@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from flanneld.backends.contract import Driver, Host
+from flanneld.backends.contract import Host
 from flanneld.backends.host_gw import HostGw
 from flanneld.compat.json import GoJsonError
 from flanneld.config import Config
 from flanneld.errors import Fatal
 from flanneld.model import Lease
 from flanneld.state.resources import Resource
-from flanneld_switch_announce.switch import Announcement, Switch, SwitchDriver
+from flanneld.state.table import Table
+from flanneld_switch_announce.switch import Announcement, Switch, SwitchTable
 
-#: Repairs of this node's kernel wait as long for a switch that does not answer, in seconds.
+#: Patience with a switch that does not answer, in seconds.
 DEFAULT_TIMEOUT, LONGEST_TIMEOUT = 0.3, 2.0
 
 
@@ -36,8 +37,8 @@ class HostGwAnnounce(HostGw):
             if subnet is not None:
                 yield Announcement(subnet, next_hop)
 
-    def drivers(self) -> tuple[Driver]:
-        return (SwitchDriver(self._switch, self._next_hops),)
+    def tables(self) -> tuple[Table]:
+        return (SwitchTable(self._switch, self._next_hops),)
 
 
 def read_switch(config: Config) -> Switch:

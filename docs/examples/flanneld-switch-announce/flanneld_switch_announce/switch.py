@@ -1,4 +1,4 @@
-"""The switch: its table of routes over HTTP, and the driver that keeps our part of it right.
+"""The switch: its table of routes over HTTP, and the table that keeps our part of it right.
 
 GET    /routes               answers {"10.5.7.0/24": {"nextHop": "192.0.2.11"}, ...}
 PUT    /routes/10.5.7.0/24   takes {"nextHop": "192.0.2.11"}
@@ -8,7 +8,7 @@ DELETE /routes/10.5.7.0/24   answers 404 when there is no such route
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException
 from ipaddress import ip_address, ip_network
@@ -17,20 +17,22 @@ from urllib.parse import urlsplit
 
 from flanneld.errors import Fatal, Retryable
 from flanneld.model import IPAddress, IPNetwork
-from flanneld.state.resources import Key, Kind
+from flanneld.state.report import Failure, Report
+from flanneld.state.resources import Key, Kind, Resource
+from flanneld.state.table import Put, Scope, Seen
 
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
     """A route in the switch."""
 
-    kind: ClassVar[Kind] = Kind.OUTSIDE
+    kind: ClassVar[Kind] = Kind.REMOTE
     subnet: IPNetwork
     next_hop: IPAddress
 
     @property
     def key(self) -> Key:
-        return (self.kind, str(self.subnet))
+        return (SwitchTable.name, str(self.subnet))
 
     def __str__(self) -> str:
         return f"switch route {self.subnet} via {self.next_hop}"
@@ -76,17 +78,26 @@ class Switch:
         return content
 
 
-class SwitchDriver:
-    """Ours are the routes whose next hop we are: nobody else announces those."""
+class SwitchTable:
+    """Ours are the routes whose next hop we are: nobody else announces those.
 
-    handles: type = Announcement
+    It has a thread of its own, since a switch that does not answer must not keep the kernel's tables waiting.
+    """
+
+    name = "switch"
+    what = "the routes in the switch"
+    worker = "switch"
+    vital = False
+    needs: frozenset[str] = frozenset()
+    audit: float | None = 30.0
 
     def __init__(self, switch: Switch, next_hops: Collection[IPAddress]) -> None:
         self._switch = switch
         self._next_hops = next_hops
 
-    def read(self) -> list[Announcement]:
+    def read(self, scope: Scope) -> list[Seen]:
         """What cannot be understood is a failure: an empty table would be another statement."""
+        del scope
         try:
             table = json.loads(self._switch.ask("GET", "/routes") or b"")
         except (ValueError, RecursionError):
@@ -94,20 +105,28 @@ class SwitchDriver:
         if not isinstance(table, dict):
             raise Retryable("the switch answers GET /routes without a table", "check Backend.SwitchURL")
         found = (_announcement(subnet, route) for subnet, route in table.items())
-        return [each for each in found if each is not None and each.next_hop in self._next_hops]
+        return [Seen(each) for each in found if each is not None and each.next_hop in self._next_hops]
 
-    def put(self, resource: Announcement) -> None:
-        body = {"nextHop": str(resource.next_hop)}
-        if self._switch.ask("PUT", f"/routes/{resource.subnet}", body) is None:
-            raise Retryable("the switch has no place for routes", "check Backend.SwitchURL")
+    def put(self, puts: Sequence[Put]) -> Report:
+        report = Report()
+        for want in (put.want for put in puts if isinstance(put.want, Announcement)):
+            answer = self._switch.ask("PUT", f"/routes/{want.subnet}", {"nextHop": str(want.next_hop)})
+            if answer is None:
+                report.failed.append(Failure(want, "the switch has no place for routes"))
+            else:
+                report.made.append(want)
+        return report
 
-    def drop(self, resource: Announcement) -> None:
-        self._switch.ask("DELETE", f"/routes/{resource.subnet}")
+    def drop(self, found: Sequence[Resource]) -> Report:
+        for announcement in found:
+            assert isinstance(announcement, Announcement)
+            self._switch.ask("DELETE", f"/routes/{announcement.subnet}")
+        return Report(removed=list(found))
 
-    def close(self) -> None:
+    def close(self, *, remove: bool) -> None:
         """Outsiders shall not be sent to a node that nobody looks after."""
-        for announcement in self.read():
-            self.drop(announcement)
+        del remove
+        self.drop([seen.resource for seen in self.read(Scope({}))])
 
 
 def _announcement(subnet: str, route: Any) -> Announcement | None:

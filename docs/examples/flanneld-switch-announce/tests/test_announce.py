@@ -1,4 +1,4 @@
-"""The backend and its driver, called as the reconciler calls them, against a switch that speaks HTTP."""
+"""The backend and its table, in the reconciler, against a switch that speaks HTTP."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
 from pathlib import Path
@@ -22,9 +22,10 @@ from flanneld.backends.contract import Host
 from flanneld.config import parse
 from flanneld.errors import Fatal
 from flanneld.model import Lease, LeaseAttrs, Uplink
-from flanneld.reconcile.drivers import Outside
-from flanneld.state.desired_state import LOCAL, DesiredState
-from flanneld.state.resources import Key, Resource, Route
+from flanneld.reconcile.reconciler import Reconciler, wanted_by_table
+from flanneld.runtime import clock
+from flanneld.state.resources import Resource, Route
+from flanneld.state.table import Put
 
 PROJECT = Path(__file__).resolve().parents[1]
 OURS, OURS6 = IPv4Address("192.0.2.11"), IPv6Address("2001:db8::11")
@@ -93,21 +94,36 @@ def switch() -> Iterator[Switch]:
 
 
 class Node:
-    """What the reconciler does with a backend, without a kernel."""
+    """The reconciler over the tables of a backend, without a kernel."""
 
     def __init__(self, url: str, subnet: IPv4Network = SUBNET, **options: Any) -> None:
         # On a busy machine the default is over before the switch has its turn.
         patient: dict[str, Any] = {"SwitchURL": url, "TimeoutSeconds": LONGEST_TIMEOUT}
         self.backend = make(**patient | options)
-        self.outside = Outside(self.backend)
-        wanted = DesiredState()
-        wanted.set(LOCAL, self.backend.local(Lease(self.backend.attributes(), subnet, IPV6_SUBNET)))
-        self.wanted: dict[Key, Resource] = wanted.state
+        own = Lease(self.backend.attributes(), subnet, IPV6_SUBNET)
+        announced = [each for each in self.backend.local(own) if isinstance(each, Announcement)]
+        self.sweeps = True
+        self.reconciler = Reconciler(
+            self.backend.tables(), wanted_by_table(announced), lambda: False, permits=self
+        )
 
     def audit(self, *, sweep: bool = True) -> tuple[list[str], list[str], list[str]]:
         """What was made, removed and refused."""
-        report = self.outside.converge(self.wanted, sweep=sweep)
-        return [*map(str, report.made)], [*map(str, report.removed)], [*map(str, report.failed)]
+        self.sweeps = sweep
+        report = self.reconciler.converge(clock.now())
+        (state,) = self.reconciler.states()
+        refused = [*filter(None, [state.problem]), *map(str, report.failed)]
+        return [*map(str, report.made)], [*map(str, report.removed)], refused
+
+    def close(self) -> None:
+        self.reconciler.close(remove=False)
+
+    def puts(self, table: str, puts: list[Put]) -> list[Put]:
+        del table
+        return puts
+
+    def drops(self, stale: Mapping[str, Sequence[Resource]]) -> Mapping[str, Sequence[Resource]]:
+        return stale if self.sweeps else {}
 
 
 def make(*, dual_stack: bool = False, **options: Any) -> HostGwAnnounce:
@@ -171,7 +187,7 @@ def test_closing_withdraws_our_announcement_and_no_other(switch: Switch) -> None
     node = Node(switch.url)
     node.audit()
     assert switch.routes == THEIR_ROUTE | OUR_ROUTE
-    node.outside.close()
+    node.close()
     assert switch.routes == THEIR_ROUTE
 
 
@@ -181,7 +197,7 @@ def test_a_switch_that_is_down_is_reported_and_tried_again(switch: Switch) -> No
     made, removed, failed = node.audit()
     assert (made, removed) == ([], [])
     assert failed == [
-        "switch route 10.5.7.0/24 via 192.0.2.11: the switch does not answer GET /routes: "
+        "the switch does not answer GET /routes: "
         "[Errno 111] Connection refused; see whether it is up and Backend.SwitchURL is right"
     ]
     again = Switch(switch.port)
@@ -222,7 +238,7 @@ def test_an_announcement_that_others_removed_is_withdrawn_without_complaint(
     node = Node(switch.url)
     node.audit()
     switch.faults["DELETE"] = (404, "")
-    node.outside.close()
+    node.close()
     assert switch.writes[-1] == "DELETE /routes/10.5.7.0/24"
     assert caplog.text == ""
 
@@ -259,8 +275,8 @@ def test_a_closing_daemon_is_not_stopped_by_a_switch_that_is_down(
 ) -> None:
     node = Node(switch.url)
     switch.stop()
-    node.outside.close()
-    assert "could not clean up: the switch does not answer" in caplog.text
+    node.close()
+    assert "Cannot close switch: the switch does not answer" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,12 @@ from msgspec.structs import replace
 from flanneld.backends.udp import client as client_module
 from flanneld.backends.udp import control, rendezvous
 from flanneld.backends.udp.client import Client, NoPump, succeed
-from flanneld.backends.udp.driver import PeersDriver, PumpDriver
 from flanneld.backends.udp.proxy import server as server_module
 from flanneld.backends.udp.proxy.server import Server
 from flanneld.backends.udp.resources import Pump, PumpPeer
+from flanneld.backends.udp.tables import PumpPeerTable, PumpTable
+from flanneld.state.resources import Resource
+from flanneld.state.table import Put, Scope, Table
 
 HOST = IPv4Address("192.0.2.1")
 MANY = [(IPv4Network((0x0A000000 + (i << 8), 24)), IPv4Address(0xC6120000 + i)) for i in range(5000)]
@@ -210,29 +212,33 @@ def test_an_answer_of_another_version_is_no_pump_of_ours() -> None:
         thread.join()
 
 
-# ---- the drivers -----------------------------------------------------------------------------------
+# ---- the tables ------------------------------------------------------------------------------------
 
 
-def test_the_drivers_read_what_the_pump_has(pump: Running, client: Client) -> None:
+def held(table: Table) -> list[Resource]:
+    return [seen.resource for seen in table.read(Scope({}))]
+
+
+def test_the_tables_read_what_the_pump_has(pump: Running, client: Client) -> None:
     tun = pump.settings.tun
-    peers = PeersDriver(client, tun)
-    peers.put_all([PumpPeer(tun, *entry) for entry in MANY[:3]])
-    peers.drop(PumpPeer(tun, *MANY[1]))
-    assert list(PumpDriver(client).read()) == [pump.settings]
-    assert list(peers.read()) == [PumpPeer(tun, *MANY[0]), PumpPeer(tun, *MANY[2])]
+    peers = PumpPeerTable(client, tun)
+    peers.put([Put(PumpPeer(tun, *entry)) for entry in MANY[:3]])
+    peers.drop([PumpPeer(tun, *MANY[1])])
+    assert held(PumpTable(client)) == [pump.settings]
+    assert held(peers) == [PumpPeer(tun, *MANY[0]), PumpPeer(tun, *MANY[2])]
 
 
 def test_without_a_pump_there_is_none_and_its_peers_cannot_be_known() -> None:
     client = Client("none")
-    assert list(PumpDriver(client).read()) == []
+    assert held(PumpTable(client)) == []
     with pytest.raises(NoPump):
-        list(PeersDriver(client, "none").read())
+        held(PumpPeerTable(client, "none"))
 
 
 def test_a_closing_daemon_leaves_the_pump_alone(pump: Running, client: Client) -> None:
-    driver = PumpDriver(client)
-    assert list(driver.read()) == [pump.settings]
-    driver.close()
+    table = PumpTable(client)
+    assert held(table) == [pump.settings]
+    table.close(remove=False)
     assert Client(pump.settings.tun).hello().settings == pump.settings
 
 

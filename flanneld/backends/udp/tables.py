@@ -1,0 +1,139 @@
+"""Tables of the udp backend: the packet pump, which is a process, and the peers that it knows."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+from collections.abc import Iterator, Sequence
+
+from flanneld.backends.udp import rendezvous
+from flanneld.backends.udp.client import Client, NoPump, Running, Silent
+from flanneld.backends.udp.resources import PUMP_PEERS, PUMPS, Pump, PumpPeer
+from flanneld.backends.udp.watchdog import ProxyWatchdog
+from flanneld.runtime import clock
+from flanneld.state.report import Failure, Report
+from flanneld.state.resources import LINKS, Resource
+from flanneld.state.table import Changes, Put, Scope, Seen
+
+log = logging.getLogger(__name__)
+
+#: Seconds between two readings without news.
+_AUDIT_PERIOD = 30.0
+
+
+class PumpTable:
+    """Starts the process, adopts one that an earlier run has left, and hears when it ends."""
+
+    name = PUMPS
+    what = "the settings of the packet pump"
+    worker = "kernel"
+    vital = True
+    audit: float | None = _AUDIT_PERIOD
+    needs = frozenset({LINKS})
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._announced = False
+        self._watchdog = ProxyWatchdog(client.tun)
+
+    def read(self, scope: Scope) -> Iterator[Seen]:
+        """Raises ``Silent`` for a pump that may only be slow."""
+        del scope
+        try:
+            running = self._client.hello()
+        except Silent:
+            if self.next_look <= clock.now():
+                self.look()  # Before the daemon is ready nobody else does.
+            raise
+        except NoPump:
+            return
+        if not self._announced:
+            log.info("Found the %s, process %d", running.settings, running.pid)
+            self._announce(running)
+        yield Seen(running.settings)
+
+    def put(self, puts: Sequence[Put]) -> Report:
+        report = Report()
+        for put in puts:
+            assert isinstance(put.want, Pump)
+            try:
+                self._client.start(put.want)
+                self._announce(self._client.hello())
+                report.made.append(put.want)
+            except (OSError, NoPump) as failure:
+                report.failed.append(Failure(put.want, str(failure)))
+        return report
+
+    def drop(self, found: Sequence[Resource]) -> Report:
+        self._client.leave(device_stays=True)  # The client knows its own.
+        return Report(removed=list(found))
+
+    def close(self, *, remove: bool) -> None:
+        """The pump goes on without us, unless it is bound to die with us and would leave a dead device."""
+        if remove or os.getpid() == 1:
+            self._client.leave(device_stays=False)
+        self._watchdog.close()
+        self._client.close()
+
+    def fileno(self) -> int:
+        return self._client.fileno()
+
+    def changes(self) -> list[Changes]:
+        source = self.fileno()
+        if source < 0:
+            return []
+        poll = select.poll()
+        poll.register(source, select.POLLIN)
+        if not poll.poll(0):
+            return []
+        log.warning("The packet pump has ended: %s", self._client.news())
+        return [Changes()]
+
+    @property
+    def next_look(self) -> float:
+        return self._watchdog.next_look
+
+    def look(self) -> bool:
+        return self._watchdog.look()
+
+    def _announce(self, running: Running) -> None:
+        self._announced = True
+        plane, why, pid = running.plane, running.why, running.pid
+        if not self._client.has_usual_name:
+            name = rendezvous.address_of(running.settings.tun).replace("\0", "@")
+            log.warning("Another process poses as the pump, at %s; `ss -xlp` names it", name)
+        log.info("Packets go through the %s data plane: %s; process %d", plane, why, pid)
+
+
+class PumpPeerTable:
+    """Tells the pump about peers, many at a time."""
+
+    name = PUMP_PEERS
+    what = "the peers of the packet pump"
+    worker = "kernel"
+    vital = False
+    audit: float | None = _AUDIT_PERIOD
+    needs = frozenset({PUMPS})
+
+    def __init__(self, client: Client, tun: str) -> None:
+        self._client = client
+        self._tun = tun
+
+    def read(self, scope: Scope) -> Iterator[Seen]:
+        del scope
+        for subnet, endpoint in self._client.peers():
+            yield Seen(PumpPeer(self._tun, subnet, endpoint))
+
+    def put(self, puts: Sequence[Put]) -> Report:
+        peers = [put.want for put in puts if isinstance(put.want, PumpPeer)]
+        self._client.put((peer.subnet, peer.endpoint) for peer in peers)
+        return Report(made=list(peers))
+
+    def drop(self, found: Sequence[Resource]) -> Report:
+        peers = [each for each in found if isinstance(each, PumpPeer)]
+        self._client.drop((peer.subnet, peer.endpoint) for peer in peers)
+        return Report(removed=list(peers))
+
+    def close(self, *, remove: bool) -> None:
+        """What it knows is the pump's to keep."""

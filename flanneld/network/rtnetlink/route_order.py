@@ -1,0 +1,73 @@
+"""Which of several routes to one network counts (pure).
+
+A kernel may hold several IPv4 routes to one network, and takes the first: they have to be found in its order.
+Of IPv6 routes with one metric it takes turns, or ours replaces the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import ClassVar
+
+from msgspec import Struct
+
+from flanneld.state.resources import Key, Kind, Resource, RivalRoute, Route, State
+from flanneld.state.table import Claim, Seen
+
+
+class Behind(Struct, frozen=True, gc=False):
+    """A route as it should be, which no packet takes: another one to its network comes first."""
+
+    kind: ClassVar[Kind] = Kind.ROUTE
+    route: Route
+
+    @property
+    def key(self) -> Key:
+        return self.route.key
+
+    def __str__(self) -> str:
+        return f"{self.route}, behind another one"
+
+
+def in_order(wanted: State, found: Iterable[Seen], ours: dict[Key, Resource]) -> Iterator[Seen]:
+    """Yield what counts of the routes that were found: of those to a network that is wanted, one.
+
+    ``ours`` are the routes that we made or took over; those found to be ours are added, and those that are
+    neither wanted nor found go.
+    """
+    missing = set(wanted)
+    first: dict[Key, Seen] = {}
+    stale: dict[Key, Resource] = {}
+    for seen in found:
+        key = seen.resource.key
+        want = wanted.get(key)
+        if want is None:
+            if seen.claim is not Claim.FOREIGN:
+                stale[key] = seen.resource
+            yield seen
+        elif want == seen.resource:
+            missing.discard(key)
+            if seen.claim is not Claim.FOREIGN:
+                ours[key] = want
+            rival = first.get(key)
+            if rival is not None and key in ours and isinstance(want, Route) and _gives_way(rival.resource):
+                yield Seen(Behind(want))
+            else:
+                yield seen
+        elif key in missing and key not in first:
+            first[key] = seen
+            if seen.claim is not Claim.FOREIGN:
+                ours[key] = seen.resource
+    yield from (seen for key, seen in first.items() if key in missing)
+    for key in ours.keys() - wanted.keys():
+        del ours[key]
+    ours |= stale
+
+
+def is_connected(resource: Resource | None) -> bool:
+    """Return True for the kernel's own route to a network on one of this host's links."""
+    return isinstance(resource, RivalRoute) and resource.is_connected
+
+
+def _gives_way(rival: Resource) -> bool:
+    return isinstance(rival, Route | RivalRoute) and rival.key[1] == 4 and not is_connected(rival)

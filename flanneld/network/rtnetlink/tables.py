@@ -1,0 +1,399 @@
+"""The kernel's tables: devices, their addresses, neighbours and forwarding entries, and the routes."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
+
+from flanneld.model import Family, IPAddress
+from flanneld.network.rtnetlink import devices, links
+from flanneld.network.rtnetlink import messages as rtnl
+from flanneld.network.rtnetlink.kernel import Kernel, index_of, name_of
+from flanneld.network.rtnetlink.messages import Mode
+from flanneld.network.rtnetlink.route_order import Behind, in_order, is_connected
+from flanneld.state.report import Failure, Report
+from flanneld.state.resources import (
+    ADDRESSES,
+    FDB,
+    LINKS,
+    NEIGHBORS,
+    PROTO_BOOT,
+    PROTO_FLANNEL,
+    ROUTES,
+    Address,
+    ForeignLink,
+    Key,
+    Link,
+    Neighbor,
+    Resource,
+    RivalRoute,
+    Route,
+)
+from flanneld.state.table import Claim, Put, Scope, Seen, Table
+
+log = logging.getLogger(__name__)
+
+#: Seconds between two readings without news.
+AUDIT_PERIOD = 30.0
+#: What the names of the devices of all flannels begin with.
+_DEVICES_OF_FLANNEL = "flannel"
+#: Answers to a removal that mean it was gone already.
+_GONE = frozenset({errno.ENOENT, errno.ESRCH, errno.EADDRNOTAVAIL, errno.ENODEV})
+#: Answers to the making of a route that mean that there may be one. Of IPv6's onlink gateways the kernel
+#: says so by EINVAL: it looks for them before it looks for the route.
+_TAKEN = frozenset({errno.EEXIST, errno.EINVAL})
+_REMEDY_FOR_BLOCKED = "remove that route if nothing needs it, or choose another Network"
+
+#: Their names, in the order of making.
+KERNEL_TABLES = (LINKS, ADDRESSES, NEIGHBORS, FDB, ROUTES)
+#: Why a neighbour entry was refused, by its device and address.
+Refused = dict[tuple[str, IPAddress], str]
+
+
+def tables(kernel: Kernel, left: Callable[[], Iterable[Link]] = tuple) -> tuple[Table, ...]:
+    """Return the kernel's tables in the order of making; ``left`` names devices of earlier runs."""
+    refused: Refused = {}
+    return (
+        LinkTable(kernel, left),
+        AddressTable(kernel),
+        NeighborTable(kernel, refused),
+        FdbTable(kernel),
+        RouteTable(kernel, refused),
+    )
+
+
+class _KernelTable:
+    """What the kernel's tables have in common."""
+
+    worker = "kernel"
+    audit: float | None = AUDIT_PERIOD
+    vital = True
+    #: Nothing is put on a device that could not be made.
+    needs: frozenset[str] = frozenset({LINKS})
+
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel = kernel
+
+    def put(self, puts: Sequence[Put]) -> Report:
+        report = Report()
+        resources = [put.want for put in puts]
+        _account(resources, self._kernel.write(resources), report)
+        return report
+
+    def drop(self, found: Sequence[Resource]) -> Report:
+        report = Report()
+        _account(found, self._kernel.write(found, drop=True), report, drop=True)
+        return report
+
+    def close(self, *, remove: bool) -> None:
+        """What the kernel holds stays: packets flow on without a daemon."""
+
+    def _devices(self) -> dict[int, str]:
+        """The devices of ours that are there."""
+        return {index: name for name in self._kernel.domain.links if (index := index_of(name))}
+
+    def _neighbors(self, request: bytes, names: dict[int, str]) -> Iterator[Seen]:
+        for item in self._kernel.dump(rtnl.RTM_GETNEIGH, request):
+            entry = rtnl.decode_neighbor(*item, names.get)
+            if entry is not None:
+                yield Seen(entry)
+
+
+class LinkTable(_KernelTable):
+    """Table of the devices that we make."""
+
+    name = LINKS
+    what = "the devices"
+    needs: frozenset[str] = frozenset()
+
+    def __init__(self, kernel: Kernel, left: Callable[[], Iterable[Link]] = tuple) -> None:
+        super().__init__(kernel)
+        self._left = left
+
+    def read(self, scope: Scope) -> Iterator[Seen]:
+        for want in scope.wanted.values():
+            seen = self._kernel.link(want.name) if isinstance(want, Link) else None
+            if seen is not None and isinstance(want, Link):
+                is_right = links.step(want, seen.make) is links.Step.NOTHING
+                yield Seen(want if is_right else seen.make)
+        yield from (Seen(link, Claim.LEFT) for link in self._left() if link.key not in scope.wanted)
+
+    def put(self, puts: Sequence[Put]) -> Report:
+        """Make the devices, in order; what is right already is not touched."""
+        report = Report()
+        for put in puts:
+            link = put.want
+            assert isinstance(link, Link)
+            try:
+                if self._put(link):
+                    report.made.append(link)
+            except OSError as failure:
+                report.failed.append(self._refusal(link, failure))
+        return report
+
+    def drop(self, found: Sequence[Resource]) -> Report:
+        report = Report()
+        for link in found:
+            assert isinstance(link, Link)
+            try:
+                devices.drop(link.name)
+                report.removed.append(link)
+            except OSError as failure:
+                report.failed.append(Failure(link, failure.strerror or str(failure)))
+        return report
+
+    def _put(self, link: Link) -> bool:
+        actual = self._actual(link)
+        if actual is not None:
+            if links.step(link, actual) is links.Step.NOTHING:
+                return False
+            log.warning("%s %s", link.name, links.differences(link, actual))
+        ours = links.renamed(link, self._kernel.links()) if actual is None else None
+        if ours is not None:
+            log.warning("%s is called %s now: giving it its name back", link.name, ours.name)
+            devices.rename(ours.index, link.name)
+            actual = self._actual(link)
+        if actual is None or links.step(link, actual) is not links.Step.NOTHING:
+            devices.put(link, actual)
+        return True
+
+    def _actual(self, link: Link) -> Link | ForeignLink | None:
+        seen = self._kernel.link(link.name)
+        return seen.make if seen else None
+
+    def _refusal(self, link: Link, failure: OSError) -> Failure:
+        reason = failure.strerror or str(failure)
+        holder = links.holder(link, self._kernel.links()) if failure.errno == errno.EEXIST else ""
+        text = f"{reason}: {holder} serves the same ends" if holder else reason
+        return Failure(link, text, links.remedy(link, failure.errno, holder))
+
+
+class AddressTable(_KernelTable):
+    """Table of our devices' addresses of full length."""
+
+    name = ADDRESSES
+    what = "the addresses"
+
+    def read(self, scope: Scope) -> Iterator[Seen]:
+        del scope
+        domain = self._kernel.domain
+        for index, name in self._devices().items():
+            for family in domain.families:
+                for each in self._kernel.addresses(family, index):
+                    if each.length == each.address.max_prefixlen:
+                        claim = Claim.OURS if domain.owns_address(each.address) else Claim.FOREIGN
+                        yield Seen(Address(name, each.address), claim)
+
+
+class NeighborTable(_KernelTable):
+    """Table of our devices' permanent ARP and NDP entries."""
+
+    name = NEIGHBORS
+    what = "the neighbour entries"
+
+    def __init__(self, kernel: Kernel, refused: Refused) -> None:
+        super().__init__(kernel)
+        self._refused = refused
+
+    def read(self, scope: Scope) -> Iterator[Seen]:
+        del scope
+        names = self._devices()
+        for index in names:
+            for family in self._kernel.domain.families:
+                yield from self._neighbors(rtnl.neighbors_request(family, index), names)
+
+    def put(self, puts: Sequence[Put]) -> Report:
+        report = super().put(puts)
+        for made in report.made if self._refused else ():
+            assert isinstance(made, Neighbor)
+            self._refused.pop((made.device, made.address), None)
+        for failure in report.failed:
+            assert isinstance(failure.resource, Neighbor)
+            self._refused[failure.resource.device, failure.resource.address] = failure.reason
+        return report
+
+
+class FdbTable(_KernelTable):
+    """Table of our VXLAN devices' permanent forwarding entries."""
+
+    name = FDB
+    what = "the forwarding entries"
+
+    def read(self, scope: Scope) -> Iterator[Seen]:
+        del scope
+        names = self._devices()
+        for index, name in names.items():
+            if name in self._kernel.domain.bridging:
+                yield from self._neighbors(rtnl.fdb_request(index), names)
+
+
+class RouteTable(_KernelTable):
+    """Table of the main table's routes that lead to peers.
+
+    ``refused`` are the neighbour entries that could not be made: without its entry an onlink route would make
+    the kernel ask the overlay for the MAC.
+    """
+
+    name = ROUTES
+    what = "the routes"
+
+    def __init__(self, kernel: Kernel, refused: Mapping[tuple[str, IPAddress], str]) -> None:
+        super().__init__(kernel)
+        self._refused_neighbors = refused
+        #: Routes that we made or took over. What stands elsewhere is of others and stays.
+        self._ours: dict[Key, Resource] = {}
+
+    def read(self, scope: Scope) -> Iterator[Seen]:
+        found = (seen for family in self._kernel.domain.families for seen in self._found(family, scope))
+        return in_order(scope.wanted, found, self._ours)
+
+    def put(self, puts: Sequence[Put]) -> Report:
+        """Put routes in the place of ours, and make all others only where there is none."""
+        report = Report()
+        new: list[Resource] = []
+        over: dict[Resource, Resource] = {}
+        behind: list[Route] = []
+        for put in self._withhold(puts, report) if self._refused_neighbors else puts:
+            if isinstance(put.was, Behind):
+                behind.append(put.was.route)
+            elif put.was is None:
+                new.append(put.want)
+            elif put.want.key in self._ours and not is_connected(put.was):
+                over[put.want] = put.was
+            elif put.claim is None:
+                new.append(put.want)
+            else:
+                text = f"{put.was} stands there and is not flannel's"
+                report.failed.append(Failure(put.want, text, _REMEDY_FOR_BLOCKED))
+        self._bring_to_front(behind, report)
+        self._replace(over, report)
+        _account(new, self._kernel.write(new, mode=Mode.EXCLUSIVE), report, is_new=True)
+        for made in report.made:
+            self._ours[made.key] = made
+        return report
+
+    def drop(self, found: Sequence[Resource]) -> Report:
+        """Remove routes of ours. One that somebody else made just as we would have serves, and stays."""
+        report = super().drop([resource for resource in found if resource.key in self._ours])
+        refused = {failure.resource for failure in report.failed}
+        for resource in found:
+            if resource not in refused:
+                self._ours.pop(resource.key, None)
+        return report
+
+    def _found(self, family: Family, scope: Scope) -> Iterator[Seen]:
+        """Those that may be ours or stand where ours should, in the kernel's order.
+
+        It could pick those of one device by itself, but not tell then which of several comes first.
+        """
+        domain = self._kernel.domain
+        through = {domain.uplink, *domain.links}
+        through.update(route.device for route in scope.wanted.values() if isinstance(route, Route))
+        indexes = {index for name in through if (index := index_of(name))}
+        named = cache(name_of)
+
+        def concerns_us(data: bytes, offset: int, end: int) -> bool:
+            protocol = rtnl.protocol_of(data, offset, end)
+            if protocol == PROTO_FLANNEL:
+                return True
+            key, index = rtnl.outline(data, offset, end) or (None, 0)
+            if index in indexes or key in scope.wanted:
+                return True
+            # Left by a run with another backend or VNI.
+            left = scope.adopt and protocol == PROTO_BOOT and key is not None
+            return left and (named(index) or "").startswith(_DEVICES_OF_FLANNEL)
+
+        for item in self._kernel.dump(rtnl.RTM_GETROUTE, rtnl.routes_request(family), concerns_us):
+            seen = rtnl.decode_route(*item, named)
+            if seen is not None and domain.is_connected(seen):
+                yield Seen(RivalRoute(seen.route.key, is_connected=True), Claim.FOREIGN)
+            elif seen is not None:
+                yield Seen(seen.route, _claim(domain.owns_route(seen, adopt=scope.adopt)))
+            elif (blackhole := rtnl.decode_blackhole(*item)) is not None:
+                yield Seen(blackhole, _claim(domain.owns_blackhole(blackhole)))
+            elif (other := rtnl.outline(*item)) is not None:
+                yield Seen(RivalRoute(other[0]), Claim.FOREIGN)
+
+    def _withhold(self, puts: Iterable[Put], report: Report) -> Iterator[Put]:
+        for put in puts:
+            route, refused = put.want, None
+            if isinstance(route, Route) and route.gateway is not None:
+                refused = self._refused_neighbors.get((route.device, route.gateway))
+            if refused is None:
+                yield put
+            else:
+                report.failed.append(Failure(route, refused))
+
+    def _bring_to_front(self, routes: Sequence[Route], report: Report) -> None:
+        """Make each the first to its network; what was in front of it, somebody else's, stays behind it.
+
+        Replacing would be refused, or hit the other one. What is removed meanwhile is a route that no packet
+        takes.
+        """
+        if not routes:
+            return
+        more = f" and {len(routes) - 1} more" if len(routes) > 1 else ""
+        log.warning(
+            "Another route came before ours to %s%s, and now comes after it", routes[0].destination, more
+        )
+        self._kernel.write(routes, drop=True)
+        _account(routes, self._kernel.write(routes, mode=Mode.IN_FRONT), report, is_new=True)
+
+    def _replace(self, over: Mapping[Resource, Resource], report: Report) -> None:
+        """Make routes, each over another one.
+
+        IPv6 refuses an onlink gateway for which there is a route through another device, even if that is the
+        very route to be replaced (net/ipv6/route.c, ip6_route_check_nh_onlink): that one is removed then.
+        """
+        if not over:
+            return
+        routes = list(over)
+        refused = self._kernel.write(routes)
+        blocked = [
+            seq
+            for seq, code in refused.items()
+            if isinstance(route := routes[seq], Route)
+            and route.destination.version == 6
+            and code == errno.EINVAL
+        ]
+        if blocked:
+            there = [over[routes[seq]] for seq in blocked]
+            self._kernel.write([each for each in there if isinstance(each, Route)], drop=True)
+            # Whether another kind of route was the obstacle, the next answer tells.
+            self._kernel.clear_routes(
+                route.destination
+                for seq, each in zip(blocked, there, strict=True)
+                if isinstance(route := routes[seq], Route) and not isinstance(each, Route)
+            )
+            again = self._kernel.write([routes[seq] for seq in blocked])
+            for place, seq in enumerate(blocked):
+                del refused[seq]
+                if place in again:
+                    refused[seq] = again[place]
+        _account(routes, refused, report, is_new=True)
+
+
+def _claim(is_ours: bool) -> Claim:
+    return Claim.OURS if is_ours else Claim.FOREIGN
+
+
+def _account(
+    resources: Sequence[Resource],
+    refused: Mapping[int, int],
+    report: Report,
+    *,
+    drop: bool = False,
+    is_new: bool = False,
+) -> None:
+    """Note what came of a write; ``is_new`` says that a refusal may be due to what stands there."""
+    done = report.removed if drop else report.made
+    for seq, resource in enumerate(resources):
+        code = refused.get(seq)
+        if code is None:
+            done.append(resource)
+        elif not (drop and code in _GONE):
+            taken = is_new and code in _TAKEN
+            report.failed.append(Failure(resource, os.strerror(code), is_taken=taken))

@@ -1,0 +1,148 @@
+"""This node as a member of the network, and the loops that keep it one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
+
+from flanneld.backends.contract import has_peers
+from flanneld.config import Config
+from flanneld.model import Lease, Snapshot
+from flanneld.network.rtnetlink.kernel import Kernel
+from flanneld.network.rtnetlink.monitor import Monitor
+from flanneld.options import Options
+from flanneld.reconcile import controller
+from flanneld.reconcile.controller import Controller, Node
+from flanneld.reconcile.last_run import LastRun, machine_of
+from flanneld.reconcile.uplink_manager import UplinkManager
+from flanneld.runtime.supervisor import Supervisor
+from flanneld.state.removal_guard import RemovalGuard
+from flanneld.subnet.lease_keeper import LeaseKeeper
+from flanneld.subnet.manager import LONGEST_SILENCE, NodeStore, SubnetManager
+from flanneld.subnet.subnet_file import Previous
+
+if TYPE_CHECKING:
+    from flanneld.reconcile.firewall import Firewall
+
+_FIREWALL = "firewall"
+
+
+class Member(Struct, frozen=True, gc=False):
+    """A node with a lease, and the backend that the lease announces."""
+
+    options: Options
+    manager: SubnetManager
+    config: Config
+    previous: Previous
+    last_run: LastRun
+    kernel: Kernel
+    monitor: Monitor
+    uplink_manager: UplinkManager
+    lease: Lease
+
+
+class Loops:
+    """Loops that maintain the desired state of ``node`` and the lease, as tasks of the supervisor.
+
+    ``on_synced`` is called when the routes to the peers are there, ``on_move`` when the uplink has changed.
+    """
+
+    def __init__(
+        self,
+        member: Member,
+        node: Node,
+        supervisor: Supervisor,
+        *,
+        on_synced: Callable[[], None],
+        on_move: Callable[[], None],
+    ) -> None:
+        self._member = member
+        self._supervisor = supervisor
+        self._on_move = on_move
+        self.lease_keeper = LeaseKeeper(
+            member.manager,
+            member.lease,
+            margin=60.0 * member.options.subnet_lease_renew_margin,
+            stop=supervisor.stop,
+            heartbeat=partial(supervisor.heartbeat, "lease keeper"),
+            revoked=lambda: supervisor.request_stop("our lease was revoked"),
+            contested=not isinstance(member.manager, NodeStore),
+            written=member.last_run.lease_written,
+            lost=member.last_run.lease_lost,
+        )
+        self.reconciler = Controller(
+            node,
+            RemovalGuard(is_on=member.options.removal_brake),
+            stop=supervisor.stop,
+            heartbeat=supervisor.heartbeat,
+            on_move=self._moved,
+            on_synced=on_synced,
+            reread=member.manager.reread,
+        )
+        #: None until its rules are about to be set.
+        self.firewall: Firewall | None = None
+
+    def start(self) -> None:
+        """Run the watches of the store, and what acts on them."""
+        member, start = self._member, self._supervisor.start
+        self._watch_leases()
+        start(controller.NAME, self.reconciler.run, self.reconciler.cancel)
+        for worker in self.reconciler.workers:
+            start(worker.name, worker.run, worker.cancel)
+        watch_own = partial(member.manager.watch_own, member.lease, self.lease_keeper.deliver)
+        self._watch("own lease watch", watch_own)
+        start("lease keeper", self.lease_keeper.run, self.lease_keeper.cancel)
+
+    def masquerade(self) -> None:
+        """Set the rules before the first packet: no container's address may be seen outside."""
+        firewall = self._make_firewall()
+        firewall.start()
+        self._supervisor.start(_FIREWALL, firewall.run, firewall.cancel)
+
+    def forward_after(self, wait_for_peers: Callable[[], bool]) -> None:
+        """Set the rules that only let traffic through after the routes, unless the wait returns False."""
+
+        def run() -> None:
+            if wait_for_peers():
+                self._make_firewall().start_and_run()
+
+        def cancel() -> None:
+            if self.firewall:
+                self.firewall.cancel()
+
+        self._supervisor.start(_FIREWALL, run, cancel)
+
+    def _make_firewall(self) -> Firewall:
+        # Imported here: not all options need it, and without masquerading the packets flow before.
+        from flanneld.reconcile.firewall import Firewall, wishes_of
+
+        member, supervisor = self._member, self._supervisor
+        wishes = wishes_of(member.options, member.config, member.lease.key, member.previous)
+        heartbeat = partial(supervisor.heartbeat, _FIREWALL)
+        self.firewall = firewall = Firewall(wishes, stop=supervisor.stop, heartbeat=heartbeat)
+        return firewall
+
+    def _watch_leases(self) -> None:
+        """Watch the peers' leases; with a backend that has no peers watch our own node at most."""
+        manager, put = self._member.manager, self.reconciler.event_queue.put
+        if has_peers(self._member.uplink_manager.backend):
+            self._watch("lease watch", partial(manager.watch, put))
+            return
+        put([Snapshot((self._member.lease,))])
+        if isinstance(manager, NodeStore):
+            self._watch("lease watch", manager.watch_node)
+
+    def _watch(self, name: str, watch: Callable[[Callable[[], None]], None]) -> None:
+        alive = partial(self._supervisor.heartbeat, name, LONGEST_SILENCE)
+        self._supervisor.start(name, partial(watch, alive))
+
+    def _moved(self) -> None:
+        """Tell the store, the peers and the next run of the new uplink."""
+        member, uplink_manager = self._member, self._member.uplink_manager
+        member.manager.reconnect()
+        self.lease_keeper.announce(uplink_manager.backend.attributes())
+        member.last_run.record(machine=machine_of(member.kernel, uplink_manager.uplink))
+        self._on_move()

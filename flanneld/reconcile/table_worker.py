@@ -1,0 +1,91 @@
+"""Thread of its own for tables that would keep the kernel waiting: a switch, a cloud, a command."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from msgspec import Struct
+
+from flanneld.model import IPNetwork
+from flanneld.reconcile.reconciler import Reconciler
+from flanneld.runtime.step_loop import StepLoop
+from flanneld.state.diff import Delta, without_ways_to
+from flanneld.state.resources import Key, Resource
+from flanneld.state.table import Put, Table
+
+
+class Knowledge(Struct, frozen=True, gc=False):
+    """What is known of the leases: whether all are, and where they are from if not from the store.
+
+    ``unclear`` are subnets that have a lease which cannot be read.
+    """
+
+    synced: bool = False
+    cached: str = ""
+    unclear: Collection[IPNetwork] = ()
+
+
+class TableWorker:
+    """Keeps the tables of one worker. The desired state comes in messages, from one other thread."""
+
+    def __init__(
+        self,
+        name: str,
+        tables: Sequence[Table],
+        *,
+        stop: threading.Event,
+        heartbeat: Callable[[float], None],
+        converged: set[str],
+    ) -> None:
+        self.name = name
+        self.tables = frozenset(table.name for table in tables)
+        self._wanted: dict[str, dict[Key, Resource]] = {table.name: {} for table in tables}
+        self._known = Knowledge()
+        self._messages: deque[tuple[Delta, bool, Knowledge]] = deque()
+        self.reconciler = Reconciler(tables, self._wanted, stop.is_set, permits=self, converged=converged)
+        self._loop = StepLoop(self.step, self.reconciler.sources, stop=stop, heartbeat=heartbeat)
+
+    def run(self) -> None:
+        self._loop.run()
+
+    def cancel(self) -> None:
+        self._loop.cancel()
+
+    def tell(self, delta: Delta, known: Knowledge, *, whole: bool = False) -> None:
+        """Hand over what changes in the desired state; with ``whole`` it is all of it."""
+        self._messages.append((delta, whole, known))
+        self._loop.cancel()
+
+    def step(self, now: float) -> float:
+        """Do all that is due; return when to step again."""
+        while self._messages:
+            delta, whole, self._known = self._messages.popleft()
+            self._take(delta, whole=whole)
+            if whole:
+                self.reconciler.converge(now)
+            else:
+                self.reconciler.change(delta, now)
+        return self.reconciler.step(now)
+
+    def _take(self, delta: Delta, *, whole: bool) -> None:
+        for table in self._wanted.values() if whole else ():
+            table.clear()
+        for put in delta.puts:
+            self._wanted[str(put.want.key[0])][put.want.key] = put.want
+        for resource in delta.drops:
+            self._wanted[str(resource.key[0])].pop(resource.key, None)
+
+    # ---- what may be written -----------------------------------------------------------------
+
+    def puts(self, table: str, puts: list[Put]) -> list[Put]:
+        """All, but the leases of a cache replace nothing."""
+        del table
+        return [put for put in puts if put.was is None] if self._known.cached else puts
+
+    def drops(self, stale: Mapping[str, Sequence[Resource]]) -> Mapping[str, Sequence[Resource]]:
+        """Nothing before all leases are known, and nothing that leads to one that cannot be read."""
+        if not self._known.synced:
+            return {}
+        return {name: without_ways_to(self._known.unclear, resources) for name, resources in stale.items()}
