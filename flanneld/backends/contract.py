@@ -108,6 +108,14 @@ def has_peers(backend: Backend) -> bool:
     return bool(getattr(backend, "has_peers", True))
 
 
+def encrypts(backend: Backend) -> bool:
+    """Return True for a backend that must never let packets out in the clear, which ``encrypts`` says.
+
+    Routes that an earlier run left into the network, past the backend's devices, are removed at the start.
+    """
+    return bool(getattr(backend, "encrypts", False))
+
+
 @runtime_checkable
 class HasTables(Protocol):
     """What a backend offers besides, if the kernel's tables are not all that it changes."""

@@ -126,6 +126,8 @@ class WireGuardBackend:
     This node's identity is its private key, as a ``Secret``.
     """
 
+    encrypts = True
+
     def __init__(self, config: Config, host: Host) -> None:
         self._config = wanted = read_config(config)
         self._host = host
