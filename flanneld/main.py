@@ -16,10 +16,12 @@ from flanneld.compat import glog
 from flanneld.diagnostics import host_checks
 from flanneld.diagnostics.components import Components
 from flanneld.diagnostics.counted_manager import CountedManager, counted
+from flanneld.diagnostics.host_upkeep import HostUpkeep
 from flanneld.diagnostics.observation import Observation
 from flanneld.diagnostics.readiness import Readiness
 from flanneld.errors import Cancelled, Fatal, lacking
 from flanneld.options import Options
+from flanneld.reconcile import host_services
 from flanneld.reconcile.member import Loops, Member
 from flanneld.runtime import event_log, sd_notify
 from flanneld.runtime.instance_lock import InstanceLock
@@ -33,7 +35,7 @@ log = logging.getLogger(__name__)
 
 #: Seconds for which the rules that only let traffic through wait for the routes.
 _PEERS_PATIENCE = 5.0
-#: Seconds between two looks at subnet.env and at the kernel's forwarding.
+#: Seconds between two looks at what became of subnet.env.
 _HOST_LOOK = 1.0
 
 
@@ -122,10 +124,9 @@ class Daemon:
         self._readiness = Readiness(supervisor.stop, notifier, tell=self._report)
         self._member: Member | None = None
         self._loops: Loops | None = None
-        self._subnet_file = subnet_file.SubnetFile(Path(wanted.subnet_file), self._subnet_file_written)
+        self._host: HostUpkeep | None = None
         #: What is to be done as soon as subnet.env is written.
         self._when_written: Callable[[], None] | None = None
-        self._forwarding: host_checks.Forwarding | None = None
         #: This node in a few words, and the conditions that were told last.
         self._brief = ""
         self._told: list[str] = []
@@ -158,7 +159,8 @@ class Daemon:
     def _join(self) -> Member:
         """Go through the stages of startup up to the lease, waiting for the store and this host."""
         waiting, manager = self._readiness, self._manager
-        loaded = startup.load(self._options, manager, waiting)
+        services = host_services.of_daemon(self._options.secret_dir, self._environ, self._supervisor.stop)
+        loaded = startup.load(self._options, manager, waiting, services)
         member = startup.join(loaded, startup.elect(loaded, waiting), waiting, manager.acquire)
         mtu = member.uplink_manager.backend.mtu
         log.info("Our subnet is %s, backend %s, MTU %d", member.lease, member.config.backend_type, mtu)
@@ -177,14 +179,17 @@ class Daemon:
         self._readiness.patiently("the kernel", loops.reconciler.prepare)
         if self._options.ip_masq:
             loops.masquerade()
+        self._host = host = self._upkeep(member)
         self._write_subnet_file(member)
-        self._check_host(member)
+        families, uplink = member.config.families, member.uplink_manager.uplink.name
+        host_checks.report(families, uplink, services=self._options.kube_subnet_mgr)
+        host.start()
         self._readiness.await_peers()
         loops.start()
         self._brief = (
             f"{member.config.backend_type}: subnet {member.lease} through {member.uplink_manager.uplink.name}"
         )
-        self._say_status(*filter(None, (self._subnet_file.problem,)))
+        self._say_status(*filter(None, (host.file_problem,)))
         self._when_written = partial(self._say_ready, member)
         self._look_at_host()
         self._observation.watch_conditions(self._tell)
@@ -195,22 +200,24 @@ class Daemon:
 
     # ---- what others may change on this host --------------------------------------------------
 
-    def _check_host(self, member: Member) -> None:
-        families, uplink_manager = member.config.families, member.uplink_manager
-        host_checks.report(families, uplink_manager.uplink.name, services=self._options.kube_subnet_mgr)
-        self._forwarding = host_checks.Forwarding(
-            families, lambda: uplink_manager.uplink.name, keep=self._options.keep_forwarding
+    def _upkeep(self, member: Member) -> HostUpkeep:
+        return HostUpkeep(
+            Path(self._options.subnet_file),
+            member.config.families,
+            lambda: member.uplink_manager.uplink.name,
+            self._supervisor,
+            keep_forwarding=self._options.keep_forwarding,
+            on_write=member.last_run.subnet_file_written,
         )
 
     def _look_at_host(self) -> None:
-        """Put right what others did to subnet.env, and see whether the kernel forwards. For one thread."""
-        self._subnet_file.look()
-        if self._member is not None:
-            self._member.last_run.try_again()
-        self._readiness.await_file(self._subnet_file.problem)
-        if self._forwarding:
-            self._forwarding.look()
-        if self._when_written and not self._subnet_file.problem:
+        """See what became of the record of this run and of subnet.env. For one thread."""
+        if self._member is None or self._host is None:
+            return
+        self._member.last_run.try_again()
+        problem = self._host.file_problem
+        self._readiness.await_file(problem)
+        if self._when_written and not problem:
             self._when_written()
             self._when_written = None
 
@@ -222,12 +229,13 @@ class Daemon:
             member.manager.mark_available()
 
     def _conditions_of_host(self) -> Iterator[tuple[str, Iterable[str]]]:
-        yield "subnet file", filter(None, (self._subnet_file.problem,))
-        if self._forwarding:
-            yield "forwarding", self._forwarding.problems
+        if self._host:
+            yield "subnet file", filter(None, (self._host.file_problem,))
+            yield "forwarding", self._host.forwarding_problems()
 
     def _write_subnet_file(self, member: Member) -> None:
-        self._subnet_file.tell(
+        assert self._host is not None
+        self._host.write(
             subnet_file.SubnetEnv(
                 networks=tuple(each.network for each in member.config.ranges),
                 subnets=tuple(net for net in member.lease.key if net is not None),
@@ -235,11 +243,7 @@ class Daemon:
                 ip_masq=self._options.ip_masq,
             )
         )
-        self._readiness.await_file(self._subnet_file.problem)
-
-    def _subnet_file_written(self) -> None:
-        if self._member is not None:
-            self._member.last_run.subnet_file_written()
+        self._readiness.await_file(self._host.file_problem)
 
     def _tell(self, troubles: list[str]) -> None:
         self._told = troubles

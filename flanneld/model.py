@@ -77,6 +77,12 @@ class LeaseAttrs(Struct, frozen=True, gc=False):
         return ", ".join([*ips, f"backend {self.backend_type or 'unnamed'}", *told])
 
 
+def is_same_node(theirs: LeaseAttrs, ours: LeaseAttrs) -> bool:
+    """Return True if both announce one public IP, in the first family that ``ours`` has."""
+    family: Family = 4 if ours.public_ip else 6
+    return ours.public(family) is not None and theirs.public(family) == ours.public(family)
+
+
 LeaseKey = tuple[IPv4Network | None, IPv6Network | None]
 
 

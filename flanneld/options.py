@@ -222,6 +222,9 @@ class Options:
         "/var/lib/flannel",
         "`directory`, if it is there, in which to keep the nodes last known, for Kubernetes",
     )
+    secret_dir: str = _flag(
+        "secret-dir", "/run/flannel", "`directory` in which backends keep their keys, as Go flanneld does"
+    )
     healthz_ip: str = _flag("healthz-ip", "0.0.0.0", "`address` of the health server")  # noqa: S104
     healthz_port: int = _flag("healthz-port", 0, "`port` of the health server, 0 for none", _port)
     iptables_resync: int = _flag(

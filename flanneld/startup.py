@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 from msgspec import Struct
 
 from flanneld.backends import registry
-from flanneld.backends.contract import Factory
+from flanneld.backends.contract import NO_SERVICES, Factory, HostServices
 from flanneld.config import Config
 from flanneld.errors import Retryable
 from flanneld.model import Lease, LeaseAttrs, LeaseKey, Uplink
@@ -75,6 +75,7 @@ class Loaded(Struct, frozen=True, gc=False):
     last_run: LastRun
     config: Config
     make_backend: Factory
+    services: HostServices
 
 
 class Elected(Struct, frozen=True, gc=False):
@@ -89,14 +90,22 @@ class Elected(Struct, frozen=True, gc=False):
 # ---- the stages ---------------------------------------------------------------------------------
 
 
-def load(options: Options, manager: SubnetManager, waiting: Waiting, *, is_dry_run: bool = False) -> Loaded:
-    """Read what the last run left, and the network config."""
+def load(
+    options: Options,
+    manager: SubnetManager,
+    waiting: Waiting,
+    services: HostServices = NO_SERVICES,
+    *,
+    is_dry_run: bool = False,
+) -> Loaded:
+    """Read what the last run left, and the network config. ``services`` is what backends may ask for."""
     path = Path(options.subnet_file)
     previous, last_run = subnet_file.read(path), LastRun(path, is_dry_run=is_dry_run)
     config = waiting.ask("the network config", manager.network_config)
     for warning in config.warnings:
         log.warning("%s", warning)
-    return Loaded(options, manager, previous, last_run, config, registry.load(config.backend_type))
+    make_backend = registry.load(config.backend_type)
+    return Loaded(options, manager, previous, last_run, config, make_backend, services)
 
 
 def elect(loaded: Loaded, waiting: Waiting) -> Elected:
@@ -123,11 +132,18 @@ def join(loaded: Loaded, elected: Elected, waiting: Waiting, acquire: Acquire) -
     uplink_manager = waiting.patiently(
         "this host's devices",
         lambda: UplinkManager(
-            kernel, config, elected.choice, loaded.make_backend, uplink, stored, previous.networks
+            kernel,
+            config,
+            elected.choice,
+            loaded.make_backend,
+            uplink,
+            stored,
+            previous.networks,
+            loaded.services,
         ),
     )
     _warn_of_unread_keys(config)
-    local = LocalFacts(written, connected_networks(kernel, config.families))
+    local = LocalFacts(written, connected_networks(kernel, config.families), uplink_manager.is_self)
     attributes = uplink_manager.backend.attributes()
     lease = waiting.ask("a lease", lambda: acquire(config, attributes, previous.subnets, local))
     last_run.joined(machine, manager.name, lease)

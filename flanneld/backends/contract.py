@@ -1,13 +1,14 @@
 """Contract between the daemon and its backends, which decide how packets travel between nodes.
 
-A backend decides and never acts. It is built anew when the uplink changes, so it holds no state.
+A backend decides and never acts. It is rebuilt when the uplink changes, so it holds no state.
 ``docs/backends.md`` shows how to write one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, NoReturn, Protocol, runtime_checkable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, runtime_checkable
 
 from msgspec import Struct
 
@@ -16,6 +17,10 @@ from flanneld.errors import Refused
 from flanneld.model import Family, IPAddress, IPNetwork, Lease, LeaseAttrs, Uplink
 from flanneld.state.resources import Resource
 from flanneld.state.table import Table
+
+if TYPE_CHECKING:
+    from flanneld.runtime.command_runner import Finished
+    from flanneld.runtime.http_client import HttpAnswer, HttpRequest
 
 #: Addresses that are no host's, as numbers: none, everybody, IPv6's loopback. And the first octets of others,
 #: which are loopback or multicast.
@@ -35,12 +40,42 @@ class ReadSecret(Protocol):
     ) -> bytes: ...
 
 
+class RunCommand(Protocol):
+    """Runs a command, a text by the shell, to its end; ``env`` adds to the daemon's environment.
+
+    It is killed with all it started after ``timeout`` seconds, and when the daemon stops unless ``at_exit``.
+    Raises ``Retryable`` if it does not start or was killed. It blocks: never in the kernel's worker.
+    """
+
+    def __call__(
+        self,
+        command: Sequence[str] | str,
+        env: Mapping[str, str] | None = None,
+        stdin: str = "",
+        timeout: float = 10.0,
+        *,
+        at_exit: bool = False,
+    ) -> Finished: ...
+
+
 def _absent(*_: object, **__: object) -> NoReturn:
     raise NotImplementedError("this Host was made without that service")
 
 
-class Host(Struct, frozen=True):
-    """What a backend may know of its host, and may not reach for by itself."""
+class HostServices(Struct, frozen=True, kw_only=True):
+    """Services of the host for a backend and its tables, which use no others."""
+
+    secret: ReadSecret = _absent
+    run: RunCommand = _absent
+    #: Makes a request, bounded in time and size. Raises ``Retryable`` without an answer. It blocks, too.
+    http: Callable[[HttpRequest], HttpAnswer] = _absent
+
+
+NO_SERVICES = HostServices()
+
+
+class Host(HostServices, frozen=True):
+    """Facts and services of the host for a backend, which uses no others."""
 
     uplink: Uplink
     #: What this node announced before, if the store still knows it.
@@ -53,7 +88,6 @@ class Host(Struct, frozen=True):
     #: The name for a TUN device that leads to this network: that of the one an earlier run has made,
     #: else the first that is free.
     tun_for: Callable[[IPNetwork], str] = lambda _: "flannel0"
-    secret: ReadSecret = _absent
     #: What ``HasIdentity.identity`` has returned in this run, None before that.
     identity: Any = None
 
@@ -67,11 +101,11 @@ class Backend(Protocol):
 
     @property
     def mtu(self) -> int:
-        """What is left for a container's packet, in bytes."""
+        """Bytes that are left for a container's packet."""
         ...
 
     def attributes(self) -> LeaseAttrs:
-        """What other nodes must know to reach this one."""
+        """Return what other nodes must know to reach this one."""
         ...
 
     def local(self, own: Lease) -> Iterable[Resource]:
@@ -117,8 +151,35 @@ def encrypts(backend: Backend) -> bool:
 
 
 @runtime_checkable
+class RecognizesItself(Protocol):
+    """Optional part of a backend: its answer to whether a lease is this node's.
+
+    Without it a lease is this node's if it has our public IP, in the first family that the network uses.
+    """
+
+    def is_self(self, attrs: LeaseAttrs, /) -> bool:
+        """Return True if a lease with these attributes is this node's, also under a former public IP."""
+        ...
+
+
+class ExitPolicy(Enum):
+    """Fate of the resources in a backend's own tables when the daemon ends."""
+
+    #: They stay: a restart interrupts nothing.
+    KEEP = "keep"
+    #: They are removed: a node without a daemon must not be relied on.
+    REMOVE = "remove"
+
+
+def exit_policy(backend: Backend) -> ExitPolicy:
+    """Return the policy that a backend declares as its attribute ``exit_policy``; the default is ``KEEP``."""
+    policy: ExitPolicy = getattr(backend, "exit_policy", ExitPolicy.KEEP)
+    return policy
+
+
+@runtime_checkable
 class HasTables(Protocol):
-    """What a backend offers besides, if the kernel's tables are not all that it changes."""
+    """Optional part of a backend: tables of its own, if the kernel's are not all that it changes."""
 
     def tables(self) -> Iterable[Table]:
         """Its tables, for the whole run: asked for once, also if the uplink moves and another is built.

@@ -72,7 +72,7 @@ def read_config(config: Config) -> VxlanConfig:
 
 
 def build(config: Config, host: Host) -> VxlanBackend:
-    """Decide this node's devices. A MAC is that of the device, else the one announced, else a new one."""
+    """Decide this node's devices."""
     wanted = read_config(config)
     devices: dict[Family, Vxlan] = {}
     for family in config.families:
@@ -86,7 +86,7 @@ def build(config: Config, host: Host) -> VxlanBackend:
             parent=host.uplink.index,
             local=local,
             port=wanted.port,
-            mac=host.mac_of(name) or _stored_mac(host, family) or _random_mac(host.random_bytes(6)),
+            mac=_mac(host, family, name),
             mtu=_inner_mtu(family, wanted, host),
             learning=wanted.learning,
             gbp=wanted.gbp,
@@ -115,6 +115,10 @@ class VxlanBackend:
     @property
     def mtu(self) -> int:
         return min(device.mtu for device in self._devices.values())
+
+    def identity(self) -> dict[Family, str]:
+        """The devices keep their MACs when the uplink moves, whatever others do to the devices meanwhile."""
+        return {family: device.mac for family, device in self._devices.items()}
 
     def attributes(self) -> LeaseAttrs:
         return LeaseAttrs(
@@ -169,6 +173,12 @@ def vtep_mac(data: Any) -> str:
             f"VtepMAC is {json.dumps(mac)[:200]}", "the peer must announce the MAC of its VXLAN device"
         )
     return parse_mac(mac)
+
+
+def _mac(host: Host, family: Family, name: str) -> str:
+    """Return the MAC decided in this run, else that of the device, else the one announced, else a new one."""
+    kept = host.identity[family] if host.identity else host.mac_of(name)
+    return kept or _stored_mac(host, family) or _random_mac(host.random_bytes(6))
 
 
 def _stored_mac(host: Host, family: Family) -> str | None:

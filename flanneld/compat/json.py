@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cache
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
 from itertools import islice
 from math import inf
 from sys import intern
-from typing import Any, NoReturn, TypeGuard, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 A = TypeVar("A", bound=IPv4Address | IPv6Address)
 N = TypeVar("N", bound=IPv4Network | IPv6Network)
@@ -108,22 +108,6 @@ def _number(value: object) -> str:
     return str(value)[:40] if type(value) in (int, float) else _kind(value)
 
 
-def _is_uint(value: object) -> TypeGuard[int]:
-    return type(value) is int and 0 <= value < 2**64
-
-
-def _is_integer(value: object) -> TypeGuard[int]:
-    return type(value) is int and -(2**63) <= value < 2**63
-
-
-def _is_bool(value: object) -> TypeGuard[bool]:
-    return isinstance(value, bool)
-
-
-def _is_str(value: object) -> TypeGuard[str]:
-    return isinstance(value, str)
-
-
 class Fields:
     """One JSON object, read field by field as Go fills a struct.
 
@@ -148,16 +132,16 @@ class Fields:
             self._values.setdefault(folded, []).append(value)
 
     def uint(self, name: str, default: int) -> int:
-        return self._last(name, default, _is_uint, "a whole number of at most 64 bits, not negative", _number)
+        return self._last(name, default, "a whole number of at most 64 bits, not negative", range(2**64))
 
     def integer(self, name: str, default: int) -> int:
-        return self._last(name, default, _is_integer, "a whole number of at most 64 bits", _number)
+        return self._last(name, default, "a whole number of at most 64 bits", range(-(2**63), 2**63))
 
     def boolean(self, name: str, default: bool) -> bool:
-        return self._last(name, default, _is_bool, "true or false")
+        return self._last(name, default, "true or false")
 
     def string(self, name: str, default: str) -> str:
-        return self._last(name, default, _is_str, "a string")
+        return self._last(name, default, "a string")
 
     def raw(self, name: str) -> Any:
         """The decoded value as it is; None when it is absent, or null."""
@@ -201,20 +185,14 @@ class Fields:
         self._asked[folded] = name
         return self._values.get(folded, [])
 
-    def _last(
-        self,
-        name: str,
-        default: T,
-        fits: Callable[[object], TypeGuard[T]],
-        wanted: str,
-        show: Callable[[object], str] = _kind,
-    ) -> T:
+    def _last(self, name: str, default: T, wanted: str, numbers: range | None = None) -> T:
+        """The last value of the default's type, if it is a number one of these."""
         result = default
         for value in self._of(name):
-            if fits(value):
+            if type(value) is type(default) and (numbers is None or value in numbers):
                 result = value
             elif value is not None:
-                raise self._wrong(name, wanted, show(value))
+                raise self._wrong(name, wanted, _kind(value) if numbers is None else _number(value))
         return result
 
     def _wrong(self, name: str, wanted: str, found: str) -> GoJsonError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from flanneld.ctl.snapshot import Entry, Found
 from flanneld.ctl.stale_objects import CniConf, LeftRules
 from flanneld.diagnostics import host_checks
 from flanneld.diagnostics.host_checks import Finding as HostFinding
-from flanneld.model import FAMILIES, Family, IPAddress
+from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork
 from flanneld.network.firewall import forwarding
 from flanneld.network.firewall.forwarding import accepting, dropping, in_the_way
 from flanneld.network.rtnetlink.kernel import Kernel
@@ -49,9 +50,8 @@ class Facts(Struct, frozen=True, gc=False):
     now: float = 0.0
     subnet_file: str = ""
     has_subnet_file: bool = True
-    #: What the subnet file says, and its MTU.
+    #: What the subnet file says.
     previous: Previous = field(default_factory=Previous)
-    file_mtu: int | None = None
     links: tuple[SeenLink, ...] = ()
     #: The addresses of all interfaces, by the interface.
     addresses: tuple[tuple[str, IPAddress], ...] = ()
@@ -87,6 +87,23 @@ class Facts(Struct, frozen=True, gc=False):
             return link is not None
         return any(each.master == link.index for each in self.links)
 
+    def section(self, name: str) -> Mapping[str, Any]:
+        """Return a part of the document; empty if it is not known."""
+        return self.document.get(name) or {}
+
+    @property
+    def networks(self) -> list[IPNetwork]:
+        return [network for network, _ in ranges_of(self.document)]
+
+    @property
+    def own_subnets(self) -> list[IPNetwork]:
+        return [ip_network(text) for text in self.section("lease").get("subnets", ())]
+
+    @property
+    def own_macs(self) -> set[str]:
+        """The MAC addresses in our lease, in small letters."""
+        return {mac.lower() for mac in self.section("lease").get("macs", ())}
+
     @property
     def peers(self) -> list[dict[str, Any]]:
         return list(self.document.get("peers", ()))
@@ -115,7 +132,6 @@ def gather(source: Source) -> Facts:
         subnet_file=str(path),
         has_subnet_file=path.exists(),
         previous=subnet_file.read(path),
-        file_mtu=_file_mtu(path),
         links=found.links,
         addresses=tuple(_addresses(found)),
         entries=tuple(snapshot.compare(document, found)),
@@ -136,14 +152,6 @@ def gather(source: Source) -> Facts:
 
 def _families(document: Mapping[str, Any]) -> tuple[Family, ...]:
     return tuple(network.version for network, _ in ranges_of(document)) or FAMILIES[:1]
-
-
-def _file_mtu(path: Path) -> int | None:
-    try:
-        lines = dict(line.partition("=")[::2] for line in path.read_text().splitlines())
-        return int(lines["FLANNEL_MTU"])
-    except (OSError, ValueError, KeyError):
-        return None
 
 
 def _addresses(found: Found) -> Iterator[tuple[str, IPAddress]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flanneld.compat.glog import counted
@@ -18,25 +18,38 @@ _UNKNOWN = "unknown"
 def status(source: Source) -> list[Table]:
     """The node in a few lines."""
     document = source.document
-    rows = [
-        ("daemon", _daemon(document) if source.origin == "daemon" else "does not answer"),
-        ("ready", _ready(document)),
-        ("trouble", _trouble(document)),
-        ("store", _store(document)),
-        ("backend", str((document.get("network") or {}).get("backend") or _UNKNOWN)),
-        ("network", ", ".join(each["network"] for each in _ranges(document)) or _UNKNOWN),
-        ("lease", _lease(document)),
-        ("uplink", _uplink(document)),
-        ("MTU", str(document.get("mtu", _UNKNOWN))),
-        ("devices", ", ".join(document["devices"]) or "none" if "devices" in document else _UNKNOWN),
-        ("peers", _peers(document)),
-        ("last sync", _last_sync(document)),
-        ("repairs", _repairs(document)),
-        ("refused", _refused(document)),
-        ("brake", _removal_guard(document)),
-        ("firewall", _firewall(document)),
+
+    def row(title: str, name: str, show: Callable[[Any], str], *, if_null: str = _UNKNOWN) -> tuple[str, str]:
+        """Show one part of the document: ``if_null`` if it is null, unknown if it is absent."""
+        value = document.get(name)
+        if value is None:
+            return title, if_null if name in document else _UNKNOWN
+        return title, show(value)
+
+    return [
+        Table(
+            (),
+            [
+                ("daemon", _daemon(document) if source.origin == "daemon" else "does not answer"),
+                row("ready", "health", _ready),
+                row("trouble", "health", _trouble),
+                row("store", "store", _store),
+                row("backend", "network", lambda network: network.get("backend") or _UNKNOWN),
+                row("network", "network", _networks),
+                ("lease", _lease(document)),
+                row("uplink", "uplink", _uplink),
+                row("MTU", "mtu", str),
+                row("devices", "devices", lambda devices: ", ".join(devices) or "none"),
+                row("peers", "peers", _peers),
+                row("last sync", "last_sync", _when, if_null="never"),
+                row("repairs", "repairs", _repairs),
+                row("refused", "refused", _refused),
+                row("brake", "brake", _removal_guard),
+                row("firewall", "firewall", _firewall),
+            ],
+        ),
+        *notes(source),
     ]
-    return [Table((), rows), *notes(source)]
 
 
 def notes(source: Source) -> list[Table]:
@@ -85,32 +98,26 @@ def _daemon(document: Mapping[str, Any]) -> str:
     return f"flanneld {document['version']}, pid {document['pid']}, since {_when(document['started'])}"
 
 
-def _ready(document: Mapping[str, Any]) -> str:
-    health = document.get("health")
-    if not health:
-        return _UNKNOWN
+def _ready(health: Mapping[str, Any]) -> str:
     wrong = [*health["missing"], *health.get("waiting", ()), *health["late"]]
     return "yes" if not wrong else f"no: {'; '.join(wrong)}"
 
 
-def _trouble(document: Mapping[str, Any]) -> str:
-    found = (document.get("health") or {}).get("troubles")
+def _trouble(health: Mapping[str, Any]) -> str:
+    found = health.get("troubles")
     if found is None:
         return _UNKNOWN
     return "; ".join(f"{each['part']}: {each['trouble']}" for each in found) or "none"
 
 
-def _store(document: Mapping[str, Any]) -> str:
-    store = document.get("store")
-    if not store:
-        return _UNKNOWN
+def _store(store: Mapping[str, Any]) -> str:
     problem = f"; {store['problem']}" if store.get("problem") else ""
     cache = f"; leases are taken from {store['cache']}" if store.get("cache") else ""
     return f"{store['name']}{problem}{cache}"
 
 
-def _ranges(document: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    return (document.get("network") or {}).get("ranges") or ()
+def _networks(network: Mapping[str, Any]) -> str:
+    return ", ".join(each["network"] for each in network.get("ranges") or ()) or _UNKNOWN
 
 
 def _lease(document: Mapping[str, Any]) -> str:
@@ -123,55 +130,35 @@ def _lease(document: Mapping[str, Any]) -> str:
     return f"{','.join(lease['subnets'])}, {until}"
 
 
-def _uplink(document: Mapping[str, Any]) -> str:
-    uplink = document.get("uplink")
-    if not uplink:
-        return _UNKNOWN
+def _uplink(uplink: Mapping[str, Any]) -> str:
     return f"{uplink['name']}, MTU {uplink['mtu']}, {', '.join(uplink['addresses'])}"
 
 
-def _peers(document: Mapping[str, Any]) -> str:
-    if "peers" not in document:
-        return _UNKNOWN
-    states = Counter(peer["state"] for peer in document["peers"])
+def _peers(known: Sequence[Mapping[str, Any]]) -> str:
+    states = Counter(peer["state"] for peer in known)
     return ", ".join(
         [str(states.total()), *(f"{number} {state}" for state, number in sorted(states.items()))]
     )
 
 
-def _repairs(document: Mapping[str, Any]) -> str:
-    if "repairs" not in document:
-        return _UNKNOWN
-    found = (f"{each['number']} {each['kind']} after {each['cause']}" for each in document["repairs"])
-    return ", ".join(found) or "none"
+def _repairs(made: Sequence[Mapping[str, Any]]) -> str:
+    return ", ".join(f"{each['number']} {each['kind']} after {each['cause']}" for each in made) or "none"
 
 
-def _refused(document: Mapping[str, Any]) -> str:
-    if "refused" not in document:
-        return _UNKNOWN
-    return "; ".join(f"{each['object']}: {each['reason']}" for each in document["refused"]) or "none"
+def _refused(objects: Sequence[Mapping[str, Any]]) -> str:
+    return "; ".join(f"{each['object']}: {each['reason']}" for each in objects) or "none"
 
 
-def _removal_guard(document: Mapping[str, Any]) -> str:
-    removal_guard = document.get("brake")
-    if removal_guard is None:
-        return _UNKNOWN
-    often = f", {counted(removal_guard['number'], 'time')} so far" if removal_guard.get("number") else ""
-    return f"{'holds removals back' if removal_guard['holds'] else 'off'}{often}"
+def _removal_guard(guard: Mapping[str, Any]) -> str:
+    often = f", {counted(guard['number'], 'time')} so far" if guard.get("number") else ""
+    return f"{'holds removals back' if guard['holds'] else 'off'}{often}"
 
 
-def _firewall(document: Mapping[str, Any]) -> str:
-    firewall = document.get("firewall")
-    if not firewall:
-        return _UNKNOWN
+def _firewall(firewall: Mapping[str, Any]) -> str:
     repairs = sum(each["number"] for each in firewall["repairs"])
     wrong = ", ".join(firewall["not_in_place"])
     state = f"not in place: {wrong}" if wrong else "in place"
     return f"{firewall['place']}, {state}, {counted(repairs, 'repair')}"
-
-
-def _last_sync(document: Mapping[str, Any]) -> str:
-    return _when(document["last_sync"]) if "last_sync" in document else _UNKNOWN
 
 
 def _when(stamp: float | None) -> str:

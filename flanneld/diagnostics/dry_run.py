@@ -6,6 +6,7 @@ lease is acquired: without one the subnet is the one that this node would most l
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -22,6 +23,7 @@ from flanneld.network.rtnetlink.domain import Domain
 from flanneld.network.rtnetlink.route_order import Behind
 from flanneld.network.rtnetlink.tables import KERNEL_TABLES
 from flanneld.options import Options
+from flanneld.reconcile import host_services
 from flanneld.reconcile.controller import Controller, Node
 from flanneld.reconcile.peers import View
 from flanneld.runtime import clock
@@ -124,7 +126,8 @@ class Outcome(Struct, frozen=True, gc=False):
 def rehearse(options: Options, manager: SubnetManager) -> Outcome:
     """Raises ``Retryable`` and ``Fatal`` where a start would wait or end."""
     once, notes = SingleAttempts(), Notes()
-    loaded = startup.load(options, manager, once, is_dry_run=True)
+    services = host_services.of_dry_run(options.secret_dir, os.environ)
+    loaded = startup.load(options, manager, once, services, is_dry_run=True)
     elected = startup.elect(loaded, once)
     forecast = Forecast(manager)
     member = startup.join(loaded, elected, once, forecast.acquire)
@@ -157,7 +160,7 @@ class Forecast:
         manager = self._manager
         foreseen = manager.foresee(config, attrs) if isinstance(manager, Foreseeing) else None
         self.leases = all_leases(manager)
-        own = foreseen or _ours(self.leases, attrs, config, previous, local.written)
+        own = foreseen or _ours(self.leases, attrs, config, previous, local)
         self.has_lease = own is not None
         return own or Lease(attrs, *_likely(config, previous, self.leases))
 
@@ -197,22 +200,22 @@ def all_leases(manager: SubnetManager) -> Snapshot | Cached:
 
 
 def _ours(
-    snapshot: Snapshot | Cached, attrs: LeaseAttrs, config: Config, previous: LeaseKey, written: Lease | None
+    snapshot: Snapshot | Cached, attrs: LeaseAttrs, config: Config, previous: LeaseKey, local: LocalFacts
 ) -> Lease | None:
     """Return the lease that a start would reuse: the previous one, else the proven one, else the lowest."""
-    address = attrs.public(config.families[0])
+    written = local.written
 
-    def is_of_our_address(lease: Lease) -> bool:
-        return lease.attrs.public(config.families[0]) == address
+    def is_ours(lease: Lease) -> bool:
+        return local.is_self(lease.attrs, attrs)
 
     def precedence(lease: Lease) -> tuple[bool, bool, list[int]]:
         order = [int(net.network_address) for net in lease.key if net is not None]
-        return lease.key != previous, is_of_our_address(lease), order
+        return lease.key != previous, is_ours(lease), order
 
     ours = [
         lease
         for lease in snapshot.leases
-        if is_of_our_address(lease)
+        if is_ours(lease)
         or (written is not None and (lease.key, lease.attrs) == (written.key, written.attrs))
     ]
     return min((lease for lease in ours if fits(config, lease.key)), key=precedence, default=None)

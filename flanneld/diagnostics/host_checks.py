@@ -10,19 +10,26 @@ from __future__ import annotations
 
 import logging
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
+from typing import ClassVar
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from flanneld.model import Family
-from flanneld.runtime.outage import Pace
+from flanneld.runtime import clock
 from flanneld.runtime.shell import Command
+from flanneld.state.report import Failure, Report
+from flanneld.state.resources import Key, Kind, Resource
+from flanneld.state.table import Put, Scope, Seen
 
 log = logging.getLogger(__name__)
 
 _ROOT = Path("/proc/sys")
+#: Seconds between two looks at forwarding.
+_LOOK_PERIOD = 1.0
 #: Settings are named by their path below /proc/sys: an interface's name may have dots in it.
 FORWARDING: Mapping[Family, str] = {4: "net/ipv4/ip_forward", 6: "net/ipv6/conf/all/forwarding"}
 BRIDGED: Mapping[Family, str] = {
@@ -85,67 +92,85 @@ def report(families: tuple[Family, ...], uplink: str, *, services: bool = False)
     for finding in findings(read_facts(families, uplink, services=services)):
         if mend(finding):
             log.info("%s, so %s; mended by: %s", finding.what, finding.why, finding.command)
-        else:
+        elif finding.topic is not Topic.FORWARDING:  # of which its table tells
             level = logging.WARNING if finding.grave else logging.INFO
             log.log(level, "%s, so %s; run as root: %s", finding.what, finding.why, finding.command)
 
 
-class Forwarding:
+class ForwardingSetting(Struct, frozen=True, gc=False):
+    """The kernel's switch for one family, on."""
+
+    kind: ClassVar[Kind] = Kind.FILE
+    family: Family
+
+    @property
+    def key(self) -> Key:
+        return (ForwardingTable.name, self.family)
+
+    def __str__(self) -> str:
+        return f"forwarding of IPv{self.family}"
+
+
+class ForwardingTable:
     """The kernel's switch for each family, as others may turn it while the daemon runs.
 
     Reading a setting costs 10 us, so a look each second is cheaper than a socket for notifications.
-    ``keep`` switches it on again. Only ``look`` writes; ``problems`` may be read from any thread.
+    With ``keep`` it is switched on again, else the operator is told.
     """
 
+    name = "forwarding"
+    what = "the kernel's settings"
+    worker = "host"
+    vital = False
+    needs: frozenset[str] = frozenset()
+    audit: float | None = None
+
     def __init__(self, families: tuple[Family, ...], uplink: Callable[[], str], *, keep: bool) -> None:
+        self.wanted = tuple(ForwardingSetting(family) for family in families)
         self._families = families
         self._uplink = uplink
         self._keep = keep
-        self._pace = Pace()
-        #: None before the first look.
-        self._off: tuple[Finding, ...] | None = None
-        #: The settings that were off after the last look.
-        self._seen: frozenset[str] = frozenset()
+        self._looked = clock.now()
+        self._off: frozenset[Family] = frozenset()
+
+    def read(self, scope: Scope) -> Iterator[Seen]:
+        del scope
+        self._off = self._read_off()
+        yield from (Seen(each) for each in self.wanted if each.family not in self._off)
+
+    def put(self, puts: Sequence[Put]) -> Report:
+        report = Report()
+        facts = read_facts(self._families, self._uplink())
+        for setting in (put.want for put in puts if isinstance(put.want, ForwardingSetting)):
+            for finding in _no_forwarding(replace(facts, families=(setting.family,))):
+                if self._keep and mend(finding):
+                    report.made.append(setting)
+                    report.details[setting.key] = f"another program had left {finding.what}"
+                else:
+                    told = f"{finding.what}: {finding.why}"
+                    report.failed.append(Failure(setting, told, f"run as root: {finding.command}"))
+        self._off = self._read_off()
+        return report
+
+    def drop(self, found: Sequence[Resource]) -> Report:
+        """Leave the settings: containers talk without a daemon."""
+        del found
+        return Report()
+
+    def close(self, *, remove: bool) -> None:
+        """Nothing is open."""
 
     @property
-    def problems(self) -> tuple[str, ...]:
-        """One line for each family that the kernel does not forward."""
-        return tuple(f"{each.what}: {each.why}" for each in self._off or ())
+    def next_look(self) -> float:
+        return self._looked + _LOOK_PERIOD
 
-    def look(self) -> None:
-        """Notice and log what has changed since the last time; put it right if that is wanted."""
-        off = self._read_off()
-        if off == self._seen and self._off is not None:
-            return
-        found = tuple(_no_forwarding(read_facts(self._families, self._uplink()))) if off else ()
-        if self._keep:
-            found = tuple(each for each in found if not self._switched_on(each))
-        if self._off is not None:  # else ``report`` has just said it
-            _tell_changes(self._off, found)
-        self._off = found
-        self._seen = self._read_off() if self._keep else off
+    def look(self) -> bool:
+        self._looked = clock.now()
+        return self._read_off() != self._off
 
-    def _read_off(self) -> frozenset[str]:
+    def _read_off(self) -> frozenset[Family]:
         settings = _read(*(FORWARDING[family] for family in self._families))
-        return frozenset(path for path, value in settings.items() if value == 0)
-
-    def _switched_on(self, finding: Finding) -> bool:
-        if not mend(finding):
-            return False
-        if self._pace.allows(finding.what):
-            log.warning("Switched forwarding on again: another program had left %s", finding.what)
-        return True
-
-
-def _tell_changes(before: tuple[Finding, ...], after: tuple[Finding, ...]) -> None:
-    for each in after:
-        if each not in before:
-            log.warning(
-                "Forwarding was switched off: %s, so %s; run as root: %s", each.what, each.why, each.command
-            )
-    for each in before:
-        if each not in after:
-            log.info("Forwarding is on again: no longer %s", each.what)
+        return frozenset(family for family in self._families if settings.get(FORWARDING[family]) == 0)
 
 
 # ---- deciding ---------------------------------------------------------------------------------

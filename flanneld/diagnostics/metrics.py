@@ -17,17 +17,18 @@ from msgspec import Struct
 from flanneld import __version__
 from flanneld.diagnostics.components import Components
 from flanneld.diagnostics.status import states
-from flanneld.model import FAMILIES
+from flanneld.model import FAMILIES, Lease
+from flanneld.reconcile.controller import Controller
 from flanneld.reconcile.counters import BOUNDS, Histogram, wall
 from flanneld.runtime import clock
-from flanneld.state.resources import Kind, Link
+from flanneld.state.resources import Link
 
 _INSTALL = "pip install 'flanneld[metrics]', or apt install python3-prometheus-client"
 _ERRNO = {os.strerror(code): name for code, name in errno.errorcode.items()}
 
-#: Label values, in the order of the labels, with a number; or a histogram.
-Sample = tuple[tuple[str, ...], float]
-Reader = Callable[[Components], Iterator[Sample]]
+#: A number, a histogram, numbers by the values of the labels, or None if there is nothing to tell now.
+Reading = float | Histogram | dict[Any, Any] | None
+Read = Callable[[Components], Reading]
 
 
 class Metric(Struct, frozen=True):
@@ -37,315 +38,222 @@ class Metric(Struct, frozen=True):
     name: str
     meaning: str
     labels: tuple[str, ...]
-    read: Callable[[Components], Iterator[Any]]
+    read: Read
 
-
-def _metrics() -> Iterator[Metric]:
-    yield from _of_the_node()
-    yield from _of_the_kernel()
-    yield from _of_the_brake()
-    yield from _of_the_time_it_takes()
-    yield from _of_the_probes()
-    yield from _of_the_store()
-    yield from _of_the_watch()
-
-
-# ---- what there is ------------------------------------------------------------------------------
-
-
-def _of_the_node() -> Iterator[Metric]:
-    yield Metric("gauge", "flannel_build_info", "1 for what runs here", ("version", "python"), _build)
-    yield Metric("gauge", "flannel_ready", "1 if pods can be started here", (), _ready)
-    yield Metric("gauge", "flannel_subnet_info", "1 for each subnet of our lease", ("subnet",), _subnets)
-    yield Metric(
-        "gauge", "flannel_public_ip_info", "1 for each address at which peers reach us", ("ip",), _public_ips
-    )
-    yield Metric("gauge", "flannel_mtu_bytes", "largest packet that the device takes", ("dev",), _mtus)
-    yield Metric(
-        "gauge",
-        "flannel_lease_expiry_timestamp_seconds",
-        "when our lease ends if it is not renewed; none for a reservation",
-        (),
-        _expiry,
-    )
-    yield Metric("gauge", "flannel_lease_ttl_seconds", "seconds until then", (), _time_left)
-    yield Metric(
-        "counter",
-        "flannel_firewall_resyncs_total",
-        "times that our firewall rules had to be put back, by who removed them",
-        ("backend", "cause"),
-        _firewall_repairs,
-    )
-
-
-def _of_the_kernel() -> Iterator[Metric]:
-    yield Metric("gauge", "flannel_peers", "leases of other nodes", ("backend", "state"), _peers)
-    yield Metric("gauge", "flannel_desired_objects", "what the kernel should hold", ("kind",), _desired)
-    yield Metric(
-        "gauge",
-        "flannel_actual_objects",
-        "what of that it holds, as last read or written",
-        ("kind",),
-        _actual,
-    )
-    yield Metric("gauge", "flannel_drift_objects", "what of that it refuses", ("kind",), _drift)
-    yield Metric(
-        "counter",
-        "flannel_heals_total",
-        "objects put right after others changed them",
-        ("kind", "cause"),
-        _heals,
-    )
-    yield Metric("counter", "flannel_netlink_errors_total", "writes refused", ("op", "errno"), _refusals)
-    yield Metric(
-        "counter", "flannel_netlink_overruns_total", "times that notifications were lost", (), _overruns
-    )
-    yield Metric(
-        "gauge", "flannel_last_sync_timestamp_seconds", "when the kernel was last read", (), _last_sync
-    )
-
-
-def _of_the_brake() -> Iterator[Metric]:
-    yield Metric("gauge", "flannel_removal_brake_held", "1 while removals are held back", (), _removal_guard)
-    yield Metric(
-        "counter",
-        "flannel_removal_brake_holds_total",
-        "times that removals were held back",
-        (),
-        _removal_guard_holds,
-    )
-
-
-def _of_the_time_it_takes() -> Iterator[Metric]:
-    yield Metric(
-        "histogram",
-        "flannel_event_to_kernel_seconds",
-        "from a lease's arrival from the store until the kernel has what it means",
-        (),
-        lambda components: _histogram(components, "event_to_kernel"),
-    )
-    yield Metric(
-        "histogram",
-        "flannel_apply_seconds",
-        "one write to the kernel",
-        (),
-        lambda components: _histogram(components, "apply"),
-    )
-    yield Metric(
-        "histogram",
-        "flannel_reconcile_seconds",
-        "one reading of the kernel with its repairs",
-        (),
-        lambda components: _histogram(components, "reconcile"),
-    )
-
-
-def _of_the_probes() -> Iterator[Metric]:
-    yield Metric(
-        "gauge",
-        "flannel_peer_probe_loss_ratio",
-        "the share of the last 100 probes that got no answer, with `-peer-probes`",
-        (),
-        _loss,
-    )
-    yield Metric(
-        "histogram",
-        "flannel_peer_probe_rtt_seconds",
-        "from a probe until its answer",
-        (),
-        lambda components: iter([components.prober.rtt] if components.prober else []),
-    )
-
-
-def _of_the_store() -> Iterator[Metric]:
-    yield Metric(
-        "histogram",
-        "flannel_datastore_request_seconds",
-        "one request to the store, watches left out",
-        (),
-        lambda components: iter([components.store.requests]),
-    )
-    yield Metric(
-        "counter",
-        "flannel_datastore_errors_total",
-        "requests that failed, watches left out",
-        (),
-        lambda components: _one(components.store.errors),
-    )
-    yield Metric("gauge", "flannel_datastore_up", "1 if the store answers", (), _up)
-    yield Metric(
-        "counter",
-        "flannel_lease_renewals_total",
-        "renewals of our lease",
-        ("result",),
-        lambda components: _each(components.store.renewals),
-    )
-
-
-def _of_the_watch() -> Iterator[Metric]:
-    yield Metric(
-        "counter",
-        "flannel_watch_events_total",
-        "changes of leases that the store told",
-        (),
-        lambda components: _one(components.store.events),
-    )
-    yield Metric(
-        "counter",
-        "flannel_watch_resyncs_total",
-        "times that all leases were read again, by who wanted it",
-        ("reason",),
-        lambda components: _each(components.store.resyncs),
-    )
-    yield Metric(
-        "gauge",
-        "flannel_watch_last_event_timestamp_seconds",
-        "when the store last told of a lease",
-        (),
-        lambda components: _one(components.store.last_event),
-    )
+    def samples(self, components: Components) -> Iterator[tuple[tuple[str, ...], float] | Histogram]:
+        """Yield label values with a number each, or a histogram."""
+        match self.read(components):
+            case dict() as numbers:
+                # A copy in one step: another thread may count on.
+                for labels, number in numbers.copy().items():
+                    yield labels if isinstance(labels, tuple) else (labels,), number
+            case Histogram() as histogram:
+                yield histogram
+            case None:
+                return
+            case number:
+                yield (), number
 
 
 # ---- reading ------------------------------------------------------------------------------------
 
 
-def _one(number: float) -> Iterator[Sample]:
-    yield (), number
+def _of_the_reconciler(read: Callable[[Controller], Reading], absent: Reading = None) -> Read:
+    return lambda components: read(components.reconciler) if components.reconciler else absent
 
 
-def _each(numbers: dict[str, int]) -> Iterator[Sample]:
-    yield from (((name,), number) for name, number in numbers.copy().items())
+def _lease(read: Callable[[Lease], Reading]) -> Read:
+    return lambda components: read(components.lease_keeper.lease) if components.lease_keeper else None
 
 
-def _build(_components: Components) -> Iterator[Sample]:
-    yield (__version__, platform.python_version()), 1
+def _public_ips(reconciler: Controller) -> Reading:
+    uplink = reconciler.uplink_manager.uplink
+    return {str(ip): 1 for family in FAMILIES if (ip := uplink.public(family))}
 
 
-def _ready(components: Components) -> Iterator[Sample]:
-    return _one(not components.missing())
-
-
-def _subnets(components: Components) -> Iterator[Sample]:
-    if components.lease_keeper:
-        yield from (((str(net),), 1) for net in components.lease_keeper.lease.key if net is not None)
-
-
-def _public_ips(components: Components) -> Iterator[Sample]:
-    if components.reconciler:
-        uplink = components.reconciler.uplink_manager.uplink
-        yield from (((str(ip),), 1) for family in FAMILIES if (ip := uplink.public(family)))
-
-
-def _mtus(components: Components) -> Iterator[Sample]:
+def _mtus(reconciler: Controller) -> Reading:
     """Each device has room for its own outer headers: VXLAN takes 20 bytes more over IPv6 than over IPv4."""
-    if components.reconciler:
-        uplink = components.reconciler.uplink_manager.uplink
-        yield (uplink.name,), uplink.mtu
-        links = (each for each in components.reconciler.peers.local_wishes() if isinstance(each, Link))
-        yield from (((link.name,), link.mtu) for link in links)
+    uplink = reconciler.uplink_manager.uplink
+    links = (each for each in reconciler.peers.local_wishes() if isinstance(each, Link))
+    return {uplink.name: uplink.mtu} | {link.name: link.mtu for link in links}
 
 
-def _expiry(components: Components) -> Iterator[Sample]:
-    expires = _expires(components)
-    if expires is not None:
-        yield (), wall(expires)
+def _peers(reconciler: Controller) -> Reading:
+    found = states(reconciler.peers.view(), reconciler.pending())
+    return Counter((backend, state.replace(" ", "-")) for backend, state in found)
 
 
-def _time_left(components: Components) -> Iterator[Sample]:
-    expires = _expires(components)
-    if expires is not None:
-        yield (), expires - clock.now()
+def _objects(number: Callable[[int, int], int]) -> Read:
+    """Compute a number from how many objects of a kind are wanted and how many of them the kernel refuses."""
+
+    def read(reconciler: Controller) -> Reading:
+        wanted = Counter(reconciler.peers.wanted_kinds())
+        refused = Counter(failure.resource.kind for failure in reconciler.pending().values())
+        return {kind.name.lower(): number(wanted[kind], refused[kind]) for kind in sorted(wanted)}
+
+    return _of_the_reconciler(read)
 
 
-def _expires(components: Components) -> float | None:
-    return components.lease_keeper.lease.expires if components.lease_keeper else None
+def _refusals(reconciler: Controller) -> Reading:
+    numbers: Counter[tuple[str, ...]] = Counter()
+    for (kind, reason), number in reconciler.refusals().items():
+        numbers[kind, _ERRNO.get(reason, "other")] += number
+    return numbers
 
 
-def _firewall_repairs(components: Components) -> Iterator[Sample]:
-    if components.firewall:
-        yield from components.firewall.repairs.copy().items()
+# ---- what there is ------------------------------------------------------------------------------
 
 
-def _peers(components: Components) -> Iterator[Sample]:
-    if components.reconciler:
-        found = states(components.reconciler.peers.view(), components.reconciler.pending())
-        numbers = Counter((backend, state.replace(" ", "-")) for backend, state in found)
-        yield from numbers.items()
+def _gauge(name: str, meaning: str, read: Read, *labels: str) -> Metric:
+    return Metric("gauge", name, meaning, labels, read)
 
 
-def _desired(components: Components) -> Iterator[Sample]:
-    return _by_kind(_wanted(components))
+def _counter(name: str, meaning: str, read: Read, *labels: str) -> Metric:
+    return Metric("counter", name, meaning, labels, read)
 
 
-def _drift(components: Components) -> Iterator[Sample]:
-    pending = _pending(components)
-    return _by_kind(Counter({kind: pending[kind] for kind in _wanted(components)}))
-
-
-def _actual(components: Components) -> Iterator[Sample]:
-    pending = _pending(components)
-    return _by_kind(Counter({kind: number - pending[kind] for kind, number in _wanted(components).items()}))
-
-
-def _wanted(components: Components) -> Counter[Kind]:
-    return Counter(components.reconciler.peers.wanted_kinds()) if components.reconciler else Counter()
-
-
-def _pending(components: Components) -> Counter[Kind]:
-    failures = components.reconciler.pending().values() if components.reconciler else ()
-    return Counter(failure.resource.kind for failure in failures)
-
-
-def _by_kind(numbers: Counter[Kind]) -> Iterator[Sample]:
-    yield from (((kind.name.lower(),), numbers[kind]) for kind in sorted(numbers))
-
-
-def _heals(components: Components) -> Iterator[Sample]:
-    if components.reconciler:
-        yield from components.reconciler.heals().items()
-
-
-def _refusals(components: Components) -> Iterator[Sample]:
-    if components.reconciler:
-        numbers: Counter[tuple[str, ...]] = Counter()
-        for (kind, reason), number in components.reconciler.refusals().items():
-            numbers[kind, _ERRNO.get(reason, "other")] += number
-        yield from numbers.items()
-
-
-def _loss(components: Components) -> Iterator[Sample]:
-    loss = components.prober.loss if components.prober else None
-    if loss is not None:
-        yield (), loss
-
-
-def _overruns(components: Components) -> Iterator[Sample]:
-    return _one(components.reconciler.work.overruns if components.reconciler else 0)
-
-
-def _last_sync(components: Components) -> Iterator[Sample]:
-    return _one(components.reconciler.work.last_sync if components.reconciler else 0)
-
-
-def _removal_guard(components: Components) -> Iterator[Sample]:
-    return _one(bool(components.reconciler and components.reconciler.removal_guard.holds))
-
-
-def _removal_guard_holds(components: Components) -> Iterator[Sample]:
-    return _one(components.reconciler.removal_guard.holds_total if components.reconciler else 0)
-
-
-def _up(components: Components) -> Iterator[Sample]:
-    return _one(components.store_is_up)
-
-
-def _histogram(components: Components, name: str) -> Iterator[Histogram]:
-    if components.reconciler:
-        yield getattr(components.reconciler.work, name)
+def _histogram(name: str, meaning: str, read: Read) -> Metric:
+    return Metric("histogram", name, meaning, (), read)
 
 
 #: All of them, in the order in which they are told.
-METRICS = tuple(_metrics())
+METRICS = (
+    _gauge(
+        "flannel_build_info",
+        "1 for what runs here",
+        lambda _: {(__version__, platform.python_version()): 1},
+        "version",
+        "python",
+    ),
+    _gauge("flannel_ready", "1 if pods can be started here", lambda components: not components.missing()),
+    _gauge(
+        "flannel_subnet_info",
+        "1 for each subnet of our lease",
+        _lease(lambda lease: {str(net): 1 for net in lease.key if net is not None}),
+        "subnet",
+    ),
+    _gauge(
+        "flannel_public_ip_info",
+        "1 for each address at which peers reach us",
+        _of_the_reconciler(_public_ips),
+        "ip",
+    ),
+    _gauge("flannel_mtu_bytes", "largest packet that the device takes", _of_the_reconciler(_mtus), "dev"),
+    _gauge(
+        "flannel_lease_expiry_timestamp_seconds",
+        "when our lease ends if it is not renewed; none for a reservation",
+        _lease(lambda lease: None if lease.expires is None else wall(lease.expires)),
+    ),
+    _gauge(
+        "flannel_lease_ttl_seconds",
+        "seconds until then",
+        _lease(lambda lease: None if lease.expires is None else lease.expires - clock.now()),
+    ),
+    _counter(
+        "flannel_firewall_resyncs_total",
+        "times that our firewall rules had to be put back, by who removed them",
+        lambda components: components.firewall.repairs if components.firewall else None,
+        "backend",
+        "cause",
+    ),
+    _gauge("flannel_peers", "leases of other nodes", _of_the_reconciler(_peers), "backend", "state"),
+    _gauge(
+        "flannel_desired_objects", "what the kernel should hold", _objects(lambda wanted, _: wanted), "kind"
+    ),
+    _gauge(
+        "flannel_actual_objects",
+        "what of that it holds, as last read or written",
+        _objects(lambda wanted, refused: wanted - refused),
+        "kind",
+    ),
+    _gauge("flannel_drift_objects", "what of that it refuses", _objects(lambda _, refused: refused), "kind"),
+    _counter(
+        "flannel_heals_total",
+        "objects put right after others changed them",
+        _of_the_reconciler(lambda reconciler: reconciler.heals()),
+        "kind",
+        "cause",
+    ),
+    _counter("flannel_netlink_errors_total", "writes refused", _of_the_reconciler(_refusals), "op", "errno"),
+    _counter(
+        "flannel_netlink_overruns_total",
+        "times that notifications were lost",
+        _of_the_reconciler(lambda reconciler: reconciler.work.overruns, absent=0),
+    ),
+    _gauge(
+        "flannel_last_sync_timestamp_seconds",
+        "when the kernel was last read",
+        _of_the_reconciler(lambda reconciler: reconciler.work.last_sync, absent=0),
+    ),
+    _gauge(
+        "flannel_removal_brake_held",
+        "1 while removals are held back",
+        _of_the_reconciler(lambda reconciler: bool(reconciler.removal_guard.holds), absent=0),
+    ),
+    _counter(
+        "flannel_removal_brake_holds_total",
+        "times that removals were held back",
+        _of_the_reconciler(lambda reconciler: reconciler.removal_guard.holds_total, absent=0),
+    ),
+    _histogram(
+        "flannel_event_to_kernel_seconds",
+        "from a lease's arrival from the store until the kernel has what it means",
+        _of_the_reconciler(lambda reconciler: reconciler.work.event_to_kernel),
+    ),
+    _histogram(
+        "flannel_apply_seconds",
+        "one write to the kernel",
+        _of_the_reconciler(lambda reconciler: reconciler.work.apply),
+    ),
+    _histogram(
+        "flannel_reconcile_seconds",
+        "one reading of the kernel with its repairs",
+        _of_the_reconciler(lambda reconciler: reconciler.work.reconcile),
+    ),
+    _gauge(
+        "flannel_peer_probe_loss_ratio",
+        "the share of the last 100 probes that got no answer, with `-peer-probes`",
+        lambda components: components.prober.loss if components.prober else None,
+    ),
+    _histogram(
+        "flannel_peer_probe_rtt_seconds",
+        "from a probe until its answer",
+        lambda components: components.prober.rtt if components.prober else None,
+    ),
+    _histogram(
+        "flannel_datastore_request_seconds",
+        "one request to the store, watches left out",
+        lambda components: components.store.requests,
+    ),
+    _counter(
+        "flannel_datastore_errors_total",
+        "requests that failed, watches left out",
+        lambda components: components.store.errors,
+    ),
+    _gauge("flannel_datastore_up", "1 if the store answers", lambda components: components.store_is_up),
+    _counter(
+        "flannel_lease_renewals_total",
+        "renewals of our lease",
+        lambda components: components.store.renewals,
+        "result",
+    ),
+    _counter(
+        "flannel_watch_events_total",
+        "changes of leases that the store told",
+        lambda components: components.store.events,
+    ),
+    _counter(
+        "flannel_watch_resyncs_total",
+        "times that all leases were read again, by who wanted it",
+        lambda components: components.store.resyncs,
+        "reason",
+    ),
+    _gauge(
+        "flannel_watch_last_event_timestamp_seconds",
+        "when the store last told of a lease",
+        lambda components: components.store.last_event,
+    ),
+)
 
 
 # ---- telling ------------------------------------------------------------------------------------
@@ -377,7 +285,7 @@ class _Collector:
     def collect(self) -> Iterator[Any]:
         for metric in METRICS:
             family = _family(metric)
-            for sample in metric.read(self._components):
+            for sample in metric.samples(self._components):
                 if isinstance(sample, Histogram):
                     family.add_metric((), _buckets(sample), sample.total)
                 else:

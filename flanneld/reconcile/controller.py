@@ -19,7 +19,7 @@ from functools import partial
 from msgspec import Struct
 from msgspec.structs import replace
 
-from flanneld.backends.contract import HasTables, encrypts
+from flanneld.backends.contract import ExitPolicy, HasTables, encrypts, exit_policy
 from flanneld.compat.glog import Once, V, counted
 from flanneld.errors import Fatal, Retryable, cause_of
 from flanneld.model import Cached, Event, IPAddress, IPNetwork, Lease
@@ -139,6 +139,7 @@ class Controller:
             adopted=node.adopted,
         )
         self._stop = stop
+        self._removed_at_exit: frozenset[str] = frozenset()
         self._on_move = on_move
         self._on_synced = on_synced
         self._reread = reread
@@ -213,6 +214,8 @@ class Controller:
         """Make the kernel's tables and those of the backend, once a run."""
         backend = self.uplink_manager.backend
         others = tuple(backend.tables()) if isinstance(backend, HasTables) else ()
+        if exit_policy(backend) is ExitPolicy.REMOVE:
+            self._removed_at_exit = frozenset(each.name for each in others)
         kernels = kernel_tables.tables(self._kernel, self._stale_links)
         self._reconciler = self._over([*kernels, *(each for each in others if each.worker == _WORKER)])
         names = dict.fromkeys(each.worker for each in others if each.worker != _WORKER)
@@ -345,10 +348,10 @@ class Controller:
     def close(self, *, except_for: Collection[str] = ()) -> None:
         """Close the tables, save those of threads that go on."""
         if NAME not in except_for:
-            self._reconciler.close(remove=False)
+            self._reconciler.close(remove=self._removed_at_exit)
         for worker in self.workers:
             if worker.name not in except_for:
-                worker.reconciler.close(remove=False)
+                worker.reconciler.close(remove=self._removed_at_exit)
 
     def step(self, now: float) -> float:
         """Do all that is due; return when to step again."""

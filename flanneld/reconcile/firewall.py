@@ -137,7 +137,7 @@ class Firewall:
         try:
             self._loop.run()
         finally:
-            self._reconciler.close(remove=False)
+            self._reconciler.close()
 
     def start_and_run(self) -> None:
         """For rules that nothing has to wait for."""

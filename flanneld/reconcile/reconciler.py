@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -200,11 +200,11 @@ class Reconciler:
                 each.settled = False
                 each.due = min(each.due, now + SETTLE)
 
-    def close(self, *, remove: bool) -> None:
-        """Close every table, also after one that fails to close."""
-        for each in self._all.values():
+    def close(self, *, remove: Collection[str] = ()) -> None:
+        """Close every table, also after one that fails to close. ``remove`` names those to leave empty."""
+        for name, each in self._all.items():
             try:
-                each.table.close(remove=remove)
+                each.table.close(remove=name in remove)
             except Exception as failure:  # one of another package must not keep the others open
                 trace = None if isinstance(failure, OSError | Retryable) else failure
                 log.warning("Cannot close %s: %s", each.table.name, failure, exc_info=trace)
@@ -367,7 +367,8 @@ class Reconciler:
         each.failed = tuple(failed)
         if failed:
             more = f", and {len(failed) - 1} more" if len(failed) > 1 else ""
-            self._say_not_in_place(each, f"{failed[0]}{more}")
+            remedy = f"; {failed[0].remedy}" if failed[0].remedy else ""
+            self._say_not_in_place(each, f"{failed[0]}{more}{remedy}")
             each.settled = False
             self._retry_later(each, now)
             return

@@ -5,22 +5,27 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from flanneld.backends.contract import Backend, Factory, HasIdentity, Host
+from flanneld.backends.contract import (
+    NO_SERVICES,
+    Backend,
+    Factory,
+    HasIdentity,
+    Host,
+    HostServices,
+    RecognizesItself,
+)
 from flanneld.compat.glog import Once
 from flanneld.config import Config
 from flanneld.errors import Fatal
-from flanneld.model import IPAddress, IPNetwork, LeaseAttrs, Uplink
+from flanneld.model import IPAddress, IPNetwork, LeaseAttrs, Uplink, is_same_node
 from flanneld.network.rtnetlink.kernel import Kernel
 from flanneld.network.rtnetlink.messages import RTN_UNICAST
 from flanneld.network.tun_choice import tun_for
 from flanneld.network.uplink_election import InterfaceChoice, elect, keep
 from flanneld.network.uplink_facts import route_to, survey
-from flanneld.runtime import secret_file
 
 log = logging.getLogger(__name__)
 
@@ -48,12 +53,14 @@ class UplinkManager:
         uplink: Uplink,
         stored: LeaseAttrs | None,
         former: tuple[IPNetwork, ...] = (),
+        services: HostServices = NO_SERVICES,
     ) -> None:
         self._kernel = kernel
         self._config = config
         self._choice = choice
         self._make_backend = make_backend
         self._former = former
+        self._services = services
         #: Decided by the first backend, for the whole run.
         self._identity: Any = None
         self._once = Once()
@@ -78,7 +85,6 @@ class UplinkManager:
             facts = survey(self._kernel, self._config.families, default_routes=False)
             uplink = keep(self.uplink, facts) or find_uplink(self._kernel, self._config, self._choice)
             if uplink != self.uplink:
-                # What we announced is what we had: the devices keep their MACs.
                 backend = self._build(uplink, self.backend.attributes())
         except Fatal as reason:
             self._once.warn(log, "uplink", f"The uplink {self.uplink.name} is not usable now: {reason}")
@@ -91,6 +97,12 @@ class UplinkManager:
         log.warning("The uplink is now %s; it was %s", uplink, self.uplink)
         self.uplink, self.backend = uplink, backend
         return True
+
+    def is_self(self, theirs: LeaseAttrs, ours: LeaseAttrs) -> bool:
+        """Return True if a lease is this node's, as the backend says; by default if it has our public IP."""
+        if isinstance(self.backend, RecognizesItself):
+            return self.backend.is_self(theirs)
+        return is_same_node(theirs, ours)
 
     def _build(self, uplink: Uplink, stored: LeaseAttrs | None) -> Backend:
         backend = self._make_backend(self._config, self._host(uplink, stored))
@@ -106,9 +118,11 @@ class UplinkManager:
             mac_of=self._mac_of,
             link_to=self._link_to,
             random_bytes=os.urandom,
-            identity=self._identity,
             tun_for=lambda network: tun_for(self._kernel, (network, *self._former)),
-            secret=_read_secret,
+            identity=self._identity,
+            secret=self._services.secret,
+            run=self._services.run,
+            http=self._services.http,
         )
 
     def _mac_of(self, name: str) -> str | None:
@@ -124,7 +138,3 @@ class UplinkManager:
             return socket.if_indextoname(way.index)
         except OSError:
             return None
-
-
-def _read_secret(name: str, make: Callable[[], bytes] | None = None, *, variable: str = "") -> bytes:
-    return secret_file.read(Path(os.environ.get(variable) or Path("/run/flannel", name)), make)

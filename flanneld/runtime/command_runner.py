@@ -176,7 +176,7 @@ def _start(argv: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[byte
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Leave no process and no pipe behind, whatever the command itself has started."""
+    """Kill the process group of a command that runs, and close its pipes."""
     if process.returncode is None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

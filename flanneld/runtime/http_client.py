@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
-from http.client import HTTPException
+from http.client import HTTPException, IncompleteRead, RemoteDisconnected
 from urllib.parse import SplitResult, urlsplit
 
 from msgspec import Struct, field
@@ -35,7 +35,7 @@ class HttpRequest(Struct, frozen=True, gc=False):
 
 
 class HttpAnswer(Struct, frozen=True, gc=False):
-    """An answer, whatever its status; redirects are not followed. Names of headers are in lower case."""
+    """An answer of any status; redirects are not followed. Names of headers are in lower case."""
 
     status: int
     headers: Mapping[str, str]
@@ -56,8 +56,8 @@ class HttpClient:
         deadline = time.monotonic() + request.timeout
 
         def guard() -> None:
-            """Cut the connection at the deadline, whatever the server sends, and when the daemon stops."""
-            while not done.wait(_LOOK_AT_STOP):
+            """Cut the connection at the deadline, even while data comes in, and when the daemon stops."""
+            while not done.wait(max(0.0, min(_LOOK_AT_STOP, deadline - time.monotonic()))):
                 if time.monotonic() >= deadline or (self._stop.is_set() and not request.at_exit):
                     line.cut()
                     return
@@ -68,7 +68,7 @@ class HttpClient:
         except Cancelled:
             raise _no_answer(where, f"no whole answer within {request.timeout:g} s") from None
         except (HTTPException, OSError, Unreachable, UnicodeError) as error:
-            raise _no_answer(where, cause_of(error)) from None
+            raise _no_answer(where, _reason(error)) from None
         finally:
             done.set()
             line.drop()
@@ -96,7 +96,7 @@ def _exchange(request: HttpRequest, url: SplitResult, line: InterruptibleSocket)
             retries=False,
             redirect=False,
             preload_content=False,
-            timeout=request.timeout,
+            timeout=request.timeout + 1,  # The connection is cut before that.
         ) as response:
             body = body_of(response, longest=request.longest)
             line.check()  # A body without a length looks whole when it was cut.
@@ -104,15 +104,21 @@ def _exchange(request: HttpRequest, url: SplitResult, line: InterruptibleSocket)
             return HttpAnswer(response.status, headers, body)
     except HTTPError as error:
         line.check()
-        raise OSError(_reason(error)) from None
+        cause = error.args[-1] if error.args else error
+        raise (cause if isinstance(cause, OSError | HTTPException) else OSError(str(error))) from None
     finally:
         pool.close()
 
 
 def _reason(error: Exception) -> str:
-    """Return what went wrong, without urllib3's names of objects."""
-    cause = error.args[-1] if error.args and isinstance(error.args[-1], Exception) else error
-    return cause_of(cause)
+    """Return what went wrong, without a word of the server's."""
+    from flanneld.runtime.connection_pools import Endless
+
+    if isinstance(error, RemoteDisconnected | IncompleteRead):
+        return "it broke the connection"
+    if isinstance(error, HTTPException) and not isinstance(error, Endless):
+        return "it does not speak HTTP"
+    return cause_of(error)
 
 
 def _parse(url: str) -> SplitResult:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from threading import RLock
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    from importlib.abc import Loader  # takes 6 ms
 
 _LOCK = RLock()
 #: The submodules to import at once, by the name of the deferred package.
@@ -29,17 +31,17 @@ def defer(name: str, *parts: str) -> None:
     _DEFERRED[name] = parts
 
 
-class _Finder(MetaPathFinder):
+class _Finder:
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         spec = PathFinder.find_spec(fullname, path, target) if fullname in _DEFERRED else None
         if spec and spec.loader:
-            spec.loader = _LazyLoader(spec.loader)
+            spec.loader = cast("Loader", _LazyLoader(spec.loader))
         return spec
 
 
-class _LazyLoader(Loader):
+class _LazyLoader:
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
 

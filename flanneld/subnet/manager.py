@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from flanneld.config import Config
 from flanneld.errors import Retryable
-from flanneld.model import Event, IPAddress, IPNetwork, Lease, LeaseAttrs, LeaseKey
+from flanneld.model import Event, IPAddress, IPNetwork, Lease, LeaseAttrs, LeaseKey, is_same_node
 
 #: Takes the events of one reading of the store, in order.
 Deliver = Callable[[list[Event]], None]
@@ -19,15 +19,21 @@ Deliver = Callable[[list[Event]], None]
 LONGEST_SILENCE = 180.0
 
 
+#: Returns True if a lease with the first attributes is that of the node that announces the second.
+IsSelf = Callable[[LeaseAttrs, LeaseAttrs], bool]
+
+
 class LocalFacts(Struct, frozen=True, gc=False):
     """What this host knows when it acquires a lease, besides ``subnet.env``.
 
     ``written`` is our last lease as we wrote it, if this host proves that it is ours: it stays ours under
     another public IP. ``connected`` are networks of this host's interfaces, which a new subnet avoids.
+    ``is_self`` is the backend's answer, which also decides in later renewals.
     """
 
     written: Lease | None = None
     connected: tuple[IPNetwork, ...] = ()
+    is_self: IsSelf = is_same_node
 
 
 NO_FACTS = LocalFacts()

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import io
 import logging
-import math
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from ipaddress import IPv4Network, IPv6Network
 from pathlib import Path
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from msgspec import Struct
 
 from flanneld.compat.flags import quoted
-from flanneld.compat.glog import Once
 from flanneld.errors import Retryable
 from flanneld.model import FAMILIES, IPNetwork, LeaseKey
 from flanneld.runtime import atomic_file, clock
-from flanneld.runtime.backoff import Backoff
-from flanneld.runtime.outage import Pace
+from flanneld.state.report import Report
+from flanneld.state.resources import Key, Kind, Resource
+from flanneld.state.table import Put, Scope, Seen
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +28,10 @@ NETWORK = {4: "FLANNEL_NETWORK", 6: "FLANNEL_IPV6_NETWORK"}
 SUBNET = {4: "FLANNEL_SUBNET", 6: "FLANNEL_IPV6_SUBNET"}
 #: No subnet file is larger, in bytes; dotenv takes quadratic time for some that are.
 MAX_SIZE = 16 * 1024
-#: Seconds without a foreign change after which the next one is repaired at once again.
-_PEACE = 300.0
+#: Seconds between two looks at the file.
+_LOOK_PERIOD = 1.0
+#: Name of the table.
+TABLE = "subnet-file"
 
 #: Inode, time of change in nanoseconds and size.
 Stamp = tuple[int, int, int]
@@ -47,10 +47,11 @@ class SubnetEnv(Struct, frozen=True, gc=False):
 
 
 class Previous(Struct, frozen=True, gc=False):
-    """What the last run left: at most one network of each family, and the lease it had."""
+    """What the last run left: at most one network of each family, the lease it had, and the MTU."""
 
     networks: tuple[IPNetwork, ...] = ()
     subnets: LeaseKey = (None, None)
+    mtu: int | None = None
 
     @property
     def ranges(self) -> tuple[tuple[IPNetwork, int], ...]:
@@ -85,98 +86,106 @@ def write(path: Path, env: SubnetEnv) -> None:
 
     Raises ``Retryable``, and then the old file is as it was.
     """
+    _write(SubnetEnvFile.of(path, env))
+
+
+def _write(file: SubnetEnvFile) -> None:
     try:
-        path.parent.mkdir(0o755, parents=True, exist_ok=True)
-        atomic_file.replace(path, render(env).encode())
+        file.path.parent.mkdir(0o755, parents=True, exist_ok=True)
+        atomic_file.replace(file.path, file.content)
     except OSError as error:
         raise Retryable(
-            f"cannot write {path}: {error.strerror}",
+            f"cannot write {file.path}: {error.strerror}",
             "make the directory writable and leave it some space, or choose another file with -subnet-file",
         ) from error
 
 
-class SubnetFile:
-    """The file as a running daemon keeps it. From any thread.
+class SubnetEnvFile(Struct, frozen=True, gc=False):
+    """The file with what it says."""
 
-    A file that cannot be written, or that others remove or change, is written again at the next ``look``.
-    ``on_write`` is called after each writing.
-    """
+    kind: ClassVar[Kind] = Kind.FILE
+    path: Path
+    content: bytes
 
-    def __init__(
-        self,
-        path: Path,
-        on_write: Callable[[], None] = lambda: None,
-        now: Callable[[], float] = clock.now,
-    ) -> None:
-        self._path = path
-        self._on_write = on_write
-        self._now = now
-        self._lock = threading.Lock()
-        self._wanted: SubnetEnv | None = None
-        #: What tells the file that we wrote from another one; None if it has yet to be written.
-        self._stamp: Stamp | None = None
-        self._problem = ""
-        self._once = Once()
-        self._pace = Pace(now)
-        #: When what others changed may be written again: two programs must not write without a pause.
-        self._undone = Backoff(first=0.5, longest=30.0)
-        self._restored_at = self._next_restore = -math.inf
+    @classmethod
+    def of(cls, path: Path, env: SubnetEnv) -> SubnetEnvFile:
+        return cls(path, render(env).encode())
 
     @property
-    def problem(self) -> str:
-        """Why the file does not say what it should; empty if it does, or if it is not known yet what."""
-        return self._problem
+    def key(self) -> Key:
+        return (TABLE, str(self.path))
 
-    def tell(self, env: SubnetEnv) -> None:
-        """Have the file say this. Never raises: the network works without it, as upstream has it."""
-        with self._lock:
-            if env != self._wanted:
-                self._wanted, self._stamp = env, None
-            self._write()
+    def __str__(self) -> str:
+        return str(self.path)
 
-    def look(self) -> None:
-        """Write what could not be written so far, and what somebody removed or changed since."""
-        with self._lock:
-            self._write()
-            if self._stamp is not None and self._stamp != _stamp(self._path):
-                self._restore()
 
-    def _write(self) -> None:
-        if self._wanted is not None and self._stamp is None and self._try_to_write():
-            log.info("Wrote %s", self._path)
+class SubnetFileTable:
+    """Table of the one file. Others change it without a word: it is looked at each second.
 
-    def _restore(self) -> None:
-        assert self._wanted is not None
-        found = _content(self._path)
-        if found == render(self._wanted).encode():
-            self._stamp, self._problem = _stamp(self._path), ""  # touched, or replaced by a copy
+    ``on_write`` is called after each write, and when others have replaced the file by an equal one.
+    """
+
+    name = TABLE
+    worker = "host"
+    vital = True
+    needs: frozenset[str] = frozenset()
+    audit: float | None = None
+
+    def __init__(self, path: Path, on_write: Callable[[], None] = lambda: None) -> None:
+        self.what = f"the contents of {path}"
+        self._path = path
+        self._on_write = on_write
+        #: What tells the file that we wrote from another one; None if it has yet to be written.
+        self._stamp: Stamp | None = None
+        self._written = b""
+        self._looked = clock.now()
+
+    def read(self, scope: Scope) -> Iterator[Seen]:
+        """Before this run has written it, what is there is an earlier run's, and watchers wait for ours."""
+        if self._stamp is None:
+            return
+        content = _content(self._path)
+        stamp = _stamp(self._path)
+        if stamp is None or content is None:
+            return
+        found = SubnetEnvFile(self._path, content)
+        yield Seen(found)
+        if stamp != self._stamp and scope.wanted.get(found.key) == found:
+            self._stamp = stamp
             self._on_write()
-            return
-        now = self._now()
-        if now < self._next_restore:
-            self._problem = f"another program keeps removing or changing {self._path}; find and stop it"
-            return
-        if now - self._restored_at > _PEACE:
-            self._undone.reset()
-        if self._try_to_write():
-            self._restored_at, self._next_restore = now, now + self._undone.pause()
-            if self._pace.allows("restored"):
-                what = "removed" if found is None else "changed"
-                log.warning("Restored %s: another program had %s it", self._path, what)
 
-    def _try_to_write(self) -> bool:
-        assert self._wanted is not None
-        try:
-            write(self._path, self._wanted)
-        except Retryable as failure:
-            self._problem = str(failure)
-            self._once.warn(log, "write", str(failure))
-            return False
-        self._once.clear("write")
-        self._problem = ""
-        self._stamp = _stamp(self._path)
-        self._on_write()
-        return True
+    def put(self, puts: Sequence[Put]) -> Report:
+        """Write the file. Raises ``Retryable``."""
+        report = Report()
+        for put in puts:
+            assert isinstance(put.want, SubnetEnvFile)
+            _write(put.want)
+            self._stamp = _stamp(self._path)
+            self._on_write()
+            report.made.append(put.want)
+            if self._written != put.want.content:
+                self._written = put.want.content
+                log.info("Wrote %s", self._path)
+            else:
+                what = "removed" if put.was is None else "changed"
+                report.details[put.want.key] = f"another program had {what} it"
+        return report
+
+    def drop(self, found: Sequence[Resource]) -> Report:
+        """Leave the file: containers may be started without a daemon."""
+        del found
+        return Report()
+
+    def close(self, *, remove: bool) -> None:
+        """Nothing is open."""
+
+    @property
+    def next_look(self) -> float:
+        return self._looked + _LOOK_PERIOD
+
+    def look(self) -> bool:
+        self._looked = clock.now()
+        return self._stamp is not None and self._stamp != _stamp(self._path)
 
 
 def _stamp(path: Path) -> Stamp | None:
@@ -221,7 +230,12 @@ def _parse(path: Path, text: str) -> Previous:
     return Previous(
         networks=tuple(net for net in networks if net is not None),
         subnets=(find(SUBNET[4], IPv4Network), find(SUBNET[6], IPv6Network)),
+        mtu=_mtu(values.get("FLANNEL_MTU") or ""),
     )
+
+
+def _mtu(text: str) -> int | None:
+    return int(text) if text.isdecimal() and len(text) < 10 else None
 
 
 def _only_network(where: str, text: str, kind: type[Net]) -> Net | None:

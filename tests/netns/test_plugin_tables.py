@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from msgspec.structs import replace
+
+from flanneld.backends.contract import ExitPolicy
 from flanneld.backends.host_gw import HostGw
 from flanneld.state.report import Report
 from flanneld.state.resources import Kind
@@ -66,13 +70,26 @@ class Table:
         return Report(removed=list(found))
 
     def close(self, *, remove):
-        self.note("closed")
+        self.note("removed" if remove else "closed")
 
 
 class Backend(HostGw):
+    exit_policy = ExitPolicy(os.environ.get("LAMP_EXIT", "keep"))
+
     def __init__(self, config, host):
         super().__init__(config, host)
+        self.host = host
         self.address = host.uplink.local(4)
+
+    def identity(self):
+        key = self.host.secret("lamp.key", lambda: os.urandom(8).hex().encode(), variable="LAMP_KEY_FILE")
+        return self.host.run('echo "$COLOUR $(cat)"', {"COLOUR": "red"}, key.decode()).output.strip()
+
+    def attributes(self):
+        return replace(super().attributes(), backend_data={"Lamp": self.host.identity})
+
+    def is_self(self, attrs):
+        return attrs.backend_data == {"Lamp": self.host.identity}
 
     def local(self, own):
         yield from super().local(own)
@@ -97,9 +114,14 @@ def package(tmp_path: Path) -> Path:
 def start(lab: Lab, package: Path, **variables: str) -> Node:
     lab.etcd.put_config(CONFIG)
     (node,) = lab.add_nodes(1)
-    environment = {"PYTHONPATH": str(package), "LAMP_NOTES": str(package / "notes"), **variables}
-    node.start("--iface=eth0", environment=environment)
+    launch(node, package, **variables)
     return node
+
+
+def launch(node: Node, package: Path, **variables: str) -> None:
+    environment = {"PYTHONPATH": str(package), "LAMP_NOTES": str(package / "notes")}
+    environment |= {"LAMP_KEY_FILE": str(package / "keys" / "lamp.key"), **variables}
+    node.start("--iface=eth0", environment=environment)
 
 
 def notes(package: Path) -> list[str]:
@@ -157,3 +179,42 @@ def test_a_move_of_the_uplink_changes_the_desired_state_of_the_same_table(
         f"lit {moved}",
         f"closed {moved}",
     ]
+
+
+@pytest.mark.parametrize("worker", ["kernel", "lamps"])
+def test_a_backend_declares_that_its_resources_go_with_the_daemon(
+    lab: Lab, package: Path, worker: str
+) -> None:
+    node = start(lab, package, LAMP_WORKER=worker, LAMP_EXIT="remove")
+    node.wait_ready()
+    awaited(package, f"lit {node.address}")
+    assert node.stop().status == 0
+    assert notes(package)[-1] == f"removed {node.address}"
+
+
+def lamp_of(lab: Lab, node: Node) -> tuple[str, str]:
+    """The public IP and the identity in the node's lease."""
+    value = lab.etcd.leases()[node.subnet()]
+    return value["PublicIP"], value["BackendData"]["Lamp"]
+
+
+def test_an_identity_out_of_a_key_and_a_command_is_kept_over_moves_and_restarts(
+    lab: Lab, package: Path
+) -> None:
+    key = package / "keys" / "lamp.key"
+    node = start(lab, package)
+    node.wait_ready()
+    subnet, lamp = node.subnet(), f"red {key.read_text()}"
+    assert lamp_of(lab, node) == (str(node.address), lamp)
+    assert stat.S_IMODE(key.stat().st_mode) == 0o400
+    moved = f"198.{node.link_number}.0.77"
+    node.namespace.ip(f"address del {node.address}/24 dev eth0", f"address add {moved}/24 dev eth0")
+    wait_for(lambda: lamp_of(lab, node) == (moved, lamp), SOON, "the lease to follow")
+    assert node.stop().status == 0
+    node.namespace.ip(f"address del {moved}/24 dev eth0", f"address add {node.address}/24 dev eth0")
+    for file in node.directory.glob("subnet.*"):
+        file.unlink()
+    launch(node, package)
+    node.wait_ready()
+    assert node.subnet() == subnet, "the key tells whose the lease is, under any public IP"
+    assert lamp_of(lab, node) == (str(node.address), lamp)

@@ -26,6 +26,7 @@ from flanneld.model import (
     Snapshot,
     Uplink,
     have_common_addresses,
+    is_same_node,
     lies_in,
     name_of,
     overlap,
@@ -309,3 +310,24 @@ def test_attributes_are_told_to_an_operator_without_pythons_notation() -> None:
     attrs = LeaseAttrs(IPv4Address("192.0.2.1"), None, "vxlan", {"VNI": 1, "VtepMAC": "02:00:00:00:00:01"})
     assert str(attrs) == '192.0.2.1, backend vxlan, {"VNI": 1, "VtepMAC": "02:00:00:00:00:01"}'
     assert str(LeaseAttrs()) == "no public IP, backend unnamed"
+
+
+V4_IP, V6_IP = IPv4Address("192.0.2.1"), IPv6Address("2001:db8::1")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "expected"),
+    [
+        (LeaseAttrs(V4_IP), LeaseAttrs(V4_IP, V6_IP), True),
+        (LeaseAttrs(V4_IP, V6_IP), LeaseAttrs(V4_IP), True),
+        (LeaseAttrs(None, V6_IP), LeaseAttrs(V4_IP, V6_IP), False),
+        (LeaseAttrs(IPv4Address("192.0.2.2"), V6_IP), LeaseAttrs(V4_IP, V6_IP), False),
+        (LeaseAttrs(V4_IP, V6_IP), LeaseAttrs(None, V6_IP), True),
+        (LeaseAttrs(V4_IP), LeaseAttrs(None, V6_IP), False),
+        (LeaseAttrs(), LeaseAttrs(), False),
+    ],
+)
+def test_one_node_is_one_public_ip_in_the_first_family_that_ours_has(
+    theirs: LeaseAttrs, ours: LeaseAttrs, expected: bool
+) -> None:
+    assert is_same_node(theirs, ours) is expected

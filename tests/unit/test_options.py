@@ -16,7 +16,8 @@ from flanneld.options import (
     usage,
 )
 
-#: Go flanneld's defaults, as its usage text has them. Ours are etcd-api, etcd-transport and iface-wait.
+#: Go flanneld's defaults, as its usage text has them. Ours are etcd-api, etcd-transport,
+#: iface-wait and secret-dir.
 DEFAULTS = {
     "etcd-endpoints": "http://127.0.0.1:4001,http://127.0.0.1:2379",
     "etcd-prefix": "/coreos.com/network",
@@ -50,6 +51,7 @@ DEFAULTS = {
     "kubeconfig-file": "",
     "net-config-path": "/etc/kube-flannel/net-conf.json",
     "state-dir": "/var/lib/flannel",
+    "secret-dir": "/run/flannel",
     "healthz-ip": "0.0.0.0",
     "healthz-port": 0,
     "iptables-resync": 5,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ipaddress import ip_network
 
 from flanneld.compat.glog import counted
-from flanneld.ctl.data_source import Part, ranges_of
+from flanneld.ctl.data_source import Part
 from flanneld.ctl.facts import Facts
 from flanneld.ctl.findings import Advice, Finding, Severity, as_at_start, check
 from flanneld.diagnostics.host_checks import Topic
@@ -22,7 +22,7 @@ _SOON = 600.0
 
 @check("C", "synced", "the peers are known")
 def synced(facts: Facts) -> Iterator[Finding]:
-    cache = (facts.document.get("store") or {}).get("cache")
+    cache = facts.section("store").get("cache")
     if cache:
         yield Finding(
             "the peers are known from a file only",
@@ -41,7 +41,7 @@ def synced(facts: Facts) -> Iterator[Finding]:
 
 @check("C", "brake", "no removals are held back")
 def removal_guard(facts: Facts) -> Iterator[Finding]:
-    if (facts.document.get("brake") or {}).get("holds"):
+    if facts.section("brake").get("holds"):
         yield Finding(
             "removals are held back",
             "the last list of leases lacked most peers",
@@ -115,7 +115,7 @@ def store(facts: Facts) -> Iterator[Finding]:
 
 @check("I", "ready", "nothing is missing to be ready")
 def ready(facts: Facts) -> Iterator[Finding]:
-    health = facts.document.get("health") or {}
+    health = facts.section("health")
     for what in health.get("missing", ()):
         yield Finding(
             "the daemon is not ready",
@@ -131,7 +131,7 @@ def ready(facts: Facts) -> Iterator[Finding]:
 @check("J", "public ip", "each node has a public IP of its own")
 def public_ip(facts: Facts) -> Iterator[Finding]:
     seen = Counter(ip for peer in facts.peers for ip in peer["public_ips"])
-    ours = (facts.document.get("uplink") or {}).get("public_ips", ())
+    ours = facts.section("uplink").get("public_ips", ())
     for ip, number in (seen + Counter(set(ours) & set(seen))).items():
         if number > 1:
             owners = [",".join(peer["subnets"]) for peer in facts.peers if ip in peer["public_ips"]]
@@ -147,14 +147,13 @@ def public_ip(facts: Facts) -> Iterator[Finding]:
 
 @check("J", "network", "each subnet is inside the network")
 def network(facts: Facts) -> Iterator[Finding]:
-    networks = [network for network, _ in ranges_of(facts.document)]
-    own = (facts.document.get("lease") or {}).get("subnets", ()) if facts.origin != "host" else ()
-    for text in own if networks else ():
+    own = facts.section("lease").get("subnets", ()) if facts.origin != "host" else ()
+    for text in own if facts.networks else ():
         net = ip_network(text)
-        if not any(lies_in(net, each) for each in networks):
+        if not any(lies_in(net, each) for each in facts.networks):
             yield Finding(
                 f"our subnet {text} is outside the network",
-                f"Network is {', '.join(map(str, networks))}",
+                f"Network is {', '.join(map(str, facts.networks))}",
                 "other nodes refuse it",
                 Advice("make the podCIDR of the node, or Network, fit"),
             )
@@ -177,6 +176,21 @@ def reverse_path(facts: Facts) -> Iterator[Finding]:
     yield from as_at_start(facts, Topic.REVERSE_PATH)
 
 
+@check("J", "unsafe leases", "no lease claims a network or an address of this host")
+def unsafe_leases(facts: Facts) -> Iterator[Finding]:
+    for peer in facts.peers:
+        if peer["state"] == "unsafe":
+            yield Finding(
+                f"the lease {','.join(peer['subnets'])} would harm this host",
+                peer["reason"].partition("; ")[0],
+                "the daemon withdrew the routes to its node: containers there are not reached from here",
+                Advice(
+                    "give this host's own network other addresses, outside Network, or the node another"
+                    " subnet; delete the lease only if its node is gone; the daemon follows by itself"
+                ),
+            )
+
+
 # ---- L: the daemon itself -----------------------------------------------------------------------
 
 
@@ -193,7 +207,7 @@ def daemon(facts: Facts) -> Iterator[Finding]:
 
 @check("L", "late", "every thread of the daemon reports in time")
 def late(facts: Facts) -> Iterator[Finding]:
-    for line in (facts.document.get("health") or {}).get("late", ()):
+    for line in facts.section("health").get("late", ()):
         yield Finding(
             "a thread of the daemon hangs", line, "what it does is not done", Advice("restart the daemon")
         )

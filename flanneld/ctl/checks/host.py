@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from ipaddress import ip_network
 
 from flanneld.compat.glog import counted
-from flanneld.ctl.data_source import ranges_of
 from flanneld.ctl.facts import Facts
 from flanneld.ctl.findings import Advice, Finding, Fix, Severity, as_at_start, check
 from flanneld.diagnostics.host_checks import Topic
-from flanneld.model import IPNetwork
 from flanneld.network.rtnetlink.links import codec_for
 from flanneld.runtime.shell import command, line
 from flanneld.state.resources import Link
@@ -60,7 +57,7 @@ def dropping(facts: Facts) -> Iterator[Finding]:
 
 @check("E", "rules", "the daemon's own rules are in place")
 def rules(facts: Facts) -> Iterator[Finding]:
-    firewall = facts.document.get("firewall") or {}
+    firewall = facts.section("firewall")
     for family in firewall.get("not_in_place", ()):
         yield Finding(
             f"the rules for {family} are not in place",
@@ -85,9 +82,9 @@ def keepers(facts: Facts) -> Iterator[Finding]:
 def _let_in(program: str, facts: Facts) -> str:
     if program != "firewalld":
         return f"let it forward the network and let in UDP 8472, in {program}'s own configuration"
-    backend = (facts.document.get("network") or {}).get("backend")
+    backend = facts.section("network").get("backend")
     settings = [
-        *(("--zone=trusted", f"--add-source={network}") for network, _ in ranges_of(facts.document)),
+        *(("--zone=trusted", f"--add-source={network}") for network in facts.networks),
         *((option,) for option in _LET_IN.get(str(backend), ())),
     ]
     permanent = (command("firewall-cmd", "--permanent", *each) for each in settings)
@@ -115,7 +112,7 @@ def subnet_file(facts: Facts) -> Iterator[Finding]:
             Advice("restart the daemon: it writes the file at its start"),
         )
         return
-    leased = set((facts.document.get("lease") or {}).get("subnets", ()))
+    leased = set(facts.section("lease").get("subnets", ()))
     written = {str(net) for net in facts.previous.subnets if net is not None}
     if facts.origin != "host" and leased and written != leased:
         yield Finding(
@@ -125,10 +122,10 @@ def subnet_file(facts: Facts) -> Iterator[Finding]:
             Advice("restart the daemon: it writes the file at its start"),
         )
     wanted = facts.document.get("mtu")
-    if wanted and facts.file_mtu is not None and facts.file_mtu != wanted:
+    if wanted and facts.previous.mtu is not None and facts.previous.mtu != wanted:
         yield Finding(
-            f"{facts.subnet_file} has the MTU {facts.file_mtu}, wanted is {wanted}",
-            f"FLANNEL_MTU={facts.file_mtu}",
+            f"{facts.subnet_file} has the MTU {facts.previous.mtu}, wanted is {wanted}",
+            f"FLANNEL_MTU={facts.previous.mtu}",
             "new containers send packets that do not fit, or that are smaller than need be",
             Advice("restart the daemon, then the containers"),
         )
@@ -142,14 +139,10 @@ def bridges(facts: Facts) -> Iterator[Finding]:
 # ---- G: containers on another subnet ------------------------------------------------------------
 
 
-def _own_subnets(facts: Facts) -> list[IPNetwork]:
-    return [ip_network(text) for text in (facts.document.get("lease") or {}).get("subnets", ())]
-
-
 @check("G", "bridge subnet", "bridges of this host are in our subnet")
 def bridge_subnet(facts: Facts) -> Iterator[Finding]:
-    own = _own_subnets(facts)
-    networks = [network for network, _ in ranges_of(facts.document)]
+    own = facts.own_subnets
+    networks = facts.networks
     for name, address in facts.addresses if own else ():
         inside = any(address in network for network in networks)
         if not inside or name in facts.devices or any(address in net for net in own):
@@ -179,8 +172,8 @@ def bridge_subnet(facts: Facts) -> Iterator[Finding]:
 
 @check("K", "containers", "bridges of containers are not larger than the network allows")
 def container_mtu(facts: Facts) -> Iterator[Finding]:
-    allowed = facts.document.get("mtu") or facts.file_mtu
-    own = _own_subnets(facts)
+    allowed = facts.document.get("mtu") or facts.previous.mtu
+    own = facts.own_subnets
     names = {name for name, address in facts.addresses if any(address in net for net in own)}
     for name in sorted(names - set(facts.devices)):
         link = facts.link(name)

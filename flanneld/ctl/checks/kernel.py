@@ -157,7 +157,7 @@ def neighbours(facts: Facts) -> Iterator[Finding]:
 
 @check("D", "mac", "our device has the MAC that peers know")
 def mac(facts: Facts) -> Iterator[Finding]:
-    announced = {each.lower() for each in (facts.document.get("lease") or {}).get("macs", ())}
+    announced = facts.own_macs
     for name in facts.devices if announced else ():
         link = facts.link(name)
         if link is not None and link.mac and link.mac not in announced:
@@ -185,9 +185,8 @@ def contested(facts: Facts) -> Iterator[Finding]:
 
 @check("D", "cloned mac", "no peer has the MAC of our device")
 def cloned_mac(facts: Facts) -> Iterator[Finding]:
-    ours = {mac.lower() for mac in (facts.document.get("lease") or {}).get("macs", ())}
     for peer in facts.peers:
-        shared = sorted(ours & {mac.lower() for mac in peer.get("macs", ())})
+        shared = sorted(facts.own_macs & {mac.lower() for mac in peer.get("macs", ())})
         if shared:
             yield Finding(
                 f"{','.join(peer['subnets'])} has the MAC of our own device",
@@ -215,7 +214,7 @@ def managers(facts: Facts) -> Iterator[Finding]:
 
 @check("D", "fights", "no other program keeps undoing what the daemon does")
 def fights(facts: Facts) -> Iterator[Finding]:
-    rules = (facts.document.get("firewall") or {}).get("fights")
+    rules = facts.section("firewall").get("fights")
     for what, is_so in (("its objects", facts.document.get("fights")), ("its rules", rules)):
         if is_so:
             yield Finding(

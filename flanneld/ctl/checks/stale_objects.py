@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 
-from flanneld.ctl.data_source import ranges_of
 from flanneld.ctl.facts import Facts
 from flanneld.ctl.findings import Advice, Finding, Fix, Severity, check
 from flanneld.network.rtnetlink.links import is_flannels
@@ -32,7 +31,7 @@ def left_devices(facts: Facts) -> Iterator[Finding]:
     """A device of another daemon on this host has addresses in another network."""
     if facts.origin != "daemon":
         return
-    networks = [network for network, _ in ranges_of(facts.document)]
+    networks = facts.networks
     for link in facts.links:
         held = [address for name, address in facts.addresses if name == link.name]
         inside = [str(address) for address in held if any(address in network for network in networks)]

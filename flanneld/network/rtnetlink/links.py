@@ -61,7 +61,7 @@ class LinkCodec(Generic[L]):
     resource: type[L]
     #: The names that flannel's backends give to such devices, Go's included.
     names: re.Pattern[str]
-    #: The fields that can be changed of a device that is there; for all others it is made anew.
+    #: The fields that can be changed of a device that is there; for all others it is replaced.
     settable: tuple[str, ...] = ("mtu", "up")
     #: Go flannel makes devices of this kind that ``parse`` takes for foreign ones.
     is_made_otherwise = False

@@ -24,6 +24,7 @@ from flanneld.model import (
     Removed,
     Snapshot,
     have_common_addresses,
+    is_same_node,
     name_of,
 )
 from flanneld.runtime import clock
@@ -33,7 +34,7 @@ from flanneld.subnet.etcd.keys import NoConfig, Position
 from flanneld.subnet.etcd.leases import Listing, is_as_written, node_address
 from flanneld.subnet.etcd.manager import SUBNET_TTL, TRIES, EtcdManager, LeaseTaken, say_kept
 from flanneld.subnet.etcd.union import LeaseUnion, OwnInBoth
-from flanneld.subnet.manager import LONGEST_SILENCE, NO_FACTS, Deliver, LocalFacts
+from flanneld.subnet.manager import LONGEST_SILENCE, NO_FACTS, Deliver, IsSelf, LocalFacts
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ class EtcdOfBoth:
         #: By API, what is done of a renewal that has not succeeded in each yet, and what it writes.
         self._done: set[str] = set()
         self._announced = LeaseAttrs()
+        self._is_self: IsSelf = is_same_node
 
     @property
     def name(self) -> str:
@@ -99,16 +101,19 @@ class EtcdOfBoth:
     def stored(self, public_ip: IPAddress | None) -> LeaseAttrs | None:
         listings, _ = self._listings(anew=False)
         for listing in listings.values():
-            for _, lease in listing.of(public_ip):
+            for _, lease in listing.with_public_ip(public_ip):
                 return lease.attrs
         return None
 
     def acquire(
         self, config: Config, attrs: LeaseAttrs, previous: LeaseKey, local: LocalFacts = NO_FACTS
     ) -> Lease:
+        self._is_self = local.is_self
+        for side in self._all:
+            side.is_self = local.is_self
         for attempt in range(TRIES):
             listings, problem = self._listings(anew=attempt > 0)
-            key = _ours(list(listings.values()), config, attrs, previous, local.written)
+            key = _ours(list(listings.values()), config, attrs, previous, local)
             if key is None and problem:
                 # Whoever has no lease yet must not choose what a node may have where we cannot look.
                 raise problem
@@ -218,13 +223,13 @@ class EtcdOfBoth:
         proven = {
             side: lease
             for side, lease in had.items()
-            if is_as_written(lease, written) and node_address(lease.attrs) != node_address(attrs)
+            if is_as_written(lease, written) and not self._is_self(lease.attrs, attrs)
         }
         is_reserved = any(lease.expires is None for lease in had.values())
         wanted = Lease(attrs, *key, expires=None if is_reserved else clock.now(), asof=-1)
         taken: list[EtcdManager] = []
         with self._own_lock:
-            own = OwnInBoth(side.api for side in self._sides)
+            own = OwnInBoth((side.api for side in self._sides), self._is_self)
             for side in self._sides:
                 try:
                     # As it was read: only such a lease is overwritten under another public IP.
@@ -253,7 +258,7 @@ class EtcdOfBoth:
     def _tidy_up(self, listings: dict[EtcdManager, Listing], lease: Lease) -> None:
         """Give back what else we had: a node with two leases in two APIs has one too many."""
         for side, listing in listings.items():
-            for _, other in listing.of(node_address(lease.attrs)):
+            for _, other in listing.of(lambda theirs: self._is_self(theirs, lease.attrs)):
                 if other.key != lease.key and other.expires is not None:
                     log.info("Giving back the lease %s in etcd %s: ours is %s", other, side.api, lease)
                     side.give_back(other.key)
@@ -319,28 +324,30 @@ def _ours(
     config: Config,
     attrs: LeaseAttrs,
     previous: LeaseKey,
-    written: Lease | None,
+    local: LocalFacts,
 ) -> LeaseKey | None:
-    """The lease that is ours by our public IP or by proof in either, the previous one if we have several."""
-    address = node_address(attrs)
+    """The lease that is ours by the backend's word or by proof in either, the previous one of several."""
     mine = dict.fromkeys(
-        lease.key for each in listings for _, lease in (*each.as_written(written), *each.of(address))
+        lease.key
+        for each in listings
+        for _, lease in (
+            *each.as_written(local.written),
+            *each.of(lambda theirs: local.is_self(theirs, attrs)),
+        )
     )
-    good = [key for key in mine if fits(config, key) and not _is_contested(key, address, listings, written)]
+    good = [key for key in mine if fits(config, key) and not _is_contested(key, attrs, listings, local)]
     return previous if previous in good else next(iter(good), None)
 
 
-def _is_contested(
-    key: LeaseKey, address: IPAddress | None, listings: Sequence[Listing], written: Lease | None
-) -> bool:
+def _is_contested(key: LeaseKey, attrs: LeaseAttrs, listings: Sequence[Listing], local: LocalFacts) -> bool:
     """Whether another node has something of it: one that does not look into both APIs."""
     rivals = [
         lease
         for each in listings
         for lease in each.leases.values()
-        if node_address(lease.attrs) != address
+        if not local.is_self(lease.attrs, attrs)
         and have_common_addresses(key, lease.key)
-        and not is_as_written(lease, written)
+        and not is_as_written(lease, local.written)
     ]
     for lease in rivals[:1]:
         log.warning(

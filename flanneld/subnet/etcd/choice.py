@@ -7,16 +7,17 @@ import random
 import threading
 from collections.abc import Callable
 from functools import partial
+from urllib.parse import quote
 
 from flanneld.config import Config
 from flanneld.errors import Retryable
 from flanneld.model import IPAddress, Lease, LeaseAttrs, LeaseKey
-from flanneld.subnet.etcd.endpoints import EtcdOptions, Servers
-from flanneld.subnet.etcd.http import NoSuchApi
-from flanneld.subnet.etcd.keys import Client, NoConfig
+from flanneld.subnet.etcd.endpoints import EtcdOptions, Server, Servers
+from flanneld.subnet.etcd.http import NoSuchApi, Request, Useless
+from flanneld.subnet.etcd.keys import Client, NoConfig, NotFound
 from flanneld.subnet.etcd.manager import EtcdManager
-from flanneld.subnet.etcd.transport import Timeouts, Transport
-from flanneld.subnet.etcd.v2.probe import is_in_v2
+from flanneld.subnet.etcd.transport import Send, Timeouts, Transport
+from flanneld.subnet.etcd.v2 import answers
 from flanneld.subnet.manager import NO_FACTS, Deliver, LocalFacts, SubnetManager
 
 log = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ def open_etcd(
         )
     if api == "auto":
         return EtcdOfEither(transport, options.prefix, open_api)
-    return open_api(api, partial(is_in_v2 if api == "v3" else _is_in_v3, transport))
+    return open_api(api, partial(_is_in_v2 if api == "v3" else _is_in_v3, transport))
 
 
 def open_client(api: str, transport: Transport) -> Client:
@@ -67,6 +68,27 @@ def open_client(api: str, transport: Transport) -> Client:
     from flanneld.subnet.etcd.v3.client import Client as ClientV3
 
     return ClientV3(transport)
+
+
+def _is_in_v2(transport: Transport, key: str) -> bool:
+    """Return True if a key can be read there, asked without the client of v2, which is heavy."""
+    target = "/v2/keys/" + quote(key.lstrip("/"))
+
+    def attempt(server: Server, send: Send) -> bool:
+        try:
+            answers.read(send(Request("GET", target, headers=server.basic_login())))
+        except NotFound:
+            return False
+        except Useless as lack:
+            if lack.kind is NoSuchApi:
+                return False  # The next one would only cost us the connection.
+            raise
+        return True
+
+    try:
+        return transport.ask(attempt)
+    except Retryable:
+        return False
 
 
 def _is_in_v3(transport: Transport, key: str) -> bool:
@@ -109,7 +131,7 @@ class EtcdOfEither:
             config = self._v3.network_config()
         except (NoConfig, NoSuchApi) as nothing:
             return self._from_v2(nothing)
-        if is_in_v2(self._transport, self._v3.config_key):
+        if _is_in_v2(self._transport, self._v3.config_key):
             log.warning(
                 "There is a network config in etcd's v2 API, too, at %s; the one in v3 counts;"
                 " set -etcd-api=v2 if that is wrong, or remove the one that is not used",

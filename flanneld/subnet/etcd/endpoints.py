@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 import ssl
+from base64 import b64encode
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -49,16 +51,15 @@ class Server(Struct, frozen=True, gc=False):
     username: str = ""
     password: str = ""
 
+    def basic_login(self) -> dict[str, str]:
+        """Return the header that names our user in v2."""
+        if not self.username:
+            return {}
+        token = b64encode(f"{self.username}:{self.password}".encode()).decode()
+        return {"Authorization": f"Basic {token}"}
+
     def __repr__(self) -> str:
         return f"Server({self.name})"
-
-
-class TlsFiles(Struct, frozen=True, gc=False):
-    """Paths of files in PEM format; empty if not given."""
-
-    authorities: str
-    certificate: str
-    key: str
 
 
 class Servers:
@@ -79,9 +80,7 @@ class Servers:
         self.name = ", ".join(dict.fromkeys(server.name for server in servers))
         context = _tls_context(options) if _mentions_tls(options, schemes) else None
         self.tls = context if "https" in schemes else None
-        #: For whoever makes TLS connections without Python's.
-        self.tls_files = TlsFiles(options.cafile, options.certfile, options.keyfile)
-        self.transport = options.transport
+        self.options = options
         shuffle(servers)
         self._servers = servers
         self._good = 0
@@ -142,11 +141,19 @@ def _tls_context(options: EtcdOptions) -> ssl.SSLContext:
     # Not create_default_context, which since Python 3.13 refuses authorities that Go accepts.
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     if options.cafile:
-        _load_authorities(context, options.cafile)
+        with _refusing(
+            f"{options.cafile} holds no certificates",
+            "set -etcd-cafile to the authority's certificate in PEM format",
+        ):
+            context.load_verify_locations(options.cafile)
     else:
         context.load_default_certs()
     if options.certfile:
-        _load_identity(context, options.certfile, options.keyfile)
+        with _refusing(
+            f"{options.certfile} and {options.keyfile} do not hold a certificate and its key",
+            "set -etcd-certfile and -etcd-keyfile to a matching pair in PEM format",
+        ):
+            context.load_cert_chain(options.certfile, options.keyfile, lambda: _no_passphrase(options))
     return context
 
 
@@ -159,24 +166,15 @@ def _check_readable(file: str, flag: str) -> None:
         raise Fatal(f"cannot read {file}: {error.strerror}", f"correct -etcd-{flag} or the file") from None
 
 
-def _load_authorities(context: ssl.SSLContext, cafile: str) -> None:
+@contextmanager
+def _refusing(problem: str, remedy: str) -> Iterator[None]:
     try:
-        context.load_verify_locations(cafile)
+        yield
     except ssl.SSLError as error:
-        raise Fatal(
-            f"{cafile} holds no certificates: {ssl_text(error)}",
-            "set -etcd-cafile to the authority's certificate in PEM format",
-        ) from None
+        raise Fatal(f"{problem}: {ssl_text(error)}", remedy) from None
 
 
-def _load_identity(context: ssl.SSLContext, certfile: str, keyfile: str) -> None:
-    def refuse() -> str:
-        raise Fatal(f"the key in {keyfile} is encrypted", "set -etcd-keyfile to a key without a passphrase")
-
-    try:
-        context.load_cert_chain(certfile, keyfile, refuse)
-    except ssl.SSLError as error:
-        raise Fatal(
-            f"{certfile} and {keyfile} do not hold a certificate and its key: {ssl_text(error)}",
-            "set -etcd-certfile and -etcd-keyfile to a matching pair in PEM format",
-        ) from None
+def _no_passphrase(options: EtcdOptions) -> str:
+    raise Fatal(
+        f"the key in {options.keyfile} is encrypted", "set -etcd-keyfile to a key without a passphrase"
+    )

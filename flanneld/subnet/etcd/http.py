@@ -78,8 +78,13 @@ def json_object(answer: Answer) -> dict[str, Any] | None:
     """The JSON object that an answer is; None if it is something else. Raises ``Useless`` if it redirects."""
     if 300 <= answer.status < 400:
         raise Useless(f"it redirects to {_host(answer.location)}", "name etcd itself in -etcd-endpoints")
+    return parsed_object(answer.body or b"")
+
+
+def parsed_object(text: bytes) -> dict[str, Any] | None:
+    """The JSON object that a text is; None if it is something else."""
     try:
-        body = json.loads(answer.body or b"")
+        body = json.loads(text)
     except (ValueError, RecursionError):
         return None
     return body if isinstance(body, dict) else None

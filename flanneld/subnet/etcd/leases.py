@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import posixpath
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from msgspec import Struct, field
 
@@ -47,12 +47,16 @@ class Listing(Struct, frozen=True, gc=False):
         """Whether it need not be read again yet."""
         return clock.now() - self.read_at <= FRESH
 
-    def of(self, public_ip: IPAddress | None) -> list[tuple[str, Lease]]:
-        """The leases of a node, lowest subnet first."""
+    def with_public_ip(self, public_ip: IPAddress | None) -> list[tuple[str, Lease]]:
+        """Return the leases with a public IP, lowest subnet first."""
         if public_ip is None:
             return []
         family: Family = 4 if public_ip.version == 4 else 6
-        found = [item for item in self.leases.items() if item[1].attrs.public(family) == public_ip]
+        return self.of(lambda attrs: attrs.public(family) == public_ip)
+
+    def of(self, is_owner: Callable[[LeaseAttrs], bool]) -> list[tuple[str, Lease]]:
+        """Return the leases of a node, lowest subnet first."""
+        found = [item for item in self.leases.items() if is_owner(item[1].attrs)]
         return sorted(found, key=lambda item: [_order(net) for net in item[1].key])
 
     def as_written(self, written: Lease | None) -> list[tuple[str, Lease]]:

@@ -30,6 +30,7 @@ from flanneld.model import (
     LeaseKey,
     Removed,
     have_common_addresses,
+    is_same_node,
     name_of,
     overlap,
 )
@@ -39,7 +40,7 @@ from flanneld.subnet.codec import format_attrs
 from flanneld.subnet.etcd.keys import Client, Conflict, NotFound, Position, Reply
 from flanneld.subnet.etcd.leases import LeaseReader, Listing, node_address
 from flanneld.subnet.etcd.watch import Follower, News, Start
-from flanneld.subnet.manager import NO_FACTS, Deliver, LocalFacts
+from flanneld.subnet.manager import NO_FACTS, Deliver, IsSelf, LocalFacts
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +91,7 @@ class EtcdManager:
         self._unwatched: Listing | None = None
         #: What we chose ourselves, even if etcd's answer to it got lost.
         self._chosen: LeaseKey | None = None
+        self.is_self: IsSelf = is_same_node
         self.name = f"etcd {client.api} at {store} under {root}"
 
     def network_config(self) -> Config:
@@ -101,11 +103,12 @@ class EtcdManager:
         return parse(reply.node.value if reply.node else "")
 
     def stored(self, public_ip: IPAddress | None) -> LeaseAttrs | None:
-        return next((lease.attrs for _, lease in self._list().of(public_ip)), None)
+        return next((lease.attrs for _, lease in self._list().with_public_ip(public_ip)), None)
 
     def acquire(
         self, config: Config, attrs: LeaseAttrs, previous: LeaseKey, local: LocalFacts = NO_FACTS
     ) -> Lease:
+        self.is_self = local.is_self
         for _ in range(TRIES):
             listing = self._list()
             self._known = None
@@ -252,18 +255,18 @@ class EtcdManager:
         listing: Listing,
         written: Lease | None,
     ) -> Lease | None:
-        """Take the lease that is ours by its public IP or by proof; one that no longer fits is given back.
+        """Take the lease that is ours by the backend's word or by proof; give back one that no longer fits.
 
         Of several the one that we had: in the others may be whatever somebody wrote there.
         """
-        address = node_address(attrs)
-        moved = [each for each in listing.as_written(written) if node_address(each[1].attrs) != address]
-        mine = [*moved, *listing.of(address)]
+        mine = listing.of(lambda theirs: self.is_self(theirs, attrs))
+        moved = [each for each in listing.as_written(written) if each not in mine]
+        mine = [*moved, *mine]
         fitting = [(path, lease) for path, lease in mine if fits(config, lease.key)]
         fitting.sort(key=lambda item: item[1].key != previous)
         for path, lease in fitting:
             self._compare_identity(lease, attrs)
-            if node_address(lease.attrs) != address:
+            if (path, lease) in moved:
                 say_kept(lease)
             return self._replace(path, lease.key, attrs, reserved=lease.expires is None, modified=lease.asof)
         for path, lease in mine[:1]:
@@ -352,9 +355,9 @@ class EtcdManager:
         if node is None:
             raise Conflict(path)
         found = self._reader.lease(node, lease.key)
-        owner = node_address(found.attrs) if found else None
         # Whoever knows what was written last may overwrite it; so a node's own address may change.
-        if found and owner != node_address(lease.attrs) and node.modified != lease.asof:
+        if found and not self.is_self(found.attrs, lease.attrs) and node.modified != lease.asof:
+            owner = node_address(found.attrs)
             raise LeaseTaken(f"the lease {lease} belongs to node {owner} now", "restart to get another")
         reserved = node.ttl is None
         if found and node.value == self._value(lease.key, lease.attrs):

@@ -171,7 +171,9 @@ class HttpConnection:
         limits = Timeout(connect=self._timeouts.connect, read=self._timeouts.read)
         began = clock.now()
         try:
-            with self._pool_to(server).urlopen(
+            if self._pool is None:
+                self._pool = pool_to(server, self._tls, self._line)
+            with self._pool.urlopen(
                 request.method,
                 server.path + request.target,
                 body=request.body,
@@ -224,13 +226,12 @@ class HttpConnection:
         self.hang_up()
         return answer
 
-    def _pool_to(self, server: Server) -> HTTPConnectionPool:
-        if self._pool is None:
-            if self._tls:
-                self._pool = TlsPool(server.host, server.port, line=self._line, ssl_context=self._tls)
-            else:
-                self._pool = Pool(server.host, server.port, line=self._line)
-        return self._pool
+
+def pool_to(server: Server, tls: ssl.SSLContext | None, line: InterruptibleSocket) -> HTTPConnectionPool:
+    """Return urllib3's connections to a server, made over a line that another thread can cut."""
+    if tls:
+        return TlsPool(server.host, server.port, line=line, ssl_context=tls)
+    return Pool(server.host, server.port, line=line)
 
 
 def no_answer(failures: dict[str, Useless]) -> Retryable:

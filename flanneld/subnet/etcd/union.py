@@ -7,8 +7,18 @@ from collections.abc import Iterable, Iterator
 from msgspec import Struct
 from msgspec.structs import replace
 
-from flanneld.model import Added, Event, Lease, LeaseAttrs, LeaseKey, LeaseTable, Removed, Snapshot
-from flanneld.subnet.etcd.leases import node_address
+from flanneld.model import (
+    Added,
+    Event,
+    Lease,
+    LeaseAttrs,
+    LeaseKey,
+    LeaseTable,
+    Removed,
+    Snapshot,
+    is_same_node,
+)
+from flanneld.subnet.manager import IsSelf
 
 #: An index of one API takes so many bits in that of the whole lease.
 _BITS = 64
@@ -78,7 +88,8 @@ class OwnInBoth:
     which has the keeper renew it: that puts the half back.
     """
 
-    def __init__(self, names: Iterable[str]) -> None:
+    def __init__(self, names: Iterable[str], is_self: IsSelf = is_same_node) -> None:
+        self._is_self = is_self
         self._halves = {name: _Half() for name in names}
         self._shifts = {name: _BITS * rank for rank, name in enumerate(self._halves)}
         self._lease = Lease(LeaseAttrs())
@@ -138,7 +149,7 @@ class OwnInBoth:
         return [Removed(self._lease.key)] if self.is_gone else [Added(self._ending(now))]
 
     def _is_ours(self, lease: Lease) -> bool:
-        return node_address(lease.attrs) == node_address(self._lease.attrs)
+        return self._is_self(lease.attrs, self._lease.attrs)
 
     def _ending(self, now: float) -> Lease:
         """The whole; if a half is missing, it ends now."""

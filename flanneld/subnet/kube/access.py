@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from msgspec import Struct
 
@@ -71,21 +71,12 @@ def _pass_on(record: logging.LogRecord) -> bool:
 logging.getLogger().addFilter(_pass_on)
 
 
-class _Manager(Protocol):
-    """What we use of urllib3's ``PoolManager``."""
-
-    pool_classes_by_scheme: Any
-
-    def urlopen(self, method: str, url: str, **options: Any) -> Any: ...
-    def clear(self) -> None: ...
-
-
 class Session(Struct, frozen=True, gc=False):
     """Connections with one set of credentials."""
 
     url: str
     _settings: Any
-    _manager: _Manager
+    _manager: Any  # urllib3's PoolManager
 
     def request(self, method: str, target: str, headers: Mapping[str, str], **options: Any) -> Any:
         """``target`` is path and query; the answer is urllib3's. A token is read again when it is due."""

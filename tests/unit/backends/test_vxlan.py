@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from flanneld.backends import registry
 from flanneld.backends.contract import Backend, Host, OtherBackend
@@ -346,6 +347,13 @@ def test_the_mac_is_the_devices_else_the_stored_one_else_random(
 def test_each_family_keeps_its_own_mac() -> None:
     made = build(config(DUAL), host(stored=announced(STORED, PEER_MAC_V6)))
     assert [device.mac for device in devices(made)] == [STORED, PEER_MAC_V6]
+
+
+def test_macs_decided_in_this_run_precede_those_of_devices_and_the_lease() -> None:
+    first = build(config(DUAL), host(random=bytes([2, 0, 0, 0, 0, 9])))
+    assert first.identity() == {4: "02:00:00:00:00:09", 6: "02:00:00:00:00:09"}
+    kept = replace(host(mac_of=lambda _: PEER_MAC, stored=peer().attrs), identity={4: "a", 6: "b"})
+    assert [device.mac for device in devices(build(config(DUAL), kept))] == ["a", "b"]
 
 
 def test_a_family_that_is_new_gets_a_new_mac() -> None:

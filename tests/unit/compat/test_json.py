@@ -299,6 +299,12 @@ def test_an_ipv6_address_may_be_null(value: str, address: IPv6Address | None) ->
     assert fields(f'{{"IP": {value}}}').address("IP", IPv6Address) == address
 
 
+def test_last_of_several_addresses_counts() -> None:
+    fields = Fields(parse('{"ip": null, "IP": "fd00::1", "other": "fd00::1", "Other": null}'))
+    assert fields.address("ip", IPv6Address) == IPv6Address("fd00::1")
+    assert fields.address("other", IPv6Address) is None
+
+
 @pytest.mark.parametrize(
     "value", ["null", "5", "true", '""', '"fd00::1"', '"10.1.2"', '"10.1.2.256"', '"10.1.2.3/24"']
 )

@@ -78,8 +78,7 @@ WELL = Facts(
     origin="daemon",
     now=NOW,
     subnet_file="/run/flannel/subnet.env",
-    previous=Previous((IPv4Network("10.5.0.0/16"),), (IPv4Network("10.5.1.0/24"), None)),
-    file_mtu=1450,
+    previous=Previous((IPv4Network("10.5.0.0/16"),), (IPv4Network("10.5.1.0/24"), None), 1450),
     links=(link("eth0"), flannel(), bridge("cni0", 1450), port_of("cni0")),
     addresses=(
         ("eth0", ip_address("192.0.2.1")),
@@ -190,7 +189,7 @@ CASES: dict[str, list[Facts]] = {
         replace(WELL, previous=Previous()),
         replace(WELL, has_subnet_file=False),
         replace(WELL, previous=Previous((), (IPv4Network("10.5.7.0/24"), None))),
-        replace(WELL, file_mtu=1400),
+        replace(WELL, previous=replace(WELL.previous, mtu=1400)),
     ],
     "bridges": [of_host("net/bridge/bridge-nf-call-iptables", 0), of_host("net/ipv4/ip_forward", 1)],
     "bridge subnet": [

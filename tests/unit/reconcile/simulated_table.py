@@ -50,6 +50,11 @@ class SimulatedTable:
         self.unreadable = ""
         self.refused: set[Key] = set()
         self.undone_at_once = False
+        self.taken: set[Key] = set()
+        self.descriptor = -1
+        self.broken: Exception | None = None
+        #: A journal of all tables that are given the same list.
+        self.journal: list[str] = []
         self._news: list[Changes] = []
 
     # ---- what others do ------------------------------------------------------------------------
@@ -70,6 +75,8 @@ class SimulatedTable:
     def read(self, scope: Scope) -> Iterator[Seen]:
         del scope
         self.reads += 1
+        if self.broken:
+            raise self.broken
         if self.unreadable:
             raise Retryable(self.unreadable)
         yield from list(self.held.values())
@@ -78,6 +85,10 @@ class SimulatedTable:
         report = Report()
         for put in puts:
             self.put_given.append(put)
+            self.journal.append(f"put {self.name}")
+            if put.want.key in self.taken:
+                report.failed.append(Failure(put.want, "taken", is_taken=True))
+                continue
             if put.want.key in self.refused:
                 report.failed.append(Failure(put.want, "refused"))
                 continue
@@ -91,6 +102,7 @@ class SimulatedTable:
 
     def drop(self, found: Sequence[Resource]) -> Report:
         for each in found:
+            self.journal.append(f"drop {self.name}")
             del self.held[each.key]
             self.writes.append(each)
         return Report(removed=list(found))
@@ -99,7 +111,7 @@ class SimulatedTable:
         self.closed.append(remove)
 
     def fileno(self) -> int:
-        return -1
+        return self.descriptor
 
     def changes(self) -> list[Changes]:
         news, self._news = self._news, []

@@ -60,3 +60,13 @@ def test_it_is_tried_as_long_as_repairs_go_on(at: list[float]) -> None:
     assert contest_backoff.is_tried()
     at[0] += 61
     assert not contest_backoff.is_tried()
+
+
+def test_a_fight_goes_on_through_its_own_pauses(at: list[float]) -> None:
+    contest_backoff = ContestBackoff(memory=60, last=30, many=3)
+    begins = []
+    for _ in range(20):
+        begins.append(contest_backoff.spend())
+        at[0] = contest_backoff.earliest()
+    assert begins.count(True) == 1
+    assert contest_backoff.is_tried()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 from hypothesis import given
@@ -14,8 +14,9 @@ from msgspec.structs import replace
 
 from flanneld.reconcile.reconciler import Reconciler, wanted_by_table
 from flanneld.runtime import clock
-from flanneld.state.resources import Key
-from flanneld.state.table import Claim
+from flanneld.state.diff import Delta
+from flanneld.state.resources import LINKS, Key, Resource
+from flanneld.state.table import Claim, Put
 from tests.unit.reconcile.simulated_table import SimulatedTable, Thing
 
 A, B, C = Thing("a"), Thing("b"), Thing("c")
@@ -222,8 +223,178 @@ def test_every_table_is_closed_whatever_becomes_of_the_others(
     monkeypatch.setattr(first, "close", fail)
     reconciler = reconciler_of(first, second)
     reconciler.step(time.now)
-    reconciler.close(remove=False)
-    assert second.closed == [False]
+    reconciler.close(remove=[second.name])
+    assert second.closed == [True]
+    reconciler.close()
+    assert second.closed == [True, False]
+
+
+def test_tables_are_put_right_in_their_order_and_swept_in_the_reverse_one(time: Time) -> None:
+    tables = [SimulatedTable(name) for name in ("first", "second", "third")]
+    journal: list[str] = []
+    for table in tables:
+        table.journal = journal
+        table.hold(Thing("left", table=table.name), Claim.LEFT)
+    reconciler_of(*tables, wanted=(A,)).step(time.now)
+    assert journal == [
+        *("put first", "put second", "put third"),
+        *("drop third", "drop second", "drop first"),
+    ]
+
+
+def test_what_stands_on_something_that_was_made_anew_is_read_again_at_once(time: Time) -> None:
+    base = SimulatedTable("base")
+    above = SimulatedTable("above", needs=frozenset({"base"}))
+    reconciler = reconciler_of(base, above)
+    reconciler.step(time.now)
+    base.change(None, in_table(A, base))
+    above.held.clear()  # gone with it, and no news of that
+    time.run(reconciler, 0.02)
+    assert in_table(A, above) in above.held
+
+
+# ---- news -----------------------------------------------------------------------------------------
+
+
+def test_news_is_written_without_a_reading(time: Time) -> None:
+    table = SimulatedTable()
+    reconciler = reconciler_of(table)
+    reconciler.step(time.now)
+    report = reconciler.change(Delta((Put(C),), (A,)), time.now)
+    assert (report.made, report.removed) == ([C], [A])
+    assert (table.reads, set(table.held)) == (1, {B.key, C.key})
+
+
+def test_news_before_the_first_reading_waits_for_it(time: Time) -> None:
+    table = SimulatedTable()
+    table.unreadable = "not yet"
+    reconciler = reconciler_of(table)
+    reconciler.step(time.now)
+    assert reconciler.change(Delta((Put(C),)), time.now).made == []
+
+
+def test_news_of_what_may_be_taken_asks_for_a_reading_and_is_no_refusal_yet(time: Time) -> None:
+    table = SimulatedTable()
+    reconciler = reconciler_of(table)
+    reconciler.step(time.now)
+    table.taken = {C.key}
+    reconciler.change(Delta((Put(C),)), time.now)
+    assert reconciler.states()[0].failed == ()
+    time.run(reconciler, 0.02)
+    assert table.reads == 2
+
+
+def test_news_that_is_refused_is_tried_again_and_told_until_it_is_made(time: Time) -> None:
+    table = SimulatedTable()
+    wanted = {A.key: A}
+    reconciler = Reconciler([table], {table.name: wanted}, lambda: False)
+    reconciler.step(time.now)
+    wanted[B.key] = B
+    table.refused = {B.key}
+    reconciler.change(Delta((Put(B),)), time.now)
+    assert [failure.resource for failure in reconciler.states()[0].failed] == [B]
+    table.refused = set()
+    time.run(reconciler, 1.5)
+    assert B.key in table.held
+    assert reconciler.states()[0].failed == ()
+
+
+def test_a_refusal_does_not_slow_the_repair_of_something_else_down(time: Time) -> None:
+    table = SimulatedTable()
+    table.refused = {B.key}
+    reconciler = reconciler_of(table)
+    time.run(reconciler, 40)
+    table.change(None, A.key)
+    time.run(reconciler, 0.05)
+    assert A.key in table.held
+
+
+def test_a_change_has_the_name_of_whoever_changed_the_device_that_went(
+    time: Time, caplog: pytest.LogCaptureFixture
+) -> None:
+    link, route = SimulatedTable(LINKS), SimulatedTable("routes", needs=frozenset({LINKS}))
+    reconciler = reconciler_of(link, route, wanted=(A,))
+    reconciler.step(time.now)
+    link.held.clear()
+    route.held.clear()
+    reconciler.hear(time.now, None, in_table(A, link), "ip (pid 7)")
+    time.run(reconciler, 0.02)
+    assert "Restored thing a=0 after a change by ip (pid 7)" in caplog.messages
+
+
+def test_a_table_is_listened_to_while_it_has_something_to_hear(time: Time) -> None:
+    deaf, hearing = SimulatedTable("deaf"), SimulatedTable("hearing")
+    hearing.descriptor = 5
+    assert reconciler_of(deaf, hearing).sources() == [5]
+    del time
+
+
+class Watched(SimulatedTable):
+    """A table that has to be asked whether it works."""
+
+    works = True
+    next_look = 0.0
+    looks = 0
+
+    def look(self) -> bool:
+        self.looks += 1
+        self.next_look += 2.0
+        return not self.works
+
+
+def test_what_is_due_is_looked_at_and_read_if_it_does_not_work(time: Time) -> None:
+    table = Watched(audit=None)
+    table.next_look = time.now + 2.0
+    reconciler = reconciler_of(table)
+    assert reconciler.step(time.now) == time.now + 2.0
+    time.run(reconciler, 7)
+    assert (table.looks, table.reads) == (3, 1)
+    table.works = False
+    time.run(reconciler, 2)
+    assert table.reads == 2
+
+
+def test_a_table_of_another_package_that_breaks_is_a_problem_of_this_table(
+    time: Time, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The simulated table is not one of flanneld's."""
+    table, other = SimulatedTable("broken"), SimulatedTable("other")
+    table.broken = RuntimeError("jammed")
+    reconciler = reconciler_of(table, other)
+    time.run(reconciler, 10)
+    assert in_table(A, other) in other.held
+    assert reconciler.states()[0].problem == "jammed"
+    assert [each for each in caplog.messages if "not in place" in each] == [
+        "The broken are not in place: jammed"
+    ]
+    table.broken = None
+    time.run(reconciler, 31)
+    assert reconciler.states()[0].settled
+
+
+# ---- what may be written ----------------------------------------------------------------------------
+
+
+class Nothing:
+    """Permits that hold everything back."""
+
+    def puts(self, table: str, puts: list[Put]) -> list[Put]:
+        del table, puts
+        return []
+
+    def drops(self, stale: Mapping[str, Sequence[Resource]]) -> Mapping[str, Sequence[Resource]]:
+        del stale
+        return {}
+
+
+def test_what_may_not_be_written_stays_as_it_is(time: Time) -> None:
+    table = SimulatedTable()
+    table.hold(Thing("a", 7), Claim.OURS)
+    table.hold(Thing("left"), Claim.LEFT)
+    things = wanted_by_table([A])
+    reconciler = Reconciler([table], things, lambda: False, permits=Nothing())
+    time.run(reconciler, 65)
+    assert table.writes == []
 
 
 THINGS = st.builds(Thing, st.sampled_from("abcdef"), st.integers(0, 2))

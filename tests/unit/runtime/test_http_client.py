@@ -94,6 +94,26 @@ def test_a_server_that_is_not_there_is_named_without_the_secrets_of_the_url() ->
     assert "secret" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (b"What do you want?\n", "it does not speak HTTP"),
+        (b"", "it broke the connection"),
+        (HEAD + b"Content-Length: 4\r\n\r\nab", "it broke the connection"),
+    ],
+    ids=["another protocol", "nothing", "half an answer"],
+)
+def test_an_answer_that_makes_no_sense_is_explained_without_a_word_of_the_servers(
+    answer: bytes, reason: str
+) -> None:
+    def serve(connection: socket.socket) -> None:
+        request_of(connection)
+        connection.sendall(answer)
+
+    with server(serve) as url, pytest.raises(Retryable, match=f" does not answer: {reason}; see whether"):
+        client().ask(HttpRequest("GET", url))
+
+
 @pytest.mark.parametrize("url", ["", "ftp://h/", "http://", "http://[", "http://h:x/", "/path"])
 def test_a_url_that_names_no_server_is_fatal(url: str) -> None:
     with pytest.raises(Fatal, match="no http or https URL"):

@@ -8,7 +8,8 @@ import os
 import stat
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from ipaddress import IPv4Network, IPv6Network
 from pathlib import Path
 
@@ -17,7 +18,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flanneld.errors import Retryable
-from flanneld.subnet.subnet_file import MAX_SIZE, Previous, SubnetEnv, SubnetFile, read, render, write
+from flanneld.reconcile.reconciler import Reconciler, TableState
+from flanneld.runtime import clock
+from flanneld.state.resources import Key, Resource
+from flanneld.subnet.subnet_file import (
+    MAX_SIZE,
+    TABLE,
+    Previous,
+    SubnetEnv,
+    SubnetEnvFile,
+    SubnetFileTable,
+    read,
+    render,
+    write,
+)
 
 NETWORK, SUBNET = IPv4Network("10.5.0.0/16"), IPv4Network("10.5.72.0/24")
 IPV6_NETWORK, IPV6_SUBNET = IPv6Network("fc00::/48"), IPv6Network("fc00:0:0:7::/64")
@@ -200,55 +214,99 @@ def test_a_file_in_the_directorys_place_can_be_tried_again(tmp_path: Path) -> No
 # Writing later.
 
 
+class File:
+    """The table of the file in a reconciler, on a clock of its own."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._now = 1000.0
+        self._wanted: dict[Key, Resource] = {}
+        with self._clock():
+            self._reconciler = Reconciler([SubnetFileTable(path)], {TABLE: self._wanted}, lambda: False)
+
+    def tell(self, env: SubnetEnv) -> None:
+        file = SubnetEnvFile.of(self._path, env)
+        self._wanted[file.key] = file
+        with self._clock():
+            self._reconciler.converge(self._now)
+
+    def look(self, seconds: float = 1.0) -> None:
+        with self._clock():
+            end = self._now + seconds
+            while self._now < end:
+                self._now = min(end, max(self._now + 0.01, self._reconciler.step(self._now)))
+            self._reconciler.step(self._now)
+
+    @property
+    def state(self) -> TableState:
+        with self._clock():
+            return self._reconciler.states()[0]
+
+    @contextmanager
+    def _clock(self) -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(clock, "now", lambda: self._now)
+            patch.setattr(clock, "cpu_time", lambda: 0.0)
+            yield
+
+
 def test_what_cannot_be_written_is_written_later_and_complained_about_once(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    file = SubnetFile(path)
+    file = File(path)
     path.mkdir(parents=True)
     file.tell(ENV)
-    file.look()
+    file.look(5)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     path.rmdir()
-    file.look()
+    file.look(30)
     assert path.read_text() == render(ENV)
-    assert caplog.messages[1:] == [f"Wrote {path}"]
+    assert f"Wrote {path}" in caplog.messages
+    assert caplog.messages[-1] == f"The contents of {path} are in place"
 
 
 def test_the_latest_of_what_could_not_be_written_is_written(path: Path) -> None:
-    file = SubnetFile(path)
+    file = File(path)
     path.mkdir(parents=True)
     for env in (ENV, DUAL):
         file.tell(env)
     path.rmdir()
-    file.look()
+    file.look(30)
     assert path.read_text() == render(DUAL)
 
 
 def test_nothing_is_written_before_it_is_known_what(path: Path) -> None:
-    file = SubnetFile(path)
+    file = File(path)
     file.look()
     assert not path.exists()
-    assert file.problem == ""
+    assert file.state.problem == ""
+
+
+def test_what_an_earlier_run_wrote_is_replaced_by_an_equal_one(path: Path) -> None:
+    write(path, ENV)
+    before = path.stat().st_ino
+    File(path).tell(ENV)
+    assert (path.read_text(), path.stat().st_ino == before) == (render(ENV), False)
 
 
 def test_what_is_written_is_not_written_again(path: Path) -> None:
-    file = SubnetFile(path)
+    file = File(path)
     file.tell(ENV)
     before = path.stat()
     file.tell(ENV)
-    file.look()
+    file.look(100)
     assert path.stat() == before
 
 
 def test_what_cannot_be_written_is_a_problem_until_it_is(path: Path) -> None:
-    file = SubnetFile(path)
+    file = File(path)
     path.mkdir(parents=True)
     file.tell(ENV)
-    assert file.problem.startswith(f"cannot write {path}: ")
+    assert file.state.problem.startswith(f"cannot write {path}: ")
     path.rmdir()
-    file.look()
-    assert file.problem == ""
+    file.look(30)
+    assert file.state.problem == ""
 
 
 # What others do to the file.
@@ -285,19 +343,18 @@ def test_what_others_remove_or_change_is_written_again_and_said_once(
     path: Path, caplog: pytest.LogCaptureFixture, harm: Callable[[Path], None], what: str
 ) -> None:
     caplog.set_level(logging.WARNING)
-    file = SubnetFile(path)
+    file = File(path)
     file.tell(ENV)
     harm(path)
-    for _ in range(3):
-        file.look()
+    file.look(3)
     assert path.read_text() == render(ENV)
     assert caplog.messages == [f"Restored {path}: another program had {what} it"]
-    assert file.problem == ""
+    assert file.state.settled
 
 
 def test_a_file_that_says_the_same_is_left_as_it_is(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
-    file = SubnetFile(path)
+    file = File(path)
     file.tell(ENV)
     path.with_name("copy").write_text(render(ENV))
     path.with_name("copy").replace(path)
@@ -310,22 +367,20 @@ def test_a_file_that_says_the_same_is_left_as_it_is(path: Path, caplog: pytest.L
 def test_a_program_that_does_not_stop_is_given_way_to_and_told_of(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    now = 1000.0
-    file = SubnetFile(path, now=lambda: now)
+    file = File(path)
     file.tell(ENV)
-    writes = set()
+    writes, contested = set(), False
     for _ in range(600):
         remove(path) if path.exists() else None
-        now += 1.0
         file.look()
+        contested |= file.state.contested
         writes |= {path.stat().st_ino, path.stat().st_mtime_ns} if path.exists() else set()
-    assert "another program keeps removing or changing" in file.problem
+    assert contested
     assert len(writes) < 120
-    assert len(caplog.messages) <= 10
-    now += 60.0
-    file.look()
+    assert len(caplog.messages) <= 16
+    file.look(60.0)
     assert path.read_text() == render(ENV)
-    assert file.problem == ""
+    assert file.state.settled
 
 
 # Reading.
@@ -391,8 +446,13 @@ def test_a_name_without_a_value_counts_as_none(path: Path, caplog: pytest.LogCap
 
 
 def test_a_variable_that_is_absent_is_no_news(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert remembered(path, "FLANNEL_MTU=1450\n") == Previous()
+    assert remembered(path, "FLANNEL_MTU=1450\n") == Previous(mtu=1450)
     assert caplog.records == []
+
+
+@pytest.mark.parametrize("value", ["", "-5", "1450.5", "mtu", "1" * 5000])
+def test_mtu_that_is_no_number_counts_as_none(path: Path, value: str) -> None:
+    assert remembered(path, f"FLANNEL_MTU={value}\n").mtu is None
 
 
 def test_our_environment_does_not_leak_in(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -433,7 +493,7 @@ def test_an_ipv4_file_reads_back(
     scratch: Path, network: IPv4Network, subnet: IPv4Network, mtu: int, masq: bool
 ) -> None:
     write(scratch, SubnetEnv((network,), (subnet,), mtu, masq))
-    assert read(scratch) == Previous((network,), (subnet, None))
+    assert read(scratch) == Previous((network,), (subnet, None), mtu)
 
 
 @given(networks, networks, ipv6_networks, ipv6_networks)
@@ -445,7 +505,7 @@ def test_a_file_of_both_families_reads_back(
     ipv6_subnet: IPv6Network,
 ) -> None:
     write(scratch, SubnetEnv((ipv6_network, network), (subnet, ipv6_subnet), 1450, True))
-    assert read(scratch) == Previous((network, ipv6_network), (subnet, ipv6_subnet))
+    assert read(scratch) == Previous((network, ipv6_network), (subnet, ipv6_subnet), 1450)
 
 
 names = st.sampled_from(["FLANNEL_NETWORK", "FLANNEL_SUBNET", "FLANNEL_IPV6_SUBNET", "export ", "${A}"])

@@ -6,14 +6,15 @@ announcements are one network.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from flanneld.backends.contract import Host
+from flanneld.backends.contract import ExitPolicy, Host
 from flanneld.backends.host_gw import HostGw
 from flanneld.compat.json import GoJsonError
 from flanneld.config import Config
 from flanneld.errors import Fatal
 from flanneld.model import Lease
+from flanneld.runtime.http_client import HttpAnswer, HttpRequest
 from flanneld.state.resources import Resource
 from flanneld.state.table import Table
 from flanneld_switch_announce.switch import Announcement, Switch, SwitchTable
@@ -25,10 +26,13 @@ DEFAULT_TIMEOUT, LONGEST_TIMEOUT = 0.3, 2.0
 class HostGwAnnounce(HostGw):
     """Options in ``Backend``: ``SwitchURL``, and ``TimeoutSeconds`` if the default does not do."""
 
+    #: Outsiders must not be sent to a node without a daemon.
+    exit_policy = ExitPolicy.REMOVE
+
     def __init__(self, config: Config, host: Host) -> None:
         super().__init__(config, host)
         self._next_hops = tuple(ip for family in config.families if (ip := host.uplink.public(family)))
-        self._switch = read_switch(config)
+        self._switch = read_switch(config, host.http)
 
     def local(self, own: Lease) -> Iterator[Resource]:
         yield from super().local(own)
@@ -41,7 +45,7 @@ class HostGwAnnounce(HostGw):
         return (SwitchTable(self._switch, self._next_hops),)
 
 
-def read_switch(config: Config) -> Switch:
+def read_switch(config: Config, http: Callable[[HttpRequest], HttpAnswer]) -> Switch:
     """Which switch the network config names. Raises ``Fatal`` when it names none that can be used."""
     try:
         url = config.backend.string("SwitchURL", "")
@@ -54,4 +58,4 @@ def read_switch(config: Config) -> Switch:
         raise Fatal(
             "Backend.TimeoutSeconds cannot be used", f"set it to a number above 0, up to {LONGEST_TIMEOUT:g}"
         )
-    return Switch(url, timeout)
+    return Switch(url, timeout, http)

@@ -8,15 +8,15 @@ DELETE /routes/10.5.7.0/24   answers 404 when there is no such route
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from http.client import HTTPConnection, HTTPException
 from ipaddress import ip_address, ip_network
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from flanneld.errors import Fatal, Retryable
 from flanneld.model import IPAddress, IPNetwork
+from flanneld.runtime.http_client import HttpAnswer, HttpRequest
 from flanneld.state.report import Failure, Report
 from flanneld.state.resources import Key, Kind, Resource
 from flanneld.state.table import Put, Scope, Seen
@@ -39,43 +39,41 @@ class Announcement:
 
 
 class Switch:
-    """One switch, asked with a new connection each time. ``timeout`` is in seconds.
+    """One switch, asked through ``Host.http``. ``timeout`` is in seconds.
 
     Raises ``Fatal`` for a URL that names no switch.
     """
 
-    def __init__(self, url: str, timeout: float) -> None:
+    def __init__(self, url: str, timeout: float, http: Callable[[HttpRequest], HttpAnswer]) -> None:
         try:
             parts = urlsplit(url)
-            self._host, self._port = parts.hostname or "", parts.port or 80
+            is_plain = parts.scheme == "http" and bool(parts.hostname) and parts.port != 0
         except ValueError:
-            self._host = ""
-        if not self._host or parts.scheme != "http" or parts.username or parts.query or parts.fragment:
+            is_plain = False
+        if not is_plain or parts.username or parts.query or parts.fragment:
             raise Fatal("Backend.SwitchURL is no plain http URL", "set it to one like http://192.0.2.1:8080")
-        self._path = parts.path.rstrip("/")
+        self._url = url.rstrip("/")
         self._timeout = timeout
+        self._http = http
 
     def ask(self, method: str, path: str, body: dict[str, str] | None = None) -> bytes | None:
         """The answer, None for 404. Raises ``Retryable`` when there is none, or another refusal."""
-        request = f"{method} {self._path}{path}"
-        connection = HTTPConnection(self._host, self._port, timeout=self._timeout)
-        try:
-            text = None if body is None else json.dumps(body)
-            connection.request(method, self._path + path, text, {"Content-Type": "application/json"})
-            response = connection.getresponse()
-            content = response.read()
-        except (OSError, HTTPException, UnicodeError) as failure:
-            raise Retryable(
-                f"the switch does not answer {request}: {failure or type(failure).__name__}",
-                "see whether it is up and Backend.SwitchURL is right",
-            ) from failure
-        finally:
-            connection.close()
-        if response.status == 404:
+        request = HttpRequest(
+            method,
+            self._url + path,
+            {"Content-Type": "application/json"},
+            None if body is None else json.dumps(body).encode(),
+            timeout=self._timeout,
+            at_exit=True,  # what is announced has to be withdrawn then
+        )
+        answer = self._http(request)
+        if answer.status == 404:
             return None
-        if not 200 <= response.status < 300:
-            raise Retryable(f"the switch answers {request} with {response.status}", "see the switch's log")
-        return content
+        if not 200 <= answer.status < 300:
+            raise Retryable(
+                f"the switch answers {method} {path} with {answer.status}", "see the switch's log"
+            )
+        return answer.body
 
 
 class SwitchTable:
@@ -124,9 +122,9 @@ class SwitchTable:
         return Report(removed=list(found))
 
     def close(self, *, remove: bool) -> None:
-        """Outsiders shall not be sent to a node that nobody looks after."""
-        del remove
-        self.drop([seen.resource for seen in self.read(Scope({}))])
+        """Nothing is open; what is announced is withdrawn if the backend's exit policy says so."""
+        if remove:
+            self.drop([seen.resource for seen in self.read(Scope({}))])
 
 
 def _announcement(subnet: str, route: Any) -> Announcement | None:

@@ -18,12 +18,13 @@ from flanneld_switch_announce.backend import LONGEST_TIMEOUT, HostGwAnnounce
 from flanneld_switch_announce.switch import Announcement
 
 from flanneld.backends import registry
-from flanneld.backends.contract import Host
+from flanneld.backends.contract import ExitPolicy, Host, exit_policy
 from flanneld.config import parse
 from flanneld.errors import Fatal
 from flanneld.model import Lease, LeaseAttrs, Uplink
 from flanneld.reconcile.reconciler import Reconciler, wanted_by_table
 from flanneld.runtime import clock
+from flanneld.runtime.http_client import HttpClient
 from flanneld.state.resources import Resource, Route
 from flanneld.state.table import Put
 
@@ -116,7 +117,8 @@ class Node:
         return [*map(str, report.made)], [*map(str, report.removed)], refused
 
     def close(self) -> None:
-        self.reconciler.close(remove=False)
+        is_removed = exit_policy(self.backend) is ExitPolicy.REMOVE
+        self.reconciler.close(remove=["switch"] if is_removed else ())
 
     def puts(self, table: str, puts: list[Put]) -> list[Put]:
         del table
@@ -133,7 +135,7 @@ def make(*, dual_stack: bool = False, **options: Any) -> HostGwAnnounce:
         "IPv6Network": "fd00:5::/48",
         "Backend": {"Type": "host-gw-announce", **options},
     }
-    host = Host(UPLINK, None, lambda _: None, lambda _: None, bytes)
+    host = Host(UPLINK, None, lambda _: None, lambda _: None, bytes, http=HttpClient(threading.Event()).ask)
     return HostGwAnnounce(parse(json.dumps(config)), host)
 
 
@@ -196,10 +198,7 @@ def test_a_switch_that_is_down_is_reported_and_tried_again(switch: Switch) -> No
     switch.stop()
     made, removed, failed = node.audit()
     assert (made, removed) == ([], [])
-    assert failed == [
-        "the switch does not answer GET /routes: "
-        "[Errno 111] Connection refused; see whether it is up and Backend.SwitchURL is right"
-    ]
+    assert failed == [f"{switch.url} does not answer: connection refused; see whether it is up and reachable"]
     again = Switch(switch.port)
     try:
         assert node.audit()[0] == ["switch route 10.5.7.0/24 via 192.0.2.11"]
@@ -247,7 +246,7 @@ def test_a_switch_that_never_answers_costs_no_more_than_the_timeout() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         node = Node(f"http://127.0.0.1:{silent.getsockname()[1]}", TimeoutSeconds=0.1)
         begin = time.monotonic()
-        assert "timed out" in node.audit()[2][0]
+        assert "no whole answer within 0.1 s" in node.audit()[2][0]
         assert time.monotonic() - begin < 1
 
 
@@ -263,11 +262,11 @@ def test_a_port_where_nobody_speaks_http_is_reported() -> None:
         thread.start()
         failed = Node(f"http://127.0.0.1:{server.getsockname()[1]}").audit()[2]
         thread.join()
-    assert "the switch does not answer GET /routes" in failed[0]
+    assert "does not answer: it does not speak HTTP" in failed[0]
 
 
 def test_a_name_that_cannot_be_one_is_reported() -> None:
-    assert "the switch does not answer" in Node("http://switch..example").audit()[2][0]
+    assert "its name cannot be resolved" in Node("http://switch..example").audit()[2][0]
 
 
 def test_a_closing_daemon_is_not_stopped_by_a_switch_that_is_down(
@@ -276,7 +275,7 @@ def test_a_closing_daemon_is_not_stopped_by_a_switch_that_is_down(
     node = Node(switch.url)
     switch.stop()
     node.close()
-    assert "Cannot close switch: the switch does not answer" in caplog.text
+    assert f"Cannot close switch: {switch.url} does not answer" in caplog.text
 
 
 @pytest.mark.parametrize(

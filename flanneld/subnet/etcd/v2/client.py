@@ -30,7 +30,6 @@ from flanneld.subnet.etcd.keys import (
 )
 from flanneld.subnet.etcd.transport import Send, Transport
 from flanneld.subnet.etcd.v2 import answers
-from flanneld.subnet.etcd.v2.probe import basic_login
 
 
 class Client(etcd.Client):  # type: ignore[misc] # python-etcd has no types
@@ -128,7 +127,7 @@ class Client(etcd.Client):  # type: ignore[misc] # python-etcd has no types
         request = self._request(path, method, params or {}, query)
 
         def attempt(server: Server, send: Send) -> Reply:
-            login = basic_login(server) | dict(request.headers)
+            login = server.basic_login() | dict(request.headers)
             return answers.read(send(replace(request, headers=login)))
 
         repeatable = method != "DELETE" and query.get("prevExist") != "false"

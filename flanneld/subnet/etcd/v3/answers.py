@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import json
 import math
-from base64 import b64decode, b64encode
+from base64 import b64encode
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from msgspec import Struct
+import msgspec
+from msgspec import Meta, Struct
 
 from flanneld.errors import Retryable
-from flanneld.subnet.etcd.http import NO_ACCESS, Answer, Useless, json_object, nonsense
+from flanneld.subnet.etcd.http import NO_ACCESS, Answer, Useless, json_object, nonsense, parsed_object
 from flanneld.subnet.etcd.keys import ListAgain, Node, Position, check_history
 
 _CANCELLED, _DEADLINE_EXCEEDED, _NOT_FOUND = 1, 4, 5
@@ -23,21 +24,70 @@ _PERMISSION_DENIED, _UNAVAILABLE, _UNAUTHENTICATED = 7, 14, 16
 #: etcd has no code of their own for these. The Go client logs in again for the same.
 _LOGIN_NEEDED = ("user name is empty", "revision of auth store is old", "invalid auth token")
 _LOGIN_REFUSED = ("authentication failed", "permission denied", "permission is not given")
-#: What comes of taking other JSON for etcd's.
-_WRONG = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
 _CERTIFICATE_NAMES_USER = "CommonName of client"
 
+_LARGEST = (1 << 63) - 1
+_Int64 = Annotated[int, Meta(ge=-_LARGEST, le=_LARGEST)]
 
-class KeyValue(Struct, frozen=True, gc=False):
-    """A key as v3 has it; ``lease`` is the ID of the lease it ends with, "0" if it stays."""
 
-    key: str
-    value: str
-    lease: str
-    modified: int
+class KeyValue(Struct, frozen=True, gc=False, rename={"modified": "mod_revision"}):
+    """A key as v3 has it; ``lease`` is the ID of the lease it ends with, 0 if it stays."""
+
+    key: bytes
+    modified: _Int64
+    value: bytes = b""
+    lease: _Int64 = 0
 
     def node(self, ttl: float = math.inf) -> Node:
-        return Node(self.key, self.value, None if self.lease == "0" else ttl, self.modified)
+        """What is no text cannot be a lease, and is only named in a complaint."""
+        key, value = (each.decode("utf-8", "replace") for each in (self.key, self.value))
+        return Node(key, value, ttl if self.lease else None, self.modified)
+
+
+class Header(Struct, frozen=True, gc=False):
+    """How far the history had come when a message was sent; inside of another one that is left out."""
+
+    revision: _Int64 = 0
+    cluster_id: int = 0
+
+
+class Event(Struct, frozen=True, gc=False):
+    """A change of a key."""
+
+    kv: KeyValue
+    type: str = "PUT"
+
+
+class Message(Struct, frozen=True, gc=False):
+    """What etcd says, of any kind, as far as it is used here. What is zero is left out."""
+
+    header: Header | None = None
+    kvs: list[KeyValue] | None = None
+    deleted: _Int64 = 0
+    ID: _Int64 = 0
+    TTL: _Int64 = 0
+    token: str = ""
+    succeeded: bool = False
+    #: Of a transaction.
+    responses: list[Message] | None = None
+    response_range: Message | None = None
+    #: In a stream.
+    result: Message | None = None
+    created: bool = False
+    canceled: bool = False
+    cancel_reason: str | None = None
+    compact_revision: _Int64 = 0
+    events: list[Event] | None = None
+
+    @property
+    def at(self) -> Position:
+        """Where the history stood. Raises ``Useless`` if the message does not say so."""
+        if not (self.header and self.header.revision and self.header.cluster_id):
+            raise _foreign()
+        return Position(self.header.revision, str(self.header.cluster_id))
+
+
+_DECODER = msgspec.json.Decoder(Message, strict=False)  # numbers may be text
 
 
 class AccessRefused(Retryable):
@@ -56,8 +106,12 @@ class LeaseGone(Retryable):
     """There is no such lease."""
 
 
+def encoded(text: str) -> bytes:
+    return text.encode("utf-8", "surrogateescape")
+
+
 def text64(text: str) -> str:
-    return b64encode(text.encode("utf-8", "surrogateescape")).decode()
+    return b64encode(encoded(text)).decode()
 
 
 def directory(path: str) -> dict[str, str]:
@@ -70,11 +124,11 @@ def is_unknown_path(answer: Answer) -> bool:
     return answer.status == 404 and json_object(answer) is None
 
 
-def read(answer: Answer) -> dict[str, Any]:
-    """The object that an answer is. Raises what it means otherwise."""
+def read(answer: Answer) -> Message:
+    """The message that an answer is. Raises what it means otherwise."""
+    if answer.status == 200:
+        return _decoded(answer.body or b"", nonsense(answer))
     body = json_object(answer)
-    if answer.status == 200 and body is not None:
-        return body
     if body is not None:
         raise refusal(answer.server, body, answer.status)
     if _CERTIFICATE_NAMES_USER.encode() in (answer.body or b""):
@@ -109,121 +163,62 @@ def refusal(server: str, body: Mapping[str, Any], status: int) -> Exception:
     return Useless(f"HTTP {status}, {text}")
 
 
-def position(body: Mapping[str, Any]) -> Position:
-    """Where the history stood, by the header of an answer. Raises ``Useless`` if it has none."""
+def understood(body: Mapping[str, Any]) -> Message:
+    """The message that an object is. Raises ``Useless`` for what no etcd says."""
     try:
-        header = body["header"]
-        at = Position(int(header["revision"]), str(header["cluster_id"]))
-    except _WRONG:
-        raise _foreign() from None
-    return at
-
-
-def key_values(body: Mapping[str, Any]) -> list[KeyValue]:
-    """What a range found. Raises ``Useless`` for what no etcd says."""
-    try:
-        return [_key_value(raw) for raw in body.get("kvs") or ()]
-    except _WRONG:
+        return msgspec.convert(body, Message, strict=False)  # numbers may be text
+    except msgspec.ValidationError:
         raise _foreign() from None
 
 
-def number(body: Mapping[str, Any], name: str) -> int:
-    """A number that is left out if it is zero."""
-    try:
-        value = int(body.get(name) or 0)
-    except _WRONG:
-        raise _foreign() from None
-    if abs(value) >= 1 << 63:
-        raise _foreign()
-    return value
+def other_branch(transaction: Message) -> KeyValue | None:
+    """The key that a transaction has read whose condition did not hold."""
+    ranges = [each.response_range for each in transaction.responses or () if each.response_range]
+    return next((found for each in ranges for found in each.kvs or ()), None)
 
 
-def kept_alive(body: Mapping[str, Any]) -> int:
-    """For how many seconds a lease is alive now, 0 if it is not. The gateway has this call for a stream."""
-    inner = body.get("result")
-    return number(inner if isinstance(inner, dict) else body, "TTL")
-
-
-def transaction(body: Mapping[str, Any]) -> tuple[Position, bool, KeyValue | None]:
-    """When it was made, whether its condition held, and if not, the key that its other branch has read."""
-    try:
-        ranges = [each["response_range"] for each in body.get("responses") or () if "response_range" in each]
-    except _WRONG:
-        raise _foreign() from None
-    found = [item for each in ranges for item in key_values(each)]
-    return position(body), bool(body.get("succeeded")), found[0] if found else None
-
-
-def stream_object(line: bytes, server: str) -> dict[str, Any]:
+def stream_object(line: bytes, server: str) -> Message:
     """One object of a stream. Raises what it means if it is an error."""
-    try:
-        body = json.loads(line)
-    except (ValueError, RecursionError):
-        body = None
-    if not isinstance(body, dict):
-        raise Useless("it answers with something that is no JSON object")
-    result = body.get("result")
-    if not isinstance(result, dict):
-        raise refusal(server, body, 500)
+    result = _decoded(line, Useless("it answers with something that is no JSON object")).result
+    if result is None:
+        raise refusal(server, json.loads(line), 500)
     return watch_object(result, server)
 
 
-def watch_object(result: dict[str, Any], server: str) -> dict[str, Any]:
+def watch_object(result: Message, server: str) -> Message:
     """What a watch tells. Raises what it means if that is the end."""
-    if result.get("canceled"):
-        raise _end_of_watch(result, server)
-    return result
+    if not result.canceled:
+        return result
+    if result.compact_revision:
+        raise ListAgain("etcd has forgotten what happened since")
+    raise refusal(server, {"message": result.cancel_reason}, 500)
 
 
-def began(result: Mapping[str, Any], after: Position) -> None:
+def began(result: Message, after: Position) -> None:
     """See from the first object of a watch whether the changes after a position will come."""
-    if not result.get("created"):
+    if not result.created:
         raise _foreign()
-    check_history(after, position(result))
+    check_history(after, result.at)
 
 
-def changes(
-    result: Mapping[str, Any], begun: Position, after: Position
-) -> tuple[list[tuple[str, KeyValue]], Position]:
+def changes(result: Message, begun: Position, after: Position) -> tuple[list[tuple[str, KeyValue]], Position]:
     """What an object of a watch tells: "put" or "delete", and the key; and up to where.
 
     What happened before the watch was ``begun`` is left out; ``after`` is how far it had come. Without
     events an object tells up to its header. With some it does not: while a watch catches up, the header is
     ahead of the events.
     """
-    try:
-        told = [_event(raw) for raw in result.get("events") or ()]
-    except _WRONG:
-        raise _foreign() from None
-    at = position(result)
-    reached = max((item.modified for _, item in told), default=at.index)
+    told = [("delete" if each.type == "DELETE" else "put", each.kv) for each in result.events or ()]
+    reached = max((item.modified for _, item in told), default=result.at.index)
     news = [(action, item) for action, item in told if item.modified > begun.index]
-    return news, Position(max(after.index, reached), at.cluster)
+    return news, Position(max(after.index, reached), result.at.cluster)
 
 
-def _end_of_watch(result: Mapping[str, Any], server: str) -> Exception:
-    if number(result, "compact_revision"):
-        return ListAgain("etcd has forgotten what happened since")
-    reason = result.get("cancel_reason")
-    return refusal(server, {"message": reason}, 500)
-
-
-def _key_value(raw: Mapping[str, Any]) -> KeyValue:
-    return KeyValue(
-        _text(raw["key"]),
-        _text(raw.get("value", "")),
-        str(int(raw.get("lease", 0))),
-        int(raw["mod_revision"]),
-    )
-
-
-def _event(raw: Mapping[str, Any]) -> tuple[str, KeyValue]:
-    return ("delete" if raw.get("type") == "DELETE" else "put"), _key_value(raw["kv"])
-
-
-def _text(coded: str) -> str:
-    """Bytes as text; what is no text cannot be a lease, and is only named in a complaint."""
-    return b64decode(coded, validate=True).decode("utf-8", "replace")
+def _decoded(text: bytes, no_json: Useless) -> Message:
+    try:
+        return _DECODER.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        raise no_json if parsed_object(text) is None else _foreign() from None
 
 
 def _foreign() -> Useless:

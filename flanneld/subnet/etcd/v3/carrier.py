@@ -6,20 +6,20 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from flanneld.errors import Fatal, Retryable
 from flanneld.subnet.etcd.endpoints import Server
 from flanneld.subnet.etcd.http import NoSuchApi
 from flanneld.subnet.etcd.transport import Transport
-from flanneld.subnet.etcd.v3.answers import GatewayRefused
+from flanneld.subnet.etcd.v3.answers import GatewayRefused, Message
 from flanneld.subnet.etcd.v3.gateway import Gateway
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 #: Makes a call of one server: the gateway's path, the body, and a login or "". Raises ``Useless``.
-Call = Callable[[str, Mapping[str, object], str], dict[str, Any]]
+Call = Callable[[str, Mapping[str, object], str], Message]
 
 _EXTRA = "pip install 'flanneld[grpc]'"
 
@@ -31,7 +31,7 @@ class Stream(Protocol):
         """Connect, and ask for it. Raises ``Useless``; what ``next`` raises may come later."""
         ...
 
-    def next(self, timeout: float) -> dict[str, Any] | None:
+    def next(self, timeout: float) -> Message | None:
         """The next object; None if there is none within so many seconds. Raises what it means otherwise."""
         ...
 
@@ -62,7 +62,7 @@ class Carrier(Protocol):
 
 def open_carrier(transport: Transport) -> Carrier:
     """What the options ask for. Raises ``Fatal`` for gRPC without its library."""
-    wanted = transport.servers.transport
+    wanted = transport.servers.options.transport
     if wanted == "grpc":
         if not _has_grpc():
             raise Fatal("-etcd-transport=grpc needs grpcio, which is not installed", _EXTRA)

@@ -6,7 +6,7 @@ import logging
 import math
 import posixpath
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from flanneld.compat.glog import V
 from flanneld.errors import Retryable
@@ -16,7 +16,7 @@ from flanneld.subnet.etcd.http import Useless
 from flanneld.subnet.etcd.keys import Conflict, NoConfig, Node, NotFound, Position, Reply
 from flanneld.subnet.etcd.transport import Timeouts, Transport
 from flanneld.subnet.etcd.v3 import answers
-from flanneld.subnet.etcd.v3.answers import AccessRefused, LeaseGone, LoginNeeded
+from flanneld.subnet.etcd.v3.answers import AccessRefused, LeaseGone, LoginNeeded, Message
 from flanneld.subnet.etcd.v3.carrier import Call, Stream, open_carrier
 from flanneld.subnet.etcd.v3.watch import Watch
 
@@ -38,7 +38,7 @@ class Client:
         #: By name and password: any server takes what one has given.
         self._tokens: dict[tuple[str, str], str] = {}
         #: By key: the revision at which we wrote it last, and the lease that we gave it then.
-        self._written: dict[str, tuple[int, str]] = {}
+        self._written: dict[str, tuple[int, int]] = {}
         #: When a server answered last, by its name.
         self._answered: dict[str, float] = {}
 
@@ -66,11 +66,12 @@ class Client:
         return self._write(key, value, ttl, {"target": "MOD", "mod_revision": str(modified)})
 
     def prolong(self, key: str, modified: int) -> float | None:
-        at, lease = self._written.get(key, (0, "0"))
-        if at != modified or lease == "0":
+        at, lease = self._written.get(key, (0, 0))
+        if at != modified or not lease:
             return None
         try:
-            left = self.ask("/lease/keepalive", {"ID": lease}, answers.kept_alive)
+            # The gateway has this call for a stream.
+            left = self.ask("/lease/keepalive", {"ID": str(lease)}, lambda said: (said.result or said).TTL)
         except Retryable as problem:
             log.log(V(1), "The lease %s of %s cannot be kept alive: %s", lease, key, problem)
             return None
@@ -78,9 +79,7 @@ class Client:
 
     def remove(self, key: str) -> None:
         name = {"key": answers.text64(key)}
-        found, at = self.ask(
-            "/kv/deleterange", name, lambda body: (answers.number(body, "deleted"), answers.position(body))
-        )
+        found, at = self.ask("/kv/deleterange", name, lambda said: (said.deleted, said.at))
         if not found:
             raise NotFound(at)
 
@@ -109,9 +108,9 @@ class Client:
 
     def timed(self, found: answers.KeyValue) -> Node:
         """A key with what is left of its lease, which is a request of its own."""
-        if found.lease == "0":
+        if not found.lease:
             return found.node()
-        left = self.ask("/kv/lease/timetolive", {"ID": found.lease}, lambda body: answers.number(body, "TTL"))
+        left = self.ask("/kv/lease/timetolive", {"ID": str(found.lease)}, lambda said: said.TTL)
         return found.node(max(0, left))
 
     def prove(self, key: str) -> tuple[Position, answers.KeyValue | None]:
@@ -139,7 +138,7 @@ class Client:
 
     # ---- asking ------------------------------------------------------------------------------
 
-    def ask(self, path: str, body: Mapping[str, object], understand: Callable[[dict[str, Any]], T]) -> T:
+    def ask(self, path: str, body: Mapping[str, object], understand: Callable[[Message], T]) -> T:
         """Make a request, logged in if etcd wants that, and understand it. All of ours may be repeated."""
 
         def attempt(server: Server, call: Call) -> T:
@@ -158,7 +157,7 @@ class Client:
         return self._carrier.ask(attempt)
 
     def _range(self, wanted: Mapping[str, object]) -> tuple[list[answers.KeyValue], Position]:
-        return self.ask("/kv/range", wanted, lambda body: (answers.key_values(body), answers.position(body)))
+        return self.ask("/kv/range", wanted, lambda said: (said.kvs or [], said.at))
 
     def _token(self, server: Server) -> str:
         return self._tokens.get((server.username, server.password), "")
@@ -167,8 +166,8 @@ class Client:
         login = (server.username, server.password)
         self._tokens.pop(login, None)
         order = {"name": server.username, "password": server.password}
-        token = call("/auth/authenticate", order, "").get("token")
-        if not isinstance(token, str) or not token.isprintable():
+        token = call("/auth/authenticate", order, "").token
+        if not token or not token.isprintable():
             raise Useless("it answers with JSON that is not etcd's")
         self._tokens[login] = token
         return token
@@ -181,7 +180,7 @@ class Client:
         As with Go flanneld the lease that the key had before is left to expire, which no longer takes the
         key along. Others may hang on it.
         """
-        lease, granted = self._grant(ttl) if ttl is not None else ("0", None)
+        lease, granted = self._grant(ttl) if ttl is not None else (0, None)
         name = answers.text64(key)
         try:
             at, done, found = self.ask(
@@ -189,17 +188,17 @@ class Client:
                 {
                     "compare": [{"key": name, "result": "EQUAL", **condition}],
                     "success": [
-                        {"request_put": {"key": name, "value": answers.text64(value), "lease": lease}}
+                        {"request_put": {"key": name, "value": answers.text64(value), "lease": str(lease)}}
                     ],
                     "failure": [{"request_range": {"key": name}}],
                 },
-                answers.transaction,
+                lambda said: (said.at, said.succeeded, answers.other_branch(said)),
             )
         except AccessRefused:
             # Else an operator who gets the rights wrong would get a lease for each attempt.
             self._revoke(lease)
             raise
-        if found and not done and (found.lease, found.value) == (lease, value):
+        if found and not done and (found.lease, found.value) == (lease, answers.encoded(value)):
             # An earlier attempt got through, and its answer got lost.
             at, done = Position(found.modified, at.cluster), True
         if not done:
@@ -208,18 +207,14 @@ class Client:
         self._written[key] = at.index, lease
         return Reply("put", Node(key, value, granted, at.index), (), at)
 
-    def _grant(self, ttl: int) -> tuple[str, int]:
-        return self.ask(
-            "/lease/grant",
-            {"TTL": str(ttl)},
-            lambda body: (str(answers.number(body, "ID")), answers.number(body, "TTL")),
-        )
+    def _grant(self, ttl: int) -> tuple[int, int]:
+        return self.ask("/lease/grant", {"TTL": str(ttl)}, lambda said: (said.ID, said.TTL))
 
-    def _revoke(self, lease: str) -> None:
-        """Give back a lease that no key hangs on; "0" is none."""
-        if lease == "0":
+    def _revoke(self, lease: int) -> None:
+        """Give back a lease that no key hangs on; 0 is none."""
+        if not lease:
             return
         try:
-            self.ask("/kv/lease/revoke", {"ID": lease}, answers.position)
+            self.ask("/kv/lease/revoke", {"ID": str(lease)}, lambda said: said.at)
         except LeaseGone:
             log.log(V(1), "The unused lease %s has gone by itself", lease)

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from http.client import HTTPException
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+from urllib3 import Timeout
+from urllib3.connection import HTTPConnection
+from urllib3.exceptions import HTTPError
+from urllib3.response import BaseHTTPResponse
 
 from flanneld.errors import Cancelled
 from flanneld.runtime.interruptible_socket import InterruptibleSocket, Unreachable
+from flanneld.runtime.reader import Reader
 from flanneld.subnet.etcd.endpoints import Server, Servers
 from flanneld.subnet.etcd.http import NoSuchApi, Request, Useless
-from flanneld.subnet.etcd.transport import Send, Timeouts, Transport, unreachable, useless
+from flanneld.subnet.etcd.transport import Send, Timeouts, Transport, pool_to, unreachable, useless
 from flanneld.subnet.etcd.v3 import answers
-from flanneld.subnet.etcd.v3.stream import Stream
+from flanneld.subnet.watch_lines import Lines
 
 if TYPE_CHECKING:
     from flanneld.subnet.etcd.v3.carrier import Call
@@ -23,6 +29,7 @@ T = TypeVar("T")
 
 #: Where the gateway is in etcd from 3.4 on, in 3.3, and in 3.2.
 _ROOTS = ("/v3", "/v3beta", "/v3alpha")
+_PIECE = 256 << 10
 #: A member that has lost its leader ends the watch, instead of being silent.
 _REQUIRE_LEADER = {"Grpc-Metadata-hasleader": "true"}
 
@@ -51,7 +58,7 @@ class Gateway:
 
     def _call(
         self, server: Server, send: Send, path: str, body: Mapping[str, object], token: str
-    ) -> dict[str, Any]:
+    ) -> answers.Message:
         text = json.dumps(body)
         known = self._roots.get(server.name, _ROOTS[0])
         for root in dict.fromkeys((known, *_ROOTS)):
@@ -70,30 +77,39 @@ class GatewayStream:
         self._timeouts = timeouts
         self._roots = roots
         self._line = InterruptibleSocket()
-        self._stream: Stream | None = None
+        self._reader: Reader[bytes] | None = None
         self._server: Server | None = None
 
     def open(self, server: Server, body: Mapping[str, object], token: str) -> None:
         self._server = server
-        url = server.name + self._roots.get(server.name, _ROOTS[0]) + "/watch"
         try:
-            self._stream = Stream(self._connect(server))
-            self._stream.post(url, _headers(token) | _REQUIRE_LEADER, json.dumps(body))
-        except (HTTPException, OSError) as error:
-            raise useless(error, self._timeouts.read, server) from None
+            response = pool_to(server, self._tls, self._line).urlopen(
+                "POST",
+                server.path + self._roots.get(server.name, _ROOTS[0]) + "/watch",
+                body=json.dumps(body),
+                headers=_headers(token) | _REQUIRE_LEADER,
+                retries=False,
+                redirect=False,
+                preload_content=False,
+                timeout=Timeout(connect=self._timeouts.connect, read=self._timeouts.read),
+            )
         except Unreachable as error:
             raise unreachable(error) from None
+        except (HTTPError, HTTPException, OSError) as error:
+            raise useless(error, self._timeouts.read, server) from None
         except Cancelled:
             raise Useless("the connection was given up") from None
-        if self._stream.status != 200:
-            raise Useless(f"HTTP {self._stream.status} to a watch")
+        if response.status != 200:
+            response.close()
+            raise Useless(f"HTTP {response.status} to a watch")
+        self._reader = Reader("watch", _lines(response))
 
-    def next(self, timeout: float) -> dict[str, Any] | None:
-        assert self._stream
+    def next(self, timeout: float) -> answers.Message | None:
+        assert self._reader
         assert self._server
         try:
-            line = self._stream.line(timeout)
-        except (HTTPException, OSError) as error:
+            line = self._reader.next(timeout)
+        except (HTTPError, HTTPException, OSError) as error:
             raise useless(error, timeout, self._server) from None
         return None if line is None else answers.stream_object(line, self._server.name)
 
@@ -102,13 +118,21 @@ class GatewayStream:
 
     def close(self) -> None:
         self.cut()
-        if self._stream:
-            self._stream.close()
 
-    def _connect(self, server: Server) -> Any:
-        sock = self._line.connect(server.host, server.port, self._timeouts.connect)
-        sock.settimeout(self._timeouts.read)
-        return self._tls.wrap_socket(sock, server_hostname=server.host) if self._tls else sock
+
+def _lines(response: BaseHTTPResponse) -> Iterator[bytes]:
+    """The lines of an answer, for as long as it lasts. Raises ``HTTPException`` when it has ended."""
+    lines = Lines()
+    with response:
+        if isinstance(response.connection, HTTPConnection) and response.connection.sock:
+            response.connection.sock.settimeout(None)
+        # Not stream(), which waits for a whole piece unless each line comes as a chunk of its own.
+        while piece := response.read1(_PIECE):
+            yield from lines.feed(piece)
+    # The gateway says why a watch has ended in a line that it does not end.
+    if line := lines.rest():
+        yield line
+    raise HTTPException("the answer has ended")
 
 
 def _headers(token: str) -> dict[str, str]:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import ssl
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec import Struct
 
 from flanneld.errors import Cancelled, NoAnswer, Retryable
-from flanneld.subnet.etcd.endpoints import Server, Servers, TlsFiles
+from flanneld.runtime.reader import Reader
+from flanneld.subnet.etcd.endpoints import EtcdOptions, Server, Servers
 from flanneld.subnet.etcd.http import NoSuchApi, Useless
 from flanneld.subnet.etcd.transport import NO_SERVER, NO_TLS, Failover, Timeouts, useless
 from flanneld.subnet.etcd.v3 import answers
@@ -121,7 +121,7 @@ class GrpcConnection:
                 self._channel = self._open(server)
             return self._channel
 
-    def exchange(self, server: Server, request: Rpc) -> dict[str, Any]:
+    def exchange(self, server: Server, request: Rpc) -> answers.Message:
         method = METHODS[request.path]
         call = self.channel(server).unary_unary(server.path + method.name)
         data = encode(method.request, request.body)
@@ -159,7 +159,7 @@ class GrpcStream:
         self._connection = GrpcConnection(open_channel, timeouts)
         self._timeouts = timeouts
         self._server: Server | None = None
-        self._heard: SimpleQueue[bytes | Exception] = SimpleQueue()
+        self._reader: Reader[bytes] | None = None
 
     def open(self, server: Server, body: Mapping[str, object], token: str) -> None:
         self._server = server
@@ -170,17 +170,15 @@ class GrpcStream:
             messages = call(data, metadata=_login(token) + _REQUIRE_LEADER)
         except (ValueError, Cancelled):
             raise _given_up() from None
-        threading.Thread(target=self._hear, args=(messages, server), name="watch", daemon=True).start()
+        self._reader = Reader("watch", self._hear(messages, server))
 
-    def next(self, timeout: float) -> dict[str, Any] | None:
+    def next(self, timeout: float) -> answers.Message | None:
+        assert self._reader
         assert self._server
-        try:
-            item = self._heard.get(timeout=timeout)
-        except Empty:
+        message = self._reader.next(timeout)
+        if message is None:
             return None
-        if isinstance(item, Exception):
-            raise item
-        return answers.watch_object(understood(METHODS["/watch"].response, item), self._server.name)
+        return answers.watch_object(understood(METHODS["/watch"].response, message), self._server.name)
 
     def cut(self) -> None:
         self._connection.cut()
@@ -188,21 +186,18 @@ class GrpcStream:
     def close(self) -> None:
         self._connection.cut()
 
-    def _hear(self, messages: Iterable[bytes], server: Server) -> None:
-        """In a thread of its own, as gRPC knows no time limit for the next message."""
+    def _hear(self, messages: Iterable[bytes], server: Server) -> Iterator[bytes]:
         try:
-            for message in messages:
-                self._heard.put(message)
+            yield from messages
         except grpc.RpcError as error:
-            self._heard.put(failure(error, server, self._timeouts))
-        else:
-            self._heard.put(Useless("it has ended the watch"))
+            raise failure(error, server, self._timeouts) from None
+        raise Useless("it has ended the watch")
 
 
-def understood(kind: Any, data: bytes) -> dict[str, Any]:
-    """The answer as the gateway would give it. Raises ``Useless``."""
+def understood(kind: Any, data: bytes) -> answers.Message:
+    """What an answer says. Raises ``Useless``."""
     try:
-        return decode(kind, data)
+        return answers.understood(decode(kind, data))
     except Malformed:
         raise Useless("it answers with a message that is not etcd's") from None
 
@@ -242,7 +237,7 @@ def _opener(servers: Servers, timeouts: Timeouts) -> _Open:
     # For gRPC a connection is made when the server has answered, so a busy one needs more than to accept it.
     milliseconds = round(1000 * timeouts.read)
     options = (*_OPTIONS, ("grpc.min_reconnect_backoff_ms", milliseconds))
-    credentials = _credentials(servers.tls_files) if servers.tls else None
+    credentials = _credentials(servers.options) if servers.tls else None
 
     def open_channel(server: Server) -> grpc.Channel:
         host = f"[{server.host}]" if ":" in server.host else server.host
@@ -254,11 +249,11 @@ def _opener(servers: Servers, timeouts: Timeouts) -> _Open:
     return open_channel
 
 
-def _credentials(files: TlsFiles) -> grpc.ChannelCredentials:
+def _credentials(options: EtcdOptions) -> grpc.ChannelCredentials:
     """From the files, at which ``Servers`` has looked before."""
     system = (ssl.get_default_verify_paths().cafile, *_BUNDLES)
-    authorities = files.authorities or next((path for path in system if path and Path(path).exists()), None)
-    return grpc.ssl_channel_credentials(_read(authorities), _read(files.key), _read(files.certificate))
+    authorities = options.cafile or next((path for path in system if path and Path(path).exists()), None)
+    return grpc.ssl_channel_credentials(_read(authorities), _read(options.keyfile), _read(options.certfile))
 
 
 def _read(path: str | None) -> bytes | None:

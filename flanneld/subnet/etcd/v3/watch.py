@@ -100,7 +100,7 @@ class Watch:
             if result is None:
                 return self._after_silence(after)
             told, self._at = answers.changes(result, self._begun, after)
-            self._told = max(self._told, answers.position(result).index)
+            self._told = max(self._told, result.at.index)
             self._in_doubt = False
             if told or self._at != after:
                 return Changes(tuple(self._reply(*each, self._at) for each in told), self._at)
@@ -155,7 +155,7 @@ class Watch:
         if first is None:
             raise useless(TimeoutError(), limit, server)
         answers.began(first, after)
-        self._told = answers.position(first).index
+        self._told = first.at.index
         self._begun = self._at = after
         self._contact()
 

@@ -1,91 +1,204 @@
-"""An HTTP answer that does not end, in whatever pieces it comes."""
+"""A watch of the JSON gateway: an HTTP answer that does not end, in whatever pieces it comes."""
 
 from __future__ import annotations
 
 import itertools
+import json
+import queue
 import socket
+import threading
+import time
 from collections.abc import Iterator
-from http.client import HTTPException
+from contextlib import contextmanager
+from typing import Self
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flanneld.subnet.etcd.v3.stream import Chunks, Stream
+from flanneld.errors import Retryable
+from flanneld.subnet.etcd.endpoints import EtcdOptions, Servers
+from flanneld.subnet.etcd.http import Useless
+from flanneld.subnet.etcd.transport import Timeouts
+from flanneld.subnet.etcd.v3.gateway import GatewayStream
+from tests.lab.listener import Listener
+from tests.unit.mutations import tampered_bytes
 
-URL = "http://etcd:2379/v3/watch"
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+PLAIN = b"HTTP/1.1 200 OK\r\nServer: x\r\n\r\n"
+
+
+class Etcd:
+    """A server that says what a test has it say: bytes, None ends the connection."""
+
+    def __init__(self) -> None:
+        self.asked: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._listener = Listener(self._serve, ("127.0.0.1", 0))
+
+    def __enter__(self) -> Self:
+        self._listener.__enter__()
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._answers.put(None)
+        self._listener.__exit__(*failure)
+
+    def say(self, *answers: bytes | None) -> None:
+        for answer in answers:
+            self._answers.put(answer)
+
+    @contextmanager
+    def watched(self, read: float = 60.0) -> Iterator[GatewayStream]:
+        servers = Servers(EtcdOptions((self._listener.url,)))
+        stream = GatewayStream(servers, Timeouts(read=read), {})
+        try:
+            stream.open(servers.current, {"x": 1}, "token")
+            yield stream
+        finally:
+            stream.close()
+
+    def _serve(self, connection: socket.socket) -> None:
+        request = b""
+        while not request.endswith(b"}"):
+            request += connection.recv(65536)
+        self.asked.put(request)
+        while (answer := self._answers.get()) is not None:
+            connection.sendall(answer)
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[Stream, socket.socket]]:
-    """A stream, and the socket of its server."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        ours.settimeout(60)
-        yield Stream(ours), theirs
+def etcd() -> Iterator[Etcd]:
+    with Etcd() as etcd:
+        yield etcd
 
 
-@given(st.lists(st.binary(min_size=1, max_size=40), max_size=8), st.lists(st.integers(0, 400), max_size=8))
-def test_chunks_are_put_together_wherever_they_were_cut(pieces: list[bytes], cuts: list[int]) -> None:
-    coded = b"".join(b"%x;note\r\n%b\r\n" % (len(piece), piece) for piece in pieces)
-    bounds = [0, *sorted(min(cut, len(coded)) for cut in cuts), len(coded)]
-    chunks = Chunks()
-    got = b"".join(chunks.feed(coded[low:high]) for low, high in itertools.pairwise(bounds))
-    assert got == b"".join(pieces)
+def line(number: int) -> bytes:
+    return b'{"result":{"TTL":"%d"}}\n' % number
 
 
-@pytest.mark.parametrize("data", [b"nonsense\r\n", b"-5\r\n", b"1" * 70_000])
-def test_what_is_no_chunk_is_an_error(data: bytes) -> None:
-    with pytest.raises(HTTPException):
-        Chunks().feed(data)
+def chunks(data: bytes, size: int = 1 << 16, note: bytes = b"") -> bytes:
+    pieces = (data[at : at + size] for at in range(0, len(data), size))
+    return b"".join(b"%x%b\r\n%b\r\n" % (len(piece), note, piece) for piece in pieces)
+
+
+def numbers(stream: GatewayStream, count: int) -> list[int]:
+    found = [stream.next(60) for _ in range(count)]
+    return [each.TTL for each in found if each]
 
 
 @pytest.mark.parametrize(
-    ("head", "body"),
+    ("head", "coded"),
     [
-        (CHUNKED, b'4\r\n{"a"\r\n11\r\n:1}\n\n{"b":2}\n{"c"\r\n4\r\n:3}\n\r\n'),
-        (b"HTTP/1.1 200 OK\r\nServer: x\r\n\r\n", b'{"a":1}\n\n{"b":2}\n{"c":3}\n'),
+        (CHUNKED, lambda data: chunks(data, 9)),
+        (CHUNKED, lambda data: chunks(data, 64, b";note")),
+        (PLAIN, lambda data: data),
+    ],
+    ids=["chunks", "extensions", "plain"],
+)
+def test_lines_come_one_by_one_and_silence_is_no_end(etcd: Etcd, head: bytes, coded: object) -> None:
+    assert callable(coded)
+    etcd.say(head + coded(line(1) + b"\n" + line(2)))
+    with etcd.watched() as stream:
+        request = etcd.asked.get(timeout=60)
+        assert request.startswith(b"POST /v3/watch HTTP/1.1\r\n")
+        assert b"\r\nAuthorization: token\r\n" in request
+        assert b"\r\nGrpc-Metadata-hasleader: true\r\n" in request
+        assert json.loads(request.partition(b"\r\n\r\n")[2]) == {"x": 1}
+        assert numbers(stream, 2) == [1, 2]
+        assert stream.next(0.01) is None
+        etcd.say(coded(line(3)), None)
+        assert numbers(stream, 1) == [3]
+        with pytest.raises(Useless):
+            stream.next(60)
+
+
+@given(st.lists(st.integers(0, 400), max_size=8))
+def test_lines_are_put_together_wherever_they_were_cut(cuts: list[int]) -> None:
+    data = CHUNKED + chunks(b"".join(map(line, range(5))), 17)
+    bounds = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
+    with Etcd() as etcd:
+        etcd.say(*(data[low:high] for low, high in itertools.pairwise(bounds)))
+        with etcd.watched() as stream:
+            assert numbers(stream, 5) == list(range(5))
+
+
+@pytest.mark.parametrize("last", [line(7), line(7).rstrip()], ids=["whole", "without its end"])
+def test_last_line_is_heard_though_the_end_comes_with_it(etcd: Etcd, last: bytes) -> None:
+    etcd.say(CHUNKED + chunks(last) + b"0\r\n\r\n")
+    with etcd.watched() as stream:
+        assert numbers(stream, 1) == [7]
+        with pytest.raises(Useless):
+            stream.next(60)
+
+
+def test_silence_in_the_middle_of_a_line_loses_nothing(etcd: Etcd) -> None:
+    data = CHUNKED + chunks(line(8))
+    etcd.say(data[:-10])
+    with etcd.watched() as stream:
+        assert stream.next(0.01) is None
+        etcd.say(data[-10:])
+        assert numbers(stream, 1) == [8]
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (b"SSH-2.0-OpenSSH\r\n\r\n", "does not speak HTTP"),
+        (b"HTTP/1.1 abc\r\n\r\n", "does not speak HTTP"),
+        (b"x" * 70_000, "broke the connection"),
+        (b"HTTP/1.1 503 Busy\r\nContent-Length: 0\r\n\r\n", "HTTP 503 to a watch"),
     ],
 )
-def test_lines_come_one_by_one(ends: tuple[Stream, socket.socket], head: bytes, body: bytes) -> None:
-    stream, etcd = ends
-    etcd.sendall(head + body)
-    stream.post(URL, {"X-Token": "t"}, '{"x":1}')
-    assert etcd.recv(4096) == (
-        b"POST /v3/watch HTTP/1.1\r\nHost: etcd:2379\r\nContent-Length: 7\r\nX-Token: t\r\n\r\n" + b'{"x":1}'
-    )
-    assert [stream.line(60) for _ in range(3)] == [b'{"a":1}', b'{"b":2}', b'{"c":3}']
-    assert stream.line(0.01) is None
-    etcd.close()
-    with pytest.raises(ConnectionResetError):
-        stream.line(60)
+def test_what_is_no_answer_to_a_watch_is_told(etcd: Etcd, answer: bytes, said: str) -> None:
+    etcd.say(answer, None)
+    with pytest.raises(Useless, match=said), etcd.watched():
+        pass
 
 
-@pytest.mark.parametrize("end", [b'8\r\n{"e":1}\n\r\n0\r\n\r\n', b'7\r\n{"e":1}\r\n0\r\n\r\n'])
-def test_the_last_line_is_heard_though_the_end_comes_with_it(
-    ends: tuple[Stream, socket.socket], end: bytes
+@pytest.mark.parametrize("data", [b"nonsense\r\n", b"-5\r\n", b"1" * 70_000, b"1;" + b"x" * 70_000 + b"\r\n"])
+def test_what_is_no_chunk_is_an_error(etcd: Etcd, data: bytes) -> None:
+    etcd.say(CHUNKED + data, None)
+    with etcd.watched() as stream, pytest.raises(Useless):
+        stream.next(60)
+
+
+@given(tampered_bytes([CHUNKED + chunks(line(1)) * 2, CHUNKED + chunks(line(1)) * 2 + b"0\r\n\r\n"]))
+def test_tampered_stream_gives_objects_until_it_ends(data: bytes) -> None:
+    def hear_all() -> None:
+        with etcd.watched() as stream:
+            while stream.next(60) is not None:
+                pass
+
+    with Etcd() as etcd:
+        etcd.say(data, None)
+        with pytest.raises((Useless, Retryable)):
+            hear_all()
+
+
+def test_line_without_end_is_refused_before_it_fills_the_memory(
+    etcd: Etcd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stream, etcd = ends
-    etcd.sendall(CHUNKED + end)
-    stream.post(URL, {}, "")
-    assert stream.line(60) == b'{"e":1}'
-    with pytest.raises(HTTPException, match="ended"):
-        stream.line(60)
+    monkeypatch.setattr("flanneld.subnet.watch_lines._LONGEST_LINE", 1000)
+    etcd.say(CHUNKED + b"1000\r\n" + b"x" * 2000)
+    with etcd.watched() as stream, pytest.raises(Retryable, match="without end"):
+        stream.next(60)
 
 
-def test_silence_in_the_middle_of_a_line_loses_nothing(ends: tuple[Stream, socket.socket]) -> None:
-    stream, etcd = ends
-    etcd.sendall(CHUNKED + b"a\r\n12345")
-    stream.post(URL, {}, "")
-    assert stream.line(0.01) is None
-    etcd.sendall(b"678\n\n\r\n")
-    assert stream.line(60) == b"12345678"
+def test_tiny_chunks_take_no_time(etcd: Etcd) -> None:
+    padding = b" " * 50_000
+    etcd.say(CHUNKED + chunks(padding + line(9), 1))
+    begin = time.process_time()
+    with etcd.watched() as stream:
+        assert numbers(stream, 1) == [9]
+    assert time.process_time() - begin < 4.0
 
 
-@pytest.mark.parametrize("head", [b"SSH-2.0-OpenSSH\r\n\r\n", b"HTTP/1.1 abc\r\n\r\n", b"x" * 70_000])
-def test_what_does_not_speak_http_is_told(ends: tuple[Stream, socket.socket], head: bytes) -> None:
-    stream, etcd = ends
-    etcd.sendall(head)
-    with pytest.raises(HTTPException, match="BadStatusLine"):
-        stream.post(URL, {}, "")
+def test_cut_ends_a_wait_at_once(etcd: Etcd) -> None:
+    etcd.say(CHUNKED)
+    with etcd.watched() as stream:
+        threading.Timer(0.05, stream.cut).start()
+        begin = time.monotonic()
+        with pytest.raises(Useless):
+            stream.next(60)
+        assert time.monotonic() - begin < 10

@@ -136,6 +136,13 @@ def told(events: list[Event]) -> Lease:
     return event.lease
 
 
+def test_the_ends_of_the_halves_are_told_apart_and_a_lost_one_has_ended() -> None:
+    both = own()
+    assert [both.ends(side) for side in SIDES] == [500.0, 400.0]
+    both.hear("v3", Removed(key(1)), 50.0)
+    assert [both.ends(side) for side in SIDES] == [float("-inf"), 400.0]
+
+
 def test_the_whole_ends_with_the_half_that_ends_first() -> None:
     assert own().whole().expires == 400.0
     assert own(v2=lease(1, expires=None)).whole().expires == 500.0
@@ -193,6 +200,7 @@ def test_a_half_that_somebody_put_back_for_us_is_there_again() -> None:
 def test_lease_is_reserved_while_a_half_that_is_there_does_not_end() -> None:
     both = OwnInBoth(SIDES)
     both.written("v3", lease(1, expires=500.0))
+    assert both.missing == 1
     assert not both.is_reserved
     both.written("v2", lease(1, expires=None))
     assert both.is_reserved

@@ -15,6 +15,7 @@ from flanneld.errors import Retryable
 from flanneld.subnet.etcd.http import Answer, Useless
 from flanneld.subnet.etcd.keys import ListAgain, Position
 from flanneld.subnet.etcd.v3 import answers
+from flanneld.subnet.etcd.v3.answers import Message
 
 AT = Position(7, "9")
 NAMES = [
@@ -64,27 +65,26 @@ BODIES = st.binary(max_size=30) | JSON.map(lambda value: json.dumps(value).encod
 @given(st.sampled_from([200, 301, 400, 401, 403, 404, 412, 500, 503]), BODIES)
 def test_any_answer_is_an_object_or_an_error_with_a_meaning(status: int, body: bytes) -> None:
     with suppress(Retryable, Useless):
-        assert isinstance(answers.read(Answer("http://a:1", status, Position(0), body=body)), dict)
+        assert isinstance(answers.read(Answer("http://a:1", status, Position(0), body=body)), Message)
 
 
 @given(OBJECTS)
 def test_any_object_is_understood_or_of_no_use(body: dict[str, Any]) -> None:
-    for understand in (
-        answers.position,
-        answers.key_values,
-        answers.transaction,
-        lambda body: answers.number(body, "TTL"),
-        lambda body: answers.began(body, AT),
-        lambda body: answers.changes(body, AT, AT),
+    for read in (
+        lambda said: said.at,
+        answers.other_branch,
+        lambda said: [found.node() for found in said.kvs or ()],
+        lambda said: answers.began(said, AT),
+        lambda said: answers.changes(said, AT, AT),
     ):
         with suppress(Retryable, Useless):
-            understand(body)
+            read(answers.understood(body))
 
 
 @given(BODIES)
 def test_any_line_of_a_stream_is_an_object_or_an_error_with_a_meaning(line: bytes) -> None:
     with suppress(Retryable, Useless):
-        assert isinstance(answers.stream_object(line, "http://a:1"), dict)
+        assert isinstance(answers.stream_object(line, "http://a:1"), Message)
 
 
 def event(key: str, modified: int, **more: object) -> dict[str, object]:
@@ -92,15 +92,17 @@ def event(key: str, modified: int, **more: object) -> dict[str, object]:
 
 
 def test_events_tell_only_up_to_the_last_of_them() -> None:
-    result = {"header": {"revision": "99", "cluster_id": "9"}, "events": [event("/a", 8), event("/b", 9)]}
+    header = {"revision": "99", "cluster_id": "9"}
+    result = answers.understood({"header": header, "events": [event("/a", 8), event("/b", 9)]})
     told, at = answers.changes(result, AT, AT)
-    assert [item.key for _, item in told] == ["/a", "/b"]
+    assert [item.node().key for _, item in told] == ["/a", "/b"]
     assert at == Position(9, "9")
-    assert answers.changes({"header": result["header"]}, AT, AT) == ([], Position(99, "9"))
+    assert answers.changes(answers.understood({"header": header}), AT, AT) == ([], Position(99, "9"))
 
 
 def test_what_was_told_before_is_left_out() -> None:
-    result = {"header": {"revision": "99", "cluster_id": "9"}, "events": [event("/a", 7, type="DELETE")]}
+    header = {"revision": "99", "cluster_id": "9"}
+    result = answers.understood({"header": header, "events": [event("/a", 7, type="DELETE")]})
     assert answers.changes(result, AT, AT) == ([], AT)
     told, at = answers.changes(result, Position(6, "9"), Position(8, "9"))
     assert [action for action, _ in told] == ["delete"]

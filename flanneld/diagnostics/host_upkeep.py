@@ -1,0 +1,80 @@
+"""What the daemon maintains on this host beside its network: subnet.env, and the kernel's forwarding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+from flanneld.diagnostics.host_checks import ForwardingTable
+from flanneld.model import Family
+from flanneld.reconcile.reconciler import TableState
+from flanneld.reconcile.table_worker import Knowledge, TableWorker
+from flanneld.runtime import clock
+from flanneld.runtime.supervisor import Supervisor
+from flanneld.state.diff import Delta
+from flanneld.state.resources import Key, Resource
+from flanneld.state.table import Put
+from flanneld.subnet import subnet_file
+from flanneld.subnet.subnet_file import SubnetEnv, SubnetEnvFile, SubnetFileTable
+
+_NAME = "host"
+
+
+class HostUpkeep:
+    """A worker for the subnet file and the forwarding of ``families``; ``uplink`` names the interface."""
+
+    def __init__(
+        self,
+        path: Path,
+        families: tuple[Family, ...],
+        uplink: Callable[[], str],
+        supervisor: Supervisor,
+        *,
+        keep_forwarding: bool,
+        on_write: Callable[[], None],
+    ) -> None:
+        self._path = path
+        self._supervisor = supervisor
+        self._wanted: dict[Key, Resource] = {}
+        self._is_running = False
+        self._forwarding = ForwardingTable(families, uplink, keep=keep_forwarding)
+        self._worker = TableWorker(
+            _NAME,
+            [SubnetFileTable(path, on_write), self._forwarding],
+            stop=supervisor.stop,
+            heartbeat=partial(supervisor.heartbeat, _NAME),
+            converged=set(),
+        )
+
+    def write(self, env: SubnetEnv) -> None:
+        """Have the file say this: at once before ``start``, soon after it."""
+        self._want(SubnetEnvFile.of(self._path, env))
+
+    def start(self) -> None:
+        """Go on in a thread of its own, and maintain forwarding from now on."""
+        self._want(*self._forwarding.wanted)
+        self._is_running = True
+        self._supervisor.start(_NAME, self._worker.run, self._worker.cancel)
+
+    def _want(self, *resources: Resource) -> None:
+        self._wanted |= {resource.key: resource for resource in resources}
+        everything = Delta(tuple(map(Put, self._wanted.values())))
+        self._worker.tell(everything, Knowledge(synced=True), whole=True)
+        if not self._is_running:
+            self._worker.step(clock.now())
+
+    @property
+    def file_problem(self) -> str:
+        """Why the file does not say what it should; empty if it does."""
+        state = self._state(subnet_file.TABLE)
+        if state.contested and not state.settled and not state.problem:
+            return f"another program keeps removing or changing {self._path}; find and stop it"
+        return state.problem
+
+    def forwarding_problems(self) -> Iterator[str]:
+        """One line for each family that the kernel does not forward."""
+        return (failure.reason for failure in self._state(ForwardingTable.name).failed)
+
+    def _state(self, table: str) -> TableState:
+        return next(state for state in self._worker.reconciler.states() if state.name == table)

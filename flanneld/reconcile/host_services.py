@@ -1,0 +1,56 @@
+"""Services of this host that backends may ask for: key files, commands and HTTP requests."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+from flanneld.backends.contract import HostServices
+from flanneld.errors import Retryable
+from flanneld.runtime import secret_file
+from flanneld.runtime.command_runner import CommandRunner
+from flanneld.runtime.http_client import HttpAnswer, HttpClient, HttpRequest
+
+#: Methods that change nothing (RFC 9110, 9.2.1).
+_SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
+
+_Read = Callable[[Path, Callable[[], bytes] | None], bytes]
+
+
+def of_daemon(directory: str, environ: Mapping[str, str], stop: threading.Event) -> HostServices:
+    """Return the services of a daemon with its key files in ``directory``, until ``stop``."""
+    secret = partial(_secret, secret_file.read, Path(directory), environ)
+    return HostServices(secret=secret, run=CommandRunner(stop).run, http=HttpClient(stop).ask)
+
+
+def of_dry_run(directory: str, environ: Mapping[str, str]) -> HostServices:
+    """Return services that change nothing: a new key is not kept, no command runs, HTTP only reads."""
+    client = HttpClient(threading.Event())
+
+    def read(path: Path, make: Callable[[], bytes] | None) -> bytes:
+        return make() if make and not path.exists() else secret_file.read(path)
+
+    def run(*_: object, **__: object) -> NoReturn:
+        raise Retryable("a dry run starts no command", "start the daemon to see what the backend does")
+
+    def ask(request: HttpRequest) -> HttpAnswer:
+        if request.method not in _SAFE:
+            raise Retryable(f"a dry run makes no {request.method} request", "start the daemon")
+        return client.ask(request)
+
+    return HostServices(secret=partial(_secret, read, Path(directory), environ), run=run, http=ask)
+
+
+def _secret(
+    read: _Read,
+    directory: Path,
+    environ: Mapping[str, str],
+    name: str,
+    make: Callable[[], bytes] | None = None,
+    *,
+    variable: str = "",
+) -> bytes:
+    return read(Path(environ.get(variable) or directory / name), make)
