@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Self
 
 import pytest
 
-from tests.lab import Lab, Node, wait_for
+from flanneld.network.genetlink.devices import WireGuardDevices
+from flanneld.network.rtnetlink.netlink import NLM_F_REQUEST, NetlinkSocket, message
+from tests.lab import Lab, Node, own_command, wait_for
 from tests.lab.lab import NETWORK
 from tests.netns.pair import DUAL_STACK, connect
 from tests.netns.traffic import Sniffer, Stream
 
 pytestmark = pytest.mark.needs_kernel("wireguard")
 
+#: linux/netlink.h NETLINK_NETFILTER.
+_NETFILTER = 12
 DEVICE, DEVICE_V6 = "flannel-wg", "flannel-wg-v6"
 WIREGUARD = {"Type": "wireguard", "PSK": "ZmxhbmVsZCBwcmUtc2hhcmVkIGtleSBmb3IgdGVzdHM="}
 
@@ -220,3 +225,77 @@ def test_switch_from_many_peers_in_the_clear_leaves_none_of_their_routes(
         connect(node, peer)
         connect(peer, node)
         assert underlay.plain() == 0
+
+
+# ---- behind NAT -----------------------------------------------------------------------------------
+
+
+def translate(lab: Lab, node: Node, public: str) -> None:
+    """Have the switch give a node's packets a public address, and pass the replies on, and nothing more."""
+    lab.switch.run("nft", "flush", "ruleset")
+    rules = (
+        "table ip nat {",
+        "chain post {",
+        "type nat hook postrouting priority 100;",
+        f"ip saddr {node.address} oifname br0 snat to {public}",
+        "}",
+        "}",
+    )
+    lab.switch.run("nft", "-f", "-", stdin="\n".join(rules) + "\n")
+    # linux/netfilter/nfnetlink_conntrack.h, IPCTNL_MSG_CT_DELETE: forget all connections.
+    with lab.switch.entered(), closing(NetlinkSocket(protocol=_NETFILTER)) as kernel:
+        assert list(kernel.write([message(1 << 8 | 2, NLM_F_REQUEST, bytes(4))])) == [[]]
+
+
+def endpoint(node: Node, peer: Node) -> str:
+    """Return the address at which a node calls another one now."""
+    with node.namespace.entered(), closing(WireGuardDevices()) as devices:
+        device = devices.read(DEVICE)
+    assert device is not None
+    subnets = {str(net): each.endpoint for each in device.peers for net in each.allowed_ips}
+    found = subnets[peer.subnet()]
+    return str(found[0]) if found else ""
+
+
+def test_a_node_behind_nat_whose_address_changes_is_reached(lab: Lab) -> None:
+    """It calls first, and nothing is forwarded to it: keepalive keeps the way open in both directions."""
+    lab.etcd.put_config({"Network": NETWORK, "Backend": {**WIREGUARD, "PersistentKeepaliveInterval": 1}})
+    (peer,) = lab.add_nodes()
+    (node,) = lab.add_nodes(routed=True)
+    publics = ("198.18.0.201", "198.18.0.202")
+    lab.switch.ip(*(f"address add {public}/24 dev br0" for public in publics))
+    translate(lab, node, publics[0])
+    start(peer)
+    start(node, "--iface=eth0", f"--public-ip={publics[0]}")
+    for each in (peer, node):
+        each.wait_ready()
+    connect(node, peer)
+    connect(peer, node)
+    assert lab.etcd.leases()[node.subnet()]["PublicIP"] == endpoint(peer, node) == publics[0]
+    translate(lab, node, publics[1])
+    connect(peer, node)
+    connect(node, peer)
+    assert endpoint(peer, node) == publics[1]
+    assert "Restored peer" not in peer.log()
+
+
+# ---- the tools ------------------------------------------------------------------------------------
+
+
+def tool(lab: Lab, node: Node, *flags: str) -> str:
+    command = [*own_command(), f"--etcd-endpoints={lab.etcd.endpoint}", f"--subnet-file={node.subnet_file}"]
+    return node.run("env", f"WIREGUARD_KEY_FILE={node.directory / 'wgkey'}", *command, *flags).stdout
+
+
+def test_plan_and_cleanup_know_what_there_is(lab: Lab) -> None:
+    node, _ = cluster(lab)
+    assert tool(lab, node, "--plan") == ""
+    node.stop()
+    node.namespace.ip(f"route del unreachable {NETWORK} metric 65535")
+    planned = tool(lab, node, "--plan")
+    assert f"ip route replace unreachable {NETWORK} proto 70 metric 65535" in planned
+    for secret in (str(WIREGUARD["PSK"]), (node.directory / "wgkey").read_text()):
+        assert secret not in planned
+    assert DEVICE in tool(lab, node, "--cleanup")
+    assert node.link(DEVICE) is None
+    assert routes(node) == set()
