@@ -15,6 +15,17 @@ IPNetwork = IPv4Network | IPv6Network
 FAMILIES: tuple[Family, ...] = (4, 6)
 
 
+class Secret(Struct, frozen=True, gc=False):
+    """Key material. Neither ``str`` nor ``repr`` shows it, so it gets into no log, status or plan."""
+
+    value: bytes
+
+    def __repr__(self) -> str:
+        return "Secret(...)"
+
+    __str__ = __repr__
+
+
 class Uplink(Struct, frozen=True, gc=False):
     """The external interface: what carries the packets between the nodes.
 

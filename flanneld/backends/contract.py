@@ -134,6 +134,22 @@ class HasIdentity(Protocol):
         ...
 
 
+def has_peers(backend: Backend) -> bool:
+    """Return False for a backend that leads to no peer, which its attribute ``has_peers`` says.
+
+    The daemon then watches no lease but its own, and is complete without the peers' leases.
+    """
+    return bool(getattr(backend, "has_peers", True))
+
+
+def encrypts(backend: Backend) -> bool:
+    """Return True for a backend that must never let packets out in the clear, which ``encrypts`` says.
+
+    Routes that an earlier run left into the network, past the backend's devices, are removed at the start.
+    """
+    return bool(getattr(backend, "encrypts", False))
+
+
 @runtime_checkable
 class RecognizesItself(Protocol):
     """Optional part of a backend: its answer to whether a lease is this node's.

@@ -12,9 +12,11 @@ from flanneld.errors import Fatal
 GROUP = "flanneld.backends"
 #: Module and factory of those of our own.
 _OWN = {
+    "alloc": ("flanneld.backends.alloc", "Alloc"),
     "host-gw": ("flanneld.backends.host_gw", "HostGw"),
     "ipip": ("flanneld.backends.ipip", "build"),
     "udp": ("flanneld.backends.udp.backend", "Udp"),
+    "wireguard": ("flanneld.backends.wireguard.backend", "WireGuardBackend"),
     "vxlan": ("flanneld.backends.vxlan", "build"),
 }
 

@@ -95,6 +95,9 @@ class CountedNodeStore(CountedManager):
     def public_ips(self) -> tuple[IPv4Address | None, IPv6Address | None]:
         return self._count("public_ips", self._node_store.public_ips)
 
+    def watch_node(self, alive: Callable[[], None]) -> None:
+        self._node_store.watch_node(alive)
+
     def mark_available(self) -> None:
         self._node_store.mark_available()
 

@@ -105,7 +105,8 @@ def _whole(route: Route, links: Collection[str]) -> Command:
 
 
 def _blackhole(resource: Blackhole) -> Command:
-    return command("blackhole", resource.destination, "proto", PROTO_FLANNEL, "metric", BLACKHOLE_METRIC)
+    kind = "unreachable" if resource.unreachable else "blackhole"
+    return command(kind, resource.destination, "proto", PROTO_FLANNEL, "metric", BLACKHOLE_METRIC)
 
 
 def _address(resource: Address) -> Command:

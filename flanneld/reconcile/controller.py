@@ -19,7 +19,7 @@ from functools import partial
 from msgspec import Struct
 from msgspec.structs import replace
 
-from flanneld.backends.contract import ExitPolicy, HasTables, exit_policy
+from flanneld.backends.contract import ExitPolicy, HasTables, encrypts, exit_policy
 from flanneld.compat.glog import Once, V, counted
 from flanneld.errors import Fatal, Retryable, cause_of
 from flanneld.model import Cached, Event, IPAddress, IPNetwork, Lease
@@ -144,7 +144,7 @@ class Controller:
         self._on_synced = on_synced
         self._reread = reread
         self._recording = recording
-        self._permits = LeasePermits(self.peers, removal_guard, self._is_complete)
+        self._permits = LeasePermits(self.peers, removal_guard, self._is_complete, self._leaks)
         self._heartbeat = heartbeat
         self._converged: set[str] = set()
         self._reconciler = self._over([])
@@ -261,6 +261,8 @@ class Controller:
             self._spare_connected_networks()
         except OSError as failure:
             raise Retryable(f"cannot read the kernel's tables: {cause_of(failure)}") from failure
+        # What an earlier run left may lead past the encryption, and goes before any peer is known.
+        self._reconciler.adopt = encrypts(self.uplink_manager.backend)
         report = self._reconciler.converge(now)
         self._tell_workers()
         for worker in self.workers:
@@ -276,6 +278,11 @@ class Controller:
                 network,
             )
         self._next_look = now + _LOOK_PERIOD
+
+    def _leaks(self, resource: Resource) -> bool:
+        """Return True for a route by which packets leave in the clear though the backend encrypts."""
+        is_outside = isinstance(resource, Route) and resource.device not in self.domain.links
+        return is_outside and encrypts(self.uplink_manager.backend)
 
     def _demand_all(self) -> None:
         """Raises ``Fatal`` for what the kernel refuses, ``Retryable`` for what may be there later."""

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
+from flanneld.backends.contract import has_peers
 from flanneld.config import Config
-from flanneld.model import Lease
+from flanneld.model import Lease, Snapshot
 from flanneld.network.rtnetlink.kernel import Kernel
 from flanneld.network.rtnetlink.monitor import Monitor
 from flanneld.options import Options
@@ -87,7 +88,7 @@ class Loops:
     def start(self) -> None:
         """Run the watches of the store, and what acts on them."""
         member, start = self._member, self._supervisor.start
-        self._watch("lease watch", partial(member.manager.watch, self.reconciler.event_queue.put))
+        self._watch_leases()
         start(controller.NAME, self.reconciler.run, self.reconciler.cancel)
         for worker in self.reconciler.workers:
             start(worker.name, worker.run, worker.cancel)
@@ -123,6 +124,16 @@ class Loops:
         heartbeat = partial(supervisor.heartbeat, _FIREWALL)
         self.firewall = firewall = Firewall(wishes, stop=supervisor.stop, heartbeat=heartbeat)
         return firewall
+
+    def _watch_leases(self) -> None:
+        """Watch the peers' leases; with a backend that has no peers watch our own node at most."""
+        manager, put = self._member.manager, self.reconciler.event_queue.put
+        if has_peers(self._member.uplink_manager.backend):
+            self._watch("lease watch", partial(manager.watch, put))
+            return
+        put([Snapshot((self._member.lease,))])
+        if isinstance(manager, NodeStore):
+            self._watch("lease watch", manager.watch_node)
 
     def _watch(self, name: str, watch: Callable[[Callable[[], None]], None]) -> None:
         alive = partial(self._supervisor.heartbeat, name, LONGEST_SILENCE)

@@ -17,12 +17,22 @@ class LeasePermits:
     Nothing is removed before all leases are known: what an earlier run left may be all that keeps the
     containers talking. Nothing that leads to an unreadable lease is removed. Leases of a cache neither remove
     nor replace anything. ``is_complete`` says whether nothing was refused so far.
+
+    None of that keeps what ``leaks``: routes by which packets leave the host in the clear while the backend
+    encrypts. Packets that are lost do less harm.
     """
 
-    def __init__(self, peers: Peers, removal_guard: RemovalGuard, is_complete: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        peers: Peers,
+        removal_guard: RemovalGuard,
+        is_complete: Callable[[], bool],
+        leaks: Callable[[Resource], bool] = lambda _: False,
+    ) -> None:
         self._peers = peers
         self._removal_guard = removal_guard
         self._is_complete = is_complete
+        self._leaks = leaks
         #: By table, keys of what differed from the leases of a cache when these came.
         self._newer: dict[str, frozenset[Key]] = {}
         #: MACs of VTEPs of unclear leases whose neighbour entries are kept.
@@ -45,6 +55,14 @@ class LeasePermits:
         return [put for put in puts if put.want.key not in newer]
 
     def drops(self, stale: Mapping[str, Sequence[Resource]]) -> Mapping[str, Sequence[Resource]]:
+        leaks = [resource for resource in stale.get(ROUTES, ()) if self._leaks(resource)]
+        if not leaks:
+            return self._drops(stale)
+        rest = [resource for resource in stale[ROUTES] if not self._leaks(resource)]
+        allowed = self._drops({**stale, ROUTES: rest})
+        return {**allowed, ROUTES: [*leaks, *allowed.get(ROUTES, ())]}
+
+    def _drops(self, stale: Mapping[str, Sequence[Resource]]) -> Mapping[str, Sequence[Resource]]:
         if not self._peers.synced:
             return {}
         unclear = self._peers.unclear

@@ -246,17 +246,21 @@ class RivalRoute(Struct, frozen=True, gc=False):
 
 
 class Blackhole(Struct, frozen=True, gc=False):
-    """Drops what is for the destination unless another route, of any length or metric, leads there."""
+    """Drops what is for the destination unless another route, of any length or metric, leads there.
+
+    With ``unreachable`` the sender is told so by ICMP.
+    """
 
     kind: ClassVar[Kind] = Kind.ROUTE
     destination: IPNetwork
+    unreachable: bool = False
 
     @property
     def key(self) -> Key:
         return route_key(self.destination, "blackhole")
 
     def __str__(self) -> str:
-        return f"blackhole {self.destination}"
+        return f"{'unreachable' if self.unreachable else 'blackhole'} {self.destination}"
 
 
 class Resource(Protocol):

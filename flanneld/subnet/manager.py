@@ -115,6 +115,10 @@ class NodeStore(Protocol):
         """At what addresses an operator says that other nodes reach this one. May raise ``Retryable``."""
         ...
 
+    def watch_node(self, alive: Callable[[], None]) -> None:
+        """Watch our own node and no other, in place of ``watch``. ``watch_own`` tells what happens to it."""
+        ...
+
     def mark_available(self) -> None:
         """Have it said, as soon as possible, that containers can use the network here. Returns at once."""
         ...

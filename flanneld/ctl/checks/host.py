@@ -21,10 +21,17 @@ _LET_IN: dict[str, tuple[str, ...]] = {
     "vxlan": ("--add-port=8472/udp",),
     "udp": ("--add-port=8285/udp",),
     "ipip": ("--add-protocol=ipencap",),
+    "wireguard": ("--add-port=51820-51821/udp",),
 }
 #: Kinds of device behind which container runtimes put containers (IFLA_INFO_KIND).
 _LEADS_TO_CONTAINERS = frozenset({"bridge", "veth"})
-_OVERHEAD = {"vxlan": {4: 50, 6: 70}, "host-gw": {4: 0, 6: 0}, "ipip": {4: 20}, "udp": {4: 28}}
+_OVERHEAD = {
+    "vxlan": {4: 50, 6: 70},
+    "host-gw": {4: 0, 6: 0},
+    "ipip": {4: 20},
+    "udp": {4: 28},
+    "wireguard": {4: 80, 6: 80},
+}
 
 
 # ---- E: the host's firewall and forwarding ------------------------------------------------------

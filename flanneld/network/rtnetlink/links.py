@@ -142,7 +142,9 @@ def codec_for(link: Link) -> LinkCodec[Any]:
 
 def link_info(kind: str, *data: Attribute) -> Attribute:
     """Return the attribute IFLA_LINKINFO of a device."""
-    return "IFLA_LINKINFO", {"attrs": [("IFLA_INFO_KIND", kind), ("IFLA_INFO_DATA", {"attrs": list(data)})]}
+    # An empty IFLA_INFO_DATA cannot be encoded for kinds that pyroute2 knows no data of.
+    details = [("IFLA_INFO_DATA", {"attrs": list(data)})] if data else []
+    return "IFLA_LINKINFO", {"attrs": [("IFLA_INFO_KIND", kind), *details]}
 
 
 def is_flannels(link: SeenLink) -> bool:

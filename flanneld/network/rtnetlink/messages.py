@@ -51,7 +51,8 @@ AF: dict[Family, int] = {4: 2, 6: 10}
 FAMILY: dict[int, Family] = {2: 4, 10: 6}
 
 NUD_PERMANENT, NTF_SELF = 0x80, 0x02
-RTN_UNICAST, RTN_BLACKHOLE, RT_TABLE_MAIN, RTNH_F_ONLINK = 1, 6, 254, 4
+RTN_UNICAST, RTN_BLACKHOLE, RTN_UNREACHABLE = 1, 6, 7
+RT_TABLE_MAIN, RTNH_F_ONLINK = 254, 4
 RT_SCOPE_UNIVERSE, RT_SCOPE_NOWHERE = 0, 255
 RTPROT_KERNEL = 2
 #: Behind every route that somebody wants, above all the connected one of the containers' bridge.
@@ -140,7 +141,7 @@ def encode(
         case Route():
             kind, body = RTM_NEWROUTE, _route(resource, index_of(resource.device), protocol, drop=drop)
         case Blackhole():
-            kind, body = RTM_NEWROUTE, _blackhole(resource.destination, protocol, drop=drop)
+            kind, body = RTM_NEWROUTE, _blackhole(resource, protocol, drop=drop)
         case Address():
             kind, body = RTM_NEWADDR, _address(resource, index_of(resource.device))
         case _:
@@ -204,11 +205,12 @@ def _route(route: Route, index: int, protocol: int, *, drop: bool) -> bytes:
     return b"".join(parts)
 
 
-def _blackhole(destination: IPNetwork, protocol: int, *, drop: bool) -> bytes:
+def _blackhole(route: Blackhole, protocol: int, *, drop: bool) -> bytes:
+    destination, kind = route.destination, RTN_UNREACHABLE if route.unreachable else RTN_BLACKHOLE
     raw = destination.network_address.packed
     scope, mark = (RT_SCOPE_NOWHERE, 0) if drop else (RT_SCOPE_UNIVERSE, protocol)
     family, length = AF[destination.version], destination.prefixlen
-    head = RTMSG.pack(family, length, 0, 0, RT_TABLE_MAIN, mark, scope, RTN_BLACKHOLE, 0)
+    head = RTMSG.pack(family, length, 0, 0, RT_TABLE_MAIN, mark, scope, kind, 0)
     return head + DST[len(raw)] + raw + u32(_RTA_PRIORITY, BLACKHOLE_METRIC)
 
 
@@ -279,16 +281,18 @@ def decode_route(data: bytes, offset: int, end: int, name_of: NameOf) -> SeenRou
 
 
 def decode_blackhole(data: bytes, offset: int, end: int) -> Blackhole | None:
-    """A blackhole as we make it, by its metric, else None."""
+    """A blackhole or unreachable route as we make it, by its metric, else None."""
     family, length, _, _, _, _, _, kind, _ = unpack(RTMSG, data, offset, end)
-    if kind != RTN_BLACKHOLE or family not in FAMILY:
+    if kind not in (RTN_BLACKHOLE, RTN_UNREACHABLE) or family not in FAMILY:
         return None
     found = attributes(data, offset + RTMSG.size, end)
     raw = found.get(_RTA_DST)
     if raw is None:
         return None
     marks = number(found.get(RTA_TABLE)), number(found.get(_RTA_PRIORITY))
-    return Blackhole(network_of(raw, length)) if marks == (RT_TABLE_MAIN, BLACKHOLE_METRIC) else None
+    if marks != (RT_TABLE_MAIN, BLACKHOLE_METRIC):
+        return None
+    return Blackhole(network_of(raw, length), kind == RTN_UNREACHABLE)
 
 
 def protocol_of(data: bytes, offset: int, end: int) -> int:

@@ -44,6 +44,10 @@ def _nothing() -> None:
     pass
 
 
+def _ignore(_: object) -> None:
+    """Take events that nobody acts on: upkeep hears of our own node by itself."""
+
+
 class KubeOptions(Struct, frozen=True, gc=False):
     """What the flags say, as given. An empty ``state_dir`` is none."""
 
@@ -155,8 +159,13 @@ class KubeManager:
         return lease
 
     def watch(self, deliver: Deliver, alive: Callable[[], None] = _nothing) -> None:
+        self._run(self.watch_machine(deliver, alive), alive)
+
+    def watch_node(self, alive: Callable[[], None]) -> None:
+        self._run(self._machine(_ignore, alive, only=self._joined().name), alive)
+
+    def _run(self, machine: NodeWatchMachine, alive: Callable[[], None]) -> None:
         member = self._joined()
-        machine = self.watch_machine(deliver, alive)
 
         def beat(_within: float) -> None:
             member.complain()
@@ -175,10 +184,15 @@ class KubeManager:
 
     def watch_machine(self, deliver: Deliver, alive: Callable[[], None] = _nothing) -> NodeWatchMachine:
         """Return what ``watch`` steps, and deliver the nodes that are saved, if those are all we have."""
-        member = self._joined()
         if self._saved is not None:
-            deliver(member.saved(self._saved))
-        return NodeWatchMachine(self._open_api(), self._reader, member, self._make_backoff, deliver, alive)
+            deliver(self._joined().saved(self._saved))
+        return self._machine(deliver, alive)
+
+    def _machine(self, deliver: Deliver, alive: Callable[[], None], *, only: str = "") -> NodeWatchMachine:
+        member = self._joined()
+        return NodeWatchMachine(
+            self._open_api(), self._reader, member, self._make_backoff, deliver, alive, only=only
+        )
 
     def watch_own(self, lease: Lease, deliver: Deliver, alive: Callable[[], None] = _nothing) -> None:
         del lease  # we know it: the last that was acquired or renewed
@@ -257,7 +271,7 @@ class _Member:
     def __init__(self, name: str, lease: Lease, config: Config, own_node: OwnNode, state: State) -> None:
         self.lease = lease
         self.config = config
-        self._name = name
+        self.name = name
         self._table = NodeTable(name, lease.key, config)
         self._state = state
         self.own: Node | None = None
@@ -269,11 +283,11 @@ class _Member:
         return [Cached(snapshot.leases, self._state.description)]
 
     def listed(self, nodes: list[Node]) -> list[Event]:
-        own = next((node for node in nodes if node.name == self._name), None)
+        own = next((node for node in nodes if node.name == self.name), None)
         if own is None:
             # A server that forgot all nodes must not take the network down.
             raise Retryable(
-                f"the list of {len(nodes)} nodes lacks our own node {self._name}: it is not acted on",
+                f"the list of {len(nodes)} nodes lacks our own node {self.name}: it is not acted on",
                 "see that kubelet registers it",
             )
         snapshot = self._table.replace(nodes, self.lease)
@@ -281,13 +295,13 @@ class _Member:
         return [snapshot]
 
     def seen(self, node: Node) -> list[Event]:
-        if node.name == self._name:
+        if node.name == self.name:
             self._see_own(node)
             return []
         return self._table.put(node)
 
     def gone(self, node: Node) -> list[Event]:
-        if node.name == self._name:
+        if node.name == self.name:
             log.warning("Our node %s was deleted; going on as before until it is there again", node.name)
             self.own = None
             return []

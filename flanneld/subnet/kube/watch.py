@@ -101,7 +101,8 @@ class NodeWatchMachine:
     short one, and each time a watch has run its time, a request for our own node compares version and uid.
 
     Of an outage the log has its begin, a line a minute, and its end. ``deliver`` takes what the audience
-    makes of it all; ``alive`` is called while a long answer comes in.
+    makes of it all; ``alive`` is called while a long answer comes in. With ``only`` it is told of the node of
+    that name alone.
     """
 
     def __init__(
@@ -112,10 +113,13 @@ class NodeWatchMachine:
         make_backoff: Callable[[], Backoff],
         deliver: Deliver,
         alive: Callable[[], None],
+        *,
+        only: str = "",
     ) -> None:
         self._api = api
         self._reader = reader
         self._audience = audience
+        self._selector = _selector(only) if only else {}
         self._backoffs = backoffs(make_backoff)
         self._deliver = deliver
         self._alive = alive
@@ -213,7 +217,7 @@ class NodeWatchMachine:
         token = ""
         while True:
             more = {"continue": token} if token else {}
-            page = self._api.get(NODES, self._alive, limit=str(PAGE), **more)
+            page = self._api.get(NODES, self._alive, limit=str(PAGE), **self._selector, **more)
             self._alive()
             nodes += self._read(items(page))
             meta = child(page, "metadata")
@@ -230,7 +234,7 @@ class NodeWatchMachine:
     def _compare(self, version: str) -> None:
         """Raise ``Restored`` if the API server is behind a version, or has another node in place of ours."""
         own = self._audience.own
-        selector = {"fieldSelector": f"metadata.name={own.name}"} if own else {}
+        selector = _selector(own.name) if own else {}
         page = self._api.get(NODES, self._alive, limit="1", **selector)
         if is_behind(_version_of(page), version):
             raise Restored("the API server is behind what it said before; was its store restored?")
@@ -248,7 +252,7 @@ class NodeWatchMachine:
         seconds = randomness.randint(_SHORTEST, _LONGEST)
         query = {"resourceVersion": version, "allowWatchBookmarks": "true", "timeoutSeconds": str(seconds)}
         self._lines, self._began, self._began_at = Lines(), clock.now(), version
-        self._stream = self._api.watch(NODES, watch="true", **query)
+        self._stream = self._api.watch(NODES, watch="true", **self._selector, **query)
 
     def _listen(self, stream: ApiStream) -> None:
         try:
@@ -297,6 +301,10 @@ class NodeWatchMachine:
 
     def _refuse(self, reason: Refused) -> None:
         self._once.warn(log, "node", f"Passing over what is no node: {reason}")
+
+
+def _selector(name: str) -> dict[str, str]:
+    return {"fieldSelector": f"metadata.name={name}"}
 
 
 def _version_of(page: dict[str, Any]) -> str:

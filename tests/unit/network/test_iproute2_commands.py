@@ -61,6 +61,11 @@ def lines(made: Iterator[Command]) -> Iterator[str]:
             "ip route del blackhole 10.5.1.0/24 proto 70 metric 65535",
         ),
         (
+            Blackhole(IPv6Network("fc00::/48"), unreachable=True),
+            "ip -6 route replace unreachable fc00::/48 proto 70 metric 65535",
+            "ip -6 route del unreachable fc00::/48 proto 70 metric 65535",
+        ),
+        (
             Address("flannel.1", IPv4Address("10.5.1.0")),
             "ip address replace 10.5.1.0/32 dev flannel.1",
             "ip address del 10.5.1.0/32 dev flannel.1",

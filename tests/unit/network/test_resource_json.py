@@ -42,6 +42,7 @@ V4, V6 = IPv4Address("192.0.2.1"), IPv6Address("2001:db8::1")
         Route(IPv4Network("10.5.1.0/24"), "flannel.1", V4, onlink=True),
         Route(IPv6Network("fc00:1::/64"), "flannel.1"),
         Blackhole(IPv4Network("10.5.1.0/24")),
+        Blackhole(IPv4Network("10.5.0.0/16"), unreachable=True),
     ],
     ids=lambda each: type(each).__name__,
 )

@@ -18,5 +18,9 @@ class WireGuardCodec(LinkCodec[WireGuard]):
         del data
         return WireGuard(seen.name, seen.mtu, seen.up)
 
+    def carrier(self, link: WireGuard) -> str:
+        v6 = link.name.endswith("-v6")
+        return f"the UDP port of Backend.{'ListenPortV6 (51821)' if v6 else 'ListenPort (51820)'}"
+
 
 CODEC = WireGuardCodec()

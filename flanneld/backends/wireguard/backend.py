@@ -1,0 +1,341 @@
+"""wireguard: packets travel encrypted, between nodes that know each other by their public keys.
+
+Lease data, device names, ports, modes and the choice of endpoints are those of upstream's backend/wireguard.
+Different from it: devices and peers outlive the daemon, each peer's subnet has a route of its own, and what
+leads to no peer is unreachable instead of leaving the host unencrypted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from enum import Enum
+from functools import cached_property
+from ipaddress import IPv6Network, ip_network
+from typing import Any
+
+from msgspec import Struct
+
+from flanneld.backends.contract import Host, peers_public_ip, require_type
+from flanneld.backends.wireguard import keys
+from flanneld.backends.wireguard.keys import NO_PRESHARED_KEY
+from flanneld.backends.wireguard.resources import AllowedIp, DeviceKey, Peer
+from flanneld.compat.flags import quoted
+from flanneld.compat.json import Fields, GoJsonError
+from flanneld.config import Config
+from flanneld.errors import Fatal, Refused
+from flanneld.model import Family, IPAddress, IPNetwork, Lease, LeaseAttrs, Secret, Uplink
+from flanneld.state.resources import Address, Blackhole, Resource, Route, WireGuard
+from flanneld.state.table import Table
+
+TYPE = "wireguard"
+DEVICE, DEVICE_V6 = "flannel-wg", "flannel-wg-v6"
+#: Name of the key file, in flannel's folder for what runs.
+KEY_FILE = "wgkey"
+#: Names another key file, as in upstream.
+KEY_FILE_VARIABLE = "WIREGUARD_KEY_FILE"
+
+#: Outer IPv6 and UDP headers, and WireGuard's type, index, counter and tag. Upstream takes it for IPv4, too.
+OVERHEAD = 80
+_SMALLEST_MTU: dict[Family, int] = {4: 68, 6: 1280}
+_PORT, _PORT_V6 = 51820, 51821
+#: RFC 1918 and RFC 4193.
+_PRIVATE: dict[Family, tuple[IPNetwork, ...]] = {
+    4: tuple(ip_network(each) for each in ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16")),
+    6: (IPv6Network("fc00::/7"),),
+}
+
+
+class Mode(Enum):
+    """How the two families travel: each through a device of its own, or both through one to one endpoint."""
+
+    SEPARATE = "separate"
+    #: The endpoint of each peer is of the family that more likely gets through.
+    AUTO = "auto"
+    IPV4 = "ipv4"
+    IPV6 = "ipv6"
+
+
+class WireGuardConfig(Struct, frozen=True, gc=False):
+    """The Backend object of the network config; ``mtu`` is that of the uplink, 0 for the real one."""
+
+    listen_port: int = _PORT
+    listen_port_v6: int = _PORT_V6
+    mtu: int = 0
+    preshared_key: Secret = NO_PRESHARED_KEY
+    keepalive: int = 0
+    mode: Mode = Mode.SEPARATE
+
+
+def read_config(config: Config) -> WireGuardConfig:
+    """Raises ``Fatal`` for a value that cannot work."""
+    fields = config.backend
+    try:
+        port = fields.integer("ListenPort", _PORT)
+        port_v6 = fields.integer("ListenPortV6", _PORT_V6)
+        mtu = fields.integer("MTU", 0)
+        keepalive = fields.integer("PersistentKeepaliveInterval", 0)
+        preshared_key, mode = fields.string("PSK", ""), fields.string("Mode", Mode.SEPARATE.value)
+    except GoJsonError as error:
+        raise Fatal(f"the network config is wrong: {error}", "correct Backend in the store") from None
+    for name, value, lowest in (
+        ("ListenPort", port, 1),
+        ("ListenPortV6", port_v6, 1),
+        ("MTU", mtu, 0),
+        ("PersistentKeepaliveInterval", keepalive, 0),
+    ):
+        if not lowest <= value <= 65535:
+            raise Fatal(f"Backend.{name} is {value}", f"set it to a number from {lowest} to 65535")
+    wanted = WireGuardConfig(port, port_v6, mtu, _preshared_key(preshared_key), keepalive, _mode(mode))
+    if wanted.mode is Mode.SEPARATE and port == port_v6 and config.families == (4, 6):
+        raise Fatal(
+            f"Backend.ListenPort and Backend.ListenPortV6 are both {port}, but either family has a device",
+            'set two ports, or set Backend.Mode to "auto"',
+        )
+    return wanted
+
+
+def _preshared_key(text: str) -> Secret:
+    if not text:
+        return NO_PRESHARED_KEY
+    try:
+        return Secret(keys.parse(text))
+    except Refused as reason:
+        raise Fatal(f"could not parse psk: {reason.problem}", "make one with `wg genpsk`") from None
+
+
+def _mode(text: str) -> Mode:
+    try:
+        return Mode(text)
+    except ValueError:
+        modes = ", ".join(mode.value for mode in Mode)
+        raise Fatal(f"Backend.Mode is {quoted(text)}, no valid Mode", f"set it to one of: {modes}") from None
+
+
+def private_key_of(text: bytes, path: str = KEY_FILE) -> Secret:
+    """Read what is in a key file. Raises ``Fatal``, without the text."""
+    try:
+        return Secret(keys.parse(text.decode(errors="replace")))
+    except Refused as reason:
+        remedy = f"put 32 bytes in base64 there, or remove {path} to have a key made"
+        raise Fatal(f"could not parse private key from file: {reason.problem}", remedy) from None
+
+
+class WireGuardBackend:
+    """One device for each family in mode ``separate``, else one for both.
+
+    This node's identity is its private key, as a ``Secret``.
+    """
+
+    encrypts = True
+
+    def __init__(self, config: Config, host: Host) -> None:
+        self._config = wanted = read_config(config)
+        self._host = host
+        uplink = host.uplink
+        self._ranges = {each.family: each.network for each in config.ranges}
+        self._uplink = uplink
+        self._mtu = _inner_mtu(wanted, uplink, config.families)
+        self._devices: dict[Family, str] = {
+            family: DEVICE_V6 if family == 6 and wanted.mode is Mode.SEPARATE else DEVICE
+            for family in config.families
+        }
+        for family in _called(wanted.mode, config.families):
+            if uplink.local(family) is None:
+                raise Fatal(
+                    f"{uplink.name} has no IPv{family} address for Backend.Mode {wanted.mode.value}",
+                    "give it one, disable the family, or choose another Mode",
+                )
+
+    @property
+    def mtu(self) -> int:
+        return self._mtu
+
+    def identity(self) -> Secret:
+        """Read the key of an earlier run, or make one. Raises ``Fatal`` for a file that holds no key."""
+
+        def make_key() -> bytes:
+            return keys.text_of(keys.private_key(self._host.random_bytes(keys.LENGTH)).value).encode()
+
+        return private_key_of(self._host.secret(KEY_FILE, make_key, variable=KEY_FILE_VARIABLE))
+
+    @property
+    def _private_key(self) -> Secret:
+        key = self._host.identity
+        assert isinstance(key, Secret), "identity comes first"
+        return key
+
+    @cached_property
+    def _public_key(self) -> bytes:
+        return keys.public_key(self._private_key)
+
+    def attributes(self) -> LeaseAttrs:
+        return LeaseAttrs(
+            self._uplink.public_ip,
+            self._uplink.public_ipv6,
+            TYPE,
+            backend_data=self._announcement(4, self._config.listen_port),
+            backend_v6_data=self._announcement(6, self._config.listen_port_v6),
+        )
+
+    def _announcement(self, family: Family, port: int) -> dict[str, Any] | None:
+        if family not in self._devices:
+            return None
+        return {"PublicKey": keys.text_of(self._public_key), "Port": port}
+
+    def is_self(self, attrs: LeaseAttrs) -> bool:
+        """Return True for a lease with our public key, or of our public IP if that is no address of a NAT.
+
+        Several nodes behind one NAT have one public IP. A node whose key file was lost has another key.
+        """
+        for family in self._devices:
+            try:
+                if attrs.backend_type == TYPE and peer_data(attrs.data(family))[0] == self._public_key:
+                    return True
+            except Refused:
+                continue
+        return any(
+            attrs.public(family) == self._uplink.public(family) == self._uplink.local(family) is not None
+            for family in self._devices
+        )
+
+    def tables(self) -> tuple[Table, ...]:
+        """Return the table of keys, peers and allowed IPs."""
+        from flanneld.backends.wireguard.table_peers import WireGuardTable  # for those who run this backend
+
+        return (WireGuardTable(tuple(dict.fromkeys(self._devices.values()))),)
+
+    def local(self, own: Lease) -> Iterator[Resource]:
+        """Guards first: what leads to no peer is unreachable. Then devices, keys and addresses."""
+        for network in self._ranges.values():
+            yield Blackhole(network, unreachable=True)
+        for device in dict.fromkeys(self._devices.values()):
+            yield WireGuard(device, self._mtu)
+            yield DeviceKey(device, self._private_key, self._public_key, self._listen_port(device))
+        for family, device in self._devices.items():
+            subnet = own.net(family)
+            if subnet is not None:
+                yield Address(device, subnet.network_address)
+
+    def peer(self, own: Lease, lease: Lease, /) -> Iterator[Resource]:
+        del own
+        require_type(lease, TYPE)
+        families = [family for family in self._devices if lease.net(family) is not None]
+        if self._config.mode is Mode.SEPARATE:
+            for family in families:
+                yield from self._lead(lease, family, (family,))
+        elif families:
+            yield from self._lead(lease, self._family_to(lease), families)
+
+    def _lead(self, lease: Lease, outer: Family, inner: Iterable[Family]) -> Iterator[Resource]:
+        """Yield a peer called at its public IP of one family, and what leads the subnets of others to it."""
+        subnets = [net for family in inner if (net := lease.net(family)) is not None]
+        family = subnets[-1].version
+        device = self._devices[family]
+        public_key, port = peer_data(lease.attrs.data(family))
+        if public_key == self._public_key:
+            raise Refused(
+                f"{lease} announces our own public key",
+                "if it is no former lease of this node, remove the key file of one of both and restart there",
+            )
+        if self._config.mode is not Mode.SEPARATE:
+            port = _port_of_one_device(lease)
+        port = port or self._listen_port(device)
+        yield Peer(
+            device,
+            public_key,
+            self._public_ip_of(lease, outer, port, device),
+            port,
+            self._config.keepalive,
+            self._config.preshared_key,
+        )
+        for subnet in subnets:
+            yield AllowedIp(device, subnet, public_key)
+        for subnet in subnets:
+            yield Route(subnet, device)
+
+    def _family_to(self, lease: Lease) -> Family:
+        """Choose the family of a peer's endpoint. A private address is reached from its own site only."""
+        if self._config.mode is not Mode.AUTO:
+            return 4 if self._config.mode is Mode.IPV4 else 6
+        theirs, theirs_v6 = lease.attrs.public_ip, lease.attrs.public_ipv6
+        if theirs_v6 is None or theirs is None:
+            return 6 if theirs is None else 4
+        ours, ours_v6 = self._uplink.public_ip, self._uplink.public_ipv6
+        if ours is not None and not is_private(theirs):
+            return 4
+        if ours_v6 is not None and not is_private(theirs_v6) and not is_private(ours_v6):
+            return 6
+        return 4 if ours is not None else 6
+
+    def _public_ip_of(self, lease: Lease, family: Family, port: int, device: str) -> IPAddress:
+        """Return where a peer is called. Raises ``Refused`` where a packet would come back to us.
+
+        Nodes behind one NAT have one public IP, and are told apart by their ports.
+        """
+        ours, theirs = self._uplink.public(family), lease.attrs.public(family)
+        if theirs is None or theirs != ours or ours == self._uplink.local(family):
+            return peers_public_ip(lease, family, self._uplink)
+        if port == self._listen_port(device):
+            raise Refused(
+                f"{lease} announces our own public IP {theirs} and our own port {port}",
+                "nodes behind one public IP need a port of their own each",
+            )
+        return theirs
+
+    def _listen_port(self, device: str) -> int:
+        return self._config.listen_port_v6 if device == DEVICE_V6 else self._config.listen_port
+
+
+def peer_data(data: Any) -> tuple[bytes, int]:
+    """Read the public key and the port in a lease's backend data; before 0.26.6 there was no port.
+
+    Raises ``Refused``.
+    """
+    try:
+        fields = Fields(data, "BackendData")
+        text, port = fields.string("PublicKey", ""), fields.uint("Port", 0)
+    except GoJsonError as error:
+        raise Refused(f"the lease is wrong: {error}", "the peer must announce a PublicKey") from None
+    if port > 65535:
+        raise Refused(f"the lease has the port {port}", "the peer must announce a port below 65536")
+    try:
+        return keys.parse(text), port
+    except Refused as reason:
+        raise Refused(f"the PublicKey is wrong: {reason.problem}", "restart flanneld on its node") from None
+
+
+def is_private(address: IPAddress) -> bool:
+    """Return True for an address that is reached within a site only (RFC 1918, RFC 4193)."""
+    return any(address in network for network in _PRIVATE[address.version])
+
+
+def _port_of_one_device(lease: Lease) -> int:
+    """Return the port where a peer's one device listens, 0 if it does not tell.
+
+    That is ListenPort for either family. The data of IPv6 have ListenPortV6, at which nothing listens then.
+    """
+    try:
+        return peer_data(lease.attrs.backend_data)[1]
+    except Refused:
+        return 0
+
+
+def _called(mode: Mode, families: tuple[Family, ...]) -> tuple[Family, ...]:
+    """Return the families of which this node needs an address."""
+    match mode:
+        case Mode.IPV4:
+            return (4,)
+        case Mode.IPV6:
+            return (6,)
+    return families if mode is Mode.SEPARATE else ()
+
+
+def _inner_mtu(wanted: WireGuardConfig, uplink: Uplink, families: tuple[Family, ...]) -> int:
+    outer = wanted.mtu or uplink.mtu
+    mtu = outer - OVERHEAD
+    if mtu < max(_SMALLEST_MTU[family] for family in families):
+        raise Fatal(
+            f"an uplink MTU of {outer} leaves {mtu} bytes inside WireGuard",
+            f"raise the MTU of {uplink.name} or set Backend.MTU",
+        )
+    return mtu

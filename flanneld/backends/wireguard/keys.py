@@ -1,0 +1,78 @@
+"""Keys of WireGuard: their text, making a private one, and the public one that belongs to it (pure).
+
+A public key is computed here, by the Montgomery ladder of RFC 7748, because the lease needs it before there
+is a device. Python's integers take a time that depends on their values. That tells an attacker nothing: it is
+computed once a start, from no input of anybody else.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+
+from flanneld.errors import Refused
+from flanneld.model import Secret
+
+#: Bytes of a key of any kind.
+LENGTH = 32
+#: What a device without a pre-shared key has in its place.
+NO_PRESHARED_KEY = Secret(bytes(LENGTH))
+
+_PRIME = 2**255 - 19
+_A24 = 121665
+_BASE_POINT = bytes([9]) + bytes(31)
+
+
+def parse(text: str) -> bytes:
+    """Read a key as ``wg`` and Go write it, in base64. Raises ``Refused``, without the text."""
+    try:
+        # Go's decoder passes over line ends, wherever they are.
+        raw = base64.b64decode(text.replace("\r", "").replace("\n", ""), validate=True)
+    except (binascii.Error, ValueError):
+        raise Refused("the key is no base64", "write 32 bytes in base64, as `wg genkey` does") from None
+    if len(raw) != LENGTH:
+        raise Refused(
+            f"the key has {len(raw)} bytes, not {LENGTH}", "write 32 bytes in base64, as `wg genkey` does"
+        )
+    return raw
+
+
+def text_of(key: bytes) -> str:
+    """Return a key in base64."""
+    return base64.b64encode(key).decode()
+
+
+def private_key(random: bytes) -> Secret:
+    """Make a private key of 32 random bytes (RFC 7748, section 5)."""
+    return Secret(_clamp(random))
+
+
+def public_key(private: Secret) -> bytes:
+    """Return the public key that belongs to a private one."""
+    return x25519(private.value, _BASE_POINT)
+
+
+def x25519(scalar: bytes, point: bytes) -> bytes:
+    """Multiply a point of Curve25519 by a scalar (RFC 7748, section 5)."""
+    k = int.from_bytes(_clamp(scalar), "little")
+    x1 = int.from_bytes(point, "little") & (2**255 - 1)
+    x2, z2, x3, z3 = 1, 0, x1, 1
+    for bit in range(254, -1, -1):
+        if k >> bit & 1:
+            x3, z3, x2, z2 = _step(x1, x3, z3, x2, z2)
+        else:
+            x2, z2, x3, z3 = _step(x1, x2, z2, x3, z3)
+    return (x2 * pow(z2, _PRIME - 2, _PRIME) % _PRIME).to_bytes(LENGTH, "little")
+
+
+def _step(x1: int, x2: int, z2: int, x3: int, z3: int) -> tuple[int, int, int, int]:
+    """Double one point of the ladder and add the other, whose difference is ``x1``."""
+    a, b, c, d = x2 + z2, x2 - z2, x3 + z3, x3 - z3
+    aa, bb, da, cb = a * a % _PRIME, b * b % _PRIME, d * a % _PRIME, c * b % _PRIME
+    e = aa - bb
+    sum_x, sum_z = (da + cb) ** 2 % _PRIME, x1 * (da - cb) ** 2 % _PRIME
+    return aa * bb % _PRIME, e * (aa + _A24 * e) % _PRIME, sum_x, sum_z
+
+
+def _clamp(raw: bytes) -> bytes:
+    return bytes([raw[0] & 248, *raw[1:31], raw[31] & 127 | 64])

@@ -1,0 +1,61 @@
+"""Peers that are sent packets and never answer: a wrong key or port, or a firewall.
+
+WireGuard reports nothing of the kind. A handshake that fails looks like a peer that is switched off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flanneld.backends.wireguard import keys
+from flanneld.network.genetlink.wireguard import SeenDevice, SeenPeer
+
+#: Seconds after which a session is dead without a new handshake (WireGuard's REJECT_AFTER_TIME).
+_DEAD = 180.0
+#: Readings in a row in which a peer was sent something and had no session, before it is named.
+_READINGS = 3
+#: Peers that are named in one sentence.
+_FEW = 5
+
+
+class Watch:
+    """Compares each reading of a device with the one before."""
+
+    def __init__(self) -> None:
+        #: By device and public key, the bytes sent, and the readings since then without an answer.
+        self._sent: dict[tuple[str, bytes], tuple[int, int]] = {}
+
+    def look(self, device: SeenDevice, now: float) -> list[SeenPeer]:
+        """Return the peers that were sent something at several readings in a row and have no session."""
+        silent = []
+        before, self._sent = (
+            self._sent,
+            {key: value for key, value in self._sent.items() if key[0] != device.name},
+        )
+        for peer in device.peers:
+            key = (device.name, peer.public_key)
+            sent, readings = before.get(key, (peer.tx_bytes, 0))
+            is_called = peer.tx_bytes > sent and now - peer.last_handshake > _DEAD
+            is_quiet = peer.tx_bytes == sent and now - peer.last_handshake > _DEAD
+            readings = readings + 1 if is_called else readings if is_quiet else 0
+            self._sent[key] = (peer.tx_bytes, readings)
+            if readings >= _READINGS:
+                silent.append(peer)
+        return silent
+
+
+def sentence(device: str, silent: Sequence[SeenPeer]) -> str:
+    """Return one line about silent peers, with what may be the reason."""
+    names = ", ".join(f"{keys.text_of(peer.public_key)} at {_where(peer)}" for peer in silent[:_FEW])
+    more = f" and {len(silent) - _FEW} more" if len(silent) > _FEW else ""
+    return (
+        f"No handshake via {device}, though packets are sent there: peer {names}{more}; "
+        "is their daemon up, their UDP port open, the PSK the same on both nodes, no clock set back?"
+    )
+
+
+def _where(peer: SeenPeer) -> str:
+    if peer.endpoint is None:
+        return "no endpoint"
+    address, port = peer.endpoint
+    return f"[{address}]:{port}" if address.version == 6 else f"{address}:{port}"

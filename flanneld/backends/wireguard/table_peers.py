@@ -1,0 +1,259 @@
+"""Table of WireGuard's keys, peers and allowed IPs, in the devices of one network namespace.
+
+WireGuard announces no changes, so the table is read each few seconds. Thousands of peers are set in some
+dozens of messages, and read in as many.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import socket
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from msgspec import Struct, field
+
+from flanneld.backends.wireguard import silence
+from flanneld.backends.wireguard.resources import TABLE, AllowedIp, DeviceKey, Peer
+from flanneld.compat.glog import Once
+from flanneld.model import IPNetwork
+from flanneld.network.genetlink import wireguard
+from flanneld.network.genetlink.devices import WireGuardDevices
+from flanneld.network.genetlink.wireguard import Endpoint, SeenDevice, SeenPeer
+from flanneld.runtime import clock
+from flanneld.state.report import Failure, Report
+from flanneld.state.resources import Key, Resource
+from flanneld.state.table import Put, Scope, Seen
+
+log = logging.getLogger(__name__)
+
+#: Seconds between two readings.
+_AUDIT = 30.0
+#: Seconds between two looks at whether a device was made anew, and so lost its key and its peers.
+_LOOK = 1.0
+#: Seconds in which an endpoint that has roamed is left alone after a handshake. Handshakes come every 120 s
+#: as long as there are packets, and keys are given up after 180 s (WireGuard's REJECT_AFTER_TIME).
+ROAMING = 180.0
+#: A peer that exists for the time of one message: an allowed IP that moves to it is gone with it.
+_THROWAWAY = b"flannel: takes an allowed IP away"[:32]
+
+
+class _Batch(Struct):
+    """The part of a change that belongs to one device."""
+
+    keys: list[DeviceKey] = field(default_factory=list)
+    peers: dict[bytes, Put] = field(default_factory=dict)
+    allowed_ips: dict[bytes, list[AllowedIp]] = field(default_factory=dict)
+
+
+class WireGuardTable:
+    """Keys, peers and allowed IPs of some devices; the devices themselves are the kernel's table of links.
+
+    ``wall_clock`` gives seconds since 1970, as the kernel counts the times of handshakes.
+    """
+
+    name = TABLE
+    what = "the keys and peers of WireGuard"
+    needs = frozenset({"links"})
+    worker = "kernel"
+    vital = True
+    audit: float | None = _AUDIT
+
+    def __init__(self, devices: Sequence[str], wall_clock: Callable[[], float] = clock.wall) -> None:
+        self._devices = devices
+        self._wall_clock = wall_clock
+        self._kernel: WireGuardDevices | None = None
+        #: The endpoints that peers were given, or have roamed away from since.
+        self._given: dict[Key, Endpoint] = {}
+        #: By name of the device, its number when it was read last; 0 if there was none.
+        self._indexes: dict[str, int] = {}
+        self._next_look = 0.0
+        self._silence = silence.Watch()
+        self._once = Once()
+
+    # ---- reading -----------------------------------------------------------------------------------
+
+    def read(self, scope: Scope) -> Iterator[Seen]:
+        """Yield all that the devices hold. An endpoint that may differ counts as the wanted one."""
+        kernel, now = self._open(), self._wall_clock()
+        for name in self._devices:
+            device = kernel.read(name)
+            self._indexes[name] = device.index if device else 0
+            if device is not None:
+                self._note_silence(device, now)
+                yield from self._seen(device, scope, now)
+
+    def _seen(self, device: SeenDevice, scope: Scope, now: float) -> Iterator[Seen]:
+        if device.private_key is not None and device.public_key is not None:
+            yield Seen(
+                DeviceKey(
+                    device.name, device.private_key, device.public_key, device.listen_port, device.fwmark
+                )
+            )
+        for peer in device.peers:
+            endpoint, port = peer.endpoint or (None, 0)
+            found = Peer(device.name, peer.public_key, endpoint, port, peer.keepalive, peer.preshared_key)
+            want = scope.wanted.get(found.key)
+            matches = isinstance(want, Peer) and self._is_as_wanted(peer, found, want, now)
+            yield Seen(want if matches and want is not None else found)
+            for net in peer.allowed_ips:
+                yield Seen(AllowedIp(device.name, net, peer.public_key))
+
+    def _is_as_wanted(self, peer: SeenPeer, found: Peer, want: Peer, now: float) -> bool:
+        """Compare a peer; its endpoint may have roamed unless the lease has another one than was given.
+
+        Only a peer that is alive has roamed: else it is called again where its lease says.
+        """
+        if (found.preshared_key, found.keepalive) != (want.preshared_key, want.keepalive):
+            return False
+        wanted = _endpoint_of(want)
+        has_roamed = peer.endpoint is not None and abs(now - peer.last_handshake) < ROAMING
+        if peer.endpoint != wanted and not (has_roamed and self._given.get(want.key, wanted) == wanted):
+            self._given.pop(want.key, None)
+            return False
+        if wanted is not None:
+            self._given[want.key] = wanted
+        return True
+
+    def _note_silence(self, device: SeenDevice, now: float) -> None:
+        silent = self._silence.look(device, now)
+        if silent:
+            self._once.warn(log, device.name, silence.sentence(device.name, silent))
+        elif self._once.clear(device.name):
+            log.info("Handshakes via %s succeed again", device.name)
+
+    # ---- writing -----------------------------------------------------------------------------------
+
+    def put(self, puts: Sequence[Put]) -> Report:
+        report = Report()
+        for name, batch in _by_device(puts):
+            self._put_keys(batch.keys, report)
+            self._put_peers(name, batch, report)
+        return report
+
+    def _put_keys(self, wanted: Sequence[DeviceKey], report: Report) -> None:
+        bodies = [wireguard.set_device(each.device, each.private_key, each.listen_port) for each in wanted]
+        refused = self._open().write(bodies)
+        for place, resource in enumerate(wanted):
+            if place in refused:
+                report.failed.append(_failure(resource, refused[place]))
+            else:
+                report.made.append(resource)
+
+    def _put_peers(self, name: str, batch: _Batch, report: Report) -> None:
+        packed: list[bytes] = []
+        content: list[list[Resource]] = []
+        for public_key in dict.fromkeys((*batch.peers, *batch.allowed_ips)):
+            put, allowed = batch.peers.get(public_key), batch.allowed_ips.get(public_key, [])
+            networks = [each.subnet for each in allowed]
+            packed.append(self._packed(put, networks) if put else wireguard.allow(public_key, networks))
+            content.append([*([put.want] if put else []), *allowed])
+        self._write(name, packed, content, report.made, report)
+        for resource in report.made:
+            if isinstance(resource, Peer) and (given := _endpoint_of(resource)) is not None:
+                self._given[resource.key] = given
+
+    def _packed(self, put: Put, allowed_ips: Iterable[IPNetwork]) -> bytes:
+        """Pack a peer. One that has roamed keeps its endpoint, unless the lease gives it another one."""
+        want, endpoint = put.want, None
+        assert isinstance(want, Peer)
+        if put.was is None or self._given.get(want.key) != _endpoint_of(want):
+            endpoint = _endpoint_of(want)
+        return wireguard.put_peer(want.public_key, want.preshared_key, want.keepalive, allowed_ips, endpoint)
+
+    def drop(self, found: Sequence[Resource]) -> Report:
+        """Remove peers, with all that they may send, and single allowed IPs. A device's key goes with it."""
+        report = Report()
+        for name, batch in _by_device([Put(each) for each in found]):
+            report.removed += batch.keys
+            packed = [wireguard.drop_peer(public_key) for public_key in batch.peers]
+            content: list[list[Resource]] = [
+                [put.want, *batch.allowed_ips.pop(public_key, [])] for public_key, put in batch.peers.items()
+            ]
+            rest = [each for allowed in batch.allowed_ips.values() for each in allowed]
+            for each in rest:
+                packed.append(wireguard.take_away(each.subnet, _THROWAWAY))
+                content.append([each])
+            self._write(name, packed, content, report.removed, report)
+        for resource in report.removed:
+            self._given.pop(resource.key, None)
+        return report
+
+    def _write(
+        self,
+        name: str,
+        packed: Sequence[bytes],
+        content: Sequence[Sequence[Resource]],
+        done: list[Resource],
+        report: Report,
+    ) -> None:
+        """Send what is packed. The kernel stops at the first refusal in a message, and does not say where."""
+        messages = list(wireguard.set_peers(name, packed))
+        refused = self._open().write([body for body, _ in messages])
+        first = 0
+        for place, (_, number) in enumerate(messages):
+            resources = [each for group in content[first : first + number] for each in group]
+            first += number
+            if place in refused:
+                report.failed += [_failure(each, refused[place]) for each in resources]
+            else:
+                done += resources
+
+    # ---- looking -----------------------------------------------------------------------------------
+
+    @property
+    def next_look(self) -> float:
+        return self._next_look
+
+    def look(self) -> bool:
+        """Return True if a device is another one than was read, which has neither key nor peers."""
+        self._next_look = clock.now() + _LOOK
+        return any(_index_of(name) != index for name, index in self._indexes.items())
+
+    def close(self, *, remove: bool) -> None:
+        """Release the socket. Devices and peers stay: sessions go on without the daemon."""
+        del remove
+        if self._kernel is not None:
+            self._kernel.close()
+            self._kernel = None
+
+    def _open(self) -> WireGuardDevices:
+        if self._kernel is None:
+            self._kernel = WireGuardDevices()
+        return self._kernel
+
+
+def _by_device(puts: Sequence[Put]) -> Iterator[tuple[str, _Batch]]:
+    batches: dict[str, _Batch] = {}
+    for put in puts:
+        want = put.want
+        assert isinstance(want, DeviceKey | Peer | AllowedIp)
+        batch = batches.setdefault(want.device, _Batch())
+        match want:
+            case DeviceKey():
+                batch.keys.append(want)
+            case Peer():
+                batch.peers[want.public_key] = put
+            case AllowedIp():
+                batch.allowed_ips.setdefault(want.public_key, []).append(want)
+    yield from batches.items()
+
+
+def _endpoint_of(peer: Peer) -> Endpoint | None:
+    return (peer.endpoint, peer.port) if peer.endpoint is not None else None
+
+
+def _failure(resource: Resource, code: int) -> Failure:
+    port = resource.listen_port if isinstance(resource, DeviceKey) else 0
+    remedy = ""
+    if code == errno.EADDRINUSE:
+        remedy = f"find what has the port: ss -lunp sport = :{port}, ip -d link show type wireguard"
+    return Failure(resource, os.strerror(code), remedy)
+
+
+def _index_of(name: str) -> int:
+    try:
+        return socket.if_nametoindex(name)
+    except OSError:
+        return 0

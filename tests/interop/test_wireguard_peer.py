@@ -1,0 +1,75 @@
+"""WireGuard together with another daemon that keeps its leases in etcd's v3 API, in each mode."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.lab import Lab, Node, own_command, peer_command, wait_for
+from tests.lab.lab import NETWORK
+from tests.netns.pair import DUAL_STACK, connect
+
+OURS, THEIRS = own_command(), peer_command("v3")
+
+pytestmark = [
+    pytest.mark.needs_kernel("wireguard"),
+    pytest.mark.parametrize("api", ["v3"]),
+]
+WIREGUARD = {"Type": "wireguard", "PSK": "ZmxhbmVsZCBwcmUtc2hhcmVkIGtleSBmb3IgdGVzdHM="}
+
+
+def start(node: Node, command: list[str]) -> None:
+    assert command, "set FLANNELD_PEER_V3 to the other daemon's command"
+    node.start(command=command, environment={"WIREGUARD_KEY_FILE": str(node.directory / "wgkey")})
+    node.wait_ready()
+
+
+def mixed(lab: Lab, commands: list[list[str]], **config: Any) -> list[Node]:
+    lab.etcd.put_config({"Network": NETWORK, **config})
+    nodes = lab.add_nodes(len(commands))
+    for node, command in zip(nodes, commands, strict=True):
+        start(node, command)
+    for node in nodes:
+        for other in nodes:
+            connect(node, other)
+    return nodes
+
+
+@pytest.mark.parametrize("order", [(OURS, THEIRS), (THEIRS, OURS)], ids=["ours-first", "theirs-first"])
+@pytest.mark.parametrize(
+    ("mode", "stack"),
+    [
+        *((mode, DUAL_STACK) for mode in ("separate", "auto", "ipv4", "ipv6")),
+        *((mode, {}) for mode in ("separate", "auto", "ipv4")),
+    ],
+)
+def test_nodes_of_both_reach_each_other(
+    lab: Lab, mode: str, stack: dict[str, Any], order: tuple[list[str], list[str]]
+) -> None:
+    mixed(lab, list(order), Backend={**WIREGUARD, "Mode": mode}, **stack)
+
+
+def announced(lab: Lab, node: Node) -> str:
+    """Return a lease's value, but for what differs from node to node. Before 0.26.6 Go announced no port."""
+    value: str = lab.etcd.lease_values()[node.subnet()]
+    key: str = lab.etcd.leases()[node.subnet()]["BackendData"]["PublicKey"]
+    return value.replace(key, "KEY").replace(node.address, "IP").replace('"KEY"}', '"KEY","Port":51820}')
+
+
+def test_both_write_the_same(lab: Lab) -> None:
+    ours, theirs = mixed(lab, [OURS, THEIRS], Backend=WIREGUARD)
+    assert announced(lab, ours) == announced(lab, theirs)
+
+
+def test_one_node_changes_hands_and_keeps_its_key(lab: Lab) -> None:
+    node, peer = mixed(lab, [OURS, OURS], Backend=WIREGUARD)
+    subnet, lease = node.subnet(), lab.etcd.leases()[node.subnet()]
+    for command in (THEIRS, OURS):
+        node.stop()
+        start(node, command)
+        assert node.subnet() == subnet
+        assert lab.etcd.leases()[subnet]["BackendData"]["PublicKey"] == lease["BackendData"]["PublicKey"]
+        connect(node, peer)
+        connect(peer, node)
+    wait_for(lambda: lab.etcd.leases()[subnet] == lease, what="the lease to be as before")

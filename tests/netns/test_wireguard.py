@@ -1,0 +1,301 @@
+"""The WireGuard backend in whole clusters: who talks to whom, and that nothing leaves a node in the clear."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+
+from flanneld.network.genetlink.devices import WireGuardDevices
+from flanneld.network.rtnetlink.netlink import NLM_F_REQUEST, NetlinkSocket, message
+from tests.lab import Lab, Node, own_command, wait_for
+from tests.lab.lab import NETWORK
+from tests.netns.pair import DUAL_STACK, connect
+from tests.netns.traffic import Sniffer, Stream
+
+pytestmark = pytest.mark.needs_kernel("wireguard")
+
+#: linux/netlink.h NETLINK_NETFILTER.
+_NETFILTER = 12
+DEVICE, DEVICE_V6 = "flannel-wg", "flannel-wg-v6"
+WIREGUARD = {"Type": "wireguard", "PSK": "ZmxhbmVsZCBwcmUtc2hhcmVkIGtleSBmb3IgdGVzdHM="}
+
+
+def start(node: Node, *flags: str) -> None:
+    key = {"WIREGUARD_KEY_FILE": str(node.directory / "wgkey")}
+    node.start(*flags, environment=key)
+
+
+def cluster(
+    lab: Lab, nodes: int = 2, *flags: str, backend: Mapping[str, Any] = WIREGUARD, **config: Any
+) -> list[Node]:
+    """Start nodes whose containers reach each other."""
+    lab.etcd.put_config({"Network": NETWORK, "Backend": dict(backend), **config})
+    started = lab.add_nodes(nodes)
+    for node in started:
+        start(node, *flags)
+    for node in started:
+        node.wait_ready()
+    for one, other in itertools.permutations(started, 2):
+        connect(one, other)
+    return started
+
+
+def restart(node: Node) -> None:
+    start(node)
+    node.wait_ready()
+    node.wait_for_log("In sync with")
+
+
+def routes(node: Node, family: int = 4) -> set[tuple[str, str]]:
+    """The type and device, and destination of each route into the network, but for that of the containers."""
+    found = node.namespace.json("ip", "-j", "-d", f"-{family}", "route", "show", "table", "main")
+    network = ("10.5.", "fc00:5:")
+    return {
+        (str(row["dst"]), str(row["type"] if row["type"] != "unicast" else row["dev"]))
+        for row in found
+        if str(row["dst"]).startswith(network) and row.get("dev") != "cni0" and "/" in str(row["dst"])
+    }
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[Lab]:
+    """Three nodes whose containers reach each other."""
+    with Lab() as lab:
+        cluster(lab, 3)
+        yield lab
+
+
+# ---- what there is --------------------------------------------------------------------------------
+
+
+def test_a_node_has_a_device_with_guard_and_routes(network: Lab) -> None:
+    node, *peers = network.nodes
+    base = node.subnet().removesuffix("/24")
+    assert node.addresses(DEVICE) == [f"{base}/32"]
+    assert (node.link(DEVICE) or {})["mtu"] == 1420
+    assert node.env()["FLANNEL_MTU"] == "1420"
+    assert routes(node) == {
+        (NETWORK, "unreachable"),
+        *((peer.subnet(), DEVICE) for peer in peers),
+    }
+    lease = network.etcd.leases()[node.subnet()]
+    assert lease["BackendType"] == "wireguard"
+    assert lease["BackendData"]["Port"] == 51820
+    key_file = node.directory / "wgkey"
+    assert key_file.stat().st_mode & 0o777 == 0o400
+    assert len(key_file.read_bytes()) == 44
+
+
+def test_what_is_for_no_node_is_answered_as_unreachable(network: Lab) -> None:
+    node, *_ = network.nodes
+    done = node.container().run("ping", "-n", "-c", "1", "-W", "2", "10.5.254.9", check=False)
+    assert "Destination Host Unreachable" in done.stdout
+
+
+def test_secrets_are_in_no_log(network: Lab) -> None:
+    for node in network.nodes:
+        assert WIREGUARD["PSK"] not in node.logs()
+        assert (node.directory / "wgkey").read_text() not in node.logs()
+
+
+@pytest.mark.parametrize("end", [Node.stop, Node.kill], ids=["SIGTERM", "SIGKILL"])
+def test_a_restart_loses_no_packet(network: Lab, end: Any) -> None:
+    node, peer, _ = network.nodes
+    index = (node.link(DEVICE) or {})["ifindex"]
+    with node.container().ping(peer.container()) as out, peer.container().ping(node.container()) as back:
+        out.wait_for_replies()
+        end(node)
+        restart(node)
+        out.wait_for_replies()
+        back.wait_for_replies()
+        assert (out.lost(), back.lost()) == (0, 0)
+    assert (node.link(DEVICE) or {})["ifindex"] == index
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        f"ip link del {DEVICE}",
+        f"ip link set {DEVICE} down",
+        f"ip address flush dev {DEVICE}",
+        f"ip route flush dev {DEVICE}",
+        f"ip route del unreachable {NETWORK} metric 65535",
+    ],
+)
+def test_damage_is_repaired(network: Lab, damage: str) -> None:
+    node, *peers = network.nodes
+    before = (routes(node), node.addresses(DEVICE))
+    with node.paused():
+        node.run(*damage.split())
+        assert (routes(node), node.addresses(DEVICE)) != before or damage.startswith("ip link set")
+    wait_for(lambda: (routes(node), node.addresses(DEVICE)) == before, 10, "all to be as it was")
+    for peer in peers:
+        node.container().wait_for_reply(peer.container())
+        peer.container().wait_for_reply(node.container())
+
+
+# ---- families and modes ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["separate", "auto", "ipv4", "ipv6"])
+def test_both_families_work_in_each_mode(lab: Lab, mode: str) -> None:
+    node, peer = cluster(lab, backend={**WIREGUARD, "Mode": mode}, **DUAL_STACK)
+    separate = mode == "separate"
+    assert bool(node.link(DEVICE_V6)) == separate
+    assert routes(node, 6) == {
+        ("fc00:5::/48", "unreachable"),
+        (peer.subnet(6), DEVICE_V6 if separate else DEVICE),
+    }
+
+
+# ---- never in the clear ---------------------------------------------------------------------------
+
+
+class Underlay:
+    """Counts packets of containers that are readable on a node's external interface."""
+
+    def __init__(self, node: Node, peer: Node, directory: Path) -> None:
+        self.target = peer.container().address
+        self._sniffer = Sniffer(node.namespace, "eth0")
+        self._stream = Stream(node.container().namespace, self.target, directory / "stream.log")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stream.stop()
+        self._sniffer.close()
+
+    def plain(self, seconds: float = 0.3) -> int:
+        return len(self._sniffer.listen(seconds))
+
+
+@pytest.mark.parametrize("flags", [(), ("--ip-masq",)], ids=["", "masquerading"])
+def test_nothing_leaves_in_the_clear(lab: Lab, tmp_path: Path, flags: tuple[str, ...]) -> None:
+    node, peer = cluster(lab, 2, *flags)
+    with Underlay(node, peer, tmp_path) as underlay:
+        assert underlay.plain() == 0
+        node.kill()
+        assert underlay.plain() == 0
+        # Without the daemon nothing makes the device again, and the guard stays.
+        node.namespace.ip(f"link del {DEVICE}")
+        assert underlay.plain() == 0
+        start(node, *flags)
+        node.wait_ready()
+        node.container().wait_for_reply(peer.container())
+        assert underlay.plain() == 0
+        lab.etcd.delete_lease(peer.subnet())
+        node.wait_for_no_route(peer.subnet())
+        assert underlay.plain() == 0
+        # Without the guard it would: that is what the capture can see.
+        with node.paused():
+            node.run("ip", "route", "del", "unreachable", NETWORK, "metric", "65535")
+            assert underlay.plain() > 0
+        wait_for(lambda: underlay.plain(0.1) == underlay.plain(0.2), 10, "the guard to be back")
+
+
+@pytest.mark.parametrize("former", ["vxlan", "host-gw"])
+def test_switch_from_many_peers_in_the_clear_leaves_none_of_their_routes(
+    lab: Lab, tmp_path: Path, former: str
+) -> None:
+    """Elsewhere so many removals are held back. Nodes that still run the former backend are not reached."""
+    node, peer = lab.cluster({"Type": former})
+    connect(node, peer)
+    for number in range(200, 225):
+        lease: dict[str, Any] = {"PublicIP": f"198.18.0.{number}", "BackendType": former}
+        if former == "vxlan":
+            lease["BackendData"] = {"VNI": 1, "VtepMAC": f"02:00:00:00:01:{number - 200:02x}"}
+        lab.etcd.put_lease(f"10.5.{number}.0/24", lease)
+    node.wait_for_route("10.5.224.0/24")
+    node.stop()
+    lab.etcd.put_config({"Network": NETWORK, "Backend": WIREGUARD})
+    start(node)
+    node.wait_ready()
+    assert routes(node) == {(NETWORK, "unreachable")}
+    with Underlay(node, peer, tmp_path) as underlay:
+        assert underlay.plain() == 0
+        peer.stop()
+        start(peer)
+        peer.wait_ready()
+        connect(node, peer)
+        connect(peer, node)
+        assert underlay.plain() == 0
+
+
+# ---- behind NAT -----------------------------------------------------------------------------------
+
+
+def translate(lab: Lab, node: Node, public: str) -> None:
+    """Have the switch give a node's packets a public address, and pass the replies on, and nothing more."""
+    lab.switch.run("nft", "flush", "ruleset")
+    rules = (
+        "table ip nat {",
+        "chain post {",
+        "type nat hook postrouting priority 100;",
+        f"ip saddr {node.address} oifname br0 snat to {public}",
+        "}",
+        "}",
+    )
+    lab.switch.run("nft", "-f", "-", stdin="\n".join(rules) + "\n")
+    # linux/netfilter/nfnetlink_conntrack.h, IPCTNL_MSG_CT_DELETE: forget all connections.
+    with lab.switch.entered(), closing(NetlinkSocket(protocol=_NETFILTER)) as kernel:
+        assert list(kernel.write([message(1 << 8 | 2, NLM_F_REQUEST, bytes(4))])) == [[]]
+
+
+def endpoint(node: Node, peer: Node) -> str:
+    """Return the address at which a node calls another one now."""
+    with node.namespace.entered(), closing(WireGuardDevices()) as devices:
+        device = devices.read(DEVICE)
+    assert device is not None
+    subnets = {str(net): each.endpoint for each in device.peers for net in each.allowed_ips}
+    found = subnets[peer.subnet()]
+    return str(found[0]) if found else ""
+
+
+def test_a_node_behind_nat_whose_address_changes_is_reached(lab: Lab) -> None:
+    """It calls first, and nothing is forwarded to it: keepalive keeps the way open in both directions."""
+    lab.etcd.put_config({"Network": NETWORK, "Backend": {**WIREGUARD, "PersistentKeepaliveInterval": 1}})
+    (peer,) = lab.add_nodes()
+    (node,) = lab.add_nodes(routed=True)
+    publics = ("198.18.0.201", "198.18.0.202")
+    lab.switch.ip(*(f"address add {public}/24 dev br0" for public in publics))
+    translate(lab, node, publics[0])
+    start(peer)
+    start(node, "--iface=eth0", f"--public-ip={publics[0]}")
+    for each in (peer, node):
+        each.wait_ready()
+    connect(node, peer)
+    connect(peer, node)
+    assert lab.etcd.leases()[node.subnet()]["PublicIP"] == endpoint(peer, node) == publics[0]
+    translate(lab, node, publics[1])
+    connect(peer, node)
+    connect(node, peer)
+    assert endpoint(peer, node) == publics[1]
+    assert "Restored peer" not in peer.log()
+
+
+# ---- the tools ------------------------------------------------------------------------------------
+
+
+def tool(lab: Lab, node: Node, *flags: str) -> str:
+    command = [*own_command(), f"--etcd-endpoints={lab.etcd.endpoint}", f"--subnet-file={node.subnet_file}"]
+    return node.run("env", f"WIREGUARD_KEY_FILE={node.directory / 'wgkey'}", *command, *flags).stdout
+
+
+def test_plan_and_cleanup_know_what_there_is(lab: Lab) -> None:
+    node, _ = cluster(lab)
+    assert tool(lab, node, "--plan") == ""
+    node.stop()
+    node.namespace.ip(f"route del unreachable {NETWORK} metric 65535")
+    planned = tool(lab, node, "--plan")
+    assert f"ip route replace unreachable {NETWORK} proto 70 metric 65535" in planned
+    for secret in (str(WIREGUARD["PSK"]), (node.directory / "wgkey").read_text()):
+        assert secret not in planned
+    assert DEVICE in tool(lab, node, "--cleanup")
+    assert node.link(DEVICE) is None
+    assert routes(node) == set()
