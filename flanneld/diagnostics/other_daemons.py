@@ -33,12 +33,15 @@ def running(proc: Path = Path("/proc")) -> Iterator[Daemon]:
     """
     here = (proc / "self/ns/net").stat()
     own = set(_ancestors(proc))
-    for process in sorted(proc.glob("[0-9]*"), key=lambda path: int(path.name)):
-        if int(process.name) in own:
-            continue
+    found: dict[int, Path] = {}
+    for process in proc.glob("[0-9]*"):
         with suppress(OSError):  # It has ended, or is another user's.
             if os.path.samestat((process / "ns/net").stat(), here) and is_daemon(*_call_of(process)):
-                yield Daemon(int(process.name), how_to_stop(int(process.name), _text(process / "cgroup")))
+                found[int(process.name)] = process
+    for pid in sorted(found.keys() - own):
+        # A child that has yet to become the command that its parent runs looks like its parent.
+        if _parent_of(found[pid]) not in found:
+            yield Daemon(pid, how_to_stop(pid, _text(found[pid] / "cgroup")))
 
 
 def is_daemon(names: Sequence[str], words: Sequence[str]) -> bool:
@@ -71,8 +74,13 @@ def _ancestors(proc: Path) -> Iterator[int]:
     pid = os.getpid()
     while pid > 1:
         yield pid
-        found = re.search(r"^PPid:\s*([0-9]+)$", _text(proc / str(pid) / "status"), re.MULTILINE)
-        pid = int(found[1]) if found else 0
+        pid = _parent_of(proc / str(pid))
+
+
+def _parent_of(process: Path) -> int:
+    """The number of its parent, 0 if it is not known."""
+    found = re.search(r"^PPid:\s*([0-9]+)$", _text(process / "status"), re.MULTILINE)
+    return int(found[1]) if found else 0
 
 
 def _call_of(process: Path) -> tuple[list[str], list[str]]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
-from flanneld.diagnostics.other_daemons import how_to_stop, is_daemon
+from flanneld.diagnostics.other_daemons import how_to_stop, is_daemon, running
 
 
 @pytest.mark.parametrize(
@@ -49,3 +52,21 @@ def test_a_daemon_is_known_by_its_name_and_call(names: list[str], words: list[st
 )
 def test_the_remedy_fits_whoever_started_it(cgroup: str, remedy: str) -> None:
     assert how_to_stop(42, cgroup).startswith(remedy)
+
+
+def process(proc: Path, pid: int, parent: int, *words: str) -> None:
+    (proc / f"{pid}/ns").mkdir(parents=True)
+    os.link(proc / "self/ns/net", proc / f"{pid}/ns/net")
+    (proc / f"{pid}/comm").write_text(f"{Path(words[0]).name}\n")
+    (proc / f"{pid}/cmdline").write_bytes(b"".join(word.encode() + b"\0" for word in words))
+    (proc / f"{pid}/status").write_text(f"Name:\tx\nPPid:\t{parent}\n")
+
+
+def test_a_child_that_has_yet_to_become_another_program_is_no_daemon(tmp_path: Path) -> None:
+    (tmp_path / "self/ns").mkdir(parents=True)
+    (tmp_path / "self/ns/net").touch()
+    process(tmp_path, 100, 1, "/opt/bin/flanneld", "-ip-masq")
+    process(tmp_path, 50, 100, "/opt/bin/flanneld", "-ip-masq")
+    process(tmp_path, 101, 100, "iptables-nft-restore")
+    process(tmp_path, 200, 1, "/opt/bin/flanneld", "-subnet-file=/other.env")
+    assert [daemon.pid for daemon in running(tmp_path)] == [100, 200]
