@@ -279,7 +279,7 @@ class Daemon:
 
     def _close_on_stop(self) -> None:
         """Cuts every blocked request of any thread, this one's included."""
-        self._supervisor.stop.wait()
+        self._supervisor.wait()
         self._manager.close()
 
 

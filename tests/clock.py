@@ -11,3 +11,12 @@ class Clock:
 
     def __call__(self) -> float:
         return self.time
+
+    def now(self) -> float:
+        return self.time
+
+    def cpu_time(self) -> float:
+        return 0.0
+
+    def wall(self) -> float:
+        return self.time

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator, Mapping
 from ipaddress import ip_network
 from pathlib import Path
@@ -23,6 +22,7 @@ from flanneld.network.firewall import forwarding
 from flanneld.network.firewall.forwarding import accepting, dropping, in_the_way
 from flanneld.network.rtnetlink.kernel import Kernel
 from flanneld.network.rtnetlink.links import SeenLink, is_flannels
+from flanneld.runtime import clock
 from flanneld.runtime.shell import Command
 from flanneld.subnet import subnet_file
 from flanneld.subnet.subnet_file import Previous
@@ -128,7 +128,7 @@ def gather(source: Source) -> Facts:
         document=document,
         origin=source.origin,
         unknown=source.unknown,
-        now=time.time(),
+        now=clock.wall(),
         subnet_file=str(path),
         has_subnet_file=path.exists(),
         previous=subnet_file.read(path),

@@ -6,7 +6,6 @@ replaced and never changed, or copied in one step: no reader makes a working thr
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
@@ -17,6 +16,7 @@ from flanneld.options import Options
 from flanneld.reconcile.controller import Controller
 from flanneld.reconcile.counters import StoreCounters
 from flanneld.reconcile.member import Loops
+from flanneld.runtime import clock
 from flanneld.runtime.event_log import Events
 from flanneld.subnet.lease_keeper import LeaseKeeper
 
@@ -50,7 +50,7 @@ class Components:
         self.missing = missing
         self.waiting = waiting
         self.of_host = of_host
-        self.started = time.time()
+        self.started = clock.wall()
         #: None as long as they do not exist. Set by the methods below, read from any thread.
         self.config: Config | None = None
         self.loops: Loops | None = None

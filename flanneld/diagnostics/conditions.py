@@ -12,7 +12,7 @@ from flanneld.diagnostics.components import Components
 from flanneld.model import Lease
 from flanneld.reconcile.peers import Peers
 from flanneld.reconcile.uplink_manager import UplinkManager
-from flanneld.runtime import clock
+from flanneld.runtime import clock, waits
 from flanneld.state.removal_guard import RemovalGuard
 from flanneld.state.report import Failure
 from flanneld.state.resources import Key
@@ -55,7 +55,7 @@ def watch(components: Components, stop: threading.Event, tell: Callable[[list[st
     """
     told: list[str] = []
     since: dict[str, float] = {}
-    while not stop.wait(LOOK):
+    while not waits.pause(stop, LOOK):
         now, found = clock.now(), troubles(components)
         since = {part.name: since.get(part.name, now) for part in found}
         lasting = [str(part) for part in found if part.name in _AT_ONCE or now - since[part.name] >= LASTING]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import random
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 
@@ -16,6 +14,7 @@ from flanneld.model import FAMILIES, Family, IPAddress, Lease, LeaseKey
 from flanneld.network import icmp_echo
 from flanneld.reconcile.controller import Controller
 from flanneld.reconcile.counters import Histogram
+from flanneld.runtime import clock, randomness, waits
 from flanneld.state.resources import Address
 
 log = logging.getLogger(__name__)
@@ -68,7 +67,7 @@ class Prober:
     def run(self) -> None:
         while not self._stop.is_set():
             self._heartbeat(self._pause + _SLACK)
-            if not self._stop.wait(self._pause):
+            if not waits.pause(self._stop, self._pause):
                 self._probe_one()
 
     def _probe_one(self) -> None:
@@ -78,7 +77,7 @@ class Prober:
         peers = [lease for lease in view.leases if lease.key not in view.reasons]
         if not peers:
             return
-        peer = random.choice(peers)  # noqa: S311 - no secret
+        peer = randomness.choice(peers)
         for target in targets(peer, answering(self._own, self._reconciler.peers.local_wishes())):
             self._probe(peer, target)
 
@@ -93,7 +92,7 @@ class Prober:
         self._lost.append(rtt is None)
         if rtt is not None:
             self.rtt.observe(rtt)
-        self.last[peer.key] = Probe(target, time.time(), rtt)
+        self.last[peer.key] = Probe(target, clock.wall(), rtt)
 
 
 def answering(own: Lease, local: Collection[object]) -> frozenset[Family]:

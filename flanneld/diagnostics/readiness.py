@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from flanneld.compat.glog import Once
 from flanneld.errors import Cancelled, Retryable, cause_of, lacking
-from flanneld.runtime import clock
+from flanneld.runtime import clock, waits
 from flanneld.runtime.backoff import Backoff
 from flanneld.runtime.sd_notify import Notifier
 
@@ -52,7 +52,7 @@ class Readiness:
         """Block until the routes to the peers are there, for at most ``within`` seconds; False on a stop."""
         deadline = clock.now() + within
         while {"lease", "peers"} & self._missing.keys() and clock.now() < deadline:
-            if self._stop.wait(_PEERS_LOOK):
+            if waits.pause(self._stop, _PEERS_LOOK):
                 return False
         return not self._stop.is_set()
 
@@ -116,7 +116,7 @@ class Readiness:
         self._waiting[:] = [f"waiting for {what}: {reason}"]
         self._notifier.status(self._waiting[0])
         self._tell(self._waiting[0])
-        self._stop.wait(max(pause, reason.retry_after))
+        waits.pause(self._stop, max(pause, reason.retry_after))
 
 
 def _of_this_host(failure: OSError) -> Retryable:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ from flanneld.model import FAMILIES, Lease, Uplink, name_of
 from flanneld.network import resource_json
 from flanneld.reconcile.counters import kind_of, wall
 from flanneld.reconcile.peers import View
+from flanneld.runtime import clock
 from flanneld.state.report import Failure
 from flanneld.state.resources import Key
 
@@ -52,7 +52,7 @@ def summary(components: Components) -> Document:
     return {
         "version": __version__,
         "pid": os.getpid(),
-        "time": time.time(),
+        "time": clock.wall(),
         "started": components.started,
         "flags": components.options.described(),
         "subnet_file": components.options.subnet_file,

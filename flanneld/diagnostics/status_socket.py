@@ -7,15 +7,15 @@ subnet file and is the owner's alone (mode 0600).
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
-import select
 import socket
-import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from flanneld.runtime.polled_server import Limits, PolledServer, send
+from flanneld.runtime import clock, waits
+from flanneld.runtime.polled_server import WRITABLE, Limits, PolledServer, send
 from flanneld.subnet.subnet_file import beside
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class StatusSocket:
     def _tell(self, reader: socket.socket) -> Iterator[int]:
         for piece in self._document():
             yield from send(reader, piece)
-            yield select.POLLOUT  # the others' turn
+            yield WRITABLE  # the others' turn
 
     def close(self) -> None:
         """End ``serve`` at once. May be called from any thread, repeatedly."""
@@ -88,13 +88,13 @@ class StatusSocket:
 
 def ask(path: Path, within: float) -> bytes:
     """What the daemon behind a socket says. Raises ``OSError``, ``TimeoutError`` among them."""
-    deadline = time.monotonic() + within
+    deadline = clock.now() + within
     said = bytearray()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(within)
-        _connect(connection, path, deadline)
+        _connect(connection, path, within)
         while True:
-            left = deadline - time.monotonic()
+            left = deadline - clock.now()
             if left <= 0:
                 raise TimeoutError(f"no whole answer within {within:g} s")
             connection.settimeout(left)
@@ -104,13 +104,13 @@ def ask(path: Path, within: float) -> bytes:
             said += piece
 
 
-def _connect(connection: socket.socket, path: Path, deadline: float) -> None:
-    while True:
+def _connect(connection: socket.socket, path: Path, within: float) -> None:
+    def attempt() -> bool:
         try:
             connection.connect(str(path))
         except BlockingIOError:  # Too many others wait.
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.05)
-        else:
-            return
+            return False
+        return True
+
+    if not waits.until(attempt, within=within, every=0.05):
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))

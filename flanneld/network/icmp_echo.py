@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import struct
-import time
 from collections.abc import Callable
 
 from flanneld.model import Family, IPAddress
+from flanneld.runtime import clock
+from flanneld.runtime.randomness import random_bytes
 
 _REQUEST: dict[Family, int] = {4: 8, 6: 128}
 _REPLY: dict[Family, int] = {4: 0, 6: 129}
@@ -24,15 +24,15 @@ def ask(target: IPAddress, within: float, is_wanted: Callable[[], bool] = lambda
 
     Raises ``OSError`` if this process may not ask at all.
     """
-    token = os.urandom(_TOKEN_LENGTH)
+    token = random_bytes(_TOKEN_LENGTH)
     with _new_socket(target.version) as connection:
-        began = time.monotonic()
+        began = clock.now()
         try:
             connection.connect((str(target), 0))
             connection.send(request(target.version, token))
         except OSError:
             return None
-        while is_wanted() and (left := began + within - time.monotonic()) > 0:
+        while is_wanted() and (left := began + within - clock.now()) > 0:
             connection.settimeout(min(left, _NAP))
             try:
                 data = connection.recv(_LONGEST)
@@ -41,7 +41,7 @@ def ask(target: IPAddress, within: float, is_wanted: Callable[[], bool] = lambda
             except OSError:  # told by a host on the way
                 return None
             if answers(target.version, data, token, with_header=connection.type == socket.SOCK_RAW):
-                return time.monotonic() - began
+                return clock.now() - began
     return None
 
 

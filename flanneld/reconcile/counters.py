@@ -6,7 +6,6 @@ them is for whoever looks.
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_left
 from collections.abc import Iterable
 from typing import TypeVar
@@ -65,7 +64,7 @@ class Work:
 
     def synced(self) -> None:
         """Tables were read, and what differed was put right, save for what is pending."""
-        self.last_sync = time.time()
+        self.last_sync = clock.wall()
 
     def applied(self, since: float) -> None:
         """News of leases are in the tables; ``since`` is when they came, on the clock of ``clock.now``."""
@@ -112,7 +111,7 @@ class StoreCounters:
     def told(self, number: int, snapshots: int) -> None:
         """The store told so many events, so many of them whole lists; the first list is no news."""
         self.events += number
-        self.last_event = time.time()
+        self.last_event = clock.wall()
         for _ in range(snapshots if self.is_synced else snapshots - 1):
             _count(self.resyncs, "asked" if self.was_asked else "store")
             self.was_asked = False
@@ -134,7 +133,7 @@ def kind_of(resource: Resource) -> str:
 
 def wall(boot: float) -> float:
     """A point on the boot-time clock as seconds since the epoch."""
-    return time.time() + boot - clock.now()
+    return clock.wall() + boot - clock.now()
 
 
 def _count(table: dict[Name, int], name: Name) -> None:

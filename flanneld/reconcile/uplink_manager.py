@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import socket
 from functools import partial
 from typing import Any
@@ -26,6 +25,7 @@ from flanneld.network.rtnetlink.messages import RTN_UNICAST
 from flanneld.network.tun_choice import tun_for
 from flanneld.network.uplink_election import InterfaceChoice, elect, keep
 from flanneld.network.uplink_facts import route_to, survey
+from flanneld.runtime.randomness import random_bytes
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ class UplinkManager:
             stored=stored,
             mac_of=self._mac_of,
             link_to=self._link_to,
-            random_bytes=os.urandom,
+            random_bytes=random_bytes,
             tun_for=lambda network: tun_for(self._kernel, (network, *self._former)),
             identity=self._identity,
             secret=self._services.secret,

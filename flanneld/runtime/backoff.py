@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 
 from msgspec import Struct
+
+from flanneld.runtime import randomness
 
 
 class Backoff(Struct):
@@ -14,7 +15,7 @@ class Backoff(Struct):
     first: float = 0.8
     longest: float = 20.0
     factor: float = 2.0
-    chance: Callable[[], float] = random.random
+    chance: Callable[[], float] = randomness.fraction
     _next: float = 0.0
 
     def pause(self) -> float:

@@ -1,20 +1,71 @@
-"""The clocks: one that a correction of the wall clock cannot move, and the wall clock."""
+"""Clocks of the daemon. A simulator replaces them by one of its own."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """Source of time, in seconds."""
+
+    def now(self) -> float:
+        """Return the time since boot, time in suspend included."""
+        ...
+
+    def wall(self) -> float:
+        """Return the time since the epoch."""
+        ...
+
+    def cpu_time(self) -> float:
+        """Return the time that this thread has computed."""
+        ...
+
+
+class SystemClock:
+    """The kernel's clocks. A correction of the time of day does not move that of ``now``."""
+
+    def now(self) -> float:
+        return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+    def wall(self) -> float:
+        return time.time()
+
+    def cpu_time(self) -> float:
+        return time.thread_time()
+
+
+_clock: Clock = SystemClock()
 
 
 def now() -> float:
-    """Seconds since boot, time in suspend included: what is left of a lease runs on while a host sleeps."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
-
-
-def cpu_time() -> float:
-    """Seconds that this thread has computed."""
-    return time.thread_time()
+    """Return seconds since boot, time in suspend included: a lease runs on while a host sleeps."""
+    return _clock.now()
 
 
 def wall() -> float:
-    """Seconds since 1970, for comparison with times that the kernel tells. Anybody may set this clock."""
-    return time.time()
+    """Return seconds since the epoch, for people and for other programs."""
+    return _clock.wall()
+
+
+def utc_text(seconds: float) -> str:
+    """Return a time since the epoch as RFC 3339 has it, in UTC."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
+
+
+@contextmanager
+def replaced(clock: Clock) -> Iterator[None]:
+    """Run the block on another clock."""
+    global _clock
+    before, _clock = _clock, clock
+    try:
+        yield
+    finally:
+        _clock = before
+
+
+def cpu_time() -> float:
+    """Return seconds that this thread has computed."""
+    return _clock.cpu_time()

@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 #: One connection's share of the work: yields the event to wait for (``select.POLLIN`` or ``POLLOUT``), and
 #: ends with the connection. It may be resumed without the event, so it must not block.
 Conversation = Iterator[int]
+#: Yielded to wait until the other side takes more.
+WRITABLE = select.POLLOUT
 
 #: Seconds to wait when there is no file descriptor for a connection: it stays in the queue meanwhile.
 _STARVED = 0.1

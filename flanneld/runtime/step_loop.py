@@ -15,7 +15,9 @@ _IDLE = 30.0
 
 
 class StepLoop:
-    """Calls ``step(now)``, which returns when it wants to be called again, in seconds on ``clock.now``.
+    """Thread's part of a stepped machine: it waits between two steps.
+
+    ``step(now)`` returns when it wants to be called again, in seconds on ``clock.now``.
 
     ``sources`` are file descriptors that end the wait as well; they are asked for before each wait.
     """
@@ -23,11 +25,12 @@ class StepLoop:
     def __init__(
         self,
         step: Callable[[float], float],
-        sources: Callable[[], Iterable[int]],
+        sources: Callable[[], Iterable[int]] = tuple,
         *,
         stop: threading.Event,
         heartbeat: Callable[[float], None],
     ) -> None:
+        self._wake = -1
         self._step = step
         self._sources = sources
         self._stop = stop
@@ -39,6 +42,11 @@ class StepLoop:
         while not self._stop.is_set():
             self._heartbeat(4 * _IDLE)
             self._sleep_until(self._step(clock.now()))
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        # An argument, for at the end of the process the module has lost its names.
+        if self._wake >= 0:
+            close(self._wake)
 
     def cancel(self) -> None:
         """End the wait. From any thread."""

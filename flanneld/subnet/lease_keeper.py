@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
+from collections import deque
 from collections.abc import Callable
-from queue import Empty, SimpleQueue
 
 from msgspec.structs import replace
 
@@ -15,6 +16,7 @@ from flanneld.model import Added, Event, Lease, LeaseAttrs, Removed, Snapshot
 from flanneld.runtime import clock
 from flanneld.runtime.backoff import Backoff
 from flanneld.runtime.outage import Outage
+from flanneld.runtime.step_loop import StepLoop
 from flanneld.subnet.manager import SubnetManager
 
 log = logging.getLogger(__name__)
@@ -31,8 +33,8 @@ CONTEST_SPACING = 2.0
 PEACE = 600.0
 #: What may pass between a write and its coming back to us, when telling a full term from a shorter one.
 _TRAVEL = 60.0
-#: The clock of the wait stands still while the host sleeps, that of the lease does not.
-_LONGEST_SLEEP = 60.0
+#: Seconds between two writes of what somebody keeps changing back, at most.
+_LONGEST_SPACING = 60.0
 #: Whatever the store grants, we do not spin.
 _SHORTEST_TERM = 1.0
 
@@ -57,33 +59,34 @@ class LeaseKeeper:
         written: Callable[[Lease], None] = lambda _lease: None,
         lost: Callable[[], None] = lambda: None,
         probation: float = PROBATION,
-        now: Callable[[], float] = clock.now,
     ) -> None:
         self._manager = manager
         self._lease = lease
         self._margin = margin
         self._stop = stop
-        self._heartbeat = heartbeat
+        self._loop = StepLoop(self.step, stop=stop, heartbeat=heartbeat)
         self._revoked = revoked
         self._contested = contested
         self._written = written
         self._lost = lost
         self._probation = probation
-        self._now = now
-        self._taken_at = now()
+        self._taken_at = clock.now()
         self._term = None if lease.expires is None else lease.expires - self._taken_at
         self._renewed_at = 0.0
         self._retry_at: float | None = None
         #: The store tells the peers other attributes than ours.
         self._misrepresented = False
         #: How long to leave what somebody undoes who is no rival, and until when that is a quarrel.
-        self._undone = Backoff(first=CONTEST_SPACING, longest=_LONGEST_SLEEP)
+        self._undone = Backoff(first=CONTEST_SPACING, longest=_LONGEST_SPACING)
         self._quarrel_end = 0.0
         self._is_quarrel = False
-        self._event_queue: SimpleQueue[Event | LeaseAttrs | None] = SimpleQueue()
+        #: The contest that we lost, and when to end because of it.
+        self._lost_to: Fatal | None = None
+        self._end_at = math.inf
+        self._inbox: deque[Event | LeaseAttrs] = deque()
         self._once = Once()
         self._outage = Outage(
-            log, f"Cannot renew the lease {lease}", f"The lease {lease} could be renewed again", now
+            log, f"Cannot renew the lease {lease}", f"The lease {lease} could be renewed again"
         )
 
     @property
@@ -93,77 +96,83 @@ class LeaseKeeper:
 
     def announce(self, attrs: LeaseAttrs) -> None:
         """Tell the peers what we are now. From any thread."""
-        self._event_queue.put(attrs)
+        self._inbox.append(attrs)
+        self._loop.cancel()
 
     def deliver(self, events: list[Event]) -> None:
         """What the store says about our lease. From any thread."""
-        for event in events:
-            self._event_queue.put(event)
+        self._inbox.extend(events)
+        self._loop.cancel()
 
     def cancel(self) -> None:
-        self._event_queue.put(None)
+        """End the wait of ``run``. From any thread."""
+        self._loop.cancel()
 
     def run(self) -> None:
-        while not self._stop.is_set():
-            self._heartbeat(2 * _LONGEST_SLEEP)
-            item = self._next()
-            if item is not None:
-                self._take(item)
-            if not self._stop.is_set() and self._now() >= self._due():
-                self._renew()
+        """Step until ``stop`` is set."""
+        self._loop.run()
 
-    def _next(self) -> Event | LeaseAttrs | None:
-        left = min(max(0.0, self._due() - self._now()), _LONGEST_SLEEP)
-        try:
-            return self._event_queue.get(timeout=left)
-        except Empty:
-            return None
+    def step(self, now: float) -> float:
+        """Take one thing that has come, and renew if it is time; return when to step again."""
+        if self._lost_to is not None:
+            if now >= self._end_at:
+                raise self._lost_to
+            return self._end_at
+        if self._inbox:
+            self._take(self._inbox.popleft(), now)
+        if self._stop.is_set():
+            return math.inf
+        if now >= self._due():
+            self._renew()
+        return now if self._inbox else self._due()
 
     def _due(self) -> float:
         """When to renew, at once if that is past; never for a reservation."""
+        if self._lost_to is not None:
+            return self._end_at
         if self._retry_at is not None:
             return self._retry_at
         if self._lease.expires is None:
-            return float("inf")
+            return math.inf
         return max(self._lease.expires - self._margin, self._renewed_at + _SHORTEST_TERM)
 
-    def _take(self, item: Event | LeaseAttrs) -> None:
+    def _take(self, item: Event | LeaseAttrs, now: float) -> None:
         match item:
             case LeaseAttrs():
                 if item != self._lease.attrs:
                     self._lease = replace(self._lease, attrs=item)
-                    self._correct(spacing=0.0)
+                    self._correct(now, spacing=0.0)
             case Added(lease):
-                self._heard(lease)
+                self._heard(lease, now)
             case Removed():
                 log.error("Our lease %s was revoked", self._lease)
                 self._revoked()
             case Snapshot():
                 raise TypeError("a watch of one lease delivers no snapshot")
 
-    def _heard(self, lease: Lease) -> None:
+    def _heard(self, lease: Lease, now: float) -> None:
         """What is in our lease now. Older news than our own last write is stale."""
         if lease.asof < self._lease.asof:
             return
-        if self._is_a_nodes_write(lease) and (lease.asof > self._lease.asof or not self._contested):
-            (self._contest if self._contested else self._put_right)(lease)
+        if self._is_a_nodes_write(lease, now) and (lease.asof > self._lease.asof or not self._contested):
+            (self._contest if self._contested else self._put_right)(lease, now)
             return
         self._lease = replace(self._lease, expires=lease.expires, asof=lease.asof)
 
-    def _is_a_nodes_write(self, lease: Lease) -> bool:
+    def _is_a_nodes_write(self, lease: Lease, now: float) -> bool:
         """An operator may change how long our lease lasts; only a node writes attributes or a full term."""
         if lease.attrs != self._lease.attrs:
             return True
         if lease.expires is None or self._term is None:
             return False
-        return lease.expires - self._now() > self._term - _TRAVEL
+        return lease.expires - now > self._term - _TRAVEL
 
-    def _put_right(self, lease: Lease) -> None:
+    def _put_right(self, lease: Lease, now: float) -> None:
         """Somebody who is no rival changed what our lease says, perhaps a program that always will."""
         self._lease = replace(self._lease, asof=lease.asof)
         if self._misrepresented:
             return
-        self._is_quarrel = self._now() < self._quarrel_end
+        self._is_quarrel = now < self._quarrel_end
         if not self._is_quarrel:
             self._undone.reset()
             log.warning(
@@ -171,27 +180,27 @@ class LeaseKeeper:
                 " keeps changing it back"
             )
         spacing = self._undone.pause()
-        self._correct(spacing=spacing)
-        self._quarrel_end = self._now() + spacing + PEACE
+        self._correct(now, spacing=spacing)
+        self._quarrel_end = now + spacing + PEACE
 
-    def _contest(self, lease: Lease) -> None:
+    def _contest(self, lease: Lease, now: float) -> None:
         """Another node took our lease, by our public IP; the one that has had it longer keeps it."""
         problem = f"another node writes itself into our lease {lease}: {lease.attrs}"
         remedy = "give each node its own address with --public-ip"
-        if self._now() - self._taken_at < self._probation:
+        if now - self._taken_at < self._probation:
             log.error("%s; %s; yielding to it", problem, remedy)
             self._lost()
             # Restarted at once, we would find the other one on probation, and both would take turns.
-            self._stop.wait(self._probation)
-            raise Fatal(problem, remedy)
+            self._lost_to, self._end_at = Fatal(problem, remedy), now + self._probation
+            return
         self._once.warn(log, "contest", f"{problem}; keeping it; {remedy}")
         self._lease = replace(self._lease, asof=lease.asof)
-        self._correct(spacing=CONTEST_SPACING)
+        self._correct(now, spacing=CONTEST_SPACING)
 
-    def _correct(self, *, spacing: float) -> None:
+    def _correct(self, now: float, *, spacing: float) -> None:
         """Write our attributes at once, but so many seconds after the last time."""
         self._misrepresented = True
-        self._retry_at = max(self._now(), self._renewed_at + spacing)
+        self._retry_at = max(now, self._renewed_at + spacing)
 
     def _renew(self) -> None:
         try:
@@ -199,11 +208,11 @@ class LeaseKeeper:
         except Retryable as reason:
             self._outage.failed(reason)
             pause = ANNOUNCE_RETRY if self._misrepresented else RENEW_RETRY
-            self._retry_at = self._now() + max(pause, reason.retry_after)
+            self._retry_at = clock.now() + max(pause, reason.retry_after)
             return
         self._written(renewed)
         self._lease = renewed
-        self._renewed_at = self._now()
+        self._renewed_at = clock.now()
         self._retry_at = None
         self._misrepresented = False
         if not self._outage.over():

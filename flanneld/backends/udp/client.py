@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import socket
 import sys
 from collections.abc import Iterable
@@ -14,6 +13,7 @@ from msgspec import Struct
 from flanneld.backends.udp import control, rendezvous
 from flanneld.backends.udp.resources import Pump
 from flanneld.errors import Retryable
+from flanneld.runtime import waits
 
 if TYPE_CHECKING:
     import subprocess
@@ -233,10 +233,8 @@ def succeed(tun: str) -> list[control.Entry]:
 def _said_by(process: subprocess.Popen[str]) -> list[str]:
     """The lines that a new process writes before it closes its output, or ends."""
     assert process.stdout
-    poll = select.poll()
-    poll.register(process.stdout, select.POLLIN)
     with process.stdout as output:
-        if poll.poll(1000 * _START_PATIENCE):
+        if waits.readable(output.fileno(), _START_PATIENCE):
             return output.read().split("\n")[:-1]
     process.kill()
     return [f"it was not ready after {_START_PATIENCE:g} s"]

@@ -16,6 +16,7 @@ from contextlib import closing
 
 from flanneld.backends.udp import control
 from flanneld.network.rtnetlink.netlink import NetlinkSocket, attributes, unpack
+from flanneld.runtime.randomness import random_bytes
 
 _NETLINK_SOCK_DIAG, _SOCK_DIAG_BY_FAMILY = 4, 20
 #: Family, protocol, states, inode, what to show, cookie.
@@ -55,7 +56,7 @@ def listen(tun: str) -> socket.socket:
 
 def listen_elsewhere(tun: str) -> socket.socket:
     """Listen under another name, because that one is taken. Raises ``OSError`` if nobody would find it."""
-    name = f"{address_of(tun)}/{os.urandom(8).hex()}"
+    name = f"{address_of(tun)}/{random_bytes(8).hex()}"
     listener = _listen(name)
     if name not in addresses_of(tun):
         reason = f"`ss -xlp` names the process that poses as the pump of {tun} and has to be stopped"

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 from collections.abc import Iterator, Sequence
 
 from flanneld.backends.udp import rendezvous
 from flanneld.backends.udp.client import Client, NoPump, Running, Silent
 from flanneld.backends.udp.resources import PUMP_PEERS, PUMPS, Pump, PumpPeer
 from flanneld.backends.udp.watchdog import ProxyWatchdog
-from flanneld.runtime import clock
+from flanneld.runtime import clock, waits
 from flanneld.state.report import Failure, Report
 from flanneld.state.resources import LINKS, Resource
 from flanneld.state.table import Changes, Put, Scope, Seen
@@ -81,11 +80,7 @@ class PumpTable:
 
     def changes(self) -> list[Changes]:
         source = self.fileno()
-        if source < 0:
-            return []
-        poll = select.poll()
-        poll.register(source, select.POLLIN)
-        if not poll.poll(0):
+        if source < 0 or not waits.readable(source, 0):
             return []
         log.warning("The packet pump has ended: %s", self._client.news())
         return [Changes()]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import signal
 import socket
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from flanneld.backends.udp import control, rendezvous
-from flanneld.runtime import clock
+from flanneld.runtime import clock, waits
 
 log = logging.getLogger(__name__)
 
@@ -75,9 +74,7 @@ def end(pidfd: int) -> None:
     """Kill a process and wait until it has gone, so that what it held is free."""
     with suppress(ProcessLookupError, PermissionError):
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    poll.poll(1000 * _END_PATIENCE)
+    waits.readable(pidfd, _END_PATIENCE)
 
 
 class ProxyWatchdog:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from msgspec.structs import replace
 
@@ -27,7 +28,7 @@ from flanneld.model import (
     is_same_node,
     name_of,
 )
-from flanneld.runtime import clock
+from flanneld.runtime import clock, threads, waits
 from flanneld.subnet.allocation import fits
 from flanneld.subnet.etcd.http import NoSuchApi
 from flanneld.subnet.etcd.keys import NoConfig, Position
@@ -130,7 +131,7 @@ class EtcdOfBoth:
         raise Retryable(f"other nodes were quicker {TRIES} times in a row", "nothing to do but wait")
 
     def renew(self, lease: Lease) -> Lease:
-        if self._own.missing and self._closed.wait(GRACE):
+        if self._own.missing and waits.pause(self._closed, GRACE):
             raise Cancelled
         problems: list[Retryable] = []
         with self._own_lock:
@@ -285,7 +286,6 @@ class EtcdOfBoth:
     def _watch_all(self, watch: _Watch, alive: Callable[[], None]) -> None:
         """Watch each API in a thread; what fails in one of them ends all."""
         beats = {side.api: clock.now() for side in self._sides}
-        failures: list[BaseException] = []
 
         def beat(api: str) -> None:
             beats[api] = now = clock.now()
@@ -293,20 +293,9 @@ class EtcdOfBoth:
                 alive()
 
         def run(side: EtcdManager) -> None:
-            try:
-                watch(side, lambda: beat(side.api))
-            except BaseException as failure:
-                failures.append(failure)
-                self.close()
+            watch(side, lambda: beat(side.api))
 
-        first, *others = self._sides
-        threads = [threading.Thread(target=run, args=(side,), daemon=True) for side in others]
-        for thread in threads:
-            thread.start()
-        run(first)
-        for thread in threads:
-            thread.join()
-        raise next((each for each in failures if not isinstance(each, Cancelled)), Cancelled())
+        threads.run_together([partial(run, side) for side in self._sides], self.close)
 
     def _warn_of_disputes(self, union: LeaseUnion) -> None:
         for one, other in union.disputes():

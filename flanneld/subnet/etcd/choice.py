@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -12,6 +11,7 @@ from urllib.parse import quote
 from flanneld.config import Config
 from flanneld.errors import Retryable
 from flanneld.model import IPAddress, Lease, LeaseAttrs, LeaseKey
+from flanneld.runtime import randomness
 from flanneld.subnet.etcd.endpoints import EtcdOptions, Server, Servers
 from flanneld.subnet.etcd.http import NoSuchApi, Request, Useless
 from flanneld.subnet.etcd.keys import Client, NoConfig, NotFound
@@ -27,7 +27,7 @@ def open_etcd(
     options: EtcdOptions,
     api: str = "auto",
     timeouts: Timeouts | None = None,
-    randrange: Callable[[int], int] = random.randrange,
+    randrange: Callable[[int], int] = randomness.randrange,
 ) -> SubnetManager:
     """The store in an API of etcd, "v2" or "v3", in "both", or in whichever has the network config.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import ssl
 from base64 import b64encode
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from urllib.parse import unquote, urlsplit
 from msgspec import Struct
 
 from flanneld.errors import Fatal
+from flanneld.runtime import randomness
 
 #: Reorders a list in place, as ``random.shuffle`` does.
 Shuffle = Callable[[list[Any]], None]
@@ -69,7 +69,7 @@ class Servers:
     last. Connects to nothing. Raises ``Fatal`` for endpoints or TLS files that cannot be used.
     """
 
-    def __init__(self, options: EtcdOptions, shuffle: Shuffle = random.shuffle) -> None:
+    def __init__(self, options: EtcdOptions, shuffle: Shuffle = randomness.shuffle) -> None:
         servers = [_server(url, number, options) for number, url in enumerate(options.endpoints, 1)]
         schemes = {server.scheme for server in servers}
         if len(schemes) != 1:

@@ -145,15 +145,15 @@ class Watcher(Protocol):
         """For reading what is there."""
         ...
 
-    def wait(self, after: Position) -> Changes:
-        """The next changes after a position, or none after a while.
+    def read(self, after: Position) -> Changes:
+        """Wait for the next changes after a position, or return none after a while.
 
         Raises ``ListAgain`` when what happened since then cannot be had.
         """
         ...
 
     def reread(self) -> None:
-        """Let ``wait``, now or when it is called next, raise ``ListAgain``. May be called from any thread."""
+        """Let ``read``, now or when it is called next, raise ``ListAgain``. May be called from any thread."""
         ...
 
     def reconnect(self) -> None: ...
@@ -161,7 +161,7 @@ class Watcher(Protocol):
     def cut(self) -> None: ...
 
     def close(self) -> None:
-        """Give up the connection; for the thread that waits."""
+        """Give up the connection; for the thread that reads."""
         ...
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import posixpath
-import random
 import threading
 from collections.abc import Callable
 from ipaddress import IPv4Network, IPv6Network
@@ -34,12 +33,13 @@ from flanneld.model import (
     name_of,
     overlap,
 )
-from flanneld.runtime import clock
+from flanneld.runtime import clock, randomness
+from flanneld.runtime.step_loop import StepLoop
 from flanneld.subnet.allocation import choose, fits
 from flanneld.subnet.codec import format_attrs
 from flanneld.subnet.etcd.keys import Client, Conflict, NotFound, Position, Reply
 from flanneld.subnet.etcd.leases import LeaseReader, Listing, node_address
-from flanneld.subnet.etcd.watch import Follower, News, Start
+from flanneld.subnet.etcd.watch import KeyWatchMachine
 from flanneld.subnet.manager import NO_FACTS, Deliver, IsSelf, LocalFacts
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class EtcdManager:
         store: str,
         *,
         pause_time: float,
-        randrange: Callable[[int], int] = random.randrange,
+        randrange: Callable[[int], int] = randomness.randrange,
         is_elsewhere: Callable[[str], bool] = lambda _: False,
     ) -> None:
         root = client.root(prefix)
@@ -84,8 +84,8 @@ class EtcdManager:
         self._is_elsewhere = is_elsewhere
         self._once = Once()
         self._lock = threading.Lock()
-        self._is_closed = False
-        self._followers: set[Follower] = set()
+        self._closed = threading.Event()
+        self._watches: dict[KeyWatchMachine, StepLoop] = {}
         #: The leases as last read: for us until we write ourselves, and for a watch to start from.
         self._known: Listing | None = None
         self._unwatched: Listing | None = None
@@ -159,19 +159,36 @@ class EtcdManager:
         raise Retryable(f"the lease {lease} changes all the time", "give each node its own -public-ip")
 
     def watch(self, deliver: Deliver, alive: Callable[[], None]) -> None:
+        def beat(_within: float) -> None:
+            self._reader.complain()
+            alive()
+
+        self._run(self.watch_machine(deliver), beat)
+
+    def watch_machine(self, deliver: Deliver) -> KeyWatchMachine:
+        """Return what ``watch`` steps."""
+
         def start(client: Client) -> tuple[list[Event], Position]:
             listing, self._unwatched = self._unwatched, None
             if listing is None or not listing.is_fresh():
                 listing = self._reader.read_all(client)
             return [listing.snapshot()], listing.at
 
-        def beat() -> None:
-            self._reader.complain()
-            alive()
-
-        self._follow(self._reader.path, start, self._reader.news, deliver, beat, recursive=True)
+        return KeyWatchMachine(
+            self._requests,
+            self._reader.path,
+            start,
+            self._reader.news,
+            deliver,
+            recursive=True,
+            pause_time=self._pause_time,
+        )
 
     def watch_own(self, lease: Lease, deliver: Deliver, alive: Callable[[], None]) -> None:
+        self._run(self.own_watch_machine(lease, deliver), lambda _within: alive())
+
+    def own_watch_machine(self, lease: Lease, deliver: Deliver) -> KeyWatchMachine:
+        """Return what ``watch_own`` steps."""
         path = self._reader.key_of(lease.key)
 
         def start(client: Client) -> tuple[list[Event], Position]:
@@ -188,62 +205,59 @@ class EtcdManager:
             # Garbage in our own lease is as foreign as another node's attributes.
             return [Added(Lease(LeaseAttrs(), *lease.key, asof=reply.node.modified))]
 
-        self._follow(path, start, news, deliver, alive, recursive=False)
+        return KeyWatchMachine(
+            self._requests, path, start, news, deliver, recursive=False, pause_time=self._pause_time
+        )
 
     def reread(self) -> None:
         with self._lock:
-            for follower in self._followers:
-                follower.reread()
+            for machine in self._watches:
+                machine.reread()
 
     @property
     def problem(self) -> Retryable | None:
         """Why a watch fails now."""
         with self._lock:
-            return next((each.problem for each in self._followers if each.problem), None)
+            return next((each.problem for each in self._watches if each.problem), None)
 
     def reconnect(self) -> None:
         with self._lock:
             self._requests.reconnect()
-            for follower in self._followers:
-                follower.reconnect()
+            for machine in self._watches:
+                machine.reconnect()
 
     def close(self) -> None:
         with self._lock:
-            self._is_closed = True
-            for follower in self._followers:
-                follower.cut()
+            self._closed.set()
+            for machine, loop in self._watches.items():
+                machine.cut()
+                loop.cancel()
             self._requests.cut()
 
     # ---- reading -----------------------------------------------------------------------------
 
     def _list(self) -> Listing:
-        if self._is_closed:
+        if self._closed.is_set():
             raise Cancelled
         listing = self._known
         if listing is None or not listing.is_fresh():
             listing = self._known = self._unwatched = self._reader.read_all(self._requests)
         return listing
 
-    def _follow(
-        self,
-        path: str,
-        start: Start,
-        news: News,
-        deliver: Deliver,
-        alive: Callable[[], None],
-        *,
-        recursive: bool,
-    ) -> None:
-        follower = Follower(self._requests, path, recursive=recursive, pause_time=self._pause_time)
+    def _run(self, machine: KeyWatchMachine, heartbeat: Callable[[float], None]) -> None:
+        """Step a watch until ``close`` (raises ``Cancelled``)."""
+        loop = StepLoop(machine.step, stop=self._closed, heartbeat=heartbeat)
         with self._lock:
-            if self._is_closed:
+            if self._closed.is_set():
                 raise Cancelled
-            self._followers.add(follower)
+            self._watches[machine] = loop
         try:
-            follower.run(start, news, deliver, alive)
+            loop.run()
+            raise Cancelled
         finally:
+            machine.close()
             with self._lock:
-                self._followers.discard(follower)
+                del self._watches[machine]
 
     # ---- acquiring ---------------------------------------------------------------------------
 

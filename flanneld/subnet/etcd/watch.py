@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import threading
+import math
 from collections.abc import Callable
 
 from flanneld.compat.glog import V
-from flanneld.errors import Cancelled, Retryable
+from flanneld.errors import Retryable
 from flanneld.model import Event
 from flanneld.runtime import clock
 from flanneld.runtime.outage import Outage, Pace
@@ -22,9 +22,10 @@ Start = Callable[[Client], tuple[list[Event], Position]]
 News = Callable[[Reply], list[Event]]
 
 
-class Follower:
-    """Watches a key, or all keys in a directory if ``recursive``.
+class KeyWatchMachine:
+    """Watches a key, or all keys in a directory if ``recursive``, step by step.
 
+    ``start`` reads everything, ``news`` understands a change, ``deliver`` takes the events of both.
     After each loss of etcd ``start`` reads everything again. Neither a revision nor the cluster's ID tells
     whether etcd was restored from a backup meanwhile: its history may have overtaken ours, and a cluster that
     is restored with the same member URLs and token has the same ID.
@@ -33,20 +34,67 @@ class Follower:
     line a minute, and its end.
     """
 
-    def __init__(self, client: Client, path: str, *, recursive: bool, pause_time: float) -> None:
+    def __init__(
+        self,
+        client: Client,
+        path: str,
+        start: Start,
+        news: News,
+        deliver: Deliver,
+        *,
+        recursive: bool,
+        pause_time: float,
+    ) -> None:
         self._outage = Outage(log, f"Watching {path}", f"Watching {path}: etcd is back")
         self._rereads = Pace()
         self._watcher = client.watcher(path, recursive=recursive, contact=self._outage.answered)
+        self._start = start
+        self._news = news
+        self._deliver = deliver
         self._pause_time = pause_time
         self._path = path
-        self._stop = threading.Event()
+        #: How far the history is known; None when everything has to be read.
+        self._at: Position | None = None
+        self._list_not_before = -math.inf
+        self._not_before = -math.inf
 
-    def run(self, start: Start, news: News, deliver: Deliver, alive: Callable[[], None]) -> None:
-        """Deliver what ``start`` and then ``news`` say, until ``cut`` (raises ``Cancelled``)."""
+    def step(self, now: float) -> float:
+        """Read everything, or wait for the next change; return when to step again.
+
+        Raises ``Cancelled`` after ``cut``.
+        """
+        due = self._due()
+        if now < due:
+            return due
+        events: list[Event] = []
         try:
-            self._run(start, news, deliver, alive)
-        finally:
-            self._watcher.close()
+            if self._at is None:
+                self._list_not_before = now + self._pause_time
+                events, self._at = self._start(self._watcher.client)
+            else:
+                events, self._at = self._read(self._at, now)
+        except ListAgain as reason:
+            if self._rereads.allows(str(reason)):
+                level = V(1) if isinstance(reason, Unsure) else logging.WARNING
+                log.log(level, "Watching %s: %s; reading everything again", self._path, reason)
+            self._at = None
+        except Retryable as problem:
+            self._outage.failed(problem)
+            self._at = None
+            self._not_before = clock.now() + self._pause_time
+        if events:
+            self._deliver(events)
+        return self._due()
+
+    @property
+    def listens(self) -> bool:
+        """Return True if the next step waits for a change, False if it asks for something."""
+        return self._at is not None
+
+    @property
+    def problem(self) -> Retryable | None:
+        """Why it failed when etcd was asked last, None if it did not. From any thread."""
+        return self._outage.problem
 
     def reread(self) -> None:
         """Begin with ``start`` again. May be called from any thread."""
@@ -57,49 +105,20 @@ class Follower:
         self._watcher.reconnect()
 
     def cut(self) -> None:
-        """End ``run`` at once. May be called from any thread, repeatedly."""
-        self._stop.set()
+        """Let ``step`` raise ``Cancelled``, at once. May be called from any thread, repeatedly."""
         self._watcher.cut()
 
-    def _run(self, start: Start, news: News, deliver: Deliver, alive: Callable[[], None]) -> None:
-        at: Position | None = None
-        started = -self._pause_time
-        while True:
-            alive()
-            events: list[Event] = []
-            try:
-                if at is None:
-                    self._pause_since(started)
-                    started = clock.now()
-                    events, at = start(self._watcher.client)
-                else:
-                    events, at = self._poll(at, news)
-            except ListAgain as reason:
-                if self._rereads.allows(str(reason)):
-                    level = V(1) if isinstance(reason, Unsure) else logging.WARNING
-                    log.log(level, "Watching %s: %s; reading everything again", self._path, reason)
-                at = None
-            except Retryable as problem:
-                self._outage.failed(problem)
-                at = None
-                self._pause_since(clock.now())
-            if events:
-                deliver(events)
+    def close(self) -> None:
+        """Give up the connection; for the thread that steps."""
+        self._watcher.close()
 
-    def _poll(self, at: Position, news: News) -> tuple[list[Event], Position]:
-        asked = clock.now()
-        changes = self._watcher.wait(at)
+    def _read(self, at: Position, now: float) -> tuple[list[Event], Position]:
+        changes = self._watcher.read(at)
         self._outage.over()
         if not changes.replies:
-            self._pause_since(asked)
-        return [event for reply in changes.replies for event in news(reply)], changes.at
+            self._not_before = now + self._pause_time
+        return [event for reply in changes.replies for event in self._news(reply)], changes.at
 
-    def _pause_since(self, begin: float) -> None:
-        """Wait until the pause that began then is over. Nothing is done more often than that in vain."""
-        if self._stop.wait(max(0.0, begin + self._pause_time - clock.now())):
-            raise Cancelled
-
-    @property
-    def problem(self) -> Retryable | None:
-        """Why it failed when etcd was asked last, None if it did not. From any thread."""
-        return self._outage.problem
+    def _due(self) -> float:
+        """Nothing is done in vain more often than ``pause_time`` allows."""
+        return max(self._not_before, self._list_not_before if self._at is None else -math.inf)

@@ -6,8 +6,8 @@ import json
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from functools import partial
 from http.client import HTTPException
 from typing import Any
 from urllib.parse import quote, urlencode
@@ -73,6 +73,20 @@ class Expired(Retryable):
     """What we know is too old to go on from (410 Gone): everything has to be read again."""
 
 
+class ApiStream:
+    """A watch that the server has begun, for the thread that began it."""
+
+    def __init__(self, read: Callable[[], bytes], close: Callable[[], None]) -> None:
+        self.read = read
+        self._close: Callable[[], None] | None = close
+
+    def close(self) -> None:
+        """Give up the connection."""
+        close, self._close = self._close, None
+        if close is not None:
+            close()
+
+
 class Api:
     """Requests of one thread at a time over one connection: whoever watches needs one of its own.
 
@@ -100,27 +114,29 @@ class Api:
     def post(self, path: str, obj: Mapping[str, Any]) -> dict[str, Any]:
         return self._ask("POST", path, json.dumps(obj), "application/json")
 
-    @contextmanager
-    def watch(self, path: str, **query: str) -> Iterator[Iterator[bytes]]:
-        """A watch that the server has begun: its pieces, until the server or the connection ends it.
-
-        Silence ends it with ``Expired``, a lost connection with ``BrokenOff``.
-        """
-        with self._turn:
+    def watch(self, path: str, **query: str) -> ApiStream:
+        """Begin a watch. Until it is closed, no other request can be made."""
+        self._turn.acquire()
+        try:
             response = self._send("GET", _target(path, query))
-            if response.connection and response.connection.sock:
-                response.connection.sock.settimeout(self._timeouts.silence)
-            try:
-                with response:
-                    yield self._pieces(response)
-            finally:
-                self._hang_up()
+        except BaseException:
+            self._turn.release()
+            raise
+        if response.connection and response.connection.sock:
+            response.connection.sock.settimeout(self._timeouts.silence)
+        return ApiStream(partial(self._read_piece, response), partial(self._end_watch, response))
 
-    def _pieces(self, response: Any) -> Iterator[bytes]:
+    def _end_watch(self, response: Any) -> None:
+        try:
+            response.close()
+        finally:
+            self._hang_up()
+            self._turn.release()
+
+    def _read_piece(self, response: Any) -> bytes:
         try:
             # Not stream(), which waits for 64 KiB unless each event comes as a chunk of its own.
-            while piece := response.read1(_PIECE):
-                yield piece
+            piece: bytes = response.read1(_PIECE)
         except ReadTimeoutError:
             # A version that the server has yet to reach, as after a restored backup, also meets silence.
             raise Expired(f"the watch was silent for {self._timeouts.silence:g} s") from None
@@ -128,6 +144,7 @@ class Api:
             self._line.check()
             log.log(V(2), "A watch broke off: %s: %s", type(error).__name__, error)
             raise BrokenOff("the connection of the watch was lost") from None
+        return piece
 
     def reconnect(self) -> None:
         """Give up the connection of now: it may lead nowhere any more. May be called from any thread."""

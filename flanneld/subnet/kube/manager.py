@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from ipaddress import IPv4Address, IPv6Address
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from flanneld.errors import Cancelled, Fatal, NoAnswer, Refused, Retryable
 from flanneld.model import FAMILIES, Cached, Event, Family, IPAddress, Lease, LeaseAttrs, LeaseKey
 from flanneld.runtime import clock
 from flanneld.runtime.backoff import Backoff
+from flanneld.runtime.step_loop import StepLoop
 from flanneld.subnet.kube.access import Access
 from flanneld.subnet.kube.api import Api, Refusal, Timeouts
 from flanneld.subnet.kube.nodes import Node, NodeReader, announced, full_prefix, own_key, own_public_ip
@@ -27,7 +29,7 @@ from flanneld.subnet.kube.own import OwnNode
 from flanneld.subnet.kube.state import Saved, State
 from flanneld.subnet.kube.table import NodeTable
 from flanneld.subnet.kube.upkeep import Upkeep
-from flanneld.subnet.kube.watch import Follower
+from flanneld.subnet.kube.watch import NodeWatchMachine
 from flanneld.subnet.manager import NO_FACTS, Deliver, LocalFacts
 
 __all__ = ["KubeManager", "KubeOptions"]
@@ -68,6 +70,7 @@ class KubeManager:
         environ: Mapping[str, str],
         timeouts: Timeouts | None = None,
         make_backoff: Callable[[], Backoff] = Backoff,
+        open_api: Callable[[Access, Timeouts], Api] = Api,
     ) -> None:
         if not environ.get("NODE_NAME") and not (environ.get("POD_NAME") and environ.get("POD_NAMESPACE")):
             raise Fatal(
@@ -78,14 +81,15 @@ class KubeManager:
         self._state = State(options.state_dir, environ.get("NODE_NAME", ""))
         self._reader = NodeReader(full_prefix(options.annotation_prefix))
         self._access = Access(options.api_url, options.kubeconfig, environ)
-        self._timeouts = timeouts or Timeouts()
+        self._open_api = partial(open_api, self._access, timeouts or Timeouts())
         self._make_backoff = make_backoff
-        self._requests = Api(self._access, self._timeouts)
+        self._requests = self._open_api()
         self._own_node = OwnNode(self._requests, self._reader, environ)
         self._once = Once()
         self._lock = threading.Lock()
-        self._is_closed = False
-        self._follower: Follower | None = None
+        self._closed = threading.Event()
+        #: The watch of all nodes, and the loop that steps it.
+        self._watching: tuple[NodeWatchMachine, StepLoop] | None = None
         self._config: Config | None = None
         #: Our node, and when it was read.
         self._read: tuple[float, Node] | None = None
@@ -155,34 +159,46 @@ class KubeManager:
         return lease
 
     def watch(self, deliver: Deliver, alive: Callable[[], None] = _nothing) -> None:
-        member = self._joined()
-        if self._saved is not None:
-            deliver(member.saved(self._saved))
-        self._follow(member, deliver, alive)
+        self._run(self.watch_machine(deliver, alive), alive)
 
     def watch_node(self, alive: Callable[[], None]) -> None:
         member = self._joined()
-        self._follow(member, _ignore, alive, only=member.name)
+        make = partial(NodeWatchMachine, only=member.name)
+        self._run(make(self._open_api(), self._reader, member, self._make_backoff, _ignore, alive), alive)
 
-    def _follow(
-        self, member: _Member, deliver: Deliver, alive: Callable[[], None], *, only: str = ""
-    ) -> None:
-        self._watching = Api(self._access, self._timeouts)
-        follower = Follower(self._watching, self._reader, member, self._make_backoff, only=only)
-        with self._lock:
-            if self._is_closed:
-                raise Cancelled
-            self._follower = follower
+    def _run(self, machine: NodeWatchMachine, alive: Callable[[], None]) -> None:
+        """Step a watch until ``close`` (raises ``Cancelled``)."""
+        member = self._joined()
 
-        def beat() -> None:
+        def beat(_within: float) -> None:
             member.complain()
             alive()
 
-        follower.run(deliver, beat)
+        loop = StepLoop(machine.step, stop=self._closed, heartbeat=beat)
+        with self._lock:
+            if self._closed.is_set():
+                raise Cancelled
+            self._watching = (machine, loop)
+        try:
+            loop.run()
+            raise Cancelled
+        finally:
+            machine.close()
+
+    def watch_machine(self, deliver: Deliver, alive: Callable[[], None] = _nothing) -> NodeWatchMachine:
+        """Return what ``watch`` steps, and deliver the nodes that are saved, if those are all we have."""
+        member = self._joined()
+        if self._saved is not None:
+            deliver(member.saved(self._saved))
+        return NodeWatchMachine(self._open_api(), self._reader, member, self._make_backoff, deliver, alive)
 
     def watch_own(self, lease: Lease, deliver: Deliver, alive: Callable[[], None] = _nothing) -> None:
         del lease  # we know it: the last that was acquired or renewed
         self._joined().upkeep.run(deliver, alive)
+
+    def own_watch_step(self, deliver: Deliver) -> Callable[[float], float]:
+        """Return the step of ``watch_own``."""
+        return partial(self._joined().upkeep.step, deliver)
 
     def mark_available(self) -> None:
         self._joined().upkeep.mark_available()
@@ -193,30 +209,36 @@ class KubeManager:
     @property
     def problem(self) -> Retryable | None:
         """Why the watch fails now."""
-        return self._follower.problem if self._follower else None
+        return self._watching[0].problem if self._watching else None
 
     def reread(self) -> None:
         with self._lock:
-            if self._follower:
-                self._follower.reread()
+            if self._watching:
+                machine, loop = self._watching
+                machine.reread()
+                loop.cancel()
 
     def reconnect(self) -> None:
         with self._lock:
             self._requests.reconnect()
-            if self._follower:
-                self._follower.reconnect()
+            if self._watching:
+                machine, loop = self._watching
+                machine.reconnect()
+                loop.cancel()
 
     def close(self) -> None:
         with self._lock:
-            self._is_closed = True
+            self._closed.set()
             self._requests.cut()
-            if self._follower:
-                self._follower.cut()
+            if self._watching:
+                machine, loop = self._watching
+                machine.cut()
+                loop.cancel()
             if self._member:
                 self._member.upkeep.cut()
 
     def _joined(self) -> _Member:
-        if self._is_closed:
+        if self._closed.is_set():
             raise Cancelled
         assert self._member is not None, "there is no lease yet"
         return self._member

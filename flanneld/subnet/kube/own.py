@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +10,8 @@ from flanneld.compat import json as gojson
 from flanneld.compat.glog import Once, V
 from flanneld.errors import Refused, Retryable
 from flanneld.model import FAMILIES, LeaseAttrs
+from flanneld.runtime import clock
+from flanneld.runtime.randomness import random_bytes
 from flanneld.subnet.kube.api import NODES, Api, Refusal
 from flanneld.subnet.kube.nodes import Node, NodeReader, changed_notes, child, items, overwrite
 
@@ -73,7 +73,7 @@ class OwnNode:
 
     def mark_available(self) -> None:
         """Set the condition NetworkUnavailable to False, as Go flanneld does after each start."""
-        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        now = clock.utc_text(clock.wall())
         condition = {
             "type": "NetworkUnavailable",
             "status": "False",
@@ -113,11 +113,11 @@ class OwnNode:
 
 def _event(node: str, text: str) -> dict[str, Any]:
     """``kubectl describe node`` finds events by the node's name in the place of its uid, as kubelet's."""
-    now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    now = clock.utc_text(clock.wall())
     return {
         "apiVersion": "v1",
         "kind": "Event",
-        "metadata": {"name": f"{node}.{os.urandom(8).hex()}", "namespace": "default"},
+        "metadata": {"name": f"{node}.{random_bytes(8).hex()}", "namespace": "default"},
         "involvedObject": {"apiVersion": "v1", "kind": "Node", "name": node, "uid": node},
         "reason": "FlannelTrouble",
         "message": text,

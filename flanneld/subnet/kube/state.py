@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from flanneld.compat.glog import Once
-from flanneld.runtime import atomic_file
+from flanneld.runtime import atomic_file, clock
 from flanneld.subnet.kube.nodes import Node
 
 log = logging.getLogger(__name__)
@@ -61,8 +60,7 @@ class State:
     @property
     def description(self) -> str:
         """What was loaded, and how old it is."""
-        when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._saved_at))
-        return f"the nodes saved in {self.path} at {when}"
+        return f"the nodes saved in {self.path} at {clock.utc_text(self._saved_at)}"
 
     def save(self, saved: Saved) -> None:
         """Write it unless it is what was written last. Never raises: a failure is logged once."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
-from queue import Empty, SimpleQueue
+from collections import deque
+from collections.abc import Callable
+from functools import partial
 
 from msgspec.structs import replace
 
@@ -15,6 +16,7 @@ from flanneld.errors import Cancelled, Retryable
 from flanneld.model import Added, Event, Lease, LeaseAttrs, Removed, name_of
 from flanneld.runtime import clock
 from flanneld.runtime.backoff import Backoff
+from flanneld.runtime.step_loop import StepLoop
 from flanneld.subnet.kube.nodes import Node, changed_notes, own_key
 from flanneld.subnet.kube.own import OwnNode
 from flanneld.subnet.kube.watch import backoffs
@@ -39,7 +41,8 @@ class Upkeep:
         self._config = config
         self._lease = lease
         self._save = save
-        self._news: SimpleQueue[Node | None] = SimpleQueue()
+        self._news: deque[Node] = deque()
+        self._wake: Callable[[], None] = lambda: None
         self._stop = threading.Event()
         self._once = Once()
         self._node: Node | None = None
@@ -51,40 +54,37 @@ class Upkeep:
 
     def post(self, node: Node) -> None:
         """Our node is like this now."""
-        self._news.put(node)
+        self._news.append(node)
+        self._wake()
 
     def mark_available(self) -> None:
         """Have the node's condition say that the network is there, now and whenever the node is made anew."""
         self._is_available = True
-        self._news.put(None)
+        self._wake()
 
     def cut(self) -> None:
         """End ``run`` at once."""
         self._stop.set()
-        self._news.put(None)
+        self._wake()
 
     def run(self, deliver: Deliver, alive: Callable[[], None]) -> None:
         """Deliver what happens to our lease until ``cut`` (raises ``Cancelled``)."""
-        while not self._stop.is_set():
-            alive()
-            for node in self._arrived():
-                self._node = node
-                events = self._judge(node)
-                if events:
-                    deliver(events)
-            self._mark()
-            if self._node is not None:
-                self._save(self._node)
+        loop = StepLoop(partial(self.step, deliver), stop=self._stop, heartbeat=lambda _within: alive())
+        self._wake = loop.cancel
+        loop.run()
         raise Cancelled
 
-    def _arrived(self) -> Iterator[Node]:
-        """Our node, once it has changed; nothing after a while, or when there is something else to do."""
-        try:
-            node = self._news.get(timeout=_TICK)
-        except Empty:
-            return
-        if node is not None:
-            yield node
+    def step(self, deliver: Deliver, now: float) -> float:
+        """Deliver what has become of our node, and do what is due; return when to step again."""
+        while self._news:
+            self._node = node = self._news.popleft()
+            events = self._judge(node)
+            if events:
+                deliver(events)
+        self._mark(now)
+        if self._node is not None:
+            self._save(self._node)
+        return now + _TICK
 
     def _judge(self, node: Node) -> list[Event]:
         lease = self._lease()
@@ -100,9 +100,9 @@ class Upkeep:
         # What we do not say of ourselves is as foreign as what somebody else says.
         return [Added(replace(lease, attrs=LeaseAttrs()) if changed_notes(lease.attrs, node) else lease)]
 
-    def _mark(self) -> None:
+    def _mark(self, now: float) -> None:
         node = self._node
-        if not self._is_available or node is None or node.uid == self._marked or clock.now() < self._mark_at:
+        if not self._is_available or node is None or node.uid == self._marked or now < self._mark_at:
             return
         try:
             self._own_node.mark_available()

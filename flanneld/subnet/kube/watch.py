@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import random
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -12,12 +11,12 @@ from typing import Any, Protocol
 from msgspec.structs import replace
 
 from flanneld.compat.glog import Once, V
-from flanneld.errors import Cancelled, NoAnswer, Refused, Retryable
+from flanneld.errors import NoAnswer, Refused, Retryable
 from flanneld.model import Event
-from flanneld.runtime import clock
+from flanneld.runtime import clock, randomness
 from flanneld.runtime.backoff import Backoff, Backoffs
 from flanneld.runtime.outage import Outage
-from flanneld.subnet.kube.api import NODES, Api, BrokenOff, Expired, NoServer
+from flanneld.subnet.kube.api import NODES, Api, ApiStream, BrokenOff, Expired, NoServer
 from flanneld.subnet.kube.nodes import Node, NodeReader, child, decoded, items
 from flanneld.subnet.manager import Deliver
 from flanneld.subnet.watch_lines import Lines
@@ -94,15 +93,16 @@ def is_behind(now: str, known: str) -> bool:
     return now.isdecimal() and known.isdecimal() and int(now) < int(known)
 
 
-class Follower:
-    """Tells an audience of every node, with a connection of its own, until ``cut``.
+class NodeWatchMachine:
+    """Tells an audience of every node, step by step, over a connection of its own.
 
     A resource version alone does not tell whether the API server's store was restored from a backup: it may
     have overtaken ours since. So all nodes are listed after each loss of the server that lasted. After a
     short one, and each time a watch has run its time, a request for our own node compares version and uid.
 
-    Of an outage the log has its begin, a line a minute, and its end. With ``only`` it is told of the node
-    of that name alone.
+    Of an outage the log has its begin, a line a minute, and its end. ``deliver`` takes what the audience
+    makes of it all; ``alive`` is called while a long answer comes in. With ``only`` it is told of the node of
+    that name alone.
     """
 
     def __init__(
@@ -111,6 +111,8 @@ class Follower:
         reader: NodeReader,
         audience: Audience,
         make_backoff: Callable[[], Backoff],
+        deliver: Deliver,
+        alive: Callable[[], None],
         *,
         only: str = "",
     ) -> None:
@@ -119,13 +121,20 @@ class Follower:
         self._audience = audience
         self._selector = _selector(only) if only else {}
         self._backoffs = backoffs(make_backoff)
-        self._stop = threading.Event()
+        self._deliver = deliver
+        self._alive = alive
         self._hurry = threading.Event()
         self._reread = threading.Event()
+        self._not_before = -math.inf
         #: Where to go on from; None when everything has to be read.
         self._version: str | None = None
         #: When a list or a watch last brought something, a watch's regular end included.
         self._heard_at = -math.inf
+        #: The watch, what has come of a line, when it began, and at which version.
+        self._stream: ApiStream | None = None
+        self._lines = Lines()
+        self._began = -math.inf
+        self._began_at = ""
         self._once = Once()
         self._outage = Outage(
             log,
@@ -133,30 +142,39 @@ class Follower:
             "Following the nodes: the API server answers again",
         )
 
-    def run(self, deliver: Deliver, alive: Callable[[], None]) -> None:
-        """Deliver what the audience makes of it, until ``cut`` (raises ``Cancelled``)."""
-        while True:
-            alive()
-            if self._reread.is_set():
-                self._reread.clear()
+    def step(self, now: float) -> float:
+        """Begin a watch, or wait for what it brings next; return when to step again.
+
+        Raises ``Cancelled`` after ``cut``.
+        """
+        if now < self._not_before and not self._hurry.is_set():
+            return self._not_before
+        self._not_before = now
+        try:
+            if self._stream is None:
+                self._hurry.clear()
+                self._begin()
+            else:
+                self._listen(self._stream)
+        except Expired as reason:
+            self.close()
+            level = logging.WARNING if isinstance(reason, Restored) else V(1)
+            log.log(level, "Listing all nodes again: %s", reason)
+            self._version = None
+            self._pause(self._backoffs.pause(Expired))
+        except Retryable as problem:
+            self.close()
+            if not self._hurry.is_set():  # else we broke the connection ourselves
+                self._outage.failed(problem)
+            if isinstance(problem, ListAgain | NoAnswer):
                 self._version = None
-            try:
-                if self._version is None or clock.now() - self._heard_at > _GAP:
-                    self._version = self._list(deliver, alive)
-                else:
-                    self._compare(self._version, alive)
-                self._watch(self._version, deliver, alive)
-            except Expired as reason:
-                level = logging.WARNING if isinstance(reason, Restored) else V(1)
-                log.log(level, "Listing all nodes again: %s", reason)
-                self._version = None
-                self._pause(self._backoffs.pause(Expired))
-            except Retryable as problem:
-                if not self._hurry.is_set():  # else we broke the connection ourselves
-                    self._outage.failed(problem)
-                if isinstance(problem, ListAgain | NoAnswer):
-                    self._version = None
-                self._pause(max(problem.retry_after, self._backoffs.pause(type(problem))))
+            self._pause(max(problem.retry_after, self._backoffs.pause(type(problem))))
+        return self._not_before
+
+    @property
+    def listens(self) -> bool:
+        """Return True if the next step waits for news, False if it asks for something."""
+        return self._stream is not None
 
     @property
     def problem(self) -> Retryable | None:
@@ -169,23 +187,38 @@ class Follower:
         self.reconnect()
 
     def reconnect(self) -> None:
-        """Go on over a new connection, at once. May be called from any thread."""
+        """Go on over a new connection at the next step, which is due. May be called from any thread."""
         self._hurry.set()
         self._api.reconnect()
 
     def cut(self) -> None:
-        """End ``run`` at once. May be called from any thread, repeatedly."""
-        self._stop.set()
+        """Let ``step`` raise ``Cancelled``, at once. May be called from any thread, repeatedly."""
         self._hurry.set()
         self._api.cut()
 
-    def _list(self, deliver: Deliver, alive: Callable[[], None]) -> str:
+    def close(self) -> None:
+        """Give up the watch; for the thread that steps."""
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.close()
+
+    def _begin(self) -> None:
+        if self._reread.is_set():
+            self._reread.clear()
+            self._version = None
+        if self._version is None or clock.now() - self._heard_at > _GAP:
+            self._version = self._list()
+        else:
+            self._compare(self._version)
+        self._watch(self._version)
+
+    def _list(self) -> str:
         nodes: list[Node] = []
         token = ""
         while True:
             more = {"continue": token} if token else {}
-            page = self._api.get(NODES, alive, limit=str(PAGE), **self._selector, **more)
-            alive()
+            page = self._api.get(NODES, self._alive, limit=str(PAGE), **self._selector, **more)
+            self._alive()
             nodes += self._read(items(page))
             meta = child(page, "metadata")
             token = str(meta.get("continue") or "")
@@ -193,16 +226,16 @@ class Follower:
                 break
         version = _version_of(page)
         del page
-        deliver(self._audience.listed(nodes))
+        self._deliver(self._audience.listed(nodes))
         self._outage.answered()
         self._heard_at = clock.now()
         return version
 
-    def _compare(self, version: str, alive: Callable[[], None]) -> None:
+    def _compare(self, version: str) -> None:
         """Raise ``Restored`` if the API server is behind a version, or has another node in place of ours."""
         own = self._audience.own
         selector = _selector(own.name) if own else {}
-        page = self._api.get(NODES, alive, limit="1", **selector)
+        page = self._api.get(NODES, self._alive, limit="1", **selector)
         if is_behind(_version_of(page), version):
             raise Restored("the API server is behind what it said before; was its store restored?")
         if own and own.uid not in {node.uid for node in self._read(items(page)) if node.name == own.name}:
@@ -215,33 +248,36 @@ class Follower:
             except Refused as reason:
                 self._refuse(reason)
 
-    def _watch(self, version: str, deliver: Deliver, alive: Callable[[], None]) -> None:
-        lines, began = Lines(), clock.now()
-        seconds = random.randint(_SHORTEST, _LONGEST)  # noqa: S311 - spreads load, keeps no secret
+    def _watch(self, version: str) -> None:
+        seconds = randomness.randint(_SHORTEST, _LONGEST)
         query = {"resourceVersion": version, "allowWatchBookmarks": "true", "timeoutSeconds": str(seconds)}
+        self._lines, self._began, self._began_at = Lines(), clock.now(), version
+        self._stream = self._api.watch(NODES, watch="true", **self._selector, **query)
+
+    def _listen(self, stream: ApiStream) -> None:
         try:
-            with self._api.watch(NODES, watch="true", **self._selector, **query) as pieces:
-                # A wish that came before there was a connection to drop.
-                for piece in () if self._reread.is_set() else pieces:
-                    self._heard_at = clock.now()
-                    self._hear(lines.feed(piece), deliver)
-                    alive()
-            self._heard_at = clock.now()
+            # A wish that came before there was a connection to drop ends the watch here.
+            piece = b"" if self._reread.is_set() else stream.read()
         except BrokenOff as reason:
             log.log(V(1), "Watching again: %s", reason)
-        in_vain = self._version == version and not self._hurry.is_set()
-        if in_vain and clock.now() - began < _VERY_SHORT:
+        else:
+            self._heard_at = clock.now()
+            if piece:
+                self._hear(self._lines.feed(piece))
+                return
+        self.close()
+        in_vain = self._version == self._began_at and not self._hurry.is_set()
+        if in_vain and clock.now() - self._began < _VERY_SHORT:
             raise Retryable("the API server ends each watch at once", "see the API server's log")
-        self._pause(0)
 
-    def _hear(self, lines: list[bytes], deliver: Deliver) -> None:
+    def _hear(self, lines: list[bytes]) -> None:
         events: list[Event] = []
         try:
             for line in lines:
                 events += self._take(*decode(line))
         finally:
             if events:
-                deliver(events)
+                self._deliver(events)
         if lines:
             self._outage.over()
             self._backoffs.reset()
@@ -261,10 +297,7 @@ class Follower:
         return events
 
     def _pause(self, seconds: float) -> None:
-        self._hurry.wait(seconds)
-        if self._stop.is_set():
-            raise Cancelled
-        self._hurry.clear()
+        self._not_before = clock.now() + seconds
 
     def _refuse(self, reason: Refused) -> None:
         self._once.warn(log, "node", f"Passing over what is no node: {reason}")

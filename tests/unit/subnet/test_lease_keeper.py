@@ -1,13 +1,13 @@
-"""The lease keeper in its own thread, against a store in memory and a clock that the tests turn."""
+"""The lease keeper step by step, against a store in memory and a clock that the tests turn."""
 
 from __future__ import annotations
 
 import itertools
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterator
 from ipaddress import IPv4Address, IPv4Network
-from time import monotonic
 
 import pytest
 from msgspec.structs import replace
@@ -16,6 +16,7 @@ from flanneld.compat.glog import V
 from flanneld.config import Config
 from flanneld.errors import Cancelled, Fatal, Retryable
 from flanneld.model import Added, IPAddress, Lease, LeaseAttrs, LeaseKey, Removed
+from flanneld.runtime import clock as monotonic_clock
 from flanneld.subnet.lease_keeper import ANNOUNCE_RETRY, CONTEST_SPACING, PEACE, RENEW_RETRY, LeaseKeeper
 from flanneld.subnet.lease_keeper import PROBATION as NEWCOMERS_PROBATION
 from flanneld.subnet.manager import Deliver, SubnetManager
@@ -24,8 +25,8 @@ from tests.lab.wait import wait_for
 
 HOUR = 3600.0
 TTL, MARGIN = 24 * HOUR, HOUR
-#: Who yields does so for that long by the real clock. A binary fraction, so that sums are exact.
-PROBATION = 0.0625
+#: Seconds that a node which yields waits; less than another one's spacing of writes.
+PROBATION = NEWCOMERS_PROBATION
 #: Seconds that a thread may take to get its turn.
 PATIENCE = 30.0
 KEY: LeaseKey = (IPv4Network("10.1.5.0/24"), None)
@@ -96,48 +97,31 @@ class Store:
         raise NotImplementedError
 
 
-class RunningClock(Clock):
-    def __call__(self) -> float:
-        return monotonic()
-
-
 class Node:
-    """A keeper at work for a node; ``error`` is with what it ended."""
+    """A keeper at work for a node, stepped by the test; ``error`` is with what it ended."""
 
     def __init__(self, store: Store, clock: Clock, lease: Lease, *, contested: bool = True) -> None:
         self.stop = threading.Event()
         self.revoked = threading.Event()
         self.error: BaseException | None = None
-        #: Within how many seconds each heartbeat promised the next.
-        self.promises: set[float] = set()
         self._clock = clock
-        self._rounds = 0
         manager: SubnetManager = store
         self.lease_keeper = LeaseKeeper(
             manager,
             lease,
             margin=MARGIN,
             stop=self.stop,
-            heartbeat=self._count,
+            heartbeat=lambda _within: None,
             revoked=self._on_revoked,
             contested=contested,
             probation=PROBATION,
-            now=clock,
         )
-        self._thread = threading.Thread(target=self._run, daemon=True)
         store.watch_own(lease, self.lease_keeper.deliver)
-        self._thread.start()
 
     def settle(self) -> None:
-        """Wait until what was sent, and the present time, have been dealt with, and what that caused."""
-        for _ in range(2):
-            wait_for(lambda: self.ended or self.lease_keeper._event_queue.empty(), PATIENCE, "an empty inbox")
-            self._go_round()
-
-    def _go_round(self) -> None:
-        before = self._rounds
-        self.lease_keeper.cancel()
-        wait_for(lambda: self.ended or self._rounds > before, PATIENCE, "the keeper's next round")
+        """Step until there is nothing to do at the present time."""
+        while not self.ended and self._step() <= self._clock.time:
+            pass
 
     def pass_time(self, seconds: float) -> None:
         self._clock.time += seconds
@@ -145,27 +129,18 @@ class Node:
 
     @property
     def ended(self) -> bool:
-        return not self._thread.is_alive()
+        return self.stop.is_set() or self.error is not None
 
-    def end(self) -> None:
-        self.stop.set()
-        self.lease_keeper.cancel()
-        self._thread.join(PATIENCE)
-        assert self.ended
-
-    def _count(self, within: float) -> None:
-        self.promises.add(within)
-        self._rounds += 1
+    def _step(self) -> float:
+        try:
+            return self.lease_keeper.step(self._clock.time)
+        except Exception as error:
+            self.error = error
+            return math.inf
 
     def _on_revoked(self) -> None:
         self.revoked.set()
         self.stop.set()
-
-    def _run(self) -> None:
-        try:
-            self.lease_keeper.run()
-        except BaseException as error:
-            self.error = error
 
 
 def attrs(number: int) -> LeaseAttrs:
@@ -177,6 +152,19 @@ LEASE = Lease(OURS, *KEY, expires=0.0)
 RESERVATION = replace(LEASE, expires=None)
 
 
+@pytest.fixture(autouse=True)
+def daemon_clock(clock: Clock) -> Iterator[None]:
+    with monotonic_clock.replaced(clock):
+        yield
+
+
+@pytest.fixture
+def real_time(daemon_clock: None) -> Iterator[None]:
+    del daemon_clock
+    with monotonic_clock.replaced(monotonic_clock.SystemClock()):
+        yield
+
+
 @pytest.fixture
 def store(clock: Clock) -> Store:
     return Store(clock)
@@ -186,7 +174,7 @@ Start = Callable[[Lease], Node]
 
 
 @pytest.fixture
-def start(store: Store, clock: Clock) -> Iterator[Start]:
+def start(store: Store, clock: Clock) -> Start:
     """Write a lease and let a keeper keep it."""
     nodes: list[Node] = []
 
@@ -195,9 +183,7 @@ def start(store: Store, clock: Clock) -> Iterator[Start]:
         nodes[-1].settle()
         return nodes[-1]
 
-    yield start
-    for node in nodes:
-        node.end()
+    return start
 
 
 @pytest.fixture
@@ -220,22 +206,32 @@ def test_a_lease_is_renewed_when_only_the_margin_is_left(node: Node, store: Stor
     assert store.leases[KEY] == replace(LEASE, expires=clock.time + TTL, asof=2)
 
 
-def test_lease_is_renewed_on_time_though_nothing_wakes_its_keeper() -> None:
-    clock = RunningClock()
-    store = Store(clock)
+def test_thread_of_the_keeper_renews_on_time_takes_news_and_promises_heartbeats(
+    real_time: None,
+) -> None:
+    del real_time
+    store = Store(monotonic_clock.now)
     store.term = MARGIN + 0.1
     lease = store.write(LEASE)
     store.term = TTL
-    node = Node(store, clock, lease)
+    stop = threading.Event()
+    promises: set[float] = set()
+    manager: SubnetManager = store
+    keeper = LeaseKeeper(
+        manager, lease, margin=MARGIN, stop=stop, heartbeat=promises.add, revoked=lambda: None
+    )
+    thread = threading.Thread(target=keeper.run, daemon=True)
+    thread.start()
     wait_for(lambda: store.attempts, PATIENCE, "a renewal")
     assert lease.expires is not None
     assert store.attempts[0] >= lease.expires - MARGIN
-    node.end()
-
-
-def test_keeper_promises_its_next_heartbeat_within_two_minutes(node: Node) -> None:
-    node.pass_time(1)
-    assert node.promises == {120.0}
+    keeper.announce(OTHERS)
+    wait_for(lambda: store.leases[KEY].attrs == OTHERS, PATIENCE, "the announcement")
+    stop.set()
+    keeper.cancel()
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+    assert promises == {120.0}
 
 
 def test_keeper_tells_the_lease_as_it_was_last_written_and_heard(node: Node, store: Store) -> None:
@@ -299,7 +295,6 @@ def test_what_trying_again_cannot_help_ends_the_keeper(node: Node, store: Store,
 
 
 def test_a_stop_ends_the_keeper_though_nothing_is_due(node: Node) -> None:
-    node.end()
     assert node.error is None
 
 
@@ -422,7 +417,8 @@ def test_a_revoked_lease_is_reported_and_not_written_again(
 def test_a_revoked_lease_that_was_due_is_not_written_again(node: Node, store: Store, clock: Clock) -> None:
     clock.time += 2 * TTL
     store.remove(KEY)
-    wait_for(lambda: node.ended, PATIENCE)
+    node.settle()
+    assert node.ended
     assert (store.leases, store.attempts) == ({}, [])
 
 
@@ -437,16 +433,18 @@ def test_the_newcomer_yields_and_the_older_node_keeps_the_lease(
     newcomer = start(replace(LEASE, attrs=OTHERS))
     older.settle()
     newcomer.settle()
+    newcomer.pass_time(PROBATION)
     assert isinstance(newcomer.error, Fatal)
     assert "--public-ip" in str(newcomer.error)
     assert (older.ended, store.leases[KEY].attrs) == (False, OURS)
-    assert store.leases[KEY].expires == clock.time + TTL
+    assert store.leases[KEY].expires == clock.time - PROBATION + TTL
 
 
 def test_who_has_had_the_lease_for_less_than_the_probation_is_a_newcomer(node: Node, store: Store) -> None:
     node.pass_time(PROBATION / 2)
     store.write(replace(LEASE, attrs=OTHERS))
     node.settle()
+    node.pass_time(PROBATION)
     assert isinstance(node.error, Fatal)
     assert store.leases[KEY].attrs == OTHERS
 
@@ -479,7 +477,6 @@ def test_two_nodes_of_old_standing_do_not_write_over_each_other_without_pause(
     assert first < len(store.attempts) <= first + 2
     for node in (ours, theirs):
         assert not node.ended
-        node.end()
 
 
 @pytest.mark.parametrize(
@@ -498,12 +495,14 @@ def test_full_term_is_another_nodes_renewal_and_a_shorter_one_an_operators_exten
 
 
 def test_newcomer_waits_for_the_length_of_the_probation_before_it_ends(node: Node, store: Store) -> None:
-    began = monotonic()
     store.write(replace(LEASE, attrs=OTHERS))
-    wait_for(lambda: node.ended, PATIENCE, "the end of the newcomer")
-    assert monotonic() - began >= PROBATION
+    node.pass_time(PROBATION - 1)
+    node.pass_time(PROBATION - 1)
+    assert node.error is None
+    node.pass_time(1)
     assert isinstance(node.error, Fatal)
     assert "another node writes itself into our lease 10.1.5.0/24" in node.error.problem
+    assert store.attempts == []
 
 
 def test_what_another_node_wrote_before_us_is_no_contest(node: Node, store: Store) -> None:
@@ -536,7 +535,6 @@ def test_without_rivals_what_somebody_wrote_into_our_lease_is_put_right(
     node.pass_time(4 * CONTEST_SPACING)
     assert store.leases[KEY].attrs == OURS
     assert node.error is None
-    node.end()
     assert caplog.text.count("writing it again") == 1
 
 
@@ -569,7 +567,6 @@ def test_what_somebody_keeps_changing_back_is_written_ever_more_rarely_and_spoke
     node.settle()
     node.pass_time(4 * CONTEST_SPACING)
     assert store.leases[KEY].attrs == OURS, "the pauses are short again"
-    node.end()
 
 
 def test_renewals_against_something_that_changes_them_back_are_logged_at_verbosity_one(
@@ -583,4 +580,3 @@ def test_renewals_against_something_that_changes_them_back_are_logged_at_verbosi
         node.pass_time(4 * CONTEST_SPACING)
     renewals = [record for record in caplog.records if record.getMessage().startswith("Renewed the lease")]
     assert [record.levelno for record in renewals] == [V(0), V(1)]
-    node.end()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import fcntl
 import os
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +19,7 @@ from flanneld.network.firewall.driver import Rejected, Unavailable
 from flanneld.network.firewall.iptables.restore import LOCK_WAIT, Locked, read_legacy
 from flanneld.network.firewall.plan import Edit
 from flanneld.network.firewall.rules import ALL_BITS, Match, Rule, Rules
+from flanneld.runtime import waits
 
 LOCK = "/run/xtables.lock"
 _LOCK_POLL = 0.02
@@ -109,10 +109,8 @@ def xtables_lock(stop: threading.Event) -> Iterator[None]:
         remedy = "mount /run writable; if this is not root, see dist/systemd/tmpfiles.d/flannel.conf"
         raise Retryable(f"cannot open {path}: {error.strerror}", remedy) from error
     try:
-        deadline = time.monotonic() + LOCK_WAIT
-        while not _try_lock(lock):
-            if time.monotonic() > deadline or stop.wait(_LOCK_POLL):
-                raise Locked
+        if not waits.until(lambda: _try_lock(lock), within=LOCK_WAIT, every=_LOCK_POLL, stop=stop):
+            raise Locked
         yield
     finally:
         os.close(lock)

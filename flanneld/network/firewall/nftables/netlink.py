@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import select
 import socket
 import struct
 from collections.abc import Iterator
@@ -35,6 +34,7 @@ from flanneld.network.rtnetlink.netlink import (
     text_of,
     unpack,
 )
+from flanneld.runtime import waits
 
 _NETLINK_NETFILTER = 12
 _SUBSYSTEM = 10 << 8
@@ -221,7 +221,7 @@ class Removals:
     def _goes_on(self, found: set[Removal]) -> bool:
         """Whether more has come of a transaction: we may have been woken in the middle of its news."""
         nameless = any(removal.family and not removal.by for removal in found)
-        return nameless and bool(select.select([self._socket], [], [], _SAME_BREATH)[0])
+        return nameless and waits.readable(self._socket.fileno(), _SAME_BREATH)
 
 
 #: What is removed, with the places of its table's and its chain's name.

@@ -88,8 +88,8 @@ class Client(etcd.Client):  # type: ignore[misc] # python-etcd has no types
             " (what is written through the v3 API cannot be seen here)",
         )
 
-    def wait(self, key: str, after: Position, *, recursive: bool) -> Reply:
-        """The first change of a key after a position, or no news for as long as a poll may last.
+    def poll(self, key: str, after: Position, *, recursive: bool) -> Reply:
+        """Wait for the first change of a key after a position, for as long as a poll may last.
 
         Raises ``ListAgain`` when what happened since then cannot be had.
         """
@@ -167,8 +167,8 @@ class Poller:
         self._key = key
         self._recursive = recursive
 
-    def wait(self, after: Position) -> Changes:
-        reply = self.client.wait(self._key, after, recursive=self._recursive)
+    def read(self, after: Position) -> Changes:
+        reply = self.client.poll(self._key, after, recursive=self._recursive)
         if reply.node is None:
             self._prove()
             return Changes((), reply.at)

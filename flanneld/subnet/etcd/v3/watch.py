@@ -50,9 +50,9 @@ class Watch:
         self._gave_up = False
         self._reread = threading.Event()
 
-    def wait(self, after: Position) -> Changes:
+    def read(self, after: Position) -> Changes:
         try:
-            return self._wait(after)
+            return self._read(after)
         except Useless as failure:
             self.close()
             self._check()
@@ -87,7 +87,7 @@ class Watch:
             self._stream.close()
         self._stream = None
 
-    def _wait(self, after: Position) -> Changes:
+    def _read(self, after: Position) -> Changes:
         if self._stream is None or self._at != after:
             self.close()
             self._open(after)

@@ -46,7 +46,7 @@ def changes(asker: Client, key: str, after: Position) -> Changes:
     """What has happened to a key, by a watch."""
     watcher = asker.watcher(key, recursive=False, contact=lambda: None)
     try:
-        return watcher.wait(after)
+        return watcher.read(after)
     finally:
         watcher.close()
 

@@ -188,7 +188,7 @@ def test_a_poll_without_news_tells_how_far_it_has_looked(etcd: LocalEtcd) -> Non
     asker = client(etcd.url)
     before = asker.create("/looked", "1", None).at
     last = etcd.put("/elsewhere", "x")
-    reply = asker.wait("/looked", before, recursive=False)
+    reply = asker.poll("/looked", before, recursive=False)
     assert reply.node is None
     assert reply.at == Position(last, before.cluster)
 
@@ -196,22 +196,22 @@ def test_a_poll_without_news_tells_how_far_it_has_looked(etcd: LocalEtcd) -> Non
 def test_a_watch_from_a_time_that_etcd_has_not_reached_is_not_silent(etcd: LocalEtcd) -> None:
     at = client(etcd.url).create("/restored", "1", None).at
     with pytest.raises(ListAgain, match="restored"):
-        client(etcd.url).wait("/restored", Position(at.index + 1000, at.cluster), recursive=False)
+        client(etcd.url).poll("/restored", Position(at.index + 1000, at.cluster), recursive=False)
     with pytest.raises(ListAgain, match="another cluster"):
-        client(etcd.url).wait("/restored", Position(at.index, "beef"), recursive=False)
+        client(etcd.url).poll("/restored", Position(at.index, "beef"), recursive=False)
 
 
 def test_an_event_that_is_older_than_asked_for_is_not_taken() -> None:
     event = {"action": "set", "node": {"key": "/k", "value": "v", "modifiedIndex": 5}}
     stuck = answering(http("200 OK", json.dumps(event), "X-Etcd-Index: 9"))
     with server(stuck) as url, pytest.raises(ListAgain, match="repeats"):
-        client(url).wait("/k", Position(7), recursive=False)
+        client(url).poll("/k", Position(7), recursive=False)
 
 
 def test_a_server_that_falls_silent_is_noticed_at_the_next_poll(etcd: LocalEtcd) -> None:
     at = client(etcd.url).create("/silent", "1", None).at
     with server(silent) as url, pytest.raises(Retryable, match="no answer within"):
-        client(url, timeouts=QUICK).wait("/silent", at, recursive=False)
+        client(url, timeouts=QUICK).poll("/silent", at, recursive=False)
 
 
 class CutOff(Relay):
@@ -234,13 +234,13 @@ def test_a_member_without_the_others_is_not_taken_for_one_without_news(
 
     with server(CutOff(etcd.url)) as lonely:
         with pytest.raises(Retryable, match="no answer within"):
-            watch(lonely).wait(at)
+            watch(lonely).read(at)
         relay = Relay(etcd.url)
         with server(relay) as other:
             poller = watch(lonely, other)
-            assert poller.wait(at).replies == ()
+            assert poller.read(at).replies == ()
             assert len(relay.asked("wait=true")) == 0
-            assert poller.wait(at).replies == ()
+            assert poller.read(at).replies == ()
             assert len(relay.asked("wait=true")) == 1
 
 
@@ -342,4 +342,4 @@ def test_a_poll_over_tls_can_be_cut(tmp_path: Path) -> None:
         with pytest.raises(NotFound) as missing:
             asker.fetch("/cut")
         contact.clear()
-        assert_cut(lambda: asker.wait("/cut", missing.value.at, recursive=False), asker.cut, contact.is_set)
+        assert_cut(lambda: asker.poll("/cut", missing.value.at, recursive=False), asker.cut, contact.is_set)

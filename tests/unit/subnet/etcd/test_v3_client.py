@@ -132,7 +132,7 @@ def test_older_versions_have_their_gateway_elsewhere(etcd: LocalEtcd, keys: V3Ke
         made = asker.create(f"/old-{root}", "1", 3600)
         keys.put(f"/old-{root}", "2")
         watcher = watch(asker, f"/old-{root}")
-        (changed,) = wait_for(lambda: watcher.wait(made.at).replies, DEADLINE, "the change")
+        (changed,) = wait_for(lambda: watcher.read(made.at).replies, DEADLINE, "the change")
         relay.requests.clear()
         asker.remove(f"/old-{root}")
     assert changed.node
@@ -171,7 +171,7 @@ def test_an_outdated_login_is_renewed_once(guarded: LocalEtcd) -> None:
         guarded.stop()  # It keeps the logins in its memory.
         guarded.start()
         watcher, at = watch(asker, "/net/subnets", recursive=True), Position(1, made.at.cluster)
-        replies = wait_for(lambda: watcher.wait(at).replies, DEADLINE, "the change")
+        replies = wait_for(lambda: watcher.read(at).replies, DEADLINE, "the change")
         assert [each.node.value for each in replies if each.node] == ["1"]
         assert len(relay.asked("/auth/authenticate")) == 2
 
@@ -183,7 +183,7 @@ def test_a_watch_with_an_outdated_login_logs_in_again(guarded: LocalEtcd) -> Non
     guarded.start()
     asker._answered[guarded.url] = clock.now()  # as if it had been asked in between
     watcher, at = watch(asker, "/net/subnets", recursive=True), Position(1, made.at.cluster)
-    assert len(wait_for(lambda: watcher.wait(at).replies, DEADLINE, "the change")) == 1
+    assert len(wait_for(lambda: watcher.read(at).replies, DEADLINE, "the change")) == 1
 
 
 def test_a_login_that_etcd_does_not_want_is_not_made(etcd: LocalEtcd) -> None:
@@ -271,14 +271,14 @@ def test_a_watch_goes_on_at_another_server_when_its_own_falls_silent(etcd: Local
         asker = Client(transport)
         at = asker.fetch("/dir", recursive=True).at
         watcher = watch(asker, "/dir", recursive=True)
-        assert watcher.wait(at).replies == ()  # The silence of a server that is well.
+        assert watcher.read(at).replies == ()  # The silence of a server that is well.
         relay.is_silent = True
         keys.put("/dir/a", "1")
         transport.timeouts = replace(LASTING, read=0.5)
 
         def heard() -> object:
             with suppress(Retryable):  # Also the other one may take longer.
-                return watcher.wait(at).replies
+                return watcher.read(at).replies
 
         wait_for(heard, DEADLINE, "the change")
         watcher.close()
@@ -291,7 +291,7 @@ def test_silence_costs_no_more_than_a_question_now_and_then(etcd: LocalEtcd) -> 
         at = asker.fetch("/dir", recursive=True).at
         watcher = watch(asker, "/dir", recursive=True)
         for _ in range(3):
-            assert watcher.wait(at).at == at
+            assert watcher.read(at).at == at
         watcher.close()
         assert relay.asked("/watch") == ["POST /v3/watch"]
         assert len(relay.asked("/kv/range")) == 4
@@ -306,7 +306,7 @@ def watched(etcd: LocalEtcd, key: str, *, recursive: bool) -> Iterator[tuple[Rel
         asker = client(url)
         at = asker.fetch(key, recursive=recursive).at
         watcher = watch(asker, key, recursive=recursive)
-        assert watcher.wait(at).replies == ()
+        assert watcher.read(at).replies == ()
         yield relay, watcher, at
         watcher.close()
 
@@ -323,7 +323,7 @@ def test_a_watch_that_stalls_behind_a_proxy_is_left(
             keys.put("/stall/a", "2")
         else:
             keys.delete("/stall/a")
-        wait_for(lambda: watcher.wait(at).replies, DEADLINE, "the change")
+        wait_for(lambda: watcher.read(at).replies, DEADLINE, "the change")
 
 
 @pytest.mark.parametrize(("key", "recursive", "watches"), [("/quiet", True, 2), ("/quiet/a", False, 1)])
@@ -334,8 +334,8 @@ def test_what_others_write_does_not_cost_a_watch_each_time(
     with watched(etcd, key, recursive=recursive) as (relay, watcher, at):
         for _ in range(3):
             keys.put("/others", "x")
-            assert watcher.wait(at) == Changes((), at)
-        assert watcher.wait(at) == Changes((), at)
+            assert watcher.read(at) == Changes((), at)
+        assert watcher.read(at) == Changes((), at)
         assert len(relay.asked("/watch")) == watches
 
 
@@ -347,7 +347,7 @@ def test_a_thousand_keys_in_one_transaction_are_one_batch(etcd: LocalEtcd, keys:
     at = asker.fetch("/many", recursive=True).at
     watcher = watch(asker, "/many", recursive=True)
     keys.delete("/many")
-    gone = watcher.wait(at)
+    gone = watcher.read(at)
     watcher.close()
     assert [(each.action, each.node.key) for each in gone.replies if each.node] == [
         ("delete", name) for name in names
@@ -361,11 +361,11 @@ def test_what_was_forgotten_or_restored_is_to_be_read_again(etcd: LocalEtcd, key
     keys.delete("/forgotten")
     keys.compact()
     with pytest.raises(ListAgain, match="forgotten"):
-        wait_for(lambda: watch(asker, "/forgotten").wait(at).replies, DEADLINE)
+        wait_for(lambda: watch(asker, "/forgotten").read(at).replies, DEADLINE)
     with pytest.raises(ListAgain, match="restored"):
-        watch(asker, "/forgotten").wait(Position(at.index + 1_000_000, at.cluster))
+        watch(asker, "/forgotten").read(Position(at.index + 1_000_000, at.cluster))
     with pytest.raises(ListAgain, match="another cluster"):
-        watch(asker, "/forgotten").wait(Position(at.index, "beef"))
+        watch(asker, "/forgotten").read(Position(at.index, "beef"))
 
 
 def test_keys_and_values_that_are_no_text_hurt_nobody(etcd: LocalEtcd, keys: V3Keys) -> None:
@@ -388,7 +388,7 @@ def test_a_watch_whose_connection_was_given_up_calls_for_a_list(etcd: LocalEtcd,
 
         def wait() -> None:
             try:
-                watcher.wait(at)
+                watcher.read(at)
             except ListAgain as reason:
                 failures.append(reason)
 
@@ -400,7 +400,7 @@ def test_a_watch_whose_connection_was_given_up_calls_for_a_list(etcd: LocalEtcd,
         thread.join(DEADLINE)
         assert [str(reason) for reason in failures] == ["the connection was given up"]
         keys.put("/moved/a", "1")
-        assert len(watcher.wait(at).replies) == 1
+        assert len(watcher.read(at).replies) == 1
         watcher.close()
 
 
@@ -441,7 +441,7 @@ def check_cut(watcher: Watch, is_stuck: Callable[[], bool], at: Position = Posit
 
     def run() -> None:
         try:
-            watcher.wait(at)
+            watcher.read(at)
         except BaseException as error:
             ended.append(error)
 

@@ -90,7 +90,7 @@ def test_the_user_is_the_one_whom_the_certificate_names(
     assert made.node
     asker.replace("/net/subnets/a", "2", 60, made.node.modified)
     watcher = asker.watcher("/net/subnets", recursive=True, contact=lambda: None)
-    (changed,) = wait_for(lambda: watcher.wait(made.at).replies, DEADLINE, "the change")
+    (changed,) = wait_for(lambda: watcher.read(made.at).replies, DEADLINE, "the change")
     assert changed.node
     assert changed.node.value == "2"
     watcher.close()
@@ -163,7 +163,7 @@ def test_a_gateway_that_is_switched_off_is_done_without() -> None:
         asker = client(etcd.url, transport="auto")
         made = asker.create("/without", "1", None)
         watcher = asker.watcher("/without", recursive=False, contact=lambda: None)
-        assert watcher.wait(Position(1, made.at.cluster)).replies
+        assert watcher.read(Position(1, made.at.cluster)).replies
         watcher.close()
 
 
@@ -175,7 +175,7 @@ def test_an_outdated_login_is_renewed() -> None:
         etcd.stop()  # It keeps the logins in its memory.
         etcd.start()
         watcher = asker.watcher("/net/subnets", recursive=True, contact=lambda: None)
-        assert len(watcher.wait(Position(1, made.at.cluster)).replies) == 1
+        assert len(watcher.read(Position(1, made.at.cluster)).replies) == 1
         watcher.close()
         asker.replace("/net/subnets/a", "2", None, made.at.index)
 
@@ -254,10 +254,10 @@ def test_a_watch_goes_on_at_another_server_when_its_own_falls_silent(etcd: Local
         asker = client(url, etcd.url)
         at = asker.fetch("/dir", recursive=True).at
         watcher = asker.watcher("/dir", recursive=True, contact=lambda: None)
-        assert watcher.wait(at).replies == ()  # The silence of a server that is well.
+        assert watcher.read(at).replies == ()  # The silence of a server that is well.
         relay.is_silent = True
         keys.put("/dir/a", "1")
-        replies = wait_for(lambda: watcher.wait(at).replies, 60, "the news")
+        replies = wait_for(lambda: watcher.read(at).replies, 60, "the news")
         watcher.close()
     assert len(replies) == 1
 
@@ -271,7 +271,7 @@ def test_a_watch_whose_connection_was_given_up_calls_for_a_list(etcd: LocalEtcd,
 
     def wait() -> None:
         try:
-            watcher.wait(at)
+            watcher.read(at)
         except ListAgain as reason:
             failures.append(reason)
 
@@ -283,7 +283,7 @@ def test_a_watch_whose_connection_was_given_up_calls_for_a_list(etcd: LocalEtcd,
     thread.join(DEADLINE)
     assert [str(reason) for reason in failures] == ["the connection was given up"]
     keys.put("/moved/a", "1")
-    assert len(watcher.wait(at).replies) == 1
+    assert len(watcher.read(at).replies) == 1
     watcher.close()
 
 
@@ -307,12 +307,12 @@ def test_a_watch_can_be_cut(etcd: LocalEtcd) -> None:
     at = asker.fetch("/cut", recursive=True).at
     begun = threading.Event()
     watcher = asker.watcher("/cut", recursive=True, contact=begun.set)
-    ended = in_thread(lambda: watcher.wait(at))
+    ended = in_thread(lambda: watcher.read(at))
     assert begun.wait(DEADLINE)
     watcher.cut()
     assert [type(error) for error in ended()] == [Cancelled]
     with pytest.raises(Cancelled):
-        watcher.wait(at)
+        watcher.read(at)
 
 
 def in_thread(call: Callable[[], object]) -> Callable[[], list[BaseException]]:

@@ -1,0 +1,1 @@
+"""Simulated cluster: many nodes in one process, on a virtual clock, with the product's own code."""

@@ -1,0 +1,349 @@
+"""Simulated etcd, in either API: a history of revisions, leases that end, compaction, and watches that fail.
+
+Reads may be up to a second old, which is how it looks to a node that another one overtakes between its read
+and its write. An answer may get lost after the write was done. Each watch hears of an event after a delay of
+its own.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+
+from msgspec import Struct
+
+from flanneld.errors import Cancelled, NoAnswer
+from flanneld.runtime import clock
+from flanneld.subnet.etcd.keys import (
+    Changes,
+    Conflict,
+    ListAgain,
+    NoConfig,
+    Node,
+    NotFound,
+    Position,
+    Reply,
+    Unsure,
+    check_history,
+)
+from flanneld.subnet.etcd.manager import EtcdManager
+from tests.unit.simulation.world import World
+
+#: Seconds for which a poll or a silent stream lasts.
+POLL = 1800.0
+#: Seconds that a request takes: a read may be so old when its answer comes.
+LONGEST_REQUEST = 1.0
+#: Changes that the v2 API remembers.
+V2_HISTORY = 1000
+PREFIX = "/coreos.com/network"
+
+
+class Change(Struct, frozen=True, gc=False):
+    """One revision: what was done to a key, and what it held before."""
+
+    action: str
+    node: Node
+    before: Node | None
+    time: float
+
+
+class Faults(Struct):
+    """Chances, of 0 to 1, of what goes wrong with one request, and the longest delay of an event."""
+
+    stale: float = 0.0
+    lost_answer: float = 0.0
+    lag: float = 0.05
+
+
+class SimulatedEtcd:
+    """One cluster of etcd. ``api`` is "v2" or "v3"."""
+
+    def __init__(self, world: World, api: str, config: dict[str, object]) -> None:
+        self.world = world
+        self.api = api
+        self.faults = Faults()
+        self.is_down = False
+        self.keys: dict[str, Node] = {}
+        #: When each key ends that does.
+        self.ends: dict[str, float] = {}
+        #: Each change from ``first`` on, one index each.
+        self.history: list[Change] = []
+        self.first = 1
+        self.watchers: list[SimulatedWatcher] = []
+        self.put(f"{PREFIX}/config", json.dumps(config), None)
+        self.compact()  # each backup has it
+
+    @property
+    def index(self) -> int:
+        return self.first + len(self.history) - 1
+
+    def position(self) -> Position:
+        return Position(self.index, "simulated")
+
+    # ---- what happens to it ----------------------------------------------------------------------
+
+    def put(self, key: str, value: str, ttl: float | None) -> Node:
+        node = Node(key, value, ttl, self.index + 1)
+        before = self.keys.get(key)
+        self.keys[key] = node
+        self.ends.pop(key, None)
+        if ttl is not None:
+            self._let_last(key, ttl)
+        self._record(Change("set" if self.api == "v2" else "put", node, before, self.world.time))
+        return node
+
+    def delete(self, key: str, action: str = "delete") -> None:
+        before = self.keys.pop(key)
+        self.ends.pop(key, None)
+        self._record(Change(action, Node(key, "", None, self.index + 1), before, self.world.time))
+
+    def prolong(self, key: str, ttl: float) -> None:
+        self._let_last(key, ttl)
+
+    def compact(self) -> None:
+        """Forget all history up to now."""
+        self.first, self.history = self.index + 1, []
+
+    def restore(self, changes: int) -> None:
+        """Put a backup in place that lacks the last changes; every connection ends."""
+        for _ in range(min(changes, len(self.history))):
+            change = self.history.pop()
+            if change.before is None:
+                self.keys.pop(change.node.key, None)
+                self.ends.pop(change.node.key, None)
+            else:
+                self.keys[change.node.key] = change.before
+                if change.before.ttl is not None:
+                    self._let_last(change.node.key, change.before.ttl)
+        self.break_watches()
+
+    def set_down(self, *, down: bool) -> None:
+        self.is_down = down
+        if down:
+            self.break_watches()
+
+    def break_watches(self) -> None:
+        for watcher in self.watchers:
+            watcher.is_broken = True
+            watcher.hear(0.0)
+
+    def leases(self) -> dict[str, str]:
+        return {key: node.value for key, node in self.keys.items() if "/subnets/" in key}
+
+    def state_before(self, changes: int) -> tuple[dict[str, Node], Position]:
+        """The keys as they were so many changes ago."""
+        keys = dict(self.keys)
+        count = min(changes, len(self.history))
+        for change in reversed(self.history[len(self.history) - count :]):
+            if change.before is None:
+                keys.pop(change.node.key, None)
+            else:
+                keys[change.node.key] = change.before
+        return keys, Position(self.index - count, "simulated")
+
+    def changes_since(self, index: int) -> int:
+        """Return how many changes a slow read may have missed, none up to an index."""
+        recent = [change for change in self.history[-10:] if change.time > self.world.time - LONGEST_REQUEST]
+        return max(0, min(len(recent), self.index - index))
+
+    def _let_last(self, key: str, ttl: float) -> None:
+        end = self.ends[key] = self.world.time + ttl
+        self.world.at(end, lambda: self._expire(key, end))
+
+    def _expire(self, key: str, end: float) -> None:
+        if self.ends.get(key) == end:
+            self.delete(key, "expire" if self.api == "v2" else "delete")
+
+    def _record(self, change: Change) -> None:
+        self.history.append(change)
+        if self.api == "v2" and len(self.history) > V2_HISTORY:
+            del self.history[0]
+            self.first += 1
+        for watcher in self.watchers:
+            if watcher.concerns(change.node.key):
+                watcher.hear(self.world.random.uniform(0.001, self.faults.lag))
+
+
+class SimulatedClient:
+    """``keys.Client`` of one process. ``before_request`` is called first, and may raise."""
+
+    def __init__(self, etcd: SimulatedEtcd, before_request: Callable[[], None]) -> None:
+        self._etcd = etcd
+        self._before_request = before_request
+        self.api = etcd.api
+        self.names_ipv6 = etcd.api == "v3"
+        self._is_cut = False
+        self._written: dict[str, int] = {}
+        self._seen = 0
+
+    def root(self, prefix: str) -> str:
+        return prefix
+
+    def fetch(self, key: str, *, recursive: bool = False) -> Reply:
+        self._ask()
+        keys, at = self._etcd.keys, self._etcd.position()
+        if recursive and self._chance(self._etcd.faults.stale):
+            keys, at = self._etcd.state_before(self._etcd.changes_since(self._seen))
+        if recursive:
+            found = tuple(
+                self._timed(each) for name, each in sorted(keys.items()) if name.startswith(f"{key}/")
+            )
+            if not found and self.api == "v2":
+                raise NotFound(at)
+            return Reply("get", Node(key, "", None, at.index, is_dir=True), found, at)
+        if key not in keys:
+            raise NotFound(at)
+        return Reply("get", self._timed(keys[key]), (), at)
+
+    def create(self, key: str, value: str, ttl: int | None) -> Reply:
+        self._ask()
+        if key in self._etcd.keys:
+            raise Conflict(f"{key} is there")
+        return self._write(key, value, ttl)
+
+    def replace(self, key: str, value: str, ttl: int | None, modified: int) -> Reply:
+        self._ask()
+        there = self._etcd.keys.get(key)
+        if there is None or there.modified != modified:
+            raise Conflict(f"{key} has changed")
+        return self._write(key, value, ttl)
+
+    def prolong(self, key: str, modified: int) -> float | None:
+        if self.api == "v2" or self._written.get(key) != modified:
+            return None
+        self._ask()
+        there = self._etcd.keys.get(key)
+        if there is None or there.modified != modified or there.ttl is None:
+            return None
+        self._etcd.prolong(key, there.ttl)
+        return there.ttl
+
+    def remove(self, key: str) -> None:
+        self._ask()
+        if key not in self._etcd.keys:
+            raise NotFound(self._etcd.position())
+        self._etcd.delete(key)
+
+    def watcher(self, key: str, *, recursive: bool, contact: Callable[[], object]) -> SimulatedWatcher:
+        made = SimulatedWatcher(self._etcd, self, key, recursive=recursive, contact=contact)
+        self._etcd.watchers.append(made)
+        return made
+
+    def missing(self, key: str, example: str, *, elsewhere: bool) -> NoConfig:
+        del example, elsewhere
+        return NoConfig(f"no config at {key}")
+
+    def reconnect(self) -> None:
+        pass
+
+    def cut(self) -> None:
+        self._is_cut = True
+
+    def _ask(self) -> None:
+        if self._is_cut:
+            raise Cancelled
+        self._before_request()
+        if self._etcd.is_down:
+            raise NoAnswer("etcd does not answer")
+
+    def _write(self, key: str, value: str, ttl: int | None) -> Reply:
+        node = self._etcd.put(key, value, ttl)
+        self._written[key] = self._seen = node.modified
+        self._before_request()  # the process may end before it has the answer
+        if self._chance(self._etcd.faults.lost_answer):
+            raise NoAnswer("the answer of etcd got lost")
+        return Reply("put", node, (), self._etcd.position())
+
+    def _timed(self, node: Node) -> Node:
+        end = self._etcd.ends.get(node.key)
+        if node.ttl is None or end is None:
+            return node
+        return Node(node.key, node.value, max(0.0, end - clock.now()), node.modified)
+
+    def _chance(self, of: float) -> bool:
+        return of > 0 and self._etcd.world.random.random() < of
+
+
+class SimulatedWatcher:
+    """``keys.Watcher`` of one process. ``wake`` is called with the time at which ``read`` would return."""
+
+    def __init__(
+        self,
+        etcd: SimulatedEtcd,
+        client: SimulatedClient,
+        key: str,
+        *,
+        recursive: bool,
+        contact: Callable[[], object],
+    ) -> None:
+        self.client = client
+        self._etcd = etcd
+        self._key = key
+        self._recursive = recursive
+        self._contact = contact
+        self._wants_reread = False
+        self.is_broken = False
+        #: Until when nothing is told, as when a proxy holds a connection whose server has gone.
+        self.stalled_until = -math.inf
+        self.wake: Callable[[float], None] = lambda _when: None
+
+    def concerns(self, key: str) -> bool:
+        return key.startswith(f"{self._key}/") if self._recursive else key == self._key
+
+    def hear(self, after: float) -> None:
+        """Something is to be read, in so many seconds."""
+        self.wake(max(self._etcd.world.time + after, self.stalled_until))
+
+    def wait(self) -> float:
+        """Begin to wait; return when ``read`` would return without news."""
+        if not self._etcd.is_down and not self.is_broken:
+            self._contact()
+        return self._etcd.world.time + POLL
+
+    def has_more_than(self, at: Position | None) -> bool:
+        """Return True if something has happened since."""
+        return at is not None and at.index < self._etcd.index
+
+    def read(self, after: Position) -> Changes:
+        if self._wants_reread:
+            self._wants_reread = False
+            raise Unsure("the connection was given up")
+        if self.is_broken:
+            self.is_broken = False
+            raise NoAnswer("the connection of the watch was lost")
+        self.client._ask()
+        etcd = self._etcd
+        check_history(after, etcd.position())
+        if after.index < etcd.first - 1:
+            raise ListAgain("etcd has forgotten what happened since")
+        self._contact()
+        replies: list[Reply] = []
+        for index in range(after.index + 1, etcd.index + 1):
+            change = etcd.history[index - etcd.first]
+            if self.concerns(change.node.key):
+                replies.append(Reply(change.action, change.node, (), Position(index, after.cluster)))
+                if etcd.api == "v2":  # one change a poll
+                    self.hear(0.0)
+                    return Changes(tuple(replies), replies[0].at)
+        return Changes(tuple(replies), etcd.position())
+
+    def reread(self) -> None:
+        self._wants_reread = True
+        self.hear(0.0)
+
+    def reconnect(self) -> None:
+        self.is_broken = True
+
+    def cut(self) -> None:
+        self.client.cut()
+
+    def close(self) -> None:
+        if self in self._etcd.watchers:
+            self._etcd.watchers.remove(self)
+
+
+def open_manager(etcd: SimulatedEtcd, before_request: Callable[[], None]) -> EtcdManager:
+    """The product's store over a client of one process."""
+    client = SimulatedClient(etcd, before_request)
+    return EtcdManager(client, PREFIX, "simulation", pause_time=1.0)

@@ -1,0 +1,168 @@
+"""A cluster of the product's own code on a virtual clock: what must hold once it is quiet."""
+
+from __future__ import annotations
+
+import logging
+import math
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from flanneld.state.table import Scope
+from tests.unit.simulation.chaos import QUIET, Chaos
+from tests.unit.simulation.cluster import STORES, Cluster
+from tests.unit.simulation.world import World
+
+DAY = 86400.0
+#: Seconds in which a cluster that is told all settles.
+SETTLES = 20.0
+
+
+def cluster_of(world: World, store: str, nodes: int, directory: Path, backend: str = "vxlan") -> Cluster:
+    """Start some nodes within five seconds."""
+    cluster = Cluster(world, store, directory, backend)
+    for number in range(1, nodes + 1):
+        world.at(world.time + 5 * world.random.random(), partial(cluster.add, number))
+    world.run(5)
+    return cluster
+
+
+def troubled(
+    seed: int, store: str, directory: Path, deeds: int = 40, nodes: int = 8
+) -> tuple[World, Cluster]:
+    world = World(seed)
+    with world.running():
+        cluster = cluster_of(world, store, nodes, directory, "host-gw" if seed % 3 == 2 else "vxlan")
+        Chaos(cluster).run(deeds)
+    return world, cluster
+
+
+def test_two_hundred_nodes_live_through_a_day_of_leases(tmp_path: Path) -> None:
+    world = World(1, logging.WARNING)
+    with world.running():
+        cluster = cluster_of(world, "v3", 200, tmp_path)
+        cluster.set_audit(DAY / 4)
+        world.run(SETTLES)
+        assert cluster.problems() == []
+        for number in (3, 50, 120):
+            cluster.remove(number)
+        for number in (7, 77):
+            cluster.switch_off(number)
+        for number in (201, 202):
+            cluster.add(number)
+        world.run(SETTLES)
+        assert cluster.lease_count() == len(cluster.hosts) + 2, "the leases of dead nodes last a day"
+        world.run(DAY)
+        assert cluster.problems() == []
+        assert cluster.lease_count() == len(cluster.hosts) == 197
+    assert [line for line in world.lines if " E " in line] == []
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("store", STORES)
+def test_troubled_cluster_is_well_once_it_is_quiet(store: str, seed: int, tmp_path: Path) -> None:
+    _, cluster = troubled(seed, store, tmp_path)
+    assert cluster.problems() == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(2, 60))
+@pytest.mark.parametrize("store", STORES)
+def test_troubled_cluster_is_well_once_it_is_quiet_with_more_seeds(
+    store: str, seed: int, tmp_path: Path
+) -> None:
+    world, cluster = troubled(seed, store, tmp_path, deeds=100, nodes=12)
+    assert cluster.problems() == []
+    cluster.set_audit(DAY / 4)
+    with world.running():
+        world.run(DAY + QUIET)
+    assert cluster.problems() == []
+    assert cluster.lease_count() == len(cluster.hosts)
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_node_that_is_killed_at_any_step_of_its_start_recovers(store: str, tmp_path: Path) -> None:
+    killed = 0
+    while True:
+        world = World(killed, logging.WARNING)
+        with world.running():
+            cluster = cluster_of(world, store, 3, tmp_path)
+            world.run(SETTLES)
+            host = cluster.add(4)
+            host.operations_left = killed
+            world.run(SETTLES)
+            assert cluster.problems() == [], f"killed at operation {killed}"
+        if host.operations_left < math.inf:
+            break
+        killed += 1
+    assert killed > 10
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_restart_of_all_daemons_at_once_loses_no_packet_and_writes_nothing(
+    store: str, tmp_path: Path
+) -> None:
+    world = World(1)
+    with world.running():
+        cluster = cluster_of(world, store, 5, tmp_path)
+        world.run(SETTLES)
+        tables = [table for host in cluster.hosts.values() for table in host.kernel.tables.values()]
+        writes = [table.writes for table in tables]
+        for host in cluster.hosts.values():
+            host.ended(InterruptedError("killed"))
+        addresses = [
+            net.network_address + 1 for host in cluster.hosts.values() if (net := host.subnet_env[0])
+        ]
+        for _ in range(20):
+            world.run(1)
+            for host in cluster.hosts.values():
+                assert all(cluster.send(host, address) for address in addresses)
+        assert cluster.problems() == []
+        assert [table.writes for table in tables] == writes
+
+
+def test_removals_wait_while_a_store_lacks_most_leases(tmp_path: Path) -> None:
+    world = World(1)
+    with world.running():
+        cluster = cluster_of(world, "v3", 15, tmp_path)
+        world.run(SETTLES)
+        host = cluster.hosts[1]
+        before = len(list(host.kernel.tables["routes"].read(Scope({}))))
+        etcd = cluster.etcd
+        assert etcd is not None
+        own = f"{host.subnet_env[0]}".replace("/", "-")
+        lost = {key: etcd.keys.pop(key) for key in etcd.leases() if not key.endswith(own)}
+        etcd.compact()
+        etcd.break_watches()
+        world.run(3)
+        assert len(list(host.kernel.tables["routes"].read(Scope({})))) == before
+        for node in lost.values():
+            etcd.put(node.key, node.value, node.ttl)
+        world.run(QUIET)
+        assert cluster.problems() == []
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_same_seed_gives_the_same_log(store: str, tmp_path: Path) -> None:
+    first, again, other = (troubled(seed, store, tmp_path, deeds=15, nodes=5)[0].lines for seed in (7, 7, 8))
+    assert len(first) > 100
+    assert first == again
+    assert first != other
+
+
+def test_same_seed_gives_the_same_log_in_another_process(tmp_path: Path) -> None:
+    logs = [
+        subprocess.run(
+            [sys.executable, "-m", "tests.unit.simulation", "v3", "7", str(tmp_path)],
+            env={"PYTHONHASHSEED": seed},
+            cwd=Path(__file__).parents[3],
+            capture_output=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert len(logs[0]) > 1000
+    assert logs[0] == logs[1]
