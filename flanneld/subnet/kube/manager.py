@@ -165,6 +165,7 @@ class KubeManager:
         self._run(self._machine(_ignore, alive, only=self._joined().name), alive)
 
     def _run(self, machine: NodeWatchMachine, alive: Callable[[], None]) -> None:
+        """Step a watch until ``close`` (raises ``Cancelled``)."""
         member = self._joined()
 
         def beat(_within: float) -> None:
