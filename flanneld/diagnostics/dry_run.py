@@ -24,7 +24,8 @@ from flanneld.network.rtnetlink.route_order import Behind
 from flanneld.network.rtnetlink.tables import KERNEL_TABLES
 from flanneld.options import Options
 from flanneld.reconcile import host_services
-from flanneld.reconcile.controller import Controller, Node
+from flanneld.reconcile.controller import Controller
+from flanneld.reconcile.node import Node
 from flanneld.reconcile.peers import View
 from flanneld.runtime import clock
 from flanneld.startup import SingleAttempts

@@ -12,43 +12,44 @@ import math
 import socket
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from flanneld.backends.contract import ExitPolicy, HasTables, encrypts, exit_policy
 from flanneld.compat.glog import Once, V, counted
-from flanneld.errors import Fatal, Retryable, cause_of
-from flanneld.model import Cached, Event, IPAddress, IPNetwork, Lease
+from flanneld.errors import Retryable, cause_of
+from flanneld.model import Cached, Event
 from flanneld.network.change_origin import ChangeOrigins
-from flanneld.network.obstacles import Obstacles, single
+from flanneld.network.obstacles import Obstacles
 from flanneld.network.rtnetlink import tables as kernel_tables
 from flanneld.network.rtnetlink.domain import Domain
-from flanneld.network.rtnetlink.kernel import Kernel
-from flanneld.network.rtnetlink.links import described, is_flannels, is_not_ours_to_remove
 from flanneld.network.rtnetlink.monitor import (
     Gone,
-    HostRouteChanged,
     InterfaceChanged,
-    Monitor,
     News,
     Overrun,
     Seen,
     Unheard,
 )
 from flanneld.network.uplink_facts import read_host_networks
-from flanneld.reconcile import ownership
 from flanneld.reconcile.contest_backoff import ContestBackoff
 from flanneld.reconcile.counters import Work
-from flanneld.reconcile.ownership import Device
+from flanneld.reconcile.host_news import may_be_obstacle
+from flanneld.reconcile.left_behind import LeftBehind
+from flanneld.reconcile.node import Node
 from flanneld.reconcile.peers import Peers
 from flanneld.reconcile.permits import LeasePermits
+from flanneld.reconcile.preconditions import (
+    demand_all,
+    spare_connected_networks,
+    spare_links_of_others,
+    warn_of_networks_around,
+)
 from flanneld.reconcile.reconciler import REST, SETTLE, Reconciler, TableState
-from flanneld.reconcile.table_worker import Knowledge, TableWorker
-from flanneld.reconcile.uplink_manager import UplinkManager
+from flanneld.reconcile.table_worker import Knowledge, TableWorker, Workers
 from flanneld.runtime import clock
 from flanneld.runtime.event_queue import EventQueue
 from flanneld.runtime.step_loop import StepLoop
@@ -57,7 +58,6 @@ from flanneld.state.removal_guard import RemovalGuard
 from flanneld.state.report import Failure, Report
 from flanneld.state.resources import (
     LINKS,
-    ForeignLink,
     Key,
     Kind,
     Link,
@@ -65,9 +65,8 @@ from flanneld.state.resources import (
     Route,
     State,
     Vxlan,
-    destination_of,
 )
-from flanneld.state.table import Put, Table
+from flanneld.state.table import Table
 
 log = logging.getLogger(__name__)
 
@@ -84,26 +83,6 @@ _RETRY = 1.0
 _LAST_PAUSE, _CONTEST = 1.0, 20
 #: Lines about single objects that are worth reading at a time.
 _FEW = 10
-
-
-class Node(Struct, frozen=True):
-    """This node, as the controller has to know it.
-
-    ``extras`` are wanted whoever the peers are; an earlier run may have left routes into ``former`` networks,
-    and ``devices``. ``adopts`` says that another flanneld ran here before, ``adopted`` names the destinations
-    of its routes that were kept. ``record`` keeps fields of ``ownership.State`` for the next run.
-    """
-
-    kernel: Kernel
-    monitor: Monitor
-    uplink_manager: UplinkManager
-    lease: Lease
-    extras: tuple[Resource, ...] = ()
-    former: tuple[IPNetwork, ...] = ()
-    devices: tuple[Device, ...] = ()
-    adopts: bool = False
-    adopted: frozenset[IPNetwork] = frozenset()
-    record: Callable[..., None] = lambda **_: None
 
 
 class Controller:
@@ -133,7 +112,7 @@ class Controller:
         self._kernel.domain = Domain(
             node.uplink_manager.uplink.name,
             frozenset(),
-            _ranges(node.uplink_manager, node.lease),
+            node.ranges,
             node.former,
             unmarked=node.adopts,
             adopted=node.adopted,
@@ -148,15 +127,16 @@ class Controller:
         self._heartbeat = heartbeat
         self._converged: set[str] = set()
         self._reconciler = self._over([])
-        #: Threads besides this one, for tables that would keep the kernel waiting.
-        self.workers: tuple[TableWorker, ...] = ()
+        #: Other threads, for tables that would keep the kernel waiting.
+        self._workers = Workers((), stop=stop, heartbeat=heartbeat, converged=self._converged)
         self._loop = StepLoop(self.step, self._sources, stop=stop, heartbeat=partial(heartbeat, NAME))
         self._once = Once()
         self._origins = ChangeOrigins()
         #: The devices of ours and the uplink, by index, as last read.
         self._names: dict[int, str] = {}
-        #: Devices of earlier runs, until they are swept.
-        self._left = node.devices
+        self._left_behind = LeftBehind(
+            node.kernel, node.devices, node.record, adopts=bool(node.adopts or node.adopted)
+        )
         self._is_in_sync = False
         #: When to look at the uplink and the host's networks, and not before when.
         self._next_look = clock.now()
@@ -164,6 +144,11 @@ class Controller:
         #: When to sweep again what an earlier run left, since the last time not all could be read.
         self._next_sweep = math.inf
         self._uplink_may_have_moved = False
+
+    @property
+    def workers(self) -> Iterable[TableWorker]:
+        """Threads to run beside ``run``."""
+        return self._workers
 
     @property
     def domain(self) -> Domain:
@@ -175,7 +160,7 @@ class Controller:
 
     @property
     def _reconcilers(self) -> list[Reconciler]:
-        return [self._reconciler, *(worker.reconciler for worker in self.workers)]
+        return [self._reconciler, *(worker.reconciler for worker in self._workers)]
 
     def states(self) -> list[TableState]:
         """What is known of each table. From any thread."""
@@ -216,36 +201,20 @@ class Controller:
         others = tuple(backend.tables()) if isinstance(backend, HasTables) else ()
         if exit_policy(backend) is ExitPolicy.REMOVE:
             self._removed_at_exit = frozenset(each.name for each in others)
-        kernels = kernel_tables.tables(self._kernel, self._stale_links)
+        kernels = kernel_tables.tables(self._kernel, self._left_behind.stale_links)
         self._reconciler = self._over([*kernels, *(each for each in others if each.worker == _WORKER)])
-        names = dict.fromkeys(each.worker for each in others if each.worker != _WORKER)
-        self.workers = tuple(
-            TableWorker(
-                name,
-                [self._recording(each) for each in others if each.worker == name],
-                stop=self._stop,
-                heartbeat=partial(self._heartbeat, name),
-                converged=self._converged,
-            )
-            for name in names
+        self._workers = Workers(
+            [self._recording(each) for each in others if each.worker != _WORKER],
+            stop=self._stop,
+            heartbeat=self._heartbeat,
+            converged=self._converged,
         )
 
     def _tell_workers(self, delta: Delta | None = None) -> None:
         """Hand over what is desired of other threads, all of it without a ``delta``."""
-        for worker in self.workers:
+        if self._workers:
             known = Knowledge(self.peers.synced, self.peers.cached, self.peers.unclear)
-            if delta is None:
-                puts = tuple(
-                    Put(want) for name in worker.tables for want in self.peers.wanted.table(name).values()
-                )
-                worker.tell(Delta(puts), known, whole=True)
-                continue
-            part = Delta(
-                tuple(put for put in delta.puts if put.want.key[0] in worker.tables),
-                tuple(resource for resource in delta.drops if resource.key[0] in worker.tables),
-            )
-            if part:
-                worker.tell(part, known)
+            self._workers.tell(delta, known, self.peers.wanted.table)
 
     # ---- before the first peer ---------------------------------------------------------------
 
@@ -256,47 +225,26 @@ class Controller:
         if not self._reconciler.states():
             self._make_tables()
         try:
-            self._spare_what_is_not_ours()
+            spare_links_of_others(self._kernel, self._links())
             self._look_at_host(now)
-            self._spare_connected_networks()
+            spare_connected_networks(self.peers.local_wishes(), self.peers.safety.obstacles)
         except OSError as failure:
             raise Retryable(f"cannot read the kernel's tables: {cause_of(failure)}") from failure
         # What an earlier run left may lead past the encryption, and goes before any peer is known.
         self._reconciler.adopt = encrypts(self.uplink_manager.backend)
         report = self._reconciler.converge(now)
         self._tell_workers()
-        for worker in self.workers:
-            if any(state.vital for state in worker.reconciler.states()):
-                worker.step(now)
-        self._demand_all()
+        self._workers.prepare(now)
+        demand_all(self.states())
         for resource in report.made:
             log.info("Made %s", resource)
-        for network in self._networks_around():
-            log.warning(
-                "Network overlap: %s; its hosts with addresses in a node's subnet are not reached; "
-                "choose a Network that no link of any node uses",
-                network,
-            )
+        warn_of_networks_around(self.peers.safety.obstacles, self.domain)
         self._next_look = now + _LOOK_PERIOD
 
     def _leaks(self, resource: Resource) -> bool:
         """Return True for a route by which packets leave in the clear though the backend encrypts."""
         is_outside = isinstance(resource, Route) and resource.device not in self.domain.links
         return is_outside and encrypts(self.uplink_manager.backend)
-
-    def _demand_all(self) -> None:
-        """Raises ``Fatal`` for what the kernel refuses, ``Retryable`` for what may be there later."""
-        for state in self.states():
-            refused = state.failed[0] if state.failed else None
-            if refused is not None and refused.resource.kind is not Kind.REMOTE:
-                raise Fatal(
-                    f"the kernel refuses {refused}",
-                    refused.remedy or "run with CAP_NET_ADMIN on a kernel that has this kind of device",
-                )
-            if state.vital and state.problem:
-                raise Retryable(f"cannot read the {state.name}: {state.problem}")
-            if state.vital and refused is not None:
-                raise Retryable(refused.reason)
 
     def _wish_for_ourselves(self) -> None:
         backend, uplink = self.uplink_manager.backend, self.uplink_manager.uplink
@@ -312,31 +260,6 @@ class Controller:
     def _links(self) -> list[Link]:
         return [item for item in self.peers.local_wishes() if isinstance(item, Link)]
 
-    def _spare_connected_networks(self) -> None:
-        for route in self.peers.local_wishes():
-            if not isinstance(route, Route):
-                continue
-            obstacle = self.peers.safety.obstacles.connected_at(route.destination)
-            if obstacle is not None:
-                raise Fatal(
-                    f"{obstacle}, and all of {obstacle.net} would go into {route.device}",
-                    "give the network config another Network, or use another backend",
-                )
-
-    def _spare_what_is_not_ours(self) -> None:
-        for link in self._links():
-            seen = self._kernel.link(link.name)
-            if seen and is_not_ours_to_remove(link, seen.make):
-                raise Fatal(
-                    f"{link.name} is {described(seen.make)}, and we need a device of kind {link.make}",
-                    f"if nobody needs it, remove it: ip link delete {link.name}",
-                )
-
-    def _networks_around(self) -> list[str]:
-        """Networks on this host's links that overlap the cluster's and are larger than a node's subnet."""
-        lengths = {network.version: length for network, length in self.domain.ranges}
-        return [str(obstacle) for obstacle in self.peers.safety.obstacles.around(lengths)]
-
     # ---- the loop ----------------------------------------------------------------------------
 
     def run(self) -> None:
@@ -349,7 +272,7 @@ class Controller:
         """Close the tables, save those of threads that go on."""
         if NAME not in except_for:
             self._reconciler.close(remove=self._removed_at_exit)
-        for worker in self.workers:
+        for worker in self._workers:
             if worker.name not in except_for:
                 worker.reconciler.close(remove=self._removed_at_exit)
 
@@ -417,7 +340,8 @@ class Controller:
                 counted(len(report.made), "object"),
                 len(report.removed),
             )
-            self._report_unclaimed()
+            with suppress(OSError):
+                self._left_behind.report_unclaimed()
         for resource in report.removed[:_FEW]:
             log.info("Removed, left by an earlier run: %s", resource)
         if len(report.removed) > _FEW:
@@ -436,46 +360,14 @@ class Controller:
 
     def _end_sweep(self) -> None:
         """What an earlier run left has been dealt with, but for its devices. Raises ``OSError``."""
-        if self._node.adopts or self._node.adopted:
-            self._node.record(adopted=frozenset(self._adopted()))
+        self._left_behind.record_sweep()
         self._reconciler.adopt = self._permits.sweeps = False
-        self._node.record(adopts=False)
-
-    def _adopted(self) -> Iterator[IPNetwork]:
-        """Name the routes of another flanneld that are right: they are not written again to be marked."""
-        marked = replace(self.domain, unmarked=False, adopted=frozenset())
-        for route in set(self._kernel.left_behind(self.domain)) - set(self._kernel.left_behind(marked)):
-            if isinstance(route, Route):
-                yield route.destination
-
-    def _report_unclaimed(self) -> None:
-        """Name devices that look as if an earlier run had left them, without a record that says so."""
-        networks = [network for network, _ in self.domain.ranges]
-        with suppress(OSError):
-            unclaimed = [
-                seen.name
-                for seen in self._kernel.links()
-                if is_flannels(seen)
-                and seen.name not in self.domain.links
-                and any(
-                    each.address in network
-                    for network in networks
-                    for each in self._kernel.addresses(network.version, seen.index)
-                )
-            ]
-            for name in unclaimed[:_FEW]:
-                log.warning(
-                    "Left alone: %s has an address in our network, and no record says that we made it; if no"
-                    " other daemon uses it: ip link delete %s",
-                    name,
-                    name,
-                )
 
     # ---- news of the kernel ------------------------------------------------------------------
 
     def _take_news(self, news: Iterable[News], now: float) -> None:
         for item in news:
-            if self._may_be_obstacle(item):
+            if may_be_obstacle(item, self.peers.safety, self.domain.links):
                 self._look_soon(now)
             match item:
                 case Overrun():
@@ -514,28 +406,6 @@ class Controller:
             return getattr(resource, "device", None) in self.domain.links
         return wanted != resource
 
-    def _may_be_obstacle(self, item: News) -> bool:
-        """Return True if an address, a network on a link or a gateway of the host may be another one now."""
-        match item:
-            case InterfaceChanged(name=name, address=address):
-                # The kernel does not tell of IPv4 routes that go with their link.
-                is_known = name in self.peers.safety.obstacles.devices
-                return is_known or (address is not None and name not in self.domain.links)
-            case HostRouteChanged(destination, gateways):
-                return self._may_harm(destination, *gateways)
-            case Gone(key, gateway=gateway):
-                return self._may_harm(destination_of(key), gateway)
-            case Seen(Route() as route):
-                return route.device not in self.domain.links and self._may_harm(
-                    route.destination, route.gateway
-                )
-        return False
-
-    def _may_harm(self, destination: IPNetwork | None, *gateways: IPAddress | None) -> bool:
-        """Return True if one of these is where a lease may be."""
-        nets = (destination, *(single(gateway) for gateway in gateways if gateway is not None))
-        return any(net is not None and self.peers.safety.concerns(net) for net in nets)
-
     # ---- the uplink and the host's networks ---------------------------------------------------
 
     def _look_soon(self, now: float) -> None:
@@ -558,8 +428,8 @@ class Controller:
         manager = self.uplink_manager
         if not (self._uplink_may_have_moved or manager.asks_routes or manager.is_adrift):
             return
-        self._uplink_may_have_moved = False
         moved = manager.follow()
+        self._uplink_may_have_moved = False
         if moved:
             self._wish_for_ourselves()
         if moved or manager.asks_routes:
@@ -591,13 +461,6 @@ class Controller:
     def _is_complete(self) -> bool:
         return not any(state.failed or state.problem for state in self._reconciler.states())
 
-    def _stale_links(self) -> list[Link]:
-        """Devices of earlier configurations."""
-        if not self._left:
-            return []
-        stale = ownership.stale(self._left, self._kernel.links(), self.domain.links)
-        return [seen.make for seen in stale if not isinstance(seen.make, ForeignLink)]
-
     def _passed(self, report: Report) -> None:
         """The tables were put right: note what that means for the next run."""
         self._origins.forget()
@@ -605,21 +468,10 @@ class Controller:
         try:
             names = self._interfaces()
             if names != self._names or swept:
-                self._record_devices()
+                self._left_behind.record_devices()
                 self._names = names
         except OSError as failure:
             self._could_not_read(failure, clock.now())
-
-    def _record_devices(self) -> None:
-        """Keep for the next run which devices are ours, and which are yet to be swept."""
-        present = self._kernel.links()
-        ours = [
-            device
-            for seen in present
-            if seen.name in self.domain.links and (device := ownership.device_of(seen))
-        ]
-        self._left = tuple(each for each in self._left if any(each.is_same(seen) for seen in present))
-        self._node.record(devices=tuple(dict.fromkeys([*ours, *self._left])))
 
     def _interfaces(self) -> dict[int, str]:
         present = {name: index for index, name in socket.if_nameindex()}
@@ -633,11 +485,3 @@ class Controller:
             f"Cannot read the kernel's tables: {cause_of(failure)}; changing nothing until we can",
         )
         self._next_look = min(self._next_look, now + _RETRY)
-
-
-def _ranges(uplink_manager: UplinkManager, own: Lease) -> tuple[tuple[IPNetwork, int], ...]:
-    """A subnet is as long as ours: in Kubernetes that is not for the network config to say."""
-    own_lengths = {net.version: net.prefixlen for net in own.key if net is not None}
-    return tuple(
-        (network, own_lengths.get(network.version, length)) for network, length in uplink_manager.ranges
-    )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 
 from msgspec import Struct
 
@@ -12,7 +13,7 @@ from flanneld.model import IPNetwork
 from flanneld.reconcile.reconciler import Reconciler
 from flanneld.runtime.step_loop import StepLoop
 from flanneld.state.diff import Delta, without_ways_to
-from flanneld.state.resources import Key, Resource
+from flanneld.state.resources import Key, Resource, State
 from flanneld.state.table import Put, Table
 
 
@@ -89,3 +90,52 @@ class TableWorker:
         if not self._known.synced:
             return {}
         return {name: without_ways_to(self._known.unclear, resources) for name, resources in stale.items()}
+
+
+class Workers:
+    """All workers of a node, each with those of the tables that name it."""
+
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        *,
+        stop: threading.Event,
+        heartbeat: Callable[[str, float], None],
+        converged: set[str],
+    ) -> None:
+        self._all = tuple(
+            TableWorker(
+                name,
+                [table for table in tables if table.worker == name],
+                stop=stop,
+                heartbeat=partial(heartbeat, name),
+                converged=converged,
+            )
+            for name in dict.fromkeys(table.worker for table in tables)
+        )
+
+    def __iter__(self) -> Iterator[TableWorker]:
+        return iter(self._all)
+
+    def __bool__(self) -> bool:
+        return bool(self._all)
+
+    def prepare(self, now: float) -> None:
+        """Step those that the daemon is not ready without. Before they run."""
+        for worker in self._all:
+            if any(state.vital for state in worker.reconciler.states()):
+                worker.step(now)
+
+    def tell(self, delta: Delta | None, known: Knowledge, desired: Callable[[str], State]) -> None:
+        """Hand each its part: of a change, or without one of what is ``desired`` of its tables."""
+        for worker in self._all:
+            if delta is None:
+                puts = (Put(want) for name in sorted(worker.tables) for want in desired(name).values())
+                worker.tell(Delta(tuple(puts)), known, whole=True)
+                continue
+            part = Delta(
+                tuple(put for put in delta.puts if put.want.key[0] in worker.tables),
+                tuple(resource for resource in delta.drops if resource.key[0] in worker.tables),
+            )
+            if part:
+                worker.tell(part, known)

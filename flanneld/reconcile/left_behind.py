@@ -1,0 +1,91 @@
+"""What earlier runs left in the kernel: devices to sweep and routes to adopt, and their record."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+
+from msgspec.structs import replace
+
+from flanneld.model import IPNetwork
+from flanneld.network.rtnetlink.kernel import Kernel
+from flanneld.network.rtnetlink.links import is_flannels
+from flanneld.reconcile import ownership
+from flanneld.reconcile.ownership import Device
+from flanneld.state.resources import Link, Route
+
+log = logging.getLogger(__name__)
+
+#: Lines about single devices that are worth reading at a time.
+_FEW = 10
+
+
+class LeftBehind:
+    """``devices`` are those of earlier runs; ``record`` keeps fields of ``ownership.State`` for the next run.
+
+    ``adopts`` says that routes of another flanneld are looked for or were kept. Every method but the first
+    may raise ``OSError``.
+    """
+
+    def __init__(
+        self, kernel: Kernel, devices: tuple[Device, ...], record: Callable[..., None], *, adopts: bool
+    ) -> None:
+        self._kernel = kernel
+        self._devices = devices
+        self._record = record
+        self._adopts = adopts
+
+    def stale_links(self) -> list[Link]:
+        """Devices of earlier configurations."""
+        if not self._devices:
+            return []
+        stale = ownership.stale(self._devices, self._kernel.links(), self._kernel.domain.links)
+        return [seen.make for seen in stale if isinstance(seen.make, Link)]
+
+    def record_devices(self) -> None:
+        """Keep for the next run which devices are ours, and which are yet to be swept."""
+        present = self._kernel.links()
+        ours = [
+            device
+            for seen in present
+            if seen.name in self._kernel.domain.links and (device := ownership.device_of(seen))
+        ]
+        self._devices = tuple(each for each in self._devices if any(each.is_same(seen) for seen in present))
+        self._record(devices=tuple(dict.fromkeys([*ours, *self._devices])))
+
+    def record_sweep(self) -> None:
+        """Keep for the next run that what was left has been dealt with, but for devices."""
+        if self._adopts:
+            self._record(adopted=frozenset(self._adopted()))
+        self._record(adopts=False)
+
+    def _adopted(self) -> Iterator[IPNetwork]:
+        """Name the routes of another flanneld that are right: they are not written again to be marked."""
+        domain = self._kernel.domain
+        marked = replace(domain, unmarked=False, adopted=frozenset())
+        for route in set(self._kernel.left_behind(domain)) - set(self._kernel.left_behind(marked)):
+            if isinstance(route, Route):
+                yield route.destination
+
+    def report_unclaimed(self) -> None:
+        """Name devices that look as if an earlier run had left them, without a record that says so."""
+        domain = self._kernel.domain
+        networks = [network for network, _ in domain.ranges]
+        unclaimed = [
+            seen.name
+            for seen in self._kernel.links()
+            if is_flannels(seen)
+            and seen.name not in domain.links
+            and any(
+                each.address in network
+                for network in networks
+                for each in self._kernel.addresses(network.version, seen.index)
+            )
+        ]
+        for name in unclaimed[:_FEW]:
+            log.warning(
+                "Left alone: %s has an address in our network, and no record says that we made it; if no"
+                " other daemon uses it: ip link delete %s",
+                name,
+                name,
+            )

@@ -1,0 +1,63 @@
+"""What a start must find before it changes anything, and must have done before it goes on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from flanneld.errors import Fatal, Retryable
+from flanneld.network.obstacles import Obstacles
+from flanneld.network.rtnetlink.domain import Domain
+from flanneld.network.rtnetlink.kernel import Kernel
+from flanneld.network.rtnetlink.links import described, is_not_ours_to_remove
+from flanneld.reconcile.reconciler import TableState
+from flanneld.state.resources import Kind, Link, Resource, Route
+
+log = logging.getLogger(__name__)
+
+
+def spare_links_of_others(kernel: Kernel, links: Iterable[Link]) -> None:
+    """Raises ``Fatal`` if a device of others has the name of one of ours; may raise ``OSError``."""
+    for link in links:
+        seen = kernel.link(link.name)
+        if seen and is_not_ours_to_remove(link, seen.make):
+            raise Fatal(
+                f"{link.name} is {described(seen.make)}, and we need a device of kind {link.make}",
+                f"if nobody needs it, remove it: ip link delete {link.name}",
+            )
+
+
+def spare_connected_networks(local: Iterable[Resource], obstacles: Obstacles) -> None:
+    """Raises ``Fatal`` if a route that this node needs for itself would take a network of the host."""
+    for route in local:
+        obstacle = obstacles.connected_at(route.destination) if isinstance(route, Route) else None
+        if obstacle is not None and isinstance(route, Route):
+            raise Fatal(
+                f"{obstacle}, and all of {obstacle.net} would go into {route.device}",
+                "give the network config another Network, or use another backend",
+            )
+
+
+def demand_all(states: Iterable[TableState]) -> None:
+    """Raises ``Fatal`` for what the kernel refuses, ``Retryable`` for what may be there later."""
+    for state in states:
+        refused = state.failed[0] if state.failed else None
+        if refused is not None and refused.resource.kind is not Kind.REMOTE:
+            raise Fatal(
+                f"the kernel refuses {refused}",
+                refused.remedy or "run with CAP_NET_ADMIN on a kernel that has this kind of device",
+            )
+        if state.vital and state.problem:
+            raise Retryable(f"cannot read the {state.name}: {state.problem}")
+        if state.vital and refused is not None:
+            raise Retryable(refused.reason)
+
+
+def warn_of_networks_around(obstacles: Obstacles, domain: Domain) -> None:
+    """Name networks on this host's links that overlap the cluster's and are larger than a node's subnet."""
+    for network in obstacles.around({each.version: length for each, length in domain.ranges}):
+        log.warning(
+            "Network overlap: %s; its hosts with addresses in a node's subnet are not reached; "
+            "choose a Network that no link of any node uses",
+            network,
+        )
