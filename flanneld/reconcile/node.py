@@ -35,7 +35,7 @@ class Node(Struct, frozen=True):
 
     @property
     def ranges(self) -> tuple[tuple[IPNetwork, int], ...]:
-        """The cluster's networks with the length of a subnet: ours, since Kubernetes sets it by the podCIDR."""
+        """The cluster's networks, each with the length of a subnet: that of ours, which may be a podCIDR."""
         own = {net.version: net.prefixlen for net in self.lease.key if net is not None}
         ranges = self.uplink_manager.ranges
         return tuple((network, own.get(network.version, length)) for network, length in ranges)
