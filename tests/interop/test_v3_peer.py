@@ -97,11 +97,11 @@ def test_a_node_that_leaves_is_led_to_by_neither(
 
 
 def test_a_reservation_outlives_the_change_to_our_daemon(lab: Lab, backend: dict[str, Any]) -> None:
-    """Go's v0.20 makes a lease of it again."""
+    """Go's v0.20 makes a lease of it again as soon as it hears of it: it is made while that is down."""
     (node,) = mixed(lab, backend, THEIRS)
     subnet = node.subnet()
-    lab.etcd.put_lease(subnet, lab.etcd.leases()[subnet], ttl=None)
     node.kill()
+    lab.etcd.put_lease(subnet, lab.etcd.leases()[subnet], ttl=None)
     node.start()
     node.wait_ready(20)
     assert node.subnet() == subnet
