@@ -15,8 +15,8 @@ from flanneld.network.rtnetlink.domain import Domain
 from flanneld.network.rtnetlink.kernel import Kernel
 from flanneld.network.rtnetlink.links import SeenLink, is_flannels
 from flanneld.reconcile.firewall import pairs, retire
-from flanneld.reconcile.last_run import LastRun
-from flanneld.reconcile.ownership import stale
+from flanneld.reconcile.past.last_run import LastRun
+from flanneld.reconcile.past.ownership import stale
 from flanneld.runtime.instance_lock import InstanceLock
 from flanneld.state.resources import Blackhole, Resource, Route, Tun
 from flanneld.subnet import subnet_file

@@ -38,8 +38,8 @@ from flanneld.network.uplink_facts import read_host_networks
 from flanneld.reconcile.contest_backoff import ContestBackoff
 from flanneld.reconcile.counters import Work
 from flanneld.reconcile.host_news import may_be_obstacle
-from flanneld.reconcile.left_behind import LeftBehind
 from flanneld.reconcile.node import Node
+from flanneld.reconcile.past.left_behind import LeftBehind
 from flanneld.reconcile.peers import Peers
 from flanneld.reconcile.permits import LeasePermits
 from flanneld.reconcile.preconditions import (

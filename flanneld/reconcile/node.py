@@ -9,7 +9,7 @@ from msgspec import Struct
 from flanneld.model import IPNetwork, Lease
 from flanneld.network.rtnetlink.kernel import Kernel
 from flanneld.network.rtnetlink.monitor import Monitor
-from flanneld.reconcile.ownership import Device
+from flanneld.reconcile.past.ownership import Device
 from flanneld.reconcile.uplink_manager import UplinkManager
 from flanneld.state.resources import Resource
 

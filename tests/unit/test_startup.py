@@ -15,8 +15,8 @@ from flanneld.diagnostics.readiness import Readiness
 from flanneld.errors import Fatal, Retryable
 from flanneld.model import Lease, LeaseAttrs
 from flanneld.options import Options, read
-from flanneld.reconcile.last_run import LastRun
-from flanneld.reconcile.ownership import Machine
+from flanneld.reconcile.past.last_run import LastRun
+from flanneld.reconcile.past.ownership import Machine
 from flanneld.runtime.sd_notify import Notifier
 from flanneld.startup import SingleAttempts
 from flanneld.subnet.manager import SubnetManager

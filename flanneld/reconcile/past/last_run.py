@@ -6,9 +6,9 @@ from pathlib import Path
 
 from flanneld.model import Lease, LeaseKey, Uplink
 from flanneld.network.host import HostView
-from flanneld.reconcile import ownership, state_file
-from flanneld.reconcile.ownership import Device, Machine
-from flanneld.reconcile.state_file import StateFile
+from flanneld.reconcile.past import ownership, state_file
+from flanneld.reconcile.past.ownership import Device, Machine
+from flanneld.reconcile.past.state_file import StateFile
 from flanneld.subnet.subnet_file import beside
 
 

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flanneld.model import LeaseAttrs
-from flanneld.reconcile.ownership import Device, FileStamp, Machine, State
-from flanneld.reconcile.state_file import StateFile, boot_id, stamp_of
+from flanneld.reconcile.past.ownership import Device, FileStamp, Machine, State
+from flanneld.reconcile.past.state_file import StateFile, boot_id, stamp_of
 
 STATE = State(
     boot_id="b6c0d773-d689-4bc9-9153-a38bd10130ec",

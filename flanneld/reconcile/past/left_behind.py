@@ -10,8 +10,8 @@ from msgspec.structs import replace
 from flanneld.model import IPNetwork
 from flanneld.network.rtnetlink.kernel import Kernel
 from flanneld.network.rtnetlink.links import is_flannels
-from flanneld.reconcile import ownership
-from flanneld.reconcile.ownership import Device
+from flanneld.reconcile.past import ownership
+from flanneld.reconcile.past.ownership import Device
 from flanneld.state.resources import Link, Route
 
 log = logging.getLogger(__name__)

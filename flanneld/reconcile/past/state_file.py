@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from flanneld.compat.glog import Once
 from flanneld.errors import Refused
 from flanneld.model import LeaseKey
-from flanneld.reconcile.ownership import Device, FileStamp, Machine, State
+from flanneld.reconcile.past.ownership import Device, FileStamp, Machine, State
 from flanneld.runtime import atomic_file
 from flanneld.subnet.codec import format_attrs, parse_attrs
 
