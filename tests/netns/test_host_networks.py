@@ -78,10 +78,13 @@ def key(subnets: dict[int, str], families: tuple[int, ...]) -> str:
 
 
 def main_table(node: Node) -> dict[int, list[str]]:
-    """All routes that flannel did not make."""
+    """All routes that flannel did not make.
+
+    Without the flag of a link that has no carrier: a new link gets it a moment later.
+    """
     return {
         family: [
-            row
+            row.replace(" linkdown", "")
             for row in node.run("ip", f"-{family}", "route", "show").stdout.splitlines()
             if "dev flannel" not in row and "proto 70" not in row
         ]

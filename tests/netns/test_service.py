@@ -168,6 +168,7 @@ def test_a_killed_daemon_is_started_again(booted: BootedNode) -> None:
 
 @pytest.mark.usefixtures("peer")
 def test_a_daemon_that_hangs_is_replaced(booted: BootedNode) -> None:
+    booted.set_watchdog("flanneld", 5)
     booted.systemctl("start", "flanneld")
     hanging = booted.pid("flanneld")
     os.kill(hanging, signal.SIGSTOP)

@@ -28,13 +28,19 @@ class Time:
     def __init__(self) -> None:
         self.now = 1000.0
 
-    def run(self, reconciler: Reconciler, seconds: float, between: Callable[[], None] = lambda: None) -> None:
-        """Step as a thread would for so long; ``between`` runs before each step, once a millisecond."""
+    def run(
+        self,
+        reconciler: Reconciler,
+        seconds: float,
+        between: Callable[[], None] = lambda: None,
+        longest: float = 0.05,
+    ) -> None:
+        """Step as a thread does, at least every ``longest`` seconds; ``between`` runs before each step."""
         end = self.now + seconds
         while self.now < end:
             between()
             wakeup = reconciler.step(self.now)
-            self.now = min(end, max(self.now + 0.001, min(wakeup, self.now + 0.05)))
+            self.now = min(end, max(self.now + 0.001, min(wakeup, self.now + longest)))
 
 
 @pytest.fixture
@@ -432,13 +438,13 @@ def test_whatever_happens_all_is_as_wanted_once_it_is_quiet(
                 case "blind", bool():
                     table.unreadable = "blind" if subject else ""
                 case _, float():
-                    time.run(reconciler, subject)
+                    time.run(reconciler, subject, longest=1)
         table.refused, table.unreadable = set(), ""
-        time.run(reconciler, 65)
+        time.run(reconciler, 65, longest=1)
     assert {seen.resource for seen in table.held.values()} == {*wanted, Thing("foreign")}
     writes = len(table.writes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(clock, "now", lambda: time.now)
         patch.setattr(clock, "cpu_time", lambda: 0.0)
-        time.run(reconciler, 65)
+        time.run(reconciler, 65, longest=1)
     assert len(table.writes) == writes

@@ -217,6 +217,7 @@ def test_a_wheel_has_the_library_if_there_is_a_compiler(
     command = [
         *pip,
         "--no-deps",
+        "--no-compile",
         "--no-build-isolation",
         "--root-user-action=ignore",
         "--target",

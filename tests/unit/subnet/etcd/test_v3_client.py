@@ -10,7 +10,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from msgspec.structs import replace
 
 from flanneld.errors import Cancelled, Retryable
 from flanneld.runtime import clock
@@ -267,14 +266,12 @@ def test_a_key_without_a_lease_stays(etcd: LocalEtcd) -> None:
 def test_a_watch_goes_on_at_another_server_when_its_own_falls_silent(etcd: LocalEtcd, keys: V3Keys) -> None:
     relay = Relay(etcd.url)
     with server(relay) as url:
-        transport = transport_to(url, etcd.url, timeouts=LASTING)
-        asker = Client(transport)
+        asker = client(url, etcd.url, timeouts=Timeouts(silence=0.3))
         at = asker.fetch("/dir", recursive=True).at
         watcher = watch(asker, "/dir", recursive=True)
         assert watcher.read(at).replies == ()  # The silence of a server that is well.
         relay.is_silent = True
         keys.put("/dir/a", "1")
-        transport.timeouts = replace(LASTING, read=0.5)
 
         def heard() -> object:
             with suppress(Retryable):  # Also the other one may take longer.
