@@ -12,6 +12,7 @@ from flanneld.errors import Fatal
 GROUP = "flanneld.backends"
 #: Module and factory of those of our own.
 _OWN = {
+    "extension": ("flanneld.backends.extension.backend", "Extension"),
     "host-gw": ("flanneld.backends.host_gw", "HostGw"),
     "ipip": ("flanneld.backends.ipip", "build"),
     "udp": ("flanneld.backends.udp.backend", "Udp"),

@@ -37,8 +37,12 @@ class StepLoop:
     def run(self) -> None:
         """Step until ``stop`` is set."""
         while not self._stop.is_set():
-            self._heartbeat(4 * _IDLE)
+            self.is_alive()
             self._sleep_until(self._step(clock.now()))
+
+    def is_alive(self) -> None:
+        """Promise to report again; for a step that does several things, after each of them."""
+        self._heartbeat(4 * _IDLE)
 
     def cancel(self) -> None:
         """End the wait. From any thread."""
