@@ -70,9 +70,9 @@ def add_peer(lab: Lab, data: object = "data", address: str = "198.18.0.77", subn
     lab.etcd.put_lease(subnet, value)
 
 
-def restart(node: Node) -> None:
-    assert node.stop().status == 0
-    node.start()
+def start_again(node: Node, *flags: str) -> None:
+    node.start(*flags)
+    node.wait_ready()
     node.wait_for_log("In sync with")
 
 
@@ -87,7 +87,127 @@ def test_commands_of_the_host_gw_sample_connect_nodes_and_a_peer_that_leaves_is_
 def test_commands_of_the_vxlan_sample_connect_nodes_and_shutdown_removes_the_device(lab: Lab) -> None:
     first, second = lab.cluster(VXLAN, Network=NETWORK)
     connect([first, second])
-    value = lab.etcd.leases()[first.subnet()]
-    assert value["BackendData"] == first.link("flannel-vxlan")["address"]
+    device = first.link("flannel-vxlan")
+    assert device
+    assert lab.etcd.leases()[first.subnet()]["BackendData"] == device["address"]
     assert first.stop().status == 0
     assert first.run("ip", "link", "show", "flannel-vxlan", check=False).returncode != 0
+
+
+def test_a_restart_runs_nothing_again_and_forgets_nothing(lab: Lab, notes: Path) -> None:
+    node = one_node(
+        lab,
+        {"SubnetAddCommand": noting(notes, "add"), "SubnetRemoveCommand": noting(notes, "remove")},
+    )
+    add_peer(lab)
+    added = f"add {PEER} 198.18.0.77 data"
+    awaited(notes, added)
+    for end in (node.stop, node.kill):
+        end()
+        start_again(node)
+        assert lines(notes) == [added]
+    node.stop()
+    lab.etcd.delete_lease(PEER)
+    start_again(node)
+    awaited(notes, added, f"remove {PEER} 198.18.0.77 data")
+
+
+def test_a_subnet_that_changes_hands_is_removed_before_it_is_added(lab: Lab, notes: Path) -> None:
+    node = one_node(
+        lab,
+        {"SubnetAddCommand": noting(notes, "add"), "SubnetRemoveCommand": noting(notes, "remove")},
+    )
+    add_peer(lab)
+    awaited(notes, f"add {PEER} 198.18.0.77 data")
+    with node.paused():
+        add_peer(lab, "other data", "198.18.0.78")
+    awaited(
+        notes,
+        f"add {PEER} 198.18.0.77 data",
+        f"remove {PEER} 198.18.0.77 data",
+        f"add {PEER} 198.18.0.78 other data",
+    )
+
+
+def test_a_daemon_killed_while_a_command_runs_runs_it_again(lab: Lab, notes: Path, tmp_path: Path) -> None:
+    wait = f"while [ ! -e {tmp_path / 'go'} ]; do sleep 0.1; done"
+    node = one_node(
+        lab,
+        {
+            "SubnetAddCommand": noting(notes, "add", wait),
+            "SubnetRemoveCommand": noting(notes, "remove"),
+        },
+    )
+    add_peer(lab)
+    added = f"add {PEER} 198.18.0.77 data"
+    awaited(notes, added)
+    node.kill()
+    (tmp_path / "go").touch()
+    start_again(node)
+    awaited(notes, added, f"remove {PEER} 198.18.0.77 data", added)
+
+
+def test_a_failing_command_is_named_and_tried_again_until_it_works(
+    lab: Lab, notes: Path, tmp_path: Path
+) -> None:
+    command = noting(notes, "add", f"echo no door; test -e {tmp_path / 'door'}")
+    node = one_node(lab, {"SubnetAddCommand": f"{command}; # PSK=secret", "SubnetRemoveCommand": "true"})
+    add_peer(lab)
+    (line,) = node.wait_for_log("are not in place")
+    wanted = f"extension peer {PEER} at 198.18.0.77: SubnetAddCommand exited with status 1; it wrote: no door"
+    assert wanted in line
+    wait_for(lambda: len(lines(notes)) == 3, SOON, "the third run")
+    assert lines(notes) == [f"add {PEER} 198.18.0.77 data"] * 3
+    (tmp_path / "door").touch()
+    node.wait_for_log("The peers set up by extension commands are in place")
+    assert len(node.wait_for_log("are not in place")) == 1
+    assert "secret" not in node.log()
+
+
+def test_a_hanging_command_is_killed_and_holds_up_no_route(lab: Lab, notes: Path) -> None:
+    backend = {"SubnetAddCommand": noting(notes, "add", "sleep 600"), "TimeLimitSeconds": 5}
+    node = one_node(lab, backend, "--ip-blackhole-route")
+    add_peer(lab)
+    wait_for(lambda: lines(notes), SOON, "the command to begin")
+    node.run("ip", "route", "del", "blackhole", node.subnet())
+    node.wait_for_route(node.subnet(), 3)
+    assert "did not end" not in node.log(), "the route came back while the command hung"
+    node.wait_for_log(f"extension peer {PEER} at 198.18.0.77: SubnetAddCommand did not end within 5 s")
+    add_peer(lab, address="198.18.0.78", subnet="10.50.78.0/24")
+    wait_for(lambda: "add 10.50.78.0/24 198.18.0.78 data" in lines(notes), SOON, "the other peer's command")
+    assert node.stop().status == 0, "a command that hangs does not hold up the end"
+
+
+def test_a_peer_whose_check_fails_is_made_again(lab: Lab) -> None:
+    check = "ip route show $SUBNET | grep -q via"
+    first, second = lab.cluster({**HOST_GW, "CheckCommand": check}, Network=NETWORK)
+    connect([first, second])
+    first.run("ip", "route", "del", second.subnet())
+    first.wait_for_route(second.subnet(), 70)
+    first.wait_for_log(f"Restored extension peer {second.subnet()} at {second.address}")
+
+
+def test_a_plan_runs_no_command(lab: Lab, notes: Path) -> None:
+    keys = ("PreStartup", "PostStartup", "SubnetAdd", "SubnetRemove", "Check", "Shutdown")
+    backend = {"Type": "extension", **{f"{key}Command": noting(notes, key) for key in keys}}
+    lab.etcd.put_config({"Network": NETWORK, "Backend": backend})
+    add_peer(lab)
+    (node,) = lab.add_nodes(1)
+    plan = node.start("--iface=eth0", "--plan")
+    wait_for(lambda: plan.status() is not None, SOON, "the plan to end")
+    assert plan.status() == 0, node.log()
+    assert f"# new: extension peer {PEER} at 198.18.0.77" in node.log()
+    assert not lines(notes)
+    assert not node.directory.joinpath("flanneld.extension").exists()
+
+
+@pytest.mark.parametrize("key", ["PreStartupCommand", "PostStartupCommand"])
+def test_a_start_fails_with_its_commands(lab: Lab, key: str) -> None:
+    backend = {"Type": "extension", key: "echo no key; exit 3  # PSK=secret"}
+    lab.etcd.put_config({"Network": NETWORK, "Backend": backend})
+    (node,) = lab.add_nodes(1)
+    daemon = node.start()
+    wait_for(lambda: daemon.status() is not None, SOON, "the start to fail")
+    assert daemon.status() == 1
+    assert f"{key} exited with status 3; it wrote: no key" in node.log()
+    assert "secret" not in node.log()
