@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.lab import Lab, Node, wait_for
+from tests.lab.daemon import own_command
 from tests.netns.test_cluster import connect
 
 SOON = 20
@@ -35,6 +36,21 @@ VXLAN = {
         " ip route add $SUBNET nexthop via $SUBNET_IP dev $IF_NAME onlink && arp -s $SUBNET_IP $VTEP dev"
         " $IF_NAME && bridge fdb add $VTEP dev $IF_NAME self dst $PUBLIC_IP"
     ),
+}
+WIREGUARD = {
+    "Type": "extension",
+    "PreStartupCommand": "wg genkey | tee privatekey | wg pubkey",
+    "PostStartupCommand": (
+        "export SUBNET_IP=`echo $SUBNET | cut -d'/' -f 1`; ip link del flannel-wg 2>/dev/null; ip link add"
+        " flannel-wg type wireguard && wg set flannel-wg listen-port 51820 private-key privatekey && ip"
+        " addr add $SUBNET_IP/32 dev flannel-wg && ip link set flannel-wg up && ip route add $NETWORK"
+        " dev flannel-wg"
+    ),
+    "ShutdownCommand": "ip link del flannel-wg",
+    "SubnetAddCommand": (
+        "read PUBLICKEY; wg set flannel-wg peer $PUBLICKEY endpoint $PUBLIC_IP:51820 allowed-ips $SUBNET"
+    ),
+    "SubnetRemoveCommand": "read PUBLICKEY; wg set flannel-wg peer $PUBLICKEY remove",
 }
 NETWORK = "10.50.0.0/16"
 PEER = "10.50.77.0/24"
@@ -92,6 +108,44 @@ def test_commands_of_the_vxlan_sample_connect_nodes_and_shutdown_removes_the_dev
     assert lab.etcd.leases()[first.subnet()]["BackendData"] == device["address"]
     assert first.stop().status == 0
     assert first.run("ip", "link", "show", "flannel-vxlan", check=False).returncode != 0
+
+
+@pytest.mark.needs_kernel("wireguard")
+def test_commands_of_the_wireguard_sample_connect_nodes_also_after_a_restart(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab.etcd.put_config({"Network": NETWORK, "Backend": WIREGUARD})
+    nodes = lab.add_nodes(2)
+    for node in nodes:
+        monkeypatch.chdir(node.directory)  # the sample keeps its key in the daemon's directory
+        node.start()
+        node.wait_ready()
+    connect(nodes)
+    monkeypatch.chdir(nodes[0].directory)
+    for end in (nodes[0].stop, nodes[0].kill):
+        end()
+        start_again(nodes[0])
+        connect(nodes)
+
+
+def test_a_cleanup_removes_what_commands_have_set_up(lab: Lab, tmp_path: Path) -> None:
+    door = tmp_path / "door"
+    backend = {**HOST_GW, "SubnetRemoveCommand": f"test -e {door} && {HOST_GW['SubnetRemoveCommand']}"}
+    node = one_node(lab, backend)
+    add_peer(lab)
+    node.wait_for_route(PEER)
+    node.stop()
+    command = (*own_command(), f"--subnet-file={node.subnet_file}", "--cleanup")
+    peer, journal = f"extension peer {PEER} at 198.18.0.77", node.directory / "flanneld.extension"
+    assert f"would remove {peer}" in node.run(*command, "--dry-run").stdout
+    node.wait_for_route(PEER)
+    failed = node.run(*command, check=False)
+    assert (failed.returncode, f"could not remove {peer}" in failed.stdout) == (1, True)
+    assert journal.exists(), "it is still to be undone"
+    door.touch()
+    assert f"removed {peer}\nremoved {journal}\n" in node.run(*command).stdout
+    node.wait_for_no_route(PEER)
+    assert not journal.exists()
 
 
 def test_a_restart_runs_nothing_again_and_forgets_nothing(lab: Lab, notes: Path) -> None:

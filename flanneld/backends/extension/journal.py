@@ -61,7 +61,7 @@ class Journal:
     """
 
     def __init__(self, path: Path, base: Callable[[], str]) -> None:
-        self._path = path
+        self.path = path
         self._make_base = base
         self._base: str | None = None
         self._entries: dict[str, Entry] | None = None
@@ -105,15 +105,15 @@ class Journal:
         try:
             self._write(_line(entry) if entry else json.dumps({"gone": name}), known)
         except OSError as error:
-            problem = f"Cannot write {self._path}: {cause_of(error)}; make its directory writable"
+            problem = f"Cannot write {self.path}: {cause_of(error)}; make its directory writable"
             self._once.warn(log, "write", f"{problem}, or the next start runs commands again")
 
     def _write(self, line: str, entries: dict[str, Entry]) -> None:
         """Append a line, or write the file anew if its end is torn or most of it is stale."""
         if self._is_torn or self._lines > 2 * len(entries) + _MAX_STALE:
-            self._path.parent.mkdir(0o755, parents=True, exist_ok=True)
+            self.path.parent.mkdir(0o755, parents=True, exist_ok=True)
             lines = [_line(entry) for entry in entries.values()]
-            atomic_file.replace(self._path, "".join(f"{line}\n" for line in lines).encode(), 0o600)
+            atomic_file.replace(self.path, "".join(f"{line}\n" for line in lines).encode(), 0o600)
             self._lines = len(lines)
             self._is_torn = False
         else:
@@ -124,7 +124,7 @@ class Journal:
     def _append(self, content: bytes) -> None:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         self._is_torn = True
-        descriptor = os.open(self._path, flags, 0o600)
+        descriptor = os.open(self.path, flags, 0o600)
         try:
             while content:
                 content = content[os.write(descriptor, content) :]
@@ -139,7 +139,7 @@ class Journal:
         self._is_torn = True
         with suppress(FileNotFoundError):
             # An end without a line feed is one that a kill has cut off: what it says was not begun yet.
-            for line in atomic_file.read(self._path, _MAX_SIZE).split(b"\n")[:-1]:
+            for line in atomic_file.read(self.path, _MAX_SIZE).split(b"\n")[:-1]:
                 self._take(line, entries)
         return entries
 
@@ -152,7 +152,7 @@ class Journal:
                 entry = _entry(value)
                 entries[entry.setup.name] = entry
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            self._once.warn(log, "line", f"Ignoring a line of {self._path} that makes no sense")
+            self._once.warn(log, "line", f"Ignoring a line of {self.path} that makes no sense")
 
 
 def _line(entry: Entry) -> str:
