@@ -265,3 +265,12 @@ def test_a_start_fails_with_its_commands(lab: Lab, key: str) -> None:
     assert daemon.status() == 1
     assert f"{key} exited with status 3; it wrote: no key" in node.log()
     assert "secret" not in node.log()
+
+
+def test_nodes_of_kubernetes_tell_each_other_what_prestartupcommand_wrote(lab: Lab, notes: Path) -> None:
+    add = f"read DATA; echo $DATA >> {shlex.quote(str(notes))}; {HOST_GW['SubnetAddCommand']}"
+    backend = {**HOST_GW, "PreStartupCommand": "ip -4 -br address show eth0", "SubnetAddCommand": add}
+    first, second = lab.kube_cluster(backend)
+    connect([first, second])
+    for node in (first, second):
+        assert any(f"{node.address}/24" in line for line in lines(notes))
