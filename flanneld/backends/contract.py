@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, runtime_checkable
 
 from msgspec import Struct
 
 from flanneld.config import Config
-from flanneld.errors import Refused
+from flanneld.errors import Refused, Retryable
 from flanneld.model import Family, IPAddress, IPNetwork, Lease, LeaseAttrs, Uplink
 from flanneld.state.resources import Resource
 from flanneld.state.table import Table
@@ -40,11 +41,17 @@ class ReadSecret(Protocol):
     ) -> bytes: ...
 
 
+class DryRun(Retryable):
+    """A dry run does not do what a backend asks for."""
+
+
 class RunCommand(Protocol):
     """Runs a command, a text by the shell, to its end; ``env`` adds to the daemon's environment.
 
     It is killed with all it started after ``timeout`` seconds, and when the daemon stops unless ``at_exit``.
-    Raises ``Retryable`` if it does not start or was killed. It blocks: never in the kernel's worker.
+    With ``clean`` its environment is ``env`` alone, with ``merged`` what it writes to stderr is part of
+    ``output``. ``name`` stands for it in messages and the log. Raises ``Retryable`` if it does not start or
+    was killed, ``DryRun`` if nothing is to be run. It blocks: never in the kernel's worker.
     """
 
     def __call__(
@@ -55,6 +62,9 @@ class RunCommand(Protocol):
         timeout: float = 10.0,
         *,
         at_exit: bool = False,
+        clean: bool = False,
+        merged: bool = False,
+        name: str = "",
     ) -> Finished: ...
 
 
@@ -69,6 +79,10 @@ class HostServices(Struct, frozen=True, kw_only=True):
     run: RunCommand = _absent
     #: Makes a request, bounded in time and size. Raises ``Retryable`` without an answer. It blocks, too.
     http: Callable[[HttpRequest], HttpAnswer] = _absent
+    #: The path of this daemon's file with a suffix, beside subnet.env, for what the next run has to know.
+    beside: Callable[[str], Path] = _absent
+    #: The kernel's identity of this boot; empty if it cannot be read.
+    boot_id: Callable[[], str] = _absent
 
 
 NO_SERVICES = HostServices()

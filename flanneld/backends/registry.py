@@ -13,6 +13,7 @@ GROUP = "flanneld.backends"
 #: Module and factory of those of our own.
 _OWN = {
     "alloc": ("flanneld.backends.alloc", "Alloc"),
+    "extension": ("flanneld.backends.extension.backend", "Extension"),
     "host-gw": ("flanneld.backends.host_gw", "HostGw"),
     "ipip": ("flanneld.backends.ipip", "build"),
     "udp": ("flanneld.backends.udp.backend", "Udp"),

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
+from flanneld.backends.extension.commands import CommandFailed, Commands
+from flanneld.backends.extension.journal import Entry, Journal
 from flanneld.backends.udp.client import Client, NoPump, Silent
 from flanneld.diagnostics import other_daemons
-from flanneld.errors import Fatal
+from flanneld.errors import Fatal, cause_of
 from flanneld.model import lies_in
 from flanneld.network.rtnetlink import devices
 from flanneld.network.rtnetlink.domain import Domain
@@ -17,10 +22,13 @@ from flanneld.network.rtnetlink.links import SeenLink, is_flannels
 from flanneld.reconcile.firewall import pairs, retire
 from flanneld.reconcile.past.last_run import LastRun
 from flanneld.reconcile.past.ownership import stale
+from flanneld.runtime.command_runner import TIME_LIMIT, CommandRunner
 from flanneld.runtime.instance_lock import InstanceLock
 from flanneld.state.resources import Blackhole, Resource, Route, Tun
 from flanneld.subnet import subnet_file
 from flanneld.subnet.subnet_file import Previous
+
+log = logging.getLogger(__name__)
 
 #: What is to be removed, and what removes it; None if it stays.
 _Step = tuple[str, Callable[[], bool] | None]
@@ -40,7 +48,10 @@ def clean_up(path: Path, saved: Path, say: Callable[[str], None], *, everything:
     kernel = Kernel()
     complete = True
     files = (path, *(subnet_file.beside(path, suffix) for suffix in ("sock", "state", "lock")), saved)
-    for what, act in _steps(kernel, previous, last_run, files, everything=everything):
+    journal = Journal(subnet_file.beside(path, "extension"), str)
+    for what, act in chain(
+        _peers_in(journal), _steps(kernel, previous, last_run, files, everything=everything)
+    ):
         if act is None:
             say(f"left {what}: it is of another network; -all removes it, too")
             continue
@@ -92,6 +103,31 @@ def _steps(
     for file in files:
         if file.exists():
             yield str(file), partial(_unlinked, file)
+
+
+def _peers_in(journal: Journal) -> Iterator[_Step]:
+    """Yield the peers that commands of the extension backend have set up, then their journal."""
+    try:
+        entries = list(journal.entries().values())
+    except OSError as failure:
+        yield f"what {journal.path} names: {cause_of(failure)}", lambda: False
+        return
+    for entry in entries:
+        yield str(entry.setup), partial(_undone, journal, entry)
+    if journal.path.exists():
+        yield str(journal.path), lambda: not journal.entries() and _unlinked(journal.path)
+
+
+def _undone(journal: Journal, entry: Entry) -> bool:
+    commands = Commands(CommandRunner(threading.Event()).run, TIME_LIMIT)
+    try:
+        if entry.remove:
+            commands.run(entry.remove, entry.setup.variables(), entry.setup.data)
+    except CommandFailed as failure:
+        log.warning("%s", failure)
+        return False
+    journal.gone(entry.setup.name)
+    return True
 
 
 def _is_of(previous: Previous, route: Resource) -> bool:

@@ -181,6 +181,8 @@ def _run(node: Node, leases: Snapshot | Cached, notes: Notes) -> Controller:
     controller.prepare()
     controller.event_queue.put([leases])
     controller.step(clock.now())
+    for worker in controller.workers:
+        worker.step(clock.now())
     controller.close()
     return controller
 

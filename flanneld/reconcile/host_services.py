@@ -8,8 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from flanneld.backends.contract import HostServices
-from flanneld.errors import Retryable
+from flanneld.backends.contract import DryRun, HostServices
 from flanneld.runtime import secret_file
 from flanneld.runtime.command_runner import CommandRunner
 from flanneld.runtime.http_client import HttpAnswer, HttpClient, HttpRequest
@@ -34,11 +33,11 @@ def of_dry_run(directory: str, environ: Mapping[str, str]) -> HostServices:
         return make() if make and not path.exists() else secret_file.read(path)
 
     def run(*_: object, **__: object) -> NoReturn:
-        raise Retryable("a dry run starts no command", "start the daemon to see what the backend does")
+        raise DryRun("a dry run starts no command", "start the daemon to see what the backend does")
 
     def ask(request: HttpRequest) -> HttpAnswer:
         if request.method not in _SAFE:
-            raise Retryable(f"a dry run makes no {request.method} request", "start the daemon")
+            raise DryRun(f"a dry run makes no {request.method} request", "start the daemon")
         return client.ask(request)
 
     return HostServices(secret=partial(_secret, read, Path(directory), environ), run=run, http=ask)

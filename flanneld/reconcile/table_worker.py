@@ -68,6 +68,8 @@ class TableWorker:
                 self.reconciler.converge(now)
             else:
                 self.reconciler.change(delta, now)
+            if self._messages:
+                self._loop.is_alive()
         return self.reconciler.step(now)
 
     def _take(self, delta: Delta, *, whole: bool) -> None:

@@ -7,6 +7,8 @@ import socket
 from functools import partial
 from typing import Any
 
+from msgspec import structs
+
 from flanneld.backends.contract import (
     NO_SERVICES,
     Backend,
@@ -120,9 +122,7 @@ class UplinkManager:
             random_bytes=random_bytes,
             tun_for=lambda network: tun_for(self._kernel, (network, *self._former)),
             identity=self._identity,
-            secret=self._services.secret,
-            run=self._services.run,
-            http=self._services.http,
+            **structs.asdict(self._services),
         )
 
     def _mac_of(self, name: str) -> str | None:

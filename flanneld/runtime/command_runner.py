@@ -74,20 +74,26 @@ class CommandRunner:
         timeout: float = TIME_LIMIT,
         *,
         at_exit: bool = False,
+        clean: bool = False,
+        merged: bool = False,
+        name: str = "",
     ) -> Finished:
         """Run a command, a text by the shell, and return how it ended; ``env`` adds to our environment.
 
-        ``at_exit`` is for what has to be done while the daemon stops: only ``timeout`` ends it then. Raises
-        ``NotStarted``, ``CommandHung`` and ``TooMuchOutput``.
+        ``at_exit`` is for what has to be done while the daemon stops: only ``timeout`` ends it then. With
+        ``clean`` the environment is ``env`` alone, with ``merged`` stderr goes where stdout goes. ``name``
+        is for a command whose text may hold a key. Raises ``NotStarted``, ``CommandHung`` and
+        ``TooMuchOutput``.
         """
         argv = ("sh", "-c", command) if isinstance(command, str) else tuple(command)
-        log.log(V(6), "Running %s", " ".join(argv))
-        process = _start(argv, env or {})
+        log.log(V(6), "Running %s", name or " ".join(argv))
+        name = name or named(argv)
+        process = _start(argv, {**({} if clean else os.environ), **(env or {})}, merged=merged)
         deadline = time.monotonic() + timeout
 
         def check() -> None:
             if time.monotonic() >= deadline or (self._stop.is_set() and not at_exit):
-                raise CommandHung(f"{named(argv)} did not end within {timeout:g} s", "try it by hand")
+                raise CommandHung(f"{name} did not end within {timeout:g} s", "try it by hand")
 
         try:
             check()
@@ -97,7 +103,7 @@ class CommandRunner:
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(_LOOK_AT_STOP)
         except _Overflow:
-            problem = f"{named(argv)} writes more than {self._longest_output >> 20} MiB"
+            problem = f"{name} writes more than {self._longest_output >> 20} MiB"
             raise TooMuchOutput(problem, "see what it writes") from None
         finally:
             _end(process)
@@ -108,9 +114,7 @@ class CommandRunner:
     ) -> tuple[str, str]:
         """Give the command its input, and take what it writes until it closes both streams."""
         assert process.stdin
-        assert process.stdout
-        assert process.stderr
-        taken = {process.stdout.fileno(): bytearray(), process.stderr.fileno(): bytearray()}
+        taken = {pipe.fileno(): bytearray() for pipe in (process.stdout, process.stderr) if pipe}
         with selectors.DefaultSelector() as ready:
             for fd in taken:
                 ready.register(fd, selectors.EVENT_READ)
@@ -126,8 +130,8 @@ class CommandRunner:
                         ready.unregister(key.fileobj)
                         if key.fileobj is process.stdin:
                             process.stdin.close()
-        output, errors = (bytes(each).decode(errors="replace") for each in taken.values())
-        return output, errors
+        output, *errors = (bytes(each).decode(errors="replace") for each in taken.values())
+        return output, "".join(errors)
 
     def _take(self, fd: int, taken: bytearray) -> bool:
         piece = os.read(fd, _PIECE)
@@ -156,7 +160,7 @@ def _give(fd: int, stdin: bytes) -> tuple[bytes, bool]:
     return rest, not rest
 
 
-def _start(argv: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def _start(argv: Sequence[str], env: Mapping[str, str], *, merged: bool) -> subprocess.Popen[bytes]:
     path = find(argv[0])
     if path is None:
         raise NotStarted(f"{argv[0]} is not installed", "install it")
@@ -166,9 +170,9 @@ def _start(argv: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[byte
             executable=path,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=subprocess.STDOUT if merged else subprocess.PIPE,
             bufsize=0,
-            env={**os.environ, **env},
+            env=env,
             start_new_session=True,
         )
     except OSError as error:

@@ -40,13 +40,17 @@ class StepLoop:
     def run(self) -> None:
         """Step until ``stop`` is set."""
         while not self._stop.is_set():
-            self._heartbeat(4 * _IDLE)
+            self.is_alive()
             self._sleep_until(self._step(clock.now()))
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
         # An argument, for at the end of the process the module has lost its names.
         if self._wake >= 0:
             close(self._wake)
+
+    def is_alive(self) -> None:
+        """Promise to report again; for a step that does several things, after each of them."""
+        self._heartbeat(4 * _IDLE)
 
     def cancel(self) -> None:
         """End the wait. From any thread."""

@@ -77,3 +77,24 @@ def test_a_command_at_exit_outlives_the_stop(tmp_path: Path) -> None:
     with pytest.raises(CommandHung):
         CommandRunner(stop).run(f"touch {tmp_path}/begun; sleep 1")
     assert CommandRunner(stop).run("sleep 0.2; echo done", at_exit=True).output == "done\n"
+
+
+def test_a_clean_environment_is_what_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLANNELD_ETCD_PASSWORD", "secret")
+    found = CommandRunner(threading.Event()).run(("env",), {"SUBNET": "10.1.5.0/24"}, clean=True)
+    assert found.output == "SUBNET=10.1.5.0/24\n"
+
+
+def test_merged_streams_keep_their_order() -> None:
+    found = CommandRunner(threading.Event()).run("echo a; echo b >&2; echo c", merged=True)
+    assert (found.output, found.errors) == ("a\nb\nc\n", "")
+
+
+def test_a_name_stands_for_a_command_whose_text_may_hold_a_key(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(1)
+    runner = CommandRunner(threading.Event(), longest_output=10)
+    with pytest.raises(CommandHung, match="the command did not end") as hung:
+        runner.run("sleep 60 # secret", timeout=0.1, name="the command")
+    with pytest.raises(TooMuchOutput, match="the command writes more") as wordy:
+        runner.run("echo 01234567890123 # secret", name="the command")
+    assert "secret" not in f"{hung.value} {wordy.value} {caplog.text}"

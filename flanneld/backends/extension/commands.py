@@ -1,0 +1,105 @@
+"""Commands of the network config: how one is run, and how its end is told."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Mapping
+
+from msgspec import Struct
+
+from flanneld.backends.contract import DryRun, RunCommand
+from flanneld.compat.glog import V
+from flanneld.errors import Retryable
+
+log = logging.getLogger(__name__)
+
+#: Characters of a command's output in the log.
+_LONGEST_TOLD = 500
+#: ``$NAME``, ``${NAME}`` and the shell's special parameters, as Go's os.Expand takes them.
+_VARIABLE = re.compile(r"\$(?:\{([^}]*)\}|([A-Za-z_][A-Za-z0-9_]*|[*#$@!?0-9-]))")
+
+
+class Command(Struct, frozen=True, gc=False):
+    """A command by the name of its key. Its text may hold a key: it is never logged.
+
+    Without ``shell`` it is split at white space and run directly, as Go flanneld does since 0.28.2.
+    """
+
+    name: str
+    text: str = ""
+    shell: bool = True
+
+    def __bool__(self) -> bool:
+        return bool(self.text)
+
+
+class CommandFailed(Retryable):
+    """A command that exited with another status than 0, or did not end in time: ``status`` is None then."""
+
+    def __init__(self, problem: str, remedy: str, status: int | None) -> None:
+        super().__init__(problem, remedy)
+        self.status = status
+
+
+class Commands:
+    """Runs commands by ``Host.run``, each for at most ``time_limit`` seconds."""
+
+    def __init__(self, run: RunCommand, time_limit: float) -> None:
+        self._run = run
+        self._time_limit = time_limit
+
+    def run(
+        self,
+        command: Command,
+        env: Mapping[str, str],
+        data: str = "",
+        about: str = "",
+        *,
+        at_exit: bool = False,
+    ) -> str:
+        """Run a command with ``data`` and a line feed as input; return what it wrote, stderr included.
+
+        Raises ``CommandFailed``, and ``DryRun`` if nothing is to be run.
+        """
+        name = command.name + (f" for {about}" if about else "")
+        argv = command.text if command.shell else expanded(command.text, {**os.environ, **env})
+        try:
+            done = self._run(
+                argv,
+                env,
+                f"{data}\n",
+                self._time_limit,
+                at_exit=at_exit,
+                clean=command.shell,
+                merged=True,
+                name=command.name,
+            )
+        except DryRun:
+            raise
+        except Retryable as failure:
+            log.log(V(1), "%s failed: %s", name, failure)
+            raise CommandFailed(failure.problem, failure.remedy, None) from None
+        output = done.output.strip()
+        if done.status:
+            log.log(V(1), "%s exited with status %d: %s", name, done.status, told(output))
+            remedy = f"it wrote: {told(output)}" if output else "run it by hand with its variables"
+            raise CommandFailed(f"{command.name} exited with status {done.status}", remedy, done.status)
+        log.log(V(0 if output else 1), "Ran %s%s", name, f": {told(output)}" if output else "")
+        return output
+
+
+def told(output: str) -> str:
+    """Return a command's output as it is put into one line of the log."""
+    line = " ".join(output.split())
+    line = "".join(each if each.isprintable() else "?" for each in line)
+    return line if len(line) <= _LONGEST_TOLD else f"{line[:_LONGEST_TOLD]}..."
+
+
+def expanded(text: str, variables: Mapping[str, str]) -> list[str]:
+    """Split a command at white space, then expand variables in each word; unknown ones are empty."""
+    return [
+        _VARIABLE.sub(lambda found: variables.get(found[1] or found[2] or "", ""), word)
+        for word in text.split()
+    ]

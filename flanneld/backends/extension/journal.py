@@ -1,0 +1,190 @@
+"""Journal of the extension backend: what SubnetAddCommand was run for, in a file that outlives the daemon.
+
+One JSON object a line. A line is on disk before SubnetAddCommand begins, and a second one after it ended:
+a kill in between leaves a peer whose setup may stand. So a command may run twice, and none is forgotten.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from enum import Enum
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from flanneld.backends.extension.commands import Command
+from flanneld.backends.extension.resources import PeerSetup
+from flanneld.compat.glog import Once
+from flanneld.errors import cause_of
+from flanneld.runtime import atomic_file
+
+log = logging.getLogger(__name__)
+
+#: Bytes. A peer takes a few hundred, and a file may have a few lines about each.
+_MAX_SIZE = 64 << 20
+#: Lines about peers that are gone or were written again, before the file is written anew.
+_MAX_STALE = 1000
+
+
+class Stage(Enum):
+    """How far SubnetAddCommand got for a peer."""
+
+    #: It runs, or was killed: it may have taken effect.
+    BEGUN = "begun"
+    FAILED = "failed"
+    DONE = "done"
+
+
+class Entry(Struct, frozen=True, gc=False):
+    """A peer for which SubnetAddCommand was run.
+
+    ``remove`` undoes it: the command as it was configured then. ``base`` tells whether a later run may rely
+    on it.
+    """
+
+    setup: PeerSetup
+    remove: Command
+    base: str
+    stage: Stage = Stage.BEGUN
+
+
+class Journal:
+    """The entries by the peer's name, and their file. Used by one thread.
+
+    ``base`` is asked once, when the file is first read.
+    """
+
+    def __init__(self, path: Path, base: Callable[[], str]) -> None:
+        self.path = path
+        self._make_base = base
+        self._base: str | None = None
+        self._entries: dict[str, Entry] | None = None
+        self._lines = 0
+        self._is_torn = False
+        self._once = Once()
+
+    @property
+    def base(self) -> str:
+        if self._base is None:
+            self._base = self._make_base()
+        return self._base
+
+    def entries(self) -> dict[str, Entry]:
+        """Return the entries; the file is read at the first call. Raises ``OSError``."""
+        if self._entries is None:
+            self._entries = self._load()
+        return self._entries
+
+    def begin(self, entry: Entry) -> None:
+        """Note that SubnetAddCommand is about to run. Raises ``OSError``: then it must not."""
+        known = self.entries()
+        self._write(_line(entry), {**known, entry.setup.name: entry})
+        known[entry.setup.name] = entry
+
+    def ended(self, entry: Entry) -> None:
+        """Note how SubnetAddCommand has ended."""
+        self._afterwards(entry.setup.name, entry)
+
+    def gone(self, name: str) -> None:
+        """Note that nothing is left of a peer."""
+        self._afterwards(name, None)
+
+    def _afterwards(self, name: str, entry: Entry | None) -> None:
+        """Note what is true already: if it cannot be written, a later run does it once more."""
+        known = self.entries()
+        if entry is None:
+            known.pop(name, None)
+        else:
+            known[name] = entry
+        try:
+            self._write(_line(entry) if entry else json.dumps({"gone": name}), known)
+        except OSError as error:
+            problem = f"Cannot write {self.path}: {cause_of(error)}; make its directory writable"
+            self._once.warn(log, "write", f"{problem}, or the next start runs commands again")
+
+    def _write(self, line: str, entries: dict[str, Entry]) -> None:
+        """Append a line, or write the file anew if its end is torn or most of it is stale."""
+        if self._is_torn or self._lines > 2 * len(entries) + _MAX_STALE:
+            self.path.parent.mkdir(0o755, parents=True, exist_ok=True)
+            lines = [_line(entry) for entry in entries.values()]
+            atomic_file.replace(self.path, "".join(f"{line}\n" for line in lines).encode(), 0o600)
+            self._lines = len(lines)
+            self._is_torn = False
+        else:
+            self._append(f"{line}\n".encode())
+            self._lines += 1
+        self._once.clear("write")
+
+    def _append(self, content: bytes) -> None:
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._is_torn = True
+        descriptor = os.open(self.path, flags, 0o600)
+        try:
+            while content:
+                content = content[os.write(descriptor, content) :]
+            os.fdatasync(descriptor)
+        finally:
+            os.close(descriptor)
+        self._is_torn = False
+
+    def _load(self) -> dict[str, Entry]:
+        entries: dict[str, Entry] = {}
+        # The first write makes the file, and whatever an earlier run left torn is written anew.
+        self._is_torn = True
+        with suppress(FileNotFoundError):
+            # An end without a line feed is one that a kill has cut off: what it says was not begun yet.
+            for line in atomic_file.read(self.path, _MAX_SIZE).split(b"\n")[:-1]:
+                self._take(line, entries)
+        return entries
+
+    def _take(self, line: bytes, entries: dict[str, Entry]) -> None:
+        try:
+            value = json.loads(line)
+            if "gone" in value:
+                entries.pop(str(value["gone"]), None)
+            else:
+                entry = _entry(value)
+                entries[entry.setup.name] = entry
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            self._once.warn(log, "line", f"Ignoring a line of {self.path} that makes no sense")
+
+
+def _line(entry: Entry) -> str:
+    setup = entry.setup
+    return json.dumps(
+        {
+            "subnet": _text(setup.ipv4_subnet),
+            "ipv6_subnet": _text(setup.ipv6_subnet),
+            "public_ip": _text(setup.public_ip),
+            "public_ipv6": _text(setup.public_ipv6),
+            "data": setup.data,
+            "remove": entry.remove.text,
+            "shell": entry.remove.shell,
+            "base": entry.base,
+            "stage": entry.stage.value,
+        }
+    )
+
+
+def _entry(value: dict[str, Any]) -> Entry:
+    setup = PeerSetup(
+        IPv4Network(value["subnet"]) if value["subnet"] else None,
+        IPv6Network(value["ipv6_subnet"]) if value["ipv6_subnet"] else None,
+        IPv4Address(value["public_ip"]) if value["public_ip"] else None,
+        IPv6Address(value["public_ipv6"]) if value["public_ipv6"] else None,
+        str(value["data"]),
+    )
+    if setup.subnet is None:
+        raise ValueError
+    remove = Command("SubnetRemoveCommand", str(value["remove"]), bool(value["shell"]))
+    return Entry(setup, remove, str(value["base"]), Stage(value["stage"]))
+
+
+def _text(value: object) -> str | None:
+    return None if value is None else str(value)

@@ -1,0 +1,271 @@
+"""Tables of the extension backend: what its commands have set up, for this node and for each peer.
+
+Commands are not idempotent: one is run again only if nothing is known to stand.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from msgspec.structs import replace
+
+from flanneld.backends.contract import DryRun
+from flanneld.backends.extension.commands import Command, CommandFailed, Commands
+from flanneld.backends.extension.journal import Entry, Journal, Stage
+from flanneld.backends.extension.resources import PEERS, STARTUP, PeerSetup, Startup
+from flanneld.compat.glog import V
+from flanneld.errors import Fatal
+from flanneld.runtime import clock
+from flanneld.state.report import Failure, Report
+from flanneld.state.resources import Key, Resource
+from flanneld.state.table import Put, Scope, Seen
+
+log = logging.getLogger(__name__)
+
+#: Commands may wait for anything: they never keep the kernel's tables waiting.
+_WORKER = "extension"
+#: Seconds between two readings, if CheckCommand tells anything new.
+_AUDIT_PERIOD = 30.0
+#: Seconds between two checks of one peer: less than an audit period, so that no audit misses it.
+_CHECK_PERIOD = 20.0
+#: Seconds of commands in one reading, in one round of changes, and in one of removals; the rest comes later.
+_ROUND = 5.0
+#: Rest after a round of checks that left some over, as a multiple of the time that it took.
+_REST = 3.0
+#: Seconds after a failure of SubnetAddCommand in which no round for other peers runs it again: the first
+#: retry of the reconciler comes later.
+_PAUSE = 0.9
+#: Runs of SubnetRemoveCommand for a peer that is gone, and seconds after the first of them.
+_MOST_REMOVALS, _FIRST_PAUSE = 5, 1.0
+
+
+class StartupTable:
+    """Runs PostStartupCommand once a run, and ShutdownCommand at the daemon's end."""
+
+    name = STARTUP
+    what = "the effects of PostStartupCommand"
+    worker = _WORKER
+    vital = True
+    needs: frozenset[str] = frozenset()
+    audit: float | None = None
+
+    def __init__(self, post: Command, shutdown: Command, commands: Commands) -> None:
+        self._post = post
+        self._shutdown = shutdown
+        self._commands = commands
+        self._node: Startup | None = None
+        self._is_done = False
+
+    def read(self, scope: Scope) -> Iterator[Seen]:
+        """What has run is not run again when the uplink moves: it need not be idempotent."""
+        if self._is_done:
+            yield from map(Seen, scope.wanted.values())
+
+    def put(self, puts: Sequence[Put]) -> Report:
+        """Raises ``Fatal`` if the command fails, as upstream does: the start fails."""
+        report = Report()
+        for put in puts:
+            assert isinstance(put.want, Startup)
+            self._node = put.want
+            try:
+                if self._post and not self._is_done:
+                    self._commands.run(self._post, put.want.variables())
+            except CommandFailed as failure:
+                if failure.status is not None:
+                    raise Fatal(failure.problem, failure.remedy) from None
+                report.failed.append(Failure(put.want, failure.problem, failure.remedy))
+                continue
+            self._is_done = True
+            report.made.append(put.want)
+        return report
+
+    def drop(self, found: Sequence[Resource]) -> Report:
+        return Report(removed=list(found))
+
+    def close(self, *, remove: bool) -> None:
+        if remove and self._shutdown and self._node:
+            try:
+                self._commands.run(self._shutdown, self._node.variables(), at_exit=True)
+            except CommandFailed as failure:
+                log.warning("Could not undo %s: %s", self._node, failure)
+
+
+class PeerTable:
+    """Runs SubnetAddCommand and SubnetRemoveCommand; the journal tells what they have done so far."""
+
+    name = PEERS
+    what = "the peers set up by extension commands"
+    worker = _WORKER
+    vital = False
+    needs = frozenset({STARTUP})
+
+    def __init__(
+        self, add: Command, remove: Command, check: Command, commands: Commands, journal: Journal
+    ) -> None:
+        self.audit: float | None = _AUDIT_PERIOD if check else None
+        self._add = add
+        self._remove = remove
+        self._check = check
+        self._commands = commands
+        self._journal = journal
+        #: When a peer was last found to stand, and those that CheckCommand found not to.
+        self._checked: dict[str, float] = {}
+        self._fallen: set[str] = set()
+        #: The last failure of SubnetAddCommand, and when that was.
+        self._failures: dict[str, tuple[float, Failure]] = {}
+        #: How often SubnetRemoveCommand has failed, and when it may run again.
+        self._removals: dict[str, tuple[int, float]] = {}
+        #: Time of the next look: something was left for later.
+        self.next_look = math.inf
+
+    def look(self) -> bool:
+        self.next_look = math.inf
+        return True
+
+    # ---- what stands -------------------------------------------------------------------------
+
+    def read(self, scope: Scope) -> list[Seen]:
+        entries = self._journal.entries()
+        self._look_after(entries, scope.wanted)
+        return [Seen(replace(entry.setup, stands=self._stands(entry))) for entry in entries.values()]
+
+    def _stands(self, entry: Entry) -> bool:
+        name = entry.setup.name
+        return entry.stage is Stage.DONE and entry.base == self._journal.base and name not in self._fallen
+
+    def _look_after(self, entries: Mapping[str, Entry], wanted: Mapping[Key, Resource]) -> None:
+        """Run CheckCommand for peers that are wanted as they are, as far as the time of a round goes."""
+        began = clock.now()
+        for name, entry in list(entries.items()) if self._check else ():
+            is_wanted = wanted.get(entry.setup.key) == entry.setup and entry.stage is Stage.DONE
+            if not is_wanted or began - self._checked.get(name, -math.inf) < _CHECK_PERIOD:
+                continue
+            spent = clock.now() - began
+            if spent > _ROUND:
+                self._come_back(clock.now() + _REST * spent)
+                return
+            self._look_at(entry, began)
+
+    def _look_at(self, entry: Entry, now: float) -> None:
+        setup = entry.setup
+        self._checked[setup.name] = now
+        try:
+            self._commands.run(self._check, setup.variables(), setup.data, str(setup))
+        except DryRun:
+            return
+        except CommandFailed as failure:
+            if failure.status is not None:
+                log.log(V(1), "%s does not hold: %s", setup, failure)
+                self._fallen.add(setup.name)
+            return
+        self._fallen.discard(setup.name)
+        if entry.base != self._journal.base:
+            self._journal.ended(replace(entry, base=self._journal.base))
+
+    # ---- changes -----------------------------------------------------------------------------
+
+    def put(self, puts: Sequence[Put]) -> Report:
+        """Run SubnetAddCommand; peers for which it has failed come last, and the longest failed first."""
+        report = Report()
+        end = clock.now() + _ROUND
+        wants = [put.want for put in puts if isinstance(put.want, PeerSetup)]
+        for want in sorted(wants, key=self._last_failure):
+            known, now = self._failures.get(want.name), clock.now()
+            if now <= end and (known is None or now >= known[0] + _PAUSE):
+                self._set_up(want, report)
+            elif known:
+                report.failed.append(known[1])
+            else:
+                self._come_back(clock.now())
+        return report
+
+    def _last_failure(self, setup: PeerSetup) -> float:
+        known = self._failures.get(setup.name)
+        return known[0] if known else -math.inf
+
+    def _set_up(self, want: PeerSetup, report: Report) -> None:
+        """Run SubnetAddCommand, after SubnetRemoveCommand if something may be there. Raises ``OSError``."""
+        name = want.name
+        known = self._journal.entries().get(name)
+        if known is not None and known.stage is not Stage.FAILED:
+            self._undo(known, logging.WARNING if self._stands(known) else V(1))
+        entry = Entry(want, self._remove, self._journal.base)
+        self._journal.begin(entry)
+        try:
+            if self._add:
+                self._commands.run(self._add, want.variables(), want.data, str(want))
+        except CommandFailed as failure:
+            if failure.status is not None:
+                self._journal.ended(replace(entry, stage=Stage.FAILED))
+            refusal = Failure(want, failure.problem, failure.remedy)
+            self._failures[name] = (clock.now(), refusal)
+            report.failed.append(refusal)
+            return
+        self._journal.ended(replace(entry, stage=Stage.DONE))
+        self._failures.pop(name, None)
+        self._removals.pop(name, None)
+        self._fallen.discard(name)
+        self._checked[name] = clock.now()
+        report.made.append(want)
+
+    def _undo(self, entry: Entry, level: int) -> bool:
+        """Run SubnetRemoveCommand as it was when the peer was added; return False if it fails."""
+        setup = entry.setup
+        try:
+            if entry.remove:
+                self._commands.run(entry.remove, setup.variables(), setup.data, str(setup))
+        except CommandFailed as failure:
+            log.log(level, "Could not remove %s: %s", setup, failure)
+            return False
+        return True
+
+    def drop(self, found: Sequence[Resource]) -> Report:
+        report = Report()
+        began = clock.now()
+        for setup in found:
+            assert isinstance(setup, PeerSetup)
+            entry = self._journal.entries().get(setup.name)
+            failures, earliest = self._removals.get(setup.name, (0, 0.0))
+            if earliest > began:
+                self._come_back(earliest)
+            elif clock.now() > began + _ROUND:
+                self._come_back(clock.now())
+            elif entry is None or self._is_removed(entry, failures):
+                self._forget(setup.name)
+                report.removed.append(setup)
+        return report
+
+    def _is_removed(self, entry: Entry, failures: int) -> bool:
+        """Run SubnetRemoveCommand; return False if it has to be run again.
+
+        What another run has added may be gone, and what was not added need not be there: one try is enough.
+        """
+        is_last = failures + 1 >= _MOST_REMOVALS or not self._stands(entry)
+        if self._undo(entry, logging.INFO if is_last and not failures else logging.WARNING):
+            return True
+        if not is_last:
+            pause = _FIRST_PAUSE * 2**failures
+            self._removals[entry.setup.name] = (failures + 1, clock.now() + pause)
+            self._come_back(clock.now() + pause)
+            return False
+        if failures:
+            log.warning(
+                "Gave up removing %s after %d runs of SubnetRemoveCommand; undo it by hand",
+                entry.setup,
+                _MOST_REMOVALS,
+            )
+        return True
+
+    def _forget(self, name: str) -> None:
+        self._journal.gone(name)
+        self._fallen.discard(name)
+        for known in (self._checked, self._failures, self._removals):
+            known.pop(name, None)
+
+    def _come_back(self, when: float) -> None:
+        self.next_look = min(self.next_look, when)
+
+    def close(self, *, remove: bool) -> None:
+        """What peers need stays, as with every backend; ShutdownCommand is of another table."""
