@@ -1,4 +1,4 @@
-"""Who wants what: the wanted state, kept lease by lease (pure)."""
+"""The desired state, kept lease by lease (pure)."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class DesiredState:
 
     @property
     def state(self) -> dict[Key, Resource]:
-        """A copy of all that is in force: from any thread."""
+        """Return a copy of all that is in force. From any thread."""
         return dict(chain.from_iterable(table.copy().items() for table in self._tables.copy().values()))
 
     def table(self, name: object) -> dict[Key, Resource]:
-        """What is in force of one table, now and later: not a copy."""
+        """Return the desired state of one table: a live mapping, not a copy."""
         assert isinstance(name, str)
         found = self._tables.get(name)
         if found is None:
@@ -97,7 +97,7 @@ class DesiredState:
         return touched
 
     def since(self, before: Before) -> Delta:
-        """What the tables must get and what they must lose, if they hold what was in force before."""
+        """Return what to make and what to remove in tables that hold what was in force before."""
         puts, drops = [], []
         for key, was in before.items():
             now = self.get(key)

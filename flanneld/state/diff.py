@@ -12,7 +12,7 @@ from flanneld.state.table import Claim, Put, Seen
 
 
 class Delta(Struct, frozen=True, gc=False):
-    """What to make and what to remove, of any number of tables."""
+    """Resources to make and to remove, of any number of tables."""
 
     puts: tuple[Put, ...] = ()
     drops: tuple[Resource, ...] = ()
@@ -22,10 +22,10 @@ class Delta(Struct, frozen=True, gc=False):
 
 
 def difference(wanted: State, found: Iterable[Seen]) -> tuple[list[Put], list[Resource]]:
-    """Return what a table lacks, each with what is there instead, and what of ours has to go.
+    """Return what a table lacks, each with what is there instead, and our resources that have to go.
 
-    Takes what is found one by one and keeps nothing of what is right, so that the audit of a large cluster
-    costs no second copy of it. What is to be made is in the order of the desired state, that of the leases.
+    What is found is taken one by one, and what is right is not kept: the audit of a large cluster costs no
+    second copy of it. Resources to make are in the order of the desired state.
     """
     missing = set(wanted)
     there: dict[Key, Seen] = {}
@@ -49,9 +49,9 @@ def difference(wanted: State, found: Iterable[Seen]) -> tuple[list[Put], list[Re
 def without_ways_to(
     subnets: Collection[IPNetwork], stale: Collection[Resource], macs: Collection[str] = ()
 ) -> tuple[Resource, ...]:
-    """What is stale, less what leads to these subnets: nobody knows whether that is right.
+    """Return stale resources without those that lead to these subnets, whose leases cannot be read.
 
-    ``macs`` are those of their VTEPs, as far as they are not told by neighbour entries among the stale.
+    ``macs`` are those of their VTEPs that no stale neighbour entry tells.
     """
     bases = {net.network_address for net in subnets}
     known = {*macs, *macs_of(subnets, stale)}

@@ -73,7 +73,7 @@ class Table(Protocol):
 
     @property
     def vital(self) -> bool:
-        """Whether containers have no network without its resources: the daemon is not ready before that."""
+        """Return True if the daemon is not ready before its resources are there."""
         ...
 
     @property

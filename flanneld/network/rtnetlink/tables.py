@@ -89,10 +89,10 @@ class _KernelTable:
         return report
 
     def close(self, *, remove: bool) -> None:
-        """What the kernel holds stays: packets flow on without a daemon."""
+        """Keep what the kernel holds: packets flow on without a daemon."""
 
     def _devices(self) -> dict[int, str]:
-        """The devices of ours that are there."""
+        """Return our devices that are there, by index."""
         return {index: name for name in self._kernel.domain.links if (index := index_of(name))}
 
     def _neighbors(self, request: bytes, names: dict[int, str]) -> Iterator[Seen]:
@@ -251,7 +251,7 @@ class RouteTable(_KernelTable):
         return in_order(scope.wanted, found, self._ours)
 
     def put(self, puts: Sequence[Put]) -> Report:
-        """Put routes in the place of ours, and make all others only where there is none."""
+        """Replace our own routes, and make all others only where there is none."""
         report = Report()
         new: list[Resource] = []
         over: dict[Resource, Resource] = {}
@@ -276,7 +276,7 @@ class RouteTable(_KernelTable):
         return report
 
     def drop(self, found: Sequence[Resource]) -> Report:
-        """Remove routes of ours. One that somebody else made just as we would have serves, and stays."""
+        """Remove our routes. One that another program made just as we would have serves, and stays."""
         report = super().drop([resource for resource in found if resource.key in self._ours])
         refused = {failure.resource for failure in report.failed}
         for resource in found:
@@ -285,9 +285,9 @@ class RouteTable(_KernelTable):
         return report
 
     def _found(self, family: Family, scope: Scope) -> Iterator[Seen]:
-        """Those that may be ours or stand where ours should, in the kernel's order.
+        """Yield routes that may be ours or stand where ours should, in the kernel's order.
 
-        It could pick those of one device by itself, but not tell then which of several comes first.
+        The kernel could filter by device, but would not tell then which of several routes comes first.
         """
         domain = self._kernel.domain
         through = {domain.uplink, *domain.links}
@@ -328,10 +328,10 @@ class RouteTable(_KernelTable):
                 report.failed.append(Failure(route, refused))
 
     def _bring_to_front(self, routes: Sequence[Route], report: Report) -> None:
-        """Make each the first to its network; what was in front of it, somebody else's, stays behind it.
+        """Make each route the first to its network; the other one, another program's, stays behind it.
 
-        Replacing would be refused, or hit the other one. What is removed meanwhile is a route that no packet
-        takes.
+        To replace it would be refused, or hit the other one. No packet takes the route that is removed for a
+        moment.
         """
         if not routes:
             return
