@@ -1,0 +1,113 @@
+"""Clusters whose nodes get their leases from a server of ours, over a real etcd and a real kernel."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from tests.lab import Lab, Node, wait_for
+from tests.lab.daemon import Daemon, own_command
+from tests.lab.lab import ADDRESS, NETWORK
+from tests.netns.apis import both_apis
+
+PORT = 8888
+BACKENDS: list[dict[str, Any]] = [{"Type": "vxlan"}, {"Type": "host-gw"}]
+backends = pytest.mark.parametrize("kind", BACKENDS, ids=["vxlan", "host-gw"])
+REMOTE = f"--remote={ADDRESS}:{PORT}"
+
+
+def serve(lab: Lab, api: str, port: int = PORT) -> Daemon:
+    """Start a server beside etcd and wait until it listens."""
+    flags = [f"--listen={ADDRESS}:{port}", f"--etcd-endpoints={lab.etcd.endpoint}", f"--etcd-api={api}"]
+    daemon = Daemon(lab.switch, [*own_command(), *flags], lab.directory / f"server-{port}.log")
+    wait_for(lambda: "running as server" in daemon.log(), what="the server to listen")
+    return daemon
+
+
+@contextmanager
+def server(lab: Lab, api: str, port: int = PORT) -> Iterator[Daemon]:
+    daemon = serve(lab, api, port)
+    try:
+        yield daemon
+    finally:
+        if daemon.status() is None:
+            daemon.end(signal.SIGKILL, 10)
+
+
+def join(lab: Lab, kind: dict[str, Any], nodes: int, remote: str = REMOTE) -> list[Node]:
+    """Write the network config and start nodes that know the server only."""
+    lab.etcd.put_config({"Network": NETWORK, "Backend": kind})
+    started = lab.add_nodes(nodes)
+    for node in started:
+        node.start(remote, "--etcd-endpoints=http://127.0.0.1:1")
+    for node in started:
+        node.wait_ready()
+    return started
+
+
+def connect(nodes: list[Node]) -> None:
+    for one, other in itertools.permutations(nodes, 2):
+        one.container().wait_for_reply(other.container())
+
+
+@both_apis
+@backends
+def test_three_nodes_reach_each_other_while_the_server_is_killed_and_restarted(
+    api: str, kind: dict[str, Any]
+) -> None:
+    with Lab(api=api) as lab, server(lab, api) as first:
+        nodes = join(lab, kind, 3)
+        connect(nodes)
+        assert set(lab.etcd.leases()) == {node.subnet() for node in nodes}
+        with nodes[0].container().ping(nodes[1].container()) as ping:
+            ping.wait_for_replies()
+            first.end(signal.SIGKILL, 10)
+            nodes[0].wait_for_log("no flannel server answers")
+            with server(lab, api):
+                late = lab.add_nodes(1)[0]
+                late.start(REMOTE)
+                late.wait_ready()
+                connect([nodes[0], nodes[2], late])
+                ping.wait_for_replies()
+                assert ping.lost() == 0
+                lab.etcd.delete_lease(late.subnet())
+                nodes[0].wait_for_no_route(late.subnet())
+
+
+@both_apis
+def test_a_second_server_takes_over(api: str) -> None:
+    with Lab(api=api) as lab, server(lab, api) as first, server(lab, api, PORT + 1):
+        nodes = join(lab, {"Type": "host-gw"}, 2, f"{REMOTE},{ADDRESS}:{PORT + 1}")
+        connect(nodes)
+        first.end(signal.SIGKILL, 10)
+        late = lab.add_nodes(1)[0]
+        late.start(f"--remote={ADDRESS}:{PORT + 1}")
+        late.wait_ready()
+        connect([*nodes, late])
+
+
+def test_a_node_that_uses_etcd_itself_shares_the_network() -> None:
+    with Lab(api="v2") as lab, server(lab, "v2"):
+        remote = join(lab, {"Type": "vxlan"}, 1)
+        connect([*remote, *lab.cluster({"Type": "vxlan"}, nodes=1)])
+
+
+def test_server_ends_at_once_with_0_and_without_a_lease() -> None:
+    with Lab(api="v2") as lab, server(lab, "v2") as daemon:
+        nodes = join(lab, {"Type": "host-gw"}, 1)
+        ended = daemon.end(signal.SIGTERM, 5)
+        assert (ended.status, ended.seconds < 1.5) == (0, True)
+        assert list(lab.etcd.leases()) == [nodes[0].subnet()]
+
+
+def test_a_taken_address_ends_the_server_with_1() -> None:
+    with Lab(api="v2") as lab, server(lab, "v2"):
+        flags = [f"--listen={ADDRESS}:{PORT}", f"--etcd-endpoints={lab.etcd.endpoint}"]
+        other = Daemon(lab.switch, [*own_command(), *flags], lab.directory / "other.log")
+        assert other.wait(20).status == 1
+        assert f"Error listening on {ADDRESS}:{PORT}: address already in use" in other.log()
