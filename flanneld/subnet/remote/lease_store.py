@@ -90,11 +90,7 @@ class LeaseStore:
 
     def config(self, network: str) -> Config:
         with self._asking():
-            try:
-                return self._manager(network).network_config()
-            except NoConfig:
-                self._fetch(self._path(network, "config"))
-                raise
+            return self._config(network)
 
     def networks(self) -> tuple[list[str], int]:
         """Return the names of the networks that have a config, and the index at which they did."""
@@ -115,7 +111,7 @@ class LeaseStore:
     def acquire(self, network: str, attrs: LeaseAttrs, previous: LeaseKey) -> WireLease:
         with self._asking():
             manager = self._manager(network)
-            return _wire(manager.acquire(manager.network_config(), attrs, previous))
+            return _wire(manager.acquire(self._config(network), attrs, previous))
 
     def renew(self, network: str, wanted: WireLease, former: LeaseAttrs | None) -> WireLease:
         """Write a lease for another term; only ``former`` or the same node's attributes are overwritten."""
@@ -163,7 +159,7 @@ class LeaseStore:
     def reserve(self, network: str, wanted: Reservation) -> None:
         """Make a subnet a node's for good, be it free or that node's lease already."""
         with self._asking() as client:
-            _check_fits(self._manager(network).network_config(), wanted.subnet)
+            _check_fits(self._config(network), wanted.subnet)
             path = self._path(network, (wanted.subnet, None))
             for _ in range(TRIES):
                 try:
@@ -243,6 +239,13 @@ class LeaseStore:
         except NotFound:
             return False
         return any(each.is_dir or each.key.endswith("/config") for each in children)
+
+    def _config(self, network: str) -> Config:
+        try:
+            return self._manager(network).network_config()
+        except NoConfig:
+            self._fetch(self._path(network, "config"))  # says the same in the words that clients know
+            raise
 
     def _manager(self, network: str) -> EtcdManager:
         client = self._client()

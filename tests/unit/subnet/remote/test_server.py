@@ -1,0 +1,222 @@
+"""Bounds and errors of the server of leases."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flanneld.errors import Fatal
+from flanneld.subnet.remote import http_server
+from flanneld.subnet.remote.listener import open_listener
+from flanneld.subnet.remote.tls import TlsFiles, client_context, server_context
+from tests.lab.wait import wait_for
+from tests.local_etcd import LocalEtcd, free_port, make_certificates, running_etcd
+from tests.unit.subnet.remote.servers import CONFIG, ROOT, Running, running_server
+
+LEASE = f"{ROOT}/subnets/10.5.12.0-24"
+
+
+@pytest.fixture(scope="module")
+def etcd() -> Iterator[LocalEtcd]:
+    with running_etcd() as etcd:
+        etcd.put(f"{ROOT}/config", CONFIG)
+        yield etcd
+
+
+@pytest.fixture
+def server(etcd: LocalEtcd) -> Iterator[Running]:
+    with running_server(etcd, "v2") as server:
+        yield server
+
+
+def connect(server: Running) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), timeout=20)
+
+
+def test_thousand_watches_are_all_answered(etcd: LocalEtcd, server: Running) -> None:
+    request = f"GET /v1/_/leases?next={server.cursor()} HTTP/1.1\r\nHost: x\r\n\r\n".encode()
+    before = _resident()
+    clients = [connect(server) for _ in range(1000)]
+    for client in clients:
+        client.sendall(request)
+    wait_for(lambda: threading.active_count() >= 1000, what="1,000 threads")
+    assert _resident() - before < 120 << 20
+    assert server.ask("GET", "/v1/_/config").status == 200
+    etcd.put(LEASE, '{"PublicIP":"10.99.0.11"}', 86400)
+    for client in clients:
+        assert client.recv(4096).startswith(b"HTTP/1.1 200 OK")
+        client.close()
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_watch_of_a_client_that_left_ends(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flanneld.subnet.remote.change_log.LOOK", 0.1)
+    cursor, before = server.cursor(), threading.active_count()
+    with connect(server) as client:
+        client.sendall(f"GET /v1/_/leases/10.5.1.0-24?next={cursor} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        wait_for(lambda: threading.active_count() > before, what="the watch to wait")
+    # The thread that follows etcd stays.
+    wait_for(lambda: threading.active_count() <= before + 1, what="the watch to end")
+
+
+@pytest.mark.parametrize(
+    "start",
+    [b"", b"GET /v1/_/config HT", b"POST /v1/_/leases HTTP/1.1\r\nContent-Length: 9\r\n\r\n{"],
+)
+def test_slow_client_is_cut_off(server: Running, monkeypatch: pytest.MonkeyPatch, start: bytes) -> None:
+    monkeypatch.setattr(http_server, "REQUEST_TIME", 0.3)
+    monkeypatch.setattr(http_server, "IDLE_TIME", 0.3)
+    with connect(server) as client:
+        client.sendall(start)
+        assert client.recv(100) == b""
+
+
+def test_surplus_connections_are_closed(etcd: LocalEtcd) -> None:
+    with running_server(etcd, "v2", connections=2) as server, connect(server) as one, connect(server) as two:
+        wait_for(lambda: threading.active_count() > 3, what="two connections")
+        with connect(server) as third:
+            assert third.recv(1) == b""
+        one.close()
+        two.close()
+        wait_for(lambda: _answers(server), what="room for another connection")
+
+
+def _answers(server: Running) -> bool:
+    try:
+        return server.ask("GET", "/v1/_/config").status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+
+
+@pytest.mark.parametrize(
+    ("request_text", "status"),
+    [
+        (b"nonsense\r\n\r\n", b"400"),
+        (b"GET /v1/_/config HTTP/9\r\n\r\n", b"400"),
+        (b"POST /v1/_/leases HTTP/1.1\r\nContent-Length: 99999999999\r\n\r\n", b"413"),
+        (b"POST /v1/_/leases HTTP/1.1\r\nContent-Length: -1\r\n\r\n", b"400"),
+        (b"POST /v1/_/leases HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n", b"411"),
+        (b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n", b"414"),
+        (b"BREW / HTTP/1.1\r\n\r\n", b"404"),
+    ],
+)
+def test_request_without_sense_is_refused(server: Running, request_text: bytes, status: bytes) -> None:
+    with connect(server) as client:
+        client.sendall(request_text)
+        assert client.recv(4096).split()[1] == status
+    assert _answers(server)
+
+
+def test_log_has_a_line_for_each_request(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "flanneld.subnet.remote.http_server"):
+        server.ask("GET", "/v1/_/leases?next=x")
+        wait_for(lambda: bool(caplog.messages), what="the line")
+    assert caplog.messages == ["GET /v1/_/leases?next=x - 500"]
+
+
+# ---- listening --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("8888", "missing port in address"),
+        ("10.99.0.1", "missing port in address"),
+        ("udp://:1", "bad listener scheme"),
+        ("198.51.100.7:8888", "cannot assign requested address"),
+        ("fd://", "out of range"),
+        ("fd://x", "fd index is not a number"),
+        ("fd://2", "out of range"),
+        ("127.0.0.1:99999", "missing port in address"),
+    ],
+)
+def test_address_that_cannot_be_used_is_fatal(text: str, problem: str) -> None:
+    with pytest.raises(Fatal, match=f"Error listening on .*{problem}.*; "):
+        open_listener(text, {})
+
+
+def test_socket_of_systemd_is_used() -> None:
+    code = (
+        "import os, sys\n"
+        "from flanneld.subnet.remote.listener import open_listener\n"
+        "os.dup2(int(sys.argv[1]), 3)\n"
+        "environ = {'LISTEN_PID': str(os.getpid()), 'LISTEN_FDS': '1'}\n"
+        "print(open_listener('fd://', environ).getsockname()[1])\n"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        number = listener.fileno()
+        command = [sys.executable, "-c", code, str(number)]
+        done = subprocess.run(command, pass_fds=[number], capture_output=True, text=True, check=True)
+        assert int(done.stdout) == listener.getsockname()[1]
+
+
+# ---- TLS --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tls(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tls")
+    make_certificates(folder)
+    return folder
+
+
+def files(folder: Path, name: str, ca: str = "ca") -> TlsFiles:
+    return TlsFiles(str(folder / f"{name}.crt"), str(folder / f"{name}.key"), str(folder / f"{ca}.crt"))
+
+
+def ask(port: int, context: ssl.SSLContext | None) -> int:
+    connection = http.client.HTTPSConnection("127.0.0.1", port, timeout=10, context=context)
+    connection.request("GET", "/v1/_/config")
+    return connection.getresponse().status
+
+
+def test_only_clients_with_a_certificate_are_answered(etcd: LocalEtcd, tls: Path) -> None:
+    with running_server(etcd, "v2", files(tls, "server")) as server:
+        assert ask(server.port, client_context(files(tls, "client"))) == 200
+        for wrong in (TlsFiles(cafile=str(tls / "ca.crt")), files(tls, "other")):
+            with pytest.raises(OSError, match=r"(?i)certificate|unknown ca|reset|EOF|closed"):
+                ask(server.port, client_context(wrong))
+        with pytest.raises(ssl.SSLCertVerificationError):
+            ask(server.port, client_context(files(tls, "client", "other")))
+        with pytest.raises((OSError, http.client.HTTPException)):
+            server.ask("GET", "/v1/_/config")
+        assert ask(server.port, client_context(files(tls, "client"))) == 200
+
+
+def test_authority_without_a_certificate_is_fatal_for_a_server(tls: Path) -> None:
+    with pytest.raises(Fatal, match="no TLS; set -remote-certfile"):
+        server_context(TlsFiles(cafile=str(tls / "ca.crt")))
+
+
+@pytest.mark.parametrize("make", [server_context, client_context])
+def test_files_that_do_not_fit_are_fatal(tls: Path, make: object) -> None:
+    assert callable(make)
+    for wrong, problem in (
+        (TlsFiles(certfile=str(tls / "ca.crt")), "only one"),
+        (TlsFiles(str(tls / "absent"), str(tls / "ca.key")), "cannot read"),
+        (TlsFiles(str(tls / "server.crt"), str(tls / "client.key")), "do not hold"),
+        (TlsFiles(str(tls / "server.crt"), str(tls / "server.key"), str(tls / "names")), "holds no cert"),
+    ):
+        with pytest.raises(Fatal, match=problem):
+            make(wrong)
+
+
+def test_a_taken_port_is_fatal() -> None:
+    port = free_port()
+    with (
+        socket.create_server(("127.0.0.1", port)),
+        pytest.raises(Fatal, match="address already in use; give"),
+    ):
+        open_listener(f"127.0.0.1:{port}", {})
