@@ -133,7 +133,8 @@ class LeaseStore:
     def leases(self, network: str) -> tuple[list[WireLease], int]:
         with self._asking():
             listing = self._manager(network).listing(anew=True)
-            return [_wire(each) for each in listing.leases.values()], listing.at.index
+            # etcd's v2 API has no order.
+            return [_wire(each) for _, each in listing.of(lambda _attrs: True)], listing.at.index
 
     def lease(self, network: str, key: LeaseKey) -> tuple[WireLease, int]:
         """Return one lease and etcd's index. Raises ``Retryable`` if it is not there, or makes no sense."""

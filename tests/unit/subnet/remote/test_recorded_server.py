@@ -203,8 +203,11 @@ def test_events_that_were_missed_come_one_for_each_request(
     fill(etcd, api, PLAIN)
     cursor = server.cursor()
     # The first watch has the server follow etcd.
-    threading.Thread(target=server.ask, args=("GET", f"/v1/_/leases/10.5.1.0-24?next={cursor}")).start()
+    target = f"/v1/_/leases/10.5.1.0-24?next={cursor}"
+    watch = threading.Thread(target=server.ask, args=("GET", target))
+    watch.start()
     fill(etcd, api, {"subnets/10.5.1.0-24": (A, 86400)})
+    watch.join(20)
     cursor = server.cursor()
     key = "subnets/10.5.251.0-24"
     for value in ('{"PublicIP":"10.99.0.201"}', '{"PublicIP":"10.99.0.202"}'):
