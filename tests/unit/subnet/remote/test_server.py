@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import json
 import os
 import socket
 import ssl
@@ -10,13 +11,18 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from ipaddress import IPv4Address, IPv6Address
 from pathlib import Path
 
 import pytest
 
 from flanneld.errors import Fatal
+from flanneld.model import LeaseAttrs
+from flanneld.subnet.manager import LocalFacts
 from flanneld.subnet.remote import http_server
+from flanneld.subnet.remote.connection import RemoteServer
 from flanneld.subnet.remote.listener import open_listener
+from flanneld.subnet.remote.manager import RemoteManager, RemoteOptions
 from flanneld.subnet.remote.tls import TlsFiles, client_context, server_context
 from tests.lab.wait import wait_for
 from tests.local_etcd import LocalEtcd, free_port, make_certificates, running_etcd
@@ -220,3 +226,78 @@ def test_a_taken_port_is_fatal() -> None:
         pytest.raises(Fatal, match="address already in use; give"),
     ):
         open_listener(f"127.0.0.1:{port}", {})
+
+
+# ---- leases -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "target", "body"),
+    [
+        ("POST", "/v1/_/leases", "{}"),
+        ("POST", "/v1/_/leases", "[]"),
+        ("PUT", "/v1/_/leases/10.5.1.0-24", "{}"),
+        ("PUT", "/v1/_/leases/10.5.1.0-24", '{"Attrs":{"PublicIP":"10.99.0.1"}}'),
+        ("POST", "/v1/_/reservations", "{}"),
+    ],
+)
+def test_request_without_subnet_or_address_is_refused(
+    server: Running, method: str, target: str, body: str
+) -> None:
+    assert server.ask(method, target, body).status == 400
+
+
+def test_renewal_overwrites_no_other_nodes_lease(etcd: LocalEtcd, server: Running) -> None:
+    etcd.put(LEASE, '{"PublicIP":"10.99.0.11"}', 86400)
+    lease = '{"Subnet":"10.5.12.0/24","Attrs":{"PublicIP":"10.99.0.12"}}'
+    refused = server.ask("PUT", "/v1/_/leases/10.5.12.0-24", lease)
+    assert (refused.status, "belongs to node 10.99.0.11" in refused.body) == (500, True)
+    proven = lease[:-1] + ',"Former":{"PublicIP":"10.99.0.11"}}'
+    assert server.ask("PUT", "/v1/_/leases/10.5.12.0-24", proven).status == 200
+
+
+def test_node_gets_the_subnet_that_it_had(server: Running) -> None:
+    answer = server.ask("POST", "/v1/_/leases", '{"PublicIP":"10.99.0.31","PreviousSubnet":"10.5.77.0/24"}')
+    assert '"Subnet":"10.5.77.0/24"' in answer.body
+
+
+@pytest.mark.parametrize("count", [30])
+def test_nodes_that_join_at_once_get_a_subnet_each(server: Running, count: int) -> None:
+    subnets: list[str] = []
+
+    def join(number: int) -> None:
+        answer = server.ask("POST", "/v1/_/leases", f'{{"PublicIP":"10.98.0.{number}"}}')
+        subnets.append(json.loads(answer.body)["Subnet"])
+
+    threads = [threading.Thread(target=join, args=(number,)) for number in range(1, count + 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(set(subnets)) == count
+
+
+def test_leases_and_watch_of_ipv6_are_told(server: Running, etcd: LocalEtcd) -> None:
+    etcd.put(
+        f"{ROOT}/six/config",
+        '{"Network":"10.6.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:6::/48","Backend":{"Type":"host-gw"}}',
+    )
+    manager = RemoteManager(RemoteOptions((RemoteServer("127.0.0.1", server.port),), network="six"))
+    config = manager.network_config()
+    attrs = LeaseAttrs(IPv4Address("10.99.0.41"), IPv6Address("fd00::41"), "host-gw")
+    lease = manager.acquire(config, attrs, (None, None))
+    assert config.families == (4, 6)
+    assert None not in lease.key
+    assert manager.renew(lease).key == lease.key
+    assert manager.stored(IPv6Address("fd00::41")) == attrs
+    manager.close()
+
+
+def test_lease_of_our_former_address_is_kept(server: Running) -> None:
+    manager = RemoteManager(RemoteOptions((RemoteServer("127.0.0.1", server.port),)))
+    config = manager.network_config()
+    old = manager.acquire(config, LeaseAttrs(IPv4Address("10.99.0.51"), None, "host-gw"), (None, None))
+    new = LeaseAttrs(IPv4Address("10.99.0.52"), None, "host-gw")
+    kept = manager.acquire(config, new, (None, None), LocalFacts(written=old))
+    assert (kept.key, kept.attrs) == (old.key, new)
+    manager.close()
