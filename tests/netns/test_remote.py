@@ -6,11 +6,13 @@ import itertools
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.lab import Lab, Node, wait_for
+from tests.lab.credentials import make_certificates
 from tests.lab.daemon import Daemon, own_command
 from tests.lab.lab import ADDRESS, NETWORK
 from tests.netns.apis import both_apis
@@ -21,17 +23,17 @@ backends = pytest.mark.parametrize("kind", BACKENDS, ids=["vxlan", "host-gw"])
 REMOTE = f"--remote={ADDRESS}:{PORT}"
 
 
-def serve(lab: Lab, api: str, port: int = PORT) -> Daemon:
+def serve(lab: Lab, api: str, port: int, *more: str) -> Daemon:
     """Start a server beside etcd and wait until it listens."""
     flags = [f"--listen={ADDRESS}:{port}", f"--etcd-endpoints={lab.etcd.endpoint}", f"--etcd-api={api}"]
-    daemon = Daemon(lab.switch, [*own_command(), *flags], lab.directory / f"server-{port}.log")
+    daemon = Daemon(lab.switch, [*own_command(), *flags, *more], lab.directory / f"server-{port}.log")
     wait_for(lambda: "running as server" in daemon.log(), what="the server to listen")
     return daemon
 
 
 @contextmanager
-def server(lab: Lab, api: str, port: int = PORT) -> Iterator[Daemon]:
-    daemon = serve(lab, api, port)
+def server(lab: Lab, api: str, port: int = PORT, *more: str) -> Iterator[Daemon]:
+    daemon = serve(lab, api, port, *more)
     try:
         yield daemon
     finally:
@@ -111,3 +113,40 @@ def test_a_taken_address_ends_the_server_with_1() -> None:
         other = Daemon(lab.switch, [*own_command(), *flags], lab.directory / "other.log")
         assert other.wait(20).status == 1
         assert f"Error listening on {ADDRESS}:{PORT}: address already in use" in other.log()
+
+
+def test_nodes_with_certificates_share_a_network_and_others_get_nothing() -> None:
+    with Lab(api="v3") as lab:
+        folder = lab.directory / "tls"
+        folder.mkdir()
+        make_certificates(folder, ADDRESS)
+        authority = f"--remote-cafile={folder / 'ca.crt'}"
+        with server(lab, "v3", PORT, authority, *pair_of(folder, "server")):
+            lab.etcd.put_config({"Network": NETWORK, "Backend": {"Type": "vxlan"}})
+            one, other, stranger = lab.add_nodes(3)
+            for node in (one, other):
+                node.start(REMOTE, authority, *pair_of(folder, "admin"))
+            stranger.start(REMOTE, authority)
+            for node in (one, other):
+                node.wait_ready()
+            connect([one, other])
+            stranger.wait_for_log("no flannel server answers")
+            assert set(lab.etcd.leases()) == {one.subnet(), other.subnet()}
+
+
+def pair_of(folder: Path, name: str) -> list[str]:
+    return [f"--remote-certfile={folder / name}.crt", f"--remote-keyfile={folder / name}.key"]
+
+
+def test_server_takes_its_socket_from_systemd() -> None:
+    with Lab(api="v2") as lab:
+        flags = ["--listen=fd://", f"--etcd-endpoints={lab.etcd.endpoint}", "--etcd-api=v2"]
+        command = ["systemd-socket-activate", f"--listen={ADDRESS}:{PORT}", *own_command(), *flags]
+        activated = Daemon(lab.switch, command, lab.directory / "server.log")
+        try:
+            connect(join(lab, {"Type": "host-gw"}, 2))
+            assert "running as server" in activated.log()
+            assert activated.end(signal.SIGTERM, 5).status == 0
+        finally:
+            if activated.status() is None:
+                activated.end(signal.SIGKILL, 10)
