@@ -43,7 +43,9 @@ def run(wanted: Options, environ: Mapping[str, str]) -> int:
     where = _name(listener.getsockname())
     server = LeaseServer(listener, RestApi(store, follow), tls)
     if wanted.healthz_port:
-        checks = Checks(supervisor.overdue, lambda: not store.problem, lambda: [store.problem])
+        checks = Checks(
+            supervisor.overdue, lambda: not store.problem, lambda: [store.problem], metrics=server.metrics
+        )
         health = HealthServer(wanted.healthz_ip, wanted.healthz_port, checks)
         supervisor.start("health server", health.serve, health.close)
     supervisor.start("server", server.serve)

@@ -150,3 +150,20 @@ def test_server_takes_its_socket_from_systemd() -> None:
         finally:
             if activated.status() is None:
                 activated.end(signal.SIGKILL, 10)
+
+
+def test_health_of_a_server_is_that_of_its_watch() -> None:
+    with Lab(api="v2") as lab, server(lab, "v2", PORT, "--healthz-port=8889"):
+        url = f"http://{ADDRESS}:8889"
+
+        def status(page: str) -> str:
+            words = ("curl", "-s", "-o", "/dev/null", "-w", "%{http_code}", f"{url}/{page}")
+            return lab.switch.run(*words, check=False).stdout
+
+        join(lab, {"Type": "host-gw"}, 1)
+        assert [status(page) for page in ("healthz", "readyz", "metrics")] == ["200"] * 3
+        lab.etcd.stop()
+        wait_for(lambda: status("readyz") == "503", what="the server to miss etcd")
+        assert status("healthz") == "200"
+        lab.etcd.start()
+        wait_for(lambda: status("readyz") == "200", what="the server to find etcd again")

@@ -9,6 +9,7 @@ import socket
 import ssl
 import threading
 import time
+from collections import Counter
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -38,6 +39,8 @@ _OPTIONS = (
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 25_000),  # milliseconds
 )
+#: Content type of Prometheus' text format.
+METRICS = "text/plain; version=0.0.4; charset=utf-8"
 #: Seconds to wait when there is no file descriptor for a connection: it stays in the queue meanwhile.
 _STARVED = 0.1
 
@@ -65,6 +68,9 @@ class LeaseServer(ThreadingHTTPServer):
         self._is_closing = threading.Event()
         #: Answers that have yet to be sent.
         self._busy = 0
+        self._connections = 0
+        #: Answers by method and status.
+        self._answers: Counter[tuple[str, int]] = Counter()
         self._idle = threading.Condition()
 
     def serve(self) -> None:
@@ -95,12 +101,16 @@ class LeaseServer(ThreadingHTTPServer):
                 log.warning("Too many connections: refusing one of %s; start another server", address)
             connection.close()
             raise ConnectionAbortedError
+        with self._idle:
+            self._connections += 1
         return connection, address
 
     def shutdown_request(self, request: Any) -> None:
         try:
             super().shutdown_request(request)
         finally:
+            with self._idle:
+                self._connections -= 1
             self._room.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -117,10 +127,24 @@ class LeaseServer(ThreadingHTTPServer):
             log.exception("Cannot answer %s %s", request.method, shown(request.target))
             return RestAnswer(500, b"internal error", TEXT)
 
-    def sent(self) -> None:
+    def sent(self, request: RestRequest, answer: RestAnswer) -> None:
+        """Count an answer that was sent, or could not be."""
         with self._idle:
             self._busy -= 1
+            self._answers[request.method, answer.status] += 1
             self._idle.notify_all()
+
+    def metrics(self, _accept: str) -> tuple[int, str, bytes]:
+        """Return the status, content type and body of /metrics, in Prometheus' text format."""
+        with self._idle:
+            counted = sorted(self._answers.items())
+            gauges = {"connections": self._connections, "pending_requests": self._busy}
+        lines = ["# TYPE flannel_server_requests_total counter"]
+        for (method, status), count in counted:
+            lines.append(f'flannel_server_requests_total{{method="{method}",status="{status}"}} {count}')
+        for name, value in gauges.items():
+            lines += [f"# TYPE flannel_server_{name} gauge", f"flannel_server_{name} {value}"]
+        return 200, METRICS, "\n".join([*lines, ""]).encode()
 
 
 class _TimedReader(io.RawIOBase):
@@ -198,7 +222,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(answer)
             self._flush()
         finally:
-            self.server.sent()
+            self.server.sent(request, answer)
         log.info("%s %s - %d", self.command, shown(self.path), answer.status)
 
     do_GET = do_POST = do_PUT = do_DELETE = do_HEAD = do_any  # noqa: N815 - http.server's names

@@ -132,6 +132,16 @@ def test_log_has_a_line_for_each_request(server: Running, caplog: pytest.LogCapt
     assert caplog.messages == ["GET /v1/_/leases?next=x - 500"]
 
 
+def test_metrics_count_requests_and_those_that_wait(server: Running) -> None:
+    server.ask("GET", "/v1/_/config")
+    with connect(server) as client:
+        client.sendall(f"GET /v1/_/leases?next={server.cursor()} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        wait_for(lambda: b"pending_requests 1" in server.server.metrics("")[2], what="the watch to wait")
+        wait_for(lambda: b"connections 1\n" in server.server.metrics("")[2], what="the others to end")
+        page = server.server.metrics("")[2].decode()
+    assert 'flannel_server_requests_total{method="GET",status="200"} 2\n' in page
+
+
 # ---- listening --------------------------------------------------------------------------------
 
 
