@@ -167,3 +167,12 @@ def test_health_of_a_server_is_that_of_its_watch() -> None:
         assert status("healthz") == "200"
         lab.etcd.start()
         wait_for(lambda: status("readyz") == "200", what="the server to find etcd again")
+
+
+def test_plan_asks_the_server_and_writes_nothing() -> None:
+    with Lab(api="v2") as lab, server(lab, "v2"):
+        (running,) = join(lab, {"Type": "host-gw"}, 1)
+        (planned,) = lab.add_nodes(1)
+        plan = planned.namespace.run(*own_command(), "--plan", REMOTE, f"--subnet-file={planned.subnet_file}")
+        assert f"ip route replace {running.subnet()} via {running.address} " in plan.stdout
+        assert list(lab.etcd.leases()) == [running.subnet()]
