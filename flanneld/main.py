@@ -77,6 +77,10 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
 def _serve(wanted: Options, environ: Mapping[str, str]) -> int:
     tune_interpreter()
     try:
+        if wanted.listen:
+            from flanneld import lease_server  # a node has no use for it
+
+            return lease_server.run(wanted, environ)
         return _serve_alone(wanted, environ)
     except Cancelled:
         return 0

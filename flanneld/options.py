@@ -65,6 +65,28 @@ def _endpoints(text: str, source: str) -> tuple[str, ...]:
     return urls
 
 
+def _remote(text: str, source: str) -> tuple[str, ...]:
+    """Read flannel servers, split at commas: ``host:port`` each, an IPv6 address in brackets."""
+    servers = tuple(text.split(",")) if text else ()
+    for server in servers:
+        if not _is_host_and_port(server):
+            raise Fatal(
+                f"{source}: {goflags.quoted(server)} is not host:port",
+                "give servers like 10.0.0.1:8888, separated by single commas without spaces",
+            )
+    return servers
+
+
+def _is_host_and_port(text: str) -> bool:
+    if not text.isascii() or not text.isprintable() or any(char in text for char in " /@?#"):
+        return False
+    try:
+        parts = urlsplit(f"//{text}")
+        return bool(parts.hostname) and bool(parts.port)
+    except ValueError:
+        return False
+
+
 def _is_http(url: str) -> bool:
     if not url.isprintable() or " " in url:  # urlsplit would drop some of these silently
         return False
@@ -176,6 +198,22 @@ class Options:
         "auto",
         "`protocol` of etcd's v3 API: json, grpc, or auto for json unless etcd refuses it",
         _one_of("auto", "json", "grpc"),
+    )
+    listen: str = _flag(
+        "listen", "", "serve the leases in etcd on this `address` to clients of -remote: host:port or fd://"
+    )
+    remote: tuple[str, ...] = _flag(
+        "remote",
+        "",
+        "`servers` (-listen) to ask for leases instead of etcd: host:port,host:port",
+        _remote,
+    )
+    remote_keyfile: str = _flag("remote-keyfile", "", "`file` with the TLS key, for -listen and -remote")
+    remote_certfile: str = _flag(
+        "remote-certfile", "", "`file` with the TLS certificate, for -listen and -remote"
+    )
+    remote_cafile: str = _flag(
+        "remote-cafile", "", "`file` with the authority that signed the other side's certificate"
     )
     iface: tuple[str, ...] = _flag(
         "iface",
@@ -378,6 +416,7 @@ def _checked(given: Mapping[str, Value], sources: Mapping[str, str]) -> Options:
     )
     if options.cleanup and options.migrate_etcd_v2_to_v3:
         raise Fatal("-cleanup and -migrate-etcd-v2-to-v3 are two things", "give one of them")
+    _check_store(options)
     if options.all and not options.cleanup:
         raise Fatal(f"{sources['all']} says what -cleanup removes", "give -cleanup too, or leave it out")
     if options.dry_run and not (options.cleanup or options.migrate_etcd_v2_to_v3):
@@ -386,3 +425,14 @@ def _checked(given: Mapping[str, Value], sources: Mapping[str, str]) -> Options:
             "give one of them too, or leave it out",
         )
     return options
+
+
+def _check_store(options: Options) -> None:
+    """Raise ``Fatal`` if two stores are named."""
+    if options.listen and options.remote:
+        raise Fatal("--listen and --remote are mutually exclusive", "give one of them")
+    if options.kube_subnet_mgr and (options.listen or options.remote):
+        flag = "listen" if options.listen else "remote"
+        raise Fatal(f"-{flag} and -kube-subnet-mgr name two stores", "give one of them")
+    if options.listen and options.etcd_api == "both":
+        raise Fatal("-listen serves one API of etcd, not both", "set -etcd-api=v2 or v3, or leave it out")

@@ -50,6 +50,11 @@ def wall() -> float:
     return _clock.wall()
 
 
+def wall_ns() -> int:
+    """Return nanoseconds since the epoch, for what other hosts read."""
+    return int(_clock.wall() * 1e9)
+
+
 def utc_text(seconds: float) -> str:
     """Return a time since the epoch as RFC 3339 has it, in UTC."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))

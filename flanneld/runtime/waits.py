@@ -26,6 +26,34 @@ def until(
     return True
 
 
+class Signal:
+    """A lock around something that changes, and the wait for its next change. For any number of threads."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+
+    def __enter__(self) -> None:
+        self._condition.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        self._condition.release()
+
+    def tell(self) -> None:
+        """Wake all that wait; with the lock held."""
+        self._condition.notify_all()
+
+    def heard(self, seconds: float) -> bool:
+        """Wait for ``tell``, at most so long, without the lock meanwhile; return True if it came."""
+        return self._condition.wait(seconds)
+
+
+def hung_up(fd: int) -> bool:
+    """Return True if the other end of a connection has closed its half."""
+    poll = select.poll()
+    poll.register(fd, select.POLLRDHUP)
+    return bool(poll.poll(0))
+
+
 def readable(fd: int, seconds: float) -> bool:
     """Wait until a descriptor can be read, at most so many seconds; return True if it can."""
     poll = select.poll()

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from flanneld.options import Options
 from flanneld.subnet.manager import SubnetManager
 
 if TYPE_CHECKING:
     from flanneld.subnet.etcd.endpoints import EtcdOptions
+    from flanneld.subnet.remote.connection import RemoteServer
+    from flanneld.subnet.remote.tls import TlsFiles
 
 
 def open_manager(options: Options, environ: Mapping[str, str]) -> SubnetManager:
     """Open the store that the options name. Raises ``Fatal`` for options that cannot be used."""
+    if options.remote:
+        from flanneld.subnet.remote.manager import RemoteManager, RemoteOptions
+
+        return RemoteManager(RemoteOptions(remote_servers(options), remote_tls(options)))
     if not options.kube_subnet_mgr:
         from flanneld.subnet.etcd.choice import open_etcd
 
@@ -46,3 +53,18 @@ def etcd_options(options: Options) -> EtcdOptions:
         cafile=options.etcd_cafile,
         transport=options.etcd_transport,
     )
+
+
+def remote_servers(options: Options) -> tuple[RemoteServer, ...]:
+    """Return the flannel servers in the given order."""
+    from flanneld.subnet.remote.connection import RemoteServer
+
+    parts = [urlsplit(f"//{server}") for server in options.remote]
+    return tuple(RemoteServer(each.hostname or "", each.port or 0) for each in parts)
+
+
+def remote_tls(options: Options) -> TlsFiles:
+    """Return the TLS files of a flannel server, or of its client."""
+    from flanneld.subnet.remote.tls import TlsFiles
+
+    return TlsFiles(options.remote_certfile, options.remote_keyfile, options.remote_cafile)

@@ -59,7 +59,9 @@ def settings(file: Path) -> Iterator[tuple[str, str]]:
             yield found[1], found[2]
 
 
-@pytest.mark.parametrize("unit", ["flanneld.service", "docker.service"])
+@pytest.mark.parametrize(
+    "unit", ["flanneld.service", "docker.service", "flanneld-server.service", "flanneld-server.socket"]
+)
 def test_systemd_finds_no_fault_with_the_units(root: Path, unit: str) -> None:
     assert analyze("verify", f"--root={root}", unit) == ""
 
@@ -71,9 +73,10 @@ def test_a_fault_in_a_unit_is_found(root: Path) -> None:
         assert analyze("verify", f"--root={root}", "flanneld.service") == ""
 
 
-def test_the_service_is_exposed_no_more_than_networkd(root: Path) -> None:
-    said = analyze("security", "--offline=true", f"--root={root}", "--threshold=30", "flanneld.service")
-    found = re.search(r"Overall exposure level for flanneld.service: ([0-9.]+)", said)
+@pytest.mark.parametrize("unit", ["flanneld.service", "flanneld-server.service"])
+def test_the_service_is_exposed_no_more_than_networkd(root: Path, unit: str) -> None:
+    said = analyze("security", "--offline=true", f"--root={root}", "--threshold=30", unit)
+    found = re.search(rf"Overall exposure level for {unit}: ([0-9.]+)", said)
     assert found
     assert float(found[1]) <= 3.0
 
@@ -81,7 +84,11 @@ def test_the_service_is_exposed_no_more_than_networkd(root: Path) -> None:
 def test_docker_is_left_alone_unless_asked(tmp_path: Path) -> None:
     install(str(tmp_path))
     units = tmp_path / "usr/lib/systemd/system"
-    assert sorted(path.name for path in units.iterdir()) == ["flanneld.service"]
+    assert sorted(path.name for path in units.iterdir()) == [
+        "flanneld-server.service",
+        "flanneld-server.socket",
+        "flanneld.service",
+    ]
 
 
 def test_an_unknown_word_installs_nothing() -> None:

@@ -1,0 +1,172 @@
+"""Changes below etcd's prefix as one watch tells them, kept for the clients that wait for the next one."""
+
+from __future__ import annotations
+
+import logging
+import posixpath
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from msgspec import Struct
+
+from flanneld.errors import Cancelled, Refused
+from flanneld.model import Event, LeaseKey
+from flanneld.runtime import clock
+from flanneld.runtime.step_loop import StepLoop
+from flanneld.runtime.waits import Signal
+from flanneld.subnet.codec import parse_attrs, parse_key
+from flanneld.subnet.etcd.keys import Client, ListAgain, NotFound, Position, Reply
+from flanneld.subnet.etcd.watch import KeyWatchMachine
+from flanneld.subnet.remote.wire import WireEvent, WireLease
+
+log = logging.getLogger(__name__)
+
+#: Changes that are kept, about as many as etcd's v2 API keeps.
+KEPT = 1000
+#: Seconds between two looks at whether a client that waits is still there.
+LOOK = 15.0
+#: Seconds that a lease lasts for all that v3 says of it without being asked: the full term.
+_FULL_TERM = 86400.0
+_GONE = frozenset({"delete", "expire", "compareAndDelete"})
+
+
+class LogEntry(Struct, frozen=True, gc=False):
+    """A change at an index of etcd's: of the lease ``key``, or of the network itself if that is None."""
+
+    index: int
+    network: str
+    key: LeaseKey | None
+    event: WireEvent
+
+
+#: Tells which entries a client wants.
+Wanted = Callable[[LogEntry], bool]
+
+
+class ChangeLog:
+    """Follows etcd's prefix in one thread, for any number that wait. The unnamed network is "_"."""
+
+    def __init__(self, client: Client, prefix: str, pause: float) -> None:
+        self._root = client.root(prefix)
+        self._machine = KeyWatchMachine(
+            client, self._root, self._start, self._news, _ignore, recursive=True, pause_time=pause
+        )
+        self._stop = threading.Event()
+        self._changed = Signal()
+        self._entries: deque[LogEntry] = deque()
+        #: The index after which every change is in the log, None until etcd has answered.
+        self._floor: int | None = None
+        self._index = 0
+        self._is_closed = False
+
+    @property
+    def problem(self) -> str:
+        """Why etcd cannot be watched now; empty if it can."""
+        return str(self._machine.problem or "")
+
+    def run(self, alive: Callable[[], None]) -> None:
+        """Follow etcd until ``close`` (raises ``Cancelled``)."""
+        try:
+            StepLoop(self._machine.step, stop=self._stop, heartbeat=lambda _within: alive()).run()
+        finally:
+            self._machine.close()
+        raise Cancelled
+
+    def close(self) -> None:
+        """End ``run`` and every wait. From any thread."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.tell()
+        self._stop.set()
+        self._machine.cut()
+
+    def next_after(
+        self, after: int, wanted: Wanted, is_there: Callable[[], bool], now: Callable[[], int]
+    ) -> list[LogEntry] | None:
+        """Wait for the first wanted change after an index: all entries of that change's index.
+
+        None if the log cannot tell: its history is too short, or etcd's own index, which ``now`` asks for, is
+        lower than ``after``, as after a restore. Raises ``Cancelled`` if the server stops or the client left.
+        """
+        if after > self._index and now() < after:
+            return None
+        with self._changed:
+            while True:
+                if self._is_closed:
+                    raise Cancelled
+                if self._floor is not None and after < self._floor:
+                    return None
+                found = next((each for each in self._entries if each.index > after and wanted(each)), None)
+                if found is not None:
+                    return [each for each in self._entries if each.index == found.index and wanted(each)]
+                if not self._changed.heard(LOOK) and not is_there():
+                    raise Cancelled
+
+    def _start(self, client: Client) -> tuple[list[Event], Position]:
+        try:
+            at = client.fetch(self._root).at
+        except NotFound as missing:
+            at = missing.at
+        with self._changed:
+            # Those that wait read everything again: what happened in between is not known.
+            self._entries.clear()
+            self._floor = self._index = at.index
+            self._changed.tell()
+        return [], at
+
+    def _news(self, reply: Reply) -> list[Event]:
+        if reply.node is None:
+            return []
+        entry = self._entry(reply)
+        with self._changed:
+            self._index = max(self._index, reply.node.modified)
+            if entry is not None:
+                self._entries.append(entry)
+                if len(self._entries) > KEPT:
+                    self._floor = self._entries.popleft().index
+                self._changed.tell()
+        return []
+
+    def _entry(self, reply: Reply) -> LogEntry | None:
+        """What a change means; None if nothing. Raises ``ListAgain`` if it is one of many keys."""
+        node, is_gone = reply.node, reply.action in _GONE
+        assert node is not None
+        path = posixpath.relpath(node.key, self._root).split("/")
+        if node.is_dir:
+            if is_gone:
+                raise ListAgain(f"the directory {node.key} was removed")
+            return None
+        match path:
+            case ["subnets", name]:
+                return self._lease_entry(reply, "_", name, is_gone=is_gone)
+            case [network, "subnets", name]:
+                return self._lease_entry(reply, network, name, is_gone=is_gone)
+            case [network, "config"]:
+                event = WireEvent(is_added=not is_gone, network=network)
+                return LogEntry(node.modified, network, None, event)
+        return None
+
+    @staticmethod
+    def _lease_entry(reply: Reply, network: str, name: str, *, is_gone: bool) -> LogEntry | None:
+        node = reply.node
+        assert node is not None
+        try:
+            key = parse_key(name)
+            if is_gone:
+                return LogEntry(node.modified, network, key, WireEvent(is_added=False, key=key))
+            lease = WireLease(parse_attrs(node.value), key, expires_ns(node.ttl))
+        except Refused as reason:
+            # Go flannel 0.6.2 answers 500 from then on, for good.
+            log.warning("Ignoring %s in etcd: %s", node.key, reason)
+            return None
+        return LogEntry(node.modified, network, key, WireEvent(is_added=True, lease=lease))
+
+
+def _ignore(_events: list[Event]) -> None:
+    """Whoever waits reads the log."""
+
+
+def expires_ns(ttl: float | None) -> int | None:
+    """Return when what lasts so long ends, in nanoseconds of Unix time; None for ever."""
+    return None if ttl is None else clock.wall_ns() + int(min(ttl, _FULL_TERM) * 1e9)

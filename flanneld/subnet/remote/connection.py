@@ -1,0 +1,228 @@
+"""Requests of a client to the first server that answers, over a connection that another thread can cut."""
+
+from __future__ import annotations
+
+import io
+import socket
+import ssl
+import threading
+from collections.abc import Callable
+from email.utils import parsedate_to_datetime
+from http.client import HTTPConnection, HTTPException, HTTPResponse
+from typing import Any
+
+from msgspec import Struct
+
+from flanneld.errors import NoAnswer, Retryable, cause_of
+from flanneld.runtime.interruptible_socket import InterruptibleSocket, Unreachable
+
+#: Seconds to connect, with the TLS handshake. Go flannel 0.6.2 waits 30; the next server may be up.
+CONNECT_TIME = 5.0
+#: Seconds for an answer: a server asks each of its etcd members in turn.
+ANSWER_TIME = 30.0
+#: Seconds of silence after which a watch says that it lives. The kernel finds a server that has gone.
+SILENCE = 60.0
+#: Bytes: what a server says of the leases of a large cluster is some MB.
+_LONGEST = 64 << 20
+_CHECK = "see whether flanneld -listen runs there, and whether both sides use TLS"
+
+
+class RemoteServer(Struct, frozen=True, gc=False):
+    """One element of ``-remote``."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+class RemoteServers:
+    """The servers in the given order, shared by all connections of a client: which was good last."""
+
+    def __init__(self, servers: tuple[RemoteServer, ...], tls: ssl.SSLContext | None) -> None:
+        self.servers = servers
+        self.tls = tls
+        self.good = 0
+        self.name = ", ".join(map(str, servers))
+
+    def skip(self, server: RemoteServer) -> None:
+        """Begin with the next server from now on, if that one is still the first."""
+        if self.servers[self.good] is server:
+            self.good = (self.good + 1) % len(self.servers)
+
+
+class RemoteAnswer(Struct, frozen=True, gc=False):
+    """An answer. ``date_ns`` is the server's clock, in nanoseconds of Unix time; None if it says none."""
+
+    status: int
+    body: bytes
+    date_ns: int | None
+    server: RemoteServer
+
+
+class RemoteConnection:
+    """One connection at a time, for one thread at a time; any may ``drop`` or ``cut`` it."""
+
+    def __init__(self, servers: RemoteServers) -> None:
+        self._servers = servers
+        self._line = InterruptibleSocket()
+        self._turn = threading.Lock()
+        self._http: HTTPConnection | None = None
+        self._server: RemoteServer | None = None
+
+    def ask(
+        self, method: str, target: str, body: str | None = None, alive: Callable[[], None] | None = None
+    ) -> RemoteAnswer:
+        """Ask the servers in turn, the last good one first. Raises ``NoAnswer`` if none answers.
+
+        Every request may be made twice: a lease is its node's whichever of two requests got it. With
+        ``alive`` the answer may take for ever: it is called at least every ``SILENCE`` seconds, and a
+        connection that ends meanwhile ends the request.
+        """
+        with self._turn:
+            problems = []
+            for _ in self._servers.servers:
+                server = self._servers.servers[self._servers.good]
+                self._line.check()
+                try:
+                    return self._ask_again(server, method, target, body, alive)
+                except (OSError, HTTPException, Unreachable) as error:
+                    self.hang_up()
+                    self._line.check()
+                    problems.append(f"{server}: {_reason(error)}")
+                if alive is not None:
+                    break
+                self._servers.skip(server)
+            raise NoAnswer(f"no flannel server answers ({'; '.join(problems)})", _CHECK)
+
+    def drop(self) -> None:
+        """End the connection; the next request makes another. From any thread."""
+        self._line.drop()
+
+    def cut(self) -> None:
+        """End the connection and refuse another. From any thread, repeatedly."""
+        self._line.cut()
+
+    def hang_up(self) -> None:
+        """End the connection; for the thread that uses it."""
+        if self._http is not None:
+            self._http.close()
+        self._http = None
+        self._line.drop()
+
+    def _ask_again(
+        self,
+        server: RemoteServer,
+        method: str,
+        target: str,
+        body: str | None,
+        alive: Callable[[], None] | None,
+    ) -> RemoteAnswer:
+        """Ask again over a new connection if the server has ended an idle one."""
+        if self._http is not None and self._server is server:
+            try:
+                return self._exchange(server, method, target, body, alive)
+            except (OSError, HTTPException):
+                self._line.check()
+                if alive is not None:
+                    raise
+        self.hang_up()
+        return self._exchange(server, method, target, body, alive)
+
+    def _exchange(
+        self,
+        server: RemoteServer,
+        method: str,
+        target: str,
+        body: str | None,
+        alive: Callable[[], None] | None,
+    ) -> RemoteAnswer:
+        if self._http is None:
+            self._connect(server)
+        assert self._http is not None
+        assert isinstance(self._http.sock, _PatientSocket)
+        self._http.sock.alive = alive
+        headers = {"Content-Type": "application/json"} if body is not None else {}
+        self._http.request(method, target, body, headers)
+        with self._http.getresponse() as response:
+            text = response.read(_LONGEST + 1)
+            if len(text) > _LONGEST:
+                raise HTTPException("its answer is longer than 64 MiB")
+            answer = RemoteAnswer(response.status, text, _date_ns(response), server)
+        if response.will_close:
+            self.hang_up()
+        return answer
+
+    def _connect(self, server: RemoteServer) -> None:
+        sock = self._line.connect(server.host, server.port, CONNECT_TIME)
+        if self._servers.tls is not None:
+            sock = self._servers.tls.wrap_socket(sock, server_hostname=server.host)
+        http = HTTPConnection(server.host, server.port)
+        http.sock = _PatientSocket(sock)
+        self._http, self._server = http, server
+
+
+class _PatientSocket:
+    """What ``http.client`` needs of a socket, with an answer that may be long in coming."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self.alive: Callable[[], None] | None = None
+
+    def sendall(self, data: Any) -> None:
+        self._sock.settimeout(ANSWER_TIME)
+        self._sock.sendall(data)
+
+    def makefile(self, _mode: str) -> io.BufferedReader:
+        return io.BufferedReader(_PatientReader(self._sock, self.alive))
+
+    def close(self) -> None:
+        self._sock.close()
+
+
+class _PatientReader(io.RawIOBase):
+    def __init__(self, sock: socket.socket, alive: Callable[[], None] | None) -> None:
+        self._sock = sock
+        self._alive = alive
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while True:
+            self._sock.settimeout(SILENCE if self._alive else ANSWER_TIME)
+            try:
+                return self._sock.recv_into(buffer)
+            except TimeoutError:
+                if self._alive is None:
+                    raise
+                self._alive()
+
+
+def _date_ns(response: HTTPResponse) -> int | None:
+    try:
+        return int(parsedate_to_datetime(response.getheader("Date", "")).timestamp()) * 1_000_000_000
+    except (ValueError, TypeError, OverflowError):
+        return None
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"certificate verify failed: {error.verify_message}"
+    if isinstance(error, ssl.SSLError):
+        return (error.reason or "TLS failed").lower().replace("_", " ")
+    if isinstance(error, TimeoutError):
+        return "no answer in time"
+    if isinstance(error, Unreachable):
+        return str(error)
+    if isinstance(error, OSError) and error.errno:
+        return cause_of(error).lower()
+    return "it broke the connection" if isinstance(error, ConnectionError) else "it does not speak HTTP"
+
+
+def refused(answer: RemoteAnswer) -> Retryable:
+    """Return what to raise for an answer that is not 200."""
+    text = " ".join(answer.body[:300].decode(errors="replace").split())
+    shown = "".join(char if char.isprintable() else "?" for char in text)
+    return Retryable(f"flannel server {answer.server} refuses: {shown} (HTTP {answer.status})", "see its log")

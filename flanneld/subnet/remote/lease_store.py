@@ -1,0 +1,288 @@
+"""Leases, reservations and networks in etcd, v2 or v3, as the REST API of v0.6.2 asks for them."""
+
+from __future__ import annotations
+
+import posixpath
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from ipaddress import IPv4Network
+
+from flanneld.config import Config
+from flanneld.errors import Cancelled, Refused, Retryable
+from flanneld.model import Lease, LeaseAttrs, LeaseKey, overlap
+from flanneld.runtime import clock
+from flanneld.subnet.codec import format_attrs, format_key, parse_attrs
+from flanneld.subnet.etcd.choice import open_client
+from flanneld.subnet.etcd.endpoints import EtcdOptions, Servers
+from flanneld.subnet.etcd.http import NoSuchApi
+from flanneld.subnet.etcd.keys import Client, Conflict, NoConfig, NotFound, Reply
+from flanneld.subnet.etcd.manager import SUBNET_TTL, TRIES, EtcdManager
+from flanneld.subnet.etcd.transport import Timeouts, Transport
+from flanneld.subnet.remote.change_log import ChangeLog, expires_ns
+from flanneld.subnet.remote.wire import Reservation, WireLease
+
+#: Name of the network that lies directly under the prefix.
+UNNAMED = "_"
+#: Networks whose manager is kept: a stranger may ask for any name.
+_MANAGERS = 64
+
+
+class LeaseStore:
+    """One etcd for any thread. Requests take turns: nodes that join at once do not want the same subnet.
+
+    ``api`` is "v2", "v3", or "auto" for the first, v3 before v2, in which there is a network config.
+    """
+
+    def __init__(self, options: EtcdOptions, api: str, timeouts: Timeouts | None = None) -> None:
+        self._options = options
+        self._timeouts = timeouts or Timeouts()
+        self._turn = threading.Lock()
+        self._lock = threading.Lock()
+        self._is_closed = False
+        names = ("v3", "v2") if api == "auto" else (api,)
+        self._clients = {name: self._open(name) for name in names}
+        self._chosen: Client | None = self._clients[api] if api != "auto" else None
+        self._managers: dict[str, EtcdManager] = {}
+        self._changes: ChangeLog | None = None
+        self.name = f"etcd at {Servers(options).name} under {options.prefix}"
+
+    def _open(self, api: str) -> Client:
+        return open_client(api, Transport(Servers(self._options), self._timeouts))
+
+    def close(self) -> None:
+        """End every request. From any thread."""
+        with self._lock:
+            self._is_closed = True
+            for client in self._clients.values():
+                client.cut()
+            if self._changes is not None:
+                self._changes.close()
+
+    @property
+    def problem(self) -> str:
+        """Why etcd cannot be watched now; empty if it can."""
+        return self._changes.problem if self._changes else ""
+
+    def changes(self, start: Callable[[ChangeLog], None]) -> ChangeLog:
+        """Return the log of changes; ``start`` has it run when it is first asked for."""
+        with self._turn:
+            client = self._client()
+            if self._chosen is None:
+                raise Retryable("there is no network config in etcd yet", "write it")
+        with self._lock:
+            if self._is_closed:
+                raise Cancelled
+            if self._changes is None:
+                self._changes = ChangeLog(client, self._options.prefix, self._timeouts.pause)
+                start(self._changes)
+            return self._changes
+
+    def index(self) -> int:
+        """Return etcd's index, as its majority knows it."""
+        with self._asking() as client:
+            try:
+                return client.fetch(self._path(UNNAMED, "config")).at.index
+            except NotFound as missing:
+                return missing.at.index
+
+    # ---- networks ------------------------------------------------------------------------------
+
+    def config(self, network: str) -> Config:
+        with self._asking():
+            return self._config(network)
+
+    def networks(self) -> tuple[list[str], int]:
+        """Return the names of the networks that have a config, and the index at which they did."""
+        with self._asking() as client:
+            root = client.root(self._options.prefix)
+            try:
+                reply = client.fetch(root, recursive=client.api == "v3")
+            except NotFound as missing:
+                return [], missing.at.index
+            if client.api == "v3":
+                paths = [posixpath.relpath(each.key, root).split("/") for each in reply.children]
+                return [path[0] for path in paths if path[1:] == ["config"]], reply.at.index
+            names = [posixpath.basename(each.key) for each in reply.children if each.is_dir]
+            return [name for name in names if self._has_config(client, name)], reply.at.index
+
+    # ---- leases --------------------------------------------------------------------------------
+
+    def acquire(self, network: str, attrs: LeaseAttrs, previous: LeaseKey) -> WireLease:
+        with self._asking():
+            manager = self._manager(network)
+            return _wire(manager.acquire(self._config(network), attrs, previous))
+
+    def renew(self, network: str, wanted: WireLease, former: LeaseAttrs | None) -> WireLease:
+        """Write a lease for another term; only ``former`` or the same node's attributes are overwritten."""
+        with self._asking():
+            manager = self._manager(network)
+            lease = Lease(wanted.attrs, *wanted.key, expires=clock.now())
+            if former is not None:
+                found = manager.listing(anew=True).leases.get(self._path(network, wanted.key))
+                if found is not None and found.attrs == former:
+                    lease = Lease(wanted.attrs, *wanted.key, expires=clock.now(), asof=found.asof)
+            return _wire(manager.renew(lease))
+
+    def revoke(self, network: str, key: LeaseKey) -> None:
+        with self._asking() as client:
+            path = self._path(network, key)
+            self._fetch(path)
+            client.remove(path)
+
+    def leases(self, network: str) -> tuple[list[WireLease], int]:
+        with self._asking():
+            listing = self._manager(network).listing(anew=True)
+            # etcd's v2 API has no order.
+            return [_wire(each) for _, each in listing.of(lambda _attrs: True)], listing.at.index
+
+    def lease(self, network: str, key: LeaseKey) -> tuple[WireLease, int]:
+        """Return one lease and etcd's index. Raises ``Retryable`` if it is not there, or makes no sense."""
+        with self._asking():
+            reply = self._fetch(self._path(network, key))
+            assert reply.node is not None
+            try:
+                attrs = parse_attrs(reply.node.value)
+            except Refused as reason:
+                raise Retryable(reason.problem, reason.remedy) from None
+            return WireLease(attrs, key, expires_ns(reply.node.ttl)), reply.at.index
+
+    # ---- reservations --------------------------------------------------------------------------
+
+    def reservations(self, network: str) -> list[Reservation]:
+        leases, _ = self.leases(network)
+        return [
+            Reservation(each.key[0], each.attrs.public_ip)
+            for each in leases
+            if each.expires_ns is None and each.key[0] and each.attrs.public_ip
+        ]
+
+    def reserve(self, network: str, wanted: Reservation) -> None:
+        """Make a subnet a node's for good, be it free or that node's lease already."""
+        with self._asking() as client:
+            _check_fits(self._config(network), wanted.subnet)
+            path = self._path(network, (wanted.subnet, None))
+            for _ in range(TRIES):
+                try:
+                    self._reserve_once(client, path, wanted)
+                except (Conflict, NotFound):
+                    continue
+                return
+            raise Retryable("subnet: no more tries")
+
+    def release(self, network: str, key: LeaseKey) -> None:
+        """Make a reservation a lease that ends in a day unless its node renews it."""
+        with self._asking() as client:
+            path = self._path(network, key)
+            for _ in range(TRIES):
+                node = self._fetch(path).node
+                assert node is not None
+                try:
+                    client.replace(path, node.value, SUBNET_TTL, node.modified)
+                except Conflict:
+                    continue
+                return
+            raise Retryable("subnet: no more tries")
+
+    @staticmethod
+    def _reserve_once(client: Client, path: str, wanted: Reservation) -> None:
+        value = format_attrs(LeaseAttrs(public_ip=wanted.public_ip), with_ipv6=client.names_ipv6)
+        try:
+            client.create(path, value, None)
+        except Conflict:
+            node = client.fetch(path).node
+            assert node is not None
+            try:
+                owner = parse_attrs(node.value).public_ip
+            except Refused:
+                owner = None
+            if owner != wanted.public_ip:
+                raise Retryable("subnet: lease already taken") from None
+            if node.ttl is not None:
+                client.replace(path, node.value, None, node.modified)
+
+    # ---- etcd ----------------------------------------------------------------------------------
+
+    @contextmanager
+    def _asking(self) -> Iterator[Client]:
+        with self._turn:
+            if self._is_closed:
+                raise Cancelled
+            yield self._client()
+
+    def _client(self) -> Client:
+        """Return the client of the API that has a network, else of the first that there is."""
+        if self._chosen is not None:
+            return self._chosen
+        usable, lacking = [], []
+        for client in self._clients.values():
+            try:
+                if self._has_config(client, "") or self._has_networks(client):
+                    self._chosen = client
+                    return client
+                usable.append(client)
+            except NoSuchApi as lack:
+                lacking.append(lack)
+        if not usable:
+            raise lacking[0]
+        return usable[0]
+
+    def _has_config(self, client: Client, name: str) -> bool:
+        try:
+            client.fetch(posixpath.join(client.root(self._options.prefix), name, "config"))
+        except NotFound:
+            return False
+        return True
+
+    def _has_networks(self, client: Client) -> bool:
+        try:
+            children = client.fetch(client.root(self._options.prefix), recursive=True).children
+        except NotFound:
+            return False
+        return any(each.is_dir or each.key.endswith("/config") for each in children)
+
+    def _config(self, network: str) -> Config:
+        try:
+            return self._manager(network).network_config()
+        except NoConfig:
+            self._fetch(self._path(network, "config"))  # says the same in the words that clients know
+            raise
+
+    def _manager(self, network: str) -> EtcdManager:
+        client = self._client()
+        if self._chosen is None or network not in self._managers:
+            if len(self._managers) >= _MANAGERS:
+                self._managers.pop(next(iter(self._managers)))
+            prefix = self._options.prefix
+            self._managers[network] = EtcdManager(
+                client,
+                prefix if network == UNNAMED else posixpath.join(prefix, network),
+                self.name,
+                pause_time=self._timeouts.pause,
+            )
+        return self._managers[network]
+
+    def _path(self, network: str, last: LeaseKey | str) -> str:
+        root = self._client().root(self._options.prefix)
+        base = root if network == UNNAMED else posixpath.join(root, network)
+        return posixpath.join(base, last if isinstance(last, str) else f"subnets/{format_key(last)}")
+
+    def _fetch(self, path: str) -> Reply:
+        """Read a key, in the words of etcd's v2 API if it is not there: clients know them."""
+        try:
+            return self._client().fetch(path)
+        except NotFound as missing:
+            raise Retryable(f"100: Key not found ({path}) [{missing.at.index}]") from None
+
+
+def _wire(lease: Lease) -> WireLease:
+    left = None if lease.expires is None else lease.expires - clock.now()
+    return WireLease(lease.attrs, lease.key, expires_ns(left))
+
+
+def _check_fits(config: Config, subnet: IPv4Network) -> None:
+    pool = config.range(4)
+    if pool is None or subnet.prefixlen != pool.subnet_len:
+        raise Retryable("reservation subnet has mask incompatible with network config")
+    if not overlap(subnet, pool.network):
+        raise Retryable("reservation subnet is outside of flannel network")

@@ -1,0 +1,317 @@
+"""Leases of a flannel server: the client side of v0.6.2's REST API."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Callable
+from urllib.parse import quote
+
+from msgspec import Struct
+
+from flanneld.compat import json as gojson
+from flanneld.compat.json import GoJsonError
+from flanneld.config import Config, parse
+from flanneld.errors import Cancelled, Refused, Retryable
+from flanneld.model import (
+    Added,
+    Event,
+    Family,
+    IPAddress,
+    Lease,
+    LeaseAttrs,
+    LeaseKey,
+    Removed,
+    Snapshot,
+)
+from flanneld.runtime import clock, waits
+from flanneld.runtime.outage import Outage
+from flanneld.subnet.codec import format_key
+from flanneld.subnet.manager import NO_FACTS, Deliver, LocalFacts
+from flanneld.subnet.remote import wire
+from flanneld.subnet.remote.connection import (
+    RemoteAnswer,
+    RemoteConnection,
+    RemoteServer,
+    RemoteServers,
+    refused,
+)
+from flanneld.subnet.remote.tls import TlsFiles, client_context
+from flanneld.subnet.remote.wire import WatchResult, WireLease
+
+log = logging.getLogger(__name__)
+
+#: Seconds between two tries of a watch, as in Go flannel.
+PAUSE = 1.0
+_ABSENT = b"100: Key not found"
+
+
+class RemoteOptions(Struct, frozen=True, gc=False):
+    """The flags ``-remote*``. ``network`` is the network's name, empty for the unnamed one."""
+
+    servers: tuple[RemoteServer, ...]
+    tls: TlsFiles = TlsFiles()
+    network: str = ""
+
+
+class RemoteManager:
+    """``SubnetManager`` over one of several servers. Building one connects to nothing."""
+
+    def __init__(self, options: RemoteOptions, pause: float = PAUSE) -> None:
+        self._servers = RemoteServers(options.servers, client_context(options.tls))
+        self._root = f"/v1/{quote(options.network, safe='') or '_'}"
+        self._requests = RemoteConnection(self._servers)
+        self._pause = pause
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._watches: set[_Watch] = set()
+        #: The attributes of our lease as last written: who knows them may replace them.
+        self._written: LeaseAttrs | None = None
+        self.name = f"flannel server {self._servers.name}"
+
+    @property
+    def problem(self) -> Retryable | None:
+        """Why a watch fails now."""
+        with self._lock:
+            return next((each.problem for each in self._watches if each.problem), None)
+
+    def network_config(self) -> Config:
+        answer = self._ask("GET", "/config")
+        try:
+            return parse(answer.body.decode())
+        except UnicodeDecodeError:
+            raise _nonsense("the config is no text") from None
+
+    def stored(self, public_ip: IPAddress | None) -> LeaseAttrs | None:
+        if public_ip is None:
+            return None
+        family: Family = 4 if public_ip.version == 4 else 6
+        leases = _result(self._ask("GET", "/leases")).snapshot or ()
+        return next((each.attrs for each in leases if each.attrs.public(family) == public_ip), None)
+
+    def acquire(
+        self, config: Config, attrs: LeaseAttrs, previous: LeaseKey, local: LocalFacts = NO_FACTS
+    ) -> Lease:
+        del config  # The server reads it itself.
+        kept = self._keep(attrs, local.written)
+        if kept is not None:
+            return kept
+        answer = self._ask("POST", "/leases", wire.format_acquisition(attrs, previous))
+        return self._lease_of(answer)
+
+    def renew(self, lease: Lease) -> Lease:
+        held = WireLease(lease.attrs, lease.key, self._expires_ns(lease))
+        target = f"/leases/{quote(format_key(lease.key), safe='')}"
+        return self._lease_of(self._ask("PUT", target, wire.format_renewal(held, self._written)))
+
+    def watch(self, deliver: Deliver, alive: Callable[[], None]) -> None:
+        def events(result: WatchResult) -> list[Event]:
+            if result.snapshot is None:
+                return _events(result)
+            return [Snapshot(tuple(_lease(each, result) for each in result.snapshot), result.unreadable)]
+
+        self._follow("/leases", events, deliver, alive)
+
+    def watch_own(self, lease: Lease, deliver: Deliver, alive: Callable[[], None]) -> None:
+        def events(result: WatchResult) -> list[Event]:
+            if result.snapshot is None:
+                return [each for each in _events(result) if _key_of(each) == lease.key]
+            found = [each for each in result.snapshot if each.key == lease.key]
+            return [Added(_lease(each, result)) for each in found] or [Removed(lease.key)]
+
+        target = f"/leases/{quote(format_key(lease.key), safe='')}"
+        self._follow(target, events, deliver, alive, absent=Removed(lease.key))
+
+    def reread(self) -> None:
+        with self._lock:
+            for watch in self._watches:
+                watch.drop()
+
+    def reconnect(self) -> None:
+        with self._lock:
+            self._requests.drop()
+            for watch in self._watches:
+                watch.drop()
+
+    def close(self) -> None:
+        with self._lock:
+            self._stop.set()
+            self._requests.cut()
+            for watch in self._watches:
+                watch.cut()
+
+    # ---- one request ---------------------------------------------------------------------------
+
+    def _ask(self, method: str, target: str, body: str | None = None) -> RemoteAnswer:
+        answer = self._requests.ask(method, self._root + target, body)
+        if answer.status != 200:
+            # Another server may have a better view of etcd.
+            self._servers.skip(answer.server)
+            raise refused(answer)
+        return answer
+
+    def _keep(self, attrs: LeaseAttrs, written: Lease | None) -> Lease | None:
+        """Take a lease of our former public IP over if it is as we wrote it."""
+        if written is None or written.attrs.public_ip == attrs.public_ip:
+            return None
+        leases = _result(self._ask("GET", "/leases")).snapshot or ()
+        if not any((each.key, each.attrs) == (written.key, written.attrs) for each in leases):
+            return None
+        self._written = written.attrs
+        log.info("Keeping the lease %s of our former public IP: it is as we last wrote it", written)
+        return self.renew(Lease(attrs, *written.key, expires=written.expires))
+
+    def _lease_of(self, answer: RemoteAnswer) -> Lease:
+        try:
+            lease = wire.parse_lease(gojson.parse(answer.body))
+        except (GoJsonError, Refused) as error:
+            raise _nonsense(str(error)) from None
+        if not any(lease.key):
+            raise _nonsense("it gave a lease without a subnet")
+        self._written = lease.attrs
+        return Lease(lease.attrs, *lease.key, expires=_expires(lease, answer.date_ns))
+
+    @staticmethod
+    def _expires_ns(lease: Lease) -> int | None:
+        if lease.expires is None:
+            return None
+        return clock.wall_ns() + int((lease.expires - clock.now()) * 1e9)
+
+    def _follow(
+        self,
+        target: str,
+        events: Callable[[WatchResult], list[Event]],
+        deliver: Deliver,
+        alive: Callable[[], None],
+        absent: Event | None = None,
+    ) -> None:
+        watch = _Watch(self._servers, self._root + target, self._stop, self._pause, absent)
+        with self._lock:
+            if self._stop.is_set():
+                raise Cancelled
+            self._watches.add(watch)
+        try:
+            watch.run(events, deliver, alive)
+        finally:
+            with self._lock:
+                self._watches.discard(watch)
+            watch.close()
+
+
+class _Watch:
+    """One watch: a snapshot, then one long request after the other. After any loss, a new snapshot."""
+
+    def __init__(
+        self,
+        servers: RemoteServers,
+        target: str,
+        stop: threading.Event,
+        pause: float,
+        absent: Event | None,
+    ) -> None:
+        self._servers = servers
+        self._connection = RemoteConnection(servers)
+        self._target = target
+        self._stop = stop
+        self._pause = pause
+        self._absent = absent
+        self._outage = Outage(log, f"Watching {target}", f"Watching {target}: the server is back")
+
+    @property
+    def problem(self) -> Retryable | None:
+        return self._outage.problem
+
+    def run(
+        self,
+        events: Callable[[WatchResult], list[Event]],
+        deliver: Deliver,
+        alive: Callable[[], None],
+    ) -> None:
+        cursor: str | None = None
+        is_absent = False
+        started = -math.inf
+        while True:
+            alive()
+            if cursor is None:
+                self._rest_since(started)
+                started = clock.now()
+            try:
+                result = self._next(cursor, alive)
+            except Retryable as problem:
+                if cursor is None:
+                    self._outage.failed(problem)
+                cursor = None
+                continue
+            self._outage.over()
+            if result is None:
+                if self._absent is not None and not is_absent:
+                    deliver([self._absent])
+                is_absent, cursor = True, None
+                continue
+            is_absent, cursor = False, result.cursor
+            if news := events(result):
+                deliver(news)
+
+    def drop(self) -> None:
+        self._connection.drop()
+
+    def cut(self) -> None:
+        self._connection.cut()
+
+    def close(self) -> None:
+        self._connection.hang_up()
+
+    def _next(self, cursor: str | None, alive: Callable[[], None]) -> WatchResult | None:
+        """Return what the server says next; None if the lease is not there."""
+        if cursor is None:
+            answer = self._connection.ask("GET", self._target)
+        else:
+            answer = self._connection.ask("GET", f"{self._target}?next={quote(cursor, safe='')}", None, alive)
+        if answer.status == 200:
+            return _result(answer)
+        if self._absent is not None and answer.body.startswith(_ABSENT):
+            return None
+        self._servers.skip(answer.server)
+        raise refused(answer)
+
+    def _rest_since(self, began: float) -> None:
+        """Wait until the last reading of everything is a pause ago."""
+        if waits.pause(self._stop, max(0.0, min(began + self._pause - clock.now(), self._pause))):
+            raise Cancelled
+
+
+def _result(answer: RemoteAnswer) -> WatchResult:
+    try:
+        return wire.parse_result(answer.body)
+    except Refused as error:
+        raise _nonsense(error.problem) from None
+
+
+def _events(result: WatchResult) -> list[Event]:
+    return [Added(_lease(each.lease, result)) if each.lease else Removed(each.key) for each in result.events]
+
+
+def _lease(lease: WireLease, result: WatchResult) -> Lease:
+    asof = int(result.cursor) if result.cursor.isdecimal() and len(result.cursor) < 20 else 0
+    return Lease(lease.attrs, *lease.key, expires=_expires(lease, None), asof=asof)
+
+
+def _key_of(event: Event) -> LeaseKey | None:
+    match event:
+        case Added(lease):
+            return lease.key
+        case Removed(key):
+            return key
+    return None
+
+
+def _expires(lease: WireLease, date_ns: int | None) -> float | None:
+    """When it ends, on our clock. The server's own says how long that is: clocks of hosts differ."""
+    if lease.expires_ns is None:
+        return None
+    return clock.now() + (lease.expires_ns - (date_ns or clock.wall_ns())) / 1e9
+
+
+def _nonsense(problem: str) -> Retryable:
+    return Retryable(f"the flannel server makes no sense: {problem}", "is that a server of flannel?")

@@ -1,0 +1,215 @@
+"""Requests of v0.6.2's REST API and their answers, without a socket."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from ipaddress import IPv4Network
+from json import JSONDecodeError, JSONDecoder
+from typing import TypeVar
+from urllib.parse import parse_qs, quote, unquote
+
+from msgspec import Struct
+
+from flanneld.compat import json as gojson
+from flanneld.compat.json import GoJsonError
+from flanneld.errors import Cancelled, FlannelError, Refused
+from flanneld.model import LeaseKey
+from flanneld.subnet.codec import parse_key
+from flanneld.subnet.remote import wire
+from flanneld.subnet.remote.change_log import ChangeLog, LogEntry, Wanted
+from flanneld.subnet.remote.lease_store import LeaseStore
+
+T = TypeVar("T")
+
+#: What to do by method and the path's part after the network; the text is JSON, None is an empty body.
+Routes = dict[tuple[str, str], Callable[[], str | None]]
+
+JSON = "application/json; charset=utf-8"
+TEXT = "text/plain; charset=utf-8"
+#: Not anchored in Go flannel, and an IPv4 length of at most 31.
+_LOOSE_KEY = re.compile(r"(\d+\.\d+\.\d+\.\d+)-(\d+)")
+_CURSOR = re.compile(r"[0-9]{1,19}")
+#: A network's name is a part of a key in etcd.
+_LONGEST_NAME = 253
+_SPACE = " \t\r\n"
+
+
+class RestRequest(Struct, frozen=True, gc=False):
+    """A request. ``is_there`` tells whether its client still waits; ``target`` is the path with the query."""
+
+    method: str
+    target: str
+    body: bytes = b""
+    is_there: Callable[[], bool] = lambda: True
+
+
+class RestAnswer(Struct, frozen=True, gc=False):
+    """An answer. No ``content_type``: none is named, as there is no body."""
+
+    status: int
+    body: bytes = b""
+    content_type: str = ""
+    location: str = ""
+
+
+NOT_FOUND = RestAnswer(404, b"404 page not found\n", TEXT)
+
+
+class _Wrong(Exception):
+    """The request makes no sense; the text is the answer's."""
+
+
+class RestApi:
+    """Answers the requests of any thread. ``start`` has the log of changes run for the first that watches."""
+
+    def __init__(self, store: LeaseStore, start: Callable[[ChangeLog], None]) -> None:
+        self._store = store
+        self._start = start
+
+    def answer(self, request: RestRequest) -> RestAnswer:
+        """Answer one request; a watch takes until there is something to tell. Never raises on purpose."""
+        raw_path, _, query = request.target.partition("?")
+        path = unquote(raw_path)
+        if clean := _cleaned(path):
+            return RestAnswer(301, location=quote(clean) + (f"?{query}" if query else ""))
+        handler = self._route(request, path.split("/"), query)
+        if handler is None:
+            return NOT_FOUND
+        try:
+            text = handler()
+        except _Wrong as wrong:
+            return _text(400, str(wrong))
+        except Cancelled:
+            return _text(500, "context canceled")
+        except FlannelError as failure:
+            return _text(500, str(failure))
+        return RestAnswer(200, f"{text}\n".encode(), JSON) if text is not None else RestAnswer(200)
+
+    def _route(self, request: RestRequest, path: list[str], query: str) -> Callable[[], str | None] | None:
+        match path:
+            case ["", "v1", ""] if request.method == "GET":
+                return partial(self._networks, request, query)
+            case ["", "v1", network, kind] if _is_name(network):
+                return self._of_network(request, network, query).get((request.method, kind))
+            case ["", "v1", network, kind, name] if _is_name(network) and name:
+                return self._of_key(request, network, name, query).get((request.method, kind))
+        return None
+
+    def _of_network(self, request: RestRequest, network: str, query: str) -> Routes:
+        store = self._store
+        return {
+            ("GET", "config"): lambda: wire.format_config(store.config(network)),
+            ("GET", "leases"): partial(self._leases, request, network, query),
+            ("POST", "leases"): partial(self._acquire, request, network),
+            ("GET", "reservations"): lambda: wire.format_reservations(store.reservations(network)),
+            ("POST", "reservations"): partial(self._reserve, request, network),
+        }
+
+    def _of_key(self, request: RestRequest, network: str, name: str, query: str) -> Routes:
+        store = self._store
+        return {
+            ("GET", "leases"): partial(self._lease, request, network, name, query),
+            ("PUT", "leases"): partial(self._renew, request, network),
+            ("DELETE", "leases"): lambda: store.revoke(network, _key(name, "failed to parse subnet")),
+            ("DELETE", "reservations"): lambda: store.release(network, _key(name, "bad subnet")),
+        }
+
+    def _acquire(self, request: RestRequest, network: str) -> str:
+        attrs, previous = _understood(wire.parse_acquisition, request.body)
+        return wire.format_lease(self._store.acquire(network, attrs, previous))
+
+    def _renew(self, request: RestRequest, network: str) -> str:
+        lease, former = _understood(wire.parse_renewal, request.body)
+        if not any(lease.key):
+            raise _Wrong("bad subnet")
+        return wire.format_lease(self._store.renew(network, lease, former))
+
+    def _reserve(self, request: RestRequest, network: str) -> None:
+        wanted = _understood(wire.parse_reservation, request.body)
+        try:
+            self._store.reserve(network, wanted)
+        except FlannelError as failure:
+            raise FlannelError(f"internal error: {failure}") from None
+
+    def _leases(self, request: RestRequest, network: str, query: str) -> str:
+        entries = self._wait(request, query, lambda each: each.network == network and each.key is not None)
+        if entries is not None:
+            return _events(entries)
+        return wire.format_snapshot(*self._store.leases(network))
+
+    def _lease(self, request: RestRequest, network: str, name: str, query: str) -> str:
+        key = _key(name, "bad subnet")
+        entries = self._wait(request, query, lambda each: each.network == network and each.key == key)
+        if entries is not None:
+            return _events(entries)
+        lease, index = self._store.lease(network, key)
+        return wire.format_snapshot([lease], index)
+
+    def _networks(self, request: RestRequest, query: str) -> str:
+        entries = self._wait(request, query, lambda each: each.key is None)
+        if entries is not None:
+            return _events(entries)
+        return wire.format_networks(*self._store.networks())
+
+    def _wait(self, request: RestRequest, query: str, wanted: Wanted) -> list[LogEntry] | None:
+        """Wait for what happens after the query's cursor; None if the client needs a snapshot."""
+        values = parse_qs(query, keep_blank_values=True).get("next")
+        if values is None:
+            return None
+        if not _CURSOR.fullmatch(values[0]):
+            shown = gojson.compact(values[0][:40])
+            raise FlannelError(f"failed to parse cursor: strconv.ParseUint: parsing {shown}: invalid syntax")
+        changes = self._store.changes(self._start)
+        return changes.next_after(int(values[0]), wanted, request.is_there, self._store.index)
+
+
+def _events(entries: list[LogEntry]) -> str:
+    return wire.format_events([each.event for each in entries], entries[-1].index)
+
+
+def _text(status: int, text: str) -> RestAnswer:
+    return RestAnswer(status, text.encode(errors="backslashreplace"), TEXT)
+
+
+def _cleaned(path: str) -> str | None:
+    """Return the path without ``//``, ``.`` and ``..`` if it has any, as Go's router redirects to."""
+    clean = posixpath.normpath("/" + path.lstrip("/"))
+    if path.endswith("/") and clean != "/":
+        clean += "/"
+    return clean if clean != path else None
+
+
+def _is_name(network: str) -> bool:
+    return bool(network) and len(network) <= _LONGEST_NAME and network.isprintable()
+
+
+def _key(name: str, otherwise: str) -> LeaseKey:
+    """Read a lease key from a path. Raises ``_Wrong``."""
+    with suppress(Refused):
+        return parse_key(name)
+    found = _LOOSE_KEY.search(name)
+    if found is not None and 0 < int(found[2][:4]) < 32:
+        with suppress(ValueError):
+            return IPv4Network(f"{found[1]}/{found[2]}", strict=False), None
+    raise _Wrong(otherwise)
+
+
+def _understood(read: Callable[[object], T], body: bytes) -> T:
+    """Read the first JSON value of a body, as Go's decoder does. Raises ``_Wrong`` in Go's words."""
+    text = body.decode(errors="replace").lstrip(_SPACE)
+    if not text:
+        raise _Wrong("JSON decoding error: EOF")
+    try:
+        end = JSONDecoder().raw_decode(text)[1]
+        return read(gojson.parse(text[:end]))
+    except JSONDecodeError as error:
+        reason = "unexpected EOF" if error.pos >= len(text.rstrip(_SPACE)) - 1 else str(error)
+        raise _Wrong(f"JSON decoding error: {reason}") from None
+    except (GoJsonError, ValueError, RecursionError) as error:
+        raise _Wrong(f"JSON decoding error: {error}") from None
+    except Refused as refusal:
+        raise _Wrong(f"JSON decoding error: {refusal.problem}") from None

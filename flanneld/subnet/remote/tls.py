@@ -1,0 +1,85 @@
+"""TLS of the server and of its clients, from the flags ``-remote-*``."""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+
+from msgspec import Struct
+
+from flanneld.errors import Fatal
+
+
+class TlsFiles(Struct, frozen=True, gc=False):
+    """The flags ``-remote-certfile``, ``-remote-keyfile`` and ``-remote-cafile``, each empty if not given."""
+
+    certfile: str = ""
+    keyfile: str = ""
+    cafile: str = ""
+
+
+def server_context(files: TlsFiles) -> ssl.SSLContext | None:
+    """Return the server's TLS, None if it has no certificate. With an authority, clients need one of its."""
+    _check(files)
+    if not files.certfile:
+        if files.cafile:
+            # Go flannel 0.6.2 listens without TLS then, to anybody.
+            raise Fatal(
+                "-remote-cafile alone gives the server no TLS",
+                "set -remote-certfile and -remote-keyfile too, or unset -remote-cafile",
+            )
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    _load(context, files)
+    if files.cafile:
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def client_context(files: TlsFiles) -> ssl.SSLContext | None:
+    """Return a client's TLS, None if no file is given. Without an authority the system's are trusted."""
+    _check(files)
+    if not any((files.certfile, files.keyfile, files.cafile)):
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    _load(context, files)
+    if not files.cafile:
+        context.load_default_certs()
+    return context
+
+
+def _check(files: TlsFiles) -> None:
+    if bool(files.certfile) != bool(files.keyfile):
+        raise Fatal("only one of -remote-certfile and -remote-keyfile is set", "set both, or none")
+    for flag, file in (("certfile", files.certfile), ("keyfile", files.keyfile), ("cafile", files.cafile)):
+        if file:
+            try:
+                Path(file).open("rb").close()
+            except OSError as error:
+                raise Fatal(
+                    f"cannot read {file}: {error.strerror}", f"correct -remote-{flag} or the file"
+                ) from None
+
+
+def _load(context: ssl.SSLContext, files: TlsFiles) -> None:
+    try:
+        if files.cafile:
+            context.load_verify_locations(files.cafile)
+    except ssl.SSLError:
+        raise Fatal(
+            f"{files.cafile} holds no certificates", "set -remote-cafile to a certificate in PEM format"
+        ) from None
+    try:
+        if files.certfile:
+            context.load_cert_chain(files.certfile, files.keyfile, lambda: _no_passphrase(files))
+    except ssl.SSLError:
+        raise Fatal(
+            f"{files.certfile} and {files.keyfile} do not hold a certificate and its key",
+            "set -remote-certfile and -remote-keyfile to a matching pair in PEM format",
+        ) from None
+
+
+def _no_passphrase(files: TlsFiles) -> str:
+    raise Fatal(
+        f"the key in {files.keyfile} is encrypted", "set -remote-keyfile to a key without a passphrase"
+    )

@@ -1,0 +1,267 @@
+"""JSON of v0.6.2's REST API: leases, configs, reservations and what a watch answers (pure).
+
+What v0.6.2 does not know, IPv6 and the two keys of a request, is left out where it is not used: then each
+byte is as Go flannel writes it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import UTC, datetime
+from ipaddress import IPv4Address, IPv4Network, IPv6Network
+from typing import Any
+
+from msgspec import Struct
+
+from flanneld.compat import json as gojson
+from flanneld.compat.json import Fields, GoJsonError
+from flanneld.config import Config
+from flanneld.errors import Refused
+from flanneld.model import LeaseAttrs, LeaseKey
+from flanneld.subnet.codec import format_attrs, parse_attrs
+
+#: A reservation's expiration, Go's zero time.
+NEVER = "0001-01-01T00:00:00Z"
+_NANO = 1_000_000_000
+_TIME = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:\d\d)")
+#: Lease of an event that has none: of a network, or of a lease that was removed.
+_NO_LEASE = ("0.0.0.0/0", '{"PublicIP":"0.0.0.0"}')
+_CHECK = "is that a server of flannel?"
+
+
+class WireLease(Struct, frozen=True, gc=False):
+    """A lease on the wire. ``expires_ns`` is in nanoseconds of Unix time, None for a reservation."""
+
+    attrs: LeaseAttrs
+    key: LeaseKey
+    expires_ns: int | None = None
+
+
+class WireEvent(Struct, frozen=True, gc=False):
+    """A change: of a network if it names one, else of a lease. A removed lease has its key only."""
+
+    is_added: bool
+    lease: WireLease | None = None
+    key: LeaseKey = (None, None)
+    network: str = ""
+
+
+class WatchResult(Struct, frozen=True, gc=False):
+    """Answer to a watch: ``snapshot`` is None if there are events instead."""
+
+    cursor: str
+    events: tuple[WireEvent, ...] = ()
+    snapshot: tuple[WireLease, ...] | None = None
+    unreadable: frozenset[LeaseKey] = frozenset()
+
+
+class Reservation(Struct, frozen=True, gc=False):
+    """A subnet that stays a node's without renewals."""
+
+    subnet: IPv4Network
+    public_ip: IPv4Address
+
+
+# ---- writing ------------------------------------------------------------------------------------
+
+
+def format_lease(lease: WireLease) -> str:
+    subnet, ipv6_subnet = lease.key
+    more = f',"IPv6Subnet":"{ipv6_subnet}"' if ipv6_subnet else ""
+    with_ipv6 = lease.attrs.public_ipv6 is not None or ipv6_subnet is not None
+    attrs = format_attrs(lease.attrs, with_ipv6=with_ipv6)
+    return _lease(str(subnet or "0.0.0.0/0"), more, attrs, _format_time(lease.expires_ns))
+
+
+def format_snapshot(leases: list[WireLease], cursor: int) -> str:
+    return f'{{"events":null,"snapshot":[{",".join(map(format_lease, leases))}],"cursor":"{cursor}"}}'
+
+
+def format_networks(names: list[str], cursor: int) -> str:
+    return f'{{"events":null,"snapshot":{gojson.compact(names)},"cursor":"{cursor}"}}'
+
+
+def format_events(events: list[WireEvent], cursor: int) -> str:
+    return f'{{"events":[{",".join(map(_format_event, events))}],"snapshot":null,"cursor":"{cursor}"}}'
+
+
+def format_config(config: Config) -> str:
+    """Write a config with its defaults filled in, as Go's ``Config`` is written."""
+    top = Fields(gojson.parse(config.source))
+    value: dict[str, Any] = {}
+    four = config.range(4)
+    if four is None:
+        value["EnableIPv4"] = False
+    for prefix, pool in (("", four), ("IPv6", config.range(6))):
+        if pool is not None:
+            value |= {"EnableIPv6": True} if prefix else {}
+            value |= {
+                f"{prefix}Network": str(pool.network),
+                f"{prefix}SubnetMin": str(pool.subnet_min),
+                f"{prefix}SubnetMax": str(pool.subnet_max),
+                f"{prefix}SubnetLen": pool.subnet_len,
+            }
+    if config.enable_nftables:
+        value["EnableNFTables"] = True
+    if top.has("Backend"):
+        value["Backend"] = top.raw("Backend")
+    return gojson.compact(value)
+
+
+def format_reservations(reservations: list[Reservation]) -> str:
+    return gojson.compact(
+        [{"Subnet": str(each.subnet), "PublicIP": str(each.public_ip)} for each in reservations]
+    )
+
+
+def format_acquisition(attrs: LeaseAttrs, previous: LeaseKey) -> str:
+    """Write the body of POST leases; v0.6.2's server ignores ``PreviousSubnet``."""
+    body = format_attrs(attrs, with_ipv6=attrs.public_ipv6 is not None)
+    named = {"PreviousSubnet": previous[0], "PreviousIPv6Subnet": previous[1]}
+    more = "".join(f',"{name}":"{net}"' for name, net in named.items() if net is not None)
+    return f"{body[:-1]}{more}}}"
+
+
+def format_renewal(lease: WireLease, former: LeaseAttrs | None) -> str:
+    """Write the body of PUT leases; v0.6.2's server ignores ``Former``, the attributes to replace."""
+    body = format_lease(lease)
+    if former is None or former == lease.attrs:
+        return body
+    return f'{body[:-1]},"Former":{format_attrs(former, with_ipv6=former.public_ipv6 is not None)}}}'
+
+
+def _lease(subnet: str, more: str, attrs: str, expiration: str) -> str:
+    return f'{{"Subnet":"{subnet}"{more},"Attrs":{attrs},"Expiration":"{expiration}"}}'
+
+
+def _format_event(event: WireEvent) -> str:
+    kind = "added" if event.is_added else "removed"
+    if event.lease is not None:
+        lease = format_lease(event.lease)
+    else:
+        subnet, ipv6_subnet = event.key
+        more = f',"IPv6Subnet":"{ipv6_subnet}"' if ipv6_subnet else ""
+        lease = _lease(str(subnet or _NO_LEASE[0]), more, _NO_LEASE[1], NEVER)
+    network = f',"network":{gojson.compact(event.network)}' if event.network else ""
+    return f'{{"type":"{kind}","lease":{lease}{network}}}'
+
+
+def _format_time(unix_ns: int | None) -> str:
+    """Write a time as Go does: up to nine digits of the second, no zeros at their end."""
+    if unix_ns is None:
+        return NEVER
+    seconds, rest = divmod(unix_ns, _NANO)
+    fraction = f".{rest:09d}".rstrip("0") if rest else ""
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H:%M:%S}{fraction}Z"
+
+
+# ---- reading ------------------------------------------------------------------------------------
+
+
+def parse_lease(value: object) -> WireLease:
+    """Read a decoded lease. Raises ``Refused``."""
+    try:
+        fields = Fields(value)
+        key = _key(fields, "Subnet", "IPv6Subnet")
+        return WireLease(_attrs(fields.raw("Attrs")), key, _parse_time(fields.string("Expiration", NEVER)))
+    except GoJsonError as error:
+        raise Refused(f"a lease is wrong: {error}", _CHECK) from None
+
+
+def parse_result(text: bytes) -> WatchResult:
+    """Read the answer to a watch of leases. A lease that makes no sense is left out. Raises ``Refused``."""
+    try:
+        fields = Fields(gojson.parse(text))
+        cursor = fields.raw("cursor")
+        if not isinstance(cursor, str):
+            raise Refused("watch returned non-string cursor", _CHECK)
+        snapshot = fields.raw("snapshot")
+        if snapshot is None:
+            events = fields.raw("events")
+            return WatchResult(cursor, tuple(_parse_events(_list(events))))
+        return _parse_snapshot(cursor, _list(snapshot))
+    except GoJsonError as error:
+        raise Refused(f"the answer to a watch is wrong: {error}", _CHECK) from None
+
+
+def parse_acquisition(value: object) -> tuple[LeaseAttrs, LeaseKey]:
+    """Read the body of POST leases, decoded. Raises ``Refused``."""
+    try:
+        return _attrs(value), _key(Fields(value), "PreviousSubnet", "PreviousIPv6Subnet")
+    except GoJsonError as error:
+        raise Refused(str(error)) from None
+
+
+def parse_renewal(value: object) -> tuple[WireLease, LeaseAttrs | None]:
+    """Read the body of PUT leases, decoded: the lease, and the attributes that it replaces if named."""
+    lease = parse_lease(value)
+    former = Fields(value).raw("Former")
+    return lease, None if former is None else _attrs(former)
+
+
+def parse_reservation(value: object) -> Reservation:
+    """Read the body of POST reservations, decoded. Raises ``Refused``."""
+    try:
+        fields = Fields(value)
+        subnet = fields.network("Subnet", IPv4Network)
+        public_ip = fields.address("PublicIP", IPv4Address)
+    except GoJsonError as error:
+        raise Refused(str(error)) from None
+    if subnet is None or public_ip is None:
+        raise Refused("a reservation needs Subnet and PublicIP")
+    return Reservation(subnet, public_ip)
+
+
+def _parse_snapshot(cursor: str, values: list[Any]) -> WatchResult:
+    leases, unreadable = [], set()
+    for each in values:
+        try:
+            leases.append(parse_lease(each))
+        except Refused:
+            unreadable.add(_key(Fields(each), "Subnet", "IPv6Subnet"))
+    return WatchResult(cursor, snapshot=tuple(leases), unreadable=frozenset(unreadable - {(None, None)}))
+
+
+def _parse_events(values: list[Any]) -> Iterator[WireEvent]:
+    """Read events; a lease that makes no sense is no event: what was known of it stays."""
+    for each in values:
+        fields = Fields(each, "event")
+        kind = fields.string("type", "")
+        if kind == "added":
+            with suppress(Refused):
+                yield WireEvent(is_added=True, lease=parse_lease(fields.raw("lease")))
+        elif kind == "removed":
+            lease = Fields(fields.raw("lease"), "lease")
+            yield WireEvent(is_added=False, key=_key(lease, "Subnet", "IPv6Subnet"))
+        else:
+            raise Refused(f"unknown event type {gojson.compact(kind[:40])}", _CHECK)
+
+
+def _key(fields: Fields, name: str, ipv6_name: str) -> LeaseKey:
+    return fields.network(name, IPv4Network), fields.network(ipv6_name, IPv6Network)
+
+
+def _attrs(value: object) -> LeaseAttrs:
+    return parse_attrs(gojson.compact(value if value is not None else {}))
+
+
+def _list(value: object) -> list[Any]:
+    if value is not None and not isinstance(value, list):
+        raise GoJsonError("an array is expected")
+    return value or []
+
+
+def _parse_time(text: str) -> int | None:
+    found = _TIME.fullmatch(text)
+    if not found:
+        raise GoJsonError(f"{gojson.compact(text[:40])} is no time")
+    if text == NEVER:
+        return None
+    seconds, fraction, zone = found.groups()
+    try:
+        when = datetime.fromisoformat(seconds + ("+00:00" if zone == "Z" else zone))
+        return int(when.timestamp()) * _NANO + int((fraction or "0").ljust(9, "0"))
+    except (ValueError, OverflowError):
+        raise GoJsonError(f"{text} is no time") from None

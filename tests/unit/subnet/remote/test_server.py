@@ -1,0 +1,313 @@
+"""Bounds and errors of the server of leases."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from ipaddress import IPv4Address, IPv6Address
+from pathlib import Path
+
+import pytest
+
+from flanneld.errors import Fatal
+from flanneld.model import LeaseAttrs
+from flanneld.subnet.manager import LocalFacts
+from flanneld.subnet.remote import http_server
+from flanneld.subnet.remote.connection import RemoteServer
+from flanneld.subnet.remote.listener import open_listener
+from flanneld.subnet.remote.manager import RemoteManager, RemoteOptions
+from flanneld.subnet.remote.tls import TlsFiles, client_context, server_context
+from tests.lab.wait import wait_for
+from tests.local_etcd import LocalEtcd, free_port, make_certificates, running_etcd
+from tests.unit.subnet.remote.servers import CONFIG, ROOT, Running, running_server
+
+LEASE = f"{ROOT}/subnets/10.5.12.0-24"
+
+
+@pytest.fixture(scope="module")
+def etcd() -> Iterator[LocalEtcd]:
+    with running_etcd() as etcd:
+        etcd.put(f"{ROOT}/config", CONFIG)
+        yield etcd
+
+
+@pytest.fixture
+def server(etcd: LocalEtcd) -> Iterator[Running]:
+    with running_server(etcd, "v2") as server:
+        yield server
+
+
+def connect(server: Running) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), timeout=20)
+
+
+def test_thousand_watches_are_all_answered(etcd: LocalEtcd, server: Running) -> None:
+    request = f"GET /v1/_/leases?next={server.cursor()} HTTP/1.1\r\nHost: x\r\n\r\n".encode()
+    before = _resident()
+    clients = [connect(server) for _ in range(1000)]
+    for client in clients:
+        client.sendall(request)
+    wait_for(lambda: threading.active_count() >= 1000, what="1,000 threads")
+    assert _resident() - before < 120 << 20
+    assert server.ask("GET", "/v1/_/config").status == 200
+    etcd.put(LEASE, '{"PublicIP":"10.99.0.11"}', 86400)
+    for client in clients:
+        assert client.recv(4096).startswith(b"HTTP/1.1 200 OK")
+        client.close()
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_watch_of_a_client_that_left_ends(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flanneld.subnet.remote.change_log.LOOK", 0.1)
+    cursor, before = server.cursor(), threading.active_count()
+    with connect(server) as client:
+        client.sendall(f"GET /v1/_/leases/10.5.1.0-24?next={cursor} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        wait_for(lambda: threading.active_count() > before, what="the watch to wait")
+    # The thread that follows etcd stays.
+    wait_for(lambda: threading.active_count() <= before + 1, what="the watch to end")
+
+
+@pytest.mark.parametrize(
+    "start",
+    [b"", b"GET /v1/_/config HT", b"POST /v1/_/leases HTTP/1.1\r\nContent-Length: 9\r\n\r\n{"],
+)
+def test_slow_client_is_cut_off(server: Running, monkeypatch: pytest.MonkeyPatch, start: bytes) -> None:
+    monkeypatch.setattr(http_server, "REQUEST_TIME", 0.3)
+    monkeypatch.setattr(http_server, "IDLE_TIME", 0.3)
+    with connect(server) as client:
+        client.sendall(start)
+        assert client.recv(100) == b""
+
+
+def test_surplus_connections_are_closed(etcd: LocalEtcd) -> None:
+    with running_server(etcd, "v2", connections=2) as server, connect(server) as one, connect(server) as two:
+        wait_for(lambda: threading.active_count() > 3, what="two connections")
+        with connect(server) as third:
+            assert third.recv(1) == b""
+        one.close()
+        two.close()
+        wait_for(lambda: _answers(server), what="room for another connection")
+
+
+def _answers(server: Running) -> bool:
+    try:
+        return server.ask("GET", "/v1/_/config").status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+
+
+@pytest.mark.parametrize(
+    ("request_text", "status"),
+    [
+        (b"nonsense\r\n\r\n", b"400"),
+        (b"GET /v1/_/config HTTP/9\r\n\r\n", b"400"),
+        (b"POST /v1/_/leases HTTP/1.1\r\nContent-Length: 99999999999\r\n\r\n", b"413"),
+        (b"POST /v1/_/leases HTTP/1.1\r\nContent-Length: -1\r\n\r\n", b"400"),
+        (b"POST /v1/_/leases HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n", b"411"),
+        (b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n", b"414"),
+        (b"BREW / HTTP/1.1\r\n\r\n", b"404"),
+    ],
+)
+def test_request_without_sense_is_refused(server: Running, request_text: bytes, status: bytes) -> None:
+    with connect(server) as client:
+        client.sendall(request_text)
+        assert client.recv(4096).split()[1] == status
+    assert _answers(server)
+
+
+def test_log_has_a_line_for_each_request(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "flanneld.subnet.remote.http_server"):
+        server.ask("GET", "/v1/_/leases?next=x")
+        wait_for(lambda: bool(caplog.messages), what="the line")
+    assert caplog.messages == ["GET /v1/_/leases?next=x - 500"]
+
+
+def test_metrics_count_requests_and_those_that_wait(server: Running) -> None:
+    server.ask("GET", "/v1/_/config")
+    with connect(server) as client:
+        client.sendall(f"GET /v1/_/leases?next={server.cursor()} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        wait_for(lambda: b"pending_requests 1" in server.server.metrics("")[2], what="the watch to wait")
+        wait_for(lambda: b"connections 1\n" in server.server.metrics("")[2], what="the others to end")
+        page = server.server.metrics("")[2].decode()
+    assert 'flannel_server_requests_total{method="GET",status="200"} 2\n' in page
+
+
+# ---- listening --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("8888", "missing port in address"),
+        ("10.99.0.1", "missing port in address"),
+        ("udp://:1", "bad listener scheme"),
+        ("198.51.100.7:8888", "cannot assign requested address"),
+        ("fd://", "out of range"),
+        ("fd://x", "fd index is not a number"),
+        ("fd://2", "out of range"),
+        ("127.0.0.1:99999", "missing port in address"),
+    ],
+)
+def test_address_that_cannot_be_used_is_fatal(text: str, problem: str) -> None:
+    with pytest.raises(Fatal, match=f"Error listening on .*{problem}.*; "):
+        open_listener(text, {})
+
+
+def test_socket_of_systemd_is_used() -> None:
+    code = (
+        "import os, sys\n"
+        "from flanneld.subnet.remote.listener import open_listener\n"
+        "os.dup2(int(sys.argv[1]), 3)\n"
+        "environ = {'LISTEN_PID': str(os.getpid()), 'LISTEN_FDS': '1'}\n"
+        "print(open_listener('fd://', environ).getsockname()[1])\n"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        number = listener.fileno()
+        command = [sys.executable, "-c", code, str(number)]
+        done = subprocess.run(command, pass_fds=[number], capture_output=True, text=True, check=True)
+        assert int(done.stdout) == listener.getsockname()[1]
+
+
+# ---- TLS --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tls(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tls")
+    make_certificates(folder)
+    return folder
+
+
+def files(folder: Path, name: str, ca: str = "ca") -> TlsFiles:
+    return TlsFiles(str(folder / f"{name}.crt"), str(folder / f"{name}.key"), str(folder / f"{ca}.crt"))
+
+
+def ask(port: int, context: ssl.SSLContext | None) -> int:
+    connection = http.client.HTTPSConnection("127.0.0.1", port, timeout=10, context=context)
+    connection.request("GET", "/v1/_/config")
+    return connection.getresponse().status
+
+
+def test_only_clients_with_a_certificate_are_answered(etcd: LocalEtcd, tls: Path) -> None:
+    with running_server(etcd, "v2", files(tls, "server")) as server:
+        assert ask(server.port, client_context(files(tls, "client"))) == 200
+        for wrong in (TlsFiles(cafile=str(tls / "ca.crt")), files(tls, "other")):
+            with pytest.raises(OSError, match=r"(?i)certificate|unknown ca|reset|EOF|closed"):
+                ask(server.port, client_context(wrong))
+        with pytest.raises(ssl.SSLCertVerificationError):
+            ask(server.port, client_context(files(tls, "client", "other")))
+        with pytest.raises((OSError, http.client.HTTPException)):
+            server.ask("GET", "/v1/_/config")
+        assert ask(server.port, client_context(files(tls, "client"))) == 200
+
+
+def test_authority_without_a_certificate_is_fatal_for_a_server(tls: Path) -> None:
+    with pytest.raises(Fatal, match="no TLS; set -remote-certfile"):
+        server_context(TlsFiles(cafile=str(tls / "ca.crt")))
+
+
+@pytest.mark.parametrize("make", [server_context, client_context])
+def test_files_that_do_not_fit_are_fatal(tls: Path, make: object) -> None:
+    assert callable(make)
+    for wrong, problem in (
+        (TlsFiles(certfile=str(tls / "ca.crt")), "only one"),
+        (TlsFiles(str(tls / "absent"), str(tls / "ca.key")), "cannot read"),
+        (TlsFiles(str(tls / "server.crt"), str(tls / "client.key")), "do not hold"),
+        (TlsFiles(str(tls / "server.crt"), str(tls / "server.key"), str(tls / "names")), "holds no cert"),
+    ):
+        with pytest.raises(Fatal, match=problem):
+            make(wrong)
+
+
+def test_a_taken_port_is_fatal() -> None:
+    port = free_port()
+    with (
+        socket.create_server(("127.0.0.1", port)),
+        pytest.raises(Fatal, match="address already in use; give"),
+    ):
+        open_listener(f"127.0.0.1:{port}", {})
+
+
+# ---- leases -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "target", "body"),
+    [
+        ("POST", "/v1/_/leases", "{}"),
+        ("POST", "/v1/_/leases", "[]"),
+        ("PUT", "/v1/_/leases/10.5.1.0-24", "{}"),
+        ("PUT", "/v1/_/leases/10.5.1.0-24", '{"Attrs":{"PublicIP":"10.99.0.1"}}'),
+        ("POST", "/v1/_/reservations", "{}"),
+    ],
+)
+def test_request_without_subnet_or_address_is_refused(
+    server: Running, method: str, target: str, body: str
+) -> None:
+    assert server.ask(method, target, body).status == 400
+
+
+def test_renewal_overwrites_no_other_nodes_lease(etcd: LocalEtcd, server: Running) -> None:
+    etcd.put(LEASE, '{"PublicIP":"10.99.0.11"}', 86400)
+    lease = '{"Subnet":"10.5.12.0/24","Attrs":{"PublicIP":"10.99.0.12"}}'
+    refused = server.ask("PUT", "/v1/_/leases/10.5.12.0-24", lease)
+    assert (refused.status, "belongs to node 10.99.0.11" in refused.body) == (500, True)
+    proven = lease[:-1] + ',"Former":{"PublicIP":"10.99.0.11"}}'
+    assert server.ask("PUT", "/v1/_/leases/10.5.12.0-24", proven).status == 200
+
+
+def test_node_gets_the_subnet_that_it_had(server: Running) -> None:
+    answer = server.ask("POST", "/v1/_/leases", '{"PublicIP":"10.99.0.31","PreviousSubnet":"10.5.77.0/24"}')
+    assert '"Subnet":"10.5.77.0/24"' in answer.body
+
+
+@pytest.mark.parametrize("count", [30])
+def test_nodes_that_join_at_once_get_a_subnet_each(server: Running, count: int) -> None:
+    subnets: list[str] = []
+
+    def join(number: int) -> None:
+        answer = server.ask("POST", "/v1/_/leases", f'{{"PublicIP":"10.98.0.{number}"}}')
+        subnets.append(json.loads(answer.body)["Subnet"])
+
+    threads = [threading.Thread(target=join, args=(number,)) for number in range(1, count + 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(set(subnets)) == count
+
+
+def test_leases_and_watch_of_ipv6_are_told(server: Running, etcd: LocalEtcd) -> None:
+    etcd.put(
+        f"{ROOT}/six/config",
+        '{"Network":"10.6.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:6::/48","Backend":{"Type":"host-gw"}}',
+    )
+    manager = RemoteManager(RemoteOptions((RemoteServer("127.0.0.1", server.port),), network="six"))
+    config = manager.network_config()
+    attrs = LeaseAttrs(IPv4Address("10.99.0.41"), IPv6Address("fd00::41"), "host-gw")
+    lease = manager.acquire(config, attrs, (None, None))
+    assert config.families == (4, 6)
+    assert None not in lease.key
+    assert manager.renew(lease).key == lease.key
+    assert manager.stored(IPv6Address("fd00::41")) == attrs
+    manager.close()
+
+
+def test_lease_of_our_former_address_is_kept(server: Running) -> None:
+    manager = RemoteManager(RemoteOptions((RemoteServer("127.0.0.1", server.port),)))
+    config = manager.network_config()
+    old = manager.acquire(config, LeaseAttrs(IPv4Address("10.99.0.51"), None, "host-gw"), (None, None))
+    new = LeaseAttrs(IPv4Address("10.99.0.52"), None, "host-gw")
+    kept = manager.acquire(config, new, (None, None), LocalFacts(written=old))
+    assert (kept.key, kept.attrs) == (old.key, new)
+    manager.close()
