@@ -232,8 +232,8 @@ def test_switch_from_many_peers_in_the_clear_leaves_none_of_their_routes(
 
 def translate(lab: Lab, node: Node, public: str) -> None:
     """Have the switch give a node's packets a public address, and pass the replies on, and nothing more."""
-    lab.switch.run("nft", "flush", "ruleset")
     rules = (
+        "flush ruleset",  # in one step: a packet between two would show the peer the node's own address
         "table ip nat {",
         "chain post {",
         "type nat hook postrouting priority 100;",
