@@ -84,6 +84,9 @@ class _Upkeep:
 
     def __init__(self, table: Table, wanted: State, contest: ContestBackoff) -> None:
         self.table = table
+        # Decided once: isinstance takes several microseconds for a protocol, at each step and for each table.
+        self.notifies = table if isinstance(table, Notifies) else None
+        self.polled = table if isinstance(table, Polled) else None
         self.wanted = wanted
         self.due = 0.0
         #: After a failure of the table as a whole, and after a reading that has cost much.
@@ -161,8 +164,8 @@ class Reconciler:
 
     def sources(self) -> list[int]:
         """Return the file descriptors that become readable when a table has news."""
-        tables = (each.table for each in self._all.values())
-        return [fd for table in tables if isinstance(table, Notifies) and (fd := table.fileno()) >= 0]
+        tables = (each.notifies for each in self._all.values())
+        return [fd for table in tables if table is not None and (fd := table.fileno()) >= 0]
 
     def step(self, now: float) -> float:
         """Hear, read and repair what is due; return when to step again."""
@@ -212,19 +215,18 @@ class Reconciler:
     # ---- when ------------------------------------------------------------------------------------
 
     def _hear(self, each: _Upkeep, now: float) -> None:
-        table = each.table
-        for change in table.changes() if isinstance(table, Notifies) else ():
+        for change in each.notifies.changes() if each.notifies is not None else ():
             if change.by and change.key is None:
                 each.origins.add(change.by)
-            self.hear(now, table.name, change.key, change.by)
-        if isinstance(table, Polled) and table.next_look <= now and table.look():
+            self.hear(now, each.table.name, change.key, change.by)
+        if each.polled is not None and each.polled.next_look <= now and each.polled.look():
             each.due = min(each.due, now)
 
     def _may_begin(self, each: _Upkeep) -> bool:
         return each.table.needs <= self._converged
 
     def _next_wakeup(self, each: _Upkeep) -> float:
-        look = each.table.next_look if isinstance(each.table, Polled) else math.inf
+        look = each.polled.next_look if each.polled is not None else math.inf
         return min(each.wakeup() if self._may_begin(each) else math.inf, look)
 
     # ---- read, compare, put, drop ------------------------------------------------------------------
