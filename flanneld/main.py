@@ -56,7 +56,7 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         warnings.simplefilter("ignore")
     try:
         wanted = options.read(argv, environ)
-        glog.setup(wanted.v, wanted.vmodule, wanted.log_backtrace_at)
+        glog.setup(wanted.v, wanted.vmodule, wanted.log_backtrace_at, wanted.logging_format)
         ensure_descriptors()
     except options.HelpWanted as help_wanted:
         return _print(help_wanted.usage, status=0)

@@ -311,6 +311,9 @@ class Options:
     dry_run: bool = _flag("dry-run", False, "with -cleanup or -migrate-etcd-v2-to-v3: only list it")
     v: int = _flag("v", 0, "verbosity `level` of the log")
     vmodule: str = _flag("vmodule", "", "verbosity of single source files, as `pattern=level,...`")
+    logging_format: str = _flag(
+        "logging-format", "text", "`layout` of log lines: text as glog's, or json", _one_of("text", "json")
+    )
     log_backtrace_at: str = _flag(
         "log_backtrace_at", "", "add a stack trace to what is logged at this `file:line`"
     )

@@ -48,16 +48,17 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def setup(verbosity: int = 0, vmodule: str = "", backtrace_at: str = "") -> None:
+def setup(verbosity: int = 0, vmodule: str = "", backtrace_at: str = "", layout: str = "text") -> None:
     """Send all logging to standard error; what an earlier call set up is replaced.
 
-    The values are those of ``-v``, ``-vmodule`` and ``-log_backtrace_at``. Raises ``Fatal`` for one
-    that cannot be understood, and then changes nothing.
+    The values are those of ``-v``, ``-vmodule``, ``-log_backtrace_at`` and ``-logging-format``. Raises
+    ``Fatal`` for one that cannot be understood, and then changes nothing.
     """
     modules = _modules(vmodule)
     place = _place(backtrace_at)
     handler = _handler()
-    handler.setFormatter(_Formatter(place, to_journal=_is_journal()))
+    make = _JsonFormatter if layout == "json" else _Formatter
+    handler.setFormatter(make(place, to_journal=_is_journal()))
     handler.addFilter(_shown(verbosity, modules))
     root = logging.getLogger()
     for old in tuple(root.handlers):
@@ -144,6 +145,14 @@ class _Formatter(logging.Formatter):
         self._to_journal = to_journal
 
     def format(self, record: logging.LogRecord) -> str:
+        lines = [record.getMessage(), *(line for text in self.below(record) for line in text.splitlines())]
+        between = f"\n{self.priority(record)}    "
+        return (
+            self.priority(record) + _head(record) + between.join(line.translate(_ESCAPES) for line in lines)
+        )
+
+    def below(self, record: logging.LogRecord) -> list[str]:
+        """Return the tracebacks and stacks that belong to a record."""
         below = []
         if record.exc_info:
             below.append(self.formatException(record.exc_info))
@@ -151,11 +160,19 @@ class _Formatter(logging.Formatter):
             below.append(record.stack_info)
         if self._backtrace_at == (record.filename, record.lineno):
             below.append(_stack_of(record))
-        lines = [record.getMessage(), *(line for text in below for line in text.splitlines())]
-        # The journal makes an entry of each line, and reads a priority before each.
-        priority = f"<{_priority(record.levelno)}>" if self._to_journal else ""
-        between = f"\n{priority}    "
-        return priority + _head(record) + between.join(line.translate(_ESCAPES) for line in lines)
+        return below
+
+    def priority(self, record: logging.LogRecord) -> str:
+        """Return what the journal reads before each line, of which it makes an entry; nothing elsewhere."""
+        return f"<{_priority(record.levelno)}>" if self._to_journal else ""
+
+
+class _JsonFormatter(_Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        from flanneld.compat import klog_json  # loads json, which text needs not
+
+        verbosity = max(0, logging.INFO - record.levelno)
+        return self.priority(record) + klog_json.line_of(record, self.below(record), verbosity)
 
 
 def _priority(level: int) -> int:

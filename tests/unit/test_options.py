@@ -68,6 +68,7 @@ DEFAULTS = {
     "keep-forwarding": False,
     "v": 0,
     "vmodule": "",
+    "logging-format": "text",
     "log_backtrace_at": "",
 }
 
