@@ -151,15 +151,15 @@ def _int(text: str) -> int:
 
 
 def _describe(flag: Flag) -> str:
-    value, text = _unquoted(flag)
+    value, text = value_and_usage(flag)
     head = f"  -{flag.name} {value}" if value else f"  -{flag.name}"
     # A flag of one letter without a value leaves room for its text on the same line.
     gap = "\t" if len(head) <= 4 else "\n    \t"
     return head + gap + text.replace("\n", "\n    \t") + _default(flag)
 
 
-def _unquoted(flag: Flag) -> tuple[str, str]:
-    """The value's name and the usage text without its back quotes."""
+def value_and_usage(flag: Flag) -> tuple[str, str]:
+    """Return the value's name, empty for a switch, and the usage text without its back quotes."""
     if match := re.search("`([^`]*)`", flag.usage):
         return match[1], flag.usage.replace(match[0], match[1], 1)
     if flag.repeatable:

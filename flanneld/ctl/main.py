@@ -67,7 +67,7 @@ def _say(shown: list[Table], plain: Any, *, as_json: bool) -> None:
 
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Our own arguments, and the flags of flanneld. Raises ``UsageError``."""
-    parser = _parser()
+    parser = command_line()
     arguments, flags = parser.parse_known_args(argv)
     # Go's flags end at the first word that is none; what came after it would count for nothing.
     if flags and not flags[0].startswith("-"):
@@ -80,7 +80,8 @@ class _Parser(argparse.ArgumentParser):
         raise options.UsageError(f"{message}; see {self.prog} --help", self.format_usage())
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_line() -> argparse.ArgumentParser:
+    """Return the parser of flannelctl's own arguments, with a parser for each command."""
     about = (
         "What flannel does on this node. Takes flanneld's flags too; with -etcd-endpoints it asks the store."
     )
