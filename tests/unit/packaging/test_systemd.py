@@ -51,6 +51,22 @@ def analyze(*words: str) -> str:
     return done.stdout + done.stderr
 
 
+def test_remove_takes_every_file_away_and_nothing_else(tmp_path: Path) -> None:
+    before = {
+        tmp_path / "usr/lib/systemd/system/other.service",
+        tmp_path / "usr/lib/systemd/system/docker.service.d/own.conf",
+    }
+    for path in before:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    install("--docker", str(tmp_path))
+    installed = {path for path in tmp_path.rglob("*") if path.is_file()}
+    install("--remove", str(tmp_path))
+    assert len(installed) > len(before)
+    assert {path for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert not (tmp_path / "usr/lib/systemd/system/flanneld.service.d").exists()
+
+
 def settings(file: Path) -> Iterator[tuple[str, str]]:
     """``name = value`` lines, those that are commented out by a bare # too."""
     for line in file.read_text().splitlines():
