@@ -5,20 +5,25 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from ipaddress import ip_address
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NoReturn
 
+from msgspec import Struct
 from msgspec.structs import asdict
 
 from flanneld import __version__, options
 from flanneld.compat.flags import quoted
-from flanneld.ctl import tables, views
+from flanneld.ctl import repetition, tables, views
 from flanneld.ctl.data_source import Source, find
 from flanneld.ctl.tables import Table
 from flanneld.errors import FlannelError, cause_of
+from flanneld.runtime import clock
 
 FINE, PROBLEMS, USAGE, NO_DAEMON = 0, 1, 2, 3
 
@@ -36,8 +41,7 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     as_json = "--output=json" in argv or ("--output", "json") in pairwise(argv)
     try:
         arguments, flags = _parse(argv)
-        source = find(flags, environ, arguments.socket)
-        shown, plain, wrong = COMMANDS[arguments.command](source, arguments)
+        return _run(arguments, lambda: _ask(arguments, flags, environ), as_json=as_json)
     except (options.HelpWanted, options.VersionWanted):
         return FINE
     except options.UsageError as error:
@@ -50,19 +54,61 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         reason = f"{type(error).__name__}: {error}"
         said = f"what the daemon says is not understood ({reason}); use the flannelctl of its version"
         return _complain(said, PROBLEMS, as_json=as_json)
-    _say(shown, plain, as_json=as_json)
-    return PROBLEMS if wrong else FINE if source.origin == "daemon" else NO_DAEMON
 
 
-def _say(shown: list[Table], plain: Any, *, as_json: bool) -> None:
+class Answered(Struct, frozen=True):
+    """A command's answer, and whether it came from the daemon."""
+
+    shown: list[Table]
+    plain: Any
+    wrong: bool
+    by_daemon: bool
+
+    @property
+    def status(self) -> int:
+        """The exit status that goes with it."""
+        return PROBLEMS if self.wrong else FINE if self.by_daemon else NO_DAEMON
+
+
+def _ask(arguments: argparse.Namespace, flags: Sequence[str], environ: Mapping[str, str]) -> Answered:
+    source = find(flags, environ, arguments.socket)
+    return Answered(*COMMANDS[arguments.command](source, arguments), source.origin == "daemon")
+
+
+def _run(arguments: argparse.Namespace, ask: Callable[[], Answered], *, as_json: bool) -> int:
+    """Ask once, until all is fine (``--wait``), or again and again (``--watch``); return the exit status."""
+    if arguments.watch is not None:
+        return _watch(ask, arguments.watch, as_json=as_json)
+    within = getattr(arguments, "wait", None) or 0.0
+    answer = repetition.until_good(ask, lambda answer: answer.status == FINE, within)
+    _say(answer.shown, answer.plain, as_json=as_json)
+    return answer.status
+
+
+def _watch(ask: Callable[[], Answered], every: float, *, as_json: bool) -> int:
+    """Say each answer that differs from the one before, until interrupted or nobody reads."""
+    status = FINE
+    with suppress(KeyboardInterrupt):
+        for answer in repetition.changes(ask, lambda answer: answer.shown, every):
+            status = answer.status
+            heading = Table((), [(f"-- {clock.utc_text(clock.wall())}",)])
+            if not _say([heading, *answer.shown], answer.plain, as_json=as_json, indent=None):
+                break
+    return status
+
+
+def _say(shown: list[Table], plain: Any, *, as_json: bool, indent: int | None = 2) -> bool:
+    """Write an answer; return False if nobody reads it."""
     try:
         if as_json:
-            print(json.dumps(plain, indent=2))  # noqa: T201 - what we are for
+            print(json.dumps(plain, indent=indent))  # noqa: T201 - what we are for
         else:
             tables.show(shown)
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return False
+    return True
 
 
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -89,15 +135,41 @@ def command_line() -> argparse.ArgumentParser:
     shared = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     shared.add_argument("--output", choices=("table", "json"), help="table, if not given")
     shared.add_argument("--socket", help="the daemon's socket, if not beside the subnet file")
+    shared.add_argument(
+        "--watch",
+        type=_seconds,
+        nargs="?",
+        const=2.0,
+        metavar="SECONDS",
+        help="ask again each 2 or SECONDS seconds, and show what changed",
+    )
     parser = _Parser("flannelctl", description=about, allow_abbrev=False, parents=[shared])
     parser.add_argument("--version", action="version", version=__version__)
-    parser.set_defaults(socket="")
+    parser.set_defaults(socket="", watch=None)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (_, meaning) in _HELP.items():
         command = commands.add_parser(name, parents=[shared], help=meaning, allow_abbrev=False)
+        if name == "status":
+            command.add_argument(
+                "--wait",
+                type=_seconds,
+                nargs="?",
+                const=60.0,
+                metavar="SECONDS",
+                help="wait until all is fine, at most 60 or SECONDS seconds",
+            )
+        if name == "bundle":
+            command.add_argument("file", nargs="?", default="", metavar="FILE", help="the archive to write")
         if name == "trace":
             command.add_argument("address", type=ip_address, metavar="IP")
     return parser
+
+
+def _seconds(text: str) -> float:
+    """Read an option's value. Raises ``ArgumentTypeError`` for what is no span of time."""
+    if not re.fullmatch(r"\d{1,9}(\.\d{1,3})?", text) or not float(text):
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is no number of seconds")
+    return float(text)
 
 
 def _complain(text: str, status: int, *, as_json: bool) -> int:
@@ -156,6 +228,20 @@ def _doctor(source: Source, _arguments: argparse.Namespace) -> Answer:
     return report(findings, facts), as_json(findings, facts), has_problem(findings)
 
 
+def _bundle(source: Source, arguments: argparse.Namespace) -> Answer:
+    from flanneld.ctl import bundle
+
+    path = Path(arguments.file or bundle.default_name())
+    reads = {name: act for name, act in COMMANDS.items() if name not in ("trace", "bundle")}
+    answers = {name: act(source, arguments)[1] for name, act in reads.items()}
+    bundle.write(path, bundle.gather(answers, source.options), bundle.known_secrets(source.options))
+    return (
+        [Table((), [(f"Wrote {path}; look through it before you pass it on",)])],
+        {"file": str(path)},
+        False,
+    )
+
+
 def _not_known(source: Source) -> list[str]:
     return list(map(str, source.unknown))
 
@@ -172,6 +258,7 @@ _HELP: dict[str, tuple[Callable[[Source, argparse.Namespace], Answer], str]] = {
     "routes": (_routes, "devices, routes and entries: wanted and in the kernel"),
     "events": (_events, "what happened lately"),
     "trace": (_trace, "which way a packet to an address takes"),
+    "bundle": (_bundle, "an archive for those who help, without secrets"),
     "doctor": (_doctor, "what is wrong with this node, and what puts it right"),
 }
 COMMANDS = {name: act for name, (act, _) in _HELP.items()}

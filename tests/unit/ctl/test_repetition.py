@@ -1,0 +1,78 @@
+"""``--wait`` and ``--watch`` of ``flannelctl``: what is asked again, and when it ends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from itertools import count, islice
+from pathlib import Path
+
+import pytest
+
+from flanneld.ctl import repetition
+from flanneld.ctl.main import FINE, NO_DAEMON, USAGE, run
+from tests.lab import wait_for
+from tests.unit.ctl.test_main import daemon
+
+DEADLINE = 60.0
+HEALTHY = json.dumps(
+    {"version": "1", "pid": 1, "started": 0.0, "health": {"missing": [], "late": [], "troubles": []}}
+).encode()
+
+
+def test_good_answer_ends_the_wait() -> None:
+    numbers = count()
+    assert repetition.until_good(lambda: next(numbers), lambda number: number == 2, DEADLINE) == 2
+
+
+def test_without_a_wait_one_question_is_asked() -> None:
+    numbers = count()
+    assert repetition.until_good(lambda: next(numbers), lambda number: number == 2, 0.0) == 0
+
+
+def test_wait_ends_with_the_last_bad_answer() -> None:
+    assert repetition.until_good(lambda: "bad", lambda _: False, 0.01) == "bad"
+
+
+def test_only_changes_are_shown() -> None:
+    answers: Iterator[str] = iter("aabbba")
+    shown = repetition.changes(lambda: next(answers), lambda answer: answer, 0.001)
+    assert list(islice(shown, 3)) == ["a", "b", "a"]
+
+
+def test_status_waits_until_a_daemon_is_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["status", f"--subnet-file={tmp_path / 'subnet.env'}", "--output=json"]
+    assert run([*words, "--wait=0.1"], {}) == NO_DAEMON
+    statuses: list[int] = []
+    waiting = threading.Thread(target=lambda: statuses.append(run([*words, f"--wait={DEADLINE:.0f}"], {})))
+    waiting.start()
+    with daemon(tmp_path, HEALTHY):
+        waiting.join(DEADLINE)
+    assert statuses == [FINE]
+    assert '"daemon"' in capsys.readouterr().out
+
+
+def test_watch_says_what_changes_until_it_is_interrupted(tmp_path: Path) -> None:
+    code = "import sys; from flanneld.ctl.main import main; main()"
+    words = ["status", f"--subnet-file={tmp_path / 'subnet.env'}", "--output=json", "--watch=0.05"]
+    said = tmp_path / "said"
+    with said.open("wb") as out:
+        watching = subprocess.Popen([sys.executable, "-c", code, *words], stdout=out)
+        try:
+            wait_for(lambda: len(said.read_bytes().splitlines()) == 1, DEADLINE, "the first answer")
+            with daemon(tmp_path, HEALTHY):
+                wait_for(lambda: len(said.read_bytes().splitlines()) == 2, DEADLINE, "the daemon's answer")
+        finally:
+            watching.send_signal(2)
+            watching.wait(DEADLINE)
+    origins = [json.loads(line)["origin"] for line in said.read_text().splitlines()]
+    assert origins[:2] == ["host", "daemon"]
+
+
+@pytest.mark.parametrize("option", ["--wait=soon", "--wait=0", "--watch=-1", "--watch=1e9"])
+def test_span_that_is_no_number_is_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["status", option], {}) == USAGE
+    assert "is no number of seconds" in capsys.readouterr().err
