@@ -103,6 +103,7 @@ def _serve_alone(wanted: Options, environ: Mapping[str, str]) -> int:
     supervisor.handle_signals()
     lock = InstanceLock(subnet_file.beside(Path(wanted.subnet_file), "lock"))
     lock.wait(supervisor.stop, tell=notifier.status)
+    events.keep(subnet_file.beside(Path(wanted.subnet_file), "events"))
     manager = counted(open_manager(wanted, environ))
     log.info("Leases are in %s", manager.name)
     return Daemon(wanted, environ, supervisor, notifier, manager, events).serve()

@@ -47,7 +47,11 @@ def clean_up(path: Path, saved: Path, say: Callable[[str], None], *, everything:
     previous = subnet_file.read(path)
     kernel = Kernel()
     complete = True
-    files = (path, *(subnet_file.beside(path, suffix) for suffix in ("sock", "state", "lock")), saved)
+    files = (
+        path,
+        *(subnet_file.beside(path, suffix) for suffix in ("sock", "state", "lock", "events")),
+        saved,
+    )
     journal = Journal(subnet_file.beside(path, "extension"), str)
     for what, act in chain(
         _peers_in(journal), _steps(kernel, previous, last_run, files, everything=everything)

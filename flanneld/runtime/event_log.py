@@ -1,17 +1,29 @@
-"""What happened lately: the last lines of the log, kept for whoever asks.
+"""Event history: the last lines of the log, kept in memory and, over restarts of the daemon, in a file.
 
-The log says once what has changed, so it is the history already; this only remembers the end of it.
+The log says once what has changed and why, so it is the history already; this only remembers its end.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import deque
 from contextlib import suppress
+from pathlib import Path
+from typing import IO
 
-#: So many events, each of so many characters, are remembered.
+from flanneld.errors import cause_of
+from flanneld.runtime import atomic_file
+
+log = logging.getLogger(__name__)
+
+#: Number of events that are remembered, and characters of each.
 LIMIT, LENGTH = 200, 400
+#: Bytes of the file at which the events that are no longer remembered are dropped from it.
+LONGEST_FILE = 256 << 10
 
+#: The level of ``-v=1``.
+_VERBOSE = logging.INFO - 1
 
 #: Seconds since the epoch, the severity as glog abbreviates it, the source file's name, the text.
 Event = tuple[float, str, str, str]
@@ -23,16 +35,67 @@ class Events(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.INFO)
         self._ring: deque[Event] = deque(maxlen=LIMIT)
+        self._path: Path | None = None
+        self._file: IO[bytes] | None = None
+
+    def keep(self, path: Path) -> None:
+        """Take over the events that an earlier run left in a file, and add to it from now on.
+
+        If the file cannot be used, the events are in memory only. That is no warning: ``subnet.env`` beside it
+        has the same trouble, and the daemon does without a history.
+        """
+        self.acquire()
+        try:
+            self._ring = deque([*_read(path), *self._ring], maxlen=LIMIT)
+            self._path = path
+            problem = self._write_all()
+        finally:
+            self.release()
+        if problem:
+            log.log(_VERBOSE, "Events are not kept over restarts: %s: %s", path, problem)
 
     def emit(self, record: logging.LogRecord) -> None:
         # A wrong format string is reported by the handler that writes the log.
         with suppress(TypeError, ValueError, KeyError):
             text = record.getMessage()[:LENGTH]
-            self._ring.append((record.created, record.levelname[0], record.module, text))
+            event = (record.created, record.levelname[0], record.module, text)
+            self._ring.append(event)
+            if self._file:
+                self._append(self._file, event)
 
     def recent(self) -> list[Event]:
         """Oldest first. From any thread."""
         return list(self._ring.copy())
+
+    def close(self) -> None:
+        """Close the file; what it holds stays."""
+        if self._file:
+            self._file.close()
+            self._file = None
+        super().close()
+
+    def _append(self, file: IO[bytes], event: Event) -> None:
+        try:
+            if file.write(_line(event)) and file.tell() > LONGEST_FILE:
+                self._write_all()
+        except OSError:  # a full disk: the events go on in memory
+            with suppress(OSError):
+                file.close()
+            self._file = None
+
+    def _write_all(self) -> str:
+        """Write the file anew, with what is remembered; return what went wrong."""
+        assert self._path
+        if self._file:
+            self._file.close()
+            self._file = None
+        try:
+            atomic_file.replace(self._path, b"".join(map(_line, self._ring)), 0o600)
+            # Unbuffered: what a killed daemon said last is what matters.
+            self._file = self._path.open("ab", buffering=0)
+        except OSError as error:
+            return cause_of(error)
+        return ""
 
 
 def remember() -> Events:
@@ -40,3 +103,25 @@ def remember() -> Events:
     events = Events()
     logging.getLogger().addHandler(events)
     return events
+
+
+def _line(event: Event) -> bytes:
+    return f"{json.dumps(event)}\n".encode()
+
+
+def _read(path: Path) -> list[Event]:
+    """Return the events in a file; what is no event, as a line that was cut, is left out."""
+    try:
+        lines = atomic_file.read(path, 2 * LONGEST_FILE).splitlines()
+    except OSError:
+        return []
+    return [event for line in lines if (event := _event(line))]
+
+
+def _event(line: bytes) -> Event | None:
+    try:
+        time, severity, source, text = json.loads(line)
+        event = (float(time), str(severity)[:1], str(source)[:LENGTH], str(text)[:LENGTH])
+    except (ValueError, TypeError, RecursionError):
+        return None
+    return event
