@@ -41,8 +41,8 @@ class Events(logging.Handler):
     def keep(self, path: Path) -> None:
         """Take over the events that an earlier run left in a file, and add to it from now on.
 
-        If the file cannot be used, the events are in memory only. That is no warning: ``subnet.env`` beside it
-        has the same trouble, and the daemon does without a history.
+        If the file cannot be used, the events are in memory only. That is no warning: ``subnet.env`` beside
+        it has the same trouble, and the daemon does without a history.
         """
         self.acquire()
         try:
