@@ -79,7 +79,7 @@ def _mtus(reconciler: Controller) -> Reading:
 
 
 def _peers(reconciler: Controller) -> Reading:
-    found = states(reconciler.peers.view(), reconciler.pending())
+    found = states(reconciler.peers.view(), reconciler.tables.pending())
     return Counter((backend, state.replace(" ", "-")) for backend, state in found)
 
 
@@ -88,7 +88,7 @@ def _objects(number: Callable[[int, int], int]) -> Read:
 
     def read(reconciler: Controller) -> Reading:
         wanted = Counter(reconciler.peers.wanted_kinds())
-        refused = Counter(failure.resource.kind for failure in reconciler.pending().values())
+        refused = Counter(failure.resource.kind for failure in reconciler.tables.pending().values())
         return {kind.name.lower(): number(wanted[kind], refused[kind]) for kind in sorted(wanted)}
 
     return _of_the_reconciler(read)
@@ -96,7 +96,7 @@ def _objects(number: Callable[[int, int], int]) -> Read:
 
 def _refusals(reconciler: Controller) -> Reading:
     numbers: Counter[tuple[str, ...]] = Counter()
-    for (kind, reason), number in reconciler.refusals().items():
+    for (kind, reason), number in reconciler.tables.refusals().items():
         numbers[kind, _ERRNO.get(reason, "other")] += number
     return numbers
 
@@ -170,7 +170,7 @@ METRICS = (
     _counter(
         "flannel_heals_total",
         "objects put right after others changed them",
-        _of_the_reconciler(lambda reconciler: reconciler.heals()),
+        _of_the_reconciler(lambda reconciler: reconciler.tables.heals()),
         "kind",
         "cause",
     ),
@@ -178,12 +178,12 @@ METRICS = (
     _counter(
         "flannel_netlink_overruns_total",
         "times that notifications were lost",
-        _of_the_reconciler(lambda reconciler: reconciler.work.overruns, absent=0),
+        _of_the_reconciler(lambda reconciler: reconciler.tables.work.overruns, absent=0),
     ),
     _gauge(
         "flannel_last_sync_timestamp_seconds",
         "when the kernel was last read",
-        _of_the_reconciler(lambda reconciler: reconciler.work.last_sync, absent=0),
+        _of_the_reconciler(lambda reconciler: reconciler.tables.work.last_sync, absent=0),
     ),
     _gauge(
         "flannel_removal_brake_held",
@@ -198,17 +198,17 @@ METRICS = (
     _histogram(
         "flannel_event_to_kernel_seconds",
         "from a lease's arrival from the store until the kernel has what it means",
-        _of_the_reconciler(lambda reconciler: reconciler.work.event_to_kernel),
+        _of_the_reconciler(lambda reconciler: reconciler.tables.work.event_to_kernel),
     ),
     _histogram(
         "flannel_apply_seconds",
         "one write to the kernel",
-        _of_the_reconciler(lambda reconciler: reconciler.work.apply),
+        _of_the_reconciler(lambda reconciler: reconciler.tables.work.apply),
     ),
     _histogram(
         "flannel_reconcile_seconds",
         "one reading of the kernel with its repairs",
-        _of_the_reconciler(lambda reconciler: reconciler.work.reconcile),
+        _of_the_reconciler(lambda reconciler: reconciler.tables.work.reconcile),
     ),
     _gauge(
         "flannel_peer_probe_loss_ratio",
