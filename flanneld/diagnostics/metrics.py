@@ -16,6 +16,7 @@ from msgspec import Struct
 
 from flanneld import __version__
 from flanneld.diagnostics.components import Components
+from flanneld.diagnostics.conditions import parts
 from flanneld.diagnostics.status import states
 from flanneld.model import FAMILIES, Lease
 from flanneld.reconcile.controller import Controller
@@ -23,7 +24,7 @@ from flanneld.reconcile.counters import BOUNDS, Histogram, wall
 from flanneld.runtime import clock
 from flanneld.state.resources import Link
 
-_INSTALL = "pip install 'flanneld[metrics]', or apt install python3-prometheus-client"
+_INSTALL = "pip install prometheus-client, or apt install python3-prometheus-client"
 _ERRNO = {os.strerror(code): name for code, name in errno.errorcode.items()}
 
 #: A number, a histogram, numbers by the values of the labels, or None if there is nothing to tell now.
@@ -79,8 +80,17 @@ def _mtus(reconciler: Controller) -> Reading:
 
 
 def _peers(reconciler: Controller) -> Reading:
+    """Count peers; a node that has none says so, for a sum over nothing is no number."""
     found = states(reconciler.peers.view(), reconciler.tables.pending())
-    return Counter((backend, state.replace(" ", "-")) for backend, state in found)
+    own = reconciler.uplink_manager.backend.attributes().backend_type
+    return {(own, "in-the-kernel"): 0} | Counter(
+        (backend, state.replace(" ", "-")) for backend, state in found
+    )
+
+
+def _heals(reconciler: Controller) -> Reading:
+    kinds = {kind.name.lower() for kind in reconciler.peers.wanted_kinds()}
+    return {(kind, "unknown"): 0 for kind in sorted(kinds)} | reconciler.tables.heals()
 
 
 def _objects(number: Callable[[int, int], int]) -> Read:
@@ -127,6 +137,12 @@ METRICS = (
     ),
     _gauge("flannel_ready", "1 if pods can be started here", lambda components: not components.missing()),
     _gauge(
+        "flannel_condition",
+        "1 while this part of the daemon, or of its host, is not well; `flannelctl status` says why",
+        lambda components: {part.name: bool(part.trouble) for part in parts(components)},
+        "part",
+    ),
+    _gauge(
         "flannel_subnet_info",
         "1 for each subnet of our lease",
         _lease(lambda lease: {str(net): 1 for net in lease.key if net is not None}),
@@ -170,7 +186,7 @@ METRICS = (
     _counter(
         "flannel_heals_total",
         "objects put right after others changed them",
-        _of_the_reconciler(lambda reconciler: reconciler.tables.heals()),
+        _of_the_reconciler(_heals),
         "kind",
         "cause",
     ),
