@@ -4,7 +4,7 @@
 
 usage() {
     cat >&2 <<END
-Usage: $0 [-f SUBNET-FILE] [-d DOCKER-FILE] [-i] [-c] [-m] [-k NAME]
+Usage: $0 [-f SUBNET-FILE] [-d DOCKER-FILE] [-i] [-c] [-m] [-r] [-k NAME]
 
   -f FILE  read the subnet from here; default /run/flannel/subnet.env
   -d FILE  write the options here; default /run/docker_opts.env
@@ -12,6 +12,7 @@ Usage: $0 [-f SUBNET-FILE] [-d DOCKER-FILE] [-i] [-c] [-m] [-k NAME]
   -c       write one variable that holds all options; without -i and -c, both kinds are written
   -k NAME  the variable of -c, which begins with what the environment has in it; default DOCKER_OPTS
   -m       leave out --ip-masq
+  -r       fail, and write nothing, if a route to the subnet leads through a gateway
 
 Whatever the environment has as DOCKER_OPT_... is an option as well.
 END
@@ -25,16 +26,17 @@ fail() {
 
 subnet_file=/run/flannel/subnet.env
 docker_file=/run/docker_opts.env
-each= all= masquerade=yes
+each= all= masquerade=yes routes=
 name=DOCKER_OPTS
 
-while getopts f:d:icmk:h option; do
+while getopts f:d:icmrk:h option; do
     case $option in
     f) subnet_file=$OPTARG ;;
     d) docker_file=$OPTARG ;;
     i) each=yes ;;
     c) all=yes ;;
     m) masquerade= ;;
+    r) routes=yes ;;
     k) name=$OPTARG ;;
     *) usage ;;
     esac
@@ -51,6 +53,16 @@ esac
 
 # shellcheck disable=SC1090  # Which file it is, is known only now.
 [ ! -f "$subnet_file" ] || . "$subnet_file"
+
+# With such a route packets for this host's containers leave it again.
+if [ "$routes" ] && [ "$FLANNEL_SUBNET" ]; then
+    address=${FLANNEL_SUBNET%/*} # of the bridge: the one after that of the subnet
+    subnet=${address%.*}.$((${address##*.} - 1))/${FLANNEL_SUBNET#*/}
+    found=$(ip -4 route show exact "$subnet") || fail "cannot read the routes"
+    case $found in
+    *" via "*) fail "a route to $subnet leads through a gateway: $found; remove it: ip route del $subnet" ;;
+    esac
+fi
 
 [ -z "$FLANNEL_SUBNET" ] || DOCKER_OPT_BIP=--bip=$FLANNEL_SUBNET
 [ -z "$FLANNEL_MTU" ] || DOCKER_OPT_MTU=--mtu=$FLANNEL_MTU

@@ -292,6 +292,9 @@ def _warn_of_unknown_variables(environ: Mapping[str, str]) -> None:
     for name, nearest in options.unknown_variables(environ):
         hint = f"; did you mean {nearest}?" if nearest else "; flanneld -help lists the flags"
         log.warning("Unknown variable %s%s", name, hint)
+    for name, why in options.WITHOUT_EFFECT.items():
+        if name in environ:
+            log.info("%s has no effect: %s", name, why)
 
 
 def _print(text: str, *, status: int) -> int:

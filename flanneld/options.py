@@ -142,9 +142,9 @@ def _one_of(*choices: str) -> _Reader:
 
 
 def _resync(seconds: int, source: str) -> int:
-    if seconds < 1:
-        raise Fatal(f"{source} is {seconds} seconds", "give 1 or more")
-    return seconds
+    """Go flanneld takes less than 1 for no pause at all, which here is a second."""
+    del source
+    return max(1, seconds)
 
 
 def _port(number: int, source: str) -> int:
@@ -380,6 +380,13 @@ def read(argv: Sequence[str], environ: Mapping[str, str], program: str = "flanne
     sources = {name: f"-{name}" for name in line}
     sources |= {name: goflags.variable(name, PREFIX) for name in variables}
     return _checked(line | variables, sources)
+
+
+#: Variables of Go flanneld that mean nothing here, each with the reason.
+WITHOUT_EFFECT = {
+    "EVENT_QUEUE_DEPTH": "changes of nodes wait in no queue of a fixed size",
+    "CONT_WHEN_CACHE_NOT_READY": "the start waits for the list of nodes, and goes on by itself",
+}
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[tuple[str, str]]:

@@ -22,6 +22,7 @@ from flanneld.errors import Retryable
 from flanneld.model import Lease, LeaseAttrs, LeaseKey, Uplink
 from flanneld.network.rtnetlink.kernel import Kernel
 from flanneld.network.rtnetlink.monitor import Monitor
+from flanneld.network.rtnetlink.tables import tables
 from flanneld.network.uplink_election import InterfaceChoice, NoInterface
 from flanneld.network.uplink_facts import connected_networks
 from flanneld.options import Options
@@ -164,6 +165,7 @@ def desired(member: Member) -> Node:
         member.monitor,
         member.uplink_manager,
         member.lease,
+        partial(tables, member.kernel),
         extras=tuple(Blackhole(net) for net in blackholes if net is not None),
         former=member.previous.networks,
         devices=last_run.devices,

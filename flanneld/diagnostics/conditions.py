@@ -76,10 +76,8 @@ def _looks(components: Components) -> Iterator[tuple[str, Iterable[str]]]:
         )
     if components.reconciler:
         yield "uplink", _of_the_uplink(components.reconciler.uplink_manager)
-        yield (
-            "kernel",
-            _of_the_kernel(components.reconciler.pending(), contested=components.reconciler.is_contested()),
-        )
+        tables = components.reconciler.tables
+        yield "kernel", _of_the_kernel(tables.pending(), contested=tables.is_contested())
         yield "peers", _of_the_peers(components.reconciler.peers)
         yield "removals", _of_the_brake(components.reconciler.removal_guard)
     if components.firewall:

@@ -16,6 +16,7 @@ from msgspec import Struct
 
 from flanneld import __version__
 from flanneld.diagnostics.components import Components
+from flanneld.diagnostics.conditions import parts
 from flanneld.diagnostics.status import states
 from flanneld.model import FAMILIES, Lease
 from flanneld.reconcile.controller import Controller
@@ -23,7 +24,7 @@ from flanneld.reconcile.counters import BOUNDS, Histogram, wall
 from flanneld.runtime import clock
 from flanneld.state.resources import Link
 
-_INSTALL = "pip install 'flanneld[metrics]', or apt install python3-prometheus-client"
+_INSTALL = "pip install prometheus-client, or apt install python3-prometheus-client"
 _ERRNO = {os.strerror(code): name for code, name in errno.errorcode.items()}
 
 #: A number, a histogram, numbers by the values of the labels, or None if there is nothing to tell now.
@@ -79,8 +80,17 @@ def _mtus(reconciler: Controller) -> Reading:
 
 
 def _peers(reconciler: Controller) -> Reading:
-    found = states(reconciler.peers.view(), reconciler.pending())
-    return Counter((backend, state.replace(" ", "-")) for backend, state in found)
+    """Count peers; a node that has none says so, for a sum over nothing is no number."""
+    found = states(reconciler.peers.view(), reconciler.tables.pending())
+    own = reconciler.uplink_manager.backend.attributes().backend_type
+    return {(own, "in-the-kernel"): 0} | Counter(
+        (backend, state.replace(" ", "-")) for backend, state in found
+    )
+
+
+def _heals(reconciler: Controller) -> Reading:
+    kinds = {kind.name.lower() for kind in reconciler.peers.wanted_kinds()}
+    return {(kind, "unknown"): 0 for kind in sorted(kinds)} | reconciler.tables.heals()
 
 
 def _objects(number: Callable[[int, int], int]) -> Read:
@@ -88,7 +98,7 @@ def _objects(number: Callable[[int, int], int]) -> Read:
 
     def read(reconciler: Controller) -> Reading:
         wanted = Counter(reconciler.peers.wanted_kinds())
-        refused = Counter(failure.resource.kind for failure in reconciler.pending().values())
+        refused = Counter(failure.resource.kind for failure in reconciler.tables.pending().values())
         return {kind.name.lower(): number(wanted[kind], refused[kind]) for kind in sorted(wanted)}
 
     return _of_the_reconciler(read)
@@ -96,7 +106,7 @@ def _objects(number: Callable[[int, int], int]) -> Read:
 
 def _refusals(reconciler: Controller) -> Reading:
     numbers: Counter[tuple[str, ...]] = Counter()
-    for (kind, reason), number in reconciler.refusals().items():
+    for (kind, reason), number in reconciler.tables.refusals().items():
         numbers[kind, _ERRNO.get(reason, "other")] += number
     return numbers
 
@@ -126,6 +136,12 @@ METRICS = (
         "python",
     ),
     _gauge("flannel_ready", "1 if pods can be started here", lambda components: not components.missing()),
+    _gauge(
+        "flannel_condition",
+        "1 while this part of the daemon, or of its host, is not well; `flannelctl status` says why",
+        lambda components: {part.name: bool(part.trouble) for part in parts(components)},
+        "part",
+    ),
     _gauge(
         "flannel_subnet_info",
         "1 for each subnet of our lease",
@@ -170,7 +186,7 @@ METRICS = (
     _counter(
         "flannel_heals_total",
         "objects put right after others changed them",
-        _of_the_reconciler(lambda reconciler: reconciler.heals()),
+        _of_the_reconciler(_heals),
         "kind",
         "cause",
     ),
@@ -178,12 +194,12 @@ METRICS = (
     _counter(
         "flannel_netlink_overruns_total",
         "times that notifications were lost",
-        _of_the_reconciler(lambda reconciler: reconciler.work.overruns, absent=0),
+        _of_the_reconciler(lambda reconciler: reconciler.tables.work.overruns, absent=0),
     ),
     _gauge(
         "flannel_last_sync_timestamp_seconds",
         "when the kernel was last read",
-        _of_the_reconciler(lambda reconciler: reconciler.work.last_sync, absent=0),
+        _of_the_reconciler(lambda reconciler: reconciler.tables.work.last_sync, absent=0),
     ),
     _gauge(
         "flannel_removal_brake_held",
@@ -198,17 +214,17 @@ METRICS = (
     _histogram(
         "flannel_event_to_kernel_seconds",
         "from a lease's arrival from the store until the kernel has what it means",
-        _of_the_reconciler(lambda reconciler: reconciler.work.event_to_kernel),
+        _of_the_reconciler(lambda reconciler: reconciler.tables.work.event_to_kernel),
     ),
     _histogram(
         "flannel_apply_seconds",
         "one write to the kernel",
-        _of_the_reconciler(lambda reconciler: reconciler.work.apply),
+        _of_the_reconciler(lambda reconciler: reconciler.tables.work.apply),
     ),
     _histogram(
         "flannel_reconcile_seconds",
         "one reading of the kernel with its repairs",
-        _of_the_reconciler(lambda reconciler: reconciler.work.reconcile),
+        _of_the_reconciler(lambda reconciler: reconciler.tables.work.reconcile),
     ),
     _gauge(
         "flannel_peer_probe_loss_ratio",

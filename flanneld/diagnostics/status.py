@@ -118,8 +118,8 @@ def _data_plane(components: Components) -> Document:
     reconciler = components.reconciler
     if reconciler is None:
         return {}
-    work, pending = reconciler.work, reconciler.pending()
-    repairs = reconciler.heals().items()
+    work, pending = reconciler.tables.work, reconciler.tables.pending()
+    repairs = reconciler.tables.heals().items()
     return {
         "uplink": {
             **uplink(reconciler.uplink_manager.uplink),
@@ -131,7 +131,7 @@ def _data_plane(components: Components) -> Document:
         "synced": reconciler.peers.synced,
         "last_sync": work.last_sync or None,
         "repairs": [{"kind": kind, "cause": cause, "number": number} for (kind, cause), number in repairs],
-        "fights": reconciler.is_contested(),
+        "fights": reconciler.tables.is_contested(),
         "lost_notifications": work.overruns,
         "refused": [_refusal(failure) for failure in pending.values()],
         "brake": {"holds": reconciler.removal_guard.holds, "number": reconciler.removal_guard.holds_total},
@@ -167,7 +167,7 @@ def peers(components: Components) -> Iterator[Document]:
     if components.reconciler is None:
         return
     view = components.reconciler.peers.view()
-    documents = peers_of(view, components.reconciler.pending())
+    documents = peers_of(view, components.reconciler.tables.pending())
     if components.prober is None:
         yield from documents
         return

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from flanneld.compat.glog import V
 from flanneld.model import Family, IPAddress, IPNetwork
-from flanneld.network import route_lookup
+from flanneld.network import interfaces, route_lookup
 from flanneld.network.rtnetlink import links
 from flanneld.network.rtnetlink import messages as rtnl
 from flanneld.network.rtnetlink.netlink import DumpInterrupted, NetlinkSocket
@@ -41,6 +41,14 @@ class HostView:
 
     def links(self) -> list[links.SeenLink]:
         return [links.decode(*found) for found in self.dump(rtnl.RTM_GETLINK, links.everything())]
+
+    def names(self) -> dict[int, str]:
+        """Return the name of each interface by its index."""
+        return interfaces.names()
+
+    def name_of(self, index: int) -> str | None:
+        """Return the name of one interface, None if there is none with that index."""
+        return interfaces.name_of(index)
 
     def addresses(self, family: Family, index: int = 0) -> list[rtnl.SeenAddress]:
         """Addresses of one interface, or of all."""

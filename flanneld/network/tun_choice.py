@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flanneld.model import IPNetwork
-from flanneld.network.host import HostView
+from flanneld.network.host_kernel import HostKernel
 from flanneld.network.rtnetlink.links import SeenLink
 from flanneld.state.resources import Tun
 
@@ -13,7 +13,7 @@ from flanneld.state.resources import Tun
 _NAMES = tuple(f"flannel{number}" for number in range(100))
 
 
-def tun_for(kernel: HostView, networks: Sequence[IPNetwork]) -> str:
+def tun_for(kernel: HostKernel, networks: Sequence[IPNetwork]) -> str:
     """The device that an earlier run made for one of these networks, else the first free name.
 
     A device without an address is one whose maker did not come to the end. Raises ``OSError``.
@@ -24,7 +24,7 @@ def tun_for(kernel: HostView, networks: Sequence[IPNetwork]) -> str:
     return next(ours, None) or next(free)
 
 
-def _leads_to(kernel: HostView, link: SeenLink, networks: Sequence[IPNetwork]) -> bool:
+def _leads_to(kernel: HostKernel, link: SeenLink, networks: Sequence[IPNetwork]) -> bool:
     if not isinstance(link.make, Tun):
         return False
     found = [seen.address for seen in kernel.addresses(4, link.index)]

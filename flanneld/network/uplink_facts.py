@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import logging
-import socket
 from collections.abc import Callable, Collection
 from functools import cache
 from ipaddress import ip_network
 
 from flanneld.model import Family, IPAddress, IPNetwork
-from flanneld.network.host import HostView
+from flanneld.network.host_kernel import HostKernel
 from flanneld.network.obstacles import HostNetworks, HostRoute, host_networks
 from flanneld.network.route_lookup import RTN_BROADCAST, SeenWay
-from flanneld.network.rtnetlink.kernel import Kernel
 from flanneld.network.rtnetlink.links import is_flannels
 from flanneld.network.rtnetlink.messages import SeenAddress
 from flanneld.network.uplink_election import AddressFact, DefaultRoute, HostFacts, LinkFact, RouteFact
@@ -24,7 +22,7 @@ _IFA_F_TEMPORARY, _IFA_F_DADFAILED, _IFA_F_DEPRECATED = 0x01, 0x08, 0x20
 _IFA_F_TENTATIVE, _IFA_F_PERMANENT = 0x40, 0x80
 
 
-def survey(kernel: Kernel, families: tuple[Family, ...], *, default_routes: bool) -> HostFacts:
+def survey(kernel: HostKernel, families: tuple[Family, ...], *, default_routes: bool) -> HostFacts:
     """Read interfaces and addresses, and the default routes if they are asked for. Raises ``OSError``."""
     return HostFacts(
         links=tuple(LinkFact(link.name, link.index, link.mtu, link.up) for link in kernel.links()),
@@ -37,13 +35,13 @@ def survey(kernel: Kernel, families: tuple[Family, ...], *, default_routes: bool
     )
 
 
-def route_to(kernel: Kernel, target: IPAddress) -> RouteFact | None:
+def route_to(kernel: HostKernel, target: IPAddress) -> RouteFact | None:
     """Which way the kernel would send a packet."""
     way = kernel.way_to(target)
     return RouteFact(way.index, way.source, way.gateway) if way else None
 
 
-def connected_networks(kernel: HostView, families: tuple[Family, ...]) -> tuple[IPNetwork, ...]:
+def connected_networks(kernel: HostKernel, families: tuple[Family, ...]) -> tuple[IPNetwork, ...]:
     """Return the networks of this host's addresses, flannel's devices included; none if unreadable."""
     try:
         seen = [each for family in families for each in kernel.addresses(family)]
@@ -65,7 +63,7 @@ def _fact(seen: SeenAddress) -> AddressFact:
 
 
 def read_host_networks(
-    kernel: Kernel, networks: Collection[IPNetwork], own: Collection[IPNetwork], links: Collection[str]
+    kernel: HostKernel, networks: Collection[IPNetwork], own: Collection[IPNetwork], links: Collection[str]
 ) -> HostNetworks:
     """Read the host's own addresses, networks and gateways. Raises ``OSError``.
 
@@ -76,7 +74,7 @@ def read_host_networks(
     routes: list[HostRoute] = []
     local: list[tuple[IPNetwork, str]] = []
     broadcast: set[IPAddress] = set()
-    ours = [index for index, name in socket.if_nameindex() if name in links]
+    ours = [index for index, name in kernel.names().items() if name in links]
     for family in {network.version for network in networks}:
         routes.extend(_route(seen, name_of) for seen in kernel.ways(family, ours))
         for kind, net, index in kernel.local(family):
@@ -87,20 +85,17 @@ def read_host_networks(
     return host_networks(routes, local, broadcast, networks=networks, own=own)
 
 
-def _namer(kernel: Kernel, links: Collection[str]) -> Callable[[int], str]:
+def _namer(kernel: HostKernel, links: Collection[str]) -> Callable[[int], str]:
     @cache
     def name_of(index: int) -> str:
         """Return an interface's name, nothing for one of flannel's or one that has just gone."""
-        try:
-            name = socket.if_indextoname(index)
-        except OSError:
-            return ""
-        return "" if name in links or _is_flannels(kernel, name) else name
+        name = kernel.name_of(index)
+        return "" if name is None or name in links or _is_flannels(kernel, name) else name
 
     return name_of
 
 
-def _is_flannels(kernel: Kernel, name: str) -> bool:
+def _is_flannels(kernel: HostKernel, name: str) -> bool:
     link = kernel.link(name) if name.startswith("flannel") else None
     return link is not None and is_flannels(link)
 

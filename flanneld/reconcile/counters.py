@@ -90,13 +90,13 @@ class StoreCounters:
         self.problems: dict[str, Retryable] = {}
         self.events = 0
         #: By reason: ``asked`` if the daemon wanted to be sure, else ``store``.
-        self.resyncs: dict[str, int] = {}
+        self.resyncs: dict[str, int] = {"asked": 0, "store": 0}
         self.is_synced = False
         self.was_asked = False
         #: Seconds since the epoch, 0 for never.
         self.last_event = 0.0
         #: By result.
-        self.renewals: dict[str, int] = {}
+        self.renewals: dict[str, int] = {"ok": 0, "error": 0}
 
     def answered(self, request: str) -> None:
         """A request was answered with what it asked for."""

@@ -6,9 +6,9 @@ import logging
 from collections.abc import Iterable
 
 from flanneld.errors import Fatal, Retryable
+from flanneld.network.host_kernel import HostKernel
 from flanneld.network.obstacles import Obstacles
 from flanneld.network.rtnetlink.domain import Domain
-from flanneld.network.rtnetlink.kernel import Kernel
 from flanneld.network.rtnetlink.links import described, is_not_ours_to_remove
 from flanneld.reconcile.reconciler import TableState
 from flanneld.state.resources import Kind, Link, Resource, Route
@@ -16,7 +16,7 @@ from flanneld.state.resources import Kind, Link, Resource, Route
 log = logging.getLogger(__name__)
 
 
-def spare_links_of_others(kernel: Kernel, links: Iterable[Link]) -> None:
+def spare_links_of_others(kernel: HostKernel, links: Iterable[Link]) -> None:
     """Raises ``Fatal`` if a device of others has the name of one of ours; may raise ``OSError``."""
     for link in links:
         seen = kernel.link(link.name)

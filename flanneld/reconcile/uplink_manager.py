@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import socket
 from functools import partial
 from typing import Any
 
@@ -22,7 +21,7 @@ from flanneld.compat.glog import Once
 from flanneld.config import Config
 from flanneld.errors import Fatal
 from flanneld.model import IPAddress, IPNetwork, LeaseAttrs, Uplink, is_same_node
-from flanneld.network.rtnetlink.kernel import Kernel
+from flanneld.network.host_kernel import HostKernel
 from flanneld.network.rtnetlink.messages import RTN_UNICAST
 from flanneld.network.tun_choice import tun_for
 from flanneld.network.uplink_election import InterfaceChoice, elect, keep
@@ -32,7 +31,7 @@ from flanneld.runtime.randomness import random_bytes
 log = logging.getLogger(__name__)
 
 
-def find_uplink(kernel: Kernel, config: Config, choice: InterfaceChoice) -> Uplink:
+def find_uplink(kernel: HostKernel, config: Config, choice: InterfaceChoice) -> Uplink:
     """Elect the uplink; every candidate that was passed over is explained. Raises ``NoInterface``."""
     wishes = (*choice.ifaces, *choice.regexes, *([choice.can_reach] if choice.can_reach else []))
     wants_default = not wishes or "" in wishes
@@ -48,7 +47,7 @@ class UplinkManager:
 
     def __init__(
         self,
-        kernel: Kernel,
+        kernel: HostKernel,
         config: Config,
         choice: InterfaceChoice,
         make_backend: Factory,
@@ -134,7 +133,4 @@ class UplinkManager:
         way = self._kernel.way_to(target)
         if way is None or way.gateway is not None or way.kind != RTN_UNICAST:
             return None
-        try:
-            return socket.if_indextoname(way.index)
-        except OSError:
-            return None
+        return self._kernel.name_of(way.index)

@@ -35,6 +35,8 @@ PEACE = 600.0
 _TRAVEL = 60.0
 #: Seconds between two writes of what somebody keeps changing back, at most.
 _LONGEST_SPACING = 60.0
+#: Lost answers that are remembered; each may be of a write that was done.
+_MOST_UNCONFIRMED = 10
 #: Whatever the store grants, we do not spin.
 _SHORTEST_TERM = 1.0
 
@@ -74,6 +76,8 @@ class LeaseKeeper:
         self._term = None if lease.expires is None else lease.expires - self._taken_at
         self._renewed_at = 0.0
         self._retry_at: float | None = None
+        #: Attributes of writes whose answers got lost: they may be in the store, and are ours there.
+        self._unconfirmed: deque[LeaseAttrs] = deque(maxlen=_MOST_UNCONFIRMED)
         #: The store tells the peers other attributes than ours.
         self._misrepresented = False
         #: How long to leave what somebody undoes who is no rival, and until when that is a quarrel.
@@ -151,8 +155,16 @@ class LeaseKeeper:
                 raise TypeError("a watch of one lease delivers no snapshot")
 
     def _heard(self, lease: Lease, now: float) -> None:
-        """What is in our lease now. Older news than our own last write is stale."""
+        """Take in what our lease says now; no node wrote after us what is older than our own last write."""
+        is_other = self._contested and lease.attrs != self._lease.attrs
+        if is_other and lease.asof <= self._lease.asof and not self._misrepresented:
+            # It came late, or the store was restored from a backup: only a renewal shows which.
+            self._correct(now, spacing=CONTEST_SPACING)
         if lease.asof < self._lease.asof:
+            return
+        if lease.asof > self._lease.asof and lease.attrs in self._unconfirmed:
+            self._unconfirmed.remove(lease.attrs)
+            self._lease = replace(self._lease, expires=lease.expires, asof=lease.asof)
             return
         if self._is_a_nodes_write(lease, now) and (lease.asof > self._lease.asof or not self._contested):
             (self._contest if self._contested else self._put_right)(lease, now)
@@ -207,11 +219,13 @@ class LeaseKeeper:
             renewed = self._manager.renew(self._lease)
         except Retryable as reason:
             self._outage.failed(reason)
+            self._unconfirmed.append(self._lease.attrs)
             pause = ANNOUNCE_RETRY if self._misrepresented else RENEW_RETRY
             self._retry_at = clock.now() + max(pause, reason.retry_after)
             return
         self._written(renewed)
         self._lease = renewed
+        self._unconfirmed.clear()
         self._renewed_at = clock.now()
         self._retry_at = None
         self._misrepresented = False

@@ -283,6 +283,11 @@ def test_a_dry_run_is_one_of_either_command(what: str) -> None:
     assert read([what, "-dry-run"], {}).dry_run
 
 
+@pytest.mark.parametrize(("word", "seconds"), [("0", 1), ("-5", 1), ("1", 1), ("7", 7)])
+def test_resync_below_a_second_is_a_second(word: str, seconds: int) -> None:
+    assert read([f"-iptables-resync={word}"], {}).iptables_resync == seconds
+
+
 def test_two_commands_at_once_are_refused() -> None:
     with pytest.raises(Fatal, match="give one of them"):
         read(["-cleanup", "-migrate-etcd-v2-to-v3"], {})
@@ -293,7 +298,6 @@ def test_two_commands_at_once_are_refused() -> None:
     [
         ("-iptables-rules=mine", "give one of: own-chains, v0.12"),
         ("-iptables-flavour=new", "give one of: auto, legacy, nft"),
-        ("-iptables-resync=0", "give 1 or more"),
         ("-dry-run", "give one of them too"),
         ("-all", "give -cleanup too"),
         ("-peer-probes=-1", "give 0 to 600"),

@@ -9,6 +9,7 @@ from functools import cache
 
 from flanneld.model import FAMILIES, IPNetwork
 from flanneld.network.host import HostView
+from flanneld.network.interfaces import name_of
 from flanneld.network.rtnetlink import messages as rtnl
 from flanneld.network.rtnetlink.domain import NOTHING, Domain
 from flanneld.network.rtnetlink.messages import Mode
@@ -85,22 +86,6 @@ class Kernel(HostView):
         for failed in self._socket.write(batch()):
             refused.update(failed)
         return refused
-
-
-def index_of(name: str) -> int:
-    """Return the number of an interface, zero if there is none of this name."""
-    try:
-        return socket.if_nametoindex(name)
-    except OSError:
-        return 0
-
-
-def name_of(index: int) -> str | None:
-    """Return the name of an interface, None if there is none with this number."""
-    try:
-        return socket.if_indextoname(index)
-    except OSError:
-        return None
 
 
 def _decoded(items: Iterable[tuple[bytes, int, int]]) -> Iterator[rtnl.SeenRoute]:

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 
 from flanneld.model import Family, IPAddress
+from flanneld.network.interfaces import index_of, name_of
 from flanneld.network.rtnetlink import devices, links
 from flanneld.network.rtnetlink import messages as rtnl
-from flanneld.network.rtnetlink.kernel import Kernel, index_of, name_of
+from flanneld.network.rtnetlink.kernel import Kernel
 from flanneld.network.rtnetlink.messages import Mode
 from flanneld.network.rtnetlink.route_order import Behind, in_order, is_connected
 from flanneld.state.report import Failure, Report

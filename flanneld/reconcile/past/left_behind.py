@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from msgspec.structs import replace
 
 from flanneld.model import IPNetwork
-from flanneld.network.rtnetlink.kernel import Kernel
+from flanneld.network.host_kernel import HostKernel
 from flanneld.network.rtnetlink.links import is_flannels
 from flanneld.reconcile.past import ownership
 from flanneld.reconcile.past.ownership import Device
@@ -28,7 +28,7 @@ class LeftBehind:
     """
 
     def __init__(
-        self, kernel: Kernel, devices: tuple[Device, ...], record: Callable[..., None], *, adopts: bool
+        self, kernel: HostKernel, devices: tuple[Device, ...], record: Callable[..., None], *, adopts: bool
     ) -> None:
         self._kernel = kernel
         self._devices = devices

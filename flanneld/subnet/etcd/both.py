@@ -53,8 +53,11 @@ class EtcdOfBoth:
     refuses us, takes nothing away: its peers stay, and the other goes on.
     """
 
-    def __init__(self, *managers: EtcdManager) -> None:
+    def __init__(
+        self, *managers: EtcdManager, pause: Callable[[threading.Event, float], bool] = waits.pause
+    ) -> None:
         self._all = managers
+        self._pause = pause
         #: Those that are there.
         self._sides: Sequence[EtcdManager] = managers
         self._once = Once()
@@ -131,7 +134,7 @@ class EtcdOfBoth:
         raise Retryable(f"other nodes were quicker {TRIES} times in a row", "nothing to do but wait")
 
     def renew(self, lease: Lease) -> Lease:
-        if self._own.missing and waits.pause(self._closed, GRACE):
+        if self._own.missing and self._pause(self._closed, GRACE):
             raise Cancelled
         problems: list[Retryable] = []
         with self._own_lock:
@@ -151,6 +154,11 @@ class EtcdOfBoth:
             return self._own.whole()
 
     def watch(self, deliver: Deliver, alive: Callable[[], None]) -> None:
+        hear = self.hearing(deliver)
+        self._watch_all(lambda side, beat: side.watch(partial(hear, side.api), beat), alive)
+
+    def hearing(self, deliver: Deliver) -> Callable[[str, list[Event]], None]:
+        """Return what takes the news of each API, by its name, and delivers those of the whole."""
         union = LeaseUnion(side.api for side in self._sides)
         lock = threading.Lock()
 
@@ -163,9 +171,15 @@ class EtcdOfBoth:
                 if any(isinstance(event, Snapshot) for event in told):
                     self._warn_of_disputes(union)
 
-        self._watch_all(lambda side, beat: side.watch(lambda events: hear(side.api, events), beat), alive)
+        return hear
 
     def watch_own(self, lease: Lease, deliver: Deliver, alive: Callable[[], None]) -> None:
+        hear = self.hearing_own(lease, deliver)
+        self._watch_all(lambda side, beat: side.watch_own(lease, partial(hear, side.api), beat), alive)
+
+    def hearing_own(self, lease: Lease, deliver: Deliver) -> Callable[[str, list[Event]], None]:
+        """Return the same for the news of our own lease."""
+
         def hear(api: str, events: list[Event]) -> None:
             with self._own_lock:
                 told = [news for event in events for news in self._own.hear(api, event, clock.now())]
@@ -175,9 +189,7 @@ class EtcdOfBoth:
                 if Removed(lease.key) in events and not self._own.is_gone:
                     log.warning("Our lease %s has gone from etcd %s: putting it back", lease, api)
 
-        self._watch_all(
-            lambda side, beat: side.watch_own(lease, lambda events: hear(side.api, events), beat), alive
-        )
+        return hear
 
     def reread(self) -> None:
         for side in self._sides:

@@ -91,6 +91,9 @@ class EtcdManager:
         self._unwatched: Listing | None = None
         #: What we chose ourselves, even if etcd's answer to it got lost.
         self._chosen: LeaseKey | None = None
+        #: Values that we have sent for our lease, though an answer got lost: whoever finds one of them there,
+        #: perhaps since etcd was restored from a backup, finds our own.
+        self._sent: set[str] = set()
         self.is_self: IsSelf = is_same_node
         self.name = f"etcd {client.api} at {store} under {root}"
 
@@ -282,6 +285,7 @@ class EtcdManager:
             self._compare_identity(lease, attrs)
             if (path, lease) in moved:
                 say_kept(lease)
+                self._sent.add(self._value(lease.key, lease.attrs))
             return self._replace(path, lease.key, attrs, reserved=lease.expires is None, modified=lease.asof)
         for path, lease in mine[:1]:
             log.info("The lease %s does not fit the network config, giving it back", lease)
@@ -370,7 +374,8 @@ class EtcdManager:
             raise Conflict(path)
         found = self._reader.lease(node, lease.key)
         # Whoever knows what was written last may overwrite it; so a node's own address may change.
-        if found and not self.is_self(found.attrs, lease.attrs) and node.modified != lease.asof:
+        is_known = node.modified == lease.asof or node.value in self._sent
+        if found and not is_known and not self.is_self(found.attrs, lease.attrs):
             owner = node_address(found.attrs)
             raise LeaseTaken(f"the lease {lease} belongs to node {owner} now", "restart to get another")
         reserved = node.ttl is None
@@ -384,14 +389,17 @@ class EtcdManager:
 
     def _create(self, key: LeaseKey, attrs: LeaseAttrs, *, reserved: bool = False) -> Lease:
         ttl = None if reserved else SUBNET_TTL
-        reply = self._requests.create(self._reader.key_of(key), self._value(key, attrs), ttl)
-        return self._written(key, reply)
+        value = self._value(key, attrs)
+        self._sent.add(value)
+        return self._written(key, self._requests.create(self._reader.key_of(key), value, ttl))
 
     def _replace(
         self, path: str, key: LeaseKey, attrs: LeaseAttrs, *, reserved: bool, modified: int
     ) -> Lease:
         ttl = None if reserved else SUBNET_TTL
-        return self._written(key, self._requests.replace(path, self._value(key, attrs), ttl, modified))
+        value = self._value(key, attrs)
+        self._sent.add(value)
+        return self._written(key, self._requests.replace(path, value, ttl, modified))
 
     def _value(self, key: LeaseKey, attrs: LeaseAttrs) -> str:
         return format_attrs(attrs, with_ipv6=self._requests.names_ipv6 or key[1] is not None)

@@ -136,7 +136,9 @@ class OwnInBoth:
         match event:
             case Added(lease) if half.is_there:
                 if lease.asof <= half.asof:
-                    return []
+                    # Older than what we know and another: late news, or a store restored from a backup.
+                    same = lease.attrs == self._lease.attrs
+                    return [] if same else [Added(replace(self._ending(now), attrs=lease.attrs))]
                 self._halves[name] = replace(half, asof=lease.asof, expires=lease.expires)
                 return [Added(replace(self._ending(now), attrs=lease.attrs))]
             case Added(lease) if self._is_ours(lease) and lease.asof >= half.asof:

@@ -71,7 +71,7 @@ def test_without_the_library_the_page_is_unavailable_and_says_what_to_install(
     assert (status, content_type) == (503, "text/plain; charset=utf-8")
     assert body.decode() == (
         "no metrics without prometheus_client; install it with:"
-        " pip install 'flanneld[metrics]', or apt install python3-prometheus-client\n"
+        " pip install prometheus-client, or apt install python3-prometheus-client\n"
     )
 
 

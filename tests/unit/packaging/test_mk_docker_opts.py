@@ -39,7 +39,7 @@ class Script:
     def run(self, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [*self.shell, str(SCRIPT), *options],
-            env={"PATH": os.environ["PATH"], **variables},
+            env={"PATH": os.environ["PATH"]} | variables,
             cwd=self.directory,
             capture_output=True,
             text=True,
@@ -154,6 +154,38 @@ def test_an_option_that_is_unknown_or_lacks_its_value_prints_the_usage(script: S
 def test_a_name_that_no_variable_can_have_is_refused(script: Script, name: str) -> None:
     assert "-k" in script.refusal("-k", name)
     assert not (script.directory / "evil").exists()
+
+
+def stub_ip(directory: Path, answer: str) -> str:
+    """Return a PATH with an ``ip`` that knows these routes to our subnet alone."""
+    file = directory / "bin/ip"
+    file.parent.mkdir()
+    file.write_text(f"#!/bin/sh\n[ \"$*\" = '-4 route show exact 10.1.74.0/24' ] && {answer}\n")
+    file.chmod(0o755)
+    return f"{file.parent}:{os.environ['PATH']}"
+
+
+@pytest.mark.parametrize("route", ["", "10.1.74.0/24 dev docker0 proto kernel scope link src 10.1.74.1"])
+def test_check_for_routes_passes_where_none_leads_through_a_gateway(script: Script, route: str) -> None:
+    path = stub_ip(script.directory, f"echo '{route}'")
+    assert script.output("-r", "-i", PATH=path) == EACH
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ("echo '10.1.74.0/24 via 192.0.2.9 dev eth0'", "remove it: ip route del 10.1.74.0/24"),
+        ("exit 2", "cannot read the routes"),
+    ],
+)
+def test_check_for_routes_refuses_one_through_a_gateway(script: Script, answer: str, said: str) -> None:
+    assert said in script.refusal("-r", PATH=stub_ip(script.directory, answer))
+    assert not script.docker_file.exists()
+
+
+def test_route_through_a_gateway_is_not_looked_for_unasked(script: Script) -> None:
+    path = stub_ip(script.directory, "echo '10.1.74.0/24 via 192.0.2.9 dev eth0'")
+    assert script.output("-i", PATH=path) == EACH
 
 
 def test_a_file_that_cannot_be_written_is_a_failure(script: Script) -> None:

@@ -68,11 +68,9 @@ def trickle(head: bytes) -> Callable[[socket.socket], None]:
 
 @pytest.mark.parametrize("head", [b"HTTP/1.1 200 OK\r\nX-", HEAD + b"\r\n"], ids=["headers", "body"])
 def test_an_answer_that_trickles_is_cut_at_the_deadline(head: bytes) -> None:
-    with server(trickle(head)) as url:
-        began = time.monotonic()
-        with pytest.raises(Retryable, match=r"does not answer: no whole answer within 0\.3 s; see whether"):
-            client().ask(HttpRequest("GET", url, timeout=0.3))
-        assert time.monotonic() - began < 5
+    cut = pytest.raises(Retryable, match=r"does not answer: no whole answer within 0\.3 s; see whether")
+    with server(trickle(head)) as url, cut:  # the server would go on for ever
+        client().ask(HttpRequest("GET", url, timeout=0.3))
 
 
 def test_an_answer_without_end_is_given_up() -> None:

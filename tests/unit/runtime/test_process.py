@@ -114,6 +114,12 @@ def test_an_unknown_variable_is_warned_about_with_the_nearest_known_one(name: st
     assert wrong.startswith(WRONG_SAID)
 
 
+def test_variables_of_go_flanneld_that_mean_nothing_here_are_told_so() -> None:
+    told = daemon(WRONG, variables={"EVENT_QUEUE_DEPTH": "5000", "CONT_WHEN_CACHE_NOT_READY": "true"}).stderr
+    assert "EVENT_QUEUE_DEPTH has no effect: changes of nodes wait in no queue" in told
+    assert "CONT_WHEN_CACHE_NOT_READY has no effect: the start waits for the list of nodes" in told
+
+
 def test_what_kubernetes_sets_for_a_service_of_our_name_is_no_mistake() -> None:
     done = daemon(
         WRONG,

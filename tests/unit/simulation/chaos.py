@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from flanneld.network.rtnetlink.monitor import Gone, InterfaceChanged, News, Overrun
 from flanneld.state.resources import Key, Vxlan
 from tests.unit.simulation import etcd, kube
 from tests.unit.simulation.cluster import Cluster
@@ -39,26 +40,33 @@ class Chaos:
             self._vandalize,
             self._vandalize,
             self._hide_the_kernel,
+            self._move,
+            self._move,
         ]
 
     def run(self, deeds: int) -> None:
         """Do so many things, then let the world heal."""
-        faults = self._cluster.store.faults
-        faults.stale, faults.lag = 0.5, 5.0
-        if isinstance(faults, etcd.Faults):
-            faults.lost_answer = 0.1
-        if isinstance(faults, kube.Faults):
-            faults.repeated = 0.3
+        for store in self._cluster.stores:
+            faults = store.faults
+            faults.stale, faults.lag = 0.5, 5.0
+            if isinstance(faults, etcd.Faults):
+                faults.lost_answer = 0.1
+            if isinstance(faults, kube.Faults):
+                faults.repeated = 0.3
         for _ in range(deeds):
             self._world.run(self._random.uniform(0.1, 20.0))
             deed = self._random.choice(self._deeds)
             self._world.tell(f"chaos: {deed.__name__.strip('_')}")
             deed()
-        self._cluster.store.faults = type(faults)()
+        for store in self._cluster.stores:
+            store.faults = type(store.faults)()  # type: ignore[assignment]
         for host in self._cluster.hosts.values():
-            for table in host.kernel.tables.values():
+            for table in host.process.tables.values() if host.process else ():
                 table.unreadable = False
         self._world.run(QUIET)
+
+    def _store(self) -> etcd.SimulatedEtcd | kube.SimulatedApiServer:
+        return self._random.choice(list(self._cluster.stores))
 
     def _host(self) -> SimulatedHost:
         return self._random.choice(list(self._cluster.hosts.values()))
@@ -81,25 +89,25 @@ class Chaos:
             self._cluster.remove(self._host().number)
 
     def _outage(self) -> None:
-        store = self._cluster.store
+        store = self._store()
         store.set_down(down=True)
         self._world.at(self._world.time + self._random.uniform(0.5, 60.0), lambda: store.set_down(down=False))
 
     def _compact(self) -> None:
-        self._cluster.store.compact()
+        self._store().compact()
 
     def _break_watches(self) -> None:
-        self._cluster.store.break_watches()
+        self._store().break_watches()
 
     def _stall(self) -> None:
-        store = self._cluster.store
+        store = self._store()
         streams: list[Any] = store.watchers if isinstance(store, etcd.SimulatedEtcd) else store.streams
         if streams:
             self._random.choice(streams).stalled_until = self._world.time + self._random.uniform(10.0, 300.0)
 
     def _lose_lease(self) -> None:
         """An operator deletes a lease, or a node that registers itself again."""
-        store = self._cluster.store
+        store = self._store()
         if isinstance(store, etcd.SimulatedEtcd):
             leases = sorted(store.leases())
             if leases:
@@ -109,37 +117,42 @@ class Chaos:
         self._world.at(self._world.time + 2.0, self._cluster.register_nodes)
 
     def _restore(self) -> None:
-        self._cluster.store.restore(self._random.randint(1, 10))
+        self._store().restore(self._random.randint(1, 10))
         self._world.at(self._world.time + 2.0, self._cluster.register_nodes)
+
+    def _move(self) -> None:
+        """A machine gets other addresses, perhaps a moment after it has lost its old ones."""
+        self._cluster.move(self._host().number, self._random.choice((0.0, 0.05, 3.0)))
 
     def _vandalize(self) -> None:
         """Another program removes or changes what is ours; the kernel tells of it, or does not."""
         host = self._host()
         kernel = host.kernel
-        links = [link for link in kernel.links.values() if isinstance(link, Vxlan)]
-        routes = [held.route for held in kernel.all_routes() if kernel.is_ours(held) and held.metric == 0]
+        links = [link for link in kernel.devices.values() if isinstance(link, Vxlan)]
+        routes = [held.route for held in kernel.all_routes() if kernel.owns(held) and held.metric == 0]
         choice = self._random.randrange(5)
-        if choice == 0 and links:
-            kernel.delete_link(links[0].name)
-        elif choice == 1 and links:
-            kernel.set_down(links[0].name)
+        news: News = Overrun()
+        if choice <= 1 and links:
+            news = InterfaceChanged(kernel.indexes[links[0].name], links[0].name)
+            (kernel.set_down if choice else kernel.delete_link)(links[0].name)
         elif choice == 2 and routes:
-            kernel.delete_route(self._random.choice(routes))
-        elif choice == 3:
-            self._remove_one(kernel.neighbors)
+            route = self._random.choice(routes)
+            kernel.delete_route(route)
+            news = Gone(route.key, gateway=route.gateway)
         else:
-            self._remove_one(kernel.fdb)
+            entries: dict[Key, Any] = kernel.neighbors if choice == 3 else kernel.fdb
+            key = self._random.choice(sorted(entries, key=str)) if entries else None
+            if key is not None:
+                del entries[key]
+                news = Gone(key)
         if self._random.random() < 0.7:
-            kernel.tell()
-            if host.process is not None:
-                host.process.look_at_kernel()
-
-    def _remove_one(self, held: dict[Key, Any]) -> None:
-        if held:
-            del held[self._random.choice(sorted(held, key=str))]
+            host.tell(news)
 
     def _hide_the_kernel(self) -> None:
-        table = self._random.choice(list(self._host().kernel.tables.values()))
+        process = self._host().process
+        if process is None or not process.tables:
+            return
+        table = self._random.choice(list(process.tables.values()))
         table.unreadable = True
         self._world.at(
             self._world.time + self._random.uniform(1.0, 60.0), lambda: setattr(table, "unreadable", False)

@@ -3,54 +3,65 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from ipaddress import IPv4Address, IPv4Network
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from flanneld.config import parse
+from flanneld.config import SubnetRange, parse
+from flanneld.model import IPAddress, Lease
 from flanneld.state.resources import FdbEntry, Key, Neighbor, Resource, Route, Vxlan
 from flanneld.state.table import Claim, Scope
 from tests.unit.simulation.etcd import SimulatedEtcd
 from tests.unit.simulation.kernel import Kernel
+from tests.unit.simulation.kernel_tables import tables
 from tests.unit.simulation.kube import SimulatedApiServer
-from tests.unit.simulation.node import BRIDGE, EtcdStore, KubeStore, Process, SimulatedHost, Store
+from tests.unit.simulation.node import BRIDGE, Process, SimulatedHost
+from tests.unit.simulation.stores import EtcdStore, KubeStore, Store
 from tests.unit.simulation.world import World
 
 #: Hops after which a packet goes in circles.
 TTL = 4
-STORES = ("v2", "v3", "kube")
-_NETWORK = IPv4Network("10.0.0.0/14")
+STORES = ("v2", "v3", "both", "kube")
+#: Addresses of machines that have moved begin with this number.
+_MOVED = 0x4000
+_IPV4: dict[str, object] = {"Network": "10.0.0.0/14", "SubnetLen": 24}
+_IPV6: dict[str, object] = {"EnableIPv6": True, "IPv6Network": "fd00:10::/48", "IPv6SubnetLen": 64}
+_FAMILIES: Mapping[str, Mapping[str, object]] = {
+    "ipv4": _IPV4,
+    "dual": {**_IPV4, **_IPV6},
+    "ipv6": {"EnableIPv4": False, **_IPV6},
+}
 
 
 class Cluster:
-    """Hosts by number, and a store: etcd "v2" or "v3", or "kube"."""
+    """Hosts by number, and a store: etcd "v2" or "v3" or "both", or "kube"."""
 
-    def __init__(self, world: World, store: str, directory: Path, backend: str = "vxlan") -> None:
+    def __init__(
+        self, world: World, store: str, directory: Path, backend: str = "vxlan", families: str = "ipv4"
+    ) -> None:
         self.world = world
-        config = {"Network": str(_NETWORK), "SubnetLen": 24, "Backend": {"Type": backend}}
+        config = {**_FAMILIES[families], "Backend": {"Type": backend}}
         self.config = parse(json.dumps(config))
         self.hosts: dict[int, SimulatedHost] = {}
-        self.by_address: dict[IPv4Address, SimulatedHost] = {}
-        self.etcd: SimulatedEtcd | None = None
+        self._moves = 0
         self.kube: SimulatedApiServer | None = None
+        self.etcds: tuple[SimulatedEtcd, ...] = ()
         self._net_config = directory / "net-conf.json"
         if store == "kube":
             self.kube = SimulatedApiServer(world)
             self._net_config.write_text(json.dumps(config))
         else:
-            self.etcd = SimulatedEtcd(world, store, config)
+            apis = ("v3", "v2") if store == "both" else (store,)
+            self.etcds = tuple(SimulatedEtcd(world, api, config) for api in apis)
 
     @property
-    def store(self) -> SimulatedEtcd | SimulatedApiServer:
-        store = self.etcd or self.kube
-        assert store is not None
-        return store
+    def stores(self) -> Sequence[SimulatedEtcd | SimulatedApiServer]:
+        """Return what may fail by itself."""
+        return [self.kube] if self.kube is not None else self.etcds
 
     def add(self, number: int) -> SimulatedHost:
         """Install a machine and run the daemon on it."""
         host = SimulatedHost(self.world, number, self.config, self._open_store)
         self.hosts[number] = host
-        self.by_address[host.address] = host
         self.register_nodes()
         host.start()
         return host
@@ -64,8 +75,7 @@ class Cluster:
             self.kube.delete_node(name)
         for name, number in hosts.items():
             if name not in self.kube.nodes:
-                subnet = int(_NETWORK.network_address) + (number << 8)
-                self.kube.add_node(name, f"{IPv4Address(subnet)}/24")
+                self.kube.add_node(name, *(_pod_cidr(each, number) for each in self.config.ranges))
 
     def remove(self, number: int) -> None:
         """Switch a machine off for good, and tell the store, as an operator would."""
@@ -74,26 +84,35 @@ class Cluster:
         self.switch_off(number)
         if self.kube is not None:
             self.kube.delete_node(host.name)
-        elif self.etcd is not None and lease is not None:
-            for key in [key for key in self.etcd.leases() if key.endswith(f"/{_etcd_name(lease.subnet)}")]:
-                self.etcd.delete(key)
+        for etcd in self.etcds if lease is not None else ():
+            for key in [key for key in etcd.leases() if key.endswith(f"/{_etcd_name(lease)}")]:
+                etcd.delete(key)
 
     def switch_off(self, number: int) -> None:
         """Switch a machine off for good. Its lease stays until it ends."""
-        host = self.hosts.pop(number)
-        host.stop()
-        del self.by_address[host.address]
+        self.hosts.pop(number).stop()
+
+    def move(self, number: int, gap: float) -> None:
+        """Give a machine other addresses, after some seconds without any."""
+        host = self.hosts[number]
+        if not host.addresses:
+            return
+        self._moves += 1
+        to = _MOVED + self._moves
+        host.lose_addresses()
+        self.world.at(self.world.time + gap, lambda: host.take_addresses(to))
 
     def set_audit(self, seconds: float) -> None:
+        """Have the nodes read their tables more rarely."""
         for host in self.hosts.values():
-            for table in host.kernel.tables.values():
+            host.audit = seconds
+            for table in host.process.tables.values() if host.process else ():
                 table.audit = seconds
 
     def _open_store(self, process: Process) -> Store:
         if self.kube is not None:
             return KubeStore(self.kube, process, self._net_config)
-        assert self.etcd is not None
-        return EtcdStore(self.etcd, process)
+        return EtcdStore(self.etcds, process)
 
     # ---- what must hold --------------------------------------------------------------------------
 
@@ -110,28 +129,29 @@ class Cluster:
 
     def lease_count(self) -> int:
         """Return how many leases the store has; in etcd that of a dead node lasts a day."""
-        return len(self.hosts) if self.etcd is None else len(self.etcd.leases())
+        return len({key for etcd in self.etcds for key in etcd.leases()}) if self.etcds else len(self.hosts)
 
     def _shared_subnets(self) -> Iterator[str]:
-        if self.etcd is not None:
-            publics = [json.loads(value)["PublicIP"] for value in self.etcd.leases().values()]
+        for etcd in self.etcds:
+            publics = [_public_ip(json.loads(value)) for value in etcd.leases().values()]
             for host in self.hosts.values():
-                if publics.count(str(host.address)) != 1:
-                    yield f"{host.name} has {publics.count(str(host.address))} leases"
+                number = publics.count(str(host.addresses[0]))
+                if number != 1:
+                    yield f"{host.name} has {number} leases in {etcd.api}"
         owners: dict[object, str] = {}
         for host in self.hosts.values():
-            if host.process is not None and host.process.lease is not None:
-                other = owners.setdefault(host.process.lease.subnet, host.name)
+            for net in host.process.lease.key if host.process and host.process.lease else ():
+                other = owners.setdefault(net, host.name) if net else host.name
                 if other != host.name:
-                    yield f"{host.name} and {other} have {host.process.lease}"
+                    yield f"{host.name} and {other} have {net}"
 
     def _drift(self) -> Iterator[str]:
         for host in self.hosts.values():
             peers = host.process.peers if host.process else None
             if peers is None:
                 continue
-            actual = ours(host.kernel)
-            wanted = peers.wanted.state
+            actual = ours(host)
+            wanted = host.process.wanted() if host.process else {}
             if actual != wanted:
                 lacks = [str(each) for key, each in wanted.items() if actual.get(key) != each]
                 extra = [str(each) for key, each in actual.items() if key not in wanted]
@@ -140,51 +160,79 @@ class Cluster:
                 yield f"{host.name} knows {len(peers)} peers of {self.lease_count() - 1}"
 
     def _lost_packets(self) -> Iterator[str]:
+        by_address = self._by_address()
         targets = [
-            (host, host.process.lease.subnet.network_address + 9)
+            (host, net.network_address + 9)
             for host in self.hosts.values()
-            if host.process and host.process.lease and host.process.lease.subnet
+            if host.process and host.process.lease
+            for net in host.process.lease.key
+            if net is not None
         ]
         for source in self.hosts.values():
             for host, address in targets:
-                arrived = self.send(source, address)
+                arrived = send(by_address, source, address)
                 if arrived is not host:
                     yield f"a packet of {source.name} to {host.name} ends at {arrived and arrived.name}"
 
-    def send(self, source: SimulatedHost, target: IPv4Address) -> SimulatedHost | None:
+    def send(self, source: SimulatedHost, target: IPAddress) -> SimulatedHost | None:
         """Return the host on whose bridge a packet arrives; None if it gets lost."""
-        host: SimulatedHost | None = source
-        for _ in range(TTL):
-            route = host.kernel.route_to(target) if host else None
-            if host is None or route is None or route.device == BRIDGE:
-                return host if route is not None else None
-            host = self._over(host.kernel, route, target)
+        return send(self._by_address(), source, target)
+
+    def _by_address(self) -> dict[IPAddress, SimulatedHost]:
+        return {address: host for host in self.hosts.values() for address in host.addresses}
+
+
+def send(
+    by_address: Mapping[IPAddress, SimulatedHost], source: SimulatedHost, target: IPAddress
+) -> SimulatedHost | None:
+    """Forward a packet by the hosts' tables."""
+    host: SimulatedHost | None = source
+    for _ in range(TTL):
+        route = host.kernel.route_to(target) if host else None
+        if host is None or route is None or route.device == BRIDGE:
+            return host if route is not None else None
+        host = _over(by_address, host.kernel, route, target)
+    return None
+
+
+def _over(
+    by_address: Mapping[IPAddress, SimulatedHost], kernel: Kernel, route: Route, target: IPAddress
+) -> SimulatedHost | None:
+    """Return the host at the other end of a route."""
+    link = kernel.devices[route.device]
+    if route.gateway is None:
         return None
-
-    def _over(self, kernel: Kernel, route: Route, target: IPv4Address) -> SimulatedHost | None:
-        """Return the host at the other end of a route."""
-        link = kernel.links[route.device]
-        if not isinstance(link, Vxlan):
-            return self.by_address.get(route.gateway) if isinstance(route.gateway, IPv4Address) else None
-        if route.gateway is None:
-            return None
-        neighbor = kernel.neighbors.get(Neighbor(link.name, route.gateway, "").key)
-        entry = kernel.fdb.get(FdbEntry(link.name, neighbor.mac, target).key) if neighbor else None
-        there = self.by_address.get(entry.remote) if entry and isinstance(entry.remote, IPv4Address) else None
-        if there is None or neighbor is None:
-            return None
-        accepts = any(
-            isinstance(each, Vxlan) and (each.vni, each.port, each.mac) == (link.vni, link.port, neighbor.mac)
-            for each in there.kernel.links.values()
-        )
-        return there if accepts else None
+    if not isinstance(link, Vxlan):
+        return by_address.get(route.gateway)
+    neighbor = kernel.neighbors.get(Neighbor(link.name, route.gateway, "").key)
+    entry = kernel.fdb.get(FdbEntry(link.name, neighbor.mac, target).key) if neighbor else None
+    there = by_address.get(entry.remote) if entry else None
+    if there is None or neighbor is None:
+        return None
+    accepts = any(
+        isinstance(each, Vxlan) and (each.vni, each.port, each.mac) == (link.vni, link.port, neighbor.mac)
+        for each in there.kernel.devices.values()
+    )
+    return there if accepts else None
 
 
-def ours(kernel: Kernel) -> dict[Key, Resource]:
+def ours(host: SimulatedHost) -> dict[Key, Resource]:
     """Return what the tables hold of ours, by key."""
-    seen = (seen for table in kernel.tables.values() for seen in table.read(Scope({})))
+    wanted = host.process.wanted() if host.process else {}
+    seen = (seen for table in tables(host.kernel).values() for seen in table.read(Scope(wanted)))
     return {each.resource.key: each.resource for each in seen if each.claim is not Claim.FOREIGN}
 
 
-def _etcd_name(subnet: IPv4Network | None) -> str:
-    return str(subnet).replace("/", "-")
+def _etcd_name(lease: Lease) -> str:
+    return "&".join(str(net).replace("/", "-") for net in lease.key if net is not None)
+
+
+def _public_ip(value: Mapping[str, str]) -> str:
+    """Return the address by which a node is known: IPv4 if it has one."""
+    public = value.get("PublicIP", "")
+    return public if public not in ("", "0.0.0.0") else value.get("PublicIPv6", "")
+
+
+def _pod_cidr(pool: SubnetRange, number: int) -> str:
+    size = 1 << (pool.network.max_prefixlen - pool.subnet_len)
+    return f"{pool.network.network_address + number * size}/{pool.subnet_len}"

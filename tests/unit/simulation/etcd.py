@@ -297,7 +297,9 @@ class SimulatedWatcher:
 
     def wait(self) -> float:
         """Begin to wait; return when ``read`` would return without news."""
-        if not self._etcd.is_down and not self.is_broken:
+        if self.is_broken or self._wants_reread:
+            return max(self._etcd.world.time, self.stalled_until)
+        if not self._etcd.is_down:
             self._contact()
         return self._etcd.world.time + POLL
 

@@ -56,10 +56,10 @@ class SimulatedApiServer:
     def version(self) -> int:
         return self.first + len(self.history) - 1
 
-    def add_node(self, name: str, cidr: str) -> None:
-        """A kubelet registers a node, and the controller manager gives it a podCIDR."""
+    def add_node(self, name: str, *cidrs: str) -> None:
+        """A kubelet registers a node, and the controller manager gives it a podCIDR of each family."""
         meta = {"name": name, "uid": f"{name}-{self.version + 1}", "annotations": {}}
-        self._store("ADDED", name, {"metadata": meta, "spec": {"podCIDR": cidr, "podCIDRs": [cidr]}})
+        self._store("ADDED", name, {"metadata": meta, "spec": {"podCIDR": cidrs[0], "podCIDRs": [*cidrs]}})
 
     def delete_node(self, name: str) -> None:
         self._store("DELETED", name, self.nodes[name])

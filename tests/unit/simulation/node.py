@@ -1,6 +1,6 @@
 """One simulated node: a host that lives on, and the daemon's processes that come and go on it.
 
-A process runs the product's code: acquisition, keeper, watches, peers, removal guard, backend and reconciler.
+A process runs the product's code: acquisition, keeper, watches, uplink manager, backend and controller.
 """
 
 from __future__ import annotations
@@ -8,32 +8,35 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable
-from functools import partial
-from ipaddress import IPv4Address, IPv4Network
-from pathlib import Path
-from typing import Any, Protocol
+from collections import deque
+from collections.abc import Callable, Mapping
+from ipaddress import IPv4Address, IPv6Address
 
-from flanneld.backends.contract import Backend, Host
+from msgspec.structs import replace
+
+from flanneld.backends.contract import Factory
 from flanneld.backends.host_gw import HostGw
 from flanneld.backends.vxlan import build as build_vxlan
 from flanneld.config import Config
-from flanneld.errors import Retryable
-from flanneld.model import Event, Lease, LeaseKey, Uplink
+from flanneld.errors import Cancelled, Fatal, Retryable
+from flanneld.model import Event, IPAddress, Lease, LeaseKey, network_around
+from flanneld.network.rtnetlink.monitor import InterfaceChanged, News
+from flanneld.network.uplink_election import InterfaceChoice
+from flanneld.network.uplink_facts import connected_networks
+from flanneld.reconcile.controller import Controller
+from flanneld.reconcile.node import Node
+from flanneld.reconcile.past import ownership
 from flanneld.reconcile.peers import Peers
-from flanneld.reconcile.reconciler import Reconciler
+from flanneld.reconcile.uplink_manager import UplinkManager, find_uplink
 from flanneld.runtime.backoff import Backoff
+from flanneld.runtime.event_queue import EventQueue
 from flanneld.state.removal_guard import RemovalGuard
-from flanneld.state.resources import ForeignLink, Route
-from flanneld.subnet.etcd.watch import KeyWatchMachine
-from flanneld.subnet.kube.manager import KubeManager, KubeOptions
-from flanneld.subnet.kube.nodes import DEFAULT_PREFIX
-from flanneld.subnet.kube.watch import NodeWatchMachine
+from flanneld.state.resources import ForeignLink, Key, Resource, Route
 from flanneld.subnet.lease_keeper import LeaseKeeper
-from flanneld.subnet.manager import Deliver, SubnetManager
-from tests.unit.simulation.etcd import SimulatedEtcd, SimulatedWatcher, open_manager
+from flanneld.subnet.manager import LocalFacts
 from tests.unit.simulation.kernel import Kernel
-from tests.unit.simulation.kube import SimulatedApi, SimulatedApiServer
+from tests.unit.simulation.kernel_tables import KernelTable, tables
+from tests.unit.simulation.stores import Store
 from tests.unit.simulation.world import Crash, Task, World
 
 UPLINK = "eth0"
@@ -41,117 +44,39 @@ BRIDGE = "cni0"
 #: Seconds until a service manager starts a daemon that has ended again.
 RESTART = 5.0
 MARGIN = 3600.0
+_BOOT = "this boot"
+_FACTORIES: Mapping[str, Factory] = {"vxlan": build_vxlan, "host-gw": HostGw}
+#: Of each family: the length of the network on the uplink, its gateway, and a network behind another one.
+_SURROUNDINGS: Mapping[int, tuple[int, str, str, str]] = {
+    4: (16, "172.16.255.254", "203.0.113.0/24", "172.16.255.253"),
+    6: (64, "fd77::ffff:fffe", "2001:db8::/64", "fd77::ffff:fffd"),
+}
 
 
-class Store(Protocol):
-    """What differs between the stores, for one process."""
+class Inbox(EventQueue[list[Event]]):
+    """The controller's queue; who puts something in it goes on at once."""
 
-    @property
-    def manager(self) -> SubnetManager: ...
+    def __init__(self, wake: Callable[[], None], now: Callable[[], float]) -> None:
+        self._news: deque[tuple[float, list[Event]]] = deque()
+        self._wake = wake
+        self._now = now
+        self.since = 0.0
 
-    @property
-    def contested(self) -> bool: ...
+    def put(self, item: list[Event]) -> None:
+        self._news.append((self._now(), item))
+        self._wake()
 
-    def watch(self, process: Process, deliver: Deliver) -> None: ...
+    def drain(self) -> list[list[Event]]:
+        items = [self._news.popleft() for _ in range(len(self._news))]
+        self.since = items[0][0] if items else self.since
+        return [item for _, item in items]
 
-    def watch_own(self, process: Process, lease: Lease, deliver: Deliver) -> None: ...
-
-    def reread(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class EtcdStore:
-    """Watches of a process on etcd."""
-
-    contested = True
-
-    def __init__(self, etcd: SimulatedEtcd, process: Process) -> None:
-        self.manager = self._etcd_manager = open_manager(etcd, process.count_operation)
-        self._watches: list[KeyWatchMachine] = []
-
-    def watch(self, process: Process, deliver: Deliver) -> None:
-        self._follow(process, "watch", self._etcd_manager.watch_machine(deliver))
-
-    def watch_own(self, process: Process, lease: Lease, deliver: Deliver) -> None:
-        self._follow(process, "own watch", self._etcd_manager.own_watch_machine(lease, deliver))
-
-    def reread(self) -> None:
-        self._watches[0].reread()
-
-    def close(self) -> None:
-        for machine in self._watches:
-            machine.close()
-        self.manager.close()
-
-    def _follow(self, process: Process, name: str, machine: KeyWatchMachine) -> None:
-        watcher = machine._watcher
-        assert isinstance(watcher, SimulatedWatcher)
-        self._watches.append(machine)
-
-        def step(now: float) -> float:
-            wakeup = machine.step(now)
-            # What came before the wait is news at once.
-            return (
-                max(wakeup, watcher.wait())
-                if machine.listens and not watcher.has_more_than(machine._at)
-                else wakeup
-            )
-
-        task = process.start(name, step)
-        watcher.wake = task.wake
-
-
-class KubeStore:
-    """Watches of a process on the API server."""
-
-    contested = False
-
-    def __init__(self, server: SimulatedApiServer, process: Process, net_config: Path) -> None:
-        def open_api(*_: object) -> Any:
-            self._apis.append(SimulatedApi(server, process.count_operation))
-            return self._apis[-1]
-
-        self._apis: list[SimulatedApi] = []
-        options = KubeOptions("http://127.0.0.1:1", "", DEFAULT_PREFIX, str(net_config), "")
-        self.manager = self._kube_manager = KubeManager(
-            options, {"NODE_NAME": process.host.name}, open_api=open_api
-        )
-        self._machine: NodeWatchMachine | None = None
-
-    def watch(self, process: Process, deliver: Deliver) -> None:
-        machine = self._machine = self._kube_manager.watch_machine(deliver)
-        api = self._apis[-1]
-
-        def step(now: float) -> float:
-            wakeup = machine.step(now)
-            stream = api.stream
-            if machine.listens and stream is not None and not stream.has_news():
-                return max(wakeup, stream.wait())
-            return wakeup
-
-        task = process.start("watch", step)
-        api.wake = task.wake
-
-    def watch_own(self, process: Process, lease: Lease, deliver: Deliver) -> None:
-        del lease
-        member = self._kube_manager._joined()
-        task = process.start("own watch", self._kube_manager.own_watch_step(deliver))
-        member.upkeep._wake = task.wake
-        member.upkeep.mark_available()
-
-    def reread(self) -> None:
-        assert self._machine is not None
-        self._machine.reread()
-
-    def close(self) -> None:
-        if self._machine is not None:
-            self._machine.close()
-        self.manager.close()
+    def settle(self) -> None:
+        pass
 
 
 class SimulatedHost:
-    """A machine: its kernel and ``subnet.env`` outlive the daemon."""
+    """A machine: its kernel, ``subnet.env`` and the record of the last run outlive the daemon."""
 
     def __init__(
         self, world: World, number: int, config: Config, open_store: Callable[[Process], Store]
@@ -160,21 +85,23 @@ class SimulatedHost:
         self.name = f"n{number}"
         self.number = number
         self.config = config
-        self.address = IPv4Address("172.16.0.0") + number
-        self.kernel = Kernel(UPLINK, self.address)
+        self.kernel = Kernel(UPLINK)
         if world.level <= logging.INFO:
             self.kernel.log = world.tell
-        self.kernel.add_route(Route(IPv4Network("172.16.0.0/16"), UPLINK), 2, 100)
-        self.kernel.add_route(Route(IPv4Network("0.0.0.0/0"), UPLINK, IPv4Address("172.16.255.254")), 3, 100)
-        self.kernel.add_route(Route(IPv4Network("203.0.113.0/24"), UPLINK, IPv4Address("172.16.255.253")), 3)
+        self.addresses: tuple[IPAddress, ...] = ()
+        self.take_addresses(number)
         self.kernel.add_link(ForeignLink(BRIDGE, "bridge"))
         self.foreign = self.kernel.foreign()
         self.subnet_env: LeaseKey = (None, None)
+        self.state: ownership.State | None = None
+        self.machine = ownership.Machine(f"02:00:00:00:00:{number % 256:02x}", f"uuid of {self.name}")
         self.open_store = open_store
         self.process: Process | None = None
         self.is_on = False
         #: Operations that the next process may do before it ends; none if that is not limited.
         self.operations_left = math.inf
+        #: Seconds between two audits of a table.
+        self.audit = 30.0
 
     def start(self) -> None:
         """Let the service manager run the daemon."""
@@ -199,17 +126,59 @@ class SimulatedHost:
         self.kill()
         self.world.at(self.world.time + RESTART, lambda: self.start() if self.is_on else None)
 
+    def tell(self, *news: News) -> None:
+        """The kernel notifies the daemon of what another program changed."""
+        if self.process is not None:
+            self.kernel.monitor.tell(*news)
+
+    def lose_addresses(self) -> None:
+        """The uplink loses its addresses, and with them its routes."""
+        for address in self.addresses:
+            self.kernel.delete_address(UPLINK, address)
+        self._tell_of_addresses()
+        self.addresses = ()
+
+    def take_addresses(self, number: int) -> None:
+        """Have the addresses of this number, and the routes that come with them."""
+        every: dict[int, IPAddress] = {
+            4: IPv4Address("172.16.0.0") + number,
+            6: IPv6Address("fd77::") + number,
+        }
+        self.addresses = tuple(every[family] for family in self.config.families)
+        for address in self.addresses:
+            length, gateway, behind, other = _SURROUNDINGS[address.version]
+            hop, default = type(address)(gateway), network_around(type(address)(0), 0)
+            self.kernel.add_address(UPLINK, address, length)
+            self.kernel.add_route(Route(default, UPLINK, hop), 3, 100)
+            net, _, bits = behind.partition("/")
+            there = network_around(type(address)(net), int(bits))
+            self.kernel.add_route(Route(there, UPLINK, type(address)(other)), 3)
+        self.foreign = self.kernel.foreign()
+        if self.process_is_there():
+            self._tell_of_addresses()
+
+    def process_is_there(self) -> bool:
+        return getattr(self, "process", None) is not None
+
+    def _tell_of_addresses(self) -> None:
+        index = self.kernel.indexes[UPLINK]
+        self.tell(*(InterfaceChanged(index, UPLINK, address=address) for address in self.addresses))
+
     def take_subnet(self, lease: Lease) -> None:
         """The daemon writes subnet.env, and a container runtime takes the subnet for its bridge."""
         self.subnet_env = lease.key
-        assert lease.subnet is not None
-        wanted = Route(lease.subnet, BRIDGE)
+        wanted = [Route(net, BRIDGE) for net in lease.key if net is not None]
         for held in list(self.kernel.all_routes()):
-            if held.route.device == BRIDGE and held.route != wanted:
+            if held.route.device == BRIDGE and held.route not in wanted:
                 self.kernel.delete_route(held.route)
-        if all(held.route != wanted for held in self.kernel.all_routes()):
-            self.kernel.add_route(wanted, 2)
+        for route in wanted:
+            if all(held.route != route for held in self.kernel.at(route.destination)):
+                self.kernel.add_route(route, 2)
         self.foreign = self.kernel.foreign()
+
+    def record(self, **fields: object) -> None:
+        """Keep something for the next run."""
+        self.state = replace(self.state or ownership.State(), **fields)
 
 
 class Process:
@@ -222,10 +191,9 @@ class Process:
         self._tasks: list[Task] = []
         self._backoff = Backoff()
         self.lease: Lease | None = None
-        self.peers: Peers | None = None
-        self.reconciler: Reconciler | None = None
+        self.controller: Controller | None = None
+        self.tables: dict[str, KernelTable] = {}
         self._stop = threading.Event()
-        self._guard = RemovalGuard()
         self.host.kernel.before_write = self.count_operation
         self._store = host.open_store(self)
         self.start("start", self._start).wake()
@@ -252,52 +220,96 @@ class Process:
         self._store.close()
 
     @property
+    def peers(self) -> Peers | None:
+        return self.controller.peers if self.controller else None
+
+    @property
     def is_settled(self) -> bool:
-        return self.reconciler is not None and all(state.settled for state in self.reconciler.states())
+        return self.controller is not None and all(each.settled for each in self.controller.tables.states())
+
+    def wanted(self) -> Mapping[Key, Resource]:
+        """Return what the kernel's tables should hold."""
+        return self.controller.peers.wanted.state if self.controller else {}
 
     # ---- the daemon's main flow ------------------------------------------------------------------
 
     def _start(self, now: float) -> float:
         try:
-            lease, backend = self._join()
-        except Retryable as reason:
+            node = self._join()
+            self._run(node)
+        except (Retryable, Fatal) as reason:
             self.world.tell(f"waiting: {reason}")
-            return now + max(self._backoff.pause(), reason.retry_after)
-        self.lease = lease
-        self.host.take_subnet(lease)
-        networks = [each.network for each in self.host.config.ranges]
-        self.peers = Peers(lease, networks, self._guard)
-        self.peers.wish_locally(backend.local(lease))
-        kernel = self.host.kernel
-        wanted = {name: self.peers.wanted.table(name) for name in kernel.tables}
-        self.reconciler = Reconciler(list(kernel.tables.values()), wanted, self._stop.is_set)
-        self._reconcile = self.start("reconciler", self._reconcile_step)
+            retry_after = reason.retry_after if isinstance(reason, Retryable) else 0.0
+            return now + max(self._backoff.pause(), retry_after)
+        return math.inf
+
+    def _join(self) -> Node:
+        host, manager, kernel = self.host, self._store.manager, self.host.kernel
+        config = manager.network_config()
+        uplink = find_uplink(kernel, config, InterfaceChoice())
+        written = ownership.proven_lease(host.state, host.machine, manager.name, host.subnet_env)
+        stored = manager.stored(uplink.public(config.families[0])) or (written.attrs if written else None)
+        uplinks = UplinkManager(
+            kernel, config, InterfaceChoice(), _FACTORIES[config.backend_type], uplink, stored
+        )
+        local = LocalFacts(written, connected_networks(kernel, config.families), uplinks.is_self)
+        lease = manager.acquire(config, uplinks.backend.attributes(), host.subnet_env, local)
+        devices = ownership.devices_of_this_boot(host.state, _BOOT)
+        host.record(
+            boot_id=_BOOT,
+            machine=host.machine,
+            store=manager.name,
+            subnets=lease.key,
+            attributes=lease.attrs,
+            devices=devices,
+        )
+        host.take_subnet(lease)
+        return Node(
+            kernel,
+            kernel.monitor,
+            uplinks,
+            lease,
+            lambda left: tuple(self._make_tables(left).values()),
+            devices=devices,
+            record=host.record,
+        )
+
+    def _make_tables(self, left: Callable[[], object]) -> dict[str, KernelTable]:
+        self.tables = tables(self.host.kernel, left)  # type: ignore[arg-type]
+        for table in self.tables.values():
+            table.audit = self.host.audit
+        return self.tables
+
+    def _run(self, node: Node) -> None:
+        lease = self.lease = node.lease
         keeper = self._keeper(lease)
-        self._store.watch(self, partial(self._hear, backend))
 
         def tell_keeper(events: list[Event]) -> None:
             keeper.deliver(events)
             keeping.wake()
 
-        keeping = self.start("keeper", keeper.step)
-        self._store.watch_own(self, lease, tell_keeper)
-        return math.inf
+        def moved() -> None:
+            self._store.manager.reconnect()
+            keeper.announce(node.uplink_manager.backend.attributes())
+            keeping.wake()
 
-    def _join(self) -> tuple[Lease, Backend]:
-        config = self._store.manager.network_config()
-        address = self.host.address
-        uplink = Uplink(UPLINK, 2, 1500, address=address, public_ip=address)
-        host = Host(
-            uplink=uplink,
-            stored=self._store.manager.stored(address),
-            mac_of=self.host.kernel.mac_of,
-            link_to=lambda _: UPLINK,
-            random_bytes=self.world.random.randbytes,
+        controller = Controller(
+            node,
+            RemovalGuard(),
+            stop=self._stop,
+            heartbeat=lambda _name, _within: None,
+            on_move=moved,
+            on_synced=lambda: None,
+            reread=self._store.reread,
+            event_queue=Inbox(lambda: controlling.wake(), self.world.now),
         )
-        backend: Backend = (
-            build_vxlan(config, host) if config.backend_type == "vxlan" else HostGw(config, host)
-        )
-        return self._store.manager.acquire(config, backend.attributes(), self.host.subnet_env), backend
+        controller.prepare()
+        self.controller = controller
+        controlling = self.start("reconciler", controller.step)
+        node.kernel.monitor.wake = controlling.wake  # type: ignore[attr-defined]
+        keeping = self.start("keeper", keeper.step)
+        self._store.watch(self, controller.event_queue.put)
+        self._store.watch_own(self, lease, tell_keeper)
 
     def _keeper(self, lease: Lease) -> LeaseKeeper:
         return LeaseKeeper(
@@ -308,46 +320,14 @@ class Process:
             heartbeat=lambda _: None,
             revoked=self._revoked,
             contested=self._store.contested,
+            written=lambda renewed: self.host.record(attributes=renewed.attrs),
+            lost=lambda: self.host.record(attributes=None),
         )
 
     def _revoked(self) -> None:
         raise Retryable("our lease was revoked")
 
-    # ---- leases to tables ------------------------------------------------------------------------
-
-    def _hear(self, backend: Backend, events: list[Event]) -> None:
-        assert self.peers is not None
-        assert self.reconciler is not None
-        was_synced = self.peers.synced
-        delta = self.peers.take(events, backend)
-        if was_synced:
-            self.reconciler.change(delta, self.world.time)
-        elif self.peers.synced:
-            # Nothing is removed before the first snapshot.
-            self.reconciler.converge(self.world.time)
-        self.peers.tell()
-        if self.peers.synced:
-            self._reconcile.wake()
-        if self._guard.next_reading < math.inf:
-            self.world.at(self._guard.next_reading, self._read_again)
-
-    def _reconcile_step(self, now: float) -> float:
-        assert self.peers is not None
-        assert self.reconciler is not None
-        return self.reconciler.step(now) if self.peers.synced else math.inf
-
-    def look_at_kernel(self) -> None:
-        """The kernel has notified of a change."""
-        if self.reconciler is not None:
-            self._reconcile.wake(self.world.time + 0.005)
-
-    def _read_again(self) -> None:
-        if not self._is_over and self._guard.is_due():
-            self._store.reread()
-
     def _ended(self, reason: BaseException) -> None:
-        if not isinstance(reason, Retryable | Crash):
-            known = type(reason).__name__ in ("Fatal", "Cancelled")
-            if not known:
-                raise reason
+        if not isinstance(reason, Retryable | Crash | Fatal | Cancelled):
+            raise reason
         self.host.ended(reason)

@@ -6,10 +6,12 @@ from ipaddress import IPv4Address, IPv4Network
 
 import pytest
 
+from flanneld.network.rtnetlink.domain import Domain
 from flanneld.state.report import Report
 from flanneld.state.resources import Address, FdbEntry, ForeignLink, Neighbor, Resource, Route, Vxlan
 from flanneld.state.table import Claim, Put, Scope
-from tests.unit.simulation.kernel import Kernel, KernelError, KernelTable, by_table
+from tests.unit.simulation.kernel import Kernel, KernelError
+from tests.unit.simulation.kernel_tables import KernelTable, by_table, tables
 
 HERE, PEER = IPv4Address("172.16.0.1"), IPv4Address("172.16.0.2")
 LINK = Vxlan("flannel.1", 1, 2, HERE, 8472, "02:00:00:00:00:01", 1450)
@@ -29,26 +31,27 @@ FOREIGN = Route(SUBNET, "eth0", IPv4Address("172.16.0.9"))
 
 @pytest.fixture
 def kernel() -> Kernel:
-    made = Kernel("eth0", HERE)
-    made.add_route(Route(IPv4Network("172.16.0.0/16"), "eth0"), 2, 100)
+    made = Kernel("eth0", (HERE, 16))
+    made.domain = Domain("eth0", frozenset({LINK.name}), ((IPv4Network("10.0.0.0/14"), 24),))
     return made
 
 
 def put(kernel: Kernel, *resources: Resource, was: Resource | None = None) -> Report:
     report = Report()
     for name, wanted in by_table(resources).items():
-        report.add(kernel.tables[name].put([Put(want, was) for want in wanted.values()]))
+        report.add(tables(kernel)[name].put([Put(want, was) for want in wanted.values()]))
     return report
 
 
 def claims(table: KernelTable) -> dict[str, Claim]:
-    return {str(seen.resource): seen.claim for seen in table.read(Scope({}))}
+    wanted = {LINK.key: LINK}
+    return {str(seen.resource): seen.claim for seen in table.read(Scope(wanted))}
 
 
 def test_all_is_made_in_order_and_read_back_as_ours(kernel: Kernel) -> None:
     report = put(kernel, *ALL)
     assert (report.made, report.failed) == (list(ALL), [])
-    for resource, table in zip(ALL, kernel.tables.values(), strict=True):
+    for resource, table in zip(ALL, tables(kernel).values(), strict=True):
         assert claims(table)[str(resource)] is Claim.OURS
 
 
@@ -56,7 +59,7 @@ def test_without_its_device_nothing_is_made(kernel: Kernel) -> None:
     assert [failure.reason for failure in put(kernel, *ALL[1:]).failed] == ["No such device"] * 4
 
 
-@pytest.mark.parametrize("resource", [LINK, ALL[1], ROUTE], ids=str)
+@pytest.mark.parametrize("resource", [ALL[1], ROUTE], ids=str)
 def test_what_is_there_is_not_made_again(kernel: Kernel, resource: Resource) -> None:
     put(kernel, *ALL)
     (failure,) = put(kernel, resource).failed
@@ -68,9 +71,9 @@ def test_with_a_device_goes_all_that_stands_on_it(kernel: Kernel) -> None:
     kernel.delete_link(LINK.name)
     ours = {
         name: [claim for claim in claims(table).values() if claim is Claim.OURS]
-        for name, table in kernel.tables.items()
+        for name, table in tables(kernel).items()
     }
-    assert ours == {name: [] for name in kernel.tables}
+    assert ours == {name: [] for name in tables(kernel)}
     assert kernel.route_to(PEER) == Route(IPv4Network("172.16.0.0/16"), "eth0")
 
 
@@ -78,8 +81,10 @@ def test_device_that_is_down_has_no_routes_and_keeps_its_entries(kernel: Kernel)
     put(kernel, *ALL)
     kernel.set_down(LINK.name)
     assert kernel.route_to(BASE) is None
-    assert len(kernel.neighbors) == len(kernel.fdb) == len(kernel.addresses) == 1
-    (seen,) = [seen for seen in kernel.tables["links"].read(Scope({})) if seen.claim is Claim.OURS]
+    assert len(kernel.neighbors) == len(kernel.fdb) == len(kernel.addresses(4)) - 1 == 1
+    (seen,) = [
+        seen for seen in tables(kernel)["links"].read(Scope({LINK.key: LINK})) if seen.claim is Claim.OURS
+    ]
     assert seen.resource != LINK
     assert put(kernel, ROUTE).failed[0].reason == "Network is down"
     assert put(kernel, LINK, was=seen.resource).failed == []
@@ -94,9 +99,9 @@ def test_route_of_ours_is_replaced_and_that_of_others_is_not(kernel: Kernel) -> 
     kernel.delete_route(other)
     kernel.add_route(FOREIGN, 4)
     (failure,) = put(kernel, ROUTE, was=FOREIGN).failed
-    assert failure.is_taken
+    assert "is not flannel's" in failure.reason
     assert kernel.route_to(BASE) == FOREIGN
-    assert claims(kernel.tables["routes"])[str(FOREIGN)] is Claim.FOREIGN
+    assert claims(tables(kernel)["routes"])[str(FOREIGN)] is Claim.FOREIGN
 
 
 def test_prefix_has_several_routes_of_which_the_lowest_metric_counts(kernel: Kernel) -> None:
@@ -106,7 +111,7 @@ def test_prefix_has_several_routes_of_which_the_lowest_metric_counts(kernel: Ker
     assert kernel.route_to(BASE) == ROUTE
     with pytest.raises(KernelError, match="File exists"):
         kernel.add_route(FOREIGN, 4, 200)
-    kernel.tables["routes"].drop([ROUTE])
+    tables(kernel)["routes"].drop([ROUTE])
     assert kernel.route_to(BASE) == FOREIGN
 
 
@@ -136,11 +141,11 @@ def test_device_of_another_kind_under_our_name_is_not_replaced(kernel: Kernel) -
     foreign = ForeignLink(LINK.name, "dummy")
     kernel.add_link(foreign)
     assert put(kernel, LINK, was=foreign).failed[0].is_taken
-    assert kernel.links[LINK.name] == foreign
+    assert kernel.devices[LINK.name] == foreign
 
 
 def test_dropping_what_is_gone_is_no_failure(kernel: Kernel) -> None:
     put(kernel, LINK)
-    for resource, table in zip(ALL[1:], [*kernel.tables.values()][1:], strict=True):
+    for resource, table in zip(ALL[1:], [*tables(kernel).values()][1:], strict=True):
         report = table.drop([resource])
         assert (report.removed, report.failed) == ([], [])

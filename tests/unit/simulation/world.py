@@ -7,6 +7,7 @@ import itertools
 import logging
 import math
 import random
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -60,7 +61,14 @@ class World(logging.Handler):
             when, _, do = heapq.heappop(self._schedule)
             self.time = max(self.time, when)
             do()
-        self.time = end
+        self.time = max(self.time, end)
+
+    def pause(self, stop: threading.Event, seconds: float) -> bool:
+        """Let time pass within a step, as a thread does that waits; others go on meanwhile."""
+        actor = self.actor
+        self.run(seconds)
+        self.actor = actor
+        return stop.is_set()
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -94,6 +102,8 @@ class Task:
         self._ended = ended
         self._due = math.inf
         self._is_over = False
+        #: A step may let time pass: what wakes the task meanwhile makes it step again afterwards.
+        self._is_running = False
 
     def wake(self, when: float = 0.0) -> None:
         """Step at that time, or as soon as possible; a step that is due earlier comes first."""
@@ -109,13 +119,17 @@ class Task:
         if self._is_over or self._world.time < self._due:
             return
         self._due = math.inf
-        self._world.actor = self._name
+        if self._is_running:
+            self.wake(self._world.time + _TURN)
+            return
+        self._world.actor, self._is_running = self._name, True
         try:
             wakeup = self._step(self._world.time)
         except (Exception, Crash) as reason:
-            self.end()
-            self._ended(reason)
+            if not self._is_over:
+                self.end()
+                self._ended(reason)
         else:
             self.wake(max(wakeup, self._world.time + _TURN))
         finally:
-            self._world.actor = ""
+            self._world.actor, self._is_running = "", False

@@ -505,10 +505,58 @@ def test_newcomer_waits_for_the_length_of_the_probation_before_it_ends(node: Nod
     assert store.attempts == []
 
 
-def test_what_another_node_wrote_before_us_is_no_contest(node: Node, store: Store) -> None:
-    node.lease_keeper.deliver([Added(replace(LEASE, attrs=OTHERS, asof=0))])
+def test_what_another_node_wrote_before_us_is_no_contest_and_makes_us_look_once(
+    node: Node, store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        node.lease_keeper.deliver([Added(replace(LEASE, attrs=OTHERS, asof=0))])
+        node.settle()
+    assert (node.ended, len(store.attempts)) == (False, 1)
+    assert "another node" not in caplog.text
+
+
+def test_store_restored_from_a_backup_hears_of_our_present_attributes(
+    node: Node, store: Store, clock: Clock
+) -> None:
+    former = store.leases[KEY]
+    node.pass_time(PROBATION)
+    node.lease_keeper.announce(OTHERS)
     node.settle()
-    assert (node.ended, store.attempts) == (False, [])
+    # It knows its former attributes for ours.
+    store.leases[KEY] = replace(former, asof=store.index)
+    node.lease_keeper.deliver([Added(former)])
+    node.pass_time(CONTEST_SPACING)
+    assert (node.error, store.leases[KEY].attrs) == (None, OTHERS)
+    assert store.attempts[-1] == clock.time
+
+
+@pytest.mark.parametrize("passed", [0.0, PROBATION])
+def test_own_write_whose_answer_got_lost_is_no_contest(
+    node: Node, store: Store, passed: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As when the uplink has another address: the watch tells of our write before it is tried again."""
+    node.pass_time(passed)
+    store.failures = [Retryable("no answer")]
+    node.lease_keeper.announce(OTHERS)
+    node.settle()
+    store.write(replace(LEASE, attrs=OTHERS))
+    node.settle()
+    node.pass_time(ANNOUNCE_RETRY)
+    assert (node.error, store.leases[KEY].attrs) == (None, OTHERS)
+    assert "another node" not in caplog.text
+
+
+def test_only_as_many_writes_are_taken_for_ours_as_answers_got_lost(
+    node: Node, store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    node.pass_time(PROBATION)
+    store.failures = [Retryable("no answer")]
+    node.lease_keeper.announce(OTHERS)
+    node.settle()
+    for _ in range(2):
+        store.write(replace(LEASE, attrs=OTHERS))
+    node.settle()
+    assert "another node writes itself into our lease" in caplog.text
 
 
 def test_an_older_echo_of_ours_does_not_undo_an_announcement(node: Node, store: Store) -> None:

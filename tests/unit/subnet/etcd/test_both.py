@@ -218,6 +218,7 @@ def test_what_is_taken_in_either_is_not_chosen(etcd: LocalEtcd) -> None:
         node.put("v2", 1, 11)
         node.put("v3", 3, 13)
         assert str(node.join()) == "10.5.2.0/24"
+        node.manager = node.open("both")
         with pytest.raises(Retryable, match=r"no subnet .* is free"):
             node.join(2)
 

@@ -547,6 +547,18 @@ def test_what_has_changed_is_written_with_another_lease(store: Store) -> None:
     assert again["lease"] != written["lease"]
 
 
+def test_lease_with_a_former_address_of_ours_is_renewed_whoever_brought_it_back(store: Store) -> None:
+    """As after a write whose answer got lost, or in an etcd that was restored from a backup."""
+    manager, lease = acquired(store)
+    former = store.get(lease)["value"]
+    renewed = manager.renew(replace(lease, attrs=node(2)))
+    store.put(dashed(lease), former)
+    assert manager.renew(renewed).attrs == node(2)
+    store.put(dashed(lease), former.replace("192.0.2.1", "192.0.2.3"))
+    with pytest.raises(LeaseTaken):
+        manager.renew(renewed)
+
+
 def test_a_lease_that_has_gone_is_written_again(store: Store) -> None:
     manager, lease = acquired(store)
     store.keys.delete(f"{store.prefix}/subnets/{dashed(lease)}")

@@ -155,10 +155,14 @@ def test_the_indices_of_both_are_in_that_of_the_whole() -> None:
 
 
 @pytest.mark.parametrize("side", SIDES)
-def test_what_we_wrote_is_no_news_and_what_came_before_neither(side: str) -> None:
+def test_what_we_wrote_is_no_news_and_what_came_before_is_told_as_no_later(side: str) -> None:
     both = own()
-    for asof in (3, both.asof(side, both.whole().asof)):
-        assert both.hear(side, Added(lease(1, 9, asof=asof)), 50.0) == []
+    whole = both.whole()
+    for asof in (3, both.asof(side, whole.asof)):
+        assert both.hear(side, Added(lease(1, 1, asof=asof)), 50.0) == []
+        (told,) = both.hear(side, Added(lease(1, 9, asof=asof)), 50.0)
+        assert isinstance(told, Added)
+        assert (told.lease.attrs, told.lease.asof) == (lease(1, 9).attrs, whole.asof)
 
 
 @pytest.mark.parametrize("side", SIDES)

@@ -1,0 +1,129 @@
+"""Watch of the facts of this host on which the desired state rests: the uplink, and its other networks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from msgspec.structs import replace
+
+from flanneld.compat.glog import Once, counted
+from flanneld.errors import cause_of
+from flanneld.network.obstacles import Obstacles
+from flanneld.network.uplink_facts import read_host_networks
+from flanneld.reconcile.node import Node
+from flanneld.reconcile.node_tables import NodeTables
+from flanneld.reconcile.peers import Peers
+from flanneld.reconcile.reconciler import REST, SETTLE
+from flanneld.runtime import clock
+from flanneld.state.diff import Delta
+from flanneld.state.resources import Link, Vxlan
+
+log = logging.getLogger(__name__)
+
+#: Seconds between two looks at the uplink and the host's networks without news.
+_LOOK_PERIOD = 30.0
+#: Seconds between two looks at them that news ask for, at least.
+LOOK_SPACING = 0.2
+#: Seconds until a reading of the kernel that failed is tried again.
+RETRY = 1.0
+
+
+class HostWatch:
+    """Looks at the host when asked to, and periodically; ``on_move`` is called when the uplink has moved."""
+
+    def __init__(self, node: Node, peers: Peers, tables: NodeTables, on_move: Callable[[], None]) -> None:
+        self._node = node
+        self._manager = node.uplink_manager
+        self._peers = peers
+        self._tables = tables
+        self._on_move = on_move
+        self._once = Once()
+        self._next_look = clock.now()
+        self._earliest_look = 0.0
+        #: Whether news called for a look at the uplink, beside the host's networks.
+        self.uplink_may_have_moved = False
+
+    @property
+    def next_look(self) -> float:
+        """Time of the next look, in seconds on ``clock.now``."""
+        return self._next_look
+
+    def look_soon(self, now: float) -> None:
+        """Look as soon as a burst of notifications has ended."""
+        self._next_look = min(self._next_look, max(now + SETTLE, self._earliest_look))
+
+    def postpone(self, now: float) -> None:
+        """Note that a look has just been taken."""
+        self._next_look = now + _LOOK_PERIOD
+
+    def look(self, now: float) -> None:
+        """Follow the uplink, and what the host's other networks allow."""
+        began = clock.cpu_time()
+        self.postpone(now)
+        try:
+            self._follow_uplink(now)
+            self.look_at_networks(now)
+        except OSError as failure:
+            self.could_not_read(failure, now)
+            return
+        self._once.clear("read")
+        self._earliest_look = now + max(LOOK_SPACING, REST * (clock.cpu_time() - began))
+
+    def look_at_networks(self, now: float) -> None:
+        """Withdraw what leads to leases that have become unsafe, and lead to those that are safe again.
+
+        Raises ``OSError`` if the kernel's tables cannot be read.
+        """
+        networks = [network for network, _ in self._manager.ranges]
+        own = [net for net in self._node.lease.key if net is not None]
+        host = read_host_networks(self._node.kernel, networks, own, self._node.kernel.domain.links)
+        if host != self._peers.safety.obstacles.host:
+            self._change(self._peers.look(Obstacles(host), self._manager.backend), now)
+        self._peers.tell()
+
+    def wish_for_ourselves(self) -> None:
+        """Desire what this node needs with the present backend, whoever its peers are."""
+        backend, kernel = self._manager.backend, self._node.kernel
+        self._peers.wish_locally((*backend.local(self._node.lease), *self._node.extras))
+        ours = self.links()
+        kernel.domain = replace(
+            kernel.domain,
+            uplink=self._manager.uplink.name,
+            links=frozenset(link.name for link in ours),
+            bridging=frozenset(link.name for link in ours if isinstance(link, Vxlan)),
+        )
+
+    def links(self) -> list[Link]:
+        """Return the devices that this node needs."""
+        return [item for item in self._peers.local_wishes() if isinstance(item, Link)]
+
+    def could_not_read(self, failure: OSError, now: float) -> None:
+        """Warn once of a reading of the kernel that failed, and try again soon."""
+        self._once.warn(
+            log,
+            "read",
+            f"Cannot read the kernel's tables: {cause_of(failure)}; changing nothing until we can",
+        )
+        self._next_look = min(self._next_look, now + RETRY)
+
+    def _follow_uplink(self, now: float) -> None:
+        manager = self._manager
+        if not (self.uplink_may_have_moved or manager.asks_routes or manager.is_adrift):
+            return
+        moved = manager.follow()
+        self.uplink_may_have_moved = False
+        if moved:
+            self.wish_for_ourselves()
+        if moved or manager.asks_routes:
+            self._change(self._peers.reconsider(manager.backend), now, all_anew=moved)
+        if moved:
+            self._on_move()
+
+    def _change(self, delta: Delta, now: float, *, all_anew: bool = False) -> None:
+        """Follow another decision; what it says of leases of a cache may not even be looked at."""
+        if all_anew:
+            report = self._tables.converge(now)
+            log.info("Made %s for the new uplink", counted(len(report.made), "object"))
+        elif delta and self._peers.synced:
+            self._tables.change(delta, now)

@@ -1,0 +1,134 @@
+"""Decides what a notification of the kernel calls for: a repair, a look at the host, or nothing."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+
+from flanneld.compat.glog import V
+from flanneld.model import IPAddress, IPNetwork
+from flanneld.network.change_origin import ChangeOrigins
+from flanneld.network.obstacles import single
+from flanneld.network.rtnetlink.monitor import (
+    Gone,
+    HostRouteChanged,
+    InterfaceChanged,
+    News,
+    Overrun,
+    Seen,
+    Unheard,
+)
+from flanneld.reconcile.host_watch import HostWatch
+from flanneld.reconcile.lease_safety import LeaseSafety
+from flanneld.reconcile.node import Node
+from flanneld.reconcile.node_tables import NodeTables
+from flanneld.reconcile.past.left_behind import LeftBehind
+from flanneld.reconcile.peers import Peers
+from flanneld.state.report import Report
+from flanneld.state.resources import LINKS, Key, Kind, Resource, Route, destination_of
+
+log = logging.getLogger(__name__)
+
+
+class KernelNews:
+    """Reads the kernel's notifications, and passes them on to the tables and to the watch of the host."""
+
+    def __init__(
+        self, node: Node, peers: Peers, tables: NodeTables, host: HostWatch, left_behind: LeftBehind
+    ) -> None:
+        self._node = node
+        self._manager = node.uplink_manager
+        self._peers = peers
+        self._tables = tables
+        self._host = host
+        self._left_behind = left_behind
+        self._origins = ChangeOrigins()
+        #: The devices of ours and the uplink, by index, as last read.
+        self._names: dict[int, str] = {}
+
+    def take(self, now: float) -> None:
+        """Act on all that was heard since the last call."""
+        for item in self._node.monitor.read(self._names.get):
+            self._take(item, now)
+
+    def passed(self, report: Report) -> None:
+        """Note that the tables were put right, and for the next run which devices are ours now.
+
+        Raises ``OSError`` if the kernel's interfaces cannot be read.
+        """
+        self._origins.forget()
+        names = self._interfaces()
+        if names != self._names or any(each.kind is Kind.LINK for each in report.removed):
+            self._left_behind.record_devices()
+            self._names = names
+
+    def _take(self, item: News, now: float) -> None:
+        if may_be_obstacle(item, self._peers.safety, self._node.kernel.domain.links):
+            self._host.look_soon(now)
+        match item:
+            case Overrun():
+                self._tables.work.overruns += 1
+                log.log(V(1), "Kernel notifications were lost: reading everything back")
+                self._read_all_back(now)
+            case Unheard():
+                self._read_all_back(now)
+            case InterfaceChanged(index, name, port) if self._concerns_us(index, name):
+                self._read_all_back(now, (LINKS, name or ""), port)
+            case Gone(key, port):
+                self._heard_of(key, port, now, is_drift=self._peers.wanted.get(key) is not None)
+            case Seen(resource, port):
+                self._heard_of(resource.key, port, now, is_drift=self._is_drift(resource))
+
+    def _read_all_back(self, now: float, key: Key | None = None, port: int = 0) -> None:
+        self._host.uplink_may_have_moved = True
+        self._tables.reconciler.hear(now, None, key, self._origins.of(port))
+        self._host.look_soon(now)
+
+    def _heard_of(self, key: Key, port: int, now: float, *, is_drift: bool) -> None:
+        if is_drift:
+            self._tables.reconciler.hear(now, key[0], key, self._origins.of(port))
+        if self._manager.asks_routes:  # Any route may be one on which the backend's decisions rest.
+            self._host.look_soon(now)
+
+    def _concerns_us(self, index: int, name: str | None) -> bool:
+        ours = name in self._ours()
+        return ours or index in self._names or self._manager.asks_routes or self._manager.is_adrift
+
+    def _is_drift(self, resource: Resource) -> bool:
+        wanted = self._peers.wanted.get(resource.key)
+        if wanted is None:
+            return getattr(resource, "device", None) in self._node.kernel.domain.links
+        return wanted != resource
+
+    def _interfaces(self) -> dict[int, str]:
+        ours = self._ours()
+        return {index: name for index, name in self._node.kernel.names().items() if name in ours}
+
+    def _ours(self) -> tuple[str, ...]:
+        domain = self._node.kernel.domain
+        return (domain.uplink, *domain.links)
+
+
+def may_be_obstacle(item: News, safety: LeaseSafety, links: Collection[str]) -> bool:
+    """Return True if an address, a network on a link or a gateway of the host may be another one now.
+
+    ``links`` are the devices that are ours.
+    """
+    match item:
+        case InterfaceChanged(name=name, address=address):
+            # The kernel does not tell of IPv4 routes that go with their link.
+            is_known = name in safety.obstacles.devices
+            return is_known or (address is not None and name not in links)
+        case HostRouteChanged(destination, gateways):
+            return _may_harm(safety, destination, *gateways)
+        case Gone(key, gateway=gateway):
+            return _may_harm(safety, destination_of(key), gateway)
+        case Seen(Route() as route):
+            return route.device not in links and _may_harm(safety, route.destination, route.gateway)
+    return False
+
+
+def _may_harm(safety: LeaseSafety, destination: IPNetwork | None, *gateways: IPAddress | None) -> bool:
+    """Return True if one of these is where a lease may be."""
+    nets = (destination, *(single(gateway) for gateway in gateways if gateway is not None))
+    return any(net is not None and safety.concerns(net) for net in nets)

@@ -1,0 +1,248 @@
+"""Tables over the model of a kernel, as the daemon has them over rtnetlink."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from msgspec.structs import replace
+
+from flanneld.errors import Retryable
+from flanneld.state.report import Failure, Report
+from flanneld.state.resources import (
+    PROTO_BOOT,
+    PROTO_FLANNEL,
+    Address,
+    FdbEntry,
+    ForeignLink,
+    Key,
+    Link,
+    Neighbor,
+    Resource,
+    RivalRoute,
+    Route,
+    Vxlan,
+)
+from flanneld.state.table import Claim, Put, Scope, Seen
+from tests.unit.simulation.kernel import EEXIST, ENOENT, Kernel, KernelError, KernelRoute
+
+_KERNELS = 2
+
+
+class KernelTable:
+    """``Table`` over one part of a kernel."""
+
+    name = ""
+    worker = "kernel"
+    vital = True
+    needs: frozenset[str] = frozenset({"links"})
+
+    def __init__(self, kernel: Kernel, left: Callable[[], Iterable[Link]] = tuple) -> None:
+        self._kernel = kernel
+        self._left = left
+        self.what = f"the {self.name}"
+        self.audit: float | None = 30.0
+        self.unreadable = False
+        self.writes = 0
+
+    def read(self, scope: Scope) -> Iterable[Seen]:
+        if self.unreadable:
+            raise Retryable("the dump was interrupted")
+        return list(self._seen(scope))
+
+    def put(self, puts: Sequence[Put]) -> Report:
+        report = Report()
+        for put in puts:
+            self._kernel.before_write()
+            try:
+                self._put(put)
+            except KernelError as refusal:
+                report.failed.append(Failure(put.want, str(refusal), is_taken=str(refusal) == EEXIST))
+            else:
+                self.writes += 1
+                self._kernel.log(f"wrote {put.want}")
+                report.made.append(put.want)
+        return report
+
+    def drop(self, found: Sequence[Resource]) -> Report:
+        report = Report()
+        for each in found:
+            self._kernel.before_write()
+            try:
+                self._drop(each)
+            except KernelError:
+                continue  # it is gone already
+            self.writes += 1
+            self._kernel.log(f"removed {each}")
+            report.removed.append(each)
+        return report
+
+    def close(self, *, remove: bool) -> None:
+        del remove
+
+    def _claim(self, device: str) -> Claim:
+        return Claim.OURS if device in self._kernel.domain.links else Claim.FOREIGN
+
+    def _seen(self, scope: Scope) -> Iterator[Seen]:
+        raise NotImplementedError
+
+    def _put(self, put: Put) -> None:
+        raise NotImplementedError
+
+    def _drop(self, resource: Resource) -> None:
+        raise NotImplementedError
+
+
+class Links(KernelTable):
+    name = "links"
+    needs = frozenset()
+
+    def _seen(self, scope: Scope) -> Iterator[Seen]:
+        left = {link.name for link in self._left()}
+        for seen in self._kernel.links():
+            is_wanted = seen.make.key in scope.wanted
+            if is_wanted and isinstance(seen.make, Vxlan):
+                yield Seen(seen.make)
+            elif is_wanted or isinstance(seen.make, ForeignLink):
+                yield Seen(seen.make, Claim.FOREIGN)
+            elif seen.name in left:
+                yield Seen(seen.make, Claim.LEFT)
+
+    def _put(self, put: Put) -> None:
+        want, actual = put.want, self._kernel.link(put.want.key[1])  # type: ignore[arg-type]
+        assert isinstance(want, Vxlan)
+        if actual is None:
+            self._kernel.add_link(want)
+            return
+        there = actual.make
+        if not isinstance(there, Vxlan):
+            raise KernelError(EEXIST)
+        if there == want:
+            return
+        if replace(there, mtu=want.mtu, up=want.up) == want:
+            self._kernel.set_link(want)
+            self._kernel.set_up(want.name)
+            return
+        self._kernel.delete_link(want.name)
+        self._kernel.add_link(want)
+
+    def _drop(self, resource: Resource) -> None:
+        assert isinstance(resource, Vxlan)
+        self._kernel.delete_link(resource.name)
+
+
+class Addresses(KernelTable):
+    name = "addresses"
+
+    def _seen(self, scope: Scope) -> Iterator[Seen]:
+        del scope
+        domain = self._kernel.domain
+        for device, address, length in self._kernel.addresses_held.values():
+            if device in domain.links and length == address.max_prefixlen:
+                claim = Claim.OURS if domain.owns_address(address) else Claim.FOREIGN
+                yield Seen(Address(device, address), claim)
+
+    def _put(self, put: Put) -> None:
+        assert isinstance(put.want, Address)
+        self._kernel.add_address(put.want.device, put.want.address, put.want.address.max_prefixlen)
+
+    def _drop(self, resource: Resource) -> None:
+        assert isinstance(resource, Address)
+        self._kernel.delete_address(resource.device, resource.address)
+
+
+class Neighbors(KernelTable):
+    name = "neighbors"
+
+    def _seen(self, scope: Scope) -> Iterator[Seen]:
+        del scope
+        for neighbor in self._kernel.neighbors.values():
+            yield Seen(neighbor, self._claim(neighbor.device))
+
+    def _put(self, put: Put) -> None:
+        assert isinstance(put.want, Neighbor)
+        self._kernel.replace_neighbor(put.want)
+
+    def _drop(self, resource: Resource) -> None:
+        _forget(self._kernel.neighbors, resource)
+
+
+class Fdb(KernelTable):
+    name = "fdb"
+
+    def _seen(self, scope: Scope) -> Iterator[Seen]:
+        del scope
+        for entry in self._kernel.fdb.values():
+            yield Seen(entry, self._claim(entry.device))
+
+    def _put(self, put: Put) -> None:
+        assert isinstance(put.want, FdbEntry)
+        self._kernel.replace_fdb(put.want)
+
+    def _drop(self, resource: Resource) -> None:
+        _forget(self._kernel.fdb, resource)
+
+
+class Routes(KernelTable):
+    name = "routes"
+
+    def _seen(self, scope: Scope) -> Iterator[Seen]:
+        """Yield the first route to each prefix, and one of ours behind it that is not wanted."""
+        for by_network in self._kernel.routes.values():
+            for there in by_network.values():
+                found = [each for each in there if each.metric == 0]
+                for held in found[:1]:
+                    yield self._what(held, scope)
+                for held in found[1:]:
+                    if self._kernel.owns(held, adopt=scope.adopt) and held.route.key not in scope.wanted:
+                        yield Seen(held.route)
+
+    def _what(self, held: KernelRoute, scope: Scope) -> Seen:
+        if held.protocol == _KERNELS and held.route.device not in self._kernel.domain.links:
+            return Seen(RivalRoute(held.route.key, is_connected=True), Claim.FOREIGN)
+        is_ours = self._kernel.owns(held, adopt=scope.adopt)
+        return Seen(held.route, Claim.OURS if is_ours else Claim.FOREIGN)
+
+    def _put(self, put: Put) -> None:
+        """What stands there is replaced if it is ours, never otherwise; one of ours may be behind it."""
+        want = put.want
+        assert isinstance(want, Route)
+        domain = self._kernel.domain
+        protocol = PROTO_BOOT if want.device in domain.links else PROTO_FLANNEL
+        there = [each for each in self._kernel.at(want.destination) if each.metric == 0]
+        ours = [each for each in there if self._kernel.owns(each, adopt=True)]
+        if there and not ours and put.was is not None:
+            raise KernelError(f"{put.was} stands there and is not flannel's")
+        if there and (put.was is None or not ours):
+            raise KernelError(EEXIST)
+        for each in ours:
+            self._kernel.delete_route(each.route)
+        try:
+            self._kernel.add_route(want, protocol, in_front=True)
+        except KernelError:
+            self._kernel.at(want.destination)[:0] = ours
+            raise
+
+    def _drop(self, resource: Resource) -> None:
+        assert isinstance(resource, Route)
+        self._kernel.delete_route(resource)
+
+
+def _forget(held: dict[Key, Neighbor] | dict[Key, FdbEntry], resource: Resource) -> None:
+    if held.pop(resource.key, None) is None:
+        raise KernelError(ENOENT)
+
+
+_TABLES = (Links, Addresses, Neighbors, Fdb, Routes)
+
+
+def tables(kernel: Kernel, left: Callable[[], Iterable[Link]] = tuple) -> dict[str, KernelTable]:
+    """Return the tables of a kernel in the order of making; ``left`` names devices of earlier runs."""
+    return {table.name: table(kernel, left) for table in _TABLES}
+
+
+def by_table(resources: Iterable[Resource]) -> dict[str, dict[Key, Resource]]:
+    """Return a part of the desired state for each table."""
+    state: dict[str, dict[Key, Resource]] = {table.name: {} for table in _TABLES}
+    for resource in resources:
+        state[str(resource.key[0])][resource.key] = resource
+    return state
