@@ -35,6 +35,7 @@ from flanneld.network.rtnetlink.monitor import (
     Unheard,
 )
 from flanneld.network.uplink_facts import read_host_networks
+from flanneld.reconcile import encryption
 from flanneld.reconcile.contest_backoff import ContestBackoff
 from flanneld.reconcile.counters import Work
 from flanneld.reconcile.host_news import may_be_obstacle
@@ -62,7 +63,6 @@ from flanneld.state.resources import (
     Kind,
     Link,
     Resource,
-    Route,
     State,
     Vxlan,
 )
@@ -243,8 +243,8 @@ class Controller:
 
     def _leaks(self, resource: Resource) -> bool:
         """Return True for a route by which packets leave in the clear though the backend encrypts."""
-        is_outside = isinstance(resource, Route) and resource.device not in self.domain.links
-        return is_outside and encrypts(self.uplink_manager.backend)
+        backend, own = self.uplink_manager.backend, self._node.lease
+        return encryption.leaks(resource, backend, own, self.domain.links, synced=self.peers.synced)
 
     def _wish_for_ourselves(self) -> None:
         backend, uplink = self.uplink_manager.backend, self.uplink_manager.uplink

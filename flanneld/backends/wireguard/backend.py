@@ -15,6 +15,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from flanneld.backends.announcement import announced
 from flanneld.backends.contract import Host, peers_public_ip, require_type
 from flanneld.backends.wireguard import keys
 from flanneld.backends.wireguard.keys import NO_PRESHARED_KEY
@@ -187,9 +188,10 @@ class WireGuardBackend:
 
         Several nodes behind one NAT have one public IP. A node whose key file was lost has another key.
         """
-        for family in self._devices:
+        known = announced(attrs, TYPE)
+        for family in self._devices if known else ():
             try:
-                if attrs.backend_type == TYPE and peer_data(attrs.data(family))[0] == self._public_key:
+                if known and peer_data(known.data(family))[0] == self._public_key:
                     return True
             except Refused:
                 continue
@@ -218,7 +220,7 @@ class WireGuardBackend:
 
     def peer(self, own: Lease, lease: Lease, /) -> Iterator[Resource]:
         del own
-        require_type(lease, TYPE)
+        lease = require_type(lease, TYPE)
         families = [family for family in self._devices if lease.net(family) is not None]
         if self._config.mode is Mode.SEPARATE:
             for family in families:
