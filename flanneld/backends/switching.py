@@ -118,7 +118,7 @@ class Switching:
         return with_also(self._first.attributes(), self._second.attributes())
 
     def is_self(self, attrs: LeaseAttrs) -> bool:
-        """Ask the backend that knows better than by the public IP, if one does."""
+        """Return the answer of the backend that has a better one than the public IP."""
         for each in (self._first, self._second):
             if isinstance(each, RecognizesItself):
                 return each.is_self(attrs)

@@ -80,6 +80,7 @@ def _looks(components: Components) -> Iterator[tuple[str, Iterable[str]]]:
             "kernel",
             _of_the_kernel(components.reconciler.pending(), contested=components.reconciler.is_contested()),
         )
+        yield "encryption", filter(None, (components.reconciler.encryption.problem,))
         yield "peers", _of_the_peers(components.reconciler.peers)
         yield "removals", _of_the_brake(components.reconciler.removal_guard)
     if components.firewall:

@@ -38,6 +38,7 @@ from flanneld.network.uplink_facts import read_host_networks
 from flanneld.reconcile import encryption
 from flanneld.reconcile.contest_backoff import ContestBackoff
 from flanneld.reconcile.counters import Work
+from flanneld.reconcile.encryption import EncryptionWatch
 from flanneld.reconcile.host_news import may_be_obstacle
 from flanneld.reconcile.node import Node
 from flanneld.reconcile.past.left_behind import LeftBehind
@@ -59,6 +60,7 @@ from flanneld.state.removal_guard import RemovalGuard
 from flanneld.state.report import Failure, Report
 from flanneld.state.resources import (
     LINKS,
+    ROUTES,
     Key,
     Kind,
     Link,
@@ -130,6 +132,7 @@ class Controller:
         #: Other threads, for tables that would keep the kernel waiting.
         self._workers = Workers((), stop=stop, heartbeat=heartbeat, converged=self._converged)
         self._loop = StepLoop(self.step, self._sources, stop=stop, heartbeat=partial(heartbeat, NAME))
+        self.encryption = EncryptionWatch()
         self._once = Once()
         self._origins = ChangeOrigins()
         #: The devices of ours and the uplink, by index, as last read.
@@ -233,6 +236,10 @@ class Controller:
         # What an earlier run left may lead past the encryption, and goes before any peer is known.
         self._reconciler.adopt = encrypts(self.uplink_manager.backend)
         report = self._reconciler.converge(now)
+        if encrypts(self.uplink_manager.backend):
+            with suppress(OSError):
+                self._look_at_host(now)  # again: what an earlier run left has gone
+        self._watch_encryption()
         self._tell_workers()
         self._workers.prepare(now)
         demand_all(self.states())
@@ -240,6 +247,10 @@ class Controller:
             log.info("Made %s", resource)
         warn_of_networks_around(self.peers.safety.obstacles, self.domain)
         self._next_look = now + _LOOK_PERIOD
+
+    def _watch_encryption(self) -> None:
+        if encrypts(self.uplink_manager.backend):
+            self.encryption.look(self.peers.safety.obstacles.host.detours, self.peers.wanted.table(ROUTES))
 
     def _leaks(self, resource: Resource) -> bool:
         """Return True for a route by which packets leave in the clear though the backend encrypts."""
@@ -418,6 +429,7 @@ class Controller:
         try:
             self._follow_uplink(now)
             self._look_at_host(now)
+            self._watch_encryption()
         except OSError as failure:
             self._could_not_read(failure, now)
             return

@@ -14,6 +14,7 @@ from flanneld.network.genetlink.devices import WireGuardDevices
 from flanneld.network.rtnetlink.netlink import NLM_F_REQUEST, NetlinkSocket, message
 from tests.lab import Lab, Node, own_command, wait_for
 from tests.lab.lab import NETWORK
+from tests.netns.kube import HEALTH_PORT, readiness
 from tests.netns.pair import DUAL_STACK, connect
 from tests.netns.traffic import Sniffer, Stream
 
@@ -299,3 +300,26 @@ def test_plan_and_cleanup_know_what_there_is(lab: Lab) -> None:
     assert DEVICE in tool(lab, node, "--cleanup")
     assert node.link(DEVICE) is None
     assert routes(node) == set()
+
+
+# ---- past the tunnel ------------------------------------------------------------------------------
+
+
+def test_a_route_past_the_tunnel_keeps_the_node_from_ready_and_stays(lab: Lab) -> None:
+    """Half of a peer's subnet leaves the host by another program's route, which is more specific."""
+    health = f"--healthz-port={HEALTH_PORT}"
+    node, peer = cluster(lab, 2, health)
+    half = peer.subnet().removesuffix("/24") + "/25"
+    past = ("via", peer.address, "dev", "eth0")
+    wait_for(lambda: readiness(node)[0] == 200, 20, "the node to be ready")
+    node.namespace.ip(f"route add {half} {' '.join(past)}")
+    wait_for(lambda: readiness(node)[0] == 503, 20, "the node not to be ready")
+    assert f"ip route delete {half} {' '.join(past)}" in node.log()
+    node.stop()
+    start(node, health)
+    wait_for(lambda: "Encryption bypassed" in node.log(), 20, "the route to be named")
+    wait_for(
+        lambda: (half, "eth0") in routes(node) and readiness(node)[0] == 503, 20, "the route to be there"
+    )
+    node.namespace.ip(f"route del {half}")
+    wait_for(lambda: readiness(node)[0] == 200, 20, "the node to be ready again")

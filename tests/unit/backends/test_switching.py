@@ -138,7 +138,7 @@ def test_in_phase_2_the_new_backend_leads_to_all_that_announce_it(attrs: LeaseAt
 
 
 def test_an_encrypted_network_refuses_peers_that_are_reached_in_the_clear_only() -> None:
-    with pytest.raises(OtherBackend, match="would be reached unencrypted; .*AllowUnencryptedPeers"):
+    with pytest.raises(OtherBackend, match=r"would be reached unencrypted; .*AllowUnencryptedPeers"):
         leads(made("wireguard", "vxlan"), VXLAN)
     assert ways(made("wireguard", "vxlan", AllowUnencryptedPeers=True), VXLAN) == ["flannel.1"]
     assert ways(made("vxlan", "host-gw"), HOST_GW) == ["eth0"]
