@@ -106,7 +106,12 @@ def load(
     for warning in config.warnings:
         log.warning("%s", warning)
     make_backend = registry.factory_for(config)
-    services = structs.replace(services, beside=partial(subnet_file.beside, path), boot_id=boot_id)
+    services = structs.replace(
+        services,
+        beside=partial(subnet_file.beside, path),
+        boot_id=boot_id,
+        listen_port=options.wireguard_port,
+    )
     return Loaded(options, manager, previous, last_run, config, make_backend, services)
 
 

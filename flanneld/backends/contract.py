@@ -85,6 +85,8 @@ class HostServices(Struct, frozen=True, kw_only=True):
     beside: Callable[[str], Path] = _absent
     #: The kernel's identity of this boot; empty if it cannot be read.
     boot_id: Callable[[], str] = _absent
+    #: The UDP port for this node alone; 0 for that of the network config.
+    listen_port: int = 0
 
 
 NO_SERVICES = HostServices()
