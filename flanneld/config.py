@@ -61,6 +61,8 @@ class Config(Struct, frozen=True, eq=False):
     ranges: tuple[SubnetRange, ...]
     backend_type: str
     backend: Fields
+    #: The same network with the backend that runs beside the first, as ``Backend.Also`` says.
+    also: Config | None = None
     enable_nftables: bool = False
     warnings: tuple[str, ...] = ()
 
@@ -107,14 +109,27 @@ def _read(top: Fields, source: str) -> Config:
     backend = Fields(top.raw("Backend"), "Backend")
     backend_type = backend.string("Type", "" if top.has("Backend") else DEFAULT_BACKEND)
     enable_nftables = top.boolean("EnableNFTables", False)
+    present = tuple(each for each in ranges if each)
     return Config(
         source=source,
-        ranges=tuple(each for each in ranges if each),
+        ranges=present,
         backend_type=backend_type.lower(),
         backend=backend,
+        also=_also(backend, source, present),
         enable_nftables=enable_nftables,
         warnings=tuple(_warnings(top)),
     )
+
+
+def _also(backend: Fields, source: str, ranges: tuple[SubnetRange, ...]) -> Config | None:
+    value = backend.raw("Also")
+    if value is None:
+        return None
+    also = Fields(value, "Backend.Also")
+    also_type = also.string("Type", "")
+    if not also_type:
+        raise ConfigError("Backend.Also has no Type", "name the backend that runs beside Backend.Type")
+    return Config(source, ranges, also_type.lower(), also)
 
 
 def _warnings(top: Fields) -> Iterator[str]:

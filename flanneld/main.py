@@ -187,7 +187,8 @@ class Daemon:
         self._host = host = self._upkeep(member)
         self._write_subnet_file(member)
         families, uplink = member.config.families, member.uplink_manager.uplink.name
-        host_checks.report(families, uplink, services=self._options.kube_subnet_mgr)
+        either = (uplink, *loops.reconciler.domain.links) if member.config.also else ()
+        host_checks.report(families, uplink, services=self._options.kube_subnet_mgr, either=either)
         host.start()
         self._readiness.await_peers()
         loops.start()
@@ -220,9 +221,11 @@ class Daemon:
         if self._member is None or self._host is None:
             return
         self._member.last_run.try_again()
-        problem = self._host.file_problem
-        self._readiness.await_file(problem)
-        if self._when_written and not problem:
+        file = self._host.file_problem
+        clear = self._loops.reconciler.encryption.problem if self._loops else ""
+        self._readiness.hold("file", file)
+        self._readiness.hold("encryption", clear)
+        if self._when_written and not (file or clear):
             self._when_written()
             self._when_written = None
 
@@ -248,7 +251,7 @@ class Daemon:
                 ip_masq=self._options.ip_masq,
             )
         )
-        self._readiness.await_file(self._host.file_problem)
+        self._readiness.hold("file", self._host.file_problem)
 
     def _tell(self, troubles: list[str]) -> None:
         self._told = troubles

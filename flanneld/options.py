@@ -153,6 +153,12 @@ def _port(number: int, source: str) -> int:
     return number
 
 
+def _own_port(number: int, source: str) -> int:
+    if not 0 <= number <= 65535:
+        raise Fatal(f"{source}: there is no port {number}", "give 1 to 65535, or 0 for ListenPort")
+    return number
+
+
 def _probes(number: int, source: str) -> int:
     if not 0 <= number <= 600:
         raise Fatal(f"{source} is {number} a minute", "give 0 to 600")
@@ -299,6 +305,12 @@ class Options:
     )
     peer_probes: int = _flag(
         "peer-probes", 0, "ask so many peers a minute, by ICMP, whether they are there; 0 for none", _probes
+    )
+    wireguard_port: int = _flag(
+        "wireguard-port",
+        0,
+        "`port` of wireguard on this node alone, as behind NAT; 0 for ListenPort",
+        _own_port,
     )
     cleanup: bool = _flag(
         "cleanup", False, "remove what flannel made for the network of the subnet file, list it and exit"

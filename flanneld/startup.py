@@ -106,8 +106,13 @@ def load(
     config = waiting.ask("the network config", manager.network_config)
     for warning in config.warnings:
         log.warning("%s", warning)
-    make_backend = registry.load(config.backend_type)
-    services = structs.replace(services, beside=partial(subnet_file.beside, path), boot_id=boot_id)
+    make_backend = registry.factory_for(config)
+    services = structs.replace(
+        services,
+        beside=partial(subnet_file.beside, path),
+        boot_id=boot_id,
+        listen_port=options.wireguard_port,
+    )
     return Loaded(options, manager, previous, last_run, config, make_backend, services)
 
 
@@ -213,6 +218,7 @@ def _elected(kernel: Kernel, config: Config, choice: InterfaceChoice, deadline: 
 
 def _warn_of_unread_keys(config: Config) -> None:
     """Called once the backend was built, which reads the keys that it knows."""
-    for key, nearest in config.backend.unread():
-        hint = f"; did you mean {nearest}?" if nearest else ""
-        log.warning("Unknown key %s in Backend of the network config%s", key, hint)
+    for place, each in (("Backend", config), ("Backend.Also", config.also)):
+        for key, nearest in each.backend.unread() if each else ():
+            hint = f"; did you mean {nearest}?" if nearest else ""
+            log.warning("Unknown key %s in %s of the network config%s", key, place, hint)

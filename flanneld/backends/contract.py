@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, runtime_checkable
 
 from msgspec import Struct
+from msgspec.structs import replace
 
+from flanneld.backends.announcement import announced
 from flanneld.config import Config
 from flanneld.errors import Refused, Retryable
 from flanneld.model import Family, IPAddress, IPNetwork, Lease, LeaseAttrs, Uplink
@@ -83,6 +85,8 @@ class HostServices(Struct, frozen=True, kw_only=True):
     beside: Callable[[str], Path] = _absent
     #: The kernel's identity of this boot; empty if it cannot be read.
     boot_id: Callable[[], str] = _absent
+    #: The UDP port for this node alone; 0 for that of the network config.
+    listen_port: int = 0
 
 
 NO_SERVICES = HostServices()
@@ -164,6 +168,26 @@ def encrypts(backend: Backend) -> bool:
     return bool(getattr(backend, "encrypts", False))
 
 
+def stands_alone(backend: Backend) -> bool:
+    """Return True for a backend that cannot run beside another one, which ``stands_alone`` says.
+
+    One that leads to no peer cannot either.
+    """
+    return bool(getattr(backend, "stands_alone", False)) or not has_peers(backend)
+
+
+@runtime_checkable
+class Switches(Protocol):
+    """Optional part of a backend that takes over from another one.
+
+    Routes of that other one serve until all peers are known.
+    """
+
+    def clear_devices(self, own: Lease, /) -> frozenset[str]:
+        """Return our devices whose packets can be read on the way, though the backend encrypts."""
+        ...
+
+
 @runtime_checkable
 class RecognizesItself(Protocol):
     """Optional part of a backend: its answer to whether a lease is this node's.
@@ -209,13 +233,18 @@ Factory = Callable[[Config, Host], Backend]
 # ---- what backends ask of a peer's lease --------------------------------------------------------
 
 
-def require_type(lease: Lease, backend_type: str) -> None:
-    """Raises ``OtherBackend`` for the lease of a node that runs another one."""
-    if lease.attrs.backend_type != backend_type:
+def require_type(lease: Lease, backend_type: str) -> Lease:
+    """Return the lease as a node of this type has it, be this type announced beside another one.
+
+    Raises ``OtherBackend`` for the lease of a node that announces others only.
+    """
+    attrs = announced(lease.attrs, backend_type)
+    if attrs is None:
         raise OtherBackend(
             f"{lease} is a {lease.attrs.backend_type or 'nameless'} node, we run {backend_type}",
             "run one Backend.Type on all nodes",
         )
+    return lease if attrs is lease.attrs else replace(lease, attrs=attrs)
 
 
 def peers_public_ip(lease: Lease, family: Family, uplink: Uplink) -> IPAddress:

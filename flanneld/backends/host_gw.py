@@ -43,7 +43,7 @@ class HostGw:
         return iter(())
 
     def peer(self, _own: Lease, lease: Lease) -> Iterator[Resource]:
-        require_type(lease, TYPE)
+        lease = require_type(lease, TYPE)
         for family in self._families:
             subnet = lease.net(family)
             if subnet is not None:

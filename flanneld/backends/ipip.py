@@ -67,7 +67,7 @@ class IpipBackend:
             yield Address(DEVICE, own.subnet.network_address)
 
     def peer(self, _own: Lease, lease: Lease) -> Iterator[Resource]:
-        require_type(lease, TYPE)
+        lease = require_type(lease, TYPE)
         if lease.subnet is None:
             return
         remote = peers_public_ip(lease, 4, self._host.uplink)

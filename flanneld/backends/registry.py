@@ -6,6 +6,7 @@ from importlib import import_module
 
 from flanneld.backends.contract import Factory
 from flanneld.compat.flags import quoted
+from flanneld.config import Config
 from flanneld.errors import Fatal
 
 #: The entry points of other packages.
@@ -20,6 +21,16 @@ _OWN = {
     "wireguard": ("flanneld.backends.wireguard.backend", "WireGuardBackend"),
     "vxlan": ("flanneld.backends.vxlan", "build"),
 }
+
+
+def factory_for(config: Config) -> Factory:
+    """Return the factory of the backend, or of both if another one runs beside it. Raises ``Fatal``."""
+    first = load(config.backend_type)
+    if config.also is None:
+        return first
+    from flanneld.backends.switching import beside  # most nodes run one backend
+
+    return beside(first, load(config.also.backend_type))
 
 
 def load(name: str) -> Factory:

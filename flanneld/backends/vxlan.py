@@ -142,7 +142,7 @@ class VxlanBackend:
                 yield Address(device.name, subnet.network_address)
 
     def peer(self, _own: Lease, lease: Lease) -> Iterator[Resource]:
-        require_type(lease, TYPE)
+        lease = require_type(lease, TYPE)
         for family, device in self._devices.items():
             subnet = lease.net(family)
             if subnet is None:

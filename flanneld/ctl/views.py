@@ -34,7 +34,7 @@ def status(source: Source) -> list[Table]:
                 row("ready", "health", _ready),
                 row("trouble", "health", _trouble),
                 row("store", "store", _store),
-                row("backend", "network", lambda network: network.get("backend") or _UNKNOWN),
+                row("backend", "network", _backend),
                 row("network", "network", _networks),
                 ("lease", _lease(document)),
                 row("uplink", "uplink", _uplink),
@@ -118,6 +118,11 @@ def _store(store: Mapping[str, Any]) -> str:
 
 def _networks(network: Mapping[str, Any]) -> str:
     return ", ".join(each["network"] for each in network.get("ranges") or ()) or _UNKNOWN
+
+
+def _backend(network: Mapping[str, Any]) -> str:
+    also = f", also {network['also']}" if network.get("also") else ""
+    return f"{network.get('backend') or _UNKNOWN}{also}"
 
 
 def _lease(document: Mapping[str, Any]) -> str:

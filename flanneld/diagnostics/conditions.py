@@ -78,6 +78,7 @@ def _looks(components: Components) -> Iterator[tuple[str, Iterable[str]]]:
         yield "uplink", _of_the_uplink(components.reconciler.uplink_manager)
         tables = components.reconciler.tables
         yield "kernel", _of_the_kernel(tables.pending(), contested=tables.is_contested())
+        yield "encryption", filter(None, (components.reconciler.encryption.problem,))
         yield "peers", _of_the_peers(components.reconciler.peers)
         yield "removals", _of_the_brake(components.reconciler.removal_guard)
     if components.firewall:

@@ -57,6 +57,8 @@ class Facts(Struct, frozen=True, gc=False):
     services: bool = False
     advertised: tuple[str, ...] = ()
     elsewhere: str = ""
+    #: The devices by which peers' packets come in while they may leave by another one.
+    either: tuple[str, ...] = ()
 
 
 class Topic(StrEnum):
@@ -87,9 +89,14 @@ class Finding(Struct, frozen=True, gc=False):
         return shlex.join(self.argv)
 
 
-def report(families: tuple[Family, ...], uplink: str, *, services: bool = False) -> None:
-    """Put right what we may, and log one line about each obstacle."""
-    for finding in findings(read_facts(families, uplink, services=services)):
+def report(
+    families: tuple[Family, ...], uplink: str, *, services: bool = False, either: tuple[str, ...] = ()
+) -> None:
+    """Put right what we may, and log one line about each obstacle.
+
+    By each device in ``either`` packets of a peer come in while the answers may leave by another one.
+    """
+    for finding in findings(read_facts(families, uplink, services=services, either=either)):
         if mend(finding):
             log.info("%s, so %s; mended by: %s", finding.what, finding.why, finding.command)
         elif finding.topic is not Topic.FORWARDING:  # of which its table tells
@@ -178,7 +185,12 @@ class ForwardingTable:
 
 def findings(facts: Facts) -> tuple[Finding, ...]:
     """What stands in the way (pure)."""
-    return (*_no_forwarding(facts), *_bridge_without_firewall(facts), *_strict_uplink(facts))
+    return (
+        *_no_forwarding(facts),
+        *_bridge_without_firewall(facts),
+        *_strict_uplink(facts),
+        *_strict_switch(facts),
+    )
 
 
 def _no_forwarding(facts: Facts) -> Iterator[Finding]:
@@ -237,6 +249,22 @@ def _strict_uplink(facts: Facts) -> Iterator[Finding]:
         )
 
 
+def _strict_switch(facts: Facts) -> Iterator[Finding]:
+    """While a cluster switches backends, a peer may still send by the other one."""
+    if 4 not in facts.families:
+        return
+    everywhere = facts.settings.get("net/ipv4/conf/all/rp_filter", 0)
+    for name in facts.either:
+        setting = f"net/ipv4/conf/{name}/rp_filter"
+        if max(facts.settings.get(setting, 0), everywhere) == _STRICT:
+            yield Finding(
+                Topic.REVERSE_PATH,
+                f"{_shown(setting)} is strict while Backend.Also is in use",
+                f"packets that come in by {name} from nodes in another phase of the switch are dropped",
+                _sysctl((setting, _LOOSE)),
+            )
+
+
 def _sysctl(*settings: tuple[str, int]) -> Command:
     return ("sysctl", "-w", *(f"{_shown(path)}={value}" for path, value in settings))
 
@@ -249,7 +277,9 @@ def _shown(path: str) -> str:
 # ---- reading and writing ------------------------------------------------------------------------
 
 
-def read_facts(families: tuple[Family, ...], uplink: str, *, services: bool = False) -> Facts:
+def read_facts(
+    families: tuple[Family, ...], uplink: str, *, services: bool = False, either: tuple[str, ...] = ()
+) -> Facts:
     """Ask the kernel of this network namespace. Routes are read only where they matter: there may be many."""
     paths = [table[family] for table in (FORWARDING, BRIDGED) for family in families]
     paths += [f"net/ipv4/conf/{name}/rp_filter" for name in ("all", uplink)]
@@ -259,7 +289,9 @@ def read_facts(families: tuple[Family, ...], uplink: str, *, services: bool = Fa
         advertised = tuple(_advertised_defaults())
         settings |= _read(*(f"net/ipv6/conf/{name}/accept_ra" for name in advertised))
     strict = any(settings.get(path) == _STRICT for path in paths[-2:])
-    return Facts(families, uplink, settings, services, advertised, _elsewhere(uplink) if strict else "")
+    settings |= _read(*(f"net/ipv4/conf/{name}/rp_filter" for name in either))
+    elsewhere = _elsewhere(uplink) if strict else ""
+    return Facts(families, uplink, settings, services, advertised, elsewhere, either)
 
 
 def _read(*paths: str) -> dict[str, int]:

@@ -74,10 +74,10 @@ class Readiness:
     def complete(self) -> None:
         self._set("peers", "")
 
-    def await_file(self, problem: str) -> None:
-        """Hold readiness back while the subnet file has a problem; an empty text is none."""
-        if self._missing.get("file", "") != problem:
-            self._set("file", problem)
+    def hold(self, condition: str, problem: str) -> None:
+        """Hold readiness back while a condition has a problem; an empty text is none."""
+        if self._missing.get(condition, "") != problem:
+            self._set(condition, problem)
 
     def ask(self, what: str, attempt: Callable[[], Result]) -> Result:
         """Get something out of the store, as ``patiently`` does."""

@@ -95,6 +95,7 @@ def network(config: Config | None) -> Document | None:
     return {
         "ranges": [{"network": str(each.network), "subnet_len": each.subnet_len} for each in config.ranges],
         "backend": config.backend_type,
+        "also": config.also.backend_type if config.also else None,
     }
 
 

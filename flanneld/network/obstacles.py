@@ -30,6 +30,10 @@ class HostRoute(Struct, frozen=True, gc=False):
     protocol: int
     hops: tuple[tuple[str, IPAddress | None], ...]
 
+    def __str__(self) -> str:
+        hops = (f"{f' via {gateway}' if gateway else ''} dev {device}" for device, gateway in self.hops)
+        return f"{self.destination or 'default'}{' nexthop'.join(hops)}"
+
 
 class Obstacle(Struct, frozen=True, gc=False):
     """A network that the host is connected to, or one of its addresses or gateways."""
@@ -51,12 +55,14 @@ class HostNetworks(Struct, frozen=True, gc=False):
     """The host's own addresses and networks, as its routes tell them.
 
     ``obstacles`` are those on devices of others. ``local`` are all of the host's addresses, and ``broadcast``
-    the broadcast and network addresses of its links.
+    the broadcast and network addresses of its links. ``detours`` are routes of others into the cluster's
+    networks, but for those to a network on a link.
     """
 
     obstacles: frozenset[Obstacle] = frozenset()
     local: frozenset[IPNetwork] = frozenset()
     broadcast: frozenset[IPAddress] = frozenset()
+    detours: frozenset[HostRoute] = frozenset()
 
 
 def host_networks(
@@ -77,18 +83,21 @@ def host_networks(
         homes.setdefault(device, []).append(net)
     obstacles = {Obstacle(net, device, "address") for net, device in local if device}
     broadcasts = set(broadcast)
+    detours: set[HostRoute] = set()
     for route in routes:
         if _is_connected(route, homes):
             assert route.destination is not None
             obstacles.add(Obstacle(route.destination, route.hops[0][0], "network"))
             broadcasts.update(_broadcasts(route.destination))
+        elif _is_detour(route, networks, own):
+            detours.add(route)
         for device, gateway in route.hops:
             if gateway is not None:
                 obstacles.add(Obstacle(single(gateway), device, "gateway"))
     relevant = (each for each in obstacles if concerns(each.net, networks, own))
     # Loopback addresses are no host's public IP anywhere: that is for the backend to say.
     addresses = frozenset(net for net, _ in local if not net.is_loopback)
-    return HostNetworks(frozenset(relevant), addresses, frozenset(broadcasts))
+    return HostNetworks(frozenset(relevant), addresses, frozenset(broadcasts), frozenset(detours))
 
 
 def concerns(net: IPNetwork, networks: Iterable[IPNetwork], own: Iterable[IPNetwork]) -> bool:
@@ -111,6 +120,14 @@ def _is_connected(route: HostRoute, homes: dict[str, list[IPNetwork]]) -> bool:
     return route.protocol in _ON_LINK_PROTOCOLS or any(
         lies_in(home, net) for home in homes.get(route.hops[0][0], ())
     )
+
+
+def _is_detour(route: HostRoute, networks: Iterable[IPNetwork], own: Iterable[IPNetwork]) -> bool:
+    """Return True for a route of others into the cluster's networks, but for one into our subnet."""
+    net = route.destination
+    if net is None or not route.hops:
+        return False
+    return concerns(net, networks, own) and any(lies_in(net, network) for network in networks)
 
 
 def _broadcasts(net: IPNetwork) -> Iterator[IPAddress]:

@@ -16,6 +16,8 @@ from flanneld.backends.contract import encrypts
 from flanneld.errors import Retryable, cause_of
 from flanneld.model import Cached, Event
 from flanneld.network.rtnetlink.domain import Domain
+from flanneld.reconcile import encryption
+from flanneld.reconcile.encryption import EncryptionWatch
 from flanneld.reconcile.host_watch import LOOK_SPACING, HostWatch
 from flanneld.reconcile.kernel_news import KernelNews
 from flanneld.reconcile.node import Node
@@ -36,7 +38,7 @@ from flanneld.runtime.event_queue import EventQueue
 from flanneld.runtime.step_loop import StepLoop
 from flanneld.state.removal_guard import RemovalGuard
 from flanneld.state.report import Report
-from flanneld.state.resources import Resource, Route
+from flanneld.state.resources import Resource
 from flanneld.state.table import Table
 
 log = logging.getLogger(__name__)
@@ -94,6 +96,11 @@ class Controller:
         """What of the kernel is ours."""
         return self._node.kernel.domain
 
+    @property
+    def encryption(self) -> EncryptionWatch:
+        """Routes of other programs that lead past the encryption."""
+        return self._host.encryption
+
     # ---- before the first peer ---------------------------------------------------------------
 
     def prepare(self) -> None:
@@ -112,6 +119,7 @@ class Controller:
         # What an earlier run left may lead past the encryption, and goes before any peer is known.
         self.tables.reconciler.adopt = encrypts(backend)
         report = self.tables.converge(now)
+        self._host.watch_encryption(now)
         self.tables.workers.prepare(now)
         demand_all(self.tables.states())
         for resource in report.made:
@@ -121,8 +129,8 @@ class Controller:
 
     def _leaks(self, resource: Resource) -> bool:
         """Return True for a route by which packets leave in the clear though the backend encrypts."""
-        is_outside = isinstance(resource, Route) and resource.device not in self.domain.links
-        return is_outside and encrypts(self.uplink_manager.backend)
+        backend, own = self.uplink_manager.backend, self._node.lease
+        return encryption.leaks(resource, backend, own, self.domain.links, synced=self.peers.synced)
 
     # ---- the loop ----------------------------------------------------------------------------
 

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 
 from msgspec.structs import replace
 
+from flanneld.backends.contract import encrypts
 from flanneld.compat.glog import Once, counted
 from flanneld.errors import cause_of
 from flanneld.network.obstacles import Obstacles
 from flanneld.network.uplink_facts import read_host_networks
+from flanneld.reconcile.encryption import EncryptionWatch
 from flanneld.reconcile.node import Node
 from flanneld.reconcile.node_tables import NodeTables
 from flanneld.reconcile.peers import Peers
 from flanneld.reconcile.reconciler import REST, SETTLE
 from flanneld.runtime import clock
 from flanneld.state.diff import Delta
-from flanneld.state.resources import Link, Vxlan
+from flanneld.state.resources import ROUTES, Link, Vxlan
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +41,7 @@ class HostWatch:
         self._peers = peers
         self._tables = tables
         self._on_move = on_move
+        self.encryption = EncryptionWatch()
         self._once = Once()
         self._next_look = clock.now()
         self._earliest_look = 0.0
@@ -67,6 +71,7 @@ class HostWatch:
         except OSError as failure:
             self.could_not_read(failure, now)
             return
+        self._tell_of_bypasses()
         self._once.clear("read")
         self._earliest_look = now + max(LOOK_SPACING, REST * (clock.cpu_time() - began))
 
@@ -81,6 +86,18 @@ class HostWatch:
         if host != self._peers.safety.obstacles.host:
             self._change(self._peers.look(Obstacles(host), self._manager.backend), now)
         self._peers.tell()
+
+    def watch_encryption(self, now: float) -> None:
+        """Look at the host's routes again if the backend encrypts: what an earlier run left has gone."""
+        if encrypts(self._manager.backend):
+            with suppress(OSError):
+                self.look_at_networks(now)
+            self._tell_of_bypasses()
+
+    def _tell_of_bypasses(self) -> None:
+        if encrypts(self._manager.backend):
+            detours = self._peers.safety.obstacles.host.detours
+            self.encryption.look(detours, self._peers.wanted.table(ROUTES))
 
     def wish_for_ourselves(self) -> None:
         """Desire what this node needs with the present backend, whoever its peers are."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 
 from tests.interop.mixed import mixed, replace_daemons
 from tests.lab import Lab, own_command, peer_command, wait_for
+from tests.netns.pair import connect
 from tests.netns.test_etcd_move import migrate, nothing_lost, restart, subnets_in
 from tests.netns.test_probes import probe
 
@@ -63,3 +65,15 @@ def test_a_cluster_of_the_other_daemon_moves_to_v3_of_etcd(lab: Lab) -> None:
             restart(node, "v3")
     assert [node.subnet() for node in nodes] == subnets
     assert subnets_in(lab, "v3") == set(subnets)
+
+
+@pytest.mark.parametrize(("kind", "also"), [("vxlan", "host-gw"), ("host-gw", "vxlan")])
+def test_the_other_daemon_ignores_a_second_backend(lab: Lab, kind: str, also: str) -> None:
+    """Neither our lease nor the network config keeps it from its work; it stays where it was."""
+    (theirs,) = lab.cluster({"Type": kind}, nodes=1, command=THEIRS)
+    both = {"Type": kind, "Also": {"Type": also}}
+    (ours,) = lab.cluster(both, nodes=1)
+    (later,) = lab.cluster(both, nodes=1, command=THEIRS)
+    assert lab.etcd.leases()[ours.subnet()]["BackendData"]["Also"]["Type"] == also
+    for one, other in itertools.permutations((theirs, ours, later), 2):
+        connect(one, other)

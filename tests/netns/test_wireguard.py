@@ -14,6 +14,7 @@ from flanneld.network.genetlink.devices import WireGuardDevices
 from flanneld.network.rtnetlink.netlink import NLM_F_REQUEST, NetlinkSocket, message
 from tests.lab import Lab, Node, own_command, wait_for
 from tests.lab.lab import NETWORK
+from tests.netns.kube import HEALTH_PORT, readiness
 from tests.netns.pair import DUAL_STACK, connect
 from tests.netns.traffic import Sniffer, Stream
 
@@ -230,14 +231,25 @@ def test_switch_from_many_peers_in_the_clear_leaves_none_of_their_routes(
 # ---- behind NAT -----------------------------------------------------------------------------------
 
 
-def translate(lab: Lab, node: Node, public: str) -> None:
-    """Have the switch give a node's packets a public address, and pass the replies on, and nothing more."""
+def translate(lab: Lab, publics: Mapping[Node, str], ports: Mapping[Node, int] | None = None) -> None:
+    """Have the switch give nodes' packets public addresses, and pass on the replies.
+
+    What comes for a port is forwarded to its node, also from another node behind the same address.
+    """
+    forwards = [
+        f"ip daddr {publics[node]} udp dport {port} dnat to {node.address}:{port}"
+        for node, port in (ports or {}).items()
+    ]
     rules = (
         "flush ruleset",  # in one step: a packet between two would show the peer the node's own address
         "table ip nat {",
+        "chain pre {",
+        "type nat hook prerouting priority -100;",
+        *forwards,
+        "}",
         "chain post {",
         "type nat hook postrouting priority 100;",
-        f"ip saddr {node.address} oifname br0 snat to {public}",
+        *(f"ip saddr {node.address} oifname != lo snat to {public}" for node, public in publics.items()),
         "}",
         "}",
     )
@@ -264,7 +276,7 @@ def test_a_node_behind_nat_whose_address_changes_is_reached(lab: Lab) -> None:
     (node,) = lab.add_nodes(routed=True)
     publics = ("198.18.0.201", "198.18.0.202")
     lab.switch.ip(*(f"address add {public}/24 dev br0" for public in publics))
-    translate(lab, node, publics[0])
+    translate(lab, {node: publics[0]})
     start(peer)
     start(node, "--iface=eth0", f"--public-ip={publics[0]}")
     for each in (peer, node):
@@ -272,11 +284,40 @@ def test_a_node_behind_nat_whose_address_changes_is_reached(lab: Lab) -> None:
     connect(node, peer)
     connect(peer, node)
     assert lab.etcd.leases()[node.subnet()]["PublicIP"] == endpoint(peer, node) == publics[0]
-    translate(lab, node, publics[1])
+    translate(lab, {node: publics[1]})
     connect(peer, node)
     connect(node, peer)
     assert endpoint(peer, node) == publics[1]
     assert "Restored peer" not in peer.log()
+
+
+def test_three_sites_behind_nat_talk_and_one_may_move(lab: Lab) -> None:
+    """Two nodes share a public address, each with a forwarded port; the last is reached since it calls."""
+    lab.etcd.put_config({"Network": NETWORK, "Backend": {**WIREGUARD, "PersistentKeepaliveInterval": 1}})
+    nodes = lab.add_nodes(4, routed=True)
+    one, neighbour, second, mobile = nodes
+    shared, other, first_home, next_home = (f"198.18.0.{number}" for number in range(201, 205))
+    for public in (shared, other, first_home, next_home):
+        lab.switch.ip(f"address add {public}/24 dev br0")
+    publics = {one: shared, neighbour: shared, second: other, mobile: first_home}
+    ports = {one: 51820, neighbour: 51830, second: 51820}
+    translate(lab, publics, ports)
+    for node in nodes:
+        start(node, f"--public-ip={publics[node]}", f"--wireguard-port={ports.get(node, 0)}")
+    for node in nodes:
+        node.wait_ready(60)
+    connect_all(nodes)
+    assert len(lab.etcd.leases()) == len(nodes)
+    assert lab.etcd.leases()[neighbour.subnet()]["BackendData"]["Port"] == ports[neighbour]
+    translate(lab, {**publics, mobile: next_home}, ports)
+    connect_all(nodes)
+    assert {endpoint(node, mobile) for node in nodes[:3]} == {next_home}
+    assert len(lab.etcd.leases()) == len(nodes)
+
+
+def connect_all(nodes: list[Node]) -> None:
+    for one, other in itertools.permutations(nodes, 2):
+        connect(one, other)
 
 
 # ---- the tools ------------------------------------------------------------------------------------
@@ -299,3 +340,26 @@ def test_plan_and_cleanup_know_what_there_is(lab: Lab) -> None:
     assert DEVICE in tool(lab, node, "--cleanup")
     assert node.link(DEVICE) is None
     assert routes(node) == set()
+
+
+# ---- past the tunnel ------------------------------------------------------------------------------
+
+
+def test_a_route_past_the_tunnel_keeps_the_node_from_ready_and_stays(lab: Lab) -> None:
+    """Half of a peer's subnet leaves the host by another program's route, which is more specific."""
+    health = f"--healthz-port={HEALTH_PORT}"
+    node, peer = cluster(lab, 2, health)
+    half = peer.subnet().removesuffix("/24") + "/25"
+    past = ("via", peer.address, "dev", "eth0")
+    wait_for(lambda: readiness(node)[0] == 200, 20, "the node to be ready")
+    node.namespace.ip(f"route add {half} {' '.join(past)}")
+    wait_for(lambda: readiness(node)[0] == 503, 20, "the node not to be ready")
+    assert f"ip route delete {half} {' '.join(past)}" in node.log()
+    node.stop()
+    start(node, health)
+    wait_for(lambda: "Encryption bypassed" in node.log(), 20, "the route to be named")
+    wait_for(
+        lambda: (half, "eth0") in routes(node) and readiness(node)[0] == 503, 20, "the route to be there"
+    )
+    node.namespace.ip(f"route del {half}")
+    wait_for(lambda: readiness(node)[0] == 200, 20, "the node to be ready again")

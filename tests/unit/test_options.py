@@ -48,6 +48,7 @@ DEFAULTS = {
     "plan": False,
     "removal-brake": True,
     "peer-probes": 0,
+    "wireguard-port": 0,
     "ip-masq": False,
     "ip-masq-fully-random-disable": False,
     "kube-subnet-mgr": False,
@@ -302,6 +303,8 @@ def test_two_commands_at_once_are_refused() -> None:
         ("-all", "give -cleanup too"),
         ("-peer-probes=-1", "give 0 to 600"),
         ("-peer-probes=601", "give 0 to 600"),
+        ("-wireguard-port=65536", "give 1 to 65535"),
+        ("-wireguard-port=-1", "give 1 to 65535"),
     ],
 )
 def test_a_value_that_means_nothing_is_refused_with_what_does(word: str, remedy: str) -> None:

@@ -31,6 +31,9 @@ _LONGEST_DATA = 16 << 10
 class Extension:
     """Options in ``Backend``: the commands, ``Shell`` and ``TimeLimitSeconds``."""
 
+    #: Commands make routes of their own, and the data in its lease may be any text.
+    stands_alone = True
+
     def __init__(self, config: Config, host: Host) -> None:
         self._config = config
         self._host = host

@@ -68,6 +68,9 @@ def _require_native() -> None:
 class Udp:
     """One TUN that leads to all peers. IPv4 only, as upstream; a network's IPv6 part is not carried."""
 
+    #: Its leases name no type, and every lease leads to a peer.
+    stands_alone = True
+
     def __init__(self, config: Config, host: Host) -> None:
         wanted, uplink = read_config(config), host.uplink
         pool = config.range(4)

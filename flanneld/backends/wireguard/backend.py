@@ -15,6 +15,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from flanneld.backends.announcement import announced
 from flanneld.backends.contract import Host, peers_public_ip, require_type
 from flanneld.backends.wireguard import keys
 from flanneld.backends.wireguard.keys import NO_PRESHARED_KEY
@@ -130,6 +131,7 @@ class WireGuardBackend:
 
     def __init__(self, config: Config, host: Host) -> None:
         self._config = wanted = read_config(config)
+        self._ports = _own_ports(wanted, config.families, host.listen_port)
         self._host = host
         uplink = host.uplink
         self._ranges = {each.family: each.network for each in config.ranges}
@@ -173,7 +175,7 @@ class WireGuardBackend:
             self._uplink.public_ip,
             self._uplink.public_ipv6,
             TYPE,
-            backend_data=self._announcement(4, self._config.listen_port),
+            backend_data=self._announcement(4, self._ports[DEVICE]),
             backend_v6_data=self._announcement(6, self._config.listen_port_v6),
         )
 
@@ -187,9 +189,10 @@ class WireGuardBackend:
 
         Several nodes behind one NAT have one public IP. A node whose key file was lost has another key.
         """
-        for family in self._devices:
+        known = announced(attrs, TYPE)
+        for family in self._devices if known else ():
             try:
-                if attrs.backend_type == TYPE and peer_data(attrs.data(family))[0] == self._public_key:
+                if known and peer_data(known.data(family))[0] == self._public_key:
                     return True
             except Refused:
                 continue
@@ -210,7 +213,7 @@ class WireGuardBackend:
             yield Blackhole(network, unreachable=True)
         for device in dict.fromkeys(self._devices.values()):
             yield WireGuard(device, self._mtu)
-            yield DeviceKey(device, self._private_key, self._public_key, self._listen_port(device))
+            yield DeviceKey(device, self._private_key, self._public_key, self._ports[device])
         for family, device in self._devices.items():
             subnet = own.net(family)
             if subnet is not None:
@@ -218,7 +221,7 @@ class WireGuardBackend:
 
     def peer(self, own: Lease, lease: Lease, /) -> Iterator[Resource]:
         del own
-        require_type(lease, TYPE)
+        lease = require_type(lease, TYPE)
         families = [family for family in self._devices if lease.net(family) is not None]
         if self._config.mode is Mode.SEPARATE:
             for family in families:
@@ -275,14 +278,15 @@ class WireGuardBackend:
         ours, theirs = self._uplink.public(family), lease.attrs.public(family)
         if theirs is None or theirs != ours or ours == self._uplink.local(family):
             return peers_public_ip(lease, family, self._uplink)
-        if port == self._listen_port(device):
+        if port == self._ports[device]:
             raise Refused(
                 f"{lease} announces our own public IP {theirs} and our own port {port}",
-                "nodes behind one public IP need a port of their own each",
+                "give each node behind one public IP a port of its own, by -wireguard-port",
             )
         return theirs
 
     def _listen_port(self, device: str) -> int:
+        """Return the port of a peer that announces none, as Go's do before 0.26.6."""
         return self._config.listen_port_v6 if device == DEVICE_V6 else self._config.listen_port
 
 
@@ -318,6 +322,19 @@ def _port_of_one_device(lease: Lease) -> int:
         return peer_data(lease.attrs.backend_data)[1]
     except Refused:
         return 0
+
+
+def _own_ports(wanted: WireGuardConfig, families: tuple[Family, ...], own: int) -> dict[str, int]:
+    """Return the ports of this node's devices; ``own`` replaces the cluster's ListenPort unless it is 0.
+
+    Raises ``Fatal`` where peers would not learn of it.
+    """
+    if own and 4 not in families:
+        raise Fatal("-wireguard-port is for IPv4, and the network has none", "leave it out")
+    ports = {DEVICE: own or wanted.listen_port, DEVICE_V6: wanted.listen_port_v6}
+    if wanted.mode is Mode.SEPARATE and families == (4, 6) and len({*ports.values()}) == 1:
+        raise Fatal(f"-wireguard-port and Backend.ListenPortV6 are both {own}", "choose another port")
+    return ports
 
 
 def _called(mode: Mode, families: tuple[Family, ...]) -> tuple[Family, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from ipaddress import ip_network
 
 from flanneld.compat.glog import counted
@@ -135,6 +135,9 @@ def public_ip(facts: Facts) -> Iterator[Finding]:
     for ip, number in (seen + Counter(set(ours) & set(seen))).items():
         if number > 1:
             owners = [",".join(peer["subnets"]) for peer in facts.peers if ip in peer["public_ips"]]
+            if facts.section("network").get("backend") == "wireguard":
+                yield _behind_nat(ip, [*owners, *(["this node"] if ip in ours else [])])
+                continue
             yield Finding(
                 f"the public IP {ip} is used twice",
                 f"by {', '.join([*owners, *(['this node'] if ip in ours else [])])}",
@@ -143,6 +146,19 @@ def public_ip(facts: Facts) -> Iterator[Finding]:
                     "give each node its own with -public-ip or -iface; delete leases of nodes that are gone"
                 ),
             )
+
+
+def _behind_nat(public_ip: str, owners: Sequence[str]) -> Finding:
+    return Finding(
+        f"several nodes have the public IP {public_ip}",
+        f"by {', '.join(owners)}",
+        "they are told apart by their keys, and reached only at a port of its own each",
+        Advice(
+            "give each node behind this NAT a -wireguard-port; with etcd run no Go flannel there,"
+            " which would take the lease of another node"
+        ),
+        severity=Severity.HINT,
+    )
 
 
 @check("J", "network", "each subnet is inside the network")

@@ -118,6 +118,19 @@ def test_a_strict_uplink_does_no_harm_when_all_traffic_leaves_by_it() -> None:
     assert findings(but(eth0_rp_filter=1)) == ()
 
 
+@pytest.mark.parametrize(
+    ("everywhere", "device", "strict"), [(0, 1, True), (1, 0, True), (1, 2, False), (0, 0, False)]
+)
+def test_a_strict_device_is_named_while_the_cluster_switches(
+    everywhere: int, device: int, strict: bool
+) -> None:
+    facts = replace(but(all_rp_filter=everywhere), either=("flannel-wg",))
+    facts = replace(facts, settings={**facts.settings, "net/ipv4/conf/flannel-wg/rp_filter": device})
+    assert [finding.command for finding in findings(facts)] == (
+        ["sysctl -w net.ipv4.conf.flannel-wg.rp_filter=2"] if strict else []
+    )
+
+
 def test_a_strict_uplink_does_not_filter_ipv6() -> None:
     assert findings(replace(but(eth0_rp_filter=1), elsewhere="eth1", families=(6,))) == ()
 

@@ -44,14 +44,14 @@ def test_the_store_is_asked_ever_more_rarely_and_not_by_all_nodes_at_once() -> N
 def test_a_node_is_ready_once_the_peers_are_known_and_the_subnet_file_is_written() -> None:
     readiness = Readiness(threading.Event(), Notifier())
     assert readiness.missing() == ["no lease yet"]
-    readiness.await_file("cannot write /run/flannel/subnet.env: No space left on device")
+    readiness.hold("file", "cannot write /run/flannel/subnet.env: No space left on device")
     readiness.await_peers()
     readiness.complete()
     assert readiness.missing() == ["cannot write /run/flannel/subnet.env: No space left on device"]
     assert not readiness.is_ready()
-    readiness.await_file("")
+    readiness.hold("file", "")
     assert readiness.is_ready()
-    readiness.await_file("cannot write /run/flannel/subnet.env: No space left on device")
+    readiness.hold("file", "cannot write /run/flannel/subnet.env: No space left on device")
     assert not readiness.is_ready()
 
 

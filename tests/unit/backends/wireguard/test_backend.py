@@ -263,6 +263,44 @@ def test_no_lease_data_are_more_than_refused(v4: Any, v6: Any) -> None:
     made().is_self(lease.attrs)
 
 
+# ---- a port of this node alone ---------------------------------------------------------------------
+
+
+def with_port(port: int, families: Families = V4, **options: Any) -> WireGuardBackend:
+    network = {"EnableIPv4": families[0], "EnableIPv6": families[1], "Network": str(NETWORK)}
+    backend = {"Type": "wireguard", **options}
+    config = parse(json.dumps({**network, "IPv6Network": str(NETWORK_V6), "Backend": backend}))
+    v4 = (IPv4Address("10.9.9.5"), IPv4Address("203.0.113.1")) if families[0] else (None, None)
+    v6 = (IPv6Address("fd77::5"), IPv6Address("fd77::5")) if families[1] else (None, None)
+    uplink = Uplink("eth0", 2, 1500, *v4, *v6)
+    return WireGuardBackend(config, host(uplink, PRIVATE, listen_port=port))
+
+
+def test_a_port_of_its_own_is_listened_at_and_announced() -> None:
+    made_backend = with_port(1000, DUAL)
+    attrs = made_backend.attributes()
+    assert (attrs.backend_data["Port"], attrs.backend_v6_data["Port"]) == (1000, 51821)
+    ports = {each.device: each.listen_port for each in made_backend.local(OWN) if isinstance(each, DeviceKey)}
+    assert ports == {"flannel-wg": 1000, "flannel-wg-v6": 51821}
+
+
+def test_a_peer_that_names_no_port_has_the_cluster_s_not_ours() -> None:
+    assert called_at(with_port(1000), peer(backend_data=data(None))) == [("flannel-wg", "192.0.2.6", 51820)]
+
+
+def test_a_neighbour_behind_our_nat_is_reached_at_the_cluster_s_port() -> None:
+    lease = peer(public_ip=IPv4Address("203.0.113.1"))
+    assert called_at(with_port(1000), lease) == [("flannel-wg", "203.0.113.1", 51820)]
+    with pytest.raises(Refused, match="our own port 1000"):
+        leads(with_port(1000), peer(public_ip=IPv4Address("203.0.113.1"), backend_data=data(1000)))
+
+
+@pytest.mark.parametrize(("port", "families"), [(51821, DUAL), (1000, V6)])
+def test_a_port_that_peers_would_not_learn_of_is_refused(port: int, families: Families) -> None:
+    with pytest.raises(Fatal, match="-wireguard-port"):
+        with_port(port, families)
+
+
 # ---- several nodes behind one public IP ------------------------------------------------------------
 
 BEHIND_NAT = {"address": IPv4Address("10.9.9.5"), "public_ip": IPv4Address("203.0.113.1")}
@@ -272,7 +310,7 @@ def test_nodes_behind_one_public_ip_are_told_apart_by_their_ports() -> None:
     lease = peer(public_ip=IPv4Address("203.0.113.1"), backend_data=data(1000))
     assert called_at(made(uplink=BEHIND_NAT), lease) == [("flannel-wg", "203.0.113.1", 1000)]
     with pytest.raises(
-        Refused, match=r"our own public IP 203.0.113.1 and our own port 51820; .* port of their own"
+        Refused, match=r"our own public IP 203.0.113.1 and our own port 51820; .* -wireguard-port"
     ):
         leads(made(uplink=BEHIND_NAT), peer(public_ip=IPv4Address("203.0.113.1")))
 

@@ -1,0 +1,163 @@
+"""Two backends on one node, while a cluster switches from one to the other node by node (pure).
+
+``Backend.Type`` carries the packets to each peer that announces it, and ``Backend.Also`` those to the rest.
+Devices, addresses and entries of both are there, so packets that a peer still sends by the other way arrive.
+Routes are those of the way that is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from msgspec.structs import replace
+
+from flanneld.backends.announcement import announced, with_also
+from flanneld.backends.contract import (
+    Backend,
+    ExitPolicy,
+    Factory,
+    HasIdentity,
+    HasTables,
+    Host,
+    OtherBackend,
+    RecognizesItself,
+    encrypts,
+    exit_policy,
+    stands_alone,
+)
+from flanneld.compat.json import GoJsonError
+from flanneld.config import Config
+from flanneld.errors import Fatal
+from flanneld.model import Lease, LeaseAttrs, is_same_node
+from flanneld.state.resources import Kind, Link, Resource
+from flanneld.state.table import Table
+
+#: In ``Backend.Also``: reach peers that announce nothing encrypted, though ``Backend.Type`` encrypts.
+ALLOW_CLEAR = "AllowUnencryptedPeers"
+
+
+def beside(make_first: Factory, make_second: Factory) -> Factory:
+    """Return the factory of a node with two backends; the network config has options for both."""
+
+    def make(config: Config, host: Host) -> Switching:
+        other = config.also
+        assert other is not None
+        identities = host.identity or (None, None)
+        first, second = (
+            factory(each, _host_for(each, host, identity))
+            for factory, each, identity in zip(
+                (make_first, make_second), (config, other), identities, strict=True
+            )
+        )
+        _refuse_pair(config, first, other, second)
+        return Switching(config.backend_type, first, second, allows_clear=_allows_clear(other))
+
+    return make
+
+
+def _host_for(config: Config, host: Host, identity: Any) -> Host:
+    """Return what one of the backends may know: its own identity, and what was announced for it before."""
+    stored = announced(host.stored, config.backend_type) if host.stored else None
+    return replace(host, identity=identity, stored=stored or host.stored)
+
+
+def _refuse_pair(config: Config, first: Backend, other: Config, second: Backend) -> None:
+    """Raises ``Fatal`` for two backends that cannot be on one node."""
+    remedy = "choose another type there, or remove Backend.Also and switch all nodes at once"
+    if config.backend_type == other.backend_type:
+        raise Fatal(f"Backend.Type and Backend.Also.Type are both {config.backend_type}", remedy)
+    for each, backend in ((config, first), (other, second)):
+        if stands_alone(backend):
+            raise Fatal(f"{each.backend_type} cannot run beside another one, as Backend.Also asks", remedy)
+    with_tables = [each for each in (first, second) if isinstance(each, HasTables)]
+    if len({exit_policy(each) for each in with_tables}) > 1:
+        pair = f"{config.backend_type} and {other.backend_type}"
+        raise Fatal(f"{pair} differ in what is removed when the daemon ends", remedy)
+
+
+def _allows_clear(config: Config) -> bool:
+    try:
+        return config.backend.boolean(ALLOW_CLEAR, False)
+    except GoJsonError as error:
+        raise Fatal(f"the network config is wrong: {error}", "correct Backend in the store") from None
+
+
+class Switching:
+    """``first`` leads to each peer that announces it, ``second`` to the others.
+
+    An encrypted first one refuses peers that can be reached in the clear only, unless ``allows_clear``.
+    """
+
+    def __init__(self, first_type: str, first: Backend, second: Backend, *, allows_clear: bool) -> None:
+        self._type = first_type
+        self._first = first
+        self._second = second
+        self._refuses_clear = encrypts(first) and not encrypts(second) and not allows_clear
+
+    @property
+    def mtu(self) -> int:
+        """A container's packet has to fit either way."""
+        return min(self._first.mtu, self._second.mtu)
+
+    @property
+    def encrypts(self) -> bool:
+        return encrypts(self._first)
+
+    @property
+    def exit_policy(self) -> ExitPolicy:
+        return exit_policy(self._first if isinstance(self._first, HasTables) else self._second)
+
+    def identity(self) -> tuple[Any, Any]:
+        first, second = (
+            each.identity() if isinstance(each, HasIdentity) else None for each in (self._first, self._second)
+        )
+        return first, second
+
+    def attributes(self) -> LeaseAttrs:
+        return with_also(self._first.attributes(), self._second.attributes())
+
+    def is_self(self, attrs: LeaseAttrs) -> bool:
+        """Return the answer of the backend that has a better one than the public IP."""
+        for each in (self._first, self._second):
+            if isinstance(each, RecognizesItself):
+                return each.is_self(attrs)
+        return is_same_node(attrs, self._first.attributes())
+
+    def tables(self) -> tuple[Table, ...]:
+        both = (each for each in (self._first, self._second) if isinstance(each, HasTables))
+        return tuple(table for each in both for table in each.tables())
+
+    def clear_devices(self, own: Lease) -> frozenset[str]:
+        """Return the devices that must not lead to peers of an encrypted network for good."""
+        if not self.encrypts or encrypts(self._second):
+            return frozenset()
+        return frozenset(each.name for each in self._second.local(own) if isinstance(each, Link))
+
+    def local(self, own: Lease) -> Iterator[Resource]:
+        yield from self._first.local(own)
+        yield from _without_routes(self._second.local(own))
+
+    def peer(self, own: Lease, lease: Lease) -> Iterator[Resource]:
+        try:
+            yield from self._first.peer(own, lease)
+        except OtherBackend:
+            yield from self._by_second(own, lease)
+            return
+        try:
+            yield from _without_routes(self._second.peer(own, lease))
+        except OtherBackend:
+            return
+
+    def _by_second(self, own: Lease, lease: Lease) -> tuple[Resource, ...]:
+        resources = tuple(self._second.peer(own, lease))
+        if self._refuses_clear:
+            raise OtherBackend(
+                f"{lease} does not announce {self._type}, and would be reached unencrypted",
+                f"give its node the config with Backend.Also, or set {ALLOW_CLEAR} there until it has it",
+            )
+        return resources
+
+
+def _without_routes(resources: Any) -> Iterator[Resource]:
+    return (each for each in resources if each.kind is not Kind.ROUTE)

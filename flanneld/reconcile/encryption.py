@@ -1,0 +1,60 @@
+"""Detection of routes by which packets leave in the clear though the backend encrypts (pure)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Mapping
+
+from flanneld.backends.contract import Backend, Switches, encrypts
+from flanneld.compat.glog import Once
+from flanneld.model import Lease
+from flanneld.network.obstacles import HostRoute
+from flanneld.state.resources import Key, Resource, Route, route_key
+
+log = logging.getLogger(__name__)
+
+
+def leaks(resource: Resource, backend: Backend, own: Lease, links: Collection[str], *, synced: bool) -> bool:
+    """Return True for one of our routes if packets leave by it in the clear though the backend encrypts.
+
+    ``links`` are our devices. While the backend takes over from another one, routes of that one serve until
+    all peers are known: they are replaced then, and no packet is lost.
+    """
+    if not isinstance(resource, Route) or not encrypts(backend):
+        return False
+    if resource.device not in links:
+        return synced or not isinstance(backend, Switches)
+    return synced and isinstance(backend, Switches) and resource.device in backend.clear_devices(own)
+
+
+def bypasses(detours: Iterable[HostRoute], wanted: Mapping[Key, Resource]) -> list[HostRoute]:
+    """Return other programs' routes that take packets past the encryption; those that we want do not."""
+
+    def is_wanted(route: HostRoute) -> bool:
+        want = wanted.get(route_key(route.destination)) if route.destination else None
+        return isinstance(want, Route) and route.hops == ((want.device, want.gateway),)
+
+    return sorted((route for route in detours if not is_wanted(route)), key=str)
+
+
+class EncryptionWatch:
+    """Names routes of other programs that lead past the encryption. Never removes them."""
+
+    def __init__(self) -> None:
+        #: Why packets may leave in the clear, with the remedy; empty if none can. From any thread.
+        self.problem = ""
+        self._once = Once()
+
+    def look(self, detours: Iterable[HostRoute], wanted: Mapping[Key, Resource]) -> None:
+        found = bypasses(detours, wanted)
+        more = f", and {len(found) - 1} more" if len(found) > 1 else ""
+        self.problem = (
+            f"packets leave unencrypted by another program's route {found[0]}{more};"
+            f" remove it: ip route delete {found[0]}"
+            if found
+            else ""
+        )
+        if self.problem:
+            self._once.warn(log, "bypass", f"Encryption bypassed: {self.problem}")
+        elif self._once.clear("bypass"):
+            log.info("No other program's route leads past the encryption any more")
