@@ -19,17 +19,15 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from flanneld.model import Family
-from flanneld.runtime import clock
 from flanneld.runtime.shell import Command
+from flanneld.state.lasting_table import LastingTable
 from flanneld.state.report import Failure, Report
-from flanneld.state.resources import Key, Kind, Resource
+from flanneld.state.resources import Key, Kind
 from flanneld.state.table import Put, Scope, Seen
 
 log = logging.getLogger(__name__)
 
 _ROOT = Path("/proc/sys")
-#: Seconds between two looks at forwarding.
-_LOOK_PERIOD = 1.0
 #: Settings are named by their path below /proc/sys: an interface's name may have dots in it.
 FORWARDING: Mapping[Family, str] = {4: "net/ipv4/ip_forward", 6: "net/ipv6/conf/all/forwarding"}
 BRIDGED: Mapping[Family, str] = {
@@ -118,7 +116,7 @@ class ForwardingSetting(Struct, frozen=True, gc=False):
         return f"forwarding of IPv{self.family}"
 
 
-class ForwardingTable:
+class ForwardingTable(LastingTable):
     """The kernel's switch for each family, as others may turn it while the daemon runs.
 
     Reading a setting costs 10 us, so a look each second is cheaper than a socket for notifications.
@@ -127,17 +125,14 @@ class ForwardingTable:
 
     name = "forwarding"
     what = "the kernel's settings"
-    worker = "host"
     vital = False
-    needs: frozenset[str] = frozenset()
-    audit: float | None = None
 
     def __init__(self, families: tuple[Family, ...], uplink: Callable[[], str], *, keep: bool) -> None:
+        super().__init__()
         self.wanted = tuple(ForwardingSetting(family) for family in families)
         self._families = families
         self._uplink = uplink
         self._keep = keep
-        self._looked = clock.now()
         self._off: frozenset[Family] = frozenset()
 
     def read(self, scope: Scope) -> Iterator[Seen]:
@@ -159,20 +154,7 @@ class ForwardingTable:
         self._off = self._read_off()
         return report
 
-    def drop(self, found: Sequence[Resource]) -> Report:
-        """Leave the settings: containers talk without a daemon."""
-        del found
-        return Report()
-
-    def close(self, *, remove: bool) -> None:
-        """Nothing is open."""
-
-    @property
-    def next_look(self) -> float:
-        return self._looked + _LOOK_PERIOD
-
-    def look(self) -> bool:
-        self._looked = clock.now()
+    def has_changed(self) -> bool:
         return self._read_off() != self._off
 
     def _read_off(self) -> frozenset[Family]:

@@ -14,9 +14,10 @@ from msgspec import Struct
 from flanneld.compat.flags import quoted
 from flanneld.errors import Retryable
 from flanneld.model import FAMILIES, IPNetwork, LeaseKey
-from flanneld.runtime import atomic_file, clock
+from flanneld.runtime import atomic_file
+from flanneld.state.lasting_table import LastingTable
 from flanneld.state.report import Report
-from flanneld.state.resources import Key, Kind, Resource
+from flanneld.state.resources import Key, Kind
 from flanneld.state.table import Put, Scope, Seen
 
 log = logging.getLogger(__name__)
@@ -28,8 +29,6 @@ NETWORK = {4: "FLANNEL_NETWORK", 6: "FLANNEL_IPV6_NETWORK"}
 SUBNET = {4: "FLANNEL_SUBNET", 6: "FLANNEL_IPV6_SUBNET"}
 #: No subnet file is larger, in bytes; dotenv takes quadratic time for some that are.
 MAX_SIZE = 16 * 1024
-#: Seconds between two looks at the file.
-_LOOK_PERIOD = 1.0
 #: Name of the table.
 TABLE = "subnet-file"
 
@@ -119,26 +118,23 @@ class SubnetEnvFile(Struct, frozen=True, gc=False):
         return str(self.path)
 
 
-class SubnetFileTable:
-    """Table of the one file. Others change it without a word: it is looked at each second.
+class SubnetFileTable(LastingTable):
+    """Table of the one file.
 
     ``on_write`` is called after each write, and when others have replaced the file by an equal one.
     """
 
     name = TABLE
-    worker = "host"
     vital = True
-    needs: frozenset[str] = frozenset()
-    audit: float | None = None
 
     def __init__(self, path: Path, on_write: Callable[[], None] = lambda: None) -> None:
+        super().__init__()
         self.what = f"the contents of {path}"
         self._path = path
         self._on_write = on_write
         #: What tells the file that we wrote from another one; None if it has yet to be written.
         self._stamp: Stamp | None = None
         self._written = b""
-        self._looked = clock.now()
 
     def read(self, scope: Scope) -> Iterator[Seen]:
         """Before this run has written it, what is there is an earlier run's, and watchers wait for ours."""
@@ -171,20 +167,7 @@ class SubnetFileTable:
                 report.details[put.want.key] = f"another program had {what} it"
         return report
 
-    def drop(self, found: Sequence[Resource]) -> Report:
-        """Leave the file: containers may be started without a daemon."""
-        del found
-        return Report()
-
-    def close(self, *, remove: bool) -> None:
-        """Nothing is open."""
-
-    @property
-    def next_look(self) -> float:
-        return self._looked + _LOOK_PERIOD
-
-    def look(self) -> bool:
-        self._looked = clock.now()
+    def has_changed(self) -> bool:
         return self._stamp is not None and self._stamp != _stamp(self._path)
 
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import resource
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from ipaddress import IPv4Address, IPv4Network, ip_address, ip_network
+from pathlib import Path
 from typing import ClassVar
 
 from flanneld.backends.udp.client import Client
 from flanneld.backends.udp.resources import Pump, PumpPeer
 from flanneld.backends.udp.tables import PumpPeerTable, PumpTable
+from flanneld.diagnostics.host_checks import ForwardingTable
 from flanneld.network.firewall.command import Commands
 from flanneld.network.firewall.nftables.netlink import Removals
 from flanneld.network.firewall.plan import claim
@@ -34,12 +37,13 @@ from flanneld.state.resources import (
     FdbEntry,
     Link,
     Neighbor,
-    Resource,
     Route,
     Tun,
     Vxlan,
 )
 from flanneld.state.table import Put, Table
+from flanneld.subnet.subnet_file import SubnetEnv, SubnetEnvFile, SubnetFileTable
+from tests.conformance.suite import Subject
 from tests.lab.namespace import Namespace
 
 MACS = ("02:00:00:00:00:07", "02:00:00:00:00:08")
@@ -52,40 +56,32 @@ DOMAIN = Domain(
 )
 
 
-class Subject:
-    """One table and its host, which has an uplink, two VXLAN devices of ours, and one of somebody else's."""
+class OnHost(Subject):
+    """A table on a host that has an uplink, two VXLAN devices of ours, and one of somebody else's."""
 
-    #: What the table can be asked to hold; any part of it is a desired state.
-    resources: Sequence[Resource] = ()
-    #: Commands by which others spoil what is wanted, each another property.
-    drifts: Sequence[str] = ()
-    #: Commands that make what is not ours, where ours is, and one that shows it.
-    foreign: Sequence[str] = ()
+    #: A command that shows what others made.
     shows_foreign: str = "true"
-    #: Commands that take away what others put where ours should be: an operator's part.
+    #: Commands that take away what others put where ours should be.
     clears: Sequence[str] = ()
 
     def __init__(self, host: Namespace) -> None:
         self.host = host
 
-    def make(self) -> Table:
-        """Make the table as a start of the daemon does: it knows nothing of an earlier one."""
-        raise NotImplementedError
+    def do(self, command: str, *, check: bool = True) -> str:
+        return self.host.run("sh", "-c", command, check=check).stdout
 
-    @contextmanager
-    def blind(self, _table: Table) -> Iterator[None]:
-        """Have readings fail meanwhile."""
-        raise NotImplementedError
-        yield
+    def show_foreign(self) -> str:
+        return self.do(self.shows_foreign)
 
-    def close(self) -> None:
-        """End what runs on the host."""
+    def clear(self) -> None:
+        for command in self.clears:
+            self.do(command)
 
 
 # ---- the kernel ---------------------------------------------------------------------------------
 
 
-class OfKernel(Subject):
+class OfKernel(OnHost):
     """What the tables of rtnetlink have in common."""
 
     def __init__(self, host: Namespace) -> None:
@@ -251,7 +247,7 @@ class DirectRoutes(Routes):
 # ---- the packet filter --------------------------------------------------------------------------
 
 
-class OfFirewall(Subject):
+class OfFirewall(OnHost):
     """One family's rules in one place."""
 
     place: ClassVar[Place]
@@ -341,7 +337,7 @@ class NativeRules(OfFirewall):
 # ---- a process ----------------------------------------------------------------------------------
 
 
-class PumpPeers(Subject):
+class PumpPeers(OnHost):
     """The peers of a packet pump, a process on the host."""
 
     tun = "flannel0"
@@ -372,6 +368,55 @@ class PumpPeers(Subject):
         self._pump.close(remove=False)
 
 
+# ---- what outlives the daemon --------------------------------------------------------------------
+
+
+class SubnetFile(OnHost):
+    """The file from which container runtimes take this node's subnet."""
+
+    lasts = writes_anew = True
+    can_be_blind = False
+
+    def __init__(self, host: Namespace) -> None:
+        super().__init__(host)
+        self._directory = tempfile.TemporaryDirectory(prefix="conformance-")
+        self._path = Path(self._directory.name) / "subnet.env"
+        network, subnet = IPv4Network("10.1.0.0/16"), IPv4Network("10.1.5.0/24")
+        self.resources = [SubnetEnvFile.of(self._path, SubnetEnv((network,), (subnet,), 1450, ip_masq=True))]
+        self.drifts = (
+            f"rm {self._path}",
+            f"echo FLANNEL_MTU=9000 >>{self._path}",
+            f"echo FLANNEL_MTU=9000 >{self._path}.new; mv {self._path}.new {self._path}",
+            f"ln -sf /dev/null {self._path}",
+        )
+        self.foreign = (f"echo FLANNEL_MTU=1400 >{self._directory.name}/blue.env",)
+        self.shows_foreign = f"cat {self._directory.name}/blue.env"
+
+    def make(self) -> Table:
+        return SubnetFileTable(self._path)
+
+    def close(self) -> None:
+        self._directory.cleanup()
+
+
+class Forwarding(OnHost):
+    """The kernel's switch of each family."""
+
+    lasts = True
+    can_be_blind = False
+    drifts = ("sysctl -qw net.ipv4.ip_forward=0", "sysctl -qw net.ipv6.conf.all.forwarding=0")
+
+    def __init__(self, host: Namespace) -> None:
+        super().__init__(host)
+        self.resources = self._table().wanted
+
+    def make(self) -> Table:
+        return self._table()
+
+    def _table(self) -> ForwardingTable:
+        return ForwardingTable((4, 6), lambda: "up0", keep=True)
+
+
 SUBJECTS: dict[str, Callable[[Namespace], Subject]] = {
     "links": Links,
     "addresses": Addresses,
@@ -383,4 +428,6 @@ SUBJECTS: dict[str, Callable[[Namespace], Subject]] = {
     "rules with iptables-legacy": LegacyRules,
     "rules with nftables": NativeRules,
     "peers of the packet pump": PumpPeers,
+    "subnet.env": SubnetFile,
+    "forwarding": Forwarding,
 }

@@ -184,6 +184,11 @@ def test_only_a_boolean_of_one_letter_has_its_text_on_the_same_line() -> None:
     assert usage([Flag("qq", "bool", False, "very quick")]) == "  -qq\n    \tvery quick\n"
 
 
+def test_default_list_is_told_as_go_tells_it() -> None:
+    flag = Flag("cidr", "string", ("10.0.0.0/8", "fd00::/8"), "many", repeatable=True)
+    assert usage([flag]) == "  -cidr value\n    \tmany (default [10.0.0.0/8 fd00::/8])\n"
+
+
 def test_only_the_first_back_quotes_name_the_value() -> None:
     assert usage([Flag("nn", "int", 0, "`N` of `N`")]) == "  -nn N\n    \tN of `N`\n"
 

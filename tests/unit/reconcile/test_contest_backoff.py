@@ -70,3 +70,9 @@ def test_a_fight_goes_on_through_its_own_pauses(at: list[float]) -> None:
         at[0] = contest_backoff.earliest()
     assert begins.count(True) == 1
     assert contest_backoff.is_tried()
+
+
+@pytest.mark.usefixtures("at")
+def test_eight_repairs_within_a_minute_are_a_fight_unless_told_otherwise() -> None:
+    contest_backoff = ContestBackoff()
+    assert [contest_backoff.spend() for _ in range(9)] == [False] * 7 + [True, False]

@@ -103,3 +103,10 @@ def test_public_ip_in_two_leased_subnets_is_said_to_lie_in_the_longer_prefix() -
         safety = LeaseSafety(OWN, NETWORKS)
         safety.update(order, ())
         assert "lies in the leased subnet 10.5.4.0/25" in str(safety.harm(narrow))
+
+
+def test_lease_whose_public_ip_has_left_the_network_is_affected_by_no_subnet_there() -> None:
+    safety = LeaseSafety(OWN, NETWORKS)
+    safety.update([lease(2, "10.5.7.9")], ())
+    safety.update([lease(2, "198.18.0.2")], ())
+    assert safety.update([lease(7, "198.18.0.7")], ()) == set()

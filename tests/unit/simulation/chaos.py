@@ -59,7 +59,7 @@ class Chaos:
             self._world.tell(f"chaos: {deed.__name__.strip('_')}")
             deed()
         for store in self._cluster.stores:
-            store.faults = type(store.faults)()  # type: ignore[assignment]
+            store.faults = type(store.faults)()
         for host in self._cluster.hosts.values():
             for table in host.process.tables.values() if host.process else ():
                 table.unreadable = False

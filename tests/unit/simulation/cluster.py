@@ -84,7 +84,9 @@ class Cluster:
         self.switch_off(number)
         if self.kube is not None:
             self.kube.delete_node(host.name)
-        for etcd in self.etcds if lease is not None else ():
+        if lease is None:
+            return
+        for etcd in self.etcds:
             for key in [key for key in etcd.leases() if key.endswith(f"/{_etcd_name(lease)}")]:
                 etcd.delete(key)
 

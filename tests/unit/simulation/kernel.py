@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from ipaddress import ip_network
+from typing import TypeVar
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -124,6 +125,24 @@ class Kernel:
         self._check(link.name)
         self.devices[link.name] = link
 
+    def rename_link(self, name: str, new: str) -> None:
+        """All that stands on it goes with it."""
+        self._check(name)
+        index, is_up = self.indexes.pop(name), name in self.up
+        self.devices[new] = replace(self.devices.pop(name), name=new)
+        self.indexes[new] = index
+        self.up = {*self.up - {name}, *([new] if is_up else [])}
+        addresses = [
+            (new if each[0] == name else each[0], *each[1:]) for each in self.addresses_held.values()
+        ]
+        self.addresses_held = {Address(each[0], each[1]).key: each for each in addresses}
+        self.neighbors = {each.key: each for each in _renamed(self.neighbors.values(), name, new)}
+        self.fdb = {each.key: each for each in _renamed(self.fdb.values(), name, new)}
+        for held in list(self.all_routes()):
+            if held.route.device == name:
+                there = self.at(held.route.destination)
+                there[there.index(held)] = replace(held, route=replace(held.route, device=new))
+
     def set_down(self, name: str) -> None:
         """Its routes go, its addresses and entries stay."""
         self._check(name)
@@ -167,7 +186,7 @@ class Kernel:
         protocol: int,
         metric: int = 0,
         *,
-        replace: bool = False,
+        over: bool = False,
         in_front: bool = False,
     ) -> None:
         """Exclusively, in the place of the first one with this prefix and metric, or in front of it."""
@@ -178,9 +197,9 @@ class Kernel:
             raise KernelError(ENETUNREACH)
         there = self.at(route.destination)
         same = [number for number, each in enumerate(there) if each.metric == metric]
-        if same and not (replace or in_front):
+        if same and not (over or in_front):
             raise KernelError(EEXIST)
-        if same and replace:
+        if same and over:
             del there[same[0]]
         there.insert(same[0] if same else len(there), KernelRoute(route, protocol, metric))
         there.sort(key=lambda each: each.metric)
@@ -317,3 +336,11 @@ class Kernel:
             if each.protocol == PROTO_FLANNEL or is_unmarked:
                 found.append(each.route)
         return found
+
+
+Entry = TypeVar("Entry", Neighbor, FdbEntry)
+
+
+def _renamed(entries: Iterable[Entry], name: str, new: str) -> Iterator[Entry]:
+    for each in entries:
+        yield replace(each, device=new) if each.device == name else each

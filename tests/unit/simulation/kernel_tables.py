@@ -111,8 +111,13 @@ class Links(KernelTable):
         want, actual = put.want, self._kernel.link(put.want.key[1])  # type: ignore[arg-type]
         assert isinstance(want, Vxlan)
         if actual is None:
-            self._kernel.add_link(want)
-            return
+            renamed = self._under_another_name(want)
+            if renamed is None:
+                self._kernel.add_link(want)
+                return
+            self._kernel.rename_link(renamed.name, want.name)
+            actual = self._kernel.link(want.name)
+            assert actual is not None
         there = actual.make
         if not isinstance(there, Vxlan):
             raise KernelError(EEXIST)
@@ -124,6 +129,16 @@ class Links(KernelTable):
             return
         self._kernel.delete_link(want.name)
         self._kernel.add_link(want)
+
+    def _under_another_name(self, want: Vxlan) -> Vxlan | None:
+        for each in self._kernel.devices.values():
+            if isinstance(each, Vxlan) and (each.vni, each.port, each.local) == (
+                want.vni,
+                want.port,
+                want.local,
+            ):
+                return each
+        return None
 
     def _drop(self, resource: Resource) -> None:
         assert isinstance(resource, Vxlan)
@@ -185,6 +200,11 @@ class Fdb(KernelTable):
 class Routes(KernelTable):
     name = "routes"
 
+    def __init__(self, kernel: Kernel, left: Callable[[], Iterable[Link]] = tuple) -> None:
+        super().__init__(kernel, left)
+        #: What this run has made or taken over.
+        self._ours: set[Key] = set()
+
     def _seen(self, scope: Scope) -> Iterator[Seen]:
         """Yield the first route to each prefix, and one of ours behind it that is not wanted."""
         for by_network in self._kernel.routes.values():
@@ -194,37 +214,45 @@ class Routes(KernelTable):
                     yield self._what(held, scope)
                 for held in found[1:]:
                     if self._kernel.owns(held, adopt=scope.adopt) and held.route.key not in scope.wanted:
-                        yield Seen(held.route)
+                        yield self._what(held, scope)
 
     def _what(self, held: KernelRoute, scope: Scope) -> Seen:
         if held.protocol == _KERNELS and held.route.device not in self._kernel.domain.links:
             return Seen(RivalRoute(held.route.key, is_connected=True), Claim.FOREIGN)
-        is_ours = self._kernel.owns(held, adopt=scope.adopt)
-        return Seen(held.route, Claim.OURS if is_ours else Claim.FOREIGN)
+        if not self._kernel.owns(held, adopt=scope.adopt):
+            return Seen(held.route, Claim.FOREIGN)
+        self._ours.add(held.route.key)
+        return Seen(held.route)
 
     def _put(self, put: Put) -> None:
-        """What stands there is replaced if it is ours, never otherwise; one of ours may be behind it."""
+        """Replace what stands there if this run made it, or take one of ours to the front."""
         want = put.want
         assert isinstance(want, Route)
-        domain = self._kernel.domain
-        protocol = PROTO_BOOT if want.device in domain.links else PROTO_FLANNEL
         there = [each for each in self._kernel.at(want.destination) if each.metric == 0]
-        ours = [each for each in there if self._kernel.owns(each, adopt=True)]
-        if there and not ours and put.was is not None:
+        ours = [each for each in there if self._kernel.owns(each, adopt=want.key in self._ours)]
+        if not there or put.was is None or (put.claim is None and want.key not in self._ours):
+            self._add(want)
+        elif ours and there[0] not in ours:
+            for each in ours:
+                self._kernel.delete_route(each.route)
+            self._add(want, in_front=True)
+        elif want.key in self._ours:
+            self._add(want, over=True)
+        else:
             raise KernelError(f"{put.was} stands there and is not flannel's")
-        if there and (put.was is None or not ours):
-            raise KernelError(EEXIST)
-        for each in ours:
-            self._kernel.delete_route(each.route)
-        try:
-            self._kernel.add_route(want, protocol, in_front=True)
-        except KernelError:
-            self._kernel.at(want.destination)[:0] = ours
-            raise
+        self._ours.add(want.key)
+
+    def _add(self, want: Route, *, over: bool = False, in_front: bool = False) -> None:
+        protocol = PROTO_BOOT if want.device in self._kernel.domain.links else PROTO_FLANNEL
+        self._kernel.add_route(want, protocol, over=over, in_front=in_front)
 
     def _drop(self, resource: Resource) -> None:
+        """One that another program made just as we would have stays."""
         assert isinstance(resource, Route)
+        if resource.key not in self._ours:
+            raise KernelError(ENOENT)
         self._kernel.delete_route(resource)
+        self._ours.discard(resource.key)
 
 
 def _forget(held: dict[Key, Neighbor] | dict[Key, FdbEntry], resource: Resource) -> None:

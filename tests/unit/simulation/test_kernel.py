@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from ipaddress import IPv4Address, IPv4Network
 
 import pytest
@@ -36,10 +37,16 @@ def kernel() -> Kernel:
     return made
 
 
+@cache
+def tables_of(kernel: Kernel) -> dict[str, KernelTable]:
+    """Return the tables of one run."""
+    return tables(kernel)
+
+
 def put(kernel: Kernel, *resources: Resource, was: Resource | None = None) -> Report:
     report = Report()
     for name, wanted in by_table(resources).items():
-        report.add(tables(kernel)[name].put([Put(want, was) for want in wanted.values()]))
+        report.add(tables_of(kernel)[name].put([Put(want, was) for want in wanted.values()]))
     return report
 
 
@@ -51,7 +58,7 @@ def claims(table: KernelTable) -> dict[str, Claim]:
 def test_all_is_made_in_order_and_read_back_as_ours(kernel: Kernel) -> None:
     report = put(kernel, *ALL)
     assert (report.made, report.failed) == (list(ALL), [])
-    for resource, table in zip(ALL, tables(kernel).values(), strict=True):
+    for resource, table in zip(ALL, tables_of(kernel).values(), strict=True):
         assert claims(table)[str(resource)] is Claim.OURS
 
 
@@ -71,9 +78,9 @@ def test_with_a_device_goes_all_that_stands_on_it(kernel: Kernel) -> None:
     kernel.delete_link(LINK.name)
     ours = {
         name: [claim for claim in claims(table).values() if claim is Claim.OURS]
-        for name, table in tables(kernel).items()
+        for name, table in tables_of(kernel).items()
     }
-    assert ours == {name: [] for name in tables(kernel)}
+    assert ours == {name: [] for name in tables_of(kernel)}
     assert kernel.route_to(PEER) == Route(IPv4Network("172.16.0.0/16"), "eth0")
 
 
@@ -83,7 +90,7 @@ def test_device_that_is_down_has_no_routes_and_keeps_its_entries(kernel: Kernel)
     assert kernel.route_to(BASE) is None
     assert len(kernel.neighbors) == len(kernel.fdb) == len(kernel.addresses(4)) - 1 == 1
     (seen,) = [
-        seen for seen in tables(kernel)["links"].read(Scope({LINK.key: LINK})) if seen.claim is Claim.OURS
+        seen for seen in tables_of(kernel)["links"].read(Scope({LINK.key: LINK})) if seen.claim is Claim.OURS
     ]
     assert seen.resource != LINK
     assert put(kernel, ROUTE).failed[0].reason == "Network is down"
@@ -98,10 +105,10 @@ def test_route_of_ours_is_replaced_and_that_of_others_is_not(kernel: Kernel) -> 
     assert kernel.route_to(BASE) == other
     kernel.delete_route(other)
     kernel.add_route(FOREIGN, 4)
-    (failure,) = put(kernel, ROUTE, was=FOREIGN).failed
+    (failure,) = tables(kernel)["routes"].put([Put(ROUTE, FOREIGN, Claim.FOREIGN)]).failed
     assert "is not flannel's" in failure.reason
     assert kernel.route_to(BASE) == FOREIGN
-    assert claims(tables(kernel)["routes"])[str(FOREIGN)] is Claim.FOREIGN
+    assert claims(tables_of(kernel)["routes"])[str(FOREIGN)] is Claim.FOREIGN
 
 
 def test_prefix_has_several_routes_of_which_the_lowest_metric_counts(kernel: Kernel) -> None:
@@ -111,7 +118,7 @@ def test_prefix_has_several_routes_of_which_the_lowest_metric_counts(kernel: Ker
     assert kernel.route_to(BASE) == ROUTE
     with pytest.raises(KernelError, match="File exists"):
         kernel.add_route(FOREIGN, 4, 200)
-    tables(kernel)["routes"].drop([ROUTE])
+    tables_of(kernel)["routes"].drop([ROUTE])
     assert kernel.route_to(BASE) == FOREIGN
 
 
@@ -146,6 +153,6 @@ def test_device_of_another_kind_under_our_name_is_not_replaced(kernel: Kernel) -
 
 def test_dropping_what_is_gone_is_no_failure(kernel: Kernel) -> None:
     put(kernel, LINK)
-    for resource, table in zip(ALL[1:], [*tables(kernel).values()][1:], strict=True):
+    for resource, table in zip(ALL[1:], [*tables_of(kernel).values()][1:], strict=True):
         report = table.drop([resource])
         assert (report.removed, report.failed) == ([], [])

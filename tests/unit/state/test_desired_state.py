@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from flanneld.model import LeaseKey
 from flanneld.state.desired_state import LOCAL, DesiredState, rank
 from flanneld.state.diff import Delta
-from flanneld.state.resources import FdbEntry, Key, Resource, Route
+from flanneld.state.resources import FdbEntry, Key, Resource, Route, Vxlan
 
 MACS = ("02:00:00:00:00:01", "02:00:00:00:00:02")
 NINE: LeaseKey = (IPv4Network("10.1.9.0/24"), None)
@@ -153,6 +153,15 @@ def test_keys_with_several_claims_are_listed_with_each_claim_until_one_is_left()
     wanted.set(TEN, [])
     assert wanted.rivals() == {}
     assert listed == {fdb(9).key: {NINE: fdb(9), TEN: fdb(10)}}
+
+
+def test_machine_with_the_mac_of_our_own_device_is_named_a_clone() -> None:
+    state = DesiredState()
+    device = Vxlan("flannel.1", 1, 2, IPv4Address("192.0.2.1"), 8472, MACS[0], 1450)
+    state.set(LOCAL, [device])
+    state.set(NINE, [FdbEntry("flannel.1", MACS[0], IPv4Address("192.0.2.7"))])
+    state.set(TEN, [FdbEntry("flannel.1", MACS[1], IPv4Address("192.0.2.8"))])
+    assert [state.cloned_device(owner) for owner in (NINE, TEN)] == [device, None]
 
 
 def test_list_of_all_wishes_is_a_copy() -> None:
