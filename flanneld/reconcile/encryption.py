@@ -1,4 +1,4 @@
-"""Detection of routes by which packets leave in the clear though the backend encrypts (pure)."""
+"""Detection of routes by which packets leave in the clear though the backend encrypts."""
 
 from __future__ import annotations
 
