@@ -68,6 +68,7 @@ from flanneld.state.resources import (
     State,
     Vxlan,
 )
+from flanneld.state.sessions import HasSessions, Session
 from flanneld.state.table import Table
 
 log = logging.getLogger(__name__)
@@ -121,6 +122,7 @@ class Controller:
         )
         self._stop = stop
         self._removed_at_exit: frozenset[str] = frozenset()
+        self._with_sessions: tuple[HasSessions, ...] = ()
         self._on_move = on_move
         self._on_synced = on_synced
         self._reread = reread
@@ -181,6 +183,10 @@ class Controller:
         """What is wanted and refused now. From any thread."""
         return {failure.resource.key: failure for state in self.states() for failure in state.failed}
 
+    def sessions(self) -> list[Session]:
+        """Encrypted sessions with peers, as last read. From any thread."""
+        return [session for table in self._with_sessions for session in table.sessions()]
+
     def is_contested(self) -> bool:
         """Whether another program keeps changing what is ours. From any thread."""
         return any(state.contested for state in self.states())
@@ -204,6 +210,7 @@ class Controller:
         others = tuple(backend.tables()) if isinstance(backend, HasTables) else ()
         if exit_policy(backend) is ExitPolicy.REMOVE:
             self._removed_at_exit = frozenset(each.name for each in others)
+        self._with_sessions = tuple(each for each in others if isinstance(each, HasSessions))
         kernels = kernel_tables.tables(self._kernel, self._left_behind.stale_links)
         self._reconciler = self._over([*kernels, *(each for each in others if each.worker == _WORKER)])
         self._workers = Workers(
