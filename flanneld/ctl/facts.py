@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from ipaddress import ip_network
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,15 @@ from msgspec import Struct, field
 
 from flanneld.ctl import shadowing_routes, snapshot, stale_objects
 from flanneld.ctl.data_source import Source, Unknown, ranges_of
+from flanneld.ctl.path_mtu import Path as PathToPeer
+from flanneld.ctl.path_mtu import sample
 from flanneld.ctl.shadowing_routes import ShadowingRoute
 from flanneld.ctl.snapshot import Entry, Found
 from flanneld.ctl.stale_objects import CniConf, LeftRules
 from flanneld.diagnostics import host_checks
 from flanneld.diagnostics.host_checks import Finding as HostFinding
 from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork
+from flanneld.network import path_mtu
 from flanneld.network.firewall import forwarding
 from flanneld.network.firewall.forwarding import accepting, dropping, in_the_way
 from flanneld.network.rtnetlink.kernel import Kernel
@@ -72,6 +76,8 @@ class Facts(Struct, frozen=True, gc=False):
     kernel: tuple[int, int] = (0, 0)
     gc_thresh: int = 0
     clock_is_synchronised: bool | None = None
+    #: Paths to a few peers, each with the size that it carries.
+    paths: tuple[PathToPeer, ...] = ()
 
     def link(self, name: str) -> SeenLink | None:
         return next((each for each in self.links if each.name == name), None)
@@ -147,6 +153,7 @@ def gather(source: Source) -> Facts:
         kernel=_kernel(),
         gc_thresh=_number(Path(_GC_THRESH)),
         clock_is_synchronised=_clock_is_synchronised(),
+        paths=tuple(_paths(document)),
     )
 
 
@@ -212,6 +219,13 @@ def _offload(ours: list[SeenLink]) -> Iterator[tuple[str, bool]]:
             except OSError:
                 continue
             yield link.name, bool(value[1])
+
+
+def _paths(document: Mapping[str, Any]) -> Iterator[PathToPeer]:
+    """Ask a few peers, unless this process may not send ICMP."""
+    if "uplink" in document and "mtu" in document:
+        with suppress(OSError):
+            yield from sample(document, path_mtu.glance)
 
 
 def _kernel() -> tuple[int, int]:

@@ -25,6 +25,7 @@ THEMES = {
     "J": "addresses",
     "K": "MTU and offload",
     "L": "the daemon itself",
+    "M": "encryption",
 }
 
 

@@ -162,6 +162,10 @@ def command_line() -> argparse.ArgumentParser:
             command.add_argument("file", nargs="?", default="", metavar="FILE", help="the archive to write")
         if name == "trace":
             command.add_argument("address", type=ip_address, metavar="IP")
+        if name == "mtu":
+            command.add_argument(
+                "peer", metavar="PEER", help="its subnet, public IP, or a container's address"
+            )
     return parser
 
 
@@ -219,6 +223,25 @@ def _trace(source: Source, arguments: argparse.Namespace) -> Answer:
     return [table, *views.notes(source)], plain, any(hop.state == "PROBLEM" for hop in hops)
 
 
+def _mtu(source: Source, arguments: argparse.Namespace) -> Answer:
+    from flanneld.ctl.path_mtu import paths, peer_named
+    from flanneld.network import path_mtu
+
+    peer = peer_named(arguments.peer, source.document)
+    found = list(paths(peer, source.document, path_mtu.find))
+    rows = [
+        (each.name, each.state, str(each.target), str(each.wanted), str(each.carried or "-"), each.note)
+        for each in found
+    ]
+    table = Table(("path", "state", "to", "wanted", "carried", "note"), rows)
+    plain = [
+        {"path": each.name, "target": str(each.target), "wanted": each.wanted, "carried": each.carried}
+        for each in found
+    ]
+    wrong = any(each.state == "PROBLEM" for each in found)
+    return [table, *views.notes(source)], {"paths": plain, "not_known": _not_known(source)}, wrong
+
+
 def _doctor(source: Source, _arguments: argparse.Namespace) -> Answer:
     from flanneld.ctl.doctor import as_json, examine, has_problem, report
     from flanneld.ctl.facts import gather
@@ -259,6 +282,7 @@ _HELP: dict[str, tuple[Callable[[Source, argparse.Namespace], Answer], str]] = {
     "events": (_events, "what happened lately"),
     "trace": (_trace, "which way a packet to an address takes"),
     "bundle": (_bundle, "an archive for those who help, without secrets"),
+    "mtu": (_mtu, "the largest packet that the path to a peer carries; sends packets to find out"),
     "doctor": (_doctor, "what is wrong with this node, and what puts it right"),
 }
 COMMANDS = {name: act for name, (act, _) in _HELP.items()}

@@ -11,6 +11,7 @@ from msgspec import Struct
 from flanneld.ctl.data_source import knows_peers, ranges_of
 from flanneld.ctl.shadowing_routes import follows, wanted_route
 from flanneld.ctl.snapshot import Found, Way, differences, values
+from flanneld.ctl.views import handshake
 from flanneld.model import IPAddress
 from flanneld.state.resources import FdbEntry, Neighbor, Resource, Route
 
@@ -77,6 +78,7 @@ def _to_a_peer(
         entries = (each for each in values(peer["objects"]) if isinstance(each, FdbEntry))
         yield _present("fdb", next((each for each in entries if each.mac == neighbour.mac), None), found)
     yield from _device(route.device if route else way.device, document, found)
+    yield from _session(target, peer, document)
     yield from _underlay(target, peer, document, way_to)
 
 
@@ -111,6 +113,16 @@ def _device(name: str, document: Mapping[str, Any], found: Found) -> Iterator[Ho
     if not link.up and not drift:
         drift = ["is down"]
     yield Hop("device", shown, _verdict(not drift), "; ".join(drift))
+
+
+def _session(target: IPAddress, peer: Mapping[str, Any], document: Mapping[str, Any]) -> Iterator[Hop]:
+    """Yield the encrypted session that carries the packet; one that is idle begins with it."""
+    for session in peer.get("sessions", ()):
+        if target in ip_network(session["subnet"]):
+            state = {"established": "ok", "silent": "PROBLEM"}.get(session["state"], "unknown")
+            age = handshake(session, document.get("time", 0.0))
+            note = "packets are sent there and no handshake succeeds" if state == "PROBLEM" else ""
+            yield Hop("session", f"{session['endpoint'] or 'no endpoint'}, handshake: {age}", state, note)
 
 
 def _underlay(

@@ -60,6 +60,8 @@ def notes(source: Source) -> list[Table]:
 def peers(source: Source) -> list[Table]:
     known = source.document.get("peers", ())
     probed = any("probe" in peer for peer in known)
+    encrypted = any("sessions" in peer for peer in known)
+    now = source.document.get("time", 0.0)
     rows = [
         (
             ",".join(peer["subnets"]),
@@ -67,11 +69,17 @@ def peers(source: Source) -> list[Table]:
             peer["backend"] or "-",
             peer["state"],
             *([_probe(peer["probe"])] if probed else []),
+            *(_sessions(peer.get("sessions", ()), now) if encrypted else ()),
             peer["reason"] or (f"with {', '.join(peer['conflicts'])}" if peer["conflicts"] else ""),
         )
         for peer in known
     ]
-    columns = ("subnet", "public ip", "backend", "state", *(["probe"] if probed else []), "reason")
+    columns = (
+        *("subnet", "public ip", "backend", "state"),
+        *(["probe"] if probed else []),
+        *(["handshake", "received", "sent", "endpoint"] if encrypted else []),
+        "reason",
+    )
     return [Table(columns, rows), *notes(source)]
 
 
@@ -79,6 +87,39 @@ def _probe(last: Mapping[str, Any] | None) -> str:
     if not last:
         return "-"
     return "no answer" if last["rtt"] is None else f"{1000 * last['rtt']:.2f} ms"
+
+
+def _sessions(sessions: Sequence[Mapping[str, Any]], now: float) -> tuple[str, str, str, str]:
+    """Show the sessions of a peer: one, or one for each family."""
+
+    def shown(show: Callable[[Mapping[str, Any]], str]) -> str:
+        return ", ".join(dict.fromkeys(map(show, sessions))) or "-"
+
+    return (
+        shown(lambda each: handshake(each, now)),
+        shown(lambda each: _bytes(each["rx_bytes"])),
+        shown(lambda each: _bytes(each["tx_bytes"])),
+        shown(lambda each: each["endpoint"] or "-"),
+    )
+
+
+def handshake(session: Mapping[str, Any], now: float) -> str:
+    """Show how long ago keys were last agreed on; a clock set back makes that the future."""
+    stamp = session["handshake"]
+    if session["state"] == "silent":
+        return "no answer"
+    if stamp is None:
+        return "none yet"
+    return f"{now - stamp:.0f} s ago" if stamp <= now else "in the future"
+
+
+def _bytes(number: int) -> str:
+    size, unit = float(number), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
 
 
 def routes(source: Source, entries: Sequence[Entry]) -> list[Table]:

@@ -16,6 +16,7 @@ from flanneld.runtime import clock, waits
 from flanneld.state.removal_guard import RemovalGuard
 from flanneld.state.report import Failure
 from flanneld.state.resources import Key
+from flanneld.state.sessions import silence
 
 if TYPE_CHECKING:
     from flanneld.reconcile.firewall import Firewall  # not needed by everybody
@@ -79,6 +80,7 @@ def _looks(components: Components) -> Iterator[tuple[str, Iterable[str]]]:
         tables = components.reconciler.tables
         yield "kernel", _of_the_kernel(tables.pending(), contested=tables.is_contested())
         yield "encryption", filter(None, (components.reconciler.encryption.problem,))
+        yield "sessions", filter(None, (silence(components.reconciler.tables.sessions()),))
         yield "peers", _of_the_peers(components.reconciler.peers)
         yield "removals", _of_the_brake(components.reconciler.removal_guard)
     if components.firewall:

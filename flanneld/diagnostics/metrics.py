@@ -104,6 +104,30 @@ def _objects(number: Callable[[int, int], int]) -> Read:
     return _of_the_reconciler(read)
 
 
+def _sessions(reconciler: Controller) -> Reading:
+    return Counter(session.state for session in reconciler.tables.sessions())
+
+
+def _oldest_handshake(reconciler: Controller) -> Reading:
+    """Of the sessions that are alive: those that are not may have had none for months."""
+    stamps = [
+        each.handshake
+        for each in reconciler.tables.sessions()
+        if each.is_established and each.handshake is not None
+    ]
+    return max(0.0, clock.wall() - min(stamps)) if stamps else None
+
+
+def _session_bytes(reconciler: Controller) -> Reading:
+    sessions = reconciler.tables.sessions()
+    if not sessions:
+        return None
+    return {
+        "received": sum(each.rx_bytes for each in sessions),
+        "sent": sum(each.tx_bytes for each in sessions),
+    }
+
+
 def _refusals(reconciler: Controller) -> Reading:
     numbers: Counter[tuple[str, ...]] = Counter()
     for (kind, reason), number in reconciler.tables.refusals().items():
@@ -210,6 +234,18 @@ METRICS = (
         "flannel_removal_brake_holds_total",
         "times that removals were held back",
         _of_the_reconciler(lambda reconciler: reconciler.removal_guard.holds_total, absent=0),
+    ),
+    _gauge("flannel_sessions", "encrypted sessions with peers", _of_the_reconciler(_sessions), "state"),
+    _gauge(
+        "flannel_session_oldest_handshake_seconds",
+        "seconds since the handshake of the session that has not had one for the longest time",
+        _of_the_reconciler(_oldest_handshake),
+    ),
+    _gauge(
+        "flannel_session_bytes",
+        "bytes of the sessions that there are now",
+        _of_the_reconciler(_session_bytes),
+        "direction",
     ),
     _histogram(
         "flannel_event_to_kernel_seconds",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from flanneld import __version__
@@ -18,6 +18,7 @@ from flanneld.reconcile.peers import View
 from flanneld.runtime import clock
 from flanneld.state.report import Failure
 from flanneld.state.resources import Key
+from flanneld.state.sessions import Session
 
 if TYPE_CHECKING:
     from flanneld.diagnostics.probes import Probe  # only with -peer-probes
@@ -168,7 +169,9 @@ def peers(components: Components) -> Iterator[Document]:
     if components.reconciler is None:
         return
     view = components.reconciler.peers.view()
-    documents = peers_of(view, components.reconciler.tables.pending())
+    documents = peers_of(
+        view, components.reconciler.tables.pending(), components.reconciler.tables.sessions()
+    )
     if components.prober is None:
         yield from documents
         return
@@ -181,10 +184,29 @@ def _probe(last: Probe | None) -> Document | None:
     return {"target": str(last.target), "time": last.time, "rtt": last.rtt} if last else None
 
 
-def peers_of(view: View, pending: Mapping[Key, Failure]) -> Iterator[Document]:
-    """The same of any view; ``pending`` is what the kernel refuses."""
+def peers_of(
+    view: View, pending: Mapping[Key, Failure], sessions: Iterable[Session] = ()
+) -> Iterator[Document]:
+    """Yield the same of any view; ``pending`` is what the kernel refuses."""
+    by_subnet = {session.subnet: session for session in sessions}
     for each in view.leases:
-        yield _peer(each, view, pending)
+        document = _peer(each, view, pending)
+        if by_subnet:
+            found = (by_subnet.get(net) for net in each.key if net is not None)
+            document["sessions"] = [_session(session) for session in found if session]
+        yield document
+
+
+def _session(session: Session) -> Document:
+    """Return a session; ``handshake`` is in seconds since 1970, null for none yet."""
+    return {
+        "subnet": str(session.subnet),
+        "state": session.state,
+        "handshake": session.handshake,
+        "rx_bytes": session.rx_bytes,
+        "tx_bytes": session.tx_bytes,
+        "endpoint": session.endpoint,
+    }
 
 
 def states(view: View, pending: Mapping[Key, Failure]) -> Iterator[tuple[str, str]]:

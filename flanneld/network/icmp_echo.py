@@ -14,18 +14,28 @@ _REQUEST: dict[Family, int] = {4: 8, 6: 128}
 _REPLY: dict[Family, int] = {4: 0, 6: 129}
 _HEADER = struct.Struct("!BBHHH")  # type, code, checksum, identifier, sequence number
 _TOKEN_LENGTH = 16
-_LONGEST = 2048
+_LONGEST = 65535
+#: linux/in.h and linux/in6.h: level, option and value for packets that travel in one piece, whatever the
+#: kernel knows of the path (IP_PMTUDISC_PROBE).
+_WHOLE: dict[Family, tuple[int, int, int]] = {4: (socket.IPPROTO_IP, 10, 3), 6: (socket.IPPROTO_IPV6, 23, 3)}
+_IP_HEADER: dict[Family, int] = {4: 20, 6: 40}
 #: So often is looked whether the answer is still wanted, in seconds.
 _NAP = 0.2
 
 
-def ask(target: IPAddress, within: float, is_wanted: Callable[[], bool] = lambda: True) -> float | None:
-    """Seconds until the answer; None if there is none in time, no way there, or it is no longer wanted.
+def ask(
+    target: IPAddress, within: float, is_wanted: Callable[[], bool] = lambda: True, *, size: int = 0
+) -> float | None:
+    """Return the seconds until the answer; None if none comes in time, or it is no longer wanted.
 
-    Raises ``OSError`` if this process may not ask at all.
+    With ``size`` the packet has so many bytes, IP header included, and travels in one piece. Raises
+    ``OSError`` if this process may not ask at all.
     """
     token = random_bytes(_TOKEN_LENGTH)
+    token += bytes(max(0, size - _IP_HEADER[target.version] - _HEADER.size - len(token)))
     with _new_socket(target.version) as connection:
+        if size:
+            connection.setsockopt(*_WHOLE[target.version])
         began = clock.now()
         try:
             connection.connect((str(target), 0))
@@ -74,7 +84,8 @@ def answers(family: Family, data: bytes, token: bytes, *, with_header: bool) -> 
 
 
 def _checksum(data: bytes) -> int:
-    """RFC 1071, of an even number of bytes."""
+    """Compute the checksum of RFC 1071."""
+    data += bytes(len(data) % 2)
     total: int = sum(struct.unpack(f"!{len(data) // 2}H", data))
     while total >> 16:
         total = (total & 0xFFFF) + (total >> 16)

@@ -16,6 +16,7 @@ from flanneld.reconcile.table_worker import Knowledge, Workers
 from flanneld.state.diff import Delta
 from flanneld.state.report import Failure, Report
 from flanneld.state.resources import Key, State
+from flanneld.state.sessions import HasSessions, Session
 from flanneld.state.table import Table
 
 #: Name of the worker whose tables the controller's thread keeps.
@@ -48,6 +49,7 @@ class NodeTables:
         self._after = after
         self._recording = recording
         self._removed_at_exit: frozenset[str] = frozenset()
+        self._with_sessions: tuple[HasSessions, ...] = ()
         self._converged: set[str] = set()
         self.reconciler = self._over(())
         #: Other threads, for tables that would keep the kernel waiting.
@@ -58,6 +60,7 @@ class NodeTables:
         others = tuple(backend.tables()) if isinstance(backend, HasTables) else ()
         if exit_policy(backend) is ExitPolicy.REMOVE:
             self._removed_at_exit = frozenset(each.name for each in others)
+        self._with_sessions = tuple(each for each in others if isinstance(each, HasSessions))
         self.reconciler = self._over([*kernels, *(each for each in others if each.worker == _WORKER)])
         self.workers = self._beside([each for each in others if each.worker != _WORKER])
 
@@ -108,6 +111,10 @@ class NodeTables:
     def pending(self) -> dict[Key, Failure]:
         """Return what is wanted and refused now. From any thread."""
         return {failure.resource.key: failure for state in self.states() for failure in state.failed}
+
+    def sessions(self) -> list[Session]:
+        """Return the encrypted sessions with peers, as last read. From any thread."""
+        return [session for table in self._with_sessions for session in table.sessions()]
 
     def is_contested(self) -> bool:
         """Return True if another program keeps changing what is ours. From any thread."""

@@ -196,9 +196,9 @@ class LeaseKeeper:
         self._quarrel_end = now + spacing + PEACE
 
     def _contest(self, lease: Lease, now: float) -> None:
-        """Another node took our lease, by our public IP; the one that has had it longer keeps it."""
+        """Another node took our lease, by our public IP or key; the one that has had it longer keeps it."""
         problem = f"another node writes itself into our lease {lease}: {lease.attrs}"
-        remedy = "give each node its own address with --public-ip"
+        remedy = "give each node its own address with --public-ip; on a clone remove copied key files"
         if now - self._taken_at < self._probation:
             log.error("%s; %s; yielding to it", problem, remedy)
             self._lost()

@@ -16,6 +16,7 @@ from tests.lab import Lab, Node, own_command, wait_for
 from tests.lab.lab import NETWORK
 from tests.netns.kube import HEALTH_PORT, readiness
 from tests.netns.pair import DUAL_STACK, connect
+from tests.netns.test_seeing import answer, findings
 from tests.netns.traffic import Sniffer, Stream
 
 pytestmark = pytest.mark.needs_kernel("wireguard")
@@ -102,6 +103,30 @@ def test_secrets_are_in_no_log(network: Lab) -> None:
     for node in network.nodes:
         assert WIREGUARD["PSK"] not in node.logs()
         assert (node.directory / "wgkey").read_text() not in node.logs()
+
+
+def test_sessions_are_seen(network: Lab) -> None:
+    node, *peers = network.nodes
+    for peer in peers:
+        connect(node, peer)
+    # A change of the device has the table read at once, which else is every 30 s.
+    node.namespace.ip(f"link set {DEVICE} txqueuelen 999")
+
+    def sessions() -> dict[str, dict[str, Any]]:
+        known = answer(node, "peers")["peers"]
+        return {each["subnet"]: each for peer in known for each in peer.get("sessions", ())}
+
+    wait_for(lambda: {each["state"] for each in sessions().values()} == {"established"}, 60, "sessions")
+    found = sessions()
+    assert set(found) == {peer.subnet() for peer in peers}
+    for peer in peers:
+        session = found[peer.subnet()]
+        assert session["endpoint"] == f"{peer.address}:51820"
+        assert session["handshake"] > 0
+        assert min(session["rx_bytes"], session["tx_bytes"]) > 0
+    hops = {hop["hop"]: hop["state"] for hop in answer(node, "trace", peers[0].container().address)["hops"]}
+    assert hops == dict.fromkeys(("lease", "route", "device", "session", "uplink"), "ok")
+    assert "handshakes" not in findings(node)
 
 
 @pytest.mark.parametrize("end", [Node.stop, Node.kill], ids=["SIGTERM", "SIGKILL"])
@@ -303,7 +328,7 @@ def test_three_sites_behind_nat_talk_and_one_may_move(lab: Lab) -> None:
     ports = {one: 51820, neighbour: 51830, second: 51820}
     translate(lab, publics, ports)
     for node in nodes:
-        start(node, f"--public-ip={publics[node]}", f"--wireguard-port={ports.get(node, 0)}")
+        start(node, "--iface=eth0", f"--public-ip={publics[node]}", f"--wireguard-port={ports.get(node, 0)}")
     for node in nodes:
         node.wait_ready(60)
     connect_all(nodes)
@@ -318,6 +343,38 @@ def test_three_sites_behind_nat_talk_and_one_may_move(lab: Lab) -> None:
 def connect_all(nodes: list[Node]) -> None:
     for one, other in itertools.permutations(nodes, 2):
         connect(one, other)
+
+
+# ---- keys -----------------------------------------------------------------------------------------
+
+
+def test_a_peer_that_returns_with_another_key_is_reached(lab: Lab) -> None:
+    node, peer = cluster(lab)
+    former = lab.etcd.leases()[peer.subnet()]["BackendData"]["PublicKey"]
+    peer.stop()
+    (peer.directory / "wgkey").unlink()
+    start(peer)
+    peer.wait_ready()
+    connect(node, peer)
+    connect(peer, node)
+    assert lab.etcd.leases()[peer.subnet()]["BackendData"]["PublicKey"] != former
+    assert former not in {key for key, _ in peers_of(node)}
+
+
+def test_a_machine_cloned_with_its_key_is_named(lab: Lab) -> None:
+    """The clone takes the lease for its own, by the key. Which of both keeps it is the lease keeper's."""
+    (node,) = cluster(lab, 1)
+    (clone,) = lab.add_nodes()
+    (clone.directory / "wgkey").write_text((node.directory / "wgkey").read_text())
+    (clone.directory / "wgkey").chmod(0o400)
+    start(clone)
+    node.wait_for_log("on a clone remove copied key files", 60)
+
+
+def peers_of(node: Node) -> set[tuple[str, str]]:
+    """Return public key and allowed IPs of each peer in the kernel."""
+    lines = node.run("wg", "show", DEVICE, "allowed-ips").stdout.splitlines()
+    return {(line.split("\t")[0], line.split("\t")[1]) for line in lines}
 
 
 # ---- the tools ------------------------------------------------------------------------------------

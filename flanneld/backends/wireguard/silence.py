@@ -11,9 +11,12 @@ from flanneld.backends.wireguard import keys
 from flanneld.network.genetlink.wireguard import SeenDevice, SeenPeer
 
 #: Seconds after which a session is dead without a new handshake (WireGuard's REJECT_AFTER_TIME).
-_DEAD = 180.0
+DEAD = 180.0
 #: Readings in a row in which a peer was sent something and had no session, before it is named.
 _READINGS = 3
+#: The same if the last handshake is in the future, since the clock was set back: a session that is alive
+#: makes a new one within 120 s (REKEY_AFTER_TIME), which has the new time.
+_READINGS_AFTER_SETBACK = 6
 #: Peers that are named in one sentence.
 _FEW = 5
 
@@ -35,18 +38,25 @@ class Watch:
         for peer in device.peers:
             key = (device.name, peer.public_key)
             sent, readings = before.get(key, (peer.tx_bytes, 0))
-            is_called = peer.tx_bytes > sent and now - peer.last_handshake > _DEAD
-            is_quiet = peer.tx_bytes == sent and now - peer.last_handshake > _DEAD
+            is_called = peer.tx_bytes > sent and not is_alive(peer, now)
+            is_quiet = peer.tx_bytes == sent and not is_alive(peer, now)
             readings = readings + 1 if is_called else readings if is_quiet else 0
             self._sent[key] = (peer.tx_bytes, readings)
-            if readings >= _READINGS:
+            if readings >= (_READINGS_AFTER_SETBACK if peer.last_handshake > now else _READINGS):
                 silent.append(peer)
         return silent
 
 
+def is_alive(peer: SeenPeer, now: float) -> bool:
+    """Return True if a peer has a session; a handshake long in the future tells of a clock set back."""
+    return abs(now - peer.last_handshake) <= DEAD
+
+
 def sentence(device: str, silent: Sequence[SeenPeer]) -> str:
     """Return one line about silent peers, with what may be the reason."""
-    names = ", ".join(f"{keys.text_of(peer.public_key)} at {_where(peer)}" for peer in silent[:_FEW])
+    names = ", ".join(
+        f"{keys.text_of(peer.public_key)} at {where(peer) or 'no endpoint'}" for peer in silent[:_FEW]
+    )
     more = f" and {len(silent) - _FEW} more" if len(silent) > _FEW else ""
     return (
         f"No handshake via {device}, though packets are sent there: peer {names}{more}; "
@@ -54,8 +64,9 @@ def sentence(device: str, silent: Sequence[SeenPeer]) -> str:
     )
 
 
-def _where(peer: SeenPeer) -> str:
+def where(peer: SeenPeer) -> str:
+    """Return address and port where a peer is called now; empty if it has none."""
     if peer.endpoint is None:
-        return "no endpoint"
+        return ""
     address, port = peer.endpoint
     return f"[{address}]:{port}" if address.version == 6 else f"{address}:{port}"

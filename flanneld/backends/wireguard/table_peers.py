@@ -10,7 +10,8 @@ import errno
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import chain
 
 from msgspec import Struct, field
 
@@ -24,6 +25,7 @@ from flanneld.network.genetlink.wireguard import Endpoint, SeenDevice, SeenPeer
 from flanneld.runtime import clock
 from flanneld.state.report import Failure, Report
 from flanneld.state.resources import Key, Resource
+from flanneld.state.sessions import Session
 from flanneld.state.table import Put, Scope, Seen
 
 log = logging.getLogger(__name__)
@@ -70,6 +72,8 @@ class WireGuardTable:
         self._indexes: dict[str, int] = {}
         self._next_look = 0.0
         self._silence = silence.Watch()
+        #: By name of the device. Replaced, never changed: others read them.
+        self._sessions: dict[str, tuple[Session, ...]] = {}
         self._once = Once()
 
     # ---- reading -----------------------------------------------------------------------------------
@@ -80,8 +84,9 @@ class WireGuardTable:
         for name in self._devices:
             device = kernel.read(name)
             self._indexes[name] = device.index if device else 0
+            silent = self._note_silence(device, now) if device else []
+            self._sessions[name] = tuple(_sessions(device, silent, now)) if device else ()
             if device is not None:
-                self._note_silence(device, now)
                 yield from self._seen(device, scope, now)
 
     def _seen(self, device: SeenDevice, scope: Scope, now: float) -> Iterator[Seen]:
@@ -116,12 +121,17 @@ class WireGuardTable:
             self._given[want.key] = wanted
         return True
 
-    def _note_silence(self, device: SeenDevice, now: float) -> None:
+    def _note_silence(self, device: SeenDevice, now: float) -> list[SeenPeer]:
         silent = self._silence.look(device, now)
         if silent:
             self._once.warn(log, device.name, silence.sentence(device.name, silent))
         elif self._once.clear(device.name):
             log.info("Handshakes via %s succeed again", device.name)
+        return silent
+
+    def sessions(self) -> tuple[Session, ...]:
+        """Return the sessions of all devices as last read. From any thread."""
+        return tuple(chain.from_iterable(self._sessions.copy().values()))
 
     # ---- writing -----------------------------------------------------------------------------------
 
@@ -222,6 +232,21 @@ class WireGuardTable:
         if self._kernel is None:
             self._kernel = WireGuardDevices()
         return self._kernel
+
+
+def _sessions(device: SeenDevice, silent: Collection[SeenPeer], now: float) -> Iterator[Session]:
+    names = {peer.public_key for peer in silent}
+    for peer in device.peers:
+        for subnet in peer.allowed_ips:
+            yield Session(
+                subnet,
+                silence.is_alive(peer, now),
+                peer.last_handshake or None,
+                peer.rx_bytes,
+                peer.tx_bytes,
+                silence.where(peer),
+                peer.public_key in names,
+            )
 
 
 def _by_device(puts: Sequence[Put]) -> Iterator[tuple[str, _Batch]]:

@@ -208,6 +208,20 @@ def device_mtu(facts: Facts) -> Iterator[Finding]:
             )
 
 
+@check("K", "path", "the paths to peers carry the largest packets")
+def path(facts: Facts) -> Iterator[Finding]:
+    for each in facts.paths:
+        if each.state == "PROBLEM":
+            yield Finding(
+                f"the {each.name} to {each.target} does not carry {each.wanted} bytes",
+                f"an ICMP echo of {each.wanted} bytes in one piece is lost, one of {each.carried} is not",
+                "small packets pass and large ones are lost or taken apart: connections hang",
+                Advice(f"flannelctl mtu {each.target} finds the size to set as Backend.MTU"),
+                about=str(each.target),
+                severity=Severity.HINT if each.name == "underlay" else Severity.PROBLEM,
+            )
+
+
 @check("K", "checksums", "the kernel computes the checksums of VXLAN packets right")
 def checksums(facts: Facts) -> Iterator[Finding]:
     for name, offloaded in facts.offload.items():

@@ -16,6 +16,7 @@ from flanneld.ctl.data_source import Part, Unknown
 from flanneld.ctl.doctor import as_json, examine, report
 from flanneld.ctl.facts import Dropped, Facts
 from flanneld.ctl.findings import THEMES, Advice, Fix, Severity
+from flanneld.ctl.path_mtu import Path as PathToPeer
 from flanneld.ctl.shadowing_routes import ShadowingRoute
 from flanneld.ctl.snapshot import Difference, Entry
 from flanneld.ctl.stale_objects import CniConf, LeftRules
@@ -53,6 +54,16 @@ DOCUMENT: dict[str, Any] = {
             "objects": [],
         }
     ],
+}
+
+
+SILENT = {
+    "subnet": "10.5.2.0/24",
+    "state": "silent",
+    "handshake": None,
+    "rx_bytes": 0,
+    "tx_bytes": 444,
+    "endpoint": "192.0.2.2:51820",
 }
 
 
@@ -207,13 +218,34 @@ CASES: dict[str, list[Facts]] = {
         replace(WELL, unknown=(Unknown(Part.STORE, "etcd does not answer"),)),
     ],
     "ready": [told(lambda d: d["health"].update(missing=["the peers are not known yet"]))],
-    "public ip": [peer(public_ips=["192.0.2.1"]), told(lambda d: d["peers"].append(deepcopy(d["peers"][0])))],
+    "public ip": [
+        peer(public_ips=["192.0.2.1"]),
+        told(
+            lambda d: (d["network"].update(backend="wireguard"), d["peers"].append(deepcopy(d["peers"][0])))
+        ),
+        told(lambda d: d["peers"].append(deepcopy(d["peers"][0]))),
+    ],
     "network": [told(lambda d: d["lease"].update(subnets=["10.6.1.0/24"]))],
     "refusals": [peer(state="refused", reason="no VtepMAC")],
     "unsafe leases": [peer(state="unsafe", reason="br7 is connected to 10.5.2.0/24; renumber that")],
     "reverse path": [of_host("net/ipv4/conf/eth0/rp_filter", 1)],
     "containers": [with_links(link("eth0"), flannel(), bridge("cni0", 1500), port_of("cni0"))],
     "device": [with_links(link("eth0", 1450), flannel())],
+    "path": [
+        replace(WELL, paths=(PathToPeer("underlay", ip_address("192.0.2.2"), 1500, 1280),)),
+        replace(WELL, paths=(PathToPeer("tunnel", ip_address("10.5.2.0"), 1450, 576),)),
+    ],
+    "handshakes": [peer(sessions=[SILENT])],
+    "bypass": [
+        told(
+            lambda d: d["health"].update(
+                troubles=[
+                    {"part": "encryption", "trouble": "packets leave unencrypted; remove it: ip route del"}
+                ]
+            )
+        )
+    ],
+    "cloned keys": [peer(state="refused", reason="10.5.2.0/24 announces our own public key; restart there")],
     "checksums": [replace(WELL, kernel=(4, 19)), replace(WELL, kernel=(5, 6))],
     "port": [replace(WELL, traffic={"flannel.1": (0, 500)})],
     "daemon": [replace(WELL, origin="host", unknown=(Unknown(Part.DAEMON, "no daemon answers"),))],

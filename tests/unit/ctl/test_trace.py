@@ -70,6 +70,31 @@ def hops(
     return {hop.hop: hop for hop in trace(ip_address(target), document, found(*without, link=link), way_to)}
 
 
+@pytest.mark.parametrize(
+    ("state", "handshake", "verdict", "shown"),
+    [
+        ("established", 970.0, "ok", "192.0.2.2:51820, handshake: 30 s ago"),
+        ("silent", None, "PROBLEM", "192.0.2.2:51820, handshake: no answer"),
+        ("idle", None, "unknown", "192.0.2.2:51820, handshake: none yet"),
+        ("idle", 1030.0, "unknown", "192.0.2.2:51820, handshake: in the future"),
+    ],
+)
+def test_the_session_that_carries_the_packet_is_a_hop(
+    state: str, handshake: float | None, verdict: str, shown: str
+) -> None:
+    session = {
+        "subnet": "10.5.2.0/24",
+        "state": state,
+        "handshake": handshake,
+        "rx_bytes": 0,
+        "tx_bytes": 0,
+        "endpoint": "192.0.2.2:51820",
+    }
+    peer = {**DOCUMENT["peers"][0], "sessions": [session]}
+    found = hops("10.5.2.7", document={**DOCUMENT, "peers": [peer], "time": 1000.0})["session"]
+    assert (found.state, found.found) == (verdict, shown)
+
+
 def test_each_hop_to_a_peer_is_shown() -> None:
     way = hops("10.5.2.7")
     assert list(way) == ["lease", "route", "neigh", "fdb", "device", "uplink"]

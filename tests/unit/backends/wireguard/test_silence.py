@@ -52,6 +52,18 @@ def test_a_handshake_ends_the_silence() -> None:
     assert found == [False, False, False, True, False, False]
 
 
+def test_a_clock_that_was_set_back_is_noticed_once_a_session_would_have_been_renewed() -> None:
+    """The last handshake is in the future then, whether there is a session or not."""
+    sent = range(0, 148 * 8, 148)
+    found = silent(*sent, handshake=NOW + 3600)
+    assert found == [False] * 6 + [True, True]
+    watch = Watch()
+    stamps = [NOW + 3600] * 4 + [NOW] * 4
+    assert not any(
+        watch.look(device(peer(each, stamp)), NOW) for each, stamp in zip(sent, stamps, strict=True)
+    )
+
+
 def test_devices_and_peers_are_told_apart() -> None:
     watch = Watch()
     for sent in (0, 148, 296):

@@ -1,0 +1,39 @@
+"""``flannelctl mtu`` where a router on the way carries less than the nodes' interfaces."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.lab import Lab, Node
+from tests.lab.lab import NETWORK
+from tests.netns.pair import connect
+from tests.netns.test_seeing import answer, findings, flannelctl
+
+
+def carried(node: Node, peer: str) -> dict[str, tuple[int, int | None]]:
+    found: list[dict[str, Any]] = answer(node, "mtu", peer)["paths"]
+    return {each["path"]: (each["wanted"], each["carried"]) for each in found}
+
+
+def test_a_path_that_carries_less_is_noticed(lab: Lab) -> None:
+    """The tunnel's packets may be taken apart on the way, and still arrive."""
+    lab.etcd.put_config({"Network": NETWORK, "Backend": {"Type": "vxlan"}})
+    (node,), (peer,) = lab.add_nodes(1), lab.add_nodes(1, routed=True)
+    for each in (node, peer):
+        each.start()
+    for each in (node, peer):
+        each.wait_ready(60)
+    connect(node, peer)
+    connect(peer, node)
+    assert carried(node, peer.subnet()) == {"underlay": (1500, 1500), "tunnel": (1450, 1450)}
+    lab.switch.ip("link set br1 mtu 1400")
+    assert carried(node, peer.address) == {"underlay": (1500, 1400), "tunnel": (1450, 1450)}
+    assert "set Backend.MTU to 1400 or less" in flannelctl(node, "mtu", peer.subnet()).stdout
+    assert "does not carry 1500 bytes" in findings(node)["path"]
+
+
+def test_a_name_of_no_peer_is_refused(lab: Lab) -> None:
+    (node,) = lab.cluster({"Type": "vxlan"}, nodes=1)
+    done = flannelctl(node, "mtu", "10.5.99.1")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "no peer is known at 10.5.99.1; flannelctl peers lists them" in done.stderr

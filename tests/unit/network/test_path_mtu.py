@@ -1,0 +1,80 @@
+"""The search for the largest packet that a path carries."""
+
+from __future__ import annotations
+
+from ipaddress import ip_address
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flanneld.ctl.path_mtu import Path, paths, peer_named, sample
+from flanneld.diagnostics.status import describe
+from flanneld.errors import FlannelError
+from flanneld.model import IPAddress
+from flanneld.network.path_mtu import largest
+from flanneld.state.resources import Address
+
+PEER: dict[str, Any] = {
+    "subnets": ["10.5.2.0/24", "fd00:5:0:2::/64"],
+    "public_ips": ["192.0.2.2"],
+    "state": "in the kernel",
+    "objects": [],
+}
+DOCUMENT: dict[str, Any] = {
+    "uplink": {"mtu": 1500},
+    "mtu": 1420,
+    "lease": {"subnets": ["10.5.1.0/24", "fd00:5:0:1::/64"]},
+    "local": [describe(Address("flannel-wg", ip_address("10.5.1.0")), {})],
+    "peers": [{**PEER, "state": "refused", "subnets": ["10.5.9.0/24"]}, PEER],
+}
+
+
+@given(st.integers(576, 9000), st.integers(576, 9000))
+def test_the_largest_size_is_found_with_few_questions(carried: int, high: int) -> None:
+    asked: list[int] = []
+
+    def is_carried(size: int) -> bool:
+        asked.append(size)
+        return size <= carried
+
+    assert largest(576, high, is_carried) == min(carried, high)
+    assert len(asked) <= (1 if carried >= high else 16)
+
+
+def test_a_path_that_carries_nothing_has_no_size() -> None:
+    assert largest(576, 1500, lambda _: False) is None
+    assert largest(576, 576, lambda _: False) is None
+
+
+def asked(target: IPAddress, wanted: int) -> int:
+    return wanted - 100 if target == ip_address("192.0.2.2") else wanted
+
+
+def test_the_underlay_and_the_tunnel_are_asked() -> None:
+    found = list(paths(PEER, DOCUMENT, asked))
+    assert found == [
+        Path("underlay", ip_address("192.0.2.2"), 1500, 1400),
+        Path("tunnel", ip_address("10.5.2.0"), 1420, 1420),
+    ]
+    assert [each.state for each in found] == ["PROBLEM", "ok"]
+    assert "set Backend.MTU to 1400" in found[0].note
+    assert list(sample(DOCUMENT, asked)) == found
+
+
+def test_a_peer_that_does_not_answer_is_unknown() -> None:
+    path = Path("tunnel", ip_address("10.5.2.0"), 1420, None)
+    assert (path.state, path.note) == ("unknown", "no answer: ICMP may be filtered, or nothing is there")
+    assert "containers are lost" in Path("tunnel", ip_address("10.5.2.0"), 1420, 1300).note
+
+
+@pytest.mark.parametrize("name", ["10.5.2.0/24", "10.5.2.7", "192.0.2.2", "fd00:5:0:2::7"])
+def test_a_peer_is_named_by_subnet_address_or_public_ip(name: str) -> None:
+    assert peer_named(name, {"peers": [PEER]}) == PEER
+
+
+@pytest.mark.parametrize("name", ["10.6.0.1", "node7", "192.0.2.3"])
+def test_another_name_is_refused(name: str) -> None:
+    with pytest.raises(FlannelError):
+        peer_named(name, {"peers": [PEER]})
