@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flanneld import __version__, options, startup
 from flanneld.compat import glog
@@ -30,6 +31,9 @@ from flanneld.runtime.supervisor import Supervisor
 from flanneld.subnet import subnet_file
 from flanneld.subnet.manager import NodeStore
 from flanneld.subnet.stores import open_manager
+
+if TYPE_CHECKING:
+    from flanneld.lease_server import LeaseService
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +81,7 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
 def _serve(wanted: Options, environ: Mapping[str, str]) -> int:
     tune_interpreter()
     try:
-        if wanted.listen:
+        if wanted.listen and (wanted.serve_only or not wanted.store):
             from flanneld import lease_server  # a node has no use for it
 
             return lease_server.run(wanted, environ)
@@ -103,9 +107,21 @@ def _serve_alone(wanted: Options, environ: Mapping[str, str]) -> int:
     supervisor.handle_signals()
     lock = InstanceLock(subnet_file.beside(Path(wanted.subnet_file), "lock"))
     lock.wait(supervisor.stop, tell=notifier.status)
-    manager = counted(open_manager(wanted, environ))
+    service: LeaseService | None = None
+    if wanted.store:
+        from flanneld import lease_server  # only for those who keep the leases here
+        from flanneld.subnet.embedded.opening import manager_of
+
+        store = lease_server.open_store(wanted, supervisor)
+        manager = counted(manager_of(store))
+        if wanted.listen:
+            service = lease_server.LeaseService(wanted, environ, supervisor, store)
+            service.start()
+    else:
+        manager = counted(open_manager(wanted, environ))
     log.info("Leases are in %s", manager.name)
-    return Daemon(wanted, environ, supervisor, notifier, manager, events).serve()
+    metrics = service.server.metrics_text if service else None
+    return Daemon(wanted, environ, supervisor, notifier, manager, events, metrics).serve()
 
 
 class Daemon:
@@ -119,6 +135,7 @@ class Daemon:
         notifier: sd_notify.Notifier,
         manager: CountedManager,
         events: event_log.Events,
+        more_metrics: Callable[[], str] | None = None,
     ) -> None:
         self._options = wanted
         self._environ = environ
@@ -142,6 +159,7 @@ class Daemon:
             self._readiness.missing,
             self._readiness.waiting,
             self._conditions_of_host,
+            more_metrics,
         )
         self._observation = Observation(self._components, self._readiness, supervisor)
 

@@ -202,6 +202,18 @@ class Options:
     listen: str = _flag(
         "listen", "", "serve the leases in etcd on this `address` to clients of -remote: host:port or fd://"
     )
+    store: str = _flag(
+        "store", "", "keep the leases in this `file` instead of etcd; with -listen for other nodes, too"
+    )
+    network: str = _flag(
+        "network", "", "`network` of a new -store, such as 10.5.0.0/16, or its whole config as JSON"
+    )
+    serve_only: bool = _flag("serve-only", False, "with -listen and -store: be no node, only serve")
+    require_token: bool = _flag(
+        "require-token", False, "with -listen and -store: TLS, for nodes with a token of flannelctl only"
+    )
+    token: str = _flag("token", "", "`token` for a server that requires one; others on this host see it")
+    token_file: str = _flag("token-file", "", "`file` with the token for a server that requires one")
     remote: tuple[str, ...] = _flag(
         "remote",
         "",
@@ -339,7 +351,7 @@ _VERSION = Flag("version", "bool", False, "print the version and exit")
 
 
 def _words(flag: Flag, value: Any) -> Iterator[str]:
-    if flag.name == "etcd-password":
+    if flag.name in ("etcd-password", "token"):
         yield "***"
     elif flag.repeatable:
         yield from map(_word, value)
@@ -434,5 +446,27 @@ def _check_store(options: Options) -> None:
     if options.kube_subnet_mgr and (options.listen or options.remote):
         flag = "listen" if options.listen else "remote"
         raise Fatal(f"-{flag} and -kube-subnet-mgr name two stores", "give one of them")
-    if options.listen and options.etcd_api == "both":
+    if options.listen and options.etcd_api == "both" and not options.store:
         raise Fatal("-listen serves one API of etcd, not both", "set -etcd-api=v2 or v3, or leave it out")
+    _check_file(options)
+    _check_token(options)
+
+
+def _check_file(options: Options) -> None:
+    """Raise ``Fatal`` for options of a store in a file that do not fit."""
+    if options.store and (options.remote or options.kube_subnet_mgr):
+        flag = "remote" if options.remote else "kube-subnet-mgr"
+        raise Fatal(f"-store and -{flag} name two stores", "give one of them")
+    if options.network and not options.store:
+        raise Fatal("-network is for the network in -store", "give -store too, or write the config to etcd")
+    for name, is_given in (("serve-only", options.serve_only), ("require-token", options.require_token)):
+        if is_given and not (options.listen and options.store):
+            raise Fatal(f"-{name} is for -listen with -store", "give both of them, or leave it out")
+
+
+def _check_token(options: Options) -> None:
+    for name, text in (("token", options.token), ("token-file", options.token_file)):
+        if text and not options.remote:
+            raise Fatal(f"-{name} is for -remote", "give -remote too, or leave it out")
+    if options.token and options.token_file:
+        raise Fatal("-token and -token-file are two tokens", "give one of them")

@@ -28,7 +28,6 @@ from flanneld.options import Options
 from flanneld.reconcile.member import Loops, Member
 from flanneld.reconcile.node import Node
 from flanneld.reconcile.past.last_run import LastRun, machine_of
-from flanneld.reconcile.past.state_file import boot_id
 from flanneld.reconcile.uplink_manager import UplinkManager, find_uplink
 from flanneld.runtime import clock
 from flanneld.runtime.supervisor import Supervisor
@@ -106,7 +105,7 @@ def load(
     for warning in config.warnings:
         log.warning("%s", warning)
     make_backend = registry.load(config.backend_type)
-    services = structs.replace(services, beside=partial(subnet_file.beside, path), boot_id=boot_id)
+    services = structs.replace(services, beside=partial(subnet_file.beside, path), boot_id=clock.boot_id)
     return Loaded(options, manager, previous, last_run, config, make_backend, services)
 
 

@@ -21,6 +21,10 @@ def open_manager(options: Options, environ: Mapping[str, str]) -> SubnetManager:
         from flanneld.subnet.remote.manager import RemoteManager, RemoteOptions
 
         return RemoteManager(RemoteOptions(remote_servers(options), remote_tls(options)))
+    if options.store:
+        from flanneld.subnet.embedded.opening import manager_of, open_store
+
+        return manager_of(open_store(options.store))
     if not options.kube_subnet_mgr:
         from flanneld.subnet.etcd.choice import open_etcd
 

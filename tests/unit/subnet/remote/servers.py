@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flanneld.errors import Cancelled
+from flanneld.subnet.embedded.opening import open_store
 from flanneld.subnet.etcd.endpoints import EtcdOptions
+from flanneld.subnet.etcd.keys import NotFound
 from flanneld.subnet.etcd.transport import Timeouts
 from flanneld.subnet.remote.change_log import ChangeLog
 from flanneld.subnet.remote.http_server import LeaseServer
-from flanneld.subnet.remote.lease_store import LeaseStore
+from flanneld.subnet.remote.lease_store import over_etcd, over_file
 from flanneld.subnet.remote.listener import open_listener
 from flanneld.subnet.remote.rest import RestApi
 from flanneld.subnet.remote.tls import TlsFiles, server_context
@@ -39,14 +41,45 @@ def exchange(number: int) -> dict[str, Any]:
     return next(each for name, each in EXCHANGES.items() if name.startswith(f"{number:03}-"))
 
 
+class LocalFile:
+    """A store in a file, filled as a ``LocalEtcd`` is."""
+
+    def __init__(self, path: Path) -> None:
+        self.keystore = open_store(str(path), create=True)
+
+    def keys(self, _api: str) -> LocalFile:
+        return self
+
+    def put(self, key: str, value: str, ttl: int | None = None) -> None:
+        try:
+            node, _ = self.keystore.get(key)
+        except NotFound:
+            self.keystore.create(key, value, ttl)
+        else:
+            self.keystore.replace(key, value, ttl, node.modified)
+
+    def delete(self, key: str) -> None:
+        with suppress(NotFound):
+            self.keystore.remove(key)
+        for node in self.keystore.below(key)[0]:
+            self.keystore.remove(node.key)
+
+
 class Running:
     """A server on loopback. Its store and its threads end with it."""
 
     def __init__(
-        self, etcd: LocalEtcd, api: str, tls: TlsFiles | None = None, connections: int = 2000
+        self,
+        place: LocalEtcd | LocalFile,
+        api: str = "",
+        tls: TlsFiles | None = None,
+        connections: int = 2000,
     ) -> None:
         self.port = free_port()
-        self.store = LeaseStore(EtcdOptions((etcd.url,)), api, Timeouts(read=2.0, pause=0.05))
+        if isinstance(place, LocalFile):
+            self.store = over_file(place.keystore)
+        else:
+            self.store = over_etcd(EtcdOptions((place.url,)), api, Timeouts(read=2.0, pause=0.05))
         listener = open_listener(f"127.0.0.1:{self.port}", {})
         context = server_context(tls or TlsFiles())
         self.server = LeaseServer(listener, RestApi(self.store, self._follow), context, connections)
@@ -84,9 +117,9 @@ class Running:
 
 @contextmanager
 def running_server(
-    etcd: LocalEtcd, api: str, tls: TlsFiles | None = None, connections: int = 2000
+    place: LocalEtcd | LocalFile, api: str = "", tls: TlsFiles | None = None, connections: int = 2000
 ) -> Iterator[Running]:
-    server = Running(etcd, api, tls, connections)
+    server = Running(place, api, tls, connections)
     try:
         yield server
     finally:
