@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import resource
+import ssl
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -18,13 +19,14 @@ from flanneld.runtime.instance_lock import InstanceLock
 from flanneld.runtime.supervisor import Supervisor
 from flanneld.subnet.embedded import opening
 from flanneld.subnet.embedded.store import KeyStore
+from flanneld.subnet.embedded.tokens import Tokens
 from flanneld.subnet.manager import LONGEST_SILENCE
 from flanneld.subnet.remote.change_log import ChangeLog
 from flanneld.subnet.remote.http_server import LeaseServer
 from flanneld.subnet.remote.lease_store import over_etcd, over_file
 from flanneld.subnet.remote.listener import open_listener
 from flanneld.subnet.remote.rest import RestApi
-from flanneld.subnet.remote.tls import server_context
+from flanneld.subnet.remote.tls import identity_context, server_context
 from flanneld.subnet.stores import etcd_options, remote_tls
 
 log = logging.getLogger(__name__)
@@ -82,10 +84,16 @@ class LeaseService:
         self._supervisor = supervisor
         _allow_many_connections()
         self.store = over_file(file) if file else over_etcd(etcd_options(wanted), wanted.etcd_api)
-        tls = server_context(remote_tls(wanted))
+        files = remote_tls(wanted)
+        tokens = Tokens(file.database) if file and wanted.require_token else None
+        if tokens and not files.certfile:
+            tls: ssl.SSLContext | None = identity_context(tokens.identity(), files.cafile)
+        else:
+            tls = server_context(files)
         listener = open_listener(wanted.listen, environ)
         self.where = _name(listener.getsockname()) + (" with TLS" if tls else "")
-        self.server = LeaseServer(listener, RestApi(self.store, self._follow), tls)
+        checked = (tokens.check,) if tokens else ()
+        self.server = LeaseServer(listener, RestApi(self.store, self._follow, *checked), tls)
 
     @property
     def problem(self) -> str:

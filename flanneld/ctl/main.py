@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ from msgspec.structs import asdict
 
 from flanneld import __version__, options
 from flanneld.compat.flags import quoted
-from flanneld.ctl import tables, views
+from flanneld.ctl import stores, tables, views
 from flanneld.ctl.data_source import Source, find
 from flanneld.ctl.tables import Table
 from flanneld.errors import FlannelError, cause_of
@@ -36,6 +37,10 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     as_json = "--output=json" in argv or ("--output", "json") in pairwise(argv)
     try:
         arguments, flags = _parse(argv)
+        if arguments.command not in COMMANDS:
+            return _act(
+                arguments, options.read(flags, environ, program="flannelctl COMMAND"), as_json=as_json
+            )
         source = find(flags, environ, arguments.socket)
         shown, plain, wrong = COMMANDS[arguments.command](source, arguments)
     except (options.HelpWanted, options.VersionWanted):
@@ -96,7 +101,20 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, parents=[shared], help=meaning, allow_abbrev=False)
         if name == "trace":
             command.add_argument("address", type=ip_address, metavar="IP")
+    stores.add_commands(commands.add_parser, [shared])
     return parser
+
+
+def _act(arguments: argparse.Namespace, wanted: options.Options, *, as_json: bool) -> int:
+    """Do something with the store itself; 1 if that could not be done."""
+    logging.getLogger().setLevel(logging.ERROR)
+    try:
+        shown, plain, wrong = arguments.run(wanted, arguments)
+    except (FlannelError, OSError) as error:
+        said = str(error) if isinstance(error, FlannelError) else cause_of(error)
+        return _complain(said, PROBLEMS, as_json=as_json)
+    _say(shown, plain, as_json=as_json)
+    return PROBLEMS if wrong else FINE
 
 
 def _complain(text: str, status: int, *, as_json: bool) -> int:

@@ -12,15 +12,16 @@ from flanneld.subnet.manager import SubnetManager
 if TYPE_CHECKING:
     from flanneld.subnet.etcd.endpoints import EtcdOptions
     from flanneld.subnet.remote.connection import RemoteServer
+    from flanneld.subnet.remote.manager import RemoteOptions
     from flanneld.subnet.remote.tls import TlsFiles
 
 
 def open_manager(options: Options, environ: Mapping[str, str]) -> SubnetManager:
     """Open the store that the options name. Raises ``Fatal`` for options that cannot be used."""
     if options.remote:
-        from flanneld.subnet.remote.manager import RemoteManager, RemoteOptions
+        from flanneld.subnet.remote.manager import RemoteManager
 
-        return RemoteManager(RemoteOptions(remote_servers(options), remote_tls(options)))
+        return RemoteManager(remote_options(options))
     if options.store:
         from flanneld.subnet.embedded.opening import manager_of, open_store
 
@@ -57,6 +58,14 @@ def etcd_options(options: Options) -> EtcdOptions:
         cafile=options.etcd_cafile,
         transport=options.etcd_transport,
     )
+
+
+def remote_options(options: Options, network: str = "") -> RemoteOptions:
+    """Return how to reach the flannel servers, and the token for them."""
+    from flanneld.subnet.remote.manager import RemoteOptions
+
+    servers, tls = remote_servers(options), remote_tls(options)
+    return RemoteOptions(servers, tls, network, options.token, options.token_file)
 
 
 def remote_servers(options: Options) -> tuple[RemoteServer, ...]:

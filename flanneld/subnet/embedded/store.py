@@ -51,7 +51,7 @@ class KeyStore:
     """The keys in a database. For any thread; other processes may write too."""
 
     def __init__(self, database: Database) -> None:
-        self._database = database
+        self.database = database
         self._changed = Signal()
         self._writes = 0
         self.name = f"store {database.path}"
@@ -60,7 +60,7 @@ class KeyStore:
 
     def get(self, key: str) -> tuple[Node, Position]:
         """Read a key. Raises ``NotFound``."""
-        with self._database.reading() as connection:
+        with self.database.reading() as connection:
             now, at = _now(connection), _position(connection)
             node = _find(connection, key, now)
         if node is None:
@@ -69,7 +69,7 @@ class KeyStore:
 
     def below(self, directory: str) -> tuple[tuple[Node, ...], Position]:
         """Read all keys in a directory, at any depth."""
-        with self._database.reading() as connection:
+        with self.database.reading() as connection:
             now = _now(connection)
             rows = connection.execute(
                 f"SELECT {_FOUND} FROM keys WHERE key >= ? AND key < ? ORDER BY key",  # noqa: S608
@@ -81,7 +81,7 @@ class KeyStore:
     def changes(self, key: str, *, recursive: bool, after: Position) -> Changes:
         """Return what happened since, at most 1,000 changes. Raises ``ListAgain`` if it was forgotten."""
         first, last = _range(key) if recursive else (key, f"{key}\0")
-        with self._database.reading() as connection:
+        with self.database.reading() as connection:
             now, at = _now(connection), _position(connection)
             check_history(after, at)
             if after.index < number(connection, "floor"):
@@ -118,7 +118,7 @@ class KeyStore:
 
     def tick(self) -> None:
         """Remove what has ended, and record the time now and then."""
-        with self._database.reading() as connection:
+        with self.database.reading() as connection:
             now = _now(connection)
             (ends,) = connection.execute("SELECT min(expires) FROM keys").fetchone()
             is_due = ends is not None and ends <= now
@@ -164,7 +164,7 @@ class KeyStore:
     @contextmanager
     def _writing(self) -> Iterator[tuple[sqlite3.Connection, float]]:
         """Write in one transaction, in which what has ended is removed first."""
-        with self._database.writing() as connection:
+        with self.database.writing() as connection:
             now = _now(connection)
             set_fact(connection, "time", now)
             set_fact(connection, "boot", clock.boot_id())

@@ -16,6 +16,7 @@ from flanneld.errors import lacking
 from flanneld.runtime import clock, waits
 from flanneld.runtime.outage import Pace
 from flanneld.subnet.remote.rest import NOT_FOUND, TEXT, RestAnswer, RestApi, RestRequest
+from flanneld.subnet.remote.wire import INDEX
 
 log = logging.getLogger(__name__)
 
@@ -217,7 +218,9 @@ class _Handler(BaseHTTPRequestHandler):
         body = self._body()
         if body is None:
             return
-        request = RestRequest(self.command, self.path, body, self._is_there)
+        header = self.headers.get("Authorization", "")
+        wants_index = INDEX in self.headers
+        request = RestRequest(self.command, self.path, body, self._is_there, header, wants_index)
         answer = self.server.answer(request)
         try:
             self._send(answer)

@@ -10,7 +10,7 @@ from ipaddress import IPv4Network
 
 from flanneld.config import Config
 from flanneld.errors import Cancelled, Refused, Retryable
-from flanneld.model import Lease, LeaseAttrs, LeaseKey, overlap
+from flanneld.model import Lease, LeaseAttrs, LeaseKey, is_same_node, overlap
 from flanneld.runtime import clock
 from flanneld.subnet.codec import format_attrs, format_key, parse_attrs
 from flanneld.subnet.embedded.client import PREFIX, EmbeddedClient
@@ -19,9 +19,11 @@ from flanneld.subnet.etcd.choice import open_client
 from flanneld.subnet.etcd.endpoints import EtcdOptions, Servers
 from flanneld.subnet.etcd.http import NoSuchApi
 from flanneld.subnet.etcd.keys import Client, Conflict, NoConfig, NotFound, Reply
+from flanneld.subnet.etcd.leases import node_address
 from flanneld.subnet.etcd.manager import SUBNET_TTL, TRIES, EtcdManager
 from flanneld.subnet.etcd.transport import Timeouts, Transport
 from flanneld.subnet.remote.change_log import ChangeLog, expires_ns
+from flanneld.subnet.remote.token import ANOTHER, Denied
 from flanneld.subnet.remote.wire import Reservation, WireLease
 
 #: Name of the network that lies directly under the prefix.
@@ -105,17 +107,36 @@ class LeaseStore:
             names = [posixpath.basename(each.key) for each in reply.children if each.is_dir]
             return [name for name in names if self._has_config(client, name)], reply.at.index
 
+    def has_unnamed(self) -> bool:
+        """Return True if there is a network directly under the prefix."""
+        with self._asking() as client:
+            return self._has_config(client, "")
+
     # ---- leases --------------------------------------------------------------------------------
 
-    def acquire(self, network: str, attrs: LeaseAttrs, previous: LeaseKey) -> WireLease:
+    def acquire(
+        self, network: str, attrs: LeaseAttrs, previous: LeaseKey, *, may_join: bool = True
+    ) -> WireLease:
+        """Return a node's lease, a new one only if it ``may_join``. Raises ``Denied``."""
         with self._asking():
             manager = self._manager(network)
+            if not may_join:
+                leases = manager.listing(anew=True).leases.values()
+                _check_known(attrs, any(is_same_node(each.attrs, attrs) for each in leases))
             return _wire(manager.acquire(self._config(network), attrs, previous))
 
-    def renew(self, network: str, wanted: WireLease, former: LeaseAttrs | None) -> WireLease:
-        """Write a lease for another term; only ``former`` or the same node's attributes are overwritten."""
+    def renew(
+        self, network: str, wanted: WireLease, former: LeaseAttrs | None, *, may_join: bool = True
+    ) -> WireLease:
+        """Write a lease for another term; only ``former`` or the same node's attributes are overwritten.
+
+        One that has gone is written again only if its node ``may_join``. Raises ``Denied``.
+        """
         with self._asking():
             manager = self._manager(network)
+            if not may_join:
+                leases = manager.listing(anew=True).leases
+                _check_known(wanted.attrs, self._path(network, wanted.key) in leases)
             lease = Lease(wanted.attrs, *wanted.key, expires=clock.now())
             if former is not None:
                 found = manager.listing(anew=True).leases.get(self._path(network, wanted.key))
@@ -144,7 +165,7 @@ class LeaseStore:
                 attrs = parse_attrs(reply.node.value)
             except Refused as reason:
                 raise Retryable(reason.problem, reason.remedy) from None
-            return WireLease(attrs, key, expires_ns(reply.node.ttl)), reply.at.index
+            return WireLease(attrs, key, expires_ns(reply.node.ttl), reply.node.modified), reply.at.index
 
     # ---- reservations --------------------------------------------------------------------------
 
@@ -289,7 +310,12 @@ def over_file(store: KeyStore) -> LeaseStore:
 
 def _wire(lease: Lease) -> WireLease:
     left = None if lease.expires is None else lease.expires - clock.now()
-    return WireLease(lease.attrs, lease.key, expires_ns(left))
+    return WireLease(lease.attrs, lease.key, expires_ns(left), lease.asof)
+
+
+def _check_known(attrs: LeaseAttrs, is_known: bool) -> None:
+    if not is_known:
+        raise Denied(f"the token has ended, and node {node_address(attrs)} has no lease here", ANOTHER)
 
 
 def _check_fits(config: Config, subnet: IPv4Network) -> None:

@@ -8,15 +8,17 @@ from collections.abc import Iterator
 from contextlib import suppress
 from ipaddress import IPv4Address
 from pathlib import Path
+from queue import Queue
 
 import pytest
 
 from flanneld.errors import Cancelled, Fatal
-from flanneld.model import Event, LeaseAttrs, Snapshot
+from flanneld.model import Added, Event, Lease, LeaseAttrs, Snapshot
 from flanneld.subnet.embedded import opening
 from flanneld.subnet.manager import Deliver
 from flanneld.subnet.remote.connection import RemoteServer
 from flanneld.subnet.remote.manager import RemoteManager, RemoteOptions
+from tests.local_etcd import LocalEtcd, running_etcd
 from tests.unit.subnet.remote.servers import CONFIG, ROOT, LocalFile, Running, running_server
 
 
@@ -65,9 +67,7 @@ def test_hundred_nodes_that_join_at_once_get_subnets_of_their_own(server: Runnin
     assert all(join(server, number) == subnets[number] for number in range(0, 100, 10))
 
 
-def test_node_in_the_servers_process_shares_the_network_with_clients(
-    file: LocalFile, server: Running
-) -> None:
+def test_node_in_the_servers_process_shares_the_network(file: LocalFile, server: Running) -> None:
     own = opening.manager_of(file.keystore)
     lease = own.acquire(own.network_config(), attributes(1), (None, None))
     remote, heard = client(server), threading.Event()
@@ -93,6 +93,41 @@ def _watch(manager: RemoteManager, deliver: Deliver) -> None:
         manager.watch(deliver, lambda: None)
 
 
+@pytest.mark.parametrize("place", ["file", "v2", "v3"])
+def test_own_write_is_told_from_that_of_another_node(place: str, file: LocalFile) -> None:
+    if place == "file":
+        check_own_watch(file, place)
+        return
+    with running_etcd() as etcd:
+        etcd.keys(place).put(f"{ROOT}/config", CONFIG)
+        check_own_watch(etcd, place)
+
+
+def check_own_watch(place: LocalFile | LocalEtcd, api: str) -> None:
+    with running_server(place, api) as server:
+        manager, heard = client(server), Queue[Event]()
+        for number in (1, 2, 3):
+            lease = manager.acquire(manager.network_config(), attributes(number), (None, None))
+        watch = threading.Thread(target=lambda: _watch_own(manager, lease, heard))
+        watch.start()
+        first = heard.get(timeout=30)
+        assert isinstance(first, Added)
+        assert (first.lease.key, first.lease.asof) == (lease.key, lease.asof)
+        rival = client(server)
+        theirs = rival.acquire(rival.network_config(), attributes(3), (None, None))
+        second = heard.get(timeout=30)
+        assert isinstance(second, Added)
+        assert second.lease.asof == theirs.asof > lease.asof
+        for each in (manager, rival):
+            each.close()
+        watch.join(30)
+
+
+def _watch_own(manager: RemoteManager, lease: Lease, heard: Queue[Event]) -> None:
+    with suppress(Cancelled):
+        manager.watch_own(lease, lambda events: [heard.put(each) for each in events] and None, lambda: None)
+
+
 @pytest.mark.parametrize(
     ("text", "config"),
     [
@@ -107,7 +142,7 @@ def test_network_is_a_network_or_a_whole_config(text: str, config: dict[str, obj
 
 @pytest.mark.parametrize("text", ["10.5.0.0/33", "10.5.0.1/16", "net", '{"Network": 5}', "{"])
 def test_network_that_makes_no_sense_is_refused(text: str) -> None:
-    with pytest.raises(Fatal, match="^-network: "):
+    with pytest.raises(Fatal, match="-network: "):
         opening.config_of(text)
 
 

@@ -309,7 +309,7 @@ def test_damaged_store_is_refused_and_left_alone(path: Path) -> None:
     store = open_store(str(path), create=True)
     for number in range(300):
         store.create(f"/net/{number}", "x" * 200, None)
-    store._database.close()
+    store.database.close()
     content = bytearray(path.read_bytes())
     content[8192:40960] = os.urandom(32768)
     path.write_bytes(content)
@@ -326,13 +326,13 @@ def test_log_of_a_lost_store_is_not_mixed_with_a_new_one(path: Path) -> None:
 
 def test_full_store_refuses_writes_keeps_what_it_has_and_goes_on(store: KeyStore) -> None:
     store.create("/net/a", "x", None)
-    with store._database.reading() as connection:
+    with store.database.reading() as connection:
         pages = connection.execute("PRAGMA page_count").fetchone()[0]
-    store._database._connection.execute(f"PRAGMA max_page_count={pages}")
+    store.database._connection.execute(f"PRAGMA max_page_count={pages}")
     with pytest.raises(Retryable, match="is full; free space"):
         store.create("/net/b", "x" * 1_000_000, None)
     assert [each.key for each in store.below("/net")[0]] == ["/net/a"]
-    store._database._connection.execute("PRAGMA max_page_count=100000")
+    store.database._connection.execute("PRAGMA max_page_count=100000")
     store.create("/net/b", "x" * 1_000_000, None)
 
 

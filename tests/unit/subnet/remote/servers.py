@@ -5,8 +5,9 @@ from __future__ import annotations
 import http.client
 import json
 import re
+import ssl
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from flanneld.subnet.remote.lease_store import over_etcd, over_file
 from flanneld.subnet.remote.listener import open_listener
 from flanneld.subnet.remote.rest import RestApi
 from flanneld.subnet.remote.tls import TlsFiles, server_context
+from flanneld.subnet.remote.token import Access
 from tests.local_etcd import LocalEtcd, free_port
 
 #: By number and name: method, target, body; status, headers and body of the answer if there was one.
@@ -72,8 +74,9 @@ class Running:
         self,
         place: LocalEtcd | LocalFile,
         api: str = "",
-        tls: TlsFiles | None = None,
+        tls: TlsFiles | ssl.SSLContext | None = None,
         connections: int = 2000,
+        check: Callable[[str], Access] = lambda _header: Access.JOIN,
     ) -> None:
         self.port = free_port()
         if isinstance(place, LocalFile):
@@ -81,8 +84,8 @@ class Running:
         else:
             self.store = over_etcd(EtcdOptions((place.url,)), api, Timeouts(read=2.0, pause=0.05))
         listener = open_listener(f"127.0.0.1:{self.port}", {})
-        context = server_context(tls or TlsFiles())
-        self.server = LeaseServer(listener, RestApi(self.store, self._follow), context, connections)
+        context = tls if isinstance(tls, ssl.SSLContext) else server_context(tls or TlsFiles())
+        self.server = LeaseServer(listener, RestApi(self.store, self._follow, check), context, connections)
         self.threads = [threading.Thread(target=self.server.serve)]
         self.threads[0].start()
 
