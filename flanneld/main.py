@@ -85,6 +85,10 @@ def _serve(wanted: Options, environ: Mapping[str, str]) -> int:
             from flanneld import lease_server  # a node has no use for it
 
             return lease_server.run(wanted, environ)
+        if wanted.has_networks:
+            from flanneld.networks import fleet  # most daemons have one network
+
+            return fleet.run(wanted, environ, Daemon)
         return _serve_alone(wanted, environ)
     except Cancelled:
         return 0
@@ -136,7 +140,9 @@ class Daemon:
         manager: CountedManager,
         events: event_log.Events,
         more_metrics: Callable[[], str] | None = None,
+        admit: startup.Admit = startup.admit_any,
     ) -> None:
+        self._admit = admit
         self._options = wanted
         self._environ = environ
         self._supervisor = supervisor
@@ -183,7 +189,7 @@ class Daemon:
         waiting, manager = self._readiness, self._manager
         services = host_services.of_daemon(self._options.secret_dir, self._environ, self._supervisor.stop)
         loaded = startup.load(self._options, manager, waiting, services)
-        member = startup.join(loaded, startup.elect(loaded, waiting), waiting, manager.acquire)
+        member = startup.join(loaded, startup.elect(loaded, waiting), waiting, manager.acquire, self._admit)
         mtu = member.uplink_manager.backend.mtu
         log.info("Our subnet is %s, backend %s, MTU %d", member.lease, member.config.backend_type, mtu)
         return member

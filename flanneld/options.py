@@ -77,6 +77,22 @@ def _remote(text: str, source: str) -> tuple[str, ...]:
     return servers
 
 
+def is_network_name(text: str) -> bool:
+    """Return True for a name that can be that of a file, and of a key in the store."""
+    return re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,62}", text) is not None
+
+
+def _names(text: str, source: str) -> tuple[str, ...]:
+    names = tuple(name for each in text.split(",") if (name := each.strip()))
+    for name in names:
+        if not is_network_name(name):
+            raise Fatal(
+                f"{source}: {goflags.quoted(name)} is no name of a network",
+                "give names of letters, digits, _, - and dots, separated by commas",
+            )
+    return tuple(dict.fromkeys(names))
+
+
 def _is_host_and_port(text: str) -> bool:
     if not text.isascii() or not text.isprintable() or any(char in text for char in " /@?#"):
         return False
@@ -227,6 +243,15 @@ class Options:
     remote_cafile: str = _flag(
         "remote-cafile", "", "`file` with the authority that signed the other side's certificate"
     )
+    networks: tuple[str, ...] = _flag(
+        "networks", "", "`names` of networks below -etcd-prefix to be in, separated by commas", _names
+    )
+    watch_networks: bool = _flag(
+        "watch-networks", False, "follow networks that come and go: those of -networks, else all"
+    )
+    subnet_dir: str = _flag(
+        "subnet-dir", "/run/flannel/networks", "`directory` with a subnet file for each of several networks"
+    )
     iface: tuple[str, ...] = _flag(
         "iface",
         (),
@@ -326,6 +351,11 @@ class Options:
     log_backtrace_at: str = _flag(
         "log_backtrace_at", "", "add a stack trace to what is logged at this `file:line`"
     )
+
+    @property
+    def has_networks(self) -> bool:
+        """Whether the daemon is in several networks, each with a name."""
+        return bool(self.networks) or self.watch_networks
 
     @property
     def is_errand(self) -> bool:
@@ -448,6 +478,11 @@ def _check_store(options: Options) -> None:
         raise Fatal(f"-{flag} and -kube-subnet-mgr name two stores", "give one of them")
     if options.listen and options.etcd_api == "both" and not options.store:
         raise Fatal("-listen serves one API of etcd, not both", "set -etcd-api=v2 or v3, or leave it out")
+    if options.has_networks and (options.kube_subnet_mgr or options.plan or options.etcd_api == "both"):
+        other = (
+            "-kube-subnet-mgr" if options.kube_subnet_mgr else "-plan" if options.plan else "-etcd-api=both"
+        )
+        raise Fatal(f"{other} is for one network", "leave -networks and -watch-networks out")
     _check_file(options)
     _check_token(options)
 

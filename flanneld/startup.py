@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 from msgspec import Struct, structs
 
 from flanneld.backends import registry
-from flanneld.backends.contract import NO_SERVICES, Factory, HostServices
+from flanneld.backends.contract import NO_SERVICES, Backend, Factory, HostServices
 from flanneld.config import Config
 from flanneld.errors import Retryable
 from flanneld.model import Lease, LeaseAttrs, LeaseKey, Uplink
@@ -42,6 +42,9 @@ Result = TypeVar("Result")
 
 #: Gets this node's lease by the store's ``acquire``, or foresees it without writing.
 Acquire = Callable[[Config, LeaseAttrs, LeaseKey, LocalFacts], Lease]
+
+#: Raises ``Retryable`` while another network of this daemon has what the backend needs.
+Admit = Callable[[Config, Backend], None]
 
 
 class Waiting(Protocol):
@@ -120,8 +123,14 @@ def elect(loaded: Loaded, waiting: Waiting) -> Elected:
     return Elected(kernel, monitor, choice, uplink)
 
 
-def join(loaded: Loaded, elected: Elected, waiting: Waiting, acquire: Acquire) -> Member:
-    """Build the backend and get the lease that announces it."""
+def admit_any(_config: Config, _backend: Backend) -> None:
+    """Let any backend be: this network is the only one of the daemon."""
+
+
+def join(
+    loaded: Loaded, elected: Elected, waiting: Waiting, acquire: Acquire, admit: Admit = admit_any
+) -> Member:
+    """Build the backend and get the lease that announces it, once ``admit`` lets it be."""
     options, manager, config = loaded.options, loaded.manager, loaded.config
     previous, last_run = loaded.previous, loaded.last_run
     kernel, uplink = elected.kernel, elected.uplink
@@ -144,6 +153,7 @@ def join(loaded: Loaded, elected: Elected, waiting: Waiting, acquire: Acquire) -
         ),
     )
     _warn_of_unread_keys(config)
+    waiting.patiently("the other networks", lambda: admit(config, uplink_manager.backend))
     local = LocalFacts(written, connected_networks(kernel, config.families), uplink_manager.is_self)
     attributes = uplink_manager.backend.attributes()
     lease = waiting.ask("a lease", lambda: acquire(config, attributes, previous.subnets, local))
