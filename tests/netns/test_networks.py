@@ -45,6 +45,12 @@ def leads_to(node: Node, gateway: str) -> bool:
     return any(route["dst"].startswith(f"{base}.0") for route in node.routes())
 
 
+def masqueraded(node: Node) -> set[str]:
+    """The networks whose packets are masqueraded when they leave."""
+    rules = node.run("iptables-nft-save", "-t", "nat", check=False).stdout.splitlines()
+    return {rule.split(" -s ")[1].split()[0] for rule in rules if " -s " in rule and "MASQUERADE" in rule}
+
+
 def start(node: Node, *flags: str) -> None:
     node.start(f"--subnet-dir={directory(node)}", *flags)
 
@@ -55,7 +61,7 @@ def test_networks_come_and_go_and_leave_each_other_alone(over: str) -> None:
         put(lab, "blue", BLUE)
         put(lab, "red", RED)
         if over == "etcd":
-            check(lab)
+            check(lab, "--ip-masq")
         else:
             with server(lab, "v3"):
                 check(lab, REMOTE, "--etcd-endpoints=http://127.0.0.1:1")
@@ -70,6 +76,8 @@ def check(lab: Lab, *flags: str) -> None:
         for name in ("blue", "red"):
             gateway = subnet(peer, name)
             wait_for(lambda gateway=gateway, node=node: leads_to(node, gateway), 60, f"a route to {gateway}")
+    if "--ip-masq" in flags:
+        wait_for(lambda: masqueraded(one) == {"10.6.0.0/16", "10.7.0.0/16"}, 60, "rules of both networks")
     put(lab, "pink", PINK)
     one.wait_for_log("it wants VNI 7, which the network red has")
     # The device has the base address of the subnet.
@@ -82,6 +90,8 @@ def check(lab: Lab, *flags: str) -> None:
         for node in nodes:
             wait_for(lambda node=node: not (directory(node) / "blue.env").exists(), 60, "blue.env to go")
         wait_for(lambda: not leads_to(one, gateway), 60, "the routes of blue to go")
+        if "--ip-masq" in flags:
+            wait_for(lambda: masqueraded(one) == {"10.7.0.0/16"}, 60, "the rules of blue to go")
         lab.etcd.delete(f"{PREFIX}/pink/config")
         ping.wait_for_replies()
         assert ping.lost() == 0
