@@ -1,56 +1,68 @@
-"""Server of leases (``-listen``): no lease, device or file of its own, only other nodes' requests."""
+"""Server of leases (``-listen``): other nodes' requests, over etcd or the store in a file."""
 
 from __future__ import annotations
 
 import logging
 import os
 import resource
+import ssl
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 
 from flanneld import __version__
 from flanneld.diagnostics.health_server import Checks, HealthServer
 from flanneld.errors import Cancelled
 from flanneld.options import Options
 from flanneld.runtime import sd_notify
+from flanneld.runtime.instance_lock import InstanceLock
 from flanneld.runtime.supervisor import Supervisor
+from flanneld.subnet.embedded import opening
+from flanneld.subnet.embedded.store import KeyStore
+from flanneld.subnet.embedded.tokens import Tokens
 from flanneld.subnet.manager import LONGEST_SILENCE
 from flanneld.subnet.remote.change_log import ChangeLog
 from flanneld.subnet.remote.http_server import LeaseServer
-from flanneld.subnet.remote.lease_store import LeaseStore
+from flanneld.subnet.remote.lease_store import over_etcd, over_file
 from flanneld.subnet.remote.listener import open_listener
 from flanneld.subnet.remote.rest import RestApi
-from flanneld.subnet.remote.tls import server_context
+from flanneld.subnet.remote.tls import identity_context, server_context
 from flanneld.subnet.stores import etcd_options, remote_tls
 
 log = logging.getLogger(__name__)
 
 
+def open_store(wanted: Options, supervisor: Supervisor) -> KeyStore:
+    """Open the store of ``-store`` for this process alone, with the network of ``-network``.
+
+    Raises ``Fatal`` if it cannot be used, or another flanneld uses it.
+    """
+    lock = InstanceLock(Path(f"{wanted.store}.lock"))
+    lock.wait(supervisor.stop)
+    store = opening.open_store(wanted.store, create=bool(wanted.network))
+    if wanted.network:
+        opening.write_config(store, wanted.network)
+    return store
+
+
 def run(wanted: Options, environ: Mapping[str, str]) -> int:
-    """Serve until told to stop; the exit status is 0 then, and 1 after a failure."""
+    """Serve until told to stop, and be no node; the exit status is 0 then, and 1 after a failure."""
     supervisor, notifier = Supervisor(quiet=(Cancelled,)), sd_notify.Notifier()
     log.info("flanneld %s %s", __version__, wanted.described())
     supervisor.handle_signals()
-    _allow_many_connections()
-    store = LeaseStore(etcd_options(wanted), wanted.etcd_api)
-
-    def follow(changes: ChangeLog) -> None:
-        alive = partial(supervisor.heartbeat, "watch of etcd", LONGEST_SILENCE)
-        supervisor.start("watch of etcd", lambda: changes.run(alive), changes.close)
-
-    tls = server_context(remote_tls(wanted))
-    listener = open_listener(wanted.listen, environ)
-    where = _name(listener.getsockname())
-    server = LeaseServer(listener, RestApi(store, follow), tls)
+    file = open_store(wanted, supervisor) if wanted.store else None
+    service = LeaseService(wanted, environ, supervisor, file)
     if wanted.healthz_port:
         checks = Checks(
-            supervisor.overdue, lambda: not store.problem, lambda: [store.problem], metrics=server.metrics
+            supervisor.overdue,
+            lambda: not service.problem,
+            lambda: [service.problem],
+            metrics=service.server.metrics,
         )
         health = HealthServer(wanted.healthz_ip, wanted.healthz_port, checks)
         supervisor.start("health server", health.serve, health.close)
-    supervisor.start("server", server.serve)
-    log.info("running as server on %s%s; leases are in %s", where, " with TLS" if tls else "", store.name)
-    notifier.status(f"server on {where}, leases in {store.name}")
+    service.start()
+    notifier.status(f"server on {service.where}, leases in {service.store.name}")
     notifier.ready()
     ticks = []
     interval = sd_notify.watchdog_interval(environ)
@@ -58,10 +70,49 @@ def run(wanted: Options, environ: Mapping[str, str]) -> int:
         ticks.append((lambda: None if supervisor.overdue() else notifier.watchdog(), interval))
     supervisor.wait(*ticks)
     notifier.stopping()
-    store.close()  # Each watch is answered, and the clients go on with another server.
-    server.close()
+    service.close()
     supervisor.shutdown()
     return 1 if supervisor.failure else 0
+
+
+class LeaseService:
+    """A listening server of leases and what it needs, as tasks of the supervisor."""
+
+    def __init__(
+        self, wanted: Options, environ: Mapping[str, str], supervisor: Supervisor, file: KeyStore | None
+    ) -> None:
+        self._supervisor = supervisor
+        _allow_many_connections()
+        self.store = over_file(file) if file else over_etcd(etcd_options(wanted), wanted.etcd_api)
+        files = remote_tls(wanted)
+        tokens = Tokens(file.database) if file and wanted.require_token else None
+        if tokens and not files.certfile:
+            tls: ssl.SSLContext | None = identity_context(tokens.identity(), files.cafile)
+        else:
+            tls = server_context(files)
+        listener = open_listener(wanted.listen, environ)
+        self.where = _name(listener.getsockname()) + (" with TLS" if tls else "")
+        checked = (tokens.check,) if tokens else ()
+        self.server = LeaseServer(listener, RestApi(self.store, self._follow, *checked), tls)
+
+    @property
+    def problem(self) -> str:
+        """Why the leases cannot be watched now; empty if they can."""
+        return self.store.problem
+
+    def start(self) -> None:
+        """Begin to answer."""
+        self._supervisor.start("server", self.server.serve, self.close)
+        log.info("running as server on %s; leases are in %s", self.where, self.store.name)
+
+    def close(self) -> None:
+        """Answer each watch, so that the clients go on with another server, and end."""
+        self.store.close()
+        self.server.close()
+
+    def _follow(self, changes: ChangeLog) -> None:
+        alive = partial(self._supervisor.heartbeat, "watch of etcd", LONGEST_SILENCE)
+        self._supervisor.start("watch of etcd", lambda: changes.run(alive), changes.close)
 
 
 def _allow_many_connections() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flanneld import __version__, options, startup
 from flanneld.compat import glog
@@ -30,6 +31,9 @@ from flanneld.runtime.supervisor import Supervisor
 from flanneld.subnet import subnet_file
 from flanneld.subnet.manager import NodeStore
 from flanneld.subnet.stores import open_manager
+
+if TYPE_CHECKING:
+    from flanneld.lease_server import LeaseService
 
 log = logging.getLogger(__name__)
 
@@ -77,10 +81,14 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
 def _serve(wanted: Options, environ: Mapping[str, str]) -> int:
     tune_interpreter()
     try:
-        if wanted.listen:
+        if wanted.listen and (wanted.serve_only or not wanted.store):
             from flanneld import lease_server  # a node has no use for it
 
             return lease_server.run(wanted, environ)
+        if wanted.has_networks:
+            from flanneld.networks import fleet  # most daemons have one network
+
+            return fleet.run(wanted, environ, Daemon)
         return _serve_alone(wanted, environ)
     except Cancelled:
         return 0
@@ -104,9 +112,21 @@ def _serve_alone(wanted: Options, environ: Mapping[str, str]) -> int:
     lock = InstanceLock(subnet_file.beside(Path(wanted.subnet_file), "lock"))
     lock.wait(supervisor.stop, tell=notifier.status)
     events.keep(subnet_file.beside(Path(wanted.subnet_file), "events"))
-    manager = counted(open_manager(wanted, environ))
+    service: LeaseService | None = None
+    if wanted.store:
+        from flanneld import lease_server  # only for those who keep the leases here
+        from flanneld.subnet.embedded.opening import manager_of
+
+        store = lease_server.open_store(wanted, supervisor)
+        manager = counted(manager_of(store))
+        if wanted.listen:
+            service = lease_server.LeaseService(wanted, environ, supervisor, store)
+            service.start()
+    else:
+        manager = counted(open_manager(wanted, environ))
     log.info("Leases are in %s", manager.name)
-    return Daemon(wanted, environ, supervisor, notifier, manager, events).serve()
+    metrics = service.server.metrics_text if service else None
+    return Daemon(wanted, environ, supervisor, notifier, manager, events, metrics).serve()
 
 
 class Daemon:
@@ -120,7 +140,10 @@ class Daemon:
         notifier: sd_notify.Notifier,
         manager: CountedManager,
         events: event_log.Events,
+        more_metrics: Callable[[], str] | None = None,
+        admit: startup.Admit = startup.admit_any,
     ) -> None:
+        self._admit = admit
         self._options = wanted
         self._environ = environ
         self._supervisor = supervisor
@@ -143,6 +166,7 @@ class Daemon:
             self._readiness.missing,
             self._readiness.waiting,
             self._conditions_of_host,
+            more_metrics,
         )
         self._observation = Observation(self._components, self._readiness, supervisor)
 
@@ -166,7 +190,7 @@ class Daemon:
         waiting, manager = self._readiness, self._manager
         services = host_services.of_daemon(self._options.secret_dir, self._environ, self._supervisor.stop)
         loaded = startup.load(self._options, manager, waiting, services)
-        member = startup.join(loaded, startup.elect(loaded, waiting), waiting, manager.acquire)
+        member = startup.join(loaded, startup.elect(loaded, waiting), waiting, manager.acquire, self._admit)
         mtu = member.uplink_manager.backend.mtu
         log.info("Our subnet is %s, backend %s, MTU %d", member.lease, member.config.backend_type, mtu)
         return member

@@ -77,6 +77,22 @@ def _remote(text: str, source: str) -> tuple[str, ...]:
     return servers
 
 
+def is_network_name(text: str) -> bool:
+    """Return True for a name that can be that of a file, and of a key in the store."""
+    return re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,62}", text) is not None
+
+
+def _names(text: str, source: str) -> tuple[str, ...]:
+    names = tuple(name for each in text.split(",") if (name := each.strip()))
+    for name in names:
+        if not is_network_name(name):
+            raise Fatal(
+                f"{source}: {goflags.quoted(name)} is no name of a network",
+                "give names of letters, digits, _, - and dots, separated by commas",
+            )
+    return tuple(dict.fromkeys(names))
+
+
 def _is_host_and_port(text: str) -> bool:
     if not text.isascii() or not text.isprintable() or any(char in text for char in " /@?#"):
         return False
@@ -208,6 +224,18 @@ class Options:
     listen: str = _flag(
         "listen", "", "serve the leases in etcd on this `address` to clients of -remote: host:port or fd://"
     )
+    store: str = _flag(
+        "store", "", "keep the leases in this `file` instead of etcd; with -listen for other nodes, too"
+    )
+    network: str = _flag(
+        "network", "", "`network` of a new -store, such as 10.5.0.0/16, or its whole config as JSON"
+    )
+    serve_only: bool = _flag("serve-only", False, "with -listen and -store: be no node, only serve")
+    require_token: bool = _flag(
+        "require-token", False, "with -listen and -store: TLS, for nodes with a token of flannelctl only"
+    )
+    token: str = _flag("token", "", "`token` for a server that requires one; others on this host see it")
+    token_file: str = _flag("token-file", "", "`file` with the token for a server that requires one")
     remote: tuple[str, ...] = _flag(
         "remote",
         "",
@@ -220,6 +248,15 @@ class Options:
     )
     remote_cafile: str = _flag(
         "remote-cafile", "", "`file` with the authority that signed the other side's certificate"
+    )
+    networks: tuple[str, ...] = _flag(
+        "networks", "", "`names` of networks below -etcd-prefix to be in, separated by commas", _names
+    )
+    watch_networks: bool = _flag(
+        "watch-networks", False, "follow networks that come and go: those of -networks, else all"
+    )
+    subnet_dir: str = _flag(
+        "subnet-dir", "/run/flannel/networks", "`directory` with a subnet file for each of several networks"
     )
     iface: tuple[str, ...] = _flag(
         "iface",
@@ -331,6 +368,11 @@ class Options:
     )
 
     @property
+    def has_networks(self) -> bool:
+        """Whether the daemon is in several networks, each with a name."""
+        return bool(self.networks) or self.watch_networks
+
+    @property
     def is_errand(self) -> bool:
         """Whether something is to be done instead of serving."""
         return self.cleanup or self.migrate_etcd_v2_to_v3 or self.plan
@@ -354,7 +396,7 @@ _VERSION = Flag("version", "bool", False, "print the version and exit")
 
 
 def _words(flag: Flag, value: Any) -> Iterator[str]:
-    if flag.name == "etcd-password":
+    if flag.name in ("etcd-password", "token"):
         yield "***"
     elif flag.repeatable:
         yield from map(_word, value)
@@ -456,5 +498,32 @@ def _check_store(options: Options) -> None:
     if options.kube_subnet_mgr and (options.listen or options.remote):
         flag = "listen" if options.listen else "remote"
         raise Fatal(f"-{flag} and -kube-subnet-mgr name two stores", "give one of them")
-    if options.listen and options.etcd_api == "both":
+    if options.listen and options.etcd_api == "both" and not options.store:
         raise Fatal("-listen serves one API of etcd, not both", "set -etcd-api=v2 or v3, or leave it out")
+    if options.has_networks and (options.kube_subnet_mgr or options.plan or options.etcd_api == "both"):
+        other = (
+            "-kube-subnet-mgr" if options.kube_subnet_mgr else "-plan" if options.plan else "-etcd-api=both"
+        )
+        raise Fatal(f"{other} is for one network", "leave -networks and -watch-networks out")
+    _check_file(options)
+    _check_token(options)
+
+
+def _check_file(options: Options) -> None:
+    """Raise ``Fatal`` for options of a store in a file that do not fit."""
+    if options.store and (options.remote or options.kube_subnet_mgr):
+        flag = "remote" if options.remote else "kube-subnet-mgr"
+        raise Fatal(f"-store and -{flag} name two stores", "give one of them")
+    if options.network and not options.store:
+        raise Fatal("-network is for the network in -store", "give -store too, or write the config to etcd")
+    for name, is_given in (("serve-only", options.serve_only), ("require-token", options.require_token)):
+        if is_given and not (options.listen and options.store):
+            raise Fatal(f"-{name} is for -listen with -store", "give both of them, or leave it out")
+
+
+def _check_token(options: Options) -> None:
+    for name, text in (("token", options.token), ("token-file", options.token_file)):
+        if text and not options.remote:
+            raise Fatal(f"-{name} is for -remote", "give -remote too, or leave it out")
+    if options.token and options.token_file:
+        raise Fatal("-token and -token-file are two tokens", "give one of them")

@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 from msgspec import Struct, structs
 
 from flanneld.backends import registry
-from flanneld.backends.contract import NO_SERVICES, Factory, HostServices
+from flanneld.backends.contract import NO_SERVICES, Backend, Factory, HostServices
 from flanneld.config import Config
 from flanneld.errors import Retryable
 from flanneld.model import Lease, LeaseAttrs, LeaseKey, Uplink
@@ -29,7 +29,6 @@ from flanneld.options import Options
 from flanneld.reconcile.member import Loops, Member
 from flanneld.reconcile.node import Node
 from flanneld.reconcile.past.last_run import LastRun, machine_of
-from flanneld.reconcile.past.state_file import boot_id
 from flanneld.reconcile.uplink_manager import UplinkManager, find_uplink
 from flanneld.runtime import clock
 from flanneld.runtime.supervisor import Supervisor
@@ -44,6 +43,9 @@ Result = TypeVar("Result")
 
 #: Gets this node's lease by the store's ``acquire``, or foresees it without writing.
 Acquire = Callable[[Config, LeaseAttrs, LeaseKey, LocalFacts], Lease]
+
+#: Raises ``Retryable`` while another network of this daemon has what the backend needs.
+Admit = Callable[[Config, Backend], None]
 
 
 class Waiting(Protocol):
@@ -110,7 +112,7 @@ def load(
     services = structs.replace(
         services,
         beside=partial(subnet_file.beside, path),
-        boot_id=boot_id,
+        boot_id=clock.boot_id,
         listen_port=options.wireguard_port,
     )
     return Loaded(options, manager, previous, last_run, config, make_backend, services)
@@ -127,8 +129,14 @@ def elect(loaded: Loaded, waiting: Waiting) -> Elected:
     return Elected(kernel, monitor, choice, uplink)
 
 
-def join(loaded: Loaded, elected: Elected, waiting: Waiting, acquire: Acquire) -> Member:
-    """Build the backend and get the lease that announces it."""
+def admit_any(_config: Config, _backend: Backend) -> None:
+    """Let any backend be: this network is the only one of the daemon."""
+
+
+def join(
+    loaded: Loaded, elected: Elected, waiting: Waiting, acquire: Acquire, admit: Admit = admit_any
+) -> Member:
+    """Build the backend and get the lease that announces it, once ``admit`` lets it be."""
     options, manager, config = loaded.options, loaded.manager, loaded.config
     previous, last_run = loaded.previous, loaded.last_run
     kernel, uplink = elected.kernel, elected.uplink
@@ -151,6 +159,7 @@ def join(loaded: Loaded, elected: Elected, waiting: Waiting, acquire: Acquire) -
         ),
     )
     _warn_of_unread_keys(config)
+    waiting.patiently("the other networks", lambda: admit(config, uplink_manager.backend))
     local = LocalFacts(written, connected_networks(kernel, config.families), uplink_manager.is_self)
     attributes = uplink_manager.backend.attributes()
     lease = waiting.ask("a lease", lambda: acquire(config, attributes, previous.subnets, local))

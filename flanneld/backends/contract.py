@@ -200,6 +200,20 @@ class RecognizesItself(Protocol):
         ...
 
 
+@runtime_checkable
+class HasClaims(Protocol):
+    """Optional part of a backend: what of this host only one network can have."""
+
+    def claims(self) -> Iterable[str]:
+        """Name each for an operator, as ``VNI 1`` or ``UDP port 8285``; equal names are one thing."""
+        ...
+
+
+def claims_of(backend: Backend) -> tuple[str, ...]:
+    """Return what only one network of this host can have; nothing for a backend that does not say."""
+    return tuple(backend.claims()) if isinstance(backend, HasClaims) else ()
+
+
 class ExitPolicy(Enum):
     """Fate of the resources in a backend's own tables when the daemon ends."""
 

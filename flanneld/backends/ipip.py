@@ -60,6 +60,9 @@ class IpipBackend:
     def attributes(self) -> LeaseAttrs:
         return LeaseAttrs(self._host.uplink.public_ip, backend_type=TYPE)
 
+    def claims(self) -> tuple[str, ...]:
+        return (f"device {DEVICE}",)
+
     def local(self, own: Lease) -> Iterator[Resource]:
         """The device with the base address of our subnet: hosts reach containers from it."""
         yield self._device

@@ -133,6 +133,10 @@ class VxlanBackend:
         device = self._devices.get(family)
         return {"VNI": device.vni, "VtepMAC": device.mac} if device else None
 
+    def claims(self) -> tuple[str, ...]:
+        """The VNI names the devices."""
+        return tuple({f"VNI {device.vni}" for device in self._devices.values()})
+
     def local(self, own: Lease) -> Iterator[Resource]:
         """The device with the base address of our subnet: hosts reach containers from it."""
         for family, device in self._devices.items():

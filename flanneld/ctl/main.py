@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import re
 import sys
@@ -19,7 +20,7 @@ from msgspec.structs import asdict
 
 from flanneld import __version__, options
 from flanneld.compat.flags import quoted
-from flanneld.ctl import repetition, tables, views
+from flanneld.ctl import repetition, stores, tables, views
 from flanneld.ctl.data_source import Source, find
 from flanneld.ctl.tables import Table
 from flanneld.errors import FlannelError, cause_of
@@ -41,6 +42,9 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     as_json = "--output=json" in argv or ("--output", "json") in pairwise(argv)
     try:
         arguments, flags = _parse(argv)
+        if arguments.command not in COMMANDS:
+            wanted = options.read(flags, environ, program="flannelctl COMMAND")
+            return _act(arguments, wanted, as_json=as_json)
         return _run(arguments, lambda: _ask(arguments, flags, environ), as_json=as_json)
     except (options.HelpWanted, options.VersionWanted):
         return FINE
@@ -166,6 +170,7 @@ def command_line() -> argparse.ArgumentParser:
             command.add_argument(
                 "peer", metavar="PEER", help="its subnet, public IP, or a container's address"
             )
+    stores.add_commands(commands.add_parser, [shared])
     return parser
 
 
@@ -174,6 +179,18 @@ def _seconds(text: str) -> float:
     if not re.fullmatch(r"\d{1,9}(\.\d{1,3})?", text) or not float(text):
         raise argparse.ArgumentTypeError(f"{quoted(text)} is no number of seconds")
     return float(text)
+
+
+def _act(arguments: argparse.Namespace, wanted: options.Options, *, as_json: bool) -> int:
+    """Do something with the store itself; 1 if that could not be done."""
+    logging.getLogger().setLevel(logging.ERROR)
+    try:
+        shown, plain, wrong = arguments.run(wanted, arguments)
+    except (FlannelError, OSError) as error:
+        said = str(error) if isinstance(error, FlannelError) else cause_of(error)
+        return _complain(said, PROBLEMS, as_json=as_json)
+    _say(shown, plain, as_json=as_json)
+    return PROBLEMS if wrong else FINE
 
 
 def _complain(text: str, status: int, *, as_json: bool) -> int:

@@ -43,6 +43,13 @@ def clean_up(path: Path, saved: Path, say: Callable[[str], None], *, everything:
     lock = InstanceLock(subnet_file.beside(path, "lock"))
     if not dry_run:
         _refuse_running(lock, path)
+    return sweep_network(path, saved, say, everything=everything, dry_run=dry_run)
+
+
+def sweep_network(
+    path: Path, saved: Path, say: Callable[[str], None], *, everything: bool = False, dry_run: bool = False
+) -> bool:
+    """Do the same without asking whether a daemon runs: no task may keep this network any more."""
     last_run = LastRun(path)
     previous = subnet_file.read(path)
     kernel = Kernel()

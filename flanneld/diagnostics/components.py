@@ -30,7 +30,8 @@ class Components:
 
     ``overdue`` has a line for each task that is late, ``missing`` what is missing to be ready, ``waiting``
     what the start waits for, ``of_host`` the conditions of this host by the part of the daemon that looks
-    at them. All may be called from any thread.
+    at them, ``more_metrics`` what a server of leases in this process counts, as Prometheus' text.
+    All may be called from any thread.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Components:
         missing: Callable[[], list[str]],
         waiting: Callable[[], list[str]] = list,
         of_host: Callable[[], Iterable[tuple[str, Iterable[str]]]] = tuple,
+        more_metrics: Callable[[], str] | None = None,
     ) -> None:
         self.options = options
         self.manager = manager
@@ -50,6 +52,7 @@ class Components:
         self.missing = missing
         self.waiting = waiting
         self.of_host = of_host
+        self.more_metrics = more_metrics
         self.started = clock.wall()
         #: None as long as they do not exist. Set by the methods below, read from any thread.
         self.config: Config | None = None

@@ -322,8 +322,10 @@ def page(components: Components, accept: str) -> tuple[int, str, bytes]:
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     registry.register(_Collector(components))
-    encode, content_type = choose_encoder(accept)
-    return 200, content_type, encode(registry)
+    more = components.more_metrics
+    # Only the plain text format can be put together from two texts.
+    encode, content_type = choose_encoder("" if more else accept)
+    return 200, content_type, encode(registry) + (more().encode() if more else b"")
 
 
 class _Collector:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Protocol
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Clock(Protocol):
@@ -53,6 +56,14 @@ def wall() -> float:
 def wall_ns() -> int:
     """Return nanoseconds since the epoch, for what other hosts read."""
     return int(_clock.wall() * 1e9)
+
+
+def boot_id() -> str:
+    """Return the kernel's identity of this boot, at which ``now`` begins; empty if it cannot be read."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return ""
 
 
 def utc_text(seconds: float) -> str:

@@ -48,15 +48,22 @@ class Supervisor:
         self._tasks: list[Task] = []
         self._promises: dict[str, tuple[float, float]] = {}
 
-    def start(self, name: str, run: Callable[[], None], cancel: Callable[[], None] = nothing) -> None:
+    def start(
+        self,
+        name: str,
+        run: Callable[[], None],
+        cancel: Callable[[], None] = nothing,
+        *,
+        may_end: bool = False,
+    ) -> None:
         """Run a task in its own thread, unless the daemon is stopping already.
 
-        An exception, or a return before ``stop`` is set, is a failure and stops the daemon.
+        An exception is a failure and stops the daemon, as is a return before ``stop`` unless it ``may_end``.
         ``cancel`` makes ``run`` return when ``stop`` alone does not wake it; it may be called from any
         thread, also when ``run`` has ended.
         """
         # A daemon thread, because a task that hangs must not keep the process from exiting.
-        thread = threading.Thread(target=self._run, args=(name, run), name=name, daemon=True)
+        thread = threading.Thread(target=self._run, args=(name, run, may_end), name=name, daemon=True)
         with self._lock:
             if self.stop.is_set():
                 return
@@ -118,7 +125,7 @@ class Supervisor:
         # that of ``stop`` while it waits, that of ``threading`` while it starts a task. Hence a bare thread.
         _thread.start_new_thread(self.request_stop, (f"got {signal.Signals(number).name}",))
 
-    def _run(self, name: str, run: Callable[[], None]) -> None:
+    def _run(self, name: str, run: Callable[[], None], may_end: bool) -> None:
         try:
             run()
         except self._quiet as error:
@@ -126,7 +133,8 @@ class Supervisor:
         except BaseException as error:  # a thread must not die in silence, whatever kills it
             self._failed(name, error)
         else:
-            self._ended(name)
+            if not may_end:
+                self._ended(name)
 
     def _ended(self, name: str, cause: BaseException | None = None) -> None:
         if self.stop.is_set():

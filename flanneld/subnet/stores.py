@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -12,19 +13,27 @@ from flanneld.subnet.manager import SubnetManager
 if TYPE_CHECKING:
     from flanneld.subnet.etcd.endpoints import EtcdOptions
     from flanneld.subnet.remote.connection import RemoteServer
+    from flanneld.subnet.remote.manager import RemoteOptions
     from flanneld.subnet.remote.tls import TlsFiles
 
 
-def open_manager(options: Options, environ: Mapping[str, str]) -> SubnetManager:
-    """Open the store that the options name. Raises ``Fatal`` for options that cannot be used."""
-    if options.remote:
-        from flanneld.subnet.remote.manager import RemoteManager, RemoteOptions
+def open_manager(options: Options, environ: Mapping[str, str], network: str = "") -> SubnetManager:
+    """Open the store that the options name; ``network`` is the network's name, if it has one.
 
-        return RemoteManager(RemoteOptions(remote_servers(options), remote_tls(options)))
+    Raises ``Fatal`` for options that cannot be used.
+    """
+    if options.remote:
+        from flanneld.subnet.remote.manager import RemoteManager
+
+        return RemoteManager(remote_options(options, network))
+    if options.store:
+        from flanneld.subnet.embedded.opening import manager_of, open_store
+
+        return manager_of(open_store(options.store), network)
     if not options.kube_subnet_mgr:
         from flanneld.subnet.etcd.choice import open_etcd
 
-        return open_etcd(etcd_options(options), options.etcd_api)
+        return open_etcd(etcd_options(options, network), options.etcd_api)
     from flanneld.subnet.kube.manager import KubeManager, KubeOptions
 
     return KubeManager(
@@ -39,13 +48,13 @@ def open_manager(options: Options, environ: Mapping[str, str]) -> SubnetManager:
     )
 
 
-def etcd_options(options: Options) -> EtcdOptions:
+def etcd_options(options: Options, network: str = "") -> EtcdOptions:
     """Return how to reach etcd, and the credentials for it."""
     from flanneld.subnet.etcd.endpoints import EtcdOptions
 
     return EtcdOptions(
         endpoints=options.etcd_endpoints,
-        prefix=options.etcd_prefix,
+        prefix=posixpath.join(options.etcd_prefix, network) if network else options.etcd_prefix,
         username=options.etcd_username,
         password=options.etcd_password,
         keyfile=options.etcd_keyfile,
@@ -53,6 +62,14 @@ def etcd_options(options: Options) -> EtcdOptions:
         cafile=options.etcd_cafile,
         transport=options.etcd_transport,
     )
+
+
+def remote_options(options: Options, network: str = "") -> RemoteOptions:
+    """Return how to reach the flannel servers, and the token for them."""
+    from flanneld.subnet.remote.manager import RemoteOptions
+
+    servers, tls = remote_servers(options), remote_tls(options)
+    return RemoteOptions(servers, tls, network, options.token, options.token_file)
 
 
 def remote_servers(options: Options) -> tuple[RemoteServer, ...]:

@@ -33,9 +33,11 @@ def own_command() -> list[str]:
 def peer_command(api: str = "v2") -> list[str]:
     """Another implementation to share a network with, ``[]`` when there is none.
 
-    ``FLANNELD_PEER`` speaks v2 of etcd's API, ``FLANNELD_PEER_V3`` speaks v3.
+    ``FLANNELD_PEER`` speaks v2 of etcd's API, ``FLANNELD_PEER_V3`` speaks v3, and ``FLANNELD_PEER_V06`` is
+    Go's v0.6.2, the last one that is a server of leases and its client.
     """
-    return shlex.split(os.environ.get({"v2": "FLANNELD_PEER", "v3": "FLANNELD_PEER_V3"}[api], ""))
+    variables = {"v2": "FLANNELD_PEER", "v3": "FLANNELD_PEER_V3", "v0.6": "FLANNELD_PEER_V06"}
+    return shlex.split(os.environ.get(variables[api], ""))
 
 
 class Daemon:

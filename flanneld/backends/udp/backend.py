@@ -95,6 +95,9 @@ class Udp:
     def attributes(self) -> LeaseAttrs:
         return LeaseAttrs(self._uplink.public_ip)
 
+    def claims(self) -> tuple[str, ...]:
+        return (f"UDP port {self._config.port}",)
+
     def local(self, own: Lease) -> Iterator[Resource]:
         """The device, the way into it for the whole network, and the pump."""
         yield Tun(self._tun, self.mtu)

@@ -148,6 +148,10 @@ class WireGuardBackend:
                     "give it one, disable the family, or choose another Mode",
                 )
 
+    def claims(self) -> tuple[str, ...]:
+        """Ports need not be named: their devices have fixed names."""
+        return tuple(f"device {device}" for device in sorted(set(self._devices.values())))
+
     @property
     def mtu(self) -> int:
         return self._mtu

@@ -9,6 +9,7 @@ from flanneld.network.host import HostView
 from flanneld.reconcile.past import ownership, state_file
 from flanneld.reconcile.past.ownership import Device, Machine
 from flanneld.reconcile.past.state_file import StateFile
+from flanneld.runtime import clock
 from flanneld.subnet.subnet_file import beside
 
 
@@ -31,7 +32,7 @@ class LastRun:
         self._subnet_file = subnet_file
         self._file = StateFile(beside(subnet_file, "state"), is_dry_run=is_dry_run)
         self._state = self._file.load()
-        self._boot_id = state_file.boot_id()
+        self._boot_id = clock.boot_id()
         #: Devices of earlier runs in this boot.
         self.devices: tuple[Device, ...] = ownership.devices_of_this_boot(self._state, self._boot_id)
         #: Whether another flanneld ran here since, whose unmarked routes are to be adopted.

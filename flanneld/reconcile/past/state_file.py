@@ -20,7 +20,6 @@ from flanneld.subnet.codec import format_attrs, parse_attrs
 
 log = logging.getLogger(__name__)
 
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 PRODUCT_UUID = Path("/sys/class/dmi/id/product_uuid")
 _VERSION = 1
 #: Bytes. A few hundred are usual; each route that was adopted takes 30 more.
@@ -97,11 +96,6 @@ def stamp_of(path: Path) -> FileStamp | None:
     except OSError:
         return None
     return FileStamp(found.st_ino, found.st_mtime_ns)
-
-
-def boot_id() -> str:
-    """Return the kernel's identity of this boot; empty if it cannot be read."""
-    return _line(BOOT_ID)
 
 
 def product_uuid() -> str:

@@ -59,9 +59,9 @@ class LeaseTaken(Retryable):
 class EtcdManager:
     """``SubnetManager`` on one API of etcd. Building one connects to nothing.
 
-    ``store`` is for the log; a watch that failed goes on after ``pause_time``, in seconds; ``randrange``
-    chooses among free subnets, as ``allocate.choose`` says; ``is_elsewhere`` looks for a key in the other
-    API, for a better complaint.
+    ``store`` and ``name`` are for the log; a watch that failed goes on after ``pause_time``, in seconds;
+    ``randrange`` chooses among free subnets, as ``allocate.choose`` says; ``is_elsewhere`` looks for a key in
+    the other API, for a better complaint.
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class EtcdManager:
         pause_time: float,
         randrange: Callable[[int], int] = randomness.randrange,
         is_elsewhere: Callable[[str], bool] = lambda _: False,
+        name: str = "",
     ) -> None:
         root = client.root(prefix)
         self.api = client.api
@@ -95,7 +96,7 @@ class EtcdManager:
         #: perhaps since etcd was restored from a backup, finds our own.
         self._sent: set[str] = set()
         self.is_self: IsSelf = is_same_node
-        self.name = f"etcd {client.api} at {store} under {root}"
+        self.name = name or f"etcd {client.api} at {store} under {root}"
 
     def network_config(self) -> Config:
         try:

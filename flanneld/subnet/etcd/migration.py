@@ -1,4 +1,4 @@
-"""``flanneld -migrate-etcd-v2-to-v3``: copy a network from etcd's v2 API to v3, and list what was copied.
+"""Copy a network from one store to another, and list what was copied: etcd v2, v3, or a file.
 
 The leases come first and the config last: daemons that choose an API by themselves choose the one that
 has a config.
@@ -6,17 +6,19 @@ has a config.
 
 from __future__ import annotations
 
+import math
 import posixpath
 from collections.abc import Callable
 from typing import Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from flanneld.config import parse, say_the_same
 from flanneld.errors import Refused, Retryable
 from flanneld.model import IPNetwork, Lease, name_of, overlap
 from flanneld.runtime import clock
-from flanneld.subnet.codec import format_attrs, parse_attrs
+from flanneld.subnet.codec import format_attrs, format_key, parse_attrs
 from flanneld.subnet.etcd.choice import open_client
 from flanneld.subnet.etcd.endpoints import EtcdOptions, Servers
 from flanneld.subnet.etcd.keys import Client, Conflict, Node, NotFound
@@ -30,6 +32,8 @@ TOLERANCE = 300.0
 CURTAILMENT = 120.0
 #: How often to look again because somebody else was quicker.
 TRIES = 10
+#: What a store is called that is no API of etcd.
+_PLACES = {"embedded": "the file"}
 
 
 class Step(Struct, frozen=True, gc=False):
@@ -39,22 +43,23 @@ class Step(Struct, frozen=True, gc=False):
     why: str = ""
 
 
-def decide(lease: Lease, found: Node | None, others: list[IPNetwork], now: float) -> Step:
-    """What is to be done about a lease of v2 (pure).
+def decide(lease: Lease, found: Node | None, others: list[IPNetwork], now: float, there: str = "v3") -> Step:
+    """What is to be done about a lease of the old store (pure).
 
-    ``found`` is its key in v3 if that is there, ``others`` are the networks of leases that only v3 has.
+    ``found`` is its key in the new one, named ``there``, if it is in it. ``others`` are the networks of
+    leases that only the new one has.
     """
     if found is None:
         rival = next((net for net in others for ours in lease.key if ours and overlap(ours, net)), None)
-        return Step("refuse", f"it overlaps {rival}, which is in v3") if rival else Step("copy")
+        return Step("refuse", f"it overlaps {rival}, which is in {there}") if rival else Step("copy")
     try:
-        there = parse_attrs(found.value)
+        stored = parse_attrs(found.value)
     except Refused as reason:
-        return Step("refuse", f"in v3 there is something else: {reason.problem}")
-    if there != lease.attrs:
-        owner = there.public_ip or there.public_ipv6
+        return Step("refuse", f"in {there} there is something else: {reason.problem}")
+    if stored != lease.attrs:
+        owner = stored.public_ip or stored.public_ipv6
         whose = "of the same node, with other data" if owner in _addresses(lease) else f"of {owner}"
-        return Step("refuse", f"v3 has another lease there, {whose}")
+        return Step("refuse", f"{there} has another lease there, {whose}")
     if found.ttl is None:
         return Step("keep")
     if lease.expires is None or lease.expires - now > found.ttl + TOLERANCE:
@@ -75,14 +80,22 @@ def migrate(options: EtcdOptions, say: Callable[[str], None], *, dry_run: bool) 
 
 
 class Migration:
-    """One run, from one client to another."""
+    """One run, from one client to another, whose prefix is the same unless ``new_prefix`` is given."""
 
     def __init__(
-        self, old: Client, new: Client, prefix: str, say: Callable[[str], None], *, dry_run: bool
+        self,
+        old: Client,
+        new: Client,
+        prefix: str,
+        say: Callable[[str], None],
+        *,
+        dry_run: bool,
+        new_prefix: str = "",
     ) -> None:
         self._old = old
         self._new = new
-        self._old_root, self._new_root = old.root(prefix), new.root(prefix)
+        self._here, self._there = (_PLACES.get(each.api, each.api) for each in (old, new))
+        self._old_root, self._new_root = old.root(prefix), new.root(new_prefix or prefix)
         self._leases = LeaseReader(posixpath.join(self._new_root, "subnets"))
         self._say = say
         self._dry_run = dry_run
@@ -97,16 +110,18 @@ class Migration:
         for lease in (old.leases[path] for path in sorted(old.leases)):
             complete &= self._copy_lease(lease, others)
         for key in sorted(old.unreadable, key=name_of):
-            complete &= self._refused(self._leases.key_of(key), "its value in v2 makes no sense")
+            complete &= self._refused(self._leases.key_of(key), f"its value in {self._here} makes no sense")
         return self._copy_config(config, complete=complete)
 
     # ---- leases ------------------------------------------------------------------------------
 
     def _copy_lease(self, lease: Lease, others: list[IPNetwork]) -> bool:
         path = self._leases.key_of(lease.key)
+        if lease.expires == math.inf:
+            lease = self._timed(lease)
         for _ in range(TRIES):
             found = self._found(path)
-            step = decide(lease, found, others, clock.now())
+            step = decide(lease, found, others, clock.now(), self._there)
             if step.act == "refuse":
                 return self._refused(path, step.why)
             if step.act == "keep":
@@ -131,6 +146,12 @@ class Migration:
         what = "a reservation" if left is None else f"{left} s left"
         return self._said("prolonged" if found else "copied", f"{path}, {what}")
 
+    def _timed(self, lease: Lease) -> Lease:
+        """Read a lease again whose end a list does not name, as in v3."""
+        path = posixpath.join(self._old_root, "subnets", format_key(lease.key))
+        node = self._old.fetch(path).node
+        return replace(lease, expires=None if node is None or node.ttl is None else clock.now() + node.ttl)
+
     def _found(self, path: str) -> Node | None:
         try:
             return self._new.fetch(path).node
@@ -145,7 +166,8 @@ class Migration:
             node = self._old.fetch(path).node
         except NotFound:
             raise Retryable(
-                f"etcd has no network config at {path} in v2", "check -etcd-prefix and -etcd-endpoints"
+                f"there is no network config at {path} in {self._here}",
+                "check -etcd-prefix and -etcd-endpoints",
             ) from None
         text = node.value if node else ""
         parse(text)
@@ -158,7 +180,7 @@ class Migration:
             if say_the_same(text, found.value):
                 self._said("kept", path)
                 return complete
-            return self._refused(path, "v3 has another config there")
+            return self._refused(path, f"{self._there} has another config there")
         if not complete:
             return self._refused(path, "it comes last, so that no daemon misses the leases above")
         try:

@@ -15,6 +15,8 @@ from msgspec import Struct
 
 from flanneld.errors import NoAnswer, Retryable, cause_of
 from flanneld.runtime.interruptible_socket import InterruptibleSocket, Unreachable
+from flanneld.subnet.remote.token import Token, fingerprint_of
+from flanneld.subnet.remote.wire import INDEX
 
 #: Seconds to connect, with the TLS handshake. Go flannel 0.6.2 waits 30; the next server may be up.
 CONNECT_TIME = 5.0
@@ -38,11 +40,20 @@ class RemoteServer(Struct, frozen=True, gc=False):
 
 
 class RemoteServers:
-    """The servers in the given order, shared by all connections of a client: which was good last."""
+    """The servers in the given order, shared by all connections of a client: which was good last.
 
-    def __init__(self, servers: tuple[RemoteServer, ...], tls: ssl.SSLContext | None) -> None:
+    ``token`` reads the token that they require, None if there is none; it may raise ``Retryable``.
+    """
+
+    def __init__(
+        self,
+        servers: tuple[RemoteServer, ...],
+        tls: ssl.SSLContext | None,
+        token: Callable[[], Token | None] = lambda: None,
+    ) -> None:
         self.servers = servers
         self.tls = tls
+        self.token = token
         self.good = 0
         self.name = ", ".join(map(str, servers))
 
@@ -61,6 +72,10 @@ class RemoteAnswer(Struct, frozen=True, gc=False):
     server: RemoteServer
 
 
+class WrongCertificate(OSError):
+    """The server's certificate is not the one that the token names."""
+
+
 class RemoteConnection:
     """One connection at a time, for one thread at a time; any may ``drop`` or ``cut`` it."""
 
@@ -70,6 +85,7 @@ class RemoteConnection:
         self._turn = threading.Lock()
         self._http: HTTPConnection | None = None
         self._server: RemoteServer | None = None
+        self._token: Token | None = None
 
     def ask(
         self, method: str, target: str, body: str | None = None, alive: Callable[[], None] | None = None
@@ -143,7 +159,9 @@ class RemoteConnection:
         assert self._http is not None
         assert isinstance(self._http.sock, _PatientSocket)
         self._http.sock.alive = alive
-        headers = {"Content-Type": "application/json"} if body is not None else {}
+        headers = {INDEX: "yes"} | ({"Content-Type": "application/json"} if body is not None else {})
+        if self._token is not None:
+            headers["Authorization"] = self._token.bearer
         self._http.request(method, target, body, headers)
         with self._http.getresponse() as response:
             text = response.read(_LONGEST + 1)
@@ -155,9 +173,14 @@ class RemoteConnection:
         return answer
 
     def _connect(self, server: RemoteServer) -> None:
+        self._token = self._servers.token()
         sock = self._line.connect(server.host, server.port, CONNECT_TIME)
         if self._servers.tls is not None:
-            sock = self._servers.tls.wrap_socket(sock, server_hostname=server.host)
+            tls = self._servers.tls.wrap_socket(sock, server_hostname=server.host)
+            # The token goes to no other server.
+            if self._token and fingerprint_of(tls.getpeercert(True) or b"") != self._token.fingerprint:
+                raise WrongCertificate
+            sock = tls
         http = HTTPConnection(server.host, server.port)
         http.sock = _PatientSocket(sock)
         self._http, self._server = http, server
@@ -208,6 +231,8 @@ def _date_ns(response: HTTPResponse) -> int | None:
 
 
 def _reason(error: Exception) -> str:
+    if isinstance(error, WrongCertificate):
+        return "its certificate is not the one in the token"
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"certificate verify failed: {error.verify_message}"
     if isinstance(error, ssl.SSLError):

@@ -16,6 +16,7 @@ from flanneld.errors import lacking
 from flanneld.runtime import clock, waits
 from flanneld.runtime.outage import Pace
 from flanneld.subnet.remote.rest import NOT_FOUND, TEXT, RestAnswer, RestApi, RestRequest
+from flanneld.subnet.remote.wire import INDEX
 
 log = logging.getLogger(__name__)
 
@@ -132,7 +133,11 @@ class LeaseServer(ThreadingHTTPServer):
             self._answers[request.method, answer.status] += 1
 
     def metrics(self, _accept: str) -> tuple[int, str, bytes]:
-        """Return the status, content type and body of /metrics, in Prometheus' text format."""
+        """Return the status, content type and body of /metrics."""
+        return 200, METRICS, self.metrics_text().encode()
+
+    def metrics_text(self) -> str:
+        """Return what this server counted, in Prometheus' text format."""
         with self._lock:
             counted = sorted(self._answers.items())
             gauges = {"connections": self._connections, "pending_requests": self._busy}
@@ -141,7 +146,7 @@ class LeaseServer(ThreadingHTTPServer):
             lines.append(f'flannel_server_requests_total{{method="{method}",status="{status}"}} {count}')
         for name, value in gauges.items():
             lines += [f"# TYPE flannel_server_{name} gauge", f"flannel_server_{name} {value}"]
-        return 200, METRICS, "\n".join([*lines, ""]).encode()
+        return "\n".join([*lines, ""])
 
 
 class _TimedReader(io.RawIOBase):
@@ -213,7 +218,9 @@ class _Handler(BaseHTTPRequestHandler):
         body = self._body()
         if body is None:
             return
-        request = RestRequest(self.command, self.path, body, self._is_there)
+        header = self.headers.get("Authorization", "")
+        wants_index = INDEX in self.headers
+        request = RestRequest(self.command, self.path, body, self._is_there, header, wants_index)
         answer = self.server.answer(request)
         try:
             self._send(answer)

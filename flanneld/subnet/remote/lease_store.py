@@ -1,25 +1,29 @@
-"""Leases, reservations and networks in etcd, v2 or v3, as the REST API of v0.6.2 asks for them."""
+"""Leases, reservations and networks in etcd or a file, as the REST API of v0.6.2 asks for them."""
 
 from __future__ import annotations
 
 import posixpath
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from ipaddress import IPv4Network
 
 from flanneld.config import Config
 from flanneld.errors import Cancelled, Refused, Retryable
-from flanneld.model import Lease, LeaseAttrs, LeaseKey, overlap
+from flanneld.model import Lease, LeaseAttrs, LeaseKey, is_same_node, overlap
 from flanneld.runtime import clock
 from flanneld.subnet.codec import format_attrs, format_key, parse_attrs
+from flanneld.subnet.embedded.client import PREFIX, EmbeddedClient
+from flanneld.subnet.embedded.store import KeyStore
 from flanneld.subnet.etcd.choice import open_client
 from flanneld.subnet.etcd.endpoints import EtcdOptions, Servers
 from flanneld.subnet.etcd.http import NoSuchApi
 from flanneld.subnet.etcd.keys import Client, Conflict, NoConfig, NotFound, Reply
+from flanneld.subnet.etcd.leases import node_address
 from flanneld.subnet.etcd.manager import SUBNET_TTL, TRIES, EtcdManager
 from flanneld.subnet.etcd.transport import Timeouts, Transport
 from flanneld.subnet.remote.change_log import ChangeLog, expires_ns
+from flanneld.subnet.remote.token import ANOTHER, Denied
 from flanneld.subnet.remote.wire import Reservation, WireLease
 
 #: Name of the network that lies directly under the prefix.
@@ -29,32 +33,29 @@ _MANAGERS = 64
 
 
 class LeaseStore:
-    """One etcd for any thread. Requests take turns: nodes that join at once do not want the same subnet.
+    """One store for any thread. Requests take turns: nodes that join at once do not want the same subnet.
 
-    ``api`` is "v2", "v3", or "auto" for the first, v3 before v2, in which there is a network config.
+    Of several clients the first one counts that finds a network config below ``prefix``. A watch that failed
+    goes on after ``pause``, in seconds.
     """
 
-    def __init__(self, options: EtcdOptions, api: str, timeouts: Timeouts | None = None) -> None:
-        self._options = options
-        self._timeouts = timeouts or Timeouts()
+    def __init__(self, clients: Sequence[Client], prefix: str, name: str, pause: float = 1.0) -> None:
+        self._clients = clients
+        self._prefix = prefix
+        self._pause = pause
         self._turn = threading.Lock()
         self._lock = threading.Lock()
         self._is_closed = False
-        names = ("v3", "v2") if api == "auto" else (api,)
-        self._clients = {name: self._open(name) for name in names}
-        self._chosen: Client | None = self._clients[api] if api != "auto" else None
+        self._chosen: Client | None = clients[0] if len(clients) == 1 else None
         self._managers: dict[str, EtcdManager] = {}
         self._changes: ChangeLog | None = None
-        self.name = f"etcd at {Servers(options).name} under {options.prefix}"
-
-    def _open(self, api: str) -> Client:
-        return open_client(api, Transport(Servers(self._options), self._timeouts))
+        self.name = name
 
     def close(self) -> None:
         """End every request. From any thread."""
         with self._lock:
             self._is_closed = True
-            for client in self._clients.values():
+            for client in self._clients:
                 client.cut()
             if self._changes is not None:
                 self._changes.close()
@@ -74,7 +75,7 @@ class LeaseStore:
             if self._is_closed:
                 raise Cancelled
             if self._changes is None:
-                self._changes = ChangeLog(client, self._options.prefix, self._timeouts.pause)
+                self._changes = ChangeLog(client, self._prefix, self._pause)
                 start(self._changes)
             return self._changes
 
@@ -95,28 +96,47 @@ class LeaseStore:
     def networks(self) -> tuple[list[str], int]:
         """Return the names of the networks that have a config, and the index at which they did."""
         with self._asking() as client:
-            root = client.root(self._options.prefix)
+            root = client.root(self._prefix)
             try:
-                reply = client.fetch(root, recursive=client.api == "v3")
+                reply = client.fetch(root, recursive=client.api != "v2")
             except NotFound as missing:
                 return [], missing.at.index
-            if client.api == "v3":
+            if client.api != "v2":
                 paths = [posixpath.relpath(each.key, root).split("/") for each in reply.children]
                 return [path[0] for path in paths if path[1:] == ["config"]], reply.at.index
             names = [posixpath.basename(each.key) for each in reply.children if each.is_dir]
             return [name for name in names if self._has_config(client, name)], reply.at.index
 
+    def has_unnamed(self) -> bool:
+        """Return True if there is a network directly under the prefix."""
+        with self._asking() as client:
+            return self._has_config(client, "")
+
     # ---- leases --------------------------------------------------------------------------------
 
-    def acquire(self, network: str, attrs: LeaseAttrs, previous: LeaseKey) -> WireLease:
+    def acquire(
+        self, network: str, attrs: LeaseAttrs, previous: LeaseKey, *, may_join: bool = True
+    ) -> WireLease:
+        """Return a node's lease, a new one only if it ``may_join``. Raises ``Denied``."""
         with self._asking():
             manager = self._manager(network)
+            if not may_join:
+                leases = manager.listing(anew=True).leases.values()
+                _check_known(attrs, any(is_same_node(each.attrs, attrs) for each in leases))
             return _wire(manager.acquire(self._config(network), attrs, previous))
 
-    def renew(self, network: str, wanted: WireLease, former: LeaseAttrs | None) -> WireLease:
-        """Write a lease for another term; only ``former`` or the same node's attributes are overwritten."""
+    def renew(
+        self, network: str, wanted: WireLease, former: LeaseAttrs | None, *, may_join: bool = True
+    ) -> WireLease:
+        """Write a lease for another term; only ``former`` or the same node's attributes are overwritten.
+
+        One that has gone is written again only if its node ``may_join``. Raises ``Denied``.
+        """
         with self._asking():
             manager = self._manager(network)
+            if not may_join:
+                leases = manager.listing(anew=True).leases
+                _check_known(wanted.attrs, self._path(network, wanted.key) in leases)
             lease = Lease(wanted.attrs, *wanted.key, expires=clock.now())
             if former is not None:
                 found = manager.listing(anew=True).leases.get(self._path(network, wanted.key))
@@ -145,7 +165,7 @@ class LeaseStore:
                 attrs = parse_attrs(reply.node.value)
             except Refused as reason:
                 raise Retryable(reason.problem, reason.remedy) from None
-            return WireLease(attrs, key, expires_ns(reply.node.ttl)), reply.at.index
+            return WireLease(attrs, key, expires_ns(reply.node.ttl), reply.node.modified), reply.at.index
 
     # ---- reservations --------------------------------------------------------------------------
 
@@ -215,7 +235,7 @@ class LeaseStore:
         if self._chosen is not None:
             return self._chosen
         usable, lacking = [], []
-        for client in self._clients.values():
+        for client in self._clients:
             try:
                 if self._has_config(client, "") or self._has_networks(client):
                     self._chosen = client
@@ -229,14 +249,14 @@ class LeaseStore:
 
     def _has_config(self, client: Client, name: str) -> bool:
         try:
-            client.fetch(posixpath.join(client.root(self._options.prefix), name, "config"))
+            client.fetch(posixpath.join(client.root(self._prefix), name, "config"))
         except NotFound:
             return False
         return True
 
     def _has_networks(self, client: Client) -> bool:
         try:
-            children = client.fetch(client.root(self._options.prefix), recursive=True).children
+            children = client.fetch(client.root(self._prefix), recursive=True).children
         except NotFound:
             return False
         return any(each.is_dir or each.key.endswith("/config") for each in children)
@@ -253,17 +273,16 @@ class LeaseStore:
         if self._chosen is None or network not in self._managers:
             if len(self._managers) >= _MANAGERS:
                 self._managers.pop(next(iter(self._managers)))
-            prefix = self._options.prefix
             self._managers[network] = EtcdManager(
                 client,
-                prefix if network == UNNAMED else posixpath.join(prefix, network),
+                self._prefix if network == UNNAMED else posixpath.join(self._prefix, network),
                 self.name,
-                pause_time=self._timeouts.pause,
+                pause_time=self._pause,
             )
         return self._managers[network]
 
     def _path(self, network: str, last: LeaseKey | str) -> str:
-        root = self._client().root(self._options.prefix)
+        root = self._client().root(self._prefix)
         base = root if network == UNNAMED else posixpath.join(root, network)
         return posixpath.join(base, last if isinstance(last, str) else f"subnets/{format_key(last)}")
 
@@ -275,9 +294,28 @@ class LeaseStore:
             raise Retryable(f"100: Key not found ({path}) [{missing.at.index}]") from None
 
 
+def over_etcd(options: EtcdOptions, api: str, timeouts: Timeouts | None = None) -> LeaseStore:
+    """Open the leases in etcd: "v2", "v3", or "auto" for the first, v3 before v2, with a network config."""
+    timeouts = timeouts or Timeouts()
+    names = ("v3", "v2") if api == "auto" else (api,)
+    clients = [open_client(name, Transport(Servers(options), timeouts)) for name in names]
+    name = f"etcd at {Servers(options).name} under {options.prefix}"
+    return LeaseStore(clients, options.prefix, name, timeouts.pause)
+
+
+def over_file(store: KeyStore) -> LeaseStore:
+    """Serve the leases in a file of this host."""
+    return LeaseStore([EmbeddedClient(store)], PREFIX, store.name)
+
+
 def _wire(lease: Lease) -> WireLease:
     left = None if lease.expires is None else lease.expires - clock.now()
-    return WireLease(lease.attrs, lease.key, expires_ns(left))
+    return WireLease(lease.attrs, lease.key, expires_ns(left), lease.asof)
+
+
+def _check_known(attrs: LeaseAttrs, is_known: bool) -> None:
+    if not is_known:
+        raise Denied(f"the token has ended, and node {node_address(attrs)} has no lease here", ANOTHER)
 
 
 def _check_fits(config: Config, subnet: IPv4Network) -> None:

@@ -6,14 +6,15 @@ import logging
 import math
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from urllib.parse import quote
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from flanneld.compat import json as gojson
 from flanneld.compat.json import GoJsonError
 from flanneld.config import Config, parse
-from flanneld.errors import Cancelled, Refused, Retryable
+from flanneld.errors import Cancelled, Refused, Retryable, cause_of
 from flanneld.model import (
     Added,
     Event,
@@ -25,7 +26,7 @@ from flanneld.model import (
     Removed,
     Snapshot,
 )
-from flanneld.runtime import clock, waits
+from flanneld.runtime import atomic_file, clock, waits
 from flanneld.runtime.outage import Outage
 from flanneld.subnet.codec import format_key
 from flanneld.subnet.manager import NO_FACTS, Deliver, LocalFacts
@@ -38,7 +39,8 @@ from flanneld.subnet.remote.connection import (
     refused,
 )
 from flanneld.subnet.remote.tls import TlsFiles, client_context
-from flanneld.subnet.remote.wire import WatchResult, WireLease
+from flanneld.subnet.remote.token import Token, parse_token
+from flanneld.subnet.remote.wire import Reservation, WatchResult, WireLease
 
 log = logging.getLogger(__name__)
 
@@ -48,18 +50,39 @@ _ABSENT = b"100: Key not found"
 
 
 class RemoteOptions(Struct, frozen=True, gc=False):
-    """The flags ``-remote*``. ``network`` is the network's name, empty for the unnamed one."""
+    """The flags ``-remote*`` and ``-token*``. ``network`` is the network's name, empty for the unnamed one.
+
+    Printing it shows no token.
+    """
 
     servers: tuple[RemoteServer, ...]
     tls: TlsFiles = TlsFiles()
     network: str = ""
+    token: str = ""
+    token_file: str = ""
+
+    def __repr__(self) -> str:
+        return f"RemoteOptions({', '.join(map(str, self.servers))})"
+
+    def read_token(self) -> Token | None:
+        """Return the token, None if none is given. Raises ``Retryable`` if there is none in its place."""
+        source = self.token_file or "-token"
+        try:
+            text = atomic_file.read(Path(source), 4096).decode() if self.token_file else self.token
+            return parse_token(text, source) if text or self.token_file else None
+        except Refused as refusal:
+            raise Retryable(refusal.problem, refusal.remedy) from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise Retryable(f"cannot read {source}: {cause_of(error)}", "write the token there") from None
 
 
 class RemoteManager:
     """``SubnetManager`` over one of several servers. Building one connects to nothing."""
 
     def __init__(self, options: RemoteOptions, pause: float = PAUSE) -> None:
-        self._servers = RemoteServers(options.servers, client_context(options.tls))
+        is_pinned = bool(options.token or options.token_file)
+        tls = client_context(options.tls, is_pinned=is_pinned)
+        self._servers = RemoteServers(options.servers, tls, options.read_token)
         self._root = f"/v1/{quote(options.network, safe='') or '_'}"
         self._requests = RemoteConnection(self._servers)
         self._pause = pause
@@ -68,6 +91,8 @@ class RemoteManager:
         self._watches: set[_Watch] = set()
         #: The attributes of our lease as last written: who knows them may replace them.
         self._written: LeaseAttrs | None = None
+        #: The server names the index of a lease.
+        self._has_index = False
         self.name = f"flannel server {self._servers.name}"
 
     @property
@@ -100,6 +125,18 @@ class RemoteManager:
         answer = self._ask("POST", "/leases", wire.format_acquisition(attrs, previous))
         return self._lease_of(answer)
 
+    def reservations(self) -> list[Reservation]:
+        """Return the reservations of the network."""
+        return wire.parse_reservations(self._ask("GET", "/reservations").body)
+
+    def reserve(self, wanted: Reservation) -> None:
+        """Make a subnet a node's for good, be it free or that node's lease already."""
+        self._ask("POST", "/reservations", wire.format_reservation(wanted))
+
+    def release(self, key: LeaseKey) -> None:
+        """Make a reservation a lease that ends in a day unless its node renews it."""
+        self._ask("DELETE", f"/reservations/{quote(format_key(key), safe='')}")
+
     def renew(self, lease: Lease) -> Lease:
         held = WireLease(lease.attrs, lease.key, self._expires_ns(lease))
         target = f"/leases/{quote(format_key(lease.key), safe='')}"
@@ -120,8 +157,11 @@ class RemoteManager:
             found = [each for each in result.snapshot if each.key == lease.key]
             return [Added(_lease(each, result)) for each in found] or [Removed(lease.key)]
 
+        def own(result: WatchResult) -> list[Event]:
+            return [self._without_own_index(event) for event in events(result)]
+
         target = f"/leases/{quote(format_key(lease.key), safe='')}"
-        self._follow(target, events, deliver, alive, absent=Removed(lease.key))
+        self._follow(target, own, deliver, alive, absent=Removed(lease.key))
 
     def reread(self) -> None:
         with self._lock:
@@ -169,8 +209,17 @@ class RemoteManager:
             raise _nonsense(str(error)) from None
         if not any(lease.key):
             raise _nonsense("it gave a lease without a subnet")
-        self._written = lease.attrs
-        return Lease(lease.attrs, *lease.key, expires=_expires(lease, answer.date_ns))
+        self._written, self._has_index = lease.attrs, bool(lease.index)
+        return Lease(lease.attrs, *lease.key, expires=_expires(lease, answer.date_ns), asof=lease.index)
+
+    def _without_own_index(self, event: Event) -> Event:
+        """Let what Go flannel's server tells of our own write not look newer than that write.
+
+        It names no index of a lease, and the cursor is that of the whole store.
+        """
+        if isinstance(event, Added) and not self._has_index and event.lease.attrs == self._written:
+            return Added(structs.replace(event.lease, asof=0))
+        return event
 
     @staticmethod
     def _expires_ns(lease: Lease) -> int | None:
@@ -293,7 +342,8 @@ def _events(result: WatchResult) -> list[Event]:
 
 
 def _lease(lease: WireLease, result: WatchResult) -> Lease:
-    asof = int(result.cursor) if result.cursor.isdecimal() and len(result.cursor) < 20 else 0
+    cursor = int(result.cursor) if result.cursor.isdecimal() and len(result.cursor) < 20 else 0
+    asof = lease.index or cursor
     return Lease(lease.attrs, *lease.key, expires=_expires(lease, None), asof=asof)
 
 

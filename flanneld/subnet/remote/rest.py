@@ -12,7 +12,7 @@ from json import JSONDecodeError, JSONDecoder
 from typing import TypeVar
 from urllib.parse import parse_qs, quote, unquote
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from flanneld.compat import json as gojson
 from flanneld.compat.json import GoJsonError
@@ -22,6 +22,8 @@ from flanneld.subnet.codec import parse_key
 from flanneld.subnet.remote import wire
 from flanneld.subnet.remote.change_log import ChangeLog, LogEntry, Wanted
 from flanneld.subnet.remote.lease_store import LeaseStore
+from flanneld.subnet.remote.token import ANOTHER, Access, Denied
+from flanneld.subnet.remote.wire import WireLease
 
 T = TypeVar("T")
 
@@ -39,12 +41,19 @@ _SPACE = " \t\r\n"
 
 
 class RestRequest(Struct, frozen=True, gc=False):
-    """A request. ``is_there`` tells whether its client still waits; ``target`` is the path with the query."""
+    """A request. ``is_there`` tells whether its client still waits; ``target`` is the path with the query.
+
+    ``authorization`` is the header of this name, ``access`` what it permits. ``wants_index`` is True for our
+    own client, which tells its writes from others' by the index of a lease.
+    """
 
     method: str
     target: str
     body: bytes = b""
     is_there: Callable[[], bool] = lambda: True
+    authorization: str = ""
+    wants_index: bool = False
+    access: Access = Access.JOIN
 
 
 class RestAnswer(Struct, frozen=True, gc=False):
@@ -64,14 +73,29 @@ class _Wrong(Exception):
 
 
 class RestApi:
-    """Answers the requests of any thread. ``start`` has the log of changes run for the first that watches."""
+    """Answers the requests of any thread. ``start`` has the log of changes run for the first that watches.
 
-    def __init__(self, store: LeaseStore, start: Callable[[ChangeLog], None]) -> None:
+    ``check`` says what the header ``Authorization`` of a request permits, or raises ``Denied``.
+    """
+
+    def __init__(
+        self,
+        store: LeaseStore,
+        start: Callable[[ChangeLog], None],
+        check: Callable[[str], Access] = lambda _header: Access.JOIN,
+    ) -> None:
         self._store = store
         self._start = start
+        self._check = check
 
     def answer(self, request: RestRequest) -> RestAnswer:
         """Answer one request; a watch takes until there is something to tell. Never raises on purpose."""
+        try:
+            request = structs.replace(request, access=self._check(request.authorization))
+        except Denied as refusal:
+            return _text(401, str(refusal))
+        except FlannelError as failure:
+            return _text(500, str(failure))
         raw_path, _, query = request.target.partition("?")
         path = unquote(raw_path)
         if clean := _cleaned(path):
@@ -79,8 +103,12 @@ class RestApi:
         handler = self._route(request, path.split("/"), query)
         if handler is None:
             return NOT_FOUND
+        if request.access is Access.STAY and not _is_of_a_node(request.method, path):
+            return _text(403, f"the token has ended; {ANOTHER}")
         try:
             text = handler()
+        except Denied as refusal:
+            return _text(403, str(refusal))
         except _Wrong as wrong:
             return _text(400, str(wrong))
         except Cancelled:
@@ -120,13 +148,17 @@ class RestApi:
 
     def _acquire(self, request: RestRequest, network: str) -> str:
         attrs, previous = _understood(wire.parse_acquisition, request.body)
-        return wire.format_lease(self._store.acquire(network, attrs, previous))
+        may_join = request.access is Access.JOIN
+        lease = self._store.acquire(network, attrs, previous, may_join=may_join)
+        return wire.format_lease(_shown(lease, request))
 
     def _renew(self, request: RestRequest, network: str) -> str:
         lease, former = _understood(wire.parse_renewal, request.body)
         if not any(lease.key):
             raise _Wrong("bad subnet")
-        return wire.format_lease(self._store.renew(network, lease, former))
+        may_join = request.access is Access.JOIN
+        renewed = self._store.renew(network, lease, former, may_join=may_join)
+        return wire.format_lease(_shown(renewed, request))
 
     def _reserve(self, request: RestRequest, network: str) -> None:
         wanted = _understood(wire.parse_reservation, request.body)
@@ -138,21 +170,22 @@ class RestApi:
     def _leases(self, request: RestRequest, network: str, query: str) -> str:
         entries = self._wait(request, query, lambda each: each.network == network and each.key is not None)
         if entries is not None:
-            return _events(entries)
-        return wire.format_snapshot(*self._store.leases(network))
+            return _events(entries, request)
+        leases, index = self._store.leases(network)
+        return wire.format_snapshot([_shown(each, request) for each in leases], index)
 
     def _lease(self, request: RestRequest, network: str, name: str, query: str) -> str:
         key = _key(name, "bad subnet")
         entries = self._wait(request, query, lambda each: each.network == network and each.key == key)
         if entries is not None:
-            return _events(entries)
+            return _events(entries, request)
         lease, index = self._store.lease(network, key)
-        return wire.format_snapshot([lease], index)
+        return wire.format_snapshot([_shown(lease, request)], index)
 
     def _networks(self, request: RestRequest, query: str) -> str:
         entries = self._wait(request, query, lambda each: each.key is None)
         if entries is not None:
-            return _events(entries)
+            return _events(entries, request)
         return wire.format_networks(*self._store.networks())
 
     def _wait(self, request: RestRequest, query: str, wanted: Wanted) -> list[LogEntry] | None:
@@ -167,8 +200,19 @@ class RestApi:
         return changes.next_after(int(values[0]), wanted, request.is_there, self._store.index)
 
 
-def _events(entries: list[LogEntry]) -> str:
-    return wire.format_events([each.event for each in entries], entries[-1].index)
+def _events(entries: list[LogEntry], request: RestRequest) -> str:
+    events = [
+        structs.replace(each.event, lease=_shown(each.event.lease, request))
+        if each.event.lease
+        else each.event
+        for each in entries
+    ]
+    return wire.format_events(events, entries[-1].index)
+
+
+def _shown(lease: WireLease, request: RestRequest) -> WireLease:
+    """Leave the index out unless the client asks for it."""
+    return lease if request.wants_index else structs.replace(lease, index=0)
 
 
 def _text(status: int, text: str) -> RestAnswer:
@@ -181,6 +225,11 @@ def _cleaned(path: str) -> str | None:
     if path.endswith("/") and clean != "/":
         clean += "/"
     return clean if clean != path else None
+
+
+def _is_of_a_node(method: str, path: str) -> bool:
+    """Return True for what a node asks as long as it runs."""
+    return method == "GET" or (method in ("POST", "PUT") and "/leases" in path)
 
 
 def _is_name(network: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import ssl
 from pathlib import Path
 
@@ -36,15 +37,37 @@ def server_context(files: TlsFiles) -> ssl.SSLContext | None:
     return context
 
 
-def client_context(files: TlsFiles) -> ssl.SSLContext | None:
-    """Return a client's TLS, None if no file is given. Without an authority the system's are trusted."""
+def client_context(files: TlsFiles, *, is_pinned: bool = False) -> ssl.SSLContext | None:
+    """Return a client's TLS, None if no file is given. Without an authority the system's are trusted.
+
+    Of a server that is known by its certificate (``is_pinned``) no authority need know, and no name is asked.
+    """
     _check(files)
-    if not any((files.certfile, files.keyfile, files.cafile)):
+    if not any((files.certfile, files.keyfile, files.cafile, is_pinned)):
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    if is_pinned:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_REQUIRED if files.cafile else ssl.CERT_NONE
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
     _load(context, files)
-    if not files.cafile:
+    if not files.cafile and not is_pinned:
         context.load_default_certs()
+    return context
+
+
+def identity_context(identity: str, cafile: str = "") -> ssl.SSLContext:
+    """Return a server's TLS with this key and certificate in PEM; an authority as in ``server_context``."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    descriptor = os.memfd_create("flannel-identity", os.MFD_CLOEXEC)  # The library reads files only.
+    try:
+        os.write(descriptor, identity.encode())
+        context.load_cert_chain(f"/proc/self/fd/{descriptor}")
+    finally:
+        os.close(descriptor)
+    if cafile:
+        _load(context, TlsFiles(cafile=cafile))
+        context.verify_mode = ssl.CERT_REQUIRED
     return context
 
 

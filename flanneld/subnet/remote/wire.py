@@ -1,7 +1,7 @@
 """JSON of v0.6.2's REST API: leases, configs, reservations and what a watch answers (pure).
 
-What v0.6.2 does not know, IPv6 and the two keys of a request, is left out where it is not used: then each
-byte is as Go flannel writes it.
+What v0.6.2 does not know, IPv6, the two keys of a request and a lease's index, is left out where it is not
+used or asked for: then each byte is as Go flannel writes it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from flanneld.errors import Refused
 from flanneld.model import LeaseAttrs, LeaseKey
 from flanneld.subnet.codec import format_attrs, parse_attrs
 
+#: Header of a request whose answer is to name the index of each lease. Go flannel ignores it.
+INDEX = "X-Flannel-Index"
 #: A reservation's expiration, Go's zero time.
 NEVER = "0001-01-01T00:00:00Z"
 _NANO = 1_000_000_000
@@ -32,11 +34,15 @@ _CHECK = "is that a server of flannel?"
 
 
 class WireLease(Struct, frozen=True, gc=False):
-    """A lease on the wire. ``expires_ns`` is in nanoseconds of Unix time, None for a reservation."""
+    """A lease on the wire. ``expires_ns`` is in nanoseconds of Unix time, None for a reservation.
+
+    ``index`` is the store's index of its last change, 0 if the other side is not to be told, or has not told.
+    """
 
     attrs: LeaseAttrs
     key: LeaseKey
     expires_ns: int | None = None
+    index: int = 0
 
 
 class WireEvent(Struct, frozen=True, gc=False):
@@ -72,7 +78,8 @@ def format_lease(lease: WireLease) -> str:
     more = f',"IPv6Subnet":"{ipv6_subnet}"' if ipv6_subnet else ""
     with_ipv6 = lease.attrs.public_ipv6 is not None or ipv6_subnet is not None
     attrs = format_attrs(lease.attrs, with_ipv6=with_ipv6)
-    return _lease(str(subnet or "0.0.0.0/0"), more, attrs, _format_time(lease.expires_ns))
+    index = f',"Index":{lease.index}' if lease.index else ""
+    return _lease(str(subnet or "0.0.0.0/0"), more, attrs, _format_time(lease.expires_ns), index)
 
 
 def format_snapshot(leases: list[WireLease], cursor: int) -> str:
@@ -110,10 +117,12 @@ def format_config(config: Config) -> str:
     return gojson.compact(value)
 
 
+def format_reservation(reservation: Reservation) -> str:
+    return gojson.compact({"Subnet": str(reservation.subnet), "PublicIP": str(reservation.public_ip)})
+
+
 def format_reservations(reservations: list[Reservation]) -> str:
-    return gojson.compact(
-        [{"Subnet": str(each.subnet), "PublicIP": str(each.public_ip)} for each in reservations]
-    )
+    return f"[{','.join(map(format_reservation, reservations))}]"
 
 
 def format_acquisition(attrs: LeaseAttrs, previous: LeaseKey) -> str:
@@ -132,8 +141,8 @@ def format_renewal(lease: WireLease, former: LeaseAttrs | None) -> str:
     return f'{body[:-1]},"Former":{format_attrs(former, with_ipv6=former.public_ipv6 is not None)}}}'
 
 
-def _lease(subnet: str, more: str, attrs: str, expiration: str) -> str:
-    return f'{{"Subnet":"{subnet}"{more},"Attrs":{attrs},"Expiration":"{expiration}"}}'
+def _lease(subnet: str, more: str, attrs: str, expiration: str, index: str = "") -> str:
+    return f'{{"Subnet":"{subnet}"{more},"Attrs":{attrs},"Expiration":"{expiration}"{index}}}'
 
 
 def _format_event(event: WireEvent) -> str:
@@ -165,7 +174,8 @@ def parse_lease(value: object) -> WireLease:
     try:
         fields = Fields(value)
         key = _key(fields, "Subnet", "IPv6Subnet")
-        return WireLease(_attrs(fields.raw("Attrs")), key, _parse_time(fields.string("Expiration", NEVER)))
+        ends = _parse_time(fields.string("Expiration", NEVER))
+        return WireLease(_attrs(fields.raw("Attrs")), key, ends, fields.integer("Index", 0))
     except GoJsonError as error:
         raise Refused(f"a lease is wrong: {error}", _CHECK) from None
 
@@ -212,6 +222,14 @@ def parse_reservation(value: object) -> Reservation:
     if subnet is None or public_ip is None:
         raise Refused("a reservation needs Subnet and PublicIP")
     return Reservation(subnet, public_ip)
+
+
+def parse_reservations(text: bytes) -> list[Reservation]:
+    """Read the answer to GET reservations. Raises ``Refused``."""
+    try:
+        return [parse_reservation(each) for each in _list(gojson.parse(text))]
+    except GoJsonError as error:
+        raise Refused(f"the answer about reservations is wrong: {error}", _CHECK) from None
 
 
 def _parse_snapshot(cursor: str, values: list[Any]) -> WatchResult:

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from flanneld.model import LeaseAttrs
 from flanneld.reconcile.past.ownership import Device, FileStamp, Machine, State
-from flanneld.reconcile.past.state_file import StateFile, boot_id, stamp_of
+from flanneld.reconcile.past.state_file import StateFile, stamp_of
+from flanneld.runtime import clock
 
 STATE = State(
     boot_id="b6c0d773-d689-4bc9-9153-a38bd10130ec",
@@ -152,4 +153,4 @@ def test_each_writing_of_a_file_has_its_own_stamp(tmp_path: Path) -> None:
 
 
 def test_this_boot_has_an_identity() -> None:
-    assert len(boot_id()) == 36
+    assert len(clock.boot_id()) == 36

@@ -5,21 +5,25 @@ from __future__ import annotations
 import http.client
 import json
 import re
+import ssl
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from flanneld.errors import Cancelled
+from flanneld.subnet.embedded.opening import open_store
 from flanneld.subnet.etcd.endpoints import EtcdOptions
+from flanneld.subnet.etcd.keys import NotFound
 from flanneld.subnet.etcd.transport import Timeouts
 from flanneld.subnet.remote.change_log import ChangeLog
 from flanneld.subnet.remote.http_server import LeaseServer
-from flanneld.subnet.remote.lease_store import LeaseStore
+from flanneld.subnet.remote.lease_store import over_etcd, over_file
 from flanneld.subnet.remote.listener import open_listener
 from flanneld.subnet.remote.rest import RestApi
 from flanneld.subnet.remote.tls import TlsFiles, server_context
+from flanneld.subnet.remote.token import Access
 from tests.local_etcd import LocalEtcd, free_port
 
 #: By number and name: method, target, body; status, headers and body of the answer if there was one.
@@ -39,17 +43,49 @@ def exchange(number: int) -> dict[str, Any]:
     return next(each for name, each in EXCHANGES.items() if name.startswith(f"{number:03}-"))
 
 
+class LocalFile:
+    """A store in a file, filled as a ``LocalEtcd`` is."""
+
+    def __init__(self, path: Path) -> None:
+        self.keystore = open_store(str(path), create=True)
+
+    def keys(self, _api: str) -> LocalFile:
+        return self
+
+    def put(self, key: str, value: str, ttl: int | None = None) -> None:
+        try:
+            node, _ = self.keystore.get(key)
+        except NotFound:
+            self.keystore.create(key, value, ttl)
+        else:
+            self.keystore.replace(key, value, ttl, node.modified)
+
+    def delete(self, key: str) -> None:
+        with suppress(NotFound):
+            self.keystore.remove(key)
+        for node in self.keystore.below(key)[0]:
+            self.keystore.remove(node.key)
+
+
 class Running:
     """A server on loopback. Its store and its threads end with it."""
 
     def __init__(
-        self, etcd: LocalEtcd, api: str, tls: TlsFiles | None = None, connections: int = 2000
+        self,
+        place: LocalEtcd | LocalFile,
+        api: str = "",
+        tls: TlsFiles | ssl.SSLContext | None = None,
+        connections: int = 2000,
+        check: Callable[[str], Access] = lambda _header: Access.JOIN,
     ) -> None:
         self.port = free_port()
-        self.store = LeaseStore(EtcdOptions((etcd.url,)), api, Timeouts(read=2.0, pause=0.05))
+        if isinstance(place, LocalFile):
+            self.store = over_file(place.keystore)
+        else:
+            self.store = over_etcd(EtcdOptions((place.url,)), api, Timeouts(read=2.0, pause=0.05))
         listener = open_listener(f"127.0.0.1:{self.port}", {})
-        context = server_context(tls or TlsFiles())
-        self.server = LeaseServer(listener, RestApi(self.store, self._follow), context, connections)
+        context = tls if isinstance(tls, ssl.SSLContext) else server_context(tls or TlsFiles())
+        self.server = LeaseServer(listener, RestApi(self.store, self._follow, check), context, connections)
         self.threads = [threading.Thread(target=self.server.serve)]
         self.threads[0].start()
 
@@ -84,9 +120,9 @@ class Running:
 
 @contextmanager
 def running_server(
-    etcd: LocalEtcd, api: str, tls: TlsFiles | None = None, connections: int = 2000
+    place: LocalEtcd | LocalFile, api: str = "", tls: TlsFiles | None = None, connections: int = 2000
 ) -> Iterator[Running]:
-    server = Running(etcd, api, tls, connections)
+    server = Running(place, api, tls, connections)
     try:
         yield server
     finally:

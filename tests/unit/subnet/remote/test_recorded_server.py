@@ -16,6 +16,7 @@ from tests.unit.subnet.remote.servers import (
     EXCHANGES,
     ROOT,
     Answer,
+    LocalFile,
     Running,
     exchange,
     running_server,
@@ -116,32 +117,35 @@ LATER = {221, 222, 223, 230, 302, 308, 312, *range(601, 621)}
 NUMBERS = {int(name[:3]): name for name in EXCHANGES}
 
 
-@pytest.fixture(scope="module", params=["v2", "v3"])
+@pytest.fixture(scope="module", params=["v2", "v3", "file"])
 def api(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def etcd() -> Iterator[LocalEtcd]:
+def etcd(api: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalEtcd | LocalFile]:
+    if api == "file":
+        yield LocalFile(tmp_path_factory.mktemp("store") / "leases.db")
+        return
     with running_etcd() as etcd:
         yield etcd
 
 
 @pytest.fixture
-def server(etcd: LocalEtcd, api: str) -> Iterator[Running]:
+def server(etcd: LocalEtcd | LocalFile, api: str) -> Iterator[Running]:
     with running_server(etcd, api) as server:
         yield server
     clear(etcd, api)
 
 
-def clear(etcd: LocalEtcd, api: str) -> None:
-    if api == "v3":
-        etcd.keys("v3").delete(ROOT)
+def clear(etcd: LocalEtcd | LocalFile, api: str) -> None:
+    if isinstance(etcd, LocalFile) or api == "v3":
+        etcd.keys(api).delete(ROOT)
     elif etcd.get("/coreos.com"):
         etcd.delete("/coreos.com")
 
 
-def fill(etcd: LocalEtcd, api: str, state: Mapping[str, tuple[str, int | None]]) -> None:
+def fill(etcd: LocalEtcd | LocalFile, api: str, state: Mapping[str, tuple[str, int | None]]) -> None:
     for key, (value, ttl) in state.items():
         etcd.keys(api).put(f"{ROOT}/{key}", value, ttl)
 
@@ -164,7 +168,7 @@ def replay(server: Running, recorded: Mapping[str, Any]) -> Answer:
 
 
 @pytest.mark.parametrize("number", sorted(NUMBERS.keys() - EVENTS.keys() - LATER), ids=lambda n: NUMBERS[n])
-def test_answer_is_as_recorded(etcd: LocalEtcd, api: str, server: Running, number: int) -> None:
+def test_answer_is_as_recorded(etcd: LocalEtcd | LocalFile, api: str, server: Running, number: int) -> None:
     fill(etcd, api, STATES.get(number, PLAIN))
     answer, recorded = replay(server, exchange(number)), exchange(number)
     if (start := OTHER_WORDS.get(number)) is not None:
@@ -177,7 +181,9 @@ def test_answer_is_as_recorded(etcd: LocalEtcd, api: str, server: Running, numbe
 
 
 @pytest.mark.parametrize("number", sorted(EVENTS), ids=lambda n: NUMBERS[n])
-def test_watch_is_answered_as_recorded(etcd: LocalEtcd, api: str, server: Running, number: int) -> None:
+def test_watch_is_answered_as_recorded(
+    etcd: LocalEtcd | LocalFile, api: str, server: Running, number: int
+) -> None:
     state, key, value, ttl = EVENTS[number]
     fill(etcd, api, state)
     recorded = exchange(number)
@@ -198,7 +204,7 @@ def test_watch_is_answered_as_recorded(etcd: LocalEtcd, api: str, server: Runnin
 
 
 def test_events_that_were_missed_come_one_for_each_request(
-    etcd: LocalEtcd, api: str, server: Running
+    etcd: LocalEtcd | LocalFile, api: str, server: Running
 ) -> None:
     fill(etcd, api, PLAIN)
     cursor = server.cursor()
@@ -220,20 +226,22 @@ def test_events_that_were_missed_come_one_for_each_request(
 
 
 def test_watch_from_before_the_log_is_answered_with_a_snapshot(
-    etcd: LocalEtcd, api: str, server: Running
+    etcd: LocalEtcd | LocalFile, api: str, server: Running
 ) -> None:
     fill(etcd, api, TWO)
     same(server.ask("GET", "/v1/_/leases?next=1"), exchange(203))
 
 
 def test_watch_from_the_future_is_answered_with_a_snapshot(
-    etcd: LocalEtcd, api: str, server: Running
+    etcd: LocalEtcd | LocalFile, api: str, server: Running
 ) -> None:
     fill(etcd, api, TWO)
     same(server.ask("GET", f"/v1/_/leases?next={int(server.cursor()) + 100}"), exchange(203))
 
 
-def test_foreign_keys_and_values_stop_no_watch(etcd: LocalEtcd, api: str, server: Running) -> None:
+def test_foreign_keys_and_values_stop_no_watch(
+    etcd: LocalEtcd | LocalFile, api: str, server: Running
+) -> None:
     fill(etcd, api, TWO)
     cursor = server.cursor()
     answers: list[Answer] = []

@@ -1,0 +1,257 @@
+"""Daemon of several networks (``-networks``, ``-watch-networks``), each served as if it were alone."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from flanneld import __version__
+from flanneld.diagnostics.counted_manager import CountedManager, counted
+from flanneld.diagnostics.health_server import Checks, HealthServer
+from flanneld.errors import Cancelled, Retryable
+from flanneld.lease_server import LeaseService, open_store
+from flanneld.networks.claims import Claims
+from flanneld.networks.names import Choice, NetworkNames, RemoteNames, StoreNames
+from flanneld.networks.network import Network, sweep
+from flanneld.options import Options, is_network_name
+from flanneld.runtime import event_log, sd_notify, waits
+from flanneld.runtime.instance_lock import InstanceLock
+from flanneld.runtime.outage import Outage
+from flanneld.runtime.supervisor import Supervisor
+from flanneld.startup import Admit
+from flanneld.subnet import subnet_file
+from flanneld.subnet.embedded.opening import manager_of
+from flanneld.subnet.embedded.store import KeyStore
+from flanneld.subnet.manager import LONGEST_SILENCE
+from flanneld.subnet.remote.change_log import ChangeLog
+from flanneld.subnet.remote.http_server import METRICS
+from flanneld.subnet.remote.lease_store import over_etcd, over_file
+from flanneld.subnet.stores import etcd_options, open_manager, remote_options
+
+log = logging.getLogger(__name__)
+
+#: Seconds between two tries to read the names, and for all networks to end.
+_PAUSE, _END = 1.0, 5.0
+#: Variables of the service manager, which is told by the whole daemon only.
+_MANAGERS = ("WATCHDOG_USEC", "WATCHDOG_PID")
+
+
+class ServesOne(Protocol):
+    """Daemon of one network."""
+
+    def serve(self) -> int: ...
+
+
+class MakeDaemon(Protocol):
+    """The class of the daemon of one network."""
+
+    def __call__(
+        self,
+        wanted: Options,
+        environ: Mapping[str, str],
+        supervisor: Supervisor,
+        notifier: sd_notify.Notifier,
+        manager: CountedManager,
+        events: event_log.Events,
+        more_metrics: Callable[[], str] | None = None,
+        admit: Admit = ...,
+    ) -> ServesOne: ...
+
+
+def run(wanted: Options, environ: Mapping[str, str], make: MakeDaemon) -> int:
+    """Be in several networks until told to stop; the exit status is 0 then, and 1 after a failure."""
+    supervisor, notifier = Supervisor(quiet=(Cancelled,)), sd_notify.Notifier()
+    log.info("flanneld %s %s", __version__, wanted.described())
+    supervisor.handle_signals()
+    lock = InstanceLock(Path(wanted.subnet_dir) / "flanneld.lock")
+    lock.wait(supervisor.stop, tell=notifier.status)
+    file = open_store(wanted, supervisor) if wanted.store else None
+    if wanted.listen:
+        LeaseService(wanted, environ, supervisor, file).start()
+    fleet = Fleet(wanted, environ, supervisor, notifier, file, make)
+    fleet.start()
+    ticks = []
+    interval = sd_notify.watchdog_interval(environ)
+    if interval is not None:
+        ticks.append((lambda: None if fleet.overdue() else notifier.watchdog(), interval))
+    supervisor.wait(*ticks)
+    notifier.stopping()
+    fleet.end()
+    supervisor.shutdown()
+    return 1 if supervisor.failure else 0
+
+
+class Fleet:
+    """The networks of this daemon."""
+
+    def __init__(
+        self,
+        wanted: Options,
+        environ: Mapping[str, str],
+        supervisor: Supervisor,
+        notifier: sd_notify.Notifier,
+        file: KeyStore | None,
+        make: MakeDaemon,
+    ) -> None:
+        self._options = wanted
+        self._environ = {name: text for name, text in environ.items() if name not in _MANAGERS}
+        self._supervisor = supervisor
+        self._notifier = notifier
+        self._file = file
+        self._make = make
+        self._events = event_log.remember()
+        self._claims = Claims()
+        self._choice = Choice(wanted.networks)
+        #: Replaced, never changed: other threads read it.
+        self._networks: dict[str, Network] = {}
+        #: The networks that the start waits for; None until the store has told them.
+        self._first: frozenset[str] | None = None
+        self._is_ready = False
+
+    # ---- for those who look, from any thread -------------------------------------------------
+
+    def overdue(self) -> list[str]:
+        """Return a line for each task that is late."""
+        of_networks = [
+            f"network {each.name}: {line}"
+            for each in self._networks.values()
+            for line in each.supervisor.overdue()
+        ]
+        return [*self._supervisor.overdue(), *of_networks]
+
+    def missing(self) -> list[str]:
+        """Return a line for each network that is not up."""
+        if self._first is None:
+            return ["the names of the networks are not known yet"]
+        return [line for each in self._networks.values() if (line := each.missing)]
+
+    def metrics(self, _accept: str) -> tuple[int, str, bytes]:
+        """Return /metrics: which networks are up."""
+        lines = [
+            f'flannel_network_up{{network="{each.name}"}} {int(each.notifier.is_ready)}'
+            for each in self._networks.values()
+        ]
+        return 200, METRICS, "\n".join(["# TYPE flannel_network_up gauge", *lines, ""]).encode()
+
+    # ---- running -----------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin with the networks of the options, or follow those in the store."""
+        if self._options.healthz_port:
+            checks = Checks(
+                self.overdue, lambda: self._is_ready, self.missing, caveats=self.missing, metrics=self.metrics
+            )
+            health = HealthServer(self._options.healthz_ip, self._options.healthz_port, checks)
+            self._supervisor.start("health server", health.serve, health.close)
+        if self._options.watch_networks:
+            names = self._open_names()
+            self._supervisor.start("network names", partial(self._follow, names), names.close)
+        else:
+            self._set(self._options.networks)
+
+    def end(self) -> None:
+        """Stop all networks at once, and wait for them; what they have on this host stays."""
+        for network in self._networks.values():
+            network.stop()
+        waits.until(lambda: all(each.has_ended for each in self._networks.values()), within=_END, every=0.02)
+
+    def _open_names(self) -> NetworkNames:
+        if self._options.remote:
+            return RemoteNames(remote_options(self._options))
+        if self._file:
+            return StoreNames(over_file(self._file), self._run_log)
+        return StoreNames(over_etcd(etcd_options(self._options), self._options.etcd_api), self._run_log)
+
+    def _run_log(self, changes: ChangeLog) -> None:
+        alive = partial(self._supervisor.heartbeat, "watch of networks", LONGEST_SILENCE)
+        self._supervisor.start("watch of networks", lambda: changes.run(alive), changes.close)
+
+    def _follow(self, names: NetworkNames) -> None:
+        """Keep the networks those that the store has, until ``names`` is closed (raises ``Cancelled``)."""
+        outage = Outage(
+            log, "Reading the names of the networks", "The names of the networks could be read again"
+        )
+        alive = partial(self._supervisor.heartbeat, "network names", LONGEST_SILENCE)
+        while True:
+            alive()
+            try:
+                found, after = names.read()
+                outage.over()
+                self._sweep_former(found)
+                if self._set(self._choice.of(found)):
+                    names.wait(after, alive)
+            except Retryable as problem:
+                outage.failed(problem)
+            if waits.pause(self._supervisor.stop, _PAUSE):
+                raise Cancelled
+
+    def _set(self, names: Iterable[str]) -> bool:
+        """Start what is new, and remove what has gone; False if that must be seen to again."""
+        wanted = set(names)
+        for name, network in self._networks.items():
+            if name not in wanted and not network.has_ended:
+                network.stop(remove=True)
+        ending = {
+            name: each for name, each in self._networks.items() if each.is_removed and not each.has_ended
+        }
+        kept = {name: each for name, each in self._networks.items() if not each.is_removed} | ending
+        new = {name: self._network(name) for name in sorted(wanted - kept.keys())}
+        self._networks = kept | new
+        for name, network in new.items():
+            self._supervisor.start(f"network {name}", network.run, network.stop, may_end=True)
+        if self._first is None and wanted:
+            self._first = frozenset(wanted)
+        self._changed()
+        return not ending
+
+    def _sweep_former(self, found: list[str]) -> None:
+        """Remove what an earlier run left of networks that have gone since."""
+        if self._first is not None:
+            return
+        for path in Path(self._options.subnet_dir).glob("*.env"):
+            is_ours = subnet_file.beside(path, "state").exists() and is_network_name(path.stem)
+            if is_ours and path.stem not in found:
+                log.info("The network %s has gone", path.stem)
+                sweep(path)
+
+    def _changed(self) -> None:
+        """Tell the service manager once the first networks are up, or have said why they are not."""
+        networks = self._networks
+        up = [each.name for each in networks.values() if each.notifier.is_ready]
+        self._notifier.status(f"{len(up)} of {len(networks)} networks are up; " + "; ".join(self.missing()))
+        first = [networks[name] for name in self._first or () if name in networks]
+        if not self._is_ready and up and all(each.is_settled for each in first):
+            self._is_ready = True
+            log.info("Ready: %s", ", ".join(sorted(up)))
+            self._notifier.ready()
+
+    # ---- one network -------------------------------------------------------------------------
+
+    def _network(self, name: str) -> Network:
+        return Network(name, Path(self._options.subnet_dir) / f"{name}.env", self._serve, self._changed)
+
+    def _serve(self, network: Network) -> None:
+        """Serve one network with a daemon of its own, as if there were no other."""
+        own = replace(
+            self._options,
+            networks=(),
+            watch_networks=False,
+            subnet_file=str(network.subnet_file),
+            healthz_port=0,
+            # The chains of the other set are one network's.
+            iptables_rules="v0.12",
+        )
+        store = manager_of(self._file, network.name) if self._file else None
+        manager = counted(store or open_manager(own, self._environ, network.name))
+        admit = partial(self._claims.take, network.name)
+        daemon = self._make(
+            own, self._environ, network.supervisor, network.notifier, manager, self._events, None, admit
+        )
+        try:
+            daemon.serve()
+        finally:
+            self._claims.release(network.name)

@@ -1,0 +1,113 @@
+"""Names of the networks in a store, and word of their changes."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from typing import Protocol
+from urllib.parse import quote
+
+from flanneld.compat.glog import Once
+from flanneld.errors import Retryable
+from flanneld.options import is_network_name
+from flanneld.subnet.remote.change_log import ChangeLog
+from flanneld.subnet.remote.connection import RemoteConnection, RemoteServers, refused
+from flanneld.subnet.remote.lease_store import LeaseStore
+from flanneld.subnet.remote.manager import RemoteOptions
+from flanneld.subnet.remote.tls import client_context
+
+log = logging.getLogger(__name__)
+
+
+class NetworkNames(Protocol):
+    """The networks that have a config. A call may raise ``Retryable``, and ``Cancelled`` after ``close``."""
+
+    def read(self) -> tuple[list[str], str]:
+        """Return their names, and where to wait from."""
+        ...
+
+    def wait(self, after: str, alive: Callable[[], None]) -> None:
+        """Return once there may be others, or the store cannot tell what happened since."""
+        ...
+
+    def close(self) -> None:
+        """End every call. From any thread."""
+        ...
+
+
+class StoreNames:
+    """``NetworkNames`` in etcd or a file. ``start`` has the log of changes run."""
+
+    def __init__(self, store: LeaseStore, start: Callable[[ChangeLog], None]) -> None:
+        self._store = store
+        self._start = start
+
+    def read(self) -> tuple[list[str], str]:
+        # The log first: what changes after the list is in it then.
+        self._store.changes(self._start)
+        names, index = self._store.networks()
+        return names, str(index)
+
+    def wait(self, after: str, alive: Callable[[], None]) -> None:
+        def is_there() -> bool:
+            alive()
+            return True
+
+        changes = self._store.changes(self._start)
+        changes.next_after(int(after), lambda each: each.key is None, is_there, self._store.index)
+
+    def close(self) -> None:
+        self._store.close()
+
+
+class RemoteNames:
+    """``NetworkNames`` of a flannel server."""
+
+    def __init__(self, options: RemoteOptions) -> None:
+        is_pinned = bool(options.token or options.token_file)
+        tls = client_context(options.tls, is_pinned=is_pinned)
+        self._connection = RemoteConnection(RemoteServers(options.servers, tls, options.read_token))
+
+    def read(self) -> tuple[list[str], str]:
+        return self._ask("/v1/", None)
+
+    def wait(self, after: str, alive: Callable[[], None]) -> None:
+        self._ask(f"/v1/?next={quote(after, safe='')}", alive)
+
+    def close(self) -> None:
+        self._connection.cut()
+
+    def _ask(self, target: str, alive: Callable[[], None] | None) -> tuple[list[str], str]:
+        answer = self._connection.ask("GET", target, None, alive)
+        if answer.status != 200:
+            raise refused(answer)
+        try:
+            said = json.loads(answer.body)
+            return [str(each) for each in said["snapshot"] or ()], str(said["cursor"])
+        except (ValueError, LookupError, TypeError):
+            problem = "the flannel server's list of networks makes no sense"
+            raise Retryable(problem, "is that a server of flannel?") from None
+
+
+class Choice:
+    """The networks that this daemon is to be in, of those that there are."""
+
+    def __init__(self, allowed: tuple[str, ...]) -> None:
+        self._allowed = frozenset(allowed)
+        self._once = Once()
+
+    def of(self, names: list[str]) -> list[str]:
+        """Return those that are allowed and can be named in a file; the others are logged once."""
+        return [name for name in sorted(names) if self._is_good(name)]
+
+    def _is_good(self, name: str) -> bool:
+        if not is_network_name(name):
+            self._once.warn(
+                log, name, f"Ignoring the network {json.dumps(name[:80])}: that can be no file's name"
+            )
+            return False
+        if self._allowed and name not in self._allowed:
+            self._once.warn(log, name, f'Network "{name}" is not allowed; -networks lists those that are')
+            return False
+        return True

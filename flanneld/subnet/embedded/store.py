@@ -1,0 +1,251 @@
+"""Keys of the embedded store: revisions, compare-and-swap, expiry, and a bounded history."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from msgspec import Struct
+
+from flanneld.runtime import clock
+from flanneld.runtime.waits import Signal
+from flanneld.subnet.embedded.database import Database, fact, number, set_fact
+from flanneld.subnet.etcd.keys import (
+    Changes,
+    Conflict,
+    ListAgain,
+    Node,
+    NotFound,
+    Position,
+    Reply,
+    check_history,
+)
+
+#: Changes that are kept: more than a large cluster makes in the minute for which a client may be away.
+KEPT = 10_000
+#: Seconds between two looks for what ended, and for what other processes have written.
+TICK = 1.0
+#: Seconds between two records of the time. After a reboot it goes on from the last one.
+_RECORD = 60.0
+_FOUND = "key, value, ttl, expires, modified"
+
+
+class Moment(Struct, frozen=True, gc=False):
+    """A time of the store, in seconds, and the boot and the kernel's time at which it was recorded."""
+
+    time: float
+    boot: str
+    at: float
+
+
+def time_since(record: Moment, boot: str, at: float) -> float:
+    """Return the store's time now (pure). It stands still while the host is down, and never goes back.
+
+    So a lease never ends early: neither a wrong time of day nor a long repair of the host ends it.
+    """
+    return record.time + max(0.0, at - record.at) if boot == record.boot else record.time
+
+
+class KeyStore:
+    """The keys in a database. For any thread; other processes may write too."""
+
+    def __init__(self, database: Database) -> None:
+        self.database = database
+        self._changed = Signal()
+        self._writes = 0
+        self.name = f"store {database.path}"
+
+    # ---- reading -----------------------------------------------------------------------------
+
+    def get(self, key: str) -> tuple[Node, Position]:
+        """Read a key. Raises ``NotFound``."""
+        with self.database.reading() as connection:
+            now, at = _now(connection), _position(connection)
+            node = _find(connection, key, now)
+        if node is None:
+            raise NotFound(at)
+        return node, at
+
+    def below(self, directory: str) -> tuple[tuple[Node, ...], Position]:
+        """Read all keys in a directory, at any depth."""
+        with self.database.reading() as connection:
+            now = _now(connection)
+            rows = connection.execute(
+                f"SELECT {_FOUND} FROM keys WHERE key >= ? AND key < ? ORDER BY key",  # noqa: S608
+                _range(directory),
+            )
+            nodes = [_node(row, now) for row in rows]
+            return tuple(each for each in nodes if each.ttl is None or each.ttl > 0), _position(connection)
+
+    def changes(self, key: str, *, recursive: bool, after: Position) -> Changes:
+        """Return what happened since, at most 1,000 changes. Raises ``ListAgain`` if it was forgotten."""
+        first, last = _range(key) if recursive else (key, f"{key}\0")
+        with self.database.reading() as connection:
+            now, at = _now(connection), _position(connection)
+            check_history(after, at)
+            if after.index < number(connection, "floor"):
+                raise ListAgain("the history of the store does not go back so far")
+            rows = connection.execute(
+                "SELECT action, key, value, expires, revision FROM history"
+                " WHERE revision > ? AND key >= ? AND key < ? ORDER BY revision LIMIT 1000",
+                (after.index, first, last),
+            ).fetchall()
+        replies = tuple(
+            Reply(
+                action, Node(name, value, _left(expires, now), revision), (), Position(revision, at.cluster)
+            )
+            for action, name, value, expires, revision in rows
+        )
+        return Changes(replies, replies[-1].at if len(replies) == 1000 else at)
+
+    @property
+    def writes(self) -> int:
+        """Number of writes of this process, for ``listen``."""
+        return self._writes
+
+    def listen(self, writes: int, seconds: float) -> None:
+        """Return once this process has written more than so often, or after so many seconds."""
+        with self._changed:
+            if self._writes == writes:
+                self._changed.heard(seconds)
+
+    def wake(self) -> None:
+        """End every ``listen``."""
+        with self._changed:
+            self._writes += 1
+            self._changed.tell()
+
+    def tick(self) -> None:
+        """Remove what has ended, and record the time now and then."""
+        with self.database.reading() as connection:
+            now = _now(connection)
+            (ends,) = connection.execute("SELECT min(expires) FROM keys").fetchone()
+            is_due = ends is not None and ends <= now
+            is_due |= now - _record(connection).time > _RECORD
+            is_due |= fact(connection, "boot") != clock.boot_id()
+        if is_due:
+            with self._writing():
+                pass
+
+    # ---- writing -----------------------------------------------------------------------------
+
+    def create(self, key: str, value: str, ttl: int | None) -> tuple[Node, Position]:
+        """Write a key that must not be there. Raises ``Conflict``."""
+        with self._writing() as (connection, now):
+            if _find(connection, key, now) is not None:
+                raise Conflict(f"{key} is there")
+            return _put(connection, key, value, ttl, now)
+
+    def replace(self, key: str, value: str, ttl: int | None, modified: int) -> tuple[Node, Position]:
+        """Write a key that must not have changed since that revision. Raises ``Conflict``."""
+        with self._writing() as (connection, now):
+            _check_unchanged(connection, key, modified, now)
+            return _put(connection, key, value, ttl, now)
+
+    def prolong(self, key: str, modified: int) -> float | None:
+        """Let a key last as long again as it was to last; None if it has changed since, or has no end."""
+        with self._writing() as (connection, now):
+            found = connection.execute(
+                "UPDATE keys SET expires = ttl + ? WHERE key = ? AND modified = ? AND ttl NOT NULL"
+                " RETURNING ttl",
+                (now, key, modified),
+            ).fetchall()
+        return float(found[0][0]) if found else None
+
+    def remove(self, key: str) -> Position:
+        """Delete a key. Raises ``NotFound``."""
+        with self._writing() as (connection, now):
+            node = _find(connection, key, now)
+            if node is None:
+                raise NotFound(_position(connection))
+            return _drop(connection, "delete", key)
+
+    @contextmanager
+    def _writing(self) -> Iterator[tuple[sqlite3.Connection, float]]:
+        """Write in one transaction, in which what has ended is removed first."""
+        with self.database.writing() as connection:
+            now = _now(connection)
+            set_fact(connection, "time", now)
+            set_fact(connection, "boot", clock.boot_id())
+            set_fact(connection, "at", clock.now())
+            ended = connection.execute(
+                "SELECT key FROM keys WHERE expires <= ? ORDER BY expires, key", (now,)
+            )
+            for (key,) in ended.fetchall():
+                _drop(connection, "expire", key)
+            yield connection, now
+        self.wake()
+
+
+def _record(connection: sqlite3.Connection) -> Moment:
+    time, boot, at = (fact(connection, name) for name in ("time", "boot", "at"))
+    return Moment(_seconds(time), str(boot or ""), _seconds(at))
+
+
+def _seconds(value: object) -> float:
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+def _now(connection: sqlite3.Connection) -> float:
+    return time_since(_record(connection), clock.boot_id(), clock.now())
+
+
+def _position(connection: sqlite3.Connection) -> Position:
+    return Position(number(connection, "revision"), str(fact(connection, "cluster")))
+
+
+def _range(directory: str) -> tuple[str, str]:
+    """Return the first possible key in a directory, and the first one behind it."""
+    return f"{directory}/", f"{directory}0"  # "0" comes next to "/"
+
+
+def _left(expires: float | None, now: float) -> float | None:
+    return None if expires is None else max(0.0, expires - now)
+
+
+def _node(row: tuple[str, str, int | None, float | None, int], now: float) -> Node:
+    key, value, _, expires, modified = row
+    return Node(key, value, _left(expires, now), modified)
+
+
+def _find(connection: sqlite3.Connection, key: str, now: float) -> Node | None:
+    """Return a key that has not ended."""
+    row = connection.execute(f"SELECT {_FOUND} FROM keys WHERE key = ?", (key,)).fetchone()  # noqa: S608
+    node = _node(row, now) if row else None
+    return node if node and (node.ttl is None or node.ttl > 0) else None
+
+
+def _check_unchanged(connection: sqlite3.Connection, key: str, modified: int, now: float) -> None:
+    node = _find(connection, key, now)
+    if node is None or node.modified != modified:
+        raise Conflict(f"{key} has changed" if node else f"{key} has gone")
+
+
+def _put(
+    connection: sqlite3.Connection, key: str, value: str, ttl: int | None, now: float
+) -> tuple[Node, Position]:
+    expires = None if ttl is None else now + ttl
+    at = _note(connection, "put", key, value, expires)
+    connection.execute(
+        "INSERT OR REPLACE INTO keys VALUES (?, ?, ?, ?, ?)", (key, value, ttl, expires, at.index)
+    )
+    return Node(key, value, None if ttl is None else float(ttl), at.index), at
+
+
+def _drop(connection: sqlite3.Connection, action: str, key: str) -> Position:
+    connection.execute("DELETE FROM keys WHERE key = ?", (key,))
+    return _note(connection, action, key, "", None)
+
+
+def _note(
+    connection: sqlite3.Connection, action: str, key: str, value: str, expires: float | None
+) -> Position:
+    """Add a change to the history, which forgets the oldest one for it."""
+    revision = number(connection, "revision") + 1
+    connection.execute("INSERT INTO history VALUES (?, ?, ?, ?, ?)", (revision, action, key, value, expires))
+    set_fact(connection, "revision", revision)
+    if number(connection, "floor") < revision - KEPT:
+        connection.execute("DELETE FROM history WHERE revision <= ?", (revision - KEPT,))
+        set_fact(connection, "floor", revision - KEPT)
+    return _position(connection)

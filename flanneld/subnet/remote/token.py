@@ -1,0 +1,80 @@
+"""Join tokens: proof that a node may ask, and the fingerprint by which it knows the server (pure)."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+from enum import Enum
+
+from msgspec import Struct
+
+from flanneld.errors import FlannelError, Refused
+
+_TOKEN = re.compile(r"fl1-([0-9a-f]{8})-([0-9]{1,12})-([0-9a-f]{64})-([0-9a-f]{64})")
+#: Remedy for a token that is of no use.
+ANOTHER = "make another: flannelctl token create"
+_BEARER = re.compile(r"Bearer ([0-9a-f]{8})-([0-9]{1,12})-([0-9a-f]{64})")
+
+
+class Access(Enum):
+    """What a request may do: ``JOIN`` everything, ``STAY`` what a node with a lease does."""
+
+    JOIN = "join"
+    STAY = "stay"
+
+
+class Denied(FlannelError):
+    """The request lacks a token, or its token does not permit it."""
+
+
+class Token(Struct, frozen=True, gc=False):
+    """A token. It is valid for joins until ``ends``, in seconds of Unix time.
+
+    ``code`` is the HMAC-SHA256 of id and end under the server's secret, ``fingerprint`` the SHA-256 of the
+    server's certificate; both are in hexadecimal digits.
+    """
+
+    id: str
+    ends: int
+    code: str
+    fingerprint: str
+
+    @property
+    def text(self) -> str:
+        """What an operator gives to a node."""
+        return f"fl1-{self.id}-{self.ends}-{self.code}-{self.fingerprint}"
+
+    @property
+    def bearer(self) -> str:
+        """Value of the header ``Authorization``."""
+        return f"Bearer {self.id}-{self.ends}-{self.code}"
+
+    def __repr__(self) -> str:
+        return f"Token({self.id})"
+
+    __str__ = __repr__
+
+
+def parse_token(text: str, source: str) -> Token:
+    """Read a token; ``source`` says where it is from. Raises ``Refused`` without a word of it."""
+    found = _TOKEN.fullmatch(text.strip())
+    if not found:
+        raise Refused(f"{source} holds no token", "copy all of what flannelctl token create printed")
+    return Token(found[1], int(found[2]), found[3], found[4])
+
+
+def parse_bearer(header: str) -> tuple[str, int, str] | None:
+    """Read the header of a request: id, end and code; None if it holds none."""
+    found = _BEARER.fullmatch(header)
+    return (found[1], int(found[2]), found[3]) if found else None
+
+
+def code_of(secret: bytes, token_id: str, ends: int) -> str:
+    """Return the code that makes id and end a token of the server with this secret."""
+    return hmac.new(secret, f"{token_id}-{ends}".encode(), hashlib.sha256).hexdigest()
+
+
+def fingerprint_of(certificate: bytes) -> str:
+    """Return the fingerprint of a certificate in DER."""
+    return hashlib.sha256(certificate).hexdigest()

@@ -1,0 +1,99 @@
+"""Clusters without etcd: one node keeps the leases in a file and serves them to the others."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from tests.lab import Lab, Node, own_command
+from tests.lab.lab import NETWORK
+from tests.netns.test_remote import PORT, backends, connect
+
+
+def store_flags(node: Node, kind: dict[str, Any], *more: str) -> list[str]:
+    """Flags of the node that keeps the leases."""
+    config = json.dumps({"Network": NETWORK, "Backend": kind})
+    return [f"--listen={node.address}:{PORT}", f"--store={_file(node)}", f"--network={config}", *more]
+
+
+def remote(node: Node) -> str:
+    return f"--remote={node.address}:{PORT}"
+
+
+def fleet(lab: Lab, kind: dict[str, Any], nodes: int, *more: str) -> list[Node]:
+    """Start a node that serves its file, and others that know nothing but its address."""
+    first, *others = started = lab.add_nodes(nodes)
+    first.start(*store_flags(first, kind), *more)
+    for node in others:
+        node.start(remote(first))
+    for node in started:
+        node.wait_ready()
+    return started
+
+
+@backends
+def test_fleet_keeps_its_packets_while_the_node_with_the_file_is_killed(kind: dict[str, Any]) -> None:
+    with Lab() as lab:
+        first, *others = fleet(lab, kind, 3)
+        connect([first, *others])
+        with (
+            others[0].container().ping(others[1].container()) as ping,
+            first.container().ping(others[0].container()) as own,
+        ):
+            ping.wait_for_replies()
+            first.kill()
+            others[0].wait_for_log("no flannel server answers")
+            first.start(*store_flags(first, kind))
+            first.wait_ready()
+            late = lab.add_nodes(1)[0]
+            late.start(remote(first))
+            late.wait_ready()
+            connect([late, first, others[0]])
+            for each in (ping, own):
+                each.wait_for_replies()
+                assert each.lost() == 0
+        assert all("another node" not in node.log() for node in (first, late, *others))
+        assert first.daemon.end(signal.SIGTERM, 10).status == 0
+
+
+def test_fleet_goes_on_with_a_restored_backup() -> None:
+    with Lab() as lab:
+        first, other = fleet(lab, {"Type": "host-gw"}, 2)
+        connect([first, other])
+        backup = first.directory / "backup.db"
+        ctl = [str(Path(own_command()[0]).with_name("flannelctl"))]
+        first.run(*ctl, "store", "backup", str(backup), f"-store={_file(first)}")
+        subnets = [first.subnet(), other.subnet()]
+        late = lab.add_nodes(1)[0]
+        late.start(remote(first))
+        late.wait_ready()
+        with first.container().ping(other.container()) as ping:
+            ping.wait_for_replies()
+            first.kill()
+            for name in _file(first).parent.glob(f"{_file(first).name}*"):
+                name.unlink()
+            first.run(*ctl, "store", "restore", str(backup), f"-store={_file(first)}")
+            first.start(*store_flags(first, {"Type": "host-gw"}))
+            first.wait_ready()
+            # A node whose lease the backup does not know ends, and gets another when it is started again.
+            late.wait_for_log("was revoked")
+            ping.wait_for_replies()
+            assert ping.lost() == 0
+        assert [first.subnet(), other.subnet()] == subnets
+
+
+def test_damaged_file_ends_the_daemon_and_is_left_as_it_is() -> None:
+    with Lab() as lab:
+        node = lab.add_nodes(1)[0]
+        _file(node).write_bytes(b"SQLite format 3\0" + os.urandom(5000))
+        content = _file(node).read_bytes()
+        assert node.start(*store_flags(node, {"Type": "vxlan"})).wait(20).status == 1
+        assert "flannelctl store restore" in node.log()
+        assert _file(node).read_bytes() == content
+
+
+def _file(node: Node) -> Path:
+    return node.directory / "leases.db"

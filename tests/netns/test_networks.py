@@ -1,0 +1,115 @@
+"""One daemon in several networks, over etcd and over a server of leases."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flanneld.subnet.embedded.opening import open_store
+from tests.lab import Lab, Node, wait_for
+from tests.lab.ping import Ping
+from tests.netns.test_remote import REMOTE, server
+
+PREFIX = "/coreos.com/network"
+BLUE = {"Network": "10.6.0.0/16", "Backend": {"Type": "host-gw"}}
+RED = {"Network": "10.7.0.0/16", "Backend": {"Type": "vxlan", "VNI": 7}}
+#: It wants what red has.
+PINK = {"Network": "10.8.0.0/16", "Backend": {"Type": "vxlan", "VNI": 7}}
+
+
+def put(lab: Lab, name: str, config: dict[str, Any]) -> None:
+    lab.etcd.set(f"{PREFIX}/{name}/config", json.dumps(config))
+
+
+def directory(node: Node) -> Path:
+    return node.directory / "networks"
+
+
+def subnet(node: Node, name: str) -> str:
+    """The subnet of a node in a network, once it has one."""
+
+    def lines() -> list[str]:
+        path = directory(node) / f"{name}.env"
+        text = path.read_text() if path.exists() else ""
+        return [line.partition("=")[2] for line in text.splitlines() if line.startswith("FLANNEL_SUBNET=")]
+
+    return wait_for(lines, 60, f"{name}.env on {node.name}; its log:\n{node.log()}")[0]
+
+
+def leads_to(node: Node, gateway: str) -> bool:
+    """Whether a node has a route to the subnet that begins before this address."""
+    base = gateway.rpartition(".")[0]
+    return any(route["dst"].startswith(f"{base}.0") for route in node.routes())
+
+
+def masqueraded(node: Node) -> set[str]:
+    """The networks whose packets are masqueraded when they leave."""
+    rules = node.run("iptables-nft-save", "-t", "nat", check=False).stdout.splitlines()
+    return {rule.split(" -s ")[1].split()[0] for rule in rules if " -s " in rule and "MASQUERADE" in rule}
+
+
+def start(node: Node, *flags: str) -> None:
+    node.start(f"--subnet-dir={directory(node)}", *flags)
+
+
+@pytest.mark.parametrize("over", ["etcd", "server"])
+def test_networks_come_and_go_and_leave_each_other_alone(over: str) -> None:
+    with Lab(api="v3") as lab:
+        put(lab, "blue", BLUE)
+        put(lab, "red", RED)
+        if over == "etcd":
+            check(lab, "--ip-masq")
+        else:
+            with server(lab, "v3"):
+                check(lab, REMOTE, "--etcd-endpoints=http://127.0.0.1:1")
+
+
+def check(lab: Lab, *flags: str) -> None:
+    one, other = nodes = lab.add_nodes(2)
+    for node in nodes:
+        start(node, "--watch-networks", *flags)
+    for node, peer in ((one, other), (other, one)):
+        wait_for(node.service_manager.ready, 60, f"READY=1 of {node.name}; its log:\n{node.log()}")
+        for name in ("blue", "red"):
+            gateway = subnet(peer, name)
+            wait_for(lambda gateway=gateway, node=node: leads_to(node, gateway), 60, f"a route to {gateway}")
+    if "--ip-masq" in flags:
+        wait_for(lambda: masqueraded(one) == {"10.6.0.0/16", "10.7.0.0/16"}, 60, "rules of both networks")
+    put(lab, "pink", PINK)
+    one.wait_for_log("it wants VNI 7, which the network red has")
+    # The device has the base address of the subnet.
+    red = f"{subnet(other, 'red').rpartition('.')[0]}.0"
+    wait_for(lambda: one.run("ping", "-c1", "-W1", red, check=False).returncode == 0, 60, f"{red} to answer")
+    with Ping(one.namespace, red, one.directory / "ping") as ping:
+        ping.wait_for_replies()
+        gateway = subnet(other, "blue")
+        lab.etcd.delete(f"{PREFIX}/blue/config")
+        for node in nodes:
+            wait_for(lambda node=node: not (directory(node) / "blue.env").exists(), 60, "blue.env to go")
+        wait_for(lambda: not leads_to(one, gateway), 60, "the routes of blue to go")
+        if "--ip-masq" in flags:
+            wait_for(lambda: masqueraded(one) == {"10.7.0.0/16"}, 60, "the rules of blue to go")
+        lab.etcd.delete(f"{PREFIX}/pink/config")
+        ping.wait_for_replies()
+        assert ping.lost() == 0
+    assert one.link("flannel.7")
+    lab.etcd.delete(f"{PREFIX}/red/config")
+    wait_for(lambda: not one.link("flannel.7"), 60, "the device of red to go")
+    assert one.stop().status == 0
+
+
+def test_named_networks_are_served_from_a_file_in_the_same_process() -> None:
+    with Lab() as lab:
+        node = lab.add_nodes(1)[0]
+        store = node.directory / "leases.db"
+        flags = [f"--store={store}", "--network=10.5.0.0/16", f"--listen={node.address}:8888"]
+        start(node, "--networks=blue", *flags)
+        node.wait_for_log("Waiting for the network config")
+        open_store(str(store)).create(f"{PREFIX}/blue/config", json.dumps(BLUE), None)
+        assert subnet(node, "blue").startswith("10.6.")
+        wait_for(node.service_manager.ready, 60, "READY=1")
+        assert node.stop().status == 0
+        assert (directory(node) / "blue.env").exists()

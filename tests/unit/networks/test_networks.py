@@ -1,0 +1,125 @@
+"""Networks of one daemon: what only one can have, which are wanted, and how a fault of one ends."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from ipaddress import IPv4Address
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flanneld.backends import registry
+from flanneld.backends.contract import Backend, Host, claims_of
+from flanneld.config import Config, parse
+from flanneld.errors import Fatal, Retryable
+from flanneld.model import Uplink
+from flanneld.networks import network as network_module
+from flanneld.networks.claims import Claims
+from flanneld.networks.names import Choice
+from flanneld.networks.network import Network
+from flanneld.runtime.backoff import Backoff
+from tests.lab.wait import wait_for
+
+ADDRESS = IPv4Address("192.0.2.1")
+
+
+def config(network: str, kind: str, **options: Any) -> Config:
+    return parse(json.dumps({"Network": network, "Backend": {"Type": kind, **options}}))
+
+
+def backend(wanted: Config) -> Backend:
+    uplink = Uplink("eth0", 2, 1500, ADDRESS, ADDRESS)
+    host = Host(uplink=uplink, stored=None, mac_of=lambda _: None, link_to=lambda _: None, random_bytes=bytes)
+    return registry.load(wanted.backend_type)(wanted, host)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "claims"),
+    [
+        ("vxlan", {}, ("VNI 1",)),
+        ("vxlan", {"VNI": 9}, ("VNI 9",)),
+        ("udp", {"Port": 8286}, ("UDP port 8286",)),
+        ("ipip", {}, ("device flannel.ipip",)),
+        ("wireguard", {}, ("device flannel-wg",)),
+        ("host-gw", {}, ()),
+        ("alloc", {}, ()),
+    ],
+)
+def test_backend_says_what_only_one_network_can_have(
+    kind: str, options: dict[str, Any], claims: tuple[str, ...]
+) -> None:
+    assert claims_of(backend(config("10.5.0.0/16", kind, **options))) == claims
+
+
+def take(claims: Claims, name: str, wanted: Config) -> None:
+    claims.take(name, wanted, backend(wanted))
+
+
+def test_second_network_with_a_vni_is_refused_by_name_until_the_first_has_gone() -> None:
+    claims = Claims()
+    red, pink = config("10.5.0.0/16", "vxlan"), config("10.6.0.0/16", "vxlan")
+    take(claims, "red", red)
+    take(claims, "red", red)
+    with pytest.raises(Retryable, match="it wants VNI 1, which the network red has; give each"):
+        take(claims, "pink", pink)
+    take(claims, "green", config("10.6.0.0/16", "vxlan", VNI=2))
+    claims.release("red")
+    claims.release("green")
+    take(claims, "pink", pink)
+
+
+def test_overlapping_ranges_are_refused_by_name() -> None:
+    claims = Claims()
+    take(claims, "red", config("10.5.0.0/16", "host-gw"))
+    with pytest.raises(Retryable, match="overlaps that of the network red"):
+        take(claims, "pink", config("10.5.128.0/17", "host-gw"))
+
+
+def test_names_that_are_not_allowed_or_no_file_names_are_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    choice = Choice(("red", "blue"))
+    names = ["blue", "green", "../etc", "red"]
+    assert choice.of(names) == choice.of(names) == ["blue", "red"]
+    assert Choice(()).of(names) == ["blue", "green", "red"]
+    assert [record.getMessage() for record in caplog.records if "green" in record.getMessage()] == [
+        'Network "green" is not allowed; -networks lists those that are'
+    ]
+    assert sum("../etc" in record.getMessage() for record in caplog.records) == 2
+
+
+class Faulty:
+    """Serves a network and fails as often as wanted."""
+
+    def __init__(self, *failures: Exception) -> None:
+        self.failures = list(failures)
+        self.serves = threading.Event()
+
+    def __call__(self, network: Network) -> None:
+        if self.failures:
+            raise self.failures.pop(0)
+        network.notifier.ready()
+        self.serves.set()
+        network.supervisor.stop.wait(60)
+
+
+def test_network_is_served_again_after_each_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(network_module, "Backoff", lambda **_: Backoff(first=0.01, longest=0.01))
+    serve = Faulty(Fatal("unknown backend", "name another"), ValueError("odd"))
+    states: list[str] = []
+    network = Network("red", tmp_path / "red.env", serve, lambda: states.append(network.missing))
+    with caplog.at_level(logging.ERROR):
+        thread = threading.Thread(target=network.run)
+        thread.start()
+        assert serve.serves.wait(30)
+        wait_for(lambda: network.missing == "", what="the network to be up")
+        network.stop()
+        thread.join(30)
+    assert network.has_ended
+    assert states[:2] == ["network red: unknown backend; name another", "network red: odd"]
+    assert "Network red: unknown backend; name another" in caplog.text

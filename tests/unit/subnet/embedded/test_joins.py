@@ -1,0 +1,157 @@
+"""Nodes that join a server whose leases are in a file."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from ipaddress import IPv4Address
+from pathlib import Path
+from queue import Queue
+
+import pytest
+
+from flanneld.errors import Cancelled, Fatal
+from flanneld.model import Added, Event, Lease, LeaseAttrs, Snapshot
+from flanneld.subnet.embedded import opening
+from flanneld.subnet.manager import Deliver
+from flanneld.subnet.remote.connection import RemoteServer
+from flanneld.subnet.remote.manager import RemoteManager, RemoteOptions
+from tests.local_etcd import LocalEtcd, running_etcd
+from tests.unit.subnet.remote.servers import CONFIG, ROOT, LocalFile, Running, running_server
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> LocalFile:
+    file = LocalFile(tmp_path / "leases.db")
+    file.put(f"{ROOT}/config", CONFIG)
+    return file
+
+
+@pytest.fixture
+def server(file: LocalFile) -> Iterator[Running]:
+    with running_server(file) as server:
+        yield server
+
+
+def client(server: Running) -> RemoteManager:
+    return RemoteManager(RemoteOptions((RemoteServer("127.0.0.1", server.port),)), 0.05)
+
+
+def attributes(number: int) -> LeaseAttrs:
+    return LeaseAttrs(IPv4Address("198.18.0.0") + number, backend_type="host-gw")
+
+
+def join(server: Running, number: int) -> str:
+    manager = client(server)
+    try:
+        return str(manager.acquire(manager.network_config(), attributes(number), (None, None)))
+    finally:
+        manager.close()
+
+
+def test_hundred_nodes_that_join_at_once_get_subnets_of_their_own(server: Running) -> None:
+    subnets: dict[int, str] = {}
+
+    def run(number: int) -> None:
+        subnets[number] = join(server, number)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(100)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(60)
+    assert (len(subnets), len(set(subnets.values()))) == (100, 100)
+    # And each has it again after its restart.
+    assert all(join(server, number) == subnets[number] for number in range(0, 100, 10))
+
+
+def test_node_in_the_servers_process_shares_the_network(file: LocalFile, server: Running) -> None:
+    own = opening.manager_of(file.keystore)
+    lease = own.acquire(own.network_config(), attributes(1), (None, None))
+    remote, heard = client(server), threading.Event()
+    known: list[set[str]] = []
+
+    def deliver(events: list[Event]) -> None:
+        for event in events:
+            if isinstance(event, Snapshot):
+                known.append({str(each) for each in event.leases})
+                heard.set()
+
+    watch = threading.Thread(target=lambda: _watch(remote, deliver))
+    watch.start()
+    assert heard.wait(30)
+    remote.close()
+    own.close()
+    watch.join(30)
+    assert known == [{str(lease)}]
+
+
+def _watch(manager: RemoteManager, deliver: Deliver) -> None:
+    with suppress(Cancelled):
+        manager.watch(deliver, lambda: None)
+
+
+@pytest.mark.parametrize("place", ["file", "v2", "v3"])
+def test_own_write_is_told_from_that_of_another_node(place: str, file: LocalFile) -> None:
+    if place == "file":
+        check_own_watch(file, place)
+        return
+    with running_etcd() as etcd:
+        etcd.keys(place).put(f"{ROOT}/config", CONFIG)
+        check_own_watch(etcd, place)
+
+
+def check_own_watch(place: LocalFile | LocalEtcd, api: str) -> None:
+    with running_server(place, api) as server:
+        manager, heard = client(server), Queue[Event]()
+        for number in (1, 2, 3):
+            lease = manager.acquire(manager.network_config(), attributes(number), (None, None))
+        watch = threading.Thread(target=lambda: _watch_own(manager, lease, heard))
+        watch.start()
+        first = heard.get(timeout=30)
+        assert isinstance(first, Added)
+        assert (first.lease.key, first.lease.asof) == (lease.key, lease.asof)
+        rival = client(server)
+        theirs = rival.acquire(rival.network_config(), attributes(3), (None, None))
+        second = heard.get(timeout=30)
+        assert isinstance(second, Added)
+        assert second.lease.asof == theirs.asof > lease.asof
+        for each in (manager, rival):
+            each.close()
+        watch.join(30)
+
+
+def _watch_own(manager: RemoteManager, lease: Lease, heard: Queue[Event]) -> None:
+    with suppress(Cancelled):
+        manager.watch_own(lease, lambda events: [heard.put(each) for each in events] and None, lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("text", "config"),
+    [
+        ("10.5.0.0/16", {"Network": "10.5.0.0/16", "Backend": {"Type": "vxlan"}}),
+        ("fd00:5::/48", {"EnableIPv4": False, "EnableIPv6": True, "IPv6Network": "fd00:5::/48"}),
+        ('{"Network": "10.6.0.0/16"}', {"Network": "10.6.0.0/16"}),
+    ],
+)
+def test_network_is_a_network_or_a_whole_config(text: str, config: dict[str, object]) -> None:
+    assert json.loads(opening.config_of(text)).items() >= config.items()
+
+
+@pytest.mark.parametrize("text", ["10.5.0.0/33", "10.5.0.1/16", "net", '{"Network": 5}', "{"])
+def test_network_that_makes_no_sense_is_refused(text: str) -> None:
+    with pytest.raises(Fatal, match="-network: "):
+        opening.config_of(text)
+
+
+def test_network_is_written_once_and_changed_on_demand(file: LocalFile) -> None:
+    store = file.keystore
+    path = f"{ROOT}/config"
+    opening.write_config(store, "10.5.0.0/16")
+    assert store.get(path)[0].value == CONFIG
+    opening.write_config(store, '{"Network":"10.5.0.0/16","Backend":{"Type":"alloc"}}')
+    assert '"alloc"' in store.get(path)[0].value
+    opening.write_config(store, "10.7.0.0/16")
+    assert "10.7.0.0/16" in store.get(path)[0].value
