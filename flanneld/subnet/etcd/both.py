@@ -48,7 +48,7 @@ _Watch = Callable[[EtcdManager, Callable[[], None]], None]
 
 
 class EtcdOfBoth:
-    """``SubnetManager`` on two others, of which the first has precedence.
+    """``SubnetManager`` on two others. The first has precedence.
 
     An API that the servers lack at startup is left out. If one fails or refuses access later, its peers are
     kept and the other API goes on working.

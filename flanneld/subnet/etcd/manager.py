@@ -53,7 +53,7 @@ _EXAMPLE = '{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"}}'
 
 
 class LeaseTaken(Retryable):
-    """Error for a lease of ours that another node has. It is not overwritten."""
+    """Error for our lease if another node has it now. It is not overwritten."""
 
 
 class EtcdManager:
@@ -128,7 +128,7 @@ class EtcdManager:
         raise Retryable(f"other nodes were quicker {TRIES} times in a row", "nothing to do but wait")
 
     def listing(self, *, anew: bool = False) -> Listing:
-        """Return all leases, as read at most ``FRESH`` seconds ago, or now if ``anew``."""
+        """Return all leases, as read at most ``FRESH`` seconds ago, or just now (``anew``)."""
         if anew:
             self._known = None
         return self._list()

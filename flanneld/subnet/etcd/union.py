@@ -28,7 +28,7 @@ class LeaseUnion:
     """Union of the leases in several APIs, named in order of precedence.
 
     A lease exists if any API has it, and is removed once all have lost it. If several have it, the first
-    one's counts, in whatever order the events arrive. An unreadable lease keeps its previous state.
+    one's counts, in any order of events. An unreadable lease keeps its previous state.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -100,7 +100,7 @@ class OwnInBoth:
 
     @property
     def missing(self) -> int:
-        """Number of APIs that lack our lease."""
+        """Count of APIs that lack our lease."""
         return sum(not half.is_there for half in self._halves.values())
 
     @property

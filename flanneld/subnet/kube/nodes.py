@@ -246,7 +246,7 @@ def own_public_ip(node: Node, family: Family) -> IPAddress | None:
 
 
 def overwrite(node: Node, family: Family) -> IPAddress | None:
-    """Return the address the operator wants announced instead of ours, or None. Raises ``Refused``."""
+    """Return the address the operator wants announced in place of our own, or None. Raises ``Refused``."""
     return _public_ip(node, OVERWRITE[family], family)
 
 

@@ -44,7 +44,7 @@ class Watch:
         self._told = 0
         #: Until when a watch behind the store's revision is not restarted.
         self._trusted_until = -math.inf
-        #: The watch was restarted for that reason and has sent nothing since.
+        #: The watch was restarted as overdue and has sent nothing since.
         self._in_doubt = False
         #: True if we dropped the connection ourselves: its failure says nothing about the server.
         self._gave_up = False
