@@ -1,4 +1,4 @@
-"""Facts about this host, read from the kernel: for the choice of the uplink and the safety of leases."""
+"""Facts about this host from the kernel, for the uplink election and the safety checks of leases."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _IFA_F_TENTATIVE, _IFA_F_PERMANENT = 0x40, 0x80
 
 
 def survey(kernel: Kernel, families: tuple[Family, ...], *, default_routes: bool) -> HostFacts:
-    """Read interfaces and addresses, and the default routes if they are asked for. Raises ``OSError``."""
+    """Read interfaces, addresses and, if requested, default routes. Raises ``OSError``."""
     return HostFacts(
         links=tuple(LinkFact(link.name, link.index, link.mtu, link.up) for link in kernel.links()),
         addresses=tuple(_fact(seen) for family in families for seen in kernel.addresses(family)),
@@ -38,13 +38,13 @@ def survey(kernel: Kernel, families: tuple[Family, ...], *, default_routes: bool
 
 
 def route_to(kernel: Kernel, target: IPAddress) -> RouteFact | None:
-    """Which way the kernel would send a packet."""
+    """Return the result of a route lookup, None if there is no route."""
     way = kernel.way_to(target)
     return RouteFact(way.index, way.source, way.gateway) if way else None
 
 
 def connected_networks(kernel: HostView, families: tuple[Family, ...]) -> tuple[IPNetwork, ...]:
-    """Return the networks of this host's addresses, flannel's devices included; none if unreadable."""
+    """Return the networks of this host's addresses, also on flannel's devices; none if unreadable."""
     try:
         seen = [each for family in families for each in kernel.addresses(family)]
     except OSError as failure:
@@ -69,8 +69,8 @@ def read_host_networks(
 ) -> HostNetworks:
     """Read the host's own addresses, networks and gateways. Raises ``OSError``.
 
-    ``networks`` are the cluster's, ``own`` this node's subnets and ``links`` the devices that we make.
-    Devices of any other flanneld on this host do not count either.
+    ``networks`` are the cluster's, ``own`` this node's subnets and ``links`` our devices. Devices of other
+    flanneld instances on this host are ignored, too.
     """
     name_of = _namer(kernel, links)
     routes: list[HostRoute] = []
@@ -90,7 +90,7 @@ def read_host_networks(
 def _namer(kernel: Kernel, links: Collection[str]) -> Callable[[int], str]:
     @cache
     def name_of(index: int) -> str:
-        """Return an interface's name, nothing for one of flannel's or one that has just gone."""
+        """Return an interface's name, empty for flannel's devices and for one that is gone."""
         try:
             name = socket.if_indextoname(index)
         except OSError:

@@ -29,7 +29,7 @@ Wish = Literal["auto", "legacy", "nft"]
 
 _FLAVOURS: tuple[Flavour, ...] = ("nft", "legacy")
 _ALL: tuple[Family, ...] = (4, 6)
-#: Chains of which kubelet and kube-proxy leave one in the tables they use.
+#: Chains that kubelet and kube-proxy leave, one or the other, in the tables they use.
 _HINTS: tuple[Chain, ...] = (("mangle", "KUBE-IPTABLES-HINT"), ("mangle", "KUBE-KUBELET-CANARY"))
 _PACKAGE = "install the Debian package iptables"
 
@@ -37,7 +37,7 @@ _PACKAGE = "install the Debian package iptables"
 class Facts(Struct, frozen=True, gc=False):
     """Findings about a host's iptables, for ``choose``.
 
-    The numbers count rules that are not ours. ``nft_rules`` is only determined if there are ``legacy_rules``,
+    The numbers count others' rules. ``nft_rules`` is only determined if there are ``legacy_rules``,
     else 0. ``usual`` is the flavour of the plain ``iptables`` command, only determined if the legacy tables
     are unreadable.
     """

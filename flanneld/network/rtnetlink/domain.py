@@ -55,7 +55,7 @@ class Domain(Struct, frozen=True, gc=False):
         return by_flannel or route.destination in self.adopted
 
     def is_connected(self, seen: rtnl.SeenRoute) -> bool:
-        """Return True for the kernel's connected route on a device that is not ours."""
+        """Return True for the kernel's connected route on a device of others."""
         return seen.protocol == rtnl.RTPROT_KERNEL and seen.route.device not in self.links
 
     def owns_address(self, address: IPAddress) -> bool:

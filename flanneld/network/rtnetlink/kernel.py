@@ -59,7 +59,7 @@ class Kernel(HostView):
         return refused
 
     def clear_routes(self, destinations: Iterable[IPNetwork]) -> None:
-        """Remove the first route to each destination, whatever its kind. A missing one is no error."""
+        """Remove the first route to each destination, of any kind. A missing one is no error."""
         for _ in self._socket.write(rtnl.clear_route(each, seq) for seq, each in enumerate(destinations)):
             pass
 

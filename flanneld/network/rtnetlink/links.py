@@ -25,7 +25,7 @@ from flanneld.state.resources import ForeignLink, Link
 
 L = TypeVar("L", bound=Link)
 
-#: Kinds with a codec in the module of that name in ``kinds``, imported at first use.
+#: Kinds with a codec in the module of the same name in ``kinds``, imported at first use.
 _BUILT_IN = frozenset({"ipip", "tun", "vxlan", "wireguard"})
 IFF_UP = 0x1
 _IFINFOMSG = struct.Struct("=BxHiII")

@@ -78,7 +78,7 @@ class Overrun(Struct, frozen=True, gc=False):
 
 
 class Unheard(Struct, frozen=True, gc=False):
-    """Notifications were off during a bulk write of ours: anything may have changed."""
+    """Notifications were off during our own bulk write: anything may have changed."""
 
 
 News = Seen | Gone | InterfaceChanged | HostRouteChanged | Overrun | Unheard
@@ -111,7 +111,7 @@ class Monitor:
     def read(self, name_of: Callable[[int], str | None]) -> list[News]:
         """Return pending news about devices known to ``name_of``, about routes and all interfaces.
 
-        A route through another device has an empty name: it may occupy the place of one of ours.
+        A route through another device has an empty name: it may occupy our place.
         """
         news: list[News] = [Unheard()] if self.missed else []
         self.missed = False
@@ -178,7 +178,7 @@ def _decode(
 def _odd_route(
     kind: int, data: bytes, offset: int, end: int, name_of: Callable[[int], str | None]
 ) -> News | None:
-    """Decode a route that cannot be ours: it may concern the uplink, or occupy the place of one of ours."""
+    """Decode a route that cannot be ours: it may concern the uplink, or occupy our place."""
     index = route_lookup.decode_default_route(data, offset, end)
     if index is not None:
         way = route_lookup.decode_seen_way(data, offset, end)

@@ -285,7 +285,7 @@ class RouteTable(_KernelTable):
         return report
 
     def _found(self, family: Family, scope: Scope) -> Iterator[Seen]:
-        """Yield routes that may be ours or occupy the place of ours, in the kernel's order.
+        """Yield routes that may be ours or occupy our place, in the kernel's order.
 
         A dump filtered by device would not show which of several routes comes first.
         """
