@@ -1,8 +1,8 @@
-"""The flag syntax of Go's ``flag`` package, which flanneld's users write (pure).
+"""Command line syntax of Go's ``flag`` package (pure).
 
-``-name=value``, ``-name value`` and the same with two dashes. A boolean takes a value only after
-``=``. The first word that is no flag ends the flags, and so does ``--``; what follows is ignored.
-Source: the package's documentation, https://pkg.go.dev/flag. Its error texts are reproduced exactly.
+Accepts ``-name=value``, ``-name value`` and the same with two dashes. A boolean takes a value only after
+``=``. The first word that is no flag ends the flags, and so does ``--``; the rest is ignored. Source: the
+package's documentation, https://pkg.go.dev/flag. Error texts are identical.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BOOLS: Mapping[str, bool] = {
     **dict.fromkeys(("1", "t", "T", "true", "TRUE", "True"), True),
     **dict.fromkeys(("0", "f", "F", "false", "FALSE", "False"), False),
 }
-#: Integer literals of the Go language specification; an underscore stands between two digits.
+#: Integer literals of the Go language specification; an underscore must separate digits.
 _INT = re.compile(
     r"(?P<sign>[+-]?)(?:0[xX](?P<hex>(?:_?[0-9a-fA-F])+)|0[bB](?P<binary>(?:_?[01])+)"
     r"|0[oO]?(?P<octal>(?:_?[0-7])+)|(?P<decimal>0|[1-9](?:_?[0-9])*))"
@@ -34,9 +34,9 @@ _ESCAPES = {
 
 
 class Flag(Struct, frozen=True, gc=False):
-    """One flag. A word of ``usage`` in back quotes names the value in the usage text.
+    """A flag. A word of ``usage`` in back quotes names the value in the usage text.
 
-    The value of a ``repeatable`` flag is a tuple, so its default is one too.
+    The value of a ``repeatable`` flag is a tuple, and so is its default.
     """
 
     name: str
@@ -47,17 +47,17 @@ class Flag(Struct, frozen=True, gc=False):
 
 
 class FlagError(ValueError):
-    """A word that cannot be understood; ``str(error)`` is the line that Go prints."""
+    """Error for an invalid word; ``str(error)`` is the line that Go prints."""
 
 
 class HelpRequested(Exception):
-    """``-h`` or ``-help`` was met."""
+    """Raised for ``-h`` and ``-help``."""
 
 
 def parse(flags: Iterable[Flag], argv: Sequence[str]) -> dict[str, Value]:
-    """Read the words after the program's name; the result has only the flags that were given.
+    """Parse the words after the program's name. The result contains only the flags given.
 
-    Raises ``FlagError`` or ``HelpRequested`` at the first word that asks for it.
+    Raises ``FlagError`` or ``HelpRequested`` at the first such word.
     """
     known = {flag.name: flag for flag in flags}
     given: dict[str, Value] = {}
@@ -77,9 +77,9 @@ def parse(flags: Iterable[Flag], argv: Sequence[str]) -> dict[str, Value]:
 
 
 def from_environment(flags: Iterable[Flag], environ: Mapping[str, str], prefix: str) -> dict[str, Value]:
-    """Read the flags' environment variables; one that is empty counts as absent.
+    """Parse the flags' environment variables. An empty one counts as absent.
 
-    A repeatable flag gets exactly one element. Raises ``FlagError`` that names the variable.
+    A repeatable flag gets exactly one element. Raises ``FlagError`` with the variable's name.
     """
     given: dict[str, Value] = {}
     for flag in flags:
@@ -91,17 +91,17 @@ def from_environment(flags: Iterable[Flag], environ: Mapping[str, str], prefix: 
 
 
 def variable(name: str, prefix: str) -> str:
-    """The environment variable of a flag: ``iface-regex`` is ``PREFIX_IFACE_REGEX``."""
+    """Return the environment variable of a flag: ``iface-regex`` is ``PREFIX_IFACE_REGEX``."""
     return f"{prefix}_{name}".upper().replace("-", "_")
 
 
 def usage(flags: Iterable[Flag]) -> str:
-    """All flags by name, in the layout of Go's ``PrintDefaults``; ends with a newline."""
+    """Return the usage text of all flags by name, in the layout of Go's ``PrintDefaults``."""
     return "".join(f"{_describe(flag)}\n" for flag in sorted(flags, key=lambda flag: flag.name))
 
 
 def quoted(text: str) -> str:
-    """Go's ``%q``: in double quotes, with whatever cannot be printed escaped."""
+    """Return Go's ``%q``: the text in double quotes, with unprintable characters escaped."""
     return '"' + "".join(map(_escaped, text)) + '"'
 
 
@@ -143,7 +143,7 @@ def _int(text: str) -> int:
         raise ValueError("parse error")
     base = _BASES[match.lastgroup]
     digits = match[match.lastgroup].replace("_", "").lstrip("0") or "0"
-    # Nobody waits for Python to convert a million digits: 64 bits have 64 at most.
+    # Python takes long to convert a million digits, and 64 bits have at most 64.
     number = int(match["sign"] + digits, base) if len(digits) <= 64 else 1 << 64
     if not -(1 << 63) <= number < 1 << 63:
         raise ValueError("value out of range")
@@ -153,7 +153,7 @@ def _int(text: str) -> int:
 def _describe(flag: Flag) -> str:
     value, text = value_and_usage(flag)
     head = f"  -{flag.name} {value}" if value else f"  -{flag.name}"
-    # A flag of one letter without a value leaves room for its text on the same line.
+    # A flag of one letter without a value has its text on the same line.
     gap = "\t" if len(head) <= 4 else "\n    \t"
     return head + gap + text.replace("\n", "\n    \t") + _default(flag)
 
@@ -187,6 +187,6 @@ def _escaped(char: str) -> str:
         return _ESCAPES[char]
     if char.isprintable():
         return char
-    if code < 0x80 or 0xDC80 <= code <= 0xDCFF:  # a byte that was no UTF-8 is kept as a surrogate
+    if code < 0x80 or 0xDC80 <= code <= 0xDCFF:  # an invalid UTF-8 byte is kept as a surrogate
         return f"\\x{code & 0xFF:02x}"
     return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

@@ -1,8 +1,8 @@
-"""The log as glog writes it, on standard error, through the stdlib's ``logging``.
+"""glog's log format on standard error, for the stdlib's ``logging``.
 
 A line is ``I1121 12:00:00.123456    1234 main.py:42] message``: severity and MMDD, local time with
-microseconds, process id in seven columns, place. What follows a line, like a traceback, is indented:
-whatever starts in the first column is an event of its own.
+microseconds, process id in seven columns, source line. Continuation lines, as of a traceback, are indented,
+so that each line in the first column is a new event.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from flanneld.compat.flags import quoted
 from flanneld.errors import Fatal
 from flanneld.runtime.log_writer import LogWriter
 
-#: Libraries whose steady chatter is not ours to repeat. etcd.client logs failures that it also raises;
-#: urllib3 shows a traceback for each header that it passes over.
+#: Libraries with noisy logs. etcd.client logs failures that it also raises; urllib3 logs a traceback for each
+#: header that it skips.
 _QUIET = {"etcd.client": logging.CRITICAL, "pyroute2": logging.WARNING, "urllib3": logging.ERROR}
 _LETTERS = {logging.WARNING: "W", logging.ERROR: "E", logging.CRITICAL: "F"}
 _PRIORITIES = ((logging.CRITICAL, 2), (logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6))
@@ -39,7 +39,7 @@ _Place = tuple[str, int]
 
 
 def V(level: int) -> int:  # noqa: N802 - glog's name for it
-    """The logging level of messages that appear at ``-v level`` and above; level 0 always appears."""
+    """Return the logging level of messages shown at ``-v level`` and above. Level 0 is always shown."""
     return min(logging.INFO, max(1, logging.INFO - level))
 
 
@@ -70,9 +70,9 @@ def setup(verbosity: int = 0, vmodule: str = "", backtrace_at: str = "", layout:
 
 
 class Once:
-    """Says a complaint once, until its text changes or it is cleared. Threads may share it.
+    """Warnings by key, logged once until their text changes or they are cleared. Threads may share it.
 
-    It remembers ``limit`` keys. Further complaints are left out, after one line that says so.
+    It remembers ``limit`` keys. Further warnings are dropped, after one line that says so.
     """
 
     def __init__(self, limit: int = 10_000) -> None:
@@ -82,14 +82,14 @@ class Once:
         self._full = False
 
     def warn(self, log: logging.Logger, key: Hashable, text: str) -> None:
-        """Log a warning, in the caller's place, unless this is what was last said of the key."""
+        """Log a warning with the caller's source line, unless it is the last one for this key."""
         with self._lock:
             news = self._news(key, text)
         if news:
             log.warning("%s", news, stacklevel=2)
 
     def clear(self, key: Hashable) -> bool:
-        """Forget a complaint because its cause has gone. Tells whether there was one."""
+        """Forget a warning, because its cause is gone. Return True if there was one."""
         with self._lock:
             known = self._said.pop(key, None) is not None
             self._full = self._full and not known
@@ -111,7 +111,7 @@ def _handler() -> logging.Handler:
     try:
         return _Handler(LogWriter(sys.stderr.fileno()))
     except (AttributeError, OSError):
-        return logging.StreamHandler()  # Standard error is closed, or no file.
+        return logging.StreamHandler()  # Standard error is closed, or has no descriptor.
 
 
 def _is_journal() -> bool:
@@ -131,10 +131,10 @@ class _Handler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             self._log_writer.write(self.format(record))
-        except MemoryError:  # a line of the least size, and no traceback, which takes more
+        except MemoryError:  # a minimal line, without a traceback, which takes more memory
             with suppress(Exception):
                 os.write(2, f"flanneld: {record.getMessage()}\n".encode())
-        except Exception:  # a line that cannot be made or told must not end the thread that logs it
+        except Exception:  # a failure of the log must not end the thread that logs
             self.handleError(record)
 
 
@@ -176,7 +176,7 @@ class _JsonFormatter(_Formatter):
 
 
 def _priority(level: int) -> int:
-    """Return syslog's number for a severity (sd-daemon(3))."""
+    """Return syslog's number of a severity (sd-daemon(3))."""
     return next((number for lowest, number in _PRIORITIES if level >= lowest), 7)
 
 
@@ -188,7 +188,7 @@ def _head(record: logging.LogRecord) -> str:
 
 
 def _stack_of(record: logging.LogRecord) -> str:
-    """The stack that logged the record: the current one without the frames of logging itself."""
+    """Return the stack of the log call, without the frames of logging itself."""
     frames = traceback.extract_stack()
     place = (record.pathname, record.lineno)
     while frames and (frames[-1].filename, frames[-1].lineno) != place:
@@ -197,7 +197,7 @@ def _stack_of(record: logging.LogRecord) -> str:
 
 
 def _shown(verbosity: int, modules: Sequence[_Module]) -> Callable[[logging.LogRecord], bool]:
-    """A filter: a source file's own level, from the first pattern that fits it, can only add messages."""
+    """Return a filter. The first pattern that matches a source file can only add messages."""
 
     def shown(record: logging.LogRecord) -> bool:
         if record.levelno >= V(verbosity):
@@ -209,7 +209,7 @@ def _shown(verbosity: int, modules: Sequence[_Module]) -> Callable[[logging.LogR
 
 
 def _modules(text: str) -> tuple[_Module, ...]:
-    """Read ``pattern=N,...``. Empty items and level 0 mean nothing, as in glog."""
+    """Parse ``pattern=N,...``. Empty items and level 0 are ignored, as in glog."""
     found = []
     for item in filter(None, text.split(",")):
         match = re.fullmatch("([^=]+)=([0-9]{1,9})", item)
@@ -224,7 +224,7 @@ def _modules(text: str) -> tuple[_Module, ...]:
 
 
 def _place(text: str) -> _Place | None:
-    """Read ``file:N``; an empty text is no place."""
+    """Parse ``file:N``; None for an empty text."""
     if not text:
         return None
     match = re.fullmatch(r"([^:]+\.[^:]+):([0-9]{1,9})", text)

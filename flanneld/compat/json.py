@@ -1,7 +1,7 @@
 """JSON as Go's ``encoding/json`` reads and writes it (pure).
 
-Operators and other nodes have always been read by Go, which is stricter about types than Python and
-looser about key names. What one flanneld accepts, the other must accept with the same meaning.
+Existing configs and other nodes rely on Go's rules: stricter about types than Python, looser about key names.
+Both implementations must accept the same input with the same meaning.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ A = TypeVar("A", bound=IPv4Address | IPv6Address)
 N = TypeVar("N", bound=IPv4Network | IPv6Network)
 T = TypeVar("T")
 
-#: Go stops at 10,000 levels; comparing two values must never exhaust Python's stack.
+#: Nesting levels, at most. Go allows 10,000, but comparing two values must not exhaust Python's stack.
 MAX_DEPTH = 100
-#: So many keys that nobody asked for are worth naming.
+#: Unknown keys named in one message, at most.
 _FEW_UNREAD = 10
 
 _KINDS = {
@@ -43,10 +43,10 @@ _FOUR_NUMBERS = re.compile(r"(?:(?:0|[1-9][0-9]{0,2})\.){3}(?:0|[1-9][0-9]{0,2})
 _ADDRESS = re.compile(r"[0-9a-fA-F:.]+")
 _NETWORK = re.compile(r"[0-9a-fA-F:.]+/[0-9]{1,3}")
 _RAW_SURROGATE = re.compile("[\ud800-\udfff]")
-# Every escape is matched, so that the second half of an escaped backslash starts none.
+# Every escape is matched, so that the second half of an escaped backslash does not start one.
 _ESCAPE = re.compile(
-    r"(\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})"  # a pair
-    r"|\\u[dD][89a-fA-F][0-9a-fA-F]{2}"  # half a pair
+    r"(\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})"  # a surrogate pair
+    r"|\\u[dD][89a-fA-F][0-9a-fA-F]{2}"  # a lone surrogate
     r"|(\\.)",
     re.DOTALL,
 )
@@ -54,11 +54,11 @@ _ESCAPED_ON_OUTPUT = {ord(char): f"\\u{ord(char):04x}" for char in "<>&\u2028\u2
 
 
 class GoJsonError(ValueError):
-    """The text is not JSON, or not of the expected shape; one sentence without the remedy."""
+    """Error for invalid JSON or an unexpected type: one sentence without the remedy."""
 
 
 class Repeated(dict[str, Any]):
-    """An object in which a key is given more than once; ``pairs`` has them all, in order."""
+    """An object with a repeated key; ``pairs`` has all of them, in order."""
 
     def __init__(self, pairs: list[tuple[str, Any]]) -> None:
         super().__init__(pairs)
@@ -66,13 +66,13 @@ class Repeated(dict[str, Any]):
 
 
 def parse(text: str | bytes) -> object:
-    """Decode one JSON value: dict, list, str, int, float, bool or None.
+    """Decode a JSON value: dict, list, str, int, float, bool or None.
 
-    A number with a fraction or an exponent is a float, even ``1.0``. Whatever is not UTF-8 reads as
-    U+FFFD. Raises ``GoJsonError``.
+    A number with a fraction or an exponent is a float, even ``1.0``. Invalid UTF-8 is replaced by U+FFFD.
+    Raises ``GoJsonError``.
     """
     if isinstance(text, bytes):
-        text = text.decode("utf-8", "surrogateescape")  # one surrogate for each bad byte
+        text = text.decode("utf-8", "surrogateescape")  # one surrogate for each invalid byte
     if not text.isascii():
         text = _RAW_SURROGATE.sub("\ufffd", text)
     if "\\u" in text:
@@ -94,13 +94,13 @@ def parse(text: str | bytes) -> object:
 
 
 def compact(value: object) -> str:
-    """Encode as Go's ``Marshal`` does: no spaces, keys in the given order, HTML characters escaped."""
+    """Encode as Go's ``Marshal``: no spaces, keys in the given order, HTML characters escaped."""
     text = _ENCODER.encode(value).translate(_ESCAPED_ON_OUTPUT)
     return text if text.isascii() else _RAW_SURROGATE.sub(r"\\ufffd", text)
 
 
 def _kind(value: object) -> str:
-    """What a value is, without telling it: it may be a password."""
+    """Return the type of a value, without the value, which may be a password."""
     return _KINDS.get(type(value), "an object")
 
 
@@ -109,17 +109,17 @@ def _number(value: object) -> str:
 
 
 class Fields:
-    """One JSON object, read field by field as Go fills a struct.
+    """Reader of a JSON object, field by field as Go fills a struct.
 
-    A key matches a name in any case. If it is given repeatedly all of them must have the right type and
-    the last one counts. ``null`` is an empty object, and leaves a plain field at its default.
-    All readers raise ``GoJsonError``.
+    A key matches a name in any case. If it is repeated, all values must have the right type and the last one
+    counts. ``null`` is an empty object, and leaves a plain field at its default. All readers raise
+    ``GoJsonError``.
     """
 
     __slots__ = ("_asked", "_keys", "_values", "_where")
 
     def __init__(self, obj: object, where: str = "") -> None:
-        """``where`` is the object's own name, for messages; empty at the top."""
+        """``where`` is the object's own name, for messages; empty at the top level."""
         if obj is not None and not isinstance(obj, dict):
             raise GoJsonError(f"{where or 'the top level'} must be an object, found {_kind(obj)}")
         self._where = where
@@ -144,12 +144,15 @@ class Fields:
         return self._last(name, default, "a string")
 
     def raw(self, name: str) -> Any:
-        """The decoded value as it is; None when it is absent, or null."""
+        """Return the decoded value; None if it is absent or null."""
         values = self._of(name)
         return values[-1] if values else None
 
     def address(self, name: str, kind: type[A]) -> A | None:
-        """None when absent or all zero. Go flannel refuses null for IPv4, and takes it as absent for IPv6."""
+        """Return an address; None if it is absent or zero.
+
+        As in Go, null is an error for IPv4 and absent for IPv6.
+        """
         values = self._of(name)
         if not values or (values[-1] is None and kind is IPv6Address):
             return None
@@ -161,7 +164,7 @@ class Fields:
         return address if int(address) else None
 
     def network(self, name: str, kind: type[N]) -> N | None:
-        """Host bits are masked off. None when absent or of length 0; null is refused."""
+        """Return a network without its host bits; None if absent or of length 0. Null is an error."""
         if not self.has(name):
             return None
         value = self.raw(name)
@@ -172,11 +175,11 @@ class Fields:
         return net if net.prefixlen else None
 
     def has(self, name: str) -> bool:
-        """Whether the key is there, be it null."""
+        """Return True if the key is present, also with null."""
         return bool(self._of(name))
 
     def unread(self) -> list[tuple[str, str | None]]:
-        """Keys that nobody asked for, each with the most similar name that somebody did; the first few."""
+        """Return the first few keys that were never read, each with the most similar known name."""
         unknown = ((key, folded) for folded, key in self._keys.items() if folded not in self._asked)
         return [(key, self._similar(folded)) for key, folded in islice(unknown, _FEW_UNREAD)]
 
@@ -186,7 +189,7 @@ class Fields:
         return self._values.get(folded, [])
 
     def _last(self, name: str, default: T, wanted: str, numbers: range | None = None) -> T:
-        """The last value of the default's type, if it is a number one of these."""
+        """Return the last value, which must have the default's type and be in ``numbers``."""
         result = default
         for value in self._of(name):
             if type(value) is type(default) and (numbers is None or value in numbers):
@@ -200,21 +203,21 @@ class Fields:
         return GoJsonError(f"{path} must be {wanted}, found {found}")
 
     def _similar(self, folded: str) -> str | None:
-        from difflib import get_close_matches  # rarely needed, and it takes its time
+        from difflib import get_close_matches  # rarely needed, and slow to import
 
         close = get_close_matches(folded, list(self._asked), n=1)
         return self._asked[close[0]] if close else None
 
 
 def address_number(text: str, kind: type[A]) -> int:
-    """Read an address as ``ipaddress`` does, which for IPv4 takes longer. Raises ``ValueError``."""
+    """Return an address as a number. For IPv4 this is faster than ``ipaddress``. Raises ``ValueError``."""
     if kind is IPv4Address and _FOUR_NUMBERS.fullmatch(text):
         return int.from_bytes(map(int, text.split(".")))
     return int(kind(text))
 
 
 def _literal(value: object, form: re.Pattern[str]) -> str:
-    """Python reads more as an address than Go does: numbers, zones, netmasks, a missing length."""
+    """Return the text if Go accepts its form. Python also accepts numbers, zones, netmasks and no length."""
     if isinstance(value, str) and form.fullmatch(value):
         return value
     raise ValueError
@@ -225,16 +228,16 @@ def _pairs(obj: dict[str, Any]) -> Iterable[tuple[str, Any]]:
 
 
 def _fold(key: str) -> str:
-    # Go folds two letters into ASCII: the Kelvin sign, which lower() knows, and the long s.
+    # Go folds two letters into ASCII: the Kelvin sign, which lower() handles, and the long s.
     return key.lower() if key.isascii() else key.lower().replace("\u017f", "s")
 
 
-#: For the few names that are asked for.
+#: Cached, for the few names that are read.
 _fold_name = cache(_fold)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    # Thousands of leases have the same few keys.
+    # Interned, because thousands of leases have the same few keys.
     plain = {intern(key): value for key, value in pairs}
     return plain if len(plain) == len(pairs) else Repeated(pairs)
 

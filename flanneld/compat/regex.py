@@ -1,4 +1,4 @@
-"""Go's syntax of regular expressions, RE2, for Python's ``re`` (pure)."""
+"""Translation of Go's regular expressions, RE2, for Python's ``re`` (pure)."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _RE2 = r"""(?sx)
 
 
 def compile_re2(pattern: str) -> re.Pattern[str]:
-    """Compile RE2, the syntax of Go's regular expressions, with Python's ``re``.
+    """Compile a regular expression in RE2 syntax with Python's ``re``.
 
-    Approximations: ``(?i)`` folds ASCII letters only and stands at the start or as ``(?i:...)``;
-    Unicode classes (``\\pL``), octal, ``\\x{...}``, ``[[:^alpha:]]`` and the flag U are refused.
-    Raises ``Fatal`` for these, for what RE2 itself refuses, and for malformed patterns.
+    Approximations: ``(?i)`` folds ASCII letters only and must be at the start or ``(?i:...)``. Unicode
+    classes (``\\pL``), octal, ``\\x{...}``, ``[[:^alpha:]]`` and the flag U are refused. Raises ``Fatal`` for
+    these, for what RE2 itself refuses, and for malformed patterns.
     """
     try:
         return re.compile(re.sub(_RE2, _to_python, pattern), re.ASCII)
@@ -48,7 +48,7 @@ def _to_python(token: re.Match[str]) -> str:
         case "end":
             return r"\Z"
         case "group":
-            return "(?:"  # Only whether a text matches counts, so groups need neither name nor number.
+            return "(?:"  # only a match or no match counts, so groups need neither name nor number
         case "open":
             return r"\{"
     return token[0]

@@ -1,4 +1,4 @@
-"""Who changed what is ours: the processes behind the ports that netlink notifications name."""
+"""Origin of changes by others: the processes behind the ports in netlink notifications."""
 
 from __future__ import annotations
 
@@ -7,37 +7,40 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-#: Writers that are looked for between two repairs.
+#: Writers looked up between two repairs, at most.
 _MAX_WRITERS = 16
-#: /proc/net/netlink: protocol (linux/netlink.h), port and inode of each socket.
+#: Columns of /proc/net/netlink: protocol (linux/netlink.h), port and inode of each socket.
 _PROTOCOL, _PORT, _INODE = 1, 2, 9
 _NETLINK_ROUTE = "0"
 
 
 class ChangeOrigins:
-    """Names of the processes that wrote since the last repair, as far as they can be told."""
+    """Names of the processes that wrote since the last repair, as far as known."""
 
     def __init__(self, find: Callable[[int], str] | None = None) -> None:
         self._find = find or process_at
         self._names: dict[int, str] = {}
 
     def of(self, port: int) -> str:
-        """``NetworkManager (pid 812)``, who writes through a port; looked up at once, since it may end."""
+        """Return the process behind a port, like ``NetworkManager (pid 812)``.
+
+        Looked up at once: it may end soon.
+        """
         if port and port not in self._names and len(self._names) < _MAX_WRITERS:
             self._names[port] = self._find(port)
         return self._names.get(port, "")
 
     def forget(self) -> None:
-        """All of that has been put right: another process may have the port by the next change."""
+        """Forget the names after a repair: the ports may belong to other processes by the next change."""
         self._names.clear()
 
 
 def process_at(port: int, proc: Path = Path("/proc")) -> str:
-    """The name and number of the process that writes through a port of rtnetlink; empty if unknown.
+    """Return name and pid of the process that writes through an rtnetlink port; empty if unknown.
 
-    netlink(7): a port is by default the number of the process that opened the socket. That is the number in
-    its own PID namespace, where ours may have another process with it: so only one that holds this very
-    socket is named.
+    By default the port is the pid of the process that opened the socket (netlink(7)). That is the pid in its
+    own PID namespace, and ours may have another process with it. So a process is only named if it holds this
+    socket.
     """
     inode = _inode_of(port, proc)
     if not inode:

@@ -1,4 +1,4 @@
-"""This host as its kernel describes it: interfaces, addresses and the way packets take."""
+"""View of this host through its kernel: interfaces, addresses and routes."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _DUMP_TRIES = 5
 
 
 class HostView:
-    """Reads the kernel of this network namespace. Used by one thread; any method may raise ``OSError``."""
+    """Reader of this network namespace. Used by one thread; any method may raise ``OSError``."""
 
     def __init__(self) -> None:
         self._socket = NetlinkSocket()
 
     @property
     def port(self) -> int:
-        """Under which name, so to speak, the kernel knows what we write."""
+        """The netlink port that notifications name as the author of our writes."""
         return self._socket.port
 
     def link(self, name: str) -> links.SeenLink | None:
-        """An interface, None when there is none of that name."""
+        """Return an interface, None if there is none of this name."""
         try:
             return links.decode(*self._socket.ask(rtnl.RTM_GETLINK, links.by_name(name)))
         except OSError as failure:
@@ -51,14 +51,14 @@ class HostView:
         return interfaces.name_of(index)
 
     def addresses(self, family: Family, index: int = 0) -> list[rtnl.SeenAddress]:
-        """Addresses of one interface, or of all."""
+        """Return the addresses of one interface, or of all."""
         found = self.dump(rtnl.RTM_GETADDR, rtnl.addresses_request(family, index))
         seen = [rtnl.decode_address(*item) for item in found]
-        # Before Linux 4.20 the kernel does not filter.
+        # Before Linux 4.20 the kernel ignores the filter.
         return [each for each in seen if each is not None and index in (0, each.index)]
 
     def way_to(self, target: IPAddress) -> route_lookup.Way | None:
-        """Where the kernel would send a packet, None when it has no route."""
+        """Return the route the kernel would use for a packet, None if it has none."""
         try:
             return route_lookup.decode_way(
                 *self._socket.ask(rtnl.RTM_GETROUTE, route_lookup.lookup_request(target))
@@ -68,21 +68,22 @@ class HostView:
             return None
 
     def default_routes(self, family: Family) -> list[int]:
-        """The interfaces of the main table's default routes, in the kernel's order."""
+        """Return the interfaces of the main table's default routes, in the kernel's order."""
         found = self.dump(rtnl.RTM_GETROUTE, rtnl.routes_request(family))
         return [index for item in found if (index := route_lookup.decode_default_route(*item)) is not None]
 
     def routes(self, family: Family) -> Iterator[tuple[IPNetwork, int]]:
-        """Where each main-table route leads to, and its interface, 0 for none or more than one."""
+        """Yield destination and interface of each main-table route; 0 for no or several interfaces."""
         for item in self.dump(rtnl.RTM_GETROUTE, rtnl.routes_request(family)):
             seen = route_lookup.decode_destination(*item)
             if seen is not None:
                 yield seen
 
     def ways(self, family: Family, own: Iterable[int] = ()) -> Iterator[route_lookup.SeenWay]:
-        """Unicast routes of the main table, whatever their metric, without those marked as flannel's.
+        """Yield the main table's unicast routes of any metric, except flannel's marked ones.
 
-        Nor are those of ``own`` interfaces, of which there may be many, as far as that is seen at a glance.
+        Routes of ``own`` interfaces, which may be many, are skipped by their last bytes, without decoding
+        them.
         """
         endings = {route_lookup.interface_ending(index) for index in own}
 
@@ -96,7 +97,7 @@ class HostView:
                 yield seen
 
     def local(self, family: Family) -> Iterator[tuple[int, IPNetwork, int]]:
-        """The type (RTN_*), network and interface of what the kernel delivers here or to all on a link."""
+        """Yield type (RTN_*), network and interface of local and broadcast routes."""
         for item in self.dump(rtnl.RTM_GETROUTE, route_lookup.local_request(family)):
             seen = route_lookup.decode_local(*item)
             if seen is not None:
@@ -105,7 +106,7 @@ class HostView:
     def dump(
         self, kind: int, body: bytes, concerns_us: Callable[[bytes, int, int], bool] = lambda *_: True
     ) -> list[tuple[bytes, int, int]]:
-        """Return the messages of a dump, without those that are of no concern."""
+        """Return the messages of a dump that pass the filter."""
         for _ in range(_DUMP_TRIES):
             try:
                 return [item for item in self._socket.dump(kind, body) if concerns_us(*item)]
@@ -114,5 +115,5 @@ class HostView:
             except FileNotFoundError:
                 if kind != rtnl.RTM_GETROUTE:
                     raise
-                return []  # The table comes into being with its first route.
+                return []  # The table is created with its first route.
         raise DumpInterrupted(errno.EINTR, "the kernel's table does not hold still")

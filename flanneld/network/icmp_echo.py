@@ -1,4 +1,4 @@
-"""One question "are you there?" to another host: ICMP echo (RFC 792, RFC 4443 section 4)."""
+"""ICMP echo request to another host (RFC 792, RFC 4443 section 4)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def ask(
                 data = connection.recv(_LONGEST)
             except TimeoutError:
                 continue
-            except OSError:  # told by a host on the way
+            except OSError:  # an ICMP error from a router
                 return None
             if answers(target.version, data, token, with_header=connection.type == socket.SOCK_RAW):
                 return clock.now() - began
@@ -56,7 +56,10 @@ def ask(
 
 
 def _new_socket(family: Family) -> socket.socket:
-    """One for which the kernel sorts answers (net.ipv4.ping_group_range), else one that hears all of them."""
+    """Return a ping socket if net.ipv4.ping_group_range permits it, else a raw socket.
+
+    The kernel filters replies for a ping socket. A raw one receives all.
+    """
     domain = socket.AF_INET if family == 4 else socket.AF_INET6
     protocol = socket.IPPROTO_ICMP if family == 4 else socket.IPPROTO_ICMPV6
     try:
@@ -66,7 +69,10 @@ def _new_socket(family: Family) -> socket.socket:
 
 
 def request(family: Family, token: bytes) -> bytes:
-    """The message. The token makes the answer known; over IPv6 the kernel fills in the checksum (pure)."""
+    """Return an echo request with a token that identifies its reply (pure).
+
+    Over IPv6 the kernel fills in the checksum.
+    """
     blank = _HEADER.pack(_REQUEST[family], 0, 0, 0, 0) + token
     if family == 6:
         return blank
@@ -74,9 +80,9 @@ def request(family: Family, token: bytes) -> bytes:
 
 
 def answers(family: Family, data: bytes, token: bytes, *, with_header: bool) -> bool:
-    """Whether this is the answer to the request with this token (pure).
+    """Return True if this is the reply to the request with this token (pure).
 
-    A raw IPv4 socket delivers the IP header too.
+    A raw IPv4 socket also delivers the IP header.
     """
     if with_header and family == 4:
         data = data[4 * (data[0] & 0xF) :] if data else b""

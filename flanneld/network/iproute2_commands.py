@@ -1,6 +1,6 @@
-"""Resources as the commands of iproute2 that make or remove them (pure).
+"""iproute2 commands that create or remove resources (pure).
 
-Each does to the kernel what the daemon's own messages do, so that a plan can be carried out by hand.
+Each is equivalent to the daemon's netlink message, so that a plan can be executed by hand.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from flanneld.state.resources import (
 
 
 def put(resource: Resource, links: Collection[str]) -> Command | None:
-    """Return what makes a resource, None for what has no command; ``links`` are the devices that are ours."""
+    """Return the command that creates a resource, None if there is none. ``links`` are our devices."""
     match resource:
         case Route():
             return (*_ip(resource.destination.version), "route", "replace", *_whole(resource, links))
@@ -41,13 +41,13 @@ def put(resource: Resource, links: Collection[str]) -> Command | None:
 
 
 def bring_to_front(route: Route, links: Collection[str]) -> Iterator[Command]:
-    """Yield what makes an IPv4 route that is there the first of those to its network."""
+    """Yield the commands that move an existing IPv4 route in front of others to its network."""
     yield _drop_route(route)
     yield ("ip", "route", "prepend", *_whole(route, links))
 
 
 def drop(resource: Resource) -> Command | None:
-    """Return what removes a resource, None for what has no command."""
+    """Return the command that removes a resource, None if there is none."""
     match resource:
         case Route():
             return _drop_route(resource)
@@ -65,7 +65,7 @@ def drop(resource: Resource) -> Command | None:
 
 
 def link(wanted: Link, actual: Link | ForeignLink | None, parent: str) -> Iterator[Command]:
-    """Yield what turns one device, None for none, into another; ``parent`` is the device under it."""
+    """Yield the commands that change a device into the wanted one; ``parent`` is its underlying device."""
     if actual is not None and not isinstance(actual, ForeignLink) and step(wanted, actual) is Step.SET:
         yield from _set(wanted, actual)
         return
@@ -99,7 +99,7 @@ def _way(route: Route) -> Command:
 
 def _whole(route: Route, links: Collection[str]) -> Command:
     mark = () if route.device in links else command("proto", PROTO_FLANNEL)
-    # Left to itself, ip gives an IPv4 route without a gateway the scope of its link.
+    # By default, ip gives an IPv4 route without a gateway the scope link.
     scope = ("scope", "global") if route.gateway is None and route.destination.version == 4 else ()
     return (*_way(route), *mark, *scope)
 

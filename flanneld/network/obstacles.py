@@ -1,8 +1,8 @@
 """Networks and addresses of this host that a peer's lease must not take over (pure).
 
-A route to a peer's subnet harms the host if a network that the host is connected to lies in this subnet,
-with any metric, or an address or a gateway of the host. A tunnel to a public IP that the host's own routes
-call local sends its packets round in circles; one to a broadcast address reaches every host of a LAN.
+A route to a peer's subnet harms the host if the subnet contains a connected network, of any metric, or one of
+the host's addresses or gateways. A tunnel to a public IP that is local here would loop. One to a broadcast
+address would reach every host of a LAN.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from msgspec import Struct
 
 from flanneld.model import Family, IPAddress, IPNetwork, lies_in, network_around, overlap
 
-#: linux/rtnetlink.h RTPROT_*: what the kernel, router advertisements and DHCP make for a network on a link.
+#: linux/rtnetlink.h RTPROT_*: creators of connected routes: the kernel, router advertisements, DHCP.
 _ON_LINK_PROTOCOLS = frozenset({2, 9, 16})
-#: Two hosts and no more: RFC 3021 knows no broadcast there.
+#: Longest prefix with a broadcast address: a /31 has none (RFC 3021).
 _LONGEST_WITH_BROADCAST = 30
 
 What = Literal["network", "address", "gateway"]
 
 
 class HostRoute(Struct, frozen=True, gc=False):
-    """A unicast route of the main table, of any metric; one next hop is a device and perhaps a gateway."""
+    """A unicast route of the main table, of any metric. A next hop is a device and an optional gateway."""
 
     destination: IPNetwork | None
     protocol: int
@@ -36,7 +36,7 @@ class HostRoute(Struct, frozen=True, gc=False):
 
 
 class Obstacle(Struct, frozen=True, gc=False):
-    """A network that the host is connected to, or one of its addresses or gateways."""
+    """A connected network, an address or a gateway of the host."""
 
     net: IPNetwork
     device: str
@@ -52,7 +52,7 @@ class Obstacle(Struct, frozen=True, gc=False):
 
 
 class HostNetworks(Struct, frozen=True, gc=False):
-    """The host's own addresses and networks, as its routes tell them.
+    """The host's own addresses and networks, derived from its routes.
 
     ``obstacles`` are those on devices of others. ``local`` are all of the host's addresses, and ``broadcast``
     the broadcast and network addresses of its links. ``detours`` are routes of others into the cluster's
@@ -73,10 +73,10 @@ def host_networks(
     networks: Collection[IPNetwork],
     own: Collection[IPNetwork],
 ) -> HostNetworks:
-    """Derive the host's networks from its routes; hops through flannel's devices are left out of ``routes``.
+    """Return the host's networks. ``routes`` must not contain hops through flannel's devices.
 
-    ``local`` are all local addresses, the device empty if it is flannel's. Obstacles are kept where they
-    overlap ``networks``, the cluster's, and are not in ``own``, this node's subnets.
+    ``local`` are all local addresses, with an empty device if it is flannel's. Only obstacles that overlap
+    ``networks``, the cluster's, and are outside ``own``, this node's subnets, are kept.
     """
     homes: dict[str, list[IPNetwork]] = {}
     for net, device in local:
@@ -95,25 +95,25 @@ def host_networks(
             if gateway is not None:
                 obstacles.add(Obstacle(single(gateway), device, "gateway"))
     relevant = (each for each in obstacles if concerns(each.net, networks, own))
-    # Loopback addresses are no host's public IP anywhere: that is for the backend to say.
+    # Loopback addresses are left to the backend: they are no host's public IP.
     addresses = frozenset(net for net, _ in local if not net.is_loopback)
     return HostNetworks(frozenset(relevant), addresses, frozenset(broadcasts), frozenset(detours))
 
 
 def concerns(net: IPNetwork, networks: Iterable[IPNetwork], own: Iterable[IPNetwork]) -> bool:
-    """Return True if a network shares addresses with the cluster's and is more than a part of our subnet."""
+    """Return True if a network overlaps the cluster's, unless it is part of this node's subnet."""
     if any(overlap(net, ours) and net.prefixlen >= ours.prefixlen for ours in own):
         return False
     return any(overlap(net, network) for network in networks)
 
 
 def single(address: IPAddress) -> IPNetwork:
-    """Return the network of just this address."""
+    """Return the network of a single address."""
     return network_around(address, address.max_prefixlen)
 
 
 def _is_connected(route: HostRoute, homes: dict[str, list[IPNetwork]]) -> bool:
-    """Return True for a network on a link: made by the kernel, or for an address of that device."""
+    """Return True for a connected network: created by the kernel, or containing an address of its device."""
     net = route.destination
     if net is None or len(route.hops) != 1 or route.hops[0][1] is not None:
         return False
@@ -131,7 +131,7 @@ def _is_detour(route: HostRoute, networks: Iterable[IPNetwork], own: Iterable[IP
 
 
 def _broadcasts(net: IPNetwork) -> Iterator[IPAddress]:
-    """The network's own address is a broadcast to hosts with a kernel before Linux 5.14."""
+    """Yield the broadcast addresses. Before Linux 5.14 the network's own address is one, too."""
     if net.version == 4 and net.prefixlen <= _LONGEST_WITH_BROADCAST:
         yield net.network_address
         yield net.broadcast_address
@@ -141,7 +141,7 @@ _NO_NETWORKS = HostNetworks()
 
 
 class Obstacles:
-    """Index of the host's networks, for questions about one lease at a time."""
+    """Index of the host's networks, for lookups by lease."""
 
     def __init__(self, host: HostNetworks = _NO_NETWORKS) -> None:
         self.host = host
@@ -151,7 +151,7 @@ class Obstacles:
         for net in host.local:
             shift = net.max_prefixlen - net.prefixlen
             self._local.setdefault((net.version, shift), set()).add(int(net.network_address) >> shift)
-        #: By family, sorted by address and then length: what lies in a subnet is one run.
+        #: By family, sorted by address and length: the networks in a subnet are one run.
         self._sorted: dict[int, list[tuple[int, int, Obstacle]]] = {4: [], 6: []}
         for each in host.obstacles:
             self._sorted[each.net.version].append((int(each.net.network_address), each.net.prefixlen, each))
@@ -159,17 +159,17 @@ class Obstacles:
             found.sort(key=lambda entry: (entry[0], entry[1], str(entry[2])))
 
     def in_subnet(self, subnet: IPNetwork) -> Obstacle | None:
-        """Return what equals the subnet or lies inside it, None if nothing does."""
+        """Return an obstacle that equals the subnet or lies in it, None if there is none."""
         found = self._sorted[subnet.version]
         first = int(subnet.network_address)
         place = bisect_left(found, (first, subnet.prefixlen), key=lambda entry: entry[:2])
-        # A network that begins inside the subnet is no larger than it: their borders do not cross.
+        # A network that begins inside the subnet is at most as large: prefixes never overlap in part.
         if place < len(found) and (found[place][0] ^ first) >> (subnet.max_prefixlen - subnet.prefixlen) == 0:
             return found[place][2]
         return None
 
     def at(self, public_ip: IPAddress) -> str:
-        """Say what the kernel would take a public IP for, empty if it is just another host's."""
+        """Return the local meaning of a public IP, empty if it is another host's."""
         number = int(public_ip)
         for (version, shift), prefixes in self._local.items():
             if version == public_ip.version and number >> shift in prefixes:
@@ -179,7 +179,7 @@ class Obstacles:
         return ""
 
     def around(self, lengths: dict[Family, int]) -> list[Obstacle]:
-        """Return the networks larger than a node's subnet: more specific routes lead out of them."""
+        """Return the connected networks larger than a subnet: more specific routes would split them."""
         return [
             entry[2]
             for family, length in lengths.items()
@@ -188,7 +188,7 @@ class Obstacles:
         ]
 
     def connected_at(self, destination: IPNetwork) -> Obstacle | None:
-        """Return the connected network that equals a destination."""
+        """Return the connected network that equals a destination, None if there is none."""
         return next(
             (each for each in self.host.obstacles if each.what == "network" and each.net == destination), None
         )

@@ -1,4 +1,4 @@
-"""Resources as JSON values, so that two processes compare values and not texts (pure)."""
+"""Resources as JSON values, so that two processes can compare them (pure)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 from flanneld.state.resources import Address, Blackhole, FdbEntry, Link, Neighbor, Resource, Route
 
-#: All that the kernel can hold for us, devices aside.
+#: Resources of the kernel, except devices.
 _TYPES: tuple[type[Resource], ...] = (Address, Neighbor, FdbEntry, Route, Blackhole)
-#: What is text in JSON, by the type of the field, and what reads it.
+#: Parsers of fields that are strings in JSON, by the field's type.
 _READERS: dict[str, Callable[[str], Any]] = {"IPAddress": ip_address, "IPNetwork": ip_network}
 
 
 def encode(resource: Resource) -> dict[str, Any] | None:
-    """Return the JSON value; None for what a backend's own table holds."""
+    """Return the JSON value of a resource, None for one of a backend's own table."""
     made = type(resource)
     if not (isinstance(resource, Link) or made in _TYPES):
         return None
@@ -26,7 +26,7 @@ def encode(resource: Resource) -> dict[str, Any] | None:
 
 
 def decode(value: dict[str, Any]) -> Resource:
-    """Return the resource. Raises ``LookupError``, ``TypeError`` or ``ValueError`` for any other value."""
+    """Return the resource of a JSON value. Raises ``LookupError``, ``TypeError`` or ``ValueError``."""
     made = {each.__name__: each for each in (*_TYPES, *Link.__subclasses__())}[value["type"]]
     found = {
         name: reader(value[name]) if reader and value[name] is not None else value[name]
@@ -37,7 +37,7 @@ def decode(value: dict[str, Any]) -> Resource:
 
 @cache
 def _fields(made: type) -> dict[str, Callable[[str], Any] | None]:
-    """Return the fields of a class of resources, each with what reads its text; None where it is no text."""
+    """Return the fields of a resource class, each with its parser, None if it is no string."""
     annotations: dict[str, str] = made.__annotations__
     return {
         name: next((_READERS[each] for each in _READERS if annotation.startswith(each)), None)

@@ -1,4 +1,4 @@
-"""Where the kernel would send a packet, as rtnetlink tells it (linux/rtnetlink.h; pure)."""
+"""Route lookups in rtnetlink's format (linux/rtnetlink.h; pure)."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ RTN_LOCAL, RTN_BROADCAST, RTN_ANYCAST = 2, 3, 4
 _RTNEXTHOP = struct.Struct("=HBBi")
 
 
-#: Bytes at the end of an IPv4 route with one next hop that name its interface.
+#: Length in bytes of the last attribute of an IPv4 route with one next hop: its interface.
 ENDING = 8
 
 
 def interface_ending(index: int) -> bytes:
-    """Return how the kernel ends an IPv4 route through an interface."""
+    """Return the last bytes of an IPv4 route through an interface."""
     return u32(RTA_OIF, index)
 
 
 def lookup_request(target: IPAddress) -> bytes:
-    """Ask the kernel which way it would send a packet."""
+    """Return the request for a route lookup."""
     raw = target.packed
     return RTMSG.pack(AF[target.version], 8 * len(raw), 0, 0, 0, 0, 0, 0, 0) + DST[len(raw)] + raw
 
 
 class Way(Struct, frozen=True, gc=False):
-    """The kernel's answer: out of which interface, from which address, through which gateway."""
+    """Result of a lookup: output interface, source address, gateway and type (RTN_*)."""
 
     index: int
     source: IPAddress | None
@@ -56,7 +56,7 @@ class Way(Struct, frozen=True, gc=False):
 
 
 def decode_way(data: bytes, offset: int, end: int) -> Way:
-    """The answer to a question for a route. Raises ``Malformed``."""
+    """Decode the result of a lookup. Raises ``Malformed``."""
     kind = unpack(RTMSG, data, offset, end)[7]
     found = attributes(data, offset + RTMSG.size, end)
     source = found.get(_RTA_PREFSRC)
@@ -64,7 +64,7 @@ def decode_way(data: bytes, offset: int, end: int) -> Way:
 
 
 def decode_destination(data: bytes, offset: int, end: int) -> tuple[IPNetwork, int] | None:
-    """The network of a main-table route, and its interface; None for a default route or another table's."""
+    """Return network and interface of a main-table route; None for default routes and other tables."""
     family, length, _, _, _, _, _, _, _ = unpack(RTMSG, data, offset, end)
     found = attributes(data, offset + RTMSG.size, end)
     raw = found.get(_RTA_DST)
@@ -74,7 +74,7 @@ def decode_destination(data: bytes, offset: int, end: int) -> tuple[IPNetwork, i
 
 
 def decode_default_route(data: bytes, offset: int, end: int) -> int | None:
-    """The interface of a default route, 0 when it names no single one; None for any other route."""
+    """Return the interface of a default route, 0 for none or several; None for any other route."""
     family, length, _, _, _, _, _, kind, _ = unpack(RTMSG, data, offset, end)
     if length or kind != RTN_UNICAST or family not in FAMILY:
         return None
@@ -83,7 +83,7 @@ def decode_default_route(data: bytes, offset: int, end: int) -> int | None:
 
 
 class SeenWay(Struct, frozen=True, gc=False):
-    """A unicast route of the main table, whatever its metric: each next hop is an interface and a gateway.
+    """A unicast route of the main table, of any metric. A next hop is an interface and a gateway.
 
     ``destination`` is None for a default route.
     """
@@ -94,7 +94,7 @@ class SeenWay(Struct, frozen=True, gc=False):
 
 
 def decode_seen_way(data: bytes, offset: int, end: int) -> SeenWay | None:
-    """Return any unicast route of the main table, None for all else. Raises ``Malformed``."""
+    """Return a unicast route of the main table, else None. Raises ``Malformed``."""
     family, length, _, _, table, protocol, _, kind, _ = unpack(RTMSG, data, offset, end)
     if kind != RTN_UNICAST or table != RT_TABLE_MAIN or family not in FAMILY:
         return None
@@ -117,18 +117,18 @@ def _hops(several: bytes) -> Iterator[tuple[int, IPAddress | None]]:
 
 
 def _gateway(found: dict[int, bytes]) -> IPAddress | None:
-    # struct rtvia, the gateway of an IPv4 route through IPv6: two bytes of family, then the address.
+    # struct rtvia, the IPv6 gateway of an IPv4 route: two bytes of family, then the address.
     raw = found.get(RTA_GATEWAY) or found.get(_RTA_VIA, b"")[2:]
     return address_of(raw) if raw else None
 
 
 def local_request(family: Family) -> bytes:
-    """Return the body of a dump of the table in which the host's own addresses are."""
+    """Return the body of a dump of the local table."""
     return RTMSG.pack(AF[family], 0, 0, 0, RT_TABLE_LOCAL, 0, 0, 0, 0) + u32(RTA_TABLE, RT_TABLE_LOCAL)
 
 
 def decode_local(data: bytes, offset: int, end: int) -> tuple[int, IPNetwork, int] | None:
-    """Return the type (RTN_*), network and interface of what the kernel takes for itself, else None."""
+    """Return type (RTN_*), network and interface of a local, broadcast or anycast route, else None."""
     family, length, _, _, table, _, _, kind, _ = unpack(RTMSG, data, offset, end)
     if table != RT_TABLE_LOCAL or kind not in (RTN_LOCAL, RTN_BROADCAST, RTN_ANYCAST):
         return None

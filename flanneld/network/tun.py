@@ -1,4 +1,4 @@
-"""TUN devices: virtual interfaces whose packets a process reads and writes (linux/if_tun.h)."""
+"""TUN devices, whose packets a process reads and writes (linux/if_tun.h)."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _IFREQ = struct.Struct("16sH22x")
 
 
 def attach(name: str, features: int = 0) -> int:
-    """Open a device that is there, for reading and writing without waiting.
+    """Open an existing device without blocking I/O, and return its descriptor.
 
-    ``features`` are the unfinished packets (TUN_F_*) that the process takes; with any, each packet is behind
-    a vnet header. Raises ``OSError``: EBUSY if another process has it, EINVAL for what this kernel lacks.
+    ``features`` are the offloads (TUN_F_*) that the process accepts; with any, each packet has a vnet header.
+    Raises ``OSError``: EBUSY if another process has it open, EINVAL for unsupported offloads.
     """
     if not index_of(name):
-        # The kernel would make it, but without an address or a route.
+        # The kernel would create it, but without an address or a route.
         raise OSError(errno.ENODEV, f"there is no device {name}")
     fd = _open(name, _IFF_VNET_HDR if features else 0)
     try:
-        # Also when it is none: the device remembers what an earlier process was ready to do.
+        # Also for 0: the device remembers the offloads of an earlier process.
         fcntl.ioctl(fd, _TUNSETOFFLOAD, features)
         os.set_blocking(fd, False)
     except BaseException:
@@ -37,21 +37,21 @@ def attach(name: str, features: int = 0) -> int:
 
 
 def index_of(name: str) -> int:
-    """0 if there is no such device. A device keeps its number under another name."""
+    """Return the index of a device, 0 if there is none. It keeps its index when renamed."""
     return next((index for index, other in socket.if_nameindex() if other == name), 0)
 
 
 def make(name: str) -> None:
-    """Make a device that stays when no process has it open. Raises ``OSError``, with the remedy.
+    """Create a persistent device. Raises ``OSError``, with the remedy.
 
-    EBUSY if it is there: another daemon that starts now may have made it, for a network of its own.
+    EBUSY means that it exists: another daemon starting now may have created it.
     """
     with _opened(name, _IFF_TUN_EXCL) as fd:
         fcntl.ioctl(fd, _TUNSETPERSIST, 1)
 
 
 def unmake(name: str) -> None:
-    """Remove a device that no process has open; none is fine. Raises ``OSError``."""
+    """Remove a device that no process has open. A missing one is no error. Raises ``OSError``."""
     with _opened(name) as fd:
         fcntl.ioctl(fd, _TUNSETPERSIST, 0)
 

@@ -1,4 +1,4 @@
-"""Which TUN device is ours: several daemons may share a host, each with a network of its own."""
+"""Choice of this daemon's TUN device: several daemons may share a host, each with its own network."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from flanneld.network.host_kernel import HostKernel
 from flanneld.network.rtnetlink.links import SeenLink
 from flanneld.state.resources import Tun
 
-#: Upstream lets the kernel find the first free one of ``flannel%d``.
+#: Candidates, as in upstream, where the kernel takes the first free ``flannel%d``.
 _NAMES = tuple(f"flannel{number}" for number in range(100))
 
 
 def tun_for(kernel: HostKernel, networks: Sequence[IPNetwork]) -> str:
     """The device that an earlier run made for one of these networks, else the first free name.
 
-    A device without an address is one whose maker did not come to the end. Raises ``OSError``.
+    A device without an address is reused: its creator did not finish. Raises ``OSError``.
     """
     present = {link.name: link for link in kernel.links()}
     ours = (name for name in _NAMES if name in present and _leads_to(kernel, present[name], networks))

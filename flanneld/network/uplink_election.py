@@ -1,6 +1,6 @@
-"""Which interface carries the packets between the nodes: the election of the uplink (pure).
+"""Election of the uplink, the interface between the nodes (pure).
 
-The rules are those of flannel's ``LookupExtIface``. The facts come in the kernel's order.
+The rules are those of flannel's ``LookupExtIface``. Facts are in the kernel's order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flanneld.compat.regex import compile_re2
 from flanneld.errors import Fatal
 from flanneld.model import FAMILIES, Family, IPAddress, Uplink
 
-#: An address for each family that has one: IPv4Address for 4, IPv6Address for 6.
+#: Addresses by family: IPv4Address for 4, IPv6Address for 6.
 AddressOf = Mapping[Family, Any]
 
 _BROADCAST = IPv4Address("255.255.255.255")
@@ -45,26 +45,26 @@ class AddressFact(Struct, frozen=True, gc=False):
 
     @property
     def rank(self) -> tuple[bool, ...]:
-        """The lower the better; the first flag that differs decides."""
+        """Sort key of addresses, best first; the first flag that differs decides."""
         return (self.address.is_link_local, not self.permanent, self.temporary, self.tentative)
 
     @property
     def reachable(self) -> bool:
-        """False for loopback, multicast, unspecified, broadcast and deprecated addresses."""
+        """True unless the address is loopback, multicast, unspecified, broadcast or deprecated."""
         ip = self.address
         foreign = ip.is_loopback or ip.is_multicast or ip.is_unspecified or ip == _BROADCAST
         return not (foreign or self.deprecated)
 
 
 class DefaultRoute(Struct, frozen=True, gc=False):
-    """A default route of the main table; ``index`` is 0 when it leads to no single interface."""
+    """A default route of the main table. ``index`` is 0 for none or several interfaces."""
 
     family: Family
     index: int
 
 
 class RouteFact(Struct, frozen=True, gc=False):
-    """Where the kernel would send a packet, and from which source address."""
+    """Result of a route lookup: interface, source address and gateway."""
 
     index: int
     source: IPAddress | None
@@ -72,30 +72,30 @@ class RouteFact(Struct, frozen=True, gc=False):
 
 
 class HostFacts(Struct, frozen=True, gc=False):
-    """What the kernel knows of this host's interfaces, each part in the kernel's order."""
+    """Interfaces, addresses and default routes of this host, in the kernel's order."""
 
     links: tuple[LinkFact, ...]
     addresses: tuple[AddressFact, ...]
     default_routes: tuple[DefaultRoute, ...]
 
     def link(self, wanted: str | int) -> LinkFact | None:
-        """The interface with this name or index."""
+        """Return the interface with this name or index."""
         return next((link for link in self.links if wanted in (link.name, link.index)), None)
 
     def owner(self, address: IPAddress) -> LinkFact | None:
-        """The first interface with exactly this address, in whatever state the address is."""
+        """Return the first interface with this address, in any state."""
         indexes = {fact.index for fact in self.addresses if fact.address == address}
         return next((link for link in self.links if link.index in indexes), None)
 
     def usable(self, link: LinkFact, family: Family) -> list[IPAddress]:
-        """The addresses that other nodes could send to, the best one first."""
+        """Return the addresses that other nodes could send to, best first."""
         own = [fact for fact in self.addresses if fact.index == link.index and fact.reachable]
         own.sort(key=lambda fact: fact.rank)
         return [fact.address for fact in own if fact.address.version == family]
 
 
 class InterfaceChoice(Struct, frozen=True, gc=False):
-    """What the operator wishes, first wish first; a public IP may be one of a NAT device."""
+    """The operator's options in order of precedence. A public IP may be that of a NAT gateway."""
 
     ifaces: tuple[str, ...] = ()
     regexes: tuple[str, ...] = ()
@@ -108,14 +108,14 @@ class InterfaceChoice(Struct, frozen=True, gc=False):
 
 
 class Election(Struct, frozen=True, gc=False):
-    """The uplink, and for each wish before it a line that says why it could not be met."""
+    """The uplink, and one line per earlier option with the reason for its rejection."""
 
     uplink: Uplink
     rejected: tuple[str, ...]
 
 
 class NoInterface(Fatal):
-    """No wish can be met now; an interface, address or route that comes up may change that."""
+    """Error for options that match no interface now. A new interface, address or route may change that."""
 
     def __init__(self, reasons: tuple[str, ...]) -> None:
         problem = f"found no external interface ({'; '.join(reasons)})"
@@ -124,7 +124,7 @@ class NoInterface(Fatal):
 
 
 class _NoMatch(Exception):
-    """Why one wish cannot be met."""
+    """Reason why one option matches no interface."""
 
 
 RouteTo = Callable[[IPAddress], RouteFact | None]
@@ -133,10 +133,10 @@ RouteTo = Callable[[IPAddress], RouteFact | None]
 def elect(
     choice: InterfaceChoice, facts: HostFacts, route_to: RouteTo, families: tuple[Family, ...]
 ) -> Election:
-    """Choose the interface and its local address of each of ``families`` (at least one).
+    """Choose the interface and its local address for each of ``families`` (at least one).
 
-    Raises ``NoInterface`` when no wish can be met, and a plain ``Fatal`` instead when a wish is
-    malformed. As in Go flannel, a malformed wish does no harm when another one is met.
+    Raises ``NoInterface`` if no option matches, or a plain ``Fatal`` if one of them is malformed. As in Go
+    flannel, a malformed option does no harm if another one matches.
     """
     search = _Search(choice, facts, route_to, families)
     rejected: list[str] = []
@@ -153,10 +153,10 @@ def elect(
 
 
 def keep(uplink: Uplink, facts: HostFacts) -> Uplink | None:
-    """The uplink with its present index and MTU, or None when it must be elected anew.
+    """Return the uplink with its current index and MTU, None if a new election is needed.
 
-    An interface stays elected while it has its name and addresses, however good another one
-    looks: a new public IP is news to every peer.
+    An interface stays elected while it keeps its name and addresses, even if a better one appears: a new
+    public IP must be announced to every peer.
     """
     link = facts.link(uplink.name)
     if link is None or link.mtu == 0:
@@ -166,12 +166,12 @@ def keep(uplink: Uplink, facts: HostFacts) -> Uplink | None:
     return replace(uplink, index=link.index, mtu=link.mtu) if needed <= held else None
 
 
-#: An interface, and those of its addresses that the wish has settled.
+#: An interface, and the addresses that the option determines.
 _Found = tuple[LinkFact, AddressOf]
 
 
 class _Search(Struct, frozen=True):
-    """The ways to find an interface; each raises ``_NoMatch`` when it finds none."""
+    """Search for the interface. Each method raises ``_NoMatch`` if it finds none."""
 
     choice: InterfaceChoice
     facts: HostFacts
@@ -179,7 +179,7 @@ class _Search(Struct, frozen=True):
     families: tuple[Family, ...]
 
     def wishes(self) -> Iterator[tuple[str, Callable[[], _Found]]]:
-        """What to try, in order, by name."""
+        """Yield the searches in order, by option."""
         choice = self.choice
         for name in choice.ifaces:
             yield f"--iface={name}", partial(self.by_name, name)
@@ -192,7 +192,7 @@ class _Search(Struct, frozen=True):
             yield f"public IP {public}" if public else "default route", partial(self.by_name, public)
 
     def by_name(self, name: str) -> _Found:
-        """An empty name asks for the default route, as with Go flannel."""
+        """Find an interface by name or address. An empty name means the default route, as in Go flannel."""
         if not name:
             return self.by_default_route()
         address = _literal(name)
@@ -204,9 +204,10 @@ class _Search(Struct, frozen=True):
         return link, {}
 
     def by_address(self, address: IPAddress) -> _Found:
-        """In dual stack the public IPv6 address must be local too, on the same interface.
+        """Find the interface with an address.
 
-        It replaces an IPv6 literal, as with Go flannel.
+        In dual stack the public IPv6 address must be on the same interface. It replaces an IPv6 literal, as
+        in Go flannel.
         """
         if address.version not in self.families:
             raise _NoMatch(f"the network does not use IPv{address.version}")
@@ -224,7 +225,7 @@ class _Search(Struct, frozen=True):
         raise _NoMatch(f"no interface has the address {address}{nat if is_public else ''}")
 
     def by_pattern(self, pattern: str) -> _Found:
-        """The first interface with a matching address of every family, else with a matching name."""
+        """Find an interface with a matching address of each family, else one with a matching name."""
         if not pattern:
             return self.by_default_route()
         regex = compile_re2(pattern)
@@ -246,7 +247,7 @@ class _Search(Struct, frozen=True):
         return f"{link.name}:[{' '.join(addresses)}]"
 
     def by_route_to(self, target: str) -> _Found:
-        """Where the kernel would send a packet; its source address may be another interface's."""
+        """Find the interface of a route lookup. The source address may be another interface's."""
         address = _literal(target)
         if address is None:
             raise Fatal(
@@ -271,7 +272,7 @@ class _Search(Struct, frozen=True):
         return link
 
     def uplink(self, link: LinkFact, settled: AddressOf) -> Uplink:
-        """Complete what a wish has settled with the best address of every other family."""
+        """Return the uplink, with the best address for each family that the option leaves open."""
         if link.mtu == 0:
             raise _NoMatch(f"{link.name} has MTU 0")
         local: AddressOf = {f: settled.get(f) or self._best(link, f) for f in self.families}
@@ -287,7 +288,7 @@ class _Search(Struct, frozen=True):
 
 
 def _one(links: Mapping[str, LinkFact]) -> LinkFact:
-    """The interface on which all these things are."""
+    """Return the interface that all entries share. Raises ``_NoMatch`` if they differ."""
     first = next(iter(links.values()))
     if any(link.index != first.index for link in links.values()):
         places = ", ".join(f"{thing} on {link.name}" for thing, link in links.items())
@@ -296,7 +297,7 @@ def _one(links: Mapping[str, LinkFact]) -> LinkFact:
 
 
 def _literal(text: str) -> IPAddress | None:
-    """The address that Go's ``net.ParseIP`` sees: never with a zone, and IPv4 when IPv4-mapped."""
+    """Return an address as Go's ``net.ParseIP`` parses it: without zone, IPv4 if IPv4-mapped."""
     try:
         address = ip_address(text)
     except ValueError:

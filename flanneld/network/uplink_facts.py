@@ -1,4 +1,4 @@
-"""Facts about this host, read from the kernel: for the choice of the uplink and the safety of leases."""
+"""Facts about this host from the kernel, for the uplink election and the safety checks of leases."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def read_host_networks(
 ) -> HostNetworks:
     """Read the host's own addresses, networks and gateways. Raises ``OSError``.
 
-    ``networks`` are the cluster's, ``own`` this node's subnets and ``links`` the devices that we make.
-    Devices of any other flanneld on this host do not count either.
+    ``networks`` are the cluster's, ``own`` this node's subnets and ``links`` our devices. Devices of other
+    flanneld instances on this host are ignored, too.
     """
     name_of = _namer(kernel, links)
     routes: list[HostRoute] = []

@@ -1,4 +1,4 @@
-"""Files that are replaced in one step that survives a power cut."""
+"""Files that are replaced atomically and durably."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pathlib import Path
 
 
 def replace(path: Path, content: bytes, mode: int = 0o644) -> None:
-    """Write a file anew, also with equal content: watchers wait for that.
+    """Replace a file, also with equal content: watchers expect it.
 
-    Raises ``OSError``, and then the old file is as it was.
+    Raises ``OSError``; the old file is then unchanged.
     """
     _write(path, content, mode, lambda temporary: temporary.replace(path))
 
 
 def create(path: Path, content: bytes, mode: int = 0o644) -> None:
-    """Make a file with all of its content at once. Raises ``FileExistsError`` if there is one."""
+    """Create a file with its full content in one step. Raises ``FileExistsError`` if it exists."""
 
     def put(temporary: Path) -> None:
         path.hardlink_to(temporary)
@@ -33,7 +33,7 @@ def _write(path: Path, content: bytes, mode: int, put: Callable[[Path], object])
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)
             file.flush()
-            os.fchmod(descriptor, mode)  # unlike the mode of open, not cut by the umask
+            os.fchmod(descriptor, mode)  # fchmod ignores the umask, which the mode of open does not
             os.fsync(descriptor)
         put(temporary)
     except BaseException:
@@ -43,11 +43,11 @@ def _write(path: Path, content: bytes, mode: int, put: Callable[[Path], object])
 
 
 def read(path: Path, limit: int, check: Callable[[os.stat_result], None] = lambda _: None) -> bytes:
-    """Return what is in a file of at most ``limit`` bytes. Raises ``OSError``, also for what is no file.
+    """Return the content of a regular file of at most ``limit`` bytes. Raises ``OSError``.
 
-    ``check`` may refuse the open file by an exception.
+    ``check`` may raise an exception to refuse the open file.
     """
-    # Without O_NONBLOCK, a FIFO in the file's place would stop us here for ever.
+    # Without O_NONBLOCK, opening a FIFO in its place would block for ever.
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode):

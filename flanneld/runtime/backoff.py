@@ -1,4 +1,4 @@
-"""Ever longer pauses between attempts, each a little different, so that nodes do not come all at once."""
+"""Exponential back-off with jitter, so that nodes do not retry at the same time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flanneld.runtime import randomness
 
 
 class Backoff(Struct):
-    """Pauses in seconds, as client-go's reflector makes them: up to as much again by chance."""
+    """Pauses in seconds, like those of client-go's reflector: jitter adds up to 100 %."""
 
     first: float = 0.8
     longest: float = 20.0
@@ -28,9 +28,9 @@ class Backoff(Struct):
 
 
 class Backoffs:
-    """A back-off for each kind of failure, given by its class: a new kind begins with the first pause.
+    """One back-off for each class of failure. A new class starts with the first pause.
 
-    After a long outage the first answer may be an error of its own. It does not pay for the outage.
+    After a long outage the first answer may be a different error, which should be retried soon.
     """
 
     def __init__(self, make: Callable[[type], Backoff]) -> None:
@@ -38,11 +38,11 @@ class Backoffs:
         self._known: dict[type, Backoff] = {}
 
     def pause(self, kind: type) -> float:
-        """Return the next pause after a failure of this kind, in seconds."""
+        """Return the next pause after a failure of this class, in seconds."""
         if kind not in self._known:
             self._known[kind] = self._make(kind)
         return self._known[kind].pause()
 
     def reset(self) -> None:
-        """Begin with the first pause again, for every kind."""
+        """Restart every back-off with the first pause."""
         self._known.clear()

@@ -1,4 +1,4 @@
-"""Clocks of the daemon. A simulator replaces them by one of its own."""
+"""Clocks of the daemon. A simulator can replace them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Clock(Protocol):
     """Source of time, in seconds."""
 
     def now(self) -> float:
-        """Return the time since boot, time in suspend included."""
+        """Return the time since boot, including suspend."""
         ...
 
     def wall(self) -> float:
@@ -23,12 +23,12 @@ class Clock(Protocol):
         ...
 
     def cpu_time(self) -> float:
-        """Return the time that this thread has computed."""
+        """Return the CPU time of this thread."""
         ...
 
 
 class SystemClock:
-    """The kernel's clocks. A correction of the time of day does not move that of ``now``."""
+    """The kernel's clocks. Setting the time of day does not affect ``now``."""
 
     def now(self) -> float:
         return time.clock_gettime(time.CLOCK_BOOTTIME)
@@ -44,7 +44,7 @@ _clock: Clock = SystemClock()
 
 
 def now() -> float:
-    """Return seconds since boot, time in suspend included: a lease runs on while a host sleeps."""
+    """Return seconds since boot, including suspend: leases expire while a host sleeps."""
     return _clock.now()
 
 
@@ -54,7 +54,7 @@ def wall() -> float:
 
 
 def wall_ns() -> int:
-    """Return nanoseconds since the epoch, for what other hosts read."""
+    """Return nanoseconds since the epoch, for values that other hosts read."""
     return int(_clock.wall() * 1e9)
 
 
@@ -67,13 +67,13 @@ def boot_id() -> str:
 
 
 def utc_text(seconds: float) -> str:
-    """Return a time since the epoch as RFC 3339 has it, in UTC."""
+    """Return a time since the epoch in RFC 3339 format, in UTC."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 
 
 @contextmanager
 def replaced(clock: Clock) -> Iterator[None]:
-    """Run the block on another clock."""
+    """Run the block with another clock."""
     global _clock
     before, _clock = _clock, clock
     try:
@@ -83,5 +83,5 @@ def replaced(clock: Clock) -> Iterator[None]:
 
 
 def cpu_time() -> float:
-    """Return seconds that this thread has computed."""
+    """Return the CPU time of this thread in seconds."""
     return _clock.cpu_time()

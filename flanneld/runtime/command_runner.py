@@ -1,4 +1,4 @@
-"""Runner of commands: bounded in time and output, and killed with their children when the daemon stops."""
+"""Runner of commands with limits on time and output, killed with their children when the daemon stops."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ log = logging.getLogger(__name__)
 
 #: Seconds for one command, unless its caller sets another limit.
 TIME_LIMIT = 10.0
-#: Bytes on each of stdout and stderr; iptables-save writes tens of MB on a large Kubernetes node.
+#: Bytes on each of stdout and stderr. iptables-save writes tens of MB on a large Kubernetes node.
 LONGEST_OUTPUT = 64 << 20
-#: Seconds between two looks at the stop event.
+#: Seconds between checks of the stop event.
 _LOOK_AT_STOP = 0.1
 _PIECE = 64 << 10
 #: Characters of a command in a message.
 _LONGEST_NAME = 200
-#: Where Debian keeps system commands; the PATH of an ordinary user lacks it.
+#: System commands of Debian, which an ordinary user's PATH lacks.
 _SYSTEM_PATHS = "/usr/sbin:/sbin"
 
 
 class Finished(Struct, frozen=True, gc=False):
-    """A command that has ended. A negative ``status`` is the signal that killed it."""
+    """Result of a command. A negative ``status`` is the signal that killed it."""
 
     status: int
     output: str
@@ -43,15 +43,15 @@ class Finished(Struct, frozen=True, gc=False):
 
 
 class NotStarted(Retryable):
-    """A program is not installed or cannot be executed."""
+    """Error for a program that is not installed or cannot be executed."""
 
 
 class CommandHung(Retryable):
-    """A command did not end in time, or the daemon stops, and so it was killed."""
+    """Error for a command killed on its timeout or at the daemon's stop."""
 
 
 class TooMuchOutput(Retryable):
-    """A command wrote more than can be taken, and was killed."""
+    """Error for a command killed because its output exceeded the limit."""
 
 
 def find(program: str) -> str | None:
@@ -60,7 +60,7 @@ def find(program: str) -> str | None:
 
 
 class CommandRunner:
-    """Runs commands for any thread. ``stop`` kills those that run and lets no other begin."""
+    """Runner of commands for any thread. ``stop`` kills running ones and refuses further ones."""
 
     def __init__(self, stop: threading.Event, longest_output: int = LONGEST_OUTPUT) -> None:
         self._stop = stop
@@ -78,12 +78,14 @@ class CommandRunner:
         merged: bool = False,
         name: str = "",
     ) -> Finished:
-        """Run a command, a text by the shell, and return how it ended; ``env`` adds to our environment.
+        """Run a command, a string through the shell, and return its result.
 
-        ``at_exit`` is for what has to be done while the daemon stops: only ``timeout`` ends it then. With
-        ``clean`` the environment is ``env`` alone, with ``merged`` stderr goes where stdout goes. ``name``
-        is for a command whose text may hold a key. Raises ``NotStarted``, ``CommandHung`` and
-        ``TooMuchOutput``.
+        - ``env`` is added to our environment, or replaces it with ``clean``.
+        - ``at_exit`` is for commands during the daemon's stop: only ``timeout`` ends them.
+        - ``merged`` redirects stderr to stdout.
+        - ``name`` stands for a command in messages whose text may contain a key.
+
+        Raises ``NotStarted``, ``CommandHung`` and ``TooMuchOutput``.
         """
         argv = ("sh", "-c", command) if isinstance(command, str) else tuple(command)
         log.log(V(6), "Running %s", name or " ".join(argv))
@@ -112,7 +114,7 @@ class CommandRunner:
     def _exchange(
         self, process: subprocess.Popen[bytes], stdin: bytes, check: Callable[[], None]
     ) -> tuple[str, str]:
-        """Give the command its input, and take what it writes until it closes both streams."""
+        """Write stdin and read both outputs until the command closes them."""
         assert process.stdin
         taken = {pipe.fileno(): bytearray() for pipe in (process.stdout, process.stderr) if pipe}
         with selectors.DefaultSelector() as ready:
@@ -146,13 +148,13 @@ class _Overflow(Exception):
 
 
 def named(argv: Sequence[str]) -> str:
-    """Return a command as it is named in a message: a script may be long."""
+    """Return a command for a message, truncated: a script may be long."""
     text = " ".join(argv)
     return text if len(text) <= _LONGEST_NAME else f"{text[:_LONGEST_NAME]}..."
 
 
 def _give(fd: int, stdin: bytes) -> tuple[bytes, bool]:
-    """Write a piece; return the rest, and True if there is none or the command takes no more."""
+    """Write one piece. Return the rest, and True if it is empty or the command closed its stdin."""
     try:
         rest = stdin[os.write(fd, stdin[: select.PIPE_BUF]) :] if stdin else b""
     except BrokenPipeError:
@@ -180,7 +182,7 @@ def _start(argv: Sequence[str], env: Mapping[str, str], *, merged: bool) -> subp
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill the process group of a command that runs, and close its pipes."""
+    """Kill the process group of a running command, and close its pipes."""
     if process.returncode is None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

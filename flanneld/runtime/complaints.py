@@ -1,4 +1,4 @@
-"""Complaints about what is in the store: a few get a line each, many get one line with a count."""
+"""Rate-limited warnings about objects in the store: one line each, or a count if there are many."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from itertools import islice
 from flanneld.runtime import clock
 from flanneld.runtime.outage import PACE
 
-#: Lines about single keys within a minute. More would hide other lines.
+#: Lines about single keys per minute. More would hide other lines.
 FEW = 25
-#: Keys that a line about many of them names.
+#: Keys named in a line with a count.
 _NAMED = 3
 
 
 class Complaints:
-    """Tells each complaint once, until its text changes or it is cleared. Threads may share it.
+    """Warnings by key, logged once until their text changes or they are cleared. Threads may share it.
 
-    ``one`` and ``several`` are formats: of a line with ``key`` and ``reason``, and of one with ``count``,
-    which the first few complaints follow. ``item`` is how they are written there.
+    ``one`` is the format of a line with ``key`` and ``reason``. ``several`` is that of a line with ``count``,
+    to which the first few warnings are appended in the format ``item``.
     """
 
     def __init__(
@@ -38,15 +38,15 @@ class Complaints:
         self._item = item
         self._now = now
         self._lock = threading.Lock()
-        #: A hash of each complaint's text. Thousands of texts would take some MB.
+        #: Hash of each warning's text. Thousands of texts would take some MB.
         self._known: dict[str, int] = {}
         self._pending: dict[str, str] = {}
-        #: When the minute of the last lines began, and what is left of its lines.
+        #: Start of the current minute, and the lines left in it.
         self._since = -math.inf
         self._left = FEW
 
     def note(self, key: str, reason: object) -> None:
-        """Remember a complaint for ``tell`` unless it is known."""
+        """Queue a warning for ``tell`` unless it is known."""
         text = str(reason)
         with self._lock:
             if self._known.get(key) != hash(text):
@@ -54,20 +54,20 @@ class Complaints:
                 self._pending[key] = text
 
     def clear(self, key: str) -> None:
-        """Forget a complaint because its cause has gone."""
+        """Forget the warning about a key, whose cause is gone."""
         with self._lock:
             self._known.pop(key, None)
             self._pending.pop(key, None)
 
     def retain(self, keys: Collection[str]) -> None:
-        """Forget all complaints but those about these keys."""
+        """Forget all warnings except those about these keys."""
         with self._lock:
             for key in [key for key in self._known if key not in keys]:
                 self._known.pop(key)
                 self._pending.pop(key, None)
 
     def tell(self) -> None:
-        """Log what is new. After a few lines the rest waits for a minute, and is one line then."""
+        """Log new warnings. Beyond the limit they wait for the next minute and share one line."""
         if not self._pending:
             return
         with self._lock:

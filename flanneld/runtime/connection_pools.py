@@ -1,4 +1,4 @@
-"""urllib3's connections, made over a line that another thread can cut, and answers without end."""
+"""urllib3 connection pools on interruptible sockets, and a size limit for responses."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from urllib3.response import BaseHTTPResponse
 
 from flanneld.runtime.interruptible_socket import InterruptibleSocket
 
-#: In bytes. What etcd says of the leases of a large cluster is some MB.
+#: Bytes of a response, at most. etcd's list of a large cluster's leases takes some MB.
 _LONGEST_ANSWER = 64 << 20
 _PIECE = 256 << 10
 
 
 class Endless(HTTPException):
-    """An answer is longer than any that makes sense."""
+    """Error for a response that exceeds the size limit."""
 
 
 class _Connection(HTTPConnection):
@@ -36,7 +36,7 @@ class _TlsConnection(_Connection, HTTPSConnection):
 
 
 class Pool(HTTPConnectionPool):
-    """Takes the keyword ``line``; so does ``TlsPool``."""
+    """Connection pool that takes an ``InterruptibleSocket`` as ``line``; so does ``TlsPool``."""
 
     ConnectionCls = _Connection
 
@@ -46,15 +46,15 @@ class TlsPool(HTTPSConnectionPool):
 
 
 def nobody_waits() -> None:
-    """For an answer that is so short that nobody needs a sign of life meanwhile."""
+    """Do nothing: the heartbeat callback for short responses."""
 
 
 def body_of(
     response: BaseHTTPResponse, alive: Callable[[], None] = nobody_waits, longest: int | None = None
 ) -> bytes:
-    """Return all of it, or raise ``Endless``: an answer without end must not fill the memory.
+    """Return the whole body. Raises ``Endless`` if it exceeds ``longest`` bytes.
 
-    ``longest`` is in bytes; ``alive`` is called for each part that has come, however slowly it did.
+    ``alive`` is called for each part received, also from a slow server.
     """
     pieces, size = [], 0
     longest = _LONGEST_ANSWER if longest is None else longest

@@ -25,12 +25,12 @@ LONGEST_FILE = 256 << 10
 #: The level of ``-v=1``.
 _VERBOSE = logging.INFO - 1
 
-#: Seconds since the epoch, the severity as glog abbreviates it, the source file's name, the text.
+#: Seconds since the epoch, glog's severity letter, name of the source file, text.
 Event = tuple[float, str, str, str]
 
 
 class Events(logging.Handler):
-    """A ring of what is logged without ``-v``."""
+    """Ring buffer of the log at level INFO and above, without ``-v``."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -55,7 +55,7 @@ class Events(logging.Handler):
             log.log(_VERBOSE, "Events are not kept over restarts: %s: %s", path, problem)
 
     def emit(self, record: logging.LogRecord) -> None:
-        # A wrong format string is reported by the handler that writes the log.
+        # The handler that writes the log reports a wrong format string.
         with suppress(TypeError, ValueError, KeyError):
             text = record.getMessage()[:LENGTH]
             event = (record.created, record.levelname[0], record.module, text)
@@ -64,7 +64,7 @@ class Events(logging.Handler):
                 self._append(self._file, event)
 
     def recent(self) -> list[Event]:
-        """Oldest first. From any thread."""
+        """Return the events, oldest first. May be called from any thread."""
         return list(self._ring.copy())
 
     def close(self) -> None:
@@ -99,7 +99,7 @@ class Events(logging.Handler):
 
 
 def remember() -> Events:
-    """Begin to remember what is logged."""
+    """Install and return the ring buffer."""
     events = Events()
     logging.getLogger().addHandler(events)
     return events

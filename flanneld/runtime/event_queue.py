@@ -1,4 +1,4 @@
-"""The queue through which other threads reach one that sleeps on file descriptors."""
+"""Queue from other threads to one that polls file descriptors."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from flanneld.runtime import clock
 
 Item = TypeVar("Item")
 
-#: Seconds; some times what one event takes, and nothing against what many take.
+#: Seconds: several times the cost of one event, and negligible against that of many.
 _PATIENCE = 0.005
 
 
 class EventQueue(Generic[Item]):
-    """Readable, as a file descriptor, while something is in it."""
+    """Queue whose file descriptor is readable while it has items."""
 
     def __init__(self) -> None:
         self._items: deque[tuple[float, Item]] = deque()
-        #: When the oldest of what was drained last had come.
+        #: Arrival time of the oldest item of the last ``drain``.
         self.since = 0.0
         self._settled = threading.Event()
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -29,9 +29,9 @@ class EventQueue(Generic[Item]):
         return self._event
 
     def put(self, item: Item) -> None:
-        """Hand something over, and give way until it is dealt with or some milliseconds have passed.
+        """Add an item, then wait until it is processed, at most a few milliseconds.
 
-        Would both threads run on at once, they would hold each other up: one interpreter serves both.
+        Otherwise both threads would compete for the interpreter lock and slow each other down.
         """
         self._settled.clear()
         self._items.append((clock.now(), item))
@@ -39,15 +39,15 @@ class EventQueue(Generic[Item]):
         self._settled.wait(_PATIENCE)
 
     def settle(self) -> None:
-        """The owner says that what it drained is dealt with."""
+        """Mark the drained items as processed. Called by the owner."""
         self._settled.set()
 
     def wake(self) -> None:
-        """Make the owner look, though there is nothing new."""
+        """Wake the owner without adding an item."""
         os.eventfd_write(self._event, 1)
 
     def drain(self) -> list[Item]:
-        """All that has come so far, oldest first."""
+        """Return all items, oldest first."""
         try:
             os.eventfd_read(self._event)
         except BlockingIOError:

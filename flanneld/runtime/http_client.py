@@ -1,4 +1,4 @@
-"""HTTP requests of backends: bounded in time and size, and cut when the daemon stops."""
+"""HTTP client of backends, with limits on time and size, interrupted when the daemon stops."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from msgspec import Struct, field
 from flanneld.errors import Cancelled, Fatal, Retryable, cause_of
 from flanneld.runtime.interruptible_socket import InterruptibleSocket, Unreachable
 
-#: Seconds between two looks at the stop event.
+#: Seconds between checks of the stop event.
 _LOOK_AT_STOP = 0.1
 
 
 class HttpRequest(Struct, frozen=True, gc=False):
-    """A request. ``timeout`` is in seconds, for all of it; ``longest`` in bytes, for the body of the answer.
+    """A request.
 
-    ``ca_file`` names the certificates that vouch for the server, empty for those of the system. ``at_exit``
-    is for what has to be done while the daemon stops: only ``timeout`` ends it then.
+    - ``timeout`` is in seconds, for the whole exchange.
+    - ``longest`` is the limit of the response's body in bytes.
+    - ``ca_file`` names the trusted certificates; empty for the system's.
+    - ``at_exit`` is for requests during the daemon's stop: only ``timeout`` ends them.
     """
 
     method: str
@@ -35,7 +37,7 @@ class HttpRequest(Struct, frozen=True, gc=False):
 
 
 class HttpAnswer(Struct, frozen=True, gc=False):
-    """An answer of any status; redirects are not followed. Names of headers are in lower case."""
+    """A response of any status. Redirects are not followed. Header names are in lower case."""
 
     status: int
     headers: Mapping[str, str]
@@ -43,20 +45,20 @@ class HttpAnswer(Struct, frozen=True, gc=False):
 
 
 class HttpClient:
-    """Makes requests for any thread, each over a connection of its own, until ``stop``."""
+    """HTTP client for any thread, with one connection per request, until ``stop``."""
 
     def __init__(self, stop: threading.Event) -> None:
         self._stop = stop
 
     def ask(self, request: HttpRequest) -> HttpAnswer:
-        """Return the answer. Raises ``Retryable`` if there is none, ``Fatal`` if the URL names no server."""
+        """Return the response. Raises ``Retryable`` if there is none, ``Fatal`` for an invalid URL."""
         url = _parse(request.url)
-        where = f"{url.scheme}://{url.hostname}:{_port(url)}"  # The rest of the URL may hold a secret.
+        where = f"{url.scheme}://{url.hostname}:{_port(url)}"  # The rest of the URL may contain a secret.
         line, done = InterruptibleSocket(), threading.Event()
         deadline = time.monotonic() + request.timeout
 
         def guard() -> None:
-            """Cut the connection at the deadline, even while data comes in, and when the daemon stops."""
+            """Shut the connection down at the deadline, even while data arrives, and at the daemon's stop."""
             while not done.wait(max(0.0, min(_LOOK_AT_STOP, deadline - time.monotonic()))):
                 if time.monotonic() >= deadline or (self._stop.is_set() and not request.at_exit):
                     line.cut()
@@ -75,7 +77,7 @@ class HttpClient:
 
 
 def _exchange(request: HttpRequest, url: SplitResult, line: InterruptibleSocket) -> HttpAnswer:
-    from urllib3.exceptions import HTTPError  # 30 ms, for those who ask
+    from urllib3.exceptions import HTTPError  # takes 30 ms, so imported on demand
 
     from flanneld.runtime.connection_pools import Pool, TlsPool, body_of
 
@@ -96,10 +98,10 @@ def _exchange(request: HttpRequest, url: SplitResult, line: InterruptibleSocket)
             retries=False,
             redirect=False,
             preload_content=False,
-            timeout=request.timeout + 1,  # The connection is cut before that.
+            timeout=request.timeout + 1,  # beyond the deadline of guard()
         ) as response:
             body = body_of(response, longest=request.longest)
-            line.check()  # A body without a length looks whole when it was cut.
+            line.check()  # without a length, a truncated body looks complete
             headers = {name.lower(): value for name, value in response.headers.items()}
             return HttpAnswer(response.status, headers, body)
     except HTTPError as error:
@@ -111,7 +113,7 @@ def _exchange(request: HttpRequest, url: SplitResult, line: InterruptibleSocket)
 
 
 def _reason(error: Exception) -> str:
-    """Return what went wrong, without a word of the server's."""
+    """Return the reason without any text of the server's."""
     from flanneld.runtime.connection_pools import Endless
 
     if isinstance(error, RemoteDisconnected | IncompleteRead):

@@ -1,4 +1,4 @@
-"""Lazy imports of packages whose own code loads more than we use: start time and memory are features."""
+"""Lazy imports of packages that load more than we use, for start time and memory."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ if TYPE_CHECKING:
     from importlib.abc import Loader  # takes 6 ms
 
 _LOCK = RLock()
-#: The submodules to import at once, by the name of the deferred package.
+#: Submodules to import at once, by the name of the deferred package.
 _DEFERRED: dict[str, tuple[str, ...]] = {}
 
 
 def defer(name: str, *parts: str) -> None:
-    """Run the code of a module or package only when an attribute is used that it does not have yet.
+    """Defer running a module's code until a missing attribute of it is used.
 
-    Submodules of such a package are imported as usual. Those named by ``parts`` are imported with it, so that
+    Submodules of a deferred package are imported as usual. Those in ``parts`` are imported with it, so that
     ``from package import part`` does not run the package's code.
 
-    ``importlib.util.LazyLoader`` cannot serve: up to Python 3.13 the import statement itself runs the code.
+    ``importlib.util.LazyLoader`` is no alternative: up to Python 3.13 the import statement itself runs the
+    code.
     """
     if not _DEFERRED:
         sys.meta_path.insert(0, _Finder())
@@ -63,7 +64,7 @@ class _LazyLoader:
 
 class _Deferred(ModuleType):
     def __getattr__(self, name: str) -> Any:
-        if name == "__path__":  # the import system asks for it, and a plain module has none
+        if name == "__path__":  # the import system reads it, and a plain module has none
             raise AttributeError(name)
         with _LOCK:
             if isinstance(self.__loader__, _LazyLoader):

@@ -1,7 +1,7 @@
 """Lock that keeps two daemons from serving one subnet file.
 
-The kernel releases it when the process ends, however it ends. Child processes do not inherit it: the packet
-pump outlives the daemon.
+The kernel releases it when the process ends in any way. Child processes do not inherit it: the packet pump
+outlives the daemon.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from flanneld.runtime import clock
 
 log = logging.getLogger(__name__)
 
-#: Seconds. During a DaemonSet's surge update the old pod has 30 s to end, and takes less than one.
+#: Seconds. In a DaemonSet's surge update the old pod has 30 s to end, and takes less than one.
 PATIENCE = 30.0
-#: Seconds between two attempts.
+#: Seconds between attempts.
 _PAUSE = 0.1
 
 
 class InstanceLock:
-    """Exclusive lock on ``path``, until ``close`` or the end of the process."""
+    """Exclusive lock on ``path``, held until ``close`` or the end of the process."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -36,8 +36,8 @@ class InstanceLock:
     ) -> None:
         """Take the lock, waiting for another daemon to end; ``tell`` gets one line about it.
 
-        Raises ``Fatal`` if it does not end within ``within`` seconds, ``Cancelled`` on a stop. Without a
-        file to lock, as on a read-only file system, there is no lock.
+        Raises ``Fatal`` after ``within`` seconds, ``Cancelled`` on a stop. If the file cannot be created, as
+        on a read-only file system, there is no lock.
         """
         deadline = clock.now() + within
         is_said = False
@@ -56,7 +56,7 @@ class InstanceLock:
                 raise Cancelled
 
     def try_take(self, *, create: bool = True) -> bool:
-        """Take the lock now; False if another process holds it. True, too, if there is no file to lock."""
+        """Take the lock now. Return False if another process holds it, True also if the file cannot exist."""
         while True:
             try:
                 if create:
@@ -78,7 +78,7 @@ class InstanceLock:
             if _is_at(self._path, descriptor):
                 self._descriptor = descriptor
                 return True
-            os.close(descriptor)  # Removed by -cleanup between our open and our lock.
+            os.close(descriptor)  # -cleanup removed it between our open and our lock
 
     def close(self) -> None:
         """Release the lock."""

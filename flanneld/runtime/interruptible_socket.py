@@ -1,4 +1,4 @@
-"""A TCP connection that another thread can cut, whatever the one that uses it waits for."""
+"""TCP connection that another thread can shut down during any blocking call."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from flanneld.errors import Cancelled
 
-#: A server that vanished behind an open connection is noticed within half a minute, even while we listen.
+#: Keepalive: a server that vanished is noticed within half a minute, even while we only read.
 _OPTIONS = (
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -21,11 +21,11 @@ _OPTIONS = (
 
 
 class Unreachable(Exception):
-    """There is no connection; the text says why."""
+    """Error for a connection that could not be made. The text gives the reason."""
 
 
 class InterruptibleSocket:
-    """The one connection at a time of one thread, held from before it is made."""
+    """Connection of one thread, one at a time. It is held from before it connects."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -38,10 +38,10 @@ class InterruptibleSocket:
             raise Cancelled
 
     def connect(self, host: str, port: int, timeout: float) -> socket.socket:
-        """Connect to the first address of the host that answers; the line then holds no other.
+        """Connect to the first address of the host that answers, after dropping the previous connection.
 
-        ``timeout``, in seconds, is for each address, and stays that of the socket. Raises
-        ``Unreachable`` or ``Cancelled``.
+        ``timeout``, in seconds, is per address, and remains the socket's. Raises ``Unreachable`` or
+        ``Cancelled``.
         """
         problem = "it has no address"
         for family, kind, protocol, _, address in self._resolve(host, port, timeout):
@@ -61,7 +61,7 @@ class InterruptibleSocket:
         raise Unreachable(problem)
 
     def drop(self) -> None:
-        """End the connection; another may follow. May be called from any thread."""
+        """Close the connection; another may follow. May be called from any thread."""
         with self._changed:
             if self._sock is not None:
                 _shut_down(self._sock)
@@ -69,29 +69,29 @@ class InterruptibleSocket:
             self._sock = None
 
     def cut(self) -> None:
-        """End the connection and refuse another. May be called from any thread, repeatedly."""
+        """Close the connection and refuse further ones. May be called repeatedly, from any thread."""
         with self._changed:
             self._cut = True
             self._changed.notify_all()
         self.drop()
 
     def _hold(self, sock: socket.socket) -> None:
-        # A duplicate, for TLS takes the descriptor away from the socket that it wraps. Held before it
-        # connects, for a shutdown also ends a connection that is being made.
+        # A duplicate, because TLS detaches the descriptor from the socket it wraps. Held before it connects,
+        # because a shutdown also interrupts a connect.
         self.drop()
         with self._changed:
             self.check()
             self._sock = sock.dup()
 
     def _resolve(self, host: str, port: int, timeout: float) -> list[Any]:
-        name = host.encode("ascii")  # given text, Python would load its tables for other scripts
+        name = host.encode("ascii")  # bytes, because for text Python would load its IDNA tables
         try:
             return socket.getaddrinfo(name, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
         except socket.gaierror:
             return self._look_up(name, port, timeout)
 
     def _look_up(self, name: bytes, port: int, timeout: float) -> list[Any]:
-        """Ask the resolver in a thread of its own, as nothing can interrupt it."""
+        """Call the resolver in a thread of its own, because it cannot be interrupted."""
         answers: list[list[Any]] = []
 
         def ask() -> None:

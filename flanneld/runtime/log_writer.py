@@ -1,4 +1,4 @@
-"""Where the log goes: whoever reads it, or does not, must not hold the daemon up."""
+"""Writer of the log that blocks the daemon for a limited time only, even if the reader is stuck."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import os
 import select
 import time
 
-#: What a pipe that can be written to takes without a wait, in bytes (pipe(7), PIPE_BUF).
+#: Bytes that a writable pipe takes without blocking (pipe(7), PIPE_BUF).
 _PIECE = 4096
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-#: How long a reader may take to make room, in seconds.
+#: Seconds to wait for the reader to make room.
 PATIENCE = 1.0
 
 
 class LogWriter:
-    """Writes lines to a file descriptor. Those for which there is no room in time are lost.
+    """Writer of lines to a file descriptor. Lines that find no room in time are lost.
 
-    When there is room again, a line says how many they were.
+    Once there is room again, a line reports their number.
     """
 
     def __init__(self, fd: int, patience: float = PATIENCE) -> None:
@@ -26,12 +26,12 @@ class LogWriter:
         self._poll = select.poll()
         self._poll.register(fd, select.POLLOUT)
         self._lost = 0
-        #: Of the last line that was written, the end was lost.
+        #: True if the end of the last written line was lost.
         self._is_torn = False
 
     def write(self, line: str) -> None:
-        """Write a line, given without its end. Raises ``OSError`` if there is no reader."""
-        # Who has made us wait in vain is not waited for again.
+        """Write a line, given without its newline. Raises ``OSError`` if there is no reader."""
+        # After a lost line, do not wait for this reader again.
         deadline = time.monotonic() + (0.0 if self._lost else self._patience)
         if self._lost:
             gap = "\n" if self._is_torn else ""

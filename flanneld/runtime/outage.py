@@ -1,4 +1,4 @@
-"""What the log says of something that fails, goes on failing, and works again."""
+"""Log messages about failures that last."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from collections.abc import Callable, Hashable
 from flanneld.errors import Retryable, remembered
 from flanneld.runtime import clock
 
-#: Seconds between two lines about the same.
+#: Seconds between repetitions of a message.
 PACE = 60.0
 
 
 class Pace:
-    """Lets each thing be said once a minute. For one thread, and for few different things."""
+    """Rate limit of one message a minute per key. For one thread and few keys."""
 
     def __init__(self, now: Callable[[], float] = clock.now) -> None:
         self._now = now
         self._said: dict[Hashable, float] = {}
 
     def allows(self, what: Hashable) -> bool:
-        """Whether it may be said now, which is then counted as done."""
+        """Return True if the message may be logged now, and record that it was."""
         now = self._now()
         if now - self._said.get(what, -math.inf) < PACE:
             return False
@@ -29,14 +29,14 @@ class Pace:
         return True
 
     def forget(self, what: Hashable) -> None:
-        """Let it be said at once when it happens next."""
+        """Allow the next message at once."""
         self._said.pop(what, None)
 
 
 class Outage:
-    """Says that something fails, once a minute that it still does, whatever the reasons, and that it is over.
+    """Log of one outage: its start, one line a minute while it lasts, and its end.
 
-    The reason follows ``failing`` in the log. For one thread, but any may ask for the ``problem``.
+    The reason follows ``failing`` in the log. For one thread; ``problem`` may be read from any.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class Outage:
 
     @property
     def problem(self) -> Retryable | None:
-        """The last failure, None if what happened last was none."""
+        """The last failure, None since the last success."""
         return self._problem
 
     def failed(self, reason: Retryable) -> None:
-        """It has failed, or failed again."""
+        """Record a failure."""
         now = self._now()
         self._problem = remembered(reason)
         if self._since is None:
@@ -69,14 +69,14 @@ class Outage:
             self._is_told = True
 
     def answered(self) -> bool:
-        """It seems to work: say so if the log has it that it does not. Tells whether that was said.
+        """Record an apparent success; log the end if the start was logged. Return True if so.
 
-        What fails soon after is the same outage, as one that comes and goes must not fill the log.
+        A failure soon after counts as the same outage, so that an intermittent one does not fill the log.
         """
         return self._works()
 
     def over(self) -> bool:
-        """It works for certain: what fails from now on is another outage. Otherwise as ``answered``."""
+        """Record a definite success: the next failure is a new outage. Returns as ``answered``."""
         self._pace.forget(self._failing)
         return self._works()
 

@@ -1,4 +1,4 @@
-"""Server of one thread for many connections, bounded in time and number: none waits for another."""
+"""Single-threaded server for many connections, with limits on time and number, none blocking another."""
 
 from __future__ import annotations
 
@@ -17,20 +17,23 @@ from msgspec import Struct
 
 log = logging.getLogger(__name__)
 
-#: One connection's share of the work: yields the event to wait for (``select.POLLIN`` or ``POLLOUT``), and
-#: ends with the connection. It may be resumed without the event, so it must not block.
+#: Coroutine of one connection. It yields the event to wait for (``select.POLLIN`` or ``POLLOUT``) and ends
+#: with the connection. It may be resumed without the event, so it must not block.
 Conversation = Iterator[int]
-#: Yielded to wait until the other side takes more.
+#: Yielded to wait until the peer accepts more data.
 WRITABLE = select.POLLOUT
 
-#: Seconds to wait when there is no file descriptor for a connection: it stays in the queue meanwhile.
+#: Seconds to wait without free file descriptors; the connection stays in the queue meanwhile.
 _STARVED = 0.1
-#: A host may have 2^64 IPv6 addresses of its own network, so that counts as one source.
+#: Prefix length of one IPv6 source: a host may use 2^64 addresses of its network.
 _IPV6_SOURCE = 64
 
 
 class Limits(Struct, frozen=True, gc=False):
-    """``seconds`` are from a connection's begin to its end; ``reserved`` connections are this host's own."""
+    """Limits of a server.
+
+    ``seconds`` is a connection's lifetime; ``reserved`` connections are for this host.
+    """
 
     seconds: float
     connections: int
@@ -39,7 +42,7 @@ class Limits(Struct, frozen=True, gc=False):
 
 
 class Source(Struct, frozen=True, gc=False):
-    """Origin of a connection. Connections of this host itself have a reserve, as its kubelet's probes."""
+    """Origin of a connection. Local connections, such as kubelet's probes, have a reserve."""
 
     name: str
     is_local: bool
@@ -53,10 +56,10 @@ class _Open(Struct, frozen=True, gc=False):
 
 
 def to_evict(old: Sequence[Source], new: Source, limits: Limits) -> int | None:
-    """Return which connection has to go for a new one, None if there is room (pure).
+    """Return the index of the connection to close for a new one, None if there is room (pure).
 
-    ``old`` are those that are open, oldest first. A crowd from one source displaces itself, and a crowd of
-    sources the oldest connection of the largest among them.
+    ``old`` are the open ones, oldest first. A source at its limit loses its oldest connection. At the total
+    limit, the source with the most connections loses its oldest.
     """
     of_same = [number for number, source in enumerate(old) if source == new]
     if len(of_same) >= limits.per_source:
@@ -69,9 +72,9 @@ def to_evict(old: Sequence[Source], new: Source, limits: Limits) -> int | None:
 
 
 class PolledServer:
-    """Serves one listening socket. ``talk`` makes the conversation for a new connection.
+    """Server of one listening socket. ``talk`` returns the coroutine of a new connection.
 
-    ``failing`` is what the log says of a conversation that fails by a mistake of ours.
+    ``failing`` is logged for a coroutine that fails through a bug.
     """
 
     def __init__(
@@ -87,11 +90,11 @@ class PolledServer:
         self._failing = failing
         self._closing = threading.Event()
         self._poll = select.poll()
-        #: By file descriptor, oldest first.
+        #: Open connections by file descriptor, oldest first.
         self._open: dict[int, _Open] = {}
 
     def serve(self) -> None:
-        """Answer until ``close``."""
+        """Serve until ``close``."""
         self._listener.setblocking(False)
         own = self._listener.fileno()
         self._poll.register(own, select.POLLIN)
@@ -106,13 +109,13 @@ class PolledServer:
             self._listener.close()
 
     def close(self) -> None:
-        """End ``serve`` at once. May be called from any thread, repeatedly."""
+        """End ``serve`` at once. May be called repeatedly, from any thread."""
         self._closing.set()
-        with contextlib.suppress(OSError):  # closed already
+        with contextlib.suppress(OSError):  # already closed
             self._listener.shutdown(socket.SHUT_RDWR)
 
     def _patience(self) -> float | None:
-        """Return the milliseconds until the oldest connection has to end: all have the same time."""
+        """Return the milliseconds until the oldest connection expires: all have the same lifetime."""
         oldest = next(iter(self._open.values()), None)
         return None if oldest is None else max(0.0, math.ceil(1000 * (oldest.deadline - time.monotonic())))
 
@@ -120,7 +123,7 @@ class PolledServer:
         try:
             connection, address = self._listener.accept()
         except BlockingIOError:
-            return  # it has hung up already
+            return  # the client has already closed it
         except OSError:
             self._closing.wait(_STARVED)
             return
@@ -136,13 +139,13 @@ class PolledServer:
         self._go_on(connection.fileno())
 
     def _go_on(self, fd: int) -> None:
-        if fd not in self._open:  # ended by what was done for another one
+        if fd not in self._open:  # evicted while another event was handled
             return
         try:
             self._poll.modify(fd, next(self._open[fd].conversation))
-        except (StopIteration, OSError):  # done, or the client's affair
+        except (StopIteration, OSError):  # done, or the client failed
             self._end(fd)
-        except Exception:  # must not end the daemon
+        except Exception:  # a bug must not end the daemon
             log.exception("%s", self._failing)
             self._end(fd)
 
@@ -159,7 +162,7 @@ class PolledServer:
 
 
 def receive(connection: socket.socket, size: int) -> Generator[int, None, bytes]:
-    """Receive what there is, empty at the end."""
+    """Receive available data; empty at the end of the stream."""
     while True:
         yield select.POLLIN
         with contextlib.suppress(BlockingIOError):
@@ -167,7 +170,7 @@ def receive(connection: socket.socket, size: int) -> Generator[int, None, bytes]
 
 
 def send(connection: socket.socket, data: bytes) -> Iterator[int]:
-    """Send all of it, others having their turn whenever the client is slow."""
+    """Send all data, yielding whenever the client is slow."""
     rest = memoryview(data)
     while rest:
         try:
@@ -178,7 +181,7 @@ def send(connection: socket.socket, data: bytes) -> Iterator[int]:
 
 def _source(connection: socket.socket, address: object) -> Source:
     if not isinstance(address, tuple):
-        return Source("", is_local=True)  # a Unix socket is of this host
+        return Source("", is_local=True)  # a Unix socket is local
     host = ip_address(str(address[0]).partition("%")[0])
     if host.version == 6 and host.ipv4_mapped:
         host = host.ipv4_mapped

@@ -1,4 +1,4 @@
-"""Set-up of the process: open standard streams, enough file descriptors, an interpreter tuned for threads."""
+"""Process setup: standard streams, file descriptor limit, interpreter settings."""
 
 from __future__ import annotations
 
@@ -9,30 +9,31 @@ import sys
 
 from flanneld.errors import Fatal
 
-#: File descriptors without which the daemon cannot work: it holds 15, a request or a command takes 10 more.
+#: File descriptors needed: the daemon holds 15, a request or a command takes 10 more.
 _NEEDED = 64
-#: With the connections of the health server and the readers of the status there are at most this many.
+#: File descriptors with the connections of the health server and the status, at most.
 _WANTED = 256
-#: Seconds until a thread hands over: an event reaches the kernel through two, so less than Python's default.
+#: Seconds until a running thread yields. An event passes two threads to the kernel, so Python's 5 ms are too
+#: long.
 _SWITCH_INTERVAL = 0.0001
-#: Objects made between two searches for reference cycles. A list of leases makes many, and no cycles.
+#: Allocations between two collections of reference cycles. A list of leases makes many objects and no cycles.
 _GARBAGE = 50_000
 
 
 def open_standard_streams() -> None:
-    """Open /dev/null for what the caller has closed: a socket of ours in its place would get our log."""
+    """Open /dev/null for closed standard streams: otherwise a socket could get their number, and the log."""
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
-    # Python has none for a stream that was closed when it began.
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
+    # Python sets them to None for streams closed at start.
     sys.stdout = sys.stdout or os.fdopen(1, "w", encoding="utf-8")
     sys.stderr = sys.stderr or os.fdopen(2, "w", encoding="utf-8")
 
 
 def ensure_descriptors() -> None:
-    """Raise the soft limit of file descriptors if it is low. Raises ``Fatal`` if the hard one is too."""
+    """Raise the soft limit of file descriptors if it is low. Raises ``Fatal`` if the hard limit is, too."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
     if soft == unlimited or soft >= _WANTED:
@@ -47,7 +48,7 @@ def ensure_descriptors() -> None:
 
 
 def tune_interpreter() -> None:
-    """Hand over between threads sooner and search for garbage less often; call it with all modules loaded."""
+    """Shorten the thread switch interval and collect garbage less often. Call it after all imports."""
     sys.setswitchinterval(_SWITCH_INTERVAL)
     gc.freeze()
     gc.set_threshold(_GARBAGE)

@@ -1,4 +1,4 @@
-"""Random numbers of the daemon. A simulator replaces their source by one with a seed."""
+"""Random numbers of the daemon. A simulator can replace their source by a seeded one."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from typing import TypeVar
 
 Item = TypeVar("Item")
 
-#: The kernel's generator: hosts made from one image must not draw the same numbers.
+#: The kernel's generator: hosts cloned from one image must draw different numbers.
 _source: random.Random = random.SystemRandom()
 
 
 def fraction() -> float:
-    """Return a number of [0, 1)."""
+    """Return a number in [0, 1)."""
     return _source.random()
 
 
 def randrange(stop: int) -> int:
-    """Return one of 0 to ``stop`` - 1."""
+    """Return an integer from 0 to ``stop`` - 1."""
     return _source.randrange(stop)
 
 
 def randint(lowest: int, highest: int) -> int:
-    """Return one of ``lowest`` to ``highest``, both included."""
+    """Return an integer from ``lowest`` to ``highest``, both included."""
     return _source.randint(lowest, highest)
 
 
 def random_bytes(count: int) -> bytes:
-    """Return random bytes, as for a MAC."""
+    """Return random bytes, for example for a MAC."""
     return _source.randbytes(count)
 
 
@@ -45,7 +45,7 @@ def shuffle(items: list[Item]) -> None:
 
 @contextmanager
 def replaced(source: random.Random) -> Iterator[None]:
-    """Run the block on another source."""
+    """Run the block with another source."""
     global _source
     before, _source = _source, source
     try:

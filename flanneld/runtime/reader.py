@@ -1,4 +1,4 @@
-"""Reading of a stream in a thread of its own, for libraries that know no time limit for the next item."""
+"""Reader of a stream in a thread of its own, for libraries without a timeout per item."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class _Failed(Struct, frozen=True):
 
 
 class Reader(Generic[T]):
-    """Thread that reads ``items`` until that raises; whoever ends the connection below ends the thread."""
+    """Thread that reads ``items`` until that raises. Closing the underlying connection ends it."""
 
     def __init__(self, name: str, items: Iterable[T]) -> None:
         self._read: SimpleQueue[T | _Failed] = SimpleQueue()
         threading.Thread(target=self._run, args=(items,), name=name, daemon=True).start()
 
     def next(self, timeout: float) -> T | None:
-        """Return the next item, or None if none came for ``timeout`` seconds. Raises what reading raised."""
+        """Return the next item, or None after ``timeout`` seconds. Raises what reading raised."""
         try:
             item = self._read.get(timeout=timeout)
         except Empty:

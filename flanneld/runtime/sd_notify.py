@@ -1,4 +1,4 @@
-"""Word to the service manager, by systemd's protocol (sd_notify(3), sd_watchdog_enabled(3))."""
+"""Notifications to the service manager by systemd's protocol (sd_notify(3), sd_watchdog_enabled(3))."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from flanneld.compat.flags import quoted
 
 log = logging.getLogger(__name__)
 
-#: A service manager that does not read must not hold us up for longer, in seconds.
+#: Seconds: limit for a service manager that does not read.
 SEND_TIME = 0.5
-#: systemd takes no message above 4096 bytes.
+#: Characters of a status. systemd takes no message above 4096 bytes.
 STATUS_LENGTH = 1000
 
 
 class Notifier:
-    """Tells the service manager how we are; does nothing when none asked for it ($NOTIFY_SOCKET).
+    """Notifier of the service manager; does nothing without $NOTIFY_SOCKET.
 
     No call raises: a message that cannot be sent is lost, and the first loss is logged.
     """
@@ -31,7 +31,7 @@ class Notifier:
         self._send("READY=1")
 
     def status(self, text: str) -> None:
-        """One line for ``systemctl status``. What is not ASCII is escaped: sdnotify loses such a text."""
+        """Send one line for ``systemctl status``. Non-ASCII text is escaped: sdnotify would lose it."""
         line = " ".join(text.split()).encode("unicode_escape").decode("ascii")[:STATUS_LENGTH]
         if line != self._status:
             self._status = line
@@ -49,7 +49,7 @@ class Notifier:
         try:
             from sdnotify import SystemdNotifier
 
-            # A new connection for each message, so that a restart of the receiver does no harm.
+            # One connection per message, so that a restart of the receiver does no harm.
             manager = SystemdNotifier(debug=True)
             with manager.socket:
                 manager.socket.settimeout(SEND_TIME)
@@ -65,10 +65,7 @@ class Notifier:
 
 
 def watchdog_interval(environ: Mapping[str, str]) -> float | None:
-    """Half the time in which the service manager wants to hear of this process, in seconds.
-
-    None when it does not watch us.
-    """
+    """Return half the watchdog timeout of the service manager in seconds, None if it has none."""
     usec = environ.get("WATCHDOG_USEC", "")
     if not usec or environ.get("WATCHDOG_PID", str(os.getpid())) != str(os.getpid()):
         return None

@@ -1,4 +1,4 @@
-"""Files with a key: made once, durable, and believed only if no other user can write them."""
+"""Files with a key: created once, durably, and only trusted if no other user can write them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def read(path: Path, make: Callable[[], bytes] | None = None) -> bytes:
-    """Return what is in the file, which gets what ``make`` returns if it is not there.
+    """Return the content of the file. If it is missing, create it with the result of ``make``.
 
-    Raises ``Fatal`` for a file that others can write, ``Retryable`` for one that cannot be read or made.
+    Raises ``Fatal`` for a file that others can write, ``Retryable`` for one that cannot be read or created.
     """
     try:
         if make is not None and not path.exists():
             path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-            with suppress(FileExistsError):  # Another process has just made it, and its key counts.
+            with suppress(FileExistsError):  # another process has just created it, and its key counts
                 atomic_file.create(path, make(), 0o400)
         return peek(path)
     except OSError as error:
@@ -32,7 +32,7 @@ def read(path: Path, make: Callable[[], bytes] | None = None) -> bytes:
 
 
 def peek(path: Path) -> bytes:
-    """Return what is in the file. Raises ``OSError``, and ``Fatal`` for a file that others can write."""
+    """Return the content of the file. Raises ``OSError``, and ``Fatal`` if others can write it."""
     return atomic_file.read(path, _LONGEST, lambda found: _check(path, found))
 
 

@@ -1,4 +1,4 @@
-"""Commands for an operator: lists of arguments, quoted only where a shell or a person reads them (pure)."""
+"""Commands for an operator: argument lists, quoted only for a shell or a person (pure)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Command = tuple[str, ...]
 
 
 def command(*words: object) -> Command:
-    """Return a command; an address or a number stands for its text."""
+    """Return a command. Addresses and numbers are converted to text."""
     return tuple(map(str, words))
 
 

@@ -1,4 +1,4 @@
-"""Thread around a stepped machine: it waits, and calls ``step``."""
+"""Thread loop around a state machine: it waits, and calls ``step``."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from contextlib import suppress
 
 from flanneld.runtime import clock
 
-#: Seconds between two steps of a machine that wants nothing, so that its heartbeat goes on.
+#: Seconds between two steps without work, for the heartbeat.
 _IDLE = 30.0
 
 
 class StepLoop:
-    """Thread's part of a stepped machine: it waits between two steps.
+    """Loop that calls a state machine's ``step`` and waits in between.
 
-    ``step(now)`` returns when it wants to be called again, in seconds on ``clock.now``.
-
-    ``sources`` are file descriptors that end the wait as well; they are asked for before each wait.
+    ``step(now)`` returns the time of its next call, in seconds on ``clock.now``. ``sources`` returns file
+    descriptors that end the wait, too; it is called before each wait.
     """
 
     def __init__(
@@ -44,16 +43,16 @@ class StepLoop:
             self._sleep_until(self._step(clock.now()))
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        # An argument, for at the end of the process the module has lost its names.
+        # A default argument, because at interpreter exit the module's names are gone.
         if self._wake >= 0:
             close(self._wake)
 
     def is_alive(self) -> None:
-        """Promise to report again; for a step that does several things, after each of them."""
+        """Send a heartbeat. A step that does several things calls this after each."""
         self._heartbeat(4 * _IDLE)
 
     def cancel(self) -> None:
-        """End the wait. From any thread."""
+        """End the current wait. May be called from any thread."""
         os.eventfd_write(self._wake, 1)
 
     def _sleep_until(self, when: float) -> None:

@@ -1,4 +1,4 @@
-"""The daemon's tasks: one thread each, one stop for all, and the first failure ends everything."""
+"""Supervisor of the daemon's tasks: one thread each, one stop for all; the first failure ends all."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from flanneld.errors import Fatal, FlannelError, lacking
 
 log = logging.getLogger(__name__)
 
-#: A signal that arrives just before the main thread falls asleep does not wake it: so it sleeps no longer.
+#: Seconds. A signal just before the main thread sleeps does not wake it, so the sleep is short.
 _NAP = 0.5
 
 QuietErrors = tuple[type[BaseException], ...]
 
 
 def nothing() -> None:
-    """For a task that ends by itself once ``stop`` is set, or a wait that has nothing else to do."""
+    """Do nothing: default for ``cancel`` and for waits without work."""
 
 
 class Task(Struct, frozen=True):
@@ -32,11 +32,11 @@ class Task(Struct, frozen=True):
 
 
 class Supervisor:
-    """Runs the tasks and knows why and when to stop.
+    """Supervisor of tasks. It decides when to stop, and why.
 
-    ``stop`` is set once, for good; ``failure`` says whether that was because a task failed.
-    ``quiet`` are the exceptions with which a task may answer its cancellation.
-    ``clock`` gives seconds, and should stand still while the host sleeps: nobody is late then.
+    - ``stop`` is set once, for good; ``failure`` is the error of the task that caused it, if any.
+    - ``quiet`` are the exceptions that a cancelled task may raise.
+    - ``clock`` returns seconds. It should not count suspend, so that no task is overdue after it.
     """
 
     def __init__(self, quiet: QuietErrors = (), clock: Callable[[], float] = time.monotonic) -> None:
@@ -71,18 +71,18 @@ class Supervisor:
             self._tasks.append(Task(thread, cancel))
 
     def request_stop(self, reason: str) -> None:
-        """Stop without failure. The first reason is logged, later ones are not."""
+        """Stop without failure. Only the first reason is logged."""
         with self._lock:
             if not self.stop.is_set():
                 log.info("stopping: %s", reason)
                 self.stop.set()
 
     def heartbeat(self, name: str, within: float) -> None:
-        """Promise to report again within so many seconds; ``math.inf`` takes the promise back."""
+        """Promise the next heartbeat within ``within`` seconds; ``math.inf`` cancels the promise."""
         self._promises[name] = (self._clock(), within)
 
     def overdue(self) -> list[str]:
-        """One line for each task that has not kept its promise."""
+        """Return one line for each task with an overdue heartbeat."""
         now = self._clock()
         return [
             f"{name} has not reported for {now - reported:.0f} s (promised {within:g} s)"
@@ -91,7 +91,7 @@ class Supervisor:
         ]
 
     def wait(self, *ticks: tuple[Callable[[], None], float]) -> None:
-        """Block until ``stop``, calling each of ``ticks`` about every so many seconds, rather too often."""
+        """Block until ``stop``, calling each of ``ticks`` at least every given number of seconds."""
         pause = min(_NAP, *(every for _, every in ticks)) if ticks else _NAP
         naps = 0
         while not self.stop.wait(pause):
@@ -101,28 +101,31 @@ class Supervisor:
                     tick()
 
     def shutdown(self, within: float = 0.8) -> list[str]:
-        """Cancel every task, wait for them so many seconds altogether, and name those that go on."""
+        """Cancel all tasks and wait at most ``within`` seconds in total.
+
+        Return the names of those still running.
+        """
         deadline = time.monotonic() + within
         with self._lock:
             self.stop.set()
             tasks = tuple(self._tasks)
         for task in tasks:
-            # In a thread each: one that blocks or fails must not take the others' time.
+            # A thread for each, because one that blocks or fails must not delay the others.
             threading.Thread(target=_cancel, args=(task,), daemon=True).start()
         for task in tasks:
             task.thread.join(max(0.0, deadline - time.monotonic()))
         return [task.thread.name for task in tasks if task.thread.is_alive()]
 
     def handle_signals(self) -> None:
-        """Let the first SIGINT or SIGTERM request a stop and the second one kill. Main thread only."""
+        """Make the first SIGINT or SIGTERM request a stop and the second one kill. Main thread only."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         for handled in (signal.SIGINT, signal.SIGTERM):
             signal.signal(handled, signal.SIG_DFL)
-        # The handler interrupts the main thread anywhere, also where it holds a lock that this needs:
-        # that of ``stop`` while it waits, that of ``threading`` while it starts a task. Hence a bare thread.
+        # The handler may interrupt the main thread while it holds a lock needed here: that of ``stop`` during
+        # its wait, or that of ``threading`` during a thread's start. Hence a raw thread.
         _thread.start_new_thread(self.request_stop, (f"got {signal.Signals(number).name}",))
 
     def _run(self, name: str, run: Callable[[], None], may_end: bool) -> None:
@@ -130,7 +133,7 @@ class Supervisor:
             run()
         except self._quiet as error:
             self._ended(name, error)
-        except BaseException as error:  # a thread must not die in silence, whatever kills it
+        except BaseException as error:  # log every end of a thread
             self._failed(name, error)
         else:
             if not may_end:
@@ -149,7 +152,7 @@ class Supervisor:
                 log.warning("%s failed while stopping: %s: %s", name, type(error).__name__, error)
                 return
             self.failure = error
-            # An error of ours says all there is to say; any other is a bug, and shows where.
+            # Our own errors are complete; any other is a bug and needs the traceback.
             told = lacking(error) or error
             trace = None if isinstance(told, FlannelError) else error
             log.error("stopping: %s failed: %s", name, told, exc_info=trace)

@@ -1,4 +1,4 @@
-"""Threads for the parts of a task: the supervisor starts the tasks themselves."""
+"""Threads within a task. The supervisor starts the tasks themselves."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from flanneld.errors import Cancelled
 
 
 def run_together(runs: Sequence[Callable[[], None]], cancel: Callable[[], None]) -> None:
-    """Run all at once, the first one in this thread. The first failure cancels the rest, and is raised."""
+    """Run all functions at once, the first in this thread.
+
+    The first failure cancels the rest and is raised.
+    """
     failures: list[BaseException] = []
 
     def run(one: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""Waits that have an end: for a stop, for a descriptor, for an attempt that succeeds."""
+"""Waits with a time limit: for a stop, a descriptor, or a successful attempt."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from flanneld.runtime import clock
 
 
 def pause(stop: threading.Event, seconds: float | None = None) -> bool:
-    """Wait for ``stop``, at most so many seconds; return True if it is set."""
+    """Wait for ``stop``, at most ``seconds``. Return True if it is set."""
     return stop.wait(seconds)
 
 
 def until(
     attempt: Callable[[], bool], *, within: float, every: float, stop: threading.Event | None = None
 ) -> bool:
-    """Try every so many seconds; return False once the time is over or ``stop`` is set."""
+    """Retry every ``every`` seconds. Return False after ``within`` seconds or if ``stop`` is set."""
     stop = stop or threading.Event()
     deadline = clock.now() + within
     while not attempt():
@@ -27,7 +27,7 @@ def until(
 
 
 class Signal:
-    """A lock around something that changes, and the wait for its next change. For any number of threads."""
+    """Lock around a changing object, with a wait for its next change. For any number of threads."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
@@ -39,23 +39,23 @@ class Signal:
         self._condition.release()
 
     def tell(self) -> None:
-        """Wake all that wait; with the lock held."""
+        """Wake all waiting threads. Requires the lock."""
         self._condition.notify_all()
 
     def heard(self, seconds: float) -> bool:
-        """Wait for ``tell``, at most so long, without the lock meanwhile; return True if it came."""
+        """Wait for ``tell``, at most ``seconds``, with the lock released. Return True if it came."""
         return self._condition.wait(seconds)
 
 
 def hung_up(fd: int) -> bool:
-    """Return True if the other end of a connection has closed its half."""
+    """Return True if the peer has closed its half of the connection."""
     poll = select.poll()
     poll.register(fd, select.POLLRDHUP)
     return bool(poll.poll(0))
 
 
 def readable(fd: int, seconds: float) -> bool:
-    """Wait until a descriptor can be read, at most so many seconds; return True if it can."""
+    """Wait until a descriptor is readable, at most ``seconds``. Return True if it is."""
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     return bool(poll.poll(seconds * 1000))

@@ -1,4 +1,4 @@
-"""The desired state, kept lease by lease (pure)."""
+"""Desired state, indexed by owner (pure)."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from flanneld.state.diff import Delta
 from flanneld.state.resources import LINKS, FdbEntry, Key, Resource, Vxlan
 from flanneld.state.table import Put
 
-#: Ranks before every lease: what this node needs for itself.
+#: Owner of this node's own resources. It ranks before every lease.
 LOCAL: LeaseKey = (None, None)
 
-#: By key, the resources that were in force at some time, None for those that were not wanted.
+#: By key, the effective resource at an earlier time, None if there was none.
 Before = dict[Key, Resource | None]
 
 
 class DesiredState:
-    """The wanted state by table and key, with an owner for each resource.
+    """Desired state by table and key, with an owner for each resource.
 
-    When two owners claim one key - cloned machines with one MAC - the lower subnet wins whatever the
-    order in which they came, and the other takes over when the winner leaves.
+    If two owners claim one key, as cloned machines with one MAC do, the lower subnet wins in any order of
+    arrival. The other takes over when the winner leaves.
     """
 
     def __init__(self) -> None:
         self._tables: dict[str, dict[Key, Resource]] = {}
         self._holder: dict[Key, LeaseKey] = {}
         self._wishes: dict[LeaseKey, tuple[Resource, ...]] = {}
-        #: Only for keys with several claims, winner included.
+        #: Only for keys with several claims, the winner's included.
         self._rivals: dict[Key, dict[LeaseKey, Resource]] = {}
 
     def __contains__(self, owner: LeaseKey) -> bool:
@@ -36,7 +36,7 @@ class DesiredState:
 
     @property
     def state(self) -> dict[Key, Resource]:
-        """Return a copy of all that is in force. From any thread."""
+        """Return a copy of all effective resources. May be called from any thread."""
         return dict(chain.from_iterable(table.copy().items() for table in self._tables.copy().values()))
 
     def table(self, name: object) -> dict[Key, Resource]:
@@ -48,7 +48,7 @@ class DesiredState:
         return found
 
     def get(self, key: Key) -> Resource | None:
-        """Return what is in force under a key."""
+        """Return the effective resource of a key."""
         return self.table(key[0]).get(key)
 
     def owners(self) -> Iterator[LeaseKey]:
@@ -58,17 +58,17 @@ class DesiredState:
         return self._wishes.get(owner, ())
 
     def all_wishes(self) -> dict[LeaseKey, tuple[Resource, ...]]:
-        """A copy, made in one step: from any thread."""
+        """Return a copy of the claims by owner. May be called from any thread."""
         return self._wishes.copy()
 
     def rivals(self) -> dict[Key, dict[LeaseKey, Resource]]:
-        """The keys with several claims, and who claims what. A copy: from any thread."""
+        """Return a copy of the keys with several claims, by owner. May be called from any thread."""
         return {key: claims.copy() for key, claims in self._rivals.copy().items()}
 
     def conflicts(self, owner: LeaseKey) -> Iterator[tuple[Resource, LeaseKey, LeaseKey]]:
-        """What an owner wants and another one wants otherwise: the resource in force, its holder, the other.
+        """Yield an owner's conflicts: the effective resource, its owner, and an owner with a different claim.
 
-        Two that want the same are at peace: a node that moved to a new lease, and its old one.
+        Equal claims are no conflict, as those of a node's old and new lease.
         """
         for resource in self._wishes.get(owner, ()) if self._rivals else ():
             key = resource.key
@@ -80,7 +80,7 @@ class DesiredState:
                     yield in_force, self._holder[key], other
 
     def set(self, owner: LeaseKey, resources: Iterable[Resource]) -> Before:
-        """Replace all that an owner wants; an empty wish is a farewell. Returns what was in force before."""
+        """Replace all claims of an owner; an empty set removes it. Return the resources effective before."""
         wish = tuple(resources)
         old = self._wishes.pop(owner, ())
         if wish:
@@ -97,7 +97,7 @@ class DesiredState:
         return touched
 
     def since(self, before: Before) -> Delta:
-        """Return what to make and what to remove in tables that hold what was in force before."""
+        """Return the changes to tables that hold the resources effective before."""
         puts, drops = [], []
         for key, was in before.items():
             now = self.get(key)
@@ -108,7 +108,7 @@ class DesiredState:
         return Delta(tuple(puts), tuple(drops))
 
     def cloned_device(self, owner: LeaseKey) -> Vxlan | None:
-        """Return our VXLAN device whose MAC an owner's device has, too."""
+        """Return our VXLAN device if an owner's device has the same MAC, else None."""
         for resource in self._wishes.get(owner, ()):
             if isinstance(resource, FdbEntry):
                 device = self.get((LINKS, resource.device))
@@ -144,5 +144,5 @@ class DesiredState:
 
 
 def rank(owner: LeaseKey) -> tuple[tuple[int, int], ...]:
-    """Orders leases by their subnets; one without a subnet of a family comes first there."""
+    """Return a sort key of leases by their subnets. One without a subnet of a family comes first."""
     return tuple((-1, -1) if net is None else (int(net.network_address), net.prefixlen) for net in owner)

@@ -1,4 +1,4 @@
-"""The distance from what a table holds to what it should hold (pure)."""
+"""Difference between a table's contents and its desired state (pure)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flanneld.state.table import Claim, Put, Seen
 
 
 class Delta(Struct, frozen=True, gc=False):
-    """Resources to make and to remove, of any number of tables."""
+    """Resources to create and to remove, in any number of tables."""
 
     puts: tuple[Put, ...] = ()
     drops: tuple[Resource, ...] = ()
@@ -22,10 +22,10 @@ class Delta(Struct, frozen=True, gc=False):
 
 
 def difference(wanted: State, found: Iterable[Seen]) -> tuple[list[Put], list[Resource]]:
-    """Return what a table lacks, each with what is there instead, and our resources that have to go.
+    """Return the resources to put, each with what is there instead, and our stale resources.
 
-    What is found is taken one by one, and what is right is not kept: the audit of a large cluster costs no
-    second copy of it. Resources to make are in the order of the desired state.
+    ``found`` is consumed item by item and correct items are dropped, so that the audit of a large cluster
+    needs no second copy. Resources to put are in the order of the desired state.
     """
     missing = set(wanted)
     there: dict[Key, Seen] = {}
@@ -49,9 +49,9 @@ def difference(wanted: State, found: Iterable[Seen]) -> tuple[list[Put], list[Re
 def without_ways_to(
     subnets: Collection[IPNetwork], stale: Collection[Resource], macs: Collection[str] = ()
 ) -> tuple[Resource, ...]:
-    """Return stale resources without those that lead to these subnets, whose leases cannot be read.
+    """Return the stale resources except those that lead to these subnets, whose leases are unreadable.
 
-    ``macs`` are those of their VTEPs that no stale neighbour entry tells.
+    ``macs`` are the MACs of their VTEPs that no stale neighbour entry contains.
     """
     bases = {net.network_address for net in subnets}
     known = {*macs, *macs_of(subnets, stale)}
@@ -64,14 +64,14 @@ def without_ways_to(
                 return item.address in bases
             case FdbEntry():
                 return item.mac in known
-        # A resource of a backend's own table may say so.
+        # A backend's own resource may have a subnet.
         return getattr(item, "subnet", None) in subnets
 
     return tuple(item for item in stale if not leads_there(item))
 
 
 def macs_of(subnets: Iterable[IPNetwork], resources: Iterable[Resource]) -> Iterator[str]:
-    """Yield the MACs that neighbour entries give to the VTEPs of these subnets."""
+    """Yield the MACs of these subnets' VTEPs in neighbour entries."""
     bases = {net.network_address for net in subnets}
     for item in resources:
         if isinstance(item, Neighbor) and item.address in bases:

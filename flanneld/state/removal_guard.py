@@ -1,7 +1,7 @@
-"""The removal guard: a list of leases that lacks most peers is read again before it is believed.
+"""Removal guard: a list of leases that lacks most peers is read again before it takes effect.
 
-A store that was restored from an old copy, or answers with a part of what it has, must not cut a whole
-cluster off. Single removals are never held: each of them is something that somebody did.
+A store that was restored from an old copy, or returns a partial list, must not cut off a whole cluster.
+Single removals are never held back: each of them is an explicit event.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from flanneld.runtime import clock
 
 log = logging.getLogger(__name__)
 
-#: Up to so many peers may go at once.
+#: Peers that may be missing from a list at once.
 FEW = 10
-#: Seconds between the first reading and the one that decides.
+#: Seconds between the first read and the one that decides.
 HOLD = 30.0
 
 
 class RemovalGuard:
-    """Holds removals back for a while. For one thread."""
+    """Guard that delays the removal of many peers. For one thread."""
 
     def __init__(self, *, is_on: bool = True, now: Callable[[], float] = clock.now) -> None:
         self._is_on = is_on
         self._now = now
-        #: When what is held may be believed, if it is said again then.
+        #: When a repeated loss takes effect.
         self._until = math.inf
         self._asked = False
-        #: The leases that a list lacked, and of which nothing was heard since.
+        #: Leases that a list lacked and that no event has mentioned since.
         self._missing: set[LeaseKey] = set()
         self.sweep_is_held = False
         self._may_sweep = False
-        #: How often something was held back, and what it was the last time.
+        #: Number of delays, and the reason of the last one.
         self.holds_total = 0
         self.reason = ""
 
     @property
     def holds(self) -> bool:
-        """Whether something is held back now."""
+        """True while removals are held back."""
         return self._until < math.inf
 
     @property
@@ -51,14 +51,14 @@ class RemovalGuard:
         return math.inf if self._asked else self._until
 
     def is_due(self) -> bool:
-        """Whether that is now; said once for each time that something is held."""
+        """Return True if the leases have to be read again now, once per delay."""
         if self._now() < self.next_reading:
             return False
         self._asked = True
         return True
 
     def pass_on(self, snapshot: Snapshot, known: Collection[LeaseKey]) -> Snapshot:
-        """The snapshot, or one that keeps the peers it lacks as if their leases could only not be read."""
+        """Return the snapshot, or one that lists missing peers as unreadable, which keeps them."""
         there = {lease.key for lease in snapshot.leases} | snapshot.unreadable
         missing = {key for key in known if key not in there}
         is_another_loss = self._is_too_much(len(missing - self._missing), len(known))
@@ -73,7 +73,7 @@ class RemovalGuard:
         return snapshot
 
     def hold(self, what: str) -> None:
-        """Leave all as it is until the leases were read again; ``what`` says why."""
+        """Suspend removals until the leases have been relisted. ``what`` is the reason."""
         if self._until < math.inf and not self._is_over():
             return
         self._until, self._asked = self._now() + HOLD, False
@@ -82,7 +82,7 @@ class RemovalGuard:
         log.warning("%s: leaving all as it is, and reading the list again in %.0f s", what, HOLD)
 
     def heard_of(self, key: LeaseKey) -> None:
-        """Something was told of this lease alone: it is there again, or somebody has removed it."""
+        """Record an event about one lease: it is back, or was removed explicitly."""
         if key not in self._missing:
             return
         self._missing.discard(key)
@@ -91,7 +91,7 @@ class RemovalGuard:
             self._until, self._asked = math.inf, False
 
     def holds_sweep(self, stale: int, kept: int) -> bool:
-        """Whether routes that an earlier run left are to stay for now, though no lease has them."""
+        """Return True if an earlier run's routes must stay for now, although no lease has them."""
         if not self.sweep_is_held and not self._may_sweep and self._is_too_much(stale, stale + kept):
             self.sweep_is_held = True
             self.hold(f"{stale} of {stale + kept} routes lead to peers that are not in the list of leases")

@@ -10,7 +10,7 @@ from flanneld.state.resources import Key, Resource
 class Failure(Struct, frozen=True, gc=False):
     """A refused resource with the reason, and a remedy if one is known.
 
-    ``is_taken`` says that something may stand there already; what that is, an audit finds out.
+    ``is_taken`` means that another object may have the key; an audit will find it.
     """
 
     resource: Resource
@@ -23,10 +23,10 @@ class Failure(Struct, frozen=True, gc=False):
 
 
 class Report(Struct, gc=False):
-    """Resources made, removed and refused by one change.
+    """Resources created, removed and refused by one change.
 
-    ``pending`` was made, and has to be looked at again at once: it was changed back, or is not visible yet.
-    ``details`` say, by key, what a repair consisted of.
+    ``pending`` were created but must be read again at once: they were changed back, or are not visible yet.
+    ``details`` describe repairs by key.
     """
 
     made: list[Resource] = field(default_factory=list)

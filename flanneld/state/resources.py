@@ -1,7 +1,7 @@
-"""The nouns: what a kernel, or a table elsewhere, can hold for us (pure).
+"""Resources: objects of the kernel or of another table (pure).
 
-Each resource is a frozen value with a ``key``. Two resources with one key are two opinions about
-the same kernel object; the wanted state is therefore a mapping by key, never a set.
+Each resource is a frozen value with a ``key``. Two resources with one key are two states of the same object,
+so the desired state is a mapping by key.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flanneld.model import IPAddress, IPNetwork
 
 
 class Kind(IntEnum):
-    """The kinds of resources, in the order in which they are made; removal goes the other way."""
+    """Kinds of resources in the order of creation. Removal is in reverse order."""
 
     LINK = 0
     ADDRESS = 1
@@ -26,32 +26,32 @@ class Kind(IntEnum):
     ROUTE = 4
     #: The packet filter's rules of one family, in one place.
     RULES = 5
-    #: A file of this host, or a setting of its kernel.
+    #: A file of this host, or a kernel setting.
     FILE = 6
-    #: In a backend's own table, beyond this kernel.
+    #: An object in a backend's own table, outside this kernel.
     REMOTE = 7
 
 
 #: Names of the kernel's tables.
 LINKS, ADDRESSES, NEIGHBORS, FDB, ROUTES = "links", "addresses", "neighbors", "fdb", "routes"
 
-#: The first item names the table, the rest identifies the object there. Numbers and strings only: an address
-#: object takes ten times as long to hash, and keys are hashed all the time.
+#: The table's name, then the object's identity there. Only numbers and strings: an address object takes ten
+#: times as long to hash.
 Key = tuple[int | str, ...]
 
-#: linux/rtnetlink.h RTPROT_BOOT: what ``ip route add`` leaves, and what Go flannel's routes carry.
+#: linux/rtnetlink.h RTPROT_BOOT: protocol of ``ip route add`` and of Go flannel's routes.
 PROTO_BOOT = 3
-#: Marks routes of ours on interfaces that are not ours. Free in iproute2's rt_protos.
+#: Protocol number of our routes on other devices. Unassigned in iproute2's rt_protos.
 PROTO_FLANNEL = 70
 
 
 def route_key(destination: IPNetwork, *more: str) -> Key:
-    """The key of a route; ``more`` sets those apart that may be beside others to the same destination."""
+    """Return the key of a route; ``more`` distinguishes several routes to one destination."""
     return (ROUTES, destination.version, int(destination.network_address), destination.prefixlen, *more)
 
 
 def destination_of(key: Key) -> IPNetwork | None:
-    """The network that a key of a route names, None for any other key."""
+    """Return the destination in a route's key, None for any other key."""
     match key:
         case ("routes", 4, int(number), int(length), *_):
             return IPv4Network((number, length))
@@ -61,17 +61,17 @@ def destination_of(key: Key) -> IPNetwork | None:
 
 
 class Link(Struct, frozen=True, gc=False):
-    """A device that a backend makes. Each kind of device is a class of its own, with a codec of that kind."""
+    """A backend's device. Each kind of device has a class of its own, and a codec."""
 
     kind: ClassVar[Kind] = Kind.LINK
-    #: IFLA_INFO_KIND, and the name of the kernel's module.
+    #: IFLA_INFO_KIND, and the name of the kernel module.
     make: ClassVar[str] = ""
 
     @property
     def key(self) -> Key:
         return (LINKS, self.name)
 
-    # Fields of each class, in an order of its own.
+    # Fields of the subclasses, each in its own order.
     @property
     def name(self) -> str:
         raise NotImplementedError
@@ -105,7 +105,7 @@ class Vxlan(Link, frozen=True, gc=False):
 
 
 class Ipip(Link, frozen=True, gc=False):
-    """A tunnel of IPv4 in IPv4 (linux/if_tunnel.h, IFLA_IPTUN_*). An end that is None is any host."""
+    """An IPIP tunnel (linux/if_tunnel.h, IFLA_IPTUN_*). An end of None means any host."""
 
     make: ClassVar[str] = "ipip"
     name: str
@@ -119,7 +119,7 @@ class Ipip(Link, frozen=True, gc=False):
 
 
 class Tun(Link, frozen=True, gc=False):
-    """A TUN device that stays when no process has it open (linux/if_tun.h, IFF_PERSIST)."""
+    """A persistent TUN device (linux/if_tun.h, IFF_PERSIST)."""
 
     make: ClassVar[str] = "tun"
     name: str
@@ -143,7 +143,7 @@ class WireGuard(Link, frozen=True, gc=False):
 
 
 class ForeignLink(Struct, frozen=True, gc=False):
-    """A device under a name that we need, not as we would make it: never wanted, only met.
+    """A device of another kind with a name that we need: never desired, only found.
 
     ``make`` is its IFLA_INFO_KIND, empty for a plain interface.
     """
@@ -162,7 +162,7 @@ class ForeignLink(Struct, frozen=True, gc=False):
 
 
 class Address(Struct, frozen=True, gc=False):
-    """An address of a device of ours, always of full length: no connected route comes with it."""
+    """A host address (/32, /128) on our device, which implies no connected route."""
 
     kind: ClassVar[Kind] = Kind.ADDRESS
     device: str
@@ -195,8 +195,7 @@ class Neighbor(Struct, frozen=True, gc=False):
 class FdbEntry(Struct, frozen=True, gc=False):
     """A permanent forwarding entry of a VXLAN device: frames for ``mac`` go to the host ``remote``.
 
-    ``astray`` says that they go to another port, segment or interface there than the device's own: never
-    wanted, only met.
+    ``astray`` means that port, VNI or interface differ from the device's own: never desired, only found.
     """
 
     kind: ClassVar[Kind] = Kind.FDB
@@ -232,9 +231,9 @@ class Route(Struct, frozen=True, gc=False):
 
 
 class RivalRoute(Struct, frozen=True, gc=False):
-    """A route with the key of one of ours that we would not make so: never wanted, only met.
+    """A route with a key of ours, but of another form: never desired, only found.
 
-    ``is_connected`` says that the kernel made it, for a network on one of its links.
+    ``is_connected`` means that it is the kernel's own connected route.
     """
 
     kind: ClassVar[Kind] = Kind.ROUTE
@@ -246,9 +245,9 @@ class RivalRoute(Struct, frozen=True, gc=False):
 
 
 class Blackhole(Struct, frozen=True, gc=False):
-    """Drops what is for the destination unless another route, of any length or metric, leads there.
+    """A route that drops packets unless a route at least as specific, of any metric, matches.
 
-    With ``unreachable`` the sender is told so by ICMP.
+    With ``unreachable`` the sender gets an ICMP error.
     """
 
     kind: ClassVar[Kind] = Kind.ROUTE
@@ -264,15 +263,15 @@ class Blackhole(Struct, frozen=True, gc=False):
 
 
 class Resource(Protocol):
-    """Any of the above, or one of a backend's own with kind ``REMOTE``. ``str`` is for the log."""
+    """Any of the classes above, or a backend's own with kind ``REMOTE``. ``str`` is for the log."""
 
     kind: ClassVar[Kind]
 
     @property
     def key(self) -> Key:
-        """The name of the table that holds it, and what tells it from the others there."""
+        """The name of its table, then its identity there."""
         ...
 
 
-#: What a table holds, or should hold.
+#: Contents of a table, actual or desired.
 State = Mapping[Key, Resource]

@@ -17,25 +17,25 @@ from flanneld.state.resources import Key, Resource
 
 
 class Claim(Enum):
-    """Whose a resource is that a table holds."""
+    """Owner of a resource in a table."""
 
     OURS = "ours"
-    #: Made by an earlier run of a flanneld.
+    #: Created by an earlier run of a flanneld.
     LEFT = "left"
     FOREIGN = "foreign"
 
 
 class Seen(Struct, frozen=True, gc=False):
-    """A resource that a table holds."""
+    """A resource in a table."""
 
     resource: Resource
     claim: Claim = Claim.OURS
 
 
 class Put(Struct, frozen=True, gc=False):
-    """A resource to make. ``was`` is what has its key now, None if nothing has.
+    """A resource to create. ``was`` is the present one with its key, or None.
 
-    Without a ``claim`` that was not read: it is what was to be there before.
+    Without a ``claim``, ``was`` has not been read: it is the previously desired one.
     """
 
     want: Resource
@@ -44,9 +44,9 @@ class Put(Struct, frozen=True, gc=False):
 
 
 class Scope(Struct, frozen=True, gc=False):
-    """The part of the desired state that belongs to one table, by key.
+    """The desired state of one table, by key.
 
-    With ``adopt`` the table claims what an earlier run left.
+    With ``adopt`` the table claims an earlier run's resources.
     """
 
     wanted: Mapping[Key, Resource]
@@ -68,12 +68,12 @@ class Table(Protocol):
 
     @property
     def worker(self) -> str:
-        """Name of the thread that maintains it. Packets wait for "kernel": nothing there may block."""
+        """Name of the thread that maintains it. Traffic depends on "kernel": nothing there may block."""
         ...
 
     @property
     def vital(self) -> bool:
-        """Return True if the daemon is not ready before its resources are there."""
+        """True if the daemon only becomes ready once these resources exist."""
         ...
 
     @property
@@ -83,19 +83,19 @@ class Table(Protocol):
 
     @property
     def audit(self) -> float | None:
-        """Seconds between two readings without news; None for a reading at the start only."""
+        """Seconds between two reads without notifications; None to read only at the start."""
         ...
 
     def read(self, scope: Scope) -> Iterable[Seen]:
-        """Return what the table holds. Raises ``OSError`` or ``Retryable`` rather than omit something."""
+        """Return the contents. Raises ``OSError`` or ``Retryable`` rather than an incomplete result."""
         ...
 
     def put(self, puts: Sequence[Put]) -> Report:
-        """Make resources. Refusals are part of the report. Raises ``OSError`` or ``Retryable``."""
+        """Create resources. Refusals are part of the report. Raises ``OSError`` or ``Retryable``."""
         ...
 
     def drop(self, found: Sequence[Resource]) -> Report:
-        """Remove resources, which may be gone already."""
+        """Remove resources. They may already be gone."""
         ...
 
     def close(self, *, remove: bool) -> None:
@@ -122,19 +122,19 @@ class Notifies(Protocol):
         ...
 
     def changes(self) -> Iterable[Changes]:
-        """Return what was heard since the last call, without waiting."""
+        """Return the changes since the last call, without blocking."""
         ...
 
 
 @runtime_checkable
 class Polled(Protocol):
-    """Optional part of a table: a periodic look at whether its resources still work."""
+    """Optional part of a table: a periodic check that its resources still work."""
 
     @property
     def next_look(self) -> float:
-        """Time of the next look, in seconds on ``clock.now``."""
+        """Time of the next check, in seconds on ``clock.now``."""
         ...
 
     def look(self) -> bool:
-        """Return True if the table has to be read and repaired now. Waits for nothing."""
+        """Return True if the table must be read and repaired now. Never blocks."""
         ...

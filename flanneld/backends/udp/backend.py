@@ -1,8 +1,8 @@
-"""udp: packets travel in UDP as they are, through a TUN device and a process of ours that reads it.
+"""udp backend: packets are encapsulated in plain UDP by a user-space process on a TUN device.
 
-For hosts whose kernel or network lets nothing better through. Wire format, port, device and addresses
-are those of upstream's backend/udp. Lease data are just the public IP: upstream writes no type and asks
-for none, so neither do we.
+It is for hosts whose kernel or network supports nothing better. Wire format, port, device and addresses are
+those of upstream's backend/udp. Lease attributes contain only the public IP: upstream writes no backend type
+and checks none.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from flanneld.model import Lease, LeaseAttrs
 from flanneld.state.resources import Address, Resource, Route, Tun
 from flanneld.state.table import Table
 
-#: Outer IPv4 and UDP headers.
+#: Bytes of the outer IPv4 and UDP headers.
 OVERHEAD = 28
-#: RFC 791: what every link must carry; also the least that Linux lets a TUN have.
+#: Bytes that every link must carry (RFC 791), and Linux's minimum for a TUN.
 _SMALLEST_MTU = 68
 _PORT = 8285
 
@@ -38,7 +38,7 @@ class UdpConfig(Struct, frozen=True, gc=False):
 
 
 def read_config(config: Config) -> UdpConfig:
-    """Raises ``Fatal`` for a value that cannot work."""
+    """Return the backend's config. Raises ``Fatal`` for an unusable value."""
     fields = config.backend
     try:
         wanted = UdpConfig(
@@ -58,7 +58,7 @@ def read_config(config: Config) -> UdpConfig:
 
 
 def _require_native() -> None:
-    from flanneld.backends.udp.proxy import native  # only for those who insist on it
+    from flanneld.backends.udp.proxy import native  # imported only if the config insists on it
 
     missing = native.available()
     if missing is not None:
@@ -66,7 +66,10 @@ def _require_native() -> None:
 
 
 class Udp:
-    """One TUN that leads to all peers. IPv4 only, as upstream; a network's IPv6 part is not carried."""
+    """Backend with one TUN device that leads to all peers.
+
+    It carries IPv4 only, as upstream; IPv6 networks are ignored.
+    """
 
     #: Its leases name no type, and every lease leads to a peer.
     stands_alone = True
@@ -99,7 +102,7 @@ class Udp:
         return (f"UDP port {self._config.port}",)
 
     def local(self, own: Lease) -> Iterator[Resource]:
-        """The device, the way into it for the whole network, and the pump."""
+        """Yield the device, its address, the route to the whole network, and the packet pump."""
         yield Tun(self._tun, self.mtu)
         if own.subnet is None:
             return
@@ -124,7 +127,7 @@ class Udp:
         yield PumpPeer(self._tun, lease.subnet, public_ip)
 
     def tables(self) -> tuple[Table, ...]:
-        from flanneld.backends.udp.client import Client  # only for those who run this backend
+        from flanneld.backends.udp.client import Client  # imported only by users of this backend
         from flanneld.backends.udp.tables import PumpPeerTable, PumpTable
 
         client = Client(self._tun)

@@ -1,4 +1,4 @@
-"""The daemon's end of the control channel."""
+"""Client of the packet pump's control channel."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ if TYPE_CHECKING:
     import subprocess
 
 READY = "ready"
-#: Seconds. An answer takes milliseconds, the start of a process a tenth of a second; machines may be busy.
+#: Seconds. An answer takes milliseconds, a process start 0.1 s; both take longer on a busy machine.
 _ANSWER_PATIENCE, _START_PATIENCE = 3.0, 10.0
 _NEEDED = ("PATH", "LANG", "LD_LIBRARY_PATH")
 
 
 class NoPump(Retryable):
-    """No pump answers under this name."""
+    """Error for a pump that does not exist or does not answer correctly."""
 
     def __init__(self, tun: str, reason: str) -> None:
         super().__init__(f"no packet pump for {tun}: {reason}")
 
 
 class Silent(NoPump):
-    """A process is there, and does not answer."""
+    """Error for a pump whose process exists but does not answer."""
 
 
 class Running(Struct, frozen=True, gc=False):
-    """A pump as it describes itself; ``why`` says why it has this plane."""
+    """A pump's description of itself; ``why`` gives the reason for its data plane."""
 
     settings: Pump
     pid: int
@@ -45,9 +45,10 @@ class Running(Struct, frozen=True, gc=False):
 
 
 class Client:
-    """A connection to the pump of one device; made when it is needed, and again when it was lost.
+    """Connection to the pump of one device, made on demand and again after a loss.
 
-    Only one of this user or root is taken for a pump, unless ``of_anybody``, which will do to ask it to end.
+    Only a process of this user or root is accepted as a pump, unless ``of_anybody``, which suffices to end
+    it.
     """
 
     def __init__(self, tun: str, *, of_anybody: bool = False) -> None:
@@ -55,7 +56,7 @@ class Client:
         self._of_anybody = of_anybody
         self._connection: socket.socket | None = None
         self._process: subprocess.Popen[str] | None = None
-        #: Whether the pump that we are connected to could take the name that it wanted.
+        #: True if the connected pump listens at the usual address.
         self.has_usual_name = True
 
     def fileno(self) -> int:
@@ -68,10 +69,13 @@ class Client:
         if self._process and self._process.poll() is not None:
             self._process = None
 
-    # ---- what a pump can be asked ------------------------------------------------------------
+    # ---- requests ----------------------------------------------------------------------------
 
     def hello(self) -> Running:
-        """Raises ``NoPump`` if there is none, or one of another version that is not understood."""
+        """Return the pump's description.
+
+        Raises ``NoPump`` if there is none, or one of an incompatible version.
+        """
         answer = self._ask(control.HELLO).decode(errors="replace")
         try:
             *words, pid, plane, why = answer.split("\0")
@@ -105,7 +109,7 @@ class Client:
         return {name: int(number) for name, _, number in pairs}
 
     def leave(self, *, device_stays: bool) -> None:
-        """End the pump, and return when it has ended. One that is not there is fine."""
+        """End the pump and wait for its exit. A missing one is no error."""
         verb = control.LEAVE if device_stays else control.LEAVE_NOTHING
         try:
             pid, trusted = self._connect()
@@ -115,20 +119,20 @@ class Client:
         try:
             self._exchange(verb)
         except TimeoutError:
-            # It hangs, and holds what its successor needs. Of a stranger we know no number to rely on.
+            # It hangs, and holds what its successor needs. An untrusted process may hide its pid.
             if trusted and pidfd >= 0:
-                from flanneld.backends.udp import watchdog  # which few need
+                from flanneld.backends.udp import watchdog  # rarely needed
 
                 watchdog.end(pidfd)
         except OSError:
-            pass  # The end of the connection is the answer.
+            pass  # The closed connection is the answer.
         finally:
             self.close()
             if pidfd >= 0:
                 os.close(pidfd)
 
     def news(self) -> str:
-        """What has made the connection readable: the reason for which the pump has ended."""
+        """Read why the connection became readable: the reason for the pump's end."""
         try:
             return self._receive().decode(errors="replace")
         except OSError as failure:
@@ -136,11 +140,11 @@ class Client:
         finally:
             self.close()
 
-    # ---- starting one ------------------------------------------------------------------------
+    # ---- starting a pump ---------------------------------------------------------------------
 
     def start(self, wanted: Pump) -> None:
-        """Start a pump, in the place of one that is there, and wait until it works. Raises ``Retryable``."""
-        import subprocess  # which a pump, that comes here to end another one, need not load
+        """Start a pump, replacing a running one, and wait until it is ready. Raises ``Retryable``."""
+        import subprocess  # not needed by a new pump, which uses this class to end the old one
 
         self.close()
         self._process = subprocess.Popen(
@@ -151,7 +155,7 @@ class Client:
             text=True,
             cwd="/",
             env=_environment(),
-            # What ends the daemon, be it a terminal's Ctrl-C, is not to end the pump.
+            # Signals for the daemon, such as a terminal's Ctrl-C, must not reach the pump.
             start_new_session=True,
         )
         said = _said_by(self._process)
@@ -188,7 +192,7 @@ class Client:
         raise ConnectionResetError(message[1:].decode(errors="replace") or "the process has ended")
 
     def _connect(self) -> tuple[int, bool]:
-        """See that there is a connection; returns what ``other_end`` says of it. Raises ``NoPump``."""
+        """Connect if necessary; return pid and trust as ``other_end`` does. Raises ``NoPump``."""
         reason: NoPump | None = None
         if self._connection:
             return control.other_end(self._connection)
@@ -207,7 +211,7 @@ class Client:
             pid, trusted = control.other_end(connection)
         except OSError as failure:
             connection.close()
-            # A queue that is full has a process behind it.
+            # A full queue proves that the process exists.
             kind = Silent if isinstance(failure, BlockingIOError) else NoPump
             raise kind(self.tun, failure.strerror or str(failure)) from None
         if not (trusted or of_anybody):
@@ -219,7 +223,7 @@ class Client:
 
 
 def succeed(tun: str) -> list[control.Entry]:
-    """End the pump of a device, if there is one, and return its peers: they are most likely right."""
+    """End the pump of a device, if there is one, and return its peers: most are still right."""
     client = Client(tun)
     try:
         return client.peers()
@@ -231,7 +235,7 @@ def succeed(tun: str) -> list[control.Entry]:
 
 
 def _said_by(process: subprocess.Popen[str]) -> list[str]:
-    """The lines that a new process writes before it closes its output, or ends."""
+    """Return the lines that a new process writes before it closes its output or ends."""
     assert process.stdout
     with process.stdout as output:
         if waits.readable(output.fileno(), _START_PATIENCE):
@@ -241,7 +245,7 @@ def _said_by(process: subprocess.Popen[str]) -> list[str]:
 
 
 def _pidfd_of(pid: int) -> int:
-    """Negative if the process is none that we see."""
+    """Return a pidfd, negative if the process is not visible."""
     try:
         return os.pidfd_open(pid) if pid else -1
     except OSError:
@@ -249,6 +253,6 @@ def _pidfd_of(pid: int) -> int:
 
 
 def _environment() -> dict[str, str]:
-    """What a Python needs to be as this one: no more, since secrets may be in our environment."""
+    """Return the environment that the pump's Python needs. The rest may contain secrets."""
     kept = {name: value for name, value in os.environ.items() if name in _NEEDED or name.startswith("PYTHON")}
     return kept | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

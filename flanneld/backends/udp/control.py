@@ -1,7 +1,7 @@
-"""What the daemon and a pump say to each other, over a SOCK_SEQPACKET socket that lives in no file system.
+"""Control protocol between daemon and pump, over an abstract SOCK_SEQPACKET socket.
 
-A message is a verb of one byte and its body. The pump answers each with one of the same verb; only of
-``LIST`` it sends as many as it takes, the last of which is not full.
+A message is a verb of one byte and a body. The pump answers each message with one of the same verb. ``LIST``
+is answered by several, and the last is not full.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from collections.abc import Iterable, Iterator
 from ipaddress import IPv4Address, IPv4Network
 from itertools import islice
 
-#: The pump says its settings, its process id, the name of its plane and why it is this one.
+#: The pump answers with its settings, pid, data plane and the reason for its choice.
 HELLO = b"h"
 PUT, DROP, LIST, COUNTERS = b"p", b"d", b"l", b"c"
-#: The pump ends: the device stays, or goes with it.
+#: End the pump; the device stays, or is removed.
 LEAVE, LEAVE_NOTHING = b"q", b"Q"
-#: Said by the pump without being asked: it ends, and why.
+#: Sent by the pump unasked when it ends, with the reason.
 FAREWELL = b"!"
 
 LONGEST = 1 << 16
-#: Entries in one message; a socket's buffer holds some times as many.
+#: Entries per message. A socket's buffer holds several messages.
 CHUNK = 4000
 _ENTRY = struct.Struct(">IBI")  # subnet, prefix length, endpoint
 _UCRED = struct.Struct("=iII")  # linux/socket.h: pid, uid, gid
@@ -31,7 +31,7 @@ _TIMEVAL = struct.Struct("@ll")  # seconds, microseconds
 # linux/capability.h
 _CAPABILITY_VERSION, _CAP_NET_ADMIN = 0x20080522, 1 << 12
 _HEADER = struct.Struct("=Ii")  # version, pid
-_SETS = struct.Struct("=6I")  # effective, permitted, inheritable; then those from the 33rd on
+_SETS = struct.Struct("=6I")  # effective, permitted, inheritable; then the same for capabilities from 32 on
 
 Entry = tuple[IPv4Network, IPv4Address]
 
@@ -41,18 +41,19 @@ def new_socket() -> socket.socket:
 
 
 def connect(connection: socket.socket, address: str, patience: float) -> None:
-    """Connect to a pump. No wait will be longer than so many seconds. Raises ``OSError``."""
-    # Strangers may keep the queue full. A socket with a timeout of Python's would not stand in line.
+    """Connect to a pump. Block for at most ``patience`` seconds. Raises ``OSError``."""
+    # Others may fill the queue. With Python's timeout the socket would not wait for its turn, so the kernel's
+    # is set.
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(int(patience), 0))
     connection.connect(address)
     connection.settimeout(patience)
 
 
 def other_end(connection: socket.socket) -> tuple[int, bool]:
-    """The process at the other end, 0 if it is of another container, and whether it may be trusted.
+    """Return the pid of the peer, 0 if it is in another PID namespace, and True if it can be trusted.
 
-    Anybody in the network namespace can connect to an abstract name, or take it: also root in a container
-    that has the host's network, but not the right to configure it.
+    Any process in the network namespace can connect to or bind an abstract address. That includes root in a
+    container with the host's network but without CAP_NET_ADMIN.
     """
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
     pid, uid, _ = _UCRED.unpack(raw)
@@ -61,7 +62,7 @@ def other_end(connection: socket.socket) -> tuple[int, bool]:
 
 
 def _may_configure(pid: int) -> bool:
-    """Whether a process has CAP_NET_ADMIN. Asked with capget(2): /proc may hide others from us."""
+    """Return True if a process has CAP_NET_ADMIN. Uses capget(2), because /proc may hide processes."""
     sets = ctypes.create_string_buffer(_SETS.size)
     failed = ctypes.CDLL(None).capget(_HEADER.pack(_CAPABILITY_VERSION, pid), sets)
     effective, *_ = _SETS.unpack(sets.raw)
@@ -69,7 +70,7 @@ def _may_configure(pid: int) -> bool:
 
 
 def pack(entries: Iterable[Entry]) -> Iterator[bytes]:
-    """The bodies that hold these entries; the last is not full, and may be empty."""
+    """Yield the bodies that contain these entries. The last is not full, and may be empty."""
     rest = iter(entries)
     while True:
         part = list(islice(rest, CHUNK))
@@ -82,7 +83,7 @@ def pack(entries: Iterable[Entry]) -> Iterator[bytes]:
 
 
 def unpack(body: bytes) -> list[Entry]:
-    """Raises ``ValueError`` for what is not a number of whole and sensible entries."""
+    """Return the entries in a body. Raises ``ValueError`` for an invalid body."""
     try:
         found = list(_ENTRY.iter_unpack(body))
     except struct.error as wrong:

@@ -1,4 +1,4 @@
-"""Who has a UDP port, as far as /proc tells."""
+"""Lookup of the process that owns a UDP port, in /proc."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def holder_of(address: IPv4Address, port: int) -> str:
-    """``process 123 (flanneld)``, or the command that an administrator may find it with."""
+    """Return ``process 123 (flanneld)``, or a command that finds the owner of a UDP port."""
     wanted = {f"{socket.ntohl(int(each)):08X}:{port:04X}" for each in (address, IPv4Address(0))}
     rows = [line.split() for line in Path("/proc/net/udp").read_text().splitlines()[1:]]
     links = {f"socket:[{row[9]}]" for row in rows if row[1] in wanted}

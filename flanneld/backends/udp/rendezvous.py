@@ -1,8 +1,7 @@
-"""Where daemon and pump meet: abstract sockets, which belong to a network namespace as the TUN does.
+"""Addresses of the control channel: abstract sockets, which belong to a network namespace as the TUN does.
 
-Anybody there can take a name. So the pump takes another one if its own is taken, which nobody can foresee,
-and the daemon asks the kernel (linux/unix_diag.h, sock_diag(7)) under which names somebody listens whom it
-may believe.
+Any process in the namespace can bind any address. If the pump's usual one is taken, it adds a random suffix.
+The daemon lists the listening addresses by user with linux/unix_diag.h (sock_diag(7)).
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from flanneld.network.rtnetlink.netlink import NetlinkSocket, attributes, unpack
 from flanneld.runtime.randomness import random_bytes
 
 _NETLINK_SOCK_DIAG, _SOCK_DIAG_BY_FAMILY = 4, 20
-#: Family, protocol, states, inode, what to show, cookie.
+#: Family, protocol, states, inode, attributes to show, cookie.
 _REQUEST = struct.Struct("=BBxxIIIII")
 _ANSWER = struct.Struct("=BBBxIII")
 _LISTENING, _SHOW_NAME, _SHOW_UID = 1 << 10, 0x01, 0x40
@@ -27,21 +26,21 @@ _NAME, _UID = 0, 7
 
 
 def address_of(tun: str) -> str:
-    """The name that a pump takes if it can."""
+    """Return the usual address of a device's pump."""
     return f"\0flannel-pump/{tun}"
 
 
 def addresses_of(tun: str, *, of_anybody: bool = False) -> list[str]:
-    """The names under which a pump of this device may listen, the usual one first.
+    """Return the possible addresses of a device's pump, the usual one first.
 
-    Unless ``of_anybody``, names that other users than this one and root hold are left out, as far as the
-    kernel tells.
+    Addresses bound by users other than this one and root are left out, as far as the kernel shows users. With
+    ``of_anybody`` all are returned.
     """
     usual = address_of(tun)
     try:
         held = dict(_listeners())
     except OSError:
-        return [usual]  # A kernel without unix_diag.
+        return [usual]  # a kernel without unix_diag
     believed = (0, os.geteuid(), None)
     others = [
         name for name, uid in held.items() if name.startswith(f"{usual}/") and (of_anybody or uid in believed)
@@ -50,12 +49,15 @@ def addresses_of(tun: str, *, of_anybody: bool = False) -> list[str]:
 
 
 def listen(tun: str) -> socket.socket:
-    """Listen for daemons, under the usual name. Raises ``OSError``."""
+    """Listen at the usual address. Raises ``OSError``."""
     return _listen(address_of(tun))
 
 
 def listen_elsewhere(tun: str) -> socket.socket:
-    """Listen under another name, because that one is taken. Raises ``OSError`` if nobody would find it."""
+    """Listen at a random address, because the usual one is taken.
+
+    Raises ``OSError`` if it cannot be found.
+    """
     name = f"{address_of(tun)}/{random_bytes(8).hex()}"
     listener = _listen(name)
     if name not in addresses_of(tun):
@@ -72,7 +74,7 @@ def _listen(name: str) -> socket.socket:
 
 
 def _listeners() -> Iterator[tuple[str, int | None]]:
-    """The abstract names under which somebody listens, each with the user, None if the kernel is too old."""
+    """Yield the abstract listening addresses, each with its user, None if the kernel is too old."""
     request = _REQUEST.pack(socket.AF_UNIX, 0, _LISTENING, 0, _SHOW_NAME | _SHOW_UID, 0xFFFFFFFF, 0xFFFFFFFF)
     with closing(NetlinkSocket(protocol=_NETLINK_SOCK_DIAG)) as asker:
         for data, offset, end in asker.dump(_SOCK_DIAG_BY_FAMILY, request):

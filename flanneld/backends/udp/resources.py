@@ -1,4 +1,4 @@
-"""The nouns that the udp backend adds to those of the kernel: the pump and its peers (pure)."""
+"""Resources of the udp backend: the packet pump and its peers (pure)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from flanneld.state.resources import Key, Kind
 
 #: Names of the tables.
 PUMPS, PUMP_PEERS = "udp-pump", "udp-peers"
-#: What one may wish for: a certain data plane, or the best that works.
+#: Values of DataPlane: a certain data plane, or the best that works.
 WISHES = ("auto", "native", "python")
 
 
 class Pump(Struct, frozen=True, gc=False):
-    """A pump with these settings. ``local`` and ``port`` are those of its socket, ``address`` is the TUN's.
+    """A packet pump with its settings. ``local`` and ``port`` are its socket's, ``address`` is the TUN's.
 
-    ``wish`` is one of ``WISHES``. A pump of another ``version`` is to be replaced.
+    ``wish`` is one of ``WISHES``. A pump of another ``version`` is replaced.
     """
 
     kind: ClassVar[Kind] = Kind.REMOTE
@@ -41,14 +41,14 @@ class Pump(Struct, frozen=True, gc=False):
         return f"packet pump of {self.tun} on {self.local}:{self.port}"
 
     def words(self) -> list[str]:
-        """The settings as the process takes and tells them."""
+        """Return the settings as command line arguments of the pump."""
         accept = "any" if self.accept_any else "peers"
         numbers = (self.local, self.port, self.address, self.mtu)
         return [self.version, self.tun, *map(str, numbers), accept, self.wish]
 
     @classmethod
     def of(cls, words: Sequence[str]) -> Pump:
-        """Raises ``ValueError`` for words of another version that mean nothing here."""
+        """Parse the settings. Raises ``ValueError`` for those of an incompatible version."""
         version, tun, local, port, address, mtu, accept, wish = words
         return cls(
             tun, IPv4Address(local), int(port), IPv4Address(address), int(mtu), accept == "any", wish, version
@@ -56,7 +56,7 @@ class Pump(Struct, frozen=True, gc=False):
 
 
 class PumpPeer(Struct, frozen=True, gc=False):
-    """What is for ``subnet`` the pump of ``tun`` sends to ``endpoint``."""
+    """A peer of the pump of ``tun``: packets to ``subnet`` are sent to ``endpoint``."""
 
     kind: ClassVar[Kind] = Kind.REMOTE
     tun: str

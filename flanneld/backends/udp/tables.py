@@ -1,4 +1,4 @@
-"""Tables of the udp backend: the packet pump, which is a process, and the peers that it knows."""
+"""Reconciler tables of the udp backend: the packet pump's process, and its peers."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from flanneld.state.table import Changes, Put, Scope, Seen
 
 log = logging.getLogger(__name__)
 
-#: Seconds between two readings without news.
+#: Seconds between two reads without notifications.
 _AUDIT_PERIOD = 30.0
 
 
 class PumpTable:
-    """Starts the process, adopts one that an earlier run has left, and hears when it ends."""
+    """Table of the pump's process. It starts or adopts the process and watches for its end."""
 
     name = PUMPS
     what = "the settings of the packet pump"
@@ -37,13 +37,13 @@ class PumpTable:
         self._watchdog = ProxyWatchdog(client.tun)
 
     def read(self, scope: Scope) -> Iterator[Seen]:
-        """Raises ``Silent`` for a pump that may only be slow."""
+        """Yield the running pump. Raises ``Silent`` for one that may only be slow."""
         del scope
         try:
             running = self._client.hello()
         except Silent:
             if self.next_look <= clock.now():
-                self.look()  # Before the daemon is ready nobody else does.
+                self.look()  # Until the daemon is ready, only this read checks the watchdog.
             raise
         except NoPump:
             return
@@ -65,11 +65,11 @@ class PumpTable:
         return report
 
     def drop(self, found: Sequence[Resource]) -> Report:
-        self._client.leave(device_stays=True)  # The client knows its own.
+        self._client.leave(device_stays=True)  # there is only the client's own pump
         return Report(removed=list(found))
 
     def close(self, *, remove: bool) -> None:
-        """The pump goes on without us, unless it is bound to die with us and would leave a dead device."""
+        """Leave the pump running, unless it would die with us and leave a dead device."""
         if remove or os.getpid() == 1:
             self._client.leave(device_stays=False)
         self._watchdog.close()
@@ -102,7 +102,7 @@ class PumpTable:
 
 
 class PumpPeerTable:
-    """Tells the pump about peers, many at a time."""
+    """Table of the pump's peers, written in batches."""
 
     name = PUMP_PEERS
     what = "the peers of the packet pump"
@@ -131,4 +131,4 @@ class PumpPeerTable:
         return Report(removed=list(peers))
 
     def close(self, *, remove: bool) -> None:
-        """What it knows is the pump's to keep."""
+        """Leave the peers in the pump."""

@@ -1,8 +1,8 @@
-"""Sees whether a pump still answers, and ends one that hangs. A pump that is only slow is left alone.
+"""Watchdog of the packet pump. It kills a pump that hangs, but not one that is slow.
 
-A machine may be so busy that a healthy process says nothing for long, because it waits for a processor or a
-disk. So silence alone proves nothing: a pump hangs if meanwhile it does not even want to run, or if it runs
-and still says nothing.
+On a busy machine a healthy process may be silent for seconds, while it waits for CPU or disk. So
+silence alone proves nothing. A pump hangs if it sleeps all the time, or if it gets CPU time and still does
+not answer.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from flanneld.runtime import clock, waits
 
 log = logging.getLogger(__name__)
 
-#: How often a pump is asked, and how often one is looked at that owes an answer, in seconds.
+#: Seconds between two requests, and between two checks of a pump that owes an answer.
 PERIOD, _LOOK = 2.0, 1.0
-#: So long a pump that does nothing, or other things, may owe an answer, in seconds.
+#: Seconds of silence allowed to a pump that sleeps, and to one that runs.
 IDLE_FOR, BUSY_FOR = 5.0, 15.0
-#: Looks that must agree.
+#: Consecutive checks that must agree.
 _LOOKS = 3
 _TICKS = os.sysconf("SC_CLK_TCK")
-#: How long the kernel may take to end a process, in seconds.
+#: Seconds that the kernel may take to end a process.
 _END_PATIENCE = 5.0
 
 
 class Activity(Struct, frozen=True, gc=False):
-    """What a process does at a time: the states of its threads (proc(5)), and its CPU time in seconds."""
+    """Sample of a process: the states of its threads (proc(5)), and its CPU time in seconds."""
 
     at: float
     states: str
@@ -42,12 +42,12 @@ class Activity(Struct, frozen=True, gc=False):
 
     @property
     def sleeps(self) -> bool:
-        """Whether it waits for neither a processor nor a disk."""
+        """True if no thread waits for CPU or disk."""
         return not set(self.states) & {"R", "D"}
 
 
 def activity(pid: int, now: float) -> Activity:
-    """Raises ``OSError`` if it has gone."""
+    """Return a sample of a process. Raises ``OSError`` if it is gone."""
     rows = [
         (task / "stat").read_text().rpartition(")")[2].split() for task in Path(f"/proc/{pid}/task").iterdir()
     ]
@@ -57,7 +57,7 @@ def activity(pid: int, now: float) -> Activity:
 
 
 def verdict(silent: float, looks: list[Activity]) -> str:
-    """Why a process that is silent for so many seconds is taken for one that hangs, else empty (pure)."""
+    """Return why a process silent for ``silent`` seconds counts as hanging, else an empty text (pure)."""
     last = looks[-_LOOKS:]
     if len(last) < _LOOKS:
         return ""
@@ -71,14 +71,14 @@ def verdict(silent: float, looks: list[Activity]) -> str:
 
 
 def end(pidfd: int) -> None:
-    """Kill a process and wait until it has gone, so that what it held is free."""
+    """Kill a process and wait for its end, which frees its resources."""
     with suppress(ProcessLookupError, PermissionError):
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
     waits.readable(pidfd, _END_PATIENCE)
 
 
 class ProxyWatchdog:
-    """Over a connection of its own, so that nobody waits for an answer. For one thread."""
+    """Watchdog with a connection of its own, which never blocks. For one thread."""
 
     def __init__(self, tun: str, now: Callable[[], float] = clock.now) -> None:
         self._tun = tun
@@ -95,7 +95,7 @@ class ProxyWatchdog:
             self._connection = None
 
     def look(self) -> bool:
-        """Ask, or see whether there is an answer. Whether the pump is gone."""
+        """Send a request, or check for its answer. Return True if the pump is gone."""
         now = self._now()
         self.next_look = now + PERIOD
         if self._connection is None:
@@ -108,12 +108,12 @@ class ProxyWatchdog:
         except BlockingIOError:
             return self._suspect(now)
         except OSError:
-            pass  # It has gone, as if the message had been empty.
+            pass  # Gone: treated like an empty message.
         self.close()
         return True
 
     def _connect(self) -> None:
-        """To the first that may be believed; there is always another time."""
+        """Connect to the first trusted pump; on failure the next check tries again."""
         for address in rendezvous.addresses_of(self._tun):
             connection = control.new_socket()
             try:
@@ -136,7 +136,7 @@ class ProxyWatchdog:
 
     def _suspect(self, now: float) -> bool:
         self.next_look = now + _LOOK
-        with suppress(OSError):  # The next look finds that it has gone.
+        with suppress(OSError):  # the next check finds that it is gone
             self._looks.append(activity(self._pid, now))
         reason = verdict(now - self._asked, self._looks)
         if not reason:
@@ -151,14 +151,14 @@ class ProxyWatchdog:
         return True
 
     def _end(self) -> bool:
-        """Whether it was still there, and still silent."""
+        """Kill the pump if it is still there and silent. Return True if it was."""
         assert self._connection
         try:
             pidfd = os.pidfd_open(self._pid)
         except OSError:
             return False
         try:
-            # While it holds its end of the connection, its number is no other process's.
+            # While it holds its end of the connection, its pid cannot be reused.
             self._connection.recv(1, socket.MSG_DONTWAIT)
         except BlockingIOError:
             end(pidfd)

@@ -1,1 +1,1 @@
-"""The packet filter: rules as data, and the ways in which they get into the kernel."""
+"""Packet filter: rules as data, and the drivers that install them."""

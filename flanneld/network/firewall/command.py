@@ -1,4 +1,4 @@
-"""The commands of iptables: run one at a time, each with a time limit."""
+"""Execution of iptables commands, one at a time, each with a time limit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class CommandFailed(Rejected):
-    """A command ended with another status than 0; all there is to know about it is kept here."""
+    """Error for a command with a non-zero exit status, with all its details."""
 
     def __init__(self, argv: Sequence[str], stdin: str, status: int, stderr: str) -> None:
         said = " ".join(stderr.split()) or "it says nothing"
@@ -29,16 +29,16 @@ class CommandFailed(Rejected):
 
 
 class Commands:
-    """Runs commands until ``stop``, which ends one that runs and lets no other begin."""
+    """Runner of commands until ``stop``, which kills the running command and refuses further ones."""
 
     def __init__(self, stop: threading.Event, limit: float = TIME_LIMIT) -> None:
         self._runner = CommandRunner(stop)
         self._limit = limit
 
     def run(self, argv: Sequence[str], stdin: str = "") -> str:
-        """Return what the command writes to stdout.
+        """Run a command and return its stdout.
 
-        Raises ``CommandFailed``, ``Unavailable``, and what ``CommandRunner`` does.
+        Raises ``CommandFailed``, ``Unavailable``, and the errors of ``CommandRunner``.
         """
         if find(argv[0]) is None:
             raise Unavailable(f"{argv[0]} is not installed", "install the Debian package iptables")

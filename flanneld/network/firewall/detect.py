@@ -1,7 +1,7 @@
-"""Which of the two iptables this host uses: the legacy one, or the one whose tables are in nf_tables.
+"""Detection of the iptables flavour in use: legacy, or the one on nf_tables.
 
-The order of the tests is that of the Kubernetes project's iptables-wrappers. Unlike those scripts this starts
-no process, and creates no table by looking into it.
+The tests and their order are those of the Kubernetes project's iptables-wrappers. Unlike those scripts, this
+starts no process, and creates no table by listing it.
 """
 
 from __future__ import annotations
@@ -29,15 +29,17 @@ Wish = Literal["auto", "legacy", "nft"]
 
 _FLAVOURS: tuple[Flavour, ...] = ("nft", "legacy")
 _ALL: tuple[Family, ...] = (4, 6)
-#: Kubelet and kube-proxy leave one of these in the tables that they use.
+#: Chains that kubelet and kube-proxy leave, one or the other, in the tables they use.
 _HINTS: tuple[Chain, ...] = (("mangle", "KUBE-IPTABLES-HINT"), ("mangle", "KUBE-KUBELET-CANARY"))
 _PACKAGE = "install the Debian package iptables"
 
 
 class Facts(Struct, frozen=True, gc=False):
-    """What speaks for one or the other. The numbers are those of others' rules; ``nft_rules`` matters only
-    if there are ``legacy_rules``, and is 0 otherwise. ``usual`` is what ``iptables`` alone means, asked for
-    only if the legacy tables are out of sight.
+    """Findings about a host's iptables, for ``choose``.
+
+    The numbers count others' rules. ``nft_rules`` is only determined if there are ``legacy_rules``,
+    else 0. ``usual`` is the flavour of the plain ``iptables`` command, only determined if the legacy tables
+    are unreadable.
     """
 
     installed: frozenset[Flavour]
@@ -49,7 +51,7 @@ class Facts(Struct, frozen=True, gc=False):
 
 
 def choose(wish: Wish, facts: Facts) -> tuple[Flavour, str]:
-    """The flavour, and why (pure). Raises ``Unavailable`` when the commands are not there."""
+    """Return the flavour and the reason (pure). Raises ``Unavailable`` if its commands are missing."""
     if wish != "auto":
         if wish not in facts.installed:
             raise Unavailable(f"iptables-{wish}-restore is not installed", _PACKAGE)
@@ -71,7 +73,7 @@ def choose(wish: Wish, facts: Facts) -> tuple[Flavour, str]:
 
 
 def look(families: Sequence[Family]) -> Facts:
-    """Ask the host. Commands are needed for the given families only."""
+    """Return the host's facts. The commands are needed for the given families only."""
     installed = frozenset(
         flavour
         for flavour in _FLAVOURS
@@ -99,6 +101,6 @@ def look(families: Sequence[Family]) -> Facts:
 
 
 def _usual() -> Flavour | None:
-    """Debian's alternatives, and others' links, lead from ``iptables`` to the program of one flavour."""
+    """Return the flavour that the ``iptables`` symlink (Debian's alternatives) resolves to, or None."""
     target = os.path.realpath(find("iptables") or "")
     return next((flavour for flavour in _FLAVOURS if flavour in Path(target).name.split("-")), None)

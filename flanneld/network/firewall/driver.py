@@ -1,4 +1,4 @@
-"""What the three ways to the kernel's packet filter have in common."""
+"""Interface of the packet filter drivers."""
 
 from __future__ import annotations
 
@@ -11,33 +11,35 @@ from flanneld.network.firewall.rules import Rules
 
 
 class Rejected(Retryable):
-    """The kernel or what leads to it did not take a change, and has made no part of it."""
+    """Error for a change that was refused as a whole."""
 
 
 class Unavailable(Retryable):
-    """This way to the packet filter needs something that is not installed."""
+    """Error for a driver whose commands or libraries are not installed."""
 
 
 class Driver(Protocol):
-    """One family's rules of one kind, for one thread."""
+    """Driver for one family's rules in one place, for one thread."""
 
     @property
     def name(self) -> str:
-        """For the log."""
+        """Name for the log."""
 
     def read(self) -> Rules:
-        """What is in the chains where rules of ours may be. Raises ``Retryable``."""
+        """Return the rules in all chains that may contain ours. Raises ``Retryable``."""
 
     def apply(self, edits: Sequence[Edit]) -> None:
-        """Make changes that were planned on what was read last, each table in one step.
+        """Apply edits planned from the last ``read``, with one transaction per table.
 
-        Raises ``Rejected`` if they are not possible, also because others were faster, and ``Retryable``
-        when it took too long.
+        Raises ``Rejected`` if they are impossible, for example after a concurrent change, and ``Retryable``
+        on a timeout.
         """
 
 
 def carry_out(driver: Driver, edits: Sequence[Edit]) -> tuple[Edit, ...]:
-    """Apply a plan. Returns the chains that could only be emptied: some rule of others leads there.
+    """Apply a plan.
+
+    Return the edits of chains that could only be flushed, because foreign rules refer to them.
 
     Raises as ``Driver.apply`` does.
     """

@@ -1,9 +1,8 @@
-"""Who else decides what this host forwards: chains that drop what they do not accept, wherever they are.
+"""Chains of other programs that drop forwarded packets.
 
-Some do so by their policy, as Docker's, others by a rule at their end, as firewalld's.
-
-Every table is asked about every packet, and one that drops wins. So an accept helps only in the table
-that would drop, and ours is in one of them at most.
+Some drop by their policy, as Docker's, others by a final rule, as firewalld's. Each packet passes every
+table, and a drop in any of them is final. So an accept only helps in the table that would drop, and ours is
+in one table.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ _FIREWALLDS_CHAIN: Chain = ("filter", "INPUT_ZONES")
 
 
 class Dropping(Struct, frozen=True, gc=False):
-    """A chain that drops what it does not accept. ``table`` is named as nft(8) does: ``inet filter``.
+    """A chain that drops what it does not accept. ``table`` is nft(8)'s name for it: ``inet filter``.
 
-    It does so by its policy, or ``by_rule``: one that drops or rejects whatever comes to it.
+    It drops by its policy, or ``by_rule``: with a rule that drops or rejects everything.
     """
 
     place: Place
@@ -55,11 +54,11 @@ class Dropping(Struct, frozen=True, gc=False):
 
     @property
     def is_firewalld(self) -> bool:
-        """Return True for a chain of firewalld: rules that others write there are lost at a reload."""
+        """Return True for firewalld's chains: rules that others add there are lost at a reload."""
         return self.table == _FIREWALLD
 
     def commands(self, network: IPNetwork) -> tuple[Command, ...]:
-        """Return what accepts a network's packets there."""
+        """Return the commands that make the chain accept a network's packets."""
         if self.is_firewalld:
             trust = command("firewall-cmd", "--permanent", "--zone=trusted", f"--add-source={network}")
             return trust, command("firewall-cmd", "--reload")
@@ -72,13 +71,13 @@ class Dropping(Struct, frozen=True, gc=False):
 
 
 def dropping(family: Family) -> Iterator[Dropping]:
-    """All of them, as far as this kernel and our rights let us see."""
-    with suppress(OSError):  # For all but root the legacy tables are out of sight.
+    """Yield the chains that drop forwarded packets, as far as the kernel and our rights show them."""
+    with suppress(OSError):  # Only root can read the legacy tables.
         rules = xtables.read(family, [FORWARDING]).get(FORWARDING, ())
         by_rule = any(map(_refuses_all, rules))
         if by_rule or xtables.drops_forwarded(family):
             yield Dropping("legacy", family, FORWARDING[0], FORWARDING[1], by_rule)
-    with suppress(OSError), Netfilter() as netfilter:  # A kernel may lack nf_tables.
+    with suppress(OSError), Netfilter() as netfilter:  # The kernel may lack nf_tables.
         for table, chain, by_policy in list(netfilter.forwarding(family)):
             by_rule = any(map(_refuses_all, netfilter.rules(family, table, chain)))
             if by_rule or by_policy:
@@ -91,10 +90,10 @@ def _refuses_all(rule: Rule) -> bool:
 
 
 def in_the_way(found: Dropping, network: IPNetwork, ours: Place | None) -> bool:
-    """Whether a chain would drop the network's packets. ``ours`` is where our accepting rules are, if any.
+    """Return True if a chain would drop the network's packets. ``ours`` is the place of our accept rules.
 
-    Of what others accept, only a rule for each direction is seen, and firewalld's zone: there are too many
-    ways to say it.
+    Of other programs' accept rules, only a plain pair (one per direction) and firewalld's zone are
+    recognised.
     """
     try:
         if found.is_firewalld:
@@ -114,14 +113,14 @@ def _rules(found: Dropping) -> Sequence[Rule]:
 
 
 def _is_trusted(found: Dropping, network: IPNetwork) -> bool:
-    """Whether firewalld has a network in the zone whose packets it forwards."""
+    """Return True if the network is in firewalld's trusted zone."""
     zone = Rule("filter_FWD_trusted", source=Match(network))
     with Netfilter() as netfilter:
         return zone in netfilter.rules(found.family, found.table)
 
 
 def has_firewalld() -> bool:
-    """Whether firewalld works in this network namespace, with nftables or with iptables."""
+    """Return True if firewalld is active in this network namespace, with nftables or iptables."""
     with suppress(OSError), Netfilter() as netfilter:
         if any(table == _FIREWALLD for table, _, _ in netfilter.forwarding(4)):
             return True
@@ -133,7 +132,7 @@ def has_firewalld() -> bool:
 
 
 def accepting(family: Family) -> Place | None:
-    """Where rules of ours forward the network's traffic, as a daemon left them; None if nowhere."""
+    """Return the place of an existing daemon's accept rules, or None."""
     with suppress(OSError), Netfilter() as netfilter:
         if netfilter.has_chain(family, FLANNEL_FWD):
             return "nft"
@@ -146,7 +145,7 @@ def accepting(family: Family) -> Place | None:
 
 
 def accepts(rules: Iterable[Rule], network: IPNetwork) -> bool:
-    """Whether two of these let a network's packets through in both directions, whoever made them."""
+    """Return True if two of the rules accept a network's packets, one per direction."""
     plain = {(rule.source, rule.destination) for rule in rules if _plainly_accepts(rule)}
     return {(Match(network), None), (None, Match(network))} <= plain
 

@@ -1,8 +1,8 @@
-"""What to change so that the rules that are there become those that are wanted (pure).
+"""Plan of the edits that turn the actual rules into the desired ones (pure).
 
-Other people's rules are never moved and never removed, not even from our own chains: another flanneld
-on the same host, with a network of its own, keeps its rules there too. Nothing of ours is removed
-before its successor is in place, and each table changes in one step.
+Other programs' rules are never moved or removed, not even from our own chains: another flanneld on the host,
+with its own network, has its rules there, too. Our rules are only removed once their successors are in place.
+Each table changes in one transaction.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ _COMMENTS = (MASQ, FORWARD)
 
 
 class Claim(Struct, frozen=True, gc=False):
-    """Which of the rules found are flannel's, and so ours to remove.
+    """Rules that identify flannel's rules among those found.
 
-    In our own chains these are the rules about addresses inside ``networks``; None stands for any.
-    ``blocks`` are unmarked rules that an earlier run may have left in a built-in chain. One of these
-    rules alone may be an operator's: a block counts only when all of it is there, in its order.
+    In our own chains they are the rules about addresses inside ``networks``; None stands for any. ``blocks``
+    are unmarked rules that an earlier run may have left in a built-in chain. A single rule may be an
+    operator's, so a block only counts if it is complete and in order.
     """
 
     networks: tuple[IPNetwork, ...] | None
     blocks: tuple[tuple[Chain, tuple[Rule, ...]], ...] = ()
 
     def owns(self, chain: Chain, rule: Rule) -> bool:
-        """Whether a rule in a chain of our own is flannel's."""
+        """Return True if a rule in one of our own chains is flannel's."""
         marked = rule.comment in _COMMENTS or chain[0] in NATIVE_TABLE.values()
         return marked and not rule.extra and all(map(self._covers, rule.networks))
 
     def left(self, chain: Chain, found: Sequence[Rule]) -> set[Rule]:
-        """The rules in a built-in chain that an earlier run left."""
+        """Return the rules of an earlier run in a built-in chain."""
         left: set[Rule] = set()
         for place, block in self.blocks:
             if place == chain and _in_order(block, found):
@@ -60,9 +60,9 @@ class Claim(Struct, frozen=True, gc=False):
 
 
 def claim(nets: Iterable[Nets], former: Nets | None, *, masquerade: bool, forward: bool) -> Claim:
-    """What is ours: rules about the networks in ``nets`` and, of an earlier run's, what has a successor.
+    """Return the claim to rules about the networks in ``nets``, and to earlier rules with a successor.
 
-    Without such a successor an unmarked rule stays: it may be just what an operator put in its place.
+    Without a successor an unmarked rule stays: an operator may have put it there as a replacement.
     """
     blocks: list[tuple[Chain, tuple[Rule, ...]]] = []
     if former and masquerade:
@@ -74,9 +74,9 @@ def claim(nets: Iterable[Nets], former: Nets | None, *, masquerade: bool, forwar
 
 
 class Edit(Struct, frozen=True, gc=False):
-    """What to do to one chain, in the order of these fields.
+    """Changes of one chain, applied in the order of these fields.
 
-    ``flush`` makes the chain if need be and empties it. ``insert`` puts rules at the top, one by one.
+    ``flush`` empties the chain and creates it if necessary. ``insert`` puts each rule at the top in turn.
     """
 
     chain: Chain
@@ -88,7 +88,7 @@ class Edit(Struct, frozen=True, gc=False):
 
 
 def plan(wanted: Rules, found: Rules, claim: Claim) -> tuple[Edit, ...]:
-    """The changes, empty when all is right. Chains are filled before a jump leads there, and go after it."""
+    """Return the edits; none if the rules are correct. Chains are filled before jumps and dropped after."""
     names = [*wanted, *(chain for chain in found if chain not in wanted)]
     own = [
         edit
@@ -116,7 +116,7 @@ def _own(chain: Chain, wanted: tuple[Rule, ...], found: tuple[Rule, ...] | None,
         return None
     if len(ours) == len(found):
         return Edit(chain, flush=True, append=wanted)
-    # Others' rules are here too. What is about no network serves them as well, and has to come first.
+    # Another flanneld shares this chain. Rules without a network serve it, too, and must come first.
     shared = tuple(rule for rule in wanted if not rule.networks)
     rest = tuple(rule for rule in wanted if rule.networks)
     return Edit(chain, delete=tuple(ours), insert=shared[::-1], append=rest)
@@ -142,7 +142,7 @@ def _built_in(
 
 
 def _distinct(rules: Iterable[Rule]) -> tuple[Rule, ...]:
-    """Each rule where it comes first: what two programs appended at once does no harm twice."""
+    """Return each rule at its first position. Duplicates, from two programs at once, are harmless."""
     return tuple(dict.fromkeys(rules))
 
 
@@ -152,7 +152,7 @@ def _in_order(block: Sequence[Rule], found: Sequence[Rule]) -> bool:
 
 
 def lost(edits: Iterable[Edit], found: Rules) -> Iterator[tuple[Chain, Rule]]:
-    """Of the rules that the edits put in place, those that were not there."""
+    """Yield the rules that the edits add and that were missing."""
     for edit in edits:
         there = found.get(edit.chain, ())
         for rule in (*edit.insert, *edit.append):

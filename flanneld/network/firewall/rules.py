@@ -1,9 +1,10 @@
-"""The packet filter rules that flannel wants, as data (pure).
+"""Flannel's packet filter rules as data (pure).
 
-Three kinds of rule set, each the same for both families: the one of Go flannel v0.12 between other
-people's rules in the built-in chains, the later one in chains of its own, and that one in an nftables
-table of its own. What they are for: packets between containers keep their addresses, and so do those that
-enter from outside for a container here; what leaves the network takes this host's address.
+There are three styles, each for both families: Go flannel v0.12's among other rules in the built-in chains,
+the later one in chains of its own, and the same in an nftables table of its own.
+
+The rules keep the addresses of packets between containers, and of packets entering from outside for a local
+container. Packets that leave the network are masqueraded.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from msgspec.structs import replace
 from flanneld.model import Family, IPNetwork
 
 ACCEPT, RETURN, MASQUERADE = "ACCEPT", "RETURN", "MASQUERADE"
-#: What only others' rules do.
+#: Verdicts that only other programs' rules have.
 DROP, REJECT = "DROP", "REJECT"
-#: The comments that tell our rules from others', as Go flannel writes them.
+#: Comments that identify our rules, as Go flannel writes them.
 MASQ, FORWARD = "flanneld masq", "flanneld forward"
 
-#: The mark that kube-proxy gives to packets it masquerades itself.
+#: Mark of packets that kube-proxy masquerades itself.
 KUBE_MARK = 0x4000
 ALL_BITS = 0xFFFF_FFFF
 
@@ -38,14 +39,14 @@ FORWARDING: Chain = ("filter", "FORWARD")
 FLANNEL_POSTRTG: Chain = ("nat", "FLANNEL-POSTRTG")
 FLANNEL_FWD: Chain = ("filter", "FLANNEL-FWD")
 
-#: The chains of iptables that hold rules of ours in one style or another.
+#: The iptables chains that contain our rules in one style or another.
 IPTABLES_CHAINS = (FLANNEL_POSTRTG, POSTROUTING, FLANNEL_FWD, FORWARDING)
 
-#: The table of our own in nftables.
+#: Names of our own tables in nftables.
 NATIVE_TABLE: dict[Family, str] = {4: "flannel-ipv4", 6: "flannel-ipv6"}
 NATIVE_POSTRTG, NATIVE_FORWARD = "postrtg", "forward"
 
-#: The chains that only flannel makes.
+#: Chains that only flannel creates.
 OWN_CHAINS = frozenset(
     {FLANNEL_POSTRTG, FLANNEL_FWD}
     | {(table, name) for table in NATIVE_TABLE.values() for name in (NATIVE_POSTRTG, NATIVE_FORWARD)}
@@ -55,17 +56,17 @@ Style = Literal["v0.12", "own-chains", "native"]
 
 
 class Match(Struct, frozen=True, gc=False):
-    """The addresses inside a network, or all others."""
+    """Match of the addresses inside a network, or outside it."""
 
     net: IPNetwork
     inside: bool = True
 
 
 class Rule(Struct, frozen=True, gc=False):
-    """One rule. ``verdict`` is what becomes of a packet that fits, or the chain where it goes next.
+    """One rule. ``verdict`` is the target: a verdict or a chain.
 
-    ``mark`` is a value and the bits that count. ``random`` wants fully random source ports. ``extra`` is
-    what a rule of others has beyond all this: a rule that has some is never ours.
+    ``mark`` is a value and its mask. ``random`` requests fully random source ports. ``extra`` has the parts
+    that our rules never have, so a rule with some is never ours.
     """
 
     verdict: str
@@ -78,18 +79,18 @@ class Rule(Struct, frozen=True, gc=False):
 
     @property
     def networks(self) -> tuple[IPNetwork, ...]:
-        """The networks that the rule is about; all multicast addresses are nobody's."""
+        """The networks that the rule is about, multicast ranges excepted."""
         sides = (self.source, self.destination)
         return tuple(side.net for side in sides if side and side.net not in MULTICAST)
 
 
-#: What is wanted, or what was found: the rules of each chain, in their order. A chain without an entry
-#: was not found; one that is wanted with no rules is not wanted.
+#: Desired or actual rules of each chain, in order. A chain without an entry does not exist; a desired chain
+#: without rules should not exist.
 Rules = Mapping[Chain, tuple[Rule, ...]]
 
 
 class Nets(Struct, frozen=True, gc=False):
-    """One family's network of the whole cluster and this node's subnet in it."""
+    """One family's cluster network and this node's subnet."""
 
     network: IPNetwork
     subnet: IPNetwork
@@ -100,7 +101,7 @@ class Nets(Struct, frozen=True, gc=False):
 
 
 class Purpose(Struct, frozen=True, gc=False):
-    """What the rules are to do."""
+    """Functions that the rules should provide."""
 
     masquerade: bool = False
     forward: bool = False
@@ -111,12 +112,12 @@ class Purpose(Struct, frozen=True, gc=False):
 
 
 def wanted(style: Style, nets: Nets, purpose: Purpose) -> Rules:
-    """The rule set of one family in the order in which it is to be written."""
+    """Return one family's rules in the order of writing."""
     return {"v0.12": _built_in, "own-chains": _own_chains, "native": _native}[style](nets, purpose)
 
 
 def _built_in(nets: Nets, purpose: Purpose) -> Rules:
-    """As in v0.12: unmarked, among the rules of others, which is why only exact copies count as ours."""
+    """Return v0.12's rules. They are unmarked among others' rules, so only exact copies count as ours."""
     masquerade, forward = v012_masquerade(nets, purpose.random), _accept(nets)
     return {
         POSTROUTING: masquerade if purpose.masquerade else (),
@@ -148,7 +149,7 @@ def _own_chains(nets: Nets, purpose: Purpose) -> Rules:
     }
 
 
-#: The rules that lead from the built-in chains to ours.
+#: Jumps from the built-in chains to ours.
 JUMPS: dict[Chain, Rule] = {
     FLANNEL_POSTRTG: Rule(FLANNEL_POSTRTG[1], comment=MASQ),
     FLANNEL_FWD: Rule(FLANNEL_FWD[1], comment=FORWARD),
@@ -165,12 +166,12 @@ def _native(nets: Nets, purpose: Purpose) -> Rules:
 
 
 def _masquerade(nets: Nets, random: bool) -> tuple[Rule, ...]:
-    """The later rule set; nftables gets the same.
+    """Return the later rule set, which is also used for nftables.
 
-    Go flannel's nftables rules differ in two places. Their fourth has ``saddr != subnet daddr network``
-    where this has ``! -s network -d subnet``: so nothing ever reached the last rule, and what a host
-    sent to a remote container went unmasqueraded. And they compare the whole mark, so that a packet with
-    another bit set besides kube-proxy's slipped through (docs/adr/0005).
+    Go flannel's nftables rules differ in two places (docs/adr/0005). Their fourth has ``saddr != subnet daddr
+    network`` instead of ``! -s network -d subnet``: the last rule never matches, and a host's packets to
+    remote containers are not masqueraded. They also compare the whole mark, so a packet with a further bit
+    besides kube-proxy's does not match.
     """
     inside, outside, here = Match(nets.network), Match(nets.network, inside=False), Match(nets.subnet)
     return _commented(

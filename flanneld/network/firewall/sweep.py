@@ -1,4 +1,4 @@
-"""Finding and removing what flannel left where it no longer keeps its rules."""
+"""Removal of flannel's rules from places it no longer uses."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from flanneld.runtime.shell import Command, command
 
 log = logging.getLogger(__name__)
 
-#: Where rules of ours can be: iptables' tables in either of its flavours, or tables of our own in nftables.
+#: Places of our rules: iptables tables of either flavour, or our own tables in nftables.
 Place = Literal["nft", "legacy", "native"]
 PLACES: tuple[Place, ...] = ("nft", "legacy", "native")
 
 
 def driver(place: Place, family: Family, commands: Commands) -> Driver:
-    """The plain way to a place. Raises ``Unavailable``."""
+    """Return the basic driver of a place. Raises ``Unavailable``."""
     if place != "native":
         return Restore(place, family, commands)
-    from flanneld.network.firewall.nftables.driver import Nftables  # not on most hosts
+    from flanneld.network.firewall.nftables.driver import Nftables  # not needed on most hosts
 
     return Nftables(family)
 
 
 def may_hold(place: Place, family: Family, claim: Claim) -> bool:
-    """Whether rules of ours can be in a place, as far as can be said at no cost. Raises ``Retryable``."""
+    """Return True if a place may contain our rules, by cheap tests only. Raises ``Retryable``."""
     try:
         if place == "legacy":
             return any(table in xtables.tables(family) for table, _ in IPTABLES_CHAINS)
@@ -55,7 +55,7 @@ def may_hold(place: Place, family: Family, claim: Claim) -> bool:
 def sweep(
     place: Place, family: Family, claim: Claim, commands: Commands, *, dry_run: bool = False
 ) -> tuple[str, ...]:
-    """Remove all that is ours from a place, and say what that was. Raises ``Retryable``."""
+    """Remove all our rules from a place, and describe what was removed. Raises ``Retryable``."""
     there, edits = stale_rules(place, family, claim, commands)
     stuck = carry_out(there, edits) if there and edits and not dry_run else ()
     return tuple(f"{there.name}: {line}" for line in described(edits, stuck)) if there else ()
@@ -64,7 +64,7 @@ def sweep(
 def stale_rules(
     place: Place, family: Family, claim: Claim, commands: Commands
 ) -> tuple[Driver | None, tuple[Edit, ...]]:
-    """What would remove all that is ours from a place, and the way there. Raises ``Retryable``."""
+    """Return the driver of a place, and the edits that remove all our rules there. Raises ``Retryable``."""
     if not may_hold(place, family, claim):
         return None, ()
     there = driver(place, family, commands)
@@ -72,7 +72,7 @@ def stale_rules(
 
 
 def commands_of(place: Place, family: Family, edits: Sequence[Edit]) -> Iterator[Command]:
-    """What an operator would run to remove the same."""
+    """Yield the commands by which an operator would make the same edits."""
     for edit in edits:
         table, chain = edit.chain
         if place == "native":
@@ -88,7 +88,7 @@ def commands_of(place: Place, family: Family, edits: Sequence[Edit]) -> Iterator
 
 
 def described(edits: Sequence[Edit], stuck: Sequence[Edit] = ()) -> Iterator[str]:
-    """What a plan removes, in words."""
+    """Describe what a plan removes."""
     for edit in edits:
         table, chain = edit.chain
         for rule in edit.delete:

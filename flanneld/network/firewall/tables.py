@@ -1,4 +1,4 @@
-"""Tables of the packet filter: one family's rules, and what an earlier run left in other places."""
+"""Reconciler tables for the packet filter: one family's rules, and an earlier run's rules elsewhere."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from flanneld.state.table import Changes, Claim, Put, Scope, Seen
 
 log = logging.getLogger(__name__)
 
-#: Plans made for one repair: others may change the rules between our reading and our change.
+#: Plans per repair: others may change the rules between our read and our write.
 _ATTEMPTS = 3
-#: Rules that are worth naming in one line.
+#: Rules to list in one log line, at most.
 _FEW = 8
 
 
 class RuleSet(Struct, frozen=True, gc=False):
-    """One family's rules in one place. ``edits`` are what they lack, empty if nothing."""
+    """One family's rules in one place. ``edits`` would correct them, none if they are correct."""
 
     kind: ClassVar[Kind] = Kind.RULES
     table: str
@@ -50,8 +50,8 @@ class RuleSet(Struct, frozen=True, gc=False):
 class RulesTable:
     """Table of one family's rules.
 
-    In nf_tables ``removals`` tells when somebody removes rules. The legacy tables tell nobody: they are read
-    every ``audit`` seconds.
+    ``removals`` reports removals in nf_tables. The legacy tables send no notifications and are read every
+    ``audit`` seconds.
     """
 
     worker = "firewall"
@@ -80,7 +80,7 @@ class RulesTable:
         self._claim = claim
         self._removals = removals
         self._was_right = False
-        #: Chains that could only be emptied, since a rule of others leads there.
+        #: Edits of chains that could only be flushed, because foreign rules refer to them.
         self._stuck: set[Edit] = set()
         self._found: Rules = {}
 
@@ -89,7 +89,7 @@ class RulesTable:
         yield Seen(RuleSet(self.name, self._driver.name, self._missing()))
 
     def put(self, puts: Sequence[Put]) -> Report:
-        """Change what was read, and read it back. Raises ``Retryable``."""
+        """Apply the edits, and read the rules back. Raises ``Retryable``."""
         del puts
         report, failure = Report(), Retryable("the rules keep changing", "trying again")
         edits = self._plan(self._rules)
@@ -103,7 +103,7 @@ class RulesTable:
                 if not edits:
                     return report
                 continue
-            # Our own change is news as well, which the reading that follows takes care of.
+            # Discard the notifications of our own change: the read below covers it.
             list(self.changes())
             report.made.append(self.wanted)
             report.details[self.wanted.key] = _what(edits, found)
@@ -113,7 +113,7 @@ class RulesTable:
         raise failure
 
     def drop(self, found: Sequence[Resource]) -> Report:
-        """Leave the rules: containers go on talking without a daemon."""
+        """Keep the rules: containers stay connected without a daemon."""
         del found
         return Report()
 
@@ -177,7 +177,7 @@ class StaleRules(Struct, frozen=True, gc=False):
 
 
 class StaleRulesTable:
-    """Table of one family's rules in a place that we do not use: it is to be empty."""
+    """Table of one family's rules in a place that is not in use. Its desired state is empty."""
 
     worker = "firewall"
     vital = False
@@ -205,12 +205,12 @@ class StaleRulesTable:
             yield Seen(StaleRules(self.name, self._place, self._family, edits), Claim.LEFT)
 
     def put(self, puts: Sequence[Put]) -> Report:
-        """Make nothing: this table has no desired state."""
+        """Create nothing: this table has no desired state."""
         assert not puts
         return Report()
 
     def drop(self, found: Sequence[Resource]) -> Report:
-        """Remove it. Raises ``Retryable``."""
+        """Remove the stale rules. Raises ``Retryable``."""
         report = Report()
         driver, edits = stale_rules(self._place, self._family, self._claim, self._commands)
         if driver is not None and edits:
@@ -231,7 +231,7 @@ def _without_random(rules: Rules) -> Rules:
 
 
 def _what(edits: Sequence[Edit], found: Rules) -> str:
-    """Say what was wrong before these edits."""
+    """Describe what was wrong before these edits."""
     missing: dict[Chain, list[Rule]] = {}
     for chain, rule in lost(edits, found):
         missing.setdefault(chain, []).append(rule)

@@ -1,7 +1,7 @@
-"""Making, changing and removing devices: the only user of pyroute2.
+"""Creation, change and removal of devices. The only user of pyroute2.
 
-Of pyroute2 only what knows the kernel's messages is loaded, and only when a device has to be touched, which a
-restart over a healthy device never does. Its ``IPRoute`` would bring an event loop along: 60 ms and 5 MiB.
+Only pyroute2's message classes are imported, and only when a device is changed, which a restart over a
+healthy device never does. Its ``IPRoute`` would start an event loop: 60 ms and 5 MiB.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _VERBS = {
 
 
 def put(wanted: Link, actual: Link | ForeignLink | None) -> None:
-    """Make the device, or turn the one that is there into it. Raises ``OSError``."""
+    """Create the device, or change the existing one into it. Raises ``OSError``."""
     if isinstance(actual, Link) and step(wanted, actual) is Step.SET:
         _set(wanted, actual)
         return
@@ -37,21 +37,21 @@ def put(wanted: Link, actual: Link | ForeignLink | None) -> None:
 
 
 def rename(index: int, name: str) -> None:
-    """Give a device another name. Raises ``OSError``."""
+    """Rename a device. Raises ``OSError``."""
     new_name = ("IFLA_IFNAME", name)
     try:
         _call("set", new_name, index=index)
     except OSError as failure:
         if failure.errno != errno.EBUSY:
             raise
-        # Before Linux 6.2 a device has to be down for that.
+        # Before Linux 6.2 a device must be down to be renamed.
         _call("set", index=index, up=False)
         _call("set", new_name, index=index)
         _call("set", index=index, up=True)
 
 
 def drop(name: str) -> None:
-    """Remove a device; one that is not there is fine. Raises ``OSError``."""
+    """Remove a device. A missing one is no error. Raises ``OSError``."""
     try:
         _call("del", index=_index(name))
     except OSError as failure:
@@ -71,7 +71,7 @@ def _create(wanted: Link) -> None:
 
 
 def _set(wanted: Link, actual: Link) -> None:
-    """Touch only what differs: even a MAC set to what it is makes the kernel forget all neighbours."""
+    """Set only what differs: setting a MAC, even to the same value, makes the kernel flush all neighbours."""
     index = _index(wanted.name)
     for change in codec_for(wanted).changes(wanted, actual):
         _call("set", change, index=index)
@@ -89,7 +89,7 @@ def _index(name: str) -> int:
 
 
 def _call(verb: str, *attributes: Attribute, index: int = 0, up: bool | None = None) -> None:
-    """Have the kernel do it. Raises ``OSError``, whose subclass tells a missing device from a refusal."""
+    """Send a link message. Raises ``OSError``, whose subclass tells a missing device from a refusal."""
     with closing(NetlinkSocket()) as kernel:
         for failed in kernel.write([_message(verb, attributes, index, up)]):
             for _, code in failed:
@@ -113,6 +113,9 @@ def _message(verb: str, attributes: tuple[Attribute, ...], index: int, up: bool 
 
 
 def _refuse_router_advertisements(name: str) -> None:
-    """What the overlay carries must never configure this host. A kernel without IPv6 has no such file."""
+    """Set accept_ra to 0: router advertisements from the overlay must not configure this host.
+
+    A kernel without IPv6 has no such file.
+    """
     with suppress(OSError):
         Path(f"/proc/sys/net/ipv6/conf/{name}/accept_ra").write_text("0")

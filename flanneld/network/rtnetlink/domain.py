@@ -1,8 +1,8 @@
-"""What of this kernel is ours (pure).
+"""Ownership of kernel objects (pure).
 
-Everything on a device that we make, except what the kernel itself put there; on any other device the
-routes that carry our protocol number. Routes that an earlier flanneld left on the uplink without that mark
-(Go's carry ``boot``) are told by their shape, and only at the start after such a flanneld ran here.
+We own everything on our devices, except what the kernel added itself. On other devices we own the routes with
+our protocol number. Routes that an earlier flanneld left on the uplink without it (Go's have ``boot``) are
+recognised by their shape, and only at the first start after such a flanneld.
 """
 
 from __future__ import annotations
@@ -13,17 +13,20 @@ from flanneld.model import Family, IPAddress, IPNetwork
 from flanneld.network.rtnetlink import messages as rtnl
 from flanneld.state.resources import PROTO_BOOT, PROTO_FLANNEL, Blackhole, Route
 
-#: Beginning of the names that all flannels give to their devices.
+#: Prefix of the device names of all flannels.
 _DEVICES_OF_FLANNEL = "flannel"
 
 
 class Domain(Struct, frozen=True, gc=False):
-    """What of this kernel is ours.
+    """Rules that tell our kernel objects from others'.
 
-    ``links`` are the devices we make, ``ranges`` the cluster networks with the length of a subnet, and
-    ``former`` the networks of an earlier run. ``bridging`` are the devices that have a forwarding table.
-    To adopt what that run left is to claim its marked routes to ``former``, its routes on flannel's devices,
-    and unmarked routes to ``adopted`` destinations, or to all if another flanneld ran here (``unmarked``).
+    - ``links`` are our devices; those in ``bridging`` have a forwarding table.
+    - ``ranges`` are the cluster networks, each with its subnet length.
+    - ``former`` are the networks of an earlier run.
+    - ``unmarked`` is True if another flanneld ran here, whose routes have no protocol number.
+
+    Adoption at startup also claims marked routes to ``former``, the routes on flannel's devices, and unmarked
+    routes to ``adopted`` destinations, or to any if ``unmarked``.
     """
 
     uplink: str
@@ -52,11 +55,11 @@ class Domain(Struct, frozen=True, gc=False):
         return by_flannel or route.destination in self.adopted
 
     def is_connected(self, seen: rtnl.SeenRoute) -> bool:
-        """Return True for the kernel's own route to a link, through a device of others."""
+        """Return True for the kernel's connected route on a device of others."""
         return seen.protocol == rtnl.RTPROT_KERNEL and seen.route.device not in self.links
 
     def owns_address(self, address: IPAddress) -> bool:
-        """Wrong addresses go only inside the cluster network: others may be an operator's."""
+        """Return True for addresses inside the cluster networks: others may be an operator's."""
         return any(address in network for network, _ in self.ranges)
 
     def _is_peer_route(self, route: Route) -> bool:
@@ -69,7 +72,7 @@ class Domain(Struct, frozen=True, gc=False):
         return _within(blackhole.destination, [network for network, _ in self.ranges])
 
 
-#: Of a host that no flanneld runs on.
+#: Domain of a host without flanneld.
 NOTHING = Domain("", frozenset(), ())
 
 

@@ -1,4 +1,4 @@
-"""What this kernel holds for us, written and read over rtnetlink."""
+"""Reads and writes of the kernel's objects over rtnetlink."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from flanneld.network.rtnetlink.messages import Mode
 from flanneld.network.rtnetlink.monitor import Monitor
 from flanneld.state.resources import PROTO_BOOT, PROTO_FLANNEL, Resource, Route
 
-#: Writes at a time after which the kernel is read back rather than its echo of them.
+#: Writes per call from which on the tables are read back, instead of processing the notifications.
 _BULK = 500
 
 
 class Kernel(HostView):
-    """Reads and writes the kernel of this network namespace. Used by one thread.
+    """View of this network namespace, for reading and writing. Used by one thread.
 
-    ``domain`` says what of it is ours.
+    ``domain`` tells which objects are ours.
     """
 
     def __init__(self, domain: Domain = NOTHING) -> None:
@@ -32,12 +32,12 @@ class Kernel(HostView):
         self.monitor: Monitor | None = None
 
     def listen(self) -> Monitor:
-        """Hear what others change. Writes in bulk are not listened to: the monitor tells of the gap."""
+        """Start and return the monitor of changes by others. It reports bulk writes as a gap."""
         self.monitor = Monitor(self.port)
         return self.monitor
 
     def left_behind(self, domain: Domain) -> list[Resource]:
-        """The routes of any flanneld: all marked ones, and unmarked ones as ``domain`` tells them."""
+        """Return the routes of any flanneld: all marked ones, and unmarked ones that ``domain`` claims."""
         found: list[Resource] = []
         for family in FAMILIES:
             marked = self.dump(rtnl.RTM_GETROUTE, rtnl.routes_request(family, protocol=PROTO_FLANNEL))
@@ -50,7 +50,7 @@ class Kernel(HostView):
     def write(
         self, resources: Sequence[Resource], *, drop: bool = False, mode: Mode = Mode.REPLACE
     ) -> dict[int, int]:
-        """Write, many at a time. Returns the errno of each that was refused, by its place."""
+        """Write resources in batches. Return the errno of each refused one, by its position."""
         if len(resources) <= _BULK or self.monitor is None:
             return self._write(resources, drop=drop, mode=mode)
         with self.monitor.deaf():
@@ -60,7 +60,7 @@ class Kernel(HostView):
         return refused
 
     def clear_routes(self, destinations: Iterable[IPNetwork]) -> None:
-        """Remove the first route to each of some destinations, whatever it is; there may be none."""
+        """Remove the first route to each destination, of any kind. A missing one is no error."""
         for _ in self._socket.write(rtnl.clear_route(each, seq) for seq, each in enumerate(destinations)):
             pass
 

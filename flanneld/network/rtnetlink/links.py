@@ -1,7 +1,7 @@
-"""Devices as rtnetlink describes them, and the steps that turn one into another.
+"""Devices in rtnetlink's format, and the steps that change one into another.
 
-Each kind of device has a codec, in ``kinds``, for all in which kinds differ. linux/if_link.h; the comparison
-follows upstream's backend/vxlan/device.go, which keeps a device that fits and replaces one that does not.
+Each kind of device has a codec in ``kinds`` for its specifics. Source: linux/if_link.h. The comparison
+follows upstream's backend/vxlan/device.go, which keeps a matching device and replaces any other.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from flanneld.state.resources import ForeignLink, Link
 
 L = TypeVar("L", bound=Link)
 
-#: Kinds with a codec in ``kinds``, in a module of the kind's name that is loaded when such a device is met.
+#: Kinds with a codec in the module of the same name in ``kinds``, imported at first use.
 _BUILT_IN = frozenset({"ipip", "tun", "vxlan", "wireguard"})
 IFF_UP = 0x1
 _IFINFOMSG = struct.Struct("=BxHiII")
 _IFLA_ADDRESS, _IFLA_IFNAME, _IFLA_MTU, _IFLA_MASTER, _IFLA_LINKINFO = 1, 3, 4, 10, 18
 _IFLA_INFO_KIND, _IFLA_INFO_DATA = 1, 2
 
-#: An attribute by its name in linux/if_link.h, as pyroute2 takes it.
+#: An attribute: its name in linux/if_link.h, as pyroute2 spells it, and its value.
 Attribute = tuple[str, Any]
 
 
 class SeenLink(Struct, frozen=True, gc=False):
-    """An interface of this host. ``make`` says what kind of device it is, as far as that matters to us.
+    """An interface of this host. ``make`` describes its kind, as far as backends need it.
 
     ``master`` is the index of the bridge or bond that it is a port of, else 0.
     """
@@ -52,37 +52,38 @@ class SeenLink(Struct, frozen=True, gc=False):
 
 
 class LinkCodec(Generic[L]):
-    """One kind of device: how the kernel describes it, and how it is made, compared and changed.
+    """Codec of one kind of device: its attributes, creation, comparison and changes.
 
-    A package with a kind of its own calls ``register``.
+    An extension with a kind of its own calls ``register``.
     """
 
-    #: The class of its resources; ``resource.make`` is the kind's name.
+    #: Resource class; ``resource.make`` is the kind's name.
     resource: type[L]
-    #: The names that flannel's backends give to such devices, Go's included.
+    #: Names that flannel's backends, also Go's, give to such devices.
     names: re.Pattern[str]
-    #: The fields that can be changed of a device that is there; for all others it is replaced.
+    #: Fields that can be set on an existing device. A difference in any other replaces the device.
     settable: tuple[str, ...] = ("mtu", "up")
-    #: Go flannel makes devices of this kind that ``parse`` takes for foreign ones.
+    #: True if Go flannel creates such devices in a way that ``parse`` returns as foreign.
     is_made_otherwise = False
-    #: A device of another kind under the wanted name is left for its owner to remove, as upstream leaves it.
+    #: True if a device of another kind with the wanted name is not replaced, as upstream leaves it to its
+    #: owner.
     spares_others = False
 
     def parse(self, seen: SeenLink, data: dict[int, bytes]) -> L | ForeignLink:
-        """Return the resource, given the attributes in IFLA_INFO_DATA."""
+        """Return the resource for the attributes in IFLA_INFO_DATA."""
         raise NotImplementedError
 
     def make(self, wanted: L) -> bool:
-        """Make the device by other means than a netlink message, and return True; False if there are none."""
+        """Create the device without netlink and return True, or return False if netlink is to be used."""
         del wanted
         return False
 
     def attributes(self, wanted: L) -> Iterator[Attribute]:
-        """Yield what the message that makes the device says besides its name and MTU."""
+        """Yield the attributes of the create message, besides name and MTU."""
         yield link_info(wanted.make, *self.data(wanted))
 
     def data(self, wanted: L) -> Iterable[Attribute]:
-        """Return the attributes in IFLA_INFO_DATA that make the device."""
+        """Return the attributes in IFLA_INFO_DATA of the create message."""
         del wanted
         return ()
 
@@ -92,28 +93,28 @@ class LinkCodec(Generic[L]):
         return ()
 
     def mark(self, link: L) -> str:
-        """Return what tells a device from everybody else's under any name, empty if nothing does."""
+        """Return a value that identifies our device under any name; empty if there is none."""
         del link
         return ""
 
     def ends(self, link: L) -> tuple[object, ...]:
-        """Return what no two devices of this kind may have in common, empty if that is nothing."""
+        """Return the values that no two devices of this kind may share; empty if there are none."""
         del link
         return ()
 
     def carrier(self, link: L) -> str:
-        """Return what a firewall between the nodes has to let through, for an operator."""
+        """Return the packets that a firewall between nodes must accept, for the operator."""
         return f"the packets of {link.name}"
 
     def make_commands(self, wanted: L, parent: str) -> Iterator[Command]:
-        """Yield the commands of iproute2 that make the device; ``parent`` is the device under it."""
+        """Yield the iproute2 commands that create the device. ``parent`` is its underlying device."""
         del parent
         yield command(
             "ip", "link", "add", wanted.name, "mtu", wanted.mtu, "txqueuelen", 0, "type", wanted.make
         )
 
     def change_commands(self, wanted: L, actual: L) -> Iterable[Command]:
-        """Return the commands that do what ``changes`` does."""
+        """Return the iproute2 commands equivalent to ``changes``."""
         del wanted, actual
         return ()
 
@@ -122,19 +123,19 @@ _codecs: dict[str, LinkCodec[Any]] = {}
 
 
 def register(codec: LinkCodec[Any]) -> None:
-    """Have devices of a kind read, made and compared by this codec."""
+    """Register the codec of a kind of device."""
     _codecs[codec.resource.make] = codec
 
 
 def codec_of(kind: str) -> LinkCodec[Any] | None:
-    """Return the codec of a kind of device, None for a kind that no backend makes."""
+    """Return the codec of a kind of device, None for a kind that no backend creates."""
     if kind not in _codecs and kind in _BUILT_IN:
         register(import_module(f"flanneld.network.rtnetlink.kinds.{kind}").CODEC)
     return _codecs.get(kind)
 
 
 def codec_for(link: Link) -> LinkCodec[Any]:
-    """Return the codec of a device that a backend makes."""
+    """Return the codec of a backend's device."""
     codec = codec_of(link.make)
     assert codec is not None, f"no codec is registered for devices of kind {link.make}"
     return codec
@@ -142,13 +143,13 @@ def codec_for(link: Link) -> LinkCodec[Any]:
 
 def link_info(kind: str, *data: Attribute) -> Attribute:
     """Return the attribute IFLA_LINKINFO of a device."""
-    # An empty IFLA_INFO_DATA cannot be encoded for kinds that pyroute2 knows no data of.
+    # pyroute2 cannot encode an empty IFLA_INFO_DATA of kinds unknown to it.
     details = [("IFLA_INFO_DATA", {"attrs": list(data)})] if data else []
     return "IFLA_LINKINFO", {"attrs": [("IFLA_INFO_KIND", kind), *details]}
 
 
 def is_flannels(link: SeenLink) -> bool:
-    """Return True for a device that a backend of flannel made, in Go or in Python."""
+    """Return True for a device that a backend of flannel created, in Go or in Python."""
     codec = codec_of(link.make.make)
     if codec is None or not codec.names.fullmatch(link.name):
         return False
@@ -156,17 +157,17 @@ def is_flannels(link: SeenLink) -> bool:
 
 
 def by_name(name: str) -> bytes:
-    """The body that asks for one interface."""
+    """Return the request body for one interface."""
     return _IFINFOMSG.pack(0, 0, 0, 0, 0) + attribute(_IFLA_IFNAME, name.encode() + b"\0")
 
 
 def everything() -> bytes:
-    """The body that asks for all interfaces."""
+    """Return the request body for all interfaces."""
     return _IFINFOMSG.pack(0, 0, 0, 0, 0)
 
 
 def decode(data: bytes, offset: int, end: int) -> SeenLink:
-    """Read the body of a link message. Raises ``Malformed`` for what no kernel sends."""
+    """Decode the body of a link message. Raises ``Malformed``."""
     _, _, index, flags, _ = unpack(_IFINFOMSG, data, offset, end)
     found = attributes(data, offset + _IFINFOMSG.size, end)
     name = _text(found.get(_IFLA_IFNAME, b""))
@@ -196,7 +197,7 @@ def _make(seen: SeenLink, info: bytes) -> Link | ForeignLink:
 
 
 class Step(Enum):
-    """How to get from the device that is there to the wanted one."""
+    """Step from the actual device to the wanted one."""
 
     NOTHING = "nothing"
     SET = "set"
@@ -204,7 +205,7 @@ class Step(Enum):
 
 
 def step(wanted: Link, actual: Link | ForeignLink) -> Step:
-    """Set what can be set; all else takes a new device."""
+    """Return SET if only settable fields differ, REPLACE for any other difference."""
     if actual == wanted:
         return Step.NOTHING
     if type(actual) is not type(wanted):
@@ -214,12 +215,12 @@ def step(wanted: Link, actual: Link | ForeignLink) -> Step:
 
 
 def is_not_ours_to_remove(wanted: Link, actual: Link | ForeignLink) -> bool:
-    """Return True if the name is taken by what upstream would not remove either, but has its owner remove."""
+    """Return True if a device that the owner must remove has the wanted name, as in upstream."""
     return codec_for(wanted).spares_others and type(actual) is not type(wanted)
 
 
 def renamed(wanted: Link, present: Iterable[SeenLink]) -> SeenLink | None:
-    """Return the wanted device under another name."""
+    """Return the wanted device if it exists under another name."""
     codec = codec_for(wanted)
     for seen in present:
         make = seen.make
@@ -232,21 +233,21 @@ def renamed(wanted: Link, present: Iterable[SeenLink]) -> SeenLink | None:
 
 
 def holder(wanted: Link, present: Iterable[SeenLink]) -> str:
-    """Return the device because of which the kernel refuses the wanted one; empty if that is not plain."""
+    """Return the name of the device that conflicts with the wanted one; empty if unknown."""
     ends = codec_for(wanted).ends(wanted)
     alike = (each for each in present if isinstance(each.make, Link) and type(each.make) is type(wanted))
     return next((each.name for each in alike if ends and codec_for(wanted).ends(each.make) == ends), "")
 
 
 def differences(wanted: Link, actual: Link | ForeignLink) -> str:
-    """What is wrong with a device, for the log."""
+    """Describe the differences of a device, for the log."""
     if type(actual) is not type(wanted):
         return f"is {described(actual)}, wanted {wanted}"
     return ", ".join(f"has {name} {has}, wanted {wants}" for name, has, wants in drift(wanted, actual))
 
 
 def drift(wanted: Link, actual: Link | ForeignLink) -> Iterator[tuple[str, object, object]]:
-    """Yield each property that differs, with the value that the device has and the wanted one."""
+    """Yield each differing property with its actual and its wanted value."""
     if type(actual) is not type(wanted):
         yield "kind", described(actual), wanted.make
         return
@@ -255,12 +256,12 @@ def drift(wanted: Link, actual: Link | ForeignLink) -> Iterator[tuple[str, objec
 
 
 def described(actual: Link | ForeignLink) -> str:
-    """What kind of device that is."""
+    """Describe the kind of a device."""
     return actual.description if isinstance(actual, ForeignLink) else f"a device of kind {actual.make}"
 
 
 def remedy(wanted: Link, code: int | None, holder: str = "") -> str:
-    """What to do when the kernel refuses to make a device, if its reason or the ``holder`` tells that."""
+    """Return the remedy for a refused device, by errno or conflicting ``holder``; empty if unknown."""
     if holder:
         return f"if nobody needs {holder}, remove it: ip link delete {holder}"
     match code:
@@ -280,5 +281,5 @@ def _text(raw: bytes) -> str:
 
 
 def number(raw: bytes | None) -> int:
-    """Return the number in an attribute, 0 if there is none."""
+    """Return the number in an attribute, 0 if it is missing."""
     return int.from_bytes(raw, sys.byteorder) if raw else 0

@@ -1,7 +1,7 @@
-"""Resources as rtnetlink messages, and back (linux/rtnetlink.h, linux/neighbour.h, linux/if_addr.h).
+"""Resources as rtnetlink messages (linux/rtnetlink.h, linux/neighbour.h, linux/if_addr.h).
 
-Only bytes and values here, no socket: ``kernel`` sends and reads. Every decoder takes the data and
-where in it the body of one message begins and ends, and raises ``Malformed`` for what no kernel sends.
+Encoders and decoders only; ``kernel`` does the I/O. Decoders take the data and the start and end of one
+message's body, and raise ``Malformed`` for an invalid message.
 """
 
 from __future__ import annotations
@@ -55,22 +55,22 @@ RTN_UNICAST, RTN_BLACKHOLE, RTN_UNREACHABLE = 1, 6, 7
 RT_TABLE_MAIN, RTNH_F_ONLINK = 254, 4
 RT_SCOPE_UNIVERSE, RT_SCOPE_NOWHERE = 0, 255
 RTPROT_KERNEL = 2
-#: Behind every route that somebody wants, above all the connected one of the containers' bridge.
+#: Lowest priority: any other route is preferred, above all the connected one of the containers' bridge.
 BLACKHOLE_METRIC = 65535
 _RTM_F_CLONED = 0x200
 _RTA_DST, RTA_OIF, RTA_GATEWAY, _RTA_PRIORITY, RTA_TABLE = 1, 4, 5, 6, 15
 _NDA_DST, _NDA_LLADDR, _NDA_PORT, _NDA_VNI, _NDA_IFINDEX = 1, 2, 6, 7, 8
-#: The kernel names them only where they differ from the device's (drivers/net/vxlan, vxlan_fdb_info).
+#: Attributes that the kernel only sends if they differ from the device's (drivers/net/vxlan, vxlan_fdb_info).
 _ASTRAY = frozenset({_NDA_PORT, _NDA_VNI, _NDA_IFINDEX})
 _IFA_ADDRESS, _IFA_LOCAL, _IFA_FLAGS = 1, 2, 8
-#: What the kernel makes of metric 0 (linux/ipv6_route.h, IP6_RT_PRIO_USER).
+#: Metric that IPv6 substitutes for 0 (linux/ipv6_route.h, IP6_RT_PRIO_USER).
 _IPV6_DEFAULT_METRIC = 1024
 
 RTMSG = struct.Struct("=BBBBBBBBI")
 _NDMSG = struct.Struct("=BxxxiHBB")
 _IFADDRMSG = struct.Struct("=BBBBi")
 
-# Attribute headers for the payload sizes that occur: 4 and 16 bytes of address, 6 of MAC.
+# Precomputed attribute headers by payload size: 4 and 16 for addresses, 6 for a MAC.
 _ATTR = struct.Struct("=HH")
 DST = {size: _ATTR.pack(4 + size, 1) for size in (4, 16)}
 _GATEWAY = {size: _ATTR.pack(4 + size, RTA_GATEWAY) for size in (4, 16)}
@@ -91,7 +91,7 @@ def mac_text(raw: bytes) -> str:
 
 
 def address_of(raw: bytes) -> IPAddress:
-    """From 4 or 16 bytes, most significant first. Raises ``Malformed``."""
+    """Return an address from 4 or 16 bytes in network order. Raises ``Malformed``."""
     if len(raw) == 4:
         return IPv4Address(raw)
     if len(raw) == 16:
@@ -100,7 +100,7 @@ def address_of(raw: bytes) -> IPAddress:
 
 
 def network_of(raw: bytes, length: int) -> IPNetwork:
-    """The same with a prefix length; bits of the host are passed over. Raises ``Malformed``."""
+    """Return a network from address bytes and prefix length; host bits are ignored. Raises ``Malformed``."""
     if length > 8 * len(raw):
         raise Malformed
     number = int(address_of(raw))
@@ -108,15 +108,15 @@ def network_of(raw: bytes, length: int) -> IPNetwork:
     return kind((number, length), strict=False)
 
 
-# ---- writing ---------------------------------------------------------------------------------
+# ---- encoding --------------------------------------------------------------------------------
 
 
 class Mode(Enum):
-    """How a resource is made: instead of what has its key, only where there is none, or before the others."""
+    """Mode of creation: replace what has the same key, fail if it exists, or insert in front."""
 
     REPLACE = NLM_F_REQUEST | NLM_F_CREATE | NLM_F_REPLACE
     EXCLUSIVE = NLM_F_REQUEST | NLM_F_CREATE | NLM_F_EXCL
-    #: IPv4 alone has several routes to one network, of which the first is taken.
+    #: Only IPv4 has several routes to a network; the first one is used.
     IN_FRONT = NLM_F_REQUEST | NLM_F_CREATE
 
 
@@ -129,9 +129,9 @@ def encode(
     drop: bool,
     mode: Mode = Mode.REPLACE,
 ) -> bytes:
-    """The message that makes or removes a resource; a link has none, ``devices`` makes those.
+    """Return the message that creates or removes a resource, except links (see ``devices``).
 
-    ``protocol`` is what a route carries (RTPROT_*). Raises ``KeyError`` for an unknown device.
+    ``protocol`` is the route's RTPROT_* number. Raises ``KeyError`` for an unknown device.
     """
     match resource:
         case Neighbor():
@@ -166,7 +166,7 @@ def _neighbor(entry: Neighbor, index: int) -> bytes:
 
 def _fdb_entry(entry: FdbEntry, index: int, *, drop: bool) -> bytes:
     raw = entry.remote.packed
-    # With a host the kernel would look for an entry with the device's port and segment.
+    # With a remote, the kernel would look for an entry with the device's own port and VNI.
     target = () if drop and entry.astray else (DST[len(raw)], raw)
     return b"".join(
         (
@@ -180,7 +180,7 @@ def _fdb_entry(entry: FdbEntry, index: int, *, drop: bool) -> bytes:
 
 
 def _route(route: Route, index: int, protocol: int, *, drop: bool) -> bytes:
-    """To remove a route it must be named as far as we know it, and no further: whoever made it."""
+    """Encode a route. A removal leaves protocol and scope open, so that it matches any creator's route."""
     raw = route.destination.network_address.packed
     flags = RTNH_F_ONLINK if route.onlink else 0
     parts = [
@@ -215,7 +215,7 @@ def _blackhole(route: Blackhole, protocol: int, *, drop: bool) -> bytes:
 
 
 def clear_route(destination: IPNetwork, seq: int) -> bytes:
-    """The message that removes the first route to a network with the default metric, wherever it leads."""
+    """Return the message that removes the first route to a network with the default metric, on any device."""
     metric = u32(_RTA_PRIORITY, _IPV6_DEFAULT_METRIC) if destination.version == 6 else b""
     body = _route(Route(destination, ""), 0, 0, drop=True) + metric
     return HEADER.pack(HEADER.size + len(body), RTM_DELROUTE, NLM_F_REQUEST, seq, 0) + body
@@ -227,38 +227,38 @@ def _address(entry: Address, index: int) -> bytes:
     return head + _LOCAL[len(raw)] + raw + DST[len(raw)] + raw
 
 
-# ---- reading ---------------------------------------------------------------------------------
+# ---- decoding --------------------------------------------------------------------------------
 
 
 def routes_request(family: Family, *, protocol: int = 0) -> bytes:
-    """The body of a dump of main-table routes, filtered by the kernel where it can."""
+    """Return the body of a dump of main-table routes. Kernels with strict checking apply the filter."""
     return RTMSG.pack(AF[family], 0, 0, 0, 0, protocol, 0, 0, 0) + u32(RTA_TABLE, RT_TABLE_MAIN)
 
 
 def neighbors_request(family: Family, device: int) -> bytes:
-    """The body of a dump of ARP or NDP entries; the device is given by its index."""
+    """Return the body of a dump of a device's ARP or NDP entries."""
     return _NDMSG.pack(AF[family], 0, 0, 0, 0) + u32(_NDA_IFINDEX, device)
 
 
 def fdb_request(device: int) -> bytes:
-    """The body of a dump of forwarding entries."""
+    """Return the body of a dump of a device's forwarding entries."""
     return _NDMSG.pack(AF_BRIDGE, device, 0, 0, 0)
 
 
 def addresses_request(family: Family, device: int) -> bytes:
-    """The body of a dump of addresses."""
+    """Return the body of a dump of a device's addresses."""
     return _IFADDRMSG.pack(AF[family], 0, 0, 0, device)
 
 
 class SeenRoute(Struct, frozen=True, gc=False):
-    """A route as the kernel has it, with the mark of who made it."""
+    """A route in the kernel, with the RTPROT_* number of its creator."""
 
     route: Route
     protocol: int
 
 
 def decode_route(data: bytes, offset: int, end: int, name_of: NameOf) -> SeenRoute | None:
-    """A unicast main-table route through one device with the default metric, else None."""
+    """Return a unicast main-table route through one device with the default metric, else None."""
     family, length, from_length, tos, _, protocol, _, kind, flags = unpack(RTMSG, data, offset, end)
     if kind != RTN_UNICAST or flags & _RTM_F_CLONED or family not in FAMILY or from_length or tos:
         return None
@@ -281,7 +281,7 @@ def decode_route(data: bytes, offset: int, end: int, name_of: NameOf) -> SeenRou
 
 
 def decode_blackhole(data: bytes, offset: int, end: int) -> Blackhole | None:
-    """A blackhole or unreachable route as we make it, by its metric, else None."""
+    """Return a blackhole or unreachable route with our metric, else None."""
     family, length, _, _, _, _, _, kind, _ = unpack(RTMSG, data, offset, end)
     if kind not in (RTN_BLACKHOLE, RTN_UNREACHABLE) or family not in FAMILY:
         return None
@@ -296,12 +296,12 @@ def decode_blackhole(data: bytes, offset: int, end: int) -> Blackhole | None:
 
 
 def protocol_of(data: bytes, offset: int, end: int) -> int:
-    """Who made a route (RTPROT_*)."""
+    """Return the RTPROT_* number of a route."""
     return unpack(RTMSG, data, offset, end)[5]
 
 
 def outline(data: bytes, offset: int, end: int) -> tuple[Key, int] | None:
-    """The key of a main-table route of any kind with the default metric, and its interface.
+    """Return key and interface of a main-table route of any kind with the default metric, else None.
 
     The interface is 0 if there is none, or more than one.
     """
@@ -321,7 +321,7 @@ def _is_common(family: int, found: dict[int, bytes]) -> bool:
 
 
 def decode_neighbor(data: bytes, offset: int, end: int, name_of: NameOf) -> Neighbor | FdbEntry | None:
-    """A permanent neighbour or a unicast forwarding entry, else None."""
+    """Return a permanent neighbour or a unicast forwarding entry, else None."""
     family, index, state, _, _ = unpack(_NDMSG, data, offset, end)
     device = name_of(index)
     if device is None or not state & NUD_PERMANENT:
@@ -337,7 +337,7 @@ def decode_neighbor(data: bytes, offset: int, end: int, name_of: NameOf) -> Neig
 
 
 def decode_gone_neighbor(data: bytes, offset: int, end: int, name_of: NameOf) -> Key | None:
-    """Whose entry was removed; the kernel no longer tells the state or the MAC of a neighbour then."""
+    """Return the key of a removed entry. The kernel then sends neither state nor MAC of a neighbour."""
     family, index, _, _, _ = unpack(_NDMSG, data, offset, end)
     device = name_of(index)
     if device is None:
@@ -361,7 +361,7 @@ class SeenAddress(Struct, frozen=True, gc=False):
 
 
 def decode_address(data: bytes, offset: int, end: int) -> SeenAddress | None:
-    """None for one of another family, or without an address. Raises ``Malformed``."""
+    """Return an address, None for another address family. Raises ``Malformed``."""
     family, length, short_flags, _, index = unpack(_IFADDRMSG, data, offset, end)
     found = attributes(data, offset + _IFADDRMSG.size, end)
     raw = found.get(_IFA_LOCAL) or found.get(_IFA_ADDRESS)
@@ -371,5 +371,5 @@ def decode_address(data: bytes, offset: int, end: int) -> SeenAddress | None:
 
 
 def number(raw: bytes | None) -> int:
-    """From up to four bytes in the host's order; 0 if there are none."""
+    """Return a number of up to four bytes in host order, 0 if the attribute is missing."""
     return int.from_bytes(raw[:4], sys.byteorder) if raw else 0

@@ -1,7 +1,7 @@
-"""What others do to this kernel, as news about resources.
+"""Notifications of changes that others make to this kernel.
 
-The socket is read by the thread that also writes to the kernel, so there is no race between the
-two: what this process changed itself is known by its port, or is what is wanted anyway.
+The thread that writes to the kernel also reads this socket, so the two never race. Our own changes are
+recognised by their netlink port, or match the desired state anyway.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _GROUPS = (
     rtnl.GROUP_IPV6_ADDRESS,
     rtnl.GROUP_IPV6_ROUTE,
 )
-#: Room for the notifications of some thousand foreign changes while this process is busy.
+#: Bytes of receive buffer: room for the notifications of some thousand changes while this process is busy.
 _RECEIVE_BUFFER = 8 << 20
-#: Datagrams to read at a time, so that a storm of notifications keeps nobody from all other work.
+#: Datagrams per read, so that a storm of notifications does not starve other work.
 _AT_A_TIME = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A resource is there, perhaps changed. ``port`` is whose doing it is, 0 if the kernel does not say."""
+    """A resource was created or changed. ``port`` is the writer's netlink port, 0 if unknown."""
 
     resource: Resource
     port: int = field(default=0, compare=False)
@@ -44,7 +44,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """What had this key is no longer there. ``gateway`` is that of a route, as far as it is known."""
+    """The object with this key was removed. ``gateway`` is that of a route, if known."""
 
     key: Key
     port: int = field(default=0, compare=False)
@@ -53,9 +53,9 @@ class Gone:
 
 @dataclass(frozen=True, slots=True)
 class InterfaceChanged:
-    """An interface, an address or a default route of one changed or went; ``name`` may be unknown.
+    """An interface, its address or its default route changed or was removed. ``name`` may be unknown.
 
-    ``address`` is that address, or the gateway of that route.
+    ``address`` is the address, or the gateway of the route.
     """
 
     index: int
@@ -66,7 +66,7 @@ class InterfaceChanged:
 
 @dataclass(frozen=True, slots=True)
 class HostRouteChanged:
-    """A route that has the key of none of ours came or went, as one with another metric has."""
+    """A route with none of our keys was added or removed, for example one with another metric."""
 
     destination: IPNetwork
     gateways: tuple[IPAddress, ...] = ()
@@ -74,23 +74,23 @@ class HostRouteChanged:
 
 
 class Overrun(Struct, frozen=True, gc=False):
-    """Notifications were lost: anything may have happened."""
+    """Notifications were lost: anything may have changed."""
 
 
 class Unheard(Struct, frozen=True, gc=False):
-    """Nobody listened during a write of ours in bulk: anything may have happened."""
+    """Notifications were off during our own bulk write: anything may have changed."""
 
 
 News = Seen | Gone | InterfaceChanged | HostRouteChanged | Overrun | Unheard
 
 
 class Monitor:
-    """Listens to link, address, route and neighbour changes. ``port`` is the writer whose echo to skip."""
+    """Listener for link, address, route and neighbour changes, except those by netlink port ``port``."""
 
     def __init__(self, port: int) -> None:
         self._socket = NetlinkSocket(_GROUPS, _RECEIVE_BUFFER)
         self._port = port
-        #: Whether nobody listened for a while: ``read`` tells.
+        #: True if notifications were off for a while; ``read`` reports that.
         self.missed = False
 
     def fileno(self) -> int:
@@ -101,7 +101,7 @@ class Monitor:
 
     @contextmanager
     def deaf(self) -> Iterator[None]:
-        """Hear nothing meanwhile: for writes of ours so many that reading back is cheaper than their echo."""
+        """Turn notifications off for a bulk write, after which reading back is cheaper."""
         self._socket.turn_deaf()
         try:
             yield
@@ -109,9 +109,9 @@ class Monitor:
             self._socket.listen()
 
     def read(self, name_of: Callable[[int], str | None]) -> list[News]:
-        """What is waiting, about devices that ``name_of`` knows, about routes and about all interfaces.
+        """Return pending news about devices known to ``name_of``, about routes and all interfaces.
 
-        A route through another device has an empty one: it may stand where one of ours should be.
+        A route through another device has an empty name: it may occupy our place.
         """
         news: list[News] = [Unheard()] if self.missed else []
         self.missed = False
@@ -141,7 +141,7 @@ class Monitor:
 def decode(
     kind: int, data: bytes, offset: int, end: int, name_of: Callable[[int], str | None]
 ) -> News | None:
-    """What one notification means; one that is not understood may mean anything."""
+    """Decode one notification. A malformed one counts as an overrun: it may mean anything."""
     try:
         return _decode(kind, data, offset, end, name_of)
     except Malformed:
@@ -169,7 +169,7 @@ def _decode(
             return _odd_route(kind, data, offset, end, name_of)
         case rtnl.RTM_NEWNEIGH | rtnl.RTM_DELNEIGH:
             entry = rtnl.decode_neighbor(data, offset, end, name_of) if kind == rtnl.RTM_NEWNEIGH else None
-            # One that is there but no longer permanent is as good as gone.
+            # An entry that is no longer permanent counts as removed.
             key = None if entry else rtnl.decode_gone_neighbor(data, offset, end, name_of)
             return Seen(entry) if entry else Gone(key) if key else None
     return None
@@ -178,7 +178,7 @@ def _decode(
 def _odd_route(
     kind: int, data: bytes, offset: int, end: int, name_of: Callable[[int], str | None]
 ) -> News | None:
-    """A route that can never be ours still may tell of the uplink, or stand where ours should be."""
+    """Decode a route that cannot be ours: it may concern the uplink, or occupy our place."""
     index = route_lookup.decode_default_route(data, offset, end)
     if index is not None:
         way = route_lookup.decode_seen_way(data, offset, end)

@@ -1,8 +1,8 @@
-"""A raw rtnetlink socket: many messages a send, filtered dumps, notifications (rtnetlink(7)).
+"""Raw rtnetlink socket with batched writes, filtered dumps and notifications (rtnetlink(7)).
 
-pyroute2 spends 0.2 to 0.3 ms of CPU on a message and keeps nothing of that in a batch; packed
-by hand a message costs about 1 us. With three objects for each of thousands of peers that is
-the difference between seconds and milliseconds (docs/adr/0001).
+pyroute2 takes 0.2 to 0.3 ms of CPU per message, also within a batch. A message packed with ``struct`` takes
+about 1 us. With three objects for each of thousands of peers that is seconds against milliseconds
+(docs/adr/0001).
 """
 
 from __future__ import annotations
@@ -32,43 +32,46 @@ _ATTR = struct.Struct("=HH")
 _ERRNO = struct.Struct("=i")
 _SEQ = struct.Struct("=I")
 
-#: The kernel handles a whole send before it returns, so this bounds the time until a stop is seen.
+#: Bytes per send. The kernel processes a whole send before it returns, so this bounds the delay of a stop.
 _BATCH = 16 * 1024
 _RECEIVE = 64 * 1024
 
 
-#: Set in the sequence number of every question, never in that of a message that writes.
+#: Bit set in the sequence numbers of requests that read, never in those that write.
 _QUESTION = 1 << 31
 
 
 class DumpInterrupted(OSError):
-    """The kernel's table changed in the middle of a dump: what was read may lack something."""
+    """Error for a table that changed during its dump: objects may be missing."""
 
 
 class Malformed(OSError):
-    """No kernel sends this. An ``OSError``, so that it counts as a failed read and not as nothing."""
+    """Error for a message that no kernel sends.
+
+    As an ``OSError`` it counts as a failed read, not as empty.
+    """
 
     def __init__(self) -> None:
         super().__init__(errno.EBADMSG, "the kernel's message is not understood")
 
 
 def message(kind: int, flags: int, body: bytes, seq: int = 0) -> bytes:
-    """One netlink message."""
+    """Return one netlink message."""
     return HEADER.pack(HEADER.size + len(body), kind, flags | NLM_F_REQUEST, seq, 0) + body
 
 
 def attribute(kind: int, payload: bytes) -> bytes:
-    """One attribute, padded to four bytes."""
+    """Return one attribute, padded to four bytes."""
     return _ATTR.pack(4 + len(payload), kind) + payload + b"\0" * (-len(payload) % 4)
 
 
 def u32(kind: int, value: int) -> bytes:
-    """An attribute that is a number of 32 bits, in the host's byte order."""
+    """Return an attribute with a 32-bit number in host byte order."""
     return attribute(kind, struct.pack("=I", value))
 
 
 def attributes(data: bytes, offset: int, end: int) -> dict[int, bytes]:
-    """Split a run of attributes by type; one that does not fit ends the run."""
+    """Return a sequence of attributes by type, up to the first invalid one."""
     found: dict[int, bytes] = {}
     while offset + 4 <= end:
         length, kind = _ATTR.unpack_from(data, offset)
@@ -80,25 +83,25 @@ def attributes(data: bytes, offset: int, end: int) -> dict[int, bytes]:
 
 
 def text_of(found: Mapping[int, bytes], kind: int) -> str:
-    """An attribute that is text, up to its terminating zero; empty if it is not there."""
+    """Return the text of an attribute without its terminating zero; empty if it is missing."""
     return found.get(kind, b"").rstrip(b"\0").decode(errors="replace")
 
 
 def number_of(found: Mapping[int, bytes], kind: int) -> int | None:
-    """An attribute that is a number of 32 bits, in the network's byte order as netfilter has them."""
+    """Return the number of a 32-bit attribute in network byte order, as netfilter uses it."""
     value = found.get(kind, b"")
     return int.from_bytes(value) if len(value) == 4 else None
 
 
 def unpack(form: struct.Struct, data: bytes, offset: int, end: int) -> tuple[int, ...]:
-    """The fixed part at the start of a message's body. Raises ``Malformed`` when it does not fit."""
+    """Unpack the fixed part at the start of a message's body. Raises ``Malformed`` if it is too short."""
     if offset + form.size > end or end > len(data):
         raise Malformed
     return form.unpack_from(data, offset)
 
 
 def messages(data: bytes) -> Iterator[tuple[int, int, int, int, int, int]]:
-    """Walk what one receive returned: (type, flags, seq, port, offset, end), offset behind the header."""
+    """Yield (type, flags, seq, port, offset, end) of each message; the offset is behind the header."""
     offset, end = 0, len(data)
     while offset + HEADER.size <= end:
         length, kind, flags, seq, port = HEADER.unpack_from(data, offset)
@@ -109,9 +112,9 @@ def messages(data: bytes) -> Iterator[tuple[int, int, int, int, int, int]]:
 
 
 class NetlinkSocket:
-    """One netlink socket, rtnetlink's unless another ``protocol`` (NETLINK_*) is named; used by one thread.
+    """A netlink socket for one thread. ``protocol`` is NETLINK_*, by default rtnetlink's.
 
-    ``groups`` are the multicast groups (RTNLGRP_*) to listen to; a listening socket does nothing else.
+    ``groups`` are the multicast groups (RTNLGRP_*) to listen to. A listening socket is used for nothing else.
     """
 
     def __init__(
@@ -131,7 +134,7 @@ class NetlinkSocket:
 
     @property
     def port(self) -> int:
-        """The port the kernel names as the author of what this socket changed."""
+        """The netlink port that notifications name as the author of this socket's changes."""
         port: int = self._socket.getsockname()[0]
         return port
 
@@ -142,7 +145,7 @@ class NetlinkSocket:
         self._socket.close()
 
     def _set(self, option: int, value: int) -> None:
-        # Both options are conveniences that older kernels lack.
+        # Optional: older kernels lack both options.
         with suppress(OSError):
             self._socket.setsockopt(SOL_NETLINK, option, value)
 
@@ -153,13 +156,13 @@ class NetlinkSocket:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, size)
 
     def write(self, batch: Iterable[bytes]) -> Iterator[list[tuple[int, int]]]:
-        """Send messages, many at a time; after each send yield what failed as (place in the batch, errno).
+        """Send messages in batches; after each send yield its failures as (position, errno).
 
-        The sequence number of a message must be its place; places ascend. Only the last message of a send
-        asks for an acknowledgement, so the kernel answers for that one and for those that failed.
+        The sequence number of a message must be its position; positions ascend. Only the last message of a
+        send requests an acknowledgement, so the kernel answers that one and the failed ones.
 
-        The kernel sees numbers that this socket never used before: an answer that an earlier failure left
-        unread is for none of them.
+        On the wire each sequence number is used once per socket, so a late answer to a failed send matches
+        none.
         """
         first = self._written
         buffer = bytearray()
@@ -197,7 +200,7 @@ class NetlinkSocket:
                     return failed
 
     def dump(self, kind: int, body: bytes) -> Iterator[tuple[bytes, int, int]]:
-        """Ask for a whole table: (data, offset, end) for each object, offset behind the netlink header.
+        """Dump a table: yield (data, offset, end) of each object, with the offset behind the header.
 
         Raises ``DumpInterrupted`` at the end if the table changed meanwhile, ``OSError`` for a refusal.
         """
@@ -212,7 +215,7 @@ class NetlinkSocket:
             yield data, offset, end
 
     def ask(self, kind: int, body: bytes) -> tuple[bytes, int, int]:
-        """Ask for one object. Raises ``OSError`` with the kernel's errno when there is none."""
+        """Request one object. Raises ``OSError`` with the kernel's errno if there is none."""
         reply, _, data, offset, end = next(self._answers(kind, 0, body))
         if reply == NLMSG_ERROR:
             _raise_for(unpack(_ERRNO, data, offset, end)[0])
@@ -220,9 +223,9 @@ class NetlinkSocket:
         return data, offset, end
 
     def _answers(self, kind: int, flags: int, body: bytes) -> Iterator[tuple[int, int, bytes, int, int]]:
-        """Ask, and give (type, flags, data, offset, end) of each answer to just this question.
+        """Send a request; yield (type, flags, data, offset, end) of each answer to it.
 
-        What an earlier failure left unread is passed over: it must not be taken for an empty table.
+        Late answers to a failed request are skipped: they must not be taken for an empty table.
         """
         self._asked += 1
         question = _QUESTION | self._asked % _QUESTION
@@ -234,10 +237,10 @@ class NetlinkSocket:
                     yield reply, reply_flags, data, offset, end
 
     def _next_answer(self) -> bytes:
-        """Wait for an answer; empty the socket when that fails.
+        """Wait for an answer. Empty the socket if that fails.
 
-        After an overrun the kernel drops every answer, the one to the next batch too, until the socket is
-        empty (net/netlink/af_netlink.c, NETLINK_S_CONGESTED).
+        After an overrun the kernel drops every answer, also to the next batch, until the socket is empty
+        (net/netlink/af_netlink.c, NETLINK_S_CONGESTED).
         """
         try:
             return self._socket.recv(_RECEIVE)
@@ -254,17 +257,20 @@ class NetlinkSocket:
                     return
 
     def listen(self) -> None:
-        """Be told of changes, from now on."""
+        """Subscribe to notifications."""
         for group in self._groups:
             self._socket.setsockopt(SOL_NETLINK, NETLINK_ADD_MEMBERSHIP, group)
 
     def turn_deaf(self) -> None:
-        """Be told no more; what has been notified can still be received."""
+        """Unsubscribe from notifications; pending ones can still be received."""
         for group in self._groups:
             self._socket.setsockopt(SOL_NETLINK, NETLINK_DROP_MEMBERSHIP, group)
 
     def receive(self) -> bytes:
-        """What has been notified. Raises ``BlockingIOError`` for nothing, ENOBUFS after an overrun."""
+        """Return the next notification.
+
+        Raises ``BlockingIOError`` if there is none, ENOBUFS after an overrun.
+        """
         return self._socket.recv(_RECEIVE)
 
 

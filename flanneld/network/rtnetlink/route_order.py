@@ -1,7 +1,7 @@
-"""Which of several routes to one network counts (pure).
+"""Choice among several routes to one network (pure).
 
-A kernel may hold several IPv4 routes to one network, and takes the first: they have to be found in its order.
-Of IPv6 routes with one metric it takes turns, or ours replaces the first.
+A kernel may hold several IPv4 routes to one network and uses the first, so its order matters. IPv6 alternates
+between routes of the same metric, or ours replaces the first.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from flanneld.state.table import Claim, Seen
 
 
 class Behind(Struct, frozen=True, gc=False):
-    """A route as it should be, which no packet takes: another one to its network comes first."""
+    """A correct route that no packet takes, because another route to its network precedes it."""
 
     kind: ClassVar[Kind] = Kind.ROUTE
     route: Route
@@ -30,10 +30,10 @@ class Behind(Struct, frozen=True, gc=False):
 
 
 def in_order(wanted: State, found: Iterable[Seen], ours: dict[Key, Resource]) -> Iterator[Seen]:
-    """Yield what counts of the routes that were found: of those to a network that is wanted, one.
+    """Yield one effective route for each wanted destination, and all routes to other destinations.
 
-    ``ours`` are the routes that we made or took over; those found to be ours are added, and those that are
-    neither wanted nor found go.
+    ``ours`` are the routes that we created or adopted. It is updated: routes found to be ours are added,
+    those neither wanted nor found are removed.
     """
     missing = set(wanted)
     first: dict[Key, Seen] = {}
@@ -65,7 +65,7 @@ def in_order(wanted: State, found: Iterable[Seen], ours: dict[Key, Resource]) ->
 
 
 def is_connected(resource: Resource | None) -> bool:
-    """Return True for the kernel's own route to a network on one of this host's links."""
+    """Return True for the kernel's connected route on one of this host's links."""
     return isinstance(resource, RivalRoute) and resource.is_connected
 
 

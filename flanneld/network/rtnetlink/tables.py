@@ -1,4 +1,4 @@
-"""The kernel's tables: devices, their addresses, neighbours and forwarding entries, and the routes."""
+"""Reconciler tables for the kernel: devices, addresses, neighbours, forwarding entries and routes."""
 
 from __future__ import annotations
 
@@ -37,25 +37,25 @@ from flanneld.state.table import Claim, Put, Scope, Seen, Table
 
 log = logging.getLogger(__name__)
 
-#: Seconds between two readings without news.
+#: Seconds between two reads without notifications.
 AUDIT_PERIOD = 30.0
-#: What the names of the devices of all flannels begin with.
+#: Prefix of the device names of all flannels.
 _DEVICES_OF_FLANNEL = "flannel"
-#: Answers to a removal that mean it was gone already.
+#: Errors of a removal that mean the object was already gone.
 _GONE = frozenset({errno.ENOENT, errno.ESRCH, errno.EADDRNOTAVAIL, errno.ENODEV})
-#: Answers to the making of a route that mean that there may be one. Of IPv6's onlink gateways the kernel
-#: says so by EINVAL: it looks for them before it looks for the route.
+#: Errors of a route's creation that mean another route may exist. IPv6 reports EINVAL for an onlink gateway,
+#: because it checks the gateway before the route.
 _TAKEN = frozenset({errno.EEXIST, errno.EINVAL})
 _REMEDY_FOR_BLOCKED = "remove that route if nothing needs it, or choose another Network"
 
-#: Their names, in the order of making.
+#: Table names in the order of creation.
 KERNEL_TABLES = (LINKS, ADDRESSES, NEIGHBORS, FDB, ROUTES)
-#: Why a neighbour entry was refused, by its device and address.
+#: Error texts of refused neighbour entries, by device and address.
 Refused = dict[tuple[str, IPAddress], str]
 
 
 def tables(kernel: Kernel, left: Callable[[], Iterable[Link]] = tuple) -> tuple[Table, ...]:
-    """Return the kernel's tables in the order of making; ``left`` names devices of earlier runs."""
+    """Return the kernel's tables in the order of creation. ``left`` returns devices of earlier runs."""
     refused: Refused = {}
     return (
         LinkTable(kernel, left),
@@ -67,12 +67,12 @@ def tables(kernel: Kernel, left: Callable[[], Iterable[Link]] = tuple) -> tuple[
 
 
 class _KernelTable:
-    """What the kernel's tables have in common."""
+    """Behaviour common to the kernel's tables."""
 
     worker = "kernel"
     audit: float | None = AUDIT_PERIOD
     vital = True
-    #: Nothing is put on a device that could not be made.
+    #: Objects on a device wait until the device exists.
     needs: frozenset[str] = frozenset({LINKS})
 
     def __init__(self, kernel: Kernel) -> None:
@@ -90,10 +90,10 @@ class _KernelTable:
         return report
 
     def close(self, *, remove: bool) -> None:
-        """Keep what the kernel holds: packets flow on without a daemon."""
+        """Keep the kernel's objects: traffic continues without a daemon."""
 
     def _devices(self) -> dict[int, str]:
-        """Return our devices that are there, by index."""
+        """Return the names of our existing devices by index."""
         return {index: name for name in self._kernel.domain.links if (index := index_of(name))}
 
     def _neighbors(self, request: bytes, names: dict[int, str]) -> Iterator[Seen]:
@@ -104,7 +104,7 @@ class _KernelTable:
 
 
 class LinkTable(_KernelTable):
-    """Table of the devices that we make."""
+    """Table of our devices."""
 
     name = LINKS
     what = "the devices"
@@ -123,7 +123,7 @@ class LinkTable(_KernelTable):
         yield from (Seen(link, Claim.LEFT) for link in self._left() if link.key not in scope.wanted)
 
     def put(self, puts: Sequence[Put]) -> Report:
-        """Make the devices, in order; what is right already is not touched."""
+        """Create or change the devices, in order. Correct ones are not touched."""
         report = Report()
         for put in puts:
             link = put.want
@@ -173,7 +173,7 @@ class LinkTable(_KernelTable):
 
 
 class AddressTable(_KernelTable):
-    """Table of our devices' addresses of full length."""
+    """Table of the host addresses (/32, /128) on our devices."""
 
     name = ADDRESSES
     what = "the addresses"
@@ -190,7 +190,7 @@ class AddressTable(_KernelTable):
 
 
 class NeighborTable(_KernelTable):
-    """Table of our devices' permanent ARP and NDP entries."""
+    """Table of the permanent ARP and NDP entries on our devices."""
 
     name = NEIGHBORS
     what = "the neighbour entries"
@@ -218,7 +218,7 @@ class NeighborTable(_KernelTable):
 
 
 class FdbTable(_KernelTable):
-    """Table of our VXLAN devices' permanent forwarding entries."""
+    """Table of the permanent forwarding entries on our VXLAN devices."""
 
     name = FDB
     what = "the forwarding entries"
@@ -232,10 +232,10 @@ class FdbTable(_KernelTable):
 
 
 class RouteTable(_KernelTable):
-    """Table of the main table's routes that lead to peers.
+    """Table of the routes to peers in the main routing table.
 
-    ``refused`` are the neighbour entries that could not be made: without its entry an onlink route would make
-    the kernel ask the overlay for the MAC.
+    ``refused`` are the neighbour entries that the kernel refused. An onlink route without its entry would
+    make the kernel send ARP or NDP requests into the overlay.
     """
 
     name = ROUTES
@@ -244,7 +244,7 @@ class RouteTable(_KernelTable):
     def __init__(self, kernel: Kernel, refused: Mapping[tuple[str, IPAddress], str]) -> None:
         super().__init__(kernel)
         self._refused_neighbors = refused
-        #: Routes that we made or took over. What stands elsewhere is of others and stays.
+        #: Routes that we created or adopted. All others belong to someone else and stay.
         self._ours: dict[Key, Resource] = {}
 
     def read(self, scope: Scope) -> Iterator[Seen]:
@@ -252,7 +252,7 @@ class RouteTable(_KernelTable):
         return in_order(scope.wanted, found, self._ours)
 
     def put(self, puts: Sequence[Put]) -> Report:
-        """Replace our own routes, and make all others only where there is none."""
+        """Replace our own routes; create others only if the destination has none."""
         report = Report()
         new: list[Resource] = []
         over: dict[Resource, Resource] = {}
@@ -277,7 +277,7 @@ class RouteTable(_KernelTable):
         return report
 
     def drop(self, found: Sequence[Resource]) -> Report:
-        """Remove our routes. One that another program made just as we would have serves, and stays."""
+        """Remove our routes. An identical route that another program created stays."""
         report = super().drop([resource for resource in found if resource.key in self._ours])
         refused = {failure.resource for failure in report.failed}
         for resource in found:
@@ -286,9 +286,9 @@ class RouteTable(_KernelTable):
         return report
 
     def _found(self, family: Family, scope: Scope) -> Iterator[Seen]:
-        """Yield routes that may be ours or stand where ours should, in the kernel's order.
+        """Yield routes that may be ours or occupy our place, in the kernel's order.
 
-        The kernel could filter by device, but would not tell then which of several routes comes first.
+        A dump filtered by device would not show which of several routes comes first.
         """
         domain = self._kernel.domain
         through = {domain.uplink, *domain.links}
@@ -329,10 +329,9 @@ class RouteTable(_KernelTable):
                 report.failed.append(Failure(route, refused))
 
     def _bring_to_front(self, routes: Sequence[Route], report: Report) -> None:
-        """Make each route the first to its network; the other one, another program's, stays behind it.
+        """Move each route in front of another program's route to the same network, which stays behind it.
 
-        To replace it would be refused, or hit the other one. No packet takes the route that is removed for a
-        moment.
+        A replace request would be refused or hit the other route. The removed route carried no packets.
         """
         if not routes:
             return
@@ -344,10 +343,10 @@ class RouteTable(_KernelTable):
         _account(routes, self._kernel.write(routes, mode=Mode.IN_FRONT), report, is_new=True)
 
     def _replace(self, over: Mapping[Resource, Resource], report: Report) -> None:
-        """Make routes, each over another one.
+        """Replace routes.
 
-        IPv6 refuses an onlink gateway for which there is a route through another device, even if that is the
-        very route to be replaced (net/ipv6/route.c, ip6_route_check_nh_onlink): that one is removed then.
+        IPv6 refuses an onlink gateway that another device has a route for, even if that is the route to be
+        replaced (net/ipv6/route.c, ip6_route_check_nh_onlink). Such a route is removed first.
         """
         if not over:
             return
@@ -363,7 +362,7 @@ class RouteTable(_KernelTable):
         if blocked:
             there = [over[routes[seq]] for seq in blocked]
             self._kernel.write([each for each in there if isinstance(each, Route)], drop=True)
-            # Whether another kind of route was the obstacle, the next answer tells.
+            # The retry below shows if a route of another kind was the obstacle.
             self._kernel.clear_routes(
                 route.destination
                 for seq, each in zip(blocked, there, strict=True)
@@ -389,7 +388,7 @@ def _account(
     drop: bool = False,
     is_new: bool = False,
 ) -> None:
-    """Note what came of a write; ``is_new`` says that a refusal may be due to what stands there."""
+    """Record the results of a write in the report. ``is_new``: an existing object may explain a refusal."""
     done = report.removed if drop else report.made
     for seq, resource in enumerate(resources):
         code = refused.get(seq)

@@ -1,7 +1,7 @@
-"""Both APIs of etcd at once, for the time in which a cluster moves from one to the other.
+"""Subnet manager on etcd's v2 and v3 APIs at once, for clusters that move from one to the other.
 
-Our lease is announced in each, under one subnet, and whoever is in either is a peer. v3 comes first: what
-two nodes want at the same time is settled there, and what it says counts if v2 says something else.
+Our lease is written to both APIs under the same subnet, and leases in either are peers. v3 has precedence: it
+decides races between nodes, and its lease counts if v2 has a different one.
 """
 
 from __future__ import annotations
@@ -39,18 +39,19 @@ from flanneld.subnet.manager import LONGEST_SILENCE, NO_FACTS, Deliver, IsSelf, 
 
 log = logging.getLogger(__name__)
 
-#: An operator who revokes a lease cannot do so in both at once. So many seconds are enough for a script.
+#: Seconds to wait before a missing half is restored. An operator cannot revoke a lease in both APIs at once;
+#: this is enough for a script.
 GRACE = 1.0
 
-#: A watch of one API, of all leases or of our own, given what to call now and then.
+#: Watch function for one API, given a heartbeat callback.
 _Watch = Callable[[EtcdManager, Callable[[], None]], None]
 
 
 class EtcdOfBoth:
-    """``SubnetManager`` on two others, the first of which counts more.
+    """``SubnetManager`` on two others. The first has precedence.
 
-    An API that the servers do not have when the daemon starts is done without. One that fails later, or
-    refuses us, takes nothing away: its peers stay, and the other goes on.
+    An API that the servers lack at startup is left out. If one fails or refuses access later, its peers are
+    kept and the other API goes on working.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class EtcdOfBoth:
         self._closed = threading.Event()
         self._own = OwnInBoth(side.api for side in managers)
         self._own_lock = threading.Lock()
-        #: By API, what is done of a renewal that has not succeeded in each yet, and what it writes.
+        #: APIs in which the current renewal has succeeded, and the attributes it writes.
         self._done: set[str] = set()
         self._announced = LeaseAttrs()
         self._is_self: IsSelf = is_same_node
@@ -75,7 +76,7 @@ class EtcdOfBoth:
 
     @property
     def problem(self) -> Retryable | None:
-        """Why a watch of either side fails now."""
+        """The current failure of a watch in either API, or None."""
         return next((side.problem for side in self._sides if side.problem), None)
 
     def network_config(self) -> Config:
@@ -119,7 +120,7 @@ class EtcdOfBoth:
             listings, problem = self._listings(anew=attempt > 0)
             key = _ours(list(listings.values()), config, attrs, previous, local)
             if key is None and problem:
-                # Whoever has no lease yet must not choose what a node may have where we cannot look.
+                # Without the other API's leases a new node could choose a subnet that is taken there.
                 raise problem
             if key is None:
                 union = _union(list(listings.values()))
@@ -167,7 +168,7 @@ class EtcdOfBoth:
                 told = [news for event in events for news in union.fold(api, event)]
                 if told:
                     deliver(told)
-                # Not at each event: a node that changes its address cannot do so in both at once.
+                # Only after a snapshot: a node that changes its address updates one API after the other.
                 if any(isinstance(event, Snapshot) for event in told):
                     self._warn_of_disputes(union)
 
@@ -207,7 +208,10 @@ class EtcdOfBoth:
     # ---- acquiring ---------------------------------------------------------------------------
 
     def _listings(self, *, anew: bool) -> tuple[dict[EtcdManager, Listing], Retryable | None]:
-        """All leases of each API that can be read, which has to be one at least, and why one cannot."""
+        """Return the leases of each readable API, and the error of one that is not.
+
+        Raises ``Retryable`` if no API can be read.
+        """
         listings: dict[EtcdManager, Listing] = {}
         problem: Retryable | None = None
         for side in self._sides:
@@ -226,7 +230,7 @@ class EtcdOfBoth:
         listings: dict[EtcdManager, Listing],
         written: Lease | None = None,
     ) -> Lease:
-        """Write our lease everywhere, or nowhere (raises ``LeaseTaken``)."""
+        """Write our lease to every API, or to none. Raises ``LeaseTaken`` if another node has it."""
         had = {
             side: lease
             for side, listing in listings.items()
@@ -245,7 +249,7 @@ class EtcdOfBoth:
             own = OwnInBoth((side.api for side in self._sides), self._is_self)
             for side in self._sides:
                 try:
-                    # As it was read: only such a lease is overwritten under another public IP.
+                    # The index that was read permits overwriting this lease, although its public IP differs.
                     asof = proven[side].asof if side in proven else wanted.asof
                     stored = side.renew(replace(wanted, asof=asof))
                     if side not in had:
@@ -269,7 +273,7 @@ class EtcdOfBoth:
             return own.whole()
 
     def _tidy_up(self, listings: dict[EtcdManager, Listing], lease: Lease) -> None:
-        """Give back what else we had: a node with two leases in two APIs has one too many."""
+        """Remove our other leases: a node must not hold two, one in each API."""
         for side, listing in listings.items():
             for _, other in listing.of(lambda theirs: self._is_self(theirs, lease.attrs)):
                 if other.key != lease.key and other.expires is not None:
@@ -279,7 +283,7 @@ class EtcdOfBoth:
     # ---- renewing ----------------------------------------------------------------------------
 
     def _renew_in(self, side: EtcdManager, lease: Lease) -> None:
-        """Renew one half, unless that is done and only the other one was left to do."""
+        """Renew our lease in one API, unless this renewal already succeeded there."""
         ends = self._own.ends(side.api)
         lasts = ends is None or ends - clock.now() > SUBNET_TTL / 2
         if side.api in self._done and lasts:
@@ -296,7 +300,7 @@ class EtcdOfBoth:
     # ---- watching ----------------------------------------------------------------------------
 
     def _watch_all(self, watch: _Watch, alive: Callable[[], None]) -> None:
-        """Watch each API in a thread; what fails in one of them ends all."""
+        """Watch each API in a thread of its own. A failure in one ends all."""
         beats = {side.api: clock.now() for side in self._sides}
 
         def beat(api: str) -> None:
@@ -327,7 +331,10 @@ def _ours(
     previous: LeaseKey,
     local: LocalFacts,
 ) -> LeaseKey | None:
-    """The lease that is ours by the backend's word or by proof in either, the previous one of several."""
+    """Return the lease that is ours by identity or by proof in either API, or None.
+
+    If there are several, the previous one is preferred.
+    """
     mine = dict.fromkeys(
         lease.key
         for each in listings
@@ -341,7 +348,7 @@ def _ours(
 
 
 def _is_contested(key: LeaseKey, attrs: LeaseAttrs, listings: Sequence[Listing], local: LocalFacts) -> bool:
-    """Whether another node has something of it: one that does not look into both APIs."""
+    """Return True if another node, one that uses a single API, holds an overlapping lease."""
     rivals = [
         lease
         for each in listings
@@ -358,7 +365,7 @@ def _is_contested(key: LeaseKey, attrs: LeaseAttrs, listings: Sequence[Listing],
 
 
 def _union(listings: Sequence[Listing]) -> Listing:
-    """All of them as one, for choosing what none of them has."""
+    """Merge listings into one, to find a subnet that is free in all."""
     leases = {
         f"{number}{path}": lease
         for number, each in enumerate(listings)
@@ -368,7 +375,7 @@ def _union(listings: Sequence[Listing]) -> Listing:
 
 
 def _no_config(problems: list[Retryable], key: str) -> Retryable:
-    """What to say if no API has a config that we could read."""
+    """Return the error to raise if no API has a readable config."""
     if any(not isinstance(each, NoConfig | NoSuchApi) for each in problems):
         return next(each for each in problems if not isinstance(each, NoConfig | NoSuchApi))
     if all(isinstance(each, NoSuchApi) for each in problems):

@@ -1,4 +1,4 @@
-"""Which of etcd's APIs holds the network: the one that was asked for, or the one that has a config."""
+"""Choice of etcd's API: the configured one, or the one that has a network config."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def open_etcd(
     timeouts: Timeouts | None = None,
     randrange: Callable[[int], int] = randomness.randrange,
 ) -> SubnetManager:
-    """The store in an API of etcd, "v2" or "v3", in "both", or in whichever has the network config.
+    """Return the subnet manager for "v2", "v3", "both", or "auto": the API that has the network config.
 
-    Connects to nothing. Raises ``Fatal`` for options that cannot be used.
+    Connects to nothing. Raises ``Fatal`` for unusable options.
     """
     transport = Transport(Servers(options), timeouts or Timeouts())
 
@@ -50,7 +50,7 @@ def open_etcd(
     if api == "both":
         from flanneld.subnet.etcd.both import EtcdOfBoth
 
-        # Each has a connection of its own, so that none has to wait for the other.
+        # Each has its own connection, so that neither waits for the other.
         return EtcdOfBoth(
             open_api("v3"), open_api("v2", transport=Transport(Servers(options), transport.timeouts))
         )
@@ -60,7 +60,7 @@ def open_etcd(
 
 
 def open_client(api: str, transport: Transport) -> Client:
-    """A client of "v2" or "v3". Not more is loaded than is needed: that of v2 is heavy."""
+    """Return a client of "v2" or "v3". Only that one is imported: v2's is heavy."""
     if api == "v2":
         from flanneld.subnet.etcd.v2.client import Client as ClientV2
 
@@ -71,7 +71,7 @@ def open_client(api: str, transport: Transport) -> Client:
 
 
 def _is_in_v2(transport: Transport, key: str) -> bool:
-    """Return True if a key can be read there, asked without the client of v2, which is heavy."""
+    """Return True if a key can be read in v2. Does without v2's client, which is heavy."""
     target = "/v2/keys/" + quote(key.lstrip("/"))
 
     def attempt(server: Server, send: Send) -> bool:
@@ -81,7 +81,7 @@ def _is_in_v2(transport: Transport, key: str) -> bool:
             return False
         except Useless as lack:
             if lack.kind is NoSuchApi:
-                return False  # The next one would only cost us the connection.
+                return False  # Asking another server would only cost the connection.
             raise
         return True
 
@@ -100,10 +100,10 @@ def _is_in_v3(transport: Transport, key: str) -> bool:
 
 
 class EtcdOfEither:
-    """``SubnetManager`` on the API in which a network config is found first: v3, then v2.
+    """``SubnetManager`` on the first API that has a network config: v3, then v2.
 
-    ``network_config`` chooses, so it has to come before anything else. ``open_api`` makes the manager for
-    either, on the same connection.
+    ``network_config`` makes the choice, so it must be called first. ``open_api`` returns the manager for an
+    API, on the same connection.
     """
 
     def __init__(self, transport: Transport, prefix: str, open_api: Callable[[str], EtcdManager]) -> None:
@@ -121,7 +121,7 @@ class EtcdOfEither:
 
     @property
     def problem(self) -> Retryable | None:
-        """Why a watch fails now."""
+        """The current failure of the watch, or None."""
         return (self._chosen or self._v3).problem
 
     def network_config(self) -> Config:

@@ -1,4 +1,4 @@
-"""Where etcd is and how to be let in: endpoints, TLS files and credentials, checked once."""
+"""Endpoints, TLS files and credentials of etcd, checked once at startup."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from msgspec import Struct
 from flanneld.errors import Fatal
 from flanneld.runtime import randomness
 
-#: Reorders a list in place, as ``random.shuffle`` does.
+#: Function that reorders a list in place, as ``random.shuffle`` does.
 Shuffle = Callable[[list[Any]], None]
 
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 class EtcdOptions(Struct, frozen=True, gc=False):
-    """What the flags ``-etcd-*`` say, as given. Printing it shows no password.
+    """Command line options ``-etcd-*``, as given. Its repr shows no password.
 
-    ``transport`` is how v3 is spoken: "json", "grpc", or "auto" for JSON unless etcd refuses that.
+    ``transport`` is the protocol for v3: "json", "grpc", or "auto" for JSON with gRPC as fallback.
     """
 
     endpoints: tuple[str, ...]
@@ -52,7 +52,7 @@ class Server(Struct, frozen=True, gc=False):
     password: str = ""
 
     def basic_login(self) -> dict[str, str]:
-        """Return the header that names our user in v2."""
+        """Return the header for HTTP basic authentication in v2; none without a user."""
         if not self.username:
             return {}
         token = b64encode(f"{self.username}:{self.password}".encode()).decode()
@@ -63,10 +63,12 @@ class Server(Struct, frozen=True, gc=False):
 
 
 class Servers:
-    """The endpoints as given: what etcd advertises may be out of reach, so it is not asked.
+    """The configured endpoints, shuffled once.
 
-    They are shuffled once. Threads share one object, and with it the knowledge which server was good
-    last. Connects to nothing. Raises ``Fatal`` for endpoints or TLS files that cannot be used.
+    Endpoints that etcd advertises may be unreachable and are not used.
+
+    Threads share one object, and so the last server that worked. Connects to nothing. Raises ``Fatal`` for
+    unusable endpoints or TLS files.
     """
 
     def __init__(self, options: EtcdOptions, shuffle: Shuffle = randomness.shuffle) -> None:
@@ -86,7 +88,10 @@ class Servers:
         self._good = 0
 
     def in_turn(self) -> Iterator[Server]:
-        """Each server once, the last good one first. The one at which the caller stops becomes that."""
+        """Yield each server once, starting with the last good one.
+
+        The last one yielded becomes the good one.
+        """
         first, count = self._good, len(self._servers)
         for offset in range(count):
             self._good = (first + offset) % count
@@ -94,16 +99,16 @@ class Servers:
 
     @property
     def current(self) -> Server:
-        """The last good one, or the one that is being tried."""
+        """The last good server, or the one being tried."""
         return self._servers[self._good]
 
     def skip(self) -> None:
-        """Begin with the next server from now on."""
+        """Start with the next server from now on."""
         self._good = (self._good + 1) % len(self._servers)
 
 
 def ssl_text(error: ssl.SSLError) -> str:
-    """OpenSSL's reason, without its place in OpenSSL."""
+    """Return OpenSSL's reason without its source location."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"certificate verify failed: {error.verify_message}"
     return (error.reason or "TLS failed").lower().replace("_", " ")
@@ -116,7 +121,7 @@ def _server(url: str, number: int, options: EtcdOptions) -> Server:
     except (ValueError, KeyError):
         host = ""
     if not host or not host.isascii():
-        # Without its text, in which a password may be.
+        # The URL itself is not shown: it may contain a password.
         raise Fatal(
             f"element {number} of -etcd-endpoints is no URL", "give client URLs like http://10.0.0.1:2379"
         )
@@ -133,12 +138,12 @@ def _mentions_tls(options: EtcdOptions, schemes: set[str]) -> bool:
 
 
 def _tls_context(options: EtcdOptions) -> ssl.SSLContext:
-    """Without a file of authorities the system's are trusted, as in Go."""
+    """Return the TLS settings. Without ``-etcd-cafile`` the system's authorities are trusted, as in Go."""
     if bool(options.certfile) != bool(options.keyfile):
         raise Fatal("only one of -etcd-certfile and -etcd-keyfile is set", "set both, or none")
     for flag in ("cafile", "certfile", "keyfile"):
         _check_readable(getattr(options, flag), flag)
-    # Not create_default_context, which since Python 3.13 refuses authorities that Go accepts.
+    # Not create_default_context: since Python 3.13 it refuses authorities that Go accepts.
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     if options.cafile:
         with _refusing(

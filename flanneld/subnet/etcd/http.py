@@ -1,4 +1,4 @@
-"""Requests to etcd and the answers to them, as far as both of its APIs have them in common (pure)."""
+"""HTTP requests and responses common to etcd's v2 and v3 APIs (pure)."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ NO_ACCESS = "check -etcd-username, -etcd-password and the rights of that user"
 
 
 class Answer(Struct, frozen=True):
-    """An HTTP answer; ``body`` is None for a long poll that brought no news.
+    """An HTTP response; ``body`` is None for a long poll that ended without a change.
 
-    ``at`` is what the headers say, which only those of v2 do.
+    ``at`` is taken from the headers, which only v2 sends.
     """
 
     server: str
@@ -33,9 +33,11 @@ class Answer(Struct, frozen=True):
 
 
 class Request(Struct, frozen=True):
-    """``patience`` is how long a long poll may last once its answer has begun, None for others.
+    """An HTTP request.
 
-    ``on_head`` sees an answer when its head has come; what it raises ends the request.
+    ``patience`` is the limit of a long poll in seconds, counted from its response headers; None for other
+    requests. ``on_head`` is called with the response once its headers are there; an exception ends the
+    request.
     """
 
     method: str
@@ -50,13 +52,14 @@ class Request(Struct, frozen=True):
 
 
 class NoSuchApi(Retryable):
-    """The servers that answer do not have this API of etcd."""
+    """Error for servers that answer, but lack this API of etcd."""
 
 
 class Useless(Exception):
-    """A server cannot answer, another one may. ``sent``: it may have the request nevertheless.
+    """Failure of one server, after which another is tried.
 
-    ``kind`` is what to raise when no server can.
+    ``sent`` is True if the server may have received the request. ``kind`` is the error to raise if all
+    servers fail.
     """
 
     def __init__(
@@ -75,14 +78,17 @@ class Useless(Exception):
 
 
 def json_object(answer: Answer) -> dict[str, Any] | None:
-    """The JSON object that an answer is; None if it is something else. Raises ``Useless`` if it redirects."""
+    """Return the JSON object of a response, or None if it is something else.
+
+    Raises ``Useless`` on a redirect.
+    """
     if 300 <= answer.status < 400:
         raise Useless(f"it redirects to {_host(answer.location)}", "name etcd itself in -etcd-endpoints")
     return parsed_object(answer.body or b"")
 
 
 def parsed_object(text: bytes) -> dict[str, Any] | None:
-    """The JSON object that a text is; None if it is something else."""
+    """Return the JSON object in a text, or None if it is something else."""
     try:
         body = json.loads(text)
     except (ValueError, RecursionError):
@@ -91,7 +97,7 @@ def parsed_object(text: bytes) -> dict[str, Any] | None:
 
 
 def nonsense(answer: Answer) -> Useless:
-    """What to raise for an answer that is not etcd's."""
+    """Return the error for a response that is not etcd's."""
     return Useless(f"HTTP {answer.status} with {answer.content_type or 'something'} that is no JSON object")
 
 

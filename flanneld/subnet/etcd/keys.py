@@ -1,4 +1,4 @@
-"""What etcd holds and how it is asked: the words that both of its APIs share (pure)."""
+"""Interface and values common to etcd's v2 and v3 APIs (pure)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Position(Struct, frozen=True, gc=False):
-    """A point in the history of one cluster of etcd: an index of v2, a revision of v3."""
+    """Point in the history of an etcd cluster: an index of v2 or a revision of v3."""
 
     index: int
     cluster: str = ""
@@ -23,7 +23,8 @@ class Position(Struct, frozen=True, gc=False):
 class Node(Struct, frozen=True, gc=False):
     """A key. ``modified`` is the index of its last change.
 
-    ``ttl`` is in seconds: None if the key stays, infinite if it does not and nobody asked for how long.
+    ``ttl`` is in seconds. It is None for a key without expiry, infinite if it expires at a time not asked
+    for.
     """
 
     key: str
@@ -34,9 +35,11 @@ class Node(Struct, frozen=True, gc=False):
 
 
 class Reply(Struct, frozen=True, gc=False):
-    """What etcd said. A long poll without news has no ``node``; ``children`` are those of a directory.
+    """Result of a request.
 
-    ``at`` is how far the history of the key is known now.
+    A long poll without a change has no ``node``; ``children`` are a directory's entries.
+
+    ``at`` is the position up to which the key's history is known.
     """
 
     action: str
@@ -46,16 +49,16 @@ class Reply(Struct, frozen=True, gc=False):
 
 
 class Changes(Struct, frozen=True, gc=False):
-    """What happened to a watched key up to ``at``, in order; nothing, if a wait was in vain."""
+    """Changes of a watched key up to ``at``, in order. Empty if the wait timed out."""
 
     replies: tuple[Reply, ...]
     at: Position
 
 
 class NotFound(Retryable):
-    """There is no such key at ``at``.
+    """Error for a key that does not exist at ``at``.
 
-    This and the next two are answers that the asker expects. Where it does not, they are ``Retryable``.
+    Callers expect this and the next two errors. Others handle them as ``Retryable``.
     """
 
     def __init__(self, at: Position) -> None:
@@ -64,96 +67,96 @@ class NotFound(Retryable):
 
 
 class Conflict(Retryable):
-    """The condition of a write was not met: somebody else was there first."""
+    """Error for a conditional write whose condition did not hold: another writer was first."""
 
 
 class ListAgain(Retryable):
-    """A watch cannot go on from where it was; the text says why."""
+    """Error for a watch that cannot continue from its position: relist. The text gives the reason."""
 
 
 class Unsure(ListAgain):
-    """The same, though perhaps nothing is wrong."""
+    """``ListAgain`` as a precaution: perhaps no event was lost."""
 
 
 class NoConfig(Retryable):
-    """An operator has yet to write the network config."""
+    """Error for a network config that the operator has not written yet."""
 
 
 class Client(Protocol):
-    """Requests in one API of etcd, of one thread at a time over one connection.
+    """Client of one etcd API, for one request at a time over one connection.
 
-    Any request may raise ``Retryable``, and raises ``Cancelled`` after ``cut``.
+    Any request may raise ``Retryable``. After ``cut`` each raises ``Cancelled``.
     """
 
     #: "v2" or "v3".
     api: str
-    #: Flannel of the time of this API names PublicIPv6 in each lease, be there one or not.
+    #: True if leases always have a PublicIPv6 field, as flannel of this API's time writes it.
     names_ipv6: bool
 
     def root(self, prefix: str) -> str:
-        """The key that the operator means by a prefix."""
+        """Return the key that an operator means by a prefix."""
         ...
 
     def fetch(self, key: str, *, recursive: bool = False) -> Reply:
-        """Read a key, or all in a directory, as the majority of the servers knows it. Raises ``NotFound``."""
+        """Read a key, or all keys of a directory, with a quorum read. Raises ``NotFound``."""
         ...
 
     def create(self, key: str, value: str, ttl: int | None) -> Reply:
-        """Write a key that must not be there. Raises ``Conflict`` if it is.
+        """Write a key that must not exist. Raises ``Conflict`` if it does.
 
         After ``Retryable`` it may have been written nevertheless.
         """
         ...
 
     def replace(self, key: str, value: str, ttl: int | None, modified: int) -> Reply:
-        """Write a key that must not have changed since that index. Raises ``Conflict`` if it has."""
+        """Write a key if its last change is at ``modified``. Raises ``Conflict`` if it changed since."""
         ...
 
     def prolong(self, key: str, modified: int) -> float | None:
-        """Let a key that is as we wrote it, at that index, last as long again, without a change to it.
+        """Renew the TTL of a key that we wrote at ``modified``, without changing the key.
 
-        Gives its new TTL in seconds, None if this cannot be; then it has to be written again.
+        Return the new TTL in seconds, or None if that is impossible; then the key must be written again.
         """
         ...
 
     def remove(self, key: str) -> None:
-        """Delete a key, whatever it holds. Raises ``NotFound``."""
+        """Delete a key unconditionally. Raises ``NotFound``."""
         ...
 
     def watcher(self, key: str, *, recursive: bool, contact: Callable[[], object]) -> Watcher:
-        """Watch a key, or all in a directory, over a connection of its own."""
+        """Return a watcher of a key or a directory, with a connection of its own."""
         ...
 
     def missing(self, key: str, example: str, *, elsewhere: bool) -> NoConfig:
-        """What to say when the network config is not there; ``elsewhere``: but in the other API."""
+        """Return the error for a missing network config. ``elsewhere``: the other API has one."""
         ...
 
     def reconnect(self) -> None:
-        """Give up the connection of now: it may lead nowhere any more. May be called from any thread."""
+        """Drop the current connection, which may be dead. May be called from any thread."""
         ...
 
     def cut(self) -> None:
-        """End what goes on and refuse what comes. May be called from any thread, repeatedly."""
+        """Abort the current request and refuse later ones. May be called repeatedly, from any thread."""
         ...
 
 
 class Watcher(Protocol):
-    """A connection on which etcd tells what happens."""
+    """Watch of a key or a directory over a connection of its own."""
 
     @property
     def client(self) -> Client:
-        """For reading what is there."""
+        """Client for reading the current state."""
         ...
 
     def read(self, after: Position) -> Changes:
-        """Wait for the next changes after a position, or return none after a while.
+        """Wait for the next changes after a position; return none after a timeout.
 
-        Raises ``ListAgain`` when what happened since then cannot be had.
+        Raises ``ListAgain`` if changes since then are lost.
         """
         ...
 
     def reread(self) -> None:
-        """Let ``read``, now or when it is called next, raise ``ListAgain``. May be called from any thread."""
+        """Make the current or next ``read`` raise ``ListAgain``. May be called from any thread."""
         ...
 
     def reconnect(self) -> None: ...
@@ -161,14 +164,14 @@ class Watcher(Protocol):
     def cut(self) -> None: ...
 
     def close(self) -> None:
-        """Give up the connection; for the thread that reads."""
+        """Close the connection. Only for the thread that reads."""
         ...
 
 
 def check_history(after: Position, now: Position) -> None:
-    """See from the first word of a server whether the changes after a position will come.
+    """Raise ``ListAgain`` unless a server at ``now`` can deliver the changes after a position.
 
-    If the server's index is lower, etcd waits in silence until it has caught up. Raises ``ListAgain``.
+    If the server's index is lower, etcd would wait silently until it has caught up.
     """
     if now.cluster != after.cluster:
         raise ListAgain("this is another cluster of etcd than before")
@@ -177,7 +180,7 @@ def check_history(after: Position, now: Position) -> None:
 
 
 def check_reread(wanted: Event) -> None:
-    """Raise ``ListAgain`` once if somebody wants that."""
+    """Raise ``ListAgain`` if a reread was requested, and clear the request."""
     if wanted.is_set():
         wanted.clear()
         raise ListAgain("somebody wants to be sure")

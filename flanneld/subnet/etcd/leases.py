@@ -1,4 +1,4 @@
-"""Leases as etcd holds them, one key each; what cannot be read is complained about once."""
+"""Reader of leases in etcd, one key each. Invalid keys and values are logged once."""
 
 from __future__ import annotations
 
@@ -31,12 +31,15 @@ log = logging.getLogger(__name__)
 #: Seconds for which a list of all leases need not be read again.
 FRESH = 10.0
 
-#: compareAndDelete is not what any flannel does, but an operator may.
+#: No flannel uses compareAndDelete, but an operator may.
 _GONE = frozenset({"delete", "expire", "compareAndDelete"})
 
 
 class Listing(Struct, frozen=True, gc=False):
-    """All leases, by the key that holds them, as they were at ``at``."""
+    """All leases by their key in etcd, as of ``at``.
+
+    ``unreadable`` are the lease keys with invalid values. ``read_at`` is the local time of the read.
+    """
 
     at: Position
     leases: Mapping[str, Lease] = field(default_factory=dict)
@@ -44,7 +47,7 @@ class Listing(Struct, frozen=True, gc=False):
     read_at: float = field(default_factory=clock.now)
 
     def is_fresh(self) -> bool:
-        """Whether it need not be read again yet."""
+        """Return True if the list need not be read again yet."""
         return clock.now() - self.read_at <= FRESH
 
     def with_public_ip(self, public_ip: IPAddress | None) -> list[tuple[str, Lease]]:
@@ -60,15 +63,15 @@ class Listing(Struct, frozen=True, gc=False):
         return sorted(found, key=lambda item: [_order(net) for net in item[1].key])
 
     def as_written(self, written: Lease | None) -> list[tuple[str, Lease]]:
-        """The lease that has the key and the attributes of another one."""
+        """Return the leases equal to ``written`` in key and attributes."""
         return [item for item in self.leases.items() if is_as_written(item[1], written)]
 
     def lease_keys(self) -> list[LeaseKey]:
-        """Every lease, understood or not."""
+        """Return the keys of all leases, readable or not."""
         return [*(lease.key for lease in self.leases.values()), *self.unreadable]
 
     def networks(self) -> list[IPNetwork]:
-        """Every network that somebody has."""
+        """Return all leased subnets."""
         return [net for key in self.lease_keys() for net in key if net is not None]
 
     def snapshot(self) -> Snapshot:
@@ -76,17 +79,17 @@ class Listing(Struct, frozen=True, gc=False):
 
 
 def is_as_written(lease: Lease, written: Lease | None) -> bool:
-    """Return True if a lease has the key and the attributes of another one."""
+    """Return True if a lease equals ``written`` in key and attributes."""
     return written is not None and (lease.key, lease.attrs) == (written.key, written.attrs)
 
 
 def node_address(attrs: LeaseAttrs) -> IPAddress | None:
-    """The address that identifies a node."""
+    """Return the address that identifies a node."""
     return attrs.public_ip or attrs.public_ipv6
 
 
 class LeaseReader:
-    """Reads the directory ``path``, in which each key is a lease. Threads may share it."""
+    """Reader of the directory ``path``, in which each key is a lease. Threads may share it."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -98,7 +101,7 @@ class LeaseReader:
         return posixpath.join(self.path, format_key(lease_key))
 
     def read_all(self, client: Client) -> Listing:
-        """Read all leases with one request; none are there if the directory is not. Raises ``Retryable``."""
+        """Read all leases in one request. A missing directory yields none. Raises ``Retryable``."""
         try:
             reply = client.fetch(self.path, recursive=True)
         except NotFound as missing:
@@ -119,7 +122,10 @@ class LeaseReader:
         return Listing(reply.at, leases, frozenset(filter(None, unreadable.values())))
 
     def news(self, reply: Reply) -> list[Event]:
-        """What a change in the directory means. Raises ``ListAgain`` when it is more than one lease."""
+        """Return the events of a change in the directory.
+
+        Raises ``ListAgain`` if the directory itself changed.
+        """
         if reply.node is None:
             return []
         if reply.node.is_dir:
@@ -132,14 +138,14 @@ class LeaseReader:
         return events
 
     def news_of(self, key: LeaseKey, reply: Reply) -> list[Event]:
-        """What a change of this lease, or of the directory that holds it, means."""
+        """Return the events of a change to this lease, or to the directory that holds it."""
         if reply.action in _GONE:
             return [Removed(key)]
         lease = self.lease(reply.node, key) if reply.node else None
         return [Added(lease)] if lease else []
 
     def lease_key(self, node: Node) -> LeaseKey | None:
-        """Which lease a key of the directory holds; None, and a complaint, if it is none."""
+        """Return the lease key of a key in etcd; None, with a log line, if it has none."""
         if node.is_dir or posixpath.dirname(node.key) != self.path:
             self._complaints.note(node.key, "it is a directory, or in one of its own; remove it")
             return None
@@ -150,7 +156,7 @@ class LeaseReader:
             return None
 
     def lease(self, node: Node, key: LeaseKey) -> Lease | None:
-        """The lease in a key; None, and a complaint, if its value makes no sense."""
+        """Return the lease in a key; None, with a log line, if its value is invalid."""
         try:
             attrs = parse_attrs(node.value)
         except Refused as reason:
@@ -161,7 +167,7 @@ class LeaseReader:
         return Lease(attrs, *key, expires=expires, asof=node.modified)
 
     def complain(self) -> None:
-        """Log what cannot be read, at once or a minute after other such lines. Call it again and again."""
+        """Log invalid keys, at most one line a minute. To be called periodically."""
         self._complaints.tell()
 
 

@@ -1,7 +1,7 @@
-"""Leases in etcd, in either of its APIs: ``<prefix>/config`` and ``<prefix>/subnets/<key>``.
+"""Subnet manager on one etcd API: ``<prefix>/config`` and ``<prefix>/subnets/<key>``.
 
-Keys, values and terms are those of Go flanneld, of 0.12 in v2 and of 0.20 and later in v3, so both share
-one network. Two things differ on purpose: a lease is overwritten only if it still is what was read, and a
+Keys, values and TTLs are those of Go flanneld: of 0.12 in v2, of 0.20 and later in v3. So both share one
+network. Two differences are intended: a lease is only overwritten if it is unchanged since it was read, and a
 lease with another public IP is never taken over.
 """
 
@@ -46,18 +46,18 @@ log = logging.getLogger(__name__)
 
 #: Seconds that a lease lasts without renewal.
 SUBNET_TTL = 86400
-#: How often to try again because somebody else was quicker.
+#: Attempts to write a lease while other nodes are writing, too.
 TRIES = 10
 
 _EXAMPLE = '{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"}}'
 
 
 class LeaseTaken(Retryable):
-    """Another node has our lease; it is not overwritten."""
+    """Error for our lease if another node has it now. It is not overwritten."""
 
 
 class EtcdManager:
-    """``SubnetManager`` on one API of etcd. Building one connects to nothing.
+    """``SubnetManager`` on one API of etcd. The constructor connects to nothing.
 
     ``store`` and ``name`` are for the log; a watch that failed goes on after ``pause_time``, in seconds;
     ``randrange`` chooses among free subnets, as ``allocate.choose`` says; ``is_elsewhere`` looks for a key in
@@ -87,10 +87,11 @@ class EtcdManager:
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._watches: dict[KeyWatchMachine, StepLoop] = {}
-        #: The leases as last read: for us until we write ourselves, and for a watch to start from.
+        #: The leases as last read. ``_known`` is valid until we write, ``_unwatched`` until a watch starts
+        #: from it.
         self._known: Listing | None = None
         self._unwatched: Listing | None = None
-        #: What we chose ourselves, even if etcd's answer to it got lost.
+        #: The subnet we chose. Kept in case etcd's response to the write is lost.
         self._chosen: LeaseKey | None = None
         #: Values that we have sent for our lease, though an answer got lost: whoever finds one of them there,
         #: perhaps since etcd was restored from a backup, finds our own.
@@ -130,16 +131,16 @@ class EtcdManager:
         raise Retryable(f"other nodes were quicker {TRIES} times in a row", "nothing to do but wait")
 
     def listing(self, *, anew: bool = False) -> Listing:
-        """All leases as they are, or as they were a moment ago unless ``anew``."""
+        """Return all leases, as read at most ``FRESH`` seconds ago, or just now (``anew``)."""
         if anew:
             self._known = None
         return self._list()
 
     def yield_to_earlier(self, lease: Lease) -> None:
-        """Give a lease that is new back if one that was there before overlaps it. Raises ``LeaseTaken`` then.
+        """Remove our new lease if an earlier one overlaps it. Raises ``LeaseTaken`` then.
 
-        A lease with a subnet of each family shares no key with one that has one of both, so etcd writes both.
-        Two nodes that do so at once both look afterwards, and the later one finds the earlier one's.
+        A dual-stack lease and a single-stack lease have different keys, so etcd accepts both even if their
+        subnets overlap. Both nodes list the leases after writing, and the later one yields.
         """
         if None in lease.key:
             return
@@ -170,7 +171,7 @@ class EtcdManager:
         self._run(self.watch_machine(deliver), beat)
 
     def watch_machine(self, deliver: Deliver) -> KeyWatchMachine:
-        """Return what ``watch`` steps."""
+        """Return the state machine of ``watch``."""
 
         def start(client: Client) -> tuple[list[Event], Position]:
             listing, self._unwatched = self._unwatched, None
@@ -192,7 +193,7 @@ class EtcdManager:
         self._run(self.own_watch_machine(lease, deliver), lambda _within: alive())
 
     def own_watch_machine(self, lease: Lease, deliver: Deliver) -> KeyWatchMachine:
-        """Return what ``watch_own`` steps."""
+        """Return the state machine of ``watch_own``."""
         path = self._reader.key_of(lease.key)
 
         def start(client: Client) -> tuple[list[Event], Position]:
@@ -206,7 +207,7 @@ class EtcdManager:
             events = self._reader.news_of(lease.key, reply)
             if events or reply.node is None:
                 return events
-            # Garbage in our own lease is as foreign as another node's attributes.
+            # An invalid value in our own lease counts as overwritten by another node.
             return [Added(Lease(LeaseAttrs(), *lease.key, asof=reply.node.modified))]
 
         return KeyWatchMachine(
@@ -220,7 +221,7 @@ class EtcdManager:
 
     @property
     def problem(self) -> Retryable | None:
-        """Why a watch fails now."""
+        """The current failure of a watch, or None."""
         with self._lock:
             return next((each.problem for each in self._watches if each.problem), None)
 
@@ -249,7 +250,7 @@ class EtcdManager:
         return listing
 
     def _run(self, machine: KeyWatchMachine, heartbeat: Callable[[float], None]) -> None:
-        """Step a watch until ``close`` (raises ``Cancelled``)."""
+        """Step a watch until ``close``. Raises ``Cancelled`` then."""
         loop = StepLoop(machine.step, stop=self._closed, heartbeat=heartbeat)
         with self._lock:
             if self._closed.is_set():
@@ -273,9 +274,9 @@ class EtcdManager:
         listing: Listing,
         written: Lease | None,
     ) -> Lease | None:
-        """Take the lease that is ours by the backend's word or by proof; give back one that no longer fits.
+        """Take the lease that is ours by identity or by proof; remove one that no longer fits the config.
 
-        Of several the one that we had: in the others may be whatever somebody wrote there.
+        If there are several, the previous one is taken: others may hold anything.
         """
         mine = listing.of(lambda theirs: self.is_self(theirs, attrs))
         moved = [each for each in listing.as_written(written) if each not in mine]
@@ -304,7 +305,7 @@ class EtcdManager:
             )
 
     def _remove(self, path: str) -> None:
-        """Without a condition: Go flanneld 0.12 cannot digest the event of a conditional removal."""
+        """Remove a key unconditionally: Go flanneld 0.12 cannot parse the event of a conditional removal."""
         try:
             self._requests.remove(path)
         except NotFound:
@@ -313,7 +314,7 @@ class EtcdManager:
     def pick(
         self, config: Config, previous: LeaseKey, listing: Listing, connected: tuple[IPNetwork, ...] = ()
     ) -> LeaseKey:
-        """A lease that is free: the previous one if that is, else one that ``connected`` does not overlap."""
+        """Return a free lease: the previous one if free, else one that does not overlap ``connected``."""
         wanted = dict(zip(FAMILIES, previous, strict=True))
         found = {
             pool.family: self._pick_subnet(pool, wanted[pool.family], listing, connected)
@@ -350,7 +351,7 @@ class EtcdManager:
         return subnet
 
     def _holders(self, previous: IPNetwork, listing: Listing) -> str:
-        """Name the leases that overlap our previous subnet, by the keys that an operator would delete."""
+        """Return the keys of the leases that overlap our previous subnet, for the operator to delete."""
         found = [
             f"{self._reader.key_of(lease.key)} (public IP {node_address(lease.attrs)})"
             for lease in listing.leases.values()
@@ -406,7 +407,7 @@ class EtcdManager:
         return format_attrs(attrs, with_ipv6=self._requests.names_ipv6 or key[1] is not None)
 
     def _written(self, key: LeaseKey, reply: Reply) -> Lease:
-        """The lease as everybody reads it now: fewer attributes may be stored than were given."""
+        """Return the lease as other nodes read it: etcd may store fewer attributes than were given."""
         lease = self._reader.lease(reply.node, key) if reply.node else None
         if lease is None:
             raise Retryable(f"etcd stored something else for the lease {name_of(key)}", "is that etcd?")
@@ -414,7 +415,7 @@ class EtcdManager:
 
 
 def say_kept(lease: Lease) -> None:
-    """Log that a lease with another public IP than ours is ours."""
+    """Log that a lease with another public IP than ours was recognised as ours."""
     log.info(
         "Keeping the lease %s of our former public IP %s: its attributes are as we last wrote them, on this"
         " hardware",
@@ -424,7 +425,7 @@ def say_kept(lease: Lease) -> None:
 
 
 def _differ(stored: object, ours: object) -> bool:
-    """Whether a node announced something else; older versions announce less."""
+    """Return True if stored backend data contradicts ours. Fields missing in older versions are ignored."""
     if isinstance(stored, dict) and isinstance(ours, dict):
         return any(ours.get(key) != value for key, value in stored.items())
     return stored != ours

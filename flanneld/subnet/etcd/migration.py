@@ -1,7 +1,6 @@
 """Copy a network from one store to another, and list what was copied: etcd v2, v3, or a file.
 
-The leases come first and the config last: daemons that choose an API by themselves choose the one that
-has a config.
+Leases are copied first and the config last: daemons with ``-etcd-api=auto`` use the API that has a config.
 """
 
 from __future__ import annotations
@@ -25,19 +24,19 @@ from flanneld.subnet.etcd.keys import Client, Conflict, Node, NotFound
 from flanneld.subnet.etcd.leases import LeaseReader
 from flanneld.subnet.etcd.transport import Timeouts, Transport
 
-#: A lease of v3 that ends so many seconds before that of v2 is no copy of it any more.
+#: Seconds by which a copy may expire before its original in v2. Beyond that it is prolonged.
 TOLERANCE = 300.0
-#: What is prolonged ends so much earlier than in v2: a daemon takes a full term in its own lease for the
-#: write of another node with its address.
+#: Seconds by which a prolonged copy ends before its original in v2. A full TTL in a daemon's own lease would
+#: look like the write of another node with its address.
 CURTAILMENT = 120.0
-#: How often to look again because somebody else was quicker.
+#: Attempts to write a lease while others are writing it, too.
 TRIES = 10
 #: What a store is called that is no API of etcd.
 _PLACES = {"embedded": "the file"}
 
 
 class Step(Struct, frozen=True, gc=False):
-    """What is to be done about a key: ``refuse`` says in ``why`` what stands in the way."""
+    """Action for one key. ``why`` gives the reason of a refusal."""
 
     act: Literal["copy", "renew", "keep", "refuse"]
     why: str = ""
@@ -68,11 +67,12 @@ def decide(lease: Lease, found: Node | None, others: list[IPNetwork], now: float
 
 
 def migrate(options: EtcdOptions, say: Callable[[str], None], *, dry_run: bool) -> bool:
-    """Copy config and leases, each said in a line; False if something could not be copied.
+    """Copy config and leases, and report each in a line. Return False if something could not be copied.
 
-    Leases keep what is left of their TTL, reservations stay reservations. Nothing is overwritten but a
-    copy made earlier, whose term is too short. Raises ``Fatal`` for options that cannot be used, and
-    ``Retryable`` if etcd does not do what it should; then a part may have been copied.
+    Leases keep their remaining TTL, reservations stay reservations. Only an earlier copy whose TTL is too
+    short is overwritten.
+
+    Raises ``Fatal`` for unusable options. Raises ``Retryable`` if etcd fails; then part may have been copied.
     """
     transport = Transport(Servers(options), Timeouts())
     old, new = open_client("v2", transport), open_client("v3", transport)
@@ -190,7 +190,7 @@ class Migration:
             return self._refused(path, "somebody else has just written one")
         return self._said("copied", path)
 
-    # ---- what is said ------------------------------------------------------------------------
+    # ---- reporting ---------------------------------------------------------------------------
 
     def _said(self, done: str, what: str) -> bool:
         would = {"kept": "would keep", "copied": "would copy", "prolonged": "would prolong"}

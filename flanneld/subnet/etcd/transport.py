@@ -1,4 +1,4 @@
-"""Requests to a cluster of etcd: one connection to one server after the other, with limits; it can be cut."""
+"""Requests to an etcd cluster with failover between its servers, timeouts and cancellation."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Q = TypeVar("Q")
 A = TypeVar("A")
 Q_contra = TypeVar("Q_contra", contravariant=True)
 A_co = TypeVar("A_co", covariant=True)
-#: Makes one request of one server. Raises ``Useless``.
+#: Function that makes one request to one server. Raises ``Useless``.
 Send = Callable[[Request], Answer]
 
 NO_SERVER = "check that etcd runs there and that -etcd-endpoints is right"
@@ -42,10 +42,12 @@ _NO_CERTIFICATE = "check that etcd runs there and accepts -etcd-certfile"
 
 
 class Timeouts(Struct, frozen=True, gc=False):
-    """In seconds. ``poll`` is how long a long poll of v2 may bring no news before it is made anew;
-    ``silence`` is how long a watch of v3 may bring none before the server is asked whether it lives; a
-    connection that was not used for ``idle`` is given up, as a firewall may have forgotten it; a watch
-    that failed goes on after ``pause``.
+    """Timeouts in seconds.
+
+    - ``poll``: length of a long poll of v2 without a change, before it is repeated.
+    - ``silence``: silence of a v3 watch before the server is asked whether it is alive.
+    - ``idle``: age of an unused connection before it is replaced; a firewall may have forgotten it.
+    - ``pause``: delay before a failed watch is retried.
     """
 
     connect: float = 2.0
@@ -57,22 +59,25 @@ class Timeouts(Struct, frozen=True, gc=False):
 
 
 class Connection(Protocol[Q_contra, A_co]):
-    """To one server at a time, and for one thread at a time, but any thread may drop or cut it."""
+    """Connection to one server at a time, for one thread. Any thread may call ``drop`` and ``cut``."""
 
     def exchange(self, server: Server, request: Q_contra) -> A_co:
-        """Make a request; connect first if need be. Raises ``Useless``, or ``Cancelled`` after ``cut``."""
+        """Send a request, connecting first if necessary.
+
+        Raises ``Useless``, or ``Cancelled`` after ``cut``.
+        """
         ...
 
     def hang_up(self) -> None:
-        """End the connection; for the thread that uses it."""
+        """Close the connection. Only for the thread that uses it."""
         ...
 
     def drop(self) -> None:
-        """End the connection; another may follow."""
+        """Close the connection; the next request opens another."""
         ...
 
     def cut(self) -> None:
-        """End the connection and refuse another. May be called repeatedly."""
+        """Close the connection and refuse further ones. May be called repeatedly."""
         ...
 
     def check(self) -> None:
@@ -81,7 +86,10 @@ class Connection(Protocol[Q_contra, A_co]):
 
 
 class Failover(Generic[Q, A]):
-    """Requests of one thread at a time. After ``cut`` every request raises ``Cancelled``."""
+    """Client that tries one server after the other, for one thread at a time.
+
+    After ``cut`` every request raises ``Cancelled``.
+    """
 
     def __init__(self, servers: Servers, timeouts: Timeouts, connection: Connection[Q, A]) -> None:
         self.servers = servers
@@ -90,31 +98,33 @@ class Failover(Generic[Q, A]):
         self._turn = threading.Lock()
         self._server: Server | None = None
         self._used = 0.0
-        #: Number of connections that were lost or given up, and of servers that could not answer.
+        #: Number of lost or closed connections and of servers that failed.
         self.losses = 0
-        #: We broke the connection ourselves, so that it broke says nothing about the server.
+        #: True if we dropped the connection ourselves: its failure says nothing about the server.
         self._gave_up = False
 
     def ask(self, attempt: Callable[[Server, Callable[[Q], A]], T], *, repeatable: bool = True) -> T:
-        """What ``attempt`` makes of the first server that is of use. Raises ``Retryable`` if none is.
+        """Return the result of ``attempt`` with the first server that works.
 
-        What is not ``repeatable`` is not tried on another server once it was sent to one.
+        Raises ``Retryable`` if none does.
+
+        A request that is not ``repeatable`` is not tried on another server once it was sent.
         """
         with self._turn:
             return self._ask_in_turn(attempt, repeatable)
 
     def reconnect(self) -> None:
-        """Give up the connection of now: it may lead nowhere any more. May be called from any thread."""
+        """Drop the current connection, which may be dead. May be called from any thread."""
         self._used = -math.inf
         self._gave_up = True
         self._connection.drop()
 
     def cut(self) -> None:
-        """End what goes on and refuse what comes. May be called from any thread, repeatedly."""
+        """Abort the current request and refuse later ones. May be called repeatedly, from any thread."""
         self._connection.cut()
 
     def close(self) -> None:
-        """Give up the connection; for the thread that uses this object."""
+        """Close the connection. Only for the thread that uses this object."""
         with self._turn:
             self._connection.hang_up()
 
@@ -139,7 +149,7 @@ class Failover(Generic[Q, A]):
         try:
             raise no_answer(failures)
         finally:
-            # Their tracebacks hold this frame: with it, each lost connection would be garbage in a cycle.
+            # Their tracebacks refer to this frame: each lost connection would become a reference cycle.
             failures.clear()
 
     def _exchange(self, server: Server, request: Q) -> A:
@@ -152,7 +162,7 @@ class Failover(Generic[Q, A]):
 
 
 class Transport(Failover[Request, Answer]):
-    """Over HTTP."""
+    """Failover between servers over HTTP."""
 
     def __init__(self, servers: Servers, timeouts: Timeouts) -> None:
         super().__init__(servers, timeouts, HttpConnection(servers, timeouts))
@@ -187,7 +197,7 @@ class HttpConnection:
         except Unreachable as error:
             raise unreachable(error) from None
         except (HTTPError, HTTPException, OSError) as error:
-            # A TLS handshake has less time than an answer.
+            # The connect timeout also covers the TLS handshake.
             waited = clock.now() - began
             limit = self._timeouts.read if waited >= self._timeouts.read else self._timeouts.connect
             raise useless(error, limit, server) from None
@@ -228,15 +238,15 @@ class HttpConnection:
 
 
 def pool_to(server: Server, tls: ssl.SSLContext | None, line: InterruptibleSocket) -> HTTPConnectionPool:
-    """Return urllib3's connections to a server, made over a line that another thread can cut."""
+    """Return urllib3's pool for a server, on a socket that another thread can shut down."""
     if tls:
         return TlsPool(server.host, server.port, line=line, ssl_context=tls)
     return Pool(server.host, server.port, line=line)
 
 
 def no_answer(failures: dict[str, Useless]) -> Retryable:
-    """What to raise when each server, given by its name, was of no use."""
-    # In the same order whichever was asked first, so that a lasting problem has one text.
+    """Return the error for a request that failed on every server. Keys are server names."""
+    # Sorted by name, so that a lasting problem keeps one text, whichever server was tried first.
     told = [(name, failures[name]) for name in sorted(failures)]
     problems = "; ".join(f"{name}: {failure.problem}" for name, failure in told)
     kind = next((failure.kind for _, failure in told if failure.kind is not NoAnswer), NoAnswer)
@@ -249,7 +259,7 @@ def unreachable(error: Unreachable) -> Useless:
 
 
 def useless(error: Exception, timeout: float, server: Server) -> Useless:
-    """What is wrong with a connection, in words that stay the same when it happens again."""
+    """Return the failure for a connection error, with the same text each time it fails the same way."""
     log.log(V(2), "etcd at %s: %s: %s", server.name, type(error).__name__, error)
     if isinstance(error, Endless):
         return Useless(str(error))
@@ -259,7 +269,7 @@ def useless(error: Exception, timeout: float, server: Server) -> Useless:
     if isinstance(cause, ssl.SSLError) and "ALERT" not in (cause.reason or "ALERT"):
         return Useless(ssl_text(cause), NO_TLS)
     if server.scheme == "https":
-        # Chance decides whether the alert about our certificate is seen before the connection ends.
+        # The alert about our certificate may get lost when the connection ends, so both cases share a text.
         return Useless("it broke the TLS connection", _NO_CERTIFICATE)
     problem = "it does not speak HTTP" if "BadStatusLine" in repr(error) else "it broke the connection"
     return Useless(problem, NO_SERVER)

@@ -1,4 +1,4 @@
-"""The leases in several APIs of etcd as those of one: the peers', and our own (pure)."""
+"""Union of the leases in several etcd APIs: those of peers, and our own (pure)."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from flanneld.model import (
 )
 from flanneld.subnet.manager import IsSelf
 
-#: An index of one API takes so many bits in that of the whole lease.
+#: Bits per API in the combined index of a lease.
 _BITS = 64
 
 
 class LeaseUnion:
-    """The leases of several sides as those of one. The names of the sides are in their rank.
+    """Union of the leases in several APIs, named in order of precedence.
 
-    A lease is there if one side has it; it is gone when all have said so. If several have it, the first
-    side's word counts, whatever came when. An unreadable lease stays what it was.
+    A lease exists if any API has it, and is removed once all have lost it. If several have it, the first
+    one's counts, in any order of events. An unreadable lease keeps its previous state.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
         self._sides = {name: LeaseTable(own=(None, None)) for name in names}
 
     def fold(self, name: str, event: Event) -> list[Event]:
-        """What an event of one side means for the whole.
+        """Apply an event of one API and return the events of the union.
 
-        Until each side has delivered a ``Snapshot`` there is none of the whole, and nothing is gone: a
-        side that nobody could read yet may have it.
+        Until each API has delivered a ``Snapshot``, the union yields none and removes nothing: an API that
+        could not be read yet may have the lease.
         """
         self._sides[name].apply(event)
         synced = all(side.synced for side in self._sides.values())
@@ -55,13 +55,13 @@ class LeaseUnion:
         return [Added(lease) for lease in leases.values()]
 
     def disputes(self) -> Iterator[tuple[Lease, Lease]]:
-        """The leases that two sides give to different nodes, each time first the one that counts."""
+        """Yield the leases that two APIs assign to different nodes, as pairs with the effective one first."""
         for found in map(self._found, self._leases()):
             if len({(each.attrs.public_ip, each.attrs.public_ipv6) for each in found}) > 1:
                 yield found[0], found[1]
 
     def _found(self, key: LeaseKey) -> list[Lease]:
-        """A lease as each side has it that does, first the one that counts."""
+        """Return a lease in each API that has it, the effective one first."""
         return [lease for side in self._sides.values() if (lease := side.get(key))]
 
     def _leases(self) -> dict[LeaseKey, Lease]:
@@ -72,7 +72,7 @@ class LeaseUnion:
 
 
 class _Half(Struct, frozen=True, gc=False):
-    """Our lease in one API: ``written`` is when we wrote it last, ``asof`` when anybody did."""
+    """Our lease in one API. ``written`` is the index of our last write, ``asof`` of anyone's last write."""
 
     written: int = 0
     asof: int = 0
@@ -81,11 +81,11 @@ class _Half(Struct, frozen=True, gc=False):
 
 
 class OwnInBoth:
-    """Our own lease in several APIs, as the one that the lease keeper knows.
+    """Our own lease in several APIs, combined into the one that the lease keeper maintains.
 
-    A number of the whole, ``Lease.asof``, has the indices of all APIs in it. None of them ever goes
-    back, so the whole grows with each thing that is heard. A half that is lost makes the whole end now,
-    which has the keeper renew it: that puts the half back.
+    ``Lease.asof`` of the combined lease contains the indices of all APIs. Each only grows, so the whole grows
+    with every event. If a half is lost the combined lease ends now, so that the keeper renews it, which
+    restores the half.
     """
 
     def __init__(self, names: Iterable[str], is_self: IsSelf = is_same_node) -> None:
@@ -100,7 +100,7 @@ class OwnInBoth:
 
     @property
     def missing(self) -> int:
-        """How many halves are not there."""
+        """Count of APIs that lack our lease."""
         return sum(not half.is_there for half in self._halves.values())
 
     @property
@@ -108,17 +108,17 @@ class OwnInBoth:
         return self.missing == len(self._halves)
 
     def ends(self, name: str) -> float | None:
-        """When that half ends, as in ``Lease``; minus infinity if it is not there."""
+        """Return when our lease in one API expires, as in ``Lease``; minus infinity if it is missing."""
         half = self._halves[name]
         return half.expires if half.is_there else float("-inf")
 
     def written(self, name: str, lease: Lease) -> None:
-        """We have written that half."""
+        """Record that we wrote our lease in one API."""
         self._halves[name] = _Half(lease.asof, lease.asof, is_there=True, expires=lease.expires)
         self._lease = lease
 
     def whole(self) -> Lease:
-        """The lease, which lasts as long as the half that ends first of those that are there."""
+        """Return the combined lease. It expires with the first of the existing halves."""
         ends = [half.expires for half in self._halves.values() if half.is_there]
         return replace(
             self._lease,
@@ -127,11 +127,11 @@ class OwnInBoth:
         )
 
     def asof(self, name: str, whole: int) -> int:
-        """The index of one API in a number of the whole, or of our own last write if that is later."""
+        """Return one API's index from a combined one, or the index of our own last write if that is later."""
         return max(whole >> self._shifts[name] & ((1 << _BITS) - 1), self._halves[name].written)
 
     def hear(self, name: str, event: Event, now: float) -> list[Event]:
-        """What the watch of one API tells, for the keeper. What we wrote ourselves is no news."""
+        """Apply a watch event of one API and return the keeper's events. Our own writes yield none."""
         half = self._halves[name]
         match event:
             case Added(lease) if half.is_there:
@@ -142,7 +142,7 @@ class OwnInBoth:
                 self._halves[name] = replace(half, asof=lease.asof, expires=lease.expires)
                 return [Added(replace(self._ending(now), attrs=lease.attrs))]
             case Added(lease) if self._is_ours(lease) and lease.asof >= half.asof:
-                # Somebody else has put it back, as a migration does.
+                # Another program restored it, as a migration does.
                 self._halves[name] = replace(half, asof=lease.asof, is_there=True, expires=lease.expires)
                 same = lease.attrs == self._lease.attrs
                 return [] if same else [Added(replace(self._ending(now), attrs=lease.attrs))]
@@ -154,6 +154,6 @@ class OwnInBoth:
         return self._is_self(lease.attrs, self._lease.attrs)
 
     def _ending(self, now: float) -> Lease:
-        """The whole; if a half is missing, it ends now."""
+        """Return the combined lease. It expires now if a half is missing."""
         whole = self.whole()
         return replace(whole, expires=now) if self.missing else whole

@@ -1,4 +1,4 @@
-"""Following a key of etcd through lost connections, lost history and lost clusters."""
+"""Watch of a key in etcd that survives lost connections, lost history and replaced clusters."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ from flanneld.subnet.manager import Deliver
 
 log = logging.getLogger(__name__)
 
-#: Reads what is there: the events that say so, and where to watch from.
+#: Function that reads the current state; returns its events and the position to watch from.
 Start = Callable[[Client], tuple[list[Event], Position]]
-#: The events that a change means. Raises ``ListAgain`` when only a reading of everything can tell.
+#: Function that returns the events of a change. Raises ``ListAgain`` if everything must be read again.
 News = Callable[[Reply], list[Event]]
 
 
 class KeyWatchMachine:
-    """Watches a key, or all keys in a directory if ``recursive``, step by step.
+    """State machine that watches a key, or all keys of a directory if ``recursive``.
 
-    ``start`` reads everything, ``news`` understands a change, ``deliver`` takes the events of both.
-    After each loss of etcd ``start`` reads everything again. Neither a revision nor the cluster's ID tells
-    whether etcd was restored from a backup meanwhile: its history may have overtaken ours, and a cluster that
-    is restored with the same member URLs and token has the same ID.
+    ``start`` reads the current state, ``news`` turns a change into events, ``deliver`` takes the events of
+    both.
 
-    ``pause_time`` is how long to wait after a failure, in seconds. Of an outage the log has its begin, a
-    line a minute, and its end.
+    After each loss of etcd the state is read again. Neither the revision nor the cluster ID reveals a
+    restored backup: the restored history may have overtaken ours, and a cluster restored with the same member
+    URLs and token has the same ID.
+
+    ``pause_time`` is the delay after a failure, in seconds. An outage is logged at its start, once a minute,
+    and at its end.
     """
 
     def __init__(
@@ -53,13 +55,13 @@ class KeyWatchMachine:
         self._deliver = deliver
         self._pause_time = pause_time
         self._path = path
-        #: How far the history is known; None when everything has to be read.
+        #: Position up to which the history is known; None to read the state again.
         self._at: Position | None = None
         self._list_not_before = -math.inf
         self._not_before = -math.inf
 
     def step(self, now: float) -> float:
-        """Read everything, or wait for the next change; return when to step again.
+        """Read the state or wait for the next change; return the time of the next step.
 
         Raises ``Cancelled`` after ``cut``.
         """
@@ -88,28 +90,28 @@ class KeyWatchMachine:
 
     @property
     def listens(self) -> bool:
-        """Return True if the next step waits for a change, False if it asks for something."""
+        """True if the next step waits for a change, False if it sends a request."""
         return self._at is not None
 
     @property
     def problem(self) -> Retryable | None:
-        """Why it failed when etcd was asked last, None if it did not. From any thread."""
+        """The failure of the last request, or None. May be read from any thread."""
         return self._outage.problem
 
     def reread(self) -> None:
-        """Begin with ``start`` again. May be called from any thread."""
+        """Read the state again with ``start``. May be called from any thread."""
         self._watcher.reread()
 
     def reconnect(self) -> None:
-        """Go on over a new connection. May be called from any thread."""
+        """Continue over a new connection. May be called from any thread."""
         self._watcher.reconnect()
 
     def cut(self) -> None:
-        """Let ``step`` raise ``Cancelled``, at once. May be called from any thread, repeatedly."""
+        """Make ``step`` raise ``Cancelled`` at once. May be called repeatedly, from any thread."""
         self._watcher.cut()
 
     def close(self) -> None:
-        """Give up the connection; for the thread that steps."""
+        """Close the connection. Only for the thread that calls ``step``."""
         self._watcher.close()
 
     def _read(self, at: Position, now: float) -> tuple[list[Event], Position]:
@@ -120,5 +122,5 @@ class KeyWatchMachine:
         return [event for reply in changes.replies for event in self._news(reply)], changes.at
 
     def _due(self) -> float:
-        """Nothing is done in vain more often than ``pause_time`` allows."""
+        """Return the time of the next step, so that failures and relists keep ``pause_time`` apart."""
         return max(self._not_before, self._list_not_before if self._at is None else -math.inf)

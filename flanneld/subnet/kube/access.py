@@ -1,7 +1,8 @@
-"""Where the API server is and how to be let in: the ``kubernetes`` package, as little of it as serves.
+"""Sessions with the API server, configured as kubectl and pods are.
 
-Of that package we take the reading of configurations, the credentials and the pool of connections; its
-generated models would cost half a second and ten times the memory. Imported only in this mode.
+Configuration, credentials and the connection pool come from the ``kubernetes`` package. Its generated models
+are not used: they would cost half a second at start and ten times the memory. Imported only with
+``-kube-subnet-mgr``.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ except ModuleNotFoundError as missing:
 
 
 _SERVICE_HOST = "KUBERNETES_SERVICE_HOST"
-#: What that package raises for a configuration of a shape that it does not expect, or with a part that needs
-#: yet another package.
+#: Exceptions that the kubernetes package raises for a malformed configuration, or for one that needs a
+#: package which is not installed.
 _WRONG = (
     ConfigException,
     ApiException,
@@ -54,12 +55,15 @@ _once = Once()
 
 
 def _shown(text: str) -> str:
-    """What that package says, on one line, without what it quotes of a kubeconfig, and without passwords."""
+    """Return a message of the kubernetes package on one line, without kubeconfig contents and passwords."""
     return re.sub("//.*@", "//", " ".join(text.partition("{")[0].split()))
 
 
 def _pass_on(record: logging.LogRecord) -> bool:
-    """That package logs failures where everybody's log begins, each time anew and with all that it knows."""
+    """Filter out records of the kubernetes package; log each of its failures once, without secrets.
+
+    The package logs to the root logger, every time, and its messages quote the kubeconfig.
+    """
     if "/kubernetes/" not in record.pathname:
         return True
     _once.warn(
@@ -72,14 +76,17 @@ logging.getLogger().addFilter(_pass_on)
 
 
 class Session(Struct, frozen=True, gc=False):
-    """Connections with one set of credentials."""
+    """Pooled connections to the API server with one set of credentials."""
 
     url: str
     _settings: Any
     _manager: Any  # urllib3's PoolManager
 
     def request(self, method: str, target: str, headers: Mapping[str, str], **options: Any) -> Any:
-        """``target`` is path and query; the answer is urllib3's. A token is read again when it is due."""
+        """Send a request and return urllib3's response, with its body unread.
+
+        ``target`` is path and query. An expired bearer token is read again first. Raises ``Retryable``.
+        """
         return self._manager.urlopen(
             method,
             self.url + target,
@@ -99,13 +106,16 @@ class Session(Struct, frozen=True, gc=False):
         except _WRONG as error:
             raise _unusable(error) from error
         scheme, _, secret = value.strip().partition(" ")
-        if scheme == "bearer":  # as that package has it; not every proxy knows that case is nothing here
+        if scheme == "bearer":  # as the package spells it; some proxies compare the scheme case-sensitively
             scheme = "Bearer"
         return {"Authorization": f"{scheme} {secret}"} if value else {}
 
 
 class Access:
-    """The way to the API server that the flags name, else that of a pod; ``Fatal`` if there is none."""
+    """Address and credentials of the API server, from the flags or else from the pod's service account.
+
+    Raises ``Fatal`` if neither is there.
+    """
 
     def __init__(self, url: str, kubeconfig: str, environ: Mapping[str, str]) -> None:
         self._url = url
@@ -121,7 +131,7 @@ class Access:
             )
 
     def open(self, line: InterruptibleSocket) -> Session:
-        """Read the configuration anew and connect to nothing yet. Raises ``Retryable``."""
+        """Read the configuration and return a session that is not connected yet. Raises ``Retryable``."""
         settings = configuration.Configuration()
         try:
             self._load(settings)
@@ -136,13 +146,16 @@ class Access:
         return Session(url.rstrip("/"), settings, manager)
 
     def clean_up(self) -> None:
-        """Remove the files in which that package puts certificates and keys out of a kubeconfig."""
+        """Remove the temporary files in which the kubernetes package keeps certificates and keys."""
         loader = sys.modules.get("kubernetes.config.kube_config")
         if loader is not None:
             loader._cleanup_temp_files()  # noqa: SLF001 - else it waits for an orderly end of the interpreter
 
     def _complete(self, url: str) -> str:
-        """A host and a port alone mean http, as in Go; but no credentials are sent in the clear unasked."""
+        """Return ``url`` with a scheme: a bare host and port means http, as in Go.
+
+        A kubeconfig must name the scheme, so that its credentials are never sent in the clear by accident.
+        """
         scheme, separator, _ = url.partition("://")
         if not separator and not self._kubeconfig:
             return f"http://{url}"

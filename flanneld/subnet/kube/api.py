@@ -1,4 +1,7 @@
-"""Requests to the API server: lists in pages, watches line by line, patches. Raw JSON, no models."""
+"""HTTP client of the API server: paged lists, watches read line by line, patches.
+
+Objects are plain JSON, without the models of the kubernetes package.
+"""
 
 from __future__ import annotations
 
@@ -32,15 +35,16 @@ STRATEGIC = "application/strategic-merge-patch+json"
 _AGENT = f"flanneld/{__version__}"
 _UNAUTHORIZED, _GONE, _TOO_MANY = 401, 410, 429
 _LONGEST_RETRY_AFTER = 60.0
-#: An answer that is an error says why in so many bytes at most.
+#: Bytes read of an error response, at most.
 _ERROR_SIZE = 64 * 1024
-#: A watch is read in pieces of so many bytes at most, each as soon as anything has come.
+#: Bytes per read of a watch, at most. A read returns as soon as any data is there.
 _PIECE = 64 * 1024
 
 
 class Timeouts(Struct, frozen=True, gc=False):
-    """In seconds. ``silence`` is how long a watch may bring nothing before it is given up; API servers send
-    a bookmark about once a minute.
+    """Timeouts of requests, in seconds.
+
+    ``silence`` ends a watch that brings no data. API servers send a bookmark about once a minute.
     """
 
     connect: float = 3.0
@@ -49,15 +53,15 @@ class Timeouts(Struct, frozen=True, gc=False):
 
 
 class NoServer(NoAnswer):
-    """There was no connection: to ask again soon burdens no server."""
+    """Error for a connection that could not be made. Retrying soon puts no load on the server."""
 
 
 class BrokenOff(Retryable):
-    """The connection of a watch ended before the watch did."""
+    """Error for a watch whose connection was lost before the watch ended."""
 
 
 class Refusal(Retryable):
-    """The API server said no."""
+    """Error response of the API server. ``status`` is the HTTP status code."""
 
     def __init__(self, problem: str, remedy: str, status: int, retry_after: float = 0.0) -> None:
         super().__init__(problem, remedy, retry_after)
@@ -65,32 +69,33 @@ class Refusal(Retryable):
 
     @property
     def is_passing(self) -> bool:
-        """Whether the server is in trouble itself, and says nothing about what was asked."""
+        """Return True if the server itself is failing or overloaded, so that a retry can succeed."""
         return self.status >= 500 or self.status == _TOO_MANY
 
 
 class Expired(Retryable):
-    """What we know is too old to go on from (410 Gone): everything has to be read again."""
+    """Error for a resource version that is too old to watch from (410 Gone): relist."""
 
 
 class ApiStream:
-    """A watch that the server has begun, for the thread that began it."""
+    """Response body of a watch, used by the thread that started it."""
 
     def __init__(self, read: Callable[[], bytes], close: Callable[[], None]) -> None:
         self.read = read
         self._close: Callable[[], None] | None = close
 
     def close(self) -> None:
-        """Give up the connection."""
+        """Close the watch's connection. Further calls do nothing."""
         close, self._close = self._close, None
         if close is not None:
             close()
 
 
 class Api:
-    """Requests of one thread at a time over one connection: whoever watches needs one of its own.
+    """Client that sends one request at a time over one connection.
 
-    Any request may raise ``NoAnswer``, ``Refusal``, ``Expired``, and raises ``Cancelled`` after ``cut``.
+    A watch occupies the connection, so it needs a client of its own. Any request may raise ``NoAnswer``,
+    ``Refusal`` or ``Expired``. After ``cut`` each raises ``Cancelled``.
     """
 
     def __init__(self, access: Access, timeouts: Timeouts) -> None:
@@ -100,22 +105,22 @@ class Api:
         self._line = InterruptibleSocket()
         self._session: Session | None = None
         self.name = access.name
-        #: The last request brought no answer.
+        #: True if the last request got no response.
         self.is_down = False
 
     def get(self, path: str, alive: Callable[[], None] = nobody_waits, **query: str) -> dict[str, Any]:
-        """``alive`` is called while the answer comes in, however slowly it does."""
+        """Return an object or list. ``alive`` is called while the response is being read."""
         return self._ask("GET", _target(path, query), alive=alive)
 
     def patch(self, path: str, body: str) -> dict[str, Any]:
-        """Send a strategic-merge patch, and return the object as it is then."""
+        """Send a strategic-merge patch and return the patched object."""
         return self._ask("PATCH", path, body, STRATEGIC)
 
     def post(self, path: str, obj: Mapping[str, Any]) -> dict[str, Any]:
         return self._ask("POST", path, json.dumps(obj), "application/json")
 
     def watch(self, path: str, **query: str) -> ApiStream:
-        """Begin a watch. Until it is closed, no other request can be made."""
+        """Start a watch. It blocks other requests until it is closed."""
         self._turn.acquire()
         try:
             response = self._send("GET", _target(path, query))
@@ -135,10 +140,11 @@ class Api:
 
     def _read_piece(self, response: Any) -> bytes:
         try:
-            # Not stream(), which waits for 64 KiB unless each event comes as a chunk of its own.
+            # stream() would wait for 64 KiB unless the server sends each event as a chunk of its own.
             piece: bytes = response.read1(_PIECE)
         except ReadTimeoutError:
-            # A version that the server has yet to reach, as after a restored backup, also meets silence.
+            # The server also stays silent if it has not yet reached our resource version, as after a restored
+            # backup.
             raise Expired(f"the watch was silent for {self._timeouts.silence:g} s") from None
         except (HTTPError, HTTPException, OSError, ValueError) as error:
             self._line.check()
@@ -147,11 +153,11 @@ class Api:
         return piece
 
     def reconnect(self) -> None:
-        """Give up the connection of now: it may lead nowhere any more. May be called from any thread."""
+        """Drop the current connection, which may be dead. May be called from any thread."""
         self._line.drop()
 
     def cut(self) -> None:
-        """End what goes on and refuse what comes. May be called from any thread, repeatedly."""
+        """Abort the current request and refuse later ones. May be called repeatedly, from any thread."""
         self._line.cut()
         self._access.clean_up()
 
@@ -174,14 +180,14 @@ class Api:
             if not isinstance(answer, dict):
                 raise self._lost(ValueError("its answer is no object"))
             if body is not None:
-                # Writing is rare, and the server has better to do than to keep thousands of idle connections.
+                # Writes are rare: do not leave the server with thousands of idle connections.
                 self._hang_up()
             return answer
 
     def _send(
         self, method: str, target: str, body: str | None = None, headers: Mapping[str, str] | None = None
     ) -> Any:
-        """Ask, and return the answer with its body unread. Only good answers come back."""
+        """Send a request and return its response with the body unread. Raises for any status from 300 on."""
         self._line.check()
         if self._session is None:
             self._session = self._access.open(self._line)
@@ -216,9 +222,10 @@ class Api:
         raise Refusal(problem, _remedy(status), status, _retry_after(response.headers.get("Retry-After", "")))
 
     def _lost(self, error: Exception, waited: float = math.inf) -> NoAnswer:
-        """Describe what is wrong with a connection, in words that stay the same when it happens again.
+        """Return an error for a failed connection, with the same text each time it fails the same way.
 
-        ``waited`` is the age of the request in seconds. A TLS handshake has less time than an answer.
+        ``waited`` is the age of the request in seconds. It tells the connect timeout, which also covers the
+        TLS handshake, from the read timeout.
         """
         self._hang_up()
         self._line.check()
@@ -231,7 +238,7 @@ class Api:
         )
 
     def _hang_up(self) -> None:
-        """Forget the connection, and read the credentials anew for the next: they may have been rotated."""
+        """Close the session. The next request reads the credentials again: they may have been rotated."""
         if self._session is not None:
             self._session.close()
         self._session = None
@@ -243,7 +250,7 @@ def _target(path: str, query: Mapping[str, str]) -> str:
 
 
 def _message(told: Any) -> str:
-    """The message of a Status object, on one line and not too long."""
+    """Return the message of a Status object on one line, in at most 300 characters."""
     text = told.get("message") if isinstance(told, dict) else None
     return " ".join(text.split())[:300] if isinstance(text, str) else ""
 

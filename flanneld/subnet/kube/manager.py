@@ -1,7 +1,7 @@
-"""Leases in Kubernetes: each node's podCIDR is its subnet, and its annotations say how to reach it.
+"""Subnet manager on Kubernetes: a node's podCIDR is its subnet, its annotations are the lease's attributes.
 
-Requests, annotations and conditions are those of Go flanneld 0.12 and its successors, so all share one
-cluster. A lease lasts as long as its node. ``docs/kubernetes.md`` says what differs on purpose.
+Requests, annotations and conditions are those of Go flanneld 0.12 and later, so both can share a cluster. A
+lease lasts as long as its node. ``docs/kubernetes.md`` lists the intended differences.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["KubeManager", "KubeOptions"]
 
 log = logging.getLogger(__name__)
 
-#: Seconds for which our node need not be read again while we start.
+#: Seconds for which our node need not be read again during startup.
 _FRESH = 10.0
 
 
@@ -45,11 +45,11 @@ def _nothing() -> None:
 
 
 def _ignore(_: object) -> None:
-    """Take events that nobody acts on: upkeep hears of our own node by itself."""
+    """Discard events: ``Upkeep`` handles those of our own node."""
 
 
 class KubeOptions(Struct, frozen=True, gc=False):
-    """What the flags say, as given. An empty ``state_dir`` is none."""
+    """Command line options of the Kubernetes subnet manager. An empty ``state_dir`` disables the cache."""
 
     api_url: str
     kubeconfig: str
@@ -59,9 +59,9 @@ class KubeOptions(Struct, frozen=True, gc=False):
 
 
 class KubeManager:
-    """``SubnetManager`` and ``NodeStore`` on the API server. Building one connects to nothing.
+    """``SubnetManager`` and ``NodeStore`` on the API server.
 
-    Options that cannot be used raise ``Fatal``.
+    The constructor connects to nothing. It raises ``Fatal`` for unusable options.
     """
 
     def __init__(
@@ -88,12 +88,12 @@ class KubeManager:
         self._once = Once()
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        #: The watch of all nodes, and the loop that steps it.
+        #: The current watch of nodes, and the loop that steps it.
         self._watching: tuple[NodeWatchMachine, StepLoop] | None = None
         self._config: Config | None = None
-        #: Our node, and when it was read.
+        #: Our node, and the time it was read.
         self._read: tuple[float, Node] | None = None
-        #: What we go by while the API server does not answer.
+        #: The saved nodes in use while the API server does not answer.
         self._saved: Saved | None = None
         self._member: _Member | None = None
         self.name = f"Kubernetes at {self._access.name}"
@@ -123,7 +123,7 @@ class KubeManager:
         return ipv4, ipv6
 
     def stored(self, public_ip: IPAddress | None) -> LeaseAttrs | None:
-        del public_ip  # our node is known by its name
+        del public_ip  # our node is identified by its name
         node = self._own()
         if self._config is None:
             return None
@@ -136,7 +136,7 @@ class KubeManager:
     def acquire(
         self, config: Config, attrs: LeaseAttrs, previous: LeaseKey, local: LocalFacts = NO_FACTS
     ) -> Lease:
-        del previous, local  # the podCIDR is the lease, whatever it was before
+        del previous, local  # the podCIDR is the lease, independent of any earlier one
         node = self._own()
         lease = self.foresee(config, attrs)
         if self._saved is None:
@@ -165,7 +165,7 @@ class KubeManager:
         self._run(self._machine(_ignore, alive, only=self._joined().name), alive)
 
     def _run(self, machine: NodeWatchMachine, alive: Callable[[], None]) -> None:
-        """Step a watch until ``close`` (raises ``Cancelled``)."""
+        """Step a watch until ``close`` is called. Raises ``Cancelled`` then."""
         member = self._joined()
 
         def beat(_within: float) -> None:
@@ -184,7 +184,10 @@ class KubeManager:
             machine.close()
 
     def watch_machine(self, deliver: Deliver, alive: Callable[[], None] = _nothing) -> NodeWatchMachine:
-        """Return what ``watch`` steps, and deliver the nodes that are saved, if those are all we have."""
+        """Return the watch of all nodes.
+
+        Deliver the saved nodes first, if the API server has not answered yet.
+        """
         if self._saved is not None:
             deliver(self._joined().saved(self._saved))
         return self._machine(deliver, alive)
@@ -196,11 +199,11 @@ class KubeManager:
         )
 
     def watch_own(self, lease: Lease, deliver: Deliver, alive: Callable[[], None] = _nothing) -> None:
-        del lease  # we know it: the last that was acquired or renewed
+        del lease  # the member knows the lease acquired or renewed last
         self._joined().upkeep.run(deliver, alive)
 
     def own_watch_step(self, deliver: Deliver) -> Callable[[float], float]:
-        """Return the step of ``watch_own``."""
+        """Return the step function of ``watch_own``."""
         return partial(self._joined().upkeep.step, deliver)
 
     def mark_available(self) -> None:
@@ -211,7 +214,7 @@ class KubeManager:
 
     @property
     def problem(self) -> Retryable | None:
-        """Why the watch fails now."""
+        """The current failure of the watch, or None."""
         return self._watching[0].problem if self._watching else None
 
     def reread(self) -> None:
@@ -247,7 +250,7 @@ class KubeManager:
         return self._member
 
     def _own(self) -> Node:
-        """Our node; if the API server is in trouble and was not heard of yet, as it was saved."""
+        """Return our node, or its saved copy if the API server fails and has not answered since the start."""
         if self._read and clock.now() - self._read[0] <= _FRESH:
             return self._read[1]
         try:
@@ -267,7 +270,7 @@ class KubeManager:
 
 
 class _Member:
-    """Our place in the cluster: the audience of the watch."""
+    """This node's membership of the cluster, and the audience of the node watch."""
 
     def __init__(self, name: str, lease: Lease, config: Config, own_node: OwnNode, state: State) -> None:
         self.lease = lease
@@ -286,7 +289,7 @@ class _Member:
     def listed(self, nodes: list[Node]) -> list[Event]:
         own = next((node for node in nodes if node.name == self.name), None)
         if own is None:
-            # A server that forgot all nodes must not take the network down.
+            # A server that lost its nodes must not take the network down.
             raise Retryable(
                 f"the list of {len(nodes)} nodes lacks our own node {self.name}: it is not acted on",
                 "see that kubelet registers it",

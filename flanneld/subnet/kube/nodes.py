@@ -1,7 +1,7 @@
-"""Nodes of Kubernetes as flannel sees them: names of annotations, leases out of nodes, patches (pure).
+"""Kubernetes nodes: flannel's annotations, the leases they describe, and patches (pure functions).
 
-Names, values and the rule for the prefix are those of Go flanneld (pkg/subnet/kube/annotations.go,
-kube.go), so both share one cluster.
+Names, values and the prefix rule are those of Go flanneld (pkg/subnet/kube/annotations.go, kube.go), so both
+can share a cluster.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork, Lease, LeaseA
 
 DEFAULT_PREFIX = "flannel.alpha.coreos.com"
 MANAGED, TYPE = "kube-subnet-manager", "backend-type"
-#: By family: what a node announces, what its operator wants announced instead, and where it is.
+#: Annotations per family: backend data, announced public IP, the operator's override, and the node's own IP.
 DATA: Mapping[Family, str] = {4: "backend-data", 6: "backend-v6-data"}
 PUBLIC: Mapping[Family, str] = {4: "public-ip", 6: "public-ipv6"}
 OVERWRITE: Mapping[Family, str] = {4: "public-ip-overwrite", 6: "public-ipv6-overwrite"}
@@ -38,7 +38,7 @@ SUFFIXES = (
 
 _PREFIX = re.compile(r"(?:[a-z0-9_-]+\.)+[a-z0-9_-]+/(?:[a-z0-9_-]+-)?")
 _ADDRESS: Mapping[Family, type[IPAddress]] = {4: IPv4Address, 6: IPv6Address}
-#: So many podCIDRs a node may have, at most one of each family.
+#: podCIDRs of a node, at most: one of each family.
 _MOST_CIDRS = 2
 
 
@@ -56,7 +56,7 @@ class _Spec(TypedDict, total=False):
 
 
 class _Object(TypedDict, total=False):
-    """A node, a pod or a status, as far as somebody here asks for it."""
+    """The fields that are read of a node, pod or Status."""
 
     metadata: _Metadata | None
     spec: _Spec | None
@@ -65,7 +65,7 @@ class _Object(TypedDict, total=False):
 
 
 class _Answer(_Object, total=False):
-    """An object, a list of them, or an event of a watch."""
+    """An object, a list of objects, or a watch event."""
 
     items: list[_Object] | None
     type: Any
@@ -76,7 +76,10 @@ _DECODER = msgspec.json.Decoder(_Answer)
 
 
 class Node(Struct, frozen=True, gc=False, rename={"cidrs": "podCIDRs", "notes": "annotations"}):
-    """What matters of a node. ``notes`` are our annotations, by the name without the prefix."""
+    """The fields of a node that are used.
+
+    ``notes`` maps annotation names, without their prefix, to values.
+    """
 
     name: str
     uid: str
@@ -89,9 +92,9 @@ class Node(Struct, frozen=True, gc=False, rename={"cidrs": "podCIDRs", "notes": 
 
 
 def full_prefix(text: str) -> str:
-    """What annotations begin with: ``example.org/``, or ``example.org/one-`` for ``example.org/one``.
+    """Return the annotation prefix: ``example.org/``, or ``example.org/one-`` for ``example.org/one``.
 
-    Raises ``Fatal`` for what Go flanneld refuses.
+    Raises ``Fatal`` for a prefix that Go flanneld refuses.
     """
     prefix = text if "/" in text else f"{text}/"
     if not prefix.endswith(("/", "-")):
@@ -105,25 +108,27 @@ def full_prefix(text: str) -> str:
 
 
 def decoded(text: bytes) -> Any:
-    """Decode JSON of the API, without what nobody here asks for: a node's status is most of the work.
+    """Decode the used fields of the API's JSON.
+
+    Skipping the rest saves most of the time, above all for status.
 
     Raises ``ValueError`` or ``RecursionError``.
     """
     try:
         return _DECODER.decode(text)
     except msgspec.DecodeError:
-        return json.loads(text)  # not of the usual shape: the reader sees what is in it
+        return json.loads(text)  # an unexpected shape: keep it all for the reader to judge
 
 
 class NodeReader:
-    """Takes nodes out of the API's JSON, in which anything may be missing or null."""
+    """Parser of nodes in the API's JSON. Any field may be missing or null."""
 
     def __init__(self, prefix: str) -> None:
         self._names = {f"{prefix}{suffix}": suffix for suffix in SUFFIXES}
         self._full = {suffix: name for name, suffix in self._names.items()}
 
     def read(self, obj: Any) -> Node:
-        """Raises ``Refused`` for what is no node."""
+        """Return the node in ``obj``. Raises ``Refused`` if it has no name."""
         meta = child(obj, "metadata")
         name = meta.get("name")
         if not isinstance(name, str) or not name:
@@ -136,19 +141,22 @@ class NodeReader:
         return Node(name, str(meta.get("uid", "")), _cidrs(child(obj, "spec")), notes)
 
     def patch(self, changes: Mapping[str, str]) -> str:
-        """The strategic-merge patch that writes these notes, byte for byte as Go flanneld sends it."""
+        """Return the strategic-merge patch that sets these annotations.
+
+        It equals Go flanneld's byte for byte.
+        """
         annotations = {self._full[suffix]: changes[suffix] for suffix in changes}
         return gojson.compact({"metadata": {"annotations": dict(sorted(annotations.items()))}})
 
 
 def child(parent: Any, name: str) -> dict[str, Any]:
-    """An object within another; empty if there is none, or something else in its place."""
+    """Return the object in a field; an empty one if it is missing or of another type."""
     value = parent.get(name) if isinstance(parent, dict) else None
     return value if isinstance(value, dict) else {}
 
 
 def items(listing: Any) -> list[Any]:
-    """What a list holds."""
+    """Return the items of a list; none if the field is missing or of another type."""
     found = listing.get("items") if isinstance(listing, dict) else None
     return found if isinstance(found, list) else []
 
@@ -163,7 +171,7 @@ def _cidrs(spec: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def key_of(node: Node, config: Config) -> LeaseKey:
-    """The subnets of a node, of each family that the network uses. Raises ``Refused``."""
+    """Return a node's subnets of the network's families. Raises ``Refused``."""
     if len(node.cidrs) > _MOST_CIDRS:
         raise _wrong(node, f"has {len(node.cidrs)} podCIDRs", "give it one, or one of each family")
     found: dict[int, IPNetwork] = {}
@@ -188,7 +196,7 @@ def key_of(node: Node, config: Config) -> LeaseKey:
 
 
 def own_key(node: Node, config: Config) -> LeaseKey:
-    """Our own subnets, one of each family. Raises ``Retryable`` while they are missing or wrong."""
+    """Return our own subnets, one for each family. Raises ``Retryable`` if one is missing or invalid."""
     try:
         key = key_of(node, config)
     except Refused as reason:
@@ -207,7 +215,7 @@ def own_key(node: Node, config: Config) -> LeaseKey:
 
 
 def lease_of(node: Node, config: Config) -> Lease:
-    """A peer's lease, of those families that it has and announces. Raises ``Refused``."""
+    """Return a peer's lease, for the families it has a podCIDR and a public IP of. Raises ``Refused``."""
     key = key_of(node, config)
     attrs = announced(node, config)
     subnet, ipv6_subnet = key[0] if attrs.public_ip else None, key[1] if attrs.public_ipv6 else None
@@ -217,7 +225,7 @@ def lease_of(node: Node, config: Config) -> Lease:
 
 
 def announced(node: Node, config: Config) -> LeaseAttrs:
-    """What a node says of itself, for the families of the network. Raises ``Refused``."""
+    """Return the attributes in a node's annotations, for the network's families. Raises ``Refused``."""
     public: dict[Family, IPAddress | None] = {4: None, 6: None}
     data: dict[Family, Any] = {4: None, 6: None}
     for family in config.families:
@@ -233,17 +241,17 @@ def announced(node: Node, config: Config) -> LeaseAttrs:
 
 
 def own_public_ip(node: Node, family: Family) -> IPAddress | None:
-    """The address that the operator says other nodes reach this one at. Raises ``Refused``."""
+    """Return the public IP that the operator set for this node, or None. Raises ``Refused``."""
     return _public_ip(node, OWN_PUBLIC[family], family)
 
 
 def overwrite(node: Node, family: Family) -> IPAddress | None:
-    """The address that the operator wants announced in place of ours. Raises ``Refused``."""
+    """Return the address the operator wants announced in place of our own, or None. Raises ``Refused``."""
     return _public_ip(node, OVERWRITE[family], family)
 
 
 def wanted_notes(attrs: LeaseAttrs, node: Node) -> dict[str, str]:
-    """The annotations with which our node should announce us; a senseless overwrite counts as none."""
+    """Return the annotations that announce our attributes. An invalid public IP override is ignored."""
     notes = {MANAGED: "true", TYPE: attrs.backend_type}
     for family in FAMILIES:
         public = attrs.public(family)
@@ -257,7 +265,7 @@ def wanted_notes(attrs: LeaseAttrs, node: Node) -> dict[str, str]:
 
 
 def changed_notes(attrs: LeaseAttrs, node: Node) -> dict[str, str]:
-    """Those of them that the node does not have."""
+    """Return the desired annotations that differ from the node's."""
     return {name: text for name, text in wanted_notes(attrs, node).items() if node.notes.get(name) != text}
 
 
@@ -266,7 +274,7 @@ def _public_ip(node: Node, name: str, family: Family) -> IPAddress | None:
     if not text:
         return None
     try:
-        address = _ADDRESS[family](text.replace("%", "/"))  # a zone means nothing to other nodes
+        address = _ADDRESS[family](text.replace("%", "/"))  # a zone identifier is meaningless to other nodes
     except ValueError:
         problem = f"has {gojson.compact(text[:60])} in its annotation {name}, which is no IPv{family} address"
         raise _wrong(node, problem, "correct it, or restart flanneld there") from None
@@ -287,7 +295,7 @@ def _data(node: Node, name: str) -> Any:
 
 def _network(node: Node, text: str) -> IPNetwork:
     try:
-        length = int(text.partition("/")[2])  # neither a netmask nor nothing
+        length = int(text.partition("/")[2])  # refuses netmasks and a missing length
         net = ip_network(text, strict=False)
     except ValueError:
         problem = f"has the podCIDR {gojson.compact(text[:60])}, which is no network"

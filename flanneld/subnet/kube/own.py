@@ -1,4 +1,4 @@
-"""Our own node in the API: read, annotated, marked, and told about in events."""
+"""Requests about our own node: read it, annotate it, set its condition, record events."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from flanneld.subnet.kube.nodes import Node, NodeReader, changed_notes, child, i
 
 log = logging.getLogger(__name__)
 
-#: Nodes have no namespace, so their events are in this one, as kubelet's are.
+#: Namespace of events about nodes, as kubelet's: nodes themselves have none.
 _EVENTS = "/api/v1/namespaces/default/events"
 _LONGEST_MESSAGE = 1000
 
 
 class OwnNode:
-    """The node that the flags or our pod name. All calls may raise ``Retryable`` and ``Cancelled``.
+    """Our node, named by ``NODE_NAME`` or by our pod. Any call may raise ``Retryable`` or ``Cancelled``.
 
-    With no more rights than Go flanneld has: pods get, nodes list, nodes/status patch.
+    Needs the rights of Go flanneld only: get pods, list nodes, patch nodes/status.
     """
 
     def __init__(self, api: Api, reader: NodeReader, environ: Mapping[str, str]) -> None:
@@ -38,7 +38,7 @@ class OwnNode:
         self._may_tell = True
 
     def name(self) -> str:
-        """The node's name; asked of our pod unless it was given."""
+        """Return the node's name, read from our pod if ``NODE_NAME`` is not set."""
         if not self._name:
             namespace, pod = self._pod
             found = self._api.get(f"/api/v1/namespaces/{namespace}/pods/{pod}")
@@ -49,7 +49,7 @@ class OwnNode:
         return self._name
 
     def fetch(self) -> Node:
-        """Asked for by list: to get one node takes a right that Go flanneld 0.12 did without."""
+        """Return our node. Uses a list request: Go flanneld 0.12 has no right to get a single node."""
         name = self.name()
         for item in items(self._api.get(NODES, fieldSelector=f"metadata.name={name}")):
             try:
@@ -64,7 +64,7 @@ class OwnNode:
         )
 
     def announce(self, node: Node, attrs: LeaseAttrs) -> bool:
-        """Write what the node does not say yet; tells whether there was anything."""
+        """Write the annotations that are missing or differ. Return True if there were any."""
         self._check_overwrites(node)
         changes = changed_notes(attrs, node)
         if changes:
@@ -72,7 +72,7 @@ class OwnNode:
         return bool(changes)
 
     def mark_available(self) -> None:
-        """Set the condition NetworkUnavailable to False, as Go flanneld does after each start."""
+        """Set the node's NetworkUnavailable condition to False, as Go flanneld does at each start."""
         now = clock.utc_text(clock.wall())
         condition = {
             "type": "NetworkUnavailable",
@@ -85,7 +85,10 @@ class OwnNode:
         self._patch(gojson.compact({"status": {"conditions": [condition]}}))
 
     def tell(self, text: str) -> None:
-        """Put a warning among the node's events, once, if we may and the API server answers."""
+        """Record a warning event of the node, once per text.
+
+        Ignored without the right or without an API server.
+        """
         if text == self._told or not self._may_tell or self._api.is_down:
             return
         self._told = text
@@ -94,7 +97,8 @@ class OwnNode:
         except Retryable as reason:
             if isinstance(reason, Refusal):
                 self._may_tell = reason.status not in (403, 404)
-                if reason.is_passing:  # Not where there was no answer: whoever tells has other things to do.
+                # Not for a server that gave no answer: the caller must not be delayed again.
+                if reason.is_passing:
                     self._told = ""
             log.log(V(1), "No event for %s: %s", self._name or "our node", reason)
 
@@ -112,7 +116,7 @@ class OwnNode:
 
 
 def _event(node: str, text: str) -> dict[str, Any]:
-    """``kubectl describe node`` finds events by the node's name in the place of its uid, as kubelet's."""
+    """Return an event that ``kubectl describe node`` shows: like kubelet's, it has the name for a uid."""
     now = clock.utc_text(clock.wall())
     return {
         "apiVersion": "v1",

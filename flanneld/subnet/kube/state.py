@@ -1,4 +1,4 @@
-"""The last known nodes on disk: with them a node that boots without an API server joins its network.
+"""Cache of the last known nodes on disk. A node that boots without an API server joins its network with it.
 
 ``docs/kubernetes.md`` describes the file.
 """
@@ -21,12 +21,12 @@ log = logging.getLogger(__name__)
 
 NAME = "kube-nodes.json"
 _VERSION = 1
-#: Some hundred bytes for each node, and more nodes than a cluster has.
+#: Bytes of the file, at most. A node takes a few hundred, so this is beyond any cluster.
 _MAX_SIZE = 64 << 20
 
 
 class Saved(Struct, frozen=True, gc=False):
-    """Our own node and the other managed ones, as they were last known."""
+    """Our own node and the other managed nodes, as last known."""
 
     own: Node
     peers: tuple[Node, ...]
@@ -37,7 +37,7 @@ class _Version(Struct, frozen=True):
 
 
 class _Content(Struct, frozen=True):
-    """What is in the file; ``own`` is the name of our node."""
+    """Contents of the file; ``own`` is the name of our node."""
 
     version: int
     own: str
@@ -45,9 +45,9 @@ class _Content(Struct, frozen=True):
 
 
 class State:
-    """The file in ``directory``; without that directory nothing is saved. Used by one thread at a time.
+    """Node cache in ``directory``, disabled if that does not exist. Used by one thread at a time.
 
-    ``own`` is our node's name, as far as it is known without the API server.
+    ``own`` is our node's name, or empty if only the API server knows it.
     """
 
     def __init__(self, directory: str, own: str = "") -> None:
@@ -59,11 +59,11 @@ class State:
 
     @property
     def description(self) -> str:
-        """What was loaded, and how old it is."""
+        """Description of the loaded nodes and their age, for status and log."""
         return f"the nodes saved in {self.path} at {clock.utc_text(self._saved_at)}"
 
     def save(self, saved: Saved) -> None:
-        """Write it unless it is what was written last. Never raises: a failure is logged once."""
+        """Write the nodes unless they are unchanged. Never raises: a failure is logged once."""
         if saved == self._last or not self.path.parent.is_dir():
             return
         try:
@@ -75,7 +75,7 @@ class State:
         self._last = saved
 
     def load(self) -> Saved | None:
-        """What was saved. Never raises: a file that makes no sense is logged and counts as none."""
+        """Return the saved nodes, or None. Never raises: an invalid file is logged and ignored."""
         try:
             saved_at, found = self.path.stat().st_mtime, _parse(self.path, self._own)
         except FileNotFoundError:
@@ -84,7 +84,7 @@ class State:
             problem = f"{type(error).__name__} {error}".strip()
             self._once.warn(log, "load", f"Ignoring the saved nodes in {self.path}: {problem}")
             return None
-        # As what was written last: not written again unless it changes, its time tells how old it is.
+        # Unchanged nodes are not written again: the file's modification time stays their age.
         self._last, self._saved_at = found, saved_at
         return found
 
@@ -101,7 +101,7 @@ def _parse(path: Path, own_name: str) -> Saved:
     if version != _VERSION:
         raise ValueError(f"its version is {json.dumps(version)}, not {_VERSION}")
     content = msgspec.json.decode(text, type=_Content)
-    # A host that was made from another one's disk would take the other's subnet.
+    # A host cloned from another's disk would take over that host's subnet.
     if own_name not in ("", content.own):
         raise ValueError(f"it is of node {content.own}, and this is {own_name}")
     nodes = {node.name: node for node in content.nodes}

@@ -1,4 +1,4 @@
-"""The nodes as last seen, and what a change of one means for the leases (pure)."""
+"""Table of the last seen nodes, which turns changes of nodes into lease events (pure)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class _Entry(Struct, frozen=True, gc=False):
-    """A managed node, its subnet if that is known, and what it last said that made sense."""
+    """A managed node, its subnet if known, and the last valid lease it announced."""
 
     node: Node
     key: LeaseKey | None
@@ -26,10 +26,10 @@ class _Entry(Struct, frozen=True, gc=False):
 
 
 class NodeTable:
-    """All managed nodes but our own, which ``own`` leaves out by its name.
+    """All managed nodes except ``own``, indexed by name and by subnet.
 
-    A heartbeat changes nothing that matters, and costs one comparison. Where several nodes have one
-    podCIDR the first by name has it, on every node of the cluster alike.
+    A node's heartbeat costs one comparison and yields no event. If several nodes have the same podCIDR, the
+    first by name gets it, so that all nodes of the cluster agree.
     """
 
     def __init__(self, own: str, own_key: LeaseKey, config: Config) -> None:
@@ -44,17 +44,17 @@ class NodeTable:
         )
 
     def nodes(self) -> tuple[Node, ...]:
-        # A copy in one step: another thread may ask.
+        # Copied at once, because another thread may call this.
         return tuple(entry.node for entry in list(self._entries.values()))
 
     def put(self, node: Node) -> list[Event]:
-        """A node is there as given now."""
+        """Record an added or modified node and return the lease events."""
         events = self._put(node)
         self.complain()
         return events
 
     def complain(self) -> None:
-        """Log what cannot be read, at once or a minute after other such lines. Call it again and again."""
+        """Log refused nodes, at most one line a minute. To be called periodically."""
         self._complaints.tell()
 
     def _put(self, node: Node) -> list[Event]:
@@ -69,13 +69,13 @@ class NodeTable:
         return self._move(node.name, known, entry)
 
     def drop(self, name: str) -> list[Event]:
-        """A node is gone, or not ours to look after any more."""
+        """Remove a node that was deleted or is no longer managed, and return the lease events."""
         self._once.clear(name)
         self._complaints.clear(name)
         return self._move(name, self._entries.pop(name, None), None)
 
     def replace(self, nodes: Iterable[Node], own: Lease) -> Snapshot:
-        """These are all nodes there are. ``own`` is our lease, which nobody can take from us here."""
+        """Replace all nodes with a complete list. ``own`` is our lease, which always stays ours."""
         there = {node.name: node for node in nodes}
         for name in [name for name in self._entries if name not in there]:
             self.drop(name)
@@ -95,7 +95,7 @@ class NodeTable:
             self._once.clear(node.name)
             self._complaints.clear(node.name)
             return _Entry(node, lease.key, lease)
-        # A node made anew under an old name owes nothing to the old one.
+        # A node recreated under the same name does not inherit the lease of its predecessor.
         if known is not None and known.lease and known.node.uid == node.uid:
             return _Entry(node, known.key, known.lease)
         return _Entry(node, self._key(node), None)
@@ -108,7 +108,7 @@ class NodeTable:
         return key if any(key) else None
 
     def _move(self, name: str, before: _Entry | None, after: _Entry | None) -> list[Event]:
-        """A node leaves its old subnet and takes its new one; each of them may have other claimants."""
+        """Move a node from its old subnet to its new one. Other nodes may claim either."""
         events: list[Event] = []
         if before and before.key and (after is None or after.key != before.key):
             events += self._leave(name, before.key)

@@ -1,4 +1,4 @@
-"""What is to be done about our own node while the daemon runs."""
+"""Upkeep of our own node: its annotations, its NetworkUnavailable condition, its saved copy."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from flanneld.subnet.manager import Deliver
 
 log = logging.getLogger(__name__)
 
-#: Seconds between two looks at what is to be done.
+#: Seconds between periodic checks.
 _TICK = 10.0
 
 
 class Upkeep:
-    """Looks at our node whenever it changes. ``post`` may be called from any thread, and so may ``cut``.
+    """Handler of changes to our node. ``post`` and ``cut`` may be called from any thread.
 
-    ``lease`` is what our node should say now, ``save`` is called from time to time with our node.
+    ``lease`` returns the lease our node should announce. ``save`` stores our node and is called at each step.
     """
 
     def __init__(
@@ -47,18 +47,18 @@ class Upkeep:
         self._once = Once()
         self._node: Node | None = None
         self._backoffs = backoffs(lambda: Backoff(first=2.0, longest=60.0))
-        #: Whether the network is there, and which node, by its uid, already says so.
+        #: True once the network works, and the uid of the node whose condition was set.
         self._is_available = False
         self._marked: str | None = None
         self._mark_at = 0.0
 
     def post(self, node: Node) -> None:
-        """Our node is like this now."""
+        """Queue the new state of our node."""
         self._news.append(node)
         self._wake()
 
     def mark_available(self) -> None:
-        """Have the node's condition say that the network is there, now and whenever the node is made anew."""
+        """Set the node's NetworkUnavailable condition to False now and whenever the node is recreated."""
         self._is_available = True
         self._wake()
 
@@ -68,14 +68,14 @@ class Upkeep:
         self._wake()
 
     def run(self, deliver: Deliver, alive: Callable[[], None]) -> None:
-        """Deliver what happens to our lease until ``cut`` (raises ``Cancelled``)."""
+        """Deliver the events of our lease until ``cut``. Raises ``Cancelled`` then."""
         loop = StepLoop(partial(self.step, deliver), stop=self._stop, heartbeat=lambda _within: alive())
         self._wake = loop.cancel
         loop.run()
         raise Cancelled
 
     def step(self, deliver: Deliver, now: float) -> float:
-        """Deliver what has become of our node, and do what is due; return when to step again."""
+        """Deliver queued events, set the condition if due, and return the time of the next step."""
         while self._news:
             self._node = node = self._news.popleft()
             events = self._judge(node)
@@ -97,7 +97,7 @@ class Upkeep:
             log.error("The podCIDR of our node %s is %s now; it was %s", node.name, name_of(key), lease)
             return [Removed(lease.key)]
         self._once.clear("own")
-        # What we do not say of ourselves is as foreign as what somebody else says.
+        # Annotations that we lack count as overwritten by someone else.
         return [Added(replace(lease, attrs=LeaseAttrs()) if changed_notes(lease.attrs, node) else lease)]
 
     def _mark(self, now: float) -> None:

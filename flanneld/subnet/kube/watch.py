@@ -1,4 +1,4 @@
-"""Following all nodes: a list in pages, then a watch, through lost connections and lost history."""
+"""Watch of all nodes: a paged list, then a watch that survives lost connections and lost history."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ from flanneld.subnet.watch_lines import Lines
 
 log = logging.getLogger(__name__)
 
-#: Nodes in a page of a list. Smaller pages take less memory, and no more time.
+#: Nodes per page of a list. Smaller pages take less memory and no more time.
 PAGE = 250
-#: A watch lasts so many seconds, chosen anew each time: else all nodes would come back at once.
+#: Seconds a watch lasts, chosen at random: otherwise all nodes would return at the same time.
 _SHORTEST, _LONGEST = 300, 600
-#: A watch that ends sooner and has led no further, in seconds, is a failure.
+#: A watch shorter than this, in seconds, that brought no new version counts as failed.
 _VERY_SHORT = 1.0
-#: Seconds without a word of the API server after which its history may be another one. To restore its store
-#: from a backup it has to be stopped and started, which takes longer.
+#: Seconds without contact after which the API server may have lost its history. Restoring its store from a
+#: backup takes longer, because the server must be stopped and started.
 _GAP = 2.0
-#: Upper limit of a pause while no connection can be made, in seconds; up to as much comes on top by chance.
-#: An attempt burdens no server then, and the sooner the server's return is noticed the better.
+#: Longest pause in seconds while no connection can be made; jitter adds up to as much. Attempts put no load
+#: on an absent server, and its return should be noticed soon.
 _NO_SERVER = 2.0
 
 
 class ListAgain(Retryable):
-    """The stream cannot be trusted any more: only a list can tell what is there."""
+    """Error for a watch that sent invalid data: relist."""
 
 
 class Restored(Expired):
-    """The API server's history is not the one that we know: its store was restored, or is another one."""
+    """Error for an API server whose history differs from ours: its store was restored or replaced."""
 
 
 class Audience(Protocol):
-    """Who makes leases of nodes."""
+    """Receiver of nodes that turns them into lease events."""
 
     @property
     def own(self) -> Node | None:
@@ -54,7 +54,7 @@ class Audience(Protocol):
         ...
 
     def listed(self, nodes: list[Node]) -> list[Event]:
-        """These are all nodes. Raises ``Retryable`` if that cannot be."""
+        """Take the complete list of nodes. Raises ``Retryable`` if it is implausible."""
         ...
 
     def seen(self, node: Node) -> list[Event]: ...
@@ -63,7 +63,7 @@ class Audience(Protocol):
 
 
 def decode(line: bytes) -> tuple[str, dict[str, Any]]:
-    """Type and object of one event. Raises ``Expired``, or ``ListAgain`` for what makes no sense."""
+    """Return type and object of one event. Raises ``Expired``, or ``ListAgain`` for invalid data."""
     try:
         event = decoded(line)
         kind, obj = event["type"], event["object"]
@@ -79,7 +79,7 @@ def decode(line: bytes) -> tuple[str, dict[str, Any]]:
 
 
 def backoffs(make: Callable[[], Backoff]) -> Backoffs:
-    """Back-offs by the class of an error. They are short while no connection can be made."""
+    """Return back-offs by class of error. Their pauses are short while no connection can be made."""
 
     def for_kind(kind: type) -> Backoff:
         backoff = make()
@@ -89,20 +89,19 @@ def backoffs(make: Callable[[], Backoff]) -> Backoffs:
 
 
 def is_behind(now: str, known: str) -> bool:
-    """Return True if a resource version is lower than another one, as far as both are numbers."""
+    """Return True if both resource versions are numbers and ``now`` is the lower."""
     return now.isdecimal() and known.isdecimal() and int(now) < int(known)
 
 
 class NodeWatchMachine:
-    """Tells an audience of every node, step by step, over a connection of its own.
+    """State machine that lists and watches nodes over a connection of its own.
 
-    A resource version alone does not tell whether the API server's store was restored from a backup: it may
-    have overtaken ours since. So all nodes are listed after each loss of the server that lasted. After a
-    short one, and each time a watch has run its time, a request for our own node compares version and uid.
+    A resource version alone does not reveal that the API server's store was restored from a backup: it may
+    have overtaken ours since. So all nodes are relisted after a long loss of the server. After a short one,
+    and after the regular end of a watch, a request for our own node compares version and uid.
 
-    Of an outage the log has its begin, a line a minute, and its end. ``deliver`` takes what the audience
-    makes of it all; ``alive`` is called while a long answer comes in. With ``only`` it is told of the node of
-    that name alone.
+    An outage is logged at its start, once a minute, and at its end. ``deliver`` takes the audience's events.
+    ``alive`` is called while a long response is read. ``only`` limits the watch to the node of that name.
     """
 
     def __init__(
@@ -126,11 +125,11 @@ class NodeWatchMachine:
         self._hurry = threading.Event()
         self._reread = threading.Event()
         self._not_before = -math.inf
-        #: Where to go on from; None when everything has to be read.
+        #: Resource version to watch from; None to relist.
         self._version: str | None = None
-        #: When a list or a watch last brought something, a watch's regular end included.
+        #: When a list or a watch last brought data, or a watch ended regularly.
         self._heard_at = -math.inf
-        #: The watch, what has come of a line, when it began, and at which version.
+        #: The watch, its incomplete line, its start time, and the version it started at.
         self._stream: ApiStream | None = None
         self._lines = Lines()
         self._began = -math.inf
@@ -143,7 +142,7 @@ class NodeWatchMachine:
         )
 
     def step(self, now: float) -> float:
-        """Begin a watch, or wait for what it brings next; return when to step again.
+        """Start a watch or wait for its next data; return the time of the next step.
 
         Raises ``Cancelled`` after ``cut``.
         """
@@ -164,7 +163,7 @@ class NodeWatchMachine:
             self._pause(self._backoffs.pause(Expired))
         except Retryable as problem:
             self.close()
-            if not self._hurry.is_set():  # else we broke the connection ourselves
+            if not self._hurry.is_set():  # else reconnect() broke the connection
                 self._outage.failed(problem)
             if isinstance(problem, ListAgain | NoAnswer):
                 self._version = None
@@ -173,31 +172,31 @@ class NodeWatchMachine:
 
     @property
     def listens(self) -> bool:
-        """Return True if the next step waits for news, False if it asks for something."""
+        """True if the next step waits for events, False if it sends a request."""
         return self._stream is not None
 
     @property
     def problem(self) -> Retryable | None:
-        """Why it failed when the API server was asked last, None if it did not. From any thread."""
+        """The failure of the last request, or None. May be read from any thread."""
         return self._outage.problem
 
     def reread(self) -> None:
-        """List all nodes again. May be called from any thread."""
+        """Relist all nodes. May be called from any thread."""
         self._reread.set()
         self.reconnect()
 
     def reconnect(self) -> None:
-        """Go on over a new connection at the next step, which is due. May be called from any thread."""
+        """Continue over a new connection without delay. May be called from any thread."""
         self._hurry.set()
         self._api.reconnect()
 
     def cut(self) -> None:
-        """Let ``step`` raise ``Cancelled``, at once. May be called from any thread, repeatedly."""
+        """Make ``step`` raise ``Cancelled`` at once. May be called repeatedly, from any thread."""
         self._hurry.set()
         self._api.cut()
 
     def close(self) -> None:
-        """Give up the watch; for the thread that steps."""
+        """Close the watch. Only for the thread that calls ``step``."""
         stream, self._stream = self._stream, None
         if stream is not None:
             stream.close()
@@ -232,7 +231,7 @@ class NodeWatchMachine:
         return version
 
     def _compare(self, version: str) -> None:
-        """Raise ``Restored`` if the API server is behind a version, or has another node in place of ours."""
+        """Raise ``Restored`` if the API server is behind ``version`` or does not have our node's uid."""
         own = self._audience.own
         selector = _selector(own.name) if own else {}
         page = self._api.get(NODES, self._alive, limit="1", **selector)
@@ -256,7 +255,7 @@ class NodeWatchMachine:
 
     def _listen(self, stream: ApiStream) -> None:
         try:
-            # A wish that came before there was a connection to drop ends the watch here.
+            # A reread requested before there was a connection to drop ends the watch here.
             piece = b"" if self._reread.is_set() else stream.read()
         except BrokenOff as reason:
             log.log(V(1), "Watching again: %s", reason)

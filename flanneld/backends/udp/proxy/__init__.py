@@ -1,9 +1,11 @@
-"""The packet pump of the udp backend: a process that carries packets between a TUN and a UDP socket.
+"""Packet pump of the udp backend: a process that carries packets between a TUN and a UDP socket.
 
 It outlives the daemon, so that a restart loses no packet.
 
-    plane.py      what a data plane is; python.py and native.py are the two
-    __main__.py   the process: a plane in one thread, the control channel in the other
-    control.py    what daemon and pump say to each other; meeting.py is where
-    client.py     the daemon's end of it; driver.py lets the reconciler use it, pulse.py sees whether it hangs
+    plane.py      interface of a data plane, implemented in python.py and native.py
+    __main__.py   the process: a data plane in one thread, the control channel in the other
+    server.py     the pump's end of the control channel
+
+In the folder above, control.py has the protocol, rendezvous.py the addresses, client.py the daemon's end,
+tables.py the reconciler's tables, and watchdog.py the detection of a pump that hangs.
 """

@@ -1,7 +1,7 @@
 """Process of the udp proxy: ``python -m flanneld.backends.udp.proxy`` with ``Pump.words`` as arguments.
 
-It says ``ready`` when it carries packets, or why it cannot, and closes its output. SIGTERM, as a service
-manager sends it to all that is left, takes the device away with the process.
+It prints ``ready`` once it carries packets, or the reason why it cannot, and closes its output. SIGTERM,
+which a service manager sends to all remaining processes, also removes the device.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from flanneld.backends.udp.proxy.server import Server
 from flanneld.backends.udp.resources import Pump
 from flanneld.network import tun
 
-#: How long to wait for what a pump that has just ended still holds, in seconds.
+#: Seconds to retry what the previous pump still holds, and between two attempts.
 _PATIENCE, _PAUSE = 0.5, 0.001
 _GRACE = 0.3
 
@@ -34,7 +34,7 @@ Result = TypeVar("Result")
 def main() -> int:
     wanted = Pump.of(sys.argv[1:])
     try:
-        # All modules are read by now: the shorter the time in which nobody carries packets.
+        # All modules are loaded before the old pump ends, to shorten the interruption.
         candidates = offers(wanted.wish)
         peers = succeed(wanted.tun)
         listener = _listen(wanted.tun)
@@ -45,17 +45,17 @@ def main() -> int:
     server = Server(wanted, plane, why, listener, peers)
 
     def end(*_: object) -> None:
-        # A daemon that gets the same signal must be past repairing what we are going to take away.
+        # Wait until a daemon that gets the same signal no longer repairs the device removed here.
         time.sleep(_GRACE)
         server.end()
 
     signal.signal(signal.SIGTERM, end)
-    with suppress(BrokenPipeError):  # The daemon has been killed: the next one adopts us.
+    with suppress(BrokenPipeError):  # If the daemon was killed, the next one adopts this process.
         print(READY, flush=True)  # noqa: T201
     _close_output()
     if not server.serve():
         tun.unmake(wanted.tun)
-    # The end of the connections tells a successor that all is free: so let go of all at once.
+    # Closing the connections tells a successor that all is released, so release all at once.
     os._exit(0)
 
 
@@ -75,7 +75,7 @@ def _take_over(wanted: Pump, candidates: list[Offer]) -> tuple[Plane, str]:
     except OSError as failure:
         reason = failure.strerror
         if failure.errno == errno.EADDRINUSE:
-            from flanneld.backends.udp.port_owner import holder_of  # only for those who need it
+            from flanneld.backends.udp.port_owner import holder_of  # rarely needed
 
             reason = f"in use by {holder_of(wanted.local, wanted.port)}, which has to be stopped"
         raise OSError(failure.errno, f"{wanted.local}:{wanted.port}, UDP: {reason}") from None
@@ -84,7 +84,7 @@ def _take_over(wanted: Pump, candidates: list[Offer]) -> tuple[Plane, str]:
 
 
 def _soon(attempt: Callable[[], Result]) -> Result:
-    """Try until it is no longer held by a process that is just ending. Raises ``OSError``."""
+    """Retry while a process that is just ending still holds the resource. Raises ``OSError``."""
     deadline = time.monotonic() + _PATIENCE
     while True:
         try:
@@ -97,7 +97,7 @@ def _soon(attempt: Callable[[], Result]) -> Result:
 
 
 def _close_output() -> None:
-    """Whoever reads the daemon's output must not wait for the pump, too."""
+    """Detach from the daemon's output, so that its readers see the end when the daemon ends."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for fd in (1, 2):
         os.dup2(nothing, fd)

@@ -1,4 +1,4 @@
-"""Which data plane a pump uses, and why."""
+"""Choice of the pump's data plane."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from flanneld.backends.udp.proxy.native import NativePlane
 from flanneld.backends.udp.proxy.plane import Plane, Wire
 from flanneld.backends.udp.proxy.python import PythonPlane
 
-#: A plane, and why it is this one.
+#: A data plane's constructor, and the reason for choosing it.
 Offer = tuple[Callable[[Wire], Plane], str]
 
 
 def offers(wish: str) -> list[Offer]:
-    """The planes to try, the best first. Raises ``OSError`` if the wish cannot be granted."""
+    """Return the data planes to try, best first. Raises ``OSError`` if the requested one is missing."""
     if wish == "python":
         return [(PythonPlane, "as DataPlane says")]
     missing = native.available()
@@ -29,7 +29,7 @@ def offers(wish: str) -> list[Offer]:
 
 
 def build(candidates: list[Offer], ends: Wire) -> tuple[Plane, str]:
-    """Make the first plane that this kernel can do. Raises ``OSError`` if there is none."""
+    """Return the first data plane that works on this kernel. Raises ``OSError`` if none does."""
     (make, why), *others = candidates
     try:
         return make(ends), why

@@ -1,4 +1,4 @@
-"""Many datagrams in one system call: recvmmsg(2) and sendmmsg(2), which the standard library lacks."""
+"""Batched datagram I/O with recvmmsg(2) and sendmmsg(2), which the standard library lacks."""
 
 from __future__ import annotations
 
@@ -31,29 +31,29 @@ class _Message(ctypes.Structure):
 
 
 class Messages:
-    """Room for some datagrams. Slot ``i`` has ``buffers[i]``, and its address at ``names[16 * i:]``.
+    """Preallocated datagram slots. Slot ``i`` has ``buffers[i]``, and its address at ``names[16 * i:]``.
 
-    The kernel reads and writes this memory; nothing is copied and nothing is made anew while it is used.
+    The kernel accesses this memory directly: nothing is copied or allocated during use.
     """
 
     def __init__(self, slots: int, size: int) -> None:
         self.slots = slots
         self.buffers = [bytearray(size) for _ in range(slots)]
         self.views = [memoryview(buffer) for buffer in self.buffers]
-        #: For ``os.readv``.
+        #: Argument for ``os.readv``.
         self.vectors = [[buffer] for buffer in self.buffers]
         self.names = bytearray(_SOCKADDR * slots)
         self._iovecs = bytearray(ctypes.sizeof(_Iovec) * slots)
         self._messages = bytearray(ctypes.sizeof(_Message) * slots)
-        #: At ``2 * i + 1`` the bytes of slot ``i`` to send.
+        #: Item ``2 * i + 1`` is the number of bytes to send from slot ``i``.
         self.to_send = memoryview(self._iovecs).cast("L")
         lengths = memoryview(self._messages).cast("I")
-        #: At ``i`` the bytes received in slot ``i``.
+        #: Item ``i`` is the number of bytes received in slot ``i``.
         self.received = lengths[_Message.length.offset // 4 :: ctypes.sizeof(_Message) // 4]
         self._connect(size)
 
     def _connect(self, size: int) -> None:
-        """Let each message point to its buffer and its address."""
+        """Point each message to its buffer and its address."""
         iovecs = (_Iovec * self.slots).from_buffer(self._iovecs)
         messages = (_Message * self.slots).from_buffer(self._messages)
         names = _address(self.names)
@@ -65,12 +65,12 @@ class Messages:
         self._start = ctypes.addressof(messages)
 
     def receive(self, fd: int) -> int:
-        """Take what is waiting, at most ``slots`` datagrams; returns how many."""
+        """Receive pending datagrams, at most ``slots``. Return their number."""
         number: int = _libc.recvmmsg(fd, ctypes.c_void_p(self._start), self.slots, socket.MSG_DONTWAIT, None)
         return max(0, number)
 
     def send(self, fd: int, number: int) -> list[int]:
-        """Send the first datagrams; returns the slots that the kernel refuses: too long, or a firewall."""
+        """Send the first ``number`` slots. Return those the kernel refused: too long, or firewalled."""
         refused: list[int] = []
         sent = 0
         while sent < number:

@@ -1,4 +1,4 @@
-"""The data plane in C, for those who had a compiler when they installed: ``udp_pump/`` holds its source."""
+"""Data plane in C, available if a compiler was there at installation. Its source is in ``udp_pump/``."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from flanneld.network import tun
 # linux/if_tun.h
 _CSUM, _TSO4, _TSO_ECN, _USO4, _USO6 = 0x01, 0x02, 0x08, 0x20, 0x40
 
-#: What the kernel may leave undone in a packet that it hands over, from the newest kernels to the oldest.
-#: USO came with Linux 6.2, which takes it for both families or not at all. IPv6 is dropped anyhow.
+#: Offloads: work that the kernel may leave undone in packets from the TUN, best first. USO needs Linux 6.2,
+#: which only accepts both families together. IPv6 packets are dropped anyway.
 _TSO = _CSUM | _TSO4 | _TSO_ECN
 OFFLOADS = {"all": _TSO | _USO4 | _USO6, "tso": _TSO, "none": 0}
 
@@ -33,13 +33,13 @@ _FEATURES = {"all": _VNET_HEADER | _MERGE_UDP, "tso": _VNET_HEADER, "none": 0}
 # linux/udp.h, asm-generic/socket.h
 _UDP_SEGMENT, _UDP_GRO = 103, 104
 _SO_SNDBUFFORCE, _SO_RCVBUFFORCE = 32, 33
-#: Each of the two options, what is left without CAP_NET_ADMIN, and bytes. Of the kernel's 208 KiB three sends
-#: are enough to wait for the wire, and what comes while we are busy overflows them at once.
+#: The forced option, the one without CAP_NET_ADMIN, and bytes. Three sends fill the kernel's default of 208
+#: KiB, and a burst of received packets overflows it at once.
 _BUFFERS = ((_SO_RCVBUFFORCE, socket.SO_RCVBUF, 4 << 20), (_SO_SNDBUFFORCE, socket.SO_SNDBUF, 1 << 20))
 
 
 def available() -> str | None:
-    """None if this plane can be used, else why it cannot."""
+    """Return None if this data plane is usable, else the reason why it is not."""
     try:
         _library()
     except (OSError, AttributeError) as error:
@@ -48,10 +48,10 @@ def available() -> str | None:
 
 
 class NativePlane:
-    """Two threads of C; ``run`` only waits for them. Once stopped it is used up.
+    """Data plane of two C threads; ``run`` only waits for them. Once stopped it cannot be restarted.
 
-    ``offloads`` is the most that may be asked of the kernel: one that has less of it gives what it has.
-    Raises ``OSError`` when the library is missing, or when the TUN cannot be had.
+    ``offloads`` is the highest level to request; the kernel may grant less. Raises ``OSError`` if the library
+    or the TUN is missing.
     """
 
     name = "native"
@@ -72,7 +72,7 @@ class NativePlane:
         weakref.finalize(self, self._library.udp_pump_free, self._pump).atexit = False
 
     def set_peer(self, subnet: IPv4Network, endpoint: IPv4Address) -> None:
-        """Raises ``OSError`` when memory is short."""
+        """Add or replace a peer. Raises ``OSError`` if memory is short."""
         failed = self._library.udp_pump_set_peer(
             self._pump, int(subnet.network_address), subnet.prefixlen, int(endpoint)
         )
@@ -117,7 +117,7 @@ class NativePlane:
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    """Raises ``OSError`` or ``AttributeError``, and the next time again."""
+    """Load the library. Raises ``OSError`` or ``AttributeError``, again on each call."""
     paths = [Path(__file__).with_name(f"_udp_pump{suffix}") for suffix in EXTENSION_SUFFIXES]
     found = next(filter(Path.exists, paths), None)
     if found is None:
@@ -143,7 +143,7 @@ def _library() -> ctypes.CDLL:
 
 
 def _attach(name: str, offloads: str) -> tuple[FileIO, str]:
-    """The TUN, and what the kernel grants of ``offloads``. Raises ``OSError``."""
+    """Return the TUN, and the level of ``offloads`` that the kernel grants. Raises ``OSError``."""
     *levels, last = list(OFFLOADS)[list(OFFLOADS).index(offloads) :]
     for level in levels:
         try:
@@ -155,7 +155,7 @@ def _attach(name: str, offloads: str) -> tuple[FileIO, str]:
 
 
 def _tune(descriptor: int) -> int:
-    """Prepare the socket; returns the features of the pump that it can do."""
+    """Configure the socket. Return the pump features that it supports."""
     with socket.socket(fileno=os.dup(descriptor)) as wire:
         for forced, permitted, size in _BUFFERS:
             try:
@@ -167,12 +167,12 @@ def _tune(descriptor: int) -> int:
 
 
 def _receive_whole(descriptor: int, wanted: bool) -> None:
-    """Take many datagrams as one, or no longer: another plane would not understand it."""
+    """Turn UDP GRO, the merging of datagrams, on or off. Other data planes need it off."""
     _set(descriptor, _UDP_GRO, int(wanted))
 
 
 def _set(descriptor: int, option: int, value: int) -> bool:
-    """Set an option of UDP, if the kernel has it: from Linux 5.0 on it has both of ours."""
+    """Set a UDP option. Return False if the kernel lacks it; both used here need Linux 5.0."""
     with socket.socket(fileno=os.dup(descriptor)) as wire:
         try:
             wire.setsockopt(socket.IPPROTO_UDP, option, value)

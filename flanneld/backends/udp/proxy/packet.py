@@ -1,7 +1,7 @@
-"""What happens to an IPv4 packet on its way through (pure).
+"""Processing of an IPv4 packet (pure).
 
-As upstream's proxy does it: a hop costs one TTL on each side, the checksum is patched (RFC 1624), and
-what leads nowhere is answered with net-unreachable.
+As in upstream's proxy, each side decrements the TTL and updates the checksum (RFC 1624). A packet without a
+peer is answered with net-unreachable.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def is_ipv4(packet: bytearray, size: int) -> bool:
 
 
 def spend_ttl(packet: bytearray) -> bool:
-    """Take one from the TTL. False if that was the last one: the packet is to be dropped."""
+    """Decrement the TTL. Return False if it reached 0: the packet must be dropped."""
     left = packet[8] - 1
     packet[8] = left & 0xFF
     checksum = (packet[10] << 8 | packet[11]) + 0x100
@@ -31,9 +31,9 @@ def spend_ttl(packet: bytearray) -> bool:
 
 
 def net_unreachable(packet: bytes | bytearray, source: bytes) -> bytes | None:
-    """What to tell the sender of a packet for which there is no peer; None when that would be wrong.
+    """Return the ICMP error for a packet without a peer; None if none may be sent.
 
-    No answer is due to ICMP and to later fragments (RFC 1122, 3.2.2).
+    ICMP and later fragments must not be answered (RFC 1122, 3.2.2).
     """
     header = 4 * (packet[0] & 15)
     offset = int.from_bytes(packet[6:8], "big") & _OFFSET
@@ -47,7 +47,7 @@ def net_unreachable(packet: bytes | bytearray, source: bytes) -> bytes | None:
 
 
 def checksum(data: bytes) -> int:
-    """The Internet checksum (RFC 1071) of an even or odd number of bytes."""
+    """Return the Internet checksum (RFC 1071) of an even or odd number of bytes."""
     padded = data + b"\0" * (len(data) % 2)
     total: int = sum(struct.unpack(f">{len(padded) // 2}H", padded))
     while total > 0xFFFF:

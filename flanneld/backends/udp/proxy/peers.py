@@ -1,4 +1,4 @@
-"""Where a packet goes, and whom a datagram may come from."""
+"""Peers of the Python data plane: destination lookup and source check."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import socket
 import struct
 from ipaddress import IPv4Address, IPv4Network
 
-#: Destinations whose peer is remembered. A scan of the network must not fill the memory.
+#: Cached destinations. A scan of the network must not fill the memory.
 _REMEMBERED = 1 << 16
 _SOCKADDR = struct.Struct("=HH4s8x")
 
 
 class PeerTable:
-    """Peers by subnet; the longest prefix wins. One thread may ask while another one changes."""
+    """Peers by subnet, with longest prefix match. One thread may look up while another changes them."""
 
     def __init__(self, port: int) -> None:
         self._port = socket.htons(port)
         self._endpoints: dict[IPv4Network, IPv4Address] = {}
-        #: By prefix length, longest first: the mask, and the sockaddr_in of the peer by network.
+        #: Per prefix length, longest first: the mask, and the peers' sockaddr_in by network.
         self._tables: tuple[tuple[int, dict[int, bytes]], ...] = ()
         self._remembered: dict[int, bytes | None] = {}
-        #: Public IPs of peers, as numbers, each with how many peers have it.
+        #: Public IPs of peers as numbers, each with its count of peers.
         self.sources: dict[int, int] = {}
 
     def set(self, subnet: IPv4Network, endpoint: IPv4Address) -> None:
@@ -29,7 +29,7 @@ class PeerTable:
         self.sources[int(endpoint)] = self.sources.get(int(endpoint), 0) + 1
         target = _SOCKADDR.pack(socket.AF_INET, self._port, endpoint.packed)
         self._table(subnet)[int(subnet.network_address)] = target
-        # What another thread is about to remember goes into the old dict, and is forgotten with it.
+        # A concurrent lookup stores into the old dict, so its stale result is dropped with it.
         self._remembered = {}
 
     def drop(self, subnet: IPv4Network) -> None:
@@ -40,7 +40,7 @@ class PeerTable:
             self._remembered = {}
 
     def find(self, destination: int) -> bytes | None:
-        """The sockaddr_in of the peer that has this address, None when there is none."""
+        """Return the sockaddr_in of the peer for a destination, None if there is none."""
         remembered = self._remembered
         if destination in remembered:
             return remembered[destination]

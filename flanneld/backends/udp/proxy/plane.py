@@ -1,4 +1,4 @@
-"""What a data plane is, and what it is given."""
+"""Interface of a data plane, and its parameters."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from msgspec import Struct
 
 
 class Plane(Protocol):
-    """Carries packets between a TUN and a UDP socket, in threads or a loop of its own."""
+    """Data plane: carries packets between a TUN and a UDP socket, in its own threads or loop."""
 
     name: str
 
     def set_peer(self, subnet: IPv4Network, endpoint: IPv4Address) -> None:
-        """Add or replace a peer; while traffic flows, too."""
+        """Add or replace a peer, also while traffic flows."""
         ...
 
     def drop_peer(self, subnet: IPv4Network) -> None:
-        """Forget a peer; one that is not known is fine."""
+        """Remove a peer. A missing one is no error."""
         ...
 
     def run(self) -> None:
-        """Carry packets until ``stop``. Raises ``OSError`` when the TUN has gone."""
+        """Carry packets until ``stop``. Raises ``OSError`` if the TUN is gone."""
         ...
 
     def stop(self) -> None:
-        """Let ``run`` return soon; from any thread or a signal handler."""
+        """Make ``run`` return soon. May be called from any thread or a signal handler."""
         ...
 
     def counters(self) -> dict[str, int]:
-        """What was carried and what was dropped, and why."""
+        """Return the counters of carried packets, and of dropped ones by reason."""
         ...
 
 
 class Wire(Struct, frozen=True, gc=False):
-    """The two ends of a plane.
+    """Endpoints of a data plane.
 
-    ``socket`` is the descriptor of a bound UDP socket on which no option is set yet, ``address`` the
-    TUN's, ``port`` the peers' UDP port. With ``accept_any`` datagrams are taken from anybody, else only
-    from the public IPs of known peers.
+    - ``socket`` is the descriptor of a bound UDP socket without any options set.
+    - ``address`` is the TUN's, ``port`` the peers' UDP port.
+    - ``accept_any`` accepts datagrams from any source, otherwise only from the public IPs of known peers.
     """
 
     tun: str

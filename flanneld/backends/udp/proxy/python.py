@@ -1,4 +1,4 @@
-"""The data plane in Python: plain system calls, many datagrams at a time."""
+"""Data plane in Python, with batched system calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flanneld.backends.udp.proxy.peers import PeerTable
 from flanneld.backends.udp.proxy.plane import Wire
 from flanneld.network import tun
 
-#: What the kernel keeps for us while we are busy; its default of some 200 KiB overflows at once.
+#: Bytes of receive buffer. The kernel's default of about 200 KiB overflows in a short burst.
 RECEIVE_BUFFER = 4 << 20
 _SO_RCVBUFFORCE, _UDP_GRO = 33, 104  # asm-generic/socket.h, linux/udp.h
 _BATCH = 64
@@ -29,7 +29,7 @@ _number = struct.Struct(">I").unpack_from
 
 
 class PythonPlane:
-    """A loop in one thread. Raises ``OSError`` when the TUN cannot be had."""
+    """Data plane with a loop in one thread. Raises ``OSError`` if the TUN is not available."""
 
     name = "python"
 
@@ -73,7 +73,7 @@ class PythonPlane:
     # ---- from the TUN to the peers -----------------------------------------------------------
 
     def _outward(self) -> bool:
-        """Send what is waiting in the TUN; tells whether there was anything."""
+        """Send the packets waiting in the TUN. Return True if there were any."""
         room = self._out
         read = ready = 0
         while read < _BATCH:
@@ -100,9 +100,9 @@ class PythonPlane:
         counts["sent_bytes"] -= sum(room.to_send[2 * slot + 1] for slot in refused)
 
     def _way_of(self, packet: bytearray, size: int) -> bytes | None:
-        """Make a packet ready and say where it goes; None if it ends here."""
+        """Prepare a packet and return its destination, None if it ends here."""
         if not is_ipv4(packet, size):
-            # The kernel itself speaks IPv6 on every device.
+            # The kernel sends IPv6 on every device.
             self._counts["malformed"] += 1
             return None
         target = self._peers.find(_number(packet, 16)[0])
@@ -119,7 +119,7 @@ class PythonPlane:
     # ---- from the peers to the TUN -----------------------------------------------------------
 
     def _inward(self) -> bool:
-        """Deliver the datagrams that are waiting; tells whether there were any."""
+        """Deliver the waiting datagrams. Return True if there were any."""
         room, sources = self._in, self._peers.sources
         count = room.receive(self._wire.socket)
         for slot in range(count):
@@ -140,16 +140,16 @@ class PythonPlane:
             os.write(self._tun, packet)
         except OSError as failure:
             if failure.errno == errno.EBADFD:
-                raise  # The device has gone.
+                raise  # the device is gone
             self._counts["write_failed"] += 1
             return False
         return True
 
 
 def tune(fd: int) -> None:
-    """A large buffer, beyond an administrator's limit where that is permitted, and one packet a datagram."""
+    """Set a large receive buffer, if permitted beyond the system's limit, and turn UDP GRO off."""
     with socket.socket(fileno=os.dup(fd)) as wire:
-        with suppress(OSError):  # An old kernel, which never puts several into one.
+        with suppress(OSError):  # an old kernel without GRO
             wire.setsockopt(socket.IPPROTO_UDP, _UDP_GRO, 0)
         try:
             wire.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, RECEIVE_BUFFER)

@@ -1,4 +1,4 @@
-"""The pump's end of the control channel."""
+"""Server of the pump's control channel."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from flanneld.backends.udp.proxy.plane import Plane
 from flanneld.backends.udp.resources import Pump
 from flanneld.network import tun
 
-#: How long a plane may take to stop, and a daemon to take an answer, in seconds.
+#: Seconds for a data plane to stop, and for a daemon to take an answer.
 _STOP_PATIENCE, _SEND_PATIENCE = 2.0, 1.0
 
 
 class Server:
-    """Runs a plane in a thread of its own, and does meanwhile what daemons ask for."""
+    """Server that runs a data plane in a thread and answers daemons meanwhile."""
 
     def __init__(
         self,
@@ -39,17 +39,17 @@ class Server:
         self._connections: dict[int, socket.socket] = {}
         self._thread = threading.Thread(target=self._carry, daemon=True)
         self._ended = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        #: Whether the device stays when the pump goes; None while it does not.
+        #: True or False once the pump ends: the device stays, or is removed.
         self._device_stays: bool | None = None
         self._change(control.PUT, peers)
 
     def end(self) -> None:
-        """End, and let the device go too; also from a signal handler."""
+        """End the pump and remove the device. May be called from a signal handler."""
         self._device_stays = False
         os.eventfd_write(self._ended, 1)
 
     def serve(self) -> bool:
-        """Carry and answer until the pump is to end; tells whether the device is to stay."""
+        """Serve until the pump ends. Return True if the device should stay."""
         self._thread.start()
         poll = select.poll()
         poll.register(self._listener, select.POLLIN)
@@ -68,7 +68,7 @@ class Server:
     def _carry(self) -> None:
         try:
             self._plane.run()
-        except BaseException as failure:  # a thread must not die in silence, whatever kills it
+        except BaseException as failure:  # report every end of the thread
             text = (
                 failure.strerror if isinstance(failure, OSError) else f"{type(failure).__name__}: {failure}"
             )
@@ -94,7 +94,7 @@ class Server:
         poll.register(connection, select.POLLIN)
 
     def _attend(self, connection: socket.socket) -> bool:
-        """Answer one message; False when the connection is over."""
+        """Answer one message. Return False at the end of the connection."""
         try:
             message = connection.recv(control.LONGEST)
             if not message:
@@ -109,7 +109,7 @@ class Server:
     def _answers(self, verb: bytes, body: bytes) -> Iterator[bytes]:
         match verb:
             case control.HELLO if tun.index_of(self._settings.tun) != self._device:
-                # It was renamed or moved away, and we read what nobody sends any more.
+                # The device was renamed or moved, so that its packets no longer reach us.
                 self._device_stays = True
             case control.HELLO:
                 words = [*self._settings.words(), str(os.getpid()), self._plane.name, self._why]

@@ -1,8 +1,11 @@
-"""Rules for IPv4 on iptables-legacy hosts through python-iptables, without a process.
+"""Driver for IPv4 on iptables-legacy hosts through python-iptables, without subprocesses.
 
-The library knows nothing of the lock that all other programs take, so it is taken here; with a commit
-after each call it would lose rules without a word, so there is one commit for each table; and to read a
-rule it borrows the process's standard output, so tables are read without it. It is not made for two threads.
+The library has several traps:
+
+- It ignores the xtables lock, so the lock is taken here.
+- A commit after each call can lose rules silently, so there is one commit per table.
+- It redirects stdout to read a rule, so tables are read by other means.
+- It is not thread-safe.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ _INSTALL = "pip install 'flanneld[iptables-legacy]', with Debian's libip4tc2 and
 
 
 class PythonIptables:
-    """The IPv4 tables; for one thread. Raises ``Unavailable``."""
+    """Driver for the IPv4 tables; for one thread. Raises ``Unavailable``."""
 
     name = "python-iptables"
 
@@ -39,7 +42,7 @@ class PythonIptables:
         return read_legacy(4)
 
     def apply(self, edits: Sequence[Edit]) -> None:
-        """Make the changes, each table in one step. Raises ``Retryable``."""
+        """Apply the edits, with one commit per table. Raises ``Retryable``."""
         with xtables_lock(self._stop):
             try:
                 for table in dict.fromkeys(edit.chain[0] for edit in edits):
@@ -48,11 +51,11 @@ class PythonIptables:
                 raise Rejected(f"python-iptables: {error}", "without it, commands do the same") from error
 
     def _change(self, name: str, edits: Sequence[Edit]) -> None:
-        # To find a chain that a rule leads to, the library would open, and so create, all tables.
+        # To resolve a jump the library would open, and thus create, all tables.
         known = {each: each == name for each in self._iptc.Table.ALL}
         self._iptc.Table.existing_table_names.update(known)
         table = self._iptc.Table(name, autocommit=False)
-        # What the library has kept may be old, and is of the network namespace it was read in.
+        # The library's cache may be outdated, or come from another network namespace.
         table.refresh()
         for edit in edits:
             self._edit(table, edit)
@@ -76,7 +79,7 @@ class PythonIptables:
             table.delete_chain(chain)
 
     def _entry(self, rule: Rule) -> Any:
-        """The rule as the library has it."""
+        """Return the library's object for a rule."""
         entry = self._iptc.Rule()
         if rule.source:
             entry.src = _side(rule.source)
@@ -90,7 +93,7 @@ class PythonIptables:
         target = entry.create_target(rule.verdict)
         if rule.random:
             target.random_fully = ""
-        # The public final_check would first read the target back, by way of our standard output.
+        # The public final_check would first read the target back, through our stdout.
         target._final_check()  # noqa: SLF001
         return entry
 
@@ -101,7 +104,7 @@ def _side(match: Match) -> str:
 
 @contextmanager
 def xtables_lock(stop: threading.Event) -> Iterator[None]:
-    """Hold the lock that all programs take which change legacy tables. Raises ``Locked``."""
+    """Hold the lock that all programs take to change legacy tables. Raises ``Locked``."""
     path = os.environ.get("XTABLES_LOCKFILE") or LOCK
     try:
         lock = os.open(path, os.O_CREAT | os.O_RDONLY | os.O_CLOEXEC, 0o600)
@@ -125,11 +128,11 @@ def _try_lock(lock: int) -> bool:
 
 
 def _load() -> Any:
-    """The library: asked for only here, since it takes 150 ms and 20 MiB, and is optional."""
+    """Import the library on demand: it takes 150 ms and 20 MiB, and is optional."""
     try:
         import iptc
     except ImportError as error:
         raise Unavailable("python-iptables is not installed", _INSTALL) from error
-    except Exception as error:  # it looks for C libraries, and may fail on any of them in any way
+    except Exception as error:  # it loads C libraries, and any of them may fail in any way
         raise Unavailable(f"python-iptables does not load: {error}", _INSTALL) from error
     return iptc

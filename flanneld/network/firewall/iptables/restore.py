@@ -1,4 +1,4 @@
-"""Rules through the iptables commands, by their full names: what ``iptables`` alone means does not matter."""
+"""Driver through the iptables commands of a given flavour. The plain ``iptables`` command is not used."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ log = logging.getLogger(__name__)
 
 Flavour = Literal["legacy", "nft"]
 
-#: Seconds to wait for another program to give the lock of the legacy tables back.
+#: Seconds to wait for the xtables lock of the legacy tables.
 LOCK_WAIT = 5
 _LOCK_TAKEN = "xtables lock"
 
 
 def program(flavour: Flavour, family: Family) -> str:
-    """The command in front of which ``-restore`` makes another one."""
+    """Return the name of the command; its ``-restore`` variant has that suffix."""
     return f"{'iptables' if family == 4 else 'ip6tables'}-{flavour}"
 
 
 class Restore:
-    """The tables of one family and flavour, written by ``iptables-restore``: a process for each change.
+    """Driver for the tables of one family and flavour, with one ``iptables-restore`` process per change.
 
-    They are read without the lock, and without listing what others have in them, which takes seconds
-    on a large cluster's node.
+    Tables are read without the lock, and without listing other programs' rules, which takes seconds on a node
+    of a large cluster.
     """
 
     def __init__(self, flavour: Flavour, family: Family, commands: Commands) -> None:
@@ -48,7 +48,7 @@ class Restore:
         return self._read_nft()
 
     def apply(self, edits: Sequence[Edit]) -> None:
-        """Make the changes, each table in one step. Raises ``CommandFailed``, ``Locked``."""
+        """Apply the edits, with one transaction per table. Raises ``CommandFailed`` or ``Locked``."""
         command = (f"{self.name}-restore", "--noflush", f"--wait={LOCK_WAIT}")
         try:
             self._commands.run(command, text.restore_text(edits))
@@ -70,7 +70,7 @@ class Restore:
 
 
 class Locked(Retryable):
-    """Another program has the lock of the legacy tables."""
+    """Error for an xtables lock that another program holds."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -80,7 +80,7 @@ class Locked(Retryable):
 
 
 def read_legacy(family: Family) -> Rules:
-    """What is in the tables that rules of ours belong to. Raises ``Retryable``."""
+    """Return the rules in the legacy tables that may contain ours. Raises ``Retryable``."""
     try:
         return xtables.read(family, IPTABLES_CHAINS)
     except PermissionError:

@@ -1,4 +1,4 @@
-"""Rules in the language of iptables(8): what iptables-restore reads and ``iptables -S`` prints (pure)."""
+"""Rules in the syntax of iptables-restore and ``iptables -S`` (pure)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from msgspec.structs import replace
 from flanneld.network.firewall.plan import Edit
 from flanneld.network.firewall.rules import ALL_BITS, Match, Rule
 
-#: Extensions whose options we understand; naming them adds nothing to a rule.
+#: Match extensions whose options are parsed; their names add nothing to a rule.
 _KNOWN_MATCHES = frozenset({"mark", "comment"})
 
 
 def restore_text(edits: Iterable[Edit]) -> str:
-    """The input of ``iptables-restore --noflush``: one block, and so one step, for each table."""
+    """Return the input of ``iptables-restore --noflush``: one block, and so one transaction, per table."""
     tables: dict[str, list[str]] = {}
     for edit in edits:
         tables.setdefault(edit.chain[0], []).extend(_lines(edit))
@@ -35,7 +35,7 @@ def _lines(edit: Edit) -> Iterator[str]:
 
 
 def rule_text(rule: Rule) -> str:
-    """A rule of ours, its words in the order in which Go flannel has them."""
+    """Return our rule as text, with its options in Go flannel's order."""
     words = [*_side("-s", rule.source), *_side("-d", rule.destination)]
     if rule.mark:
         words.append(f"-m mark --mark {rule.mark[0]:#x}/{rule.mark[1]:#x}")
@@ -54,18 +54,18 @@ def _side(flag: str, match: Match | None) -> list[str]:
 
 
 def rule_words(rule: Rule) -> list[str]:
-    """The same as arguments of a command."""
+    """Return our rule as command arguments."""
     return shlex.split(rule_text(rule))
 
 
 def read_rules(listing: str) -> tuple[Rule, ...]:
-    """The rules in what ``iptables -S CHAIN`` printed."""
+    """Return the rules in the output of ``iptables -S CHAIN``."""
     lines = (line.split(" ", 2) for line in listing.splitlines())
     return tuple(read_rule(words[2] if len(words) > 2 else "") for words in lines if words[0] == "-A")
 
 
 def read_rule(text: str) -> Rule:
-    """A rule as iptables prints it. What our rules do not have is kept in ``extra``."""
+    """Parse a rule printed by iptables. Parts that our rules never have are kept in ``extra``."""
     try:
         return _rule_of(shlex.split(text))
     except (ValueError, StopIteration):

@@ -1,7 +1,7 @@
-"""The tables of iptables-legacy, read straight from the kernel: no process, no lock, under a millisecond.
+"""Reader of the iptables-legacy tables, directly from the kernel: no process, no lock, under 1 ms.
 
-The layout is that of linux/netfilter_ipv4/ip_tables.h, linux/netfilter_ipv6/ip6_tables.h and
-linux/netfilter/x_tables.h. Only tables that exist are read: to ask for another one would create it.
+The layout is from linux/netfilter_ipv4/ip_tables.h, linux/netfilter_ipv6/ip6_tables.h and
+linux/netfilter/x_tables.h. Only existing tables are read: the request would create a missing one.
 """
 
 from __future__ import annotations
@@ -37,32 +37,32 @@ _SO_GET_INFO, _SO_GET_ENTRIES = 64, 65
 _HOOKS = ("PREROUTING", "INPUT", "FORWARD", "OUTPUT", "POSTROUTING")
 
 _NAME = struct.Struct("32s")
-#: Name, valid hooks, where each hook starts and where its policy is, number of entries, bytes.
+#: struct ipt_getinfo: name, valid hooks, start of each hook, its policy, number of entries, bytes.
 _INFO = struct.Struct("@32sI5I5III")
 _GET_ENTRIES = struct.Struct("@32sI0Q")
-#: struct ipt_entry and ip6t_entry: two addresses, their masks, interfaces, protocol, flags, inversions,
-#: the offset of the target and that of the next entry.
+#: struct ipt_entry and ip6t_entry: two addresses, their masks, interfaces, protocol, flags, inversions, the
+#: offset of the target and that of the next entry.
 _ENTRY: Mapping[Family, struct.Struct] = {
     4: struct.Struct("@4s4s4s4s64sHBBIHHI2Q"),
     6: struct.Struct("@16s16s16s16s64sHxBB3xIHHI2Q"),
 }
 _INVERT_SOURCE, _INVERT_DESTINATION = 0x08, 0x10
-#: What a match or target begins with: its size, name and revision.
+#: Header of a match or target: size, name and revision.
 _EXTENSION = struct.Struct("@H29sB")
 _VERDICT = struct.Struct("@i")
 _VERDICTS = {-1: "DROP", -2: ACCEPT, -4: "QUEUE", -5: RETURN}
 _MARK = struct.Struct("@IIB")
-#: Where the data of MASQUERADE has its flags.
+#: Offset of the flags in MASQUERADE's data.
 _NAT_FLAGS: Mapping[Family, struct.Struct] = {4: struct.Struct("@4xI"), 6: struct.Struct("@I")}
 _RANDOM_FULLY = 1 << 4
-#: The name of the target at the head of a chain, followed there by the chain's own name.
+#: Name of the target at the head of a user-defined chain; the chain's name follows it.
 _ERROR = b"ERROR".ljust(29, b"\0")
 
 _ATTEMPTS = 10
 
 
 class _Entry(NamedTuple):
-    """The fields of an entry, in the order of ``_ENTRY``."""
+    """Fields of an entry, in the order of ``_ENTRY``."""
 
     source: bytes
     destination: bytes
@@ -81,17 +81,17 @@ class _Entry(NamedTuple):
 
 
 def tables(family: Family) -> set[str]:
-    """The tables that exist in this thread's network namespace. ``PermissionError`` for all but root."""
+    """Return the existing tables of this network namespace. Raises ``PermissionError`` except for root."""
     try:
         return set(Path("/proc/thread-self/net", _NAMES[family]).read_text().split())
     except FileNotFoundError:
-        return set()  # The kernel has no such tables, or has not loaded them.
+        return set()  # no such tables, or module not loaded
 
 
 def read(family: Family, chains: Iterable[Chain], there: Collection[str] | None = None) -> Rules:
-    """Those of the chains that are there. Raises ``OSError``.
+    """Return the rules of the chains that exist. Raises ``OSError``.
 
-    Tables named by ``there`` are made if they do not exist; by default only those that do are read.
+    Tables in ``there`` are created if they do not exist. By default only existing ones are read.
     """
     there = tables(family) if there is None else there
     found: dict[Chain, tuple[Rule, ...]] = {}
@@ -109,21 +109,21 @@ def has_chain(family: Family, chain: Chain) -> bool:
 
 
 def drops_forwarded(family: Family) -> bool:
-    """Whether the policy of FORWARD is to drop. Raises ``OSError``."""
+    """Return True if the policy of FORWARD is DROP. Raises ``OSError``."""
     table, chain = FORWARDING
     return table in tables(family) and _take(family, table).policy(chain) == "DROP"
 
 
 def count_rules(family: Family) -> int:
-    """How many rules there are that are not flannel's. Raises ``OSError``."""
+    """Return the number of rules that are not flannel's. Raises ``OSError``."""
     ours = sum(len(rules) + 1 for rules in read(family, OWN_CHAINS).values())
     return max(0, sum(_take(family, table).count() for table in tables(family)) - ours)
 
 
 class Snapshot(Struct, frozen=True, gc=False):
-    """One table as the kernel has it. ``hooks`` are its built-in chains: first rule and policy.
+    """Contents of one table. ``hooks`` maps built-in chains to the offsets of first rule and policy.
 
-    All methods raise ``Malformed``, an ``OSError``, for what no kernel has.
+    All methods raise ``Malformed``, an ``OSError``, for invalid data.
     """
 
     family: Family
@@ -132,7 +132,7 @@ class Snapshot(Struct, frozen=True, gc=False):
     data: bytes
 
     def rules(self, chain: str) -> tuple[Rule, ...] | None:
-        """The rules of a chain, None if there is no such chain."""
+        """Return the rules of a chain, None if it does not exist."""
         if chain in self.hooks:
             start, policy = self.hooks[chain]
             return tuple(self._rule(offset) for offset in self._walk(start) if offset < policy)
@@ -140,21 +140,21 @@ class Snapshot(Struct, frozen=True, gc=False):
         if head is None:
             return None
         offsets = list(self._walk(head + self._entry(head).next))
-        return tuple(self._rule(offset) for offset in offsets[:-1])  # The last one is the return.
+        return tuple(self._rule(offset) for offset in offsets[:-1])  # the last entry is the implicit return
 
     def policy(self, hook: str) -> str:
-        """What becomes of a packet at the end of a built-in chain."""
+        """Return the policy of a built-in chain."""
         offset = self.hooks[hook][1]
         data = self.data[offset + self._entry(offset).target + _EXTENSION.size :]
         return _VERDICTS.get(_unpack(_VERDICT, data)[0], "")
 
     def count(self) -> int:
-        """How many rules there are, without policies and the two entries around each other chain."""
-        own = self.data.count(_ERROR) - 2  # The end of the table is such an entry, and is named so too.
+        """Return the number of rules, without policies and the two entries around each user-defined chain."""
+        own = self.data.count(_ERROR) - 2  # the entry at the end of the table has this name twice
         return self.entries - len(self.hooks) - 2 * own - 1
 
     def _head(self, chain: str) -> int | None:
-        """Where a chain begins."""
+        """Return the offset of a chain's first entry, or None."""
         name = chain.encode() + b"\0"
         at = self.data.find(name)
         while at >= 0:
@@ -165,7 +165,7 @@ class Snapshot(Struct, frozen=True, gc=False):
         return None
 
     def _walk(self, offset: int) -> Iterator[int]:
-        """The offsets of the entries from here to the end of the chain."""
+        """Yield the offsets of the entries from here to the end of the chain."""
         while offset < len(self.data):
             entry = self._entry(offset)
             if self._name(offset + entry.target) == "ERROR":
@@ -220,7 +220,7 @@ class Snapshot(Struct, frozen=True, gc=False):
             at += size
 
     def _target(self, offset: int, end: int, extra: list[str]) -> tuple[str, bool]:
-        """The verdict, and whether source ports are fully random."""
+        """Return the verdict, and True if source ports are fully random."""
         name = self._name(offset)
         data = self.data[offset + _EXTENSION.size : end]
         if not name:
@@ -234,7 +234,7 @@ class Snapshot(Struct, frozen=True, gc=False):
         if verdict < 0:
             return _VERDICTS.get(verdict, "")
         if verdict == following:
-            return ""  # A rule without target, which only counts.
+            return ""  # a rule without a target only counts packets
         for name, (start, _) in self.hooks.items():
             if verdict == start:
                 return name
@@ -243,7 +243,7 @@ class Snapshot(Struct, frozen=True, gc=False):
 
 
 def _take(family: Family, table: str) -> Snapshot:
-    """Read a table that exists."""
+    """Read an existing table."""
     with socket.socket(_AF[family], socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as kernel:
         for _ in range(_ATTEMPTS):
             given = _INFO.unpack(_ask(kernel, family, _SO_GET_INFO, _NAME.pack(table.encode()), _INFO.size))
@@ -252,7 +252,7 @@ def _take(family: Family, table: str) -> Snapshot:
             try:
                 answer = _ask(kernel, family, _SO_GET_ENTRIES, request, _GET_ENTRIES.size + size)
             except BlockingIOError:
-                continue  # The table has changed in between.
+                continue  # the table changed between the two requests
             places = zip(_HOOKS, starts, policies, strict=True)
             hooks = {
                 name: (start, policy)
@@ -267,7 +267,7 @@ _AF: Mapping[Family, int] = {4: socket.AF_INET, 6: socket.AF_INET6}
 
 
 def _ask(kernel: socket.socket, family: Family, option: int, request: bytes, size: int) -> bytes:
-    """``getsockopt`` with an input, which Python's own does not have."""
+    """Call ``getsockopt`` with an input buffer, which Python's version lacks."""
     import ctypes
 
     libc = ctypes.CDLL(None, use_errno=True)

@@ -1,4 +1,4 @@
-"""Rules in nftables itself, in a table of our own, through libnftables."""
+"""Driver for nftables: rules in a table of our own, through libnftables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _LIBRARY = "libnftables.so.1"
 
 
 class Nftables:
-    """The table ``ip flannel-ipv4`` or ``ip6 flannel-ipv6``; for one thread. Raises ``Unavailable``."""
+    """Driver for the table ``ip flannel-ipv4`` or ``ip6 flannel-ipv6``; for one thread.
+
+    Raises ``Unavailable``.
+    """
 
     name = "nftables"
 
@@ -30,11 +33,11 @@ class Nftables:
         return self._listing.rules
 
     def apply(self, edits: Sequence[Edit]) -> None:
-        """Make the changes planned on what was read last, all or none."""
+        """Apply edits planned from the last ``read`` in one transaction."""
         self._run(self.orders(edits))
 
     def orders(self, edits: Sequence[Edit]) -> list[Command]:
-        """What ``apply`` would tell nftables."""
+        """Return the commands that ``apply`` would send to nftables."""
         return nft_json.commands(self._family, edits, self._listing)
 
     def _list(self) -> Listing:
@@ -58,11 +61,11 @@ class Nftables:
 
 
 def _load() -> Any:
-    """The Python binding, asked for only here: it is optional, and so is the library that it loads."""
+    """Import the Python binding on demand: it is optional, and so is the library that it loads."""
     import ctypes
 
     try:
-        ctypes.CDLL(_LIBRARY)  # Without it the binding would fail with noise on stderr.
+        ctypes.CDLL(_LIBRARY)  # without the library, the binding would fail with output on stderr
     except OSError as error:
         raise Unavailable(
             f"cannot load {_LIBRARY}: {error}", "install the Debian package libnftables1"

@@ -28,7 +28,7 @@ from flanneld.network.firewall.rules import (
 Command = dict[str, Any]
 
 _PROTOCOL: Mapping[Family, str] = {4: "ip", 6: "ip6"}
-#: Where the kernel calls our chains. Neither decides what becomes of a packet that no rule fits.
+#: Hooks of our chains. The policy accepts packets that no rule matches.
 _HOOKS: Mapping[str, Mapping[str, Any]] = {
     NATIVE_FORWARD: {"type": "filter", "hook": "forward", "prio": 0, "policy": "accept"},
     NATIVE_POSTRTG: {"type": "nat", "hook": "postrouting", "prio": 100, "policy": "accept"},
@@ -37,12 +37,12 @@ _VERDICTS = {"accept": ACCEPT, "return": RETURN, "masquerade": MASQUERADE}
 _STATEMENTS = {verdict: statement for statement, verdict in _VERDICTS.items()}
 _FULLY_RANDOM = ("fully-random", ["fully-random"])
 
-#: The kernel's handles of the rules in each chain: what to delete them by.
+#: Kernel handles of the rules in each chain, by which they are deleted.
 Handles = dict[tuple[Chain, Rule], list[int]]
 
 
 class Listing(Struct, frozen=True, gc=False):
-    """A table as it is; ``others`` tells of chains in it that are not flannel's."""
+    """Contents of our table; ``others`` is True if it has chains, sets or maps that are not flannel's."""
 
     rules: Rules
     handles: Handles
@@ -54,7 +54,7 @@ def table(family: Family) -> Command:
 
 
 def read_listing(family: Family, answer: Mapping[str, Any]) -> Listing:
-    """What the answer to a ``list table`` says. Raises ``ValueError`` for what no nftables says."""
+    """Parse the answer to ``list table``. Raises ``ValueError`` for anything else."""
     try:
         return _read_listing(family, answer)
     except (AttributeError, KeyError, TypeError) as error:
@@ -79,7 +79,7 @@ def _read_listing(family: Family, answer: Mapping[str, Any]) -> Listing:
 
 
 def commands(family: Family, edits: Iterable[Edit], listing: Listing) -> list[Command]:
-    """One transaction."""
+    """Return the commands of one transaction."""
     edits = tuple(edits)
     drops = {edit.chain for edit in edits if edit.drop}
     if drops and not listing.others and drops == set(listing.rules):
@@ -107,7 +107,7 @@ def _commands(family: Family, edit: Edit, handles: Handles) -> Iterator[Command]
 
 
 def rule_json(family: Family, rule: Rule) -> Command:
-    """A rule of ours."""
+    """Return the JSON of one of our rules."""
     statements = [_side(family, "saddr", rule.source), _side(family, "daddr", rule.destination)]
     if rule.mark:
         value, mask = rule.mark
@@ -127,7 +127,7 @@ def _side(family: Family, field: str, match: Match | None) -> Command | None:
 
 
 def read_rule(given: Mapping[str, Any]) -> Rule:
-    """A listed rule. What our rules do not have is kept in ``extra``."""
+    """Parse a listed rule. Parts that our rules never have are kept in ``extra``."""
     rule = Rule("", comment=given.get("comment", ""))
     extra = []
     for statement in given.get("expr", ()):
@@ -140,7 +140,7 @@ def read_rule(given: Mapping[str, Any]) -> Rule:
 
 
 def _read_statement(rule: Rule, statement: Any) -> Rule | None:
-    """The rule with one more of its statements, None if ours have no such statement."""
+    """Return the rule with one statement added, None if our rules have no such statement."""
     match statement:
         case {"counter": _}:
             return rule

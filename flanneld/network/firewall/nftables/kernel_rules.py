@@ -1,6 +1,6 @@
-"""Rules of nf_tables as the kernel tells them, understood as far as flannel needs it (pure).
+"""Parser of the kernel's nf_tables rules, limited to verdicts and addresses (pure).
 
-That is: a verdict, and the addresses for which it holds. Facts are from linux/netfilter/nf_tables.h.
+Source: linux/netfilter/nf_tables.h.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flanneld.network.rtnetlink.netlink import attributes, number_of, text_of
 
 _ATTRIBUTE = struct.Struct("=HH")
 _CODE = struct.Struct(">i")
-#: Attributes: of an expression, of data, of a verdict, and of each kind of expression.
+#: Attribute types: of an expression, of data, of a verdict, and of each kind of expression.
 _NAME, _DATA = 1, 2
 _VALUE, _VERDICT = 1, 2
 _VERDICT_CODE, _VERDICT_CHAIN = 1, 2
@@ -27,20 +27,20 @@ _PAYLOAD_BASE, _PAYLOAD_OFFSET, _EXTENSION_NAME = 2, 3, 1
 
 _NFPROTO, _NETWORK_HEADER, _EQUAL = 15, 1, 0
 _VERDICTS = {0: DROP, 1: ACCEPT, -5: RETURN}
-#: Where the addresses are in the header of the network layer.
+#: Offsets of the addresses in the network header.
 _SIDES: Mapping[Family, Mapping[int | None, str]] = {
     4: {12: "source", 16: "destination"},
     6: {8: "source", 24: "destination"},
 }
 _PROTOCOL: Mapping[Family, bytes] = {4: b"\2", 6: b"\n"}
 _ADDRESS_LENGTH: Mapping[Family, int] = {4: 4, 6: 16}
-#: What changes nothing about which packets a rule is for.
+#: Expressions that do not affect which packets a rule matches.
 _IDLE = frozenset({"counter", "log"})
 _FAMILY = "family"
 
 
 def read_rule(family: Family, data: bytes) -> Rule:
-    """The rule with these expressions, for packets of a family. ``extra`` names what else it has."""
+    """Return the rule with these expressions, for packets of a family. ``extra`` names unparsed ones."""
     reading = _Reading(family)
     for name, given in _expressions(data):
         reading.take(name, given)
@@ -48,7 +48,7 @@ def read_rule(family: Family, data: bytes) -> Rule:
 
 
 class _Reading(Struct, gc=False):
-    """A rule as far as it has been read. ``loaded`` is what the next comparison is about."""
+    """Parser state of a rule. ``loaded`` is the operand of the next comparison."""
 
     family: Family
     rule: Rule = field(default_factory=lambda: Rule(""))
@@ -100,7 +100,7 @@ class _Reading(Struct, gc=False):
 
 
 def _match(family: Family, value: bytes, mask: bytes) -> Match | None:
-    """A whole number of bytes is compared without a mask, and as few as will do."""
+    """Return the network of a comparison. Whole bytes are compared without a mask, as few as needed."""
     width = _ADDRESS_LENGTH[family]
     length = int.from_bytes(mask).bit_count() if mask else 8 * len(value)
     try:
@@ -110,7 +110,7 @@ def _match(family: Family, value: bytes, mask: bytes) -> Match | None:
 
 
 def _verdict(given: Mapping[int, bytes]) -> str:
-    """What is decided, or the chain where it goes on; empty for what is no verdict."""
+    """Return the verdict or the target chain; empty if the expression is no verdict."""
     data = _nested(given, _IMMEDIATE_DATA).get(_VERDICT, b"")
     verdict = attributes(data, 0, len(data))
     chain = text_of(verdict, _VERDICT_CHAIN)
@@ -119,7 +119,10 @@ def _verdict(given: Mapping[int, bytes]) -> str:
 
 
 def _expressions(data: bytes) -> Iterator[tuple[str, dict[int, bytes]]]:
-    """Each with its name and its attributes. They are all of one type, so ``attributes`` would lose them."""
+    """Yield name and attributes of each expression.
+
+    All have one type, so ``attributes`` would keep the last.
+    """
     at = 0
     while at + _ATTRIBUTE.size <= len(data):
         length, _ = _ATTRIBUTE.unpack_from(data, at)

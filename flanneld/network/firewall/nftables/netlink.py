@@ -1,7 +1,7 @@
-"""nf_tables over netlink: which tables and chains there are, and news of what others remove.
+"""Queries of nf_tables over netlink, and notifications of removals.
 
-Asking here takes microseconds where a command takes milliseconds, on a large cluster's node seconds, and
-creates nothing. Facts are from linux/netfilter/nfnetlink.h and nf_tables.h.
+A query takes microseconds. A command takes milliseconds, on a node of a large cluster seconds, and may create
+tables. Source: linux/netfilter/nfnetlink.h and nf_tables.h.
 """
 
 from __future__ import annotations
@@ -43,37 +43,37 @@ _NEWGEN = 15
 _TABLE_NAME, _CHAIN_TABLE, _CHAIN_NAME, _CHAIN_HOOK, _CHAIN_POLICY = 1, 1, 3, 4, 5
 _RULE_TABLE, _RULE_CHAIN, _RULE_EXPRESSIONS = 1, 2, 4
 _GEN_PROC_NAME = 3
-#: An attribute that is never there.
+#: Attribute type that never occurs.
 _NOTHING = -1
 _HOOK_NUMBER = 1
 _NFNLGRP_NFTABLES = 7
 _NF_INET_FORWARD, _NF_DROP = 2, 0
 
-#: The kernel's numbers of the families (NFPROTO_*).
+#: Kernel numbers of the families (NFPROTO_*).
 _PROTOCOL: dict[Family, int] = {4: 2, 6: 10}
 _INET = 1
 _FAMILY: dict[int, Family] = {2: 4, 10: 6}
-#: The families of tables, as nft(8) names them.
+#: Families of tables, as nft(8) names them.
 _TABLE_FAMILY = {1: "inet", 2: "ip", 10: "ip6"}
 
-#: What the kernel answers to questions for a subsystem that it does not have.
+#: Errors for a subsystem that the kernel does not have.
 _NOT_THERE = (errno.EINVAL, errno.EOPNOTSUPP)
 
 _RECEIVE = 64 * 1024
-#: Seconds within which the kernel says who did what it has just told.
+#: Seconds within which the kernel names the author of a change it has notified.
 _SAME_BREATH = 0.1
-#: A large cluster's kube-proxy rewrites tens of thousands of rules at a time.
+#: Bytes: kube-proxy of a large cluster rewrites tens of thousands of rules at a time.
 _RECEIVE_BUFFER = 4 << 20
 _ERRNO = struct.Struct("=i")
 _HEADER = struct.Struct(">BBH")
 
 
 class NoNetfilter(OSError):
-    """This kernel has no nf_tables."""
+    """Error for a kernel without nf_tables."""
 
 
 class Netfilter:
-    """Asks nf_tables in the network namespace of the thread that made it. All raise ``OSError``."""
+    """Queries of nf_tables in the creating thread's network namespace. All methods raise ``OSError``."""
 
     def __init__(self) -> None:
         try:
@@ -99,7 +99,7 @@ class Netfilter:
         return self._has(_GETCHAIN, family, body)
 
     def count_rules(self) -> int:
-        """How many rules for IPv4 and IPv6 there are that are not flannel's."""
+        """Return the number of IPv4 and IPv6 rules that are not flannel's."""
         others, ways = 0, set()
         for protocol in _FAMILY:
             for _, given in self._dump(_GETRULE, protocol):
@@ -111,7 +111,7 @@ class Netfilter:
         return max(0, others - len(ways))
 
     def forwarding(self, family: Family) -> Iterator[tuple[str, str, bool]]:
-        """Chains at the FORWARD hook: the table as nft(8) names it, the chain, whether its policy drops."""
+        """Yield the chains at the FORWARD hook: table as nft(8) names it, chain, True if the policy drops."""
         for protocol in (_PROTOCOL[family], _INET):
             for _, given in self._dump(_GETCHAIN, protocol):
                 hooked = given.get(_CHAIN_HOOK, b"")
@@ -120,11 +120,12 @@ class Netfilter:
                     yield table, text_of(given, _CHAIN_NAME), number_of(given, _CHAIN_POLICY) == _NF_DROP
 
     def rules(self, family: Family, table: str, chain: str = "") -> list[Rule]:
-        """The rules of a chain, or of all in the table, as they concern a family.
+        """Return the rules of a chain, or of the whole table, as they concern a family.
 
-        The table is named as nft(8) does.
+        The table is named as in nft(8).
         """
-        from flanneld.network.firewall.nftables.kernel_rules import read_rule  # few have a chain to look at
+        # Rarely needed, so imported on demand.
+        from flanneld.network.firewall.nftables.kernel_rules import read_rule
 
         kind, _, name = table.partition(" ")
         protocol = next(number for number, word in _TABLE_FAMILY.items() if word == kind)
@@ -134,7 +135,7 @@ class Netfilter:
         return [
             read_rule(family, given.get(_RULE_EXPRESSIONS, b""))
             for _, given in self._ask(_GETRULE, NLM_F_ROOT_MATCH, protocol, body)
-            # Old kernels tell of all tables.
+            # Old kernels ignore the filter and dump all tables.
             if text_of(given, _RULE_TABLE) == name and chain in ("", text_of(given, _RULE_CHAIN))
         ]
 
@@ -151,7 +152,7 @@ class Netfilter:
     def _ask(
         self, kind: int, flags: int, protocol: int, body: bytes
     ) -> Iterator[tuple[int, dict[int, bytes]]]:
-        """Each answer as (type, attributes)."""
+        """Send a request and yield each answer as (type, attributes)."""
         self._seq += 1
         request = message(_SUBSYSTEM | kind, flags, _HEADER.pack(protocol, 0, 0) + body, self._seq)
         self._socket.send(request)
@@ -171,9 +172,9 @@ class Netfilter:
 
 
 class Removal(Struct, frozen=True, gc=False):
-    """Something was removed from nf_tables, or may have been if notifications were lost.
+    """A removal from nf_tables, or a possible one if notifications were lost.
 
-    ``table`` and ``chain`` are empty where all of them are meant, ``family`` is None for any.
+    Empty ``table`` and ``chain`` and a ``family`` of None stand for any.
     """
 
     family: Family | None = None
@@ -183,7 +184,7 @@ class Removal(Struct, frozen=True, gc=False):
 
 
 class Removals:
-    """Listens to what is removed from nf_tables, by whomever: our own commands are not told apart."""
+    """Listener for removals from nf_tables by any program, our own commands included."""
 
     def __init__(self) -> None:
         self._socket = socket.socket(
@@ -191,9 +192,9 @@ class Removals:
             socket.SOCK_RAW | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK,
             _NETLINK_NETFILTER,
         )
-        # A socket without a port is left out of what is notified.
+        # Only sockets bound to a port receive notifications.
         self._socket.bind((0, 0))
-        # Losing notifications only costs a look at the rules.
+        # Lost notifications only cost an extra read of the rules.
         with suppress(PermissionError):
             self._socket.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, _RECEIVE_BUFFER)
         self._socket.setsockopt(SOL_NETLINK, NETLINK_ADD_MEMBERSHIP, _NFNLGRP_NFTABLES)
@@ -205,7 +206,7 @@ class Removals:
         self._socket.close()
 
     def read(self) -> set[Removal]:
-        """What has come since the last time."""
+        """Return the removals since the last call."""
         found: set[Removal] = set()
         while True:
             try:
@@ -219,12 +220,12 @@ class Removals:
                 found.add(Removal())
 
     def _goes_on(self, found: set[Removal]) -> bool:
-        """Whether more has come of a transaction: we may have been woken in the middle of its news."""
+        """Return True if more notifications of a transaction follow. A wake-up may come in their middle."""
         nameless = any(removal.family and not removal.by for removal in found)
         return nameless and waits.readable(self._socket.fileno(), _SAME_BREATH)
 
 
-#: What is removed, with the places of its table's and its chain's name.
+#: Removal messages, with the attributes of the table's and the chain's name.
 _REMOVALS: dict[int, tuple[int, int]] = {
     _SUBSYSTEM | _DELTABLE: (_TABLE_NAME, _NOTHING),
     _SUBSYSTEM | _DELCHAIN: (_CHAIN_TABLE, _CHAIN_NAME),
@@ -233,7 +234,7 @@ _REMOVALS: dict[int, tuple[int, int]] = {
 
 
 def _fold(found: set[Removal], data: bytes) -> set[Removal]:
-    """Add what one receive tells. The message that ends a transaction names the program behind it."""
+    """Add the removals in one datagram. The last message of a transaction names the program."""
     for kind, _, _, _, offset, end in messages(data):
         if offset + _HEADER.size > end:
             continue

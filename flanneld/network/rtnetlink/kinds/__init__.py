@@ -1,1 +1,1 @@
-"""The kinds of devices that backends make: one module each, with its codec as ``CODEC``."""
+"""Kinds of devices that backends create: one module each, with its codec as ``CODEC``."""

@@ -1,4 +1,4 @@
-"""Tunnels of IPv4 in IPv4 (linux/if_tunnel.h, IFLA_IPTUN_*)."""
+"""IPIP tunnels (linux/if_tunnel.h, IFLA_IPTUN_*)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LOCAL, _REMOTE = 2, 3
 
 
 class IpipCodec(LinkCodec[Ipip]):
-    """An end that is 0.0.0.0 is any host."""
+    """Codec of IPIP tunnels. The address 0.0.0.0 means any host."""
 
     resource = Ipip
     names = re.compile(r"flannel\.ipip")
@@ -26,7 +26,7 @@ class IpipCodec(LinkCodec[Ipip]):
         return Ipip(name=seen.name, local=local, mtu=seen.mtu, remote=remote, up=seen.up)
 
     def data(self, wanted: Ipip) -> Iterator[Attribute]:
-        """Path MTU discovery is on unless turned off: no packet could then be fragmented on the way."""
+        """Yield the tunnel's attributes. Path MTU discovery is turned off: it would forbid fragmentation."""
         if wanted.local is not None:
             yield "IFLA_IPIP_LOCAL", str(wanted.local)
         if wanted.remote is not None:

@@ -1,4 +1,4 @@
-"""TUN devices that stay when no process has them open (linux/if_link.h, IFLA_TUN_*)."""
+"""Persistent TUN devices (linux/if_link.h, IFLA_TUN_*)."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _TYPE, _PERSIST, _IFF_TUN = 3, 6, 1
 
 
 class TunCodec(LinkCodec[Tun]):
-    """Go flannel's TUN belongs to its process."""
+    """Codec of persistent TUN devices. Those of Go flannel belong to its process."""
 
     resource = Tun
     names = re.compile(r"flannel[0-9]+")
     is_made_otherwise = True
 
     def parse(self, seen: SeenLink, data: dict[int, bytes]) -> Tun | ForeignLink:
-        """Before Linux 4.20 the kernel tells no details: then any tun is taken for one of ours."""
+        """Return the device. Before Linux 4.20 the kernel sends no details: any TUN device counts as ours."""
         if data and number(data.get(_TYPE)) != _IFF_TUN:
             return ForeignLink(seen.name, "a tap device of kind tun", Tun.make)
         if data and not number(data.get(_PERSIST)):

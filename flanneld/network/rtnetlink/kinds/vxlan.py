@@ -15,7 +15,7 @@ _GROUP6, _LOCAL6, _GBP = 16, 17, 23
 
 
 class VxlanCodec(LinkCodec[Vxlan]):
-    """A device that an earlier run made keeps its MAC, which is random, also under another name."""
+    """Codec of VXLAN devices. The MAC is random and persistent, so it identifies a renamed device."""
 
     resource = Vxlan
     names = re.compile(r"flannel(-v6)?\.[0-9]+")
@@ -52,7 +52,7 @@ class VxlanCodec(LinkCodec[Vxlan]):
         yield "IFLA_VXLAN_LEARNING", wanted.learning
         yield f"IFLA_VXLAN_LOCAL{'' if wanted.local.version == 4 else 6}", str(wanted.local)
         if wanted.gbp:
-            # A flag: the attribute's mere presence turns it on.
+            # A flag: the presence of the attribute turns it on.
             yield "IFLA_VXLAN_GBP", True
 
     def changes(self, wanted: Vxlan, actual: Vxlan) -> Iterator[Attribute]:

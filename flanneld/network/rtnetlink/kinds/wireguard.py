@@ -1,4 +1,4 @@
-"""WireGuard devices; keys, port and peers are told over generic netlink."""
+"""WireGuard devices. Keys, port and peers are set over generic netlink."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flanneld.state.resources import WireGuard
 
 
 class WireGuardCodec(LinkCodec[WireGuard]):
-    """rtnetlink knows no more of such a device than that it is there."""
+    """Codec of WireGuard devices. rtnetlink tells nothing but their existence."""
 
     resource = WireGuard
     names = re.compile(r"flannel-wg(-v6)?")

@@ -1,4 +1,4 @@
-"""What the answers of etcd's v2 API mean, and those of servers that are not etcd (pure).
+"""Responses of etcd's v2 API, and of servers that are not etcd (pure).
 
 Source: etcd's ``v2/api.md`` and ``v2/errorcode.md``.
 """
@@ -20,7 +20,10 @@ _HISTORY_GONE = (400, 401)  # watcher cleared, event index cleared
 
 
 def read(answer: Answer) -> Reply:
-    """Understand an answer, or raise what it means: one of the above, or ``Retryable``."""
+    """Return the reply in a response, or raise its error.
+
+    Raises ``NotFound``, ``Conflict``, ``ListAgain``, ``Retryable`` or ``Useless``.
+    """
     if answer.body is None:
         return Reply("", None, (), answer.at)
     body = _decode(answer)
@@ -35,9 +38,9 @@ def read(answer: Answer) -> Reply:
 
 
 def check_history(after: Position, now: Position) -> None:
-    """See from the head of a long poll's answer whether the changes after a position will come.
+    """Check from the headers of a long poll that the changes after a position will follow.
 
-    Raises ``ListAgain`` if not, and ``Useless`` for an answer that is not etcd's.
+    Raises ``ListAgain`` if not, and ``Useless`` for a response that is not etcd's.
     """
     if not now.index:
         raise Useless("it answers without X-Etcd-Index")
@@ -45,7 +48,7 @@ def check_history(after: Position, now: Position) -> None:
 
 
 def _decode(answer: Answer) -> dict[str, Any]:
-    """The JSON object of an answer; empty for an error that is known by its status alone."""
+    """Return the JSON object of a response; an empty one for errors known by their status alone."""
     body = json_object(answer)
     if body is not None:
         return body
@@ -68,7 +71,7 @@ def _reply(answer: Answer, body: Mapping[str, Any]) -> Reply:
 
 
 def _node(raw: Mapping[str, Any]) -> Node:
-    """etcd leaves out a TTL of 0, but never the time at which a key expires."""
+    """Return a node. etcd omits a TTL of 0, but never the expiration time."""
     key, value, modified = raw["key"], raw.get("value") or "", raw["modifiedIndex"]
     ttl = raw.get("ttl", 0 if raw.get("expiration") else None)
     if not (isinstance(key, str) and isinstance(value, str) and isinstance(modified, int)):

@@ -1,7 +1,8 @@
-"""etcd's v2 API through python-etcd, over our own transport.
+"""Client of etcd's v2 API: python-etcd on our own transport.
 
-The only importer of python-etcd. It alone repeats what timed out, is stuck once every server has failed,
-and cannot be interrupted. Each of its requests ends up in ``api_execute``, which ``Client`` replaces.
+This is the only importer of python-etcd. On its own it repeats requests that timed out, fails for good once
+every server has failed, and cannot be interrupted. All its requests go through ``api_execute``, which
+``Client`` overrides.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from flanneld.subnet.etcd.v2 import answers
 
 
 class Client(etcd.Client):  # type: ignore[misc] # python-etcd has no types
-    """``etcd_keys.Client`` on v2: whoever watches needs a client of its own.
+    """``keys.Client`` on v2. Each watch needs a client of its own.
 
-    ``contact`` is called when etcd begins to answer, which for a long poll is long before there is news.
+    ``contact`` is called when a response begins, which a long poll does before there is a change.
     """
 
     api = "v2"
@@ -67,7 +68,7 @@ class Client(etcd.Client):  # type: ignore[misc] # python-etcd has no types
         return reply
 
     def prolong(self, key: str, modified: int) -> None:
-        """Go flanneld 0.12 writes a lease anew, and so do we."""
+        """Return None: Go flanneld 0.12 writes the lease again, and so do we."""
 
     def remove(self, key: str) -> None:
         self.delete(key)
@@ -89,9 +90,9 @@ class Client(etcd.Client):  # type: ignore[misc] # python-etcd has no types
         )
 
     def poll(self, key: str, after: Position, *, recursive: bool) -> Reply:
-        """Wait for the first change of a key after a position, for as long as a poll may last.
+        """Wait for the first change of a key after a position, at most for the poll timeout.
 
-        Raises ``ListAgain`` when what happened since then cannot be had.
+        Raises ``ListAgain`` if changes since then are lost.
         """
         self._after = after
         try:
@@ -115,14 +116,14 @@ class Client(etcd.Client):  # type: ignore[misc] # python-etcd has no types
         self._transport.cut()
 
     def close(self) -> None:
-        """Give up the connection; for the thread that uses this client."""
+        """Close the connection. Only for the thread that uses this client."""
         self._transport.close()
 
     def api_execute(
         self, path: str, method: str, params: Mapping[str, Any] | None = None, timeout: float | None = None
     ) -> Reply:
-        """The place where all of python-etcd's requests meet."""
-        del timeout  # python-etcd's idea of it; see Timeouts
+        """Send a request. All of python-etcd's requests go through this method."""
+        del timeout  # python-etcd's own timeout; ours are in Timeouts
         query = {name: value for name, value in (params or {}).items() if name not in ("value", "ttl")}
         request = self._request(path, method, params or {}, query)
 
@@ -136,7 +137,7 @@ class Client(etcd.Client):  # type: ignore[misc] # python-etcd has no types
     def _request(
         self, path: str, method: str, params: Mapping[str, Any], query: Mapping[str, Any]
     ) -> Request:
-        """As Go's client does, put the value and its TTL in the body and all else in the query."""
+        """Return a request as Go's client sends it: value and TTL in the body, the rest in the query."""
         form = {name: value for name, value in params.items() if name not in query}
         target = quote(path) + (f"?{urlencode(query)}" if query else "")
         headers = {"Content-Type": "application/x-www-form-urlencoded"} if form else {}
@@ -147,7 +148,7 @@ class Client(etcd.Client):  # type: ignore[misc] # python-etcd has no types
             if answer.at.index and answer.status < 500:
                 self._contact()
             if after is not None and answer.status == 200:
-                # Not before: who asks for it shuts the connection down, which must be there by then.
+                # Not earlier: a reread shuts the connection down, so it must be there by then.
                 check_reread(self._reread)
                 answers.check_history(after, answer.at)
                 if self._transport.losses > losses:
@@ -160,7 +161,7 @@ class Client(etcd.Client):  # type: ignore[misc] # python-etcd has no types
 
 
 class Poller:
-    """``etcd_keys.Watcher`` on v2: one long poll after the other, one change each."""
+    """``keys.Watcher`` on v2: a sequence of long polls, with one change each."""
 
     def __init__(self, client: Client, key: str, *, recursive: bool) -> None:
         self.client = client
@@ -175,12 +176,12 @@ class Poller:
         return Changes((reply,), reply.at)
 
     def _prove(self) -> None:
-        """A member that has lost the others takes each poll, and is as silent as one that has no news."""
+        """Make a quorum read: a member that lost its peers accepts polls, and never answers them."""
         try:
-            # Only the majority can say so. In a folder what is not there is the smallest thing to ask for.
+            # In a directory, read a missing key: that has the smallest response.
             self.client.fetch(posixpath.join(self._key, "nobody") if self._recursive else self._key)
         except NotFound:
-            return  # says the majority
+            return  # a quorum answered
 
     def reread(self) -> None:
         self.client.reread()

@@ -1,7 +1,7 @@
-"""What the JSON gateway of etcd's v3 API says and hears (pure).
+"""Messages of the JSON gateway of etcd's v3 API (pure).
 
-Bytes are in base64, 64-bit numbers are text, and what is zero is left out. What no etcd says raises
-``Useless``. Source: etcd's ``rpc.proto``, ``kv.proto`` and ``error.go``.
+Bytes are base64, 64-bit numbers are strings, and zero values are omitted. Messages that etcd never sends
+raise ``Useless``. Source: etcd's ``rpc.proto``, ``kv.proto`` and ``error.go``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flanneld.subnet.etcd.keys import ListAgain, Node, Position, check_history
 
 _CANCELLED, _DEADLINE_EXCEEDED, _NOT_FOUND = 1, 4, 5
 _PERMISSION_DENIED, _UNAVAILABLE, _UNAUTHENTICATED = 7, 14, 16
-#: etcd has no code of their own for these. The Go client logs in again for the same.
+#: etcd has no separate codes for these errors. The Go client logs in again for the same texts.
 _LOGIN_NEEDED = ("user name is empty", "revision of auth store is old", "invalid auth token")
 _LOGIN_REFUSED = ("authentication failed", "permission denied", "permission is not given")
 _CERTIFICATE_NAMES_USER = "CommonName of client"
@@ -31,7 +31,7 @@ _Int64 = Annotated[int, Meta(ge=-_LARGEST, le=_LARGEST)]
 
 
 class KeyValue(Struct, frozen=True, gc=False, rename={"modified": "mod_revision"}):
-    """A key as v3 has it; ``lease`` is the ID of the lease it ends with, 0 if it stays."""
+    """A key of v3. ``lease`` is the ID of the lease it expires with, 0 for none."""
 
     key: bytes
     modified: _Int64
@@ -39,13 +39,16 @@ class KeyValue(Struct, frozen=True, gc=False, rename={"modified": "mod_revision"
     lease: _Int64 = 0
 
     def node(self, ttl: float = math.inf) -> Node:
-        """What is no text cannot be a lease, and is only named in a complaint."""
+        """Return the key as a node.
+
+        Bytes that are not UTF-8 cannot be a lease and only appear in a log line.
+        """
         key, value = (each.decode("utf-8", "replace") for each in (self.key, self.value))
         return Node(key, value, ttl if self.lease else None, self.modified)
 
 
 class Header(Struct, frozen=True, gc=False):
-    """How far the history had come when a message was sent; inside of another one that is left out."""
+    """Revision and cluster at the time of a message. Nested messages have none."""
 
     revision: _Int64 = 0
     cluster_id: int = 0
@@ -59,7 +62,7 @@ class Event(Struct, frozen=True, gc=False):
 
 
 class Message(Struct, frozen=True, gc=False):
-    """What etcd says, of any kind, as far as it is used here. What is zero is left out."""
+    """The used fields of any of etcd's messages. Zero values are omitted."""
 
     header: Header | None = None
     kvs: list[KeyValue] | None = None
@@ -68,10 +71,10 @@ class Message(Struct, frozen=True, gc=False):
     TTL: _Int64 = 0
     token: str = ""
     succeeded: bool = False
-    #: Of a transaction.
+    #: Fields of a transaction's response.
     responses: list[Message] | None = None
     response_range: Message | None = None
-    #: In a stream.
+    #: Fields of a message in a stream.
     result: Message | None = None
     created: bool = False
     canceled: bool = False
@@ -81,29 +84,32 @@ class Message(Struct, frozen=True, gc=False):
 
     @property
     def at(self) -> Position:
-        """Where the history stood. Raises ``Useless`` if the message does not say so."""
+        """Position in the history. Raises ``Useless`` if the message has none."""
         if not (self.header and self.header.revision and self.header.cluster_id):
             raise _foreign()
         return Position(self.header.revision, str(self.header.cluster_id))
 
 
-_DECODER = msgspec.json.Decoder(Message, strict=False)  # numbers may be text
+_DECODER = msgspec.json.Decoder(Message, strict=False)  # numbers may be strings
 
 
 class AccessRefused(Retryable):
-    """What is asked for is not ours; of a watch some versions also say so when the login is outdated."""
+    """Error for a request that etcd does not permit.
+
+    Some versions send it for a watch with an expired login.
+    """
 
 
 class LoginNeeded(AccessRefused):
-    """Who asks has to log in, or to log in again."""
+    """Error for a missing or expired login."""
 
 
 class GatewayRefused(Retryable):
-    """The JSON gateway is not for us; gRPC may be."""
+    """Error for a JSON gateway that cannot serve us, where gRPC may."""
 
 
 class LeaseGone(Retryable):
-    """There is no such lease."""
+    """Error for an etcd lease that does not exist."""
 
 
 def encoded(text: str) -> bytes:
@@ -115,17 +121,17 @@ def text64(text: str) -> str:
 
 
 def directory(path: str) -> dict[str, str]:
-    """The range of keys below a path."""
-    return {"key": text64(f"{path}/"), "range_end": text64(f"{path}0")}  # 0 comes after the slash
+    """Return the key range below a path."""
+    return {"key": text64(f"{path}/"), "range_end": text64(f"{path}0")}  # 0 follows the slash in ASCII
 
 
 def is_unknown_path(answer: Answer) -> bool:
-    """Whether the server has nothing there: its gateway is off, or etcd is of another version."""
+    """Return True if the server lacks this path: its gateway is off, or its version differs."""
     return answer.status == 404 and json_object(answer) is None
 
 
 def read(answer: Answer) -> Message:
-    """The message that an answer is. Raises what it means otherwise."""
+    """Return the message of a response, or raise its error."""
     if answer.status == 200:
         return _decoded(answer.body or b"", nonsense(answer))
     body = json_object(answer)
@@ -144,7 +150,7 @@ def read(answer: Answer) -> Message:
 
 
 def refusal(server: str, body: Mapping[str, Any], status: int) -> Exception:
-    """What an error means, be it an answer of its own or part of a stream."""
+    """Return the exception for an error, sent as a response or within a stream."""
     inner = body.get("error")
     error = inner if isinstance(inner, dict) else body
     code = error.get("grpc_code", error.get("code"))
@@ -164,21 +170,21 @@ def refusal(server: str, body: Mapping[str, Any], status: int) -> Exception:
 
 
 def understood(body: Mapping[str, Any]) -> Message:
-    """The message that an object is. Raises ``Useless`` for what no etcd says."""
+    """Return the message for a JSON object. Raises ``Useless`` if it is not etcd's."""
     try:
-        return msgspec.convert(body, Message, strict=False)  # numbers may be text
+        return msgspec.convert(body, Message, strict=False)  # numbers may be strings
     except msgspec.ValidationError:
         raise _foreign() from None
 
 
 def other_branch(transaction: Message) -> KeyValue | None:
-    """The key that a transaction has read whose condition did not hold."""
+    """Return the key read by a transaction whose condition did not hold, or None."""
     ranges = [each.response_range for each in transaction.responses or () if each.response_range]
     return next((found for each in ranges for found in each.kvs or ()), None)
 
 
 def stream_object(line: bytes, server: str) -> Message:
-    """One object of a stream. Raises what it means if it is an error."""
+    """Return the message in one line of a stream. Raises the error it stands for."""
     result = _decoded(line, Useless("it answers with something that is no JSON object")).result
     if result is None:
         raise refusal(server, json.loads(line), 500)
@@ -186,7 +192,7 @@ def stream_object(line: bytes, server: str) -> Message:
 
 
 def watch_object(result: Message, server: str) -> Message:
-    """What a watch tells. Raises what it means if that is the end."""
+    """Return the message of a watch. Raises the error that ended the watch."""
     if not result.canceled:
         return result
     if result.compact_revision:
@@ -195,18 +201,18 @@ def watch_object(result: Message, server: str) -> Message:
 
 
 def began(result: Message, after: Position) -> None:
-    """See from the first object of a watch whether the changes after a position will come."""
+    """Check from the first message of a watch that the changes after a position will follow."""
     if not result.created:
         raise _foreign()
     check_history(after, result.at)
 
 
 def changes(result: Message, begun: Position, after: Position) -> tuple[list[tuple[str, KeyValue]], Position]:
-    """What an object of a watch tells: "put" or "delete", and the key; and up to where.
+    """Return the changes in a watch message, as pairs of "put" or "delete" and key, and the position reached.
 
-    What happened before the watch was ``begun`` is left out; ``after`` is how far it had come. Without
-    events an object tells up to its header. With some it does not: while a watch catches up, the header is
-    ahead of the events.
+    Changes before ``begun``, the start of the watch, are dropped. ``after`` is the position reached before. A
+    message without events reaches the revision in its header. One with events does not: while a watch catches
+    up, the header is ahead of the events.
     """
     told = [("delete" if each.type == "DELETE" else "put", each.kv) for each in result.events or ()]
     reached = max((item.modified for _, item in told), default=result.at.index)

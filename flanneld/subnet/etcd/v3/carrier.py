@@ -1,4 +1,4 @@
-"""How a request of etcd's v3 API gets to a server: over the JSON gateway, or over gRPC."""
+"""Carriers of requests to etcd's v3 API: the JSON gateway or gRPC."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flanneld.subnet.etcd.v3.gateway import Gateway
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-#: Makes a call of one server: the gateway's path, the body, and a login or "". Raises ``Useless``.
+#: Function that calls one server, given the gateway's path, the body, and a token or "". Raises ``Useless``.
 Call = Callable[[str, Mapping[str, object], str], Message]
 
 _EXTRA = "pip install 'flanneld[grpc]'"
@@ -28,31 +28,40 @@ class Stream(Protocol):
     """One watch of one server."""
 
     def open(self, server: Server, body: Mapping[str, object], token: str) -> None:
-        """Connect, and ask for it. Raises ``Useless``; what ``next`` raises may come later."""
+        """Connect and request the watch. Raises ``Useless``; other errors may follow from ``next``."""
         ...
 
     def next(self, timeout: float) -> Message | None:
-        """The next object; None if there is none within so many seconds. Raises what it means otherwise."""
+        """Return the next message, or None after ``timeout`` seconds.
+
+        Raises the error that ended the stream.
+        """
         ...
 
     def cut(self) -> None:
-        """End it; whoever waits in it gets ``Useless``. May be called from any thread, repeatedly."""
+        """End the stream; a waiting ``next`` raises ``Useless``.
+
+        May be called repeatedly, from any thread.
+        """
         ...
 
     def close(self) -> None:
-        """The same; for the thread that waits in it."""
+        """End the stream. Only for the thread that calls ``next``."""
         ...
 
 
 class Carrier(Protocol):
-    """Requests of one thread at a time. Bodies and answers are objects as the gateway has them."""
+    """Requests of one thread at a time. Bodies and responses are the JSON gateway's objects."""
 
     def ask(self, attempt: Callable[[Server, Call], T]) -> T:
-        """What ``attempt`` makes of the first server that is of use. Raises ``Retryable`` if none is."""
+        """Return the result of ``attempt`` with the first server that works.
+
+        Raises ``Retryable`` if none does.
+        """
         ...
 
     def stream(self) -> Stream:
-        """One that is not opened yet."""
+        """Return a stream that is not open yet."""
         ...
 
     def reconnect(self) -> None: ...
@@ -61,7 +70,7 @@ class Carrier(Protocol):
 
 
 def open_carrier(transport: Transport) -> Carrier:
-    """What the options ask for. Raises ``Fatal`` for gRPC without its library."""
+    """Return the carrier for the configured transport. Raises ``Fatal`` for gRPC without grpcio."""
     wanted = transport.servers.options.transport
     if wanted == "grpc":
         if not _has_grpc():
@@ -72,7 +81,7 @@ def open_carrier(transport: Transport) -> Carrier:
 
 
 class JsonFirst:
-    """``Carrier`` over JSON, until etcd refuses that and takes gRPC."""
+    """``Carrier`` over JSON, with gRPC as fallback if etcd refuses JSON."""
 
     def __init__(self, gateway: Gateway, transport: Transport) -> None:
         self._gateway = gateway
@@ -131,6 +140,6 @@ def _has_grpc() -> bool:
 
 
 def _grpc(transport: Transport) -> Carrier:
-    from flanneld.subnet.etcd.v3.grpc import Grpc  # heavy, and only for those who need it
+    from flanneld.subnet.etcd.v3.grpc import Grpc  # heavy, so imported on demand
 
     return Grpc(transport.servers, transport.timeouts)

@@ -1,4 +1,4 @@
-"""etcd's v3 API, whatever carries it."""
+"""Client of etcd's v3 API, over either carrier."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class Client:
-    """``etcd_keys.Client`` on v3. Watches share it, as they have something to ask now and then."""
+    """``keys.Client`` on v3. Watches share it for their occasional requests."""
 
     api = "v3"
     names_ipv6 = True
@@ -35,17 +35,17 @@ class Client:
         self._carrier = open_carrier(transport)
         self.servers: Servers = transport.servers
         self.timeouts: Timeouts = transport.timeouts
-        #: By name and password: any server takes what one has given.
+        #: Tokens by user name and password. Each server accepts the tokens of the others.
         self._tokens: dict[tuple[str, str], str] = {}
-        #: By key: the revision at which we wrote it last, and the lease that we gave it then.
+        #: By key: the revision of our last write, and the etcd lease granted for it.
         self._written: dict[str, tuple[int, int]] = {}
-        #: When a server answered last, by its name.
+        #: By server name: the time of its last response.
         self._answered: dict[str, float] = {}
 
-    # ---- what it is asked --------------------------------------------------------------------
+    # ---- interface ---------------------------------------------------------------------------
 
     def root(self, prefix: str) -> str:
-        """As Go joins it, and without a slash of our own: v3 has names, and no folders."""
+        """Return the prefix, cleaned as in Go. No leading slash is added: v3 has no directories."""
         path = posixpath.normpath(prefix) if prefix else ""
         return "/" + path.lstrip("/") if path.startswith("/") else path
 
@@ -70,7 +70,7 @@ class Client:
         if at != modified or not lease:
             return None
         try:
-            # The gateway has this call for a stream.
+            # The gateway answers this call as a stream.
             left = self.ask("/lease/keepalive", {"ID": str(lease)}, lambda said: (said.result or said).TTL)
         except Retryable as problem:
             log.log(V(1), "The lease %s of %s cannot be kept alive: %s", lease, key, problem)
@@ -104,22 +104,25 @@ class Client:
     def cut(self) -> None:
         self._carrier.cut()
 
-    # ---- what watches need -------------------------------------------------------------------
+    # ---- for watches -------------------------------------------------------------------------
 
     def timed(self, found: answers.KeyValue) -> Node:
-        """A key with what is left of its lease, which is a request of its own."""
+        """Return a key with the remaining TTL of its lease, which takes a request of its own."""
         if not found.lease:
             return found.node()
         left = self.ask("/kv/lease/timetolive", {"ID": str(found.lease)}, lambda said: said.TTL)
         return found.node(max(0, left))
 
     def prove(self, key: str) -> tuple[Position, answers.KeyValue | None]:
-        """See that a server answers, and has a leader. Where the history stands; the key if it is there."""
+        """Make a quorum read of a key, to prove that a server answers and has a leader.
+
+        Return the position of the history, and the key if it exists.
+        """
         found, at = self._range({"key": answers.text64(key)})
         return at, found[0] if found else None
 
     def door(self, key: str) -> tuple[Server, str]:
-        """A server that has answered lately, and the login that it wants."""
+        """Return a server that answered recently, and the token to use with it."""
         if clock.now() - self._answered.get(self.servers.current.name, -math.inf) > self.timeouts.silence:
             self.prove(key)
         server = self.servers.current
@@ -129,24 +132,27 @@ class Client:
         return self._carrier.stream()
 
     def distrust(self) -> None:
-        """A watch has failed: what is known of the servers, and the login, may be outdated."""
+        """Forget when servers answered, so that the next watch after a failed one checks them first."""
         self._answered.clear()
 
     def forget_login(self) -> None:
         self._tokens.clear()
         self._answered.clear()
 
-    # ---- asking ------------------------------------------------------------------------------
+    # ---- requests ----------------------------------------------------------------------------
 
     def ask(self, path: str, body: Mapping[str, object], understand: Callable[[Message], T]) -> T:
-        """Make a request, logged in if etcd wants that, and understand it. All of ours may be repeated."""
+        """Send a request, logging in if etcd requires it, and parse the response.
+
+        All our requests are repeatable.
+        """
 
         def attempt(server: Server, call: Call) -> T:
             token = self._token(server)
             try:
                 answer = call(path, body, token)
             except AccessRefused as refusal:
-                # Without a login gRPC takes us for the user whom our certificate names.
+                # Without a login, gRPC identifies us by our certificate's common name.
                 if not server.username or (token and not isinstance(refusal, LoginNeeded)):
                     raise
                 answer = call(path, body, self._log_in(server, call))
@@ -175,10 +181,10 @@ class Client:
     # ---- writing -----------------------------------------------------------------------------
 
     def _write(self, key: str, value: str, ttl: int | None, condition: Mapping[str, str]) -> Reply:
-        """Put a key with a lease of its own, if the condition holds.
+        """Put a key with an etcd lease of its own, if the condition holds.
 
-        As with Go flanneld the lease that the key had before is left to expire, which no longer takes the
-        key along. Others may hang on it.
+        As in Go flanneld the key's previous etcd lease is left to expire, which then no longer removes the
+        key. Other keys may be attached to it.
         """
         lease, granted = self._grant(ttl) if ttl is not None else (0, None)
         name = answers.text64(key)
@@ -195,11 +201,11 @@ class Client:
                 lambda said: (said.at, said.succeeded, answers.other_branch(said)),
             )
         except AccessRefused:
-            # Else an operator who gets the rights wrong would get a lease for each attempt.
+            # Otherwise a user without write access would leave an etcd lease behind at each attempt.
             self._revoke(lease)
             raise
         if found and not done and (found.lease, found.value) == (lease, answers.encoded(value)):
-            # An earlier attempt got through, and its answer got lost.
+            # An earlier attempt succeeded, but its response was lost.
             at, done = Position(found.modified, at.cluster), True
         if not done:
             self._revoke(lease)
@@ -211,7 +217,7 @@ class Client:
         return self.ask("/lease/grant", {"TTL": str(ttl)}, lambda said: (said.ID, said.TTL))
 
     def _revoke(self, lease: int) -> None:
-        """Give back a lease that no key hangs on; 0 is none."""
+        """Revoke an etcd lease without keys; 0 is none."""
         if not lease:
             return
         try:

@@ -1,4 +1,4 @@
-"""etcd's v3 API over its JSON gateway."""
+"""Carrier for etcd's v3 API over its JSON gateway."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: Where the gateway is in etcd from 3.4 on, in 3.3, and in 3.2.
+#: Paths of the gateway in etcd 3.4 and later, in 3.3, and in 3.2.
 _ROOTS = ("/v3", "/v3beta", "/v3alpha")
 _PIECE = 256 << 10
-#: A member that has lost its leader ends the watch, instead of being silent.
+#: Makes a member that lost its leader end the watch instead of staying silent.
 _REQUIRE_LEADER = {"Grpc-Metadata-hasleader": "true"}
 
 _NO_GATEWAY = "start etcd with --enable-grpc-gateway=true; versions before 3.2 need -etcd-api=v2"
@@ -41,7 +41,7 @@ class Gateway:
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        #: By the name of a server.
+        #: Gateway path by server name.
         self._roots: dict[str, str] = {}
 
     def ask(self, attempt: Callable[[Server, Call], T]) -> T:
@@ -70,7 +70,7 @@ class Gateway:
 
 
 class GatewayStream:
-    """``etcd_v3_carrier.Stream`` over JSON."""
+    """``carrier.Stream`` over JSON."""
 
     def __init__(self, servers: Servers, timeouts: Timeouts, roots: Mapping[str, str]) -> None:
         self._tls = servers.tls
@@ -121,15 +121,15 @@ class GatewayStream:
 
 
 def _lines(response: BaseHTTPResponse) -> Iterator[bytes]:
-    """The lines of an answer, for as long as it lasts. Raises ``HTTPException`` when it has ended."""
+    """Yield the lines of a response. Raises ``HTTPException`` at its end."""
     lines = Lines()
     with response:
         if isinstance(response.connection, HTTPConnection) and response.connection.sock:
             response.connection.sock.settimeout(None)
-        # Not stream(), which waits for a whole piece unless each line comes as a chunk of its own.
+        # stream() would wait for a whole piece unless each line comes as a chunk of its own.
         while piece := response.read1(_PIECE):
             yield from lines.feed(piece)
-    # The gateway says why a watch has ended in a line that it does not end.
+    # The gateway's last line, the reason why a watch ended, has no newline.
     if line := lines.rest():
         yield line
     raise HTTPException("the answer has ended")

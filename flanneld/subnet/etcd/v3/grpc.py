@@ -1,4 +1,7 @@
-"""etcd's v3 API over gRPC; needs grpcio. Its answers are turned into those of the JSON gateway."""
+"""Carrier for etcd's v3 API over gRPC, which needs grpcio.
+
+Responses are converted to those of the JSON gateway.
+"""
 
 from __future__ import annotations
 
@@ -22,24 +25,24 @@ from flanneld.subnet.etcd.v3.protobuf import METHODS, Malformed, decode, encode
 if TYPE_CHECKING:
     from flanneld.subnet.etcd.v3.carrier import Call
 
-# Before it is loaded: else it writes to our log in its own format, and wants to know of each fork.
+# Set before the import: grpc would write to our log in its own format, and install fork handlers.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 import grpc
 
 T = TypeVar("T")
-#: Makes a channel, which connects when it is used.
+#: Function that opens a channel. The channel connects when it is used.
 _Open = Callable[[Server], grpc.Channel]
 
-#: As Go's TLS looks for the system's authorities: Debian, Fedora, openSUSE, Alpine.
+#: Authority bundles in the order of Go's TLS: Debian, Fedora, openSUSE, Alpine.
 _BUNDLES = (
     "/etc/ssl/certs/ca-certificates.crt",
     "/etc/pki/tls/certs/ca-bundle.crt",
     "/etc/ssl/ca-bundle.pem",
     "/etc/ssl/cert.pem",
 )
-#: In milliseconds. A server that vanished behind an open watch is noticed within half a minute. etcd ends
-#: connections on which pings come more often than every five seconds.
+#: Keepalive in milliseconds: a server that vanished is noticed within 30 s. etcd closes connections that ping
+#: more often than every 5 s.
 _PING_EVERY, _PING_LIMIT = 15_000, 10_000
 _OPTIONS = (
     ("grpc.enable_http_proxy", 0),
@@ -52,10 +55,10 @@ _OPTIONS = (
     ("grpc.service_config_disable_resolution", 1),
     ("grpc.use_local_subchannel_pool", 1),
 )
-#: A member that has lost its leader ends the watch, instead of being silent.
+#: Makes a member that lost its leader end the watch instead of staying silent.
 _REQUIRE_LEADER = (("hasleader", "true"),)
 _SPEAKS_NOT = "it does not speak gRPC"
-#: Words in what gRPC says of a connection, and what we say, which stays the same when it happens again.
+#: gRPC's wording of connection errors, our problem text, which stays the same when it recurs, and the remedy.
 _TROUBLES = (
     ("connection refused", "connection refused", NO_SERVER),
     ("no route to host", "no route to host", NO_SERVER),
@@ -67,12 +70,12 @@ _TROUBLES = (
     ("failed parsing http/2", _SPEAKS_NOT, NO_SERVER),
     ("http1.x", _SPEAKS_NOT, NO_SERVER),
 )
-#: With these gRPC itself speaks, and now and then etcd, which says so.
+#: Codes of gRPC's own connection errors. etcd's errors with these codes have a recognisable text.
 _OF_CONNECTION = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL)
 
 
 class Rpc(Struct, frozen=True):
-    """One request: the gateway's path for it, the body as the gateway takes it, and a login or ""."""
+    """A request: the gateway's path and body, and a token or ""."""
 
     path: str
     body: Mapping[str, object]
@@ -104,7 +107,7 @@ class Grpc:
 
 
 class GrpcConnection:
-    """``etcd_transport.Connection`` through grpcio: a channel of its own to one server at a time."""
+    """``transport.Connection`` through grpcio, with a channel to one server at a time."""
 
     def __init__(self, open_channel: _Open, timeouts: Timeouts) -> None:
         self._open = open_channel
@@ -114,7 +117,7 @@ class GrpcConnection:
         self._channel: grpc.Channel | None = None
 
     def channel(self, server: Server) -> grpc.Channel:
-        """The one there is, or a new one. Raises ``Cancelled`` after ``cut``."""
+        """Return the open channel, or a new one. Raises ``Cancelled`` after ``cut``."""
         with self._lock:
             self.check()
             if self._channel is None:
@@ -153,7 +156,7 @@ class GrpcConnection:
 
 
 class GrpcStream:
-    """``etcd_v3_carrier.Stream`` over gRPC."""
+    """``carrier.Stream`` over gRPC."""
 
     def __init__(self, open_channel: _Open, timeouts: Timeouts) -> None:
         self._connection = GrpcConnection(open_channel, timeouts)
@@ -195,7 +198,7 @@ class GrpcStream:
 
 
 def understood(kind: Any, data: bytes) -> answers.Message:
-    """What an answer says. Raises ``Useless``."""
+    """Return the decoded message. Raises ``Useless``."""
     try:
         return answers.understood(decode(kind, data))
     except Malformed:
@@ -203,7 +206,7 @@ def understood(kind: Any, data: bytes) -> answers.Message:
 
 
 def failure(error: grpc.RpcError, server: Server, timeouts: Timeouts) -> Exception:
-    """What a failed call means: what etcd says, or what is wrong with the connection."""
+    """Return the exception for a failed call: etcd's error or a connection error."""
     code, text = error.code(), str(error.details() or "")
     if code is grpc.StatusCode.UNIMPLEMENTED:
         remedy = "versions before 3.0 need -etcd-api=v2"
@@ -234,7 +237,7 @@ def _login(token: str) -> tuple[tuple[str, str], ...]:
 
 
 def _opener(servers: Servers, timeouts: Timeouts) -> _Open:
-    # For gRPC a connection is made when the server has answered, so a busy one needs more than to accept it.
+    # gRPC counts a connection as made once the server answered, so a busy server needs the read timeout.
     milliseconds = round(1000 * timeouts.read)
     options = (*_OPTIONS, ("grpc.min_reconnect_backoff_ms", milliseconds))
     credentials = _credentials(servers.options) if servers.tls else None
@@ -250,7 +253,7 @@ def _opener(servers: Servers, timeouts: Timeouts) -> _Open:
 
 
 def _credentials(options: EtcdOptions) -> grpc.ChannelCredentials:
-    """From the files, at which ``Servers`` has looked before."""
+    """Return the TLS credentials from the files that ``Servers`` has checked."""
     system = (ssl.get_default_verify_paths().cafile, *_BUNDLES)
     authorities = options.cafile or next((path for path in system if path and Path(path).exists()), None)
     return grpc.ssl_channel_credentials(_read(authorities), _read(options.keyfile), _read(options.certfile))

@@ -1,8 +1,8 @@
-"""Messages of etcd on the wire, made of and into the JSON that etcd's gateway has for them (pure).
+"""Protobuf encoding of etcd's messages, from and to the objects of etcd's JSON gateway (pure).
 
-So whatever understands the gateway understands gRPC. The mapping is protobuf's own, proto3's JSON: bytes are
-in base64, 64-bit numbers are text, what is zero is left out. Only the messages and fields that are used here
-are known; others are passed over, as protobuf wants it. Source: etcd's ``rpc.proto`` and ``kv.proto``.
+So gRPC and gateway share one parser. The mapping is proto3's JSON: bytes are base64, 64-bit numbers are
+strings, zero values are omitted. Only used messages and fields are listed; others are skipped, as protobuf
+demands. Source: etcd's ``rpc.proto`` and ``kv.proto``.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Any
 
 from msgspec import Struct
 
-#: How a field begins on the wire.
+#: Wire types of a field.
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _WORD = (1 << 64) - 1
-#: A number of 64 bits takes so many bytes.
+#: Bytes of a 64-bit number, at most.
 _LONGEST_VARINT = 10
 
 
 class Malformed(ValueError):
-    """This is no such message."""
+    """Error for bytes that are not a valid message."""
 
 
 class Field(Struct, frozen=True, gc=False):
-    """``kind`` is a scalar type of protobuf, a message, or the names of an enumeration."""
+    """A field. ``kind`` is a scalar type of protobuf, a message, or the names of an enumeration."""
 
     number: int
     kind: str | Message | tuple[str, ...]
@@ -33,7 +33,7 @@ class Field(Struct, frozen=True, gc=False):
 
 
 class Message:
-    """A type of messages: its fields by name, and by number for whoever reads."""
+    """A message type: its fields by name, and by number for decoding."""
 
     __slots__ = ("fields", "numbers")
 
@@ -43,7 +43,7 @@ class Message:
 
 
 class Method(Struct, frozen=True, gc=False):
-    """``name`` is the path of a call in gRPC."""
+    """A call. ``name`` is its path in gRPC."""
 
     name: str
     request: Message
@@ -51,7 +51,7 @@ class Method(Struct, frozen=True, gc=False):
 
 
 def encode(message: Message, body: Mapping[str, Any]) -> bytes:
-    """A message of ours on the wire; each field that is given is sent, zero or not."""
+    """Encode a message. Each given field is sent, even if it is zero."""
     parts = []
     for name, value in body.items():
         field = message.fields[name]
@@ -60,7 +60,7 @@ def encode(message: Message, body: Mapping[str, Any]) -> bytes:
 
 
 def decode(message: Message, data: bytes) -> dict[str, Any]:
-    """A message from the wire. Raises ``Malformed``."""
+    """Decode a message. Raises ``Malformed``."""
     found: dict[str, Any] = {}
     try:
         at = 0
@@ -95,7 +95,7 @@ def _encoded(field: Field, value: Any) -> bytes:
 
 
 def _varint(number: int) -> bytes:
-    """Seven bits in each byte, the lowest first; negative numbers as those of 64 bits."""
+    """Encode a number: seven bits per byte, lowest first; negative numbers as 64-bit two's complement."""
     number &= _WORD
     parts = bytearray()
     while number > 0x7F:
@@ -106,7 +106,7 @@ def _varint(number: int) -> bytes:
 
 
 def _next_field(data: bytes, at: int) -> tuple[int, int, int | bytes, int]:
-    """Number, wire type and content of the field there, and where the next one begins."""
+    """Return number, wire type and content of the field at an offset, and the offset of the next field."""
     tag, at = _read_varint(data, at)
     wire = tag & 7
     if wire == _VARINT:
@@ -216,7 +216,7 @@ _WATCH_ANSWER = Message(
     events=Field(11, _EVENT, repeated=True),
 )
 
-#: By their path in the gateway.
+#: Calls by their path in the gateway.
 METHODS: Mapping[str, Method] = {
     "/kv/range": Method("/etcdserverpb.KV/Range", _RANGE, _RANGE_ANSWER),
     "/kv/deleterange": Method("/etcdserverpb.KV/DeleteRange", _DELETE, _DELETE_ANSWER),

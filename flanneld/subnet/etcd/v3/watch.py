@@ -1,4 +1,4 @@
-"""What happens to keys of etcd's v3 API, heard over a connection that stays open."""
+"""Watch of keys in etcd's v3 API, over a stream that stays open."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from flanneld.subnet.etcd.v3.client import Client
 
 
-#: Seconds between two watches that are opened anew because something was written that may be none of ours.
+#: Seconds between two restarts of a watch because the store's revision is ahead of the watch's.
 TRUST = 600.0
 
 
 class Watch:
-    """``etcd_keys.Watcher`` on v3. ``contact`` is called when etcd has begun to tell."""
+    """``keys.Watcher`` on v3. ``contact`` is called once the watch has started."""
 
     def __init__(self, client: Client, key: str, *, recursive: bool, contact: Callable[[], object]) -> None:
         self.client = client
@@ -35,18 +35,18 @@ class Watch:
         self._lock = threading.Lock()
         self._is_cut = False
         self._server: Server | None = None
-        #: Held from before it connects.
+        #: Set before it connects, so that another thread can cut it.
         self._stream: Stream | None = None
-        #: Where the stream began, and how far it has come.
+        #: Where the stream began, and the position it has reached.
         self._begun: Position | None = None
         self._at: Position | None = None
-        #: The latest revision of the store that the stream has named.
+        #: The latest store revision that the stream has named.
         self._told = 0
-        #: Until when a watch that tells less than there may be is left alone.
+        #: Until when a watch behind the store's revision is not restarted.
         self._trusted_until = -math.inf
-        #: It was opened anew for that, and has not told anything since.
+        #: The watch was restarted as overdue and has sent nothing since.
         self._in_doubt = False
-        #: We broke the connection ourselves, so that it broke says nothing about the server.
+        #: True if we dropped the connection ourselves: its failure says nothing about the server.
         self._gave_up = False
         self._reread = threading.Event()
 
@@ -57,7 +57,7 @@ class Watch:
             self.close()
             self._check()
             self.client.distrust()
-            assert self._server  # which has failed
+            assert self._server  # the one that failed
             if not self._gave_up:
                 raise no_answer({self._server.name: failure}) from None
         except Retryable as reason:
@@ -91,7 +91,7 @@ class Watch:
         if self._stream is None or self._at != after:
             self.close()
             self._open(after)
-        # Not before: who asks for it shuts the connection down, which must be there by then.
+        # Not earlier: a reread shuts the connection down, so it must be there by then.
         check_reread(self._reread)
         assert self._begun
         assert self._stream
@@ -106,7 +106,7 @@ class Watch:
                 return Changes(tuple(self._reply(*each, self._at) for each in told), self._at)
 
     def _after_silence(self, after: Position) -> Changes:
-        """A server that was stopped or cut off is as silent as one that has no news."""
+        """Check the server with a request, which tells an idle server from a dead one."""
         now, found = self.client.prove(self._key)
         if self._seems_stalled(after, now, found):
             self._in_doubt = True
@@ -116,10 +116,10 @@ class Watch:
         return Changes((), after)
 
     def _seems_stalled(self, after: Position, now: Position, found: answers.KeyValue | None) -> bool:
-        """Whether etcd knows more than we were told, as when a proxy hides that the watch's server has gone.
+        """Return True if etcd knows more than the watch sent, as when a proxy hides that its server is gone.
 
-        ``found`` is the key as it is ``now``. Of a directory only another watch can tell what of the news are
-        its own.
+        ``found`` is the key as of ``now``. For a directory the revision may have grown through other keys,
+        which only a new watch can tell.
         """
         if found and not self._recursive:
             return found.modified > after.index
@@ -129,7 +129,7 @@ class Watch:
         return True
 
     def _reply(self, action: str, found: answers.KeyValue, at: Position) -> Reply:
-        # How long a lease still lasts matters only for our own.
+        # Only our own lease's expiry matters.
         timed = action == "put" and not self._recursive
         return Reply(action, self.client.timed(found) if timed else found.node(), (), at)
 
@@ -145,8 +145,8 @@ class Watch:
         server, token = self.client.door(self._key)
         self._server = server
         wanted = answers.directory(self._key) if self._recursive else {"key": answers.text64(self._key)}
-        # One earlier than needed: etcd does not say so if it has lost the deletion at the very revision up
-        # to which it has forgotten.
+        # One revision earlier than needed: at the compacted revision itself etcd does not report a lost
+        # deletion.
         create = {**wanted, "start_revision": str(after.index), "progress_notify": True}
         stream = self._hold(self.client.stream())
         stream.open(server, {"create_request": create}, token)
