@@ -453,13 +453,10 @@ class ExtensionPeers(OnHost):
         self._checks.start()
 
     def make(self) -> Table:
-        commands = {
-            "SubnetAddCommand": f"cat >{self._peers}$PUBLIC_IP",
-            "SubnetRemoveCommand": f"rm -f {self._peers}$PUBLIC_IP",
-            "CheckCommand": f"[ -e {self._peers}$PUBLIC_IP ]",
-        }
         return extension.PeerTable(
-            *(Command(name, text) for name, text in commands.items()),
+            Command("SubnetAddCommand", f"cat >{self._peers}$PUBLIC_IP"),
+            Command("SubnetRemoveCommand", f"rm -f {self._peers}$PUBLIC_IP"),
+            Command("CheckCommand", f"[ -e {self._peers}$PUBLIC_IP ]"),
             ExtensionCommands(CommandRunner(threading.Event()).run, 20.0),
             Journal(Path(self._directory.name) / "journal", lambda: "base"),
         )
