@@ -93,7 +93,7 @@ class Controller:
 
     @property
     def domain(self) -> Domain:
-        """What of the kernel is ours."""
+        """Return the part of the kernel that is ours."""
         return self._node.kernel.domain
 
     @property
@@ -196,7 +196,7 @@ class Controller:
         self._on_synced()
 
     def _run_sweep(self, now: float) -> None:
-        """All peers are known: what an earlier run left and nobody wants goes, unless it is too much."""
+        """Remove what an earlier run left and no lease wants: all peers are known now."""
         try:
             if self._sweep.run(now):
                 self._on_synced()
@@ -204,7 +204,7 @@ class Controller:
             self._host.could_not_read(failure, now)
 
     def _passed(self, report: Report) -> None:
-        """The tables were put right: note what that means for the next run."""
+        """Note for the next run that the tables were put right."""
         try:
             self._news.passed(report)
         except OSError as failure:

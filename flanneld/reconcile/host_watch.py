@@ -100,7 +100,7 @@ class HostWatch:
             self.encryption.look(detours, self._peers.wanted.table(ROUTES))
 
     def wish_for_ourselves(self) -> None:
-        """Desire what this node needs with the present backend, whoever its peers are."""
+        """Desire what this node needs for itself with the present backend."""
         backend, kernel = self._manager.backend, self._node.kernel
         self._peers.wish_locally((*backend.local(self._node.lease), *self._node.extras))
         ours = self.links()

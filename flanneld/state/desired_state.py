@@ -143,6 +143,6 @@ class DesiredState:
             del self._rivals[key]
 
 
-def rank(owner: LeaseKey) -> tuple[tuple[int, int], ...]:
+def rank(owner: LeaseKey) -> tuple[tuple[int, ...], ...]:
     """Return a sort key of leases by their subnets. One without a subnet of a family comes first."""
-    return tuple((-1, -1) if net is None else (int(net.network_address), net.prefixlen) for net in owner)
+    return tuple(() if net is None else (int(net.network_address), net.prefixlen) for net in owner)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.conformance.suite import PROPERTIES, Subject, after_any_history_all_is_as_wanted
 from tests.lab.namespace import Namespace, batch, remove
-from tests.netns.conformance.subjects import SUBJECTS
+from tests.netns.conformance.subjects import NEEDS, SUBJECTS
 
 _numbers = itertools.count(1)
 
@@ -45,7 +45,11 @@ def host_of_one(name: str) -> Iterator[Subject]:
         remove([namespace])
 
 
-@pytest.fixture(params=SUBJECTS)
+def marked(name: str) -> object:
+    return pytest.param(name, marks=pytest.mark.needs_kernel(NEEDS[name])) if name in NEEDS else name
+
+
+@pytest.fixture(params=map(marked, SUBJECTS))
 def name(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """One machine, many hosts: each should have a lock of its own."""
     monkeypatch.setenv("XTABLES_LOCKFILE", str(tmp_path / "lock"))

@@ -76,3 +76,33 @@ def test_a_fight_goes_on_through_its_own_pauses(at: list[float]) -> None:
 def test_eight_repairs_within_a_minute_are_a_fight_unless_told_otherwise() -> None:
     contest_backoff = ContestBackoff()
     assert [contest_backoff.spend() for _ in range(9)] == [False] * 7 + [True, False]
+
+
+def test_repairs_are_forgotten_one_by_one_while_there_is_no_fight(at: list[float]) -> None:
+    contest_backoff = ContestBackoff(memory=60, first=0.2, few=3, many=8)
+    for seconds, repairs in ((0, 4), (50, 3)):
+        at[0] = 1000 + seconds
+        assert not any(contest_backoff.spend() for _ in range(repairs))
+    assert contest_backoff.earliest() == pytest.approx(at[0] + 0.2 * 2**4)
+    at[0] = 1065
+    assert contest_backoff.earliest() == pytest.approx(1050 + 0.2)
+    assert not contest_backoff.spend()
+    assert contest_backoff.earliest() == pytest.approx(1065 + 0.4)
+
+
+def test_repair_counts_only_those_of_the_last_minute_before_it(at: list[float]) -> None:
+    contest_backoff = ContestBackoff(memory=60, many=8)
+    for seconds, repairs in ((0, 4), (50, 3), (65, 1)):
+        at[0] = 1000 + seconds
+        assert not any(contest_backoff.spend() for _ in range(repairs))
+
+
+def test_first_repair_after_a_fight_that_has_ended_is_no_fight(at: list[float]) -> None:
+    contest_backoff = ContestBackoff()
+    for _ in range(20):
+        contest_backoff.spend()
+    assert contest_backoff.earliest() == at[0] + 30
+    at[0] += 60.5
+    assert contest_backoff.earliest() == 0.0
+    contest_backoff.spend()
+    assert not contest_backoff.is_tried()

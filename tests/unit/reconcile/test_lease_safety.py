@@ -110,3 +110,11 @@ def test_lease_whose_public_ip_has_left_the_network_is_affected_by_no_subnet_the
     safety.update([lease(2, "10.5.7.9")], ())
     safety.update([lease(2, "198.18.0.2")], ())
     assert safety.update([lease(7, "198.18.0.7")], ()) == set()
+
+
+def test_lease_of_another_host_is_reachable_and_of_concern_only_inside_the_network() -> None:
+    safety = LeaseSafety(OWN, NETWORKS)
+    safety.look(host(), ())
+    assert safety.is_reachable(lease(7, "198.18.0.7")) is True
+    assert safety.concerns(IPv4Network("10.5.7.0/24")) is True
+    assert safety.concerns(IPv4Network("192.0.2.0/24")) is False

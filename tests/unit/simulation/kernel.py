@@ -126,7 +126,7 @@ class Kernel:
         self.devices[link.name] = link
 
     def rename_link(self, name: str, new: str) -> None:
-        """All that stands on it goes with it."""
+        """Rename a device, with all that stands on it."""
         self._check(name)
         index, is_up = self.indexes.pop(name), name in self.up
         self.devices[new] = replace(self.devices.pop(name), name=new)
@@ -189,7 +189,7 @@ class Kernel:
         over: bool = False,
         in_front: bool = False,
     ) -> None:
-        """Exclusively, in the place of the first one with this prefix and metric, or in front of it."""
+        """Add a route: exclusively, over the first one with its prefix and metric, or before that one."""
         self._check(route.device)
         if route.device not in self.up:
             raise KernelError("Network is down")

@@ -168,33 +168,34 @@ class Addresses(KernelTable):
 class Neighbors(KernelTable):
     name = "neighbors"
 
+    @property
+    def _held(self) -> dict[Key, Neighbor] | dict[Key, FdbEntry]:
+        return self._kernel.neighbors
+
     def _seen(self, scope: Scope) -> Iterator[Seen]:
         del scope
-        for neighbor in self._kernel.neighbors.values():
-            yield Seen(neighbor, self._claim(neighbor.device))
+        for entry in self._held.values():
+            yield Seen(entry, self._claim(entry.device))
 
     def _put(self, put: Put) -> None:
         assert isinstance(put.want, Neighbor)
         self._kernel.replace_neighbor(put.want)
 
     def _drop(self, resource: Resource) -> None:
-        _forget(self._kernel.neighbors, resource)
+        if self._held.pop(resource.key, None) is None:
+            raise KernelError(ENOENT)
 
 
-class Fdb(KernelTable):
+class Fdb(Neighbors):
     name = "fdb"
 
-    def _seen(self, scope: Scope) -> Iterator[Seen]:
-        del scope
-        for entry in self._kernel.fdb.values():
-            yield Seen(entry, self._claim(entry.device))
+    @property
+    def _held(self) -> dict[Key, Neighbor] | dict[Key, FdbEntry]:
+        return self._kernel.fdb
 
     def _put(self, put: Put) -> None:
         assert isinstance(put.want, FdbEntry)
         self._kernel.replace_fdb(put.want)
-
-    def _drop(self, resource: Resource) -> None:
-        _forget(self._kernel.fdb, resource)
 
 
 class Routes(KernelTable):
@@ -253,11 +254,6 @@ class Routes(KernelTable):
             raise KernelError(ENOENT)
         self._kernel.delete_route(resource)
         self._ours.discard(resource.key)
-
-
-def _forget(held: dict[Key, Neighbor] | dict[Key, FdbEntry], resource: Resource) -> None:
-    if held.pop(resource.key, None) is None:
-        raise KernelError(ENOENT)
 
 
 _TABLES = (Links, Addresses, Neighbors, Fdb, Routes)

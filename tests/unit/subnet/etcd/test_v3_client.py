@@ -6,7 +6,8 @@ import logging
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -31,12 +32,12 @@ from tests.local_etcd import (
     Serve,
     answering,
     free_port,
-    hang_up,
     make_certificates,
     running_etcd,
     server,
     silent,
 )
+from tests.unit.subnet.etcd.misbehaviour import OF_HTTP, check_watch_over_silence, complaint_about, each_of
 
 #: For servers that do not answer; etcd itself may take longer.
 QUICK = Timeouts(connect=0.5, read=0.5)
@@ -55,43 +56,27 @@ def watch(asker: Client, key: str, *, recursive: bool = False) -> Watch:
 HEADER = '"header": {"cluster_id": "1", "revision": "5"}'
 NO_BASE64 = f'{{{HEADER}, "kvs": [{{"key": "=", "mod_revision": "1"}}]}}'
 MISBEHAVIOUR: dict[str, tuple[Serve, str]] = {
-    "html": (answering(http("200 OK", "<html>hello</html>", "Content-Type: text/html")), "text/html"),
-    "not http": (answering(b"\x15\x03\x01\x00\x02\x02\x28 what?\r\n\r\n"), "does not speak HTTP"),
-    "hangs up": (hang_up, "broke the connection"),
+    **OF_HTTP,
     "no leader": (answering(http("503 No", '{"error":"etcdserver: no leader","code":14}')), "no leader"),
     "timed out": (answering(http("504 No", '{"message":"etcdserver: too slow","code":4}')), "too slow"),
     "shuts down": (
         answering(http("408 No", '{"message":"grpc: the client connection is closing","code":1}')),
         "connection is closing",
     ),
-    "bad gateway": (answering(http("502 Bad Gateway", "<html>")), "HTTP 502"),
-    "redirects": (answering(http("307 Away", "", "Location: http://u:pw@else/x")), "redirects to else"),
     "no gateway": (answering(http("404 Not Found", "404 page not found\n")), "--enable-grpc-gateway"),
-    "foreign JSON": (answering(http("200 OK", '{"hello": "world"}')), "JSON that is not etcd's"),
     "header of wrong type": (answering(http("200 OK", '{"header": [1]}')), "not etcd's"),
     "keys of wrong type": (answering(http("200 OK", f'{{{HEADER}, "kvs": [{{"key": 1}}]}}')), "not etcd's"),
     "no base64": (answering(http("200 OK", NO_BASE64)), "not etcd's"),
     "JSON list": (answering(http("200 OK", "[]")), "no JSON object"),
-    "too deep": (answering(http("200 OK", "[" * 100_000)), "no JSON object"),
-    "silent": (silent, "no answer within 0.5 s"),
 }
 
 
-@pytest.mark.parametrize(("serve", "sentence"), MISBEHAVIOUR.values(), ids=MISBEHAVIOUR.keys())
+@each_of(MISBEHAVIOUR)
 def test_a_server_that_is_of_no_use_is_named_and_the_next_one_asked(
     etcd: LocalEtcd, keys: V3Keys, serve: Serve, sentence: str
 ) -> None:
     keys.put("/failover", "yes")
-    with server(serve) as url:
-        with pytest.raises(Retryable) as caught:
-            client(url, timeouts=QUICK).fetch("/failover")
-        reply = client(url, etcd.url, timeouts=QUICK).fetch("/failover")
-    assert url in str(caught.value)
-    assert sentence in str(caught.value)
-    assert caught.value.remedy
-    assert "pw" not in str(caught.value)
-    assert reply.node
-    assert reply.node.value == "yes"
+    assert sentence in complaint_about(serve, etcd, partial(client, timeouts=QUICK))
 
 
 @pytest.mark.parametrize(
@@ -264,21 +249,7 @@ def test_a_key_without_a_lease_stays(etcd: LocalEtcd) -> None:
 
 
 def test_a_watch_goes_on_at_another_server_when_its_own_falls_silent(etcd: LocalEtcd, keys: V3Keys) -> None:
-    relay = Relay(etcd.url)
-    with server(relay) as url:
-        asker = client(url, etcd.url, timeouts=Timeouts(silence=0.3))
-        at = asker.fetch("/dir", recursive=True).at
-        watcher = watch(asker, "/dir", recursive=True)
-        assert watcher.read(at).replies == ()  # The silence of a server that is well.
-        relay.is_silent = True
-        keys.put("/dir/a", "1")
-
-        def heard() -> object:
-            with suppress(Retryable):  # Also the other one may take longer.
-                return watcher.read(at).replies
-
-        wait_for(heard, DEADLINE, "the change")
-        watcher.close()
+    check_watch_over_silence(etcd, keys, partial(client, timeouts=Timeouts(silence=0.3)))
 
 
 def test_silence_costs_no_more_than_a_question_now_and_then(etcd: LocalEtcd) -> None:

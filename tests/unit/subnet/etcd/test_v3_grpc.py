@@ -40,6 +40,7 @@ from tests.local_etcd import (
     server,
     silent,
 )
+from tests.unit.subnet.etcd.misbehaviour import check_watch_over_silence, complaint_about, each_of
 
 #: What the CommonName of the certificate "client" is; a password is not needed to come with it.
 USER, PASSWORD = "client", "not used"
@@ -196,19 +197,12 @@ MISBEHAVIOUR: dict[str, tuple[Serve, str]] = {
 }
 
 
-@pytest.mark.parametrize(("serve", "sentence"), MISBEHAVIOUR.values(), ids=MISBEHAVIOUR.keys())
+@each_of(MISBEHAVIOUR)
 def test_a_server_that_is_of_no_use_is_named_and_the_next_one_asked(
     etcd: LocalEtcd, keys: V3Keys, serve: Serve, sentence: str
 ) -> None:
     keys.put("/failover", "yes")
-    with server(serve) as url:
-        with pytest.raises(Retryable) as caught:
-            client(url).fetch("/failover")
-        reply = client(url, etcd.url).fetch("/failover")
-    assert f"{url}: {sentence}" in str(caught.value)
-    assert caught.value.remedy
-    assert reply.node
-    assert reply.node.value == "yes"
+    assert sentence in complaint_about(serve, etcd, client)
 
 
 def test_a_server_that_is_down_is_named() -> None:
@@ -249,17 +243,7 @@ def test_a_write_whose_answer_is_lost_is_recognised_at_the_next_server(etcd: Loc
 
 
 def test_a_watch_goes_on_at_another_server_when_its_own_falls_silent(etcd: LocalEtcd, keys: V3Keys) -> None:
-    relay = Relay(etcd.url)
-    with server(relay) as url:
-        asker = client(url, etcd.url)
-        at = asker.fetch("/dir", recursive=True).at
-        watcher = asker.watcher("/dir", recursive=True, contact=lambda: None)
-        assert watcher.read(at).replies == ()  # The silence of a server that is well.
-        relay.is_silent = True
-        keys.put("/dir/a", "1")
-        replies = wait_for(lambda: watcher.read(at).replies, 60, "the news")
-        watcher.close()
-    assert len(replies) == 1
+    check_watch_over_silence(etcd, keys, client)
 
 
 def test_a_watch_whose_connection_was_given_up_calls_for_a_list(etcd: LocalEtcd, keys: V3Keys) -> None:

@@ -1,0 +1,72 @@
+"""Servers that are of no use to a client of etcd, and what is expected of it then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from flanneld.errors import Retryable
+from tests.lab.etcd_v3 import V3Keys
+from tests.lab.impostor import http
+from tests.lab.wait import wait_for
+from tests.local_etcd import DEADLINE, LocalEtcd, Relay, Serve, answering, hang_up, server, silent
+
+#: By name, what a server does that speaks HTTP or less, and what is said of it.
+OF_HTTP: dict[str, tuple[Serve, str]] = {
+    "html": (answering(http("200 OK", "<html>hello</html>", "Content-Type: text/html")), "text/html"),
+    "not http": (answering(b"\x15\x03\x01\x00\x02\x02\x28 what?\r\n\r\n"), "does not speak HTTP"),
+    "hangs up": (hang_up, "broke the connection"),
+    "bad gateway": (answering(http("502 Bad Gateway", "<html>")), "HTTP 502"),
+    "redirects": (answering(http("307 Away", "", "Location: http://u:pw@else/x")), "redirects to else"),
+    "foreign JSON": (answering(http("200 OK", '{"hello": "world"}')), "JSON that is not etcd's"),
+    "too deep": (answering(http("200 OK", "[" * 100_000)), "no JSON object"),
+    "silent": (silent, "no answer within 0.5 s"),
+}
+
+
+def each_of(misbehaviour: dict[str, tuple[Serve, str]]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(("serve", "sentence"), misbehaviour.values(), ids=misbehaviour.keys())
+
+
+def complaint_about(serve: Serve, etcd: LocalEtcd, client: Callable[..., Any]) -> str:
+    """Ask such a server by itself, then with etcd as the next one; return what was said of it.
+
+    ``client`` makes a client of some endpoints; etcd has "yes" at /failover.
+    """
+    with server(serve) as url:
+        with pytest.raises(Retryable) as caught:
+            client(url).fetch("/failover")
+
+        def answer() -> Any:
+            with suppress(Retryable):  # etcd may take longer than such a client waits
+                return client(url, etcd.url).fetch("/failover")
+
+        reply = wait_for(answer, DEADLINE, "an answer of etcd")
+    assert url in str(caught.value)
+    assert caught.value.remedy
+    assert "pw" not in str(caught.value)
+    assert reply.node.value == "yes"
+    return str(caught.value)
+
+
+def check_watch_over_silence(etcd: LocalEtcd, keys: V3Keys, client: Callable[..., Any]) -> None:
+    """Have the server of a watch fall silent: the watch goes on at the next one, and misses nothing."""
+    relay = Relay(etcd.url)
+    with server(relay) as url:
+        asker = client(url, etcd.url)
+        at = asker.fetch("/dir", recursive=True).at
+        watcher = asker.watcher("/dir", recursive=True, contact=lambda: None)
+        assert watcher.read(at).replies == ()  # The silence of a server that is well.
+        relay.is_silent = True
+        keys.put("/dir/a", "1")
+
+        def heard() -> Any:
+            with suppress(Retryable):  # Also the other one may take longer.
+                return watcher.read(at).replies
+
+        replies = wait_for(heard, DEADLINE, "the change")
+        watcher.close()
+    assert len(replies) == 1
