@@ -39,7 +39,7 @@ from flanneld.reconcile import encryption
 from flanneld.reconcile.contest_backoff import ContestBackoff
 from flanneld.reconcile.counters import Work
 from flanneld.reconcile.encryption import EncryptionWatch
-from flanneld.reconcile.host_news import may_be_obstacle
+from flanneld.reconcile.host_news import is_drift, may_be_obstacle
 from flanneld.reconcile.node import Node
 from flanneld.reconcile.past.left_behind import LeftBehind
 from flanneld.reconcile.peers import Peers
@@ -399,7 +399,8 @@ class Controller:
                 case Gone(key, port):
                     self._heard_of(key, port, now, is_drift=self.peers.wanted.get(key) is not None)
                 case Seen(resource, port):
-                    self._heard_of(resource.key, port, now, is_drift=self._is_drift(resource))
+                    drift = is_drift(resource, self.peers.wanted.get(resource.key), self.domain.links)
+                    self._heard_of(resource.key, port, now, is_drift=drift)
 
     def _read_all_back(self, now: float, key: Key | None = None, port: int = 0) -> None:
         self._uplink_may_have_moved = True
@@ -417,12 +418,6 @@ class Controller:
         return (
             ours or index in self._names or self.uplink_manager.asks_routes or self.uplink_manager.is_adrift
         )
-
-    def _is_drift(self, resource: Resource) -> bool:
-        wanted = self.peers.wanted.get(resource.key)
-        if wanted is None:
-            return getattr(resource, "device", None) in self.domain.links
-        return wanted != resource
 
     # ---- the uplink and the host's networks ---------------------------------------------------
 

@@ -8,7 +8,7 @@ from flanneld.model import IPAddress, IPNetwork
 from flanneld.network.obstacles import single
 from flanneld.network.rtnetlink.monitor import Gone, HostRouteChanged, InterfaceChanged, News, Seen
 from flanneld.reconcile.lease_safety import LeaseSafety
-from flanneld.state.resources import Route, destination_of
+from flanneld.state.resources import Resource, Route, destination_of
 
 
 def may_be_obstacle(item: News, safety: LeaseSafety, links: Collection[str]) -> bool:
@@ -28,6 +28,13 @@ def may_be_obstacle(item: News, safety: LeaseSafety, links: Collection[str]) -> 
         case Seen(Route() as route):
             return route.device not in links and _may_harm(safety, route.destination, route.gateway)
     return False
+
+
+def is_drift(resource: Resource, wanted: Resource | None, links: Collection[str]) -> bool:
+    """Return True if what somebody made is not as wanted, or is on a device of ours and not wanted at all."""
+    if wanted is None:
+        return getattr(resource, "device", None) in links
+    return wanted != resource
 
 
 def _may_harm(safety: LeaseSafety, destination: IPNetwork | None, *gateways: IPAddress | None) -> bool:
