@@ -36,7 +36,7 @@ def largest(low: int, high: int, is_carried: Callable[[int], bool]) -> int | Non
 
 
 def glance(target: IPAddress, wanted: int) -> int | None:
-    """Return ``wanted`` if the path carries that, else a size that it carries; None if nobody answers."""
+    """Return ``wanted`` if the path carries that, else a size that it carries; None without an answer."""
     least = min(SMALLEST[target.version], wanted)
     if icmp_echo.ask(target, _BRIEFLY, size=least) is None:
         return None

@@ -371,6 +371,23 @@ def test_a_machine_cloned_with_its_key_is_named(lab: Lab) -> None:
     node.wait_for_log("on a clone remove copied key files", 60)
 
 
+@pytest.mark.long
+def test_a_peer_with_another_psk_is_named(lab: Lab) -> None:
+    """A session lasts until it ends; the peers have never had one here."""
+    other = {**WIREGUARD, "PSK": "YW5vdGhlciBwcmUtc2hhcmVkIGtleSBmb3IgdGVzdHM="}
+    node, peer = lab.add_nodes(2)
+    for each, backend in ((node, WIREGUARD), (peer, other)):
+        lab.etcd.put_config({"Network": NETWORK, "Backend": backend})
+        start(each)
+        each.wait_ready()
+    node.wait_for_route(peer.subnet())
+    with node.container().ping(peer.container(), 1):
+        wait_for(lambda: "handshakes" in findings(node), 300, "the doctor to name the peer")
+        assert "No handshake via" in node.log()
+        troubles = answer(node, "status")["health"]["troubles"]
+    assert [each["part"] for each in troubles] == ["sessions"]
+
+
 def peers_of(node: Node) -> set[tuple[str, str]]:
     """Return public key and allowed IPs of each peer in the kernel."""
     lines = node.run("wg", "show", DEVICE, "allowed-ips").stdout.splitlines()

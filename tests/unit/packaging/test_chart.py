@@ -111,6 +111,10 @@ def test_it_goes_into_the_namespace_of_the_release() -> None:
         ),
         ({"GBP": True, "directRouting": True}, {"Type": "vxlan", "GBP": True, "DirectRouting": True}),
         ({"macPrefix": "0E-2A"}, {"Type": "vxlan", "MacPrefix": "0E-2A"}),
+        (
+            {"also": {"Type": "wireguard", "ListenPort": 1}},
+            {"Type": "vxlan", "Also": {"Type": "wireguard", "ListenPort": 1}},
+        ),
         ({"backend": "host-gw", "vni": 7, "mtu": 1400}, {"Type": "host-gw"}),
         ({"backend": "udp", "backendPort": 9000, "vni": 7}, {"Type": "udp", "Port": 9000}),
         (

@@ -18,6 +18,8 @@
     {{- $_ := set $backend $key $it -}}
   {{- end -}}
 {{- end -}}
+{{- with $flannel.also }}{{ $_ := set $backend "Also" . }}
+{{- end -}}
 {{- $config := dict "EnableNFTables" (eq (toString $flannel.enableNFTables) "true") "Backend" $backend -}}
 {{- if .Values.podCidr }}{{ $_ := set $config "Network" .Values.podCidr }}
 {{- else }}{{ $_ := set $config "EnableIPv4" false }}
