@@ -1,4 +1,4 @@
-"""A tour of a flannel network on one machine: real daemons, a real etcd, network namespaces for nodes."""
+"""A tour of a flannel network on one machine: real daemons, a real store, network namespaces for nodes."""
 
 # ruff: noqa: T201  A demonstration prints.
 
@@ -15,9 +15,12 @@ import sys
 import time
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
+from flanneld.subnet.embedded.opening import open_store
 from tests.lab import CommandError, Container, EtcdError, Lab, Node, own_command, wait_for
 from tests.lab.etcd import PREFIX
+from tests.lab.lab import NETWORK
 from tests.vm import machine
 
 BOLD, PLAIN = ("\033[1m", "\033[0m") if sys.stdout.isatty() and "NO_COLOR" not in os.environ else ("", "")
@@ -29,6 +32,9 @@ ROUND_TRIP = re.compile(r"= [\d.]+/([\d.]+)/")
 def main() -> int:
     parser = argparse.ArgumentParser(prog="dist/demo", description=__doc__)
     parser.add_argument("--backend", choices=BACKENDS, default="vxlan")
+    parser.add_argument(
+        "--store", choices=("embedded", "etcd"), default="embedded", help="a file on the first node, or etcd"
+    )
     parser.add_argument("--nodes", type=int, default=3, metavar="N", help="2 to 50; default 3")
     parser.add_argument("--keep", action="store_true", help="leave the network standing until Ctrl-C")
     chosen = parser.parse_args()
@@ -38,8 +44,9 @@ def main() -> int:
     try:
         if chosen.backend == "ipip" and machine.lacks("ipip"):
             return _in_the_machine(keep=chosen.keep)
-        with Lab() as lab:
-            tour = Tour(lab, chosen.backend, chosen.nodes)
+        with Lab(has_etcd=chosen.store == "etcd") as lab:
+            store = EtcdStore(lab) if chosen.store == "etcd" else FileStore(lab)
+            tour = Tour(lab, store, chosen.backend, chosen.nodes)
             passed = tour.run()
             if chosen.keep:
                 _keep(lab)
@@ -58,11 +65,61 @@ def _in_the_machine(*, keep: bool) -> int:
     return machine.run([sys.executable, "-m", "dist.demo", *(word for word in sys.argv[1:] if word != "--keep")])
 
 
+class EtcdStore:
+    """The leases in etcd."""
+
+    where = f"in etcd, {PREFIX}/subnets"
+
+    def __init__(self, lab: Lab) -> None:
+        self._lab = lab
+
+    def start(self, config: dict[str, Any], number: int) -> list[Node]:
+        """Write the network config and start the nodes."""
+        return self._lab.cluster(config["Backend"], nodes=number)
+
+    def leases(self) -> list[tuple[str, str, object]]:
+        """Return key, value and remaining seconds of each lease."""
+        found = self._lab.etcd.children("subnets")
+        return [(lease["key"].rpartition("/")[2], lease["value"], lease.get("ttl")) for lease in found]
+
+    def delete_lease(self, subnet: str) -> None:
+        self._lab.etcd.delete_lease(subnet)
+
+
+class FileStore:
+    """The leases in a file of the first node, which serves them to the others."""
+
+    def __init__(self, lab: Lab) -> None:
+        self._lab = lab
+        self._file = lab.directory / "leases.db"
+        self.where = f"in {self._file} of n1"
+
+    def start(self, config: dict[str, Any], number: int) -> list[Node]:
+        """Start the node with the file, and others that know its address only."""
+        first, *others = nodes = self._lab.add_nodes(number)
+        served = f"{first.address}:8888"
+        first.start(f"--listen={served}", f"--store={self._file}", f"--network={json.dumps(config)}")
+        for node in others:
+            node.start(f"--remote={served}")
+        for node in nodes:
+            node.wait_ready()
+        return nodes
+
+    def leases(self) -> list[tuple[str, str, object]]:
+        """Return key, value and remaining seconds of each lease."""
+        found, _ = open_store(str(self._file)).below(f"{PREFIX}/subnets")
+        return [(each.key.rpartition("/")[2], each.value, round(each.ttl or 0)) for each in found]
+
+    def delete_lease(self, subnet: str) -> None:
+        open_store(str(self._file)).remove(f"{PREFIX}/subnets/{subnet.replace('/', '-')}")
+
+
 class Tour:
     """The stations of the demonstration, each of which shows something and checks it."""
 
-    def __init__(self, lab: Lab, backend: str, nodes: int) -> None:
+    def __init__(self, lab: Lab, store: EtcdStore | FileStore, backend: str, nodes: int) -> None:
         self.lab = lab
+        self.store = store
         self.backend = backend
         self.number = nodes
         self.passed = True
@@ -91,8 +148,9 @@ class Tour:
     def start(self) -> list[Node]:
         headline(f"{self.number} nodes, backend {self.backend}, daemon {shlex.join(own_command())}")
         begin = time.monotonic()
-        nodes = self.lab.cluster({"Type": self.backend}, nodes=self.number)
-        print((self.lab.etcd.get("config") or {})["value"])
+        config = {"Network": NETWORK, "Backend": {"Type": self.backend}}
+        nodes = self.store.start(config, self.number)
+        print(json.dumps(config))
         for node in nodes:
             print(f"{node.name}: {node.address}, container {node.container().address}")
         for one, other in itertools.permutations(nodes, 2):
@@ -101,10 +159,10 @@ class Tour:
         return nodes
 
     def show_leases(self) -> None:
-        headline(f"Leases in etcd, {PREFIX}/subnets")
-        leases = self.lab.etcd.children("subnets")
-        for lease in leases:
-            print(f"{lease['key'].rpartition('/')[2]}  {lease['value']}  (for {lease.get('ttl')} s)")
+        headline(f"Leases {self.store.where}")
+        leases = self.store.leases()
+        for key, value, left in leases:
+            print(f"{key}  {value}  (for {left} s)")
         self.check(len(leases) == self.number, f"{len(leases)} leases for {self.number} nodes")
 
     def show_node(self, node: Node) -> None:
@@ -141,7 +199,7 @@ class Tour:
 
         headline(f"Its lease {lost} is deleted")
         begin = time.monotonic()
-        self.lab.etcd.delete_lease(lost)
+        self.store.delete_lease(lost)
         for other in others:
             wait_for(partial(has_forgotten, other, lost), what=f"{other.name} to forget {lost}")
         self.check(True, f"all others forgot it within {(time.monotonic() - begin) * 1000:.0f} ms")

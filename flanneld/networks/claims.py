@@ -1,4 +1,4 @@
-"""What of this host only one network can have: first come, first served."""
+"""Ports, devices and ranges that only one network of a host can have: first come, first served."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flanneld.model import IPNetwork, overlap
 
 
 class Claims:
-    """Who has what. From any thread."""
+    """Record of what each network has. From any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -65,7 +65,7 @@ class Network:
 
     @property
     def is_settled(self) -> bool:
-        """Whether it is up, or has said why it is not."""
+        """Return True if it is up, or has said why it is not."""
         return self.notifier.is_ready or bool(self.problem) or self.notifier.text.startswith(_HELD_UP)
 
     @property

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from tests.bench.bed import Bed, make_bed, make_kube_bed
+from tests.bench.bed import Bed, make_bed, make_kube_bed, make_server_bed
 from tests.bench.cluster import MOST_PEERS
 from tests.bench.figures import Figure, Measure, Samples, Subject
 from tests.bench.flow import CONFIGS, PATH, flow
@@ -30,6 +30,7 @@ STORES: Mapping[str, Callable[[str, int], AbstractContextManager[Bed]]] = {
     "etcd": make_bed,
     "etcd3": partial(make_bed, api="v3"),
     "kube": make_kube_bed,
+    "server": make_server_bed,
 }
 #: What is measured on a node without peers, and on one with some.
 ALONE = {Measure.START, Measure.LATENCY, Measure.RSS, Measure.IDLE}
@@ -149,7 +150,7 @@ def _read(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--rounds takes a number from 1 to 100")
     if chosen.store == "kube":
         chosen.only -= {Measure.LATENCY, Measure.FLOW}
-    if chosen.store == "etcd3":
+    if chosen.store in ("etcd3", "server"):
         chosen.only -= {Measure.FLOW}
     return chosen
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.bench.cluster import FIRST_PUBLIC_IP, OVERLAY, UNDERLAY_PREFIX, open_leases
-from tests.lab import Etcd, Lab, Node, wait_for
+from tests.lab import Etcd, Lab, Node, own_command, wait_for
+from tests.lab.daemon import Daemon
 from tests.lab.lab import ADDRESS
 from tests.lab.namespace import remove
 
@@ -77,6 +79,32 @@ def make_bed(backend: str, peers: int, api: str = "v2") -> Iterator[Bed]:
         yield Bed(lab, backend, peers)
 
 
+class ServerBed(Bed):
+    """The same with a server of leases between the node and etcd."""
+
+    @property
+    def title(self) -> str:
+        return f"{self.backend} through a server"
+
+    def start(self, node: Node, command: Sequence[str]) -> None:
+        node.start(f"--remote={ADDRESS}:{_SERVER}", command=command)
+
+
+@contextmanager
+def make_server_bed(backend: str, peers: int) -> Iterator[Bed]:
+    """Build the laboratory with a server of ours beside etcd."""
+    with make_bed(backend, peers) as bed:
+        flags = [f"--listen={ADDRESS}:{_SERVER}", f"--etcd-endpoints={bed.etcd.endpoint}", "--etcd-api=v2"]
+        server = Daemon(bed.lab.switch, [*own_command(), *flags], bed.lab.directory / "server.log")
+        try:
+            wait_for(lambda: "running as server" in server.log(), what="the server to listen")
+            yield ServerBed(bed.lab, backend, peers)
+        finally:
+            server.end(signal.SIGKILL, 20)
+
+
+#: Port of the server of leases.
+_SERVER = 8888
 #: Seconds from one heartbeat of a kubelet to the next while nothing else changes.
 HEARTBEAT_INTERVAL = 300
 

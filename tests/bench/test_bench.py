@@ -47,6 +47,17 @@ def test_a_run_on_etcd_v3_yields_its_figures(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.long
+def test_a_run_through_a_server_yields_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FLANNELD_PEER", raising=False)
+    file = tmp_path / "figures.json"
+    sizes = ["--peers=50", "--rounds=1", "--events=5", "--only=bulk,latency,rss"]
+    assert main(["--store=server", "--backend=vxlan", f"--json={file}", *sizes]) == 0
+    rows = json.loads(file.read_text())["figures"]
+    assert {row["backend"] for row in rows} == {"vxlan through a server"}
+    assert {Figure.BULK, Figure.ADD, Figure.REMOVE_P99, Figure.PEAK} <= {row["figure"] for row in rows}
+
+
+@pytest.mark.long
 def test_a_daemon_that_fails_makes_the_status_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -39,7 +39,10 @@ VALUES = st.recursive(
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.dictionaries(
-            st.sampled_from(["Subnet", "PublicIP", "Attrs", "Expiration", "BackendData", "Former"]), inner
+            st.sampled_from(
+                ["Subnet", "PublicIP", "Attrs", "Expiration", "BackendData", "Former", "Strangers", "Index"]
+            ),
+            inner,
         )
     ),
     max_leaves=8,

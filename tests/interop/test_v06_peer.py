@@ -7,6 +7,7 @@ import json
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -87,5 +88,5 @@ def test_networks_of_both_are_the_same() -> None:
         # With vxlan, 0.6.2 has one route for the whole network, and learns the peers from misses.
         for node, peer, name in ((ours, theirs, "blue"), (theirs, ours, "blue"), (ours, theirs, "red")):
             gateway = subnet(peer, name)
-            wait_for(lambda gateway=gateway, node=node: leads_to(node, gateway), 60, f"a route to {gateway}")
+            wait_for(partial(leads_to, node, gateway), 60, f"a route to {gateway}")
         assert subnet(ours, "red") != subnet(theirs, "red")

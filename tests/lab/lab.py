@@ -40,13 +40,14 @@ class Lab:
     earlier lab left behind because its process was killed is cleared away at the start of the next.
     """
 
-    def __init__(self, nodes: int = 0, api: str = API, program: str = "") -> None:
+    def __init__(self, nodes: int = 0, api: str = API, program: str = "", *, has_etcd: bool = True) -> None:
         self.name = f"fl{os.getpid()}.{next(_numbers)}"
         self.directory = _room() / self.name
         self.nodes: list[Node] = []
         self._first_nodes = nodes
         self._api = api
         self._program = program
+        self._has_etcd = has_etcd
         self._routes = False
 
     def __enter__(self) -> Self:
@@ -55,7 +56,8 @@ class Lab:
         self.etcd = Etcd(self.switch, ADDRESS, self.directory, self._api, self._program)
         try:
             self._build_switch()
-            self.etcd.start()
+            if self._has_etcd:
+                self.etcd.start()
             self.add_nodes(self._first_nodes)
         except BaseException:
             self.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,10 @@ def masqueraded(node: Node) -> set[str]:
     return {rule.split(" -s ")[1].split()[0] for rule in rules if " -s " in rule and "MASQUERADE" in rule}
 
 
+def is_gone(path: Path) -> bool:
+    return not path.exists()
+
+
 def start(node: Node, *flags: str) -> None:
     node.start(f"--subnet-dir={directory(node)}", *flags)
 
@@ -75,7 +80,7 @@ def check(lab: Lab, *flags: str) -> None:
         wait_for(node.service_manager.ready, 60, f"READY=1 of {node.name}; its log:\n{node.log()}")
         for name in ("blue", "red"):
             gateway = subnet(peer, name)
-            wait_for(lambda gateway=gateway, node=node: leads_to(node, gateway), 60, f"a route to {gateway}")
+            wait_for(partial(leads_to, node, gateway), 60, f"a route to {gateway}")
     if "--ip-masq" in flags:
         wait_for(lambda: masqueraded(one) == {"10.6.0.0/16", "10.7.0.0/16"}, 60, "rules of both networks")
     put(lab, "pink", PINK)
@@ -88,7 +93,7 @@ def check(lab: Lab, *flags: str) -> None:
         gateway = subnet(other, "blue")
         lab.etcd.delete(f"{PREFIX}/blue/config")
         for node in nodes:
-            wait_for(lambda node=node: not (directory(node) / "blue.env").exists(), 60, "blue.env to go")
+            wait_for(partial(is_gone, directory(node) / "blue.env"), 60, "blue.env to go")
         wait_for(lambda: not leads_to(one, gateway), 60, "the routes of blue to go")
         if "--ip-masq" in flags:
             wait_for(lambda: masqueraded(one) == {"10.7.0.0/16"}, 60, "the rules of blue to go")

@@ -71,7 +71,7 @@ class EmbeddedClient:
         return NoConfig(f"the {self.store.name} has no network config", "start with -network=10.5.0.0/16")
 
     def reconnect(self) -> None:
-        """Nothing is connected."""
+        """Do nothing: a file has no connection."""
 
     def cut(self) -> None:
         self._is_cut.set()
@@ -115,10 +115,10 @@ class EmbeddedWatcher:
         self.client.store.wake()
 
     def reconnect(self) -> None:
-        """Nothing is connected."""
+        """Do nothing: a file has no connection."""
 
     def cut(self) -> None:
         self.client.cut()
 
     def close(self) -> None:
-        """Nothing is connected."""
+        """Do nothing: a file has no connection."""

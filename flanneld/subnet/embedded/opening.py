@@ -62,7 +62,7 @@ def config_of(text: str) -> str:
 def write_config(store: KeyStore, text: str) -> None:
     """Write the network config of ``-network``, unless the store has it.
 
-    A bare network leaves the rest of a config for that network as it is. Raises ``Retryable`` and ``Fatal``.
+    A bare network keeps the rest of a config that has this network. Raises ``Retryable`` and ``Fatal``.
     """
     wanted = config_of(text)
     try:

@@ -101,11 +101,11 @@ class KeyStore:
 
     @property
     def writes(self) -> int:
-        """Number of writes of this process, for ``listen``."""
+        """Return how often this process has written, for ``listen``."""
         return self._writes
 
     def listen(self, writes: int, seconds: float) -> None:
-        """Return once this process has written more than so often, or after so many seconds."""
+        """Wait until this process has written more than ``writes`` times, at most ``seconds``."""
         with self._changed:
             if self._writes == writes:
                 self._changed.heard(seconds)

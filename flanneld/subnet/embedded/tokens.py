@@ -37,7 +37,7 @@ class Tokens:
         self._database = database
 
     def create(self, lasts: float, fingerprint: str = "") -> Token:
-        """Make a token for joins in so many seconds, at a server with this certificate or the store's."""
+        """Make a token for joins within ``lasts`` seconds; the server has this certificate or the store's."""
         fingerprint = fingerprint or fingerprint_of_pem(self.identity())
         secret, token_id = self._secret(), randomness.random_bytes(4).hex()
         ends = int(clock.wall() + lasts)

@@ -22,9 +22,10 @@ from flanneld.subnet.etcd.keys import Client, Conflict, NoConfig, NotFound, Repl
 from flanneld.subnet.etcd.leases import node_address
 from flanneld.subnet.etcd.manager import SUBNET_TTL, TRIES, EtcdManager
 from flanneld.subnet.etcd.transport import Timeouts, Transport
+from flanneld.subnet.manager import NO_FACTS, LocalFacts
 from flanneld.subnet.remote.change_log import ChangeLog, expires_ns
 from flanneld.subnet.remote.token import ANOTHER, Denied
-from flanneld.subnet.remote.wire import Reservation, WireLease
+from flanneld.subnet.remote.wire import Acquisition, Reservation, WireLease
 
 #: Name of the network that lies directly under the prefix.
 UNNAMED = "_"
@@ -114,16 +115,21 @@ class LeaseStore:
 
     # ---- leases --------------------------------------------------------------------------------
 
-    def acquire(
-        self, network: str, attrs: LeaseAttrs, previous: LeaseKey, *, may_join: bool = True
-    ) -> WireLease:
+    def acquire(self, network: str, wanted: Acquisition, *, may_join: bool = True) -> WireLease:
         """Return a node's lease, a new one only if it ``may_join``. Raises ``Denied``."""
         with self._asking():
             manager = self._manager(network)
-            if not may_join:
+            facts = NO_FACTS
+            if wanted.strangers or not may_join:
                 leases = manager.listing(anew=True).leases.values()
-                _check_known(attrs, any(is_same_node(each.attrs, attrs) for each in leases))
-            return _wire(manager.acquire(self._config(network), attrs, previous))
+                strangers = [each.attrs for each in leases if each.key in wanted.strangers]
+                facts = LocalFacts(is_self=lambda one, us: is_same_node(one, us) and one not in strangers)
+                # An expired token is good for a node that has a lease.
+                if not may_join:
+                    _check_known(
+                        wanted.attrs, any(facts.is_self(each.attrs, wanted.attrs) for each in leases)
+                    )
+            return _wire(manager.acquire(self._config(network), wanted.attrs, wanted.previous, facts))
 
     def renew(
         self, network: str, wanted: WireLease, former: LeaseAttrs | None, *, may_join: bool = True
@@ -137,6 +143,7 @@ class LeaseStore:
             if not may_join:
                 leases = manager.listing(anew=True).leases
                 _check_known(wanted.attrs, self._path(network, wanted.key) in leases)
+            manager.is_self = is_same_node
             lease = Lease(wanted.attrs, *wanted.key, expires=clock.now())
             if former is not None:
                 found = manager.listing(anew=True).leases.get(self._path(network, wanted.key))

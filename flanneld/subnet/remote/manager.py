@@ -25,9 +25,11 @@ from flanneld.model import (
     LeaseKey,
     Removed,
     Snapshot,
+    is_same_node,
 )
 from flanneld.runtime import atomic_file, clock, waits
 from flanneld.runtime.outage import Outage
+from flanneld.subnet.allocation import fits
 from flanneld.subnet.codec import format_key
 from flanneld.subnet.manager import NO_FACTS, Deliver, LocalFacts
 from flanneld.subnet.remote import wire
@@ -40,7 +42,7 @@ from flanneld.subnet.remote.connection import (
 )
 from flanneld.subnet.remote.tls import TlsFiles, client_context
 from flanneld.subnet.remote.token import Token, parse_token
-from flanneld.subnet.remote.wire import Reservation, WatchResult, WireLease
+from flanneld.subnet.remote.wire import Acquisition, Reservation, WatchResult, WireLease
 
 log = logging.getLogger(__name__)
 
@@ -118,12 +120,20 @@ class RemoteManager:
     def acquire(
         self, config: Config, attrs: LeaseAttrs, previous: LeaseKey, local: LocalFacts = NO_FACTS
     ) -> Lease:
-        del config  # The server reads it itself.
-        kept = self._keep(attrs, local.written)
+        leases: tuple[WireLease, ...] = ()
+        if local != NO_FACTS:
+            leases = _result(self._ask("GET", "/leases")).snapshot or ()
+        kept = self._keep(config, attrs, local, leases)
         if kept is not None:
             return kept
-        answer = self._ask("POST", "/leases", wire.format_acquisition(attrs, previous))
-        return self._lease_of(answer)
+        # Behind one NAT several nodes may have one public IP: the server cannot tell them apart.
+        strangers = frozenset(
+            each.key
+            for each in leases
+            if is_same_node(each.attrs, attrs) and not local.is_self(each.attrs, attrs)
+        )
+        wanted = Acquisition(attrs, previous, strangers)
+        return self._lease_of(self._ask("POST", "/leases", wire.format_acquisition(wanted)))
 
     def reservations(self) -> list[Reservation]:
         """Return the reservations of the network."""
@@ -191,16 +201,22 @@ class RemoteManager:
             raise refused(answer)
         return answer
 
-    def _keep(self, attrs: LeaseAttrs, written: Lease | None) -> Lease | None:
-        """Take a lease of our former public IP over if it is as we wrote it."""
-        if written is None or written.attrs.public_ip == attrs.public_ip:
-            return None
-        leases = _result(self._ask("GET", "/leases")).snapshot or ()
-        if not any((each.key, each.attrs) == (written.key, written.attrs) for each in leases):
-            return None
-        self._written = written.attrs
-        log.info("Keeping the lease %s of our former public IP: it is as we last wrote it", written)
-        return self.renew(Lease(attrs, *written.key, expires=written.expires))
+    def _keep(
+        self, config: Config, attrs: LeaseAttrs, local: LocalFacts, leases: tuple[WireLease, ...]
+    ) -> Lease | None:
+        """Take a lease of our former public IP over if it is as we wrote it, or the backend knows it."""
+        for each in leases:
+            is_as_written = local.written is not None and (each.key, each.attrs) == (
+                local.written.key,
+                local.written.attrs,
+            )
+            is_ours = is_as_written or local.is_self(each.attrs, attrs)
+            if is_ours and fits(config, each.key) and not is_same_node(each.attrs, attrs):
+                self._written = each.attrs
+                found = Lease(attrs, *each.key, expires=_expires(each, None))
+                log.info("Keeping the lease %s of our former public IP: it is ours", found)
+                return self.renew(found)
+        return None
 
     def _lease_of(self, answer: RemoteAnswer) -> Lease:
         try:

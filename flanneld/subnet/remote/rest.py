@@ -147,9 +147,9 @@ class RestApi:
         }
 
     def _acquire(self, request: RestRequest, network: str) -> str:
-        attrs, previous = _understood(wire.parse_acquisition, request.body)
+        wanted = _understood(wire.parse_acquisition, request.body)
         may_join = request.access is Access.JOIN
-        lease = self._store.acquire(network, attrs, previous, may_join=may_join)
+        lease = self._store.acquire(network, wanted, may_join=may_join)
         return wire.format_lease(_shown(lease, request))
 
     def _renew(self, request: RestRequest, network: str) -> str:

@@ -18,7 +18,7 @@ _BEARER = re.compile(r"Bearer ([0-9a-f]{8})-([0-9]{1,12})-([0-9a-f]{64})")
 
 
 class Access(Enum):
-    """What a request may do: ``JOIN`` everything, ``STAY`` what a node with a lease does."""
+    """Permission of a request: ``JOIN`` for everything, ``STAY`` for what a node with a lease does."""
 
     JOIN = "join"
     STAY = "stay"
@@ -42,7 +42,7 @@ class Token(Struct, frozen=True, gc=False):
 
     @property
     def text(self) -> str:
-        """What an operator gives to a node."""
+        """Return what an operator gives to a node."""
         return f"fl1-{self.id}-{self.ends}-{self.code}-{self.fingerprint}"
 
     @property

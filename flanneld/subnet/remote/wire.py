@@ -20,7 +20,7 @@ from flanneld.compat.json import Fields, GoJsonError
 from flanneld.config import Config
 from flanneld.errors import Refused
 from flanneld.model import LeaseAttrs, LeaseKey
-from flanneld.subnet.codec import format_attrs, parse_attrs
+from flanneld.subnet.codec import format_attrs, format_key, parse_attrs, parse_key
 
 #: Header of a request whose answer is to name the index of each lease. Go flannel ignores it.
 INDEX = "X-Flannel-Index"
@@ -125,11 +125,22 @@ def format_reservations(reservations: list[Reservation]) -> str:
     return f"[{','.join(map(format_reservation, reservations))}]"
 
 
-def format_acquisition(attrs: LeaseAttrs, previous: LeaseKey) -> str:
-    """Write the body of POST leases; v0.6.2's server ignores ``PreviousSubnet``."""
+class Acquisition(Struct, frozen=True, gc=False):
+    """A node's wish for a lease. ``strangers`` are leases with its public IP that are other nodes'."""
+
+    attrs: LeaseAttrs
+    previous: LeaseKey = (None, None)
+    strangers: frozenset[LeaseKey] = frozenset()
+
+
+def format_acquisition(wanted: Acquisition) -> str:
+    """Write the body of POST leases; v0.6.2's server ignores ``PreviousSubnet`` and ``Strangers``."""
+    attrs, previous = wanted.attrs, wanted.previous
     body = format_attrs(attrs, with_ipv6=attrs.public_ipv6 is not None)
     named = {"PreviousSubnet": previous[0], "PreviousIPv6Subnet": previous[1]}
     more = "".join(f',"{name}":"{net}"' for name, net in named.items() if net is not None)
+    if wanted.strangers:
+        more += f',"Strangers":{gojson.compact(sorted(map(format_key, wanted.strangers)))}'
     return f"{body[:-1]}{more}}}"
 
 
@@ -196,10 +207,12 @@ def parse_result(text: bytes) -> WatchResult:
         raise Refused(f"the answer to a watch is wrong: {error}", _CHECK) from None
 
 
-def parse_acquisition(value: object) -> tuple[LeaseAttrs, LeaseKey]:
+def parse_acquisition(value: object) -> Acquisition:
     """Read the body of POST leases, decoded. Raises ``Refused``."""
     try:
-        return _attrs(value), _key(Fields(value), "PreviousSubnet", "PreviousIPv6Subnet")
+        fields = Fields(value)
+        strangers = frozenset(parse_key(str(each)) for each in _list(fields.raw("Strangers")))
+        return Acquisition(_attrs(value), _key(fields, "PreviousSubnet", "PreviousIPv6Subnet"), strangers)
     except GoJsonError as error:
         raise Refused(str(error)) from None
 

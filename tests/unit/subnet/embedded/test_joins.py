@@ -11,11 +11,12 @@ from pathlib import Path
 from queue import Queue
 
 import pytest
+from msgspec import structs
 
 from flanneld.errors import Cancelled, Fatal
 from flanneld.model import Added, Event, Lease, LeaseAttrs, Snapshot
 from flanneld.subnet.embedded import opening
-from flanneld.subnet.manager import Deliver
+from flanneld.subnet.manager import Deliver, LocalFacts
 from flanneld.subnet.remote.connection import RemoteServer
 from flanneld.subnet.remote.manager import RemoteManager, RemoteOptions
 from tests.local_etcd import LocalEtcd, running_etcd
@@ -101,6 +102,30 @@ def test_own_write_is_told_from_that_of_another_node(place: str, file: LocalFile
     with running_etcd() as etcd:
         etcd.keys(place).put(f"{ROOT}/config", CONFIG)
         check_own_watch(etcd, place)
+
+
+def test_nodes_behind_one_nat_have_leases_of_their_own(server: Running) -> None:
+    def is_self(theirs: LeaseAttrs, ours: LeaseAttrs) -> bool:
+        return bool(theirs.backend_data == ours.backend_data)
+
+    subnets = []
+    for key in ("one", "other", "one", "other"):
+        attrs = LeaseAttrs(
+            IPv4Address("198.18.0.1"), backend_type="wireguard", backend_data={"PublicKey": key}
+        )
+        manager = client(server)
+        lease = manager.acquire(manager.network_config(), attrs, (None, None), LocalFacts(is_self=is_self))
+        assert manager.renew(lease).attrs == attrs
+        subnets.append(str(lease))
+        moved = structs.replace(attrs, public_ip=IPv4Address("198.18.0.2"))
+        manager.close()
+    assert subnets[:2] == subnets[2:]
+    assert subnets[0] != subnets[1]
+    manager = client(server)
+    # Known by its key under another public IP, too.
+    kept = manager.acquire(manager.network_config(), moved, (None, None), LocalFacts(is_self=is_self))
+    assert (str(kept), kept.attrs) == (subnets[1], moved)
+    manager.close()
 
 
 def check_own_watch(place: LocalFile | LocalEtcd, api: str) -> None:
