@@ -1,7 +1,8 @@
 """ali-vpc: routes of an Alibaba Cloud VPC, by its VPC and ECS APIs with aliyun-python-sdk-core.
 
 Behaves as upstream's backend/alivpc of 0.12, whose options and variables it takes. Without them the
-credentials are those of the instance's RAM role. Actions, fields and codes: VPC API 2016-04-28, ECS API 2014-05-26.
+credentials are those of the instance's RAM role. Actions, fields and codes: VPC API 2016-04-28, ECS API
+2014-05-26.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from ipaddress import IPv4Address, IPv4Network
 from typing import Any
 from urllib.parse import urlsplit
 
-from flanneld.backends.cloud.backend import factory
+from flanneld.backends.cloud.backend import CloudFactory
 from flanneld.backends.cloud.client import Client
 from flanneld.backends.cloud.contract import (
     Call,
@@ -28,7 +29,7 @@ from flanneld.backends.cloud.contract import (
     missing_extra,
 )
 from flanneld.backends.cloud.metadata import Metadata
-from flanneld.backends.cloud.options import ENDPOINT, access_keys, endpoint, table_ids
+from flanneld.backends.cloud.options import ENDPOINT, METADATA, access_keys, endpoint, table_ids
 from flanneld.backends.cloud.paging import BATCH, batches, by_token
 from flanneld.backends.contract import HostServices
 from flanneld.compat.json import Fields
@@ -74,9 +75,6 @@ WORDS = Words(
 
 class Ali(Cloud):
     """The APIs of this instance's region. ``endpoints`` replaces their URLs, by ``vpc`` and ``ecs``."""
-
-    kind = TYPE
-    table_option = _TABLE
 
     def __init__(
         self,
@@ -164,8 +162,6 @@ class Ali(Cloud):
         except ClientException as error:
             code = str(error.get_error_code())
             raise WORDS.error(call, code) if code in WORDS.codes else WORDS.no_answer(call, code) from None
-        except (OSError, ValueError) as error:
-            raise WORDS.no_answer(call, type(error).__name__) from None
 
     def _connect(self) -> Any:
         try:
@@ -212,7 +208,10 @@ def _connect(options: Fields, services: HostServices) -> Ali:
         tables=table_ids(options, _TABLE),
         keys=access_keys(options, os.environ),
         endpoints=endpoints,
+        metadata=endpoint(options, METADATA) or _METADATA,
     )
 
 
-build = factory(TYPE, _connect, table_option=_TABLE, kept=(_TABLE, ENDPOINT, "InstanceEndpoint"))
+build = CloudFactory(
+    TYPE, _connect, table_option=_TABLE, kept=(_TABLE, ENDPOINT, METADATA, "InstanceEndpoint")
+)

@@ -14,7 +14,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from flanneld.backends.cloud.backend import factory
+from flanneld.backends.cloud.backend import CloudFactory
 from flanneld.backends.cloud.client import Client
 from flanneld.backends.cloud.contract import (
     Call,
@@ -78,8 +78,7 @@ class Aws(Cloud):
     ``tables`` are those of the network config, ``endpoint`` replaces the API's URL.
     """
 
-    kind = TYPE
-    table_option = _TABLE
+    filters_addresses = True
 
     def __init__(self, services: HostServices, tables: tuple[str, ...] = (), endpoint: str = "") -> None:
         self._tables = tables
@@ -247,4 +246,4 @@ def _connect(options: Fields, services: HostServices) -> Aws:
     return Aws(services, table_ids(options, _TABLE), endpoint(options))
 
 
-build = factory(TYPE, _connect, table_option=_TABLE, kept=(_TABLE, ENDPOINT))
+build = CloudFactory(TYPE, _connect, table_option=_TABLE, kept=(_TABLE, ENDPOINT))

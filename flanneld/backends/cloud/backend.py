@@ -7,7 +7,8 @@ nothing is made for peers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
+
+from msgspec import Struct
 
 from flanneld.backends.cloud.contract import Cloud
 from flanneld.backends.cloud.forwarding import ForwardingTable
@@ -27,38 +28,41 @@ from flanneld.state.table import Table
 Connect = Callable[[Fields, HostServices], Cloud]
 
 
-class CloudBackend:
-    """Decides on one route for each table.
+class CloudFactory(Struct, frozen=True):
+    """Makes the backend for one cloud: what the registry of backends takes.
 
-    ``connect`` makes the API of the cloud, and ``kept`` names the options that are no secret: -cleanup needs
-    them. ``table_option`` is the option that names tables, empty if there is none.
+    ``connect`` makes the cloud's API. ``table_option`` is the option that names tables, empty without one.
+    ``kept`` names the options that are no secret: -cleanup needs them.
     """
+
+    kind: str
+    connect: Connect
+    table_option: str = ""
+    kept: tuple[str, ...] = ()
+
+    def __call__(self, config: Config, host: Host) -> CloudBackend:
+        return CloudBackend(self, config, host)
+
+
+class CloudBackend:
+    """Decides on one route for each table."""
 
     has_peers = False
 
-    def __init__(
-        self,
-        kind: str,
-        connect: Connect,
-        table_option: str,
-        kept: tuple[str, ...],
-        config: Config,
-        host: Host,
-    ) -> None:
-        self._kind = kind
+    def __init__(self, made_by: CloudFactory, config: Config, host: Host) -> None:
+        self._kind = made_by.kind
         self._host = host
-        self._range = _only_range(kind, config)
+        self._range = _only_range(made_by.kind, config)
         address = host.uplink.address
         if address is None:
-            raise Fatal(
-                f"{kind} needs an IPv4 address on the external interface", "choose another with -iface"
-            )
+            problem = f"{made_by.kind} needs an IPv4 address on the external interface"
+            raise Fatal(problem, "choose another with -iface")
         self._address = address
-        options = config.backend
+        options, table = config.backend, made_by.table_option
         try:
-            self._cloud = connect(options, host)
-            self._tables = table_ids(options, table_option) if table_option else ()
-            self._kept = {name: options.raw(name) for name in kept if options.has(name)}
+            self._cloud = made_by.connect(options, host)
+            self._tables = table_ids(options, table) if table else ()
+            self._kept = {name: options.raw(name) for name in made_by.kept if options.has(name)}
         except GoJsonError as error:
             raise Fatal(f"the network config is wrong: {error}", "correct it where it is stored") from None
 
@@ -71,7 +75,8 @@ class CloudBackend:
 
     def local(self, own: Lease) -> Iterator[Resource]:
         if own.subnet is not None:
-            yield Forwarding(self._address)
+            if self._cloud.filters_addresses:
+                yield Forwarding(self._address)
             for table in self._tables or ("",):
                 yield CloudRoute(own.subnet, str(self._address), table)
 
@@ -82,14 +87,8 @@ class CloudBackend:
 
     def tables(self) -> tuple[Table, ...]:
         record = Record(self._host.beside(SUFFIX), self._kind, self._kept)
-        return (CloudRoutes(self._cloud, self._range, record), ForwardingTable(self._cloud))
-
-
-def factory(
-    kind: str, connect: Connect, *, table_option: str = "", kept: tuple[str, ...] = ()
-) -> Callable[[Config, Host], CloudBackend]:
-    """Return what the registry of backends takes."""
-    return partial(CloudBackend, kind, connect, table_option, kept)
+        routes = CloudRoutes(self._cloud, self._range, record)
+        return (routes, ForwardingTable(self._cloud)) if self._cloud.filters_addresses else (routes,)
 
 
 def _only_range(kind: str, config: Config) -> SubnetRange:

@@ -7,7 +7,7 @@ from typing import Any
 
 from flanneld.backends.cloud.contract import Call, CloudError, Trouble, Words
 from flanneld.backends.contract import HostServices
-from flanneld.errors import Retryable
+from flanneld.errors import FlannelError, Retryable
 
 
 class Client:
@@ -43,6 +43,10 @@ class Client:
             raise
         except Retryable as failure:
             raise self._words.no_answer(call, failure.problem) from None
+        except FlannelError:
+            raise
+        except Exception as failure:  # an SDK may raise anything for an answer that it does not understand
+            raise self._words.no_answer(call, type(failure).__name__) from failure
         if not isinstance(answer, Mapping):
             raise self._words.no_answer(call, "its answer is no JSON object")
         return answer

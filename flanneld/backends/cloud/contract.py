@@ -74,15 +74,15 @@ class Entry(Struct, frozen=True, gc=False):
 class Place(Struct, frozen=True, gc=False):
     """This node as the cloud knows it.
 
-    ``hop`` is the next hop that leads to it. ``forwards`` says whether packets of other addresses than its own
-    may pass; None if the cloud has no such setting. ``scope`` is the VPC or network.
+    ``hop`` is the next hop that leads to it. ``forwards`` says whether packets of other addresses than its
+    own may pass. ``scope`` is the VPC or network.
     """
 
     tables: tuple[str, ...]
     hop: str
     instance: str
     scope: str = ""
-    forwards: bool | None = None
+    forwards: bool = True
 
 
 class Cloud(Protocol):
@@ -91,9 +91,8 @@ class Cloud(Protocol):
     Those about forwarding are for clouds that have such a setting.
     """
 
-    #: The backend's type, and the option that names tables; empty if it has none.
-    kind: str
-    table_option: str
+    #: Whether it drops packets of other addresses than an instance's own, unless it is told not to.
+    filters_addresses: bool = False
 
     def place(self, address: IPv4Address) -> Place:
         """Find this node by an address of its uplink."""

@@ -13,7 +13,7 @@ from flanneld.state.table import Put, Scope, Seen
 
 
 class ForwardingTable:
-    """This node's permission to send and receive packets of containers, where the cloud has such a setting."""
+    """This node's permission to forward, where the cloud has such a setting."""
 
     name = FORWARDING
     what = "the cloud's forwarding permissions"
@@ -33,12 +33,17 @@ class ForwardingTable:
     def read(self, scope: Scope) -> list[Seen]:
         self._pace.check()
         wanted = [each for each in scope.wanted.values() if isinstance(each, Forwarding)]
-        seen = []
-        for want in wanted:
-            with understood():
-                self._place = self._cloud.place(want.address)
-            seen.append(Seen(Forwarding(want.address, self._place.forwards is not False)))
-        return seen
+        try:
+            return [Seen(self._permission(want)) for want in wanted]
+        except CloudError as failure:
+            self._pace.refused(failure)
+            raise
+
+    def _permission(self, want: Forwarding) -> Forwarding:
+        """Ask the cloud. Raises ``CloudError``."""
+        with understood():
+            self._place = self._cloud.place(want.address)
+        return Forwarding(want.address, self._place.forwards)
 
     def put(self, puts: Sequence[Put]) -> Report:
         report = Report()

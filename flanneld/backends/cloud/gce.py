@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from ipaddress import IPv4Address, IPv4Network
 from typing import Any
 
-from flanneld.backends.cloud.backend import factory
+from flanneld.backends.cloud.backend import CloudFactory
 from flanneld.backends.cloud.client import Client
 from flanneld.backends.cloud.contract import (
     Call,
@@ -86,8 +86,7 @@ _IN_PATH = frozenset({"zone", "instance", "route", "operation"})
 class Gce(Cloud):
     """The routes of this instance's network. ``endpoint`` replaces the URL of the API."""
 
-    kind = TYPE
-    table_option = ""
+    filters_addresses = True
 
     def __init__(self, services: HostServices, endpoint: str = "") -> None:
         self._api = (endpoint or _API).rstrip("/")
@@ -190,7 +189,6 @@ class Gce(Cloud):
     def _sent(self, session: Any, call: Call, limit: float) -> Any:
         """Send one request. Raises ``CloudError``."""
         from google.auth.exceptions import GoogleAuthError
-        from requests.exceptions import RequestException
 
         method, path = _PATHS[call.action]
         url = f"{self._api}/projects/{self._project}/{path.format(**call.parameters)}"
@@ -202,8 +200,6 @@ class Gce(Cloud):
         except GoogleAuthError as error:
             name = type(error).__name__
             raise WORDS.error(call, name) if name in WORDS.codes else WORDS.no_answer(call, name) from None
-        except (RequestException, ValueError) as error:
-            raise WORDS.no_answer(call, type(error).__name__) from None
         if answer.status_code >= 300:
             raise WORDS.error(call, _code(answer.status_code, answer.text))
         return found
@@ -260,4 +256,4 @@ def _connect(options: Fields, services: HostServices) -> Gce:
     return Gce(services, endpoint(options))
 
 
-build = factory(TYPE, _connect, kept=(ENDPOINT,))
+build = CloudFactory(TYPE, _connect, kept=(ENDPOINT,))

@@ -11,6 +11,8 @@ from flanneld.errors import Fatal
 _REMEDY = "correct Backend in the network config"
 #: Option that replaces the URL of a cloud's API: for private endpoints.
 ENDPOINT = "Endpoint"
+#: Option that replaces the URL of a metadata service: for private editions of a cloud.
+METADATA = "MetadataEndpoint"
 #: Options with a secret, and the variables that stand in for them, both as upstream's.
 _KEYS = {"AccessKeyID": "ACCESS_KEY_ID", "AccessKeySecret": "ACCESS_KEY_SECRET"}
 

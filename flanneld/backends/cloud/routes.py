@@ -212,6 +212,8 @@ class CloudRoutes:
         """Return the calls that ``put`` would make."""
         assert isinstance(put.want, CloudRoute)
         entry, was, place = self._orders(put.want, put)
+        if was and put.claim is Claim.FOREIGN:
+            return f"none, {_blocked(was).problem}"
         return "; ".join(map(str, self._cloud.put_calls(place, entry, was)))
 
     def _make(self, want: CloudRoute, put: Put) -> str:
@@ -222,7 +224,7 @@ class CloudRoutes:
         if was and was.hop == place.hop and was.health is Health.PENDING:
             problem = f"the cloud has not made it within {_MADE_WITHIN:g} s"
             raise CloudError(Trouble.BUSY, problem, "see what its console says of the route table")
-        self._record.add(entry)
+        self._record.add(entry, want.via)
         if was and was.hop == place.hop and was.health is Health.ACTIVE:
             return "it leads to this node already"
         calls = self._cloud.put_calls(place, entry, was)

@@ -13,7 +13,7 @@ from ipaddress import IPv4Address, IPv4Network
 from typing import Any
 from urllib.parse import urlsplit
 
-from flanneld.backends.cloud.backend import factory
+from flanneld.backends.cloud.backend import CloudFactory
 from flanneld.backends.cloud.client import Client
 from flanneld.backends.cloud.contract import (
     Call,
@@ -28,7 +28,7 @@ from flanneld.backends.cloud.contract import (
     missing_extra,
 )
 from flanneld.backends.cloud.metadata import Metadata
-from flanneld.backends.cloud.options import ENDPOINT, access_keys, endpoint, table_ids
+from flanneld.backends.cloud.options import ENDPOINT, METADATA, access_keys, endpoint, table_ids
 from flanneld.backends.cloud.paging import batches, by_offset
 from flanneld.backends.contract import HostServices
 from flanneld.compat.json import Fields
@@ -69,9 +69,6 @@ class Tencent(Cloud):
 
     A next hop is an instance's address, so a route follows a move of the uplink.
     """
-
-    kind = TYPE
-    table_option = _TABLE
 
     def __init__(
         self,
@@ -167,8 +164,6 @@ class Tencent(Cloud):
             if code in ("ClientNetworkError", "ServerNetworkError"):
                 raise WORDS.no_answer(call, code) from None
             raise WORDS.error(call, code) from None
-        except (OSError, ValueError, LookupError) as error:
-            raise WORDS.no_answer(call, type(error).__name__) from None
 
     def _connect(self) -> Any:
         try:
@@ -224,7 +219,8 @@ def _connect(options: Fields, services: HostServices) -> Tencent:
         tables=table_ids(options, _TABLE),
         keys=access_keys(options, os.environ),
         url=endpoint(options),
+        metadata=endpoint(options, METADATA) or _METADATA,
     )
 
 
-build = factory(TYPE, _connect, table_option=_TABLE, kept=(_TABLE, ENDPOINT))
+build = CloudFactory(TYPE, _connect, table_option=_TABLE, kept=(_TABLE, ENDPOINT, METADATA))

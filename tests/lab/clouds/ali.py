@@ -1,7 +1,7 @@
 """Alibaba Cloud in the lab: the VPC and ECS APIs, and the metadata service.
 
-Signatures are checked by the published algorithm of RPC style calls, version 1.0: HMAC-SHA1 over the sorted query.
-Fields are those of the models in alibabacloud-vpc20160428 and alibabacloud-ecs20140526.
+Signatures are checked by the published algorithm of RPC style calls, version 1.0: HMAC-SHA1 over the sorted
+query. Fields are those of the models in alibabacloud-vpc20160428 and alibabacloud-ecs20140526.
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ class AliService(VpcService):
         return hmac.compare_digest(base64.b64encode(digest).decode(), given)
 
     def answer(self, asked: Asked, request: Request) -> Answer:
+        del request
         parameters = asked.parameters
         if asked.action != "DescribeInstances" and parameters.get("RouteTableId", TABLE) != TABLE:
             return self.refusal(*self.codes[Trouble.NO_TABLE])
@@ -93,7 +94,10 @@ class AliService(VpcService):
         entries = [_entry("198.18.0.0/24", Route("", "rte-0"), "System")]
         entries += [_entry(destination, route, "Custom") for destination, route in self.table.items()]
         start = int(parameters.get("NextToken", "0"))
-        page: dict[str, Any] = {"RequestId": "1", "RouteEntrys": {"RouteEntry": entries[start : start + _PAGE]}}
+        page: dict[str, Any] = {
+            "RequestId": "1",
+            "RouteEntrys": {"RouteEntry": entries[start : start + _PAGE]},
+        }
         if start + _PAGE < len(entries):
             page["NextToken"] = str(start + _PAGE)
         return said(page)

@@ -133,7 +133,7 @@ class AwsService(Service):
         """Return the next hops by destination, the VPC's own aside."""
         with self.lock:
             found = self._ec2.get_route_table(table or self.main.id).routes
-            return {each.destination_cidr_block: each.interface.id for each in found if each.interface}
+            return {str(each.destination_cidr_block): each.interface.id for each in found if each.interface}
 
     def deny(self, purpose: str) -> None:
         with self.lock:
@@ -162,6 +162,7 @@ class AwsService(Service):
 
     def is_signed(self, request: Request) -> bool:
         """Return True: moto looks itself."""
+        del request
         return True
 
     def answer(self, asked: Asked, request: Request) -> Answer:
@@ -185,10 +186,8 @@ class AwsService(Service):
         return item.replace("<state>active<", "<state>blackhole<") if is_dead else item
 
     def refusal(self, status: int, code: str) -> Answer:
-        text = (
-            f"<Response><Errors><Error><Code>{code}</Code><Message>the lab says {code}</Message></Error></Errors>"
-            "<RequestID>1</RequestID></Response>"
-        )
+        error = f"<Error><Code>{code}</Code><Message>the lab says {code}</Message></Error>"
+        text = f"<Response><Errors>{error}</Errors><RequestID>1</RequestID></Response>"
         return Answer(status, text.encode(), "text/xml")
 
     def metadata(self, address: str, request: Request) -> Answer:
@@ -207,7 +206,8 @@ class AwsService(Service):
             "Token": "",
         }
         values = {
-            "latest/meta-data/instance-id": self.instances.get(address) or next(iter(self.instances.values())),
+            "latest/meta-data/instance-id": self.instances.get(address)
+            or next(iter(self.instances.values())),
             "latest/meta-data/placement/region": REGION,
             "latest/meta-data/placement/availability-zone": f"{REGION}a",
             role: "flanneld",

@@ -1,7 +1,7 @@
 """Google Cloud in the lab: Compute's routes, instances and operations, and the metadata service.
 
-A bearer token counts if the metadata service has handed it out, or for a JWT whose RS256 signature google-auth
-itself finds right. Shapes are those of the Compute API's discovery document, version v1.
+A bearer token counts if the metadata service has handed it out, or for a JWT whose RS256 signature
+google-auth itself finds right. Shapes are those of the Compute API's discovery document, version v1.
 """
 
 from __future__ import annotations
@@ -9,8 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import rsa
 from google.auth import exceptions, jwt
 
 from flanneld.backends.cloud.contract import Trouble
@@ -50,7 +53,6 @@ class GceService(VpcService):
     tokens: set[str] = field(default_factory=lambda: {"lab-token"})
     #: Public key of a service account, in PEM.
     account: bytes = b""
-    operations: dict[str, str] = field(default_factory=dict)
 
     def hop_of(self, name: str, address: str) -> str:
         del address
@@ -63,6 +65,18 @@ class GceService(VpcService):
     def revoke(self) -> None:
         with self.lock:
             self.tokens = {f"lab-token-{self.number}-new"}
+
+    def make_account(self, path: Path, url: str) -> None:
+        """Write the key file of a service account whose tokens are handed out at ``url``."""
+        key = rsa.generate_private_key(65537, 2048)
+        text = key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
+        self.account = key.public_key().public_bytes(
+            serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+        )
+        content = {"type": "service_account", "client_email": "flanneld@lab", "private_key": text.decode()}
+        path.write_text(json.dumps({**content, "token_uri": f"{url}/token"}))
 
     def understand(self, request: Request) -> Asked:
         path = request.path.split("?")[0]
@@ -94,6 +108,7 @@ class GceService(VpcService):
         return scheme == "Bearer" and token in self.tokens
 
     def answer(self, asked: Asked, request: Request) -> Answer:
+        del request
         parameters = asked.parameters
         match asked.action:
             case "token":
@@ -119,7 +134,12 @@ class GceService(VpcService):
                 interface = {"networkIP": each.address, "network": NETWORK, "name": "nic0"}
                 found = {"kind": "compute#instance", "name": name, "selfLink": each.hop}
                 return said(
-                    {**found, "canIpForward": each.forwards, "networkInterfaces": [interface], "status": "RUNNING"}
+                    {
+                        **found,
+                        "canIpForward": each.forwards,
+                        "networkInterfaces": [interface],
+                        "status": "RUNNING",
+                    }
                 )
         return self.refusal(*self.codes[Trouble.ABSENT])
 
@@ -127,7 +147,12 @@ class GceService(VpcService):
         if parameters.get("filter") != f'network="{NETWORK}"':
             return self.refusal(400, "invalid")
         items = [
-            {"kind": "compute#route", "name": "default-subnet", "network": NETWORK, "destRange": "198.18.0.0/24"}
+            {
+                "kind": "compute#route",
+                "name": "default-subnet",
+                "network": NETWORK,
+                "destRange": "198.18.0.0/24",
+            }
             | {"nextHopNetwork": NETWORK, "priority": 0},
             *(self._route(destination, route) for destination, route in self.table.items()),
         ]
@@ -179,13 +204,17 @@ class GceService(VpcService):
             "instance/hostname": f"{instance.name}.c.lab.internal",
             "instance/service-accounts/default/email": "lab@lab",
         }
-        if path.startswith("instance/service-accounts/default/token"):
-            return said({"access_token": min(self.tokens), "expires_in": 1, "token_type": "Bearer"})
-        if path == "instance/service-accounts/default":
-            return said({"email": "lab@lab", "scopes": [], "aliases": ["default"]})
+        account = "instance/service-accounts/default"
+        objects = {
+            f"{account}/token": {"access_token": min(self.tokens), "expires_in": 1, "token_type": "Bearer"},
+            account: {"email": "lab@lab", "scopes": [], "aliases": ["default"]},
+        }
+        flavor = {"Metadata-Flavor": "Google"}
+        if path in objects:
+            return Answer(200, json.dumps(objects[path]).encode(), headers=flavor)
         if path not in values:
             return Answer(404, b"", "text/plain")
-        return Answer(200, values[path].encode(), "text/plain")
+        return Answer(200, values[path].encode(), "text/plain", flavor)
 
 
 def _operation(name: str, status: str) -> dict[str, Any]:

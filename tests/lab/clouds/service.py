@@ -52,6 +52,7 @@ class Answer:
     status: int
     body: bytes
     content_type: str = "application/json"
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 def said(value: Any, status: int = 200) -> Answer:
@@ -71,8 +72,8 @@ class Fault:
 class Service:
     """A cloud. A test and its daemons change it from several threads.
 
-    ``stale`` answers to an action repeat the last one before, as an eventually consistent store does. ``late``
-    actions are answered after this many seconds, and ``garbage`` replaces an answer.
+    ``stale`` answers to an action repeat the last one before, as an eventually consistent store does.
+    ``late`` actions are answered after this many seconds, and ``garbage`` replaces an answer.
     """
 
     #: Actions by what they are for: place, list, create, replace, delete, forward.
@@ -173,7 +174,9 @@ def is_inside(destination: str, network: str = VPC_NETWORK) -> bool:
 
 
 @contextmanager
-def served(service: Service, host: str = "127.0.0.1", port: int = 0, *, metadata: bool = False) -> Iterator[str]:
+def served(
+    service: Service, host: str = "127.0.0.1", port: int = 0, *, metadata: bool = False
+) -> Iterator[str]:
     """Serve the API of a cloud, or its metadata; yield the URL."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -190,6 +193,8 @@ def served(service: Service, host: str = "127.0.0.1", port: int = 0, *, metadata
             take = service.metadata(self.client_address[0], request) if metadata else service.take(request)
             self.send_response(take.status)
             self.send_header("Content-Type", take.content_type)
+            for name, value in take.headers.items():
+                self.send_header(name, value)
             self.send_header("Content-Length", str(len(take.body)))
             self.end_headers()
             self.wfile.write(take.body)

@@ -1,7 +1,7 @@
 """Tencent Cloud in the lab: the VPC API, and the metadata service.
 
-Signatures are checked by the published algorithm TC3-HMAC-SHA256, with the SDK's own derivation of the key. Fields
-are those of the models in tencentcloud-sdk-python-vpc.
+Signatures are checked by the published algorithm TC3-HMAC-SHA256, with the SDK's own derivation of the key.
+Fields are those of the models in tencentcloud-sdk-python-vpc.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ class TencentService(VpcService):
         return hmac.compare_digest(wanted, match["signature"])
 
     def answer(self, asked: Asked, request: Request) -> Answer:
+        del request
         parameters = asked.parameters
         named = parameters.get("RouteTableIds") or [parameters.get("RouteTableId", TABLE)]
         if any(each != TABLE for each in named):
@@ -102,7 +103,13 @@ class TencentService(VpcService):
     def _tables(self, offset: int, limit: int, *, others: bool) -> Answer:
         """Return a page; there are so many tables of other subnets that ours is on the second."""
         first = [
-            {"VpcId": "vpc-lab", "RouteTableId": f"rtb-{i}", "Main": i == 0, "AssociationSet": [], "RouteSet": []}
+            {
+                "VpcId": "vpc-lab",
+                "RouteTableId": f"rtb-{i}",
+                "Main": i == 0,
+                "AssociationSet": [],
+                "RouteSet": [],
+            }
             for i in range(100 if others else 0)
         ]
         routes = [_route(destination, route) for destination, route in self.table.items()]
