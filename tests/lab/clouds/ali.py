@@ -48,7 +48,6 @@ class AliService(VpcService):
         Trouble.OTHER: (500, "InternalError"),
     }
     never_ends: bool = False
-    has_role: bool = False
 
     def hop_of(self, name: str, address: str) -> str:
         del address
@@ -130,6 +129,15 @@ class AliService(VpcService):
             "instance-id": instance.name,
             "vpc-id": "vpc-lab",
             "vswitch-id": "vsw-lab",
+            "ram/security-credentials": "flanneld",
+            "ram/security-credentials/flanneld": json.dumps(
+                {
+                    "Code": "Success",
+                    "AccessKeyId": self.key[0],
+                    "AccessKeySecret": self.key[1],
+                    "SecurityToken": "lab-token",
+                }
+            ),
         }
         if path not in values:
             return Answer(404, b"", "text/plain")

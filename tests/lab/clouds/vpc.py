@@ -51,6 +51,10 @@ class VpcService(Service):
         with self.lock:
             del self.instances[address]
 
+    def forbid_forwarding(self, address: str) -> None:
+        with self.lock:
+            self.instances[address].forwards = False
+
     def set_route(self, destination: str, hop: str, state: Any = None) -> None:
         """Write a route as somebody at the console does."""
         with self.lock:

@@ -25,6 +25,7 @@ from flanneld.runtime.http_client import HttpClient
 from flanneld.state.resources import Resource
 from flanneld.state.table import Put
 from tests.clock import Clock
+from tests.lab.clouds.kinds import make_cloud
 from tests.lab.clouds.service import Service, served
 
 OURS, THEIRS, SUBNET = "198.18.0.1", "198.18.0.2", "10.5.1.0/24"
@@ -136,25 +137,6 @@ class Node:
 
     def drops(self, stale: Mapping[str, Sequence[Resource]]) -> Mapping[str, Sequence[Resource]]:
         return stale if self.sweeps else {}
-
-
-def make_cloud(kind: str) -> Any:
-    """Return the server of a cloud. Each needs its own packages, so it is loaded when it is asked for."""
-    if kind == "aws-vpc":
-        from tests.lab.clouds.aws import AwsService
-
-        return AwsService()
-    if kind == "gce":
-        from tests.lab.clouds.gce import GceService
-
-        return GceService()
-    if kind == "ali-vpc":
-        from tests.lab.clouds.ali import AliService
-
-        return AliService()
-    from tests.lab.clouds.tencent import TencentService
-
-    return TencentService()
 
 
 def set_credentials(cloud: Any, url: str, metadata: str, room: Path, environment: pytest.MonkeyPatch) -> None:
