@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, runtime_checkable
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -24,6 +24,8 @@ from flanneld.state.table import Table
 if TYPE_CHECKING:
     from flanneld.runtime.command_runner import Finished
     from flanneld.runtime.http_client import HttpAnswer, HttpRequest
+
+Result = TypeVar("Result")
 
 #: Addresses that are no host's, as numbers: none, everybody, IPv6's loopback. And the first octets of others,
 #: which are loopback or multicast.
@@ -70,6 +72,16 @@ class RunCommand(Protocol):
     ) -> Finished: ...
 
 
+class MakeCall(Protocol):
+    """Calls a function that blocks in a library, in a thread of its own, for at most ``timeout`` seconds.
+
+    Raises what the function raises, and ``Retryable`` after that time or when the daemon stops. ``what`` is
+    for the message. A dry run makes such calls, too: they must change nothing there.
+    """
+
+    def __call__(self, what: str, act: Callable[[], Result], timeout: float, /) -> Result: ...
+
+
 def _absent(*_: object, **__: object) -> NoReturn:
     raise NotImplementedError("this Host was made without that service")
 
@@ -81,6 +93,8 @@ class HostServices(Struct, frozen=True, kw_only=True):
     run: RunCommand = _absent
     #: Makes a request, bounded in time and size. Raises ``Retryable`` without an answer. It blocks, too.
     http: Callable[[HttpRequest], HttpAnswer] = _absent
+    #: Calls a function of a library that blocks.
+    call: MakeCall = _absent
     #: The path of this daemon's file with a suffix, beside subnet.env, for what the next run has to know.
     beside: Callable[[str], Path] = _absent
     #: The kernel's identity of this boot; empty if it cannot be read.

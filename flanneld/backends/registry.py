@@ -13,10 +13,14 @@ from flanneld.errors import Fatal
 GROUP = "flanneld.backends"
 #: Module and factory of those of our own.
 _OWN = {
+    "ali-vpc": ("flanneld.backends.cloud.ali", "build"),
     "alloc": ("flanneld.backends.alloc", "Alloc"),
+    "aws-vpc": ("flanneld.backends.cloud.aws", "build"),
     "extension": ("flanneld.backends.extension.backend", "Extension"),
+    "gce": ("flanneld.backends.cloud.gce", "build"),
     "host-gw": ("flanneld.backends.host_gw", "HostGw"),
     "ipip": ("flanneld.backends.ipip", "build"),
+    "tencent-vpc": ("flanneld.backends.cloud.tencent", "build"),
     "udp": ("flanneld.backends.udp.backend", "Udp"),
     "wireguard": ("flanneld.backends.wireguard.backend", "WireGuardBackend"),
     "vxlan": ("flanneld.backends.vxlan", "build"),

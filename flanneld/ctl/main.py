@@ -218,7 +218,10 @@ def _peers(source: Source, _arguments: argparse.Namespace) -> Answer:
 def _routes(source: Source, _arguments: argparse.Namespace) -> Answer:
     from flanneld.ctl import snapshot
 
-    entries = snapshot.compare(source.document, snapshot.read(source.document))
+    entries = [
+        *snapshot.compare(source.document, snapshot.read(source.document)),
+        *snapshot.outside(source.document),
+    ]
     wrong = any(entry.state in ("missing", "different", "not wanted") for entry in entries)
     plain = {"objects": [snapshot.described(entry) for entry in entries], "not_known": _not_known(source)}
     return views.routes(source, entries), plain, wrong
@@ -295,7 +298,7 @@ def _plain(source: Source) -> dict[str, Any]:
 _HELP: dict[str, tuple[Callable[[Source, argparse.Namespace], Answer], str]] = {
     "status": (_status, "the daemon and its node in a few lines"),
     "peers": (_peers, "the other nodes, and what is done for each"),
-    "routes": (_routes, "devices, routes and entries: wanted and in the kernel"),
+    "routes": (_routes, "devices, routes and entries: wanted, and in the kernel or beyond it"),
     "events": (_events, "what happened lately"),
     "trace": (_trace, "which way a packet to an address takes"),
     "bundle": (_bundle, "an archive for those who help, without secrets"),

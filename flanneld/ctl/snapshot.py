@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from msgspec import Struct
 
@@ -18,7 +18,7 @@ from flanneld.network.rtnetlink.links import SeenLink, is_flannels
 from flanneld.network.rtnetlink.messages import RTN_UNICAST
 from flanneld.network.rtnetlink.tables import tables
 from flanneld.reconcile.counters import kind_of
-from flanneld.state.resources import ForeignLink, Key, Link, Resource, Vxlan
+from flanneld.state.resources import ForeignLink, Key, Kind, Link, Resource, Vxlan
 from flanneld.state.table import Claim, Scope
 
 #: linux/rtnetlink.h
@@ -136,12 +136,17 @@ def values(items: Any) -> Iterator[Resource]:
 
 def wanted(document: Mapping[str, Any]) -> Iterator[DesiredState]:
     """Yield each object that should be there."""
+    for owner, item in _items(document):
+        value = resource_json.decode(item["value"]) if item["value"] else None
+        yield DesiredState(item["kind"], item["text"], owner, value)
+
+
+def _items(document: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield each described object with its owner."""
     owners = [("this node", document.get("local"))]
     owners += [(",".join(peer["subnets"]), peer["objects"]) for peer in document.get("peers") or ()]
     for owner, items in owners:
-        for item in items or ():
-            value = resource_json.decode(item["value"]) if item["value"] else None
-            yield DesiredState(item["kind"], item["text"], owner, value)
+        yield from ((owner, item) for item in items or ())
 
 
 def compare(document: Mapping[str, Any], found: Found) -> list[Entry]:
@@ -173,6 +178,27 @@ def compare(document: Mapping[str, Any], found: Found) -> list[Entry]:
             entries.append(Entry(item.value, "different", item.owner, other, drift))
     extra = [value for value in ours if value not in known and value.key not in replaced]
     return entries + [Entry(value, "not wanted") for value in extra]
+
+
+class Outside(Struct, frozen=True, gc=False):
+    """An object that a backend's own table holds, beyond this kernel: a process, a cloud's route."""
+
+    text: str
+    kind: ClassVar[Kind] = Kind.REMOTE
+
+    @property
+    def key(self) -> Key:
+        return (self.kind.name, self.text)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def outside(document: Mapping[str, Any]) -> Iterator[Entry]:
+    """Yield what is wanted beyond the kernel; whether it is there only the daemon knows (pure)."""
+    for owner, item in _items(document):
+        if item["value"] is None:
+            yield Entry(Outside(item["text"]), "ok" if item["in_kernel"] else "missing", owner)
 
 
 def described(entry: Entry) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 
+from flanneld.backends.cloud.cleanup import routes_in
+from flanneld.backends.cloud.record import SUFFIX, Record
 from flanneld.backends.extension.commands import CommandFailed, Commands
 from flanneld.backends.extension.journal import Entry, Journal
 from flanneld.backends.udp.client import Client, NoPump, Silent
@@ -60,8 +62,11 @@ def sweep_network(
         saved,
     )
     journal = Journal(subnet_file.beside(path, "extension"), str)
+    recorded = Record(subnet_file.beside(path, SUFFIX))
     for what, act in chain(
-        _peers_in(journal), _steps(kernel, previous, last_run, files, everything=everything)
+        _peers_in(journal),
+        routes_in(recorded),
+        _steps(kernel, previous, last_run, files, everything=everything),
     ):
         if act is None:
             say(f"left {what}: it is of another network; -all removes it, too")

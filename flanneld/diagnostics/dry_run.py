@@ -32,7 +32,7 @@ from flanneld.startup import SingleAttempts
 from flanneld.state.removal_guard import RemovalGuard
 from flanneld.state.report import Report
 from flanneld.state.resources import ForeignLink, Key, Link, Resource, Route
-from flanneld.state.table import Put, Scope, Seen, Table
+from flanneld.state.table import Explains, Put, Scope, Seen, Table
 from flanneld.subnet.allocation import fits
 from flanneld.subnet.manager import Foreseeing, LocalFacts, SubnetManager
 from flanneld.subnet.subnet_file import Previous
@@ -47,8 +47,9 @@ class Notes:
         self.puts: dict[Key, Resource] = {}
         self.drops: dict[Resource, None] = {}
         self.behind: dict[Key, Route] = {}
-        #: What tables beyond the kernel's hold.
+        #: What tables beyond the kernel's hold, and the calls that would change it.
         self.outside: dict[Key, Resource] = {}
+        self.calls: dict[Key, str] = {}
 
     def take(self, table: Table) -> RecordingTable:
         """Return the table as one that only takes notes."""
@@ -97,6 +98,9 @@ class RecordingTable:
                 self._notes.behind[put.want.key] = put.was.route
             else:
                 self._notes.puts[put.want.key] = put.want
+                if isinstance(self._table, Explains):
+                    with suppress(OSError, Retryable):
+                        self._notes.calls[put.want.key] = self._table.explain(put)
         return Report()
 
     def drop(self, found: Sequence[Resource]) -> Report:

@@ -92,10 +92,11 @@ def _drop(resource: Resource) -> str:
 def _outside(resource: Resource, notes: Notes) -> str:
     """What no command does: the start does it, by a backend's driver."""
     there = notes.outside.get(resource.key)
+    calls = f": {notes.calls[resource.key]}" if notes.calls.get(resource.key) else ""
     if there is None:
-        return f"# new: {resource}"
+        return f"# new: {resource}{calls}"
     was = f" in place of {there}" if str(there) != str(resource) else ", with other settings than it has"
-    return f"# changed: {resource}{was}"
+    return f"# changed: {resource}{was}{calls}"
 
 
 def _subnet_file(wanted: Options, outcome: Outcome) -> Iterator[str]:

@@ -265,7 +265,12 @@ def describe(wish: Any, pending: Mapping[Key, Failure]) -> Document:
 
 
 def _refusal(failure: Failure) -> Document:
-    return {"object": str(failure.resource), "reason": failure.reason}
+    return {
+        "object": str(failure.resource),
+        "reason": failure.reason,
+        "remedy": failure.remedy,
+        "table": str(failure.resource.key[0]),
+    }
 
 
 def _subnets(of: Lease) -> list[str]:

@@ -1,4 +1,4 @@
-"""Services of this host that backends may ask for: key files, commands and HTTP requests."""
+"""Services of this host that backends may ask for: key files, commands, HTTP requests, blocking calls."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import NoReturn
 from flanneld.backends.contract import DryRun, HostServices
 from flanneld.runtime import secret_file
 from flanneld.runtime.command_runner import CommandRunner
+from flanneld.runtime.detached_call import DetachedCalls
 from flanneld.runtime.http_client import HttpAnswer, HttpClient, HttpRequest
 
 #: Methods that change nothing (RFC 9110, 9.2.1).
@@ -22,7 +23,9 @@ _Read = Callable[[Path, Callable[[], bytes] | None], bytes]
 def of_daemon(directory: str, environ: Mapping[str, str], stop: threading.Event) -> HostServices:
     """Return the services of a daemon with its key files in ``directory``, until ``stop``."""
     secret = partial(_secret, secret_file.read, Path(directory), environ)
-    return HostServices(secret=secret, run=CommandRunner(stop).run, http=HttpClient(stop).ask)
+    return HostServices(
+        secret=secret, run=CommandRunner(stop).run, http=HttpClient(stop).ask, call=DetachedCalls(stop).run
+    )
 
 
 def of_dry_run(directory: str, environ: Mapping[str, str]) -> HostServices:
@@ -36,11 +39,12 @@ def of_dry_run(directory: str, environ: Mapping[str, str]) -> HostServices:
         raise DryRun("a dry run starts no command", "start the daemon to see what the backend does")
 
     def ask(request: HttpRequest) -> HttpAnswer:
-        if request.method not in _SAFE:
+        if request.method not in _SAFE and not request.harmless:
             raise DryRun(f"a dry run makes no {request.method} request", "start the daemon")
         return client.ask(request)
 
-    return HostServices(secret=partial(_secret, read, Path(directory), environ), run=run, http=ask)
+    secret = partial(_secret, read, Path(directory), environ)
+    return HostServices(secret=secret, run=run, http=ask, call=DetachedCalls(threading.Event()).run)
 
 
 def _secret(

@@ -50,7 +50,7 @@ def demand_all(states: Iterable[TableState]) -> None:
         if state.vital and state.problem:
             raise Retryable(f"cannot read the {state.name}: {state.problem}")
         if state.vital and refused is not None:
-            raise Retryable(refused.reason)
+            raise Retryable(refused.reason, refused.remedy)
 
 
 def warn_of_networks_around(obstacles: Obstacles, domain: Domain) -> None:

@@ -34,6 +34,8 @@ class HttpRequest(Struct, frozen=True, gc=False):
     longest: int = 1 << 20
     ca_file: str = ""
     at_exit: bool = False
+    #: Changes nothing, whatever its method: a dry run makes it, too.
+    harmless: bool = False
 
 
 class HttpAnswer(Struct, frozen=True, gc=False):

@@ -127,6 +127,15 @@ class Notifies(Protocol):
 
 
 @runtime_checkable
+class Explains(Protocol):
+    """Optional part of a table: the calls behind a change, for a dry run."""
+
+    def explain(self, put: Put, /) -> str:
+        """Return the calls that ``put`` would make, after a reading. Raises ``OSError`` or ``Retryable``."""
+        ...
+
+
+@runtime_checkable
 class Polled(Protocol):
     """Optional part of a table: a periodic check that its resources still work."""
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from flanneld.ctl.checks import cluster, encryption, host, kernel, stale_objects
+from flanneld.ctl.checks import cloud, cluster, encryption, host, kernel, stale_objects
 from flanneld.ctl.findings import registered
 
-__all__ = ["CHECKS", "cluster", "encryption", "host", "kernel", "stale_objects"]
+__all__ = ["CHECKS", "cloud", "cluster", "encryption", "host", "kernel", "stale_objects"]
 
 #: All of them, in the order of the themes.
 CHECKS = registered()

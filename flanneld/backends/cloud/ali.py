@@ -1,0 +1,217 @@
+"""ali-vpc: routes of an Alibaba Cloud VPC, by its VPC and ECS APIs with aliyun-python-sdk-core.
+
+Behaves as upstream's backend/alivpc of 0.12, whose options and variables it takes. Without them the
+credentials are those of the instance's RAM role. Actions, fields and codes: VPC API 2016-04-28, ECS API
+2014-05-26.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from ipaddress import IPv4Address, IPv4Network
+from typing import Any
+from urllib.parse import urlsplit
+
+from flanneld.backends.cloud.backend import CloudFactory
+from flanneld.backends.cloud.client import Client
+from flanneld.backends.cloud.contract import (
+    Call,
+    Cloud,
+    CloudError,
+    Entry,
+    Health,
+    Place,
+    Trouble,
+    Words,
+    missing_extra,
+)
+from flanneld.backends.cloud.metadata import Metadata
+from flanneld.backends.cloud.options import ENDPOINT, METADATA, access_keys, endpoint, table_ids
+from flanneld.backends.cloud.paging import BATCH, batches, by_token
+from flanneld.backends.contract import HostServices
+from flanneld.compat.json import Fields
+
+TYPE = "ali-vpc"
+_TABLE = "RouteTableID"
+_METADATA = "http://100.100.100.200/latest/meta-data"
+_ROLE = "ram/security-credentials/"
+#: The API of an action, and its version; all others are VPC's.
+_OF_ECS = frozenset({"DescribeInstances"})
+_VERSIONS = {"ecs": "2014-05-26", "vpc": "2016-04-28"}
+#: Seconds for a connection, for an answer, and for a call with both.
+_CONNECT_LIMIT, _READ_LIMIT, _CALL_LIMIT = 5, 10, 20.0
+
+WORDS = Words(
+    cloud="Alibaba Cloud",
+    codes={
+        "Throttling": Trouble.THROTTLED,
+        "ServiceUnavailable": Trouble.THROTTLED,
+        "Forbidden": Trouble.DENIED,
+        "NoPermission": Trouble.DENIED,
+        "InvalidAccessKeyId": Trouble.CREDENTIALS,
+        "InvalidAccessKeySecret": Trouble.CREDENTIALS,
+        "SignatureDoesNotMatch": Trouble.CREDENTIALS,
+        "InvalidSecurityToken": Trouble.CREDENTIALS,
+        "SDK.InvalidCredential": Trouble.CREDENTIALS,
+        "QuotaExceeded": Trouble.FULL,
+        "InvalidRouteTableId": Trouble.NO_TABLE,
+        "InvalidRouteEntry": Trouble.ABSENT,
+        "RouterEntryConflict": Trouble.EXISTS,
+        "OperationConflict": Trouble.BUSY,
+        "TaskConflict": Trouble.BUSY,
+        "IncorrectRouteEntryStatus": Trouble.BUSY,
+        "IncorrectRouteTableStatus": Trouble.BUSY,
+        "IncorrectVpcStatus": Trouble.BUSY,
+    },
+    credentials="give the instance a RAM role, or correct ACCESS_KEY_ID and ACCESS_KEY_SECRET",
+    quota="raise the VPC quota of custom route entries in a route table",
+    permission="vpc:{}",
+    table_option=_TABLE,
+)
+
+
+class Ali(Cloud):
+    """The APIs of this instance's region. ``endpoints`` replaces their URLs, by ``vpc`` and ``ecs``."""
+
+    def __init__(
+        self,
+        services: HostServices,
+        *,
+        tables: tuple[str, ...] = (),
+        keys: tuple[str, str] | None = None,
+        endpoints: Mapping[str, str] | None = None,
+        metadata: str = _METADATA,
+    ) -> None:
+        self._tables = tables
+        self._keys = keys
+        self._endpoints = dict(endpoints or {})
+        self._metadata = Metadata(services.http, metadata)
+        self._region = ""
+        self._client = Client(services, WORDS, _CALL_LIMIT, self._connect, self._made)
+
+    # ---- what is there -----------------------------------------------------------------------
+
+    def place(self, address: IPv4Address) -> Place:
+        del address  # a route leads to the instance, whatever its addresses
+        self._region, instance, vpc, switch = self._metadata.read(
+            "region-id", "instance-id", "vpc-id", "vswitch-id"
+        )
+        if self._tables:
+            return Place(self._tables, instance, instance, vpc)
+        found = self.ask(Call("DescribeVSwitchAttributes", {"VSwitchId": switch}))
+        return Place((str(found["RouteTable"]["RouteTableId"]),), instance, instance, vpc)
+
+    def entries(self, place: Place) -> list[Entry]:
+        found = []
+        for table in place.tables:
+            call = Call("DescribeRouteEntryList", {"RouteTableId": table, "MaxResult": BATCH})
+            for page in by_token(self.ask, call, "NextToken", "NextToken"):
+                routes = page["RouteEntrys"]["RouteEntry"]
+                found += [
+                    _entry(table, route) for route in routes if ":" not in route["DestinationCidrBlock"]
+                ]
+        return found
+
+    def gone(self, place: Place, entries: Sequence[Entry]) -> list[Entry]:
+        del place
+        hops = sorted({each.hop for each in entries if each.hop.startswith("i-")})
+        there: set[str] = set()
+        for some in batches(hops):
+            which = {"InstanceIds": json.dumps(list(some)), "PageSize": BATCH}
+            answer = self.ask(Call("DescribeInstances", which, "ecs:DescribeInstances"))
+            there |= {str(each["InstanceId"]) for each in answer["Instances"]["Instance"]}
+        return [each for each in entries if each.hop in hops and each.hop not in there]
+
+    # ---- changes -----------------------------------------------------------------------------
+
+    def put_calls(self, place: Place, entry: Entry, was: Entry | None) -> list[Call]:
+        del place
+        where = {"RouteTableId": entry.table, "DestinationCidrBlock": str(entry.destination)}
+        if was:
+            new = {"NewNextHopType": "Instance", "NewNextHopId": entry.hop}
+            return [Call("ModifyRouteEntry", {**where, **new})]
+        return [Call("CreateRouteEntry", {**where, "NextHopType": "Instance", "NextHopId": entry.hop})]
+
+    def drop_calls(self, entry: Entry) -> list[Call]:
+        where = {"RouteTableId": entry.table, "DestinationCidrBlock": str(entry.destination)}
+        return [Call("DeleteRouteEntry", {**where, "NextHopId": entry.hop})]
+
+    # ---- the API -----------------------------------------------------------------------------
+
+    def ask(self, call: Call) -> Mapping[str, Any]:
+        return self._client.ask(call)
+
+    def _made(self, client: Any, call: Call) -> Any:
+        """Make a call, in a thread of its own. Raises ``CloudError``."""
+        from aliyunsdkcore.acs_exception.exceptions import ClientException, ServerException
+        from aliyunsdkcore.request import CommonRequest
+
+        api = "ecs" if call.action in _OF_ECS else "vpc"
+        url = urlsplit(self._endpoints.get(api) or f"https://{api}.{self._region}.aliyuncs.com")
+        request = CommonRequest(domain=url.netloc, version=_VERSIONS[api], action_name=call.action)
+        request.set_protocol_type(url.scheme)
+        for name, value in {"RegionId": self._region, **call.parameters}.items():
+            request.add_query_param(name, value)
+        try:
+            return json.loads(client.do_action_with_exception(request))
+        except ServerException as error:
+            raise WORDS.error(call, str(error.get_error_code())) from None
+        except ClientException as error:
+            code = str(error.get_error_code())
+            raise WORDS.error(call, code) if code in WORDS.codes else WORDS.no_answer(call, code) from None
+
+    def _connect(self) -> Any:
+        try:
+            from aliyunsdkcore.auth.credentials import EcsRamRoleCredential
+            from aliyunsdkcore.client import AcsClient
+        except ImportError:
+            raise missing_extra("ali", "aliyun-python-sdk-core") from None
+
+        # The SDK logs what was signed with each refusal; ours say what is wrong.
+        logging.getLogger("aliyunsdkcore").setLevel(logging.CRITICAL + 1)
+        limits = {"connect_timeout": _CONNECT_LIMIT, "timeout": _READ_LIMIT, "auto_retry": False}
+        if self._keys:
+            return AcsClient(*self._keys, region_id=self._region, **limits)
+        role = EcsRamRoleCredential(self._role())
+        return AcsClient(region_id=self._region, credential=role, **limits)
+
+    def _role(self) -> str:
+        """Return the instance's role. Raises ``CloudError`` if it has none, with upstream's words."""
+        try:
+            return self._metadata.read(_ROLE)[0].split()[0]
+        except CloudError:
+            problem = (
+                "ACCESS_KEY_ID and ACCESS_KEY_SECRET must be provided, and this instance has no RAM role"
+            )
+            raise CloudError(Trouble.CREDENTIALS, problem, WORDS.credentials) from None
+
+
+def _entry(table: str, route: Mapping[str, Any]) -> Entry:
+    hops = route.get("NextHops", {}).get("NextHop") or [{}]
+    return Entry(
+        table,
+        IPv4Network(route["DestinationCidrBlock"]),
+        str(hops[0].get("NextHopId") or route.get("Type", "an unknown hop")),
+        Health.ACTIVE if route["Status"] == "Available" else Health.PENDING,
+        str(route.get("RouteEntryId", "")),
+    )
+
+
+def _connect(options: Fields, services: HostServices) -> Ali:
+    endpoints = {"vpc": endpoint(options), "ecs": endpoint(options, "InstanceEndpoint")}
+    endpoints["ecs"] = endpoints["ecs"] or os.environ.get("ECS_ENDPOINT", "")
+    return Ali(
+        services,
+        tables=table_ids(options, _TABLE),
+        keys=access_keys(options, os.environ),
+        endpoints=endpoints,
+        metadata=endpoint(options, METADATA) or _METADATA,
+    )
+
+
+build = CloudFactory(
+    TYPE, _connect, table_option=_TABLE, kept=(_TABLE, ENDPOINT, METADATA, "InstanceEndpoint")
+)

@@ -1,0 +1,249 @@
+"""aws-vpc: routes of a VPC's tables, by the EC2 API with botocore.
+
+Behaves as upstream's backend/awsvpc of 0.12, whose option ``RouteTableID`` it takes. Credentials come from
+botocore's chain: environment, web identity, ~/.aws, the instance's role. Actions and error codes: EC2 API
+Reference, version 2016-11-15.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from ipaddress import IPv4Address, IPv4Network
+from typing import Any
+
+from msgspec.structs import replace
+
+from flanneld.backends.cloud.backend import CloudFactory
+from flanneld.backends.cloud.client import Client
+from flanneld.backends.cloud.contract import (
+    Call,
+    Cloud,
+    CloudError,
+    Entry,
+    Health,
+    Place,
+    Trouble,
+    Words,
+    check_scope,
+    missing_extra,
+)
+from flanneld.backends.cloud.metadata import Metadata, Token
+from flanneld.backends.cloud.options import ENDPOINT, endpoint, table_ids
+from flanneld.backends.contract import HostServices
+from flanneld.compat.json import Fields
+
+TYPE = "aws-vpc"
+_TABLE = "RouteTableID"
+_METADATA = "http://169.254.169.254"
+#: The second version of the service, which an instance may demand.
+_TOKEN = Token("latest/api/token", "X-aws-ec2-metadata-token-ttl-seconds", "X-aws-ec2-metadata-token")
+#: Seconds for one attempt of a call, for a connection, and for a call with its one repetition.
+_READ_LIMIT, _CONNECT_LIMIT, _CALL_LIMIT = 10, 5, 40.0
+#: Next hops that are an instance: one that is gone leaves a route in state blackhole.
+_OF_INSTANCES = ("eni-", "i-")
+
+WORDS = Words(
+    cloud="AWS",
+    codes={
+        "RequestLimitExceeded": Trouble.THROTTLED,
+        "Throttling": Trouble.THROTTLED,
+        "ThrottlingException": Trouble.THROTTLED,
+        "UnauthorizedOperation": Trouble.DENIED,
+        "AccessDenied": Trouble.DENIED,
+        "AuthFailure": Trouble.CREDENTIALS,
+        "ExpiredToken": Trouble.CREDENTIALS,
+        "RequestExpired": Trouble.CREDENTIALS,
+        "InvalidClientTokenId": Trouble.CREDENTIALS,
+        "SignatureDoesNotMatch": Trouble.CREDENTIALS,
+        "NoCredentialsError": Trouble.CREDENTIALS,
+        "PartialCredentialsError": Trouble.CREDENTIALS,
+        "CredentialRetrievalError": Trouble.CREDENTIALS,
+        "RouteLimitExceeded": Trouble.FULL,
+        "InvalidRouteTableID": Trouble.NO_TABLE,
+        "InvalidRouteTableId": Trouble.NO_TABLE,
+        "InvalidRoute.NotFound": Trouble.ABSENT,
+        "RouteAlreadyExists": Trouble.EXISTS,
+    },
+    credentials="give the instance a role, or correct AWS_ACCESS_KEY_ID, the web identity or ~/.aws",
+    quota="raise the quota 'Routes per route table' of Amazon VPC",
+    permission="ec2:{}",
+    table_option=_TABLE,
+)
+
+
+class Aws(Cloud):
+    """The EC2 API of this instance's region.
+
+    ``tables`` are those of the network config, ``endpoint`` replaces the API's URL.
+    """
+
+    filters_addresses = True
+
+    def __init__(self, services: HostServices, tables: tuple[str, ...] = (), endpoint: str = "") -> None:
+        self._tables = tables
+        self._endpoint = endpoint
+        url = os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT") or _METADATA
+        self._metadata = Metadata(services.http, url, token=_TOKEN)
+        self._client = Client(services, WORDS, _CALL_LIMIT, self._connect, self._made)
+
+    # ---- what is there -----------------------------------------------------------------------
+
+    def place(self, address: IPv4Address) -> Place:
+        (instance,) = self._metadata.read("latest/meta-data/instance-id")
+        answer = self.ask(Call("DescribeInstances", {"InstanceIds": [instance]}))
+        interface = _interface(answer, str(address))
+        if interface is None:
+            raise CloudError(
+                Trouble.OTHER,
+                f"{instance} has no network interface with {address}",
+                "choose the interface that has it in the VPC with -iface",
+            )
+        tables = self._tables or (self._table_of(interface["SubnetId"], interface["VpcId"]),)
+        return Place(
+            tables,
+            interface["NetworkInterfaceId"],
+            instance,
+            interface["VpcId"],
+            forwards=not interface.get("SourceDestCheck", False),
+        )
+
+    def _table_of(self, subnet: str, vpc: str) -> str:
+        """Return the table of a subnet, else the main one of the VPC, as upstream does."""
+        for filters in (
+            {"association.subnet-id": subnet},
+            {"association.main": "true", "vpc-id": vpc},
+        ):
+            named = [{"Name": name, "Values": [value]} for name, value in filters.items()]
+            found = self.ask(Call("DescribeRouteTables", {"Filters": named}))["RouteTables"]
+            if found:
+                return str(found[0]["RouteTableId"])
+        raise CloudError(Trouble.NO_TABLE, "main route table not found", f"set Backend.{_TABLE}")
+
+    def entries(self, place: Place) -> list[Entry]:
+        found = []
+        call = Call("DescribeRouteTables", {"RouteTableIds": list(place.tables)})
+        for table in self.ask(call)["RouteTables"]:
+            check_scope(table["RouteTableId"], table["VpcId"], place, _TABLE)
+            routes = (route for route in table["Routes"] if "DestinationCidrBlock" in route)
+            found += [_entry(table["RouteTableId"], route) for route in routes]
+        return found
+
+    def gone(self, place: Place, entries: Sequence[Entry]) -> list[Entry]:
+        del place  # the API tells without a further call
+        return [each for each in entries if each.health is Health.DEAD and each.hop.startswith(_OF_INSTANCES)]
+
+    # ---- changes -----------------------------------------------------------------------------
+
+    def put_calls(self, place: Place, entry: Entry, was: Entry | None) -> list[Call]:
+        del place
+        return [
+            Call(
+                "ReplaceRoute" if was else "CreateRoute",
+                {
+                    "RouteTableId": entry.table,
+                    "DestinationCidrBlock": str(entry.destination),
+                    "NetworkInterfaceId": entry.hop,
+                },
+            )
+        ]
+
+    def drop_calls(self, entry: Entry) -> list[Call]:
+        where = {"RouteTableId": entry.table, "DestinationCidrBlock": str(entry.destination)}
+        return [Call("DeleteRoute", where)]
+
+    def forwarding_calls(self, place: Place) -> list[Call]:
+        off = {"NetworkInterfaceId": place.hop, "SourceDestCheck": {"Value": False}}
+        return [Call("ModifyNetworkInterfaceAttribute", off)]
+
+    def forwarding_remedy(self, place: Place) -> str:
+        return (
+            "run: aws ec2 modify-network-interface-attribute --no-source-dest-check"
+            f" --network-interface-id {place.hop}, or allow ec2:ModifyNetworkInterfaceAttribute"
+        )
+
+    # ---- the API -----------------------------------------------------------------------------
+
+    def ask(self, call: Call) -> Mapping[str, Any]:
+        return self._client.ask(call)
+
+    def _made(self, client: Any, call: Call) -> Any:
+        """Make a call, in a thread of its own. Raises ``CloudError``."""
+        from botocore import xform_name
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        try:
+            return getattr(client, xform_name(call.action))(**call.parameters)
+        except ClientError as error:
+            raise WORDS.error(call, str(error.response.get("Error", {}).get("Code", "no code"))) from None
+        except BotoCoreError as error:
+            name = type(error).__name__
+            raise WORDS.error(call, name) if name in WORDS.codes else WORDS.no_answer(call, name) from None
+
+    def _connect(self) -> Any:
+        try:
+            from botocore.config import Config
+            from botocore.session import Session
+        except ImportError:
+            raise missing_extra("aws", "botocore") from None
+
+        limits = Config(
+            connect_timeout=_CONNECT_LIMIT,
+            read_timeout=_READ_LIMIT,
+            retries={"total_max_attempts": 2, "mode": "standard"},
+        )
+        session = Session()
+        return session.create_client(
+            "ec2",
+            region_name=session.get_config_variable("region") or self._region(),
+            endpoint_url=self._endpoint or None,
+            config=limits,
+            **_old_names(),
+        )
+
+    def _region(self) -> str:
+        try:
+            return self._metadata.read("latest/meta-data/placement/region")[0]
+        except CloudError:
+            return self._metadata.read("latest/meta-data/placement/availability-zone")[0][:-1]
+
+
+def _old_names() -> dict[str, str]:
+    """Return the keys in variables that upstream takes and botocore does not."""
+    environ = os.environ
+    key, secret = environ.get("AWS_ACCESS_KEY"), environ.get("AWS_SECRET_KEY")
+    if not key or not secret or "AWS_ACCESS_KEY_ID" in environ:
+        return {}
+    token = environ.get("AWS_SESSION_TOKEN")
+    keys = {"aws_access_key_id": key, "aws_secret_access_key": secret}
+    return keys | ({"aws_session_token": token} if token else {})
+
+
+def _interface(answer: Mapping[str, Any], address: str) -> Mapping[str, Any] | None:
+    """Return the network interface that has an address."""
+    for reservation in answer["Reservations"]:
+        for instance in reservation["Instances"]:
+            for interface in instance.get("NetworkInterfaces", ()):
+                addresses = [each["PrivateIpAddress"] for each in interface.get("PrivateIpAddresses", ())]
+                if address in addresses:
+                    found: Mapping[str, Any] = interface
+                    return found
+    return None
+
+
+def _entry(table: str, route: Mapping[str, Any]) -> Entry:
+    entry = Entry(table, IPv4Network(route["DestinationCidrBlock"]), _hop(route))
+    return replace(entry, health=Health.DEAD) if route.get("State") == "blackhole" else entry
+
+
+def _hop(route: Mapping[str, Any]) -> str:
+    """Return the next hop: an interface if the API names one, else whatever it names."""
+    hops = [value for name, value in route.items() if name.endswith("Id") and "Owner" not in name]
+    return str(route.get("NetworkInterfaceId") or (hops[0] if hops else "an unknown hop"))
+
+
+def _connect(options: Fields, services: HostServices) -> Aws:
+    return Aws(services, table_ids(options, _TABLE), endpoint(options))
+
+
+build = CloudFactory(TYPE, _connect, table_option=_TABLE, kept=(_TABLE, ENDPOINT))

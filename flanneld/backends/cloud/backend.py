@@ -1,0 +1,99 @@
+"""Backend for any cloud that routes packets itself: a lease, and one route for this node.
+
+Behaves as upstream's backends for clouds: the lease has the public IP only, the MTU is the uplink's, and
+nothing is made for peers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from msgspec import Struct
+
+from flanneld.backends.cloud.contract import Cloud
+from flanneld.backends.cloud.forwarding import ForwardingTable
+from flanneld.backends.cloud.options import table_ids
+from flanneld.backends.cloud.record import SUFFIX, Record
+from flanneld.backends.cloud.resources import CloudRoute, Forwarding
+from flanneld.backends.cloud.routes import CloudRoutes
+from flanneld.backends.contract import Host, HostServices
+from flanneld.compat.json import Fields, GoJsonError
+from flanneld.config import Config, SubnetRange
+from flanneld.errors import Fatal
+from flanneld.model import Lease, LeaseAttrs
+from flanneld.state.resources import Resource
+from flanneld.state.table import Table
+
+#: Makes a cloud's API of the options in ``Backend``. Raises ``Fatal`` for options that cannot be used.
+Connect = Callable[[Fields, HostServices], Cloud]
+
+
+class CloudFactory(Struct, frozen=True):
+    """Makes the backend for one cloud: what the registry of backends takes.
+
+    ``connect`` makes the cloud's API. ``table_option`` is the option that names tables, empty without one.
+    ``kept`` names the options that are no secret: -cleanup needs them.
+    """
+
+    kind: str
+    connect: Connect
+    table_option: str = ""
+    kept: tuple[str, ...] = ()
+
+    def __call__(self, config: Config, host: Host) -> CloudBackend:
+        return CloudBackend(self, config, host)
+
+
+class CloudBackend:
+    """Decides on one route for each table."""
+
+    has_peers = False
+
+    def __init__(self, made_by: CloudFactory, config: Config, host: Host) -> None:
+        self._kind = made_by.kind
+        self._host = host
+        self._range = _only_range(made_by.kind, config)
+        address = host.uplink.address
+        if address is None:
+            problem = f"{made_by.kind} needs an IPv4 address on the external interface"
+            raise Fatal(problem, "choose another with -iface")
+        self._address = address
+        options, table = config.backend, made_by.table_option
+        try:
+            self._cloud = made_by.connect(options, host)
+            self._tables = table_ids(options, table) if table else ()
+            self._kept = {name: options.raw(name) for name in made_by.kept if options.has(name)}
+        except GoJsonError as error:
+            raise Fatal(f"the network config is wrong: {error}", "correct it where it is stored") from None
+
+    @property
+    def mtu(self) -> int:
+        return self._host.uplink.mtu
+
+    def attributes(self) -> LeaseAttrs:
+        return LeaseAttrs(self._host.uplink.public_ip, self._host.uplink.public_ipv6)
+
+    def local(self, own: Lease) -> Iterator[Resource]:
+        if own.subnet is not None:
+            if self._cloud.filters_addresses:
+                yield Forwarding(self._address)
+            for table in self._tables or ("",):
+                yield CloudRoute(own.subnet, str(self._address), table)
+
+    def peer(self, own: Lease, lease: Lease, /) -> Iterator[Resource]:
+        """Nothing: each node keeps its own route."""
+        del own, lease
+        return iter(())
+
+    def tables(self) -> tuple[Table, ...]:
+        record = Record(self._host.beside(SUFFIX), self._kind, self._kept)
+        routes = CloudRoutes(self._cloud, self._range, record)
+        return (routes, ForwardingTable(self._cloud)) if self._cloud.filters_addresses else (routes,)
+
+
+def _only_range(kind: str, config: Config) -> SubnetRange:
+    """Return the IPv4 range. Raises ``Fatal`` for a network that has another one."""
+    found = config.range(4)
+    if found is None or len(config.ranges) != 1:
+        raise Fatal(f"{kind} carries IPv4 only", "set EnableIPv6 to false and EnableIPv4 to true")
+    return found

@@ -1,0 +1,85 @@
+"""Table of this node's permission to send and receive packets of containers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flanneld.backends.cloud.contract import Cloud, CloudError, Place, Trouble
+from flanneld.backends.cloud.pace import WORKER, Pace, audit_period, understood
+from flanneld.backends.cloud.resources import FORWARDING, Forwarding
+from flanneld.state.report import Failure, Report
+from flanneld.state.resources import Resource
+from flanneld.state.table import Put, Scope, Seen
+
+
+class ForwardingTable:
+    """This node's permission to forward, where the cloud has such a setting."""
+
+    name = FORWARDING
+    what = "the cloud's forwarding permissions"
+    worker = WORKER
+    vital = False
+    needs: frozenset[str] = frozenset()
+
+    def __init__(self, cloud: Cloud) -> None:
+        self._cloud = cloud
+        self._place: Place | None = None
+        self._pace = Pace()
+
+    @property
+    def audit(self) -> float:
+        return audit_period()
+
+    def read(self, scope: Scope) -> list[Seen]:
+        self._pace.check()
+        wanted = [each for each in scope.wanted.values() if isinstance(each, Forwarding)]
+        try:
+            return [Seen(self._permission(want)) for want in wanted]
+        except CloudError as failure:
+            self._pace.refused(failure)
+            raise
+
+    def _permission(self, want: Forwarding) -> Forwarding:
+        """Ask the cloud. Raises ``CloudError``."""
+        with understood():
+            self._place = self._cloud.place(want.address)
+        return Forwarding(want.address, self._place.forwards)
+
+    def put(self, puts: Sequence[Put]) -> Report:
+        report = Report()
+        for put in puts:
+            try:
+                self._allow()
+            except CloudError as failure:
+                self._pace.refused(failure)
+                report.failed.append(Failure(put.want, failure.problem, failure.remedy))
+            else:
+                self._pace.succeeded()
+                report.made.append(put.want)
+        return report
+
+    def explain(self, put: Put) -> str:
+        """Return the calls that ``put`` would make."""
+        del put
+        return "; ".join(map(str, self._cloud.forwarding_calls(self._place))) if self._place else ""
+
+    def _allow(self) -> None:
+        """Raises ``CloudError`` if the cloud refuses, or only people can change it."""
+        assert self._place is not None, "put follows a reading"
+        calls = self._cloud.forwarding_calls(self._place)
+        remedy = self._cloud.forwarding_remedy(self._place)
+        problem = f"the cloud drops packets of containers at {self._place.instance}"
+        if not calls:
+            raise CloudError(Trouble.OTHER, problem, remedy)
+        try:
+            for call in calls:
+                self._cloud.ask(call)
+        except CloudError as failure:
+            raise CloudError(failure.trouble, f"{problem}: {failure.problem}", remedy) from None
+
+    def drop(self, found: Sequence[Resource]) -> Report:
+        """The permission may be somebody else's wish: it stays."""
+        return Report(removed=list(found))
+
+    def close(self, *, remove: bool) -> None:
+        """Nothing is open."""

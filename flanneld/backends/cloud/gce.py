@@ -1,0 +1,259 @@
+"""gce: routes of a Google Cloud network, by Compute's REST API with google-auth.
+
+Behaves as upstream's backend/gce of 0.12, whose names of routes it keeps. Credentials are Google's
+application default ones: a file, gcloud's, or the service account of the instance. Shapes: Compute API v1,
+``routes``, ``instances`` and ``globalOperations``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from ipaddress import IPv4Address, IPv4Network
+from typing import Any
+
+from flanneld.backends.cloud.backend import CloudFactory
+from flanneld.backends.cloud.client import Client
+from flanneld.backends.cloud.contract import (
+    Call,
+    Cloud,
+    CloudError,
+    Entry,
+    Health,
+    Place,
+    Trouble,
+    Words,
+    missing_extra,
+)
+from flanneld.backends.cloud.metadata import Metadata
+from flanneld.backends.cloud.options import ENDPOINT, endpoint
+from flanneld.backends.cloud.paging import by_token
+from flanneld.backends.contract import HostServices
+from flanneld.compat.json import Fields
+
+TYPE = "gce"
+_API = "https://compute.googleapis.com/compute/v1"
+_SCOPE = "https://www.googleapis.com/auth/compute"
+_METADATA = "169.254.169.254"
+#: Of routes to one destination that with the lowest number wins; this is the API's default, and upstream's.
+_PRIORITY = 1000
+#: Seconds for one request, for the wait for an operation, and for a call with both.
+_REQUEST_LIMIT, _WAIT_LIMIT, _CALL_LIMIT = 10.0, 15.0, 40.0
+#: Warnings of a route whose instance was deleted or does not run.
+_LEADS_NOWHERE = frozenset({"NEXT_HOP_NOT_RUNNING", "NEXT_HOP_INSTANCE_NOT_FOUND"})
+
+WORDS = Words(
+    cloud="Google Cloud",
+    codes={
+        "rateLimitExceeded": Trouble.THROTTLED,
+        "userRateLimitExceeded": Trouble.THROTTLED,
+        "429": Trouble.THROTTLED,
+        "forbidden": Trouble.DENIED,
+        "insufficientPermissions": Trouble.DENIED,
+        "accessNotConfigured": Trouble.DENIED,
+        "authError": Trouble.CREDENTIALS,
+        "required": Trouble.CREDENTIALS,
+        "401": Trouble.CREDENTIALS,
+        "RefreshError": Trouble.CREDENTIALS,
+        "DefaultCredentialsError": Trouble.CREDENTIALS,
+        "quotaExceeded": Trouble.FULL,
+        "QUOTA_EXCEEDED": Trouble.FULL,
+        "notFound": Trouble.ABSENT,
+        "alreadyExists": Trouble.EXISTS,
+        "resourceInUseByAnotherResource": Trouble.BUSY,
+        "resourceNotReady": Trouble.BUSY,
+        "RESOURCE_NOT_READY": Trouble.BUSY,
+    },
+    credentials="give the instance a service account with the scope compute-rw,"
+    " or correct GOOGLE_APPLICATION_CREDENTIALS",
+    quota="raise the quota 'Routes' of the project",
+    permission="{}",
+)
+
+#: Method and path of each action, below the project.
+_PATHS = {
+    "compute.instances.get": ("GET", "zones/{zone}/instances/{instance}"),
+    "compute.routes.list": ("GET", "global/routes"),
+    "compute.routes.insert": ("POST", "global/routes"),
+    "compute.routes.delete": ("DELETE", "global/routes/{route}"),
+    "compute.globalOperations.wait": ("POST", "global/operations/{operation}/wait"),
+}
+#: Parameters that are part of the path.
+_IN_PATH = frozenset({"zone", "instance", "route", "operation"})
+
+
+class Gce(Cloud):
+    """The routes of this instance's network. ``endpoint`` replaces the URL of the API."""
+
+    filters_addresses = True
+
+    def __init__(self, services: HostServices, endpoint: str = "") -> None:
+        self._api = (endpoint or _API).rstrip("/")
+        self._project = ""
+        self._client = Client(services, WORDS, _CALL_LIMIT, _session, self._made)
+        host = os.environ.get("GCE_METADATA_HOST") or _METADATA
+        url = f"http://{host}/computeMetadata/v1"
+        self._metadata = Metadata(services.http, url, headers={"Metadata-Flavor": "Google"})
+
+    # ---- what is there -----------------------------------------------------------------------
+
+    def place(self, address: IPv4Address) -> Place:
+        self._project, zone, host = self._metadata.read(
+            "project/project-id", "instance/zone", "instance/hostname"
+        )
+        name = host.split(".")[0]
+        which = {"zone": zone.rsplit("/", 1)[-1], "instance": name}
+        instance = self.ask(Call("compute.instances.get", which))
+        for interface in instance["networkInterfaces"]:
+            if interface.get("networkIP") == str(address):
+                network = str(interface["network"])
+                forwards = bool(instance.get("canIpForward", False))
+                return Place((_last(network),), str(instance["selfLink"]), name, network, forwards)
+        raise CloudError(
+            Trouble.OTHER,
+            f"{name} has no network interface with {address}",
+            "choose its interface with -iface",
+        )
+
+    def entries(self, place: Place) -> list[Entry]:
+        only = {"filter": f'network="{place.scope}"', "maxResults": "500"}
+        pages = by_token(self.ask, Call("compute.routes.list", only), "nextPageToken", "pageToken")
+        routes = (route for page in pages for route in page.get("items") or ())
+        return [
+            _entry(place.tables[0], route)
+            for route in routes
+            if route["network"] == place.scope and ":" not in route["destRange"]
+        ]
+
+    def gone(self, place: Place, entries: Sequence[Entry]) -> list[Entry]:
+        """Return those that the API warns of, and whose instance it then does not know."""
+        del place
+        return [each for each in entries if each.health is Health.DEAD and self._is_absent(each.hop)]
+
+    def _is_absent(self, instance: str) -> bool:
+        parts = instance.split("/")
+        if parts[-2] != "instances":
+            return False
+        try:
+            self.ask(Call("compute.instances.get", {"zone": parts[-3], "instance": parts[-1]}))
+        except CloudError as failure:
+            if failure.trouble is Trouble.ABSENT:
+                return True
+            raise
+        return False
+
+    # ---- changes -----------------------------------------------------------------------------
+
+    def put_calls(self, place: Place, entry: Entry, was: Entry | None) -> list[Call]:
+        """The API replaces no route. One that leads nowhere carries no packets while it is made anew."""
+        new = {
+            "name": _name(entry.destination),
+            "destRange": str(entry.destination),
+            "network": place.scope,
+            "nextHopInstance": entry.hop,
+            "priority": _PRIORITY,
+        }
+        return [
+            *(self.drop_calls(was) if was else ()),
+            Call("compute.routes.insert", new, "compute.routes.create"),
+        ]
+
+    def drop_calls(self, entry: Entry) -> list[Call]:
+        return [Call("compute.routes.delete", {"route": entry.name or _name(entry.destination)})]
+
+    def forwarding_remedy(self, place: Place) -> str:
+        return f"make {place.instance} anew with: gcloud compute instances create --can-ip-forward"
+
+    # ---- the API -----------------------------------------------------------------------------
+
+    def ask(self, call: Call) -> Mapping[str, Any]:
+        return self._client.ask(call)
+
+    def _made(self, session: Any, call: Call) -> Any:
+        """Make a call; after a change wait until its operation has ended. Raises ``CloudError``."""
+        answer = self._sent(session, call, _REQUEST_LIMIT)
+        if answer.get("kind") != "compute#operation":
+            return answer
+        operation = str(answer["name"])
+        if answer.get("status") != "DONE":
+            wait = Call("compute.globalOperations.wait", {"operation": operation})
+            answer = self._sent(session, wait, _WAIT_LIMIT)
+        if answer.get("status") != "DONE":
+            problem = f"the operation {operation} of {call.action} has not ended within {_WAIT_LIMIT:g} s"
+            raise CloudError(Trouble.BUSY, problem, f"see: gcloud compute operations describe {operation}")
+        for error in (answer.get("error") or {}).get("errors") or ():
+            raise WORDS.error(call, str(error.get("code", "no code")))
+        return answer
+
+    def _sent(self, session: Any, call: Call, limit: float) -> Any:
+        """Send one request. Raises ``CloudError``."""
+        from google.auth.exceptions import GoogleAuthError
+
+        method, path = _PATHS[call.action]
+        url = f"{self._api}/projects/{self._project}/{path.format(**call.parameters)}"
+        rest = {name: value for name, value in call.parameters.items() if name not in _IN_PATH}
+        body = {"json": rest} if method == "POST" else {"params": rest}
+        try:
+            answer = session.request(method, url, timeout=limit, max_allowed_time=limit, **body)
+            found = json.loads(answer.text) if answer.status_code < 300 else None
+        except GoogleAuthError as error:
+            name = type(error).__name__
+            raise WORDS.error(call, name) if name in WORDS.codes else WORDS.no_answer(call, name) from None
+        if answer.status_code >= 300:
+            raise WORDS.error(call, _code(answer.status_code, answer.text))
+        return found
+
+
+def _session() -> Any:
+    """Return a session with the application default credentials. Raises ``CloudError`` if there are none."""
+    try:
+        import google.auth
+        from google.auth.exceptions import DefaultCredentialsError
+        from google.auth.transport.requests import AuthorizedSession
+    except ImportError:
+        raise missing_extra("gce", "google-auth[requests]") from None
+
+    try:
+        credentials, _ = google.auth.default(scopes=[_SCOPE])
+    except DefaultCredentialsError as error:
+        raise WORDS.error(Call("google.auth.default"), type(error).__name__) from None
+    make: Callable[..., Any] = AuthorizedSession
+    return make(credentials, max_refresh_attempts=1)
+
+
+def _code(status: int, text: str) -> str:
+    """Return the reason of a refusal, else the status."""
+    try:
+        errors = json.loads(text)["error"]["errors"]
+        return str(errors[0]["reason"])
+    except (ValueError, LookupError, TypeError):
+        return str(status)
+
+
+def _name(destination: IPv4Network) -> str:
+    """Return upstream's name of a route: ``flannel-10-5-34-0-24``."""
+    return f"flannel-{destination}".replace(".", "-").replace("/", "-")
+
+
+def _last(url: str) -> str:
+    return url.rsplit("/", 1)[-1]
+
+
+def _entry(table: str, route: Mapping[str, Any]) -> Entry:
+    warnings = {each.get("code") for each in route.get("warnings") or ()}
+    hops = [value for name, value in route.items() if name.startswith("nextHop") and isinstance(value, str)]
+    return Entry(
+        table,
+        IPv4Network(route["destRange"]),
+        str(route.get("nextHopInstance") or (hops[0] if hops else "an unknown hop")),
+        Health.DEAD if warnings & _LEADS_NOWHERE else Health.ACTIVE,
+        str(route["name"]),
+    )
+
+
+def _connect(options: Fields, services: HostServices) -> Gce:
+    return Gce(services, endpoint(options))
+
+
+build = CloudFactory(TYPE, _connect, kept=(ENDPOINT,))

@@ -1,0 +1,68 @@
+"""Rules for asking a cloud: how often, and what an answer of an unknown shape means."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from flanneld.backends.cloud.contract import CloudError, Trouble
+from flanneld.errors import Retryable, remembered
+from flanneld.runtime import clock, randomness
+from flanneld.runtime.backoff import Backoff
+
+#: Name of the thread that asks.
+WORKER = "cloud"
+#: Seconds between two audits, at least; up to a quarter more by chance, so that nodes do not ask at once.
+_AUDIT_PERIOD = 240.0
+#: Seconds between two tries of what was refused or throttled: the first pause, and the longest.
+_FIRST_PAUSE, _LONGEST_PAUSE = 2.0, 150.0
+
+
+def audit_period() -> float:
+    """Return the seconds until the next audit."""
+    return _AUDIT_PERIOD * (1 + randomness.fraction() / 4)
+
+
+class Pace:
+    """Back-off for one thing that a cloud refuses: until a pause is over the refusal is only repeated."""
+
+    def __init__(self) -> None:
+        self._backoff = Backoff(_FIRST_PAUSE, _LONGEST_PAUSE)
+        self._until = -math.inf
+        self._problem: Retryable | None = None
+
+    def check(self) -> None:
+        """Raise the last refusal again during its pause."""
+        if self._problem is not None and clock.now() < self._until:
+            raise self._problem
+
+    def refused(self, problem: Retryable) -> None:
+        self._problem, self._until = remembered(problem), clock.now() + self._backoff.pause()
+
+    def succeeded(self) -> None:
+        self._problem = None
+        self._backoff.reset()
+
+
+@contextmanager
+def understood() -> Iterator[None]:
+    """Run the block, which takes an answer apart. Raises ``CloudError`` for one of another shape."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise CloudError(
+            Trouble.OTHER,
+            f"the cloud's answer has no known shape ({type(error).__name__})",
+            "see whether a proxy answers in its place, and look for a newer flanneld",
+        ) from error
+
+
+@contextmanager
+def absence_is_fine() -> Iterator[None]:
+    """Run the block, which removes something; that it is gone already is no error."""
+    try:
+        yield
+    except CloudError as failure:
+        if failure.trouble is not Trouble.ABSENT:
+            raise

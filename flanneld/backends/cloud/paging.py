@@ -1,0 +1,47 @@
+"""Lists that a cloud hands out in pages, and lists that it takes in parts (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from msgspec.structs import replace
+
+from flanneld.backends.cloud.contract import Call
+
+Item = TypeVar("Item")
+Ask = Callable[[Call], Mapping[str, Any]]
+
+#: Objects that each of the clouds takes or gives in one call.
+BATCH = 100
+#: Pages of one list: a cloud that repeats a page for ever must not hold the daemon.
+_MOST_PAGES = 1000
+
+
+def by_token(ask: Ask, call: Call, given: str, taken: str) -> Iterator[Mapping[str, Any]]:
+    """Yield each page; an answer names the next one by ``given``, a call asks for it by ``taken``."""
+    token = ""
+    for _ in range(_MOST_PAGES):
+        more = {taken: token} if token else {}
+        page = ask(replace(call, parameters={**call.parameters, **more}))
+        yield page
+        following = page.get(given) or ""
+        if not following or following == token:
+            return
+        token = str(following)
+
+
+def by_offset(ask: Ask, call: Call, listed: str) -> Iterator[Mapping[str, Any]]:
+    """Yield each item of the list ``listed``, whose pages are asked for by Offset and Limit."""
+    for number in range(_MOST_PAGES):
+        part = {"Offset": str(number * BATCH), "Limit": str(BATCH)}
+        items = ask(replace(call, parameters={**call.parameters, **part})).get(listed) or ()
+        yield from items
+        if len(items) < BATCH:
+            return
+
+
+def batches(items: Sequence[Item]) -> Iterator[Sequence[Item]]:
+    """Yield parts of a list that fit into one call."""
+    for start in range(0, len(items), BATCH):
+        yield items[start : start + BATCH]

@@ -1,0 +1,121 @@
+"""Record of the routes that this node has made in a cloud's table, in a file that outlives the daemon.
+
+``-cleanup`` has no network config: the file also says which cloud it is, and the options without secrets.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from ipaddress import IPv4Network
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import replace
+
+from flanneld.backends.cloud.contract import Entry
+from flanneld.compat.glog import Once
+from flanneld.errors import cause_of
+from flanneld.runtime import atomic_file
+
+log = logging.getLogger(__name__)
+
+#: The file is ``flanneld.cloud``, beside subnet.env.
+SUFFIX = "cloud"
+_MAX_SIZE = 1 << 20
+
+
+class Recorded(Struct, frozen=True):
+    """Contents of the record: the backend's type and options, this node's address, and the routes."""
+
+    kind: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    address: str = ""
+    routes: tuple[Entry, ...] = ()
+
+
+class Record:
+    """The file at ``path``; with a ``kind`` and ``options`` it is that of a daemon with these.
+
+    One that makes no sense counts as empty. Each problem is logged once.
+    """
+
+    def __init__(self, path: Path, kind: str = "", options: Mapping[str, Any] | None = None) -> None:
+        self.path = path
+        self._kind = kind
+        self._options = dict(options or {})
+        self._content: Recorded | None = None
+        self._once = Once()
+
+    def read(self) -> Recorded:
+        """Return what the file says. Raises ``OSError`` if it is there and cannot be read."""
+        try:
+            value = json.loads(atomic_file.read(self.path, _MAX_SIZE))
+            routes = tuple(map(_entry, value["routes"]))
+            return Recorded(str(value["type"]), dict(value["options"]), str(value["address"]), routes)
+        except FileNotFoundError:
+            return Recorded()
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            self._once.warn(log, "content", f"Ignoring {self.path}, which makes no sense")
+            return Recorded()
+
+    def has(self, entry: Entry) -> bool:
+        """Return True if this node has made a route to this destination in this table."""
+        return any(_place(each) == _place(entry) for each in self._known().routes)
+
+    def add(self, entry: Entry, address: str) -> None:
+        """Note a route to this node, which has an address. Before the cloud is asked: a kill loses none."""
+        known = self._known()
+        if entry not in known.routes or known.address != address:
+            routes = (*_without(known.routes, entry), entry)
+            self._write(replace(known, address=address, routes=routes))
+
+    def remove(self, entry: Entry) -> None:
+        known = self._known()
+        routes = _without(known.routes, entry)
+        if len(routes) < len(known.routes):
+            self._write(replace(known, routes=routes))
+
+    def _known(self) -> Recorded:
+        if self._content is None:
+            try:
+                found = self.read()
+            except OSError as error:
+                self._once.warn(log, "read", f"Cannot read {self.path}: {cause_of(error)}")
+                found = Recorded()
+            if self._kind:
+                routes = found.routes if found.kind == self._kind else ()
+                found = Recorded(self._kind, self._options, found.address, routes)
+            self._content = found
+        return self._content
+
+    def _write(self, content: Recorded) -> None:
+        self._content = content
+        routes = [
+            {"table": each.table, "destination": str(each.destination), "hop": each.hop, "name": each.name}
+            for each in content.routes
+        ]
+        value = {"type": content.kind, "options": dict(content.options), "address": content.address}
+        try:
+            self.path.parent.mkdir(0o755, parents=True, exist_ok=True)
+            atomic_file.replace(self.path, json.dumps({**value, "routes": routes}).encode(), 0o600)
+            self._once.clear("write")
+        except OSError as error:
+            problem = f"Cannot write {self.path}: {cause_of(error)}; make its directory writable"
+            self._once.warn(log, "write", f"{problem}, or -cleanup leaves routes in the cloud")
+
+
+def _place(entry: Entry) -> tuple[str, IPv4Network]:
+    return entry.table, entry.destination
+
+
+def _without(routes: tuple[Entry, ...], entry: Entry) -> tuple[Entry, ...]:
+    return tuple(each for each in routes if _place(each) != _place(entry))
+
+
+def _entry(value: Mapping[str, Any]) -> Entry:
+    return Entry(
+        str(value["table"]), IPv4Network(value["destination"]), str(value["hop"]), name=str(value["name"])
+    )

@@ -1,0 +1,278 @@
+"""Table of this node's routes in the cloud.
+
+A call may take seconds and cost quota. So the table has a worker of its own, asks every few minutes, and asks
+less often while the cloud refuses or throttles.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
+from ipaddress import IPv4Address
+
+from msgspec import Struct
+
+from flanneld.backends.cloud.contract import Cloud, CloudError, Entry, Health, Place, Trouble
+from flanneld.backends.cloud.pace import WORKER, Pace, absence_is_fine, audit_period, understood
+from flanneld.backends.cloud.record import Record
+from flanneld.backends.cloud.resources import ROUTES, CloudRoute
+from flanneld.config import SubnetRange
+from flanneld.errors import Retryable
+from flanneld.model import Snapshot, lies_in
+from flanneld.runtime import clock
+from flanneld.state.removal_guard import RemovalGuard
+from flanneld.state.report import Failure, Report
+from flanneld.state.resources import Key, Resource
+from flanneld.state.table import Claim, Put, Scope, Seen
+
+#: Seconds in which a read may not show an own write yet, and until the next look meanwhile.
+_VISIBLE_WITHIN, _LOOK_AGAIN = 60.0, 5.0
+#: Seconds in which a cloud makes a route that it calls pending.
+_MADE_WITHIN = 100.0
+#: Troubles after which the cloud is asked less often; what else fails costs it nothing.
+_PACED = frozenset({Trouble.THROTTLED, Trouble.DENIED, Trouble.CREDENTIALS, Trouble.NO_TABLE})
+
+
+class Written(Struct, frozen=True, gc=False):
+    """An own write that a read may not show before ``until``; without ``resource`` it was a removal."""
+
+    resource: CloudRoute | None
+    until: float
+
+
+class CloudRoutes:
+    """This node's routes in the cloud. Only routes that lie inside the network are ever touched.
+
+    A route to another instance that runs is foreign. One whose instance is gone may be replaced, and any node
+    removes it if it has the shape of a lease: its owner has no successor there.
+    """
+
+    name = ROUTES
+    what = "the routes in the cloud"
+    worker = WORKER
+    vital = True
+    needs: frozenset[str] = frozenset()
+
+    def __init__(self, cloud: Cloud, subnets: SubnetRange, record: Record) -> None:
+        self._cloud = cloud
+        self._subnets = subnets
+        self._record = record
+        self._guard = RemovalGuard()
+        self._place: tuple[IPv4Address, Place] | None = None
+        #: What was read last, by the key of its resource.
+        self._entries: dict[Key, Entry] = {}
+        self._written: dict[Key, Written] = {}
+        self._pending_since: dict[Key, float] = {}
+        self._reading = Pace()
+        self._refusals: dict[Key, Pace] = {}
+        self.next_look = math.inf
+
+    @property
+    def audit(self) -> float:
+        return audit_period()
+
+    def look(self) -> bool:
+        self.next_look = math.inf
+        return True
+
+    # ---- what is there -----------------------------------------------------------------------
+
+    def read(self, scope: Scope) -> list[Seen]:
+        """Raises ``CloudError``, or the last one again during the pause after it."""
+        wanted = [each for each in scope.wanted.values() if isinstance(each, CloudRoute)]
+        if not wanted:
+            return []
+        self._reading.check()
+        try:
+            with understood():
+                found = self._read(wanted)
+        except CloudError as failure:
+            if failure.trouble in _PACED:
+                self._reading.refused(failure)
+            raise
+        self._reading.succeeded()
+        return found
+
+    def _read(self, wanted: Sequence[CloudRoute]) -> list[Seen]:
+        address = IPv4Address(wanted[0].via)
+        place = self._cloud.place(address)
+        self._place = (address, place)
+        inside = [
+            each for each in self._cloud.entries(place) if lies_in(each.destination, self._subnets.network)
+        ]
+        labels = {table: table for table in place.tables} if any(each.table for each in wanted) else {}
+        keys = {entry: _key(entry, labels) for entry in inside}
+        gone = self._gone(place, inside, {want.key for want in wanted}, keys)
+        self._entries = {}
+        for entry, key in keys.items():
+            known = self._entries.get(key)
+            if known is None or entry.hop == place.hop:
+                self._entries[key] = entry
+        seen = dict(self._shown(place, address, labels, gone, {want.key for want in wanted}))
+        return list(self._with_own_writes(seen).values())
+
+    def _gone(
+        self, place: Place, inside: Sequence[Entry], wanted: Collection[Key], keys: Mapping[Entry, Key]
+    ) -> set[Entry]:
+        """Return the entries whose instance is gone, of those that may be replaced or swept."""
+        asked = [
+            entry
+            for entry in inside
+            if entry.hop != place.hop and (keys[entry] in wanted or self._subnets.contains(entry.destination))
+        ]
+        return set(self._cloud.gone(place, asked)) if asked else set()
+
+    def _shown(
+        self,
+        place: Place,
+        address: IPv4Address,
+        labels: Mapping[str, str],
+        gone: Collection[Entry],
+        wanted: Collection[Key],
+    ) -> Iterator[tuple[Key, Seen]]:
+        may_sweep = self._may_sweep(gone)
+        for key, entry in self._entries.items():
+            table = labels.get(entry.table, "")
+            if entry.hop == place.hop:
+                is_mine = self._subnets.contains(entry.destination) or self._record.has(entry)
+                via = str(address) if self._works(key, entry) else f"{entry.hop}, {entry.health.value}"
+                claim = Claim.OURS if is_mine else Claim.FOREIGN
+            else:
+                is_left = entry in gone and (may_sweep or key in wanted)
+                via, claim = entry.hop, Claim.LEFT if is_left else Claim.FOREIGN
+            yield key, Seen(CloudRoute(entry.destination, via, table), claim)
+
+    def _works(self, key: Key, entry: Entry) -> bool:
+        """Return True for a route of ours that needs no repair now; a pending one is looked at again."""
+        if entry.health is not Health.PENDING:
+            self._pending_since.pop(key, None)
+            return entry.health is Health.ACTIVE
+        since = self._pending_since.setdefault(key, clock.now())
+        self._look_again()
+        return clock.now() - since < _MADE_WITHIN
+
+    def _may_sweep(self, gone: Collection[Entry]) -> bool:
+        """Return False while so many instances are gone at once that the cloud has to say it twice."""
+        if self._guard.is_due():
+            self._guard.pass_on(Snapshot(()), ())
+        held = self._guard.holds_sweep(len(gone), len(self._entries) - len(gone))
+        if held:
+            self.next_look = min(self.next_look, self._guard.next_reading)
+        elif not gone:
+            self._guard = RemovalGuard()
+        return not held
+
+    def _with_own_writes(self, seen: dict[Key, Seen]) -> dict[Key, Seen]:
+        """Count an own write as done that a read does not show yet: clouds are eventually consistent."""
+        now = clock.now()
+        for key, write in list(self._written.items()):
+            there = seen.get(key)
+            if (there.resource if there else None) == write.resource or now >= write.until:
+                del self._written[key]
+                continue
+            self._look_again()
+            if write.resource is None:
+                seen.pop(key, None)
+            elif there is None or there.claim is not Claim.FOREIGN:
+                seen[key] = Seen(write.resource)
+        return seen
+
+    def _look_again(self) -> None:
+        self.next_look = min(self.next_look, clock.now() + _LOOK_AGAIN)
+
+    # ---- changes -----------------------------------------------------------------------------
+
+    def put(self, puts: Sequence[Put]) -> Report:
+        report = Report()
+        for put in puts:
+            want = put.want
+            assert isinstance(want, CloudRoute)
+            if self._is_done(want, partial(self._make, want, put), report):
+                report.made.append(want)
+        return report
+
+    def _is_done(self, resource: Resource, act: Callable[[], str], report: Report) -> bool:
+        """Act unless the last refusal is too young; note the refusal, or what was done."""
+        pace = self._refusals.setdefault(resource.key, Pace())
+        try:
+            pace.check()
+            report.details[resource.key] = act()
+        except Retryable as failure:
+            report.failed.append(Failure(resource, failure.problem, failure.remedy))
+            if isinstance(failure, CloudError):
+                pace.refused(failure)
+                if failure.trouble is Trouble.THROTTLED:
+                    self._reading.refused(failure)
+            return False
+        del self._refusals[resource.key]
+        return True
+
+    def explain(self, put: Put) -> str:
+        """Return the calls that ``put`` would make."""
+        assert isinstance(put.want, CloudRoute)
+        entry, was, place = self._orders(put.want, put)
+        if was and put.claim is Claim.FOREIGN:
+            return f"none, {_blocked(was).problem}"
+        return "; ".join(map(str, self._cloud.put_calls(place, entry, was)))
+
+    def _make(self, want: CloudRoute, put: Put) -> str:
+        """Make a route and return the calls that did it. Raises ``CloudError``."""
+        entry, was, place = self._orders(want, put)
+        if was and put.claim is Claim.FOREIGN:
+            raise _blocked(was)
+        if was and was.hop == place.hop and was.health is Health.PENDING:
+            problem = f"the cloud has not made it within {_MADE_WITHIN:g} s"
+            raise CloudError(Trouble.BUSY, problem, "see what its console says of the route table")
+        self._record.add(entry, want.via)
+        if was and was.hop == place.hop and was.health is Health.ACTIVE:
+            return "it leads to this node already"
+        calls = self._cloud.put_calls(place, entry, was)
+        for call in calls:
+            self._cloud.ask(call)
+        self._written[want.key] = Written(want, clock.now() + _VISIBLE_WITHIN)
+        self._look_again()
+        return ", ".join(call.action for call in calls) + (f", it led to {was.hop}" if was else "")
+
+    def _orders(self, want: CloudRoute, put: Put) -> tuple[Entry, Entry | None, Place]:
+        """Return the entry to make, the one in its place, and this node. Raises ``CloudError``."""
+        address = IPv4Address(want.via)
+        if self._place is None or self._place[0] != address:
+            with understood():
+                self._place = (address, self._cloud.place(address))
+        place = self._place[1]
+        was = self._entries.get(want.key) if put.was is not None else None
+        return Entry(want.table or place.tables[0], want.destination, place.hop), was, place
+
+    def drop(self, found: Sequence[Resource]) -> Report:
+        report = Report()
+        for resource in found:
+            entry = self._entries.get(resource.key)
+            if entry is None or self._is_done(resource, partial(self._remove, resource.key, entry), report):
+                report.removed.append(resource)
+        return report
+
+    def _remove(self, key: Key, entry: Entry) -> str:
+        """Raises ``CloudError``; a route that is gone already is no error."""
+        calls = self._cloud.drop_calls(entry)
+        with absence_is_fine():
+            for call in calls:
+                self._cloud.ask(call)
+        self._record.remove(entry)
+        self._written[key] = Written(None, clock.now() + _VISIBLE_WITHIN)
+        return f"{', '.join(call.action for call in calls)}, {entry.hop} is gone"
+
+    def close(self, *, remove: bool) -> None:
+        """A route stays: containers talk on without the daemon."""
+
+
+def _key(entry: Entry, labels: Mapping[str, str]) -> Key:
+    return CloudRoute(entry.destination, entry.hop, labels.get(entry.table, "")).key
+
+
+def _blocked(was: Entry) -> CloudError:
+    return CloudError(
+        Trouble.EXISTS,
+        f"a route of {was.table} leads {was.destination} to {was.hop}, which exists",
+        "if that is no node of this network, delete the route there; else see which node has this lease",
+    )

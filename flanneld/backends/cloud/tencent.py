@@ -1,0 +1,226 @@
+"""tencent-vpc: routes of a Tencent Cloud VPC, by its VPC API with tencentcloud-sdk-python-common.
+
+Behaves as upstream's backend/tencentvpc of 0.28, whose options and variables it takes. Without them the SDK
+looks for credentials: its variables and profile, and the instance's role. Actions, fields and codes: VPC API
+2017-03-12.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from ipaddress import IPv4Address, IPv4Network
+from typing import Any
+from urllib.parse import urlsplit
+
+from flanneld.backends.cloud.backend import CloudFactory
+from flanneld.backends.cloud.client import Client
+from flanneld.backends.cloud.contract import (
+    Call,
+    Cloud,
+    CloudError,
+    Entry,
+    Health,
+    Place,
+    Trouble,
+    Words,
+    check_scope,
+    missing_extra,
+)
+from flanneld.backends.cloud.metadata import Metadata
+from flanneld.backends.cloud.options import ENDPOINT, METADATA, access_keys, endpoint, table_ids
+from flanneld.backends.cloud.paging import batches, by_offset
+from flanneld.backends.contract import HostServices
+from flanneld.compat.json import Fields
+
+TYPE = "tencent-vpc"
+_TABLE = "RouteTableID"
+_METADATA = "http://metadata.tencentyun.com/latest/meta-data"
+_VERSION = "2017-03-12"
+#: Type of a next hop that is an instance, and of a route that users make.
+_INSTANCE, _USER = "NORMAL_CVM", "USER"
+#: Seconds for one request, and for a call.
+_REQUEST_LIMIT, _CALL_LIMIT = 10, 20.0
+
+WORDS = Words(
+    cloud="Tencent Cloud",
+    codes={
+        "RequestLimitExceeded": Trouble.THROTTLED,
+        "UnauthorizedOperation": Trouble.DENIED,
+        "AuthFailure.UnauthorizedOperation": Trouble.DENIED,
+        "AuthFailure": Trouble.CREDENTIALS,
+        "ClientSideError": Trouble.CREDENTIALS,
+        "LimitExceeded": Trouble.FULL,
+        "ResourceNotFound": Trouble.NO_TABLE,
+        "InvalidRouteId": Trouble.ABSENT,
+        "InvalidParameterValue.Duplicate": Trouble.EXISTS,
+        "ResourceInUse": Trouble.BUSY,
+        "UnsupportedOperation": Trouble.BUSY,
+    },
+    credentials="give the instance a role, or correct ACCESS_KEY_ID and ACCESS_KEY_SECRET",
+    quota="raise the VPC quota of route policies in a route table",
+    permission="vpc:{}",
+    table_option=_TABLE,
+)
+
+
+class Tencent(Cloud):
+    """The VPC API of this instance's region; ``url`` replaces its address.
+
+    A next hop is an instance's address, so a route follows a move of the uplink.
+    """
+
+    def __init__(
+        self,
+        services: HostServices,
+        *,
+        tables: tuple[str, ...] = (),
+        keys: tuple[str, str] | None = None,
+        url: str = "",
+        metadata: str = _METADATA,
+    ) -> None:
+        self._tables = tables
+        self._keys = keys
+        self._url = urlsplit(url) if url else None
+        self._metadata = Metadata(services.http, metadata)
+        self._region = ""
+        self._client = Client(services, WORDS, _CALL_LIMIT, self._connect, self._made)
+
+    # ---- what is there -----------------------------------------------------------------------
+
+    def place(self, address: IPv4Address) -> Place:
+        self._region, instance, mac = self._metadata.read("placement/region", "instance-id", "mac")
+        of_mac = f"network/interfaces/macs/{mac}"
+        vpc, subnet = self._metadata.read(f"{of_mac}/vpc-id", f"{of_mac}/subnet-id")
+        tables = self._tables or (self._table_of(vpc, subnet),)
+        return Place(tables, str(address), instance, vpc)
+
+    def _table_of(self, vpc: str, subnet: str) -> str:
+        """Return the table of a subnet, else the main one of the VPC."""
+        tables = list(self._described({"Filters": [{"Name": "vpc-id", "Values": [vpc]}]}))
+        for table in tables:
+            if any(each.get("SubnetId") == subnet for each in table.get("AssociationSet") or ()):
+                return str(table["RouteTableId"])
+        for table in tables:
+            if table.get("Main"):
+                return str(table["RouteTableId"])
+        raise CloudError(Trouble.NO_TABLE, f"{vpc} has no route table", f"set Backend.{_TABLE}")
+
+    def _described(self, which: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+        return by_offset(self.ask, Call("DescribeRouteTables", which), "RouteTableSet")
+
+    def entries(self, place: Place) -> list[Entry]:
+        found = []
+        for table in self._described({"RouteTableIds": list(place.tables)}):
+            check_scope(table["RouteTableId"], table["VpcId"], place, _TABLE)
+            routes = table.get("RouteSet") or ()
+            found += [
+                _entry(table["RouteTableId"], route) for route in routes if route["DestinationCidrBlock"]
+            ]
+        return found
+
+    def gone(self, place: Place, entries: Sequence[Entry]) -> list[Entry]:
+        hops = sorted({each.hop for each in entries if _is_address(each.hop)})
+        there: set[str] = set()
+        for some in batches(hops):
+            which = {"VpcId": place.scope, "PrivateIpAddresses": list(some)}
+            answer = self.ask(Call("DescribeVpcPrivateIpAddresses", which))
+            there |= {str(each["PrivateIpAddress"]) for each in answer["VpcPrivateIpAddressSet"]}
+        return [each for each in entries if each.hop in hops and each.hop not in there]
+
+    # ---- changes -----------------------------------------------------------------------------
+
+    def put_calls(self, place: Place, entry: Entry, was: Entry | None) -> list[Call]:
+        del place
+        if was and was.hop == entry.hop:
+            return [Call("EnableRoutes", {"RouteTableId": entry.table, "RouteIds": [int(was.name)]})]
+        route = {
+            "DestinationCidrBlock": str(entry.destination),
+            "GatewayType": _INSTANCE,
+            "GatewayId": entry.hop,
+            "Enabled": True,
+        }
+        if was:
+            route["RouteId"] = int(was.name)
+        action = "ReplaceRoutes" if was else "CreateRoutes"
+        return [Call(action, {"RouteTableId": entry.table, "Routes": [route]})]
+
+    def drop_calls(self, entry: Entry) -> list[Call]:
+        return [Call("DeleteRoutes", {"RouteTableId": entry.table, "Routes": [{"RouteId": int(entry.name)}]})]
+
+    # ---- the API -----------------------------------------------------------------------------
+
+    def ask(self, call: Call) -> Mapping[str, Any]:
+        return self._client.ask(call)
+
+    def _made(self, client: Any, call: Call) -> Any:
+        """Make a call, in a thread of its own. Raises ``CloudError``."""
+        from tencentcloud.common.exception import TencentCloudSDKException
+
+        try:
+            return client.call_json(call.action, dict(call.parameters))["Response"]
+        except TencentCloudSDKException as error:
+            code = str(error.get_code())
+            if code in ("ClientNetworkError", "ServerNetworkError"):
+                raise WORDS.no_answer(call, code) from None
+            raise WORDS.error(call, code) from None
+
+    def _connect(self) -> Any:
+        try:
+            from tencentcloud.common.common_client import CommonClient
+            from tencentcloud.common.credential import Credential
+            from tencentcloud.common.profile.client_profile import ClientProfile
+            from tencentcloud.common.profile.http_profile import HttpProfile
+        except ImportError:
+            raise missing_extra("tencent", "tencentcloud-sdk-python-common") from None
+
+        credentials = Credential(*self._keys) if self._keys else _found()
+        profile = HttpProfile(reqTimeout=_REQUEST_LIMIT)
+        if self._url:
+            profile.scheme, profile.endpoint = self._url.scheme, self._url.netloc
+        return CommonClient("vpc", _VERSION, credentials, self._region, ClientProfile(httpProfile=profile))
+
+
+def _found() -> Any:
+    """Return the credentials that the SDK finds. Raises ``CloudError`` if it finds none."""
+    from tencentcloud.common.credential import DefaultCredentialProvider
+    from tencentcloud.common.exception import TencentCloudSDKException
+
+    try:
+        return DefaultCredentialProvider().get_credential()
+    except (TencentCloudSDKException, OSError, LookupError, TypeError):
+        problem = "ACCESS_KEY_ID and ACCESS_KEY_SECRET must be provided, and this instance has no role"
+        raise CloudError(Trouble.CREDENTIALS, problem, WORDS.credentials) from None
+
+
+def _is_address(hop: str) -> bool:
+    try:
+        IPv4Address(hop)
+    except ValueError:
+        return False
+    return True
+
+
+def _entry(table: str, route: Mapping[str, Any]) -> Entry:
+    is_instances = route.get("GatewayType") == _INSTANCE and route.get("RouteType", _USER) == _USER
+    hop = str(route.get("GatewayId") or "an unknown hop")
+    return Entry(
+        table,
+        IPv4Network(route["DestinationCidrBlock"]),
+        hop if is_instances else f"{route.get('GatewayType')} {hop}",
+        Health.ACTIVE if route["Enabled"] else Health.DEAD,
+        str(route["RouteId"]),
+    )
+
+
+def _connect(options: Fields, services: HostServices) -> Tencent:
+    return Tencent(
+        services,
+        tables=table_ids(options, _TABLE),
+        keys=access_keys(options, os.environ),
+        url=endpoint(options),
+        metadata=endpoint(options, METADATA) or _METADATA,
+    )
+
+
+build = CloudFactory(TYPE, _connect, table_option=_TABLE, kept=(_TABLE, ENDPOINT, METADATA))

@@ -1,0 +1,1 @@
+"""The backends for clouds, against the servers of the lab on loopback."""

@@ -1,0 +1,240 @@
+"""Refusals and failures of a cloud: named with a remedy, asked less often, and over by themselves."""
+
+from __future__ import annotations
+
+import pytest
+
+from flanneld.backends.cloud.cleanup import routes_in
+from flanneld.backends.cloud.contract import Trouble
+from flanneld.backends.cloud.record import Record
+from tests.lab.clouds.aws import AwsService
+from tests.unit.backends.cloud.bench import SUBNET, THEIRS, Bench
+
+#: The right that each cloud wants for making a route, by its own name.
+RIGHTS = {
+    "aws-vpc": "ec2:CreateRoute",
+    "gce": "compute.routes.create",
+    "ali-vpc": "vpc:CreateRouteEntry",
+    "tencent-vpc": "vpc:CreateRoutes",
+}
+
+
+def test_a_missing_right_is_named_by_the_clouds_own_word(cloud: Bench) -> None:
+    cloud.cloud.deny("create")
+    node = cloud.node()
+    assert node.audit() == ([], [])
+    complaint = node.complaint()
+    assert f"denies {RIGHTS[cloud.cloud.kind]}" in complaint
+    assert f"allow {RIGHTS[cloud.cloud.kind]}" in complaint
+    cloud.cloud.heal()
+    cloud.wait()
+    assert len(node.audit()[0]) == 1
+
+
+def test_a_refused_change_is_not_tried_again_at_once(cloud: Bench) -> None:
+    cloud.cloud.fail("create", Trouble.DENIED, times=100)
+    node = cloud.node()
+    for _ in range(5):
+        node.audit()
+    assert cloud.cloud.made("create") == 1
+    assert "denies" in node.complaint()
+
+
+def test_a_full_table_is_told_with_its_quota(cloud: Bench) -> None:
+    cloud.cloud.limit = 0
+    node = cloud.node()
+    assert node.audit() == ([], [])
+    assert "is full" in node.complaint()
+    assert "raise" in node.complaint()
+    cloud.cloud.limit = 50
+    cloud.wait()
+    assert len(node.audit()[0]) == 1
+
+
+def test_a_throttled_reading_is_repeated_ever_more_rarely(cloud: Bench) -> None:
+    node = cloud.node()
+    node.audit()
+    cloud.cloud.fail("list", Trouble.THROTTLED, times=1000)
+    cloud.wait()
+    for _ in range(5):
+        node.audit()
+    asked = cloud.cloud.made("list")
+    assert "throttles" in node.complaint()
+    node.audit()
+    assert cloud.cloud.made("list") == asked, "it is asked again only after a pause"
+    cloud.cloud.heal()
+    cloud.wait()
+    assert node.audit() == ([], [])
+    assert node.state().settled
+
+
+def test_nothing_is_removed_or_made_while_the_api_is_down(cloud: Bench) -> None:
+    node = cloud.node()
+    node.audit()
+    cloud.cloud.is_down = True
+    cloud.wait()
+    assert node.audit() == ([], [])
+    assert "does not answer" in node.complaint()
+    assert cloud.cloud.routes() == {SUBNET: cloud.hop}
+    cloud.cloud.is_down = False
+    cloud.wait()
+    assert node.audit() == ([], [])
+    assert node.state().settled
+
+
+def test_revoked_credentials_are_told_and_new_ones_taken(
+    cloud: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = cloud.node()
+    node.audit()
+    cloud.cloud.revoke()
+    cloud.wait()
+    if cloud.cloud.kind == "gce":
+        # A service account's token is asked for anew: that heals itself.
+        assert node.audit() == ([], [])
+        return
+    node.audit()
+    assert "does not accept the credentials" in node.complaint()
+    assert "lab-secret" not in node.complaint()
+    if cloud.cloud.kind == "aws-vpc":
+        key = cloud.cloud.key  # type: ignore[attr-defined]
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", key[0])
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", key[1])
+        cloud.wait()
+        node.audit()
+        assert node.state().settled
+
+
+def test_an_answer_of_another_shape_is_a_failure_and_no_empty_table(cloud: Bench) -> None:
+    node = cloud.node()
+    node.audit()
+    cloud.cloud.garbage[cloud.cloud.actions["list"]] = b'{"Response": {"nothing": []}, "items": [{}]}'
+    cloud.wait()
+    assert node.audit() == ([], [])
+    assert node.complaint() != ""
+    assert cloud.cloud.routes() == {SUBNET: cloud.hop}
+    cloud.cloud.heal()
+    cloud.wait()
+    assert node.audit() == ([], [])
+
+
+def test_a_table_that_does_not_exist_is_told_with_the_option(cloud: Bench) -> None:
+    if cloud.cloud.kind == "gce":
+        pytest.skip("gce has no tables to name")
+    node = cloud.node(RouteTableID="rtb-00000000000000000")
+    assert node.audit() == ([], [])
+    assert "knows no such route table" in node.complaint()
+    assert "RouteTableID" in node.complaint()
+
+
+@pytest.mark.parametrize("kind", ["gce", "ali-vpc"])
+def test_an_operation_that_never_ends_is_told(cloud: Bench) -> None:
+    cloud.cloud.never_ends = True  # type: ignore[attr-defined]
+    node = cloud.node()
+    node.audit()
+    cloud.wait()
+    node.audit()
+    cloud.wait()
+    node.audit()
+    assert "has not " in node.complaint()
+    assert "within" in node.complaint()
+
+
+def test_a_clean_up_removes_our_route_and_no_other(cloud: Bench) -> None:
+    cloud.cloud.set_route("10.5.8.0/24", cloud.their_hop)
+    cloud.node().audit()
+    record = Record(cloud.room / "flanneld.cloud")
+    done = {what: act() for what, act in routes_in(record)}
+    assert all(done.values())
+    assert [what.split()[2] for what in done if what.startswith("cloud route")] == [SUBNET]
+    assert cloud.cloud.routes() == {"10.5.8.0/24": cloud.their_hop}
+    assert not record.path.exists()
+
+
+def test_a_clean_up_leaves_a_route_that_is_anothers_by_now(cloud: Bench) -> None:
+    cloud.node().audit()
+    cloud.cloud.drop_route(SUBNET)
+    cloud.cloud.set_route(SUBNET, cloud.their_hop)
+    for _, act in routes_in(Record(cloud.room / "flanneld.cloud")):
+        assert act()
+    assert cloud.cloud.routes() == {SUBNET: cloud.their_hop}
+
+
+def test_a_clean_up_that_fails_keeps_the_record(cloud: Bench) -> None:
+    cloud.node().audit()
+    cloud.cloud.fail("delete", Trouble.DENIED, times=10)
+    record = Record(cloud.room / "flanneld.cloud")
+    assert [act() for _, act in routes_in(record)] == [False, False]
+    assert record.path.exists()
+    assert cloud.cloud.routes() == {SUBNET: cloud.hop}
+
+
+@pytest.mark.parametrize("kind", ["tencent-vpc"])
+def test_the_next_hop_follows_the_uplinks_address(cloud: Bench) -> None:
+    cloud.node().audit()
+    cloud.wait()
+    node = cloud.node(address=THEIRS)
+    cloud.cloud.terminate("198.18.0.1")
+    assert len(node.audit()[0]) == 1
+    assert cloud.cloud.routes() == {SUBNET: THEIRS}
+    assert cloud.cloud.made("replace") == 1
+
+
+@pytest.mark.parametrize("kind", ["aws-vpc"])
+def test_the_source_destination_check_is_switched_off_or_its_right_is_named(cloud: Bench) -> None:
+    service = cloud.cloud
+    assert isinstance(service, AwsService)
+    cloud.cloud.deny("forward")
+    node = cloud.node()
+    node.audit()
+    state = next(each for each in node.reconciler.states() if each.name == "cloud-forwarding")
+    assert "drops packets of containers" in state.failed[0].reason
+    assert "ec2:ModifyNetworkInterfaceAttribute" in state.failed[0].remedy
+    assert not state.vital
+    cloud.cloud.heal()
+    cloud.wait()
+    node.audit()
+    assert service.forwards("198.18.0.1")
+
+
+@pytest.mark.parametrize("kind", ["gce"])
+def test_an_instance_that_may_not_forward_is_told_what_to_do(cloud: Bench) -> None:
+    cloud.cloud.instances["198.18.0.1"].forwards = False  # type: ignore[attr-defined]
+    node = cloud.node()
+    assert len(node.audit()[0]) == 1
+    state = next(each for each in node.reconciler.states() if each.name == "cloud-forwarding")
+    assert "--can-ip-forward" in state.failed[0].remedy
+
+
+@pytest.mark.parametrize("kind", ["aws-vpc"])
+def test_each_table_that_the_config_names_has_the_route(cloud: Bench) -> None:
+    service = cloud.cloud
+    assert isinstance(service, AwsService)
+    tables = [service.main.id, service.add_table()]
+    node = cloud.node(RouteTableID=tables)
+    assert len(node.audit()[0]) == 2
+    assert [service.routes(table) for table in tables] == [{SUBNET: cloud.hop}] * 2
+    cloud.wait()
+    service.drop_route(SUBNET)
+    assert len(node.audit()[0]) == 1
+
+
+@pytest.mark.parametrize("kind", ["aws-vpc"])
+@pytest.mark.parametrize("source", ["role", "file", "old names"])
+def test_credentials_are_found_where_the_sdk_looks(
+    cloud: Bench, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    service = cloud.cloud
+    assert isinstance(service, AwsService)
+    key, secret = service.key
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    if source == "file":
+        file = cloud.room / "credentials"
+        file.write_text(f"[default]\naws_access_key_id = {key}\naws_secret_access_key = {secret}\n")
+        monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+        monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    elif source == "old names":
+        monkeypatch.setenv("AWS_ACCESS_KEY", key)
+        monkeypatch.setenv("AWS_SECRET_KEY", secret)
+    assert len(cloud.node().audit()[0]) == 1
