@@ -28,11 +28,12 @@ FROM ${BASE}
 LABEL org.opencontainers.image.title="flanneld" \
       org.opencontainers.image.description="flannel's daemon in Python" \
       org.opencontainers.image.licenses="Apache-2.0"
-# iptables has both flavours, legacy and nft; libnftables is for EnableNFTables. The daemon itself needs
-# no ip command: iproute2 is for whoever looks at routes and forwarding entries in the pod.
+# iptables has both flavours, legacy and nft; libnftables is for EnableNFTables, strongSwan for the
+# ipsec backend. The daemon itself needs no ip command: iproute2 is for whoever looks at routes and forwarding entries in the pod.
 RUN apt-get update -q \
     && DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends \
         ca-certificates iproute2 iptables libnftables1 python3 \
+        libstrongswan-standard-plugins strongswan-charon strongswan-swanctl \
     && rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/log/apt /var/log/dpkg.log
 COPY --from=build /out/ /
 # It runs as root, since /run/flannel and /run/xtables.lock are root's on the host. Of root's powers it needs

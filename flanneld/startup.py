@@ -8,7 +8,7 @@ what applies the desired state.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -32,7 +32,8 @@ from flanneld.reconcile.past.last_run import LastRun, machine_of
 from flanneld.reconcile.uplink_manager import UplinkManager, find_uplink
 from flanneld.runtime import clock
 from flanneld.runtime.supervisor import Supervisor
-from flanneld.state.resources import Blackhole
+from flanneld.state.resources import Blackhole, Link
+from flanneld.state.table import Table
 from flanneld.subnet import subnet_file
 from flanneld.subnet.manager import LocalFacts, NodeStore, SubnetManager
 from flanneld.subnet.subnet_file import Previous
@@ -179,7 +180,7 @@ def desired(member: Member) -> Node:
         member.monitor,
         member.uplink_manager,
         member.lease,
-        partial(tables, member.kernel),
+        partial(_kernel_tables, member),
         extras=tuple(Blackhole(net) for net in blackholes if net is not None),
         former=member.previous.networks,
         devices=last_run.devices,
@@ -187,6 +188,14 @@ def desired(member: Member) -> Node:
         adopted=last_run.adopted,
         record=last_run.record,
     )
+
+
+def _kernel_tables(member: Member, stale_links: Callable[[], Iterable[Link]]) -> list[Table]:
+    """Return the tables of devices and routes, and those of policies that an ipsec backend has left."""
+    from flanneld.network.xfrm.table import stale_tables  # rarely needed, and it takes its time
+
+    networks = (network for network, _ in member.uplink_manager.ranges)
+    return [*tables(member.kernel, stale_links), *stale_tables(networks)]
 
 
 def run(

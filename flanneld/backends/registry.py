@@ -20,6 +20,7 @@ _OWN = {
     "gce": ("flanneld.backends.cloud.gce", "build"),
     "host-gw": ("flanneld.backends.host_gw", "HostGw"),
     "ipip": ("flanneld.backends.ipip", "build"),
+    "ipsec": ("flanneld.backends.ipsec.backend", "Ipsec"),
     "tencent-vpc": ("flanneld.backends.cloud.tencent", "build"),
     "udp": ("flanneld.backends.udp.backend", "Udp"),
     "wireguard": ("flanneld.backends.wireguard.backend", "WireGuardBackend"),

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from ipaddress import IPv4Network
 from itertools import chain
 from pathlib import Path
 
@@ -21,12 +22,15 @@ from flanneld.network.rtnetlink import devices
 from flanneld.network.rtnetlink.domain import Domain
 from flanneld.network.rtnetlink.kernel import Kernel
 from flanneld.network.rtnetlink.links import SeenLink, is_flannels
+from flanneld.network.xfrm import table as xfrm
+from flanneld.network.xfrm.policy import XfrmPolicy
 from flanneld.reconcile.firewall import pairs, retire
 from flanneld.reconcile.past.last_run import LastRun
 from flanneld.reconcile.past.ownership import stale
 from flanneld.runtime.command_runner import TIME_LIMIT, CommandRunner
 from flanneld.runtime.instance_lock import InstanceLock
 from flanneld.state.resources import Blackhole, Resource, Route, Tun
+from flanneld.state.table import Claim, Scope
 from flanneld.subnet import subnet_file
 from flanneld.subnet.subnet_file import Previous
 
@@ -116,6 +120,7 @@ def _steps(
             if isinstance(link.make, Tun):
                 yield from _pump_of(link.name)
             yield f"link {link.name}", partial(_unmade, link.name)
+    yield from _policies_of(previous, everything=everything)
     for file in files:
         if file.exists():
             yield str(file), partial(_unlinked, file)
@@ -151,6 +156,19 @@ def _is_of(previous: Previous, route: Resource) -> bool:
     return isinstance(route, Route | Blackhole) and any(
         lies_in(route.destination, network) for network in previous.networks
     )
+
+
+def _policies_of(previous: Previous, *, everything: bool) -> Iterator[_Step]:
+    """Yield the ipsec backend's XFRM policies, guards last: until then nothing leaves unencrypted."""
+    networks = [IPv4Network("0.0.0.0/0")] if everything else previous.networks
+    for table in xfrm.stale_tables(networks):
+        found = [seen.resource for seen in table.read(Scope({})) if seen.claim is not Claim.FOREIGN]
+        for policy in sorted(found, key=lambda each: isinstance(each, XfrmPolicy) and each.is_guard):
+            yield str(policy), partial(_withdrawn, table, policy)
+
+
+def _withdrawn(table: xfrm.XfrmPolicyTable, policy: Resource) -> bool:
+    return not table.drop([policy]).failed
 
 
 def _has_address_in(kernel: Kernel, link: SeenLink, previous: Previous) -> bool:

@@ -56,8 +56,13 @@ class NodeTables:
         self.workers = self._beside(())
 
     def make(self, kernels: Sequence[Table], backend: Backend) -> None:
-        """Take over the kernel's tables and those of the backend, once a run."""
+        """Take over the kernel's tables and those of the backend, once a run.
+
+        If both have a table of one name, the backend's is taken.
+        """
         others = tuple(backend.tables()) if isinstance(backend, HasTables) else ()
+        names = {each.name for each in others}
+        kernels = [each for each in kernels if each.name not in names]
         if exit_policy(backend) is ExitPolicy.REMOVE:
             self._removed_at_exit = frozenset(each.name for each in others)
         self._with_sessions = tuple(each for each in others if isinstance(each, HasSessions))

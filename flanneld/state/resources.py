@@ -142,6 +142,18 @@ class WireGuard(Link, frozen=True, gc=False):
         return f"link {self.name} mtu {self.mtu} wireguard"
 
 
+class Dummy(Link, frozen=True, gc=False):
+    """A device that drops what is sent there: packets get past it only if a policy encrypts them before."""
+
+    make: ClassVar[str] = "dummy"
+    name: str
+    mtu: int
+    up: bool = True
+
+    def __str__(self) -> str:
+        return f"link {self.name} mtu {self.mtu} dummy"
+
+
 class ForeignLink(Struct, frozen=True, gc=False):
     """A device of another kind with a name that we need: never desired, only found.
 

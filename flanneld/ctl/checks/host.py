@@ -21,6 +21,7 @@ _LET_IN: dict[str, tuple[str, ...]] = {
     "vxlan": ("--add-port=8472/udp",),
     "udp": ("--add-port=8285/udp",),
     "ipip": ("--add-protocol=ipencap",),
+    "ipsec": ("--add-port=500/udp", "--add-port=4500/udp", "--add-protocol=esp"),
     "wireguard": ("--add-port=51820-51821/udp",),
 }
 #: Kinds of device behind which container runtimes put containers (IFLA_INFO_KIND).
@@ -30,6 +31,7 @@ _OVERHEAD = {
     "host-gw": {4: 0, 6: 0},
     "ipip": {4: 20},
     "udp": {4: 28},
+    "ipsec": {4: 77},
     "wireguard": {4: 80, 6: 80},
 }
 

@@ -63,7 +63,9 @@ class Domain(Struct, frozen=True, gc=False):
         return any(address in network for network, _ in self.ranges)
 
     def _is_peer_route(self, route: Route) -> bool:
-        return route.gateway is not None and any(
+        """A tunnel device of flannel needs no gateway; elsewhere a route without one is a link's."""
+        leads_on = route.gateway is not None or route.device.startswith(_DEVICES_OF_FLANNEL)
+        return leads_on and any(
             route.destination.prefixlen == length and _within(route.destination, [network])
             for network, length in self.ranges
         )

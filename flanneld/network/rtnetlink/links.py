@@ -26,7 +26,7 @@ from flanneld.state.resources import ForeignLink, Link
 L = TypeVar("L", bound=Link)
 
 #: Kinds with a codec in the module of the same name in ``kinds``, imported at first use.
-_BUILT_IN = frozenset({"ipip", "tun", "vxlan", "wireguard"})
+_BUILT_IN = frozenset({"dummy", "ipip", "tun", "vxlan", "wireguard"})
 IFF_UP = 0x1
 _IFINFOMSG = struct.Struct("=BxHiII")
 _IFLA_ADDRESS, _IFLA_IFNAME, _IFLA_MTU, _IFLA_MASTER, _IFLA_LINKINFO = 1, 3, 4, 10, 18

@@ -118,6 +118,10 @@ def test_it_goes_into_the_namespace_of_the_release() -> None:
         ({"backend": "host-gw", "vni": 7, "mtu": 1400}, {"Type": "host-gw"}),
         ({"backend": "udp", "backendPort": 9000, "vni": 7}, {"Type": "udp", "Port": 9000}),
         (
+            {"backend": "ipsec", "psk": "x" * 96, "udpEncap": True, "espProposal": "aes256-sha256", "mtu": 9},
+            {"Type": "ipsec", "PSK": "x" * 96, "UDPEncap": True, "ESPProposal": "aes256-sha256"},
+        ),
+        (
             {"backend": "wireguard", "backendPort": 1, "backendPortv6": 2, "psk": "x", "mtu": 1400}
             | {"tunnelMode": "auto", "keepaliveInterval": 25, "vni": 7},
             {"Type": "wireguard", "ListenPort": 1, "ListenPortV6": 2, "PSK": "x", "MTU": 1400}

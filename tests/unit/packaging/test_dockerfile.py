@@ -84,7 +84,8 @@ def test_the_final_stage_takes_nothing_but_what_was_built() -> None:
 
 def test_the_compiler_stays_in_the_stage_that_builds() -> None:
     assert {"build-essential", "python3-dev"} <= installed(BUILD)
-    assert installed(FINAL) == {"ca-certificates", "iproute2", "iptables", "libnftables1", "python3"}
+    charon = {"libstrongswan-standard-plugins", "strongswan-charon", "strongswan-swanctl"}
+    assert installed(FINAL) == {"ca-certificates", "iproute2", "iptables", "libnftables1", "python3", *charon}
 
 
 def test_the_entry_point_is_upstreams() -> None:

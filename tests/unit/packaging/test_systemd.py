@@ -124,7 +124,9 @@ def test_the_settings_are_those_that_the_daemon_looks_at() -> None:
 
 
 @pytest.mark.parametrize("file", ["network/10-flannel.link", "network/10-flannel.network"])
-@pytest.mark.parametrize("device", ["flannel.1", "flannel-v6.1", "flannel0", "flannel.ipip", "flannel-wg"])
+@pytest.mark.parametrize(
+    "device", ["flannel.1", "flannel-v6.1", "flannel0", "flannel.ipip", "flannel-wg", "flannel-ipsec"]
+)
 def test_all_devices_of_flannel_and_no_others_are_meant(file: str, device: str) -> None:
     (pattern,) = re.findall(r"^(?:Original)?Name=(.*)$", (SYSTEMD / file).read_text(), re.MULTILINE)
     assert Path(device).match(pattern)

@@ -5,6 +5,7 @@
     "macPrefix" "MacPrefix")
   "wireguard" (dict "backendPort" "ListenPort" "backendPortv6" "ListenPortV6" "psk" "PSK" "mtu" "MTU"
     "tunnelMode" "Mode" "keepaliveInterval" "PersistentKeepaliveInterval")
+  "ipsec" (dict "psk" "PSK" "udpEncap" "UDPEncap" "espProposal" "ESPProposal")
   "udp" (dict "backendPort" "Port") -}}
 {{- $flannel := .Values.flannel -}}
 {{- $backend := dict "Type" $flannel.backend -}}
@@ -12,7 +13,7 @@
   {{- with get $flannel $value -}}
     {{- /* As in upstream's chart, a number may be given as text, and what is text as a number. */ -}}
     {{- $it := . -}}
-    {{- if has $key (list "MacPrefix" "PSK" "Mode") }}{{ $it = toString . }}
+    {{- if has $key (list "MacPrefix" "PSK" "Mode" "ESPProposal") }}{{ $it = toString . }}
     {{- else if kindIs "string" . }}{{ $it = (fromYaml (printf "it: %s" .)).it }}
     {{- end -}}
     {{- $_ := set $backend $key $it -}}

@@ -1,0 +1,102 @@
+"""ipsec: the kernel encrypts packets between the nodes, with keys that strongSwan's charon negotiates.
+
+Lease data, policies, connections and MTU are those of upstream's backend/ipsec. Different from it: what has
+no policy is blocked instead of leaving the host unencrypted, and charon and what it knows are maintained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from ipaddress import IPv4Address, IPv4Network
+
+from flanneld.backends.contract import Host, peers_public_ip, require_type
+from flanneld.backends.ipsec.config import read_config
+from flanneld.backends.ipsec.resources import Charon, Connection, SharedKey
+from flanneld.config import Config
+from flanneld.errors import Fatal
+from flanneld.model import Lease, LeaseAttrs
+from flanneld.network.xfrm.policy import guards, tunnel_policies
+from flanneld.state.resources import Address, Blackhole, Dummy, Resource, Route
+from flanneld.state.table import Table
+
+TYPE = "ipsec"
+DEVICE = "flannel-ipsec"
+#: Upstream's: outer IPv4, SPI and sequence number, an IV of 16, at most 15 of padding, two of trailer, an ICV
+#: of 16; and the UDP header.
+OVERHEAD, UDP_OVERHEAD = 77, 8
+#: RFC 791: what every link must carry in one piece.
+_SMALLEST_MTU = 68
+
+
+class Ipsec:
+    """XFRM policies of the kernel, and charon.
+
+    Policies choose among packets that have a route already. So the routes to peers lead into a device that
+    drops what no policy has encrypted, and gives this host's own packets an address that the policies know.
+    """
+
+    encrypts = True
+
+    def __init__(self, config: Config, host: Host) -> None:
+        self._wanted = wanted = read_config(config)
+        self._uplink = uplink = host.uplink
+        pool = config.range(4)
+        if pool is None or config.families != (4,):
+            raise Fatal("ipsec carries IPv4 only", "set EnableIPv6 to false and EnableIPv4 to true")
+        if uplink.address is None or uplink.public_ip is None:
+            raise Fatal(f"{uplink.name} has no IPv4 address", "give it one")
+        assert isinstance(pool.network, IPv4Network)
+        self._network = pool.network
+        self._local = uplink.address
+        self._public = uplink.public_ip
+        self._mtu = uplink.mtu - OVERHEAD - (UDP_OVERHEAD if wanted.udp_encap else 0)
+        if self._mtu < _SMALLEST_MTU:
+            raise Fatal(
+                f"an uplink MTU of {uplink.mtu} leaves {self._mtu} bytes inside ESP",
+                f"raise the MTU of {uplink.name}",
+            )
+
+    @property
+    def mtu(self) -> int:
+        return self._mtu
+
+    def attributes(self) -> LeaseAttrs:
+        return LeaseAttrs(self._uplink.public_ip, backend_type=TYPE)
+
+    def tables(self) -> tuple[Table, ...]:
+        """Return the kernel's policies, charon, and what charon knows."""
+        from flanneld.backends.ipsec.table_charon import CharonTable  # for those who run this backend
+        from flanneld.backends.ipsec.table_connections import ConnectionTable
+        from flanneld.network.xfrm.table import XfrmPolicyTable
+
+        connections = ConnectionTable(self._network)
+        return XfrmPolicyTable(self._network), CharonTable(connections.note), connections
+
+    def local(self, own: Lease) -> Iterator[Resource]:
+        """Guards first: what leads to no peer is unreachable or blocked. Then charon, and our own key."""
+        yield Blackhole(self._network, unreachable=True)
+        yield Dummy(DEVICE, self._mtu)
+        if own.subnet is not None:
+            yield Address(DEVICE, own.subnet.network_address)
+        yield from guards(self._network, own.subnet)
+        yield Charon()
+        yield SharedKey(self._public, self._wanted.psk)
+
+    def peer(self, own: Lease, lease: Lease, /) -> Iterator[Resource]:
+        require_type(lease, TYPE)
+        if lease.subnet is None or own.subnet is None:
+            return
+        remote = peers_public_ip(lease, 4, self._uplink)
+        assert isinstance(remote, IPv4Address)
+        yield from tunnel_policies(own.subnet, lease.subnet, self._local, remote)
+        yield Route(lease.subnet, DEVICE)
+        yield SharedKey(remote, self._wanted.psk)
+        yield Connection(
+            self._public,
+            self._local,
+            own.subnet,
+            lease.subnet,
+            remote,
+            self._wanted.esp_proposal,
+            self._wanted.udp_encap,
+        )

@@ -1,0 +1,176 @@
+"""Client of charon's control socket: requests, each with a time limit, and the news of its log."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import closing
+from types import TracebackType
+from typing import Self
+
+from flanneld.backends.ipsec import vici
+from flanneld.backends.ipsec.vici import Kind, Packet, ReadSection, Section
+from flanneld.errors import Retryable, cause_of
+from flanneld.runtime import clock
+
+#: Where charon listens unless its configuration says otherwise; upstream asks there.
+SOCKET = "/var/run/charon.vici"
+#: Seconds for one request. charon answers within milliseconds; a busy machine takes longer.
+TIME_LIMIT = 10.0
+#: Items of a list that one request yields at most: some for each peer.
+_MOST_ITEMS = 200_000
+#: Packets of news to read at a time.
+_AT_A_TIME = 1000
+
+
+class NoCharon(Retryable):
+    """Nothing listens on the control socket."""
+
+
+class CharonHangs(Retryable):
+    """charon did not answer in time."""
+
+
+class CharonRefused(Retryable):
+    """charon answered that it does not do what was asked."""
+
+
+class Connection:
+    """A connection to charon. Raises ``NoCharon``, ``CharonHangs``, ``CharonRefused`` and ``Malformed``."""
+
+    def __init__(self, path: str = SOCKET, time_limit: float = TIME_LIMIT) -> None:
+        self._time_limit = time_limit
+        self._deadline = clock.now() + time_limit
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            self._socket.settimeout(time_limit)
+            self._socket.connect(path)
+        except OSError as failure:
+            self._socket.close()
+            raise _failure(failure) from None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def ask(self, command: str, message: Section | None = None) -> ReadSection:
+        """Make a request and return the answer. Raises ``CharonRefused`` if it says so."""
+        self._begin(Kind.REQUEST, command, message)
+        answer = self._receive()
+        if answer.kind is not Kind.RESPONSE:
+            raise CharonRefused(f"charon does not know {command}", "use strongSwan 5.6 or later")
+        if vici.text(answer.message, "success") == "no":
+            reason = vici.text(answer.message, "errmsg") or "it gives no reason"
+            raise CharonRefused(f"charon refused {command}: {reason}", "see what it logs")
+        return answer.message
+
+    def listing(self, command: str, event: str) -> Iterator[ReadSection]:
+        """Make a request that is answered by one event for each item; yield these."""
+        self._expect(Kind.REGISTER, event)
+        self._begin(Kind.REQUEST, command)
+        for _ in range(_MOST_ITEMS):
+            answer = self._receive()
+            if answer.kind is not Kind.EVENT:
+                break
+            if answer.name == event:
+                yield answer.message
+        else:
+            raise vici.Malformed("a list without an end")
+        if answer.kind is not Kind.RESPONSE:
+            raise CharonRefused(f"charon does not know {command}", "use strongSwan 5.6 or later")
+        self._expect(Kind.UNREGISTER, event)
+
+    def _expect(self, kind: Kind, event: str) -> None:
+        self._begin(kind, event)
+        while (answer := self._receive()).kind is Kind.EVENT:
+            pass
+        if answer.kind is not Kind.CONFIRM:
+            raise CharonRefused(f"charon does not know the event {event}", "use strongSwan 5.6 or later")
+
+    def _begin(self, kind: Kind, name: str, message: Section | None = None) -> None:
+        self._deadline = clock.now() + self._time_limit
+        try:
+            self._socket.settimeout(self._time_limit)
+            self._socket.sendall(vici.pack(kind, name, message))
+        except OSError as failure:
+            raise _failure(failure) from None
+
+    def _receive(self) -> Packet:
+        return vici.unpack(self._take(vici.length_of(self._take(4))))
+
+    def _take(self, length: int) -> bytes:
+        data = bytearray()
+        while len(data) < length:
+            left = self._deadline - clock.now()
+            try:
+                if left <= 0:
+                    raise TimeoutError
+                self._socket.settimeout(left)
+                piece = self._socket.recv(length - len(data))
+            except OSError as failure:
+                raise _failure(failure) from None
+            if not piece:
+                raise NoCharon("charon closed the connection")
+            data += piece
+        return bytes(data)
+
+
+class News(Connection):
+    """A connection that hears what charon logs, and its end. Never waits once it is made."""
+
+    def __init__(self, path: str = SOCKET) -> None:
+        super().__init__(path)
+        self._received = bytearray()
+        try:
+            self._expect(Kind.REGISTER, "log")
+        except BaseException:
+            self.close()
+            raise
+        self._socket.setblocking(False)
+
+    def heard(self) -> Iterator[ReadSection]:
+        """Yield the lines that charon has logged. Raises ``NoCharon`` once it is gone."""
+        for _ in range(_AT_A_TIME):
+            try:
+                piece = self._socket.recv(vici.LONGEST_PACKET)
+            except BlockingIOError:
+                return
+            except OSError as failure:
+                raise _failure(failure) from None
+            if not piece:
+                raise NoCharon("charon has ended")
+            self._received += piece
+            yield from self._packets()
+
+    def _packets(self) -> Iterator[ReadSection]:
+        while len(self._received) >= 4:
+            end = 4 + vici.length_of(bytes(self._received[:4]))
+            if len(self._received) < end:
+                return
+            packet = vici.unpack(bytes(self._received[4:end]))
+            del self._received[:end]
+            if packet.kind is Kind.EVENT:
+                yield packet.message
+
+
+def ask(path: str, command: str, message: Section | None = None) -> ReadSection:
+    """Make one request on a connection of its own."""
+    with closing(Connection(path)) as charon:
+        return charon.ask(command, message)
+
+
+def _failure(failure: OSError) -> Retryable:
+    if isinstance(failure, TimeoutError | BlockingIOError):
+        return CharonHangs("charon does not answer", "see what it does")
+    return NoCharon(f"charon is not reached: {cause_of(failure) or os.strerror(failure.errno or 0)}")

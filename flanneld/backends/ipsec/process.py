@@ -1,0 +1,127 @@
+"""charon as a child process: found, started so that it ends with the daemon, and ended."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from flanneld.errors import Fatal, Retryable, cause_of
+
+#: Where distributions put it, in upstream's order, after PATH.
+FOLDERS = ("/usr/lib/strongswan", "/usr/lib/ipsec", "/usr/libexec/strongswan", "/usr/libexec/ipsec")
+#: charon refuses to start while the process named there lives, whatever that is; its path is compiled in.
+_PID_FILE = Path("/var/run/charon.pid")
+#: Seconds that charon may take to say goodbye to its peers while the daemon ends.
+_END_LIMIT = 0.7
+#: Bytes of its output to read at a time.
+_OUTPUT = 64 << 10
+#: Ends charon with the thread that started it, as upstream does. linux/prctl.h: PR_SET_PDEATHSIG is 1.
+_WRAPPER = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+if os.getppid() == int(sys.argv[1]):
+    os.execv(sys.argv[2], sys.argv[2:])
+"""
+#: Of our environment charon gets these: the rest may hold passwords.
+_PASSED = ("PATH", "LANG", "LD_LIBRARY_PATH", "STRONGSWAN_CONF", "LEAK_DETECTIVE_DISABLE", "TZ")
+
+
+def find() -> str:
+    """Return charon's path. Raises ``Fatal`` if it is not installed."""
+    path = os.pathsep.join((os.environ.get("PATH", os.defpath), *FOLDERS))
+    found = shutil.which("charon", path=path)
+    if found is None:
+        problem = f"charon is neither in PATH nor in {', '.join(FOLDERS)}"
+        remedy = "install strongSwan with its VICI plug-in: strongswan-charon strongswan-swanctl on Debian"
+        raise Fatal(problem, remedy)
+    return found
+
+
+class Process:
+    """A charon of ours. What it writes before it answers is kept to tell why it does not start."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._output = -1
+
+    @property
+    def pid(self) -> int:
+        """Return its number, 0 if it does not run."""
+        running = self._process
+        return running.pid if running is not None and running.poll() is None else 0
+
+    @property
+    def status(self) -> int | None:
+        """Return how it ended: its exit status, or the negative number of a signal."""
+        return self._process.poll() if self._process else None
+
+    def start(self) -> None:
+        """Start it. Raises ``Fatal`` if it is not installed, ``Retryable`` if it does not start."""
+        self.kill()
+        path = find()
+        _remove_stale_pid_file()
+        output = self._new_output()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _WRAPPER, str(os.getpid()), path],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={name: value for name, value in os.environ.items() if name in _PASSED},
+                cwd="/",
+                # What ends the daemon, be it a terminal's Ctrl-C, reaches charon by the daemon.
+                start_new_session=True,
+            )
+        except OSError as failure:
+            raise Retryable(f"charon does not start: {cause_of(failure)}") from None
+        finally:
+            os.close(output)
+
+    def output(self) -> str:
+        """Return the last line that it has written since the last call; empty if there is none."""
+        data = b""
+        with suppress(BlockingIOError):
+            while self._output >= 0 and (piece := os.read(self._output, _OUTPUT)):
+                data = piece
+        lines = data.decode(errors="replace").split("\n")
+        return next((line for line in reversed(lines) if line.strip()), "")
+
+    def _new_output(self) -> int:
+        """Return the end of a pipe that charon never waits for: what does not fit is lost.
+
+        charon holds back up to 4 KiB of its output, in the middle of a line. So this is not our log.
+        """
+        if self._output >= 0:
+            os.close(self._output)
+        self._output, output = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        return output
+
+    def kill(self) -> None:
+        """Kill it, if it runs, without a goodbye."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def end(self) -> None:
+        """Have it end, and wait for that a moment."""
+        if self._process is not None:
+            self._process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_END_LIMIT)
+        if self._output >= 0:
+            os.close(self._output)
+            self._output = -1
+
+
+def _remove_stale_pid_file() -> None:
+    """Remove the file if its number is that of another program now, as after a container's restart."""
+    with suppress(OSError, ValueError):
+        pid = int(_PID_FILE.read_text())
+        with suppress(FileNotFoundError):
+            if "charon" in Path(f"/proc/{pid}/comm").read_text():
+                return
+        _PID_FILE.unlink()

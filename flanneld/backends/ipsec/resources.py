@@ -1,0 +1,141 @@
+"""The nouns of the ipsec backend beside XFRM policies: charon, its keys and its connections (pure)."""
+
+from __future__ import annotations
+
+from ipaddress import IPv4Address, IPv4Network
+from typing import ClassVar
+
+from msgspec import Struct
+
+from flanneld.backends.ipsec.vici import Section
+from flanneld.model import IPNetwork, Secret
+from flanneld.network.xfrm.policy import REQID
+from flanneld.state.resources import Key, Kind
+
+#: Names of the tables.
+CHARON, CONNECTIONS = "charon", "charon-connections"
+#: Begins the names of our keys in charon.
+KEY_PREFIX = "flannel-"
+
+#: Upstream's, which a Go peer insists on.
+_IKE_PROPOSAL = "aes256-sha256-modp4096"
+#: Seconds without a packet from a peer after which charon asks whether it is there.
+_DPD_DELAY = "30s"
+
+
+class Charon(Struct, frozen=True, gc=False):
+    """strongSwan's IKE daemon, as a process that answers."""
+
+    kind: ClassVar[Kind] = Kind.REMOTE
+
+    @property
+    def key(self) -> Key:
+        return (CHARON, "process")
+
+    def __str__(self) -> str:
+        return "charon"
+
+
+class SharedKey(Struct, frozen=True, gc=False):
+    """The PSK, as the key of one node's address."""
+
+    kind: ClassVar[Kind] = Kind.REMOTE
+    owner: IPv4Address
+    secret: Secret
+
+    @property
+    def key(self) -> Key:
+        return (CONNECTIONS, self.name)
+
+    @property
+    def name(self) -> str:
+        return f"{KEY_PREFIX}{self.owner}"
+
+    def message(self) -> Section:
+        """Return the arguments of ``load-shared``."""
+        owners = [str(self.owner)]
+        return {"id": self.name, "type": "IKE", "data": self.secret.value, "owners": owners}
+
+    def __str__(self) -> str:
+        return f"key of {self.owner}"
+
+
+class Connection(Struct, frozen=True, gc=False):
+    """How the SAs with one peer are negotiated. Packets leave from ``local``, which may be behind NAT."""
+
+    kind: ClassVar[Kind] = Kind.REMOTE
+    public: IPv4Address
+    local: IPv4Address
+    own: IPv4Network
+    peer: IPv4Network
+    remote: IPv4Address
+    esp_proposal: str = ""
+    udp_encap: bool = False
+
+    @property
+    def key(self) -> Key:
+        return (CONNECTIONS, self.name)
+
+    @property
+    def subnet(self) -> IPNetwork:
+        """What is kept while the lease of this subnet cannot be read."""
+        return self.peer
+
+    @property
+    def name(self) -> str:
+        """Return the name that upstream gives it."""
+        return f"{self.public}-{self.own}-{self.peer}-{self.remote}"
+
+    @property
+    def child(self) -> str:
+        return f"{self.own}-{self.peer}"
+
+    def message(self) -> Section:
+        """Return the arguments of ``load-conn``, as upstream's."""
+        child: Section = {
+            "local_ts": [str(self.own)],
+            "remote_ts": [str(self.peer)],
+            "esp_proposals": [self.esp_proposal],
+            "start_action": "start",
+            "close_action": "trap",
+            "dpd_action": "restart",
+            "rekey_time": "1h",
+            "mode": "tunnel",
+            "reqid": str(REQID),
+            "policies": "no",
+        }
+        local = {"auth": "psk"} | ({} if self.local == self.public else {"id": str(self.public)})
+        connection: Section = {
+            "version": "2",
+            "local_addrs": [str(self.local)],
+            "remote_addrs": [str(self.remote)],
+            "proposals": [_IKE_PROPOSAL],
+            "keyingtries": "0",
+            "dpd_delay": _DPD_DELAY,
+            "encap": "yes" if self.udp_encap else "no",
+            "local": local,
+            "remote": {"auth": "psk"},
+            "children": {self.child: child},
+        }
+        return {self.name: connection}
+
+    def __str__(self) -> str:
+        return f"connection of {self.own} with {self.peer} at {self.remote}"
+
+
+def connection_of(name: str) -> Connection | None:
+    """Read the name of a connection; None for one that flannel has not made."""
+    try:
+        public, own, peer, remote = name.split("-")
+        ours, theirs = IPv4Address(public), IPv4Address(remote)
+        return Connection(ours, ours, IPv4Network(own), IPv4Network(peer), theirs)
+    except ValueError:
+        return None
+
+
+def owner_of(name: str) -> IPv4Address | None:
+    """Read the name of a key; None for one that we have not loaded."""
+    try:
+        return IPv4Address(name.removeprefix(KEY_PREFIX)) if name.startswith(KEY_PREFIX) else None
+    except ValueError:
+        return None

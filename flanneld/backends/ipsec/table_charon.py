@@ -1,0 +1,157 @@
+"""Table of charon itself: a process that answers, ours or one that runs already."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+
+from flanneld.backends.ipsec import charon
+from flanneld.backends.ipsec.charon import CharonHangs, CharonRefused, News, NoCharon
+from flanneld.backends.ipsec.process import Process
+from flanneld.backends.ipsec.resources import CHARON, Charon
+from flanneld.backends.ipsec.vici import Malformed, ReadSection, text
+from flanneld.compat.glog import V
+from flanneld.errors import Retryable
+from flanneld.runtime import waits
+from flanneld.state.report import Failure, Report
+from flanneld.state.resources import Resource
+from flanneld.state.table import Changes, Put, Scope, Seen
+
+log = logging.getLogger(__name__)
+
+#: What blocks on charon never keeps the kernel's tables waiting.
+WORKER = "charon"
+#: Seconds between two questions whether charon still answers.
+_AUDIT = 10.0
+#: Seconds that charon may take to start, and between two looks at whether it has.
+_START_LIMIT, _START_LOOK = 20.0, 0.05
+
+
+class CharonTable:
+    """Starts charon and keeps it running; ``note`` gets each line that it logs."""
+
+    name = CHARON
+    what = "charon"
+    worker = WORKER
+    vital = True
+    needs: frozenset[str] = frozenset()
+    audit: float | None = _AUDIT
+
+    def __init__(self, note: Callable[[ReadSection], None], path: str = charon.SOCKET) -> None:
+        self._note = note
+        self._path = path
+        self._process = Process()
+        self._news: News | None = None
+        #: Whether the charon that was known has ended: the next one knows nothing of us.
+        self._is_lost = False
+
+    def read(self, scope: Scope) -> Iterator[Seen]:
+        """Yield charon if it answers. One of ours that hangs is killed; raises ``CharonHangs`` for another.
+
+        After a loss it counts as absent until ``put``, so that what it has to know is loaded again.
+        """
+        del scope
+        try:
+            if self._is_lost:
+                return
+            self._hear()
+            charon.ask(self._path, "version")
+            self._process.output()
+        except NoCharon:
+            self._lose()
+            return
+        except (CharonHangs, Malformed) as problem:
+            if not self._process.pid:
+                raise
+            log.warning("Killing charon, process %d: %s", self._process.pid, problem.problem)
+            self._process.kill()
+            self._lose()
+            return
+        yield Seen(Charon())
+
+    def put(self, puts: Sequence[Put]) -> Report:
+        """Start it, unless one runs. Raises ``Fatal`` if it is not installed."""
+        report = Report()
+        for put in puts:
+            try:
+                self._find_or_start()
+                report.made.append(put.want)
+            except Retryable as problem:
+                report.failed.append(Failure(put.want, problem.problem, problem.remedy))
+        return report
+
+    def drop(self, found: Sequence[Resource]) -> Report:
+        return Report(removed=list(found))
+
+    def close(self, *, remove: bool) -> None:
+        """End our own, as upstream does. Another one stays, with all that it knows."""
+        del remove
+        if self._news is not None:
+            self._news.close()
+            self._news = None
+        self._process.end()
+
+    # ---- news --------------------------------------------------------------------------------------
+
+    def fileno(self) -> int:
+        return self._news.fileno() if self._news else -1
+
+    def changes(self) -> list[Changes]:
+        """Pass on what charon has logged; return a change if it has ended."""
+        if self._news is None:
+            return []
+        try:
+            for line in self._news.heard():
+                log.log(V(1), "charon [%s] %s", text(line, "group"), text(line, "msg"))
+                self._note(line)
+        except (NoCharon, Malformed):
+            self._lose()
+            return [Changes()]
+        return []
+
+    # ---- the process -------------------------------------------------------------------------------
+
+    def _find_or_start(self) -> None:
+        try:
+            self._hear()
+        except NoCharon:
+            self._start()
+        else:
+            log.info("Using a charon that runs already, %s", self._version())
+        self._is_lost = False
+
+    def _start(self) -> None:
+        if self._process.pid:
+            self._process.kill()
+        elif self._process.status is not None:
+            log.warning("charon ended with status %d: starting it again", self._process.status)
+        self._process.start()
+        if not waits.until(self._has_started, within=_START_LIMIT, every=_START_LOOK):
+            self._process.kill()
+            raise Retryable(f"charon does not answer at {self._path}", "see what it logs")
+        if not self._news:
+            raise Retryable(
+                f"charon ended at its start with status {self._process.status}", "see what it logs"
+            )
+        log.info("Started charon, process %d, %s", self._process.pid, self._version())
+
+    def _has_started(self) -> bool:
+        """Return True if it answers, or has ended."""
+        try:
+            self._hear()
+        except (NoCharon, CharonRefused):
+            return not self._process.pid
+        return True
+
+    def _hear(self) -> None:
+        self._news = self._news or News(self._path)
+
+    def _lose(self) -> None:
+        self._is_lost = True
+        if self._news is not None:
+            self._news.close()
+            self._news = None
+
+    def _version(self) -> str:
+        answer = charon.ask(self._path, "version")
+        return f"strongSwan {text(answer, 'version')}"

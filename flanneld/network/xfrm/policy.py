@@ -1,0 +1,138 @@
+"""XFRM policies as resources: which packets are encrypted, blocked or allowed as they are (pure)."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from ipaddress import IPv4Address, IPv4Network
+from typing import ClassVar
+
+from msgspec import Struct
+
+from flanneld.model import IPNetwork, lies_in
+from flanneld.state.resources import Key, Kind
+
+#: Name of the table that holds them.
+POLICIES = "xfrm-policies"
+#: Marks upstream's tunnels: their SAs and their policies have this number.
+REQID = 11
+#: A lower number goes first. Upstream leaves it at 0, so its policies go before the guards.
+TUNNEL_PRIORITY = 0
+#: Priorities of the guards. Nothing comes after them.
+ALLOW_PRIORITY, BLOCK_PRIORITY = 0xFFFF_FFFE, 0xFFFF_FFFF
+
+
+class Direction(IntEnum):
+    """The packets that a policy sees (linux/xfrm.h, XFRM_POLICY_*)."""
+
+    IN = 0
+    OUT = 1
+    FWD = 2
+
+
+class Action(IntEnum):
+    """Fate of a packet that no template protects (linux/xfrm.h)."""
+
+    ALLOW = 0
+    BLOCK = 1
+
+
+class Tunnel(Struct, frozen=True, gc=False):
+    """A template: ESP in tunnel mode between two hosts."""
+
+    source: IPv4Address
+    destination: IPv4Address
+    reqid: int = REQID
+
+    def __str__(self) -> str:
+        return f"tmpl src {self.source} dst {self.destination} proto esp reqid {self.reqid} mode tunnel"
+
+
+class XfrmPolicy(Struct, frozen=True, gc=False):
+    """A policy of the main type for all protocols and ports, without a mark and an interface.
+
+    ``odd`` says what else it has, which no policy of ours has: never wanted, only met.
+    """
+
+    kind: ClassVar[Kind] = Kind.REMOTE
+    direction: Direction
+    source: IPv4Network
+    destination: IPv4Network
+    priority: int
+    tunnel: Tunnel | None = None
+    action: Action = Action.ALLOW
+    odd: str = ""
+
+    @property
+    def key(self) -> Key:
+        """What the kernel tells policies apart by; the priority is no part of it."""
+        source, destination = self.source, self.destination
+        return (
+            POLICIES,
+            int(self.direction),
+            int(source.network_address),
+            source.prefixlen,
+            int(destination.network_address),
+            destination.prefixlen,
+        )
+
+    @property
+    def subnet(self) -> IPNetwork | None:
+        """The peer's subnet: the policy is kept while the lease of this subnet cannot be read."""
+        if self.tunnel is None:
+            return None
+        return self.destination if self.direction is Direction.OUT else self.source
+
+    @property
+    def is_guard(self) -> bool:
+        """Return True for a policy with a guard's priority, which no other program chooses."""
+        return self.tunnel is None and self.priority in (ALLOW_PRIORITY, BLOCK_PRIORITY)
+
+    def __str__(self) -> str:
+        how = str(self.tunnel) if self.tunnel else f"action {self.action.name.lower()}"
+        selector = f"src {self.source} dst {self.destination} dir {self.direction.name.lower()}"
+        return f"policy {selector} priority {self.priority} {how}{self.odd and f' {self.odd}'}"
+
+
+def guards(network: IPv4Network, subnet: IPv4Network | None) -> list[XfrmPolicy]:
+    """Return what keeps packets between containers from leaving in the clear.
+
+    A block alone would cut this node's own containers off from each other. A forwarded packet is looked up
+    twice: what goes to a peer also as forwarded (before it is encrypted), and what came from one also as
+    leaving (to a container, decrypted). So the allows come first.
+    """
+    block = [XfrmPolicy(each, network, network, BLOCK_PRIORITY, action=Action.BLOCK) for each in Direction]
+    if subnet is None:
+        return block
+    return [
+        XfrmPolicy(Direction.IN, subnet, subnet, ALLOW_PRIORITY),
+        XfrmPolicy(Direction.OUT, network, subnet, ALLOW_PRIORITY),
+        XfrmPolicy(Direction.FWD, subnet, network, ALLOW_PRIORITY),
+        *block,
+    ]
+
+
+def tunnel_policies(
+    own: IPv4Network, peer: IPv4Network, local: IPv4Address, remote: IPv4Address
+) -> list[XfrmPolicy]:
+    """Return the policies that lead to a peer and from it, as upstream makes them."""
+    out, back = Tunnel(local, remote), Tunnel(remote, local)
+    return [
+        XfrmPolicy(Direction.OUT, own, peer, TUNNEL_PRIORITY, out),
+        XfrmPolicy(Direction.IN, peer, own, TUNNEL_PRIORITY, back),
+        XfrmPolicy(Direction.FWD, peer, own, TUNNEL_PRIORITY, back),
+    ]
+
+
+def is_flannels(policy: XfrmPolicy, network: IPNetwork) -> bool:
+    """Return True for a guard or a tunnel that flannel, in Go or in Python, made for this network."""
+    if policy.is_guard:
+        return lies_in(policy.source, network) and lies_in(policy.destination, network)
+    is_tunnel = policy.tunnel is not None and policy.tunnel.reqid == REQID
+    return is_tunnel and (lies_in(policy.source, network) or lies_in(policy.destination, network))
+
+
+def passes_by(policy: XfrmPolicy, network: IPv4Network) -> bool:
+    """Return True if packets inside the network may leave in the clear by somebody else's policy."""
+    is_open = policy.tunnel is None and policy.action is Action.ALLOW and not policy.is_guard
+    is_ours = policy.source.overlaps(network) and policy.destination.overlaps(network)
+    return is_open and is_ours and policy.direction is Direction.OUT

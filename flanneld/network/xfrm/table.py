@@ -1,0 +1,202 @@
+"""Table of the kernel's XFRM policies: guards, and the tunnels of the ipsec backend."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, suppress
+from ipaddress import IPv4Network
+from pathlib import Path
+
+from flanneld.compat.glog import Once
+from flanneld.model import IPNetwork
+from flanneld.network.rtnetlink.netlink import (
+    NLM_F_REQUEST,
+    NetlinkSocket,
+    message,
+)
+from flanneld.network.rtnetlink.netlink import messages as split
+from flanneld.network.xfrm import messages
+from flanneld.network.xfrm.policy import POLICIES, XfrmPolicy, is_flannels, passes_by
+from flanneld.state.report import Failure, Report
+from flanneld.state.resources import Resource
+from flanneld.state.table import Changes, Claim, Put, Scope, Seen
+
+log = logging.getLogger(__name__)
+
+#: Seconds between two readings without news.
+_AUDIT = 30.0
+#: Bytes of notifications that may wait while this process is busy: a flush of some thousand policies.
+_RECEIVE_BUFFER = 4 << 20
+#: Datagrams to read at a time, so that a storm of notifications keeps nobody from all other work.
+_AT_A_TIME = 1000
+
+
+class XfrmPolicyTable:
+    """Policies inside ``network`` that flannel has made. Used by one thread."""
+
+    name = POLICIES
+    what = "the IPsec policies"
+    needs: frozenset[str] = frozenset()
+    worker = "kernel"
+    vital = True
+    audit: float | None = _AUDIT
+
+    def __init__(self, network: IPv4Network) -> None:
+        self._network = network
+        self._kernel: NetlinkSocket | None = None
+        self._news: NetlinkSocket | None = None
+        self._once = Once()
+
+    def read(self, scope: Scope) -> Iterator[Seen]:
+        """Yield flannel's policies, and others that stand where one is wanted."""
+        for policy in policies(self._open()):
+            if is_flannels(policy, self._network):
+                yield Seen(policy)
+                continue
+            if policy.key in scope.wanted:
+                yield Seen(policy, Claim.FOREIGN)
+            if passes_by(policy, self._network):
+                remedy = f"remove it: ip xfrm policy delete {_selector(policy)}"
+                text = f"Packets may leave unencrypted by another program's {policy}; {remedy}"
+                self._once.warn(log, policy.key, text)
+
+    def put(self, puts: Sequence[Put]) -> Report:
+        report = Report()
+        kinds = [messages.NEW_POLICY if put.was is None else messages.UPDATE_POLICY for put in puts]
+        may = [place for place, put in enumerate(puts) if put.claim is not Claim.FOREIGN]
+        refused = self._write(
+            (kinds[place], messages.pack(_policy(puts[place].want)), place) for place in may
+        )
+        for place, put in enumerate(puts):
+            if put.claim is Claim.FOREIGN:
+                report.failed.append(_stands_in_the_way(put))
+            elif code := refused.get(place):
+                is_taken = code == errno.EEXIST
+                report.failed.append(Failure(put.want, os.strerror(code), _remedy(code), is_taken=is_taken))
+            else:
+                report.made.append(put.want)
+        return report
+
+    def drop(self, found: Sequence[Resource]) -> Report:
+        report = Report()
+        refused = self._write(
+            (messages.DELETE_POLICY, messages.pack_id(_policy(each)), place)
+            for place, each in enumerate(found)
+        )
+        for place, each in enumerate(found):
+            code = refused.get(place, 0)
+            if code in (0, errno.ENOENT):
+                report.removed.append(each)
+            else:
+                report.failed.append(Failure(each, os.strerror(code)))
+        return report
+
+    def close(self, *, remove: bool) -> None:
+        """Release the sockets. Policies stay: without the daemon nothing goes in the clear either."""
+        del remove
+        for each in filter(None, (self._kernel, self._news)):
+            each.close()
+        self._kernel = self._news = None
+
+    # ---- notifications -----------------------------------------------------------------------------
+
+    def fileno(self) -> int:
+        return self._news.fileno() if self._news else -1
+
+    def changes(self) -> list[Changes]:
+        """Return one change if another program has touched any policy, or notifications were lost."""
+        return [Changes()] if self._is_touched() else []
+
+    def _is_touched(self) -> bool:
+        news, kernel = self._news, self._kernel
+        if news is None or kernel is None:
+            return False
+        is_touched = False
+        for _ in range(_AT_A_TIME):
+            try:
+                data = news.receive()
+            except BlockingIOError:
+                break
+            except OSError as failure:
+                if failure.errno != errno.ENOBUFS:
+                    raise
+                is_touched = True
+                continue
+            is_touched |= any(port != kernel.port for _, _, _, port, _, _ in split(data))
+        return is_touched
+
+    # ---- the kernel --------------------------------------------------------------------------------
+
+    def _open(self) -> NetlinkSocket:
+        """Return the socket; listening begins before the first reading."""
+        if self._kernel is None:
+            self._news = self._news or open_xfrm((messages.GROUP_POLICY,), _RECEIVE_BUFFER)
+            self._kernel = open_xfrm()
+        return self._kernel
+
+    def _write(self, content: Iterator[tuple[int, bytes, int]]) -> dict[int, int]:
+        """Send messages; return the errno of each that was refused, by its place."""
+        batch = (message(kind, NLM_F_REQUEST, body, place) for kind, body, place in content)
+        return {place: code for failed in self._open().write(batch) for place, code in failed}
+
+
+def stale_tables(networks: Iterable[IPNetwork]) -> Iterator[XfrmPolicyTable]:
+    """Yield a table for each network with policies that an ipsec backend has left, to sweep them.
+
+    They would block the packets of any other backend. A kernel without NETLINK_XFRM does not get it by this.
+    """
+    if not _has_xfrm():
+        return
+    with closing(open_xfrm()) as kernel:
+        found = list(policies(kernel))
+    for network in networks:
+        if isinstance(network, IPv4Network) and any(is_flannels(each, network) for each in found):
+            yield XfrmPolicyTable(network)
+
+
+def _has_xfrm() -> bool:
+    """Look for the kernel's own end among the sockets: opening another one would load the module."""
+    with suppress(OSError):
+        rows = Path("/proc/net/netlink").read_text().splitlines()[1:]
+        return any(row.split()[1] == str(messages.NETLINK_XFRM) for row in rows)
+    return False
+
+
+def open_xfrm(groups: Sequence[int] = (), receive_buffer: int = 1 << 20) -> NetlinkSocket:
+    """Open a socket. Raises ``OSError`` with the way to get what this kernel lacks."""
+    try:
+        return NetlinkSocket(groups, receive_buffer, protocol=messages.NETLINK_XFRM)
+    except OSError as failure:
+        if failure.errno == errno.EPROTONOSUPPORT:
+            text = f"{os.strerror(failure.errno)}; load it: modprobe -a xfrm_user esp4"
+            raise OSError(failure.errno, text) from None
+        raise
+
+
+def policies(kernel: NetlinkSocket) -> Iterator[XfrmPolicy]:
+    """Yield the policies that could be ours. Raises ``OSError``."""
+    for data, offset, end in kernel.dump(messages.GET_POLICY, b""):
+        policy = messages.decode(data, offset, end)
+        if policy is not None:
+            yield policy
+
+
+def _policy(resource: Resource) -> XfrmPolicy:
+    assert isinstance(resource, XfrmPolicy)
+    return resource
+
+
+def _selector(policy: XfrmPolicy) -> str:
+    return f"src {policy.source} dst {policy.destination} dir {policy.direction.name.lower()}"
+
+
+def _stands_in_the_way(put: Put) -> Failure:
+    remedy = f"stop the program that made it, and ip xfrm policy delete {_selector(_policy(put.want))}"
+    return Failure(put.want, f"another program's {put.was} stands there", remedy)
+
+
+def _remedy(code: int) -> str:
+    return "load what is missing: modprobe -a esp4 xfrm_user" if code == errno.EPROTONOSUPPORT else ""

@@ -1,0 +1,291 @@
+"""The ipsec backend in whole clusters, with real charons: who talks to whom, and nothing in the clear."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from ipaddress import IPv4Address, IPv4Network
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flanneld.backends.ipsec.charon import Connection as Control
+from flanneld.backends.ipsec.charon import NoCharon
+from flanneld.backends.ipsec.sessions import by_connection
+from flanneld.backends.ipsec.vici import texts
+from flanneld.network.rtnetlink.netlink import NLM_F_REQUEST, message
+from flanneld.network.xfrm import messages
+from flanneld.network.xfrm.policy import XfrmPolicy, guards, tunnel_policies
+from flanneld.network.xfrm.table import open_xfrm, policies
+from tests.lab import Lab, Node, own_command, wait_for
+from tests.lab.lab import NETWORK
+from tests.netns.pair import connect
+from tests.netns.traffic import Sniffer, Stream
+
+pytestmark = pytest.mark.needs_kernel("esp")
+
+PSK = "a secret that no log may ever show, " * 3
+IPSEC = {"Type": "ipsec", "PSK": PSK}
+DEVICE = "flannel-ipsec"
+#: charon's socket and its pid file are under /run, whatever network namespace it is in.
+OWN_RUN = ("unshare", "-m", "sh", "-c", 'mount -t tmpfs run /run && exec "$0" "$@"')
+#: Seconds: two readings of charon, one of which waits for an answer as long as it may.
+SOON = 40
+
+
+def start(node: Node, *flags: str) -> None:
+    node.start(*flags, command=[*OWN_RUN, *own_command()])
+
+
+def cluster(lab: Lab, *flags: str, backend: Mapping[str, Any] = IPSEC) -> list[Node]:
+    """Start two nodes whose containers reach each other."""
+    lab.etcd.put_config({"Network": NETWORK, "Backend": dict(backend)})
+    started = lab.add_nodes(2)
+    for node in started:
+        start(node, *flags)
+    for node in started:
+        node.wait_ready()
+    talk(*started)
+    return started
+
+
+def talk(node: Node, peer: Node) -> None:
+    for one, other in itertools.permutations((node, peer)):
+        connect(one, other)
+
+
+def found(node: Node) -> set[XfrmPolicy]:
+    with node.namespace.entered(), closing(open_xfrm()) as kernel:
+        return set(policies(kernel))
+
+
+def wanted(node: Node, *peers: Node) -> set[XfrmPolicy]:
+    own, here = IPv4Network(node.subnet()), IPv4Address(node.address)
+    tunnels = (
+        tunnel_policies(own, IPv4Network(each.subnet()), here, IPv4Address(each.address)) for each in peers
+    )
+    return {*guards(IPv4Network(NETWORK), own), *itertools.chain.from_iterable(tunnels)}
+
+
+def charon_of(node: Node) -> int:
+    """Return the process, 0 if there is none."""
+    found = node.run("pgrep", "--exact", "--parent", str(node.pid), "charon", check=False).stdout.split()
+    return int(found[0]) if found else 0
+
+
+def control(node: Node) -> Control:
+    return Control(f"/proc/{node.pid}/root/run/charon.vici")
+
+
+def loaded(node: Node) -> tuple[list[str], list[str]]:
+    """Return the names of charon's connections and keys; none while no charon answers."""
+    try:
+        with control(node) as charon:
+            names = [name for event in charon.listing("list-conns", "list-conn") for name in event]
+            return names, sorted(texts(charon.ask("get-shared"), "keys"))
+    except NoCharon:
+        return [], []
+
+
+def all_of(node: Node, peer: Node) -> tuple[list[str], list[str]]:
+    """Return the names that charon has to know."""
+    name = f"{node.address}-{node.subnet()}-{peer.subnet()}-{peer.address}"
+    return [name], sorted(f"flannel-{each.address}" for each in (node, peer))
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[list[Node]]:
+    with Lab() as lab:
+        yield cluster(lab)
+
+
+@contextmanager
+def underlay(node: Node, peer: Node, directory: Path) -> Iterator[Callable[[], int]]:
+    """Send to a peer's container all the time; yield what counts the packets that are readable outside."""
+    target = peer.container().address
+    with Sniffer(node.namespace, "eth0") as sniffer:
+        stream = Stream(node.container().namespace, target, directory / "stream.log", 0.01)
+        with stream:
+            yield lambda: len(sniffer.listen(0.3))
+
+
+# ---- what there is --------------------------------------------------------------------------------
+
+
+def test_policies_and_mtu_are_upstreams(pair: list[Node]) -> None:
+    node, peer = pair
+    assert found(node) == wanted(node, peer)
+    assert node.env()["FLANNEL_MTU"] == "1423"
+    text = node.run("ip", "xfrm", "policy", "list", "dir", "out", "dst", peer.subnet()).stdout.split()
+    template = f"tmpl src {node.address} dst {peer.address} proto esp reqid 11 mode tunnel"
+    assert f"src {node.subnet()} dst {peer.subnet()} dir out priority 0 {template}" in " ".join(text)
+    assert loaded(node) == all_of(node, peer)
+
+
+def test_this_host_reaches_containers_of_peers_encrypted(pair: list[Node]) -> None:
+    node, peer = pair
+    assert node.addresses(DEVICE) == [f"{node.subnet().removesuffix('/24')}/32"]
+    done = node.run("ping", "-n", "-c", "1", "-W", "10", peer.container().address, check=False)
+    assert done.returncode == 0
+
+
+def test_own_containers_reach_each_other_and_this_host(pair: list[Node]) -> None:
+    node, _ = pair
+    node.container(2).wait_for_reply(node.container())
+    node.container().wait_for_reply(node.container(2))
+
+
+# ---- healing --------------------------------------------------------------------------------------
+
+
+def test_flushed_policies_are_restored_and_nothing_leaks(pair: list[Node], tmp_path: Path) -> None:
+    node, peer = pair
+    with underlay(node, peer, tmp_path) as plain:
+        for _ in range(3):
+            node.run("ip", "xfrm", "policy", "flush")
+            wait_for(lambda: found(node) >= wanted(node, peer), SOON, "the policies to be back")
+        assert plain() == 0
+        with node.paused():
+            node.run("ip", "xfrm", "policy", "flush")
+            assert plain() == 0
+            # Without the route into the device it would: that is what the capture can see.
+            node.run("ip", "route", "del", peer.subnet(), "dev", DEVICE)
+            node.run("ip", "route", "del", "unreachable", NETWORK, "metric", "65535")
+            assert plain() > 0
+    wait_for(lambda: found(node) == wanted(node, peer), SOON, "the policies to be back")
+    node.wait_for_route(peer.subnet())
+    talk(node, peer)
+
+
+def test_blocking_policies_hold_where_other_routes_lead_past_the_device(
+    pair: list[Node], tmp_path: Path
+) -> None:
+    """The other layer: a more specific route of somebody else, for a subnet without a tunnel."""
+    node, peer = pair
+    guard = guards(IPv4Network(NETWORK), None)
+    host = peer.container().address
+    tunnels = [each for each in wanted(node, peer) if each.tunnel]
+    with underlay(node, peer, tmp_path) as plain, node.paused():
+        node.run("ip", "route", "add", f"{host}/32", "via", peer.address)
+        delete(node, tunnels)
+        assert plain() == 0
+        delete(node, guard)
+        assert plain() > 0
+    node.run("ip", "route", "del", f"{host}/32")
+    wait_for(lambda: found(node) == wanted(node, peer), SOON, "the policies to be back")
+    talk(node, peer)
+
+
+def delete(node: Node, gone: list[XfrmPolicy]) -> None:
+    with node.namespace.entered(), closing(open_xfrm()) as kernel:
+        bodies = (
+            message(messages.DELETE_POLICY, NLM_F_REQUEST, messages.pack_id(each), place)
+            for place, each in enumerate(gone)
+        )
+        assert [failed for failed in kernel.write(bodies) if failed] == []
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
+def test_charon_that_ends_or_hangs_is_replaced(pair: list[Node], tmp_path: Path, how: signal.Signals) -> None:
+    node, peer = pair
+    charon = charon_of(node)
+    assert charon
+    with underlay(node, peer, tmp_path) as plain:
+        os.kill(charon, how)
+        wait_for(lambda: charon_of(node) not in (0, charon), SOON, "another charon")
+        wait_for(lambda: loaded(node) == all_of(node, peer), SOON, "keys and connection to be loaded")
+        assert plain() == 0
+    talk(node, peer)
+
+
+def test_what_charon_has_lost_is_loaded_again(pair: list[Node]) -> None:
+    node, peer = pair
+    before = all_of(node, peer)
+    wait_for(lambda: loaded(node) == before, SOON, "keys and connections to be there")
+    with control(node) as charon:
+        charon.ask("unload-conn", {"name": before[0][0]})
+        charon.ask("clear-creds")
+    wait_for(lambda: loaded(node) == before, SOON, "keys and connections to be back")
+
+
+# ---- start, end and peers that go -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("masquerade", [False, True], ids=["", "masquerading"])
+def test_nothing_leaves_in_the_clear(lab: Lab, tmp_path: Path, masquerade: bool) -> None:
+    flags = ("--ip-masq",) if masquerade else ()
+    node, peer = cluster(lab, *flags)
+    assert lab.etcd.lease_values()[node.subnet()] == f'{{"PublicIP":"{node.address}","BackendType":"ipsec"}}'
+    with underlay(node, peer, tmp_path) as plain:
+        charon = charon_of(node)
+        assert charon
+        node.kill()
+        wait_for(lambda: not Path(f"/proc/{charon}").exists(), what="charon to end with the daemon")
+        assert found(node) == wanted(node, peer)
+        assert plain() == 0
+        stale = tunnel_policies(
+            IPv4Network(node.subnet()),
+            IPv4Network("10.5.254.0/24"),
+            IPv4Address(node.address),
+            IPv4Address("198.18.0.99"),
+        )
+        with node.namespace.entered(), closing(open_xfrm()) as kernel:
+            made = (
+                message(messages.NEW_POLICY, NLM_F_REQUEST, messages.pack(each), place)
+                for place, each in enumerate(stale)
+            )
+            assert [failed for failed in kernel.write(made) if failed] == []
+        start(node, *flags)
+        node.wait_ready()
+        talk(node, peer)
+        wait_for(lambda: found(node) == wanted(node, peer), SOON, "what an earlier run left to be swept")
+        assert plain() == 0
+        peer.stop()
+        lab.etcd.delete_lease(peer.subnet())
+        wait_for(lambda: found(node) == wanted(node), SOON, "the policies to go")
+        wait_for(lambda: loaded(node) == ([], [f"flannel-{node.address}"]), SOON, "connection and key to go")
+        with control(node) as connection:
+            assert by_connection(connection.listing("list-sas", "list-sa")) == {}
+        assert plain() == 0
+    assert PSK.strip() not in node.logs()
+    tools(lab, node)
+
+
+def tools(lab: Lab, node: Node) -> None:
+    """-plan and -cleanup know what there is, and show no key."""
+    command = [*own_command(), f"--etcd-endpoints={lab.etcd.endpoint}", f"--subnet-file={node.subnet_file}"]
+    node.stop()
+    delete(node, guards(IPv4Network(NETWORK), None)[:1])
+    planned = node.run(*command, "--plan").stdout
+    assert f"# new: policy src {NETWORK} dst {NETWORK} dir in priority 4294967295 action block" in planned
+    assert PSK.strip() not in planned
+    cleaned = node.run(*command, "--cleanup").stdout
+    assert "action block" in cleaned
+    assert found(node) == set()
+    assert node.link(DEVICE) is None
+
+
+def test_another_backend_sweeps_the_policies_and_wrong_keys_are_named(lab: Lab) -> None:
+    node, peer = cluster(lab, backend={**IPSEC, "UDPEncap": True})
+    assert node.env()["FLANNEL_MTU"] == "1415"
+    states = node.run("ip", "xfrm", "state").stdout
+    assert "encap type espinudp sport 4500 dport 4500" in states
+    lab.etcd.put_config({"Network": NETWORK, "Backend": {**IPSEC, "UDPEncap": True, "PSK": PSK[::-1]}})
+    peer.stop()
+    start(peer)
+    peer.wait_ready()
+    node.wait_for_log(f"IKE with {peer.address} for {peer.subnet()} fails", SOON)
+    lab.etcd.put_config({"Network": NETWORK, "Backend": {"Type": "host-gw"}})
+    for each in (node, peer):
+        each.stop()
+        each.start()
+    for each in (node, peer):
+        each.wait_ready()
+    talk(node, peer)
+    for each in (node, peer):
+        assert found(each) == set()
+    wait_for(lambda: all(each.link(DEVICE) is None for each in (node, peer)), what="the former device to go")

@@ -1,0 +1,203 @@
+"""The ipsec backend's decisions, and what it tells charon."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from ipaddress import IPv4Address, IPv4Network
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flanneld.backends import registry
+from flanneld.backends.contract import Host, OtherBackend, encrypts
+from flanneld.backends.ipsec.backend import DEVICE, Ipsec
+from flanneld.backends.ipsec.resources import Charon, Connection, SharedKey, connection_of, owner_of
+from flanneld.backends.ipsec.sessions import Session, by_connection, session_of
+from flanneld.config import parse
+from flanneld.errors import Fatal, Refused
+from flanneld.model import Lease, LeaseAttrs, Secret, Uplink
+from flanneld.network.xfrm.policy import guards, tunnel_policies
+from flanneld.state.resources import Address, Blackhole, Dummy, Route
+from flanneld.subnet.codec import format_attrs
+
+PSK = "a key of which nothing may be shown. " * 3
+NETWORK, SUBNET, THEIRS = IPv4Network("10.1.0.0/16"), IPv4Network("10.1.5.0/24"), IPv4Network("10.1.6.0/24")
+HERE, THERE = IPv4Address("192.0.2.5"), IPv4Address("192.0.2.6")
+OWN = Lease(LeaseAttrs(HERE, backend_type="ipsec"), SUBNET)
+PEER = Lease(LeaseAttrs(THERE, backend_type="ipsec"), THEIRS)
+KEY = Secret(PSK.encode())
+PROPOSAL = "aes128gcm16-sha256-prfsha256-ecp256"
+
+
+def made(uplink: Uplink | None = None, network: dict[str, Any] | None = None, **options: Any) -> Ipsec:
+    backend = {"Type": "ipsec", "PSK": PSK, **options}
+    config = parse(json.dumps({"Network": str(NETWORK), "Backend": backend, **(network or {})}))
+    uplink = uplink or Uplink("eth0", 2, 1500, HERE, HERE)
+    return Ipsec(config, Host(uplink, None, lambda _: None, lambda _: None, bytes))
+
+
+def test_it_is_found_by_name_and_encrypts() -> None:
+    assert registry.load("IPsec") is Ipsec
+    assert encrypts(made())
+
+
+def test_lease_data_are_upstreams() -> None:
+    assert (
+        format_attrs(made().attributes(), with_ipv6=False) == '{"PublicIP":"192.0.2.5","BackendType":"ipsec"}'
+    )
+
+
+@pytest.mark.parametrize(("encap", "mtu"), [(False, 1423), (True, 1415)])
+def test_mtu_is_upstreams(encap: bool, mtu: int) -> None:
+    assert made(UDPEncap=encap).mtu == mtu
+
+
+def test_guards_come_first() -> None:
+    assert list(made().local(OWN)) == [
+        Blackhole(NETWORK, unreachable=True),
+        Dummy(DEVICE, 1423),
+        Address(DEVICE, IPv4Address("10.1.5.0")),
+        *guards(NETWORK, SUBNET),
+        Charon(),
+        SharedKey(HERE, KEY),
+    ]
+
+
+def test_what_leads_to_a_peer() -> None:
+    assert list(made().peer(OWN, PEER)) == [
+        *tunnel_policies(SUBNET, THEIRS, HERE, THERE),
+        Route(THEIRS, DEVICE),
+        SharedKey(THERE, KEY),
+        Connection(HERE, HERE, SUBNET, THEIRS, THERE, PROPOSAL),
+    ]
+
+
+def test_a_node_behind_nat_sends_from_its_own_address() -> None:
+    local = IPv4Address("10.9.9.9")
+    backend = made(Uplink("eth0", 2, 1500, local, HERE))
+    *_, connection = backend.peer(OWN, PEER)
+    assert isinstance(connection, Connection)
+    message: Any = connection.message()[connection.name]
+    assert (message["local_addrs"], message["local"]["id"]) == (["10.9.9.9"], "192.0.2.5")
+    assert {
+        each.tunnel.source for each in tunnel_policies(SUBNET, THEIRS, local, THERE)[:1] if each.tunnel
+    } == {local}
+
+
+def test_leases_of_others_and_ours_are_refused() -> None:
+    with pytest.raises(OtherBackend):
+        list(made().peer(OWN, Lease(LeaseAttrs(THERE, backend_type="vxlan"), THEIRS)))
+    with pytest.raises(Refused, match="our own public IP"):
+        list(made().peer(OWN, Lease(LeaseAttrs(HERE, backend_type="ipsec"), THEIRS)))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"PSK": "x" * 95}, "config error, password should be at least 96 characters long"),
+        ({"PSK": ""}, "config error, password should be at least 96 characters long"),
+        ({"PSK": 7}, "PSK must be a string"),
+        ({"UDPEncap": "yes"}, "UDPEncap must be true or false"),
+        ({"ESPProposal": "aes\n"}, "ESPProposal"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(Fatal, match=words):
+        made(**options)
+
+
+def test_other_families_and_small_links_are_refused() -> None:
+    with pytest.raises(Fatal, match="IPv4 only"):
+        made(network={"EnableIPv6": True, "IPv6Network": "fd00::/48"})
+    with pytest.raises(Fatal, match="inside ESP"):
+        made(Uplink("eth0", 2, 100, HERE, HERE))
+
+
+def test_a_key_of_96_bytes_is_long_enough() -> None:
+    made(PSK="é" * 48)
+
+
+def test_messages_are_upstreams() -> None:
+    connection = Connection(HERE, HERE, SUBNET, THEIRS, THERE, PROPOSAL, True)
+    ((name, body),) = connection.message().items()
+    assert name == "192.0.2.5-10.1.5.0/24-10.1.6.0/24-192.0.2.6"
+    assert isinstance(body, dict)
+    children: Any = body.pop("children")
+    assert body == {
+        "version": "2",
+        "local_addrs": ["192.0.2.5"],
+        "remote_addrs": ["192.0.2.6"],
+        "proposals": ["aes256-sha256-modp4096"],
+        "keyingtries": "0",
+        "dpd_delay": "30s",
+        "encap": "yes",
+        "local": {"auth": "psk"},
+        "remote": {"auth": "psk"},
+    }
+    assert children == {
+        "10.1.5.0/24-10.1.6.0/24": {
+            "local_ts": ["10.1.5.0/24"],
+            "remote_ts": ["10.1.6.0/24"],
+            "esp_proposals": [PROPOSAL],
+            "start_action": "start",
+            "close_action": "trap",
+            "dpd_action": "restart",
+            "rekey_time": "1h",
+            "mode": "tunnel",
+            "reqid": "11",
+            "policies": "no",
+        }
+    }
+
+
+@given(st.text(max_size=60))
+def test_names_that_others_gave_are_not_ours(name: str) -> None:
+    found = connection_of(name)
+    assert found is None or found.name.count("-") == name.count("-") == 3
+    owner_of(name)
+
+
+def test_names_are_read_back() -> None:
+    connection = Connection(HERE, HERE, SUBNET, THEIRS, THERE)
+    assert connection_of(connection.name) == connection
+    assert owner_of(SharedKey(THERE, KEY).name) == THERE
+
+
+def test_no_secret_is_shown() -> None:
+    shown = [*made().local(OWN), *made().peer(OWN, PEER)]
+    for each in shown:
+        assert PSK.strip() not in f"{each} {each!r}"
+
+
+# ---- sessions --------------------------------------------------------------------------------------
+
+
+def listed(state: str, children: Sequence[dict[str, Any]]) -> Any:
+    ike = {"state": state.encode(), "remote-host": b"192.0.2.6", "remote-port": b"4500"}
+    return {"name": ike | {"child-sas": {f"child-{number}": each for number, each in enumerate(children)}}}
+
+
+def child(state: str, age: int, size: int) -> dict[str, bytes]:
+    found = {"state": state, "install-time": age, "bytes-in": size, "bytes-out": 2 * size}
+    return {name: str(value).encode() for name, value in found.items()}
+
+
+def test_sessions_add_up_the_sas_of_a_peer() -> None:
+    connection = Connection(HERE, HERE, SUBNET, THEIRS, THERE)
+    events = [
+        listed("ESTABLISHED", [child("REKEYED", 70, 5), child("INSTALLED", 7, 10)]),
+        listed("CONNECTING", []),
+    ]
+    found = by_connection(events)["name"]
+    assert found.is_negotiating
+    assert session_of(connection, found) == Session(THEIRS, True, 7.0, 15, 30, "192.0.2.6:4500")
+    assert session_of(connection, None) == Session(THEIRS)
+
+
+@pytest.mark.parametrize(("state", "is_negotiating"), [("DELETING", False), ("INSTALLING", True)])
+def test_sas_that_are_not_installed_make_no_session(state: str, is_negotiating: bool) -> None:
+    found = by_connection([listed("ESTABLISHED", [child(state, 7, 10)])])["name"]
+    assert (found.children, found.is_negotiating) == ([], is_negotiating)

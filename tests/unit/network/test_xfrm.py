@@ -1,0 +1,163 @@
+"""XFRM policies: packed, read back, told from those of others; no tampered dump does harm."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from ipaddress import IPv4Address, IPv4Network
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flanneld.network.rtnetlink.netlink import Malformed, attribute
+from flanneld.network.xfrm import messages
+from flanneld.network.xfrm.policy import (
+    ALLOW_PRIORITY,
+    BLOCK_PRIORITY,
+    Action,
+    Direction,
+    Tunnel,
+    XfrmPolicy,
+    guards,
+    is_flannels,
+    passes_by,
+    tunnel_policies,
+)
+from tests.unit.mutations import tampered_bytes
+
+NETWORK, OWN, PEER = IPv4Network("10.5.0.0/16"), IPv4Network("10.5.1.0/24"), IPv4Network("10.5.2.0/24")
+HERE, THERE = IPv4Address("192.0.2.1"), IPv4Address("192.0.2.2")
+TUNNELS = tunnel_policies(OWN, PEER, HERE, THERE)
+GUARDS = guards(NETWORK, OWN)
+PACKED = [messages.pack(each) for each in (*TUNNELS, *GUARDS)]
+
+addresses = st.integers(0, 2**32 - 1).map(IPv4Address)
+networks = st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 32)).map(
+    lambda pair: IPv4Network(pair, strict=False)
+)
+policies = st.builds(
+    XfrmPolicy,
+    st.sampled_from(Direction),
+    networks,
+    networks,
+    st.integers(0, 2**32 - 1),
+    st.none() | st.builds(Tunnel, addresses, addresses, st.integers(0, 2**32 - 1)),
+    st.sampled_from(Action),
+)
+
+
+def decode(data: bytes) -> XfrmPolicy | None:
+    return messages.decode(data, 0, len(data))
+
+
+@given(policies)
+def test_what_is_packed_is_read_back(policy: XfrmPolicy) -> None:
+    assert decode(messages.pack(policy)) == policy
+
+
+def test_sizes_are_the_kernels() -> None:
+    """struct xfrm_userpolicy_info, xfrm_userpolicy_id and xfrm_user_tmpl of linux/xfrm.h."""
+    assert len(messages.pack(GUARDS[0])) == 168
+    assert len(messages.pack_id(GUARDS[0])) == 64
+    assert len(messages.pack(TUNNELS[0])) == 168 + 4 + 64
+
+
+@given(tampered_bytes(PACKED))
+def test_no_tampered_dump_is_more_than_malformed(data: bytes) -> None:
+    with suppress(Malformed):
+        policy = decode(data)
+        assert policy is None or policy.source.version == 4
+
+
+@pytest.mark.parametrize("kind", [16, 21, 31], ids=["type", "mark", "interface"])
+def test_policies_that_stand_beside_ours_are_not_read(kind: int) -> None:
+    assert decode(PACKED[0] + attribute(kind, bytes(8))) == TUNNELS[0]
+    assert decode(PACKED[0] + attribute(kind, b"\1" + bytes(7))) is None
+
+
+def test_a_socket_policy_is_not_read() -> None:
+    """Their directions are 3 and 4, and they have no addresses."""
+    data = bytearray(PACKED[0])
+    data[160] = 3
+    assert decode(bytes(data)) is None
+
+
+def test_other_templates_differ_from_ours() -> None:
+    template = PACKED[0][168:]
+    twice = decode(PACKED[0][:168] + attribute(5, template[4:] * 2))
+    transport = bytearray(PACKED[0])
+    transport[168 + 4 + 24 + 4 + 16 + 4] = 0
+    for found in (twice, decode(bytes(transport))):
+        assert found is not None
+        assert found.key == TUNNELS[0].key
+        assert found != TUNNELS[0]
+
+
+def test_tunnels_are_upstreams() -> None:
+    assert [str(each) for each in TUNNELS] == [
+        "policy src 10.5.1.0/24 dst 10.5.2.0/24 dir out priority 0"
+        " tmpl src 192.0.2.1 dst 192.0.2.2 proto esp reqid 11 mode tunnel",
+        "policy src 10.5.2.0/24 dst 10.5.1.0/24 dir in priority 0"
+        " tmpl src 192.0.2.2 dst 192.0.2.1 proto esp reqid 11 mode tunnel",
+        "policy src 10.5.2.0/24 dst 10.5.1.0/24 dir fwd priority 0"
+        " tmpl src 192.0.2.2 dst 192.0.2.1 proto esp reqid 11 mode tunnel",
+    ]
+    assert {each.subnet for each in TUNNELS} == {PEER}
+
+
+def fate(direction: Direction, source: str, destination: str) -> XfrmPolicy | None:
+    """Return the policy that the kernel finds: the lowest priority, whatever the lengths are."""
+    found = [
+        each
+        for each in (*TUNNELS, *GUARDS)
+        if each.direction is direction
+        and IPv4Address(source) in each.source
+        and IPv4Address(destination) in each.destination
+    ]
+    return min(found, key=lambda each: each.priority, default=None)
+
+
+@pytest.mark.parametrize(
+    ("direction", "source", "destination", "expected"),
+    [
+        (Direction.OUT, "10.5.1.9", "10.5.2.9", "tunnel"),
+        (Direction.FWD, "10.5.1.9", "10.5.2.9", "allow"),  # before it is encrypted
+        (Direction.FWD, "10.5.2.9", "10.5.1.9", "tunnel"),
+        (Direction.OUT, "10.5.2.9", "10.5.1.9", "allow"),  # to a container, decrypted
+        (Direction.IN, "10.5.2.9", "10.5.1.1", "tunnel"),
+        (Direction.IN, "10.5.1.9", "10.5.1.1", "allow"),
+        (Direction.OUT, "10.5.1.1", "10.5.1.9", "allow"),
+        (Direction.FWD, "10.5.1.8", "10.5.1.9", "allow"),
+        (Direction.OUT, "10.5.1.9", "10.5.3.9", "block"),
+        (Direction.IN, "10.5.3.9", "10.5.1.1", "block"),
+        (Direction.FWD, "10.5.3.9", "10.5.1.9", "block"),
+        (Direction.OUT, "10.5.1.9", "192.0.2.9", "none"),
+    ],
+)
+def test_each_packet_meets_the_right_policy(
+    direction: Direction, source: str, destination: str, expected: str
+) -> None:
+    policy = fate(direction, source, destination)
+    if policy is None:
+        assert expected == "none"
+    else:
+        assert expected == ("tunnel" if policy.tunnel else policy.action.name.lower())
+
+
+def test_ours_are_told_from_those_of_others() -> None:
+    assert all(is_flannels(each, NETWORK) for each in (*TUNNELS, *GUARDS))
+    elsewhere = IPv4Network("10.9.0.0/16")
+    assert not any(is_flannels(each, elsewhere) for each in (*TUNNELS, *GUARDS))
+    other_reqid = tunnel_policies(OWN, PEER, HERE, THERE)[0]
+    assert other_reqid.tunnel is not None
+    foreign = XfrmPolicy(Direction.OUT, OWN, PEER, 0, Tunnel(HERE, THERE, 12))
+    assert not is_flannels(foreign, NETWORK)
+    bypass = XfrmPolicy(Direction.OUT, OWN, PEER, 100)
+    assert not is_flannels(bypass, NETWORK)
+    assert passes_by(bypass, NETWORK)
+    assert not any(passes_by(each, NETWORK) for each in (*TUNNELS, *GUARDS, foreign))
+
+
+def test_guards_come_last_and_without_a_lease_block_all() -> None:
+    assert {each.priority for each in GUARDS} == {ALLOW_PRIORITY, BLOCK_PRIORITY}
+    assert {each.action for each in guards(NETWORK, None)} == {Action.BLOCK}
