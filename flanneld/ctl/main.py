@@ -39,6 +39,14 @@ def main() -> None:
 
 def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """0: all is fine; 1: problems were found; 2: wrong usage; 3: no daemon answers, nothing else is wrong."""
+    level = logging.getLogger().level
+    try:
+        return _attempt(argv, environ)
+    finally:
+        logging.getLogger().setLevel(level)
+
+
+def _attempt(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     as_json = "--output=json" in argv or ("--output", "json") in pairwise(argv)
     try:
         arguments, flags = _parse(argv)
