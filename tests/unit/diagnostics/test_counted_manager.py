@@ -58,7 +58,7 @@ def test_events_and_relists_of_the_watch_are_counted_before_they_are_delivered(
     with pytest.raises(Cancelled):
         store.watch(deliver, lambda: None)
     assert told == [1, 2]
-    assert store.counters.resyncs == {"asked": 1}
+    assert store.counters.resyncs == {"asked": 1, "store": 0}
 
 
 def test_a_store_that_holds_nodes_still_does(etcd: LocalEtcd) -> None:
