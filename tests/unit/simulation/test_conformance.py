@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from flanneld.state.resources import ForeignLink, Link, Route, Vxlan
 from flanneld.state.table import Table
 from tests.conformance.suite import PROPERTIES, Subject, after_any_history_all_is_as_wanted
-from tests.netns.conformance import subjects
+from tests.netns.conformance import kernel as real_kernel
+from tests.netns.conformance.host import OnHost
+from tests.netns.conformance.subjects import SUBJECTS
 from tests.unit.simulation import commands
 from tests.unit.simulation.kernel import Kernel, KernelError
 from tests.unit.simulation.kernel_tables import KernelTable, tables
@@ -27,7 +29,7 @@ _LINKS = (
 def host() -> Kernel:
     """Return a host as that of the suite on real kernels."""
     kernel = Kernel("up0", (ip_address("192.0.2.1"), 24), (ip_address("fd77::1"), 64))
-    kernel.domain = subjects.DOMAIN
+    kernel.domain = real_kernel.DOMAIN
     kernel.add_link(ForeignLink(commands.OTHER_KIND, "loopback"))
     kernel.add_link(Vxlan("other0", 9, 0, ip_address("192.0.2.1"), 4789, "02:00:00:00:00:09", 1450))
     for link in _LINKS:
@@ -38,7 +40,7 @@ def host() -> Kernel:
 class OfModel(Subject):
     """The subject of a real kernel, on the model."""
 
-    def __init__(self, name: str, real: type[subjects.OnHost]) -> None:
+    def __init__(self, name: str, real: type[OnHost]) -> None:
         self.kernel = host()
         self._name = name
         self.resources = _LINKS if name == "links" else real.resources
@@ -47,7 +49,7 @@ class OfModel(Subject):
 
     def make(self) -> Table:
         def left() -> list[Link]:
-            return [each for each in self.kernel.devices.values() if each.name in subjects.OURS]  # type: ignore[misc]
+            return [each for each in self.kernel.devices.values() if each.name in real_kernel.OURS]  # type: ignore[misc]
 
         return tables(self.kernel, left)[self._name]
 
@@ -61,7 +63,7 @@ class OfModel(Subject):
 
     def show_foreign(self) -> str:
         """Show all that is not on a device of ours, and foreign addresses there."""
-        kernel, ours = self.kernel, subjects.OURS
+        kernel, ours = self.kernel, real_kernel.OURS
         held = [
             *(each for name, each in kernel.devices.items() if name not in ours),
             *(
@@ -88,13 +90,13 @@ class OfModel(Subject):
         yield
 
 
-MODELLED: dict[str, tuple[str, type[subjects.OnHost]]] = {
-    "links": ("links", subjects.Links),
-    "addresses": ("addresses", subjects.Addresses),
-    "neighbors": ("neighbors", subjects.Neighbors),
-    "fdb": ("fdb", subjects.Fdb),
-    "tunnelled routes": ("routes", subjects.TunnelledRoutes),
-    "direct routes": ("routes", subjects.DirectRoutes),
+MODELLED: dict[str, tuple[str, type[OnHost]]] = {
+    "links": ("links", real_kernel.Links),
+    "addresses": ("addresses", real_kernel.Addresses),
+    "neighbors": ("neighbors", real_kernel.Neighbors),
+    "fdb": ("fdb", real_kernel.Fdb),
+    "tunnelled routes": ("routes", real_kernel.TunnelledRoutes),
+    "direct routes": ("routes", real_kernel.DirectRoutes),
 }
 each_table = pytest.mark.parametrize("name", MODELLED)
 
@@ -112,9 +114,9 @@ def test_model_is_as_wanted_after_any_history(name: str, data: st.DataObject) ->
 
 
 def test_each_table_of_the_kernel_is_modelled() -> None:
-    real = {name for name, subject in subjects.SUBJECTS.items() if issubclass_of_kernel(subject)}
-    assert MODELLED.keys() == real
+    known = {name for name, subject in SUBJECTS.items() if issubclass_of_kernel(subject)}
+    assert MODELLED.keys() == known
 
 
 def issubclass_of_kernel(subject: object) -> bool:
-    return isinstance(subject, type) and issubclass(subject, subjects.OfKernel)
+    return isinstance(subject, type) and issubclass(subject, real_kernel.OfKernel)

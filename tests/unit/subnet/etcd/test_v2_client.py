@@ -67,7 +67,8 @@ def test_a_server_that_is_of_no_use_is_named_and_the_next_one_asked(
     etcd: LocalEtcd, serve: Serve, sentence: str
 ) -> None:
     etcd.put("/failover", "yes")
-    assert sentence in complaint_about(serve, etcd, partial(client, timeouts=QUICK))
+    timeouts = QUICK if serve is silent else LASTING
+    assert sentence in complaint_about(serve, etcd, partial(client, timeouts=timeouts))
 
 
 def test_the_last_good_server_is_asked_first(etcd: LocalEtcd) -> None:

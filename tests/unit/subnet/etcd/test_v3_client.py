@@ -76,7 +76,8 @@ def test_a_server_that_is_of_no_use_is_named_and_the_next_one_asked(
     etcd: LocalEtcd, keys: V3Keys, serve: Serve, sentence: str
 ) -> None:
     keys.put("/failover", "yes")
-    assert sentence in complaint_about(serve, etcd, partial(client, timeouts=QUICK))
+    timeouts = QUICK if serve is silent else LASTING
+    assert sentence in complaint_about(serve, etcd, partial(client, timeouts=timeouts))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,59 @@
+"""Files and settings under test, which outlive the daemon."""
+
+from __future__ import annotations
+
+import tempfile
+from ipaddress import IPv4Network
+from pathlib import Path
+
+from flanneld.diagnostics.host_checks import ForwardingTable
+from flanneld.state.table import Table
+from flanneld.subnet.subnet_file import SubnetEnv, SubnetEnvFile, SubnetFileTable
+from tests.lab.namespace import Namespace
+from tests.netns.conformance.host import OnHost
+
+
+class SubnetFile(OnHost):
+    """The file from which container runtimes take this node's subnet."""
+
+    lasts = writes_anew = True
+    can_be_blind = False
+
+    def __init__(self, host: Namespace) -> None:
+        super().__init__(host)
+        self._directory = tempfile.TemporaryDirectory(prefix="conformance-")
+        self._path = Path(self._directory.name) / "subnet.env"
+        network, subnet = IPv4Network("10.1.0.0/16"), IPv4Network("10.1.5.0/24")
+        self.resources = [SubnetEnvFile.of(self._path, SubnetEnv((network,), (subnet,), 1450, ip_masq=True))]
+        self.drifts = (
+            f"rm {self._path}",
+            f"echo FLANNEL_MTU=9000 >>{self._path}",
+            f"echo FLANNEL_MTU=9000 >{self._path}.new; mv {self._path}.new {self._path}",
+            f"ln -sf /dev/null {self._path}",
+        )
+        self.foreign = (f"echo FLANNEL_MTU=1400 >{self._directory.name}/blue.env",)
+        self.shows_foreign = f"cat {self._directory.name}/blue.env"
+
+    def make(self) -> Table:
+        return SubnetFileTable(self._path)
+
+    def close(self) -> None:
+        self._directory.cleanup()
+
+
+class Forwarding(OnHost):
+    """The kernel's switch of each family."""
+
+    lasts = True
+    can_be_blind = False
+    drifts = ("sysctl -qw net.ipv4.ip_forward=0", "sysctl -qw net.ipv6.conf.all.forwarding=0")
+
+    def __init__(self, host: Namespace) -> None:
+        super().__init__(host)
+        self.resources = self._table().wanted
+
+    def make(self) -> Table:
+        return self._table()
+
+    def _table(self) -> ForwardingTable:
+        return ForwardingTable((4, 6), lambda: "up0", keep=True)
