@@ -61,8 +61,11 @@ def test_fleet_keeps_its_packets_while_the_node_with_the_file_is_killed(kind: di
 
 def test_fleet_goes_on_with_a_restored_backup() -> None:
     with Lab() as lab:
-        first, other = fleet(lab, {"Type": "host-gw"}, 2)
+        first, other = fleet(lab, {"Type": "host-gw"}, 2, "--healthz-port=10300")
         connect([first, other])
+        metrics = first.run("curl", "-sf", "http://127.0.0.1:10300/metrics").stdout
+        assert 'flannel_server_requests_total{method="POST",status="200"} 1' in metrics
+        assert "flannel_peers" in metrics
         backup = first.directory / "backup.db"
         ctl = [str(Path(own_command()[0]).with_name("flannelctl"))]
         first.run(*ctl, "store", "backup", str(backup), f"-store={_file(first)}")
