@@ -52,7 +52,7 @@ from flanneld.reconcile.reconciler import REST, SETTLE, Reconciler, TableState
 from flanneld.reconcile.table_worker import Knowledge, TableWorker, Workers
 from flanneld.runtime import clock
 from flanneld.runtime.event_queue import EventQueue
-from flanneld.runtime.step_loop import StepLoop
+from flanneld.runtime.step_loop import MakeLoop, StepLoop
 from flanneld.state.diff import Delta
 from flanneld.state.removal_guard import RemovalGuard
 from flanneld.state.report import Failure, Report
@@ -102,6 +102,7 @@ class Controller:
         on_synced: Callable[[], None],
         reread: Callable[[], None],
         recording: Callable[[Table], Table] = lambda table: table,
+        make_loop: MakeLoop = StepLoop,
     ) -> None:
         self.event_queue: EventQueue[list[Event]] = EventQueue()
         self.removal_guard = removal_guard
@@ -129,7 +130,7 @@ class Controller:
         self._reconciler = self._over([])
         #: Other threads, for tables that would keep the kernel waiting.
         self._workers = Workers((), stop=stop, heartbeat=heartbeat, converged=self._converged)
-        self._loop = StepLoop(self.step, self._sources, stop=stop, heartbeat=partial(heartbeat, NAME))
+        self._loop = make_loop(self.step, self._sources, stop=stop, heartbeat=partial(heartbeat, NAME))
         self._once = Once()
         self._origins = ChangeOrigins()
         #: The devices of ours and the uplink, by index, as last read.
