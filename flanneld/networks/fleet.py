@@ -73,9 +73,12 @@ def run(wanted: Options, environ: Mapping[str, str], make: MakeDaemon) -> int:
     lock = InstanceLock(Path(wanted.subnet_dir) / "flanneld.lock")
     lock.wait(supervisor.stop, tell=notifier.status)
     file = open_store(wanted, supervisor) if wanted.store else None
-    if wanted.listen:
-        LeaseService(wanted, environ, supervisor, file).start()
-    fleet = Fleet(wanted, environ, supervisor, notifier, file, make)
+    service = LeaseService(wanted, environ, supervisor, file) if wanted.listen else None
+    if service:
+        service.start()
+    fleet = Fleet(
+        wanted, environ, supervisor, notifier, file, make, service.server.metrics_text if service else str
+    )
     fleet.start()
     ticks = []
     interval = sd_notify.watchdog_interval(environ)
@@ -99,7 +102,9 @@ class Fleet:
         notifier: sd_notify.Notifier,
         file: KeyStore | None,
         make: MakeDaemon,
+        more_metrics: Callable[[], str],
     ) -> None:
+        self._more_metrics = more_metrics
         self._options = wanted
         self._environ = {name: text for name, text in environ.items() if name not in _MANAGERS}
         self._supervisor = supervisor
@@ -135,12 +140,13 @@ class Fleet:
         return [line for each in self._networks.values() if (line := each.missing)]
 
     def metrics(self, _accept: str) -> tuple[int, str, bytes]:
-        """Return /metrics: which networks are up."""
+        """Return /metrics: which networks are up, and what a server in this process was asked."""
         lines = [
             f'flannel_network_up{{network="{each.name}"}} {int(each.notifier.is_ready)}'
             for each in self._networks.values()
         ]
-        return 200, METRICS, "\n".join(["# TYPE flannel_network_up gauge", *lines, ""]).encode()
+        page = "\n".join(["# TYPE flannel_network_up gauge", *lines, ""]) + self._more_metrics()
+        return 200, METRICS, page.encode()
 
     # ---- running -----------------------------------------------------------------------------
 
