@@ -6,13 +6,14 @@ import logging
 import os
 import resource
 import ssl
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 from flanneld import __version__
 from flanneld.diagnostics.health_server import Checks, HealthServer
-from flanneld.errors import Cancelled
+from flanneld.errors import Cancelled, Fatal, Retryable
 from flanneld.options import Options
 from flanneld.runtime import sd_notify
 from flanneld.runtime.instance_lock import InstanceLock
@@ -41,8 +42,18 @@ def open_store(wanted: Options, supervisor: Supervisor) -> KeyStore:
     lock.wait(supervisor.stop)
     store = opening.open_store(wanted.store, create=bool(wanted.network))
     if wanted.network:
-        opening.write_config(store, wanted.network)
+        with _at_start():
+            opening.write_config(store, wanted.network)
     return store
+
+
+@contextmanager
+def _at_start() -> Iterator[None]:
+    """Let a store that cannot be written end the start: an operator is there, who reads why."""
+    try:
+        yield
+    except Retryable as problem:
+        raise Fatal(problem.problem, problem.remedy) from None
 
 
 def run(wanted: Options, environ: Mapping[str, str]) -> int:
@@ -87,7 +98,9 @@ class LeaseService:
         files = remote_tls(wanted)
         tokens = Tokens(file.database) if file and wanted.require_token else None
         if tokens and not files.certfile:
-            tls: ssl.SSLContext | None = identity_context(tokens.identity(), files.cafile)
+            with _at_start():
+                identity = tokens.identity()
+            tls: ssl.SSLContext | None = identity_context(identity, files.cafile)
         else:
             tls = server_context(files)
         listener = open_listener(wanted.listen, environ)

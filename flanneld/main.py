@@ -27,6 +27,7 @@ from flanneld.reconcile.member import Loops, Member
 from flanneld.runtime import event_log, sd_notify
 from flanneld.runtime.instance_lock import InstanceLock
 from flanneld.runtime.process import ensure_descriptors, open_standard_streams, tune_interpreter
+from flanneld.runtime.step_loop import MakeLoop, StepLoop
 from flanneld.runtime.supervisor import Supervisor
 from flanneld.subnet import subnet_file
 from flanneld.subnet.manager import NodeStore
@@ -142,8 +143,10 @@ class Daemon:
         events: event_log.Events,
         more_metrics: Callable[[], str] | None = None,
         admit: startup.Admit = startup.admit_any,
+        make_loop: MakeLoop = StepLoop,
     ) -> None:
         self._admit = admit
+        self._make_loop = make_loop
         self._options = wanted
         self._environ = environ
         self._supervisor = supervisor
@@ -203,6 +206,7 @@ class Daemon:
             self._supervisor,
             on_synced=self._readiness.complete,
             on_move=lambda: self._write_subnet_file(member),
+            make_loop=self._make_loop,
         )
         self._components.join(member.config, loops)
         self._readiness.patiently("the kernel", loops.reconciler.prepare)

@@ -31,6 +31,7 @@ from flanneld.reconcile.node import Node
 from flanneld.reconcile.past.last_run import LastRun, machine_of
 from flanneld.reconcile.uplink_manager import UplinkManager, find_uplink
 from flanneld.runtime import clock
+from flanneld.runtime.step_loop import MakeLoop, StepLoop
 from flanneld.runtime.supervisor import Supervisor
 from flanneld.state.resources import Blackhole, Link
 from flanneld.state.table import Table
@@ -199,10 +200,16 @@ def _kernel_tables(member: Member, stale_links: Callable[[], Iterable[Link]]) ->
 
 
 def run(
-    member: Member, supervisor: Supervisor, *, on_synced: Callable[[], None], on_move: Callable[[], None]
+    member: Member,
+    supervisor: Supervisor,
+    *,
+    on_synced: Callable[[], None],
+    on_move: Callable[[], None],
+    make_loop: MakeLoop = StepLoop,
 ) -> Loops:
     """Return the loops of a daemon, not started yet: each comes in its order with the rest of the daemon."""
-    return Loops(member, desired(member), supervisor, on_synced=on_synced, on_move=on_move)
+    node = desired(member)
+    return Loops(member, node, supervisor, on_synced=on_synced, on_move=on_move, make_loop=make_loop)
 
 
 # ---- their attempts -----------------------------------------------------------------------------

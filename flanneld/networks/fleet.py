@@ -21,6 +21,8 @@ from flanneld.options import Options, is_network_name
 from flanneld.runtime import event_log, sd_notify, waits
 from flanneld.runtime.instance_lock import InstanceLock
 from flanneld.runtime.outage import Outage
+from flanneld.runtime.shared_loop import SharedLoop
+from flanneld.runtime.step_loop import MakeLoop
 from flanneld.runtime.supervisor import Supervisor
 from flanneld.startup import Admit
 from flanneld.subnet import subnet_file
@@ -59,6 +61,7 @@ class MakeDaemon(Protocol):
         events: event_log.Events,
         more_metrics: Callable[[], str] | None = None,
         admit: Admit = ...,
+        make_loop: MakeLoop = ...,
     ) -> ServesOne: ...
 
 
@@ -70,9 +73,12 @@ def run(wanted: Options, environ: Mapping[str, str], make: MakeDaemon) -> int:
     lock = InstanceLock(Path(wanted.subnet_dir) / "flanneld.lock")
     lock.wait(supervisor.stop, tell=notifier.status)
     file = open_store(wanted, supervisor) if wanted.store else None
-    if wanted.listen:
-        LeaseService(wanted, environ, supervisor, file).start()
-    fleet = Fleet(wanted, environ, supervisor, notifier, file, make)
+    service = LeaseService(wanted, environ, supervisor, file) if wanted.listen else None
+    if service:
+        service.start()
+    fleet = Fleet(
+        wanted, environ, supervisor, notifier, file, make, service.server.metrics_text if service else str
+    )
     fleet.start()
     ticks = []
     interval = sd_notify.watchdog_interval(environ)
@@ -96,7 +102,9 @@ class Fleet:
         notifier: sd_notify.Notifier,
         file: KeyStore | None,
         make: MakeDaemon,
+        more_metrics: Callable[[], str],
     ) -> None:
+        self._more_metrics = more_metrics
         self._options = wanted
         self._environ = {name: text for name, text in environ.items() if name not in _MANAGERS}
         self._supervisor = supervisor
@@ -105,6 +113,8 @@ class Fleet:
         self._make = make
         self._events = event_log.remember()
         self._claims = Claims()
+        #: The thread of all that touches the kernel.
+        self._kernel = SharedLoop()
         self._choice = Choice(wanted.networks)
         #: Replaced, never changed: other threads read it.
         self._networks: dict[str, Network] = {}
@@ -130,12 +140,13 @@ class Fleet:
         return [line for each in self._networks.values() if (line := each.missing)]
 
     def metrics(self, _accept: str) -> tuple[int, str, bytes]:
-        """Return /metrics: which networks are up."""
+        """Return /metrics: which networks are up, and what a server in this process was asked."""
         lines = [
             f'flannel_network_up{{network="{each.name}"}} {int(each.notifier.is_ready)}'
             for each in self._networks.values()
         ]
-        return 200, METRICS, "\n".join(["# TYPE flannel_network_up gauge", *lines, ""]).encode()
+        page = "\n".join(["# TYPE flannel_network_up gauge", *lines, ""]) + self._more_metrics()
+        return 200, METRICS, page.encode()
 
     # ---- running -----------------------------------------------------------------------------
 
@@ -147,6 +158,7 @@ class Fleet:
             )
             health = HealthServer(self._options.healthz_ip, self._options.healthz_port, checks)
             self._supervisor.start("health server", health.serve, health.close)
+        self._supervisor.start("reconciler", self._kernel.run, may_end=True)
         if self._options.watch_networks:
             names = self._open_names()
             self._supervisor.start("network names", partial(self._follow, names), names.close)
@@ -158,6 +170,7 @@ class Fleet:
         for network in self._networks.values():
             network.stop()
         waits.until(lambda: all(each.has_ended for each in self._networks.values()), within=_END, every=0.02)
+        self._kernel.close()
 
     def _open_names(self) -> NetworkNames:
         if self._options.remote:
@@ -183,7 +196,7 @@ class Fleet:
                 outage.over()
                 self._sweep_former(found)
                 if self._set(self._choice.of(found)):
-                    names.wait(after, alive)
+                    names.await_change(after, alive)
             except Retryable as problem:
                 outage.failed(problem)
             if waits.pause(self._supervisor.stop, _PAUSE):
@@ -247,9 +260,15 @@ class Fleet:
         )
         store = manager_of(self._file, network.name) if self._file else None
         manager = counted(store or open_manager(own, self._environ, network.name))
-        admit = partial(self._claims.take, network.name)
         daemon = self._make(
-            own, self._environ, network.supervisor, network.notifier, manager, self._events, None, admit
+            own,
+            self._environ,
+            network.supervisor,
+            network.notifier,
+            manager,
+            self._events,
+            admit=partial(self._claims.take, network.name),
+            make_loop=self._kernel.member,
         )
         try:
             daemon.serve()

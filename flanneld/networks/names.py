@@ -27,7 +27,7 @@ class NetworkNames(Protocol):
         """Return their names, and where to wait from."""
         ...
 
-    def wait(self, after: str, alive: Callable[[], None]) -> None:
+    def await_change(self, after: str, alive: Callable[[], None]) -> None:
         """Return once there may be others, or the store cannot tell what happened since."""
         ...
 
@@ -49,7 +49,7 @@ class StoreNames:
         names, index = self._store.networks()
         return names, str(index)
 
-    def wait(self, after: str, alive: Callable[[], None]) -> None:
+    def await_change(self, after: str, alive: Callable[[], None]) -> None:
         def is_there() -> bool:
             alive()
             return True
@@ -72,7 +72,7 @@ class RemoteNames:
     def read(self) -> tuple[list[str], str]:
         return self._ask("/v1/", None)
 
-    def wait(self, after: str, alive: Callable[[], None]) -> None:
+    def await_change(self, after: str, alive: Callable[[], None]) -> None:
         self._ask(f"/v1/?next={quote(after, safe='')}", alive)
 
     def close(self) -> None:

@@ -35,7 +35,7 @@ from flanneld.reconcile.preconditions import (
 from flanneld.reconcile.table_worker import TableWorker
 from flanneld.runtime import clock
 from flanneld.runtime.event_queue import EventQueue
-from flanneld.runtime.step_loop import StepLoop
+from flanneld.runtime.step_loop import MakeLoop, StepLoop
 from flanneld.state.removal_guard import RemovalGuard
 from flanneld.state.report import Report
 from flanneld.state.resources import Resource
@@ -65,6 +65,7 @@ class Controller:
         reread: Callable[[], None],
         recording: Callable[[Table], Table] = lambda table: table,
         event_queue: EventQueue[list[Event]] | None = None,
+        make_loop: MakeLoop = StepLoop,
     ) -> None:
         self.event_queue = event_queue or EventQueue()
         self.removal_guard = removal_guard
@@ -84,7 +85,7 @@ class Controller:
         self._sweep = Sweep(self.peers, self.tables, permits, self._left_behind, removal_guard)
         self._host = HostWatch(node, self.peers, self.tables, on_move)
         self._news = KernelNews(node, self.peers, self.tables, self._host, self._left_behind)
-        self._loop = StepLoop(self.step, self._sources, stop=stop, heartbeat=partial(heartbeat, NAME))
+        self._loop = make_loop(self.step, self._sources, stop=stop, heartbeat=partial(heartbeat, NAME))
 
     @property
     def workers(self) -> Iterable[TableWorker]:

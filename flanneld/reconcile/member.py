@@ -19,6 +19,7 @@ from flanneld.reconcile.controller import Controller
 from flanneld.reconcile.node import Node
 from flanneld.reconcile.past.last_run import LastRun, machine_of
 from flanneld.reconcile.uplink_manager import UplinkManager
+from flanneld.runtime.step_loop import MakeLoop, StepLoop
 from flanneld.runtime.supervisor import Supervisor
 from flanneld.state.removal_guard import RemovalGuard
 from flanneld.subnet.lease_keeper import LeaseKeeper
@@ -49,6 +50,7 @@ class Loops:
     """Loops that maintain the desired state of ``node`` and the lease, as tasks of the supervisor.
 
     ``on_synced`` is called when the routes to the peers are there, ``on_move`` when the uplink has changed.
+    ``make_loop`` says which thread steps the controller.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Loops:
         *,
         on_synced: Callable[[], None],
         on_move: Callable[[], None],
+        make_loop: MakeLoop = StepLoop,
     ) -> None:
         self._member = member
         self._supervisor = supervisor
@@ -82,6 +85,7 @@ class Loops:
             on_move=self._moved,
             on_synced=on_synced,
             reread=member.manager.reread,
+            make_loop=make_loop,
         )
         #: None until its rules are about to be set.
         self.firewall: Firewall | None = None

@@ -7,11 +7,33 @@ import select
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from typing import Protocol
 
 from flanneld.runtime import clock
 
 #: Seconds between two steps without work, for the heartbeat.
 _IDLE = 30.0
+
+
+class Loop(Protocol):
+    """Thread's part of a stepped machine, whichever thread that is."""
+
+    def run(self) -> None: ...
+
+    def cancel(self) -> None: ...
+
+
+class MakeLoop(Protocol):
+    """``StepLoop``, or what steps the machine in a thread that it shares."""
+
+    def __call__(
+        self,
+        step: Callable[[float], float],
+        sources: Callable[[], Iterable[int]] = tuple,
+        *,
+        stop: threading.Event,
+        heartbeat: Callable[[float], None],
+    ) -> Loop: ...
 
 
 class StepLoop:

@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from tests.lab import Lab, Node, own_command
+from tests.lab import Lab, Node, own_command, wait_for
 from tests.lab.lab import NETWORK
 from tests.netns.test_remote import PORT, backends, connect
 
@@ -61,8 +61,11 @@ def test_fleet_keeps_its_packets_while_the_node_with_the_file_is_killed(kind: di
 
 def test_fleet_goes_on_with_a_restored_backup() -> None:
     with Lab() as lab:
-        first, other = fleet(lab, {"Type": "host-gw"}, 2)
+        first, other = fleet(lab, {"Type": "host-gw"}, 2, "--healthz-port=10300")
         connect([first, other])
+        metrics = first.run("curl", "-sf", "http://127.0.0.1:10300/metrics").stdout
+        assert 'flannel_server_requests_total{method="POST",status="200"} 1' in metrics
+        assert "flannel_peers" in metrics
         backup = first.directory / "backup.db"
         ctl = [str(Path(own_command()[0]).with_name("flannelctl"))]
         first.run(*ctl, "store", "backup", str(backup), f"-store={_file(first)}")
@@ -97,3 +100,36 @@ def test_damaged_file_ends_the_daemon_and_is_left_as_it_is() -> None:
 
 def _file(node: Node) -> Path:
     return node.directory / "leases.db"
+
+
+def test_fleet_with_tokens_lets_nobody_else_in() -> None:
+    with Lab() as lab:
+        first, good, stranger = lab.add_nodes(3)
+        first.start(*store_flags(first, {"Type": "host-gw"}, "--require-token"))
+        first.wait_ready()
+        token = first.directory / "token"
+        ctl = str(Path(own_command()[0]).with_name("flannelctl"))
+        token.write_text(first.run(ctl, "token", "create", f"-store={_file(first)}").stdout)
+        stranger.start(remote(first))
+        good.start(remote(first), f"--token-file={token}")
+        good.wait_ready()
+        connect([first, good])
+        stranger.wait_for_log("no flannel server answers")
+        assert not stranger.subnet_file.exists()
+        assert token.read_text().strip() not in f"{first.log()}{good.log()}"
+        # Expired: a node with a lease starts again, and another one gets none.
+        late = first.run(ctl, "token", "create", "--lasts=1s", f"-store={_file(first)}").stdout
+        token.write_text(late)
+        wait_for(lambda: "expired" in first.run(ctl, "token", "list", f"-store={_file(first)}").stdout)
+        stranger.stop()
+        stranger.start(remote(first), f"--token-file={token}")
+        stranger.wait_for_log(f"the token has ended, and node {stranger.address} has no lease here")
+        subnet = good.subnet()
+        good.kill()
+        good.start(remote(first), f"--token-file={token}")
+        good.wait_ready()
+        assert good.subnet() == subnet
+        first.run(ctl, "token", "revoke", late.split("-")[1], f"-store={_file(first)}")
+        good.kill()
+        good.start(remote(first), f"--token-file={token}")
+        good.wait_for_log("was revoked; make another: flannelctl token create")

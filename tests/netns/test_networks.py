@@ -111,10 +111,13 @@ def test_named_networks_are_served_from_a_file_in_the_same_process() -> None:
         node = lab.add_nodes(1)[0]
         store = node.directory / "leases.db"
         flags = [f"--store={store}", "--network=10.5.0.0/16", f"--listen={node.address}:8888"]
-        start(node, "--networks=blue", *flags)
+        start(node, "--networks=blue", "--healthz-port=10300", *flags)
         node.wait_for_log("Waiting for the network config")
         open_store(str(store)).create(f"{PREFIX}/blue/config", json.dumps(BLUE), None)
         assert subnet(node, "blue").startswith("10.6.")
         wait_for(node.service_manager.ready, 60, "READY=1")
+        metrics = node.run("curl", "-sf", "http://127.0.0.1:10300/metrics").stdout
+        assert 'flannel_network_up{network="blue"} 1' in metrics
+        assert "flannel_server_connections 0" in metrics
         assert node.stop().status == 0
         assert (directory(node) / "blue.env").exists()

@@ -56,6 +56,15 @@ def test_a_daemon_that_waits_has_metrics_too(components: Components) -> None:
     assert "flannel_datastore_up 0.0" in told
 
 
+def test_node_that_is_a_server_too_tells_what_it_was_asked(components: Components) -> None:
+    components.more_metrics = lambda: "flannel_server_connections 3\n"
+    _, content_type, body = page(components, "application/openmetrics-text;version=1.0.0")
+    assert content_type.startswith("text/plain; version=")
+    text = body.decode()
+    assert "# EOF" not in text
+    assert text.endswith("flannel_server_connections 3\n")
+
+
 def test_open_metrics_are_told_to_those_who_accept_them(components: Components) -> None:
     status, content_type, body = page(components, "application/openmetrics-text;version=1.0.0")
     assert status == 200
