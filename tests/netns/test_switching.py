@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import socket
 import struct
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from ipaddress import ip_address
@@ -67,7 +68,7 @@ def pings(nodes: Sequence[Node]) -> Iterator[list[Ping]]:
     """Have each container ping each other one, and see at the end that nothing was lost."""
     with ExitStack() as stack:
         running = [
-            stack.enter_context(one.container().ping(other.container(), 0.05))
+            stack.enter_context(one.container().ping(other.container(), 0.1))
             for one, other in itertools.permutations(nodes, 2)
         ]
         for ping in running:
@@ -79,7 +80,8 @@ def pings(nodes: Sequence[Node]) -> Iterator[list[Ping]]:
 class Reader:
     """Counts the packets between two containers that can be read on a node's external interface.
 
-    An encapsulation that does not encrypt leaves the inner addresses in sight.
+    An encapsulation that does not encrypt leaves the inner addresses in sight. A thread takes the packets, so
+    that none is dropped however long it takes.
     """
 
     def __init__(self, node: Node, peer: Node) -> None:
@@ -87,26 +89,34 @@ class Reader:
         self._marks = (ours + theirs, theirs + ours)
         with node.namespace.entered():
             self._socket = socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(ETH_P_ALL))
-            self._socket.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, 64 << 20)
+            self._socket.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, 32 << 20)
             self._socket.bind(("eth0", ETH_P_ALL))
-        self._socket.setblocking(False)
+        self._socket.settimeout(0.1)
+        self._stop = threading.Event()
+        self._seen = self._readable = 0
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
 
     def close(self) -> int:
         """Return how many could be read since the beginning."""
+        self._stop.set()
+        self._thread.join()
         with self._socket:
-            seen = list(iter(self._next, None))
-            _, dropped = struct.unpack(
-                "II", self._socket.getsockopt(_SOL_PACKET, _PACKET_STATISTICS, struct.calcsize("II"))
-            )
-        assert seen
+            size = struct.calcsize("II")
+            told = self._socket.getsockopt(_SOL_PACKET, _PACKET_STATISTICS, size)
+        _, dropped = struct.unpack("II", told)
+        assert self._seen
         assert dropped == 0
-        return sum(any(mark in data for mark in self._marks) for data in seen)
+        return self._readable
 
-    def _next(self) -> bytes | None:
-        try:
-            return self._socket.recv(4096)
-        except BlockingIOError:
-            return None
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                data = self._socket.recv(4096)
+            except TimeoutError:
+                continue
+            self._seen += 1
+            self._readable += any(mark in data for mark in self._marks)
 
 
 def cluster(lab: Lab, backend: Config) -> list[Node]:

@@ -7,6 +7,7 @@ from ipaddress import IPv4Address, IPv4Network, IPv6Address
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from flanneld.backends import registry
 from flanneld.backends.announcement import announced, with_also
@@ -99,6 +100,15 @@ def test_annotations_of_kubernetes_have_both(first: LeaseAttrs, second: LeaseAtt
     told = Node("n1", "some-uid", ("10.1.6.0/24",), wanted_notes(both, node))
     config = parse('{"Network": "10.1.0.0/16", "Backend": {"Type": "vxlan"}}')
     assert read_annotations(told, config) == both
+
+
+def test_both_families_of_both_are_announced() -> None:
+    public = IPv6Address("fd77::6")
+    vxlan = replace(VXLAN, public_ipv6=public, backend_v6_data={"VNI": 1, "VtepMAC": "0a:00:00:00:06:06"})
+    wireguard = replace(WIREGUARD, public_ipv6=public, backend_v6_data={"PublicKey": THEIRS, "Port": 51821})
+    both = parse_attrs(format_attrs(with_also(vxlan, wireguard), with_ipv6=True))
+    assert both.backend_v6_data == vxlan.backend_v6_data
+    assert announced(both, "wireguard") == wireguard
 
 
 def test_without_ipv4_the_data_of_ipv6_have_the_key() -> None:
