@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from flanneld.backends.cloud.contract import Cloud, CloudError, Place, Trouble
 from flanneld.backends.cloud.pace import WORKER, Pace, audit_period, understood
 from flanneld.backends.cloud.resources import FORWARDING, Forwarding
+from flanneld.errors import Retryable
 from flanneld.state.report import Failure, Report
 from flanneld.state.resources import Resource
 from flanneld.state.table import Put, Scope, Seen
@@ -24,20 +25,22 @@ class ForwardingTable:
     def __init__(self, cloud: Cloud) -> None:
         self._cloud = cloud
         self._place: Place | None = None
-        self._pace = Pace()
+        self._reading, self._asking = Pace(), Pace()
 
     @property
     def audit(self) -> float:
         return audit_period()
 
     def read(self, scope: Scope) -> list[Seen]:
-        self._pace.check()
+        self._reading.check()
         wanted = [each for each in scope.wanted.values() if isinstance(each, Forwarding)]
         try:
-            return [Seen(self._permission(want)) for want in wanted]
+            found = [Seen(self._permission(want)) for want in wanted]
         except CloudError as failure:
-            self._pace.refused(failure)
+            self._reading.refused(failure)
             raise
+        self._reading.succeeded()
+        return found
 
     def _permission(self, want: Forwarding) -> Forwarding:
         """Ask the cloud. Raises ``CloudError``."""
@@ -49,12 +52,14 @@ class ForwardingTable:
         report = Report()
         for put in puts:
             try:
+                self._asking.check()
                 self._allow()
-            except CloudError as failure:
-                self._pace.refused(failure)
+            except Retryable as failure:
+                if isinstance(failure, CloudError):
+                    self._asking.refused(failure)
                 report.failed.append(Failure(put.want, failure.problem, failure.remedy))
             else:
-                self._pace.succeeded()
+                self._asking.succeeded()
                 report.made.append(put.want)
         return report
 

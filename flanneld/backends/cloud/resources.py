@@ -45,4 +45,4 @@ class Forwarding(Struct, frozen=True, gc=False):
         return (FORWARDING, "allowed")
 
     def __str__(self) -> str:
-        return f"packets of containers {'pass' if self.allowed else 'do not pass'} at {self.address}"
+        return f"permission to forward at {self.address}" + ("" if self.allowed else ", which is not given")

@@ -112,7 +112,7 @@ class GceService(VpcService):
         parameters = asked.parameters
         match asked.action:
             case "token":
-                return said({"access_token": min(self.tokens), "expires_in": 3600, "token_type": "Bearer"})
+                return said(_token(min(self.tokens)))
             case "instances.get":
                 return self._instance(parameters["instance"])
             case "routes.list":
@@ -206,7 +206,7 @@ class GceService(VpcService):
         }
         account = "instance/service-accounts/default"
         objects = {
-            f"{account}/token": {"access_token": min(self.tokens), "expires_in": 1, "token_type": "Bearer"},
+            f"{account}/token": _token(min(self.tokens)),
             account: {"email": "lab@lab", "scopes": [], "aliases": ["default"]},
         }
         flavor = {"Metadata-Flavor": "Google"}
@@ -215,6 +215,10 @@ class GceService(VpcService):
         if path not in values:
             return Answer(404, b"", "text/plain")
         return Answer(200, values[path].encode(), "text/plain", flavor)
+
+
+def _token(text: str) -> dict[str, Any]:
+    return {"access_token": text, "expires_in": 3600, "token_type": "Bearer"}
 
 
 def _operation(name: str, status: str) -> dict[str, Any]:

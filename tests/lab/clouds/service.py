@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import ip_network
+from socketserver import TCPServer
 from typing import Any, ClassVar
 from urllib.parse import parse_qsl, urlsplit
 
@@ -173,6 +174,15 @@ def is_inside(destination: str, network: str = VPC_NETWORK) -> bool:
     return ip_network(destination).overlaps(ip_network(network))
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def server_bind(self) -> None:
+        """Bind without a look at the name of the address: a namespace may have no resolver that answers."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = "lab", self.server_address[1]
+
+
 @contextmanager
 def served(
     service: Service, host: str = "127.0.0.1", port: int = 0, *, metadata: bool = False
@@ -210,8 +220,7 @@ def served(
             except (ConnectionError, ValueError):
                 self.close_connection = True
 
-    server = ThreadingHTTPServer((host, port), Handler)
-    server.daemon_threads = True
+    server = _Server((host, port), Handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:

@@ -1,0 +1,1 @@
+"""Makes the package importable for its tests whether it is installed or not."""
