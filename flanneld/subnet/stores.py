@@ -1,4 +1,4 @@
-"""Stores of leases by option. Each is imported when it is opened: it loads libraries of its own."""
+"""Subnet managers by option. Each is imported when opened, because it needs libraries of its own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def open_manager(options: Options, environ: Mapping[str, str]) -> SubnetManager:
-    """Open the store that the options name. Raises ``Fatal`` for options that cannot be used."""
+    """Return the subnet manager that the options select. Raises ``Fatal`` for unusable options."""
     if options.remote:
         from flanneld.subnet.remote.manager import RemoteManager, RemoteOptions
 
@@ -40,7 +40,7 @@ def open_manager(options: Options, environ: Mapping[str, str]) -> SubnetManager:
 
 
 def etcd_options(options: Options) -> EtcdOptions:
-    """Return how to reach etcd, and the credentials for it."""
+    """Return the options for etcd, credentials included."""
     from flanneld.subnet.etcd.endpoints import EtcdOptions
 
     return EtcdOptions(
