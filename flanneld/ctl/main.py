@@ -1,4 +1,4 @@
-"""``flannelctl``: from the command line to the exit status."""
+"""``flannelctl``: command line, commands and exit status."""
 
 from __future__ import annotations
 
@@ -22,17 +22,23 @@ from flanneld.errors import FlannelError, cause_of
 
 FINE, PROBLEMS, USAGE, NO_DAEMON = 0, 1, 2, 3
 
-#: For people, for programs, and whether something is wrong.
+#: Tables for people, a value for JSON, and True if something is wrong.
 Answer = tuple[list[Table], Any, bool]
 
 
 def main() -> None:
-    """The console script."""
+    """Run the console script."""
     sys.exit(run(sys.argv[1:], os.environ))
 
 
 def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    """0: all is fine; 1: problems were found; 2: wrong usage; 3: no daemon answers, nothing else is wrong."""
+    """Return the exit status.
+
+    - 0: all is right
+    - 1: problems were found
+    - 2: wrong usage
+    - 3: no daemon answers, and nothing else is wrong
+    """
     as_json = "--output=json" in argv or ("--output", "json") in pairwise(argv)
     try:
         arguments, flags = _parse(argv)
@@ -66,10 +72,10 @@ def _say(shown: list[Table], plain: Any, *, as_json: bool) -> None:
 
 
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Our own arguments, and the flags of flanneld. Raises ``UsageError``."""
+    """Return our own arguments, and the flags of flanneld. Raises ``UsageError``."""
     parser = _parser()
     arguments, flags = parser.parse_known_args(argv)
-    # Go's flags end at the first word that is none; what came after it would count for nothing.
+    # Go's flags end at the first word that is no flag; all words after it would be ignored.
     if flags and not flags[0].startswith("-"):
         parser.error(f"nobody takes the word {quoted(flags[0])}")
     return arguments, flags
@@ -84,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     about = (
         "What flannel does on this node. Takes flanneld's flags too; with -etcd-endpoints it asks the store."
     )
-    # Before the command or behind it; where they are not given they must not undo what was given elsewhere.
+    # Accepted before and after the command; a default must not overwrite a value given at the other place.
     shared = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     shared.add_argument("--output", choices=("table", "json"), help="table, if not given")
     shared.add_argument("--socket", help="the daemon's socket, if not beside the subnet file")
@@ -160,7 +166,7 @@ def _not_known(source: Source) -> list[str]:
 
 
 def _plain(source: Source) -> dict[str, Any]:
-    """The document without the peers one by one: for these there is a command."""
+    """Return the document without peers and events, which have commands of their own."""
     rest = {name: value for name, value in source.document.items() if name not in ("peers", "events")}
     return {"origin": source.origin, **rest, "not_known": _not_known(source)}
 
