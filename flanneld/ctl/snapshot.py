@@ -26,7 +26,7 @@ _RTN_LOCAL = 2
 
 
 class Found(Struct, frozen=True, gc=False):
-    """Actual objects at the place of ours, each with True if it is ours."""
+    """Actual objects with the keys of ours or on our devices, each with True if it is ours."""
 
     objects: Mapping[Resource, bool]
     links: tuple[SeenLink, ...]

@@ -161,7 +161,7 @@ class LeaseKeeper:
         self._lease = replace(self._lease, expires=lease.expires, asof=lease.asof)
 
     def _is_a_nodes_write(self, lease: Lease, now: float) -> bool:
-        """Return True for attributes or a full TTL: an operator only changes the expiry."""
+        """Return True if a node wrote the change: operators change neither attributes nor the full TTL."""
         if lease.attrs != self._lease.attrs:
             return True
         if lease.expires is None or self._term is None:
