@@ -36,7 +36,7 @@ class Command(Struct, frozen=True, gc=False):
 
 
 class CommandFailed(Retryable):
-    """Error for a command with a non-zero exit status, or None as ``status`` after a timeout."""
+    """Error for a command that failed. ``status`` is its exit status, None after a timeout."""
 
     def __init__(self, problem: str, remedy: str, status: int | None) -> None:
         super().__init__(problem, remedy)
