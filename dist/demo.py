@@ -115,7 +115,7 @@ class FileStore:
 
 
 class Tour:
-    """The stations of the demonstration, each of which shows something and checks it."""
+    """Steps of the demonstration; each shows something and checks it."""
 
     def __init__(self, lab: Lab, store: EtcdStore | FileStore, backend: str, nodes: int) -> None:
         self.lab = lab
@@ -125,7 +125,7 @@ class Tour:
         self.passed = True
 
     def run(self) -> bool:
-        """Go through all stations; true if every check passed."""
+        """Run all steps. Return True if every check passed."""
         try:
             nodes = self.start()
             self.show_leases()
@@ -215,7 +215,7 @@ def has_forgotten(node: Node, subnet: str) -> bool:
 
 
 def throughput(client: Container, server: Container) -> float:
-    """Bits per second that arrive over one TCP stream in two seconds."""
+    """Return the throughput of one TCP stream over two seconds, in bits per second."""
     server.run("iperf3", "--server", "--one-off", "--daemon")
     wait_for(lambda: ":5201" in server.run("ss", "-Hltn").stdout, what="iperf3 to listen")
     said = json.loads(client.run("iperf3", "--json", "--time", "2", "--client", server.address).stdout)
@@ -227,7 +227,7 @@ def headline(text: str) -> None:
 
 
 def show(node: Node, *command: str) -> None:
-    """Run a command on a node and print it with what it says."""
+    """Run a command on a node and print it with its output."""
     print(f"{node.name}# {shlex.join(command)}")
     print(node.run(*command).stdout.rstrip() or "(nothing)")
 

@@ -119,7 +119,7 @@ class Fields:
     __slots__ = ("_asked", "_keys", "_values", "_where")
 
     def __init__(self, obj: object, where: str = "") -> None:
-        """``where`` is the object's own name, for messages; empty at the top level."""
+        """Read an object. ``where`` is its own name for messages, empty at the top level."""
         if obj is not None and not isinstance(obj, dict):
             raise GoJsonError(f"{where or 'the top level'} must be an object, found {_kind(obj)}")
         self._where = where

@@ -1,1 +1,1 @@
-"""``flannelctl``: what a node does, and what is wrong with it."""
+"""``flannelctl``: status and diagnosis of a node."""

@@ -1,6 +1,6 @@
 """Sources of answers: the running daemon, else the store, else this host alone.
 
-All three give a document as ``flanneld.diagnostics.status`` makes it; the later ones with less in it.
+Each returns a document in the format of ``flanneld.diagnostics.status``; the later ones contain less.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from flanneld.errors import FlannelError
 from flanneld.options import Options
 from flanneld.subnet import subnet_file
 
-#: A daemon that says nothing for so many seconds counts as none.
+#: Seconds after which a silent daemon counts as not running.
 DAEMON_TIME = 5.0
-#: The options that say where a store is; without any of them the store is left alone.
+#: Options that select a store; without any of them the store is not asked.
 _STORE_FLAGS = ("etcd-endpoints", "kube-subnet-mgr")
 
 
@@ -35,7 +35,7 @@ class Part(StrEnum):
 
 
 class Unknown(Struct, frozen=True, gc=False):
-    """The answers that are lacking: ``part`` was not asked, or asked in vain (``failed``)."""
+    """A missing source of answers: ``part`` was not asked, or did not answer (``failed``)."""
 
     part: Part
     reason: str
@@ -46,7 +46,7 @@ class Unknown(Struct, frozen=True, gc=False):
 
 
 class Source(Struct, frozen=True, gc=False):
-    """``document`` came from ``origin``: ``daemon``, ``store`` or ``host``; ``unknown`` is what it lacks."""
+    """A document with its origin, ``daemon``, ``store`` or ``host``; ``unknown`` are the missing sources."""
 
     origin: str
     document: Mapping[str, Any]
@@ -55,9 +55,9 @@ class Source(Struct, frozen=True, gc=False):
 
 
 def find(words: Sequence[str], environ: Mapping[str, str], socket_path: str = "") -> Source:
-    """Ask the daemon, else the store, else this host.
+    """Return the answer of the daemon, else of the store, else of this host.
 
-    ``words`` and ``environ`` are as for flanneld. Raises what ``options.read`` does.
+    ``words`` and ``environ`` are as for flanneld. Raises the errors of ``options.read``.
     """
     wanted = options.read(words, environ, program="flannelctl COMMAND")
     path = Path(socket_path) if socket_path else status_socket.path_beside(Path(wanted.subnet_file))
@@ -81,7 +81,7 @@ def find(words: Sequence[str], environ: Mapping[str, str], socket_path: str = ""
 
 
 def _document(said: bytes) -> dict[str, Any]:
-    """Raises ``ValueError`` for what no daemon says."""
+    """Parse the daemon's answer. Raises ``ValueError`` for anything else."""
     document = json.loads(said)
     if not isinstance(document, dict):
         raise ValueError("what answers is no daemon")  # noqa: TRY004 - it is the value that is wrong
@@ -130,11 +130,11 @@ def _of_the_host(wanted: Options) -> dict[str, Any]:
 
 
 def knows_peers(document: Mapping[str, Any]) -> bool:
-    """Return True if a document holds all leases: an object that it lacks has no owner then."""
+    """Return True if a document has all leases, so that an object missing from it has no owner."""
     return "local" in document and document.get("synced") is not False
 
 
 def ranges_of(document: Mapping[str, Any]) -> tuple[tuple[Any, int], ...]:
-    """The cluster networks, each with the length of a node's subnet."""
+    """Return the cluster networks, each with the length of a node's subnet."""
     network = document.get("network") or {}
     return tuple((ip_network(each["network"]), each["subnet_len"]) for each in network.get("ranges", ()))

@@ -1,4 +1,4 @@
-"""``flannelctl doctor``: runs the checks and shows what they found."""
+"""``flannelctl doctor``: run the checks and show their findings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def has_problem(findings: list[tuple[Check, Finding]]) -> bool:
 
 
 def report(findings: list[tuple[Check, Finding]], facts: Facts) -> list[Table]:
-    """Return what a person reads."""
+    """Return the findings as tables for a terminal."""
     tables = [Table((), list(_rows(check, finding))) for check, finding in findings]
     problems = sum(finding.severity is Severity.PROBLEM for _, finding in findings)
     hints = len(findings) - problems
@@ -46,7 +46,7 @@ def _rows(check: Check, finding: Finding) -> Iterator[tuple[str, str]]:
 
 
 def as_json(findings: list[tuple[Check, Finding]], facts: Facts) -> dict[str, Any]:
-    """Return what a program reads: a fix as lists of arguments, or an advice as text."""
+    """Return the findings as JSON: a fix as argument lists, or an advice as text."""
     return {
         "checks": [{"theme": each.theme, "name": each.name, "meaning": each.meaning} for each in CHECKS],
         "findings": [

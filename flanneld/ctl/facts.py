@@ -1,4 +1,4 @@
-"""The facts that the checks of ``flannelctl doctor`` look at, gathered from this host."""
+"""Facts about this host for the checks of ``flannelctl doctor``."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _SIOCETHTOOL, _ETHTOOL_GTXCSUM = 0x8946, 0x16
 
 
 class Dropped(Struct, frozen=True, gc=False):
-    """A chain that drops the network's packets, and the commands that let them through."""
+    """A chain that drops the network's packets, and the commands that accept them."""
 
     chain: str
     commands: tuple[Command, ...]
@@ -46,7 +46,10 @@ class Dropped(Struct, frozen=True, gc=False):
 
 
 class Facts(Struct, frozen=True, gc=False):
-    """What is known; what is not is None or empty. Counters are packets, times seconds since the epoch."""
+    """Facts about this host; unknown ones are None or empty.
+
+    Counters are in packets, times since the epoch.
+    """
 
     document: Mapping[str, Any] = field(default_factory=dict)
     origin: str = "host"
@@ -54,24 +57,24 @@ class Facts(Struct, frozen=True, gc=False):
     now: float = 0.0
     subnet_file: str = ""
     has_subnet_file: bool = True
-    #: What the subnet file says.
+    #: State in the subnet file.
     previous: Previous = field(default_factory=Previous)
     links: tuple[SeenLink, ...] = ()
-    #: The addresses of all interfaces, by the interface.
+    #: Addresses of all interfaces, with the interface's name.
     addresses: tuple[tuple[str, IPAddress], ...] = ()
     entries: tuple[Entry, ...] = ()
     detours: tuple[ShadowingRoute, ...] = ()
     host: tuple[HostFinding, ...] = ()
     dropping: tuple[Dropped, ...] = ()
-    #: Programs that manage devices or rules: the device or the program, and who it is.
+    #: Devices managed by another program, with the program's name.
     managed: tuple[tuple[str, str], ...] = ()
     firewalls: tuple[str, ...] = ()
     left_rules: tuple[LeftRules, ...] = ()
-    #: In the order in which container runtimes look at them.
+    #: In the order in which container runtimes read them.
     cni: tuple[CniConf, ...] = ()
-    #: Received and sent on each device of ours.
+    #: Received and sent packets by flannel device.
     traffic: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    #: Whether checksums are left to a device, for each VXLAN device of ours.
+    #: By VXLAN device: True if checksums are offloaded to it.
     offload: Mapping[str, bool] = field(default_factory=dict)
     kernel: tuple[int, int] = (0, 0)
     gc_thresh: int = 0
@@ -87,14 +90,14 @@ class Facts(Struct, frozen=True, gc=False):
         return link is not None and link.make.make == "bridge"
 
     def has_ports(self, name: str) -> bool:
-        """Return False for a bridge that nothing is plugged into; what is no bridge has its peer inside."""
+        """Return False for a bridge without ports, True for any other existing device."""
         link = self.link(name)
         if link is None or not self.is_bridge(name):
             return link is not None
         return any(each.master == link.index for each in self.links)
 
     def section(self, name: str) -> Mapping[str, Any]:
-        """Return a part of the document; empty if it is not known."""
+        """Return a part of the document; empty if it is unknown."""
         return self.document.get(name) or {}
 
     @property
@@ -107,7 +110,7 @@ class Facts(Struct, frozen=True, gc=False):
 
     @property
     def own_macs(self) -> set[str]:
-        """The MAC addresses in our lease, in small letters."""
+        """The MAC addresses in our lease, in lower case."""
         return {mac.lower() for mac in self.section("lease").get("macs", ())}
 
     @property
@@ -116,13 +119,16 @@ class Facts(Struct, frozen=True, gc=False):
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """Flannel's devices: those that are wanted, else those that are there."""
+        """Flannel's devices: the desired ones, else the existing ones."""
         wanted = self.document.get("devices")
         return tuple(wanted) if wanted else tuple(link.name for link in self.links if is_flannels(link))
 
 
 def gather(source: Source) -> Facts:
-    """Ask this host. What cannot be read is left out; raises ``OSError`` if the kernel tells nothing."""
+    """Read the facts.
+
+    Unreadable ones are left out. Raises ``OSError`` if the kernel cannot be read at all.
+    """
     document = source.document
     path = Path(source.options.subnet_file)
     found = snapshot.read(document)
@@ -170,7 +176,7 @@ def _addresses(found: Found) -> Iterator[tuple[str, IPAddress]]:
 
 
 def _dropping(document: Mapping[str, Any]) -> Iterator[Dropped]:
-    """Chains that drop and hold no rule, of ours or of others, that lets the network's packets through."""
+    """Yield the chains that drop the network's packets, without a rule that accepts them."""
     firewall = document.get("firewall")
     for network, _ in ranges_of(document):
         ours = accepting(network.version)
@@ -182,7 +188,7 @@ def _dropping(document: Mapping[str, Any]) -> Iterator[Dropped]:
 
 
 def _managed(ours: list[SeenLink]) -> Iterator[tuple[str, str]]:
-    """Which of our devices other programs manage, by what they write down about each device."""
+    """Yield our devices that other programs manage, according to those programs' files in /run."""
     for link in ours:
         if "managed=true" in _text(Path(f"/run/NetworkManager/devices/{link.index}")).split():
             yield link.name, "NetworkManager"
@@ -204,7 +210,7 @@ def _traffic(name: str) -> tuple[int, int]:
 
 
 def _offload(ours: list[SeenLink]) -> Iterator[tuple[str, bool]]:
-    """By the old question that every kernel answers (linux/ethtool.h, ETHTOOL_GTXCSUM)."""
+    """Yield our devices with their checksum offload (linux/ethtool.h, ETHTOOL_GTXCSUM)."""
     import array
     import fcntl
     import socket
@@ -234,7 +240,7 @@ def _kernel() -> tuple[int, int]:
 
 
 def _clock_is_synchronised() -> bool | None:
-    """None when nobody on this host says so."""
+    """Return True if the clock is synchronised, None if unknown."""
     if Path("/run/systemd/timesync").is_dir():
         return Path("/run/systemd/timesync/synchronized").exists()
     return None

@@ -11,7 +11,7 @@ from flanneld.ctl.facts import Facts
 from flanneld.diagnostics.host_checks import Topic
 from flanneld.runtime.shell import Command
 
-#: The themes under which users of flannel report trouble.
+#: Themes of users' typical problems with flannel.
 THEMES = {
     "A": "devices and uplink",
     "B": "stale or missing objects",
@@ -30,29 +30,32 @@ THEMES = {
 
 
 class Severity(StrEnum):
-    """A problem loses packets or soon will, and sets the exit status; a hint may have good reasons."""
+    """Severity: a problem loses packets, now or soon, and sets the exit status; a hint may be intended."""
 
     PROBLEM = "problem"
     HINT = "hint"
 
 
 class Fix(Struct, frozen=True, gc=False):
-    """Commands that heal the finding when root runs them in this order on this host.
+    """Commands that correct the finding if root runs them in this order on this host.
 
-    They hold no text out of the store. ``tests/netns/test_doctor.py`` runs each on a host that is broken.
+    They contain no text from the store. ``tests/netns/test_doctor.py`` runs each on a broken host.
     """
 
     commands: tuple[Command, ...]
 
 
 class Advice(Struct, frozen=True, gc=False):
-    """A remedy to think about first: it needs a choice, another host, or a program that we cannot run."""
+    """Remedy that needs a decision, another host, or a program that we cannot run."""
 
     text: str
 
 
 class Finding(Struct, frozen=True, gc=False):
-    """One thing that is wrong. ``about`` is the device, chain, file or subnet that it concerns, if any."""
+    """One thing that is wrong.
+
+    ``about`` is the device, chain, file or subnet, if it concerns a single one.
+    """
 
     problem: str
     evidence: str
@@ -63,7 +66,7 @@ class Finding(Struct, frozen=True, gc=False):
 
 
 class Check(Struct, frozen=True):
-    """A small function over facts; ``meaning`` is what it looks for, in a line."""
+    """A function over facts; ``meaning`` is the condition that it checks, in one line."""
 
     theme: str
     name: str
@@ -71,7 +74,7 @@ class Check(Struct, frozen=True):
     look: Callable[[Facts], Iterator[Finding]]
 
 
-#: Filled as the modules of checks are imported.
+#: Filled by importing the modules of checks.
 _REGISTRY: list[Check] = []
 
 
@@ -87,19 +90,19 @@ def check(theme: str, name: str, meaning: str) -> Callable[[Callable[[Facts], It
 
 
 def registered() -> tuple[Check, ...]:
-    """By theme, and then in the order in which they are written."""
+    """Return the checks by theme, and in the order of registration."""
     return tuple(sorted(_REGISTRY, key=lambda each: each.theme))
 
 
 def as_at_start(facts: Facts, topic: Topic) -> Iterator[Finding]:
-    """Yield the obstacles of one topic that the daemon itself looks for when it starts."""
+    """Yield the findings of one topic that the daemon itself checks at startup."""
     for each in facts.host:
         if each.topic is topic:
             yield Finding(
                 each.what,
                 "read from /proc/sys",
                 each.why,
-                # br_netfilter concerns every bridge of this host, also those of others.
+                # br_netfilter affects every bridge of this host, also those of other programs.
                 Advice(each.command) if topic is Topic.BRIDGES else Fix((each.argv,)),
                 about=each.topic,
                 severity=Severity.PROBLEM if each.grave else Severity.HINT,

@@ -1,4 +1,4 @@
-"""``flannelctl``: from the command line to the exit status."""
+"""``flannelctl``: command line, commands and exit status."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from flanneld.runtime import clock
 
 FINE, PROBLEMS, USAGE, NO_DAEMON = 0, 1, 2, 3
 
-#: For people, for programs, and whether something is wrong.
+#: Tables for people, a value for JSON, and True if something is wrong.
 Answer = tuple[list[Table], Any, bool]
 
 
 def main() -> None:
-    """The console script."""
+    """Run the console script."""
     sys.exit(run(sys.argv[1:], os.environ))
 
 
@@ -127,7 +127,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Our own arguments, and the flags of flanneld. Raises ``UsageError``."""
     parser = command_line()
     arguments, flags = parser.parse_known_args(argv)
-    # Go's flags end at the first word that is none; what came after it would count for nothing.
+    # Go's flags end at the first word that is no flag; all words after it would be ignored.
     if flags and not flags[0].startswith("-"):
         parser.error(f"nobody takes the word {quoted(flags[0])}")
     return arguments, flags
@@ -143,7 +143,7 @@ def command_line() -> argparse.ArgumentParser:
     about = (
         "What flannel does on this node. Takes flanneld's flags too; with -etcd-endpoints it asks the store."
     )
-    # Before the command or behind it; where they are not given they must not undo what was given elsewhere.
+    # Accepted before and after the command; a default must not overwrite a value given at the other place.
     shared = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     shared.add_argument("--output", choices=("table", "json"), help="table, if not given")
     shared.add_argument("--socket", help="the daemon's socket, if not beside the subnet file")
@@ -298,7 +298,7 @@ def _not_known(source: Source) -> list[str]:
 
 
 def _plain(source: Source) -> dict[str, Any]:
-    """The document without the peers one by one: for these there is a command."""
+    """Return the document without peers and events, which have commands of their own."""
     rest = {name: value for name, value in source.document.items() if name not in ("peers", "events")}
     return {"origin": source.origin, **rest, "not_known": _not_known(source)}
 

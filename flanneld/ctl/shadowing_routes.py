@@ -1,4 +1,4 @@
-"""Packets for a peer that take another way than the daemon's: by routes or rules that others made."""
+"""Detection of routes or rules that divert packets for peers from the daemon's routes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flanneld.state.resources import Route
 
 
 class ShadowingRoute(Struct, frozen=True, gc=False):
-    """A peer's subnet, and the way that packets for it, or for a part of it, take instead."""
+    """A peer's subnet, and the route that packets to it, or to a part of it, take instead."""
 
     subnet: str
     found: str
@@ -25,7 +25,7 @@ class ShadowingRoute(Struct, frozen=True, gc=False):
 def read(
     document: Mapping[str, Any], found: Found, way_to: Callable[[IPAddress], Way]
 ) -> list[ShadowingRoute]:
-    """Raises ``OSError``."""
+    """Return the shadowing routes on this host. Raises ``OSError``."""
     names = {link.index: link.name for link in found.links}
     routes = (
         (destination, names.get(index, ""))
@@ -38,7 +38,7 @@ def read(
 def by_lookup(
     document: Mapping[str, Any], found: Found, way_to: Callable[[IPAddress], Way]
 ) -> Iterator[ShadowingRoute]:
-    """Yield what a route of the same length, a rule or another table turns aside (pure)."""
+    """Yield subnets diverted by a route of the same length, a rule or another table (pure)."""
     for peer in document.get("peers", ()):
         for text in peer["subnets"]:
             subnet = ip_network(text)
@@ -53,7 +53,7 @@ def by_lookup(
 def by_length(
     document: Mapping[str, Any], routes: Iterable[tuple[IPNetwork, str]]
 ) -> Iterator[ShadowingRoute]:
-    """Yield what a more specific route turns aside (pure)."""
+    """Yield subnets diverted by a more specific route (pure)."""
     subnets = {ip_network(text) for peer in document.get("peers", ()) for text in peer["subnets"]}
     lengths = {(subnet.version, subnet.prefixlen) for subnet in subnets}
     for destination, device in routes:
@@ -65,11 +65,11 @@ def by_length(
 
 
 def wanted_route(target: IPAddress, peer: Mapping[str, Any], document: Mapping[str, Any]) -> Route | None:
-    """Return the route that the daemon wants: the peer's own, else the one to all peers."""
+    """Return the daemon's route for an address: the peer's own, else the one to all peers."""
     routes = (each for items in (peer["objects"], document.get("local")) for each in snapshot.values(items))
     return next((each for each in routes if isinstance(each, Route) and target in each.destination), None)
 
 
 def follows(way: Way, route: Route) -> bool:
-    """Return True if a packet goes where a route leads."""
+    """Return True if a lookup's result matches a route."""
     return (way.device, way.gateway) == (route.device, route.gateway)

@@ -1,4 +1,4 @@
-"""Objects that this host's kernel holds, compared by value with those that should be there."""
+"""Snapshot of the kernel's objects, and its comparison with the desired ones."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _RTN_LOCAL = 2
 
 
 class Found(Struct, frozen=True, gc=False):
-    """The kernel's side: what there is where ours should be, each with whether it is ours."""
+    """Actual objects with the keys of ours or on our devices, each with True if it is ours."""
 
     objects: Mapping[Resource, bool]
     links: tuple[SeenLink, ...]
@@ -35,12 +35,12 @@ class Found(Struct, frozen=True, gc=False):
         return next((each for each in self.links if each.name == name), None)
 
     def name_of(self, index: object) -> str:
-        """Return the name of an interface, or its number if there is none."""
+        """Return the name of an interface, or its index if there is none."""
         return next((each.name for each in self.links if each.index == index), f"interface {index}")
 
 
 class Way(Struct, frozen=True, gc=False):
-    """The kernel's answer to a lookup; ``device`` is empty without a route, ``is_here``: to this host."""
+    """Result of a route lookup. ``device`` is empty without a route; ``is_here`` means a local address."""
 
     device: str
     gateway: IPAddress | None = None
@@ -55,7 +55,7 @@ class Way(Struct, frozen=True, gc=False):
 
 
 class DesiredState(Struct, frozen=True, gc=False):
-    """One object that should be there; ``value`` is None for what a backend's own driver holds."""
+    """One desired object; ``value`` is None for one of a backend's own table."""
 
     kind: str
     text: str
@@ -64,7 +64,7 @@ class DesiredState(Struct, frozen=True, gc=False):
 
 
 class Difference(Struct, frozen=True, gc=False):
-    """One property of an object that differs: its name and both values, as a person reads them."""
+    """A differing property of an object: its name and both values, as text."""
 
     name: str
     found: str
@@ -75,10 +75,10 @@ class Difference(Struct, frozen=True, gc=False):
 
 
 class Entry(Struct, frozen=True, gc=False):
-    """One object.
+    """Result of comparing one object.
 
-    ``state`` is ``ok``, ``missing``, ``different`` (``other`` has its key, as a route to the same subnet),
-    ``not wanted`` or, if the wanted objects are not known, ``found``.
+    ``state`` is ``ok``, ``missing``, ``different`` (``other`` is the actual object with its key), ``not
+    wanted``, or ``found`` if the desired state is unknown.
     """
 
     value: Resource
@@ -100,7 +100,7 @@ class Entry(Struct, frozen=True, gc=False):
 
 
 def read(document: Mapping[str, Any]) -> Found:
-    """Raises ``OSError``."""
+    """Return the kernel's objects. Raises ``OSError``."""
     kernel = Kernel()
     present = tuple(kernel.links())
     devices = document.get("devices") or [link.name for link in present if is_flannels(link)]
@@ -108,7 +108,7 @@ def read(document: Mapping[str, Any]) -> Found:
     uplink = (document.get("uplink") or {}).get("name", "")
     bridging = frozenset(name for name, make in ours.items() if isinstance(make, Vxlan))
     kernel.domain = Domain(uplink, frozenset(devices), ranges_of(document), bridging=bridging)
-    # Of peers that are known, no route of this host's administrator is taken for one that is left over.
+    # With known peers, an administrator's route must not count as left over.
     scope = Scope({}, adopt=not knows_peers(document))
     objects: dict[Resource, bool] = dict.fromkeys(ours.values(), True)
     for table in tables(kernel):
@@ -117,7 +117,7 @@ def read(document: Mapping[str, Any]) -> Found:
 
 
 def way_to(target: IPAddress) -> Way:
-    """Raises ``OSError``."""
+    """Return the result of a route lookup. Raises ``OSError``."""
     way = Kernel().way_to(target)
     if way is None or way.kind not in (RTN_UNICAST, _RTN_LOCAL):
         return Way("")
@@ -128,7 +128,7 @@ def way_to(target: IPAddress) -> Way:
 
 
 def values(items: Any) -> Iterator[Resource]:
-    """Yield the values of described objects, without those of drivers."""
+    """Yield the values of described objects, except those of backends' own tables."""
     for item in items or ():
         if item["value"]:
             yield resource_json.decode(item["value"])
@@ -150,7 +150,7 @@ def _items(document: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]
 
 
 def compare(document: Mapping[str, Any], found: Found) -> list[Entry]:
-    """Return all that is wanted or ours, in this order (pure)."""
+    """Return all desired objects, then our surplus ones (pure)."""
     ours = [value for value, is_ours in found.objects.items() if is_ours]
     if not knows_peers(document):
         return [Entry(value, "found") for value in ours]
@@ -215,7 +215,7 @@ def described(entry: Entry) -> dict[str, Any]:
 
 
 def differences(value: Resource, other: Resource, found: Found) -> Iterator[Difference]:
-    """Yield the properties in which an object that is there differs from the wanted one (pure)."""
+    """Yield the differences between an actual object and the desired one (pure)."""
     if value == other:
         return
     if not (isinstance(value, Link) and isinstance(other, Link | ForeignLink)):

@@ -1,4 +1,4 @@
-"""Rules and CNI configs on this host that flannel or another network plug-in left behind."""
+"""Rules and CNI configs that flannel or another network plug-in left on this host."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from flanneld.network.firewall.plan import Claim
 from flanneld.network.firewall.sweep import PLACES, commands_of, described, stale_rules
 from flanneld.runtime.shell import Command
 
-#: Where container runtimes look, and which files they take, the first by name (libcni, ConfFiles).
+#: Directory and suffixes of CNI configs; runtimes use the first by name (libcni, ConfFiles).
 CNI_DIRECTORY = "/etc/cni/net.d"
 _CNI_SUFFIXES = (".conf", ".conflist", ".json")
 
 
 class LeftRules(Struct, frozen=True, gc=False):
-    """Rules for our network in another place than the daemon's, and the commands that remove them."""
+    """Rules for our network in a place that the daemon does not use, and the commands that remove them."""
 
     rules: tuple[str, ...]
     commands: tuple[Command, ...]
 
 
 class CniConf(Struct, frozen=True, gc=False):
-    """A configuration for container runtimes, and the plug-ins that it names."""
+    """A CNI config file, and the types of its plug-ins."""
 
     path: str
     types: tuple[str, ...]
 
 
 def left_rules(document: Mapping[str, Any]) -> Iterator[LeftRules]:
-    """As far as we may see them. Nothing is known of them if no daemon says where its own are."""
+    """Yield stale rules, as far as they are readable; none without a daemon that names its own place."""
     firewall = document.get("firewall")
     others = [place for place in PLACES if firewall and place != firewall["place"]]
     for network, _ in ranges_of(document):
@@ -54,7 +54,7 @@ def left_rules(document: Mapping[str, Any]) -> Iterator[LeftRules]:
 
 
 def cni_confs(directory: Path) -> Iterator[CniConf]:
-    """In the order in which runtimes look at them. What is no configuration is left out."""
+    """Yield the CNI configs in the order of container runtimes. Invalid files are skipped."""
     for path in sorted(directory.glob("*")):
         if path.suffix in _CNI_SUFFIXES and (types := _types(path)):
             yield CniConf(str(path), types)

@@ -1,4 +1,4 @@
-"""Tables for people: in colour on a terminal if rich is installed, as aligned plain text everywhere else."""
+"""Tables for a terminal: in colour if rich is installed, else as aligned plain text."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import TextIO
 
 from msgspec import Struct
 
-#: Words that have a colour, for rich.
+#: Colours of words, for rich.
 _COLOURS = {"ok": "green", "yes": "green", "PROBLEM": "bold red", "no": "bold red", "missing": "bold red"}
 
 
 class Table(Struct, frozen=True, gc=False):
-    """``rows`` may have line ends in their last cell. Without ``columns`` it has no head."""
+    """A table. ``rows`` may have newlines in their last cell. Without ``columns`` it has no header."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -21,7 +21,7 @@ class Table(Struct, frozen=True, gc=False):
 
 
 def show(tables: Sequence[Table], out: TextIO | None = None) -> None:
-    """Print tables on standard output, an empty line between them."""
+    """Print tables on standard output, separated by empty lines."""
     out = out or sys.stdout
     if out.isatty() and _show_rich(tables, out):
         return
@@ -29,7 +29,7 @@ def show(tables: Sequence[Table], out: TextIO | None = None) -> None:
 
 
 def plain(table: Table) -> Iterator[str]:
-    """A table's lines: columns two spaces apart, nothing at the end of a line."""
+    """Yield a table's lines: columns two spaces apart, without trailing spaces."""
     if table.title:
         yield table.title
     rows = [[clean(cell) for cell in row] for row in table.rows]
@@ -42,7 +42,7 @@ def plain(table: Table) -> Iterator[str]:
 
 
 def clean(text: str) -> str:
-    """What comes from other nodes must not move the cursor of an operator's terminal."""
+    """Escape control characters: text from other nodes must not affect the terminal."""
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 

@@ -1,4 +1,4 @@
-"""Which way a packet takes from this node to an address, hop by hop, and whether each is as wanted."""
+"""Trace of a packet's path from this node to an address, hop by hop, with the state of each hop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WayTo = Callable[[IPAddress], Way]
 
 
 class Hop(Struct, frozen=True, gc=False):
-    """``state`` is ``ok``, ``PROBLEM`` or ``unknown``; ``note`` says what is wrong or missing."""
+    """One hop. ``state`` is ``ok``, ``PROBLEM`` or ``unknown``; ``note`` gives the reason."""
 
     hop: str
     found: str
@@ -28,7 +28,7 @@ class Hop(Struct, frozen=True, gc=False):
 
 
 def trace(target: IPAddress, document: Mapping[str, Any], found: Found, way_to: WayTo) -> list[Hop]:
-    """The hops, as far as they can be told."""
+    """Return the hops, as far as they are known."""
     own = _subnet_with(target, (document.get("lease") or {}).get("subnets", ()))
     if own:
         return list(_to_a_container(target, own, document, way_to))

@@ -1,4 +1,4 @@
-"""What each command shows, out of a document and what the kernel holds (pure)."""
+"""Output of each command, from a document and the kernel's objects (pure)."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _UNKNOWN = "unknown"
 
 
 def status(source: Source) -> list[Table]:
-    """The node in a few lines."""
+    """Return a summary of the node."""
     document = source.document
 
     def row(title: str, name: str, show: Callable[[Any], str], *, if_null: str = _UNKNOWN) -> tuple[str, str]:
-        """Show one part of the document: ``if_null`` if it is null, unknown if it is absent."""
+        """Return a row for one part of the document: ``if_null`` if it is null, unknown if it is absent."""
         value = document.get(name)
         if value is None:
             return title, if_null if name in document else _UNKNOWN
@@ -53,7 +53,7 @@ def status(source: Source) -> list[Table]:
 
 
 def notes(source: Source) -> list[Table]:
-    """What could not be had."""
+    """Return the missing sources of answers as a table."""
     return [Table((), [(f"not known: {why}",) for why in source.unknown])] if source.unknown else []
 
 

@@ -1,4 +1,4 @@
-"""``flanneld --cleanup``: remove what flannel, in Go or in Python, made on this host, and list it."""
+"""``flanneld --cleanup``: remove and list what flannel, in Go or in Python, created on this host."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ from flanneld.subnet.subnet_file import Previous
 
 log = logging.getLogger(__name__)
 
-#: What is to be removed, and what removes it; None if it stays.
+#: Description of an object, and the function that removes it; None if it stays.
 _Step = tuple[str, Callable[[], bool] | None]
 
 
 def clean_up(path: Path, saved: Path, say: Callable[[str], None], *, everything: bool, dry_run: bool) -> bool:
-    """Remove routes, devices, rules, the subnet file and the saved nodes, each said in a line.
+    """Remove routes, devices, rules, the subnet file and the saved nodes, and report each in a line.
 
-    Only those of the network of this subnet file, unless ``everything``. False if something is left.
-    Containers lose their network. Raises ``Fatal`` while a daemon runs, which would put all of it back.
+    Only objects of the subnet file's network are removed, unless ``everything``. Return False if something is
+    left. Containers lose their network. Raises ``Fatal`` while a daemon runs, which would restore everything.
     """
     lock = InstanceLock(subnet_file.beside(path, "lock"))
     if not dry_run:
@@ -88,7 +88,7 @@ def sweep_network(
 
 
 def _refuse_running(lock: InstanceLock, path: Path) -> None:
-    """Raises ``Fatal`` if a daemon runs in this network namespace; else keeps ours from starting."""
+    """Raise ``Fatal`` if a daemon runs in this network namespace; else take its lock, so that none starts."""
     found = list(other_daemons.running())
     if found:
         raise Fatal(
@@ -104,7 +104,7 @@ def _refuse_running(lock: InstanceLock, path: Path) -> None:
 def _steps(
     kernel: Kernel, previous: Previous, last_run: LastRun, files: Iterable[Path], *, everything: bool
 ) -> Iterator[_Step]:
-    """What there is to remove, and how; None for what belongs to another network."""
+    """Yield the objects and their removal; None for those of another network."""
     domain = _domain(previous, last_run, everything=everything)
     for route in kernel.left_behind(domain):
         is_ours = everything or _is_of(previous, route)
@@ -197,7 +197,7 @@ def _ended(client: Client) -> bool:
 
 
 def _has_pump(tun: str) -> bool:
-    """Whether there is one that may be believed, even if it says nothing."""
+    """Return True if a trusted pump exists, even if it does not answer."""
     client = Client(tun)
     try:
         client.hello()

@@ -1,7 +1,7 @@
 """Handles to the components of a running daemon, for status and metrics.
 
-They are read from other threads than those that work. So what is read here is a counter, a value that is
-replaced and never changed, or copied in one step: no reader makes a working thread wait.
+They are read from other threads without locks. So every value read here is a counter, is replaced as a whole,
+or is copied at once.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from flanneld.subnet.lease_keeper import LeaseKeeper
 
 if TYPE_CHECKING:
     from flanneld.diagnostics.probes import Prober
-    from flanneld.reconcile.firewall import Firewall  # both are imported only if the options ask for them
+    from flanneld.reconcile.firewall import Firewall  # both are only imported if the options need them
 
 
 class Components:
-    """The components that a daemon has from its beginning, and those that it has got since.
+    """Components of the daemon, including those that are created later.
 
     ``overdue`` has a line for each task that is late, ``missing`` what is missing to be ready, ``waiting``
     what the start waits for, ``of_host`` the conditions of this host by the part of the daemon that looks
@@ -54,13 +54,13 @@ class Components:
         self.of_host = of_host
         self.more_metrics = more_metrics
         self.started = clock.wall()
-        #: None as long as they do not exist. Set by the methods below, read from any thread.
+        #: None until created. Set by the methods below, read from any thread.
         self.config: Config | None = None
         self.loops: Loops | None = None
         self.prober: Prober | None = None
 
     def join(self, config: Config, loops: Loops) -> None:
-        """Add what exists once this node has a lease."""
+        """Add the components that exist once this node has a lease."""
         self.config, self.loops = config, loops
 
     def add_prober(self, prober: Prober) -> None:
@@ -80,20 +80,20 @@ class Components:
 
     @property
     def store(self) -> StoreCounters:
-        """Counters of what the store was asked and what it told."""
+        """Counters of requests to the store and of its events."""
         return self.manager.counters
 
     @property
     def store_problem(self) -> Retryable | None:
-        """Why the store is of no use now: the last failure of a watch, by ``problem``, or of a request."""
+        """The current failure of the store, of a watch or of a request; None without one."""
         return self.manager.problem or next(iter(self.store.problems.values()), None)
 
     @property
     def store_is_up(self) -> bool:
-        """Return True if the store answers, be it with a refusal; False also before the first request."""
+        """True if the store answers, also with a refusal. False before the first request."""
         return any(self.store.requests.counts) and not isinstance(self.store_problem, NoAnswer)
 
     @property
     def cached(self) -> str:
-        """Source of the leases while they are not the store's; else empty."""
+        """Source of the leases while they do not come from the store; else empty."""
         return self.reconciler.peers.cached if self.reconciler else ""

@@ -1,4 +1,4 @@
-"""What is not well with a daemon that works: found when somebody looks, gone when it is over."""
+"""Health conditions of a running daemon, evaluated on demand."""
 
 from __future__ import annotations
 
@@ -19,18 +19,21 @@ from flanneld.state.resources import Key
 from flanneld.state.sessions import silence
 
 if TYPE_CHECKING:
-    from flanneld.reconcile.firewall import Firewall  # not needed by everybody
+    from flanneld.reconcile.firewall import Firewall  # imported only if used
 
-#: Seconds between two looks of ``watch``, and until something is worth telling.
+#: Seconds between two checks of ``watch``, and for which a condition must last to be reported.
 LOOK, LASTING = 1.0, 5.0
-#: Parts whose trouble is told at once: READY must not seem to be more than it is.
+#: Parts reported at once, because READY must not appear without them.
 _AT_ONCE = frozenset({"leases"})
-#: A lease that ends so soon, in seconds, should have been renewed.
+#: A lease that expires within this time, in seconds, should have been renewed.
 LEASE_ENDS_SOON = 600.0
 
 
 class Part(Struct, frozen=True, gc=False):
-    """A part of the daemon; ``trouble`` is empty if it is well. The text stays the same while it lasts."""
+    """A part of the daemon; ``trouble`` is empty if it is healthy.
+
+    The text is stable while a condition lasts.
+    """
 
     name: str
     trouble: str = ""
@@ -40,19 +43,19 @@ class Part(Struct, frozen=True, gc=False):
 
 
 def parts(components: Components) -> list[Part]:
-    """All of them that there are. From any thread; costs next to nothing."""
+    """Return all parts. May be called from any thread; costs next to nothing."""
     return [Part(name, "; ".join(found)) for name, found in _looks(components)]
 
 
 def troubles(components: Components) -> list[Part]:
-    """Those that are not well."""
+    """Return the parts with a condition."""
     return [part for part in parts(components) if part.trouble]
 
 
 def watch(components: Components, stop: threading.Event, tell: Callable[[list[str]], None]) -> None:
-    """Until ``stop``, tell what is not well whenever that is something else, and nothing when it is over.
+    """Report the conditions on each change until ``stop``; an empty list when all are over.
 
-    What does not last is put right by itself, and troubles nobody.
+    Conditions that end soon are not reported.
     """
     told: list[str] = []
     since: dict[str, float] = {}
@@ -66,7 +69,7 @@ def watch(components: Components, stop: threading.Event, tell: Callable[[list[st
 
 
 def _looks(components: Components) -> Iterator[tuple[str, Iterable[str]]]:
-    # Without the seconds, which are others at each look.
+    # Without the seconds, which would change at each check.
     yield "threads", (line.partition(" for ")[0] for line in components.overdue())
     yield "store", _of_the_store(components)
     yield "leases", _of_the_leases(components)

@@ -1,4 +1,4 @@
-"""Wrapper around the store that counts requests, their failures, and the events of the watch."""
+"""Wrapper of the store that counts requests, their failures, and the events of the watch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 
 
 class CountedManager:
-    """``SubnetManager`` that passes every call on. ``counters`` may be read from any thread."""
+    """``SubnetManager`` that forwards every call. ``counters`` may be read from any thread."""
 
     def __init__(self, manager: SubnetManager) -> None:
         self.counters = StoreCounters()
@@ -86,7 +86,7 @@ class CountedManager:
 
 
 class CountedNodeStore(CountedManager):
-    """The same for a store that is a ``NodeStore`` too: ``node_store`` is the same object as ``manager``."""
+    """``CountedManager`` for a store that is also a ``NodeStore``. Both arguments are the same object."""
 
     def __init__(self, manager: SubnetManager, node_store: NodeStore) -> None:
         super().__init__(manager)
@@ -106,5 +106,5 @@ class CountedNodeStore(CountedManager):
 
 
 def counted(manager: SubnetManager) -> CountedManager:
-    """Return the wrapper that offers what ``manager`` does."""
+    """Return a wrapper with the interfaces of ``manager``."""
     return CountedNodeStore(manager, manager) if isinstance(manager, NodeStore) else CountedManager(manager)

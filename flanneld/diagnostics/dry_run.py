@@ -1,7 +1,7 @@
-"""Dry run: the daemon's own startup against a kernel that records what it is told to write.
+"""Dry run: the daemon's own startup against tables that record writes.
 
-The controller runs over tables that read as always and only take note of what they are told to write. No
-lease is acquired: without one the subnet is the one that this node would most likely get.
+The controller uses tables that read as usual and only record writes. No lease is acquired: without one, the
+subnet is the one that this node would most likely get.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from flanneld.subnet.subnet_file import Previous
 
 
 class Notes:
-    """What a start would write."""
+    """Recorded writes of a startup."""
 
     def __init__(self) -> None:
-        #: Each device to make or change, with what is there now.
+        #: Devices to create or change, each with the actual one.
         self.devices: dict[str, tuple[Link, Link | ForeignLink | None]] = {}
         self.puts: dict[Key, Resource] = {}
         self.drops: dict[Resource, None] = {}
@@ -52,11 +52,11 @@ class Notes:
         self.calls: dict[Key, str] = {}
 
     def take(self, table: Table) -> RecordingTable:
-        """Return the table as one that only takes notes."""
+        """Return a recording wrapper of the table."""
         return RecordingTable(table, self)
 
     def is_replaced(self, name: str) -> bool:
-        """Return True for a device that has to be made anew: what goes with it is as good as gone."""
+        """Return True for a device that must be replaced: the objects on it are lost then."""
         wanted, actual = self.devices.get(name, (None, None))
         if wanted is None or actual is None:
             return False
@@ -64,7 +64,7 @@ class Notes:
 
 
 class RecordingTable:
-    """Reads as the table that it stands for, and only takes note of what it is told to write."""
+    """Table that reads as the wrapped one and records writes."""
 
     def __init__(self, table: Table, notes: Notes) -> None:
         self.name = table.name
@@ -87,7 +87,7 @@ class RecordingTable:
         except (OSError, Retryable):
             if not is_remote:
                 raise
-            # There is nothing there yet, or nothing that answers.
+            # Nothing exists yet, or nothing answers.
 
     def put(self, puts: Sequence[Put]) -> Report:
         for put in puts:
@@ -108,13 +108,13 @@ class RecordingTable:
         return Report()
 
     def close(self, *, remove: bool) -> None:
-        """There is nothing to undo."""
+        """Do nothing: nothing was written."""
 
 
 class Outcome(Struct, frozen=True, gc=False):
-    """What a start would find and do.
+    """Findings and writes of a startup.
 
-    If ``has_lease`` is false, ``own`` is a guess, with no subnet if there is nothing to guess from.
+    If ``has_lease`` is false, ``own`` is a guess, without a subnet if there is no hint.
     """
 
     config: Config
@@ -129,7 +129,7 @@ class Outcome(Struct, frozen=True, gc=False):
 
 
 def rehearse(options: Options, manager: SubnetManager) -> Outcome:
-    """Raises ``Retryable`` and ``Fatal`` where a start would wait or end."""
+    """Return the outcome of a startup. Raises ``Retryable`` or ``Fatal`` where it would wait or end."""
     once, notes = SingleAttempts(), Notes()
     services = host_services.of_dry_run(options.secret_dir, os.environ)
     loaded = startup.load(options, manager, once, services, is_dry_run=True)
@@ -152,16 +152,16 @@ def rehearse(options: Options, manager: SubnetManager) -> Outcome:
 
 
 class Forecast:
-    """The lease that a start would get, found without writing; stands in for the store's ``acquire``."""
+    """Prediction of the lease without writing; replaces the store's ``acquire``."""
 
     def __init__(self, manager: SubnetManager) -> None:
         self._manager = manager
-        #: Set by ``acquire``: the leases of all nodes, and whether one of them is ours.
+        #: Set by ``acquire``: the leases of all nodes, and True if one of them is ours.
         self.leases: Snapshot | Cached = Snapshot(())
         self.has_lease = False
 
     def acquire(self, config: Config, attrs: LeaseAttrs, previous: LeaseKey, local: LocalFacts) -> Lease:
-        """Return our lease, else a guess. May raise what a start's ``acquire`` does."""
+        """Return our lease, else a guess. May raise the errors of a startup's ``acquire``."""
         manager = self._manager
         foreseen = manager.foresee(config, attrs) if isinstance(manager, Foreseeing) else None
         self.leases = all_leases(manager)
@@ -171,7 +171,7 @@ class Forecast:
 
 
 def _run(node: Node, leases: Snapshot | Cached, notes: Notes) -> Controller:
-    """One round of the loop, with all leases."""
+    """Run one round of the reconciler with all leases."""
     controller = Controller(
         node,
         RemovalGuard(is_on=False),
@@ -192,7 +192,7 @@ def _run(node: Node, leases: Snapshot | Cached, notes: Notes) -> Controller:
 
 
 def all_leases(manager: SubnetManager) -> Snapshot | Cached:
-    """The first thing that a watch delivers; the manager is closed after that. Raises ``Retryable``."""
+    """Return the first snapshot of a watch, then close the manager. Raises ``Retryable``."""
     found: list[Snapshot | Cached] = []
 
     def deliver(events: list[Event]) -> None:
@@ -209,7 +209,7 @@ def all_leases(manager: SubnetManager) -> Snapshot | Cached:
 def _ours(
     snapshot: Snapshot | Cached, attrs: LeaseAttrs, config: Config, previous: LeaseKey, local: LocalFacts
 ) -> Lease | None:
-    """Return the lease that a start would reuse: the previous one, else the proven one, else the lowest."""
+    """Return the lease that startup would reuse: the previous one, else the proven one, else the lowest."""
     written = local.written
 
     def is_ours(lease: Lease) -> bool:
@@ -229,7 +229,7 @@ def _ours(
 
 
 def _likely(config: Config, previous: LeaseKey, snapshot: Snapshot | Cached) -> LeaseKey:
-    """What the subnet file remembers, if it fits and is free: a start asks for that first."""
+    """Return the subnet file's lease if it fits and is free: startup prefers it."""
     if not fits(config, previous):
         return (None, None)
     taken = [net for lease in snapshot.leases for net in lease.key if net is not None]

@@ -1,4 +1,4 @@
-"""/healthz and /readyz: how we are, for a kubelet or a load balancer."""
+"""HTTP server of /healthz, /readyz and /metrics, for kubelet and load balancers."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from msgspec import Struct
 from flanneld.errors import Fatal, cause_of
 from flanneld.runtime.polled_server import Limits, PolledServer, receive, send
 
-#: From the first byte to the last, in seconds.
+#: Seconds for a request, from the first byte to the last.
 REQUEST_TIME = 3.0
-#: Of a request line with its headers, in bytes.
+#: Bytes of a request line with its headers.
 MAX_HEAD = 16 * 1024
-#: Connections at a time, of one source, and kept for this host's own: a kubelet opens one for each probe.
+#: Connections in total, per source, and reserved for this host: kubelet opens one per probe.
 CONNECTIONS, OF_ONE_SOURCE, OF_THIS_HOST = 64, 16, 16
-#: Connections that the kernel keeps until they are accepted.
+#: Backlog of connections to accept.
 _QUEUE = 128
 
 
 class Checks(Struct, frozen=True):
-    """What the answers are made of. The functions are called from several threads, and must not block."""
+    """Sources of the answers. The functions are called from several threads, and must not block."""
 
-    #: A line for each task that is late; empty when all is well.
+    #: Returns a line for each overdue task.
     overdue: Callable[[], list[str]]
-    #: Whether pods can be started on this node.
+    #: Returns True if pods can be started on this node.
     ready: Callable[[], bool]
-    #: What is missing to be ready, one line each, as far as it is known.
+    #: Returns what readiness still requires, one line each.
     missing: Callable[[], list[str]] = list
-    #: What a ready node lacks nevertheless, one line each.
+    #: Returns restrictions of a ready node, one line each.
     caveats: Callable[[], list[str]] = list
-    #: Each part of the daemon, with what is not well with it: for those who ask for more.
+    #: Returns each part of the daemon with its condition, for verbose answers.
     parts: Callable[[], list[tuple[str, str]]] = list
-    #: Turns an Accept header into status, content type and page of /metrics.
+    #: Returns status, content type and page of /metrics for an Accept header.
     metrics: Callable[[str], tuple[int, str, bytes]] | None = None
 
 
 def answer(path: str, checks: Checks) -> tuple[int, str]:
-    """HTTP status and body; the first lines of the bodies are upstream's."""
+    """Return HTTP status and body; the first line of each body is upstream's."""
     name, _, query = path.partition("?")
     match name:
         case "/healthz":
@@ -56,14 +56,14 @@ def answer(path: str, checks: Checks) -> tuple[int, str]:
 
 
 def _each(parts: list[tuple[str, str]]) -> list[str]:
-    """In the words of kube-apiserver's verbose checks."""
+    """Return the parts in the format of kube-apiserver's verbose checks."""
     return [f"[-]{name}: {trouble}" if trouble else f"[+]{name} ok" for name, trouble in parts]
 
 
 class HealthServer:
-    """Answers on one address and port (0: any free one) from its construction to ``close``.
+    """Server on one address and port (0: any free one) from its construction to ``close``.
 
-    Raises ``Fatal`` when it cannot listen there.
+    Raises ``Fatal`` if it cannot listen there.
     """
 
     def __init__(self, ip: str, port: int, checks: Checks) -> None:
@@ -91,7 +91,7 @@ class HealthServer:
         self._server.serve()
 
     def close(self) -> None:
-        """End ``serve`` at once. May be called from any thread, repeatedly."""
+        """End ``serve`` at once. May be called repeatedly, from any thread."""
         self._server.close()
 
 
@@ -111,7 +111,7 @@ def _talk(checks: Checks, connection: socket.socket) -> Iterator[int]:
     """Answer one request."""
     head = yield from _read_head(connection)
     yield from send(connection, _handler()(head, checks).wfile.getvalue())
-    # The client closes first: to close on unread data would take our answer back (RFC 9112, 9.6).
+    # The client closes first: closing with unread data would discard our answer (RFC 9112, 9.6).
     connection.shutdown(socket.SHUT_WR)
     while (yield from receive(connection, MAX_HEAD)):
         continue
@@ -129,14 +129,14 @@ def _read_head(connection: socket.socket) -> Generator[int, None, bytes]:
 
 
 class _Response(Protocol):
-    """Handler of one request that is here already."""
+    """Handler of one request that was already received."""
 
     wfile: io.BytesIO
 
 
 @cache
 def _handler() -> Callable[[bytes, Checks], _Response]:
-    # Imported here: it costs 15 ms and 5 MiB, and the health checks are off by default.
+    # Imported here: it costs 15 ms and 5 MiB, and health checks are off by default.
     from http.server import BaseHTTPRequestHandler
 
     class Handler(BaseHTTPRequestHandler):
@@ -148,7 +148,7 @@ def _handler() -> Callable[[bytes, Checks], _Response]:
             self._checks = checks
             self.rfile, self.wfile = io.BytesIO(head), io.BytesIO()
             self.raw_requestline = self.rfile.readline()
-            # Parsing answers by itself what it cannot understand.
+            # parse_request() itself answers an invalid request.
             if self.raw_requestline and self.parse_request():
                 self._answer()
 
@@ -168,6 +168,6 @@ def _handler() -> Callable[[bytes, Checks], _Response]:
                 self.wfile.write(body)
 
         def log_message(self, *_message: object) -> None:
-            """Say nothing: health checks come every few seconds, for ever."""
+            """Suppress the log of requests: health checks come every few seconds."""
 
     return Handler

@@ -1,9 +1,12 @@
-"""Settings of this host that stand in the way of forwarding: checked at the start, forwarding each second.
+"""Kernel settings that prevent forwarding: checked at startup, and forwarding every second.
 
-Not looked at, and why: a FORWARD chain that drops is the firewall's business. A strict ``rp_filter`` on
-a device of ours does no harm: what comes in there, from a peer's containers or from the peer itself,
-has its way back there. Only a container that calls on another node's own address unmasqueraded gets
-no answer then. ``gc_thresh`` does not count permanent neighbours.
+Some settings are deliberately not checked:
+
+- A FORWARD chain that drops is handled with the firewall.
+- A strict ``rp_filter`` on our devices is harmless: packets from a peer or its containers have a route back
+  there.
+Only a container that calls another node's own address without masquerading gets no answer.
+- ``gc_thresh`` does not count permanent neighbours.
 """
 
 from __future__ import annotations
@@ -35,18 +38,19 @@ BRIDGED: Mapping[Family, str] = {
     6: "net/bridge/bridge-nf-call-ip6tables",
 }
 _STRICT, _LOOSE = 1, 2
-#: accept_ra: while this host does not forward, or always.
+#: Values of accept_ra: only without forwarding, or always.
 _AS_A_HOST, _ALWAYS = 1, 2
 # linux/route.h, linux/ipv6_route.h
 _RTF_GATEWAY, _RTF_DEFAULT, _RTF_ADDRCONF = 0x2, 0x10000, 0x40000
 
 
 class Facts(Struct, frozen=True, gc=False):
-    """What a decision needs. ``settings`` lacks what this kernel does not have or does not show.
+    """Facts for the decision. ``settings`` lacks what this kernel does not have or show.
 
-    ``services`` says that containers use service addresses, as in Kubernetes. ``advertised`` are the
-    interfaces whose IPv6 default route the kernel has from router advertisements. ``elsewhere`` is
-    the interface of the IPv4 default route, if no route through a gateway leaves by the uplink.
+    - ``services`` is True if containers use service addresses, as in Kubernetes.
+    - ``advertised`` are the interfaces with an IPv6 default route from router advertisements.
+    - ``elsewhere`` is the interface of the IPv4 default route, if no route through a gateway leaves by the
+      uplink.
     """
 
     families: tuple[Family, ...]
@@ -60,7 +64,7 @@ class Facts(Struct, frozen=True, gc=False):
 
 
 class Topic(StrEnum):
-    """The setting of this host that a finding concerns."""
+    """Setting of this host that a finding is about."""
 
     FORWARDING = "forwarding"
     BRIDGES = "br_netfilter"
@@ -68,10 +72,10 @@ class Topic(StrEnum):
 
 
 class Finding(Struct, frozen=True, gc=False):
-    """One obstacle: what it is, why it matters, what puts it right as root.
+    """A wrong setting: description, consequence, and the command that corrects it as root.
 
-    ``settings`` are what we may set by ourselves for that, in this order; none if the operator must decide.
-    What is ``grave`` is in the way of what this host is for.
+    ``settings`` are the writes that the daemon may make itself, in this order; none if the operator must
+    decide. A ``grave`` finding prevents the network from working.
     """
 
     topic: Topic
@@ -83,7 +87,7 @@ class Finding(Struct, frozen=True, gc=False):
 
     @property
     def command(self) -> str:
-        """The remedy as a shell reads it."""
+        """The remedy as a shell command."""
         return shlex.join(self.argv)
 
 
@@ -97,13 +101,13 @@ def report(
     for finding in findings(read_facts(families, uplink, services=services, either=either)):
         if mend(finding):
             log.info("%s, so %s; mended by: %s", finding.what, finding.why, finding.command)
-        elif finding.topic is not Topic.FORWARDING:  # of which its table tells
+        elif finding.topic is not Topic.FORWARDING:  # that topic's table logs it
             level = logging.WARNING if finding.grave else logging.INFO
             log.log(level, "%s, so %s; run as root: %s", finding.what, finding.why, finding.command)
 
 
 class ForwardingSetting(Struct, frozen=True, gc=False):
-    """The kernel's switch for one family, on."""
+    """The kernel's forwarding of one family, switched on."""
 
     kind: ClassVar[Kind] = Kind.FILE
     family: Family
@@ -119,8 +123,8 @@ class ForwardingSetting(Struct, frozen=True, gc=False):
 class ForwardingTable(LastingTable):
     """The kernel's switch for each family, as others may turn it while the daemon runs.
 
-    Reading a setting costs 10 us, so a look each second is cheaper than a socket for notifications.
-    With ``keep`` it is switched on again, else the operator is told.
+    Reading a setting costs 10 us, so a check every second is cheaper than a socket for notifications. With
+    ``keep`` it is switched on again, else the operator is informed.
     """
 
     name = "forwarding"
@@ -162,7 +166,7 @@ class ForwardingTable(LastingTable):
         return frozenset(family for family in self._families if settings.get(FORWARDING[family]) == 0)
 
 
-# ---- deciding ---------------------------------------------------------------------------------
+# ---- decisions ---------------------------------------------------------------------------------
 
 
 def findings(facts: Facts) -> tuple[Finding, ...]:
@@ -189,9 +193,9 @@ def _no_forwarding(facts: Facts) -> Iterator[Finding]:
 
 
 def _kept_advertisements(facts: Facts) -> Iterator[tuple[str, int]]:
-    """The kernel drops a router's default route when it begins to forward, unless told otherwise before.
+    """Yield the accept_ra settings to change before forwarding is switched on.
 
-    Linux, ip-sysctl: accept_ra.
+    Otherwise the kernel would drop the default routes of router advertisements (Linux, ip-sysctl: accept_ra).
     """
     for interface in facts.advertised:
         setting = f"net/ipv6/conf/{interface}/accept_ra"
@@ -200,9 +204,9 @@ def _kept_advertisements(facts: Facts) -> Iterator[tuple[str, int]]:
 
 
 def _bridge_without_firewall(facts: Facts) -> Iterator[Finding]:
-    """A reply that stays on the bridge has to be translated back.
+    """Yield settings that keep replies on a bridge from being translated back.
 
-    That concerns published ports as well, but only service addresses are what every container uses.
+    This also affects published ports, but only service addresses are used by every container.
     """
     why = "containers of this node do not reach each other through a service address or a published port"
     missing = [BRIDGED[family] for family in facts.families if BRIDGED[family] not in facts.settings]
@@ -216,9 +220,10 @@ def _bridge_without_firewall(facts: Facts) -> Iterator[Finding]:
 
 
 def _strict_uplink(facts: Facts) -> Iterator[Finding]:
-    """A strict filter drops what comes in by another interface than the answer would leave by.
+    """Yield a strict reverse path filter of the uplink.
 
-    Linux, ip-sysctl: rp_filter; the larger of the value for all and that of the interface counts.
+    It drops packets that arrive on another interface than the reply would leave by. The larger of the
+    interface's value and the one for all counts (Linux, ip-sysctl: rp_filter).
     """
     setting = f"net/ipv4/conf/{facts.uplink}/rp_filter"
     values = (facts.settings.get(setting, 0), facts.settings.get("net/ipv4/conf/all/rp_filter", 0))
@@ -252,7 +257,7 @@ def _sysctl(*settings: tuple[str, int]) -> Command:
 
 
 def _shown(path: str) -> str:
-    """As sysctl(8) writes it: dots for slashes, and the other way round in an interface's name."""
+    """Return a path as sysctl(8) shows it: dots and slashes swapped."""
     return path.translate(str.maketrans("/.", "./"))
 
 
@@ -282,7 +287,7 @@ def _read(*paths: str) -> dict[str, int]:
         try:
             found[path] = int((_ROOT / path).read_text())
         except (OSError, ValueError):
-            continue  # Nothing can be said of a setting that is not there.
+            continue  # A missing setting is not judged.
     return found
 
 
@@ -315,7 +320,7 @@ def _table(path: str) -> Iterator[list[str]]:
 
 
 def mend(finding: Finding) -> bool:
-    """Set what may be set; False when that is nothing, or when this host does not let us."""
+    """Make the permitted writes. Return False if there are none, or if this host refuses them."""
     try:
         for path, value in finding.settings:
             (_ROOT / path).write_text(f"{value}\n")

@@ -1,4 +1,4 @@
-"""What the daemon maintains on this host beside its network: subnet.env, and the kernel's forwarding."""
+"""Upkeep of host settings beside the network: subnet.env and the kernel's forwarding."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NAME = "host"
 
 
 class HostUpkeep:
-    """A worker for the subnet file and the forwarding of ``families``; ``uplink`` names the interface."""
+    """Worker for the subnet file and the forwarding of ``families``; ``uplink`` returns the interface."""
 
     def __init__(
         self,
@@ -48,11 +48,11 @@ class HostUpkeep:
         )
 
     def write(self, env: SubnetEnv) -> None:
-        """Have the file say this: at once before ``start``, soon after it."""
+        """Set the contents of the file: written at once before ``start``, by the thread after it."""
         self._want(SubnetEnvFile.of(self._path, env))
 
     def start(self) -> None:
-        """Go on in a thread of its own, and maintain forwarding from now on."""
+        """Continue in a thread of its own, and maintain forwarding from now on."""
         self._want(*self._forwarding.wanted)
         self._is_running = True
         self._supervisor.start(_NAME, self._worker.run, self._worker.cancel)
@@ -66,14 +66,14 @@ class HostUpkeep:
 
     @property
     def file_problem(self) -> str:
-        """Why the file does not say what it should; empty if it does."""
+        """Problem with the subnet file; empty if there is none."""
         state = self._state(subnet_file.TABLE)
         if state.contested and not state.settled and not state.problem:
             return f"another program keeps removing or changing {self._path}; find and stop it"
         return state.problem
 
     def forwarding_problems(self) -> Iterator[str]:
-        """One line for each family that the kernel does not forward."""
+        """Return one line for each family that the kernel does not forward."""
         return (failure.reason for failure in self._state(ForwardingTable.name).failed)
 
     def _state(self, table: str) -> TableState:

@@ -1,6 +1,6 @@
-"""The daemon's counters in Prometheus' words, for ``/metrics``.
+"""Prometheus metrics of the daemon, for ``/metrics``.
 
-Imported when somebody asks for the first time; reading the counters is all the work there is.
+Imported at the first request. The only work is to read the counters.
 """
 
 from __future__ import annotations
@@ -27,13 +27,16 @@ from flanneld.state.resources import Link
 _INSTALL = "pip install prometheus-client, or apt install python3-prometheus-client"
 _ERRNO = {os.strerror(code): name for code, name in errno.errorcode.items()}
 
-#: A number, a histogram, numbers by the values of the labels, or None if there is nothing to tell now.
+#: Number, histogram, numbers by label values, or None for no sample now.
 Reading = float | Histogram | dict[Any, Any] | None
 Read = Callable[[Components], Reading]
 
 
 class Metric(Struct, frozen=True):
-    """``type`` is ``counter``, ``gauge`` or ``histogram``; a counter's name ends with ``_total``."""
+    """A metric.
+
+    ``type`` is ``counter``, ``gauge`` or ``histogram``; a counter's name ends with ``_total``.
+    """
 
     type: str
     name: str
@@ -45,7 +48,7 @@ class Metric(Struct, frozen=True):
         """Yield label values with a number each, or a histogram."""
         match self.read(components):
             case dict() as numbers:
-                # A copy in one step: another thread may count on.
+                # Copied at once, because another thread may add to it.
                 for labels, number in numbers.copy().items():
                     yield labels if isinstance(labels, tuple) else (labels,), number
             case Histogram() as histogram:
@@ -73,7 +76,7 @@ def _public_ips(reconciler: Controller) -> Reading:
 
 
 def _mtus(reconciler: Controller) -> Reading:
-    """Each device has room for its own outer headers: VXLAN takes 20 bytes more over IPv6 than over IPv4."""
+    """Return the MTU by device. They differ: VXLAN's outer headers take 20 bytes more over IPv6."""
     uplink = reconciler.uplink_manager.uplink
     links = (each for each in reconciler.peers.local_wishes() if isinstance(each, Link))
     return {uplink.name: uplink.mtu} | {link.name: link.mtu for link in links}
@@ -94,7 +97,7 @@ def _heals(reconciler: Controller) -> Reading:
 
 
 def _objects(number: Callable[[int, int], int]) -> Read:
-    """Compute a number from how many objects of a kind are wanted and how many of them the kernel refuses."""
+    """Return a reader that derives a number from the desired and the refused objects of a kind."""
 
     def read(reconciler: Controller) -> Reading:
         wanted = Counter(reconciler.peers.wanted_kinds())
@@ -135,7 +138,7 @@ def _refusals(reconciler: Controller) -> Reading:
     return numbers
 
 
-# ---- what there is ------------------------------------------------------------------------------
+# ---- definitions --------------------------------------------------------------------------------
 
 
 def _gauge(name: str, meaning: str, read: Read, *labels: str) -> Metric:
@@ -150,7 +153,7 @@ def _histogram(name: str, meaning: str, read: Read) -> Metric:
     return Metric("histogram", name, meaning, (), read)
 
 
-#: All of them, in the order in which they are told.
+#: All metrics, in the order of the page.
 METRICS = (
     _gauge(
         "flannel_build_info",
@@ -308,11 +311,11 @@ METRICS = (
 )
 
 
-# ---- telling ------------------------------------------------------------------------------------
+# ---- page ---------------------------------------------------------------------------------------
 
 
 def page(components: Components, accept: str) -> tuple[int, str, bytes]:
-    """Return status, content type and page for an Accept header; without the library 503 and the remedy."""
+    """Return status, content type and page for an Accept header; 503 and the remedy without the library."""
     try:
         from prometheus_client import CollectorRegistry, ProcessCollector
         from prometheus_client.exposition import choose_encoder
@@ -333,7 +336,7 @@ class _Collector:
         self._components = components
 
     def describe(self) -> list[Any]:
-        """Nothing: the library would read everything only to learn the names."""
+        """Return nothing: otherwise the library would read all metrics only to learn their names."""
         return []
 
     def collect(self) -> Iterator[Any]:
@@ -359,7 +362,7 @@ def _family(metric: Metric) -> Any:
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
-    """Each with all that are below, as Prometheus has it."""
+    """Return cumulative buckets, as Prometheus defines them."""
     counts, below = histogram.counts.copy(), 0
     found = []
     for bound, count in zip([*map(str, BOUNDS), "+Inf"], counts, strict=True):

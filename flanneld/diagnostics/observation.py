@@ -1,4 +1,4 @@
-"""Starts what observes the daemon: health server, status socket, health conditions, probes to peers."""
+"""Start of the observers: health server, status socket, health conditions, probes to peers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flanneld.runtime.supervisor import Supervisor
 
 
 class Observation:
-    """Starts the servers and watchers. Those that only some daemons need are imported when they start."""
+    """Starter of the servers and watchers. Optional ones are imported when started."""
 
     def __init__(self, components: Components, readiness: Readiness, supervisor: Supervisor) -> None:
         self._components = components
@@ -27,7 +27,8 @@ class Observation:
         options = self._components.options
         if options.healthz_port <= 0:
             return
-        from flanneld.diagnostics.health_server import Checks, HealthServer  # only for those who ask for it
+        # Only imported with -healthz-port.
+        from flanneld.diagnostics.health_server import Checks, HealthServer
 
         checks = Checks(
             self._supervisor.overdue,
@@ -41,7 +42,7 @@ class Observation:
         self._supervisor.start("health server", server.serve, server.close)
 
     def serve_status(self) -> None:
-        """Once the packets flow, or as soon as there is something to wait for; later calls do nothing."""
+        """Start the status socket, once traffic flows or startup has to wait. Later calls do nothing."""
         if self._has_socket:
             return
         from flanneld.diagnostics.status_socket import StatusSocket, path_beside
@@ -52,7 +53,7 @@ class Observation:
             self._supervisor.start("status socket", server.serve, server.close)
 
     def watch_conditions(self, tell: Callable[[list[str]], None]) -> None:
-        """Have ``tell`` called with the conditions each time that they have changed."""
+        """Call ``tell`` with the conditions on each change."""
         stop = self._supervisor.stop
         self._supervisor.start("trouble", lambda: conditions.watch(self._components, stop, tell))
 

@@ -1,4 +1,4 @@
-"""Daemons of any flannel, Go's or this one, that run in this network namespace."""
+"""Lookup of running daemons of any flannel, Go's or this one, in this network namespace."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from msgspec import Struct
 #: Names of the program: ``flanneld``, or a release's ``flanneld-amd64``; not the udp proxy's module.
 _PROGRAM = re.compile(r"flanneld([-_].*)?")
 _INTERPRETER = re.compile(r"(python|pypy)[0-9.]*")
-#: Calls that do something else than serve.
+#: Options of calls that do not run the daemon.
 _ERRAND = re.compile(r"--?(cleanup|plan|migrate-etcd-v2-to-v3|version|help|h)(=.*)?")
 _UNIT = re.compile(r"/([^/\n]+\.service)(?:\n|$)")
 _CONTAINER = re.compile(r"/docker[-/]([0-9a-f]{12})")
@@ -27,25 +27,25 @@ class Daemon(Struct, frozen=True, gc=False):
 
 
 def running(proc: Path = Path("/proc")) -> Iterator[Daemon]:
-    """Find the daemons of this network namespace, never this process nor what has started it.
+    """Yield the daemons of this network namespace, except this process and its ancestors.
 
-    Those in a PID namespace that we do not see are not found, nor, without root, those of other users.
+    Daemons in an invisible PID namespace are not found, nor, without root, those of other users.
     """
     here = (proc / "self/ns/net").stat()
     own = set(_ancestors(proc))
     found: dict[int, Path] = {}
     for process in proc.glob("[0-9]*"):
-        with suppress(OSError):  # It has ended, or is another user's.
+        with suppress(OSError):  # It has ended, or belongs to another user.
             if os.path.samestat((process / "ns/net").stat(), here) and is_daemon(*_call_of(process)):
                 found[int(process.name)] = process
     for pid in sorted(found.keys() - own):
-        # A child that has yet to become the command that its parent runs looks like its parent.
+        # A child between fork and exec looks like its parent.
         if _parent_of(found[pid]) not in found:
             yield Daemon(pid, how_to_stop(pid, _text(found[pid] / "cgroup")))
 
 
 def is_daemon(names: Sequence[str], words: Sequence[str]) -> bool:
-    """Return True if a process is a flanneld that serves, by its names and its command line."""
+    """Return True if a process runs the daemon, by its names and its command line."""
     program, rest = "", list(words[1:])
     if words and _INTERPRETER.fullmatch(Path(words[0]).name):
         while rest and rest[0].startswith("-") and rest[0] != "-m":
@@ -60,7 +60,7 @@ def is_daemon(names: Sequence[str], words: Sequence[str]) -> bool:
 
 
 def how_to_stop(pid: int, cgroup: str) -> str:
-    """Name the command that stops a daemon for good, by the manager in its cgroup (cgroups(7))."""
+    """Return the command that stops a daemon for good, by the manager in its cgroup (cgroups(7))."""
     if "kubepods" in cgroup:
         return "kubectl delete its DaemonSet, or keep it from this node with a nodeSelector"
     if container := _CONTAINER.search(cgroup):
@@ -70,7 +70,7 @@ def how_to_stop(pid: int, cgroup: str) -> str:
 
 
 def _ancestors(proc: Path) -> Iterator[int]:
-    """This process, its parent, and so on."""
+    """Yield the pids of this process, its parent, and so on."""
     pid = os.getpid()
     while pid > 1:
         yield pid
@@ -78,13 +78,13 @@ def _ancestors(proc: Path) -> Iterator[int]:
 
 
 def _parent_of(process: Path) -> int:
-    """The number of its parent, 0 if it is not known."""
+    """Return the pid of the parent, 0 if unknown."""
     found = re.search(r"^PPid:\s*([0-9]+)$", _text(process / "status"), re.MULTILINE)
     return int(found[1]) if found else 0
 
 
 def _call_of(process: Path) -> tuple[list[str], list[str]]:
-    """The names of a process, and the words of its command line. Raises ``OSError``."""
+    """Return the names of a process, and its command line. Raises ``OSError``."""
     names = [(process / "comm").read_text().strip()]
     with suppress(OSError):
         names.append((process / "exe").readlink().name)

@@ -1,4 +1,4 @@
-"""``flanneld --plan``: what a start would change on this host, as commands that would do the same."""
+"""``flanneld --plan``: the changes that a startup would make to this host, as commands."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from flanneld.subnet.subnet_file import SubnetEnv
 
 
 def print_plan(wanted: Options, manager: SubnetManager, say: Callable[[str], None]) -> None:
-    """Say each command on a line, and in comments what no command does; nothing if nothing would change.
+    """Print each command on a line, and changes without a command as comments; nothing if all is right.
 
-    Raises ``Retryable`` and ``Fatal`` where a start would wait or end.
+    Raises ``Retryable`` and ``Fatal`` where a startup would wait or end.
     """
     outcome = rehearse(wanted, manager)
     for line in lines(wanted, outcome):
@@ -38,7 +38,7 @@ def print_plan(wanted: Options, manager: SubnetManager, say: Callable[[str], Non
 
 
 def lines(wanted: Options, outcome: Outcome) -> Iterator[str]:
-    """In the order of a start."""
+    """Yield the plan in the order of a startup."""
     yield from _lease(outcome)
     yield from kernel_lines(outcome, local=True)
     yield from _subnet_file(wanted, outcome)
@@ -50,7 +50,7 @@ def lines(wanted: Options, outcome: Outcome) -> Iterator[str]:
 
 
 def _harmless(comment: str) -> str:
-    """A plan may be given to a shell: what others say of themselves must not end a comment."""
+    """Return a comment without control characters: the plan may be run by a shell."""
     return "".join(each if each.isprintable() else "?" for each in comment)
 
 
@@ -66,7 +66,7 @@ def _lease(outcome: Outcome) -> Iterator[str]:
 
 
 def kernel_lines(outcome: Outcome, *, local: bool) -> Iterator[str]:
-    """Devices and addresses, or all that leads to peers with the removal of what nobody wants."""
+    """Yield commands for devices and addresses, or for objects of peers and stale ones."""
     notes = outcome.notes
     if local:
         for link, actual in notes.devices.values():
@@ -90,7 +90,7 @@ def _drop(resource: Resource) -> str:
 
 
 def _outside(resource: Resource, notes: Notes) -> str:
-    """What no command does: the start does it, by a backend's driver."""
+    """Return a comment for a change in a backend's own table, which has no command."""
     there = notes.outside.get(resource.key)
     calls = f": {notes.calls[resource.key]}" if notes.calls.get(resource.key) else ""
     if there is None:
@@ -123,7 +123,7 @@ def _settings(outcome: Outcome, *, services: bool) -> Iterator[str]:
 
 
 def _rules(wishes: Wishes, run: Commands) -> Iterator[str]:
-    """What sets the rules, then what removes those that an earlier run left elsewhere."""
+    """Yield the commands that install the rules, then those that remove an earlier run's elsewhere."""
     if not (wishes.purpose or wishes.former):
         return
     place: Place = "native"
@@ -148,7 +148,7 @@ def _changes(there: Driver, wanted: Rules, mine: Claim) -> Iterator[str]:
         yield f"{there.name}-restore --noflush <<'END'"
         yield from restore_text(edits).splitlines()
     else:
-        from flanneld.network.firewall.nftables.driver import Nftables  # not on most hosts
+        from flanneld.network.firewall.nftables.driver import Nftables  # not needed on most hosts
 
         assert isinstance(there, Nftables)
         yield "nft -j -f - <<'END'"

@@ -1,4 +1,4 @@
-"""Asks peers from time to time whether they are there, over the way that containers' packets take."""
+"""ICMP probes to peers, over the same path as containers' packets."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ log = logging.getLogger(__name__)
 
 #: Seconds until a peer counts as silent.
 WITHIN = 2.0
-#: The share of silence is that of so many probes.
+#: Number of probes that the loss ratio covers.
 _WINDOW = 100
-#: The promise to report again, beside the pause between two probes.
+#: Seconds allowed for a heartbeat in addition to the pause between two probes.
 _SLACK = 60.0
 
 
 class Probe(Struct, frozen=True, gc=False):
-    """``time`` is in seconds since the epoch, ``rtt`` in seconds, None if nothing came back."""
+    """Result of a probe: ``time`` in seconds since the epoch, ``rtt`` in seconds, None without an answer."""
 
     target: IPAddress
     time: float
@@ -36,7 +36,7 @@ class Probe(Struct, frozen=True, gc=False):
 
 
 class Prober:
-    """Probes one peer at a time, whichever chance picks. Written by its own thread, read by any."""
+    """Prober of one random peer at a time. Written by its own thread, read by any."""
 
     def __init__(
         self,
@@ -55,12 +55,12 @@ class Prober:
         self._once = Once()
         self._lost: deque[bool] = deque(maxlen=_WINDOW)
         self.rtt = Histogram()
-        #: The last probe of each peer that was picked.
+        #: The last probe of each probed peer.
         self.last: dict[LeaseKey, Probe] = {}
 
     @property
     def loss(self) -> float | None:
-        """The share of the last probes that got no answer; None before the first."""
+        """Ratio of recent probes without an answer; None before the first."""
         lost = self._lost.copy()
         return sum(lost) / len(lost) if lost else None
 
@@ -73,7 +73,7 @@ class Prober:
     def _probe_one(self) -> None:
         view = self._reconciler.peers.view()
         self.last = {key: probe for key, probe in self.last.items() if key in view.wishes}
-        # Who is refused, or runs another backend, is not reached.
+        # A refused peer, or one with another backend, is not reachable.
         peers = [lease for lease in view.leases if lease.key not in view.reasons]
         if not peers:
             return
@@ -96,7 +96,7 @@ class Prober:
 
 
 def answering(own: Lease, local: Collection[object]) -> frozenset[Family]:
-    """The families in which a node of this backend has the first address of its subnet, as we do (pure)."""
+    """Return the families in which nodes have their subnet's first address, as we do (pure)."""
     ours = {each.address for each in local if isinstance(each, Address)}
     return frozenset(
         family for family in FAMILIES if (net := own.net(family)) is not None and net.network_address in ours
@@ -104,7 +104,7 @@ def answering(own: Lease, local: Collection[object]) -> frozenset[Family]:
 
 
 def targets(peer: Lease, at_base: Collection[Family]) -> Iterator[IPAddress]:
-    """Whom to ask, one address a family: the peer's end of the tunnel, else its public IP (pure)."""
+    """Yield one address per family: the peer's tunnel address, else its public IP (pure)."""
     for family in FAMILIES:
         net, public = peer.net(family), peer.attrs.public(family)
         if net is not None and at_base:

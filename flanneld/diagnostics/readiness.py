@@ -1,4 +1,4 @@
-"""Readiness of this node: what is missing for it, and what the start waits for at the moment."""
+"""Readiness of this node: its missing conditions, and what startup waits for."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-#: How soon to try again what concerns this host alone, in seconds.
+#: Seconds between retries of actions on this host.
 _RETRY = 1.0
-#: How often to look whether the peers are known, in seconds.
+#: Seconds between checks that the peers are known.
 _PEERS_LOOK = 0.02
-#: The store has many nodes: the longer they wait for it, the more rarely they ask, 5 s apart at most.
+#: Pauses between requests to the store. They grow to at most 5 s, because many nodes may be waiting for it.
 _ASK_AGAIN = partial(Backoff, first=0.4, longest=2.5, factor=1.2)
 
 
 class Readiness:
-    """Written by the threads that know, read by any. ``tell`` is called with the reason at each wait."""
+    """Readiness, written by the threads involved and read by any. ``tell`` gets the reason of each wait."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Readiness:
     ) -> None:
         self._stop = stop
         self._notifier = notifier
-        #: By the condition. Replaced, never changed: others read it.
+        #: By condition. Replaced, never changed, because other threads read it.
         self._missing = {"lease": "no lease yet"}
         self._waiting: list[str] = []
         self._lock = threading.Lock()
@@ -49,7 +49,7 @@ class Readiness:
         return not self._missing
 
     def wait_for_peers(self, within: float) -> bool:
-        """Block until the routes to the peers are there, for at most ``within`` seconds; False on a stop."""
+        """Block until the routes to peers exist, for at most ``within`` seconds. Return False on a stop."""
         deadline = clock.now() + within
         while {"lease", "peers"} & self._missing.keys() and clock.now() < deadline:
             if waits.pause(self._stop, _PEERS_LOOK):
@@ -60,11 +60,11 @@ class Readiness:
         return list(self._missing.values())
 
     def waiting(self) -> list[str]:
-        """Return why the start waits, at most one line."""
+        """Return what startup waits for, at most one line."""
         return list(self._waiting)
 
     def unready(self) -> list[str]:
-        """What is missing, and what is waited for."""
+        """Return the missing conditions, and what startup waits for."""
         return [*self.missing(), *self._waiting]
 
     def await_peers(self) -> None:
@@ -80,16 +80,16 @@ class Readiness:
             self._set(condition, problem)
 
     def ask(self, what: str, attempt: Callable[[], Result]) -> Result:
-        """Get something out of the store, as ``patiently`` does."""
+        """Call ``attempt`` on the store until it succeeds, as ``patiently`` does."""
         return self.patiently(what, attempt, _ASK_AGAIN().pause)
 
     def patiently(
         self, what: str, attempt: Callable[[], Result], pause: Callable[[], float] = lambda: _RETRY
     ) -> Result:
-        """Try until it works, and say why not once. Raises ``Cancelled`` on a stop.
+        """Retry ``attempt`` until it succeeds, and log the reason once. Raises ``Cancelled`` on a stop.
 
-        An ``OSError``, as for a dump of the kernel that was interrupted, is tried again too. Raises ``Fatal``
-        if this process may not have what it needs.
+        An ``OSError`` is retried, too: a dump of the kernel may be interrupted. Raises ``Fatal`` if this
+        process lacks a necessary permission.
         """
         while not self._stop.is_set():
             try:
@@ -121,6 +121,6 @@ class Readiness:
 
 def _of_this_host(failure: OSError) -> Retryable:
     lack = lacking(failure)
-    if lack and failure.errno != errno.ENOMEM:  # that the kernel may say for a moment
+    if lack and failure.errno != errno.ENOMEM:  # memory may be short only temporarily
         raise lack from failure
     return Retryable(f"this host refuses: {cause_of(failure)}")

@@ -1,4 +1,4 @@
-"""What the daemon knows, as one JSON document: for the status socket."""
+"""Status of the daemon as a JSON document, for the status socket."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from flanneld.state.sessions import Session
 if TYPE_CHECKING:
     from flanneld.diagnostics.probes import Probe  # only with -peer-probes
 
-#: So many peers are put into one piece of the document.
+#: Peers per piece of the document.
 _PEERS_AT_A_TIME = 100
 
 _EVENT = ("time", "severity", "source", "text")
@@ -32,7 +32,7 @@ Document = dict[str, Any]
 
 
 def pieces(components: Components) -> Iterator[bytes]:
-    """The document, in pieces that are made one by one: with many peers it is long, and others work on."""
+    """Yield the document in pieces, so that other work goes on while a long list of peers is written."""
     head = json.dumps(summary(components))
     yield head[:-1].encode()
     yield b', "peers": ['
@@ -48,7 +48,7 @@ def pieces(components: Components) -> Iterator[bytes]:
 
 
 def summary(components: Components) -> Document:
-    """All but the peers."""
+    """Return the document without the peers."""
     missing = components.missing()
     return {
         "version": __version__,
@@ -90,7 +90,7 @@ def _store(components: Components) -> Document:
 
 
 def network(config: Config | None) -> Document | None:
-    """The network config, as far as it says what is whose."""
+    """Return the networks and the backend of the network config."""
     if config is None:
         return None
     return {
@@ -107,7 +107,7 @@ def _lease(components: Components) -> Document | None:
 
 
 def lease(own: Lease) -> Document:
-    """Our lease; ``macs`` are those of the VXLAN devices that peers know."""
+    """Return our lease; ``macs`` are the VXLAN devices' MACs that peers know."""
     return {
         "subnets": _subnets(own),
         "expires": None if own.expires is None else wall(own.expires),
@@ -165,7 +165,7 @@ def _firewall(components: Components) -> Document | None:
 
 
 def peers(components: Components) -> Iterator[Document]:
-    """Each lease but ours, with what is wanted for it, in the order of the store."""
+    """Yield each peer with its desired objects, in the order of the store."""
     if components.reconciler is None:
         return
     view = components.reconciler.peers.view()
@@ -210,7 +210,7 @@ def _session(session: Session) -> Document:
 
 
 def states(view: View, pending: Mapping[Key, Failure]) -> Iterator[tuple[str, str]]:
-    """The backend and the state of each peer."""
+    """Yield backend and state of each peer."""
     for each in view.leases:
         yield each.attrs.backend_type, _state(each, view, pending)
 
@@ -243,7 +243,7 @@ def _state(peer: Lease, view: View, pending: Mapping[Key, Failure]) -> str:
 
 
 def _rivals(peer: Lease, view: View) -> list[str]:
-    """Other leases that want one of the same objects otherwise."""
+    """Return other leases with a different claim to one of the same objects."""
     if not view.rivals:
         return []
     found: dict[str, None] = {}
@@ -255,7 +255,7 @@ def _rivals(peer: Lease, view: View) -> list[str]:
 
 
 def describe(wish: Any, pending: Mapping[Key, Failure]) -> Document:
-    """An object for people, and as a value for programs: None for what a backend's own driver holds."""
+    """Return an object as text, and as a value for programs: None for one of a backend's own table."""
     return {
         "kind": kind_of(wish),
         "text": str(wish),

@@ -1,7 +1,7 @@
-"""The status socket: whoever connects gets what the daemon knows, as one JSON document.
+"""Status socket: each connection receives the daemon's status as a JSON document.
 
-Until somebody connects this is one thread that sleeps and one file descriptor. The socket lies beside the
-subnet file and is the owner's alone (mode 0600).
+Without connections it costs one sleeping thread and one file descriptor. The socket lies beside the subnet
+file and has mode 0600.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from flanneld.subnet.subnet_file import beside
 
 log = logging.getLogger(__name__)
 
-#: One reader has so many seconds from its connection to the last byte.
+#: Seconds for one reader, from its connection to the last byte.
 READER_TIME = 5.0
-#: Readers at a time: the oldest has to go for one more, so that those who hang hold nobody up.
+#: Readers at a time. One more replaces the oldest, so that stuck readers do not block others.
 READERS = 16
-#: Connections that the kernel keeps until they are accepted.
+#: Backlog of connections to accept.
 _QUEUE = 64
 
 
 def path_beside(subnet_file: Path) -> Path:
-    """``flanneld.sock`` beside ``subnet.env``; beside ``blue.env``, which a second daemon has, its own."""
+    """Return the socket's path: ``flanneld.sock`` beside ``subnet.env``, another name beside ``blue.env``."""
     return beside(subnet_file, "sock")
 
 
 class StatusSocket:
-    """``document`` makes the answer anew for each reader, piece by piece, in the thread of ``serve``."""
+    """Server of the status socket. ``document`` yields the answer in pieces, in the thread of ``serve``."""
 
     def __init__(self, path: Path, document: Callable[[], Iterable[bytes]]) -> None:
         self._path = path
@@ -43,13 +43,13 @@ class StatusSocket:
         self._inode = 0
 
     def open(self) -> bool:
-        """Listen, in place of whatever is there. False, and a line in the log, if that cannot be."""
+        """Listen, replacing an existing socket. Return False, with a log line, if that is impossible."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         new = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         try:
             self._path.parent.mkdir(0o755, parents=True, exist_ok=True)
             new.unlink(missing_ok=True)
-            # Before it has a name: what is changed by its name later may be something else by then.
+            # Before it has a name, because another file could take that name before a chmod.
             os.fchmod(listener.fileno(), 0o600)
             listener.bind(str(new))
             listener.listen(_QUEUE)
@@ -73,13 +73,13 @@ class StatusSocket:
     def _tell(self, reader: socket.socket) -> Iterator[int]:
         for piece in self._document():
             yield from send(reader, piece)
-            yield WRITABLE  # the others' turn
+            yield WRITABLE  # let other readers proceed
 
     def close(self) -> None:
-        """End ``serve`` at once. May be called from any thread, repeatedly."""
-        # Before ``serve`` hears of it: the process may not outlive that.
+        """End ``serve`` at once. May be called repeatedly, from any thread."""
+        # First, because the process may end as soon as ``serve`` does.
         with contextlib.suppress(OSError):  # closed or removed already
-            # A successor may have put its own there.
+            # A successor may have replaced it.
             if self._path.lstat().st_ino == self._inode:
                 self._path.unlink()
         if self._server is not None:
@@ -87,7 +87,7 @@ class StatusSocket:
 
 
 def ask(path: Path, within: float) -> bytes:
-    """What the daemon behind a socket says. Raises ``OSError``, ``TimeoutError`` among them."""
+    """Return the status of the daemon behind a socket. Raises ``OSError``, also as ``TimeoutError``."""
     deadline = clock.now() + within
     said = bytearray()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
@@ -108,7 +108,7 @@ def _connect(connection: socket.socket, path: Path, within: float) -> None:
     def attempt() -> bool:
         try:
             connection.connect(str(path))
-        except BlockingIOError:  # Too many others wait.
+        except BlockingIOError:  # the backlog is full
             return False
         return True
 

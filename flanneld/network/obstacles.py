@@ -1,8 +1,8 @@
 """Networks and addresses of this host that a peer's lease must not take over (pure).
 
-A route to a peer's subnet harms the host if the subnet contains a connected network, of any metric, or one of
-the host's addresses or gateways. A tunnel to a public IP that is local here would loop. One to a broadcast
-address would reach every host of a LAN.
+A route to a peer's subnet harms the host if the subnet contains a connected network, of any metric. The same
+holds for the host's addresses and gateways. A tunnel to a public IP that is local here would loop. One to a
+broadcast address would reach every host of a LAN.
 """
 
 from __future__ import annotations

@@ -155,8 +155,8 @@ def elect(
 def keep(uplink: Uplink, facts: HostFacts) -> Uplink | None:
     """Return the uplink with its current index and MTU, None if a new election is needed.
 
-    An interface stays elected while it keeps its name and addresses, even if a better one appears: a new
-    public IP must be announced to every peer.
+    An interface stays elected while it keeps its name and addresses, even if a better one appears. A new
+    public IP would have to be announced to every peer.
     """
     link = facts.link(uplink.name)
     if link is None or link.mtu == 0:

@@ -91,7 +91,7 @@ class Supervisor:
         ]
 
     def wait(self, *ticks: tuple[Callable[[], None], float]) -> None:
-        """Block until ``stop``, calling each of ``ticks`` at least every given number of seconds."""
+        """Block until ``stop``. Each tick is a function and the seconds within which it is called again."""
         pause = min(_NAP, *(every for _, every in ticks)) if ticks else _NAP
         naps = 0
         while not self.stop.wait(pause):

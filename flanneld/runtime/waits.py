@@ -17,7 +17,10 @@ def pause(stop: threading.Event, seconds: float | None = None) -> bool:
 def until(
     attempt: Callable[[], bool], *, within: float, every: float, stop: threading.Event | None = None
 ) -> bool:
-    """Retry every ``every`` seconds. Return False after ``within`` seconds or if ``stop`` is set."""
+    """Call ``attempt`` every ``every`` seconds until it returns True.
+
+    Return False after ``within`` seconds or if ``stop`` is set.
+    """
     stop = stop or threading.Event()
     deadline = clock.now() + within
     while not attempt():

@@ -47,7 +47,7 @@ class RemovalGuard:
 
     @property
     def next_reading(self) -> float:
-        """When the leases have to be read again."""
+        """Time of the next relist; infinite if none is due."""
         return math.inf if self._asked else self._until
 
     def is_due(self) -> bool:

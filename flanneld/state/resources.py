@@ -243,7 +243,7 @@ class Route(Struct, frozen=True, gc=False):
 
 
 class RivalRoute(Struct, frozen=True, gc=False):
-    """A route with a key of ours, but of another form: never desired, only found.
+    """A route with the key of one we own, but of another form: never desired, only found.
 
     ``is_connected`` means that it is the kernel's own connected route.
     """

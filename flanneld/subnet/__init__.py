@@ -1,8 +1,8 @@
-"""Where leases come from: the contract, the stores, and the forms in which leases lie in them."""
+"""Leases: the subnet manager's interface, its implementations, and their storage formats."""
 
 from flanneld.runtime.imports import defer
 
-# python-etcd imports it for SRV records, which are never asked for here, and it is a third of its weight.
+# python-etcd imports it for SRV records, which are not used here: a third of its memory.
 defer("dns.resolver")
-# urllib3 imports it; it looks for the version of a library that is never used here: 14 ms and 2 MiB.
+# urllib3 imports it only to detect HTTP/2 support, which is not used here: 14 ms and 2 MiB.
 defer("urllib3.http2", "probe")

@@ -1,4 +1,4 @@
-"""Which subnet a host gets (pure)."""
+"""Choice of a free subnet (pure)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from flanneld.model import FAMILIES, IPNetwork, LeaseKey, lies_in
 
 
 def free_subnets(pool: SubnetRange, taken: Iterable[IPNetwork], limit: int = 100) -> list[IPNetwork]:
-    """The lowest subnets of the range that overlap nothing in ``taken``: at most ``limit``, in order.
+    """Return the lowest subnets of the range that overlap nothing in ``taken``: at most ``limit``, in order.
 
-    ``taken`` may hold networks of any length and family.
+    ``taken`` may contain networks of any length and family.
     """
     size = 1 << (pool.network.max_prefixlen - pool.subnet_len)
     end = int(pool.subnet_max) + size
@@ -33,11 +33,11 @@ def choose(
     rng: Callable[[int], int],
     avoid: Collection[IPNetwork] = (),
 ) -> IPNetwork | None:
-    """One of the hundred lowest free subnets, None if there is none.
+    """Return one of the hundred lowest free subnets, None if there is none.
 
-    ``rng(n)`` gives one of 0 to n-1, all equally likely, as ``random.randrange`` does: hosts that choose
-    at the same time should not choose the same. A subnet that overlaps ``avoid`` is chosen only if no other
-    is free; what spans the whole network cannot be avoided.
+    ``rng(n)`` returns a uniform integer from 0 to n-1, like ``random.randrange``, so that hosts choosing at
+    the same time rarely collide. Subnets that overlap ``avoid`` are only chosen if no other is free. Networks
+    that span the whole range cannot be avoided.
     """
     avoidable = [net for net in avoid if not lies_in(pool.network, net)]
     free = free_subnets(pool, [*taken, *avoidable]) or free_subnets(pool, taken)
@@ -45,7 +45,7 @@ def choose(
 
 
 def fits(config: Config, key: LeaseKey) -> bool:
-    """Whether a lease has one subnet in each range of the config, and no other."""
+    """Return True if a lease has exactly one subnet in each range of the config."""
     for family, net in zip(FAMILIES, key, strict=True):
         pool = config.range(family)
         if (pool is None) != (net is None) or (pool and net and not pool.contains(net)):
@@ -54,6 +54,6 @@ def fits(config: Config, key: LeaseKey) -> bool:
 
 
 def _span(net: IPNetwork) -> tuple[int, int]:
-    """The first address, and the one after the last: a number even where no such address exists."""
+    """Return the first address and the one after the last, as integers."""
     first = int(net.network_address)
     return first, first + (1 << (net.max_prefixlen - net.prefixlen))

@@ -1,6 +1,6 @@
-"""The forms in which leases lie in etcd: the name of the key and the JSON of the value (pure).
+"""Format of leases in etcd: the name of the key and the JSON of the value (pure).
 
-Other nodes, whichever flannel they run, read and write the same. All parsers raise ``Refused``.
+Nodes with any flannel read and write the same format. All parsers raise ``Refused``.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _WRITE_AGAIN = "restart flanneld on its node to have it written again"
 
 
 def parse_key(text: str) -> LeaseKey:
-    """Read the key of a lease, given alone or as the last part of a path.
+    """Parse the key of a lease, which may be the last part of a path.
 
-    It is ``10.1.5.0-24``, with IPv6 ``10.1.5.0-24&fd00:1:5::-64``, without IPv4 ``0.0.0.0-0&fd00:1:5::-64``.
+    Formats: ``10.1.5.0-24``, with IPv6 ``10.1.5.0-24&fd00:1:5::-64``, IPv6 only ``0.0.0.0-0&fd00:1:5::-64``.
     """
     name = text.rpartition("/")[2]
     found = _KEY.fullmatch(name)
@@ -52,7 +52,7 @@ def parse_key(text: str) -> LeaseKey:
 
 
 def format_key(key: LeaseKey) -> str:
-    """Name a lease; ``parse_key`` shows the form. Raises ``ValueError`` if it has no subnet at all."""
+    """Return the key of a lease, as ``parse_key`` reads it. Raises ``ValueError`` if it has no subnet."""
     subnet, ipv6_subnet = key
     if subnet is None and ipv6_subnet is None:
         raise ValueError("a lease without a subnet has no key")
@@ -61,7 +61,7 @@ def format_key(key: LeaseKey) -> str:
 
 
 def parse_attrs(text: str | bytes) -> LeaseAttrs:
-    """Read what a node announces; without IPv4 its PublicIP is absent or ``0.0.0.0``."""
+    """Parse a node's attributes. Without IPv4 the PublicIP is absent or ``0.0.0.0``."""
     try:
         fields = Fields(gojson.parse(text))
         attrs = LeaseAttrs(
@@ -79,7 +79,7 @@ def parse_attrs(text: str | bytes) -> LeaseAttrs:
 
 
 def format_attrs(attrs: LeaseAttrs, *, with_ipv6: bool) -> str:
-    """Write attributes as flannel 0.12 does, or with IPv6 as later versions do: both read either."""
+    """Return the JSON of attributes in the format of flannel 0.12, or with IPv6 fields of later versions."""
     value: dict[str, Any] = {"PublicIP": str(attrs.public_ip or IPv4Address(0))}
     if with_ipv6:
         value["PublicIPv6"] = str(attrs.public_ipv6) if attrs.public_ipv6 else None
@@ -93,7 +93,7 @@ def format_attrs(attrs: LeaseAttrs, *, with_ipv6: bool) -> str:
 
 
 def parse_mac(text: str) -> str:
-    """Read the MAC address of a device, colons, dashes or dots between, as ``0a:1b:2c:3d:4e:5f``."""
+    """Parse a MAC address with colons, dashes or dots, and return it as ``0a:1b:2c:3d:4e:5f``."""
     low = text.lower()
     if not _MAC.fullmatch(low):
         raise Refused(f"{_shown(text)} is not a MAC address", _WRITE_AGAIN)
@@ -114,7 +114,7 @@ def _shown(text: str) -> str:
 
 
 def _subnet(kind: type[N], base: int, length: int) -> N | None:
-    """None for length 0, which stands for a family that is not used. Raises ``ValueError``."""
+    """Return a network, None for length 0, which stands for an unused family. Raises ``ValueError``."""
     net = kind((base, length))
     if length == net.max_prefixlen:
         raise ValueError("one address is no subnet")

@@ -1,4 +1,4 @@
-"""MonitorLease: keeps our lease ours, renewed before it ends and saying what we are."""
+"""Lease keeper (upstream's MonitorLease): renews our lease in time and keeps its attributes correct."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ from flanneld.subnet.manager import SubnetManager
 log = logging.getLogger(__name__)
 
 RENEW_RETRY = 60.0
-#: Attributes that have changed are worth more haste: until they are out, peers send to the old place.
+#: Seconds before a failed write of changed attributes is retried. Until it succeeds, peers use the old
+#: address.
 ANNOUNCE_RETRY = 1.0
-#: Who finds another node on its lease within this time of taking it is the newcomer, and yields.
+#: Seconds after taking a lease in which a conflict with another node makes this one yield, as the newcomer.
 PROBATION = 5.0
-#: Two nodes that both have had the lease for long must not write over each other without pause.
-#: Shorter than the probation, so that a newcomer always gets its answer in time.
+#: Seconds between two writes of a contested lease, so that two nodes do not overwrite each other
+#: continuously. Less than the probation, so that a newcomer notices the conflict in time.
 CONTEST_SPACING = 2.0
-#: What somebody keeps changing back is written ever more rarely, until it has stood for so long.
+#: Seconds without a foreign change after which the growing write interval starts over.
 PEACE = 600.0
-#: What may pass between a write and its coming back to us, when telling a full term from a shorter one.
+#: Seconds allowed between a write and its notification, when telling a full TTL from a shorter one.
 _TRAVEL = 60.0
-#: Seconds between two writes of what somebody keeps changing back, at most.
+#: Longest interval in seconds between writes of attributes that another program keeps changing.
 _LONGEST_SPACING = 60.0
 #: Lost answers that are remembered; each may be of a write that was done.
 _MOST_UNCONFIRMED = 10
@@ -42,10 +43,10 @@ _SHORTEST_TERM = 1.0
 
 
 class LeaseKeeper:
-    """Renews one lease. ``revoked`` is called when the store no longer has it.
+    """Keeper of one lease. ``revoked`` is called if the store removed it.
 
-    ``contested`` says that another node may have our lease; else what is not as we wrote it is put right.
-    ``written`` hears of each renewal, ``lost`` of a contest in which we yield.
+    ``contested``: a foreign change means that another node may have our lease; else it is corrected.
+    ``written`` is called after each renewal, ``lost`` when we yield in a conflict.
     """
 
     def __init__(
@@ -80,11 +81,11 @@ class LeaseKeeper:
         self._unconfirmed: deque[LeaseAttrs] = deque(maxlen=_MOST_UNCONFIRMED)
         #: The store tells the peers other attributes than ours.
         self._misrepresented = False
-        #: How long to leave what somebody undoes who is no rival, and until when that is a quarrel.
+        #: Back-off of corrections, and until when another foreign change counts as repeated.
         self._undone = Backoff(first=CONTEST_SPACING, longest=_LONGEST_SPACING)
         self._quarrel_end = 0.0
         self._is_quarrel = False
-        #: The contest that we lost, and when to end because of it.
+        #: The conflict we lost, and when to end because of it.
         self._lost_to: Fatal | None = None
         self._end_at = math.inf
         self._inbox: deque[Event | LeaseAttrs] = deque()
@@ -95,21 +96,21 @@ class LeaseKeeper:
 
     @property
     def lease(self) -> Lease:
-        """Our lease as we know it now. From any thread."""
+        """Our lease as now known. May be read from any thread."""
         return self._lease
 
     def announce(self, attrs: LeaseAttrs) -> None:
-        """Tell the peers what we are now. From any thread."""
+        """Write new attributes. May be called from any thread."""
         self._inbox.append(attrs)
         self._loop.cancel()
 
     def deliver(self, events: list[Event]) -> None:
-        """What the store says about our lease. From any thread."""
+        """Queue events about our lease. May be called from any thread."""
         self._inbox.extend(events)
         self._loop.cancel()
 
     def cancel(self) -> None:
-        """End the wait of ``run``. From any thread."""
+        """End the wait of ``run``. May be called from any thread."""
         self._loop.cancel()
 
     def run(self) -> None:
@@ -117,7 +118,7 @@ class LeaseKeeper:
         self._loop.run()
 
     def step(self, now: float) -> float:
-        """Take one thing that has come, and renew if it is time; return when to step again."""
+        """Handle one queued event and renew if due; return the time of the next step."""
         if self._lost_to is not None:
             if now >= self._end_at:
                 raise self._lost_to
@@ -131,7 +132,7 @@ class LeaseKeeper:
         return now if self._inbox else self._due()
 
     def _due(self) -> float:
-        """When to renew, at once if that is past; never for a reservation."""
+        """Return the time of the next renewal, which may be past; infinite for a reservation."""
         if self._lost_to is not None:
             return self._end_at
         if self._retry_at is not None:
@@ -172,7 +173,7 @@ class LeaseKeeper:
         self._lease = replace(self._lease, expires=lease.expires, asof=lease.asof)
 
     def _is_a_nodes_write(self, lease: Lease, now: float) -> bool:
-        """An operator may change how long our lease lasts; only a node writes attributes or a full term."""
+        """Return True if a node wrote the change: operators change neither attributes nor the full TTL."""
         if lease.attrs != self._lease.attrs:
             return True
         if lease.expires is None or self._term is None:
@@ -180,7 +181,7 @@ class LeaseKeeper:
         return lease.expires - now > self._term - _TRAVEL
 
     def _put_right(self, lease: Lease, now: float) -> None:
-        """Somebody who is no rival changed what our lease says, perhaps a program that always will."""
+        """Correct attributes that another program changed, ever more rarely if it repeats that."""
         self._lease = replace(self._lease, asof=lease.asof)
         if self._misrepresented:
             return
@@ -202,7 +203,7 @@ class LeaseKeeper:
         if now - self._taken_at < self._probation:
             log.error("%s; %s; yielding to it", problem, remedy)
             self._lost()
-            # Restarted at once, we would find the other one on probation, and both would take turns.
+            # An immediate restart would find the other node on probation, and the lease would alternate.
             self._lost_to, self._end_at = Fatal(problem, remedy), now + self._probation
             return
         self._once.warn(log, "contest", f"{problem}; keeping it; {remedy}")
@@ -210,7 +211,7 @@ class LeaseKeeper:
         self._correct(now, spacing=CONTEST_SPACING)
 
     def _correct(self, now: float, *, spacing: float) -> None:
-        """Write our attributes at once, but so many seconds after the last time."""
+        """Schedule a write of our attributes, at least ``spacing`` seconds after the last one."""
         self._misrepresented = True
         self._retry_at = max(now, self._renewed_at + spacing)
 

@@ -1,4 +1,4 @@
-"""The contract between the daemon and the store in which the cluster keeps its leases."""
+"""Interface of the subnet manager, the store of the cluster's leases."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ from flanneld.config import Config
 from flanneld.errors import Retryable
 from flanneld.model import Event, IPAddress, IPNetwork, Lease, LeaseAttrs, LeaseKey, is_same_node
 
-#: Takes the events of one reading of the store, in order.
+#: Callback for the events of one read, in order.
 Deliver = Callable[[list[Event]], None]
 
 
 LONGEST_SILENCE = 180.0
 
 
-#: Returns True if a lease with the first attributes is that of the node that announces the second.
+#: Function that returns True if the node with the second attributes owns a lease with the first.
 IsSelf = Callable[[LeaseAttrs, LeaseAttrs], bool]
 
 
 class LocalFacts(Struct, frozen=True, gc=False):
-    """What this host knows when it acquires a lease, besides ``subnet.env``.
+    """Local facts for acquiring a lease, besides ``subnet.env``.
 
-    ``written`` is our last lease as we wrote it, if this host proves that it is ours: it stays ours under
-    another public IP. ``connected`` are networks of this host's interfaces, which a new subnet avoids.
-    ``is_self`` is the backend's answer, which also decides in later renewals.
+    - ``written`` is our last lease as we wrote it, if this host can prove that it is ours. It stays ours
+      under another
+    public IP.
+    - ``connected`` are networks of this host's interfaces, which a new subnet avoids.
+    - ``is_self`` is the backend's test for our own leases, also used in renewals.
     """
 
     written: Lease | None = None
@@ -40,89 +42,89 @@ NO_FACTS = LocalFacts()
 
 
 class SubnetManager(Protocol):
-    """Where leases come from. Every call may raise ``Retryable``, ``Fatal`` or ``Cancelled``."""
+    """Store of leases. Every call may raise ``Retryable``, ``Fatal`` or ``Cancelled``."""
 
     @property
     def name(self) -> str:
-        """For the log: which store, where. Never a password."""
+        """Type and address of the store for the log, without passwords."""
         ...
 
     @property
     def problem(self) -> Retryable | None:
-        """Why a watch fails now, None if none does. From any thread."""
+        """The current failure of a watch, None without one. May be read from any thread."""
         ...
 
     def network_config(self) -> Config:
-        """Read the network config. ``Retryable`` when it is missing or wrong."""
+        """Read the network config. Raises ``Retryable`` if it is missing or invalid."""
         ...
 
     def stored(self, public_ip: IPAddress | None) -> LeaseAttrs | None:
-        """What a node with this public IP announced last, if the store still knows."""
+        """Return the last attributes of a node with this public IP, None if there are none."""
         ...
 
     def acquire(
         self, config: Config, attrs: LeaseAttrs, previous: LeaseKey, local: LocalFacts = NO_FACTS
     ) -> Lease:
-        """Get this node's lease, the one it had before if possible.
+        """Return this node's lease, its previous one if possible.
 
-        ``previous`` is what ``subnet.env`` remembers, ``(None, None)`` if nothing.
+        ``previous`` is the lease in ``subnet.env``, ``(None, None)`` without one.
         """
         ...
 
     def renew(self, lease: Lease) -> Lease:
-        """Write the lease with its attributes for another full term; a reservation stays one."""
+        """Write the lease and its attributes for another full TTL. A reservation stays one."""
         ...
 
     def watch(self, deliver: Deliver, alive: Callable[[], None]) -> None:
-        """Deliver a ``Snapshot`` and then what changes, until ``close`` (raises ``Cancelled``).
+        """Deliver a ``Snapshot`` and then changes, until ``close``. Raises ``Cancelled`` then.
 
-        Survives everything in between: lost connections and lost history end in a new ``Snapshot``.
-        ``alive`` is called at least every ``LONGEST_SILENCE`` seconds.
+        Lost connections and lost history end in a new ``Snapshot``. ``alive`` is called at least every
+        ``LONGEST_SILENCE`` seconds.
         """
         ...
 
     def watch_own(self, lease: Lease, deliver: Deliver, alive: Callable[[], None]) -> None:
-        """The same for one lease: ``Added`` when it is written, ``Removed`` when it has gone."""
+        """Watch one lease: deliver ``Added`` when it is written, ``Removed`` when it is gone."""
         ...
 
     def reread(self) -> None:
-        """Deliver a new ``Snapshot`` as soon as the store lets us, to whoever watches. From any thread."""
+        """Relist, and deliver a new ``Snapshot`` to all watches. May be called from any thread."""
         ...
 
     def reconnect(self) -> None:
-        """This host's address has changed: connections made before may lead nowhere. From any thread."""
+        """Drop all connections, because this host's address changed. May be called from any thread."""
         ...
 
     def close(self) -> None:
-        """End every blocked call within half a second. May be called from any thread, repeatedly."""
+        """End every blocked call within 0.5 s. May be called repeatedly, from any thread."""
         ...
 
 
 @runtime_checkable
 class Foreseeing(Protocol):
-    """A store that tells which lease this node would acquire, and can be watched then. Writes nothing."""
+    """Store that can predict this node's lease without writing, and can then be watched."""
 
     def foresee(self, config: Config, attrs: LeaseAttrs) -> Lease:
-        """May raise what ``acquire`` does."""
+        """Return the lease that ``acquire`` would return. May raise the same errors."""
         ...
 
 
 @runtime_checkable
 class NodeStore(Protocol):
-    """A store that holds more about this node than its lease, as Kubernetes does."""
+    """Store with further data about this node, as Kubernetes has."""
 
     def public_ips(self) -> tuple[IPv4Address | None, IPv6Address | None]:
-        """At what addresses an operator says that other nodes reach this one. May raise ``Retryable``."""
+        """Return the public IPs that the operator set for this node. May raise ``Retryable``."""
         ...
 
     def watch_node(self, alive: Callable[[], None]) -> None:
-        """Watch our own node and no other, in place of ``watch``. ``watch_own`` tells what happens to it."""
+        """Watch our own node only, in place of ``watch``. ``watch_own`` delivers its events."""
         ...
 
     def mark_available(self) -> None:
-        """Have it said, as soon as possible, that containers can use the network here. Returns at once."""
+        """Mark the node's network as available, as soon as possible. Returns at once."""
         ...
 
     def report(self, reason: str) -> None:
-        """Tell operators what is not well here, if there is a way to. Raises at most ``Cancelled``."""
+        """Report a health condition to operators, if the store can. Raises at most ``Cancelled``."""
         ...

@@ -1,4 +1,4 @@
-"""Stores of leases by option. Each is imported when it is opened: it loads libraries of its own."""
+"""Subnet managers by option. Each is imported when opened, because it needs libraries of its own."""
 
 from __future__ import annotations
 

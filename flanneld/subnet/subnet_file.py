@@ -1,4 +1,4 @@
-"""subnet.env: what CNI plugins and scripts read about this node, and what we remember of our last run."""
+"""subnet.env: this node's settings for CNI plugins and scripts, and the memory of the last run."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ log = logging.getLogger(__name__)
 
 Net = TypeVar("Net", IPv4Network, IPv6Network)
 
-#: By family, upstream's names of the variables: the cluster's network, this node's subnet.
+#: Upstream's variable names by family: the cluster's network, this node's subnet.
 NETWORK = {4: "FLANNEL_NETWORK", 6: "FLANNEL_IPV6_NETWORK"}
 SUBNET = {4: "FLANNEL_SUBNET", 6: "FLANNEL_IPV6_SUBNET"}
-#: No subnet file is larger, in bytes; dotenv takes quadratic time for some that are.
+#: Bytes of a subnet file, at most; dotenv takes quadratic time for some larger ones.
 MAX_SIZE = 16 * 1024
 #: Name of the table.
 TABLE = "subnet-file"
 
-#: Inode, time of change in nanoseconds and size.
+#: Inode, modification time in nanoseconds and size.
 Stamp = tuple[int, int, int]
 
 
 class SubnetEnv(Struct, frozen=True, gc=False):
-    """What the file says: at most one network and one subnet of each family, the MTU in bytes."""
+    """Contents of the file: at most one network and one subnet of each family, the MTU in bytes."""
 
     networks: tuple[IPNetwork, ...]
     subnets: tuple[IPNetwork, ...]
@@ -46,7 +46,7 @@ class SubnetEnv(Struct, frozen=True, gc=False):
 
 
 class Previous(Struct, frozen=True, gc=False):
-    """What the last run left: at most one network of each family, the lease it had, and the MTU."""
+    """State of the last run: at most one network of each family, its lease, and the MTU."""
 
     networks: tuple[IPNetwork, ...] = ()
     subnets: LeaseKey = (None, None)
@@ -54,19 +54,22 @@ class Previous(Struct, frozen=True, gc=False):
 
     @property
     def ranges(self) -> tuple[tuple[IPNetwork, int], ...]:
-        """Return each network that this node had a subnet of, with the length of that subnet."""
+        """Networks that this node had a subnet of, with that subnet's length."""
         lengths = {net.version: net.prefixlen for net in self.subnets if net is not None}
         return tuple((net, lengths[net.version]) for net in self.networks if net.version in lengths)
 
 
 def beside(subnet_file: Path, suffix: str) -> Path:
-    """Name another file of this daemon: ``flanneld.<suffix>``, or ``flanneld-blue.<suffix>`` for blue.env."""
+    """Return the path of another file of this daemon.
+
+    It is ``flanneld.<suffix>`` beside subnet.env, ``flanneld-blue.<suffix>`` beside blue.env.
+    """
     name = "flanneld" if subnet_file.name == "subnet.env" else f"flanneld-{subnet_file.stem}"
     return subnet_file.with_name(f"{name}.{suffix}")
 
 
 def render(env: SubnetEnv) -> str:
-    """The text of the file: IPv4 before IPv6, and each subnet by its first host address."""
+    """Return the text of the file: IPv4 before IPv6, and each subnet as its first host address."""
     lines = []
     for family in FAMILIES:
         lines += [f"{NETWORK[family]}={net}" for net in env.networks if net.version == family]
@@ -76,14 +79,14 @@ def render(env: SubnetEnv) -> str:
 
 
 def _first_host(subnet: IPNetwork) -> str:
-    # One address alone is its own first host: the next one belongs to somebody else.
+    # A single address is its own first host: the next one lies outside the subnet.
     return f"{subnet[min(1, subnet.num_addresses - 1)]}/{subnet.prefixlen}"
 
 
 def write(path: Path, env: SubnetEnv) -> None:
-    """Replace the file in one step that survives a power cut, also by an equal one: watchers wait for that.
+    """Replace the file atomically and durably, also by an equal one: watchers expect it.
 
-    Raises ``Retryable``, and then the old file is as it was.
+    Raises ``Retryable``; the old file is then unchanged.
     """
     _write(SubnetEnvFile.of(path, env))
 
@@ -100,7 +103,7 @@ def _write(file: SubnetEnvFile) -> None:
 
 
 class SubnetEnvFile(Struct, frozen=True, gc=False):
-    """The file with what it says."""
+    """The file with its content."""
 
     kind: ClassVar[Kind] = Kind.FILE
     path: Path
@@ -121,7 +124,7 @@ class SubnetEnvFile(Struct, frozen=True, gc=False):
 class SubnetFileTable(LastingTable):
     """Table of the one file.
 
-    ``on_write`` is called after each write, and when others have replaced the file by an equal one.
+    ``on_write`` is called after each write, and when another program replaced the file by an equal one.
     """
 
     name = TABLE
@@ -132,12 +135,15 @@ class SubnetFileTable(LastingTable):
         self.what = f"the contents of {path}"
         self._path = path
         self._on_write = on_write
-        #: What tells the file that we wrote from another one; None if it has yet to be written.
+        #: Stamp of the file as we wrote it; None before the first write.
         self._stamp: Stamp | None = None
         self._written = b""
 
     def read(self, scope: Scope) -> Iterator[Seen]:
-        """Before this run has written it, what is there is an earlier run's, and watchers wait for ours."""
+        """Yield the file once this run has written it.
+
+        Before that, it is an earlier run's and must be replaced.
+        """
         if self._stamp is None:
             return
         content = _content(self._path)
@@ -172,7 +178,7 @@ class SubnetFileTable(LastingTable):
 
 
 def _stamp(path: Path) -> Stamp | None:
-    """Return inode, time of change and size; None for a file that is not there or cannot be looked at."""
+    """Return inode, modification time and size; None for a missing or inaccessible file."""
     try:
         found = path.lstat()
     except OSError:
@@ -181,7 +187,7 @@ def _stamp(path: Path) -> Stamp | None:
 
 
 def _content(path: Path) -> bytes | None:
-    """Return what the file says, None if it cannot be read."""
+    """Return the content of the file, None if it cannot be read."""
     try:
         return atomic_file.read(path, MAX_SIZE)
     except OSError:
@@ -189,7 +195,7 @@ def _content(path: Path) -> bytes | None:
 
 
 def read(path: Path) -> Previous:
-    """What the last run left. Never raises: a file that makes no sense is logged and counts as empty."""
+    """Return the last run's state. Never raises: an invalid file is logged and counts as empty."""
     try:
         text = atomic_file.read(path, MAX_SIZE).decode()
     except FileNotFoundError:
@@ -203,7 +209,7 @@ def read(path: Path) -> Previous:
 def _parse(path: Path, text: str) -> Previous:
     from dotenv import dotenv_values
 
-    # Without interpolate=False, ${X} would be taken from our environment.
+    # interpolate=False prevents the expansion of ${X} from our environment.
     values = dotenv_values(stream=io.StringIO(text), interpolate=False)
 
     def find(name: str, kind: type[Net]) -> Net | None:
@@ -222,7 +228,7 @@ def _mtu(text: str) -> int | None:
 
 
 def _only_network(where: str, text: str, kind: type[Net]) -> Net | None:
-    """The one network of a comma-separated list; None, and a line in the log, when there is not one."""
+    """Return the one network of a comma-separated list; None, with a log line, for any other number."""
     found = []
     for entry in filter(None, map(str.strip, text.split(","))):
         try:
@@ -236,7 +242,7 @@ def _only_network(where: str, text: str, kind: type[Net]) -> Net | None:
 
 
 def _network(text: str, kind: type[Net]) -> Net:
-    """``10.5.72.1/24`` is 10.5.72.0/24. Raises ``ValueError``, also for a netmask or no length at all."""
+    """Parse a network; host bits are cleared. Raises ``ValueError`` for a netmask or a missing length."""
     if not text.partition("/")[2].isdigit():
         raise ValueError(f"{quoted(text)} is not of the form address/length")
     return kind(text, strict=False)

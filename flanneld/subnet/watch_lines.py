@@ -1,22 +1,22 @@
-"""A watch line by line (pure)."""
+"""Line splitter for watch streams (pure)."""
 
 from __future__ import annotations
 
 from flanneld.errors import Retryable
 
-#: In bytes. The history of a large cluster in one object is some MB.
+#: Bytes of a line, at most. The history of a large cluster in one object takes some MB.
 _LONGEST_LINE = 64 << 20
 
 
 class Lines:
-    """Puts the lines of a stream together, wherever it was cut into pieces."""
+    """Assembler of lines from the pieces of a stream."""
 
     def __init__(self) -> None:
         self._rest: list[bytes] = []
         self._size = 0
 
     def feed(self, piece: bytes) -> list[bytes]:
-        """The lines that this piece completes. Raises ``Retryable`` for one that never ends."""
+        """Return the lines that a piece completes. Raises ``Retryable`` for one that exceeds the limit."""
         if b"\n" not in piece:
             self._rest.append(piece)
             self._size += len(piece)
@@ -28,6 +28,6 @@ class Lines:
         return [line for line in lines if line.strip()]
 
     def rest(self) -> bytes:
-        """What has come of a line that no piece has completed; it is not told again."""
+        """Return and discard the incomplete line at the end."""
         rest, self._rest, self._size = b"".join(self._rest), [], 0
         return rest.strip()

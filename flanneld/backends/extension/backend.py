@@ -1,7 +1,7 @@
-"""extension: commands of the network config set up what leads to the peers.
+"""extension backend: commands in the network config set up the traffic to peers.
 
-Behaves as upstream's backend/extension of 0.12: ``sh -c``, with the documented variables as environment.
-Ours are retries, time limits, a journal, and the commands at the end and for checks.
+Compatible with upstream's backend/extension of 0.12: ``sh -c``, with the documented environment variables.
+Retries, time limits, a journal, and the commands for shutdown and checks are additions.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from flanneld.state.resources import Resource
 from flanneld.state.table import Table
 
 TYPE = "extension"
-#: Seconds for one command, by default and at most: several of them must fit into a heartbeat of 120 s.
+#: Seconds for one command, default and maximum: several must fit into a heartbeat of 120 s.
 _TIME_LIMIT, _LONGEST_LIMIT = 10, 20
-#: Characters of PreStartupCommand's output: it is part of the lease, and of each watch of all nodes.
+#: Characters of PreStartupCommand's output: it is part of the lease, and of every node's watch.
 _LONGEST_DATA = 16 << 10
 
 
 class Extension:
-    """Options in ``Backend``: the commands, ``Shell`` and ``TimeLimitSeconds``."""
+    """Backend with the options of ``Backend``: the commands, ``Shell`` and ``TimeLimitSeconds``."""
 
     #: Commands make routes of their own, and the data in its lease may be any text.
     stands_alone = True
@@ -62,7 +62,7 @@ class Extension:
             commands[name] for name in ("SubnetAdd", "SubnetRemove", "Check")
         )
         self._commands = Commands(host.run, limit)
-        #: ShutdownCommand is the only thing that the end of the daemon undoes.
+        #: ShutdownCommand is the only cleanup at the daemon's end.
         self.exit_policy = ExitPolicy.REMOVE if self._shutdown else ExitPolicy.KEEP
 
     @property
@@ -130,10 +130,10 @@ class Extension:
         )
 
     def _base(self) -> str:
-        """Return what an earlier run's setups must have in common with this run to stand still.
+        """Return a value that an earlier run must share, so that its peer setups are still valid.
 
-        PostStartupCommand may make anew what they stand on, and ShutdownCommand removes that: after either
-        nothing is known to stand.
+        PostStartupCommand may recreate what the setups depend on, and ShutdownCommand removes it. With either
+        of them no earlier setup is valid.
         """
         if self._post or self._shutdown:
             return self._host.random_bytes(16).hex()

@@ -1,4 +1,4 @@
-"""Commands of the network config: how one is run, and how its end is told."""
+"""Execution of the commands in the network config, and logging of their results."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ log = logging.getLogger(__name__)
 
 #: Characters of a command's output in the log.
 _LONGEST_TOLD = 500
-#: ``$NAME``, ``${NAME}`` and the shell's special parameters, as Go's os.Expand takes them.
+#: ``$NAME``, ``${NAME}`` and the shell's special parameters, as in Go's os.Expand.
 _VARIABLE = re.compile(r"\$(?:\{([^}]*)\}|([A-Za-z_][A-Za-z0-9_]*|[*#$@!?0-9-]))")
 
 
 class Command(Struct, frozen=True, gc=False):
-    """A command by the name of its key. Its text may hold a key: it is never logged.
+    """A command, named by its key in the config. Its text may contain a secret and is never logged.
 
-    Without ``shell`` it is split at white space and run directly, as Go flanneld does since 0.28.2.
+    Without ``shell`` it is split at white space and run directly, as in Go flanneld since 0.28.2.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Command(Struct, frozen=True, gc=False):
 
 
 class CommandFailed(Retryable):
-    """A command that exited with another status than 0, or did not end in time: ``status`` is None then."""
+    """Error for a command that failed. ``status`` is its exit status, None after a timeout."""
 
     def __init__(self, problem: str, remedy: str, status: int | None) -> None:
         super().__init__(problem, remedy)
@@ -44,7 +44,7 @@ class CommandFailed(Retryable):
 
 
 class Commands:
-    """Runs commands by ``Host.run``, each for at most ``time_limit`` seconds."""
+    """Runner of commands through ``Host.run``, each for at most ``time_limit`` seconds."""
 
     def __init__(self, run: RunCommand, time_limit: float) -> None:
         self._run = run
@@ -59,9 +59,9 @@ class Commands:
         *,
         at_exit: bool = False,
     ) -> str:
-        """Run a command with ``data`` and a line feed as input; return what it wrote, stderr included.
+        """Run a command with ``data`` and a newline as stdin. Return its stdout and stderr.
 
-        Raises ``CommandFailed``, and ``DryRun`` if nothing is to be run.
+        Raises ``CommandFailed``, and ``DryRun`` in a dry run.
         """
         name = command.name + (f" for {about}" if about else "")
         argv = command.text if command.shell else expanded(command.text, {**os.environ, **env})
@@ -91,7 +91,7 @@ class Commands:
 
 
 def told(output: str) -> str:
-    """Return a command's output as it is put into one line of the log."""
+    """Return a command's output as one line for the log."""
     line = " ".join(output.split())
     line = "".join(each if each.isprintable() else "?" for each in line)
     return line if len(line) <= _LONGEST_TOLD else f"{line[:_LONGEST_TOLD]}..."

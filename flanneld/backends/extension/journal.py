@@ -1,7 +1,8 @@
-"""Journal of the extension backend: what SubnetAddCommand was run for, in a file that outlives the daemon.
+"""Journal of the extension backend: the SubnetAddCommands run so far, in a file that outlives the daemon.
 
-One JSON object a line. A line is on disk before SubnetAddCommand begins, and a second one after it ended:
-a kill in between leaves a peer whose setup may stand. So a command may run twice, and none is forgotten.
+It has one JSON object per line. A line is written and synced before SubnetAddCommand starts, and another
+after it ended. A kill in between leaves a peer that may be set up. So a command may run twice, and none is
+forgotten.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from flanneld.runtime import atomic_file
 
 log = logging.getLogger(__name__)
 
-#: Bytes. A peer takes a few hundred, and a file may have a few lines about each.
+#: Bytes of the file, at most. A peer takes a few hundred, and may have several lines.
 _MAX_SIZE = 64 << 20
-#: Lines about peers that are gone or were written again, before the file is written anew.
+#: Obsolete lines in the file before it is rewritten.
 _MAX_STALE = 1000
 
 
 class Stage(Enum):
-    """How far SubnetAddCommand got for a peer."""
+    """Progress of SubnetAddCommand for a peer."""
 
-    #: It runs, or was killed: it may have taken effect.
+    #: It is running, or was killed: it may have taken effect.
     BEGUN = "begun"
     FAILED = "failed"
     DONE = "done"
@@ -44,8 +45,8 @@ class Stage(Enum):
 class Entry(Struct, frozen=True, gc=False):
     """A peer for which SubnetAddCommand was run.
 
-    ``remove`` undoes it: the command as it was configured then. ``base`` tells whether a later run may rely
-    on it.
+    ``remove`` is SubnetRemoveCommand as it was configured then. A later run with another ``base`` runs the
+    command again.
     """
 
     setup: PeerSetup
@@ -55,9 +56,9 @@ class Entry(Struct, frozen=True, gc=False):
 
 
 class Journal:
-    """The entries by the peer's name, and their file. Used by one thread.
+    """Entries by the peer's name, and their file. Used by one thread.
 
-    ``base`` is asked once, when the file is first read.
+    The function ``base`` is called once, when first needed.
     """
 
     def __init__(self, path: Path, base: Callable[[], str]) -> None:
@@ -76,27 +77,27 @@ class Journal:
         return self._base
 
     def entries(self) -> dict[str, Entry]:
-        """Return the entries; the file is read at the first call. Raises ``OSError``."""
+        """Return the entries. The first call reads the file. Raises ``OSError``."""
         if self._entries is None:
             self._entries = self._load()
         return self._entries
 
     def begin(self, entry: Entry) -> None:
-        """Note that SubnetAddCommand is about to run. Raises ``OSError``: then it must not."""
+        """Record that SubnetAddCommand is about to run. If this raises ``OSError``, it must not run."""
         known = self.entries()
         self._write(_line(entry), {**known, entry.setup.name: entry})
         known[entry.setup.name] = entry
 
     def ended(self, entry: Entry) -> None:
-        """Note how SubnetAddCommand has ended."""
+        """Record the end of SubnetAddCommand."""
         self._afterwards(entry.setup.name, entry)
 
     def gone(self, name: str) -> None:
-        """Note that nothing is left of a peer."""
+        """Record that a peer was removed."""
         self._afterwards(name, None)
 
     def _afterwards(self, name: str, entry: Entry | None) -> None:
-        """Note what is true already: if it cannot be written, a later run does it once more."""
+        """Record a fact. If it cannot be written, a later run repeats the command."""
         known = self.entries()
         if entry is None:
             known.pop(name, None)
@@ -109,7 +110,7 @@ class Journal:
             self._once.warn(log, "write", f"{problem}, or the next start runs commands again")
 
     def _write(self, line: str, entries: dict[str, Entry]) -> None:
-        """Append a line, or write the file anew if its end is torn or most of it is stale."""
+        """Append a line. Rewrite the file if its last line is incomplete or most lines are obsolete."""
         if self._is_torn or self._lines > 2 * len(entries) + _MAX_STALE:
             self.path.parent.mkdir(0o755, parents=True, exist_ok=True)
             lines = [_line(entry) for entry in entries.values()]
@@ -135,10 +136,10 @@ class Journal:
 
     def _load(self) -> dict[str, Entry]:
         entries: dict[str, Entry] = {}
-        # The first write makes the file, and whatever an earlier run left torn is written anew.
+        # Forces the first write to rewrite the file, which also repairs an incomplete last line.
         self._is_torn = True
         with suppress(FileNotFoundError):
-            # An end without a line feed is one that a kill has cut off: what it says was not begun yet.
+            # An incomplete last line was cut off by a kill, before its command started.
             for line in atomic_file.read(self.path, _MAX_SIZE).split(b"\n")[:-1]:
                 self._take(line, entries)
         return entries

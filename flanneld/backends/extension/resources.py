@@ -1,4 +1,4 @@
-"""Resources of the extension backend: what commands have set up (pure)."""
+"""Resources of the extension backend: the results of commands (pure)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STARTUP, PEERS = "extension-startup", "extension-peers"
 
 
 class Startup(Struct, frozen=True, gc=False):
-    """This node as PostStartupCommand and ShutdownCommand know it."""
+    """Parameters of this node for PostStartupCommand and ShutdownCommand."""
 
     kind: ClassVar[Kind] = Kind.REMOTE
     network: IPv4Network | None
@@ -30,7 +30,7 @@ class Startup(Struct, frozen=True, gc=False):
         return (STARTUP, "post-startup")
 
     def variables(self) -> dict[str, str]:
-        """Return the environment of its commands."""
+        """Return the environment variables of the commands."""
         return _variables(
             NETWORK=self.network,
             IPV6NETWORK=self.ipv6_network,
@@ -45,9 +45,9 @@ class Startup(Struct, frozen=True, gc=False):
 
 
 class PeerSetup(Struct, frozen=True, gc=False):
-    """A peer as SubnetAddCommand and SubnetRemoveCommand know it.
+    """Parameters of a peer for SubnetAddCommand and SubnetRemoveCommand.
 
-    ``data`` is their input. Without ``stands`` it is not known whether SubnetAddCommand took effect.
+    ``data`` is their stdin. ``stands`` is False if SubnetAddCommand may not have taken effect.
     """
 
     kind: ClassVar[Kind] = Kind.REMOTE
@@ -60,7 +60,7 @@ class PeerSetup(Struct, frozen=True, gc=False):
 
     @property
     def subnet(self) -> IPNetwork | None:
-        """What is kept while the lease of this subnet cannot be read."""
+        """The subnet whose unreadable lease keeps this resource."""
         return self.ipv4_subnet or self.ipv6_subnet
 
     @property
@@ -72,7 +72,7 @@ class PeerSetup(Struct, frozen=True, gc=False):
         return name_of((self.ipv4_subnet, self.ipv6_subnet))
 
     def variables(self) -> dict[str, str]:
-        """Return the environment of its commands."""
+        """Return the environment variables of the commands."""
         return _variables(
             SUBNET=self.ipv4_subnet,
             PUBLIC_IP=self.public_ip,

@@ -1,6 +1,6 @@
-"""Tables of the extension backend: what its commands have set up, for this node and for each peer.
+"""Reconciler tables of the extension backend: the results of its commands, for this node and each peer.
 
-Commands are not idempotent: one is run again only if nothing is known to stand.
+Commands are not idempotent: one is repeated only if its result may be missing.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from flanneld.state.table import Put, Scope, Seen
 
 log = logging.getLogger(__name__)
 
-#: Commands may wait for anything: they never keep the kernel's tables waiting.
+#: Commands may block, so they have a thread apart from the kernel's tables.
 _WORKER = "extension"
-#: Seconds between two readings, if CheckCommand tells anything new.
+#: Seconds between two reads if there is a CheckCommand.
 _AUDIT_PERIOD = 30.0
-#: Seconds between two checks of one peer: less than an audit period, so that no audit misses it.
+#: Seconds between two checks of one peer: less than an audit period, so that each audit includes it.
 _CHECK_PERIOD = 20.0
-#: Seconds of commands in one reading, in one round of changes, and in one of removals; the rest comes later.
+#: Seconds of commands per read, put or drop; the rest follows later.
 _ROUND = 5.0
-#: Rest after a round of checks that left some over, as a multiple of the time that it took.
+#: Pause after an incomplete round of checks, as a multiple of the round's duration.
 _REST = 3.0
-#: Seconds after a failure of SubnetAddCommand in which no round for other peers runs it again: the first
-#: retry of the reconciler comes later.
+#: Seconds after a failure of SubnetAddCommand in which rounds for other peers do not repeat it. The
+#: reconciler's first retry comes later.
 _PAUSE = 0.9
-#: Runs of SubnetRemoveCommand for a peer that is gone, and seconds after the first of them.
+#: Runs of SubnetRemoveCommand for a removed peer, and seconds after the first of them.
 _MOST_REMOVALS, _FIRST_PAUSE = 5, 1.0
 
 
 class StartupTable:
-    """Runs PostStartupCommand once a run, and ShutdownCommand at the daemon's end."""
+    """Table that runs PostStartupCommand once, and ShutdownCommand at the daemon's end."""
 
     name = STARTUP
     what = "the effects of PostStartupCommand"
@@ -59,12 +59,15 @@ class StartupTable:
         self._is_done = False
 
     def read(self, scope: Scope) -> Iterator[Seen]:
-        """What has run is not run again when the uplink moves: it need not be idempotent."""
+        """Yield the startup once it has run.
+
+        It need not be idempotent, so a new uplink does not repeat it.
+        """
         if self._is_done:
             yield from map(Seen, scope.wanted.values())
 
     def put(self, puts: Sequence[Put]) -> Report:
-        """Raises ``Fatal`` if the command fails, as upstream does: the start fails."""
+        """Run PostStartupCommand. Raises ``Fatal`` if it fails, as upstream does."""
         report = Report()
         for put in puts:
             assert isinstance(put.want, Startup)
@@ -93,7 +96,7 @@ class StartupTable:
 
 
 class PeerTable:
-    """Runs SubnetAddCommand and SubnetRemoveCommand; the journal tells what they have done so far."""
+    """Table of peers. SubnetAddCommand and SubnetRemoveCommand change it, the journal holds its contents."""
 
     name = PEERS
     what = "the peers set up by extension commands"
@@ -110,21 +113,21 @@ class PeerTable:
         self._check = check
         self._commands = commands
         self._journal = journal
-        #: When a peer was last found to stand, and those that CheckCommand found not to.
+        #: When a peer was last found working, and the peers that failed CheckCommand.
         self._checked: dict[str, float] = {}
         self._fallen: set[str] = set()
-        #: The last failure of SubnetAddCommand, and when that was.
+        #: The last failure of SubnetAddCommand, with its time.
         self._failures: dict[str, tuple[float, Failure]] = {}
-        #: How often SubnetRemoveCommand has failed, and when it may run again.
+        #: Number of failures of SubnetRemoveCommand, and the time of the next run.
         self._removals: dict[str, tuple[int, float]] = {}
-        #: Time of the next look: something was left for later.
+        #: Time of the next look, for postponed work.
         self.next_look = math.inf
 
     def look(self) -> bool:
         self.next_look = math.inf
         return True
 
-    # ---- what stands -------------------------------------------------------------------------
+    # ---- actual state ------------------------------------------------------------------------
 
     def read(self, scope: Scope) -> list[Seen]:
         entries = self._journal.entries()
@@ -136,7 +139,7 @@ class PeerTable:
         return entry.stage is Stage.DONE and entry.base == self._journal.base and name not in self._fallen
 
     def _look_after(self, entries: Mapping[str, Entry], wanted: Mapping[Key, Resource]) -> None:
-        """Run CheckCommand for peers that are wanted as they are, as far as the time of a round goes."""
+        """Run CheckCommand for peers that match the desired state, within the time of a round."""
         began = clock.now()
         for name, entry in list(entries.items()) if self._check else ():
             is_wanted = wanted.get(entry.setup.key) == entry.setup and entry.stage is Stage.DONE
@@ -167,7 +170,7 @@ class PeerTable:
     # ---- changes -----------------------------------------------------------------------------
 
     def put(self, puts: Sequence[Put]) -> Report:
-        """Run SubnetAddCommand; peers for which it has failed come last, and the longest failed first."""
+        """Run SubnetAddCommand. Peers with failures come last, the least recent failure first."""
         report = Report()
         end = clock.now() + _ROUND
         wants = [put.want for put in puts if isinstance(put.want, PeerSetup)]
@@ -186,7 +189,7 @@ class PeerTable:
         return known[0] if known else -math.inf
 
     def _set_up(self, want: PeerSetup, report: Report) -> None:
-        """Run SubnetAddCommand, after SubnetRemoveCommand if something may be there. Raises ``OSError``."""
+        """Run SubnetAddCommand, after SubnetRemoveCommand if the peer may be set up. Raises ``OSError``."""
         name = want.name
         known = self._journal.entries().get(name)
         if known is not None and known.stage is not Stage.FAILED:
@@ -211,7 +214,7 @@ class PeerTable:
         report.made.append(want)
 
     def _undo(self, entry: Entry, level: int) -> bool:
-        """Run SubnetRemoveCommand as it was when the peer was added; return False if it fails."""
+        """Run the SubnetRemoveCommand recorded when the peer was added. Return False if it fails."""
         setup = entry.setup
         try:
             if entry.remove:
@@ -238,9 +241,9 @@ class PeerTable:
         return report
 
     def _is_removed(self, entry: Entry, failures: int) -> bool:
-        """Run SubnetRemoveCommand; return False if it has to be run again.
+        """Run SubnetRemoveCommand. Return False if it has to be repeated.
 
-        What another run has added may be gone, and what was not added need not be there: one try is enough.
+        The setup of an earlier run, or a failed one, may not exist any more, so one attempt is enough for it.
         """
         is_last = failures + 1 >= _MOST_REMOVALS or not self._stands(entry)
         if self._undo(entry, logging.INFO if is_last and not failures else logging.WARNING):
@@ -268,4 +271,4 @@ class PeerTable:
         self.next_look = min(self.next_look, when)
 
     def close(self, *, remove: bool) -> None:
-        """What peers need stays, as with every backend; ShutdownCommand is of another table."""
+        """Keep the peers' setup, as every backend does. ShutdownCommand belongs to the other table."""

@@ -119,7 +119,7 @@ class Client:
         try:
             self._exchange(verb)
         except TimeoutError:
-            # It hangs, and holds what its successor needs. An untrusted process may hide its pid.
+            # It hangs, and holds what its successor needs. The pid of an untrusted process is not reliable.
             if trusted and pidfd >= 0:
                 from flanneld.backends.udp import watchdog  # rarely needed
 

@@ -1,4 +1,4 @@
-"""The checks of ``flannelctl doctor``: one small function each over facts (pure)."""
+"""Checks of ``flannelctl doctor``: one small function each over facts (pure)."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from flanneld.ctl.findings import registered
 
 __all__ = ["CHECKS", "cloud", "cluster", "encryption", "host", "kernel", "stale_objects"]
 
-#: All of them, in the order of the themes.
+#: All checks, sorted by theme.
 CHECKS = registered()

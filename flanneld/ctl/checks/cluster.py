@@ -13,7 +13,7 @@ from flanneld.ctl.findings import Advice, Finding, Severity, as_at_start, check
 from flanneld.diagnostics.host_checks import Topic
 from flanneld.model import lies_in
 
-#: A lease that ends so soon, in seconds, should have been renewed.
+#: A lease that expires within this time, in seconds, should have been renewed.
 _SOON = 600.0
 
 

@@ -12,11 +12,11 @@ from flanneld.network.rtnetlink.links import codec_for
 from flanneld.runtime.shell import command, line
 from flanneld.state.resources import Link
 
-#: Kernels that compute wrong checksums for VXLAN packets that are translated (fixed by ea64d8d6c675).
+#: First kernel with correct checksums for VXLAN packets after NAT (fixed by ea64d8d6c675).
 _GOOD_CHECKSUMS = (5, 7)
-#: A device that has sent so many packets and got none has no way back.
+#: Packets sent on a device without any received, from which on replies count as lost.
 _TALKS = 20
-#: What firewalld has to be told for the packets of peers, if Backend.Port is not set.
+#: Options of firewall-cmd that accept packets of peers, if Backend.Port is not set.
 _LET_IN: dict[str, tuple[str, ...]] = {
     "vxlan": ("--add-port=8472/udp",),
     "udp": ("--add-port=8285/udp",),
@@ -24,7 +24,7 @@ _LET_IN: dict[str, tuple[str, ...]] = {
     "ipsec": ("--add-port=500/udp", "--add-port=4500/udp", "--add-protocol=esp"),
     "wireguard": ("--add-port=51820-51821/udp",),
 }
-#: Kinds of device behind which container runtimes put containers (IFLA_INFO_KIND).
+#: Kinds of devices that container runtimes attach containers to (IFLA_INFO_KIND).
 _LEADS_TO_CONTAINERS = frozenset({"bridge", "veth"})
 _OVERHEAD = {
     "vxlan": {4: 50, 6: 70},
@@ -181,7 +181,7 @@ def container_mtu(facts: Facts) -> Iterator[Finding]:
         link = facts.link(name)
         if not allowed or link is None or link.make.make not in _LEADS_TO_CONTAINERS:
             continue
-        # The kernel gives a bridge without ports the MTU of Ethernet.
+        # The kernel gives a bridge without ports Ethernet's MTU.
         if link.mtu > allowed and facts.has_ports(name):
             yield Finding(
                 f"{name} has the MTU {link.mtu}, the network allows {allowed}",
@@ -265,7 +265,7 @@ def port(facts: Facts) -> Iterator[Finding]:
 
 
 def _carrier(facts: Facts, name: str) -> str:
-    """Return what the nodes send each other for a device."""
+    """Return the protocol or port of a device's packets between the nodes."""
     link = facts.link(name)
     make = link.make if link else None
     return codec_for(make).carrier(make) if isinstance(make, Link) else f"the packets of {name}"

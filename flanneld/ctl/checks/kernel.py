@@ -14,10 +14,10 @@ from flanneld.network.rtnetlink.links import SeenLink
 from flanneld.runtime.shell import command, line
 from flanneld.state.resources import Link
 
-#: Objects that a finding names at most.
+#: Objects named in a finding, at most.
 _FEW = 3
 _LACKING = ("missing", "different")
-#: Properties of a device that are set while all that is on it stays.
+#: Properties of a device that can be set without losing the objects on it.
 _SET_WITHOUT_LOSS = {"mtu", "learning"}
 
 
@@ -39,7 +39,7 @@ def devices(facts: Facts) -> Iterator[Finding]:
 
 
 def _device_fix(entry: Entry) -> Fix | None:
-    """Return what sets it right, unless that needs more: routes or entries are gone from the device then."""
+    """Return the commands that correct a device; None if its routes or entries would be lost."""
     wanted, actual = entry.value, entry.other
     if not (isinstance(wanted, Link) and isinstance(actual, Link)):
         return None
@@ -75,7 +75,10 @@ def uplink(facts: Facts) -> Iterator[Finding]:
 
 
 def _way_up(link: SeenLink | None, addresses: Sequence[str]) -> Fix | Advice:
-    """A device that goes down keeps its IPv4 addresses, and loses those of IPv6."""
+    """Return how to bring the uplink up.
+
+    A device that goes down keeps IPv4 addresses, and loses IPv6 ones.
+    """
     if link is None:
         return Advice("plug it in, or let the daemon elect another")
     up = command("ip", "link", "set", "dev", link.name, "up")
@@ -140,7 +143,7 @@ def refused(facts: Facts) -> Iterator[Finding]:
 
 @check("B", "neighbours", "the neighbour table has room for the peers")
 def neighbours(facts: Facts) -> Iterator[Finding]:
-    """Entries of ours are permanent and do not count; the peers' own addresses on the uplink's link do."""
+    """Check gc_thresh3. Our permanent entries do not count; the peers' addresses on the uplink's link do."""
     number = len(facts.document.get("peers", ()))
     if facts.gc_thresh and number > 0.8 * facts.gc_thresh:
         yield Finding(

@@ -1,4 +1,4 @@
-"""Checks of what an earlier run, or another network plug-in, left behind (pure)."""
+"""Checks for objects left by an earlier run or by another network plug-in (pure)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flanneld.ctl.facts import Facts
 from flanneld.ctl.findings import Advice, Finding, Fix, Severity, check
 from flanneld.network.rtnetlink.links import is_flannels
 
-#: Plug-ins that hand on to the one whose config comes after theirs.
+#: Plug-ins that delegate to the one with the next config.
 _GO_BETWEENS = frozenset({"multus", "multus-shim"})
 _FEW = 2
 
@@ -28,7 +28,10 @@ def left_rules(facts: Facts) -> Iterator[Finding]:
 
 @check("B", "left devices", "no device of an earlier configuration is left")
 def left_devices(facts: Facts) -> Iterator[Finding]:
-    """A device of another daemon on this host has addresses in another network."""
+    """Check for flannel devices of other configurations.
+
+    Another daemon's have addresses in another network.
+    """
     if facts.origin != "daemon":
         return
     networks = facts.networks

@@ -1,6 +1,6 @@
 """Plan of the edits that turn the actual rules into the desired ones (pure).
 
-Other programs' rules are never moved or removed, not even from our own chains: another flanneld on the host,
+Other programs' rules are never moved or removed, not even from our own chains. Another flanneld on the host,
 with its own network, has its rules there, too. Our rules are only removed once their successors are in place.
 Each table changes in one transaction.
 """

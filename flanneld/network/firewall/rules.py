@@ -1,7 +1,10 @@
 """Flannel's packet filter rules as data (pure).
 
-There are three styles, each for both families: Go flannel v0.12's among other rules in the built-in chains,
-the later one in chains of its own, and the same in an nftables table of its own.
+There are three styles, each for both families:
+
+- Go flannel v0.12's rules, among others in the built-in chains
+- the later rules, in chains of their own
+- the later rules, in an nftables table of their own
 
 The rules keep the addresses of packets between containers, and of packets entering from outside for a local
 container. Packets that leave the network are masqueraded.

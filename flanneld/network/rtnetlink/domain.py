@@ -1,8 +1,8 @@
 """Ownership of kernel objects (pure).
 
 We own everything on our devices, except what the kernel added itself. On other devices we own the routes with
-our protocol number. Routes that an earlier flanneld left on the uplink without it (Go's have ``boot``) are
-recognised by their shape, and only at the first start after such a flanneld.
+our protocol number. An earlier flanneld may have left routes without it on the uplink (Go's have ``boot``).
+They are recognised by their shape, and only at the first start after such a flanneld.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """Subnet manager on one etcd API: ``<prefix>/config`` and ``<prefix>/subnets/<key>``.
 
 Keys, values and TTLs are those of Go flanneld: of 0.12 in v2, of 0.20 and later in v3. So both share one
-network. Two differences are intended: a lease is only overwritten if it is unchanged since it was read, and a
-lease with another public IP is never taken over.
+network. Two differences are intended:
+
+- A lease is only overwritten if it is unchanged since it was read.
+- A lease with another public IP is never taken over.
 """
 
 from __future__ import annotations

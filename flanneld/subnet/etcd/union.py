@@ -37,7 +37,7 @@ class LeaseUnion:
     def fold(self, name: str, event: Event) -> list[Event]:
         """Apply an event of one API and return the events of the union.
 
-        Until each API has delivered a ``Snapshot``, the union yields none and removes nothing: an API that
+        Until each API has delivered a ``Snapshot``, the union yields none and removes nothing. An API that
         could not be read yet may have the lease.
         """
         self._sides[name].apply(event)

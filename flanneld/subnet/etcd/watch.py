@@ -29,7 +29,7 @@ class KeyWatchMachine:
     both.
 
     After each loss of etcd the state is read again. Neither the revision nor the cluster ID reveals a
-    restored backup: the restored history may have overtaken ours, and a cluster restored with the same member
+    restored backup. The restored history may have overtaken ours. A cluster restored with the same member
     URLs and token has the same ID.
 
     ``pause_time`` is the delay after a failure, in seconds. An outage is logged at its start, once a minute,

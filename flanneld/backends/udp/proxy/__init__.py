@@ -6,6 +6,11 @@ It outlives the daemon, so that a restart loses no packet.
     __main__.py   the process: a data plane in one thread, the control channel in the other
     server.py     the pump's end of the control channel
 
-In the folder above, control.py has the protocol, rendezvous.py the addresses, client.py the daemon's end,
-tables.py the reconciler's tables, and watchdog.py the detection of a pump that hangs.
+The folder above has the daemon's side:
+
+    control.py      protocol of the control channel
+    rendezvous.py   its addresses
+    client.py       the daemon's end
+    tables.py       the reconciler's tables
+    watchdog.py     detection of a pump that hangs
 """
