@@ -94,7 +94,7 @@ class SwitchTable:
         self._next_hops = next_hops
 
     def read(self, scope: Scope) -> list[Seen]:
-        """Return this node's announcements; a malformed answer raises ``Retryable``, since it is no empty table."""
+        """Return this node's announcements. A malformed answer is a failure, and no empty table."""
         del scope
         try:
             table = json.loads(self._switch.ask("GET", "/routes") or b"")
@@ -122,7 +122,7 @@ class SwitchTable:
         return Report(removed=list(found))
 
     def close(self, *, remove: bool) -> None:
-        """Withdraw the announcements if the backend's exit policy removes them; there is no connection to close."""
+        """Withdraw the announcements if the backend's exit policy is to remove them."""
         if remove:
             self.drop([seen.resource for seen in self.read(Scope({}))])
 
