@@ -77,7 +77,7 @@ class Switch:
 
 
 class SwitchTable:
-    """Ours are the routes whose next hop we are: nobody else announces those.
+    """The switch's routes whose next hop is this node: no other node announces those.
 
     It has a thread of its own, since a switch that does not answer must not keep the kernel's tables waiting.
     """
@@ -94,7 +94,7 @@ class SwitchTable:
         self._next_hops = next_hops
 
     def read(self, scope: Scope) -> list[Seen]:
-        """What cannot be understood is a failure: an empty table would be another statement."""
+        """Return this node's announcements. A malformed answer is a failure, and no empty table."""
         del scope
         try:
             table = json.loads(self._switch.ask("GET", "/routes") or b"")
@@ -122,13 +122,13 @@ class SwitchTable:
         return Report(removed=list(found))
 
     def close(self, *, remove: bool) -> None:
-        """Nothing is open; what is announced is withdrawn if the backend's exit policy says so."""
+        """Withdraw the announcements if the backend's exit policy is to remove them."""
         if remove:
             self.drop([seen.resource for seen in self.read(Scope({}))])
 
 
 def _announcement(subnet: str, route: Any) -> Announcement | None:
-    """None for what others may have written and we cannot read: it is not ours."""
+    """Parse a route of the switch; None for a malformed one, which another program wrote."""
     if not isinstance(route, dict) or not isinstance(route.get("nextHop"), str):
         return None
     try:
