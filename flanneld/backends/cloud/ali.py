@@ -95,7 +95,7 @@ class Ali(Cloud):
     # ---- what is there -----------------------------------------------------------------------
 
     def place(self, address: IPv4Address) -> Place:
-        del address  # a route leads to the instance, whatever its addresses
+        del address  # a route leads to the instance, not to an address
         self._region, instance, vpc, switch = self._metadata.read(
             "region-id", "instance-id", "vpc-id", "vswitch-id"
         )

@@ -237,7 +237,7 @@ def _entry(table: str, route: Mapping[str, Any]) -> Entry:
 
 
 def _hop(route: Mapping[str, Any]) -> str:
-    """Return the next hop: an interface if the API names one, else whatever it names."""
+    """Return the next hop: an interface if the API names one, else the gateway that it names."""
     hops = [value for name, value in route.items() if name.endswith("Id") and "Owner" not in name]
     return str(route.get("NetworkInterfaceId") or (hops[0] if hops else "an unknown hop"))
 

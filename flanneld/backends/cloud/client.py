@@ -13,7 +13,7 @@ from flanneld.errors import FlannelError, Retryable
 class Client:
     """Makes calls for at most ``limit`` seconds each.
 
-    ``connect`` makes the SDK's client: at the first call, and anew after credentials were not accepted, so
+    ``connect`` makes the SDK's client: at the first call, and again after credentials were not accepted, so
     that files, environment and role are read again. ``make`` makes a call with it, and raises ``CloudError``.
     """
 

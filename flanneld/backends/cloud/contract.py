@@ -13,7 +13,7 @@ from flanneld.errors import Fatal, Retryable
 
 
 class Trouble(Enum):
-    """Kind of an error, whatever code a cloud has for it."""
+    """Kind of an error, for which each cloud has its own codes."""
 
     THROTTLED = "throttled"
     DENIED = "denied"

@@ -146,7 +146,7 @@ class Gce(Cloud):
     # ---- changes -----------------------------------------------------------------------------
 
     def put_calls(self, place: Place, entry: Entry, was: Entry | None) -> list[Call]:
-        """The API replaces no route. One that leads nowhere carries no packets while it is made anew."""
+        """The API replaces no route. One that leads nowhere carries no packets, so the gap costs none."""
         new = {
             "name": _name(entry.destination),
             "destRange": str(entry.destination),
@@ -177,7 +177,8 @@ class Gce(Cloud):
             return answer
         operation = str(answer["name"])
         if answer.get("status") != "DONE":
-            wait = Call("compute.globalOperations.wait", {"operation": operation})
+            which = {"operation": operation}
+            wait = Call("compute.globalOperations.wait", which, "compute.globalOperations.get")
             answer = self._sent(session, wait, _WAIT_LIMIT)
         if answer.get("status") != "DONE":
             problem = f"the operation {operation} of {call.action} has not ended within {_WAIT_LIMIT:g} s"

@@ -144,7 +144,7 @@ class CloudRoutes:
             yield key, Seen(CloudRoute(entry.destination, via, table), claim)
 
     def _works(self, key: Key, entry: Entry) -> bool:
-        """Return True for a route of ours that needs no repair now; a pending one is looked at again."""
+        """Return True for our route if it needs no repair now; a pending one is looked at again."""
         if entry.health is not Health.PENDING:
             self._pending_since.pop(key, None)
             return entry.health is Health.ACTIVE
@@ -153,7 +153,7 @@ class CloudRoutes:
         return clock.now() - since < _MADE_WITHIN
 
     def _may_sweep(self, gone: Collection[Entry]) -> bool:
-        """Return False while so many instances are gone at once that the cloud has to say it twice."""
+        """Return False while most instances are gone at once: the cloud has to say that twice."""
         if self._guard.is_due():
             self._guard.pass_on(Snapshot(()), ())
         held = self._guard.holds_sweep(len(gone), len(self._entries) - len(gone))

@@ -14,11 +14,12 @@ import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from tests.lab.clouds.control import serve_control
+from tests.lab.clouds.control import CloudControl
 from tests.lab.clouds.kinds import METADATA, make_cloud
 from tests.lab.clouds.service import served
+from tests.lab.kube_api.calls import serve
 
 _PORT = 8080
 #: Seconds between two looks at the table.
@@ -38,7 +39,7 @@ def main() -> None:
         open_servers.enter_context(served(cloud, options.address, _PORT))
         open_servers.enter_context(served(cloud, METADATA[options.kind], 80, metadata=True))
         threading.Thread(target=_route, args=(cloud, hops), daemon=True).start()
-        serve_control(cloud, hops, options.control)
+        serve(cast(Any, CloudControl(cloud, hops)), options.control)
 
 
 def _route(cloud: Any, hops: dict[str, str]) -> None:

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tests.lab.clouds.control import call
 from tests.lab.clouds.kinds import METADATA
 from tests.lab.daemon import ROOT
+from tests.lab.kube_api.calls import remote
 from tests.lab.lab import ADDRESS, NETWORK, Lab
 from tests.lab.node import Node
 from tests.lab.wait import wait_for
@@ -28,7 +28,7 @@ class CloudLab:
         self._process: subprocess.Popen[bytes] | None = None
 
     def ask(self, name: str, *values: Any) -> Any:
-        return call(self._socket, name, *values)
+        return getattr(remote(self._socket), name)(*values)
 
     def routes(self) -> dict[str, str]:
         found: dict[str, str] = self.ask("routes")
