@@ -191,12 +191,16 @@ def _seconds(text: str) -> float:
 
 def _act(arguments: argparse.Namespace, wanted: options.Options, *, as_json: bool) -> int:
     """Do something with the store itself; 1 if that could not be done."""
-    logging.getLogger().setLevel(logging.ERROR)
+    root = logging.getLogger()
+    level = root.level
+    root.setLevel(logging.ERROR)
     try:
         shown, plain, wrong = arguments.run(wanted, arguments)
     except (FlannelError, OSError) as error:
         said = str(error) if isinstance(error, FlannelError) else cause_of(error)
         return _complain(said, PROBLEMS, as_json=as_json)
+    finally:
+        root.setLevel(level)
     _say(shown, plain, as_json=as_json)
     return PROBLEMS if wrong else FINE
 
