@@ -24,6 +24,7 @@ from flanneld.network.xfrm.table import open_xfrm, policies
 from tests.lab import Lab, Node, own_command, wait_for
 from tests.lab.lab import NETWORK
 from tests.netns.pair import connect
+from tests.netns.test_seeing import flannelctl
 from tests.netns.traffic import Sniffer, Stream
 
 pytestmark = pytest.mark.needs_kernel("esp")
@@ -139,6 +140,18 @@ def test_own_containers_reach_each_other_and_this_host(pair: list[Node]) -> None
     node.container().wait_for_reply(node.container(2))
 
 
+def test_no_tool_shows_the_key(pair: list[Node]) -> None:
+    node, peer = pair
+    words = ("status", "peers", "routes", "events", "doctor")
+    told = [flannelctl(node, word, f"--output={form}").stdout for word in words for form in ("table", "json")]
+    assert all(told)
+    assert peer.subnet() in told[2]
+    told.append(node.run("ps", "axww").stdout)
+    assert [text for text in told if PSK.strip() in text] == []
+    for pid in (node.pid, charon_of(node)):
+        assert PSK.strip().encode() not in Path(f"/proc/{pid}/environ").read_bytes()
+
+
 # ---- healing --------------------------------------------------------------------------------------
 
 
@@ -157,6 +170,17 @@ def test_flushed_policies_are_restored_and_nothing_leaks(pair: list[Node], tmp_p
             node.run("ip", "route", "del", "unreachable", NETWORK, "metric", "65535")
             assert plain() > 0
     wait_for(lambda: found(node) == wanted(node, peer), SOON, "the policies to be back")
+    node.wait_for_route(peer.subnet())
+    talk(node, peer)
+
+
+def test_a_policy_without_a_route_leads_to_no_peer(pair: list[Node]) -> None:
+    """So an unreachable route cannot be the only one: the kernel looks at policies after routes."""
+    node, peer = pair
+    with node.paused():
+        node.run("ip", "route", "del", peer.subnet(), "dev", DEVICE)
+        done = node.container().run("ping", "-n", "-c", "1", "-W", "2", peer.container().address, check=False)
+        assert "Destination Host Unreachable" in done.stdout
     node.wait_for_route(peer.subnet())
     talk(node, peer)
 

@@ -25,7 +25,7 @@ _AT_A_TIME = 1000
 
 
 class NoCharon(Retryable):
-    """Nothing listens on the control socket."""
+    """No process listens on the control socket."""
 
 
 class CharonHangs(Retryable):

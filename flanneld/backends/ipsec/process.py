@@ -10,13 +10,16 @@ from contextlib import suppress
 from pathlib import Path
 
 from flanneld.errors import Fatal, Retryable, cause_of
+from flanneld.runtime import waits
 
 #: Where distributions put it, in upstream's order, after PATH.
 FOLDERS = ("/usr/lib/strongswan", "/usr/lib/ipsec", "/usr/libexec/strongswan", "/usr/libexec/ipsec")
-#: charon refuses to start while the process named there lives, whatever that is; its path is compiled in.
+#: charon refuses to start while the process with this number lives, be it another program. The path is fixed.
 _PID_FILE = Path("/var/run/charon.pid")
 #: Seconds that charon may take to say goodbye to its peers while the daemon ends.
 _END_LIMIT = 0.7
+#: Seconds in which a process that is killed is gone, and between two looks.
+_KILL_LIMIT, _LOOK = 5.0, 0.01
 #: Bytes of its output to read at a time.
 _OUTPUT = 64 << 10
 #: Ends charon with the thread that started it, as upstream does. linux/prctl.h: PR_SET_PDEATHSIG is 1.
@@ -42,7 +45,7 @@ def find() -> str:
 
 
 class Process:
-    """A charon of ours. What it writes before it answers is kept to tell why it does not start."""
+    """charon as our child. What it writes before it answers is kept to tell why it does not start."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -81,6 +84,9 @@ class Process:
         finally:
             os.close(output)
 
+    def _is_over(self) -> bool:
+        return self.pid == 0
+
     def output(self) -> str:
         """Return the last line that it has written since the last call; empty if there is none."""
         data = b""
@@ -104,14 +110,13 @@ class Process:
         """Kill it, if it runs, without a goodbye."""
         if self._process is not None:
             self._process.kill()
-            self._process.wait()
+            waits.until(self._is_over, within=_KILL_LIMIT, every=_LOOK)
 
     def end(self) -> None:
-        """Have it end, and wait for that a moment."""
+        """End it with SIGTERM, and wait for that at most 0.7 s."""
         if self._process is not None:
             self._process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(_END_LIMIT)
+            waits.until(self._is_over, within=_END_LIMIT, every=_LOOK)
         if self._output >= 0:
             os.close(self._output)
             self._output = -1

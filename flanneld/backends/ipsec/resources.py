@@ -61,7 +61,10 @@ class SharedKey(Struct, frozen=True, gc=False):
 
 
 class Connection(Struct, frozen=True, gc=False):
-    """How the SAs with one peer are negotiated. Packets leave from ``local``, which may be behind NAT."""
+    """Terms on which the SAs with one peer are negotiated.
+
+    Packets leave from ``local``, which is not ``public`` behind NAT.
+    """
 
     kind: ClassVar[Kind] = Kind.REMOTE
     public: IPv4Address
@@ -78,7 +81,7 @@ class Connection(Struct, frozen=True, gc=False):
 
     @property
     def subnet(self) -> IPNetwork:
-        """What is kept while the lease of this subnet cannot be read."""
+        """Return the subnet whose unreadable lease keeps this."""
         return self.peer
 
     @property

@@ -31,7 +31,7 @@ class CharonTable:
     """Starts charon and keeps it running; ``note`` gets each line that it logs."""
 
     name = CHARON
-    what = "charon"
+    what = "the processes of charon"
     worker = WORKER
     vital = True
     needs: frozenset[str] = frozenset()
@@ -46,7 +46,7 @@ class CharonTable:
         self._is_lost = False
 
     def read(self, scope: Scope) -> Iterator[Seen]:
-        """Yield charon if it answers. One of ours that hangs is killed; raises ``CharonHangs`` for another.
+        """Yield charon if it answers. A child that hangs is killed; raises ``CharonHangs`` for another one.
 
         After a loss it counts as absent until ``put``, so that what it has to know is loaded again.
         """

@@ -185,11 +185,11 @@ class ConnectionTable:
         return Report(removed=list(found))
 
     def close(self, *, remove: bool) -> None:
-        """What a charon of others knows stays there: packets go on without the daemon."""
+        """Unload nothing: with a charon of others packets go on without the daemon."""
 
 
 def _unload(control: Control, connection: Connection) -> None:
-    """Unload a connection first, so that charon does not negotiate its SAs anew. Both may be gone."""
+    """Unload a connection first, so that charon does not negotiate its SAs again. Both may be gone."""
     for command, message in (
         ("unload-conn", {"name": connection.name}),
         ("terminate", {"ike": connection.name, "force": "yes", "timeout": "-1"}),

@@ -43,7 +43,7 @@ def pack_id(policy: XfrmPolicy) -> bytes:
 
 
 def decode(data: bytes, offset: int, end: int) -> XfrmPolicy | None:
-    """Read a policy out of a dump; None for one that has no key of ours. Raises ``Malformed``."""
+    """Read a policy out of a dump; None for one that cannot stand where ours would. Raises ``Malformed``."""
     selector, info = unpack(_WHOLE, data, offset, end)
     return _decode(bytes(selector), bytes(info), attributes(data, offset + _WHOLE.size, end))
 
@@ -71,7 +71,7 @@ def _decode(selector: bytes, info: bytes, found: dict[int, bytes]) -> XfrmPolicy
 
 
 def _is_apart(found: dict[int, bytes]) -> bool:
-    """Return True for a policy that may stand beside one of ours with the same addresses."""
+    """Return True for a policy that can stand beside another with the same addresses."""
     return any(any(found.get(kind, b"")) for kind in (_POLICY_TYPE, _MARK, _IF_ID))
 
 
@@ -107,7 +107,7 @@ def _template(tunnel: Tunnel) -> bytes:
 
 
 def _read_templates(data: bytes) -> tuple[Tunnel | None, str]:
-    """Return the template if it is as one of ours, and what is odd about it otherwise."""
+    """Return the first template, and words for what no template of flannel has."""
     if not data:
         return None, ""
     if len(data) < _TMPL.size:

@@ -48,9 +48,9 @@ class Tunnel(Struct, frozen=True, gc=False):
 
 
 class XfrmPolicy(Struct, frozen=True, gc=False):
-    """A policy of the main type for all protocols and ports, without a mark and an interface.
+    """A policy of the main type for all protocols and ports, without mark and interface.
 
-    ``odd`` says what else it has, which no policy of ours has: never wanted, only met.
+    ``odd`` names what a policy of flannel never has: such a one is never wanted, only met.
     """
 
     kind: ClassVar[Kind] = Kind.REMOTE
@@ -64,7 +64,7 @@ class XfrmPolicy(Struct, frozen=True, gc=False):
 
     @property
     def key(self) -> Key:
-        """What the kernel tells policies apart by; the priority is no part of it."""
+        """Return the selector and direction, by which the kernel tells policies apart."""
         source, destination = self.source, self.destination
         return (
             POLICIES,

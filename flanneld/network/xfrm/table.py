@@ -10,7 +10,7 @@ from contextlib import closing, suppress
 from ipaddress import IPv4Network
 from pathlib import Path
 
-from flanneld.compat.glog import Once
+from flanneld.compat.glog import Once, V
 from flanneld.model import IPNetwork
 from flanneld.network.rtnetlink.netlink import (
     NLM_F_REQUEST,
@@ -150,8 +150,12 @@ def stale_tables(networks: Iterable[IPNetwork]) -> Iterator[XfrmPolicyTable]:
     """
     if not _has_xfrm():
         return
-    with closing(open_xfrm()) as kernel:
-        found = list(policies(kernel))
+    try:
+        with closing(open_xfrm()) as kernel:
+            found = list(policies(kernel))
+    except OSError as failure:
+        log.log(V(1), "Cannot tell whether there are IPsec policies of an earlier run: %s", failure)
+        return
     for network in networks:
         if isinstance(network, IPv4Network) and any(is_flannels(each, network) for each in found):
             yield XfrmPolicyTable(network)

@@ -27,7 +27,7 @@ from flanneld.network.rtnetlink.links import (
     step,
 )
 from flanneld.network.rtnetlink.netlink import HEADER, Malformed
-from flanneld.state.resources import ForeignLink, Ipip, Link, Tun, Vxlan, WireGuard
+from flanneld.state.resources import Dummy, ForeignLink, Ipip, Link, Tun, Vxlan, WireGuard
 
 MAC = "02:00:00:00:00:01"
 WANTED = Vxlan("flannel.1", 1, 3, ip_address("192.168.0.1"), 8472, MAC, 1450)
@@ -141,6 +141,13 @@ def ipip(**data: Any) -> bytes:
 )
 def test_an_ipip_device_is_read_in_full(data: bytes, make: Ipip) -> None:
     assert seen(data) == SeenLink(7, "flannel.ipip", "", 1480, make.up, make)
+
+
+def test_a_dummy_device_is_known_by_its_name() -> None:
+    found = seen(description("flannel-ipsec", kind="dummy", mac=None, mtu=1423))
+    assert found.make == Dummy("flannel-ipsec", 1423)
+    assert is_flannels(found)
+    assert not is_flannels(replace(found, name="dummy0"))
 
 
 def test_a_wireguard_device_is_read_and_known_by_its_name() -> None:

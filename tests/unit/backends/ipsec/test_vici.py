@@ -122,8 +122,11 @@ def test_answers_are_read_however_they_are_cut(listening: Callable[[Answer], str
 
 
 def test_a_refusal_tells_charons_reason(listening: Callable[[Answer], str]) -> None:
-    path = listening(lambda connection: connection.sendall(response(success="no", errmsg="unknown proposal")))
-    with Connection(path) as charon, pytest.raises(CharonRefused, match="unknown proposal"):
+    def answer(connection: socket.socket) -> None:
+        connection.recv(1000)
+        connection.sendall(response(success="no", errmsg="unknown proposal"))
+
+    with Connection(listening(answer)) as charon, pytest.raises(CharonRefused, match="unknown proposal"):
         charon.ask("load-conn")
 
 
@@ -140,7 +143,10 @@ def test_silence_ends_with_the_time_limit(listening: Callable[[Answer], str]) ->
 
 
 def test_a_lost_connection_is_told(listening: Callable[[Answer], str], tmp_path: Path) -> None:
-    with Connection(listening(socket.socket.close)) as charon, pytest.raises(NoCharon):
+    def read_and_close(connection: socket.socket) -> None:
+        connection.recv(1000)
+
+    with Connection(listening(read_and_close)) as charon, pytest.raises(NoCharon):
         charon.ask("version")
     with pytest.raises(NoCharon):
         Connection(str(tmp_path / "nobody"))
