@@ -184,6 +184,10 @@ def _load_kubeconfig(file: str, settings: Any) -> None:
     except OSError:
         kube_config._cleanup_temp_files()  # noqa: SLF001 - on a full disk one may be there in part, for good
         raise
+    except _WRONG:
+        raise
+    except Exception as error:  # logins by plug-ins raise exceptions of their own, as google-auth does
+        raise ConfigException(f"{file}: {' '.join(str(error).split())}") from error
 
 
 def _unusable(error: Exception) -> Retryable:
