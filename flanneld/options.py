@@ -7,23 +7,19 @@ defaults are those of Go flanneld; ``iface-wait``, ``state-dir`` and ``etcd-api`
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from ipaddress import IPv4Address, IPv6Address, ip_address
+from ipaddress import IPv4Address, IPv6Address
 from typing import Any
-from urllib.parse import urlsplit
 
+from flanneld import option_values
 from flanneld.compat import flags as goflags
 from flanneld.compat.flags import Flag, Kind, Value
-from flanneld.compat.regex import compile_re2
 from flanneld.errors import Fatal, FlannelError
 from flanneld.model import IPAddress
 
 PREFIX = "FLANNELD"
 _KINDS: Mapping[type, Kind] = {bool: "bool", int: "int", str: "string", tuple: "string"}
-#: Turns a flag's value into the field's, given what to call the flag. Raises ``Fatal``.
-_Reader = Callable[[Any, str], Any]
 
 
 class UsageError(FlannelError):
@@ -47,147 +43,7 @@ class VersionWanted(Exception):
     """``-version``: print the version on standard error, exit with status 0."""
 
 
-def _as_it_is(value: Any, _source: str) -> Any:
-    return value
-
-
-def _endpoints(text: str, source: str) -> tuple[str, ...]:
-    """Client URLs, split at commas and, as in Go flanneld, not trimmed."""
-    urls = tuple(text.split(","))
-    for number, url in enumerate(urls, 1):
-        if not _is_http(url):
-            # A stray comma or slash in a password leaves parts of it in any element.
-            name = f"element {number}" if "@" in text else goflags.quoted(url)
-            raise Fatal(
-                f"{source}: {name} is not an http or https URL",
-                "give client URLs like http://10.0.0.1:2379, separated by single commas without spaces",
-            )
-    return urls
-
-
-def _remote(text: str, source: str) -> tuple[str, ...]:
-    """Read flannel servers, split at commas: ``host:port`` each, an IPv6 address in brackets."""
-    servers = tuple(text.split(",")) if text else ()
-    for server in servers:
-        if not _is_host_and_port(server):
-            raise Fatal(
-                f"{source}: {goflags.quoted(server)} is not host:port",
-                "give servers like 10.0.0.1:8888, separated by single commas without spaces",
-            )
-    return servers
-
-
-def is_network_name(text: str) -> bool:
-    """Return True for a name that can be that of a file, and of a key in the store."""
-    return re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,62}", text) is not None
-
-
-def _names(text: str, source: str) -> tuple[str, ...]:
-    names = tuple(name for each in text.split(",") if (name := each.strip()))
-    for name in names:
-        if not is_network_name(name):
-            raise Fatal(
-                f"{source}: {goflags.quoted(name)} is no name of a network",
-                "give names of letters, digits, _, - and dots, separated by commas",
-            )
-    return tuple(dict.fromkeys(names))
-
-
-def _is_host_and_port(text: str) -> bool:
-    if not text.isascii() or not text.isprintable() or any(char in text for char in " /@?#"):
-        return False
-    try:
-        parts = urlsplit(f"//{text}")
-        return bool(parts.hostname) and bool(parts.port)
-    except ValueError:
-        return False
-
-
-def _is_http(url: str) -> bool:
-    if not url.isprintable() or " " in url:  # urlsplit would drop some of these silently
-        return False
-    try:
-        parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        return False
-
-
-def _address_of(make: Callable[[str], IPAddress], example: str) -> _Reader:
-    def read(text: str, source: str) -> IPAddress | None:
-        if not text:
-            return None
-        address = None
-        if "%" not in text:  # a zone means nothing to other hosts
-            with suppress(ValueError):
-                address = make(text)
-        if address is None:
-            raise Fatal(f"{source}: {goflags.quoted(text)} cannot be used", f"give an address like {example}")
-        return address
-
-    return read
-
-
-_ip = _address_of(ip_address, "192.0.2.1")
-_ipv4 = _address_of(IPv4Address, "192.0.2.1")
-_ipv6 = _address_of(IPv6Address, "2001:db8::1")
-
-
-def _patterns(texts: tuple[str, ...], source: str) -> tuple[str, ...]:
-    for text in texts:
-        try:
-            compile_re2(text)
-        except Fatal as error:
-            raise Fatal(f"{source}: {error.problem}", error.remedy) from error
-    return texts
-
-
-def _margin(minutes: int, source: str) -> int:
-    if not 1 <= minutes <= 1439:
-        raise Fatal(f"{source} is {minutes} minutes", "a lease lasts a day: give 1 to 1439")
-    return minutes
-
-
-def _one_of(*choices: str) -> _Reader:
-    def read(text: str, source: str) -> str:
-        if text not in choices:
-            raise Fatal(f"{source}: {goflags.quoted(text)} is unknown", f"give one of: {', '.join(choices)}")
-        return text
-
-    return read
-
-
-def _resync(seconds: int, source: str) -> int:
-    """Go flanneld takes less than 1 for no pause at all, which here is a second."""
-    del source
-    return max(1, seconds)
-
-
-def _port(number: int, source: str) -> int:
-    if number > 65535:
-        raise Fatal(f"{source}: there is no port {number}", "give 1 to 65535, or 0 for no health server")
-    return number
-
-
-def _own_port(number: int, source: str) -> int:
-    if not 0 <= number <= 65535:
-        raise Fatal(f"{source}: there is no port {number}", "give 1 to 65535, or 0 for ListenPort")
-    return number
-
-
-def _probes(number: int, source: str) -> int:
-    if not 0 <= number <= 600:
-        raise Fatal(f"{source} is {number} a minute", "give 0 to 600")
-    return number
-
-
-def _wait(seconds: int, source: str) -> int:
-    if seconds < 0:
-        raise Fatal(f"{source} is {seconds} seconds", "give 0 or more")
-    return seconds
-
-
-def _flag(name: str, default: Any, usage: str, read: _Reader = _as_it_is) -> Any:
+def _flag(name: str, default: Any, usage: str, read: option_values.Reader = option_values.as_it_is) -> Any:
     """A field with the flag that sets it; ``default`` is the flag's, a tuple if it may be repeated."""
     flag = Flag(name, _KINDS[type(default)], default, usage, repeatable=isinstance(default, tuple))
     return field(default=read(default, name), metadata={"flag": flag, "read": read})
@@ -201,7 +57,7 @@ class Options:
         "etcd-endpoints",
         "http://127.0.0.1:4001,http://127.0.0.1:2379",
         "client `URLs` of etcd, separated by commas",
-        _endpoints,
+        option_values.endpoints,
     )
     etcd_prefix: str = _flag("etcd-prefix", "/coreos.com/network", "`key` under which etcd holds the network")
     etcd_keyfile: str = _flag("etcd-keyfile", "", "`file` with the TLS key to show to etcd")
@@ -213,13 +69,13 @@ class Options:
         "etcd-api",
         "auto",
         "`API` of etcd: v2, v3, both during a move, or auto for the one with a network config",
-        _one_of("auto", "v2", "v3", "both"),
+        option_values.one_of("auto", "v2", "v3", "both"),
     )
     etcd_transport: str = _flag(
         "etcd-transport",
         "auto",
         "`protocol` of etcd's v3 API: json, grpc, or auto for json unless etcd refuses it",
-        _one_of("auto", "json", "grpc"),
+        option_values.one_of("auto", "json", "grpc"),
     )
     listen: str = _flag(
         "listen", "", "serve the leases in etcd on this `address` to clients of -remote: host:port or fd://"
@@ -240,7 +96,7 @@ class Options:
         "remote",
         "",
         "`servers` (-listen) to ask for leases instead of etcd: host:port,host:port",
-        _remote,
+        option_values.servers,
     )
     remote_keyfile: str = _flag("remote-keyfile", "", "`file` with the TLS key, for -listen and -remote")
     remote_certfile: str = _flag(
@@ -250,7 +106,10 @@ class Options:
         "remote-cafile", "", "`file` with the authority that signed the other side's certificate"
     )
     networks: tuple[str, ...] = _flag(
-        "networks", "", "`names` of networks below -etcd-prefix to be in, separated by commas", _names
+        "networks",
+        "",
+        "`names` of networks below -etcd-prefix to be in, separated by commas",
+        option_values.network_names,
     )
     watch_networks: bool = _flag(
         "watch-networks", False, "follow networks that come and go: those of -networks, else all"
@@ -267,23 +126,31 @@ class Options:
         "iface-regex",
         (),
         "`pattern` for the interface's address, else its name\nmay be repeated; tried after every -iface",
-        _patterns,
+        option_values.patterns,
     )
     iface_can_reach: IPAddress | None = _flag(  # noqa: RUF009 - addresses are immutable
-        "iface-can-reach", "", "take the interface through which this `address` is reached; tried last", _ip
+        "iface-can-reach",
+        "",
+        "take the interface through which this `address` is reached; tried last",
+        option_values.ip,
     )
-    iface_wait: int = _flag("iface-wait", 0, "`seconds` to wait for an interface that fits", _wait)
+    iface_wait: int = _flag(
+        "iface-wait", 0, "`seconds` to wait for an interface that fits", option_values.wait
+    )
     subnet_file: str = _flag(
         "subnet-file", "/run/flannel/subnet.env", "`file` to which this node's subnet is written"
     )
     public_ip: IPv4Address | None = _flag(  # noqa: RUF009 - addresses are immutable
-        "public-ip", "", "IPv4 `address` at which other nodes reach this one", _ipv4
+        "public-ip", "", "IPv4 `address` at which other nodes reach this one", option_values.ipv4
     )
     public_ipv6: IPv6Address | None = _flag(  # noqa: RUF009 - addresses are immutable
-        "public-ipv6", "", "IPv6 `address` at which other nodes reach this one", _ipv6
+        "public-ipv6", "", "IPv6 `address` at which other nodes reach this one", option_values.ipv6
     )
     subnet_lease_renew_margin: int = _flag(
-        "subnet-lease-renew-margin", 60, "renew the lease this many `minutes` before it ends", _margin
+        "subnet-lease-renew-margin",
+        60,
+        "renew the lease this many `minutes` before it ends",
+        option_values.margin,
     )
     ip_masq: bool = _flag("ip-masq", False, "masquerade traffic that leaves the network")
     ip_masq_fully_random_disable: bool = _flag(
@@ -307,9 +174,11 @@ class Options:
         "secret-dir", "/run/flannel", "`directory` in which backends keep their keys, as Go flanneld does"
     )
     healthz_ip: str = _flag("healthz-ip", "0.0.0.0", "`address` of the health server")  # noqa: S104
-    healthz_port: int = _flag("healthz-port", 0, "`port` of the health server, 0 for none", _port)
+    healthz_port: int = _flag(
+        "healthz-port", 0, "`port` of the health server, 0 for none", option_values.port
+    )
     iptables_resync: int = _flag(
-        "iptables-resync", 5, "check the firewall rules every so many `seconds`", _resync
+        "iptables-resync", 5, "check the firewall rules every so many `seconds`", option_values.resync
     )
     iptables_forward_rules: bool = _flag(
         "iptables-forward-rules", True, "let the firewall forward the network's traffic"
@@ -318,13 +187,13 @@ class Options:
         "iptables-rules",
         "own-chains",
         "`set` of firewall rules: own-chains, or v0.12 for those of Go flanneld 0.12",
-        _one_of("own-chains", "v0.12"),
+        option_values.one_of("own-chains", "v0.12"),
     )
     iptables_flavour: str = _flag(
         "iptables-flavour",
         "auto",
         "`tables` that iptables' rules go to: legacy, nft, or auto for those in use on this host",
-        _one_of("auto", "legacy", "nft"),
+        option_values.one_of("auto", "legacy", "nft"),
     )
     ip_blackhole_route: bool = _flag(
         "ip-blackhole-route", False, "keep a blackhole route for this node's subnet"
@@ -341,13 +210,16 @@ class Options:
         "read the leases again before most peers are removed at once",
     )
     peer_probes: int = _flag(
-        "peer-probes", 0, "ask so many peers a minute, by ICMP, whether they are there; 0 for none", _probes
+        "peer-probes",
+        0,
+        "ask so many peers a minute, by ICMP, whether they are there; 0 for none",
+        option_values.probes,
     )
     wireguard_port: int = _flag(
         "wireguard-port",
         0,
         "`port` of wireguard on this node alone, as behind NAT; 0 for ListenPort",
-        _own_port,
+        option_values.own_port,
     )
     cleanup: bool = _flag(
         "cleanup", False, "remove what flannel made for the network of the subnet file, list it and exit"
@@ -361,7 +233,10 @@ class Options:
     v: int = _flag("v", 0, "verbosity `level` of the log")
     vmodule: str = _flag("vmodule", "", "verbosity of single source files, as `pattern=level,...`")
     logging_format: str = _flag(
-        "logging-format", "text", "`layout` of log lines: text as glog's, or json", _one_of("text", "json")
+        "logging-format",
+        "text",
+        "`layout` of log lines: text as glog's, or json",
+        option_values.one_of("text", "json"),
     )
     log_backtrace_at: str = _flag(
         "log_backtrace_at", "", "add a stack trace to what is logged at this `file:line`"

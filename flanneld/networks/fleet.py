@@ -17,7 +17,8 @@ from flanneld.lease_server import LeaseService, open_store
 from flanneld.networks.claims import Claims
 from flanneld.networks.names import Choice, NetworkNames, RemoteNames, StoreNames
 from flanneld.networks.network import Network, sweep
-from flanneld.options import Options, is_network_name
+from flanneld.option_values import is_network_name
+from flanneld.options import Options
 from flanneld.runtime import event_log, sd_notify, waits
 from flanneld.runtime.instance_lock import InstanceLock
 from flanneld.runtime.outage import Outage

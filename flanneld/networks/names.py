@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 from flanneld.compat.glog import Once
 from flanneld.errors import Retryable
-from flanneld.options import is_network_name
+from flanneld.option_values import is_network_name
 from flanneld.subnet.remote.change_log import ChangeLog
 from flanneld.subnet.remote.connection import RemoteConnection, RemoteServers, refused
 from flanneld.subnet.remote.lease_store import LeaseStore
