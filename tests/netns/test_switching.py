@@ -141,8 +141,9 @@ def test_host_gw_to_vxlan_and_nothing_is_lost(lab: Lab) -> None:
     assert {lease["BackendType"] for lease in lab.etcd.leases().values()} == {"vxlan"}
 
 
+@pytest.mark.long
 @pytest.mark.needs_kernel("wireguard")
-@pytest.mark.parametrize("former", ["vxlan", pytest.param("host-gw", marks=pytest.mark.long)])
+@pytest.mark.parametrize("former", ["vxlan", "host-gw"])
 def test_to_wireguard_nothing_is_lost_and_nothing_can_be_read(lab: Lab, former: str) -> None:
     nodes = cluster(lab, {"Type": former})
     with pings(nodes) as running:
