@@ -9,12 +9,12 @@ from flanneld.ctl.facts import Facts
 from flanneld.ctl.findings import Advice, Finding, check
 
 
-@check("B", "cloud-routes", "the cloud's table has this node's routes")
+@check("B", "cloud routes", "the cloud's table has this node's routes")
 def cloud_routes(facts: Facts) -> Iterator[Finding]:
     yield from _refused(facts, ROUTES, "other nodes of the cloud do not reach the containers of this one")
 
 
-@check("E", "cloud-forwarding", "the cloud lets packets of containers pass")
+@check("E", "cloud forwarding", "the cloud lets packets of containers pass")
 def cloud_forwarding(facts: Facts) -> Iterator[Finding]:
     why = (
         "a cloud drops packets that carry no address of the instance itself: on AWS by the source/destination"

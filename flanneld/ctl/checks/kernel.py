@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from ipaddress import ip_address
 
+from flanneld.backends.cloud.resources import FORWARDING, ROUTES
 from flanneld.compat.glog import counted
 from flanneld.ctl.facts import Facts
 from flanneld.ctl.findings import Advice, Finding, Fix, Severity, check
@@ -132,7 +133,8 @@ def stale(facts: Facts) -> Iterator[Finding]:
 
 @check("B", "refused", "the kernel takes all that the daemon writes")
 def refused(facts: Facts) -> Iterator[Finding]:
-    for each in facts.document.get("refused", ())[:_FEW]:
+    refusals = facts.document.get("refused", ())
+    for each in [each for each in refusals if each.get("table") not in (ROUTES, FORWARDING)][:_FEW]:
         yield Finding(
             f"the kernel refuses {each['object']}",
             each["reason"],

@@ -112,6 +112,11 @@ def told(change: Callable[[dict[str, Any]], object]) -> Facts:
     return replace(WELL, document=document)
 
 
+def refused_by(table: str) -> Facts:
+    refusal = {"object": "route x", "reason": "no right", "remedy": "allow it", "table": table}
+    return told(lambda d: d.update(refused=[refusal]))
+
+
 def of_host(setting: str, value: int) -> Facts:
     known = host_checks.Facts((4,), "eth0", {setting: value}, elsewhere="eth1")
     return replace(WELL, host=host_checks.findings(known))
@@ -157,6 +162,8 @@ CASES: dict[str, list[Facts]] = {
     "detours": [replace(WELL, detours=(ShadowingRoute("10.5.2.0/24", "route 10.5.2.0/25 dev eth0"),))],
     "stale": [entry(ROUTE, "not wanted")],
     "refused": [told(lambda d: d.update(refused=[{"object": "route x", "reason": "File exists"}]))],
+    "cloud routes": [refused_by("cloud-routes")],
+    "cloud forwarding": [refused_by("cloud-forwarding")],
     "neighbours": [replace(WELL, gc_thresh=1)],
     "synced": [
         told(lambda d: d.update(synced=False)),
