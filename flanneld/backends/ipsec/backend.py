@@ -36,6 +36,8 @@ class Ipsec:
     """
 
     encrypts = True
+    #: Its guards block the packets that another backend would carry.
+    stands_alone = True
 
     def __init__(self, config: Config, host: Host) -> None:
         self._wanted = wanted = read_config(config)

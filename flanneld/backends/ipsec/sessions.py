@@ -3,26 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from ipaddress import IPv4Network
 
 from msgspec import Struct
 
 from flanneld.backends.ipsec.resources import Connection
 from flanneld.backends.ipsec.vici import ReadSection, number, sections, text
-
-
-class Session(Struct, frozen=True, gc=False):
-    """State of the SAs with one peer. ``age`` is in seconds, of the newest; None without one.
-
-    ``endpoint`` is the peer's address and port as charon sees them, empty if there is no IKE SA.
-    """
-
-    subnet: IPv4Network
-    established: bool = False
-    age: float | None = None
-    bytes_in: int = 0
-    bytes_out: int = 0
-    endpoint: str = ""
+from flanneld.state.sessions import Session
 
 
 class Found(Struct):
@@ -49,16 +35,22 @@ def by_connection(events: Iterable[ReadSection]) -> dict[str, Found]:
     return found
 
 
-def session_of(connection: Connection, found: Found | None) -> Session:
-    """Return the state of one peer; the bytes are those of the SAs that are there now."""
+def session_of(connection: Connection, found: Found | None, now: float) -> Session:
+    """Return the session with one peer; the bytes are those of the SAs that are there now.
+
+    ``now`` is in seconds since 1970. charon negotiates with each peer as soon as it knows it, so a peer
+    without an SA during a negotiation does not answer.
+    """
     if found is None:
-        return Session(connection.peer)
+        return Session(connection.peer, is_established=False)
     children = found.children
+    ages = [number(each, "install-time") for each in children]
     return Session(
         connection.peer,
-        bool(children),
-        float(min(number(each, "install-time") for each in children)) if children else None,
-        sum(number(each, "bytes-in") for each in children),
-        sum(number(each, "bytes-out") for each in children),
-        found.endpoint,
+        is_established=bool(children),
+        handshake=now - min(ages) if ages else None,
+        rx_bytes=sum(number(each, "bytes-in") for each in children),
+        tx_bytes=sum(number(each, "bytes-out") for each in children),
+        endpoint=found.endpoint,
+        is_silent=found.is_negotiating and not children,
     )

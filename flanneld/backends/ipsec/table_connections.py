@@ -22,7 +22,7 @@ from flanneld.backends.ipsec.resources import (
     connection_of,
     owner_of,
 )
-from flanneld.backends.ipsec.sessions import Found, Session, by_connection, session_of
+from flanneld.backends.ipsec.sessions import Found, by_connection, session_of
 from flanneld.backends.ipsec.table_charon import WORKER
 from flanneld.backends.ipsec.vici import ReadSection, sections, text, texts
 from flanneld.compat.glog import Once
@@ -31,6 +31,7 @@ from flanneld.network.xfrm.policy import POLICIES
 from flanneld.runtime import clock
 from flanneld.state.report import Failure, Report
 from flanneld.state.resources import Key, Resource
+from flanneld.state.sessions import Session
 from flanneld.state.table import Put, Scope, Seen
 
 log = logging.getLogger(__name__)
@@ -89,7 +90,7 @@ class ConnectionTable:
             seen = [*self._keys(keys), *self._connections(connections)]
             wanted = [each for each in scope.wanted.values() if isinstance(each, Connection)]
             self._look_after(wanted, found, {each.key for each in seen}, control)
-        self._sessions = tuple(session_of(each, found.get(each.name)) for each in wanted)
+        self._sessions = tuple(session_of(each, found.get(each.name), clock.wall()) for each in wanted)
         return map(Seen, seen)
 
     def _keys(self, names: Iterable[str]) -> Iterator[Resource]:

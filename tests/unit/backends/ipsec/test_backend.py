@@ -15,12 +15,13 @@ from flanneld.backends import registry
 from flanneld.backends.contract import Host, OtherBackend, encrypts
 from flanneld.backends.ipsec.backend import DEVICE, Ipsec
 from flanneld.backends.ipsec.resources import Charon, Connection, SharedKey, connection_of, owner_of
-from flanneld.backends.ipsec.sessions import Session, by_connection, session_of
+from flanneld.backends.ipsec.sessions import by_connection, session_of
 from flanneld.config import parse
 from flanneld.errors import Fatal, Refused
 from flanneld.model import Lease, LeaseAttrs, Secret, Uplink
 from flanneld.network.xfrm.policy import guards, tunnel_policies
 from flanneld.state.resources import Address, Blackhole, Dummy, Route
+from flanneld.state.sessions import Session
 from flanneld.subnet.codec import format_attrs
 
 PSK = "a key of which nothing may be shown. " * 3
@@ -193,8 +194,8 @@ def test_sessions_add_up_the_sas_of_a_peer() -> None:
     ]
     found = by_connection(events)["name"]
     assert found.is_negotiating
-    assert session_of(connection, found) == Session(THEIRS, True, 7.0, 15, 30, "192.0.2.6:4500")
-    assert session_of(connection, None) == Session(THEIRS)
+    assert session_of(connection, found, 100.0) == Session(THEIRS, True, 93.0, 15, 30, "192.0.2.6:4500")
+    assert session_of(connection, None, 100.0) == Session(THEIRS, is_established=False)
 
 
 @pytest.mark.parametrize(("state", "is_negotiating"), [("DELETING", False), ("INSTALLING", True)])
