@@ -1,4 +1,4 @@
-"""Sessions with the peers, as charon lists its SAs (pure)."""
+"""Sessions with peers, parsed from charon's list of SAs (pure)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Session(Struct, frozen=True, gc=False):
 
 
 class Found(Struct):
-    """The SAs of one connection; ``is_negotiating`` says that charon is about to have one."""
+    """SAs of one connection; ``is_negotiating`` is True while charon negotiates one."""
 
     is_negotiating: bool = False
     children: list[ReadSection] = []
@@ -34,7 +34,7 @@ class Found(Struct):
 
 
 def by_connection(events: Iterable[ReadSection]) -> dict[str, Found]:
-    """Sort the answers of ``list-sas`` by the name of the connection."""
+    """Group the events of ``list-sas`` by the connection's name."""
     found: dict[str, Found] = {}
     for name, ike in (item for event in events for item in sections(event).items()):
         known = found.setdefault(name, Found())
@@ -50,7 +50,7 @@ def by_connection(events: Iterable[ReadSection]) -> dict[str, Found]:
 
 
 def session_of(connection: Connection, found: Found | None) -> Session:
-    """Return the state of one peer; the bytes are those of the SAs that are there now."""
+    """Return the session with one peer; its bytes are those of the current SAs."""
     if found is None:
         return Session(connection.peer)
     children = found.children
