@@ -1,4 +1,4 @@
-"""The network config: what the whole cluster agrees on, parsed and checked (pure).
+"""Network config, shared by the whole cluster: parsed and checked (pure).
 
 A JSON object at ``<prefix>/config`` in etcd, or the net-conf file in Kubernetes.
 """
@@ -15,7 +15,7 @@ from flanneld.compat.json import Fields, GoJsonError
 from flanneld.errors import Retryable
 from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork
 
-#: What a missing "Backend" means; upstream's guide says vxlan, its code has always said udp.
+#: Backend type if "Backend" is missing. Upstream's guide says vxlan, its code has always said udp.
 DEFAULT_BACKEND = "udp"
 
 _PREFIX: dict[Family, str] = {4: "", 6: "IPv6"}
@@ -26,11 +26,11 @@ _DROPPED_KEYS = ("Networks", "IPv6Networks")
 
 
 class ConfigError(Retryable):
-    """The network config cannot be used as it is; an operator may correct it at any time."""
+    """Error for an unusable network config. The daemon retries: an operator may correct it at any time."""
 
 
 class SubnetRange(Struct, frozen=True, gc=False):
-    """The subnets of one family that hosts may get: ``subnet_min`` to ``subnet_max``, both included."""
+    """Range of subnets for hosts in one family: ``subnet_min`` to ``subnet_max``, both included."""
 
     network: IPNetwork
     subnet_len: int
@@ -42,7 +42,7 @@ class SubnetRange(Struct, frozen=True, gc=False):
         return 4 if self.network.version == 4 else 6
 
     def contains(self, net: IPNetwork) -> bool:
-        """Whether this is a subnet that a host may have under this config."""
+        """Return True if a host may have this subnet under this config."""
         return (
             net.version == self.network.version
             and net.prefixlen == self.subnet_len
@@ -51,7 +51,7 @@ class SubnetRange(Struct, frozen=True, gc=False):
 
 
 class Config(Struct, frozen=True, eq=False):
-    """A valid network config; two are equal if their text is.
+    """Valid network config. Two configs are equal if their texts are.
 
     ``backend_type`` is in lower case, and empty if "Backend" has no "Type". ``backend`` has the options
     of the backend, which checks them itself. ``warnings`` are sentences for the log.
@@ -85,7 +85,7 @@ class Config(Struct, frozen=True, eq=False):
 
 
 def say_the_same(one: str, other: str) -> bool:
-    """Whether two texts are one network config, laid out in whatever way."""
+    """Return True if two texts are the same network config apart from their layout."""
     try:
         return gojson.parse(one) == gojson.parse(other)
     except GoJsonError:
@@ -93,7 +93,7 @@ def say_the_same(one: str, other: str) -> bool:
 
 
 def parse(text: str) -> Config:
-    """Read a network config and derive what it leaves open. Raises ``ConfigError``."""
+    """Parse a network config and fill in its defaults. Raises ``ConfigError``."""
     try:
         return _read(Fields(gojson.parse(text)), text)
     except GoJsonError as error:
@@ -133,7 +133,7 @@ def _also(backend: Fields, source: str, ranges: tuple[SubnetRange, ...]) -> Conf
 
 
 def _warnings(top: Fields) -> Iterator[str]:
-    """What an operator wrote without effect. Call it last: by then every known key has been read."""
+    """Yield a warning for each key without effect. Call it last: by then every known key has been read."""
     for name in _DROPPED_KEYS:
         if top.has(name):
             yield f'"{name}" in the network config is not supported; only "{name[:-1]}" has an effect'
@@ -165,7 +165,7 @@ def _range(top: Fields, family: Family) -> SubnetRange | None:
 def _derive(
     prefix: str, network: IPNetwork, subnet_len: int, low: IPAddress | None, high: IPAddress | None
 ) -> SubnetRange:
-    """Fill in what is left open.
+    """Fill in the values that the config leaves out.
 
     By default no host gets the first subnet: its address is also the address of the whole network.
     """
@@ -190,7 +190,7 @@ def _derive(
 
 
 def _subnet_len(prefix: str, network: IPNetwork, wanted: int) -> int:
-    """A network has room for four subnets, the first of which is skipped; a subnet for four addresses."""
+    """Return the subnet length: a network holds at least four subnets, and a subnet four addresses."""
     least, most = network.prefixlen + 2, network.max_prefixlen - 2
     if least > most:
         raise ConfigError(f"{prefix}Network {network} is too small", f"use a /{most - 2} or a larger one")

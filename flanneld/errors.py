@@ -1,4 +1,4 @@
-"""The ways in which something can go wrong, each with a remedy an operator can act on."""
+"""Exceptions of the daemon, each with a remedy for the operator."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import errno
 
 
 class FlannelError(Exception):
-    """Base of all errors that flanneld raises on purpose.
+    """Base class of all exceptions that flanneld raises on purpose.
 
     ``str(error)`` is one line: what went wrong, then, after a semicolon, what to do about it.
     """
@@ -18,13 +18,13 @@ class FlannelError(Exception):
 
 
 class Fatal(FlannelError):
-    """Trying again cannot help: the daemon ends with exit status 1."""
+    """Error that a retry cannot fix: the daemon exits with status 1."""
 
 
 class Retryable(FlannelError):
-    """The outside world is not ready; whoever called waits and tries again.
+    """Error of a store or host that is not ready yet: the caller waits and tries again.
 
-    ``retry_after`` is how long, in seconds, the other side asks us to wait.
+    ``retry_after`` is the wait that the other side asks for, in seconds.
     """
 
     def __init__(self, problem: str, remedy: str = "", retry_after: float = 0.0) -> None:
@@ -33,28 +33,28 @@ class Retryable(FlannelError):
 
 
 class NoAnswer(Retryable):
-    """The store gave no answer: any other ``Retryable`` of a store means that it did."""
+    """Error for a store that did not answer. Any other ``Retryable`` of a store means that it answered."""
 
 
 def remembered(reason: Retryable) -> Retryable:
-    """Return the same without its traceback, which keeps all that its frames hold in memory."""
+    """Return a copy without the traceback, whose frames would keep their objects in memory."""
     kind = NoAnswer if isinstance(reason, NoAnswer) else Retryable
     return kind(reason.problem, reason.remedy)
 
 
 class Refused(FlannelError):
-    """Foreign input that cannot be used: logged once with its key, and the rest goes on."""
+    """Error for unusable input from outside. It is logged once with its key, and other input still counts."""
 
 
 def cause_of(error: Exception) -> str:
-    """Return the words of an error without Python's ``[Errno 24]`` before them."""
+    """Return the text of an error without Python's prefix ``[Errno 24]``."""
     return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
 
 
 def lacking(error: BaseException) -> Fatal | None:
-    """Return what to tell if this process is out of file descriptors, memory or threads; None otherwise.
+    """Return the error to report if this process lacks file descriptors, memory or threads; else None.
 
-    None of them comes back by waiting: a limit is too low for what the daemon does.
+    Waiting brings none of them back: a limit of the process is too low for the daemon.
     """
     if isinstance(error, OSError) and error.errno == errno.EMFILE:
         return Fatal("out of file descriptors", "raise the limit: ulimit -n, or LimitNOFILE= of the service")
@@ -71,8 +71,8 @@ def lacking(error: BaseException) -> Fatal | None:
 
 
 class Unsafe(Refused):
-    """A lease that would harm this host: what led to its node is withdrawn until the obstacle is gone."""
+    """Error for a lease that would harm this host. Objects for its node are removed until it is safe."""
 
 
 class Cancelled(Exception):
-    """A call ended because ``close`` was called."""
+    """Error of a call that ended because of ``close``."""

@@ -1,4 +1,4 @@
-"""Server of leases (``-listen``): other nodes' requests, over etcd or the store in a file."""
+"""Lease server (``-listen``): serves other nodes' requests from etcd or from the store in a file."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def open_store(wanted: Options, supervisor: Supervisor) -> KeyStore:
 
 @contextmanager
 def _at_start() -> Iterator[None]:
-    """Let a store that cannot be written end the start: an operator is there, who reads why."""
+    """Turn a failed write into ``Fatal``: at startup an operator reads the reason."""
     try:
         yield
     except Retryable as problem:
@@ -57,7 +57,7 @@ def _at_start() -> Iterator[None]:
 
 
 def run(wanted: Options, environ: Mapping[str, str]) -> int:
-    """Serve until told to stop, and be no node; the exit status is 0 then, and 1 after a failure."""
+    """Serve leases until told to stop, without a lease of our own. Return 0 then, 1 after a failure."""
     supervisor, notifier = Supervisor(quiet=(Cancelled,)), sd_notify.Notifier()
     log.info("flanneld %s %s", __version__, wanted.described())
     supervisor.handle_signals()
@@ -87,7 +87,7 @@ def run(wanted: Options, environ: Mapping[str, str]) -> int:
 
 
 class LeaseService:
-    """A listening server of leases and what it needs, as tasks of the supervisor."""
+    """Listening lease server with its tasks under the supervisor."""
 
     def __init__(
         self, wanted: Options, environ: Mapping[str, str], supervisor: Supervisor, file: KeyStore | None
@@ -110,16 +110,16 @@ class LeaseService:
 
     @property
     def problem(self) -> str:
-        """Why the leases cannot be watched now; empty if they can."""
+        """Reason why the leases cannot be watched now; empty if they can."""
         return self.store.problem
 
     def start(self) -> None:
-        """Begin to answer."""
+        """Start to answer requests."""
         self._supervisor.start("server", self.server.serve, self.close)
         log.info("running as server on %s; leases are in %s", self.where, self.store.name)
 
     def close(self) -> None:
-        """Answer each watch, so that the clients go on with another server, and end."""
+        """Answer each watch, so that its client changes to another server, then stop."""
         self.store.close()
         self.server.close()
 

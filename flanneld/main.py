@@ -1,4 +1,4 @@
-"""The main flow, from the command line to the exit status."""
+"""Main function of the daemon, from the command line to the exit status."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ log = logging.getLogger(__name__)
 
 #: Seconds for which the rules that only let traffic through wait for the routes.
 _PEERS_PATIENCE = 5.0
-#: Seconds between two looks at what became of subnet.env.
+#: Seconds between two checks of subnet.env.
 _HOST_LOOK = 1.0
 
 
 def main() -> None:
-    """Run with the command line and the environment of this process, and end it."""
+    """Run with the command line and the environment of this process, then exit."""
     open_standard_streams()
     status = run(sys.argv[1:], os.environ)
-    with suppress(OSError):  # a full disk has no say in how we ended
+    with suppress(OSError):  # a full disk must not change the exit status
         sys.stderr.flush()
     # Taking thousands of leases apart, object by object, would only make a restart last longer.
     os._exit(status)
 
 
 def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Serve until told to stop; the exit status is 0 then, 1 after a failure, 2 for wrong usage."""
+    """Serve until told to stop. Return 0 then, 1 after a failure, 2 for wrong usage."""
     if not sys.warnoptions:
         # Libraries warn programmers; an operator hears from us what is wrong.
         warnings.simplefilter("ignore")
@@ -73,7 +73,7 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         return _print(f"flanneld: {wrong}\n", status=1)
     _warn_of_unknown_variables(environ)
     if wanted.is_errand:
-        from flanneld import oneshot  # none of it is the daemon's
+        from flanneld import oneshot  # not needed by the daemon
 
         return oneshot.run(wanted, environ)
     return _serve(wanted, environ)
@@ -131,7 +131,7 @@ def _serve_alone(wanted: Options, environ: Mapping[str, str]) -> int:
 
 
 class Daemon:
-    """One run of flanneld: everything is built once, in the order in which it is needed."""
+    """Daemon of one network: its components are built once, in the order in which they are needed."""
 
     def __init__(
         self,
@@ -156,9 +156,9 @@ class Daemon:
         self._member: Member | None = None
         self._loops: Loops | None = None
         self._host: HostUpkeep | None = None
-        #: What is to be done as soon as subnet.env is written.
+        #: Functions to call as soon as subnet.env is written.
         self._when_written: Callable[[], None] | None = None
-        #: This node in a few words, and the conditions that were told last.
+        #: Summary of this node, and the conditions last reported.
         self._brief = ""
         self._told: list[str] = []
         self._components = Components(
@@ -174,7 +174,7 @@ class Daemon:
         self._observation = Observation(self._components, self._readiness, supervisor)
 
     def serve(self) -> int:
-        """Return the exit status once the daemon was told to stop, or a task has failed."""
+        """Run until a stop or until a task fails. Return the exit status."""
         self._supervisor.start("closer", self._close_on_stop)
         self._observation.serve_health()
         try:
@@ -189,7 +189,7 @@ class Daemon:
         self._observation.serve_status()
 
     def _join(self) -> Member:
-        """Go through the stages of startup up to the lease, waiting for the store and this host."""
+        """Run the stages of startup up to the lease, waiting for the store and this host."""
         waiting, manager = self._readiness, self._manager
         services = host_services.of_daemon(self._options.secret_dir, self._environ, self._supervisor.stop)
         loaded = startup.load(self._options, manager, waiting, services)
@@ -199,7 +199,7 @@ class Daemon:
         return member
 
     def _go_to_work(self, member: Member) -> None:
-        """Make the devices, tell this host about its subnet, and start what keeps all of it true."""
+        """Create the devices, write subnet.env, and start the tasks that maintain both."""
         self._member = member
         self._loops = loops = startup.run(
             member,
@@ -245,7 +245,7 @@ class Daemon:
         )
 
     def _look_at_host(self) -> None:
-        """See what became of the record of this run and of subnet.env. For one thread."""
+        """Check the record of this run and subnet.env. For one thread."""
         if self._member is None or self._host is None:
             return
         self._member.last_run.try_again()
@@ -258,7 +258,7 @@ class Daemon:
             self._when_written = None
 
     def _say_ready(self, member: Member) -> None:
-        """A container runtime finds subnet.env: containers can be started."""
+        """Report readiness: the container runtime can now read subnet.env and start containers."""
         self._say_status(*self._told)
         self._notifier.ready()
         if isinstance(member.manager, NodeStore) and self._options.set_node_network_unavailable:
@@ -300,7 +300,7 @@ class Daemon:
         return 1 if self._supervisor.failure else 0
 
     def _end(self) -> None:
-        """Stop all tasks and close what they leave open; also after a start that failed."""
+        """Stop all tasks and close their resources; also after a failed start."""
         self._supervisor.stop.set()
         self._manager.close()  # there may be keys in temporary files
         late = self._supervisor.shutdown()
@@ -314,7 +314,7 @@ class Daemon:
             self._notifier.watchdog()
 
     def _close_on_stop(self) -> None:
-        """Cuts every blocked request of any thread, this one's included."""
+        """Cut every blocked request of any thread, including this one."""
         self._supervisor.wait()
         self._manager.close()
 

@@ -1,4 +1,4 @@
-"""What flannel knows: this host's uplink, the leases, and the facts a subnet manager reports (pure)."""
+"""Model of the network: this host's uplink, the leases, and a subnet manager's events (pure)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Secret(Struct, frozen=True, gc=False):
 
 
 class Uplink(Struct, frozen=True, gc=False):
-    """The external interface: what carries the packets between the nodes.
+    """Uplink: the external interface, which carries the packets between the nodes.
 
     ``address`` is the local address of the interface, ``public_ip`` the one other nodes are told.
     A family that the network does not use has neither.
@@ -54,7 +54,7 @@ class Uplink(Struct, frozen=True, gc=False):
 
 
 class LeaseAttrs(Struct, frozen=True, gc=False):
-    """What a node announces about itself; ``backend_data`` is decoded JSON, None when absent."""
+    """Lease attributes that a node announces; ``backend_data`` is decoded JSON, None if absent."""
 
     public_ip: IPv4Address | None = None
     public_ipv6: IPv6Address | None = None
@@ -69,7 +69,7 @@ class LeaseAttrs(Struct, frozen=True, gc=False):
         return self.backend_data if family == 4 else self.backend_v6_data
 
     def __str__(self) -> str:
-        """For the log: addresses, backend and its data, which may be anything that somebody wrote."""
+        """Return addresses, backend and its data for the log. The data may be any text from the store."""
         import json  # the packet pump, which has no use for it, starts sooner
 
         ips = [str(ip) for ip in (self.public_ip, self.public_ipv6) if ip] or ["no public IP"]
@@ -87,7 +87,7 @@ LeaseKey = tuple[IPv4Network | None, IPv6Network | None]
 
 
 class Lease(Struct, frozen=True, gc=False):
-    """One node's share of the network.
+    """Lease: one node's subnets.
 
     ``expires`` is in seconds on the boot-time clock (``clock.now``), None for a reservation: a lease
     that an operator made permanent. ``asof`` is the store's index at which this was true.
@@ -117,7 +117,7 @@ def network_around(address: IPAddress, length: int) -> IPNetwork:
 
 
 def overlap(one: IPNetwork, other: IPNetwork) -> bool:
-    """Whether two networks, of the same family, share addresses; faster than their own ``overlaps``."""
+    """Return True if two networks of one family share addresses; faster than ``ipaddress``'s method."""
     if one.version != other.version:
         return False
     differences = int(one.network_address) ^ int(other.network_address)
@@ -125,37 +125,37 @@ def overlap(one: IPNetwork, other: IPNetwork) -> bool:
 
 
 def lies_in(net: IPNetwork, other: IPNetwork) -> bool:
-    """Whether a network is a part of another one, of the same family."""
+    """Return True if a network is a part of another of the same family."""
     return net.prefixlen >= other.prefixlen and overlap(net, other)
 
 
 def have_common_addresses(one: LeaseKey, other: LeaseKey) -> bool:
-    """Whether two leases overlap, in either family."""
+    """Return True if two leases overlap in either family."""
     return any(ours and theirs and overlap(ours, theirs) for ours, theirs in zip(one, other, strict=True))
 
 
 def name_of(key: LeaseKey) -> str:
-    """A lease key as operators know it: ``10.1.5.0/24`` or ``10.1.5.0/24,fc00::/64``."""
+    """Return a lease key as text: ``10.1.5.0/24`` or ``10.1.5.0/24,fc00::/64``."""
     return ",".join(str(net) for net in key if net is not None)
 
 
 class Added(Struct, frozen=True, gc=False):
-    """A lease is there, or has new attributes."""
+    """Event: a lease is new, or has new attributes."""
 
     lease: Lease
 
 
 class Removed(Struct, frozen=True, gc=False):
-    """A lease has gone; the store tells no more than its key."""
+    """Event: a lease was removed. The store reports only its key."""
 
     key: LeaseKey
 
 
 class Snapshot(Struct, frozen=True, gc=False):
-    """All leases there are.
+    """Event: the list of all leases.
 
-    ``unreadable`` are the keys whose value could not be understood: such a lease exists, so
-    whatever was known of it before stays true.
+    ``unreadable`` are the keys whose value could not be parsed. Such a lease exists, so its last
+    readable value stays valid.
     """
 
     leases: tuple[Lease, ...]
@@ -163,7 +163,7 @@ class Snapshot(Struct, frozen=True, gc=False):
 
 
 class Cached(Struct, frozen=True, gc=False):
-    """Leases as they were saved, for the time until the store answers: some may have gone or changed since.
+    """Event: leases from a cache, until the store answers. Some may have changed or expired since.
 
     There may be others, so nothing may be removed because of it. ``source`` says where they were saved.
     """
@@ -176,20 +176,20 @@ Event = Added | Removed | Snapshot | Cached
 
 
 class Change(Struct, frozen=True, gc=False):
-    """What an event made different: leases that are new or changed, and keys that are gone."""
+    """Difference made by an event: leases that are new or changed, and keys of removed ones."""
 
     put: tuple[Lease, ...] = ()
     gone: tuple[LeaseKey, ...] = ()
 
 
 class LeaseTable(Struct, gc=False):
-    """The peers' leases as last reported; our own is left out."""
+    """Table of the peers' leases as last reported, without our own."""
 
     own: LeaseKey
     synced: bool = False
-    #: Where the leases are from while no snapshot was had; empty if they are the store's.
+    #: Source of the leases until the first snapshot; empty if they come from the store.
     cached: str = ""
-    #: Leases that are there but could not be understood.
+    #: Leases that exist but could not be parsed.
     unreadable: set[LeaseKey] = field(default_factory=set)
     _peers: dict[LeaseKey, Lease] = field(default_factory=dict)
 
@@ -203,11 +203,11 @@ class LeaseTable(Struct, gc=False):
         return self._peers.get(key)
 
     def leases(self) -> list[Lease]:
-        """A copy, made in one step: from any thread."""
+        """Return a copy, made in one step. May be called from any thread."""
         return list(self._peers.values())
 
     def apply(self, event: Event) -> Change:
-        """Fold one event in and say what it changed; a mere renewal changes nothing."""
+        """Apply one event and return the difference. A renewal alone makes none."""
         match event:
             case Added(lease):
                 self.unreadable.discard(lease.key)

@@ -1,4 +1,4 @@
-"""What flanneld is asked to do instead of serving: each errand says on stdout what it has done, and ends."""
+"""One-shot actions, such as ``--plan`` and ``--cleanup``: each reports on stdout, then flanneld exits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flanneld.subnet.stores import etcd_options, open_manager
 
 
 def run(wanted: Options, environ: Mapping[str, str]) -> int:
-    """Do what the options ask for; the exit status is 1 if something is left to do."""
+    """Run the action that the options name. Return exit status 1 if something is left to do."""
     errand = _clean_up if wanted.cleanup else _migrate if wanted.migrate_etcd_v2_to_v3 else _plan
     try:
         return 0 if errand(wanted, environ) else 1
@@ -24,7 +24,7 @@ def run(wanted: Options, environ: Mapping[str, str]) -> int:
         sys.stdout.flush()
 
 
-# Each module is for one errand only, and so is loaded there.
+# Each module is imported by the only action that needs it.
 
 
 def _clean_up(wanted: Options, _environ: Mapping[str, str]) -> bool:
@@ -44,7 +44,7 @@ def _migrate(wanted: Options, _environ: Mapping[str, str]) -> bool:
 def _plan(wanted: Options, environ: Mapping[str, str]) -> bool:
     from flanneld.diagnostics.plan import print_plan
 
-    # Only what stands in the way: that a start would have made something is not so.
+    # Only warnings: the info lines of a startup would report changes that a dry run does not make.
     logging.getLogger().setLevel(logging.WARNING)
     print_plan(wanted, open_manager(wanted, environ), print)
     return True

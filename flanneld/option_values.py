@@ -1,4 +1,4 @@
-"""Readers of flags' values: each turns the value of a flag into that of its option, or refuses it (pure)."""
+"""Parsers for the values of flags: each returns the value of the option, or raises ``Fatal`` (pure)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flanneld.compat.regex import compile_re2
 from flanneld.errors import Fatal
 from flanneld.model import IPAddress
 
-#: Turns a flag's value into the field's, given what to call the flag. Raises ``Fatal``.
+#: Parser of a flag's value; gets the flag's name for error messages. Raises ``Fatal``.
 Reader = Callable[[Any, str], Any]
 
 
@@ -23,7 +23,7 @@ def as_it_is(value: Any, _source: str) -> Any:
 
 
 def endpoints(text: str, source: str) -> tuple[str, ...]:
-    """Client URLs, split at commas and, as in Go flanneld, not trimmed."""
+    """Read client URLs, split at commas and, as in Go flanneld, not trimmed."""
     urls = tuple(text.split(","))
     for number, url in enumerate(urls, 1):
         if not _is_http(url):
@@ -49,7 +49,7 @@ def servers(text: str, source: str) -> tuple[str, ...]:
 
 
 def is_network_name(text: str) -> bool:
-    """Return True for a name that can be that of a file, and of a key in the store."""
+    """Return True if a name is valid as a file name and as a key in the store."""
     return re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,62}", text) is not None
 
 
@@ -129,7 +129,7 @@ def one_of(*choices: str) -> Reader:
 
 
 def resync(seconds: int, source: str) -> int:
-    """Go flanneld takes less than 1 for no pause at all, which here is a second."""
+    """Read a period, at least 1 second: Go flanneld does not pause at all for less."""
     del source
     return max(1, seconds)
 

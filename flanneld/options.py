@@ -1,4 +1,4 @@
-"""What the operator asked for on the command line and in ``FLANNELD_*`` variables, checked once.
+"""Options from the command line and ``FLANNELD_*`` variables, checked once.
 
 ``Options`` is the table of flags: each field holds its flag's default and usage text. Names and
 defaults are those of Go flanneld; ``iface-wait``, ``state-dir`` and ``etcd-api`` are ours, as some others.
@@ -23,7 +23,7 @@ _KINDS: Mapping[type, Kind] = {bool: "bool", int: "int", str: "string", tuple: "
 
 
 class UsageError(FlannelError):
-    """The command line or the environment makes no sense: print reason and usage, exit with status 2."""
+    """Error in the command line or the environment: print reason and usage, exit with status 2."""
 
     def __init__(self, reason: str, usage: str) -> None:
         super().__init__(reason)
@@ -32,7 +32,7 @@ class UsageError(FlannelError):
 
 
 class HelpWanted(Exception):
-    """``-help``: print ``usage`` on standard error, exit with status 0."""
+    """Request for ``-help``: print ``usage`` on standard error, exit with status 0."""
 
     def __init__(self, usage: str) -> None:
         super().__init__(usage)
@@ -40,18 +40,18 @@ class HelpWanted(Exception):
 
 
 class VersionWanted(Exception):
-    """``-version``: print the version on standard error, exit with status 0."""
+    """Request for ``-version``: print the version on standard error, exit with status 0."""
 
 
 def _flag(name: str, default: Any, usage: str, read: option_values.Reader = option_values.as_it_is) -> Any:
-    """A field with the flag that sets it; ``default`` is the flag's, a tuple if it may be repeated."""
+    """Return a field and the flag that sets it; ``default`` is a tuple if the flag may be repeated."""
     flag = Flag(name, _KINDS[type(default)], default, usage, repeatable=isinstance(default, tuple))
     return field(default=read(default, name), metadata={"flag": flag, "read": read})
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Options:
-    """All options, each named as its flag with ``_`` for ``-``. Printing it shows no password."""
+    """All options, each named as its flag with ``_`` for ``-``. Its repr shows no password."""
 
     etcd_endpoints: tuple[str, ...] = _flag(
         "etcd-endpoints",
@@ -244,16 +244,16 @@ class Options:
 
     @property
     def has_networks(self) -> bool:
-        """Whether the daemon is in several networks, each with a name."""
+        """Return True if the daemon serves several networks, each with a name."""
         return bool(self.networks) or self.watch_networks
 
     @property
     def is_errand(self) -> bool:
-        """Whether something is to be done instead of serving."""
+        """Return True if the options name a one-shot action instead of serving."""
         return self.cleanup or self.migrate_etcd_v2_to_v3 or self.plan
 
     def described(self) -> str:
-        """What differs from the defaults, as ``name=value`` words for one log line, secrets masked."""
+        """Return the non-default options as ``name=value`` words for one log line, secrets masked."""
         return " ".join(
             f"{f.metadata['flag'].name}={word}"
             for f in fields(self)
@@ -287,10 +287,10 @@ def _word(text: str) -> str:
 
 
 def read(argv: Sequence[str], environ: Mapping[str, str], program: str = "flanneld") -> Options:
-    """Read the words after the program's name, then the environment for what they leave open.
+    """Parse the arguments after the program's name, then the environment for flags that are not given.
 
-    Raises ``UsageError``, ``HelpWanted`` or ``VersionWanted`` for what cannot be or need not be read,
-    ``Fatal`` for a value that is out of bounds.
+    Raises ``UsageError`` for invalid arguments, ``HelpWanted`` or ``VersionWanted`` if they ask for it,
+    and ``Fatal`` for a value out of bounds.
     """
     try:
         line = goflags.parse((*FLAGS, _VERSION), argv)
@@ -319,7 +319,7 @@ WITHOUT_EFFECT = {
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return the variables that look like ours and are not read, each with the nearest that is."""
+    """Return unknown ``FLANNELD_*`` variables, each with the most similar known one."""
     known = [goflags.variable(flag.name, PREFIX) for flag in FLAGS]
     unknown = [name for name in sorted(environ) if name.startswith(f"{PREFIX}_") and name not in known]
     unknown = [name for name in unknown if not _is_of_a_service(name, environ[name])]
@@ -334,14 +334,14 @@ def unknown_variables(environ: Mapping[str, str]) -> list[tuple[str, str]]:
 
 
 def _is_of_a_service(name: str, value: str) -> bool:
-    """Return True for what Kubernetes and Docker set for a service that is called flanneld."""
+    """Return True for variables that Kubernetes and Docker set for a service named flanneld."""
     of_port = r"_PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?"
     is_link = re.search(f"{of_port}$", name) and re.match("(tcp|udp|sctp)://", value)
     return bool(is_link or re.search(r"_SERVICE_(HOST|PORT)(_\w+)?$|_PORT_\d+_(TCP|UDP|SCTP)_\w+$", name))
 
 
 def usage(program: str) -> str:
-    """The usage text, one line about the program and then all flags; ends with a newline."""
+    """Return the usage text: one line about the program, then all flags, then a newline."""
     return f"Usage: {program} [-flag=value ...]\n" + goflags.usage((*FLAGS, _VERSION))
 
 
@@ -385,7 +385,7 @@ def _check_store(options: Options) -> None:
 
 
 def _check_file(options: Options) -> None:
-    """Raise ``Fatal`` for options of a store in a file that do not fit."""
+    """Raise ``Fatal`` for options that contradict a store in a file."""
     if options.store and (options.remote or options.kube_subnet_mgr):
         flag = "remote" if options.remote else "kube-subnet-mgr"
         raise Fatal(f"-store and -{flag} name two stores", "give one of them")

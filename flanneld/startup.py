@@ -43,22 +43,22 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-#: Gets this node's lease by the store's ``acquire``, or foresees it without writing.
+#: Acquires this node's lease from the store, or predicts it without writing.
 Acquire = Callable[[Config, LeaseAttrs, LeaseKey, LocalFacts], Lease]
 
-#: Raises ``Retryable`` while another network of this daemon has what the backend needs.
+#: Raises ``Retryable`` while another network of this daemon holds a resource that the backend needs.
 Admit = Callable[[Config, Backend], None]
 
 
 class Waiting(Protocol):
-    """Makes attempts: once, or again after each ``Retryable`` until one succeeds. ``what`` is for the log."""
+    """Retry policy: one attempt, or retries after each ``Retryable``. ``what`` is for the log."""
 
     def ask(self, what: str, attempt: Callable[[], Result]) -> Result:
-        """Get something from the store."""
+        """Make an attempt that asks the store."""
         ...
 
     def patiently(self, what: str, attempt: Callable[[], Result]) -> Result:
-        """Get something from this host."""
+        """Make an attempt that asks this host."""
         ...
 
 
@@ -104,7 +104,7 @@ def load(
     *,
     is_dry_run: bool = False,
 ) -> Loaded:
-    """Read what the last run left, and the network config. ``services`` is what backends may ask for."""
+    """Read the record of the last run and the network config. ``services`` are the backends' services."""
     path = Path(options.subnet_file)
     previous, last_run = subnet_file.read(path), LastRun(path, is_dry_run=is_dry_run)
     config = waiting.ask("the network config", manager.network_config)
@@ -121,7 +121,7 @@ def load(
 
 
 def elect(loaded: Loaded, waiting: Waiting) -> Elected:
-    """Choose the uplink; for at most ``-iface-wait`` seconds its absence may be waited out."""
+    """Choose the uplink. Wait for it at most ``-iface-wait`` seconds."""
     kernel, monitor = waiting.patiently("the kernel", _open_kernel)
     choice = waiting.ask("our node", partial(_choice, loaded.options, loaded.manager))
     deadline = clock.now() + loaded.options.iface_wait
@@ -132,13 +132,13 @@ def elect(loaded: Loaded, waiting: Waiting) -> Elected:
 
 
 def admit_any(_config: Config, _backend: Backend) -> None:
-    """Let any backend be: this network is the only one of the daemon."""
+    """Admit any backend: this is the daemon's only network."""
 
 
 def join(
     loaded: Loaded, elected: Elected, waiting: Waiting, acquire: Acquire, admit: Admit = admit_any
 ) -> Member:
-    """Build the backend and get the lease that announces it, once ``admit`` lets it be."""
+    """Build the backend and, once ``admit`` permits it, acquire the lease that announces it."""
     options, manager, config = loaded.options, loaded.manager, loaded.config
     previous, last_run = loaded.previous, loaded.last_run
     kernel, uplink = elected.kernel, elected.uplink
@@ -172,7 +172,7 @@ def join(
 
 
 def desired(member: Member) -> Node:
-    """Return what the reconciler maintains: the backend's resources, and those that the options add."""
+    """Return the node to maintain: the backend's resources, and those that the options add."""
     last_run = member.last_run
     # Packets for a container that has gone must not go round between this host and its gateway.
     blackholes = member.lease.key if member.options.ip_blackhole_route else ()
@@ -192,7 +192,7 @@ def desired(member: Member) -> Node:
 
 
 def _kernel_tables(member: Member, stale_links: Callable[[], Iterable[Link]]) -> list[Table]:
-    """Return the tables of devices and routes, and those of policies that an ipsec backend has left."""
+    """Return the tables of devices and routes, and of XFRM policies left by an ipsec backend."""
     from flanneld.network.xfrm.table import stale_tables  # rarely needed, and it takes its time
 
     networks = (network for network, _ in member.uplink_manager.ranges)
@@ -242,7 +242,7 @@ def _elected(kernel: Kernel, config: Config, choice: InterfaceChoice, deadline: 
 
 
 def _warn_of_unread_keys(config: Config) -> None:
-    """Called once the backend was built, which reads the keys that it knows."""
+    """Warn about keys that the backend did not read. Call it after the backend was built."""
     for place, each in (("Backend", config), ("Backend.Also", config.also)):
         for key, nearest in each.backend.unread() if each else ():
             hint = f"; did you mean {nearest}?" if nearest else ""

@@ -1,4 +1,4 @@
-"""alloc: a subnet for this node, and no way to any other: something else moves the packets.
+"""alloc backend: only a lease for this node. Another program routes the packets to peers.
 
 The lease has the public IP and neither a type nor data, as upstream's backend/alloc writes it.
 """
@@ -14,12 +14,12 @@ from flanneld.state.resources import Resource
 
 
 class Alloc:
-    """Takes a lease. Makes no device and no route."""
+    """Backend with a lease, and without devices or routes."""
 
     has_peers = False
 
     def __init__(self, config: Config, host: Host) -> None:
-        del config  # there is nothing to choose
+        del config  # there are no options
         self._uplink = host.uplink
 
     @property
@@ -30,11 +30,11 @@ class Alloc:
         return LeaseAttrs(self._uplink.public_ip, self._uplink.public_ipv6)
 
     def local(self, own: Lease) -> Iterator[Resource]:
-        """Nothing: the packets are carried by others."""
+        """Return no objects: another program routes the packets."""
         del own
         return iter(())
 
     def peer(self, own: Lease, lease: Lease, /) -> Iterator[Resource]:
-        """Nothing, whatever the peer announces."""
+        """Return no objects for any peer."""
         del own, lease
         return iter(())

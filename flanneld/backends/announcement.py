@@ -1,7 +1,7 @@
 """Announcement of a second backend in a lease, beside the data of the first (pure).
 
-It is in a key of the backend data that Go flannel does not know and so ignores, with the data that a lease of
-this type would have::
+The key ``Also`` of the backend data holds the type, and the data of a lease of this type. Go flannel does not
+know the key and ignores it::
 
     {"VNI": 1, "VtepMAC": "...", "Also": {"Type": "wireguard", "Data": {"PublicKey": "...", "Port": 51820}}}
 """
@@ -18,7 +18,7 @@ KEY = "Also"
 
 
 def with_also(first: LeaseAttrs, second: LeaseAttrs) -> LeaseAttrs:
-    """Return the attributes of a node that runs two backends; the first one's data are an object or None."""
+    """Return the attributes of a node with two backends; the data of the first are an object or None."""
     also: dict[str, Any] = {"Type": second.backend_type}
     if second.backend_data is not None:
         also["Data"] = second.backend_data
@@ -30,7 +30,7 @@ def with_also(first: LeaseAttrs, second: LeaseAttrs) -> LeaseAttrs:
 
 
 def announced(attrs: LeaseAttrs, backend_type: str) -> LeaseAttrs | None:
-    """Return the attributes as a lease of this type has them, None if the node does not announce it."""
+    """Return the attributes of a lease of this type; None if the node does not announce the type."""
     if attrs.backend_type == backend_type:
         return attrs
     for data in (attrs.backend_data, attrs.backend_v6_data):

@@ -1,6 +1,6 @@
-"""Contract between the daemon and its backends, which decide how packets travel between nodes.
+"""Contract between the daemon and its backends, which choose the path of packets between nodes.
 
-A backend decides and never acts. It is rebuilt when the uplink changes, so it holds no state.
+A backend declares the desired state and never acts. It is stateless: a change of the uplink rebuilds it.
 ``docs/backends.md`` shows how to write one.
 """
 
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-#: Addresses that are no host's, as numbers: none, everybody, IPv6's loopback. And the first octets of others,
-#: which are loopback or multicast.
+#: Addresses that belong to no host, as numbers: unspecified, broadcast, IPv6 loopback. Then the first octets
+#: of loopback and multicast addresses.
 _NO_HOST: dict[Family, frozenset[int]] = {4: frozenset({0, 0xFFFF_FFFF}), 6: frozenset({0, 1})}
 _OF_NO_HOST: dict[Family, frozenset[int]] = {4: frozenset({127, *range(224, 240)}), 6: frozenset({0xFF})}
 
 
 class ReadSecret(Protocol):
-    """Reads a key file, which gets what ``make`` returns if it is not there, durably and with mode 0400.
+    """Reader of a key file. A missing file is created durably with the result of ``make`` and mode 0400.
 
-    The file is in the daemon's directory of keys, unless an environment ``variable`` names another one.
-    Raises ``Fatal`` for a file that others can write, ``Retryable`` for one that cannot be read or made.
+    The file is in the daemon's directory of keys, unless an environment ``variable`` names another file.
+    Raises ``Fatal`` for a file that other users can write, ``Retryable`` if it cannot be read or created.
     """
 
     def __call__(
@@ -46,16 +46,16 @@ class ReadSecret(Protocol):
 
 
 class DryRun(Retryable):
-    """A dry run does not do what a backend asks for."""
+    """Error for an action that a dry run does not perform."""
 
 
 class RunCommand(Protocol):
-    """Runs a command, a text by the shell, to its end; ``env`` adds to the daemon's environment.
+    """Runner of a command, given as words or as a text for the shell; ``env`` extends the environment.
 
-    It is killed with all it started after ``timeout`` seconds, and when the daemon stops unless ``at_exit``.
-    With ``clean`` its environment is ``env`` alone, with ``merged`` what it writes to stderr is part of
-    ``output``. ``name`` stands for it in messages and the log. Raises ``Retryable`` if it does not start or
-    was killed, ``DryRun`` if nothing is to be run. It blocks: never in the kernel's worker.
+    The command and its children are killed after ``timeout`` seconds, and when the daemon stops unless
+    ``at_exit``. With ``clean`` the environment is ``env`` alone, with ``merged`` stderr is part of
+    ``output``. ``name`` replaces the command in messages and the log. Raises ``Retryable`` if the command
+    does not start or is killed, ``DryRun`` in a dry run. It blocks: never call it in the kernel's worker.
     """
 
     def __call__(
@@ -73,10 +73,10 @@ class RunCommand(Protocol):
 
 
 class MakeCall(Protocol):
-    """Calls a function that blocks in a library, in a thread of its own, for at most ``timeout`` seconds.
+    """Caller of a blocking library function in a thread of its own, for at most ``timeout`` seconds.
 
-    Raises what the function raises, and ``Retryable`` after that time or when the daemon stops. ``what`` is
-    for the message. A dry run makes such calls, too: they must change nothing there.
+    Raises the function's exceptions, and ``Retryable`` after the timeout or when the daemon stops. ``what``
+    is for the message. A dry run makes such calls, too, so they must not change anything then.
     """
 
     def __call__(self, what: str, act: Callable[[], Result], timeout: float, /) -> Result: ...
@@ -87,19 +87,19 @@ def _absent(*_: object, **__: object) -> NoReturn:
 
 
 class HostServices(Struct, frozen=True, kw_only=True):
-    """Services of the host for a backend and its tables, which use no others."""
+    """Services of the host for a backend and its tables, which must use no others."""
 
     secret: ReadSecret = _absent
     run: RunCommand = _absent
-    #: Makes a request, bounded in time and size. Raises ``Retryable`` without an answer. It blocks, too.
+    #: Makes a blocking request, bounded in time and size. Raises ``Retryable`` without an answer.
     http: Callable[[HttpRequest], HttpAnswer] = _absent
-    #: Calls a function of a library that blocks.
+    #: Calls a blocking library function.
     call: MakeCall = _absent
-    #: The path of this daemon's file with a suffix, beside subnet.env, for what the next run has to know.
+    #: Returns the path of this daemon's file with a suffix, beside subnet.env, for data of the next run.
     beside: Callable[[str], Path] = _absent
-    #: The kernel's identity of this boot; empty if it cannot be read.
+    #: The kernel's boot ID; empty if it cannot be read.
     boot_id: Callable[[], str] = _absent
-    #: The UDP port for this node alone; 0 for that of the network config.
+    #: UDP port for this node alone; 0 for the network config's.
     listen_port: int = 0
 
 
@@ -107,150 +107,150 @@ NO_SERVICES = HostServices()
 
 
 class Host(HostServices, frozen=True):
-    """Facts and services of the host for a backend, which uses no others."""
+    """Facts and services of the host for a backend, which must use no others."""
 
     uplink: Uplink
-    #: What this node announced before, if the store still knows it.
+    #: Attributes that this node announced before, if the store still has them.
     stored: LeaseAttrs | None
-    #: The MAC of an existing device, None when there is no such device.
+    #: Returns the MAC of a device, None if it does not exist.
     mac_of: Callable[[str], str | None]
-    #: The device on whose link an address is, None when it is behind a gateway or unreachable.
+    #: Returns the device on whose link an address is, None if it is behind a gateway or unreachable.
     link_to: Callable[[IPAddress], str | None]
     random_bytes: Callable[[int], bytes]
-    #: The name for a TUN device that leads to this network: that of the one an earlier run has made,
-    #: else the first that is free.
+    #: Returns the name for a TUN device that leads to this network: that of an earlier run's, else the
+    #: first free one.
     tun_for: Callable[[IPNetwork], str] = lambda _: "flannel0"
-    #: What ``HasIdentity.identity`` has returned in this run, None before that.
+    #: Result of ``HasIdentity.identity`` in this run, None before the call.
     identity: Any = None
 
 
 class OtherBackend(Refused):
-    """The lease is sound, but its node runs another backend: nothing can lead there."""
+    """Error for a valid lease of a node with another backend, which is unreachable from here."""
 
 
 class Backend(Protocol):
-    """Decides what the kernel should hold; never touches it."""
+    """Backend: declares the desired objects of the kernel, and never writes them."""
 
     @property
     def mtu(self) -> int:
-        """Bytes that are left for a container's packet."""
+        """MTU for containers, in bytes."""
         ...
 
     def attributes(self) -> LeaseAttrs:
-        """Return what other nodes must know to reach this one."""
+        """Return the lease attributes, which other nodes need to reach this one."""
         ...
 
     def local(self, own: Lease) -> Iterable[Resource]:
-        """Devices and addresses that are needed even without peers."""
+        """Return the devices and addresses that are needed even without peers."""
         ...
 
     def peer(self, own: Lease, lease: Lease, /) -> Iterable[Resource]:
-        """Return what leads from this node to one peer.
+        """Return the objects that lead from this node to one peer.
 
-        Raises ``Refused`` for a lease that makes no sense: what led to the peer before stays. Raises
-        ``Unsafe`` for one that would harm this host: what led to the peer is withdrawn.
+        Raises ``Refused`` for an invalid lease: the peer's former objects stay. Raises ``Unsafe`` for a
+        lease that would harm this host: the peer's objects are removed.
         """
         ...
 
 
 @runtime_checkable
 class HasIdentity(Protocol):
-    """Optional part of a backend: what tells this node from others, as MACs, a key or a command's output.
+    """Optional part of a backend: this node's identity, such as MACs, a key or a command's output.
 
-    It is asked for once a run, before ``attributes``, and is ``Host.identity`` of the backend that is then
-    built, and of each that is built after the uplink has moved.
+    It is requested once a run, before ``attributes``. Each later backend of this run, also after a move of
+    the uplink, gets it as ``Host.identity``.
     """
 
     def identity(self) -> Any:
-        """Decide it, by ``Host``'s services if need be. Raises ``Retryable`` if that has to wait."""
+        """Return the identity, with ``Host``'s services if needed. Raises ``Retryable`` if it must wait."""
         ...
 
 
 def has_peers(backend: Backend) -> bool:
-    """Return False for a backend that leads to no peer, which its attribute ``has_peers`` says.
+    """Return False for a backend without routes to peers, as its attribute ``has_peers`` declares.
 
-    The daemon then watches no lease but its own, and is complete without the peers' leases.
+    The daemon then watches only its own lease, and is ready without the peers' leases.
     """
     return bool(getattr(backend, "has_peers", True))
 
 
 def encrypts(backend: Backend) -> bool:
-    """Return True for a backend that must never let packets out in the clear, which ``encrypts`` says.
+    """Return True for a backend that must never send packets unencrypted, as ``encrypts`` declares.
 
-    Routes that an earlier run left into the network, past the backend's devices, are removed at the start.
+    An earlier run's routes into the network that bypass the backend's devices are removed at the start.
     """
     return bool(getattr(backend, "encrypts", False))
 
 
 def stands_alone(backend: Backend) -> bool:
-    """Return True for a backend that cannot run beside another one, which ``stands_alone`` says.
+    """Return True for a backend that cannot run beside another, as ``stands_alone`` declares.
 
-    One that leads to no peer cannot either.
+    A backend without routes to peers cannot either.
     """
     return bool(getattr(backend, "stands_alone", False)) or not has_peers(backend)
 
 
 @runtime_checkable
 class Switches(Protocol):
-    """Optional part of a backend that takes over from another one.
+    """Optional part of a backend that takes over from another backend.
 
-    Routes of that other one serve until all peers are known.
+    Routes of the other backend serve until all peers are known.
     """
 
     def clear_devices(self, own: Lease, /) -> frozenset[str]:
-        """Return our devices whose packets can be read on the way, though the backend encrypts."""
+        """Return our devices that send packets unencrypted though the backend encrypts."""
         ...
 
 
 @runtime_checkable
 class RecognizesItself(Protocol):
-    """Optional part of a backend: its answer to whether a lease is this node's.
+    """Optional part of a backend: recognition of this node's lease.
 
-    Without it a lease is this node's if it has our public IP, in the first family that the network uses.
+    Without it a lease belongs to this node if it has our public IP, in the first family of the network.
     """
 
     def is_self(self, attrs: LeaseAttrs, /) -> bool:
-        """Return True if a lease with these attributes is this node's, also under a former public IP."""
+        """Return True if these attributes belong to this node's lease, also with a former public IP."""
         ...
 
 
 @runtime_checkable
 class HasClaims(Protocol):
-    """Optional part of a backend: what of this host only one network can have."""
+    """Optional part of a backend: resources of this host that only one network can use."""
 
     def claims(self) -> Iterable[str]:
-        """Name each for an operator, as ``VNI 1`` or ``UDP port 8285``; equal names are one thing."""
+        """Return a name for each, such as ``VNI 1`` or ``UDP port 8285``. Equal names are one resource."""
         ...
 
 
 def claims_of(backend: Backend) -> tuple[str, ...]:
-    """Return what only one network of this host can have; nothing for a backend that does not say."""
+    """Return the resources that only one network can use; none for a backend that declares none."""
     return tuple(backend.claims()) if isinstance(backend, HasClaims) else ()
 
 
 class ExitPolicy(Enum):
-    """Fate of the resources in a backend's own tables when the daemon ends."""
+    """Treatment of the resources in a backend's own tables when the daemon ends."""
 
     #: They stay: a restart interrupts nothing.
     KEEP = "keep"
-    #: They are removed: a node without a daemon must not be relied on.
+    #: They are removed: other nodes must not rely on a node without a daemon.
     REMOVE = "remove"
 
 
 def exit_policy(backend: Backend) -> ExitPolicy:
-    """Return the policy that a backend declares as its attribute ``exit_policy``; the default is ``KEEP``."""
+    """Return the backend's attribute ``exit_policy``; the default is ``KEEP``."""
     policy: ExitPolicy = getattr(backend, "exit_policy", ExitPolicy.KEEP)
     return policy
 
 
 @runtime_checkable
 class HasTables(Protocol):
-    """Optional part of a backend: tables of its own, if the kernel's are not all that it changes."""
+    """Optional part of a backend: tables of its own, for objects outside the kernel's tables."""
 
     def tables(self) -> Iterable[Table]:
-        """Its tables, for the whole run: asked for once, also if the uplink moves and another is built.
+        """Return the tables. Called once a run: they outlive a rebuild of the backend for a new uplink.
 
-        The table of a resource is the one that the first item of its key names.
+        The first item of a resource's key names its table.
         """
         ...
 
@@ -258,13 +258,13 @@ class HasTables(Protocol):
 Factory = Callable[[Config, Host], Backend]
 
 
-# ---- what backends ask of a peer's lease --------------------------------------------------------
+# ---- checks of a peer's lease --------------------------------------------------------------------
 
 
 def require_type(lease: Lease, backend_type: str) -> Lease:
-    """Return the lease as a node of this type has it, be this type announced beside another one.
+    """Return the lease with the attributes for this type, also if it is announced as a second type.
 
-    Raises ``OtherBackend`` for the lease of a node that announces others only.
+    Raises ``OtherBackend`` for a node that announces only other types.
     """
     attrs = announced(lease.attrs, backend_type)
     if attrs is None:
@@ -276,9 +276,9 @@ def require_type(lease: Lease, backend_type: str) -> Lease:
 
 
 def peers_public_ip(lease: Lease, family: Family, uplink: Uplink) -> IPAddress:
-    """Raises ``Refused`` when the peer announces none, no host's, or ours, from where all would come back.
+    """Return a peer's public IP. Raises ``Refused`` if it is missing, invalid for a host, or ours.
 
-    240.0.0.0/4 is reserved, and in use on many private networks: Linux and upstream take it for any other.
+    240.0.0.0/4 is accepted, as in Linux and upstream: it is reserved, but many private networks use it.
     """
     public_ip = lease.attrs.public(family)
     if public_ip is None:

@@ -1,4 +1,4 @@
-"""host-gw: every node is a gateway on the link that all nodes share; no encapsulation.
+"""host-gw backend: each node is the gateway to its subnet on a shared link, without encapsulation.
 
 Behaves as upstream's backend/hostgw: a route to each peer's subnet through the peer's public IP.
 """
@@ -17,7 +17,7 @@ TYPE = "host-gw"
 
 
 class HostGw:
-    """Needs all nodes on one link, and no address translation between them."""
+    """Backend for nodes on one link, without address translation between them."""
 
     def __init__(self, config: Config, host: Host) -> None:
         self._families = config.families
@@ -38,7 +38,7 @@ class HostGw:
         return LeaseAttrs(self._uplink.public_ip, self._uplink.public_ipv6, TYPE)
 
     def local(self, own: Lease) -> Iterator[Resource]:
-        """Nothing: the uplink is all it takes."""
+        """Return no objects: the uplink is sufficient."""
         del own
         return iter(())
 

@@ -1,4 +1,4 @@
-"""ipip: containers' packets travel inside IPv4 packets between the nodes, with 20 bytes of header.
+"""ipip backend: containers' packets travel inside IPv4 packets, with 20 bytes of header.
 
 One tunnel device from our address to any host. The gateway of a route through it names the host to
 which the kernel sends: an onlink route to a peer's subnet, through the peer's public IP, is all it takes.
@@ -22,12 +22,12 @@ DEVICE = "flannel.ipip"
 
 #: The outer IPv4 header.
 OVERHEAD = 20
-#: RFC 791: what every link must carry in one piece.
+#: Bytes that every link must carry in one piece (RFC 791).
 _SMALLEST_MTU = 68
 
 
 def build(config: Config, host: Host) -> IpipBackend:
-    """Raises ``Fatal`` for what this backend cannot do."""
+    """Return the backend. Raises ``Fatal`` for an unsupported config."""
     if config.families != (4,):
         raise Fatal("ipip carries IPv4 only", "set EnableIPv6 to false and EnableIPv4 to true, or use vxlan")
     try:
@@ -46,7 +46,7 @@ def build(config: Config, host: Host) -> IpipBackend:
 
 
 class IpipBackend:
-    """One device leads to all peers; those that share our link may be reached without it."""
+    """Backend with one device for all peers. DirectRouting skips it for peers on the uplink's link."""
 
     def __init__(self, host: Host, device: Ipip, *, direct_routing: bool) -> None:
         self._host = host
@@ -64,7 +64,7 @@ class IpipBackend:
         return (f"device {DEVICE}",)
 
     def local(self, own: Lease) -> Iterator[Resource]:
-        """The device with the base address of our subnet: hosts reach containers from it."""
+        """Yield the device with the base address of our subnet, the source address of this host's packets."""
         yield self._device
         if own.subnet is not None:
             yield Address(DEVICE, own.subnet.network_address)

@@ -1,4 +1,4 @@
-"""Backends by name: the built-in ones, and those that installed packages offer."""
+"""Registry of backends by name: built-in ones, and those of installed packages."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from flanneld.compat.flags import quoted
 from flanneld.config import Config
 from flanneld.errors import Fatal
 
-#: The entry points of other packages.
+#: Group of entry points in other packages.
 GROUP = "flanneld.backends"
-#: Module and factory of those of our own.
+#: Module and factory of each built-in backend.
 _OWN = {
     "ali-vpc": ("flanneld.backends.cloud.ali", "build"),
     "alloc": ("flanneld.backends.alloc", "Alloc"),
@@ -29,7 +29,7 @@ _OWN = {
 
 
 def factory_for(config: Config) -> Factory:
-    """Return the factory of the backend, or of both if another one runs beside it. Raises ``Fatal``."""
+    """Return the factory of the backend, or of both with ``Backend.Also``. Raises ``Fatal``."""
     first = load(config.backend_type)
     if config.also is None:
         return first
@@ -39,9 +39,9 @@ def factory_for(config: Config) -> Factory:
 
 
 def load(name: str) -> Factory:
-    """Find the backend of this name, in any case: one of ours, or what an installed package offers.
+    """Load the factory of a backend by its name in any case: built-in, or from an installed package.
 
-    Raises ``Fatal`` when there is none.
+    Raises ``Fatal`` if there is none.
     """
     if own := _OWN.get(name.lower()):
         factory: Factory = getattr(import_module(own[0]), own[1])

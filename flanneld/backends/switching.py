@@ -1,8 +1,8 @@
 """Two backends on one node, while a cluster switches from one to the other node by node (pure).
 
-``Backend.Type`` carries the packets to each peer that announces it, and ``Backend.Also`` those to the rest.
-Devices, addresses and entries of both are there, so packets that a peer still sends by the other way arrive.
-Routes are those of the way that is taken.
+``Backend.Type`` carries the packets to each peer that announces it, ``Backend.Also`` those to other peers.
+Devices, addresses and entries of both backends exist, so packets from a peer arrive by either. Each peer's
+route is that of the backend used for it.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from flanneld.model import Lease, LeaseAttrs, is_same_node
 from flanneld.state.resources import Kind, Link, Resource
 from flanneld.state.table import Table
 
-#: In ``Backend.Also``: reach peers that announce nothing encrypted, though ``Backend.Type`` encrypts.
+#: Option in ``Backend.Also``: reach peers without encryption though ``Backend.Type`` encrypts.
 ALLOW_CLEAR = "AllowUnencryptedPeers"
 
 
 def beside(make_first: Factory, make_second: Factory) -> Factory:
-    """Return the factory of a node with two backends; the network config has options for both."""
+    """Return a factory for a node with two backends. The network config has options for both."""
 
     def make(config: Config, host: Host) -> Switching:
         other = config.also
@@ -57,13 +57,13 @@ def beside(make_first: Factory, make_second: Factory) -> Factory:
 
 
 def _host_for(config: Config, host: Host, identity: Any) -> Host:
-    """Return what one of the backends may know: its own identity, and what was announced for it before."""
+    """Return the facts for one backend, with its own identity and its former attributes."""
     stored = announced(host.stored, config.backend_type) if host.stored else None
     return replace(host, identity=identity, stored=stored or host.stored)
 
 
 def _refuse_pair(config: Config, first: Backend, other: Config, second: Backend) -> None:
-    """Raises ``Fatal`` for two backends that cannot be on one node."""
+    """Raise ``Fatal`` for two backends that cannot run on one node."""
     remedy = "choose another type there, or remove Backend.Also and switch all nodes at once"
     if config.backend_type == other.backend_type:
         raise Fatal(f"Backend.Type and Backend.Also.Type are both {config.backend_type}", remedy)
@@ -84,9 +84,9 @@ def _allows_clear(config: Config) -> bool:
 
 
 class Switching:
-    """``first`` leads to each peer that announces it, ``second`` to the others.
+    """Pair of backends: ``first`` leads to each peer that announces it, ``second`` to the others.
 
-    An encrypted first one refuses peers that can be reached in the clear only, unless ``allows_clear``.
+    If only ``first`` encrypts, peers that do not announce it are refused, unless ``allows_clear``.
     """
 
     def __init__(self, first_type: str, first: Backend, second: Backend, *, allows_clear: bool) -> None:
@@ -97,7 +97,7 @@ class Switching:
 
     @property
     def mtu(self) -> int:
-        """A container's packet has to fit either way."""
+        """Smaller MTU of both backends."""
         return min(self._first.mtu, self._second.mtu)
 
     @property
@@ -118,7 +118,7 @@ class Switching:
         return with_also(self._first.attributes(), self._second.attributes())
 
     def is_self(self, attrs: LeaseAttrs) -> bool:
-        """Return the answer of the backend that has a better one than the public IP."""
+        """Return the answer of the backend that recognizes itself by more than the public IP."""
         for each in (self._first, self._second):
             if isinstance(each, RecognizesItself):
                 return each.is_self(attrs)
@@ -129,7 +129,7 @@ class Switching:
         return tuple(table for each in both for table in each.tables())
 
     def clear_devices(self, own: Lease) -> frozenset[str]:
-        """Return the devices that must not lead to peers of an encrypted network for good."""
+        """Return the devices that may lead to peers of an encrypted network only during the switch."""
         if not self.encrypts or encrypts(self._second):
             return frozenset()
         return frozenset(each.name for each in self._second.local(own) if isinstance(each, Link))

@@ -1,4 +1,4 @@
-"""vxlan: every node is a VTEP on one VXLAN segment; containers' packets travel in UDP.
+"""vxlan backend: each node is a VTEP on one VXLAN segment; containers' packets travel in UDP.
 
 What leads to a peer, as the packet meets it: an onlink route to the peer's subnet through the
 subnet's base address, a permanent neighbour entry that gives this address the peer's VTEP MAC, and
@@ -28,7 +28,7 @@ TYPE = "vxlan"
 
 #: Outer Ethernet, IPv4 and UDP headers and the VXLAN header; IPv6's is 20 bytes longer.
 OVERHEAD: dict[Family, int] = {4: 50, 6: 70}
-#: What Linux uses when no port is asked for (drivers/net/vxlan, module parameter udp_port).
+#: Default UDP port of Linux (drivers/net/vxlan, module parameter udp_port).
 LINUX_PORT = 8472
 _MAX_VNI = (1 << 24) - 1
 #: linux/if.h IFNAMSIZ, less the terminating zero.
@@ -37,7 +37,7 @@ _SMALLEST_MTU: dict[Family, int] = {4: 68, 6: 1280}
 
 
 class VxlanConfig(Struct, frozen=True, gc=False):
-    """The Backend object of the network config; ``mtu`` is that of the uplink, 0 for the real one."""
+    """Backend object of the network config; ``mtu`` overrides the uplink's, 0 for the real one."""
 
     vni: int = 1
     port: int = LINUX_PORT
@@ -48,7 +48,7 @@ class VxlanConfig(Struct, frozen=True, gc=False):
 
 
 def read_config(config: Config) -> VxlanConfig:
-    """Raises ``Fatal`` for a value no device can have."""
+    """Return the backend's config. Raises ``Fatal`` for a value that no device can have."""
     fields = config.backend
     try:
         wanted = VxlanConfig(
@@ -72,7 +72,7 @@ def read_config(config: Config) -> VxlanConfig:
 
 
 def build(config: Config, host: Host) -> VxlanBackend:
-    """Decide this node's devices."""
+    """Return the backend with this node's devices."""
     wanted = read_config(config)
     devices: dict[Family, Vxlan] = {}
     for family in config.families:
@@ -105,7 +105,7 @@ def _device_name(family: Family, vni: int) -> str:
 
 
 class VxlanBackend:
-    """One device for each family; peers that share our link may be reached without it."""
+    """Backend with one device per family. DirectRouting skips it for peers on the uplink's link."""
 
     def __init__(self, host: Host, devices: dict[Family, Vxlan], *, direct_routing: bool) -> None:
         self._host = host
@@ -117,7 +117,7 @@ class VxlanBackend:
         return min(device.mtu for device in self._devices.values())
 
     def identity(self) -> dict[Family, str]:
-        """The devices keep their MACs when the uplink moves, whatever others do to the devices meanwhile."""
+        """Return the MAC of each device: devices keep them when the uplink moves or others change them."""
         return {family: device.mac for family, device in self._devices.items()}
 
     def attributes(self) -> LeaseAttrs:
@@ -134,11 +134,11 @@ class VxlanBackend:
         return {"VNI": device.vni, "VtepMAC": device.mac} if device else None
 
     def claims(self) -> tuple[str, ...]:
-        """The VNI names the devices."""
+        """Return the VNI, from which the devices have their names."""
         return tuple({f"VNI {device.vni}" for device in self._devices.values()})
 
     def local(self, own: Lease) -> Iterator[Resource]:
-        """The device with the base address of our subnet: hosts reach containers from it."""
+        """Yield the device with the base address of our subnet, the source address of this host's packets."""
         for family, device in self._devices.items():
             yield device
             subnet = own.net(family)
@@ -164,7 +164,7 @@ class VxlanBackend:
 
 
 def vtep_mac(data: Any) -> str:
-    """The MAC in a lease's backend data, whose keys Go matches in any case. Raises ``Refused``."""
+    """Return the MAC in a lease's backend data, whose keys Go matches in any case. Raises ``Refused``."""
     if not isinstance(data, dict):
         raise Refused(
             f"backend data {json.dumps(data)[:200]} is not an object", "the peer must announce a VtepMAC"
@@ -180,13 +180,13 @@ def vtep_mac(data: Any) -> str:
 
 
 def _mac(host: Host, family: Family, name: str) -> str:
-    """Return the MAC decided in this run, else that of the device, else the one announced, else a new one."""
+    """Return this run's MAC, else that of the device, else the announced one, else a new one."""
     kept = host.identity[family] if host.identity else host.mac_of(name)
     return kept or _stored_mac(host, family) or _random_mac(host.random_bytes(6))
 
 
 def _stored_mac(host: Host, family: Family) -> str | None:
-    """A device made anew keeps its MAC if the store still knows it: no peer has to follow."""
+    """Return the MAC in the store: a recreated device keeps it, so that no peer has to change."""
     if host.stored is None or host.stored.backend_type != TYPE:
         return None
     try:
@@ -196,7 +196,7 @@ def _stored_mac(host: Host, family: Family) -> str | None:
 
 
 def _random_mac(raw: bytes) -> str:
-    """Locally administered and unicast (IEEE 802, the two low bits of the first octet)."""
+    """Return a locally administered unicast MAC (IEEE 802, the two low bits of the first octet)."""
     return bytes([raw[0] & 0xFE | 0x02, *raw[1:]]).hex(":")
 
 

@@ -1,6 +1,6 @@
-"""``flannelctl bundle``: what somebody else needs to see what is wrong here, as one archive without secrets.
+"""``flannelctl bundle``: an archive of diagnostics for a remote expert, without secrets.
 
-Key files are read only to know what to mask.
+Key files are read only to mask their contents.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from flanneld.runtime.command_runner import CommandRunner
 
 #: Bytes of one file in the archive; the end of a longer one is kept.
 LONGEST = 8 << 20
-#: What operators look at, by the file that it goes to.
+#: Commands for diagnosis, by the file in the archive.
 COMMANDS: Mapping[str, tuple[str, ...]] = {
     "kernel/links": ("ip", "-details", "-statistics", "link"),
     "kernel/addresses": ("ip", "address"),
@@ -48,7 +48,7 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
     "system/unit": ("systemctl", "cat", "flanneld.service"),
     "log/journal": ("journalctl", "--unit=flanneld", "--lines=5000", "--no-pager", "--output=short-precise"),
 }
-#: What configures the daemon.
+#: Files that configure the daemon.
 FILES = (
     "/etc/default/flanneld",
     "/etc/sysconfig/flanneld",
@@ -60,7 +60,7 @@ FILES = (
 
 
 class Content(Struct, frozen=True):
-    """One file of the archive, not yet redacted."""
+    """File of the archive, not yet redacted."""
 
     name: str
     text: str
@@ -74,7 +74,7 @@ def default_name() -> str:
 def write(path: Path, contents: list[Content], secrets: set[str]) -> None:
     """Write a compressed archive of redacted files that only its owner may read.
 
-    Raises ``FlannelError`` if there is such a file, or it cannot be written.
+    Raises ``FlannelError`` if the file exists or cannot be written.
     """
     stem = path.name.removesuffix(".gz").removesuffix(".tar")
     made = io.BytesIO()
@@ -94,7 +94,7 @@ def write(path: Path, contents: list[Content], secrets: set[str]) -> None:
 
 
 def gather(answers: Mapping[str, Any], wanted: Options) -> list[Content]:
-    """Return what flannelctl's commands answered, and what this host's files and programs say."""
+    """Return the answers of flannelctl's commands, this host's files, and the output of its programs."""
     paths = (*FILES, wanted.subnet_file, wanted.net_config_path)
     return [
         *(Content(f"{name}.json", json.dumps(answer, indent=2)) for name, answer in answers.items()),
@@ -104,13 +104,13 @@ def gather(answers: Mapping[str, Any], wanted: Options) -> list[Content]:
 
 
 def known_secrets(wanted: Options) -> set[str]:
-    """Return the secrets of this host's flannel: passwords, keys in files, variables with such a name."""
+    """Return the secrets of flannel on this host: passwords, keys in files, variables named like secrets."""
     found = {wanted.etcd_password}
     for name in ("/etc/default/flanneld", "/etc/sysconfig/flanneld"):
         found |= secrets_in(_read(Path(name)) or "")
     with suppress(OSError):
         for path in Path(wanted.secret_dir).iterdir():
-            # What is beside them, as subnet.env, may be read by everybody.
+            # Files beside them, such as subnet.env, are world-readable.
             if path.is_file() and not path.stat().st_mode & 0o077:
                 found.add((_read(path) or "").strip())
     return found
@@ -136,7 +136,7 @@ def _outputs(runner: CommandRunner) -> Iterator[Content]:
 
 
 def _output(run: Callable[[], str]) -> str:
-    """Return what a command says, or why it says nothing."""
+    """Return the output of a command, or the reason why it has none."""
     try:
         return run()
     except Retryable as error:

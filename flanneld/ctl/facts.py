@@ -228,7 +228,7 @@ def _offload(ours: list[SeenLink]) -> Iterator[tuple[str, bool]]:
 
 
 def _paths(document: Mapping[str, Any]) -> Iterator[PathToPeer]:
-    """Ask a few peers, unless this process may not send ICMP."""
+    """Yield the paths to a few peers; none if this process may not send ICMP."""
     if "uplink" in document and "mtu" in document:
         with suppress(OSError):
             yield from sample(document, path_mtu.glance)

@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    """0: all is fine; 1: problems were found; 2: wrong usage; 3: no daemon answers, nothing else is wrong."""
+    """Run a command. Return 0 without problems, 1 with problems, 2 for wrong usage, 3 without a daemon."""
     level = logging.getLogger().level
     try:
         return _attempt(argv, environ)
@@ -78,7 +78,7 @@ class Answered(Struct, frozen=True):
 
     @property
     def status(self) -> int:
-        """The exit status that goes with it."""
+        """Exit status for this answer."""
         return PROBLEMS if self.wrong else FINE if self.by_daemon else NO_DAEMON
 
 
@@ -88,7 +88,7 @@ def _ask(arguments: argparse.Namespace, flags: Sequence[str], environ: Mapping[s
 
 
 def _run(arguments: argparse.Namespace, ask: Callable[[], Answered], *, as_json: bool) -> int:
-    """Ask once, until all is fine (``--wait``), or again and again (``--watch``); return the exit status."""
+    """Run a command once, until success (``--wait``), or repeatedly (``--watch``). Return the exit status."""
     if arguments.watch is not None:
         return _watch(ask, arguments.watch, as_json=as_json)
     within = getattr(arguments, "wait", None) or 0.0
@@ -98,7 +98,7 @@ def _run(arguments: argparse.Namespace, ask: Callable[[], Answered], *, as_json:
 
 
 def _watch(ask: Callable[[], Answered], every: float, *, as_json: bool) -> int:
-    """Say each answer that differs from the one before, until interrupted or nobody reads."""
+    """Print each changed answer until an interrupt or a closed output."""
     status = FINE
     with suppress(KeyboardInterrupt):
         for answer in repetition.changes(ask, lambda answer: answer.shown, every):
@@ -110,7 +110,7 @@ def _watch(ask: Callable[[], Answered], every: float, *, as_json: bool) -> int:
 
 
 def _say(shown: list[Table], plain: Any, *, as_json: bool, indent: int | None = 2) -> bool:
-    """Write an answer; return False if nobody reads it."""
+    """Print an answer. Return False if the output is closed."""
     try:
         if as_json:
             print(json.dumps(plain, indent=indent))  # noqa: T201 - what we are for
@@ -124,7 +124,7 @@ def _say(shown: list[Table], plain: Any, *, as_json: bool, indent: int | None = 
 
 
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Our own arguments, and the flags of flanneld. Raises ``UsageError``."""
+    """Return flannelctl's arguments and the flags of flanneld. Raises ``UsageError``."""
     parser = command_line()
     arguments, flags = parser.parse_known_args(argv)
     # Go's flags end at the first word that is no flag; all words after it would be ignored.
@@ -183,14 +183,14 @@ def command_line() -> argparse.ArgumentParser:
 
 
 def _seconds(text: str) -> float:
-    """Read an option's value. Raises ``ArgumentTypeError`` for what is no span of time."""
+    """Parse a duration in seconds. Raises ``ArgumentTypeError`` for an invalid one."""
     if not re.fullmatch(r"\d{1,9}(\.\d{1,3})?", text) or not float(text):
         raise argparse.ArgumentTypeError(f"{quoted(text)} is no number of seconds")
     return float(text)
 
 
 def _act(arguments: argparse.Namespace, wanted: options.Options, *, as_json: bool) -> int:
-    """Do something with the store itself; 1 if that could not be done."""
+    """Run a command on the store itself. Return 1 if it failed."""
     root = logging.getLogger()
     level = root.level
     root.setLevel(logging.ERROR)

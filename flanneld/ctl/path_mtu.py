@@ -1,4 +1,4 @@
-"""Paths to a peer whose MTU can be asked for, and what follows from the answer."""
+"""Path MTU to peers, measured and compared with the required size."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from flanneld.errors import FlannelError
 from flanneld.model import IPAddress
 from flanneld.state.resources import Address
 
-#: Peers that the doctor asks.
+#: Peers that the doctor probes.
 _FEW = 2
 
 
 class Path(Struct, frozen=True, gc=False):
-    """``wanted`` and ``carried`` are bytes of a packet with its IP header; None if no packet was answered."""
+    """Path. ``wanted`` and ``carried`` are bytes with the IP header; None without an answer."""
 
     name: str
     target: IPAddress
@@ -78,7 +78,7 @@ def paths(peer: Mapping[str, Any], document: Mapping[str, Any], find: Find) -> I
 
 
 def sample(document: Mapping[str, Any], find: Find) -> Iterator[Path]:
-    """Yield the paths to a few peers that are reached."""
+    """Yield the paths to a few reachable peers."""
     reached = [peer for peer in document.get("peers", ()) if peer["state"] == "in the kernel"]
     for peer in reached[:_FEW]:
         yield from paths(peer, document, find)

@@ -1,7 +1,7 @@
-"""Masks for secrets in what leaves this host (pure).
+"""Redaction of secrets in output that leaves this host (pure).
 
-Values that are known to be secret are masked wherever they stand. What looks like a secret by its name or its
-form is masked even if its value was not known.
+Known secret values are masked at any place. A text that looks like a secret by its name or form is masked
+even if its value is unknown.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PEM = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?-----END [A-Z ]*PRIVATE
 
 
 def redact(text: str, secrets: Iterable[str] = ()) -> str:
-    """Return a text without the secrets that are given, and without what looks like one."""
+    """Return a text without the given secrets, and without texts that look like secrets."""
     for secret in sorted(filter(_is_long_enough, secrets), key=len, reverse=True):
         text = text.replace(secret, MASK)
     text = _PEM.sub(MASK, text)
@@ -44,7 +44,7 @@ def redact(text: str, secrets: Iterable[str] = ()) -> str:
 
 
 def secrets_in(text: str) -> set[str]:
-    """Return the values in a file of variables that their names call secret."""
+    """Return the values of variables in a file whose names mark them as secret."""
     found = set()
     for line in text.splitlines():
         name, equals, value = line.strip().removeprefix("export ").partition("=")

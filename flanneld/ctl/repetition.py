@@ -1,4 +1,4 @@
-"""Questions that are asked again: until the answer is good, or for as long as somebody watches."""
+"""Repeated queries: until an answer is good (``--wait``), or on each change (``--watch``)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import TypeVar
 from flanneld.runtime import waits
 
 T = TypeVar("T")
-#: Seconds between two questions of ``until_good``: a start takes a quarter of a second.
+#: Seconds between two queries of ``until_good``: a start takes a quarter of a second.
 _EVERY = 0.2
 
 
 def until_good(ask: Callable[[], T], is_good: Callable[[T], bool], within: float) -> T:
-    """Ask once, then for at most ``within`` seconds until an answer is good; return the last answer."""
+    """Repeat ``ask`` for at most ``within`` seconds until an answer is good. Return the last answer."""
     answers = [ask()]
 
     def attempt() -> bool:
@@ -27,7 +27,7 @@ def until_good(ask: Callable[[], T], is_good: Callable[[T], bool], within: float
 
 
 def changes(ask: Callable[[], T], seen: Callable[[T], object], every: float) -> Iterator[T]:
-    """Ask each ``every`` seconds, without end; yield an answer if ``seen`` of it differs from the last."""
+    """Call ``ask`` every ``every`` seconds. Yield each answer for which ``seen`` returns a new value."""
     stop, last = threading.Event(), None
     while True:
         answer = ask()

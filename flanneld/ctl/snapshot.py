@@ -26,7 +26,7 @@ _RTN_LOCAL = 2
 
 
 class Found(Struct, frozen=True, gc=False):
-    """Actual objects with the keys of ours or on our devices, each with True if it is ours."""
+    """Actual objects with our objects' keys or on our devices, each with True if it is ours."""
 
     objects: Mapping[Resource, bool]
     links: tuple[SeenLink, ...]
@@ -181,7 +181,7 @@ def compare(document: Mapping[str, Any], found: Found) -> list[Entry]:
 
 
 class Outside(Struct, frozen=True, gc=False):
-    """An object that a backend's own table holds, beyond this kernel: a process, a cloud's route."""
+    """Object in a backend's own table, outside this kernel: a process, or a cloud's route."""
 
     text: str
     kind: ClassVar[Kind] = Kind.REMOTE
@@ -195,7 +195,7 @@ class Outside(Struct, frozen=True, gc=False):
 
 
 def outside(document: Mapping[str, Any]) -> Iterator[Entry]:
-    """Yield what is wanted beyond the kernel; whether it is there only the daemon knows (pure)."""
+    """Yield the desired objects outside the kernel. Only the daemon knows their actual state (pure)."""
     for owner, item in _items(document):
         if item["value"] is None:
             yield Entry(Outside(item["text"]), "ok" if item["in_kernel"] else "missing", owner)

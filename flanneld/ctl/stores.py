@@ -16,7 +16,7 @@ from flanneld.model import LeaseKey
 from flanneld.options import Options
 from flanneld.subnet.remote.wire import Reservation
 
-#: For people, for programs, and whether something is wrong.
+#: Tables for people, a value for programs, and True if something is wrong.
 Answer = tuple[list[Table], Any, bool]
 Act = Callable[[Options, argparse.Namespace], Answer]
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -44,7 +44,7 @@ class _Reservations(Protocol):
 
 
 class _InStore:
-    """Reservations of one network in a store that this process reads itself."""
+    """Reservations of one network in a store that this process opens itself."""
 
     def __init__(self, store: Any, network: str) -> None:
         self._store = store

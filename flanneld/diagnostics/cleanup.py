@@ -55,7 +55,7 @@ def clean_up(path: Path, saved: Path, say: Callable[[str], None], *, everything:
 def sweep_network(
     path: Path, saved: Path, say: Callable[[str], None], *, everything: bool = False, dry_run: bool = False
 ) -> bool:
-    """Do the same without asking whether a daemon runs: no task may keep this network any more."""
+    """Do the same without a check for a running daemon: no task may maintain this network any more."""
     last_run = LastRun(path)
     previous = subnet_file.read(path)
     kernel = Kernel()

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 class Components:
     """Components of the daemon, including those that are created later.
 
-    ``overdue`` has a line for each task that is late, ``missing`` what is missing to be ready, ``waiting``
-    what the start waits for, ``of_host`` the conditions of this host by the part of the daemon that looks
-    at them, ``more_metrics`` what a server of leases in this process counts, as Prometheus' text.
-    All may be called from any thread.
+    ``overdue`` returns a line for each task without a heartbeat, ``missing`` the missing conditions of
+    readiness, ``waiting`` the reason why startup waits. ``of_host`` returns conditions of this host by the
+    part of the daemon that checks them. ``more_metrics`` returns the counters of a lease server in this
+    process, as Prometheus' text. All may be called from any thread.
     """
 
     def __init__(

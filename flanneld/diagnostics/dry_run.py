@@ -47,7 +47,7 @@ class Notes:
         self.puts: dict[Key, Resource] = {}
         self.drops: dict[Resource, None] = {}
         self.behind: dict[Key, Route] = {}
-        #: What tables beyond the kernel's hold, and the calls that would change it.
+        #: Contents of tables outside the kernel, and the calls that would change them.
         self.outside: dict[Key, Resource] = {}
         self.calls: dict[Key, str] = {}
 

@@ -59,7 +59,7 @@ class Facts(Struct, frozen=True, gc=False):
     services: bool = False
     advertised: tuple[str, ...] = ()
     elsewhere: str = ""
-    #: The devices by which peers' packets come in while they may leave by another one.
+    #: Devices by which peers' packets may arrive while the answers leave by another device.
     either: tuple[str, ...] = ()
 
 
@@ -94,9 +94,9 @@ class Finding(Struct, frozen=True, gc=False):
 def report(
     families: tuple[Family, ...], uplink: str, *, services: bool = False, either: tuple[str, ...] = ()
 ) -> None:
-    """Put right what we may, and log one line about each obstacle.
+    """Correct the settings that the daemon may change, and log one line about each obstacle.
 
-    By each device in ``either`` packets of a peer come in while the answers may leave by another one.
+    Packets of a peer may arrive by a device in ``either`` while the answers leave by another device.
     """
     for finding in findings(read_facts(families, uplink, services=services, either=either)):
         if mend(finding):
@@ -107,7 +107,7 @@ def report(
 
 
 class ForwardingSetting(Struct, frozen=True, gc=False):
-    """The kernel's forwarding of one family, switched on."""
+    """Forwarding setting of the kernel for one family, switched on."""
 
     kind: ClassVar[Kind] = Kind.FILE
     family: Family
@@ -121,7 +121,7 @@ class ForwardingSetting(Struct, frozen=True, gc=False):
 
 
 class ForwardingTable(LastingTable):
-    """The kernel's switch for each family, as others may turn it while the daemon runs.
+    """Reconciler table of the kernel's forwarding, which other programs may switch off.
 
     Reading a setting costs 10 us, so a check every second is cheaper than a socket for notifications. With
     ``keep`` it is switched on again, else the operator is informed.
@@ -170,7 +170,7 @@ class ForwardingTable(LastingTable):
 
 
 def findings(facts: Facts) -> tuple[Finding, ...]:
-    """What stands in the way (pure)."""
+    """Return the wrong settings of this host (pure)."""
     return (
         *_no_forwarding(facts),
         *_bridge_without_firewall(facts),
@@ -237,7 +237,7 @@ def _strict_uplink(facts: Facts) -> Iterator[Finding]:
 
 
 def _strict_switch(facts: Facts) -> Iterator[Finding]:
-    """While a cluster switches backends, a peer may still send by the other one."""
+    """Yield strict reverse path filters: during a switch of backends a peer may send by the other one."""
     if 4 not in facts.families:
         return
     everywhere = facts.settings.get("net/ipv4/conf/all/rp_filter", 0)
@@ -267,7 +267,7 @@ def _shown(path: str) -> str:
 def read_facts(
     families: tuple[Family, ...], uplink: str, *, services: bool = False, either: tuple[str, ...] = ()
 ) -> Facts:
-    """Ask the kernel of this network namespace. Routes are read only where they matter: there may be many."""
+    """Read the facts of this network namespace. Routes are read only if needed: there may be many."""
     paths = [table[family] for table in (FORWARDING, BRIDGED) for family in families]
     paths += [f"net/ipv4/conf/{name}/rp_filter" for name in ("all", uplink)]
     settings = _read(*paths)

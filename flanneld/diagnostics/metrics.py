@@ -83,7 +83,7 @@ def _mtus(reconciler: Controller) -> Reading:
 
 
 def _peers(reconciler: Controller) -> Reading:
-    """Count peers; a node that has none says so, for a sum over nothing is no number."""
+    """Count peers by backend and state. A node without peers reports 0, so that sums are defined."""
     found = states(reconciler.peers.view(), reconciler.tables.pending())
     own = reconciler.uplink_manager.backend.attributes().backend_type
     return {(own, "in-the-kernel"): 0} | Counter(
@@ -112,7 +112,7 @@ def _sessions(reconciler: Controller) -> Reading:
 
 
 def _oldest_handshake(reconciler: Controller) -> Reading:
-    """Of the sessions that are alive: those that are not may have had none for months."""
+    """Return the age of the oldest handshake among live sessions; dead ones may be months old."""
     stamps = [
         each.handshake
         for each in reconciler.tables.sessions()

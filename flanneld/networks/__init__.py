@@ -1,1 +1,1 @@
-"""Several networks in one daemon: each with a lease, a subnet file and a controller of its own."""
+"""Several networks in one daemon, each with its own lease, subnet file and controller."""

@@ -1,4 +1,4 @@
-"""Ports, devices and ranges that only one network of a host can have: first come, first served."""
+"""Registry of ports, devices and address ranges that only one network of a host can use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flanneld.model import IPNetwork, overlap
 
 
 class Claims:
-    """Record of what each network has. From any thread."""
+    """Claims of each network; the first claim wins. May be used from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -20,7 +20,7 @@ class Claims:
         self._ranges: dict[str, Sequence[IPNetwork]] = {}
 
     def take(self, network: str, config: Config, backend: Backend) -> None:
-        """Note what a network needs, all of it or nothing. Raises ``Retryable`` if another has some of it."""
+        """Claim all that a network needs, or nothing. Raises ``Retryable`` if another has some of it."""
         ranges = [each.network for each in config.ranges]
         wanted = [*claims_of(backend), *(["EnableNFTables"] if config.enable_nftables else [])]
         with self._lock:
@@ -40,7 +40,7 @@ class Claims:
             self._ranges[network] = ranges
 
     def release(self, network: str) -> None:
-        """Forget what a network had."""
+        """Release the claims of a network."""
         with self._lock:
             self._drop(network)
 

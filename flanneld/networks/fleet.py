@@ -1,4 +1,4 @@
-"""Daemon of several networks (``-networks``, ``-watch-networks``), each served as if it were alone."""
+"""Daemon of several networks (``-networks``, ``-watch-networks``), each served independently."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from flanneld.subnet.stores import etcd_options, open_manager, remote_options
 
 log = logging.getLogger(__name__)
 
-#: Seconds between two tries to read the names, and for all networks to end.
+#: Seconds between two attempts to read the names, and seconds for all networks to stop.
 _PAUSE, _END = 1.0, 5.0
-#: Variables of the service manager, which is told by the whole daemon only.
+#: Variables of the service manager. Only the daemon as a whole reports to it, no single network.
 _MANAGERS = ("WATCHDOG_USEC", "WATCHDOG_PID")
 
 
@@ -67,7 +67,7 @@ class MakeDaemon(Protocol):
 
 
 def run(wanted: Options, environ: Mapping[str, str], make: MakeDaemon) -> int:
-    """Be in several networks until told to stop; the exit status is 0 then, and 1 after a failure."""
+    """Serve several networks until told to stop. Return 0 then, 1 after a failure."""
     supervisor, notifier = Supervisor(quiet=(Cancelled,)), sd_notify.Notifier()
     log.info("flanneld %s %s", __version__, wanted.described())
     supervisor.handle_signals()
@@ -93,7 +93,7 @@ def run(wanted: Options, environ: Mapping[str, str], make: MakeDaemon) -> int:
 
 
 class Fleet:
-    """The networks of this daemon."""
+    """Set of the daemon's networks: starts, stops and removes them."""
 
     def __init__(
         self,
@@ -114,19 +114,19 @@ class Fleet:
         self._make = make
         self._events = event_log.remember()
         self._claims = Claims()
-        #: The thread of all that touches the kernel.
+        #: Thread for all reads and writes of the kernel.
         self._kernel = SharedLoop()
         self._choice = Choice(wanted.networks)
-        #: Replaced, never changed: other threads read it.
+        #: Replaced, never changed in place: other threads read it.
         self._networks: dict[str, Network] = {}
-        #: The networks that the start waits for; None until the store has told them.
+        #: Networks that startup waits for; None until the store has listed them.
         self._first: frozenset[str] | None = None
         self._is_ready = False
 
-    # ---- for those who look, from any thread -------------------------------------------------
+    # ---- status, from any thread -------------------------------------------------------------
 
     def overdue(self) -> list[str]:
-        """Return a line for each task that is late."""
+        """Return a line for each task without a recent heartbeat."""
         of_networks = [
             f"network {each.name}: {line}"
             for each in self._networks.values()
@@ -141,7 +141,7 @@ class Fleet:
         return [line for each in self._networks.values() if (line := each.missing)]
 
     def metrics(self, _accept: str) -> tuple[int, str, bytes]:
-        """Return /metrics: which networks are up, and what a server in this process was asked."""
+        """Return /metrics: the state of each network, and the counters of a lease server in this process."""
         lines = [
             f'flannel_network_up{{network="{each.name}"}} {int(each.notifier.is_ready)}'
             for each in self._networks.values()
@@ -152,7 +152,7 @@ class Fleet:
     # ---- running -----------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin with the networks of the options, or follow those in the store."""
+        """Start the networks of the options, or follow those in the store."""
         if self._options.healthz_port:
             checks = Checks(
                 self.overdue, lambda: self._is_ready, self.missing, caveats=self.missing, metrics=self.metrics
@@ -167,7 +167,7 @@ class Fleet:
             self._set(self._options.networks)
 
     def end(self) -> None:
-        """Stop all networks at once, and wait for them; what they have on this host stays."""
+        """Stop all networks at once and wait for them. Their objects on this host stay."""
         for network in self._networks.values():
             network.stop()
         waits.until(lambda: all(each.has_ended for each in self._networks.values()), within=_END, every=0.02)
@@ -185,7 +185,7 @@ class Fleet:
         self._supervisor.start("watch of networks", lambda: changes.run(alive), changes.close)
 
     def _follow(self, names: NetworkNames) -> None:
-        """Keep the networks those that the store has, until ``names`` is closed (raises ``Cancelled``)."""
+        """Serve the networks in the store until ``names`` is closed (raises ``Cancelled``)."""
         outage = Outage(
             log, "Reading the names of the networks", "The names of the networks could be read again"
         )
@@ -204,7 +204,7 @@ class Fleet:
                 raise Cancelled
 
     def _set(self, names: Iterable[str]) -> bool:
-        """Start what is new, and remove what has gone; False if that must be seen to again."""
+        """Start new networks and remove missing ones. Return False while a removal still runs."""
         wanted = set(names)
         for name, network in self._networks.items():
             if name not in wanted and not network.has_ended:
@@ -223,7 +223,7 @@ class Fleet:
         return not ending
 
     def _sweep_former(self, found: list[str]) -> None:
-        """Remove what an earlier run left of networks that have gone since."""
+        """Remove the objects of networks that were deleted since an earlier run."""
         if self._first is not None:
             return
         for path in Path(self._options.subnet_dir).glob("*.env"):
@@ -233,7 +233,7 @@ class Fleet:
                 sweep(path)
 
     def _changed(self) -> None:
-        """Tell the service manager once the first networks are up, or have said why they are not."""
+        """Report readiness to the service manager once each first network is up or has given a reason."""
         networks = self._networks
         up = [each.name for each in networks.values() if each.notifier.is_ready]
         self._notifier.status(f"{len(up)} of {len(networks)} networks are up; " + "; ".join(self.missing()))
@@ -249,14 +249,14 @@ class Fleet:
         return Network(name, Path(self._options.subnet_dir) / f"{name}.env", self._serve, self._changed)
 
     def _serve(self, network: Network) -> None:
-        """Serve one network with a daemon of its own, as if there were no other."""
+        """Serve one network with a daemon of its own."""
         own = replace(
             self._options,
             networks=(),
             watch_networks=False,
             subnet_file=str(network.subnet_file),
             healthz_port=0,
-            # The chains of the other set are one network's.
+            # The other set of chains has room for one network only.
             iptables_rules="v0.12",
         )
         store = manager_of(self._file, network.name) if self._file else None

@@ -1,4 +1,4 @@
-"""Names of the networks in a store, and word of their changes."""
+"""Names of the networks in a store, and notification of changes."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ log = logging.getLogger(__name__)
 
 
 class NetworkNames(Protocol):
-    """The networks that have a config. A call may raise ``Retryable``, and ``Cancelled`` after ``close``."""
+    """Networks with a config. Each call may raise ``Retryable``, and ``Cancelled`` after ``close``."""
 
     def read(self) -> tuple[list[str], str]:
-        """Return their names, and where to wait from."""
+        """Return their names, and the position for ``await_change``."""
         ...
 
     def await_change(self, after: str, alive: Callable[[], None]) -> None:
-        """Return once there may be others, or the store cannot tell what happened since."""
+        """Block until the names may have changed, or the store has lost the history since ``after``."""
         ...
 
     def close(self) -> None:
-        """End every call. From any thread."""
+        """End every call. May be called from any thread."""
         ...
 
 
@@ -44,7 +44,7 @@ class StoreNames:
         self._start = start
 
     def read(self) -> tuple[list[str], str]:
-        # The log first: what changes after the list is in it then.
+        # The log starts first, so that it has every change after the list.
         self._store.changes(self._start)
         names, index = self._store.networks()
         return names, str(index)
@@ -91,14 +91,14 @@ class RemoteNames:
 
 
 class Choice:
-    """The networks that this daemon is to be in, of those that there are."""
+    """Filter for the networks of the store that this daemon serves."""
 
     def __init__(self, allowed: tuple[str, ...]) -> None:
         self._allowed = frozenset(allowed)
         self._once = Once()
 
     def of(self, names: list[str]) -> list[str]:
-        """Return those that are allowed and can be named in a file; the others are logged once."""
+        """Return the names that are allowed and valid as file names. Others are logged once."""
         return [name for name in sorted(names) if self._is_good(name)]
 
     def _is_good(self, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""One of several networks: its daemon, started again after each failure, and its removal."""
+"""One of several networks: runs its daemon, restarts it after a failure, and removes the network."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from flanneld.runtime.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
 
-#: What a status line of a start that has to wait begins with.
+#: First word of a status line while startup waits.
 _HELD_UP = "waiting for"
 
 
 class NetworkNotifier(Notifier):
-    """Takes what the daemon of one network would tell the service manager."""
+    """Substitute for the service manager's notifier in the daemon of one network."""
 
     def __init__(self, changed: Callable[[], None]) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class NetworkNotifier(Notifier):
         self._changed()
 
     def watchdog(self) -> None:
-        """The daemon of all networks feeds it."""
+        """Do nothing: the daemon of all networks feeds the watchdog."""
 
     def stopping(self) -> None:
         self.is_ready = False
@@ -49,7 +49,7 @@ Serve = Callable[["Network"], object]
 
 
 class Network:
-    """A network by its name. ``changed`` is called when its state may have changed."""
+    """Network with its name. ``changed`` is called when its state may have changed."""
 
     def __init__(self, name: str, subnet_file: Path, serve: Serve, changed: Callable[[], None]) -> None:
         self.name = name
@@ -65,18 +65,18 @@ class Network:
 
     @property
     def is_settled(self) -> bool:
-        """Return True if it is up, or has said why it is not."""
+        """Return True if the network is up, or has given a reason why it is not."""
         return self.notifier.is_ready or bool(self.problem) or self.notifier.text.startswith(_HELD_UP)
 
     @property
     def missing(self) -> str:
-        """Why it is not up; empty if it is."""
+        """Reason why the network is not up; empty if it is."""
         if self.notifier.is_ready:
             return ""
         return f"network {self.name}: {self.problem or self.notifier.text or 'not up yet'}"
 
     def run(self) -> None:
-        """Serve until ``stop``; after a failure again, ever more rarely."""
+        """Serve until ``stop``. Restart after each failure, with growing pauses."""
         backoff = Backoff(first=1.0, longest=15.0)
         while not self._stop.is_set():
             self._run_once()
@@ -91,7 +91,7 @@ class Network:
         self._changed()
 
     def stop(self, *, remove: bool = False) -> None:
-        """End ``run``; with ``remove`` what the network has on this host goes, too. From any thread."""
+        """End ``run``; with ``remove`` also remove the network's objects on this host. From any thread."""
         self.is_removed = self.is_removed or remove
         self._stop.set()
         self.supervisor.request_stop(f"the network {self.name} was removed" if remove else "the daemon ends")
@@ -108,7 +108,7 @@ class Network:
             self.problem = str(failure)
             log.error("Network %s: %s", self.name, failure)  # noqa: TRY400 - it says all
         except Exception as failure:
-            # One network's fault is not the others'.
+            # A failure of one network must not end the others.
             self.problem = str(failure) or type(failure).__name__
             log.exception("Network %s failed", self.name)
 
@@ -118,7 +118,7 @@ class Network:
 
 
 def sweep(subnet_file: Path) -> None:
-    """Remove devices, routes, rules and files of a network that has no daemon any more."""
+    """Remove devices, routes, rules and files of a network without a daemon."""
 
     def say(line: str) -> None:
         if not line.startswith("left "):

@@ -1,4 +1,4 @@
-"""Telling a repair now and then from a fight with another program."""
+"""Backoff for repairs that another program keeps undoing."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections import deque
 
 from flanneld.runtime import clock
 
-#: Repairs to remember: the pause does not grow beyond so many.
+#: Repairs to remember, at most. The pause does not grow beyond this number.
 _ENOUGH = 32
 
 
 class ContestBackoff:
-    """Tells repairs from a fight: beyond some within a minute, each doubles the pause before the next one.
+    """Backoff of a contested table: frequent repairs within a minute double the pause before the next.
 
-    The first ``few`` have a short pause after each. A firewall that is reloaded may flush all tables twice,
-    each family by itself, and an operator may reload it again. From ``many`` on it is a contest, which ends
-    with ``memory`` seconds of peace.
+    A short pause follows each of the first ``few`` repairs. A firewall reload may flush all tables twice,
+    once for each family, and an operator may reload it again. From ``many`` repairs on the table is
+    contested, until ``memory`` seconds pass without a repair.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class ContestBackoff:
         self._is_contest = False
 
     def spend(self) -> bool:
-        """Note a repair. True when it looks like a fight from now on."""
+        """Record a repair. Return True if the table has become contested with it."""
         self._forget()
         self._repairs.append(clock.now())
         begins = not self._is_contest and len(self._repairs) >= self._many
@@ -39,11 +39,11 @@ class ContestBackoff:
         return begins
 
     def is_tried(self) -> bool:
-        """Whether it looks like a fight. From any thread."""
+        """Return True if the table is contested. May be called from any thread."""
         return self._is_contest and not self._is_peace()
 
     def earliest(self) -> float:
-        """When the next repair may be, on the clock of ``clock.now``."""
+        """Return the earliest time of the next repair, on the clock of ``clock.now``."""
         self._forget()
         if not self._repairs:
             return 0.0

@@ -1,8 +1,8 @@
-"""Turns leases and facts of this host into the desired state, and has the reconciler keep it.
+"""Controller of this node: derives the desired state from leases and host facts, and reconciles it.
 
-News of one lease changes only what belongs to this lease. The tables are read back at the start, when others
-changed what is ours, after a refusal, and from time to time. Nothing is removed before the first snapshot of
-the leases: until then what an earlier run left may be all that keeps the containers talking.
+A change of one lease affects only the objects of this lease. The tables are relisted at the start, after a
+change by another program, after a refusal, and periodically. Nothing is removed before the first snapshot of
+the leases: until then objects of an earlier run may carry all traffic of the containers.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ NAME = "reconciler"
 
 
 class Controller:
-    """Keeps this node in the desired state. ``event_queue`` takes the events of one reading of the store.
+    """Controller that keeps this node in the desired state. ``event_queue`` holds the store's events.
 
-    ``recording`` replaces each table: a start that changes nothing only takes notes of what it would write.
+    ``recording`` wraps each table: a dry run only records the writes.
     """
 
     def __init__(
@@ -89,23 +89,23 @@ class Controller:
 
     @property
     def workers(self) -> Iterable[TableWorker]:
-        """Threads to run beside ``run``."""
+        """Return the workers whose threads run beside ``run``."""
         return self.tables.workers
 
     @property
     def domain(self) -> Domain:
-        """Return the part of the kernel that is ours."""
+        """Return the part of the kernel that belongs to this daemon."""
         return self._node.kernel.domain
 
     @property
     def encryption(self) -> EncryptionWatch:
-        """Routes of other programs that lead past the encryption."""
+        """Return the watch of other programs' routes that bypass the encryption."""
         return self._host.encryption
 
     # ---- before the first peer ---------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Make what this node needs for itself. Raises ``Fatal`` when the kernel refuses."""
+        """Create the objects that this node needs without peers. Raises ``Fatal`` if the kernel refuses."""
         now = clock.now()
         backend = self.uplink_manager.backend
         self._host.wish_for_ourselves()
@@ -117,7 +117,7 @@ class Controller:
             spare_connected_networks(self.peers.local_wishes(), self.peers.safety.obstacles)
         except OSError as failure:
             raise Retryable(f"cannot read the kernel's tables: {cause_of(failure)}") from failure
-        # What an earlier run left may lead past the encryption, and goes before any peer is known.
+        # Routes of an earlier run may bypass the encryption, so they go before any peer is known.
         self.tables.reconciler.adopt = encrypts(backend)
         report = self.tables.converge(now)
         self._host.watch_encryption(now)
@@ -129,7 +129,7 @@ class Controller:
         self._host.postpone(now)
 
     def _leaks(self, resource: Resource) -> bool:
-        """Return True for a route by which packets leave in the clear though the backend encrypts."""
+        """Return True if packets leave unencrypted by this route though the backend encrypts."""
         backend, own = self.uplink_manager.backend, self._node.lease
         return encryption.leaks(resource, backend, own, self.domain.links, synced=self.peers.synced)
 
@@ -144,11 +144,11 @@ class Controller:
         self._loop.cancel()
 
     def close(self, *, except_for: Collection[str] = ()) -> None:
-        """Close the tables, save those of threads that go on."""
+        """Close the tables, except those of threads that still run."""
         self.tables.close(except_for=except_for, own=NAME)
 
     def step(self, now: float) -> float:
-        """Do all that is due; return when to step again."""
+        """Do the due work. Return the time of the next step."""
         self._take_events([event for events in self.event_queue.drain() for event in events], now)
         self.event_queue.settle()
         self._news.take(now)
@@ -167,7 +167,7 @@ class Controller:
         kernel = self.tables.reconciler.sources()
         return [self.event_queue.fileno(), self._node.monitor.fileno(), *kernel]
 
-    # ---- news of leases ----------------------------------------------------------------------
+    # ---- events of leases --------------------------------------------------------------------
 
     def _take_events(self, events: list[Event], now: float) -> None:
         was_synced = self.peers.synced
@@ -186,7 +186,7 @@ class Controller:
         self.peers.tell()
 
     def _use_cache(self, now: float) -> None:
-        """Make what leads to the peers of a cache; nothing is removed, and nothing replaced."""
+        """Create the objects for cached peers. Nothing is removed or replaced."""
         report = self.tables.converge(now)
         log.warning(
             "Using %s: %d peers, made %d objects; removing and replacing nothing until the store answers",
@@ -197,7 +197,7 @@ class Controller:
         self._on_synced()
 
     def _run_sweep(self, now: float) -> None:
-        """Remove what an earlier run left and no lease wants: all peers are known now."""
+        """Sweep the stale objects of an earlier run, since all peers are known now."""
         try:
             if self._sweep.run(now):
                 self._on_synced()
@@ -205,7 +205,7 @@ class Controller:
             self._host.could_not_read(failure, now)
 
     def _passed(self, report: Report) -> None:
-        """Note for the next run that the tables were put right."""
+        """Record for the next run that the tables have converged."""
         try:
             self._news.passed(report)
         except OSError as failure:
@@ -213,7 +213,7 @@ class Controller:
 
 
 def _first_domain(node: Node) -> Domain:
-    """Return what of the kernel is ours before any device is wanted."""
+    """Return our part of the kernel before any device is desired."""
     return Domain(
         node.uplink_manager.uplink.name,
         frozenset(),

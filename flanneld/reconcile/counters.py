@@ -1,7 +1,6 @@
-"""Numbers about what the daemon has done: plain counters, each written by one thread and read by any (pure).
+"""Counters of the daemon's work, each written by one thread and read by any (pure).
 
-They are kept whether somebody looks or not, so keeping them must cost next to nothing; making sense of
-them is for whoever looks.
+They are always kept, so an update must cost next to nothing. The reader derives rates and sums.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ Name = TypeVar("Name")
 
 #: Upper bounds in seconds, from a single route to a whole cluster.
 BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-#: A repair because the kernel told us, or because the periodic reading found something.
+#: Cause of a repair: a notification of the kernel, or the periodic relist.
 TOLD, FOUND = "notification", "audit"
 
 
 class Histogram:
-    """How long something takes, in seconds. As a context manager it measures its block, for one thread."""
+    """Histogram of durations in seconds. As a context manager it measures its block, for one thread."""
 
     __slots__ = ("_began", "counts", "total")
 
     def __init__(self) -> None:
-        #: One more than there are bounds: the last is for what took longer than all of them.
+        #: One more than there are bounds: the last counts longer durations than all of them.
         self.counts = [0] * (len(BOUNDS) + 1)
         self.total = 0.0
         self._began = 0.0
@@ -46,14 +45,14 @@ class Histogram:
 
 
 class Work:
-    """What the reconciler has done. Points in time are seconds since the epoch, 0 for never."""
+    """Counters of the reconciler. Times are seconds since the epoch, 0 for never."""
 
     def __init__(self) -> None:
-        #: From the event's arrival from the store until the kernel has it.
+        #: Time from the arrival of a store's event until the write to the kernel is done.
         self.event_to_kernel = Histogram()
         #: One write to the kernel.
         self.apply = Histogram()
-        #: One reading of the kernel with the repairs that follow.
+        #: One relist of the kernel with its repairs.
         self.reconcile = Histogram()
         #: By kind of object and cause.
         self.heals: dict[tuple[str, str], int] = {}
@@ -63,15 +62,15 @@ class Work:
         self.last_sync = 0.0
 
     def synced(self) -> None:
-        """Tables were read, and what differed was put right, save for what is pending."""
+        """Record that tables were relisted and repaired, except for pending objects."""
         self.last_sync = clock.wall()
 
     def applied(self, since: float) -> None:
-        """News of leases are in the tables; ``since`` is when they came, on the clock of ``clock.now``."""
+        """Record that events of leases were applied; ``since`` is their arrival on ``clock.now``."""
         self.event_to_kernel.observe(clock.now() - since)
 
     def healed(self, resources: Iterable[Resource], *, was_told: bool) -> None:
-        """Others had changed this, and it was put right."""
+        """Count repairs of objects that another program had changed."""
         for resource in resources:
             _count(self.heals, (kind_of(resource), TOLD if was_told else FOUND))
 
@@ -81,15 +80,15 @@ class Work:
 
 
 class StoreCounters:
-    """The store of leases as this daemon meets it."""
+    """Counters of the store: requests, failures, events and renewals."""
 
     def __init__(self) -> None:
         self.requests = Histogram()
         self.errors = 0
-        #: Why a request failed when it was made last, by the request. Replaced, never changed.
+        #: Latest failure by request. Replaced, never changed in place.
         self.problems: dict[str, Retryable] = {}
         self.events = 0
-        #: By reason: ``asked`` if the daemon wanted to be sure, else ``store``.
+        #: Relists by reason: ``asked`` if the daemon asked for one, else ``store``.
         self.resyncs: dict[str, int] = {"asked": 0, "store": 0}
         self.is_synced = False
         self.was_asked = False
@@ -99,24 +98,24 @@ class StoreCounters:
         self.renewals: dict[str, int] = {"ok": 0, "error": 0}
 
     def answered(self, request: str) -> None:
-        """A request was answered with what it asked for."""
+        """Count a successful request."""
         if request in self.problems:
             self.problems = {name: why for name, why in self.problems.items() if name != request}
 
     def failed(self, request: str, reason: Retryable) -> None:
-        """A request was answered with a refusal, or not answered."""
+        """Count a request that was refused or not answered."""
         self.errors += 1
         self.problems = {**self.problems, request: remembered(reason)}
 
     def told(self, number: int, snapshots: int) -> None:
-        """The store told so many events, so many of them whole lists; the first list is no news."""
+        """Count events and relists; the first list is no relist."""
         self.events += number
         self.last_event = clock.wall()
         for _ in range(snapshots if self.is_synced else snapshots - 1):
             _count(self.resyncs, "asked" if self.was_asked else "store")
             self.was_asked = False
         self.is_synced |= snapshots > 0
-        # A renewal that got no answer is tried again after a minute only: news prove an answer sooner.
+        # A failed renewal is retried only after a minute; an event proves sooner that the store answers.
         if self.problems:
             self.problems = {
                 name: why for name, why in self.problems.items() if not isinstance(why, NoAnswer)
@@ -127,12 +126,12 @@ class StoreCounters:
 
 
 def kind_of(resource: Resource) -> str:
-    """What an operator calls it: ``route``, ``fdb``."""
+    """Return the kind of a resource as iproute2 names it: ``route``, ``fdb``."""
     return resource.kind.name.lower()
 
 
 def wall(boot: float) -> float:
-    """A point on the boot-time clock as seconds since the epoch."""
+    """Convert a time on the boot-time clock to seconds since the epoch."""
     return clock.wall() + boot - clock.now()
 
 

@@ -1,4 +1,4 @@
-"""Detection of routes by which packets leave in the clear though the backend encrypts."""
+"""Detection of routes by which packets leave unencrypted though the backend encrypts."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ log = logging.getLogger(__name__)
 
 
 def leaks(resource: Resource, backend: Backend, own: Lease, links: Collection[str], *, synced: bool) -> bool:
-    """Return True for one of our routes if packets leave by it in the clear though the backend encrypts.
+    """Return True if packets leave unencrypted by this route of ours though the backend encrypts.
 
-    ``links`` are our devices. While the backend takes over from another one, routes of that one serve until
-    all peers are known: they are replaced then, and no packet is lost.
+    ``links`` are our devices. While one backend takes over from another, the routes of the former serve
+    until all peers are known. Then they are replaced without packet loss.
     """
     if not isinstance(resource, Route) or not encrypts(backend):
         return False
@@ -28,7 +28,7 @@ def leaks(resource: Resource, backend: Backend, own: Lease, links: Collection[st
 
 
 def bypasses(detours: Iterable[HostRoute], wanted: Mapping[Key, Resource]) -> list[HostRoute]:
-    """Return other programs' routes that take packets past the encryption; those that we want do not."""
+    """Return other programs' routes that bypass the encryption. Desired routes do not count."""
 
     def is_wanted(route: HostRoute) -> bool:
         want = wanted.get(route_key(route.destination)) if route.destination else None
@@ -38,10 +38,10 @@ def bypasses(detours: Iterable[HostRoute], wanted: Mapping[Key, Resource]) -> li
 
 
 class EncryptionWatch:
-    """Names routes of other programs that lead past the encryption. Never removes them."""
+    """Watch that reports other programs' routes past the encryption. It never removes them."""
 
     def __init__(self) -> None:
-        #: Why packets may leave in the clear, with the remedy; empty if none can. From any thread.
+        #: Reason why packets may leave unencrypted, with the remedy; else empty. Read from any thread.
         self.problem = ""
         self._once = Once()
 

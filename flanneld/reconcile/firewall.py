@@ -1,8 +1,8 @@
 """Firewall worker: tables of rules, and the reconciler that maintains them in a thread of its own.
 
-In nf_tables the kernel says when somebody removes rules, and ours are back within milliseconds. The legacy
-tables send no news, so they are read every ``--iptables-resync`` seconds. When the daemon ends the rules
-stay: its containers go on talking.
+For nf_tables the kernel notifies of removed rules, and they are restored within milliseconds. The legacy
+tables send no notifications, so they are read every ``--iptables-resync`` seconds. The rules stay when the
+daemon ends, so that containers keep their connections.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ log = logging.getLogger(__name__)
 
 
 class Wishes(Struct, frozen=True, gc=False):
-    """Purpose of the rules, and the means to set them.
+    """Desired rules, and the driver to set them.
 
-    ``former`` is what the last run had, as far as is known. ``native`` is for a table of our own in
+    ``former`` are the networks of the last run, if known. ``native`` selects a table of our own in
     nftables. ``resync`` is in seconds.
     """
 
@@ -61,7 +61,7 @@ def pairs(networks: Iterable[IPNetwork], subnets: LeaseKey) -> tuple[Nets, ...]:
 
 
 def wishes_of(options: Options, config: Config, own: LeaseKey, previous: Previous) -> Wishes:
-    """Return what the options and the network config ask for."""
+    """Return the rules that the options and the network config ask for."""
     return Wishes(
         nets=pairs([each.network for each in config.ranges], own),
         former=pairs(previous.networks, previous.subnets),
@@ -78,7 +78,7 @@ def wishes_of(options: Options, config: Config, own: LeaseKey, previous: Previou
 
 
 class Firewall:
-    """The rules of all families. ``start`` once, then ``run`` in a thread; ``cancel`` from any other."""
+    """Worker for the rules of all families. Call ``start`` once, then ``run`` in a thread."""
 
     def __init__(self, wishes: Wishes, *, stop: threading.Event, heartbeat: Callable[[float], None]) -> None:
         self._wishes = wishes
@@ -94,7 +94,7 @@ class Firewall:
             heartbeat=heartbeat,
         )
 
-    # ---- for those who look, from any thread -----------------------------------------------------
+    # ---- status, from any thread -----------------------------------------------------------------
 
     @property
     def place(self) -> Place:
@@ -103,7 +103,7 @@ class Firewall:
 
     @property
     def repairs(self) -> dict[tuple[str, str], int]:
-        """Repairs by driver and by who removed the rules, "unknown" if the kernel does not say."""
+        """Return repairs by driver and by the program that removed the rules, or "unknown"."""
         return {
             (self._rules[state.name].wanted.name, by): number
             for state in self._reconciler.states()
@@ -125,9 +125,9 @@ class Firewall:
     # ---- before the first packet -------------------------------------------------------------
 
     def start(self) -> None:
-        """Put the rules in place; what cannot be done now is logged, and tried again by ``run``.
+        """Put the rules in place. A failure is logged, and ``run`` tries again.
 
-        Raises ``Fatal`` if it can never be done, though ``--ip-masq`` asks for it.
+        Raises ``Fatal`` if this host can never have the rules that ``--ip-masq`` asks for.
         """
         if self._wishes.purpose or self._wishes.former:
             self._set_up()
@@ -140,7 +140,7 @@ class Firewall:
             self._reconciler.close()
 
     def start_and_run(self) -> None:
-        """For rules that nothing has to wait for."""
+        """Start and run in one call, for rules that startup does not wait for."""
         self.start()
         self.run()
 
@@ -168,7 +168,7 @@ class Firewall:
         self._reconciler.step(clock.now())
 
     def _choose_place(self) -> str:
-        """Set the place, and say why it is that one."""
+        """Set the place of the rules. Return the reason for the choice."""
         if self._wishes.native:
             self._place = "native"
             return "EnableNFTables in the network config asks for it"
@@ -200,7 +200,7 @@ class Firewall:
         )
 
     def _stale_tables(self) -> Iterable[Table]:
-        """Return tables of the other places: their rules go once the new ones are in place."""
+        """Return the tables of the other places. Their rules are removed once the new ones are in place."""
         needs = frozenset(self._rules)
         used = {nets.family for nets in self._wishes.nets}
         for family in dict.fromkeys([*used, *(former.family for former in self._wishes.former)]):
@@ -224,7 +224,7 @@ class Firewall:
             return None
 
     def _warn_of_dropping(self) -> None:
-        """Our rules accept in one table only, and none if that is left to others."""
+        """Warn of chains that drop packets: our rules accept them in one table at most."""
         ours = self._place if self._rules and self._wishes.purpose.forward else None
         for nets in self._wishes.nets:
             for found in dropping(nets.family):
@@ -239,10 +239,10 @@ class Firewall:
 def retire(
     former: Iterable[Nets], *, everything: bool = True, dry_run: bool = False
 ) -> tuple[list[str], list[str]]:
-    """Remove all rules that flannel made for the ``former`` networks, or for any, wherever they are.
+    """Remove all rules that flannel made for the ``former`` networks, or for any, from every table.
 
-    Says what they were, and why some may be left. ``former`` is what the last run had: unmarked rules, as in
-    v0.12, are known by these networks only. With ``dry_run`` nothing is changed.
+    Return the removed rules, and the reasons why some may be left. ``former`` are the networks of the last
+    run: unmarked rules, as in v0.12, are recognized only by them. With ``dry_run`` nothing is changed.
     """
     commands = Commands(threading.Event())
     known = {nets.family: nets for nets in former}

@@ -1,4 +1,4 @@
-"""Services of this host that backends may ask for: key files, commands, HTTP requests, blocking calls."""
+"""Services of this host for backends: key files, commands, HTTP requests, blocking calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Watch of the facts of this host on which the desired state rests: the uplink, and its other networks."""
+"""Watch of the host facts behind the desired state: the uplink and the host's other networks."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from flanneld.state.resources import ROUTES, Link, Vxlan
 
 log = logging.getLogger(__name__)
 
-#: Seconds between two looks at the uplink and the host's networks without news.
+#: Seconds between two checks of the uplink and the host's networks without notifications.
 _LOOK_PERIOD = 30.0
-#: Seconds between two looks at them that news ask for, at least.
+#: Minimum seconds between two checks because of notifications.
 LOOK_SPACING = 0.2
-#: Seconds until a reading of the kernel that failed is tried again.
+#: Seconds until a failed read of the kernel is tried again.
 RETRY = 1.0
 
 
 class HostWatch:
-    """Looks at the host when asked to, and periodically; ``on_move`` is called when the uplink has moved."""
+    """Watch that checks the host on demand and periodically. ``on_move`` is called after a new uplink."""
 
     def __init__(self, node: Node, peers: Peers, tables: NodeTables, on_move: Callable[[], None]) -> None:
         self._node = node
@@ -45,24 +45,24 @@ class HostWatch:
         self._once = Once()
         self._next_look = clock.now()
         self._earliest_look = 0.0
-        #: Whether news called for a look at the uplink, beside the host's networks.
+        #: True if a notification asks to check the uplink as well as the host's networks.
         self.uplink_may_have_moved = False
 
     @property
     def next_look(self) -> float:
-        """Time of the next look, in seconds on ``clock.now``."""
+        """Return the time of the next check, in seconds on ``clock.now``."""
         return self._next_look
 
     def look_soon(self, now: float) -> None:
-        """Look as soon as a burst of notifications has ended."""
+        """Check as soon as a burst of notifications has ended."""
         self._next_look = min(self._next_look, max(now + SETTLE, self._earliest_look))
 
     def postpone(self, now: float) -> None:
-        """Note that a look has just been taken."""
+        """Schedule the next check as if one had just been made."""
         self._next_look = now + _LOOK_PERIOD
 
     def look(self, now: float) -> None:
-        """Follow the uplink, and what the host's other networks allow."""
+        """Follow the uplink, and decide again about leases that the host's networks affect."""
         began = clock.cpu_time()
         self.postpone(now)
         try:
@@ -76,7 +76,7 @@ class HostWatch:
         self._earliest_look = now + max(LOOK_SPACING, REST * (clock.cpu_time() - began))
 
     def look_at_networks(self, now: float) -> None:
-        """Withdraw what leads to leases that have become unsafe, and lead to those that are safe again.
+        """Remove the objects of leases that have become unsafe, and restore those that are safe again.
 
         Raises ``OSError`` if the kernel's tables cannot be read.
         """
@@ -88,7 +88,7 @@ class HostWatch:
         self._peers.tell()
 
     def watch_encryption(self, now: float) -> None:
-        """Look at the host's routes again if the backend encrypts: what an earlier run left has gone."""
+        """Check the host's routes again if the backend encrypts: those of an earlier run have gone."""
         if encrypts(self._manager.backend):
             with suppress(OSError):
                 self.look_at_networks(now)
@@ -100,7 +100,7 @@ class HostWatch:
             self.encryption.look(detours, self._peers.wanted.table(ROUTES))
 
     def wish_for_ourselves(self) -> None:
-        """Desire what this node needs for itself with the present backend."""
+        """Set the desired objects that this node needs without peers, for the current backend."""
         backend, kernel = self._manager.backend, self._node.kernel
         self._peers.wish_locally((*backend.local(self._node.lease), *self._node.extras))
         ours = self.links()
@@ -116,7 +116,7 @@ class HostWatch:
         return [item for item in self._peers.local_wishes() if isinstance(item, Link)]
 
     def could_not_read(self, failure: OSError, now: float) -> None:
-        """Warn once of a reading of the kernel that failed, and try again soon."""
+        """Warn once of a failed read of the kernel, and try again soon."""
         self._once.warn(
             log,
             "read",
@@ -138,7 +138,7 @@ class HostWatch:
             self._on_move()
 
     def _change(self, delta: Delta, now: float, *, all_anew: bool = False) -> None:
-        """Follow another decision; what it says of leases of a cache may not even be looked at."""
+        """Apply a new decision. A change of single leases waits until all leases are known."""
         if all_anew:
             report = self._tables.converge(now)
             log.info("Made %s for the new uplink", counted(len(report.made), "object"))

@@ -1,4 +1,4 @@
-"""Decides what a notification of the kernel calls for: a repair, a look at the host, or nothing."""
+"""Dispatch of kernel notifications: to a repair, to a check of the host, or to nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class KernelNews:
-    """Reads the kernel's notifications, and passes them on to the tables and to the watch of the host."""
+    """Dispatcher of the kernel's notifications to the tables and to the watch of the host."""
 
     def __init__(
         self, node: Node, peers: Peers, tables: NodeTables, host: HostWatch, left_behind: LeftBehind
@@ -43,16 +43,16 @@ class KernelNews:
         self._host = host
         self._left_behind = left_behind
         self._origins = ChangeOrigins()
-        #: The devices of ours and the uplink, by index, as last read.
+        #: Our devices and the uplink, by index, as last read.
         self._names: dict[int, str] = {}
 
     def take(self, now: float) -> None:
-        """Act on all that was heard since the last call."""
+        """Dispatch all notifications since the last call."""
         for item in self._node.monitor.read(self._names.get):
             self._take(item, now)
 
     def passed(self, report: Report) -> None:
-        """Note that the tables were put right, and for the next run which devices are ours now.
+        """Take over a repair of the tables, and record our devices for the next run.
 
         Raises ``OSError`` if the kernel's interfaces cannot be read.
         """
@@ -87,7 +87,7 @@ class KernelNews:
     def _heard_of(self, key: Key, port: int, now: float, *, is_drift: bool) -> None:
         if is_drift:
             self._tables.reconciler.hear(now, key[0], key, self._origins.of(port))
-        if self._manager.asks_routes:  # Any route may be one on which the backend's decisions rest.
+        if self._manager.asks_routes:  # The backend's decisions may depend on any route.
             self._host.look_soon(now)
 
     def _concerns_us(self, index: int, name: str | None) -> bool:
@@ -110,13 +110,13 @@ class KernelNews:
 
 
 def may_be_obstacle(item: News, safety: LeaseSafety, links: Collection[str]) -> bool:
-    """Return True if an address, a network on a link or a gateway of the host may be another one now.
+    """Return True if a notification may change an address, a connected network or a gateway of the host.
 
-    ``links`` are the devices that are ours.
+    ``links`` are our devices.
     """
     match item:
         case InterfaceChanged(name=name, address=address):
-            # The kernel does not tell of IPv4 routes that go with their link.
+            # The kernel sends no notification of IPv4 routes that vanish with their link.
             is_known = name in safety.obstacles.devices
             return is_known or (address is not None and name not in links)
         case HostRouteChanged(destination, gateways):
@@ -129,6 +129,6 @@ def may_be_obstacle(item: News, safety: LeaseSafety, links: Collection[str]) -> 
 
 
 def _may_harm(safety: LeaseSafety, destination: IPNetwork | None, *gateways: IPAddress | None) -> bool:
-    """Return True if one of these is where a lease may be."""
+    """Return True if a route to the destination, or a gateway, may affect a lease."""
     nets = (destination, *(single(gateway) for gateway in gateways if gateway is not None))
     return any(net is not None and safety.concerns(net) for net in nets)

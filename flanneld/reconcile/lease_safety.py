@@ -1,7 +1,7 @@
-"""Decides which leases would harm this host: a loop, or a network of its own taken over (pure).
+"""Safety check of leases: a loop, or a takeover of one of the host's own networks (pure).
 
-The decision depends on the host's networks and on the set of leases, never on the order of the news. Each
-question costs the same however many leases there are.
+The decision depends on the host's networks and on the set of leases, never on the order of events. The
+cost of one check does not depend on the number of leases.
 """
 
 from __future__ import annotations
@@ -28,34 +28,34 @@ _NUMBER = itemgetter(0)
 
 
 class LeaseSafety:
-    """Leases as they bear upon this host and each other. ``update`` with every change, then ask."""
+    """Index of leases and host networks. Call ``update`` with every change, then ``harm`` for a lease."""
 
     def __init__(self, own: Lease, networks: Iterable[IPNetwork]) -> None:
         self.obstacles = Obstacles()
         self._own = own
         self._own_nets = tuple(net for net in own.key if net is not None)
         self._networks = tuple(networks)
-        #: The subnets that packets are led to: those of leases that are safe as far as the host is concerned.
+        #: Routed subnets: those of leases that no network of the host makes unsafe.
         self._led = _Prefixes()
         self._led_keys: set[LeaseKey] = set()
-        #: Public IPs inside the cluster's networks. On most hosts there are none.
+        #: Public IPs inside the cluster's networks. Most clusters have none.
         self._inside = _Addresses()
         self._inside_keys: dict[LeaseKey, tuple[IPAddress, ...]] = {}
         for net in self._own_nets:
             self._led.add(net)
 
     def concerns(self, net: IPNetwork) -> bool:
-        """Return True if a change of a host's route to a network can make a difference."""
+        """Return True if a host's route to this network can change a decision."""
         return concerns(net, self._networks, self._own_nets)
 
     def look(self, obstacles: Obstacles, leases: Iterable[Lease]) -> None:
-        """Take over new facts of the host. Any decision may be another one after that."""
+        """Replace the facts of the host. Any decision may change by that."""
         self.obstacles = obstacles
         for lease in leases:
             self._lead(lease.key, wanted=self._is_led(lease.key))
 
     def update(self, put: Iterable[Lease], gone: Iterable[LeaseKey]) -> set[LeaseKey]:
-        """Take over a change of leases. Return the keys of leases whose decision that may change."""
+        """Apply a change of leases. Return the keys of leases whose decision may change."""
         affected: set[LeaseKey] = set()
         for key in gone:
             affected.update(self._lead(key, wanted=False))
@@ -77,7 +77,7 @@ class LeaseSafety:
                 return Unsafe(str(obstacle), remedy)
         for family in FAMILIES:
             public_ip = lease.attrs.public(family)
-            # A backend has better words for our own.
+            # A backend explains a conflict with our own lease better.
             if public_ip is None or lease.net(family) is None or public_ip == self._own.attrs.public(family):
                 continue
             if taken_for := self._taken_for(public_ip):
@@ -88,7 +88,7 @@ class LeaseSafety:
         return None
 
     def is_reachable(self, lease: Lease) -> bool:
-        """Return True if packets to none of the public IPs of a lease would come back or go to all hosts."""
+        """Return False if packets to a public IP of the lease would come back or go to all hosts."""
         return not any(self._taken_for(ip) for family in FAMILIES if (ip := lease.attrs.public(family)))
 
     def _taken_for(self, public_ip: IPAddress) -> str:
@@ -98,7 +98,7 @@ class LeaseSafety:
         return f"which lies in the leased subnet {subnet}" if subnet is not None else ""
 
     def _is_led(self, key: LeaseKey) -> bool:
-        """Return True unless the subnets of a lease are refused for what they are."""
+        """Return True unless the subnets of a lease are refused themselves."""
         nets = [net for net in key if net is not None]
         return not any(
             self.obstacles.in_subnet(net)
@@ -108,7 +108,7 @@ class LeaseSafety:
         )
 
     def _lead(self, key: LeaseKey, *, wanted: bool) -> Iterable[LeaseKey]:
-        """Count a lease's subnets, or no more; return whose public IPs are in them."""
+        """Count or discount a lease's subnets. Return the leases whose public IPs are in them."""
         if (key in self._led_keys) == wanted:
             return ()
         (self._led_keys.add if wanted else self._led_keys.discard)(key)
@@ -131,10 +131,10 @@ class LeaseSafety:
 
 
 class _Prefixes:
-    """A set of networks, each counted, that knows which of them is around an address."""
+    """Counted set of networks with longest prefix match."""
 
     def __init__(self) -> None:
-        #: By family and number of host bits. In most networks all subnets have one length.
+        #: Counts by family and number of host bits. In most clusters all subnets have one length.
         self._counts: dict[tuple[int, int], dict[int, int]] = {}
 
     def add(self, net: IPNetwork) -> None:
@@ -150,7 +150,7 @@ class _Prefixes:
             del counts[number]
 
     def around(self, address: IPAddress) -> IPNetwork | None:
-        """Return the longest prefix around an address: where packets to it are led."""
+        """Return the longest prefix around an address, which decides its route."""
         number = int(address)
         found = [
             bits
@@ -161,7 +161,7 @@ class _Prefixes:
 
 
 class _Addresses:
-    """Addresses with their owners, sorted: those inside a network are one run."""
+    """Sorted addresses with their owners: those inside a network are neighbours in the list."""
 
     def __init__(self) -> None:
         self._sorted: dict[int, list[tuple[int, LeaseKey]]] = {4: [], 6: []}

@@ -1,4 +1,4 @@
-"""This node as a member of the network, and the loops that keep it one."""
+"""This node as a member of the network, and its loops."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _FIREWALL = "firewall"
 
 
 class Member(Struct, frozen=True, gc=False):
-    """A node with a lease, and the backend that the lease announces."""
+    """Node with a lease, and the backend that the lease announces."""
 
     options: Options
     manager: SubnetManager
@@ -47,10 +47,10 @@ class Member(Struct, frozen=True, gc=False):
 
 
 class Loops:
-    """Loops that maintain the desired state of ``node`` and the lease, as tasks of the supervisor.
+    """Loops that maintain the node's desired state and its lease, as tasks of the supervisor.
 
-    ``on_synced`` is called when the routes to the peers are there, ``on_move`` when the uplink has changed.
-    ``make_loop`` says which thread steps the controller.
+    ``on_synced`` is called when the routes to the peers exist, ``on_move`` when the uplink has changed.
+    ``make_loop`` chooses the thread that steps the controller.
     """
 
     def __init__(
@@ -87,11 +87,11 @@ class Loops:
             reread=member.manager.reread,
             make_loop=make_loop,
         )
-        #: None until its rules are about to be set.
+        #: None until rules are needed.
         self.firewall: Firewall | None = None
 
     def start(self) -> None:
-        """Run the watches of the store, and what acts on them."""
+        """Start the watches of the store and the tasks that act on their events."""
         member, start = self._member, self._supervisor.start
         self._watch_leases()
         start(controller.NAME, self.reconciler.run, self.reconciler.cancel)
@@ -102,13 +102,13 @@ class Loops:
         start("lease keeper", self.lease_keeper.run, self.lease_keeper.cancel)
 
     def masquerade(self) -> None:
-        """Set the rules before the first packet: no container's address may be seen outside."""
+        """Set the masquerading rules before the first packet, so that no container's address leaves."""
         firewall = self._make_firewall()
         firewall.start()
         self._supervisor.start(_FIREWALL, firewall.run, firewall.cancel)
 
     def forward_after(self, wait_for_peers: Callable[[], bool]) -> None:
-        """Set the rules that only let traffic through after the routes, unless the wait returns False."""
+        """Set the accept rules after the routes, unless the wait returns False."""
 
         def run() -> None:
             if wait_for_peers():
@@ -121,7 +121,7 @@ class Loops:
         self._supervisor.start(_FIREWALL, run, cancel)
 
     def _make_firewall(self) -> Firewall:
-        # Imported here: not all options need it, and without masquerading the packets flow before.
+        # Imported here: not all options need it, and without masquerading traffic flows before.
         from flanneld.reconcile.firewall import Firewall, wishes_of
 
         member, supervisor = self._member, self._supervisor
@@ -131,7 +131,7 @@ class Loops:
         return firewall
 
     def _watch_leases(self) -> None:
-        """Watch the peers' leases; with a backend that has no peers watch our own node at most."""
+        """Watch the peers' leases. For a backend without peers watch our own node at most."""
         manager, put = self._member.manager, self.reconciler.event_queue.put
         if has_peers(self._member.uplink_manager.backend):
             self._watch("lease watch", partial(manager.watch, put))
@@ -145,7 +145,7 @@ class Loops:
         self._supervisor.start(name, partial(watch, alive))
 
     def _moved(self) -> None:
-        """Tell the store, the peers and the next run of the new uplink."""
+        """Reconnect to the store, announce the new uplink in our lease, and record it for the next run."""
         member, uplink_manager = self._member, self._member.uplink_manager
         member.manager.reconnect()
         self.lease_keeper.announce(uplink_manager.backend.attributes())

@@ -1,4 +1,4 @@
-"""This node, as the controller has to know it."""
+"""Facts about this node for the controller."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ KernelTables = Callable[[Callable[[], Iterable[Link]]], Sequence[Table]]
 
 
 class Node(Struct, frozen=True):
-    """Kernel, uplink and lease of this node, and what its last run left.
+    """Kernel, uplink and lease of this node, and the record of its last run.
 
-    ``kernel_tables`` returns the kernel's tables in the order of making; its argument names stale devices.
-    ``extras`` are wanted whoever the peers are; an earlier run may have left routes into ``former`` networks,
-    and ``devices``. ``adopts`` says that another flanneld ran here before, ``adopted`` names the destinations
-    of its routes that were kept. ``record`` keeps fields of ``ownership.State`` for the next run.
+    ``kernel_tables`` returns the kernel's tables in the order of creation; its argument names stale devices.
+    ``extras`` are desired in addition to the backend's objects. An earlier run may have left ``devices``, and
+    routes into ``former`` networks. ``adopts`` is True if another flanneld ran here before; ``adopted`` are
+    the destinations of its routes that were kept. ``record`` keeps fields of ``ownership.State``.
     """
 
     kernel: HostKernel
@@ -39,7 +39,7 @@ class Node(Struct, frozen=True):
 
     @property
     def ranges(self) -> tuple[tuple[IPNetwork, int], ...]:
-        """The cluster's networks, each with the length of a subnet: that of ours, which may be a podCIDR."""
+        """Return the cluster's networks, each with our subnet's prefix length, which may be a podCIDR's."""
         own = {net.version: net.prefixlen for net in self.lease.key if net is not None}
         ranges = self.uplink_manager.ranges
         return tuple((network, own.get(network.version, length)) for network, length in ranges)

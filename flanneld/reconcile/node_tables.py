@@ -1,4 +1,4 @@
-"""All tables of this node: the kernel's, kept by the controller's thread, and those of other workers."""
+"""All tables of this node: the kernel's in the controller's thread, and those of other workers."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from flanneld.state.resources import Key, State
 from flanneld.state.sessions import HasSessions, Session
 from flanneld.state.table import Table
 
-#: Name of the worker whose tables the controller's thread keeps.
+#: Name of the worker whose tables run in the controller's thread.
 _WORKER = "kernel"
-#: The longest pause in seconds before a repair that others keep undoing, and the repairs within a minute from
-#: which on it looks like that.
+#: Longest pause in seconds before a contested repair, and the number of repairs within a minute from which a
+#: table counts as contested.
 _LAST_PAUSE, _CONTEST = 1.0, 20
 
 
 class NodeTables:
-    """Keeps the tables in the state that ``peers`` desire. ``after`` is told of each pass over the kernel's.
+    """Reconciler of all tables, for the desired state of ``peers``. ``after`` gets the report of each pass.
 
-    ``recording`` replaces each table: a start that changes nothing only takes notes of what it would write.
+    ``recording`` wraps each table: a dry run only records the writes.
     """
 
     def __init__(
@@ -52,13 +52,13 @@ class NodeTables:
         self._with_sessions: tuple[HasSessions, ...] = ()
         self._converged: set[str] = set()
         self.reconciler = self._over(())
-        #: Other threads, for tables that would keep the kernel waiting.
+        #: Workers with threads of their own, for tables that block.
         self.workers = self._beside(())
 
     def make(self, kernels: Sequence[Table], backend: Backend) -> None:
-        """Take over the kernel's tables and those of the backend, once a run.
+        """Create the reconcilers for the kernel's tables and the backend's, once a run.
 
-        If both have a table of one name, the backend's is taken.
+        If both have a table of one name, the backend's replaces the kernel's.
         """
         others = tuple(backend.tables()) if isinstance(backend, HasTables) else ()
         names = {each.name for each in others}
@@ -76,7 +76,7 @@ class NodeTables:
             wanted,
             self._stop.is_set,
             permits=self._permits,
-            # Packets wait for a repair: the pauses stay short.
+            # Packets are lost until a repair, so the pauses stay short.
             contest=partial(ContestBackoff, last=_LAST_PAUSE, many=_CONTEST),
             after=self._after,
             converged=self._converged,
@@ -90,7 +90,7 @@ class NodeTables:
             converged=self._converged,
         )
 
-    # ---- what is known of them -----------------------------------------------------------------
+    # ---- status --------------------------------------------------------------------------------
 
     @property
     def work(self) -> Work:
@@ -102,7 +102,7 @@ class NodeTables:
         return [self.reconciler, *(worker.reconciler for worker in self.workers)]
 
     def states(self) -> list[TableState]:
-        """Return what is known of each table. From any thread."""
+        """Return the status of each table. May be called from any thread."""
         return [state for each in self._reconcilers for state in each.states()]
 
     def heals(self) -> Counter[tuple[str, str]]:
@@ -114,7 +114,7 @@ class NodeTables:
         return sum((Counter(each.work.refusals) for each in self._reconcilers), Counter())
 
     def pending(self) -> dict[Key, Failure]:
-        """Return what is wanted and refused now. From any thread."""
+        """Return the desired objects that are refused now. May be called from any thread."""
         return {failure.resource.key: failure for state in self.states() for failure in state.failed}
 
     def sessions(self) -> list[Session]:
@@ -122,23 +122,23 @@ class NodeTables:
         return [session for table in self._with_sessions for session in table.sessions()]
 
     def is_contested(self) -> bool:
-        """Return True if another program keeps changing what is ours. From any thread."""
+        """Return True if another program keeps changing our objects. May be called from any thread."""
         return any(state.contested for state in self.states())
 
     def is_complete(self) -> bool:
-        """Return True if nothing of the kernel's tables was refused, and all of them can be read."""
+        """Return True if all of the kernel's tables are readable and none has refused an object."""
         return not any(state.failed or state.problem for state in self.reconciler.states())
 
-    # ---- what is done to them ------------------------------------------------------------------
+    # ---- changes -------------------------------------------------------------------------------
 
     def converge(self, now: float) -> Report:
-        """Read and put right the kernel's tables now; other workers are told all that is desired."""
+        """Relist and repair the kernel's tables now; hand the whole desired state to other workers."""
         report = self.reconciler.converge(now)
         self._tell_workers()
         return report
 
     def change(self, delta: Delta, now: float) -> None:
-        """Make and remove what follows from news, without a look at what the tables hold."""
+        """Apply a change of the desired state without relisting the tables."""
         self.reconciler.change(delta, now)
         self._tell_workers(delta)
 
@@ -149,7 +149,7 @@ class NodeTables:
             self.workers.tell(delta, known, peers.wanted.table)
 
     def close(self, *, except_for: Collection[str], own: str) -> None:
-        """Close the tables, save those of threads that go on; ``own`` names the controller's thread."""
+        """Close the tables, except those of running threads; ``own`` names the controller's thread."""
         if own not in except_for:
             self.reconciler.close(remove=self._removed_at_exit)
         for worker in self.workers:

@@ -1,4 +1,4 @@
-"""From what the store says of the leases to what the kernel should hold for them."""
+"""Translation of the store's leases into the desired state of the kernel."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from flanneld.state.resources import Key, Kind, Resource
 
 log = logging.getLogger(__name__)
 
-#: So many lines about single leases are worth reading at a time.
+#: Log lines about single leases, at most.
 _FEW = 10
 
 
 class View:
-    """The peers at one moment: their leases, who wants what, contested keys with all claims, refusals.
+    """Snapshot of the peers: their leases, desired objects, contested keys with all claims, refusals.
 
     ``unsafe`` are the refused leases that would harm this host.
     """
@@ -64,7 +64,7 @@ class View:
 
 
 class Peers:
-    """The peers' leases and the wanted state, kept in step lease by lease. Moves nothing."""
+    """Peers' leases and the desired state, updated lease by lease. Writes nothing to the kernel."""
 
     def __init__(self, own: Lease, networks: Iterable[IPNetwork], removal_guard: RemovalGuard) -> None:
         self._own = own
@@ -73,13 +73,13 @@ class Peers:
         self.safety = LeaseSafety(own, self._networks.values())
         self._table = LeaseTable(own.key)
         self._wanted = DesiredState()
-        #: Leases whose data no backend could make sense of.
+        #: Leases with data that the backend cannot parse.
         self._unparsable: set[LeaseKey] = set()
-        #: Why nothing, or not all, is done for a lease.
+        #: Reason why a lease has no objects, or not all of them.
         self._reasons: dict[LeaseKey, str] = {}
         #: The same for leases that would harm this host.
         self._unsafe: dict[LeaseKey, str] = {}
-        #: Each lease as it last made sense: what led to its node is kept by that.
+        #: Last valid value of each lease: the objects for its node are kept after it.
         self._sound: dict[LeaseKey, Lease] = {}
         self._once = Once()
         self._told: list[str] = []
@@ -89,22 +89,22 @@ class Peers:
 
     @property
     def synced(self) -> bool:
-        """Whether all leases are known; before that nobody can say what is stale."""
+        """Return True if all leases are known. Before that no object can be called stale."""
         return self._table.synced
 
     @property
     def cached(self) -> str:
-        """Where the leases are from while they are not the store's; else empty. From any thread."""
+        """Return the source of cached leases; empty if they come from the store. From any thread."""
         return self._table.cached
 
     @property
     def wanted(self) -> DesiredState:
-        """What the tables should hold, this node's own needs included."""
+        """Return the desired state, including the objects that this node needs for itself."""
         return self._wanted
 
     @property
     def unclear(self) -> set[IPNetwork]:
-        """Subnets of leases that are there but make no sense: what leads to them may be right."""
+        """Return the subnets of unreadable leases: existing objects for them may be correct."""
         return {
             net
             for key in self._table.unreadable | self._unparsable
@@ -113,7 +113,7 @@ class Peers:
         }
 
     def view(self) -> View:
-        """What is known now. From any thread: nothing in it changes afterwards."""
+        """Return a snapshot that does not change afterwards. May be called from any thread."""
         return View(
             self._table.leases(),
             self._wanted.all_wishes(),
@@ -125,27 +125,27 @@ class Peers:
         )
 
     def unsafe(self) -> list[str]:
-        """One line for each lease that would harm this host. From any thread."""
+        """Return one line for each lease that would harm this host. May be called from any thread."""
         return [f"{name_of(key)}: {reason}" for key, reason in self._unsafe.copy().items()]
 
     def wanted_kinds(self) -> list[Kind]:
-        """The kind of each object that is wanted. From any thread."""
+        """Return the kind of each desired object. May be called from any thread."""
         return [resource.kind for resource in self._wanted.state.values()]
 
     def wish_locally(self, resources: Iterable[Resource]) -> Delta:
-        """Say what this node needs for itself, whoever its peers are. Return what changes by that."""
+        """Set the objects that this node needs without peers. Return the change of the desired state."""
         return self._wanted.since(self._wanted.set(LOCAL, resources))
 
     def local_wishes(self) -> tuple[Resource, ...]:
         return self._wanted.wishes(LOCAL)
 
     def take(self, events: Iterable[Event], backend: Backend) -> Delta:
-        """Fold events in, in order: what to make and what to remove because of them.
+        """Apply events in order. Return the objects to make and to remove.
 
-        With the first snapshot nothing: what there is has to be compared with all that is wanted then.
+        Return no change for the first snapshot: then the tables are compared with the whole desired state.
         """
         was_synced = self.synced
-        # Of what changes twice only the first state has ever been in the kernel.
+        # Diff against the value before the batch: intermediate values never reached the kernel.
         before: Before = {}
         for event in events:
             for change in self._fold(event, backend):
@@ -165,14 +165,14 @@ class Peers:
             self._warn_of_conflicts(lease)
 
     def reconsider(self, backend: Backend) -> Delta:
-        """Decide anew about every lease: the backend is another one, or the host's routes have changed."""
+        """Decide again about every lease, after a change of the backend or of the host's routes."""
         before: Before = {}
         for lease in self._table:
             self._lead_anew(lease, backend, before)
         return self._wanted.since(before)
 
     def look(self, obstacles: Obstacles, backend: Backend) -> Delta:
-        """Take over new facts of this host: what to make and what to remove because of them."""
+        """Apply new facts of this host. Return the objects to make and to remove."""
         self.safety.look(obstacles, self._table)
         before: Before = {}
         for lease in self._table:
@@ -186,7 +186,7 @@ class Peers:
             before.setdefault(key, was)
 
     def tell(self) -> None:
-        """Log what has changed. Called when the kernel is done: packets wait for that, not for the log."""
+        """Log the changes. Called after the write to the kernel, so that packets do not wait for the log."""
         for line in self._told:
             log.info("%s", line)
         self._told.clear()
@@ -194,7 +194,7 @@ class Peers:
     def _change(self, event: Event) -> Change:
         was_synced = self._table.synced
         if was_synced and _lacks(event, self._own):
-            # We are about to end, unless it is back by then.
+            # The daemon is about to exit, unless the lease is back by then.
             self._removal_guard.hold("The store has lost our own lease")
             return Change()
         if was_synced:
@@ -215,7 +215,7 @@ class Peers:
         return event
 
     def _lead_to(self, lease: Lease, backend: Backend) -> tuple[Resource, ...]:
-        """What leads to a peer; if its lease makes no sense, what did before, or the part that does."""
+        """Return the objects for a peer; for an invalid lease its former ones, or those of the valid part."""
         resources: list[Resource] = []
         try:
             _refuse_overlap(lease, self._own)
@@ -252,7 +252,7 @@ class Peers:
         self._once.warn(log, lease.key, line)
 
     def _forget(self, key: LeaseKey) -> None:
-        """There is nothing to complain about any more."""
+        """Forget the complaints about a lease."""
         self._once.clear(("clone", key))
         if self._reasons.pop(key, None):
             self._unparsable.discard(key)
@@ -280,14 +280,14 @@ class Peers:
 
 
 def _refuse_overlap(lease: Lease, own: Lease) -> None:
-    """Raises ``Refused`` for a peer that claims what is ours: its route would cut off our containers."""
+    """Raise ``Refused`` if a peer claims our subnet: its route would cut off our containers."""
     for theirs, ours in zip(lease.key, own.key, strict=True):
         if theirs is not None and ours is not None and overlap(theirs, ours):
             raise Refused(f"it overlaps our own subnet {ours}", "remove the lease that is wrong")
 
 
 def _refuse_outside(lease: Lease, networks: Mapping[Family, IPNetwork]) -> None:
-    """Raises ``Refused`` for a peer that would draw traffic to itself that is none of this network's."""
+    """Raise ``Refused`` for a peer with a subnet outside this network: it would attract foreign traffic."""
     for net in lease.key:
         network = networks.get(net.version) if net is not None else None
         if net is not None and network is not None and not lies_in(net, network):
@@ -296,7 +296,7 @@ def _refuse_outside(lease: Lease, networks: Mapping[Family, IPNetwork]) -> None:
 
 
 def _lacks(event: Event, own: Lease) -> bool:
-    """A snapshot without our lease: we were revoked, or the store forgot."""
+    """Return True for a snapshot without our lease: an operator revoked it, or the store lost it."""
     if not isinstance(event, Snapshot):
         return False
     return own.key not in event.unreadable and all(lease.key != own.key for lease in event.leases)

@@ -1,4 +1,4 @@
-"""What the leases permit to write: before they are known, and where they are not clear, little may go."""
+"""Permits for writes: restrictions on removals until the leases are known and readable."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from flanneld.state.table import Put
 
 
 class LeasePermits:
-    """Permits by what is known of the leases.
+    """Permits that depend on the known leases.
 
-    Nothing is removed before all leases are known: what an earlier run left may be all that keeps the
-    containers talking. Nothing that leads to an unreadable lease is removed. Leases of a cache neither remove
-    nor replace anything. ``is_complete`` says whether nothing was refused so far.
+    Nothing is removed before all leases are known: objects of an earlier run may carry all traffic of the
+    containers. No object for an unreadable lease is removed. Leases of a cache neither remove nor replace
+    anything. ``is_complete`` is True if nothing was refused so far.
 
-    None of that keeps what ``leaks``: routes by which packets leave the host in the clear while the backend
-    encrypts. Packets that are lost do less harm.
+    Routes for which ``leaks`` returns True are always removed: packets would leave the host unencrypted
+    though the backend encrypts. Lost packets do less harm.
     """
 
     def __init__(
@@ -33,17 +33,17 @@ class LeasePermits:
         self._removal_guard = removal_guard
         self._is_complete = is_complete
         self._leaks = leaks
-        #: By table, keys of what differed from the leases of a cache when these came.
+        #: By table, keys of the objects that differed from the cached leases when these came.
         self._newer: dict[str, frozenset[Key]] = {}
         #: MACs of VTEPs of unclear leases whose neighbour entries are kept.
         self._kept_macs: frozenset[str] = frozenset()
-        #: Whether what an earlier run left is being swept.
+        #: True during the sweep of an earlier run's objects.
         self.sweeps = False
 
     def puts(self, table: str, puts: list[Put]) -> list[Put]:
-        """All, but with the leases of a cache what the tables hold otherwise stays.
+        """Return all puts; with leases of a cache, without those that would replace an existing object.
 
-        The earlier run that left it there had news that it could not save.
+        The earlier run that left the object may have known newer leases than the cache.
         """
         if not self._peers.cached:
             return puts
@@ -75,5 +75,5 @@ class LeasePermits:
         if self.sweeps and self._removal_guard.holds_sweep(routes, len(self._peers.wanted.table(ROUTES))):
             return {}
         if self._removal_guard.sweep_is_held or not self._is_complete():
-            allowed.pop(LINKS, None)  # Packets may take an old device until all other ways are there.
+            allowed.pop(LINKS, None)  # Packets may use an old device until all new routes exist.
         return allowed

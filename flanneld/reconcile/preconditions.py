@@ -1,4 +1,4 @@
-"""What a start must find before it changes anything, and must have done before it goes on."""
+"""Preconditions of a start: checks before the first change, and results required to go on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 def spare_links_of_others(kernel: HostKernel, links: Iterable[Link]) -> None:
-    """Raises ``Fatal`` if a device of others has the name of one of ours; may raise ``OSError``."""
+    """Raise ``Fatal`` if another program's device has the name of one of ours; may raise ``OSError``."""
     for link in links:
         seen = kernel.link(link.name)
         if seen and is_not_ours_to_remove(link, seen.make):
@@ -28,7 +28,7 @@ def spare_links_of_others(kernel: HostKernel, links: Iterable[Link]) -> None:
 
 
 def spare_connected_networks(local: Iterable[Resource], obstacles: Obstacles) -> None:
-    """Raises ``Fatal`` if a route that this node needs for itself would take a network of the host."""
+    """Raise ``Fatal`` if a route that this node needs would take over a network of the host."""
     for route in local:
         obstacle = obstacles.connected_at(route.destination) if isinstance(route, Route) else None
         if obstacle is not None and isinstance(route, Route):
@@ -39,7 +39,7 @@ def spare_connected_networks(local: Iterable[Resource], obstacles: Obstacles) ->
 
 
 def demand_all(states: Iterable[TableState]) -> None:
-    """Raises ``Fatal`` for what the kernel refuses, ``Retryable`` for what may be there later."""
+    """Raise ``Fatal`` for an object that the kernel refuses, ``Retryable`` if it may succeed later."""
     for state in states:
         refused = state.failed[0] if state.failed else None
         if refused is not None and refused.resource.kind is not Kind.REMOTE:
@@ -54,7 +54,7 @@ def demand_all(states: Iterable[TableState]) -> None:
 
 
 def warn_of_networks_around(obstacles: Obstacles, domain: Domain) -> None:
-    """Name networks on this host's links that overlap the cluster's and are larger than a node's subnet."""
+    """Warn of networks on this host's links that overlap the cluster's and exceed a node's subnet."""
     for network in obstacles.around({each.version: length for each, length in domain.ranges}):
         log.warning(
             "Network overlap: %s; its hosts with addresses in a node's subnet are not reached; "

@@ -3,8 +3,8 @@
     desired state -> read each table -> difference -> put, then drop -> report -> log, retry, conditions
 
 ``step`` does all of it and never waits: a thread can drive it, or a simulator on a clock of its own.
-A table is read at its first step, after news of a change or a refusal, and in its audit period. What follows
-from news of one lease is written without a reading: ``change``.
+A table is read at its first step, after a notification or a refusal, and once per audit period. ``change``
+writes the objects of one lease's event without a read.
 """
 
 from __future__ import annotations
@@ -29,47 +29,47 @@ from flanneld.state.table import Notifies, Polled, Put, Scope, Table
 
 log = logging.getLogger(__name__)
 
-#: Seconds in which a burst of notifications may end before a table is read.
+#: Seconds to wait for the end of a burst of notifications before a read.
 SETTLE = 0.005
 #: Seconds before a refused change is tried again: the first time, and at most.
 _FIRST_RETRY, _LAST_RETRY = 1.0, 30.0
-#: Rest after a reading, as a multiple of the CPU time that it cost.
+#: Pause after a read, as a multiple of the CPU time that it cost.
 REST = 10
-#: Lines about single resources that are worth reading at a time.
+#: Log lines about single resources, at most.
 _FEW = 10
-#: Changed objects whose origin is remembered until they are put right.
+#: Changed objects with a remembered origin, at most, until their repair.
 _MAX_ORIGINS = 1000
 
 
 class TableState(Struct, frozen=True, gc=False):
-    """Status of one table. ``failed`` are refusals, ``problem`` is why it cannot be read."""
+    """Status of one table. ``failed`` are refusals, ``problem`` is the reason why it cannot be read."""
 
     name: str
     worker: str
     vital: bool
-    #: Whether it has held all that is wanted since its last change.
+    #: True if the table has held the whole desired state since its last change.
     settled: bool
     contested: bool
     failed: tuple[Failure, ...]
     problem: str
-    #: Repairs by the programs whose changes they undid, "unknown" if the kernel does not name them.
+    #: Repairs by the program that made the undone change, or "unknown".
     repairs: Mapping[str, int]
 
 
 class Permits(Protocol):
-    """What may be written of what a reading asks for; what may not stays as it is."""
+    """Permits for the writes that a read asks for. An object without a permit stays as it is."""
 
     def puts(self, table: str, puts: list[Put]) -> list[Put]:
-        """Return those that may be made."""
+        """Return the permitted puts."""
         ...
 
     def drops(self, stale: Mapping[str, Sequence[Resource]]) -> Mapping[str, Sequence[Resource]]:
-        """Return what may be removed, by table."""
+        """Return the permitted removals, by table."""
         ...
 
 
 class _Everything:
-    """Permits whatever the desired state asks for."""
+    """Permits for all writes that the desired state asks for."""
 
     def puts(self, table: str, puts: list[Put]) -> list[Put]:
         del table
@@ -89,22 +89,22 @@ class _Upkeep:
         self.polled = table if isinstance(table, Polled) else None
         self.wanted = wanted
         self.due = 0.0
-        #: After a failure of the table as a whole, and after a reading that has cost much.
+        #: Earliest time of the next read after a failure of the whole table, or after a costly read.
         self.not_before = 0.0
         self.retry_delay = _FIRST_RETRY
         self.contest = contest
         self.origins: set[str] = set()
-        #: Whether a notification asked for the next reading.
+        #: True if a notification asked for the next read.
         self.was_told = False
-        #: Repairs of a contest so far, and resources that no line has told of.
+        #: Repairs of the current contest, and resources not logged yet.
         self.contested_repairs = self.untold = 0
-        #: Whether something has been made or found right: from then on a change is a repair.
+        #: True once something was made or found correct: from then on a change is a repair.
         self.was_right = False
         self.settled = False
         self.failed: tuple[Failure, ...] = ()
         self.problem = ""
         self.repairs: dict[str, int] = {}
-        # A table of another package must not end the daemon, whatever it raises.
+        # An exception of another package's table must not end the daemon.
         is_ours = type(table).__module__.partition(".")[0] == __package__.partition(".")[0]
         self.failures: tuple[type[Exception], ...] = (OSError, Retryable) if is_ours else (Exception,)
 
@@ -112,17 +112,17 @@ class _Upkeep:
         return name in self.table.needs and self.table.audit is not None
 
     def wakeup(self) -> float:
-        """Return the time of the next read, never before a retry or the pause of a contest allows it."""
+        """Return the time of the next read, not before the pause of a retry or a contest is over."""
         return max(self.due, self.not_before, self.contest.earliest())
 
 
 class Reconciler:
-    """Keeps tables as the desired state has them. ``wanted`` is that state by the table's name.
+    """Reconciler of a group of tables. ``wanted`` is the desired state by the table's name.
 
-    Maps given there may change: what they hold at the time of a reading is desired. With ``adopt`` tables
-    claim what an earlier run left. ``contest`` tells for each table when others keep undoing its repairs, and
-    ``after`` is told of what each pass over the tables has made and removed. Names of tables that have
-    converged once are added to ``converged``, which reconcilers of other threads may share.
+    The maps in it may change; a read uses their contents at that time. With ``adopt`` tables take over
+    objects of an earlier run. ``contest`` makes the backoff for each table's contested repairs. ``after``
+    gets the report of each pass over the tables. Names of tables that have converged once are added to
+    ``converged``, which reconcilers of other threads may share.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class Reconciler:
         self._once = Once()
 
     def states(self) -> list[TableState]:
-        """Return what is known of each table. From any thread."""
+        """Return the status of each table. May be called from any thread."""
         return [
             TableState(
                 name,
@@ -163,12 +163,12 @@ class Reconciler:
         ]
 
     def sources(self) -> list[int]:
-        """Return the file descriptors that become readable when a table has news."""
+        """Return the file descriptors that become readable on a table's notification."""
         tables = (each.notifies for each in self._all.values())
         return [fd for table in tables if table is not None and (fd := table.fileno()) >= 0]
 
     def step(self, now: float) -> float:
-        """Hear, read and repair what is due; return when to step again."""
+        """Take in notifications, then read and repair the due tables. Return the time of the next step."""
         for each in self._all.values():
             self._hear(each, now)
         due = {name for name, each in self._all.items() if each.wakeup() <= now}
@@ -177,11 +177,11 @@ class Reconciler:
         return min(map(self._next_wakeup, self._all.values()), default=math.inf)
 
     def converge(self, now: float) -> Report:
-        """Read and put right all tables now. The desired state is a new one: that is no repair."""
+        """Read and correct all tables now. The desired state is new, so this counts as no repair."""
         return self._pass(set(self._all), now, is_start=True)
 
     def change(self, delta: Delta, now: float) -> Report:
-        """Make and remove what follows from news, without a look at what the tables hold."""
+        """Apply a change of the desired state without reading the tables."""
         total = Report()
         for each in self._all.values():
             puts = [put for put in delta.puts if put.want.key[0] == each.table.name]
@@ -194,7 +194,7 @@ class Reconciler:
         return total
 
     def hear(self, now: float, table: object = None, key: Key | None = None, by: str = "") -> None:
-        """Take note that another program may have changed something, in any table if none is named."""
+        """Record that another program may have changed something, in any table if none is named."""
         if key is not None and by and len(self._origins) < _MAX_ORIGINS:
             self._origins[key] = by
         for name, each in self._all.items():
@@ -204,15 +204,15 @@ class Reconciler:
                 each.due = min(each.due, now + SETTLE)
 
     def close(self, *, remove: Collection[str] = ()) -> None:
-        """Close every table, also after one that fails to close. ``remove`` names those to leave empty."""
+        """Close every table, even if one fails to close. ``remove`` names the tables to empty."""
         for name, each in self._all.items():
             try:
                 each.table.close(remove=name in remove)
-            except Exception as failure:  # one of another package must not keep the others open
+            except Exception as failure:  # a failure of another package's table must not keep others open
                 trace = None if isinstance(failure, OSError | Retryable) else failure
                 log.warning("Cannot close %s: %s", each.table.name, failure, exc_info=trace)
 
-    # ---- when ------------------------------------------------------------------------------------
+    # ---- timing ----------------------------------------------------------------------------------
 
     def _hear(self, each: _Upkeep, now: float) -> None:
         for change in each.notifies.changes() if each.notifies is not None else ():
@@ -232,7 +232,7 @@ class Reconciler:
     # ---- read, compare, put, drop ------------------------------------------------------------------
 
     def _pass(self, due: set[str], now: float, *, is_start: bool) -> Report:
-        """Put tables right in their order, then remove what has to go in the reverse order."""
+        """Correct tables in their order, then remove stale objects in the reverse order."""
         began, total = clock.cpu_time(), Report()
         stale: dict[str, Sequence[Resource]] = {}
         with self.work.reconcile:
@@ -242,7 +242,7 @@ class Reconciler:
                 report, stale[name] = self._put_right(each, now, is_start=is_start)
                 total.add(report)
                 if report.made:
-                    # What stood on a device or a process that was made anew is gone.
+                    # Objects on a recreated device or process are gone.
                     due |= {other for other, upkeep in self._all.items() if upkeep.stands_on(name)}
             allowed = self._permits.drops(stale) if any(stale.values()) else {}
             for name in reversed(stale):
@@ -260,7 +260,7 @@ class Reconciler:
         return total
 
     def _put_right(self, each: _Upkeep, now: float, *, is_start: bool) -> tuple[Report, Sequence[Resource]]:
-        """Make what is missing; return what has to go, too."""
+        """Make missing objects. Return the report and the stale objects."""
         table = each.table
         each.due = math.inf if table.audit is None else now + table.audit
         try:
@@ -282,7 +282,7 @@ class Reconciler:
         return report
 
     def _write(self, each: _Upkeep, act: Callable[[], Report], total: Report, now: float) -> None:
-        """Write without a reading, and note what comes of it."""
+        """Write without a read, and record the result."""
         try:
             with self.work.apply:
                 report = act()
@@ -292,7 +292,7 @@ class Reconciler:
         total.add(report)
         refused = [failure for failure in report.failed if not failure.is_taken]
         if len(refused) < len(report.failed):
-            # What stands in the way, a reading tells.
+            # A read finds the obstacle.
             each.due = min(each.due, now + SETTLE)
         done = {resource.key for resource in (*report.made, *report.removed)}
         kept = [failure for failure in each.failed if failure.resource.key not in done]
@@ -301,7 +301,7 @@ class Reconciler:
         else:
             each.failed = tuple(kept)
 
-    # ---- afterwards --------------------------------------------------------------------------------
+    # ---- results -----------------------------------------------------------------------------------
 
     def _could_not(self, each: _Upkeep, failure: Exception, now: float) -> None:
         each.problem, each.settled = cause_of(failure), False
@@ -335,7 +335,7 @@ class Reconciler:
     def _repaired(
         self, each: _Upkeep, deed: str, resources: Sequence[Resource], details: Mapping[Key, str]
     ) -> None:
-        """Log a repair; those of a contest ever more rarely."""
+        """Log a repair; contested ones with growing pauses."""
         self.work.healed(resources, was_told=each.was_told)
         is_contest = each.contest.is_tried()
         each.untold = each.untold + len(resources) if is_contest else 0
@@ -359,7 +359,7 @@ class Reconciler:
         return ", ".join(sorted({self._origin(each, resource) for resource in resources} - {""}))
 
     def _origin(self, each: _Upkeep, resource: Resource) -> str:
-        """Return who changed a resource, or the device that it stands on."""
+        """Return the program that changed a resource, or the device that it depends on."""
         device = (LINKS, getattr(resource, "device", ""))
         by = self._origins.get(resource.key) or self._origins.get(device)
         return by or ", ".join(sorted(each.origins))
@@ -379,7 +379,7 @@ class Reconciler:
             log.info("%s are in place", _sentence(each.table.what))
 
     def _say_not_in_place(self, each: _Upkeep, problem: str) -> None:
-        if not self._is_stopping():  # a command that is cut off then is no problem
+        if not self._is_stopping():  # a command cut off by the stop is no problem
             self._once.warn(log, each.table.name, f"{_sentence(each.table.what)} are not in place: {problem}")
 
     def _retry_later(self, each: _Upkeep, now: float) -> None:

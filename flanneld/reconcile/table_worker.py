@@ -1,4 +1,4 @@
-"""Thread of its own for tables that would keep the kernel waiting: a switch, a cloud, a command."""
+"""Worker thread for tables that block: those of a switch, a cloud or a command."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from flanneld.state.table import Put, Table
 
 
 class Knowledge(Struct, frozen=True, gc=False):
-    """What is known of the leases: whether all are, and where they are from if not from the store.
+    """State of the leases: ``synced`` once all are known; ``cached`` names a source other than the store.
 
-    ``unclear`` are subnets that have a lease which cannot be read.
+    ``unclear`` are the subnets of unreadable leases.
     """
 
     synced: bool = False
@@ -29,7 +29,7 @@ class Knowledge(Struct, frozen=True, gc=False):
 
 
 class TableWorker:
-    """Keeps the tables of one worker. The desired state comes in messages, from one other thread."""
+    """Worker that reconciles its tables. One other thread sends the desired state in messages."""
 
     def __init__(
         self,
@@ -55,12 +55,12 @@ class TableWorker:
         self._loop.cancel()
 
     def tell(self, delta: Delta, known: Knowledge, *, whole: bool = False) -> None:
-        """Hand over what changes in the desired state; with ``whole`` it is all of it."""
+        """Hand over a change of the desired state; with ``whole`` it is the entire state."""
         self._messages.append((delta, whole, known))
         self._loop.cancel()
 
     def step(self, now: float) -> float:
-        """Do all that is due; return when to step again."""
+        """Do the due work. Return the time of the next step."""
         while self._messages:
             delta, whole, self._known = self._messages.popleft()
             self._take(delta, whole=whole)
@@ -80,22 +80,22 @@ class TableWorker:
         for resource in delta.drops:
             self._wanted[str(resource.key[0])].pop(resource.key, None)
 
-    # ---- what may be written -----------------------------------------------------------------
+    # ---- permits -----------------------------------------------------------------------------
 
     def puts(self, table: str, puts: list[Put]) -> list[Put]:
-        """All, but the leases of a cache replace nothing."""
+        """Return all puts, except that leases of a cache replace nothing."""
         del table
         return [put for put in puts if put.was is None] if self._known.cached else puts
 
     def drops(self, stale: Mapping[str, Sequence[Resource]]) -> Mapping[str, Sequence[Resource]]:
-        """Nothing before all leases are known, and nothing that leads to one that cannot be read."""
+        """Return no removals before all leases are known, and none for an unreadable lease."""
         if not self._known.synced:
             return {}
         return {name: without_ways_to(self._known.unclear, resources) for name, resources in stale.items()}
 
 
 class Workers:
-    """All workers of a node, each with those of the tables that name it."""
+    """All workers of a node, each with the tables that name it."""
 
     def __init__(
         self,
@@ -123,13 +123,13 @@ class Workers:
         return bool(self._all)
 
     def prepare(self, now: float) -> None:
-        """Step those that the daemon is not ready without. Before they run."""
+        """Step the workers that readiness depends on, before their threads run."""
         for worker in self._all:
             if any(state.vital for state in worker.reconciler.states()):
                 worker.step(now)
 
     def tell(self, delta: Delta | None, known: Knowledge, desired: Callable[[str], State]) -> None:
-        """Hand each its part: of a change, or without one of what is ``desired`` of its tables."""
+        """Hand each worker its part of a change, or of the whole ``desired`` state without a change."""
         for worker in self._all:
             if delta is None:
                 puts = (Put(want) for name in sorted(worker.tables) for want in desired(name).values())

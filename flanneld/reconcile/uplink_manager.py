@@ -1,4 +1,4 @@
-"""Where this node stands: its uplink, and the backend that follows from it."""
+"""The uplink, and the backend bound to it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 def find_uplink(kernel: HostKernel, config: Config, choice: InterfaceChoice) -> Uplink:
-    """Elect the uplink; every candidate that was passed over is explained. Raises ``NoInterface``."""
+    """Elect the uplink, and log why other candidates were rejected. Raises ``NoInterface``."""
     wishes = (*choice.ifaces, *choice.regexes, *([choice.can_reach] if choice.can_reach else []))
     wants_default = not wishes or "" in wishes
     facts = survey(kernel, config.families, default_routes=wants_default)
@@ -43,7 +43,7 @@ def find_uplink(kernel: HostKernel, config: Config, choice: InterfaceChoice) -> 
 
 
 class UplinkManager:
-    """The uplink as it is now and the backend built on it; both are made anew when the uplink moves."""
+    """Current uplink and the backend built on it. Both are replaced when the uplink moves."""
 
     def __init__(
         self,
@@ -62,25 +62,25 @@ class UplinkManager:
         self._make_backend = make_backend
         self._former = former
         self._services = services
-        #: Decided by the first backend, for the whole run.
+        #: Decision of the first backend, for the whole run.
         self._identity: Any = None
         self._once = Once()
         self.uplink = uplink
-        #: No interface will do now; what it takes may come from anywhere.
+        #: True while no interface is usable. Any notification may end that.
         self.is_adrift = False
-        #: Whether the backend's decisions rest on the host's routes.
+        #: True if the backend's decisions depend on the host's routes.
         self.asks_routes = False
         self.backend: Backend = self._build(uplink, stored)
 
     @property
     def ranges(self) -> tuple[tuple[IPNetwork, int], ...]:
-        """The cluster networks, each with the length of a node's subnet."""
+        """Return the cluster networks, each with the prefix length of a node's subnet."""
         return tuple((each.network, each.subnet_len) for each in self._config.ranges)
 
     def follow(self) -> bool:
-        """Look where the uplink is now; True when that called for another backend.
+        """Elect the uplink again. Return True if the backend was replaced.
 
-        While no interface will do, all stays as it was: packets that can flow go on flowing.
+        While no interface is usable nothing changes, so existing traffic goes on.
         """
         try:
             facts = survey(self._kernel, self._config.families, default_routes=False)

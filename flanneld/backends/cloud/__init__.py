@@ -1,1 +1,1 @@
-"""Backends for clouds that route packets themselves: each node keeps one route in the cloud's table."""
+"""Cloud backends: the cloud routes the packets, and each node maintains its own route in a cloud table."""

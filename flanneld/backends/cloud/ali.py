@@ -1,4 +1,4 @@
-"""ali-vpc: routes of an Alibaba Cloud VPC, by its VPC and ECS APIs with aliyun-python-sdk-core.
+"""ali-vpc: client of Alibaba Cloud's VPC and ECS APIs for routes, with aliyun-python-sdk-core.
 
 Behaves as upstream's backend/alivpc of 0.12, whose options and variables it takes. Without them the
 credentials are those of the instance's RAM role. Actions, fields and codes: VPC API 2016-04-28, ECS API
@@ -38,7 +38,7 @@ TYPE = "ali-vpc"
 _TABLE = "RouteTableID"
 _METADATA = "http://100.100.100.200/latest/meta-data"
 _ROLE = "ram/security-credentials/"
-#: The API of an action, and its version; all others are VPC's.
+#: API and version of an action. Every other action belongs to the VPC API.
 _OF_ECS = frozenset({"DescribeInstances"})
 _VERSIONS = {"ecs": "2014-05-26", "vpc": "2016-04-28"}
 #: Seconds for a connection, for an answer, and for a call with both.
@@ -74,7 +74,7 @@ WORDS = Words(
 
 
 class Ali(Cloud):
-    """The APIs of this instance's region. ``endpoints`` replaces their URLs, by ``vpc`` and ``ecs``."""
+    """Client of the APIs in this instance's region. ``endpoints`` overrides their URLs: ``vpc``, ``ecs``."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Ali(Cloud):
         self._region = ""
         self._client = Client(services, WORDS, _CALL_LIMIT, self._connect, self._made)
 
-    # ---- what is there -----------------------------------------------------------------------
+    # ---- reading -----------------------------------------------------------------------------
 
     def place(self, address: IPv4Address) -> Place:
         del address  # a route leads to the instance, not to an address
@@ -170,7 +170,7 @@ class Ali(Cloud):
         except ImportError:
             raise missing_extra("ali", "aliyun-python-sdk-core") from None
 
-        # The SDK logs what was signed with each refusal; ours say what is wrong.
+        # The SDK logs the signed text with each refusal. Our own messages give the reason.
         logging.getLogger("aliyunsdkcore").setLevel(logging.CRITICAL + 1)
         limits = {"connect_timeout": _CONNECT_LIMIT, "timeout": _READ_LIMIT, "auto_retry": False}
         if self._keys:
@@ -179,7 +179,7 @@ class Ali(Cloud):
         return AcsClient(region_id=self._region, credential=role, **limits)
 
     def _role(self) -> str:
-        """Return the instance's role. Raises ``CloudError`` if it has none, with upstream's words."""
+        """Return the instance's role. Raises ``CloudError`` with upstream's text if it has none."""
         try:
             return self._metadata.read(_ROLE)[0].split()[0]
         except CloudError:

@@ -1,4 +1,4 @@
-"""aws-vpc: routes of a VPC's tables, by the EC2 API with botocore.
+"""aws-vpc: client of the EC2 API for the route tables of a VPC, with botocore.
 
 Behaves as upstream's backend/awsvpc of 0.12, whose option ``RouteTableID`` it takes. Credentials come from
 botocore's chain: environment, web identity, ~/.aws, the instance's role. Actions and error codes: EC2 API
@@ -36,11 +36,11 @@ from flanneld.compat.json import Fields
 TYPE = "aws-vpc"
 _TABLE = "RouteTableID"
 _METADATA = "http://169.254.169.254"
-#: The second version of the service, which an instance may demand.
+#: Version 2 of the metadata service, which an instance may require.
 _TOKEN = Token("latest/api/token", "X-aws-ec2-metadata-token-ttl-seconds", "X-aws-ec2-metadata-token")
 #: Seconds for one attempt of a call, for a connection, and for a call with its one repetition.
 _READ_LIMIT, _CONNECT_LIMIT, _CALL_LIMIT = 10, 5, 40.0
-#: Next hops that are an instance: one that is gone leaves a route in state blackhole.
+#: Kinds of next hops that belong to an instance: after its deletion a route is in state blackhole.
 _OF_INSTANCES = ("eni-", "i-")
 
 WORDS = Words(
@@ -73,7 +73,7 @@ WORDS = Words(
 
 
 class Aws(Cloud):
-    """The EC2 API of this instance's region.
+    """Client of the EC2 API in this instance's region.
 
     ``tables`` are those of the network config, ``endpoint`` replaces the API's URL.
     """
@@ -87,7 +87,7 @@ class Aws(Cloud):
         self._metadata = Metadata(services.http, url, token=_TOKEN)
         self._client = Client(services, WORDS, _CALL_LIMIT, self._connect, self._made)
 
-    # ---- what is there -----------------------------------------------------------------------
+    # ---- reading -----------------------------------------------------------------------------
 
     def place(self, address: IPv4Address) -> Place:
         (instance,) = self._metadata.read("latest/meta-data/instance-id")
@@ -109,7 +109,7 @@ class Aws(Cloud):
         )
 
     def _table_of(self, subnet: str, vpc: str) -> str:
-        """Return the table of a subnet, else the main one of the VPC, as upstream does."""
+        """Return the route table of a subnet, else the main one of the VPC, as upstream does."""
         for filters in (
             {"association.subnet-id": subnet},
             {"association.main": "true", "vpc-id": vpc},
@@ -130,7 +130,7 @@ class Aws(Cloud):
         return found
 
     def gone(self, place: Place, entries: Sequence[Entry]) -> list[Entry]:
-        del place  # the API tells without a further call
+        del place  # the entry already shows it, without another call
         return [each for each in entries if each.health is Health.DEAD and each.hop.startswith(_OF_INSTANCES)]
 
     # ---- changes -----------------------------------------------------------------------------
@@ -209,7 +209,7 @@ class Aws(Cloud):
 
 
 def _old_names() -> dict[str, str]:
-    """Return the keys in variables that upstream takes and botocore does not."""
+    """Return the access keys from variables that upstream reads and botocore does not."""
     environ = os.environ
     key, secret = environ.get("AWS_ACCESS_KEY"), environ.get("AWS_SECRET_KEY")
     if not key or not secret or "AWS_ACCESS_KEY_ID" in environ:

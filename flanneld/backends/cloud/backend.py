@@ -1,7 +1,7 @@
-"""Backend for any cloud that routes packets itself: a lease, and one route for this node.
+"""Backend for any cloud: a lease, and one route for this node in each cloud table.
 
-Behaves as upstream's backends for clouds: the lease has the public IP only, the MTU is the uplink's, and
-nothing is made for peers.
+Behaves as upstream's backends for clouds. The lease has only the public IP, and the MTU is the uplink's.
+No objects are created for peers.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from flanneld.model import Lease, LeaseAttrs
 from flanneld.state.resources import Resource
 from flanneld.state.table import Table
 
-#: Makes a cloud's API of the options in ``Backend``. Raises ``Fatal`` for options that cannot be used.
+#: Makes a cloud's client from the options in ``Backend``. Raises ``Fatal`` for unusable options.
 Connect = Callable[[Fields, HostServices], Cloud]
 
 
 class CloudFactory(Struct, frozen=True):
-    """Makes the backend for one cloud: what the registry of backends takes.
+    """Factory of the backend for one cloud, as the registry of backends requires.
 
-    ``connect`` makes the cloud's API. ``table_option`` is the option that names tables, empty without one.
-    ``kept`` names the options that are no secret: -cleanup needs them.
+    ``connect`` makes the cloud's client. ``table_option`` is the option that names tables, or empty.
+    ``kept`` names the options to record for -cleanup, none of them secret.
     """
 
     kind: str
@@ -45,7 +45,7 @@ class CloudFactory(Struct, frozen=True):
 
 
 class CloudBackend:
-    """Decides on one route for each table."""
+    """Backend that desires one route in each table."""
 
     has_peers = False
 
@@ -81,7 +81,7 @@ class CloudBackend:
                 yield CloudRoute(own.subnet, str(self._address), table)
 
     def peer(self, own: Lease, lease: Lease, /) -> Iterator[Resource]:
-        """Nothing: each node keeps its own route."""
+        """Return no objects: each node maintains its own route."""
         del own, lease
         return iter(())
 
@@ -92,7 +92,7 @@ class CloudBackend:
 
 
 def _only_range(kind: str, config: Config) -> SubnetRange:
-    """Return the IPv4 range. Raises ``Fatal`` for a network that has another one."""
+    """Return the IPv4 range. Raises ``Fatal`` for a network with another family."""
     found = config.range(4)
     if found is None or len(config.ranges) != 1:
         raise Fatal(f"{kind} carries IPv4 only", "set EnableIPv6 to false and EnableIPv4 to true")

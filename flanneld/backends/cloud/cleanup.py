@@ -1,4 +1,4 @@
-"""Removal of the routes that this node has made in a cloud, after the record of them."""
+"""Removal of the routes that this node has made in a cloud, based on their record."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 def routes_in(record: Record) -> Iterator[tuple[str, Callable[[], bool]]]:
-    """Yield each recorded route with what removes it from the cloud, then the record itself."""
+    """Yield each recorded route with the function that removes it, then the record itself."""
     try:
         recorded = record.read()
     except OSError as failure:
@@ -39,7 +39,7 @@ def routes_in(record: Record) -> Iterator[tuple[str, Callable[[], bool]]]:
 
 
 def _removed(record: Record, recorded: Recorded, entry: Entry) -> bool:
-    """Return True once the route is gone, or leads to another instance, whose it is then."""
+    """Return True once the route is gone, or leads to another instance and belongs to that one."""
     try:
         cloud = connect(recorded)
         with understood():
@@ -55,7 +55,7 @@ def _removed(record: Record, recorded: Recorded, entry: Entry) -> bool:
 
 
 def connect(recorded: Recorded) -> Cloud:
-    """Return the API of the cloud that a record names. Raises ``FlannelError``."""
+    """Return a client of the cloud that a record names. Raises ``FlannelError``."""
     stop = threading.Event()
     services = HostServices(http=HttpClient(stop).ask, call=DetachedCalls(stop).run)
     factory = registry.load(recorded.kind)
@@ -65,7 +65,7 @@ def connect(recorded: Recorded) -> Cloud:
 
 
 def _there(cloud: Cloud, address: str, entry: Entry) -> Entry | None:
-    """Return the route as the cloud has it now; None if there is none, or another's."""
+    """Return the cloud's current route; None without one, or if it belongs to another node."""
     place = cloud.place(IPv4Address(address))
     found = cloud.entries(replace(place, tables=(entry.table,)))
     key = (entry.table, entry.destination, entry.hop)

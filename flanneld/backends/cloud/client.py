@@ -1,4 +1,4 @@
-"""Client of a cloud's API over the cloud's own SDK, which blocks."""
+"""Client of a cloud's API over the cloud's own blocking SDK."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from flanneld.errors import FlannelError, Retryable
 
 
 class Client:
-    """Makes calls for at most ``limit`` seconds each.
+    """Client with a limit of ``limit`` seconds for each call.
 
-    ``connect`` makes the SDK's client: at the first call, and again after credentials were not accepted, so
-    that files, environment and role are read again. ``make`` makes a call with it, and raises ``CloudError``.
+    ``connect`` makes the SDK's client at the first call. It does so again after rejected credentials, so that
+    files, environment and role are read again. ``make`` makes a call with it, and raises ``CloudError``.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Client:
             raise self._words.no_answer(call, failure.problem) from None
         except FlannelError:
             raise
-        except Exception as failure:  # an SDK may raise anything for an answer that it does not understand
+        except Exception as failure:  # an SDK may raise any exception for an answer that it cannot parse
             raise self._words.no_answer(call, type(failure).__name__) from failure
         if not isinstance(answer, Mapping):
             raise self._words.no_answer(call, "its answer is no JSON object")

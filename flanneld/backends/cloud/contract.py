@@ -1,4 +1,4 @@
-"""Contract between the route table of a cloud and the file that knows its API (pure)."""
+"""Contract between the table of cloud routes and the client of a cloud's API (pure)."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from flanneld.errors import Fatal, Retryable
 
 
 class Trouble(Enum):
-    """Kind of an error, for which each cloud has its own codes."""
+    """Kind of an error. Each cloud has its own codes for it."""
 
     THROTTLED = "throttled"
     DENIED = "denied"
     CREDENTIALS = "credentials"
     FULL = "full"
     NO_TABLE = "no table"
-    #: What was to be removed or replaced is not there.
+    #: The object to remove or replace does not exist.
     ABSENT = "absent"
-    #: What was to be made is there already.
+    #: The object to make exists already.
     EXISTS = "exists"
-    #: The cloud has not ended what it was told before.
+    #: The cloud still executes an earlier call.
     BUSY = "busy"
     OTHER = "other"
 
 
 class CloudError(Retryable):
-    """A cloud refused a call, or gave no answer."""
+    """Error for a call that a cloud refused or did not answer."""
 
     def __init__(self, trouble: Trouble, problem: str, remedy: str = "") -> None:
         super().__init__(problem, remedy)
@@ -38,7 +38,7 @@ class CloudError(Retryable):
 
 
 class Call(Struct, frozen=True, eq=False):
-    """A call of a cloud's API. ``permission`` is the right that it takes, if it is not the action itself."""
+    """Call of a cloud's API. ``permission`` is the required right if it differs from the action's name."""
 
     action: str
     parameters: Mapping[str, Any] = field(default_factory=dict)
@@ -52,14 +52,14 @@ class Health(Enum):
     """State of a route in a cloud's table."""
 
     ACTIVE = "active"
-    #: The cloud is still about to make it.
+    #: The cloud is still creating it.
     PENDING = "pending"
-    #: It leads nowhere: its next hop is gone, or it is switched off.
+    #: It carries no packets: its next hop is gone or switched off.
     DEAD = "dead"
 
 
 class Entry(Struct, frozen=True, gc=False):
-    """A route in a cloud's table.
+    """Route in a cloud's table, as the cloud describes it.
 
     ``hop`` is the next hop as the cloud names it, ``name`` the route's own name or number if it has one.
     """
@@ -72,9 +72,9 @@ class Entry(Struct, frozen=True, gc=False):
 
 
 class Place(Struct, frozen=True, gc=False):
-    """This node as the cloud knows it.
+    """This node, as the cloud describes it.
 
-    ``hop`` is the next hop that leads to it. ``forwards`` says whether packets of other addresses than its
+    ``hop`` is the next hop that leads to it. ``forwards`` is True if packets of other addresses than its
     own may pass. ``scope`` is the VPC or network.
     """
 
@@ -86,12 +86,12 @@ class Place(Struct, frozen=True, gc=False):
 
 
 class Cloud(Protocol):
-    """One cloud's API. Each method but the pure ones blocks, and raises ``CloudError``.
+    """Client of one cloud's API. Each method except the pure ones blocks, and raises ``CloudError``.
 
-    Those about forwarding are for clouds that have such a setting.
+    The methods about forwarding are for clouds with such a setting.
     """
 
-    #: Whether it drops packets of other addresses than an instance's own, unless it is told not to.
+    #: True if the cloud by default drops packets of other addresses than an instance's own.
     filters_addresses: bool = False
 
     def place(self, address: IPv4Address) -> Place:
@@ -99,11 +99,11 @@ class Cloud(Protocol):
         ...
 
     def entries(self, place: Place) -> list[Entry]:
-        """Return all IPv4 routes of the node's tables, from all pages."""
+        """Return all IPv4 routes in the node's tables, from all pages."""
         ...
 
     def gone(self, place: Place, entries: Sequence[Entry]) -> list[Entry]:
-        """Return those of ``entries`` whose next hop does not exist any more."""
+        """Return the ``entries`` whose next hop no longer exists."""
         ...
 
     def ask(self, call: Call) -> Mapping[str, Any]:
@@ -111,7 +111,7 @@ class Cloud(Protocol):
         ...
 
     def put_calls(self, place: Place, entry: Entry, was: Entry | None) -> list[Call]:
-        """Return the calls that make a route, or put it in place of ``was`` (pure)."""
+        """Return the calls that make a route, or replace ``was`` by it (pure)."""
         ...
 
     def drop_calls(self, entry: Entry) -> list[Call]:
@@ -119,30 +119,30 @@ class Cloud(Protocol):
         ...
 
     def forwarding_calls(self, place: Place) -> list[Call]:
-        """Return the calls that let packets of other addresses pass; none if only people can (pure)."""
+        """Return the calls that allow packets of other addresses; none if only an operator can (pure)."""
         del place
         return []
 
     def forwarding_remedy(self, place: Place) -> str:
-        """Return what an operator does if the daemon cannot change that (pure)."""
+        """Return the operator's remedy if the daemon cannot change the setting (pure)."""
         del place
         return ""
 
 
 class Words(Struct, frozen=True):
-    """Terms of one cloud for messages, and the meaning of its error codes."""
+    """Terms of one cloud for messages, and meanings of its error codes."""
 
     cloud: str
-    #: By error code, or by what it begins with.
+    #: Kinds of errors by the code or its prefix.
     codes: Mapping[str, Trouble]
     credentials: str
     quota: str
-    #: The name of a right: ``ec2:{}``.
+    #: Format of a permission's name: ``ec2:{}``.
     permission: str
     table_option: str = ""
 
     def error(self, call: Call, code: str) -> CloudError:
-        """Return the error for a code. A cloud's own message may hold what was signed: it is left out."""
+        """Return the error for a code. The cloud's own message is left out: it may contain signed text."""
         trouble = self._trouble(code)
         right = call.permission or self.permission.format(call.action)
         match trouble:
@@ -189,7 +189,7 @@ class Words(Struct, frozen=True):
 
 
 def check_scope(table: str, scope: str, place: Place, option: str) -> None:
-    """Raises ``CloudError`` for a table of another VPC than this node's."""
+    """Raise ``CloudError`` for a table of another VPC than this node's."""
     if scope != place.scope:
         problem = f"{table} is a table of {scope}, this node is in {place.scope}"
         raise CloudError(Trouble.NO_TABLE, problem, f"correct Backend.{option}")

@@ -1,4 +1,4 @@
-"""Table of this node's permission to send and receive packets of containers."""
+"""Reconciler table of this node's permission to forward packets of containers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flanneld.state.table import Put, Scope, Seen
 
 
 class ForwardingTable:
-    """This node's permission to forward, where the cloud has such a setting."""
+    """Table of this node's permission to forward, for clouds with such a setting."""
 
     name = FORWARDING
     what = "the cloud's forwarding permissions"
@@ -43,7 +43,7 @@ class ForwardingTable:
         return found
 
     def _permission(self, want: Forwarding) -> Forwarding:
-        """Ask the cloud. Raises ``CloudError``."""
+        """Read the permission from the cloud. Raises ``CloudError``."""
         with understood():
             self._place = self._cloud.place(want.address)
         return Forwarding(want.address, self._place.forwards)
@@ -69,7 +69,7 @@ class ForwardingTable:
         return "; ".join(map(str, self._cloud.forwarding_calls(self._place))) if self._place else ""
 
     def _allow(self) -> None:
-        """Raises ``CloudError`` if the cloud refuses, or only people can change it."""
+        """Set the permission. Raises ``CloudError`` if the cloud refuses or only an operator can do it."""
         assert self._place is not None, "put follows a reading"
         calls = self._cloud.forwarding_calls(self._place)
         remedy = self._cloud.forwarding_remedy(self._place)
@@ -83,8 +83,8 @@ class ForwardingTable:
             raise CloudError(failure.trouble, f"{problem}: {failure.problem}", remedy) from None
 
     def drop(self, found: Sequence[Resource]) -> Report:
-        """The permission may be somebody else's wish: it stays."""
+        """Remove nothing: another program may need the permission."""
         return Report(removed=list(found))
 
     def close(self, *, remove: bool) -> None:
-        """Nothing is open."""
+        """Do nothing: the table has no resources to release."""

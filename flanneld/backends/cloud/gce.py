@@ -1,4 +1,4 @@
-"""gce: routes of a Google Cloud network, by Compute's REST API with google-auth.
+"""gce: client of Compute's REST API for the routes of a Google Cloud network, with google-auth.
 
 Behaves as upstream's backend/gce of 0.12, whose names of routes it keeps. Credentials are Google's
 application default ones: a file, gcloud's, or the service account of the instance. Shapes: Compute API v1,
@@ -36,11 +36,11 @@ TYPE = "gce"
 _API = "https://compute.googleapis.com/compute/v1"
 _SCOPE = "https://www.googleapis.com/auth/compute"
 _METADATA = "169.254.169.254"
-#: Of routes to one destination that with the lowest number wins; this is the API's default, and upstream's.
+#: Priority of routes, the API's default and upstream's. For one destination the lowest number wins.
 _PRIORITY = 1000
 #: Seconds for one request, for the wait for an operation, and for a call with both.
 _REQUEST_LIMIT, _WAIT_LIMIT, _CALL_LIMIT = 10.0, 15.0, 40.0
-#: Warnings of a route whose instance was deleted or does not run.
+#: Warnings for a route with an instance that was deleted or does not run.
 _LEADS_NOWHERE = frozenset({"NEXT_HOP_NOT_RUNNING", "NEXT_HOP_INSTANCE_NOT_FOUND"})
 
 WORDS = Words(
@@ -79,12 +79,12 @@ _PATHS = {
     "compute.routes.delete": ("DELETE", "global/routes/{route}"),
     "compute.globalOperations.wait": ("POST", "global/operations/{operation}/wait"),
 }
-#: Parameters that are part of the path.
+#: Parameters that belong to the path.
 _IN_PATH = frozenset({"zone", "instance", "route", "operation"})
 
 
 class Gce(Cloud):
-    """The routes of this instance's network. ``endpoint`` replaces the URL of the API."""
+    """Client for the routes of this instance's network. ``endpoint`` replaces the URL of the API."""
 
     filters_addresses = True
 
@@ -96,7 +96,7 @@ class Gce(Cloud):
         url = f"http://{host}/computeMetadata/v1"
         self._metadata = Metadata(services.http, url, headers={"Metadata-Flavor": "Google"})
 
-    # ---- what is there -----------------------------------------------------------------------
+    # ---- reading -----------------------------------------------------------------------------
 
     def place(self, address: IPv4Address) -> Place:
         self._project, zone, host = self._metadata.read(
@@ -127,7 +127,7 @@ class Gce(Cloud):
         ]
 
     def gone(self, place: Place, entries: Sequence[Entry]) -> list[Entry]:
-        """Return those that the API warns of, and whose instance it then does not know."""
+        """Return the entries that the API warns of, and whose instance does not exist."""
         del place
         return [each for each in entries if each.health is Health.DEAD and self._is_absent(each.hop)]
 
@@ -146,7 +146,7 @@ class Gce(Cloud):
     # ---- changes -----------------------------------------------------------------------------
 
     def put_calls(self, place: Place, entry: Entry, was: Entry | None) -> list[Call]:
-        """The API replaces no route. One that leads nowhere carries no packets, so the gap costs none."""
+        """Return a removal of ``was``, which carries no packets, and an insertion: the API cannot replace."""
         new = {
             "name": _name(entry.destination),
             "destRange": str(entry.destination),

@@ -1,4 +1,4 @@
-"""Metadata service of a cloud: what an instance is told about itself."""
+"""Client of a cloud's metadata service, which describes the instance."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from flanneld.backends.cloud.contract import CloudError, Trouble
 from flanneld.errors import Retryable
 from flanneld.runtime.http_client import HttpAnswer, HttpRequest
 
-#: Seconds for one answer, as upstream's.
+#: Seconds for one answer, as in upstream.
 _TIME_LIMIT = 5.0
 
 
 class Token(Struct, frozen=True):
-    """A session with the service: the path that hands out a token, and the headers around it."""
+    """Session parameters of the service: the path of the token, and the headers to get and to use it."""
 
     path: str
     lifetime_header: str
@@ -25,7 +25,7 @@ class Token(Struct, frozen=True):
 
 
 class Metadata:
-    """Reads values below ``url``, with a session ``token`` where the service knows such."""
+    """Client that reads values below ``url``, with a session ``token`` if the service supports it."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Metadata:
         self._token = token
 
     def get(self, path: str, headers: Mapping[str, str] | None = None) -> str:
-        """Return one value, without white space around it. Raises ``CloudError``."""
+        """Return one value without surrounding white space. Raises ``CloudError``."""
         headers = self._session() if headers is None else headers
         answer = self._ask("GET", path, headers)
         if answer.status != 200:
@@ -58,7 +58,7 @@ class Metadata:
         return values
 
     def _session(self) -> Mapping[str, str]:
-        """Return the headers for a request; a service without sessions gets none, as in its first version."""
+        """Return the headers for a request; none for a service without sessions, as in its first version."""
         if self._token is None:
             return self._headers
         lifetime = {self._token.lifetime_header: str(self._token.seconds)}

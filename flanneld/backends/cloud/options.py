@@ -13,12 +13,12 @@ _REMEDY = "correct Backend in the network config"
 ENDPOINT = "Endpoint"
 #: Option that replaces the URL of a metadata service: for private editions of a cloud.
 METADATA = "MetadataEndpoint"
-#: Options with a secret, and the variables that stand in for them, both as upstream's.
+#: Options with a secret, and the variables that replace them, both as in upstream.
 _KEYS = {"AccessKeyID": "ACCESS_KEY_ID", "AccessKeySecret": "ACCESS_KEY_SECRET"}
 
 
 def table_ids(options: Fields, name: str) -> tuple[str, ...]:
-    """Return the tables that an option names: one, several, or none. Raises ``Fatal`` as upstream does."""
+    """Return the tables in an option: one, several or none. Raises ``Fatal`` as upstream does."""
     value = options.raw(name)
     if value is None or value == "":
         return ()
@@ -32,9 +32,9 @@ def table_ids(options: Fields, name: str) -> tuple[str, ...]:
 
 
 def access_keys(options: Fields, environ: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return id and secret of an access key; None if the SDK has to find credentials.
+    """Return id and secret of an access key; None if the SDK must find credentials.
 
-    As upstream does it, both come from the environment if one of the options is empty.
+    As in upstream, both come from the environment if one of the options is empty.
     """
     given = [options.string(name, "") for name in _KEYS]
     if not all(given):
@@ -43,7 +43,7 @@ def access_keys(options: Fields, environ: Mapping[str, str]) -> tuple[str, str] 
 
 
 def endpoint(options: Fields, name: str = ENDPOINT) -> str:
-    """Return the URL that replaces an API's, empty if none does. Raises ``Fatal`` for what is none."""
+    """Return the URL that replaces an API's, or an empty text. Raises ``Fatal`` for an invalid URL."""
     url = options.string(name, "")
     try:
         parts = urlsplit(url)

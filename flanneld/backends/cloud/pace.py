@@ -1,4 +1,4 @@
-"""Rules for asking a cloud: how often, and what an answer of an unknown shape means."""
+"""Pace of calls to a cloud, and handling of malformed answers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from flanneld.errors import Retryable, remembered
 from flanneld.runtime import clock, randomness
 from flanneld.runtime.backoff import Backoff
 
-#: Name of the thread that asks.
+#: Name of the worker thread for calls.
 WORKER = "cloud"
-#: Seconds between two audits, at least; up to a quarter more by chance, so that nodes do not ask at once.
+#: Minimum seconds between two audits. Up to a quarter more at random keeps nodes from asking at once.
 _AUDIT_PERIOD = 240.0
-#: Seconds between two tries of what was refused or throttled: the first pause, and the longest.
+#: Seconds between attempts of a refused or throttled call: the first pause, and the longest.
 _FIRST_PAUSE, _LONGEST_PAUSE = 2.0, 150.0
 
 
@@ -25,7 +25,7 @@ def audit_period() -> float:
 
 
 class Pace:
-    """Back-off for one thing that a cloud refuses: until a pause is over the refusal is only repeated."""
+    """Backoff for one kind of refused call: during a pause the last refusal is raised again."""
 
     def __init__(self) -> None:
         self._backoff = Backoff(_FIRST_PAUSE, _LONGEST_PAUSE)
@@ -47,7 +47,7 @@ class Pace:
 
 @contextmanager
 def understood() -> Iterator[None]:
-    """Run the block, which takes an answer apart. Raises ``CloudError`` for one of another shape."""
+    """Run the block, which parses an answer. Raises ``CloudError`` for a malformed one."""
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError) as error:
@@ -60,7 +60,7 @@ def understood() -> Iterator[None]:
 
 @contextmanager
 def absence_is_fine() -> Iterator[None]:
-    """Run the block, which removes something; that it is gone already is no error."""
+    """Run the block, which removes an object. A missing object is no error."""
     try:
         yield
     except CloudError as failure:

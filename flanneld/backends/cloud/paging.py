@@ -1,4 +1,4 @@
-"""Lists that a cloud hands out in pages, and lists that it takes in parts (pure)."""
+"""Paging of lists in a cloud's answers, and batching of lists in calls (pure)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from flanneld.backends.cloud.contract import Call
 Item = TypeVar("Item")
 Ask = Callable[[Call], Mapping[str, Any]]
 
-#: Objects that each of the clouds takes or gives in one call.
+#: Objects in one call that every cloud accepts and returns.
 BATCH = 100
-#: Pages of one list: a cloud that repeats a page for ever must not hold the daemon.
+#: Pages of one list, at most: a cloud that repeats a page for ever must not block the daemon.
 _MOST_PAGES = 1000
 
 
 def by_token(ask: Ask, call: Call, given: str, taken: str) -> Iterator[Mapping[str, Any]]:
-    """Yield each page; an answer names the next one by ``given``, a call asks for it by ``taken``."""
+    """Yield each page. Field ``given`` of an answer is the token for parameter ``taken`` of the next call."""
     token = ""
     for _ in range(_MOST_PAGES):
         more = {taken: token} if token else {}
@@ -32,7 +32,7 @@ def by_token(ask: Ask, call: Call, given: str, taken: str) -> Iterator[Mapping[s
 
 
 def by_offset(ask: Ask, call: Call, listed: str) -> Iterator[Mapping[str, Any]]:
-    """Yield each item of the list ``listed``, whose pages are asked for by Offset and Limit."""
+    """Yield each item of the list ``listed``, paged by Offset and Limit."""
     for number in range(_MOST_PAGES):
         part = {"Offset": str(number * BATCH), "Limit": str(BATCH)}
         items = ask(replace(call, parameters={**call.parameters, **part})).get(listed) or ()

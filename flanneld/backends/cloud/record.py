@@ -1,6 +1,6 @@
 """Record of the routes that this node has made in a cloud's table, in a file that outlives the daemon.
 
-``-cleanup`` has no network config: the file also says which cloud it is, and the options without secrets.
+``-cleanup`` has no network config, so the file also holds the backend type and the options without secrets.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flanneld.runtime import atomic_file
 
 log = logging.getLogger(__name__)
 
-#: The file is ``flanneld.cloud``, beside subnet.env.
+#: Suffix of the file: ``flanneld.cloud``, beside subnet.env.
 SUFFIX = "cloud"
 _MAX_SIZE = 1 << 20
 
@@ -37,9 +37,9 @@ class Recorded(Struct, frozen=True):
 
 
 class Record:
-    """The file at ``path``; with a ``kind`` and ``options`` it is that of a daemon with these.
+    """Record in the file at ``path``, for a daemon with backend type ``kind`` and ``options``.
 
-    One that makes no sense counts as empty. Each problem is logged once.
+    An invalid file counts as empty. Each problem is logged once.
     """
 
     def __init__(self, path: Path, kind: str = "", options: Mapping[str, Any] | None = None) -> None:
@@ -50,7 +50,7 @@ class Record:
         self._once = Once()
 
     def read(self) -> Recorded:
-        """Return what the file says. Raises ``OSError`` if it is there and cannot be read."""
+        """Return the contents of the file. Raises ``OSError`` if it exists and cannot be read."""
         try:
             value = json.loads(atomic_file.read(self.path, _MAX_SIZE))
             routes = tuple(map(_entry, value["routes"]))
@@ -66,7 +66,7 @@ class Record:
         return any(_place(each) == _place(entry) for each in self._known().routes)
 
     def add(self, entry: Entry, address: str) -> None:
-        """Note a route to this node, which has an address. Before the cloud is asked: a kill loses none."""
+        """Record a route to this node with its address. Call it before the cloud: a kill then loses none."""
         known = self._known()
         if entry not in known.routes or known.address != address:
             routes = (*_without(known.routes, entry), entry)

@@ -14,9 +14,9 @@ ROUTES, FORWARDING = "cloud-routes", "cloud-forwarding"
 
 
 class CloudRoute(Struct, frozen=True, gc=False):
-    """A route in a cloud's table. ``table`` is empty for the table that the node's own subnet uses.
+    """Route in a cloud's table. ``table`` is empty for the table of the node's own subnet.
 
-    ``via`` is this node's address, or another next hop as the cloud names it.
+    ``via`` is this node's address, or the cloud's name of another next hop.
     """
 
     kind: ClassVar[Kind] = Kind.REMOTE
@@ -34,7 +34,7 @@ class CloudRoute(Struct, frozen=True, gc=False):
 
 
 class Forwarding(Struct, frozen=True, gc=False):
-    """A cloud's permission for this node to send and receive packets of containers."""
+    """Permission of a cloud for this node to send and receive packets of containers."""
 
     kind: ClassVar[Kind] = Kind.REMOTE
     address: IPv4Address

@@ -1,7 +1,7 @@
-"""Table of this node's routes in the cloud.
+"""Reconciler table of this node's routes in the cloud.
 
-A call may take seconds and cost quota. So the table has a worker of its own, asks every few minutes, and asks
-less often while the cloud refuses or throttles.
+A call may take seconds and cost quota. So the table has a worker of its own and reads every few minutes. It
+backs off while the cloud refuses or throttles.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from flanneld.state.report import Failure, Report
 from flanneld.state.resources import Key, Resource
 from flanneld.state.table import Claim, Put, Scope, Seen
 
-#: Seconds in which a read may not show an own write yet, and until the next look meanwhile.
+#: Seconds until a read must show an own write, and seconds between two reads meanwhile.
 _VISIBLE_WITHIN, _LOOK_AGAIN = 60.0, 5.0
-#: Seconds in which a cloud makes a route that it calls pending.
+#: Seconds for the cloud to finish a pending route.
 _MADE_WITHIN = 100.0
-#: Troubles after which the cloud is asked less often; what else fails costs it nothing.
+#: Errors that cause a backoff; other failures cost the cloud nothing.
 _PACED = frozenset({Trouble.THROTTLED, Trouble.DENIED, Trouble.CREDENTIALS, Trouble.NO_TABLE})
 
 
 class Written(Struct, frozen=True, gc=False):
-    """An own write that a read may not show before ``until``; without ``resource`` it was a removal."""
+    """Own write that a read may not show before ``until``. Without ``resource`` it was a removal."""
 
     resource: CloudRoute | None
     until: float
 
 
 class CloudRoutes:
-    """This node's routes in the cloud. Only routes that lie inside the network are ever touched.
+    """Table of this node's routes in the cloud. It changes only routes inside the network.
 
-    A route to another instance that runs is foreign. One whose instance is gone may be replaced, and any node
-    removes it if it has the shape of a lease: its owner has no successor there.
+    A route to another running instance is foreign. A route whose instance is gone may be replaced. Any node
+    removes it if its destination has the size of a lease, because its owner cannot.
     """
 
     name = ROUTES
@@ -60,7 +60,7 @@ class CloudRoutes:
         self._record = record
         self._guard = RemovalGuard()
         self._place: tuple[IPv4Address, Place] | None = None
-        #: What was read last, by the key of its resource.
+        #: Result of the last read, by resource key.
         self._entries: dict[Key, Entry] = {}
         self._written: dict[Key, Written] = {}
         self._pending_since: dict[Key, float] = {}
@@ -76,10 +76,10 @@ class CloudRoutes:
         self.next_look = math.inf
         return True
 
-    # ---- what is there -----------------------------------------------------------------------
+    # ---- reading -----------------------------------------------------------------------------
 
     def read(self, scope: Scope) -> list[Seen]:
-        """Raises ``CloudError``, or the last one again during the pause after it."""
+        """Read the routes. Raises ``CloudError``, or the last one again during the pause after it."""
         wanted = [each for each in scope.wanted.values() if isinstance(each, CloudRoute)]
         if not wanted:
             return []
@@ -115,7 +115,7 @@ class CloudRoutes:
     def _gone(
         self, place: Place, inside: Sequence[Entry], wanted: Collection[Key], keys: Mapping[Entry, Key]
     ) -> set[Entry]:
-        """Return the entries whose instance is gone, of those that may be replaced or swept."""
+        """Return the replaceable or sweepable entries whose instance is gone."""
         asked = [
             entry
             for entry in inside
@@ -144,7 +144,7 @@ class CloudRoutes:
             yield key, Seen(CloudRoute(entry.destination, via, table), claim)
 
     def _works(self, key: Key, entry: Entry) -> bool:
-        """Return True for our route if it needs no repair now; a pending one is looked at again."""
+        """Return True if our route needs no repair now. A pending route is read again later."""
         if entry.health is not Health.PENDING:
             self._pending_since.pop(key, None)
             return entry.health is Health.ACTIVE
@@ -153,7 +153,7 @@ class CloudRoutes:
         return clock.now() - since < _MADE_WITHIN
 
     def _may_sweep(self, gone: Collection[Entry]) -> bool:
-        """Return False while most instances are gone at once: the cloud has to say that twice."""
+        """Return False if most instances are gone at once, until a second read confirms it."""
         if self._guard.is_due():
             self._guard.pass_on(Snapshot(()), ())
         held = self._guard.holds_sweep(len(gone), len(self._entries) - len(gone))
@@ -164,7 +164,7 @@ class CloudRoutes:
         return not held
 
     def _with_own_writes(self, seen: dict[Key, Seen]) -> dict[Key, Seen]:
-        """Count an own write as done that a read does not show yet: clouds are eventually consistent."""
+        """Apply recent own writes that a read may not show yet: clouds are eventually consistent."""
         now = clock.now()
         for key, write in list(self._written.items()):
             there = seen.get(key)
@@ -193,7 +193,7 @@ class CloudRoutes:
         return report
 
     def _is_done(self, resource: Resource, act: Callable[[], str], report: Report) -> bool:
-        """Act unless the last refusal is too young; note the refusal, or what was done."""
+        """Call ``act`` unless a backoff is active. Add the result or the refusal to the report."""
         pace = self._refusals.setdefault(resource.key, Pace())
         try:
             pace.check()
@@ -217,7 +217,7 @@ class CloudRoutes:
         return "; ".join(map(str, self._cloud.put_calls(place, entry, was)))
 
     def _make(self, want: CloudRoute, put: Put) -> str:
-        """Make a route and return the calls that did it. Raises ``CloudError``."""
+        """Make a route and return the calls for it. Raises ``CloudError``."""
         entry, was, place = self._orders(want, put)
         if was and put.claim is Claim.FOREIGN:
             raise _blocked(was)
@@ -235,7 +235,7 @@ class CloudRoutes:
         return ", ".join(call.action for call in calls) + (f", it led to {was.hop}" if was else "")
 
     def _orders(self, want: CloudRoute, put: Put) -> tuple[Entry, Entry | None, Place]:
-        """Return the entry to make, the one in its place, and this node. Raises ``CloudError``."""
+        """Return the entry to make, the one to replace, and this node. Raises ``CloudError``."""
         address = IPv4Address(want.via)
         if self._place is None or self._place[0] != address:
             with understood():
@@ -253,7 +253,7 @@ class CloudRoutes:
         return report
 
     def _remove(self, key: Key, entry: Entry) -> str:
-        """Raises ``CloudError``; a route that is gone already is no error."""
+        """Remove a route; a missing one is no error. Raises ``CloudError``."""
         calls = self._cloud.drop_calls(entry)
         with absence_is_fine():
             for call in calls:
@@ -263,7 +263,7 @@ class CloudRoutes:
         return f"{', '.join(call.action for call in calls)}, {entry.hop} is gone"
 
     def close(self, *, remove: bool) -> None:
-        """A route stays: containers talk on without the daemon."""
+        """Leave the routes in place, so that traffic goes on without the daemon."""
 
 
 def _key(entry: Entry, labels: Mapping[str, str]) -> Key:

@@ -1,4 +1,4 @@
-"""tencent-vpc: routes of a Tencent Cloud VPC, by its VPC API with tencentcloud-sdk-python-common.
+"""tencent-vpc: client of Tencent Cloud's VPC API for routes, with tencentcloud-sdk-python-common.
 
 Behaves as upstream's backend/tencentvpc of 0.28, whose options and variables it takes. Without them the SDK
 looks for credentials: its variables and profile, and the instance's role. Actions, fields and codes: VPC API
@@ -37,7 +37,7 @@ TYPE = "tencent-vpc"
 _TABLE = "RouteTableID"
 _METADATA = "http://metadata.tencentyun.com/latest/meta-data"
 _VERSION = "2017-03-12"
-#: Type of a next hop that is an instance, and of a route that users make.
+#: Type of an instance as next hop, and type of a user's route.
 _INSTANCE, _USER = "NORMAL_CVM", "USER"
 #: Seconds for one request, and for a call.
 _REQUEST_LIMIT, _CALL_LIMIT = 10, 20.0
@@ -65,7 +65,7 @@ WORDS = Words(
 
 
 class Tencent(Cloud):
-    """The VPC API of this instance's region; ``url`` replaces its address.
+    """Client of the VPC API in this instance's region; ``url`` replaces its address.
 
     A next hop is an instance's address, so a route follows a move of the uplink.
     """
@@ -86,7 +86,7 @@ class Tencent(Cloud):
         self._region = ""
         self._client = Client(services, WORDS, _CALL_LIMIT, self._connect, self._made)
 
-    # ---- what is there -----------------------------------------------------------------------
+    # ---- reading -----------------------------------------------------------------------------
 
     def place(self, address: IPv4Address) -> Place:
         self._region, instance, mac = self._metadata.read("placement/region", "instance-id", "mac")
@@ -96,7 +96,7 @@ class Tencent(Cloud):
         return Place(tables, str(address), instance, vpc)
 
     def _table_of(self, vpc: str, subnet: str) -> str:
-        """Return the table of a subnet, else the main one of the VPC."""
+        """Return the route table of a subnet, else the main one of the VPC."""
         tables = list(self._described({"Filters": [{"Name": "vpc-id", "Values": [vpc]}]}))
         for table in tables:
             if any(each.get("SubnetId") == subnet for each in table.get("AssociationSet") or ()):
@@ -182,7 +182,7 @@ class Tencent(Cloud):
 
 
 def _found() -> Any:
-    """Return the credentials that the SDK finds. Raises ``CloudError`` if it finds none."""
+    """Return the SDK's credentials. Raises ``CloudError`` if it finds none."""
     from tencentcloud.common.credential import DefaultCredentialProvider
     from tencentcloud.common.exception import TencentCloudSDKException
 

@@ -1,7 +1,7 @@
-"""ipsec: the kernel encrypts packets between the nodes, with keys that strongSwan's charon negotiates.
+"""ipsec backend: the kernel encrypts packets between nodes, with keys negotiated by strongSwan's charon.
 
-Lease data, policies, connections and MTU are those of upstream's backend/ipsec. Different from it: what has
-no policy is blocked instead of leaving the host unencrypted, and charon and what it knows are maintained.
+Lease data, policies, connections and MTU are those of upstream's backend/ipsec. Two things differ. Packets
+without a tunnel policy are blocked instead of leaving unencrypted. charon and its keys are reconciled.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ DEVICE = "flannel-ipsec"
 #: Upstream's: outer IPv4, SPI and sequence number, an IV of 16, at most 15 of padding, two of trailer, an ICV
 #: of 16; and the UDP header.
 OVERHEAD, UDP_OVERHEAD = 77, 8
-#: RFC 791: what every link must carry in one piece.
+#: Bytes that every link must carry in one piece (RFC 791).
 _SMALLEST_MTU = 68
 
 
 class Ipsec:
-    """XFRM policies of the kernel, and charon.
+    """Backend with XFRM policies of the kernel, and charon.
 
-    Policies choose among packets that have a route already. So the routes to peers lead into a device that
-    drops what no policy has encrypted, and gives this host's own packets an address that the policies know.
+    Policies apply only to packets that have a route. So the routes to peers lead into a device that drops
+    every packet that no policy has encrypted. The device also gives this host's packets a source address
+    inside the policies.
     """
 
     encrypts = True
@@ -66,8 +67,8 @@ class Ipsec:
         return LeaseAttrs(self._uplink.public_ip, backend_type=TYPE)
 
     def tables(self) -> tuple[Table, ...]:
-        """Return the kernel's policies, charon, and what charon knows."""
-        from flanneld.backends.ipsec.table_charon import CharonTable  # for those who run this backend
+        """Return the tables of the kernel's policies, of charon, and of its keys and connections."""
+        from flanneld.backends.ipsec.table_charon import CharonTable  # imported only by users of this backend
         from flanneld.backends.ipsec.table_connections import ConnectionTable
         from flanneld.network.xfrm.table import XfrmPolicyTable
 
@@ -75,7 +76,7 @@ class Ipsec:
         return XfrmPolicyTable(self._network), CharonTable(connections.note), connections
 
     def local(self, own: Lease) -> Iterator[Resource]:
-        """Guards first: what leads to no peer is unreachable or blocked. Then charon, and our own key."""
+        """Yield the guards first, which block packets to no peer. Then charon, and our own key."""
         yield Blackhole(self._network, unreachable=True)
         yield Dummy(DEVICE, self._mtu)
         if own.subnet is not None:

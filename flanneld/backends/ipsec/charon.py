@@ -1,4 +1,4 @@
-"""Client of charon's control socket: requests, each with a time limit, and the news of its log."""
+"""Client of charon's control socket: requests with a time limit, and events of its log."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from flanneld.backends.ipsec.vici import Kind, Packet, ReadSection, Section
 from flanneld.errors import Retryable, cause_of
 from flanneld.runtime import clock
 
-#: Where charon listens unless its configuration says otherwise; upstream asks there.
+#: Default path of charon's socket, which upstream uses, too.
 SOCKET = "/var/run/charon.vici"
 #: Seconds for one request. charon answers within milliseconds; a busy machine takes longer.
 TIME_LIMIT = 10.0
-#: Items of a list that one request yields at most: some for each peer.
+#: Items in the answer to one request, at most: there are a few for each peer.
 _MOST_ITEMS = 200_000
-#: Packets of news to read at a time.
+#: Log events to read at a time.
 _AT_A_TIME = 1000
 
 
 class NoCharon(Retryable):
-    """No process listens on the control socket."""
+    """Error if no process listens on the control socket."""
 
 
 class CharonHangs(Retryable):
-    """charon did not answer in time."""
+    """Error if charon did not answer in time."""
 
 
 class CharonRefused(Retryable):
-    """charon answered that it does not do what was asked."""
+    """Error if charon answered with a refusal."""
 
 
 class Connection:
-    """A connection to charon. Raises ``NoCharon``, ``CharonHangs``, ``CharonRefused`` and ``Malformed``."""
+    """Connection to charon. Raises ``NoCharon``, ``CharonHangs``, ``CharonRefused`` and ``Malformed``."""
 
     def __init__(self, path: str = SOCKET, time_limit: float = TIME_LIMIT) -> None:
         self._time_limit = time_limit
@@ -65,7 +65,7 @@ class Connection:
         return self._socket.fileno()
 
     def ask(self, command: str, message: Section | None = None) -> ReadSection:
-        """Make a request and return the answer. Raises ``CharonRefused`` if it says so."""
+        """Make a request and return the answer. Raises ``CharonRefused`` for a refusal."""
         self._begin(Kind.REQUEST, command, message)
         answer = self._receive()
         if answer.kind is not Kind.RESPONSE:
@@ -76,7 +76,7 @@ class Connection:
         return answer.message
 
     def listing(self, command: str, event: str) -> Iterator[ReadSection]:
-        """Make a request that is answered by one event for each item; yield these."""
+        """Make a request that is answered by one event per item. Yield the events."""
         self._expect(Kind.REGISTER, event)
         self._begin(Kind.REQUEST, command)
         for _ in range(_MOST_ITEMS):
@@ -127,7 +127,7 @@ class Connection:
 
 
 class News(Connection):
-    """A connection that hears what charon logs, and its end. Never waits once it is made."""
+    """Connection that receives charon's log events, and notices its exit. It never blocks once it is made."""
 
     def __init__(self, path: str = SOCKET) -> None:
         super().__init__(path)
@@ -140,7 +140,7 @@ class News(Connection):
         self._socket.setblocking(False)
 
     def heard(self) -> Iterator[ReadSection]:
-        """Yield the lines that charon has logged. Raises ``NoCharon`` once it is gone."""
+        """Yield charon's new log lines. Raises ``NoCharon`` once it has exited."""
         for _ in range(_AT_A_TIME):
             try:
                 piece = self._socket.recv(vici.LONGEST_PACKET)

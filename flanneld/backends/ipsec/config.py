@@ -9,7 +9,7 @@ from flanneld.config import Config
 from flanneld.errors import Fatal
 from flanneld.model import Secret
 
-#: Bytes that upstream asks of a PSK.
+#: Minimum bytes of a PSK, as in upstream.
 SHORTEST_PSK = 96
 _ESP_PROPOSAL = "aes128gcm16-sha256-prfsha256-ecp256"
 
@@ -23,7 +23,7 @@ class IpsecConfig(Struct, frozen=True, gc=False):
 
 
 def read_config(config: Config) -> IpsecConfig:
-    """Read the options. Raises ``Fatal`` for a value that cannot work, without the key."""
+    """Read the options. Raises ``Fatal`` for an unusable value; the message does not contain the PSK."""
     fields = config.backend
     try:
         udp_encap = fields.boolean("UDPEncap", False)

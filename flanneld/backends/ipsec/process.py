@@ -1,4 +1,4 @@
-"""charon as a child process: found, started so that it ends with the daemon, and ended."""
+"""charon as a child process: lookup, start bound to the daemon's life, and stop."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from pathlib import Path
 from flanneld.errors import Fatal, Retryable, cause_of
 from flanneld.runtime import waits
 
-#: Where distributions put it, in upstream's order, after PATH.
+#: Paths used by distributions, in upstream's order, tried after PATH.
 FOLDERS = ("/usr/lib/strongswan", "/usr/lib/ipsec", "/usr/libexec/strongswan", "/usr/libexec/ipsec")
-#: charon refuses to start while the process with this number lives, be it another program. The path is fixed.
+#: charon refuses to start while a process with the pid in this file lives, of any program. The path is fixed.
 _PID_FILE = Path("/var/run/charon.pid")
-#: Seconds that charon may take to say goodbye to its peers while the daemon ends.
+#: Seconds for charon to notify its peers of its end while the daemon stops.
 _END_LIMIT = 0.7
-#: Seconds in which a process that is killed is gone, and between two looks.
+#: Seconds until a killed process is gone, and between two checks.
 _KILL_LIMIT, _LOOK = 5.0, 0.01
 #: Bytes of its output to read at a time.
 _OUTPUT = 64 << 10
-#: Ends charon with the thread that started it, as upstream does. linux/prctl.h: PR_SET_PDEATHSIG is 1.
+#: Kills charon when the thread that started it ends, as upstream does. linux/prctl.h: PR_SET_PDEATHSIG is 1.
 _WRAPPER = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 if os.getppid() == int(sys.argv[1]):
     os.execv(sys.argv[2], sys.argv[2:])
 """
-#: Of our environment charon gets these: the rest may hold passwords.
+#: Variables of our environment that charon gets: others may contain passwords.
 _PASSED = ("PATH", "LANG", "LD_LIBRARY_PATH", "STRONGSWAN_CONF", "LEAK_DETECTIVE_DISABLE", "TZ")
 
 
@@ -45,7 +45,7 @@ def find() -> str:
 
 
 class Process:
-    """charon as our child. What it writes before it answers is kept to tell why it does not start."""
+    """charon as our child. Its output before the first answer is kept to report why it does not start."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -53,13 +53,13 @@ class Process:
 
     @property
     def pid(self) -> int:
-        """Return its number, 0 if it does not run."""
+        """Return its pid, 0 if it does not run."""
         running = self._process
         return running.pid if running is not None and running.poll() is None else 0
 
     @property
     def status(self) -> int | None:
-        """Return how it ended: its exit status, or the negative number of a signal."""
+        """Return its exit status, or the negative number of the signal that ended it; None if it runs."""
         return self._process.poll() if self._process else None
 
     def start(self) -> None:
@@ -76,7 +76,7 @@ class Process:
                 stderr=output,
                 env={name: value for name, value in os.environ.items() if name in _PASSED},
                 cwd="/",
-                # What ends the daemon, be it a terminal's Ctrl-C, reaches charon by the daemon.
+                # A signal for the daemon, such as a terminal's Ctrl-C, must not reach charon directly.
                 start_new_session=True,
             )
         except OSError as failure:
@@ -88,7 +88,7 @@ class Process:
         return self.pid == 0
 
     def output(self) -> str:
-        """Return the last line that it has written since the last call; empty if there is none."""
+        """Return the last line of output since the last call; empty without one."""
         data = b""
         with suppress(BlockingIOError):
             while self._output >= 0 and (piece := os.read(self._output, _OUTPUT)):
@@ -97,9 +97,9 @@ class Process:
         return next((line for line in reversed(lines) if line.strip()), "")
 
     def _new_output(self) -> int:
-        """Return the end of a pipe that charon never waits for: what does not fit is lost.
+        """Return the write end of a pipe that never blocks charon: excess output is lost.
 
-        charon holds back up to 4 KiB of its output, in the middle of a line. So this is not our log.
+        charon buffers up to 4 KiB of its output, even in mid-line. So our log does not use it.
         """
         if self._output >= 0:
             os.close(self._output)
@@ -107,13 +107,13 @@ class Process:
         return output
 
     def kill(self) -> None:
-        """Kill it, if it runs, without a goodbye."""
+        """Send SIGKILL if it runs, without a notice to its peers."""
         if self._process is not None:
             self._process.kill()
             waits.until(self._is_over, within=_KILL_LIMIT, every=_LOOK)
 
     def end(self) -> None:
-        """End it with SIGTERM, and wait for that at most 0.7 s."""
+        """Send SIGTERM, and wait at most 0.7 s for the exit."""
         if self._process is not None:
             self._process.terminate()
             waits.until(self._is_over, within=_END_LIMIT, every=_LOOK)
@@ -123,7 +123,7 @@ class Process:
 
 
 def _remove_stale_pid_file() -> None:
-    """Remove the file if its number is that of another program now, as after a container's restart."""
+    """Remove the pid file if its pid now belongs to another program, as after a container's restart."""
     with suppress(OSError, ValueError):
         pid = int(_PID_FILE.read_text())
         with suppress(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""The nouns of the ipsec backend beside XFRM policies: charon, its keys and its connections (pure)."""
+"""Resources of the ipsec backend beside XFRM policies: charon, its keys and its connections (pure)."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from flanneld.state.resources import Key, Kind
 
 #: Names of the tables.
 CHARON, CONNECTIONS = "charon", "charon-connections"
-#: Begins the names of our keys in charon.
+#: Prefix of our keys' names in charon.
 KEY_PREFIX = "flannel-"
 
-#: Upstream's, which a Go peer insists on.
+#: Upstream's proposals, which Go peers require.
 _IKE_PROPOSAL = "aes256-sha256-modp4096"
-#: Seconds without a packet from a peer after which charon asks whether it is there.
+#: Seconds without a packet from a peer before charon sends a dead peer detection request.
 _DPD_DELAY = "30s"
 
 
 class Charon(Struct, frozen=True, gc=False):
-    """strongSwan's IKE daemon, as a process that answers."""
+    """strongSwan's IKE daemon charon, as a process that answers."""
 
     kind: ClassVar[Kind] = Kind.REMOTE
 
@@ -37,7 +37,7 @@ class Charon(Struct, frozen=True, gc=False):
 
 
 class SharedKey(Struct, frozen=True, gc=False):
-    """The PSK, as the key of one node's address."""
+    """The PSK, loaded for one node's address."""
 
     kind: ClassVar[Kind] = Kind.REMOTE
     owner: IPv4Address
@@ -61,9 +61,9 @@ class SharedKey(Struct, frozen=True, gc=False):
 
 
 class Connection(Struct, frozen=True, gc=False):
-    """Terms on which the SAs with one peer are negotiated.
+    """Connection: parameters for the negotiation of the SAs with one peer.
 
-    Packets leave from ``local``, which is not ``public`` behind NAT.
+    Packets leave from ``local``, which differs from ``public`` behind NAT.
     """
 
     kind: ClassVar[Kind] = Kind.REMOTE
@@ -81,12 +81,12 @@ class Connection(Struct, frozen=True, gc=False):
 
     @property
     def subnet(self) -> IPNetwork:
-        """Return the subnet whose unreadable lease keeps this."""
+        """Return the subnet whose unreadable lease keeps this connection."""
         return self.peer
 
     @property
     def name(self) -> str:
-        """Return the name that upstream gives it."""
+        """Return the connection's name, as in upstream."""
         return f"{self.public}-{self.own}-{self.peer}-{self.remote}"
 
     @property
@@ -94,7 +94,7 @@ class Connection(Struct, frozen=True, gc=False):
         return f"{self.own}-{self.peer}"
 
     def message(self) -> Section:
-        """Return the arguments of ``load-conn``, as upstream's."""
+        """Return the arguments of ``load-conn``, as in upstream."""
         child: Section = {
             "local_ts": [str(self.own)],
             "remote_ts": [str(self.peer)],
@@ -127,7 +127,7 @@ class Connection(Struct, frozen=True, gc=False):
 
 
 def connection_of(name: str) -> Connection | None:
-    """Read the name of a connection; None for one that flannel has not made."""
+    """Parse the name of a connection; None for one that flannel did not make."""
     try:
         public, own, peer, remote = name.split("-")
         ours, theirs = IPv4Address(public), IPv4Address(remote)
@@ -137,7 +137,7 @@ def connection_of(name: str) -> Connection | None:
 
 
 def owner_of(name: str) -> IPv4Address | None:
-    """Read the name of a key; None for one that we have not loaded."""
+    """Parse the name of a key; None for one that flannel did not load."""
     try:
         return IPv4Address(name.removeprefix(KEY_PREFIX)) if name.startswith(KEY_PREFIX) else None
     except ValueError:

@@ -1,4 +1,4 @@
-"""Sessions with the peers, as charon lists its SAs (pure)."""
+"""Sessions with peers, parsed from charon's list of SAs (pure)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flanneld.state.sessions import Session
 
 
 class Found(Struct):
-    """The SAs of one connection; ``is_negotiating`` says that charon is about to have one."""
+    """SAs of one connection; ``is_negotiating`` is True while charon negotiates one."""
 
     is_negotiating: bool = False
     children: list[ReadSection] = []
@@ -20,7 +20,7 @@ class Found(Struct):
 
 
 def by_connection(events: Iterable[ReadSection]) -> dict[str, Found]:
-    """Sort the answers of ``list-sas`` by the name of the connection."""
+    """Group the events of ``list-sas`` by the connection's name."""
     found: dict[str, Found] = {}
     for name, ike in (item for event in events for item in sections(event).items()):
         known = found.setdefault(name, Found())
@@ -36,7 +36,7 @@ def by_connection(events: Iterable[ReadSection]) -> dict[str, Found]:
 
 
 def session_of(connection: Connection, found: Found | None, now: float) -> Session:
-    """Return the session with one peer; the bytes are those of the SAs that are there now.
+    """Return the session with one peer; its bytes are those of the current SAs.
 
     ``now`` is in seconds since 1970. charon negotiates with each peer as soon as it knows it, so a peer
     without an SA during a negotiation does not answer.

@@ -1,4 +1,4 @@
-"""Table of charon itself: a process that answers, ours or one that runs already."""
+"""Reconciler table of the charon process: our child, or a charon that runs already."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from flanneld.state.table import Changes, Put, Scope, Seen
 
 log = logging.getLogger(__name__)
 
-#: What blocks on charon never keeps the kernel's tables waiting.
+#: Calls to charon block, so they have a thread apart from the kernel's tables.
 WORKER = "charon"
-#: Seconds between two questions whether charon still answers.
+#: Seconds between two checks that charon answers.
 _AUDIT = 10.0
-#: Seconds that charon may take to start, and between two looks at whether it has.
+#: Seconds for charon to start, and between two checks of that.
 _START_LIMIT, _START_LOOK = 20.0, 0.05
 
 
 class CharonTable:
-    """Starts charon and keeps it running; ``note`` gets each line that it logs."""
+    """Table that starts charon and keeps it running; ``note`` gets each line of its log."""
 
     name = CHARON
     what = "the processes of charon"
@@ -42,13 +42,13 @@ class CharonTable:
         self._path = path
         self._process = Process()
         self._news: News | None = None
-        #: Whether the charon that was known has ended: the next one knows nothing of us.
+        #: True after charon's end: the next one has none of our keys and connections.
         self._is_lost = False
 
     def read(self, scope: Scope) -> Iterator[Seen]:
-        """Yield charon if it answers. A child that hangs is killed; raises ``CharonHangs`` for another one.
+        """Yield charon if it answers. A hanging child is killed; for a foreign one raises ``CharonHangs``.
 
-        After a loss it counts as absent until ``put``, so that what it has to know is loaded again.
+        After a loss it counts as absent until ``put``, so that its keys and connections are loaded again.
         """
         del scope
         try:
@@ -70,7 +70,7 @@ class CharonTable:
         yield Seen(Charon())
 
     def put(self, puts: Sequence[Put]) -> Report:
-        """Start it, unless one runs. Raises ``Fatal`` if it is not installed."""
+        """Start charon unless one runs. Raises ``Fatal`` if it is not installed."""
         report = Report()
         for put in puts:
             try:
@@ -84,20 +84,20 @@ class CharonTable:
         return Report(removed=list(found))
 
     def close(self, *, remove: bool) -> None:
-        """End our own, as upstream does. Another one stays, with all that it knows."""
+        """Stop our child, as upstream does. A foreign charon stays, with its keys and connections."""
         del remove
         if self._news is not None:
             self._news.close()
             self._news = None
         self._process.end()
 
-    # ---- news --------------------------------------------------------------------------------------
+    # ---- notifications -----------------------------------------------------------------------------
 
     def fileno(self) -> int:
         return self._news.fileno() if self._news else -1
 
     def changes(self) -> list[Changes]:
-        """Pass on what charon has logged; return a change if it has ended."""
+        """Pass on charon's log lines. Return a change if it has ended."""
         if self._news is None:
             return []
         try:
@@ -136,7 +136,7 @@ class CharonTable:
         log.info("Started charon, process %d, %s", self._process.pid, self._version())
 
     def _has_started(self) -> bool:
-        """Return True if it answers, or has ended."""
+        """Return True if charon answers, or has ended."""
         try:
             self._hear()
         except (NoCharon, CharonRefused):

@@ -1,7 +1,7 @@
-"""Table of what charon has to know: the key of each node's address, and a connection for each peer.
+"""Reconciler table of charon's configuration: a key for each node's address, a connection for each peer.
 
-charon tells the names of keys and connections, and addresses and subnets of the latter. The rest, keys above
-all, cannot be read back: what this run has not loaded itself is loaded again.
+charon reports the names of keys and connections, and addresses and subnets of connections. Nothing else can
+be read back, least of all keys. So everything that this run has not loaded itself is loaded again.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from flanneld.state.table import Put, Scope, Seen
 
 log = logging.getLogger(__name__)
 
-#: Seconds between two readings; a peer without SAs is called again at the second that finds none.
+#: Seconds between two reads. After two reads without SAs a peer is called again.
 _AUDIT = 10.0
-#: Seconds of loading at a time; the rest comes after the next reading.
+#: Seconds of loading at a time; the rest follows after the next read.
 _ROUND = 5.0
-#: Parts of charon's log that name the reason why a negotiation fails, and what to do about it.
+#: Texts in charon's log that explain a failed negotiation, each with its remedy.
 _FAILURES = {
     "AUTHENTICATION_FAILED": "give all nodes one PSK",
     "MAC mismatched": "give all nodes one PSK",
@@ -51,7 +51,7 @@ _FAILURES = {
 
 
 class ConnectionTable:
-    """Keys, and connections inside ``network``. Used by one thread, but for ``sessions``."""
+    """Table of keys, and of connections inside ``network``. Used by one thread, except ``sessions``."""
 
     name = CONNECTIONS
     what = "charon's keys and connections"
@@ -63,17 +63,17 @@ class ConnectionTable:
     def __init__(self, network: IPv4Network, path: str = charon.SOCKET) -> None:
         self._network = network
         self._path = path
-        #: What this run has loaded.
+        #: Keys and connections that this run has loaded.
         self._loaded: dict[Key, Resource] = {}
         self._sessions: tuple[Session, ...] = ()
-        #: Connections that the last reading found without SAs.
+        #: Connections without SAs at the last read.
         self._idle: set[str] = set()
-        #: Why the last negotiation with a peer failed, by connection.
+        #: Reason why the last negotiation with a peer failed, by connection.
         self._reasons: dict[str, str] = {}
         self._once = Once()
 
     def sessions(self) -> tuple[Session, ...]:
-        """Return the state of each peer as of the last reading. From any thread."""
+        """Return the session with each peer as of the last read. May be called from any thread."""
         return self._sessions
 
     # ---- reading -----------------------------------------------------------------------------------
@@ -111,7 +111,7 @@ class ConnectionTable:
     def _look_after(
         self, wanted: Iterable[Connection], found: dict[str, Found], loaded: set[Key], control: Control
     ) -> None:
-        """Call peers that have had no SA for two readings; charon itself gives up in some cases."""
+        """Initiate SAs for peers without one at two reads; charon itself gives up in some cases."""
         idle = set()
         for each in wanted:
             sas = found.get(each.name, Found())
@@ -134,7 +134,7 @@ class ConnectionTable:
             control.ask("initiate", {"ike": connection.name, "child": connection.child, "timeout": "-1"})
 
     def note(self, line: ReadSection) -> None:
-        """Keep why a negotiation fails. A peer that is yet to load its connection refuses us, too."""
+        """Keep the reason of a failed negotiation. A peer that has not loaded its connection refuses, too."""
         message, name = text(line, "msg"), text(line, "ikesa-name")
         remedy = next((_FAILURES[part] for part in _FAILURES if part in message), "")
         if remedy and connection_of(name) is not None:
@@ -143,7 +143,7 @@ class ConnectionTable:
     # ---- writing -----------------------------------------------------------------------------------
 
     def put(self, puts: Sequence[Put]) -> Report:
-        """Load keys first, then connections, as many as a round has time for."""
+        """Load keys first, then connections, for the time of one round."""
         report = Report()
         end = clock.now() + _ROUND
         with Control(self._path) as control:
@@ -166,7 +166,7 @@ class ConnectionTable:
                 control.ask("load-shared", want.message())
             case Connection():
                 if isinstance(known, Connection) and known != want:
-                    _unload(control, known)  # Its SAs are those of other settings.
+                    _unload(control, known)  # Its SAs were negotiated with other settings.
                 control.ask("load-conn", want.message())
         self._loaded[want.key] = want
 
@@ -181,16 +181,16 @@ class ConnectionTable:
                         self._once.clear(each.name)
                         self._reasons.pop(each.name, None)
                     case SharedKey():
-                        with suppress(CharonRefused):  # It is gone already.
+                        with suppress(CharonRefused):  # already gone
                             control.ask("unload-shared", {"id": each.name})
         return Report(removed=list(found))
 
     def close(self, *, remove: bool) -> None:
-        """Unload nothing: with a charon of others packets go on without the daemon."""
+        """Unload nothing: with a foreign charon traffic goes on without the daemon."""
 
 
 def _unload(control: Control, connection: Connection) -> None:
-    """Unload a connection first, so that charon does not negotiate its SAs again. Both may be gone."""
+    """Unload a connection, then end its SAs, so that charon does not renegotiate. Both may be gone."""
     for command, message in (
         ("unload-conn", {"name": connection.name}),
         ("terminate", {"ike": connection.name, "force": "yes", "timeout": "-1"}),
@@ -200,7 +200,7 @@ def _unload(control: Control, connection: Connection) -> None:
 
 
 def _is_as(known: Connection, found: ReadSection) -> bool:
-    """Compare the part of a connection that charon tells."""
+    """Return True if the readable part of a connection matches."""
     child = sections(sections(found).get("children", {})).get(known.child)
     return (
         child is not None

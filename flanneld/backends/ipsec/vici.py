@@ -1,4 +1,4 @@
-"""Codec of VICI, the protocol by which strongSwan's charon is controlled (pure).
+"""Codec of VICI, the control protocol of strongSwan's charon (pure).
 
 Facts: strongSwan's src/libcharon/plugins/vici/README.md. A packet on the stream socket is a length of four
 bytes, a type, for some types a name, and a message: a tree of sections, lists and values.
@@ -14,15 +14,15 @@ from msgspec import Struct
 
 from flanneld.errors import Retryable
 
-#: What charon itself takes and sends at most (VICI_MESSAGE_SIZE_MAX).
+#: Bytes of a message, at most, as in charon (VICI_MESSAGE_SIZE_MAX).
 LONGEST_PACKET = 512 * 1024
-#: Sections in sections; charon's own messages have five.
+#: Levels of nested sections, at most; charon's own messages have five.
 _DEEPEST = 16
 
-#: A message, or a section in it.
+#: Message to send, or a section in it.
 Section = Mapping[str, "Value"]
 Value = bytes | str | Sequence[bytes | str] | Section
-#: The same as it was read.
+#: Message or section as received.
 ReadValue = bytes | list[bytes] | dict[str, "ReadValue"]
 ReadSection = dict[str, ReadValue]
 
@@ -31,14 +31,14 @@ _SHORT, _LONG = struct.Struct(">B"), struct.Struct(">H")
 
 
 class Malformed(Retryable):
-    """No charon sends this."""
+    """Error for bytes that charon never sends."""
 
     def __init__(self, problem: str) -> None:
         super().__init__(f"charon's answer is not understood: {problem}", "see what listens on its socket")
 
 
 class Kind(IntEnum):
-    """The packet types."""
+    """Type of a packet."""
 
     REQUEST = 0
     RESPONSE = 1
@@ -63,7 +63,7 @@ _NAMED = frozenset({Kind.REQUEST, Kind.REGISTER, Kind.UNREGISTER, Kind.EVENT})
 
 
 class Packet(Struct, frozen=True, gc=False):
-    """A packet without its length; ``name`` is the command's or the event's, where the type has one."""
+    """Packet without its length; ``name`` is that of the command or event, if the type has one."""
 
     kind: Kind
     name: str
@@ -71,7 +71,7 @@ class Packet(Struct, frozen=True, gc=False):
 
 
 def pack(kind: Kind, name: str = "", message: Section | None = None) -> bytes:
-    """Return a packet with its length. Raises ``ValueError`` for what is too long."""
+    """Return a packet with its length. Raises ``ValueError`` if it is too long."""
     named = _short(name) if kind in _NAMED else b""
     body = bytes([kind]) + named + _pack_section(message or {})
     if len(body) > LONGEST_PACKET:
@@ -100,25 +100,25 @@ def unpack(body: bytes) -> Packet:
 
 
 def text(section: Mapping[str, ReadValue], name: str) -> str:
-    """Return a value as text; empty if there is none."""
+    """Return a value as text; empty if it is missing."""
     value = section.get(name)
     return value.decode(errors="replace") if isinstance(value, bytes) else ""
 
 
 def texts(section: Mapping[str, ReadValue], name: str) -> list[str]:
-    """Return a list as text; empty if there is none."""
+    """Return a list as text; empty if it is missing."""
     value = section.get(name)
     return [each.decode(errors="replace") for each in value] if isinstance(value, list) else []
 
 
 def number(section: Mapping[str, ReadValue], name: str) -> int:
-    """Return a value as a number, 0 if there is none."""
+    """Return a value as a number; 0 if it is missing."""
     found = text(section, name)
     return int(found) if found.isascii() and found.isdecimal() and len(found) < 20 else 0
 
 
 def sections(section: Mapping[str, ReadValue]) -> dict[str, ReadSection]:
-    """Return the sections of a section."""
+    """Return the sections inside a section."""
     return {name: value for name, value in section.items() if isinstance(value, dict)}
 
 
@@ -157,7 +157,7 @@ def _long(value: bytes | str) -> bytes:
 
 
 class _Reader:
-    """Reads elements one after the other. Raises ``Malformed`` at the first that makes no sense."""
+    """Reader of elements in order. Raises ``Malformed`` at the first invalid one."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -190,7 +190,7 @@ class _Reader:
                 case _Element.SECTION_END if len(stack) > 1:
                     stack.pop()
                 case _Element.KEY_VALUE:
-                    name = self.text()  # Python would read the value first.
+                    name = self.text()  # separate, because Python would evaluate the value first
                     stack[-1][name] = self.value()
                 case _Element.LIST_START:
                     name = self.text()

@@ -1,8 +1,8 @@
-"""wireguard: packets travel encrypted, between nodes that know each other by their public keys.
+"""wireguard backend: packets travel encrypted between nodes that authenticate by public keys.
 
 Lease data, device names, ports, modes and the choice of endpoints are those of upstream's backend/wireguard.
-Different from it: devices and peers outlive the daemon, each peer's subnet has a route of its own, and what
-leads to no peer is unreachable instead of leaving the host unencrypted.
+Three things differ. Devices and peers outlive the daemon. Each peer's subnet has a route of its own.
+Addresses without a peer are unreachable: their packets do not leave the host unencrypted.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from flanneld.state.table import Table
 
 TYPE = "wireguard"
 DEVICE, DEVICE_V6 = "flannel-wg", "flannel-wg-v6"
-#: Name of the key file, in flannel's folder for what runs.
+#: Name of the key file in the directory of -secret-dir.
 KEY_FILE = "wgkey"
-#: Names another key file, as in upstream.
+#: Variable that names another key file, as in upstream.
 KEY_FILE_VARIABLE = "WIREGUARD_KEY_FILE"
 
-#: Outer IPv6 and UDP headers, and WireGuard's type, index, counter and tag. Upstream takes it for IPv4, too.
+#: Outer IPv6 and UDP headers, and WireGuard's type, index, counter and tag. Upstream uses it for IPv4, too.
 OVERHEAD = 80
 _SMALLEST_MTU: dict[Family, int] = {4: 68, 6: 1280}
 _PORT, _PORT_V6 = 51820, 51821
@@ -47,17 +47,17 @@ _PRIVATE: dict[Family, tuple[IPNetwork, ...]] = {
 
 
 class Mode(Enum):
-    """How the two families travel: each through a device of its own, or both through one to one endpoint."""
+    """Mode of a dual-stack network: a device for each family, or one device and endpoint for both."""
 
     SEPARATE = "separate"
-    #: The endpoint of each peer is of the family that more likely gets through.
+    #: One device; each peer's endpoint has the family that more likely works.
     AUTO = "auto"
     IPV4 = "ipv4"
     IPV6 = "ipv6"
 
 
 class WireGuardConfig(Struct, frozen=True, gc=False):
-    """The Backend object of the network config; ``mtu`` is that of the uplink, 0 for the real one."""
+    """Backend object of the network config; ``mtu`` overrides the uplink's, 0 for the real one."""
 
     listen_port: int = _PORT
     listen_port_v6: int = _PORT_V6
@@ -68,7 +68,7 @@ class WireGuardConfig(Struct, frozen=True, gc=False):
 
 
 def read_config(config: Config) -> WireGuardConfig:
-    """Raises ``Fatal`` for a value that cannot work."""
+    """Return the backend's config. Raises ``Fatal`` for an unusable value."""
     fields = config.backend
     try:
         port = fields.integer("ListenPort", _PORT)
@@ -113,7 +113,7 @@ def _mode(text: str) -> Mode:
 
 
 def private_key_of(text: bytes, path: str = KEY_FILE) -> Secret:
-    """Read what is in a key file. Raises ``Fatal``, without the text."""
+    """Parse the contents of a key file. Raises ``Fatal``; the message does not contain the text."""
     try:
         return Secret(keys.parse(text.decode(errors="replace")))
     except Refused as reason:
@@ -122,7 +122,7 @@ def private_key_of(text: bytes, path: str = KEY_FILE) -> Secret:
 
 
 class WireGuardBackend:
-    """One device for each family in mode ``separate``, else one for both.
+    """Backend with one device per family in mode ``separate``, else one for both.
 
     This node's identity is its private key, as a ``Secret``.
     """
@@ -149,7 +149,7 @@ class WireGuardBackend:
                 )
 
     def claims(self) -> tuple[str, ...]:
-        """Ports need not be named: their devices have fixed names."""
+        """Return the device names. They imply the ports, so these are not named."""
         return tuple(f"device {device}" for device in sorted(set(self._devices.values())))
 
     @property
@@ -157,7 +157,7 @@ class WireGuardBackend:
         return self._mtu
 
     def identity(self) -> Secret:
-        """Read the key of an earlier run, or make one. Raises ``Fatal`` for a file that holds no key."""
+        """Read the key of an earlier run, or make one. Raises ``Fatal`` for a file without a valid key."""
 
         def make_key() -> bytes:
             return keys.text_of(keys.private_key(self._host.random_bytes(keys.LENGTH)).value).encode()
@@ -189,7 +189,7 @@ class WireGuardBackend:
         return {"PublicKey": keys.text_of(self._public_key), "Port": port}
 
     def is_self(self, attrs: LeaseAttrs) -> bool:
-        """Return True for a lease with our public key, or of our public IP if that is no address of a NAT.
+        """Return True for a lease with our public key, or with our public IP unless that is a NAT's.
 
         Several nodes behind one NAT have one public IP. A node whose key file was lost has another key.
         """
@@ -207,12 +207,12 @@ class WireGuardBackend:
 
     def tables(self) -> tuple[Table, ...]:
         """Return the table of keys, peers and allowed IPs."""
-        from flanneld.backends.wireguard.table_peers import WireGuardTable  # for those who run this backend
+        from flanneld.backends.wireguard.table_peers import WireGuardTable  # only for this backend
 
         return (WireGuardTable(tuple(dict.fromkeys(self._devices.values()))),)
 
     def local(self, own: Lease) -> Iterator[Resource]:
-        """Guards first: what leads to no peer is unreachable. Then devices, keys and addresses."""
+        """Yield the guards first: addresses without a peer are unreachable. Then devices, keys, addresses."""
         for network in self._ranges.values():
             yield Blackhole(network, unreachable=True)
         for device in dict.fromkeys(self._devices.values()):
@@ -234,7 +234,7 @@ class WireGuardBackend:
             yield from self._lead(lease, self._family_to(lease), families)
 
     def _lead(self, lease: Lease, outer: Family, inner: Iterable[Family]) -> Iterator[Resource]:
-        """Yield a peer called at its public IP of one family, and what leads the subnets of others to it."""
+        """Yield a peer with an endpoint of family ``outer``, and allowed IPs and routes of its subnets."""
         subnets = [net for family in inner if (net := lease.net(family)) is not None]
         family = subnets[-1].version
         device = self._devices[family]
@@ -261,7 +261,7 @@ class WireGuardBackend:
             yield Route(subnet, device)
 
     def _family_to(self, lease: Lease) -> Family:
-        """Choose the family of a peer's endpoint. A private address is reached from its own site only."""
+        """Choose the family of a peer's endpoint. A private address is reachable only from its own site."""
         if self._config.mode is not Mode.AUTO:
             return 4 if self._config.mode is Mode.IPV4 else 6
         theirs, theirs_v6 = lease.attrs.public_ip, lease.attrs.public_ipv6
@@ -275,7 +275,7 @@ class WireGuardBackend:
         return 4 if ours is not None else 6
 
     def _public_ip_of(self, lease: Lease, family: Family, port: int, device: str) -> IPAddress:
-        """Return where a peer is called. Raises ``Refused`` where a packet would come back to us.
+        """Return the address of a peer's endpoint. Raises ``Refused`` if packets would come back to us.
 
         Nodes behind one NAT have one public IP, and are told apart by their ports.
         """
@@ -290,7 +290,7 @@ class WireGuardBackend:
         return theirs
 
     def _listen_port(self, device: str) -> int:
-        """Return the port of a peer that announces none, as Go's do before 0.26.6."""
+        """Return the port of a peer that announces none, as Go flannel before 0.26.6."""
         return self._config.listen_port_v6 if device == DEVICE_V6 else self._config.listen_port
 
 
@@ -313,14 +313,14 @@ def peer_data(data: Any) -> tuple[bytes, int]:
 
 
 def is_private(address: IPAddress) -> bool:
-    """Return True for an address that is reached within a site only (RFC 1918, RFC 4193)."""
+    """Return True for an address that is reachable only within a site (RFC 1918, RFC 4193)."""
     return any(address in network for network in _PRIVATE[address.version])
 
 
 def _port_of_one_device(lease: Lease) -> int:
-    """Return the port where a peer's one device listens, 0 if it does not tell.
+    """Return the port of a peer's single device, 0 if it announces none.
 
-    That is ListenPort for either family. The data of IPv6 have ListenPortV6, at which nothing listens then.
+    It is ListenPort for both families. The IPv6 data have ListenPortV6, on which no device listens then.
     """
     try:
         return peer_data(lease.attrs.backend_data)[1]
@@ -329,9 +329,9 @@ def _port_of_one_device(lease: Lease) -> int:
 
 
 def _own_ports(wanted: WireGuardConfig, families: tuple[Family, ...], own: int) -> dict[str, int]:
-    """Return the ports of this node's devices; ``own`` replaces the cluster's ListenPort unless it is 0.
+    """Return the ports of this node's devices; a nonzero ``own`` replaces the cluster's ListenPort.
 
-    Raises ``Fatal`` where peers would not learn of it.
+    Raises ``Fatal`` if peers would not learn of it.
     """
     if own and 4 not in families:
         raise Fatal("-wireguard-port is for IPv4, and the network has none", "leave it out")
@@ -342,7 +342,7 @@ def _own_ports(wanted: WireGuardConfig, families: tuple[Family, ...], own: int) 
 
 
 def _called(mode: Mode, families: tuple[Family, ...]) -> tuple[Family, ...]:
-    """Return the families of which this node needs an address."""
+    """Return the families in which this node needs a public IP."""
     match mode:
         case Mode.IPV4:
             return (4,)

@@ -1,8 +1,8 @@
-"""Keys of WireGuard: their text, making a private one, and the public one that belongs to it (pure).
+"""WireGuard keys: parsing, formatting, generation, and derivation of the public key (pure).
 
-A public key is computed here, by the Montgomery ladder of RFC 7748, because the lease needs it before there
-is a device. Python's integers take a time that depends on their values. That tells an attacker nothing: it is
-computed once a start, from no input of anybody else.
+The public key is computed here, by the Montgomery ladder of RFC 7748, because the lease needs it before the
+device exists. Python's integer operations do not take constant time. That reveals nothing to an attacker: the
+key is computed once a start, without foreign input.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import binascii
 from flanneld.errors import Refused
 from flanneld.model import Secret
 
-#: Bytes of a key of any kind.
+#: Bytes of each kind of key.
 LENGTH = 32
-#: What a device without a pre-shared key has in its place.
+#: Value of a missing pre-shared key.
 NO_PRESHARED_KEY = Secret(bytes(LENGTH))
 
 _PRIME = 2**255 - 19
@@ -24,9 +24,9 @@ _BASE_POINT = bytes([9]) + bytes(31)
 
 
 def parse(text: str) -> bytes:
-    """Read a key as ``wg`` and Go write it, in base64. Raises ``Refused``, without the text."""
+    """Parse a key in base64, as ``wg`` and Go write it. Raises ``Refused`` without the key's text."""
     try:
-        # Go's decoder passes over line ends, wherever they are.
+        # Go's decoder ignores line ends at any position.
         raw = base64.b64decode(text.replace("\r", "").replace("\n", ""), validate=True)
     except (binascii.Error, ValueError):
         raise Refused("the key is no base64", "write 32 bytes in base64, as `wg genkey` does") from None

@@ -1,8 +1,7 @@
-"""The nouns of the WireGuard backend: a device's key and port, its peers, and what each may send (pure).
+"""Resources of the wireguard backend: a device's key and port, its peers, and their allowed IPs (pure).
 
-A peer's allowed IPs are resources of their own, because each belongs to at most one peer of a device: the
-kernel moves it from one to another without a word. So two leases that claim one are found where all conflicts
-are found.
+Allowed IPs are resources of their own, because each belongs to at most one peer of a device: the kernel moves
+it silently from one to another. So two leases with the same allowed IP are found like any other conflict.
 """
 
 from __future__ import annotations
@@ -16,19 +15,19 @@ from flanneld.backends.wireguard.keys import NO_PRESHARED_KEY
 from flanneld.model import IPAddress, IPNetwork, Secret
 from flanneld.state.resources import Key, Kind
 
-#: Name of the table that holds all of these.
+#: Name of the table of all these resources.
 TABLE = "wireguard"
 
 
 class DeviceKey(Struct, frozen=True, gc=False):
-    """The private key and the UDP port of a device. ``public_key`` follows from the private one."""
+    """Private key and UDP port of a device. ``public_key`` is derived from the private one."""
 
     kind: ClassVar[Kind] = Kind.REMOTE
     device: str
     private_key: Secret
     public_key: bytes
     listen_port: int
-    #: The mark on the device's own packets; any but 0 can lead them past the main routing table.
+    #: Firewall mark of the device's own packets; a nonzero mark can divert them from the main routing table.
     fwmark: int = 0
 
     @property
@@ -40,14 +39,14 @@ class DeviceKey(Struct, frozen=True, gc=False):
 
 
 class Peer(Struct, frozen=True, gc=False):
-    """Another node, known by its public key. ``endpoint`` and ``port`` are where it is called at first."""
+    """Peer with its public key. ``endpoint`` and ``port`` are its initial address."""
 
     kind: ClassVar[Kind] = Kind.REMOTE
     device: str
     public_key: bytes
     endpoint: IPAddress | None
     port: int
-    #: Seconds between two packets that keep a NAT's mapping open; 0 for none.
+    #: Seconds between keepalive packets, which keep a NAT's mapping open; 0 for none.
     keepalive: int = 0
     preshared_key: Secret = NO_PRESHARED_KEY
 
@@ -61,7 +60,7 @@ class Peer(Struct, frozen=True, gc=False):
 
 
 class AllowedIp(Struct, frozen=True, gc=False):
-    """A subnet whose packets go to one peer, and are taken from this peer alone."""
+    """Allowed IP: a subnet whose packets go to one peer, and are accepted only from this peer."""
 
     kind: ClassVar[Kind] = Kind.REMOTE
     device: str

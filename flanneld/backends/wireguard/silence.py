@@ -1,6 +1,6 @@
-"""Peers that are sent packets and never answer: a wrong key or port, or a firewall.
+"""Detection of peers that never answer: a wrong key or port, or a firewall.
 
-WireGuard reports nothing of the kind. A handshake that fails looks like a peer that is switched off.
+WireGuard does not report them. A failed handshake looks like a peer that is switched off.
 """
 
 from __future__ import annotations
@@ -10,26 +10,26 @@ from collections.abc import Sequence
 from flanneld.backends.wireguard import keys
 from flanneld.network.genetlink.wireguard import SeenDevice, SeenPeer
 
-#: Seconds after which a session is dead without a new handshake (WireGuard's REJECT_AFTER_TIME).
+#: Seconds of a session without a new handshake (WireGuard's REJECT_AFTER_TIME).
 DEAD = 180.0
-#: Readings in a row in which a peer was sent something and had no session, before it is named.
+#: Consecutive reads with packets to a peer without a session, before the peer is reported.
 _READINGS = 3
-#: The same if the last handshake is in the future, since the clock was set back: a session that is alive
-#: makes a new one within 120 s (REKEY_AFTER_TIME), which has the new time.
+#: The same if the last handshake is in the future, because the clock was set back. A live session makes a new
+#: handshake within 120 s (REKEY_AFTER_TIME), which has the new time.
 _READINGS_AFTER_SETBACK = 6
-#: Peers that are named in one sentence.
+#: Peers named in one log line, at most.
 _FEW = 5
 
 
 class Watch:
-    """Compares each reading of a device with the one before."""
+    """Detector that compares each read of a device with the previous one."""
 
     def __init__(self) -> None:
-        #: By device and public key, the bytes sent, and the readings since then without an answer.
+        #: By device and public key: the bytes sent, and the reads since then without an answer.
         self._sent: dict[tuple[str, bytes], tuple[int, int]] = {}
 
     def look(self, device: SeenDevice, now: float) -> list[SeenPeer]:
-        """Return the peers that were sent something at several readings in a row and have no session."""
+        """Return the peers that were sent packets at several consecutive reads and have no session."""
         silent = []
         before, self._sent = (
             self._sent,
@@ -48,12 +48,12 @@ class Watch:
 
 
 def is_alive(peer: SeenPeer, now: float) -> bool:
-    """Return True if a peer has a session; a handshake long in the future tells of a clock set back."""
+    """Return True if a peer has a session. A handshake far in the future means a clock set back."""
     return abs(now - peer.last_handshake) <= DEAD
 
 
 def sentence(device: str, silent: Sequence[SeenPeer]) -> str:
-    """Return one line about silent peers, with what may be the reason."""
+    """Return one line about silent peers, with possible reasons."""
     names = ", ".join(
         f"{keys.text_of(peer.public_key)} at {where(peer) or 'no endpoint'}" for peer in silent[:_FEW]
     )
@@ -65,7 +65,7 @@ def sentence(device: str, silent: Sequence[SeenPeer]) -> str:
 
 
 def where(peer: SeenPeer) -> str:
-    """Return address and port where a peer is called now; empty if it has none."""
+    """Return a peer's current endpoint, address and port; empty if it has none."""
     if peer.endpoint is None:
         return ""
     address, port = peer.endpoint

@@ -1,7 +1,7 @@
-"""Table of WireGuard's keys, peers and allowed IPs, in the devices of one network namespace.
+"""Reconciler table of WireGuard's keys, peers and allowed IPs in one network namespace.
 
-WireGuard announces no changes, so the table is read each few seconds. Thousands of peers are set in some
-dozens of messages, and read in as many.
+WireGuard sends no notifications, so the table is read every 30 s. Thousands of peers are written in a few
+dozen messages, and read in as many.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ log = logging.getLogger(__name__)
 
 #: Seconds between two readings.
 _AUDIT = 30.0
-#: Seconds between two looks at whether a device was made anew, and so lost its key and its peers.
+#: Seconds between two checks for a recreated device, which has lost its key and its peers.
 _LOOK = 1.0
-#: Seconds in which an endpoint that has roamed is left alone after a handshake. Handshakes come every 120 s
-#: as long as there are packets, and keys are given up after 180 s (WireGuard's REJECT_AFTER_TIME).
+#: Seconds after a handshake in which a roamed endpoint is kept. With traffic, handshakes come every 120 s,
+#: and keys expire after 180 s (WireGuard's REJECT_AFTER_TIME).
 ROAMING = 180.0
-#: A peer that exists for the time of one message: an allowed IP that moves to it is gone with it.
+#: Public key of a peer that exists only during one message: an allowed IP moved to it is removed with it.
 _THROWAWAY = b"flannel: takes an allowed IP away"[:32]
 
 
 class _Batch(Struct):
-    """The part of a change that belongs to one device."""
+    """Part of a change for one device."""
 
     keys: list[DeviceKey] = field(default_factory=list)
     peers: dict[bytes, Put] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class _Batch(Struct):
 
 
 class WireGuardTable:
-    """Keys, peers and allowed IPs of some devices; the devices themselves are the kernel's table of links.
+    """Table of keys, peers and allowed IPs of some devices. The devices themselves are in the links' table.
 
     ``wall_clock`` gives seconds since 1970, as the kernel counts the times of handshakes.
     """
@@ -66,20 +66,20 @@ class WireGuardTable:
         self._devices = devices
         self._wall_clock = wall_clock
         self._kernel: WireGuardDevices | None = None
-        #: The endpoints that peers were given, or have roamed away from since.
+        #: Endpoint given to each peer; the peer may have roamed since.
         self._given: dict[Key, Endpoint] = {}
-        #: By name of the device, its number when it was read last; 0 if there was none.
+        #: Interface index by device name, as last read; 0 for none.
         self._indexes: dict[str, int] = {}
         self._next_look = 0.0
         self._silence = silence.Watch()
-        #: By name of the device. Replaced, never changed: others read them.
+        #: By device name. Replaced, never changed in place, because other threads read them.
         self._sessions: dict[str, tuple[Session, ...]] = {}
         self._once = Once()
 
     # ---- reading -----------------------------------------------------------------------------------
 
     def read(self, scope: Scope) -> Iterator[Seen]:
-        """Yield all that the devices hold. An endpoint that may differ counts as the wanted one."""
+        """Yield the contents of the devices. An endpoint that may have roamed counts as the desired one."""
         kernel, now = self._open(), self._wall_clock()
         for name in self._devices:
             device = kernel.read(name)
@@ -106,9 +106,9 @@ class WireGuardTable:
                 yield Seen(AllowedIp(device.name, net, peer.public_key))
 
     def _is_as_wanted(self, peer: SeenPeer, found: Peer, want: Peer, now: float) -> bool:
-        """Compare a peer; its endpoint may have roamed unless the lease has another one than was given.
+        """Return True if a peer is correct. Its endpoint may have roamed, unless the lease's has changed.
 
-        Only a peer that is alive has roamed: else it is called again where its lease says.
+        Only a live peer counts as roamed. A dead one gets the endpoint of its lease again.
         """
         if (found.preshared_key, found.keepalive) != (want.preshared_key, want.keepalive):
             return False
@@ -130,7 +130,7 @@ class WireGuardTable:
         return silent
 
     def sessions(self) -> tuple[Session, ...]:
-        """Return the sessions of all devices as last read. From any thread."""
+        """Return the sessions of all devices as last read. May be called from any thread."""
         return tuple(chain.from_iterable(self._sessions.copy().values()))
 
     # ---- writing -----------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ class WireGuardTable:
                 self._given[resource.key] = given
 
     def _packed(self, put: Put, allowed_ips: Iterable[IPNetwork]) -> bytes:
-        """Pack a peer. One that has roamed keeps its endpoint, unless the lease gives it another one."""
+        """Pack a peer. A roamed one keeps its endpoint, unless the endpoint in its lease has changed."""
         want, endpoint = put.want, None
         assert isinstance(want, Peer)
         if put.was is None or self._given.get(want.key) != _endpoint_of(want):
@@ -173,7 +173,7 @@ class WireGuardTable:
         return wireguard.put_peer(want.public_key, want.preshared_key, want.keepalive, allowed_ips, endpoint)
 
     def drop(self, found: Sequence[Resource]) -> Report:
-        """Remove peers, with all that they may send, and single allowed IPs. A device's key goes with it."""
+        """Remove peers with their allowed IPs, and single allowed IPs. A key is removed with its device."""
         report = Report()
         for name, batch in _by_device([Put(each) for each in found]):
             report.removed += batch.keys
@@ -198,7 +198,7 @@ class WireGuardTable:
         done: list[Resource],
         report: Report,
     ) -> None:
-        """Send what is packed. The kernel stops at the first refusal in a message, and does not say where."""
+        """Send messages. The kernel stops at the first refusal in a message without reporting its place."""
         messages = list(wireguard.set_peers(name, packed))
         refused = self._open().write([body for body, _ in messages])
         first = 0
@@ -210,14 +210,14 @@ class WireGuardTable:
             else:
                 done += resources
 
-    # ---- looking -----------------------------------------------------------------------------------
+    # ---- recreated devices -------------------------------------------------------------------------
 
     @property
     def next_look(self) -> float:
         return self._next_look
 
     def look(self) -> bool:
-        """Return True if a device is another one than was read, which has neither key nor peers."""
+        """Return True if a device was recreated since the last read: it has neither key nor peers."""
         self._next_look = clock.now() + _LOOK
         return any(_index_of(name) != index for name, index in self._indexes.items())
 

@@ -1,4 +1,4 @@
-"""Checks of what a backend for a cloud keeps there (pure)."""
+"""Checks of a cloud backend's routes and of the permission to forward (pure)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""WireGuard's devices in this network namespace, read and written over generic netlink."""
+"""WireGuard devices in this network namespace, read and written over generic netlink."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from flanneld.network.rtnetlink.netlink import (
 )
 
 _NETLINK_GENERIC = 16
-# linux/genetlink.h: the controller, which knows the numbers of the families.
+# linux/genetlink.h: the controller, which maps names of families to their numbers.
 _CONTROLLER, _GET_FAMILY, _FAMILY_NAME = 16, 3, 2
 _HEADER = struct.Struct("=BBH")
 _DUMP_TRIES = 5
 
 
 class NoWireGuard(OSError):
-    """This kernel has no WireGuard."""
+    """Error for a kernel without WireGuard."""
 
 
 class WireGuardDevices:
-    """Reads and writes WireGuard's part of devices. Used by one thread; any method may raise ``OSError``."""
+    """Reader and writer of WireGuard devices. Used by one thread; any method may raise ``OSError``."""
 
     def __init__(self) -> None:
         self._socket = NetlinkSocket(protocol=_NETLINK_GENERIC)
@@ -43,7 +43,7 @@ class WireGuardDevices:
         self._socket.close()
 
     def read(self, name: str) -> SeenDevice | None:
-        """Return a device with its peers, None if there is none of that name or it is of another kind."""
+        """Return a device with its peers; None if it is missing or of another kind."""
         for _ in range(_DUMP_TRIES):
             try:
                 found = list(self._socket.dump(self._family, wireguard.get_device(name)))
@@ -57,7 +57,7 @@ class WireGuardDevices:
         raise DumpInterrupted(errno.EINTR, f"the peers of {name} keep changing")
 
     def write(self, bodies: Sequence[bytes]) -> dict[int, int]:
-        """Send what ``wireguard`` packed. Return the errno of each refused body, by its place."""
+        """Send packed bodies. Return the errno of each refused body by its index."""
         refused: dict[int, int] = {}
         for failed in self._socket.write(
             message(self._family, NLM_F_REQUEST, body, place) for place, body in enumerate(bodies)

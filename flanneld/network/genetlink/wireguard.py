@@ -1,7 +1,7 @@
-"""WireGuard's generic netlink messages (linux/wireguard.h): pack what is to be set, read a dump.
+"""Codec of WireGuard's generic netlink messages (linux/wireguard.h): packs requests, parses dumps.
 
-Only bytes and values here, no socket: ``flanneld.network.genetlink.devices`` sends and receives. Readers
-raise ``Malformed`` for what no kernel sends, and never leave something out.
+It has no socket: ``flanneld.network.genetlink.devices`` sends and receives. Parsers raise ``Malformed`` for
+bytes that no kernel sends, and never skip any.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from flanneld.network.rtnetlink.netlink import (
 )
 
 GET_DEVICE, SET_DEVICE = 0, 1
-#: Bytes of a key of any kind (WG_KEY_LEN).
+#: Bytes of each kind of key (WG_KEY_LEN).
 KEY_LENGTH = 32
 
 _VERSION = 1
@@ -47,12 +47,12 @@ _SOCKADDR = {4: struct.Struct("!2xH4s8x"), 6: struct.Struct("!2xHI16sI")}
 _CHUNK = 12 * 1024
 
 Endpoint = tuple[IPAddress, int]
-#: Where in some bytes a message's body or a nested attribute begins and ends.
+#: Begin and end of a message's body or a nested attribute.
 Span = tuple[bytes, int, int]
 
 
 class SeenPeer(Struct, frozen=True, gc=False):
-    """A peer as the kernel has it. ``last_handshake`` is in seconds of the wall clock, 0.0 for never."""
+    """Peer in the kernel. ``last_handshake`` is in seconds of the wall clock, 0.0 for never."""
 
     public_key: bytes
     preshared_key: Secret = Secret(bytes(KEY_LENGTH))
@@ -65,7 +65,7 @@ class SeenPeer(Struct, frozen=True, gc=False):
 
 
 class SeenDevice(Struct, frozen=True, gc=False):
-    """A WireGuard device as the kernel has it. The keys are None as long as it has none."""
+    """WireGuard device in the kernel. A missing key is None."""
 
     index: int
     name: str
@@ -80,12 +80,12 @@ class SeenDevice(Struct, frozen=True, gc=False):
 
 
 def get_device(name: str) -> bytes:
-    """Return the body that asks for a device with its peers."""
+    """Return the body of a request for a device with its peers."""
     return _HEADER.pack(GET_DEVICE, _VERSION, 0) + _name(name)
 
 
 def set_device(name: str, private_key: Secret, listen_port: int) -> bytes:
-    """Return the body that gives a device its key and port, and takes its firewall mark away."""
+    """Return the body that sets a device's key and port, and clears its firewall mark."""
     return b"".join(
         (
             _HEADER.pack(SET_DEVICE, _VERSION, 0),
@@ -98,7 +98,7 @@ def set_device(name: str, private_key: Secret, listen_port: int) -> bytes:
 
 
 def set_peers(name: str, peers: Sequence[bytes]) -> Iterator[tuple[bytes, int]]:
-    """Yield bodies that set peers, each with the number of peers in it; ``peers`` are packed ones."""
+    """Yield bodies that set packed peers, each with its number of peers."""
     chunk: list[bytes] = []
     size = 0
     for peer in peers:
@@ -118,9 +118,9 @@ def put_peer(
     allowed_ips: Iterable[IPNetwork],
     endpoint: Endpoint | None,
 ) -> bytes:
-    """Pack a peer to be made or changed. Without ``endpoint`` the one that it has stays.
+    """Pack a peer to create or change. Without ``endpoint`` its current endpoint stays.
 
-    An allowed IP that another peer has moves to this one.
+    An allowed IP of another peer moves to this one.
     """
     parts = [
         attribute(_PEER_PUBLIC_KEY, public_key),
@@ -133,22 +133,22 @@ def put_peer(
 
 
 def allow(public_key: bytes, allowed_ips: Iterable[IPNetwork]) -> bytes:
-    """Pack more allowed IPs of a peer, which is not made if it is not there."""
+    """Pack more allowed IPs of a peer. A missing peer is not created."""
     flags = attribute(_PEER_FLAGS, _U32.pack(_F_UPDATE_ONLY))
     return _peer(attribute(_PEER_PUBLIC_KEY, public_key), flags, _allowed_ips(allowed_ips))
 
 
 def drop_peer(public_key: bytes) -> bytes:
-    """Pack a peer to be removed. One that is not there is no error."""
+    """Pack the removal of a peer. A missing peer is no error."""
     flags = attribute(_PEER_FLAGS, _U32.pack(_F_REMOVE_ME))
     return _peer(attribute(_PEER_PUBLIC_KEY, public_key), flags)
 
 
 def take_away(allowed_ip: IPNetwork, throwaway: bytes) -> bytes:
-    """Pack what removes one allowed IP from the peer that has it, whichever that is.
+    """Pack the removal of one allowed IP from its current peer.
 
-    Before Linux 6.16 there is no flag for that. So it moves to a peer that one message makes and removes.
-    ``throwaway`` is the public key of that peer.
+    Before Linux 6.16 there is no flag for a removal. So the allowed IP moves to a peer that the same message
+    creates and removes; ``throwaway`` is this peer's public key.
     """
     return _peer(attribute(_PEER_PUBLIC_KEY, throwaway), _allowed_ips((allowed_ip,))) + drop_peer(throwaway)
 
@@ -191,10 +191,10 @@ def _sockaddr(endpoint: Endpoint) -> bytes:
 
 
 def decode(messages: Iterable[Span]) -> SeenDevice:
-    """Read the messages of one device's dump. Raises ``Malformed``.
+    """Parse the messages of one device's dump. Raises ``Malformed``.
 
-    A device with many peers takes several messages, and so may a peer with many allowed IPs, which comes
-    again with no more than its key and the rest of them.
+    A device with many peers takes several messages, and so may a peer with many allowed IPs. The continued
+    peer then has only its key and the remaining allowed IPs.
     """
     device: SeenDevice | None = None
     peers: dict[bytes, SeenPeer] = {}
@@ -211,7 +211,7 @@ def decode(messages: Iterable[Span]) -> SeenDevice:
 
 
 def family_id(data: bytes, offset: int, end: int) -> int:
-    """Read the number of a family out of the controller's answer. Raises ``Malformed``."""
+    """Parse the number of a family in the controller's answer. Raises ``Malformed``."""
     unpack(_HEADER, data, offset, end)
     return _fixed(_U16, attributes(data, offset + _HEADER.size, end).get(1))
 
@@ -247,7 +247,7 @@ def _seen_peer(data: bytes, offset: int, end: int) -> SeenPeer:
         else:
             found[kind] = data[start:stop]
     public_key = _key(found.get(_PEER_PUBLIC_KEY, b""))
-    if _PEER_PRESHARED_KEY not in found:  # the rest of a peer that came before
+    if _PEER_PRESHARED_KEY not in found:  # continuation of the previous peer
         return SeenPeer(public_key, allowed_ips=allowed_ips)
     seconds, nanoseconds = _fixed_pair(found.get(_PEER_LAST_HANDSHAKE))
     endpoint = found.get(_PEER_ENDPOINT)

@@ -1,4 +1,4 @@
-"""NETLINK_XFRM's messages about policies, packed and read (linux/xfrm.h) (pure)."""
+"""Codec of NETLINK_XFRM's messages about policies (linux/xfrm.h) (pure)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NO_LIMIT, _ALL_ALGORITHMS = (1 << 64) - 1, (1 << 32) - 1
 
 #: struct xfrm_selector: addresses, ports, family, lengths, protocol, interface, user.
 _SELECTOR = struct.Struct("=16s16sHHHHHBBB3xiI")
-#: struct xfrm_userpolicy_info behind the selector: limits, what is used of them, and the rest.
+#: struct xfrm_userpolicy_info after the selector: limits, their current use, and the rest.
 _INFO = struct.Struct("=8Q4QIIBBBB4x")
 _WHOLE = struct.Struct(f"={_SELECTOR.size}s{_INFO.size}s")
 #: struct xfrm_userpolicy_id
@@ -31,7 +31,7 @@ _TMPL = struct.Struct("=16s4sB3xH2x16sIBBBxIII")
 
 
 def pack(policy: XfrmPolicy) -> bytes:
-    """Return the body of a message that makes a policy, or replaces the one with its selector."""
+    """Return the body of a message that creates a policy or replaces the one with its selector."""
     limits = (_NO_LIMIT,) * 4 + (0,) * 4
     info = _INFO.pack(*limits, 0, 0, 0, 0, policy.priority, 0, policy.direction, policy.action, 0, 0)
     return _selector(policy) + info + (_template(policy.tunnel) if policy.tunnel else b"")
@@ -43,7 +43,7 @@ def pack_id(policy: XfrmPolicy) -> bytes:
 
 
 def decode(data: bytes, offset: int, end: int) -> XfrmPolicy | None:
-    """Read a policy out of a dump; None for one that cannot stand where ours would. Raises ``Malformed``."""
+    """Parse a policy in a dump; None if it cannot conflict with ours. Raises ``Malformed``."""
     selector, info = unpack(_WHOLE, data, offset, end)
     return _decode(bytes(selector), bytes(info), attributes(data, offset + _WHOLE.size, end))
 
@@ -71,7 +71,7 @@ def _decode(selector: bytes, info: bytes, found: dict[int, bytes]) -> XfrmPolicy
 
 
 def _is_apart(found: dict[int, bytes]) -> bool:
-    """Return True for a policy that can stand beside another with the same addresses."""
+    """Return True for a policy that can coexist with another with the same addresses."""
     return any(any(found.get(kind, b"")) for kind in (_POLICY_TYPE, _MARK, _IF_ID))
 
 
@@ -107,7 +107,7 @@ def _template(tunnel: Tunnel) -> bytes:
 
 
 def _read_templates(data: bytes) -> tuple[Tunnel | None, str]:
-    """Return the first template, and words for what no template of flannel has."""
+    """Return the first template, and a description of anything that flannel's templates never have."""
     if not data:
         return None, ""
     if len(data) < _TMPL.size:

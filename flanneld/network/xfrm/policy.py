@@ -11,18 +11,18 @@ from msgspec import Struct
 from flanneld.model import IPNetwork, lies_in
 from flanneld.state.resources import Key, Kind
 
-#: Name of the table that holds them.
+#: Name of the table of policies.
 POLICIES = "xfrm-policies"
-#: Marks upstream's tunnels: their SAs and their policies have this number.
+#: reqid of upstream's tunnels, in their SAs and policies.
 REQID = 11
-#: A lower number goes first. Upstream leaves it at 0, so its policies go before the guards.
+#: Priority of tunnels, upstream's 0. A lower number comes first, so tunnels precede the guards.
 TUNNEL_PRIORITY = 0
-#: Priorities of the guards. Nothing comes after them.
+#: Priorities of the guards, the last possible ones.
 ALLOW_PRIORITY, BLOCK_PRIORITY = 0xFFFF_FFFE, 0xFFFF_FFFF
 
 
 class Direction(IntEnum):
-    """The packets that a policy sees (linux/xfrm.h, XFRM_POLICY_*)."""
+    """Direction of the packets of a policy (linux/xfrm.h, XFRM_POLICY_*)."""
 
     IN = 0
     OUT = 1
@@ -30,14 +30,14 @@ class Direction(IntEnum):
 
 
 class Action(IntEnum):
-    """Fate of a packet that no template protects (linux/xfrm.h)."""
+    """Action for matching packets (linux/xfrm.h)."""
 
     ALLOW = 0
     BLOCK = 1
 
 
 class Tunnel(Struct, frozen=True, gc=False):
-    """A template: ESP in tunnel mode between two hosts."""
+    """Template: ESP in tunnel mode between two hosts."""
 
     source: IPv4Address
     destination: IPv4Address
@@ -48,9 +48,9 @@ class Tunnel(Struct, frozen=True, gc=False):
 
 
 class XfrmPolicy(Struct, frozen=True, gc=False):
-    """A policy of the main type for all protocols and ports, without mark and interface.
+    """Policy of the main type for all protocols and ports, without mark and interface.
 
-    ``odd`` names what a policy of flannel never has: such a one is never wanted, only met.
+    ``odd`` describes properties that flannel's policies never have. Such a policy is never desired.
     """
 
     kind: ClassVar[Kind] = Kind.REMOTE
@@ -64,7 +64,7 @@ class XfrmPolicy(Struct, frozen=True, gc=False):
 
     @property
     def key(self) -> Key:
-        """Return the selector and direction, by which the kernel tells policies apart."""
+        """Return the selector and direction, which identify a policy in the kernel."""
         source, destination = self.source, self.destination
         return (
             POLICIES,
@@ -77,14 +77,14 @@ class XfrmPolicy(Struct, frozen=True, gc=False):
 
     @property
     def subnet(self) -> IPNetwork | None:
-        """The peer's subnet: the policy is kept while the lease of this subnet cannot be read."""
+        """Return the peer's subnet: the policy is kept while the lease of this subnet is unreadable."""
         if self.tunnel is None:
             return None
         return self.destination if self.direction is Direction.OUT else self.source
 
     @property
     def is_guard(self) -> bool:
-        """Return True for a policy with a guard's priority, which no other program chooses."""
+        """Return True for a policy with a guard's priority, which no other program uses."""
         return self.tunnel is None and self.priority in (ALLOW_PRIORITY, BLOCK_PRIORITY)
 
     def __str__(self) -> str:
@@ -94,11 +94,11 @@ class XfrmPolicy(Struct, frozen=True, gc=False):
 
 
 def guards(network: IPv4Network, subnet: IPv4Network | None) -> list[XfrmPolicy]:
-    """Return what keeps packets between containers from leaving in the clear.
+    """Return the policies that keep packets between containers from leaving unencrypted.
 
-    A block alone would cut this node's own containers off from each other. A forwarded packet is looked up
-    twice: what goes to a peer also as forwarded (before it is encrypted), and what came from one also as
-    leaving (to a container, decrypted). So the allows come first.
+    A block alone would cut this node's own containers off from each other. The kernel looks up a forwarded
+    packet twice. A packet to a peer is also looked up as forwarded, before its encryption. A packet from a
+    peer is also looked up as leaving, after its decryption. So the policies that allow come first.
     """
     block = [XfrmPolicy(each, network, network, BLOCK_PRIORITY, action=Action.BLOCK) for each in Direction]
     if subnet is None:
@@ -132,7 +132,7 @@ def is_flannels(policy: XfrmPolicy, network: IPNetwork) -> bool:
 
 
 def passes_by(policy: XfrmPolicy, network: IPv4Network) -> bool:
-    """Return True if packets inside the network may leave in the clear by somebody else's policy."""
+    """Return True if another program's policy lets packets inside the network leave unencrypted."""
     is_open = policy.tunnel is None and policy.action is Action.ALLOW and not policy.is_guard
     is_ours = policy.source.overlaps(network) and policy.destination.overlaps(network)
     return is_open and is_ours and policy.direction is Direction.OUT

@@ -1,4 +1,4 @@
-"""Table of the kernel's XFRM policies: guards, and the tunnels of the ipsec backend."""
+"""Reconciler table of the kernel's XFRM policies: guards, and the tunnels of the ipsec backend."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from flanneld.state.table import Changes, Claim, Put, Scope, Seen
 
 log = logging.getLogger(__name__)
 
-#: Seconds between two readings without news.
+#: Seconds between two reads without notifications.
 _AUDIT = 30.0
-#: Bytes of notifications that may wait while this process is busy: a flush of some thousand policies.
+#: Receive buffer for notifications in bytes: enough for a flush of a few thousand policies.
 _RECEIVE_BUFFER = 4 << 20
-#: Datagrams to read at a time, so that a storm of notifications keeps nobody from all other work.
+#: Datagrams to read at a time, so that a storm of notifications does not block other work.
 _AT_A_TIME = 1000
 
 
 class XfrmPolicyTable:
-    """Policies inside ``network`` that flannel has made. Used by one thread."""
+    """Table of flannel's policies inside ``network``. Used by one thread."""
 
     name = POLICIES
     what = "the IPsec policies"
@@ -51,7 +51,7 @@ class XfrmPolicyTable:
         self._once = Once()
 
     def read(self, scope: Scope) -> Iterator[Seen]:
-        """Yield flannel's policies, and others that stand where one is wanted."""
+        """Yield flannel's policies, and foreign ones with the key of a desired one."""
         for policy in policies(self._open()):
             if is_flannels(policy, self._network):
                 yield Seen(policy)
@@ -95,7 +95,7 @@ class XfrmPolicyTable:
         return report
 
     def close(self, *, remove: bool) -> None:
-        """Release the sockets. Policies stay: without the daemon nothing goes in the clear either."""
+        """Release the sockets. Policies stay, so that nothing leaves unencrypted without the daemon."""
         del remove
         for each in filter(None, (self._kernel, self._news)):
             each.close()
@@ -107,7 +107,7 @@ class XfrmPolicyTable:
         return self._news.fileno() if self._news else -1
 
     def changes(self) -> list[Changes]:
-        """Return one change if another program has touched any policy, or notifications were lost."""
+        """Return one change if another program has changed any policy, or notifications were lost."""
         return [Changes()] if self._is_touched() else []
 
     def _is_touched(self) -> bool:
@@ -131,22 +131,22 @@ class XfrmPolicyTable:
     # ---- the kernel --------------------------------------------------------------------------------
 
     def _open(self) -> NetlinkSocket:
-        """Return the socket; listening begins before the first reading."""
+        """Return the socket. Notifications are enabled before the first read."""
         if self._kernel is None:
             self._news = self._news or open_xfrm((messages.GROUP_POLICY,), _RECEIVE_BUFFER)
             self._kernel = open_xfrm()
         return self._kernel
 
     def _write(self, content: Iterator[tuple[int, bytes, int]]) -> dict[int, int]:
-        """Send messages; return the errno of each that was refused, by its place."""
+        """Send messages. Return the errno of each refused one by its index."""
         batch = (message(kind, NLM_F_REQUEST, body, place) for kind, body, place in content)
         return {place: code for failed in self._open().write(batch) for place, code in failed}
 
 
 def stale_tables(networks: Iterable[IPNetwork]) -> Iterator[XfrmPolicyTable]:
-    """Yield a table for each network with policies that an ipsec backend has left, to sweep them.
+    """Yield a table for each network with stale policies of an ipsec backend, to sweep them.
 
-    They would block the packets of any other backend. A kernel without NETLINK_XFRM does not get it by this.
+    They would block the packets of any other backend. This does not load the kernel module of NETLINK_XFRM.
     """
     if not _has_xfrm():
         return
@@ -162,7 +162,7 @@ def stale_tables(networks: Iterable[IPNetwork]) -> Iterator[XfrmPolicyTable]:
 
 
 def _has_xfrm() -> bool:
-    """Look for the kernel's own end among the sockets: opening another one would load the module."""
+    """Return True if the kernel's own socket exists: opening another one would load the module."""
     with suppress(OSError):
         rows = Path("/proc/net/netlink").read_text().splitlines()[1:]
         return any(row.split()[1] == str(messages.NETLINK_XFRM) for row in rows)
@@ -170,7 +170,7 @@ def _has_xfrm() -> bool:
 
 
 def open_xfrm(groups: Sequence[int] = (), receive_buffer: int = 1 << 20) -> NetlinkSocket:
-    """Open a socket. Raises ``OSError`` with the way to get what this kernel lacks."""
+    """Open a socket. Raises ``OSError`` with the remedy if this kernel lacks NETLINK_XFRM."""
     try:
         return NetlinkSocket(groups, receive_buffer, protocol=messages.NETLINK_XFRM)
     except OSError as failure:

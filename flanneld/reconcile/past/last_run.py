@@ -14,7 +14,7 @@ from flanneld.subnet.subnet_file import beside
 
 
 def machine_of(kernel: HostView, uplink: Uplink) -> Machine:
-    """Read what tells this machine from its clones; parts that cannot be read are empty."""
+    """Read the identity of this machine, to tell it from its clones; unreadable parts are empty."""
     try:
         link = kernel.link(uplink.name)
     except OSError:
@@ -23,7 +23,7 @@ def machine_of(kernel: HostView, uplink: Uplink) -> Machine:
 
 
 class LastRun:
-    """Reads the record beside ``subnet_file`` when it is made, and keeps it up to date from any thread.
+    """Record of the last run beside ``subnet_file``: read once, then kept up to date from any thread.
 
     With ``is_dry_run`` it writes nothing.
     """
@@ -35,7 +35,7 @@ class LastRun:
         self._boot_id = clock.boot_id()
         #: Devices of earlier runs in this boot.
         self.devices: tuple[Device, ...] = ownership.devices_of_this_boot(self._state, self._boot_id)
-        #: Whether another flanneld ran here since, whose unmarked routes are to be adopted.
+        #: True if another flanneld ran here since: its unmarked routes are adopted.
         self.adopts = ownership.adopts_unmarked(self._state, state_file.stamp_of(subnet_file))
         #: Destinations of the unmarked routes that an earlier run has adopted.
         self.adopted = self._state.adopted if self._state else frozenset()
@@ -43,15 +43,15 @@ class LastRun:
         self.try_again = self._file.try_again
 
     def claim(self, machine: Machine, store: str, previous: LeaseKey) -> Lease | None:
-        """Return our lease as we last wrote it, None unless this host proves it.
+        """Return our lease as we last wrote it; None without proof that this host wrote it.
 
-        None too if the record cannot be written: a claim that is lost is not tried again.
+        Return None also if the record cannot be written, because a lost claim is not tried again.
         """
         lease = ownership.proven_lease(self._state, machine, store, previous)
         return lease if lease is not None and self._file.is_writable() else None
 
     def joined(self, machine: Machine, store: str, lease: Lease) -> None:
-        """Record the lease that this run has acquired, and what is still to be swept."""
+        """Record the lease of this run and the objects that are still to be swept."""
         self.record(
             boot_id=self._boot_id,
             machine=machine,
@@ -63,13 +63,13 @@ class LastRun:
         )
 
     def lease_written(self, lease: Lease) -> None:
-        """Record what our lease says now."""
+        """Record the current attributes of our lease."""
         self.record(attributes=lease.attrs)
 
     def lease_lost(self) -> None:
-        """Give up every claim to the lease: another node has won it."""
+        """Give up every claim to the lease, because another node has won it."""
         self.record(attributes=None)
 
     def subnet_file_written(self) -> None:
-        """Record which writing of the subnet file is ours."""
+        """Record the stamp of the subnet file that we wrote."""
         self.record(subnet_file=state_file.stamp_of(self._subnet_file))

@@ -1,4 +1,4 @@
-"""What earlier runs left in the kernel: devices to sweep and routes to adopt, and their record."""
+"""Objects of earlier runs in the kernel: devices to sweep and routes to adopt, and their record."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from flanneld.state.resources import Link, Route
 
 log = logging.getLogger(__name__)
 
-#: Lines about single devices that are worth reading at a time.
+#: Log lines about single devices, at most.
 _FEW = 10
 
 
 class LeftBehind:
-    """``devices`` are those of earlier runs; ``record`` keeps fields of ``ownership.State`` for the next run.
+    """Objects that earlier runs left: ``devices``, and routes to adopt.
 
-    ``adopts`` says that routes of another flanneld are looked for or were kept. Every method but the first
-    may raise ``OSError``.
+    ``record`` keeps fields of ``ownership.State`` for the next run. ``adopts`` is True if routes of another
+    flanneld are looked for or were kept. Every method but the first may raise ``OSError``.
     """
 
     def __init__(
@@ -36,14 +36,14 @@ class LeftBehind:
         self._adopts = adopts
 
     def stale_links(self) -> list[Link]:
-        """Devices of earlier configurations."""
+        """Return the devices of earlier configurations."""
         if not self._devices:
             return []
         stale = ownership.stale(self._devices, self._kernel.links(), self._kernel.domain.links)
         return [seen.make for seen in stale if isinstance(seen.make, Link)]
 
     def record_devices(self) -> None:
-        """Keep for the next run which devices are ours, and which are yet to be swept."""
+        """Record for the next run our devices, and those that are still to be swept."""
         present = self._kernel.links()
         ours = [
             device
@@ -54,13 +54,13 @@ class LeftBehind:
         self._record(devices=tuple(dict.fromkeys([*ours, *self._devices])))
 
     def record_sweep(self) -> None:
-        """Keep for the next run that what was left has been dealt with, but for devices."""
+        """Record for the next run that everything but devices has been swept or adopted."""
         if self._adopts:
             self._record(adopted=frozenset(self._adopted()))
         self._record(adopts=False)
 
     def _adopted(self) -> Iterator[IPNetwork]:
-        """Name the routes of another flanneld that are right: they are not written again to be marked."""
+        """Yield the correct routes of another flanneld: they are not rewritten only to be marked."""
         domain = self._kernel.domain
         marked = replace(domain, unmarked=False, adopted=frozenset())
         for route in set(self._kernel.left_behind(domain)) - set(self._kernel.left_behind(marked)):
@@ -68,7 +68,7 @@ class LeftBehind:
                 yield route.destination
 
     def report_unclaimed(self) -> None:
-        """Name devices that look as if an earlier run had left them, without a record that says so."""
+        """Log devices that look like those of an earlier run but are not in the record."""
         domain = self._kernel.domain
         networks = [network for network, _ in domain.ranges]
         unclaimed = [

@@ -1,4 +1,4 @@
-"""Proof that something found at the start is left from this host's own last run (pure).
+"""Proof that an object found at the start belongs to this host's own last run (pure).
 
 A MAC or a local address is no identity: clones share MACs, and every Vagrant box has 10.0.2.15. So the
 record of the last run, ``State``, is compared with the hardware, the store and the kernel. Without a record
@@ -33,7 +33,7 @@ class Machine(Struct, frozen=True, gc=False):
 
     @property
     def is_unique(self) -> bool:
-        """Return True if both are known, and the UUID is not one that many machines have."""
+        """Return True if both are known and the UUID is not one that many machines share."""
         return bool(self.hardware_address and self.product_uuid) and self.product_uuid not in _PLACEHOLDERS
 
 
@@ -59,12 +59,12 @@ class FileStamp(Struct, frozen=True, gc=False):
 
 
 class State(Struct, frozen=True, gc=False):
-    """Record of our last run.
+    """Record of this host's last run.
 
-    ``attributes`` are what we last wrote into our lease, None if we have none to claim. ``devices`` are ours
-    and those of earlier runs that are yet to be swept. ``adopts`` says that another flanneld ran here before,
-    and that what it left has not been swept yet; ``adopted`` are the destinations of its unmarked routes that
-    were right, and so are ours without our mark.
+    ``attributes`` are those that we last wrote into our lease, None without a lease to claim. ``devices`` are
+    ours, and those of earlier runs that are still to be swept. ``adopts`` is True if another flanneld ran
+    here before and its objects have not been swept yet. ``adopted`` are the destinations of its correct
+    unmarked routes, which count as ours.
     """
 
     boot_id: str = ""
@@ -79,16 +79,16 @@ class State(Struct, frozen=True, gc=False):
 
 
 def device_of(seen: SeenLink) -> Device | None:
-    """Describe a link; None if it is not of a kind that flannel makes."""
+    """Return the record of a link; None for a kind of link that flannel does not make."""
     if isinstance(seen.make, ForeignLink):
         return None
     return Device(seen.index, seen.make.make, seen.mac, seen.name)
 
 
 def proven_lease(state: State | None, machine: Machine, store: str, previous: LeaseKey) -> Lease | None:
-    """Return the lease as this machine last wrote it, None if another machine can have written it.
+    """Return the lease as this machine last wrote it; None if another machine may have written it.
 
-    ``previous`` are the subnets of subnet.env: if they are others, another daemon ran here since.
+    ``previous`` are the subnets of subnet.env: if they differ, another daemon ran here since.
     """
     if state is None or state.attributes is None or not machine.is_unique:
         return None
@@ -100,7 +100,7 @@ def proven_lease(state: State | None, machine: Machine, store: str, previous: Le
 
 
 def adopts_unmarked(state: State | None, subnet_file: FileStamp | None) -> bool:
-    """Return True if another flanneld ran here since our last run, or what it left is not swept yet."""
+    """Return True if another flanneld ran here since our last run, or its objects are not swept yet."""
     if state is None:
         return subnet_file is not None
     return state.adopts or (subnet_file is not None and subnet_file != state.subnet_file)
@@ -112,7 +112,7 @@ def devices_of_this_boot(state: State | None, boot_id: str) -> tuple[Device, ...
 
 
 def stale(devices: Iterable[Device], present: Iterable[SeenLink], wanted: Iterable[str]) -> list[SeenLink]:
-    """Return the links that earlier runs made, and that are not ``wanted`` any more, by name."""
+    """Return the links of earlier runs that are no longer ``wanted``, by name."""
     kept, recorded = frozenset(wanted), tuple(devices)
     return [
         seen for seen in present if seen.name not in kept and any(each.is_same(seen) for each in recorded)

@@ -1,4 +1,4 @@
-"""The state file beside subnet.env: the record of this host's last run, and facts about the host for it."""
+"""State file beside subnet.env: the record of this host's last run, and facts about the host for it."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ log = logging.getLogger(__name__)
 
 PRODUCT_UUID = Path("/sys/class/dmi/id/product_uuid")
 _VERSION = 1
-#: Bytes. A few hundred are usual; each route that was adopted takes 30 more.
+#: Bytes. A few hundred are usual; each adopted route takes 30 more.
 _MAX_SIZE = 4 << 20
 
 
 class StateFile:
-    """Reads the record once, and writes it whenever it changes, unless ``is_dry_run``.
+    """State file: read once, and written on each change unless ``is_dry_run``.
 
     From any thread; never raises.
     """
@@ -41,7 +41,7 @@ class StateFile:
         self._once = Once()
 
     def load(self) -> State | None:
-        """Read the record of the last run; a file that makes no sense is logged and counts as none."""
+        """Read the record of the last run. An invalid file is logged and counts as missing."""
         try:
             found = _parse(atomic_file.read(self._path, _MAX_SIZE))
         except FileNotFoundError:
@@ -55,18 +55,18 @@ class StateFile:
         return found
 
     def update(self, **changes: Any) -> None:
-        """Change fields of the record, and write it unless the file holds just that."""
+        """Change fields of the record, and write it if the file differs."""
         with self._lock:
             self._wanted = replace(self._wanted, **changes)
             if self._wanted != self._written:
                 self._write()
 
     def try_again(self) -> None:
-        """Write what could not be written so far, if there is something."""
+        """Write the record again after a failed write."""
         self.update()
 
     def is_writable(self) -> bool:
-        """Write the record as it is: what comes of a claim has to be recorded afterwards."""
+        """Write the record and return True on success: a claim's result must be recordable afterwards."""
         with self._lock:
             return self._write()
 
@@ -90,7 +90,7 @@ class StateFile:
 
 
 def stamp_of(path: Path) -> FileStamp | None:
-    """Return what tells one writing of a file from the next; None if it cannot be read."""
+    """Return the stamp of a file, which each write changes; None if it cannot be read."""
     try:
         found = path.stat()
     except OSError:
@@ -99,7 +99,7 @@ def stamp_of(path: Path) -> FileStamp | None:
 
 
 def product_uuid() -> str:
-    """Return the firmware's UUID of this machine; empty where there is none, or not for this user."""
+    """Return the firmware's UUID of this machine; empty if it is missing or unreadable for this user."""
     return _line(PRODUCT_UUID).lower()
 
 

@@ -1,4 +1,4 @@
-"""Sweep of what an earlier run left, once all leases are known."""
+"""Sweep of an earlier run's stale objects, once all leases are known."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from flanneld.state.resources import Resource
 
 log = logging.getLogger(__name__)
 
-#: Lines about single objects that are worth reading at a time.
+#: Log lines about single objects, at most.
 _FEW = 10
 
 
 class Sweep:
-    """Removes what an earlier run left and no lease wants; it is done again while not all could be read."""
+    """Sweep of stale objects of an earlier run. It is repeated until all tables could be read."""
 
     def __init__(
         self,
@@ -43,13 +43,13 @@ class Sweep:
         self.due = math.inf
 
     def is_unfinished(self) -> bool:
-        """Return True if something that an earlier run left was kept so far."""
+        """Return True if stale objects of an earlier run are still there."""
         return self._permits.sweeps
 
     def run(self, now: float) -> bool:
-        """Sweep, unless it is too much. Return False if the tables could not be read.
+        """Sweep, unless the removal guard stops it. Return False if the tables could not be read.
 
-        Raises ``OSError`` if what was left cannot be recorded as dealt with; it is tried again.
+        Raises ``OSError`` if the sweep cannot be recorded; then it is tried again.
         """
         self._tables.reconciler.adopt = self._permits.sweeps = True
         self.due = math.inf

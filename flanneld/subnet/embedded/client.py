@@ -1,4 +1,4 @@
-"""Embedded store behind the contract of etcd's clients, so that leases are kept in one way in both."""
+"""Client of the embedded store with the interface of etcd's clients, so that one manager serves both."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from flanneld.subnet.etcd.keys import (
 
 #: Key below which the store holds the network: etcd's default, so that an export changes no key.
 PREFIX = "/coreos.com/network"
-#: Seconds after which a watch without news returns, so that its thread can say that it lives.
+#: Seconds after which a watch without changes returns, so that its thread can send a heartbeat.
 POLL = 60.0
 
 
 class EmbeddedClient:
-    """``Client`` on a store in this process. ``cut`` ends this client and leaves the store open."""
+    """``Client`` of a store in this process. ``cut`` ends this client and leaves the store open."""
 
     api = "embedded"
     names_ipv6 = True
@@ -84,7 +84,7 @@ class EmbeddedClient:
 
 
 class EmbeddedWatcher:
-    """``Watcher`` on a store in this process."""
+    """``Watcher`` of a store in this process."""
 
     def __init__(
         self, client: EmbeddedClient, key: str, *, recursive: bool, contact: Callable[[], object]

@@ -1,4 +1,4 @@
-"""SQLite file that holds a store: opened with care, written durably, never overwritten."""
+"""SQLite file of a store: checked when opened, written durably, never overwritten."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ CREATE TABLE tokens (id TEXT PRIMARY KEY, ends INTEGER NOT NULL, is_revoked INTE
 
 
 class Database:
-    """One connection to the file, for one thread at a time. Other processes may use the file meanwhile.
+    """Connection to the file, for one thread at a time. Other processes may use the file meanwhile.
 
-    ``create`` makes a file that is not there. Raises ``Fatal`` for a file that cannot be used.
+    ``create`` makes a missing file. Raises ``Fatal`` for an unusable file.
     """
 
     def __init__(self, path: Path, *, create: bool = False) -> None:
@@ -58,7 +58,7 @@ class Database:
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
-        """Read in one transaction, which sees one state of the store. Raises ``Retryable``."""
+        """Read in one transaction, with a consistent state of the store. Raises ``Retryable``."""
         with self._transaction("BEGIN") as connection:
             yield connection
 
@@ -66,13 +66,13 @@ class Database:
     def writing(self) -> Iterator[sqlite3.Connection]:
         """Write in one transaction, on disk when the block ends; an exception undoes it.
 
-        Raises ``Retryable`` if it cannot be written: then nothing was.
+        Raises ``Retryable`` if the write fails; then nothing is changed.
         """
         with self._transaction("BEGIN IMMEDIATE") as connection:
             yield connection
 
     def backup(self, path: Path) -> None:
-        """Copy the store to a file that must not be there, while others write. Raises ``Fatal``."""
+        """Copy the store to a new file, while others write. Raises ``Fatal``."""
         with _made(path) as copy, self._lock, self._understood():
             self._connection.backup(copy)
             copy.execute("PRAGMA journal_mode=DELETE")
@@ -110,24 +110,24 @@ class Database:
 
 
 def fact(connection: sqlite3.Connection, name: str) -> object:
-    """Return a value by its name, None if there is none."""
+    """Return a value by its name; None if it is missing."""
     row = connection.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
     return row[0] if row else None
 
 
 def number(connection: sqlite3.Connection, name: str) -> int:
-    """Return a number by its name, 0 if there is none."""
+    """Return a number by its name; 0 if it is missing."""
     value = fact(connection, name)
     return value if isinstance(value, int) else 0
 
 
 def set_fact(connection: sqlite3.Connection, name: str, value: str | bytes | float) -> None:
-    """Write a value; in a transaction."""
+    """Write a value inside the caller's transaction."""
     connection.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (name, value))
 
 
 def restore(backup: Path, path: Path) -> None:
-    """Make a store from a backup where there is none. Raises ``Fatal``."""
+    """Restore a backup to a new file. Raises ``Fatal``."""
     source = Database(backup)
     try:
         source.backup(path)
@@ -137,13 +137,13 @@ def restore(backup: Path, path: Path) -> None:
 
 def _connect(path: Path) -> sqlite3.Connection:
     connection = sqlite3.connect(path, timeout=_BUSY, isolation_level=None, check_same_thread=False)
-    # Without FULL a power cut may undo what was acknowledged.
+    # Without FULL a power cut may undo acknowledged writes.
     connection.execute("PRAGMA synchronous=FULL")
     return connection
 
 
 def _create(path: Path) -> None:
-    """Make an empty store in one step: a file that is there is a whole one."""
+    """Create an empty store in one step: an existing file is always complete."""
     try:
         path.parent.mkdir(0o755, parents=True, exist_ok=True)
     except OSError as error:
@@ -156,7 +156,7 @@ def _create(path: Path) -> None:
 
 
 def _begin_era(connection: sqlite3.Connection) -> None:
-    """Give a new store, or a copy, a history of its own. Its clock stands still until it is used."""
+    """Start a history of its own for a new store or a copy. Its clock stands still until first use."""
     revision = number(connection, "revision") + ERA + randomness.randrange(ERA)
     connection.execute("DELETE FROM history")
     set_fact(connection, "cluster", randomness.random_bytes(8).hex())
@@ -167,7 +167,7 @@ def _begin_era(connection: sqlite3.Connection) -> None:
 
 @contextmanager
 def _made(path: Path) -> Iterator[sqlite3.Connection]:
-    """Fill a file beside ``path``, and put it there once it is whole. Raises ``Fatal``."""
+    """Write a file beside ``path``, and move it there once it is complete. Raises ``Fatal``."""
     for name in (path, _log_of(path)):
         if name.exists():
             raise Fatal(f"{name} is there", "it may hold leases: move it away, or choose another name")
@@ -193,7 +193,7 @@ def _made(path: Path) -> Iterator[sqlite3.Connection]:
 
 
 def _log_of(path: Path) -> Path:
-    """Return where SQLite keeps what has not been moved into the file yet."""
+    """Return the path of SQLite's write-ahead log."""
     return Path(f"{path}-wal")
 
 
@@ -206,7 +206,7 @@ def _sync(path: Path) -> None:
 
 
 def _check_header(path: Path) -> None:
-    """Raise ``Fatal`` unless the file is one of SQLite's, which this user may write."""
+    """Raise ``Fatal`` unless the path is an SQLite file that this user may write."""
     try:
         with path.open("r+b") as file:
             header = file.read(len(_HEADER))
@@ -240,7 +240,7 @@ def _check_content(connection: sqlite3.Connection, path: Path) -> None:
 
 
 def _fatal(path: Path, error: sqlite3.Error) -> FlannelError:
-    """Say in an operator's words what SQLite found."""
+    """Return the error for an operator, from SQLite's."""
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
     remedies = {
         sqlite3.SQLITE_FULL: "free space there",

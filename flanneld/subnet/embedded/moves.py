@@ -27,8 +27,8 @@ def move(
 ) -> bool:
     """Copy every network from the file to etcd, or back; ``api`` is "v2", else v3 is meant.
 
-    Each key is said in a line. Leases keep what is left of their term. Nothing is overwritten but a copy made
-    earlier, whose term is too short. Returns False if something could not be copied. Raises ``Retryable``.
+    Each key is reported in a line. Leases keep their remaining term. Only an earlier copy with too short a
+    term is overwritten. Return False if something could not be copied. Raises ``Retryable``.
     """
     etcd = open_client("v2" if api == "v2" else "v3", Transport(Servers(options), Timeouts()))
     sides: list[tuple[Client, str]] = [(EmbeddedClient(file), PREFIX), (etcd, options.prefix)]

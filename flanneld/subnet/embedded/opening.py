@@ -1,4 +1,4 @@
-"""Embedded store from the options: opened or made, with the network config that is wanted."""
+"""Opening of the embedded store that the options name, with its network config."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _CONFIG = posixpath.join(PREFIX, "config")
 
 
 def open_store(path: str, *, create: bool = False) -> KeyStore:
-    """Open the store in a file, which ``create`` makes if it is not there. Raises ``Fatal``."""
+    """Open the store in a file; ``create`` makes a missing file. Raises ``Fatal``."""
     return KeyStore(Database(Path(path).absolute(), create=create))
 
 
 def manager_of(
     store: KeyStore, network: str = "", randrange: Callable[[int], int] = randomness.randrange
 ) -> EtcdManager:
-    """Return the leases in a store as a node uses them; ``network`` is the network's name, if it has one."""
+    """Return the subnet manager of a store; ``network`` is the network's name, or empty."""
     prefix = posixpath.join(PREFIX, network) if network else PREFIX
     name = f"{store.name} under {network}" if network else store.name
     return EtcdManager(

@@ -22,9 +22,9 @@ from flanneld.subnet.etcd.keys import (
     check_history,
 )
 
-#: Changes that are kept: more than a large cluster makes in the minute for which a client may be away.
+#: Changes to keep: more than a large cluster makes in a minute, for which a client may be disconnected.
 KEPT = 10_000
-#: Seconds between two looks for what ended, and for what other processes have written.
+#: Seconds between two checks for expired keys, and for writes of other processes.
 TICK = 1.0
 #: Seconds between two records of the time. After a reboot it goes on from the last one.
 _RECORD = 60.0
@@ -32,7 +32,7 @@ _FOUND = "key, value, ttl, expires, modified"
 
 
 class Moment(Struct, frozen=True, gc=False):
-    """A time of the store, in seconds, and the boot and the kernel's time at which it was recorded."""
+    """Time of the store, in seconds, with the boot ID and the kernel's time of its record."""
 
     time: float
     boot: str
@@ -48,7 +48,7 @@ def time_since(record: Moment, boot: str, at: float) -> float:
 
 
 class KeyStore:
-    """The keys in a database. For any thread; other processes may write too."""
+    """Keys in a database. May be used from any thread; other processes may write, too."""
 
     def __init__(self, database: Database) -> None:
         self.database = database
@@ -79,7 +79,7 @@ class KeyStore:
             return tuple(each for each in nodes if each.ttl is None or each.ttl > 0), _position(connection)
 
     def changes(self, key: str, *, recursive: bool, after: Position) -> Changes:
-        """Return what happened since, at most 1,000 changes. Raises ``ListAgain`` if it was forgotten."""
+        """Return the changes since, at most 1,000. Raises ``ListAgain`` if the history has lost them."""
         first, last = _range(key) if recursive else (key, f"{key}\0")
         with self.database.reading() as connection:
             now, at = _now(connection), _position(connection)
@@ -101,7 +101,7 @@ class KeyStore:
 
     @property
     def writes(self) -> int:
-        """Return how often this process has written, for ``listen``."""
+        """Return the number of writes by this process, for ``listen``."""
         return self._writes
 
     def listen(self, writes: int, seconds: float) -> None:
@@ -117,7 +117,7 @@ class KeyStore:
             self._changed.tell()
 
     def tick(self) -> None:
-        """Remove what has ended, and record the time now and then."""
+        """Remove expired keys, and record the time periodically."""
         with self.database.reading() as connection:
             now = _now(connection)
             (ends,) = connection.execute("SELECT min(expires) FROM keys").fetchone()
@@ -131,20 +131,20 @@ class KeyStore:
     # ---- writing -----------------------------------------------------------------------------
 
     def create(self, key: str, value: str, ttl: int | None) -> tuple[Node, Position]:
-        """Write a key that must not be there. Raises ``Conflict``."""
+        """Create a key. Raises ``Conflict`` if it exists."""
         with self._writing() as (connection, now):
             if _find(connection, key, now) is not None:
                 raise Conflict(f"{key} is there")
             return _put(connection, key, value, ttl, now)
 
     def replace(self, key: str, value: str, ttl: int | None, modified: int) -> tuple[Node, Position]:
-        """Write a key that must not have changed since that revision. Raises ``Conflict``."""
+        """Write a key. Raises ``Conflict`` if it has changed since revision ``modified``."""
         with self._writing() as (connection, now):
             _check_unchanged(connection, key, modified, now)
             return _put(connection, key, value, ttl, now)
 
     def prolong(self, key: str, modified: int) -> float | None:
-        """Let a key last as long again as it was to last; None if it has changed since, or has no end."""
+        """Renew a key for its original TTL. Return None if it has changed since, or never expires."""
         with self._writing() as (connection, now):
             found = connection.execute(
                 "UPDATE keys SET expires = ttl + ? WHERE key = ? AND modified = ? AND ttl NOT NULL"
@@ -163,7 +163,7 @@ class KeyStore:
 
     @contextmanager
     def _writing(self) -> Iterator[tuple[sqlite3.Connection, float]]:
-        """Write in one transaction, in which what has ended is removed first."""
+        """Write in one transaction, which first removes expired keys."""
         with self.database.writing() as connection:
             now = _now(connection)
             set_fact(connection, "time", now)
@@ -210,7 +210,7 @@ def _node(row: tuple[str, str, int | None, float | None, int], now: float) -> No
 
 
 def _find(connection: sqlite3.Connection, key: str, now: float) -> Node | None:
-    """Return a key that has not ended."""
+    """Return a key that has not expired; None if there is none."""
     row = connection.execute(f"SELECT {_FOUND} FROM keys WHERE key = ?", (key,)).fetchone()  # noqa: S608
     node = _node(row, now) if row else None
     return node if node and (node.ttl is None or node.ttl > 0) else None
@@ -241,7 +241,7 @@ def _drop(connection: sqlite3.Connection, action: str, key: str) -> Position:
 def _note(
     connection: sqlite3.Connection, action: str, key: str, value: str, expires: float | None
 ) -> Position:
-    """Add a change to the history, which forgets the oldest one for it."""
+    """Add a change to the history, and drop the oldest one."""
     revision = number(connection, "revision") + 1
     connection.execute("INSERT INTO history VALUES (?, ?, ?, ?, ?)", (revision, action, key, value, expires))
     set_fact(connection, "revision", revision)

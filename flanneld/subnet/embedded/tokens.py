@@ -1,4 +1,4 @@
-"""Join tokens of a store: made, listed, revoked and checked. Secret and certificate are in the file, too."""
+"""Join tokens of a store: creation, list, revocation and check. The file also has secret and certificate."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class Listed(Struct, frozen=True, gc=False):
 
 
 class Tokens:
-    """The tokens in a database. From any thread, and from several processes."""
+    """Tokens in a database. May be used from any thread, and from several processes."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     def create(self, lasts: float, fingerprint: str = "") -> Token:
-        """Make a token for joins within ``lasts`` seconds; the server has this certificate or the store's."""
+        """Create a token for joins within ``lasts`` seconds, with this fingerprint or the store's."""
         fingerprint = fingerprint or fingerprint_of_pem(self.identity())
         secret, token_id = self._secret(), randomness.random_bytes(4).hex()
         ends = int(clock.wall() + lasts)
@@ -46,7 +46,7 @@ class Tokens:
         return Token(token_id, ends, code_of(secret, token_id, ends), fingerprint)
 
     def listed(self) -> list[Listed]:
-        """Return all tokens, the one that ends last at the end."""
+        """Return all tokens by their end, the latest last."""
         with self._database.reading() as connection:
             rows = connection.execute("SELECT id, ends, is_revoked FROM tokens ORDER BY ends, id").fetchall()
         now = clock.wall()
@@ -58,14 +58,14 @@ class Tokens:
         ]
 
     def revoke(self, token_id: str) -> None:
-        """Let a token's nodes do nothing any more. Raises ``Fatal`` if there is no such token."""
+        """Revoke a token: its nodes are refused from now on. Raises ``Fatal`` if there is no such token."""
         with self._database.writing() as connection:
             done = connection.execute("UPDATE tokens SET is_revoked = 1 WHERE id = ?", (token_id,)).rowcount
         if not done:
             raise Fatal(f"there is no token {token_id}", "see flannelctl token list")
 
     def check(self, header: str) -> Access:
-        """Return what the bearer of a header ``Authorization`` may do. Raises ``Denied``, ``Retryable``."""
+        """Return the access that a header ``Authorization`` grants. Raises ``Denied``, ``Retryable``."""
         found = parse_bearer(header)
         if found is None:
             raise Denied("this server requires a token", "give the node one: flannelctl token create")
@@ -79,7 +79,7 @@ class Tokens:
         return Access.JOIN if clock.wall() < ends else Access.STAY
 
     def identity(self) -> str:
-        """Return the server's key and certificate in PEM, made when they are first asked for."""
+        """Return the server's key and certificate in PEM. The first call creates them."""
         return self._kept("identity", _made_identity)
 
     def _secret(self) -> bytes:
@@ -91,14 +91,14 @@ class Tokens:
         if value is None:
             made = make()
             with self._database.writing() as connection:
-                # Another process may have been quicker.
+                # Another process may have created them meanwhile.
                 value = fact(connection, name) or made
                 set_fact(connection, name, str(value))
         return str(value)
 
 
 def fingerprint_of_pem(text: str) -> str:
-    """Return the fingerprint of the first certificate in a text. Raises ``Fatal`` if there is none."""
+    """Return the fingerprint of the first certificate in a text. Raises ``Fatal`` without one."""
     start = text.find(ssl.PEM_HEADER)
     end = text.find(ssl.PEM_FOOTER, start)
     if start < 0 or end < 0:

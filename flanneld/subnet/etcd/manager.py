@@ -95,8 +95,8 @@ class EtcdManager:
         self._unwatched: Listing | None = None
         #: The subnet we chose. Kept in case etcd's response to the write is lost.
         self._chosen: LeaseKey | None = None
-        #: Values that we have sent for our lease, though an answer got lost: whoever finds one of them there,
-        #: perhaps since etcd was restored from a backup, finds our own.
+        #: Values sent for our lease, including those whose answer was lost. A lease with one of them is ours,
+        #: for example after a restore of etcd from a backup.
         self._sent: set[str] = set()
         self.is_self: IsSelf = is_same_node
         self.name = name or f"etcd {client.api} at {store} under {root}"
@@ -133,7 +133,7 @@ class EtcdManager:
         raise Retryable(f"other nodes were quicker {TRIES} times in a row", "nothing to do but wait")
 
     def listing(self, *, anew: bool = False) -> Listing:
-        """Return all leases, as read at most ``FRESH`` seconds ago, or just now (``anew``)."""
+        """Return all leases, read at most ``FRESH`` seconds ago, or by a new request."""
         if anew:
             self._known = None
         return self._list()
@@ -377,7 +377,7 @@ class EtcdManager:
         if node is None:
             raise Conflict(path)
         found = self._reader.lease(node, lease.key)
-        # Whoever knows what was written last may overwrite it; so a node's own address may change.
+        # The last written value proves that the lease is ours, so a node may change its address.
         is_known = node.modified == lease.asof or node.value in self._sent
         if found and not is_known and not self.is_self(found.attrs, lease.attrs):
             owner = node_address(found.attrs)

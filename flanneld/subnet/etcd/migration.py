@@ -31,7 +31,7 @@ TOLERANCE = 300.0
 CURTAILMENT = 120.0
 #: Attempts to write a lease while others are writing it, too.
 TRIES = 10
-#: What a store is called that is no API of etcd.
+#: Name of a store that is not an API of etcd.
 _PLACES = {"embedded": "the file"}
 
 
@@ -43,10 +43,10 @@ class Step(Struct, frozen=True, gc=False):
 
 
 def decide(lease: Lease, found: Node | None, others: list[IPNetwork], now: float, there: str = "v3") -> Step:
-    """What is to be done about a lease of the old store (pure).
+    """Decide what to do about a lease of the old store (pure).
 
-    ``found`` is its key in the new one, named ``there``, if it is in it. ``others`` are the networks of
-    leases that only the new one has.
+    ``found`` is its key in the new store, named ``there``, or None. ``others`` are the networks of leases
+    that only the new store has.
     """
     if found is None:
         rival = next((net for net in others for ours in lease.key if ours and overlap(ours, net)), None)

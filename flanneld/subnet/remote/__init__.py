@@ -1,1 +1,1 @@
-"""Leases behind a server of flannel's: the REST API of v0.6.2, both its sides."""
+"""Server and client of the REST API of flannel v0.6.2 for leases."""

@@ -1,4 +1,4 @@
-"""Changes below etcd's prefix as one watch tells them, kept for the clients that wait for the next one."""
+"""Log of changes below etcd's prefix, filled by one watch and shared by all waiting clients."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from flanneld.subnet.remote.wire import WireEvent, WireLease
 
 log = logging.getLogger(__name__)
 
-#: Changes that are kept, about as many as etcd's v2 API keeps.
+#: Changes to keep, about as many as etcd's v2 API keeps.
 KEPT = 1000
-#: Seconds between two looks at whether a client that waits is still there.
+#: Seconds between two checks that a waiting client is still connected.
 LOOK = 15.0
-#: Seconds that a lease lasts for all that v3 says of it without being asked: the full term.
+#: Seconds to assume for a lease's term: v3 does not report it in a watch.
 _FULL_TERM = 86400.0
 _GONE = frozenset({"delete", "expire", "compareAndDelete"})
 
 
 class LogEntry(Struct, frozen=True, gc=False):
-    """A change at an index of etcd's: of the lease ``key``, or of the network itself if that is None."""
+    """Change at an index of etcd: of the lease ``key``, or of the network itself if that is None."""
 
     index: int
     network: str
@@ -40,12 +40,12 @@ class LogEntry(Struct, frozen=True, gc=False):
     event: WireEvent
 
 
-#: Tells which entries a client wants.
+#: Predicate: True for entries that a client wants.
 Wanted = Callable[[LogEntry], bool]
 
 
 class ChangeLog:
-    """Follows etcd's prefix in one thread, for any number that wait. The unnamed network is "_"."""
+    """Log that follows etcd's prefix in one thread, for any number of waiters. "_" is the unnamed network."""
 
     def __init__(self, client: Client, prefix: str, pause: float) -> None:
         self._root = client.root(prefix)
@@ -62,7 +62,7 @@ class ChangeLog:
 
     @property
     def problem(self) -> str:
-        """Why etcd cannot be watched now; empty if it can."""
+        """Reason why etcd cannot be watched now; empty if it can."""
         return str(self._machine.problem or "")
 
     def run(self, alive: Callable[[], None]) -> None:
@@ -84,10 +84,10 @@ class ChangeLog:
     def next_after(
         self, after: int, wanted: Wanted, is_there: Callable[[], bool], now: Callable[[], int]
     ) -> list[LogEntry] | None:
-        """Wait for the first wanted change after an index: all entries of that change's index.
+        """Wait for the first wanted change after an index. Return all entries with its index.
 
-        None if the log cannot tell: its history is too short, or etcd's own index, which ``now`` asks for, is
-        lower than ``after``, as after a restore. Raises ``Cancelled`` if the server stops or the client left.
+        Return None if the history is too short, or if etcd's own index from ``now`` is lower than ``after``,
+        as after a restore. Raises ``Cancelled`` if the server stops or the client has left.
         """
         if after > self._index and now() < after:
             return None
@@ -109,7 +109,7 @@ class ChangeLog:
         except NotFound as missing:
             at = missing.at
         with self._changed:
-            # Those that wait read everything again: what happened in between is not known.
+            # Waiting clients list again, because changes in between are unknown.
             self._entries.clear()
             self._floor = self._index = at.index
             self._changed.tell()
@@ -129,7 +129,7 @@ class ChangeLog:
         return []
 
     def _entry(self, reply: Reply) -> LogEntry | None:
-        """What a change means; None if nothing. Raises ``ListAgain`` if it is one of many keys."""
+        """Return the entry of a change; None for other keys. Raises ``ListAgain`` for a removed directory."""
         node, is_gone = reply.node, reply.action in _GONE
         assert node is not None
         path = posixpath.relpath(node.key, self._root).split("/")
@@ -164,9 +164,9 @@ class ChangeLog:
 
 
 def _ignore(_events: list[Event]) -> None:
-    """Whoever waits reads the log."""
+    """Do nothing: waiting clients read the log."""
 
 
 def expires_ns(ttl: float | None) -> int | None:
-    """Return when what lasts so long ends, in nanoseconds of Unix time; None for ever."""
+    """Return the end of a TTL in nanoseconds of Unix time; None without a TTL."""
     return None if ttl is None else clock.wall_ns() + int(min(ttl, _FULL_TERM) * 1e9)

@@ -1,4 +1,4 @@
-"""Requests of a client to the first server that answers, over a connection that another thread can cut."""
+"""Client connection to the first server that answers. Another thread can cut it."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from flanneld.subnet.remote.wire import INDEX
 CONNECT_TIME = 5.0
 #: Seconds for an answer: a server asks each of its etcd members in turn.
 ANSWER_TIME = 30.0
-#: Seconds of silence after which a watch says that it lives. The kernel finds a server that has gone.
+#: Seconds of silence after which a watch sends a heartbeat. The kernel detects a lost server.
 SILENCE = 60.0
-#: Bytes: what a server says of the leases of a large cluster is some MB.
+#: Bytes of an answer, at most: the leases of a large cluster take a few MB.
 _LONGEST = 64 << 20
 _CHECK = "see whether flanneld -listen runs there, and whether both sides use TLS"
 
@@ -40,9 +40,9 @@ class RemoteServer(Struct, frozen=True, gc=False):
 
 
 class RemoteServers:
-    """The servers in the given order, shared by all connections of a client: which was good last.
+    """Servers in the given order, with the last good one; shared by all connections of a client.
 
-    ``token`` reads the token that they require, None if there is none; it may raise ``Retryable``.
+    ``token`` reads the required token, None without one; it may raise ``Retryable``.
     """
 
     def __init__(
@@ -58,13 +58,13 @@ class RemoteServers:
         self.name = ", ".join(map(str, servers))
 
     def skip(self, server: RemoteServer) -> None:
-        """Begin with the next server from now on, if that one is still the first."""
+        """Begin with the next server from now on, if ``server`` is still the first."""
         if self.servers[self.good] is server:
             self.good = (self.good + 1) % len(self.servers)
 
 
 class RemoteAnswer(Struct, frozen=True, gc=False):
-    """An answer. ``date_ns`` is the server's clock, in nanoseconds of Unix time; None if it says none."""
+    """Answer. ``date_ns`` is the server's time in nanoseconds of Unix time; None without one."""
 
     status: int
     body: bytes
@@ -73,11 +73,11 @@ class RemoteAnswer(Struct, frozen=True, gc=False):
 
 
 class WrongCertificate(OSError):
-    """The server's certificate is not the one that the token names."""
+    """Error if the server's certificate is not the one in the token."""
 
 
 class RemoteConnection:
-    """One connection at a time, for one thread at a time; any may ``drop`` or ``cut`` it."""
+    """Connection for one thread at a time; any thread may ``drop`` or ``cut`` it."""
 
     def __init__(self, servers: RemoteServers) -> None:
         self._servers = servers
@@ -90,11 +90,11 @@ class RemoteConnection:
     def ask(
         self, method: str, target: str, body: str | None = None, alive: Callable[[], None] | None = None
     ) -> RemoteAnswer:
-        """Ask the servers in turn, the last good one first. Raises ``NoAnswer`` if none answers.
+        """Send a request to the servers in turn, the last good one first. Raises ``NoAnswer`` if all fail.
 
-        Every request may be made twice: a lease is its node's whichever of two requests got it. With
-        ``alive`` the answer may take for ever: it is called at least every ``SILENCE`` seconds, and a
-        connection that ends meanwhile ends the request.
+        A request may be sent twice, because all requests are idempotent for their node. With ``alive`` the
+        answer has no time limit: ``alive`` is called at least every ``SILENCE`` seconds, and the end of the
+        connection ends the request.
         """
         with self._turn:
             problems = []
@@ -135,7 +135,7 @@ class RemoteConnection:
         body: str | None,
         alive: Callable[[], None] | None,
     ) -> RemoteAnswer:
-        """Ask again over a new connection if the server has ended an idle one."""
+        """Send a request, again over a new connection if the server has closed an idle one."""
         if self._http is not None and self._server is server:
             try:
                 return self._exchange(server, method, target, body, alive)
@@ -177,7 +177,7 @@ class RemoteConnection:
         sock = self._line.connect(server.host, server.port, CONNECT_TIME)
         if self._servers.tls is not None:
             tls = self._servers.tls.wrap_socket(sock, server_hostname=server.host)
-            # The token goes to no other server.
+            # The token is sent only to the server with this certificate.
             if self._token and fingerprint_of(tls.getpeercert(True) or b"") != self._token.fingerprint:
                 raise WrongCertificate
             sock = tls
@@ -187,7 +187,7 @@ class RemoteConnection:
 
 
 class _PatientSocket:
-    """What ``http.client`` needs of a socket, with an answer that may be long in coming."""
+    """Socket for ``http.client`` with an answer that may take long."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -247,7 +247,7 @@ def _reason(error: Exception) -> str:
 
 
 def refused(answer: RemoteAnswer) -> Retryable:
-    """Return what to raise for an answer that is not 200."""
+    """Return the error for an answer other than 200."""
     text = " ".join(answer.body[:300].decode(errors="replace").split())
     shown = "".join(char if char.isprintable() else "?" for char in text)
     return Retryable(f"flannel server {answer.server} refuses: {shown} (HTTP {answer.status})", "see its log")

@@ -1,4 +1,4 @@
-"""HTTP server of the REST API: ``http.server`` with a thread for each connection, within bounds."""
+"""HTTP server of the REST API: ``http.server`` with a bounded number of threads, one per connection."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ log = logging.getLogger(__name__)
 
 #: Seconds for a TLS handshake, for a request from its first byte to its last, and between two requests.
 HANDSHAKE_TIME, REQUEST_TIME, IDLE_TIME = 10.0, 10.0, 120.0
-#: Seconds in which a client takes an answer.
+#: Seconds for a client to receive an answer.
 ANSWER_TIME = 30.0
-#: Bytes of a request's body; a lease has some hundred.
+#: Bytes of a request's body, at most; a lease has a few hundred.
 MAX_BODY = 64 << 10
-#: Connections at a time. A client of Go flannel has three, two of which wait.
+#: Connections at a time. A client of Go flannel has three, two of them waiting.
 CONNECTIONS = 8192
 #: Bytes of a handler's stack: 8 MiB of address space each, the default, soon are more than a limit allows.
 _STACK = 512 << 10
-#: Clients that vanished are found within half a minute: a watch has nothing to send them.
+#: TCP keepalive finds vanished clients within half a minute: a watch has nothing to send them.
 _OPTIONS = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
@@ -46,7 +46,7 @@ _STARVED = 0.1
 
 
 class LeaseServer(ThreadingHTTPServer):
-    """Serves one listening socket until ``close``."""
+    """Server on one listening socket until ``close``."""
 
     daemon_threads = True
     block_on_close = False
@@ -66,7 +66,7 @@ class LeaseServer(ThreadingHTTPServer):
         self._limit = connections
         self._full = Pace()
         self._is_closing = threading.Event()
-        #: Answers that have yet to be sent.
+        #: Answers not sent yet.
         self._busy = 0
         self._connections = 0
         #: Answers by method and status.
@@ -83,7 +83,7 @@ class LeaseServer(ThreadingHTTPServer):
             self.server_close()
 
     def close(self, within: float = 0.3) -> None:
-        """End ``serve``, after the answers that are ready were sent. From any thread, repeatedly."""
+        """End ``serve`` after the ready answers were sent. May be called repeatedly, from any thread."""
         self._is_closing.set()
         waits.until(lambda: self._busy == 0, within=within, every=0.01)
         self.shutdown()
@@ -113,7 +113,7 @@ class LeaseServer(ThreadingHTTPServer):
                 self._connections -= 1
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that has gone is no news; anything else is a mistake of ours."""
+        """Log an unexpected exception in the handling of a request."""
         del request
         log.exception("Cannot answer a request of %s", client_address)
 
@@ -127,7 +127,7 @@ class LeaseServer(ThreadingHTTPServer):
             return RestAnswer(500, b"internal error", TEXT)
 
     def sent(self, request: RestRequest, answer: RestAnswer) -> None:
-        """Count an answer that was sent, or could not be."""
+        """Count an answer, sent or not."""
         with self._lock:
             self._busy -= 1
             self._answers[request.method, answer.status] += 1
@@ -137,7 +137,7 @@ class LeaseServer(ThreadingHTTPServer):
         return 200, METRICS, self.metrics_text().encode()
 
     def metrics_text(self) -> str:
-        """Return what this server counted, in Prometheus' text format."""
+        """Return the counters in Prometheus' text format."""
         with self._lock:
             counted = sorted(self._answers.items())
             gauges = {"connections": self._connections, "pending_requests": self._busy}
@@ -150,7 +150,7 @@ class LeaseServer(ThreadingHTTPServer):
 
 
 class _TimedReader(io.RawIOBase):
-    """Reads a connection until a deadline, which the first byte of a request brings nearer."""
+    """Reader of a connection with a deadline, which the first byte of a request shortens."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -205,7 +205,7 @@ class _Handler(BaseHTTPRequestHandler):
             try:
                 self.handle_one_request()
                 self._flush()
-            except (OSError, ValueError):  # the client's affair
+            except (OSError, ValueError):  # a fault of the client
                 return
 
     def finish(self) -> None:
@@ -232,9 +232,9 @@ class _Handler(BaseHTTPRequestHandler):
     do_GET = do_POST = do_PUT = do_DELETE = do_HEAD = do_any  # noqa: N815 - http.server's names
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Answer what ``http.server`` cannot understand."""
+        """Answer a request that ``http.server`` cannot parse."""
         del explain
-        if code == HTTPStatus.NOT_IMPLEMENTED:  # a method that nothing here has
+        if code == HTTPStatus.NOT_IMPLEMENTED:  # an unknown method
             self._send(NOT_FOUND)
             self.close_connection = True
             return
@@ -248,10 +248,10 @@ class _Handler(BaseHTTPRequestHandler):
         super().send_response_only(code, message)
 
     def log_message(self, *_message: object) -> None:
-        """Our own line has the form of Go flannel's."""
+        """Log nothing: our own log line has Go flannel's format."""
 
     def _body(self) -> bytes | None:
-        """Read the body; None if the request was answered for want of one that can be read."""
+        """Read the body; None if it is unreadable and the request was answered with an error."""
         length = self.headers.get("Content-Length", "0")
         if self.headers.get("Transfer-Encoding"):
             self.send_error(HTTPStatus.LENGTH_REQUIRED)
@@ -260,7 +260,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif len(length) > 9 or int(length) > MAX_BODY:
             self.send_error(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
         else:
-            self._flush()  # "100 Continue", if the client waits for that
+            self._flush()  # "100 Continue", if the client waits for it
             body = self.rfile.read(int(length))
             if len(body) == int(length):
                 return body
@@ -291,10 +291,10 @@ class _Handler(BaseHTTPRequestHandler):
             self.connection.sendall(data)
 
     def _is_there(self) -> bool:
-        """Return True unless the client has ended the connection."""
+        """Return True unless the client has closed the connection."""
         return not waits.hung_up(self.connection.fileno())
 
 
 def shown(target: str) -> str:
-    """Return a target for one line of the log."""
+    """Return a request's target, safe for one log line."""
     return target[:1000].encode("unicode_escape").decode("ascii")

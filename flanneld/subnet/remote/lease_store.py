@@ -1,4 +1,4 @@
-"""Leases, reservations and networks in etcd or a file, as the REST API of v0.6.2 asks for them."""
+"""Leases, reservations and networks in etcd or a file, for the REST API of v0.6.2."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from flanneld.subnet.remote.wire import Acquisition, Reservation, WireLease
 
 #: Name of the network that lies directly under the prefix.
 UNNAMED = "_"
-#: Networks whose manager is kept: a stranger may ask for any name.
+#: Cached managers of networks, at most: a stranger may request any name.
 _MANAGERS = 64
 
 
 class LeaseStore:
-    """One store for any thread. Requests take turns: nodes that join at once do not want the same subnet.
+    """Store for any thread. Requests are serialized, so that concurrent joins get different subnets.
 
-    Of several clients the first one counts that finds a network config below ``prefix``. A watch that failed
-    goes on after ``pause``, in seconds.
+    Of several clients the first one with a network config below ``prefix`` is used. A failed watch is
+    restarted after ``pause`` seconds.
     """
 
     def __init__(self, clients: Sequence[Client], prefix: str, name: str, pause: float = 1.0) -> None:
@@ -63,11 +63,11 @@ class LeaseStore:
 
     @property
     def problem(self) -> str:
-        """Why etcd cannot be watched now; empty if it can."""
+        """Reason why etcd cannot be watched now; empty if it can."""
         return self._changes.problem if self._changes else ""
 
     def changes(self, start: Callable[[ChangeLog], None]) -> ChangeLog:
-        """Return the log of changes; ``start`` has it run when it is first asked for."""
+        """Return the log of changes. The first call runs it with ``start``."""
         with self._turn:
             client = self._client()
             if self._chosen is None:
@@ -95,7 +95,7 @@ class LeaseStore:
             return self._config(network)
 
     def networks(self) -> tuple[list[str], int]:
-        """Return the names of the networks that have a config, and the index at which they did."""
+        """Return the names of the networks with a config, and the index of the read."""
         with self._asking() as client:
             root = client.root(self._prefix)
             try:
@@ -116,7 +116,7 @@ class LeaseStore:
     # ---- leases --------------------------------------------------------------------------------
 
     def acquire(self, network: str, wanted: Acquisition, *, may_join: bool = True) -> WireLease:
-        """Return a node's lease, a new one only if it ``may_join``. Raises ``Denied``."""
+        """Return a node's lease; a new one only with ``may_join``. Raises ``Denied``."""
         with self._asking():
             manager = self._manager(network)
             facts = NO_FACTS
@@ -124,7 +124,7 @@ class LeaseStore:
                 leases = manager.listing(anew=True).leases.values()
                 strangers = [each.attrs for each in leases if each.key in wanted.strangers]
                 facts = LocalFacts(is_self=lambda one, us: is_same_node(one, us) and one not in strangers)
-                # An expired token is good for a node that has a lease.
+                # An expired token is valid for a node with a lease.
                 if not may_join:
                     _check_known(
                         wanted.attrs, any(facts.is_self(each.attrs, wanted.attrs) for each in leases)
@@ -134,9 +134,9 @@ class LeaseStore:
     def renew(
         self, network: str, wanted: WireLease, former: LeaseAttrs | None, *, may_join: bool = True
     ) -> WireLease:
-        """Write a lease for another term; only ``former`` or the same node's attributes are overwritten.
+        """Renew a lease. Only ``former`` or the same node's attributes are overwritten.
 
-        One that has gone is written again only if its node ``may_join``. Raises ``Denied``.
+        A missing lease is written again only with ``may_join``. Raises ``Denied``.
         """
         with self._asking():
             manager = self._manager(network)
@@ -164,7 +164,7 @@ class LeaseStore:
             return [_wire(each) for _, each in listing.of(lambda _attrs: True)], listing.at.index
 
     def lease(self, network: str, key: LeaseKey) -> tuple[WireLease, int]:
-        """Return one lease and etcd's index. Raises ``Retryable`` if it is not there, or makes no sense."""
+        """Return one lease and etcd's index. Raises ``Retryable`` if it is missing or unreadable."""
         with self._asking():
             reply = self._fetch(self._path(network, key))
             assert reply.node is not None
@@ -185,7 +185,7 @@ class LeaseStore:
         ]
 
     def reserve(self, network: str, wanted: Reservation) -> None:
-        """Make a subnet a node's for good, be it free or that node's lease already."""
+        """Reserve a subnet for a node permanently. It must be free, or that node's lease."""
         with self._asking() as client:
             _check_fits(self._config(network), wanted.subnet)
             path = self._path(network, (wanted.subnet, None))
@@ -198,7 +198,7 @@ class LeaseStore:
             raise Retryable("subnet: no more tries")
 
     def release(self, network: str, key: LeaseKey) -> None:
-        """Make a reservation a lease that ends in a day unless its node renews it."""
+        """Turn a reservation into a lease, which ends in a day unless its node renews it."""
         with self._asking() as client:
             path = self._path(network, key)
             for _ in range(TRIES):
@@ -238,7 +238,7 @@ class LeaseStore:
             yield self._client()
 
     def _client(self) -> Client:
-        """Return the client of the API that has a network, else of the first that there is."""
+        """Return the client of the API that has a network, else of the first existing API."""
         if self._chosen is not None:
             return self._chosen
         usable, lacking = [], []
@@ -272,7 +272,7 @@ class LeaseStore:
         try:
             return self._manager(network).network_config()
         except NoConfig:
-            self._fetch(self._path(network, "config"))  # says the same in the words that clients know
+            self._fetch(self._path(network, "config"))  # raises the same error in the words that clients know
             raise
 
     def _manager(self, network: str) -> EtcdManager:

@@ -1,4 +1,4 @@
-"""Sockets that ``-listen`` names: an address, or one that systemd has opened."""
+"""Listening sockets for ``-listen``: of an address, or passed by systemd."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from flanneld.errors import Fatal, cause_of
 
 #: The first descriptor that systemd passes (sd_listen_fds(3)).
 _FIRST = 3
-#: Connections that the kernel keeps until they are accepted.
+#: Backlog of connections to accept.
 _QUEUE = 1024
 
 
 def open_listener(text: str, environ: Mapping[str, str]) -> socket.socket:
     """Return the listening socket for ``host:port``, ``tcp://host:port``, ``fd://`` or ``fd://N``.
 
-    Raises ``Fatal`` with Go flannel's words, which then stays without a listener.
+    Raises ``Fatal`` with Go flannel's text; Go flannel goes on without a listener.
     """
     scheme, separator, rest = text.rpartition("://")
     try:
@@ -60,7 +60,7 @@ def _everywhere(port: int) -> socket.socket:
 
 
 def _activated(text: str, environ: Mapping[str, str]) -> socket.socket:
-    """Return a socket that systemd has opened; the first if none is named."""
+    """Return a socket passed by systemd; the first if none is named."""
     count = _passed(environ)
     shown = f"fd://{text}"
     remedy = "start flanneld through its .socket unit, and name one of its sockets with -listen=fd://N"
@@ -87,7 +87,7 @@ def _activated(text: str, environ: Mapping[str, str]) -> socket.socket:
 
 
 def _passed(environ: Mapping[str, str]) -> int:
-    """Return how many sockets systemd has passed to this process."""
+    """Return the number of sockets that systemd has passed to this process."""
     count = environ.get("LISTEN_FDS", "")
     if environ.get("LISTEN_PID", "") != str(os.getpid()):
         return 0

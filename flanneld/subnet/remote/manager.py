@@ -1,4 +1,4 @@
-"""Leases of a flannel server: the client side of v0.6.2's REST API."""
+"""Subnet manager over a flannel server: the client side of v0.6.2's REST API."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ from flanneld.subnet.remote.wire import Acquisition, Reservation, WatchResult, W
 
 log = logging.getLogger(__name__)
 
-#: Seconds between two tries of a watch, as in Go flannel.
+#: Seconds between two attempts of a watch, as in Go flannel.
 PAUSE = 1.0
 _ABSENT = b"100: Key not found"
 
 
 class RemoteOptions(Struct, frozen=True, gc=False):
-    """The flags ``-remote*`` and ``-token*``. ``network`` is the network's name, empty for the unnamed one.
+    """Flags ``-remote*`` and ``-token*``. ``network`` is the network's name, empty for the unnamed one.
 
-    Printing it shows no token.
+    The repr shows no token.
     """
 
     servers: tuple[RemoteServer, ...]
@@ -67,7 +67,7 @@ class RemoteOptions(Struct, frozen=True, gc=False):
         return f"RemoteOptions({', '.join(map(str, self.servers))})"
 
     def read_token(self) -> Token | None:
-        """Return the token, None if none is given. Raises ``Retryable`` if there is none in its place."""
+        """Return the token; None without an option. Raises ``Retryable`` if it cannot be read."""
         source = self.token_file or "-token"
         try:
             text = atomic_file.read(Path(source), 4096).decode() if self.token_file else self.token
@@ -79,7 +79,7 @@ class RemoteOptions(Struct, frozen=True, gc=False):
 
 
 class RemoteManager:
-    """``SubnetManager`` over one of several servers. Building one connects to nothing."""
+    """``SubnetManager`` over one of several servers. The constructor connects to nothing."""
 
     def __init__(self, options: RemoteOptions, pause: float = PAUSE) -> None:
         is_pinned = bool(options.token or options.token_file)
@@ -91,7 +91,7 @@ class RemoteManager:
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._watches: set[_Watch] = set()
-        #: The attributes of our lease as last written: who knows them may replace them.
+        #: Last written attributes of our lease. They authorize the server to replace them.
         self._written: LeaseAttrs | None = None
         #: The server names the index of a lease.
         self._has_index = False
@@ -99,7 +99,7 @@ class RemoteManager:
 
     @property
     def problem(self) -> Retryable | None:
-        """Why a watch fails now."""
+        """Current failure of a watch, or None."""
         with self._lock:
             return next((each.problem for each in self._watches if each.problem), None)
 
@@ -140,11 +140,11 @@ class RemoteManager:
         return wire.parse_reservations(self._ask("GET", "/reservations").body)
 
     def reserve(self, wanted: Reservation) -> None:
-        """Make a subnet a node's for good, be it free or that node's lease already."""
+        """Reserve a subnet for a node permanently. It must be free, or that node's lease."""
         self._ask("POST", "/reservations", wire.format_reservation(wanted))
 
     def release(self, key: LeaseKey) -> None:
-        """Make a reservation a lease that ends in a day unless its node renews it."""
+        """Turn a reservation into a lease, which ends in a day unless its node renews it."""
         self._ask("DELETE", f"/reservations/{quote(format_key(key), safe='')}")
 
     def renew(self, lease: Lease) -> Lease:
@@ -204,7 +204,7 @@ class RemoteManager:
     def _keep(
         self, config: Config, attrs: LeaseAttrs, local: LocalFacts, leases: tuple[WireLease, ...]
     ) -> Lease | None:
-        """Take a lease of our former public IP over if it is as we wrote it, or the backend knows it."""
+        """Return a lease with our former public IP if we wrote it, or if the backend recognizes it."""
         for each in leases:
             is_as_written = local.written is not None and (each.key, each.attrs) == (
                 local.written.key,
@@ -229,9 +229,9 @@ class RemoteManager:
         return Lease(lease.attrs, *lease.key, expires=_expires(lease, answer.date_ns), asof=lease.index)
 
     def _without_own_index(self, event: Event) -> Event:
-        """Let what Go flannel's server tells of our own write not look newer than that write.
+        """Remove the index from an event, so that our own write does not look newer than it is.
 
-        It names no index of a lease, and the cursor is that of the whole store.
+        Go flannel's server reports no index of a lease, and its cursor is that of the whole store.
         """
         if isinstance(event, Added) and not self._has_index and event.lease.attrs == self._written:
             return Added(structs.replace(event.lease, asof=0))
@@ -265,7 +265,7 @@ class RemoteManager:
 
 
 class _Watch:
-    """One watch: a snapshot, then one long request after the other. After any loss, a new snapshot."""
+    """Watch: a snapshot, then a sequence of long requests. A new snapshot follows any loss."""
 
     def __init__(
         self,
@@ -328,7 +328,7 @@ class _Watch:
         self._connection.hang_up()
 
     def _next(self, cursor: str | None, alive: Callable[[], None]) -> WatchResult | None:
-        """Return what the server says next; None if the lease is not there."""
+        """Return the server's next result; None if the lease does not exist."""
         if cursor is None:
             answer = self._connection.ask("GET", self._target)
         else:
@@ -341,7 +341,7 @@ class _Watch:
         raise refused(answer)
 
     def _rest_since(self, began: float) -> None:
-        """Wait until the last reading of everything is a pause ago."""
+        """Wait until a pause has passed since the last list."""
         if waits.pause(self._stop, max(0.0, min(began + self._pause - clock.now(), self._pause))):
             raise Cancelled
 
@@ -373,7 +373,7 @@ def _key_of(event: Event) -> LeaseKey | None:
 
 
 def _expires(lease: WireLease, date_ns: int | None) -> float | None:
-    """When it ends, on our clock. The server's own says how long that is: clocks of hosts differ."""
+    """Return a lease's end on our clock. The server's clock gives the duration, as hosts' clocks differ."""
     if lease.expires_ns is None:
         return None
     return clock.now() + (lease.expires_ns - (date_ns or clock.wall_ns())) / 1e9

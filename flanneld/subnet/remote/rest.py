@@ -1,4 +1,4 @@
-"""Requests of v0.6.2's REST API and their answers, without a socket."""
+"""REST API of v0.6.2: requests and their answers, without a socket."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from flanneld.subnet.remote.wire import WireLease
 
 T = TypeVar("T")
 
-#: What to do by method and the path's part after the network; the text is JSON, None is an empty body.
+#: Handlers by method and the path after the network. They return JSON; None is an empty body.
 Routes = dict[tuple[str, str], Callable[[], str | None]]
 
 JSON = "application/json; charset=utf-8"
@@ -41,10 +41,10 @@ _SPACE = " \t\r\n"
 
 
 class RestRequest(Struct, frozen=True, gc=False):
-    """A request. ``is_there`` tells whether its client still waits; ``target`` is the path with the query.
+    """Request. ``is_there`` returns True while its client waits; ``target`` is the path with the query.
 
-    ``authorization`` is the header of this name, ``access`` what it permits. ``wants_index`` is True for our
-    own client, which tells its writes from others' by the index of a lease.
+    ``authorization`` is the header of this name, ``access`` its permission. ``wants_index`` is True for our
+    own client, which distinguishes its writes from others' by the index of a lease.
     """
 
     method: str
@@ -57,7 +57,7 @@ class RestRequest(Struct, frozen=True, gc=False):
 
 
 class RestAnswer(Struct, frozen=True, gc=False):
-    """An answer. No ``content_type``: none is named, as there is no body."""
+    """Answer. An answer without a body has no ``content_type``."""
 
     status: int
     body: bytes = b""
@@ -69,13 +69,13 @@ NOT_FOUND = RestAnswer(404, b"404 page not found\n", TEXT)
 
 
 class _Wrong(Exception):
-    """The request makes no sense; the text is the answer's."""
+    """Error for an invalid request; its text is the answer's."""
 
 
 class RestApi:
-    """Answers the requests of any thread. ``start`` has the log of changes run for the first that watches.
+    """Handler of requests from any thread. The first watch runs the log of changes with ``start``.
 
-    ``check`` says what the header ``Authorization`` of a request permits, or raises ``Denied``.
+    ``check`` returns the access that a header ``Authorization`` grants, or raises ``Denied``.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class RestApi:
         self._check = check
 
     def answer(self, request: RestRequest) -> RestAnswer:
-        """Answer one request; a watch takes until there is something to tell. Never raises on purpose."""
+        """Answer one request. A watch blocks until there is a change. Never raises on purpose."""
         try:
             request = structs.replace(request, access=self._check(request.authorization))
         except Denied as refusal:
@@ -189,7 +189,7 @@ class RestApi:
         return wire.format_networks(*self._store.networks())
 
     def _wait(self, request: RestRequest, query: str, wanted: Wanted) -> list[LogEntry] | None:
-        """Wait for what happens after the query's cursor; None if the client needs a snapshot."""
+        """Wait for changes after the query's cursor. Return None if the client needs a snapshot."""
         values = parse_qs(query, keep_blank_values=True).get("next")
         if values is None:
             return None
@@ -211,7 +211,7 @@ def _events(entries: list[LogEntry], request: RestRequest) -> str:
 
 
 def _shown(lease: WireLease, request: RestRequest) -> WireLease:
-    """Leave the index out unless the client asks for it."""
+    """Return the lease without its index unless the client asks for it."""
     return lease if request.wants_index else structs.replace(lease, index=0)
 
 
@@ -220,7 +220,7 @@ def _text(status: int, text: str) -> RestAnswer:
 
 
 def _cleaned(path: str) -> str | None:
-    """Return the path without ``//``, ``.`` and ``..`` if it has any, as Go's router redirects to."""
+    """Return the path without ``//``, ``.`` and ``..``, to which Go's router redirects; None if clean."""
     clean = posixpath.normpath("/" + path.lstrip("/"))
     if path.endswith("/") and clean != "/":
         clean += "/"
@@ -228,7 +228,7 @@ def _cleaned(path: str) -> str | None:
 
 
 def _is_of_a_node(method: str, path: str) -> bool:
-    """Return True for what a node asks as long as it runs."""
+    """Return True for a request that a running node makes."""
     return method == "GET" or (method in ("POST", "PUT") and "/leases" in path)
 
 

@@ -12,7 +12,7 @@ from flanneld.errors import Fatal
 
 
 class TlsFiles(Struct, frozen=True, gc=False):
-    """The flags ``-remote-certfile``, ``-remote-keyfile`` and ``-remote-cafile``, each empty if not given."""
+    """Flags ``-remote-certfile``, ``-remote-keyfile`` and ``-remote-cafile``, each empty if not given."""
 
     certfile: str = ""
     keyfile: str = ""
@@ -20,11 +20,11 @@ class TlsFiles(Struct, frozen=True, gc=False):
 
 
 def server_context(files: TlsFiles) -> ssl.SSLContext | None:
-    """Return the server's TLS, None if it has no certificate. With an authority, clients need one of its."""
+    """Return the server's TLS; None without a certificate. With an authority, clients need one of its."""
     _check(files)
     if not files.certfile:
         if files.cafile:
-            # Go flannel 0.6.2 listens without TLS then, to anybody.
+            # Go flannel 0.6.2 then listens without TLS.
             raise Fatal(
                 "-remote-cafile alone gives the server no TLS",
                 "set -remote-certfile and -remote-keyfile too, or unset -remote-cafile",
@@ -38,9 +38,9 @@ def server_context(files: TlsFiles) -> ssl.SSLContext | None:
 
 
 def client_context(files: TlsFiles, *, is_pinned: bool = False) -> ssl.SSLContext | None:
-    """Return a client's TLS, None if no file is given. Without an authority the system's are trusted.
+    """Return a client's TLS; None without files. Without an authority the system's are trusted.
 
-    Of a server that is known by its certificate (``is_pinned``) no authority need know, and no name is asked.
+    With ``is_pinned`` the server is known by its certificate: neither authority nor name is checked.
     """
     _check(files)
     if not any((files.certfile, files.keyfile, files.cafile, is_pinned)):

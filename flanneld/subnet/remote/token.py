@@ -1,4 +1,4 @@
-"""Join tokens: proof that a node may ask, and the fingerprint by which it knows the server (pure)."""
+"""Join tokens: a node's permission to join, and the fingerprint of the server's certificate (pure)."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from msgspec import Struct
 from flanneld.errors import FlannelError, Refused
 
 _TOKEN = re.compile(r"fl1-([0-9a-f]{8})-([0-9]{1,12})-([0-9a-f]{64})-([0-9a-f]{64})")
-#: Remedy for a token that is of no use.
+#: Remedy for an unusable token.
 ANOTHER = "make another: flannelctl token create"
 _BEARER = re.compile(r"Bearer ([0-9a-f]{8})-([0-9]{1,12})-([0-9a-f]{64})")
 
 
 class Access(Enum):
-    """Permission of a request: ``JOIN`` for everything, ``STAY`` for what a node with a lease does."""
+    """Permission of a request: ``JOIN`` for everything, ``STAY`` for a node with a lease."""
 
     JOIN = "join"
     STAY = "stay"
 
 
 class Denied(FlannelError):
-    """The request lacks a token, or its token does not permit it."""
+    """Error for a request without a token, or with one that does not permit it."""
 
 
 class Token(Struct, frozen=True, gc=False):
-    """A token. It is valid for joins until ``ends``, in seconds of Unix time.
+    """Join token. It is valid for joins until ``ends``, in seconds of Unix time.
 
     ``code`` is the HMAC-SHA256 of id and end under the server's secret, ``fingerprint`` the SHA-256 of the
     server's certificate; both are in hexadecimal digits.
@@ -42,7 +42,7 @@ class Token(Struct, frozen=True, gc=False):
 
     @property
     def text(self) -> str:
-        """Return what an operator gives to a node."""
+        """Return the text for the option ``-token``."""
         return f"fl1-{self.id}-{self.ends}-{self.code}-{self.fingerprint}"
 
     @property
@@ -57,7 +57,7 @@ class Token(Struct, frozen=True, gc=False):
 
 
 def parse_token(text: str, source: str) -> Token:
-    """Read a token; ``source`` says where it is from. Raises ``Refused`` without a word of it."""
+    """Parse a token from ``source``. Raises ``Refused`` without any part of the token."""
     found = _TOKEN.fullmatch(text.strip())
     if not found:
         raise Refused(f"{source} holds no token", "copy all of what flannelctl token create printed")
@@ -71,7 +71,7 @@ def parse_bearer(header: str) -> tuple[str, int, str] | None:
 
 
 def code_of(secret: bytes, token_id: str, ends: int) -> str:
-    """Return the code that makes id and end a token of the server with this secret."""
+    """Return the code for id and end under the server's secret."""
     return hmac.new(secret, f"{token_id}-{ends}".encode(), hashlib.sha256).hexdigest()
 
 

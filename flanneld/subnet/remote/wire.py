@@ -1,7 +1,7 @@
 """JSON of v0.6.2's REST API: leases, configs, reservations and what a watch answers (pure).
 
-What v0.6.2 does not know, IPv6, the two keys of a request and a lease's index, is left out where it is not
-used or asked for: then each byte is as Go flannel writes it.
+Additions to v0.6.2 are IPv6, two keys of a request, and a lease's index. They are left out if unused or not
+requested: then each byte is as Go flannel writes it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flanneld.errors import Refused
 from flanneld.model import LeaseAttrs, LeaseKey
 from flanneld.subnet.codec import format_attrs, format_key, parse_attrs, parse_key
 
-#: Header of a request whose answer is to name the index of each lease. Go flannel ignores it.
+#: Request header that asks for the index of each lease. Go flannel ignores it.
 INDEX = "X-Flannel-Index"
 #: A reservation's expiration, Go's zero time.
 NEVER = "0001-01-01T00:00:00Z"
@@ -34,9 +34,9 @@ _CHECK = "is that a server of flannel?"
 
 
 class WireLease(Struct, frozen=True, gc=False):
-    """A lease on the wire. ``expires_ns`` is in nanoseconds of Unix time, None for a reservation.
+    """Lease on the wire. ``expires_ns`` is in nanoseconds of Unix time, None for a reservation.
 
-    ``index`` is the store's index of its last change, 0 if the other side is not to be told, or has not told.
+    ``index`` is the store's index of its last change, 0 if it is not transmitted.
     """
 
     attrs: LeaseAttrs
@@ -46,7 +46,7 @@ class WireLease(Struct, frozen=True, gc=False):
 
 
 class WireEvent(Struct, frozen=True, gc=False):
-    """A change: of a network if it names one, else of a lease. A removed lease has its key only."""
+    """Change of a network if it names one, else of a lease. A removed lease has only its key."""
 
     is_added: bool
     lease: WireLease | None = None
@@ -64,7 +64,7 @@ class WatchResult(Struct, frozen=True, gc=False):
 
 
 class Reservation(Struct, frozen=True, gc=False):
-    """A subnet that stays a node's without renewals."""
+    """Reservation: a subnet that a node keeps without renewals."""
 
     subnet: IPv4Network
     public_ip: IPv4Address
@@ -126,7 +126,7 @@ def format_reservations(reservations: list[Reservation]) -> str:
 
 
 class Acquisition(Struct, frozen=True, gc=False):
-    """A node's wish for a lease. ``strangers`` are leases with its public IP that are other nodes'."""
+    """Request for a lease. ``strangers`` are other nodes' leases with the same public IP."""
 
     attrs: LeaseAttrs
     previous: LeaseKey = (None, None)
@@ -192,7 +192,7 @@ def parse_lease(value: object) -> WireLease:
 
 
 def parse_result(text: bytes) -> WatchResult:
-    """Read the answer to a watch of leases. A lease that makes no sense is left out. Raises ``Refused``."""
+    """Read the answer to a watch of leases. An unreadable lease is left out. Raises ``Refused``."""
     try:
         fields = Fields(gojson.parse(text))
         cursor = fields.raw("cursor")
@@ -256,7 +256,7 @@ def _parse_snapshot(cursor: str, values: list[Any]) -> WatchResult:
 
 
 def _parse_events(values: list[Any]) -> Iterator[WireEvent]:
-    """Read events; a lease that makes no sense is no event: what was known of it stays."""
+    """Read events. An unreadable lease yields none: its last readable value stays."""
     for each in values:
         fields = Fields(each, "event")
         kind = fields.string("type", "")

@@ -1,1 +1,1 @@
-"""A backend for flanneld that keeps routes in a VPC of Kingsoft Cloud."""
+"""Backend for flanneld that maintains routes in a VPC of Kingsoft Cloud."""

@@ -1,4 +1,4 @@
-"""ksc-vpc: routes of a VPC of Kingsoft Cloud, by its VPC API over HTTP.
+"""ksc-vpc: client of Kingsoft Cloud's VPC API for routes, over HTTP.
 
 Requests are signed with AWS's Signature Version 4, which this cloud took over: service ``vpc``, API version
 2016-03-04. Actions: DescribeRoutes, CreateRoute, DeleteRoute.
@@ -52,7 +52,7 @@ WORDS = Words(
 
 
 class Ksc(Cloud):
-    """The VPC API of a region. The table is that of the whole VPC."""
+    """Client of the VPC API in a region. The route table is that of the whole VPC."""
 
     def __init__(
         self, services: HostServices, region: str, vpc: str, url: str = "", metadata: str = ""
@@ -64,7 +64,7 @@ class Ksc(Cloud):
         self._metadata = Metadata(services.http, metadata or _METADATA)
 
     def place(self, address: IPv4Address) -> Place:
-        del address  # a route leads to the instance, whatever its addresses
+        del address  # a route leads to the instance, not to an address
         (instance,) = self._metadata.read("instance-id")
         return Place((self._vpc,), instance, instance, self._vpc)
 
@@ -137,7 +137,7 @@ def _entry(table: str, route: Mapping[str, Any]) -> Entry:
 
 
 def connect(options: Fields, services: HostServices) -> Ksc:
-    """Return the API that the options name. Raises ``Fatal`` if one of them is missing."""
+    """Return the client for the options. Raises ``Fatal`` if one of them is missing."""
     region, vpc = options.string("Region", ""), options.string("VpcID", "")
     if not region or not vpc:
         raise Fatal("Backend has no Region or no VpcID", "set both in the network config")

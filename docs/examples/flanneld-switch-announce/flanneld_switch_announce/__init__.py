@@ -1,1 +1,1 @@
-"""A backend for flanneld that tells a switch which node has which subnet."""
+"""Backend for flanneld that announces this node's subnet to a switch."""

@@ -1,4 +1,4 @@
-"""host-gw-announce: host-gw, and the switch knows the way to this node's subnet as well.
+"""host-gw-announce: host-gw, and a route to this node's subnet in the switch.
 
 Between nodes nothing differs from host-gw, so the lease says ``host-gw``: nodes with and without
 announcements are one network.
@@ -19,14 +19,14 @@ from flanneld.state.resources import Resource
 from flanneld.state.table import Table
 from flanneld_switch_announce.switch import Announcement, Switch, SwitchTable
 
-#: Patience with a switch that does not answer, in seconds.
+#: Default timeout for the switch, in seconds.
 DEFAULT_TIMEOUT, LONGEST_TIMEOUT = 0.3, 2.0
 
 
 class HostGwAnnounce(HostGw):
-    """Options in ``Backend``: ``SwitchURL``, and ``TimeoutSeconds`` if the default does not do."""
+    """Backend with the options ``SwitchURL`` and, optionally, ``TimeoutSeconds``."""
 
-    #: Outsiders must not be sent to a node without a daemon.
+    #: The switch must not route to a node without a daemon.
     exit_policy = ExitPolicy.REMOVE
 
     def __init__(self, config: Config, host: Host) -> None:
@@ -46,7 +46,7 @@ class HostGwAnnounce(HostGw):
 
 
 def read_switch(config: Config, http: Callable[[HttpRequest], HttpAnswer]) -> Switch:
-    """Which switch the network config names. Raises ``Fatal`` when it names none that can be used."""
+    """Return the switch in the network config. Raises ``Fatal`` if it is missing or unusable."""
     try:
         url = config.backend.string("SwitchURL", "")
     except GoJsonError as error:

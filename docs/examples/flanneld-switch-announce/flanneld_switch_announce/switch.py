@@ -1,4 +1,4 @@
-"""The switch: its table of routes over HTTP, and the table that keeps our part of it right.
+"""Client of the switch's route table over HTTP, and the reconciler table of our routes in it.
 
 GET    /routes               answers {"10.5.7.0/24": {"nextHop": "192.0.2.11"}, ...}
 PUT    /routes/10.5.7.0/24   takes {"nextHop": "192.0.2.11"}
@@ -24,7 +24,7 @@ from flanneld.state.table import Put, Scope, Seen
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """A route in the switch."""
+    """Route in the switch."""
 
     kind: ClassVar[Kind] = Kind.REMOTE
     subnet: IPNetwork
@@ -39,7 +39,7 @@ class Announcement:
 
 
 class Switch:
-    """One switch, asked through ``Host.http``. ``timeout`` is in seconds.
+    """Client of one switch through ``Host.http``. ``timeout`` is in seconds.
 
     Raises ``Fatal`` for a URL that names no switch.
     """
@@ -57,14 +57,14 @@ class Switch:
         self._http = http
 
     def ask(self, method: str, path: str, body: dict[str, str] | None = None) -> bytes | None:
-        """The answer, None for 404. Raises ``Retryable`` when there is none, or another refusal."""
+        """Return the answer; None for 404. Raises ``Retryable`` for no answer or another refusal."""
         request = HttpRequest(
             method,
             self._url + path,
             {"Content-Type": "application/json"},
             None if body is None else json.dumps(body).encode(),
             timeout=self._timeout,
-            at_exit=True,  # what is announced has to be withdrawn then
+            at_exit=True,  # announcements are withdrawn at the exit
         )
         answer = self._http(request)
         if answer.status == 404:
@@ -77,9 +77,9 @@ class Switch:
 
 
 class SwitchTable:
-    """The switch's routes whose next hop is this node: no other node announces those.
+    """Table of the switch's routes with this node as next hop, which no other node announces.
 
-    It has a thread of its own, since a switch that does not answer must not keep the kernel's tables waiting.
+    It has a thread of its own, because a silent switch must not block the kernel's tables.
     """
 
     name = "switch"

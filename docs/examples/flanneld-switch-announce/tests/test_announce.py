@@ -108,7 +108,7 @@ class Node:
         )
 
     def audit(self, *, sweep: bool = True) -> tuple[list[str], list[str], list[str]]:
-        """What was made, removed and refused."""
+        """Return the made, removed and refused objects."""
         self.sweeps = sweep
         report = self.reconciler.converge(clock.now())
         (state,) = self.reconciler.states()
