@@ -16,7 +16,7 @@ from flanneld.diagnostics.health_server import Checks, HealthServer
 from flanneld.errors import Cancelled, Fatal, Retryable
 from flanneld.options import Options
 from flanneld.runtime import sd_notify
-from flanneld.runtime.instance_lock import InstanceLock
+from flanneld.runtime.files.instance_lock import InstanceLock
 from flanneld.runtime.supervisor import Supervisor
 from flanneld.subnet.embedded import opening
 from flanneld.subnet.embedded.store import KeyStore

@@ -22,10 +22,11 @@ from flanneld.diagnostics.observation import Observation
 from flanneld.diagnostics.readiness import Readiness
 from flanneld.errors import Cancelled, Fatal, lacking
 from flanneld.options import Options
-from flanneld.reconcile import host_services
+from flanneld.reconcile.host import services as host_services
 from flanneld.reconcile.member import Loops, Member
-from flanneld.runtime import event_log, sd_notify
-from flanneld.runtime.instance_lock import InstanceLock
+from flanneld.runtime import sd_notify
+from flanneld.runtime.files.instance_lock import InstanceLock
+from flanneld.runtime.logs import event_log
 from flanneld.runtime.process import ensure_descriptors, open_standard_streams, tune_interpreter
 from flanneld.runtime.step_loop import MakeLoop, StepLoop
 from flanneld.runtime.supervisor import Supervisor

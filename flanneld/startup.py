@@ -26,10 +26,10 @@ from flanneld.network.rtnetlink.tables import tables
 from flanneld.network.uplink_election import InterfaceChoice, NoInterface
 from flanneld.network.uplink_facts import connected_networks
 from flanneld.options import Options
+from flanneld.reconcile.host.uplink_manager import UplinkManager, find_uplink
 from flanneld.reconcile.member import Loops, Member
 from flanneld.reconcile.node import Node
 from flanneld.reconcile.past.last_run import LastRun, machine_of
-from flanneld.reconcile.uplink_manager import UplinkManager, find_uplink
 from flanneld.runtime import clock
 from flanneld.runtime.step_loop import MakeLoop, StepLoop
 from flanneld.runtime.supervisor import Supervisor

@@ -23,7 +23,7 @@ from flanneld.state.table import Table
 
 if TYPE_CHECKING:
     from flanneld.runtime.command_runner import Finished
-    from flanneld.runtime.http_client import HttpAnswer, HttpRequest
+    from flanneld.runtime.sockets.http_client import HttpAnswer, HttpRequest
 
 Result = TypeVar("Result")
 

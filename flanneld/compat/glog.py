@@ -20,7 +20,7 @@ from fnmatch import fnmatchcase
 
 from flanneld.compat.flags import quoted
 from flanneld.errors import Fatal
-from flanneld.runtime.log_writer import LogWriter
+from flanneld.runtime.logs.log_writer import LogWriter
 
 #: Libraries with noisy logs. etcd.client logs failures that it also raises; urllib3 logs a traceback for each
 #: header that it skips.

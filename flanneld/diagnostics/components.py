@@ -17,7 +17,7 @@ from flanneld.reconcile.controller import Controller
 from flanneld.reconcile.counters import StoreCounters
 from flanneld.reconcile.member import Loops
 from flanneld.runtime import clock
-from flanneld.runtime.event_log import Events
+from flanneld.runtime.logs.event_log import Events
 from flanneld.subnet.lease_keeper import LeaseKeeper
 
 if TYPE_CHECKING:

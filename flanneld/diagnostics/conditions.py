@@ -10,8 +10,8 @@ from msgspec import Struct
 
 from flanneld.diagnostics.components import Components
 from flanneld.model import Lease
+from flanneld.reconcile.host.uplink_manager import UplinkManager
 from flanneld.reconcile.peers import Peers
-from flanneld.reconcile.uplink_manager import UplinkManager
 from flanneld.runtime import clock, waits
 from flanneld.state.removal_guard import RemovalGuard
 from flanneld.state.report import Failure

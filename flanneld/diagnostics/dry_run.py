@@ -23,8 +23,8 @@ from flanneld.network.rtnetlink.domain import Domain
 from flanneld.network.rtnetlink.route_order import Behind
 from flanneld.network.rtnetlink.tables import KERNEL_TABLES
 from flanneld.options import Options
-from flanneld.reconcile import host_services
 from flanneld.reconcile.controller import Controller
+from flanneld.reconcile.host import services as host_services
 from flanneld.reconcile.node import Node
 from flanneld.reconcile.peers import View
 from flanneld.runtime import clock

@@ -11,7 +11,7 @@ from typing import Protocol
 from msgspec import Struct
 
 from flanneld.errors import Fatal, cause_of
-from flanneld.runtime.polled_server import Limits, PolledServer, receive, send
+from flanneld.runtime.sockets.polled_server import Limits, PolledServer, receive, send
 
 #: Seconds for a request, from the first byte to the last.
 REQUEST_TIME = 3.0

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from flanneld.runtime import clock, waits
-from flanneld.runtime.polled_server import WRITABLE, Limits, PolledServer, send
+from flanneld.runtime.sockets.polled_server import WRITABLE, Limits, PolledServer, send
 from flanneld.subnet.subnet_file import beside
 
 log = logging.getLogger(__name__)

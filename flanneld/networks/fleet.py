@@ -19,9 +19,10 @@ from flanneld.networks.names import Choice, NetworkNames, RemoteNames, StoreName
 from flanneld.networks.network import Network, sweep
 from flanneld.option_values import is_network_name
 from flanneld.options import Options
-from flanneld.runtime import event_log, sd_notify, waits
-from flanneld.runtime.instance_lock import InstanceLock
-from flanneld.runtime.outage import Outage
+from flanneld.runtime import sd_notify, waits
+from flanneld.runtime.files.instance_lock import InstanceLock
+from flanneld.runtime.logs import event_log
+from flanneld.runtime.logs.outage import Outage
 from flanneld.runtime.shared_loop import SharedLoop
 from flanneld.runtime.step_loop import MakeLoop
 from flanneld.runtime.supervisor import Supervisor

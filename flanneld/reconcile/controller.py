@@ -18,8 +18,8 @@ from flanneld.model import Cached, Event
 from flanneld.network.rtnetlink.domain import Domain
 from flanneld.reconcile import encryption
 from flanneld.reconcile.encryption import EncryptionWatch
-from flanneld.reconcile.host_watch import LOOK_SPACING, HostWatch
-from flanneld.reconcile.kernel_news import KernelNews
+from flanneld.reconcile.host.kernel_news import KernelNews
+from flanneld.reconcile.host.watch import LOOK_SPACING, HostWatch
 from flanneld.reconcile.node import Node
 from flanneld.reconcile.node_tables import NodeTables
 from flanneld.reconcile.past.left_behind import LeftBehind

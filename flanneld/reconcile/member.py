@@ -16,9 +16,9 @@ from flanneld.network.rtnetlink.monitor import Monitor
 from flanneld.options import Options
 from flanneld.reconcile import controller
 from flanneld.reconcile.controller import Controller
+from flanneld.reconcile.host.uplink_manager import UplinkManager
 from flanneld.reconcile.node import Node
 from flanneld.reconcile.past.last_run import LastRun, machine_of
-from flanneld.reconcile.uplink_manager import UplinkManager
 from flanneld.runtime.step_loop import MakeLoop, StepLoop
 from flanneld.runtime.supervisor import Supervisor
 from flanneld.state.removal_guard import RemovalGuard

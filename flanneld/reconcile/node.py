@@ -8,8 +8,8 @@ from msgspec import Struct
 
 from flanneld.model import IPNetwork, Lease
 from flanneld.network.host_kernel import HostKernel, HostMonitor
+from flanneld.reconcile.host.uplink_manager import UplinkManager
 from flanneld.reconcile.past.ownership import Device
-from flanneld.reconcile.uplink_manager import UplinkManager
 from flanneld.state.resources import Link, Resource
 from flanneld.state.table import Table
 

@@ -15,7 +15,7 @@ from flanneld.errors import Fatal, Retryable
 from flanneld.model import Added, Event, Lease, LeaseAttrs, Removed, Snapshot
 from flanneld.runtime import clock
 from flanneld.runtime.backoff import Backoff
-from flanneld.runtime.outage import Outage
+from flanneld.runtime.logs.outage import Outage
 from flanneld.runtime.step_loop import StepLoop
 from flanneld.subnet.manager import SubnetManager
 

@@ -14,7 +14,7 @@ from msgspec import Struct
 from flanneld.compat.flags import quoted
 from flanneld.errors import Retryable
 from flanneld.model import FAMILIES, IPNetwork, LeaseKey
-from flanneld.runtime import atomic_file
+from flanneld.runtime.files import atomic_file
 from flanneld.state.lasting_table import LastingTable
 from flanneld.state.report import Report
 from flanneld.state.resources import Key, Kind

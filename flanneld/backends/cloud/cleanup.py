@@ -19,7 +19,7 @@ from flanneld.backends.contract import HostServices
 from flanneld.compat.json import Fields
 from flanneld.errors import Fatal, FlannelError, cause_of
 from flanneld.runtime.detached_call import DetachedCalls
-from flanneld.runtime.http_client import HttpClient
+from flanneld.runtime.sockets.http_client import HttpClient
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from flanneld.backends.cloud.contract import CloudError, Trouble
 from flanneld.errors import Retryable
-from flanneld.runtime.http_client import HttpAnswer, HttpRequest
+from flanneld.runtime.sockets.http_client import HttpAnswer, HttpRequest
 
 #: Seconds for one answer, as in upstream.
 _TIME_LIMIT = 5.0

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from flanneld.backends.cloud.contract import Entry
 from flanneld.compat.glog import Once
 from flanneld.errors import cause_of
-from flanneld.runtime import atomic_file
+from flanneld.runtime.files import atomic_file
 
 log = logging.getLogger(__name__)
 

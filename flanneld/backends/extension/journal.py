@@ -23,7 +23,7 @@ from flanneld.backends.extension.commands import Command
 from flanneld.backends.extension.resources import PeerSetup
 from flanneld.compat.glog import Once
 from flanneld.errors import cause_of
-from flanneld.runtime import atomic_file
+from flanneld.runtime.files import atomic_file
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from flanneld.compat.glog import Once
 from flanneld.errors import Refused
 from flanneld.model import LeaseKey
 from flanneld.reconcile.past.ownership import Device, FileStamp, Machine, State
-from flanneld.runtime import atomic_file
+from flanneld.runtime.files import atomic_file
 from flanneld.subnet.codec import format_attrs, parse_attrs
 
 log = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from flanneld.model import (
     Snapshot,
 )
 from flanneld.runtime import clock
-from flanneld.runtime.complaints import Complaints
+from flanneld.runtime.logs.complaints import Complaints
 from flanneld.subnet.codec import format_key, parse_attrs, parse_key
 from flanneld.subnet.etcd.keys import Client, ListAgain, Node, NotFound, Position, Reply
 

@@ -20,8 +20,8 @@ from urllib3.response import BaseHTTPResponse
 from flanneld.compat.glog import V
 from flanneld.errors import NoAnswer, Retryable
 from flanneld.runtime import clock
-from flanneld.runtime.connection_pools import Endless, Pool, TlsPool, body_of
-from flanneld.runtime.interruptible_socket import InterruptibleSocket, Unreachable
+from flanneld.runtime.sockets.connection_pools import Endless, Pool, TlsPool, body_of
+from flanneld.runtime.sockets.interruptible_socket import InterruptibleSocket, Unreachable
 from flanneld.subnet.etcd.endpoints import Server, Servers, ssl_text
 from flanneld.subnet.etcd.http import Answer, Request, Useless
 from flanneld.subnet.etcd.keys import Position

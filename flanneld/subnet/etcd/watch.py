@@ -10,7 +10,7 @@ from flanneld.compat.glog import V
 from flanneld.errors import Retryable
 from flanneld.model import Event
 from flanneld.runtime import clock
-from flanneld.runtime.outage import Outage, Pace
+from flanneld.runtime.logs.outage import Outage, Pace
 from flanneld.subnet.etcd.keys import Client, ListAgain, Position, Reply, Unsure
 from flanneld.subnet.manager import Deliver
 

@@ -19,9 +19,9 @@ from msgspec import Struct
 
 from flanneld.compat.glog import Once
 from flanneld.errors import Fatal, Retryable
-from flanneld.runtime.connection_pools import Pool, TlsPool
 from flanneld.runtime.imports import defer
-from flanneld.runtime.interruptible_socket import InterruptibleSocket
+from flanneld.runtime.sockets.connection_pools import Pool, TlsPool
+from flanneld.runtime.sockets.interruptible_socket import InterruptibleSocket
 
 log = logging.getLogger(__name__)
 

@@ -23,8 +23,8 @@ from flanneld import __version__
 from flanneld.compat.glog import V
 from flanneld.errors import NoAnswer, Retryable
 from flanneld.runtime import clock
-from flanneld.runtime.connection_pools import Endless, body_of, nobody_waits
-from flanneld.runtime.interruptible_socket import InterruptibleSocket, Unreachable
+from flanneld.runtime.sockets.connection_pools import Endless, body_of, nobody_waits
+from flanneld.runtime.sockets.interruptible_socket import InterruptibleSocket, Unreachable
 from flanneld.subnet.kube.access import Access, Session
 from flanneld.subnet.kube.nodes import decoded
 

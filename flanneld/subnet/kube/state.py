@@ -14,7 +14,8 @@ import msgspec
 from msgspec import Struct
 
 from flanneld.compat.glog import Once
-from flanneld.runtime import atomic_file, clock
+from flanneld.runtime import clock
+from flanneld.runtime.files import atomic_file
 from flanneld.subnet.kube.nodes import Node
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from flanneld.compat.glog import Once
 from flanneld.config import Config
 from flanneld.errors import Refused
 from flanneld.model import Added, Event, Lease, LeaseKey, Removed, Snapshot, name_of
-from flanneld.runtime.complaints import Complaints
+from flanneld.runtime.logs.complaints import Complaints
 from flanneld.subnet.kube.nodes import Node, key_of, lease_of
 
 log = logging.getLogger(__name__)

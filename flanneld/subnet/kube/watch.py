@@ -15,7 +15,7 @@ from flanneld.errors import NoAnswer, Refused, Retryable
 from flanneld.model import Event
 from flanneld.runtime import clock, randomness
 from flanneld.runtime.backoff import Backoff, Backoffs
-from flanneld.runtime.outage import Outage
+from flanneld.runtime.logs.outage import Outage
 from flanneld.subnet.kube.api import NODES, Api, ApiStream, BrokenOff, Expired, NoServer
 from flanneld.subnet.kube.nodes import Node, NodeReader, child, decoded, items
 from flanneld.subnet.manager import Deliver

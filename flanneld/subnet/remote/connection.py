@@ -14,7 +14,7 @@ from typing import Any
 from msgspec import Struct
 
 from flanneld.errors import NoAnswer, Retryable, cause_of
-from flanneld.runtime.interruptible_socket import InterruptibleSocket, Unreachable
+from flanneld.runtime.sockets.interruptible_socket import InterruptibleSocket, Unreachable
 from flanneld.subnet.remote.token import Token, fingerprint_of
 from flanneld.subnet.remote.wire import INDEX
 

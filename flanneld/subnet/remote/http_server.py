@@ -14,7 +14,7 @@ from typing import Any
 
 from flanneld.errors import lacking
 from flanneld.runtime import clock, waits
-from flanneld.runtime.outage import Pace
+from flanneld.runtime.logs.outage import Pace
 from flanneld.subnet.remote.rest import NOT_FOUND, TEXT, RestAnswer, RestApi, RestRequest
 from flanneld.subnet.remote.wire import INDEX
 

@@ -27,8 +27,9 @@ from flanneld.model import (
     Snapshot,
     is_same_node,
 )
-from flanneld.runtime import atomic_file, clock, waits
-from flanneld.runtime.outage import Outage
+from flanneld.runtime import clock, waits
+from flanneld.runtime.files import atomic_file
+from flanneld.runtime.logs.outage import Outage
 from flanneld.subnet.allocation import fits
 from flanneld.subnet.codec import format_key
 from flanneld.subnet.manager import NO_FACTS, Deliver, LocalFacts

@@ -16,7 +16,7 @@ from flanneld.errors import NoAnswer, Retryable
 from flanneld.model import Lease, LeaseAttrs, Snapshot
 from flanneld.options import Options
 from flanneld.runtime import clock
-from flanneld.runtime.event_log import Events
+from flanneld.runtime.logs.event_log import Events
 from flanneld.state.removal_guard import RemovalGuard
 from flanneld.state.report import Failure
 from flanneld.state.resources import Route

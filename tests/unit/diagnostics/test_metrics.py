@@ -12,7 +12,7 @@ from flanneld.diagnostics.metrics import METRICS, page
 from flanneld.errors import NoAnswer, Retryable
 from flanneld.model import Lease, LeaseAttrs
 from flanneld.options import Options
-from flanneld.runtime.event_log import Events
+from flanneld.runtime.logs.event_log import Events
 
 LEASE = Lease(LeaseAttrs())
 

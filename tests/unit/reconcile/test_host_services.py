@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from flanneld.errors import Retryable
-from flanneld.reconcile import host_services
-from flanneld.runtime.http_client import HttpRequest
+from flanneld.reconcile.host import services as host_services
+from flanneld.runtime.sockets.http_client import HttpRequest
 
 
 class Echo(BaseHTTPRequestHandler):

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from flanneld.runtime.complaints import FEW, Complaints
+from flanneld.runtime.logs.complaints import FEW, Complaints
 from tests.clock import Clock
 
 log = logging.getLogger(__name__)

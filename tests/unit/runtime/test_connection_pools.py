@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from flanneld.errors import Retryable
-from flanneld.runtime import connection_pools
+from flanneld.runtime.sockets import connection_pools
 from flanneld.subnet.etcd import choice
 from flanneld.subnet.etcd.endpoints import EtcdOptions, Servers
 from flanneld.subnet.etcd.transport import Timeouts, Transport

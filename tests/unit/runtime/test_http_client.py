@@ -11,7 +11,7 @@ from contextlib import suppress
 import pytest
 
 from flanneld.errors import Fatal, Retryable
-from flanneld.runtime.http_client import HttpClient, HttpRequest
+from flanneld.runtime.sockets.http_client import HttpClient, HttpRequest
 from tests.lab import wait_for
 from tests.local_etcd import server
 

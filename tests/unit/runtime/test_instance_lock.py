@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from flanneld.errors import Cancelled, Fatal
-from flanneld.runtime.instance_lock import InstanceLock
+from flanneld.runtime.files.instance_lock import InstanceLock
 
 HOLD = """
 import subprocess, sys, threading
 from pathlib import Path
-from flanneld.runtime.instance_lock import InstanceLock
+from flanneld.runtime.files.instance_lock import InstanceLock
 InstanceLock(Path(sys.argv[1])).wait(threading.Event())
 child = subprocess.Popen(["sleep", "60"])
 print(child.pid, flush=True)

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from flanneld.errors import Retryable
-from flanneld.runtime.outage import PACE, Outage, Pace
+from flanneld.runtime.logs.outage import PACE, Outage, Pace
 from tests.clock import Clock
 
 log = logging.getLogger(__name__)

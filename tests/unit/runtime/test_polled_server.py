@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flanneld.runtime.polled_server import Limits, Source, to_evict
+from flanneld.runtime.sockets.polled_server import Limits, Source, to_evict
 
 LIMITS = Limits(3.0, connections=6, per_source=3, reserved=2)
 HERE, ELSEWHERE = Source("192.0.2.1", is_local=True), Source("198.51.100.1", is_local=False)

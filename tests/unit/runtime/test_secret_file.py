@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from flanneld.errors import Fatal, Retryable
-from flanneld.runtime import secret_file
+from flanneld.runtime.files import secret_file
 
 
 def never() -> bytes:

@@ -24,10 +24,10 @@ from flanneld.network.rtnetlink.monitor import InterfaceChanged, News
 from flanneld.network.uplink_election import InterfaceChoice
 from flanneld.network.uplink_facts import connected_networks
 from flanneld.reconcile.controller import Controller
+from flanneld.reconcile.host.uplink_manager import UplinkManager, find_uplink
 from flanneld.reconcile.node import Node
 from flanneld.reconcile.past import ownership
 from flanneld.reconcile.peers import Peers
-from flanneld.reconcile.uplink_manager import UplinkManager, find_uplink
 from flanneld.runtime.backoff import Backoff
 from flanneld.runtime.event_queue import EventQueue
 from flanneld.state.removal_guard import RemovalGuard

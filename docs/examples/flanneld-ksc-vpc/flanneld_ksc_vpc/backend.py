@@ -24,7 +24,7 @@ from flanneld.backends.contract import HostServices
 from flanneld.compat.json import Fields
 from flanneld.errors import Fatal, Retryable
 from flanneld.runtime import clock
-from flanneld.runtime.http_client import HttpRequest
+from flanneld.runtime.sockets.http_client import HttpRequest
 
 TYPE = "ksc-vpc"
 _METADATA = "http://169.254.169.254/latest/meta-data"

@@ -21,7 +21,7 @@ from flanneld.backends.cloud.contract import CloudError, Entry, Trouble
 from flanneld.backends.contract import HostServices
 from flanneld.compat.json import Fields
 from flanneld.errors import Fatal
-from flanneld.runtime.http_client import HttpClient
+from flanneld.runtime.sockets.http_client import HttpClient
 
 OURS, SUBNET = IPv4Address("198.18.0.1"), IPv4Network("10.5.1.0/24")
 KEY, SECRET = "lab-key", "lab-secret"

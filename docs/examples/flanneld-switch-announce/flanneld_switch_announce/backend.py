@@ -14,7 +14,7 @@ from flanneld.compat.json import GoJsonError
 from flanneld.config import Config
 from flanneld.errors import Fatal
 from flanneld.model import Lease
-from flanneld.runtime.http_client import HttpAnswer, HttpRequest
+from flanneld.runtime.sockets.http_client import HttpAnswer, HttpRequest
 from flanneld.state.resources import Resource
 from flanneld.state.table import Table
 from flanneld_switch_announce.switch import Announcement, Switch, SwitchTable

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from flanneld.errors import Fatal, Retryable
 from flanneld.model import IPAddress, IPNetwork
-from flanneld.runtime.http_client import HttpAnswer, HttpRequest
+from flanneld.runtime.sockets.http_client import HttpAnswer, HttpRequest
 from flanneld.state.report import Failure, Report
 from flanneld.state.resources import Key, Kind, Resource
 from flanneld.state.table import Put, Scope, Seen

@@ -23,7 +23,7 @@ from flanneld.errors import Fatal
 from flanneld.model import Lease, LeaseAttrs, Uplink
 from flanneld.reconcile.reconciler import Reconciler, wanted_by_table
 from flanneld.runtime import clock
-from flanneld.runtime.http_client import HttpClient
+from flanneld.runtime.sockets.http_client import HttpClient
 from flanneld.state.resources import Resource, Route
 from flanneld.state.table import Put
 

@@ -14,8 +14,8 @@ from urllib3.exceptions import HTTPError
 from urllib3.response import BaseHTTPResponse
 
 from flanneld.errors import Cancelled
-from flanneld.runtime.interruptible_socket import InterruptibleSocket, Unreachable
-from flanneld.runtime.reader import Reader
+from flanneld.runtime.sockets.interruptible_socket import InterruptibleSocket, Unreachable
+from flanneld.runtime.sockets.reader import Reader
 from flanneld.subnet.etcd.endpoints import Server, Servers
 from flanneld.subnet.etcd.http import NoSuchApi, Request, Useless
 from flanneld.subnet.etcd.transport import Send, Timeouts, Transport, pool_to, unreachable, useless

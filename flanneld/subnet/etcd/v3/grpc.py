@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from msgspec import Struct
 
 from flanneld.errors import Cancelled, NoAnswer, Retryable
-from flanneld.runtime.reader import Reader
+from flanneld.runtime.sockets.reader import Reader
 from flanneld.subnet.etcd.endpoints import EtcdOptions, Server, Servers
 from flanneld.subnet.etcd.http import NoSuchApi, Useless
 from flanneld.subnet.etcd.transport import NO_SERVER, NO_TLS, Failover, Timeouts, useless

@@ -21,7 +21,7 @@ from flanneld.config import parse
 from flanneld.model import Lease, Uplink
 from flanneld.reconcile.reconciler import Reconciler, TableState, wanted_by_table
 from flanneld.runtime.detached_call import DetachedCalls
-from flanneld.runtime.http_client import HttpClient
+from flanneld.runtime.sockets.http_client import HttpClient
 from flanneld.state.resources import Resource
 from flanneld.state.table import Put
 from tests.clock import Clock

@@ -19,7 +19,7 @@ from flanneld.backends.extension.resources import PeerSetup, Startup
 from flanneld.config import parse
 from flanneld.errors import Fatal, Refused, Retryable
 from flanneld.model import Lease, LeaseAttrs, Uplink
-from flanneld.reconcile import host_services
+from flanneld.reconcile.host import services as host_services
 from flanneld.runtime.command_runner import CommandRunner
 
 OWN = Lease(LeaseAttrs(), IPv4Network("10.1.5.0/24"), IPv6Network("fd00:0:0:5::/64"))

@@ -13,7 +13,7 @@ import pytest
 from flanneld.backends.extension.commands import Command
 from flanneld.backends.extension.journal import Entry, Journal, Stage
 from flanneld.backends.extension.resources import PeerSetup
-from flanneld.runtime import atomic_file
+from flanneld.runtime.files import atomic_file
 
 REMOVE = Command("SubnetRemoveCommand", "ip route del $SUBNET")
 

@@ -14,7 +14,7 @@ import pytest
 from msgspec.structs import replace
 
 from flanneld.errors import Cancelled, Retryable
-from flanneld.runtime.interruptible_socket import InterruptibleSocket, Unreachable
+from flanneld.runtime.sockets.interruptible_socket import InterruptibleSocket, Unreachable
 from flanneld.subnet.etcd.keys import Conflict, ListAgain, NotFound, Position
 from flanneld.subnet.etcd.transport import Timeouts
 from flanneld.subnet.etcd.v2.client import Client, Poller

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from flanneld.errors import Fatal, Retryable, cause_of
-from flanneld.runtime import atomic_file
+from flanneld.runtime.files import atomic_file
 
 #: Bytes; no key is longer.
 _LONGEST = 64 << 10

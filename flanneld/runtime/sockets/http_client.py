@@ -11,7 +11,7 @@ from urllib.parse import SplitResult, urlsplit
 from msgspec import Struct, field
 
 from flanneld.errors import Cancelled, Fatal, Retryable, cause_of
-from flanneld.runtime.interruptible_socket import InterruptibleSocket, Unreachable
+from flanneld.runtime.sockets.interruptible_socket import InterruptibleSocket, Unreachable
 
 #: Seconds between checks of the stop event.
 _LOOK_AT_STOP = 0.1
@@ -81,7 +81,7 @@ class HttpClient:
 def _exchange(request: HttpRequest, url: SplitResult, line: InterruptibleSocket) -> HttpAnswer:
     from urllib3.exceptions import HTTPError  # takes 30 ms, so imported on demand
 
-    from flanneld.runtime.connection_pools import Pool, TlsPool, body_of
+    from flanneld.runtime.sockets.connection_pools import Pool, TlsPool, body_of
 
     host = url.hostname or ""
     if url.scheme == "https":
@@ -116,7 +116,7 @@ def _exchange(request: HttpRequest, url: SplitResult, line: InterruptibleSocket)
 
 def _reason(error: Exception) -> str:
     """Return the reason without any text of the server's."""
-    from flanneld.runtime.connection_pools import Endless
+    from flanneld.runtime.sockets.connection_pools import Endless
 
     if isinstance(error, RemoteDisconnected | IncompleteRead):
         return "it broke the connection"

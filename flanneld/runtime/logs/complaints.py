@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from itertools import islice
 
 from flanneld.runtime import clock
-from flanneld.runtime.outage import PACE
+from flanneld.runtime.logs.outage import PACE
 
 #: Lines about single keys per minute. More would hide other lines.
 FEW = 25

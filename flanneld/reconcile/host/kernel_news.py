@@ -18,7 +18,7 @@ from flanneld.network.rtnetlink.monitor import (
     Seen,
     Unheard,
 )
-from flanneld.reconcile.host_watch import HostWatch
+from flanneld.reconcile.host.watch import HostWatch
 from flanneld.reconcile.lease_safety import LeaseSafety
 from flanneld.reconcile.node import Node
 from flanneld.reconcile.node_tables import NodeTables

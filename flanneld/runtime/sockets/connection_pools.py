@@ -11,7 +11,7 @@ from urllib3 import HTTPConnectionPool, HTTPSConnectionPool
 from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.response import BaseHTTPResponse
 
-from flanneld.runtime.interruptible_socket import InterruptibleSocket
+from flanneld.runtime.sockets.interruptible_socket import InterruptibleSocket
 
 #: Bytes of a response, at most. etcd's list of a large cluster's leases takes some MB.
 _LONGEST_ANSWER = 64 << 20

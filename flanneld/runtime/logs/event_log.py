@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from flanneld.errors import cause_of
-from flanneld.runtime import atomic_file
+from flanneld.runtime.files import atomic_file
 
 log = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from flanneld.backends.contract import DryRun, HostServices
-from flanneld.runtime import secret_file
 from flanneld.runtime.command_runner import CommandRunner
 from flanneld.runtime.detached_call import DetachedCalls
-from flanneld.runtime.http_client import HttpAnswer, HttpClient, HttpRequest
+from flanneld.runtime.files import secret_file
+from flanneld.runtime.sockets.http_client import HttpAnswer, HttpClient, HttpRequest
 
 #: Methods that change nothing (RFC 9110, 9.2.1).
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})

@@ -1,0 +1,1 @@
+"""The host beneath the network: uplink, other networks, news of the kernel, and services for backends."""

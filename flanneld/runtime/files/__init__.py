@@ -1,0 +1,1 @@
+"""Files: replaced in one step, with keys in them, and locks."""
