@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 def leaks(resource: Resource, backend: Backend, own: Lease, links: Collection[str], *, synced: bool) -> bool:
-    """Return True if packets leave unencrypted by this route of ours though the backend encrypts.
+    """Return True if packets leave unencrypted by this own route though the backend encrypts.
 
     ``links`` are our devices. While one backend takes over from another, the routes of the former serve
     until all peers are known. Then they are replaced without packet loss.

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 def spare_links_of_others(kernel: HostKernel, links: Iterable[Link]) -> None:
-    """Raise ``Fatal`` if another program's device has the name of one of ours; may raise ``OSError``."""
+    """Raise ``Fatal`` if another program's device has one of our names; may raise ``OSError``."""
     for link in links:
         seen = kernel.link(link.name)
         if seen and is_not_ours_to_remove(link, seen.make):

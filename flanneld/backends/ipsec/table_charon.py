@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 WORKER = "charon"
 #: Seconds between two checks that charon answers.
 _AUDIT = 10.0
-#: Seconds for charon to start, and between two checks of that.
+#: Seconds for charon to start, and between two checks of its start.
 _START_LIMIT, _START_LOOK = 20.0, 0.05
 
 
