@@ -1,4 +1,4 @@
-"""Two backends on one node, while a cluster switches from one to the other node by node (pure).
+"""Two backends on one node, while a cluster switches from one to the other node by node.
 
 ``Backend.Type`` carries the packets to each peer that announces it, ``Backend.Also`` those to other peers.
 Devices, addresses and entries of both backends exist, so packets from a peer arrive by either. Each peer's

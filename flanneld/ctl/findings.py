@@ -1,4 +1,4 @@
-"""Findings of the doctor, and the registry of its checks (pure)."""
+"""Findings of the doctor, and the registry of its checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Output of each command, from a document and the kernel's objects (pure)."""
+"""Output of each command, from a document and the kernel's objects."""
 
 from __future__ import annotations
 

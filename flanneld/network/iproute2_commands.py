@@ -1,4 +1,4 @@
-"""iproute2 commands that create or remove resources (pure).
+"""iproute2 commands that create or remove resources.
 
 Each is equivalent to the daemon's netlink message, so that a plan can be executed by hand.
 """

@@ -1,4 +1,4 @@
-"""Checks of ``flannelctl doctor``: one small function each over facts (pure)."""
+"""Checks of ``flannelctl doctor``: one small function each over facts."""
 
 from __future__ import annotations
 

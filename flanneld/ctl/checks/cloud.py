@@ -1,4 +1,4 @@
-"""Checks of a cloud backend's routes and of the permission to forward (pure)."""
+"""Checks of a cloud backend's routes and of the permission to forward."""
 
 from __future__ import annotations
 

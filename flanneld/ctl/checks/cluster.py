@@ -1,4 +1,4 @@
-"""Checks of the lease, the peers, the store and the daemon (pure)."""
+"""Checks of the lease, the peers, the store and the daemon."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of an encrypted network (pure)."""
+"""Checks of an encrypted network."""
 
 from __future__ import annotations
 

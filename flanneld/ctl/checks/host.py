@@ -1,4 +1,4 @@
-"""Checks of this host: its firewall, settings, files and bridges (pure)."""
+"""Checks of this host: its firewall, settings, files and bridges."""
 
 from __future__ import annotations
 

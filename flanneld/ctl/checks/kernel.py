@@ -1,4 +1,4 @@
-"""Checks of devices, routes and entries (pure)."""
+"""Checks of devices, routes and entries."""
 
 from __future__ import annotations
 

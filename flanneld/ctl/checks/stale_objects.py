@@ -1,4 +1,4 @@
-"""Checks for objects left by an earlier run or by another network plug-in (pure)."""
+"""Checks for objects left by an earlier run or by another network plug-in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ownership of kernel objects (pure).
+"""Ownership of kernel objects.
 
 We own everything on our devices, except what the kernel added itself. On other devices we own the routes with
 our protocol number. An earlier flanneld may have left routes without it on the uplink (Go's have ``boot``).

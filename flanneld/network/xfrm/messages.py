@@ -1,4 +1,4 @@
-"""Codec of NETLINK_XFRM's messages about policies (linux/xfrm.h) (pure)."""
+"""Codec of NETLINK_XFRM's messages about policies (linux/xfrm.h)."""
 
 from __future__ import annotations
 

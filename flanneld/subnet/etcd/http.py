@@ -1,4 +1,4 @@
-"""HTTP requests and responses common to etcd's v2 and v3 APIs (pure)."""
+"""HTTP requests and responses common to etcd's v2 and v3 APIs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Interface and values common to etcd's v2 and v3 APIs (pure)."""
+"""Interface and values common to etcd's v2 and v3 APIs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Table of the last seen nodes, which turns changes of nodes into lease events (pure)."""
+"""Table of the last seen nodes, which turns changes of nodes into lease events."""
 
 from __future__ import annotations
 

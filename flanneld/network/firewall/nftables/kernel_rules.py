@@ -1,4 +1,4 @@
-"""Parser of the kernel's nf_tables rules, limited to verdicts and addresses (pure).
+"""Parser of the kernel's nf_tables rules, limited to verdicts and addresses.
 
 Source: linux/netfilter/nf_tables.h.
 """

@@ -1,4 +1,4 @@
-"""Responses of etcd's v2 API, and of servers that are not etcd (pure).
+"""Responses of etcd's v2 API, and of servers that are not etcd.
 
 Source: etcd's ``v2/api.md`` and ``v2/errorcode.md``.
 """

@@ -1,4 +1,4 @@
-"""Messages of the JSON gateway of etcd's v3 API (pure).
+"""Messages of the JSON gateway of etcd's v3 API.
 
 Bytes are base64, 64-bit numbers are strings, and zero values are omitted. Messages that etcd never sends
 raise ``Useless``. Source: etcd's ``rpc.proto``, ``kv.proto`` and ``error.go``.
