@@ -159,4 +159,6 @@ def _control_groups() -> Path:
         _, place, kind, *_ = line.split()
         if kind == "cgroup2":
             return Path(place)
-    raise FileNotFoundError("no cgroup2 file system is mounted, and a node with processes of its own needs one")
+    raise FileNotFoundError(
+        "no cgroup2 file system is mounted, and a node with processes of its own needs one"
+    )

@@ -23,7 +23,8 @@ echo $$ >/sys/fs/cgroup/{OWN}/cgroup.procs
 touch /run/booted
 exec env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/root bash -c 'while :; do sleep 1d & wait; done'
 """
-#: crun raises a limit of locked memory, and Podman others, which needs CAP_SYS_RESOURCE: not every sandbox has it.
+#: crun and Podman raise limits, which needs CAP_SYS_RESOURCE, and a sandbox may lack it. A limit of processes
+#: needs a controller that the node's control group may lack.
 CONTAINERS_CONF = """\
 [containers]
 default_ulimits = ["nofile=1024:1024", "nproc=1024:1024"]

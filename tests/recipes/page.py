@@ -44,5 +44,7 @@ def _step(found: tuple[str, str]) -> Step:
     above, commands = found
     place = PLACE.match(above)
     if place is None:
-        raise ValueError(f"{above!r} does not say on which host its commands run; begin it with 'On ... host'")
+        raise ValueError(
+            f"{above!r} does not say on which host its commands run; begin it with 'On ... host'"
+        )
     return Step(place[1], commands)
