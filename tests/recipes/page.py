@@ -1,0 +1,50 @@
+"""The commands of docs/recipes.md, by recipe, each with the host that it is for."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from typing import NamedTuple
+
+from tests.lab.daemon import ROOT
+
+PAGE = ROOT / "docs/recipes.md"
+#: A line that says where the block below it is run.
+PLACE = re.compile(r"On (both hosts|the first host|the other host)\b.*:$")
+BLOCK = re.compile(r"(?:^ {4}.*\n|^\n(?= {4}))+", re.MULTILINE)
+
+
+class Step(NamedTuple):
+    """One block of commands. ``place`` is ``both hosts``, ``the first host`` or ``the other host``."""
+
+    place: str
+    commands: str
+
+
+def recipes(text: str) -> dict[str, list[Step]]:
+    """Return the steps of each section, by its title.
+
+    Raises ``ValueError`` if a block does not say where it is run: nothing on the page stays untried.
+    """
+    _, *sections = re.split(r"^## ", text, flags=re.MULTILINE)
+    titles_and_bodies = (section.split("\n", 1) for section in sections)
+    return {title: list(map(_step, _blocks(body))) for title, body in titles_and_bodies}
+
+
+def _blocks(body: str) -> list[tuple[str, str]]:
+    """Return each block with the line of text above it."""
+    found = []
+    for block in BLOCK.finditer(body):
+        above = body[: block.start()].rstrip().rpartition("\n")[2]
+        found.append((above, textwrap.dedent(block[0]).strip()))
+    return found
+
+
+def _step(found: tuple[str, str]) -> Step:
+    above, commands = found
+    place = PLACE.match(above)
+    if place is None:
+        raise ValueError(
+            f"{above!r} does not say on which host its commands run; begin it with 'On ... host'"
+        )
+    return Step(place[1], commands)
