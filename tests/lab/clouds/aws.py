@@ -18,6 +18,7 @@ from moto.core.responses import ActionAuthenticatorMixin
 from moto.ec2.models import ec2_backends
 from moto.iam.models import iam_backends
 from moto.server import DomainDispatcherApplication, create_backend_app
+from moto.sts.models import sts_backends
 from werkzeug.test import Client
 
 from flanneld.backends.cloud.contract import Trouble
@@ -33,6 +34,15 @@ _RIGHTS = (
     "ModifyNetworkInterfaceAttribute",
 )
 _TOKEN = "lab-token"
+#: What a pod's service account shows to STS, for the role's keys.
+WEB_IDENTITY = "lab-web-identity"
+ROLE = "flanneld"
+ROLE_ARN = f"arn:aws:iam::{DEFAULT_ACCOUNT_ID}:role/{ROLE}"
+_EXCHANGED = """\
+<AssumeRoleWithWebIdentityResponse xmlns="https://sts.amazonaws.com/doc/2011-06-15/">
+<AssumeRoleWithWebIdentityResult><Credentials><AccessKeyId>{key}</AccessKeyId><SecretAccessKey>{secret}</SecretAccessKey>
+<SessionToken>{token}</SessionToken><Expiration>{end}</Expiration></Credentials></AssumeRoleWithWebIdentityResult>
+</AssumeRoleWithWebIdentityResponse>"""
 _ITEM = re.compile(r"<item>(?:(?!</item>).)*?</item>", re.DOTALL)
 
 
@@ -80,6 +90,7 @@ class AwsService(Service):
         self.main = self._ec2.create_route_table(self._vpc.id)
         self._ec2.associate_route_table(self.main.id, subnet_id=self._subnet.id)
         self._iam.create_user(region_name=REGION, user_name="flanneld")
+        self._iam.create_role(ROLE, "{}", "/", None, "", [], None)
         self._allow(_RIGHTS)
         self._key = self._iam.create_access_key("flanneld")
 
@@ -92,6 +103,7 @@ class AwsService(Service):
         statement = {"Effect": "Allow", "Action": named, "Resource": "*"}
         policy = {"Version": "2012-10-17", "Statement": [statement]}
         self._iam.put_user_policy("flanneld", "routes", json.dumps(policy))
+        self._iam.put_role_policy(ROLE, "routes", json.dumps(policy))
 
     # ---- what tests ask for --------------------------------------------------------------------
 
@@ -166,6 +178,8 @@ class AwsService(Service):
         return True
 
     def answer(self, asked: Asked, request: Request) -> Answer:
+        if asked.action == "AssumeRoleWithWebIdentity":
+            return self._exchange(asked.parameters)
         if asked.action == "CreateRoute" and len(self.routes(asked.parameters["RouteTableId"])) >= self.limit:
             return self.refusal(*self.codes[Trouble.FULL])
         found = self._client.open(
@@ -179,6 +193,22 @@ class AwsService(Service):
         if asked.action == "DescribeRouteTables":
             text = _ITEM.sub(self._route, text)
         return Answer(found.status_code, text.encode(), "text/xml")
+
+    def _exchange(self, asked: Mapping[str, str]) -> Answer:
+        """Give keys of the role for a web identity: moto asks for a signature, which STS does not."""
+        if asked["WebIdentityToken"] != WEB_IDENTITY or asked["RoleArn"] != ROLE_ARN:
+            return self.refusal(400, "InvalidIdentityToken")
+        made = sts_backends[DEFAULT_ACCOUNT_ID]["aws"].assume_role_with_web_identity(
+            region_name=REGION,
+            role_session_name=asked["RoleSessionName"],
+            role_arn=ROLE_ARN,
+            policy=None,
+            duration=3600,
+            external_id=None,
+        )
+        keys = {"key": made.access_key_id, "secret": made.secret_access_key, "token": made.session_token}
+        end = f"{made.expiration:%Y-%m-%dT%H:%M:%SZ}"
+        return Answer(200, _EXCHANGED.format(**keys, end=end).encode(), "text/xml")
 
     def _route(self, match: re.Match[str]) -> str:
         item = match[0]

@@ -63,6 +63,7 @@ class Bench:
 
     def __init__(self, cloud: Any, url: str, metadata: str, clock: Clock, room: Path) -> None:
         self.cloud: Cloud = cloud
+        self.url = url
         self.clock = clock
         self.room = room
         self.hop, self.their_hop = cloud.add_node(OURS), cloud.add_node(THEIRS)

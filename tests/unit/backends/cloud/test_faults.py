@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from flanneld.backends.cloud.cleanup import routes_in
 from flanneld.backends.cloud.contract import Trouble
 from flanneld.backends.cloud.record import Record
-from tests.lab.clouds.aws import AwsService
+from tests.lab.clouds.aws import ROLE_ARN, WEB_IDENTITY, AwsService
 from tests.unit.backends.cloud.bench import SUBNET, THEIRS, Bench
 
 #: The right that each cloud wants for making a route, by its own name.
@@ -116,6 +118,50 @@ def test_an_answer_of_another_shape_is_a_failure_and_no_empty_table(cloud: Bench
     cloud.cloud.heal()
     cloud.wait()
     assert node.audit() == ([], [])
+
+
+def test_an_answer_that_comes_too_late_counts_for_nothing(cloud: Bench) -> None:
+    node = cloud.node()
+    node.audit()
+    cloud.cloud.late[cloud.cloud.actions["list"]] = 3.0
+    cloud.wait()
+    audited = threading.Event()
+
+    def let_time_pass() -> None:
+        while not audited.wait(0.1):
+            cloud.wait(30.0)
+
+    passing = threading.Thread(target=let_time_pass)
+    passing.start()
+    try:
+        assert node.audit() == ([], [])
+    finally:
+        audited.set()
+        passing.join()
+    assert "does not answer" in node.complaint()
+    assert cloud.cloud.routes() == {SUBNET: cloud.hop}
+    cloud.cloud.heal()
+    cloud.wait()
+    assert node.audit() == ([], [])
+    assert node.state().settled
+
+
+@pytest.mark.parametrize("kind", ["aws-vpc"])
+def test_a_web_identity_is_exchanged_for_keys(cloud: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    token = cloud.room / "token"
+    token.write_text("stolen")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_ROLE_ARN", ROLE_ARN)
+    monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(token))
+    monkeypatch.setenv("AWS_ENDPOINT_URL_STS", cloud.url)
+    node = cloud.node()
+    assert node.audit() == ([], [])
+    assert "credentials" in node.complaint()
+    assert "stolen" not in node.complaint()
+    token.write_text(WEB_IDENTITY)
+    cloud.wait()
+    assert len(node.audit()[0]) == 1
 
 
 @pytest.mark.parametrize("kind", ["aws-vpc", "ali-vpc", "tencent-vpc"])
