@@ -204,9 +204,9 @@ def test_every_family_has_its_own_addresses_data_and_subnet() -> None:
 def test_uplink_is_shown_with_the_addresses_of_the_families_in_use(
     addresses: tuple[str | None, str | None], line: str
 ) -> None:
-    four = [None if text is None else IPv4Address(text) for text in addresses]
-    six = [None, None] if four[0] else [IPv6Address("fd77::1"), IPv6Address("2001:db8::1")]
-    assert str(Uplink("eth0", 2, 1500, *four, *six)) == line
+    local, public = (None if text is None else IPv4Address(text) for text in addresses)
+    six = (None, None) if local else (IPv6Address("fd77::1"), IPv6Address("2001:db8::1"))
+    assert str(Uplink("eth0", 2, 1500, local, public, *six)) == line
 
 
 @pytest.mark.parametrize(

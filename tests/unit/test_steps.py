@@ -76,7 +76,8 @@ def sources() -> Iterator[Path]:
 
 def offences(source: str) -> list[str]:
     """Return the line and the text of each call or import that belongs into ``runtime/``."""
-    return [f"{node.lineno}: {what}" for node in ast.walk(ast.parse(source)) for what in _offence(node)]
+    nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.stmt | ast.expr))
+    return [f"{node.lineno}: {what}" for node in nodes for what in _offence(node)]
 
 
 def _offence(node: ast.AST) -> Iterator[str]:

@@ -15,7 +15,7 @@ from flanneld.backends.ipip import IpipBackend, build
 from flanneld.config import parse
 from flanneld.errors import Fatal, Refused
 from flanneld.model import IPAddress, Lease, LeaseAttrs, Uplink
-from flanneld.state.resources import Address, Ipip, Route
+from flanneld.state.resources import Address, Ipip, Resource, Route
 
 LOCAL, PUBLIC = IPv4Address("192.168.0.5"), IPv4Address("203.0.113.5")
 OWN = Lease(LeaseAttrs(), IPv4Network("10.1.5.0/24"))
@@ -46,10 +46,11 @@ def peer(**attrs: Any) -> Lease:
 
 
 def test_a_device_that_sends_from_the_local_address_is_needed_with_the_base_address_of_our_subnet() -> None:
-    assert list(made().local(OWN)) == [
+    wanted: list[Resource] = [
         Ipip("flannel.ipip", LOCAL, 1480),
         Address("flannel.ipip", IPv4Address("10.1.5.0")),
     ]
+    assert list(made().local(OWN)) == wanted
 
 
 def test_the_public_ip_is_all_that_is_announced() -> None:
@@ -61,7 +62,8 @@ def test_an_onlink_route_through_the_device_leads_to_a_peer() -> None:
 
 
 def test_a_peer_on_our_link_is_routed_to_directly() -> None:
-    backend = made(DirectRouting=True, link_to={PEER: "eth1"}.get)
+    links: dict[IPAddress, str] = {PEER: "eth1"}
+    backend = made(DirectRouting=True, link_to=links.get)
     assert list(backend.peer(OWN, peer())) == [Route(SUBNET, "eth1", PEER, onlink=True)]
 
 

@@ -18,7 +18,7 @@ from flanneld.backends.vxlan import VxlanConfig, build, read_config, vtep_mac
 from flanneld.config import Config, parse
 from flanneld.errors import Fatal, Refused
 from flanneld.model import IPAddress, Lease, LeaseAttrs, Uplink
-from flanneld.state.resources import Address, FdbEntry, Neighbor, Route, Vxlan
+from flanneld.state.resources import Address, FdbEntry, Neighbor, Resource, Route, Vxlan
 from flanneld.subnet.codec import parse_mac
 
 V4, V6, DUAL = (True, False), (False, True), (True, True)
@@ -80,12 +80,12 @@ def peer(families: Families = DUAL, **attrs: Any) -> Lease:
     return Lease(LeaseAttrs(**{**known, **attrs}), *subnets)
 
 
-TO_PEER_V4 = [
+TO_PEER_V4: list[Resource] = [
     Neighbor("flannel.1", SUBNET.network_address, PEER_MAC),
     FdbEntry("flannel.1", PEER_MAC, PUBLIC),
     Route(SUBNET, "flannel.1", SUBNET.network_address, onlink=True),
 ]
-TO_PEER_V6 = [
+TO_PEER_V6: list[Resource] = [
     Neighbor("flannel-v6.1", SUBNET_V6.network_address, PEER_MAC_V6),
     FdbEntry("flannel-v6.1", PEER_MAC_V6, PUBLIC_V6),
     Route(SUBNET_V6, "flannel-v6.1", SUBNET_V6.network_address, onlink=True),
@@ -277,7 +277,7 @@ def test_a_device_has_the_base_address_of_our_subnet() -> None:
 
 
 def test_without_peers_a_device_and_its_address_are_all() -> None:
-    kinds = [type(resource) for resource in build(config(), host()).local(OWN)]
+    kinds: list[type] = [type(resource) for resource in build(config(), host()).local(OWN)]
     assert kinds == [Vxlan, Address]
 
 
@@ -446,7 +446,8 @@ def test_a_value_that_no_device_can_have_is_fatal_and_named(key: str, value: Any
 def test_least_and_greatest_value_that_a_device_can_have_are_taken(
     key: str, value: int, read: VxlanConfig
 ) -> None:
-    assert read_config(config(**{key: value})) == read
+    options: dict[str, Any] = {key: value}
+    assert read_config(config(**options)) == read
 
 
 @pytest.mark.parametrize(
@@ -454,8 +455,9 @@ def test_least_and_greatest_value_that_a_device_can_have_are_taken(
     [("VNI", 1 << 24, "0 to 16777215"), ("Port", 65536, "1 to 65535"), ("MTU", -1, "0 to 65535")],
 )
 def test_error_names_the_value_and_its_range(key: str, value: int, limits: str) -> None:
+    options: dict[str, Any] = {key: value}
     with pytest.raises(Fatal) as caught:
-        read_config(config(**{key: value}))
+        read_config(config(**options))
     assert str(caught.value) == f"Backend.{key} is {value}; set it to a number from {limits}"
 
 

@@ -36,12 +36,14 @@ def states(told: dict[str, Any], *there: Resource, foreign: Sequence[Resource] =
 
 
 def test_what_is_there_as_wanted_is_ok() -> None:
-    assert states(document(ROUTE, FDB), DEVICE, ROUTE, FDB) == {DEVICE: "ok", ROUTE: "ok", FDB: "ok"}
+    wanted: dict[Resource, str] = {DEVICE: "ok", ROUTE: "ok", FDB: "ok"}
+    assert states(document(ROUTE, FDB), DEVICE, ROUTE, FDB) == wanted
 
 
 def test_what_is_not_there_is_missing_and_what_is_not_wanted_is_told() -> None:
     stale = replace(ROUTE, destination=IPv4Network("10.5.9.0/24"))
-    assert states(document(ROUTE), DEVICE, stale) == {DEVICE: "ok", ROUTE: "missing", stale: "not wanted"}
+    wanted: dict[Resource, str] = {DEVICE: "ok", ROUTE: "missing", stale: "not wanted"}
+    assert states(document(ROUTE), DEVICE, stale) == wanted
 
 
 def test_an_entry_that_leads_to_another_port_is_not_the_wanted_one() -> None:
@@ -81,7 +83,8 @@ def test_a_device_of_another_kind_is_named_with_its_kind() -> None:
 
 def test_a_route_of_others_is_neither_ours_nor_left_over() -> None:
     other = replace(ROUTE, device="eth0", onlink=False)
-    assert states(document(ROUTE), DEVICE, foreign=[other]) == {DEVICE: "ok", ROUTE: "missing"}
+    wanted: dict[Resource, str] = {DEVICE: "ok", ROUTE: "missing"}
+    assert states(document(ROUTE), DEVICE, foreign=[other]) == wanted
 
 
 def test_an_object_that_another_lease_has_won_is_not_missing() -> None:

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from flanneld.config import Config, parse
 from flanneld.diagnostics.components import Components
 from flanneld.diagnostics.counted_manager import counted
 from flanneld.diagnostics.metrics import METRICS, page
@@ -14,7 +15,8 @@ from flanneld.model import Lease, LeaseAttrs
 from flanneld.options import Options
 from flanneld.runtime.logs.event_log import Events
 
-LEASE = Lease(LeaseAttrs())
+CONFIG = parse('{"Network": "10.5.0.0/16"}')
+LEASE, RENEWED = Lease(LeaseAttrs()), Lease(LeaseAttrs(), asof=2)
 
 
 class Store:
@@ -25,13 +27,14 @@ class Store:
     def __init__(self) -> None:
         self.fails = False
 
-    def network_config(self) -> str:
+    def network_config(self) -> Config:
         if self.fails:
             raise NoAnswer("no answer", "wait")
-        return "a config"
+        return CONFIG
 
-    def renew(self, _lease: Lease) -> str:
-        return self.network_config()
+    def renew(self, _lease: Lease) -> Lease:
+        self.network_config()
+        return RENEWED
 
 
 @pytest.fixture
@@ -87,8 +90,8 @@ def test_without_the_library_the_page_is_unavailable_and_says_what_to_install(
 def test_requests_to_the_store_are_counted_and_their_answers_passed_on(
     components: Components, store: Store
 ) -> None:
-    assert components.manager.network_config() == "a config"
-    assert components.manager.renew(LEASE) == "a config"
+    assert components.manager.network_config() == CONFIG
+    assert components.manager.renew(LEASE) == RENEWED
     store.fails = True
     with pytest.raises(Retryable):
         components.manager.renew(LEASE)

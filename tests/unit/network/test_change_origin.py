@@ -17,7 +17,12 @@ def named_8(port: int) -> str:
 
 def test_a_writer_is_asked_for_once_until_all_is_put_right() -> None:
     asked: list[int] = []
-    origins = ChangeOrigins(lambda port: asked.append(port) or named_8(port))
+
+    def look(port: int) -> str:
+        asked.append(port)
+        return named_8(port)
+
+    origins = ChangeOrigins(look)
     assert [origins.of(8), origins.of(8)] == ["NetworkManager (pid 8)"] * 2
     assert asked == [8]
     origins.forget()
@@ -32,7 +37,12 @@ def test_nobody_is_named_that_is_not_known(port: int) -> None:
 
 def test_a_storm_of_writers_is_not_looked_into_without_end() -> None:
     asked: list[int] = []
-    origins = ChangeOrigins(lambda port: str(asked.append(port)))
+
+    def look(port: int) -> str:
+        asked.append(port)
+        return "a writer"
+
+    origins = ChangeOrigins(look)
     for port in range(1, 1000):
         origins.of(port)
         origins.of(port)

@@ -160,7 +160,7 @@ def test_a_wireguard_device_is_read_and_known_by_its_name() -> None:
 TUN = Tun("flannel0", 1472)
 
 
-def tun(**data: int) -> bytes:
+def tun(**data: Any) -> bytes:
     """Only what is not the default of a persistent TUN differs."""
     return description("flannel0", kind="tun", mac=None, mtu=1472, **data)
 

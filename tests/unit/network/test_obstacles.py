@@ -22,7 +22,7 @@ from flanneld.network.obstacles import (
 NETWORKS = (IPv4Network("10.5.0.0/16"), IPv6Network("fc00:5::/48"))
 OWN = (IPv4Network("10.5.1.0/24"), IPv6Network("fc00:5:0:1::/64"))
 KERNEL, BOOT, STATIC, DHCP, ROUTER = 2, 3, 4, 16, 9
-SUBNETS = {4: IPv4Network("10.5.7.0/24"), 6: IPv6Network("fc00:5:0:7::/64")}
+SUBNETS: dict[int, IPNetwork] = {4: IPv4Network("10.5.7.0/24"), 6: IPv6Network("fc00:5:0:7::/64")}
 
 
 def nets4(near: int, lengths: st.SearchStrategy[int]) -> st.SearchStrategy[IPNetwork]:

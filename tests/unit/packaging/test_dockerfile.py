@@ -48,6 +48,7 @@ def pins() -> dict[str, str]:
 
 def extras() -> list[str]:
     """Those that the image installs."""
+    found: str
     (found,) = re.findall(r"'\.\[([a-z,-]+)\]'", TEXT)
     return found.split(",")
 

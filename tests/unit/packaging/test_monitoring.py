@@ -183,8 +183,8 @@ def test_expression_uses_only_series_and_labels_that_there_are(expression: str) 
 
 def test_panels_of_the_dashboard_have_numbers_titles_and_places_of_their_own() -> None:
     panels = dashboard()["panels"]
-    for what in (lambda each: each["id"], lambda each: each["title"]):
-        assert len({what(each) for each in panels}) == len(panels)
+    for what in ("id", "title"):
+        assert len({each[what] for each in panels}) == len(panels)
     places = [each["gridPos"] for each in panels]
     cells = [
         (x, y)

@@ -124,7 +124,7 @@ def test_a_difference_touches_only_what_differs(
 def test_route_to_a_subnet_is_kept_without_its_neighbour_and_so_is_what_a_driver_made() -> None:
     subnet, other = IPv4Network("10.1.1.0/24"), IPv4Network("10.1.2.0/24")
     peers = [PumpPeer("flannel0", net, ip(1)) for net in (subnet, other)]
-    stale = (route(1), *peers, FdbEntry("flannel.1", f"{MAC}1", ip(1)))
+    stale: tuple[Resource, ...] = (route(1), *peers, FdbEntry("flannel.1", f"{MAC}1", ip(1)))
     assert without_ways_to({subnet}, stale) == stale[2:]
 
 

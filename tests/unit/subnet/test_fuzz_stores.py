@@ -95,7 +95,7 @@ NODE = {
     "expiration": "2030-01-01T00:00:00Z",
     "ttl": 86400,
 }
-V2 = [
+V2: list[dict[str, Any]] = [
     {"action": "set", "node": NODE, "prevNode": NODE},
     {"action": "expire", "node": {"key": NODE["key"], "modifiedIndex": 7}, "prevNode": NODE},
     {"action": "get", "node": {"key": PATH, "dir": True, "nodes": [NODE, NODE], "modifiedIndex": 3}},

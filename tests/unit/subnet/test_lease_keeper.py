@@ -19,7 +19,7 @@ from flanneld.model import Added, IPAddress, Lease, LeaseAttrs, LeaseKey, Remove
 from flanneld.runtime import clock as monotonic_clock
 from flanneld.subnet.lease_keeper import ANNOUNCE_RETRY, CONTEST_SPACING, PEACE, RENEW_RETRY, LeaseKeeper
 from flanneld.subnet.lease_keeper import PROBATION as NEWCOMERS_PROBATION
-from flanneld.subnet.manager import Deliver, SubnetManager
+from flanneld.subnet.manager import NO_FACTS, Deliver, LocalFacts, SubnetManager
 from tests.clock import Clock
 from tests.lab.wait import wait_for
 
@@ -36,6 +36,7 @@ class Store:
     """Leases in memory, with indexes, terms and watchers, as etcd has them."""
 
     name = "a store in memory"
+    problem: Retryable | None = None
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
@@ -76,7 +77,8 @@ class Store:
                 raise Fatal("the lease is another node's, and who renews it does not know")
             return self.write(lease)
 
-    def watch_own(self, lease: Lease, deliver: Deliver) -> None:
+    def watch_own(self, lease: Lease, deliver: Deliver, alive: Callable[[], None]) -> None:
+        del alive
         with self._lock:
             self._watchers.append(deliver)
             deliver([Added(self.leases[lease.key])])
@@ -87,10 +89,18 @@ class Store:
     def stored(self, public_ip: IPAddress | None) -> LeaseAttrs | None:
         raise NotImplementedError
 
-    def acquire(self, config: Config, attrs: LeaseAttrs, previous: LeaseKey) -> Lease:
+    def acquire(
+        self, config: Config, attrs: LeaseAttrs, previous: LeaseKey, local: LocalFacts = NO_FACTS
+    ) -> Lease:
         raise NotImplementedError
 
-    def watch(self, deliver: Deliver) -> None:
+    def watch(self, deliver: Deliver, alive: Callable[[], None]) -> None:
+        raise NotImplementedError
+
+    def reread(self) -> None:
+        raise NotImplementedError
+
+    def reconnect(self) -> None:
         raise NotImplementedError
 
     def close(self) -> None:
@@ -116,7 +126,7 @@ class Node:
             contested=contested,
             probation=PROBATION,
         )
-        store.watch_own(lease, self.lease_keeper.deliver)
+        store.watch_own(lease, self.lease_keeper.deliver, lambda: None)
 
     def settle(self) -> None:
         """Step until there is nothing to do at the present time."""

@@ -20,7 +20,7 @@ from flanneld.config import parse
 from flanneld.errors import Fatal, Refused
 from flanneld.model import Lease, LeaseAttrs, Secret, Uplink
 from flanneld.network.xfrm.policy import guards, tunnel_policies
-from flanneld.state.resources import Address, Blackhole, Dummy, Route
+from flanneld.state.resources import Address, Blackhole, Dummy, Resource, Route
 from flanneld.state.sessions import Session
 from flanneld.subnet.codec import format_attrs
 
@@ -57,7 +57,7 @@ def test_mtu_is_upstreams(encap: bool, mtu: int) -> None:
 
 
 def test_guards_come_first() -> None:
-    assert list(made().local(OWN)) == [
+    wanted: list[Resource] = [
         Blackhole(NETWORK, unreachable=True),
         Dummy(DEVICE, 1423),
         Address(DEVICE, IPv4Address("10.1.5.0")),
@@ -65,15 +65,17 @@ def test_guards_come_first() -> None:
         Charon(),
         SharedKey(HERE, KEY),
     ]
+    assert list(made().local(OWN)) == wanted
 
 
 def test_what_leads_to_a_peer() -> None:
-    assert list(made().peer(OWN, PEER)) == [
+    wanted: list[Resource] = [
         *tunnel_policies(SUBNET, THEIRS, HERE, THERE),
         Route(THEIRS, DEVICE),
         SharedKey(THERE, KEY),
         Connection(HERE, HERE, SUBNET, THEIRS, THERE, PROPOSAL),
     ]
+    assert list(made().peer(OWN, PEER)) == wanted
 
 
 def test_a_node_behind_nat_sends_from_its_own_address() -> None:

@@ -16,7 +16,7 @@ from flanneld.backends.udp.resources import Pump, PumpPeer
 from flanneld.config import Config, parse
 from flanneld.errors import Fatal, Refused
 from flanneld.model import Lease, LeaseAttrs, Uplink
-from flanneld.state.resources import Address, Route, Tun
+from flanneld.state.resources import Address, Resource, Route, Tun
 
 NETWORK, SUBNET, BASE = IPv4Network("10.1.0.0/16"), IPv4Network("10.1.6.0/24"), IPv4Address("10.1.5.0")
 OURS, PUBLIC = IPv4Address("192.168.0.5"), IPv4Address("192.168.0.6")
@@ -43,12 +43,13 @@ def peer(**attrs: Any) -> Lease:
 
 
 def test_one_device_leads_to_the_whole_network_and_a_pump_carries_on_from_there() -> None:
-    assert list(made().local(OWN)) == [
+    wanted: list[Resource] = [
         Tun("flannel0", 1472),
         Address("flannel0", BASE),
         Route(NETWORK, "flannel0"),
         PUMP,
     ]
+    assert list(made().local(OWN)) == wanted
 
 
 def test_the_options_reach_the_pump() -> None:

@@ -42,7 +42,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def save(path: Path, state: State) -> None:
-    StateFile(path).update(**{name: getattr(state, name) for name in State.__slots__})
+    StateFile(path).update(**{name: getattr(state, name) for name in State.__struct_fields__})
 
 
 @pytest.mark.parametrize(

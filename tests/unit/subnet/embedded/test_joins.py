@@ -149,8 +149,12 @@ def check_own_watch(place: LocalFile | LocalEtcd, api: str) -> None:
 
 
 def _watch_own(manager: RemoteManager, lease: Lease, heard: Queue[Event]) -> None:
+    def deliver(events: list[Event]) -> None:
+        for each in events:
+            heard.put(each)
+
     with suppress(Cancelled):
-        manager.watch_own(lease, lambda events: [heard.put(each) for each in events] and None, lambda: None)
+        manager.watch_own(lease, deliver, lambda: None)
 
 
 @pytest.mark.parametrize(

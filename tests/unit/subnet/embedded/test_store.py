@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -169,7 +170,7 @@ def test_of_many_writers_one_succeeds_at_each_revision(path: Path) -> None:
         for _ in range(20):
             _repeat(lambda: _increment(store))
 
-    _together([lambda each=each: count(each) for each in stores * 3])
+    _together([partial(count, each) for each in stores * 3])
     node, _ = stores[0].get("/counter")
     assert node.value == "120"
 

@@ -57,6 +57,7 @@ class Node:
         self.ended: list[BaseException] = []
         self._threads: list[threading.Thread] = []
         self._opened: list[SubnetManager] = []
+        self._cancel: Callable[[], None] = lambda: None
         self.manager = self.open("both")
 
     def open(self, api: str) -> SubnetManager:
@@ -119,8 +120,6 @@ class Node:
 
         self._threads.append(threading.Thread(target=run, daemon=True))
         self._threads[-1].start()
-
-    def _cancel(self) -> None: ...
 
     def _beat(self) -> None:
         self.beats += 1

@@ -31,7 +31,7 @@ def by_key(key: str) -> LocalFacts:
     """What is known on a node whose backend goes by this public key."""
 
     def is_self(theirs: LeaseAttrs, _ours: LeaseAttrs) -> bool:
-        return theirs.backend_data == {"PublicKey": key}
+        return bool(theirs.backend_data == {"PublicKey": key})
 
     return LocalFacts(is_self=is_self)
 

@@ -21,7 +21,7 @@ from flanneld.model import Lease, LeaseAttrs, LeaseKey, Snapshot
 from flanneld.runtime import clock
 from flanneld.subnet.etcd.choice import open_etcd
 from flanneld.subnet.etcd.endpoints import EtcdOptions
-from flanneld.subnet.etcd.manager import SUBNET_TTL, LeaseTaken
+from flanneld.subnet.etcd.manager import SUBNET_TTL, EtcdManager, LeaseTaken
 from flanneld.subnet.etcd.transport import Timeouts
 from flanneld.subnet.manager import LocalFacts, SubnetManager
 from tests.lab.etcd_v3 import V3Keys
@@ -92,7 +92,8 @@ def node(number: int, data: object = None) -> LeaseAttrs:
 
 def has_full_term(written: dict[str, Any]) -> bool:
     """v3 rounds what is left of a term down."""
-    return SUBNET_TTL - 600 < written["ttl"] <= SUBNET_TTL
+    left: int = written["ttl"]
+    return SUBNET_TTL - 600 < left <= SUBNET_TTL
 
 
 def net(text: str) -> IPv4Network:
@@ -244,6 +245,7 @@ def test_a_lease_that_somebody_else_wrote_is_not_proven(
     former = store.manager().acquire(NETWORK, node(1, {"VNI": 1}), NOTHING)
     manager = store.manager()
     if not is_known:
+        assert isinstance(manager, EtcdManager)
         manager.listing()
     index = store.put(str(former).replace("/", "-"), meanwhile)
     lease = manager.acquire(NETWORK, node(2, {"VNI": 1}), former.key, LocalFacts(former))

@@ -165,7 +165,7 @@ def test_what_is_no_chunk_is_an_error(etcd: Etcd, data: bytes) -> None:
 
 @given(tampered_bytes([CHUNKED + chunks(line(1)) * 2, CHUNKED + chunks(line(1)) * 2 + b"0\r\n\r\n"]))
 def test_tampered_stream_gives_objects_until_it_ends(data: bytes) -> None:
-    def hear_all() -> None:
+    def hear_all(etcd: Etcd) -> None:
         with etcd.watched() as stream:
             while stream.next(60) is not None:
                 pass
@@ -173,7 +173,7 @@ def test_tampered_stream_gives_objects_until_it_ends(data: bytes) -> None:
     with Etcd() as etcd:
         etcd.say(data, None)
         with pytest.raises((Useless, Retryable)):
-            hear_all()
+            hear_all(etcd)
 
 
 def test_line_without_end_is_refused_before_it_fills_the_memory(

@@ -22,7 +22,7 @@ def key(number: int) -> LeaseKey:
 
 def lease(number: int, host: int = 1, **changes: float | None) -> Lease:
     attrs = LeaseAttrs(IPv4Address(f"192.0.2.{host}"), backend_type="host-gw")
-    return replace(Lease(attrs, *key(number), expires=100.0), **changes)  # type: ignore[arg-type]
+    return replace(Lease(attrs, *key(number), expires=100.0), **changes)
 
 
 keys = st.integers(0, 3)

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from ipaddress import IPv4Address
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,7 +50,7 @@ QUICK = Timeouts(read=5, silence=0.5)
 PATIENT = Timeouts(connect=30, read=30, silence=30)
 
 
-def client(*endpoints: str, timeouts: Timeouts = QUICK, transport: str = "grpc", **options: str) -> Client:
+def client(*endpoints: str, timeouts: Timeouts = QUICK, transport: str = "grpc", **options: Any) -> Client:
     asker = Client(transport_to(*endpoints, timeouts=timeouts, transport=transport, **options))
     opened.callback(asker.cut)
     return asker
@@ -65,7 +66,7 @@ def no_grpc(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("certificates")
     make_certificates(folder)
     paths = {"certfile": "client.crt", "keyfile": "client.key", "cafile": "ca.crt"}
@@ -73,7 +74,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module", params=[DEBIANS, NEWER], ids=["debians", "newer"])
-def guarded(request: pytest.FixtureRequest, certificates: dict[str, str]) -> Iterator[LocalEtcd]:
+def guarded(request: pytest.FixtureRequest, certificates: dict[str, Any]) -> Iterator[LocalEtcd]:
     """An etcd whose user is the one named in our certificate."""
     folder = Path(certificates["cafile"]).parent
     with running_etcd("--bcrypt-cost=4", tls=folder, program=request.param) as etcd:
@@ -84,7 +85,7 @@ def guarded(request: pytest.FixtureRequest, certificates: dict[str, str]) -> Ite
 
 
 def test_the_user_is_the_one_whom_the_certificate_names(
-    guarded: LocalEtcd, certificates: dict[str, str]
+    guarded: LocalEtcd, certificates: dict[str, Any]
 ) -> None:
     asker = client(guarded.url, **certificates)
     made = asker.create("/net/subnets/a", "1", 60)
@@ -101,7 +102,7 @@ def test_the_user_is_the_one_whom_the_certificate_names(
 
 
 def test_a_password_counts_where_the_certificate_has_no_rights(
-    guarded: LocalEtcd, certificates: dict[str, str]
+    guarded: LocalEtcd, certificates: dict[str, Any]
 ) -> None:
     asker = client(guarded.url, username="root", password=PASSWORD, timeouts=Timeouts(), **certificates)
     asker.create("/elsewhere", "1", None)
@@ -109,7 +110,7 @@ def test_a_password_counts_where_the_certificate_has_no_rights(
 
 
 def test_json_is_left_when_it_is_refused(
-    guarded: LocalEtcd, certificates: dict[str, str], caplog: pytest.LogCaptureFixture
+    guarded: LocalEtcd, certificates: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     manager = open_etcd(EtcdOptions((guarded.url,), "/net", **certificates), "auto", QUICK)
@@ -139,13 +140,13 @@ def test_json_is_left_when_it_is_refused(
     assert sum("Speaking gRPC with etcd from now on" in message for message in caplog.messages) == 1
 
 
-def test_json_that_was_asked_for_is_not_left(guarded: LocalEtcd, certificates: dict[str, str]) -> None:
+def test_json_that_was_asked_for_is_not_left(guarded: LocalEtcd, certificates: dict[str, Any]) -> None:
     with pytest.raises(GatewayRefused, match="common name"):
         client(guarded.url, transport="json", **certificates).fetch("/net/config")
 
 
 @pytest.mark.usefixtures("no_grpc")
-def test_who_needs_grpc_is_told_what_to_install(guarded: LocalEtcd, certificates: dict[str, str]) -> None:
+def test_who_needs_grpc_is_told_what_to_install(guarded: LocalEtcd, certificates: dict[str, Any]) -> None:
     with pytest.raises(GatewayRefused) as caught:
         client(guarded.url, transport="auto", **certificates).fetch("/net/config")
     assert "common name" in caught.value.problem

@@ -313,9 +313,13 @@ def test_a_history_of_others_that_etcd_has_forgotten_is_not_worth_a_word(
             watched.keys.put("/unrelated", "2")
             watched.outrun_history()
 
+        def act() -> None:
+            acts.pop(len(watched.events), str)()
+
         # The watch has to have told something: until then etcd itself looks things up in the history.
+        acts: dict[int, Callable[[], object]]
         acts = {1: lambda: watched.put("10.1.1.0-24", value(1)), 2: forget_what_others_wrote}
-        watched.start_without_event(lambda: acts.pop(len(watched.events), str)())
+        watched.start_without_event(act)
         assert subnets(watched.next(2)) == {"10.1.1.0/24"}
     assert not any("has forgotten" in text for text in texts(caplog))
 

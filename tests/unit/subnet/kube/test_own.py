@@ -62,6 +62,7 @@ def test_the_condition_is_cleared_when_the_network_is_there_and_for_each_new_nod
     assert condition(cluster) is None
     manager.mark_available()
     found = wait_for(lambda: condition(cluster))
+    assert found
     assert (found["status"], found["reason"]) == ("False", "FlannelIsUp")
     assert found["message"] == "Flannel is running on this node"
     cluster.control.delete_node("n1")

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from flanneld.errors import NoAnswer
 from flanneld.runtime.backoff import Backoff
 from flanneld.subnet.kube import watch
 from flanneld.subnet.kube.access import Access
-from flanneld.subnet.kube.api import Api, Expired, NoAnswer, NoServer, Refusal, Timeouts
+from flanneld.subnet.kube.api import Api, Expired, NoServer, Refusal, Timeouts
 from flanneld.subnet.kube.watch import backoffs, is_behind
 from tests.lab.credentials import write_kubeconfig
 from tests.lab.wait import wait_for

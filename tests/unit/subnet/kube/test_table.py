@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Iterable
 from ipaddress import IPv4Network
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -67,7 +68,8 @@ def test_a_change_of_what_a_node_announces_is_told(table: NodeTable, change: str
         "backend_type": "ipip",
         "public_ip": "198.18.0.99",
     }
-    changed = node("a", 1, **{change: value[change]})
+    notes: dict[str, Any] = {change: value[change]}
+    changed = node("a", 1, **notes)
     assert table.put(changed) == [Added(lease(changed))]
 
 

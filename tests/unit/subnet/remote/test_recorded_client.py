@@ -30,7 +30,8 @@ NOTHING = (None, None)
 
 def wire(recorded: dict[str, Any]) -> bytes:
     """The bytes of a recorded answer."""
-    body = recorded["answer"].encode()
+    answer: str = recorded["answer"]
+    body = answer.encode()
     headers = recorded["headers"] | {
         "Date": "Mon, 01 Aug 2016 10:00:00 GMT",
         "Content-Length": str(len(body)),
