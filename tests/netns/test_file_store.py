@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.lab import Lab, Node, own_command, wait_for
 from tests.lab.lab import NETWORK
+from tests.lab.namespace import run
 from tests.netns.test_remote import PORT, backends, connect
 
 
@@ -133,3 +137,42 @@ def test_fleet_with_tokens_lets_nobody_else_in() -> None:
         good.kill()
         good.start(remote(first), f"--token-file={token}")
         good.wait_for_log("was revoked; make another: flannelctl token create")
+
+
+#: Write a value of some bytes into a store, which is made if need be.
+WRITE = """
+import sys
+from pathlib import Path
+from flanneld.errors import FlannelError
+from flanneld.subnet.embedded.database import Database
+try:
+    with Database(Path(sys.argv[1]), create=True).writing() as connection:
+        connection.execute("INSERT OR REPLACE INTO facts VALUES ('test', ?)", ("x" * int(sys.argv[2]),))
+except FlannelError as error:
+    sys.exit(str(error))
+"""
+
+
+@pytest.mark.parametrize(
+    ("harm", "size", "complaint"),
+    [
+        ("mount -o remount,ro $disk", 1, "Read-only file system; see its owner, mode and file system"),
+        ("true", 1 << 20, "is full; free space"),
+    ],
+    ids=["read-only", "full"],
+)
+def test_disk_that_takes_no_write_is_named_and_the_store_stays(
+    tmp_path: Path, harm: str, size: int, complaint: str
+) -> None:
+    script = f"""
+        disk=$1 python=$2 program=$3
+        mount -t tmpfs -o size=256k tmpfs $disk
+        write() {{ "$python" -c "$program" $disk/leases.db $1; }}
+        write 10
+        {harm}
+        if write {size}; then exit 9; fi
+        mount -o remount,rw $disk
+        write 20
+    """
+    done = run("unshare", "--mount", "sh", "-ec", script, "sh", str(tmp_path), sys.executable, WRITE)
+    assert complaint in done.stderr
