@@ -34,7 +34,7 @@ def masquerades(node: Node) -> bool:
 
 
 def test_nodes_get_subnets_and_masquerade_and_know_no_way(lab: Lab) -> None:
-    lab.etcd.put_lease("10.5.9.0/24", VXLAN_LEASE)
+    lab.etcd.put_lease("10.5.209.0/24", VXLAN_LEASE)
     nodes = lab.cluster(ALLOC, flags=("--ip-masq",))
     for node in nodes:
         env = node.env()
@@ -45,7 +45,7 @@ def test_nodes_get_subnets_and_masquerade_and_know_no_way(lab: Lab) -> None:
         )
         assert lab.etcd.lease_values()[node.subnet()] == f'{{"PublicIP":"{node.address}"}}'
         assert masquerades(node)
-    lab.etcd.put_lease("10.5.10.0/24", VXLAN_LEASE)
+    lab.etcd.put_lease("10.5.210.0/24", VXLAN_LEASE)
     for node in nodes:
         node.wait_for_log("In sync with")
         assert overlay(node) == {"devices": [], "routes": []}
@@ -55,10 +55,10 @@ def test_nodes_get_subnets_and_masquerade_and_know_no_way(lab: Lab) -> None:
 def test_the_store_is_not_watched_for_peers(lab: Lab) -> None:
     """A peer that would be named in the log with any other backend is not heard of."""
     (node,) = lab.cluster(ALLOC, nodes=1)
-    lab.etcd.put_lease("10.5.9.0/24", VXLAN_LEASE)
+    lab.etcd.put_lease("10.5.209.0/24", VXLAN_LEASE)
     lab.etcd.delete_lease(node.subnet())
     wait_for(lambda: not node.running, SOON, "the daemon to end: its own lease was revoked")
-    assert "10.5.9.0/24" not in node.log()
+    assert "10.5.209.0/24" not in node.log()
 
 
 def test_a_switch_from_vxlan_removes_device_and_routes(lab: Lab) -> None:

@@ -53,7 +53,8 @@ WIREGUARD = {
     "SubnetRemoveCommand": "read PUBLICKEY; wg set flannel-wg peer $PUBLICKEY remove",
 }
 NETWORK = "10.50.0.0/16"
-PEER = "10.50.77.0/24"
+#: A node takes one of the first hundred free subnets, so this one and the next are never its own.
+PEER = "10.50.177.0/24"
 
 
 @pytest.fixture
@@ -227,8 +228,8 @@ def test_a_hanging_command_is_killed_and_holds_up_no_route(lab: Lab, notes: Path
     node.wait_for_route(node.subnet(), 3)
     assert "did not end" not in node.log(), "the route came back while the command hung"
     node.wait_for_log(f"extension peer {PEER} at 198.18.0.77: SubnetAddCommand did not end within 5 s")
-    add_peer(lab, address="198.18.0.78", subnet="10.50.78.0/24")
-    wait_for(lambda: "add 10.50.78.0/24 198.18.0.78 data" in lines(notes), SOON, "the other peer's command")
+    add_peer(lab, address="198.18.0.78", subnet="10.50.178.0/24")
+    wait_for(lambda: "add 10.50.178.0/24 198.18.0.78 data" in lines(notes), SOON, "the other peer's command")
     assert node.stop().status == 0, "a command that hangs does not hold up the end"
 
 

@@ -142,9 +142,9 @@ def test_a_peer_with_the_mac_of_our_device_is_named(lab: Lab, stacks: dict[str, 
     lease = {"PublicIP": "198.18.0.7", "BackendType": "vxlan", "BackendData": data[4]}
     if stacks:
         lease |= {"PublicIPv6": "fd00:18::7", "BackendV6Data": data[6]}
-    key = "10.5.7.0/24" if not stacks else "10.5.7.0-24&fc00:5:0:7::-64"
+    key = "10.5.207.0/24" if not stacks else "10.5.207.0-24&fc00:5:0:207::-64"
     lab.etcd.put_lease(key, lease)
-    node.wait_for_route("10.5.7.0/24")
+    node.wait_for_route("10.5.207.0/24")
     lines = node.wait_for_log(f"has the MAC {mac} of our own {device}")
     assert len(lines) == 1
     doctor = [str(ROOT / ".venv/bin/flannelctl"), "doctor", f"--subnet-file={node.subnet_file}"]
