@@ -105,7 +105,9 @@ def gather(answers: Mapping[str, Any], wanted: Options) -> list[Content]:
 
 def known_secrets(wanted: Options) -> set[str]:
     """Return the secrets of flannel on this host: passwords, keys in files, variables named like secrets."""
-    found = {wanted.etcd_password}
+    found = {wanted.etcd_password, wanted.token}
+    if wanted.token_file:
+        found.add((_read(Path(wanted.token_file)) or "").strip())
     for name in ("/etc/default/flanneld", "/etc/sysconfig/flanneld"):
         found |= secrets_in(_read(Path(name)) or "")
     with suppress(OSError):

@@ -78,8 +78,15 @@ def test_key_files_tell_what_to_mask(tmp_path: Path) -> None:
     (tmp_path / "wgkey").chmod(0o400)
     (tmp_path / "subnet.env").write_text("FLANNEL_MTU=1450\n")
     (tmp_path / "subnet.env").chmod(0o644)
-    found = bundle.known_secrets(Options(secret_dir=str(tmp_path), etcd_password="pass-word"))
-    assert {SECRET, "pass-word"} <= found
+    (tmp_path / "join").write_text("join-token\n")
+    wanted = Options(
+        secret_dir=str(tmp_path),
+        etcd_password="pass-word",
+        token="plain-token",
+        token_file=str(tmp_path / "join"),
+    )
+    found = bundle.known_secrets(wanted)
+    assert {SECRET, "pass-word", "plain-token", "join-token"} <= found
     assert "FLANNEL_MTU=1450" not in found
 
 
