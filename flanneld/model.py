@@ -70,7 +70,7 @@ class LeaseAttrs(Struct, frozen=True, gc=False):
 
     def __str__(self) -> str:
         """Return addresses, backend and its data for the log. The data may be any text from the store."""
-        import json  # the packet pump, which has no use for it, starts sooner
+        import json  # the udp proxy, which has no use for it, starts sooner
 
         ips = [str(ip) for ip in (self.public_ip, self.public_ipv6) if ip] or ["no public IP"]
         told = [json.dumps(data)[:200] for data in (self.backend_data, self.backend_v6_data) if data]

@@ -29,9 +29,9 @@ def run(wanted: Options, environ: Mapping[str, str]) -> int:
 
 def _clean_up(wanted: Options, _environ: Mapping[str, str]) -> bool:
     from flanneld.diagnostics.cleanup import clean_up
-    from flanneld.subnet.kube.state import State
+    from flanneld.subnet.kube.node_cache import NodeCache
 
-    files = (Path(wanted.subnet_file), State(wanted.state_dir).path)
+    files = (Path(wanted.subnet_file), NodeCache(wanted.state_dir).path)
     return clean_up(*files, print, everything=wanted.all, dry_run=wanted.dry_run)
 
 

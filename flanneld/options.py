@@ -14,12 +14,12 @@ from typing import Any
 
 from flanneld import option_values
 from flanneld.compat import flags as goflags
-from flanneld.compat.flags import Flag, Kind, Value
+from flanneld.compat.flags import Flag, FlagKind, FlagValue
 from flanneld.errors import Fatal, FlannelError
 from flanneld.model import IPAddress
 
 PREFIX = "FLANNELD"
-_KINDS: Mapping[type, Kind] = {bool: "bool", int: "int", str: "string", tuple: "string"}
+_KINDS: Mapping[type, FlagKind] = {bool: "bool", int: "int", str: "string", tuple: "string"}
 
 
 class UsageError(FlannelError):
@@ -43,7 +43,7 @@ class VersionWanted(Exception):
     """Request for ``-version``: print the version on standard error, exit with status 0."""
 
 
-def _flag(name: str, default: Any, usage: str, read: option_values.Reader = option_values.as_it_is) -> Any:
+def _flag(name: str, default: Any, usage: str, read: option_values.ReadValue = option_values.as_it_is) -> Any:
     """Return a field and the flag that sets it; ``default`` is a tuple if the flag may be repeated."""
     flag = Flag(name, _KINDS[type(default)], default, usage, repeatable=isinstance(default, tuple))
     return field(default=read(default, name), metadata={"flag": flag, "read": read})
@@ -204,8 +204,8 @@ class Options:
     set_node_network_unavailable: bool = _flag(
         "set-node-network-unavailable", True, "clear the node's NetworkUnavailable condition"
     )
-    removal_brake: bool = _flag(
-        "removal-brake",
+    removal_guard: bool = _flag(
+        "removal-guard",
         True,
         "read the leases again before most peers are removed at once",
     )
@@ -345,7 +345,7 @@ def usage(program: str) -> str:
     return f"Usage: {program} [-flag=value ...]\n" + goflags.usage((*FLAGS, _VERSION))
 
 
-def _checked(given: Mapping[str, Value], sources: Mapping[str, str]) -> Options:
+def _checked(given: Mapping[str, FlagValue], sources: Mapping[str, str]) -> Options:
     options = Options(
         **{
             f.name: f.metadata["read"](given[name], sources[name])

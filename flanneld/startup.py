@@ -27,8 +27,8 @@ from flanneld.network.uplink_election import InterfaceChoice, NoInterface
 from flanneld.network.uplink_facts import connected_networks
 from flanneld.options import Options
 from flanneld.reconcile.host.uplink_manager import UplinkManager, find_uplink
+from flanneld.reconcile.local_node import LocalNode
 from flanneld.reconcile.member import Loops, Member
-from flanneld.reconcile.node import Node
 from flanneld.reconcile.past.last_run import LastRun, machine_of
 from flanneld.runtime import clock
 from flanneld.runtime.step_loop import MakeLoop, StepLoop
@@ -171,12 +171,12 @@ def join(
     )
 
 
-def desired(member: Member) -> Node:
+def desired(member: Member) -> LocalNode:
     """Return the node to maintain: the backend's resources, and those that the options add."""
     last_run = member.last_run
     # Packets for a container that has gone must not go round between this host and its gateway.
     blackholes = member.lease.key if member.options.ip_blackhole_route else ()
-    return Node(
+    return LocalNode(
         member.kernel,
         member.monitor,
         member.uplink_manager,

@@ -5,17 +5,17 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from flanneld.subnet.etcd.endpoints import EtcdOptions, Servers
-from flanneld.subnet.etcd.transport import Timeouts, Transport
+from flanneld.subnet.etcd.transport import EtcdTimeouts, Transport
 
 opened = ExitStack()
 
 
-def transport_to(*endpoints: str, timeouts: Timeouts, **options: str) -> Transport:
+def transport_to(*endpoints: str, timeouts: EtcdTimeouts, **options: str) -> Transport:
     """To servers that are asked in this order."""
     return transport_of(Servers(EtcdOptions(endpoints, **options), _leave), timeouts)
 
 
-def transport_of(servers: Servers, timeouts: Timeouts) -> Transport:
+def transport_of(servers: Servers, timeouts: EtcdTimeouts) -> Transport:
     transport = Transport(servers, timeouts)
     opened.callback(transport.close)
     return transport

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from flanneld.model import Added, Cached, Event, Lease, LeaseAttrs, Removed, Snapshot
 from flanneld.runtime.backoff import Backoff
-from flanneld.subnet.kube.api import Timeouts
+from flanneld.subnet.kube.api import ApiTimeouts
 from flanneld.subnet.kube.manager import KubeManager, KubeOptions
 from flanneld.subnet.manager import Deliver
 from tests.lab.credentials import write_kubeconfig
@@ -24,7 +24,7 @@ from tests.local_kube import DEADLINE, FLANNEL_TOKEN, LocalKube, running_kube
 CONFIG = {"Network": "10.5.0.0/16", "Backend": {"Type": "vxlan"}}
 ATTRS = LeaseAttrs(IPv4Address("198.18.0.1"), None, "vxlan", {"VNI": 1, "VtepMAC": "02:00:00:00:00:01"})
 SUBNET = IPv4Network("10.5.1.0/24")
-QUICK = Timeouts(connect=20.0, read=20.0, silence=30.0)
+QUICK = ApiTimeouts(connect=20.0, read=20.0, silence=30.0)
 
 
 def patiently(seconds: float = 0.02) -> Callable[[], Backoff]:
@@ -53,7 +53,7 @@ class Cluster:
         environ: Mapping[str, str] | None = None,
         url: str = "",
         prefix: str = PREFIX.rstrip("/"),
-        timeouts: Timeouts = QUICK,
+        timeouts: ApiTimeouts = QUICK,
     ) -> KubeManager:
         """A manager; with its config read, for all tests but those of the config need that."""
         kubeconfig = self.directory / f"kubeconfig-{token}"

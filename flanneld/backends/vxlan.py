@@ -51,7 +51,7 @@ def read_config(config: Config) -> VxlanConfig:
     """Return the backend's config. Raises ``Fatal`` for a value that no device can have."""
     fields = config.backend
     try:
-        wanted = VxlanConfig(
+        settings = VxlanConfig(
             vni=fields.integer("VNI", 1),
             port=fields.integer("Port", 0) or LINUX_PORT,
             gbp=fields.boolean("GBP", False),
@@ -62,36 +62,36 @@ def read_config(config: Config) -> VxlanConfig:
     except GoJsonError as error:
         raise Fatal(f"the network config is wrong: {error}", "correct Backend in the store") from None
     for name, value, lowest, highest in (
-        ("VNI", wanted.vni, 0, _MAX_VNI),
-        ("Port", wanted.port, 1, 65535),
-        ("MTU", wanted.mtu, 0, 65535),
+        ("VNI", settings.vni, 0, _MAX_VNI),
+        ("Port", settings.port, 1, 65535),
+        ("MTU", settings.mtu, 0, 65535),
     ):
         if not lowest <= value <= highest:
             raise Fatal(f"Backend.{name} is {value}", f"set it to a number from {lowest} to {highest}")
-    return wanted
+    return settings
 
 
 def build(config: Config, host: Host) -> VxlanBackend:
     """Return the backend with this node's devices."""
-    wanted = read_config(config)
+    settings = read_config(config)
     devices: dict[Family, Vxlan] = {}
     for family in config.families:
-        name = _device_name(family, wanted.vni)
+        name = _device_name(family, settings.vni)
         local = host.uplink.local(family)
         if local is None:
             raise Fatal(f"{host.uplink.name} has no IPv{family} address", "give it one or disable the family")
         devices[family] = Vxlan(
             name=name,
-            vni=wanted.vni,
+            vni=settings.vni,
             parent=host.uplink.index,
             local=local,
-            port=wanted.port,
+            port=settings.port,
             mac=_mac(host, family, name),
-            mtu=_inner_mtu(family, wanted, host),
-            learning=wanted.learning,
-            gbp=wanted.gbp,
+            mtu=_inner_mtu(family, settings, host),
+            learning=settings.learning,
+            gbp=settings.gbp,
         )
-    return VxlanBackend(host, devices, direct_routing=wanted.direct_routing)
+    return VxlanBackend(host, devices, direct_routing=settings.direct_routing)
 
 
 def _device_name(family: Family, vni: int) -> str:
@@ -200,11 +200,11 @@ def _random_mac(raw: bytes) -> str:
     return bytes([raw[0] & 0xFE | 0x02, *raw[1:]]).hex(":")
 
 
-def _inner_mtu(family: Family, wanted: VxlanConfig, host: Host) -> int:
-    mtu = (wanted.mtu or host.uplink.mtu) - OVERHEAD[family]
+def _inner_mtu(family: Family, settings: VxlanConfig, host: Host) -> int:
+    mtu = (settings.mtu or host.uplink.mtu) - OVERHEAD[family]
     if mtu < _SMALLEST_MTU[family]:
         raise Fatal(
-            f"an uplink MTU of {wanted.mtu or host.uplink.mtu} leaves {mtu} bytes inside VXLAN",
+            f"an uplink MTU of {settings.mtu or host.uplink.mtu} leaves {mtu} bytes inside VXLAN",
             f"raise the MTU of {host.uplink.name} or set Backend.MTU",
         )
     return mtu

@@ -13,9 +13,9 @@ from typing import Literal
 
 from msgspec import Struct
 
-Kind = Literal["bool", "int", "string"]
+FlagKind = Literal["bool", "int", "string"]
 Scalar = bool | int | str
-Value = Scalar | tuple[Scalar, ...]
+FlagValue = Scalar | tuple[Scalar, ...]
 
 _BOOLS: Mapping[str, bool] = {
     **dict.fromkeys(("1", "t", "T", "true", "TRUE", "True"), True),
@@ -40,8 +40,8 @@ class Flag(Struct, frozen=True, gc=False):
     """
 
     name: str
-    kind: Kind
-    default: Value
+    kind: FlagKind
+    default: FlagValue
     usage: str
     repeatable: bool = False
 
@@ -54,13 +54,13 @@ class HelpRequested(Exception):
     """Raised for ``-h`` and ``-help``."""
 
 
-def parse(flags: Iterable[Flag], argv: Sequence[str]) -> dict[str, Value]:
+def parse(flags: Iterable[Flag], argv: Sequence[str]) -> dict[str, FlagValue]:
     """Parse the words after the program's name. The result contains only the flags given.
 
     Raises ``FlagError`` or ``HelpRequested`` at the first such word.
     """
     known = {flag.name: flag for flag in flags}
-    given: dict[str, Value] = {}
+    given: dict[str, FlagValue] = {}
     words = iter(argv)
     for word in words:
         if len(word) < 2 or word[0] != "-" or word == "--":
@@ -76,12 +76,12 @@ def parse(flags: Iterable[Flag], argv: Sequence[str]) -> dict[str, Value]:
     return given
 
 
-def from_environment(flags: Iterable[Flag], environ: Mapping[str, str], prefix: str) -> dict[str, Value]:
+def from_environment(flags: Iterable[Flag], environ: Mapping[str, str], prefix: str) -> dict[str, FlagValue]:
     """Parse the flags' environment variables. An empty one counts as absent.
 
     A repeatable flag gets exactly one element. Raises ``FlagError`` with the variable's name.
     """
-    given: dict[str, Value] = {}
+    given: dict[str, FlagValue] = {}
     for flag in flags:
         name = variable(flag.name, prefix)
         if text := environ.get(name):
@@ -117,7 +117,7 @@ def _split(known: Mapping[str, Flag], word: str) -> tuple[Flag, str | None]:
     raise FlagError(f"flag provided but not defined: -{name}")
 
 
-def _appended(old: Value, value: Scalar) -> Value:
+def _appended(old: FlagValue, value: Scalar) -> FlagValue:
     return (*old, value) if isinstance(old, tuple) else (value,)
 
 

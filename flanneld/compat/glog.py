@@ -69,7 +69,7 @@ def setup(verbosity: int = 0, vmodule: str = "", backtrace_at: str = "", layout:
         logging.getLogger(name).setLevel(lowest)
 
 
-class Once:
+class OneTimeWarnings:
     """Warnings by key, logged once until their text changes or they are cleared. Threads may share it.
 
     It remembers ``limit`` keys. Further warnings are dropped, after one line that says so.
@@ -109,7 +109,7 @@ class Once:
 
 def _handler() -> logging.Handler:
     try:
-        return _Handler(LogWriter(sys.stderr.fileno()))
+        return _StderrHandler(LogWriter(sys.stderr.fileno()))
     except (AttributeError, OSError):
         return logging.StreamHandler()  # Standard error is closed, or has no descriptor.
 
@@ -123,7 +123,7 @@ def _is_journal() -> bool:
     return os.environ.get("JOURNAL_STREAM") == f"{found.st_dev}:{found.st_ino}"
 
 
-class _Handler(logging.Handler):
+class _StderrHandler(logging.Handler):
     def __init__(self, log_writer: LogWriter) -> None:
         super().__init__()
         self._log_writer = log_writer

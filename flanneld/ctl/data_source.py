@@ -27,7 +27,7 @@ DAEMON_TIME = 5.0
 _STORE_FLAGS = ("etcd-endpoints", "kube-subnet-mgr")
 
 
-class Part(StrEnum):
+class SourcePart(StrEnum):
     """A source of answers that did not answer."""
 
     DAEMON = "daemon"
@@ -37,7 +37,7 @@ class Part(StrEnum):
 class Unknown(Struct, frozen=True, gc=False):
     """A missing source of answers: ``part`` was not asked, or did not answer (``failed``)."""
 
-    part: Part
+    part: SourcePart
     reason: str
     failed: bool = True
 
@@ -65,18 +65,18 @@ def find(words: Sequence[str], environ: Mapping[str, str], socket_path: str = ""
         return Source("daemon", _document(status_socket.ask(path, DAEMON_TIME)), options=wanted)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        silent = Unknown(Part.DAEMON, f"no daemon answers at {path}: {reason}")
+        silent = Unknown(SourcePart.DAEMON, f"no daemon answers at {path}: {reason}")
     given = " ".join(words) + " " + " ".join(environ)
     if not any(
         flag in given or f"FLANNELD_{flag.upper().replace('-', '_')}" in given for flag in _STORE_FLAGS
     ):
-        why = Unknown(Part.STORE, "the store was not asked: give -etcd-endpoints", failed=False)
+        why = Unknown(SourcePart.STORE, "the store was not asked: give -etcd-endpoints", failed=False)
         return Source("host", _of_the_host(wanted), (silent, why), wanted)
     logging.getLogger().setLevel(logging.ERROR)
     try:
         return Source("store", _of_the_store(wanted, environ), (silent,), wanted)
     except (FlannelError, OSError) as error:
-        lost = Unknown(Part.STORE, f"the store does not tell: {error}")
+        lost = Unknown(SourcePart.STORE, f"the store does not tell: {error}")
         return Source("host", _of_the_host(wanted), (silent, lost), wanted)
 
 
@@ -90,14 +90,14 @@ def _document(said: bytes) -> dict[str, Any]:
 
 def _of_the_store(wanted: Options, environ: Mapping[str, str]) -> dict[str, Any]:
     from flanneld.diagnostics import status
-    from flanneld.diagnostics.dry_run import rehearse
+    from flanneld.diagnostics.dry_run import dry_run
     from flanneld.state.desired_state import LOCAL
     from flanneld.state.report import Failure
     from flanneld.subnet.stores import open_manager
 
     manager = open_manager(wanted, environ)
-    outcome = rehearse(wanted, manager)
-    local = outcome.view.wishes.get(LOCAL, ())
+    outcome = dry_run(wanted, manager)
+    local = outcome.view.desired.get(LOCAL, ())
     to_make = [*outcome.notes.puts.values(), *(link for link, _ in outcome.notes.devices.values())]
     lacking = {item.key: Failure(item, "the kernel lacks it") for item in to_make}
     return {

@@ -10,7 +10,7 @@ from flanneld.compat.glog import counted
 from flanneld.ctl.checks import CHECKS
 from flanneld.ctl.facts import Facts
 from flanneld.ctl.findings import THEMES, Check, Finding, Fix, Severity
-from flanneld.ctl.tables import Table
+from flanneld.ctl.text_tables import TextTable
 
 
 def examine(facts: Facts) -> list[tuple[Check, Finding]]:
@@ -23,14 +23,14 @@ def has_problem(findings: list[tuple[Check, Finding]]) -> bool:
     return any(finding.severity is Severity.PROBLEM for _, finding in findings)
 
 
-def report(findings: list[tuple[Check, Finding]], facts: Facts) -> list[Table]:
+def report(findings: list[tuple[Check, Finding]], facts: Facts) -> list[TextTable]:
     """Return the findings as tables for a terminal."""
-    tables = [Table((), list(_rows(check, finding))) for check, finding in findings]
+    tables = [TextTable((), list(_rows(check, finding))) for check, finding in findings]
     problems = sum(finding.severity is Severity.PROBLEM for _, finding in findings)
     hints = len(findings) - problems
     said = f"{len(CHECKS)} checks: {counted(problems, 'problem')}, {counted(hints, 'hint')}"
     unknown = [(f"not known: {why}",) for why in facts.unknown]
-    return [*tables, Table((), [*unknown, (said,)])]
+    return [*tables, TextTable((), [*unknown, (said,)])]
 
 
 def _rows(check: Check, finding: Finding) -> Iterator[tuple[str, str]]:

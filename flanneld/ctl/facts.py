@@ -11,19 +11,19 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from flanneld.ctl import shadowing_routes, snapshot, stale_objects
+from flanneld.ctl import shadowing_routes, snapshot, stale_host_objects
 from flanneld.ctl.data_source import Source, Unknown, ranges_of
 from flanneld.ctl.path_mtu import Path as PathToPeer
 from flanneld.ctl.path_mtu import sample
 from flanneld.ctl.shadowing_routes import ShadowingRoute
-from flanneld.ctl.snapshot import Entry, Found
-from flanneld.ctl.stale_objects import CniConf, LeftRules
+from flanneld.ctl.snapshot import ActualState, Comparison
+from flanneld.ctl.stale_host_objects import CniConf, LeftRules
 from flanneld.diagnostics import host_checks
-from flanneld.diagnostics.host_checks import Finding as HostFinding
+from flanneld.diagnostics.host_checks import WrongSetting as HostFinding
 from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork
 from flanneld.network import path_mtu
-from flanneld.network.firewall import forwarding
-from flanneld.network.firewall.forwarding import accepting, dropping, in_the_way
+from flanneld.network.firewall import forward_drops
+from flanneld.network.firewall.forward_drops import accepting, dropping, in_the_way
 from flanneld.network.rtnetlink.kernel import Kernel
 from flanneld.network.rtnetlink.links import SeenLink, is_flannels
 from flanneld.runtime import clock
@@ -62,7 +62,7 @@ class Facts(Struct, frozen=True, gc=False):
     links: tuple[SeenLink, ...] = ()
     #: Addresses of all interfaces, with the interface's name.
     addresses: tuple[tuple[str, IPAddress], ...] = ()
-    entries: tuple[Entry, ...] = ()
+    entries: tuple[Comparison, ...] = ()
     detours: tuple[ShadowingRoute, ...] = ()
     host: tuple[HostFinding, ...] = ()
     dropping: tuple[Dropped, ...] = ()
@@ -147,13 +147,13 @@ def gather(source: Source) -> Facts:
         links=found.links,
         addresses=tuple(_addresses(found)),
         entries=tuple(snapshot.compare(document, found)),
-        detours=tuple(shadowing_routes.read(document, found, snapshot.way_to)),
+        detours=tuple(shadowing_routes.read(document, found, snapshot.route_taken)),
         host=host_checks.findings(host_checks.read_facts(families, uplink, services=services)),
         dropping=tuple(_dropping(document)),
         managed=tuple(_managed(ours)),
         firewalls=tuple(_firewalls()),
-        left_rules=tuple(stale_objects.left_rules(document)),
-        cni=tuple(stale_objects.cni_confs(Path(stale_objects.CNI_DIRECTORY))),
+        left_rules=tuple(stale_host_objects.left_rules(document)),
+        cni=tuple(stale_host_objects.cni_confs(Path(stale_host_objects.CNI_DIRECTORY))),
         traffic={link.name: _traffic(link.name) for link in ours},
         offload=dict(_offload(ours)),
         kernel=_kernel(),
@@ -167,7 +167,7 @@ def _families(document: Mapping[str, Any]) -> tuple[Family, ...]:
     return tuple(network.version for network, _ in ranges_of(document)) or FAMILIES[:1]
 
 
-def _addresses(found: Found) -> Iterator[tuple[str, IPAddress]]:
+def _addresses(found: ActualState) -> Iterator[tuple[str, IPAddress]]:
     names = {link.index: link.name for link in found.links}
     kernel = Kernel()
     for family in FAMILIES:
@@ -198,7 +198,7 @@ def _managed(ours: list[SeenLink]) -> Iterator[tuple[str, str]]:
 
 
 def _firewalls() -> Iterator[str]:
-    if forwarding.has_firewalld():
+    if forward_drops.has_firewalld():
         yield "firewalld"
     if "ENABLED=yes" in _text(Path("/etc/ufw/ufw.conf")):
         yield "ufw"

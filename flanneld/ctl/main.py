@@ -20,16 +20,16 @@ from msgspec.structs import asdict
 
 from flanneld import __version__, options
 from flanneld.compat.flags import quoted
-from flanneld.ctl import repetition, stores, tables, views
+from flanneld.ctl import repetition, store_commands, text_tables, views
 from flanneld.ctl.data_source import Source, find
-from flanneld.ctl.tables import Table
+from flanneld.ctl.text_tables import TextTable
 from flanneld.errors import FlannelError, cause_of
 from flanneld.runtime import clock
 
 FINE, PROBLEMS, USAGE, NO_DAEMON = 0, 1, 2, 3
 
 #: Tables for people, a value for JSON, and True if something is wrong.
-Answer = tuple[list[Table], Any, bool]
+CommandAnswer = tuple[list[TextTable], Any, bool]
 
 
 def main() -> None:
@@ -71,7 +71,7 @@ def _attempt(argv: Sequence[str], environ: Mapping[str, str]) -> int:
 class Answered(Struct, frozen=True):
     """A command's answer, and whether it came from the daemon."""
 
-    shown: list[Table]
+    shown: list[TextTable]
     plain: Any
     wrong: bool
     by_daemon: bool
@@ -103,19 +103,19 @@ def _watch(ask: Callable[[], Answered], every: float, *, as_json: bool) -> int:
     with suppress(KeyboardInterrupt):
         for answer in repetition.changes(ask, lambda answer: answer.shown, every):
             status = answer.status
-            heading = Table((), [(f"-- {clock.utc_text(clock.wall())}",)])
+            heading = TextTable((), [(f"-- {clock.utc_text(clock.wall())}",)])
             if not _say([heading, *answer.shown], answer.plain, as_json=as_json, indent=None):
                 break
     return status
 
 
-def _say(shown: list[Table], plain: Any, *, as_json: bool, indent: int | None = 2) -> bool:
+def _say(shown: list[TextTable], plain: Any, *, as_json: bool, indent: int | None = 2) -> bool:
     """Print an answer. Return False if the output is closed."""
     try:
         if as_json:
             print(json.dumps(plain, indent=indent))  # noqa: T201 - what we are for
         else:
-            tables.show(shown)
+            text_tables.show(shown)
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -178,7 +178,7 @@ def command_line() -> argparse.ArgumentParser:
             command.add_argument(
                 "peer", metavar="PEER", help="its subnet, public IP, or a container's address"
             )
-    stores.add_commands(commands.add_parser, [shared])
+    store_commands.add_commands(commands.add_parser, [shared])
     return parser
 
 
@@ -215,19 +215,19 @@ def _complain(text: str, status: int, *, as_json: bool) -> int:
 # ---- the commands -------------------------------------------------------------------------------
 
 
-def _status(source: Source, _arguments: argparse.Namespace) -> Answer:
+def _status(source: Source, _arguments: argparse.Namespace) -> CommandAnswer:
     health = source.document.get("health") or {}
-    wrong = any(health.get(name) for name in ("missing", "late", "troubles"))
+    wrong = any(health.get(name) for name in ("missing", "late", "conditions"))
     return views.status(source), _plain(source), wrong
 
 
-def _peers(source: Source, _arguments: argparse.Namespace) -> Answer:
+def _peers(source: Source, _arguments: argparse.Namespace) -> CommandAnswer:
     known = source.document.get("peers", [])
     wrong = any(peer["state"] not in ("in the kernel", "pending") for peer in known)
     return views.peers(source), {"peers": known, "not_known": _not_known(source)}, wrong
 
 
-def _routes(source: Source, _arguments: argparse.Namespace) -> Answer:
+def _routes(source: Source, _arguments: argparse.Namespace) -> CommandAnswer:
     from flanneld.ctl import snapshot
 
     entries = [
@@ -239,42 +239,42 @@ def _routes(source: Source, _arguments: argparse.Namespace) -> Answer:
     return views.routes(source, entries), plain, wrong
 
 
-def _events(source: Source, _arguments: argparse.Namespace) -> Answer:
+def _events(source: Source, _arguments: argparse.Namespace) -> CommandAnswer:
     plain = {"events": source.document.get("events", []), "not_known": _not_known(source)}
     return views.events(source), plain, False
 
 
-def _trace(source: Source, arguments: argparse.Namespace) -> Answer:
+def _trace(source: Source, arguments: argparse.Namespace) -> CommandAnswer:
     from flanneld.ctl import snapshot
     from flanneld.ctl.trace import trace
 
-    hops = trace(arguments.address, source.document, snapshot.read(source.document), snapshot.way_to)
+    hops = trace(arguments.address, source.document, snapshot.read(source.document), snapshot.route_taken)
     rows = [(hop.hop, hop.state, hop.found, hop.note) for hop in hops]
-    table = Table(("hop", "state", "found", "note"), rows)
+    table = TextTable(("hop", "state", "found", "note"), rows)
     plain = {"hops": [asdict(hop) for hop in hops], "not_known": _not_known(source)}
     return [table, *views.notes(source)], plain, any(hop.state == "PROBLEM" for hop in hops)
 
 
-def _mtu(source: Source, arguments: argparse.Namespace) -> Answer:
+def _mtu(source: Source, arguments: argparse.Namespace) -> CommandAnswer:
     from flanneld.ctl.path_mtu import paths, peer_named
     from flanneld.network import path_mtu
 
     peer = peer_named(arguments.peer, source.document)
     found = list(paths(peer, source.document, path_mtu.find))
     rows = [
-        (each.name, each.state, str(each.target), str(each.wanted), str(each.carried or "-"), each.note)
+        (each.name, each.state, str(each.target), str(each.required), str(each.carried or "-"), each.note)
         for each in found
     ]
-    table = Table(("path", "state", "to", "wanted", "carried", "note"), rows)
+    table = TextTable(("path", "state", "to", "wanted", "carried", "note"), rows)
     plain = [
-        {"path": each.name, "target": str(each.target), "wanted": each.wanted, "carried": each.carried}
+        {"path": each.name, "target": str(each.target), "wanted": each.required, "carried": each.carried}
         for each in found
     ]
     wrong = any(each.state == "PROBLEM" for each in found)
     return [table, *views.notes(source)], {"paths": plain, "not_known": _not_known(source)}, wrong
 
 
-def _doctor(source: Source, _arguments: argparse.Namespace) -> Answer:
+def _doctor(source: Source, _arguments: argparse.Namespace) -> CommandAnswer:
     from flanneld.ctl.doctor import as_json, examine, has_problem, report
     from flanneld.ctl.facts import gather
 
@@ -283,7 +283,7 @@ def _doctor(source: Source, _arguments: argparse.Namespace) -> Answer:
     return report(findings, facts), as_json(findings, facts), has_problem(findings)
 
 
-def _bundle(source: Source, arguments: argparse.Namespace) -> Answer:
+def _bundle(source: Source, arguments: argparse.Namespace) -> CommandAnswer:
     from flanneld.ctl import bundle
 
     path = Path(arguments.file or bundle.default_name())
@@ -291,7 +291,7 @@ def _bundle(source: Source, arguments: argparse.Namespace) -> Answer:
     answers = {name: COMMANDS[name](source, arguments)[1] for name in reads}
     bundle.write(path, bundle.gather(answers, source.options), bundle.known_secrets(source.options))
     return (
-        [Table((), [(f"Wrote {path}; look through it before you pass it on",)])],
+        [TextTable((), [(f"Wrote {path}; look through it before you pass it on",)])],
         {"file": str(path)},
         False,
     )
@@ -307,7 +307,7 @@ def _plain(source: Source) -> dict[str, Any]:
     return {"origin": source.origin, **rest, "not_known": _not_known(source)}
 
 
-_HELP: dict[str, tuple[Callable[[Source, argparse.Namespace], Answer], str]] = {
+_HELP: dict[str, tuple[Callable[[Source, argparse.Namespace], CommandAnswer], str]] = {
     "status": (_status, "the daemon and its node in a few lines"),
     "peers": (_peers, "the other nodes, and what is done for each"),
     "routes": (_routes, "devices, routes and entries: wanted, and in the kernel or beyond it"),

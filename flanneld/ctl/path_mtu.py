@@ -19,24 +19,24 @@ _FEW = 2
 
 
 class Path(Struct, frozen=True, gc=False):
-    """Path. ``wanted`` and ``carried`` are bytes with the IP header; None without an answer."""
+    """Path. ``required`` and ``carried`` are bytes with the IP header; None without an answer."""
 
     name: str
     target: IPAddress
-    wanted: int
+    required: int
     carried: int | None
 
     @property
     def state(self) -> str:
         if self.carried is None:
             return "unknown"
-        return "ok" if self.carried == self.wanted else "PROBLEM"
+        return "ok" if self.carried == self.required else "PROBLEM"
 
     @property
     def note(self) -> str:
         if self.carried is None:
             return "no answer: ICMP may be filtered, or nothing is there"
-        if self.carried == self.wanted:
+        if self.carried == self.required:
             return ""
         if self.name == "underlay":
             return f"larger packets are lost or taken apart: set Backend.MTU to {self.carried} or less"
@@ -84,5 +84,5 @@ def sample(document: Mapping[str, Any], find: Find) -> Iterator[Path]:
         yield from paths(peer, document, find)
 
 
-def _path(name: str, target: IPAddress, wanted: int, find: Find) -> Path:
-    return Path(name, target, wanted, find(target, wanted))
+def _path(name: str, target: IPAddress, required: int, find: Find) -> Path:
+    return Path(name, target, required, find(target, required))

@@ -9,7 +9,7 @@ from typing import Any
 from msgspec import Struct
 
 from flanneld.ctl import snapshot
-from flanneld.ctl.snapshot import Found, Way
+from flanneld.ctl.snapshot import ActualState, RouteTaken
 from flanneld.model import IPAddress, IPNetwork
 from flanneld.network.rtnetlink.kernel import Kernel
 from flanneld.state.resources import Route
@@ -23,7 +23,7 @@ class ShadowingRoute(Struct, frozen=True, gc=False):
 
 
 def read(
-    document: Mapping[str, Any], found: Found, way_to: Callable[[IPAddress], Way]
+    document: Mapping[str, Any], found: ActualState, look_up_route: Callable[[IPAddress], RouteTaken]
 ) -> list[ShadowingRoute]:
     """Return the shadowing routes on this host. Raises ``OSError``."""
     names = {link.index: link.name for link in found.links}
@@ -32,11 +32,11 @@ def read(
         for family in (4, 6)
         for destination, index in Kernel().routes(family)
     )
-    return [*by_lookup(document, found, way_to), *by_length(document, routes)]
+    return [*by_lookup(document, found, look_up_route), *by_length(document, routes)]
 
 
 def by_lookup(
-    document: Mapping[str, Any], found: Found, way_to: Callable[[IPAddress], Way]
+    document: Mapping[str, Any], found: ActualState, look_up_route: Callable[[IPAddress], RouteTaken]
 ) -> Iterator[ShadowingRoute]:
     """Yield subnets diverted by a route of the same length, a rule or another table (pure)."""
     for peer in document.get("peers", ()):
@@ -45,7 +45,7 @@ def by_lookup(
             target = subnet[1 % subnet.num_addresses]
             route = wanted_route(target, peer, document)
             if route is not None and route in found.objects:
-                way = way_to(target)
+                way = look_up_route(target)
                 if not follows(way, route):
                     yield ShadowingRoute(text, f"{target} {way}")
 
@@ -70,6 +70,6 @@ def wanted_route(target: IPAddress, peer: Mapping[str, Any], document: Mapping[s
     return next((each for each in routes if isinstance(each, Route) and target in each.destination), None)
 
 
-def follows(way: Way, route: Route) -> bool:
+def follows(way: RouteTaken, route: Route) -> bool:
     """Return True if a lookup's result matches a route."""
     return (way.device, way.gateway) == (route.device, route.gateway)

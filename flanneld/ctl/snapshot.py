@@ -25,7 +25,7 @@ from flanneld.state.table import Claim, Scope
 _RTN_LOCAL = 2
 
 
-class Found(Struct, frozen=True, gc=False):
+class ActualState(Struct, frozen=True, gc=False):
     """Actual objects with our objects' keys or on our devices, each with True if it is ours."""
 
     objects: Mapping[Resource, bool]
@@ -39,7 +39,7 @@ class Found(Struct, frozen=True, gc=False):
         return next((each.name for each in self.links if each.index == index), f"interface {index}")
 
 
-class Way(Struct, frozen=True, gc=False):
+class RouteTaken(Struct, frozen=True, gc=False):
     """Result of a route lookup. ``device`` is empty without a route; ``is_here`` means a local address."""
 
     device: str
@@ -54,7 +54,7 @@ class Way(Struct, frozen=True, gc=False):
         return f"via {self.gateway} dev {self.device}" if self.gateway else f"dev {self.device}"
 
 
-class DesiredState(Struct, frozen=True, gc=False):
+class DesiredObject(Struct, frozen=True, gc=False):
     """One desired object; ``value`` is None for one of a backend's own table."""
 
     kind: str
@@ -68,13 +68,13 @@ class Difference(Struct, frozen=True, gc=False):
 
     name: str
     found: str
-    wanted: str
+    desired: str
 
     def __str__(self) -> str:
-        return f"has {self.name} {self.found}, wanted {self.wanted}"
+        return f"has {self.name} {self.found}, wanted {self.desired}"
 
 
-class Entry(Struct, frozen=True, gc=False):
+class Comparison(Struct, frozen=True, gc=False):
     """Result of comparing one object.
 
     ``state`` is ``ok``, ``missing``, ``different`` (``other`` is the actual object with its key), ``not
@@ -99,7 +99,7 @@ class Entry(Struct, frozen=True, gc=False):
         return "; ".join((str(self.value), *map(str, self.differences)))
 
 
-def read(document: Mapping[str, Any]) -> Found:
+def read(document: Mapping[str, Any]) -> ActualState:
     """Return the kernel's objects. Raises ``OSError``."""
     kernel = Kernel()
     present = tuple(kernel.links())
@@ -113,18 +113,18 @@ def read(document: Mapping[str, Any]) -> Found:
     objects: dict[Resource, bool] = dict.fromkeys(ours.values(), True)
     for table in tables(kernel):
         objects |= {seen.resource: seen.claim is not Claim.FOREIGN for seen in table.read(scope)}
-    return Found(objects, present)
+    return ActualState(objects, present)
 
 
-def way_to(target: IPAddress) -> Way:
+def route_taken(target: IPAddress) -> RouteTaken:
     """Return the result of a route lookup. Raises ``OSError``."""
-    way = Kernel().way_to(target)
+    way = Kernel().look_up_route(target)
     if way is None or way.kind not in (RTN_UNICAST, _RTN_LOCAL):
-        return Way("")
+        return RouteTaken("")
     try:
-        return Way(socket.if_indextoname(way.index), way.gateway, is_here=way.kind == _RTN_LOCAL)
+        return RouteTaken(socket.if_indextoname(way.index), way.gateway, is_here=way.kind == _RTN_LOCAL)
     except OSError:
-        return Way("")
+        return RouteTaken("")
 
 
 def values(items: Any) -> Iterator[Resource]:
@@ -134,11 +134,11 @@ def values(items: Any) -> Iterator[Resource]:
             yield resource_json.decode(item["value"])
 
 
-def wanted(document: Mapping[str, Any]) -> Iterator[DesiredState]:
+def desired_objects(document: Mapping[str, Any]) -> Iterator[DesiredObject]:
     """Yield each object that should be there."""
     for owner, item in _items(document):
         value = resource_json.decode(item["value"]) if item["value"] else None
-        yield DesiredState(item["kind"], item["text"], owner, value)
+        yield DesiredObject(item["kind"], item["text"], owner, value)
 
 
 def _items(document: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -149,11 +149,11 @@ def _items(document: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]
         yield from ((owner, item) for item in items or ())
 
 
-def compare(document: Mapping[str, Any], found: Found) -> list[Entry]:
+def compare(document: Mapping[str, Any], found: ActualState) -> list[Comparison]:
     """Return all desired objects, then our surplus ones (pure)."""
     ours = [value for value, is_ours in found.objects.items() if is_ours]
     if not knows_peers(document):
-        return [Entry(value, "found") for value in ours]
+        return [Comparison(value, "found") for value in ours]
     contested = {
         value for peer in document["peers"] if peer["conflicts"] for value in values(peer["objects"])
     }
@@ -161,23 +161,23 @@ def compare(document: Mapping[str, Any], found: Found) -> list[Entry]:
     known: set[Resource] = set()
     replaced: set[Key] = set()
     entries = []
-    for item in wanted(document):
+    for item in desired_objects(document):
         if item.value is None:
             continue
         known.add(item.value)
         other = at_key.get(item.value.key)
         if item.value in found.objects:
-            entries.append(Entry(item.value, "ok", item.owner))
+            entries.append(Comparison(item.value, "ok", item.owner))
         elif item.value in contested:
             continue
         elif other is None:
-            entries.append(Entry(item.value, "missing", item.owner))
+            entries.append(Comparison(item.value, "missing", item.owner))
         else:
             replaced.add(other.key)
             drift = tuple(differences(item.value, other, found))
-            entries.append(Entry(item.value, "different", item.owner, other, drift))
+            entries.append(Comparison(item.value, "different", item.owner, other, drift))
     extra = [value for value in ours if value not in known and value.key not in replaced]
-    return entries + [Entry(value, "not wanted") for value in extra]
+    return entries + [Comparison(value, "not wanted") for value in extra]
 
 
 class Outside(Struct, frozen=True, gc=False):
@@ -194,14 +194,14 @@ class Outside(Struct, frozen=True, gc=False):
         return self.text
 
 
-def outside(document: Mapping[str, Any]) -> Iterator[Entry]:
+def outside(document: Mapping[str, Any]) -> Iterator[Comparison]:
     """Yield the desired objects outside the kernel. Only the daemon knows their actual state (pure)."""
     for owner, item in _items(document):
         if item["value"] is None:
-            yield Entry(Outside(item["text"]), "ok" if item["in_kernel"] else "missing", owner)
+            yield Comparison(Outside(item["text"]), "ok" if item["in_kernel"] else "missing", owner)
 
 
-def described(entry: Entry) -> dict[str, Any]:
+def described(entry: Comparison) -> dict[str, Any]:
     """Return an entry as JSON."""
     return {
         "kind": entry.kind,
@@ -209,12 +209,12 @@ def described(entry: Entry) -> dict[str, Any]:
         "state": entry.state,
         "owner": entry.owner,
         "differences": [
-            {"property": each.name, "found": each.found, "wanted": each.wanted} for each in entry.differences
+            {"property": each.name, "found": each.found, "wanted": each.desired} for each in entry.differences
         ],
     }
 
 
-def differences(value: Resource, other: Resource, found: Found) -> Iterator[Difference]:
+def differences(value: Resource, other: Resource, found: ActualState) -> Iterator[Difference]:
     """Yield the differences between an actual object and the desired one (pure)."""
     if value == other:
         return

@@ -12,9 +12,9 @@ from msgspec import Struct
 
 from flanneld.ctl.data_source import ranges_of
 from flanneld.errors import Retryable
-from flanneld.network.firewall.command import Commands
-from flanneld.network.firewall.plan import Claim
-from flanneld.network.firewall.sweep import PLACES, commands_of, described, stale_rules
+from flanneld.network.firewall.command import IptablesRunner
+from flanneld.network.firewall.edits import RuleOwnership
+from flanneld.network.firewall.rules_sweep import PLACES, commands_of, described, stale_rules
 from flanneld.runtime.shell import Command
 
 #: Directory and suffixes of CNI configs; runtimes use the first by name (libcni, ConfFiles).
@@ -44,7 +44,7 @@ def left_rules(document: Mapping[str, Any]) -> Iterator[LeftRules]:
         for place in others:
             try:
                 there, edits = stale_rules(
-                    place, network.version, Claim((network,)), Commands(threading.Event())
+                    place, network.version, RuleOwnership((network,)), IptablesRunner(threading.Event())
                 )
             except Retryable:
                 continue

@@ -10,15 +10,15 @@ from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
 from typing import Any, Protocol
 
-from flanneld.ctl.tables import Table
+from flanneld.ctl.text_tables import TextTable
 from flanneld.errors import Fatal
 from flanneld.model import LeaseKey
 from flanneld.options import Options
 from flanneld.subnet.remote.wire import Reservation
 
 #: Tables for people, a value for programs, and True if something is wrong.
-Answer = tuple[list[Table], Any, bool]
-Act = Callable[[Options, argparse.Namespace], Answer]
+CommandAnswer = tuple[list[TextTable], Any, bool]
+Act = Callable[[Options, argparse.Namespace], CommandAnswer]
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -90,21 +90,21 @@ def _reservations_in(options: Options, network: str) -> Iterator[_Reservations]:
         store.close()
 
 
-def _list_reservations(options: Options, arguments: argparse.Namespace) -> Answer:
+def _list_reservations(options: Options, arguments: argparse.Namespace) -> CommandAnswer:
     with _reservations_in(options, arguments.name) as place:
         rows = [(str(each.subnet), str(each.public_ip)) for each in place.reservations()]
     plain = {"reservations": [{"subnet": subnet, "public_ip": ip} for subnet, ip in rows]}
-    return [Table(("subnet", "public IP"), rows)], plain, False
+    return [TextTable(("subnet", "public IP"), rows)], plain, False
 
 
-def _add_reservation(options: Options, arguments: argparse.Namespace) -> Answer:
+def _add_reservation(options: Options, arguments: argparse.Namespace) -> CommandAnswer:
     wanted = Reservation(arguments.subnet, arguments.public_ip)
     with _reservations_in(options, arguments.name) as place:
         place.reserve(wanted)
     return _done(f"reserved {wanted.subnet} for {wanted.public_ip}")
 
 
-def _remove_reservation(options: Options, arguments: argparse.Namespace) -> Answer:
+def _remove_reservation(options: Options, arguments: argparse.Namespace) -> CommandAnswer:
     with _reservations_in(options, arguments.name) as place:
         place.release((arguments.subnet, None))
     return _done(f"{arguments.subnet} is a lease of 24 hours now")
@@ -113,29 +113,29 @@ def _remove_reservation(options: Options, arguments: argparse.Namespace) -> Answ
 # ---- tokens -------------------------------------------------------------------------------------
 
 
-def _create_token(options: Options, arguments: argparse.Namespace) -> Answer:
+def _create_token(options: Options, arguments: argparse.Namespace) -> CommandAnswer:
     from flanneld.subnet.embedded.tokens import Tokens, fingerprint_of_pem
 
     fingerprint = ""
     if options.remote_certfile:
         fingerprint = fingerprint_of_pem(Path(options.remote_certfile).read_text(errors="replace"))
     token = Tokens(_opened(options).database).create(arguments.lasts, fingerprint)
-    return [Table((), [(token.text,)])], {"id": token.id, "ends": token.ends, "token": token.text}, False
+    return [TextTable((), [(token.text,)])], {"id": token.id, "ends": token.ends, "token": token.text}, False
 
 
-def _list_tokens(options: Options, _arguments: argparse.Namespace) -> Answer:
+def _list_tokens(options: Options, _arguments: argparse.Namespace) -> CommandAnswer:
     from flanneld.subnet.embedded.tokens import Tokens
 
     found = Tokens(_opened(options).database).listed()
     plain = {"tokens": [{"id": each.id, "ends": each.ends, "state": each.state} for each in found]}
     return (
-        [Table(("id", "ends", "state"), [(each.id, each.ends, each.state) for each in found])],
+        [TextTable(("id", "ends", "state"), [(each.id, each.ends, each.state) for each in found])],
         plain,
         False,
     )
 
 
-def _revoke_token(options: Options, arguments: argparse.Namespace) -> Answer:
+def _revoke_token(options: Options, arguments: argparse.Namespace) -> CommandAnswer:
     from flanneld.subnet.embedded.tokens import Tokens
 
     Tokens(_opened(options).database).revoke(arguments.id)
@@ -145,27 +145,27 @@ def _revoke_token(options: Options, arguments: argparse.Namespace) -> Answer:
 # ---- the file -----------------------------------------------------------------------------------
 
 
-def _backup(options: Options, arguments: argparse.Namespace) -> Answer:
+def _backup(options: Options, arguments: argparse.Namespace) -> CommandAnswer:
     _opened(options).database.backup(arguments.file)
     return _done(f"backed up {options.store} to {arguments.file}")
 
 
-def _restore(options: Options, arguments: argparse.Namespace) -> Answer:
+def _restore(options: Options, arguments: argparse.Namespace) -> CommandAnswer:
     from flanneld.subnet.embedded.database import restore
 
     restore(arguments.file, _path(options))
     return _done(f"restored {options.store} from {arguments.file}")
 
 
-def _export(options: Options, arguments: argparse.Namespace) -> Answer:
+def _export(options: Options, arguments: argparse.Namespace) -> CommandAnswer:
     return _move(options, arguments, into_file=False)
 
 
-def _import(options: Options, arguments: argparse.Namespace) -> Answer:
+def _import(options: Options, arguments: argparse.Namespace) -> CommandAnswer:
     return _move(options, arguments, into_file=True)
 
 
-def _move(options: Options, arguments: argparse.Namespace, *, into_file: bool) -> Answer:
+def _move(options: Options, arguments: argparse.Namespace, *, into_file: bool) -> CommandAnswer:
     """Copy every network between the file and etcd. Nothing is overwritten."""
     from flanneld.subnet.embedded.moves import move
     from flanneld.subnet.embedded.opening import open_store
@@ -181,7 +181,11 @@ def _move(options: Options, arguments: argparse.Namespace, *, into_file: bool) -
         into_file=into_file,
         dry_run=arguments.dry_run,
     )
-    return [Table((), [(line,) for line in said])], {"done": said, "complete": is_complete}, not is_complete
+    return (
+        [TextTable((), [(line,) for line in said])],
+        {"done": said, "complete": is_complete},
+        not is_complete,
+    )
 
 
 def _path(options: Options) -> Path:
@@ -196,8 +200,8 @@ def _opened(options: Options) -> Any:
     return open_store(str(_path(options)))
 
 
-def _done(text: str) -> Answer:
-    return [Table((), [(text,)])], {"done": text}, False
+def _done(text: str) -> CommandAnswer:
+    return [TextTable((), [(text,)])], {"done": text}, False
 
 
 # ---- arguments ----------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from msgspec import Struct
 _COLOURS = {"ok": "green", "yes": "green", "PROBLEM": "bold red", "no": "bold red", "missing": "bold red"}
 
 
-class Table(Struct, frozen=True, gc=False):
+class TextTable(Struct, frozen=True, gc=False):
     """A table. ``rows`` may have newlines in their last cell. Without ``columns`` it has no header."""
 
     columns: Sequence[str]
@@ -20,7 +20,7 @@ class Table(Struct, frozen=True, gc=False):
     title: str = ""
 
 
-def show(tables: Sequence[Table], out: TextIO | None = None) -> None:
+def show(tables: Sequence[TextTable], out: TextIO | None = None) -> None:
     """Print tables on standard output, separated by empty lines."""
     out = out or sys.stdout
     if out.isatty() and _show_rich(tables, out):
@@ -28,7 +28,7 @@ def show(tables: Sequence[Table], out: TextIO | None = None) -> None:
     out.write("\n".join(f"{text}\n" for table in tables if (text := "\n".join(plain(table)))))
 
 
-def plain(table: Table) -> Iterator[str]:
+def plain(table: TextTable) -> Iterator[str]:
     """Yield a table's lines: columns two spaces apart, without trailing spaces."""
     if table.title:
         yield table.title
@@ -46,7 +46,7 @@ def clean(text: str) -> str:
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
-def _show_rich(tables: Sequence[Table], out: TextIO) -> bool:
+def _show_rich(tables: Sequence[TextTable], out: TextIO) -> bool:
     try:
         from rich.console import Console
         from rich.table import Table as RichTable

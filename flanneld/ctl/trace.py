@@ -10,12 +10,12 @@ from msgspec import Struct
 
 from flanneld.ctl.data_source import knows_peers, ranges_of
 from flanneld.ctl.shadowing_routes import follows, wanted_route
-from flanneld.ctl.snapshot import Found, Way, differences, values
+from flanneld.ctl.snapshot import ActualState, RouteTaken, differences, values
 from flanneld.ctl.views import handshake
 from flanneld.model import IPAddress
 from flanneld.state.resources import FdbEntry, Neighbor, Resource, Route
 
-WayTo = Callable[[IPAddress], Way]
+WayTo = Callable[[IPAddress], RouteTaken]
 
 
 class Hop(Struct, frozen=True, gc=False):
@@ -27,15 +27,17 @@ class Hop(Struct, frozen=True, gc=False):
     note: str = ""
 
 
-def trace(target: IPAddress, document: Mapping[str, Any], found: Found, way_to: WayTo) -> list[Hop]:
+def trace(
+    target: IPAddress, document: Mapping[str, Any], found: ActualState, look_up_route: WayTo
+) -> list[Hop]:
     """Return the hops, as far as they are known."""
     own = _subnet_with(target, (document.get("lease") or {}).get("subnets", ()))
     if own:
-        return list(_to_a_container(target, own, document, way_to))
+        return list(_to_a_container(target, own, document, look_up_route))
     peer = next((each for each in document.get("peers", ()) if _subnet_with(target, each["subnets"])), None)
     if peer is not None:
-        return list(_to_a_peer(target, peer, document, found, way_to))
-    way = way_to(target)
+        return list(_to_a_peer(target, peer, document, found, look_up_route))
+    way = look_up_route(target)
     if not ranges_of(document):
         state = "ok" if way.is_here else "unknown" if way.device else "PROBLEM"
         return [Hop("lease", "", "unknown", "the network is not known"), Hop("route", str(way), state)]
@@ -49,8 +51,10 @@ def trace(target: IPAddress, document: Mapping[str, Any], found: Found, way_to: 
     return [Hop("lease", "none", "PROBLEM", "no node has a lease for it"), Hop("route", str(way), "unknown")]
 
 
-def _to_a_container(target: IPAddress, own: str, document: Mapping[str, Any], way_to: WayTo) -> Iterator[Hop]:
-    way = way_to(target)
+def _to_a_container(
+    target: IPAddress, own: str, document: Mapping[str, Any], look_up_route: WayTo
+) -> Iterator[Hop]:
+    way = look_up_route(target)
     outwards = {*document.get("devices", ()), (document.get("uplink") or {}).get("name")}
     yield Hop("lease", f"{own}, ours", "ok")
     stays = way.is_here or (bool(way.device) and way.device not in outwards)
@@ -59,7 +63,11 @@ def _to_a_container(target: IPAddress, own: str, document: Mapping[str, Any], wa
 
 
 def _to_a_peer(
-    target: IPAddress, peer: Mapping[str, Any], document: Mapping[str, Any], found: Found, way_to: WayTo
+    target: IPAddress,
+    peer: Mapping[str, Any],
+    document: Mapping[str, Any],
+    found: ActualState,
+    look_up_route: WayTo,
 ) -> Iterator[Hop]:
     public = ", ".join(peer["public_ips"])
     good = peer["state"] not in ("refused", "unsafe", "contested")
@@ -70,7 +78,7 @@ def _to_a_peer(
         "" if good else f"{peer['state']}: {peer['reason'] or ', '.join(peer['conflicts'])}",
     )
     route = wanted_route(target, peer, document)
-    way = way_to(target)
+    way = look_up_route(target)
     yield _route_hop(route, way, found)
     neighbour = next((each for each in values(peer["objects"]) if _resolves(each, route)), None)
     if isinstance(neighbour, Neighbor):
@@ -79,14 +87,14 @@ def _to_a_peer(
         yield _present("fdb", next((each for each in entries if each.mac == neighbour.mac), None), found)
     yield from _device(route.device if route else way.device, document, found)
     yield from _session(target, peer, document)
-    yield from _underlay(target, peer, document, way_to)
+    yield from _underlay(target, peer, document, look_up_route)
 
 
 def _resolves(resource: Resource, route: Route | None) -> bool:
     return isinstance(resource, Neighbor) and route is not None and resource.address == route.gateway
 
 
-def _route_hop(route: Route | None, way: Way, found: Found) -> Hop:
+def _route_hop(route: Route | None, way: RouteTaken, found: ActualState) -> Hop:
     if route is None:
         return Hop("route", str(way), "PROBLEM", "nothing is wanted for this peer")
     if route not in found.objects:
@@ -96,20 +104,20 @@ def _route_hop(route: Route | None, way: Way, found: Found) -> Hop:
     return Hop("route", str(way), "ok")
 
 
-def _present(hop: str, wanted: Resource | None, found: Found) -> Hop:
-    if wanted is not None and wanted in found.objects:
-        return Hop(hop, str(wanted), "ok")
-    return Hop(hop, "", "PROBLEM", f"missing: {wanted or 'the entry'}")
+def _present(hop: str, desired: Resource | None, found: ActualState) -> Hop:
+    if desired is not None and desired in found.objects:
+        return Hop(hop, str(desired), "ok")
+    return Hop(hop, "", "PROBLEM", f"missing: {desired or 'the entry'}")
 
 
-def _device(name: str, document: Mapping[str, Any], found: Found) -> Iterator[Hop]:
+def _device(name: str, document: Mapping[str, Any], found: ActualState) -> Iterator[Hop]:
     link = found.link(name)
     if link is None:
         yield Hop("device", "", "PROBLEM", f"there is no {name}" if name else "no device")
         return
     shown = f"{name}, MTU {link.mtu}, {'up' if link.up else 'down'}"
-    wanted = [each for each in values(document.get("local")) if each.key == link.make.key]
-    drift = [str(each) for item in wanted for each in differences(item, link.make, found)]
+    desired = [each for each in values(document.get("local")) if each.key == link.make.key]
+    drift = [str(each) for item in desired for each in differences(item, link.make, found)]
     if not link.up and not drift:
         drift = ["is down"]
     yield Hop("device", shown, _verdict(not drift), "; ".join(drift))
@@ -126,14 +134,14 @@ def _session(target: IPAddress, peer: Mapping[str, Any], document: Mapping[str, 
 
 
 def _underlay(
-    target: IPAddress, peer: Mapping[str, Any], document: Mapping[str, Any], way_to: WayTo
+    target: IPAddress, peer: Mapping[str, Any], document: Mapping[str, Any], look_up_route: WayTo
 ) -> Iterator[Hop]:
     uplink = (document.get("uplink") or {}).get("name", "")
     for text in peer["public_ips"]:
         public = ip_address(text)
         if public.version != target.version:
             continue
-        way = way_to(public)
+        way = look_up_route(public)
         right = way.device == uplink
         note = "" if right else f"the uplink is {uplink}"
         yield Hop(

@@ -9,13 +9,13 @@ from typing import Any
 
 from flanneld.compat.glog import counted
 from flanneld.ctl.data_source import Source
-from flanneld.ctl.snapshot import Entry
-from flanneld.ctl.tables import Table
+from flanneld.ctl.snapshot import Comparison
+from flanneld.ctl.text_tables import TextTable
 
 _UNKNOWN = "unknown"
 
 
-def status(source: Source) -> list[Table]:
+def status(source: Source) -> list[TextTable]:
     """Return a summary of the node."""
     document = source.document
 
@@ -27,7 +27,7 @@ def status(source: Source) -> list[Table]:
         return title, show(value)
 
     return [
-        Table(
+        TextTable(
             (),
             [
                 ("daemon", _daemon(document) if source.origin == "daemon" else "does not answer"),
@@ -44,7 +44,7 @@ def status(source: Source) -> list[Table]:
                 row("last sync", "last_sync", _when, if_null="never"),
                 row("repairs", "repairs", _repairs),
                 row("refused", "refused", _refused),
-                row("brake", "brake", _removal_guard),
+                row("removal_guard", "removal_guard", _removal_guard),
                 row("firewall", "firewall", _firewall),
             ],
         ),
@@ -52,12 +52,12 @@ def status(source: Source) -> list[Table]:
     ]
 
 
-def notes(source: Source) -> list[Table]:
+def notes(source: Source) -> list[TextTable]:
     """Return the missing sources of answers as a table."""
-    return [Table((), [(f"not known: {why}",) for why in source.unknown])] if source.unknown else []
+    return [TextTable((), [(f"not known: {why}",) for why in source.unknown])] if source.unknown else []
 
 
-def peers(source: Source) -> list[Table]:
+def peers(source: Source) -> list[TextTable]:
     known = source.document.get("peers", ())
     probed = any("probe" in peer for peer in known)
     encrypted = any("sessions" in peer for peer in known)
@@ -80,7 +80,7 @@ def peers(source: Source) -> list[Table]:
         *(["handshake", "received", "sent", "endpoint"] if encrypted else []),
         "reason",
     )
-    return [Table(columns, rows), *notes(source)]
+    return [TextTable(columns, rows), *notes(source)]
 
 
 def _probe(last: Mapping[str, Any] | None) -> str:
@@ -122,17 +122,17 @@ def _bytes(number: int) -> str:
     return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
 
 
-def routes(source: Source, entries: Sequence[Entry]) -> list[Table]:
+def routes(source: Source, entries: Sequence[Comparison]) -> list[TextTable]:
     rows = [(entry.state, entry.kind, str(entry), entry.owner) for entry in entries]
-    return [Table(("state", "kind", "object", "for"), rows), *notes(source)]
+    return [TextTable(("state", "kind", "object", "for"), rows), *notes(source)]
 
 
-def events(source: Source) -> list[Table]:
+def events(source: Source) -> list[TextTable]:
     rows = [
         (_when(event["time"]), event["severity"], event["source"], event["text"])
         for event in source.document.get("events", ())
     ]
-    return [Table(("time", "", "from", "event"), rows), *notes(source)]
+    return [TextTable(("time", "", "from", "event"), rows), *notes(source)]
 
 
 def _daemon(document: Mapping[str, Any]) -> str:
@@ -145,7 +145,7 @@ def _ready(health: Mapping[str, Any]) -> str:
 
 
 def _trouble(health: Mapping[str, Any]) -> str:
-    found = health.get("troubles")
+    found = health.get("conditions")
     if found is None:
         return _UNKNOWN
     return "; ".join(f"{each['part']}: {each['trouble']}" for each in found) or "none"

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from flanneld.backends.cloud.cleanup import routes_in
 from flanneld.backends.cloud.record import SUFFIX, Record
-from flanneld.backends.extension.commands import CommandFailed, Commands
-from flanneld.backends.extension.journal import Entry, Journal
-from flanneld.backends.udp.client import Client, NoPump, Silent
+from flanneld.backends.extension.commands import ConfigCommandFailed, ConfigCommands
+from flanneld.backends.extension.journal import Journal, JournalEntry
+from flanneld.backends.udp.proxy_client import NoProxy, ProxyClient, ProxySilent
 from flanneld.diagnostics import other_daemons
 from flanneld.errors import Fatal, cause_of
 from flanneld.model import lies_in
@@ -110,7 +110,7 @@ def _steps(
         is_ours = everything or _is_of(previous, route)
         yield str(route), partial(_dropped, kernel, route) if is_ours else None
     links = kernel.links()
-    recorded = {seen.name for seen in stale(last_run.devices, links, wanted=())}
+    recorded = {seen.name for seen in stale(last_run.devices, links, desired=())}
     for link in links:
         if not is_flannels(link):
             continue
@@ -139,12 +139,12 @@ def _peers_in(journal: Journal) -> Iterator[_Step]:
         yield str(journal.path), lambda: not journal.entries() and _unlinked(journal.path)
 
 
-def _undone(journal: Journal, entry: Entry) -> bool:
-    commands = Commands(CommandRunner(threading.Event()).run, TIME_LIMIT)
+def _undone(journal: Journal, entry: JournalEntry) -> bool:
+    commands = ConfigCommands(CommandRunner(threading.Event()).run, TIME_LIMIT)
     try:
         if entry.remove:
             commands.run(entry.remove, entry.setup.variables(), entry.setup.data)
-    except CommandFailed as failure:
+    except ConfigCommandFailed as failure:
         log.warning("%s", failure)
         return False
     journal.gone(entry.setup.name)
@@ -180,29 +180,29 @@ def _has_address_in(kernel: Kernel, link: SeenLink, previous: Previous) -> bool:
 
 
 def _pump_of(tun: str) -> Iterator[_Step]:
-    client = Client(tun, of_anybody=True)
+    client = ProxyClient(tun, of_anybody=True)
     try:
         running = client.hello()
         what = f"{running.settings}, process {running.pid}"
-    except NoPump:
+    except NoProxy:
         if not _has_pump(tun):
             return
-        what = f"packet pump of {tun}, which does not answer"
+        what = f"udp proxy of {tun}, which does not answer"
     yield what, partial(_ended, client)
 
 
-def _ended(client: Client) -> bool:
+def _ended(client: ProxyClient) -> bool:
     client.leave(device_stays=True)
     return not _has_pump(client.tun)
 
 
 def _has_pump(tun: str) -> bool:
     """Return True if a trusted pump exists, even if it does not answer."""
-    client = Client(tun)
+    client = ProxyClient(tun)
     try:
         client.hello()
-    except NoPump as reason:
-        return isinstance(reason, Silent)
+    except NoProxy as reason:
+        return isinstance(reason, ProxySilent)
     finally:
         client.close()
     return True

@@ -29,27 +29,27 @@ _AT_ONCE = frozenset({"leases"})
 LEASE_ENDS_SOON = 600.0
 
 
-class Part(Struct, frozen=True, gc=False):
-    """A part of the daemon; ``trouble`` is empty if it is healthy.
+class PartHealth(Struct, frozen=True, gc=False):
+    """A part of the daemon; ``problem`` is empty if it is healthy.
 
     The text is stable while a condition lasts.
     """
 
     name: str
-    trouble: str = ""
+    problem: str = ""
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.trouble}"
+        return f"{self.name}: {self.problem}"
 
 
-def parts(components: Components) -> list[Part]:
+def parts(components: Components) -> list[PartHealth]:
     """Return all parts. May be called from any thread; costs next to nothing."""
-    return [Part(name, "; ".join(found)) for name, found in _looks(components)]
+    return [PartHealth(name, "; ".join(found)) for name, found in _looks(components)]
 
 
-def troubles(components: Components) -> list[Part]:
+def unhealthy_parts(components: Components) -> list[PartHealth]:
     """Return the parts with a condition."""
-    return [part for part in parts(components) if part.trouble]
+    return [part for part in parts(components) if part.problem]
 
 
 def watch(components: Components, stop: threading.Event, tell: Callable[[list[str]], None]) -> None:
@@ -60,7 +60,7 @@ def watch(components: Components, stop: threading.Event, tell: Callable[[list[st
     told: list[str] = []
     since: dict[str, float] = {}
     while not waits.pause(stop, LOOK):
-        now, found = clock.now(), troubles(components)
+        now, found = clock.now(), unhealthy_parts(components)
         since = {part.name: since.get(part.name, now) for part in found}
         lasting = [str(part) for part in found if part.name in _AT_ONCE or now - since[part.name] >= LASTING]
         if lasting != told:
@@ -85,7 +85,7 @@ def _looks(components: Components) -> Iterator[tuple[str, Iterable[str]]]:
         yield "encryption", filter(None, (components.reconciler.encryption.problem,))
         yield "sessions", filter(None, (silence(components.reconciler.tables.sessions()),))
         yield "peers", _of_the_peers(components.reconciler.peers)
-        yield "removals", _of_the_brake(components.reconciler.removal_guard)
+        yield "removals", _of_the_removal_guard(components.reconciler.removal_guard)
     if components.firewall:
         yield "firewall", _of_the_firewall(components.firewall)
     yield from components.of_host()
@@ -127,7 +127,7 @@ def _of_the_peers(peers: Peers) -> Iterator[str]:
         yield f"a lease would harm this host and is not followed: {unsafe[0]}{more}"
 
 
-def _of_the_brake(removal_guard: RemovalGuard) -> Iterator[str]:
+def _of_the_removal_guard(removal_guard: RemovalGuard) -> Iterator[str]:
     if removal_guard.holds:
         yield f"held back: {removal_guard.reason}"
 

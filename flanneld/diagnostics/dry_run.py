@@ -25,7 +25,7 @@ from flanneld.network.rtnetlink.tables import KERNEL_TABLES
 from flanneld.options import Options
 from flanneld.reconcile.controller import Controller
 from flanneld.reconcile.host import services as host_services
-from flanneld.reconcile.node import Node
+from flanneld.reconcile.local_node import LocalNode
 from flanneld.reconcile.peers import View
 from flanneld.runtime import clock
 from flanneld.startup import SingleAttempts
@@ -57,10 +57,10 @@ class Notes:
 
     def is_replaced(self, name: str) -> bool:
         """Return True for a device that must be replaced: the objects on it are lost then."""
-        wanted, actual = self.devices.get(name, (None, None))
-        if wanted is None or actual is None:
+        desired, actual = self.devices.get(name, (None, None))
+        if desired is None or actual is None:
             return False
-        return links.step(wanted, actual) is links.Step.REPLACE
+        return links.step(desired, actual) is links.LinkStep.REPLACE
 
 
 class RecordingTable:
@@ -128,7 +128,7 @@ class Outcome(Struct, frozen=True, gc=False):
     notes: Notes
 
 
-def rehearse(options: Options, manager: SubnetManager) -> Outcome:
+def dry_run(options: Options, manager: SubnetManager) -> Outcome:
     """Return the outcome of a startup. Raises ``Retryable`` or ``Fatal`` where it would wait or end."""
     once, notes = SingleAttempts(), Notes()
     services = host_services.of_dry_run(options.secret_dir, os.environ)
@@ -170,7 +170,7 @@ class Forecast:
         return own or Lease(attrs, *_likely(config, previous, self.leases))
 
 
-def _run(node: Node, leases: Snapshot | Cached, notes: Notes) -> Controller:
+def _run(node: LocalNode, leases: Snapshot | Cached, notes: Notes) -> Controller:
     """Run one round of the reconciler with all leases."""
     controller = Controller(
         node,

@@ -44,7 +44,7 @@ _AS_A_HOST, _ALWAYS = 1, 2
 _RTF_GATEWAY, _RTF_DEFAULT, _RTF_ADDRCONF = 0x2, 0x10000, 0x40000
 
 
-class Facts(Struct, frozen=True, gc=False):
+class HostSettings(Struct, frozen=True, gc=False):
     """Facts for the decision. ``settings`` lacks what this kernel does not have or show.
 
     - ``services`` is True if containers use service addresses, as in Kubernetes.
@@ -71,7 +71,7 @@ class Topic(StrEnum):
     REVERSE_PATH = "rp_filter"
 
 
-class Finding(Struct, frozen=True, gc=False):
+class WrongSetting(Struct, frozen=True, gc=False):
     """A wrong setting: description, consequence, and the command that corrects it as root.
 
     ``settings`` are the writes that the daemon may make itself, in this order; none if the operator must
@@ -114,13 +114,13 @@ class ForwardingSetting(Struct, frozen=True, gc=False):
 
     @property
     def key(self) -> Key:
-        return (ForwardingTable.name, self.family)
+        return (KernelForwardingTable.name, self.family)
 
     def __str__(self) -> str:
         return f"forwarding of IPv{self.family}"
 
 
-class ForwardingTable(LastingTable):
+class KernelForwardingTable(LastingTable):
     """Reconciler table of the kernel's forwarding, which other programs may switch off.
 
     Reading a setting costs 10 us, so a check every second is cheaper than a socket for notifications. With
@@ -133,7 +133,7 @@ class ForwardingTable(LastingTable):
 
     def __init__(self, families: tuple[Family, ...], uplink: Callable[[], str], *, keep: bool) -> None:
         super().__init__()
-        self.wanted = tuple(ForwardingSetting(family) for family in families)
+        self.desired = tuple(ForwardingSetting(family) for family in families)
         self._families = families
         self._uplink = uplink
         self._keep = keep
@@ -142,7 +142,7 @@ class ForwardingTable(LastingTable):
     def read(self, scope: Scope) -> Iterator[Seen]:
         del scope
         self._off = self._read_off()
-        yield from (Seen(each) for each in self.wanted if each.family not in self._off)
+        yield from (Seen(each) for each in self.desired if each.family not in self._off)
 
     def put(self, puts: Sequence[Put]) -> Report:
         report = Report()
@@ -169,7 +169,7 @@ class ForwardingTable(LastingTable):
 # ---- decisions ---------------------------------------------------------------------------------
 
 
-def findings(facts: Facts) -> tuple[Finding, ...]:
+def findings(facts: HostSettings) -> tuple[WrongSetting, ...]:
     """Return the wrong settings of this host (pure)."""
     return (
         *_no_forwarding(facts),
@@ -179,11 +179,11 @@ def findings(facts: Facts) -> tuple[Finding, ...]:
     )
 
 
-def _no_forwarding(facts: Facts) -> Iterator[Finding]:
+def _no_forwarding(facts: HostSettings) -> Iterator[WrongSetting]:
     for family in facts.families:
         if facts.settings.get(FORWARDING[family]) == 0:
             settings = (*(_kept_advertisements(facts) if family == 6 else ()), (FORWARDING[family], 1))
-            yield Finding(
+            yield WrongSetting(
                 Topic.FORWARDING,
                 f"{_shown(FORWARDING[family])} is 0",
                 f"this host passes no IPv{family} packets on, neither to its containers nor from them",
@@ -192,7 +192,7 @@ def _no_forwarding(facts: Facts) -> Iterator[Finding]:
             )
 
 
-def _kept_advertisements(facts: Facts) -> Iterator[tuple[str, int]]:
+def _kept_advertisements(facts: HostSettings) -> Iterator[tuple[str, int]]:
     """Yield the accept_ra settings to change before forwarding is switched on.
 
     Otherwise the kernel would drop the default routes of router advertisements (Linux, ip-sysctl: accept_ra).
@@ -203,7 +203,7 @@ def _kept_advertisements(facts: Facts) -> Iterator[tuple[str, int]]:
             yield setting, _ALWAYS
 
 
-def _bridge_without_firewall(facts: Facts) -> Iterator[Finding]:
+def _bridge_without_firewall(facts: HostSettings) -> Iterator[WrongSetting]:
     """Yield settings that keep replies on a bridge from being translated back.
 
     This also affects published ports, but only service addresses are used by every container.
@@ -212,14 +212,14 @@ def _bridge_without_firewall(facts: Facts) -> Iterator[Finding]:
     missing = [BRIDGED[family] for family in facts.families if BRIDGED[family] not in facts.settings]
     if missing:
         what = "the kernel module br_netfilter is not loaded"
-        yield Finding(Topic.BRIDGES, what, why, ("modprobe", "br_netfilter"), grave=facts.services)
+        yield WrongSetting(Topic.BRIDGES, what, why, ("modprobe", "br_netfilter"), grave=facts.services)
     off = [BRIDGED[family] for family in facts.families if facts.settings.get(BRIDGED[family]) == 0]
     for setting in off:
         command = _sysctl((setting, 1))
-        yield Finding(Topic.BRIDGES, f"{_shown(setting)} is 0", why, command, grave=facts.services)
+        yield WrongSetting(Topic.BRIDGES, f"{_shown(setting)} is 0", why, command, grave=facts.services)
 
 
-def _strict_uplink(facts: Facts) -> Iterator[Finding]:
+def _strict_uplink(facts: HostSettings) -> Iterator[WrongSetting]:
     """Yield a strict reverse path filter of the uplink.
 
     It drops packets that arrive on another interface than the reply would leave by. The larger of the
@@ -228,7 +228,7 @@ def _strict_uplink(facts: Facts) -> Iterator[Finding]:
     setting = f"net/ipv4/conf/{facts.uplink}/rp_filter"
     values = (facts.settings.get(setting, 0), facts.settings.get("net/ipv4/conf/all/rp_filter", 0))
     if 4 in facts.families and facts.elsewhere and max(values) == _STRICT:
-        yield Finding(
+        yield WrongSetting(
             Topic.REVERSE_PATH,
             f"{_shown(setting)} is strict while the default route leaves by {facts.elsewhere}",
             f"packets from nodes that are not on {facts.uplink}'s own network are dropped",
@@ -236,7 +236,7 @@ def _strict_uplink(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _strict_switch(facts: Facts) -> Iterator[Finding]:
+def _strict_switch(facts: HostSettings) -> Iterator[WrongSetting]:
     """Yield strict reverse path filters: during a switch of backends a peer may send by the other one."""
     if 4 not in facts.families:
         return
@@ -244,7 +244,7 @@ def _strict_switch(facts: Facts) -> Iterator[Finding]:
     for name in facts.either:
         setting = f"net/ipv4/conf/{name}/rp_filter"
         if max(facts.settings.get(setting, 0), everywhere) == _STRICT:
-            yield Finding(
+            yield WrongSetting(
                 Topic.REVERSE_PATH,
                 f"{_shown(setting)} is strict while Backend.Also is in use",
                 f"packets that come in by {name} from nodes in another phase of the switch are dropped",
@@ -266,7 +266,7 @@ def _shown(path: str) -> str:
 
 def read_facts(
     families: tuple[Family, ...], uplink: str, *, services: bool = False, either: tuple[str, ...] = ()
-) -> Facts:
+) -> HostSettings:
     """Read the facts of this network namespace. Routes are read only if needed: there may be many."""
     paths = [table[family] for table in (FORWARDING, BRIDGED) for family in families]
     paths += [f"net/ipv4/conf/{name}/rp_filter" for name in ("all", uplink)]
@@ -278,7 +278,7 @@ def read_facts(
     strict = any(settings.get(path) == _STRICT for path in paths[-2:])
     settings |= _read(*(f"net/ipv4/conf/{name}/rp_filter" for name in either))
     elsewhere = _elsewhere(uplink) if strict else ""
-    return Facts(families, uplink, settings, services, advertised, elsewhere, either)
+    return HostSettings(families, uplink, settings, services, advertised, elsewhere, either)
 
 
 def _read(*paths: str) -> dict[str, int]:
@@ -319,7 +319,7 @@ def _table(path: str) -> Iterator[list[str]]:
         return  # A kernel without this family.
 
 
-def mend(finding: Finding) -> bool:
+def mend(finding: WrongSetting) -> bool:
     """Make the permitted writes. Return False if there are none, or if this host refuses them."""
     try:
         for path, value in finding.settings:

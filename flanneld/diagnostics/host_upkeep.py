@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from flanneld.diagnostics.host_checks import ForwardingTable
+from flanneld.diagnostics.host_checks import KernelForwardingTable
 from flanneld.model import Family
 from flanneld.reconcile.reconciler import TableState
 from flanneld.reconcile.table_worker import Knowledge, TableWorker
@@ -36,9 +36,9 @@ class HostUpkeep:
     ) -> None:
         self._path = path
         self._supervisor = supervisor
-        self._wanted: dict[Key, Resource] = {}
+        self._desired: dict[Key, Resource] = {}
         self._is_running = False
-        self._forwarding = ForwardingTable(families, uplink, keep=keep_forwarding)
+        self._forwarding = KernelForwardingTable(families, uplink, keep=keep_forwarding)
         self._worker = TableWorker(
             _NAME,
             [SubnetFileTable(path, on_write), self._forwarding],
@@ -53,14 +53,14 @@ class HostUpkeep:
 
     def start(self) -> None:
         """Continue in a thread of its own, and maintain forwarding from now on."""
-        self._want(*self._forwarding.wanted)
+        self._want(*self._forwarding.desired)
         self._is_running = True
         self._supervisor.start(_NAME, self._worker.run, self._worker.cancel)
 
     def _want(self, *resources: Resource) -> None:
-        self._wanted |= {resource.key: resource for resource in resources}
-        everything = Delta(tuple(map(Put, self._wanted.values())))
-        self._worker.tell(everything, Knowledge(synced=True), whole=True)
+        self._desired |= {resource.key: resource for resource in resources}
+        everything = Delta(tuple(map(Put, self._desired.values())))
+        self._worker.send(everything, Knowledge(synced=True), whole=True)
         if not self._is_running:
             self._worker.step(clock.now())
 
@@ -74,7 +74,7 @@ class HostUpkeep:
 
     def forwarding_problems(self) -> Iterator[str]:
         """Return one line for each family that the kernel does not forward."""
-        return (failure.reason for failure in self._state(ForwardingTable.name).failed)
+        return (failure.reason for failure in self._state(KernelForwardingTable.name).failed)
 
     def _state(self, table: str) -> TableState:
         return next(state for state in self._worker.reconciler.states() if state.name == table)

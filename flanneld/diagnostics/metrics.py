@@ -78,7 +78,7 @@ def _public_ips(reconciler: Controller) -> Reading:
 def _mtus(reconciler: Controller) -> Reading:
     """Return the MTU by device. They differ: VXLAN's outer headers take 20 bytes more over IPv6."""
     uplink = reconciler.uplink_manager.uplink
-    links = (each for each in reconciler.peers.local_wishes() if isinstance(each, Link))
+    links = (each for each in reconciler.peers.local_resources() if isinstance(each, Link))
     return {uplink.name: uplink.mtu} | {link.name: link.mtu for link in links}
 
 
@@ -92,7 +92,7 @@ def _peers(reconciler: Controller) -> Reading:
 
 
 def _heals(reconciler: Controller) -> Reading:
-    kinds = {kind.name.lower() for kind in reconciler.peers.wanted_kinds()}
+    kinds = {kind.name.lower() for kind in reconciler.peers.desired_kinds()}
     return {(kind, "unknown"): 0 for kind in sorted(kinds)} | reconciler.tables.heals()
 
 
@@ -100,9 +100,9 @@ def _objects(number: Callable[[int, int], int]) -> Read:
     """Return a reader that derives a number from the desired and the refused objects of a kind."""
 
     def read(reconciler: Controller) -> Reading:
-        wanted = Counter(reconciler.peers.wanted_kinds())
+        desired = Counter(reconciler.peers.desired_kinds())
         refused = Counter(failure.resource.kind for failure in reconciler.tables.pending().values())
-        return {kind.name.lower(): number(wanted[kind], refused[kind]) for kind in sorted(wanted)}
+        return {kind.name.lower(): number(desired[kind], refused[kind]) for kind in sorted(desired)}
 
     return _of_the_reconciler(read)
 
@@ -166,7 +166,7 @@ METRICS = (
     _gauge(
         "flannel_condition",
         "1 while this part of the daemon, or of its host, is not well; `flannelctl status` says why",
-        lambda components: {part.name: bool(part.trouble) for part in parts(components)},
+        lambda components: {part.name: bool(part.problem) for part in parts(components)},
         "part",
     ),
     _gauge(
@@ -201,12 +201,12 @@ METRICS = (
     ),
     _gauge("flannel_peers", "leases of other nodes", _of_the_reconciler(_peers), "backend", "state"),
     _gauge(
-        "flannel_desired_objects", "what the kernel should hold", _objects(lambda wanted, _: wanted), "kind"
+        "flannel_desired_objects", "what the kernel should hold", _objects(lambda desired, _: desired), "kind"
     ),
     _gauge(
         "flannel_actual_objects",
         "what of that it holds, as last read or written",
-        _objects(lambda wanted, refused: wanted - refused),
+        _objects(lambda desired, refused: desired - refused),
         "kind",
     ),
     _gauge("flannel_drift_objects", "what of that it refuses", _objects(lambda _, refused: refused), "kind"),

@@ -35,7 +35,7 @@ class Observation:
             self._readiness.is_ready,
             self._readiness.unready,
             self._caveats,
-            lambda: [(part.name, part.trouble) for part in conditions.parts(self._components)],
+            lambda: [(part.name, part.problem) for part in conditions.parts(self._components)],
             self._metrics,
         )
         server = HealthServer(options.healthz_ip, options.healthz_port, checks)

@@ -19,14 +19,14 @@ _UNIT = re.compile(r"/([^/\n]+\.service)(?:\n|$)")
 _CONTAINER = re.compile(r"/docker[-/]([0-9a-f]{12})")
 
 
-class Daemon(Struct, frozen=True, gc=False):
+class OtherDaemon(Struct, frozen=True, gc=False):
     """A running daemon, and the command that stops it for good."""
 
     pid: int
     remedy: str
 
 
-def running(proc: Path = Path("/proc")) -> Iterator[Daemon]:
+def running(proc: Path = Path("/proc")) -> Iterator[OtherDaemon]:
     """Yield the daemons of this network namespace, except this process and its ancestors.
 
     Daemons in an invisible PID namespace are not found, nor, without root, those of other users.
@@ -41,7 +41,7 @@ def running(proc: Path = Path("/proc")) -> Iterator[Daemon]:
     for pid in sorted(found.keys() - own):
         # A child between fork and exec looks like its parent.
         if _parent_of(found[pid]) not in found:
-            yield Daemon(pid, how_to_stop(pid, _text(found[pid] / "cgroup")))
+            yield OtherDaemon(pid, how_to_stop(pid, _text(found[pid] / "cgroup")))
 
 
 def is_daemon(names: Sequence[str], words: Sequence[str]) -> bool:

@@ -9,18 +9,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from flanneld.diagnostics import host_checks
-from flanneld.diagnostics.dry_run import Notes, Outcome, rehearse
+from flanneld.diagnostics.dry_run import Notes, Outcome, dry_run
 from flanneld.network import iproute2_commands
 from flanneld.network.firewall import detect, rules
-from flanneld.network.firewall.command import Commands
+from flanneld.network.firewall.command import IptablesRunner
 from flanneld.network.firewall.driver import Driver
+from flanneld.network.firewall.edits import RuleOwnership, claim, edits_for
 from flanneld.network.firewall.iptables.restore import Restore
 from flanneld.network.firewall.iptables.text import restore_text
-from flanneld.network.firewall.plan import Claim, claim, plan
 from flanneld.network.firewall.rules import Rules, Style
-from flanneld.network.firewall.sweep import PLACES, Place, driver, may_hold
+from flanneld.network.firewall.rules_sweep import PLACES, RulePlace, driver, may_hold
 from flanneld.options import Options
-from flanneld.reconcile.firewall import Wishes, wishes_of
+from flanneld.reconcile.firewall import FirewallSettings, firewall_settings
 from flanneld.state.resources import Kind, Resource
 from flanneld.subnet import subnet_file
 from flanneld.subnet.manager import SubnetManager
@@ -32,7 +32,7 @@ def print_plan(wanted: Options, manager: SubnetManager, say: Callable[[str], Non
 
     Raises ``Retryable`` and ``Fatal`` where a startup would wait or end.
     """
-    outcome = rehearse(wanted, manager)
+    outcome = dry_run(wanted, manager)
     for line in lines(wanted, outcome):
         say(_harmless(line) if line.startswith("#") else line)
 
@@ -45,8 +45,8 @@ def lines(wanted: Options, outcome: Outcome) -> Iterator[str]:
     yield from _settings(outcome, services=wanted.kube_subnet_mgr)
     yield from kernel_lines(outcome, local=False)
     if any(net is not None for net in outcome.own.key):
-        wishes = wishes_of(wanted, outcome.config, outcome.own.key, outcome.previous)
-        yield from _rules(wishes, Commands(threading.Event()))
+        settings = firewall_settings(wanted, outcome.config, outcome.own.key, outcome.previous)
+        yield from _rules(settings, IptablesRunner(threading.Event()))
 
 
 def _harmless(comment: str) -> str:
@@ -122,26 +122,26 @@ def _settings(outcome: Outcome, *, services: bool) -> Iterator[str]:
 # ---- rules of the packet filter -----------------------------------------------------------------
 
 
-def _rules(wishes: Wishes, run: Commands) -> Iterator[str]:
+def _rules(settings: FirewallSettings, run: IptablesRunner) -> Iterator[str]:
     """Yield the commands that install the rules, then those that remove an earlier run's elsewhere."""
-    if not (wishes.purpose or wishes.former):
+    if not (settings.purpose or settings.former):
         return
-    place: Place = "native"
-    if not wishes.native:
-        place, _ = detect.choose(wishes.flavour, detect.look([nets.family for nets in wishes.nets]))
-    style: Style = "native" if wishes.native else wishes.style
-    purpose = wishes.purpose
-    for nets in wishes.nets:
-        former = next((each for each in wishes.former if each.family == nets.family), None)
+    place: RulePlace = "native"
+    if not settings.native:
+        place, _ = detect.choose(settings.flavour, detect.look([nets.family for nets in settings.nets]))
+    style: Style = "native" if settings.native else settings.style
+    purpose = settings.purpose
+    for nets in settings.nets:
+        former = next((each for each in settings.former if each.family == nets.family), None)
         mine = claim([nets], former, masquerade=purpose.masquerade, forward=purpose.forward)
-        yield from _changes(driver(place, nets.family, run), rules.wanted(style, nets, purpose), mine)
+        yield from _changes(driver(place, nets.family, run), rules.desired_rules(style, nets, purpose), mine)
         for other in PLACES:
             if other != place and may_hold(other, nets.family, mine):
                 yield from _changes(driver(other, nets.family, run), {}, mine)
 
 
-def _changes(there: Driver, wanted: Rules, mine: Claim) -> Iterator[str]:
-    edits = plan(wanted, there.read(), mine)
+def _changes(there: Driver, wanted: Rules, mine: RuleOwnership) -> Iterator[str]:
+    edits = edits_for(wanted, there.read(), mine)
     if not edits:
         return
     if isinstance(there, Restore):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator
 
 from msgspec import Struct
 
-from flanneld.compat.glog import Once
+from flanneld.compat.glog import OneTimeWarnings
 from flanneld.model import FAMILIES, Family, IPAddress, Lease, LeaseKey
 from flanneld.network import icmp_echo
 from flanneld.reconcile.controller import Controller
@@ -52,7 +52,7 @@ class Prober:
         self._reconciler = reconciler
         self._stop = stop
         self._heartbeat = heartbeat
-        self._once = Once()
+        self._once = OneTimeWarnings()
         self._lost: deque[bool] = deque(maxlen=_WINDOW)
         self.rtt = Histogram()
         #: The last probe of each probed peer.
@@ -72,13 +72,13 @@ class Prober:
 
     def _probe_one(self) -> None:
         view = self._reconciler.peers.view()
-        self.last = {key: probe for key, probe in self.last.items() if key in view.wishes}
+        self.last = {key: probe for key, probe in self.last.items() if key in view.desired}
         # A refused peer, or one with another backend, is not reachable.
         peers = [lease for lease in view.leases if lease.key not in view.reasons]
         if not peers:
             return
         peer = randomness.choice(peers)
-        for target in targets(peer, answering(self._own, self._reconciler.peers.local_wishes())):
+        for target in targets(peer, answering(self._own, self._reconciler.peers.local_resources())):
             self._probe(peer, target)
 
     def _probe(self, peer: Lease, target: IPAddress) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
-from flanneld.compat.glog import Once
+from flanneld.compat.glog import OneTimeWarnings
 from flanneld.errors import Cancelled, Retryable, cause_of, lacking
 from flanneld.runtime import clock, waits
 from flanneld.runtime.backoff import Backoff
@@ -42,7 +42,7 @@ class Readiness:
         self._missing = {"lease": "no lease yet"}
         self._waiting: list[str] = []
         self._lock = threading.Lock()
-        self._once = Once()
+        self._once = OneTimeWarnings()
         self._tell = tell
 
     def is_ready(self) -> bool:

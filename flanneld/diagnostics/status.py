@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from flanneld import __version__
 from flanneld.config import Config
 from flanneld.diagnostics.components import Components
-from flanneld.diagnostics.conditions import troubles
+from flanneld.diagnostics.conditions import unhealthy_parts
 from flanneld.model import FAMILIES, Lease, Uplink, name_of
 from flanneld.network import resource_json
 from flanneld.reconcile.counters import kind_of, wall
@@ -64,7 +64,9 @@ def summary(components: Components) -> Document:
             "missing": missing,
             "waiting": components.waiting(),
             "late": components.overdue(),
-            "troubles": [{"part": part.name, "trouble": part.trouble} for part in troubles(components)],
+            "conditions": [
+                {"part": part.name, "problem": part.problem} for part in unhealthy_parts(components)
+            ],
         },
         "network": network(components.config),
         "lease": _lease(components),
@@ -129,14 +131,17 @@ def _data_plane(components: Components) -> Document:
         },
         "mtu": reconciler.uplink_manager.backend.mtu,
         "devices": sorted(reconciler.domain.links),
-        "local": [describe(wish, pending) for wish in reconciler.peers.local_wishes()],
+        "local": [describe(resource, pending) for resource in reconciler.peers.local_resources()],
         "synced": reconciler.peers.synced,
         "last_sync": work.last_sync or None,
         "repairs": [{"kind": kind, "cause": cause, "number": number} for (kind, cause), number in repairs],
         "fights": reconciler.tables.is_contested(),
         "lost_notifications": work.overruns,
         "refused": [_refusal(failure) for failure in pending.values()],
-        "brake": {"holds": reconciler.removal_guard.holds, "number": reconciler.removal_guard.holds_total},
+        "removal_guard": {
+            "holds": reconciler.removal_guard.holds,
+            "number": reconciler.removal_guard.holds_total,
+        },
     }
 
 
@@ -216,8 +221,8 @@ def states(view: View, pending: Mapping[Key, Failure]) -> Iterator[tuple[str, st
 
 
 def _peer(peer: Lease, view: View, pending: Mapping[Key, Failure]) -> Document:
-    wishes = view.wishes.get(peer.key, ())
-    refused = "; ".join(str(pending[wish.key]) for wish in wishes if wish.key in pending)
+    resources = view.desired.get(peer.key, ())
+    refused = "; ".join(str(pending[resource.key]) for resource in resources if resource.key in pending)
     return {
         "subnets": _subnets(peer),
         "public_ips": _public_ips(peer),
@@ -226,7 +231,7 @@ def _peer(peer: Lease, view: View, pending: Mapping[Key, Failure]) -> Document:
         "state": _state(peer, view, pending),
         "reason": view.reasons.get(peer.key, refused),
         "conflicts": _rivals(peer, view),
-        "objects": [describe(wish, pending) for wish in wishes],
+        "objects": [describe(resource, pending) for resource in resources],
     }
 
 
@@ -235,7 +240,7 @@ def _state(peer: Lease, view: View, pending: Mapping[Key, Failure]) -> str:
         return "unsafe"
     if peer.key in view.reasons:
         return "refused"
-    if pending and any(wish.key in pending for wish in view.wishes.get(peer.key, ())):
+    if pending and any(resource.key in pending for resource in view.desired.get(peer.key, ())):
         return "not in the kernel"
     if _rivals(peer, view):
         return "contested"
@@ -247,20 +252,20 @@ def _rivals(peer: Lease, view: View) -> list[str]:
     if not view.rivals:
         return []
     found: dict[str, None] = {}
-    for wish in view.wishes.get(peer.key, ()):
-        for owner, other in view.rivals.get(wish.key, {}).items():
-            if owner != peer.key and other != wish:
+    for resource in view.desired.get(peer.key, ()):
+        for owner, other in view.rivals.get(resource.key, {}).items():
+            if owner != peer.key and other != resource:
                 found[name_of(owner)] = None
     return list(found)
 
 
-def describe(wish: Any, pending: Mapping[Key, Failure]) -> Document:
+def describe(resource: Any, pending: Mapping[Key, Failure]) -> Document:
     """Return an object as text, and as a value for programs: None for one of a backend's own table."""
     return {
-        "kind": kind_of(wish),
-        "text": str(wish),
-        "value": resource_json.encode(wish),
-        "in_kernel": wish.key not in pending,
+        "kind": kind_of(resource),
+        "text": str(resource),
+        "value": resource_json.encode(resource),
+        "in_kernel": resource.key not in pending,
     }
 
 

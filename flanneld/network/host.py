@@ -57,10 +57,10 @@ class HostView:
         # Before Linux 4.20 the kernel ignores the filter.
         return [each for each in seen if each is not None and index in (0, each.index)]
 
-    def way_to(self, target: IPAddress) -> route_lookup.Way | None:
+    def look_up_route(self, target: IPAddress) -> route_lookup.LookupResult | None:
         """Return the route the kernel would use for a packet, None if it has none."""
         try:
-            return route_lookup.decode_way(
+            return route_lookup.decode_lookup(
                 *self._socket.ask(rtnl.RTM_GETROUTE, route_lookup.lookup_request(target))
             )
         except OSError as failure:
@@ -79,7 +79,7 @@ class HostView:
             if seen is not None:
                 yield seen
 
-    def ways(self, family: Family, own: Iterable[int] = ()) -> Iterator[route_lookup.SeenWay]:
+    def ways(self, family: Family, own: Iterable[int] = ()) -> Iterator[route_lookup.SeenHostRoute]:
         """Yield the main table's unicast routes of any metric, except flannel's marked ones.
 
         Routes of ``own`` interfaces, which may be many, are skipped by their last bytes, without decoding
@@ -92,7 +92,7 @@ class HostView:
             return ending not in endings and rtnl.protocol_of(data, offset, end) != PROTO_FLANNEL
 
         for item in self.dump(rtnl.RTM_GETROUTE, rtnl.routes_request(family), is_others):
-            seen = route_lookup.decode_seen_way(*item)
+            seen = route_lookup.decode_host_route(*item)
             if seen is not None:
                 yield seen
 

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from flanneld.model import Family, IPAddress, IPNetwork
-from flanneld.network.route_lookup import SeenWay, Way
+from flanneld.network.route_lookup import LookupResult, SeenHostRoute
 from flanneld.network.rtnetlink.domain import Domain
 from flanneld.network.rtnetlink.links import SeenLink
 from flanneld.network.rtnetlink.messages import SeenAddress
-from flanneld.network.rtnetlink.monitor import News
+from flanneld.network.rtnetlink.monitor import Notification
 from flanneld.state.resources import Resource
 
 
@@ -45,7 +45,7 @@ class HostKernel(Protocol):
         """Return the addresses of one interface, or of all."""
         ...
 
-    def way_to(self, target: IPAddress) -> Way | None:
+    def look_up_route(self, target: IPAddress) -> LookupResult | None:
         """Return which way the kernel would send a packet, None if it has no route."""
         ...
 
@@ -53,7 +53,7 @@ class HostKernel(Protocol):
         """Return the interfaces of the main table's default routes, in the kernel's order."""
         ...
 
-    def ways(self, family: Family, own: Iterable[int] = ()) -> Iterable[SeenWay]:
+    def ways(self, family: Family, own: Iterable[int] = ()) -> Iterable[SeenHostRoute]:
         """Return unicast routes of the main table that are not flannel's; ``own`` interfaces are left out."""
         ...
 
@@ -78,6 +78,6 @@ class HostMonitor(Protocol):
         """Return the file descriptor to poll for notifications."""
         ...
 
-    def read(self, name_of: Callable[[int], str | None]) -> Sequence[News]:
+    def read(self, name_of: Callable[[int], str | None]) -> Sequence[Notification]:
         """Return what was heard; ``name_of`` names the devices whose entries are of interest."""
         ...

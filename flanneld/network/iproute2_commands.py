@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from flanneld.network.rtnetlink.links import Step, codec_for, step
+from flanneld.network.rtnetlink.links import LinkStep, codec_for, step
 from flanneld.network.rtnetlink.messages import BLACKHOLE_METRIC
 from flanneld.runtime.shell import Command, command
 from flanneld.state.resources import (
@@ -64,24 +64,24 @@ def drop(resource: Resource) -> Command | None:
     return None
 
 
-def link(wanted: Link, actual: Link | ForeignLink | None, parent: str) -> Iterator[Command]:
+def link(desired: Link, actual: Link | ForeignLink | None, parent: str) -> Iterator[Command]:
     """Yield the commands that change a device into the wanted one; ``parent`` is its underlying device."""
-    if actual is not None and not isinstance(actual, ForeignLink) and step(wanted, actual) is Step.SET:
-        yield from _set(wanted, actual)
+    if actual is not None and not isinstance(actual, ForeignLink) and step(desired, actual) is LinkStep.SET:
+        yield from _set(desired, actual)
         return
     if actual is not None:
-        yield ("ip", "link", "del", wanted.name)
-    yield from codec_for(wanted).make_commands(wanted, parent)
-    yield ("ip", "link", "set", wanted.name, "up")
+        yield ("ip", "link", "del", desired.name)
+    yield from codec_for(desired).make_commands(desired, parent)
+    yield ("ip", "link", "set", desired.name, "up")
 
 
-def _set(wanted: Link, actual: Link) -> Iterator[Command]:
-    change = ("ip", "link", "set", wanted.name)
-    yield from codec_for(wanted).change_commands(wanted, actual)
-    if actual.mtu != wanted.mtu:
-        yield (*change, "mtu", str(wanted.mtu))
-    if actual.up != wanted.up:
-        yield (*change, "up" if wanted.up else "down")
+def _set(desired: Link, actual: Link) -> Iterator[Command]:
+    change = ("ip", "link", "set", desired.name)
+    yield from codec_for(desired).change_commands(desired, actual)
+    if actual.mtu != desired.mtu:
+        yield (*change, "mtu", str(desired.mtu))
+    if actual.up != desired.up:
+        yield (*change, "up" if desired.up else "down")
 
 
 def _ip(family: int) -> Command:

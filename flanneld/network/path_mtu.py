@@ -35,14 +35,14 @@ def largest(low: int, high: int, is_carried: Callable[[int], bool]) -> int | Non
     return low
 
 
-def glance(target: IPAddress, wanted: int) -> int | None:
-    """Return ``wanted`` if the path carries that, else a size that it carries; None without an answer."""
-    least = min(SMALLEST[target.version], wanted)
+def glance(target: IPAddress, required: int) -> int | None:
+    """Return ``required`` if the path carries that, else a size that it carries; None without an answer."""
+    least = min(SMALLEST[target.version], required)
     if icmp_echo.ask(target, _BRIEFLY, size=least) is None:
         return None
-    return wanted if carries(target, wanted, _BRIEFLY) else least
+    return required if carries(target, required, _BRIEFLY) else least
 
 
-def find(target: IPAddress, wanted: int) -> int | None:
-    """Return the path MTU to a host, at most ``wanted``; None if it does not answer. Raises ``OSError``."""
-    return largest(min(SMALLEST[target.version], wanted), wanted, lambda size: carries(target, size))
+def find(target: IPAddress, required: int) -> int | None:
+    """Return the path MTU to a host, at most ``required``; None if it does not answer. Raises ``OSError``."""
+    return largest(min(SMALLEST[target.version], required), required, lambda size: carries(target, size))

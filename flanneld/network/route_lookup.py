@@ -22,7 +22,7 @@ from flanneld.network.rtnetlink.messages import (
     network_of,
     number,
 )
-from flanneld.network.rtnetlink.netlink import Malformed, attributes, u32, unpack
+from flanneld.network.rtnetlink.netlink import MalformedNetlink, attributes, u32, unpack
 
 _RTA_DST, _RTA_PREFSRC, _RTA_MULTIPATH, _RTA_VIA = 1, 7, 9, 18
 RT_TABLE_LOCAL = 255
@@ -46,7 +46,7 @@ def lookup_request(target: IPAddress) -> bytes:
     return RTMSG.pack(AF[target.version], 8 * len(raw), 0, 0, 0, 0, 0, 0, 0) + DST[len(raw)] + raw
 
 
-class Way(Struct, frozen=True, gc=False):
+class LookupResult(Struct, frozen=True, gc=False):
     """Result of a lookup: output interface, source address, gateway and type (RTN_*)."""
 
     index: int
@@ -55,12 +55,14 @@ class Way(Struct, frozen=True, gc=False):
     kind: int
 
 
-def decode_way(data: bytes, offset: int, end: int) -> Way:
-    """Decode the result of a lookup. Raises ``Malformed``."""
+def decode_lookup(data: bytes, offset: int, end: int) -> LookupResult:
+    """Decode the result of a lookup. Raises ``MalformedNetlink``."""
     kind = unpack(RTMSG, data, offset, end)[7]
     found = attributes(data, offset + RTMSG.size, end)
     source = found.get(_RTA_PREFSRC)
-    return Way(number(found.get(RTA_OIF)), address_of(source) if source else None, _gateway(found), kind)
+    return LookupResult(
+        number(found.get(RTA_OIF)), address_of(source) if source else None, _gateway(found), kind
+    )
 
 
 def decode_destination(data: bytes, offset: int, end: int) -> tuple[IPNetwork, int] | None:
@@ -82,7 +84,7 @@ def decode_default_route(data: bytes, offset: int, end: int) -> int | None:
     return number(found.get(RTA_OIF)) if number(found.get(RTA_TABLE)) == RT_TABLE_MAIN else None
 
 
-class SeenWay(Struct, frozen=True, gc=False):
+class SeenHostRoute(Struct, frozen=True, gc=False):
     """A unicast route of the main table, of any metric. A next hop is an interface and a gateway.
 
     ``destination`` is None for a default route.
@@ -93,8 +95,8 @@ class SeenWay(Struct, frozen=True, gc=False):
     hops: tuple[tuple[int, IPAddress | None], ...]
 
 
-def decode_seen_way(data: bytes, offset: int, end: int) -> SeenWay | None:
-    """Return a unicast route of the main table, else None. Raises ``Malformed``."""
+def decode_host_route(data: bytes, offset: int, end: int) -> SeenHostRoute | None:
+    """Return a unicast route of the main table, else None. Raises ``MalformedNetlink``."""
     family, length, _, _, table, protocol, _, kind, _ = unpack(RTMSG, data, offset, end)
     if kind != RTN_UNICAST or table != RT_TABLE_MAIN or family not in FAMILY:
         return None
@@ -103,7 +105,7 @@ def decode_seen_way(data: bytes, offset: int, end: int) -> SeenWay | None:
     destination = network_of(raw, length) if raw is not None else None
     several = found.get(_RTA_MULTIPATH)
     hops = tuple(_hops(several)) if several else ((number(found.get(RTA_OIF)), _gateway(found)),)
-    return SeenWay(destination, protocol, hops)
+    return SeenHostRoute(destination, protocol, hops)
 
 
 def _hops(several: bytes) -> Iterator[tuple[int, IPAddress | None]]:
@@ -111,7 +113,7 @@ def _hops(several: bytes) -> Iterator[tuple[int, IPAddress | None]]:
     while offset < len(several):
         length, _, _, index = unpack(_RTNEXTHOP, several, offset, len(several))
         if length < _RTNEXTHOP.size:
-            raise Malformed
+            raise MalformedNetlink
         yield index, _gateway(attributes(several, offset + _RTNEXTHOP.size, offset + length))
         offset += (length + 3) & ~3
 

@@ -10,7 +10,7 @@ from ipaddress import ip_network
 from flanneld.model import Family, IPAddress, IPNetwork
 from flanneld.network.host_kernel import HostKernel
 from flanneld.network.obstacles import HostNetworks, HostRoute, host_networks
-from flanneld.network.route_lookup import RTN_BROADCAST, SeenWay
+from flanneld.network.route_lookup import RTN_BROADCAST, SeenHostRoute
 from flanneld.network.rtnetlink.links import is_flannels
 from flanneld.network.rtnetlink.messages import SeenAddress
 from flanneld.network.uplink_election import AddressFact, DefaultRoute, HostFacts, LinkFact, RouteFact
@@ -37,7 +37,7 @@ def survey(kernel: HostKernel, families: tuple[Family, ...], *, default_routes: 
 
 def route_to(kernel: HostKernel, target: IPAddress) -> RouteFact | None:
     """Which way the kernel would send a packet."""
-    way = kernel.way_to(target)
+    way = kernel.look_up_route(target)
     return RouteFact(way.index, way.source, way.gateway) if way else None
 
 
@@ -100,6 +100,6 @@ def _is_flannels(kernel: HostKernel, name: str) -> bool:
     return link is not None and is_flannels(link)
 
 
-def _route(seen: SeenWay, name_of: Callable[[int], str]) -> HostRoute:
+def _route(seen: SeenHostRoute, name_of: Callable[[int], str]) -> HostRoute:
     hops = ((name_of(index), gateway) for index, gateway in seen.hops)
     return HostRoute(seen.destination, seen.protocol, tuple(hop for hop in hops if hop[0]))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Protocol
 from urllib.parse import quote
 
-from flanneld.compat.glog import Once
+from flanneld.compat.glog import OneTimeWarnings
 from flanneld.errors import Retryable
 from flanneld.option_values import is_network_name
 from flanneld.subnet.remote.change_log import ChangeLog
@@ -76,7 +76,7 @@ class RemoteNames:
         self._ask(f"/v1/?next={quote(after, safe='')}", alive)
 
     def close(self) -> None:
-        self._connection.cut()
+        self._connection.cancel()
 
     def _ask(self, target: str, alive: Callable[[], None] | None) -> tuple[list[str], str]:
         answer = self._connection.ask("GET", target, None, alive)
@@ -95,7 +95,7 @@ class Choice:
 
     def __init__(self, allowed: tuple[str, ...]) -> None:
         self._allowed = frozenset(allowed)
-        self._once = Once()
+        self._once = OneTimeWarnings()
 
     def of(self, names: list[str]) -> list[str]:
         """Return the names that are allowed and valid as file names. Others are logged once."""

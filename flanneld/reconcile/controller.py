@@ -16,11 +16,11 @@ from flanneld.backends.contract import encrypts
 from flanneld.errors import Retryable, cause_of
 from flanneld.model import Cached, Event
 from flanneld.network.rtnetlink.domain import Domain
-from flanneld.reconcile import encryption
-from flanneld.reconcile.encryption import EncryptionWatch
+from flanneld.reconcile import encryption_watch
+from flanneld.reconcile.encryption_watch import EncryptionWatch
+from flanneld.reconcile.host.host_watch import LOOK_SPACING, HostWatch
 from flanneld.reconcile.host.kernel_news import KernelNews
-from flanneld.reconcile.host.watch import LOOK_SPACING, HostWatch
-from flanneld.reconcile.node import Node
+from flanneld.reconcile.local_node import LocalNode
 from flanneld.reconcile.node_tables import NodeTables
 from flanneld.reconcile.past.left_behind import LeftBehind
 from flanneld.reconcile.past.sweep import Sweep
@@ -55,7 +55,7 @@ class Controller:
 
     def __init__(
         self,
-        node: Node,
+        node: LocalNode,
         removal_guard: RemovalGuard,
         *,
         stop: threading.Event,
@@ -114,7 +114,7 @@ class Controller:
         try:
             spare_links_of_others(self._node.kernel, self._host.links())
             self._host.look_at_networks(now)
-            spare_connected_networks(self.peers.local_wishes(), self.peers.safety.obstacles)
+            spare_connected_networks(self.peers.local_resources(), self.peers.safety.obstacles)
         except OSError as failure:
             raise Retryable(f"cannot read the kernel's tables: {cause_of(failure)}") from failure
         # Routes of an earlier run may bypass the encryption, so they go before any peer is known.
@@ -131,7 +131,7 @@ class Controller:
     def _leaks(self, resource: Resource) -> bool:
         """Return True if packets leave unencrypted by this route though the backend encrypts."""
         backend, own = self.uplink_manager.backend, self._node.lease
-        return encryption.leaks(resource, backend, own, self.domain.links, synced=self.peers.synced)
+        return encryption_watch.leaks(resource, backend, own, self.domain.links, synced=self.peers.synced)
 
     # ---- the loop ----------------------------------------------------------------------------
 
@@ -183,7 +183,7 @@ class Controller:
             self.tables.work.applied(self.event_queue.since)
         if events and self._sweep.is_unfinished():
             self._sweep.due = min(self._sweep.due, now + LOOK_SPACING)
-        self.peers.tell()
+        self.peers.log_changes()
 
     def _use_cache(self, now: float) -> None:
         """Create the objects for cached peers. Nothing is removed or replaced."""
@@ -212,7 +212,7 @@ class Controller:
             self._host.could_not_read(failure, clock.now())
 
 
-def _first_domain(node: Node) -> Domain:
+def _first_domain(node: LocalNode) -> Domain:
     """Return our part of the kernel before any device is desired."""
     return Domain(
         node.uplink_manager.uplink.name,

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Collection, Iterable, Mapping
 
 from flanneld.backends.contract import Backend, Switches, encrypts
-from flanneld.compat.glog import Once
+from flanneld.compat.glog import OneTimeWarnings
 from flanneld.model import Lease
 from flanneld.network.obstacles import HostRoute
 from flanneld.state.resources import Key, Resource, Route, route_key
@@ -27,11 +27,11 @@ def leaks(resource: Resource, backend: Backend, own: Lease, links: Collection[st
     return synced and isinstance(backend, Switches) and resource.device in backend.clear_devices(own)
 
 
-def bypasses(detours: Iterable[HostRoute], wanted: Mapping[Key, Resource]) -> list[HostRoute]:
+def bypasses(detours: Iterable[HostRoute], desired: Mapping[Key, Resource]) -> list[HostRoute]:
     """Return other programs' routes that bypass the encryption. Desired routes do not count."""
 
     def is_wanted(route: HostRoute) -> bool:
-        want = wanted.get(route_key(route.destination)) if route.destination else None
+        want = desired.get(route_key(route.destination)) if route.destination else None
         return isinstance(want, Route) and route.hops == ((want.device, want.gateway),)
 
     return sorted((route for route in detours if not is_wanted(route)), key=str)
@@ -43,10 +43,10 @@ class EncryptionWatch:
     def __init__(self) -> None:
         #: Reason why packets may leave unencrypted, with the remedy; else empty. Read from any thread.
         self.problem = ""
-        self._once = Once()
+        self._once = OneTimeWarnings()
 
-    def look(self, detours: Iterable[HostRoute], wanted: Mapping[Key, Resource]) -> None:
-        found = bypasses(detours, wanted)
+    def look(self, detours: Iterable[HostRoute], desired: Mapping[Key, Resource]) -> None:
+        found = bypasses(detours, desired)
         more = f", and {len(found) - 1} more" if len(found) > 1 else ""
         self.problem = (
             f"packets leave unencrypted by another program's route {found[0]}{more};"

@@ -19,17 +19,17 @@ from flanneld.config import Config
 from flanneld.errors import Fatal, Retryable
 from flanneld.model import FAMILIES, Family, IPNetwork, LeaseKey
 from flanneld.network.firewall import detect
-from flanneld.network.firewall.command import Commands
-from flanneld.network.firewall.detect import Wish
+from flanneld.network.firewall.command import IptablesRunner
+from flanneld.network.firewall.detect import FlavourOption
 from flanneld.network.firewall.driver import Driver, Unavailable
-from flanneld.network.firewall.forwarding import dropping, in_the_way
+from flanneld.network.firewall.edits import RuleOwnership, claim
+from flanneld.network.firewall.forward_drops import dropping, in_the_way
 from flanneld.network.firewall.nftables.netlink import Removals
-from flanneld.network.firewall.plan import Claim, claim
-from flanneld.network.firewall.rules import Nets, Purpose, Style, wanted
-from flanneld.network.firewall.sweep import PLACES, Place, driver, sweep
+from flanneld.network.firewall.rules import Nets, Purpose, Style, desired_rules
+from flanneld.network.firewall.rules_sweep import PLACES, RulePlace, driver, sweep
 from flanneld.network.firewall.tables import RulesTable, StaleRulesTable
 from flanneld.options import Options
-from flanneld.reconcile.reconciler import Reconciler, wanted_by_table
+from flanneld.reconcile.reconciler import Reconciler, desired_by_table
 from flanneld.runtime import clock, shell
 from flanneld.runtime.step_loop import StepLoop
 from flanneld.state.table import Table
@@ -38,7 +38,7 @@ from flanneld.subnet.subnet_file import Previous
 log = logging.getLogger(__name__)
 
 
-class Wishes(Struct, frozen=True, gc=False):
+class FirewallSettings(Struct, frozen=True, gc=False):
     """Desired rules, and the driver to set them.
 
     ``former`` are the networks of the last run, if known. ``native`` selects a table of our own in
@@ -49,7 +49,7 @@ class Wishes(Struct, frozen=True, gc=False):
     former: tuple[Nets, ...]
     purpose: Purpose
     style: Style = "own-chains"
-    flavour: Wish = "auto"
+    flavour: FlavourOption = "auto"
     native: bool = False
     resync: float = 5.0
 
@@ -60,9 +60,11 @@ def pairs(networks: Iterable[IPNetwork], subnets: LeaseKey) -> tuple[Nets, ...]:
     return tuple(Nets(known[net.version], net) for net in subnets if net and net.version in known)
 
 
-def wishes_of(options: Options, config: Config, own: LeaseKey, previous: Previous) -> Wishes:
+def firewall_settings(
+    options: Options, config: Config, own: LeaseKey, previous: Previous
+) -> FirewallSettings:
     """Return the rules that the options and the network config ask for."""
-    return Wishes(
+    return FirewallSettings(
         nets=pairs([each.network for each in config.ranges], own),
         former=pairs(previous.networks, previous.subnets),
         purpose=Purpose(
@@ -71,7 +73,7 @@ def wishes_of(options: Options, config: Config, own: LeaseKey, previous: Previou
             random=not options.ip_masq_fully_random_disable,
         ),
         style="v0.12" if options.iptables_rules == "v0.12" else "own-chains",
-        flavour=cast(Wish, options.iptables_flavour),
+        flavour=cast(FlavourOption, options.iptables_flavour),
         native=config.enable_nftables,
         resync=options.iptables_resync,
     )
@@ -80,11 +82,13 @@ def wishes_of(options: Options, config: Config, own: LeaseKey, previous: Previou
 class Firewall:
     """Worker for the rules of all families. Call ``start`` once, then ``run`` in a thread."""
 
-    def __init__(self, wishes: Wishes, *, stop: threading.Event, heartbeat: Callable[[float], None]) -> None:
-        self._wishes = wishes
+    def __init__(
+        self, settings: FirewallSettings, *, stop: threading.Event, heartbeat: Callable[[float], None]
+    ) -> None:
+        self._settings = settings
         self._stop = stop
-        self._commands = Commands(stop)
-        self._place: Place = "nft"
+        self._commands = IptablesRunner(stop)
+        self._place: RulePlace = "nft"
         self._rules: dict[str, RulesTable] = {}
         self._reconciler = Reconciler((), {}, stop.is_set)
         self._loop = StepLoop(
@@ -97,7 +101,7 @@ class Firewall:
     # ---- status, from any thread -----------------------------------------------------------------
 
     @property
-    def place(self) -> Place:
+    def place(self) -> RulePlace:
         """Place of the rules."""
         return self._place
 
@@ -105,7 +109,7 @@ class Firewall:
     def repairs(self) -> dict[tuple[str, str], int]:
         """Return repairs by driver and by the program that removed the rules, or "unknown"."""
         return {
-            (self._rules[state.name].wanted.name, by): number
+            (self._rules[state.name].desired.name, by): number
             for state in self._reconciler.states()
             if state.name in self._rules
             for by, number in state.repairs.items()
@@ -129,7 +133,7 @@ class Firewall:
 
         Raises ``Fatal`` if this host can never have the rules that ``--ip-masq`` asks for.
         """
-        if self._wishes.purpose or self._wishes.former:
+        if self._settings.purpose or self._settings.former:
             self._set_up()
         self._warn_of_dropping()
 
@@ -148,10 +152,10 @@ class Firewall:
         self._loop.cancel()
 
     def _set_up(self) -> None:
-        purpose = self._wishes.purpose
+        purpose = self._settings.purpose
         try:
             reason = self._choose_place()
-            drivers = {nets.family: self._driver(nets.family) for nets in self._wishes.nets}
+            drivers = {nets.family: self._driver(nets.family) for nets in self._settings.nets}
         except Unavailable as missing:
             if purpose.masquerade:
                 raise Fatal(f"cannot masquerade: {missing.problem}", missing.remedy) from missing
@@ -161,19 +165,19 @@ class Firewall:
         if purpose:
             names = ", ".join(dict.fromkeys(each.name for each in drivers.values()))
             log.info("The rules of the packet filter go through %s: %s", names, reason)
-        tables = [self._table(nets, drivers[nets.family]) for nets in self._wishes.nets]
+        tables = [self._table(nets, drivers[nets.family]) for nets in self._settings.nets]
         self._rules = {table.name: table for table in tables}
-        desired = wanted_by_table(table.wanted for table in tables)
+        desired = desired_by_table(table.desired for table in tables)
         self._reconciler = Reconciler([*tables, *self._stale_tables()], desired, self._stop.is_set)
         self._reconciler.step(clock.now())
 
     def _choose_place(self) -> str:
         """Set the place of the rules. Return the reason for the choice."""
-        if self._wishes.native:
+        if self._settings.native:
             self._place = "native"
             return "EnableNFTables in the network config asks for it"
-        facts = detect.look([nets.family for nets in self._wishes.nets])
-        self._place, reason = detect.choose(self._wishes.flavour, facts)
+        facts = detect.look([nets.family for nets in self._settings.nets])
+        self._place, reason = detect.choose(self._settings.flavour, facts)
         return reason
 
     def _driver(self, family: Family) -> Driver:
@@ -187,31 +191,31 @@ class Firewall:
         return driver(self._place, family, self._commands)
 
     def _table(self, nets: Nets, through: Driver) -> RulesTable:
-        style: Style = "native" if self._wishes.native else self._wishes.style
+        style: Style = "native" if self._settings.native else self._settings.style
         removals = self._listen()
         return RulesTable(
             nets.family,
             self._place,
             through,
-            wanted(style, nets, self._wishes.purpose),
+            desired_rules(style, nets, self._settings.purpose),
             self._claim(nets.family),
             removals=removals,
-            audit=None if removals else max(1.0, self._wishes.resync),
+            audit=None if removals else max(1.0, self._settings.resync),
         )
 
     def _stale_tables(self) -> Iterable[Table]:
         """Return the tables of the other places. Their rules are removed once the new ones are in place."""
         needs = frozenset(self._rules)
-        used = {nets.family for nets in self._wishes.nets}
-        for family in dict.fromkeys([*used, *(former.family for former in self._wishes.former)]):
+        used = {nets.family for nets in self._settings.nets}
+        for family in dict.fromkeys([*used, *(former.family for former in self._settings.former)]):
             for place in PLACES:
                 if family not in used or place != self._place:
                     yield StaleRulesTable(place, family, self._claim(family), self._commands, needs)
 
-    def _claim(self, family: Family) -> Claim:
-        now = [nets for nets in self._wishes.nets if nets.family == family]
-        former = next((nets for nets in self._wishes.former if nets.family == family), None)
-        purpose = self._wishes.purpose
+    def _claim(self, family: Family) -> RuleOwnership:
+        now = [nets for nets in self._settings.nets if nets.family == family]
+        former = next((nets for nets in self._settings.former if nets.family == family), None)
+        purpose = self._settings.purpose
         return claim(now, former, masquerade=purpose.masquerade, forward=purpose.forward)
 
     def _listen(self) -> Removals | None:
@@ -225,8 +229,8 @@ class Firewall:
 
     def _warn_of_dropping(self) -> None:
         """Warn of chains that drop packets: our rules accept them in one table at most."""
-        ours = self._place if self._rules and self._wishes.purpose.forward else None
-        for nets in self._wishes.nets:
+        ours = self._place if self._rules and self._settings.purpose.forward else None
+        for nets in self._settings.nets:
             for found in dropping(nets.family):
                 if in_the_way(found, nets.network, ours):
                     log.warning(
@@ -244,7 +248,7 @@ def retire(
     Return the removed rules, and the reasons why some may be left. ``former`` are the networks of the last
     run: unmarked rules, as in v0.12, are recognized only by them. With ``dry_run`` nothing is changed.
     """
-    commands = Commands(threading.Event())
+    commands = IptablesRunner(threading.Event())
     known = {nets.family: nets for nets in former}
     removed: list[str] = []
     failures: list[str] = []

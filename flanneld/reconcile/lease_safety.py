@@ -52,17 +52,17 @@ class LeaseSafety:
         """Replace the facts of the host. Any decision may change by that."""
         self.obstacles = obstacles
         for lease in leases:
-            self._lead(lease.key, wanted=self._is_led(lease.key))
+            self._lead(lease.key, desired=self._is_led(lease.key))
 
     def update(self, put: Iterable[Lease], gone: Iterable[LeaseKey]) -> set[LeaseKey]:
         """Apply a change of leases. Return the keys of leases whose decision may change."""
         affected: set[LeaseKey] = set()
         for key in gone:
-            affected.update(self._lead(key, wanted=False))
+            affected.update(self._lead(key, desired=False))
             self._place(key, ())
         for lease in put:
             self._place(lease.key, self._publics_inside(lease))
-            affected.update(self._lead(lease.key, wanted=self._is_led(lease.key)))
+            affected.update(self._lead(lease.key, desired=self._is_led(lease.key)))
         return affected
 
     def harm(self, lease: Lease) -> Unsafe | None:
@@ -107,14 +107,14 @@ class LeaseSafety:
             for net in nets
         )
 
-    def _lead(self, key: LeaseKey, *, wanted: bool) -> Iterable[LeaseKey]:
+    def _lead(self, key: LeaseKey, *, desired: bool) -> Iterable[LeaseKey]:
         """Count or discount a lease's subnets. Return the leases whose public IPs are in them."""
-        if (key in self._led_keys) == wanted:
+        if (key in self._led_keys) == desired:
             return ()
-        (self._led_keys.add if wanted else self._led_keys.discard)(key)
+        (self._led_keys.add if desired else self._led_keys.discard)(key)
         nets = [net for net in key if net is not None]
         for net in nets:
-            (self._led.add if wanted else self._led.discard)(net)
+            (self._led.add if desired else self._led.discard)(net)
         return [owner for net in nets for owner in self._inside.owners(net)]
 
     def _publics_inside(self, lease: Lease) -> tuple[IPAddress, ...]:

@@ -16,7 +16,7 @@ from flanneld.state.table import Table
 KernelTables = Callable[[Callable[[], Iterable[Link]]], Sequence[Table]]
 
 
-class Node(Struct, frozen=True):
+class LocalNode(Struct, frozen=True):
     """Kernel, uplink and lease of this node, and the record of its last run.
 
     ``kernel_tables`` returns the kernel's tables in the order of creation; its argument names stale devices.

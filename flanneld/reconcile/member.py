@@ -17,7 +17,7 @@ from flanneld.options import Options
 from flanneld.reconcile import controller
 from flanneld.reconcile.controller import Controller
 from flanneld.reconcile.host.uplink_manager import UplinkManager
-from flanneld.reconcile.node import Node
+from flanneld.reconcile.local_node import LocalNode
 from flanneld.reconcile.past.last_run import LastRun, machine_of
 from flanneld.runtime.step_loop import MakeLoop, StepLoop
 from flanneld.runtime.supervisor import Supervisor
@@ -56,7 +56,7 @@ class Loops:
     def __init__(
         self,
         member: Member,
-        node: Node,
+        node: LocalNode,
         supervisor: Supervisor,
         *,
         on_synced: Callable[[], None],
@@ -79,7 +79,7 @@ class Loops:
         )
         self.reconciler = Controller(
             node,
-            RemovalGuard(is_on=member.options.removal_brake),
+            RemovalGuard(is_on=member.options.removal_guard),
             stop=supervisor.stop,
             heartbeat=supervisor.heartbeat,
             on_move=self._moved,
@@ -122,12 +122,12 @@ class Loops:
 
     def _make_firewall(self) -> Firewall:
         # Imported here: not all options need it, and without masquerading traffic flows before.
-        from flanneld.reconcile.firewall import Firewall, wishes_of
+        from flanneld.reconcile.firewall import Firewall, firewall_settings
 
         member, supervisor = self._member, self._supervisor
-        wishes = wishes_of(member.options, member.config, member.lease.key, member.previous)
+        settings = firewall_settings(member.options, member.config, member.lease.key, member.previous)
         heartbeat = partial(supervisor.heartbeat, _FIREWALL)
-        self.firewall = firewall = Firewall(wishes, stop=supervisor.stop, heartbeat=heartbeat)
+        self.firewall = firewall = Firewall(settings, stop=supervisor.stop, heartbeat=heartbeat)
         return firewall
 
     def _watch_leases(self) -> None:

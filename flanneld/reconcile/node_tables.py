@@ -70,10 +70,10 @@ class NodeTables:
         self.workers = self._beside([each for each in others if each.worker != _WORKER])
 
     def _over(self, tables: Sequence[Table]) -> Reconciler:
-        wanted: Mapping[str, State] = {table.name: self._peers.wanted.table(table.name) for table in tables}
+        desired: Mapping[str, State] = {table.name: self._peers.desired.table(table.name) for table in tables}
         return Reconciler(
             [self._recording(table) for table in tables],
-            wanted,
+            desired,
             self._stop.is_set,
             permits=self._permits,
             # Packets are lost until a repair, so the pauses stay short.
@@ -146,7 +146,7 @@ class NodeTables:
         if self.workers:
             peers = self._peers
             known = Knowledge(peers.synced, peers.cached, peers.unclear)
-            self.workers.tell(delta, known, peers.wanted.table)
+            self.workers.send(delta, known, peers.desired.table)
 
     def close(self, *, except_for: Collection[str], own: str) -> None:
         """Close the tables, except those of running threads; ``own`` names the controller's thread."""

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping
 
 from flanneld.backends.contract import Backend, OtherBackend
-from flanneld.compat.glog import Once
+from flanneld.compat.glog import OneTimeWarnings
 from flanneld.errors import Refused, Unsafe
 from flanneld.model import (
     FAMILIES,
@@ -46,7 +46,7 @@ class View:
     def __init__(
         self,
         leases: list[Lease],
-        wishes: Mapping[LeaseKey, tuple[Resource, ...]],
+        desired: Mapping[LeaseKey, tuple[Resource, ...]],
         rivals: Mapping[Key, Mapping[LeaseKey, Resource]],
         reasons: Mapping[LeaseKey, str],
         unsafe: Mapping[LeaseKey, str],
@@ -55,7 +55,7 @@ class View:
         cached: str = "",
     ) -> None:
         self.leases = leases
-        self.wishes = wishes
+        self.desired = desired
         self.rivals = rivals
         self.reasons = reasons
         self.unsafe = unsafe
@@ -72,7 +72,7 @@ class Peers:
         self._networks = {network.version: network for network in networks}
         self.safety = LeaseSafety(own, self._networks.values())
         self._table = LeaseTable(own.key)
-        self._wanted = DesiredState()
+        self._desired = DesiredState()
         #: Leases with data that the backend cannot parse.
         self._unparsable: set[LeaseKey] = set()
         #: Reason why a lease has no objects, or not all of them.
@@ -81,7 +81,7 @@ class Peers:
         self._unsafe: dict[LeaseKey, str] = {}
         #: Last valid value of each lease: the objects for its node are kept after it.
         self._sound: dict[LeaseKey, Lease] = {}
-        self._once = Once()
+        self._once = OneTimeWarnings()
         self._told: list[str] = []
 
     def __len__(self) -> int:
@@ -98,9 +98,9 @@ class Peers:
         return self._table.cached
 
     @property
-    def wanted(self) -> DesiredState:
+    def desired(self) -> DesiredState:
         """Return the desired state, including the objects that this node needs for itself."""
-        return self._wanted
+        return self._desired
 
     @property
     def unclear(self) -> set[IPNetwork]:
@@ -116,8 +116,8 @@ class Peers:
         """Return a snapshot that does not change afterwards. May be called from any thread."""
         return View(
             self._table.leases(),
-            self._wanted.all_wishes(),
-            self._wanted.rivals(),
+            self._desired.by_owner(),
+            self._desired.rivals(),
             self._reasons.copy(),
             self._unsafe.copy(),
             synced=self._table.synced,
@@ -128,16 +128,16 @@ class Peers:
         """Return one line for each lease that would harm this host. May be called from any thread."""
         return [f"{name_of(key)}: {reason}" for key, reason in self._unsafe.copy().items()]
 
-    def wanted_kinds(self) -> list[Kind]:
+    def desired_kinds(self) -> list[Kind]:
         """Return the kind of each desired object. May be called from any thread."""
-        return [resource.kind for resource in self._wanted.state.values()]
+        return [resource.kind for resource in self._desired.state.values()]
 
     def wish_locally(self, resources: Iterable[Resource]) -> Delta:
         """Set the objects that this node needs without peers. Return the change of the desired state."""
-        return self._wanted.since(self._wanted.set(LOCAL, resources))
+        return self._desired.since(self._desired.set(LOCAL, resources))
 
-    def local_wishes(self) -> tuple[Resource, ...]:
-        return self._wanted.wishes(LOCAL)
+    def local_resources(self) -> tuple[Resource, ...]:
+        return self._desired.of_owner(LOCAL)
 
     def take(self, events: Iterable[Event], backend: Backend) -> Delta:
         """Apply events in order. Return the objects to make and to remove.
@@ -151,7 +151,7 @@ class Peers:
             for change in self._fold(event, backend):
                 for key, was in change.items() if was_synced else ():
                     before.setdefault(key, was)
-        return self._wanted.since(before)
+        return self._desired.since(before)
 
     def _fold(self, event: Event, backend: Backend) -> Iterator[Before]:
         change = self._change(event)
@@ -159,9 +159,9 @@ class Peers:
         for key in change.gone:
             self._forget(key)
             self._sound.pop(key, None)
-            yield self._wanted.set(key, ())
+            yield self._desired.set(key, ())
         for lease in (*change.put, *filter(None, map(self._table.get, others))):
-            yield self._wanted.set(lease.key, self._lead_to(lease, backend))
+            yield self._desired.set(lease.key, self._lead_to(lease, backend))
             self._warn_of_conflicts(lease)
 
     def reconsider(self, backend: Backend) -> Delta:
@@ -169,7 +169,7 @@ class Peers:
         before: Before = {}
         for lease in self._table:
             self._lead_anew(lease, backend, before)
-        return self._wanted.since(before)
+        return self._desired.since(before)
 
     def look(self, obstacles: Obstacles, backend: Backend) -> Delta:
         """Apply new facts of this host. Return the objects to make and to remove."""
@@ -179,13 +179,13 @@ class Peers:
             harm = self.safety.harm(lease)
             if (str(harm) if harm else None) != self._unsafe.get(lease.key) or lease.key in self._unparsable:
                 self._lead_anew(lease, backend, before)
-        return self._wanted.since(before)
+        return self._desired.since(before)
 
     def _lead_anew(self, lease: Lease, backend: Backend, before: Before) -> None:
-        for key, was in self._wanted.set(lease.key, self._lead_to(lease, backend)).items():
+        for key, was in self._desired.set(lease.key, self._lead_to(lease, backend)).items():
             before.setdefault(key, was)
 
-    def tell(self) -> None:
+    def log_changes(self) -> None:
         """Log the changes. Called after the write to the kernel, so that packets do not wait for the log."""
         for line in self._told:
             log.info("%s", line)
@@ -201,7 +201,7 @@ class Peers:
             event = self._through_brake(event)
         change = self._table.apply(event)
         if was_synced:
-            self._told += _lines_about(change, self._wanted)
+            self._told += _lines_about(change, self._desired)
         return change
 
     def _through_brake(self, event: Event) -> Event:
@@ -235,7 +235,7 @@ class Peers:
             sound = self._sound.get(lease.key)
             if sound is not None and not self.safety.is_reachable(sound):
                 return ()
-            return self._wanted.wishes(lease.key) or tuple(resources)
+            return self._desired.of_owner(lease.key) or tuple(resources)
         self._forget(lease.key)
         self._sound[lease.key] = lease
         return tuple(resources)
@@ -261,7 +261,7 @@ class Peers:
             self._once.clear(key)
 
     def _warn_of_conflicts(self, lease: Lease) -> None:
-        clone = self._wanted.cloned_device(lease.key)
+        clone = self._desired.cloned_device(lease.key)
         if clone is not None:
             self._once.warn(
                 log,
@@ -270,7 +270,7 @@ class Peers:
                 f" on the one that is a clone: stop flanneld, ip link delete {clone.name}, delete its lease,"
                 " start flanneld",
             )
-        for resource, winner, loser in self._wanted.conflicts(lease.key):
+        for resource, winner, loser in self._desired.conflicts(lease.key):
             self._once.warn(
                 log,
                 resource.key,
@@ -302,12 +302,12 @@ def _lacks(event: Event, own: Lease) -> bool:
     return own.key not in event.unreadable and all(lease.key != own.key for lease in event.leases)
 
 
-def _lines_about(change: Change, wanted: DesiredState) -> list[str]:
+def _lines_about(change: Change, desired: DesiredState) -> list[str]:
     if len(change.put) + len(change.gone) > _FEW:
         return [f"Leases: {len(change.put)} new or changed, {len(change.gone)} gone"]
     lines = [f"Lease {name_of(key)} is gone" for key in change.gone]
     for lease in change.put:
-        word = "changed" if lease.key in wanted else "added"
+        word = "changed" if lease.key in desired else "added"
         public = ", ".join(str(ip) for family in FAMILIES if (ip := lease.attrs.public(family)))
         lines.append(f"Lease {lease} {word}, at {public or 'no public IP'}")
     return lines

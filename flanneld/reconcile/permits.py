@@ -49,7 +49,7 @@ class LeasePermits:
             return puts
         newer = self._newer.get(table)
         if newer is None:
-            local = {resource.key for resource in self._peers.local_wishes()}
+            local = {resource.key for resource in self._peers.local_resources()}
             differing = (put.want.key for put in puts if put.was is not None)
             newer = self._newer[table] = frozenset(key for key in differing if key not in local)
         return [put for put in puts if put.want.key not in newer]
@@ -72,7 +72,7 @@ class LeasePermits:
             name: without_ways_to(unclear, resources, self._kept_macs) for name, resources in stale.items()
         }
         routes = len(allowed.get(ROUTES, ()))
-        if self.sweeps and self._removal_guard.holds_sweep(routes, len(self._peers.wanted.table(ROUTES))):
+        if self.sweeps and self._removal_guard.holds_sweep(routes, len(self._peers.desired.table(ROUTES))):
             return {}
         if self._removal_guard.sweep_is_held or not self._is_complete():
             allowed.pop(LINKS, None)  # Packets may use an old device until all new routes exist.

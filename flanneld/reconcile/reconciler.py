@@ -17,7 +17,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from flanneld.compat.glog import Once, counted
+from flanneld.compat.glog import OneTimeWarnings, counted
 from flanneld.errors import Retryable, cause_of
 from flanneld.reconcile.contest_backoff import ContestBackoff
 from flanneld.reconcile.counters import Work
@@ -82,12 +82,12 @@ class _Everything:
 class _Upkeep:
     """Timing and history of one table."""
 
-    def __init__(self, table: Table, wanted: State, contest: ContestBackoff) -> None:
+    def __init__(self, table: Table, desired: State, contest: ContestBackoff) -> None:
         self.table = table
         # Decided once: isinstance takes several microseconds for a protocol, at each step and for each table.
         self.notifies = table if isinstance(table, Notifies) else None
         self.polled = table if isinstance(table, Polled) else None
-        self.wanted = wanted
+        self.desired = desired
         self.due = 0.0
         #: Earliest time of the next read after a failure of the whole table, or after a costly read.
         self.not_before = 0.0
@@ -117,7 +117,7 @@ class _Upkeep:
 
 
 class Reconciler:
-    """Reconciler of a group of tables. ``wanted`` is the desired state by the table's name.
+    """Reconciler of a group of tables. ``desired`` is the desired state by the table's name.
 
     The maps in it may change; a read uses their contents at that time. With ``adopt`` tables take over
     objects of an earlier run. ``contest`` makes the backoff for each table's contested repairs. ``after``
@@ -128,7 +128,7 @@ class Reconciler:
     def __init__(
         self,
         tables: Sequence[Table],
-        wanted: Mapping[str, State],
+        desired: Mapping[str, State],
         is_stopping: Callable[[], bool],
         *,
         permits: Permits | None = None,
@@ -139,12 +139,12 @@ class Reconciler:
         self.adopt = False
         self.work = Work()
         self._is_stopping = is_stopping
-        self._all = {table.name: _Upkeep(table, wanted.get(table.name, {}), contest()) for table in tables}
+        self._all = {table.name: _Upkeep(table, desired.get(table.name, {}), contest()) for table in tables}
         self._permits: Permits = permits or _Everything()
         self._after = after
         self._converged = set[str]() if converged is None else converged
         self._origins: dict[Key, str] = {}
-        self._once = Once()
+        self._once = OneTimeWarnings()
 
     def states(self) -> list[TableState]:
         """Return the status of each table. May be called from any thread."""
@@ -264,7 +264,7 @@ class Reconciler:
         table = each.table
         each.due = math.inf if table.audit is None else now + table.audit
         try:
-            puts, stale = difference(each.wanted, table.read(Scope(each.wanted, self.adopt)))
+            puts, stale = difference(each.desired, table.read(Scope(each.desired, self.adopt)))
             puts = self._permits.puts(table.name, puts)
             with self.work.apply:
                 report = table.put(puts) if puts else Report()
@@ -406,7 +406,7 @@ def _sentence(words: str) -> str:
     return words[:1].upper() + words[1:]
 
 
-def wanted_by_table(resources: Iterable[Resource]) -> dict[str, dict[Key, Resource]]:
+def desired_by_table(resources: Iterable[Resource]) -> dict[str, dict[Key, Resource]]:
     """Return the desired state by table and key."""
     state: dict[str, dict[Key, Resource]] = {}
     for resource in resources:

@@ -42,10 +42,10 @@ class TableWorker:
     ) -> None:
         self.name = name
         self.tables = frozenset(table.name for table in tables)
-        self._wanted: dict[str, dict[Key, Resource]] = {table.name: {} for table in tables}
+        self._desired: dict[str, dict[Key, Resource]] = {table.name: {} for table in tables}
         self._known = Knowledge()
         self._messages: deque[tuple[Delta, bool, Knowledge]] = deque()
-        self.reconciler = Reconciler(tables, self._wanted, stop.is_set, permits=self, converged=converged)
+        self.reconciler = Reconciler(tables, self._desired, stop.is_set, permits=self, converged=converged)
         self._loop = StepLoop(self.step, self.reconciler.sources, stop=stop, heartbeat=heartbeat)
 
     def run(self) -> None:
@@ -54,7 +54,7 @@ class TableWorker:
     def cancel(self) -> None:
         self._loop.cancel()
 
-    def tell(self, delta: Delta, known: Knowledge, *, whole: bool = False) -> None:
+    def send(self, delta: Delta, known: Knowledge, *, whole: bool = False) -> None:
         """Hand over a change of the desired state; with ``whole`` it is the entire state."""
         self._messages.append((delta, whole, known))
         self._loop.cancel()
@@ -73,12 +73,12 @@ class TableWorker:
         return self.reconciler.step(now)
 
     def _take(self, delta: Delta, *, whole: bool) -> None:
-        for table in self._wanted.values() if whole else ():
+        for table in self._desired.values() if whole else ():
             table.clear()
         for put in delta.puts:
-            self._wanted[str(put.want.key[0])][put.want.key] = put.want
+            self._desired[str(put.want.key[0])][put.want.key] = put.want
         for resource in delta.drops:
-            self._wanted[str(resource.key[0])].pop(resource.key, None)
+            self._desired[str(resource.key[0])].pop(resource.key, None)
 
     # ---- permits -----------------------------------------------------------------------------
 
@@ -128,16 +128,16 @@ class Workers:
             if any(state.vital for state in worker.reconciler.states()):
                 worker.step(now)
 
-    def tell(self, delta: Delta | None, known: Knowledge, desired: Callable[[str], State]) -> None:
+    def send(self, delta: Delta | None, known: Knowledge, desired: Callable[[str], State]) -> None:
         """Hand each worker its part of a change, or of the whole ``desired`` state without a change."""
         for worker in self._all:
             if delta is None:
                 puts = (Put(want) for name in sorted(worker.tables) for want in desired(name).values())
-                worker.tell(Delta(tuple(puts)), known, whole=True)
+                worker.send(Delta(tuple(puts)), known, whole=True)
                 continue
             part = Delta(
                 tuple(put for put in delta.puts if put.want.key[0] in worker.tables),
                 tuple(resource for resource in delta.drops if resource.key[0] in worker.tables),
             )
             if part:
-                worker.tell(part, known)
+                worker.send(part, known)

@@ -41,12 +41,12 @@ class Signal:
     def __exit__(self, *_: object) -> None:
         self._condition.release()
 
-    def tell(self) -> None:
+    def notify_all(self) -> None:
         """Wake all waiting threads. Requires the lock."""
         self._condition.notify_all()
 
     def heard(self, seconds: float) -> bool:
-        """Wait for ``tell``, at most ``seconds``, with the lock released. Return True if it came."""
+        """Wait for ``notify_all``, at most ``seconds``, with the lock released. Return True if it came."""
         return self._condition.wait(seconds)
 
 

@@ -54,10 +54,10 @@ class DesiredState:
     def owners(self) -> Iterator[LeaseKey]:
         return iter(self._wishes)
 
-    def wishes(self, owner: LeaseKey) -> tuple[Resource, ...]:
+    def of_owner(self, owner: LeaseKey) -> tuple[Resource, ...]:
         return self._wishes.get(owner, ())
 
-    def all_wishes(self) -> dict[LeaseKey, tuple[Resource, ...]]:
+    def by_owner(self) -> dict[LeaseKey, tuple[Resource, ...]]:
         """Return a copy of the claims by owner. May be called from any thread."""
         return self._wishes.copy()
 

@@ -21,18 +21,18 @@ class Delta(Struct, frozen=True, gc=False):
         return bool(self.puts or self.drops)
 
 
-def difference(wanted: State, found: Iterable[Seen]) -> tuple[list[Put], list[Resource]]:
+def difference(desired: State, found: Iterable[Seen]) -> tuple[list[Put], list[Resource]]:
     """Return the resources to put, each with what is there instead, and our stale resources.
 
     ``found`` is consumed item by item and correct items are dropped, so that the audit of a large cluster
     needs no second copy. Resources to put are in the order of the desired state.
     """
-    missing = set(wanted)
+    missing = set(desired)
     there: dict[Key, Seen] = {}
     stale: list[Resource] = []
     for seen in found:
         key = seen.resource.key
-        want = wanted.get(key)
+        want = desired.get(key)
         if want is None:
             if seen.claim is not Claim.FOREIGN:
                 stale.append(seen.resource)
@@ -42,7 +42,7 @@ def difference(wanted: State, found: Iterable[Seen]) -> tuple[list[Put], list[Re
             there[key] = seen
     if not missing:
         return [], stale
-    lacking = ((want, there.get(key)) for key, want in wanted.items() if key in missing)
+    lacking = ((want, there.get(key)) for key, want in desired.items() if key in missing)
     return [Put(want, was.resource, was.claim) if was else Put(want) for want, was in lacking], stale
 
 

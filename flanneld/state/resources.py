@@ -207,14 +207,14 @@ class Neighbor(Struct, frozen=True, gc=False):
 class FdbEntry(Struct, frozen=True, gc=False):
     """A permanent forwarding entry of a VXLAN device: frames for ``mac`` go to the host ``remote``.
 
-    ``astray`` means that port, VNI or interface differ from the device's own: never desired, only found.
+    ``has_overrides`` is True if port, VNI or interface differ from the device's own: never desired, only found.
     """
 
     kind: ClassVar[Kind] = Kind.FDB
     device: str
     mac: str
     remote: IPAddress
-    astray: bool = False
+    has_overrides: bool = False
 
     @property
     def key(self) -> Key:

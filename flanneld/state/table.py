@@ -49,7 +49,7 @@ class Scope(Struct, frozen=True, gc=False):
     With ``adopt`` the table claims an earlier run's resources.
     """
 
-    wanted: Mapping[Key, Resource]
+    desired: Mapping[Key, Resource]
     adopt: bool = False
 
 

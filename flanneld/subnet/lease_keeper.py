@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from flanneld.compat.glog import Once, V
+from flanneld.compat.glog import OneTimeWarnings, V
 from flanneld.errors import Fatal, Retryable
 from flanneld.model import Added, Event, Lease, LeaseAttrs, Removed, Snapshot
 from flanneld.runtime import clock
@@ -31,7 +31,7 @@ PROBATION = 5.0
 #: continuously. Less than the probation, so that a newcomer notices the conflict in time.
 CONTEST_SPACING = 2.0
 #: Seconds without a foreign change after which the growing write interval starts over.
-PEACE = 600.0
+INTERVAL_RESET = 600.0
 #: Seconds allowed between a write and its notification, when telling a full TTL from a shorter one.
 _TRAVEL = 60.0
 #: Longest interval in seconds between writes of attributes that another program keeps changing.
@@ -83,13 +83,13 @@ class LeaseKeeper:
         self._misrepresented = False
         #: Back-off of corrections, and until when another foreign change counts as repeated.
         self._undone = Backoff(first=CONTEST_SPACING, longest=_LONGEST_SPACING)
-        self._quarrel_end = 0.0
-        self._is_quarrel = False
+        self._contested_until = 0.0
+        self._is_contested = False
         #: The conflict we lost, and when to end because of it.
         self._lost_to: Fatal | None = None
         self._end_at = math.inf
         self._inbox: deque[Event | LeaseAttrs] = deque()
-        self._once = Once()
+        self._once = OneTimeWarnings()
         self._outage = Outage(
             log, f"Cannot renew the lease {lease}", f"The lease {lease} could be renewed again"
         )
@@ -185,8 +185,8 @@ class LeaseKeeper:
         self._lease = replace(self._lease, asof=lease.asof)
         if self._misrepresented:
             return
-        self._is_quarrel = now < self._quarrel_end
-        if not self._is_quarrel:
+        self._is_contested = now < self._contested_until
+        if not self._is_contested:
             self._undone.reset()
             log.warning(
                 "The store does not say of us what we are: writing it again, ever more rarely if something"
@@ -194,7 +194,7 @@ class LeaseKeeper:
             )
         spacing = self._undone.pause()
         self._correct(now, spacing=spacing)
-        self._quarrel_end = now + spacing + PEACE
+        self._contested_until = now + spacing + INTERVAL_RESET
 
     def _contest(self, lease: Lease, now: float) -> None:
         """Another node took our lease, by our public IP or key; the one that has had it longer keeps it."""
@@ -231,5 +231,5 @@ class LeaseKeeper:
         self._retry_at = None
         self._misrepresented = False
         if not self._outage.over():
-            log.log(V(1 if self._is_quarrel else 0), "Renewed the lease %s", renewed)
-        self._is_quarrel = False
+            log.log(V(1 if self._is_contested else 0), "Renewed the lease %s", renewed)
+        self._is_contested = False

@@ -31,7 +31,7 @@ def open_manager(options: Options, environ: Mapping[str, str], network: str = ""
 
         return manager_of(open_store(options.store), network)
     if not options.kube_subnet_mgr:
-        from flanneld.subnet.etcd.choice import open_etcd
+        from flanneld.subnet.etcd.api_choice import open_etcd
 
         return open_etcd(etcd_options(options, network), options.etcd_api)
     from flanneld.subnet.kube.manager import KubeManager, KubeOptions

@@ -152,7 +152,7 @@ class SubnetFileTable(LastingTable):
             return
         found = SubnetEnvFile(self._path, content)
         yield Seen(found)
-        if stamp != self._stamp and scope.wanted.get(found.key) == found:
+        if stamp != self._stamp and scope.desired.get(found.key) == found:
             self._stamp = stamp
             self._on_write()
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from hypothesis import strategies as st
 
-from flanneld.reconcile.reconciler import Reconciler, wanted_by_table
+from flanneld.reconcile.reconciler import Reconciler, desired_by_table
 from flanneld.runtime import clock
 from flanneld.state.diff import difference
 from flanneld.state.report import Report
@@ -69,24 +69,24 @@ class Subject:
 class Run:
     """The reconciler over one table, as one run of the daemon has it."""
 
-    def __init__(self, subject: Subject, wanted: Sequence[Resource], *, sweeps: bool = True) -> None:
+    def __init__(self, subject: Subject, desired: Sequence[Resource], *, sweeps: bool = True) -> None:
         self.table = subject.make()
         self._lasts = subject.lasts
-        self.wanted: dict[Key, Resource] = {}
-        self.want(wanted)
+        self.desired: dict[Key, Resource] = {}
+        self.want(desired)
         self.sweeps = sweeps
         # What it needs is there: the host was made so.
         self.reconciler = Reconciler(
             [self.table],
-            {self.table.name: self.wanted},
+            {self.table.name: self.desired},
             lambda: False,
             permits=self,
             converged=set(self.table.needs),
         )
 
-    def want(self, wanted: Sequence[Resource]) -> None:
-        self.wanted.clear()
-        self.wanted |= wanted_by_table(wanted).get(self.table.name, {})
+    def want(self, desired: Sequence[Resource]) -> None:
+        self.desired.clear()
+        self.desired |= desired_by_table(desired).get(self.table.name, {})
 
     def converge(self) -> Report:
         return self.reconciler.converge(clock.now())
@@ -97,7 +97,7 @@ class Run:
 
     def holds_all(self) -> None:
         assert self.problem() == ""
-        puts, stale = difference(self.wanted, self.table.read(Scope(self.wanted)))
+        puts, stale = difference(self.desired, self.table.read(Scope(self.desired)))
         assert puts == []
         assert self._lasts or stale == []
 
@@ -125,8 +125,8 @@ def each_property_that_others_change_is_put_right(subject: Subject) -> None:
     run.converge()
     for command in subject.drifts:
         subject.do(command)
-        found = run.table.read(Scope(run.wanted))
-        assert difference(run.wanted, found) != ([], []), command
+        found = run.table.read(Scope(run.desired))
+        assert difference(run.desired, found) != ([], []), command
         run.converge()
         assert run.problem() == "", command
         run.holds_all()
@@ -136,7 +136,7 @@ def what_is_not_wanted_any_more_goes_and_the_rest_stays(subject: Subject) -> Non
     run = Run(subject, subject.resources)
     run.converge()
     run.want(subject.sensible(subject.resources[:1]))
-    gone = set() if subject.lasts else {each.key for each in subject.resources} - run.wanted.keys()
+    gone = set() if subject.lasts else {each.key for each in subject.resources} - run.desired.keys()
     assert {each.key for each in run.converge().removed} == gone
     run.holds_all()
 
@@ -192,7 +192,7 @@ def after_any_history_all_is_as_wanted(subject: Subject, data: st.DataObject) ->
             case "converge":
                 run.converge()
             case "restart":
-                run = Run(subject, list(run.wanted.values()))
+                run = Run(subject, list(run.desired.values()))
                 run.reconciler.adopt = True
     run.want(subject.resources)
     run.converge()

@@ -15,7 +15,7 @@ from typing import Any
 from flanneld.compat import glog
 from flanneld.errors import Fatal
 from flanneld.network.firewall.rules import Nets, Purpose
-from flanneld.reconcile.firewall import Firewall, Wishes
+from flanneld.reconcile.firewall import Firewall, FirewallSettings
 
 STARTED = "-- started --"
 
@@ -31,7 +31,7 @@ def main(given: dict[str, Any]) -> int:
     nets, former = read_nets(given.pop("nets")), read_nets(given.pop("former", []))
     purpose = Purpose(given.pop("masquerade", True), given.pop("forward", True), given.pop("random", True))
     stop = threading.Event()
-    firewall = Firewall(Wishes(nets, former, purpose, **given), stop=stop, heartbeat=lambda _: None)
+    firewall = Firewall(FirewallSettings(nets, former, purpose, **given), stop=stop, heartbeat=lambda _: None)
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     try:
         firewall.start()

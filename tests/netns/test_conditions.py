@@ -40,7 +40,7 @@ def ready_page(node: Node) -> str:
 
 def troubles(node: Node) -> dict[str, str]:
     """By the part that is not well."""
-    return {each["part"]: each["trouble"] for each in answer(node, "status")["health"]["troubles"]}
+    return {each["part"]: each["problem"] for each in answer(node, "status")["health"]["conditions"]}
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flanneld.network.firewall.detect import Facts, choose, look
+from flanneld.network.firewall.detect import IptablesFacts, choose, look
 from tests.lab.daemon import ROOT
 from tests.netns.firewall_host import WAYS, Host, host
 
@@ -27,7 +27,7 @@ def machine(tmp_path: Path) -> Iterator[Host]:
         yield made
 
 
-def seen(machine: Host) -> Facts:
+def seen(machine: Host) -> IptablesFacts:
     with machine.namespace.entered():
         return look((4, 6))
 
@@ -55,7 +55,7 @@ def test_looking_changes_nothing_and_starts_nothing(machine: Host, monkeypatch: 
     with machine.watched() as written:
         facts = seen(machine)
         assert written.changes() == []
-    assert facts == Facts(frozenset({"nft", "legacy"}))
+    assert facts == IptablesFacts(frozenset({"nft", "legacy"}))
     assert notes.read_text() == ""
     with machine.namespace.entered():
         for name in ("ip_tables_names", "ip6_tables_names"):

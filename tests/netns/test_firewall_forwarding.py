@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flanneld.network.firewall.forwarding import has_firewalld
+from flanneld.network.firewall.forward_drops import has_firewalld
 from tests.netns.firewall_host import NETS, WAYS, Host, host
 
 REFUSALS = ["REJECT --reject-with icmp-host-prohibited", "DROP -m comment --comment all"]

@@ -11,9 +11,9 @@ import pytest
 from tests.lab import Lab, Node, wait_for
 from tests.netns.small_disk import FILL, FILLER, SmallDisk
 from tests.netns.strangers import ABOVE_STRANGERS, PATIENT, Stranger, wait_for_just
+from tests.netns.test_conditions import ready_page, service_status
 from tests.netns.test_reports import HEAD
 from tests.netns.test_seeing import HEALTH_PORT
-from tests.netns.test_trouble import ready_page, service_status
 
 CONFIG = {"Network": "10.5.0.0/16", "Backend": {"Type": "vxlan"}, **ABOVE_STRANGERS}
 #: Pings in a second or two, in which whoever tries again and again has done so.

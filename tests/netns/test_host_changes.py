@@ -11,8 +11,8 @@ import pytest
 
 from tests.lab import Lab, Node, wait_for
 from tests.netns.pair import DUAL_STACK
+from tests.netns.test_conditions import ready_page, service_status, troubles
 from tests.netns.test_seeing import HEALTH_PORT, answer, findings, flannelctl, settled
-from tests.netns.test_trouble import ready_page, service_status, troubles
 
 #: Seconds in which the daemon notices a change, on a machine that is busy.
 SOON = 20

@@ -239,7 +239,7 @@ def test_unsafe_lease_is_health_condition_and_finding(lab: Lab) -> None:
     (peer,) = (each for each in answer(node, "peers")["peers"] if each["subnets"] == [SUBNET[4]])
     assert peer["state"] == "unsafe"
     assert "br7 " in peer["reason"]
-    conditions = {each["part"]: each["trouble"] for each in answer(node, "status")["health"]["troubles"]}
+    conditions = {each["part"]: each["problem"] for each in answer(node, "status")["health"]["conditions"]}
     assert f"{SUBNET[4]}: br7 " in conditions["peers"]
     assert "unsafe leases" in findings(node)
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from flanneld.backends.ipsec.charon import Connection as Control
 from flanneld.backends.ipsec.charon import NoCharon
+from flanneld.backends.ipsec.charon import ViciConnection as Control
 from flanneld.backends.ipsec.sessions import by_connection
 from flanneld.backends.ipsec.vici import texts
 from flanneld.network.rtnetlink.netlink import NLM_F_REQUEST, message

@@ -13,10 +13,10 @@ import pytest
 from flanneld.network.rtnetlink import devices
 from flanneld.network.rtnetlink.domain import Domain
 from flanneld.network.rtnetlink.kernel import Kernel
-from flanneld.network.rtnetlink.monitor import Gone, Monitor, News, Seen
+from flanneld.network.rtnetlink.monitor import Monitor, Notification, ResourceChanged, ResourceRemoved
 from flanneld.network.rtnetlink.route_order import Behind
 from flanneld.network.rtnetlink.tables import tables
-from flanneld.reconcile.reconciler import wanted_by_table
+from flanneld.reconcile.reconciler import desired_by_table
 from flanneld.state.diff import difference
 from flanneld.state.report import Report
 from flanneld.state.resources import Address, FdbEntry, Neighbor, Resource, Route, Vxlan
@@ -93,7 +93,7 @@ class Tables:
     def distance(self, resources: list[Resource]) -> tuple[list[Put], list[Resource]]:
         """What is to do so that our two devices hold just this."""
         made = [seen.make for name in DOMAIN.links if (seen := self.kernel.link(name))]
-        wanted = wanted_by_table([*made, *resources])
+        wanted = desired_by_table([*made, *resources])
         puts, drops = list[Put](), list[Resource]()
         for table in self.all:
             mine = wanted.get(table.name, {})
@@ -126,14 +126,14 @@ def kernel(host: Namespace) -> Tables:
     return Tables()
 
 
-def drift(monitor: Monitor) -> list[News]:
+def drift(monitor: Monitor) -> list[Notification]:
     """What has been heard that touches ``EVERYTHING``."""
     names = {index: name for index, name in socket.if_nameindex() if name in ("up0", "vx4", "vx6")}
     wanted = {resource.key: resource for resource in EVERYTHING}
     news = monitor.read(names.get)
-    seen = [item for item in news if isinstance(item, Seen)]
+    seen = [item for item in news if isinstance(item, ResourceChanged)]
     changed = [item for item in seen if wanted.get(item.resource.key, item.resource) != item.resource]
-    return [*changed, *(item for item in news if isinstance(item, Gone) and item.key in wanted)]
+    return [*changed, *(item for item in news if isinstance(item, ResourceRemoved) and item.key in wanted)]
 
 
 def test_everything_is_read_back_as_it_was_written(kernel: Tables) -> None:
@@ -257,7 +257,7 @@ def test_what_nobody_wants_on_our_device_goes_whatever_its_scope(
 
 def test_a_way_through_a_gateway_of_the_other_family_has_a_gateway(host: Namespace, kernel: Tables) -> None:
     host.ip("route add 198.51.100.0/24 via inet6 fd77::9 dev up0")
-    way = kernel.kernel.way_to(ip_address("198.51.100.1"))
+    way = kernel.kernel.look_up_route(ip_address("198.51.100.1"))
     assert way is not None
     assert way.gateway == ip_address("fd77::9")
 

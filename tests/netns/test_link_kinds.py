@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from flanneld.network import iproute2_commands, resource_json
 from flanneld.network.host import HostView
 from flanneld.network.rtnetlink import devices, links
-from flanneld.network.rtnetlink.links import Attribute, LinkCodec, SeenLink, Step, link_info, number
+from flanneld.network.rtnetlink.links import Attribute, LinkCodec, LinkStep, SeenLink, link_info, number
 from flanneld.runtime.shell import Command, command
 from flanneld.state.resources import ForeignLink, Link
 from tests.lab.namespace import Namespace, batch, remove
@@ -101,7 +101,7 @@ def test_a_device_of_a_registered_kind_is_made_read_back_and_repaired_in_place(h
     host.ip("link set flannel-br type bridge ageing_time 30000")
     drifted = seen().make
     assert drifted == replace(WANTED, ageing=30000)
-    assert links.step(WANTED, drifted) is Step.SET
+    assert links.step(WANTED, drifted) is LinkStep.SET
     assert links.differences(WANTED, drifted) == "has ageing 30000, wanted 12300"
     devices.put(WANTED, drifted)
     assert described(host) == there

@@ -79,7 +79,7 @@ def test_a_plan_that_is_carried_out_leaves_nothing_to_plan_and_nothing_to_do(
 
 def test_a_plan_says_of_the_pump_what_a_start_would_do_with_it(lab: Lab) -> None:
     node, peer = settled(lab, {"Type": "udp"})
-    pump, way = f"packet pump of flannel0 on {node.address}:8285", f"peer {peer.subnet()} at {peer.address}"
+    pump, way = f"udp proxy of flannel0 on {node.address}:8285", f"peer {peer.subnet()} at {peer.address}"
     node.stop()
     assert plan(lab, node) == ""
 
@@ -87,7 +87,7 @@ def test_a_plan_says_of_the_pump_what_a_start_would_do_with_it(lab: Lab) -> None
     lab.etcd.delete_lease(peer.subnet())
     assert plan(lab, node).splitlines() == [
         f"# no more: {way} in the pump of flannel0",
-        f"# changed: packet pump of flannel0 on {node.address}:8286 in place of {pump}",
+        f"# changed: udp proxy of flannel0 on {node.address}:8286 in place of {pump}",
     ]
 
 
@@ -98,7 +98,7 @@ def test_what_commands_make_for_a_pump_is_what_the_daemon_makes(lab: Lab) -> Non
     cleanup(node)
     script = plan(lab, node)
     new = [
-        f"# new: packet pump of flannel0 on {node.address}:8285",
+        f"# new: udp proxy of flannel0 on {node.address}:8285",
         f"# new: peer {peer.subnet()} at {peer.address} in the pump of flannel0",
     ]
     assert [line for line in script.splitlines() if line.startswith("#")] == new

@@ -74,9 +74,9 @@ def test_what_is_held_back_is_told_and_counted(lab: Lab, node: Node) -> None:
     outrun(lab, node)
     node.wait_for_log(READ_AGAIN)
     told = answer(node, "status")
-    assert told["brake"] == {"holds": True, "number": 1}
-    (held,) = [each for each in told["health"]["troubles"] if each["part"] == "removals"]
-    assert MOST_ARE_GONE.search(held["trouble"])
+    assert told["removal_guard"] == {"holds": True, "number": 1}
+    (held,) = [each for each in told["health"]["conditions"] if each["part"] == "removals"]
+    assert MOST_ARE_GONE.search(held["problem"])
 
 
 def test_leases_that_go_one_by_one_are_not_held(lab: Lab, node: Node) -> None:
@@ -98,7 +98,7 @@ def test_a_start_with_a_list_that_lacks_most_peers_sweeps_nothing(lab: Lab, node
 def test_the_brake_can_be_switched_off(lab: Lab, node: Node) -> None:
     node.stop()
     lose_most(lab)
-    node.start("--removal-brake=false")
+    node.start("--removal-guard=false")
     wait_for_ways(node, LEFT)
 
 

@@ -211,6 +211,6 @@ def test_what_the_service_leaves_to_the_packet_pump_cleanup_ends(lab: Lab, boote
     (pump,) = booted.processes(PUMP)
     booted.systemctl("stop", "flanneld")
     assert booted.processes(PUMP) == [pump]
-    assert "removed packet pump of flannel0" in booted.run("flanneld", "--cleanup")
+    assert "removed udp proxy of flannel0" in booted.run("flanneld", "--cleanup")
     booted.wait_for(lambda: not booted.processes(PUMP), "the pump to end")
     assert booted.node.link("flannel0") is None

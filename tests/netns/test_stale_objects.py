@@ -152,7 +152,7 @@ def test_routes_of_another_flanneld_are_adopted_until_they_were_swept_once(lab: 
     start(node)
     assert set(left) <= destinations(node)
     node.kill()
-    node.start("-removal-brake=false")
+    node.start("-removal-guard=false")
     node.wait_ready()
     wait_for(lambda: in_sync(node), SOON, "the first snapshot")
     assert not set(left) & destinations(node)

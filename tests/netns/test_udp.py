@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from flanneld.backends.udp.client import Client, NoPump, Running
+from flanneld.backends.udp.proxy_client import NoProxy, ProxyClient, RunningProxy
 from flanneld.network.rtnetlink.tables import AUDIT_PERIOD
 from tests.lab import Lab, Node, own_command, wait_for
 from tests.netns.exchange import check_content
@@ -42,13 +42,13 @@ def nodes(lab: Lab, backend: dict[str, Any]) -> list[Node]:
     return nodes
 
 
-def pump_of(node: Node, tun: str = TUN) -> Running | None:
+def pump_of(node: Node, tun: str = TUN) -> RunningProxy | None:
     """The pump of a node, asked as a daemon asks it."""
     with node.namespace.entered():
-        client = Client(tun)
+        client = ProxyClient(tun)
         try:
             return client.hello()
-        except NoPump:
+        except NoProxy:
             return None
         finally:
             client.close()
@@ -69,7 +69,7 @@ def replace(node: Node) -> None:
 
 def counters(node: Node) -> dict[str, int]:
     with node.namespace.entered():
-        client = Client(TUN)
+        client = ProxyClient(TUN)
         try:
             return client.counters()
         finally:
@@ -176,7 +176,7 @@ def test_a_killed_pump_is_replaced_at_once(nodes: list[Node]) -> None:
         ping.wait_for_replies()
         # Of fifty a second. An audit would have found the second and the third an audit's period later.
         assert ping.lost() < 50 * 2 * AUDIT_PERIOD
-    healed = "Restored packet pump of flannel0"
+    healed = "Restored udp proxy of flannel0"
     wait_for(lambda: node.log().count(healed) == 3, what="three repairs in the log")
 
 
@@ -242,7 +242,7 @@ def test_as_process_1_of_a_container_the_daemon_takes_the_pump_and_its_device_al
     [
         (
             ["ip link del flannel0"],
-            ["Restored link flannel0", "Restored packet pump", "Restored peer {subnet}"],
+            ["Restored link flannel0", "Restored udp proxy", "Restored peer {subnet}"],
         ),
         (["ip link set flannel0 down"], ["Restored link flannel0", "Restored route 10.5.0.0/16"]),
         (["ip link set flannel0 mtu 1300"], ["Restored link flannel0"]),
@@ -345,7 +345,7 @@ def test_cleanup_leaves_nothing(nodes: list[Node]) -> None:
     assert pump_of(node)
     removed = cleanup(node)
     assert [line.replace("would remove", "removed") for line in announced] == removed
-    assert f"removed packet pump of flannel0 on 198.18.0.1:8285, process {pump.pid}" in removed
+    assert f"removed udp proxy of flannel0 on 198.18.0.1:8285, process {pump.pid}" in removed
     assert (node.link(TUN), pump_of(node)) == (None, None)
     assert cleanup(node) == []
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import pytest
 from msgspec.structs import replace
 
-from flanneld.backends.udp.client import Client
+from flanneld.backends.udp.proxy_client import ProxyClient
 from flanneld.network import tun
 from tests.lab import Lab, Node, wait_for
 from tests.netns.pair import connect
@@ -114,7 +114,7 @@ def test_a_stranger_with_the_pumps_name_is_told_of_and_keeps_nobody_from_anythin
         node.wait_ready(20)
         assert pid_of(node) == before
         assert process.poll() is None
-        assert "packet pump of flannel0" in cleanup_after(node)
+        assert "udp proxy of flannel0" in cleanup_after(node)
         assert pump_of(node) is None
 
 
@@ -135,8 +135,8 @@ def test_a_pump_that_hangs_is_replaced(nodes: list[Node]) -> None:
     before = pid_of(node)
     os.kill(before, signal.SIGSTOP)
     assert not node.container().reaches(peer.container(), 0.5)
-    node.wait_for_log(f"The packet pump of {TUN}, process {before}, had not answered for", 60)
-    node.wait_for_log(f"Restored packet pump of {TUN}", 30)
+    node.wait_for_log(f"The udp proxy of {TUN}, process {before}, had not answered for", 60)
+    node.wait_for_log(f"Restored udp proxy of {TUN}", 30)
     assert pid_of(node) != before
     connect(node, peer)
 
@@ -158,7 +158,7 @@ def test_a_pump_that_hangs_is_cleaned_up(nodes: list[Node]) -> None:
     node.stop()
     with pidfd_of(before) as pidfd:
         os.kill(before, signal.SIGSTOP)
-        assert f"removed packet pump of {TUN}, which does not answer" in cleanup_after(node)
+        assert f"removed udp proxy of {TUN}, which does not answer" in cleanup_after(node)
         assert has_ended(pidfd)
     assert node.link(TUN) is None
 
@@ -170,7 +170,7 @@ def test_a_pump_of_another_version_is_replaced_and_leaves_its_peers(nodes: list[
     node.stop()
     other = replace(pump.settings, version="0.0.0")
     with node.namespace.entered():
-        Client(TUN).start(other)
+        ProxyClient(TUN).start(other)
     assert (before := pump_of(node))
     assert before.settings == other
     connect(node, peer)
@@ -208,7 +208,7 @@ def test_a_pump_whose_device_got_another_name_is_replaced(nodes: list[Node]) -> 
     node, peer = nodes
     before = pid_of(node)
     node.namespace.ip(f"link set {TUN} down", f"link set {TUN} name other")
-    node.wait_for_log("Restored packet pump of flannel0", 30)
+    node.wait_for_log("Restored udp proxy of flannel0", 30)
     assert pid_of(node) != before
     connect(node, peer)
 

@@ -384,7 +384,7 @@ def test_a_peer_with_another_psk_is_named(lab: Lab) -> None:
     with node.container().ping(peer.container(), 1):
         wait_for(lambda: "handshakes" in findings(node), 300, "the doctor to name the peer")
         assert "No handshake via" in node.log()
-        troubles = answer(node, "status")["health"]["troubles"]
+        troubles = answer(node, "status")["health"]["conditions"]
     assert [each["part"] for each in troubles] == ["sessions"]
 
 

@@ -55,7 +55,7 @@ DEFAULTS = {
     "migrate-etcd-v2-to-v3": False,
     "dry-run": False,
     "plan": False,
-    "removal-brake": True,
+    "removal-guard": True,
     "peer-probes": 0,
     "wireguard-port": 0,
     "ip-masq": False,

@@ -16,21 +16,21 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from flanneld.backends.cloud.backend import CloudFactory
-from flanneld.backends.cloud.client import Client
 from flanneld.backends.cloud.contract import (
-    Call,
+    ApiCall,
     Cloud,
     CloudError,
-    Entry,
+    CloudNode,
+    CloudTableEntry,
+    CloudTerms,
+    ErrorKind,
     Health,
-    Place,
-    Trouble,
-    Words,
     missing_extra,
 )
 from flanneld.backends.cloud.metadata import Metadata
 from flanneld.backends.cloud.options import ENDPOINT, METADATA, access_keys, endpoint, table_ids
 from flanneld.backends.cloud.paging import BATCH, batches, by_token
+from flanneld.backends.cloud.sdk_client import SdkClient
 from flanneld.backends.contract import HostServices
 from flanneld.compat.json import Fields
 
@@ -44,27 +44,27 @@ _VERSIONS = {"ecs": "2014-05-26", "vpc": "2016-04-28"}
 #: Seconds for a connection, for an answer, and for a call with both.
 _CONNECT_LIMIT, _READ_LIMIT, _CALL_LIMIT = 5, 10, 20.0
 
-WORDS = Words(
+WORDS = CloudTerms(
     cloud="Alibaba Cloud",
     codes={
-        "Throttling": Trouble.THROTTLED,
-        "ServiceUnavailable": Trouble.THROTTLED,
-        "Forbidden": Trouble.DENIED,
-        "NoPermission": Trouble.DENIED,
-        "InvalidAccessKeyId": Trouble.CREDENTIALS,
-        "InvalidAccessKeySecret": Trouble.CREDENTIALS,
-        "SignatureDoesNotMatch": Trouble.CREDENTIALS,
-        "InvalidSecurityToken": Trouble.CREDENTIALS,
-        "SDK.InvalidCredential": Trouble.CREDENTIALS,
-        "QuotaExceeded": Trouble.FULL,
-        "InvalidRouteTableId": Trouble.NO_TABLE,
-        "InvalidRouteEntry": Trouble.ABSENT,
-        "RouterEntryConflict": Trouble.EXISTS,
-        "OperationConflict": Trouble.BUSY,
-        "TaskConflict": Trouble.BUSY,
-        "IncorrectRouteEntryStatus": Trouble.BUSY,
-        "IncorrectRouteTableStatus": Trouble.BUSY,
-        "IncorrectVpcStatus": Trouble.BUSY,
+        "Throttling": ErrorKind.THROTTLED,
+        "ServiceUnavailable": ErrorKind.THROTTLED,
+        "Forbidden": ErrorKind.DENIED,
+        "NoPermission": ErrorKind.DENIED,
+        "InvalidAccessKeyId": ErrorKind.CREDENTIALS,
+        "InvalidAccessKeySecret": ErrorKind.CREDENTIALS,
+        "SignatureDoesNotMatch": ErrorKind.CREDENTIALS,
+        "InvalidSecurityToken": ErrorKind.CREDENTIALS,
+        "SDK.InvalidCredential": ErrorKind.CREDENTIALS,
+        "QuotaExceeded": ErrorKind.FULL,
+        "InvalidRouteTableId": ErrorKind.NO_TABLE,
+        "InvalidRouteEntry": ErrorKind.ABSENT,
+        "RouterEntryConflict": ErrorKind.EXISTS,
+        "OperationConflict": ErrorKind.BUSY,
+        "TaskConflict": ErrorKind.BUSY,
+        "IncorrectRouteEntryStatus": ErrorKind.BUSY,
+        "IncorrectRouteTableStatus": ErrorKind.BUSY,
+        "IncorrectVpcStatus": ErrorKind.BUSY,
     },
     credentials="give the instance a RAM role, or correct ACCESS_KEY_ID and ACCESS_KEY_SECRET",
     quota="raise the VPC quota of custom route entries in a route table",
@@ -90,24 +90,24 @@ class Ali(Cloud):
         self._endpoints = dict(endpoints or {})
         self._metadata = Metadata(services.http, metadata)
         self._region = ""
-        self._client = Client(services, WORDS, _CALL_LIMIT, self._connect, self._made)
+        self._client = SdkClient(services, WORDS, _CALL_LIMIT, self._connect, self._made)
 
     # ---- reading -----------------------------------------------------------------------------
 
-    def place(self, address: IPv4Address) -> Place:
+    def place(self, address: IPv4Address) -> CloudNode:
         del address  # a route leads to the instance, not to an address
         self._region, instance, vpc, switch = self._metadata.read(
             "region-id", "instance-id", "vpc-id", "vswitch-id"
         )
         if self._tables:
-            return Place(self._tables, instance, instance, vpc)
-        found = self.ask(Call("DescribeVSwitchAttributes", {"VSwitchId": switch}))
-        return Place((str(found["RouteTable"]["RouteTableId"]),), instance, instance, vpc)
+            return CloudNode(self._tables, instance, instance, vpc)
+        found = self.ask(ApiCall("DescribeVSwitchAttributes", {"VSwitchId": switch}))
+        return CloudNode((str(found["RouteTable"]["RouteTableId"]),), instance, instance, vpc)
 
-    def entries(self, place: Place) -> list[Entry]:
+    def entries(self, place: CloudNode) -> list[CloudTableEntry]:
         found = []
         for table in place.tables:
-            call = Call("DescribeRouteEntryList", {"RouteTableId": table, "MaxResult": BATCH})
+            call = ApiCall("DescribeRouteEntryList", {"RouteTableId": table, "MaxResult": BATCH})
             for page in by_token(self.ask, call, "NextToken", "NextToken"):
                 routes = page["RouteEntrys"]["RouteEntry"]
                 found += [
@@ -115,36 +115,38 @@ class Ali(Cloud):
                 ]
         return found
 
-    def gone(self, place: Place, entries: Sequence[Entry]) -> list[Entry]:
+    def gone(self, place: CloudNode, entries: Sequence[CloudTableEntry]) -> list[CloudTableEntry]:
         del place
         hops = sorted({each.hop for each in entries if each.hop.startswith("i-")})
         there: set[str] = set()
         for some in batches(hops):
             which = {"InstanceIds": json.dumps(list(some)), "PageSize": BATCH}
-            answer = self.ask(Call("DescribeInstances", which, "ecs:DescribeInstances"))
+            answer = self.ask(ApiCall("DescribeInstances", which, "ecs:DescribeInstances"))
             there |= {str(each["InstanceId"]) for each in answer["Instances"]["Instance"]}
         return [each for each in entries if each.hop in hops and each.hop not in there]
 
     # ---- changes -----------------------------------------------------------------------------
 
-    def put_calls(self, place: Place, entry: Entry, was: Entry | None) -> list[Call]:
+    def put_calls(
+        self, place: CloudNode, entry: CloudTableEntry, was: CloudTableEntry | None
+    ) -> list[ApiCall]:
         del place
         where = {"RouteTableId": entry.table, "DestinationCidrBlock": str(entry.destination)}
         if was:
             new = {"NewNextHopType": "Instance", "NewNextHopId": entry.hop}
-            return [Call("ModifyRouteEntry", {**where, **new})]
-        return [Call("CreateRouteEntry", {**where, "NextHopType": "Instance", "NextHopId": entry.hop})]
+            return [ApiCall("ModifyRouteEntry", {**where, **new})]
+        return [ApiCall("CreateRouteEntry", {**where, "NextHopType": "Instance", "NextHopId": entry.hop})]
 
-    def drop_calls(self, entry: Entry) -> list[Call]:
+    def drop_calls(self, entry: CloudTableEntry) -> list[ApiCall]:
         where = {"RouteTableId": entry.table, "DestinationCidrBlock": str(entry.destination)}
-        return [Call("DeleteRouteEntry", {**where, "NextHopId": entry.hop})]
+        return [ApiCall("DeleteRouteEntry", {**where, "NextHopId": entry.hop})]
 
     # ---- the API -----------------------------------------------------------------------------
 
-    def ask(self, call: Call) -> Mapping[str, Any]:
+    def ask(self, call: ApiCall) -> Mapping[str, Any]:
         return self._client.ask(call)
 
-    def _made(self, client: Any, call: Call) -> Any:
+    def _made(self, client: Any, call: ApiCall) -> Any:
         """Make a call, in a thread of its own. Raises ``CloudError``."""
         from aliyunsdkcore.acs_exception.exceptions import ClientException, ServerException
         from aliyunsdkcore.request import CommonRequest
@@ -186,12 +188,12 @@ class Ali(Cloud):
             problem = (
                 "ACCESS_KEY_ID and ACCESS_KEY_SECRET must be provided, and this instance has no RAM role"
             )
-            raise CloudError(Trouble.CREDENTIALS, problem, WORDS.credentials) from None
+            raise CloudError(ErrorKind.CREDENTIALS, problem, WORDS.credentials) from None
 
 
-def _entry(table: str, route: Mapping[str, Any]) -> Entry:
+def _entry(table: str, route: Mapping[str, Any]) -> CloudTableEntry:
     hops = route.get("NextHops", {}).get("NextHop") or [{}]
-    return Entry(
+    return CloudTableEntry(
         table,
         IPv4Network(route["DestinationCidrBlock"]),
         str(hops[0].get("NextHopId") or route.get("Type", "an unknown hop")),

@@ -15,21 +15,21 @@ from typing import Any
 from msgspec.structs import replace
 
 from flanneld.backends.cloud.backend import CloudFactory
-from flanneld.backends.cloud.client import Client
 from flanneld.backends.cloud.contract import (
-    Call,
+    ApiCall,
     Cloud,
     CloudError,
-    Entry,
+    CloudNode,
+    CloudTableEntry,
+    CloudTerms,
+    ErrorKind,
     Health,
-    Place,
-    Trouble,
-    Words,
     check_scope,
     missing_extra,
 )
-from flanneld.backends.cloud.metadata import Metadata, Token
+from flanneld.backends.cloud.metadata import Metadata, MetadataSession
 from flanneld.backends.cloud.options import ENDPOINT, endpoint, table_ids
+from flanneld.backends.cloud.sdk_client import SdkClient
 from flanneld.backends.contract import HostServices
 from flanneld.compat.json import Fields
 
@@ -37,36 +37,38 @@ TYPE = "aws-vpc"
 _TABLE = "RouteTableID"
 _METADATA = "http://169.254.169.254"
 #: Version 2 of the metadata service, which an instance may require.
-_TOKEN = Token("latest/api/token", "X-aws-ec2-metadata-token-ttl-seconds", "X-aws-ec2-metadata-token")
+_TOKEN = MetadataSession(
+    "latest/api/token", "X-aws-ec2-metadata-token-ttl-seconds", "X-aws-ec2-metadata-token"
+)
 #: Seconds for one attempt of a call, for a connection, and for a call with its one repetition.
 _READ_LIMIT, _CONNECT_LIMIT, _CALL_LIMIT = 10, 5, 40.0
 #: Kinds of next hops that belong to an instance: after its deletion a route is in state blackhole.
 _OF_INSTANCES = ("eni-", "i-")
 
-WORDS = Words(
+WORDS = CloudTerms(
     cloud="AWS",
     codes={
-        "RequestLimitExceeded": Trouble.THROTTLED,
-        "Throttling": Trouble.THROTTLED,
-        "ThrottlingException": Trouble.THROTTLED,
-        "UnauthorizedOperation": Trouble.DENIED,
-        "AccessDenied": Trouble.DENIED,
-        "AuthFailure": Trouble.CREDENTIALS,
-        "ExpiredToken": Trouble.CREDENTIALS,
-        "ExpiredTokenException": Trouble.CREDENTIALS,
-        "IDPRejectedClaim": Trouble.CREDENTIALS,
-        "InvalidIdentityToken": Trouble.CREDENTIALS,
-        "RequestExpired": Trouble.CREDENTIALS,
-        "InvalidClientTokenId": Trouble.CREDENTIALS,
-        "SignatureDoesNotMatch": Trouble.CREDENTIALS,
-        "NoCredentialsError": Trouble.CREDENTIALS,
-        "PartialCredentialsError": Trouble.CREDENTIALS,
-        "CredentialRetrievalError": Trouble.CREDENTIALS,
-        "RouteLimitExceeded": Trouble.FULL,
-        "InvalidRouteTableID": Trouble.NO_TABLE,
-        "InvalidRouteTableId": Trouble.NO_TABLE,
-        "InvalidRoute.NotFound": Trouble.ABSENT,
-        "RouteAlreadyExists": Trouble.EXISTS,
+        "RequestLimitExceeded": ErrorKind.THROTTLED,
+        "Throttling": ErrorKind.THROTTLED,
+        "ThrottlingException": ErrorKind.THROTTLED,
+        "UnauthorizedOperation": ErrorKind.DENIED,
+        "AccessDenied": ErrorKind.DENIED,
+        "AuthFailure": ErrorKind.CREDENTIALS,
+        "ExpiredToken": ErrorKind.CREDENTIALS,
+        "ExpiredTokenException": ErrorKind.CREDENTIALS,
+        "IDPRejectedClaim": ErrorKind.CREDENTIALS,
+        "InvalidIdentityToken": ErrorKind.CREDENTIALS,
+        "RequestExpired": ErrorKind.CREDENTIALS,
+        "InvalidClientTokenId": ErrorKind.CREDENTIALS,
+        "SignatureDoesNotMatch": ErrorKind.CREDENTIALS,
+        "NoCredentialsError": ErrorKind.CREDENTIALS,
+        "PartialCredentialsError": ErrorKind.CREDENTIALS,
+        "CredentialRetrievalError": ErrorKind.CREDENTIALS,
+        "RouteLimitExceeded": ErrorKind.FULL,
+        "InvalidRouteTableID": ErrorKind.NO_TABLE,
+        "InvalidRouteTableId": ErrorKind.NO_TABLE,
+        "InvalidRoute.NotFound": ErrorKind.ABSENT,
+        "RouteAlreadyExists": ErrorKind.EXISTS,
     },
     credentials="give the instance a role, or correct AWS_ACCESS_KEY_ID, the web identity or ~/.aws",
     quota="raise the quota 'Routes per route table' of Amazon VPC",
@@ -88,22 +90,22 @@ class Aws(Cloud):
         self._endpoint = endpoint
         url = os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT") or _METADATA
         self._metadata = Metadata(services.http, url, token=_TOKEN)
-        self._client = Client(services, WORDS, _CALL_LIMIT, self._connect, self._made)
+        self._client = SdkClient(services, WORDS, _CALL_LIMIT, self._connect, self._made)
 
     # ---- reading -----------------------------------------------------------------------------
 
-    def place(self, address: IPv4Address) -> Place:
+    def place(self, address: IPv4Address) -> CloudNode:
         (instance,) = self._metadata.read("latest/meta-data/instance-id")
-        answer = self.ask(Call("DescribeInstances", {"InstanceIds": [instance]}))
+        answer = self.ask(ApiCall("DescribeInstances", {"InstanceIds": [instance]}))
         interface = _interface(answer, str(address))
         if interface is None:
             raise CloudError(
-                Trouble.OTHER,
+                ErrorKind.OTHER,
                 f"{instance} has no network interface with {address}",
                 "choose the interface that has it in the VPC with -iface",
             )
         tables = self._tables or (self._table_of(interface["SubnetId"], interface["VpcId"]),)
-        return Place(
+        return CloudNode(
             tables,
             interface["NetworkInterfaceId"],
             instance,
@@ -118,30 +120,32 @@ class Aws(Cloud):
             {"association.main": "true", "vpc-id": vpc},
         ):
             named = [{"Name": name, "Values": [value]} for name, value in filters.items()]
-            found = self.ask(Call("DescribeRouteTables", {"Filters": named}))["RouteTables"]
+            found = self.ask(ApiCall("DescribeRouteTables", {"Filters": named}))["RouteTables"]
             if found:
                 return str(found[0]["RouteTableId"])
-        raise CloudError(Trouble.NO_TABLE, "main route table not found", f"set Backend.{_TABLE}")
+        raise CloudError(ErrorKind.NO_TABLE, "main route table not found", f"set Backend.{_TABLE}")
 
-    def entries(self, place: Place) -> list[Entry]:
+    def entries(self, place: CloudNode) -> list[CloudTableEntry]:
         found = []
-        call = Call("DescribeRouteTables", {"RouteTableIds": list(place.tables)})
+        call = ApiCall("DescribeRouteTables", {"RouteTableIds": list(place.tables)})
         for table in self.ask(call)["RouteTables"]:
             check_scope(table["RouteTableId"], table["VpcId"], place, _TABLE)
             routes = (route for route in table["Routes"] if "DestinationCidrBlock" in route)
             found += [_entry(table["RouteTableId"], route) for route in routes]
         return found
 
-    def gone(self, place: Place, entries: Sequence[Entry]) -> list[Entry]:
+    def gone(self, place: CloudNode, entries: Sequence[CloudTableEntry]) -> list[CloudTableEntry]:
         del place  # the entry already shows it, without another call
         return [each for each in entries if each.health is Health.DEAD and each.hop.startswith(_OF_INSTANCES)]
 
     # ---- changes -----------------------------------------------------------------------------
 
-    def put_calls(self, place: Place, entry: Entry, was: Entry | None) -> list[Call]:
+    def put_calls(
+        self, place: CloudNode, entry: CloudTableEntry, was: CloudTableEntry | None
+    ) -> list[ApiCall]:
         del place
         return [
-            Call(
+            ApiCall(
                 "ReplaceRoute" if was else "CreateRoute",
                 {
                     "RouteTableId": entry.table,
@@ -151,15 +155,15 @@ class Aws(Cloud):
             )
         ]
 
-    def drop_calls(self, entry: Entry) -> list[Call]:
+    def drop_calls(self, entry: CloudTableEntry) -> list[ApiCall]:
         where = {"RouteTableId": entry.table, "DestinationCidrBlock": str(entry.destination)}
-        return [Call("DeleteRoute", where)]
+        return [ApiCall("DeleteRoute", where)]
 
-    def forwarding_calls(self, place: Place) -> list[Call]:
+    def forwarding_calls(self, place: CloudNode) -> list[ApiCall]:
         off = {"NetworkInterfaceId": place.hop, "SourceDestCheck": {"Value": False}}
-        return [Call("ModifyNetworkInterfaceAttribute", off)]
+        return [ApiCall("ModifyNetworkInterfaceAttribute", off)]
 
-    def forwarding_remedy(self, place: Place) -> str:
+    def forwarding_remedy(self, place: CloudNode) -> str:
         return (
             "run: aws ec2 modify-network-interface-attribute --no-source-dest-check"
             f" --network-interface-id {place.hop}, or allow ec2:ModifyNetworkInterfaceAttribute"
@@ -167,10 +171,10 @@ class Aws(Cloud):
 
     # ---- the API -----------------------------------------------------------------------------
 
-    def ask(self, call: Call) -> Mapping[str, Any]:
+    def ask(self, call: ApiCall) -> Mapping[str, Any]:
         return self._client.ask(call)
 
-    def _made(self, client: Any, call: Call) -> Any:
+    def _made(self, client: Any, call: ApiCall) -> Any:
         """Make a call, in a thread of its own. Raises ``CloudError``."""
         from botocore import xform_name
         from botocore.exceptions import BotoCoreError, ClientError
@@ -234,8 +238,8 @@ def _interface(answer: Mapping[str, Any], address: str) -> Mapping[str, Any] | N
     return None
 
 
-def _entry(table: str, route: Mapping[str, Any]) -> Entry:
-    entry = Entry(table, IPv4Network(route["DestinationCidrBlock"]), _hop(route))
+def _entry(table: str, route: Mapping[str, Any]) -> CloudTableEntry:
+    entry = CloudTableEntry(table, IPv4Network(route["DestinationCidrBlock"]), _hop(route))
     return replace(entry, health=Health.DEAD) if route.get("State") == "blackhole" else entry
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from msgspec import Struct
 
 from flanneld.backends.cloud.contract import Cloud
-from flanneld.backends.cloud.forwarding import ForwardingTable
+from flanneld.backends.cloud.forwarding import CloudForwardingTable
 from flanneld.backends.cloud.options import table_ids
 from flanneld.backends.cloud.record import SUFFIX, Record
 from flanneld.backends.cloud.resources import CloudRoute, Forwarding
@@ -88,7 +88,7 @@ class CloudBackend:
     def tables(self) -> tuple[Table, ...]:
         record = Record(self._host.beside(SUFFIX), self._kind, self._kept)
         routes = CloudRoutes(self._cloud, self._range, record)
-        return (routes, ForwardingTable(self._cloud)) if self._cloud.filters_addresses else (routes,)
+        return (routes, CloudForwardingTable(self._cloud)) if self._cloud.filters_addresses else (routes,)
 
 
 def _only_range(kind: str, config: Config) -> SubnetRange:

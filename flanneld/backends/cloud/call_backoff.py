@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from flanneld.backends.cloud.contract import CloudError, Trouble
+from flanneld.backends.cloud.contract import CloudError, ErrorKind
 from flanneld.errors import Retryable, remembered
 from flanneld.runtime import clock, randomness
 from flanneld.runtime.backoff import Backoff
@@ -24,7 +24,7 @@ def audit_period() -> float:
     return _AUDIT_PERIOD * (1 + randomness.fraction() / 4)
 
 
-class Pace:
+class CallBackoff:
     """Backoff for one kind of refused call: during a pause the last refusal is raised again."""
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ def understood() -> Iterator[None]:
         yield
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise CloudError(
-            Trouble.OTHER,
+            ErrorKind.OTHER,
             f"the cloud's answer has no known shape ({type(error).__name__})",
             "see whether a proxy answers in its place, and look for a newer flanneld",
         ) from error
@@ -64,5 +64,5 @@ def absence_is_fine() -> Iterator[None]:
     try:
         yield
     except CloudError as failure:
-        if failure.trouble is not Trouble.ABSENT:
+        if failure.trouble is not ErrorKind.ABSENT:
             raise

@@ -12,8 +12,8 @@ from msgspec.structs import replace
 
 from flanneld.backends import registry
 from flanneld.backends.cloud.backend import CloudFactory
-from flanneld.backends.cloud.contract import Cloud, Entry
-from flanneld.backends.cloud.pace import absence_is_fine, understood
+from flanneld.backends.cloud.call_backoff import absence_is_fine, understood
+from flanneld.backends.cloud.contract import Cloud, CloudTableEntry
 from flanneld.backends.cloud.record import Record, Recorded
 from flanneld.backends.contract import HostServices
 from flanneld.compat.json import Fields
@@ -38,7 +38,7 @@ def routes_in(record: Record) -> Iterator[tuple[str, Callable[[], bool]]]:
         yield str(record.path), lambda: not record.read().routes and _unlinked(record)
 
 
-def _removed(record: Record, recorded: Recorded, entry: Entry) -> bool:
+def _removed(record: Record, recorded: Recorded, entry: CloudTableEntry) -> bool:
     """Return True once the route is gone, or leads to another instance and belongs to that one."""
     try:
         cloud = connect(recorded)
@@ -64,7 +64,7 @@ def connect(recorded: Recorded) -> Cloud:
     return factory.connect(Fields(dict(recorded.options), "Backend"), services)
 
 
-def _there(cloud: Cloud, address: str, entry: Entry) -> Entry | None:
+def _there(cloud: Cloud, address: str, entry: CloudTableEntry) -> CloudTableEntry | None:
     """Return the cloud's current route; None without one, or if it belongs to another node."""
     place = cloud.place(IPv4Address(address))
     found = cloud.entries(replace(place, tables=(entry.table,)))

@@ -12,7 +12,7 @@ from msgspec import Struct, field
 from flanneld.errors import Fatal, Retryable
 
 
-class Trouble(Enum):
+class ErrorKind(Enum):
     """Kind of an error. Each cloud has its own codes for it."""
 
     THROTTLED = "throttled"
@@ -32,12 +32,12 @@ class Trouble(Enum):
 class CloudError(Retryable):
     """Error for a call that a cloud refused or did not answer."""
 
-    def __init__(self, trouble: Trouble, problem: str, remedy: str = "") -> None:
+    def __init__(self, trouble: ErrorKind, problem: str, remedy: str = "") -> None:
         super().__init__(problem, remedy)
         self.trouble = trouble
 
 
-class Call(Struct, frozen=True, eq=False):
+class ApiCall(Struct, frozen=True, eq=False):
     """Call of a cloud's API. ``permission`` is the required right if it differs from the action's name."""
 
     action: str
@@ -58,7 +58,7 @@ class Health(Enum):
     DEAD = "dead"
 
 
-class Entry(Struct, frozen=True, gc=False):
+class CloudTableEntry(Struct, frozen=True, gc=False):
     """Route in a cloud's table, as the cloud describes it.
 
     ``hop`` is the next hop as the cloud names it, ``name`` the route's own name or number if it has one.
@@ -71,7 +71,7 @@ class Entry(Struct, frozen=True, gc=False):
     name: str = ""
 
 
-class Place(Struct, frozen=True, gc=False):
+class CloudNode(Struct, frozen=True, gc=False):
     """This node, as the cloud describes it.
 
     ``hop`` is the next hop that leads to it. ``forwards`` is True if packets of other addresses than its
@@ -94,75 +94,77 @@ class Cloud(Protocol):
     #: True if the cloud by default drops packets of other addresses than an instance's own.
     filters_addresses: bool = False
 
-    def place(self, address: IPv4Address) -> Place:
+    def place(self, address: IPv4Address) -> CloudNode:
         """Find this node by an address of its uplink."""
         ...
 
-    def entries(self, place: Place) -> list[Entry]:
+    def entries(self, place: CloudNode) -> list[CloudTableEntry]:
         """Return all IPv4 routes in the node's tables, from all pages."""
         ...
 
-    def gone(self, place: Place, entries: Sequence[Entry]) -> list[Entry]:
+    def gone(self, place: CloudNode, entries: Sequence[CloudTableEntry]) -> list[CloudTableEntry]:
         """Return the ``entries`` whose next hop no longer exists."""
         ...
 
-    def ask(self, call: Call) -> Mapping[str, Any]:
+    def ask(self, call: ApiCall) -> Mapping[str, Any]:
         """Make a call to its end and return the answer."""
         ...
 
-    def put_calls(self, place: Place, entry: Entry, was: Entry | None) -> list[Call]:
+    def put_calls(
+        self, place: CloudNode, entry: CloudTableEntry, was: CloudTableEntry | None
+    ) -> list[ApiCall]:
         """Return the calls that make a route, or replace ``was`` by it (pure)."""
         ...
 
-    def drop_calls(self, entry: Entry) -> list[Call]:
+    def drop_calls(self, entry: CloudTableEntry) -> list[ApiCall]:
         """Return the calls that remove a route (pure)."""
         ...
 
-    def forwarding_calls(self, place: Place) -> list[Call]:
+    def forwarding_calls(self, place: CloudNode) -> list[ApiCall]:
         """Return the calls that allow packets of other addresses; none if only an operator can (pure)."""
         del place
         return []
 
-    def forwarding_remedy(self, place: Place) -> str:
+    def forwarding_remedy(self, place: CloudNode) -> str:
         """Return the operator's remedy if the daemon cannot change the setting (pure)."""
         del place
         return ""
 
 
-class Words(Struct, frozen=True):
+class CloudTerms(Struct, frozen=True):
     """Terms of one cloud for messages, and meanings of its error codes."""
 
     cloud: str
     #: Kinds of errors by the code or its prefix.
-    codes: Mapping[str, Trouble]
+    codes: Mapping[str, ErrorKind]
     credentials: str
     quota: str
     #: Format of a permission's name: ``ec2:{}``.
     permission: str
     table_option: str = ""
 
-    def error(self, call: Call, code: str) -> CloudError:
+    def error(self, call: ApiCall, code: str) -> CloudError:
         """Return the error for a code. The cloud's own message is left out: it may contain signed text."""
         trouble = self._trouble(code)
         right = call.permission or self.permission.format(call.action)
         match trouble:
-            case Trouble.THROTTLED:
+            case ErrorKind.THROTTLED:
                 return CloudError(
                     trouble, f"{self.cloud} throttles {call.action} ({code})", "it is asked less often now"
                 )
-            case Trouble.DENIED:
+            case ErrorKind.DENIED:
                 remedy = f"allow {right} to the role or key that flanneld uses"
                 return CloudError(trouble, f"{self.cloud} denies {right} ({code})", remedy)
-            case Trouble.CREDENTIALS:
+            case ErrorKind.CREDENTIALS:
                 problem = f"{self.cloud} does not accept the credentials for {call.action} ({code})"
                 return CloudError(trouble, problem, self.credentials)
-            case Trouble.FULL:
+            case ErrorKind.FULL:
                 return CloudError(trouble, f"the route table of {self.cloud} is full ({code})", self.quota)
-            case Trouble.NO_TABLE:
+            case ErrorKind.NO_TABLE:
                 named = f"Backend.{self.table_option}" if self.table_option else "the network"
                 problem = f"{self.cloud} knows no such route table ({code})"
                 return CloudError(trouble, problem, f"correct {named}; it must be one of this node's region")
-            case Trouble.BUSY:
+            case ErrorKind.BUSY:
                 problem = f"{self.cloud} is still busy with an earlier change ({code})"
                 return CloudError(trouble, problem, "it is tried again")
         return CloudError(
@@ -171,28 +173,29 @@ class Words(Struct, frozen=True):
             "look the code up in its documentation",
         )
 
-    def no_answer(self, call: Call, reason: str) -> CloudError:
+    def no_answer(self, call: ApiCall, reason: str) -> CloudError:
         """Return the error for a call without an answer."""
         return CloudError(
-            Trouble.OTHER,
+            ErrorKind.OTHER,
             f"{self.cloud} does not answer {call.action}: {reason}",
             "see whether this node reaches its API, directly or by HTTPS_PROXY",
         )
 
-    def _trouble(self, code: str) -> Trouble:
+    def _trouble(self, code: str) -> ErrorKind:
         known = self.codes.get(code)
         if known is not None:
             return known
         return next(
-            (trouble for start, trouble in self.codes.items() if code.startswith(f"{start}.")), Trouble.OTHER
+            (trouble for start, trouble in self.codes.items() if code.startswith(f"{start}.")),
+            ErrorKind.OTHER,
         )
 
 
-def check_scope(table: str, scope: str, place: Place, option: str) -> None:
+def check_scope(table: str, scope: str, place: CloudNode, option: str) -> None:
     """Raise ``CloudError`` for a table of another VPC than this node's."""
     if scope != place.scope:
         problem = f"{table} is a table of {scope}, this node is in {place.scope}"
-        raise CloudError(Trouble.NO_TABLE, problem, f"correct Backend.{option}")
+        raise CloudError(ErrorKind.NO_TABLE, problem, f"correct Backend.{option}")
 
 
 def missing_extra(cloud: str, package: str) -> Fatal:

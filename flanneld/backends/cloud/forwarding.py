@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flanneld.backends.cloud.contract import Cloud, CloudError, Place, Trouble
-from flanneld.backends.cloud.pace import WORKER, Pace, audit_period, understood
+from flanneld.backends.cloud.call_backoff import WORKER, CallBackoff, audit_period, understood
+from flanneld.backends.cloud.contract import Cloud, CloudError, CloudNode, ErrorKind
 from flanneld.backends.cloud.resources import FORWARDING, Forwarding
 from flanneld.errors import Retryable
 from flanneld.state.report import Failure, Report
@@ -13,7 +13,7 @@ from flanneld.state.resources import Resource
 from flanneld.state.table import Put, Scope, Seen
 
 
-class ForwardingTable:
+class CloudForwardingTable:
     """Table of this node's permission to forward, for clouds with such a setting."""
 
     name = FORWARDING
@@ -24,8 +24,8 @@ class ForwardingTable:
 
     def __init__(self, cloud: Cloud) -> None:
         self._cloud = cloud
-        self._place: Place | None = None
-        self._reading, self._asking = Pace(), Pace()
+        self._place: CloudNode | None = None
+        self._reading, self._asking = CallBackoff(), CallBackoff()
 
     @property
     def audit(self) -> float:
@@ -33,9 +33,9 @@ class ForwardingTable:
 
     def read(self, scope: Scope) -> list[Seen]:
         self._reading.check()
-        wanted = [each for each in scope.wanted.values() if isinstance(each, Forwarding)]
+        desired = [each for each in scope.desired.values() if isinstance(each, Forwarding)]
         try:
-            found = [Seen(self._permission(want)) for want in wanted]
+            found = [Seen(self._permission(want)) for want in desired]
         except CloudError as failure:
             self._reading.refused(failure)
             raise
@@ -75,7 +75,7 @@ class ForwardingTable:
         remedy = self._cloud.forwarding_remedy(self._place)
         problem = f"the cloud drops packets of containers at {self._place.instance}"
         if not calls:
-            raise CloudError(Trouble.OTHER, problem, remedy)
+            raise CloudError(ErrorKind.OTHER, problem, remedy)
         try:
             for call in calls:
                 self._cloud.ask(call)

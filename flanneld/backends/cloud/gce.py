@@ -14,21 +14,21 @@ from ipaddress import IPv4Address, IPv4Network
 from typing import Any
 
 from flanneld.backends.cloud.backend import CloudFactory
-from flanneld.backends.cloud.client import Client
 from flanneld.backends.cloud.contract import (
-    Call,
+    ApiCall,
     Cloud,
     CloudError,
-    Entry,
+    CloudNode,
+    CloudTableEntry,
+    CloudTerms,
+    ErrorKind,
     Health,
-    Place,
-    Trouble,
-    Words,
     missing_extra,
 )
 from flanneld.backends.cloud.metadata import Metadata
 from flanneld.backends.cloud.options import ENDPOINT, endpoint
 from flanneld.backends.cloud.paging import by_token
+from flanneld.backends.cloud.sdk_client import SdkClient
 from flanneld.backends.contract import HostServices
 from flanneld.compat.json import Fields
 
@@ -43,27 +43,27 @@ _REQUEST_LIMIT, _WAIT_LIMIT, _CALL_LIMIT = 10.0, 15.0, 40.0
 #: Warnings for a route with an instance that was deleted or does not run.
 _LEADS_NOWHERE = frozenset({"NEXT_HOP_NOT_RUNNING", "NEXT_HOP_INSTANCE_NOT_FOUND"})
 
-WORDS = Words(
+WORDS = CloudTerms(
     cloud="Google Cloud",
     codes={
-        "rateLimitExceeded": Trouble.THROTTLED,
-        "userRateLimitExceeded": Trouble.THROTTLED,
-        "429": Trouble.THROTTLED,
-        "forbidden": Trouble.DENIED,
-        "insufficientPermissions": Trouble.DENIED,
-        "accessNotConfigured": Trouble.DENIED,
-        "authError": Trouble.CREDENTIALS,
-        "required": Trouble.CREDENTIALS,
-        "401": Trouble.CREDENTIALS,
-        "RefreshError": Trouble.CREDENTIALS,
-        "DefaultCredentialsError": Trouble.CREDENTIALS,
-        "quotaExceeded": Trouble.FULL,
-        "QUOTA_EXCEEDED": Trouble.FULL,
-        "notFound": Trouble.ABSENT,
-        "alreadyExists": Trouble.EXISTS,
-        "resourceInUseByAnotherResource": Trouble.BUSY,
-        "resourceNotReady": Trouble.BUSY,
-        "RESOURCE_NOT_READY": Trouble.BUSY,
+        "rateLimitExceeded": ErrorKind.THROTTLED,
+        "userRateLimitExceeded": ErrorKind.THROTTLED,
+        "429": ErrorKind.THROTTLED,
+        "forbidden": ErrorKind.DENIED,
+        "insufficientPermissions": ErrorKind.DENIED,
+        "accessNotConfigured": ErrorKind.DENIED,
+        "authError": ErrorKind.CREDENTIALS,
+        "required": ErrorKind.CREDENTIALS,
+        "401": ErrorKind.CREDENTIALS,
+        "RefreshError": ErrorKind.CREDENTIALS,
+        "DefaultCredentialsError": ErrorKind.CREDENTIALS,
+        "quotaExceeded": ErrorKind.FULL,
+        "QUOTA_EXCEEDED": ErrorKind.FULL,
+        "notFound": ErrorKind.ABSENT,
+        "alreadyExists": ErrorKind.EXISTS,
+        "resourceInUseByAnotherResource": ErrorKind.BUSY,
+        "resourceNotReady": ErrorKind.BUSY,
+        "RESOURCE_NOT_READY": ErrorKind.BUSY,
     },
     credentials="give the instance a service account with the scope compute-rw,"
     " or correct GOOGLE_APPLICATION_CREDENTIALS",
@@ -91,34 +91,34 @@ class Gce(Cloud):
     def __init__(self, services: HostServices, endpoint: str = "") -> None:
         self._api = (endpoint or _API).rstrip("/")
         self._project = ""
-        self._client = Client(services, WORDS, _CALL_LIMIT, _session, self._made)
+        self._client = SdkClient(services, WORDS, _CALL_LIMIT, _session, self._made)
         host = os.environ.get("GCE_METADATA_HOST") or _METADATA
         url = f"http://{host}/computeMetadata/v1"
         self._metadata = Metadata(services.http, url, headers={"Metadata-Flavor": "Google"})
 
     # ---- reading -----------------------------------------------------------------------------
 
-    def place(self, address: IPv4Address) -> Place:
+    def place(self, address: IPv4Address) -> CloudNode:
         self._project, zone, host = self._metadata.read(
             "project/project-id", "instance/zone", "instance/hostname"
         )
         name = host.split(".")[0]
         which = {"zone": zone.rsplit("/", 1)[-1], "instance": name}
-        instance = self.ask(Call("compute.instances.get", which))
+        instance = self.ask(ApiCall("compute.instances.get", which))
         for interface in instance["networkInterfaces"]:
             if interface.get("networkIP") == str(address):
                 network = str(interface["network"])
                 forwards = bool(instance.get("canIpForward", False))
-                return Place((_last(network),), str(instance["selfLink"]), name, network, forwards)
+                return CloudNode((_last(network),), str(instance["selfLink"]), name, network, forwards)
         raise CloudError(
-            Trouble.OTHER,
+            ErrorKind.OTHER,
             f"{name} has no network interface with {address}",
             "choose its interface with -iface",
         )
 
-    def entries(self, place: Place) -> list[Entry]:
+    def entries(self, place: CloudNode) -> list[CloudTableEntry]:
         only = {"filter": f'network="{place.scope}"', "maxResults": "500"}
-        pages = by_token(self.ask, Call("compute.routes.list", only), "nextPageToken", "pageToken")
+        pages = by_token(self.ask, ApiCall("compute.routes.list", only), "nextPageToken", "pageToken")
         routes = (route for page in pages for route in page.get("items") or ())
         return [
             _entry(place.tables[0], route)
@@ -126,7 +126,7 @@ class Gce(Cloud):
             if route["network"] == place.scope and ":" not in route["destRange"]
         ]
 
-    def gone(self, place: Place, entries: Sequence[Entry]) -> list[Entry]:
+    def gone(self, place: CloudNode, entries: Sequence[CloudTableEntry]) -> list[CloudTableEntry]:
         """Return the entries that the API warns of, and whose instance does not exist."""
         del place
         return [each for each in entries if each.health is Health.DEAD and self._is_absent(each.hop)]
@@ -136,16 +136,18 @@ class Gce(Cloud):
         if parts[-2] != "instances":
             return False
         try:
-            self.ask(Call("compute.instances.get", {"zone": parts[-3], "instance": parts[-1]}))
+            self.ask(ApiCall("compute.instances.get", {"zone": parts[-3], "instance": parts[-1]}))
         except CloudError as failure:
-            if failure.trouble is Trouble.ABSENT:
+            if failure.trouble is ErrorKind.ABSENT:
                 return True
             raise
         return False
 
     # ---- changes -----------------------------------------------------------------------------
 
-    def put_calls(self, place: Place, entry: Entry, was: Entry | None) -> list[Call]:
+    def put_calls(
+        self, place: CloudNode, entry: CloudTableEntry, was: CloudTableEntry | None
+    ) -> list[ApiCall]:
         """Return a removal of ``was``, which carries no packets, and an insertion: the API cannot replace."""
         new = {
             "name": _name(entry.destination),
@@ -156,21 +158,21 @@ class Gce(Cloud):
         }
         return [
             *(self.drop_calls(was) if was else ()),
-            Call("compute.routes.insert", new, "compute.routes.create"),
+            ApiCall("compute.routes.insert", new, "compute.routes.create"),
         ]
 
-    def drop_calls(self, entry: Entry) -> list[Call]:
-        return [Call("compute.routes.delete", {"route": entry.name or _name(entry.destination)})]
+    def drop_calls(self, entry: CloudTableEntry) -> list[ApiCall]:
+        return [ApiCall("compute.routes.delete", {"route": entry.name or _name(entry.destination)})]
 
-    def forwarding_remedy(self, place: Place) -> str:
+    def forwarding_remedy(self, place: CloudNode) -> str:
         return f"make {place.instance} anew with: gcloud compute instances create --can-ip-forward"
 
     # ---- the API -----------------------------------------------------------------------------
 
-    def ask(self, call: Call) -> Mapping[str, Any]:
+    def ask(self, call: ApiCall) -> Mapping[str, Any]:
         return self._client.ask(call)
 
-    def _made(self, session: Any, call: Call) -> Any:
+    def _made(self, session: Any, call: ApiCall) -> Any:
         """Make a call; after a change wait until its operation has ended. Raises ``CloudError``."""
         answer = self._sent(session, call, _REQUEST_LIMIT)
         if answer.get("kind") != "compute#operation":
@@ -178,16 +180,16 @@ class Gce(Cloud):
         operation = str(answer["name"])
         if answer.get("status") != "DONE":
             which = {"operation": operation}
-            wait = Call("compute.globalOperations.wait", which, "compute.globalOperations.get")
+            wait = ApiCall("compute.globalOperations.wait", which, "compute.globalOperations.get")
             answer = self._sent(session, wait, _WAIT_LIMIT)
         if answer.get("status") != "DONE":
             problem = f"the operation {operation} of {call.action} has not ended within {_WAIT_LIMIT:g} s"
-            raise CloudError(Trouble.BUSY, problem, f"see: gcloud compute operations describe {operation}")
+            raise CloudError(ErrorKind.BUSY, problem, f"see: gcloud compute operations describe {operation}")
         for error in (answer.get("error") or {}).get("errors") or ():
             raise WORDS.error(call, str(error.get("code", "no code")))
         return answer
 
-    def _sent(self, session: Any, call: Call, limit: float) -> Any:
+    def _sent(self, session: Any, call: ApiCall, limit: float) -> Any:
         """Send one request. Raises ``CloudError``."""
         from google.auth.exceptions import GoogleAuthError
 
@@ -218,7 +220,7 @@ def _session() -> Any:
     try:
         credentials, _ = google.auth.default(scopes=[_SCOPE])
     except DefaultCredentialsError as error:
-        raise WORDS.error(Call("google.auth.default"), type(error).__name__) from None
+        raise WORDS.error(ApiCall("google.auth.default"), type(error).__name__) from None
     make: Callable[..., Any] = AuthorizedSession
     return make(credentials, max_refresh_attempts=1)
 
@@ -241,10 +243,10 @@ def _last(url: str) -> str:
     return url.rsplit("/", 1)[-1]
 
 
-def _entry(table: str, route: Mapping[str, Any]) -> Entry:
+def _entry(table: str, route: Mapping[str, Any]) -> CloudTableEntry:
     warnings = {each.get("code") for each in route.get("warnings") or ()}
     hops = [value for name, value in route.items() if name.startswith("nextHop") and isinstance(value, str)]
-    return Entry(
+    return CloudTableEntry(
         table,
         IPv4Network(route["destRange"]),
         str(route.get("nextHopInstance") or (hops[0] if hops else "an unknown hop")),

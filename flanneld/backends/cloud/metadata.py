@@ -7,7 +7,7 @@ from urllib.parse import quote
 
 from msgspec import Struct
 
-from flanneld.backends.cloud.contract import CloudError, Trouble
+from flanneld.backends.cloud.contract import CloudError, ErrorKind
 from flanneld.errors import Retryable
 from flanneld.runtime.sockets.http_client import HttpAnswer, HttpRequest
 
@@ -15,7 +15,7 @@ from flanneld.runtime.sockets.http_client import HttpAnswer, HttpRequest
 _TIME_LIMIT = 5.0
 
 
-class Token(Struct, frozen=True):
+class MetadataSession(Struct, frozen=True):
     """Session parameters of the service: the path of the token, and the headers to get and to use it."""
 
     path: str
@@ -33,7 +33,7 @@ class Metadata:
         url: str,
         *,
         headers: Mapping[str, str] | None = None,
-        token: Token | None = None,
+        token: MetadataSession | None = None,
     ) -> None:
         self._http = http
         self._url = url.rstrip("/")
@@ -74,7 +74,7 @@ class Metadata:
             return self._http(request)
         except Retryable as failure:
             raise CloudError(
-                Trouble.OTHER,
+                ErrorKind.OTHER,
                 f"the metadata service does not answer: {failure.problem}",
                 "run flanneld on an instance of this cloud, and let it reach the service",
             ) from None
@@ -82,5 +82,7 @@ class Metadata:
 
 def _wrong(url: str, what: str) -> CloudError:
     return CloudError(
-        Trouble.OTHER, f"the metadata service {what} at {url}", "see whether it is enabled for this instance"
+        ErrorKind.OTHER,
+        f"the metadata service {what} at {url}",
+        "see whether it is enabled for this instance",
     )

@@ -7,10 +7,10 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
-from flanneld.backends.cloud.contract import Call
+from flanneld.backends.cloud.contract import ApiCall
 
 Item = TypeVar("Item")
-Ask = Callable[[Call], Mapping[str, Any]]
+Ask = Callable[[ApiCall], Mapping[str, Any]]
 
 #: Objects in one call that every cloud accepts and returns.
 BATCH = 100
@@ -18,7 +18,7 @@ BATCH = 100
 _MOST_PAGES = 1000
 
 
-def by_token(ask: Ask, call: Call, given: str, taken: str) -> Iterator[Mapping[str, Any]]:
+def by_token(ask: Ask, call: ApiCall, given: str, taken: str) -> Iterator[Mapping[str, Any]]:
     """Yield each page. Field ``given`` of an answer is the token for parameter ``taken`` of the next call."""
     token = ""
     for _ in range(_MOST_PAGES):
@@ -31,7 +31,7 @@ def by_token(ask: Ask, call: Call, given: str, taken: str) -> Iterator[Mapping[s
         token = str(following)
 
 
-def by_offset(ask: Ask, call: Call, listed: str) -> Iterator[Mapping[str, Any]]:
+def by_offset(ask: Ask, call: ApiCall, listed: str) -> Iterator[Mapping[str, Any]]:
     """Yield each item of the list ``listed``, paged by Offset and Limit."""
     for number in range(_MOST_PAGES):
         part = {"Offset": str(number * BATCH), "Limit": str(BATCH)}

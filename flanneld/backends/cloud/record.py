@@ -15,8 +15,8 @@ from typing import Any
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from flanneld.backends.cloud.contract import Entry
-from flanneld.compat.glog import Once
+from flanneld.backends.cloud.contract import CloudTableEntry
+from flanneld.compat.glog import OneTimeWarnings
 from flanneld.errors import cause_of
 from flanneld.runtime.files import atomic_file
 
@@ -33,7 +33,7 @@ class Recorded(Struct, frozen=True):
     kind: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
     address: str = ""
-    routes: tuple[Entry, ...] = ()
+    routes: tuple[CloudTableEntry, ...] = ()
 
 
 class Record:
@@ -47,7 +47,7 @@ class Record:
         self._kind = kind
         self._options = dict(options or {})
         self._content: Recorded | None = None
-        self._once = Once()
+        self._once = OneTimeWarnings()
 
     def read(self) -> Recorded:
         """Return the contents of the file. Raises ``OSError`` if it exists and cannot be read."""
@@ -61,18 +61,18 @@ class Record:
             self._once.warn(log, "content", f"Ignoring {self.path}, which makes no sense")
             return Recorded()
 
-    def has(self, entry: Entry) -> bool:
+    def has(self, entry: CloudTableEntry) -> bool:
         """Return True if this node has made a route to this destination in this table."""
         return any(_place(each) == _place(entry) for each in self._known().routes)
 
-    def add(self, entry: Entry, address: str) -> None:
+    def add(self, entry: CloudTableEntry, address: str) -> None:
         """Record a route to this node with its address. Call it before the cloud: a kill then loses none."""
         known = self._known()
         if entry not in known.routes or known.address != address:
             routes = (*_without(known.routes, entry), entry)
             self._write(replace(known, address=address, routes=routes))
 
-    def remove(self, entry: Entry) -> None:
+    def remove(self, entry: CloudTableEntry) -> None:
         known = self._known()
         routes = _without(known.routes, entry)
         if len(routes) < len(known.routes):
@@ -107,15 +107,15 @@ class Record:
             self._once.warn(log, "write", f"{problem}, or -cleanup leaves routes in the cloud")
 
 
-def _place(entry: Entry) -> tuple[str, IPv4Network]:
+def _place(entry: CloudTableEntry) -> tuple[str, IPv4Network]:
     return entry.table, entry.destination
 
 
-def _without(routes: tuple[Entry, ...], entry: Entry) -> tuple[Entry, ...]:
+def _without(routes: tuple[CloudTableEntry, ...], entry: CloudTableEntry) -> tuple[CloudTableEntry, ...]:
     return tuple(each for each in routes if _place(each) != _place(entry))
 
 
-def _entry(value: Mapping[str, Any]) -> Entry:
-    return Entry(
+def _entry(value: Mapping[str, Any]) -> CloudTableEntry:
+    return CloudTableEntry(
         str(value["table"]), IPv4Network(value["destination"]), str(value["hop"]), name=str(value["name"])
     )

@@ -13,8 +13,14 @@ from ipaddress import IPv4Address
 
 from msgspec import Struct
 
-from flanneld.backends.cloud.contract import Cloud, CloudError, Entry, Health, Place, Trouble
-from flanneld.backends.cloud.pace import WORKER, Pace, absence_is_fine, audit_period, understood
+from flanneld.backends.cloud.call_backoff import (
+    WORKER,
+    CallBackoff,
+    absence_is_fine,
+    audit_period,
+    understood,
+)
+from flanneld.backends.cloud.contract import Cloud, CloudError, CloudNode, CloudTableEntry, ErrorKind, Health
 from flanneld.backends.cloud.record import Record
 from flanneld.backends.cloud.resources import ROUTES, CloudRoute
 from flanneld.config import SubnetRange
@@ -31,7 +37,7 @@ _VISIBLE_WITHIN, _LOOK_AGAIN = 60.0, 5.0
 #: Seconds for the cloud to finish a pending route.
 _MADE_WITHIN = 100.0
 #: Errors that cause a backoff; other failures cost the cloud nothing.
-_PACED = frozenset({Trouble.THROTTLED, Trouble.DENIED, Trouble.CREDENTIALS, Trouble.NO_TABLE})
+_PACED = frozenset({ErrorKind.THROTTLED, ErrorKind.DENIED, ErrorKind.CREDENTIALS, ErrorKind.NO_TABLE})
 
 
 class Written(Struct, frozen=True, gc=False):
@@ -59,13 +65,13 @@ class CloudRoutes:
         self._subnets = subnets
         self._record = record
         self._guard = RemovalGuard()
-        self._place: tuple[IPv4Address, Place] | None = None
+        self._place: tuple[IPv4Address, CloudNode] | None = None
         #: Result of the last read, by resource key.
-        self._entries: dict[Key, Entry] = {}
+        self._entries: dict[Key, CloudTableEntry] = {}
         self._written: dict[Key, Written] = {}
         self._pending_since: dict[Key, float] = {}
-        self._reading = Pace()
-        self._refusals: dict[Key, Pace] = {}
+        self._reading = CallBackoff()
+        self._refusals: dict[Key, CallBackoff] = {}
         self.next_look = math.inf
 
     @property
@@ -80,13 +86,13 @@ class CloudRoutes:
 
     def read(self, scope: Scope) -> list[Seen]:
         """Read the routes. Raises ``CloudError``, or the last one again during the pause after it."""
-        wanted = [each for each in scope.wanted.values() if isinstance(each, CloudRoute)]
-        if not wanted:
+        desired = [each for each in scope.desired.values() if isinstance(each, CloudRoute)]
+        if not desired:
             return []
         self._reading.check()
         try:
             with understood():
-                found = self._read(wanted)
+                found = self._read(desired)
         except CloudError as failure:
             if failure.trouble in _PACED:
                 self._reading.refused(failure)
@@ -94,42 +100,47 @@ class CloudRoutes:
         self._reading.succeeded()
         return found
 
-    def _read(self, wanted: Sequence[CloudRoute]) -> list[Seen]:
-        address = IPv4Address(wanted[0].via)
+    def _read(self, desired: Sequence[CloudRoute]) -> list[Seen]:
+        address = IPv4Address(desired[0].via)
         place = self._cloud.place(address)
         self._place = (address, place)
         inside = [
             each for each in self._cloud.entries(place) if lies_in(each.destination, self._subnets.network)
         ]
-        labels = {table: table for table in place.tables} if any(each.table for each in wanted) else {}
+        labels = {table: table for table in place.tables} if any(each.table for each in desired) else {}
         keys = {entry: _key(entry, labels) for entry in inside}
-        gone = self._gone(place, inside, {want.key for want in wanted}, keys)
+        gone = self._gone(place, inside, {want.key for want in desired}, keys)
         self._entries = {}
         for entry, key in keys.items():
             known = self._entries.get(key)
             if known is None or entry.hop == place.hop:
                 self._entries[key] = entry
-        seen = dict(self._shown(place, address, labels, gone, {want.key for want in wanted}))
+        seen = dict(self._shown(place, address, labels, gone, {want.key for want in desired}))
         return list(self._with_own_writes(seen).values())
 
     def _gone(
-        self, place: Place, inside: Sequence[Entry], wanted: Collection[Key], keys: Mapping[Entry, Key]
-    ) -> set[Entry]:
+        self,
+        place: CloudNode,
+        inside: Sequence[CloudTableEntry],
+        desired: Collection[Key],
+        keys: Mapping[CloudTableEntry, Key],
+    ) -> set[CloudTableEntry]:
         """Return the replaceable or sweepable entries whose instance is gone."""
         asked = [
             entry
             for entry in inside
-            if entry.hop != place.hop and (keys[entry] in wanted or self._subnets.contains(entry.destination))
+            if entry.hop != place.hop
+            and (keys[entry] in desired or self._subnets.contains(entry.destination))
         ]
         return set(self._cloud.gone(place, asked)) if asked else set()
 
     def _shown(
         self,
-        place: Place,
+        place: CloudNode,
         address: IPv4Address,
         labels: Mapping[str, str],
-        gone: Collection[Entry],
-        wanted: Collection[Key],
+        gone: Collection[CloudTableEntry],
+        desired: Collection[Key],
     ) -> Iterator[tuple[Key, Seen]]:
         may_sweep = self._may_sweep(gone)
         for key, entry in self._entries.items():
@@ -139,11 +150,11 @@ class CloudRoutes:
                 via = str(address) if self._works(key, entry) else f"{entry.hop}, {entry.health.value}"
                 claim = Claim.OURS if is_mine else Claim.FOREIGN
             else:
-                is_left = entry in gone and (may_sweep or key in wanted)
+                is_left = entry in gone and (may_sweep or key in desired)
                 via, claim = entry.hop, Claim.LEFT if is_left else Claim.FOREIGN
             yield key, Seen(CloudRoute(entry.destination, via, table), claim)
 
-    def _works(self, key: Key, entry: Entry) -> bool:
+    def _works(self, key: Key, entry: CloudTableEntry) -> bool:
         """Return True if our route needs no repair now. A pending route is read again later."""
         if entry.health is not Health.PENDING:
             self._pending_since.pop(key, None)
@@ -152,7 +163,7 @@ class CloudRoutes:
         self._look_again()
         return clock.now() - since < _MADE_WITHIN
 
-    def _may_sweep(self, gone: Collection[Entry]) -> bool:
+    def _may_sweep(self, gone: Collection[CloudTableEntry]) -> bool:
         """Return False if most instances are gone at once, until a second read confirms it."""
         if self._guard.is_due():
             self._guard.pass_on(Snapshot(()), ())
@@ -194,7 +205,7 @@ class CloudRoutes:
 
     def _is_done(self, resource: Resource, act: Callable[[], str], report: Report) -> bool:
         """Call ``act`` unless a backoff is active. Add the result or the refusal to the report."""
-        pace = self._refusals.setdefault(resource.key, Pace())
+        pace = self._refusals.setdefault(resource.key, CallBackoff())
         try:
             pace.check()
             report.details[resource.key] = act()
@@ -202,7 +213,7 @@ class CloudRoutes:
             report.failed.append(Failure(resource, failure.problem, failure.remedy))
             if isinstance(failure, CloudError):
                 pace.refused(failure)
-                if failure.trouble is Trouble.THROTTLED:
+                if failure.trouble is ErrorKind.THROTTLED:
                     self._reading.refused(failure)
             return False
         del self._refusals[resource.key]
@@ -223,7 +234,7 @@ class CloudRoutes:
             raise _blocked(was)
         if was and was.hop == place.hop and was.health is Health.PENDING:
             problem = f"the cloud has not made it within {_MADE_WITHIN:g} s"
-            raise CloudError(Trouble.BUSY, problem, "see what its console says of the route table")
+            raise CloudError(ErrorKind.BUSY, problem, "see what its console says of the route table")
         self._record.add(entry, want.via)
         if was and was.hop == place.hop and was.health is Health.ACTIVE:
             return "it leads to this node already"
@@ -234,7 +245,9 @@ class CloudRoutes:
         self._look_again()
         return ", ".join(call.action for call in calls) + (f", it led to {was.hop}" if was else "")
 
-    def _orders(self, want: CloudRoute, put: Put) -> tuple[Entry, Entry | None, Place]:
+    def _orders(
+        self, want: CloudRoute, put: Put
+    ) -> tuple[CloudTableEntry, CloudTableEntry | None, CloudNode]:
         """Return the entry to make, the one to replace, and this node. Raises ``CloudError``."""
         address = IPv4Address(want.via)
         if self._place is None or self._place[0] != address:
@@ -242,7 +255,7 @@ class CloudRoutes:
                 self._place = (address, self._cloud.place(address))
         place = self._place[1]
         was = self._entries.get(want.key) if put.was is not None else None
-        return Entry(want.table or place.tables[0], want.destination, place.hop), was, place
+        return CloudTableEntry(want.table or place.tables[0], want.destination, place.hop), was, place
 
     def drop(self, found: Sequence[Resource]) -> Report:
         report = Report()
@@ -252,7 +265,7 @@ class CloudRoutes:
                 report.removed.append(resource)
         return report
 
-    def _remove(self, key: Key, entry: Entry) -> str:
+    def _remove(self, key: Key, entry: CloudTableEntry) -> str:
         """Remove a route; a missing one is no error. Raises ``CloudError``."""
         calls = self._cloud.drop_calls(entry)
         with absence_is_fine():
@@ -266,13 +279,13 @@ class CloudRoutes:
         """Leave the routes in place, so that traffic goes on without the daemon."""
 
 
-def _key(entry: Entry, labels: Mapping[str, str]) -> Key:
+def _key(entry: CloudTableEntry, labels: Mapping[str, str]) -> Key:
     return CloudRoute(entry.destination, entry.hop, labels.get(entry.table, "")).key
 
 
-def _blocked(was: Entry) -> CloudError:
+def _blocked(was: CloudTableEntry) -> CloudError:
     return CloudError(
-        Trouble.EXISTS,
+        ErrorKind.EXISTS,
         f"a route of {was.table} leads {was.destination} to {was.hop}, which exists",
         "if that is no node of this network, delete the route there; else see which node has this lease",
     )

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from flanneld.backends.cloud.contract import Call, CloudError, Trouble, Words
+from flanneld.backends.cloud.contract import ApiCall, CloudError, CloudTerms, ErrorKind
 from flanneld.backends.contract import HostServices
 from flanneld.errors import FlannelError, Retryable
 
 
-class Client:
+class SdkClient:
     """Client with a limit of ``limit`` seconds for each call.
 
     ``connect`` makes the SDK's client at the first call. It does so again after rejected credentials, so that
@@ -20,10 +20,10 @@ class Client:
     def __init__(
         self,
         services: HostServices,
-        words: Words,
+        words: CloudTerms,
         limit: float,
         connect: Callable[[], Any],
-        make: Callable[[Any, Call], Any],
+        make: Callable[[Any, ApiCall], Any],
     ) -> None:
         self._services = services
         self._words = words
@@ -32,13 +32,13 @@ class Client:
         self._make = make
         self._sdk: Any = None
 
-    def ask(self, call: Call) -> Mapping[str, Any]:
+    def ask(self, call: ApiCall) -> Mapping[str, Any]:
         """Return the answer. Raises ``CloudError``, and ``Fatal`` if the SDK is not installed."""
         what = f"{self._words.cloud} {call.action}"
         try:
             answer = self._services.call(what, lambda: self._made(call), self._limit)
         except CloudError as failure:
-            if failure.trouble is Trouble.CREDENTIALS:
+            if failure.trouble is ErrorKind.CREDENTIALS:
                 self._sdk = None
             raise
         except Retryable as failure:
@@ -51,7 +51,7 @@ class Client:
             raise self._words.no_answer(call, "its answer is no JSON object")
         return answer
 
-    def _made(self, call: Call) -> Any:
+    def _made(self, call: ApiCall) -> Any:
         if self._sdk is None:
             self._sdk = self._connect()
         return self._make(self._sdk, call)

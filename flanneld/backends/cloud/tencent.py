@@ -14,22 +14,22 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from flanneld.backends.cloud.backend import CloudFactory
-from flanneld.backends.cloud.client import Client
 from flanneld.backends.cloud.contract import (
-    Call,
+    ApiCall,
     Cloud,
     CloudError,
-    Entry,
+    CloudNode,
+    CloudTableEntry,
+    CloudTerms,
+    ErrorKind,
     Health,
-    Place,
-    Trouble,
-    Words,
     check_scope,
     missing_extra,
 )
 from flanneld.backends.cloud.metadata import Metadata
 from flanneld.backends.cloud.options import ENDPOINT, METADATA, access_keys, endpoint, table_ids
 from flanneld.backends.cloud.paging import batches, by_offset
+from flanneld.backends.cloud.sdk_client import SdkClient
 from flanneld.backends.contract import HostServices
 from flanneld.compat.json import Fields
 
@@ -42,20 +42,20 @@ _INSTANCE, _USER = "NORMAL_CVM", "USER"
 #: Seconds for one request, and for a call.
 _REQUEST_LIMIT, _CALL_LIMIT = 10, 20.0
 
-WORDS = Words(
+WORDS = CloudTerms(
     cloud="Tencent Cloud",
     codes={
-        "RequestLimitExceeded": Trouble.THROTTLED,
-        "UnauthorizedOperation": Trouble.DENIED,
-        "AuthFailure.UnauthorizedOperation": Trouble.DENIED,
-        "AuthFailure": Trouble.CREDENTIALS,
-        "ClientSideError": Trouble.CREDENTIALS,
-        "LimitExceeded": Trouble.FULL,
-        "ResourceNotFound": Trouble.NO_TABLE,
-        "InvalidRouteId": Trouble.ABSENT,
-        "InvalidParameterValue.Duplicate": Trouble.EXISTS,
-        "ResourceInUse": Trouble.BUSY,
-        "UnsupportedOperation": Trouble.BUSY,
+        "RequestLimitExceeded": ErrorKind.THROTTLED,
+        "UnauthorizedOperation": ErrorKind.DENIED,
+        "AuthFailure.UnauthorizedOperation": ErrorKind.DENIED,
+        "AuthFailure": ErrorKind.CREDENTIALS,
+        "ClientSideError": ErrorKind.CREDENTIALS,
+        "LimitExceeded": ErrorKind.FULL,
+        "ResourceNotFound": ErrorKind.NO_TABLE,
+        "InvalidRouteId": ErrorKind.ABSENT,
+        "InvalidParameterValue.Duplicate": ErrorKind.EXISTS,
+        "ResourceInUse": ErrorKind.BUSY,
+        "UnsupportedOperation": ErrorKind.BUSY,
     },
     credentials="give the instance a role, or correct ACCESS_KEY_ID and ACCESS_KEY_SECRET",
     quota="raise the VPC quota of route policies in a route table",
@@ -84,16 +84,16 @@ class Tencent(Cloud):
         self._url = urlsplit(url) if url else None
         self._metadata = Metadata(services.http, metadata)
         self._region = ""
-        self._client = Client(services, WORDS, _CALL_LIMIT, self._connect, self._made)
+        self._client = SdkClient(services, WORDS, _CALL_LIMIT, self._connect, self._made)
 
     # ---- reading -----------------------------------------------------------------------------
 
-    def place(self, address: IPv4Address) -> Place:
+    def place(self, address: IPv4Address) -> CloudNode:
         self._region, instance, mac = self._metadata.read("placement/region", "instance-id", "mac")
         of_mac = f"network/interfaces/macs/{mac}"
         vpc, subnet = self._metadata.read(f"{of_mac}/vpc-id", f"{of_mac}/subnet-id")
         tables = self._tables or (self._table_of(vpc, subnet),)
-        return Place(tables, str(address), instance, vpc)
+        return CloudNode(tables, str(address), instance, vpc)
 
     def _table_of(self, vpc: str, subnet: str) -> str:
         """Return the route table of a subnet, else the main one of the VPC."""
@@ -104,12 +104,12 @@ class Tencent(Cloud):
         for table in tables:
             if table.get("Main"):
                 return str(table["RouteTableId"])
-        raise CloudError(Trouble.NO_TABLE, f"{vpc} has no route table", f"set Backend.{_TABLE}")
+        raise CloudError(ErrorKind.NO_TABLE, f"{vpc} has no route table", f"set Backend.{_TABLE}")
 
     def _described(self, which: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-        return by_offset(self.ask, Call("DescribeRouteTables", which), "RouteTableSet")
+        return by_offset(self.ask, ApiCall("DescribeRouteTables", which), "RouteTableSet")
 
-    def entries(self, place: Place) -> list[Entry]:
+    def entries(self, place: CloudNode) -> list[CloudTableEntry]:
         found = []
         for table in self._described({"RouteTableIds": list(place.tables)}):
             check_scope(table["RouteTableId"], table["VpcId"], place, _TABLE)
@@ -119,21 +119,23 @@ class Tencent(Cloud):
             ]
         return found
 
-    def gone(self, place: Place, entries: Sequence[Entry]) -> list[Entry]:
+    def gone(self, place: CloudNode, entries: Sequence[CloudTableEntry]) -> list[CloudTableEntry]:
         hops = sorted({each.hop for each in entries if _is_address(each.hop)})
         there: set[str] = set()
         for some in batches(hops):
             which = {"VpcId": place.scope, "PrivateIpAddresses": list(some)}
-            answer = self.ask(Call("DescribeVpcPrivateIpAddresses", which))
+            answer = self.ask(ApiCall("DescribeVpcPrivateIpAddresses", which))
             there |= {str(each["PrivateIpAddress"]) for each in answer["VpcPrivateIpAddressSet"]}
         return [each for each in entries if each.hop in hops and each.hop not in there]
 
     # ---- changes -----------------------------------------------------------------------------
 
-    def put_calls(self, place: Place, entry: Entry, was: Entry | None) -> list[Call]:
+    def put_calls(
+        self, place: CloudNode, entry: CloudTableEntry, was: CloudTableEntry | None
+    ) -> list[ApiCall]:
         del place
         if was and was.hop == entry.hop:
-            return [Call("EnableRoutes", {"RouteTableId": entry.table, "RouteIds": [int(was.name)]})]
+            return [ApiCall("EnableRoutes", {"RouteTableId": entry.table, "RouteIds": [int(was.name)]})]
         route = {
             "DestinationCidrBlock": str(entry.destination),
             "GatewayType": _INSTANCE,
@@ -143,17 +145,19 @@ class Tencent(Cloud):
         if was:
             route["RouteId"] = int(was.name)
         action = "ReplaceRoutes" if was else "CreateRoutes"
-        return [Call(action, {"RouteTableId": entry.table, "Routes": [route]})]
+        return [ApiCall(action, {"RouteTableId": entry.table, "Routes": [route]})]
 
-    def drop_calls(self, entry: Entry) -> list[Call]:
-        return [Call("DeleteRoutes", {"RouteTableId": entry.table, "Routes": [{"RouteId": int(entry.name)}]})]
+    def drop_calls(self, entry: CloudTableEntry) -> list[ApiCall]:
+        return [
+            ApiCall("DeleteRoutes", {"RouteTableId": entry.table, "Routes": [{"RouteId": int(entry.name)}]})
+        ]
 
     # ---- the API -----------------------------------------------------------------------------
 
-    def ask(self, call: Call) -> Mapping[str, Any]:
+    def ask(self, call: ApiCall) -> Mapping[str, Any]:
         return self._client.ask(call)
 
-    def _made(self, client: Any, call: Call) -> Any:
+    def _made(self, client: Any, call: ApiCall) -> Any:
         """Make a call, in a thread of its own. Raises ``CloudError``."""
         from tencentcloud.common.exception import TencentCloudSDKException
 
@@ -190,7 +194,7 @@ def _found() -> Any:
         return DefaultCredentialProvider().get_credential()
     except (TencentCloudSDKException, OSError, LookupError, TypeError):
         problem = "ACCESS_KEY_ID and ACCESS_KEY_SECRET must be provided, and this instance has no role"
-        raise CloudError(Trouble.CREDENTIALS, problem, WORDS.credentials) from None
+        raise CloudError(ErrorKind.CREDENTIALS, problem, WORDS.credentials) from None
 
 
 def _is_address(hop: str) -> bool:
@@ -201,10 +205,10 @@ def _is_address(hop: str) -> bool:
     return True
 
 
-def _entry(table: str, route: Mapping[str, Any]) -> Entry:
+def _entry(table: str, route: Mapping[str, Any]) -> CloudTableEntry:
     is_instances = route.get("GatewayType") == _INSTANCE and route.get("RouteType", _USER) == _USER
     hop = str(route.get("GatewayId") or "an unknown hop")
-    return Entry(
+    return CloudTableEntry(
         table,
         IPv4Network(route["DestinationCidrBlock"]),
         hop if is_instances else f"{route.get('GatewayType')} {hop}",

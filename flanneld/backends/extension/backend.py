@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from hashlib import sha256
 
 from flanneld.backends.contract import DryRun, ExitPolicy, Host, peers_public_ip, require_type
-from flanneld.backends.extension.commands import Command, CommandFailed, Commands
+from flanneld.backends.extension.commands import ConfigCommand, ConfigCommandFailed, ConfigCommands
 from flanneld.backends.extension.journal import Journal
 from flanneld.backends.extension.resources import PeerSetup, Startup
-from flanneld.backends.extension.tables import PeerTable, StartupTable
+from flanneld.backends.extension.tables import PeerSetupTable, StartupTable
 from flanneld.compat.json import GoJsonError
 from flanneld.config import Config
 from flanneld.errors import Fatal, Refused
@@ -54,14 +54,16 @@ class Extension:
             )
         if any("\0" in text for text in texts.values()):
             raise Fatal("a command in Backend has a zero byte", "remove it from the network config")
-        commands = {name: Command(f"{name}Command", text.strip(), shell) for name, text in texts.items()}
+        commands = {
+            name: ConfigCommand(f"{name}Command", text.strip(), shell) for name, text in texts.items()
+        }
         self._pre, self._post, self._shutdown = (
             commands[name] for name in ("PreStartup", "PostStartup", "Shutdown")
         )
         self._add, self._remove, self._check = (
             commands[name] for name in ("SubnetAdd", "SubnetRemove", "Check")
         )
-        self._commands = Commands(host.run, limit)
+        self._commands = ConfigCommands(host.run, limit)
         #: ShutdownCommand is the only cleanup at the daemon's end.
         self.exit_policy = ExitPolicy.REMOVE if self._shutdown else ExitPolicy.KEEP
 
@@ -78,7 +80,7 @@ class Extension:
         except DryRun:
             stored = self._host.stored
             return stored.backend_data if stored and isinstance(stored.backend_data, str) else ""
-        except CommandFailed as failure:
+        except ConfigCommandFailed as failure:
             if failure.status is None:
                 raise
             raise Fatal(failure.problem, failure.remedy) from None
@@ -126,7 +128,7 @@ class Extension:
         journal = Journal(self._host.beside(TYPE), self._base)
         return (
             StartupTable(self._post, self._shutdown, self._commands),
-            PeerTable(self._add, self._remove, self._check, self._commands, journal),
+            PeerSetupTable(self._add, self._remove, self._check, self._commands, journal),
         )
 
     def _base(self) -> str:

@@ -21,7 +21,7 @@ _LONGEST_TOLD = 500
 _VARIABLE = re.compile(r"\$(?:\{([^}]*)\}|([A-Za-z_][A-Za-z0-9_]*|[*#$@!?0-9-]))")
 
 
-class Command(Struct, frozen=True, gc=False):
+class ConfigCommand(Struct, frozen=True, gc=False):
     """A command, named by its key in the config. Its text may contain a secret and is never logged.
 
     Without ``shell`` it is split at white space and run directly, as in Go flanneld since 0.28.2.
@@ -35,7 +35,7 @@ class Command(Struct, frozen=True, gc=False):
         return bool(self.text)
 
 
-class CommandFailed(Retryable):
+class ConfigCommandFailed(Retryable):
     """Error for a command that failed. ``status`` is its exit status, None after a timeout."""
 
     def __init__(self, problem: str, remedy: str, status: int | None) -> None:
@@ -43,7 +43,7 @@ class CommandFailed(Retryable):
         self.status = status
 
 
-class Commands:
+class ConfigCommands:
     """Runner of commands through ``Host.run``, each for at most ``time_limit`` seconds."""
 
     def __init__(self, run: RunCommand, time_limit: float) -> None:
@@ -52,7 +52,7 @@ class Commands:
 
     def run(
         self,
-        command: Command,
+        command: ConfigCommand,
         env: Mapping[str, str],
         data: str = "",
         about: str = "",
@@ -61,7 +61,7 @@ class Commands:
     ) -> str:
         """Run a command with ``data`` and a newline as stdin. Return its stdout and stderr.
 
-        Raises ``CommandFailed``, and ``DryRun`` in a dry run.
+        Raises ``ConfigCommandFailed``, and ``DryRun`` in a dry run.
         """
         name = command.name + (f" for {about}" if about else "")
         argv = command.text if command.shell else expanded(command.text, {**os.environ, **env})
@@ -80,12 +80,12 @@ class Commands:
             raise
         except Retryable as failure:
             log.log(V(1), "%s failed: %s", name, failure)
-            raise CommandFailed(failure.problem, failure.remedy, None) from None
+            raise ConfigCommandFailed(failure.problem, failure.remedy, None) from None
         output = done.output.strip()
         if done.status:
             log.log(V(1), "%s exited with status %d: %s", name, done.status, told(output))
             remedy = f"it wrote: {told(output)}" if output else "run it by hand with its variables"
-            raise CommandFailed(f"{command.name} exited with status {done.status}", remedy, done.status)
+            raise ConfigCommandFailed(f"{command.name} exited with status {done.status}", remedy, done.status)
         log.log(V(0 if output else 1), "Ran %s%s", name, f": {told(output)}" if output else "")
         return output
 

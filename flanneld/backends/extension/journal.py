@@ -19,9 +19,9 @@ from typing import Any
 
 from msgspec import Struct
 
-from flanneld.backends.extension.commands import Command
+from flanneld.backends.extension.commands import ConfigCommand
 from flanneld.backends.extension.resources import PeerSetup
-from flanneld.compat.glog import Once
+from flanneld.compat.glog import OneTimeWarnings
 from flanneld.errors import cause_of
 from flanneld.runtime.files import atomic_file
 
@@ -42,7 +42,7 @@ class Stage(Enum):
     DONE = "done"
 
 
-class Entry(Struct, frozen=True, gc=False):
+class JournalEntry(Struct, frozen=True, gc=False):
     """A peer for which SubnetAddCommand was run.
 
     ``remove`` is SubnetRemoveCommand as it was configured then. A later run with another ``base`` runs the
@@ -50,7 +50,7 @@ class Entry(Struct, frozen=True, gc=False):
     """
 
     setup: PeerSetup
-    remove: Command
+    remove: ConfigCommand
     base: str
     stage: Stage = Stage.BEGUN
 
@@ -65,10 +65,10 @@ class Journal:
         self.path = path
         self._make_base = base
         self._base: str | None = None
-        self._entries: dict[str, Entry] | None = None
+        self._entries: dict[str, JournalEntry] | None = None
         self._lines = 0
         self._is_torn = False
-        self._once = Once()
+        self._once = OneTimeWarnings()
 
     @property
     def base(self) -> str:
@@ -76,19 +76,19 @@ class Journal:
             self._base = self._make_base()
         return self._base
 
-    def entries(self) -> dict[str, Entry]:
+    def entries(self) -> dict[str, JournalEntry]:
         """Return the entries. The first call reads the file. Raises ``OSError``."""
         if self._entries is None:
             self._entries = self._load()
         return self._entries
 
-    def begin(self, entry: Entry) -> None:
+    def begin(self, entry: JournalEntry) -> None:
         """Record that SubnetAddCommand is about to run. If this raises ``OSError``, it must not run."""
         known = self.entries()
         self._write(_line(entry), {**known, entry.setup.name: entry})
         known[entry.setup.name] = entry
 
-    def ended(self, entry: Entry) -> None:
+    def ended(self, entry: JournalEntry) -> None:
         """Record the end of SubnetAddCommand."""
         self._afterwards(entry.setup.name, entry)
 
@@ -96,7 +96,7 @@ class Journal:
         """Record that a peer was removed."""
         self._afterwards(name, None)
 
-    def _afterwards(self, name: str, entry: Entry | None) -> None:
+    def _afterwards(self, name: str, entry: JournalEntry | None) -> None:
         """Record a fact. If it cannot be written, a later run repeats the command."""
         known = self.entries()
         if entry is None:
@@ -109,7 +109,7 @@ class Journal:
             problem = f"Cannot write {self.path}: {cause_of(error)}; make its directory writable"
             self._once.warn(log, "write", f"{problem}, or the next start runs commands again")
 
-    def _write(self, line: str, entries: dict[str, Entry]) -> None:
+    def _write(self, line: str, entries: dict[str, JournalEntry]) -> None:
         """Append a line. Rewrite the file if its last line is incomplete or most lines are obsolete."""
         if self._is_torn or self._lines > 2 * len(entries) + _MAX_STALE:
             self.path.parent.mkdir(0o755, parents=True, exist_ok=True)
@@ -134,8 +134,8 @@ class Journal:
             os.close(descriptor)
         self._is_torn = False
 
-    def _load(self) -> dict[str, Entry]:
-        entries: dict[str, Entry] = {}
+    def _load(self) -> dict[str, JournalEntry]:
+        entries: dict[str, JournalEntry] = {}
         # Forces the first write to rewrite the file, which also repairs an incomplete last line.
         self._is_torn = True
         with suppress(FileNotFoundError):
@@ -144,7 +144,7 @@ class Journal:
                 self._take(line, entries)
         return entries
 
-    def _take(self, line: bytes, entries: dict[str, Entry]) -> None:
+    def _take(self, line: bytes, entries: dict[str, JournalEntry]) -> None:
         try:
             value = json.loads(line)
             if "gone" in value:
@@ -156,7 +156,7 @@ class Journal:
             self._once.warn(log, "line", f"Ignoring a line of {self.path} that makes no sense")
 
 
-def _line(entry: Entry) -> str:
+def _line(entry: JournalEntry) -> str:
     setup = entry.setup
     return json.dumps(
         {
@@ -173,7 +173,7 @@ def _line(entry: Entry) -> str:
     )
 
 
-def _entry(value: dict[str, Any]) -> Entry:
+def _entry(value: dict[str, Any]) -> JournalEntry:
     setup = PeerSetup(
         IPv4Network(value["subnet"]) if value["subnet"] else None,
         IPv6Network(value["ipv6_subnet"]) if value["ipv6_subnet"] else None,
@@ -183,8 +183,8 @@ def _entry(value: dict[str, Any]) -> Entry:
     )
     if setup.subnet is None:
         raise ValueError
-    remove = Command("SubnetRemoveCommand", str(value["remove"]), bool(value["shell"]))
-    return Entry(setup, remove, str(value["base"]), Stage(value["stage"]))
+    remove = ConfigCommand("SubnetRemoveCommand", str(value["remove"]), bool(value["shell"]))
+    return JournalEntry(setup, remove, str(value["base"]), Stage(value["stage"]))
 
 
 def _text(value: object) -> str | None:

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from msgspec.structs import replace
 
 from flanneld.backends.contract import DryRun
-from flanneld.backends.extension.commands import Command, CommandFailed, Commands
-from flanneld.backends.extension.journal import Entry, Journal, Stage
+from flanneld.backends.extension.commands import ConfigCommand, ConfigCommandFailed, ConfigCommands
+from flanneld.backends.extension.journal import Journal, JournalEntry, Stage
 from flanneld.backends.extension.resources import PEERS, STARTUP, PeerSetup, Startup
 from flanneld.compat.glog import V
 from flanneld.errors import Fatal
@@ -51,7 +51,7 @@ class StartupTable:
     needs: frozenset[str] = frozenset()
     audit: float | None = None
 
-    def __init__(self, post: Command, shutdown: Command, commands: Commands) -> None:
+    def __init__(self, post: ConfigCommand, shutdown: ConfigCommand, commands: ConfigCommands) -> None:
         self._post = post
         self._shutdown = shutdown
         self._commands = commands
@@ -64,7 +64,7 @@ class StartupTable:
         It need not be idempotent, so a new uplink does not repeat it.
         """
         if self._is_done:
-            yield from map(Seen, scope.wanted.values())
+            yield from map(Seen, scope.desired.values())
 
     def put(self, puts: Sequence[Put]) -> Report:
         """Run PostStartupCommand. Raises ``Fatal`` if it fails, as upstream does."""
@@ -75,7 +75,7 @@ class StartupTable:
             try:
                 if self._post and not self._is_done:
                     self._commands.run(self._post, put.want.variables())
-            except CommandFailed as failure:
+            except ConfigCommandFailed as failure:
                 if failure.status is not None:
                     raise Fatal(failure.problem, failure.remedy) from None
                 report.failed.append(Failure(put.want, failure.problem, failure.remedy))
@@ -91,11 +91,11 @@ class StartupTable:
         if remove and self._shutdown and self._node:
             try:
                 self._commands.run(self._shutdown, self._node.variables(), at_exit=True)
-            except CommandFailed as failure:
+            except ConfigCommandFailed as failure:
                 log.warning("Could not undo %s: %s", self._node, failure)
 
 
-class PeerTable:
+class PeerSetupTable:
     """Table of peers. SubnetAddCommand and SubnetRemoveCommand change it, the journal holds its contents."""
 
     name = PEERS
@@ -105,7 +105,12 @@ class PeerTable:
     needs = frozenset({STARTUP})
 
     def __init__(
-        self, add: Command, remove: Command, check: Command, commands: Commands, journal: Journal
+        self,
+        add: ConfigCommand,
+        remove: ConfigCommand,
+        check: ConfigCommand,
+        commands: ConfigCommands,
+        journal: Journal,
     ) -> None:
         self.audit: float | None = _AUDIT_PERIOD if check else None
         self._add = add
@@ -131,18 +136,18 @@ class PeerTable:
 
     def read(self, scope: Scope) -> list[Seen]:
         entries = self._journal.entries()
-        self._look_after(entries, scope.wanted)
+        self._look_after(entries, scope.desired)
         return [Seen(replace(entry.setup, stands=self._stands(entry))) for entry in entries.values()]
 
-    def _stands(self, entry: Entry) -> bool:
+    def _stands(self, entry: JournalEntry) -> bool:
         name = entry.setup.name
         return entry.stage is Stage.DONE and entry.base == self._journal.base and name not in self._fallen
 
-    def _look_after(self, entries: Mapping[str, Entry], wanted: Mapping[Key, Resource]) -> None:
+    def _look_after(self, entries: Mapping[str, JournalEntry], desired: Mapping[Key, Resource]) -> None:
         """Run CheckCommand for peers that match the desired state, within the time of a round."""
         began = clock.now()
         for name, entry in list(entries.items()) if self._check else ():
-            is_wanted = wanted.get(entry.setup.key) == entry.setup and entry.stage is Stage.DONE
+            is_wanted = desired.get(entry.setup.key) == entry.setup and entry.stage is Stage.DONE
             if not is_wanted or began - self._checked.get(name, -math.inf) < _CHECK_PERIOD:
                 continue
             spent = clock.now() - began
@@ -151,14 +156,14 @@ class PeerTable:
                 return
             self._look_at(entry, began)
 
-    def _look_at(self, entry: Entry, now: float) -> None:
+    def _look_at(self, entry: JournalEntry, now: float) -> None:
         setup = entry.setup
         self._checked[setup.name] = now
         try:
             self._commands.run(self._check, setup.variables(), setup.data, str(setup))
         except DryRun:
             return
-        except CommandFailed as failure:
+        except ConfigCommandFailed as failure:
             if failure.status is not None:
                 log.log(V(1), "%s does not hold: %s", setup, failure)
                 self._fallen.add(setup.name)
@@ -194,12 +199,12 @@ class PeerTable:
         known = self._journal.entries().get(name)
         if known is not None and known.stage is not Stage.FAILED:
             self._undo(known, logging.WARNING if self._stands(known) else V(1))
-        entry = Entry(want, self._remove, self._journal.base)
+        entry = JournalEntry(want, self._remove, self._journal.base)
         self._journal.begin(entry)
         try:
             if self._add:
                 self._commands.run(self._add, want.variables(), want.data, str(want))
-        except CommandFailed as failure:
+        except ConfigCommandFailed as failure:
             if failure.status is not None:
                 self._journal.ended(replace(entry, stage=Stage.FAILED))
             refusal = Failure(want, failure.problem, failure.remedy)
@@ -213,13 +218,13 @@ class PeerTable:
         self._checked[name] = clock.now()
         report.made.append(want)
 
-    def _undo(self, entry: Entry, level: int) -> bool:
+    def _undo(self, entry: JournalEntry, level: int) -> bool:
         """Run the SubnetRemoveCommand recorded when the peer was added. Return False if it fails."""
         setup = entry.setup
         try:
             if entry.remove:
                 self._commands.run(entry.remove, setup.variables(), setup.data, str(setup))
-        except CommandFailed as failure:
+        except ConfigCommandFailed as failure:
             log.log(level, "Could not remove %s: %s", setup, failure)
             return False
         return True
@@ -240,7 +245,7 @@ class PeerTable:
                 report.removed.append(setup)
         return report
 
-    def _is_removed(self, entry: Entry, failures: int) -> bool:
+    def _is_removed(self, entry: JournalEntry, failures: int) -> bool:
         """Run SubnetRemoveCommand. Return False if it has to be repeated.
 
         The setup of an earlier run, or a failed one, may not exist any more, so one attempt is enough for it.

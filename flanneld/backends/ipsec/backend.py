@@ -11,7 +11,7 @@ from ipaddress import IPv4Address, IPv4Network
 
 from flanneld.backends.contract import Host, peers_public_ip, require_type
 from flanneld.backends.ipsec.config import read_config
-from flanneld.backends.ipsec.resources import Charon, Connection, SharedKey
+from flanneld.backends.ipsec.resources import Charon, IkeConnection, SharedKey
 from flanneld.config import Config
 from flanneld.errors import Fatal
 from flanneld.model import Lease, LeaseAttrs
@@ -41,7 +41,7 @@ class Ipsec:
     stands_alone = True
 
     def __init__(self, config: Config, host: Host) -> None:
-        self._wanted = wanted = read_config(config)
+        self._settings = settings = read_config(config)
         self._uplink = uplink = host.uplink
         pool = config.range(4)
         if pool is None or config.families != (4,):
@@ -52,7 +52,7 @@ class Ipsec:
         self._network = pool.network
         self._local = uplink.address
         self._public = uplink.public_ip
-        self._mtu = uplink.mtu - OVERHEAD - (UDP_OVERHEAD if wanted.udp_encap else 0)
+        self._mtu = uplink.mtu - OVERHEAD - (UDP_OVERHEAD if settings.udp_encap else 0)
         if self._mtu < _SMALLEST_MTU:
             raise Fatal(
                 f"an uplink MTU of {uplink.mtu} leaves {self._mtu} bytes inside ESP",
@@ -83,7 +83,7 @@ class Ipsec:
             yield Address(DEVICE, own.subnet.network_address)
         yield from guards(self._network, own.subnet)
         yield Charon()
-        yield SharedKey(self._public, self._wanted.psk)
+        yield SharedKey(self._public, self._settings.psk)
 
     def peer(self, own: Lease, lease: Lease, /) -> Iterator[Resource]:
         require_type(lease, TYPE)
@@ -93,13 +93,13 @@ class Ipsec:
         assert isinstance(remote, IPv4Address)
         yield from tunnel_policies(own.subnet, lease.subnet, self._local, remote)
         yield Route(lease.subnet, DEVICE)
-        yield SharedKey(remote, self._wanted.psk)
-        yield Connection(
+        yield SharedKey(remote, self._settings.psk)
+        yield IkeConnection(
             self._public,
             self._local,
             own.subnet,
             lease.subnet,
             remote,
-            self._wanted.esp_proposal,
-            self._wanted.udp_encap,
+            self._settings.esp_proposal,
+            self._settings.udp_encap,
         )

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Self
 
 from flanneld.backends.ipsec import vici
-from flanneld.backends.ipsec.vici import Kind, Packet, ReadSection, Section
+from flanneld.backends.ipsec.vici import Packet, PacketType, ReadSection, Section
 from flanneld.errors import Retryable, cause_of
 from flanneld.runtime import clock
 
@@ -36,7 +36,7 @@ class CharonRefused(Retryable):
     """Error if charon answered with a refusal."""
 
 
-class Connection:
+class ViciConnection:
     """Connection to charon. Raises ``NoCharon``, ``CharonHangs``, ``CharonRefused`` and ``Malformed``."""
 
     def __init__(self, path: str = SOCKET, time_limit: float = TIME_LIMIT) -> None:
@@ -66,9 +66,9 @@ class Connection:
 
     def ask(self, command: str, message: Section | None = None) -> ReadSection:
         """Make a request and return the answer. Raises ``CharonRefused`` for a refusal."""
-        self._begin(Kind.REQUEST, command, message)
+        self._begin(PacketType.REQUEST, command, message)
         answer = self._receive()
-        if answer.kind is not Kind.RESPONSE:
+        if answer.kind is not PacketType.RESPONSE:
             raise CharonRefused(f"charon does not know {command}", "use strongSwan 5.6 or later")
         if vici.text(answer.message, "success") == "no":
             reason = vici.text(answer.message, "errmsg") or "it gives no reason"
@@ -77,28 +77,28 @@ class Connection:
 
     def listing(self, command: str, event: str) -> Iterator[ReadSection]:
         """Make a request that is answered by one event per item. Yield the events."""
-        self._expect(Kind.REGISTER, event)
-        self._begin(Kind.REQUEST, command)
+        self._expect(PacketType.REGISTER, event)
+        self._begin(PacketType.REQUEST, command)
         for _ in range(_MOST_ITEMS):
             answer = self._receive()
-            if answer.kind is not Kind.EVENT:
+            if answer.kind is not PacketType.EVENT:
                 break
             if answer.name == event:
                 yield answer.message
         else:
-            raise vici.Malformed("a list without an end")
-        if answer.kind is not Kind.RESPONSE:
+            raise vici.MalformedVici("a list without an end")
+        if answer.kind is not PacketType.RESPONSE:
             raise CharonRefused(f"charon does not know {command}", "use strongSwan 5.6 or later")
-        self._expect(Kind.UNREGISTER, event)
+        self._expect(PacketType.UNREGISTER, event)
 
-    def _expect(self, kind: Kind, event: str) -> None:
+    def _expect(self, kind: PacketType, event: str) -> None:
         self._begin(kind, event)
-        while (answer := self._receive()).kind is Kind.EVENT:
+        while (answer := self._receive()).kind is PacketType.EVENT:
             pass
-        if answer.kind is not Kind.CONFIRM:
+        if answer.kind is not PacketType.CONFIRM:
             raise CharonRefused(f"charon does not know the event {event}", "use strongSwan 5.6 or later")
 
-    def _begin(self, kind: Kind, name: str, message: Section | None = None) -> None:
+    def _begin(self, kind: PacketType, name: str, message: Section | None = None) -> None:
         self._deadline = clock.now() + self._time_limit
         try:
             self._socket.settimeout(self._time_limit)
@@ -126,14 +126,14 @@ class Connection:
         return bytes(data)
 
 
-class News(Connection):
+class CharonEvents(ViciConnection):
     """Connection that receives charon's log events, and notices its exit. It never blocks once it is made."""
 
     def __init__(self, path: str = SOCKET) -> None:
         super().__init__(path)
         self._received = bytearray()
         try:
-            self._expect(Kind.REGISTER, "log")
+            self._expect(PacketType.REGISTER, "log")
         except BaseException:
             self.close()
             raise
@@ -160,13 +160,13 @@ class News(Connection):
                 return
             packet = vici.unpack(bytes(self._received[4:end]))
             del self._received[:end]
-            if packet.kind is Kind.EVENT:
+            if packet.kind is PacketType.EVENT:
                 yield packet.message
 
 
 def ask(path: str, command: str, message: Section | None = None) -> ReadSection:
     """Make one request on a connection of its own."""
-    with closing(Connection(path)) as charon:
+    with closing(ViciConnection(path)) as charon:
         return charon.ask(command, message)
 
 

@@ -44,7 +44,7 @@ def find() -> str:
     return found
 
 
-class Process:
+class CharonProcess:
     """charon as our child. Its output before the first answer is kept to report why it does not start."""
 
     def __init__(self) -> None:

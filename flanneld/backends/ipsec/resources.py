@@ -60,7 +60,7 @@ class SharedKey(Struct, frozen=True, gc=False):
         return f"key of {self.owner}"
 
 
-class Connection(Struct, frozen=True, gc=False):
+class IkeConnection(Struct, frozen=True, gc=False):
     """Connection: parameters for the negotiation of the SAs with one peer.
 
     Packets leave from ``local``, which differs from ``public`` behind NAT.
@@ -126,12 +126,12 @@ class Connection(Struct, frozen=True, gc=False):
         return f"connection of {self.own} with {self.peer} at {self.remote}"
 
 
-def connection_of(name: str) -> Connection | None:
+def connection_of(name: str) -> IkeConnection | None:
     """Parse the name of a connection; None for one that flannel did not make."""
     try:
         public, own, peer, remote = name.split("-")
         ours, theirs = IPv4Address(public), IPv4Address(remote)
-        return Connection(ours, ours, IPv4Network(own), IPv4Network(peer), theirs)
+        return IkeConnection(ours, ours, IPv4Network(own), IPv4Network(peer), theirs)
     except ValueError:
         return None
 

@@ -6,12 +6,12 @@ from collections.abc import Iterable
 
 from msgspec import Struct
 
-from flanneld.backends.ipsec.resources import Connection
+from flanneld.backends.ipsec.resources import IkeConnection
 from flanneld.backends.ipsec.vici import ReadSection, number, sections, text
 from flanneld.state.sessions import Session
 
 
-class Found(Struct):
+class ConnectionSas(Struct):
     """SAs of one connection; ``is_negotiating`` is True while charon negotiates one."""
 
     is_negotiating: bool = False
@@ -19,11 +19,11 @@ class Found(Struct):
     endpoint: str = ""
 
 
-def by_connection(events: Iterable[ReadSection]) -> dict[str, Found]:
+def by_connection(events: Iterable[ReadSection]) -> dict[str, ConnectionSas]:
     """Group the events of ``list-sas`` by the connection's name."""
-    found: dict[str, Found] = {}
+    found: dict[str, ConnectionSas] = {}
     for name, ike in (item for event in events for item in sections(event).items()):
-        known = found.setdefault(name, Found())
+        known = found.setdefault(name, ConnectionSas())
         known.is_negotiating |= text(ike, "state") != "ESTABLISHED"
         known.endpoint = f"{text(ike, 'remote-host')}:{text(ike, 'remote-port')}"
         children = ike.get("child-sas")
@@ -35,7 +35,7 @@ def by_connection(events: Iterable[ReadSection]) -> dict[str, Found]:
     return found
 
 
-def session_of(connection: Connection, found: Found | None, now: float) -> Session:
+def session_of(connection: IkeConnection, found: ConnectionSas | None, now: float) -> Session:
     """Return the session with one peer; its bytes are those of the current SAs.
 
     ``now`` is in seconds since 1970. charon negotiates with each peer as soon as it knows it, so a peer

@@ -6,10 +6,10 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 
 from flanneld.backends.ipsec import charon
-from flanneld.backends.ipsec.charon import CharonHangs, CharonRefused, News, NoCharon
-from flanneld.backends.ipsec.process import Process
+from flanneld.backends.ipsec.charon import CharonEvents, CharonHangs, CharonRefused, NoCharon
+from flanneld.backends.ipsec.charon_process import CharonProcess
 from flanneld.backends.ipsec.resources import CHARON, Charon
-from flanneld.backends.ipsec.vici import Malformed, ReadSection, text
+from flanneld.backends.ipsec.vici import MalformedVici, ReadSection, text
 from flanneld.compat.glog import V
 from flanneld.errors import Retryable
 from flanneld.runtime import waits
@@ -40,8 +40,8 @@ class CharonTable:
     def __init__(self, note: Callable[[ReadSection], None], path: str = charon.SOCKET) -> None:
         self._note = note
         self._path = path
-        self._process = Process()
-        self._news: News | None = None
+        self._process = CharonProcess()
+        self._news: CharonEvents | None = None
         #: True after charon's end: the next one has none of our keys and connections.
         self._is_lost = False
 
@@ -60,7 +60,7 @@ class CharonTable:
         except NoCharon:
             self._lose()
             return
-        except (CharonHangs, Malformed) as problem:
+        except (CharonHangs, MalformedVici) as problem:
             if not self._process.pid:
                 raise
             log.warning("Killing charon, process %d: %s", self._process.pid, problem.problem)
@@ -104,7 +104,7 @@ class CharonTable:
             for line in self._news.heard():
                 log.log(V(1), "charon [%s] %s", text(line, "group"), text(line, "msg"))
                 self._note(line)
-        except (NoCharon, Malformed):
+        except (NoCharon, MalformedVici):
             self._lose()
             return [Changes()]
         return []
@@ -144,7 +144,7 @@ class CharonTable:
         return True
 
     def _hear(self) -> None:
-        self._news = self._news or News(self._path)
+        self._news = self._news or CharonEvents(self._path)
 
     def _lose(self) -> None:
         self._is_lost = True

@@ -13,19 +13,19 @@ from ipaddress import IPv4Network
 
 from flanneld.backends.ipsec import charon
 from flanneld.backends.ipsec.charon import CharonRefused
-from flanneld.backends.ipsec.charon import Connection as Control
+from flanneld.backends.ipsec.charon import ViciConnection as Control
 from flanneld.backends.ipsec.resources import (
     CHARON,
     CONNECTIONS,
-    Connection,
+    IkeConnection,
     SharedKey,
     connection_of,
     owner_of,
 )
-from flanneld.backends.ipsec.sessions import Found, by_connection, session_of
+from flanneld.backends.ipsec.sessions import ConnectionSas, by_connection, session_of
 from flanneld.backends.ipsec.table_charon import WORKER
 from flanneld.backends.ipsec.vici import ReadSection, sections, text, texts
-from flanneld.compat.glog import Once
+from flanneld.compat.glog import OneTimeWarnings
 from flanneld.model import Secret, lies_in
 from flanneld.network.xfrm.policy import POLICIES
 from flanneld.runtime import clock
@@ -70,7 +70,7 @@ class ConnectionTable:
         self._idle: set[str] = set()
         #: Reason why the last negotiation with a peer failed, by connection.
         self._reasons: dict[str, str] = {}
-        self._once = Once()
+        self._once = OneTimeWarnings()
 
     def sessions(self) -> tuple[Session, ...]:
         """Return the session with each peer as of the last read. May be called from any thread."""
@@ -88,9 +88,9 @@ class ConnectionTable:
             keys = texts(control.ask("get-shared"), "keys")
             found = by_connection(control.listing("list-sas", "list-sa"))
             seen = [*self._keys(keys), *self._connections(connections)]
-            wanted = [each for each in scope.wanted.values() if isinstance(each, Connection)]
-            self._look_after(wanted, found, {each.key for each in seen}, control)
-        self._sessions = tuple(session_of(each, found.get(each.name), clock.wall()) for each in wanted)
+            desired = [each for each in scope.desired.values() if isinstance(each, IkeConnection)]
+            self._look_after(desired, found, {each.key for each in seen}, control)
+        self._sessions = tuple(session_of(each, found.get(each.name), clock.wall()) for each in desired)
         return map(Seen, seen)
 
     def _keys(self, names: Iterable[str]) -> Iterator[Resource]:
@@ -106,15 +106,19 @@ class ConnectionTable:
             if unknown is None or not lies_in(unknown.peer, self._network):
                 continue
             known = self._loaded.get(unknown.key)
-            yield known if isinstance(known, Connection) and _is_as(known, content) else unknown
+            yield known if isinstance(known, IkeConnection) and _is_as(known, content) else unknown
 
     def _look_after(
-        self, wanted: Iterable[Connection], found: dict[str, Found], loaded: set[Key], control: Control
+        self,
+        desired: Iterable[IkeConnection],
+        found: dict[str, ConnectionSas],
+        loaded: set[Key],
+        control: Control,
     ) -> None:
         """Initiate SAs for peers without one at two reads; charon itself gives up in some cases."""
         idle = set()
-        for each in wanted:
-            sas = found.get(each.name, Found())
+        for each in desired:
+            sas = found.get(each.name, ConnectionSas())
             if sas.children:
                 self._reasons.pop(each.name, None)
                 if self._once.clear(each.name):
@@ -125,7 +129,7 @@ class ConnectionTable:
                     self._call_again(each, control)
         self._idle = idle
 
-    def _call_again(self, connection: Connection, control: Control) -> None:
+    def _call_again(self, connection: IkeConnection, control: Control) -> None:
         reason = self._reasons.get(connection.name)
         if reason:
             text = f"IKE with {connection.remote} for {connection.peer} fails: {reason}"
@@ -147,7 +151,7 @@ class ConnectionTable:
         report = Report()
         end = clock.now() + _ROUND
         with Control(self._path) as control:
-            for put in sorted(puts, key=lambda each: isinstance(each.want, Connection)):
+            for put in sorted(puts, key=lambda each: isinstance(each.want, IkeConnection)):
                 if clock.now() > end:
                     report.pending.append(put.want)
                     continue
@@ -164,8 +168,8 @@ class ConnectionTable:
         match want:
             case SharedKey():
                 control.ask("load-shared", want.message())
-            case Connection():
-                if isinstance(known, Connection) and known != want:
+            case IkeConnection():
+                if isinstance(known, IkeConnection) and known != want:
                     _unload(control, known)  # Its SAs were negotiated with other settings.
                 control.ask("load-conn", want.message())
         self._loaded[want.key] = want
@@ -176,7 +180,7 @@ class ConnectionTable:
             for each in sorted(found, key=lambda each: isinstance(each, SharedKey)):
                 self._loaded.pop(each.key, None)
                 match each:
-                    case Connection():
+                    case IkeConnection():
                         _unload(control, each)
                         self._once.clear(each.name)
                         self._reasons.pop(each.name, None)
@@ -189,7 +193,7 @@ class ConnectionTable:
         """Unload nothing: with a foreign charon traffic goes on without the daemon."""
 
 
-def _unload(control: Control, connection: Connection) -> None:
+def _unload(control: Control, connection: IkeConnection) -> None:
     """Unload a connection, then end its SAs, so that charon does not renegotiate. Both may be gone."""
     for command, message in (
         ("unload-conn", {"name": connection.name}),
@@ -199,7 +203,7 @@ def _unload(control: Control, connection: Connection) -> None:
             control.ask(command, message)
 
 
-def _is_as(known: Connection, found: ReadSection) -> bool:
+def _is_as(known: IkeConnection, found: ReadSection) -> bool:
     """Return True if the readable part of a connection matches."""
     child = sections(sections(found).get("children", {})).get(known.child)
     return (

@@ -20,8 +20,8 @@ LONGEST_PACKET = 512 * 1024
 _DEEPEST = 16
 
 #: Message to send, or a section in it.
-Section = Mapping[str, "Value"]
-Value = bytes | str | Sequence[bytes | str] | Section
+Section = Mapping[str, "ViciValue"]
+ViciValue = bytes | str | Sequence[bytes | str] | Section
 #: Message or section as received.
 ReadValue = bytes | list[bytes] | dict[str, "ReadValue"]
 ReadSection = dict[str, ReadValue]
@@ -30,14 +30,14 @@ _LENGTH = struct.Struct(">I")
 _SHORT, _LONG = struct.Struct(">B"), struct.Struct(">H")
 
 
-class Malformed(Retryable):
+class MalformedVici(Retryable):
     """Error for bytes that charon never sends."""
 
     def __init__(self, problem: str) -> None:
         super().__init__(f"charon's answer is not understood: {problem}", "see what listens on its socket")
 
 
-class Kind(IntEnum):
+class PacketType(IntEnum):
     """Type of a packet."""
 
     REQUEST = 0
@@ -59,18 +59,18 @@ class _Element(IntEnum):
     LIST_END = 6
 
 
-_NAMED = frozenset({Kind.REQUEST, Kind.REGISTER, Kind.UNREGISTER, Kind.EVENT})
+_NAMED = frozenset({PacketType.REQUEST, PacketType.REGISTER, PacketType.UNREGISTER, PacketType.EVENT})
 
 
 class Packet(Struct, frozen=True, gc=False):
     """Packet without its length; ``name`` is that of the command or event, if the type has one."""
 
-    kind: Kind
+    kind: PacketType
     name: str
     message: ReadSection
 
 
-def pack(kind: Kind, name: str = "", message: Section | None = None) -> bytes:
+def pack(kind: PacketType, name: str = "", message: Section | None = None) -> bytes:
     """Return a packet with its length. Raises ``ValueError`` if it is too long."""
     named = _short(name) if kind in _NAMED else b""
     body = bytes([kind]) + named + _pack_section(message or {})
@@ -80,21 +80,21 @@ def pack(kind: Kind, name: str = "", message: Section | None = None) -> bytes:
 
 
 def length_of(header: bytes) -> int:
-    """Return the length of the packet that follows. Raises ``Malformed`` if it is too long."""
+    """Return the length of the packet that follows. Raises ``MalformedVici`` if it is too long."""
     (length,) = _LENGTH.unpack(header)
     if not 1 <= length <= LONGEST_PACKET:
-        raise Malformed(f"a packet of {length} bytes")
+        raise MalformedVici(f"a packet of {length} bytes")
     return int(length)
 
 
 def unpack(body: bytes) -> Packet:
-    """Read a packet without its length. Raises ``Malformed``."""
+    """Read a packet without its length. Raises ``MalformedVici``."""
     reader = _Reader(body)
     (number,) = reader.take(1)
     try:
-        kind = Kind(number)
+        kind = PacketType(number)
     except ValueError:
-        raise Malformed(f"packet type {number}") from None
+        raise MalformedVici(f"packet type {number}") from None
     name = reader.text() if kind in _NAMED else ""
     return Packet(kind, name, reader.section())
 
@@ -129,7 +129,7 @@ def _pack_section(section: Section) -> bytes:
     return b"".join(_pack_value(name, value) for name, value in section.items())
 
 
-def _pack_value(name: str, value: Value) -> bytes:
+def _pack_value(name: str, value: ViciValue) -> bytes:
     if isinstance(value, bytes | str):
         return bytes([_Element.KEY_VALUE]) + _short(name) + _long(value)
     if isinstance(value, Mapping):
@@ -157,7 +157,7 @@ def _long(value: bytes | str) -> bytes:
 
 
 class _Reader:
-    """Reader of elements in order. Raises ``Malformed`` at the first invalid one."""
+    """Reader of elements in order. Raises ``MalformedVici`` at the first invalid one."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -166,7 +166,7 @@ class _Reader:
     def take(self, length: int) -> bytes:
         end = self._offset + length
         if end > len(self._data):
-            raise Malformed("it was cut off")
+            raise MalformedVici("it was cut off")
         piece = self._data[self._offset : end]
         self._offset = end
         return piece
@@ -196,9 +196,9 @@ class _Reader:
                     name = self.text()
                     stack[-1][name] = self._list()
                 case element:
-                    raise Malformed(f"element {element} in its place")
+                    raise MalformedVici(f"element {element} in its place")
         if len(stack) > 1:
-            raise Malformed("a section has no end")
+            raise MalformedVici("a section has no end")
         return stack[0]
 
     def _list(self) -> list[bytes]:
@@ -206,5 +206,5 @@ class _Reader:
         while (element := self.take(1)[0]) == _Element.LIST_ITEM:
             items.append(self.value())
         if element != _Element.LIST_END:
-            raise Malformed(f"element {element} in a list")
+            raise MalformedVici(f"element {element} in a list")
         return items

@@ -13,7 +13,7 @@ from ipaddress import IPv4Address, IPv4Network
 from msgspec import Struct
 
 from flanneld.backends.contract import Host, peers_public_ip
-from flanneld.backends.udp.resources import WISHES, Pump, PumpPeer
+from flanneld.backends.udp.resources import DATA_PLANES, ProxyPeer, UdpProxy
 from flanneld.compat.flags import quoted
 from flanneld.compat.json import GoJsonError
 from flanneld.config import Config
@@ -41,20 +41,22 @@ def read_config(config: Config) -> UdpConfig:
     """Return the backend's config. Raises ``Fatal`` for an unusable value."""
     fields = config.backend
     try:
-        wanted = UdpConfig(
+        settings = UdpConfig(
             port=fields.integer("Port", _PORT),
             plane=fields.string("DataPlane", "auto").lower(),
             accept_any=fields.boolean("AcceptAnySource", False),
         )
     except GoJsonError as error:
         raise Fatal(f"the network config is wrong: {error}", "correct Backend in the store") from None
-    if not 1 <= wanted.port <= 65535:
-        raise Fatal(f"Backend.Port is {wanted.port}", "set it to a number from 1 to 65535")
-    if wanted.plane not in WISHES:
-        raise Fatal(f"Backend.DataPlane is {quoted(wanted.plane)}", f"set it to one of: {', '.join(WISHES)}")
-    if wanted.plane == "native":
+    if not 1 <= settings.port <= 65535:
+        raise Fatal(f"Backend.Port is {settings.port}", "set it to a number from 1 to 65535")
+    if settings.plane not in DATA_PLANES:
+        raise Fatal(
+            f"Backend.DataPlane is {quoted(settings.plane)}", f"set it to one of: {', '.join(DATA_PLANES)}"
+        )
+    if settings.plane == "native":
         _require_native()
-    return wanted
+    return settings
 
 
 def _require_native() -> None:
@@ -75,7 +77,7 @@ class Udp:
     stands_alone = True
 
     def __init__(self, config: Config, host: Host) -> None:
-        wanted, uplink = read_config(config), host.uplink
+        settings, uplink = read_config(config), host.uplink
         pool = config.range(4)
         if pool is None or uplink.address is None:
             raise Fatal("the udp backend carries IPv4 only", "set EnableIPv4, or use the vxlan backend")
@@ -88,7 +90,7 @@ class Udp:
         self._uplink = uplink
         self._local = uplink.address
         self._network = pool.network
-        self._config = wanted
+        self._config = settings
         self._tun = host.tun_for(pool.network)
 
     @property
@@ -102,21 +104,21 @@ class Udp:
         return (f"UDP port {self._config.port}",)
 
     def local(self, own: Lease) -> Iterator[Resource]:
-        """Yield the device, its address, the route to the whole network, and the packet pump."""
+        """Yield the device, its address, the route to the whole network, and the udp proxy."""
         yield Tun(self._tun, self.mtu)
         if own.subnet is None:
             return
         base = own.subnet.network_address
         yield Address(self._tun, base)
         yield Route(self._network, self._tun)
-        yield Pump(
+        yield UdpProxy(
             tun=self._tun,
             local=self._local,
             port=self._config.port,
             address=base,
             mtu=self.mtu,
             accept_any=self._config.accept_any,
-            wish=self._config.plane,
+            data_plane=self._config.plane,
         )
 
     def peer(self, _own: Lease, lease: Lease) -> Iterator[Resource]:
@@ -124,11 +126,11 @@ class Udp:
             return
         public_ip = peers_public_ip(lease, 4, self._uplink)
         assert isinstance(public_ip, IPv4Address)
-        yield PumpPeer(self._tun, lease.subnet, public_ip)
+        yield ProxyPeer(self._tun, lease.subnet, public_ip)
 
     def tables(self) -> tuple[Table, ...]:
-        from flanneld.backends.udp.client import Client  # imported only by users of this backend
-        from flanneld.backends.udp.tables import PumpPeerTable, PumpTable
+        from flanneld.backends.udp.proxy_client import ProxyClient  # imported only by users of this backend
+        from flanneld.backends.udp.tables import ProxyPeerTable, ProxyTable
 
-        client = Client(self._tun)
-        return (PumpTable(client), PumpPeerTable(client, self._tun))
+        client = ProxyClient(self._tun)
+        return (ProxyTable(client), ProxyPeerTable(client, self._tun))

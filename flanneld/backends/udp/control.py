@@ -1,6 +1,6 @@
-"""Control protocol between daemon and pump, over an abstract SOCK_SEQPACKET socket.
+"""Control protocol between daemon and proxy, over an abstract SOCK_SEQPACKET socket.
 
-A message is a verb of one byte and a body. The pump answers each message with one of the same verb. ``LIST``
+A message is a verb of one byte and a body. The proxy answers each message with one of the same verb. ``LIST``
 is answered by several, and the last is not full.
 """
 
@@ -14,13 +14,13 @@ from collections.abc import Iterable, Iterator
 from ipaddress import IPv4Address, IPv4Network
 from itertools import islice
 
-#: The pump answers with its settings, pid, data plane and the reason for its choice.
+#: The proxy answers with its settings, pid, data plane and the reason for its choice.
 HELLO = b"h"
 PUT, DROP, LIST, COUNTERS = b"p", b"d", b"l", b"c"
-#: End the pump; the device stays, or is removed.
+#: End the proxy; the device stays, or is removed.
 LEAVE, LEAVE_NOTHING = b"q", b"Q"
-#: Sent by the pump unasked when it ends, with the reason.
-FAREWELL = b"!"
+#: Sent by the proxy unasked when it ends, with the reason.
+END_REASON = b"!"
 
 LONGEST = 1 << 16
 #: Entries per message. A socket's buffer holds several messages.
@@ -33,20 +33,20 @@ _CAPABILITY_VERSION, _CAP_NET_ADMIN = 0x20080522, 1 << 12
 _HEADER = struct.Struct("=Ii")  # version, pid
 _SETS = struct.Struct("=6I")  # effective, permitted, inheritable; then the same for capabilities from 32 on
 
-Entry = tuple[IPv4Network, IPv4Address]
+PeerEntry = tuple[IPv4Network, IPv4Address]
 
 
 def new_socket() -> socket.socket:
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
-def connect(connection: socket.socket, address: str, patience: float) -> None:
-    """Connect to a pump. Block for at most ``patience`` seconds. Raises ``OSError``."""
+def connect(connection: socket.socket, address: str, timeout: float) -> None:
+    """Connect to a proxy. Block for at most ``timeout`` seconds. Raises ``OSError``."""
     # Others may fill the queue. With Python's timeout the socket would not wait for its turn, so the kernel's
     # is set.
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(int(patience), 0))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(int(timeout), 0))
     connection.connect(address)
-    connection.settimeout(patience)
+    connection.settimeout(timeout)
 
 
 def other_end(connection: socket.socket) -> tuple[int, bool]:
@@ -69,7 +69,7 @@ def _may_configure(pid: int) -> bool:
     return not failed and bool(effective & _CAP_NET_ADMIN)
 
 
-def pack(entries: Iterable[Entry]) -> Iterator[bytes]:
+def pack(entries: Iterable[PeerEntry]) -> Iterator[bytes]:
     """Yield the bodies that contain these entries. The last is not full, and may be empty."""
     rest = iter(entries)
     while True:
@@ -82,7 +82,7 @@ def pack(entries: Iterable[Entry]) -> Iterator[bytes]:
             return
 
 
-def unpack(body: bytes) -> list[Entry]:
+def unpack(body: bytes) -> list[PeerEntry]:
     """Return the entries in a body. Raises ``ValueError`` for an invalid body."""
     try:
         found = list(_ENTRY.iter_unpack(body))

@@ -10,9 +10,9 @@ from pathlib import Path
 
 def holder_of(address: IPv4Address, port: int) -> str:
     """Return ``process 123 (flanneld)``, or a command that finds the owner of a UDP port."""
-    wanted = {f"{socket.ntohl(int(each)):08X}:{port:04X}" for each in (address, IPv4Address(0))}
+    settings = {f"{socket.ntohl(int(each)):08X}:{port:04X}" for each in (address, IPv4Address(0))}
     rows = [line.split() for line in Path("/proc/net/udp").read_text().splitlines()[1:]]
-    links = {f"socket:[{row[9]}]" for row in rows if row[1] in wanted}
+    links = {f"socket:[{row[9]}]" for row in rows if row[1] in settings}
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if any(str(fd.readlink()) in links for fd in (process / "fd").iterdir()):
@@ -23,5 +23,5 @@ def holder_of(address: IPv4Address, port: int) -> str:
 def _name_of(process: Path) -> str:
     words = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
     if "flanneld.backends.udp.proxy" in words:
-        return f"the packet pump of {words[words.index('flanneld.backends.udp.proxy') + 2]}"
+        return f"the udp proxy of {words[words.index('flanneld.backends.udp.proxy') + 2]}"
     return (process / "comm").read_text().strip()

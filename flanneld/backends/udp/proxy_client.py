@@ -1,4 +1,4 @@
-"""Client of the packet pump's control channel."""
+"""Client of the udp proxy's control channel."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from flanneld.backends.udp import control, rendezvous
-from flanneld.backends.udp.resources import Pump
+from flanneld.backends.udp.resources import UdpProxy
 from flanneld.errors import Retryable
 from flanneld.runtime import waits
 
@@ -24,30 +24,30 @@ _ANSWER_PATIENCE, _START_PATIENCE = 3.0, 10.0
 _NEEDED = ("PATH", "LANG", "LD_LIBRARY_PATH")
 
 
-class NoPump(Retryable):
-    """Error for a pump that does not exist or does not answer correctly."""
+class NoProxy(Retryable):
+    """Error for a proxy that does not exist or does not answer correctly."""
 
     def __init__(self, tun: str, reason: str) -> None:
-        super().__init__(f"no packet pump for {tun}: {reason}")
+        super().__init__(f"no udp proxy for {tun}: {reason}")
 
 
-class Silent(NoPump):
-    """Error for a pump whose process exists but does not answer."""
+class ProxySilent(NoProxy):
+    """Error for a proxy whose process exists but does not answer."""
 
 
-class Running(Struct, frozen=True, gc=False):
-    """A pump's description of itself; ``why`` gives the reason for its data plane."""
+class RunningProxy(Struct, frozen=True, gc=False):
+    """A proxy's description of itself; ``why`` gives the reason for its data plane."""
 
-    settings: Pump
+    settings: UdpProxy
     pid: int
     plane: str
     why: str
 
 
-class Client:
-    """Connection to the pump of one device, made on demand and again after a loss.
+class ProxyClient:
+    """Connection to the proxy of one device, made on demand and again after a loss.
 
-    Only a process of this user or root is accepted as a pump, unless ``of_anybody``, which suffices to end
+    Only a process of this user or root is accepted as a proxy, unless ``of_anybody``, which suffices to end
     it.
     """
 
@@ -56,7 +56,7 @@ class Client:
         self._of_anybody = of_anybody
         self._connection: socket.socket | None = None
         self._process: subprocess.Popen[str] | None = None
-        #: True if the connected pump listens at the usual address.
+        #: True if the connected proxy listens at the usual address.
         self.has_usual_name = True
 
     def fileno(self) -> int:
@@ -71,22 +71,22 @@ class Client:
 
     # ---- requests ----------------------------------------------------------------------------
 
-    def hello(self) -> Running:
-        """Return the pump's description.
+    def hello(self) -> RunningProxy:
+        """Return the proxy's description.
 
-        Raises ``NoPump`` if there is none, or one of an incompatible version.
+        Raises ``NoProxy`` if there is none, or one of an incompatible version.
         """
         answer = self._ask(control.HELLO).decode(errors="replace")
         try:
             *words, pid, plane, why = answer.split("\0")
-            running = Running(Pump.of(words), int(pid), plane, why)
+            running = RunningProxy(UdpProxy.of(words), int(pid), plane, why)
         except ValueError:
-            raise NoPump(self.tun, "it is of another version") from None
+            raise NoProxy(self.tun, "it is of another version") from None
         if running.settings.tun != self.tun:
-            raise NoPump(self.tun, "what answers is none")
+            raise NoProxy(self.tun, "what answers is none")
         return running
 
-    def peers(self) -> list[control.Entry]:
+    def peers(self) -> list[control.PeerEntry]:
         body = self._ask(control.LIST)
         try:
             entries = control.unpack(body)
@@ -95,13 +95,13 @@ class Client:
                 entries += control.unpack(body)
         except (OSError, ValueError) as failure:
             self.close()
-            raise NoPump(self.tun, str(failure)) from None
+            raise NoProxy(self.tun, str(failure)) from None
         return entries
 
-    def put(self, entries: Iterable[control.Entry]) -> None:
+    def put(self, entries: Iterable[control.PeerEntry]) -> None:
         self._tell(control.PUT, entries)
 
-    def drop(self, entries: Iterable[control.Entry]) -> None:
+    def drop(self, entries: Iterable[control.PeerEntry]) -> None:
         self._tell(control.DROP, entries)
 
     def counters(self) -> dict[str, int]:
@@ -109,11 +109,11 @@ class Client:
         return {name: int(number) for name, _, number in pairs}
 
     def leave(self, *, device_stays: bool) -> None:
-        """End the pump and wait for its exit. A missing one is no error."""
+        """End the proxy and wait for its exit. A missing one is no error."""
         verb = control.LEAVE if device_stays else control.LEAVE_NOTHING
         try:
             pid, trusted = self._connect()
-        except NoPump:
+        except NoProxy:
             return
         pidfd = _pidfd_of(pid)
         try:
@@ -132,7 +132,7 @@ class Client:
                 os.close(pidfd)
 
     def news(self) -> str:
-        """Read why the connection became readable: the reason for the pump's end."""
+        """Read why the connection became readable: the reason for the proxy's end."""
         try:
             return self._receive().decode(errors="replace")
         except OSError as failure:
@@ -140,31 +140,31 @@ class Client:
         finally:
             self.close()
 
-    # ---- starting a pump ---------------------------------------------------------------------
+    # ---- starting a proxy ---------------------------------------------------------------------
 
-    def start(self, wanted: Pump) -> None:
-        """Start a pump, replacing a running one, and wait until it is ready. Raises ``Retryable``."""
-        import subprocess  # not needed by a new pump, which uses this class to end the old one
+    def start(self, settings: UdpProxy) -> None:
+        """Start a proxy, replacing a running one, and wait until it is ready. Raises ``Retryable``."""
+        import subprocess  # not needed by a new proxy, which uses this class to end the old one
 
         self.close()
         self._process = subprocess.Popen(
-            [sys.executable, "-S", "-P", "-m", "flanneld.backends.udp.proxy", *wanted.words()],
+            [sys.executable, "-S", "-P", "-m", "flanneld.backends.udp.proxy", *settings.words()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             cwd="/",
             env=_environment(),
-            # Signals for the daemon, such as a terminal's Ctrl-C, must not reach the pump.
+            # Signals for the daemon, such as a terminal's Ctrl-C, must not reach the proxy.
             start_new_session=True,
         )
         said = _said_by(self._process)
         if said != [READY]:
-            raise NoPump(self.tun, said[-1] if said else "it ended without a word")
+            raise NoProxy(self.tun, said[-1] if said else "it ended without a word")
 
     # ---- the wire ----------------------------------------------------------------------------
 
-    def _tell(self, verb: bytes, entries: Iterable[control.Entry]) -> None:
+    def _tell(self, verb: bytes, entries: Iterable[control.PeerEntry]) -> None:
         for body in control.pack(entries):
             self._ask(verb, body)
 
@@ -174,17 +174,17 @@ class Client:
             return self._exchange(verb, body)
         except TimeoutError:
             self.close()
-            raise Silent(self.tun, "it does not answer") from None
+            raise ProxySilent(self.tun, "it does not answer") from None
         except OSError as failure:
             self.close()
-            raise NoPump(self.tun, str(failure)) from None
+            raise NoProxy(self.tun, str(failure)) from None
 
     def _exchange(self, verb: bytes, body: bytes = b"") -> bytes:
         assert self._connection
         self._connection.send(verb + body)
         return self._receive(verb)
 
-    def _receive(self, verb: bytes = control.FAREWELL) -> bytes:
+    def _receive(self, verb: bytes = control.END_REASON) -> bytes:
         assert self._connection
         message = self._connection.recv(control.LONGEST)
         if message[:1] == verb:
@@ -192,17 +192,17 @@ class Client:
         raise ConnectionResetError(message[1:].decode(errors="replace") or "the process has ended")
 
     def _connect(self) -> tuple[int, bool]:
-        """Connect if necessary; return pid and trust as ``other_end`` does. Raises ``NoPump``."""
-        reason: NoPump | None = None
+        """Connect if necessary; return pid and trust as ``other_end`` does. Raises ``NoProxy``."""
+        reason: NoProxy | None = None
         if self._connection:
             return control.other_end(self._connection)
         for of_anybody in (False, True) if self._of_anybody else (False,):
             for address in rendezvous.addresses_of(self.tun, of_anybody=of_anybody):
                 try:
                     return self._connect_to(address, of_anybody=of_anybody)
-                except NoPump as failure:
+                except NoProxy as failure:
                     reason = reason or failure
-        raise reason or NoPump(self.tun, "another process has taken its name")
+        raise reason or NoProxy(self.tun, "another process has taken its name")
 
     def _connect_to(self, address: str, *, of_anybody: bool) -> tuple[int, bool]:
         connection = control.new_socket()
@@ -212,26 +212,26 @@ class Client:
         except OSError as failure:
             connection.close()
             # A full queue proves that the process exists.
-            kind = Silent if isinstance(failure, BlockingIOError) else NoPump
+            kind = ProxySilent if isinstance(failure, BlockingIOError) else NoProxy
             raise kind(self.tun, failure.strerror or str(failure)) from None
         if not (trusted or of_anybody):
             connection.close()
-            raise NoPump(self.tun, f"process {pid} poses as one, and is not of this user or root")
+            raise NoProxy(self.tun, f"process {pid} poses as one, and is not of this user or root")
         self._connection = connection
         self.has_usual_name = address == rendezvous.address_of(self.tun)
         return pid, trusted
 
 
-def succeed(tun: str) -> list[control.Entry]:
-    """End the pump of a device, if there is one, and return its peers: most are still right."""
-    client = Client(tun)
+def succeed(tun: str) -> list[control.PeerEntry]:
+    """End the proxy of a device, if there is one, and return its peers: most are still right."""
+    client = ProxyClient(tun)
     try:
         return client.peers()
-    except NoPump:
+    except NoProxy:
         return []
     finally:
         client.close()
-        Client(tun, of_anybody=True).leave(device_stays=True)
+        ProxyClient(tun, of_anybody=True).leave(device_stays=True)
 
 
 def _said_by(process: subprocess.Popen[str]) -> list[str]:
@@ -253,6 +253,6 @@ def _pidfd_of(pid: int) -> int:
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment that the pump's Python needs. The rest may contain secrets."""
+    """Return the environment that the proxy's Python needs. The rest may contain secrets."""
     kept = {name: value for name, value in os.environ.items() if name in _NEEDED or name.startswith("PYTHON")}
     return kept | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

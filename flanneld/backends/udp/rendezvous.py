@@ -1,6 +1,6 @@
 """Addresses of the control channel: abstract sockets, which belong to a network namespace as the TUN does.
 
-Any process in the namespace can bind any address. If the pump's usual one is taken, it adds a random suffix.
+Any process in the namespace can bind any address. If the proxy's usual one is taken, it adds a random suffix.
 The daemon lists the listening addresses by user with linux/unix_diag.h (sock_diag(7)).
 """
 
@@ -26,12 +26,12 @@ _NAME, _UID = 0, 7
 
 
 def address_of(tun: str) -> str:
-    """Return the usual address of a device's pump."""
+    """Return the usual address of a device's proxy."""
     return f"\0flannel-pump/{tun}"
 
 
 def addresses_of(tun: str, *, of_anybody: bool = False) -> list[str]:
-    """Return the possible addresses of a device's pump, the usual one first.
+    """Return the possible addresses of a device's proxy, the usual one first.
 
     Addresses bound by users other than this one and root are left out, as far as the kernel shows users. With
     ``of_anybody`` all are returned.
@@ -61,7 +61,7 @@ def listen_elsewhere(tun: str) -> socket.socket:
     name = f"{address_of(tun)}/{random_bytes(8).hex()}"
     listener = _listen(name)
     if name not in addresses_of(tun):
-        reason = f"`ss -xlp` names the process that poses as the pump of {tun} and has to be stopped"
+        reason = f"`ss -xlp` names the process that poses as the proxy of {tun} and has to be stopped"
         raise OSError(errno.EADDRINUSE, reason)
     return listener
 

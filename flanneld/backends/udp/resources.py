@@ -1,4 +1,4 @@
-"""Resources of the udp backend: the packet pump and its peers (pure)."""
+"""Resources of the udp backend: the udp proxy and its peers (pure)."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from flanneld import __version__
 from flanneld.state.resources import Key, Kind
 
 #: Names of the tables.
-PUMPS, PUMP_PEERS = "udp-pump", "udp-peers"
+PROXIES, PROXY_PEERS = "udp-pump", "udp-peers"
 #: Values of DataPlane: a certain data plane, or the best that works.
-WISHES = ("auto", "native", "python")
+DATA_PLANES = ("auto", "native", "python")
 
 
-class Pump(Struct, frozen=True, gc=False):
-    """A packet pump with its settings. ``local`` and ``port`` are its socket's, ``address`` is the TUN's.
+class UdpProxy(Struct, frozen=True, gc=False):
+    """A udp proxy with its settings. ``local`` and ``port`` are its socket's, ``address`` is the TUN's.
 
-    ``wish`` is one of ``WISHES``. A pump of another ``version`` is replaced.
+    ``data_plane`` is one of ``DATA_PLANES``. A proxy of another ``version`` is replaced.
     """
 
     kind: ClassVar[Kind] = Kind.REMOTE
@@ -30,33 +30,40 @@ class Pump(Struct, frozen=True, gc=False):
     address: IPv4Address
     mtu: int
     accept_any: bool = False
-    wish: str = "auto"
+    data_plane: str = "auto"
     version: str = __version__
 
     @property
     def key(self) -> Key:
-        return (PUMPS, self.tun)
+        return (PROXIES, self.tun)
 
     def __str__(self) -> str:
-        return f"packet pump of {self.tun} on {self.local}:{self.port}"
+        return f"udp proxy of {self.tun} on {self.local}:{self.port}"
 
     def words(self) -> list[str]:
-        """Return the settings as command line arguments of the pump."""
+        """Return the settings as command line arguments of the proxy."""
         accept = "any" if self.accept_any else "peers"
         numbers = (self.local, self.port, self.address, self.mtu)
-        return [self.version, self.tun, *map(str, numbers), accept, self.wish]
+        return [self.version, self.tun, *map(str, numbers), accept, self.data_plane]
 
     @classmethod
-    def of(cls, words: Sequence[str]) -> Pump:
+    def of(cls, words: Sequence[str]) -> UdpProxy:
         """Parse the settings. Raises ``ValueError`` for those of an incompatible version."""
-        version, tun, local, port, address, mtu, accept, wish = words
+        version, tun, local, port, address, mtu, accept, data_plane = words
         return cls(
-            tun, IPv4Address(local), int(port), IPv4Address(address), int(mtu), accept == "any", wish, version
+            tun,
+            IPv4Address(local),
+            int(port),
+            IPv4Address(address),
+            int(mtu),
+            accept == "any",
+            data_plane,
+            version,
         )
 
 
-class PumpPeer(Struct, frozen=True, gc=False):
-    """A peer of the pump of ``tun``: packets to ``subnet`` are sent to ``endpoint``."""
+class ProxyPeer(Struct, frozen=True, gc=False):
+    """A peer of the proxy of ``tun``: packets to ``subnet`` are sent to ``endpoint``."""
 
     kind: ClassVar[Kind] = Kind.REMOTE
     tun: str
@@ -65,7 +72,7 @@ class PumpPeer(Struct, frozen=True, gc=False):
 
     @property
     def key(self) -> Key:
-        return (PUMP_PEERS, self.tun, int(self.subnet.network_address), self.subnet.prefixlen)
+        return (PROXY_PEERS, self.tun, int(self.subnet.network_address), self.subnet.prefixlen)
 
     def __str__(self) -> str:
-        return f"peer {self.subnet} at {self.endpoint} in the pump of {self.tun}"
+        return f"peer {self.subnet} at {self.endpoint} in the proxy of {self.tun}"

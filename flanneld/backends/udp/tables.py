@@ -1,4 +1,4 @@
-"""Reconciler tables of the udp backend: the packet pump's process, and its peers."""
+"""Reconciler tables of the udp backend: the udp proxy's process, and its peers."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import os
 from collections.abc import Iterator, Sequence
 
 from flanneld.backends.udp import rendezvous
-from flanneld.backends.udp.client import Client, NoPump, Running, Silent
-from flanneld.backends.udp.resources import PUMP_PEERS, PUMPS, Pump, PumpPeer
+from flanneld.backends.udp.proxy_client import NoProxy, ProxyClient, ProxySilent, RunningProxy
+from flanneld.backends.udp.resources import PROXIES, PROXY_PEERS, ProxyPeer, UdpProxy
 from flanneld.backends.udp.watchdog import ProxyWatchdog
 from flanneld.runtime import clock, waits
 from flanneld.state.report import Failure, Report
@@ -21,31 +21,31 @@ log = logging.getLogger(__name__)
 _AUDIT_PERIOD = 30.0
 
 
-class PumpTable:
-    """Table of the pump's process. It starts or adopts the process and watches for its end."""
+class ProxyTable:
+    """Table of the proxy's process. It starts or adopts the process and watches for its end."""
 
-    name = PUMPS
-    what = "the settings of the packet pump"
+    name = PROXIES
+    what = "the settings of the udp proxy"
     worker = "kernel"
     vital = True
     audit: float | None = _AUDIT_PERIOD
     needs = frozenset({LINKS})
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: ProxyClient) -> None:
         self._client = client
         self._announced = False
         self._watchdog = ProxyWatchdog(client.tun)
 
     def read(self, scope: Scope) -> Iterator[Seen]:
-        """Yield the running pump. Raises ``Silent`` for one that may only be slow."""
+        """Yield the running proxy. Raises ``ProxySilent`` for one that may only be slow."""
         del scope
         try:
             running = self._client.hello()
-        except Silent:
+        except ProxySilent:
             if self.next_look <= clock.now():
                 self.look()  # Until the daemon is ready, only this read checks the watchdog.
             raise
-        except NoPump:
+        except NoProxy:
             return
         if not self._announced:
             log.info("Found the %s, process %d", running.settings, running.pid)
@@ -55,21 +55,21 @@ class PumpTable:
     def put(self, puts: Sequence[Put]) -> Report:
         report = Report()
         for put in puts:
-            assert isinstance(put.want, Pump)
+            assert isinstance(put.want, UdpProxy)
             try:
                 self._client.start(put.want)
                 self._announce(self._client.hello())
                 report.made.append(put.want)
-            except (OSError, NoPump) as failure:
+            except (OSError, NoProxy) as failure:
                 report.failed.append(Failure(put.want, str(failure)))
         return report
 
     def drop(self, found: Sequence[Resource]) -> Report:
-        self._client.leave(device_stays=True)  # there is only the client's own pump
+        self._client.leave(device_stays=True)  # there is only the client's own proxy
         return Report(removed=list(found))
 
     def close(self, *, remove: bool) -> None:
-        """Leave the pump running, unless it would die with us and leave a dead device."""
+        """Leave the proxy running, unless it would die with us and leave a dead device."""
         if remove or os.getpid() == 1:
             self._client.leave(device_stays=False)
         self._watchdog.close()
@@ -82,7 +82,7 @@ class PumpTable:
         source = self.fileno()
         if source < 0 or not waits.readable(source, 0):
             return []
-        log.warning("The packet pump has ended: %s", self._client.news())
+        log.warning("The udp proxy has ended: %s", self._client.news())
         return [Changes()]
 
     @property
@@ -92,43 +92,43 @@ class PumpTable:
     def look(self) -> bool:
         return self._watchdog.look()
 
-    def _announce(self, running: Running) -> None:
+    def _announce(self, running: RunningProxy) -> None:
         self._announced = True
         plane, why, pid = running.plane, running.why, running.pid
         if not self._client.has_usual_name:
             name = rendezvous.address_of(running.settings.tun).replace("\0", "@")
-            log.warning("Another process poses as the pump, at %s; `ss -xlp` names it", name)
+            log.warning("Another process poses as the proxy, at %s; `ss -xlp` names it", name)
         log.info("Packets go through the %s data plane: %s; process %d", plane, why, pid)
 
 
-class PumpPeerTable:
-    """Table of the pump's peers, written in batches."""
+class ProxyPeerTable:
+    """Table of the proxy's peers, written in batches."""
 
-    name = PUMP_PEERS
-    what = "the peers of the packet pump"
+    name = PROXY_PEERS
+    what = "the peers of the udp proxy"
     worker = "kernel"
     vital = False
     audit: float | None = _AUDIT_PERIOD
-    needs = frozenset({PUMPS})
+    needs = frozenset({PROXIES})
 
-    def __init__(self, client: Client, tun: str) -> None:
+    def __init__(self, client: ProxyClient, tun: str) -> None:
         self._client = client
         self._tun = tun
 
     def read(self, scope: Scope) -> Iterator[Seen]:
         del scope
         for subnet, endpoint in self._client.peers():
-            yield Seen(PumpPeer(self._tun, subnet, endpoint))
+            yield Seen(ProxyPeer(self._tun, subnet, endpoint))
 
     def put(self, puts: Sequence[Put]) -> Report:
-        peers = [put.want for put in puts if isinstance(put.want, PumpPeer)]
+        peers = [put.want for put in puts if isinstance(put.want, ProxyPeer)]
         self._client.put((peer.subnet, peer.endpoint) for peer in peers)
         return Report(made=list(peers))
 
     def drop(self, found: Sequence[Resource]) -> Report:
-        peers = [each for each in found if isinstance(each, PumpPeer)]
+        peers = [each for each in found if isinstance(each, ProxyPeer)]
         self._client.drop((peer.subnet, peer.endpoint) for peer in peers)
         return Report(removed=list(peers))
 
     def close(self, *, remove: bool) -> None:
-        """Leave the peers in the pump."""
+        """Leave the peers in the proxy."""

@@ -1,7 +1,7 @@
-"""Watchdog of the packet pump. It kills a pump that hangs, but not one that is slow.
+"""Watchdog of the udp proxy. It kills a proxy that hangs, but not one that is slow.
 
 On a busy machine a healthy process may be silent for seconds, while it waits for CPU or disk. So
-silence alone proves nothing. A pump hangs if it sleeps all the time, or if it gets CPU time and still does
+silence alone proves nothing. A proxy hangs if it sleeps all the time, or if it gets CPU time and still does
 not answer.
 """
 
@@ -22,9 +22,9 @@ from flanneld.runtime import clock, waits
 
 log = logging.getLogger(__name__)
 
-#: Seconds between two requests, and between two checks of a pump that owes an answer.
+#: Seconds between two requests, and between two checks of a proxy that owes an answer.
 PERIOD, _LOOK = 2.0, 1.0
-#: Seconds of silence allowed to a pump that sleeps, and to one that runs.
+#: Seconds of silence allowed to a proxy that sleeps, and to one that runs.
 IDLE_FOR, BUSY_FOR = 5.0, 15.0
 #: Consecutive checks that must agree.
 _LOOKS = 3
@@ -95,7 +95,7 @@ class ProxyWatchdog:
             self._connection = None
 
     def look(self) -> bool:
-        """Send a request, or check for its answer. Return True if the pump is gone."""
+        """Send a request, or check for its answer. Return True if the proxy is gone."""
         now = self._now()
         self.next_look = now + PERIOD
         if self._connection is None:
@@ -113,7 +113,7 @@ class ProxyWatchdog:
         return True
 
     def _connect(self) -> None:
-        """Connect to the first trusted pump; on failure the next check tries again."""
+        """Connect to the first trusted proxy; on failure the next check tries again."""
         for address in rendezvous.addresses_of(self._tun):
             connection = control.new_socket()
             try:
@@ -144,14 +144,14 @@ class ProxyWatchdog:
         if self._end():
             silent = now - self._asked
             log.warning(
-                "The packet pump of %s, process %d, had not answered for %.0f s, and %s: ended it",
+                "The udp proxy of %s, process %d, had not answered for %.0f s, and %s: ended it",
                 self._tun, self._pid, silent, reason,
             )  # fmt: skip
         self.close()
         return True
 
     def _end(self) -> bool:
-        """Kill the pump if it is still there and silent. Return True if it was."""
+        """Kill the proxy if it is still there and silent. Return True if it was."""
         assert self._connection
         try:
             pidfd = os.pidfd_open(self._pid)

@@ -46,7 +46,7 @@ _PRIVATE: dict[Family, tuple[IPNetwork, ...]] = {
 }
 
 
-class Mode(Enum):
+class WireGuardMode(Enum):
     """Mode of a dual-stack network: a device for each family, or one device and endpoint for both."""
 
     SEPARATE = "separate"
@@ -64,7 +64,7 @@ class WireGuardConfig(Struct, frozen=True, gc=False):
     mtu: int = 0
     preshared_key: Secret = NO_PRESHARED_KEY
     keepalive: int = 0
-    mode: Mode = Mode.SEPARATE
+    mode: WireGuardMode = WireGuardMode.SEPARATE
 
 
 def read_config(config: Config) -> WireGuardConfig:
@@ -75,7 +75,7 @@ def read_config(config: Config) -> WireGuardConfig:
         port_v6 = fields.integer("ListenPortV6", _PORT_V6)
         mtu = fields.integer("MTU", 0)
         keepalive = fields.integer("PersistentKeepaliveInterval", 0)
-        preshared_key, mode = fields.string("PSK", ""), fields.string("Mode", Mode.SEPARATE.value)
+        preshared_key, mode = fields.string("PSK", ""), fields.string("Mode", WireGuardMode.SEPARATE.value)
     except GoJsonError as error:
         raise Fatal(f"the network config is wrong: {error}", "correct Backend in the store") from None
     for name, value, lowest in (
@@ -86,13 +86,13 @@ def read_config(config: Config) -> WireGuardConfig:
     ):
         if not lowest <= value <= 65535:
             raise Fatal(f"Backend.{name} is {value}", f"set it to a number from {lowest} to 65535")
-    wanted = WireGuardConfig(port, port_v6, mtu, _preshared_key(preshared_key), keepalive, _mode(mode))
-    if wanted.mode is Mode.SEPARATE and port == port_v6 and config.families == (4, 6):
+    settings = WireGuardConfig(port, port_v6, mtu, _preshared_key(preshared_key), keepalive, _mode(mode))
+    if settings.mode is WireGuardMode.SEPARATE and port == port_v6 and config.families == (4, 6):
         raise Fatal(
             f"Backend.ListenPort and Backend.ListenPortV6 are both {port}, but either family has a device",
             'set two ports, or set Backend.Mode to "auto"',
         )
-    return wanted
+    return settings
 
 
 def _preshared_key(text: str) -> Secret:
@@ -104,11 +104,11 @@ def _preshared_key(text: str) -> Secret:
         raise Fatal(f"could not parse psk: {reason.problem}", "make one with `wg genpsk`") from None
 
 
-def _mode(text: str) -> Mode:
+def _mode(text: str) -> WireGuardMode:
     try:
-        return Mode(text)
+        return WireGuardMode(text)
     except ValueError:
-        modes = ", ".join(mode.value for mode in Mode)
+        modes = ", ".join(mode.value for mode in WireGuardMode)
         raise Fatal(f"Backend.Mode is {quoted(text)}, no valid Mode", f"set it to one of: {modes}") from None
 
 
@@ -130,21 +130,21 @@ class WireGuardBackend:
     encrypts = True
 
     def __init__(self, config: Config, host: Host) -> None:
-        self._config = wanted = read_config(config)
-        self._ports = _own_ports(wanted, config.families, host.listen_port)
+        self._config = settings = read_config(config)
+        self._ports = _own_ports(settings, config.families, host.listen_port)
         self._host = host
         uplink = host.uplink
         self._ranges = {each.family: each.network for each in config.ranges}
         self._uplink = uplink
-        self._mtu = _inner_mtu(wanted, uplink, config.families)
+        self._mtu = _inner_mtu(settings, uplink, config.families)
         self._devices: dict[Family, str] = {
-            family: DEVICE_V6 if family == 6 and wanted.mode is Mode.SEPARATE else DEVICE
+            family: DEVICE_V6 if family == 6 and settings.mode is WireGuardMode.SEPARATE else DEVICE
             for family in config.families
         }
-        for family in _called(wanted.mode, config.families):
+        for family in _called(settings.mode, config.families):
             if uplink.local(family) is None:
                 raise Fatal(
-                    f"{uplink.name} has no IPv{family} address for Backend.Mode {wanted.mode.value}",
+                    f"{uplink.name} has no IPv{family} address for Backend.Mode {settings.mode.value}",
                     "give it one, disable the family, or choose another Mode",
                 )
 
@@ -227,7 +227,7 @@ class WireGuardBackend:
         del own
         lease = require_type(lease, TYPE)
         families = [family for family in self._devices if lease.net(family) is not None]
-        if self._config.mode is Mode.SEPARATE:
+        if self._config.mode is WireGuardMode.SEPARATE:
             for family in families:
                 yield from self._lead(lease, family, (family,))
         elif families:
@@ -244,7 +244,7 @@ class WireGuardBackend:
                 f"{lease} announces our own public key",
                 "if it is no former lease of this node, remove the key file of one of both and restart there",
             )
-        if self._config.mode is not Mode.SEPARATE:
+        if self._config.mode is not WireGuardMode.SEPARATE:
             port = _port_of_one_device(lease)
         port = port or self._listen_port(device)
         yield Peer(
@@ -262,8 +262,8 @@ class WireGuardBackend:
 
     def _family_to(self, lease: Lease) -> Family:
         """Choose the family of a peer's endpoint. A private address is reachable only from its own site."""
-        if self._config.mode is not Mode.AUTO:
-            return 4 if self._config.mode is Mode.IPV4 else 6
+        if self._config.mode is not WireGuardMode.AUTO:
+            return 4 if self._config.mode is WireGuardMode.IPV4 else 6
         theirs, theirs_v6 = lease.attrs.public_ip, lease.attrs.public_ipv6
         if theirs_v6 is None or theirs is None:
             return 6 if theirs is None else 4
@@ -328,31 +328,31 @@ def _port_of_one_device(lease: Lease) -> int:
         return 0
 
 
-def _own_ports(wanted: WireGuardConfig, families: tuple[Family, ...], own: int) -> dict[str, int]:
+def _own_ports(settings: WireGuardConfig, families: tuple[Family, ...], own: int) -> dict[str, int]:
     """Return the ports of this node's devices; a nonzero ``own`` replaces the cluster's ListenPort.
 
     Raises ``Fatal`` if peers would not learn of it.
     """
     if own and 4 not in families:
         raise Fatal("-wireguard-port is for IPv4, and the network has none", "leave it out")
-    ports = {DEVICE: own or wanted.listen_port, DEVICE_V6: wanted.listen_port_v6}
-    if wanted.mode is Mode.SEPARATE and families == (4, 6) and len({*ports.values()}) == 1:
+    ports = {DEVICE: own or settings.listen_port, DEVICE_V6: settings.listen_port_v6}
+    if settings.mode is WireGuardMode.SEPARATE and families == (4, 6) and len({*ports.values()}) == 1:
         raise Fatal(f"-wireguard-port and Backend.ListenPortV6 are both {own}", "choose another port")
     return ports
 
 
-def _called(mode: Mode, families: tuple[Family, ...]) -> tuple[Family, ...]:
+def _called(mode: WireGuardMode, families: tuple[Family, ...]) -> tuple[Family, ...]:
     """Return the families in which this node needs a public IP."""
     match mode:
-        case Mode.IPV4:
+        case WireGuardMode.IPV4:
             return (4,)
-        case Mode.IPV6:
+        case WireGuardMode.IPV6:
             return (6,)
-    return families if mode is Mode.SEPARATE else ()
+    return families if mode is WireGuardMode.SEPARATE else ()
 
 
-def _inner_mtu(wanted: WireGuardConfig, uplink: Uplink, families: tuple[Family, ...]) -> int:
-    outer = wanted.mtu or uplink.mtu
+def _inner_mtu(settings: WireGuardConfig, uplink: Uplink, families: tuple[Family, ...]) -> int:
+    outer = settings.mtu or uplink.mtu
     mtu = outer - OVERHEAD
     if mtu < max(_SMALLEST_MTU[family] for family in families):
         raise Fatal(

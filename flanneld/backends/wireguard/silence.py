@@ -21,7 +21,7 @@ _READINGS_AFTER_SETBACK = 6
 _FEW = 5
 
 
-class Watch:
+class SilenceDetector:
     """Detector that compares each read of a device with the previous one."""
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ from msgspec import Struct, field
 
 from flanneld.backends.wireguard import silence
 from flanneld.backends.wireguard.resources import TABLE, AllowedIp, DeviceKey, Peer
-from flanneld.compat.glog import Once
+from flanneld.compat.glog import OneTimeWarnings
 from flanneld.model import IPNetwork
 from flanneld.network.genetlink import wireguard
 from flanneld.network.genetlink.devices import WireGuardDevices
@@ -71,10 +71,10 @@ class WireGuardTable:
         #: Interface index by device name, as last read; 0 for none.
         self._indexes: dict[str, int] = {}
         self._next_look = 0.0
-        self._silence = silence.Watch()
+        self._silence = silence.SilenceDetector()
         #: By device name. Replaced, never changed in place, because other threads read them.
         self._sessions: dict[str, tuple[Session, ...]] = {}
-        self._once = Once()
+        self._once = OneTimeWarnings()
 
     # ---- reading -----------------------------------------------------------------------------------
 
@@ -99,7 +99,7 @@ class WireGuardTable:
         for peer in device.peers:
             endpoint, port = peer.endpoint or (None, 0)
             found = Peer(device.name, peer.public_key, endpoint, port, peer.keepalive, peer.preshared_key)
-            want = scope.wanted.get(found.key)
+            want = scope.desired.get(found.key)
             matches = isinstance(want, Peer) and self._is_as_wanted(peer, found, want, now)
             yield Seen(want if matches and want is not None else found)
             for net in peer.allowed_ips:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from ipaddress import ip_network
 
 from flanneld.compat.glog import counted
-from flanneld.ctl.data_source import Part
+from flanneld.ctl.data_source import SourcePart
 from flanneld.ctl.facts import Facts
 from flanneld.ctl.findings import Advice, Finding, Severity, as_at_start, check
 from flanneld.diagnostics.host_checks import Topic
@@ -39,9 +39,9 @@ def synced(facts: Facts) -> Iterator[Finding]:
         )
 
 
-@check("C", "brake", "no removals are held back")
+@check("C", "removal_guard", "no removals are held back")
 def removal_guard(facts: Facts) -> Iterator[Finding]:
-    if facts.section("brake").get("holds"):
+    if facts.section("removal_guard").get("holds"):
         yield Finding(
             "removals are held back",
             "the last list of leases lacked most peers",
@@ -104,7 +104,7 @@ def store(facts: Facts) -> Iterator[Finding]:
             Advice(known["remedy"] or "see the log of the store"),
         )
     for why in facts.unknown:
-        if why.part is Part.STORE and why.failed:
+        if why.part is SourcePart.STORE and why.failed:
             yield Finding(
                 "the store was asked in vain",
                 str(why),

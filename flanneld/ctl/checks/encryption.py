@@ -27,9 +27,9 @@ def handshakes(facts: Facts) -> Iterator[Finding]:
 
 @check("M", "bypass", "no route leads past the encryption")
 def bypass(facts: Facts) -> Iterator[Finding]:
-    for each in facts.section("health").get("troubles", ()):
+    for each in facts.section("health").get("conditions", ()):
         if each["part"] == "encryption":
-            problem, _, remedy = each["trouble"].partition("; ")
+            problem, _, remedy = each["problem"].partition("; ")
             yield Finding(
                 problem,
                 "read from the kernel's main routing table by the daemon",

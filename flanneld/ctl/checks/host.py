@@ -215,8 +215,8 @@ def path(facts: Facts) -> Iterator[Finding]:
     for each in facts.paths:
         if each.state == "PROBLEM":
             yield Finding(
-                f"the {each.name} to {each.target} does not carry {each.wanted} bytes",
-                f"an ICMP echo of {each.wanted} bytes in one piece is lost, one of {each.carried} is not",
+                f"the {each.name} to {each.target} does not carry {each.required} bytes",
+                f"an ICMP echo of {each.required} bytes in one piece is lost, one of {each.carried} is not",
                 "small packets pass and large ones are lost or taken apart: connections hang",
                 Advice(f"flannelctl mtu {each.target} finds the size to set as Backend.MTU"),
                 about=str(each.target),

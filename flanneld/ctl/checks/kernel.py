@@ -9,7 +9,7 @@ from flanneld.backends.cloud.resources import FORWARDING, ROUTES
 from flanneld.compat.glog import counted
 from flanneld.ctl.facts import Facts
 from flanneld.ctl.findings import Advice, Finding, Fix, Severity, check
-from flanneld.ctl.snapshot import Entry
+from flanneld.ctl.snapshot import Comparison
 from flanneld.network import iproute2_commands
 from flanneld.network.rtnetlink.links import SeenLink
 from flanneld.runtime.shell import command, line
@@ -39,33 +39,33 @@ def devices(facts: Facts) -> Iterator[Finding]:
             )
 
 
-def _device_fix(entry: Entry) -> Fix | None:
+def _device_fix(entry: Comparison) -> Fix | None:
     """Return the commands that correct a device; None if its routes or entries would be lost."""
-    wanted, actual = entry.value, entry.other
-    if not (isinstance(wanted, Link) and isinstance(actual, Link)):
+    desired, actual = entry.value, entry.other
+    if not (isinstance(desired, Link) and isinstance(actual, Link)):
         return None
     if {each.name for each in entry.differences} <= _SET_WITHOUT_LOSS:
-        return Fix(tuple(iproute2_commands.link(wanted, actual, parent="")))
+        return Fix(tuple(iproute2_commands.link(desired, actual, parent="")))
     return None
 
 
 @check("A", "uplink", "the external interface is there and up")
 def uplink(facts: Facts) -> Iterator[Finding]:
-    wanted = facts.document.get("uplink")
-    if not wanted:
+    desired = facts.document.get("uplink")
+    if not desired:
         return
-    link = facts.link(wanted["name"])
+    link = facts.link(desired["name"])
     if link is None or not link.up:
         yield Finding(
-            f"the uplink {wanted['name']} is {'down' if link else 'not there'}",
-            f"elected with {', '.join(wanted['addresses'])}",
+            f"the uplink {desired['name']} is {'down' if link else 'not there'}",
+            f"elected with {', '.join(desired['addresses'])}",
             "it carries all packets between the nodes",
-            _way_up(link, wanted["addresses"]),
-            about=wanted["name"],
+            _way_up(link, desired["addresses"]),
+            about=desired["name"],
         )
         return
     held = {str(address) for name, address in facts.addresses if name == link.name}
-    lost = [address for address in wanted["addresses"] if address not in held]
+    lost = [address for address in desired["addresses"] if address not in held]
     if lost:
         yield Finding(
             f"{link.name} has lost {', '.join(lost)}",
@@ -232,6 +232,6 @@ def fights(facts: Facts) -> Iterator[Finding]:
             )
 
 
-def _some(entries: list[Entry]) -> str:
+def _some(entries: list[Comparison]) -> str:
     shown = "; ".join(map(str, entries[:_FEW]))
     return shown + (f"; and {len(entries) - _FEW} more" if len(entries) > _FEW else "")

@@ -14,7 +14,7 @@ from flanneld.runtime.command_runner import TIME_LIMIT, CommandRunner, NotStarte
 log = logging.getLogger(__name__)
 
 
-class CommandFailed(Rejected):
+class IptablesFailed(Rejected):
     """Error for a command with a non-zero exit status, with all its details."""
 
     def __init__(self, argv: Sequence[str], stdin: str, status: int, stderr: str) -> None:
@@ -28,7 +28,7 @@ class CommandFailed(Rejected):
         self.stderr = stderr
 
 
-class Commands:
+class IptablesRunner:
     """Runner of commands until ``stop``, which kills the running command and refuses further ones."""
 
     def __init__(self, stop: threading.Event, limit: float = TIME_LIMIT) -> None:
@@ -38,7 +38,7 @@ class Commands:
     def run(self, argv: Sequence[str], stdin: str = "") -> str:
         """Run a command and return its stdout.
 
-        Raises ``CommandFailed``, ``Unavailable``, and the errors of ``CommandRunner``.
+        Raises ``IptablesFailed``, ``Unavailable``, and the errors of ``CommandRunner``.
         """
         if find(argv[0]) is None:
             raise Unavailable(f"{argv[0]} is not installed", "install the Debian package iptables")
@@ -48,5 +48,5 @@ class Commands:
         except NotStarted as failure:
             raise Unavailable(failure.problem, failure.remedy) from failure
         if done.status:
-            raise CommandFailed(argv, stdin, done.status, done.errors)
+            raise IptablesFailed(argv, stdin, done.status, done.errors)
         return done.output

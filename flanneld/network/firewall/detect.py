@@ -25,7 +25,7 @@ from flanneld.runtime.command_runner import find
 
 log = logging.getLogger(__name__)
 
-Wish = Literal["auto", "legacy", "nft"]
+FlavourOption = Literal["auto", "legacy", "nft"]
 
 _FLAVOURS: tuple[Flavour, ...] = ("nft", "legacy")
 _ALL: tuple[Family, ...] = (4, 6)
@@ -34,7 +34,7 @@ _HINTS: tuple[Chain, ...] = (("mangle", "KUBE-IPTABLES-HINT"), ("mangle", "KUBE-
 _PACKAGE = "install the Debian package iptables"
 
 
-class Facts(Struct, frozen=True, gc=False):
+class IptablesFacts(Struct, frozen=True, gc=False):
     """Findings about a host's iptables, for ``choose``.
 
     The numbers count others' rules. ``nft_rules`` is only determined if there are ``legacy_rules``,
@@ -50,7 +50,7 @@ class Facts(Struct, frozen=True, gc=False):
     usual: Flavour | None = None
 
 
-def choose(wish: Wish, facts: Facts) -> tuple[Flavour, str]:
+def choose(wish: FlavourOption, facts: IptablesFacts) -> tuple[Flavour, str]:
     """Return the flavour and the reason (pure). Raises ``Unavailable`` if its commands are missing."""
     if wish != "auto":
         if wish not in facts.installed:
@@ -72,7 +72,7 @@ def choose(wish: Wish, facts: Facts) -> tuple[Flavour, str]:
     return "legacy", "the kernel has no nf_tables"
 
 
-def look(families: Sequence[Family]) -> Facts:
+def look(families: Sequence[Family]) -> IptablesFacts:
     """Return the host's facts. The commands are needed for the given families only."""
     installed = frozenset(
         flavour
@@ -96,8 +96,8 @@ def look(families: Sequence[Family]) -> Facts:
             nft_rules = netfilter.count_rules() if legacy_rules else 0
     except OSError as error:
         log.log(V(1), "Cannot ask nf_tables: %s", error)
-        return Facts(installed, frozenset(hinted), legacy_rules, nft_works=False, usual=usual)
-    return Facts(installed, frozenset(hinted), legacy_rules, nft_rules, usual=usual)
+        return IptablesFacts(installed, frozenset(hinted), legacy_rules, nft_works=False, usual=usual)
+    return IptablesFacts(installed, frozenset(hinted), legacy_rules, nft_rules, usual=usual)
 
 
 def _usual() -> Flavour | None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from flanneld.errors import Retryable
-from flanneld.network.firewall.plan import Edit
+from flanneld.network.firewall.edits import Edit
 from flanneld.network.firewall.rules import Rules
 
 

@@ -31,7 +31,7 @@ from flanneld.network.firewall.rules import (
 _COMMENTS = (MASQ, FORWARD)
 
 
-class Claim(Struct, frozen=True, gc=False):
+class RuleOwnership(Struct, frozen=True, gc=False):
     """Rules that identify flannel's rules among those found.
 
     In our own chains they are the rules about addresses inside ``networks``; None stands for any. ``blocks``
@@ -59,7 +59,7 @@ class Claim(Struct, frozen=True, gc=False):
         return self.networks is None or any(lies_in(net, known) for known in self.networks)
 
 
-def claim(nets: Iterable[Nets], former: Nets | None, *, masquerade: bool, forward: bool) -> Claim:
+def claim(nets: Iterable[Nets], former: Nets | None, *, masquerade: bool, forward: bool) -> RuleOwnership:
     """Return the claim to rules about the networks in ``nets``, and to earlier rules with a successor.
 
     Without a successor an unmarked rule stays: an operator may have put it there as a replacement.
@@ -70,7 +70,7 @@ def claim(nets: Iterable[Nets], former: Nets | None, *, masquerade: bool, forwar
     if former and forward:
         blocks.append((FORWARDING, v012_forward(former)))
     known = {each.network: None for each in (*nets, *([former] if former else []))}
-    return Claim(tuple(known), tuple(blocks))
+    return RuleOwnership(tuple(known), tuple(blocks))
 
 
 class Edit(Struct, frozen=True, gc=False):
@@ -87,13 +87,13 @@ class Edit(Struct, frozen=True, gc=False):
     drop: bool = False
 
 
-def plan(wanted: Rules, found: Rules, claim: Claim) -> tuple[Edit, ...]:
+def edits_for(desired: Rules, found: Rules, claim: RuleOwnership) -> tuple[Edit, ...]:
     """Return the edits; none if the rules are correct. Chains are filled before jumps and dropped after."""
-    names = [*wanted, *(chain for chain in found if chain not in wanted)]
+    names = [*desired, *(chain for chain in found if chain not in desired)]
     own = [
         edit
         for chain in names
-        if chain in OWN_CHAINS and (edit := _own(chain, wanted.get(chain, ()), found.get(chain), claim))
+        if chain in OWN_CHAINS and (edit := _own(chain, desired.get(chain, ()), found.get(chain), claim))
     ]
     drops = [edit for edit in own if edit.drop]
     gone = {edit.chain for edit in drops}
@@ -101,24 +101,26 @@ def plan(wanted: Rules, found: Rules, claim: Claim) -> tuple[Edit, ...]:
         edit
         for chain in names
         if chain not in OWN_CHAINS
-        and (edit := _built_in(chain, wanted.get(chain, ()), found.get(chain, ()), claim, gone))
+        and (edit := _built_in(chain, desired.get(chain, ()), found.get(chain, ()), claim, gone))
     ]
     return (*(edit for edit in own if not edit.drop), *built_in, *drops)
 
 
-def _own(chain: Chain, wanted: tuple[Rule, ...], found: tuple[Rule, ...] | None, claim: Claim) -> Edit | None:
+def _own(
+    chain: Chain, desired: tuple[Rule, ...], found: tuple[Rule, ...] | None, claim: RuleOwnership
+) -> Edit | None:
     if found is None:
-        return Edit(chain, flush=True, append=wanted) if wanted else None
+        return Edit(chain, flush=True, append=desired) if desired else None
     ours = [rule for rule in found if claim.owns(chain, rule)]
-    if not wanted:
+    if not desired:
         return _give_up(chain, ours, alone=len(ours) == len(found))
-    if _distinct(ours) == wanted:
+    if _distinct(ours) == desired:
         return None
     if len(ours) == len(found):
-        return Edit(chain, flush=True, append=wanted)
+        return Edit(chain, flush=True, append=desired)
     # Another flanneld shares this chain. Rules without a network serve it, too, and must come first.
-    shared = tuple(rule for rule in wanted if not rule.networks)
-    rest = tuple(rule for rule in wanted if rule.networks)
+    shared = tuple(rule for rule in desired if not rule.networks)
+    rest = tuple(rule for rule in desired if rule.networks)
     return Edit(chain, delete=tuple(ours), insert=shared[::-1], append=rest)
 
 
@@ -130,15 +132,15 @@ def _give_up(chain: Chain, ours: list[Rule], *, alone: bool) -> Edit | None:
 
 
 def _built_in(
-    chain: Chain, wanted: tuple[Rule, ...], found: tuple[Rule, ...], claim: Claim, gone: set[Chain]
+    chain: Chain, desired: tuple[Rule, ...], found: tuple[Rule, ...], claim: RuleOwnership, gone: set[Chain]
 ) -> Edit | None:
     jumps = {rule for target, rule in JUMPS.items() if target in gone and target[0] == chain[0]}
-    unwanted = (claim.left(chain, found) | jumps) - set(wanted)
+    unwanted = (claim.left(chain, found) | jumps) - set(desired)
     surplus = tuple(rule for rule in found if rule in unwanted)
-    ours = [rule for rule in found if rule in wanted]
-    if _distinct(ours) == wanted:
+    ours = [rule for rule in found if rule in desired]
+    if _distinct(ours) == desired:
         return Edit(chain, delete=surplus) if surplus else None
-    return Edit(chain, delete=(*ours, *surplus), append=wanted)
+    return Edit(chain, delete=(*ours, *surplus), append=desired)
 
 
 def _distinct(rules: Iterable[Rule]) -> tuple[Rule, ...]:

@@ -29,7 +29,7 @@ from flanneld.network.firewall.rules import (
     Match,
     Rule,
 )
-from flanneld.network.firewall.sweep import Place
+from flanneld.network.firewall.rules_sweep import RulePlace
 from flanneld.runtime.shell import Command, command
 
 _IPTABLES_TABLE: dict[Family, str] = {4: "ip", 6: "ip6"}
@@ -43,7 +43,7 @@ class Dropping(Struct, frozen=True, gc=False):
     It drops by its policy, or ``by_rule``: with a rule that drops or rejects everything.
     """
 
-    place: Place
+    place: RulePlace
     family: Family
     table: str
     chain: str
@@ -89,7 +89,7 @@ def _refuses_all(rule: Rule) -> bool:
     return replace(rule, comment="") in (Rule(DROP), Rule(REJECT))
 
 
-def in_the_way(found: Dropping, network: IPNetwork, ours: Place | None) -> bool:
+def in_the_way(found: Dropping, network: IPNetwork, ours: RulePlace | None) -> bool:
     """Return True if a chain would drop the network's packets. ``ours`` is the place of our accept rules.
 
     Of other programs' accept rules, only a plain pair (one per direction) and firewalld's zone are
@@ -131,7 +131,7 @@ def has_firewalld() -> bool:
     return False
 
 
-def accepting(family: Family) -> Place | None:
+def accepting(family: Family) -> RulePlace | None:
     """Return the place of an existing daemon's accept rules, or None."""
     with suppress(OSError), Netfilter() as netfilter:
         if netfilter.has_chain(family, FLANNEL_FWD):

@@ -114,7 +114,7 @@ class Purpose(Struct, frozen=True, gc=False):
         return self.masquerade or self.forward
 
 
-def wanted(style: Style, nets: Nets, purpose: Purpose) -> Rules:
+def desired_rules(style: Style, nets: Nets, purpose: Purpose) -> Rules:
     """Return one family's rules in the order of writing."""
     return {"v0.12": _built_in, "own-chains": _own_chains, "native": _native}[style](nets, purpose)
 

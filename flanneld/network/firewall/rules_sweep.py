@@ -9,24 +9,24 @@ from typing import Literal
 from flanneld.compat.glog import V
 from flanneld.errors import Retryable, cause_of
 from flanneld.model import Family
-from flanneld.network.firewall.command import Commands
+from flanneld.network.firewall.command import IptablesRunner
 from flanneld.network.firewall.driver import Driver, carry_out
+from flanneld.network.firewall.edits import Edit, RuleOwnership, edits_for
 from flanneld.network.firewall.iptables import xtables
 from flanneld.network.firewall.iptables.restore import Restore, program
 from flanneld.network.firewall.iptables.text import rule_text, rule_words
 from flanneld.network.firewall.nftables.netlink import Netfilter, NoNetfilter
-from flanneld.network.firewall.plan import Claim, Edit, plan
 from flanneld.network.firewall.rules import FLANNEL_FWD, FLANNEL_POSTRTG, IPTABLES_CHAINS, NATIVE_TABLE
 from flanneld.runtime.shell import Command, command
 
 log = logging.getLogger(__name__)
 
 #: Places of our rules: iptables tables of either flavour, or our own tables in nftables.
-Place = Literal["nft", "legacy", "native"]
-PLACES: tuple[Place, ...] = ("nft", "legacy", "native")
+RulePlace = Literal["nft", "legacy", "native"]
+PLACES: tuple[RulePlace, ...] = ("nft", "legacy", "native")
 
 
-def driver(place: Place, family: Family, commands: Commands) -> Driver:
+def driver(place: RulePlace, family: Family, commands: IptablesRunner) -> Driver:
     """Return the basic driver of a place. Raises ``Unavailable``."""
     if place != "native":
         return Restore(place, family, commands)
@@ -35,7 +35,7 @@ def driver(place: Place, family: Family, commands: Commands) -> Driver:
     return Nftables(family)
 
 
-def may_hold(place: Place, family: Family, claim: Claim) -> bool:
+def may_hold(place: RulePlace, family: Family, claim: RuleOwnership) -> bool:
     """Return True if a place may contain our rules, by cheap tests only. Raises ``Retryable``."""
     try:
         if place == "legacy":
@@ -53,7 +53,7 @@ def may_hold(place: Place, family: Family, claim: Claim) -> bool:
 
 
 def sweep(
-    place: Place, family: Family, claim: Claim, commands: Commands, *, dry_run: bool = False
+    place: RulePlace, family: Family, claim: RuleOwnership, commands: IptablesRunner, *, dry_run: bool = False
 ) -> tuple[str, ...]:
     """Remove all our rules from a place, and describe what was removed. Raises ``Retryable``."""
     there, edits = stale_rules(place, family, claim, commands)
@@ -62,16 +62,16 @@ def sweep(
 
 
 def stale_rules(
-    place: Place, family: Family, claim: Claim, commands: Commands
+    place: RulePlace, family: Family, claim: RuleOwnership, commands: IptablesRunner
 ) -> tuple[Driver | None, tuple[Edit, ...]]:
     """Return the driver of a place, and the edits that remove all our rules there. Raises ``Retryable``."""
     if not may_hold(place, family, claim):
         return None, ()
     there = driver(place, family, commands)
-    return there, plan({}, there.read(), claim)
+    return there, edits_for({}, there.read(), claim)
 
 
-def commands_of(place: Place, family: Family, edits: Sequence[Edit]) -> Iterator[Command]:
+def commands_of(place: RulePlace, family: Family, edits: Sequence[Edit]) -> Iterator[Command]:
     """Yield the commands by which an operator would make the same edits."""
     for edit in edits:
         table, chain = edit.chain

@@ -11,14 +11,14 @@ from msgspec.structs import replace
 
 from flanneld.errors import Retryable
 from flanneld.model import Family
-from flanneld.network.firewall.command import Commands
+from flanneld.network.firewall.command import IptablesRunner
 from flanneld.network.firewall.driver import Driver, Rejected, Unavailable, carry_out
+from flanneld.network.firewall.edits import Edit, edits_for, lost
+from flanneld.network.firewall.edits import RuleOwnership as RulesClaim
 from flanneld.network.firewall.iptables.text import rule_text
 from flanneld.network.firewall.nftables.netlink import Removal, Removals
-from flanneld.network.firewall.plan import Claim as RulesClaim
-from flanneld.network.firewall.plan import Edit, lost, plan
 from flanneld.network.firewall.rules import IPTABLES_CHAINS, NATIVE_TABLE, Chain, Rule, Rules
-from flanneld.network.firewall.sweep import Place, described, stale_rules
+from flanneld.network.firewall.rules_sweep import RulePlace, described, stale_rules
 from flanneld.state.report import Report
 from flanneld.state.resources import Key, Kind, Resource
 from flanneld.state.table import Changes, Claim, Put, Scope, Seen
@@ -61,7 +61,7 @@ class RulesTable:
     def __init__(
         self,
         family: Family,
-        place: Place,
+        place: RulePlace,
         driver: Driver,
         rules: Rules,
         claim: RulesClaim,
@@ -73,7 +73,7 @@ class RulesTable:
         self.name = f"firewall-ipv{family}"
         self.what = f"the rules for IPv{family}"
         self.audit = audit
-        self.wanted = RuleSet(self.name, driver.name)
+        self.desired = RuleSet(self.name, driver.name)
         self._place = place
         self._driver = driver
         self._rules = rules
@@ -105,10 +105,10 @@ class RulesTable:
                 continue
             # Discard the notifications of our own change: the read below covers it.
             list(self.changes())
-            report.made.append(self.wanted)
-            report.details[self.wanted.key] = _what(edits, found)
+            report.made.append(self.desired)
+            report.details[self.desired.key] = _what(edits, found)
             if self._missing():
-                report.pending.append(self.wanted)
+                report.pending.append(self.desired)
             return report
         raise failure
 
@@ -145,7 +145,7 @@ class RulesTable:
         return edits
 
     def _plan(self, rules: Rules) -> tuple[Edit, ...]:
-        return tuple(edit for edit in plan(rules, self._found, self._claim) if edit not in self._stuck)
+        return tuple(edit for edit in edits_for(rules, self._found, self._claim) if edit not in self._stuck)
 
     def _carry_out(self, edits: Sequence[Edit]) -> None:
         try:
@@ -164,7 +164,7 @@ class StaleRules(Struct, frozen=True, gc=False):
 
     kind: ClassVar[Kind] = Kind.RULES
     table: str
-    place: Place
+    place: RulePlace
     family: Family
     edits: tuple[Edit, ...]
 
@@ -184,12 +184,17 @@ class StaleRulesTable:
     audit: float | None = None
 
     def __init__(
-        self, place: Place, family: Family, claim: RulesClaim, commands: Commands, needs: frozenset[str]
+        self,
+        place: RulePlace,
+        family: Family,
+        claim: RulesClaim,
+        commands: IptablesRunner,
+        needs: frozenset[str],
     ) -> None:
         self.name = f"firewall-ipv{family}-{place}"
         self.what = f"removals of what an earlier run left for IPv{family} ({place})"
         self.needs = needs
-        self._place: Place = place
+        self._place: RulePlace = place
         self._family = family
         self._claim = claim
         self._commands = commands

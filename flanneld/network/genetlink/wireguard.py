@@ -1,7 +1,7 @@
 """Codec of WireGuard's generic netlink messages (linux/wireguard.h): packs requests, parses dumps.
 
-It has no socket: ``flanneld.network.genetlink.devices`` sends and receives. Parsers raise ``Malformed`` for
-bytes that no kernel sends, and never skip any.
+It has no socket: ``flanneld.network.genetlink.devices`` sends and receives. Parsers raise
+``MalformedNetlink`` for bytes that no kernel sends, and never skip any.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flanneld.model import IPAddress, IPNetwork, Secret
 from flanneld.network.rtnetlink.messages import AF, FAMILY, address_of, network_of
 from flanneld.network.rtnetlink.netlink import (
     NLA_TYPE_MASK,
-    Malformed,
+    MalformedNetlink,
     attribute,
     attributes,
     text_of,
@@ -191,7 +191,7 @@ def _sockaddr(endpoint: Endpoint) -> bytes:
 
 
 def decode(messages: Iterable[Span]) -> SeenDevice:
-    """Parse the messages of one device's dump. Raises ``Malformed``.
+    """Parse the messages of one device's dump. Raises ``MalformedNetlink``.
 
     A device with many peers takes several messages, and so may a peer with many allowed IPs. The continued
     peer then has only its key and the remaining allowed IPs.
@@ -206,12 +206,12 @@ def decode(messages: Iterable[Span]) -> SeenDevice:
             for _, first, last in _nested(data, start, stop) if kind == _PEERS else ():
                 _add(peers, _seen_peer(data, first, last))
     if device is None:
-        raise Malformed
+        raise MalformedNetlink
     return replace(device, peers=tuple(peers.values()))
 
 
 def family_id(data: bytes, offset: int, end: int) -> int:
-    """Parse the number of a family in the controller's answer. Raises ``Malformed``."""
+    """Parse the number of a family in the controller's answer. Raises ``MalformedNetlink``."""
     unpack(_HEADER, data, offset, end)
     return _fixed(_U16, attributes(data, offset + _HEADER.size, end).get(1))
 
@@ -264,34 +264,34 @@ def _seen_peer(data: bytes, offset: int, end: int) -> SeenPeer:
 
 
 def _nested(data: bytes, offset: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (type, begin, end) of each attribute. Raises ``Malformed`` for one that does not fit."""
+    """Yield (type, begin, end) of each attribute. Raises ``MalformedNetlink`` for one that does not fit."""
     while offset < end:
         kind, length = 0, 0
         if offset + _ATTR.size <= end:
             length, kind = _ATTR.unpack_from(data, offset)
         if length < _ATTR.size or offset + length > end:
-            raise Malformed
+            raise MalformedNetlink
         yield kind & NLA_TYPE_MASK, offset + _ATTR.size, offset + length
         offset += (length + 3) & ~3
 
 
 def _fixed(form: struct.Struct, raw: bytes | None) -> int:
     if raw is None or len(raw) != form.size:
-        raise Malformed
+        raise MalformedNetlink
     number: int = form.unpack(raw)[0]
     return number
 
 
 def _fixed_pair(raw: bytes | None) -> tuple[int, int]:
     if raw is None or len(raw) != _TIME.size:
-        raise Malformed
+        raise MalformedNetlink
     seconds, nanoseconds = _TIME.unpack(raw)
     return seconds, nanoseconds
 
 
 def _key(raw: bytes) -> bytes:
     if len(raw) != KEY_LENGTH:
-        raise Malformed
+        raise MalformedNetlink
     return raw
 
 
@@ -299,13 +299,13 @@ def _network(found: dict[int, bytes]) -> IPNetwork:
     family = FAMILY.get(_fixed(_U16, found.get(_IP_FAMILY)))
     raw, length = found.get(_IP_ADDRESS, b""), found.get(_IP_LENGTH, b"")
     if family is None or len(length) != 1 or len(raw) != (4 if family == 4 else 16):
-        raise Malformed
+        raise MalformedNetlink
     return network_of(raw, length[0])
 
 
 def _endpoint(raw: bytes) -> Endpoint:
     family = FAMILY.get(int.from_bytes(raw[:2], sys.byteorder))
     if family is None or len(raw) != _SOCKADDR[family].size:
-        raise Malformed
+        raise MalformedNetlink
     values = _SOCKADDR[family].unpack(raw)
     return address_of(values[1] if family == 4 else values[2]), values[0]

@@ -12,7 +12,7 @@ import socket
 from contextlib import closing, suppress
 from pathlib import Path
 
-from flanneld.network.rtnetlink.links import Attribute, Step, codec_for, step
+from flanneld.network.rtnetlink.links import Attribute, LinkStep, codec_for, step
 from flanneld.network.rtnetlink.netlink import NLM_F_CREATE, NLM_F_REQUEST, NetlinkSocket
 from flanneld.runtime.imports import defer
 from flanneld.state.resources import ForeignLink, Link
@@ -26,14 +26,14 @@ _VERBS = {
 }
 
 
-def put(wanted: Link, actual: Link | ForeignLink | None) -> None:
+def put(desired: Link, actual: Link | ForeignLink | None) -> None:
     """Create the device, or change the existing one into it. Raises ``OSError``."""
-    if isinstance(actual, Link) and step(wanted, actual) is Step.SET:
-        _set(wanted, actual)
+    if isinstance(actual, Link) and step(desired, actual) is LinkStep.SET:
+        _set(desired, actual)
         return
     if actual is not None:
-        _call("del", index=_index(wanted.name))
-    _create(wanted)
+        _call("del", index=_index(desired.name))
+    _create(desired)
 
 
 def rename(index: int, name: str) -> None:
@@ -59,26 +59,26 @@ def drop(name: str) -> None:
             raise
 
 
-def _create(wanted: Link) -> None:
-    codec = codec_for(wanted)
-    if codec.make(wanted):
-        _call("set", ("IFLA_MTU", wanted.mtu), index=_index(wanted.name))
+def _create(desired: Link) -> None:
+    codec = codec_for(desired)
+    if codec.make(desired):
+        _call("set", ("IFLA_MTU", desired.mtu), index=_index(desired.name))
     else:
-        basics = (("IFLA_IFNAME", wanted.name), ("IFLA_MTU", wanted.mtu), ("IFLA_TXQLEN", 0))
-        _call("add", *basics, *codec.attributes(wanted))
-    _refuse_router_advertisements(wanted.name)
-    _call("set", index=_index(wanted.name), up=True)
+        basics = (("IFLA_IFNAME", desired.name), ("IFLA_MTU", desired.mtu), ("IFLA_TXQLEN", 0))
+        _call("add", *basics, *codec.attributes(desired))
+    _refuse_router_advertisements(desired.name)
+    _call("set", index=_index(desired.name), up=True)
 
 
-def _set(wanted: Link, actual: Link) -> None:
+def _set(desired: Link, actual: Link) -> None:
     """Set only what differs: setting a MAC, even to the same value, makes the kernel flush all neighbours."""
-    index = _index(wanted.name)
-    for change in codec_for(wanted).changes(wanted, actual):
+    index = _index(desired.name)
+    for change in codec_for(desired).changes(desired, actual):
         _call("set", change, index=index)
-    if actual.mtu != wanted.mtu:
-        _call("set", ("IFLA_MTU", wanted.mtu), index=index)
-    if actual.up != wanted.up:
-        _call("set", index=index, up=wanted.up)
+    if actual.mtu != desired.mtu:
+        _call("set", ("IFLA_MTU", desired.mtu), index=index)
+    if actual.up != desired.up:
+        _call("set", index=index, up=desired.up)
 
 
 def _index(name: str) -> int:

@@ -12,7 +12,7 @@ from flanneld.network.host import HostView
 from flanneld.network.interfaces import name_of
 from flanneld.network.rtnetlink import messages as rtnl
 from flanneld.network.rtnetlink.domain import NOTHING, Domain
-from flanneld.network.rtnetlink.messages import Mode
+from flanneld.network.rtnetlink.messages import CreateMode
 from flanneld.network.rtnetlink.monitor import Monitor
 from flanneld.state.resources import PROTO_BOOT, PROTO_FLANNEL, Resource, Route
 
@@ -48,12 +48,12 @@ class Kernel(HostView):
         return found
 
     def write(
-        self, resources: Sequence[Resource], *, drop: bool = False, mode: Mode = Mode.REPLACE
+        self, resources: Sequence[Resource], *, drop: bool = False, mode: CreateMode = CreateMode.REPLACE
     ) -> dict[int, int]:
         """Write resources in batches. Return the errno of each refused one, by its position."""
         if len(resources) <= _BULK or self.monitor is None:
             return self._write(resources, drop=drop, mode=mode)
-        with self.monitor.deaf():
+        with self.monitor.paused():
             refused = self._write(resources, drop=drop, mode=mode)
         if len(refused) < len(resources):
             self.monitor.missed = True
@@ -64,7 +64,7 @@ class Kernel(HostView):
         for _ in self._socket.write(rtnl.clear_route(each, seq) for seq, each in enumerate(destinations)):
             pass
 
-    def _write(self, resources: Sequence[Resource], *, drop: bool, mode: Mode) -> dict[int, int]:
+    def _write(self, resources: Sequence[Resource], *, drop: bool, mode: CreateMode) -> dict[int, int]:
         indexes: dict[str, int] = {}
 
         def index_of(name: str) -> int:

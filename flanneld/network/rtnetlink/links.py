@@ -73,23 +73,23 @@ class LinkCodec(Generic[L]):
         """Return the resource for the attributes in IFLA_INFO_DATA."""
         raise NotImplementedError
 
-    def make(self, wanted: L) -> bool:
+    def make(self, desired: L) -> bool:
         """Create the device without netlink and return True, or return False if netlink is to be used."""
-        del wanted
+        del desired
         return False
 
-    def attributes(self, wanted: L) -> Iterator[Attribute]:
+    def attributes(self, desired: L) -> Iterator[Attribute]:
         """Yield the attributes of the create message, besides name and MTU."""
-        yield link_info(wanted.make, *self.data(wanted))
+        yield link_info(desired.make, *self.data(desired))
 
-    def data(self, wanted: L) -> Iterable[Attribute]:
+    def data(self, desired: L) -> Iterable[Attribute]:
         """Return the attributes in IFLA_INFO_DATA of the create message."""
-        del wanted
+        del desired
         return ()
 
-    def changes(self, wanted: L, actual: L) -> Iterable[Attribute]:
+    def changes(self, desired: L, actual: L) -> Iterable[Attribute]:
         """Return the attributes to set, each in a message of its own, besides the MTU."""
-        del wanted, actual
+        del desired, actual
         return ()
 
     def mark(self, link: L) -> str:
@@ -106,16 +106,16 @@ class LinkCodec(Generic[L]):
         """Return the packets that a firewall between nodes must accept, for the operator."""
         return f"the packets of {link.name}"
 
-    def make_commands(self, wanted: L, parent: str) -> Iterator[Command]:
+    def make_commands(self, desired: L, parent: str) -> Iterator[Command]:
         """Yield the iproute2 commands that create the device. ``parent`` is its underlying device."""
         del parent
         yield command(
-            "ip", "link", "add", wanted.name, "mtu", wanted.mtu, "txqueuelen", 0, "type", wanted.make
+            "ip", "link", "add", desired.name, "mtu", desired.mtu, "txqueuelen", 0, "type", desired.make
         )
 
-    def change_commands(self, wanted: L, actual: L) -> Iterable[Command]:
+    def change_commands(self, desired: L, actual: L) -> Iterable[Command]:
         """Return the iproute2 commands equivalent to ``changes``."""
-        del wanted, actual
+        del desired, actual
         return ()
 
 
@@ -196,7 +196,7 @@ def _make(seen: SeenLink, info: bytes) -> Link | ForeignLink:
     return made
 
 
-class Step(Enum):
+class LinkStep(Enum):
     """Step from the actual device to the wanted one."""
 
     NOTHING = "nothing"
@@ -204,54 +204,54 @@ class Step(Enum):
     REPLACE = "replace"
 
 
-def step(wanted: Link, actual: Link | ForeignLink) -> Step:
+def step(desired: Link, actual: Link | ForeignLink) -> LinkStep:
     """Return SET if only settable fields differ, REPLACE for any other difference."""
-    if actual == wanted:
-        return Step.NOTHING
-    if type(actual) is not type(wanted):
-        return Step.REPLACE
-    settable = {name: getattr(wanted, name) for name in codec_for(wanted).settable}
-    return Step.SET if replace(actual, **settable) == wanted else Step.REPLACE
+    if actual == desired:
+        return LinkStep.NOTHING
+    if type(actual) is not type(desired):
+        return LinkStep.REPLACE
+    settable = {name: getattr(desired, name) for name in codec_for(desired).settable}
+    return LinkStep.SET if replace(actual, **settable) == desired else LinkStep.REPLACE
 
 
-def is_not_ours_to_remove(wanted: Link, actual: Link | ForeignLink) -> bool:
+def is_not_ours_to_remove(desired: Link, actual: Link | ForeignLink) -> bool:
     """Return True if a device that the owner must remove has the wanted name, as in upstream."""
-    return codec_for(wanted).spares_others and type(actual) is not type(wanted)
+    return codec_for(desired).spares_others and type(actual) is not type(desired)
 
 
-def renamed(wanted: Link, present: Iterable[SeenLink]) -> SeenLink | None:
+def renamed(desired: Link, present: Iterable[SeenLink]) -> SeenLink | None:
     """Return the wanted device if it exists under another name."""
-    codec = codec_for(wanted)
+    codec = codec_for(desired)
     for seen in present:
         make = seen.make
-        if not isinstance(make, Link) or type(make) is not type(wanted) or not codec.mark(wanted):
+        if not isinstance(make, Link) or type(make) is not type(desired) or not codec.mark(desired):
             continue
-        same = codec.mark(make) == codec.mark(wanted)
-        if same and step(wanted, replace(make, name=wanted.name)) is not Step.REPLACE:
+        same = codec.mark(make) == codec.mark(desired)
+        if same and step(desired, replace(make, name=desired.name)) is not LinkStep.REPLACE:
             return seen
     return None
 
 
-def holder(wanted: Link, present: Iterable[SeenLink]) -> str:
+def holder(desired: Link, present: Iterable[SeenLink]) -> str:
     """Return the name of the device that conflicts with the wanted one; empty if unknown."""
-    ends = codec_for(wanted).ends(wanted)
-    alike = (each for each in present if isinstance(each.make, Link) and type(each.make) is type(wanted))
-    return next((each.name for each in alike if ends and codec_for(wanted).ends(each.make) == ends), "")
+    ends = codec_for(desired).ends(desired)
+    alike = (each for each in present if isinstance(each.make, Link) and type(each.make) is type(desired))
+    return next((each.name for each in alike if ends and codec_for(desired).ends(each.make) == ends), "")
 
 
-def differences(wanted: Link, actual: Link | ForeignLink) -> str:
+def differences(desired: Link, actual: Link | ForeignLink) -> str:
     """Describe the differences of a device, for the log."""
-    if type(actual) is not type(wanted):
-        return f"is {described(actual)}, wanted {wanted}"
-    return ", ".join(f"has {name} {has}, wanted {wants}" for name, has, wants in drift(wanted, actual))
+    if type(actual) is not type(desired):
+        return f"is {described(actual)}, wanted {desired}"
+    return ", ".join(f"has {name} {has}, wanted {wants}" for name, has, wants in drift(desired, actual))
 
 
-def drift(wanted: Link, actual: Link | ForeignLink) -> Iterator[tuple[str, object, object]]:
+def drift(desired: Link, actual: Link | ForeignLink) -> Iterator[tuple[str, object, object]]:
     """Yield each differing property with its actual and its wanted value."""
-    if type(actual) is not type(wanted):
-        yield "kind", described(actual), wanted.make
+    if type(actual) is not type(desired):
+        yield "kind", described(actual), desired.make
         return
-    pairs = ((f.name, getattr(actual, f.name), getattr(wanted, f.name)) for f in fields(wanted))
+    pairs = ((f.name, getattr(actual, f.name), getattr(desired, f.name)) for f in fields(desired))
     yield from ((name, has, wants) for name, has, wants in pairs if has != wants)
 
 
@@ -260,15 +260,15 @@ def described(actual: Link | ForeignLink) -> str:
     return actual.description if isinstance(actual, ForeignLink) else f"a device of kind {actual.make}"
 
 
-def remedy(wanted: Link, code: int | None, holder: str = "") -> str:
+def remedy(desired: Link, code: int | None, holder: str = "") -> str:
     """Return the remedy for a refused device, by errno or conflicting ``holder``; empty if unknown."""
     if holder:
         return f"if nobody needs {holder}, remove it: ip link delete {holder}"
     match code:
         case errno.EOPNOTSUPP:
-            return f"load the kernel's module: modprobe {wanted.make}"
+            return f"load the kernel's module: modprobe {desired.make}"
         case errno.EEXIST:
-            return f"another device serves the same ends; find it with: ip -d link show type {wanted.make}"
+            return f"another device serves the same ends; find it with: ip -d link show type {desired.make}"
         case errno.EACCES:
             return "let everybody open /dev/net/tun, as udev does (chmod 666): CAP_NET_ADMIN decides there"
         case errno.EBUSY:

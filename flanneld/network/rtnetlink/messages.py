@@ -1,7 +1,7 @@
 """Resources as rtnetlink messages (linux/rtnetlink.h, linux/neighbour.h, linux/if_addr.h).
 
 Encoders and decoders only; ``kernel`` does the I/O. Decoders take the data and the start and end of one
-message's body, and raise ``Malformed`` for an invalid message.
+message's body, and raise ``MalformedNetlink`` for an invalid message.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flanneld.network.rtnetlink.netlink import (
     NLM_F_EXCL,
     NLM_F_REPLACE,
     NLM_F_REQUEST,
-    Malformed,
+    MalformedNetlink,
     attributes,
     u32,
     unpack,
@@ -61,7 +61,7 @@ _RTM_F_CLONED = 0x200
 _RTA_DST, RTA_OIF, RTA_GATEWAY, _RTA_PRIORITY, RTA_TABLE = 1, 4, 5, 6, 15
 _NDA_DST, _NDA_LLADDR, _NDA_PORT, _NDA_VNI, _NDA_IFINDEX = 1, 2, 6, 7, 8
 #: Attributes that the kernel only sends if they differ from the device's (drivers/net/vxlan, vxlan_fdb_info).
-_ASTRAY = frozenset({_NDA_PORT, _NDA_VNI, _NDA_IFINDEX})
+_OVERRIDES = frozenset({_NDA_PORT, _NDA_VNI, _NDA_IFINDEX})
 _IFA_ADDRESS, _IFA_LOCAL, _IFA_FLAGS = 1, 2, 8
 #: Metric that IPv6 substitutes for 0 (linux/ipv6_route.h, IP6_RT_PRIO_USER).
 _IPV6_DEFAULT_METRIC = 1024
@@ -91,18 +91,18 @@ def mac_text(raw: bytes) -> str:
 
 
 def address_of(raw: bytes) -> IPAddress:
-    """Return an address from 4 or 16 bytes in network order. Raises ``Malformed``."""
+    """Return an address from 4 or 16 bytes in network order. Raises ``MalformedNetlink``."""
     if len(raw) == 4:
         return IPv4Address(raw)
     if len(raw) == 16:
         return IPv6Address(raw)
-    raise Malformed
+    raise MalformedNetlink
 
 
 def network_of(raw: bytes, length: int) -> IPNetwork:
-    """Return a network from address bytes and prefix length; host bits are ignored. Raises ``Malformed``."""
+    """Return a network from address and prefix length, without host bits. Raises ``MalformedNetlink``."""
     if length > 8 * len(raw):
-        raise Malformed
+        raise MalformedNetlink
     number = int(address_of(raw))
     kind = IPv4Network if len(raw) == 4 else IPv6Network
     return kind((number, length), strict=False)
@@ -111,7 +111,7 @@ def network_of(raw: bytes, length: int) -> IPNetwork:
 # ---- encoding --------------------------------------------------------------------------------
 
 
-class Mode(Enum):
+class CreateMode(Enum):
     """Mode of creation: replace what has the same key, fail if it exists, or insert in front."""
 
     REPLACE = NLM_F_REQUEST | NLM_F_CREATE | NLM_F_REPLACE
@@ -127,7 +127,7 @@ def encode(
     seq: int,
     *,
     drop: bool,
-    mode: Mode = Mode.REPLACE,
+    mode: CreateMode = CreateMode.REPLACE,
 ) -> bytes:
     """Return the message that creates or removes a resource, except links (see ``devices``).
 
@@ -167,7 +167,7 @@ def _neighbor(entry: Neighbor, index: int) -> bytes:
 def _fdb_entry(entry: FdbEntry, index: int, *, drop: bool) -> bytes:
     raw = entry.remote.packed
     # With a remote, the kernel would look for an entry with the device's own port and VNI.
-    target = () if drop and entry.astray else (DST[len(raw)], raw)
+    target = () if drop and entry.has_overrides else (DST[len(raw)], raw)
     return b"".join(
         (
             _NDMSG.pack(AF_BRIDGE, index, NUD_PERMANENT, NTF_SELF, 0),
@@ -331,8 +331,8 @@ def decode_neighbor(data: bytes, offset: int, end: int, name_of: NameOf) -> Neig
     if target is None or mac is None or len(mac) != 6 or len(target) not in (4, 16):
         return None
     if family == AF_BRIDGE:
-        astray = not _ASTRAY.isdisjoint(found)
-        return FdbEntry(device, mac_text(mac), address_of(target), astray) if any(mac) else None
+        has_overrides = not _OVERRIDES.isdisjoint(found)
+        return FdbEntry(device, mac_text(mac), address_of(target), has_overrides) if any(mac) else None
     return Neighbor(device, address_of(target), mac_text(mac)) if family in FAMILY else None
 
 
@@ -361,7 +361,7 @@ class SeenAddress(Struct, frozen=True, gc=False):
 
 
 def decode_address(data: bytes, offset: int, end: int) -> SeenAddress | None:
-    """Return an address, None for another address family. Raises ``Malformed``."""
+    """Return an address, None for another address family. Raises ``MalformedNetlink``."""
     family, length, short_flags, _, index = unpack(_IFADDRMSG, data, offset, end)
     found = attributes(data, offset + _IFADDRMSG.size, end)
     raw = found.get(_IFA_LOCAL) or found.get(_IFA_ADDRESS)

@@ -17,7 +17,7 @@ from flanneld.model import IPAddress, IPNetwork
 from flanneld.network import route_lookup
 from flanneld.network.rtnetlink import links
 from flanneld.network.rtnetlink import messages as rtnl
-from flanneld.network.rtnetlink.netlink import Malformed, NetlinkSocket, messages
+from flanneld.network.rtnetlink.netlink import MalformedNetlink, NetlinkSocket, messages
 from flanneld.state.resources import Key, Resource
 
 _GROUPS = (
@@ -35,7 +35,7 @@ _AT_A_TIME = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class ResourceChanged:
     """A resource was created or changed. ``port`` is the writer's netlink port, 0 if unknown."""
 
     resource: Resource
@@ -43,7 +43,7 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True)
-class Gone:
+class ResourceRemoved:
     """The object with this key was removed. ``gateway`` is that of a route, if known."""
 
     key: Key
@@ -77,11 +77,11 @@ class Overrun(Struct, frozen=True, gc=False):
     """Notifications were lost: anything may have changed."""
 
 
-class Unheard(Struct, frozen=True, gc=False):
+class Unmonitored(Struct, frozen=True, gc=False):
     """Notifications were off during our own bulk write: anything may have changed."""
 
 
-News = Seen | Gone | InterfaceChanged | HostRouteChanged | Overrun | Unheard
+Notification = ResourceChanged | ResourceRemoved | InterfaceChanged | HostRouteChanged | Overrun | Unmonitored
 
 
 class Monitor:
@@ -100,20 +100,20 @@ class Monitor:
         self._socket.close()
 
     @contextmanager
-    def deaf(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         """Turn notifications off for a bulk write, after which reading back is cheaper."""
-        self._socket.turn_deaf()
+        self._socket.stop_listening()
         try:
             yield
         finally:
             self._socket.listen()
 
-    def read(self, name_of: Callable[[int], str | None]) -> list[News]:
+    def read(self, name_of: Callable[[int], str | None]) -> list[Notification]:
         """Return pending news about devices known to ``name_of``, about routes and all interfaces.
 
         A route through another device has an empty name: it may occupy our place.
         """
-        news: list[News] = [Unheard()] if self.missed else []
+        news: list[Notification] = [Unmonitored()] if self.missed else []
         self.missed = False
         for _ in range(_AT_A_TIME):
             data = self._receive()
@@ -124,7 +124,7 @@ class Monitor:
                 continue
             for kind, _, _, port, offset, end in messages(data):
                 if port != self._port and (item := decode(kind, data, offset, end, name_of)) is not None:
-                    news.append(item if isinstance(item, Overrun | Unheard) else replace(item, port=port))
+                    news.append(item if isinstance(item, Overrun | Unmonitored) else replace(item, port=port))
         return news
 
     def _receive(self) -> bytes | Overrun | None:
@@ -140,17 +140,17 @@ class Monitor:
 
 def decode(
     kind: int, data: bytes, offset: int, end: int, name_of: Callable[[int], str | None]
-) -> News | None:
+) -> Notification | None:
     """Decode one notification. A malformed one counts as an overrun: it may mean anything."""
     try:
         return _decode(kind, data, offset, end, name_of)
-    except Malformed:
+    except MalformedNetlink:
         return Overrun()
 
 
 def _decode(
     kind: int, data: bytes, offset: int, end: int, name_of: Callable[[int], str | None]
-) -> News | None:
+) -> Notification | None:
     match kind:
         case rtnl.RTM_NEWLINK | rtnl.RTM_DELLINK:
             link = links.decode(data, offset, end)
@@ -164,33 +164,33 @@ def _decode(
             found = rtnl.decode_route(data, offset, end, lambda index: name_of(index) or "")
             if found is not None:
                 route = found.route
-                gone = Gone(route.key, gateway=route.gateway)
-                return Seen(route) if kind == rtnl.RTM_NEWROUTE else gone
+                gone = ResourceRemoved(route.key, gateway=route.gateway)
+                return ResourceChanged(route) if kind == rtnl.RTM_NEWROUTE else gone
             return _odd_route(kind, data, offset, end, name_of)
         case rtnl.RTM_NEWNEIGH | rtnl.RTM_DELNEIGH:
             entry = rtnl.decode_neighbor(data, offset, end, name_of) if kind == rtnl.RTM_NEWNEIGH else None
             # An entry that is no longer permanent counts as removed.
             key = None if entry else rtnl.decode_gone_neighbor(data, offset, end, name_of)
-            return Seen(entry) if entry else Gone(key) if key else None
+            return ResourceChanged(entry) if entry else ResourceRemoved(key) if key else None
     return None
 
 
 def _odd_route(
     kind: int, data: bytes, offset: int, end: int, name_of: Callable[[int], str | None]
-) -> News | None:
+) -> Notification | None:
     """Decode a route that cannot be ours: it may concern the uplink, or occupy our place."""
     index = route_lookup.decode_default_route(data, offset, end)
     if index is not None:
-        way = route_lookup.decode_seen_way(data, offset, end)
+        way = route_lookup.decode_host_route(data, offset, end)
         gateways = [gateway for _, gateway in way.hops if gateway is not None] if way else []
         return InterfaceChanged(index, name_of(index), address=gateways[0] if gateways else None)
     blackhole = rtnl.decode_blackhole(data, offset, end)
     if blackhole is not None:
-        return Seen(blackhole) if kind == rtnl.RTM_NEWROUTE else Gone(blackhole.key)
+        return ResourceChanged(blackhole) if kind == rtnl.RTM_NEWROUTE else ResourceRemoved(blackhole.key)
     other = rtnl.outline(data, offset, end)
     if other is not None:
-        return Gone(other[0])
-    way = route_lookup.decode_seen_way(data, offset, end)
+        return ResourceRemoved(other[0])
+    way = route_lookup.decode_host_route(data, offset, end)
     if way is None or way.destination is None:
         return None
     return HostRouteChanged(way.destination, tuple(gateway for _, gateway in way.hops if gateway is not None))

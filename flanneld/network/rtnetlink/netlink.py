@@ -45,7 +45,7 @@ class DumpInterrupted(OSError):
     """Error for a table that changed during its dump: objects may be missing."""
 
 
-class Malformed(OSError):
+class MalformedNetlink(OSError):
     """Error for a message that no kernel sends.
 
     As an ``OSError`` it counts as a failed read, not as empty.
@@ -94,9 +94,9 @@ def number_of(found: Mapping[int, bytes], kind: int) -> int | None:
 
 
 def unpack(form: struct.Struct, data: bytes, offset: int, end: int) -> tuple[int, ...]:
-    """Unpack the fixed part at the start of a message's body. Raises ``Malformed`` if it is too short."""
+    """Unpack the fixed start of a message's body. Raises ``MalformedNetlink`` if it is too short."""
     if offset + form.size > end or end > len(data):
-        raise Malformed
+        raise MalformedNetlink
     return form.unpack_from(data, offset)
 
 
@@ -219,7 +219,7 @@ class NetlinkSocket:
         reply, _, data, offset, end = next(self._answers(kind, 0, body))
         if reply == NLMSG_ERROR:
             _raise_for(unpack(_ERRNO, data, offset, end)[0])
-            raise Malformed
+            raise MalformedNetlink
         return data, offset, end
 
     def _answers(self, kind: int, flags: int, body: bytes) -> Iterator[tuple[int, int, bytes, int, int]]:
@@ -261,7 +261,7 @@ class NetlinkSocket:
         for group in self._groups:
             self._socket.setsockopt(SOL_NETLINK, NETLINK_ADD_MEMBERSHIP, group)
 
-    def turn_deaf(self) -> None:
+    def stop_listening(self) -> None:
         """Unsubscribe from notifications; pending ones can still be received."""
         for group in self._groups:
             self._socket.setsockopt(SOL_NETLINK, NETLINK_DROP_MEMBERSHIP, group)

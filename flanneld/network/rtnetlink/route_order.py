@@ -29,18 +29,18 @@ class Behind(Struct, frozen=True, gc=False):
         return f"{self.route}, behind another one"
 
 
-def in_order(wanted: State, found: Iterable[Seen], ours: dict[Key, Resource]) -> Iterator[Seen]:
+def in_order(desired: State, found: Iterable[Seen], ours: dict[Key, Resource]) -> Iterator[Seen]:
     """Yield one effective route for each wanted destination, and all routes to other destinations.
 
     ``ours`` are the routes that we created or adopted. It is updated: routes found to be ours are added,
     those neither wanted nor found are removed.
     """
-    missing = set(wanted)
+    missing = set(desired)
     first: dict[Key, Seen] = {}
     stale: dict[Key, Resource] = {}
     for seen in found:
         key = seen.resource.key
-        want = wanted.get(key)
+        want = desired.get(key)
         if want is None:
             if seen.claim is not Claim.FOREIGN:
                 stale[key] = seen.resource
@@ -59,7 +59,7 @@ def in_order(wanted: State, found: Iterable[Seen], ours: dict[Key, Resource]) ->
             if seen.claim is not Claim.FOREIGN:
                 ours[key] = seen.resource
     yield from (seen for key, seen in first.items() if key in missing)
-    for key in ours.keys() - wanted.keys():
+    for key in ours.keys() - desired.keys():
         del ours[key]
     ours |= stale
 

@@ -13,7 +13,7 @@ from flanneld.network.interfaces import index_of, name_of
 from flanneld.network.rtnetlink import devices, links
 from flanneld.network.rtnetlink import messages as rtnl
 from flanneld.network.rtnetlink.kernel import Kernel
-from flanneld.network.rtnetlink.messages import Mode
+from flanneld.network.rtnetlink.messages import CreateMode
 from flanneld.network.rtnetlink.route_order import Behind, in_order, is_connected
 from flanneld.state.report import Failure, Report
 from flanneld.state.resources import (
@@ -51,12 +51,12 @@ _REMEDY_FOR_BLOCKED = "remove that route if nothing needs it, or choose another 
 #: Table names in the order of creation.
 KERNEL_TABLES = (LINKS, ADDRESSES, NEIGHBORS, FDB, ROUTES)
 #: Error texts of refused neighbour entries, by device and address.
-Refused = dict[tuple[str, IPAddress], str]
+RefusedEntries = dict[tuple[str, IPAddress], str]
 
 
 def tables(kernel: Kernel, left: Callable[[], Iterable[Link]] = tuple) -> tuple[Table, ...]:
     """Return the kernel's tables in the order of creation. ``left`` returns devices of earlier runs."""
-    refused: Refused = {}
+    refused: RefusedEntries = {}
     return (
         LinkTable(kernel, left),
         AddressTable(kernel),
@@ -115,12 +115,12 @@ class LinkTable(_KernelTable):
         self._left = left
 
     def read(self, scope: Scope) -> Iterator[Seen]:
-        for want in scope.wanted.values():
+        for want in scope.desired.values():
             seen = self._kernel.link(want.name) if isinstance(want, Link) else None
             if seen is not None and isinstance(want, Link):
-                is_right = links.step(want, seen.make) is links.Step.NOTHING
+                is_right = links.step(want, seen.make) is links.LinkStep.NOTHING
                 yield Seen(want if is_right else seen.make)
-        yield from (Seen(link, Claim.LEFT) for link in self._left() if link.key not in scope.wanted)
+        yield from (Seen(link, Claim.LEFT) for link in self._left() if link.key not in scope.desired)
 
     def put(self, puts: Sequence[Put]) -> Report:
         """Create or change the devices, in order. Correct ones are not touched."""
@@ -149,7 +149,7 @@ class LinkTable(_KernelTable):
     def _put(self, link: Link) -> bool:
         actual = self._actual(link)
         if actual is not None:
-            if links.step(link, actual) is links.Step.NOTHING:
+            if links.step(link, actual) is links.LinkStep.NOTHING:
                 return False
             log.warning("%s %s", link.name, links.differences(link, actual))
         ours = links.renamed(link, self._kernel.links()) if actual is None else None
@@ -157,7 +157,7 @@ class LinkTable(_KernelTable):
             log.warning("%s is called %s now: giving it its name back", link.name, ours.name)
             devices.rename(ours.index, link.name)
             actual = self._actual(link)
-        if actual is None or links.step(link, actual) is not links.Step.NOTHING:
+        if actual is None or links.step(link, actual) is not links.LinkStep.NOTHING:
             devices.put(link, actual)
         return True
 
@@ -195,7 +195,7 @@ class NeighborTable(_KernelTable):
     name = NEIGHBORS
     what = "the neighbour entries"
 
-    def __init__(self, kernel: Kernel, refused: Refused) -> None:
+    def __init__(self, kernel: Kernel, refused: RefusedEntries) -> None:
         super().__init__(kernel)
         self._refused = refused
 
@@ -249,7 +249,7 @@ class RouteTable(_KernelTable):
 
     def read(self, scope: Scope) -> Iterator[Seen]:
         found = (seen for family in self._kernel.domain.families for seen in self._found(family, scope))
-        return in_order(scope.wanted, found, self._ours)
+        return in_order(scope.desired, found, self._ours)
 
     def put(self, puts: Sequence[Put]) -> Report:
         """Replace our own routes; create others only if the destination has none."""
@@ -271,7 +271,7 @@ class RouteTable(_KernelTable):
                 report.failed.append(Failure(put.want, text, _REMEDY_FOR_BLOCKED))
         self._bring_to_front(behind, report)
         self._replace(over, report)
-        _account(new, self._kernel.write(new, mode=Mode.EXCLUSIVE), report, is_new=True)
+        _account(new, self._kernel.write(new, mode=CreateMode.EXCLUSIVE), report, is_new=True)
         for made in report.made:
             self._ours[made.key] = made
         return report
@@ -292,7 +292,7 @@ class RouteTable(_KernelTable):
         """
         domain = self._kernel.domain
         through = {domain.uplink, *domain.links}
-        through.update(route.device for route in scope.wanted.values() if isinstance(route, Route))
+        through.update(route.device for route in scope.desired.values() if isinstance(route, Route))
         indexes = {index for name in through if (index := index_of(name))}
         named = cache(name_of)
 
@@ -301,7 +301,7 @@ class RouteTable(_KernelTable):
             if protocol == PROTO_FLANNEL:
                 return True
             key, index = rtnl.outline(data, offset, end) or (None, 0)
-            if index in indexes or key in scope.wanted:
+            if index in indexes or key in scope.desired:
                 return True
             # Left by a run with another backend or VNI.
             left = scope.adopt and protocol == PROTO_BOOT and key is not None
@@ -340,7 +340,7 @@ class RouteTable(_KernelTable):
             "Another route came before ours to %s%s, and now comes after it", routes[0].destination, more
         )
         self._kernel.write(routes, drop=True)
-        _account(routes, self._kernel.write(routes, mode=Mode.IN_FRONT), report, is_new=True)
+        _account(routes, self._kernel.write(routes, mode=CreateMode.IN_FRONT), report, is_new=True)
 
     def _replace(self, over: Mapping[Resource, Resource], report: Report) -> None:
         """Replace routes.

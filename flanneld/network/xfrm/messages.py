@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from ipaddress import IPv4Address, IPv4Network
 
-from flanneld.network.rtnetlink.netlink import Malformed, attribute, attributes, unpack
+from flanneld.network.rtnetlink.netlink import MalformedNetlink, attribute, attributes, unpack
 from flanneld.network.xfrm.policy import Action, Direction, Tunnel, XfrmPolicy
 
 #: linux/netlink.h
@@ -43,7 +43,7 @@ def pack_id(policy: XfrmPolicy) -> bytes:
 
 
 def decode(data: bytes, offset: int, end: int) -> XfrmPolicy | None:
-    """Parse a policy in a dump; None if it cannot conflict with ours. Raises ``Malformed``."""
+    """Parse a policy in a dump; None if it cannot conflict with ours. Raises ``MalformedNetlink``."""
     selector, info = unpack(_WHOLE, data, offset, end)
     return _decode(bytes(selector), bytes(info), attributes(data, offset + _WHOLE.size, end))
 
@@ -55,7 +55,7 @@ def _decode(selector: bytes, info: bytes, found: dict[int, bytes]) -> XfrmPolicy
     if not is_ours or any(ports) or protocol or interface or _is_apart(found):
         return None
     if action not in tuple(Action):
-        raise Malformed
+        raise MalformedNetlink
     tunnel, odd = _read_templates(found.get(_TEMPLATE, b""))
     if any(limits[6:8]):
         odd = "with an end of its life"
@@ -111,7 +111,7 @@ def _read_templates(data: bytes) -> tuple[Tunnel | None, str]:
     if not data:
         return None, ""
     if len(data) < _TMPL.size:
-        raise Malformed
+        raise MalformedNetlink
     to, spi, protocol, family, source, reqid, mode, _, optional, *algorithms = _TMPL.unpack_from(data)
     is_usual = (len(data), protocol, family, mode) == (_TMPL.size, _ESP, _AF_INET, _MODE_TUNNEL)
     tunnel = Tunnel(IPv4Address(source[:4]), IPv4Address(to[:4]), reqid)
@@ -122,5 +122,5 @@ def _read_templates(data: bytes) -> tuple[Tunnel | None, str]:
 
 def _network(address: bytes, bits: int) -> IPv4Network:
     if bits > 32:
-        raise Malformed
+        raise MalformedNetlink
     return IPv4Network((address[:4], bits), strict=False)

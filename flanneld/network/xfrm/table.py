@@ -10,7 +10,7 @@ from contextlib import closing, suppress
 from ipaddress import IPv4Network
 from pathlib import Path
 
-from flanneld.compat.glog import Once, V
+from flanneld.compat.glog import OneTimeWarnings, V
 from flanneld.model import IPNetwork
 from flanneld.network.rtnetlink.netlink import (
     NLM_F_REQUEST,
@@ -48,7 +48,7 @@ class XfrmPolicyTable:
         self._network = network
         self._kernel: NetlinkSocket | None = None
         self._news: NetlinkSocket | None = None
-        self._once = Once()
+        self._once = OneTimeWarnings()
 
     def read(self, scope: Scope) -> Iterator[Seen]:
         """Yield flannel's policies, and foreign ones with the key of a desired one."""
@@ -56,7 +56,7 @@ class XfrmPolicyTable:
             if is_flannels(policy, self._network):
                 yield Seen(policy)
                 continue
-            if policy.key in scope.wanted:
+            if policy.key in scope.desired:
                 yield Seen(policy, Claim.FOREIGN)
             if passes_by(policy, self._network):
                 remedy = f"remove it: ip xfrm policy delete {_selector(policy)}"

@@ -9,12 +9,12 @@ from contextlib import suppress
 from msgspec.structs import replace
 
 from flanneld.backends.contract import encrypts
-from flanneld.compat.glog import Once, counted
+from flanneld.compat.glog import OneTimeWarnings, counted
 from flanneld.errors import cause_of
 from flanneld.network.obstacles import Obstacles
 from flanneld.network.uplink_facts import read_host_networks
-from flanneld.reconcile.encryption import EncryptionWatch
-from flanneld.reconcile.node import Node
+from flanneld.reconcile.encryption_watch import EncryptionWatch
+from flanneld.reconcile.local_node import LocalNode
 from flanneld.reconcile.node_tables import NodeTables
 from flanneld.reconcile.peers import Peers
 from flanneld.reconcile.reconciler import REST, SETTLE
@@ -35,14 +35,16 @@ RETRY = 1.0
 class HostWatch:
     """Watch that checks the host on demand and periodically. ``on_move`` is called after a new uplink."""
 
-    def __init__(self, node: Node, peers: Peers, tables: NodeTables, on_move: Callable[[], None]) -> None:
+    def __init__(
+        self, node: LocalNode, peers: Peers, tables: NodeTables, on_move: Callable[[], None]
+    ) -> None:
         self._node = node
         self._manager = node.uplink_manager
         self._peers = peers
         self._tables = tables
         self._on_move = on_move
         self.encryption = EncryptionWatch()
-        self._once = Once()
+        self._once = OneTimeWarnings()
         self._next_look = clock.now()
         self._earliest_look = 0.0
         #: True if a notification asks to check the uplink as well as the host's networks.
@@ -85,7 +87,7 @@ class HostWatch:
         host = read_host_networks(self._node.kernel, networks, own, self._node.kernel.domain.links)
         if host != self._peers.safety.obstacles.host:
             self._change(self._peers.look(Obstacles(host), self._manager.backend), now)
-        self._peers.tell()
+        self._peers.log_changes()
 
     def watch_encryption(self, now: float) -> None:
         """Check the host's routes again if the backend encrypts: those of an earlier run have gone."""
@@ -97,7 +99,7 @@ class HostWatch:
     def _tell_of_bypasses(self) -> None:
         if encrypts(self._manager.backend):
             detours = self._peers.safety.obstacles.host.detours
-            self.encryption.look(detours, self._peers.wanted.table(ROUTES))
+            self.encryption.look(detours, self._peers.desired.table(ROUTES))
 
     def wish_for_ourselves(self) -> None:
         """Set the desired objects that this node needs without peers, for the current backend."""
@@ -113,7 +115,7 @@ class HostWatch:
 
     def links(self) -> list[Link]:
         """Return the devices that this node needs."""
-        return [item for item in self._peers.local_wishes() if isinstance(item, Link)]
+        return [item for item in self._peers.local_resources() if isinstance(item, Link)]
 
     def could_not_read(self, failure: OSError, now: float) -> None:
         """Warn once of a failed read of the kernel, and try again soon."""

@@ -10,17 +10,17 @@ from flanneld.model import IPAddress, IPNetwork
 from flanneld.network.change_origin import ChangeOrigins
 from flanneld.network.obstacles import single
 from flanneld.network.rtnetlink.monitor import (
-    Gone,
     HostRouteChanged,
     InterfaceChanged,
-    News,
+    Notification,
     Overrun,
-    Seen,
-    Unheard,
+    ResourceChanged,
+    ResourceRemoved,
+    Unmonitored,
 )
-from flanneld.reconcile.host.watch import HostWatch
+from flanneld.reconcile.host.host_watch import HostWatch
 from flanneld.reconcile.lease_safety import LeaseSafety
-from flanneld.reconcile.node import Node
+from flanneld.reconcile.local_node import LocalNode
 from flanneld.reconcile.node_tables import NodeTables
 from flanneld.reconcile.past.left_behind import LeftBehind
 from flanneld.reconcile.peers import Peers
@@ -34,7 +34,7 @@ class KernelNews:
     """Dispatcher of the kernel's notifications to the tables and to the watch of the host."""
 
     def __init__(
-        self, node: Node, peers: Peers, tables: NodeTables, host: HostWatch, left_behind: LeftBehind
+        self, node: LocalNode, peers: Peers, tables: NodeTables, host: HostWatch, left_behind: LeftBehind
     ) -> None:
         self._node = node
         self._manager = node.uplink_manager
@@ -62,7 +62,7 @@ class KernelNews:
             self._left_behind.record_devices()
             self._names = names
 
-    def _take(self, item: News, now: float) -> None:
+    def _take(self, item: Notification, now: float) -> None:
         if may_be_obstacle(item, self._peers.safety, self._node.kernel.domain.links):
             self._host.look_soon(now)
         match item:
@@ -70,13 +70,13 @@ class KernelNews:
                 self._tables.work.overruns += 1
                 log.log(V(1), "Kernel notifications were lost: reading everything back")
                 self._read_all_back(now)
-            case Unheard():
+            case Unmonitored():
                 self._read_all_back(now)
             case InterfaceChanged(index, name, port) if self._concerns_us(index, name):
                 self._read_all_back(now, (LINKS, name or ""), port)
-            case Gone(key, port):
-                self._heard_of(key, port, now, is_drift=self._peers.wanted.get(key) is not None)
-            case Seen(resource, port):
+            case ResourceRemoved(key, port):
+                self._heard_of(key, port, now, is_drift=self._peers.desired.get(key) is not None)
+            case ResourceChanged(resource, port):
                 self._heard_of(resource.key, port, now, is_drift=self._is_drift(resource))
 
     def _read_all_back(self, now: float, key: Key | None = None, port: int = 0) -> None:
@@ -95,10 +95,10 @@ class KernelNews:
         return ours or index in self._names or self._manager.asks_routes or self._manager.is_adrift
 
     def _is_drift(self, resource: Resource) -> bool:
-        wanted = self._peers.wanted.get(resource.key)
-        if wanted is None:
+        desired = self._peers.desired.get(resource.key)
+        if desired is None:
             return getattr(resource, "device", None) in self._node.kernel.domain.links
-        return wanted != resource
+        return desired != resource
 
     def _interfaces(self) -> dict[int, str]:
         ours = self._ours()
@@ -109,7 +109,7 @@ class KernelNews:
         return (domain.uplink, *domain.links)
 
 
-def may_be_obstacle(item: News, safety: LeaseSafety, links: Collection[str]) -> bool:
+def may_be_obstacle(item: Notification, safety: LeaseSafety, links: Collection[str]) -> bool:
     """Return True if a notification may change an address, a connected network or a gateway of the host.
 
     ``links`` are our devices.
@@ -121,9 +121,9 @@ def may_be_obstacle(item: News, safety: LeaseSafety, links: Collection[str]) -> 
             return is_known or (address is not None and name not in links)
         case HostRouteChanged(destination, gateways):
             return _may_harm(safety, destination, *gateways)
-        case Gone(key, gateway=gateway):
+        case ResourceRemoved(key, gateway=gateway):
             return _may_harm(safety, destination_of(key), gateway)
-        case Seen(Route() as route):
+        case ResourceChanged(Route() as route):
             return route.device not in links and _may_harm(safety, route.destination, route.gateway)
     return False
 

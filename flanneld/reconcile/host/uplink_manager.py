@@ -17,7 +17,7 @@ from flanneld.backends.contract import (
     HostServices,
     RecognizesItself,
 )
-from flanneld.compat.glog import Once
+from flanneld.compat.glog import OneTimeWarnings
 from flanneld.config import Config
 from flanneld.errors import Fatal
 from flanneld.model import IPAddress, IPNetwork, LeaseAttrs, Uplink, is_same_node
@@ -64,7 +64,7 @@ class UplinkManager:
         self._services = services
         #: Decision of the first backend, for the whole run.
         self._identity: Any = None
-        self._once = Once()
+        self._once = OneTimeWarnings()
         self.uplink = uplink
         #: True while no interface is usable. Any notification may end that.
         self.is_adrift = False
@@ -130,7 +130,7 @@ class UplinkManager:
 
     def _link_to(self, target: IPAddress) -> str | None:
         self.asks_routes = True
-        way = self._kernel.way_to(target)
+        way = self._kernel.look_up_route(target)
         if way is None or way.gateway is not None or way.kind != RTN_UNICAST:
             return None
         return self._kernel.name_of(way.index)

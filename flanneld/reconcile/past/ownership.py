@@ -1,7 +1,7 @@
 """Proof that an object found at the start belongs to this host's own last run.
 
 A MAC or a local address is no identity: clones share MACs, and every Vagrant box has 10.0.2.15. So the
-record of the last run, ``State``, is compared with the hardware, the store and the kernel. Without a record
+record of the last run, ``RunRecord``, is compared with the hardware, the store and the kernel. Without a record
 nothing is claimed.
 """
 
@@ -58,7 +58,7 @@ class FileStamp(Struct, frozen=True, gc=False):
     mtime_ns: int
 
 
-class State(Struct, frozen=True, gc=False):
+class RunRecord(Struct, frozen=True, gc=False):
     """Record of this host's last run.
 
     ``attributes`` are those that we last wrote into our lease, None without a lease to claim. ``devices`` are
@@ -85,7 +85,7 @@ def device_of(seen: SeenLink) -> Device | None:
     return Device(seen.index, seen.make.make, seen.mac, seen.name)
 
 
-def proven_lease(state: State | None, machine: Machine, store: str, previous: LeaseKey) -> Lease | None:
+def proven_lease(state: RunRecord | None, machine: Machine, store: str, previous: LeaseKey) -> Lease | None:
     """Return the lease as this machine last wrote it; None if another machine may have written it.
 
     ``previous`` are the subnets of subnet.env: if they differ, another daemon ran here since.
@@ -99,21 +99,21 @@ def proven_lease(state: State | None, machine: Machine, store: str, previous: Le
     return Lease(state.attributes, *state.subnets)
 
 
-def adopts_unmarked(state: State | None, subnet_file: FileStamp | None) -> bool:
+def adopts_unmarked(state: RunRecord | None, subnet_file: FileStamp | None) -> bool:
     """Return True if another flanneld ran here since our last run, or its objects are not swept yet."""
     if state is None:
         return subnet_file is not None
     return state.adopts or (subnet_file is not None and subnet_file != state.subnet_file)
 
 
-def devices_of_this_boot(state: State | None, boot_id: str) -> tuple[Device, ...]:
+def devices_of_this_boot(state: RunRecord | None, boot_id: str) -> tuple[Device, ...]:
     """Return the recorded devices; after a reboot their indexes mean other devices."""
     return state.devices if state is not None and boot_id and state.boot_id == boot_id else ()
 
 
-def stale(devices: Iterable[Device], present: Iterable[SeenLink], wanted: Iterable[str]) -> list[SeenLink]:
-    """Return the links of earlier runs that are no longer ``wanted``, by name."""
-    kept, recorded = frozenset(wanted), tuple(devices)
+def stale(devices: Iterable[Device], present: Iterable[SeenLink], desired: Iterable[str]) -> list[SeenLink]:
+    """Return the links of earlier runs that are no longer ``desired``, by name."""
+    kept, recorded = frozenset(desired), tuple(devices)
     return [
         seen for seen in present if seen.name not in kept and any(each.is_same(seen) for each in recorded)
     ]

@@ -11,10 +11,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from flanneld.compat.glog import Once
+from flanneld.compat.glog import OneTimeWarnings
 from flanneld.errors import Refused
 from flanneld.model import LeaseKey
-from flanneld.reconcile.past.ownership import Device, FileStamp, Machine, State
+from flanneld.reconcile.past.ownership import Device, FileStamp, Machine, RunRecord
 from flanneld.runtime.files import atomic_file
 from flanneld.subnet.codec import format_attrs, parse_attrs
 
@@ -36,11 +36,11 @@ class StateFile:
         self._path = path
         self._is_dry_run = is_dry_run
         self._lock = threading.Lock()
-        self._wanted = State()
-        self._written: State | None = None
-        self._once = Once()
+        self._desired = RunRecord()
+        self._written: RunRecord | None = None
+        self._once = OneTimeWarnings()
 
-    def load(self) -> State | None:
+    def load(self) -> RunRecord | None:
         """Read the record of the last run. An invalid file is logged and counts as missing."""
         try:
             found = _parse(atomic_file.read(self._path, _MAX_SIZE))
@@ -51,14 +51,14 @@ class StateFile:
             self._once.warn(log, "load", f"Ignoring the state file {self._path}: {problem}")
             return None
         with self._lock:
-            self._wanted = self._written = found
+            self._desired = self._written = found
         return found
 
     def update(self, **changes: Any) -> None:
         """Change fields of the record, and write it if the file differs."""
         with self._lock:
-            self._wanted = replace(self._wanted, **changes)
-            if self._wanted != self._written:
+            self._desired = replace(self._desired, **changes)
+            if self._desired != self._written:
                 self._write()
 
     def try_again(self) -> None:
@@ -75,7 +75,7 @@ class StateFile:
             return True
         try:
             self._path.parent.mkdir(0o755, parents=True, exist_ok=True)
-            atomic_file.replace(self._path, _text(self._wanted).encode(), 0o600)
+            atomic_file.replace(self._path, _text(self._desired).encode(), 0o600)
         except OSError as error:
             self._once.warn(
                 log,
@@ -85,7 +85,7 @@ class StateFile:
             )
             return False
         self._once.clear("write")
-        self._written = self._wanted
+        self._written = self._desired
         return True
 
 
@@ -110,7 +110,7 @@ def _line(path: Path) -> str:
         return ""
 
 
-def _text(state: State) -> str:
+def _text(state: RunRecord) -> str:
     stamp, attributes = state.subnet_file, state.attributes
     return (
         json.dumps(
@@ -136,12 +136,12 @@ def _text(state: State) -> str:
     )
 
 
-def _parse(content: bytes) -> State:
+def _parse(content: bytes) -> RunRecord:
     top = json.loads(content)
     if top["version"] != _VERSION:
         raise ValueError(f"it is not of version {_VERSION}")
     stamp, attributes = top["subnet_file"], top["attributes"]
-    return State(
+    return RunRecord(
         boot_id=str(top["boot_id"]),
         machine=Machine(str(top["hardware_address"]), str(top["product_uuid"])),
         store=str(top["store"]),

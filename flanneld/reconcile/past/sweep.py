@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from flanneld.compat.glog import counted
-from flanneld.reconcile.host.watch import RETRY
+from flanneld.reconcile.host.host_watch import RETRY
 from flanneld.reconcile.node_tables import NodeTables
 from flanneld.reconcile.past.left_behind import LeftBehind
 from flanneld.reconcile.peers import Peers

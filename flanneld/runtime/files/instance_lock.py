@@ -1,6 +1,6 @@
 """Lock that keeps two daemons from serving one subnet file.
 
-The kernel releases it when the process ends in any way. Child processes do not inherit it: the packet pump
+The kernel releases it when the process ends in any way. Child processes do not inherit it: the udp proxy
 outlives the daemon.
 """
 

@@ -17,7 +17,7 @@ FEW = 25
 _NAMED = 3
 
 
-class Complaints:
+class BatchedWarnings:
     """Warnings by key, logged once until their text changes or they are cleared. Threads may share it.
 
     ``one`` is the format of a line with ``key`` and ``reason``. ``several`` is that of a line with ``count``,
@@ -46,7 +46,7 @@ class Complaints:
         self._left = FEW
 
     def note(self, key: str, reason: object) -> None:
-        """Queue a warning for ``tell`` unless it is known."""
+        """Queue a warning for ``flush`` unless it is known."""
         text = str(reason)
         with self._lock:
             if self._known.get(key) != hash(text):
@@ -66,7 +66,7 @@ class Complaints:
                 self._known.pop(key)
                 self._pending.pop(key, None)
 
-    def tell(self) -> None:
+    def flush(self) -> None:
         """Log new warnings. Beyond the limit they wait for the next minute and share one line."""
         if not self._pending:
             return

@@ -26,7 +26,7 @@ LONGEST_FILE = 256 << 10
 _VERBOSE = logging.INFO - 1
 
 #: Seconds since the epoch, glog's severity letter, name of the source file, text.
-Event = tuple[float, str, str, str]
+LoggedEvent = tuple[float, str, str, str]
 
 
 class Events(logging.Handler):
@@ -34,7 +34,7 @@ class Events(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
-        self._ring: deque[Event] = deque(maxlen=LIMIT)
+        self._ring: deque[LoggedEvent] = deque(maxlen=LIMIT)
         self._path: Path | None = None
         self._file: IO[bytes] | None = None
 
@@ -63,7 +63,7 @@ class Events(logging.Handler):
             if self._file:
                 self._append(self._file, event)
 
-    def recent(self) -> list[Event]:
+    def recent(self) -> list[LoggedEvent]:
         """Return the events, oldest first. May be called from any thread."""
         return list(self._ring.copy())
 
@@ -74,7 +74,7 @@ class Events(logging.Handler):
             self._file = None
         super().close()
 
-    def _append(self, file: IO[bytes], event: Event) -> None:
+    def _append(self, file: IO[bytes], event: LoggedEvent) -> None:
         try:
             if file.write(_line(event)) and file.tell() > LONGEST_FILE:
                 self._write_all()
@@ -105,11 +105,11 @@ def remember() -> Events:
     return events
 
 
-def _line(event: Event) -> bytes:
+def _line(event: LoggedEvent) -> bytes:
     return f"{json.dumps(event)}\n".encode()
 
 
-def _read(path: Path) -> list[Event]:
+def _read(path: Path) -> list[LoggedEvent]:
     """Return the events in a file; what is no event, as a line that was cut, is left out."""
     try:
         lines = atomic_file.read(path, 2 * LONGEST_FILE).splitlines()
@@ -118,7 +118,7 @@ def _read(path: Path) -> list[Event]:
     return [event for line in lines if (event := _event(line))]
 
 
-def _event(line: bytes) -> Event | None:
+def _event(line: bytes) -> LoggedEvent | None:
     try:
         time, severity, source, text = json.loads(line)
         event = (float(time), str(severity)[:1], str(source)[:LENGTH], str(text)[:LENGTH])

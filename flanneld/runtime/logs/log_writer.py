@@ -20,9 +20,9 @@ class LogWriter:
     Once there is room again, a line reports their number.
     """
 
-    def __init__(self, fd: int, patience: float = PATIENCE) -> None:
+    def __init__(self, fd: int, time_limit: float = PATIENCE) -> None:
         self._fd = fd
-        self._patience = patience
+        self._patience = time_limit
         self._poll = select.poll()
         self._poll.register(fd, select.POLLOUT)
         self._lost = 0

@@ -13,7 +13,7 @@ from flanneld.runtime import clock
 PACE = 60.0
 
 
-class Pace:
+class LogRateLimit:
     """Rate limit of one message a minute per key. For one thread and few keys."""
 
     def __init__(self, now: Callable[[], float] = clock.now) -> None:
@@ -46,7 +46,7 @@ class Outage:
         self._failing = failing
         self._working = working
         self._now = now
-        self._pace = Pace(now)
+        self._pace = LogRateLimit(now)
         self._since: float | None = None
         self._problem: Retryable | None = None
         self._is_told = False

@@ -18,17 +18,17 @@ _LONGEST_ANSWER = 64 << 20
 _PIECE = 256 << 10
 
 
-class Endless(HTTPException):
+class ResponseTooLarge(HTTPException):
     """Error for a response that exceeds the size limit."""
 
 
 class _Connection(HTTPConnection):
-    def __init__(self, *args: Any, line: InterruptibleSocket, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, interruptible_socket: InterruptibleSocket, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._on_line = line
+        self._interruptible_socket = interruptible_socket
 
     def _new_conn(self) -> socket:
-        return self._on_line.connect(self._dns_host, self.port or 0, float(self.timeout or 0))
+        return self._interruptible_socket.connect(self._dns_host, self.port or 0, float(self.timeout or 0))
 
 
 class _TlsConnection(_Connection, HTTPSConnection):
@@ -36,7 +36,7 @@ class _TlsConnection(_Connection, HTTPSConnection):
 
 
 class Pool(HTTPConnectionPool):
-    """Connection pool that takes an ``InterruptibleSocket`` as ``line``; so does ``TlsPool``."""
+    """Connection pool on an ``InterruptibleSocket``, given as argument; so is ``TlsPool``."""
 
     ConnectionCls = _Connection
 
@@ -45,14 +45,14 @@ class TlsPool(HTTPSConnectionPool):
     ConnectionCls = _TlsConnection
 
 
-def nobody_waits() -> None:
+def no_heartbeat() -> None:
     """Do nothing: the heartbeat callback for short responses."""
 
 
 def body_of(
-    response: BaseHTTPResponse, alive: Callable[[], None] = nobody_waits, longest: int | None = None
+    response: BaseHTTPResponse, alive: Callable[[], None] = no_heartbeat, longest: int | None = None
 ) -> bytes:
-    """Return the whole body. Raises ``Endless`` if it exceeds ``longest`` bytes.
+    """Return the whole body. Raises ``ResponseTooLarge`` if it exceeds ``longest`` bytes.
 
     ``alive`` is called for each part received, also from a slow server.
     """
@@ -61,7 +61,7 @@ def body_of(
     while piece := response.read(_PIECE):
         size += len(piece)
         if size > longest:
-            raise Endless(f"its answer is longer than {longest / (1 << 20):g} MiB")
+            raise ResponseTooLarge(f"its answer is longer than {longest / (1 << 20):g} MiB")
         pieces.append(piece)
         alive()
     return b"".join(pieces)

@@ -56,29 +56,31 @@ class HttpClient:
         """Return the response. Raises ``Retryable`` if there is none, ``Fatal`` for an invalid URL."""
         url = _parse(request.url)
         where = f"{url.scheme}://{url.hostname}:{_port(url)}"  # The rest of the URL may contain a secret.
-        line, done = InterruptibleSocket(), threading.Event()
+        interruptible_socket, done = InterruptibleSocket(), threading.Event()
         deadline = time.monotonic() + request.timeout
 
         def guard() -> None:
             """Shut the connection down at the deadline, even while data arrives, and at the daemon's stop."""
             while not done.wait(max(0.0, min(_LOOK_AT_STOP, deadline - time.monotonic()))):
                 if time.monotonic() >= deadline or (self._stop.is_set() and not request.at_exit):
-                    line.cut()
+                    interruptible_socket.cancel()
                     return
 
         threading.Thread(target=guard, name="http deadline", daemon=True).start()
         try:
-            return _exchange(request, url, line)
+            return _exchange(request, url, interruptible_socket)
         except Cancelled:
             raise _no_answer(where, f"no whole answer within {request.timeout:g} s") from None
         except (HTTPException, OSError, Unreachable, UnicodeError) as error:
             raise _no_answer(where, _reason(error)) from None
         finally:
             done.set()
-            line.drop()
+            interruptible_socket.disconnect()
 
 
-def _exchange(request: HttpRequest, url: SplitResult, line: InterruptibleSocket) -> HttpAnswer:
+def _exchange(
+    request: HttpRequest, url: SplitResult, interruptible_socket: InterruptibleSocket
+) -> HttpAnswer:
     from urllib3.exceptions import HTTPError  # takes 30 ms, so imported on demand
 
     from flanneld.runtime.sockets.connection_pools import Pool, TlsPool, body_of
@@ -88,9 +90,11 @@ def _exchange(request: HttpRequest, url: SplitResult, line: InterruptibleSocket)
         import ssl
 
         context = ssl.create_default_context(cafile=request.ca_file or None)
-        pool: Pool | TlsPool = TlsPool(host, _port(url), line=line, ssl_context=context)
+        pool: Pool | TlsPool = TlsPool(
+            host, _port(url), interruptible_socket=interruptible_socket, ssl_context=context
+        )
     else:
-        pool = Pool(host, _port(url), line=line)
+        pool = Pool(host, _port(url), interruptible_socket=interruptible_socket)
     try:
         with pool.urlopen(
             request.method,
@@ -103,11 +107,11 @@ def _exchange(request: HttpRequest, url: SplitResult, line: InterruptibleSocket)
             timeout=request.timeout + 1,  # beyond the deadline of guard()
         ) as response:
             body = body_of(response, longest=request.longest)
-            line.check()  # without a length, a truncated body looks complete
+            interruptible_socket.check()  # without a length, a truncated body looks complete
             headers = {name.lower(): value for name, value in response.headers.items()}
             return HttpAnswer(response.status, headers, body)
     except HTTPError as error:
-        line.check()
+        interruptible_socket.check()
         cause = error.args[-1] if error.args else error
         raise (cause if isinstance(cause, OSError | HTTPException) else OSError(str(error))) from None
     finally:
@@ -116,11 +120,11 @@ def _exchange(request: HttpRequest, url: SplitResult, line: InterruptibleSocket)
 
 def _reason(error: Exception) -> str:
     """Return the reason without any text of the server's."""
-    from flanneld.runtime.sockets.connection_pools import Endless
+    from flanneld.runtime.sockets.connection_pools import ResponseTooLarge
 
     if isinstance(error, RemoteDisconnected | IncompleteRead):
         return "it broke the connection"
-    if isinstance(error, HTTPException) and not isinstance(error, Endless):
+    if isinstance(error, HTTPException) and not isinstance(error, ResponseTooLarge):
         return "it does not speak HTTP"
     return cause_of(error)
 

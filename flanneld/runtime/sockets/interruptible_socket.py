@@ -33,7 +33,7 @@ class InterruptibleSocket:
         self._sock: socket.socket | None = None
 
     def check(self) -> None:
-        """Raise ``Cancelled`` once ``cut`` was called."""
+        """Raise ``Cancelled`` once ``cancel`` was called."""
         if self._cut:
             raise Cancelled
 
@@ -60,7 +60,7 @@ class InterruptibleSocket:
                 return sock
         raise Unreachable(problem)
 
-    def drop(self) -> None:
+    def disconnect(self) -> None:
         """Close the connection; another may follow. May be called from any thread."""
         with self._changed:
             if self._sock is not None:
@@ -68,17 +68,17 @@ class InterruptibleSocket:
                 self._sock.close()
             self._sock = None
 
-    def cut(self) -> None:
+    def cancel(self) -> None:
         """Close the connection and refuse further ones. May be called repeatedly, from any thread."""
         with self._changed:
             self._cut = True
             self._changed.notify_all()
-        self.drop()
+        self.disconnect()
 
     def _hold(self, sock: socket.socket) -> None:
         # A duplicate, because TLS detaches the descriptor from the socket it wraps. Held before it connects,
         # because a shutdown also interrupts a connect.
-        self.drop()
+        self.disconnect()
         with self._changed:
             self.check()
             self._sock = sock.dup()

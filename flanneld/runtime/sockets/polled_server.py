@@ -41,7 +41,7 @@ class Limits(Struct, frozen=True, gc=False):
     reserved: int = 0
 
 
-class Source(Struct, frozen=True, gc=False):
+class ConnectionOrigin(Struct, frozen=True, gc=False):
     """Origin of a connection. Local connections, such as kubelet's probes, have a reserve."""
 
     name: str
@@ -51,11 +51,11 @@ class Source(Struct, frozen=True, gc=False):
 class _Open(Struct, frozen=True, gc=False):
     connection: socket.socket
     conversation: Conversation
-    source: Source
+    source: ConnectionOrigin
     deadline: float
 
 
-def to_evict(old: Sequence[Source], new: Source, limits: Limits) -> int | None:
+def to_evict(old: Sequence[ConnectionOrigin], new: ConnectionOrigin, limits: Limits) -> int | None:
     """Return the index of the connection to close for a new one, None if there is room (pure).
 
     ``old`` are the open ones, oldest first. A source at its limit loses its oldest connection. At the total
@@ -179,13 +179,13 @@ def send(connection: socket.socket, data: bytes) -> Iterator[int]:
             yield select.POLLOUT
 
 
-def _source(connection: socket.socket, address: object) -> Source:
+def _source(connection: socket.socket, address: object) -> ConnectionOrigin:
     if not isinstance(address, tuple):
-        return Source("", is_local=True)  # a Unix socket is local
+        return ConnectionOrigin("", is_local=True)  # a Unix socket is local
     host = ip_address(str(address[0]).partition("%")[0])
     if host.version == 6 and host.ipv4_mapped:
         host = host.ipv4_mapped
     is_local = host.is_loopback or address[0] == connection.getsockname()[0]
     if host.version == 6 and not is_local:
-        return Source(f"{int(host) >> (128 - _IPV6_SOURCE):x}", is_local=False)
-    return Source(str(host), is_local)
+        return ConnectionOrigin(f"{int(host) >> (128 - _IPV6_SOURCE):x}", is_local=False)
+    return ConnectionOrigin(str(host), is_local)

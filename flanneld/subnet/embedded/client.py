@@ -10,11 +10,11 @@ from flanneld.errors import Cancelled
 from flanneld.runtime import clock
 from flanneld.subnet.embedded.store import TICK, KeyStore
 from flanneld.subnet.etcd.keys import (
-    Changes,
+    KeyChanges,
     NoConfig,
-    Node,
     Position,
     Reply,
+    StoredKey,
     check_reread,
 )
 
@@ -25,14 +25,14 @@ POLL = 60.0
 
 
 class EmbeddedClient:
-    """``Client`` of a store in this process. ``cut`` ends this client and leaves the store open."""
+    """``Client`` of a store in this process. ``cancel`` ends this client and leaves the store open."""
 
     api = "embedded"
     names_ipv6 = True
 
     def __init__(self, store: KeyStore) -> None:
         self.store = store
-        self._is_cut = threading.Event()
+        self._is_cancelled = threading.Event()
 
     def root(self, prefix: str) -> str:
         return posixpath.normpath("/" + prefix.strip("/"))
@@ -41,7 +41,7 @@ class EmbeddedClient:
         self.check()
         if recursive:
             children, at = self.store.below(key)
-            return Reply("get", Node(key, "", None, at.index, is_dir=True), children, at)
+            return Reply("get", StoredKey(key, "", None, at.index, is_dir=True), children, at)
         node, at = self.store.get(key)
         return Reply("get", node, (), at)
 
@@ -73,13 +73,13 @@ class EmbeddedClient:
     def reconnect(self) -> None:
         """Do nothing: a file has no connection."""
 
-    def cut(self) -> None:
-        self._is_cut.set()
+    def cancel(self) -> None:
+        self._is_cancelled.set()
         self.store.wake()
 
     def check(self) -> None:
-        """Raise ``Cancelled`` after ``cut``."""
-        if self._is_cut.is_set():
+        """Raise ``Cancelled`` after ``cancel``."""
+        if self._is_cancelled.is_set():
             raise Cancelled
 
 
@@ -95,7 +95,7 @@ class EmbeddedWatcher:
         self._contact = contact
         self._reread = threading.Event()
 
-    def read(self, after: Position) -> Changes:
+    def read(self, after: Position) -> KeyChanges:
         store = self.client.store
         deadline = clock.now() + POLL
         while True:
@@ -117,8 +117,8 @@ class EmbeddedWatcher:
     def reconnect(self) -> None:
         """Do nothing: a file has no connection."""
 
-    def cut(self) -> None:
-        self.client.cut()
+    def cancel(self) -> None:
+        self.client.cancel()
 
     def close(self) -> None:
         """Do nothing: a file has no connection."""

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from flanneld.errors import Retryable
 from flanneld.subnet.embedded.client import PREFIX, EmbeddedClient
 from flanneld.subnet.embedded.store import KeyStore
-from flanneld.subnet.etcd.choice import open_client
+from flanneld.subnet.etcd.api_choice import open_client
 from flanneld.subnet.etcd.endpoints import EtcdOptions, Servers
 from flanneld.subnet.etcd.keys import Client
 from flanneld.subnet.etcd.migration import Migration
-from flanneld.subnet.etcd.transport import Timeouts, Transport
+from flanneld.subnet.etcd.transport import EtcdTimeouts, Transport
 from flanneld.subnet.remote.lease_store import LeaseStore
 
 
@@ -30,7 +30,7 @@ def move(
     Each key is reported in a line. Leases keep their remaining term. Only an earlier copy with too short a
     term is overwritten. Return False if something could not be copied. Raises ``Retryable``.
     """
-    etcd = open_client("v2" if api == "v2" else "v3", Transport(Servers(options), Timeouts()))
+    etcd = open_client("v2" if api == "v2" else "v3", Transport(Servers(options), EtcdTimeouts()))
     sides: list[tuple[Client, str]] = [(EmbeddedClient(file), PREFIX), (etcd, options.prefix)]
     (old, old_prefix), (new, new_prefix) = reversed(sides) if into_file else sides
     names = _names(old, old_prefix)

@@ -12,13 +12,13 @@ from flanneld.runtime import clock
 from flanneld.runtime.waits import Signal
 from flanneld.subnet.embedded.database import Database, fact, number, set_fact
 from flanneld.subnet.etcd.keys import (
-    Changes,
     Conflict,
-    ListAgain,
-    Node,
+    KeyChanges,
     NotFound,
     Position,
+    RelistNeeded,
     Reply,
+    StoredKey,
     check_history,
 )
 
@@ -58,7 +58,7 @@ class KeyStore:
 
     # ---- reading -----------------------------------------------------------------------------
 
-    def get(self, key: str) -> tuple[Node, Position]:
+    def get(self, key: str) -> tuple[StoredKey, Position]:
         """Read a key. Raises ``NotFound``."""
         with self.database.reading() as connection:
             now, at = _now(connection), _position(connection)
@@ -67,7 +67,7 @@ class KeyStore:
             raise NotFound(at)
         return node, at
 
-    def below(self, directory: str) -> tuple[tuple[Node, ...], Position]:
+    def below(self, directory: str) -> tuple[tuple[StoredKey, ...], Position]:
         """Read all keys in a directory, at any depth."""
         with self.database.reading() as connection:
             now = _now(connection)
@@ -78,14 +78,14 @@ class KeyStore:
             nodes = [_node(row, now) for row in rows]
             return tuple(each for each in nodes if each.ttl is None or each.ttl > 0), _position(connection)
 
-    def changes(self, key: str, *, recursive: bool, after: Position) -> Changes:
-        """Return the changes since, at most 1,000. Raises ``ListAgain`` if the history has lost them."""
+    def changes(self, key: str, *, recursive: bool, after: Position) -> KeyChanges:
+        """Return the changes since, at most 1,000. Raises ``RelistNeeded`` if the history has lost them."""
         first, last = _range(key) if recursive else (key, f"{key}\0")
         with self.database.reading() as connection:
             now, at = _now(connection), _position(connection)
             check_history(after, at)
             if after.index < number(connection, "floor"):
-                raise ListAgain("the history of the store does not go back so far")
+                raise RelistNeeded("the history of the store does not go back so far")
             rows = connection.execute(
                 "SELECT action, key, value, expires, revision FROM history"
                 " WHERE revision > ? AND key >= ? AND key < ? ORDER BY revision LIMIT 1000",
@@ -93,11 +93,14 @@ class KeyStore:
             ).fetchall()
         replies = tuple(
             Reply(
-                action, Node(name, value, _left(expires, now), revision), (), Position(revision, at.cluster)
+                action,
+                StoredKey(name, value, _left(expires, now), revision),
+                (),
+                Position(revision, at.cluster),
             )
             for action, name, value, expires, revision in rows
         )
-        return Changes(replies, replies[-1].at if len(replies) == 1000 else at)
+        return KeyChanges(replies, replies[-1].at if len(replies) == 1000 else at)
 
     @property
     def writes(self) -> int:
@@ -114,7 +117,7 @@ class KeyStore:
         """End every ``listen``."""
         with self._changed:
             self._writes += 1
-            self._changed.tell()
+            self._changed.notify_all()
 
     def tick(self) -> None:
         """Remove expired keys, and record the time periodically."""
@@ -130,14 +133,14 @@ class KeyStore:
 
     # ---- writing -----------------------------------------------------------------------------
 
-    def create(self, key: str, value: str, ttl: int | None) -> tuple[Node, Position]:
+    def create(self, key: str, value: str, ttl: int | None) -> tuple[StoredKey, Position]:
         """Create a key. Raises ``Conflict`` if it exists."""
         with self._writing() as (connection, now):
             if _find(connection, key, now) is not None:
                 raise Conflict(f"{key} is there")
             return _put(connection, key, value, ttl, now)
 
-    def replace(self, key: str, value: str, ttl: int | None, modified: int) -> tuple[Node, Position]:
+    def replace(self, key: str, value: str, ttl: int | None, modified: int) -> tuple[StoredKey, Position]:
         """Write a key. Raises ``Conflict`` if it has changed since revision ``modified``."""
         with self._writing() as (connection, now):
             _check_unchanged(connection, key, modified, now)
@@ -204,12 +207,12 @@ def _left(expires: float | None, now: float) -> float | None:
     return None if expires is None else max(0.0, expires - now)
 
 
-def _node(row: tuple[str, str, int | None, float | None, int], now: float) -> Node:
+def _node(row: tuple[str, str, int | None, float | None, int], now: float) -> StoredKey:
     key, value, _, expires, modified = row
-    return Node(key, value, _left(expires, now), modified)
+    return StoredKey(key, value, _left(expires, now), modified)
 
 
-def _find(connection: sqlite3.Connection, key: str, now: float) -> Node | None:
+def _find(connection: sqlite3.Connection, key: str, now: float) -> StoredKey | None:
     """Return a key that has not expired; None if there is none."""
     row = connection.execute(f"SELECT {_FOUND} FROM keys WHERE key = ?", (key,)).fetchone()  # noqa: S608
     node = _node(row, now) if row else None
@@ -224,13 +227,13 @@ def _check_unchanged(connection: sqlite3.Connection, key: str, modified: int, no
 
 def _put(
     connection: sqlite3.Connection, key: str, value: str, ttl: int | None, now: float
-) -> tuple[Node, Position]:
+) -> tuple[StoredKey, Position]:
     expires = None if ttl is None else now + ttl
     at = _note(connection, "put", key, value, expires)
     connection.execute(
         "INSERT OR REPLACE INTO keys VALUES (?, ?, ?, ?, ?)", (key, value, ttl, expires, at.index)
     )
-    return Node(key, value, None if ttl is None else float(ttl), at.index), at
+    return StoredKey(key, value, None if ttl is None else float(ttl), at.index), at
 
 
 def _drop(connection: sqlite3.Connection, action: str, key: str) -> Position:

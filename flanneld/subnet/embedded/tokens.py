@@ -13,7 +13,15 @@ from flanneld.errors import Fatal, Retryable
 from flanneld.runtime import clock, randomness
 from flanneld.runtime.command_runner import CommandRunner
 from flanneld.subnet.embedded.database import Database, fact, set_fact
-from flanneld.subnet.remote.token import ANOTHER, Access, Denied, Token, code_of, fingerprint_of, parse_bearer
+from flanneld.subnet.remote.token import (
+    ANOTHER,
+    Denied,
+    JoinToken,
+    Permission,
+    code_of,
+    fingerprint_of,
+    parse_bearer,
+)
 
 #: An ECDSA certificate for a hundred years: nodes know it by its fingerprint, so no date ends it.
 _OPENSSL = (
@@ -36,14 +44,14 @@ class Tokens:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def create(self, lasts: float, fingerprint: str = "") -> Token:
+    def create(self, lasts: float, fingerprint: str = "") -> JoinToken:
         """Create a token for joins within ``lasts`` seconds, with this fingerprint or the store's."""
         fingerprint = fingerprint or fingerprint_of_pem(self.identity())
         secret, token_id = self._secret(), randomness.random_bytes(4).hex()
         ends = int(clock.wall() + lasts)
         with self._database.writing() as connection:
             connection.execute("INSERT INTO tokens VALUES (?, ?, 0)", (token_id, ends))
-        return Token(token_id, ends, code_of(secret, token_id, ends), fingerprint)
+        return JoinToken(token_id, ends, code_of(secret, token_id, ends), fingerprint)
 
     def listed(self) -> list[Listed]:
         """Return all tokens by their end, the latest last."""
@@ -64,7 +72,7 @@ class Tokens:
         if not done:
             raise Fatal(f"there is no token {token_id}", "see flannelctl token list")
 
-    def check(self, header: str) -> Access:
+    def check(self, header: str) -> Permission:
         """Return the access that a header ``Authorization`` grants. Raises ``Denied``, ``Retryable``."""
         found = parse_bearer(header)
         if found is None:
@@ -76,7 +84,7 @@ class Tokens:
             row = connection.execute("SELECT is_revoked FROM tokens WHERE id = ?", (token_id,)).fetchone()
         if row is None or row[0]:
             raise Denied(f"the token {token_id} was revoked", ANOTHER)
-        return Access.JOIN if clock.wall() < ends else Access.STAY
+        return Permission.JOIN if clock.wall() < ends else Permission.STAY
 
     def identity(self) -> str:
         """Return the server's key and certificate in PEM. The first call creates them."""

@@ -13,10 +13,10 @@ from flanneld.errors import Retryable
 from flanneld.model import IPAddress, Lease, LeaseAttrs, LeaseKey
 from flanneld.runtime import randomness
 from flanneld.subnet.etcd.endpoints import EtcdOptions, Server, Servers
-from flanneld.subnet.etcd.http import NoSuchApi, Request, Useless
+from flanneld.subnet.etcd.http import NoSuchApi, Request, ServerFailed
 from flanneld.subnet.etcd.keys import Client, NoConfig, NotFound
 from flanneld.subnet.etcd.manager import EtcdManager
-from flanneld.subnet.etcd.transport import Send, Timeouts, Transport
+from flanneld.subnet.etcd.transport import EtcdTimeouts, Send, Transport
 from flanneld.subnet.etcd.v2 import answers
 from flanneld.subnet.manager import NO_FACTS, Deliver, LocalFacts, SubnetManager
 
@@ -26,14 +26,14 @@ log = logging.getLogger(__name__)
 def open_etcd(
     options: EtcdOptions,
     api: str = "auto",
-    timeouts: Timeouts | None = None,
+    timeouts: EtcdTimeouts | None = None,
     randrange: Callable[[int], int] = randomness.randrange,
 ) -> SubnetManager:
     """Return the subnet manager for "v2", "v3", "both", or "auto": the API that has the network config.
 
     Connects to nothing. Raises ``Fatal`` for unusable options.
     """
-    transport = Transport(Servers(options), timeouts or Timeouts())
+    transport = Transport(Servers(options), timeouts or EtcdTimeouts())
 
     def open_api(
         name: str, is_elsewhere: Callable[[str], bool] = lambda _: False, transport: Transport = transport
@@ -62,10 +62,10 @@ def open_etcd(
 def open_client(api: str, transport: Transport) -> Client:
     """Return a client of "v2" or "v3". Only that one is imported: v2's is heavy."""
     if api == "v2":
-        from flanneld.subnet.etcd.v2.client import Client as ClientV2
+        from flanneld.subnet.etcd.v2.client import V2Client as ClientV2
 
         return ClientV2(transport)
-    from flanneld.subnet.etcd.v3.client import Client as ClientV3
+    from flanneld.subnet.etcd.v3.client import V3Client as ClientV3
 
     return ClientV3(transport)
 
@@ -79,7 +79,7 @@ def _is_in_v2(transport: Transport, key: str) -> bool:
             answers.read(send(Request("GET", target, headers=server.basic_login())))
         except NotFound:
             return False
-        except Useless as lack:
+        except ServerFailed as lack:
             if lack.kind is NoSuchApi:
                 return False  # Asking another server would only cost the connection.
             raise

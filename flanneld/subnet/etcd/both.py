@@ -13,7 +13,7 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from flanneld.compat.glog import Once, V
+from flanneld.compat.glog import OneTimeWarnings, V
 from flanneld.config import Config, ConfigError, say_the_same
 from flanneld.errors import Cancelled, Retryable
 from flanneld.model import (
@@ -61,7 +61,7 @@ class EtcdOfBoth:
         self._pause = pause
         #: Those that are there.
         self._sides: Sequence[EtcdManager] = managers
-        self._once = Once()
+        self._once = OneTimeWarnings()
         self._closed = threading.Event()
         self._own = OwnInBoth(side.api for side in managers)
         self._own_lock = threading.Lock()
@@ -104,7 +104,7 @@ class EtcdOfBoth:
         return config
 
     def stored(self, public_ip: IPAddress | None) -> LeaseAttrs | None:
-        listings, _ = self._listings(anew=False)
+        listings, _ = self._listings(fresh=False)
         for listing in listings.values():
             for _, lease in listing.with_public_ip(public_ip):
                 return lease.attrs
@@ -117,7 +117,7 @@ class EtcdOfBoth:
         for side in self._all:
             side.is_self = local.is_self
         for attempt in range(TRIES):
-            listings, problem = self._listings(anew=attempt > 0)
+            listings, problem = self._listings(fresh=attempt > 0)
             key = _ours(list(listings.values()), config, attrs, previous, local)
             if key is None and problem:
                 # Without the other API's leases a new node could choose a subnet that is taken there.
@@ -207,7 +207,7 @@ class EtcdOfBoth:
 
     # ---- acquiring ---------------------------------------------------------------------------
 
-    def _listings(self, *, anew: bool) -> tuple[dict[EtcdManager, Listing], Retryable | None]:
+    def _listings(self, *, fresh: bool) -> tuple[dict[EtcdManager, Listing], Retryable | None]:
         """Return the leases of each readable API, and the error of one that is not.
 
         Raises ``Retryable`` if no API can be read.
@@ -216,7 +216,7 @@ class EtcdOfBoth:
         problem: Retryable | None = None
         for side in self._sides:
             try:
-                listings[side] = side.listing(anew=anew)
+                listings[side] = side.listing(fresh=fresh)
             except Retryable as reason:
                 problem = reason
         if problem and not listings:

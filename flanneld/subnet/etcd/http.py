@@ -35,7 +35,7 @@ class Answer(Struct, frozen=True):
 class Request(Struct, frozen=True):
     """An HTTP request.
 
-    ``patience`` is the limit of a long poll in seconds, counted from its response headers; None for other
+    ``poll_timeout`` is the limit of a long poll in seconds, counted from its response headers; None for other
     requests. ``on_head`` is called with the response once its headers are there; an exception ends the
     request.
     """
@@ -44,7 +44,7 @@ class Request(Struct, frozen=True):
     target: str
     body: str | None = None
     headers: Mapping[str, str] = {}
-    patience: float | None = None
+    poll_timeout: float | None = None
     on_head: Callable[[Answer], object] = lambda _: None
 
     def __repr__(self) -> str:
@@ -55,7 +55,7 @@ class NoSuchApi(Retryable):
     """Error for servers that answer, but lack this API of etcd."""
 
 
-class Useless(Exception):
+class ServerFailed(Exception):
     """Failure of one server, after which another is tried.
 
     ``sent`` is True if the server may have received the request. ``kind`` is the error to raise if all
@@ -80,10 +80,10 @@ class Useless(Exception):
 def json_object(answer: Answer) -> dict[str, Any] | None:
     """Return the JSON object of a response, or None if it is something else.
 
-    Raises ``Useless`` on a redirect.
+    Raises ``ServerFailed`` on a redirect.
     """
     if 300 <= answer.status < 400:
-        raise Useless(f"it redirects to {_host(answer.location)}", "name etcd itself in -etcd-endpoints")
+        raise ServerFailed(f"it redirects to {_host(answer.location)}", "name etcd itself in -etcd-endpoints")
     return parsed_object(answer.body or b"")
 
 
@@ -96,9 +96,11 @@ def parsed_object(text: bytes) -> dict[str, Any] | None:
     return body if isinstance(body, dict) else None
 
 
-def nonsense(answer: Answer) -> Useless:
+def not_etcd(answer: Answer) -> ServerFailed:
     """Return the error for a response that is not etcd's."""
-    return Useless(f"HTTP {answer.status} with {answer.content_type or 'something'} that is no JSON object")
+    return ServerFailed(
+        f"HTTP {answer.status} with {answer.content_type or 'something'} that is no JSON object"
+    )
 
 
 def _host(location: str) -> str:

@@ -20,7 +20,7 @@ class Position(Struct, frozen=True, gc=False):
     cluster: str = ""
 
 
-class Node(Struct, frozen=True, gc=False):
+class StoredKey(Struct, frozen=True, gc=False):
     """A key. ``modified`` is the index of its last change.
 
     ``ttl`` is in seconds. It is None for a key without expiry, infinite if it expires at a time not asked
@@ -43,12 +43,12 @@ class Reply(Struct, frozen=True, gc=False):
     """
 
     action: str
-    node: Node | None
-    children: tuple[Node, ...]
+    node: StoredKey | None
+    children: tuple[StoredKey, ...]
     at: Position
 
 
-class Changes(Struct, frozen=True, gc=False):
+class KeyChanges(Struct, frozen=True, gc=False):
     """Changes of a watched key up to ``at``, in order. Empty if the wait timed out."""
 
     replies: tuple[Reply, ...]
@@ -70,12 +70,12 @@ class Conflict(Retryable):
     """Error for a conditional write whose condition did not hold: another writer was first."""
 
 
-class ListAgain(Retryable):
+class RelistNeeded(Retryable):
     """Error for a watch that cannot continue from its position: relist. The text gives the reason."""
 
 
-class Unsure(ListAgain):
-    """``ListAgain`` as a precaution: perhaps no event was lost."""
+class PossibleGap(RelistNeeded):
+    """``RelistNeeded`` as a precaution: perhaps no event was lost."""
 
 
 class NoConfig(Retryable):
@@ -85,7 +85,7 @@ class NoConfig(Retryable):
 class Client(Protocol):
     """Client of one etcd API, for one request at a time over one connection.
 
-    Any request may raise ``Retryable``. After ``cut`` each raises ``Cancelled``.
+    Any request may raise ``Retryable``. After ``cancel`` each raises ``Cancelled``.
     """
 
     #: "v2" or "v3".
@@ -135,7 +135,7 @@ class Client(Protocol):
         """Drop the current connection, which may be dead. May be called from any thread."""
         ...
 
-    def cut(self) -> None:
+    def cancel(self) -> None:
         """Abort the current request and refuse later ones. May be called repeatedly, from any thread."""
         ...
 
@@ -148,20 +148,20 @@ class Watcher(Protocol):
         """Client for reading the current state."""
         ...
 
-    def read(self, after: Position) -> Changes:
+    def read(self, after: Position) -> KeyChanges:
         """Wait for the next changes after a position; return none after a timeout.
 
-        Raises ``ListAgain`` if changes since then are lost.
+        Raises ``RelistNeeded`` if changes since then are lost.
         """
         ...
 
     def reread(self) -> None:
-        """Make the current or next ``read`` raise ``ListAgain``. May be called from any thread."""
+        """Make the current or next ``read`` raise ``RelistNeeded``. May be called from any thread."""
         ...
 
     def reconnect(self) -> None: ...
 
-    def cut(self) -> None: ...
+    def cancel(self) -> None: ...
 
     def close(self) -> None:
         """Close the connection. Only for the thread that reads."""
@@ -169,18 +169,18 @@ class Watcher(Protocol):
 
 
 def check_history(after: Position, now: Position) -> None:
-    """Raise ``ListAgain`` unless a server at ``now`` can deliver the changes after a position.
+    """Raise ``RelistNeeded`` unless a server at ``now`` can deliver the changes after a position.
 
     If the server's index is lower, etcd would wait silently until it has caught up.
     """
     if now.cluster != after.cluster:
-        raise ListAgain("this is another cluster of etcd than before")
+        raise RelistNeeded("this is another cluster of etcd than before")
     if now.index < after.index:
-        raise ListAgain("etcd is behind what it said before; was it restored?")
+        raise RelistNeeded("etcd is behind what it said before; was it restored?")
 
 
 def check_reread(wanted: Event) -> None:
-    """Raise ``ListAgain`` if a reread was requested, and clear the request."""
+    """Raise ``RelistNeeded`` if a reread was requested, and clear the request."""
     if wanted.is_set():
         wanted.clear()
-        raise ListAgain("somebody wants to be sure")
+        raise RelistNeeded("somebody wants to be sure")

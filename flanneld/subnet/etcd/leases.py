@@ -22,9 +22,9 @@ from flanneld.model import (
     Snapshot,
 )
 from flanneld.runtime import clock
-from flanneld.runtime.logs.complaints import Complaints
+from flanneld.runtime.logs.batched_warnings import BatchedWarnings
 from flanneld.subnet.codec import format_key, parse_attrs, parse_key
-from flanneld.subnet.etcd.keys import Client, ListAgain, Node, NotFound, Position, Reply
+from flanneld.subnet.etcd.keys import Client, NotFound, Position, RelistNeeded, Reply, StoredKey
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class LeaseReader:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._complaints = Complaints(
+        self._complaints = BatchedWarnings(
             log, "Ignoring {key} in etcd: {reason}", "Ignoring {count} keys in etcd"
         )
 
@@ -124,12 +124,12 @@ class LeaseReader:
     def news(self, reply: Reply) -> list[Event]:
         """Return the events of a change in the directory.
 
-        Raises ``ListAgain`` if the directory itself changed.
+        Raises ``RelistNeeded`` if the directory itself changed.
         """
         if reply.node is None:
             return []
         if reply.node.is_dir:
-            raise ListAgain("the directory of the leases was changed or removed")
+            raise RelistNeeded("the directory of the leases was changed or removed")
         key = self.lease_key(reply.node)
         if reply.action in _GONE:
             self._complaints.clear(reply.node.key)
@@ -144,7 +144,7 @@ class LeaseReader:
         lease = self.lease(reply.node, key) if reply.node else None
         return [Added(lease)] if lease else []
 
-    def lease_key(self, node: Node) -> LeaseKey | None:
+    def lease_key(self, node: StoredKey) -> LeaseKey | None:
         """Return the lease key of a key in etcd; None, with a log line, if it has none."""
         if node.is_dir or posixpath.dirname(node.key) != self.path:
             self._complaints.note(node.key, "it is a directory, or in one of its own; remove it")
@@ -155,7 +155,7 @@ class LeaseReader:
             self._complaints.note(node.key, reason)
             return None
 
-    def lease(self, node: Node, key: LeaseKey) -> Lease | None:
+    def lease(self, node: StoredKey, key: LeaseKey) -> Lease | None:
         """Return the lease in a key; None, with a log line, if its value is invalid."""
         try:
             attrs = parse_attrs(node.value)
@@ -168,7 +168,7 @@ class LeaseReader:
 
     def complain(self) -> None:
         """Log invalid keys, at most one line a minute. To be called periodically."""
-        self._complaints.tell()
+        self._complaints.flush()
 
 
 def _order(net: IPNetwork | None) -> tuple[int, int]:

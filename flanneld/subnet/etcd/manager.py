@@ -17,7 +17,7 @@ from ipaddress import IPv4Network, IPv6Network
 
 from msgspec.structs import replace
 
-from flanneld.compat.glog import Once, V
+from flanneld.compat.glog import OneTimeWarnings, V
 from flanneld.config import Config, SubnetRange, parse
 from flanneld.errors import Cancelled, Retryable
 from flanneld.model import (
@@ -85,7 +85,7 @@ class EtcdManager:
         self._pause_time = pause_time
         self._randrange = randrange
         self._is_elsewhere = is_elsewhere
-        self._once = Once()
+        self._once = OneTimeWarnings()
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._watches: dict[KeyWatchMachine, StepLoop] = {}
@@ -132,9 +132,9 @@ class EtcdManager:
                 return lease
         raise Retryable(f"other nodes were quicker {TRIES} times in a row", "nothing to do but wait")
 
-    def listing(self, *, anew: bool = False) -> Listing:
+    def listing(self, *, fresh: bool = False) -> Listing:
         """Return all leases, read at most ``FRESH`` seconds ago, or by a new request."""
-        if anew:
+        if fresh:
             self._known = None
         return self._list()
 
@@ -146,7 +146,7 @@ class EtcdManager:
         """
         if None in lease.key:
             return
-        others = self.listing(anew=True).leases.values()
+        others = self.listing(fresh=True).leases.values()
         self._known = None
         for other in others:
             if other.asof < lease.asof and have_common_addresses(other.key, lease.key):
@@ -237,9 +237,9 @@ class EtcdManager:
         with self._lock:
             self._closed.set()
             for machine, loop in self._watches.items():
-                machine.cut()
+                machine.cancel()
                 loop.cancel()
-            self._requests.cut()
+            self._requests.cancel()
 
     # ---- reading -----------------------------------------------------------------------------
 

@@ -18,11 +18,11 @@ from flanneld.errors import Refused, Retryable
 from flanneld.model import IPNetwork, Lease, name_of, overlap
 from flanneld.runtime import clock
 from flanneld.subnet.codec import format_attrs, format_key, parse_attrs
-from flanneld.subnet.etcd.choice import open_client
+from flanneld.subnet.etcd.api_choice import open_client
 from flanneld.subnet.etcd.endpoints import EtcdOptions, Servers
-from flanneld.subnet.etcd.keys import Client, Conflict, Node, NotFound
+from flanneld.subnet.etcd.keys import Client, Conflict, NotFound, StoredKey
 from flanneld.subnet.etcd.leases import LeaseReader
-from flanneld.subnet.etcd.transport import Timeouts, Transport
+from flanneld.subnet.etcd.transport import EtcdTimeouts, Transport
 
 #: Seconds by which a copy may expire before its original in v2. Beyond that it is prolonged.
 TOLERANCE = 300.0
@@ -35,14 +35,16 @@ TRIES = 10
 _PLACES = {"embedded": "the file"}
 
 
-class Step(Struct, frozen=True, gc=False):
+class KeyAction(Struct, frozen=True, gc=False):
     """Action for one key. ``why`` gives the reason of a refusal."""
 
     act: Literal["copy", "renew", "keep", "refuse"]
     why: str = ""
 
 
-def decide(lease: Lease, found: Node | None, others: list[IPNetwork], now: float, there: str = "v3") -> Step:
+def decide(
+    lease: Lease, found: StoredKey | None, others: list[IPNetwork], now: float, there: str = "v3"
+) -> KeyAction:
     """Decide what to do about a lease of the old store (pure).
 
     ``found`` is its key in the new store, named ``there``, or None. ``others`` are the networks of leases
@@ -50,20 +52,22 @@ def decide(lease: Lease, found: Node | None, others: list[IPNetwork], now: float
     """
     if found is None:
         rival = next((net for net in others for ours in lease.key if ours and overlap(ours, net)), None)
-        return Step("refuse", f"it overlaps {rival}, which is in {there}") if rival else Step("copy")
+        return (
+            KeyAction("refuse", f"it overlaps {rival}, which is in {there}") if rival else KeyAction("copy")
+        )
     try:
         stored = parse_attrs(found.value)
     except Refused as reason:
-        return Step("refuse", f"in {there} there is something else: {reason.problem}")
+        return KeyAction("refuse", f"in {there} there is something else: {reason.problem}")
     if stored != lease.attrs:
         owner = stored.public_ip or stored.public_ipv6
         whose = "of the same node, with other data" if owner in _addresses(lease) else f"of {owner}"
-        return Step("refuse", f"{there} has another lease there, {whose}")
+        return KeyAction("refuse", f"{there} has another lease there, {whose}")
     if found.ttl is None:
-        return Step("keep")
+        return KeyAction("keep")
     if lease.expires is None or lease.expires - now > found.ttl + TOLERANCE:
-        return Step("renew")
-    return Step("keep")
+        return KeyAction("renew")
+    return KeyAction("keep")
 
 
 def migrate(options: EtcdOptions, say: Callable[[str], None], *, dry_run: bool) -> bool:
@@ -74,7 +78,7 @@ def migrate(options: EtcdOptions, say: Callable[[str], None], *, dry_run: bool) 
 
     Raises ``Fatal`` for unusable options. Raises ``Retryable`` if etcd fails; then part may have been copied.
     """
-    transport = Transport(Servers(options), Timeouts())
+    transport = Transport(Servers(options), EtcdTimeouts())
     old, new = open_client("v2", transport), open_client("v3", transport)
     return Migration(old, new, options.prefix, say, dry_run=dry_run).run()
 
@@ -132,7 +136,7 @@ class Migration:
                 continue
         return self._refused(path, "it changes all the time")
 
-    def _write(self, lease: Lease, path: str, found: Node | None) -> bool:
+    def _write(self, lease: Lease, path: str, found: StoredKey | None) -> bool:
         value = format_attrs(lease.attrs, with_ipv6=True)
         left = None
         if lease.expires is not None:
@@ -152,7 +156,7 @@ class Migration:
         node = self._old.fetch(path).node
         return replace(lease, expires=None if node is None or node.ttl is None else clock.now() + node.ttl)
 
-    def _found(self, path: str) -> Node | None:
+    def _found(self, path: str) -> StoredKey | None:
         try:
             return self._new.fetch(path).node
         except NotFound:

@@ -20,10 +20,10 @@ from urllib3.response import BaseHTTPResponse
 from flanneld.compat.glog import V
 from flanneld.errors import NoAnswer, Retryable
 from flanneld.runtime import clock
-from flanneld.runtime.sockets.connection_pools import Endless, Pool, TlsPool, body_of
+from flanneld.runtime.sockets.connection_pools import Pool, ResponseTooLarge, TlsPool, body_of
 from flanneld.runtime.sockets.interruptible_socket import InterruptibleSocket, Unreachable
 from flanneld.subnet.etcd.endpoints import Server, Servers, ssl_text
-from flanneld.subnet.etcd.http import Answer, Request, Useless
+from flanneld.subnet.etcd.http import Answer, Request, ServerFailed
 from flanneld.subnet.etcd.keys import Position
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ Q = TypeVar("Q")
 A = TypeVar("A")
 Q_contra = TypeVar("Q_contra", contravariant=True)
 A_co = TypeVar("A_co", covariant=True)
-#: Function that makes one request to one server. Raises ``Useless``.
+#: Function that makes one request to one server. Raises ``ServerFailed``.
 Send = Callable[[Request], Answer]
 
 NO_SERVER = "check that etcd runs there and that -etcd-endpoints is right"
@@ -41,7 +41,7 @@ NO_TLS = "check https in -etcd-endpoints, and -etcd-cafile"
 _NO_CERTIFICATE = "check that etcd runs there and accepts -etcd-certfile"
 
 
-class Timeouts(Struct, frozen=True, gc=False):
+class EtcdTimeouts(Struct, frozen=True, gc=False):
     """Timeouts in seconds.
 
     - ``poll``: length of a long poll of v2 without a change, before it is repeated.
@@ -58,40 +58,40 @@ class Timeouts(Struct, frozen=True, gc=False):
     pause: float = 1.0
 
 
-class Connection(Protocol[Q_contra, A_co]):
-    """Connection to one server at a time, for one thread. Any thread may call ``drop`` and ``cut``."""
+class ServerConnection(Protocol[Q_contra, A_co]):
+    """Connection to one server at a time, for one thread. Any may call ``disconnect`` and ``cancel``."""
 
     def exchange(self, server: Server, request: Q_contra) -> A_co:
         """Send a request, connecting first if necessary.
 
-        Raises ``Useless``, or ``Cancelled`` after ``cut``.
+        Raises ``ServerFailed``, or ``Cancelled`` after ``cancel``.
         """
         ...
 
-    def hang_up(self) -> None:
+    def reset(self) -> None:
         """Close the connection. Only for the thread that uses it."""
         ...
 
-    def drop(self) -> None:
+    def disconnect(self) -> None:
         """Close the connection; the next request opens another."""
         ...
 
-    def cut(self) -> None:
+    def cancel(self) -> None:
         """Close the connection and refuse further ones. May be called repeatedly."""
         ...
 
     def check(self) -> None:
-        """Raise ``Cancelled`` once ``cut`` was called."""
+        """Raise ``Cancelled`` once ``cancel`` was called."""
         ...
 
 
 class Failover(Generic[Q, A]):
     """Client that tries one server after the other, for one thread at a time.
 
-    After ``cut`` every request raises ``Cancelled``.
+    After ``cancel`` every request raises ``Cancelled``.
     """
 
-    def __init__(self, servers: Servers, timeouts: Timeouts, connection: Connection[Q, A]) -> None:
+    def __init__(self, servers: Servers, timeouts: EtcdTimeouts, connection: ServerConnection[Q, A]) -> None:
         self.servers = servers
         self.timeouts = timeouts
         self._connection = connection
@@ -117,26 +117,26 @@ class Failover(Generic[Q, A]):
         """Drop the current connection, which may be dead. May be called from any thread."""
         self._used = -math.inf
         self._gave_up = True
-        self._connection.drop()
+        self._connection.disconnect()
 
-    def cut(self) -> None:
+    def cancel(self) -> None:
         """Abort the current request and refuse later ones. May be called repeatedly, from any thread."""
-        self._connection.cut()
+        self._connection.cancel()
 
     def close(self) -> None:
         """Close the connection. Only for the thread that uses this object."""
         with self._turn:
-            self._connection.hang_up()
+            self._connection.reset()
 
     def _ask_in_turn(self, attempt: Callable[[Server, Callable[[Q], A]], T], repeatable: bool) -> T:
-        failures: dict[str, Useless] = {}
+        failures: dict[str, ServerFailed] = {}
         for server in self.servers.in_turn():
             self._connection.check()
             try:
                 return attempt(server, lambda request, to=server: self._exchange(to, request))  # type: ignore[misc]
-            except Useless as failure:
+            except ServerFailed as failure:
                 self.losses += 1
-                self._connection.hang_up()
+                self._connection.reset()
                 self._connection.check()
                 if self._gave_up and (repeatable or not failure.sent):
                     self._gave_up = False
@@ -154,7 +154,7 @@ class Failover(Generic[Q, A]):
 
     def _exchange(self, server: Server, request: Q) -> A:
         if self._server is not server or clock.now() - self._used > self.timeouts.idle:
-            self._connection.hang_up()
+            self._connection.reset()
         self._server = server
         answer = self._connection.exchange(server, request)
         self._used = clock.now()
@@ -164,17 +164,17 @@ class Failover(Generic[Q, A]):
 class Transport(Failover[Request, Answer]):
     """Failover between servers over HTTP."""
 
-    def __init__(self, servers: Servers, timeouts: Timeouts) -> None:
+    def __init__(self, servers: Servers, timeouts: EtcdTimeouts) -> None:
         super().__init__(servers, timeouts, HttpConnection(servers, timeouts))
 
 
 class HttpConnection:
-    """``Connection`` through urllib3."""
+    """``ServerConnection`` through urllib3."""
 
-    def __init__(self, servers: Servers, timeouts: Timeouts) -> None:
+    def __init__(self, servers: Servers, timeouts: EtcdTimeouts) -> None:
         self._tls = servers.tls
         self._timeouts = timeouts
-        self._line = InterruptibleSocket()
+        self._socket = InterruptibleSocket()
         self._pool: HTTPConnectionPool | None = None
 
     def exchange(self, server: Server, request: Request) -> Answer:
@@ -182,7 +182,7 @@ class HttpConnection:
         began = clock.now()
         try:
             if self._pool is None:
-                self._pool = pool_to(server, self._tls, self._line)
+                self._pool = pool_to(server, self._tls, self._socket)
             with self._pool.urlopen(
                 request.method,
                 server.path + request.target,
@@ -200,51 +200,53 @@ class HttpConnection:
             # The connect timeout also covers the TLS handshake.
             waited = clock.now() - began
             limit = self._timeouts.read if waited >= self._timeouts.read else self._timeouts.connect
-            raise useless(error, limit, server) from None
+            raise server_failed(error, limit, server) from None
         except Retryable:
-            self.hang_up()
+            self.reset()
             raise
 
-    def hang_up(self) -> None:
+    def reset(self) -> None:
         if self._pool is not None:
             self._pool.close()
         self._pool = None
-        self._line.drop()
+        self._socket.disconnect()
 
-    def drop(self) -> None:
-        self._line.drop()
+    def disconnect(self) -> None:
+        self._socket.disconnect()
 
-    def cut(self) -> None:
-        self._line.cut()
+    def cancel(self) -> None:
+        self._socket.cancel()
 
     def check(self) -> None:
-        self._line.check()
+        self._socket.check()
 
     def _receive(self, response: BaseHTTPResponse, server: Server, request: Request) -> Answer:
         answer = _head(response, server)
         request.on_head(answer)
-        if request.patience is None or answer.status != 200:
+        if request.poll_timeout is None or answer.status != 200:
             return replace(answer, body=body_of(response))
         if isinstance(response.connection, HTTPConnection) and response.connection.sock:
-            response.connection.sock.settimeout(request.patience)
+            response.connection.sock.settimeout(request.poll_timeout)
         try:
             first = response.read(1)
         except ReadTimeoutError:
             first = b""
         if first:
             return replace(answer, body=first + body_of(response))
-        self.hang_up()
+        self.reset()
         return answer
 
 
-def pool_to(server: Server, tls: ssl.SSLContext | None, line: InterruptibleSocket) -> HTTPConnectionPool:
+def pool_to(
+    server: Server, tls: ssl.SSLContext | None, interruptible_socket: InterruptibleSocket
+) -> HTTPConnectionPool:
     """Return urllib3's pool for a server, on a socket that another thread can shut down."""
     if tls:
-        return TlsPool(server.host, server.port, line=line, ssl_context=tls)
-    return Pool(server.host, server.port, line=line)
+        return TlsPool(server.host, server.port, interruptible_socket=interruptible_socket, ssl_context=tls)
+    return Pool(server.host, server.port, interruptible_socket=interruptible_socket)
 
 
-def no_answer(failures: dict[str, Useless]) -> Retryable:
+def no_answer(failures: dict[str, ServerFailed]) -> Retryable:
     """Return the error for a request that failed on every server. Keys are server names."""
     # Sorted by name, so that a lasting problem keeps one text, whichever server was tried first.
     told = [(name, failures[name]) for name in sorted(failures)]
@@ -254,25 +256,27 @@ def no_answer(failures: dict[str, Useless]) -> Retryable:
     return kind(f"{said} ({problems})", told[-1][1].remedy)
 
 
-def unreachable(error: Unreachable) -> Useless:
-    return Useless(str(error), NO_SERVER, sent=False)
+def unreachable(error: Unreachable) -> ServerFailed:
+    return ServerFailed(str(error), NO_SERVER, sent=False)
 
 
-def useless(error: Exception, timeout: float, server: Server) -> Useless:
+def server_failed(error: Exception, timeout: float, server: Server) -> ServerFailed:
     """Return the failure for a connection error, with the same text each time it fails the same way."""
     log.log(V(2), "etcd at %s: %s: %s", server.name, type(error).__name__, error)
-    if isinstance(error, Endless):
-        return Useless(str(error))
+    if isinstance(error, ResponseTooLarge):
+        return ServerFailed(str(error))
     if isinstance(error, ReadTimeoutError | TimeoutError):
-        return Useless(f"no answer within {timeout:g} s", "see whether etcd there is overloaded or cut off")
+        return ServerFailed(
+            f"no answer within {timeout:g} s", "see whether etcd there is overloaded or cut off"
+        )
     cause = error.args[0] if isinstance(error, SSLError) and error.args else error
     if isinstance(cause, ssl.SSLError) and "ALERT" not in (cause.reason or "ALERT"):
-        return Useless(ssl_text(cause), NO_TLS)
+        return ServerFailed(ssl_text(cause), NO_TLS)
     if server.scheme == "https":
         # The alert about our certificate may get lost when the connection ends, so both cases share a text.
-        return Useless("it broke the TLS connection", _NO_CERTIFICATE)
+        return ServerFailed("it broke the TLS connection", _NO_CERTIFICATE)
     problem = "it does not speak HTTP" if "BadStatusLine" in repr(error) else "it broke the connection"
-    return Useless(problem, NO_SERVER)
+    return ServerFailed(problem, NO_SERVER)
 
 
 def _head(response: BaseHTTPResponse, server: Server) -> Answer:

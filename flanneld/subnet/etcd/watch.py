@@ -10,16 +10,16 @@ from flanneld.compat.glog import V
 from flanneld.errors import Retryable
 from flanneld.model import Event
 from flanneld.runtime import clock
-from flanneld.runtime.logs.outage import Outage, Pace
-from flanneld.subnet.etcd.keys import Client, ListAgain, Position, Reply, Unsure
+from flanneld.runtime.logs.outage import LogRateLimit, Outage
+from flanneld.subnet.etcd.keys import Client, Position, PossibleGap, RelistNeeded, Reply
 from flanneld.subnet.manager import Deliver
 
 log = logging.getLogger(__name__)
 
 #: Function that reads the current state; returns its events and the position to watch from.
 Start = Callable[[Client], tuple[list[Event], Position]]
-#: Function that returns the events of a change. Raises ``ListAgain`` if everything must be read again.
-News = Callable[[Reply], list[Event]]
+#: Function that returns the events of a change. Raises ``RelistNeeded`` if everything must be read again.
+EventsOf = Callable[[Reply], list[Event]]
 
 
 class KeyWatchMachine:
@@ -41,14 +41,14 @@ class KeyWatchMachine:
         client: Client,
         path: str,
         start: Start,
-        news: News,
+        news: EventsOf,
         deliver: Deliver,
         *,
         recursive: bool,
         pause_time: float,
     ) -> None:
         self._outage = Outage(log, f"Watching {path}", f"Watching {path}: etcd is back")
-        self._rereads = Pace()
+        self._rereads = LogRateLimit()
         self._watcher = client.watcher(path, recursive=recursive, contact=self._outage.answered)
         self._start = start
         self._news = news
@@ -63,7 +63,7 @@ class KeyWatchMachine:
     def step(self, now: float) -> float:
         """Read the state or wait for the next change; return the time of the next step.
 
-        Raises ``Cancelled`` after ``cut``.
+        Raises ``Cancelled`` after ``cancel``.
         """
         due = self._due()
         if now < due:
@@ -75,9 +75,9 @@ class KeyWatchMachine:
                 events, self._at = self._start(self._watcher.client)
             else:
                 events, self._at = self._read(self._at, now)
-        except ListAgain as reason:
+        except RelistNeeded as reason:
             if self._rereads.allows(str(reason)):
-                level = V(1) if isinstance(reason, Unsure) else logging.WARNING
+                level = V(1) if isinstance(reason, PossibleGap) else logging.WARNING
                 log.log(level, "Watching %s: %s; reading everything again", self._path, reason)
             self._at = None
         except Retryable as problem:
@@ -106,9 +106,9 @@ class KeyWatchMachine:
         """Continue over a new connection. May be called from any thread."""
         self._watcher.reconnect()
 
-    def cut(self) -> None:
+    def cancel(self) -> None:
         """Make ``step`` raise ``Cancelled`` at once. May be called repeatedly, from any thread."""
-        self._watcher.cut()
+        self._watcher.cancel()
 
     def close(self) -> None:
         """Close the connection. Only for the thread that calls ``step``."""

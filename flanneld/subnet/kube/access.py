@@ -17,7 +17,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from flanneld.compat.glog import Once
+from flanneld.compat.glog import OneTimeWarnings
 from flanneld.errors import Fatal, Retryable
 from flanneld.runtime.imports import defer
 from flanneld.runtime.sockets.connection_pools import Pool, TlsPool
@@ -51,7 +51,7 @@ _WRONG = (
     AttributeError,
     ImportError,
 )
-_once = Once()
+_once = OneTimeWarnings()
 
 
 def _shown(text: str) -> str:
@@ -75,7 +75,7 @@ def _pass_on(record: logging.LogRecord) -> bool:
 logging.getLogger().addFilter(_pass_on)
 
 
-class Session(Struct, frozen=True, gc=False):
+class ApiSession(Struct, frozen=True, gc=False):
     """Pooled connections to the API server with one set of credentials."""
 
     url: str
@@ -130,7 +130,7 @@ class Access:
                 "give -kubeconfig-file or -kube-api-url",
             )
 
-    def open(self, line: InterruptibleSocket) -> Session:
+    def open(self, interruptible_socket: InterruptibleSocket) -> ApiSession:
         """Read the configuration and return a session that is not connected yet. Raises ``Retryable``."""
         settings = configuration.Configuration()
         try:
@@ -140,10 +140,10 @@ class Access:
         except _WRONG as error:
             raise _unusable(error) from error
         manager.pool_classes_by_scheme = {
-            "http": partial(Pool, line=line),
-            "https": partial(TlsPool, line=line),
+            "http": partial(Pool, interruptible_socket=interruptible_socket),
+            "https": partial(TlsPool, interruptible_socket=interruptible_socket),
         }
-        return Session(url.rstrip("/"), settings, manager)
+        return ApiSession(url.rstrip("/"), settings, manager)
 
     def clean_up(self) -> None:
         """Remove the temporary files in which the kubernetes package keeps certificates and keys."""

@@ -23,9 +23,9 @@ from flanneld import __version__
 from flanneld.compat.glog import V
 from flanneld.errors import NoAnswer, Retryable
 from flanneld.runtime import clock
-from flanneld.runtime.sockets.connection_pools import Endless, body_of, nobody_waits
+from flanneld.runtime.sockets.connection_pools import ResponseTooLarge, body_of, no_heartbeat
 from flanneld.runtime.sockets.interruptible_socket import InterruptibleSocket, Unreachable
-from flanneld.subnet.kube.access import Access, Session
+from flanneld.subnet.kube.access import Access, ApiSession
 from flanneld.subnet.kube.nodes import decoded
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ _ERROR_SIZE = 64 * 1024
 _PIECE = 64 * 1024
 
 
-class Timeouts(Struct, frozen=True, gc=False):
+class ApiTimeouts(Struct, frozen=True, gc=False):
     """Timeouts of requests, in seconds.
 
     ``silence`` ends a watch that brings no data. API servers send a bookmark about once a minute.
@@ -95,20 +95,20 @@ class Api:
     """Client that sends one request at a time over one connection.
 
     A watch occupies the connection, so it needs a client of its own. Any request may raise ``NoAnswer``,
-    ``Refusal`` or ``Expired``. After ``cut`` each raises ``Cancelled``.
+    ``Refusal`` or ``Expired``. After ``cancel`` each raises ``Cancelled``.
     """
 
-    def __init__(self, access: Access, timeouts: Timeouts) -> None:
+    def __init__(self, access: Access, timeouts: ApiTimeouts) -> None:
         self._access = access
         self._timeouts = timeouts
         self._turn = threading.Lock()
-        self._line = InterruptibleSocket()
-        self._session: Session | None = None
+        self._socket = InterruptibleSocket()
+        self._session: ApiSession | None = None
         self.name = access.name
         #: True if the last request got no response.
         self.is_down = False
 
-    def get(self, path: str, alive: Callable[[], None] = nobody_waits, **query: str) -> dict[str, Any]:
+    def get(self, path: str, alive: Callable[[], None] = no_heartbeat, **query: str) -> dict[str, Any]:
         """Return an object or list. ``alive`` is called while the response is being read."""
         return self._ask("GET", _target(path, query), alive=alive)
 
@@ -135,7 +135,7 @@ class Api:
         try:
             response.close()
         finally:
-            self._hang_up()
+            self._reset()
             self._turn.release()
 
     def _read_piece(self, response: Any) -> bytes:
@@ -147,18 +147,18 @@ class Api:
             # backup.
             raise Expired(f"the watch was silent for {self._timeouts.silence:g} s") from None
         except (HTTPError, HTTPException, OSError, ValueError) as error:
-            self._line.check()
+            self._socket.check()
             log.log(V(2), "A watch broke off: %s: %s", type(error).__name__, error)
             raise BrokenOff("the connection of the watch was lost") from None
         return piece
 
     def reconnect(self) -> None:
         """Drop the current connection, which may be dead. May be called from any thread."""
-        self._line.drop()
+        self._socket.disconnect()
 
-    def cut(self) -> None:
+    def cancel(self) -> None:
         """Abort the current request and refuse later ones. May be called repeatedly, from any thread."""
-        self._line.cut()
+        self._socket.cancel()
         self._access.clean_up()
 
     def _ask(
@@ -167,7 +167,7 @@ class Api:
         target: str,
         body: str | None = None,
         kind: str = "",
-        alive: Callable[[], None] = nobody_waits,
+        alive: Callable[[], None] = no_heartbeat,
     ) -> dict[str, Any]:
         headers = {"Content-Type": kind} if kind else {}
         with self._turn:
@@ -181,16 +181,16 @@ class Api:
                 raise self._lost(ValueError("its answer is no object"))
             if body is not None:
                 # Writes are rare: do not leave the server with thousands of idle connections.
-                self._hang_up()
+                self._reset()
             return answer
 
     def _send(
         self, method: str, target: str, body: str | None = None, headers: Mapping[str, str] | None = None
     ) -> Any:
         """Send a request and return its response with the body unread. Raises for any status from 300 on."""
-        self._line.check()
+        self._socket.check()
         if self._session is None:
-            self._session = self._access.open(self._line)
+            self._session = self._access.open(self._socket)
         began = clock.now()
         try:
             response = self._session.request(
@@ -213,8 +213,8 @@ class Api:
             told = json.loads(response.read(_ERROR_SIZE))
         except (HTTPError, HTTPException, OSError, ValueError, RecursionError):
             told = None
-        self._hang_up()
-        self._line.check()
+        self._reset()
+        self._socket.check()
         status = response.status
         if status == _GONE:
             raise Expired(_message(told) or "what was asked for is gone")
@@ -227,8 +227,8 @@ class Api:
         ``waited`` is the age of the request in seconds. It tells the connect timeout, which also covers the
         TLS handshake, from the read timeout.
         """
-        self._hang_up()
-        self._line.check()
+        self._reset()
+        self._socket.check()
         self.is_down = True
         log.log(V(2), "The API server at %s: %s: %s", self.name, type(error).__name__, error)
         kind = NoServer if isinstance(error, Unreachable) else NoAnswer
@@ -237,12 +237,12 @@ class Api:
             "see that it runs and that this host reaches it",
         )
 
-    def _hang_up(self) -> None:
+    def _reset(self) -> None:
         """Close the session. The next request reads the credentials again: they may have been rotated."""
         if self._session is not None:
             self._session.close()
         self._session = None
-        self._line.drop()
+        self._socket.disconnect()
 
 
 def _target(path: str, query: Mapping[str, str]) -> str:
@@ -269,8 +269,8 @@ def _retry_after(text: str) -> float:
     return min(float(text), _LONGEST_RETRY_AFTER) if text.isdecimal() and len(text) < 6 else 0.0
 
 
-def _trouble(error: Exception, timeouts: Timeouts, waited: float) -> str:
-    if isinstance(error, Unreachable | Endless):
+def _trouble(error: Exception, timeouts: ApiTimeouts, waited: float) -> str:
+    if isinstance(error, Unreachable | ResponseTooLarge):
         return str(error)
     if isinstance(error, ReadTimeoutError | TimeoutError):
         if waited < timeouts.read:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from flanneld.compat.glog import Once
+from flanneld.compat.glog import OneTimeWarnings
 from flanneld.config import Config, parse
 from flanneld.errors import Cancelled, Fatal, NoAnswer, Refused, Retryable
 from flanneld.model import FAMILIES, Cached, Event, Family, IPAddress, Lease, LeaseAttrs, LeaseKey
@@ -23,11 +23,11 @@ from flanneld.runtime import clock
 from flanneld.runtime.backoff import Backoff
 from flanneld.runtime.step_loop import StepLoop
 from flanneld.subnet.kube.access import Access
-from flanneld.subnet.kube.api import Api, Refusal, Timeouts
+from flanneld.subnet.kube.api import Api, ApiTimeouts, Refusal
+from flanneld.subnet.kube.node_cache import NodeCache, Saved
+from flanneld.subnet.kube.node_table import NodeTable
 from flanneld.subnet.kube.nodes import Node, NodeReader, announced, full_prefix, own_key, own_public_ip
-from flanneld.subnet.kube.own import OwnNode
-from flanneld.subnet.kube.state import Saved, State
-from flanneld.subnet.kube.table import NodeTable
+from flanneld.subnet.kube.own_node import OwnNode
 from flanneld.subnet.kube.upkeep import Upkeep
 from flanneld.subnet.kube.watch import NodeWatchMachine
 from flanneld.subnet.manager import NO_FACTS, Deliver, LocalFacts
@@ -68,9 +68,9 @@ class KubeManager:
         self,
         options: KubeOptions,
         environ: Mapping[str, str],
-        timeouts: Timeouts | None = None,
+        timeouts: ApiTimeouts | None = None,
         make_backoff: Callable[[], Backoff] = Backoff,
-        open_api: Callable[[Access, Timeouts], Api] = Api,
+        open_api: Callable[[Access, ApiTimeouts], Api] = Api,
     ) -> None:
         if not environ.get("NODE_NAME") and not (environ.get("POD_NAME") and environ.get("POD_NAMESPACE")):
             raise Fatal(
@@ -78,14 +78,14 @@ class KubeManager:
                 "set NODE_NAME, or POD_NAME and POD_NAMESPACE, through the downward API",
             )
         self._net_config = Path(options.net_config)
-        self._state = State(options.state_dir, environ.get("NODE_NAME", ""))
+        self._state = NodeCache(options.state_dir, environ.get("NODE_NAME", ""))
         self._reader = NodeReader(full_prefix(options.annotation_prefix))
         self._access = Access(options.api_url, options.kubeconfig, environ)
-        self._open_api = partial(open_api, self._access, timeouts or Timeouts())
+        self._open_api = partial(open_api, self._access, timeouts or ApiTimeouts())
         self._make_backoff = make_backoff
         self._requests = self._open_api()
         self._own_node = OwnNode(self._requests, self._reader, environ)
-        self._once = Once()
+        self._once = OneTimeWarnings()
         self._lock = threading.Lock()
         self._closed = threading.Event()
         #: The current watch of nodes, and the loop that steps it.
@@ -210,7 +210,7 @@ class KubeManager:
         self._joined().upkeep.mark_available()
 
     def report(self, reason: str) -> None:
-        self._own_node.tell(reason)
+        self._own_node.record_event(reason)
 
     @property
     def problem(self) -> Retryable | None:
@@ -235,13 +235,13 @@ class KubeManager:
     def close(self) -> None:
         with self._lock:
             self._closed.set()
-            self._requests.cut()
+            self._requests.cancel()
             if self._watching:
                 machine, loop = self._watching
-                machine.cut()
+                machine.cancel()
                 loop.cancel()
             if self._member:
-                self._member.upkeep.cut()
+                self._member.upkeep.cancel()
 
     def _joined(self) -> _Member:
         if self._closed.is_set():
@@ -272,7 +272,7 @@ class KubeManager:
 class _Member:
     """This node's membership of the cluster, and the audience of the node watch."""
 
-    def __init__(self, name: str, lease: Lease, config: Config, own_node: OwnNode, state: State) -> None:
+    def __init__(self, name: str, lease: Lease, config: Config, own_node: OwnNode, state: NodeCache) -> None:
         self.lease = lease
         self.config = config
         self.name = name

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from flanneld.compat.glog import Once
+from flanneld.compat.glog import OneTimeWarnings
 from flanneld.runtime import clock
 from flanneld.runtime.files import atomic_file
 from flanneld.subnet.kube.nodes import Node
@@ -45,7 +45,7 @@ class _Content(Struct, frozen=True):
     nodes: tuple[Node, ...]
 
 
-class State:
+class NodeCache:
     """Node cache in ``directory``, disabled if that does not exist. Used by one thread at a time.
 
     ``own`` is our node's name, or empty if only the API server knows it.
@@ -56,7 +56,7 @@ class State:
         self._own = own
         self._last: Saved | None = None
         self._saved_at = 0.0
-        self._once = Once()
+        self._once = OneTimeWarnings()
 
     @property
     def description(self) -> str:

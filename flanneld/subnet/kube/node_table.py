@@ -7,17 +7,17 @@ from collections.abc import Iterable
 
 from msgspec import Struct
 
-from flanneld.compat.glog import Once
+from flanneld.compat.glog import OneTimeWarnings
 from flanneld.config import Config
 from flanneld.errors import Refused
 from flanneld.model import Added, Event, Lease, LeaseKey, Removed, Snapshot, name_of
-from flanneld.runtime.logs.complaints import Complaints
+from flanneld.runtime.logs.batched_warnings import BatchedWarnings
 from flanneld.subnet.kube.nodes import Node, key_of, lease_of
 
 log = logging.getLogger(__name__)
 
 
-class _Entry(Struct, frozen=True, gc=False):
+class _ManagedNode(Struct, frozen=True, gc=False):
     """A managed node, its subnet if known, and the last valid lease it announced."""
 
     node: Node
@@ -36,10 +36,10 @@ class NodeTable:
         self._own = own
         self._own_key = own_key
         self._config = config
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, _ManagedNode] = {}
         self._holders: dict[LeaseKey, list[str]] = {}
-        self._once = Once()
-        self._complaints = Complaints(
+        self._once = OneTimeWarnings()
+        self._complaints = BatchedWarnings(
             log, "Ignoring what a node says: {reason}", "Ignoring what {count} nodes say", "{reason}"
         )
 
@@ -55,7 +55,7 @@ class NodeTable:
 
     def complain(self) -> None:
         """Log refused nodes, at most one line a minute. To be called periodically."""
-        self._complaints.tell()
+        self._complaints.flush()
 
     def _put(self, node: Node) -> list[Event]:
         if node.name == self._own:
@@ -86,7 +86,7 @@ class NodeTable:
         silent = (entry.key for entry in self._entries.values() if entry.lease is None)
         return Snapshot((*filter(None, first), own), frozenset(filter(None, silent)))
 
-    def _entry(self, node: Node, known: _Entry | None) -> _Entry:
+    def _entry(self, node: Node, known: _ManagedNode | None) -> _ManagedNode:
         try:
             lease = lease_of(node, self._config)
         except Refused as reason:
@@ -94,11 +94,11 @@ class NodeTable:
         else:
             self._once.clear(node.name)
             self._complaints.clear(node.name)
-            return _Entry(node, lease.key, lease)
+            return _ManagedNode(node, lease.key, lease)
         # A node recreated under the same name does not inherit the lease of its predecessor.
         if known is not None and known.lease and known.node.uid == node.uid:
-            return _Entry(node, known.key, known.lease)
-        return _Entry(node, self._key(node), None)
+            return _ManagedNode(node, known.key, known.lease)
+        return _ManagedNode(node, self._key(node), None)
 
     def _key(self, node: Node) -> LeaseKey | None:
         try:
@@ -107,7 +107,7 @@ class NodeTable:
             return None
         return key if any(key) else None
 
-    def _move(self, name: str, before: _Entry | None, after: _Entry | None) -> list[Event]:
+    def _move(self, name: str, before: _ManagedNode | None, after: _ManagedNode | None) -> list[Event]:
         """Move a node from its old subnet to its new one. Other nodes may claim either."""
         events: list[Event] = []
         if before and before.key and (after is None or after.key != before.key):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flanneld.compat import json as gojson
-from flanneld.compat.glog import Once, V
+from flanneld.compat.glog import OneTimeWarnings, V
 from flanneld.errors import Refused, Retryable
 from flanneld.model import FAMILIES, LeaseAttrs
 from flanneld.runtime import clock
@@ -33,7 +33,7 @@ class OwnNode:
         self._reader = reader
         self._name = environ.get("NODE_NAME", "")
         self._pod = (environ.get("POD_NAMESPACE", ""), environ.get("POD_NAME", ""))
-        self._once = Once()
+        self._once = OneTimeWarnings()
         self._told = ""
         self._may_tell = True
 
@@ -84,7 +84,7 @@ class OwnNode:
         }
         self._patch(gojson.compact({"status": {"conditions": [condition]}}))
 
-    def tell(self, text: str) -> None:
+    def record_event(self, text: str) -> None:
         """Record a warning event of the node, once per text.
 
         Ignored without the right or without an API server.

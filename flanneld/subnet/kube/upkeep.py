@@ -10,7 +10,7 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from flanneld.compat.glog import Once
+from flanneld.compat.glog import OneTimeWarnings
 from flanneld.config import Config
 from flanneld.errors import Cancelled, Retryable
 from flanneld.model import Added, Event, Lease, LeaseAttrs, Removed, name_of
@@ -18,7 +18,7 @@ from flanneld.runtime import clock
 from flanneld.runtime.backoff import Backoff
 from flanneld.runtime.step_loop import StepLoop
 from flanneld.subnet.kube.nodes import Node, changed_notes, own_key
-from flanneld.subnet.kube.own import OwnNode
+from flanneld.subnet.kube.own_node import OwnNode
 from flanneld.subnet.kube.watch import backoffs
 from flanneld.subnet.manager import Deliver
 
@@ -29,7 +29,7 @@ _TICK = 10.0
 
 
 class Upkeep:
-    """Handler of changes to our node. ``post`` and ``cut`` may be called from any thread.
+    """Handler of changes to our node. ``post`` and ``cancel`` may be called from any thread.
 
     ``lease`` returns the lease our node should announce. ``save`` stores our node and is called at each step.
     """
@@ -44,7 +44,7 @@ class Upkeep:
         self._news: deque[Node] = deque()
         self._wake: Callable[[], None] = lambda: None
         self._stop = threading.Event()
-        self._once = Once()
+        self._once = OneTimeWarnings()
         self._node: Node | None = None
         self._backoffs = backoffs(lambda: Backoff(first=2.0, longest=60.0))
         #: True once the network works, and the uid of the node whose condition was set.
@@ -62,13 +62,13 @@ class Upkeep:
         self._is_available = True
         self._wake()
 
-    def cut(self) -> None:
+    def cancel(self) -> None:
         """End ``run`` at once."""
         self._stop.set()
         self._wake()
 
     def run(self, deliver: Deliver, alive: Callable[[], None]) -> None:
-        """Deliver the events of our lease until ``cut``. Raises ``Cancelled`` then."""
+        """Deliver the events of our lease until ``cancel``. Raises ``Cancelled`` then."""
         loop = StepLoop(partial(self.step, deliver), stop=self._stop, heartbeat=lambda _within: alive())
         self._wake = loop.cancel
         loop.run()

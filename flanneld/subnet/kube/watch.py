@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from msgspec.structs import replace
 
-from flanneld.compat.glog import Once, V
+from flanneld.compat.glog import OneTimeWarnings, V
 from flanneld.errors import NoAnswer, Refused, Retryable
 from flanneld.model import Event
 from flanneld.runtime import clock, randomness
@@ -37,7 +37,7 @@ _GAP = 2.0
 _NO_SERVER = 2.0
 
 
-class ListAgain(Retryable):
+class InvalidWatchData(Retryable):
     """Error for a watch that sent invalid data: relist."""
 
 
@@ -45,7 +45,7 @@ class Restored(Expired):
     """Error for an API server whose history differs from ours: its store was restored or replaced."""
 
 
-class Audience(Protocol):
+class NodeHandler(Protocol):
     """Receiver of nodes that turns them into lease events."""
 
     @property
@@ -63,19 +63,19 @@ class Audience(Protocol):
 
 
 def decode(line: bytes) -> tuple[str, dict[str, Any]]:
-    """Return type and object of one event. Raises ``Expired``, or ``ListAgain`` for invalid data."""
+    """Return type and object of one event. Raises ``Expired``, or ``InvalidWatchData`` for invalid data."""
     try:
         event = decoded(line)
         kind, obj = event["type"], event["object"]
     except (ValueError, KeyError, TypeError, RecursionError):
         kind = obj = None
     if not isinstance(kind, str) or not isinstance(obj, dict):
-        raise ListAgain("the watch sends what is no event", "is that a Kubernetes API server?")
+        raise InvalidWatchData("the watch sends what is no event", "is that a Kubernetes API server?")
     if kind != "ERROR":
         return kind, obj
     if obj.get("code") == 410:
         raise Expired(str(obj.get("message", ""))[:300])
-    raise ListAgain(f"the watch ended with: {str(obj.get('message', ''))[:300]}")
+    raise InvalidWatchData(f"the watch ended with: {str(obj.get('message', ''))[:300]}")
 
 
 def backoffs(make: Callable[[], Backoff]) -> Backoffs:
@@ -108,7 +108,7 @@ class NodeWatchMachine:
         self,
         api: Api,
         reader: NodeReader,
-        audience: Audience,
+        handler: NodeHandler,
         make_backoff: Callable[[], Backoff],
         deliver: Deliver,
         alive: Callable[[], None],
@@ -117,7 +117,7 @@ class NodeWatchMachine:
     ) -> None:
         self._api = api
         self._reader = reader
-        self._audience = audience
+        self._handler = handler
         self._selector = _selector(only) if only else {}
         self._backoffs = backoffs(make_backoff)
         self._deliver = deliver
@@ -134,7 +134,7 @@ class NodeWatchMachine:
         self._lines = Lines()
         self._began = -math.inf
         self._began_at = ""
-        self._once = Once()
+        self._once = OneTimeWarnings()
         self._outage = Outage(
             log,
             "Following the nodes, and keeping what is there meanwhile",
@@ -144,7 +144,7 @@ class NodeWatchMachine:
     def step(self, now: float) -> float:
         """Start a watch or wait for its next data; return the time of the next step.
 
-        Raises ``Cancelled`` after ``cut``.
+        Raises ``Cancelled`` after ``cancel``.
         """
         if now < self._not_before and not self._hurry.is_set():
             return self._not_before
@@ -165,7 +165,7 @@ class NodeWatchMachine:
             self.close()
             if not self._hurry.is_set():  # else reconnect() broke the connection
                 self._outage.failed(problem)
-            if isinstance(problem, ListAgain | NoAnswer):
+            if isinstance(problem, InvalidWatchData | NoAnswer):
                 self._version = None
             self._pause(max(problem.retry_after, self._backoffs.pause(type(problem))))
         return self._not_before
@@ -190,10 +190,10 @@ class NodeWatchMachine:
         self._hurry.set()
         self._api.reconnect()
 
-    def cut(self) -> None:
+    def cancel(self) -> None:
         """Make ``step`` raise ``Cancelled`` at once. May be called repeatedly, from any thread."""
         self._hurry.set()
-        self._api.cut()
+        self._api.cancel()
 
     def close(self) -> None:
         """Close the watch. Only for the thread that calls ``step``."""
@@ -225,14 +225,14 @@ class NodeWatchMachine:
                 break
         version = _version_of(page)
         del page
-        self._deliver(self._audience.listed(nodes))
+        self._deliver(self._handler.listed(nodes))
         self._outage.answered()
         self._heard_at = clock.now()
         return version
 
     def _compare(self, version: str) -> None:
         """Raise ``Restored`` if the API server is behind ``version`` or does not have our node's uid."""
-        own = self._audience.own
+        own = self._handler.own
         selector = _selector(own.name) if own else {}
         page = self._api.get(NODES, self._alive, limit="1", **selector)
         if is_behind(_version_of(page), version):
@@ -290,7 +290,7 @@ class NodeWatchMachine:
             except Refused as reason:
                 self._refuse(reason)
             else:
-                events = self._audience.gone(node) if kind == "DELETED" else self._audience.seen(node)
+                events = self._handler.gone(node) if kind == "DELETED" else self._handler.seen(node)
         if isinstance(version, str) and version:
             self._version = version
         return events

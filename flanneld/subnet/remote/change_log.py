@@ -16,7 +16,7 @@ from flanneld.runtime import clock
 from flanneld.runtime.step_loop import StepLoop
 from flanneld.runtime.waits import Signal
 from flanneld.subnet.codec import parse_attrs, parse_key
-from flanneld.subnet.etcd.keys import Client, ListAgain, NotFound, Position, Reply
+from flanneld.subnet.etcd.keys import Client, NotFound, Position, RelistNeeded, Reply
 from flanneld.subnet.etcd.watch import KeyWatchMachine
 from flanneld.subnet.remote.wire import WireEvent, WireLease
 
@@ -77,9 +77,9 @@ class ChangeLog:
         """End ``run`` and every wait. From any thread."""
         with self._changed:
             self._is_closed = True
-            self._changed.tell()
+            self._changed.notify_all()
         self._stop.set()
-        self._machine.cut()
+        self._machine.cancel()
 
     def next_after(
         self, after: int, wanted: Wanted, is_there: Callable[[], bool], now: Callable[[], int]
@@ -112,7 +112,7 @@ class ChangeLog:
             # Waiting clients list again, because changes in between are unknown.
             self._entries.clear()
             self._floor = self._index = at.index
-            self._changed.tell()
+            self._changed.notify_all()
         return [], at
 
     def _news(self, reply: Reply) -> list[Event]:
@@ -125,17 +125,17 @@ class ChangeLog:
                 self._entries.append(entry)
                 if len(self._entries) > KEPT:
                     self._floor = self._entries.popleft().index
-                self._changed.tell()
+                self._changed.notify_all()
         return []
 
     def _entry(self, reply: Reply) -> LogEntry | None:
-        """Return the entry of a change; None for other keys. Raises ``ListAgain`` for a removed directory."""
+        """Return a change's entry; None for other keys. Raises ``RelistNeeded`` for a removed directory."""
         node, is_gone = reply.node, reply.action in _GONE
         assert node is not None
         path = posixpath.relpath(node.key, self._root).split("/")
         if node.is_dir:
             if is_gone:
-                raise ListAgain(f"the directory {node.key} was removed")
+                raise RelistNeeded(f"the directory {node.key} was removed")
             return None
         match path:
             case ["subnets", name]:

@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from flanneld.errors import NoAnswer, Retryable, cause_of
 from flanneld.runtime.sockets.interruptible_socket import InterruptibleSocket, Unreachable
-from flanneld.subnet.remote.token import Token, fingerprint_of
+from flanneld.subnet.remote.token import JoinToken, fingerprint_of
 from flanneld.subnet.remote.wire import INDEX
 
 #: Seconds to connect, with the TLS handshake. Go flannel 0.6.2 waits 30; the next server may be up.
@@ -49,7 +49,7 @@ class RemoteServers:
         self,
         servers: tuple[RemoteServer, ...],
         tls: ssl.SSLContext | None,
-        token: Callable[[], Token | None] = lambda: None,
+        token: Callable[[], JoinToken | None] = lambda: None,
     ) -> None:
         self.servers = servers
         self.tls = tls
@@ -77,15 +77,15 @@ class WrongCertificate(OSError):
 
 
 class RemoteConnection:
-    """Connection for one thread at a time; any thread may ``drop`` or ``cut`` it."""
+    """Connection for one thread at a time; any thread may ``disconnect`` or ``cancel`` it."""
 
     def __init__(self, servers: RemoteServers) -> None:
         self._servers = servers
-        self._line = InterruptibleSocket()
+        self._socket = InterruptibleSocket()
         self._turn = threading.Lock()
         self._http: HTTPConnection | None = None
         self._server: RemoteServer | None = None
-        self._token: Token | None = None
+        self._token: JoinToken | None = None
 
     def ask(
         self, method: str, target: str, body: str | None = None, alive: Callable[[], None] | None = None
@@ -100,32 +100,32 @@ class RemoteConnection:
             problems = []
             for _ in self._servers.servers:
                 server = self._servers.servers[self._servers.good]
-                self._line.check()
+                self._socket.check()
                 try:
                     return self._ask_again(server, method, target, body, alive)
                 except (OSError, HTTPException, Unreachable) as error:
-                    self.hang_up()
-                    self._line.check()
+                    self.reset()
+                    self._socket.check()
                     problems.append(f"{server}: {_reason(error)}")
                 if alive is not None:
                     break
                 self._servers.skip(server)
             raise NoAnswer(f"no flannel server answers ({'; '.join(problems)})", _CHECK)
 
-    def drop(self) -> None:
+    def disconnect(self) -> None:
         """End the connection; the next request makes another. From any thread."""
-        self._line.drop()
+        self._socket.disconnect()
 
-    def cut(self) -> None:
+    def cancel(self) -> None:
         """End the connection and refuse another. From any thread, repeatedly."""
-        self._line.cut()
+        self._socket.cancel()
 
-    def hang_up(self) -> None:
+    def reset(self) -> None:
         """End the connection; for the thread that uses it."""
         if self._http is not None:
             self._http.close()
         self._http = None
-        self._line.drop()
+        self._socket.disconnect()
 
     def _ask_again(
         self,
@@ -140,10 +140,10 @@ class RemoteConnection:
             try:
                 return self._exchange(server, method, target, body, alive)
             except (OSError, HTTPException):
-                self._line.check()
+                self._socket.check()
                 if alive is not None:
                     raise
-        self.hang_up()
+        self.reset()
         return self._exchange(server, method, target, body, alive)
 
     def _exchange(
@@ -169,12 +169,12 @@ class RemoteConnection:
                 raise HTTPException("its answer is longer than 64 MiB")
             answer = RemoteAnswer(response.status, text, _date_ns(response), server)
         if response.will_close:
-            self.hang_up()
+            self.reset()
         return answer
 
     def _connect(self, server: RemoteServer) -> None:
         self._token = self._servers.token()
-        sock = self._line.connect(server.host, server.port, CONNECT_TIME)
+        sock = self._socket.connect(server.host, server.port, CONNECT_TIME)
         if self._servers.tls is not None:
             tls = self._servers.tls.wrap_socket(sock, server_hostname=server.host)
             # The token is sent only to the server with this certificate.

@@ -14,7 +14,7 @@ from typing import Any
 
 from flanneld.errors import lacking
 from flanneld.runtime import clock, waits
-from flanneld.runtime.logs.outage import Pace
+from flanneld.runtime.logs.outage import LogRateLimit
 from flanneld.subnet.remote.rest import NOT_FOUND, TEXT, RestAnswer, RestApi, RestRequest
 from flanneld.subnet.remote.wire import INDEX
 
@@ -58,13 +58,13 @@ class LeaseServer(ThreadingHTTPServer):
         tls: ssl.SSLContext | None = None,
         connections: int = CONNECTIONS,
     ) -> None:
-        super().__init__(listener.getsockname(), _Handler, bind_and_activate=False)
+        super().__init__(listener.getsockname(), _RequestHandler, bind_and_activate=False)
         self.socket.close()
         self.socket = listener
         self.api = api
         self.tls = tls
         self._limit = connections
-        self._full = Pace()
+        self._full = LogRateLimit()
         self._is_closing = threading.Event()
         #: Answers not sent yet.
         self._busy = 0
@@ -172,7 +172,7 @@ class _TimedReader(io.RawIOBase):
         return size
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _RequestHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: LeaseServer
     connection: socket.socket

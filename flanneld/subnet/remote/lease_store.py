@@ -15,13 +15,13 @@ from flanneld.runtime import clock
 from flanneld.subnet.codec import format_attrs, format_key, parse_attrs
 from flanneld.subnet.embedded.client import PREFIX, EmbeddedClient
 from flanneld.subnet.embedded.store import KeyStore
-from flanneld.subnet.etcd.choice import open_client
+from flanneld.subnet.etcd.api_choice import open_client
 from flanneld.subnet.etcd.endpoints import EtcdOptions, Servers
 from flanneld.subnet.etcd.http import NoSuchApi
 from flanneld.subnet.etcd.keys import Client, Conflict, NoConfig, NotFound, Reply
 from flanneld.subnet.etcd.leases import node_address
 from flanneld.subnet.etcd.manager import SUBNET_TTL, TRIES, EtcdManager
-from flanneld.subnet.etcd.transport import Timeouts, Transport
+from flanneld.subnet.etcd.transport import EtcdTimeouts, Transport
 from flanneld.subnet.manager import NO_FACTS, LocalFacts
 from flanneld.subnet.remote.change_log import ChangeLog, expires_ns
 from flanneld.subnet.remote.token import ANOTHER, Denied
@@ -57,7 +57,7 @@ class LeaseStore:
         with self._lock:
             self._is_closed = True
             for client in self._clients:
-                client.cut()
+                client.cancel()
             if self._changes is not None:
                 self._changes.close()
 
@@ -121,7 +121,7 @@ class LeaseStore:
             manager = self._manager(network)
             facts = NO_FACTS
             if wanted.strangers or not may_join:
-                leases = manager.listing(anew=True).leases.values()
+                leases = manager.listing(fresh=True).leases.values()
                 strangers = [each.attrs for each in leases if each.key in wanted.strangers]
                 facts = LocalFacts(is_self=lambda one, us: is_same_node(one, us) and one not in strangers)
                 # An expired token is valid for a node with a lease.
@@ -141,12 +141,12 @@ class LeaseStore:
         with self._asking():
             manager = self._manager(network)
             if not may_join:
-                leases = manager.listing(anew=True).leases
+                leases = manager.listing(fresh=True).leases
                 _check_known(wanted.attrs, self._path(network, wanted.key) in leases)
             manager.is_self = is_same_node
             lease = Lease(wanted.attrs, *wanted.key, expires=clock.now())
             if former is not None:
-                found = manager.listing(anew=True).leases.get(self._path(network, wanted.key))
+                found = manager.listing(fresh=True).leases.get(self._path(network, wanted.key))
                 if found is not None and found.attrs == former:
                     lease = Lease(wanted.attrs, *wanted.key, expires=clock.now(), asof=found.asof)
             return _wire(manager.renew(lease))
@@ -159,7 +159,7 @@ class LeaseStore:
 
     def leases(self, network: str) -> tuple[list[WireLease], int]:
         with self._asking():
-            listing = self._manager(network).listing(anew=True)
+            listing = self._manager(network).listing(fresh=True)
             # etcd's v2 API has no order.
             return [_wire(each) for _, each in listing.of(lambda _attrs: True)], listing.at.index
 
@@ -301,9 +301,9 @@ class LeaseStore:
             raise Retryable(f"100: Key not found ({path}) [{missing.at.index}]") from None
 
 
-def over_etcd(options: EtcdOptions, api: str, timeouts: Timeouts | None = None) -> LeaseStore:
+def over_etcd(options: EtcdOptions, api: str, timeouts: EtcdTimeouts | None = None) -> LeaseStore:
     """Open the leases in etcd: "v2", "v3", or "auto" for the first, v3 before v2, with a network config."""
-    timeouts = timeouts or Timeouts()
+    timeouts = timeouts or EtcdTimeouts()
     names = ("v3", "v2") if api == "auto" else (api,)
     clients = [open_client(name, Transport(Servers(options), timeouts)) for name in names]
     name = f"etcd at {Servers(options).name} under {options.prefix}"

@@ -42,7 +42,7 @@ from flanneld.subnet.remote.connection import (
     refused,
 )
 from flanneld.subnet.remote.tls import TlsFiles, client_context
-from flanneld.subnet.remote.token import Token, parse_token
+from flanneld.subnet.remote.token import JoinToken, parse_token
 from flanneld.subnet.remote.wire import Acquisition, Reservation, WatchResult, WireLease
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class RemoteOptions(Struct, frozen=True, gc=False):
     def __repr__(self) -> str:
         return f"RemoteOptions({', '.join(map(str, self.servers))})"
 
-    def read_token(self) -> Token | None:
+    def read_token(self) -> JoinToken | None:
         """Return the token; None without an option. Raises ``Retryable`` if it cannot be read."""
         source = self.token_file or "-token"
         try:
@@ -177,20 +177,20 @@ class RemoteManager:
     def reread(self) -> None:
         with self._lock:
             for watch in self._watches:
-                watch.drop()
+                watch.disconnect()
 
     def reconnect(self) -> None:
         with self._lock:
-            self._requests.drop()
+            self._requests.disconnect()
             for watch in self._watches:
-                watch.drop()
+                watch.disconnect()
 
     def close(self) -> None:
         with self._lock:
             self._stop.set()
-            self._requests.cut()
+            self._requests.cancel()
             for watch in self._watches:
-                watch.cut()
+                watch.cancel()
 
     # ---- one request ---------------------------------------------------------------------------
 
@@ -319,14 +319,14 @@ class _Watch:
             if news := events(result):
                 deliver(news)
 
-    def drop(self) -> None:
-        self._connection.drop()
+    def disconnect(self) -> None:
+        self._connection.disconnect()
 
-    def cut(self) -> None:
-        self._connection.cut()
+    def cancel(self) -> None:
+        self._connection.cancel()
 
     def close(self) -> None:
-        self._connection.hang_up()
+        self._connection.reset()
 
     def _next(self, cursor: str | None, alive: Callable[[], None]) -> WatchResult | None:
         """Return the server's next result; None if the lease does not exist."""

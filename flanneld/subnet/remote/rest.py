@@ -22,7 +22,7 @@ from flanneld.subnet.codec import parse_key
 from flanneld.subnet.remote import wire
 from flanneld.subnet.remote.change_log import ChangeLog, LogEntry, Wanted
 from flanneld.subnet.remote.lease_store import LeaseStore
-from flanneld.subnet.remote.token import ANOTHER, Access, Denied
+from flanneld.subnet.remote.token import ANOTHER, Denied, Permission
 from flanneld.subnet.remote.wire import WireLease
 
 T = TypeVar("T")
@@ -53,7 +53,7 @@ class RestRequest(Struct, frozen=True, gc=False):
     is_there: Callable[[], bool] = lambda: True
     authorization: str = ""
     wants_index: bool = False
-    access: Access = Access.JOIN
+    access: Permission = Permission.JOIN
 
 
 class RestAnswer(Struct, frozen=True, gc=False):
@@ -82,7 +82,7 @@ class RestApi:
         self,
         store: LeaseStore,
         start: Callable[[ChangeLog], None],
-        check: Callable[[str], Access] = lambda _header: Access.JOIN,
+        check: Callable[[str], Permission] = lambda _header: Permission.JOIN,
     ) -> None:
         self._store = store
         self._start = start
@@ -103,7 +103,7 @@ class RestApi:
         handler = self._route(request, path.split("/"), query)
         if handler is None:
             return NOT_FOUND
-        if request.access is Access.STAY and not _is_of_a_node(request.method, path):
+        if request.access is Permission.STAY and not _is_of_a_node(request.method, path):
             return _text(403, f"the token has ended; {ANOTHER}")
         try:
             text = handler()
@@ -148,7 +148,7 @@ class RestApi:
 
     def _acquire(self, request: RestRequest, network: str) -> str:
         wanted = _understood(wire.parse_acquisition, request.body)
-        may_join = request.access is Access.JOIN
+        may_join = request.access is Permission.JOIN
         lease = self._store.acquire(network, wanted, may_join=may_join)
         return wire.format_lease(_shown(lease, request))
 
@@ -156,7 +156,7 @@ class RestApi:
         lease, former = _understood(wire.parse_renewal, request.body)
         if not any(lease.key):
             raise _Wrong("bad subnet")
-        may_join = request.access is Access.JOIN
+        may_join = request.access is Permission.JOIN
         renewed = self._store.renew(network, lease, former, may_join=may_join)
         return wire.format_lease(_shown(renewed, request))
 

@@ -17,7 +17,7 @@ ANOTHER = "make another: flannelctl token create"
 _BEARER = re.compile(r"Bearer ([0-9a-f]{8})-([0-9]{1,12})-([0-9a-f]{64})")
 
 
-class Access(Enum):
+class Permission(Enum):
     """Permission of a request: ``JOIN`` for everything, ``STAY`` for a node with a lease."""
 
     JOIN = "join"
@@ -28,7 +28,7 @@ class Denied(FlannelError):
     """Error for a request without a token, or with one that does not permit it."""
 
 
-class Token(Struct, frozen=True, gc=False):
+class JoinToken(Struct, frozen=True, gc=False):
     """Join token. It is valid for joins until ``ends``, in seconds of Unix time.
 
     ``code`` is the HMAC-SHA256 of id and end under the server's secret, ``fingerprint`` the SHA-256 of the
@@ -56,12 +56,12 @@ class Token(Struct, frozen=True, gc=False):
     __str__ = __repr__
 
 
-def parse_token(text: str, source: str) -> Token:
+def parse_token(text: str, source: str) -> JoinToken:
     """Parse a token from ``source``. Raises ``Refused`` without any part of the token."""
     found = _TOKEN.fullmatch(text.strip())
     if not found:
         raise Refused(f"{source} holds no token", "copy all of what flannelctl token create printed")
-    return Token(found[1], int(found[2]), found[3], found[4])
+    return JoinToken(found[1], int(found[2]), found[3], found[4])
 
 
 def parse_bearer(header: str) -> tuple[str, int, str] | None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 from urllib.parse import quote
 
-from flanneld.backends.cloud.contract import Trouble
+from flanneld.backends.cloud.contract import ErrorKind
 from tests.lab.clouds.service import Answer, Asked, Request, said
 from tests.lab.clouds.vpc import Route, VpcService
 
@@ -36,16 +36,16 @@ class AliService(VpcService):
         "replace": "ModifyRouteEntry",
         "delete": "DeleteRouteEntry",
     }
-    codes: ClassVar[Mapping[Trouble, tuple[int, str]]] = {
-        Trouble.THROTTLED: (400, "Throttling.User"),
-        Trouble.DENIED: (403, "Forbidden.RAM"),
-        Trouble.CREDENTIALS: (400, "InvalidSecurityToken.Expired"),
-        Trouble.FULL: (400, "QuotaExceeded.RouteEntry"),
-        Trouble.EXISTS: (400, "RouterEntryConflict.Duplicated"),
-        Trouble.ABSENT: (404, "InvalidRouteEntry.NotFound"),
-        Trouble.BUSY: (400, "IncorrectRouteEntryStatus"),
-        Trouble.NO_TABLE: (404, "InvalidRouteTableId.NotFound"),
-        Trouble.OTHER: (500, "InternalError"),
+    codes: ClassVar[Mapping[ErrorKind, tuple[int, str]]] = {
+        ErrorKind.THROTTLED: (400, "Throttling.User"),
+        ErrorKind.DENIED: (403, "Forbidden.RAM"),
+        ErrorKind.CREDENTIALS: (400, "InvalidSecurityToken.Expired"),
+        ErrorKind.FULL: (400, "QuotaExceeded.RouteEntry"),
+        ErrorKind.EXISTS: (400, "RouterEntryConflict.Duplicated"),
+        ErrorKind.ABSENT: (404, "InvalidRouteEntry.NotFound"),
+        ErrorKind.BUSY: (400, "IncorrectRouteEntryStatus"),
+        ErrorKind.NO_TABLE: (404, "InvalidRouteTableId.NotFound"),
+        ErrorKind.OTHER: (500, "InternalError"),
     }
     never_ends: bool = False
 
@@ -72,7 +72,7 @@ class AliService(VpcService):
         del request
         parameters = asked.parameters
         if asked.action != "DescribeInstances" and parameters.get("RouteTableId", TABLE) != TABLE:
-            return self.refusal(*self.codes[Trouble.NO_TABLE])
+            return self.refusal(*self.codes[ErrorKind.NO_TABLE])
         match asked.action:
             case "DescribeVSwitchAttributes":
                 table = {"RouteTableId": TABLE, "RouteTableType": "System"}
@@ -106,12 +106,12 @@ class AliService(VpcService):
         there = self.table.get(destination)
         if action == "CreateRouteEntry":
             if there:
-                return self.refusal(*self.codes[Trouble.EXISTS])
+                return self.refusal(*self.codes[ErrorKind.EXISTS])
             if len(self.table) >= self.limit:
-                return self.refusal(*self.codes[Trouble.FULL])
+                return self.refusal(*self.codes[ErrorKind.FULL])
             self.set_route(destination, parameters["NextHopId"], "Pending" if self.never_ends else None)
         elif there is None:
-            return self.refusal(*self.codes[Trouble.ABSENT])
+            return self.refusal(*self.codes[ErrorKind.ABSENT])
         elif action == "ModifyRouteEntry":
             there.hop = parameters["NewNextHopId"]
         elif there.hop == parameters["NextHopId"]:

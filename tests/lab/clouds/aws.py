@@ -21,7 +21,7 @@ from moto.server import DomainDispatcherApplication, create_backend_app
 from moto.sts.models import sts_backends
 from werkzeug.test import Client
 
-from flanneld.backends.cloud.contract import Trouble
+from flanneld.backends.cloud.contract import ErrorKind
 from tests.lab.clouds.service import VPC_NETWORK, Answer, Asked, Request, Service
 
 REGION = "us-east-1"
@@ -59,16 +59,16 @@ class AwsService(Service):
         "delete": "DeleteRoute",
         "forward": "ModifyNetworkInterfaceAttribute",
     }
-    codes: ClassVar[Mapping[Trouble, tuple[int, str]]] = {
-        Trouble.THROTTLED: (503, "RequestLimitExceeded"),
-        Trouble.DENIED: (403, "UnauthorizedOperation"),
-        Trouble.CREDENTIALS: (400, "ExpiredToken"),
-        Trouble.FULL: (400, "RouteLimitExceeded"),
-        Trouble.EXISTS: (400, "RouteAlreadyExists"),
-        Trouble.ABSENT: (400, "InvalidRoute.NotFound"),
-        Trouble.BUSY: (400, "IncorrectState"),
-        Trouble.NO_TABLE: (400, "InvalidRouteTableID.NotFound"),
-        Trouble.OTHER: (500, "InternalError"),
+    codes: ClassVar[Mapping[ErrorKind, tuple[int, str]]] = {
+        ErrorKind.THROTTLED: (503, "RequestLimitExceeded"),
+        ErrorKind.DENIED: (403, "UnauthorizedOperation"),
+        ErrorKind.CREDENTIALS: (400, "ExpiredToken"),
+        ErrorKind.FULL: (400, "RouteLimitExceeded"),
+        ErrorKind.EXISTS: (400, "RouteAlreadyExists"),
+        ErrorKind.ABSENT: (400, "InvalidRoute.NotFound"),
+        ErrorKind.BUSY: (400, "IncorrectState"),
+        ErrorKind.NO_TABLE: (400, "InvalidRouteTableID.NotFound"),
+        ErrorKind.OTHER: (500, "InternalError"),
     }
     demands_token: bool = True
     limit: int = 50
@@ -181,7 +181,7 @@ class AwsService(Service):
         if asked.action == "AssumeRoleWithWebIdentity":
             return self._exchange(asked.parameters)
         if asked.action == "CreateRoute" and len(self.routes(asked.parameters["RouteTableId"])) >= self.limit:
-            return self.refusal(*self.codes[Trouble.FULL])
+            return self.refusal(*self.codes[ErrorKind.FULL])
         found = self._client.open(
             request.path,
             method=request.method,

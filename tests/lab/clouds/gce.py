@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 from google.auth import exceptions, jwt
 
-from flanneld.backends.cloud.contract import Trouble
+from flanneld.backends.cloud.contract import ErrorKind
 from tests.lab.clouds.service import Answer, Asked, Request, said
 from tests.lab.clouds.vpc import Route, VpcService
 
@@ -38,16 +38,16 @@ class GceService(VpcService):
         "replace": "routes.insert",
         "delete": "routes.delete",
     }
-    codes: ClassVar[Mapping[Trouble, tuple[int, str]]] = {
-        Trouble.THROTTLED: (403, "rateLimitExceeded"),
-        Trouble.DENIED: (403, "forbidden"),
-        Trouble.CREDENTIALS: (401, "authError"),
-        Trouble.FULL: (403, "quotaExceeded"),
-        Trouble.EXISTS: (409, "alreadyExists"),
-        Trouble.ABSENT: (404, "notFound"),
-        Trouble.BUSY: (400, "resourceInUseByAnotherResource"),
-        Trouble.NO_TABLE: (404, "notFound"),
-        Trouble.OTHER: (500, "backendError"),
+    codes: ClassVar[Mapping[ErrorKind, tuple[int, str]]] = {
+        ErrorKind.THROTTLED: (403, "rateLimitExceeded"),
+        ErrorKind.DENIED: (403, "forbidden"),
+        ErrorKind.CREDENTIALS: (401, "authError"),
+        ErrorKind.FULL: (403, "quotaExceeded"),
+        ErrorKind.EXISTS: (409, "alreadyExists"),
+        ErrorKind.ABSENT: (404, "notFound"),
+        ErrorKind.BUSY: (400, "resourceInUseByAnotherResource"),
+        ErrorKind.NO_TABLE: (404, "notFound"),
+        ErrorKind.OTHER: (500, "backendError"),
     }
     never_ends: bool = False
     tokens: set[str] = field(default_factory=lambda: {"lab-token"})
@@ -122,7 +122,7 @@ class GceService(VpcService):
             case "routes.delete":
                 found = [each for each, route in self.table.items() if route.name == parameters["route"]]
                 if not found:
-                    return self.refusal(*self.codes[Trouble.ABSENT])
+                    return self.refusal(*self.codes[ErrorKind.ABSENT])
                 return self._operation(lambda: self.table.pop(found[0]))
             case "operations.wait":
                 return said(_operation(parameters["operation"], "PENDING" if self.never_ends else "DONE"))
@@ -141,7 +141,7 @@ class GceService(VpcService):
                         "status": "RUNNING",
                     }
                 )
-        return self.refusal(*self.codes[Trouble.ABSENT])
+        return self.refusal(*self.codes[ErrorKind.ABSENT])
 
     def _list(self, parameters: Mapping[str, str]) -> Answer:
         if parameters.get("filter") != f'network="{NETWORK}"':
@@ -171,11 +171,11 @@ class GceService(VpcService):
 
     def _insert(self, route: Mapping[str, Any]) -> Answer:
         if any(each.name == route["name"] for each in self.table.values()):
-            return self.refusal(*self.codes[Trouble.EXISTS])
+            return self.refusal(*self.codes[ErrorKind.EXISTS])
         if len(self.table) >= self.limit:
-            return self.refusal(*self.codes[Trouble.FULL])
+            return self.refusal(*self.codes[ErrorKind.FULL])
         if route["network"] != NETWORK:
-            return self.refusal(*self.codes[Trouble.NO_TABLE])
+            return self.refusal(*self.codes[ErrorKind.NO_TABLE])
 
         def insert() -> None:
             self.table[route["destRange"]] = Route(route["nextHopInstance"], route["name"])

@@ -13,7 +13,7 @@ from socketserver import TCPServer
 from typing import Any, ClassVar
 from urllib.parse import parse_qsl, urlsplit
 
-from flanneld.backends.cloud.contract import Trouble
+from flanneld.backends.cloud.contract import ErrorKind
 
 #: The link of the lab's nodes, and the cluster network.
 VPC_NETWORK = "198.18.0.0/24"
@@ -65,7 +65,7 @@ class Fault:
     """A refusal of the next ``times`` calls of an action."""
 
     action: str
-    trouble: Trouble
+    trouble: ErrorKind
     times: float
 
 
@@ -80,7 +80,7 @@ class Service:
     #: Actions by what they are for: place, list, create, replace, delete, forward.
     actions: ClassVar[Mapping[str, str]] = {}
     #: The status and code for each trouble.
-    codes: ClassVar[Mapping[Trouble, tuple[int, str]]] = {}
+    codes: ClassVar[Mapping[ErrorKind, tuple[int, str]]] = {}
     kind: ClassVar[str] = ""
 
     calls: list[str] = field(default_factory=list)
@@ -118,7 +118,7 @@ class Service:
 
     # ---- what tests ask for --------------------------------------------------------------------
 
-    def fail(self, purpose: str, trouble: Trouble, times: float = 1) -> None:
+    def fail(self, purpose: str, trouble: ErrorKind, times: float = 1) -> None:
         """Refuse the next calls for a purpose."""
         with self.lock:
             self.faults.append(Fault(self.actions[purpose], trouble, times))
@@ -144,9 +144,9 @@ class Service:
         with self.lock:
             self.calls.append(asked.action)
             if not self.is_signed(request):
-                return self.refusal(*self.codes[Trouble.CREDENTIALS])
+                return self.refusal(*self.codes[ErrorKind.CREDENTIALS])
             if asked.action in self.denied:
-                return self.refusal(*self.codes[Trouble.DENIED])
+                return self.refusal(*self.codes[ErrorKind.DENIED])
             for fault in self.faults:
                 if fault.action == asked.action and fault.times > 0:
                     fault.times -= 1

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from tencentcloud.common.sign import Sign
 
-from flanneld.backends.cloud.contract import Trouble
+from flanneld.backends.cloud.contract import ErrorKind
 from tests.lab.clouds.service import Answer, Asked, Request, said
 from tests.lab.clouds.vpc import Route, VpcService
 
@@ -39,16 +39,16 @@ class TencentService(VpcService):
         "replace": "ReplaceRoutes",
         "delete": "DeleteRoutes",
     }
-    codes: ClassVar[Mapping[Trouble, tuple[int, str]]] = {
-        Trouble.THROTTLED: (200, "RequestLimitExceeded"),
-        Trouble.DENIED: (200, "UnauthorizedOperation"),
-        Trouble.CREDENTIALS: (200, "AuthFailure.SignatureFailure"),
-        Trouble.FULL: (200, "LimitExceeded"),
-        Trouble.EXISTS: (200, "InvalidParameterValue.Duplicate"),
-        Trouble.ABSENT: (200, "InvalidRouteId.NotFound"),
-        Trouble.BUSY: (200, "UnsupportedOperation"),
-        Trouble.NO_TABLE: (200, "ResourceNotFound"),
-        Trouble.OTHER: (200, "InternalError"),
+    codes: ClassVar[Mapping[ErrorKind, tuple[int, str]]] = {
+        ErrorKind.THROTTLED: (200, "RequestLimitExceeded"),
+        ErrorKind.DENIED: (200, "UnauthorizedOperation"),
+        ErrorKind.CREDENTIALS: (200, "AuthFailure.SignatureFailure"),
+        ErrorKind.FULL: (200, "LimitExceeded"),
+        ErrorKind.EXISTS: (200, "InvalidParameterValue.Duplicate"),
+        ErrorKind.ABSENT: (200, "InvalidRouteId.NotFound"),
+        ErrorKind.BUSY: (200, "UnsupportedOperation"),
+        ErrorKind.NO_TABLE: (200, "ResourceNotFound"),
+        ErrorKind.OTHER: (200, "InternalError"),
     }
 
     def hop_of(self, name: str, address: str) -> str:
@@ -77,7 +77,7 @@ class TencentService(VpcService):
         parameters = asked.parameters
         named = parameters.get("RouteTableIds") or [parameters.get("RouteTableId", TABLE)]
         if any(each != TABLE for each in named):
-            return self.refusal(*self.codes[Trouble.NO_TABLE])
+            return self.refusal(*self.codes[ErrorKind.NO_TABLE])
         match asked.action:
             case "DescribeRouteTables":
                 only_ours = "RouteTableIds" in parameters
@@ -125,9 +125,9 @@ class TencentService(VpcService):
 
     def _created(self, route: Mapping[str, Any]) -> Answer:
         if route["DestinationCidrBlock"] in self.table:
-            return self.refusal(*self.codes[Trouble.EXISTS])
+            return self.refusal(*self.codes[ErrorKind.EXISTS])
         if len(self.table) >= self.limit:
-            return self.refusal(*self.codes[Trouble.FULL])
+            return self.refusal(*self.codes[ErrorKind.FULL])
         self.set_route(route["DestinationCidrBlock"], route["GatewayId"])
         return _response(TotalCount=1)
 
@@ -139,7 +139,7 @@ class TencentService(VpcService):
                 else:
                     route.hop, route.state = wanted["GatewayId"], None
                 return _response()
-        return self.refusal(*self.codes[Trouble.ABSENT])
+        return self.refusal(*self.codes[ErrorKind.ABSENT])
 
     def refusal(self, status: int, code: str) -> Answer:
         error = {"Code": code, "Message": f"the lab says {code}"}

@@ -11,13 +11,13 @@ from pathlib import Path
 from unittest.mock import patch
 
 from flanneld.backends.extension import tables as extension
-from flanneld.backends.extension.commands import Command
-from flanneld.backends.extension.commands import Commands as ExtensionCommands
+from flanneld.backends.extension.commands import ConfigCommand
+from flanneld.backends.extension.commands import ConfigCommands as ExtensionCommands
 from flanneld.backends.extension.journal import Journal
 from flanneld.backends.extension.resources import PeerSetup
-from flanneld.backends.udp.client import Client
-from flanneld.backends.udp.resources import Pump, PumpPeer
-from flanneld.backends.udp.tables import PumpPeerTable, PumpTable
+from flanneld.backends.udp.proxy_client import ProxyClient
+from flanneld.backends.udp.resources import ProxyPeer, UdpProxy
+from flanneld.backends.udp.tables import ProxyPeerTable, ProxyTable
 from flanneld.backends.wireguard import keys
 from flanneld.backends.wireguard.resources import AllowedIp, DeviceKey, Peer
 from flanneld.backends.wireguard.table_peers import WireGuardTable
@@ -34,24 +34,26 @@ from tests.netns.conformance.host import OnHost
 
 
 class PumpPeers(OnHost):
-    """The peers of a packet pump, a process on the host."""
+    """The peers of a udp proxy, a process on the host."""
 
     tun = "flannel0"
     resources = (
-        PumpPeer("flannel0", IPv4Network("10.1.7.0/24"), IPv4Address("192.0.2.7")),
-        PumpPeer("flannel0", IPv4Network("10.1.8.0/24"), IPv4Address("192.0.2.8")),
-        PumpPeer("flannel0", IPv4Network("10.1.9.0/24"), IPv4Address("192.0.2.9")),
+        ProxyPeer("flannel0", IPv4Network("10.1.7.0/24"), IPv4Address("192.0.2.7")),
+        ProxyPeer("flannel0", IPv4Network("10.1.8.0/24"), IPv4Address("192.0.2.8")),
+        ProxyPeer("flannel0", IPv4Network("10.1.9.0/24"), IPv4Address("192.0.2.9")),
     )
 
     def __init__(self, host: Namespace) -> None:
         super().__init__(host)
         devices.put(Tun(self.tun, 1400), None)
-        self._pump = PumpTable(Client(self.tun))
-        wanted = Pump(self.tun, IPv4Address("192.0.2.1"), 8285, IPv4Address("10.1.5.0"), 1400, wish="python")
+        self._pump = ProxyTable(ProxyClient(self.tun))
+        wanted = UdpProxy(
+            self.tun, IPv4Address("192.0.2.1"), 8285, IPv4Address("10.1.5.0"), 1400, wish="python"
+        )
         assert self._pump.put([Put(wanted)]).failed == []
 
     def make(self) -> Table:
-        return PumpPeerTable(Client(self.tun), self.tun)
+        return ProxyPeerTable(ProxyClient(self.tun), self.tun)
 
     @contextmanager
     def blind(self, table: Table) -> Iterator[None]:
@@ -85,10 +87,10 @@ class ExtensionPeers(OnHost):
         self._checks.start()
 
     def make(self) -> Table:
-        return extension.PeerTable(
-            Command("SubnetAddCommand", f"cat >{self._peers}$PUBLIC_IP"),
-            Command("SubnetRemoveCommand", f"rm -f {self._peers}$PUBLIC_IP"),
-            Command("CheckCommand", f"[ -e {self._peers}$PUBLIC_IP ]"),
+        return extension.PeerSetupTable(
+            ConfigCommand("SubnetAddCommand", f"cat >{self._peers}$PUBLIC_IP"),
+            ConfigCommand("SubnetRemoveCommand", f"rm -f {self._peers}$PUBLIC_IP"),
+            ConfigCommand("CheckCommand", f"[ -e {self._peers}$PUBLIC_IP ]"),
             ExtensionCommands(CommandRunner(threading.Event()).run, 20.0),
             Journal(Path(self._directory.name) / "journal", lambda: "base"),
         )

@@ -6,7 +6,7 @@ import tempfile
 from ipaddress import IPv4Network
 from pathlib import Path
 
-from flanneld.diagnostics.host_checks import ForwardingTable
+from flanneld.diagnostics.host_checks import KernelForwardingTable
 from flanneld.state.table import Table
 from flanneld.subnet.subnet_file import SubnetEnv, SubnetEnvFile, SubnetFileTable
 from tests.lab.namespace import Namespace
@@ -55,5 +55,5 @@ class Forwarding(OnHost):
     def make(self) -> Table:
         return self._table()
 
-    def _table(self) -> ForwardingTable:
-        return ForwardingTable((4, 6), lambda: "up0", keep=True)
+    def _table(self) -> KernelForwardingTable:
+        return KernelForwardingTable((4, 6), lambda: "up0", keep=True)

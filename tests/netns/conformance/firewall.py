@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from ipaddress import IPv4Network
 from typing import ClassVar
 
-from flanneld.network.firewall.command import Commands
+from flanneld.network.firewall.command import IptablesRunner
+from flanneld.network.firewall.edits import claim
 from flanneld.network.firewall.nftables.netlink import Removals
-from flanneld.network.firewall.plan import claim
-from flanneld.network.firewall.rules import Nets, Purpose, Style, wanted
-from flanneld.network.firewall.sweep import Place, driver
+from flanneld.network.firewall.rules import Nets, Purpose, Style, desired_rules
+from flanneld.network.firewall.rules_sweep import RulePlace, driver
 from flanneld.network.firewall.tables import RulesTable
 from flanneld.state.table import Table
 from tests.lab.namespace import Namespace
@@ -24,7 +24,7 @@ from tests.netns.conformance.host import OnHost
 class OfFirewall(OnHost):
     """One family's rules in one place."""
 
-    place: ClassVar[Place]
+    place: ClassVar[RulePlace]
     style: ClassVar[Style] = "own-chains"
     _nets = Nets(IPv4Network("10.5.0.0/16"), IPv4Network("10.5.72.0/24"))
     _purpose = Purpose(masquerade=True, forward=True, random=True)
@@ -50,8 +50,8 @@ class OfFirewall(OnHost):
         return RulesTable(
             4,
             self.place,
-            driver(self.place, 4, Commands(threading.Event())),
-            wanted(self.style, self._nets, self._purpose),
+            driver(self.place, 4, IptablesRunner(threading.Event())),
+            desired_rules(self.style, self._nets, self._purpose),
             claim([self._nets], None, masquerade=True, forward=True),
             removals=None if self.place == "legacy" else Removals(),
             audit=1.0,

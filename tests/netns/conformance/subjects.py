@@ -21,7 +21,7 @@ SUBJECTS: dict[str, Callable[[Namespace], Subject]] = {
     "rules with iptables-nft": firewall.NftRules,
     "rules with iptables-legacy": firewall.LegacyRules,
     "rules with nftables": firewall.NativeRules,
-    "peers of the packet pump": backends.PumpPeers,
+    "peers of the udp proxy": backends.PumpPeers,
     "subnet.env": files.SubnetFile,
     "forwarding": files.Forwarding,
     "peers of the extension backend": backends.ExtensionPeers,

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator
 from ipaddress import ip_address, ip_network
 from typing import Any
 
-from flanneld.backends.udp.client import Client, NoPump
+from flanneld.backends.udp.proxy_client import NoProxy, ProxyClient
 from tests.lab import Node
 from tests.lab.namespace import run
 from tests.netns.histories.setting import GATEWAY, PEERS, Setting, nets
@@ -160,10 +160,10 @@ def leave_out(leases: Iterable[str], *states: dict[str, Any]) -> list[dict[str, 
 def _pump_peers(node: Node, tun: str) -> list[tuple[str, str, str]]:
     """What the pump of the udp backend knows of the peers; nothing while there is none."""
     with node.namespace.entered():
-        client = Client(tun)
+        client = ProxyClient(tun)
         try:
             return sorted((str(net), str(host), "") for net, host in client.peers())
-        except (NoPump, OSError):
+        except (NoProxy, OSError):
             return []
         finally:
             client.close()

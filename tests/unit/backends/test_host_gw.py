@@ -52,7 +52,7 @@ def peer(families: Families = DUAL, **attrs: Any) -> Lease:
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "wanted"),
+    ("ours", "theirs", "desired"),
     [
         (V4, V4, [ROUTE]),
         (V6, V6, [ROUTE_V6]),
@@ -64,9 +64,9 @@ def peer(families: Families = DUAL, **attrs: Any) -> Lease:
     ids=["IPv4", "IPv6", "dual", "we dual", "they dual", "nothing in common"],
 )
 def test_a_route_through_its_public_ip_leads_to_a_peer(
-    ours: Families, theirs: Families, wanted: list[Route]
+    ours: Families, theirs: Families, desired: list[Route]
 ) -> None:
-    assert list(made(ours).peer(OWN, peer(theirs))) == wanted
+    assert list(made(ours).peer(OWN, peer(theirs))) == desired
 
 
 @pytest.mark.parametrize("backend_type", ["vxlan", ""])

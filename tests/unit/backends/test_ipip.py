@@ -46,11 +46,11 @@ def peer(**attrs: Any) -> Lease:
 
 
 def test_a_device_that_sends_from_the_local_address_is_needed_with_the_base_address_of_our_subnet() -> None:
-    wanted: list[Resource] = [
+    desired: list[Resource] = [
         Ipip("flannel.ipip", LOCAL, 1480),
         Address("flannel.ipip", IPv4Address("10.1.5.0")),
     ]
-    assert list(made().local(OWN)) == wanted
+    assert list(made().local(OWN)) == desired
 
 
 def test_the_public_ip_is_all_that_is_announced() -> None:

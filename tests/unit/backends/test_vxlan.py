@@ -96,7 +96,7 @@ TO_PEER_V6: list[Resource] = [
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "wanted"),
+    ("ours", "theirs", "desired"),
     [
         (V4, V4, TO_PEER_V4),
         (V6, V6, TO_PEER_V6),
@@ -119,9 +119,9 @@ TO_PEER_V6: list[Resource] = [
     ],
 )
 def test_neighbour_forwarding_entry_and_onlink_route_lead_to_a_peer(
-    ours: Families, theirs: Families, wanted: list[Any]
+    ours: Families, theirs: Families, desired: list[Any]
 ) -> None:
-    assert list(build(config(ours), host()).peer(OWN, peer(theirs))) == wanted
+    assert list(build(config(ours), host()).peer(OWN, peer(theirs))) == desired
 
 
 def test_the_vni_names_the_devices() -> None:

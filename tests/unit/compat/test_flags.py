@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from flanneld.compat.flags import (
     Flag,
     FlagError,
+    FlagValue,
     HelpRequested,
-    Value,
     from_environment,
     parse,
     quoted,
@@ -48,7 +48,7 @@ FLAGS = (
         (["-q", "-q=0"], {"q": False}),
     ],
 )
-def test_a_flag_is_written_in_any_of_gos_ways(argv: list[str], expected: dict[str, Value]) -> None:
+def test_a_flag_is_written_in_any_of_gos_ways(argv: list[str], expected: dict[str, FlagValue]) -> None:
     assert parse(FLAGS, argv) == expected
 
 

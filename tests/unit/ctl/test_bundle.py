@@ -107,7 +107,7 @@ def test_bundle_holds_answers_kernel_and_config_without_the_password(
 ) -> None:
     subnet_file, archive = tmp_path / "subnet.env", tmp_path / "b.tar.gz"
     subnet_file.write_text("FLANNEL_NETWORK=10.5.0.0/16\nFLANNEL_SUBNET=10.5.3.1/24\n")
-    said = {"version": "1", "pid": 1, "started": 0.0, "health": {"missing": [], "late": [], "troubles": []}}
+    said = {"version": "1", "pid": 1, "started": 0.0, "health": {"missing": [], "late": [], "conditions": []}}
     said["events"] = [{"time": 0.0, "severity": "I", "source": "main", "text": f"psk={SECRET}"}]
     words = ["bundle", str(archive), f"--subnet-file={subnet_file}", f"--etcd-password={SECRET}"]
     with daemon(tmp_path, json.dumps(said).encode()):

@@ -12,15 +12,15 @@ import pytest
 from msgspec.structs import replace
 
 from flanneld.ctl.checks import CHECKS
-from flanneld.ctl.data_source import Part, Unknown
+from flanneld.ctl.data_source import SourcePart, Unknown
 from flanneld.ctl.doctor import as_json, examine, report
 from flanneld.ctl.facts import Dropped, Facts
 from flanneld.ctl.findings import THEMES, Advice, Fix, Severity
 from flanneld.ctl.path_mtu import Path as PathToPeer
 from flanneld.ctl.shadowing_routes import ShadowingRoute
-from flanneld.ctl.snapshot import Difference, Entry
-from flanneld.ctl.stale_objects import CniConf, LeftRules
-from flanneld.ctl.tables import plain
+from flanneld.ctl.snapshot import Comparison, Difference
+from flanneld.ctl.stale_host_objects import CniConf, LeftRules
+from flanneld.ctl.text_tables import plain
 from flanneld.diagnostics import host_checks
 from flanneld.network.rtnetlink.links import SeenLink
 from flanneld.state.resources import ForeignLink, Resource, Route, Vxlan
@@ -42,7 +42,7 @@ DOCUMENT: dict[str, Any] = {
     "synced": True,
     "refused": [],
     "lost_notifications": 0,
-    "brake": {"holds": False},
+    "removal_guard": {"holds": False},
     "firewall": {"place": "nft", "not_in_place": []},
     "peers": [
         {
@@ -96,7 +96,7 @@ WELL = Facts(
         ("flannel.1", ip_address("10.5.1.0")),
         ("cni0", ip_address("10.5.1.1")),
     ),
-    entries=(Entry(ROUTE, "ok"),),
+    entries=(Comparison(ROUTE, "ok"),),
     traffic={"flannel.1": (1000, 1000)},
     offload={"flannel.1": True},
     kernel=(6, 1),
@@ -118,18 +118,20 @@ def refused_by(table: str) -> Facts:
 
 
 def of_host(setting: str, value: int) -> Facts:
-    known = host_checks.Facts((4,), "eth0", {setting: value}, elsewhere="eth1")
+    known = host_checks.HostSettings((4,), "eth0", {setting: value}, elsewhere="eth1")
     return replace(WELL, host=host_checks.findings(known))
 
 
 def entry(value: Resource, state: str) -> Facts:
-    return replace(WELL, entries=(Entry(value, state),))
+    return replace(WELL, entries=(Comparison(value, state),))
 
 
 def drift(**changes: Any) -> Facts:
     actual = replace(VXLAN, **changes)
     differences = (Difference(name, str(value), "as wanted") for name, value in changes.items())
-    return replace(WELL, entries=(Entry(VXLAN, "different", other=actual, differences=tuple(differences)),))
+    return replace(
+        WELL, entries=(Comparison(VXLAN, "different", other=actual, differences=tuple(differences)),)
+    )
 
 
 def with_links(*links: SeenLink) -> Facts:
@@ -169,7 +171,7 @@ CASES: dict[str, list[Facts]] = {
         told(lambda d: d.update(synced=False)),
         told(lambda d: d["store"].update(cache="the nodes saved in /x at 2023-11-14T22:13:20Z")),
     ],
-    "brake": [told(lambda d: d.update(brake={"holds": True}))],
+    "removal_guard": [told(lambda d: d.update(removal_guard={"holds": True}))],
     "mac": [with_links(link("eth0"), flannel(mac="02:00:00:00:00:99"))],
     "contested": [peer(conflicts=["10.5.3.0/24"], state="contested")],
     "cloned mac": [peer(macs=[MAC.upper()])],
@@ -222,7 +224,7 @@ CASES: dict[str, list[Facts]] = {
     "clock": [replace(WELL, clock_is_synchronised=False)],
     "store": [
         told(lambda d: d["store"].update(problem="etcd does not answer", remedy="see that it runs")),
-        replace(WELL, unknown=(Unknown(Part.STORE, "etcd does not answer"),)),
+        replace(WELL, unknown=(Unknown(SourcePart.STORE, "etcd does not answer"),)),
     ],
     "ready": [told(lambda d: d["health"].update(missing=["the peers are not known yet"]))],
     "public ip": [
@@ -247,7 +249,7 @@ CASES: dict[str, list[Facts]] = {
         told(
             lambda d: d["health"].update(
                 troubles=[
-                    {"part": "encryption", "trouble": "packets leave unencrypted; remove it: ip route del"}
+                    {"part": "encryption", "problem": "packets leave unencrypted; remove it: ip route del"}
                 ]
             )
         )
@@ -255,7 +257,7 @@ CASES: dict[str, list[Facts]] = {
     "cloned keys": [peer(state="refused", reason="10.5.2.0/24 announces our own public key; restart there")],
     "checksums": [replace(WELL, kernel=(4, 19)), replace(WELL, kernel=(5, 6))],
     "port": [replace(WELL, traffic={"flannel.1": (0, 500)})],
-    "daemon": [replace(WELL, origin="host", unknown=(Unknown(Part.DAEMON, "no daemon answers"),))],
+    "daemon": [replace(WELL, origin="host", unknown=(Unknown(SourcePart.DAEMON, "no daemon answers"),))],
     "late": [told(lambda d: d["health"].update(late=["reconciler has not reported"]))],
     "overruns": [told(lambda d: d.update(lost_notifications=3))],
 }
@@ -394,7 +396,7 @@ def test_whatever_loses_packets_is_a_problem(name: str) -> None:
 def test_a_bridge_that_the_firewall_does_not_see_is_a_problem_where_services_are_used() -> None:
     setting = {"net/bridge/bridge-nf-call-iptables": 0}
     for services, severity in ((True, Severity.PROBLEM), (False, Severity.HINT)):
-        known = host_checks.Facts((4,), "eth0", setting, services=services)
+        known = host_checks.HostSettings((4,), "eth0", setting, services=services)
         facts = replace(WELL, host=host_checks.findings(known))
         assert [finding.severity for _, finding in examine(facts)] == [severity]
 

@@ -19,7 +19,7 @@ from tests.unit.ctl.test_main import daemon
 
 DEADLINE = 60.0
 HEALTHY = json.dumps(
-    {"version": "1", "pid": 1, "started": 0.0, "health": {"missing": [], "late": [], "troubles": []}}
+    {"version": "1", "pid": 1, "started": 0.0, "health": {"missing": [], "late": [], "conditions": []}}
 ).encode()
 
 

@@ -9,13 +9,13 @@ import pytest
 from msgspec.structs import replace
 
 from flanneld.ctl.shadowing_routes import ShadowingRoute, by_length, by_lookup
-from flanneld.ctl.snapshot import Found, Way
+from flanneld.ctl.snapshot import ActualState, RouteTaken
 from flanneld.diagnostics.status import describe
 from flanneld.state.resources import Route
 
 ROUTE = Route(IPv4Network("10.5.2.0/24"), "flannel.1", IPv4Address("10.5.2.0"), onlink=True)
 ROUTE_TO_ALL = Route(IPv4Network("10.5.0.0/16"), "flannel0")
-OURS = Way("flannel.1", ip_address("10.5.2.0"))
+OURS = RouteTaken("flannel.1", ip_address("10.5.2.0"))
 
 
 def document(*peer_objects: Route, local: tuple[Route, ...] = ()) -> dict[str, Any]:
@@ -28,23 +28,25 @@ def document(*peer_objects: Route, local: tuple[Route, ...] = ()) -> dict[str, A
     }
 
 
-def found_by_lookup(told: dict[str, Any], way: Way) -> list[ShadowingRoute]:
-    return list(by_lookup(told, Found({ROUTE: True, ROUTE_TO_ALL: True}, ()), lambda _: way))
+def found_by_lookup(told: dict[str, Any], way: RouteTaken) -> list[ShadowingRoute]:
+    return list(by_lookup(told, ActualState({ROUTE: True, ROUTE_TO_ALL: True}, ()), lambda _: way))
 
 
-@pytest.mark.parametrize("way", [Way(""), Way("eth0"), Way("flannel.1", ip_address("10.5.3.0"))])
-def test_a_packet_that_goes_elsewhere_makes_a_detour(way: Way) -> None:
+@pytest.mark.parametrize(
+    "way", [RouteTaken(""), RouteTaken("eth0"), RouteTaken("flannel.1", ip_address("10.5.3.0"))]
+)
+def test_a_packet_that_goes_elsewhere_makes_a_detour(way: RouteTaken) -> None:
     assert found_by_lookup(document(ROUTE), way) == [ShadowingRoute("10.5.2.0/24", f"10.5.2.1 {way}")]
 
 
 def test_a_packet_on_the_wanted_route_makes_none() -> None:
     assert found_by_lookup(document(ROUTE), OURS) == []
-    assert found_by_lookup(document(local=(ROUTE_TO_ALL,)), Way("flannel0")) == []
+    assert found_by_lookup(document(local=(ROUTE_TO_ALL,)), RouteTaken("flannel0")) == []
 
 
 def test_a_route_that_is_missing_or_not_wanted_has_no_detour() -> None:
-    assert found_by_lookup(document(replace(ROUTE, device="eth0")), Way("")) == []
-    assert found_by_lookup(document(), Way("eth0")) == []
+    assert found_by_lookup(document(replace(ROUTE, device="eth0")), RouteTaken("")) == []
+    assert found_by_lookup(document(), RouteTaken("eth0")) == []
 
 
 def test_a_more_specific_route_makes_a_detour() -> None:

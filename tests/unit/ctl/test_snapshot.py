@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from flanneld.ctl.snapshot import Difference, Found, compare, described
+from flanneld.ctl.snapshot import ActualState, Difference, compare, described
 from flanneld.diagnostics.status import describe
 from flanneld.network.rtnetlink.links import SeenLink
 from flanneld.state.resources import FdbEntry, ForeignLink, Resource, Route, Vxlan
@@ -32,7 +32,7 @@ def document(*objects: Resource, conflicts: Sequence[str] = ()) -> dict[str, Any
 
 def states(told: dict[str, Any], *there: Resource, foreign: Sequence[Resource] = ()) -> dict[Resource, str]:
     objects = {**dict.fromkeys(there, True), **dict.fromkeys(foreign, False)}
-    return {entry.value: entry.state for entry in compare(told, Found(objects, LINKS))}
+    return {entry.value: entry.state for entry in compare(told, ActualState(objects, LINKS))}
 
 
 def test_what_is_there_as_wanted_is_ok() -> None:
@@ -48,7 +48,7 @@ def test_what_is_not_there_is_missing_and_what_is_not_wanted_is_told() -> None:
 
 def test_an_entry_that_leads_to_another_port_is_not_the_wanted_one() -> None:
     """Its text is the same."""
-    assert states(document(FDB), DEVICE, replace(FDB, astray=True))[FDB] == "different"
+    assert states(document(FDB), DEVICE, replace(FDB, has_overrides=True))[FDB] == "different"
 
 
 @pytest.mark.parametrize(
@@ -69,14 +69,14 @@ def test_an_entry_that_leads_to_another_port_is_not_the_wanted_one() -> None:
 def test_each_property_of_a_device_that_differs_is_named(
     change: dict[str, Any], difference: Difference
 ) -> None:
-    found = Found({replace(DEVICE, **change): True}, LINKS)
+    found = ActualState({replace(DEVICE, **change): True}, LINKS)
     (entry,) = compare({"local": [describe(DEVICE, {})], "peers": []}, found)
     assert (entry.state, entry.differences) == ("different", (difference,))
     assert described(entry)["differences"][0]["property"] == difference.name
 
 
 def test_a_device_of_another_kind_is_named_with_its_kind() -> None:
-    found = Found({ForeignLink("flannel.1", "a device of kind bridge", "bridge"): True}, LINKS)
+    found = ActualState({ForeignLink("flannel.1", "a device of kind bridge", "bridge"): True}, LINKS)
     (entry,) = compare({"local": [describe(DEVICE, {})], "peers": []}, found)
     assert entry.differences == (Difference("kind", "a device of kind bridge", "vxlan"),)
 

@@ -7,35 +7,35 @@ import sys
 
 import pytest
 
-from flanneld.ctl.tables import Table, show
+from flanneld.ctl.text_tables import TextTable, show
 
 
-def shown(*tables: Table) -> str:
+def shown(*tables: TextTable) -> str:
     out = io.StringIO()
     show(tables, out)
     return out.getvalue()
 
 
 def test_columns_are_aligned_and_lines_end_with_their_last_word() -> None:
-    table = Table(("subnet", "state"), [("10.5.1.0/24", "ok"), ("10.5.100.0/24", "")])
+    table = TextTable(("subnet", "state"), [("10.5.1.0/24", "ok"), ("10.5.100.0/24", "")])
     assert shown(table) == "SUBNET         STATE\n10.5.1.0/24    ok\n10.5.100.0/24\n"
 
 
 def test_a_table_without_columns_has_no_head() -> None:
-    assert shown(Table((), [("ready", "yes"), ("MTU", "1450")])) == "ready  yes\nMTU    1450\n"
+    assert shown(TextTable((), [("ready", "yes"), ("MTU", "1450")])) == "ready  yes\nMTU    1450\n"
 
 
 def test_tables_are_apart() -> None:
-    assert shown(Table((), [("one",)]), Table((), [("two",)])) == "one\n\ntwo\n"
+    assert shown(TextTable((), [("one",)]), TextTable((), [("two",)])) == "one\n\ntwo\n"
 
 
 def test_nothing_is_nothing() -> None:
-    assert shown(Table((), [])) == ""
-    assert shown(Table(("time", "event"), [])) == "TIME  EVENT\n"
+    assert shown(TextTable((), [])) == ""
+    assert shown(TextTable(("time", "event"), [])) == "TIME  EVENT\n"
 
 
 def test_what_other_nodes_wrote_cannot_steer_the_terminal() -> None:
-    assert shown(Table((), [("a\x1b[31mb\nc\u202ed",)])) == "a\\x1b[31mb\\nc\\u202ed\n"
+    assert shown(TextTable((), [("a\x1b[31mb\nc\u202ed",)])) == "a\\x1b[31mb\\nc\\u202ed\n"
 
 
 class Terminal(io.StringIO):
@@ -43,7 +43,7 @@ class Terminal(io.StringIO):
         return True
 
 
-TABLE = Table(("state", "object"), [("missing", "route 10.5.1.0/24 [red]not a colour\x1b[0m")])
+TABLE = TextTable(("state", "object"), [("missing", "route 10.5.1.0/24 [red]not a colour\x1b[0m")])
 
 
 def test_a_terminal_gets_colours_and_the_same_words() -> None:

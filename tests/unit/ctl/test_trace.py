@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from flanneld.ctl.snapshot import Found, Way
+from flanneld.ctl.snapshot import ActualState, RouteTaken
 from flanneld.ctl.trace import Hop, trace
 from flanneld.diagnostics.status import describe
 from flanneld.model import IPAddress
@@ -41,20 +41,20 @@ DOCUMENT: dict[str, Any] = {
     ],
 }
 WAYS = {
-    "10.5.1.7": Way("cni0"),
-    "10.5.2.7": Way("flannel.1", ip_address("10.5.2.0")),
-    "192.0.2.2": Way("eth0"),
-    "203.0.113.1": Way("eth0", ip_address("192.0.2.254")),
+    "10.5.1.7": RouteTaken("cni0"),
+    "10.5.2.7": RouteTaken("flannel.1", ip_address("10.5.2.0")),
+    "192.0.2.2": RouteTaken("eth0"),
+    "203.0.113.1": RouteTaken("eth0", ip_address("192.0.2.254")),
 }
 
 
-def found(*without: Resource, link: Vxlan = LINK) -> Found:
+def found(*without: Resource, link: Vxlan = LINK) -> ActualState:
     objects: dict[Resource, bool] = {each: True for each in (ROUTE, NEIGH, FDB, link) if each not in without}
     links = (
         SeenLink(2, "eth0", "", 1500, True, ForeignLink("eth0", "a plain interface")),
         SeenLink(3, "flannel.1", link.mac, link.mtu, link.up, link),
     )
-    return Found(objects, links)
+    return ActualState(objects, links)
 
 
 def hops(
@@ -62,12 +62,14 @@ def hops(
     *without: Resource,
     link: Vxlan = LINK,
     document: Mapping[str, Any] = DOCUMENT,
-    ways: Mapping[str, Way] = WAYS,
+    ways: Mapping[str, RouteTaken] = WAYS,
 ) -> dict[str, Hop]:
-    def way_to(address: IPAddress) -> Way:
-        return ways.get(str(address), Way(""))
+    def look_up_route(address: IPAddress) -> RouteTaken:
+        return ways.get(str(address), RouteTaken(""))
 
-    return {hop.hop: hop for hop in trace(ip_address(target), document, found(*without, link=link), way_to)}
+    return {
+        hop.hop: hop for hop in trace(ip_address(target), document, found(*without, link=link), look_up_route)
+    }
 
 
 @pytest.mark.parametrize(
@@ -111,8 +113,8 @@ def test_the_hop_that_is_missing_is_named() -> None:
 
 def test_a_route_of_somebody_else_that_comes_first_is_a_problem() -> None:
     for other, text in (
-        (Way("tun0"), "dev tun0"),
-        (Way("flannel.1", ip_address("10.5.9.0")), "via 10.5.9.0 dev flannel.1"),
+        (RouteTaken("tun0"), "dev tun0"),
+        (RouteTaken("flannel.1", ip_address("10.5.9.0")), "via 10.5.9.0 dev flannel.1"),
     ):
         way = hops("10.5.2.7", ways={**WAYS, "10.5.2.7": other})
         assert way["route"].state == "PROBLEM"
@@ -126,7 +128,7 @@ def test_a_device_that_is_not_as_wanted_is_a_problem() -> None:
 
 
 def test_a_peer_whose_host_is_not_reached_is_a_problem() -> None:
-    way = hops("10.5.2.7", ways={**WAYS, "192.0.2.2": Way("")})
+    way = hops("10.5.2.7", ways={**WAYS, "192.0.2.2": RouteTaken("")})
     assert (way["uplink"].state, way["uplink"].found) == ("PROBLEM", "192.0.2.2 nowhere")
 
 
@@ -142,7 +144,7 @@ def test_a_container_of_this_node_is_behind_a_bridge() -> None:
 
 
 def test_our_own_subnet_without_a_bridge_is_a_problem() -> None:
-    way = hops("10.5.1.7", ways={"10.5.1.7": Way("eth0", ip_address("192.0.2.254"))})
+    way = hops("10.5.1.7", ways={"10.5.1.7": RouteTaken("eth0", ip_address("192.0.2.254"))})
     assert way["route"].state == "PROBLEM"
 
 
@@ -163,14 +165,15 @@ def test_without_a_daemon_and_a_store_the_lease_is_not_known() -> None:
 
 @pytest.mark.parametrize("target", ["192.0.2.1", "10.5.1.1"])
 def test_a_packet_to_this_host_stays_here(target: str) -> None:
-    way = Way("lo", is_here=True)
+    way = RouteTaken("lo", is_here=True)
     told = trace(ip_address(target), DOCUMENT, found(), lambda _: way)
     assert [(hop.state, hop.found) for hop in told][1] == ("ok", "this host")
 
 
 @pytest.mark.parametrize(
-    ("way", "state"), [(Way("eth0"), "unknown"), (Way(""), "PROBLEM"), (Way("lo", is_here=True), "ok")]
+    ("way", "state"),
+    [(RouteTaken("eth0"), "unknown"), (RouteTaken(""), "PROBLEM"), (RouteTaken("lo", is_here=True), "ok")],
 )
-def test_without_the_network_nobody_says_that_an_address_is_outside(way: Way, state: str) -> None:
+def test_without_the_network_nobody_says_that_an_address_is_outside(way: RouteTaken, state: str) -> None:
     lease, route = trace(ip_address("10.5.2.7"), {}, found(), lambda _: way)
     assert (lease.state, route.state) == ("unknown", state)

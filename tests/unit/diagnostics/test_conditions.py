@@ -33,7 +33,7 @@ def components() -> Components:
 
 
 def found(components: Components) -> list[str]:
-    return [str(part) for part in conditions.troubles(components)]
+    return [str(part) for part in conditions.unhealthy_parts(components)]
 
 
 def test_a_store_that_does_not_answer_is_a_trouble_until_it_does(components: Components) -> None:
@@ -107,9 +107,9 @@ def test_repairs_without_end_are_one() -> None:
 
 def test_removals_that_are_held_back_are_one() -> None:
     removal_guard = RemovalGuard()
-    assert list(conditions._of_the_brake(removal_guard)) == []
+    assert list(conditions._of_the_removal_guard(removal_guard)) == []
     removal_guard.pass_on(Snapshot(()), [(IPv4Network((0x0A050000 + (n << 8), 24)), None) for n in range(12)])
-    assert list(conditions._of_the_brake(removal_guard)) == [
+    assert list(conditions._of_the_removal_guard(removal_guard)) == [
         "held back: 12 of 12 peers are gone from the list of leases"
     ]
     assert removal_guard.holds_total == 1

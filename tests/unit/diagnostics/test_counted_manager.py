@@ -7,7 +7,7 @@ import pytest
 from flanneld.diagnostics.counted_manager import counted
 from flanneld.errors import Cancelled, Retryable
 from flanneld.model import Event
-from flanneld.subnet.etcd.choice import open_etcd
+from flanneld.subnet.etcd.api_choice import open_etcd
 from flanneld.subnet.etcd.endpoints import EtcdOptions
 from flanneld.subnet.kube.manager import KubeManager, KubeOptions
 from flanneld.subnet.manager import NodeStore, SubnetManager

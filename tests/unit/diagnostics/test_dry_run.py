@@ -9,7 +9,7 @@ import pytest
 from flanneld.diagnostics.dry_run import Forecast
 from flanneld.model import Lease, LeaseAttrs, LeaseKey
 from flanneld.subnet.codec import format_attrs, format_key
-from flanneld.subnet.etcd.choice import open_etcd
+from flanneld.subnet.etcd.api_choice import open_etcd
 from flanneld.subnet.etcd.endpoints import EtcdOptions
 from flanneld.subnet.manager import LocalFacts, SubnetManager
 from tests.lab.etcd_v3 import V3Keys

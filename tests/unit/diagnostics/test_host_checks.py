@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 from msgspec.structs import replace
 
-from flanneld.diagnostics.host_checks import Facts, Finding, Topic, findings, mend
+from flanneld.diagnostics.host_checks import HostSettings, Topic, WrongSetting, findings, mend
 
 GOOD: Mapping[str, int] = {
     "net/ipv4/ip_forward": 1,
@@ -17,15 +17,15 @@ GOOD: Mapping[str, int] = {
     "net/ipv4/conf/all/rp_filter": 0,
     "net/ipv4/conf/eth0/rp_filter": 2,
 }
-FACTS = Facts(families=(4, 6), uplink="eth0", settings=GOOD, services=True)
+FACTS = HostSettings(families=(4, 6), uplink="eth0", settings=GOOD, services=True)
 
 
-def only(facts: Facts) -> Finding:
+def only(facts: HostSettings) -> WrongSetting:
     (finding,) = findings(facts)
     return finding
 
 
-def but(facts: Facts = FACTS, **settings: int) -> Facts:
+def but(facts: HostSettings = FACTS, **settings: int) -> HostSettings:
     """``facts`` with other settings, each named by its last two parts with ``_`` between them."""
     paths = {"_".join(path.split("/")[-2:]).replace("-", "_"): path for path in facts.settings}
     return replace(
@@ -33,7 +33,7 @@ def but(facts: Facts = FACTS, **settings: int) -> Facts:
     )
 
 
-def without(*parts: str) -> Facts:
+def without(*parts: str) -> HostSettings:
     kept = {path: value for path, value in GOOD.items() if not any(part in path for part in parts)}
     return replace(FACTS, settings=kept)
 
@@ -144,4 +144,4 @@ def test_what_only_the_operator_may_do_is_not_mended() -> None:
 
 
 def test_a_setting_that_cannot_be_written_is_not_mended() -> None:
-    assert mend(Finding(Topic.FORWARDING, "", "", (), (("net/ipv4/no/such/setting", 1),))) is False
+    assert mend(WrongSetting(Topic.FORWARDING, "", "", (), (("net/ipv4/no/such/setting", 1),))) is False

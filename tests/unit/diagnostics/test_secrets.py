@@ -22,7 +22,7 @@ from flanneld.errors import Retryable
 from flanneld.options import read
 from flanneld.runtime.logs.event_log import Events
 from flanneld.subnet.kube.manager import KubeManager, KubeOptions
-from flanneld.subnet.kube.state import State
+from flanneld.subnet.kube.node_cache import NodeCache
 from flanneld.subnet.manager import NodeStore
 from tests.lab.credentials import write_kubeconfig
 from tests.unit.diagnostics.stores import unasked_store
@@ -86,7 +86,7 @@ def test_the_status_socket_is_never_open_to_others_whatever_the_umask(tmp_path: 
 def test_a_fifo_in_the_place_of_the_saved_nodes_holds_nobody_up(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    state = State(str(tmp_path))
+    state = NodeCache(str(tmp_path))
     os.mkfifo(state.path)
     found: list[object] = []
     thread = threading.Thread(target=lambda: found.append(state.load()), daemon=True)

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 from flanneld.model import FAMILIES, Family
 from flanneld.network import route_lookup
-from flanneld.network.firewall.iptables.xtables import Snapshot
+from flanneld.network.firewall.iptables.xtables import TableDump
 from flanneld.network.firewall.nftables import netlink
 from flanneld.network.firewall.nftables.json import read_listing, rule_json
-from flanneld.network.firewall.rules import Purpose, wanted
+from flanneld.network.firewall.rules import Purpose, desired_rules
 from flanneld.network.rtnetlink import links, monitor
 from flanneld.network.rtnetlink import messages as rtnl
-from flanneld.network.rtnetlink.netlink import Malformed, attribute, message, messages
+from flanneld.network.rtnetlink.netlink import MalformedNetlink, attribute, message, messages
 from tests.unit.mutations import tampered_bytes, tampered_json
 from tests.unit.network.firewall.test_rules import NETS
 
@@ -44,8 +44,8 @@ DECODERS: tuple[Callable[[bytes, int, int], object], ...] = (
     rtnl.decode_address,
     links.decode,
     route_lookup.decode_default_route,
-    route_lookup.decode_way,
-    route_lookup.decode_seen_way,
+    route_lookup.decode_lookup,
+    route_lookup.decode_host_route,
     route_lookup.decode_local,
 )
 
@@ -56,7 +56,7 @@ def test_what_a_real_kernel_sent_is_understood() -> None:
     ]
     assert len(told) >= len(DUMPS)
     assert monitor.Overrun() not in told
-    names = [str(item.resource) for item in told if isinstance(item, monitor.Seen)]
+    names = [str(item.resource) for item in told if isinstance(item, monitor.ResourceChanged)]
     assert any(name.startswith("route 10.5.3.0/24 via 10.5.3.0") for name in names)
     assert any(name.startswith("fdb 02:00:00:00:00:11 dst 198.18.0.101") for name in names)
 
@@ -66,7 +66,7 @@ def test_a_tampered_dump_is_read_or_malformed(data: bytes) -> None:
     for kind, *_, offset, end in messages(data):
         monitor.decode(kind, data, offset, end, str)
         for decode in DECODERS:
-            with suppress(Malformed):
+            with suppress(MalformedNetlink):
                 decode(data, offset, end)
 
 
@@ -95,13 +95,13 @@ def test_a_message_without_a_body_tells_nothing() -> None:
 # ---- x_tables ------------------------------------------------------------------------------------
 
 TABLES = [
-    Snapshot(given["family"], given["hooks"], given["entries"], bytes.fromhex(given["data"]))
+    TableDump(given["family"], given["hooks"], given["entries"], bytes.fromhex(given["data"]))
     for given in golden("x_tables-nat.json", "snapshots")
 ]
 
 
 @pytest.mark.parametrize("table", TABLES, ids=["IPv4", "IPv6"])
-def test_a_real_table_is_understood(table: Snapshot) -> None:
+def test_a_real_table_is_understood(table: TableDump) -> None:
     masquerade, leads_there = table.rules("FLANNEL-POSTRTG"), table.rules("POSTROUTING")
     assert masquerade is not None
     assert [(rule.verdict, rule.random, rule.extra) for rule in masquerade] == [
@@ -117,31 +117,31 @@ NEXT = {4: 90, 6: 142}
 
 
 @given(st.data(), st.sampled_from(TABLES))
-def test_a_tampered_table_is_read_or_malformed(data: st.DataObject, table: Snapshot) -> None:
-    tampered = Snapshot(table.family, table.hooks, table.entries, data.draw(tampered_bytes([table.data])))
+def test_a_tampered_table_is_read_or_malformed(data: st.DataObject, table: TableDump) -> None:
+    tampered = TableDump(table.family, table.hooks, table.entries, data.draw(tampered_bytes([table.data])))
     for chain in ("POSTROUTING", "FLANNEL-POSTRTG"):
-        with suppress(Malformed):
+        with suppress(MalformedNetlink):
             tampered.rules(chain)
-    with suppress(Malformed):
+    with suppress(MalformedNetlink):
         tampered.policy("POSTROUTING")
     assert isinstance(tampered.count(), int)
 
 
 @pytest.mark.parametrize("table", TABLES, ids=["IPv4", "IPv6"])
-def test_an_entry_that_leads_to_itself_ends_the_reading(table: Snapshot) -> None:
+def test_an_entry_that_leads_to_itself_ends_the_reading(table: TableDump) -> None:
     place = table.hooks["POSTROUTING"][0] + NEXT[table.family]
     data = bytearray(table.data)
     assert int.from_bytes(data[place : place + 2], sys.byteorder) > NEXT[table.family]
     data[place : place + 2] = b"\0\0"
-    with pytest.raises(Malformed):
-        Snapshot(table.family, table.hooks, table.entries, bytes(data)).rules("POSTROUTING")
+    with pytest.raises(MalformedNetlink):
+        TableDump(table.family, table.hooks, table.entries, bytes(data)).rules("POSTROUTING")
 
 
 # ---- libnftables ---------------------------------------------------------------------------------
 
 
 def listing(family: Family) -> dict[str, Any]:
-    rules = wanted("native", NETS[family], Purpose(True, True, True))
+    rules = desired_rules("native", NETS[family], Purpose(True, True, True))
     chains = [{"chain": {"name": name, "table": table}} for table, name in rules]
     listed = [
         {"rule": {"chain": chain[1], "handle": number, **rule_json(family, rule)}}
@@ -153,7 +153,7 @@ def listing(family: Family) -> dict[str, Any]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_listing_of_our_rules_is_understood(family: Family) -> None:
-    assert read_listing(family, listing(family)).rules == wanted(
+    assert read_listing(family, listing(family)).rules == desired_rules(
         "native", NETS[family], Purpose(True, True, True)
     )
 

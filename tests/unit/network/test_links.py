@@ -14,8 +14,8 @@ from msgspec.structs import replace
 from pyroute2.netlink.rtnl.ifinfmsg import ifinfmsg
 
 from flanneld.network.rtnetlink.links import (
+    LinkStep,
     SeenLink,
-    Step,
     by_name,
     decode,
     differences,
@@ -26,7 +26,7 @@ from flanneld.network.rtnetlink.links import (
     renamed,
     step,
 )
-from flanneld.network.rtnetlink.netlink import HEADER, Malformed
+from flanneld.network.rtnetlink.netlink import HEADER, MalformedNetlink
 from flanneld.state.resources import Dummy, ForeignLink, Ipip, Link, Tun, Vxlan, WireGuard
 
 MAC = "02:00:00:00:00:01"
@@ -195,7 +195,7 @@ def test_a_device_is_asked_for_by_name() -> None:
 
 @given(st.binary(max_size=200))
 def test_noise_is_at_worst_malformed(noise: bytes) -> None:
-    with contextlib.suppress(Malformed):
+    with contextlib.suppress(MalformedNetlink):
         decode(noise, 0, len(noise))
 
 
@@ -203,28 +203,28 @@ def test_noise_is_at_worst_malformed(noise: bytes) -> None:
 def test_one_wrong_byte_is_at_worst_malformed(place: int, value: int) -> None:
     data = bytearray(description())
     data[HEADER.size + place % (len(data) - HEADER.size)] = value
-    with contextlib.suppress(Malformed):
+    with contextlib.suppress(MalformedNetlink):
         seen(bytes(data))
 
 
 def test_a_description_cut_short_is_at_worst_malformed() -> None:
     data = description()
     for cut in range(HEADER.size, len(data)):
-        with contextlib.suppress(Malformed):
+        with contextlib.suppress(MalformedNetlink):
             decode(data, HEADER.size, cut)
 
 
 def test_less_than_a_header_is_malformed() -> None:
-    with pytest.raises(Malformed):
+    with pytest.raises(MalformedNetlink):
         decode(description(), HEADER.size, HEADER.size + 15)
 
 
 # ---- from one device to another ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wanted", [WANTED, IPV6, IPIP], ids=["IPv4", "IPv6", "ipip"])
-def test_the_device_that_fits_is_left_alone(wanted: Link) -> None:
-    assert step(wanted, replace(wanted)) is Step.NOTHING
+@pytest.mark.parametrize("desired", [WANTED, IPV6, IPIP], ids=["IPv4", "IPv6", "ipip"])
+def test_the_device_that_fits_is_left_alone(desired: Link) -> None:
+    assert step(desired, replace(desired)) is LinkStep.NOTHING
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_the_device_that_fits_is_left_alone(wanted: Link) -> None:
     ids=["mac", "mtu", "learning", "down", "all of these"],
 )
 def test_what_can_be_set_is_set(actual: Vxlan) -> None:
-    assert step(WANTED, actual) is Step.SET
+    assert step(WANTED, actual) is LinkStep.SET
 
 
 @pytest.mark.parametrize(
@@ -258,13 +258,13 @@ def test_what_can_be_set_is_set(actual: Vxlan) -> None:
     ids=["vni", "parent", "local", "family", "port", "gbp", "vni and mtu", "foreign", "ipip"],
 )
 def test_all_else_takes_a_new_device(actual: Link | ForeignLink) -> None:
-    assert step(WANTED, actual) is Step.REPLACE
+    assert step(WANTED, actual) is LinkStep.REPLACE
 
 
 def test_the_ends_of_an_ipip_device_take_a_new_one_and_all_else_is_set() -> None:
-    assert step(IPIP, replace(IPIP, mtu=1400, up=False)) is Step.SET
+    assert step(IPIP, replace(IPIP, mtu=1400, up=False)) is LinkStep.SET
     for end in ({"local": None}, {"local": ip_address("192.168.0.2")}, {"remote": ip_address("192.168.0.2")}):
-        assert step(IPIP, replace(IPIP, **end)) is Step.REPLACE
+        assert step(IPIP, replace(IPIP, **end)) is LinkStep.REPLACE
 
 
 def test_a_device_of_another_kind_is_its_owners_only_where_ipip_is_wanted() -> None:
@@ -287,11 +287,11 @@ def test_a_refusal_whose_reason_is_clear_has_a_remedy(code: int, word: str) -> N
     "actual", [replace(TUN, mtu=1400), replace(TUN, up=False), replace(TUN, mtu=1400, up=False)]
 )
 def test_what_can_be_set_on_a_tun_is_set(actual: Tun) -> None:
-    assert step(TUN, actual) is Step.SET
+    assert step(TUN, actual) is LinkStep.SET
 
 
 def test_a_device_of_another_kind_under_the_name_is_replaced() -> None:
-    assert step(replace(TUN, name="flannel.1"), WANTED) is Step.REPLACE
+    assert step(replace(TUN, name="flannel.1"), WANTED) is LinkStep.REPLACE
     assert "vxlan" in differences(replace(TUN, name="flannel.1"), WANTED)
 
 

@@ -21,7 +21,7 @@ from pyroute2.netlink.rtnl.rtmsg import rtmsg
 from flanneld.model import IPAddress, IPNetwork
 from flanneld.network import route_lookup
 from flanneld.network.rtnetlink import messages as rtnl
-from flanneld.network.rtnetlink.netlink import HEADER, Malformed, attribute, attributes, messages, u32
+from flanneld.network.rtnetlink.netlink import HEADER, MalformedNetlink, attribute, attributes, messages, u32
 from flanneld.state.resources import (
     PROTO_BOOT,
     PROTO_FLANNEL,
@@ -223,28 +223,28 @@ def routes(draw: st.DrawFn) -> Route:
 
 
 @given(routes())
-def test_a_route_is_read_back_as_it_was_written(wanted: Route) -> None:
-    assert rtnl.decode_route(*told(wanted), name_of) == rtnl.SeenRoute(wanted, PROTO_BOOT)
+def test_a_route_is_read_back_as_it_was_written(desired: Route) -> None:
+    assert rtnl.decode_route(*told(desired), name_of) == rtnl.SeenRoute(desired, PROTO_BOOT)
 
 
 @given(
     st.builds(Neighbor, st.just(DEVICE), addresses, macs)
     | st.builds(FdbEntry, st.just(DEVICE), macs, addresses)
 )
-def test_a_neighbour_is_read_back_as_it_was_written(wanted: Neighbor | FdbEntry) -> None:
-    assert rtnl.decode_neighbor(*told(wanted), name_of) == wanted
-    assert rtnl.decode_gone_neighbor(*told(wanted, drop=True), name_of) == wanted.key
+def test_a_neighbour_is_read_back_as_it_was_written(desired: Neighbor | FdbEntry) -> None:
+    assert rtnl.decode_neighbor(*told(desired), name_of) == desired
+    assert rtnl.decode_gone_neighbor(*told(desired, drop=True), name_of) == desired.key
 
 
 @given(addresses)
-def test_an_address_is_read_back_as_it_was_written(wanted: IPAddress) -> None:
-    seen = rtnl.decode_address(*told(Address(DEVICE, wanted)))
-    assert seen == rtnl.SeenAddress(INDEX, wanted, wanted.max_prefixlen, 0)
+def test_an_address_is_read_back_as_it_was_written(desired: IPAddress) -> None:
+    seen = rtnl.decode_address(*told(Address(DEVICE, desired)))
+    assert seen == rtnl.SeenAddress(INDEX, desired, desired.max_prefixlen, 0)
 
 
 @given(networks())
-def test_a_network_is_read_from_its_bytes(wanted: IPNetwork) -> None:
-    assert rtnl.network_of(wanted.network_address.packed, wanted.prefixlen) == wanted
+def test_a_network_is_read_from_its_bytes(desired: IPNetwork) -> None:
+    assert rtnl.network_of(desired.network_address.packed, desired.prefixlen) == desired
 
 
 def test_host_bits_of_a_destination_are_masked_off() -> None:
@@ -319,21 +319,23 @@ def test_a_way_is_asked_for_by_full_address(target: str, family: int, length: in
 
 def test_a_way_through_a_gateway_of_the_other_family_has_a_gateway() -> None:
     via = attribute(RTA_VIA, b"\x0a\x00" + ip_address("fe80::1").packed)
-    way = route_lookup.decode_way(*told(route("10.1.6.0/24"), extra=via))
+    way = route_lookup.decode_lookup(*told(route("10.1.6.0/24"), extra=via))
     assert (way.index, way.gateway) == (INDEX, ip_address("fe80::1"))
 
 
 def test_a_way_on_the_link_has_no_gateway() -> None:
-    assert route_lookup.decode_way(*told(route("10.1.6.0/24"))) == route_lookup.Way(INDEX, None, None, 1)
+    assert route_lookup.decode_lookup(*told(route("10.1.6.0/24"))) == route_lookup.LookupResult(
+        INDEX, None, None, 1
+    )
 
 
 @pytest.mark.parametrize("metric", [0, 100])
 def test_seen_way_has_destination_protocol_and_gateway_whatever_its_metric(metric: int) -> None:
-    seen = route_lookup.decode_seen_way(
+    seen = route_lookup.decode_host_route(
         *told(route("10.1.6.0/24", "192.168.0.1"), extra=u32(RTA_PRIORITY, metric))
     )
     gateway = ip_address("192.168.0.1")
-    assert seen == route_lookup.SeenWay(ip_network("10.1.6.0/24"), PROTO_BOOT, ((INDEX, gateway),))
+    assert seen == route_lookup.SeenHostRoute(ip_network("10.1.6.0/24"), PROTO_BOOT, ((INDEX, gateway),))
 
 
 def test_seen_way_with_several_next_hops_has_them_all() -> None:
@@ -342,15 +344,15 @@ def test_seen_way_with_several_next_hops_has_them_all() -> None:
         return struct.pack("=HBBi", 8 + len(attributes), 0, 0, index) + attributes
 
     hops = hop(7, "192.168.0.1") + hop(8, "192.168.0.2")
-    seen = route_lookup.decode_seen_way(*told(route("10.1.6.0/24"), extra=attribute(RTA_MULTIPATH, hops)))
+    seen = route_lookup.decode_host_route(*told(route("10.1.6.0/24"), extra=attribute(RTA_MULTIPATH, hops)))
     assert seen
     assert seen.hops == ((7, ip_address("192.168.0.1")), (8, ip_address("192.168.0.2")))
 
 
 def test_blackhole_and_route_of_another_table_are_no_ways() -> None:
     body = told(route("10.1.6.0/24"))
-    assert route_lookup.decode_seen_way(*altered(body, RTMSG_TYPE, 6)) is None
-    assert route_lookup.decode_seen_way(*altered(body, RTMSG_TABLE, 100)) is None
+    assert route_lookup.decode_host_route(*altered(body, RTMSG_TYPE, 6)) is None
+    assert route_lookup.decode_host_route(*altered(body, RTMSG_TABLE, 100)) is None
 
 
 @pytest.mark.parametrize("kind", [2, 3, 4])
@@ -384,17 +386,17 @@ DECODERS: tuple[Decoder, ...] = (
     rtnl.outline,
     rtnl.decode_address,
     route_lookup.decode_default_route,
-    route_lookup.decode_way,
-    route_lookup.decode_seen_way,
+    route_lookup.decode_lookup,
+    route_lookup.decode_host_route,
     route_lookup.decode_local,
 )
 some_decoder = st.sampled_from(DECODERS)
 
 
 @given(some_decoder, st.binary(max_size=120), st.integers(0, 20))
-@example(route_lookup.decode_way, b"", 0)
+@example(route_lookup.decode_lookup, b"", 0)
 def test_noise_is_at_worst_malformed(decode: Decoder, noise: bytes, offset: int) -> None:
-    with contextlib.suppress(Malformed):
+    with contextlib.suppress(MalformedNetlink):
         decode(noise, offset, len(noise))
 
 
@@ -403,7 +405,7 @@ def test_one_wrong_byte_is_at_worst_malformed(
     decode: Decoder, resource: Resource, place: int, value: int
 ) -> None:
     data, offset, end = told(resource)
-    with contextlib.suppress(Malformed):
+    with contextlib.suppress(MalformedNetlink):
         decode(*altered((data, offset, end), place % (end - offset), value))
 
 
@@ -412,14 +414,14 @@ def test_a_message_cut_short_is_at_worst_malformed(resource: Resource) -> None:
     data, offset, end = told(resource)
     for cut in range(offset, end):
         for decode in DECODERS:
-            with contextlib.suppress(Malformed):
+            with contextlib.suppress(MalformedNetlink):
                 decode(data, offset, cut)
 
 
 @pytest.mark.parametrize("decode", DECODERS)
 def test_less_than_a_header_is_malformed_and_not_nothing(decode: Decoder) -> None:
     data, offset, _ = told(OURS)
-    with pytest.raises(Malformed):
+    with pytest.raises(MalformedNetlink):
         decode(data, offset, offset + 7)
 
 

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from flanneld.network.rtnetlink import messages as rtnl
 from flanneld.network.rtnetlink.monitor import (
-    Gone,
     HostRouteChanged,
     InterfaceChanged,
-    News,
+    Notification,
     Overrun,
-    Seen,
+    ResourceChanged,
+    ResourceRemoved,
     decode,
 )
 from flanneld.network.rtnetlink.netlink import HEADER, messages, u32
@@ -37,27 +37,27 @@ def notification(resource: Resource, *, index: int = INDEX, gone: bool = False) 
     return bytearray(rtnl.encode(resource, lambda _: index, 3, 0, drop=gone) + table)
 
 
-def heard(data: bytes | bytearray) -> News | None:
+def heard(data: bytes | bytearray) -> Notification | None:
     kind = int.from_bytes(data[4:6], "little")
     return decode(kind, bytes(data), HEADER.size, len(data), {INDEX: DEVICE}.get)
 
 
 @pytest.mark.parametrize("resource", [ROUTE, NEIGHBOR, FDB], ids=["route", "neighbour", "forwarding"])
 def test_what_comes_is_seen_and_what_goes_is_gone(resource: Resource) -> None:
-    assert heard(notification(resource)) == Seen(resource)
-    assert heard(notification(resource, gone=True)) == Gone(resource.key)
+    assert heard(notification(resource)) == ResourceChanged(resource)
+    assert heard(notification(resource, gone=True)) == ResourceRemoved(resource.key)
 
 
 def test_a_route_through_another_device_may_stand_where_ours_should_be() -> None:
     news = heard(notification(ROUTE, index=ELSEWHERE))
-    assert isinstance(news, Seen)
+    assert isinstance(news, ResourceChanged)
     assert (news.resource.key == ROUTE.key, news.resource == ROUTE) == (True, False)
 
 
 def test_a_route_that_leads_nowhere_may_have_taken_the_place_of_ours() -> None:
     data = notification(ROUTE)
     data[HEADER.size + ROUTE_TYPE] = 6
-    assert heard(data) == Gone(ROUTE.key)
+    assert heard(data) == ResourceRemoved(ROUTE.key)
 
 
 @pytest.mark.parametrize("resource", [NEIGHBOR, FDB], ids=["neighbour", "forwarding"])
@@ -69,7 +69,7 @@ def test_an_entry_on_another_device_is_none_of_our_business(resource: Resource) 
 def test_an_entry_that_is_no_longer_permanent_is_as_good_as_gone(resource: Resource) -> None:
     data = notification(resource)
     data[HEADER.size + NEIGHBOR_STATE] = 0x02
-    assert heard(data) == Gone(resource.key)
+    assert heard(data) == ResourceRemoved(resource.key)
 
 
 def test_an_address_is_news_of_its_interface() -> None:
@@ -94,7 +94,7 @@ def test_route_with_another_metric_is_one_of_the_hosts(gone: bool) -> None:
 
 def test_gateway_of_a_route_that_is_gone_is_told() -> None:
     news = heard(notification(ROUTE, index=ELSEWHERE, gone=True))
-    assert isinstance(news, Gone)
+    assert isinstance(news, ResourceRemoved)
     assert news.gateway == ROUTE.gateway
 
 

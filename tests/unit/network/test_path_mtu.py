@@ -48,8 +48,8 @@ def test_a_path_that_carries_nothing_has_no_size() -> None:
     assert largest(576, 576, lambda _: False) is None
 
 
-def asked(target: IPAddress, wanted: int) -> int:
-    return wanted - 100 if target == ip_address("192.0.2.2") else wanted
+def asked(target: IPAddress, required: int) -> int:
+    return required - 100 if target == ip_address("192.0.2.2") else required
 
 
 def test_the_underlay_and_the_tunnel_are_asked() -> None:

@@ -38,7 +38,7 @@ V4, V6 = IPv4Address("192.0.2.1"), IPv6Address("2001:db8::1")
         Tun("flannel0", 1472),
         Address("flannel.1", V6),
         Neighbor("flannel.1", V4, MAC),
-        FdbEntry("flannel.1", MAC, V4, astray=True),
+        FdbEntry("flannel.1", MAC, V4, has_overrides=True),
         Route(IPv4Network("10.5.1.0/24"), "flannel.1", V4, onlink=True),
         Route(IPv6Network("fc00:1::/64"), "flannel.1"),
         Blackhole(IPv4Network("10.5.1.0/24")),

@@ -28,9 +28,9 @@ def foreign(resource: Resource) -> Seen:
 
 
 def counting(
-    wanted: dict[Key, Resource], found: list[Seen], known: dict[Key, Resource] | None = None
+    desired: dict[Key, Resource], found: list[Seen], known: dict[Key, Resource] | None = None
 ) -> list[Seen]:
-    return list(in_order(wanted, found, {} if known is None else known))
+    return list(in_order(desired, found, {} if known is None else known))
 
 
 RIVALS = (route(2), RivalRoute(route(1).key))

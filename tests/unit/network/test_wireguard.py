@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from flanneld.model import Secret
 from flanneld.network.genetlink import wireguard
 from flanneld.network.genetlink.wireguard import SeenDevice, SeenPeer
-from flanneld.network.rtnetlink.netlink import Malformed, attribute
+from flanneld.network.rtnetlink.netlink import MalformedNetlink, attribute
 from tests.unit.mutations import tampered_bytes
 
 _GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "wireguard-dump.json").read_text())
@@ -71,23 +71,23 @@ def test_a_peer_that_takes_several_messages_is_one() -> None:
 
 
 def test_an_empty_dump_is_no_device() -> None:
-    with pytest.raises(Malformed):
+    with pytest.raises(MalformedNetlink):
         decode([])
 
 
 @given(st.integers(1, len(DUMP[0]) - 1))
 def test_a_message_that_was_cut_off_is_no_dump(length: int) -> None:
     """But where a peer is lost only with the list as a whole: netlink itself tells the length of that."""
-    with suppress(Malformed):
+    with suppress(MalformedNetlink):
         assert decode([DUMP[0][:length]]).peers == ()
 
 
 @given(tampered_bytes(DUMP))
 def test_no_tampered_dump_is_more_than_malformed(data: bytes) -> None:
-    with suppress(Malformed):
+    with suppress(MalformedNetlink):
         device = decode([data])
         assert all(len(peer.public_key) == 32 for peer in device.peers)
-    with suppress(Malformed):
+    with suppress(MalformedNetlink):
         wireguard.family_id(data, 0, len(data))
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flanneld.network.rtnetlink.netlink import Malformed, attribute
+from flanneld.network.rtnetlink.netlink import MalformedNetlink, attribute
 from flanneld.network.xfrm import messages
 from flanneld.network.xfrm.policy import (
     ALLOW_PRIORITY,
@@ -64,7 +64,7 @@ def test_sizes_are_the_kernels() -> None:
 
 @given(tampered_bytes(PACKED))
 def test_no_tampered_dump_is_more_than_malformed(data: bytes) -> None:
-    with suppress(Malformed):
+    with suppress(MalformedNetlink):
         policy = decode(data)
         assert policy is None or policy.source.version == 4
 

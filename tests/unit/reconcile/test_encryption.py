@@ -9,7 +9,7 @@ import pytest
 
 from flanneld.model import IPAddress, IPNetwork
 from flanneld.network.obstacles import HostRoute, host_networks
-from flanneld.reconcile.encryption import EncryptionWatch, bypasses
+from flanneld.reconcile.encryption_watch import EncryptionWatch, bypasses
 from flanneld.state.resources import Route
 
 NETWORKS = (IPv4Network("10.5.0.0/16"), IPv6Network("fc00:5::/48"))
@@ -61,8 +61,8 @@ def test_a_route_that_is_wanted_is_no_bypass() -> None:
     """It was made by another program just so, and leads to a peer that may be reached in the clear."""
     subnet = IPv4Network("10.5.7.0/24")
     found = HostRoute(subnet, STATIC, (("eth0", GATEWAY),))
-    wanted = Route(subnet, "eth0", GATEWAY)
-    assert bypasses([found, PAST], {wanted.key: wanted}) == [PAST]
+    desired = Route(subnet, "eth0", GATEWAY)
+    assert bypasses([found, PAST], {desired.key: desired}) == [PAST]
     other = Route(subnet, "flannel-wg")
     assert bypasses([found], {other.key: other}) == [found]
 

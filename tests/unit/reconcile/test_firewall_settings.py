@@ -10,7 +10,7 @@ from flanneld.config import parse
 from flanneld.model import LeaseKey
 from flanneld.network.firewall.rules import Nets, Purpose
 from flanneld.options import Options, read
-from flanneld.reconcile.firewall import Wishes, pairs, wishes_of
+from flanneld.reconcile.firewall import FirewallSettings, firewall_settings, pairs
 from flanneld.subnet.subnet_file import Previous
 
 DUAL_STACK = '{"Network": "10.5.0.0/16", "EnableIPv6": true, "IPv6Network": "fc00:5::/48"%s}'
@@ -18,12 +18,12 @@ OWN: LeaseKey = (IPv4Network("10.5.72.0/24"), IPv6Network("fc00:5:0:72::/64"))
 NETS = (Nets(IPv4Network("10.5.0.0/16"), OWN[0]), Nets(IPv6Network("fc00:5::/48"), OWN[1]))  # type: ignore[arg-type]
 
 
-def wishes(*flags: str, previous: Previous | None = None, more: str = "") -> Wishes:
-    return wishes_of(read(flags, {}), parse(DUAL_STACK % more), OWN, previous or Previous())
+def wishes(*flags: str, previous: Previous | None = None, more: str = "") -> FirewallSettings:
+    return firewall_settings(read(flags, {}), parse(DUAL_STACK % more), OWN, previous or Previous())
 
 
 def test_by_default_traffic_is_forwarded_and_no_more() -> None:
-    assert wishes() == Wishes(NETS, (), Purpose(forward=True))
+    assert wishes() == FirewallSettings(NETS, (), Purpose(forward=True))
     assert Options().iptables_rules == "own-chains"
 
 

@@ -101,22 +101,22 @@ def test_first_snapshot_is_desired_but_moves_nothing() -> None:
     assert take(peers, Added(OLD)) == Plan()
     assert take(peers, Snapshot((OWN, OLD))) == Plan()
     assert peers.synced
-    assert peers.wanted.state == state(route(OLD))
+    assert peers.desired.state == state(route(OLD))
 
 
 def test_own_needs_are_desired_beside_those_of_the_peers(peers: Peers) -> None:
     device = Ipip("flannel.ipip", IPv4Address("192.168.0.5"), 1480)
     peers.wish_locally([device])
-    assert peers.local_wishes() == (device,)
-    assert peers.wanted.state == state(route(OLD), device)
-    assert sorted(peers.wanted_kinds()) == [Kind.LINK, Kind.ROUTE]
+    assert peers.local_resources() == (device,)
+    assert peers.desired.state == state(route(OLD), device)
+    assert sorted(peers.desired_kinds()) == [Kind.LINK, Kind.ROUTE]
 
 
 def test_another_backend_decides_about_every_lease_again(peers: Peers) -> None:
     peers.reconsider(made(V6))
-    assert peers.wanted.state == {}
+    assert peers.desired.state == {}
     peers.reconsider(made())
-    assert peers.wanted.state == state(route(OLD))
+    assert peers.desired.state == state(route(OLD))
 
 
 # ---- leases that are refused ----------------------------------------------------------------------
@@ -124,8 +124,8 @@ def test_another_backend_decides_about_every_lease_again(peers: Peers) -> None:
 
 def test_route_to_a_peer_stays_when_its_lease_turns_senseless(peers: Peers) -> None:
     assert take(peers, Added(SENSELESS)) == Plan()
-    assert peers.wanted.state == state(route(OLD))
-    assert peers.view().wishes == {OLD.key: (route(OLD),)}
+    assert peers.desired.state == state(route(OLD))
+    assert peers.view().desired == {OLD.key: (route(OLD),)}
 
 
 @pytest.mark.parametrize("end", [Added(NEW), GONE, Snapshot((OWN,))])
@@ -140,7 +140,7 @@ def test_subnet_of_a_senseless_lease_is_unclear_until_the_lease_changes(peers: P
 
 def test_unreadable_lease_keeps_its_route_and_is_unclear_until_it_is_read(peers: Peers) -> None:
     assert take(peers, Snapshot((OWN,), frozenset({OLD.key}))) == Plan()
-    assert peers.wanted.state == state(route(OLD))
+    assert peers.desired.state == state(route(OLD))
     assert peers.unclear == {SUBNET}
     take(peers, Added(OLD))
     assert peers.unclear == set()
@@ -202,8 +202,8 @@ def test_each_change_of_a_lease_is_told_once(peers: Peers, caplog: pytest.LogCap
     take(peers, GONE)
     take(peers, Added(OLD))
     assert caplog.messages == []
-    peers.tell()
-    peers.tell()
+    peers.log_changes()
+    peers.log_changes()
     assert caplog.messages == [
         "Lease 10.1.6.0/24 changed, at 192.168.0.7, fd77::6",
         "Lease 10.1.6.0/24 is gone",
@@ -218,7 +218,7 @@ def test_more_than_ten_changes_at_once_are_told_in_one_line(
     caplog.set_level("INFO")
     crowd = [Lease(OLD.attrs, IPv4Network((0x0A010A00 + (each << 8), 24))) for each in range(number - 1)]
     take(peers, Snapshot((OWN, *crowd)))
-    peers.tell()
+    peers.log_changes()
     assert len(caplog.messages) == lines
     assert (f"Leases: {number - 1} new or changed, 1 gone" in caplog.messages) == (lines == 1)
 
@@ -275,7 +275,7 @@ def test_obstacle_withdraws_what_leads_to_a_peer_until_it_is_gone(
     assert Plan.of(peers.look(ON_A_BRIDGE, made())) == Plan()
     assert Plan.of(peers.look(Obstacles(), made())) == Plan(puts=(route(NEW),))
     assert peers.unsafe() == []
-    peers.tell()
+    peers.log_changes()
     said = [record.getMessage() for record in caplog.records]
     assert sum("Unsafe lease" in line for line in said) == 1
     assert f"Lease {SUBNET} no longer harms this host" in said

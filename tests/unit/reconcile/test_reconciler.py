@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from flanneld.reconcile.reconciler import Reconciler, wanted_by_table
+from flanneld.reconcile.reconciler import Reconciler, desired_by_table
 from flanneld.runtime import clock
 from flanneld.state.diff import Delta
 from flanneld.state.resources import LINKS, Key, Resource
@@ -51,9 +51,9 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Time:
     return made
 
 
-def reconciler_of(*tables: SimulatedTable, wanted: tuple[Thing, ...] = (A, B)) -> Reconciler:
-    things = [replace(each, table=table.name) for table in tables for each in wanted]
-    return Reconciler(tables, wanted_by_table(things), lambda: False)
+def reconciler_of(*tables: SimulatedTable, desired: tuple[Thing, ...] = (A, B)) -> Reconciler:
+    things = [replace(each, table=table.name) for table in tables for each in desired]
+    return Reconciler(tables, desired_by_table(things), lambda: False)
 
 
 def in_table(thing: Thing, table: SimulatedTable) -> Key:
@@ -165,7 +165,7 @@ def test_a_fight_is_waged_ever_more_slowly_and_named_once(
     time: Time, caplog: pytest.LogCaptureFixture
 ) -> None:
     table = SimulatedTable(audit=None)
-    reconciler = reconciler_of(table, wanted=(A,))
+    reconciler = reconciler_of(table, desired=(A,))
     repaired_at: list[float] = []
 
     def oppose() -> None:
@@ -184,7 +184,7 @@ def test_a_fight_is_waged_ever_more_slowly_and_named_once(
 def test_what_is_undone_before_it_could_be_read_back_counts_as_a_repair(time: Time) -> None:
     table = SimulatedTable(audit=None)
     table.undone_at_once = True
-    reconciler = reconciler_of(table, wanted=(A,))
+    reconciler = reconciler_of(table, desired=(A,))
     time.run(reconciler, 50)
     assert len(table.writes) < 13
     (state,) = reconciler.states()
@@ -241,7 +241,7 @@ def test_tables_are_put_right_in_their_order_and_swept_in_the_reverse_one(time: 
     for table in tables:
         table.journal = journal
         table.hold(Thing("left", table=table.name), Claim.LEFT)
-    reconciler_of(*tables, wanted=(A,)).step(time.now)
+    reconciler_of(*tables, desired=(A,)).step(time.now)
     assert journal == [
         *("put first", "put second", "put third"),
         *("drop third", "drop second", "drop first"),
@@ -292,10 +292,10 @@ def test_news_of_what_may_be_taken_asks_for_a_reading_and_is_no_refusal_yet(time
 
 def test_news_that_is_refused_is_tried_again_and_told_until_it_is_made(time: Time) -> None:
     table = SimulatedTable()
-    wanted = {A.key: A}
-    reconciler = Reconciler([table], {table.name: wanted}, lambda: False)
+    desired = {A.key: A}
+    reconciler = Reconciler([table], {table.name: desired}, lambda: False)
     reconciler.step(time.now)
-    wanted[B.key] = B
+    desired[B.key] = B
     table.refused = {B.key}
     reconciler.change(Delta((Put(B),)), time.now)
     assert [failure.resource for failure in reconciler.states()[0].failed] == [B]
@@ -319,7 +319,7 @@ def test_a_change_has_the_name_of_whoever_changed_the_device_that_went(
     time: Time, caplog: pytest.LogCaptureFixture
 ) -> None:
     link, route = SimulatedTable(LINKS), SimulatedTable("routes", needs=frozenset({LINKS}))
-    reconciler = reconciler_of(link, route, wanted=(A,))
+    reconciler = reconciler_of(link, route, desired=(A,))
     reconciler.step(time.now)
     link.held.clear()
     route.held.clear()
@@ -397,7 +397,7 @@ def test_what_may_not_be_written_stays_as_it_is(time: Time) -> None:
     table = SimulatedTable()
     table.hold(Thing("a", 7), Claim.OURS)
     table.hold(Thing("left"), Claim.LEFT)
-    things = wanted_by_table([A])
+    things = desired_by_table([A])
     reconciler = Reconciler([table], things, lambda: False, permits=Nothing())
     time.run(reconciler, 65)
     assert table.writes == []
@@ -416,9 +416,9 @@ DEEDS = st.lists(
 )
 
 
-@given(wanted=st.lists(THINGS, unique_by=lambda thing: thing.key), deeds=DEEDS)
+@given(desired=st.lists(THINGS, unique_by=lambda thing: thing.key), deeds=DEEDS)
 def test_whatever_happens_all_is_as_wanted_once_it_is_quiet(
-    wanted: list[Thing], deeds: list[tuple[str, object]]
+    desired: list[Thing], deeds: list[tuple[str, object]]
 ) -> None:
     time = Time()
     with pytest.MonkeyPatch.context() as patch:
@@ -426,7 +426,7 @@ def test_whatever_happens_all_is_as_wanted_once_it_is_quiet(
         patch.setattr(clock, "cpu_time", lambda: 0.0)
         table = SimulatedTable()
         table.hold(Thing("foreign"), Claim.FOREIGN)
-        reconciler = reconciler_of(table, wanted=tuple(wanted))
+        reconciler = reconciler_of(table, desired=tuple(desired))
         for deed, subject in deeds:
             match deed, subject:
                 case "change", Thing():
@@ -441,7 +441,7 @@ def test_whatever_happens_all_is_as_wanted_once_it_is_quiet(
                     time.run(reconciler, subject, longest=1)
         table.refused, table.unreadable = set(), ""
         time.run(reconciler, 65, longest=1)
-    assert {seen.resource for seen in table.held.values()} == {*wanted, Thing("foreign")}
+    assert {seen.resource for seen in table.held.values()} == {*desired, Thing("foreign")}
     writes = len(table.writes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(clock, "now", lambda: time.now)

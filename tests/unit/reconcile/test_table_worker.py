@@ -15,6 +15,6 @@ def test_each_message_of_a_long_queue_is_a_sign_of_life() -> None:
         "slow", [SimulatedTable()], stop=threading.Event(), heartbeat=beats.append, converged=set()
     )
     for _ in range(3):
-        worker.tell(Delta(), Knowledge())
+        worker.send(Delta(), Knowledge())
     worker.step(0.0)
     assert len(beats) == 2, "one after each but the last, whose end is the end of the step"

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from flanneld.runtime.logs.complaints import FEW, Complaints
+from flanneld.runtime.logs.batched_warnings import FEW, BatchedWarnings
 from tests.clock import Clock
 
 log = logging.getLogger(__name__)
@@ -14,58 +14,58 @@ MINUTE = 60.0
 
 
 @pytest.fixture
-def complaints(clock: Clock, caplog: pytest.LogCaptureFixture) -> Complaints:
+def complaints(clock: Clock, caplog: pytest.LogCaptureFixture) -> BatchedWarnings:
     caplog.set_level(logging.INFO)
-    return Complaints(log, "Ignoring {key}: {reason}", "Ignoring {count} keys", now=clock)
+    return BatchedWarnings(log, "Ignoring {key}: {reason}", "Ignoring {count} keys", now=clock)
 
 
-def note(complaints: Complaints, number: int, first: int = 0) -> None:
+def note(complaints: BatchedWarnings, number: int, first: int = 0) -> None:
     for each in range(first, first + number):
         complaints.note(f"/{each}", "no JSON")
 
 
 def test_a_few_get_a_line_each_and_each_only_once(
-    complaints: Complaints, caplog: pytest.LogCaptureFixture
+    complaints: BatchedWarnings, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(3):
         note(complaints, 2)
-        complaints.tell()
+        complaints.flush()
     assert caplog.messages == ["Ignoring /0: no JSON", "Ignoring /1: no JSON"]
 
 
 def test_many_are_one_line_with_a_count_and_stay_one(
-    complaints: Complaints, clock: Clock, caplog: pytest.LogCaptureFixture
+    complaints: BatchedWarnings, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(3):
         note(complaints, 20_000)
-        complaints.tell()
+        complaints.flush()
         clock.time += 2 * MINUTE
     assert caplog.messages == ["Ignoring 20000 keys: /0: no JSON; /1: no JSON; /2: no JSON; and 19997 more"]
 
 
 def test_what_comes_one_by_one_is_collected_after_a_few_lines(
-    complaints: Complaints, clock: Clock, caplog: pytest.LogCaptureFixture
+    complaints: BatchedWarnings, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     for number in range(20_000):
         note(complaints, 1, number)
-        complaints.tell()
+        complaints.flush()
     assert len(caplog.messages) == FEW
     clock.time += MINUTE
-    complaints.tell()
+    complaints.flush()
     assert len(caplog.messages) == FEW + 1
     assert caplog.messages[-1].startswith(f"Ignoring {20_000 - FEW} keys: /{FEW}: no JSON; ")
 
 
 def test_another_reason_is_told_and_one_that_has_gone_is_forgotten(
-    complaints: Complaints, caplog: pytest.LogCaptureFixture
+    complaints: BatchedWarnings, caplog: pytest.LogCaptureFixture
 ) -> None:
     complaints.note("/a", "no JSON")
-    complaints.tell()
+    complaints.flush()
     complaints.note("/a", "no address")
-    complaints.tell()
+    complaints.flush()
     complaints.clear("/a")
     complaints.note("/a", "no address")
-    complaints.tell()
+    complaints.flush()
     assert caplog.messages == [
         "Ignoring /a: no JSON",
         "Ignoring /a: no address",
@@ -74,15 +74,17 @@ def test_another_reason_is_told_and_one_that_has_gone_is_forgotten(
 
 
 def test_what_a_list_does_not_hold_is_forgotten(
-    complaints: Complaints, caplog: pytest.LogCaptureFixture
+    complaints: BatchedWarnings, caplog: pytest.LogCaptureFixture
 ) -> None:
     note(complaints, 2)
     complaints.retain({"/1"})
-    complaints.tell()
+    complaints.flush()
     assert caplog.messages == ["Ignoring /1: no JSON"]
 
 
-def test_keys_and_reasons_are_no_formats(complaints: Complaints, caplog: pytest.LogCaptureFixture) -> None:
+def test_keys_and_reasons_are_no_formats(
+    complaints: BatchedWarnings, caplog: pytest.LogCaptureFixture
+) -> None:
     complaints.note("/{key}%s", "{0}")
-    complaints.tell()
+    complaints.flush()
     assert caplog.messages == ["Ignoring /{key}%s: {0}"]

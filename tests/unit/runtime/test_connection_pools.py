@@ -9,9 +9,9 @@ import pytest
 
 from flanneld.errors import Retryable
 from flanneld.runtime.sockets import connection_pools
-from flanneld.subnet.etcd import choice
+from flanneld.subnet.etcd import api_choice
 from flanneld.subnet.etcd.endpoints import EtcdOptions, Servers
-from flanneld.subnet.etcd.transport import Timeouts, Transport
+from flanneld.subnet.etcd.transport import EtcdTimeouts, Transport
 from flanneld.subnet.kube import api
 from flanneld.subnet.kube.access import Access
 from tests.local_etcd import server
@@ -36,12 +36,12 @@ def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def ask_etcd(api: str, url: str) -> None:
-    transport = Transport(Servers(EtcdOptions((url,))), Timeouts(read=60))
-    choice.open_client(api, transport).fetch("/key")
+    transport = Transport(Servers(EtcdOptions((url,))), EtcdTimeouts(read=60))
+    api_choice.open_client(api, transport).fetch("/key")
 
 
 def ask_kubernetes(url: str) -> None:
-    api.Api(Access(url, "", {}), api.Timeouts(read=60)).get(api.NODES)
+    api.Api(Access(url, "", {}), api.ApiTimeouts(read=60)).get(api.NODES)
 
 
 @pytest.mark.parametrize(

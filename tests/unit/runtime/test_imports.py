@@ -24,7 +24,7 @@ def test_the_etcd_client_does_not_load_the_resolver_of_srv_records() -> None:
 def test_the_store_in_etcd_v3_loads_neither_python_etcd_nor_grpc(etcd: LocalEtcd) -> None:
     etcd.keys("v3").put("/loaded/config", '{"Network": "10.3.0.0/16"}')
     loaded = loaded_after(
-        "from flanneld.subnet.etcd.choice import open_etcd;"
+        "from flanneld.subnet.etcd.api_choice import open_etcd;"
         "from flanneld.subnet.etcd.endpoints import EtcdOptions;"
         f"open_etcd(EtcdOptions(({etcd.url!r},), '/loaded')).network_config()"
     )

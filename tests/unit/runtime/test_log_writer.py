@@ -42,7 +42,7 @@ def test_lines_arrive_as_they_are(pipe: tuple[int, int]) -> None:
 
 def test_what_nobody_reads_is_lost_and_counted(pipe: tuple[int, int]) -> None:
     reader, writer = pipe
-    log_writer = LogWriter(writer, patience=0.01)
+    log_writer = LogWriter(writer, time_limit=0.01)
     log_writer.write("x" * (SIZE - 1))
     for line in ("one", "two", "three"):
         log_writer.write(line)
@@ -54,7 +54,7 @@ def test_what_nobody_reads_is_lost_and_counted(pipe: tuple[int, int]) -> None:
 
 def test_a_line_of_which_the_end_is_lost_ends_before_the_next(pipe: tuple[int, int]) -> None:
     reader, writer = pipe
-    log_writer = LogWriter(writer, patience=0.01)
+    log_writer = LogWriter(writer, time_limit=0.01)
     log_writer.write("x" * 2 * SIZE)
     assert read(reader) == "x" * SIZE
     log_writer.write("next")
@@ -69,7 +69,7 @@ def test_a_reader_that_only_is_slow_loses_nothing(pipe: tuple[int, int]) -> None
         time.sleep(0.1)
         os.read(reader, SIZE)
         os._exit(0)
-    LogWriter(writer, patience=60).write("here")
+    LogWriter(writer, time_limit=60).write("here")
     os.waitpid(child, 0)
     assert read(reader) == "here\n"
 

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from flanneld.errors import Retryable
-from flanneld.runtime.logs.outage import PACE, Outage, Pace
+from flanneld.runtime.logs.outage import PACE, LogRateLimit, Outage
 from tests.clock import Clock
 
 log = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ def test_an_outage_is_on_from_the_first_failure_to_the_first_answer(outage: Outa
 
 
 def test_different_things_have_a_minute_each(clock: Clock) -> None:
-    pace = Pace(clock)
+    pace = LogRateLimit(clock)
     assert [pace.allows("a"), pace.allows("b"), pace.allows("a")] == [True, True, False]
     clock.time += PACE
     assert pace.allows("a")

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from flanneld.runtime.sockets.polled_server import Limits, Source, to_evict
+from flanneld.runtime.sockets.polled_server import ConnectionOrigin, Limits, to_evict
 
 LIMITS = Limits(3.0, connections=6, per_source=3, reserved=2)
-HERE, ELSEWHERE = Source("192.0.2.1", is_local=True), Source("198.51.100.1", is_local=False)
+HERE, ELSEWHERE = (
+    ConnectionOrigin("192.0.2.1", is_local=True),
+    ConnectionOrigin("198.51.100.1", is_local=False),
+)
 
 
-def others(*names: str) -> list[Source]:
-    return [Source(name, is_local=False) for name in names]
+def others(*names: str) -> list[ConnectionOrigin]:
+    return [ConnectionOrigin(name, is_local=False) for name in names]
 
 
 @pytest.mark.parametrize(
@@ -30,5 +33,7 @@ def others(*names: str) -> list[Source]:
         pytest.param([HERE] * 3, HERE, 0, id="this host is bounded as well"),
     ],
 )
-def test_a_crowd_displaces_itself(old: list[Source], new: Source, expected: int | None) -> None:
+def test_a_crowd_displaces_itself(
+    old: list[ConnectionOrigin], new: ConnectionOrigin, expected: int | None
+) -> None:
     assert to_evict(old, new, LIMITS) == expected

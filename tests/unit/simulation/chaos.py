@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from flanneld.network.rtnetlink.monitor import Gone, InterfaceChanged, News, Overrun
+from flanneld.network.rtnetlink.monitor import InterfaceChanged, Notification, Overrun, ResourceRemoved
 from flanneld.state.resources import Key, Vxlan
 from tests.unit.simulation import etcd, kube
 from tests.unit.simulation.cluster import Cluster
@@ -131,20 +131,20 @@ class Chaos:
         links = [link for link in kernel.devices.values() if isinstance(link, Vxlan)]
         routes = [held.route for held in kernel.all_routes() if kernel.owns(held) and held.metric == 0]
         choice = self._random.randrange(5)
-        news: News = Overrun()
+        news: Notification = Overrun()
         if choice <= 1 and links:
             news = InterfaceChanged(kernel.indexes[links[0].name], links[0].name)
             (kernel.set_down if choice else kernel.delete_link)(links[0].name)
         elif choice == 2 and routes:
             route = self._random.choice(routes)
             kernel.delete_route(route)
-            news = Gone(route.key, gateway=route.gateway)
+            news = ResourceRemoved(route.key, gateway=route.gateway)
         else:
             entries: dict[Key, Any] = kernel.neighbors if choice == 3 else kernel.fdb
             key = self._random.choice(sorted(entries, key=str)) if entries else None
             if key is not None:
                 del entries[key]
-                news = Gone(key)
+                news = ResourceRemoved(key)
         if self._random.random() < 0.7:
             host.tell(news)
 

@@ -153,10 +153,10 @@ class Cluster:
             if peers is None:
                 continue
             actual = ours(host)
-            wanted = host.process.wanted() if host.process else {}
-            if actual != wanted:
-                lacks = [str(each) for key, each in wanted.items() if actual.get(key) != each]
-                extra = [str(each) for key, each in actual.items() if key not in wanted]
+            desired = host.process.desired() if host.process else {}
+            if actual != desired:
+                lacks = [str(each) for key, each in desired.items() if actual.get(key) != each]
+                extra = [str(each) for key, each in actual.items() if key not in desired]
                 yield f"{host.name} lacks {lacks[:3]}, has {extra[:3]} too many"
             if len(peers) != self.lease_count() - 1:
                 yield f"{host.name} knows {len(peers)} peers of {self.lease_count() - 1}"
@@ -220,8 +220,8 @@ def _over(
 
 def ours(host: SimulatedHost) -> dict[Key, Resource]:
     """Return what the tables hold of ours, by key."""
-    wanted = host.process.wanted() if host.process else {}
-    seen = (seen for table in tables(host.kernel).values() for seen in table.read(Scope(wanted)))
+    desired = host.process.desired() if host.process else {}
+    seen = (seen for table in tables(host.kernel).values() for seen in table.read(Scope(desired)))
     return {each.resource.key: each.resource for each in seen if each.claim is not Claim.FOREIGN}
 
 

@@ -92,7 +92,7 @@ def _neighbor(kernel: Kernel, verb: str, target: str, options: Mapping[str, str]
 
 def _fdb(kernel: Kernel, verb: str, mac: str, options: Mapping[str, str]) -> None:
     remote = ip_address(options.get("dst", "0.0.0.0"))
-    entry = FdbEntry(options["dev"], mac, remote, astray="port" in options)
+    entry = FdbEntry(options["dev"], mac, remote, has_overrides="port" in options)
     if verb == "add" and entry.key in kernel.fdb:
         raise KernelError(EEXIST)
     if verb != "del":

@@ -16,15 +16,15 @@ from msgspec import Struct
 from flanneld.errors import Cancelled, NoAnswer
 from flanneld.runtime import clock
 from flanneld.subnet.etcd.keys import (
-    Changes,
     Conflict,
-    ListAgain,
+    KeyChanges,
     NoConfig,
-    Node,
     NotFound,
     Position,
+    PossibleGap,
+    RelistNeeded,
     Reply,
-    Unsure,
+    StoredKey,
     check_history,
 )
 from flanneld.subnet.etcd.manager import EtcdManager
@@ -43,8 +43,8 @@ class Change(Struct, frozen=True, gc=False):
     """One revision: what was done to a key, and what it held before."""
 
     action: str
-    node: Node
-    before: Node | None
+    node: StoredKey
+    before: StoredKey | None
     time: float
 
 
@@ -64,7 +64,7 @@ class SimulatedEtcd:
         self.api = api
         self.faults = Faults()
         self.is_down = False
-        self.keys: dict[str, Node] = {}
+        self.keys: dict[str, StoredKey] = {}
         #: When each key ends that does.
         self.ends: dict[str, float] = {}
         #: Each change from ``first`` on, one index each.
@@ -83,8 +83,8 @@ class SimulatedEtcd:
 
     # ---- what happens to it ----------------------------------------------------------------------
 
-    def put(self, key: str, value: str, ttl: float | None) -> Node:
-        node = Node(key, value, ttl, self.index + 1)
+    def put(self, key: str, value: str, ttl: float | None) -> StoredKey:
+        node = StoredKey(key, value, ttl, self.index + 1)
         before = self.keys.get(key)
         self.keys[key] = node
         self.ends.pop(key, None)
@@ -96,7 +96,7 @@ class SimulatedEtcd:
     def delete(self, key: str, action: str = "delete") -> None:
         before = self.keys.pop(key)
         self.ends.pop(key, None)
-        self._record(Change(action, Node(key, "", None, self.index + 1), before, self.world.time))
+        self._record(Change(action, StoredKey(key, "", None, self.index + 1), before, self.world.time))
 
     def prolong(self, key: str, ttl: float) -> None:
         self._let_last(key, ttl)
@@ -131,7 +131,7 @@ class SimulatedEtcd:
     def leases(self) -> dict[str, str]:
         return {key: node.value for key, node in self.keys.items() if "/subnets/" in key}
 
-    def state_before(self, changes: int) -> tuple[dict[str, Node], Position]:
+    def state_before(self, changes: int) -> tuple[dict[str, StoredKey], Position]:
         """The keys as they were so many changes ago."""
         keys = dict(self.keys)
         count = min(changes, len(self.history))
@@ -173,7 +173,7 @@ class SimulatedClient:
         self._before_request = before_request
         self.api = etcd.api
         self.names_ipv6 = etcd.api == "v3"
-        self._is_cut = False
+        self._is_cancelled = False
         self._written: dict[str, int] = {}
         self._seen = 0
 
@@ -191,7 +191,7 @@ class SimulatedClient:
             )
             if not found and self.api == "v2":
                 raise NotFound(at)
-            return Reply("get", Node(key, "", None, at.index, is_dir=True), found, at)
+            return Reply("get", StoredKey(key, "", None, at.index, is_dir=True), found, at)
         if key not in keys:
             raise NotFound(at)
         return Reply("get", self._timed(keys[key]), (), at)
@@ -237,11 +237,11 @@ class SimulatedClient:
     def reconnect(self) -> None:
         pass
 
-    def cut(self) -> None:
-        self._is_cut = True
+    def cancel(self) -> None:
+        self._is_cancelled = True
 
     def _ask(self) -> None:
-        if self._is_cut:
+        if self._is_cancelled:
             raise Cancelled
         self._before_request()
         if self._etcd.is_down:
@@ -255,11 +255,11 @@ class SimulatedClient:
             raise NoAnswer("the answer of etcd got lost")
         return Reply("put", node, (), self._etcd.position())
 
-    def _timed(self, node: Node) -> Node:
+    def _timed(self, node: StoredKey) -> StoredKey:
         end = self._etcd.ends.get(node.key)
         if node.ttl is None or end is None:
             return node
-        return Node(node.key, node.value, max(0.0, end - clock.now()), node.modified)
+        return StoredKey(node.key, node.value, max(0.0, end - clock.now()), node.modified)
 
     def _chance(self, of: float) -> bool:
         return of > 0 and self._etcd.world.random.random() < of
@@ -307,10 +307,10 @@ class SimulatedWatcher:
         """Return True if something has happened since."""
         return at is not None and at.index < self._etcd.index
 
-    def read(self, after: Position) -> Changes:
+    def read(self, after: Position) -> KeyChanges:
         if self._wants_reread:
             self._wants_reread = False
-            raise Unsure("the connection was given up")
+            raise PossibleGap("the connection was given up")
         if self.is_broken:
             self.is_broken = False
             raise NoAnswer("the connection of the watch was lost")
@@ -318,7 +318,7 @@ class SimulatedWatcher:
         etcd = self._etcd
         check_history(after, etcd.position())
         if after.index < etcd.first - 1:
-            raise ListAgain("etcd has forgotten what happened since")
+            raise RelistNeeded("etcd has forgotten what happened since")
         self._contact()
         replies: list[Reply] = []
         for index in range(after.index + 1, etcd.index + 1):
@@ -327,8 +327,8 @@ class SimulatedWatcher:
                 replies.append(Reply(change.action, change.node, (), Position(index, after.cluster)))
                 if etcd.api == "v2":  # one change a poll
                     self.hear(0.0)
-                    return Changes(tuple(replies), replies[0].at)
-        return Changes(tuple(replies), etcd.position())
+                    return KeyChanges(tuple(replies), replies[0].at)
+        return KeyChanges(tuple(replies), etcd.position())
 
     def reread(self) -> None:
         self._wants_reread = True
@@ -337,8 +337,8 @@ class SimulatedWatcher:
     def reconnect(self) -> None:
         self.is_broken = True
 
-    def cut(self) -> None:
-        self.client.cut()
+    def cancel(self) -> None:
+        self.client.cancel()
 
     def close(self) -> None:
         if self in self._etcd.watchers:

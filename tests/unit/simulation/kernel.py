@@ -15,11 +15,11 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from flanneld.model import Family, IPAddress, IPNetwork, network_around
-from flanneld.network.route_lookup import RTN_BROADCAST, RTN_LOCAL, SeenWay, Way
+from flanneld.network.route_lookup import RTN_BROADCAST, RTN_LOCAL, LookupResult, SeenHostRoute
 from flanneld.network.rtnetlink.domain import NOTHING, Domain
 from flanneld.network.rtnetlink.links import SeenLink
 from flanneld.network.rtnetlink.messages import RTN_UNICAST, SeenAddress, SeenRoute
-from flanneld.network.rtnetlink.monitor import News
+from flanneld.network.rtnetlink.monitor import Notification
 from flanneld.state.resources import (
     PROTO_BOOT,
     PROTO_FLANNEL,
@@ -62,16 +62,16 @@ class Monitor:
 
     def __init__(self) -> None:
         self.wake: Callable[[], None] = lambda: None
-        self._news: list[News] = []
+        self._news: list[Notification] = []
 
-    def tell(self, *news: News) -> None:
+    def tell(self, *news: Notification) -> None:
         self._news.extend(news)
         self.wake()
 
     def fileno(self) -> int:
         return -1
 
-    def read(self, name_of: Callable[[int], str | None]) -> list[News]:
+    def read(self, name_of: Callable[[int], str | None]) -> list[Notification]:
         del name_of
         news, self._news = self._news, []
         return news
@@ -294,29 +294,29 @@ class Kernel:
             if address.version == family and index in (0, self.indexes[name])
         ]
 
-    def way_to(self, target: IPAddress) -> Way | None:
+    def look_up_route(self, target: IPAddress) -> LookupResult | None:
         for name, address, _ in self.addresses_held.values():
             if address == target:
-                return Way(self.indexes[name], target, None, RTN_LOCAL)
+                return LookupResult(self.indexes[name], target, None, RTN_LOCAL)
         route = self.route_to(target)
         if route is None:
             return None
         index = self.indexes[route.device]
         source = next((each.address for each in self.addresses(target.version, index)), None)
-        return Way(index, source, route.gateway, RTN_UNICAST)
+        return LookupResult(index, source, route.gateway, RTN_UNICAST)
 
     def default_routes(self, family: Family) -> list[int]:
         there = self.routes.get((family, 0), {}).get(0, [])
         return [self.indexes[each.route.device] for each in there]
 
-    def ways(self, family: Family, own: Iterable[int] = ()) -> Iterator[SeenWay]:
+    def ways(self, family: Family, own: Iterable[int] = ()) -> Iterator[SeenHostRoute]:
         names = {name for name, index in self.indexes.items() if index in set(own)}
         for each in self.all_routes():
             route = each.route
             if each.protocol == PROTO_FLANNEL or route.device in names or route.destination.version != family:
                 continue
             destination = route.destination if route.destination.prefixlen else None
-            yield SeenWay(destination, each.protocol, ((self.indexes[route.device], route.gateway),))
+            yield SeenHostRoute(destination, each.protocol, ((self.indexes[route.device], route.gateway),))
 
     def local(self, family: Family) -> Iterator[tuple[int, IPNetwork, int]]:
         for name, address, length in self.addresses_held.values():

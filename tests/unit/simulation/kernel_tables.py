@@ -99,7 +99,7 @@ class Links(KernelTable):
     def _seen(self, scope: Scope) -> Iterator[Seen]:
         left = {link.name for link in self._left()}
         for seen in self._kernel.links():
-            is_wanted = seen.make.key in scope.wanted
+            is_wanted = seen.make.key in scope.desired
             if is_wanted and isinstance(seen.make, Vxlan):
                 yield Seen(seen.make)
             elif is_wanted or isinstance(seen.make, ForeignLink):
@@ -214,7 +214,7 @@ class Routes(KernelTable):
                 for held in found[:1]:
                     yield self._what(held, scope)
                 for held in found[1:]:
-                    if self._kernel.owns(held, adopt=scope.adopt) and held.route.key not in scope.wanted:
+                    if self._kernel.owns(held, adopt=scope.adopt) and held.route.key not in scope.desired:
                         yield self._what(held, scope)
 
     def _what(self, held: KernelRoute, scope: Scope) -> Seen:

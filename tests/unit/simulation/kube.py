@@ -98,8 +98,8 @@ class SimulatedApiServer:
         nodes, version = self.nodes, self.version
         if may_be_stale and self.world.random.random() < self.faults.stale:
             nodes, version = self._before(self.world.random.randint(1, 5))
-        wanted = selector.partition("metadata.name=")[2]
-        found = [each for name, each in sorted(nodes.items()) if wanted in ("", name)]
+        desired = selector.partition("metadata.name=")[2]
+        found = [each for name, each in sorted(nodes.items()) if desired in ("", name)]
         return {"metadata": {"resourceVersion": str(version)}, "items": found}
 
     def _before(self, changes: int) -> tuple[dict[str, dict[str, Any]], int]:
@@ -129,7 +129,7 @@ class SimulatedApi:
     def __init__(self, server: SimulatedApiServer, before_request: Callable[[], None]) -> None:
         self._server = server
         self._before_request = before_request
-        self._is_cut = False
+        self._is_cancelled = False
         self.is_down = False
         self.wake: Callable[[float], None] = lambda _when: None
         self.stream: _Stream | None = None
@@ -169,11 +169,11 @@ class SimulatedApi:
             self.stream.is_broken = True
             self.stream.hear(0.0)
 
-    def cut(self) -> None:
-        self._is_cut = True
+    def cancel(self) -> None:
+        self._is_cancelled = True
 
     def check(self) -> None:
-        if self._is_cut:
+        if self._is_cancelled:
             raise Cancelled
         if self._server.is_down:
             raise NoServer("the API server does not answer")

@@ -20,12 +20,12 @@ from flanneld.backends.vxlan import build as build_vxlan
 from flanneld.config import Config
 from flanneld.errors import Cancelled, Fatal, Retryable
 from flanneld.model import Event, IPAddress, Lease, LeaseKey, network_around
-from flanneld.network.rtnetlink.monitor import InterfaceChanged, News
+from flanneld.network.rtnetlink.monitor import InterfaceChanged, Notification
 from flanneld.network.uplink_election import InterfaceChoice
 from flanneld.network.uplink_facts import connected_networks
 from flanneld.reconcile.controller import Controller
 from flanneld.reconcile.host.uplink_manager import UplinkManager, find_uplink
-from flanneld.reconcile.node import Node
+from flanneld.reconcile.local_node import LocalNode
 from flanneld.reconcile.past import ownership
 from flanneld.reconcile.peers import Peers
 from flanneld.runtime.backoff import Backoff
@@ -93,7 +93,7 @@ class SimulatedHost:
         self.kernel.add_link(ForeignLink(BRIDGE, "bridge"))
         self.foreign = self.kernel.foreign()
         self.subnet_env: LeaseKey = (None, None)
-        self.state: ownership.State | None = None
+        self.state: ownership.RunRecord | None = None
         self.machine = ownership.Machine(f"02:00:00:00:00:{number % 256:02x}", f"uuid of {self.name}")
         self.open_store = open_store
         self.process: Process | None = None
@@ -126,7 +126,7 @@ class SimulatedHost:
         self.kill()
         self.world.at(self.world.time + RESTART, lambda: self.start() if self.is_on else None)
 
-    def tell(self, *news: News) -> None:
+    def tell(self, *news: Notification) -> None:
         """The kernel notifies the daemon of what another program changed."""
         if self.process is not None:
             self.kernel.monitor.tell(*news)
@@ -167,18 +167,18 @@ class SimulatedHost:
     def take_subnet(self, lease: Lease) -> None:
         """The daemon writes subnet.env, and a container runtime takes the subnet for its bridge."""
         self.subnet_env = lease.key
-        wanted = [Route(net, BRIDGE) for net in lease.key if net is not None]
+        desired = [Route(net, BRIDGE) for net in lease.key if net is not None]
         for held in list(self.kernel.all_routes()):
-            if held.route.device == BRIDGE and held.route not in wanted:
+            if held.route.device == BRIDGE and held.route not in desired:
                 self.kernel.delete_route(held.route)
-        for route in wanted:
+        for route in desired:
             if all(held.route != route for held in self.kernel.at(route.destination)):
                 self.kernel.add_route(route, 2)
         self.foreign = self.kernel.foreign()
 
     def record(self, **fields: object) -> None:
         """Keep something for the next run."""
-        self.state = replace(self.state or ownership.State(), **fields)
+        self.state = replace(self.state or ownership.RunRecord(), **fields)
 
 
 class Process:
@@ -227,9 +227,9 @@ class Process:
     def is_settled(self) -> bool:
         return self.controller is not None and all(each.settled for each in self.controller.tables.states())
 
-    def wanted(self) -> Mapping[Key, Resource]:
+    def desired(self) -> Mapping[Key, Resource]:
         """Return what the kernel's tables should hold."""
-        return self.controller.peers.wanted.state if self.controller else {}
+        return self.controller.peers.desired.state if self.controller else {}
 
     # ---- the daemon's main flow ------------------------------------------------------------------
 
@@ -243,7 +243,7 @@ class Process:
             return now + max(self._backoff.pause(), retry_after)
         return math.inf
 
-    def _join(self) -> Node:
+    def _join(self) -> LocalNode:
         host, manager, kernel = self.host, self._store.manager, self.host.kernel
         config = manager.network_config()
         uplink = find_uplink(kernel, config, InterfaceChoice())
@@ -264,7 +264,7 @@ class Process:
             devices=devices,
         )
         host.take_subnet(lease)
-        return Node(
+        return LocalNode(
             kernel,
             kernel.monitor,
             uplinks,
@@ -280,7 +280,7 @@ class Process:
             table.audit = self.host.audit
         return self.tables
 
-    def _run(self, node: Node) -> None:
+    def _run(self, node: LocalNode) -> None:
         lease = self.lease = node.lease
         keeper = self._keeper(lease)
 

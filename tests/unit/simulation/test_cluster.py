@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from flanneld.reconcile.host import watch as host_watch
+from flanneld.reconcile.host import host_watch as host_watch
 from tests.unit.simulation.chaos import QUIET, Chaos
 from tests.unit.simulation.cluster import STORES, Cluster, ours
 from tests.unit.simulation.world import World

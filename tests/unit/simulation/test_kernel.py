@@ -45,14 +45,14 @@ def tables_of(kernel: Kernel) -> dict[str, KernelTable]:
 
 def put(kernel: Kernel, *resources: Resource, was: Resource | None = None) -> Report:
     report = Report()
-    for name, wanted in by_table(resources).items():
-        report.add(tables_of(kernel)[name].put([Put(want, was) for want in wanted.values()]))
+    for name, desired in by_table(resources).items():
+        report.add(tables_of(kernel)[name].put([Put(want, was) for want in desired.values()]))
     return report
 
 
 def claims(table: KernelTable) -> dict[str, Claim]:
-    wanted = {LINK.key: LINK}
-    return {str(seen.resource): seen.claim for seen in table.read(Scope(wanted))}
+    desired = {LINK.key: LINK}
+    return {str(seen.resource): seen.claim for seen in table.read(Scope(desired))}
 
 
 def test_all_is_made_in_order_and_read_back_as_ours(kernel: Kernel) -> None:

@@ -121,7 +121,7 @@ def test_reread_reads_everything_and_a_cut_ends_the_watch(watch: EtcdWatch) -> N
     watch.world.time += 1
     assert watch.step() == []
     assert watch.step() == ["all: 10.0.1.0/24"]
-    watch.machine.cut()
+    watch.machine.cancel()
     with pytest.raises(Cancelled):
         watch.step()
 

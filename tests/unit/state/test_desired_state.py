@@ -39,10 +39,10 @@ def route(number: int) -> Route:
 
 
 def change(
-    wanted: DesiredState, owner: LeaseKey, wish: Iterable[Resource]
+    desired: DesiredState, owner: LeaseKey, wish: Iterable[Resource]
 ) -> tuple[list[Resource], list[Resource]]:
     """Let an owner want something: what the kernel must get and lose then."""
-    return steps(wanted.since(wanted.set(owner, wish)))
+    return steps(desired.since(desired.set(owner, wish)))
 
 
 def steps(delta: Delta) -> tuple[list[Resource], list[Resource]]:
@@ -51,38 +51,38 @@ def steps(delta: Delta) -> tuple[list[Resource], list[Resource]]:
 
 
 def test_what_is_wanted_anew_is_to_be_made_and_the_rest_to_be_lost() -> None:
-    wanted = DesiredState()
-    wanted.set(NINE, [route(1), route(2)])
-    assert change(wanted, NINE, [route(2), route(3)]) == ([route(3)], [route(1)])
-    assert set(wanted.state.values()) == {route(2), route(3)}
+    desired = DesiredState()
+    desired.set(NINE, [route(1), route(2)])
+    assert change(desired, NINE, [route(2), route(3)]) == ([route(3)], [route(1)])
+    assert set(desired.state.values()) == {route(2), route(3)}
 
 
 def test_what_came_and_went_in_between_was_never_in_the_kernel() -> None:
-    wanted = DesiredState()
-    wanted.set(NINE, [fdb(1)])
-    before = wanted.set(NINE, [fdb(2)])
-    wanted.set(NINE, [])
-    assert steps(wanted.since(before)) == ([], [fdb(1)])
+    desired = DesiredState()
+    desired.set(NINE, [fdb(1)])
+    before = desired.set(NINE, [fdb(2)])
+    desired.set(NINE, [])
+    assert steps(desired.since(before)) == ([], [fdb(1)])
 
 
 def test_what_changes_is_made_over_and_not_lost() -> None:
-    wanted = DesiredState()
-    wanted.set(NINE, [fdb(1)])
-    assert change(wanted, NINE, [fdb(2)]) == ([fdb(2)], [])
+    desired = DesiredState()
+    desired.set(NINE, [fdb(1)])
+    assert change(desired, NINE, [fdb(2)]) == ([fdb(2)], [])
 
 
 def test_the_same_wish_again_is_nothing() -> None:
-    wanted = DesiredState()
-    wanted.set(NINE, [route(1), fdb(1)])
-    assert change(wanted, NINE, [route(1), fdb(1)]) == ([], [])
+    desired = DesiredState()
+    desired.set(NINE, [route(1), fdb(1)])
+    assert change(desired, NINE, [route(1), fdb(1)]) == ([], [])
 
 
 def test_an_empty_wish_is_a_farewell() -> None:
-    wanted = DesiredState()
-    wanted.set(NINE, [route(1)])
-    assert (NINE in wanted, wanted.wishes(NINE)) == (True, (route(1),))
-    assert change(wanted, NINE, []) == ([], [route(1)])
-    assert (NINE in wanted, wanted.wishes(NINE), list(wanted.owners())) == (False, (), [])
+    desired = DesiredState()
+    desired.set(NINE, [route(1)])
+    assert (NINE in desired, desired.of_owner(NINE)) == (True, (route(1),))
+    assert change(desired, NINE, []) == ([], [route(1)])
+    assert (NINE in desired, desired.of_owner(NINE), list(desired.owners())) == (False, (), [])
 
 
 def test_who_was_never_there_can_leave() -> None:
@@ -99,18 +99,18 @@ def test_the_lower_subnet_wins_whoever_comes_first() -> None:
 
 
 def test_the_other_takes_over_when_the_winner_leaves() -> None:
-    wanted = DesiredState()
-    wanted.set(NINE, [fdb(9)])
-    wanted.set(TEN, [fdb(10)])
-    assert change(wanted, NINE, []) == ([fdb(10)], [])
-    assert change(wanted, TEN, []) == ([], [fdb(10)])
+    desired = DesiredState()
+    desired.set(NINE, [fdb(9)])
+    desired.set(TEN, [fdb(10)])
+    assert change(desired, NINE, []) == ([fdb(10)], [])
+    assert change(desired, TEN, []) == ([], [fdb(10)])
 
 
 def test_nothing_happens_when_the_loser_leaves() -> None:
-    wanted = DesiredState()
-    wanted.set(NINE, [fdb(9)])
-    wanted.set(TEN, [fdb(10)])
-    assert change(wanted, TEN, []) == ([], [])
+    desired = DesiredState()
+    desired.set(NINE, [fdb(9)])
+    desired.set(TEN, [fdb(10)])
+    assert change(desired, TEN, []) == ([], [])
 
 
 def test_what_this_node_needs_for_itself_comes_before_every_lease() -> None:
@@ -119,39 +119,39 @@ def test_what_this_node_needs_for_itself_comes_before_every_lease() -> None:
 
 
 def test_a_conflict_names_who_has_it_and_who_goes_without() -> None:
-    wanted = DesiredState()
-    wanted.set(TEN, [fdb(10), route(10)])
-    wanted.set(NINE, [fdb(9), route(9)])
-    assert list(wanted.conflicts(NINE)) == [(fdb(9), NINE, TEN)]
-    assert list(wanted.conflicts(TEN)) == [(fdb(9), NINE, TEN)]
+    desired = DesiredState()
+    desired.set(TEN, [fdb(10), route(10)])
+    desired.set(NINE, [fdb(9), route(9)])
+    assert list(desired.conflicts(NINE)) == [(fdb(9), NINE, TEN)]
+    assert list(desired.conflicts(TEN)) == [(fdb(9), NINE, TEN)]
 
 
 def test_of_several_that_go_without_the_one_asked_about_is_named() -> None:
-    wanted = DesiredState()
+    desired = DesiredState()
     for number, owner in ((9, NINE), (10, TEN), (11, ELEVEN)):
-        wanted.set(owner, [fdb(number)])
-    assert list(wanted.conflicts(ELEVEN)) == [(fdb(9), NINE, ELEVEN)]
+        desired.set(owner, [fdb(number)])
+    assert list(desired.conflicts(ELEVEN)) == [(fdb(9), NINE, ELEVEN)]
 
 
 def test_a_conflict_ends_with_one_of_its_parties() -> None:
-    wanted = DesiredState()
-    wanted.set(NINE, [fdb(9)])
-    wanted.set(TEN, [fdb(10)])
-    wanted.set(NINE, [])
-    assert list(wanted.conflicts(TEN)) == []
+    desired = DesiredState()
+    desired.set(NINE, [fdb(9)])
+    desired.set(TEN, [fdb(10)])
+    desired.set(NINE, [])
+    assert list(desired.conflicts(TEN)) == []
 
 
 def test_keys_with_several_claims_are_listed_with_each_claim_until_one_is_left() -> None:
-    wanted = DesiredState()
-    wanted.set(NINE, [fdb(9), route(9)])
-    assert wanted.rivals() == {}
-    wanted.set(TEN, [fdb(10)])
-    listed = wanted.rivals()
+    desired = DesiredState()
+    desired.set(NINE, [fdb(9), route(9)])
+    assert desired.rivals() == {}
+    desired.set(TEN, [fdb(10)])
+    listed = desired.rivals()
     assert listed == {fdb(9).key: {NINE: fdb(9), TEN: fdb(10)}}
-    wanted.set(NINE, [fdb(8)])
-    assert wanted.rivals() == {fdb(9).key: {NINE: fdb(8), TEN: fdb(10)}}
-    wanted.set(TEN, [])
-    assert wanted.rivals() == {}
+    desired.set(NINE, [fdb(8)])
+    assert desired.rivals() == {fdb(9).key: {NINE: fdb(8), TEN: fdb(10)}}
+    desired.set(TEN, [])
+    assert desired.rivals() == {}
     assert listed == {fdb(9).key: {NINE: fdb(9), TEN: fdb(10)}}
 
 
@@ -165,30 +165,30 @@ def test_machine_with_the_mac_of_our_own_device_is_named_a_clone() -> None:
 
 
 def test_list_of_all_wishes_is_a_copy() -> None:
-    wanted = DesiredState()
-    wanted.set(NINE, [route(1)])
-    listed = wanted.all_wishes()
-    wanted.set(NINE, [])
+    desired = DesiredState()
+    desired.set(NINE, [route(1)])
+    listed = desired.by_owner()
+    desired.set(NINE, [])
     assert listed == {NINE: (route(1),)}
-    assert wanted.all_wishes() == {}
+    assert desired.by_owner() == {}
 
 
 def test_two_that_want_the_very_same_are_at_peace() -> None:
-    wanted = DesiredState()
-    wanted.set(NINE, [fdb(1)])
-    wanted.set(TEN, [fdb(1)])
-    assert list(wanted.conflicts(NINE)) == list(wanted.conflicts(TEN)) == []
-    assert change(wanted, NINE, []) == ([], [])
+    desired = DesiredState()
+    desired.set(NINE, [fdb(1)])
+    desired.set(TEN, [fdb(1)])
+    assert list(desired.conflicts(NINE)) == list(desired.conflicts(TEN)) == []
+    assert change(desired, NINE, []) == ([], [])
 
 
 def test_thousands_of_machines_with_one_mac_take_no_time() -> None:
     owners: list[LeaseKey] = [(IPv4Network((i << 8, 24)), None) for i in range(5000)]
     random.Random(1).shuffle(owners)
-    wanted = DesiredState()
+    desired = DesiredState()
     began = process_time()
     for i, owner in enumerate(owners):
-        wanted.set(owner, [fdb(i % 250)])
-        list(wanted.conflicts(owner))
+        desired.set(owner, [fdb(i % 250)])
+        list(desired.conflicts(owner))
     assert process_time() - began < 2
 
 
@@ -210,27 +210,27 @@ def naive(standing: dict[LeaseKey, list[Resource]]) -> dict[Key, Resource]:
 @given(moves)
 @example([(TEN, [fdb(1)]), (NINE, [fdb(1), fdb(2)]), (LOCAL, [fdb(3)]), (LOCAL, [])])
 def test_the_state_is_what_a_plain_computation_gives(history: list[tuple[LeaseKey, list[Resource]]]) -> None:
-    wanted, standing = DesiredState(), dict[LeaseKey, list[Resource]]()
+    desired, standing = DesiredState(), dict[LeaseKey, list[Resource]]()
     for owner, wish in history:
-        wanted.set(owner, wish)
+        desired.set(owner, wish)
         standing[owner] = wish
-        assert wanted.state == naive(standing)
-    assert set(wanted.owners()) == {owner for owner, wish in standing.items() if wish}
+        assert desired.state == naive(standing)
+    assert set(desired.owners()) == {owner for owner, wish in standing.items() if wish}
 
 
 @given(moves)
 def test_what_a_move_returns_leads_from_the_former_state_to_the_new_one(
     history: list[tuple[LeaseKey, list[Resource]]],
 ) -> None:
-    wanted, mirror = DesiredState(), dict[Key, Resource]()
+    desired, mirror = DesiredState(), dict[Key, Resource]()
     for owner, wish in history:
-        puts, drops = change(wanted, owner, wish)
+        puts, drops = change(desired, owner, wish)
         for resource in drops:
             assert mirror.pop(resource.key) == resource
         for resource in puts:
             assert mirror.get(resource.key) != resource
             mirror[resource.key] = resource
-        assert mirror == wanted.state
+        assert mirror == desired.state
 
 
 @given(st.data(), st.dictionaries(st.sampled_from(OWNERS), wishes))
@@ -239,10 +239,10 @@ def test_the_order_in_which_owners_come_does_not_matter(
 ) -> None:
     states = []
     for _ in range(2):
-        wanted = DesiredState()
+        desired = DesiredState()
         for owner in data.draw(st.permutations(list(standing))):
-            wanted.set(owner, standing[owner])
-        states.append(wanted.state)
+            desired.set(owner, standing[owner])
+        states.append(desired.state)
     assert states[0] == states[1]
 
 
@@ -250,11 +250,11 @@ def test_the_order_in_which_owners_come_does_not_matter(
 def test_there_is_a_conflict_exactly_where_wishes_differ(
     history: list[tuple[LeaseKey, list[Resource]]],
 ) -> None:
-    wanted = DesiredState()
+    desired = DesiredState()
     for owner, wish in history:
-        wanted.set(owner, {resource.key: resource for resource in wish}.values())
-    claims = [(owner, resource) for owner in wanted.owners() for resource in wanted.wishes(owner)]
-    for owner in wanted.owners():
-        found = {resource.key for resource, _, _ in wanted.conflicts(owner)}
-        mine = wanted.wishes(owner)
+        desired.set(owner, {resource.key: resource for resource in wish}.values())
+    claims = [(owner, resource) for owner in desired.owners() for resource in desired.of_owner(owner)]
+    for owner in desired.owners():
+        found = {resource.key for resource, _, _ in desired.conflicts(owner)}
+        mine = desired.of_owner(owner)
         assert found == {r.key for r in mine if any(r.key == o.key and r != o for _, o in claims)}

@@ -7,7 +7,7 @@ from ipaddress import IPv4Address, IPv4Network
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flanneld.backends.udp.resources import PumpPeer
+from flanneld.backends.udp.resources import ProxyPeer
 from flanneld.state.diff import Delta, difference, macs_of, without_ways_to
 from flanneld.state.resources import (
     Address,
@@ -53,8 +53,8 @@ def seen(*found: Resource, claim: Claim = Claim.OURS) -> list[Seen]:
     return [Seen(resource, claim) for resource in found]
 
 
-def carried_out(wanted: State, actual: State) -> dict[Key, Resource]:
-    puts, stale = difference(wanted, seen(*actual.values()))
+def carried_out(desired: State, actual: State) -> dict[Key, Resource]:
+    puts, stale = difference(desired, seen(*actual.values()))
     after = {**actual, **{put.want.key: put.want for put in puts}}
     for resource in stale:
         del after[resource.key]
@@ -105,25 +105,25 @@ states = st.lists(resources, max_size=10).map(lambda found: state(*found))
 
 @given(states, states)
 def test_a_difference_leads_to_the_wanted_state_and_then_nothing_is_left_to_do(
-    wanted: dict[Key, Resource], actual: dict[Key, Resource]
+    desired: dict[Key, Resource], actual: dict[Key, Resource]
 ) -> None:
-    after = carried_out(wanted, actual)
-    assert after == wanted
-    assert difference(wanted, seen(*after.values())) == ([], [])
+    after = carried_out(desired, actual)
+    assert after == desired
+    assert difference(desired, seen(*after.values())) == ([], [])
 
 
 @given(states, states)
 def test_a_difference_touches_only_what_differs(
-    wanted: dict[Key, Resource], actual: dict[Key, Resource]
+    desired: dict[Key, Resource], actual: dict[Key, Resource]
 ) -> None:
-    puts, stale = difference(wanted, seen(*actual.values()))
+    puts, stale = difference(desired, seen(*actual.values()))
     assert all(actual.get(put.want.key) == put.was != put.want for put in puts)
-    assert all(resource.key not in wanted for resource in stale)
+    assert all(resource.key not in desired for resource in stale)
 
 
 def test_route_to_a_subnet_is_kept_without_its_neighbour_and_so_is_what_a_driver_made() -> None:
     subnet, other = IPv4Network("10.1.1.0/24"), IPv4Network("10.1.2.0/24")
-    peers = [PumpPeer("flannel0", net, ip(1)) for net in (subnet, other)]
+    peers = [ProxyPeer("flannel0", net, ip(1)) for net in (subnet, other)]
     stale: tuple[Resource, ...] = (route(1), *peers, FdbEntry("flannel.1", f"{MAC}1", ip(1)))
     assert without_ways_to({subnet}, stale) == stale[2:]
 

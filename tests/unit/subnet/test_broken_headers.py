@@ -11,7 +11,7 @@ import pytest
 
 from flanneld.compat import glog
 from flanneld.errors import Retryable
-from flanneld.subnet.etcd.choice import open_etcd
+from flanneld.subnet.etcd.api_choice import open_etcd
 from flanneld.subnet.etcd.endpoints import EtcdOptions
 
 BODY = (

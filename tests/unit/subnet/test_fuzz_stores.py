@@ -18,7 +18,7 @@ from flanneld.backends.vxlan import vtep_mac
 from flanneld.compat import json as gojson
 from flanneld.errors import FlannelError, Refused, Retryable
 from flanneld.subnet import codec
-from flanneld.subnet.etcd.http import Answer, Useless
+from flanneld.subnet.etcd.http import Answer, ServerFailed
 from flanneld.subnet.etcd.keys import Position, Reply
 from flanneld.subnet.etcd.leases import LeaseReader
 from flanneld.subnet.etcd.v2.answers import read
@@ -126,7 +126,7 @@ V3 = [
 def test_a_tampered_answer_of_v2_is_news_or_refused(body: Any, status: int) -> None:
     answer = Answer("http://a:1", status, AT, "application/json", body=json.dumps(body).encode())
     reader = LeaseReader(PATH)
-    with suppress(Retryable, Useless):
+    with suppress(Retryable, ServerFailed):
         reply = read(answer)
         for node in reply.children:
             if key := reader.lease_key(node):
@@ -137,7 +137,7 @@ def test_a_tampered_answer_of_v2_is_news_or_refused(body: Any, status: int) -> N
 @given(tampered_json(V3))
 def test_a_tampered_word_of_a_watch_of_v3_is_news_or_refused(body: Any) -> None:
     reader = LeaseReader(PATH)
-    with suppress(Retryable, Useless):
+    with suppress(Retryable, ServerFailed):
         result = answers.stream_object(json.dumps(body).encode(), "http://a:1")
         told, at = answers.changes(result, Position(5, "9"), Position(6, "9"))
         for action, found in told:
@@ -147,9 +147,9 @@ def test_a_tampered_word_of_a_watch_of_v3_is_news_or_refused(body: Any) -> None:
 @pytest.mark.parametrize("seconds", [2**63, -(2**63), 10**400], ids=["large", "negative", "huge"])
 def test_a_time_to_live_beyond_64_bits_is_not_etcds(seconds: int) -> None:
     body = json.dumps(V2[0] | {"node": NODE | {"ttl": seconds}}).encode()
-    with pytest.raises(Useless):
+    with pytest.raises(ServerFailed):
         read(Answer("http://a:1", 200, AT, "application/json", body=body))
-    with pytest.raises(Useless):
+    with pytest.raises(ServerFailed):
         answers.understood({"TTL": seconds})
 
 

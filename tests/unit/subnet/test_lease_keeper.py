@@ -17,7 +17,13 @@ from flanneld.config import Config
 from flanneld.errors import Cancelled, Fatal, Retryable
 from flanneld.model import Added, IPAddress, Lease, LeaseAttrs, LeaseKey, Removed
 from flanneld.runtime import clock as monotonic_clock
-from flanneld.subnet.lease_keeper import ANNOUNCE_RETRY, CONTEST_SPACING, PEACE, RENEW_RETRY, LeaseKeeper
+from flanneld.subnet.lease_keeper import (
+    ANNOUNCE_RETRY,
+    CONTEST_SPACING,
+    INTERVAL_RESET,
+    RENEW_RETRY,
+    LeaseKeeper,
+)
 from flanneld.subnet.lease_keeper import PROBATION as NEWCOMERS_PROBATION
 from flanneld.subnet.manager import NO_FACTS, Deliver, LocalFacts, SubnetManager
 from tests.clock import Clock
@@ -202,7 +208,13 @@ def node(start: Start) -> Node:
 
 
 def test_intervals_of_renewal_and_contest_are_those_of_the_docs() -> None:
-    assert (RENEW_RETRY, ANNOUNCE_RETRY, NEWCOMERS_PROBATION, CONTEST_SPACING, PEACE) == (60, 1, 5, 2, 600)
+    assert (RENEW_RETRY, ANNOUNCE_RETRY, NEWCOMERS_PROBATION, CONTEST_SPACING, INTERVAL_RESET) == (
+        60,
+        1,
+        5,
+        2,
+        600,
+    )
 
 
 # ---- renewal -------------------------------------------------------------------------------------
@@ -616,7 +628,7 @@ def test_what_somebody_keeps_changing_back_is_written_ever_more_rarely_and_spoke
     assert all(pause >= 60 for pause in pauses[-3:])
     assert all(pause <= 121 for pause in pauses)
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
-    node.pass_time(PEACE + 121)
+    node.pass_time(INTERVAL_RESET + 121)
     store.write(theirs)
     node.settle()
     assert store.leases[KEY].attrs == OURS

@@ -16,7 +16,15 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 from flanneld.backends.cloud.backend import CloudFactory
-from flanneld.backends.cloud.contract import Call, Cloud, CloudError, Entry, Place, Trouble, Words
+from flanneld.backends.cloud.contract import (
+    ApiCall,
+    Cloud,
+    CloudError,
+    CloudNode,
+    CloudTableEntry,
+    CloudTerms,
+    ErrorKind,
+)
 from flanneld.backends.cloud.metadata import Metadata
 from flanneld.backends.cloud.options import ENDPOINT, METADATA, endpoint
 from flanneld.backends.cloud.paging import by_token
@@ -32,17 +40,17 @@ _VERSION = "2016-03-04"
 #: Type of a route whose next hop is an instance.
 _HOST = "Host"
 
-WORDS = Words(
+WORDS = CloudTerms(
     cloud="Kingsoft Cloud",
     codes={
-        "RequestLimitExceeded": Trouble.THROTTLED,
-        "AccessDenied": Trouble.DENIED,
-        "InvalidClientTokenId": Trouble.CREDENTIALS,
-        "SignatureDoesNotMatch": Trouble.CREDENTIALS,
-        "RouteLimitExceeded": Trouble.FULL,
-        "InvalidVpcNotFound": Trouble.NO_TABLE,
-        "RouteNotFound": Trouble.ABSENT,
-        "RouteAlreadyExists": Trouble.EXISTS,
+        "RequestLimitExceeded": ErrorKind.THROTTLED,
+        "AccessDenied": ErrorKind.DENIED,
+        "InvalidClientTokenId": ErrorKind.CREDENTIALS,
+        "SignatureDoesNotMatch": ErrorKind.CREDENTIALS,
+        "RouteLimitExceeded": ErrorKind.FULL,
+        "InvalidVpcNotFound": ErrorKind.NO_TABLE,
+        "RouteNotFound": ErrorKind.ABSENT,
+        "RouteAlreadyExists": ErrorKind.EXISTS,
     },
     credentials="correct KSYUN_ACCESS_KEY_ID and KSYUN_SECRET_ACCESS_KEY",
     quota="raise the quota of routes in a VPC",
@@ -63,30 +71,32 @@ class Ksc(Cloud):
         self._url = (url or f"https://vpc.{region}.api.ksyun.com").rstrip("/")
         self._metadata = Metadata(services.http, metadata or _METADATA)
 
-    def place(self, address: IPv4Address) -> Place:
+    def place(self, address: IPv4Address) -> CloudNode:
         del address  # a route leads to the instance, not to an address
         (instance,) = self._metadata.read("instance-id")
-        return Place((self._vpc,), instance, instance, self._vpc)
+        return CloudNode((self._vpc,), instance, instance, self._vpc)
 
-    def entries(self, place: Place) -> list[Entry]:
+    def entries(self, place: CloudNode) -> list[CloudTableEntry]:
         of_vpc = {"Filter.1.Name": "vpc-id", "Filter.1.Value.1": place.scope, "MaxResults": "100"}
-        pages = by_token(self.ask, Call("DescribeRoutes", of_vpc), "NextToken", "NextToken")
+        pages = by_token(self.ask, ApiCall("DescribeRoutes", of_vpc), "NextToken", "NextToken")
         return [_entry(self._vpc, route) for page in pages for route in page["RouteSet"]]
 
-    def gone(self, place: Place, entries: Sequence[Entry]) -> list[Entry]:
+    def gone(self, place: CloudNode, entries: Sequence[CloudTableEntry]) -> list[CloudTableEntry]:
         """Return none: the cloud removes the routes of an instance that is deleted."""
         del place, entries
         return []
 
-    def put_calls(self, place: Place, entry: Entry, was: Entry | None) -> list[Call]:
+    def put_calls(
+        self, place: CloudNode, entry: CloudTableEntry, was: CloudTableEntry | None
+    ) -> list[ApiCall]:
         route = {"VpcId": place.scope, "DestinationCidrBlock": str(entry.destination)}
-        made = Call("CreateRoute", {**route, "RouteType": _HOST, "InstanceId": entry.hop})
+        made = ApiCall("CreateRoute", {**route, "RouteType": _HOST, "InstanceId": entry.hop})
         return [*(self.drop_calls(was) if was else ()), made]
 
-    def drop_calls(self, entry: Entry) -> list[Call]:
-        return [Call("DeleteRoute", {"RouteId": entry.name})]
+    def drop_calls(self, entry: CloudTableEntry) -> list[ApiCall]:
+        return [ApiCall("DeleteRoute", {"RouteId": entry.name})]
 
-    def ask(self, call: Call) -> Mapping[str, Any]:
+    def ask(self, call: ApiCall) -> Mapping[str, Any]:
         query = {"Action": call.action, "Version": _VERSION, **call.parameters}
         request = HttpRequest("GET", f"{self._url}/?{_joined(query)}", self._signature(query))
         try:
@@ -106,7 +116,7 @@ class Ksc(Cloud):
         """Return the headers that sign a GET of ``/``. Raises ``CloudError`` without a key."""
         key, secret = os.environ.get("KSYUN_ACCESS_KEY_ID"), os.environ.get("KSYUN_SECRET_ACCESS_KEY")
         if not key or not secret:
-            raise CloudError(Trouble.CREDENTIALS, f"{WORDS.cloud} needs a key", WORDS.credentials)
+            raise CloudError(ErrorKind.CREDENTIALS, f"{WORDS.cloud} needs a key", WORDS.credentials)
         time = clock.utc_text(clock.wall()).replace("-", "").replace(":", "")
         scope = f"{time[:8]}/{self._region}/vpc/aws4_request"
         host = urlsplit(self._url).netloc
@@ -131,9 +141,9 @@ def _hash(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def _entry(table: str, route: Mapping[str, Any]) -> Entry:
+def _entry(table: str, route: Mapping[str, Any]) -> CloudTableEntry:
     hop = str(route.get("InstanceId") or route.get("RouteType"))
-    return Entry(table, IPv4Network(route["DestinationCidrBlock"]), hop, name=str(route["RouteId"]))
+    return CloudTableEntry(table, IPv4Network(route["DestinationCidrBlock"]), hop, name=str(route["RouteId"]))
 
 
 def connect(options: Fields, services: HostServices) -> Ksc:

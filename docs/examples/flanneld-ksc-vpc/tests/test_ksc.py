@@ -17,7 +17,7 @@ from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
 from flanneld_ksc_vpc.backend import Ksc, build, connect
 
-from flanneld.backends.cloud.contract import CloudError, Entry, Trouble
+from flanneld.backends.cloud.contract import CloudError, CloudTableEntry, ErrorKind
 from flanneld.backends.contract import HostServices
 from flanneld.compat.json import Fields
 from flanneld.errors import Fatal
@@ -93,7 +93,7 @@ def test_a_route_is_made_found_on_a_later_page_and_removed(vpc: tuple[Vpc, Ksc])
     made, cloud = vpc
     place = cloud.place(OURS)
     for destination in ("10.5.8.0/24", str(SUBNET)):
-        entry = Entry("vpc-1", IPv4Network(destination), place.hop)
+        entry = CloudTableEntry("vpc-1", IPv4Network(destination), place.hop)
         for call in cloud.put_calls(place, entry, None):
             cloud.ask(call)
     assert [(str(each.destination), each.hop) for each in cloud.entries(place)] == [
@@ -111,7 +111,7 @@ def test_another_secret_is_refused_with_the_remedy(
     monkeypatch.setenv("KSYUN_SECRET_ACCESS_KEY", "wrong")
     with pytest.raises(CloudError, match="correct KSYUN_ACCESS_KEY_ID") as refused:
         vpc[1].entries(vpc[1].place(OURS))
-    assert refused.value.trouble is Trouble.CREDENTIALS
+    assert refused.value.trouble is ErrorKind.CREDENTIALS
 
 
 def test_a_missing_right_is_named(vpc: tuple[Vpc, Ksc]) -> None:

@@ -21,7 +21,7 @@ from flanneld.backends.contract import ExitPolicy, Host, exit_policy
 from flanneld.config import parse
 from flanneld.errors import Fatal
 from flanneld.model import Lease, LeaseAttrs, Uplink
-from flanneld.reconcile.reconciler import Reconciler, wanted_by_table
+from flanneld.reconcile.reconciler import Reconciler, desired_by_table
 from flanneld.runtime import clock
 from flanneld.runtime.sockets.http_client import HttpClient
 from flanneld.state.resources import Resource, Route
@@ -104,7 +104,7 @@ class Node:
         announced = [each for each in self.backend.local(own) if isinstance(each, Announcement)]
         self.sweeps = True
         self.reconciler = Reconciler(
-            self.backend.tables(), wanted_by_table(announced), lambda: False, permits=self
+            self.backend.tables(), desired_by_table(announced), lambda: False, permits=self
         )
 
     def audit(self, *, sweep: bool = True) -> tuple[list[str], list[str], list[str]]:

@@ -1,10 +1,10 @@
-"""Packet pump of the udp backend: a process that carries packets between a TUN and a UDP socket.
+"""Udp proxy of the udp backend: a process that carries packets between a TUN and a UDP socket.
 
 It outlives the daemon, so that a restart loses no packet.
 
     plane.py      interface of a data plane, implemented in python.py and native.py
     __main__.py   the process: a data plane in one thread, the control channel in the other
-    server.py     the pump's end of the control channel
+    server.py     the proxy's end of the control channel
 
 The folder above has the daemon's side:
 
@@ -12,5 +12,5 @@ The folder above has the daemon's side:
     rendezvous.py   its addresses
     client.py       the daemon's end
     tables.py       the reconciler's tables
-    watchdog.py     detection of a pump that hangs
+    watchdog.py     detection of a proxy that hangs
 """

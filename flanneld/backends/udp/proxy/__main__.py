@@ -1,4 +1,4 @@
-"""Process of the udp proxy: ``python -m flanneld.backends.udp.proxy`` with ``Pump.words`` as arguments.
+"""Process of the udp proxy: ``python -m flanneld.backends.udp.proxy`` with ``UdpProxy.words`` as arguments.
 
 It prints ``ready`` once it carries packets, or the reason why it cannot, and closes its output. SIGTERM,
 which a service manager sends to all remaining processes, also removes the device.
@@ -17,14 +17,14 @@ from contextlib import suppress
 from typing import TypeVar
 
 from flanneld.backends.udp import rendezvous
-from flanneld.backends.udp.client import READY, succeed
-from flanneld.backends.udp.proxy.choice import Offer, build, offers
 from flanneld.backends.udp.proxy.plane import Plane, Wire
-from flanneld.backends.udp.proxy.server import Server
-from flanneld.backends.udp.resources import Pump
+from flanneld.backends.udp.proxy.plane_choice import Offer, build, offers
+from flanneld.backends.udp.proxy.server import ProxyServer
+from flanneld.backends.udp.proxy_client import READY, succeed
+from flanneld.backends.udp.resources import UdpProxy
 from flanneld.network import tun
 
-#: Seconds to retry what the previous pump still holds, and between two attempts.
+#: Seconds to retry what the previous proxy still holds, and between two attempts.
 _PATIENCE, _PAUSE = 0.5, 0.001
 _GRACE = 0.3
 
@@ -32,17 +32,17 @@ Result = TypeVar("Result")
 
 
 def main() -> int:
-    wanted = Pump.of(sys.argv[1:])
+    settings = UdpProxy.of(sys.argv[1:])
     try:
-        # All modules are loaded before the old pump ends, to shorten the interruption.
-        candidates = offers(wanted.wish)
-        peers = succeed(wanted.tun)
-        listener = _listen(wanted.tun)
-        plane, why = _take_over(wanted, candidates)
+        # All modules are loaded before the old proxy ends, to shorten the interruption.
+        candidates = offers(settings.data_plane)
+        peers = succeed(settings.tun)
+        listener = _listen(settings.tun)
+        plane, why = _take_over(settings, candidates)
     except OSError as failure:
         print(failure.strerror or failure)  # noqa: T201
         return 1
-    server = Server(wanted, plane, why, listener, peers)
+    server = ProxyServer(settings, plane, why, listener, peers)
 
     def end(*_: object) -> None:
         # Wait until a daemon that gets the same signal no longer repairs the device removed here.
@@ -54,7 +54,7 @@ def main() -> int:
         print(READY, flush=True)  # noqa: T201
     _close_output()
     if not server.serve():
-        tun.unmake(wanted.tun)
+        tun.unmake(settings.tun)
     # Closing the connections tells a successor that all is released, so release all at once.
     os._exit(0)
 
@@ -68,18 +68,20 @@ def _listen(tun: str) -> socket.socket:
         return rendezvous.listen_elsewhere(tun)
 
 
-def _take_over(wanted: Pump, candidates: list[Offer]) -> tuple[Plane, str]:
+def _take_over(settings: UdpProxy, candidates: list[Offer]) -> tuple[Plane, str]:
     wire = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     try:
-        _soon(lambda: wire.bind((str(wanted.local), wanted.port)))
+        _soon(lambda: wire.bind((str(settings.local), settings.port)))
     except OSError as failure:
         reason = failure.strerror
         if failure.errno == errno.EADDRINUSE:
             from flanneld.backends.udp.port_owner import holder_of  # rarely needed
 
-            reason = f"in use by {holder_of(wanted.local, wanted.port)}, which has to be stopped"
-        raise OSError(failure.errno, f"{wanted.local}:{wanted.port}, UDP: {reason}") from None
-    ends = Wire(wanted.tun, wire.detach(), wanted.address, wanted.mtu, wanted.port, wanted.accept_any)
+            reason = f"in use by {holder_of(settings.local, settings.port)}, which has to be stopped"
+        raise OSError(failure.errno, f"{settings.local}:{settings.port}, UDP: {reason}") from None
+    ends = Wire(
+        settings.tun, wire.detach(), settings.address, settings.mtu, settings.port, settings.accept_any
+    )
     return _soon(lambda: build(candidates, ends))
 
 

@@ -67,7 +67,7 @@ class NativePlane:
         if not self._pump:
             self._tun.close()
             _receive_whole(wire.socket, False)
-            raise OSError(errno.ENOMEM, "no memory or descriptors left for the packet pump")
+            raise OSError(errno.ENOMEM, "no memory or descriptors left for the udp proxy")
         # Not at exit, when the loops may still run.
         weakref.finalize(self, self._library.udp_pump_free, self._pump).atexit = False
 
@@ -101,7 +101,7 @@ class NativePlane:
             self._tun.close()
             _receive_whole(self._socket, False)
         for result in filter(None, results):
-            raise OSError(result, f"the packet pump: {os.strerror(result)}")
+            raise OSError(result, f"the udp proxy: {os.strerror(result)}")
 
     def stop(self) -> None:
         self._library.udp_pump_stop(self._pump)
@@ -155,7 +155,7 @@ def _attach(name: str, offloads: str) -> tuple[FileIO, str]:
 
 
 def _tune(descriptor: int) -> int:
-    """Configure the socket. Return the pump features that it supports."""
+    """Configure the socket. Return the proxy features that it supports."""
     with socket.socket(fileno=os.dup(descriptor)) as wire:
         for forced, permitted, size in _BUFFERS:
             try:
@@ -166,9 +166,9 @@ def _tune(descriptor: int) -> int:
     return _SEGMENT_SENDS if _set(descriptor, _UDP_SEGMENT, 0) else 0
 
 
-def _receive_whole(descriptor: int, wanted: bool) -> None:
+def _receive_whole(descriptor: int, settings: bool) -> None:
     """Turn UDP GRO, the merging of datagrams, on or off. Other data planes need it off."""
-    _set(descriptor, _UDP_GRO, int(wanted))
+    _set(descriptor, _UDP_GRO, int(settings))
 
 
 def _set(descriptor: int, option: int, value: int) -> bool:

@@ -11,7 +11,7 @@ _REMEMBERED = 1 << 16
 _SOCKADDR = struct.Struct("=HH4s8x")
 
 
-class PeerTable:
+class PeerLookup:
     """Peers by subnet, with longest prefix match. One thread may look up while another changes them."""
 
     def __init__(self, port: int) -> None:

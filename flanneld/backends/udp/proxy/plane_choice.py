@@ -1,4 +1,4 @@
-"""Choice of the pump's data plane."""
+"""Choice of the proxy's data plane."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from flanneld.backends.udp.proxy.python import PythonPlane
 Offer = tuple[Callable[[Wire], Plane], str]
 
 
-def offers(wish: str) -> list[Offer]:
+def offers(data_plane: str) -> list[Offer]:
     """Return the data planes to try, best first. Raises ``OSError`` if the requested one is missing."""
-    if wish == "python":
+    if data_plane == "python":
         return [(PythonPlane, "as DataPlane says")]
     missing = native.available()
-    if wish == "native":
+    if data_plane == "native":
         if missing is not None:
             raise OSError(errno.ENOSYS, f"no native data plane: {missing}")
         return [(NativePlane, "as DataPlane says")]

@@ -12,7 +12,7 @@ from ipaddress import IPv4Address, IPv4Network
 
 from flanneld.backends.udp.proxy.mmsg import Messages
 from flanneld.backends.udp.proxy.packet import is_ipv4, net_unreachable, spend_ttl
-from flanneld.backends.udp.proxy.peers import PeerTable
+from flanneld.backends.udp.proxy.peer_lookup import PeerLookup
 from flanneld.backends.udp.proxy.plane import Wire
 from flanneld.network import tun
 
@@ -35,7 +35,7 @@ class PythonPlane:
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
-        self._peers = PeerTable(wire.port)
+        self._peers = PeerLookup(wire.port)
         self._tun = tun.attach(wire.tun)
         tune(wire.socket)
         self._stop = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

@@ -1,4 +1,4 @@
-"""Server of the pump's control channel."""
+"""Server of the proxy's control channel."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from ipaddress import IPv4Address, IPv4Network
 
 from flanneld.backends.udp import control
 from flanneld.backends.udp.proxy.plane import Plane
-from flanneld.backends.udp.resources import Pump
+from flanneld.backends.udp.resources import UdpProxy
 from flanneld.network import tun
 
 #: Seconds for a data plane to stop, and for a daemon to take an answer.
 _STOP_PATIENCE, _SEND_PATIENCE = 2.0, 1.0
 
 
-class Server:
+class ProxyServer:
     """Server that runs a data plane in a thread and answers daemons meanwhile."""
 
     def __init__(
         self,
-        settings: Pump,
+        settings: UdpProxy,
         plane: Plane,
         why: str,
         listener: socket.socket,
-        peers: Iterable[control.Entry] = (),
+        peers: Iterable[control.PeerEntry] = (),
     ) -> None:
         self._settings = settings
         self._plane = plane
@@ -39,17 +39,17 @@ class Server:
         self._connections: dict[int, socket.socket] = {}
         self._thread = threading.Thread(target=self._carry, daemon=True)
         self._ended = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        #: True or False once the pump ends: the device stays, or is removed.
+        #: True or False once the proxy ends: the device stays, or is removed.
         self._device_stays: bool | None = None
         self._change(control.PUT, peers)
 
     def end(self) -> None:
-        """End the pump and remove the device. May be called from a signal handler."""
+        """End the proxy and remove the device. May be called from a signal handler."""
         self._device_stays = False
         os.eventfd_write(self._ended, 1)
 
     def serve(self) -> bool:
-        """Serve until the pump ends. Return True if the device should stay."""
+        """Serve until the proxy ends. Return True if the device should stay."""
         self._thread.start()
         poll = select.poll()
         poll.register(self._listener, select.POLLIN)
@@ -80,7 +80,7 @@ class Server:
     def _say_farewell(self, reason: str) -> None:
         for connection in tuple(self._connections.values()):
             with suppress(OSError):
-                connection.send(control.FAREWELL + reason.encode())
+                connection.send(control.END_REASON + reason.encode())
 
     # ---- connections -------------------------------------------------------------------------
 
@@ -124,7 +124,7 @@ class Server:
             case control.LEAVE | control.LEAVE_NOTHING:
                 self._device_stays = verb == control.LEAVE
 
-    def _change(self, verb: bytes, entries: Iterable[control.Entry]) -> None:
+    def _change(self, verb: bytes, entries: Iterable[control.PeerEntry]) -> None:
         for subnet, endpoint in entries:
             if verb == control.PUT:
                 self._peers[subnet] = endpoint

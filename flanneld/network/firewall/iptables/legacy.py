@@ -19,8 +19,8 @@ from typing import Any
 
 from flanneld.errors import Retryable
 from flanneld.network.firewall.driver import Rejected, Unavailable
+from flanneld.network.firewall.edits import Edit
 from flanneld.network.firewall.iptables.restore import LOCK_WAIT, Locked, read_legacy
-from flanneld.network.firewall.plan import Edit
 from flanneld.network.firewall.rules import ALL_BITS, Match, Rule, Rules
 from flanneld.runtime import waits
 

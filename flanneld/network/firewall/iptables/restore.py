@@ -9,10 +9,10 @@ from typing import Literal
 from flanneld.compat.glog import V
 from flanneld.errors import Retryable, cause_of
 from flanneld.model import Family
-from flanneld.network.firewall.command import CommandFailed, Commands
+from flanneld.network.firewall.command import IptablesFailed, IptablesRunner
+from flanneld.network.firewall.edits import Edit
 from flanneld.network.firewall.iptables import text, xtables
 from flanneld.network.firewall.nftables.netlink import Netfilter
-from flanneld.network.firewall.plan import Edit
 from flanneld.network.firewall.rules import IPTABLES_CHAINS, Rules
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class Restore:
     of a large cluster.
     """
 
-    def __init__(self, flavour: Flavour, family: Family, commands: Commands) -> None:
+    def __init__(self, flavour: Flavour, family: Family, commands: IptablesRunner) -> None:
         self.name = program(flavour, family)
         self._flavour = flavour
         self._family = family
@@ -48,11 +48,11 @@ class Restore:
         return self._read_nft()
 
     def apply(self, edits: Sequence[Edit]) -> None:
-        """Apply the edits, with one transaction per table. Raises ``CommandFailed`` or ``Locked``."""
+        """Apply the edits, with one transaction per table. Raises ``IptablesFailed`` or ``Locked``."""
         command = (f"{self.name}-restore", "--noflush", f"--wait={LOCK_WAIT}")
         try:
             self._commands.run(command, text.restore_text(edits))
-        except CommandFailed as failure:
+        except IptablesFailed as failure:
             if _LOCK_TAKEN in failure.stderr:
                 raise Locked from failure
             raise

@@ -8,7 +8,7 @@ from ipaddress import ip_network
 
 from msgspec.structs import replace
 
-from flanneld.network.firewall.plan import Edit
+from flanneld.network.firewall.edits import Edit
 from flanneld.network.firewall.rules import ALL_BITS, Match, Rule
 
 #: Match extensions whose options are parsed; their names add nothing to a rule.

@@ -29,7 +29,7 @@ from flanneld.network.firewall.rules import (
     Rule,
     Rules,
 )
-from flanneld.network.rtnetlink.netlink import Malformed, unpack
+from flanneld.network.rtnetlink.netlink import MalformedNetlink, unpack
 
 _NAMES: Mapping[Family, str] = {4: "ip_tables_names", 6: "ip6_tables_names"}
 _LEVEL: Mapping[Family, int] = {4: socket.SOL_IP, 6: socket.IPPROTO_IPV6}
@@ -95,10 +95,10 @@ def read(family: Family, chains: Iterable[Chain], there: Collection[str] | None 
     """
     there = tables(family) if there is None else there
     found: dict[Chain, tuple[Rule, ...]] = {}
-    wanted = list(chains)
-    for table in sorted({table for table, _ in wanted if table in there}):
+    desired = list(chains)
+    for table in sorted({table for table, _ in desired if table in there}):
         snapshot = _take(family, table)
-        for chain in wanted:
+        for chain in desired:
             if chain[0] == table and (rules := snapshot.rules(chain[1])) is not None:
                 found[chain] = rules
     return found
@@ -120,10 +120,10 @@ def count_rules(family: Family) -> int:
     return max(0, sum(_take(family, table).count() for table in tables(family)) - ours)
 
 
-class Snapshot(Struct, frozen=True, gc=False):
+class TableDump(Struct, frozen=True, gc=False):
     """Contents of one table. ``hooks`` maps built-in chains to the offsets of first rule and policy.
 
-    All methods raise ``Malformed``, an ``OSError``, for invalid data.
+    All methods raise ``MalformedNetlink``, an ``OSError``, for invalid data.
     """
 
     family: Family
@@ -177,7 +177,7 @@ class Snapshot(Struct, frozen=True, gc=False):
         form = _ENTRY[self.family]
         entry = _Entry(*_unpack(form, self.data, offset))
         if not form.size <= entry.target < entry.next:
-            raise Malformed
+            raise MalformedNetlink
         return entry
 
     def _name(self, offset: int) -> str:
@@ -215,7 +215,7 @@ class Snapshot(Struct, frozen=True, gc=False):
         while at < end:
             size, name, _ = _unpack(_EXTENSION, self.data, at)
             if size < _EXTENSION.size:
-                raise Malformed
+                raise MalformedNetlink
             yield _string(name), self.data[at + _EXTENSION.size : at + size]
             at += size
 
@@ -242,7 +242,7 @@ class Snapshot(Struct, frozen=True, gc=False):
         return _string(self.data[head + len(_ERROR) + 1 : verdict])
 
 
-def _take(family: Family, table: str) -> Snapshot:
+def _take(family: Family, table: str) -> TableDump:
     """Read an existing table."""
     with socket.socket(_AF[family], socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as kernel:
         for _ in range(_ATTEMPTS):
@@ -259,7 +259,7 @@ def _take(family: Family, table: str) -> Snapshot:
                 for number, (name, start, policy) in enumerate(places)
                 if valid & 1 << number
             }
-            return Snapshot(family, hooks, entries, answer[_GET_ENTRIES.size :])
+            return TableDump(family, hooks, entries, answer[_GET_ENTRIES.size :])
     raise OSError(errno.EAGAIN, f"table {table} changes all the time")
 
 

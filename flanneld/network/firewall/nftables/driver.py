@@ -7,9 +7,9 @@ from typing import Any
 
 from flanneld.model import Family
 from flanneld.network.firewall.driver import Rejected, Unavailable
+from flanneld.network.firewall.edits import Edit
 from flanneld.network.firewall.nftables import json as nft_json
-from flanneld.network.firewall.nftables.json import Command, Listing
-from flanneld.network.firewall.plan import Edit
+from flanneld.network.firewall.nftables.json import JsonCommand, NftablesListing
 from flanneld.network.firewall.rules import NATIVE_TABLE, Rules
 
 _LIBRARY = "libnftables.so.1"
@@ -26,7 +26,7 @@ class Nftables:
     def __init__(self, family: Family) -> None:
         self._family = family
         self._library = _load()
-        self._listing = Listing({}, {}, others=False)
+        self._listing = NftablesListing({}, {}, others=False)
 
     def read(self) -> Rules:
         self._listing = self._list()
@@ -36,23 +36,23 @@ class Nftables:
         """Apply edits planned from the last ``read`` in one transaction."""
         self._run(self.orders(edits))
 
-    def orders(self, edits: Sequence[Edit]) -> list[Command]:
+    def orders(self, edits: Sequence[Edit]) -> list[JsonCommand]:
         """Return the commands that ``apply`` would send to nftables."""
         return nft_json.commands(self._family, edits, self._listing)
 
-    def _list(self) -> Listing:
+    def _list(self) -> NftablesListing:
         table = nft_json.table(self._family)
         tables = self._run([{"list": {"tables": {"family": table["family"]}}}])
         names = [item["table"]["name"] for item in tables["nftables"] if "table" in item]
         if NATIVE_TABLE[self._family] not in names:
-            return Listing({}, {}, others=False)
+            return NftablesListing({}, {}, others=False)
         answer = self._run([{"list": {"table": table}}])
         try:
             return nft_json.read_listing(self._family, answer)
         except ValueError as error:
             raise Rejected(f"cannot read our rules in nftables: {error}", "see `nft list ruleset`") from error
 
-    def _run(self, commands: list[Command]) -> Any:
+    def _run(self, commands: list[JsonCommand]) -> Any:
         status, answer, error = self._library.json_cmd({"nftables": commands})
         if status:
             said = " ".join(str(error).split())

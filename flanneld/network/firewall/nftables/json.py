@@ -10,7 +10,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from flanneld.model import Family, IPNetwork
-from flanneld.network.firewall.plan import Edit
+from flanneld.network.firewall.edits import Edit
 from flanneld.network.firewall.rules import (
     ACCEPT,
     ALL_BITS,
@@ -25,7 +25,7 @@ from flanneld.network.firewall.rules import (
     Rules,
 )
 
-Command = dict[str, Any]
+JsonCommand = dict[str, Any]
 
 _PROTOCOL: Mapping[Family, str] = {4: "ip", 6: "ip6"}
 #: Hooks of our chains. The policy accepts packets that no rule matches.
@@ -41,7 +41,7 @@ _FULLY_RANDOM = ("fully-random", ["fully-random"])
 Handles = dict[tuple[Chain, Rule], list[int]]
 
 
-class Listing(Struct, frozen=True, gc=False):
+class NftablesListing(Struct, frozen=True, gc=False):
     """Contents of our table; ``others`` is True if it has chains, sets or maps that are not flannel's."""
 
     rules: Rules
@@ -49,11 +49,11 @@ class Listing(Struct, frozen=True, gc=False):
     others: bool
 
 
-def table(family: Family) -> Command:
+def table(family: Family) -> JsonCommand:
     return {"family": _PROTOCOL[family], "name": NATIVE_TABLE[family]}
 
 
-def read_listing(family: Family, answer: Mapping[str, Any]) -> Listing:
+def read_listing(family: Family, answer: Mapping[str, Any]) -> NftablesListing:
     """Parse the answer to ``list table``. Raises ``ValueError`` for anything else."""
     try:
         return _read_listing(family, answer)
@@ -61,7 +61,7 @@ def read_listing(family: Family, answer: Mapping[str, Any]) -> Listing:
         raise ValueError("a table is listed in a way that is not understood") from error
 
 
-def _read_listing(family: Family, answer: Mapping[str, Any]) -> Listing:
+def _read_listing(family: Family, answer: Mapping[str, Any]) -> NftablesListing:
     rules: dict[Chain, list[Rule]] = {}
     handles: Handles = {}
     others = False
@@ -75,10 +75,10 @@ def _read_listing(family: Family, answer: Mapping[str, Any]) -> Listing:
                 chain, rule = (NATIVE_TABLE[family], name), read_rule(given)
                 rules[chain].append(rule)
                 handles.setdefault((chain, rule), []).append(handle)
-    return Listing({chain: tuple(there) for chain, there in rules.items()}, handles, others)
+    return NftablesListing({chain: tuple(there) for chain, there in rules.items()}, handles, others)
 
 
-def commands(family: Family, edits: Iterable[Edit], listing: Listing) -> list[Command]:
+def commands(family: Family, edits: Iterable[Edit], listing: NftablesListing) -> list[JsonCommand]:
     """Return the commands of one transaction."""
     edits = tuple(edits)
     drops = {edit.chain for edit in edits if edit.drop}
@@ -88,7 +88,7 @@ def commands(family: Family, edits: Iterable[Edit], listing: Listing) -> list[Co
     return made + [command for edit in edits for command in _commands(family, edit, listing.handles)]
 
 
-def _commands(family: Family, edit: Edit, handles: Handles) -> Iterator[Command]:
+def _commands(family: Family, edit: Edit, handles: Handles) -> Iterator[JsonCommand]:
     name = edit.chain[1]
     place = {"family": _PROTOCOL[family], "table": edit.chain[0]}
     if edit.drop:
@@ -106,7 +106,7 @@ def _commands(family: Family, edit: Edit, handles: Handles) -> Iterator[Command]
             yield {verb: {"rule": {**place, "chain": name, **rule_json(family, rule)}}}
 
 
-def rule_json(family: Family, rule: Rule) -> Command:
+def rule_json(family: Family, rule: Rule) -> JsonCommand:
     """Return the JSON of one of our rules."""
     statements = [_side(family, "saddr", rule.source), _side(family, "daddr", rule.destination)]
     if rule.mark:
@@ -118,7 +118,7 @@ def rule_json(family: Family, rule: Rule) -> Command:
     return {"expr": [statement for statement in statements if statement], "comment": rule.comment}
 
 
-def _side(family: Family, field: str, match: Match | None) -> Command | None:
+def _side(family: Family, field: str, match: Match | None) -> JsonCommand | None:
     if match is None:
         return None
     left = {"payload": {"protocol": _PROTOCOL[family], "field": field}}

@@ -25,12 +25,12 @@ class IpipCodec(LinkCodec[Ipip]):
         local, remote = (_end(data.get(each)) for each in (_LOCAL, _REMOTE))
         return Ipip(name=seen.name, local=local, mtu=seen.mtu, remote=remote, up=seen.up)
 
-    def data(self, wanted: Ipip) -> Iterator[Attribute]:
+    def data(self, desired: Ipip) -> Iterator[Attribute]:
         """Yield the tunnel's attributes. Path MTU discovery is turned off: it would forbid fragmentation."""
-        if wanted.local is not None:
-            yield "IFLA_IPIP_LOCAL", str(wanted.local)
-        if wanted.remote is not None:
-            yield "IFLA_IPIP_REMOTE", str(wanted.remote)
+        if desired.local is not None:
+            yield "IFLA_IPIP_LOCAL", str(desired.local)
+        if desired.remote is not None:
+            yield "IFLA_IPIP_REMOTE", str(desired.remote)
         yield from (("IFLA_IPIP_TTL", 0), ("IFLA_IPIP_TOS", 0), ("IFLA_IPIP_PMTUDISC", 0))
 
     def ends(self, link: Ipip) -> tuple[object, ...]:
@@ -40,9 +40,9 @@ class IpipCodec(LinkCodec[Ipip]):
         del link
         return "IP protocol 4"
 
-    def make_commands(self, wanted: Ipip, parent: str) -> Iterator[Command]:
-        ends = ("local", wanted.local or "any", "remote", wanted.remote or "any")
-        for plain in super().make_commands(wanted, parent):
+    def make_commands(self, desired: Ipip, parent: str) -> Iterator[Command]:
+        ends = ("local", desired.local or "any", "remote", desired.remote or "any")
+        for plain in super().make_commands(desired, parent):
             yield command(*plain, *ends, "ttl", "inherit", "nopmtudisc")
 
 

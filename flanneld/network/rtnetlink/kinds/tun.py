@@ -28,18 +28,18 @@ class TunCodec(LinkCodec[Tun]):
             return ForeignLink(seen.name, "another process's device of kind tun", Tun.make)
         return Tun(seen.name, seen.mtu, seen.up)
 
-    def make(self, wanted: Tun) -> bool:
-        tun.make(wanted.name)
+    def make(self, desired: Tun) -> bool:
+        tun.make(desired.name)
         return True
 
     def carrier(self, link: Tun) -> str:
         del link
         return "the UDP port of Backend.Port (8285)"
 
-    def make_commands(self, wanted: Tun, parent: str) -> Iterator[Command]:
+    def make_commands(self, desired: Tun, parent: str) -> Iterator[Command]:
         del parent
-        yield ("ip", "tuntap", "add", "dev", wanted.name, "mode", "tun")
-        yield command("ip", "link", "set", wanted.name, "mtu", wanted.mtu)
+        yield ("ip", "tuntap", "add", "dev", desired.name, "mode", "tun")
+        yield command("ip", "link", "set", desired.name, "mtu", desired.mtu)
 
 
 CODEC = TunCodec()

@@ -41,26 +41,26 @@ class VxlanCodec(LinkCodec[Vxlan]):
             up=seen.up,
         )
 
-    def attributes(self, wanted: Vxlan) -> Iterator[Attribute]:
-        yield "IFLA_ADDRESS", wanted.mac
-        yield from super().attributes(wanted)
+    def attributes(self, desired: Vxlan) -> Iterator[Attribute]:
+        yield "IFLA_ADDRESS", desired.mac
+        yield from super().attributes(desired)
 
-    def data(self, wanted: Vxlan) -> Iterator[Attribute]:
-        yield "IFLA_VXLAN_ID", wanted.vni
-        yield "IFLA_VXLAN_LINK", wanted.parent
-        yield "IFLA_VXLAN_PORT", wanted.port
-        yield "IFLA_VXLAN_LEARNING", wanted.learning
-        yield f"IFLA_VXLAN_LOCAL{'' if wanted.local.version == 4 else 6}", str(wanted.local)
-        if wanted.gbp:
+    def data(self, desired: Vxlan) -> Iterator[Attribute]:
+        yield "IFLA_VXLAN_ID", desired.vni
+        yield "IFLA_VXLAN_LINK", desired.parent
+        yield "IFLA_VXLAN_PORT", desired.port
+        yield "IFLA_VXLAN_LEARNING", desired.learning
+        yield f"IFLA_VXLAN_LOCAL{'' if desired.local.version == 4 else 6}", str(desired.local)
+        if desired.gbp:
             # A flag: the presence of the attribute turns it on.
             yield "IFLA_VXLAN_GBP", True
 
-    def changes(self, wanted: Vxlan, actual: Vxlan) -> Iterator[Attribute]:
-        if actual.mac != wanted.mac:
-            yield "IFLA_ADDRESS", wanted.mac
-        if actual.learning != wanted.learning:
-            learning = ("IFLA_VXLAN_LEARNING", wanted.learning)
-            yield link_info(wanted.make, ("IFLA_VXLAN_ID", wanted.vni), learning)
+    def changes(self, desired: Vxlan, actual: Vxlan) -> Iterator[Attribute]:
+        if actual.mac != desired.mac:
+            yield "IFLA_ADDRESS", desired.mac
+        if actual.learning != desired.learning:
+            learning = ("IFLA_VXLAN_LEARNING", desired.learning)
+            yield link_info(desired.make, ("IFLA_VXLAN_ID", desired.vni), learning)
 
     def mark(self, link: Vxlan) -> str:
         return link.mac
@@ -71,25 +71,25 @@ class VxlanCodec(LinkCodec[Vxlan]):
     def carrier(self, link: Vxlan) -> str:
         return f"UDP port {link.port}"
 
-    def make_commands(self, wanted: Vxlan, parent: str) -> Iterator[Command]:
+    def make_commands(self, desired: Vxlan, parent: str) -> Iterator[Command]:
         # fmt: off
         yield command(
-            "ip", "link", "add", wanted.name, "address", wanted.mac, "mtu", wanted.mtu, "txqueuelen", 0,
-            "type", "vxlan", "id", wanted.vni, "dev", parent, "local", wanted.local,
-            "dstport", wanted.port, _learning(wanted), *(["gbp"] if wanted.gbp else []),
+            "ip", "link", "add", desired.name, "address", desired.mac, "mtu", desired.mtu, "txqueuelen", 0,
+            "type", "vxlan", "id", desired.vni, "dev", parent, "local", desired.local,
+            "dstport", desired.port, _learning(desired), *(["gbp"] if desired.gbp else []),
         )
         # fmt: on
 
-    def change_commands(self, wanted: Vxlan, actual: Vxlan) -> Iterator[Command]:
-        change = ("ip", "link", "set", wanted.name)
-        if actual.mac != wanted.mac:
-            yield (*change, "address", wanted.mac)
-        if actual.learning != wanted.learning:
-            yield (*change, "type", "vxlan", "id", str(wanted.vni), _learning(wanted))
+    def change_commands(self, desired: Vxlan, actual: Vxlan) -> Iterator[Command]:
+        change = ("ip", "link", "set", desired.name)
+        if actual.mac != desired.mac:
+            yield (*change, "address", desired.mac)
+        if actual.learning != desired.learning:
+            yield (*change, "type", "vxlan", "id", str(desired.vni), _learning(desired))
 
 
-def _learning(wanted: Vxlan) -> str:
-    return "learning" if wanted.learning else "nolearning"
+def _learning(desired: Vxlan) -> str:
+    return "learning" if desired.learning else "nolearning"
 
 
 CODEC = VxlanCodec()

@@ -10,8 +10,8 @@ from typing import Any
 
 from flanneld.errors import Retryable
 from flanneld.subnet.etcd import keys
-from flanneld.subnet.etcd.http import NO_ACCESS, Answer, NoSuchApi, Useless, json_object, nonsense
-from flanneld.subnet.etcd.keys import Conflict, ListAgain, Node, NotFound, Position, Reply
+from flanneld.subnet.etcd.http import NO_ACCESS, Answer, NoSuchApi, ServerFailed, json_object, not_etcd
+from flanneld.subnet.etcd.keys import Conflict, NotFound, Position, RelistNeeded, Reply, StoredKey
 
 _NOT_FOUND = 100
 _CONFLICTS = (101, 105)  # compare failed, node exists
@@ -22,28 +22,30 @@ _HISTORY_GONE = (400, 401)  # watcher cleared, event index cleared
 def read(answer: Answer) -> Reply:
     """Return the reply in a response, or raise its error.
 
-    Raises ``NotFound``, ``Conflict``, ``ListAgain``, ``Retryable`` or ``Useless``.
+    Raises ``NotFound``, ``Conflict``, ``RelistNeeded``, ``Retryable`` or ``ServerFailed``.
     """
     if answer.body is None:
         return Reply("", None, (), answer.at)
     body = _decode(answer)
     if answer.status >= 500:
-        raise Useless(f"HTTP {answer.status}, {_text(body)}", "see the log of etcd; it may have no leader")
+        raise ServerFailed(
+            f"HTTP {answer.status}, {_text(body)}", "see the log of etcd; it may have no leader"
+        )
     if answer.status not in (200, 201):
         raise _refusal(answer, body)
     try:
         return _reply(answer, body)
     except (KeyError, TypeError, AttributeError):
-        raise Useless("it answers with JSON that is not etcd's") from None
+        raise ServerFailed("it answers with JSON that is not etcd's") from None
 
 
 def check_history(after: Position, now: Position) -> None:
     """Check from the headers of a long poll that the changes after a position will follow.
 
-    Raises ``ListAgain`` if not, and ``Useless`` for a response that is not etcd's.
+    Raises ``RelistNeeded`` if not, and ``ServerFailed`` for a response that is not etcd's.
     """
     if not now.index:
-        raise Useless("it answers without X-Etcd-Index")
+        raise ServerFailed("it answers without X-Etcd-Index")
     keys.check_history(after, now)
 
 
@@ -55,10 +57,10 @@ def _decode(answer: Answer) -> dict[str, Any]:
     if answer.status in (401, 403) or answer.status >= 500:
         return {}
     if answer.status == 404:
-        raise Useless(
+        raise ServerFailed(
             "it has no v2 API", "is that etcd? v2 API off: start etcd with --enable-v2", kind=NoSuchApi
         )
-    raise nonsense(answer)
+    raise not_etcd(answer)
 
 
 def _reply(answer: Answer, body: Mapping[str, Any]) -> Reply:
@@ -70,7 +72,7 @@ def _reply(answer: Answer, body: Mapping[str, Any]) -> Reply:
     return Reply(str(body["action"]), node, children, answer.at)
 
 
-def _node(raw: Mapping[str, Any]) -> Node:
+def _node(raw: Mapping[str, Any]) -> StoredKey:
     """Return a node. etcd omits a TTL of 0, but never the expiration time."""
     key, value, modified = raw["key"], raw.get("value") or "", raw["modifiedIndex"]
     ttl = raw.get("ttl", 0 if raw.get("expiration") else None)
@@ -78,7 +80,7 @@ def _node(raw: Mapping[str, Any]) -> Node:
         raise TypeError
     if not (ttl is None or (isinstance(ttl, int) and abs(ttl) < 1 << 63)):
         raise TypeError
-    return Node(key, value, ttl, modified, bool(raw.get("dir")))
+    return StoredKey(key, value, ttl, modified, bool(raw.get("dir")))
 
 
 def _refusal(answer: Answer, body: Mapping[str, Any]) -> Exception:
@@ -90,10 +92,10 @@ def _refusal(answer: Answer, body: Mapping[str, Any]) -> Exception:
     if code in _CONFLICTS:
         return Conflict(_text(body))
     if code in _HISTORY_GONE:
-        return ListAgain("etcd has forgotten what happened since")
+        return RelistNeeded("etcd has forgotten what happened since")
     if isinstance(code, int):
         return Retryable(f"etcd at {answer.server} refuses: {_text(body)} (error {code})", "see etcd's log")
-    return Useless(f"HTTP {answer.status}, {_text(body)}")
+    return ServerFailed(f"HTTP {answer.status}, {_text(body)}")
 
 
 def _text(body: Mapping[str, Any]) -> str:

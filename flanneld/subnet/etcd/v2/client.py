@@ -2,7 +2,7 @@
 
 This is the only importer of python-etcd. On its own it repeats requests that timed out, fails for good once
 every server has failed, and cannot be interrupted. All its requests go through ``api_execute``, which
-``Client`` overrides.
+``V2Client`` overrides.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from msgspec.structs import replace
 from flanneld.subnet.etcd.endpoints import Server
 from flanneld.subnet.etcd.http import Answer, Request
 from flanneld.subnet.etcd.keys import (
-    Changes,
     Conflict,
-    ListAgain,
+    KeyChanges,
     NoConfig,
     NotFound,
     Position,
+    PossibleGap,
+    RelistNeeded,
     Reply,
-    Unsure,
     check_reread,
 )
 from flanneld.subnet.etcd.transport import Send, Transport
 from flanneld.subnet.etcd.v2 import answers
 
 
-class Client(etcd.Client):  # type: ignore[misc] # python-etcd has no types
+class V2Client(etcd.Client):  # type: ignore[misc] # python-etcd has no types
     """``keys.Client`` on v2. Each watch needs a client of its own.
 
     ``contact`` is called when a response begins, which a long poll does before there is a change.
@@ -73,9 +73,9 @@ class Client(etcd.Client):  # type: ignore[misc] # python-etcd has no types
     def remove(self, key: str) -> None:
         self.delete(key)
 
-    def watcher(self, key: str, *, recursive: bool, contact: Callable[[], object]) -> Poller:
+    def watcher(self, key: str, *, recursive: bool, contact: Callable[[], object]) -> V2Watcher:
         own = Transport(self._transport.servers, self._transport.timeouts)
-        return Poller(Client(own, contact), key, recursive=recursive)
+        return V2Watcher(V2Client(own, contact), key, recursive=recursive)
 
     def missing(self, key: str, example: str, *, elsewhere: bool) -> NoConfig:
         if elsewhere:
@@ -92,7 +92,7 @@ class Client(etcd.Client):  # type: ignore[misc] # python-etcd has no types
     def poll(self, key: str, after: Position, *, recursive: bool) -> Reply:
         """Wait for the first change of a key after a position, at most for the poll timeout.
 
-        Raises ``ListAgain`` if changes since then are lost.
+        Raises ``RelistNeeded`` if changes since then are lost.
         """
         self._after = after
         try:
@@ -102,7 +102,7 @@ class Client(etcd.Client):  # type: ignore[misc] # python-etcd has no types
         if reply.node is None:
             return reply
         if reply.node.modified <= after.index:
-            raise ListAgain("etcd repeats what it reported before")
+            raise RelistNeeded("etcd repeats what it reported before")
         return replace(reply, at=Position(reply.node.modified, reply.at.cluster))
 
     def reread(self) -> None:
@@ -112,8 +112,8 @@ class Client(etcd.Client):  # type: ignore[misc] # python-etcd has no types
     def reconnect(self) -> None:
         self._transport.reconnect()
 
-    def cut(self) -> None:
-        self._transport.cut()
+    def cancel(self) -> None:
+        self._transport.cancel()
 
     def close(self) -> None:
         """Close the connection. Only for the thread that uses this client."""
@@ -141,7 +141,7 @@ class Client(etcd.Client):  # type: ignore[misc] # python-etcd has no types
         form = {name: value for name, value in params.items() if name not in query}
         target = quote(path) + (f"?{urlencode(query)}" if query else "")
         headers = {"Content-Type": "application/x-www-form-urlencoded"} if form else {}
-        patience = None if self._after is None else self._transport.timeouts.poll
+        poll_timeout = None if self._after is None else self._transport.timeouts.poll
         after, losses = self._after, self._transport.losses
 
         def on_head(answer: Answer) -> None:
@@ -152,28 +152,28 @@ class Client(etcd.Client):  # type: ignore[misc] # python-etcd has no types
                 check_reread(self._reread)
                 answers.check_history(after, answer.at)
                 if self._transport.losses > losses:
-                    raise Unsure("the connection was lost, or given up")
+                    raise PossibleGap("the connection was lost, or given up")
 
-        return Request(method, target, urlencode(form) if form else None, headers, patience, on_head)
+        return Request(method, target, urlencode(form) if form else None, headers, poll_timeout, on_head)
 
     def _result_from_response(self, response: Reply) -> Reply:
         return response
 
 
-class Poller:
+class V2Watcher:
     """``keys.Watcher`` on v2: a sequence of long polls, with one change each."""
 
-    def __init__(self, client: Client, key: str, *, recursive: bool) -> None:
+    def __init__(self, client: V2Client, key: str, *, recursive: bool) -> None:
         self.client = client
         self._key = key
         self._recursive = recursive
 
-    def read(self, after: Position) -> Changes:
+    def read(self, after: Position) -> KeyChanges:
         reply = self.client.poll(self._key, after, recursive=self._recursive)
         if reply.node is None:
             self._prove()
-            return Changes((), reply.at)
-        return Changes((reply,), reply.at)
+            return KeyChanges((), reply.at)
+        return KeyChanges((reply,), reply.at)
 
     def _prove(self) -> None:
         """Make a quorum read: a member that lost its peers accepts polls, and never answers them."""
@@ -189,8 +189,8 @@ class Poller:
     def reconnect(self) -> None:
         self.client.reconnect()
 
-    def cut(self) -> None:
-        self.client.cut()
+    def cancel(self) -> None:
+        self.client.cancel()
 
     def close(self) -> None:
         self.client.close()

@@ -1,7 +1,7 @@
 """Messages of the JSON gateway of etcd's v3 API.
 
 Bytes are base64, 64-bit numbers are strings, and zero values are omitted. Messages that etcd never sends
-raise ``Useless``. Source: etcd's ``rpc.proto``, ``kv.proto`` and ``error.go``.
+raise ``ServerFailed``. Source: etcd's ``rpc.proto``, ``kv.proto`` and ``error.go``.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 from flanneld.errors import Retryable
-from flanneld.subnet.etcd.http import NO_ACCESS, Answer, Useless, json_object, nonsense, parsed_object
-from flanneld.subnet.etcd.keys import ListAgain, Node, Position, check_history
+from flanneld.subnet.etcd.http import NO_ACCESS, Answer, ServerFailed, json_object, not_etcd, parsed_object
+from flanneld.subnet.etcd.keys import Position, RelistNeeded, StoredKey, check_history
 
 _CANCELLED, _DEADLINE_EXCEEDED, _NOT_FOUND = 1, 4, 5
 _PERMISSION_DENIED, _UNAVAILABLE, _UNAUTHENTICATED = 7, 14, 16
@@ -38,13 +38,13 @@ class KeyValue(Struct, frozen=True, gc=False, rename={"modified": "mod_revision"
     value: bytes = b""
     lease: _Int64 = 0
 
-    def node(self, ttl: float = math.inf) -> Node:
+    def node(self, ttl: float = math.inf) -> StoredKey:
         """Return the key as a node.
 
         Bytes that are not UTF-8 cannot be a lease and only appear in a log line.
         """
         key, value = (each.decode("utf-8", "replace") for each in (self.key, self.value))
-        return Node(key, value, ttl if self.lease else None, self.modified)
+        return StoredKey(key, value, ttl if self.lease else None, self.modified)
 
 
 class Header(Struct, frozen=True, gc=False):
@@ -54,14 +54,14 @@ class Header(Struct, frozen=True, gc=False):
     cluster_id: int = 0
 
 
-class Event(Struct, frozen=True, gc=False):
+class KeyEvent(Struct, frozen=True, gc=False):
     """A change of a key."""
 
     kv: KeyValue
     type: str = "PUT"
 
 
-class Message(Struct, frozen=True, gc=False):
+class GatewayMessage(Struct, frozen=True, gc=False):
     """The used fields of any of etcd's messages. Zero values are omitted."""
 
     header: Header | None = None
@@ -72,25 +72,25 @@ class Message(Struct, frozen=True, gc=False):
     token: str = ""
     succeeded: bool = False
     #: Fields of a transaction's response.
-    responses: list[Message] | None = None
-    response_range: Message | None = None
+    responses: list[GatewayMessage] | None = None
+    response_range: GatewayMessage | None = None
     #: Fields of a message in a stream.
-    result: Message | None = None
+    result: GatewayMessage | None = None
     created: bool = False
     canceled: bool = False
     cancel_reason: str | None = None
     compact_revision: _Int64 = 0
-    events: list[Event] | None = None
+    events: list[KeyEvent] | None = None
 
     @property
     def at(self) -> Position:
-        """Position in the history. Raises ``Useless`` if the message has none."""
+        """Position in the history. Raises ``ServerFailed`` if the message has none."""
         if not (self.header and self.header.revision and self.header.cluster_id):
             raise _foreign()
         return Position(self.header.revision, str(self.header.cluster_id))
 
 
-_DECODER = msgspec.json.Decoder(Message, strict=False)  # numbers may be strings
+_DECODER = msgspec.json.Decoder(GatewayMessage, strict=False)  # numbers may be strings
 
 
 class AccessRefused(Retryable):
@@ -130,10 +130,10 @@ def is_unknown_path(answer: Answer) -> bool:
     return answer.status == 404 and json_object(answer) is None
 
 
-def read(answer: Answer) -> Message:
+def read(answer: Answer) -> GatewayMessage:
     """Return the message of a response, or raise its error."""
     if answer.status == 200:
-        return _decoded(answer.body or b"", nonsense(answer))
+        return _decoded(answer.body or b"", not_etcd(answer))
     body = json_object(answer)
     if body is not None:
         raise refusal(answer.server, body, answer.status)
@@ -143,10 +143,10 @@ def read(answer: Answer) -> Message:
             "set -etcd-certfile to one without, as etcd's guide to role-based access says",
         )
     if answer.status >= 500:
-        raise Useless(f"HTTP {answer.status}", "see the log of etcd; it may have no leader")
+        raise ServerFailed(f"HTTP {answer.status}", "see the log of etcd; it may have no leader")
     if answer.status in (401, 403):
         raise Retryable(f"etcd at {answer.server} refuses access (HTTP {answer.status})", NO_ACCESS)
-    raise nonsense(answer)
+    raise not_etcd(answer)
 
 
 def refusal(server: str, body: Mapping[str, Any], status: int) -> Exception:
@@ -163,51 +163,53 @@ def refusal(server: str, body: Mapping[str, Any], status: int) -> Exception:
     if code == _NOT_FOUND:
         return LeaseGone(f"etcd at {server} refuses: {text}")
     if code in (_CANCELLED, _DEADLINE_EXCEEDED, _UNAVAILABLE) or status >= 500:
-        return Useless(text, "see the log of etcd; it may have no leader")
+        return ServerFailed(text, "see the log of etcd; it may have no leader")
     if isinstance(code, int):
         return Retryable(f"etcd at {server} refuses: {text} (error {code})", "see etcd's log")
-    return Useless(f"HTTP {status}, {text}")
+    return ServerFailed(f"HTTP {status}, {text}")
 
 
-def understood(body: Mapping[str, Any]) -> Message:
-    """Return the message for a JSON object. Raises ``Useless`` if it is not etcd's."""
+def understood(body: Mapping[str, Any]) -> GatewayMessage:
+    """Return the message for a JSON object. Raises ``ServerFailed`` if it is not etcd's."""
     try:
-        return msgspec.convert(body, Message, strict=False)  # numbers may be strings
+        return msgspec.convert(body, GatewayMessage, strict=False)  # numbers may be strings
     except msgspec.ValidationError:
         raise _foreign() from None
 
 
-def other_branch(transaction: Message) -> KeyValue | None:
+def other_branch(transaction: GatewayMessage) -> KeyValue | None:
     """Return the key read by a transaction whose condition did not hold, or None."""
     ranges = [each.response_range for each in transaction.responses or () if each.response_range]
     return next((found for each in ranges for found in each.kvs or ()), None)
 
 
-def stream_object(line: bytes, server: str) -> Message:
+def stream_object(line: bytes, server: str) -> GatewayMessage:
     """Return the message in one line of a stream. Raises the error it stands for."""
-    result = _decoded(line, Useless("it answers with something that is no JSON object")).result
+    result = _decoded(line, ServerFailed("it answers with something that is no JSON object")).result
     if result is None:
         raise refusal(server, json.loads(line), 500)
     return watch_object(result, server)
 
 
-def watch_object(result: Message, server: str) -> Message:
+def watch_object(result: GatewayMessage, server: str) -> GatewayMessage:
     """Return the message of a watch. Raises the error that ended the watch."""
     if not result.canceled:
         return result
     if result.compact_revision:
-        raise ListAgain("etcd has forgotten what happened since")
+        raise RelistNeeded("etcd has forgotten what happened since")
     raise refusal(server, {"message": result.cancel_reason}, 500)
 
 
-def began(result: Message, after: Position) -> None:
+def began(result: GatewayMessage, after: Position) -> None:
     """Check from the first message of a watch that the changes after a position will follow."""
     if not result.created:
         raise _foreign()
     check_history(after, result.at)
 
 
-def changes(result: Message, begun: Position, after: Position) -> tuple[list[tuple[str, KeyValue]], Position]:
+def changes(
+    result: GatewayMessage, begun: Position, after: Position
+) -> tuple[list[tuple[str, KeyValue]], Position]:
     """Return the changes in a watch message, as pairs of "put" or "delete" and key, and the position reached.
 
     Changes before ``begun``, the start of the watch, are dropped. ``after`` is the position reached before. A
@@ -220,12 +222,12 @@ def changes(result: Message, begun: Position, after: Position) -> tuple[list[tup
     return news, Position(max(after.index, reached), result.at.cluster)
 
 
-def _decoded(text: bytes, no_json: Useless) -> Message:
+def _decoded(text: bytes, no_json: ServerFailed) -> GatewayMessage:
     try:
         return _DECODER.decode(text)
     except (msgspec.DecodeError, RecursionError):
         raise no_json if parsed_object(text) is None else _foreign() from None
 
 
-def _foreign() -> Useless:
-    return Useless("it answers with JSON that is not etcd's")
+def _foreign() -> ServerFailed:
+    return ServerFailed("it answers with JSON that is not etcd's")

@@ -12,14 +12,14 @@ from flanneld.errors import Fatal, Retryable
 from flanneld.subnet.etcd.endpoints import Server
 from flanneld.subnet.etcd.http import NoSuchApi
 from flanneld.subnet.etcd.transport import Transport
-from flanneld.subnet.etcd.v3.answers import GatewayRefused, Message
+from flanneld.subnet.etcd.v3.answers import GatewayMessage, GatewayRefused
 from flanneld.subnet.etcd.v3.gateway import Gateway
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 #: Function that calls one server, given the gateway's path, the body, and a token or "". Raises ``Useless``.
-Call = Callable[[str, Mapping[str, object], str], Message]
+CallServer = Callable[[str, Mapping[str, object], str], GatewayMessage]
 
 _EXTRA = "pip install 'flanneld[grpc]'"
 
@@ -31,14 +31,14 @@ class Stream(Protocol):
         """Connect and request the watch. Raises ``Useless``; other errors may follow from ``next``."""
         ...
 
-    def next(self, timeout: float) -> Message | None:
+    def next(self, timeout: float) -> GatewayMessage | None:
         """Return the next message, or None after ``timeout`` seconds.
 
         Raises the error that ended the stream.
         """
         ...
 
-    def cut(self) -> None:
+    def cancel(self) -> None:
         """End the stream; a waiting ``next`` raises ``Useless``.
 
         May be called repeatedly, from any thread.
@@ -53,7 +53,7 @@ class Stream(Protocol):
 class Carrier(Protocol):
     """Requests of one thread at a time. Bodies and responses are the JSON gateway's objects."""
 
-    def ask(self, attempt: Callable[[Server, Call], T]) -> T:
+    def ask(self, attempt: Callable[[Server, CallServer], T]) -> T:
         """Return the result of ``attempt`` with the first server that works.
 
         Raises ``Retryable`` if none does.
@@ -66,7 +66,7 @@ class Carrier(Protocol):
 
     def reconnect(self) -> None: ...
 
-    def cut(self) -> None: ...
+    def cancel(self) -> None: ...
 
 
 def open_carrier(transport: Transport) -> Carrier:
@@ -88,10 +88,10 @@ class JsonFirst:
         self._transport = transport
         self._used: Carrier = gateway
         self._lock = threading.Lock()
-        self._is_cut = False
+        self._is_cancelled = False
         self._grpc: Carrier | None = None
 
-    def ask(self, attempt: Callable[[Server, Call], T]) -> T:
+    def ask(self, attempt: Callable[[Server, CallServer], T]) -> T:
         carrier = self._used
         try:
             return carrier.ask(attempt)
@@ -106,14 +106,14 @@ class JsonFirst:
     def reconnect(self) -> None:
         self._used.reconnect()
 
-    def cut(self) -> None:
+    def cancel(self) -> None:
         with self._lock:
-            self._is_cut = True
-            self._gateway.cut()
+            self._is_cancelled = True
+            self._gateway.cancel()
             if self._grpc is not None:
-                self._grpc.cut()
+                self._grpc.cancel()
 
-    def _ask_instead(self, attempt: Callable[[Server, Call], T], refusal: Retryable) -> T:
+    def _ask_instead(self, attempt: Callable[[Server, CallServer], T], refusal: Retryable) -> T:
         if not _has_grpc():
             remedy = f"{refusal.remedy}; or {_EXTRA}, which etcd may take"
             raise type(refusal)(refusal.problem, remedy) from None
@@ -130,8 +130,8 @@ class JsonFirst:
         with self._lock:
             if self._grpc is None:
                 self._grpc = _grpc(self._transport)
-                if self._is_cut:
-                    self._grpc.cut()
+                if self._is_cancelled:
+                    self._grpc.cancel()
             return self._grpc
 
 

@@ -12,20 +12,20 @@ from flanneld.compat.glog import V
 from flanneld.errors import Retryable
 from flanneld.runtime import clock
 from flanneld.subnet.etcd.endpoints import Server, Servers
-from flanneld.subnet.etcd.http import Useless
-from flanneld.subnet.etcd.keys import Conflict, NoConfig, Node, NotFound, Position, Reply
-from flanneld.subnet.etcd.transport import Timeouts, Transport
+from flanneld.subnet.etcd.http import ServerFailed
+from flanneld.subnet.etcd.keys import Conflict, NoConfig, NotFound, Position, Reply, StoredKey
+from flanneld.subnet.etcd.transport import EtcdTimeouts, Transport
 from flanneld.subnet.etcd.v3 import answers
-from flanneld.subnet.etcd.v3.answers import AccessRefused, LeaseGone, LoginNeeded, Message
-from flanneld.subnet.etcd.v3.carrier import Call, Stream, open_carrier
-from flanneld.subnet.etcd.v3.watch import Watch
+from flanneld.subnet.etcd.v3.answers import AccessRefused, GatewayMessage, LeaseGone, LoginNeeded
+from flanneld.subnet.etcd.v3.carrier import CallServer, Stream, open_carrier
+from flanneld.subnet.etcd.v3.watch import V3Watcher
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 
-class Client:
+class V3Client:
     """``keys.Client`` on v3. Watches share it for their occasional requests."""
 
     api = "v3"
@@ -34,7 +34,7 @@ class Client:
     def __init__(self, transport: Transport) -> None:
         self._carrier = open_carrier(transport)
         self.servers: Servers = transport.servers
-        self.timeouts: Timeouts = transport.timeouts
+        self.timeouts: EtcdTimeouts = transport.timeouts
         #: Tokens by user name and password. Each server accepts the tokens of the others.
         self._tokens: dict[tuple[str, str], str] = {}
         #: By key: the revision of our last write, and the etcd lease granted for it.
@@ -53,7 +53,7 @@ class Client:
         wanted = answers.directory(key) if recursive else {"key": answers.text64(key)}
         found, at = self._range(wanted)
         if recursive:
-            here = Node(key, "", None, at.index, is_dir=True)
+            here = StoredKey(key, "", None, at.index, is_dir=True)
             return Reply("get", here, tuple(each.node() for each in found), at)
         if not found:
             raise NotFound(at)
@@ -83,8 +83,8 @@ class Client:
         if not found:
             raise NotFound(at)
 
-    def watcher(self, key: str, *, recursive: bool, contact: Callable[[], object]) -> Watch:
-        return Watch(self, key, recursive=recursive, contact=contact)
+    def watcher(self, key: str, *, recursive: bool, contact: Callable[[], object]) -> V3Watcher:
+        return V3Watcher(self, key, recursive=recursive, contact=contact)
 
     def missing(self, key: str, example: str, *, elsewhere: bool) -> NoConfig:
         if elsewhere:
@@ -101,12 +101,12 @@ class Client:
     def reconnect(self) -> None:
         self._carrier.reconnect()
 
-    def cut(self) -> None:
-        self._carrier.cut()
+    def cancel(self) -> None:
+        self._carrier.cancel()
 
     # ---- for watches -------------------------------------------------------------------------
 
-    def timed(self, found: answers.KeyValue) -> Node:
+    def timed(self, found: answers.KeyValue) -> StoredKey:
         """Return a key with the remaining TTL of its lease, which takes a request of its own."""
         if not found.lease:
             return found.node()
@@ -121,7 +121,7 @@ class Client:
         found, at = self._range({"key": answers.text64(key)})
         return at, found[0] if found else None
 
-    def door(self, key: str) -> tuple[Server, str]:
+    def server_and_token(self, key: str) -> tuple[Server, str]:
         """Return a server that answered recently, and the token to use with it."""
         if clock.now() - self._answered.get(self.servers.current.name, -math.inf) > self.timeouts.silence:
             self.prove(key)
@@ -141,13 +141,13 @@ class Client:
 
     # ---- requests ----------------------------------------------------------------------------
 
-    def ask(self, path: str, body: Mapping[str, object], understand: Callable[[Message], T]) -> T:
+    def ask(self, path: str, body: Mapping[str, object], understand: Callable[[GatewayMessage], T]) -> T:
         """Send a request, logging in if etcd requires it, and parse the response.
 
         All our requests are repeatable.
         """
 
-        def attempt(server: Server, call: Call) -> T:
+        def attempt(server: Server, call: CallServer) -> T:
             token = self._token(server)
             try:
                 answer = call(path, body, token)
@@ -168,13 +168,13 @@ class Client:
     def _token(self, server: Server) -> str:
         return self._tokens.get((server.username, server.password), "")
 
-    def _log_in(self, server: Server, call: Call) -> str:
+    def _log_in(self, server: Server, call: CallServer) -> str:
         login = (server.username, server.password)
         self._tokens.pop(login, None)
         order = {"name": server.username, "password": server.password}
         token = call("/auth/authenticate", order, "").token
         if not token or not token.isprintable():
-            raise Useless("it answers with JSON that is not etcd's")
+            raise ServerFailed("it answers with JSON that is not etcd's")
         self._tokens[login] = token
         return token
 
@@ -211,7 +211,7 @@ class Client:
             self._revoke(lease)
             raise Conflict(f"{key} is there" if found else f"{key} has gone")
         self._written[key] = at.index, lease
-        return Reply("put", Node(key, value, granted, at.index), (), at)
+        return Reply("put", StoredKey(key, value, granted, at.index), (), at)
 
     def _grant(self, ttl: int) -> tuple[int, int]:
         return self.ask("/lease/grant", {"TTL": str(ttl)}, lambda said: (said.ID, said.TTL))

@@ -17,13 +17,13 @@ from flanneld.errors import Cancelled
 from flanneld.runtime.sockets.interruptible_socket import InterruptibleSocket, Unreachable
 from flanneld.runtime.sockets.reader import Reader
 from flanneld.subnet.etcd.endpoints import Server, Servers
-from flanneld.subnet.etcd.http import NoSuchApi, Request, Useless
-from flanneld.subnet.etcd.transport import Send, Timeouts, Transport, pool_to, unreachable, useless
+from flanneld.subnet.etcd.http import NoSuchApi, Request, ServerFailed
+from flanneld.subnet.etcd.transport import EtcdTimeouts, Send, Transport, pool_to, server_failed, unreachable
 from flanneld.subnet.etcd.v3 import answers
 from flanneld.subnet.watch_lines import Lines
 
 if TYPE_CHECKING:
-    from flanneld.subnet.etcd.v3.carrier import Call
+    from flanneld.subnet.etcd.v3.carrier import CallServer
 
 T = TypeVar("T")
 
@@ -44,7 +44,7 @@ class Gateway:
         #: Gateway path by server name.
         self._roots: dict[str, str] = {}
 
-    def ask(self, attempt: Callable[[Server, Call], T]) -> T:
+    def ask(self, attempt: Callable[[Server, CallServer], T]) -> T:
         return self._transport.ask(lambda server, send: attempt(server, partial(self._call, server, send)))
 
     def stream(self) -> GatewayStream:
@@ -53,12 +53,12 @@ class Gateway:
     def reconnect(self) -> None:
         self._transport.reconnect()
 
-    def cut(self) -> None:
-        self._transport.cut()
+    def cancel(self) -> None:
+        self._transport.cancel()
 
     def _call(
         self, server: Server, send: Send, path: str, body: Mapping[str, object], token: str
-    ) -> answers.Message:
+    ) -> answers.GatewayMessage:
         text = json.dumps(body)
         known = self._roots.get(server.name, _ROOTS[0])
         for root in dict.fromkeys((known, *_ROOTS)):
@@ -66,24 +66,24 @@ class Gateway:
             if not answers.is_unknown_path(answer):
                 self._roots[server.name] = root
                 return answers.read(answer)
-        raise Useless("it has no JSON gateway to the v3 API", _NO_GATEWAY, kind=NoSuchApi)
+        raise ServerFailed("it has no JSON gateway to the v3 API", _NO_GATEWAY, kind=NoSuchApi)
 
 
 class GatewayStream:
     """``carrier.Stream`` over JSON."""
 
-    def __init__(self, servers: Servers, timeouts: Timeouts, roots: Mapping[str, str]) -> None:
+    def __init__(self, servers: Servers, timeouts: EtcdTimeouts, roots: Mapping[str, str]) -> None:
         self._tls = servers.tls
         self._timeouts = timeouts
         self._roots = roots
-        self._line = InterruptibleSocket()
+        self._socket = InterruptibleSocket()
         self._reader: Reader[bytes] | None = None
         self._server: Server | None = None
 
     def open(self, server: Server, body: Mapping[str, object], token: str) -> None:
         self._server = server
         try:
-            response = pool_to(server, self._tls, self._line).urlopen(
+            response = pool_to(server, self._tls, self._socket).urlopen(
                 "POST",
                 server.path + self._roots.get(server.name, _ROOTS[0]) + "/watch",
                 body=json.dumps(body),
@@ -96,28 +96,28 @@ class GatewayStream:
         except Unreachable as error:
             raise unreachable(error) from None
         except (HTTPError, HTTPException, OSError) as error:
-            raise useless(error, self._timeouts.read, server) from None
+            raise server_failed(error, self._timeouts.read, server) from None
         except Cancelled:
-            raise Useless("the connection was given up") from None
+            raise ServerFailed("the connection was given up") from None
         if response.status != 200:
             response.close()
-            raise Useless(f"HTTP {response.status} to a watch")
+            raise ServerFailed(f"HTTP {response.status} to a watch")
         self._reader = Reader("watch", _lines(response))
 
-    def next(self, timeout: float) -> answers.Message | None:
+    def next(self, timeout: float) -> answers.GatewayMessage | None:
         assert self._reader
         assert self._server
         try:
             line = self._reader.next(timeout)
         except (HTTPError, HTTPException, OSError) as error:
-            raise useless(error, timeout, self._server) from None
+            raise server_failed(error, timeout, self._server) from None
         return None if line is None else answers.stream_object(line, self._server.name)
 
-    def cut(self) -> None:
-        self._line.cut()
+    def cancel(self) -> None:
+        self._socket.cancel()
 
     def close(self) -> None:
-        self.cut()
+        self.cancel()
 
 
 def _lines(response: BaseHTTPResponse) -> Iterator[bytes]:

@@ -17,13 +17,13 @@ from msgspec import Struct
 from flanneld.errors import Cancelled, NoAnswer, Retryable
 from flanneld.runtime.sockets.reader import Reader
 from flanneld.subnet.etcd.endpoints import EtcdOptions, Server, Servers
-from flanneld.subnet.etcd.http import NoSuchApi, Useless
-from flanneld.subnet.etcd.transport import NO_SERVER, NO_TLS, Failover, Timeouts, useless
+from flanneld.subnet.etcd.http import NoSuchApi, ServerFailed
+from flanneld.subnet.etcd.transport import NO_SERVER, NO_TLS, EtcdTimeouts, Failover, server_failed
 from flanneld.subnet.etcd.v3 import answers
-from flanneld.subnet.etcd.v3.protobuf import METHODS, Malformed, decode, encode
+from flanneld.subnet.etcd.v3.protobuf import METHODS, MalformedProtobuf, decode, encode
 
 if TYPE_CHECKING:
-    from flanneld.subnet.etcd.v3.carrier import Call
+    from flanneld.subnet.etcd.v3.carrier import CallServer
 
 # Set before the import: grpc would write to our log in its own format, and install fork handlers.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
@@ -88,12 +88,12 @@ class Rpc(Struct, frozen=True):
 class Grpc:
     """``Carrier`` over gRPC."""
 
-    def __init__(self, servers: Servers, timeouts: Timeouts) -> None:
+    def __init__(self, servers: Servers, timeouts: EtcdTimeouts) -> None:
         self._open = _opener(servers, timeouts)
         self._timeouts = timeouts
         self._requests = Failover(servers, timeouts, GrpcConnection(self._open, timeouts))
 
-    def ask(self, attempt: Callable[[Server, Call], T]) -> T:
+    def ask(self, attempt: Callable[[Server, CallServer], T]) -> T:
         return self._requests.ask(lambda server, send: attempt(server, lambda *call: send(Rpc(*call))))
 
     def stream(self) -> GrpcStream:
@@ -102,29 +102,29 @@ class Grpc:
     def reconnect(self) -> None:
         self._requests.reconnect()
 
-    def cut(self) -> None:
-        self._requests.cut()
+    def cancel(self) -> None:
+        self._requests.cancel()
 
 
 class GrpcConnection:
     """``transport.Connection`` through grpcio, with a channel to one server at a time."""
 
-    def __init__(self, open_channel: _Open, timeouts: Timeouts) -> None:
+    def __init__(self, open_channel: _Open, timeouts: EtcdTimeouts) -> None:
         self._open = open_channel
         self._timeouts = timeouts
         self._lock = threading.Lock()
-        self._is_cut = False
+        self._is_cancelled = False
         self._channel: grpc.Channel | None = None
 
     def channel(self, server: Server) -> grpc.Channel:
-        """Return the open channel, or a new one. Raises ``Cancelled`` after ``cut``."""
+        """Return the open channel, or a new one. Raises ``Cancelled`` after ``cancel``."""
         with self._lock:
             self.check()
             if self._channel is None:
                 self._channel = self._open(server)
             return self._channel
 
-    def exchange(self, server: Server, request: Rpc) -> answers.Message:
+    def exchange(self, server: Server, request: Rpc) -> answers.GatewayMessage:
         method = METHODS[request.path]
         call = self.channel(server).unary_unary(server.path + method.name)
         data = encode(method.request, request.body)
@@ -136,29 +136,29 @@ class GrpcConnection:
             raise _given_up() from None
         return understood(method.response, answer)
 
-    def drop(self) -> None:
+    def disconnect(self) -> None:
         with self._lock:
             channel, self._channel = self._channel, None
         if channel is not None:
             channel.close()
 
-    def hang_up(self) -> None:
-        self.drop()
+    def reset(self) -> None:
+        self.disconnect()
 
-    def cut(self) -> None:
+    def cancel(self) -> None:
         with self._lock:
-            self._is_cut = True
-        self.drop()
+            self._is_cancelled = True
+        self.disconnect()
 
     def check(self) -> None:
-        if self._is_cut:
+        if self._is_cancelled:
             raise Cancelled
 
 
 class GrpcStream:
     """``carrier.Stream`` over gRPC."""
 
-    def __init__(self, open_channel: _Open, timeouts: Timeouts) -> None:
+    def __init__(self, open_channel: _Open, timeouts: EtcdTimeouts) -> None:
         self._connection = GrpcConnection(open_channel, timeouts)
         self._timeouts = timeouts
         self._server: Server | None = None
@@ -175,7 +175,7 @@ class GrpcStream:
             raise _given_up() from None
         self._reader = Reader("watch", self._hear(messages, server))
 
-    def next(self, timeout: float) -> answers.Message | None:
+    def next(self, timeout: float) -> answers.GatewayMessage | None:
         assert self._reader
         assert self._server
         message = self._reader.next(timeout)
@@ -183,60 +183,60 @@ class GrpcStream:
             return None
         return answers.watch_object(understood(METHODS["/watch"].response, message), self._server.name)
 
-    def cut(self) -> None:
-        self._connection.cut()
+    def cancel(self) -> None:
+        self._connection.cancel()
 
     def close(self) -> None:
-        self._connection.cut()
+        self._connection.cancel()
 
     def _hear(self, messages: Iterable[bytes], server: Server) -> Iterator[bytes]:
         try:
             yield from messages
         except grpc.RpcError as error:
             raise failure(error, server, self._timeouts) from None
-        raise Useless("it has ended the watch")
+        raise ServerFailed("it has ended the watch")
 
 
-def understood(kind: Any, data: bytes) -> answers.Message:
-    """Return the decoded message. Raises ``Useless``."""
+def understood(kind: Any, data: bytes) -> answers.GatewayMessage:
+    """Return the decoded message. Raises ``ServerFailed``."""
     try:
         return answers.understood(decode(kind, data))
-    except Malformed:
-        raise Useless("it answers with a message that is not etcd's") from None
+    except MalformedProtobuf:
+        raise ServerFailed("it answers with a message that is not etcd's") from None
 
 
-def failure(error: grpc.RpcError, server: Server, timeouts: Timeouts) -> Exception:
+def failure(error: grpc.RpcError, server: Server, timeouts: EtcdTimeouts) -> Exception:
     """Return the exception for a failed call: etcd's error or a connection error."""
     code, text = error.code(), str(error.details() or "")
     if code is grpc.StatusCode.UNIMPLEMENTED:
         remedy = "versions before 3.0 need -etcd-api=v2"
-        return Useless("it has no v3 API over gRPC", remedy, kind=NoSuchApi)
+        return ServerFailed("it has no v3 API over gRPC", remedy, kind=NoSuchApi)
     if "etcdserver: " not in text:
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-            return useless(TimeoutError(), timeouts.read, server)
+            return server_failed(TimeoutError(), timeouts.read, server)
         if code in _OF_CONNECTION:
             return _no_connection(text.lower(), server, timeouts)
     return answers.refusal(server.name, {"code": code.value[0], "message": text}, 0)
 
 
-def _no_connection(text: str, server: Server, timeouts: Timeouts) -> Useless:
+def _no_connection(text: str, server: Server, timeouts: EtcdTimeouts) -> ServerFailed:
     if "timed out" in text:
-        return useless(TimeoutError(), timeouts.read, server)
+        return server_failed(TimeoutError(), timeouts.read, server)
     for words, problem, remedy in _TROUBLES:
         if words in text:
-            return Useless(problem, remedy, kind=NoSuchApi if problem is _SPEAKS_NOT else NoAnswer)
-    return useless(ConnectionError(text), timeouts.read, server)
+            return ServerFailed(problem, remedy, kind=NoSuchApi if problem is _SPEAKS_NOT else NoAnswer)
+    return server_failed(ConnectionError(text), timeouts.read, server)
 
 
-def _given_up() -> Useless:
-    return Useless("the connection was given up")
+def _given_up() -> ServerFailed:
+    return ServerFailed("the connection was given up")
 
 
 def _login(token: str) -> tuple[tuple[str, str], ...]:
     return (("token", token),) if token else ()
 
 
-def _opener(servers: Servers, timeouts: Timeouts) -> _Open:
+def _opener(servers: Servers, timeouts: EtcdTimeouts) -> _Open:
     # gRPC counts a connection as made once the server answered, so a busy server needs the read timeout.
     milliseconds = round(1000 * timeouts.read)
     options = (*_OPTIONS, ("grpc.min_reconnect_backoff_ms", milliseconds))

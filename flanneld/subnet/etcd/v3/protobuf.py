@@ -20,7 +20,7 @@ _WORD = (1 << 64) - 1
 _LONGEST_VARINT = 10
 
 
-class Malformed(ValueError):
+class MalformedProtobuf(ValueError):
     """Error for bytes that are not a valid message."""
 
 
@@ -28,11 +28,11 @@ class Field(Struct, frozen=True, gc=False):
     """A field. ``kind`` is a scalar type of protobuf, a message, or the names of an enumeration."""
 
     number: int
-    kind: str | Message | tuple[str, ...]
+    kind: str | MessageType | tuple[str, ...]
     repeated: bool = False
 
 
-class Message:
+class MessageType:
     """A message type: its fields by name, and by number for decoding."""
 
     __slots__ = ("fields", "numbers")
@@ -46,11 +46,11 @@ class Method(Struct, frozen=True, gc=False):
     """A call. ``name`` is its path in gRPC."""
 
     name: str
-    request: Message
-    response: Message
+    request: MessageType
+    response: MessageType
 
 
-def encode(message: Message, body: Mapping[str, Any]) -> bytes:
+def encode(message: MessageType, body: Mapping[str, Any]) -> bytes:
     """Encode a message. Each given field is sent, even if it is zero."""
     parts = []
     for name, value in body.items():
@@ -59,8 +59,8 @@ def encode(message: Message, body: Mapping[str, Any]) -> bytes:
     return b"".join(parts)
 
 
-def decode(message: Message, data: bytes) -> dict[str, Any]:
-    """Decode a message. Raises ``Malformed``."""
+def decode(message: MessageType, data: bytes) -> dict[str, Any]:
+    """Decode a message. Raises ``MalformedProtobuf``."""
     found: dict[str, Any] = {}
     try:
         at = 0
@@ -75,13 +75,13 @@ def decode(message: Message, data: bytes) -> dict[str, Any]:
             else:
                 found[name] = value
     except IndexError:
-        raise Malformed("the message breaks off") from None
+        raise MalformedProtobuf("the message breaks off") from None
     return found
 
 
 def _encoded(field: Field, value: Any) -> bytes:
     match field.kind:
-        case Message() as message:
+        case MessageType() as message:
             data = encode(message, value)
         case "bytes":
             data = b64decode(value)
@@ -118,7 +118,7 @@ def _next_field(data: bytes, at: int) -> tuple[int, int, int | bytes, int]:
         size = {_FIXED64: 8, _FIXED32: 4}.get(wire, 0)
     end = at + size
     if not size and wire != _BYTES:
-        raise Malformed(f"nothing of etcd's begins with {wire}")
+        raise MalformedProtobuf(f"nothing of etcd's begins with {wire}")
     if end > len(data):
         raise IndexError
     return tag >> 3, wire, data[at:end], end
@@ -135,22 +135,22 @@ def _read_varint(data: bytes, at: int) -> tuple[int, int]:
         number |= (byte & 0x7F) << shift
         shift += 7
         if at - begin >= _LONGEST_VARINT:
-            raise Malformed("a number does not end")
+            raise MalformedProtobuf("a number does not end")
     return number & _WORD, at + 1
 
 
-def _understood(kind: str | Message | tuple[str, ...], wire: int, raw: int | bytes) -> Any:
-    is_text = kind in ("bytes", "string") or isinstance(kind, Message)
+def _understood(kind: str | MessageType | tuple[str, ...], wire: int, raw: int | bytes) -> Any:
+    is_text = kind in ("bytes", "string") or isinstance(kind, MessageType)
     if wire != (_BYTES if is_text else _VARINT):
-        raise Malformed(f"a field begins with {wire}")
+        raise MalformedProtobuf(f"a field begins with {wire}")
     if isinstance(raw, int):
         return _number(kind, raw)
-    if isinstance(kind, Message):
+    if isinstance(kind, MessageType):
         return decode(kind, raw)
     return b64encode(raw).decode() if kind == "bytes" else raw.decode("utf-8", "replace")
 
 
-def _number(kind: str | Message | tuple[str, ...], raw: int) -> Any:
+def _number(kind: str | MessageType | tuple[str, ...], raw: int) -> Any:
     if kind == "bool":
         return bool(raw)
     if isinstance(kind, tuple):
@@ -160,46 +160,46 @@ def _number(kind: str | Message | tuple[str, ...], raw: int) -> Any:
 
 # ---- etcd's messages -----------------------------------------------------------------------------
 
-_HEADER = Message(cluster_id=Field(1, "uint64"), revision=Field(3, "int64"))
-_KEY_VALUE = Message(
+_HEADER = MessageType(cluster_id=Field(1, "uint64"), revision=Field(3, "int64"))
+_KEY_VALUE = MessageType(
     key=Field(1, "bytes"), mod_revision=Field(3, "int64"), value=Field(5, "bytes"), lease=Field(6, "int64")
 )
-_EVENT = Message(type=Field(1, ("PUT", "DELETE")), kv=Field(2, _KEY_VALUE))
-_HEADER_ONLY = Message(header=Field(1, _HEADER))
+_EVENT = MessageType(type=Field(1, ("PUT", "DELETE")), kv=Field(2, _KEY_VALUE))
+_HEADER_ONLY = MessageType(header=Field(1, _HEADER))
 
-_RANGE = Message(key=Field(1, "bytes"), range_end=Field(2, "bytes"))
-_RANGE_ANSWER = Message(header=Field(1, _HEADER), kvs=Field(2, _KEY_VALUE, repeated=True))
-_DELETE = Message(key=Field(1, "bytes"), range_end=Field(2, "bytes"))
-_DELETE_ANSWER = Message(header=Field(1, _HEADER), deleted=Field(2, "int64"))
-_PUT = Message(key=Field(1, "bytes"), value=Field(2, "bytes"), lease=Field(3, "int64"))
+_RANGE = MessageType(key=Field(1, "bytes"), range_end=Field(2, "bytes"))
+_RANGE_ANSWER = MessageType(header=Field(1, _HEADER), kvs=Field(2, _KEY_VALUE, repeated=True))
+_DELETE = MessageType(key=Field(1, "bytes"), range_end=Field(2, "bytes"))
+_DELETE_ANSWER = MessageType(header=Field(1, _HEADER), deleted=Field(2, "int64"))
+_PUT = MessageType(key=Field(1, "bytes"), value=Field(2, "bytes"), lease=Field(3, "int64"))
 
-_COMPARE = Message(
+_COMPARE = MessageType(
     result=Field(1, ("EQUAL",)),
     target=Field(2, ("VERSION", "CREATE", "MOD")),
     key=Field(3, "bytes"),
     create_revision=Field(5, "int64"),
     mod_revision=Field(6, "int64"),
 )
-_OPERATION = Message(request_range=Field(1, _RANGE), request_put=Field(2, _PUT))
-_TRANSACTION = Message(
+_OPERATION = MessageType(request_range=Field(1, _RANGE), request_put=Field(2, _PUT))
+_TRANSACTION = MessageType(
     compare=Field(1, _COMPARE, repeated=True),
     success=Field(2, _OPERATION, repeated=True),
     failure=Field(3, _OPERATION, repeated=True),
 )
-_TRANSACTION_ANSWER = Message(
+_TRANSACTION_ANSWER = MessageType(
     header=Field(1, _HEADER),
     succeeded=Field(2, "bool"),
-    responses=Field(3, Message(response_range=Field(1, _RANGE_ANSWER)), repeated=True),
+    responses=Field(3, MessageType(response_range=Field(1, _RANGE_ANSWER)), repeated=True),
 )
 
-_LEASE = Message(ID=Field(1, "int64"))
-_LEASE_ANSWER = Message(header=Field(1, _HEADER), ID=Field(2, "int64"), TTL=Field(3, "int64"))
-_LOGIN = Message(name=Field(1, "string"), password=Field(2, "string"))
+_LEASE = MessageType(ID=Field(1, "int64"))
+_LEASE_ANSWER = MessageType(header=Field(1, _HEADER), ID=Field(2, "int64"), TTL=Field(3, "int64"))
+_LOGIN = MessageType(name=Field(1, "string"), password=Field(2, "string"))
 
-_WATCH = Message(
+_WATCH = MessageType(
     create_request=Field(
         1,
-        Message(
+        MessageType(
             key=Field(1, "bytes"),
             range_end=Field(2, "bytes"),
             start_revision=Field(3, "int64"),
@@ -207,7 +207,7 @@ _WATCH = Message(
         ),
     )
 )
-_WATCH_ANSWER = Message(
+_WATCH_ANSWER = MessageType(
     header=Field(1, _HEADER),
     created=Field(3, "bool"),
     canceled=Field(4, "bool"),
@@ -221,12 +221,16 @@ METHODS: Mapping[str, Method] = {
     "/kv/range": Method("/etcdserverpb.KV/Range", _RANGE, _RANGE_ANSWER),
     "/kv/deleterange": Method("/etcdserverpb.KV/DeleteRange", _DELETE, _DELETE_ANSWER),
     "/kv/txn": Method("/etcdserverpb.KV/Txn", _TRANSACTION, _TRANSACTION_ANSWER),
-    "/lease/grant": Method("/etcdserverpb.Lease/LeaseGrant", Message(TTL=Field(1, "int64")), _LEASE_ANSWER),
+    "/lease/grant": Method(
+        "/etcdserverpb.Lease/LeaseGrant", MessageType(TTL=Field(1, "int64")), _LEASE_ANSWER
+    ),
     "/lease/keepalive": Method("/etcdserverpb.Lease/LeaseKeepAlive", _LEASE, _LEASE_ANSWER),
     "/kv/lease/timetolive": Method("/etcdserverpb.Lease/LeaseTimeToLive", _LEASE, _LEASE_ANSWER),
     "/kv/lease/revoke": Method("/etcdserverpb.Lease/LeaseRevoke", _LEASE, _HEADER_ONLY),
     "/auth/authenticate": Method(
-        "/etcdserverpb.Auth/Authenticate", _LOGIN, Message(header=Field(1, _HEADER), token=Field(2, "string"))
+        "/etcdserverpb.Auth/Authenticate",
+        _LOGIN,
+        MessageType(header=Field(1, _HEADER), token=Field(2, "string")),
     ),
     "/watch": Method("/etcdserverpb.Watch/Watch", _WATCH, _WATCH_ANSWER),
 }

@@ -10,30 +10,30 @@ from typing import TYPE_CHECKING
 from flanneld.errors import Cancelled, Retryable
 from flanneld.runtime import clock
 from flanneld.subnet.etcd.endpoints import Server
-from flanneld.subnet.etcd.http import Useless
-from flanneld.subnet.etcd.keys import Changes, ListAgain, Position, Reply, Unsure, check_reread
-from flanneld.subnet.etcd.transport import no_answer, useless
+from flanneld.subnet.etcd.http import ServerFailed
+from flanneld.subnet.etcd.keys import KeyChanges, Position, PossibleGap, RelistNeeded, Reply, check_reread
+from flanneld.subnet.etcd.transport import no_answer, server_failed
 from flanneld.subnet.etcd.v3 import answers
 from flanneld.subnet.etcd.v3.carrier import Stream
 
 if TYPE_CHECKING:
-    from flanneld.subnet.etcd.v3.client import Client
+    from flanneld.subnet.etcd.v3.client import V3Client
 
 
 #: Seconds between two restarts of a watch because the store's revision is ahead of the watch's.
 TRUST = 600.0
 
 
-class Watch:
+class V3Watcher:
     """``keys.Watcher`` on v3. ``contact`` is called once the watch has started."""
 
-    def __init__(self, client: Client, key: str, *, recursive: bool, contact: Callable[[], object]) -> None:
+    def __init__(self, client: V3Client, key: str, *, recursive: bool, contact: Callable[[], object]) -> None:
         self.client = client
         self._key = key
         self._recursive = recursive
         self._contact = contact
         self._lock = threading.Lock()
-        self._is_cut = False
+        self._is_cancelled = False
         self._server: Server | None = None
         #: Set before it connects, so that another thread can cut it.
         self._stream: Stream | None = None
@@ -50,10 +50,10 @@ class Watch:
         self._gave_up = False
         self._reread = threading.Event()
 
-    def read(self, after: Position) -> Changes:
+    def read(self, after: Position) -> KeyChanges:
         try:
             return self._read(after)
-        except Useless as failure:
+        except ServerFailed as failure:
             self.close()
             self._check()
             self.client.distrust()
@@ -62,12 +62,12 @@ class Watch:
                 raise no_answer({self._server.name: failure}) from None
         except Retryable as reason:
             self.close()
-            if self._in_doubt and isinstance(reason, ListAgain):
-                raise Unsure(reason.problem) from None
+            if self._in_doubt and isinstance(reason, RelistNeeded):
+                raise PossibleGap(reason.problem) from None
             raise
         self._gave_up = False
         check_reread(self._reread)
-        raise Unsure("the connection was given up")
+        raise PossibleGap("the connection was given up")
 
     def reread(self) -> None:
         self._reread.set()
@@ -77,9 +77,9 @@ class Watch:
         self._gave_up = True
         self._drop()
 
-    def cut(self) -> None:
+    def cancel(self) -> None:
         with self._lock:
-            self._is_cut = True
+            self._is_cancelled = True
         self._drop()
 
     def close(self) -> None:
@@ -87,7 +87,7 @@ class Watch:
             self._stream.close()
         self._stream = None
 
-    def _read(self, after: Position) -> Changes:
+    def _read(self, after: Position) -> KeyChanges:
         if self._stream is None or self._at != after:
             self.close()
             self._open(after)
@@ -103,17 +103,17 @@ class Watch:
             self._told = max(self._told, result.at.index)
             self._in_doubt = False
             if told or self._at != after:
-                return Changes(tuple(self._reply(*each, self._at) for each in told), self._at)
+                return KeyChanges(tuple(self._reply(*each, self._at) for each in told), self._at)
 
-    def _after_silence(self, after: Position) -> Changes:
+    def _after_silence(self, after: Position) -> KeyChanges:
         """Check the server with a request, which tells an idle server from a dead one."""
         now, found = self.client.prove(self._key)
         if self._seems_stalled(after, now, found):
             self._in_doubt = True
             self.close()
         elif self.client.servers.current is not self._server:
-            raise Unsure("another server answers than before")
-        return Changes((), after)
+            raise PossibleGap("another server answers than before")
+        return KeyChanges((), after)
 
     def _seems_stalled(self, after: Position, now: Position, found: answers.KeyValue | None) -> bool:
         """Return True if etcd knows more than the watch sent, as when a proxy hides that its server is gone.
@@ -142,7 +142,7 @@ class Watch:
             self._begin(after)
 
     def _begin(self, after: Position) -> None:
-        server, token = self.client.door(self._key)
+        server, token = self.client.server_and_token(self._key)
         self._server = server
         wanted = answers.directory(self._key) if self._recursive else {"key": answers.text64(self._key)}
         # One revision earlier than needed: at the compacted revision itself etcd does not report a lost
@@ -153,7 +153,7 @@ class Watch:
         limit = self.client.timeouts.read
         first = stream.next(limit)
         if first is None:
-            raise useless(TimeoutError(), limit, server)
+            raise server_failed(TimeoutError(), limit, server)
         answers.began(first, after)
         self._told = first.at.index
         self._begun = self._at = after
@@ -161,7 +161,7 @@ class Watch:
 
     def _hold(self, stream: Stream) -> Stream:
         with self._lock:
-            if self._is_cut:
+            if self._is_cancelled:
                 raise Cancelled
             self._stream = stream
         return stream
@@ -170,8 +170,8 @@ class Watch:
         with self._lock:
             stream = self._stream
         if stream is not None:
-            stream.cut()
+            stream.cancel()
 
     def _check(self) -> None:
-        if self._is_cut:
+        if self._is_cancelled:
             raise Cancelled

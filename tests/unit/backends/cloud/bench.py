@@ -14,12 +14,12 @@ import pytest
 
 from flanneld.backends import registry
 from flanneld.backends.cloud.backend import CloudBackend
-from flanneld.backends.cloud.contract import Trouble
+from flanneld.backends.cloud.contract import ErrorKind
 from flanneld.backends.cloud.routes import CloudRoutes
 from flanneld.backends.contract import Host
 from flanneld.config import parse
 from flanneld.model import Lease, Uplink
-from flanneld.reconcile.reconciler import Reconciler, TableState, wanted_by_table
+from flanneld.reconcile.reconciler import Reconciler, TableState, desired_by_table
 from flanneld.runtime.detached_call import DetachedCalls
 from flanneld.runtime.sockets.http_client import HttpClient
 from flanneld.state.resources import Resource
@@ -53,7 +53,7 @@ class Cloud(Protocol):
     def routes(self) -> dict[str, str]: ...
     def deny(self, purpose: str) -> None: ...
     def revoke(self) -> None: ...
-    def fail(self, purpose: str, trouble: Trouble, times: float = 1) -> None: ...
+    def fail(self, purpose: str, trouble: ErrorKind, times: float = 1) -> None: ...
     def heal(self) -> None: ...
     def made(self, *purposes: str) -> int: ...
 
@@ -104,8 +104,8 @@ class Node:
         self.backend = backend
         lease = Lease(backend.attributes(), IPv4Network(subnet), None)
         self.tables = backend.tables()
-        self.wanted = list(backend.local(lease))
-        self.reconciler = Reconciler(self.tables, wanted_by_table(self.wanted), lambda: False, permits=self)
+        self.desired = list(backend.local(lease))
+        self.reconciler = Reconciler(self.tables, desired_by_table(self.desired), lambda: False, permits=self)
 
     @property
     def routes(self) -> CloudRoutes:

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from flanneld.backends.cloud.cleanup import routes_in
-from flanneld.backends.cloud.contract import Trouble
+from flanneld.backends.cloud.contract import ErrorKind
 from flanneld.backends.cloud.record import Record
 from tests.lab.clouds.aws import ROLE_ARN, WEB_IDENTITY, AwsService
 from tests.unit.backends.cloud.bench import SUBNET, THEIRS, Bench
@@ -34,7 +34,7 @@ def test_a_missing_right_is_named_by_the_clouds_own_word(cloud: Bench) -> None:
 
 
 def test_a_refused_change_is_not_tried_again_at_once(cloud: Bench) -> None:
-    cloud.cloud.fail("create", Trouble.DENIED, times=100)
+    cloud.cloud.fail("create", ErrorKind.DENIED, times=100)
     node = cloud.node()
     for _ in range(5):
         node.audit()
@@ -56,7 +56,7 @@ def test_a_full_table_is_told_with_its_quota(cloud: Bench) -> None:
 def test_a_throttled_reading_is_repeated_ever_more_rarely(cloud: Bench) -> None:
     node = cloud.node()
     node.audit()
-    cloud.cloud.fail("list", Trouble.THROTTLED, times=1000)
+    cloud.cloud.fail("list", ErrorKind.THROTTLED, times=1000)
     cloud.wait()
     for _ in range(5):
         node.audit()
@@ -207,7 +207,7 @@ def test_a_clean_up_leaves_a_route_that_is_anothers_by_now(cloud: Bench) -> None
 
 def test_a_clean_up_that_fails_keeps_the_record(cloud: Bench) -> None:
     cloud.node().audit()
-    cloud.cloud.fail("delete", Trouble.DENIED, times=10)
+    cloud.cloud.fail("delete", ErrorKind.DENIED, times=10)
     record = Record(cloud.room / "flanneld.cloud")
     assert [act() for _, act in routes_in(record)] == [False, False]
     assert record.path.exists()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from flanneld.backends.cloud.contract import Trouble
+from flanneld.backends.cloud.contract import ErrorKind
 from flanneld.state.table import Put, Scope
 from tests.unit.backends.cloud.bench import OURS, SUBNET, THEIRS, Bench
 
@@ -125,7 +125,7 @@ def test_a_write_that_reads_do_not_show_yet_is_not_repeated(cloud: Bench) -> Non
 
 def test_a_route_that_is_there_though_no_read_shows_it_is_found_by_the_next_try(cloud: Bench) -> None:
     node = cloud.node()
-    cloud.cloud.fail("create", Trouble.EXISTS)
+    cloud.cloud.fail("create", ErrorKind.EXISTS)
     assert node.audit() == ([], [])
     cloud.wait()
     assert node.audit()[0] == MADE
@@ -147,9 +147,9 @@ def test_the_record_names_our_routes_and_no_secret(cloud: Bench) -> None:
 
 def test_a_dry_run_tells_the_calls_that_a_start_would_make(cloud: Bench) -> None:
     node = cloud.node()
-    wanted = {each.key: each for each in node.wanted if each.key[0] == "cloud-routes"}
-    node.routes.read(Scope(wanted))
-    (want,) = wanted.values()
+    desired = {each.key: each for each in node.desired if each.key[0] == "cloud-routes"}
+    node.routes.read(Scope(desired))
+    (want,) = desired.values()
     shown = node.routes.explain(Put(want))
     assert cloud.cloud.actions["create"].rsplit(".", 1)[-1] in shown
     assert SUBNET in shown

@@ -14,7 +14,13 @@ from msgspec.structs import asdict
 from flanneld.backends import registry
 from flanneld.backends.contract import ExitPolicy, Host, HostServices, OtherBackend, exit_policy
 from flanneld.backends.extension.backend import Extension
-from flanneld.backends.extension.commands import Command, CommandFailed, Commands, expanded, told
+from flanneld.backends.extension.commands import (
+    ConfigCommand,
+    ConfigCommandFailed,
+    ConfigCommands,
+    expanded,
+    told,
+)
 from flanneld.backends.extension.resources import PeerSetup, Startup
 from flanneld.config import parse
 from flanneld.errors import Fatal, Refused, Retryable
@@ -25,11 +31,11 @@ from flanneld.runtime.command_runner import CommandRunner
 OWN = Lease(LeaseAttrs(), IPv4Network("10.1.5.0/24"), IPv6Network("fd00:0:0:5::/64"))
 THEIRS = IPv4Address("192.168.0.6"), IPv6Address("fd77::6")
 SUBNETS = IPv4Network("10.1.6.0/24"), IPv6Network("fd00:0:0:6::/64")
-ADD = Command("SubnetAddCommand", "env; cat")
+ADD = ConfigCommand("SubnetAddCommand", "env; cat")
 
 
-def commands(limit: float = 10.0) -> Commands:
-    return Commands(CommandRunner(threading.Event()).run, limit)
+def commands(limit: float = 10.0) -> ConfigCommands:
+    return ConfigCommands(CommandRunner(threading.Event()).run, limit)
 
 
 def made(
@@ -186,9 +192,9 @@ def test_a_command_gets_just_its_variables_and_data(monkeypatch: pytest.MonkeyPa
 
 def test_without_a_shell_words_are_expanded_and_run_directly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLOUR", "red")
-    command = Command("SubnetAddCommand", "echo $SUBNET;  ${COLOUR}x $NONE| 'a b'", shell=False)
+    command = ConfigCommand("SubnetAddCommand", "echo $SUBNET;  ${COLOUR}x $NONE| 'a b'", shell=False)
     assert commands().run(command, {"SUBNET": "10.1.6.0/24"}) == "10.1.6.0/24; redx | 'a b'"
-    output = commands().run(Command("SubnetAddCommand", "env", shell=False), {"SUBNET": "10.1.6.0/24"})
+    output = commands().run(ConfigCommand("SubnetAddCommand", "env", shell=False), {"SUBNET": "10.1.6.0/24"})
     assert {"COLOUR=red", "SUBNET=10.1.6.0/24"} <= set(output.splitlines())
 
 
@@ -198,7 +204,9 @@ def test_variables_are_expanded_as_go_does() -> None:
 
 def test_output_is_bounded_and_one_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    commands().run(Command("SubnetAddCommand", "echo a; echo b; printf '\\033[1m%0900d' 7"), {}, "", "a peer")
+    commands().run(
+        ConfigCommand("SubnetAddCommand", "echo a; echo b; printf '\\033[1m%0900d' 7"), {}, "", "a peer"
+    )
     (line,) = caplog.messages
     assert line.startswith("Ran SubnetAddCommand for a peer: a b ?[1m000")
     assert len(line) < 600
@@ -207,10 +215,10 @@ def test_output_is_bounded_and_one_line_in_the_log(caplog: pytest.LogCaptureFixt
 
 def test_a_command_that_says_nothing_is_not_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    commands().run(Command("SubnetAddCommand", "true"), {})
+    commands().run(ConfigCommand("SubnetAddCommand", "true"), {})
     assert not caplog.messages
 
 
 def test_a_program_that_is_not_installed_is_named() -> None:
-    with pytest.raises(CommandFailed, match="no-such-program is not installed"):
-        commands().run(Command("SubnetAddCommand", "no-such-program", shell=False), {})
+    with pytest.raises(ConfigCommandFailed, match="no-such-program is not installed"):
+        commands().run(ConfigCommand("SubnetAddCommand", "no-such-program", shell=False), {})

@@ -10,15 +10,15 @@ from typing import NoReturn
 
 import pytest
 
-from flanneld.backends.extension.commands import Command
-from flanneld.backends.extension.journal import Entry, Journal, Stage
+from flanneld.backends.extension.commands import ConfigCommand
+from flanneld.backends.extension.journal import Journal, JournalEntry, Stage
 from flanneld.backends.extension.resources import PeerSetup
 from flanneld.runtime.files import atomic_file
 
-REMOVE = Command("SubnetRemoveCommand", "ip route del $SUBNET")
+REMOVE = ConfigCommand("SubnetRemoveCommand", "ip route del $SUBNET")
 
 
-def entry(number: int = 6, stage: Stage = Stage.BEGUN, base: str = "base") -> Entry:
+def entry(number: int = 6, stage: Stage = Stage.BEGUN, base: str = "base") -> JournalEntry:
     setup = PeerSetup(
         IPv4Network(f"10.1.{number}.0/24"),
         IPv6Network(f"fd00:0:0:{number}::/64"),
@@ -26,7 +26,7 @@ def entry(number: int = 6, stage: Stage = Stage.BEGUN, base: str = "base") -> En
         IPv6Address("fd77::6"),
         "data \n\u2028",
     )
-    return Entry(setup, REMOVE, base, stage)
+    return JournalEntry(setup, REMOVE, base, stage)
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def opened(path: Path) -> Journal:
     return Journal(path, lambda: "base")
 
 
-def kept(path: Path) -> list[Entry]:
+def kept(path: Path) -> list[JournalEntry]:
     return list(opened(path).entries().values())
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from flanneld.backends.extension import tables
-from flanneld.backends.extension.commands import Command, Commands
+from flanneld.backends.extension.commands import ConfigCommand, ConfigCommands
 from flanneld.backends.extension.journal import Journal
 from flanneld.backends.extension.resources import PEERS, PeerSetup, Startup
-from flanneld.backends.extension.tables import PeerTable, StartupTable
+from flanneld.backends.extension.tables import PeerSetupTable, StartupTable
 from flanneld.errors import Fatal
 from flanneld.reconcile.reconciler import Reconciler
 from flanneld.runtime import clock
@@ -45,31 +45,31 @@ class Extension:
         self.base = "base"
         self.time_limit = 10.0
         self.has_check = self.has_remove = True
-        self.wanted: dict[Key, Resource] = {}
+        self.desired: dict[Key, Resource] = {}
         self.start()
 
     def start(self) -> None:
         """Start as a daemon does that knows nothing but what is on disk."""
         self.stop = threading.Event()
         self.journal = Journal(self.directory / "flanneld.extension", lambda: self.base)
-        commands = Commands(CommandRunner(self.stop).run, self.time_limit)
-        self.table = PeerTable(
+        commands = ConfigCommands(CommandRunner(self.stop).run, self.time_limit)
+        self.table = PeerSetupTable(
             self.command("add"),
-            self.command("remove") if self.has_remove else Command("SubnetRemoveCommand"),
-            self.command("check") if self.has_check else Command("CheckCommand"),
+            self.command("remove") if self.has_remove else ConfigCommand("SubnetRemoveCommand"),
+            self.command("check") if self.has_check else ConfigCommand("CheckCommand"),
             commands,
             self.journal,
         )
         self.reconciler = Reconciler(
-            [self.table], {PEERS: self.wanted}, self.stop.is_set, converged={"extension-startup"}
+            [self.table], {PEERS: self.desired}, self.stop.is_set, converged={"extension-startup"}
         )
 
-    def command(self, what: str) -> Command:
+    def command(self, what: str) -> ConfigCommand:
         names = {"add": "SubnetAddCommand", "remove": "SubnetRemoveCommand", "check": "CheckCommand"}
         note = f'echo {what} $SUBNET $PUBLIC_IP "$(cat)" >> {self.directory}/notes'
         script = f"{self.directory}/{what}-$PUBLIC_IP"
         text = f"{note}; [ ! -e {script} ] || . {script}"
-        return Command(names[what], text)
+        return ConfigCommand(names[what], text)
 
     def make_fail(self, what: str, host: int = 6, how: str = "exit 7") -> None:
         (self.directory / f"{what}-192.168.0.{host}").write_text(how)
@@ -85,8 +85,8 @@ class Extension:
         return found
 
     def want(self, *peers: PeerSetup) -> None:
-        self.wanted.clear()
-        self.wanted |= {each.key: each for each in peers}
+        self.desired.clear()
+        self.desired |= {each.key: each for each in peers}
 
     def converge(self) -> list[str]:
         self.reconciler.converge(clock.now())
@@ -369,10 +369,10 @@ def test_checks_leave_time_for_other_things(checked: Extension, monkeypatch: pyt
 
 
 def startup(tmp_path: Path, post: str, shutdown: str = "") -> StartupTable:
-    commands = Commands(CommandRunner(threading.Event()).run, 0.5)
+    commands = ConfigCommands(CommandRunner(threading.Event()).run, 0.5)
     return StartupTable(
-        Command("PostStartupCommand", post.replace("NOTES", str(tmp_path / "notes"))),
-        Command("ShutdownCommand", shutdown.replace("NOTES", str(tmp_path / "notes"))),
+        ConfigCommand("PostStartupCommand", post.replace("NOTES", str(tmp_path / "notes"))),
+        ConfigCommand("ShutdownCommand", shutdown.replace("NOTES", str(tmp_path / "notes"))),
         commands,
     )
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from flanneld.backends import registry
 from flanneld.backends.contract import Host, OtherBackend, encrypts
 from flanneld.backends.ipsec.backend import DEVICE, Ipsec
-from flanneld.backends.ipsec.resources import Charon, Connection, SharedKey, connection_of, owner_of
+from flanneld.backends.ipsec.resources import Charon, IkeConnection, SharedKey, connection_of, owner_of
 from flanneld.backends.ipsec.sessions import by_connection, session_of
 from flanneld.config import parse
 from flanneld.errors import Fatal, Refused
@@ -57,7 +57,7 @@ def test_mtu_is_upstreams(encap: bool, mtu: int) -> None:
 
 
 def test_guards_come_first() -> None:
-    wanted: list[Resource] = [
+    desired: list[Resource] = [
         Blackhole(NETWORK, unreachable=True),
         Dummy(DEVICE, 1423),
         Address(DEVICE, IPv4Address("10.1.5.0")),
@@ -65,24 +65,24 @@ def test_guards_come_first() -> None:
         Charon(),
         SharedKey(HERE, KEY),
     ]
-    assert list(made().local(OWN)) == wanted
+    assert list(made().local(OWN)) == desired
 
 
 def test_what_leads_to_a_peer() -> None:
-    wanted: list[Resource] = [
+    desired: list[Resource] = [
         *tunnel_policies(SUBNET, THEIRS, HERE, THERE),
         Route(THEIRS, DEVICE),
         SharedKey(THERE, KEY),
-        Connection(HERE, HERE, SUBNET, THEIRS, THERE, PROPOSAL),
+        IkeConnection(HERE, HERE, SUBNET, THEIRS, THERE, PROPOSAL),
     ]
-    assert list(made().peer(OWN, PEER)) == wanted
+    assert list(made().peer(OWN, PEER)) == desired
 
 
 def test_a_node_behind_nat_sends_from_its_own_address() -> None:
     local = IPv4Address("10.9.9.9")
     backend = made(Uplink("eth0", 2, 1500, local, HERE))
     *_, connection = backend.peer(OWN, PEER)
-    assert isinstance(connection, Connection)
+    assert isinstance(connection, IkeConnection)
     message: Any = connection.message()[connection.name]
     assert (message["local_addrs"], message["local"]["id"]) == (["10.9.9.9"], "192.0.2.5")
     assert {
@@ -124,7 +124,7 @@ def test_a_key_of_96_bytes_is_long_enough() -> None:
 
 
 def test_messages_are_upstreams() -> None:
-    connection = Connection(HERE, HERE, SUBNET, THEIRS, THERE, PROPOSAL, True)
+    connection = IkeConnection(HERE, HERE, SUBNET, THEIRS, THERE, PROPOSAL, True)
     ((name, body),) = connection.message().items()
     assert name == "192.0.2.5-10.1.5.0/24-10.1.6.0/24-192.0.2.6"
     assert isinstance(body, dict)
@@ -164,7 +164,7 @@ def test_names_that_others_gave_are_not_ours(name: str) -> None:
 
 
 def test_names_are_read_back() -> None:
-    connection = Connection(HERE, HERE, SUBNET, THEIRS, THERE)
+    connection = IkeConnection(HERE, HERE, SUBNET, THEIRS, THERE)
     assert connection_of(connection.name) == connection
     assert owner_of(SharedKey(THERE, KEY).name) == THERE
 
@@ -189,7 +189,7 @@ def child(state: str, age: int, size: int) -> dict[str, bytes]:
 
 
 def test_sessions_add_up_the_sas_of_a_peer() -> None:
-    connection = Connection(HERE, HERE, SUBNET, THEIRS, THERE)
+    connection = IkeConnection(HERE, HERE, SUBNET, THEIRS, THERE)
     events = [
         listed("ESTABLISHED", [child("REKEYED", 70, 5), child("INSTALLED", 7, 10)]),
         listed("CONNECTING", []),

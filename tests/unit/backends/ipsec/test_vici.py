@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flanneld.backends.ipsec import vici
-from flanneld.backends.ipsec.charon import CharonHangs, CharonRefused, Connection, News, NoCharon
-from flanneld.backends.ipsec.vici import Kind, Malformed, Packet
+from flanneld.backends.ipsec.charon import CharonEvents, CharonHangs, CharonRefused, NoCharon, ViciConnection
+from flanneld.backends.ipsec.vici import MalformedVici, Packet, PacketType
 from tests.unit.mutations import tampered_bytes
 
 names = st.text(max_size=8)
@@ -26,47 +26,50 @@ values = st.recursive(
 )
 sections = st.dictionaries(names, values, max_size=4)
 EXAMPLE: Any = {"a": {"b": {"c": ["d", "e"]}, "f": "g" * 300}, "h": "", "i": []}
-PACKED = [vici.pack(kind, "list-sa", EXAMPLE) for kind in (Kind.EVENT, Kind.RESPONSE, Kind.CONFIRM)]
+PACKED = [
+    vici.pack(kind, "list-sa", EXAMPLE)
+    for kind in (PacketType.EVENT, PacketType.RESPONSE, PacketType.CONFIRM)
+]
 
 
-@given(st.sampled_from(Kind), names, sections)
-def test_what_is_packed_is_read_back(kind: Kind, name: str, section: Any) -> None:
+@given(st.sampled_from(PacketType), names, sections)
+def test_what_is_packed_is_read_back(kind: PacketType, name: str, section: Any) -> None:
     packed = vici.pack(kind, name, section)
     assert vici.length_of(packed[:4]) == len(packed) - 4
-    has_name = kind in (Kind.REQUEST, Kind.REGISTER, Kind.UNREGISTER, Kind.EVENT)
+    has_name = kind in (PacketType.REQUEST, PacketType.REGISTER, PacketType.UNREGISTER, PacketType.EVENT)
     assert vici.unpack(packed[4:]) == Packet(kind, name if has_name else "", section)
 
 
 def test_the_documented_example_is_packed_as_documented() -> None:
     """strongSwan's README of the plug-in: version with a section, a list and a value in it."""
-    assert vici.pack(Kind.REQUEST, "version") == b"\0\0\0\x09\0\x07version"
+    assert vici.pack(PacketType.REQUEST, "version") == b"\0\0\0\x09\0\x07version"
     section: Any = {"key1": "value1", "section1": {"sub": {"key2": "v2"}, "list1": ["item1"]}}
-    assert vici.pack(Kind.RESPONSE, "", section)[5:] == (
+    assert vici.pack(PacketType.RESPONSE, "", section)[5:] == (
         b"\3\4key1\0\6value1\1\x08section1\1\3sub\3\4key2\0\2v2\2\4\5list1\5\0\5item1\6\2"
     )
 
 
 @given(st.binary(max_size=200) | tampered_bytes([each[4:] for each in PACKED]))
 def test_no_tampered_packet_is_more_than_malformed(data: bytes) -> None:
-    with suppress(Malformed):
+    with suppress(MalformedVici):
         vici.unpack(data)
 
 
 def test_sections_are_bounded_in_depth() -> None:
-    with pytest.raises(Malformed):
+    with pytest.raises(MalformedVici):
         vici.unpack(b"\1" + b"\1\1a" * 100_000)
 
 
 @pytest.mark.parametrize("length", [0, vici.LONGEST_PACKET + 1, 2**32 - 1])
 def test_lengths_are_bounded(length: int) -> None:
-    with pytest.raises(Malformed):
+    with pytest.raises(MalformedVici):
         vici.length_of(length.to_bytes(4))
 
 
 def test_what_does_not_fit_is_refused() -> None:
     for section in ({"a" * 256: "b"}, {"a": "b" * 65536}, {str(n): "b" * 60000 for n in range(9)}):
         with pytest.raises(ValueError, match="longer"):
-            vici.pack(Kind.REQUEST, "load-conn", section)
+            vici.pack(PacketType.REQUEST, "load-conn", section)
 
 
 def test_values_of_a_wrong_kind_count_as_absent() -> None:
@@ -108,7 +111,7 @@ def listening(tmp_path: Path) -> Iterator[Callable[[Answer], str]]:
 
 
 def response(**message: str) -> bytes:
-    return vici.pack(Kind.RESPONSE, "", message)
+    return vici.pack(PacketType.RESPONSE, "", message)
 
 
 def test_answers_are_read_however_they_are_cut(listening: Callable[[Answer], str]) -> None:
@@ -117,7 +120,7 @@ def test_answers_are_read_however_they_are_cut(listening: Callable[[Answer], str
         for byte in response(success="yes", daemon="charon"):
             connection.sendall(bytes([byte]))
 
-    with Connection(listening(answer)) as charon:
+    with ViciConnection(listening(answer)) as charon:
         assert charon.ask("version")["daemon"] == b"charon"
 
 
@@ -126,7 +129,7 @@ def test_a_refusal_tells_charons_reason(listening: Callable[[Answer], str]) -> N
         connection.recv(1000)
         connection.sendall(response(success="no", errmsg="unknown proposal"))
 
-    with Connection(listening(answer)) as charon, pytest.raises(CharonRefused, match="unknown proposal"):
+    with ViciConnection(listening(answer)) as charon, pytest.raises(CharonRefused, match="unknown proposal"):
         charon.ask("load-conn")
 
 
@@ -138,7 +141,7 @@ def test_silence_ends_with_the_time_limit(listening: Callable[[Answer], str]) ->
         while connection.recv(1000):
             connection.sendall(b"\1")
 
-    with Connection(listening(answer), time_limit=0.1) as charon, pytest.raises(CharonHangs):
+    with ViciConnection(listening(answer), time_limit=0.1) as charon, pytest.raises(CharonHangs):
         charon.ask("version")
 
 
@@ -146,36 +149,36 @@ def test_a_lost_connection_is_told(listening: Callable[[Answer], str], tmp_path:
     def read_and_close(connection: socket.socket) -> None:
         connection.recv(1000)
 
-    with Connection(listening(read_and_close)) as charon, pytest.raises(NoCharon):
+    with ViciConnection(listening(read_and_close)) as charon, pytest.raises(NoCharon):
         charon.ask("version")
     with pytest.raises(NoCharon):
-        Connection(str(tmp_path / "nobody"))
+        ViciConnection(str(tmp_path / "nobody"))
 
 
 def test_a_list_ends_with_its_response(listening: Callable[[Answer], str]) -> None:
     def answer(connection: socket.socket) -> None:
         connection.recv(1000)
-        connection.sendall(vici.pack(Kind.CONFIRM))
+        connection.sendall(vici.pack(PacketType.CONFIRM))
         connection.recv(1000)
         for number in "12":
-            connection.sendall(vici.pack(Kind.EVENT, "list-sa", {"number": number}))
-        connection.sendall(vici.pack(Kind.EVENT, "another", {}) + response())
+            connection.sendall(vici.pack(PacketType.EVENT, "list-sa", {"number": number}))
+        connection.sendall(vici.pack(PacketType.EVENT, "another", {}) + response())
         connection.recv(1000)
-        connection.sendall(vici.pack(Kind.CONFIRM))
+        connection.sendall(vici.pack(PacketType.CONFIRM))
 
-    with Connection(listening(answer)) as charon:
+    with ViciConnection(listening(answer)) as charon:
         found = [each["number"] for each in charon.listing("list-sas", "list-sa")]
     assert found == [b"1", b"2"]
 
 
 def test_news_are_heard_until_the_end(listening: Callable[[Answer], str]) -> None:
-    events = b"".join(vici.pack(Kind.EVENT, "log", {"msg": number}) for number in "123")
+    events = b"".join(vici.pack(PacketType.EVENT, "log", {"msg": number}) for number in "123")
 
     def answer(connection: socket.socket) -> None:
         connection.recv(1000)
-        connection.sendall(vici.pack(Kind.CONFIRM) + events)
+        connection.sendall(vici.pack(PacketType.CONFIRM) + events)
 
-    news = News(listening(answer))
+    news = CharonEvents(listening(answer))
     heard: list[object] = []
 
     def hear() -> None:

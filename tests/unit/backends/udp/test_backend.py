@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from flanneld.backends import registry
 from flanneld.backends.contract import Host
 from flanneld.backends.udp.backend import Udp
-from flanneld.backends.udp.resources import Pump, PumpPeer
+from flanneld.backends.udp.resources import ProxyPeer, UdpProxy
 from flanneld.config import Config, parse
 from flanneld.errors import Fatal, Refused
 from flanneld.model import Lease, LeaseAttrs, Uplink
@@ -22,7 +22,7 @@ NETWORK, SUBNET, BASE = IPv4Network("10.1.0.0/16"), IPv4Network("10.1.6.0/24"), 
 OURS, PUBLIC = IPv4Address("192.168.0.5"), IPv4Address("192.168.0.6")
 UPLINK = Uplink("eth0", 2, 1500, OURS, OURS)
 OWN = Lease(LeaseAttrs(), IPv4Network("10.1.5.0/24"), IPv6Network("fd00:0:0:5::/64"))
-PUMP = Pump("flannel0", OURS, 8285, BASE, 1472)
+PUMP = UdpProxy("flannel0", OURS, 8285, BASE, 1472)
 
 
 def config(backend: dict[str, Any] | None = None, **network: Any) -> Config:
@@ -43,24 +43,24 @@ def peer(**attrs: Any) -> Lease:
 
 
 def test_one_device_leads_to_the_whole_network_and_a_pump_carries_on_from_there() -> None:
-    wanted: list[Resource] = [
+    desired: list[Resource] = [
         Tun("flannel0", 1472),
         Address("flannel0", BASE),
         Route(NETWORK, "flannel0"),
         PUMP,
     ]
-    assert list(made().local(OWN)) == wanted
+    assert list(made().local(OWN)) == desired
 
 
 def test_the_options_reach_the_pump() -> None:
     *_, pump = made({"Port": 9000, "DataPlane": "Python", "AcceptAnySource": True}).local(OWN)
-    assert pump == replace(PUMP, port=9000, wish="python", accept_any=True)
+    assert pump == replace(PUMP, port=9000, data_plane="python", accept_any=True)
 
 
 def test_the_pump_is_bound_to_the_address_of_the_uplink_and_not_to_the_one_announced() -> None:
     backend = made(uplink=replace(UPLINK, public_ip=IPv4Address("203.0.113.5")))
     *_, pump = backend.local(OWN)
-    assert isinstance(pump, Pump)
+    assert isinstance(pump, UdpProxy)
     assert pump.local == OURS
     assert backend.attributes() == LeaseAttrs(IPv4Address("203.0.113.5"))
 
@@ -72,7 +72,7 @@ def test_all_is_named_after_the_device_that_the_host_has_for_us() -> None:
         for item in backend.local(OWN)
     ]
     assert names == ["flannel3"] * 4
-    assert list(backend.peer(OWN, peer())) == [PumpPeer("flannel3", SUBNET, PUBLIC)]
+    assert list(backend.peer(OWN, peer())) == [ProxyPeer("flannel3", SUBNET, PUBLIC)]
 
 
 def test_only_the_public_ip_is_announced_and_no_type_as_upstream_does() -> None:
@@ -121,7 +121,7 @@ def test_of_a_dual_stack_network_the_ipv4_part_is_carried() -> None:
     backend = Udp(dual, Host(UPLINK, None, lambda _: None, lambda _: None, bytes))
     assert list(backend.local(OWN))[2] == Route(NETWORK, "flannel0")
     assert list(backend.peer(OWN, replace(peer(), ipv6_subnet=IPv6Network("fd00:0:0:6::/64")))) == [
-        PumpPeer("flannel0", SUBNET, PUBLIC)
+        ProxyPeer("flannel0", SUBNET, PUBLIC)
     ]
 
 
@@ -134,7 +134,7 @@ def test_the_backend_is_found_by_name() -> None:
 
 @pytest.mark.parametrize("backend_type", ["", "udp", "vxlan"])
 def test_every_lease_leads_somewhere_whatever_its_type_as_upstream_has_it(backend_type: str) -> None:
-    assert list(made().peer(OWN, peer(backend_type=backend_type))) == [PumpPeer("flannel0", SUBNET, PUBLIC)]
+    assert list(made().peer(OWN, peer(backend_type=backend_type))) == [ProxyPeer("flannel0", SUBNET, PUBLIC)]
 
 
 def test_a_lease_without_a_public_ipv4_is_refused() -> None:
@@ -150,7 +150,7 @@ def test_a_lease_whose_public_ip_is_no_hosts_is_refused(public_ip: str) -> None:
 
 def test_a_public_ip_of_class_e_is_one_as_upstream_has_it() -> None:
     address = IPv4Address("240.0.0.1")
-    assert list(made().peer(OWN, peer(public_ip=address))) == [PumpPeer("flannel0", SUBNET, address)]
+    assert list(made().peer(OWN, peer(public_ip=address))) == [ProxyPeer("flannel0", SUBNET, address)]
 
 
 def test_a_lease_with_our_own_public_ip_is_refused() -> None:
@@ -163,22 +163,26 @@ def test_a_lease_with_our_own_public_ip_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "pump",
-    [PUMP, replace(PUMP, accept_any=True, wish="native", version="9"), replace(PUMP, tun="flannel7", mtu=68)],
+    [
+        PUMP,
+        replace(PUMP, accept_any=True, data_plane="native", version="9"),
+        replace(PUMP, tun="flannel7", mtu=68),
+    ],
 )
-def test_a_pumps_settings_survive_being_told(pump: Pump) -> None:
-    assert Pump.of(pump.words()) == pump
+def test_a_pumps_settings_survive_being_told(pump: UdpProxy) -> None:
+    assert UdpProxy.of(pump.words()) == pump
 
 
 @pytest.mark.parametrize("words", [[], ["1"], PUMP.words()[:-1], [*PUMP.words(), "more"], ["x"] * 8])
 def test_settings_of_another_version_are_not_understood(words: list[str]) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - several kinds of wrong
-        Pump.of(words)
+        UdpProxy.of(words)
 
 
 def test_what_differs_between_two_pumps_of_a_device_makes_them_different_under_one_key() -> None:
     other = replace(PUMP, port=1)
     assert (other.key == PUMP.key, other == PUMP) == (True, False)
     assert (
-        PumpPeer("flannel0", SUBNET, PUBLIC).key
-        != PumpPeer("flannel0", IPv4Network("10.1.6.0/25"), PUBLIC).key
+        ProxyPeer("flannel0", SUBNET, PUBLIC).key
+        != ProxyPeer("flannel0", IPv4Network("10.1.6.0/25"), PUBLIC).key
     )

@@ -13,13 +13,13 @@ from itertools import count
 import pytest
 from msgspec.structs import replace
 
-from flanneld.backends.udp import client as client_module
 from flanneld.backends.udp import control, rendezvous
-from flanneld.backends.udp.client import Client, NoPump, succeed
+from flanneld.backends.udp import proxy_client as client_module
 from flanneld.backends.udp.proxy import server as server_module
-from flanneld.backends.udp.proxy.server import Server
-from flanneld.backends.udp.resources import Pump, PumpPeer
-from flanneld.backends.udp.tables import PumpPeerTable, PumpTable
+from flanneld.backends.udp.proxy.server import ProxyServer
+from flanneld.backends.udp.proxy_client import NoProxy, ProxyClient, succeed
+from flanneld.backends.udp.resources import ProxyPeer, UdpProxy
+from flanneld.backends.udp.tables import ProxyPeerTable, ProxyTable
 from flanneld.state.resources import Resource
 from flanneld.state.table import Put, Scope, Table
 
@@ -65,13 +65,15 @@ class Running:
     """A pump of which only the process is missing. ``device_stays`` is what it decided at its end."""
 
     def __init__(self) -> None:
-        self.settings = Pump(f"test{os.getpid()}.{next(_numbers)}", HOST, 8285, IPv4Address("10.5.1.0"), 1472)
+        self.settings = UdpProxy(
+            f"test{os.getpid()}.{next(_numbers)}", HOST, 8285, IPv4Address("10.5.1.0"), 1472
+        )
         self.plane = Idle()
         self.device_stays: list[bool] = []
         listener = control.new_socket()
         listener.bind(rendezvous.address_of(self.settings.tun))
         listener.listen()
-        self.server = Server(self.settings, self.plane, "for the test", listener)
+        self.server = ProxyServer(self.settings, self.plane, "for the test", listener)
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
 
@@ -102,19 +104,19 @@ def pump() -> Iterator[Running]:
 
 
 @pytest.fixture
-def client(pump: Running) -> Iterator[Client]:
-    client = Client(pump.settings.tun)
+def client(pump: Running) -> Iterator[ProxyClient]:
+    client = ProxyClient(pump.settings.tun)
     yield client
     client.close()
 
 
-def test_a_pump_says_what_it_is(pump: Running, client: Client) -> None:
+def test_a_pump_says_what_it_is(pump: Running, client: ProxyClient) -> None:
     running = client.hello()
     assert (running.settings, running.pid) == (pump.settings, os.getpid())
     assert (running.plane, running.why) == ("idle", "for the test")
 
 
-def test_five_thousand_peers_are_told_and_read_back(pump: Running, client: Client) -> None:
+def test_five_thousand_peers_are_told_and_read_back(pump: Running, client: ProxyClient) -> None:
     client.put(MANY)
     assert pump.plane.peers == dict(MANY)
     assert client.peers() == MANY
@@ -123,7 +125,7 @@ def test_five_thousand_peers_are_told_and_read_back(pump: Running, client: Clien
     assert client.peers() == MANY[:1]
 
 
-def test_a_successor_takes_over_the_peers_and_the_place(pump: Running, client: Client) -> None:
+def test_a_successor_takes_over_the_peers_and_the_place(pump: Running, client: ProxyClient) -> None:
     client.put(MANY)
     assert succeed(pump.settings.tun) == MANY
     assert pump.ended()
@@ -131,7 +133,7 @@ def test_a_successor_takes_over_the_peers_and_the_place(pump: Running, client: C
     assert succeed(pump.settings.tun) == []
 
 
-def test_a_peer_that_moves_is_replaced(pump: Running, client: Client) -> None:
+def test_a_peer_that_moves_is_replaced(pump: Running, client: ProxyClient) -> None:
     subnet = MANY[0][0]
     client.put([MANY[0]])
     client.put([(subnet, HOST)])
@@ -139,18 +141,18 @@ def test_a_peer_that_moves_is_replaced(pump: Running, client: Client) -> None:
     assert pump.plane.peers == {subnet: HOST}
 
 
-def test_counters_are_told(client: Client) -> None:
+def test_counters_are_told(client: ProxyClient) -> None:
     assert client.counters() == {"sent": 7, "received": 0}
 
 
 @pytest.mark.parametrize("device_stays", [True, False])
 def test_a_pump_that_is_told_to_leave_has_gone_when_that_returns(
-    pump: Running, client: Client, device_stays: bool
+    pump: Running, client: ProxyClient, device_stays: bool
 ) -> None:
     client.leave(device_stays=device_stays)
     assert pump.ended()
     assert pump.device_stays == [device_stays]
-    with pytest.raises(NoPump, match="refused"):
+    with pytest.raises(NoProxy, match="refused"):
         client.hello()
     client.leave(device_stays=True)
 
@@ -161,7 +163,7 @@ def test_a_signal_takes_the_device_along(pump: Running) -> None:
     assert pump.device_stays == [False]
 
 
-def test_the_end_of_a_pump_is_heard_at_once_with_its_reason(pump: Running, client: Client) -> None:
+def test_the_end_of_a_pump_is_heard_at_once_with_its_reason(pump: Running, client: ProxyClient) -> None:
     client.hello()
     pump.plane.fail(OSError(77, "File descriptor in bad state"))
     poll = select.poll()
@@ -173,16 +175,18 @@ def test_the_end_of_a_pump_is_heard_at_once_with_its_reason(pump: Running, clien
     assert pump.device_stays == [True]
 
 
-def test_a_second_daemon_can_ask_while_the_first_is_connected(pump: Running, client: Client) -> None:
+def test_a_second_daemon_can_ask_while_the_first_is_connected(pump: Running, client: ProxyClient) -> None:
     client.put([MANY[0]])
-    other = Client(pump.settings.tun)
+    other = ProxyClient(pump.settings.tun)
     assert other.peers() == client.peers() == [MANY[0]]
     other.close()
     assert client.peers() == [MANY[0]]
 
 
 @pytest.mark.parametrize("message", [b"?", b"\0" * 50, control.PUT + b"x", control.PUT + b"\xff" * 9])
-def test_a_message_that_makes_no_sense_does_no_harm(pump: Running, client: Client, message: bytes) -> None:
+def test_a_message_that_makes_no_sense_does_no_harm(
+    pump: Running, client: ProxyClient, message: bytes
+) -> None:
     client.put([MANY[0]])
     with control.new_socket() as stranger:
         stranger.connect(rendezvous.address_of(pump.settings.tun))
@@ -207,8 +211,8 @@ def test_an_answer_of_another_version_is_no_pump_of_ours() -> None:
 
         thread = threading.Thread(target=answer)
         thread.start()
-        with pytest.raises(NoPump, match="another version"):
-            Client(name).hello()
+        with pytest.raises(NoProxy, match="another version"):
+            ProxyClient(name).hello()
         thread.join()
 
 
@@ -219,27 +223,27 @@ def held(table: Table) -> list[Resource]:
     return [seen.resource for seen in table.read(Scope({}))]
 
 
-def test_the_tables_read_what_the_pump_has(pump: Running, client: Client) -> None:
+def test_the_tables_read_what_the_pump_has(pump: Running, client: ProxyClient) -> None:
     tun = pump.settings.tun
-    peers = PumpPeerTable(client, tun)
-    peers.put([Put(PumpPeer(tun, *entry)) for entry in MANY[:3]])
-    peers.drop([PumpPeer(tun, *MANY[1])])
-    assert held(PumpTable(client)) == [pump.settings]
-    assert held(peers) == [PumpPeer(tun, *MANY[0]), PumpPeer(tun, *MANY[2])]
+    peers = ProxyPeerTable(client, tun)
+    peers.put([Put(ProxyPeer(tun, *entry)) for entry in MANY[:3]])
+    peers.drop([ProxyPeer(tun, *MANY[1])])
+    assert held(ProxyTable(client)) == [pump.settings]
+    assert held(peers) == [ProxyPeer(tun, *MANY[0]), ProxyPeer(tun, *MANY[2])]
 
 
 def test_without_a_pump_there_is_none_and_its_peers_cannot_be_known() -> None:
-    client = Client("none")
-    assert held(PumpTable(client)) == []
-    with pytest.raises(NoPump):
-        held(PumpPeerTable(client, "none"))
+    client = ProxyClient("none")
+    assert held(ProxyTable(client)) == []
+    with pytest.raises(NoProxy):
+        held(ProxyPeerTable(client, "none"))
 
 
-def test_a_closing_daemon_leaves_the_pump_alone(pump: Running, client: Client) -> None:
-    table = PumpTable(client)
+def test_a_closing_daemon_leaves_the_pump_alone(pump: Running, client: ProxyClient) -> None:
+    table = ProxyTable(client)
     assert held(table) == [pump.settings]
     table.close(remove=False)
-    assert Client(pump.settings.tun).hello().settings == pump.settings
+    assert ProxyClient(pump.settings.tun).hello().settings == pump.settings
 
 
 def test_a_pump_of_another_version_is_not_the_wanted_one(pump: Running) -> None:

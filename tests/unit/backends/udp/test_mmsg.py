@@ -10,7 +10,7 @@ from ipaddress import IPv4Address, IPv4Network
 import pytest
 
 from flanneld.backends.udp.proxy.mmsg import Messages
-from flanneld.backends.udp.proxy.peers import PeerTable
+from flanneld.backends.udp.proxy.peer_lookup import PeerLookup
 from flanneld.backends.udp.proxy.python import RECEIVE_BUFFER, tune
 
 
@@ -66,7 +66,7 @@ def test_the_target_that_a_table_of_peers_gives_is_one_that_the_kernel_takes(
     ends: tuple[socket.socket, socket.socket],
 ) -> None:
     one, other = ends
-    table = PeerTable(other.getsockname()[1])
+    table = PeerLookup(other.getsockname()[1])
     table.set(IPv4Network("10.5.0.0/16"), IPv4Address("127.0.0.1"))
     room = Messages(1, 10)
     room.names[:] = table.find(int(IPv4Address("10.5.7.1"))) or b""

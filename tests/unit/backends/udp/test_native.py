@@ -624,23 +624,23 @@ TARGETS = (
 @settings(max_examples=60)
 @given(st.lists(st.tuples(SUBNETS, st.sampled_from((PEER, STRANGER, None))), max_size=12))
 def test_the_longest_prefix_wins(changes: list[tuple[str, str | None]]) -> None:
-    wanted = {"10.5.2.0/24": PEER}
+    desired = {"10.5.2.0/24": PEER}
     with Pump() as pump:
         for subnet, endpoint in changes:
             if endpoint is None:
                 pump.drop_peer(subnet)
-                wanted.pop(subnet, None)
+                desired.pop(subnet, None)
             else:
                 pump.set_peer(subnet, endpoint)
-                wanted[subnet] = endpoint
+                desired[subnet] = endpoint
         pump.start("from_tun")
         missing = 0
         for target in TARGETS:
-            matching = [subnet for subnet in wanted if IPv4Address(target) in IPv4Network(subnet)]
+            matching = [subnet for subnet in desired if IPv4Address(target) in IPv4Network(subnet)]
             packet = datagram(destination=target)
             if matching:
                 best = max(matching, key=lambda subnet: IPv4Network(subnet).prefixlen)
-                assert pump.outward(Whole(packet), to=wanted[best]) == [behind(1, packet)]
+                assert pump.outward(Whole(packet), to=desired[best]) == [behind(1, packet)]
             else:
                 pump.tun.send(Whole(packet).encode())
                 assert packet[:28] in pump.tun.recv(2000)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flanneld.backends.udp import control, rendezvous
-from flanneld.backends.udp.proxy.peers import PeerTable
+from flanneld.backends.udp.proxy.peer_lookup import PeerLookup
 
 ONE, OTHER = IPv4Address("192.0.2.1"), IPv4Address("192.0.2.2")
 PORT = 8285
@@ -26,7 +26,7 @@ subnets = st.builds(
 changes = st.lists(st.tuples(subnets, st.none() | addresses), max_size=30)
 
 
-def found(table: PeerTable, destination: str | IPv4Address) -> IPv4Address | None:
+def found(table: PeerLookup, destination: str | IPv4Address) -> IPv4Address | None:
     target = table.find(int(IPv4Address(destination)))
     if target is None:
         return None
@@ -37,8 +37,8 @@ def found(table: PeerTable, destination: str | IPv4Address) -> IPv4Address | Non
     return IPv4Address(target[4:8])
 
 
-def table(*peers: tuple[str, IPv4Address]) -> PeerTable:
-    made = PeerTable(PORT)
+def table(*peers: tuple[str, IPv4Address]) -> PeerLookup:
+    made = PeerLookup(PORT)
     for subnet, endpoint in peers:
         made.set(IPv4Network(subnet), endpoint)
     return made
@@ -74,7 +74,7 @@ def test_an_endpoint_is_a_source_as_long_as_any_peer_has_it() -> None:
 def test_after_any_changes_it_finds_what_a_search_through_all_peers_finds(
     changes: list[tuple[IPv4Network, IPv4Address | None]], numbers: list[int]
 ) -> None:
-    made, model = PeerTable(PORT), dict[IPv4Network, IPv4Address]()
+    made, model = PeerLookup(PORT), dict[IPv4Network, IPv4Address]()
     for subnet, endpoint in changes:
         if endpoint is None:
             made.drop(subnet)

@@ -124,7 +124,7 @@ def test_what_leads_to_no_peer_is_unreachable() -> None:
 
 def test_either_family_has_a_device_in_mode_separate() -> None:
     found = list(made(DUAL).local(OWN))[2:]
-    wanted: list[Resource] = [
+    desired: list[Resource] = [
         WireGuard("flannel-wg", 1420),
         DeviceKey("flannel-wg", PRIVATE, PUBLIC, 51820),
         WireGuard("flannel-wg-v6", 1420),
@@ -132,19 +132,19 @@ def test_either_family_has_a_device_in_mode_separate() -> None:
         Address("flannel-wg", IPv4Address("10.1.5.0")),
         Address("flannel-wg-v6", IPv6Address("fd00:0:0:5::")),
     ]
-    assert found == wanted
+    assert found == desired
 
 
 @pytest.mark.parametrize("mode", ["auto", "ipv4", "ipv6"])
 def test_both_families_share_a_device_in_any_other_mode(mode: str) -> None:
     found = list(made(DUAL, Mode=mode).local(OWN))[2:]
-    wanted: list[Resource] = [
+    desired: list[Resource] = [
         WireGuard("flannel-wg", 1420),
         DeviceKey("flannel-wg", PRIVATE, PUBLIC, 51820),
         Address("flannel-wg", IPv4Address("10.1.5.0")),
         Address("flannel-wg", IPv6Address("fd00:0:0:5::")),
     ]
-    assert found == wanted
+    assert found == desired
 
 
 @pytest.mark.parametrize(("options", "mtu"), [({}, 1420), ({"MTU": 9000}, 8920), ({"MTU": 0}, 1420)])
@@ -157,16 +157,16 @@ def test_80_bytes_of_the_mtu_are_taken(options: dict[str, Any], mtu: int) -> Non
 
 def test_a_peer_has_an_allowed_ip_and_a_route() -> None:
     text = keys.text_of(PSK)
-    wanted: list[Resource] = [
+    desired: list[Resource] = [
         Peer("flannel-wg", THEIRS, IPv4Address("192.0.2.6"), 51820, 25, Secret(PSK)),
         AllowedIp("flannel-wg", SUBNET, THEIRS),
         Route(SUBNET, "flannel-wg"),
     ]
-    assert leads(made(PSK=text, PersistentKeepaliveInterval=25), peer()) == wanted
+    assert leads(made(PSK=text, PersistentKeepaliveInterval=25), peer()) == desired
 
 
 def test_the_families_are_separate_peers_in_mode_separate() -> None:
-    wanted: list[Resource] = [
+    desired: list[Resource] = [
         Peer("flannel-wg", THEIRS, IPv4Address("192.0.2.6"), 51820),
         AllowedIp("flannel-wg", SUBNET, THEIRS),
         Route(SUBNET, "flannel-wg"),
@@ -174,18 +174,18 @@ def test_the_families_are_separate_peers_in_mode_separate() -> None:
         AllowedIp("flannel-wg-v6", SUBNET_V6, THEIRS),
         Route(SUBNET_V6, "flannel-wg-v6"),
     ]
-    assert leads(made(DUAL), peer(DUAL)) == wanted
+    assert leads(made(DUAL), peer(DUAL)) == desired
 
 
 def test_the_families_are_one_peer_in_mode_ipv4() -> None:
-    wanted: list[Resource] = [
+    desired: list[Resource] = [
         Peer("flannel-wg", THEIRS, IPv4Address("192.0.2.6"), 51820),
         AllowedIp("flannel-wg", SUBNET, THEIRS),
         AllowedIp("flannel-wg", SUBNET_V6, THEIRS),
         Route(SUBNET, "flannel-wg"),
         Route(SUBNET_V6, "flannel-wg"),
     ]
-    assert leads(made(DUAL, Mode="ipv4"), peer(DUAL)) == wanted
+    assert leads(made(DUAL, Mode="ipv4"), peer(DUAL)) == desired
 
 
 PUBLIC_V4, PUBLIC_V6 = IPv4Address("198.51.100.6"), IPv6Address("2001:db8::6")
@@ -220,12 +220,12 @@ def test_the_endpoint_is_chosen_as_in_go(
 
 
 def test_a_network_with_ipv6_only_works_in_mode_ipv6() -> None:
-    wanted: list[Resource] = [
+    desired: list[Resource] = [
         Peer("flannel-wg", THEIRS, IPv6Address("fd77::6"), 51820),
         AllowedIp("flannel-wg", SUBNET_V6, THEIRS),
         Route(SUBNET_V6, "flannel-wg"),
     ]
-    assert leads(made(V6, Mode="ipv6"), peer(V6)) == wanted
+    assert leads(made(V6, Mode="ipv6"), peer(V6)) == desired
 
 
 def test_a_family_that_the_peer_lacks_is_left_out() -> None:

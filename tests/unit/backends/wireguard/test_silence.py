@@ -5,7 +5,7 @@ from __future__ import annotations
 from ipaddress import ip_address
 
 from flanneld.backends.wireguard import silence
-from flanneld.backends.wireguard.silence import Watch
+from flanneld.backends.wireguard.silence import SilenceDetector
 from flanneld.network.genetlink.wireguard import Endpoint, SeenDevice, SeenPeer
 
 NOW = 1e9
@@ -22,7 +22,7 @@ def peer(sent: int, handshake: float = 0.0, number: int = 1) -> SeenPeer:
 
 def silent(*sent: int, handshake: float = 0.0) -> list[bool]:
     """Whether a peer counts as silent, reading by reading, each with what was sent by then."""
-    watch = Watch()
+    watch = SilenceDetector()
     return [bool(watch.look(device(peer(each, handshake)), NOW)) for each in sent]
 
 
@@ -44,7 +44,7 @@ def test_a_peer_with_a_session_is_not_silent() -> None:
 
 
 def test_a_handshake_ends_the_silence() -> None:
-    watch = Watch()
+    watch = SilenceDetector()
     found = [
         bool(watch.look(device(peer(sent, handshake)), NOW))
         for sent, handshake in [(0, 0.0), (148, 0.0), (296, 0.0), (444, 0.0), (900, NOW), (999, 0.0)]
@@ -57,7 +57,7 @@ def test_a_clock_that_was_set_back_is_noticed_once_a_session_would_have_been_ren
     sent = range(0, 148 * 8, 148)
     found = silent(*sent, handshake=NOW + 3600)
     assert found == [False] * 6 + [True, True]
-    watch = Watch()
+    watch = SilenceDetector()
     stamps = [NOW + 3600] * 4 + [NOW] * 4
     assert not any(
         watch.look(device(peer(each, stamp)), NOW) for each, stamp in zip(sent, stamps, strict=True)
@@ -65,7 +65,7 @@ def test_a_clock_that_was_set_back_is_noticed_once_a_session_would_have_been_ren
 
 
 def test_devices_and_peers_are_told_apart() -> None:
-    watch = Watch()
+    watch = SilenceDetector()
     for sent in (0, 148, 296):
         watch.look(device(peer(sent), peer(0, number=2)), NOW)
         watch.look(device(peer(0), name="flannel-wg-v6"), NOW)
@@ -74,7 +74,7 @@ def test_devices_and_peers_are_told_apart() -> None:
 
 
 def test_a_peer_that_is_gone_is_forgotten() -> None:
-    watch = Watch()
+    watch = SilenceDetector()
     for sent in (0, 148, 296):
         watch.look(device(peer(sent)), NOW)
     watch.look(device(), NOW)

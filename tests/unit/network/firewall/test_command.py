@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flanneld.network.firewall.command import CommandFailed, Commands
+from flanneld.network.firewall.command import IptablesFailed, IptablesRunner
 from flanneld.network.firewall.driver import Unavailable
 from flanneld.runtime.command_runner import CommandHung
 from tests.lab import wait_for
@@ -33,16 +33,16 @@ def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stub:
 
 def test_a_command_gets_its_input_and_gives_its_output(stub: Stub) -> None:
     stub('echo "$0 $1"; cat')
-    output = Commands(threading.Event()).run((PROGRAM, "--noflush"), "*nat\nCOMMIT\n")
+    output = IptablesRunner(threading.Event()).run((PROGRAM, "--noflush"), "*nat\nCOMMIT\n")
     assert output.endswith(f"{PROGRAM} --noflush\n*nat\nCOMMIT\n")
 
 
 def test_a_failure_tells_all_there_is_to_know(stub: Stub) -> None:
     stub("cat >/dev/null; echo 'line 2 failed' >&2; exit 3")
     with pytest.raises(
-        CommandFailed, match=f"{PROGRAM} --noflush ended with status 3: line 2 failed"
+        IptablesFailed, match=f"{PROGRAM} --noflush ended with status 3: line 2 failed"
     ) as caught:
-        Commands(threading.Event()).run((PROGRAM, "--noflush"), "*nat\n")
+        IptablesRunner(threading.Event()).run((PROGRAM, "--noflush"), "*nat\n")
     failure = caught.value
     assert (failure.argv, failure.stdin) == ((PROGRAM, "--noflush"), "*nat\n")
     assert (failure.status, failure.stderr) == (3, "line 2 failed\n")
@@ -50,26 +50,26 @@ def test_a_failure_tells_all_there_is_to_know(stub: Stub) -> None:
 
 def test_a_failure_in_silence_says_so(stub: Stub) -> None:
     stub("exit 1")
-    with pytest.raises(CommandFailed, match="it says nothing"):
-        Commands(threading.Event()).run((PROGRAM,))
+    with pytest.raises(IptablesFailed, match="it says nothing"):
+        IptablesRunner(threading.Event()).run((PROGRAM,))
 
 
 def test_a_command_that_does_not_read_its_input_is_no_trouble(stub: Stub) -> None:
     stub("exit 0")
-    assert Commands(threading.Event()).run((PROGRAM,), "x" * 1_000_000) == ""
+    assert IptablesRunner(threading.Event()).run((PROGRAM,), "x" * 1_000_000) == ""
 
 
 def test_a_command_that_hangs_is_killed_with_what_it_started(stub: Stub, tmp_path: Path) -> None:
     stub(f"sleep 1000 & echo $! >{tmp_path}/child; wait")
     with pytest.raises(CommandHung, match=r"did not end within 0\.3 s"):
-        Commands(threading.Event(), limit=0.3).run((PROGRAM,), "x" * 1_000_000)
+        IptablesRunner(threading.Event(), limit=0.3).run((PROGRAM,), "x" * 1_000_000)
     wait_for(lambda: not lives(int((tmp_path / "child").read_text())), 5, "the child to be gone")
 
 
 def test_a_stop_ends_the_command_that_runs_and_every_later_one(stub: Stub, tmp_path: Path) -> None:
     stub(f"touch {tmp_path}/begun; sleep 1000")
     stop, ended = threading.Event(), threading.Event()
-    commands = Commands(stop)
+    commands = IptablesRunner(stop)
 
     def run() -> None:
         with suppress(CommandHung):
@@ -89,14 +89,14 @@ def test_a_stop_ends_the_command_that_runs_and_every_later_one(stub: Stub, tmp_p
 @pytest.mark.usefixtures("stub")
 def test_a_program_that_is_not_there_names_the_package() -> None:
     with pytest.raises(Unavailable, match=f"{PROGRAM} is not installed; install the Debian package iptables"):
-        Commands(threading.Event()).run((PROGRAM,))
+        IptablesRunner(threading.Event()).run((PROGRAM,))
 
 
 def test_a_program_that_cannot_start_is_named(stub: Stub, tmp_path: Path) -> None:
     stub("")
     (tmp_path / PROGRAM).write_text("#!/no/such/interpreter\n")
     with pytest.raises(Unavailable, match=f"{tmp_path}/{PROGRAM} does not start"):
-        Commands(threading.Event()).run((PROGRAM,))
+        IptablesRunner(threading.Event()).run((PROGRAM,))
 
 
 def lives(pid: int) -> bool:

@@ -7,9 +7,15 @@ from typing import Any
 import pytest
 
 from flanneld.model import FAMILIES, Family
-from flanneld.network.firewall.nftables.json import Listing, commands, read_listing, read_rule, rule_json
-from flanneld.network.firewall.plan import Edit
-from flanneld.network.firewall.rules import ALL_BITS, Purpose, Rule, wanted
+from flanneld.network.firewall.edits import Edit
+from flanneld.network.firewall.nftables.json import (
+    NftablesListing,
+    commands,
+    read_listing,
+    read_rule,
+    rule_json,
+)
+from flanneld.network.firewall.rules import ALL_BITS, Purpose, Rule, desired_rules
 from tests.unit.network.firewall.test_rules import NETS
 
 POSTRTG = ("flannel-ipv4", "postrtg")
@@ -25,7 +31,7 @@ def rule(*statements: dict[str, Any], **given: Any) -> Rule:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("random", [True, False])
 def test_our_own_rules_are_understood(family: Family, random: bool) -> None:
-    for rules in wanted("native", NETS[family], Purpose(True, True, random)).values():
+    for rules in desired_rules("native", NETS[family], Purpose(True, True, random)).values():
         for ours in rules:
             assert read_rule(rule_json(family, ours)) == ours
 
@@ -88,7 +94,7 @@ ANSWER = {
 def test_a_listing_gives_rules_and_their_handles() -> None:
     accept = Rule("ACCEPT")
     listing = read_listing(4, ANSWER)
-    assert listing == Listing(
+    assert listing == NftablesListing(
         {FORWARD: (accept, accept), POSTRTG: ()}, {(FORWARD, accept): [2, 3]}, others=False
     )
 

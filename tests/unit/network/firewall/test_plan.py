@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from flanneld.network.firewall.edits import Edit, RuleOwnership, claim, edits_for, lost
 from flanneld.network.firewall.iptables.text import restore_text
-from flanneld.network.firewall.plan import Claim, Edit, claim, lost, plan
 from flanneld.network.firewall.rules import (
     ACCEPT,
     FLANNEL_FWD,
@@ -28,7 +28,7 @@ from flanneld.network.firewall.rules import (
     Purpose,
     Rule,
     Rules,
-    wanted,
+    desired_rules,
 )
 
 Tables = dict[Chain, tuple[Rule, ...]]
@@ -39,9 +39,9 @@ FORMER = Nets(ip_network("10.9.0.0/16"), ip_network("10.9.3.0/24"))
 NEIGHBOUR = Nets(ip_network("10.6.0.0/16"), ip_network("10.6.1.0/24"))
 
 BOTH = Purpose(masquerade=True, forward=True)
-OWN = wanted("own-chains", NETS, BOTH)
-V012 = wanted("v0.12", NETS, BOTH)
-NATIVE = wanted("native", NETS, BOTH)
+OWN = desired_rules("own-chains", NETS, BOTH)
+V012 = desired_rules("v0.12", NETS, BOTH)
+NATIVE = desired_rules("native", NETS, BOTH)
 OURS = claim([NETS], None, masquerade=True, forward=True)
 
 #: An operator's: the same words as a rule of ours, or nearly.
@@ -72,10 +72,10 @@ def simulate(found: Rules, edits: tuple[Edit, ...]) -> Tables:
     return tables
 
 
-def settled(rules: Rules, found: Rules, ours: Claim = OURS) -> Tables:
+def settled(rules: Rules, found: Rules, ours: RuleOwnership = OURS) -> Tables:
     """The tables after a plan, which must leave nothing to be done."""
-    after = simulate(found, plan(rules, found, ours))
-    assert plan(rules, after, ours) == ()
+    after = simulate(found, edits_for(rules, found, ours))
+    assert edits_for(rules, after, ours) == ()
     return after
 
 
@@ -87,7 +87,7 @@ def with_rules(
 
 @pytest.mark.parametrize("rules", [OWN, V012, NATIVE])
 def test_what_is_right_is_left_alone(rules: Rules) -> None:
-    assert plan(rules, rules, OURS) == ()
+    assert edits_for(rules, rules, OURS) == ()
 
 
 @pytest.mark.parametrize("rules", [OWN, V012, NATIVE])
@@ -97,12 +97,12 @@ def test_all_is_made_where_nothing_is(rules: Rules) -> None:
 
 def test_chain_that_is_missing_is_made() -> None:
     found = {chain: rules for chain, rules in OWN.items() if chain != FLANNEL_FWD}
-    assert plan(OWN, found, OURS) == (Edit(FLANNEL_FWD, flush=True, append=OWN[FLANNEL_FWD]),)
+    assert edits_for(OWN, found, OURS) == (Edit(FLANNEL_FWD, flush=True, append=OWN[FLANNEL_FWD]),)
 
 
 def test_a_chain_that_lost_a_rule_is_filled_anew_in_one_step() -> None:
     found = {**OWN, FLANNEL_POSTRTG: OWN[FLANNEL_POSTRTG][1:]}
-    assert plan(OWN, found, OURS) == (Edit(FLANNEL_POSTRTG, flush=True, append=OWN[FLANNEL_POSTRTG]),)
+    assert edits_for(OWN, found, OURS) == (Edit(FLANNEL_POSTRTG, flush=True, append=OWN[FLANNEL_POSTRTG]),)
 
 
 def test_a_chain_in_another_order_is_filled_anew() -> None:
@@ -112,32 +112,32 @@ def test_a_chain_in_another_order_is_filled_anew() -> None:
 
 def test_a_lost_jump_is_all_that_is_made_again() -> None:
     found = {**OWN, FORWARDING: ()}
-    assert restore_text(plan(OWN, found, OURS)) == (
+    assert restore_text(edits_for(OWN, found, OURS)) == (
         '*filter\n-A FORWARD -m comment --comment "flanneld forward" -j FLANNEL-FWD\nCOMMIT\n'
     )
 
 
 def test_a_jump_stays_where_others_have_put_it() -> None:
     found = with_rules(OWN, POSTROUTING, after=(Rule("KUBE-POSTROUTING"),))
-    assert plan(OWN, found, OURS) == ()
+    assert edits_for(OWN, found, OURS) == ()
 
 
 def test_a_rule_that_two_programs_appended_at_once_does_no_harm_twice() -> None:
     found = with_rules(OWN, POSTROUTING, after=OWN[POSTROUTING])
-    assert plan(OWN, found, OURS) == ()
+    assert edits_for(OWN, found, OURS) == ()
 
 
 def test_a_v012_rule_that_is_lost_comes_back_in_its_place_in_one_step() -> None:
     rules = V012[POSTROUTING]
     found = {**V012, POSTROUTING: rules[1:]}
-    assert plan(V012, found, OURS) == (Edit(POSTROUTING, delete=rules[1:], append=rules),)
+    assert edits_for(V012, found, OURS) == (Edit(POSTROUTING, delete=rules[1:], append=rules),)
     assert settled(V012, found) == V012
 
 
 def test_others_rules_stay_between_v012_rules() -> None:
     first, *rest = V012[FORWARDING]
     foreign = Rule("DOCKER-USER")
-    assert plan(V012, {**V012, FORWARDING: (first, foreign, *rest)}, OURS) == ()
+    assert edits_for(V012, {**V012, FORWARDING: (first, foreign, *rest)}, OURS) == ()
 
 
 @pytest.mark.parametrize("rules", [OWN, {}])
@@ -175,29 +175,29 @@ def test_rules_about_no_network_come_before_others_rules_in_their_order() -> Non
 
 
 def test_two_daemons_share_the_chains_in_peace() -> None:
-    theirs = wanted("own-chains", NEIGHBOUR, BOTH)
+    theirs = desired_rules("own-chains", NEIGHBOUR, BOTH)
     both = settled(OWN, theirs)
-    assert plan(theirs, both, claim([NEIGHBOUR], None, masquerade=True, forward=True)) == ()
+    assert edits_for(theirs, both, claim([NEIGHBOUR], None, masquerade=True, forward=True)) == ()
     assert both[FLANNEL_POSTRTG][0] == OWN[FLANNEL_POSTRTG][0], "what serves both comes first"
     assert [rule for rule in both[FLANNEL_FWD] if rule in theirs[FLANNEL_FWD]] == list(theirs[FLANNEL_FWD])
 
 
 @pytest.mark.parametrize("gone", range(7))
 def test_two_daemons_agree_on_a_repair(gone: int) -> None:
-    theirs = wanted("own-chains", NEIGHBOUR, BOTH)
+    theirs = desired_rules("own-chains", NEIGHBOUR, BOTH)
     their_claim = claim([NEIGHBOUR], None, masquerade=True, forward=True)
     both = settled(OWN, theirs)
     rules = both[FLANNEL_POSTRTG]
     damaged = {**both, FLANNEL_POSTRTG: rules[:gone] + rules[gone + 1 :]}
-    after = simulate(damaged, plan(OWN, damaged, OURS))
-    after = simulate(after, plan(theirs, after, their_claim))
-    assert plan(OWN, after, OURS) == ()
-    assert plan(theirs, after, their_claim) == ()
+    after = simulate(damaged, edits_for(OWN, damaged, OURS))
+    after = simulate(after, edits_for(theirs, after, their_claim))
+    assert edits_for(OWN, after, OURS) == ()
+    assert edits_for(theirs, after, their_claim) == ()
     assert sorted(map(str, after[FLANNEL_POSTRTG])) == sorted(map(str, rules))
 
 
 def test_the_last_daemon_to_go_takes_the_chains_along() -> None:
-    theirs = wanted("own-chains", NEIGHBOUR, BOTH)
+    theirs = desired_rules("own-chains", NEIGHBOUR, BOTH)
     alone = settled({}, settled(OWN, theirs))
     assert alone == settled(theirs, alone, claim([NEIGHBOUR], None, masquerade=True, forward=True))
     gone = settled({}, alone, claim([NEIGHBOUR], None, masquerade=True, forward=True))
@@ -208,11 +208,11 @@ def test_the_last_daemon_to_go_takes_the_chains_along() -> None:
 
 
 def test_rules_about_a_former_subnet_go() -> None:
-    assert settled(wanted("own-chains", MOVED, BOTH), OWN) == wanted("own-chains", MOVED, BOTH)
+    assert settled(desired_rules("own-chains", MOVED, BOTH), OWN) == desired_rules("own-chains", MOVED, BOTH)
 
 
 def test_rules_about_a_former_network_go_when_it_is_known() -> None:
-    found = wanted("own-chains", FORMER, BOTH)
+    found = desired_rules("own-chains", FORMER, BOTH)
     known = claim([NETS], FORMER, masquerade=True, forward=True)
     assert settled(OWN, found, known) == OWN
     assert settled(OWN, found, OURS)[FLANNEL_FWD] == (*found[FLANNEL_FWD], *OWN[FLANNEL_FWD])
@@ -221,20 +221,20 @@ def test_rules_about_a_former_network_go_when_it_is_known() -> None:
 @pytest.mark.parametrize("former", [NETS, MOVED, FORMER])
 @pytest.mark.parametrize("random", [True, False])
 def test_v012_rules_give_way_to_chains_of_our_own(former: Nets, random: bool) -> None:
-    found = wanted("v0.12", former, replace(BOTH, random=random))
+    found = desired_rules("v0.12", former, replace(BOTH, random=random))
     known = claim([NETS], former, masquerade=True, forward=True)
     assert settled(OWN, found, known) == OWN
 
 
 @pytest.mark.parametrize("former", [MOVED, FORMER])
 def test_v012_rules_give_way_to_those_of_the_new_lease(former: Nets) -> None:
-    found = wanted("v0.12", former, BOTH)
+    found = desired_rules("v0.12", former, BOTH)
     known = claim([NETS], former, masquerade=True, forward=True)
     assert settled(V012, found, known) == V012
 
 
 def test_chains_of_our_own_give_way_to_v012_rules() -> None:
-    edits = plan(V012, OWN, OURS)
+    edits = edits_for(V012, OWN, OURS)
     assert restore_text(edits).endswith(
         '-D FORWARD -m comment --comment "flanneld forward" -j FLANNEL-FWD\n'
         "-A FORWARD -s 10.5.0.0/16 -j ACCEPT\n"
@@ -250,7 +250,7 @@ def test_v012_rules_stay_when_no_former_network_is_known() -> None:
 
 def test_v012_rules_stay_when_nothing_takes_their_place() -> None:
     neither = claim([NETS], NETS, masquerade=False, forward=False)
-    assert plan({}, V012, neither) == ()
+    assert edits_for({}, V012, neither) == ()
 
 
 def test_a_v012_rule_without_the_others_stays() -> None:
@@ -280,21 +280,21 @@ def test_the_rules_of_gos_nftables_give_way() -> None:
 
 def test_all_goes_that_flannel_made_for_whatever_network() -> None:
     everything = replace(claim([], FORMER, masquerade=True, forward=True), networks=None)
-    found = settled(OWN, wanted("own-chains", NEIGHBOUR, BOTH))
-    for chain, rules in wanted("v0.12", FORMER, BOTH).items():
+    found = settled(OWN, desired_rules("own-chains", NEIGHBOUR, BOTH))
+    for chain, rules in desired_rules("v0.12", FORMER, BOTH).items():
         found = with_rules(found, chain, after=rules)
     assert settled({}, found, everything) == {POSTROUTING: (), FORWARDING: ()}
 
 
 def test_only_what_was_not_there_is_called_lost() -> None:
     found = {**OWN, FLANNEL_FWD: OWN[FLANNEL_FWD][:1]}
-    assert list(lost(plan(OWN, found, OURS), found)) == [(FLANNEL_FWD, OWN[FLANNEL_FWD][1])]
+    assert list(lost(edits_for(OWN, found, OURS), found)) == [(FLANNEL_FWD, OWN[FLANNEL_FWD][1])]
 
 
 # ---- whatever may be there ------------------------------------------------------------------------
 
 FOREIGN = [Rule("KUBE-POSTROUTING"), Rule("DROP", extra="-i eth1"), *sum(LOOK_ALIKES.values(), ())]
-SOURCES = [OWN, V012, wanted("own-chains", NEIGHBOUR, BOTH), wanted("own-chains", FORMER, BOTH)]
+SOURCES = [OWN, V012, desired_rules("own-chains", NEIGHBOUR, BOTH), desired_rules("own-chains", FORMER, BOTH)]
 
 
 @st.composite
@@ -321,8 +321,8 @@ def test_one_plan_is_enough_and_keeps_what_others_have(
     found: Tables, rules: Rules, former: Nets | None
 ) -> None:
     ours = claim([NETS], former, masquerade=True, forward=True)
-    after = simulate(found, plan(rules, found, ours))
-    assert plan(rules, after, ours) == ()
+    after = simulate(found, edits_for(rules, found, ours))
+    assert edits_for(rules, after, ours) == ()
     for chain, there in found.items():
         foreign = [rule for rule in there if rule in FOREIGN and rule not in rules.get(chain, ())]
         unclaimed = [rule for rule in foreign if rule not in ours.left(chain, there)]

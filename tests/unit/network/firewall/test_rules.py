@@ -10,10 +10,10 @@ from typing import get_args
 import pytest
 
 from flanneld.model import FAMILIES, Family
+from flanneld.network.firewall.edits import RuleOwnership, edits_for
 from flanneld.network.firewall.iptables.text import restore_text
 from flanneld.network.firewall.nftables import json as nft_json
-from flanneld.network.firewall.nftables.json import Listing
-from flanneld.network.firewall.plan import Claim, plan
+from flanneld.network.firewall.nftables.json import NftablesListing
 from flanneld.network.firewall.rules import (
     ALL_BITS,
     IPTABLES_CHAINS,
@@ -22,7 +22,7 @@ from flanneld.network.firewall.rules import (
     Nets,
     Purpose,
     Style,
-    wanted,
+    desired_rules,
 )
 
 GOLDEN = Path(__file__).parents[2] / "golden/firewall"
@@ -36,29 +36,29 @@ PURPOSES = {
     "forward": Purpose(forward=True),
     "not-random": Purpose(masquerade=True, random=False),
 }
-NOTHING_OURS = Claim(networks=())
+NOTHING_OURS = RuleOwnership(networks=())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("purpose", PURPOSES)
 @pytest.mark.parametrize("style", ["own-chains", "v0.12"])
 def test_iptables_restore_gets_these_words(style: Style, purpose: str, family: Family) -> None:
-    edits = plan(wanted(style, NETS[family], PURPOSES[purpose]), {}, NOTHING_OURS)
+    edits = edits_for(desired_rules(style, NETS[family], PURPOSES[purpose]), {}, NOTHING_OURS)
     assert restore_text(edits) == (GOLDEN / f"{style}-{purpose}-ipv{family}.txt").read_text()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_libnftables_gets_this_transaction(family: Family) -> None:
-    edits = plan(wanted("native", NETS[family], PURPOSES["both"]), {}, NOTHING_OURS)
+    edits = edits_for(desired_rules("native", NETS[family], PURPOSES["both"]), {}, NOTHING_OURS)
     lines = (GOLDEN / f"native-both-ipv{family}.json").read_text().splitlines()
-    made = nft_json.commands(family, edits, Listing({}, {}, others=False))
+    made = nft_json.commands(family, edits, NftablesListing({}, {}, others=False))
     assert made == [json.loads(line) for line in lines]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("style", get_args(Style))
 def test_no_purpose_wants_no_rule(style: Style, family: Family) -> None:
-    assert not any(wanted(style, NETS[family], Purpose()).values())
+    assert not any(desired_rules(style, NETS[family], Purpose()).values())
 
 
 def test_mark_has_thirty_two_bits() -> None:
@@ -75,7 +75,7 @@ def test_purpose_counts_as_false_if_it_wants_no_rule() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rule_is_about_the_networks_on_both_sides_but_not_about_multicast(family: Family) -> None:
     nets = NETS[family]
-    found = [rule.networks for rule in wanted("v0.12", nets, PURPOSES["masquerade"])[POSTROUTING]]
+    found = [rule.networks for rule in desired_rules("v0.12", nets, PURPOSES["masquerade"])[POSTROUTING]]
     network = nets.network
     assert found == [(network, network), (network,), (network, nets.subnet), (network, network)]
 
@@ -83,24 +83,24 @@ def test_rule_is_about_the_networks_on_both_sides_but_not_about_multicast(family
 @pytest.mark.parametrize("family", FAMILIES)
 def test_native_table_holds_only_the_rules_of_its_purpose(family: Family) -> None:
     table = f"flannel-ipv{family}"
-    both = wanted("native", NETS[family], PURPOSES["both"])
+    both = desired_rules("native", NETS[family], PURPOSES["both"])
     assert [len(rules) for rules in both.values()] == [2, 6]
-    assert wanted("native", NETS[family], PURPOSES["forward"]) == {**both, (table, "postrtg"): ()}
-    assert wanted("native", NETS[family], PURPOSES["masquerade"]) == {**both, (table, "forward"): ()}
+    assert desired_rules("native", NETS[family], PURPOSES["forward"]) == {**both, (table, "postrtg"): ()}
+    assert desired_rules("native", NETS[family], PURPOSES["masquerade"]) == {**both, (table, "forward"): ()}
     assert {rule.random for rule in both[table, "postrtg"] if rule.verdict == "MASQUERADE"} == {True}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_rule_is_in_a_chain_that_is_read(family: Family) -> None:
     for style in get_args(Style):
-        chains = set(wanted(style, NETS[family], PURPOSES["both"]))
+        chains = set(desired_rules(style, NETS[family], PURPOSES["both"]))
         assert chains <= (OWN_CHAINS if style == "native" else set(IPTABLES_CHAINS))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_nftables_gets_the_rules_of_the_chains_of_our_own(family: Family) -> None:
-    ours = wanted("own-chains", NETS[family], PURPOSES["both"])
-    native = wanted("native", NETS[family], PURPOSES["both"])
+    ours = desired_rules("own-chains", NETS[family], PURPOSES["both"])
+    native = desired_rules("native", NETS[family], PURPOSES["both"])
     assert sorted(native.values(), key=len) == sorted(
         (rules for chain, rules in ours.items() if chain in OWN_CHAINS), key=len
     )

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from flanneld.model import FAMILIES, Family
 from flanneld.network.firewall.iptables.text import read_rule, read_rules, rule_text
-from flanneld.network.firewall.rules import ALL_BITS, JUMPS, Match, Purpose, Rule, Style, wanted
+from flanneld.network.firewall.rules import ALL_BITS, JUMPS, Match, Purpose, Rule, Style, desired_rules
 from tests.unit.network.firewall.test_rules import NETS
 
 #: As ``iptables-nft -t nat -S POSTROUTING`` prints it.
@@ -38,7 +38,7 @@ def test_an_empty_chain_has_no_rules() -> None:
 @pytest.mark.parametrize("random", [True, False])
 def test_our_own_rules_are_understood(style: Style, family: Family, random: bool) -> None:
     purpose = Purpose(masquerade=True, forward=True, random=random)
-    for rules in wanted(style, NETS[family], purpose).values():
+    for rules in desired_rules(style, NETS[family], purpose).values():
         for rule in rules:
             assert read_rule(rule_text(rule)) == rule
 

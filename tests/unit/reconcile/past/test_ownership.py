@@ -14,7 +14,7 @@ from flanneld.reconcile.past.ownership import (
     Device,
     FileStamp,
     Machine,
-    State,
+    RunRecord,
     adopts_unmarked,
     devices_of_this_boot,
     proven_lease,
@@ -26,7 +26,7 @@ MACHINE = Machine("02:18:00:00:00:01", "4c4c4544-0042-3510-8051-b7c04f4d3232")
 ATTRS = LeaseAttrs(IPv4Address("10.0.2.15"), None, "vxlan", {"VtepMAC": "02:00:00:00:00:01"})
 KEY = (IPv4Network("10.5.7.0/24"), None)
 STAMP = FileStamp(7, 1_700_000_000_000_000_000)
-STATE = State("boot", MACHINE, "etcd", KEY, ATTRS, (), STAMP)
+STATE = RunRecord("boot", MACHINE, "etcd", KEY, ATTRS, (), STAMP)
 
 
 @pytest.mark.parametrize("previous", [KEY, (None, None)], ids=["subnet.env agrees", "no subnet.env"])
@@ -62,7 +62,7 @@ def test_the_same_machine_proves_its_lease(previous: Any) -> None:
         pytest.param(replace(STATE, subnets=(None, None)), MACHINE, id="no subnet"),
     ],
 )
-def test_nothing_less_is_a_proof(state: State | None, machine: Machine) -> None:
+def test_nothing_less_is_a_proof(state: RunRecord | None, machine: Machine) -> None:
     assert proven_lease(state, machine, "etcd", KEY) is None
 
 
@@ -84,7 +84,7 @@ def test_another_subnet_in_subnet_env_is_no_proof() -> None:
     ],
 )
 def test_unmarked_routes_are_adopted_after_another_flanneld(
-    state: State | None, stamp: FileStamp | None, expected: bool
+    state: RunRecord | None, stamp: FileStamp | None, expected: bool
 ) -> None:
     assert adopts_unmarked(state, stamp) is expected
 
@@ -120,8 +120,8 @@ def link(make: Any = VXLAN, index: int = 5, mac: str = "02:00:00:00:00:01", name
 def test_a_device_is_recognised_by_all_that_is_recorded(
     device: Device, seen: SeenLink, expected: bool
 ) -> None:
-    assert (stale([device], [seen], wanted=[]) == [seen]) is expected
-    assert stale([device], [seen], wanted=[seen.name]) == []
+    assert (stale([device], [seen], desired=[]) == [seen]) is expected
+    assert stale([device], [seen], desired=[seen.name]) == []
 
 
 @pytest.mark.parametrize(("boot_id", "expected"), [("boot", (DEVICE,)), ("another", ()), ("", ())])

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flanneld.model import LeaseAttrs
-from flanneld.reconcile.past.ownership import Device, FileStamp, Machine, State
+from flanneld.reconcile.past.ownership import Device, FileStamp, Machine, RunRecord
 from flanneld.reconcile.past.state_file import StateFile, stamp_of
 from flanneld.runtime import clock
 
-STATE = State(
+STATE = RunRecord(
     boot_id="b6c0d773-d689-4bc9-9153-a38bd10130ec",
     machine=Machine("02:18:00:00:00:01", "4c4c4544-0042-3510-8051-b7c04f4d3232"),
     store="etcd v3 at http://127.0.0.1:2379 under /coreos.com/network",
@@ -41,20 +41,22 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "flannel" / "flanneld.state"
 
 
-def save(path: Path, state: State) -> None:
-    StateFile(path).update(**{name: getattr(state, name) for name in State.__struct_fields__})
+def save(path: Path, state: RunRecord) -> None:
+    StateFile(path).update(**{name: getattr(state, name) for name in RunRecord.__struct_fields__})
 
 
 @pytest.mark.parametrize(
     "state",
     [
         STATE,
-        State(subnets=(None, IPv6Network("fc00::/64")), attributes=LeaseAttrs(None, IPv6Address("fd00::1"))),
-        State(boot_id="without a lease"),
+        RunRecord(
+            subnets=(None, IPv6Network("fc00::/64")), attributes=LeaseAttrs(None, IPv6Address("fd00::1"))
+        ),
+        RunRecord(boot_id="without a lease"),
     ],
     ids=["dual stack", "IPv6", "little"],
 )
-def test_what_was_written_is_read_again(path: Path, state: State) -> None:
+def test_what_was_written_is_read_again(path: Path, state: RunRecord) -> None:
     save(path, state)
     assert StateFile(path).load() == state
     assert path.stat().st_mode & 0o777 == 0o600
@@ -90,7 +92,7 @@ def test_garbage_counts_as_none_and_is_logged_once(
     (line,) = caplog.messages
     assert line.startswith(f"Ignoring the state file {path}: ")
     file.update(boot_id="new")
-    assert StateFile(path).load() == State(boot_id="new")
+    assert StateFile(path).load() == RunRecord(boot_id="new")
 
 
 @given(

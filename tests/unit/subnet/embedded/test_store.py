@@ -25,7 +25,7 @@ from flanneld.subnet.embedded.client import EmbeddedClient
 from flanneld.subnet.embedded.database import Database, restore
 from flanneld.subnet.embedded.opening import open_store
 from flanneld.subnet.embedded.store import KeyStore, Moment, time_since
-from flanneld.subnet.etcd.keys import Conflict, ListAgain, NotFound, Position
+from flanneld.subnet.etcd.keys import Conflict, NotFound, Position, RelistNeeded
 from tests.clock import Clock
 
 KEYS = st.sampled_from(["/net/a", "/net/b", "/net/deep/c", "/netting"])
@@ -231,7 +231,7 @@ def test_forgotten_history_is_listed_again(store: KeyStore, monkeypatch: pytest.
     _, begin = store.below("/net")
     for number in range(11):
         _, at = store.create(f"/net/{number}", "", None)
-    with pytest.raises(ListAgain, match="does not go back"):
+    with pytest.raises(RelistNeeded, match="does not go back"):
         store.changes("/net", recursive=True, after=begin)
     tenth = Position(at.index - 10, at.cluster)
     assert len(store.changes("/net", recursive=True, after=tenth).replies) == 10
@@ -240,7 +240,7 @@ def test_forgotten_history_is_listed_again(store: KeyStore, monkeypatch: pytest.
 def test_cut_watch_ends_and_its_store_goes_on(store: KeyStore) -> None:
     _, at = store.below("/net")
     watcher = EmbeddedClient(store).watcher("/net", recursive=True, contact=lambda: None)
-    threading.Timer(0.1, watcher.cut).start()
+    threading.Timer(0.1, watcher.cancel).start()
     with pytest.raises(Cancelled):
         watcher.read(at)
     store.create("/net/a", "", None)
@@ -268,7 +268,7 @@ def test_backup_is_a_store_with_another_history(store: KeyStore, path: Path, tmp
     nodes, now = again.below("/net")
     assert [(each.key, each.value) for each in nodes] == [("/net/a", "x"), ("/net/b", "y")]
     assert now.index > at.index + 1000
-    with pytest.raises(ListAgain):
+    with pytest.raises(RelistNeeded):
         again.changes("/net", recursive=True, after=at)
     with pytest.raises(Fatal, match="is there"):
         restore(tmp_path / "copy", path)

@@ -17,7 +17,7 @@ from flanneld.subnet.embedded.tokens import Tokens, fingerprint_of_pem
 from flanneld.subnet.remote.connection import RemoteServer
 from flanneld.subnet.remote.manager import RemoteManager, RemoteOptions
 from flanneld.subnet.remote.tls import identity_context
-from flanneld.subnet.remote.token import Access, Denied, Token, parse_token
+from flanneld.subnet.remote.token import Denied, JoinToken, Permission, parse_token
 from tests.unit.subnet.remote.servers import CONFIG, ROOT, LocalFile, Running
 
 DAY = 86400.0
@@ -54,7 +54,7 @@ def guarded(tmp_path: Path) -> Iterator[Guarded]:
     server.close()
 
 
-def expire(tokens: Tokens) -> Token:
+def expire(tokens: Tokens) -> JoinToken:
     return tokens.create(-1.0)
 
 
@@ -71,14 +71,14 @@ def test_node_without_a_token_gets_nothing(guarded: Guarded) -> None:
         plain.network_config()
     plain.close()
     good = guarded.tokens.create(DAY)
-    forged = Token(good.id, good.ends + 1000, good.code, good.fingerprint)
+    forged = JoinToken(good.id, good.ends + 1000, good.code, good.fingerprint)
     with pytest.raises(Retryable, match="not of this server; make another: flannelctl token create"):
         guarded.join(forged.text)
 
 
 def test_server_with_another_certificate_does_not_see_the_token(guarded: Guarded) -> None:
     good = guarded.tokens.create(DAY)
-    other = Token(good.id, good.ends, good.code, "0" * 64)
+    other = JoinToken(good.id, good.ends, good.code, "0" * 64)
     with pytest.raises(NoAnswer, match="its certificate is not the one in the token"):
         guarded.join(other.text)
 
@@ -143,7 +143,7 @@ def test_tokens_and_certificate_outlive_the_process(tmp_path: Path) -> None:
     token = one.create(DAY)
     other = Tokens(LocalFile(tmp_path / "leases.db").keystore.database)
     assert other.identity() == one.identity()
-    assert other.check(token.bearer) is Access.JOIN
+    assert other.check(token.bearer) is Permission.JOIN
     assert other.create(DAY, "1" * 64).fingerprint == "1" * 64
     assert token.fingerprint == fingerprint_of_pem(one.identity())
     assert parse_token(token.text, "") == token
@@ -158,4 +158,4 @@ def test_header_that_holds_no_token_is_denied(tmp_path: Path, header: str) -> No
 def test_time_of_a_token_is_the_servers(tmp_path: Path) -> None:
     tokens = Tokens(LocalFile(tmp_path / "leases.db").keystore.database)
     assert tokens.create(60).ends - clock.wall() <= 60
-    assert tokens.check(expire(tokens).bearer) is Access.STAY
+    assert tokens.check(expire(tokens).bearer) is Permission.STAY

@@ -14,11 +14,11 @@ import pytest
 from msgspec.structs import replace
 
 from flanneld.errors import Fatal, Retryable
-from flanneld.subnet.etcd.choice import open_client
+from flanneld.subnet.etcd.api_choice import open_client
 from flanneld.subnet.etcd.endpoints import EtcdOptions, Servers
 from flanneld.subnet.etcd.http import NoSuchApi
-from flanneld.subnet.etcd.keys import Changes, Client, Position
-from flanneld.subnet.etcd.transport import Timeouts
+from flanneld.subnet.etcd.keys import Client, KeyChanges, Position
+from flanneld.subnet.etcd.transport import EtcdTimeouts
 from tests.etcd_clients import transport_of
 from tests.lab.etcd_v3 import V3Keys
 from tests.local_etcd import LocalEtcd, Relay, free_port, make_certificates, running_etcd, server
@@ -38,11 +38,11 @@ def client(api: str, *endpoints: str, **options: str) -> Client:
 def client_of(api: str, options: EtcdOptions) -> Client:
     transport = "grpc" if "gRPC" in api else "json"
     return open_client(
-        api[:2], transport_of(Servers(replace(options, transport=transport)), Timeouts(read=20.0))
+        api[:2], transport_of(Servers(replace(options, transport=transport)), EtcdTimeouts(read=20.0))
     )
 
 
-def changes(asker: Client, key: str, after: Position) -> Changes:
+def changes(asker: Client, key: str, after: Position) -> KeyChanges:
     """What has happened to a key, by a watch."""
     watcher = asker.watcher(key, recursive=False, contact=lambda: None)
     try:

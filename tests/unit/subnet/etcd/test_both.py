@@ -16,9 +16,9 @@ from flanneld.config import parse
 from flanneld.errors import Cancelled, Retryable
 from flanneld.model import Added, Event, Lease, LeaseAttrs, LeaseTable, Removed, Snapshot
 from flanneld.runtime import clock
-from flanneld.subnet.etcd.choice import open_etcd
+from flanneld.subnet.etcd.api_choice import open_etcd
 from flanneld.subnet.etcd.endpoints import EtcdOptions
-from flanneld.subnet.etcd.transport import Timeouts
+from flanneld.subnet.etcd.transport import EtcdTimeouts
 from flanneld.subnet.lease_keeper import LeaseKeeper
 from flanneld.subnet.manager import LocalFacts, SubnetManager
 from tests.lab.wait import wait_for
@@ -61,7 +61,7 @@ class Node:
         self.manager = self.open("both")
 
     def open(self, api: str) -> SubnetManager:
-        timeouts = Timeouts(read=20.0, pause=0.05)
+        timeouts = EtcdTimeouts(read=20.0, pause=0.05)
         options = EtcdOptions((self.etcd.url,), self.prefix, transport="json")
         self._opened.append(open_etcd(options, api, timeouts))
         return self._opened[-1]

@@ -12,9 +12,9 @@ import pytest
 from flanneld.config import parse
 from flanneld.errors import Cancelled, Retryable
 from flanneld.model import LeaseAttrs
-from flanneld.subnet.etcd.choice import open_etcd
+from flanneld.subnet.etcd.api_choice import open_etcd
 from flanneld.subnet.etcd.endpoints import EtcdOptions
-from flanneld.subnet.etcd.transport import Timeouts
+from flanneld.subnet.etcd.transport import EtcdTimeouts
 from flanneld.subnet.manager import SubnetManager
 from tests.etcd_clients import opened
 from tests.lab.etcd_v3 import V3Keys
@@ -31,7 +31,7 @@ def prefix() -> str:
 
 
 def manager(url: str, prefix: str, api: str = "auto", transport: str = "auto") -> SubnetManager:
-    manager = open_etcd(EtcdOptions((url,), prefix, transport=transport), api, Timeouts(read=20.0))
+    manager = open_etcd(EtcdOptions((url,), prefix, transport=transport), api, EtcdTimeouts(read=20.0))
     opened.callback(manager.close)
     return manager
 

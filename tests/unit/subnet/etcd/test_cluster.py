@@ -15,9 +15,9 @@ from msgspec.structs import replace
 from flanneld.config import parse
 from flanneld.errors import Cancelled, Retryable
 from flanneld.model import Added, Event, Lease, LeaseAttrs, Snapshot
-from flanneld.subnet.etcd.choice import open_etcd
+from flanneld.subnet.etcd.api_choice import open_etcd
 from flanneld.subnet.etcd.endpoints import EtcdOptions
-from flanneld.subnet.etcd.transport import Timeouts
+from flanneld.subnet.etcd.transport import EtcdTimeouts
 from flanneld.subnet.manager import SubnetManager
 from tests.lab.etcd_v3 import V3Keys
 from tests.lab.wait import wait_for
@@ -25,7 +25,7 @@ from tests.local_etcd import LocalEtcd, running_cluster
 
 NODES = 30
 NETWORK = parse('{"Network": "10.3.0.0/16", "SubnetMin": "10.3.1.0", "SubnetMax": "10.3.30.0"}')
-BRIEF = Timeouts(connect=0.5, read=1.0, silence=0.5, pause=0.1)
+BRIEF = EtcdTimeouts(connect=0.5, read=1.0, silence=0.5, pause=0.1)
 _numbers = itertools.count()
 
 
@@ -38,7 +38,7 @@ def cluster() -> Iterator[list[LocalEtcd]]:
 class Members:
     """Nodes of a network, each with a watch of the leases."""
 
-    def __init__(self, cluster: list[LocalEtcd], timeouts: Timeouts, transport: str) -> None:
+    def __init__(self, cluster: list[LocalEtcd], timeouts: EtcdTimeouts, transport: str) -> None:
         self._transport = transport
         self.prefix = f"/cluster-{next(_numbers)}"
         self._urls = tuple(member.url for member in cluster)
@@ -71,7 +71,7 @@ class Members:
 
 
 @pytest.fixture
-def timeouts() -> Timeouts:
+def timeouts() -> EtcdTimeouts:
     return BRIEF
 
 
@@ -81,7 +81,7 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def members(cluster: list[LocalEtcd], timeouts: Timeouts, transport: str) -> Iterator[Members]:
+def members(cluster: list[LocalEtcd], timeouts: EtcdTimeouts, transport: str) -> Iterator[Members]:
     members = Members(cluster, timeouts, transport)
     yield members
     members.close()

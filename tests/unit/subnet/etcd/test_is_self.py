@@ -12,9 +12,9 @@ from msgspec.structs import replace
 
 from flanneld.errors import Retryable
 from flanneld.model import Lease, LeaseAttrs
-from flanneld.subnet.etcd.choice import open_etcd
+from flanneld.subnet.etcd.api_choice import open_etcd
 from flanneld.subnet.etcd.endpoints import EtcdOptions
-from flanneld.subnet.etcd.transport import Timeouts
+from flanneld.subnet.etcd.transport import EtcdTimeouts
 from flanneld.subnet.manager import NO_FACTS, LocalFacts, SubnetManager
 from tests.local_etcd import LocalEtcd
 
@@ -52,7 +52,7 @@ class Network:
     ) -> tuple[SubnetManager, Lease]:
         """Start a node; without ``local`` its backend goes by its key."""
         options = EtcdOptions((self._etcd.url,), self._prefix, transport="json")
-        manager = open_etcd(options, self._api, Timeouts(read=20.0))
+        manager = open_etcd(options, self._api, EtcdTimeouts(read=20.0))
         self.opened.append(manager)
         config = manager.network_config()
         return manager, manager.acquire(config, attrs(key, public_ip), (None, None), local or by_key(key))

@@ -19,10 +19,10 @@ from flanneld.config import Config, parse
 from flanneld.errors import Cancelled, Retryable
 from flanneld.model import Lease, LeaseAttrs, LeaseKey, Snapshot
 from flanneld.runtime import clock
-from flanneld.subnet.etcd.choice import open_etcd
+from flanneld.subnet.etcd.api_choice import open_etcd
 from flanneld.subnet.etcd.endpoints import EtcdOptions
 from flanneld.subnet.etcd.manager import SUBNET_TTL, EtcdManager, LeaseTaken
-from flanneld.subnet.etcd.transport import Timeouts
+from flanneld.subnet.etcd.transport import EtcdTimeouts
 from flanneld.subnet.manager import LocalFacts, SubnetManager
 from tests.lab.etcd_v3 import V3Keys
 from tests.lab.wait import wait_for
@@ -52,7 +52,7 @@ class Store:
     def manager(self, url: str = "", randrange: Callable[[int], int] | None = None) -> SubnetManager:
         options = EtcdOptions((url or self.etcd.url,), self.prefix, transport=self.transport)
         extra = (randrange,) if randrange else ()
-        self.managers.append(open_etcd(options, self.api, Timeouts(read=20.0), *extra))
+        self.managers.append(open_etcd(options, self.api, EtcdTimeouts(read=20.0), *extra))
         return self.managers[-1]
 
     def put(self, subnet: str, value: str | LeaseAttrs, ttl: int | None = 3600) -> int:

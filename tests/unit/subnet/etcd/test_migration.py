@@ -13,9 +13,9 @@ from flanneld.main import run
 from flanneld.subnet.etcd.endpoints import EtcdOptions, Servers
 from flanneld.subnet.etcd.keys import Reply
 from flanneld.subnet.etcd.migration import Migration, migrate
-from flanneld.subnet.etcd.transport import Timeouts, Transport
-from flanneld.subnet.etcd.v2.client import Client as OldClient
-from flanneld.subnet.etcd.v3.client import Client as NewClient
+from flanneld.subnet.etcd.transport import EtcdTimeouts, Transport
+from flanneld.subnet.etcd.v2.client import V2Client as OldClient
+from flanneld.subnet.etcd.v3.client import V3Client as NewClient
 from tests.lab.etcd_v3 import V3Keys
 from tests.local_etcd import LocalEtcd, make_certificates, running_etcd
 
@@ -177,7 +177,7 @@ def test_without_a_config_in_v2_nothing_is_done(cluster: Cluster) -> None:
 
 
 def transport(cluster: Cluster) -> Transport:
-    return Transport(Servers(EtcdOptions((cluster.etcd.url,), cluster.prefix)), Timeouts())
+    return Transport(Servers(EtcdOptions((cluster.etcd.url,), cluster.prefix)), EtcdTimeouts())
 
 
 class Rushed(NewClient):

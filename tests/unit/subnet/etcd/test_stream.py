@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from flanneld.errors import Retryable
 from flanneld.subnet.etcd.endpoints import EtcdOptions, Servers
-from flanneld.subnet.etcd.http import Useless
-from flanneld.subnet.etcd.transport import Timeouts
+from flanneld.subnet.etcd.http import ServerFailed
+from flanneld.subnet.etcd.transport import EtcdTimeouts
 from flanneld.subnet.etcd.v3.gateway import GatewayStream
 from tests.lab.listener import Listener
 from tests.unit.mutations import tampered_bytes
@@ -51,7 +51,7 @@ class Etcd:
     @contextmanager
     def watched(self, read: float = 60.0) -> Iterator[GatewayStream]:
         servers = Servers(EtcdOptions((self._listener.url,)))
-        stream = GatewayStream(servers, Timeouts(read=read), {})
+        stream = GatewayStream(servers, EtcdTimeouts(read=read), {})
         try:
             stream.open(servers.current, {"x": 1}, "token")
             yield stream
@@ -109,7 +109,7 @@ def test_lines_come_one_by_one_and_silence_is_no_end(etcd: Etcd, head: bytes, co
         assert stream.next(0.01) is None
         etcd.say(coded(line(3)), None)
         assert numbers(stream, 1) == [3]
-        with pytest.raises(Useless):
+        with pytest.raises(ServerFailed):
             stream.next(60)
 
 
@@ -128,7 +128,7 @@ def test_last_line_is_heard_though_the_end_comes_with_it(etcd: Etcd, last: bytes
     etcd.say(CHUNKED + chunks(last) + b"0\r\n\r\n")
     with etcd.watched() as stream:
         assert numbers(stream, 1) == [7]
-        with pytest.raises(Useless):
+        with pytest.raises(ServerFailed):
             stream.next(60)
 
 
@@ -152,14 +152,14 @@ def test_silence_in_the_middle_of_a_line_loses_nothing(etcd: Etcd) -> None:
 )
 def test_what_is_no_answer_to_a_watch_is_told(etcd: Etcd, answer: bytes, said: str) -> None:
     etcd.say(answer, None)
-    with pytest.raises(Useless, match=said), etcd.watched():
+    with pytest.raises(ServerFailed, match=said), etcd.watched():
         pass
 
 
 @pytest.mark.parametrize("data", [b"nonsense\r\n", b"-5\r\n", b"1" * 70_000, b"1;" + b"x" * 70_000 + b"\r\n"])
 def test_what_is_no_chunk_is_an_error(etcd: Etcd, data: bytes) -> None:
     etcd.say(CHUNKED + data, None)
-    with etcd.watched() as stream, pytest.raises(Useless):
+    with etcd.watched() as stream, pytest.raises(ServerFailed):
         stream.next(60)
 
 
@@ -172,7 +172,7 @@ def test_tampered_stream_gives_objects_until_it_ends(data: bytes) -> None:
 
     with Etcd() as etcd:
         etcd.say(data, None)
-        with pytest.raises((Useless, Retryable)):
+        with pytest.raises((ServerFailed, Retryable)):
             hear_all(etcd)
 
 
@@ -197,8 +197,8 @@ def test_tiny_chunks_take_no_time(etcd: Etcd) -> None:
 def test_cut_ends_a_wait_at_once(etcd: Etcd) -> None:
     etcd.say(CHUNKED)
     with etcd.watched() as stream:
-        threading.Timer(0.05, stream.cut).start()
+        threading.Timer(0.05, stream.cancel).start()
         begin = time.monotonic()
-        with pytest.raises(Useless):
+        with pytest.raises(ServerFailed):
             stream.next(60)
         assert time.monotonic() - begin < 10

@@ -8,22 +8,22 @@ from contextlib import suppress
 
 from flanneld.errors import Retryable
 from flanneld.subnet.etcd.endpoints import EtcdOptions, Server, Servers
-from flanneld.subnet.etcd.http import Useless
-from flanneld.subnet.etcd.transport import Send, Timeouts, Transport
+from flanneld.subnet.etcd.http import ServerFailed
+from flanneld.subnet.etcd.transport import EtcdTimeouts, Send, Transport
 
 
 def test_a_failure_is_forgotten_without_the_garbage_collector() -> None:
-    failures: list[weakref.ref[Useless]] = []
+    failures: list[weakref.ref[ServerFailed]] = []
 
     def fail(_server: Server, _send: Send) -> None:
-        failure = Useless("it broke the connection")
+        failure = ServerFailed("it broke the connection")
         failures.append(weakref.ref(failure))
         try:
             raise failure
         finally:
             del failure
 
-    transport = Transport(Servers(EtcdOptions(("http://192.0.2.1:2379",))), Timeouts())
+    transport = Transport(Servers(EtcdOptions(("http://192.0.2.1:2379",))), EtcdTimeouts())
     gc.disable()
     try:
         with suppress(Retryable):

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flanneld.errors import Retryable
-from flanneld.subnet.etcd.http import Answer, Useless
-from flanneld.subnet.etcd.keys import Conflict, ListAgain, Node, NotFound, Position, Reply
+from flanneld.subnet.etcd.http import Answer, ServerFailed
+from flanneld.subnet.etcd.keys import Conflict, NotFound, Position, RelistNeeded, Reply, StoredKey
 from flanneld.subnet.etcd.v2.answers import check_history, read
 
 AT = Position(7, "cafe")
@@ -61,7 +61,7 @@ def answer(status: int, body: Any) -> Answer:
 def test_any_answer_is_understood_or_refused(given_answer: Answer) -> None:
     try:
         reply = read(given_answer)
-    except (Retryable, Useless):
+    except (Retryable, ServerFailed):
         return
     assert isinstance(reply, Reply)
     assert given_answer.status in (200, 201) or given_answer.body is None
@@ -70,7 +70,7 @@ def test_any_answer_is_understood_or_refused(given_answer: Answer) -> None:
 def test_a_directory_comes_with_its_children() -> None:
     leaf = {"key": "/d/k", "value": "v", "modifiedIndex": 5, "ttl": 9, "expiration": "2030-01-01T00:00:00Z"}
     body = {"action": "get", "node": {"key": "/d", "dir": True, "nodes": [leaf], "modifiedIndex": 3}}
-    expected = Node("/d", "", None, 3, is_dir=True), (Node("/d/k", "v", 9, 5, is_dir=False),)
+    expected = StoredKey("/d", "", None, 3, is_dir=True), (StoredKey("/d/k", "v", 9, 5, is_dir=False),)
     reply = read(answer(200, body))
     assert (reply.node, reply.children, reply.at) == (*expected, AT)
 
@@ -84,7 +84,7 @@ def test_a_key_in_its_last_second_is_no_reservation() -> None:
 
 def test_an_answer_without_an_index_is_not_from_etcd() -> None:
     body = json.dumps({"action": "get", "node": {"key": "/k", "value": "v", "modifiedIndex": 5}})
-    with pytest.raises(Useless, match="not etcd's"):
+    with pytest.raises(ServerFailed, match="not etcd's"):
         read(Answer("http://a:1", 200, Position(0), body=body.encode()))
 
 
@@ -94,10 +94,10 @@ def test_an_answer_without_an_index_is_not_from_etcd() -> None:
         (404, 100, NotFound),
         (412, 101, Conflict),
         (412, 105, Conflict),
-        (400, 401, ListAgain),
-        (400, 400, ListAgain),
+        (400, 401, RelistNeeded),
+        (400, 400, RelistNeeded),
         (403, 102, Retryable),
-        (500, 300, Useless),
+        (500, 300, ServerFailed),
     ],
 )
 def test_each_error_of_etcd_has_its_meaning(status: int, code: int, expected: type[Exception]) -> None:
@@ -113,7 +113,7 @@ def test_history_goes_on_only_in_the_same_cluster_and_forwards() -> None:
     check_history(AT, AT)
     check_history(AT, Position(9, "cafe"))
     for now in (Position(6, "cafe"), Position(9, "beef")):
-        with pytest.raises(ListAgain):
+        with pytest.raises(RelistNeeded):
             check_history(AT, now)
-    with pytest.raises(Useless):
+    with pytest.raises(ServerFailed):
         check_history(AT, Position(0, "cafe"))

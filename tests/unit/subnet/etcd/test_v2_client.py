@@ -15,9 +15,9 @@ from msgspec.structs import replace
 
 from flanneld.errors import Cancelled, Retryable
 from flanneld.runtime.sockets.interruptible_socket import InterruptibleSocket, Unreachable
-from flanneld.subnet.etcd.keys import Conflict, ListAgain, NotFound, Position
-from flanneld.subnet.etcd.transport import Timeouts
-from flanneld.subnet.etcd.v2.client import Client, Poller
+from flanneld.subnet.etcd.keys import Conflict, NotFound, Position, RelistNeeded
+from flanneld.subnet.etcd.transport import EtcdTimeouts
+from flanneld.subnet.etcd.v2.client import V2Client, V2Watcher
 from tests.etcd_clients import transport_to
 from tests.lab.impostor import http
 from tests.lab.wait import wait_for
@@ -36,13 +36,13 @@ from tests.local_etcd import (
 from tests.unit.subnet.etcd.misbehaviour import OF_HTTP, complaint_about, each_of
 
 #: For servers that do not answer; etcd itself may take longer.
-QUICK = Timeouts(connect=0.5, read=0.5)
-LASTING = Timeouts(read=60, poll=0.5)
-PATIENT = Timeouts(connect=600, read=600, poll=600)
+QUICK = EtcdTimeouts(connect=0.5, read=0.5)
+LASTING = EtcdTimeouts(read=60, poll=0.5)
+PATIENT = EtcdTimeouts(connect=600, read=600, poll=600)
 
 
-def client(*endpoints: str, timeouts: Timeouts = LASTING) -> Client:
-    return Client(transport_to(*endpoints, timeouts=timeouts))
+def client(*endpoints: str, timeouts: EtcdTimeouts = LASTING) -> V2Client:
+    return V2Client(transport_to(*endpoints, timeouts=timeouts))
 
 
 def partly(connection: socket.socket, then: Serve = silent) -> None:
@@ -89,7 +89,7 @@ def test_what_one_client_learns_of_the_servers_the_others_know(etcd: LocalEtcd) 
     first, second = Relay(etcd.url), Relay(etcd.url)
     with server(first) as first_url, server(second) as second_url:
         transport = transport_to(first_url, second_url, timeouts=LASTING)
-        asker = Client(transport)
+        asker = V2Client(transport)
         asker.fetch("/learnt")
         transport.servers.skip()
         asker.fetch("/learnt")
@@ -101,7 +101,7 @@ def test_a_connection_that_was_idle_for_long_is_not_used_again(etcd: LocalEtcd) 
     for idle, connections in ((60.0, 1), (0.0, 3)):
         relay = Relay(etcd.url)
         with server(relay) as url:
-            asker = client(url, timeouts=Timeouts(read=60, idle=idle))
+            asker = client(url, timeouts=EtcdTimeouts(read=60, idle=idle))
             for _ in range(3):
                 asker.fetch("/idle")
         assert relay.connections == connections
@@ -179,16 +179,16 @@ def test_a_poll_without_news_tells_how_far_it_has_looked(etcd: LocalEtcd) -> Non
 
 def test_a_watch_from_a_time_that_etcd_has_not_reached_is_not_silent(etcd: LocalEtcd) -> None:
     at = client(etcd.url).create("/restored", "1", None).at
-    with pytest.raises(ListAgain, match="restored"):
+    with pytest.raises(RelistNeeded, match="restored"):
         client(etcd.url).poll("/restored", Position(at.index + 1000, at.cluster), recursive=False)
-    with pytest.raises(ListAgain, match="another cluster"):
+    with pytest.raises(RelistNeeded, match="another cluster"):
         client(etcd.url).poll("/restored", Position(at.index, "beef"), recursive=False)
 
 
 def test_an_event_that_is_older_than_asked_for_is_not_taken() -> None:
     event = {"action": "set", "node": {"key": "/k", "value": "v", "modifiedIndex": 5}}
     stuck = answering(http("200 OK", json.dumps(event), "X-Etcd-Index: 9"))
-    with server(stuck) as url, pytest.raises(ListAgain, match="repeats"):
+    with server(stuck) as url, pytest.raises(RelistNeeded, match="repeats"):
         client(url).poll("/k", Position(7), recursive=False)
 
 
@@ -213,8 +213,8 @@ def test_a_member_without_the_others_is_not_taken_for_one_without_news(
     at = client(etcd.url).fetch("/cut-off/lease").at
     key = "/cut-off" if recursive else "/cut-off/lease"
 
-    def watch(*urls: str) -> Poller:
-        return Poller(client(*urls, timeouts=replace(LASTING, read=3.0)), key, recursive=recursive)
+    def watch(*urls: str) -> V2Watcher:
+        return V2Watcher(client(*urls, timeouts=replace(LASTING, read=3.0)), key, recursive=recursive)
 
     with server(CutOff(etcd.url)) as lonely:
         with pytest.raises(Retryable, match="no answer within"):
@@ -273,14 +273,14 @@ def test_a_request_without_an_answer_can_be_cut(serve: Serve, scheme: str) -> No
 
     with server(serve_stuck) as url:
         asker = client(url.replace("http", scheme), timeouts=PATIENT)
-        assert_cut(lambda: asker.fetch("/key"), asker.cut, stuck.is_set)
+        assert_cut(lambda: asker.fetch("/key"), asker.cancel, stuck.is_set)
 
 
 def test_a_connection_that_is_being_made_can_be_cut() -> None:
     with full_backlog() as url:
         asker = client(url, timeouts=PATIENT)
         port = int(url.rpartition(":")[2])
-        assert_cut(lambda: asker.fetch("/key"), asker.cut, lambda: syn_sent_to(port) > 0)
+        assert_cut(lambda: asker.fetch("/key"), asker.cancel, lambda: syn_sent_to(port) > 0)
 
 
 def syn_sent_to(port: int) -> int:
@@ -301,7 +301,7 @@ def test_the_lookup_of_a_name_can_be_cut(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(socket, "getaddrinfo", slow)
     asker = client("http://etcd.example.com:2379", timeouts=PATIENT)
-    assert_cut(lambda: asker.fetch("/key"), asker.cut, asked.is_set)
+    assert_cut(lambda: asker.fetch("/key"), asker.cancel, asked.is_set)
     over.set()
 
 
@@ -322,8 +322,10 @@ def test_a_poll_over_tls_can_be_cut(tmp_path: Path) -> None:
     contact = threading.Event()
     with running_etcd(tls=tmp_path) as etcd:
         options = {name: str(tmp_path / file) for name, file in paths.items()}
-        asker = Client(transport_to(etcd.url, timeouts=PATIENT, **options), contact.set)
+        asker = V2Client(transport_to(etcd.url, timeouts=PATIENT, **options), contact.set)
         with pytest.raises(NotFound) as missing:
             asker.fetch("/cut")
         contact.clear()
-        assert_cut(lambda: asker.poll("/cut", missing.value.at, recursive=False), asker.cut, contact.is_set)
+        assert_cut(
+            lambda: asker.poll("/cut", missing.value.at, recursive=False), asker.cancel, contact.is_set
+        )

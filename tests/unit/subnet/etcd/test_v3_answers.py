@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flanneld.errors import Retryable
-from flanneld.subnet.etcd.http import Answer, Useless
-from flanneld.subnet.etcd.keys import ListAgain, Position
+from flanneld.subnet.etcd.http import Answer, ServerFailed
+from flanneld.subnet.etcd.keys import Position, RelistNeeded
 from flanneld.subnet.etcd.v3 import answers
-from flanneld.subnet.etcd.v3.answers import Message
+from flanneld.subnet.etcd.v3.answers import GatewayMessage
 
 AT = Position(7, "9")
 NAMES = [
@@ -64,8 +64,8 @@ BODIES = st.binary(max_size=30) | JSON.map(lambda value: json.dumps(value).encod
 
 @given(st.sampled_from([200, 301, 400, 401, 403, 404, 412, 500, 503]), BODIES)
 def test_any_answer_is_an_object_or_an_error_with_a_meaning(status: int, body: bytes) -> None:
-    with suppress(Retryable, Useless):
-        assert isinstance(answers.read(Answer("http://a:1", status, Position(0), body=body)), Message)
+    with suppress(Retryable, ServerFailed):
+        assert isinstance(answers.read(Answer("http://a:1", status, Position(0), body=body)), GatewayMessage)
 
 
 @given(OBJECTS)
@@ -77,14 +77,14 @@ def test_any_object_is_understood_or_of_no_use(body: dict[str, Any]) -> None:
         lambda said: answers.began(said, AT),
         lambda said: answers.changes(said, AT, AT),
     ):
-        with suppress(Retryable, Useless):
+        with suppress(Retryable, ServerFailed):
             read(answers.understood(body))
 
 
 @given(BODIES)
 def test_any_line_of_a_stream_is_an_object_or_an_error_with_a_meaning(line: bytes) -> None:
-    with suppress(Retryable, Useless):
-        assert isinstance(answers.stream_object(line, "http://a:1"), Message)
+    with suppress(Retryable, ServerFailed):
+        assert isinstance(answers.stream_object(line, "http://a:1"), GatewayMessage)
 
 
 def event(key: str, modified: int, **more: object) -> dict[str, object]:
@@ -110,7 +110,7 @@ def test_what_was_told_before_is_left_out() -> None:
 
 
 def test_a_compacted_watch_has_to_read_everything_again() -> None:
-    with pytest.raises(ListAgain):
+    with pytest.raises(RelistNeeded):
         answers.stream_object(b'{"result":{"canceled":true,"compact_revision":"3"}}', "http://a:1")
 
 

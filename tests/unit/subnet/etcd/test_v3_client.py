@@ -15,10 +15,10 @@ import pytest
 from flanneld.errors import Cancelled, Retryable
 from flanneld.runtime import clock
 from flanneld.subnet.etcd.http import NoSuchApi
-from flanneld.subnet.etcd.keys import Changes, Conflict, ListAgain, NotFound, Position
-from flanneld.subnet.etcd.transport import Timeouts
-from flanneld.subnet.etcd.v3.client import Client
-from flanneld.subnet.etcd.v3.watch import Watch
+from flanneld.subnet.etcd.keys import Conflict, KeyChanges, NotFound, Position, RelistNeeded
+from flanneld.subnet.etcd.transport import EtcdTimeouts
+from flanneld.subnet.etcd.v3.client import V3Client
+from flanneld.subnet.etcd.v3.watch import V3Watcher
 from tests.etcd_clients import transport_to
 from tests.lab.etcd_v3 import V3Keys
 from tests.lab.impostor import http
@@ -40,16 +40,16 @@ from tests.local_etcd import (
 from tests.unit.subnet.etcd.misbehaviour import OF_HTTP, check_watch_over_silence, complaint_about, each_of
 
 #: For servers that do not answer; etcd itself may take longer.
-QUICK = Timeouts(connect=0.5, read=0.5)
-LASTING = Timeouts(read=60, silence=0.3)
-PATIENT = Timeouts(connect=600, read=600, silence=600)
+QUICK = EtcdTimeouts(connect=0.5, read=0.5)
+LASTING = EtcdTimeouts(read=60, silence=0.3)
+PATIENT = EtcdTimeouts(connect=600, read=600, silence=600)
 
 
-def client(*endpoints: str, timeouts: Timeouts = LASTING, **options: str) -> Client:
-    return Client(transport_to(*endpoints, timeouts=timeouts, **options))
+def client(*endpoints: str, timeouts: EtcdTimeouts = LASTING, **options: str) -> V3Client:
+    return V3Client(transport_to(*endpoints, timeouts=timeouts, **options))
 
 
-def watch(asker: Client, key: str, *, recursive: bool = False) -> Watch:
+def watch(asker: V3Client, key: str, *, recursive: bool = False) -> V3Watcher:
     return asker.watcher(key, recursive=recursive, contact=lambda: None)
 
 
@@ -250,13 +250,13 @@ def test_a_key_without_a_lease_stays(etcd: LocalEtcd) -> None:
 
 
 def test_a_watch_goes_on_at_another_server_when_its_own_falls_silent(etcd: LocalEtcd, keys: V3Keys) -> None:
-    check_watch_over_silence(etcd, keys, partial(client, timeouts=Timeouts(silence=0.3)))
+    check_watch_over_silence(etcd, keys, partial(client, timeouts=EtcdTimeouts(silence=0.3)))
 
 
 def test_silence_costs_no_more_than_a_question_now_and_then(etcd: LocalEtcd) -> None:
     relay = Relay(etcd.url)
     with server(relay) as url:
-        asker = client(url, timeouts=Timeouts(silence=0.3))
+        asker = client(url, timeouts=EtcdTimeouts(silence=0.3))
         at = asker.fetch("/dir", recursive=True).at
         watcher = watch(asker, "/dir", recursive=True)
         for _ in range(3):
@@ -268,7 +268,7 @@ def test_silence_costs_no_more_than_a_question_now_and_then(etcd: LocalEtcd) -> 
 
 
 @contextmanager
-def watched(etcd: LocalEtcd, key: str, *, recursive: bool) -> Iterator[tuple[Relay, Watch, Position]]:
+def watched(etcd: LocalEtcd, key: str, *, recursive: bool) -> Iterator[tuple[Relay, V3Watcher, Position]]:
     """A watch, whose silence is in order so far, the proxy before etcd, and from where it goes on."""
     relay = Relay(etcd.url)
     with server(relay) as url:
@@ -303,8 +303,8 @@ def test_what_others_write_does_not_cost_a_watch_each_time(
     with watched(etcd, key, recursive=recursive) as (relay, watcher, at):
         for _ in range(3):
             keys.put("/others", "x")
-            assert watcher.read(at) == Changes((), at)
-        assert watcher.read(at) == Changes((), at)
+            assert watcher.read(at) == KeyChanges((), at)
+        assert watcher.read(at) == KeyChanges((), at)
         assert len(relay.asked("/watch")) == watches
 
 
@@ -329,11 +329,11 @@ def test_what_was_forgotten_or_restored_is_to_be_read_again(etcd: LocalEtcd, key
     at = asker.create("/forgotten", "1", None).at
     keys.delete("/forgotten")
     keys.compact()
-    with pytest.raises(ListAgain, match="forgotten"):
+    with pytest.raises(RelistNeeded, match="forgotten"):
         wait_for(lambda: watch(asker, "/forgotten").read(at).replies, DEADLINE)
-    with pytest.raises(ListAgain, match="restored"):
+    with pytest.raises(RelistNeeded, match="restored"):
         watch(asker, "/forgotten").read(Position(at.index + 1_000_000, at.cluster))
-    with pytest.raises(ListAgain, match="another cluster"):
+    with pytest.raises(RelistNeeded, match="another cluster"):
         watch(asker, "/forgotten").read(Position(at.index, "beef"))
 
 
@@ -358,7 +358,7 @@ def test_a_watch_whose_connection_was_given_up_calls_for_a_list(etcd: LocalEtcd,
         def wait() -> None:
             try:
                 watcher.read(at)
-            except ListAgain as reason:
+            except RelistNeeded as reason:
                 failures.append(reason)
 
         thread = threading.Thread(target=wait)
@@ -405,7 +405,7 @@ def test_a_watch_over_tls_can_be_cut(tmp_path: Path) -> None:
         check_cut(watcher, begun.is_set, asker.fetch("/cut", recursive=True).at)
 
 
-def check_cut(watcher: Watch, is_stuck: Callable[[], bool], at: Position = Position(1, "1")) -> None:  # noqa: B008
+def check_cut(watcher: V3Watcher, is_stuck: Callable[[], bool], at: Position = Position(1, "1")) -> None:  # noqa: B008
     ended: list[BaseException] = []
 
     def run() -> None:
@@ -417,7 +417,7 @@ def check_cut(watcher: Watch, is_stuck: Callable[[], bool], at: Position = Posit
     thread = threading.Thread(target=run)
     thread.start()
     wait_for(is_stuck, DEADLINE, "the watch to be stuck")
-    watcher.cut()
+    watcher.cancel()
     thread.join(DEADLINE)
     assert [type(error) for error in ended] == [Cancelled]
 

@@ -16,13 +16,13 @@ import pytest
 from flanneld.config import parse
 from flanneld.errors import Cancelled, Fatal, Retryable
 from flanneld.model import Added, Event, LeaseAttrs, Snapshot
-from flanneld.subnet.etcd.choice import open_etcd
+from flanneld.subnet.etcd.api_choice import open_etcd
 from flanneld.subnet.etcd.endpoints import EtcdOptions
 from flanneld.subnet.etcd.http import NoSuchApi
-from flanneld.subnet.etcd.keys import ListAgain, NotFound, Position
-from flanneld.subnet.etcd.transport import Timeouts
+from flanneld.subnet.etcd.keys import NotFound, Position, RelistNeeded
+from flanneld.subnet.etcd.transport import EtcdTimeouts
 from flanneld.subnet.etcd.v3.answers import AccessRefused, GatewayRefused
-from flanneld.subnet.etcd.v3.client import Client
+from flanneld.subnet.etcd.v3.client import V3Client
 from tests.etcd_clients import opened, transport_to
 from tests.lab.etcd_v3 import V3Keys
 from tests.lab.wait import wait_for
@@ -46,13 +46,15 @@ from tests.unit.subnet.etcd.misbehaviour import check_watch_over_silence, compla
 #: What the CommonName of the certificate "client" is; a password is not needed to come with it.
 USER, PASSWORD = "client", "not used"
 CONFIG = '{"Network": "10.3.0.0/16"}'
-QUICK = Timeouts(read=5, silence=0.5)
-PATIENT = Timeouts(connect=30, read=30, silence=30)
+QUICK = EtcdTimeouts(read=5, silence=0.5)
+PATIENT = EtcdTimeouts(connect=30, read=30, silence=30)
 
 
-def client(*endpoints: str, timeouts: Timeouts = QUICK, transport: str = "grpc", **options: Any) -> Client:
-    asker = Client(transport_to(*endpoints, timeouts=timeouts, transport=transport, **options))
-    opened.callback(asker.cut)
+def client(
+    *endpoints: str, timeouts: EtcdTimeouts = QUICK, transport: str = "grpc", **options: Any
+) -> V3Client:
+    asker = V3Client(transport_to(*endpoints, timeouts=timeouts, transport=transport, **options))
+    opened.callback(asker.cancel)
     return asker
 
 
@@ -104,7 +106,7 @@ def test_the_user_is_the_one_whom_the_certificate_names(
 def test_a_password_counts_where_the_certificate_has_no_rights(
     guarded: LocalEtcd, certificates: dict[str, Any]
 ) -> None:
-    asker = client(guarded.url, username="root", password=PASSWORD, timeouts=Timeouts(), **certificates)
+    asker = client(guarded.url, username="root", password=PASSWORD, timeouts=EtcdTimeouts(), **certificates)
     asker.create("/elsewhere", "1", None)
     asker.remove("/elsewhere")
 
@@ -172,7 +174,7 @@ def test_a_gateway_that_is_switched_off_is_done_without() -> None:
 def test_an_outdated_login_is_renewed() -> None:
     with running_etcd("--bcrypt-cost=4") as etcd:
         V3Keys(etcd.post).require_login("flannel", "secret", "/net")
-        asker = client(etcd.url, username="flannel", password="secret", timeouts=Timeouts())
+        asker = client(etcd.url, username="flannel", password="secret", timeouts=EtcdTimeouts())
         made = asker.create("/net/subnets/a", "1", None)
         etcd.stop()  # It keeps the logins in its memory.
         etcd.start()
@@ -257,7 +259,7 @@ def test_a_watch_whose_connection_was_given_up_calls_for_a_list(etcd: LocalEtcd,
     def wait() -> None:
         try:
             watcher.read(at)
-        except ListAgain as reason:
+        except RelistNeeded as reason:
             failures.append(reason)
 
     thread = threading.Thread(target=wait)
@@ -283,7 +285,7 @@ def test_what_waits_for_a_silent_server_can_be_cut() -> None:
         asker = client(url, timeouts=PATIENT)
         ended = in_thread(lambda: asker.fetch("/cut"))
         assert connected.acquire(timeout=DEADLINE)
-        asker.cut()
+        asker.cancel()
         assert [type(error) for error in ended()] == [Cancelled]
 
 
@@ -294,7 +296,7 @@ def test_a_watch_can_be_cut(etcd: LocalEtcd) -> None:
     watcher = asker.watcher("/cut", recursive=True, contact=begun.set)
     ended = in_thread(lambda: watcher.read(at))
     assert begun.wait(DEADLINE)
-    watcher.cut()
+    watcher.cancel()
     assert [type(error) for error in ended()] == [Cancelled]
     with pytest.raises(Cancelled):
         watcher.read(at)

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flanneld.subnet.etcd.v3.protobuf import METHODS, Field, Malformed, Message, decode, encode
+from flanneld.subnet.etcd.v3.protobuf import METHODS, Field, MalformedProtobuf, MessageType, decode, encode
 from tests.unit.mutations import tampered_bytes
 
-INNER = Message(name=Field(1, "string"))
-SAMPLE = Message(
+INNER = MessageType(name=Field(1, "string"))
+SAMPLE = MessageType(
     flag=Field(1, "bool"),
     signed=Field(2, "int64"),
     unsigned=Field(3, "uint64"),
@@ -37,7 +37,7 @@ WIRE: list[tuple[dict[str, Any], str]] = [
 
 RANGE = METHODS["/kv/range"].response
 KEY_VALUE = {"key": "L2E=", "mod_revision": "7", "value": "eyJ9", "lease": "-9"}
-ANSWERS: list[tuple[Message, dict[str, Any]]] = [
+ANSWERS: list[tuple[MessageType, dict[str, Any]]] = [
     (RANGE, {"header": {"cluster_id": "1", "revision": "5"}, "kvs": [KEY_VALUE, KEY_VALUE]}),
     (
         METHODS["/watch"].response,
@@ -76,12 +76,12 @@ def test_an_enumeration_may_have_grown() -> None:
     ["08", "0880", "22ff01", "2202ff", "0a0101", "10" + "ff" * 11, "0b", "0f", "32030a0561", "b906010203"],
 )
 def test_what_is_no_such_message_is_refused(wire: str) -> None:
-    with pytest.raises(Malformed):
+    with pytest.raises(MalformedProtobuf):
         decode(SAMPLE, bytes.fromhex(wire))
 
 
 @pytest.mark.parametrize(("kind", "body"), ANSWERS)
-def test_an_answer_survives_the_wire(kind: Message, body: dict[str, Any]) -> None:
+def test_an_answer_survives_the_wire(kind: MessageType, body: dict[str, Any]) -> None:
     assert decode(kind, encode(kind, body)) == body
 
 
@@ -92,10 +92,10 @@ def test_any_value_survives_the_wire(number: int, data: bytes, text: str) -> Non
 
 
 @given(st.sampled_from([method.response for method in METHODS.values()]), st.binary(max_size=60))
-def test_any_bytes_are_a_message_or_refused(kind: Message, data: bytes) -> None:
+def test_any_bytes_are_a_message_or_refused(kind: MessageType, data: bytes) -> None:
     try:
         assert isinstance(decode(kind, data), dict)
-    except Malformed:
+    except MalformedProtobuf:
         return
 
 
@@ -104,5 +104,5 @@ def test_a_tampered_answer_is_a_message_or_refused(data: bytes) -> None:
     for kind, _ in ANSWERS:
         try:
             assert isinstance(decode(kind, data), dict)
-        except Malformed:
+        except MalformedProtobuf:
             continue

@@ -16,9 +16,9 @@ from msgspec.structs import replace
 from flanneld.errors import Cancelled
 from flanneld.model import Added, Event, Lease, LeaseAttrs, Removed, Snapshot
 from flanneld.runtime import clock
-from flanneld.subnet.etcd.choice import open_etcd
+from flanneld.subnet.etcd.api_choice import open_etcd
 from flanneld.subnet.etcd.endpoints import EtcdOptions
-from flanneld.subnet.etcd.transport import Timeouts
+from flanneld.subnet.etcd.transport import EtcdTimeouts
 from flanneld.subnet.manager import Deliver
 from tests.lab.etcd_v3 import V3Keys
 from tests.lab.wait import PATIENCE, wait_for
@@ -30,14 +30,14 @@ HISTORY = 1000
 #: More than anybody wants to read a line about.
 MANY = 500
 #: No watch that is closed may wait for any of these.
-PATIENT = Timeouts(read=600.0, poll=600.0, silence=600.0, pause=600.0)
-QUICK = Timeouts(read=20.0, pause=0.05)
+PATIENT = EtcdTimeouts(read=600.0, poll=600.0, silence=600.0, pause=600.0)
+QUICK = EtcdTimeouts(read=20.0, pause=0.05)
 
 
 class Watched:
     """A prefix in an etcd, and a watch of it whose events come in ``events``."""
 
-    def __init__(self, etcd: LocalEtcd, api: str, *urls: str, timeouts: Timeouts = QUICK) -> None:
+    def __init__(self, etcd: LocalEtcd, api: str, *urls: str, timeouts: EtcdTimeouts = QUICK) -> None:
         self.etcd = etcd
         self.api = api[:2]
         self.keys = etcd.keys(self.api)
@@ -278,7 +278,7 @@ def test_when_the_directory_goes_everything_is_read_again(watched_v2: Watched, d
 
 
 def test_a_backlog_is_read_quickly(watched: Watched) -> None:
-    with Watched(watched.etcd, watched.api, timeouts=Timeouts(read=60.0, pause=1.0)) as slow:
+    with Watched(watched.etcd, watched.api, timeouts=EtcdTimeouts(read=60.0, pause=1.0)) as slow:
         slow.manager.stored(None)
         slow.keys.put_often(f"{slow.prefix}/subnets/10.1.1.0-24", 300, value(1))
         slow.start()
@@ -326,7 +326,7 @@ def test_a_history_of_others_that_etcd_has_forgotten_is_not_worth_a_word(
 
 def test_a_watch_without_news_keeps_up_with_a_busy_etcd(etcd: LocalEtcd) -> None:
     relay = Relay(etcd.url)
-    brief = Timeouts(poll=0.2, pause=0.05)
+    brief = EtcdTimeouts(poll=0.2, pause=0.05)
     with server(relay) as url, Watched(etcd, "v2", url, timeouts=brief) as watched:
         watched.start()
         for _ in range(3):
@@ -420,7 +420,7 @@ def test_a_watch_survives_restarts_of_etcd_and_tells_of_each_once(
 @over_all
 def test_after_a_long_outage_etcd_is_found_as_soon_as_after_a_short_one(api: str) -> None:
     """It is asked once a pause, which never grows; outside of tests that is a second."""
-    assert Timeouts().pause == 1.0
+    assert EtcdTimeouts().pause == 1.0
     attempts: list[None] = []
     with running_etcd() as etcd, Watched(etcd, api) as watched:
         watched.start_without_event(lambda: attempts.append(None))
@@ -506,7 +506,7 @@ def test_polls_that_are_cut_again_and_again_do_not_fill_the_log(
 
 @over_all
 def test_the_next_server_is_watched_when_one_falls_silent(api: str, etcd: LocalEtcd) -> None:
-    dead, brief = f"http://127.0.0.1:{free_port()}", Timeouts(read=0.3)
+    dead, brief = f"http://127.0.0.1:{free_port()}", EtcdTimeouts(read=0.3)
     with server(silent) as url, Watched(etcd, api, url, dead, etcd.url, timeouts=brief) as watched:
         watched.start()
         watched.put("10.1.1.0-24", value(1))

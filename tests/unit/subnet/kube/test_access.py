@@ -14,7 +14,7 @@ import pytest
 from flanneld.errors import Fatal, NoAnswer, Retryable
 from flanneld.runtime.sockets.interruptible_socket import InterruptibleSocket
 from flanneld.subnet.kube.access import Access
-from flanneld.subnet.kube.api import Api, Timeouts
+from flanneld.subnet.kube.api import Api, ApiTimeouts
 from tests.lab.credentials import make_certificates, write_kubeconfig
 from tests.lab.kube_api.faults import Fault
 from tests.local_kube import FLANNEL_TOKEN, running_kube
@@ -128,9 +128,9 @@ def test_a_server_that_another_authority_vouches_for_is_not_trusted(tmp_path: Pa
     with running_kube(tls=ours) as kube:
         for folder in (ours, others):
             write_kubeconfig(folder / "config", kube.url, FLANNEL_TOKEN, folder / "ca.crt")
-        assert "items" in Api(Access("", str(ours / "config"), {}), Timeouts()).get("/api/v1/nodes")
+        assert "items" in Api(Access("", str(ours / "config"), {}), ApiTimeouts()).get("/api/v1/nodes")
         with pytest.raises(NoAnswer, match="TLS failed: "):
-            Api(Access("", str(others / "config"), {}), Timeouts()).get("/api/v1/nodes")
+            Api(Access("", str(others / "config"), {}), ApiTimeouts()).get("/api/v1/nodes")
 
 
 def test_keys_out_of_a_kubeconfig_do_not_stay_on_disk(

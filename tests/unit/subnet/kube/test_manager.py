@@ -14,7 +14,7 @@ import pytest
 
 from flanneld.errors import Cancelled, Fatal, Retryable
 from flanneld.model import Added, Lease, LeaseAttrs
-from flanneld.subnet.kube.api import Timeouts
+from flanneld.subnet.kube.api import ApiTimeouts
 from flanneld.subnet.kube.manager import KubeManager, KubeOptions
 from flanneld.subnet.manager import NodeStore, SubnetManager
 from tests.lab.credentials import write_kubeconfig
@@ -327,7 +327,7 @@ def test_an_event_is_not_held_back_where_a_proxy_joins_the_chunks(cluster: Clust
     host, _, port = cluster.kube.url.rpartition("/")[2].partition(":")
     with Proxy(None, ("127.0.0.1", 0), (host, int(port))) as proxy:
         proxy.trouble = Trouble(chunked=False)
-        cluster.join(cluster.open(url=proxy.url, timeouts=Timeouts(2.0, 2.0, silence=60.0)))
+        cluster.join(cluster.open(url=proxy.url, timeouts=ApiTimeouts(2.0, 2.0, silence=60.0)))
         wait_for(lambda: cluster.control.watches() == 1)
         cluster.put_peer(2)
         cluster.wait_for(2)
@@ -418,7 +418,7 @@ def test_all_nodes_are_listed_again_when_somebody_wants_to_be_sure(cluster: Clus
 
 
 def test_every_blocked_call_ends_at_once(cluster: Cluster) -> None:
-    manager = cluster.join(cluster.open(timeouts=Timeouts(600, 600, silence=600)))
+    manager = cluster.join(cluster.open(timeouts=ApiTimeouts(600, 600, silence=600)))
     wait_for(lambda: cluster.control.watches() == 1)
     cluster.fault(verb="list", delay=600)
     blocked: list[BaseException] = []
@@ -440,20 +440,20 @@ def test_every_blocked_call_ends_at_once(cluster: Cluster) -> None:
 
 def test_a_silent_server_is_left(cluster: Cluster) -> None:
     cluster.fault(verb="watch", cut=0, then="stall")
-    cluster.join(cluster.open(timeouts=Timeouts(20.0, 20.0, silence=0.3)))
+    cluster.join(cluster.open(timeouts=ApiTimeouts(20.0, 20.0, silence=0.3)))
     cluster.put_peer(2)
     cluster.wait_for(2)
 
 
 def test_a_watch_that_is_not_even_begun_is_given_up_sooner_than_a_quiet_one(cluster: Cluster) -> None:
     cluster.fault(verb="watch", delay=60)
-    cluster.join(cluster.open(timeouts=Timeouts(20.0, 0.3, silence=60.0)))
+    cluster.join(cluster.open(timeouts=ApiTimeouts(20.0, 0.3, silence=60.0)))
     cluster.put_peer(2)
     cluster.wait_for(2)
 
 
 def test_a_server_whose_versions_went_back_is_listed_again(cluster: Cluster) -> None:
-    cluster.join(cluster.open(timeouts=Timeouts(20.0, 20.0, silence=0.3)))
+    cluster.join(cluster.open(timeouts=ApiTimeouts(20.0, 20.0, silence=0.3)))
     wait_for(lambda: cluster.control.watches() == 1)
     future = json.dumps({"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "900000"}}})
     cluster.control.disturb_watches(Fault(line=future))

@@ -14,7 +14,7 @@ from flanneld.errors import NoAnswer
 from flanneld.runtime.backoff import Backoff
 from flanneld.subnet.kube import watch
 from flanneld.subnet.kube.access import Access
-from flanneld.subnet.kube.api import Api, Expired, NoServer, Refusal, Timeouts
+from flanneld.subnet.kube.api import Api, ApiTimeouts, Expired, NoServer, Refusal
 from flanneld.subnet.kube.watch import backoffs, is_behind
 from tests.lab.credentials import write_kubeconfig
 from tests.lab.wait import wait_for
@@ -152,7 +152,7 @@ def test_while_there_is_no_connection_the_servers_return_is_noticed_within_secon
 # ---- what is said of a silent one -----------------------------------------------------------------
 
 
-def complaint(url: str, timeouts: Timeouts) -> str:
+def complaint(url: str, timeouts: ApiTimeouts) -> str:
     with pytest.raises(NoAnswer) as failure:
         Api(Access(url, "", {}), timeouts).get("/api/v1/nodes")
     return str(failure.value)
@@ -160,7 +160,7 @@ def complaint(url: str, timeouts: Timeouts) -> str:
 
 def test_a_silent_server_is_said_to_be_silent_for_as_long_as_it_was() -> None:
     with server(silent) as url:
-        assert "silent for 0.5 s" in complaint(url, Timeouts(connect=60, read=0.5))
+        assert "silent for 0.5 s" in complaint(url, ApiTimeouts(connect=60, read=0.5))
         assert "no TLS handshake within 0.1 s" in complaint(
-            url.replace("http://", "https://"), Timeouts(connect=0.1, read=60)
+            url.replace("http://", "https://"), ApiTimeouts(connect=0.1, read=60)
         )

@@ -15,8 +15,8 @@ from msgspec.structs import replace
 
 from flanneld.config import parse
 from flanneld.model import Added, Event, Lease, LeaseAttrs, LeaseKey, LeaseTable, Removed
+from flanneld.subnet.kube.node_table import NodeTable
 from flanneld.subnet.kube.nodes import Node, lease_of
-from flanneld.subnet.kube.table import NodeTable
 
 CONFIG = parse('{"Network": "10.5.0.0/16", "Backend": {"Type": "vxlan"}}')
 OWN = Lease(LeaseAttrs(), IPv4Network("10.5.0.0/24"))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from flanneld.errors import Retryable
 from flanneld.subnet.kube.api import Expired
 from flanneld.subnet.kube.nodes import NodeReader
-from flanneld.subnet.kube.watch import ListAgain, decode
+from flanneld.subnet.kube.watch import InvalidWatchData, decode
 from flanneld.subnet.watch_lines import Lines
 from tests.local_kube import parse_reply
 
@@ -51,7 +51,7 @@ def test_a_bookmark_is_an_event() -> None:
     "line", [b"{no", b"[]", b"null", b"\xff\xfe", b'{"type":"ADDED"}', b'{"type":5,"object":{}}']
 )
 def test_what_is_no_event_calls_for_a_list(line: bytes) -> None:
-    with pytest.raises(ListAgain, match="no event"):
+    with pytest.raises(InvalidWatchData, match="no event"):
         decode(line)
 
 
@@ -64,7 +64,7 @@ def test_an_error_event_calls_for_a_list() -> None:
     }
     with pytest.raises(Expired, match="too old resource version"):
         decode(json.dumps({"type": "ERROR", "object": gone}).encode())
-    with pytest.raises(ListAgain, match="boom"):
+    with pytest.raises(InvalidWatchData, match="boom"):
         decode(json.dumps({"type": "ERROR", "object": {"code": 500, "message": "boom"}}).encode())
 
 

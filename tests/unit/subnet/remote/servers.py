@@ -16,14 +16,14 @@ from flanneld.errors import Cancelled
 from flanneld.subnet.embedded.opening import open_store
 from flanneld.subnet.etcd.endpoints import EtcdOptions
 from flanneld.subnet.etcd.keys import NotFound
-from flanneld.subnet.etcd.transport import Timeouts
+from flanneld.subnet.etcd.transport import EtcdTimeouts
 from flanneld.subnet.remote.change_log import ChangeLog
 from flanneld.subnet.remote.http_server import LeaseServer
 from flanneld.subnet.remote.lease_store import over_etcd, over_file
 from flanneld.subnet.remote.listener import open_listener
 from flanneld.subnet.remote.rest import RestApi
 from flanneld.subnet.remote.tls import TlsFiles, server_context
-from flanneld.subnet.remote.token import Access
+from flanneld.subnet.remote.token import Permission
 from tests.local_etcd import LocalEtcd, free_port
 
 #: By number and name: method, target, body; status, headers and body of the answer if there was one.
@@ -76,13 +76,13 @@ class Running:
         api: str = "",
         tls: TlsFiles | ssl.SSLContext | None = None,
         connections: int = 2000,
-        check: Callable[[str], Access] = lambda _header: Access.JOIN,
+        check: Callable[[str], Permission] = lambda _header: Permission.JOIN,
     ) -> None:
         self.port = free_port()
         if isinstance(place, LocalFile):
             self.store = over_file(place.keystore)
         else:
-            self.store = over_etcd(EtcdOptions((place.url,)), api, Timeouts(read=2.0, pause=0.05))
+            self.store = over_etcd(EtcdOptions((place.url,)), api, EtcdTimeouts(read=2.0, pause=0.05))
         listener = open_listener(f"127.0.0.1:{self.port}", {})
         context = tls if isinstance(tls, ssl.SSLContext) else server_context(tls or TlsFiles())
         self.server = LeaseServer(listener, RestApi(self.store, self._follow, check), context, connections)
