@@ -15,7 +15,7 @@ from flanneld.errors import Fatal
 from flanneld.model import IPAddress
 
 #: Parser of a flag's value; gets the flag's name for error messages. Raises ``Fatal``.
-ReadValue = Callable[[Any, str], Any]
+ParseValue = Callable[[Any, str], Any]
 
 
 def as_it_is(value: Any, _source: str) -> Any:
@@ -84,7 +84,7 @@ def _is_http(url: str) -> bool:
         return False
 
 
-def _address_of(make: Callable[[str], IPAddress], example: str) -> ReadValue:
+def _address_of(make: Callable[[str], IPAddress], example: str) -> ParseValue:
     def read(text: str, source: str) -> IPAddress | None:
         if not text:
             return None
@@ -119,7 +119,7 @@ def margin(minutes: int, source: str) -> int:
     return minutes
 
 
-def one_of(*choices: str) -> ReadValue:
+def one_of(*choices: str) -> ParseValue:
     def read(text: str, source: str) -> str:
         if text not in choices:
             raise Fatal(f"{source}: {goflags.quoted(text)} is unknown", f"give one of: {', '.join(choices)}")

@@ -43,7 +43,7 @@ class VersionWanted(Exception):
     """Request for ``-version``: print the version on standard error, exit with status 0."""
 
 
-def _flag(name: str, default: Any, usage: str, read: option_values.ReadValue = option_values.as_it_is) -> Any:
+def _flag(name: str, default: Any, usage: str, read: option_values.ParseValue = option_values.as_it_is) -> Any:
     """Return a field and the flag that sets it; ``default`` is a tuple if the flag may be repeated."""
     flag = Flag(name, _KINDS[type(default)], default, usage, repeatable=isinstance(default, tuple))
     return field(default=read(default, name), metadata={"flag": flag, "read": read})

@@ -207,7 +207,7 @@ class Neighbor(Struct, frozen=True, gc=False):
 class FdbEntry(Struct, frozen=True, gc=False):
     """A permanent forwarding entry of a VXLAN device: frames for ``mac`` go to the host ``remote``.
 
-    ``has_overrides`` is True if port, VNI or interface differ from the device's own: never desired, only found.
+    ``has_overrides`` is True if port, VNI or interface differ from the device's: never desired, only found.
     """
 
     kind: ClassVar[Kind] = Kind.FDB

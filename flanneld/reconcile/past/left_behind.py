@@ -23,8 +23,8 @@ _FEW = 10
 class LeftBehind:
     """Objects that earlier runs left: ``devices``, and routes to adopt.
 
-    ``record`` keeps fields of ``ownership.RunRecord`` for the next run. ``adopts`` is True if routes of another
-    flanneld are looked for or were kept. Every method but the first may raise ``OSError``.
+    ``record`` keeps fields of ``ownership.RunRecord`` for the next run. ``adopts`` is True if routes of
+    another flanneld are looked for or were kept. Every method but the first may raise ``OSError``.
     """
 
     def __init__(

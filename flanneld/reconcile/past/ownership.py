@@ -1,8 +1,8 @@
 """Proof that an object found at the start belongs to this host's own last run.
 
 A MAC or a local address is no identity: clones share MACs, and every Vagrant box has 10.0.2.15. So the
-record of the last run, ``RunRecord``, is compared with the hardware, the store and the kernel. Without a record
-nothing is claimed.
+record of the last run, ``RunRecord``, is compared with the hardware, the store and the kernel. Without a
+record nothing is claimed.
 """
 
 from __future__ import annotations
