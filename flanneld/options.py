@@ -43,7 +43,9 @@ class VersionWanted(Exception):
     """Request for ``-version``: print the version on standard error, exit with status 0."""
 
 
-def _flag(name: str, default: Any, usage: str, read: option_values.ParseValue = option_values.as_it_is) -> Any:
+def _flag(
+    name: str, default: Any, usage: str, read: option_values.ParseValue = option_values.as_it_is
+) -> Any:
     """Return a field and the flag that sets it; ``default`` is a tuple if the flag may be repeated."""
     flag = Flag(name, _KINDS[type(default)], default, usage, repeatable=isinstance(default, tuple))
     return field(default=read(default, name), metadata={"flag": flag, "read": read})
@@ -86,16 +88,20 @@ class Options:
     network: str = _flag(
         "network", "", "`network` of a new -store, such as 10.5.0.0/16, or its whole config as JSON"
     )
-    serve_only: bool = _flag("serve-only", False, "with -listen and -store: be no node, only serve")
-    require_token: bool = _flag(
-        "require-token", False, "with -listen and -store: TLS, for nodes with a token of flannelctl only"
+    serve_only: bool = _flag(
+        "serve-only", False, "with -listen and -store: only serve, do not join the network"
     )
-    token: str = _flag("token", "", "`token` for a server that requires one; others on this host see it")
+    require_token: bool = _flag(
+        "require-token", False, "with -listen and -store: require TLS and a token from flannelctl"
+    )
+    token: str = _flag(
+        "token", "", "`token` for a server that requires one; visible to other users of this host"
+    )
     token_file: str = _flag("token-file", "", "`file` with the token for a server that requires one")
     remote: tuple[str, ...] = _flag(
         "remote",
         "",
-        "`servers` (-listen) to ask for leases instead of etcd: host:port,host:port",
+        "lease `servers` (-listen) to use instead of etcd: host:port,host:port",
         option_values.servers,
     )
     remote_keyfile: str = _flag("remote-keyfile", "", "`file` with the TLS key, for -listen and -remote")
@@ -108,11 +114,11 @@ class Options:
     networks: tuple[str, ...] = _flag(
         "networks",
         "",
-        "`names` of networks below -etcd-prefix to be in, separated by commas",
+        "`names` of the networks below -etcd-prefix to join, separated by commas",
         option_values.network_names,
     )
     watch_networks: bool = _flag(
-        "watch-networks", False, "follow networks that come and go: those of -networks, else all"
+        "watch-networks", False, "join and leave networks as the store has them: those of -networks, else all"
     )
     subnet_dir: str = _flag(
         "subnet-dir", "/run/flannel/networks", "`directory` with a subnet file for each of several networks"
@@ -134,9 +140,7 @@ class Options:
         "take the interface through which this `address` is reached; tried last",
         option_values.ip,
     )
-    iface_wait: int = _flag(
-        "iface-wait", 0, "`seconds` to wait for an interface that fits", option_values.wait
-    )
+    iface_wait: int = _flag("iface-wait", 0, "`seconds` to wait for a matching interface", option_values.wait)
     subnet_file: str = _flag(
         "subnet-file", "/run/flannel/subnet.env", "`file` to which this node's subnet is written"
     )
@@ -161,24 +165,24 @@ class Options:
     kube_annotation_prefix: str = _flag(
         "kube-annotation-prefix", "flannel.alpha.coreos.com", "`prefix` of the node annotations"
     )
-    kubeconfig_file: str = _flag("kubeconfig-file", "", "`file` with the way to the Kubernetes API server")
+    kubeconfig_file: str = _flag(
+        "kubeconfig-file", "", "kubeconfig `file` with address and credentials of the API server"
+    )
     net_config_path: str = _flag(
         "net-config-path", "/etc/kube-flannel/net-conf.json", "`file` with the network config, for Kubernetes"
     )
     state_dir: str = _flag(
         "state-dir",
         "/var/lib/flannel",
-        "`directory`, if it is there, in which to keep the nodes last known, for Kubernetes",
+        "existing `directory` in which to cache the node list, for Kubernetes",
     )
     secret_dir: str = _flag(
         "secret-dir", "/run/flannel", "`directory` in which backends keep their keys, as Go flanneld does"
     )
     healthz_ip: str = _flag("healthz-ip", "0.0.0.0", "`address` of the health server")  # noqa: S104
-    healthz_port: int = _flag(
-        "healthz-port", 0, "`port` of the health server, 0 for none", option_values.port
-    )
+    healthz_port: int = _flag("healthz-port", 0, "`port` of the health server (0: off)", option_values.port)
     iptables_resync: int = _flag(
-        "iptables-resync", 5, "check the firewall rules every so many `seconds`", option_values.resync
+        "iptables-resync", 5, "`seconds` between two checks of the firewall rules", option_values.resync
     )
     iptables_forward_rules: bool = _flag(
         "iptables-forward-rules", True, "let the firewall forward the network's traffic"
@@ -199,7 +203,7 @@ class Options:
         "ip-blackhole-route", False, "keep a blackhole route for this node's subnet"
     )
     keep_forwarding: bool = _flag(
-        "keep-forwarding", False, "switch IP forwarding on again whenever something switches it off"
+        "keep-forwarding", False, "switch IP forwarding on again when another program switches it off"
     )
     set_node_network_unavailable: bool = _flag(
         "set-node-network-unavailable", True, "clear the node's NetworkUnavailable condition"
@@ -207,29 +211,29 @@ class Options:
     removal_guard: bool = _flag(
         "removal-guard",
         True,
-        "read the leases again before most peers are removed at once",
+        "relist the leases before removing most peers at once",
     )
     peer_probes: int = _flag(
         "peer-probes",
         0,
-        "ask so many peers a minute, by ICMP, whether they are there; 0 for none",
+        "ICMP probes to peers per minute (0: off)",
         option_values.probes,
     )
     wireguard_port: int = _flag(
         "wireguard-port",
         0,
-        "`port` of wireguard on this node alone, as behind NAT; 0 for ListenPort",
+        "UDP `port` of wireguard on this node only, for NAT (0: ListenPort)",
         option_values.own_port,
     )
     cleanup: bool = _flag(
-        "cleanup", False, "remove what flannel made for the network of the subnet file, list it and exit"
+        "cleanup", False, "remove and list all objects of the network in the subnet file, and exit"
     )
-    all: bool = _flag("all", False, "with -cleanup: remove what any flannel made on this host")
+    all: bool = _flag("all", False, "with -cleanup: remove the objects of every flannel on this host")
     migrate_etcd_v2_to_v3: bool = _flag(
         "migrate-etcd-v2-to-v3", False, "copy config and leases from etcd's v2 API to v3, list them and exit"
     )
-    plan: bool = _flag("plan", False, "print the commands for what a start would change, and exit")
-    dry_run: bool = _flag("dry-run", False, "with -cleanup or -migrate-etcd-v2-to-v3: only list it")
+    plan: bool = _flag("plan", False, "print the changes that a start would make, as commands, and exit")
+    dry_run: bool = _flag("dry-run", False, "with -cleanup or -migrate-etcd-v2-to-v3: only list the changes")
     v: int = _flag("v", 0, "verbosity `level` of the log")
     vmodule: str = _flag("vmodule", "", "verbosity of single source files, as `pattern=level,...`")
     logging_format: str = _flag(
@@ -239,7 +243,7 @@ class Options:
         option_values.one_of("text", "json"),
     )
     log_backtrace_at: str = _flag(
-        "log_backtrace_at", "", "add a stack trace to what is logged at this `file:line`"
+        "log_backtrace_at", "", "add a stack trace to the log lines of this `file:line`"
     )
 
     @property

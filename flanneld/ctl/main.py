@@ -129,7 +129,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     arguments, flags = parser.parse_known_args(argv)
     # Go's flags end at the first word that is no flag; all words after it would be ignored.
     if flags and not flags[0].startswith("-"):
-        parser.error(f"nobody takes the word {quoted(flags[0])}")
+        parser.error(f"unrecognized argument: {quoted(flags[0])}")
     return arguments, flags
 
 
@@ -140,20 +140,18 @@ class _Parser(argparse.ArgumentParser):
 
 def command_line() -> argparse.ArgumentParser:
     """Return the parser of flannelctl's own arguments, with a parser for each command."""
-    about = (
-        "What flannel does on this node. Takes flanneld's flags too; with -etcd-endpoints it asks the store."
-    )
+    about = "Status and diagnosis of this node. Takes flanneld's flags, such as -etcd-endpoints."
     # Accepted before and after the command; a default must not overwrite a value given at the other place.
     shared = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    shared.add_argument("--output", choices=("table", "json"), help="table, if not given")
-    shared.add_argument("--socket", help="the daemon's socket, if not beside the subnet file")
+    shared.add_argument("--output", choices=("table", "json"), help="output format (default: table)")
+    shared.add_argument("--socket", help="the daemon's status socket (default: beside the subnet file)")
     shared.add_argument(
         "--watch",
         type=_seconds,
         nargs="?",
         const=2.0,
         metavar="SECONDS",
-        help="ask again each 2 or SECONDS seconds, and show what changed",
+        help="repeat every SECONDS seconds (default: 2) and show changes",
     )
     parser = _Parser("flannelctl", description=about, allow_abbrev=False, parents=[shared])
     parser.add_argument("--version", action="version", version=__version__)
@@ -168,7 +166,7 @@ def command_line() -> argparse.ArgumentParser:
                 nargs="?",
                 const=60.0,
                 metavar="SECONDS",
-                help="wait until all is fine, at most 60 or SECONDS seconds",
+                help="wait until there is no problem, at most SECONDS seconds (default: 60)",
             )
         if name == "bundle":
             command.add_argument("file", nargs="?", default="", metavar="FILE", help="the archive to write")
@@ -308,13 +306,13 @@ def _plain(source: Source) -> dict[str, Any]:
 
 
 _HELP: dict[str, tuple[Callable[[Source, argparse.Namespace], CommandAnswer], str]] = {
-    "status": (_status, "the daemon and its node in a few lines"),
-    "peers": (_peers, "the other nodes, and what is done for each"),
-    "routes": (_routes, "devices, routes and entries: wanted, and in the kernel or beyond it"),
-    "events": (_events, "what happened lately"),
-    "trace": (_trace, "which way a packet to an address takes"),
-    "bundle": (_bundle, "an archive for those who help, without secrets"),
-    "mtu": (_mtu, "the largest packet that the path to a peer carries; sends packets to find out"),
-    "doctor": (_doctor, "what is wrong with this node, and what puts it right"),
+    "status": (_status, "summary of the daemon and this node"),
+    "peers": (_peers, "the other nodes, with the state of each"),
+    "routes": (_routes, "devices, routes and entries: desired and actual"),
+    "events": (_events, "recent log lines of the daemon"),
+    "trace": (_trace, "path of a packet to an address, hop by hop"),
+    "bundle": (_bundle, "archive of diagnostics without secrets, for a remote expert"),
+    "mtu": (_mtu, "largest packet that the path to a peer carries; sends probes"),
+    "doctor": (_doctor, "problems of this node, and the commands that solve them"),
 }
 COMMANDS = {name: act for name, (act, _) in _HELP.items()}

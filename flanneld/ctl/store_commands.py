@@ -243,7 +243,7 @@ _COMMANDS: dict[str, tuple[str, _Acts]] = {
                     "--lasts": {
                         "type": _duration,
                         "default": "24h",
-                        "help": "time for joins, 24h if not given",
+                        "help": "validity for joins (default: 24h)",
                     }
                 },
             ),

@@ -96,11 +96,11 @@ def _resolves(resource: Resource, route: Route | None) -> bool:
 
 def _route_hop(route: Route | None, way: RouteTaken, found: ActualState) -> Hop:
     if route is None:
-        return Hop("route", str(way), "PROBLEM", "nothing is wanted for this peer")
+        return Hop("route", str(way), "PROBLEM", "no route is desired for this peer")
     if route not in found.objects:
         return Hop("route", str(way), "PROBLEM", f"missing: {route}")
     if not follows(way, route):
-        return Hop("route", str(way), "PROBLEM", f"another route or rule comes before: {route}")
+        return Hop("route", str(way), "PROBLEM", f"{way} overrides flannel's {route}")
     return Hop("route", str(way), "ok")
 
 

@@ -32,7 +32,7 @@ def status(source: Source) -> list[TextTable]:
             [
                 ("daemon", _daemon(document) if source.origin == "daemon" else "does not answer"),
                 row("ready", "health", _ready),
-                row("trouble", "health", _trouble),
+                row("conditions", "health", _trouble),
                 row("store", "store", _store),
                 row("backend", "network", _backend),
                 row("network", "network", _networks),
@@ -44,7 +44,7 @@ def status(source: Source) -> list[TextTable]:
                 row("last sync", "last_sync", _when, if_null="never"),
                 row("repairs", "repairs", _repairs),
                 row("refused", "refused", _refused),
-                row("removal_guard", "removal_guard", _removal_guard),
+                row("removal guard", "removal_guard", _removal_guard),
                 row("firewall", "firewall", _firewall),
             ],
         ),

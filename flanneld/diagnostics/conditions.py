@@ -117,7 +117,7 @@ def _of_the_kernel(pending: Mapping[Key, Failure], *, contested: bool) -> Iterat
         more = f", and {len(refused) - 1} more" if len(refused) > 1 else ""
         yield f"refused: {refused[0]}{more}"
     if contested:
-        yield "somebody keeps changing what is ours; the log says what"
+        yield "another program keeps changing our objects; see flannelctl events"
 
 
 def _of_the_peers(peers: Peers) -> Iterator[str]:

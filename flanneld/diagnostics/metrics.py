@@ -157,15 +157,17 @@ def _histogram(name: str, meaning: str, read: Read) -> Metric:
 METRICS = (
     _gauge(
         "flannel_build_info",
-        "1 for what runs here",
+        "1, with the running versions as labels",
         lambda _: {(__version__, platform.python_version()): 1},
         "version",
         "python",
     ),
-    _gauge("flannel_ready", "1 if pods can be started here", lambda components: not components.missing()),
+    _gauge(
+        "flannel_ready", "1 if this node is ready for containers", lambda components: not components.missing()
+    ),
     _gauge(
         "flannel_condition",
-        "1 while this part of the daemon, or of its host, is not well; `flannelctl status` says why",
+        "1 while this part of the daemon or its host is unhealthy; see `flannelctl status`",
         lambda components: {part.name: bool(part.problem) for part in parts(components)},
         "part",
     ),
@@ -189,30 +191,38 @@ METRICS = (
     ),
     _gauge(
         "flannel_lease_ttl_seconds",
-        "seconds until then",
+        "seconds until our lease ends",
         _lease(lambda lease: None if lease.expires is None else lease.expires - clock.now()),
     ),
     _counter(
         "flannel_firewall_resyncs_total",
-        "times that our firewall rules had to be put back, by who removed them",
+        "repairs of our firewall rules, by the program that removed them",
         lambda components: components.firewall.repairs if components.firewall else None,
         "backend",
         "cause",
     ),
     _gauge("flannel_peers", "leases of other nodes", _of_the_reconciler(_peers), "backend", "state"),
     _gauge(
-        "flannel_desired_objects", "what the kernel should hold", _objects(lambda desired, _: desired), "kind"
+        "flannel_desired_objects",
+        "objects in the desired state",
+        _objects(lambda desired, _: desired),
+        "kind",
     ),
     _gauge(
         "flannel_actual_objects",
-        "what of that it holds, as last read or written",
+        "desired objects that the kernel holds, as last read or written",
         _objects(lambda desired, refused: desired - refused),
         "kind",
     ),
-    _gauge("flannel_drift_objects", "what of that it refuses", _objects(lambda _, refused: refused), "kind"),
+    _gauge(
+        "flannel_drift_objects",
+        "desired objects that the kernel refuses",
+        _objects(lambda _, refused: refused),
+        "kind",
+    ),
     _counter(
         "flannel_heals_total",
-        "objects put right after others changed them",
+        "objects repaired after a change by another program",
         _of_the_reconciler(_heals),
         "kind",
         "cause",
@@ -220,7 +230,7 @@ METRICS = (
     _counter("flannel_netlink_errors_total", "writes refused", _of_the_reconciler(_refusals), "op", "errno"),
     _counter(
         "flannel_netlink_overruns_total",
-        "times that notifications were lost",
+        "losses of kernel notifications",
         _of_the_reconciler(lambda reconciler: reconciler.tables.work.overruns, absent=0),
     ),
     _gauge(
@@ -229,30 +239,30 @@ METRICS = (
         _of_the_reconciler(lambda reconciler: reconciler.tables.work.last_sync, absent=0),
     ),
     _gauge(
-        "flannel_removal_brake_held",
+        "flannel_removal_guard_held",
         "1 while removals are held back",
         _of_the_reconciler(lambda reconciler: bool(reconciler.removal_guard.holds), absent=0),
     ),
     _counter(
-        "flannel_removal_brake_holds_total",
-        "times that removals were held back",
+        "flannel_removal_guard_holds_total",
+        "times removals were held back",
         _of_the_reconciler(lambda reconciler: reconciler.removal_guard.holds_total, absent=0),
     ),
     _gauge("flannel_sessions", "encrypted sessions with peers", _of_the_reconciler(_sessions), "state"),
     _gauge(
         "flannel_session_oldest_handshake_seconds",
-        "seconds since the handshake of the session that has not had one for the longest time",
+        "seconds since the last handshake of the oldest session",
         _of_the_reconciler(_oldest_handshake),
     ),
     _gauge(
         "flannel_session_bytes",
-        "bytes of the sessions that there are now",
+        "bytes carried by the present sessions",
         _of_the_reconciler(_session_bytes),
         "direction",
     ),
     _histogram(
         "flannel_event_to_kernel_seconds",
-        "from a lease's arrival from the store until the kernel has what it means",
+        "from a lease event until the kernel has the lease's objects",
         _of_the_reconciler(lambda reconciler: reconciler.tables.work.event_to_kernel),
     ),
     _histogram(
@@ -262,7 +272,7 @@ METRICS = (
     ),
     _histogram(
         "flannel_reconcile_seconds",
-        "one reading of the kernel with its repairs",
+        "one audit of the kernel with its repairs",
         _of_the_reconciler(lambda reconciler: reconciler.tables.work.reconcile),
     ),
     _gauge(
@@ -277,12 +287,12 @@ METRICS = (
     ),
     _histogram(
         "flannel_datastore_request_seconds",
-        "one request to the store, watches left out",
+        "one request to the store, without watches",
         lambda components: components.store.requests,
     ),
     _counter(
         "flannel_datastore_errors_total",
-        "requests that failed, watches left out",
+        "failed requests, without watches",
         lambda components: components.store.errors,
     ),
     _gauge("flannel_datastore_up", "1 if the store answers", lambda components: components.store_is_up),
@@ -294,18 +304,18 @@ METRICS = (
     ),
     _counter(
         "flannel_watch_events_total",
-        "changes of leases that the store told",
+        "lease events received from the store",
         lambda components: components.store.events,
     ),
     _counter(
         "flannel_watch_resyncs_total",
-        "times that all leases were read again, by who wanted it",
+        "relists of all leases, by reason",
         lambda components: components.store.resyncs,
         "reason",
     ),
     _gauge(
         "flannel_watch_last_event_timestamp_seconds",
-        "when the store last told of a lease",
+        "time of the last lease event from the store",
         lambda components: components.store.last_event,
     ),
 )

@@ -283,7 +283,7 @@ class _Search(Struct, frozen=True):
     def _best(self, link: LinkFact, family: Family) -> IPAddress:
         usable = self.facts.usable(link, family)
         if not usable:
-            raise _NoMatch(f"{link.name} has no IPv{family} address that other nodes could use")
+            raise _NoMatch(f"{link.name} has no IPv{family} address that other nodes can reach")
         return usable[0]
 
 

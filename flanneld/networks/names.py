@@ -86,7 +86,7 @@ class RemoteNames:
             said = json.loads(answer.body)
             return [str(each) for each in said["snapshot"] or ()], str(said["cursor"])
         except (ValueError, LookupError, TypeError):
-            problem = "the flannel server's list of networks makes no sense"
+            problem = "the flannel server's list of networks is malformed"
             raise Retryable(problem, "is that a server of flannel?") from None
 
 
@@ -104,7 +104,7 @@ class Choice:
     def _is_good(self, name: str) -> bool:
         if not is_network_name(name):
             self._once.warn(
-                log, name, f"Ignoring the network {json.dumps(name[:80])}: that can be no file's name"
+                log, name, f"Ignoring the network {json.dumps(name[:80])}: its name cannot be a file name"
             )
             return False
         if self._allowed and name not in self._allowed:

@@ -113,7 +113,7 @@ class Network:
             log.exception("Network %s failed", self.name)
 
     def _sweep(self) -> None:
-        log.info("Removing what the network %s has on this host", self.name)
+        log.info("Removing all objects of network %s from this host", self.name)
         sweep(self.subnet_file)
 
 

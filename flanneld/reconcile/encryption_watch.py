@@ -57,4 +57,4 @@ class EncryptionWatch:
         if self.problem:
             self._once.warn(log, "bypass", f"Encryption bypassed: {self.problem}")
         elif self._once.clear("bypass"):
-            log.info("No other program's route leads past the encryption any more")
+            log.info("Encryption no longer bypassed")

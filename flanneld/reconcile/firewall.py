@@ -160,11 +160,11 @@ class Firewall:
             if purpose.masquerade:
                 raise Fatal(f"cannot masquerade: {missing.problem}", missing.remedy) from missing
             if purpose.forward:
-                log.warning("No rules that forward the network's traffic: %s", missing)
+                log.warning("No FORWARD rules: %s", missing)
             return
         if purpose:
             names = ", ".join(dict.fromkeys(each.name for each in drivers.values()))
-            log.info("The rules of the packet filter go through %s: %s", names, reason)
+            log.info("Using %s (%s)", names, reason)
         tables = [self._table(nets, drivers[nets.family]) for nets in self._settings.nets]
         self._rules = {table.name: table for table in tables}
         desired = desired_by_table(table.desired for table in tables)
@@ -175,7 +175,7 @@ class Firewall:
         """Set the place of the rules. Return the reason for the choice."""
         if self._settings.native:
             self._place = "native"
-            return "EnableNFTables in the network config asks for it"
+            return "requested by EnableNFTables in the network config"
         facts = detect.look([nets.family for nets in self._settings.nets])
         self._place, reason = detect.choose(self._settings.flavour, facts)
         return reason
@@ -224,7 +224,7 @@ class Firewall:
         try:
             return Removals()
         except OSError as error:
-            log.warning("No news from nf_tables (%s): reading the rules periodically", error)
+            log.warning("No notifications from nf_tables: %s; reading the rules periodically", error)
             return None
 
     def _warn_of_dropping(self) -> None:

@@ -350,8 +350,8 @@ class Reconciler:
             )
         if each.contest.spend():
             log.warning(
-                "Another program keeps changing %s: waiting longer before each repair; find out which "
-                "one it is, and stop it or exclude there what is flannel's",
+                "Another program keeps changing %s: backing off; find it with flannelctl events, then stop "
+                "it or exclude flannel's objects there",
                 each.table.what,
             )
 

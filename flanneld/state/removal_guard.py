@@ -79,7 +79,7 @@ class RemovalGuard:
         self._until, self._asked = self._now() + HOLD, False
         self.holds_total += 1
         self.reason = what
-        log.warning("%s: leaving all as it is, and reading the list again in %.0f s", what, HOLD)
+        log.warning("Removals suspended: %s; relisting in %.0f s", what, HOLD)
 
     def heard_of(self, key: LeaseKey) -> None:
         """Record an event about one lease: it is back, or was removed explicitly."""
@@ -87,7 +87,7 @@ class RemovalGuard:
             return
         self._missing.discard(key)
         if not self._missing and not self.sweep_is_held:
-            log.info("All peers that were gone from the list of leases are accounted for")
+            log.info("Removals resumed: all missing peers are accounted for")
             self._until, self._asked = math.inf, False
 
     def holds_sweep(self, stale: int, kept: int) -> bool:
@@ -105,7 +105,7 @@ class RemovalGuard:
 
     def _release(self) -> None:
         if self._until < math.inf:
-            log.warning("The list of leases was read again: acting on it now")
+            log.warning("Removals resumed: the leases were relisted")
         self._may_sweep |= self.sweep_is_held
         self._missing.clear()
         self._until, self._asked, self.sweep_is_held = math.inf, False, False

@@ -188,10 +188,7 @@ class LeaseKeeper:
         self._is_contested = now < self._contested_until
         if not self._is_contested:
             self._undone.reset()
-            log.warning(
-                "The store does not say of us what we are: writing it again, ever more rarely if something"
-                " keeps changing it back"
-            )
+            log.warning("Our lease's attributes were overwritten: rewriting them")
         spacing = self._undone.pause()
         self._correct(now, spacing=spacing)
         self._contested_until = now + spacing + INTERVAL_RESET

@@ -89,7 +89,9 @@ def test_a_program_that_does_not_stop_is_told_of(lab: Lab) -> None:
         undo(node, peer)
         return troubles(node).get("kernel", "")
 
-    wait_for(lambda: "somebody keeps changing what is ours" in told(), PATIENCE, "the fight to be told of")
+    wait_for(
+        lambda: "another program keeps changing our objects" in told(), PATIENCE, "the fight to be told of"
+    )
     assert "fights" in findings(node)
 
 
@@ -101,6 +103,6 @@ def test_in_kubernetes_a_trouble_is_an_event_of_the_node(lab: Lab) -> None:
     def is_told() -> bool:
         undo(node, peer)
         messages = [each["message"] for each in lab.kube.control.events()]
-        return any("kernel: somebody keeps changing what is ours" in message for message in messages)
+        return any("kernel: another program keeps changing our objects" in message for message in messages)
 
     wait_for(is_told, PATIENCE, "an event")

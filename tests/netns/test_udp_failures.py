@@ -135,7 +135,7 @@ def test_a_pump_that_hangs_is_replaced(nodes: list[Node]) -> None:
     before = pid_of(node)
     os.kill(before, signal.SIGSTOP)
     assert not node.container().reaches(peer.container(), 0.5)
-    node.wait_for_log(f"The udp proxy of {TUN}, process {before}, had not answered for", 60)
+    node.wait_for_log(f"Killed the udp proxy of {TUN}, process {before}: no answer for", 60)
     node.wait_for_log(f"Restored udp proxy of {TUN}", 30)
     assert pid_of(node) != before
     connect(node, peer)

@@ -60,7 +60,7 @@ def test_an_uplink_is_replaced_by_another_of_its_name(lab: Lab, backend: dict[st
     before = overlay(node)
     lease = lab.etcd.leases()[node.subnet()]
     node.namespace.ip("link del eth0")
-    wait_for(lambda: "The uplink eth0 is not usable now" in node.log(), SOON, "the loss to be noticed")
+    wait_for(lambda: "The uplink eth0 is unusable" in node.log(), SOON, "the loss to be noticed")
     lab.plug_in(node)
     check_overlay_follows(node, peer, before)
     assert lab.etcd.leases()[node.subnet()] == lease
@@ -118,7 +118,7 @@ def test_a_new_address_comes_long_after_the_old_one_went(lab: Lab) -> None:
     before = overlay(node)
     node.address = "198.18.0.101"
     node.namespace.ip("address del 198.18.0.1/24 dev eth0")
-    wait_for(lambda: "The uplink eth0 is not usable now" in node.log(), SOON, "the loss to be noticed")
+    wait_for(lambda: "The uplink eth0 is unusable" in node.log(), SOON, "the loss to be noticed")
     with node.changes() as changes:
         node.namespace.ip("address add 198.18.0.101/24 dev eth0")
         changes.during(0.3)

@@ -58,7 +58,7 @@ class Record:
         except FileNotFoundError:
             return Recorded()
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            self._once.warn(log, "content", f"Ignoring {self.path}, which makes no sense")
+            self._once.warn(log, "content", f"Ignoring {self.path}: its content is malformed")
             return Recorded()
 
     def has(self, entry: CloudTableEntry) -> bool:

@@ -153,7 +153,7 @@ class Journal:
                 entry = _entry(value)
                 entries[entry.setup.name] = entry
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            self._once.warn(log, "line", f"Ignoring a line of {self.path} that makes no sense")
+            self._once.warn(log, "line", f"Ignoring a malformed line of {self.path}")
 
 
 def _line(entry: JournalEntry) -> str:

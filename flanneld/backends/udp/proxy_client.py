@@ -83,7 +83,7 @@ class ProxyClient:
         except ValueError:
             raise NoProxy(self.tun, "it is of another version") from None
         if running.settings.tun != self.tun:
-            raise NoProxy(self.tun, "what answers is none")
+            raise NoProxy(self.tun, "the process that answers is no udp proxy")
         return running
 
     def peers(self) -> list[control.PeerEntry]:
@@ -160,7 +160,7 @@ class ProxyClient:
         )
         said = _said_by(self._process)
         if said != [READY]:
-            raise NoProxy(self.tun, said[-1] if said else "it ended without a word")
+            raise NoProxy(self.tun, said[-1] if said else "it ended without a message")
 
     # ---- the wire ----------------------------------------------------------------------------
 
@@ -202,7 +202,7 @@ class ProxyClient:
                     return self._connect_to(address, of_anybody=of_anybody)
                 except NoProxy as failure:
                     reason = reason or failure
-        raise reason or NoProxy(self.tun, "another process has taken its name")
+        raise reason or NoProxy(self.tun, "another process has taken its socket name")
 
     def _connect_to(self, address: str, *, of_anybody: bool) -> tuple[int, bool]:
         connection = control.new_socket()

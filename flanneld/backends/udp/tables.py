@@ -48,7 +48,7 @@ class ProxyTable:
         except NoProxy:
             return
         if not self._announced:
-            log.info("Found the %s, process %d", running.settings, running.pid)
+            log.info("Adopted the running %s, process %d", running.settings, running.pid)
             self._announce(running)
         yield Seen(running.settings)
 
@@ -82,7 +82,7 @@ class ProxyTable:
         source = self.fileno()
         if source < 0 or not waits.readable(source, 0):
             return []
-        log.warning("The udp proxy has ended: %s", self._client.news())
+        log.warning("The udp proxy ended: %s", self._client.news())
         return [Changes()]
 
     @property
@@ -97,8 +97,8 @@ class ProxyTable:
         plane, why, pid = running.plane, running.why, running.pid
         if not self._client.has_usual_name:
             name = rendezvous.address_of(running.settings.tun).replace("\0", "@")
-            log.warning("Another process poses as the proxy, at %s; `ss -xlp` names it", name)
-        log.info("Packets go through the %s data plane: %s; process %d", plane, why, pid)
+            log.warning("Another process poses as the udp proxy at %s; find it with: ss -xlp", name)
+        log.info("Using the %s data plane: %s; process %d", plane, why, pid)
 
 
 class ProxyPeerTable:

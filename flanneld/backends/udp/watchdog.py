@@ -144,7 +144,7 @@ class ProxyWatchdog:
         if self._end():
             silent = now - self._asked
             log.warning(
-                "The udp proxy of %s, process %d, had not answered for %.0f s, and %s: ended it",
+                "Killed the udp proxy of %s, process %d: no answer for %.0f s, and %s",
                 self._tun, self._pid, silent, reason,
             )  # fmt: skip
         self.close()

@@ -100,13 +100,13 @@ def store(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             known["problem"],
             str(known["name"]),
-            "no news of the peers, and the lease ends when it is not renewed; what leads to the peers stays",
+            "changes of peers are not seen, and our lease is not renewed; existing routes stay",
             Advice(known["remedy"] or "see the log of the store"),
         )
     for why in facts.unknown:
         if why.part is SourcePart.STORE and why.failed:
             yield Finding(
-                "the store was asked in vain",
+                "the store did not answer",
                 str(why),
                 "a start of the daemon would wait for it",
                 Advice("see whether it runs and is reached from here, and the flags that name it"),
@@ -175,7 +175,7 @@ def network(facts: Facts) -> Iterator[Finding]:
             )
 
 
-@check("J", "refusals", "the leases of the peers make sense")
+@check("J", "refusals", "the leases of the peers are valid")
 def refusals(facts: Facts) -> Iterator[Finding]:
     for peer in facts.peers:
         if peer["state"] == "refused":
@@ -187,7 +187,7 @@ def refusals(facts: Facts) -> Iterator[Finding]:
             )
 
 
-@check("J", "reverse path", "what comes in from peers is not dropped as strange")
+@check("J", "reverse path", "reverse path filters accept packets from peers")
 def reverse_path(facts: Facts) -> Iterator[Finding]:
     yield from as_at_start(facts, Topic.REVERSE_PATH)
 
@@ -216,7 +216,7 @@ def daemon(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "the daemon does not answer",
             str(facts.unknown[0]) if facts.unknown else "",
-            "packets flow on, but nothing is repaired, and the lease is not renewed",
+            "existing routes stay; nothing is repaired or renewed until the daemon runs",
             Advice("systemctl status flanneld; its log says why it ended"),
         )
 

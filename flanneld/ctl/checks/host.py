@@ -109,7 +109,7 @@ def subnet_file(facts: Facts) -> Iterator[Finding]:
     if facts.subnet_file and facts.previous.subnets == (None, None):
         yield Finding(
             f"{facts.subnet_file} names no subnet",
-            "it has no FLANNEL_SUBNET that makes sense",
+            "it has no valid FLANNEL_SUBNET",
             "no container runtime can start a container on the network",
             Advice("restart the daemon: it writes the file at its start"),
         )

@@ -25,7 +25,7 @@ _SET_WITHOUT_LOSS = {"mtu", "learning"}
 # ---- A: devices and uplink ----------------------------------------------------------------------
 
 
-@check("A", "devices", "each wanted device is there, up and as it should be")
+@check("A", "devices", "each device exists, is up and has the desired properties")
 def devices(facts: Facts) -> Iterator[Finding]:
     for entry in facts.entries:
         if entry.kind == "link" and entry.state in _LACKING:
@@ -34,7 +34,7 @@ def devices(facts: Facts) -> Iterator[Finding]:
                 f"{entry.device} {different}" if different else f"{entry.device} is not there",
                 f"wanted: {entry.value}",
                 "packets to the peers are lost, or reach the wrong ones",
-                _device_fix(entry) or Advice("start the daemon: it makes the device anew"),
+                _device_fix(entry) or Advice("start the daemon: it recreates the device"),
                 about=entry.device,
             )
 
@@ -91,14 +91,14 @@ def _way_up(link: SeenLink | None, addresses: Sequence[str]) -> Fix | Advice:
 # ---- B: stale or missing objects ----------------------------------------------------------------
 
 
-@check("B", "missing", "the kernel holds all that leads to the peers")
+@check("B", "missing", "the kernel has all objects for the peers")
 def missing(facts: Facts) -> Iterator[Finding]:
     lost = [entry for entry in facts.entries if entry.state in _LACKING and entry.kind != "link"]
     if lost:
         yield Finding(
             f"the kernel lacks {counted(len(lost), 'object')}",
             _some(lost),
-            "packets to these peers go nowhere, or the wrong way",
+            "packets to these peers are lost or misrouted",
             Advice("start the daemon, or look at its log: it puts them back at once, or says why it cannot"),
         )
 
@@ -109,9 +109,9 @@ def detours(facts: Facts) -> Iterator[Finding]:
         subnets = sorted({each.subnet for each in facts.detours})
         more = f" and {len(subnets) - 1} more" if len(subnets) > 1 else ""
         yield Finding(
-            f"packets for {subnets[0]}{more} take another way than the daemon's",
+            f"packets for {subnets[0]}{more} do not take the daemon's route",
             "; ".join(each.found for each in facts.detours[:_FEW]),
-            "a route or rule of somebody else's comes first; the daemon leaves it alone",
+            "another program's route or rule overrides it; the daemon leaves it alone",
             Advice(
                 "`ip route get ADDRESS` and `ip rule` show what decides; keep the route to a network that"
                 " this host is on and give the peer another subnet"
@@ -124,7 +124,7 @@ def stale(facts: Facts) -> Iterator[Finding]:
     extra = [entry for entry in facts.entries if entry.state == "not wanted"]
     if extra:
         yield Finding(
-            f"the kernel holds {counted(len(extra), 'object')} that nobody wants",
+            f"the kernel holds {counted(len(extra), 'object')} of peers that are gone",
             _some(extra),
             "packets go to nodes that are gone, or to the wrong ones",
             Advice("start the daemon: it removes them; `flanneld -plan` shows them as commands"),
@@ -139,7 +139,7 @@ def refused(facts: Facts) -> Iterator[Finding]:
             f"the kernel refuses {each['object']}",
             each["reason"],
             "its peer is not reached",
-            Advice("find out what is in the way and who needs it; the daemon tries again by itself"),
+            Advice("find the object in the way and its owner; the daemon retries"),
         )
 
 
@@ -213,7 +213,7 @@ def managers(facts: Facts) -> Iterator[Finding]:
             f"{program} manages {name}",
             "it says so itself, below /run",
             "it removes addresses and routes that it did not set, and may put a default route there",
-            Advice(f"tell it to leave flannel* alone: {section}"),
+            Advice(f"exclude flannel* there: {section}"),
         )
 
 
@@ -223,12 +223,10 @@ def fights(facts: Facts) -> Iterator[Finding]:
     for what, is_so in (("its objects", facts.document.get("fights")), ("its rules", rules)):
         if is_so:
             yield Finding(
-                f"another program fights with the daemon about {what}",
-                "repair upon repair in the last minute",
+                f"another program keeps changing {what}",
+                "frequent repairs in the last minute",
                 "between two repairs packets are lost",
-                Advice(
-                    "flannelctl events names the program, if it still runs; tell it to leave flannel* alone"
-                ),
+                Advice("flannelctl events names the program, if it still runs; exclude flannel* there"),
             )
 
 

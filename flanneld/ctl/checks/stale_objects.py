@@ -21,7 +21,7 @@ def left_rules(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "rules of flannel are in a place that the daemon does not use",
             "; ".join(each.rules[:_FEW]) + more,
-            "packets pass them too, and nobody keeps them right: with another subnet they masquerade wrongly",
+            "packets still pass them; with another subnet they masquerade wrongly",
             Fix(each.commands),
         )
 
@@ -47,7 +47,7 @@ def left_devices(facts: Facts) -> Iterator[Finding]:
             )
 
 
-@check("F", "cni", "the container runtime asks flannel, and flannel is there to be asked")
+@check("F", "cni", "the container runtime uses flannel, and flannel runs")
 def cni(facts: Facts) -> Iterator[Finding]:
     confs = [conf for conf in facts.cni if not _GO_BETWEENS & set(conf.types)]
     ours = [conf for conf in confs if "flannel" in conf.types]
@@ -68,6 +68,6 @@ def cni(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "the CNI config of flannel is there, and flannel is not",
             f"{first.path} comes first, and no daemon answers",
-            "new containers fail, or get addresses to which nobody leads",
+            "new containers fail, or get unreachable addresses",
             Advice(f"start the daemon; if flannel is no longer used here: rm {path}"),
         )

@@ -55,21 +55,22 @@ def choose(wish: FlavourOption, facts: IptablesFacts) -> tuple[Flavour, str]:
     if wish != "auto":
         if wish not in facts.installed:
             raise Unavailable(f"iptables-{wish}-restore is not installed", _PACKAGE)
-        return wish, "--iptables-flavour asks for it"
+        return wish, "requested by -iptables-flavour"
     if not facts.installed:
         raise Unavailable("neither iptables-nft-restore nor iptables-legacy-restore is installed", _PACKAGE)
     if len(facts.installed) == 1:
-        return next(iter(facts.installed)), "no other is installed"
+        return next(iter(facts.installed)), "the only one installed"
     for flavour in _FLAVOURS:
         if flavour in facts.hinted:
-            return flavour, "Kubernetes uses it here"
+            return flavour, "in use by Kubernetes"
     if facts.usual in facts.installed and facts.usual:
-        return facts.usual, "the host's iptables is of that kind, and only root may see the legacy tables"
+        return facts.usual, "flavour of the host's iptables; only root can read the legacy tables"
     if facts.legacy_rules and facts.legacy_rules >= facts.nft_rules:
-        return "legacy", f"{facts.legacy_rules} rules are in its tables, {facts.nft_rules} in nf_tables"
-    if facts.nft_works:
-        return "nft", "nothing speaks for the legacy tables"
-    return "legacy", "the kernel has no nf_tables"
+        return "legacy", f"{facts.legacy_rules} rules in the legacy tables, {facts.nft_rules} in nf_tables"
+    if not facts.nft_works:
+        return "legacy", "the kernel has no nf_tables"
+    some = f"{facts.nft_rules} rules in nf_tables, {facts.legacy_rules} in the legacy tables"
+    return "nft", some if facts.legacy_rules else "no legacy rules found"
 
 
 def look(families: Sequence[Family]) -> IptablesFacts:

@@ -46,7 +46,7 @@ def may_hold(place: RulePlace, family: Family, claim: RuleOwnership) -> bool:
             chains = (FLANNEL_POSTRTG, FLANNEL_FWD, *(chain for chain, _ in claim.blocks))
             return any(netfilter.has_chain(family, chain) for chain in chains)
     except (NoNetfilter, PermissionError) as reason:
-        log.log(V(1), "Looking for nothing in %s: %s", place, reason)
+        log.log(V(1), "No search for stale rules in %s: %s", place, reason)
         return False
     except OSError as error:
         raise Retryable(f"cannot ask the kernel: {cause_of(error)}", "run with CAP_NET_ADMIN") from error

@@ -156,7 +156,7 @@ class RulesTable:
                 raise
             self._stuck.update(carry_out(self._driver, self._plan(plainer)))
             self._rules = plainer
-            log.warning("%s lacks --random-fully: masquerading without", self._driver.name)
+            log.warning("%s lacks --random-fully: masquerading without it", self._driver.name)
 
 
 class StaleRules(Struct, frozen=True, gc=False):
@@ -204,7 +204,7 @@ class StaleRulesTable:
         try:
             edits = stale_rules(self._place, self._family, self._claim, self._commands)[1]
         except Unavailable as missing:
-            log.warning("What an earlier run may have left for IPv%d stays there: %s", self._family, missing)
+            log.warning("Rules of an earlier run for IPv%d not removed: %s", self._family, missing)
             return
         if edits:
             yield Seen(StaleRules(self.name, self._place, self._family, edits), Claim.LEFT)

@@ -154,7 +154,7 @@ class LinkTable(_KernelTable):
             log.warning("%s %s", link.name, links.differences(link, actual))
         ours = links.renamed(link, self._kernel.links()) if actual is None else None
         if ours is not None:
-            log.warning("%s is called %s now: giving it its name back", link.name, ours.name)
+            log.warning("Device %s was renamed to %s: renaming it back", link.name, ours.name)
             devices.rename(ours.index, link.name)
             actual = self._actual(link)
         if actual is None or links.step(link, actual) is not links.LinkStep.NOTHING:
@@ -337,7 +337,7 @@ class RouteTable(_KernelTable):
             return
         more = f" and {len(routes) - 1} more" if len(routes) > 1 else ""
         log.warning(
-            "Another route came before ours to %s%s, and now comes after it", routes[0].destination, more
+            "Restored the precedence of our route to %s%s over another route", routes[0].destination, more
         )
         self._kernel.write(routes, drop=True)
         _account(routes, self._kernel.write(routes, mode=CreateMode.IN_FRONT), report, is_new=True)

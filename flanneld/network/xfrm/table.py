@@ -154,7 +154,7 @@ def stale_tables(networks: Iterable[IPNetwork]) -> Iterator[XfrmPolicyTable]:
         with closing(open_xfrm()) as kernel:
             found = list(policies(kernel))
     except OSError as failure:
-        log.log(V(1), "Cannot tell whether there are IPsec policies of an earlier run: %s", failure)
+        log.log(V(1), "Cannot read the IPsec policies of an earlier run: %s", failure)
         return
     for network in networks:
         if isinstance(network, IPv4Network) and any(is_flannels(each, network) for each in found):

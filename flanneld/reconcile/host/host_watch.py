@@ -122,7 +122,7 @@ class HostWatch:
         self._once.warn(
             log,
             "read",
-            f"Cannot read the kernel's tables: {cause_of(failure)}; changing nothing until we can",
+            f"Cannot read the kernel's tables: {cause_of(failure)}; changing nothing until they can be read",
         )
         self._next_look = min(self._next_look, now + RETRY)
 

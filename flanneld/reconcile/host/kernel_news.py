@@ -68,7 +68,7 @@ class KernelNews:
         match item:
             case Overrun():
                 self._tables.work.overruns += 1
-                log.log(V(1), "Kernel notifications were lost: reading everything back")
+                log.log(V(1), "Kernel notifications lost: auditing all tables")
                 self._read_all_back(now)
             case Unmonitored():
                 self._read_all_back(now)

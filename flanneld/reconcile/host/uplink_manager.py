@@ -38,7 +38,7 @@ def find_uplink(kernel: HostKernel, config: Config, choice: InterfaceChoice) -> 
     facts = survey(kernel, config.families, default_routes=wants_default)
     election = elect(choice, facts, partial(route_to, kernel), config.families)
     for line in election.rejected:
-        log.info("Not the external interface: %s", line)
+        log.info("Skipped %s", line)
     return election.uplink
 
 
@@ -88,14 +88,14 @@ class UplinkManager:
             if uplink != self.uplink:
                 backend = self._build(uplink, self.backend.attributes())
         except Fatal as reason:
-            self._once.warn(log, "uplink", f"The uplink {self.uplink.name} is not usable now: {reason}")
+            self._once.warn(log, "uplink", f"The uplink {self.uplink.name} is unusable: {reason}")
             self.is_adrift = True
             return False
         self.is_adrift = False
         self._once.clear("uplink")
         if uplink == self.uplink:
             return False
-        log.warning("The uplink is now %s; it was %s", uplink, self.uplink)
+        log.warning("The uplink moved to %s, from %s", uplink, self.uplink)
         self.uplink, self.backend = uplink, backend
         return True
 

@@ -84,7 +84,7 @@ class LeftBehind:
         ]
         for name in unclaimed[:_FEW]:
             log.warning(
-                "Left alone: %s has an address in our network, and no record says that we made it; if no"
+                "Left alone: %s has an address in our network, but is not in our record; if no"
                 " other daemon uses it: ip link delete %s",
                 name,
                 name,

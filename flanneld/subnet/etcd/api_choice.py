@@ -133,8 +133,8 @@ class EtcdOfEither:
             return self._from_v2(nothing)
         if _is_in_v2(self._transport, self._v3.config_key):
             log.warning(
-                "There is a network config in etcd's v2 API, too, at %s; the one in v3 counts;"
-                " set -etcd-api=v2 if that is wrong, or remove the one that is not used",
+                "Ignoring the network config at %s in etcd's v2 API: v3 has one, too;"
+                " remove it, or set -etcd-api=v2 to use it",
                 self._v3.config_key,
             )
         self._choose(self._v3)

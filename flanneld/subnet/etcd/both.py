@@ -100,7 +100,7 @@ class EtcdOfBoth:
         self._sides = [side for side in self._all if not isinstance(problems.get(side), NoSuchApi)]
         for side, reason in problems.items():
             if not isinstance(reason, NoConfig):
-                self._once.warn(log, side, f"Only one API of etcd can be used now; {side.api}: {reason}")
+                self._once.warn(log, side, f"Only one API of etcd is usable; {side.api}: {reason}")
         return config
 
     def stored(self, public_ip: IPAddress | None) -> LeaseAttrs | None:
@@ -132,7 +132,7 @@ class EtcdOfBoth:
                 continue
             self._tidy_up(listings, lease)
             return lease
-        raise Retryable(f"other nodes were quicker {TRIES} times in a row", "nothing to do but wait")
+        raise Retryable(f"other nodes were quicker {TRIES} times in a row", "wait: it is tried again")
 
     def renew(self, lease: Lease) -> Lease:
         if self._own.missing and self._pause(self._closed, GRACE):
@@ -188,7 +188,7 @@ class EtcdOfBoth:
                     self._done.discard(api)
                     deliver(told)
                 if Removed(lease.key) in events and not self._own.is_gone:
-                    log.warning("Our lease %s has gone from etcd %s: putting it back", lease, api)
+                    log.warning("Our lease %s vanished from etcd %s: restoring it", lease, api)
 
         return hear
 
@@ -277,7 +277,7 @@ class EtcdOfBoth:
         for side, listing in listings.items():
             for _, other in listing.of(lambda theirs: self._is_self(theirs, lease.attrs)):
                 if other.key != lease.key and other.expires is not None:
-                    log.info("Giving back the lease %s in etcd %s: ours is %s", other, side.api, lease)
+                    log.info("Releasing the lease %s in etcd %s: ours is %s", other, side.api, lease)
                     side.give_back(other.key)
 
     # ---- renewing ----------------------------------------------------------------------------

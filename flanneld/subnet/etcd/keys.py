@@ -174,13 +174,13 @@ def check_history(after: Position, now: Position) -> None:
     If the server's index is lower, etcd would wait silently until it has caught up.
     """
     if now.cluster != after.cluster:
-        raise RelistNeeded("this is another cluster of etcd than before")
+        raise RelistNeeded("the etcd cluster was replaced")
     if now.index < after.index:
-        raise RelistNeeded("etcd is behind what it said before; was it restored?")
+        raise RelistNeeded("etcd's revision went back; was it restored?")
 
 
 def check_reread(wanted: Event) -> None:
     """Raise ``RelistNeeded`` if a reread was requested, and clear the request."""
     if wanted.is_set():
         wanted.clear()
-        raise RelistNeeded("somebody wants to be sure")
+        raise RelistNeeded("requested by the removal guard")

@@ -130,7 +130,7 @@ class EtcdManager:
                 log.log(V(1), "Another node was quicker, trying again: %s", lost)
             else:
                 return lease
-        raise Retryable(f"other nodes were quicker {TRIES} times in a row", "nothing to do but wait")
+        raise Retryable(f"other nodes were quicker {TRIES} times in a row", "wait: it is tried again")
 
     def listing(self, *, fresh: bool = False) -> Listing:
         """Return all leases, read at most ``FRESH`` seconds ago, or by a new request."""
@@ -292,7 +292,7 @@ class EtcdManager:
                 self._sent.add(self._value(lease.key, lease.attrs))
             return self._replace(path, lease.key, attrs, reserved=lease.expires is None, modified=lease.asof)
         for path, lease in mine[:1]:
-            log.info("The lease %s does not fit the network config, giving it back", lease)
+            log.info("Releasing the lease %s: it does not fit the network config", lease)
             self._remove(path)
         return None
 
@@ -311,7 +311,7 @@ class EtcdManager:
         try:
             self._requests.remove(path)
         except NotFound:
-            log.log(V(1), "%s has gone by itself", path)
+            log.log(V(1), "%s had already expired", path)
 
     def pick(
         self, config: Config, previous: LeaseKey, listing: Listing, connected: tuple[IPNetwork, ...] = ()

@@ -114,7 +114,7 @@ class Migration:
         for lease in (old.leases[path] for path in sorted(old.leases)):
             complete &= self._copy_lease(lease, others)
         for key in sorted(old.unreadable, key=name_of):
-            complete &= self._refused(self._leases.key_of(key), f"its value in {self._here} makes no sense")
+            complete &= self._refused(self._leases.key_of(key), f"its value in {self._here} is invalid")
         return self._copy_config(config, complete=complete)
 
     # ---- leases ------------------------------------------------------------------------------

@@ -252,7 +252,7 @@ def no_answer(failures: dict[str, ServerFailed]) -> Retryable:
     told = [(name, failures[name]) for name in sorted(failures)]
     problems = "; ".join(f"{name}: {failure.problem}" for name, failure in told)
     kind = next((failure.kind for _, failure in told if failure.kind is not NoAnswer), NoAnswer)
-    said = "etcd does not answer" if kind is NoAnswer else "etcd answers, but is of no use"
+    said = "etcd does not answer" if kind is NoAnswer else "etcd answers, but is unusable"
     return kind(f"{said} ({problems})", told[-1][1].remedy)
 
 

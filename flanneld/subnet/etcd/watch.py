@@ -78,7 +78,7 @@ class KeyWatchMachine:
         except RelistNeeded as reason:
             if self._rereads.allows(str(reason)):
                 level = V(1) if isinstance(reason, PossibleGap) else logging.WARNING
-                log.log(level, "Watching %s: %s; reading everything again", self._path, reason)
+                log.log(level, "Relisting %s: %s", self._path, reason)
             self._at = None
         except Retryable as problem:
             self._outage.failed(problem)

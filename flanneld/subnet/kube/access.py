@@ -66,9 +66,7 @@ def _pass_on(record: logging.LogRecord) -> bool:
     """
     if "/kubernetes/" not in record.pathname:
         return True
-    _once.warn(
-        log, record.funcName, f"A part of the kubeconfig does not serve: {_shown(record.getMessage())}"
-    )
+    _once.warn(log, record.funcName, f"Part of the kubeconfig is unusable: {_shown(record.getMessage())}")
     return False
 
 
@@ -195,6 +193,6 @@ def _unusable(error: Exception) -> Retryable:
     if isinstance(error, OSError) and error.filename:
         text = f"cannot read {error.filename}: {error.strerror}"
     return Retryable(
-        f"the way to the API server cannot be read: {text}",
+        f"cannot read address and credentials of the API server: {text}",
         "correct -kubeconfig-file, or mount the service account",
     )

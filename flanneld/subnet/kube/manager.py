@@ -116,7 +116,7 @@ class KubeManager:
             try:
                 found[family] = own_public_ip(node, family)
             except Refused as reason:
-                self._once.warn(log, family, f"Going by our own address: {reason.problem}; correct it")
+                self._once.warn(log, family, f"Using our own address: {reason.problem}; correct it")
         ipv4, ipv6 = found[4], found[6]
         assert not isinstance(ipv4, IPv6Address)
         assert not isinstance(ipv6, IPv4Address)
@@ -130,7 +130,7 @@ class KubeManager:
         try:
             return announced(node, self._config)
         except Refused as reason:
-            self._once.warn(log, "stored", f"Not going by what we announced before: {reason.problem}")
+            self._once.warn(log, "stored", f"Ignoring our earlier annotation: {reason.problem}")
             return None
 
     def acquire(
@@ -261,7 +261,7 @@ class KubeManager:
             self._saved = self._saved or self._state.load()
             if self._saved is None:
                 raise
-            self._once.warn(log, "saved", f"Going by the nodes saved in {self._state.path}: {reason}")
+            self._once.warn(log, "saved", f"Using the nodes saved in {self._state.path}: {reason}")
             node = self._saved.own
         else:
             self._saved = None
@@ -306,7 +306,7 @@ class _Member:
 
     def gone(self, node: Node) -> list[Event]:
         if node.name == self.name:
-            log.warning("Our node %s was deleted; going on as before until it is there again", node.name)
+            log.warning("Our node %s was deleted: keeping all objects until it is back", node.name)
             self.own = None
             return []
         return self._table.drop(node.name)

@@ -40,7 +40,7 @@ class NodeTable:
         self._holders: dict[LeaseKey, list[str]] = {}
         self._once = OneTimeWarnings()
         self._complaints = BatchedWarnings(
-            log, "Ignoring what a node says: {reason}", "Ignoring what {count} nodes say", "{reason}"
+            log, "Ignoring an invalid node: {reason}", "Ignoring {count} invalid nodes", "{reason}"
         )
 
     def nodes(self) -> tuple[Node, ...]:

@@ -44,7 +44,7 @@ class OwnNode:
             found = self._api.get(f"/api/v1/namespaces/{namespace}/pods/{pod}")
             name = child(found, "spec").get("nodeName")
             if not isinstance(name, str) or not name:
-                raise Retryable(f"pod {namespace}/{pod} has no node yet", "nothing to do but wait")
+                raise Retryable(f"pod {namespace}/{pod} has no node yet", "wait: it is tried again")
             self._name = name
         return self._name
 

@@ -137,8 +137,8 @@ class NodeWatchMachine:
         self._once = OneTimeWarnings()
         self._outage = Outage(
             log,
-            "Following the nodes, and keeping what is there meanwhile",
-            "Following the nodes: the API server answers again",
+            "Watching the nodes",
+            "Watching the nodes: the API server answers again",
         )
 
     def step(self, now: float) -> float:
@@ -158,7 +158,7 @@ class NodeWatchMachine:
         except Expired as reason:
             self.close()
             level = logging.WARNING if isinstance(reason, Restored) else V(1)
-            log.log(level, "Listing all nodes again: %s", reason)
+            log.log(level, "Relisting all nodes: %s", reason)
             self._version = None
             self._pause(self._backoffs.pause(Expired))
         except Retryable as problem:
@@ -236,7 +236,7 @@ class NodeWatchMachine:
         selector = _selector(own.name) if own else {}
         page = self._api.get(NODES, self._alive, limit="1", **selector)
         if is_behind(_version_of(page), version):
-            raise Restored("the API server is behind what it said before; was its store restored?")
+            raise Restored("the API server's version went back; was its store restored?")
         if own and own.uid not in {node.uid for node in self._read(items(page)) if node.name == own.name}:
             raise Restored(f"the API server has another node {own.name} than before, or none")
 
@@ -299,7 +299,7 @@ class NodeWatchMachine:
         self._not_before = clock.now() + seconds
 
     def _refuse(self, reason: Refused) -> None:
-        self._once.warn(log, "node", f"Passing over what is no node: {reason}")
+        self._once.warn(log, "node", f"Ignoring an object that is no node: {reason}")
 
 
 def _selector(name: str) -> dict[str, str]:

@@ -381,4 +381,4 @@ def _expires(lease: WireLease, date_ns: int | None) -> float | None:
 
 
 def _nonsense(problem: str) -> Retryable:
-    return Retryable(f"the flannel server makes no sense: {problem}", "is that a server of flannel?")
+    return Retryable(f"the flannel server sent an invalid answer: {problem}", "is that a server of flannel?")

@@ -164,8 +164,8 @@ def test_a_wish_finds_its_interface_and_addresses(
         (wish("10.9.9.9"), V4, "--iface=10.9.9.9: no interface has the address 10.9.9.9"),
         (wish("fd00::1"), V4, "--iface=fd00::1: the network does not use IPv6"),
         (wish("10.0.0.1"), V6, "--iface=10.0.0.1: the network does not use IPv4"),
-        (wish("lo"), V4, "--iface=lo: lo has no IPv4 address that other nodes could use"),
-        (wish("lo"), V6, "--iface=lo: lo has no IPv6 address that other nodes could use"),
+        (wish("lo"), V4, "--iface=lo: lo has no IPv4 address that other nodes can reach"),
+        (wish("lo"), V6, "--iface=lo: lo has no IPv6 address that other nodes can reach"),
         (
             wish(public="203.0.113.1"), V4,
             "public IP 203.0.113.1: no interface has the address 203.0.113.1; "

@@ -48,7 +48,7 @@ HEALTHY: Mapping[str, str] = {
             # Somebody has flushed the routes of 40 peers, once.
             'flannel_heals_total{NODE,kind="route",cause="ip (pid 812)"}': "0x60 40x1439",
             "flannel_last_sync_timestamp_seconds{NODE}": "0+60x1500",
-            "flannel_removal_brake_held{NODE}": "0x60 1 0x1438",
+            "flannel_removal_guard_held{NODE}": "0x60 1 0x1438",
             'flannel_mtu_bytes{NODE,dev="flannel.1"}': "1450x1500",
             "flannel_peer_probe_loss_ratio{NODE}": "0.01x1500",
             "flannel_datastore_up{NODE}": "1x10 0x2 1x1487",
@@ -75,7 +75,7 @@ FAULTS: Mapping[str, Mapping[str, str | None]] = {
     "FlannelFirewallContested": {
         f'flannel_firewall_resyncs_total{{{FIRST},backend="nft",cause="unknown"}}': "0+6x1500"
     },
-    "FlannelRemovalsHeld": {f"flannel_removal_brake_held{{{FIRST}}}": "1x1500"},
+    "FlannelRemovalsHeld": {f"flannel_removal_guard_held{{{FIRST}}}": "1x1500"},
     "FlannelPeersUnreachable": {
         f'flannel_peers{{{FIRST},backend="vxlan",state="in-the-kernel"}}': None,
         f'flannel_peers{{{FIRST},backend="vxlan",state="unsafe"}}': "1x1500",

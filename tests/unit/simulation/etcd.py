@@ -318,7 +318,7 @@ class SimulatedWatcher:
         etcd = self._etcd
         check_history(after, etcd.position())
         if after.index < etcd.first - 1:
-            raise RelistNeeded("etcd has forgotten what happened since")
+            raise RelistNeeded("etcd has compacted its history since")
         self._contact()
         replies: list[Reply] = []
         for index in range(after.index + 1, etcd.index + 1):

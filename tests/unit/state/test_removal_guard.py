@@ -69,8 +69,8 @@ def test_removals_that_are_held_are_counted_with_their_reason(
     reason = "11 of 14 routes lead to peers that are not in the list of leases"
     assert (removal_guard.holds, removal_guard.holds_total, removal_guard.reason) == (True, 2, reason)
     assert len(caplog.messages) == 3
-    assert caplog.messages[1] == "The list of leases was read again: acting on it now"
-    assert caplog.messages[2] == f"{reason}: leaving all as it is, and reading the list again in 30 s"
+    assert caplog.messages[1] == "Removals resumed: the leases were relisted"
+    assert caplog.messages[2] == f"Removals suspended: {reason}; relisting in 30 s"
 
 
 def test_list_that_lacks_nothing_is_not_worth_a_word(
@@ -84,7 +84,7 @@ def test_return_of_the_last_peer_is_logged_and_ends_no_wait_for_a_sweep(
     removal_guard: RemovalGuard, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    said = "All peers that were gone from the list of leases are accounted for"
+    said = "Removals resumed: all missing peers are accounted for"
     for sweep_is_held in (False, True):
         removal_guard.pass_on(snapshot(0), keys(20))
         assert removal_guard.holds_sweep(stale=11 * sweep_is_held, kept=3) is sweep_is_held

@@ -84,7 +84,7 @@ def read_legacy(family: Family) -> Rules:
     try:
         return xtables.read(family, IPTABLES_CHAINS)
     except PermissionError:
-        log.log(V(1), "Only root may see which legacy tables there are: taking it that ours are")
+        log.log(V(1), "Only root can list the legacy tables: assuming that ours exist")
     try:
         return xtables.read(family, IPTABLES_CHAINS, {table for table, _ in IPTABLES_CHAINS})
     except OSError as error:

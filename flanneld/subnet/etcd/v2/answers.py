@@ -92,7 +92,7 @@ def _refusal(answer: Answer, body: Mapping[str, Any]) -> Exception:
     if code in _CONFLICTS:
         return Conflict(_text(body))
     if code in _HISTORY_GONE:
-        return RelistNeeded("etcd has forgotten what happened since")
+        return RelistNeeded("etcd has compacted its history since")
     if isinstance(code, int):
         return Retryable(f"etcd at {answer.server} refuses: {_text(body)} (error {code})", "see etcd's log")
     return ServerFailed(f"HTTP {answer.status}, {_text(body)}")

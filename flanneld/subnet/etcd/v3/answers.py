@@ -196,7 +196,7 @@ def watch_object(result: GatewayMessage, server: str) -> GatewayMessage:
     if not result.canceled:
         return result
     if result.compact_revision:
-        raise RelistNeeded("etcd has forgotten what happened since")
+        raise RelistNeeded("etcd has compacted its history since")
     raise refusal(server, {"message": result.cancel_reason}, 500)
 
 

@@ -123,7 +123,7 @@ class JsonFirst:
         except NoSuchApi:
             raise refusal from None
         self._used = carrier
-        log.info("Speaking gRPC with etcd from now on, as JSON is not possible: %s", refusal.problem)
+        log.info("Using gRPC for etcd: JSON failed: %s", refusal.problem)
         return result
 
     def _open_grpc(self) -> Carrier:

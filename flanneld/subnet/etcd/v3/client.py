@@ -223,4 +223,4 @@ class V3Client:
         try:
             self.ask("/kv/lease/revoke", {"ID": str(lease)}, lambda said: said.at)
         except LeaseGone:
-            log.log(V(1), "The unused lease %s has gone by itself", lease)
+            log.log(V(1), "The unused lease %s had already expired", lease)

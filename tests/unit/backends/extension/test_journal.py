@@ -88,7 +88,7 @@ def test_a_line_that_makes_no_sense_is_named_and_the_others_count(
     one, other = path.read_text().splitlines()
     path.write_text(f"{one}\n{line}\n{other}\n")
     assert kept(path) == [entry(6), entry(7)]
-    assert caplog.messages == [f"Ignoring a line of {path} that makes no sense"]
+    assert caplog.messages == [f"Ignoring a malformed line of {path}"]
 
 
 def test_a_journal_that_cannot_be_read_is_a_failure_and_not_empty(path: Path) -> None:

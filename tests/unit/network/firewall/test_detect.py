@@ -8,31 +8,35 @@ from flanneld.network.firewall.detect import IptablesFacts, choose
 from flanneld.network.firewall.driver import Unavailable
 from flanneld.network.firewall.iptables.restore import Flavour
 
-UNSEEN = "the host's iptables is of that kind, and only root may see the legacy tables"
+UNSEEN = "flavour of the host's iptables; only root can read the legacy tables"
 BOTH: frozenset[Flavour] = frozenset({"nft", "legacy"})
 
 
 @pytest.mark.parametrize(
     ("facts", "flavour", "reason"),
     [
-        (IptablesFacts(BOTH), "nft", "nothing speaks for the legacy tables"),
-        (IptablesFacts(BOTH, legacy_rules=3), "legacy", "3 rules are in its tables, 0 in nf_tables"),
+        (IptablesFacts(BOTH), "nft", "no legacy rules found"),
+        (IptablesFacts(BOTH, legacy_rules=3), "legacy", "3 rules in the legacy tables, 0 in nf_tables"),
         (
             IptablesFacts(BOTH, legacy_rules=3, nft_rules=3),
             "legacy",
-            "3 rules are in its tables, 3 in nf_tables",
+            "3 rules in the legacy tables, 3 in nf_tables",
         ),
-        (IptablesFacts(BOTH, legacy_rules=3, nft_rules=4), "nft", "nothing speaks for the legacy tables"),
-        (IptablesFacts(BOTH, frozenset({"legacy"}), nft_rules=9), "legacy", "Kubernetes uses it here"),
-        (IptablesFacts(BOTH, frozenset({"nft"}), legacy_rules=9), "nft", "Kubernetes uses it here"),
-        (IptablesFacts(BOTH, BOTH), "nft", "Kubernetes uses it here"),
+        (
+            IptablesFacts(BOTH, legacy_rules=3, nft_rules=4),
+            "nft",
+            "4 rules in nf_tables, 3 in the legacy tables",
+        ),
+        (IptablesFacts(BOTH, frozenset({"legacy"}), nft_rules=9), "legacy", "in use by Kubernetes"),
+        (IptablesFacts(BOTH, frozenset({"nft"}), legacy_rules=9), "nft", "in use by Kubernetes"),
+        (IptablesFacts(BOTH, BOTH), "nft", "in use by Kubernetes"),
         (IptablesFacts(BOTH, nft_works=False), "legacy", "the kernel has no nf_tables"),
-        (IptablesFacts(frozenset({"nft"}), frozenset({"legacy"})), "nft", "no other is installed"),
-        (IptablesFacts(frozenset({"legacy"})), "legacy", "no other is installed"),
+        (IptablesFacts(frozenset({"nft"}), frozenset({"legacy"})), "nft", "the only one installed"),
+        (IptablesFacts(frozenset({"legacy"})), "legacy", "the only one installed"),
         (IptablesFacts(BOTH, usual="legacy"), "legacy", UNSEEN),
         (IptablesFacts(BOTH, usual="nft"), "nft", UNSEEN),
-        (IptablesFacts(BOTH, frozenset({"nft"}), usual="legacy"), "nft", "Kubernetes uses it here"),
-        (IptablesFacts(frozenset({"nft"}), usual="legacy"), "nft", "no other is installed"),
+        (IptablesFacts(BOTH, frozenset({"nft"}), usual="legacy"), "nft", "in use by Kubernetes"),
+        (IptablesFacts(frozenset({"nft"}), usual="legacy"), "nft", "the only one installed"),
     ],
 )
 def test_the_flavour_follows_from_the_facts(facts: IptablesFacts, flavour: Flavour, reason: str) -> None:
@@ -42,7 +46,7 @@ def test_the_flavour_follows_from_the_facts(facts: IptablesFacts, flavour: Flavo
 @pytest.mark.parametrize("wish", ["nft", "legacy"])
 def test_the_operator_has_the_last_word(wish: Flavour) -> None:
     other = frozenset(BOTH - {wish})
-    assert choose(wish, IptablesFacts(BOTH, other)) == (wish, "--iptables-flavour asks for it")
+    assert choose(wish, IptablesFacts(BOTH, other)) == (wish, "requested by -iptables-flavour")
 
 
 def test_a_flavour_that_is_not_installed_cannot_be_had() -> None:

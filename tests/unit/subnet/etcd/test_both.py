@@ -337,7 +337,7 @@ def test_what_is_lost_in_one_is_put_back(node: Node, api: str, caplog: pytest.Lo
     for _ in range(2):
         node.etcd.keys(api).delete(path)
         wait_for(lambda: node.get(api, lease), 10, f"the lease in {api}")
-    assert f"Our lease {lease} has gone from etcd {api}: putting it back" in caplog.text
+    assert f"Our lease {lease} vanished from etcd {api}: restoring it" in caplog.text
     assert not node.revoked.is_set()
 
 

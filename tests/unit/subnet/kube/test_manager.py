@@ -482,7 +482,7 @@ def test_a_connection_that_we_broke_ourselves_is_nothing_to_complain_about(
     manager.reconnect()
     cluster.put_peer(2)
     cluster.wait_for(2)
-    assert "Following the nodes" not in caplog.text
+    assert "Watching the nodes" not in caplog.text
 
 
 @pytest.mark.parametrize(

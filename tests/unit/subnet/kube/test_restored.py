@@ -65,7 +65,7 @@ def test_a_store_that_went_back_to_an_earlier_version_is_listed_again(
     ):
         move_to(cluster, kube)
         cluster.wait_for(2)
-    assert caplog.text.count("is behind what it said before; was its store restored?") == 1
+    assert caplog.text.count("version went back; was its store restored?") == 1
 
 
 def test_a_restored_store_that_has_overtaken_the_version_we_know_is_listed_again(tmp_path: Path) -> None:
