@@ -55,7 +55,7 @@ class Observation:
     def watch_conditions(self, tell: Callable[[list[str]], None]) -> None:
         """Call ``tell`` with the conditions on each change."""
         stop = self._supervisor.stop
-        self._supervisor.start("trouble", lambda: conditions.watch(self._components, stop, tell))
+        self._supervisor.start("conditions", lambda: conditions.watch(self._components, stop, tell))
 
     def probe_peers(self, lease: Lease, reconciler: Controller) -> None:
         number = self._components.options.peer_probes
