@@ -87,7 +87,7 @@ def derivations() -> Iterator[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize(("text", "length", "low", "high"), [*derivations()])
-def test_what_follows_from_a_config_is_right(text: str, length: str, low: str, high: str) -> None:
+def test_derived_subnet_values_of_a_config_are_right(text: str, length: str, low: str, high: str) -> None:
     (pool,) = config.parse(text).ranges
     assert (str(pool.subnet_len), str(pool.subnet_min), str(pool.subnet_max)) == (length, low, high)
 

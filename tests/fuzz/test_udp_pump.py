@@ -14,7 +14,7 @@ SEED = 20261121
 SECONDS = 15
 
 
-def test_nothing_that_comes_does_harm(tmp_path: Path) -> None:
+def test_random_packets_do_no_harm(tmp_path: Path) -> None:
     program = str(tmp_path / "fuzz")
     build(program)
     done = subprocess.run([program, str(SEED), str(SECONDS)], capture_output=True, text=True, check=False)

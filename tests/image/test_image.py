@@ -105,7 +105,7 @@ def test_the_daemon_stops_at_once(lab: Lab, image: BuiltImage) -> None:
     assert node.stop(5).status == 0
 
 
-def test_it_starts_flanneld_as_root(image: BuiltImage) -> None:
+def test_image_starts_flanneld_as_root(image: BuiltImage) -> None:
     config = image.config()
     assert config["Entrypoint"] == ["/opt/bin/flanneld"]
     assert config.get("User", "") == ""
@@ -131,7 +131,7 @@ def test_the_scripts_run(image: BuiltImage) -> None:
 
 
 @pytest.mark.parametrize("name", ["cc", "gcc", "g++", "c++", "cpp", "as", "ld", "make", "pip", "pip3", "git"])
-def test_what_builds_is_not_in_it(image: BuiltImage, name: str) -> None:
+def test_image_has_no_build_tools(image: BuiltImage, name: str) -> None:
     places = ("usr/bin", "usr/sbin", "usr/local/bin", "opt/flanneld/bin", "opt/bin")
     assert [place for place in places if (image.root / place / name).exists()] == []
 
@@ -143,7 +143,7 @@ def test_every_package_has_the_version_it_is_pinned_to(image: BuiltImage) -> Non
     assert installed - {f"flanneld=={__version__}"} <= set(pinned)
 
 
-def test_what_it_adds_to_the_base_is_small(image: BuiltImage) -> None:
+def test_image_adds_little_to_its_base(image: BuiltImage) -> None:
     size, base = image.size / MIB, image.base_size / MIB
     print(f"{size:.0f} MiB, of which {base:.0f} MiB are the base")
     assert size - base < LIMIT

@@ -30,7 +30,7 @@ def ping(source: Container, target: Container, *flags: str) -> str:
     return source.run(*command, check=False).stdout
 
 
-def test_what_containers_send_arrives_as_it_was_sent(mixed: tuple[Node, Node]) -> None:
+def test_packets_arrive_unchanged(mixed: tuple[Node, Node]) -> None:
     ours, theirs = mixed
     check_content(ours.container(), theirs.container(), ours.directory / "echo")
     check_content(theirs.container(), ours.container(), theirs.directory / "echo")

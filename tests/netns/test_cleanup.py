@@ -23,7 +23,7 @@ def cleanup(node: Node, *flags: str) -> list[str]:
 
 
 @pytest.mark.parametrize("flags", [[], ["--ip-masq"], ["--ip-masq", "--iptables-rules=v0.12"]])
-def test_nothing_of_flannel_is_left_and_nothing_else_is_touched(
+def test_cleanup_removes_all_of_flannel_and_nothing_else(
     lab: Lab, backend: dict[str, str], flags: list[str]
 ) -> None:
     lab.etcd.put_config({"Network": "10.5.0.0/16", "Backend": backend})
@@ -68,7 +68,7 @@ def test_the_routes_that_a_go_flanneld_left_are_found(lab: Lab) -> None:
     ]
 
 
-def test_what_cannot_be_removed_is_said_and_shows_in_the_status(lab: Lab, tmp_path: Path) -> None:
+def test_cleanup_reports_failed_removals_and_exits_nonzero(lab: Lab, tmp_path: Path) -> None:
     (node,) = lab.add_nodes(1)
     node.run("iptables-nft", "-N", "FLANNEL-FWD")
     broken = tmp_path / "iptables-nft-restore"
@@ -97,9 +97,7 @@ def refusal(node: Node, *flags: str) -> str:
 
 
 @pytest.mark.parametrize("flags", [[], ["--all"]])
-def test_nothing_is_removed_under_a_running_daemon(
-    lab: Lab, backend: dict[str, str], flags: list[str]
-) -> None:
+def test_cleanup_refuses_while_a_daemon_runs(lab: Lab, backend: dict[str, str], flags: list[str]) -> None:
     node, peer = lab.cluster(backend)
     node.wait_for_route(peer.subnet())
     said = refusal(node, *flags)
@@ -127,7 +125,7 @@ def other_program(node: Node, name: str, tmp_path: Path) -> Iterator[Daemon]:
 
 
 @pytest.mark.parametrize("name", ["flanneld", "flanneld-amd64"])
-def test_nothing_is_removed_under_a_daemon_of_go(lab: Lab, name: str, tmp_path: Path) -> None:
+def test_cleanup_refuses_while_a_go_daemon_runs(lab: Lab, name: str, tmp_path: Path) -> None:
     node, elsewhere = lab.cluster({"Type": "vxlan"})
     node.stop()
     with other_program(node, name, tmp_path) as daemon:

@@ -45,7 +45,7 @@ def put(lab: Lab, key: str) -> int:
     return int(json.loads(body)["node"]["modifiedIndex"])
 
 
-def test_what_comes_through_the_door_is_what_etcd_says(front: tuple[Lab, Door]) -> None:
+def test_proxied_answers_are_those_of_etcd(front: tuple[Lab, Door]) -> None:
     lab, _ = front
     index = put(lab, "/passes")
     found: dict[str, Any] = lab.etcd.get("/passes") or {}
@@ -80,7 +80,7 @@ def test_a_watch_is_told_again_what_it_knows(front: tuple[Lab, Door]) -> None:
     assert json.loads(body)["node"]["modifiedIndex"] < last
 
 
-def test_what_is_held_comes_later(front: tuple[Lab, Door]) -> None:
+def test_held_answers_arrive_later(front: tuple[Lab, Door]) -> None:
     lab, door = front
     door.hold()
     with connected(lab) as connection:

@@ -168,7 +168,7 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize("answer", ANSWERS)
-def test_what_is_not_etcd_is_complained_about_once_until_etcd_is_there(lab: Lab, answer: str) -> None:
+def test_server_that_is_not_etcd_is_reported_once(lab: Lab, answer: str) -> None:
     lab.etcd.put_config(CONFIG)
     lab.etcd.stop()
     (node,) = lab.add_nodes()

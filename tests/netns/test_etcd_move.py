@@ -73,7 +73,7 @@ def test_a_cluster_moves_to_v3_and_back_without_losing_a_packet(lab: Lab, backen
         assert [node.subnet() for node in nodes] == subnets
 
 
-def test_what_no_daemon_announces_is_copied_once(lab: Lab) -> None:
+def test_move_copies_unannounced_keys_once(lab: Lab) -> None:
     """A node that is away for a while, and a subnet that an operator has reserved."""
     (node,) = lab.cluster({"Type": "host-gw"}, nodes=1, flags=["-etcd-api=both"], SubnetMin="10.5.100.0")
     own = f"subnets/{node.subnet().replace('/', '-')}"
@@ -98,7 +98,7 @@ def test_what_no_daemon_announces_is_copied_once(lab: Lab) -> None:
         node.wait_for_route(subnet)
 
 
-def test_what_is_different_in_v3_stays_and_shows_in_the_status(lab: Lab) -> None:
+def test_migration_keeps_different_keys_in_v3_and_exits_nonzero(lab: Lab) -> None:
     lab.etcd.put_config({"Network": "10.5.0.0/16", "Backend": {"Type": "host-gw"}})
     lab.etcd.put_lease("10.5.1.0/24", OTHERS_LEASE)
     key = f"{PREFIX}/subnets/10.5.1.0-24"

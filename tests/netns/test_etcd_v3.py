@@ -121,7 +121,7 @@ def test_a_config_in_both_apis_is_that_of_v3(lab: Lab) -> None:
     assert node.subnet().startswith("10.6.")
 
 
-def test_nobody_asks_how_long_the_leases_of_others_last(lab: Lab) -> None:
+def test_ttl_of_other_leases_is_never_requested(lab: Lab) -> None:
     """Go flanneld asks twice for each peer, one request after the other."""
     numbers = itertools.count(1)
     for _ in range(50):

@@ -100,7 +100,7 @@ OURS: dict[int, set[tuple[str, str]]] = {
         pytest.param((6,), {**DUAL_STACK, "EnableIPv4": False}, id="IPv6"),
     ],
 )
-def test_of_peers_with_one_family_or_both_each_node_takes_those_that_it_has(
+def test_single_and_dual_stack_peers_share_their_common_family(
     lab: Lab, families: tuple[int, ...], config: dict[str, Any]
 ) -> None:
     (node,) = lab.cluster(HOST_GW, nodes=1, SubnetMin="10.5.100.0", IPv6SubnetMin="fc00:5:0:100::", **config)

@@ -110,7 +110,7 @@ def test_without_masquerading_the_world_sees_the_containers(lab: Lab, tmp_path: 
         assert world.sources() == {inside.address}
 
 
-def test_who_calls_from_outside_keeps_its_address(lab: Lab, way: str, tmp_path: Path) -> None:
+def test_packets_from_outside_keep_their_source(lab: Lab, way: str, tmp_path: Path) -> None:
     node, *_ = cluster(lab, way, nodes=1)
     inside = node.container()
     lab.switch.ip(f"route add {node.subnet()} via {node.address}")
@@ -192,7 +192,7 @@ def start_again(node: Node, way: str, *flags: str) -> None:
 
 
 @pytest.mark.parametrize("end", STOPS)
-def test_nothing_leaks_over_a_restart(node: Node, way: str, outflow: Outflow, end: str) -> None:
+def test_restart_leaks_no_unmasqueraded_packet(node: Node, way: str, outflow: Outflow, end: str) -> None:
     def restart() -> None:
         STOPS[end](node)
         start_again(node, way)
@@ -201,7 +201,7 @@ def test_nothing_leaks_over_a_restart(node: Node, way: str, outflow: Outflow, en
     assert outflow.leaked() == []
 
 
-def test_nothing_leaks_when_the_subnet_changes(lab: Lab, node: Node, way: str, outflow: Outflow) -> None:
+def test_new_subnet_leaks_no_unmasqueraded_packet(lab: Lab, node: Node, way: str, outflow: Outflow) -> None:
     before = node.subnet()
 
     def move() -> None:
@@ -217,7 +217,7 @@ def test_nothing_leaks_when_the_subnet_changes(lab: Lab, node: Node, way: str, o
     assert node.subnet() in rules(node)
 
 
-def test_nothing_leaks_when_the_set_of_rules_changes(lab: Lab, tmp_path: Path) -> None:
+def test_new_rule_set_leaks_no_unmasqueraded_packet(lab: Lab, tmp_path: Path) -> None:
     node, *_ = cluster(lab, "nft", nodes=1)
     with Outflow(lab, node, tmp_path) as outflow:
         for next_way in ("v0.12", "legacy", "nft"):

@@ -91,7 +91,7 @@ def open_directory() -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("flavour", ["nft", "legacy"])
-def test_who_may_not_see_the_legacy_tables_goes_by_what_iptables_means(
+def test_unreadable_legacy_tables_leave_the_choice_to_the_iptables_command(
     machine: Host, open_directory: Path, flavour: str
 ) -> None:
     (open_directory / "iptables").symlink_to(f"/usr/sbin/xtables-{flavour}-multi")

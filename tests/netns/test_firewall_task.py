@@ -104,13 +104,13 @@ def test_the_rules_of_v012_are_set_on_demand(machine: Host, way: str) -> None:
     assert machine.chains("nft" if way == "nft" else "legacy") == []
 
 
-def test_only_what_is_asked_for_is_set(machine: Host, way: str) -> None:
+def test_only_requested_rules_are_set(machine: Host, way: str) -> None:
     machine.set_once(masquerade=False, **WAYS[way])
     assert [line for line in machine.state(way) if "masq" in line] == []
     assert [line for line in machine.state(way) if "flanneld forward" in line]
 
 
-def test_what_is_no_longer_asked_for_goes(machine: Host, way: str) -> None:
+def test_rules_no_longer_requested_are_removed(machine: Host, way: str) -> None:
     machine.set_once(**WAYS[way])
     machine.set_once(masquerade=False, **WAYS[way])
     assert [line for line in machine.state(way) if "masq" in line] == []
@@ -129,7 +129,7 @@ def test_a_second_start_finds_all_right_and_writes_nothing(machine: Host, way: s
     ] == []
 
 
-def test_nothing_is_written_and_nothing_runs_while_all_is_right(machine: Host, way: str) -> None:
+def test_correct_rules_cause_no_write_and_no_command(machine: Host, way: str) -> None:
     environment, notes = machine.spies()
     lease_keeper = machine.keep(environment=environment, resync=1, **WAYS[way])
     with machine.watched() as written:
@@ -160,7 +160,7 @@ def test_python_iptables_makes_no_table_that_is_not_needed(machine: Host) -> Non
 @pytest.mark.parametrize(
     ("way", "flush"), [(way, flush) for way, flushes in FLUSHES.items() for flush in flushes]
 )
-def test_what_is_flushed_comes_back_by_itself(machine: Host, way: str, flush: str) -> None:
+def test_flushed_rules_are_restored(machine: Host, way: str, flush: str) -> None:
     lease_keeper = machine.keep(resync=RESYNC, **WAYS[way])
     machine.sh(flush)
     wait_until_right(machine, way)

@@ -189,11 +189,11 @@ def test_the_tunnel_heals(vxlan: Pair, commands: list[str], healed: list[str]) -
 
 
 @pytest.mark.parametrize(("command", "removed"), UNWANTED)
-def test_what_nobody_wants_on_our_device_is_removed(vxlan: Pair, command: str, removed: str) -> None:
+def test_stale_objects_on_our_device_are_removed(vxlan: Pair, command: str, removed: str) -> None:
     vxlan.check_healing([command], [f"Removed {removed}"])
 
 
-def test_what_others_made_is_left_alone(lab: Lab, backend: dict[str, Any]) -> None:
+def test_foreign_objects_stay(lab: Lab, backend: dict[str, Any]) -> None:
     node, peer = lab.cluster(backend)
     connect(node, peer)
     node.namespace.ip(*FOREIGN, *(FOREIGN_ON_TUNNEL if backend["Type"] == "vxlan" else []))

@@ -63,7 +63,7 @@ def test_forwarding_is_turned_on_and_that_is_said_once(node: Node) -> None:
     assert report(node) == []
 
 
-def test_what_may_not_be_changed_is_said_with_the_command_for_it(node: Node) -> None:
+def test_unwritable_setting_is_reported_with_its_command(node: Node) -> None:
     (line,) = report(node, READ_ONLY)
     assert line.startswith("W")
     assert line.endswith(", and 1 more; run as root: sysctl -w net.ipv4.ip_forward=1")

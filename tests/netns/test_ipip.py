@@ -160,7 +160,7 @@ def test_a_packet_of_the_mtu_goes_undivided_and_a_larger_one_in_parts(node: Node
         pytest.param(["route add 10.5.0.0/24 dev {device}"], "Removed ", id="one more route"),
     ],
 )
-def test_what_others_do_to_the_tunnel_is_undone(node: Node, commands: list[str], logged: str) -> None:
+def test_changes_of_the_tunnel_are_repaired(node: Node, commands: list[str], logged: str) -> None:
     before, heard = held(node), len(node.log())
     with node.paused():
         node.namespace.ip(*(command.format(device=DEVICE) for command in commands))

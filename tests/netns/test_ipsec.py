@@ -226,7 +226,7 @@ def test_charon_that_ends_or_hangs_is_replaced(pair: list[Node], tmp_path: Path,
     talk(node, peer)
 
 
-def test_what_charon_has_lost_is_loaded_again(pair: list[Node]) -> None:
+def test_connections_lost_by_charon_are_loaded_again(pair: list[Node]) -> None:
     node, peer = pair
     before = all_of(node, peer)
     wait_for(lambda: loaded(node) == before, SOON, "keys and connections to be there")

@@ -247,7 +247,7 @@ def test_a_route_before_ours_ends_up_behind_it(
 
 
 @pytest.mark.parametrize("route", ["10.1.9.0/24 dev vx4", "fd00:0:0:9::/64 dev vx6"])
-def test_what_nobody_wants_on_our_device_goes_whatever_its_scope(
+def test_stale_routes_of_any_scope_on_our_device_are_removed(
     host: Namespace, kernel: Tables, route: str
 ) -> None:
     host.ip(f"route add {route}")

@@ -192,7 +192,7 @@ def test_another_pod_cidr_makes_another_node_of_it(lab: Lab) -> None:
     first.wait_for_no_route("10.5.2.0/24", SOON)
 
 
-def test_what_a_go_daemon_left_of_vanished_nodes_goes_whatever_the_size_of_subnets(lab: Lab) -> None:
+def test_stale_go_routes_are_removed_for_any_subnet_size(lab: Lab) -> None:
     write_net_conf(lab, {"Type": "host-gw"})
     (node,) = lab.add_nodes()
     lab.kube.add(node, "10.5.1.64/26")

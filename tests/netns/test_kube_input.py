@@ -183,7 +183,7 @@ def test_a_network_config_that_is_missing_or_wrong_is_waited_for(lab: Lab, text:
         (["--kube-api-url="], {}, "-kubeconfig-file or -kube-api-url"),
     ],
 )
-def test_what_cannot_work_ends_with_one_message(
+def test_unusable_config_ends_with_one_message(
     lab: Lab, flags: list[str], variables: dict[str, Any], words: str
 ) -> None:
     write_net_conf(lab, VXLAN)

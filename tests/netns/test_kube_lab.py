@@ -56,7 +56,7 @@ def test_nodes_reach_it_over_the_switch(lab: Lab, kube: Kube) -> None:
     assert get(lab.nodes[0], f"{kube.url}/api/v1/nodes/n1")[0] == 503
 
 
-def test_it_can_be_killed_and_comes_back_with_its_objects_or_without(lab: Lab, kube: Kube) -> None:
+def test_killed_lab_server_restarts_with_or_without_objects(lab: Lab, kube: Kube) -> None:
     version = kube.control.version()
     kube.kill()
     assert get(lab.nodes[0], f"{kube.url}/api/v1/nodes/n1")[0] == 0
@@ -70,7 +70,7 @@ def test_it_can_be_killed_and_comes_back_with_its_objects_or_without(lab: Lab, k
     assert kube.control.version() < version + 1000
 
 
-def test_it_can_hang(lab: Lab, kube: Kube) -> None:
+def test_lab_server_can_hang(lab: Lab, kube: Kube) -> None:
     with kube.frozen():
         assert get(lab.nodes[0], f"{kube.url}/api/v1/nodes/n1", patience=0.3)[0] == 0
     assert get(lab.nodes[0], f"{kube.url}/api/v1/nodes/n1")[0] == 200

@@ -88,7 +88,7 @@ def test_an_api_server_that_hangs_costs_no_packet_and_no_news(lab: Lab) -> None:
         assert ping.lost() == 0
 
 
-def test_what_was_lost_with_the_history_is_noticed(lab: Lab) -> None:
+def test_changes_lost_with_the_history_are_noticed(lab: Lab) -> None:
     first, second, third = lab.kube_cluster({"Type": "host-gw"}, nodes=3)
     first.wait_for_route(third.subnet(), SOON)
     first.wait_for_route(second.subnet(), SOON)

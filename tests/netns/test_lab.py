@@ -71,7 +71,7 @@ def test_a_closed_lab_leaves_nothing() -> None:
     assert [pid for pid in pids if Path(f"/proc/{pid}").exists()] == []
 
 
-def test_what_a_killed_run_left_is_cleared_away_by_the_next() -> None:
+def test_next_run_removes_the_namespaces_of_a_killed_one() -> None:
     script = (
         "import os\nfrom tests.lab import Lab\n"
         "with Lab(1) as lab:\n    print(lab.name, flush=True)\n    os.kill(os.getpid(), 9)\n"

@@ -109,7 +109,7 @@ def plan(lab: Lab, node: Node, *flags: str) -> str:
 
 @apis
 @pytest.mark.parametrize("lacking", ["state file", "uuid", "attributes"])
-def test_without_proof_the_old_lease_stays_and_its_key_is_named(lab: Lab, lacking: str) -> None:
+def test_unproven_old_lease_stays_and_its_key_is_named(lab: Lab, lacking: str) -> None:
     node, _ = pair(lab, {"Type": "vxlan"})
     lost = node.subnet()
     if lacking == "state file":

@@ -252,7 +252,7 @@ def test_a_newcomer_with_the_public_ip_of_an_older_node_yields(lab: Lab) -> None
 
 @pytest.mark.long
 @pytest.mark.parametrize("had_a_device", [False, True], ids=["fresh", "with-a-device-of-its-own"])
-def test_of_two_new_nodes_with_one_public_ip_one_yields(lab: Lab, had_a_device: bool) -> None:
+def test_one_of_two_new_nodes_with_one_public_ip_yields(lab: Lab, had_a_device: bool) -> None:
     (first,) = lab.cluster({"Type": "vxlan"}, nodes=1)
     (second,) = lab.cluster({"Type": "vxlan"}, nodes=1) if had_a_device else lab.add_nodes()
     if had_a_device:

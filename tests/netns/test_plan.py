@@ -91,7 +91,7 @@ def test_a_plan_says_of_the_pump_what_a_start_would_do_with_it(lab: Lab) -> None
     ]
 
 
-def test_what_commands_make_for_a_pump_is_what_the_daemon_makes(lab: Lab) -> None:
+def test_planned_commands_make_the_same_tun_as_the_daemon(lab: Lab) -> None:
     node, peer = settled(lab, {"Type": "udp"})
     node.stop()
     made = tun(node)

@@ -61,7 +61,7 @@ def test_both_families_are_asked(lab: Lab) -> None:
     wait_for(answered, PATIENCE, "an answer over IPv6")
 
 
-def test_nobody_is_probed_unless_that_is_asked_for(lab: Lab) -> None:
+def test_probes_are_off_by_default(lab: Lab) -> None:
     node, peer = lab.cluster({"Type": "host-gw"}, flags=(f"--healthz-port={HEALTH_PORT}",))
     node.wait_for_route(peer.subnet())
     assert "probe" not in answer(node, "peers")["peers"][0]

@@ -83,7 +83,7 @@ def test_a_mistake_is_named_and_followed_by_the_usage(host: Node, flags: list[st
         ("carrier-pigeon", [], ["carrier-pigeon", "Backend.Type", "host-gw", "vxlan"]),
     ],
 )
-def test_what_cannot_work_ends_with_one_message_that_names_the_remedy(
+def test_unusable_config_ends_with_one_message_and_its_remedy(
     lab: Lab, backend: str, flags: list[str], words: list[str]
 ) -> None:
     lab.etcd.put_config({**CONFIG, "Backend": {"Type": backend}})

@@ -70,7 +70,7 @@ def test_a_list_that_lacks_most_peers_cuts_nobody_off(lab: Lab, node: Node) -> N
     wait_for_ways(node, WAYS)
 
 
-def test_what_is_held_back_is_told_and_counted(lab: Lab, node: Node) -> None:
+def test_held_removals_are_reported_and_counted(lab: Lab, node: Node) -> None:
     outrun(lab, node)
     node.wait_for_log(READ_AGAIN)
     told = answer(node, "status")
@@ -104,7 +104,7 @@ def test_the_brake_can_be_switched_off(lab: Lab, node: Node) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("restart", [False, True])
-def test_what_the_list_still_lacks_after_the_wait_goes(lab: Lab, node: Node, restart: bool) -> None:
+def test_peers_missing_from_the_second_list_are_removed(lab: Lab, node: Node, restart: bool) -> None:
     if restart:
         node.stop()
         lose_most(lab)

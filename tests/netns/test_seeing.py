@@ -167,7 +167,7 @@ def test_peers_that_are_refused_or_contested_are_shown_with_the_reason(lab: Lab)
     assert {"contested", "refusals"} <= findings(node).keys()
 
 
-def test_what_was_repaired_is_told(lab: Lab) -> None:
+def test_repairs_are_reported(lab: Lab) -> None:
     node, peer = settled(lab)
     node.namespace.ip(f"route del {peer.subnet()}")
     node.wait_for_log("Restored route")
@@ -206,7 +206,7 @@ def forget_subnet_file(node: Node, _peer: Node) -> None:
         (forget_subnet_file, "subnet file"),
     ],
 )
-def test_what_breaks_while_no_daemon_looks_is_found_with_the_help_of_the_store(
+def test_doctor_finds_damage_without_a_daemon_by_the_store(
     lab: Lab, harm: Callable[[Node, Node], None], check: str
 ) -> None:
     node, peer = settled(lab)
@@ -239,7 +239,7 @@ def test_a_daemon_that_is_stuck_hides_nothing(lab: Lab) -> None:
     assert "timed out" in trace["not_known"][0]
 
 
-def test_without_daemon_and_store_it_says_what_is_not_known(lab: Lab) -> None:
+def test_doctor_without_daemon_and_store_names_what_is_unknown(lab: Lab) -> None:
     node, peer = settled(lab)
     node.stop()
     done = flannelctl(node, "routes")
@@ -249,7 +249,7 @@ def test_without_daemon_and_store_it_says_what_is_not_known(lab: Lab) -> None:
     assert flannelctl(node, "trace", peer.subnet()[:-3]).returncode == 3
 
 
-def test_what_is_wrong_with_the_host_is_found_while_the_daemon_runs(lab: Lab) -> None:
+def test_doctor_finds_host_problems_while_the_daemon_runs(lab: Lab) -> None:
     node, _ = settled(lab, "--iptables-forward-rules=false", "--ip-masq")
     node.container()
     node.namespace.sysctl("net/ipv4/ip_forward", 0)

@@ -205,7 +205,7 @@ def test_a_restart_of_the_service_leaves_the_packet_pump_alone(lab: Lab, booted:
     assert booted.processes(PUMP) == [pump]
 
 
-def test_what_the_service_leaves_to_the_packet_pump_cleanup_ends(lab: Lab, booted: BootedNode) -> None:
+def test_cleanup_ends_the_udp_proxy_that_the_service_left(lab: Lab, booted: BootedNode) -> None:
     lab.cluster({"Type": "udp"}, nodes=1)
     booted.systemctl("start", "flanneld")
     (pump,) = booted.processes(PUMP)

@@ -57,7 +57,7 @@ def destinations(node: Node, device: str = "") -> set[str]:
 
 
 @both_apis
-def test_what_led_to_a_vanished_peer_is_removed_at_the_next_start(lab: Lab, backend: dict[str, Any]) -> None:
+def test_next_start_removes_objects_of_a_vanished_peer(lab: Lab, backend: dict[str, Any]) -> None:
     node, stays, gone = lab.cluster(backend, nodes=3)
     connect(node, stays)
     connect(node, gone)

@@ -139,7 +139,7 @@ def facing_another_etcd_process(lab: Lab, node: Node) -> Iterator[None]:
 
 @both_apis
 @pytest.mark.parametrize("absent", [stopped, cut_off, facing_another_etcd_process])
-def test_what_changed_while_the_history_was_outrun_is_noticed(lab: Lab, absent: Any) -> None:
+def test_changes_beyond_the_history_are_noticed(lab: Lab, absent: Any) -> None:
     (node,) = lab.cluster({"Type": "host-gw"}, nodes=1, SubnetMin="10.5.100.0")
     for number in (1, 2, 3):
         lab.etcd.put_lease(f"10.5.{number}.0/24", host_gw(200 + number))

@@ -100,7 +100,7 @@ def test_a_pod_cidr_that_comes_late_costs_the_others_nothing(lab: Lab) -> None:
 
 
 @pytest.mark.long
-def test_what_a_webhook_keeps_changing_back_is_spoken_of_once(lab: Lab) -> None:
+def test_annotations_contested_by_a_webhook_are_logged_once(lab: Lab) -> None:
     (node,) = lab.kube_cluster(VXLAN, nodes=1)
     ours = notes(lab, node)
     for _ in range(3):

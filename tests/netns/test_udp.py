@@ -79,7 +79,7 @@ def counters(node: Node) -> dict[str, int]:
 # ---- carrying packets ----------------------------------------------------------------------------
 
 
-def test_what_containers_send_arrives_as_it_was_sent(nodes: list[Node]) -> None:
+def test_packets_arrive_unchanged(nodes: list[Node]) -> None:
     one, other = nodes
     check_content(one.container(), other.container(), one.directory / "echo")
     check_content(other.container(), one.container(), other.directory / "echo")
@@ -252,7 +252,7 @@ def test_as_process_1_of_a_container_the_daemon_takes_the_pump_and_its_device_al
         (["ip route add 10.99.0.0/16 dev flannel0"], ["Removed route 10.99.0.0/16"]),
     ],
 )
-def test_what_others_do_to_the_tunnel_heals(pair: Pair, commands: list[str], healed: list[str]) -> None:
+def test_changes_of_the_udp_tunnel_are_repaired(pair: Pair, commands: list[str], healed: list[str]) -> None:
     pair.check_healing(commands, healed)
 
 

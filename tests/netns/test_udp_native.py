@@ -135,7 +135,7 @@ def fragment_field(packet: bytes) -> int:
     return int.from_bytes(packet[6:8], "big")
 
 
-def test_what_fits_the_way_is_not_to_be_fragmented(pair: tuple[End, End]) -> None:
+def test_packets_within_the_path_mtu_carry_dont_fragment(pair: tuple[End, End]) -> None:
     first, second = pair
     with sniffer(second.node.namespace, "eth0") as capture:
         assert echo_over_tcp(first.container, second.container, 1 << 20)
@@ -157,7 +157,7 @@ def test_a_way_with_a_smaller_mtu_gets_fragments(pair: tuple[End, End]) -> None:
     assert first.counter("send_failed") == 0
 
 
-def test_what_a_spoiling_peer_spoils_is_never_delivered(pair: tuple[End, End]) -> None:
+def test_corrupted_packets_are_never_delivered(pair: tuple[End, End]) -> None:
     first, second = pair
     first.stop()
     assert first.start("corrupting") is None
@@ -187,7 +187,7 @@ def deliver(first: End, second: End, patience: float) -> bool:
 
 
 @pytest.mark.parametrize("accept_any", [False, True])
-def test_who_may_send(pair: tuple[End, End], accept_any: bool) -> None:
+def test_only_known_sources_may_send(pair: tuple[End, End], accept_any: bool) -> None:
     first, second = pair
     second.stop()
     second.start(accept_any=accept_any)
@@ -232,7 +232,7 @@ def test_peers_come_and_go_while_traffic_flows(pair: tuple[End, End]) -> None:
 
 
 @pytest.mark.parametrize("payload", [300, 3000])
-def test_what_leads_nowhere_is_answered_with_sound_checksums(pair: tuple[End, End], payload: int) -> None:
+def test_unreachable_packets_are_answered_with_valid_checksums(pair: tuple[End, End], payload: int) -> None:
     first, _ = pair
     with sniffer(first.node.namespace, DEVICE) as capture:
         with open_socket(first.container, socket.SOCK_DGRAM) as client:

@@ -93,7 +93,7 @@ def test_a_node_has_a_device_with_guard_and_routes(network: Lab) -> None:
     assert len(key_file.read_bytes()) == 44
 
 
-def test_what_is_for_no_node_is_answered_as_unreachable(network: Lab) -> None:
+def test_packets_for_no_node_are_answered_as_unreachable(network: Lab) -> None:
     node, *_ = network.nodes
     done = node.container().run("ping", "-n", "-c", "1", "-W", "2", "10.5.254.9", check=False)
     assert "Destination Host Unreachable" in done.stdout

@@ -237,7 +237,7 @@ def test_drift_is_repaired(host: Host, change: dict[str, Any]) -> None:
     assert host.audit() == ([], [])
 
 
-def test_what_is_wanted_no_more_goes(host: Host) -> None:
+def test_undesired_peers_are_removed(host: Host) -> None:
     host.want(host.key(), FIRST[0], FIRST[1], *SECOND[:2])
     assert host.repair().removed == [SECOND[2]]
     assert host.seen()["peers"][SECOND_KEY]["allowed"] == ["10.5.102.0/24"]

@@ -73,7 +73,7 @@ def test_the_rest_is_derived_from_an_ipv6_network(network: str, derived: tuple[i
 
 @pytest.mark.parametrize("family", [4, 6])
 @given(data=st.data())
-def test_what_is_derived_lies_in_the_network(family: Family, data: st.DataObject) -> None:
+def test_derived_range_lies_in_the_network(family: Family, data: st.DataObject) -> None:
     bits, prefix, usual = (32, "", 24) if family == 4 else (128, "IPv6", 64)
     base = ip_address(data.draw(st.binary(min_size=bits // 8, max_size=bits // 8)))
     length = data.draw(st.integers(1, bits))
@@ -201,7 +201,7 @@ def test_ipv6_keys_are_checked_in_the_same_way(keys: dict[str, object], message:
 @pytest.mark.parametrize(
     "text", ["", "x", "[]", "1", '"x"', "null", '{"Network": "10.3.0.0/16"} x', "[" * 5000]
 )
-def test_what_is_not_an_object_is_refused(text: str) -> None:
+def test_config_that_is_no_object_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         parse(text)
 
@@ -302,7 +302,7 @@ def test_a_config_does_not_show_the_keys_of_its_backend() -> None:
         ),
     ],
 )
-def test_what_has_no_effect_is_warned_about(keys: dict[str, object], warning: str) -> None:
+def test_key_without_effect_is_warned_about(keys: dict[str, object], warning: str) -> None:
     assert config(Network="10.3.0.0/16", **keys).warnings == (warning,)
 
 

@@ -246,7 +246,7 @@ histories = st.lists(events, max_size=12)
 
 
 @given(histories)
-def test_whoever_follows_the_changes_knows_the_table(history: list[Event]) -> None:
+def test_changes_reproduce_the_table(history: list[Event]) -> None:
     made, mirror = LeaseTable(OWN), dict[LeaseKey, LeaseAttrs]()
     for event in history:
         change = made.apply(event)
@@ -260,7 +260,7 @@ def test_whoever_follows_the_changes_knows_the_table(history: list[Event]) -> No
 
 
 @given(histories, stores)
-def test_whatever_came_before_a_snapshot_brings_the_truth(history: list[Event], store: list[Lease]) -> None:
+def test_snapshot_corrects_any_history(history: list[Event], store: list[Lease]) -> None:
     made = table(*history, snapshot(*store))
     assert set(made) == {each for each in store if each.key != OWN}
 

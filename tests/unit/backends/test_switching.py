@@ -81,7 +81,7 @@ def test_go_reads_the_first_ones_data_as_if_they_were_alone(first: LeaseAttrs, s
 
 
 @pytest.mark.parametrize(("first", "second"), [(VXLAN, WIREGUARD), (WIREGUARD, VXLAN), (VXLAN, HOST_GW)])
-def test_both_are_read_back_from_the_lease(first: LeaseAttrs, second: LeaseAttrs) -> None:
+def test_both_announcements_are_read_back_from_the_lease(first: LeaseAttrs, second: LeaseAttrs) -> None:
     stored = parse_attrs(format_attrs(with_also(first, second), with_ipv6=True))
     assert announced(stored, second.backend_type) == second
     read = announced(stored, first.backend_type)

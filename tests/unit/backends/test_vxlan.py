@@ -225,7 +225,7 @@ def test_a_lease_with_our_own_public_ip_is_refused() -> None:
     | st.text(max_size=3)
     | st.dictionaries(st.text(max_size=8), st.text(max_size=20))
 )
-def test_whatever_a_peer_announces_is_understood_or_refused(data: Any) -> None:
+def test_any_announcement_is_parsed_or_refused(data: Any) -> None:
     made = build(config(), host())
     try:
         resources = list(made.peer(OWN, peer(V4, backend_data=data)))
@@ -368,7 +368,7 @@ def test_a_random_mac_is_local_and_one_devices_own(random: bytes) -> None:
     assert int(device.mac[:2], 16) & 0b11 == 0b10
 
 
-def test_what_was_announced_is_announced_again_by_the_next_backend() -> None:
+def test_rebuilt_backend_announces_the_same() -> None:
     first = build(config(DUAL), host(random=b"\x02abcde"))
     second = build(config(DUAL), host(random=b"\x02fghij", stored=first.attributes()))
     assert second.attributes() == first.attributes()

@@ -76,7 +76,7 @@ def test_verbosity_maps_to_levels_below_info() -> None:
 
 
 @pytest.mark.parametrize(("verbosity", "shown"), [(-1, [0]), (0, [0]), (1, [0, 1]), (4, [0, 1, 2, 4])])
-def test_only_what_the_verbosity_allows_is_shown(capsys: Stderr, verbosity: int, shown: list[int]) -> None:
+def test_verbosity_limits_the_shown_lines(capsys: Stderr, verbosity: int, shown: list[int]) -> None:
     glog.setup(verbosity)
     for n in (0, 1, 2, 4, 6):
         log.log(V(n), "%d", n)
@@ -323,5 +323,5 @@ def test_lines_for_anything_but_the_journal_are_as_ever() -> None:
 
 
 @pytest.mark.parametrize(("number", "text"), [(0, "0 peers"), (1, "1 peer"), (2, "2 peers")])
-def test_what_is_counted_has_the_right_number(number: int, text: str) -> None:
+def test_counted_noun_has_the_right_number(number: int, text: str) -> None:
     assert glog.counted(number, "peer") == text

@@ -49,7 +49,7 @@ def test_any_input_is_a_value_or_a_documented_error(text: str | bytes) -> None:
      "\ufeff1",
      "True", "// no\n1"],
 )  # fmt: skip
-def test_what_is_not_json_is_refused(text: str) -> None:
+def test_invalid_json_is_refused(text: str) -> None:
     with pytest.raises(GoJsonError):
         parse(text)
 
@@ -308,13 +308,13 @@ def test_last_of_several_addresses_counts() -> None:
 @pytest.mark.parametrize(
     "value", ["null", "5", "true", '""', '"fd00::1"', '"10.1.2"', '"10.1.2.256"', '"10.1.2.3/24"']
 )
-def test_what_is_not_an_ipv4_address_is_refused(value: str) -> None:
+def test_invalid_ipv4_address_is_refused(value: str) -> None:
     with pytest.raises(GoJsonError, match=r"Backend\.IP must be an IPv4 address, found "):
         fields(f'{{"IP": {value}}}').address("IP", IPv4Address)
 
 
 @pytest.mark.parametrize("value", ["5", '"10.1.2.3"', '"fe80::1%eth0"', '"fd00::1/64"', '"fd00:::"'])
-def test_what_is_not_an_ipv6_address_is_refused(value: str) -> None:
+def test_invalid_ipv6_address_is_refused(value: str) -> None:
     with pytest.raises(GoJsonError, match=r"Backend\.IP must be an IPv6 address, found "):
         fields(f'{{"IP": {value}}}').address("IP", IPv6Address)
 
@@ -335,7 +335,7 @@ def test_the_whole_address_space_is_no_network() -> None:
      '"10.5/16"',
      '"10.5.0.0/16/16"', '"10.5.0.0/16\\n"', '"fd00::/48"', '"10.5.0.0/\u0661"'],
 )  # fmt: skip
-def test_what_is_not_an_ipv4_network_is_refused(value: str) -> None:
+def test_invalid_ipv4_network_is_refused(value: str) -> None:
     with pytest.raises(GoJsonError, match=r"Backend\.Net must be an IPv4 network such as "):
         fields(f'{{"Net": {value}}}').network("Net", IPv4Network)
 

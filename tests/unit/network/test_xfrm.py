@@ -51,7 +51,7 @@ def decode(data: bytes) -> XfrmPolicy | None:
 
 
 @given(policies)
-def test_what_is_packed_is_read_back(policy: XfrmPolicy) -> None:
+def test_packed_value_is_read_back(policy: XfrmPolicy) -> None:
     assert decode(messages.pack(policy)) == policy
 
 

@@ -350,7 +350,7 @@ def test_without_a_command_it_says_what_it_is(node: Node) -> None:
     assert b"1.1.0" in done.stderr
 
 
-def test_what_is_slow_to_import_is_not_imported() -> None:
+def test_slow_modules_are_not_imported() -> None:
     done = subprocess.run(
         ["/usr/bin/python3", "-IS", "-X", "importtime", PLUGIN],
         env={"CNI_COMMAND": "VERSION"},

@@ -67,7 +67,7 @@ def test_a_wrong_subnet_env_is_refused_by_name(node: Node, text: str, name: str)
         ("STATUS", ["CNI_PATH"]),
     ],
 )
-def test_what_the_environment_lacks_is_named(node: Node, command: str, names: list[str]) -> None:
+def test_missing_cni_variables_are_named(node: Node, command: str, names: list[str]) -> None:
     error = node.refusal(
         command, CNI_CONTAINERID=None, CNI_NETNS="", CNI_IFNAME=None, CNI_PATH="", CNI_ARGS=""
     )
@@ -146,7 +146,7 @@ def test_a_wrong_configuration_is_refused(node: Node, stdin: bytes, code: int) -
     ],
     ids=str,
 )
-def test_what_cannot_be_delegated_is_refused(node: Node, conf: dict[str, Any], code: int) -> None:
+def test_undelegatable_config_is_refused(node: Node, conf: dict[str, Any], code: int) -> None:
     error = node.refusal("ADD", node.conf(**conf))
     assert error["code"] == code
     assert error["cniVersion"] == "1.0.0"

@@ -71,7 +71,7 @@ def test_the_base_is_pinned_by_digest() -> None:
     )
 
 
-def test_what_is_copied_from_the_source_is_there() -> None:
+def test_files_copied_by_the_dockerfile_exist() -> None:
     copies = [rest.split() for word, rest in BUILD + FINAL if word == "COPY" and "--from=" not in rest]
     sources = [name for words in copies for name in words[:-1]]
     assert sources

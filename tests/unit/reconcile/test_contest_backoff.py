@@ -39,7 +39,7 @@ def test_a_firewall_may_be_reloaded_three_times_a_minute(at: list[float]) -> Non
     assert not contest_backoff.is_tried()
 
 
-def test_what_is_long_ago_does_not_count(at: list[float]) -> None:
+def test_old_repairs_do_not_count(at: list[float]) -> None:
     contest_backoff = ContestBackoff(memory=60, first=0.1)
     contest_backoff.spend()
     at[0] += 61
@@ -52,7 +52,7 @@ def test_a_fight_is_noticed_once() -> None:
     assert [contest_backoff.spend() for _ in range(5)] == [False, False, True, False, False]
 
 
-def test_it_is_tried_as_long_as_repairs_go_on(at: list[float]) -> None:
+def test_table_stays_contested_while_repairs_go_on(at: list[float]) -> None:
     contest_backoff = ContestBackoff(memory=60, many=3)
     for _ in range(3):
         assert not contest_backoff.is_tried()

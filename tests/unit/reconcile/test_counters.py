@@ -39,7 +39,7 @@ def test_refusals_are_counted_by_kind_and_reason() -> None:
     assert work.refusals == {("route", "no"): 3}
 
 
-def test_what_news_cost_is_measured() -> None:
+def test_cost_of_events_is_measured() -> None:
     work = Work()
     work.applied(clock.now())
     assert sum(work.event_to_kernel.counts) == 1

@@ -53,7 +53,7 @@ def test_a_route_of_others_into_the_network_is_a_detour(
     ],
     ids=["default", "around", "elsewhere", "our containers", "one of them", "on a link", "through ours"],
 )
-def test_what_takes_no_packet_for_a_peer_away_is_none(route: HostRoute) -> None:
+def test_route_without_a_peers_packets_is_no_bypass(route: HostRoute) -> None:
     assert not detours(route)
 
 
@@ -78,7 +78,7 @@ def test_a_bypass_is_named_once_with_the_remedy_and_so_is_its_end(caplog: pytest
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
 
 
-def test_of_many_bypasses_the_first_is_named() -> None:
+def test_first_of_many_bypasses_is_named() -> None:
     watch = EncryptionWatch()
     watch.look([PAST, HostRoute(IPv4Network("10.5.8.0/24"), STATIC, (("eth1", None),))], {})
     assert ", and 1 more" in watch.problem

@@ -35,7 +35,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Removals, socket.s
         yield listener, theirs
 
 
-def test_who_removed_something_is_known_from_the_end_of_the_transaction(
+def test_remover_is_named_by_the_end_of_its_transaction(
     kernel: tuple[Removals, socket.socket],
 ) -> None:
     listener, end = kernel

@@ -287,7 +287,7 @@ def test_lease_that_announces_an_address_of_this_host_is_withdrawn(peers: Peers)
     assert take(peers, Added(OLD)) == Plan(puts=(route(OLD),))
 
 
-def test_what_nonsense_has_kept_is_withdrawn_when_it_would_be_a_loop(peers: Peers) -> None:
+def test_routes_kept_for_an_unparsable_lease_are_withdrawn_on_a_loop(peers: Peers) -> None:
     nonsense = Added(Lease(LeaseAttrs(OWN.attrs.public_ip, None, "host-gw"), SUBNET))
     assert take(peers, nonsense) == Plan()
     assert peers.unclear == {SUBNET}

@@ -86,12 +86,12 @@ def test_nothing_goes_before_the_leases_are_known() -> None:
     assert permits(encrypts=False).drops({ROUTES: CLEAR + TUNNELLED, LINKS: DEVICES}) == {}
 
 
-def test_what_leads_past_the_encryption_goes_before_the_leases_are_known() -> None:
+def test_bypassing_routes_are_removed_before_the_leases_are_known() -> None:
     assert permits(encrypts=True).drops({ROUTES: CLEAR + TUNNELLED, LINKS: DEVICES}) == {ROUTES: CLEAR}
     assert permits(encrypts=True).drops({ROUTES: TUNNELLED, LINKS: DEVICES}) == {}
 
 
-def test_what_leads_past_the_encryption_goes_once_beside_all_else() -> None:
+def test_bypassing_routes_are_removed_once_among_all_drops() -> None:
     world = World(encrypts=True).hear(synced())
     allowed = world.permits.drops({ROUTES: CLEAR + TUNNELLED, LINKS: DEVICES})
     assert {name: list(found) for name, found in allowed.items()} == {

@@ -138,7 +138,7 @@ def test_pauses_between_tries_grow_up_to_half_a_minute(time: Time) -> None:
     assert wakeups == pytest.approx([1, 2, 4, 8, 16, 30, 30])
 
 
-def test_what_somebody_removes_is_back_within_milliseconds_and_they_are_named(
+def test_removed_object_is_restored_at_once_and_the_remover_named(
     time: Time, caplog: pytest.LogCaptureFixture
 ) -> None:
     table = SimulatedTable(audit=None)
@@ -181,7 +181,7 @@ def test_a_fight_is_waged_ever_more_slowly_and_named_once(
     assert reconciler.states()[0].contested
 
 
-def test_what_is_undone_before_it_could_be_read_back_counts_as_a_repair(time: Time) -> None:
+def test_write_undone_before_its_read_counts_as_a_repair(time: Time) -> None:
     table = SimulatedTable(audit=None)
     table.undone_at_once = True
     reconciler = reconciler_of(table, desired=(A,))
@@ -248,7 +248,7 @@ def test_tables_are_put_right_in_their_order_and_swept_in_the_reverse_one(time: 
     ]
 
 
-def test_what_stands_on_something_that_was_made_anew_is_read_again_at_once(time: Time) -> None:
+def test_objects_on_a_recreated_device_are_read_again_at_once(time: Time) -> None:
     base = SimulatedTable("base")
     above = SimulatedTable("above", needs=frozenset({"base"}))
     reconciler = reconciler_of(base, above)
@@ -348,7 +348,7 @@ class Watched(SimulatedTable):
         return not self.works
 
 
-def test_what_is_due_is_looked_at_and_read_if_it_does_not_work(time: Time) -> None:
+def test_polled_table_is_read_if_its_check_fails(time: Time) -> None:
     table = Watched(audit=None)
     table.next_look = time.now + 2.0
     reconciler = reconciler_of(table)
@@ -393,7 +393,7 @@ class Nothing:
         return {}
 
 
-def test_what_may_not_be_written_stays_as_it_is(time: Time) -> None:
+def test_object_without_a_permit_stays(time: Time) -> None:
     table = SimulatedTable()
     table.hold(Thing("a", 7), Claim.OURS)
     table.hold(Thing("left"), Claim.LEFT)
@@ -417,9 +417,7 @@ DEEDS = st.lists(
 
 
 @given(desired=st.lists(THINGS, unique_by=lambda thing: thing.key), deeds=DEEDS)
-def test_whatever_happens_all_is_as_wanted_once_it_is_quiet(
-    desired: list[Thing], deeds: list[tuple[str, object]]
-) -> None:
+def test_any_history_ends_in_the_desired_state(desired: list[Thing], deeds: list[tuple[str, object]]) -> None:
     time = Time()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(clock, "now", lambda: time.now)

@@ -43,7 +43,7 @@ def test_many_are_one_line_with_a_count_and_stay_one(
     assert caplog.messages == ["Ignoring 20000 keys: /0: no JSON; /1: no JSON; /2: no JSON; and 19997 more"]
 
 
-def test_what_comes_one_by_one_is_collected_after_a_few_lines(
+def test_single_warnings_are_batched_after_a_few_lines(
     complaints: BatchedWarnings, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     for number in range(20_000):
@@ -73,7 +73,7 @@ def test_another_reason_is_told_and_one_that_has_gone_is_forgotten(
     ]
 
 
-def test_what_a_list_does_not_hold_is_forgotten(
+def test_warnings_about_absent_keys_are_forgotten(
     complaints: BatchedWarnings, caplog: pytest.LogCaptureFixture
 ) -> None:
     note(complaints, 2)

@@ -26,7 +26,7 @@ def events() -> Iterator[Events]:
         log.removeHandler(events)
 
 
-def test_what_is_logged_is_remembered_with_its_time(events: Events) -> None:
+def test_history_has_lines_with_their_time(events: Events) -> None:
     log.warning("Restored %s", "route 10.5.1.0/24")
     (event,) = events.recent()
     assert event[1:] == ("W", "test_event_log", "Restored route 10.5.1.0/24")
@@ -40,7 +40,7 @@ def test_only_the_last_ones_are_remembered(events: Events) -> None:
     assert texts == [str(number) for number in range(5, LIMIT + 5)]
 
 
-def test_what_only_verbose_logs_show_is_no_event(events: Events) -> None:
+def test_history_leaves_verbose_lines_out(events: Events) -> None:
     log.log(V(1), "a retry")
     assert events.recent() == []
 

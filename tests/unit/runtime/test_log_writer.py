@@ -40,7 +40,7 @@ def test_lines_arrive_as_they_are(pipe: tuple[int, int]) -> None:
     assert read(reader) == "one\ntwo\n    below\n\\udcff\n"
 
 
-def test_what_nobody_reads_is_lost_and_counted(pipe: tuple[int, int]) -> None:
+def test_unread_lines_are_lost_and_counted(pipe: tuple[int, int]) -> None:
     reader, writer = pipe
     log_writer = LogWriter(writer, time_limit=0.01)
     log_writer.write("x" * (SIZE - 1))

@@ -66,7 +66,7 @@ def test_the_next_outage_is_said_at_once(
     assert [message.startswith("Watching: no answer") for message in caplog.messages] == [True, False] * 2
 
 
-def test_what_comes_and_goes_is_said_once_a_minute(
+def test_intermittent_failure_is_logged_once_a_minute(
     outage: Outage, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(100):

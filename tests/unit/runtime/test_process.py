@@ -120,7 +120,7 @@ def test_variables_of_go_flanneld_that_mean_nothing_here_are_told_so() -> None:
     assert "CONT_WHEN_CACHE_NOT_READY has no effect: the start waits for the list of nodes" in told
 
 
-def test_what_kubernetes_sets_for_a_service_of_our_name_is_no_mistake() -> None:
+def test_service_variables_of_kubernetes_are_no_unknown_flags() -> None:
     done = daemon(
         WRONG,
         variables={

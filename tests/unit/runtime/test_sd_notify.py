@@ -81,7 +81,7 @@ def test_a_long_status_is_cut_to_what_systemd_takes(manager: socket.socket) -> N
     assert 1000 <= len(received(manager)) < 4096
 
 
-def test_nobody_to_notify_is_no_trouble(
+def test_missing_service_manager_is_no_error(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("NOTIFY_SOCKET", raising=False)

@@ -67,7 +67,7 @@ def test_without_its_device_nothing_is_made(kernel: Kernel) -> None:
 
 
 @pytest.mark.parametrize("resource", [ALL[1], ROUTE], ids=str)
-def test_what_is_there_is_not_made_again(kernel: Kernel, resource: Resource) -> None:
+def test_existing_object_is_not_created_again(kernel: Kernel, resource: Resource) -> None:
     put(kernel, *ALL)
     (failure,) = put(kernel, resource).failed
     assert (failure.reason, failure.is_taken) == ("File exists", True)

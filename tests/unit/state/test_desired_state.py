@@ -50,14 +50,14 @@ def steps(delta: Delta) -> tuple[list[Resource], list[Resource]]:
     return [put.want for put in delta.puts], list(delta.drops)
 
 
-def test_what_is_wanted_anew_is_to_be_made_and_the_rest_to_be_lost() -> None:
+def test_new_claims_are_put_and_former_ones_dropped() -> None:
     desired = DesiredState()
     desired.set(NINE, [route(1), route(2)])
     assert change(desired, NINE, [route(2), route(3)]) == ([route(3)], [route(1)])
     assert set(desired.state.values()) == {route(2), route(3)}
 
 
-def test_what_came_and_went_in_between_was_never_in_the_kernel() -> None:
+def test_intermediate_values_cause_no_change() -> None:
     desired = DesiredState()
     desired.set(NINE, [fdb(1)])
     before = desired.set(NINE, [fdb(2)])
@@ -65,7 +65,7 @@ def test_what_came_and_went_in_between_was_never_in_the_kernel() -> None:
     assert steps(desired.since(before)) == ([], [fdb(1)])
 
 
-def test_what_changes_is_made_over_and_not_lost() -> None:
+def test_changed_resource_is_replaced_not_dropped() -> None:
     desired = DesiredState()
     desired.set(NINE, [fdb(1)])
     assert change(desired, NINE, [fdb(2)]) == ([fdb(2)], [])
@@ -85,7 +85,7 @@ def test_an_empty_wish_is_a_farewell() -> None:
     assert (NINE in desired, desired.of_owner(NINE), list(desired.owners())) == (False, (), [])
 
 
-def test_who_was_never_there_can_leave() -> None:
+def test_unknown_owner_can_be_removed() -> None:
     assert change(DesiredState(), NINE, []) == ([], [])
 
 
@@ -113,7 +113,7 @@ def test_nothing_happens_when_the_loser_leaves() -> None:
     assert change(desired, TEN, []) == ([], [])
 
 
-def test_what_this_node_needs_for_itself_comes_before_every_lease() -> None:
+def test_local_resources_win_over_every_lease() -> None:
     lowest: LeaseKey = (IPv4Network("0.0.0.0/8"), IPv6Network("::/16"))
     assert min((lowest, *OWNERS), key=rank) is LOCAL
 
@@ -126,7 +126,7 @@ def test_a_conflict_names_who_has_it_and_who_goes_without() -> None:
     assert list(desired.conflicts(TEN)) == [(fdb(9), NINE, TEN)]
 
 
-def test_of_several_that_go_without_the_one_asked_about_is_named() -> None:
+def test_conflict_names_a_loser() -> None:
     desired = DesiredState()
     for number, owner in ((9, NINE), (10, TEN), (11, ELEVEN)):
         desired.set(owner, [fdb(number)])
@@ -219,7 +219,7 @@ def test_the_state_is_what_a_plain_computation_gives(history: list[tuple[LeaseKe
 
 
 @given(moves)
-def test_what_a_move_returns_leads_from_the_former_state_to_the_new_one(
+def test_returned_delta_leads_from_the_former_state_to_the_new_one(
     history: list[tuple[LeaseKey, list[Resource]]],
 ) -> None:
     desired, mirror = DesiredState(), dict[Key, Resource]()

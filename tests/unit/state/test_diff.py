@@ -61,15 +61,15 @@ def carried_out(desired: State, actual: State) -> dict[Key, Resource]:
     return after
 
 
-def test_what_differs_is_made_over_what_is_there_without_being_removed() -> None:
+def test_different_object_is_replaced_without_a_removal() -> None:
     assert difference(state(route(1)), seen(route(2))) == ([Put(route(1), route(2), Claim.OURS)], [])
 
 
-def test_what_is_right_is_not_touched() -> None:
+def test_equal_object_is_not_written() -> None:
     assert difference(state(*EVERY_KIND), seen(*EVERY_KIND)) == ([], [])
 
 
-def test_what_is_missing_is_made_in_the_order_of_the_desired_state() -> None:
+def test_missing_objects_are_put_in_the_desired_order() -> None:
     puts, _ = difference(state(*EVERY_KIND), [])
     assert puts == [Put(resource) for resource in EVERY_KIND]
 
@@ -82,7 +82,7 @@ def test_foreign_object_is_left_alone_and_told_of_where_it_is_in_the_way() -> No
     )
 
 
-def test_what_an_earlier_run_left_goes() -> None:
+def test_stale_objects_are_dropped() -> None:
     assert difference({}, seen(route(1), claim=Claim.LEFT)) == ([], [route(1)])
 
 

@@ -115,16 +115,14 @@ def test_the_list_is_read_again_once_after_the_wait(removal_guard: RemovalGuard,
     assert not removal_guard.is_due()
 
 
-def test_what_still_holds_then_is_believed(removal_guard: RemovalGuard, clock: Clock) -> None:
+def test_second_list_without_the_peers_is_applied(removal_guard: RemovalGuard, clock: Clock) -> None:
     removal_guard.pass_on(snapshot(0), keys(20))
     clock.time += HOLD
     assert removal_guard.pass_on(snapshot(3), keys(20)) == snapshot(3)
     assert removal_guard.pass_on(snapshot(1), keys(20)) != snapshot(1), "and the next one is held anew"
 
 
-def test_what_is_said_again_too_early_is_held_no_longer_than_at_first(
-    removal_guard: RemovalGuard, clock: Clock
-) -> None:
+def test_early_second_list_does_not_prolong_the_hold(removal_guard: RemovalGuard, clock: Clock) -> None:
     removal_guard.pass_on(snapshot(0), keys(20))
     clock.time += HOLD - 1
     assert removal_guard.pass_on(snapshot(0), keys(20)).unreadable

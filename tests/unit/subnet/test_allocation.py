@@ -54,7 +54,7 @@ def test_the_last_subnet_of_the_range_is_usable() -> None:
         (["10.3.4.0/23", "10.3.9.0/24", "::/64"], ["10.3.6.0/24", "10.3.7.0/24", "10.3.8.0/24"]),
     ],
 )
-def test_what_overlaps_a_lease_is_not_free(taken: list[str], free: list[str]) -> None:
+def test_overlapping_subnet_is_not_free(taken: list[str], free: list[str]) -> None:
     assert names(free_subnets(pool("10.3.0.0/16", "10.3.5.0", "10.3.8.0"), map(ip_network, taken))) == free
 
 

@@ -62,12 +62,12 @@ def test_a_key_names_the_subnets_of_a_lease(text: str, key: LeaseKey) -> None:
      "0.0.0.0-0&::-0", "1.2.3.4-0", "10.12.13.0-24&1.2.3.4-24", "\u0661.2.3.4-24", "10.12.13.01-24",
      "-10.12.13.0-24"],
 )  # fmt: skip
-def test_what_is_not_a_key_is_refused(text: str) -> None:
+def test_invalid_lease_key_is_refused(text: str) -> None:
     with pytest.raises(Refused, match="is not the key of a lease"):
         parse_key(text)
 
 
-def test_of_a_long_name_only_the_beginning_is_told() -> None:
+def test_long_name_is_truncated_in_messages() -> None:
     with pytest.raises(Refused) as caught:
         parse_key("x" * 10_000)
     assert str(caught.value) == f'"{"x" * 60}" is not the key of a lease; remove it from the store'
@@ -242,7 +242,7 @@ def test_a_mac_address_may_be_written_in_three_ways(text: str) -> None:
      "0a:1b:2c:3d:4e:5g", "0a:1b:2c:3d:4e:5f\n", "0a1b:2c3d:4e5f", "00:00:00:00:00:00", "01:1b:2c:3d:4e:5f",
      "ff:ff:ff:ff:ff:ff", "\u0660a:1b:2c:3d:4e:5f"],
 )  # fmt: skip
-def test_what_no_device_can_have_is_refused(text: str) -> None:
+def test_impossible_mac_is_refused(text: str) -> None:
     with pytest.raises(Refused, match="MAC address"):
         parse_mac(text)
 

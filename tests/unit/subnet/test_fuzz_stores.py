@@ -176,7 +176,7 @@ HUGE: dict[str, tuple[Callable[[Any], object], Any]] = {
 
 
 @pytest.mark.parametrize("name", HUGE)
-def test_what_is_huge_is_dealt_with_in_no_time(name: str) -> None:
+def test_huge_input_is_parsed_quickly(name: str) -> None:
     deal_with, given_value = HUGE[name]
     begin = time.thread_time()
     with suppress(FlannelError, gojson.GoJsonError):
@@ -184,5 +184,5 @@ def test_what_is_huge_is_dealt_with_in_no_time(name: str) -> None:
     assert time.thread_time() - begin < BOUND
 
 
-def test_of_many_unknown_keys_the_first_are_named() -> None:
+def test_first_of_many_unknown_keys_are_named() -> None:
     assert len(config.parse(HUGE["a config with many keys"][1]).warnings) == 10

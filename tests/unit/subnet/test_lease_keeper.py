@@ -310,7 +310,7 @@ def test_a_failure_is_logged_once_a_minute_and_its_end_once(
 
 
 @pytest.mark.parametrize("failure", [Fatal("forbidden"), Cancelled()])
-def test_what_trying_again_cannot_help_ends_the_keeper(node: Node, store: Store, failure: Exception) -> None:
+def test_fatal_error_ends_the_keeper(node: Node, store: Store, failure: Exception) -> None:
     store.failures = [failure]
     node.pass_time(TTL - MARGIN)
     assert (node.ended, node.error) == (True, failure)
@@ -462,7 +462,7 @@ def test_the_newcomer_yields_and_the_older_node_keeps_the_lease(
     assert store.leases[KEY].expires == clock.time - PROBATION + TTL
 
 
-def test_who_has_had_the_lease_for_less_than_the_probation_is_a_newcomer(node: Node, store: Store) -> None:
+def test_holder_within_the_probation_is_a_newcomer(node: Node, store: Store) -> None:
     node.pass_time(PROBATION / 2)
     store.write(replace(LEASE, attrs=OTHERS))
     node.settle()
@@ -527,7 +527,7 @@ def test_newcomer_waits_for_the_length_of_the_probation_before_it_ends(node: Nod
     assert store.attempts == []
 
 
-def test_what_another_node_wrote_before_us_is_no_contest_and_makes_us_look_once(
+def test_earlier_write_of_another_node_is_no_contest(
     node: Node, store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(2):
@@ -592,7 +592,7 @@ def test_an_older_echo_of_ours_does_not_undo_an_announcement(node: Node, store: 
 # ---- a lease that is nobody else's ----------------------------------------------------------------
 
 
-def test_without_rivals_what_somebody_wrote_into_our_lease_is_put_right(
+def test_overwritten_attributes_are_rewritten(
     store: Store, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     node = Node(store, clock, store.write(RESERVATION), contested=False)
@@ -608,7 +608,7 @@ def test_without_rivals_what_somebody_wrote_into_our_lease_is_put_right(
     assert caplog.text.count("writing it again") == 1
 
 
-def test_what_somebody_keeps_changing_back_is_written_ever_more_rarely_and_spoken_of_once(
+def test_contested_attributes_are_rewritten_with_growing_intervals_and_logged_once(
     store: Store, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)

@@ -104,7 +104,7 @@ def test_everybody_may_read_the_file_whatever_the_umask(path: Path, umask: int) 
     assert stat.S_IMODE(path.stat().st_mode) == 0o644
 
 
-def test_who_watches_the_file_sees_each_start(path: Path) -> None:
+def test_subnet_file_is_rewritten_at_each_start(path: Path) -> None:
     write(path, ENV)
     before = path.stat()
     write(path, ENV)
@@ -250,7 +250,7 @@ class File:
             yield
 
 
-def test_what_cannot_be_written_is_written_later_and_complained_about_once(
+def test_unwritable_subnet_file_is_logged_once_and_written_later(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -276,21 +276,21 @@ def test_the_latest_of_what_could_not_be_written_is_written(path: Path) -> None:
     assert path.read_text() == render(DUAL)
 
 
-def test_nothing_is_written_before_it_is_known_what(path: Path) -> None:
+def test_subnet_file_is_not_written_without_contents(path: Path) -> None:
     file = File(path)
     file.look()
     assert not path.exists()
     assert file.state.problem == ""
 
 
-def test_what_an_earlier_run_wrote_is_replaced_by_an_equal_one(path: Path) -> None:
+def test_equal_subnet_file_of_an_earlier_run_is_replaced(path: Path) -> None:
     write(path, ENV)
     before = path.stat().st_ino
     File(path).tell(ENV)
     assert (path.read_text(), path.stat().st_ino == before) == (render(ENV), False)
 
 
-def test_what_is_written_is_not_written_again(path: Path) -> None:
+def test_written_subnet_file_is_not_rewritten(path: Path) -> None:
     file = File(path)
     file.tell(ENV)
     before = path.stat()
@@ -299,7 +299,7 @@ def test_what_is_written_is_not_written_again(path: Path) -> None:
     assert path.stat() == before
 
 
-def test_what_cannot_be_written_is_a_problem_until_it_is(path: Path) -> None:
+def test_unwritable_subnet_file_is_a_problem_until_it_succeeds(path: Path) -> None:
     file = File(path)
     path.mkdir(parents=True)
     file.tell(ENV)
@@ -339,7 +339,7 @@ def replace_by_another(path: Path) -> None:
         (replace_by_another, "changed"),
     ],
 )
-def test_what_others_remove_or_change_is_written_again_and_said_once(
+def test_changed_subnet_file_is_restored_and_logged_once(
     path: Path, caplog: pytest.LogCaptureFixture, harm: Callable[[Path], None], what: str
 ) -> None:
     caplog.set_level(logging.WARNING)
@@ -409,7 +409,7 @@ def test_a_missing_file_means_nothing_and_costs_no_import(path: Path) -> None:
         "FLANNEL_SUBNET=10.9.9.1/24\n???\n" + IPV4_LINES,
     ],
 )
-def test_what_upstream_and_people_write_is_understood(path: Path, content: str) -> None:
+def test_subnet_files_of_upstream_and_by_hand_are_parsed(path: Path, content: str) -> None:
     assert remembered(path, content) == Previous((NETWORK,), (SUBNET, None))
 
 
@@ -460,7 +460,7 @@ def test_our_environment_does_not_leak_in(path: Path, monkeypatch: pytest.Monkey
     assert remembered(path, "FLANNEL_SUBNET=${OTHER}\n") == Previous()
 
 
-def test_what_is_no_subnet_file_is_logged_and_counts_as_empty(
+def test_invalid_subnet_file_is_logged_and_counts_as_empty(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path.parent.mkdir(parents=True)

@@ -148,7 +148,7 @@ def test_both_families_are_announced(switch: Switch) -> None:
     assert switch.routes == OUR_ROUTE | {"fd00:5:0:7::/64": {"nextHop": "2001:db8::11"}}
 
 
-def test_what_is_right_is_not_announced_again(switch: Switch) -> None:
+def test_present_announcement_is_not_repeated(switch: Switch) -> None:
     node = Node(switch.url)
     node.audit()
     assert node.audit() == ([], [], [])
@@ -175,7 +175,7 @@ def test_a_lost_or_spoilt_announcement_is_made_again(switch: Switch, left: dict[
     assert switch.routes == left | OUR_ROUTE
 
 
-def test_what_an_earlier_run_announced_goes_at_the_first_sweep_and_not_before(switch: Switch) -> None:
+def test_stale_announcement_is_removed_at_the_first_sweep(switch: Switch) -> None:
     Node(switch.url, subnet=IPv4Network("10.5.6.0/24")).audit()
     node = Node(switch.url)
     assert node.audit(sweep=False)[1] == []

@@ -75,7 +75,7 @@ def test_our_former_route_is_swept(cloud: Bench) -> None:
     assert cloud.cloud.routes() == {SUBNET: cloud.hop}
 
 
-def test_what_is_not_flannels_stays(cloud: Bench) -> None:
+def test_foreign_cloud_routes_stay(cloud: Bench) -> None:
     others = {
         "10.5.8.0/24": cloud.their_hop,  # a living node's
         "10.6.0.0/24": cloud.hop,  # outside the network
@@ -96,7 +96,7 @@ def test_dead_routes_outside_the_network_stay(cloud: Bench) -> None:
     assert set(cloud.cloud.routes()) == {"10.6.1.0/24", "10.5.64.0/18", SUBNET}
 
 
-def test_many_vanished_instances_at_once_are_believed_the_second_time_only(cloud: Bench) -> None:
+def test_mass_loss_of_instances_is_confirmed_by_a_second_read(cloud: Bench) -> None:
     stale = [f"10.5.{100 + i}.0/24" for i in range(12)]
     for destination in stale:
         cloud.cloud.set_route(destination, cloud.their_hop)

@@ -101,7 +101,7 @@ def full(*_: object) -> NoReturn:
     raise OSError(28, "No space left on device")
 
 
-def test_nothing_begins_that_cannot_be_noted(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_command_runs_that_cannot_be_journalled(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = opened(path)
     journal.begin(entry(6))
     monkeypatch.setattr(os, "write", full)
@@ -110,7 +110,7 @@ def test_nothing_begins_that_cannot_be_noted(path: Path, monkeypatch: pytest.Mon
     assert list(journal.entries().values()) == [entry(6)]
 
 
-def test_what_is_done_counts_also_on_a_full_disk_and_is_written_later(
+def test_journal_on_a_full_disk_is_written_later(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     journal = opened(path)

@@ -154,7 +154,7 @@ def test_the_same_holds_if_it_changed_hands_while_no_daemon_ran(node: Extension)
     assert node.converge() == [note("remove"), note("add", host=8)]
 
 
-def test_what_was_added_is_removed_by_the_command_of_that_time(node: Extension) -> None:
+def test_setup_is_removed_by_the_remove_command_it_was_made_with(node: Extension) -> None:
     node.want(peer())
     node.converge()
     node.notes()
@@ -214,7 +214,7 @@ def test_a_kill_around_a_command_forgets_nothing(
     assert node.converge() == []
 
 
-def test_what_a_kill_left_of_a_peer_that_has_gone_is_removed(
+def test_setup_left_by_a_kill_is_removed_with_its_peer(
     node: Extension, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def killed(*_: object, **__: object) -> None:
@@ -289,7 +289,7 @@ def test_a_failed_removal_waits_before_the_next(node: Extension) -> None:
     assert 0 < node.table.next_look - clock.now() <= 1
 
 
-def test_what_an_earlier_base_carried_is_made_again(node: Extension) -> None:
+def test_setup_is_repeated_after_its_base_changed(node: Extension) -> None:
     node.want(peer())
     node.converge()
     node.notes()

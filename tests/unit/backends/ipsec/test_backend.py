@@ -40,7 +40,7 @@ def made(uplink: Uplink | None = None, network: dict[str, Any] | None = None, **
     return Ipsec(config, Host(uplink, None, lambda _: None, lambda _: None, bytes))
 
 
-def test_it_is_found_by_name_and_encrypts() -> None:
+def test_ipsec_backend_is_registered_and_encrypts() -> None:
     assert registry.load("IPsec") is Ipsec
     assert encrypts(made())
 
@@ -68,7 +68,7 @@ def test_guards_come_first() -> None:
     assert list(made().local(OWN)) == desired
 
 
-def test_what_leads_to_a_peer() -> None:
+def test_resources_of_a_peer() -> None:
     desired: list[Resource] = [
         *tunnel_policies(SUBNET, THEIRS, HERE, THERE),
         Route(THEIRS, DEVICE),

@@ -33,7 +33,7 @@ PACKED = [
 
 
 @given(st.sampled_from(PacketType), names, sections)
-def test_what_is_packed_is_read_back(kind: PacketType, name: str, section: Any) -> None:
+def test_packed_value_is_read_back(kind: PacketType, name: str, section: Any) -> None:
     packed = vici.pack(kind, name, section)
     assert vici.length_of(packed[:4]) == len(packed) - 4
     has_name = kind in (PacketType.REQUEST, PacketType.REGISTER, PacketType.UNREGISTER, PacketType.EVENT)
@@ -66,7 +66,7 @@ def test_lengths_are_bounded(length: int) -> None:
         vici.length_of(length.to_bytes(4))
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_oversized_value_is_refused() -> None:
     for section in ({"a" * 256: "b"}, {"a": "b" * 65536}, {str(n): "b" * 60000 for n in range(9)}):
         with pytest.raises(ValueError, match="longer"):
             vici.pack(PacketType.REQUEST, "load-conn", section)

@@ -116,7 +116,7 @@ def test_a_network_without_ipv4_is_fatal() -> None:
         Udp(only_ipv6, Host(uplink, None, lambda _: None, lambda _: None, bytes))
 
 
-def test_of_a_dual_stack_network_the_ipv4_part_is_carried() -> None:
+def test_udp_carries_the_ipv4_part_of_a_dual_stack_network() -> None:
     dual = config(EnableIPv6=True, IPv6Network="fd00::/48")
     backend = Udp(dual, Host(UPLINK, None, lambda _: None, lambda _: None, bytes))
     assert list(backend.local(OWN))[2] == Route(NETWORK, "flannel0")
@@ -179,7 +179,7 @@ def test_settings_of_another_version_are_not_understood(words: list[str]) -> Non
         UdpProxy.of(words)
 
 
-def test_what_differs_between_two_pumps_of_a_device_makes_them_different_under_one_key() -> None:
+def test_proxies_with_other_settings_differ_under_one_key() -> None:
     other = replace(PUMP, port=1)
     assert (other.key == PUMP.key, other == PUMP) == (True, False)
     assert (

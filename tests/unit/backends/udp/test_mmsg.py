@@ -41,7 +41,7 @@ def test_all_are_sent_in_order(ends: tuple[socket.socket, socket.socket]) -> Non
     assert [other.recv(1000) for _ in range(4)] == [b"A", b"", b"C" * 100, b"D" * 50]
 
 
-def test_one_that_is_refused_does_not_hold_up_the_others(ends: tuple[socket.socket, socket.socket]) -> None:
+def test_refused_datagram_does_not_delay_the_others(ends: tuple[socket.socket, socket.socket]) -> None:
     one, other = ends
     room = Messages(4, 65535)
     fill(room, other, [65535, 7, 65535, 9])
@@ -49,7 +49,7 @@ def test_one_that_is_refused_does_not_hold_up_the_others(ends: tuple[socket.sock
     assert [other.recv(1000) for _ in range(2)] == [b"B" * 7, b"D" * 9]
 
 
-def test_what_is_waiting_is_taken_with_its_sender(ends: tuple[socket.socket, socket.socket]) -> None:
+def test_waiting_datagrams_are_read_with_their_sender(ends: tuple[socket.socket, socket.socket]) -> None:
     one, other = ends
     room = Messages(2, 65535)
     assert room.receive(other.fileno()) == 0

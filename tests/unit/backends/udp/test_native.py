@@ -274,7 +274,7 @@ def wholes(draw: st.DrawFn) -> Whole:
 
 @settings(max_examples=100)
 @given(st.lists(wholes(), min_size=1, max_size=4))
-def test_many_in_one_go_out_as_a_card_would_cut_them(given: list[Whole]) -> None:
+def test_large_packets_are_segmented_as_by_a_card(given: list[Whole]) -> None:
     with Pump() as pump:
         pump.start("from_tun")
         expected = [behind(1, packet) for whole in given for packet in whole.cut()]
@@ -293,7 +293,7 @@ def test_plain_packets_of_one_size_and_of_others_arrive_in_order(features: int) 
         assert pump.outward(*map(Whole, given)) == [behind(1, packet) for packet in given]
 
 
-def test_what_is_too_large_for_a_datagram_is_counted_and_the_rest_goes_on(pump: Pump) -> None:
+def test_oversized_packets_are_counted_and_the_rest_pass(pump: Pump) -> None:
     pump.start("from_tun")
     pump.tun.send(Whole(packets.ipv4(bytes(65515), 99)).encode())
     assert pump.outward(Whole(datagram())) == [behind(1, datagram())]
@@ -329,7 +329,7 @@ BAD_WHOLES = {
 
 
 @pytest.mark.parametrize("data", [pytest.param(data, id=name) for name, data in BAD_WHOLES.items()])
-def test_what_is_no_sound_packet_is_dropped_and_the_rest_goes_on(pump: Pump, data: bytes) -> None:
+def test_malformed_packets_are_dropped_and_the_rest_pass(pump: Pump, data: bytes) -> None:
     pump.start("from_tun")
     pump.tun.send(data)
     assert pump.outward(Whole(datagram())) == [behind(1, datagram())]
@@ -432,7 +432,7 @@ def test_datagrams_of_one_size_become_one(pump: Pump) -> None:
 
 
 @pytest.mark.parametrize(("features", "protocol"), [(TSO, UDP), (NONE, UDP), (NONE, TCP)])
-def test_nothing_becomes_one_that_the_kernel_would_not_take(features: int, protocol: int) -> None:
+def test_packets_are_not_merged_beyond_the_kernel_limits(features: int, protocol: int) -> None:
     given = [segment(n) if protocol == TCP else datagram(bytes([n]) * 500) for n in range(5)]
     with Pump(features) as pump:
         found = pump.inward(given)
@@ -554,7 +554,7 @@ BAD_DATAGRAMS = {
 
 
 @pytest.mark.parametrize("data", [pytest.param(data, id=name) for name, data in BAD_DATAGRAMS.items()])
-def test_what_is_no_sound_datagram_is_dropped_and_the_rest_goes_on(pump: Pump, data: bytes) -> None:
+def test_malformed_datagrams_are_dropped_and_the_rest_pass(pump: Pump, data: bytes) -> None:
     pump.sockets[PEER].sendto(data, (OWN, pump.port))
     assert pump.inward([datagram()]) == [Whole(behind(1, datagram()))]
     assert pump.counter("malformed") == 1

@@ -50,7 +50,7 @@ def test_the_longest_prefix_wins_whatever_came_first() -> None:
         assert (found(made, "10.5.7.1"), found(made, "10.5.8.1")) == (OTHER, ONE)
 
 
-def test_what_was_found_once_is_not_held_against_a_change() -> None:
+def test_lookup_cache_follows_changes() -> None:
     made = table(("10.5.7.0/24", ONE))
     assert found(made, "10.5.7.1") == ONE
     made.set(IPv4Network("10.5.7.0/24"), OTHER)

@@ -34,7 +34,7 @@ def test_a_name_is_had_once() -> None:
         rendezvous.listen(name)
 
 
-def test_who_listens_elsewhere_is_found_after_the_usual_name() -> None:
+def test_proxy_at_another_address_is_found_after_the_usual_one() -> None:
     name = new_name()
     with rendezvous.listen(name), rendezvous.listen_elsewhere(name) as elsewhere:
         usual, other = rendezvous.addresses_of(name)

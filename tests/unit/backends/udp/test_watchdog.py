@@ -30,33 +30,33 @@ def looks(*seen: tuple[str, float]) -> list[Activity]:
     return [Activity(at, states, cpu) for at, (states, cpu) in enumerate(seen)]
 
 
-def test_who_does_nothing_for_five_seconds_hangs() -> None:
+def test_proxy_idle_for_five_seconds_hangs() -> None:
     assert verdict(5, looks(*[("SS", 1.0)] * 3)) == "does nothing"
     assert verdict(5, looks(*[("TT", 1.0)] * 3)) == "is stopped"
     assert verdict(4.9, looks(*[("TT", 1.0)] * 9)) == ""
 
 
-def test_who_was_not_looked_at_often_is_not_judged() -> None:
+def test_proxy_with_few_samples_is_not_judged() -> None:
     """Host and daemon may have slept themselves."""
     assert verdict(4000, looks(("SS", 1.0), ("SS", 1.0))) == ""
 
 
 @pytest.mark.parametrize("states", ["RS", "SR", "DS", "DD"])
-def test_who_waits_for_a_processor_or_a_disk_is_only_slow(states: str) -> None:
+def test_proxy_waiting_for_cpu_or_disk_is_slow(states: str) -> None:
     assert verdict(600, looks(*[(states, 1.0)] * 600)) == ""
 
 
-def test_who_wanted_to_run_at_one_of_the_last_looks_is_only_slow() -> None:
+def test_proxy_runnable_in_a_recent_sample_is_slow() -> None:
     assert verdict(9, looks(("SS", 1.0), ("SR", 1.0), ("SS", 1.0))) == ""
 
 
-def test_who_runs_for_fifteen_seconds_and_says_nothing_hangs() -> None:
+def test_proxy_silent_while_running_for_fifteen_seconds_hangs() -> None:
     running = looks(*[("SR", at * 0.9) for at in range(16)])
     assert verdict(15, running) == "does other things"
     assert verdict(14, running[:14]) == ""
 
 
-def test_who_sleeps_now_and_then_and_says_nothing_hangs() -> None:
+def test_proxy_silent_between_sleeps_hangs() -> None:
     assert verdict(15, looks(*[("SS", at * 0.1) for at in range(16)])) == "does other things"
 
 

@@ -117,7 +117,7 @@ def test_a_peer_that_names_no_port_has_ours(fields: dict[str, int]) -> None:
 # ---- devices and guards ---------------------------------------------------------------------------
 
 
-def test_what_leads_to_no_peer_is_unreachable() -> None:
+def test_guard_route_makes_unknown_destinations_unreachable() -> None:
     guards = [each for each in made(DUAL).local(OWN) if isinstance(each, Blackhole)]
     assert [str(each) for each in guards] == [f"unreachable {NETWORK}", f"unreachable {NETWORK_V6}"]
 

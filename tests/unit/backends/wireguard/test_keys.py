@@ -81,7 +81,7 @@ def test_the_text_of_a_key_is_read_again(key: bytes) -> None:
         (keys.text_of(bytes(33)), "has 33 bytes, not 32"),
     ],
 )
-def test_what_is_no_key_is_refused_without_being_shown(text: str, reason: str) -> None:
+def test_invalid_key_is_refused_without_being_shown(text: str, reason: str) -> None:
     with pytest.raises(Refused, match=reason) as refused:
         keys.parse(text)
     assert not text or text not in str(refused.value)

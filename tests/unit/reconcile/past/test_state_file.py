@@ -56,7 +56,7 @@ def save(path: Path, state: RunRecord) -> None:
     ],
     ids=["dual stack", "IPv6", "little"],
 )
-def test_what_was_written_is_read_again(path: Path, state: RunRecord) -> None:
+def test_written_state_is_read_back(path: Path, state: RunRecord) -> None:
     save(path, state)
     assert StateFile(path).load() == state
     assert path.stat().st_mode & 0o777 == 0o600

@@ -162,7 +162,7 @@ TestStoreModel = StoreModel.TestCase
 # ---- compare-and-swap between threads and processes ----------------------------------------------
 
 
-def test_of_many_writers_one_succeeds_at_each_revision(path: Path) -> None:
+def test_one_of_many_writers_succeeds_at_each_revision(path: Path) -> None:
     stores = [open_store(str(path), create=True) for _ in range(2)]
     stores[0].create("/counter", "0", None)
 

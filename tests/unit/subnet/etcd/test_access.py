@@ -82,7 +82,7 @@ def test_a_client_certificate_opens_the_door(api: str, tls_etcd: LocalEtcd, cert
     asker.remove("/tls")
 
 
-def test_what_is_wrong_with_tls_is_said(
+def test_tls_failures_are_explained(
     api: str, tls_etcd: LocalEtcd, etcd: LocalEtcd, certificates: Path
 ) -> None:
     foreign = files(certificates, "client", ca="other")

@@ -211,7 +211,7 @@ def test_the_subnet_that_a_node_has_in_one_is_kept(node: Node, api: str) -> None
     assert node.manager.stored(IPv4Address("192.0.2.1")) == attrs(1)
 
 
-def test_what_is_taken_in_either_is_not_chosen(etcd: LocalEtcd) -> None:
+def test_subnets_leased_in_either_api_are_not_chosen(etcd: LocalEtcd) -> None:
     with Node(etcd) as node:
         etcd.put(f"{node.prefix}/config", CONFIG[:-1] + ', "SubnetMax": "10.5.3.0"}')
         node.put("v2", 1, 11)
@@ -330,7 +330,7 @@ def test_a_subnet_of_two_nodes_is_that_of_v3_and_the_log_says_so(
 
 
 @pytest.mark.parametrize("api", APIS)
-def test_what_is_lost_in_one_is_put_back(node: Node, api: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_lease_lost_in_one_api_is_restored(node: Node, api: str, caplog: pytest.LogCaptureFixture) -> None:
     lease = node.join()
     node.keep(lease)
     path = node.key(lease.subnet.network_address.packed[2]) if lease.subnet else ""
@@ -341,7 +341,7 @@ def test_what_is_lost_in_one_is_put_back(node: Node, api: str, caplog: pytest.Lo
     assert not node.revoked.is_set()
 
 
-def test_what_is_lost_in_both_was_revoked(node: Node) -> None:
+def test_lease_lost_in_both_apis_is_revoked(node: Node) -> None:
     lease = node.join()
     node.keep(lease)
     wait_for(lambda: node.beats >= len(APIS), 10, "the watches")

@@ -132,7 +132,7 @@ def test_a_config_that_makes_no_sense_may_be_corrected(store: Store) -> None:
         store.manager().network_config()
 
 
-def test_it_is_a_subnet_manager(store: Store) -> None:
+def test_etcd_manager_is_a_subnet_manager(store: Store) -> None:
     manager: SubnetManager = store.manager()
     assert manager.name
 
@@ -361,7 +361,7 @@ def test_of_two_new_leases_with_one_subnet_in_common_the_later_is_given_back(sto
     assert len(nodes(store)) == 2
 
 
-def test_who_loses_a_race_takes_another_subnet(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+def test_loser_of_a_race_takes_another_subnet(store: Store, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(V(1))
     slow = store.manager()
     assert slow.stored(IPv4Address("192.0.2.1")) is None
@@ -436,7 +436,7 @@ def test_values_that_make_no_sense_keep_their_subnet(store: Store, caplog: pytes
 # ---- stored --------------------------------------------------------------------------------------
 
 
-def test_what_a_node_announced_last_is_that_of_its_lowest_lease(store: Store) -> None:
+def test_stored_attributes_are_those_of_the_lowest_lease(store: Store) -> None:
     store.put("10.3.20.0-24", '{"PublicIP":"192.0.2.1","BackendType":"high"}')
     store.put("10.3.3.0-24", '{"PublicIP":"192.0.2.1","BackendType":"low"}')
     manager = store.manager()
@@ -540,7 +540,7 @@ def test_a_lease_that_was_left_behind_does_not_take_the_key_along(store: Store) 
 
 
 @only_v3
-def test_what_has_changed_is_written_with_another_lease(store: Store) -> None:
+def test_changed_attributes_are_written_with_a_new_etcd_lease(store: Store) -> None:
     manager, lease = acquired(store)
     written = store.get(lease)
     manager.renew(replace(lease, attrs=node(1, "new")))
@@ -578,7 +578,7 @@ def test_a_reservation_is_left_alone_unless_we_changed(store: Store) -> None:
     assert "ttl" not in store.get(lease)
 
 
-def test_what_an_operator_made_a_reservation_stays_one(store: Store) -> None:
+def test_reservation_of_an_operator_stays_one(store: Store) -> None:
     manager, lease = acquired(store)
     store.put(dashed(lease), store.get(lease)["value"], ttl=None)
     assert manager.renew(lease).expires is None
@@ -593,7 +593,7 @@ def test_a_lease_that_another_node_has_taken_is_not_overwritten(store: Store) ->
     assert store.get(lease)["modifiedIndex"] == index
 
 
-def test_who_knows_what_was_written_last_may_overwrite_it(store: Store) -> None:
+def test_renewal_overwrites_only_its_last_known_value(store: Store) -> None:
     manager, lease = acquired(store)
     moved = manager.renew(replace(lease, attrs=node(7)))
     assert moved.attrs == node(7)

@@ -101,7 +101,7 @@ def test_run_again_it_copies_only_what_is_new(cluster: Cluster) -> None:
     assert (cluster.v3.get(cluster.path(1)) or {})["modifiedIndex"] == (before or {})["modifiedIndex"]
 
 
-def test_what_was_renewed_or_reserved_since_is_prolonged(cluster: Cluster) -> None:
+def test_migration_prolongs_leases_renewed_or_reserved_since(cluster: Cluster) -> None:
     for third in (1, 2):
         cluster.etcd.put(cluster.path(third), value(third), ttl=1000)
     cluster.migrate()
@@ -129,7 +129,7 @@ def test_a_reservation_in_v3_stays_one(cluster: Cluster) -> None:
         ("{", "in v3 there is something else"),
     ],
 )
-def test_what_is_different_in_v3_is_not_overwritten(cluster: Cluster, there: str, why: str) -> None:
+def test_migration_keeps_different_keys_in_v3(cluster: Cluster, there: str, why: str) -> None:
     cluster.etcd.put(cluster.path(1), value(1))
     cluster.etcd.put(cluster.path(2), value(2))
     cluster.v3.put(cluster.path(1), there)

@@ -150,14 +150,14 @@ def test_silence_in_the_middle_of_a_line_loses_nothing(etcd: Etcd) -> None:
         (b"HTTP/1.1 503 Busy\r\nContent-Length: 0\r\n\r\n", "HTTP 503 to a watch"),
     ],
 )
-def test_what_is_no_answer_to_a_watch_is_told(etcd: Etcd, answer: bytes, said: str) -> None:
+def test_invalid_answer_to_a_watch_is_reported(etcd: Etcd, answer: bytes, said: str) -> None:
     etcd.say(answer, None)
     with pytest.raises(ServerFailed, match=said), etcd.watched():
         pass
 
 
 @pytest.mark.parametrize("data", [b"nonsense\r\n", b"-5\r\n", b"1" * 70_000, b"1;" + b"x" * 70_000 + b"\r\n"])
-def test_what_is_no_chunk_is_an_error(etcd: Etcd, data: bytes) -> None:
+def test_invalid_chunk_is_an_error(etcd: Etcd, data: bytes) -> None:
     etcd.say(CHUNKED + data, None)
     with etcd.watched() as stream, pytest.raises(ServerFailed):
         stream.next(60)

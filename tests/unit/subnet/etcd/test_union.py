@@ -102,7 +102,7 @@ def test_while_one_side_is_unknown_nothing_is_gone_and_nothing_is_complete(histo
     assert not whole.synced
 
 
-def test_what_one_side_cannot_read_stays_what_it_was() -> None:
+def test_lease_unreadable_in_one_api_keeps_its_state() -> None:
     union = LeaseUnion(SIDES)
     union.fold("v3", Snapshot((lease(1),)))
     union.fold("v2", Snapshot(()))
@@ -155,7 +155,7 @@ def test_the_indices_of_both_are_in_that_of_the_whole() -> None:
 
 
 @pytest.mark.parametrize("side", SIDES)
-def test_what_we_wrote_is_no_news_and_what_came_before_is_told_as_no_later(side: str) -> None:
+def test_own_writes_are_no_events(side: str) -> None:
     both = own()
     whole = both.whole()
     for asof in (3, both.asof(side, whole.asof)):

@@ -84,7 +84,7 @@ def test_the_last_good_server_is_asked_first(etcd: LocalEtcd) -> None:
     assert not first.requests
 
 
-def test_what_one_client_learns_of_the_servers_the_others_know(etcd: LocalEtcd) -> None:
+def test_clients_share_their_knowledge_of_the_servers(etcd: LocalEtcd) -> None:
     etcd.put("/learnt", "yes")
     first, second = Relay(etcd.url), Relay(etcd.url)
     with server(first) as first_url, server(second) as second_url:
@@ -150,7 +150,7 @@ def test_a_create_goes_to_the_next_server_when_the_first_cannot_be_reached(etcd:
     assert reply.action == "create"
 
 
-def test_what_etcd_refuses_is_told_apart(etcd: LocalEtcd) -> None:
+def test_refusals_of_etcd_are_told_apart(etcd: LocalEtcd) -> None:
     asker = client(etcd.url)
     made = asker.create("/told", "1", None)
     assert made.node

@@ -100,7 +100,7 @@ def test_events_tell_only_up_to_the_last_of_them() -> None:
     assert answers.changes(answers.understood({"header": header}), AT, AT) == ([], Position(99, "9"))
 
 
-def test_what_was_told_before_is_left_out() -> None:
+def test_known_events_are_left_out() -> None:
     header = {"revision": "99", "cluster_id": "9"}
     result = answers.understood({"header": header, "events": [event("/a", 7, type="DELETE")]})
     assert answers.changes(result, AT, AT) == ([], AT)

@@ -211,7 +211,7 @@ def test_a_write_whose_answer_is_lost_is_recognised_at_the_next_server(etcd: Loc
     assert losing.answers_to_lose == 0
 
 
-def test_who_loses_a_race_leaves_no_lease_behind(etcd: LocalEtcd, keys: V3Keys) -> None:
+def test_loser_of_a_race_leaves_no_etcd_lease(etcd: LocalEtcd, keys: V3Keys) -> None:
     asker = client(etcd.url)
     made = asker.create("/race", "first", 3600)
     assert made.node
@@ -228,7 +228,7 @@ def test_who_loses_a_race_leaves_no_lease_behind(etcd: LocalEtcd, keys: V3Keys) 
     assert (keys.get("/race") or {})["value"] == "first"
 
 
-def test_who_may_not_write_leaves_no_lease_behind(guarded: LocalEtcd) -> None:
+def test_forbidden_write_leaves_no_etcd_lease(guarded: LocalEtcd) -> None:
     relay = Relay(guarded.url)
     with server(relay) as url:
         asker = client(url, username="flannel", password="secret", timeouts=LASTING)
@@ -296,7 +296,7 @@ def test_a_watch_that_stalls_behind_a_proxy_is_left(
 
 
 @pytest.mark.parametrize(("key", "recursive", "watches"), [("/quiet", True, 2), ("/quiet/a", False, 1)])
-def test_what_others_write_does_not_cost_a_watch_each_time(
+def test_foreign_writes_do_not_restart_the_watch(
     etcd: LocalEtcd, keys: V3Keys, key: str, recursive: bool, watches: int
 ) -> None:
     keys.put("/quiet/a", "1")
@@ -324,7 +324,7 @@ def test_a_thousand_keys_in_one_transaction_are_one_batch(etcd: LocalEtcd, keys:
     assert gone.at.index == at.index + 1
 
 
-def test_what_was_forgotten_or_restored_is_to_be_read_again(etcd: LocalEtcd, keys: V3Keys) -> None:
+def test_compacted_or_restored_history_calls_for_a_relist(etcd: LocalEtcd, keys: V3Keys) -> None:
     asker = client(etcd.url)
     at = asker.create("/forgotten", "1", None).at
     keys.delete("/forgotten")

@@ -148,7 +148,9 @@ def test_json_that_was_asked_for_is_not_left(guarded: LocalEtcd, certificates: d
 
 
 @pytest.mark.usefixtures("no_grpc")
-def test_who_needs_grpc_is_told_what_to_install(guarded: LocalEtcd, certificates: dict[str, Any]) -> None:
+def test_fallback_to_missing_grpcio_names_its_package(
+    guarded: LocalEtcd, certificates: dict[str, Any]
+) -> None:
     with pytest.raises(GatewayRefused) as caught:
         client(guarded.url, transport="auto", **certificates).fetch("/net/config")
     assert "common name" in caught.value.problem
@@ -156,7 +158,7 @@ def test_who_needs_grpc_is_told_what_to_install(guarded: LocalEtcd, certificates
 
 
 @pytest.mark.usefixtures("no_grpc")
-def test_who_asks_for_grpc_is_told_what_to_install() -> None:
+def test_transport_grpc_without_grpcio_names_its_package() -> None:
     with pytest.raises(Fatal) as caught:
         client("http://127.0.0.1:1")
     assert "pip install 'flanneld[grpc]'" in caught.value.remedy
@@ -274,7 +276,7 @@ def test_a_watch_whose_connection_was_given_up_calls_for_a_list(etcd: LocalEtcd,
     watcher.close()
 
 
-def test_what_waits_for_a_silent_server_can_be_cut() -> None:
+def test_request_to_a_silent_server_can_be_cancelled() -> None:
     connected = threading.Semaphore(0)
 
     def stuck(connection: socket.socket) -> None:

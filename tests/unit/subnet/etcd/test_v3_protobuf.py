@@ -58,7 +58,7 @@ def test_a_message_is_on_the_wire_as_protobuf_has_it(body: dict[str, Any], wire:
     assert decode(SAMPLE, bytes.fromhex(wire)) == body
 
 
-def test_what_is_given_is_sent_though_it_is_zero() -> None:
+def test_explicit_zero_is_encoded() -> None:
     assert encode(SAMPLE, {"signed": "0", "inner": {}}).hex() == "10003200"
 
 
@@ -75,7 +75,7 @@ def test_an_enumeration_may_have_grown() -> None:
     "wire",
     ["08", "0880", "22ff01", "2202ff", "0a0101", "10" + "ff" * 11, "0b", "0f", "32030a0561", "b906010203"],
 )
-def test_what_is_no_such_message_is_refused(wire: str) -> None:
+def test_invalid_message_is_refused(wire: str) -> None:
     with pytest.raises(MalformedProtobuf):
         decode(SAMPLE, bytes.fromhex(wire))
 

@@ -219,7 +219,7 @@ def test_a_lease_may_be_deleted_with_a_condition(watched_v2: Watched) -> None:
     assert watched_v2.next(1) == removed("10.1.1.0/24")
 
 
-def test_what_makes_no_sense_is_told_once_and_does_not_stop_the_watch(
+def test_invalid_lease_is_logged_once_and_does_not_stop_the_watch(
     watched: Watched, caplog: pytest.LogCaptureFixture
 ) -> None:
     watched.put("10.1.1.0-24", value(1))
@@ -235,9 +235,7 @@ def test_what_makes_no_sense_is_told_once_and_does_not_stop_the_watch(
         assert sum(f"{watched.prefix}/subnets/{key} " in text for text in texts(caplog)) == 1
 
 
-def test_many_keys_that_make_no_sense_are_one_line_however_often_they_are_read(
-    watched: Watched, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_many_invalid_keys_are_one_line(watched: Watched, caplog: pytest.LogCaptureFixture) -> None:
     for number in range(MANY):
         watched.put(f"no-lease-{number:04}", "{", ttl=None)
     watched.start()
@@ -255,7 +253,7 @@ def test_many_keys_that_make_no_sense_are_one_line_however_often_they_are_read(
 
 
 @pytest.mark.parametrize("name", ["no-lease", "10.1.1.0-24"])
-def test_what_made_no_sense_is_forgotten_when_it_goes(
+def test_warning_about_a_removed_key_is_forgotten(
     watched: Watched, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     watched.start()
@@ -338,7 +336,7 @@ def test_a_watch_without_news_keeps_up_with_a_busy_etcd(etcd: LocalEtcd) -> None
         assert len(watched.events) == 2
 
 
-def test_who_wants_to_be_sure_gets_everything_again(watched: Watched) -> None:
+def test_requested_relist_delivers_all_leases(watched: Watched) -> None:
     watched.put("10.1.1.0-24", value(1))
     watched.start()
     for number in (1, 2):

@@ -95,9 +95,7 @@ def test_a_kubeconfig_of_a_shape_that_nobody_expects_is_waited_for(
         ("{token: x}", "server: 'https://192.0.2.1:6443', proxy-url: 'http://me:s3cr3t@['"),
     ],
 )
-def test_what_is_wrong_with_a_kubeconfig_is_told_without_its_secrets(
-    tmp_path: Path, user: str, cluster: str
-) -> None:
+def test_kubeconfig_errors_show_no_secret(tmp_path: Path, user: str, cluster: str) -> None:
     with pytest.raises(Retryable) as failure:
         Access("", str(kubeconfig(tmp_path / "config", user, cluster)), {}).open(InterruptibleSocket())
     assert "s3cr3t" not in str(failure.value)

@@ -76,7 +76,7 @@ def test_faults_last_until_they_are_cleared(kube: LocalKube) -> None:
     assert ask(kube, "GET", NODES).status == 200
 
 
-def test_what_is_patched_stays_so_when_the_answer_is_lost(kube: LocalKube) -> None:
+def test_patch_persists_when_its_answer_is_lost(kube: LocalKube) -> None:
     kube.control.add_fault(Fault("patch", cut=UNANSWERED))
     with connected(kube) as sock:
         body = json.dumps({"metadata": {"annotations": {"a": "b"}}})

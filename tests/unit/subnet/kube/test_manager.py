@@ -35,7 +35,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 # ---- before there is a lease ----------------------------------------------------------------------
 
 
-def test_it_is_a_store_that_knows_its_node(cluster: Cluster) -> None:
+def test_kube_manager_is_a_node_store(cluster: Cluster) -> None:
     manager: SubnetManager = cluster.open()
     assert isinstance(manager, NodeStore)
     assert manager.name == f"Kubernetes at the server in {cluster.directory}/kubeconfig-{FLANNEL_TOKEN}"
@@ -76,7 +76,7 @@ def test_a_network_config_that_is_missing_or_wrong_is_waited_for(cluster: Cluste
     assert manager.network_config().families == (4,)
 
 
-def test_what_the_node_announced_and_where_it_is_can_be_had(cluster: Cluster) -> None:
+def test_stored_attributes_and_address_of_our_node(cluster: Cluster) -> None:
     manager = cluster.open()
     assert manager.stored(None) == LeaseAttrs()
     cluster.put_peer(1, node_public_ip="192.0.2.9", node_public_ipv6="2001:db8::9")
@@ -357,9 +357,7 @@ def test_history_that_was_lost_is_made_up_for_by_a_list(cluster: Cluster) -> Non
     cluster.wait_for(3, 4)
 
 
-def test_many_nodes_that_make_no_sense_are_one_line_however_often_they_are_read(
-    cluster: Cluster, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_many_invalid_nodes_are_one_line(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
     for number in range(300):
         cluster.put_node(f"m{number:03}", "10.5.2.0/24", kube_subnet_manager="true", public_ip="nowhere")
     manager = cluster.join()
@@ -408,7 +406,7 @@ def test_a_list_without_our_node_is_not_acted_on(cluster: Cluster, caplog: pytes
     cluster.wait_for()
 
 
-def test_all_nodes_are_listed_again_when_somebody_wants_to_be_sure(cluster: Cluster) -> None:
+def test_requested_relist_lists_all_nodes(cluster: Cluster) -> None:
     cluster.put_peer(2)
     manager = cluster.join()
     wait_for(lambda: cluster.control.watches() == 1)

@@ -97,7 +97,7 @@ def api_node(**spec: Any) -> dict[str, Any]:
     return {"metadata": {"name": "n1", "uid": "u", "annotations": annotations}, "spec": spec}
 
 
-def test_only_what_matters_of_a_node_is_kept() -> None:
+def test_node_reader_keeps_only_used_fields() -> None:
     node = NodeReader(PREFIX).read(api_node(podCIDR="10.5.1.0/24", podCIDRs=["10.5.1.0/24"]))
     assert node == Node("n1", "u", ("10.5.1.0/24",), {"public-ip": "198.18.0.1"})
     assert NodeReader("org.com/9-").read(api_node()).notes == {}
@@ -154,7 +154,7 @@ json_values = st.recursive(
 
 
 @given(json_values)
-def test_whatever_comes_as_a_node_is_read_or_refused(value: Any) -> None:
+def test_any_node_is_read_or_refused(value: Any) -> None:
     try:
         node = NodeReader(PREFIX).read(value)
     except Refused:
@@ -289,7 +289,7 @@ def test_a_node_that_makes_no_sense_is_refused_by_its_name(node: Node, words: st
         ),
     ],
 )
-def test_of_a_long_value_only_the_beginning_is_told(node: Node, problem: str) -> None:
+def test_long_value_is_truncated_in_messages(node: Node, problem: str) -> None:
     with pytest.raises(Refused) as caught:
         lease_of(node, DUAL)
     assert caught.value.problem == f"node n1 {problem}"
@@ -335,7 +335,7 @@ def test_the_first_patch_is_byte_for_byte_that_of_go_flanneld() -> None:
     )
 
 
-def test_only_what_has_changed_is_written() -> None:
+def test_patch_has_only_changes() -> None:
     node = replace(NODE, notes=wanted_notes(ATTRS, BARE))
     assert changed_notes(ATTRS, node) == {}
     assert changed_notes(replace(ATTRS, backend_v6_data=MAC), node) == {

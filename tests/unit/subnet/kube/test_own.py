@@ -129,7 +129,7 @@ def test_without_an_api_server_the_nodes_that_were_saved_do(cluster: Cluster) ->
         cluster.wait_for(2)
 
 
-def test_what_was_saved_is_replaced_once_the_api_server_answers(cluster: Cluster) -> None:
+def test_cached_nodes_are_replaced_by_the_first_list(cluster: Cluster) -> None:
     with without_server(cluster):
         cluster.control.delete_node("n2")
         cluster.put_peer(3)
@@ -162,7 +162,7 @@ def test_an_api_server_that_knows_our_node_no_more_outweighs_what_was_saved(clus
             manager.acquire(cluster.config, ATTRS, (None, None))
 
 
-def test_what_another_node_saved_is_not_ours(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+def test_cache_of_another_node_is_ignored(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
     """As on a host that was made from that node's disk."""
     with without_server(cluster) as url:
         manager = cluster.open(url=url, environ={"NODE_NAME": "n9"})

@@ -50,7 +50,7 @@ def test_a_bookmark_is_an_event() -> None:
 @pytest.mark.parametrize(
     "line", [b"{no", b"[]", b"null", b"\xff\xfe", b'{"type":"ADDED"}', b'{"type":5,"object":{}}']
 )
-def test_what_is_no_event_calls_for_a_list(line: bytes) -> None:
+def test_invalid_watch_event_calls_for_a_relist(line: bytes) -> None:
     with pytest.raises(InvalidWatchData, match="no event"):
         decode(line)
 
@@ -76,7 +76,7 @@ def recorded(name: str) -> bytes:
 
 
 @given(st.integers(1, 5000))
-def test_what_a_real_server_sent_is_understood_in_any_pieces(size: int) -> None:
+def test_recorded_watch_is_parsed_in_any_pieces(size: int) -> None:
     stream = recorded("watch-events-bookmarks")
     lines, reader = Lines(), NodeReader("flannel.alpha.coreos.com/")
     events = [decode(line) for i in range(0, len(stream), size) for line in lines.feed(stream[i : i + size])]
