@@ -32,7 +32,7 @@ def status(source: Source) -> list[TextTable]:
             [
                 ("daemon", _daemon(document) if source.origin == "daemon" else "does not answer"),
                 row("ready", "health", _ready),
-                row("conditions", "health", _trouble),
+                row("conditions", "health", _conditions),
                 row("store", "store", _store),
                 row("backend", "network", _backend),
                 row("network", "network", _networks),
@@ -144,11 +144,11 @@ def _ready(health: Mapping[str, Any]) -> str:
     return "yes" if not wrong else f"no: {'; '.join(wrong)}"
 
 
-def _trouble(health: Mapping[str, Any]) -> str:
+def _conditions(health: Mapping[str, Any]) -> str:
     found = health.get("conditions")
     if found is None:
         return _UNKNOWN
-    return "; ".join(f"{each['part']}: {each['trouble']}" for each in found) or "none"
+    return "; ".join(f"{each['part']}: {each['problem']}" for each in found) or "none"
 
 
 def _store(store: Mapping[str, Any]) -> str:

@@ -57,7 +57,7 @@ def answer(path: str, checks: Checks) -> tuple[int, str]:
 
 def _each(parts: list[tuple[str, str]]) -> list[str]:
     """Return the parts in the format of kube-apiserver's verbose checks."""
-    return [f"[-]{name}: {trouble}" if trouble else f"[+]{name} ok" for name, trouble in parts]
+    return [f"[-]{name}: {problem}" if problem else f"[+]{name} ok" for name, problem in parts]
 
 
 class HealthServer:

@@ -198,13 +198,13 @@ class Peers:
             self._removal_guard.hold("The store has lost our own lease")
             return Change()
         if was_synced:
-            event = self._through_brake(event)
+            event = self._through_removal_guard(event)
         change = self._table.apply(event)
         if was_synced:
             self._told += _lines_about(change, self._desired)
         return change
 
-    def _through_brake(self, event: Event) -> Event:
+    def _through_removal_guard(self, event: Event) -> Event:
         match event:
             case Added(lease):
                 self._removal_guard.heard_of(lease.key)

@@ -248,7 +248,7 @@ CASES: dict[str, list[Facts]] = {
     "bypass": [
         told(
             lambda d: d["health"].update(
-                troubles=[
+                conditions=[
                     {"part": "encryption", "problem": "packets leave unencrypted; remove it: ip route del"}
                 ]
             )
