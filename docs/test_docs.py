@@ -46,6 +46,19 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert [name for name in files if name and not (page.parent / name).exists()] == []
 
 
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub makes of a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_to_a_heading_name_one_that_exists(page: Path) -> None:
+    targets = re.findall(r"\]\(([^):]*)#([^)]+)\)", page.read_text())
+    places = [((page.parent / name if name else page), anchor) for name, anchor in targets]
+    assert [anchor for place, anchor in places if anchor not in anchors(place)] == []
+
+
 @pytest.mark.parametrize("name", sorted(set(re.findall(r"`((?:flanneld|tests|dist)/[^` ]*)`", TEXT))))
 def test_a_file_that_is_named_is_there(name: str) -> None:
     assert (ROOT / name).exists()

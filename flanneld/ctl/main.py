@@ -49,7 +49,7 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
 def _attempt(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     as_json = "--output=json" in argv or ("--output", "json") in pairwise(argv)
     try:
-        arguments, flags = _parse(argv)
+        arguments, flags = parse(argv)
         if arguments.command not in COMMANDS:
             wanted = options.read(flags, environ, program="flannelctl COMMAND")
             return _act(arguments, wanted, as_json=as_json)
@@ -123,7 +123,7 @@ def _say(shown: list[TextTable], plain: Any, *, as_json: bool, indent: int | Non
     return True
 
 
-def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return flannelctl's arguments and the flags of flanneld. Raises ``UsageError``."""
     parser = command_line()
     arguments, flags = parser.parse_known_args(argv)

@@ -7,6 +7,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -21,8 +22,8 @@ PIP_CONF = "[global]\ncert = /etc/authorities.crt\n"
 LEFT_OUT = ("doc", "info", "locale", "man")
 BASE = "localhost/debian"
 IMAGE = "localhost/flanneld"
-#: For all that is downloaded and compiled, in seconds.
-PATIENCE = 1800
+#: For all that is downloaded and compiled, in seconds; emulation is slow.
+DEADLINE = 7200
 
 #: What a container runtime does for a container that is in the host's network and not privileged: a root file
 #: system and settings of the kernel that cannot be written, mounts, two capabilities.
@@ -60,11 +61,23 @@ IN_THERE = (
 )
 
 
+@dataclass(frozen=True)
+class Architecture:
+    """An architecture as Debian and as container images name it; ``suite``: a release that has it."""
+
+    debian: str
+    platform: str
+    suite: str = ""
+
+
 class BuiltImage:
     """The image, its file system in ``root``, to be used in a ``with``. Sizes are in bytes.
 
-    Images and containers are in a directory of their own, and gone with it.
+    Images and containers are in a directory of their own, and gone with it. Default: the host's architecture.
     """
+
+    def __init__(self, architecture: Architecture | None = None) -> None:
+        self._architecture = architecture
 
     def __enter__(self) -> Self:
         self._directory = Path(tempfile.mkdtemp(prefix="flanneld-image-"))
@@ -74,6 +87,7 @@ class BuiltImage:
                 "build",
                 "--quiet",
                 "--isolation=chroot",
+                *self._platform(),
                 f"--build-arg=BASE={BASE}",
                 f"--tag={IMAGE}",
                 str(ROOT),
@@ -120,26 +134,33 @@ class BuiltImage:
     def _build_base(self) -> None:
         """A minimal Debian, as old as the one that the Dockerfile names."""
         suite = re.findall(r"^ARG BASE=.*/debian:([a-z]+)-", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
-        without = [f"--dpkgopt=path-exclude=/usr/share/{name}/*" for name in LEFT_OUT]
+        options: tuple[str, ...] = ()
+        if self._architecture:
+            options = (f"--architectures={self._architecture.debian}",)
+            suite = [self._architecture.suite or suite[0]]
+        options += tuple(f"--dpkgopt=path-exclude=/usr/share/{name}/*" for name in LEFT_OUT)
         archive = self._directory / "debian.tar"
-        run("mmdebstrap", "--variant=minbase", "--quiet", *without, *suite, str(archive), timeout=PATIENCE)
+        run("mmdebstrap", "--variant=minbase", "--quiet", *options, *suite, str(archive), timeout=DEADLINE)
         trust = self._directory / "trust"
         trust.mkdir()
         if AUTHORITIES.exists():
             shutil.copy(AUTHORITIES, trust / "authorities.crt")
             (trust / "pip.conf").write_text(PIP_CONF)
-        container = self._buildah("from", "scratch")
+        container = self._buildah("from", *self._platform(), "scratch")
         self._buildah("add", "--quiet", container, str(archive), "/")
         self._buildah("add", "--quiet", container, str(trust), "/etc")
         self._buildah("commit", "--quiet", "--rm", container, BASE)
 
+    def _platform(self) -> tuple[str, ...]:
+        return (f"--platform={self._architecture.platform}",) if self._architecture else ()
+
     def _mount(self, image: str) -> Path:
         """The file system of a container of an image."""
-        return Path(self._buildah("mount", self._buildah("from", image)))
+        return Path(self._buildah("mount", self._buildah("from", *self._platform(), image)))
 
     def _buildah(self, *words: str, check: bool = True) -> str:
         store = (f"--root={self._directory}/store", f"--runroot={self._directory}/run")
-        return run("buildah", *store, *words, check=check, timeout=PATIENCE).stdout.strip()
+        return run("buildah", *store, *words, check=check, timeout=DEADLINE).stdout.strip()
 
 
 def _size(root: Path) -> int:
