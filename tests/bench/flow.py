@@ -12,6 +12,7 @@ from typing import Any
 
 from tests.bench.figures import Figure
 from tests.bench.process import MachineLoad, own_time
+from tests.bench.tunnels import by_hand
 from tests.lab import Container, Lab, Namespace, Node
 from tests.lab.lab import NETWORK
 from tests.lab.namespace import batch, inhabitants
@@ -27,7 +28,13 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "udp": {"Type": "udp"},
     "udp/python": {"Type": "udp", "DataPlane": "python"},
     "ipip": {"Type": "ipip"},
+    "wireguard": {"Type": "wireguard"},
+    "ipsec": {"Type": "ipsec", "PSK": "a pre-shared key for measurements, " * 3},
 }
+#: What the kernel must have for a backend: tests/vm/probe.
+NEEDS = {"ipip": "ipip", "wireguard": "wireguard", "ipsec": "esp"}
+#: charon's socket is under /run, whatever network namespace it is in.
+_OWN_RUN = ("unshare", "-m", "sh", "-c", 'mount -t tmpfs run /run && exec "$0" "$@"')
 #: What a network card without segmentation of UDP and of tunnels does not do (ethtool(8)): packets are
 #: on the wire one by one, and are put together by the receiver.
 _CARD = {
@@ -51,26 +58,32 @@ _GIGA = 1e9
 #: What the server needs to listen, and a flow to find its pace, in seconds.
 _PATIENCE = 10.0
 _WARM_UP = 1
+#: Seconds for the daemons to become idle, and their CPU seconds in one second from which they are.
+_SETTLES, _IDLE = 60.0, 0.03
 
 
-def flow(backend: str, sender: Sequence[str], receiver: Sequence[str], seconds: float) -> Figures:
+def flow(backend: str, daemons: tuple[Sequence[str], Sequence[str]] | None, seconds: float) -> Figures:
     """Start two nodes and send from a container of one to a container of the other, as fast as possible.
 
-    Raises ``AssertionError`` or ``CommandError`` when something does not work.
+    Without daemons the nodes are connected by hand. Raises ``AssertionError`` or ``CommandError`` when
+    something does not work.
     """
     with Lab() as lab:
         nodes = lab.add_nodes(2)
         _wire(nodes)
-        if backend == PATH:
+        if daemons is not None:
+            _start(lab, nodes, CONFIGS[backend], daemons)
+        elif backend == PATH:
             _route(nodes)
         else:
-            _start(lab, nodes, CONFIGS[backend], (sender, receiver))
+            by_hand(backend, nodes, _address)
         source, target = (_container(node) for node in nodes)
         source.wait_for_reply(target, _PATIENCE)
+        _let_settle(nodes)
         figures = _tcp(nodes, source, target, seconds)
         figures |= _small_packets(source, target, seconds)
         for node in nodes:
-            assert backend == PATH or node.running, f"a daemon ended; its log:\n{node.log()[-2000:]}"
+            assert daemons is None or node.running, f"a daemon ended; its log:\n{node.log()[-2000:]}"
         return figures
 
 
@@ -94,9 +107,21 @@ def _address(node: Node) -> str:
 def _start(lab: Lab, nodes: list[Node], config: Mapping[str, Any], commands: Iterable[Sequence[str]]) -> None:
     lab.etcd.put_config({"Network": NETWORK, "Backend": dict(config)})
     for node, command in zip(nodes, commands, strict=True):
-        node.start(f"-iface={_WIRE}", command=command)
+        key = {"WIREGUARD_KEY_FILE": str(node.directory / "wgkey")}
+        wrapped = [*_OWN_RUN, *command] if config["Type"] == "ipsec" else command
+        node.start(f"-iface={_WIRE}", command=wrapped, environment=key)
     for node in nodes:
         node.wait_ready(_PATIENCE)
+
+
+def _let_settle(nodes: list[Node]) -> None:
+    """Wait until the daemons are idle: what a start still does would cost the flow a CPU."""
+    deadline = time.monotonic() + _SETTLES
+    while time.monotonic() < deadline:
+        cost = _Cost(nodes)
+        time.sleep(1)
+        if cost.seconds()[0] < _IDLE:
+            return
 
 
 def _route(nodes: list[Node]) -> None:
