@@ -16,91 +16,99 @@ from flanneld.state.desired_state import rank
 class Overlaps:
     """Index of the leases that lead to a peer. Call ``note`` with every change, then ``settle``.
 
-    A lease with the cluster's subnet lengths precedes all others: a large subnet that was typed by hand must
-    not cut off the nodes inside it. Among the others the lower subnet wins, as with equal keys. The result
-    depends on the set of leases only.
+    ``lengths`` are those of this node's subnets, and of all others in most clusters. A lease with them
+    precedes all others: a large subnet that was typed by hand must not cut off the nodes inside it. Among
+    the others the lower subnet wins, as with equal keys. The result depends on the set of leases only.
     """
 
     def __init__(self, lengths: Mapping[Family, int]) -> None:
         self._lengths = lengths
-        self._index = _Index()
+        #: Leases with these lengths, which are always followed, and others, which most clusters lack.
+        self._regular, self._odd = _Index(), _Index()
         self._known: set[LeaseKey] = set()
-        self._noted: set[LeaseKey] = set()
-        #: By lease that is not followed, the lease that precedes it.
+        self._noted: list[LeaseKey] = []
+        #: By lease that is not followed, one that precedes it.
         self._winners: dict[LeaseKey, LeaseKey] = {}
 
     def note(self, key: LeaseKey, *, leads: bool) -> None:
         """Record whether a lease leads to a peer."""
         if (key in self._known) == leads:
             return
-        self._noted.add(key)
-        (self._known.add if leads else self._known.discard)(key)
-        for net in key:
-            if net is not None:
-                (self._index.add if leads else self._index.discard)(net, key)
+        self._noted.append(key)
+        index = self._odd if self._is_odd(key) else self._regular
+        if leads:
+            self._known.add(key)
+            index.add(key)
+        else:
+            self._known.discard(key)
+            index.discard(key)
 
     def winner(self, key: LeaseKey) -> LeaseKey | None:
-        """Return the lease that precedes this one, as of the last ``settle``; None if it is followed."""
+        """Return a lease that precedes this one, as of the last ``settle``; None if it is followed."""
         return self._winners.get(key)
 
     def settle(self) -> list[LeaseKey]:
         """Decide about the noted leases and those that overlap them. Return the changed decisions."""
-        noted, self._noted = self._noted, set()
-        changed: list[LeaseKey] = []
-        if not self._index.is_nested and not self._winners:
-            return changed
-        affected = self._connected(noted)
-        for key in sorted(affected, key=self._precedence):
-            winner = self._find_winner(key, affected)
-            if winner != self._winners.pop(key, None):
+        noted, self._noted = self._noted, []
+        if not self._odd and not self._winners:
+            return []
+        undecided = self._connected(noted)
+        changed = []
+        for key in sorted(undecided, key=rank):
+            undecided.discard(key)
+            winner = self._find_winner(key, undecided) if key in self._known else None
+            if winner != self._winners.get(key):
                 changed.append(key)
+            self._winners.pop(key, None)
             if winner is not None:
                 self._winners[key] = winner
         return changed
 
     def _find_winner(self, key: LeaseKey, undecided: set[LeaseKey]) -> LeaseKey | None:
-        """Return the first lease that precedes a lease and is followed; ``undecided`` loses this lease."""
-        undecided.discard(key)
-        if key not in self._known or not self._is_odd(key):
-            return None
-        followed = (
-            each for each in self._index.around(key) if each not in undecided and each not in self._winners
-        )
-        return min(followed, key=self._precedence, default=None)
+        """Return a lease that precedes an odd one and is followed."""
+        known = self._winners.get(key)
+        if known in self._known and known is not None and not self._is_odd(known):
+            return known  # Whatever else has changed. A search would look at each subnet inside a large one.
+        lost = undecided | self._winners.keys()
+        followed = (each for each in self._odd.around(key) if each not in lost)
+        return min(self._regular.around(key), key=rank, default=None) or min(followed, key=rank, default=None)
 
     def _connected(self, keys: Iterable[LeaseKey]) -> set[LeaseKey]:
-        """Return the leases about which a change of these decides, directly or through one another."""
-        found = set(keys)
-        left = list(found)
+        """Return the odd leases about which a change of these decides, directly or through one another."""
+        found: set[LeaseKey] = set()
+        left = set(keys)
         while left:
-            more = {each for each in self._index.around(left.pop()) if self._is_odd(each)} - found
-            found |= more
-            left += more
+            key = left.pop()
+            if self._is_odd(key):
+                found.add(key)
+            left.update(each for each in self._odd.around(key) if each not in found)
         return found
 
     def _is_odd(self, key: LeaseKey) -> bool:
         return any(net is not None and net.prefixlen != self._lengths.get(net.version) for net in key)
 
-    def _precedence(self, key: LeaseKey) -> tuple[bool, tuple[tuple[int, ...], ...]]:
-        return self._is_odd(key), rank(key)
-
 
 class _Index:
-    """Owners of networks, by family and number of host bits. In most clusters all have one length."""
+    """Leases by their subnets: family and number of host bits, then prefix."""
 
     def __init__(self) -> None:
         self._owners: dict[tuple[int, int], dict[int, set[LeaseKey]]] = {}
 
-    @property
-    def is_nested(self) -> bool:
-        """Return True if a network may lie inside another one: a family has several lengths."""
-        return len(self._owners) > len({version for version, _ in self._owners})
+    def __bool__(self) -> bool:
+        return bool(self._owners)
 
-    def add(self, net: IPNetwork, owner: LeaseKey) -> None:
-        bits, prefix = _place(net)
-        self._owners.setdefault((net.version, bits), {}).setdefault(prefix, set()).add(owner)
+    def add(self, owner: LeaseKey) -> None:
+        for net in owner:
+            if net is not None:
+                bits, prefix = _place(net)
+                self._owners.setdefault((net.version, bits), {}).setdefault(prefix, set()).add(owner)
 
-    def discard(self, net: IPNetwork, owner: LeaseKey) -> None:
+    def discard(self, owner: LeaseKey) -> None:
+        for net in owner:
+            if net is not None:
+                self._discard(net, owner)
+
+    def _discard(self, net: IPNetwork, owner: LeaseKey) -> None:
         bits, prefix = _place(net)
         owners = self._owners[net.version, bits]
         owners[prefix].discard(owner)

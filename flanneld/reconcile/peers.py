@@ -68,7 +68,7 @@ class View:
 class Peers:
     """Peers' leases and the desired state, updated lease by lease. Writes nothing to the kernel.
 
-    ``ranges`` are the cluster's networks, each with the length of a node's subnet.
+    ``ranges`` are the cluster's networks, each with the length of this node's subnet.
     """
 
     def __init__(
