@@ -68,7 +68,7 @@ class Overlaps:
         """Return a lease that precedes an odd one and is followed."""
         known = self._winners.get(key)
         if known in self._known and known is not None and not self._is_odd(known):
-            return known  # Whatever else has changed. A search would look at each subnet inside a large one.
+            return known  # No other change matters. A search would look at each subnet inside a large one.
         lost = undecided | self._winners.keys()
         followed = (each for each in self._odd.around(key) if each not in lost)
         return min(self._regular.around(key), key=rank, default=None) or min(followed, key=rank, default=None)

@@ -17,10 +17,10 @@ from pathlib import Path
 from tests.bench.bed import Bed, make_bed, make_kube_bed, make_server_bed
 from tests.bench.cluster import MOST_PEERS
 from tests.bench.figures import Figure, Measure, Samples, Subject
-from tests.bench.flow import CONFIGS, NEEDS, PATH, flow
+from tests.bench.flow import CONFIGS, NEEDS, PATH, flow, side_by_side
 from tests.bench.process import MachineLoad
 from tests.bench.report import Results
-from tests.bench.trial import Settings, live
+from tests.bench.trial import Figures, Settings, live
 from tests.bench.tunnels import MAKERS
 from tests.lab import CommandError, EtcdError, own_command, peer_command
 from tests.lab.daemon import ROOT
@@ -58,7 +58,10 @@ class Bench:
         """Every backend with every number of peers; both daemons in turn in each round."""
         if Measure.FLOW in self._chosen.only:
             for backend in self._chosen.backend or filter(_is_possible, CONFIGS):
-                self._flows(backend)
+                if backend in MAKERS:
+                    self._tunnels(backend)
+                else:
+                    self._flows(backend)
         for backend in self._chosen.backend or BACKENDS:
             if backend not in (*BACKENDS, "wireguard"):
                 continue
@@ -78,23 +81,24 @@ class Bench:
                     self._life(bed, side, this_time)
 
     def _flows(self, backend: str) -> None:
-        """Both nodes with one daemon each, and last with one of either kind.
-
-        An encrypted tunnel is compared with one that was made by hand instead of with the peer's.
-        """
+        """Both nodes with one daemon each, and last with one of either kind."""
         both: dict[str, _Pair | None] = {side: (each, each) for side, each in self._commands.items()}
         ours, peer = self._commands["ours"], self._commands.get("peer")
         mixed = {"to peer": (ours, peer), "from peer": (peer, ours)} if peer else {}
-        name = backend
         if backend == PATH:
             both, mixed = {"ours": None}, {}
-        elif backend in MAKERS:
-            name, both["peer"], mixed = f"{backend}, peer by hand", None, {}
         for _ in range(self._chosen.rounds):
             for side, daemons in both.items():
-                self._flow(name, side, backend, daemons)
+                self._flow(backend, side, backend, daemons)
             for which, pair in mixed.items():
                 self._flow(f"{backend} {which}", "ours", backend, pair)
+
+    def _tunnels(self, backend: str) -> None:
+        """A tunnel of our daemons beside one that was made by hand, instead of the peer's."""
+        ours, seconds = self._commands["ours"], self._settings.flow_seconds
+        for _ in range(self._chosen.rounds):
+            subject = Subject(f"{backend}, peer by hand", 1, Figure.TCP)
+            self._try_all(subject, "both", lambda: side_by_side(backend, ours, seconds))
 
     def _flow(self, name: str, side: str, backend: str, daemons: _Pair | None) -> None:
         seconds = self._settings.flow_seconds
@@ -104,23 +108,27 @@ class Bench:
         subject = Subject(bed.title, bed.peers, Figure.ENV)
         self._try(subject, side, lambda: live(bed, self._commands[side], wanted, self._settings))
 
-    def _try(self, subject: Subject, side: str, measure: Callable[[], dict[Figure, float]]) -> None:
-        """Measure once and keep what was found; of the subject only the figure differs."""
+    def _try(self, subject: Subject, side: str, measure: Callable[[], Figures]) -> None:
+        self._try_all(subject, side, lambda: {side: measure()})
+
+    def _try_all(self, subject: Subject, who: str, measure: Callable[[], Mapping[str, Figures]]) -> None:
+        """Measure once and keep what was found, by side; of the subject only the figure differs."""
         load = MachineLoad()
         time.sleep(LOOK)
         self.results.busy.append(load.busy())
-        what = f"{subject.backend}, {subject.peers} peers, {side}"
+        what = f"{subject.backend}, {subject.peers} peers"
         try:
-            figures = measure()
+            found = measure()
         except FAILURES as failure:
             self.broken = True
-            print(f"{what}: BROKEN: {failure}", file=sys.stderr, flush=True)
+            print(f"{what}, {who}: BROKEN: {failure}", file=sys.stderr, flush=True)
             return
-        shown = "; ".join(f"{figure} {value:.3g}" for figure, value in figures.items())
-        print(f"{what}: {shown}", file=sys.stderr, flush=True)
-        for figure, value in figures.items():
-            samples = self.results.samples.setdefault(replace(subject, figure=figure), Samples())
-            getattr(samples, side).append(value)
+        for side, figures in found.items():
+            shown = "; ".join(f"{figure} {value:.3g}" for figure, value in figures.items())
+            print(f"{what}, {side}: {shown}", file=sys.stderr, flush=True)
+            for figure, value in figures.items():
+                samples = self.results.samples.setdefault(replace(subject, figure=figure), Samples())
+                getattr(samples, side).append(value)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

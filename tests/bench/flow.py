@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from ipaddress import ip_interface
 from typing import Any
@@ -65,7 +66,7 @@ _SETTLES, _IDLE = 60.0, 0.03
 def flow(backend: str, daemons: tuple[Sequence[str], Sequence[str]] | None, seconds: float) -> Figures:
     """Start two nodes and send from a container of one to a container of the other, as fast as possible.
 
-    Without daemons the nodes are connected by hand. Raises ``AssertionError`` or ``CommandError`` when
+    Without daemons the nodes have routes by hand. Raises ``AssertionError`` or ``CommandError`` when
     something does not work.
     """
     with Lab() as lab:
@@ -73,18 +74,43 @@ def flow(backend: str, daemons: tuple[Sequence[str], Sequence[str]] | None, seco
         _wire(nodes)
         if daemons is not None:
             _start(lab, nodes, CONFIGS[backend], daemons)
-        elif backend == PATH:
-            _route(nodes)
         else:
-            by_hand(backend, nodes, _address)
+            _route(nodes)
         source, target = (_container(node) for node in nodes)
         source.wait_for_reply(target, _PATIENCE)
-        _let_settle(nodes)
         figures = _tcp(nodes, source, target, seconds)
         figures |= _small_packets(source, target, seconds)
         for node in nodes:
             assert daemons is None or node.running, f"a daemon ended; its log:\n{node.log()[-2000:]}"
         return figures
+
+
+def side_by_side(backend: str, command: Sequence[str], seconds: float) -> dict[str, Figures]:
+    """Send through a tunnel of two daemons and through one by hand, both at the same time.
+
+    Other programs cost both alike, so the ratio holds on a busy machine, too. The CPU of the daemons is lost
+    to both.
+    """
+    with Lab() as lab, ThreadPoolExecutor(2) as threads:
+        nodes = lab.add_nodes(4)
+        ours, others = nodes[:2], nodes[2:]
+        for pair in (ours, others):
+            _wire(pair)
+        _start(lab, ours, CONFIGS[backend], (command, command))
+        by_hand(backend, others, _address)
+        ends = [[_container(node) for node in pair] for pair in (ours, others)]
+        for source, target in ends:
+            source.wait_for_reply(target, _PATIENCE)
+        _let_settle(ours)
+        flows = [
+            threads.submit(_tcp, pair, source, target, seconds)
+            for pair, (source, target) in zip((ours, others), ends, strict=True)
+        ]
+        figures = [each.result() for each in flows]
+        for each in figures:
+            del each[Figure.TCP_CPU]  # of both
+        assert all(node.running for node in ours)
+        return {"ours": figures[0], "peer": figures[1]}
 
 
 def _wire(nodes: list[Node]) -> None:
