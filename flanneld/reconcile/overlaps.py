@@ -69,8 +69,9 @@ class Overlaps:
         known = self._winners.get(key)
         if known in self._known and known is not None and not self._is_odd(known):
             return known  # No other change matters. A search would look at each subnet inside a large one.
-        lost = undecided | self._winners.keys()
-        followed = (each for each in self._odd.around(key) if each not in lost)
+        followed = (
+            each for each in self._odd.around(key) if each not in undecided and each not in self._winners
+        )
         return min(self._regular.around(key), key=rank, default=None) or min(followed, key=rank, default=None)
 
     def _connected(self, keys: Iterable[LeaseKey]) -> set[LeaseKey]:
@@ -132,11 +133,11 @@ class _Index:
                 yield from owners.get(own_prefix >> (bits - own_bits), ())
                 continue
             more = own_bits - bits
-            # The smaller of both sets is searched: all parts of the network, or all known prefixes.
-            parts = range(own_prefix << more, (own_prefix + 1) << more)
-            for prefix in owners if len(owners) < 1 << more else parts:
-                if prefix >> more == own_prefix:
-                    yield from owners.get(prefix, ())
+            parts: Iterable[int] = range(own_prefix << more, (own_prefix + 1) << more)
+            if len(owners) < 1 << more:
+                parts = [prefix for prefix in owners if prefix >> more == own_prefix]
+            for prefix in parts:
+                yield from owners.get(prefix, ())
 
 
 def _place(net: IPNetwork) -> tuple[int, int]:

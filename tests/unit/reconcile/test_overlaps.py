@@ -66,6 +66,23 @@ def test_leases_beside_one_another_and_equal_ones_are_followed() -> None:
     assert verdicts(overlaps, keys) == {}
 
 
+def test_neighbours_of_a_wide_lease_are_not_inside_it() -> None:
+    keys = [key(text) for text in ("10.5.2.0/23", "10.5.1.0/24", "10.5.4.0/24", "10.5.5.0/24")]
+    assert verdicts(settled(keys), keys) == {}
+
+
+def test_lease_that_goes_is_forgotten_with_all_that_was_decided() -> None:
+    regular, wide = key("10.5.3.0/24"), key("10.5.0.0/20")
+    overlaps = settled([regular, wide])
+    overlaps.note(wide, leads=False)
+    assert overlaps.settle() == [wide]
+    assert overlaps.winner(wide) is None
+    assert not overlaps._odd
+    overlaps.note(regular, leads=False)
+    assert overlaps.settle() == []
+    assert not overlaps._regular
+
+
 def test_lease_that_is_not_followed_itself_takes_nothing_from_others() -> None:
     regular, wide, small = key("10.5.3.0/24"), key("10.5.0.0/20"), key("10.5.9.0/25")
     overlaps = settled([small, wide, regular])
