@@ -70,7 +70,7 @@ class Controller:
         self.event_queue = event_queue or EventQueue()
         self.removal_guard = removal_guard
         self.uplink_manager = node.uplink_manager
-        self.peers = Peers(node.lease, [network for network, _ in node.uplink_manager.ranges], removal_guard)
+        self.peers = Peers(node.lease, node.ranges, removal_guard)
         self._node = node
         node.kernel.domain = _first_domain(node)
         self._on_synced = on_synced

@@ -15,7 +15,7 @@ from flanneld.reconcile.reconciler import Permits, Reconciler, TableState
 from flanneld.reconcile.table_worker import Knowledge, Workers
 from flanneld.state.diff import Delta
 from flanneld.state.report import Failure, Report
-from flanneld.state.resources import Key, State
+from flanneld.state.resources import ROUTES, Key, State
 from flanneld.state.sessions import HasSessions, Session
 from flanneld.state.table import Table
 
@@ -66,7 +66,7 @@ class NodeTables:
         if exit_policy(backend) is ExitPolicy.REMOVE:
             self._removed_at_exit = frozenset(each.name for each in others)
         self._with_sessions = tuple(each for each in others if isinstance(each, HasSessions))
-        self.reconciler = self._over([*kernels, *(each for each in others if each.worker == _WORKER)])
+        self.reconciler = self._over(_in_order(kernels, [each for each in others if each.worker == _WORKER]))
         self.workers = self._beside([each for each in others if each.worker != _WORKER])
 
     def _over(self, tables: Sequence[Table]) -> Reconciler:
@@ -155,3 +155,17 @@ class NodeTables:
         for worker in self.workers:
             if worker.name not in except_for:
                 worker.reconciler.close(remove=self._removed_at_exit)
+
+
+def _in_order(kernels: Sequence[Table], others: Sequence[Table]) -> list[Table]:
+    """Return the tables in the order of creation: what encrypts packets precedes the routes that lead there.
+
+    A packet for a WireGuard peer that is not configured yet is lost, one for an XFRM policy may leave.
+    """
+    before, routes = (
+        [each for each in kernels if (each.name == ROUTES) is is_last] for is_last in (False, True)
+    )
+    early, late = (
+        [each for each in others if (ROUTES in each.needs) is is_last] for is_last in (False, True)
+    )
+    return [*before, *early, *routes, *late]

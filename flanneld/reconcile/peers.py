@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 
 from flanneld.backends.contract import Backend, OtherBackend
 from flanneld.compat.glog import OneTimeWarnings
@@ -26,6 +27,7 @@ from flanneld.model import (
 )
 from flanneld.network.obstacles import Obstacles
 from flanneld.reconcile.lease_safety import LeaseSafety
+from flanneld.reconcile.overlaps import Overlaps
 from flanneld.state.desired_state import LOCAL, Before, DesiredState
 from flanneld.state.diff import Delta
 from flanneld.state.removal_guard import RemovalGuard
@@ -64,12 +66,19 @@ class View:
 
 
 class Peers:
-    """Peers' leases and the desired state, updated lease by lease. Writes nothing to the kernel."""
+    """Peers' leases and the desired state, updated lease by lease. Writes nothing to the kernel.
 
-    def __init__(self, own: Lease, networks: Iterable[IPNetwork], removal_guard: RemovalGuard) -> None:
+    ``ranges`` are the cluster's networks, each with the length of this node's subnet.
+    """
+
+    def __init__(
+        self, own: Lease, ranges: Iterable[tuple[IPNetwork, int]], removal_guard: RemovalGuard
+    ) -> None:
         self._own = own
         self._removal_guard = removal_guard
-        self._networks = {network.version: network for network in networks}
+        lengths = dict(ranges)
+        self._networks = {network.version: network for network in lengths}
+        self._overlaps = Overlaps({network.version: length for network, length in lengths.items()})
         self.safety = LeaseSafety(own, self._networks.values())
         self._table = LeaseTable(own.key)
         self._desired = DesiredState()
@@ -159,31 +168,55 @@ class Peers:
         for key in change.gone:
             self._forget(key)
             self._sound.pop(key, None)
+            self._overlaps.note(key, leads=False)
+            self._once.clear(("overlap", key))
             yield self._desired.set(key, ())
         for lease in (*change.put, *filter(None, map(self._table.get, others))):
-            yield self._desired.set(lease.key, self._lead_to(lease, backend))
+            yield self._decide(lease, backend)
             self._warn_of_conflicts(lease)
+        yield from self._decide_overlaps(backend)
+
+    def _decide(self, lease: Lease, backend: Backend) -> Before:
+        """Set the objects of a lease. Return those that were in effect before."""
+        key = lease.key
+        resources = self._lead_to(lease, backend)
+        self._overlaps.note(key, leads=bool(resources))
+        winner = self._overlaps.winner(key)
+        if winner is not None:
+            problem = f"it overlaps the lease {name_of(winner)}, which precedes it"
+            self._reasons[key] = str(Refused(problem, "delete the one whose node is gone, or correct it"))
+            line = f"Lease {lease} is not followed: {self._reasons[key]}"
+            self._once.warn(log, ("overlap", key), line)
+            resources = ()
+        elif self._once.clear(("overlap", key)):
+            self._told.append(f"Lease {lease} is followed: no lease that precedes it overlaps it any more")
+        return self._desired.set(key, resources)
+
+    def _decide_overlaps(self, backend: Backend) -> Iterator[Before]:
+        """Decide again about leases with another winner than before."""
+        for lease in filter(None, map(self._table.get, self._overlaps.settle())):
+            yield self._decide(lease, backend)
 
     def reconsider(self, backend: Backend) -> Delta:
         """Decide again about every lease, after a change of the backend or of the host's routes."""
-        before: Before = {}
-        for lease in self._table:
-            self._lead_anew(lease, backend, before)
-        return self._desired.since(before)
+        return self._decide_all(self._table, backend)
 
     def look(self, obstacles: Obstacles, backend: Backend) -> Delta:
         """Apply new facts of this host. Return the objects to make and to remove."""
         self.safety.look(obstacles, self._table)
-        before: Before = {}
-        for lease in self._table:
-            harm = self.safety.harm(lease)
-            if (str(harm) if harm else None) != self._unsafe.get(lease.key) or lease.key in self._unparsable:
-                self._lead_anew(lease, backend, before)
-        return self._desired.since(before)
+        return self._decide_all(filter(self._may_change, self._table), backend)
 
-    def _lead_anew(self, lease: Lease, backend: Backend, before: Before) -> None:
-        for key, was in self._desired.set(lease.key, self._lead_to(lease, backend)).items():
-            before.setdefault(key, was)
+    def _may_change(self, lease: Lease) -> bool:
+        harm = self.safety.harm(lease)
+        return (str(harm) if harm else None) != self._unsafe.get(lease.key) or lease.key in self._unparsable
+
+    def _decide_all(self, leases: Iterable[Lease], backend: Backend) -> Delta:
+        before: Before = {}
+        decided = (self._decide(lease, backend) for lease in leases)
+        for change in chain(decided, self._decide_overlaps(backend)):
+            for key, was in change.items():
+                before.setdefault(key, was)
+        return self._desired.since(before)
 
     def log_changes(self) -> None:
         """Log the changes. Called after the write to the kernel, so that packets do not wait for the log."""

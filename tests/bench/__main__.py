@@ -17,12 +17,14 @@ from pathlib import Path
 from tests.bench.bed import Bed, make_bed, make_kube_bed, make_server_bed
 from tests.bench.cluster import MOST_PEERS
 from tests.bench.figures import Figure, Measure, Samples, Subject
-from tests.bench.flow import CONFIGS, PATH, flow
+from tests.bench.flow import CONFIGS, NEEDS, PATH, flow, side_by_side
 from tests.bench.process import MachineLoad
 from tests.bench.report import Results
-from tests.bench.trial import Settings, live
+from tests.bench.trial import Figures, Settings, live
+from tests.bench.tunnels import MAKERS
 from tests.lab import CommandError, EtcdError, own_command, peer_command
 from tests.lab.daemon import ROOT
+from tests.vm.machine import lacks
 
 #: The backends whose peers exist in etcd alone.
 BACKENDS = ("vxlan", "host-gw")
@@ -36,6 +38,8 @@ STORES: Mapping[str, Callable[[str, int], AbstractContextManager[Bed]]] = {
 ALONE = {Measure.START, Measure.LATENCY, Measure.RSS, Measure.IDLE}
 AMONG_PEERS = {Measure.BULK, Measure.RSS, Measure.IDLE}
 LOOK = 0.3  # seconds for which the machine is watched before each start
+#: The commands of both nodes' daemons.
+_Pair = tuple[Sequence[str], Sequence[str]]
 FAILURES = (AssertionError, CommandError, EtcdError, OSError)
 
 
@@ -53,12 +57,16 @@ class Bench:
     def run(self) -> None:
         """Every backend with every number of peers; both daemons in turn in each round."""
         if Measure.FLOW in self._chosen.only:
-            for backend in self._chosen.backend or CONFIGS:
-                self._flows(backend)
+            for backend in self._chosen.backend or filter(_is_possible, CONFIGS):
+                if backend in MAKERS:
+                    self._tunnels(backend)
+                else:
+                    self._flows(backend)
         for backend in self._chosen.backend or BACKENDS:
-            if backend not in BACKENDS:
+            if backend not in (*BACKENDS, "wireguard"):
                 continue
-            if wanted := self._chosen.only & ALONE:
+            # No kernel tells of WireGuard's peers.
+            if wanted := self._chosen.only & (ALONE - {Measure.LATENCY} if backend == "wireguard" else ALONE):
                 self._rounds(backend, 0, wanted)
             for peers in self._chosen.peers:
                 if wanted := self._chosen.only & AMONG_PEERS:
@@ -74,41 +82,53 @@ class Bench:
 
     def _flows(self, backend: str) -> None:
         """Both nodes with one daemon each, and last with one of either kind."""
-        both = {side: (command, command) for side, command in self._commands.items()}
+        both: dict[str, _Pair | None] = {side: (each, each) for side, each in self._commands.items()}
         ours, peer = self._commands["ours"], self._commands.get("peer")
-        mixed = {"to peer": (ours, peer), "from peer": (peer, ours)} if peer and backend != PATH else {}
+        mixed = {"to peer": (ours, peer), "from peer": (peer, ours)} if peer else {}
+        if backend == PATH:
+            both, mixed = {"ours": None}, {}
         for _ in range(self._chosen.rounds):
-            for side, pair in both.items():
-                if backend != PATH or side == "ours":
-                    self._flow(backend, side, backend, pair)
+            for side, daemons in both.items():
+                self._flow(backend, side, backend, daemons)
             for which, pair in mixed.items():
                 self._flow(f"{backend} {which}", "ours", backend, pair)
 
-    def _flow(self, name: str, side: str, backend: str, pair: tuple[Sequence[str], Sequence[str]]) -> None:
+    def _tunnels(self, backend: str) -> None:
+        """A tunnel of our daemons beside one that was made by hand, instead of the peer's."""
+        ours, seconds = self._commands["ours"], self._settings.flow_seconds
+        for _ in range(self._chosen.rounds):
+            subject = Subject(f"{backend}, peer by hand", 1, Figure.TCP)
+            self._try_all(subject, "both", lambda: side_by_side(backend, ours, seconds))
+
+    def _flow(self, name: str, side: str, backend: str, daemons: _Pair | None) -> None:
         seconds = self._settings.flow_seconds
-        self._try(Subject(name, 1, Figure.TCP), side, lambda: flow(backend, *pair, seconds))
+        self._try(Subject(name, 1, Figure.TCP), side, lambda: flow(backend, daemons, seconds))
 
     def _life(self, bed: Bed, side: str, wanted: set[Measure]) -> None:
         subject = Subject(bed.title, bed.peers, Figure.ENV)
         self._try(subject, side, lambda: live(bed, self._commands[side], wanted, self._settings))
 
-    def _try(self, subject: Subject, side: str, measure: Callable[[], dict[Figure, float]]) -> None:
-        """Measure once and keep what was found; of the subject only the figure differs."""
+    def _try(self, subject: Subject, side: str, measure: Callable[[], Figures]) -> None:
+        self._try_all(subject, side, lambda: {side: measure()})
+
+    def _try_all(self, subject: Subject, who: str, measure: Callable[[], Mapping[str, Figures]]) -> None:
+        """Measure once and keep what was found, by side; of the subject only the figure differs."""
         load = MachineLoad()
         time.sleep(LOOK)
         self.results.busy.append(load.busy())
-        what = f"{subject.backend}, {subject.peers} peers, {side}"
+        what = f"{subject.backend}, {subject.peers} peers"
         try:
-            figures = measure()
+            found = measure()
         except FAILURES as failure:
             self.broken = True
-            print(f"{what}: BROKEN: {failure}", file=sys.stderr, flush=True)
+            print(f"{what}, {who}: BROKEN: {failure}", file=sys.stderr, flush=True)
             return
-        shown = "; ".join(f"{figure} {value:.3g}" for figure, value in figures.items())
-        print(f"{what}: {shown}", file=sys.stderr, flush=True)
-        for figure, value in figures.items():
-            samples = self.results.samples.setdefault(replace(subject, figure=figure), Samples())
-            getattr(samples, side).append(value)
+        for side, figures in found.items():
+            shown = "; ".join(f"{figure} {value:.3g}" for figure, value in figures.items())
+            print(f"{what}, {side}: {shown}", file=sys.stderr, flush=True)
+            for figure, value in figures.items():
+                samples = self.results.samples.setdefault(replace(subject, figure=figure), Samples())
+                getattr(samples, side).append(value)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -153,6 +173,10 @@ def _read(argv: Sequence[str] | None) -> argparse.Namespace:
     if chosen.store in ("etcd3", "server"):
         chosen.only -= {Measure.FLOW}
     return chosen
+
+
+def _is_possible(backend: str) -> bool:
+    return backend not in NEEDS or not lacks(NEEDS[backend])
 
 
 def _measures(text: str) -> set[Measure]:

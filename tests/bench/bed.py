@@ -36,7 +36,7 @@ class Bed:
 
     def start(self, node: Node, command: Sequence[str]) -> None:
         """Start a daemon on a node of this bed."""
-        node.start(command=command)
+        node.start(command=command, environment={"WIREGUARD_KEY_FILE": str(node.directory / "wgkey")})
 
     @contextmanager
     def node(self) -> Iterator[Node]:

@@ -6,9 +6,11 @@ import http.client
 import json
 import socket
 import struct
+from base64 import b64encode
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from hashlib import sha256
 from ipaddress import IPv4Address, IPv4Network
 from urllib.parse import urlencode
 
@@ -40,11 +42,17 @@ class Peer:
     def mac(self) -> bytes:
         return b"\x02\xbe" + struct.pack("!I", self.number)
 
+    @property
+    def public_key(self) -> str:
+        """A key of WireGuard: any 32 bytes are one."""
+        return b64encode(sha256(self.mac).digest()).decode()
+
     def value(self, backend: str) -> str:
         """The lease's value in v2 of etcd, byte for byte as the Go daemon writes it."""
         attributes = {"PublicIP": str(IPv4Address(FIRST_PUBLIC_IP) + self.number), "BackendType": backend}
-        data = {"BackendData": {"VtepMAC": self.mac.hex(":")}} if backend == "vxlan" else {}
-        return json.dumps(attributes | data, separators=(",", ":"))
+        data = {"vxlan": {"VtepMAC": self.mac.hex(":")}, "wireguard": {"PublicKey": self.public_key}}
+        more = {"BackendData": data[backend]} if backend in data else {}
+        return json.dumps(attributes | more, separators=(",", ":"))
 
 
 class Leases:

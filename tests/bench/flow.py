@@ -6,12 +6,14 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from ipaddress import ip_interface
 from typing import Any
 
 from tests.bench.figures import Figure
 from tests.bench.process import MachineLoad, own_time
+from tests.bench.tunnels import by_hand
 from tests.lab import Container, Lab, Namespace, Node
 from tests.lab.lab import NETWORK
 from tests.lab.namespace import batch, inhabitants
@@ -27,7 +29,13 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "udp": {"Type": "udp"},
     "udp/python": {"Type": "udp", "DataPlane": "python"},
     "ipip": {"Type": "ipip"},
+    "wireguard": {"Type": "wireguard"},
+    "ipsec": {"Type": "ipsec", "PSK": "a pre-shared key for measurements, " * 3},
 }
+#: What the kernel must have for a backend: tests/vm/probe.
+NEEDS = {"ipip": "ipip", "wireguard": "wireguard", "ipsec": "esp"}
+#: charon's socket is under /run, whatever network namespace it is in.
+_OWN_RUN = ("unshare", "-m", "sh", "-c", 'mount -t tmpfs run /run && exec "$0" "$@"')
 #: What a network card without segmentation of UDP and of tunnels does not do (ethtool(8)): packets are
 #: on the wire one by one, and are put together by the receiver.
 _CARD = {
@@ -51,27 +59,58 @@ _GIGA = 1e9
 #: What the server needs to listen, and a flow to find its pace, in seconds.
 _PATIENCE = 10.0
 _WARM_UP = 1
+#: Seconds for the daemons to become idle, and their CPU seconds in one second from which they are.
+_SETTLES, _IDLE = 60.0, 0.03
 
 
-def flow(backend: str, sender: Sequence[str], receiver: Sequence[str], seconds: float) -> Figures:
+def flow(backend: str, daemons: tuple[Sequence[str], Sequence[str]] | None, seconds: float) -> Figures:
     """Start two nodes and send from a container of one to a container of the other, as fast as possible.
 
-    Raises ``AssertionError`` or ``CommandError`` when something does not work.
+    Without daemons the nodes have routes by hand. Raises ``AssertionError`` or ``CommandError`` when
+    something does not work.
     """
     with Lab() as lab:
         nodes = lab.add_nodes(2)
         _wire(nodes)
-        if backend == PATH:
-            _route(nodes)
+        if daemons is not None:
+            _start(lab, nodes, CONFIGS[backend], daemons)
         else:
-            _start(lab, nodes, CONFIGS[backend], (sender, receiver))
+            _route(nodes)
         source, target = (_container(node) for node in nodes)
         source.wait_for_reply(target, _PATIENCE)
         figures = _tcp(nodes, source, target, seconds)
         figures |= _small_packets(source, target, seconds)
         for node in nodes:
-            assert backend == PATH or node.running, f"a daemon ended; its log:\n{node.log()[-2000:]}"
+            assert daemons is None or node.running, f"a daemon ended; its log:\n{node.log()[-2000:]}"
         return figures
+
+
+def side_by_side(backend: str, command: Sequence[str], seconds: float) -> dict[str, Figures]:
+    """Send through a tunnel of two daemons and through one by hand, both at the same time.
+
+    Other programs cost both alike, so the ratio holds on a busy machine, too. The CPU of the daemons is lost
+    to both.
+    """
+    with Lab() as lab, ThreadPoolExecutor(2) as threads:
+        nodes = lab.add_nodes(4)
+        ours, others = nodes[:2], nodes[2:]
+        for pair in (ours, others):
+            _wire(pair)
+        _start(lab, ours, CONFIGS[backend], (command, command))
+        by_hand(backend, others, _address)
+        ends = [[_container(node) for node in pair] for pair in (ours, others)]
+        for source, target in ends:
+            source.wait_for_reply(target, _PATIENCE)
+        _let_settle(ours)
+        flows = [
+            threads.submit(_tcp, pair, source, target, seconds)
+            for pair, (source, target) in zip((ours, others), ends, strict=True)
+        ]
+        figures = [each.result() for each in flows]
+        for each in figures:
+            del each[Figure.TCP_CPU]  # of both
+        assert all(node.running for node in ours)
+        return {"ours": figures[0], "peer": figures[1]}
 
 
 def _wire(nodes: list[Node]) -> None:
@@ -94,9 +133,21 @@ def _address(node: Node) -> str:
 def _start(lab: Lab, nodes: list[Node], config: Mapping[str, Any], commands: Iterable[Sequence[str]]) -> None:
     lab.etcd.put_config({"Network": NETWORK, "Backend": dict(config)})
     for node, command in zip(nodes, commands, strict=True):
-        node.start(f"-iface={_WIRE}", command=command)
+        key = {"WIREGUARD_KEY_FILE": str(node.directory / "wgkey")}
+        wrapped = [*_OWN_RUN, *command] if config["Type"] == "ipsec" else command
+        node.start(f"-iface={_WIRE}", command=wrapped, environment=key)
     for node in nodes:
         node.wait_ready(_PATIENCE)
+
+
+def _let_settle(nodes: list[Node]) -> None:
+    """Wait until the daemons are idle: what a start still does would cost the flow a CPU."""
+    deadline = time.monotonic() + _SETTLES
+    while time.monotonic() < deadline:
+        cost = _Cost(nodes)
+        time.sleep(1)
+        if cost.seconds()[0] < _IDLE:
+            return
 
 
 def _route(nodes: list[Node]) -> None:

@@ -58,6 +58,19 @@ def test_a_run_through_a_server_yields_its_figures(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.long
+@pytest.mark.needs_kernel("wireguard")
+def test_a_run_with_wireguard_yields_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FLANNELD_PEER", raising=False)
+    file = tmp_path / "figures.json"
+    sizes = ["--peers=50", "--rounds=1", "--flow-seconds=1", "--only=bulk,rss,latency,flow"]
+    assert main(["--backend=wireguard", f"--json={file}", *sizes]) == 0
+    rows = json.loads(file.read_text())["figures"]
+    assert {row["backend"] for row in rows} == {"wireguard", "wireguard, peer by hand"}
+    assert Figure.BULK in {row["figure"] for row in rows}
+    assert all(row["peer"] for row in rows if row["backend"] != "wireguard")
+
+
+@pytest.mark.long
 def test_a_daemon_that_fails_makes_the_status_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -105,4 +118,10 @@ def test_a_row_shows_medians_spread_ratio_and_verdict() -> None:
 def test_a_lease_is_written_as_the_go_daemon_writes_it() -> None:
     data = '"BackendData":{"VtepMAC":"02:be:00:00:01:02"}'
     assert Peer(258).value("vxlan") == f'{{"PublicIP":"198.18.17.2","BackendType":"vxlan",{data}}}'
+    key = "AgrxVl9fvQ7QAB5jvchkHMAJrNYLJwyG7dvc+v6nt/A="
+    assert (
+        Peer(0)
+        .value("wireguard")
+        .endswith(f'"BackendType":"wireguard","BackendData":{{"PublicKey":"{key}"}}}}')
+    )
     assert Peer(0).value("host-gw") == '{"PublicIP":"198.18.16.0","BackendType":"host-gw"}'

@@ -88,7 +88,8 @@ class Reader:
         ours, theirs = (ip_address(each.container().address).packed for each in (node, peer))
         self._marks = (ours + theirs, theirs + ours)
         with node.namespace.entered():
-            self._socket = socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(ETH_P_ALL))
+            # A socket made with a protocol gets the packets of all devices until it is bound.
+            self._socket = socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, 0)
             self._socket.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, 32 << 20)
             self._socket.bind(("eth0", ETH_P_ALL))
         self._socket.settimeout(0.1)

@@ -57,7 +57,8 @@ class Sniffer:
 
     def __init__(self, namespace: Namespace, interface: str) -> None:
         with namespace.entered():
-            self._socket = socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(ETH_P_ALL))
+            # A socket made with a protocol gets the packets of all interfaces until it is bound.
+            self._socket = socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, 0)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8 << 20)
             self._socket.bind((interface, ETH_P_ALL))
         #: The source of each, in order.

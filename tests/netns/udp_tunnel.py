@@ -196,7 +196,8 @@ def _echo_one(client: socket.socket, server: socket.socket, size: int) -> bool:
 def sniffer(namespace: Namespace, device: str) -> socket.socket:
     """Every IPv4 packet that comes and goes there."""
     with namespace.entered():
-        made = socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(ETH_P_IP))
+        # A socket made with a protocol gets the packets of all devices until it is bound.
+        made = socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, 0)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8 << 20)
         made.bind((device, ETH_P_IP))
     made.settimeout(60)

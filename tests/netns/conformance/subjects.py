@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 from tests.conformance.suite import Subject
 from tests.lab.namespace import Namespace
-from tests.netns.conformance import backends, files, firewall, kernel
+from tests.netns.conformance import backends, files, firewall, ipsec, kernel
 
 #: Which of them need a feature of the kernel that only some hosts have.
-NEEDS = {"WireGuard": "wireguard"}
+NEEDS = {"WireGuard": "wireguard", "IPsec policies": "esp", "connections of charon": "esp"}
 
 SUBJECTS: dict[str, Callable[[Namespace], Subject]] = {
     "links": kernel.Links,
@@ -26,4 +26,6 @@ SUBJECTS: dict[str, Callable[[Namespace], Subject]] = {
     "forwarding": files.Forwarding,
     "peers of the extension backend": backends.ExtensionPeers,
     "WireGuard": backends.WireGuardPeers,
+    "IPsec policies": ipsec.XfrmPolicies,
+    "connections of charon": ipsec.CharonConnections,
 }

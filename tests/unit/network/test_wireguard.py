@@ -50,6 +50,12 @@ def test_the_number_of_the_family_is_read() -> None:
     assert wireguard.family_id(FAMILY, 0, len(FAMILY)) == 21
 
 
+@given(tampered_bytes([FAMILY]))
+def test_no_tampered_answer_about_the_family_is_more_than_malformed(data: bytes) -> None:
+    with suppress(MalformedNetlink):
+        assert 0 <= wireguard.family_id(data, 0, len(data)) < 1 << 16
+
+
 def test_a_device_without_a_key_has_none() -> None:
     body = attribute(1, b"\5\0\0\0") + attribute(2, b"wg\0") + attribute(6, b"\0\0") + attribute(7, bytes(4))
     assert decode([bytes(4) + body]) == SeenDevice(5, "wg", 0, 0, None, None, ())

@@ -55,7 +55,7 @@ def take(peers: Peers, *events: Event) -> Plan:
 @pytest.fixture
 def peers() -> Peers:
     """Of a node that knows one peer."""
-    peers = Peers(OWN, [IPv4Network("10.1.0.0/16")], RemovalGuard())
+    peers = Peers(OWN, [(IPv4Network("10.1.0.0/16"), 24)], RemovalGuard())
     take(peers, Snapshot((OWN, OLD)))
     return peers
 
@@ -68,7 +68,7 @@ def test_the_backend_is_told_our_own_lease_with_each_peer() -> None:
             asked.append((own, lease))
             return super().peer(own, lease)
 
-    peers = Peers(OWN, [IPv4Network("10.1.0.0/16")], RemovalGuard())
+    peers = Peers(OWN, [(IPv4Network("10.1.0.0/16"), 24)], RemovalGuard())
     peers.take([Snapshot((OWN, OLD))], made(kind=Asked))
     assert asked == [(OWN, OLD)]
 
@@ -96,7 +96,7 @@ def test_a_peer_that_comes_and_goes_in_one_batch_leaves_nothing_to_do(peers: Pee
 
 
 def test_first_snapshot_is_desired_but_moves_nothing() -> None:
-    peers = Peers(OWN, [IPv4Network("10.1.0.0/16")], RemovalGuard())
+    peers = Peers(OWN, [(IPv4Network("10.1.0.0/16"), 24)], RemovalGuard())
     assert not peers.synced
     assert take(peers, Added(OLD)) == Plan()
     assert take(peers, Snapshot((OWN, OLD))) == Plan()
@@ -183,7 +183,7 @@ def test_each_refusal_is_logged_once_until_the_lease_makes_sense_again(
 
 
 def test_two_leases_that_claim_one_mac_are_named_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    peers = Peers(OWN, [IPv4Network("10.1.0.0/16")], RemovalGuard())
+    peers = Peers(OWN, [(IPv4Network("10.1.0.0/16"), 24)], RemovalGuard())
     first = vxlan_peer(V4)
     clone = replace(
         first, attrs=replace(first.attrs, public_ip=NEW.attrs.public_ip), subnet=IPv4Network("10.1.7.0/24")
@@ -191,6 +191,70 @@ def test_two_leases_that_claim_one_mac_are_named_in_the_log(caplog: pytest.LogCa
     peers.take([Added(first), Added(clone)], vxlan.build(vxlan_config(), vxlan_host()))
     assert "10.1.6.0/24 and 10.1.7.0/24 both claim " in caplog.text
     assert "; 10.1.6.0/24 has it: are these cloned machines" in caplog.text
+
+
+# ---- leases that overlap --------------------------------------------------------------------------
+
+#: Inside the subnet of ``OLD``, at another node.
+INSIDE = replace(NEW, subnet=IPv4Network("10.1.6.128/25"))
+
+
+def route_to(lease: Lease) -> Route:
+    assert lease.subnet
+    return replace(route(lease), destination=lease.subnet)
+
+
+def test_lease_inside_another_one_is_followed_once_that_is_gone(
+    peers: Peers, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    assert take(peers, Added(INSIDE)) == Plan()
+    assert peers.view().reasons == {
+        INSIDE.key: "it overlaps the lease 10.1.6.0/24, which precedes it; delete the one whose node is gone,"
+        " or correct it"
+    }
+    peers.reconsider(made())
+    moved = replace(INSIDE, attrs=replace(INSIDE.attrs, public_ip=IPv4Address("192.168.0.9")))
+    assert take(peers, Added(moved)) == Plan()
+    assert caplog.text.count("Lease 10.1.6.128/25 is not followed: it overlaps the lease 10.1.6.0/24") == 1
+    assert take(peers, GONE) == Plan(puts=(route_to(moved),), drops=(route(OLD),))
+    assert peers.view().reasons == {}
+    assert take(peers, Added(OLD)) == Plan(puts=(route(OLD),), drops=(route_to(moved),))
+    peers.log_changes()
+    assert caplog.text.count("Lease 10.1.6.128/25 is followed: ") == 1
+    assert caplog.text.count("Lease 10.1.6.128/25 is not followed: ") == 2
+
+
+@pytest.mark.parametrize("wide", ["10.1.6.0/23", "10.1.128.0/17"])
+def test_wide_lease_cuts_off_no_node_of_regular_size(peers: Peers, wide: str) -> None:
+    """Typed by hand, for instance: it is followed only while it covers no other node."""
+    lease = replace(NEW, subnet=IPv4Network(wide))
+    led = Plan() if lease.subnet and lease.subnet.overlaps(SUBNET) else Plan(puts=(route_to(lease),))
+    assert take(peers, Added(lease)) == led
+    inside = replace(OLD, subnet=IPv4Network("10.1.130.0/24"))
+    drops = led.puts
+    assert take(peers, Added(inside)) == Plan(puts=(route_to(inside),), drops=drops)
+
+
+def test_lease_that_leads_nowhere_itself_precedes_none(peers: Peers) -> None:
+    take(peers, GONE, Added(peer(V4, backend_type="vxlan")))
+    assert take(peers, Added(INSIDE)) == Plan(puts=(route_to(INSIDE),))
+
+
+def test_overlapped_lease_takes_over_where_an_obstacle_withdraws_the_other(peers: Peers) -> None:
+    take(peers, Added(INSIDE))
+    assert Plan.of(peers.look(OLDS_ADDRESS, made())) == Plan(puts=(route_to(INSIDE),), drops=(route(OLD),))
+    assert Plan.of(peers.look(Obstacles(), made())) == Plan(puts=(route(OLD),), drops=(route_to(INSIDE),))
+
+
+def test_lease_that_goes_while_it_is_overlapped_is_forgotten(
+    peers: Peers, caplog: pytest.LogCaptureFixture
+) -> None:
+    take(peers, Added(INSIDE))
+    assert take(peers, Removed(INSIDE.key)) == Plan()
+    assert peers.view().reasons == {}
+    take(peers, Added(INSIDE))
+    assert caplog.text.count("is not followed") == 2
 
 
 # ---- the log --------------------------------------------------------------------------------------
@@ -228,7 +292,7 @@ def test_more_than_ten_changes_at_once_are_told_in_one_line(
 
 def test_the_brake_hears_of_each_peer_that_is_back_or_gone_for_good() -> None:
     removal_guard = RemovalGuard()
-    peers = Peers(OWN, [IPv4Network("10.0.0.0/8")], removal_guard)
+    peers = Peers(OWN, [(IPv4Network("10.0.0.0/8"), 24)], removal_guard)
     crowd = [Lease(OLD.attrs, IPv4Network((0x0A020000 + (each << 8), 24))) for each in range(12)]
     take(peers, Snapshot((OWN, *crowd)))
     take(peers, Snapshot((OWN,)))
@@ -246,7 +310,7 @@ def test_own_lease_that_cannot_be_read_is_not_lost(peers: Peers) -> None:
 def test_a_list_without_our_own_lease_is_passed_over_and_read_again() -> None:
     now = [0.0]
     removal_guard = RemovalGuard(is_on=False, now=lambda: now[0])
-    peers = Peers(OWN, [IPv4Network("10.1.0.0/16")], removal_guard)
+    peers = Peers(OWN, [(IPv4Network("10.1.0.0/16"), 24)], removal_guard)
     take(peers, Snapshot((OWN, OLD)))
     for _ in range(2):
         assert take(peers, Snapshot(())) == Plan()
@@ -295,7 +359,7 @@ def test_routes_kept_for_an_unparsable_lease_are_withdrawn_on_a_loop(peers: Peer
 
 
 def test_lease_around_the_public_ips_of_others_withdraws_them() -> None:
-    peers = Peers(OWN, [IPv4Network("10.1.0.0/16")], RemovalGuard())
+    peers = Peers(OWN, [(IPv4Network("10.1.0.0/16"), 24)], RemovalGuard())
     inside = Lease(LeaseAttrs(IPv4Address("10.1.9.9"), None, "host-gw"), SUBNET)
     around = Lease(LeaseAttrs(IPv4Address("192.168.0.9"), None, "host-gw"), IPv4Network("10.1.9.0/24"))
     take(peers, Snapshot((OWN, inside)))

@@ -51,7 +51,7 @@ class World:
 
     def __init__(self, *, encrypts: bool = False) -> None:
         self.guard = RemovalGuard(is_on=True)
-        self.peers = Peers(OWN, [IPv4Network("10.1.0.0/16")], self.guard)
+        self.peers = Peers(OWN, [(IPv4Network("10.1.0.0/16"), 24)], self.guard)
         self.is_complete = True
         self.permits = LeasePermits(
             self.peers,
@@ -101,7 +101,7 @@ def test_bypassing_routes_are_removed_once_among_all_drops() -> None:
 
 
 def test_permits_of_no_encryption_take_no_route_for_a_leak() -> None:
-    peers = Peers(OWN, [IPv4Network("10.1.0.0/16")], RemovalGuard())
+    peers = Peers(OWN, [(IPv4Network("10.1.0.0/16"), 24)], RemovalGuard())
     assert LeasePermits(peers, RemovalGuard(), lambda: True).drops({ROUTES: CLEAR}) == {}
 
 

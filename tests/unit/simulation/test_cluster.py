@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 from functools import partial
+from ipaddress import IPv4Network
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ import pytest
 from flanneld.reconcile.host import host_watch as host_watch
 from tests.unit.simulation.chaos import QUIET, Chaos
 from tests.unit.simulation.cluster import STORES, Cluster, ours
+from tests.unit.simulation.etcd import PREFIX
+from tests.unit.simulation.node import SimulatedHost
 from tests.unit.simulation.world import World
 
 DAY = 86400.0
@@ -151,6 +154,44 @@ def test_removals_wait_while_a_store_lacks_most_leases(tmp_path: Path) -> None:
             etcd.put(node.key, node.value, node.ttl)
         world.run(QUIET)
         assert cluster.problems() == []
+
+
+@pytest.mark.parametrize("store", ["v2", "v3"])
+@pytest.mark.parametrize("backend", ["vxlan", "host-gw"])
+def test_overlapping_lease_cuts_off_no_node_and_is_followed_once_it_is_alone(
+    store: str, backend: str, tmp_path: Path
+) -> None:
+    world = World(1)
+    with world.running():
+        cluster = cluster_of(world, store, 5, tmp_path, backend)
+        world.run(SETTLES)
+        (etcd,) = cluster.etcds
+        owner = cluster.hosts[3].subnet_env[0]
+        assert isinstance(owner, IPv4Network)
+        _, value = next(each for each in etcd.leases().items() if _names(each[0], owner))
+        half, wide = next(owner.subnets()), owner.supernet(4)
+        for net in (half, wide):
+            etcd.put(f"{PREFIX}/subnets/{net}".replace(f"/{net.prefixlen}", f"-{net.prefixlen}"), value, DAY)
+        world.run(SETTLES)
+        others = [host for number, host in cluster.hosts.items() if number != 3]
+        assert cluster.problems() == [f"{cluster.hosts[3].name} has 3 leases in {store}"]
+        for host in others:
+            assert not any(host.kernel.at(net) for net in (half, wide))
+        cluster.remove(3)
+        world.run(SETTLES)
+        followed = [net for net in (half, wide) if others[0].kernel.at(net)]
+        assert followed == [half] if any(_lies_in(host, wide) for host in others) else [wide]
+        assert all([net for net in (half, wide) if host.kernel.at(net)] == followed for host in others)
+        assert cluster.problems() == []
+
+
+def _names(key: str, net: IPv4Network) -> bool:
+    return key.endswith(f"/{net}".replace("/", "-").replace("-", "/", 1))
+
+
+def _lies_in(host: SimulatedHost, net: IPv4Network) -> bool:
+    own = host.subnet_env[0]
+    return isinstance(own, IPv4Network) and own.subnet_of(net)
 
 
 @pytest.mark.parametrize("store", STORES)

@@ -15,7 +15,9 @@ from flanneld.backends import registry
 from flanneld.backends.contract import Host, OtherBackend, encrypts
 from flanneld.backends.ipsec.backend import DEVICE, Ipsec
 from flanneld.backends.ipsec.resources import Charon, IkeConnection, SharedKey, connection_of, owner_of
-from flanneld.backends.ipsec.sessions import by_connection, session_of
+from flanneld.backends.ipsec.sessions import ConnectionSas, by_connection, session_of
+from flanneld.backends.ipsec.table_connections import ConnectionTable
+from flanneld.backends.ipsec.vici import sections
 from flanneld.config import parse
 from flanneld.errors import Fatal, Refused
 from flanneld.model import Lease, LeaseAttrs, Secret, Uplink
@@ -161,6 +163,51 @@ def test_names_that_others_gave_are_not_ours(name: str) -> None:
     found = connection_of(name)
     assert found is None or found.name.count("-") == name.count("-") == 3
     owner_of(name)
+
+
+#: Names and values of charon's lists, and others.
+_WORDS = st.sampled_from(
+    [
+        *("child-sas", "state", "remote-host", "remote-port", "install-time", "bytes-in", "bytes-out"),
+        *("children", "local_addrs", "remote_addrs", "local-ts", "remote-ts", "msg", "ikesa-name"),
+        *(IkeConnection(HERE, HERE, SUBNET, THEIRS, THERE).name, f"{SUBNET}-{THEIRS}", "flannel-192.0.2.6"),
+    ]
+) | st.text(max_size=8)
+_VALUES = st.sampled_from([b"ESTABLISHED", b"INSTALLED", b"AUTHENTICATION_FAILED", b"-1", b"9" * 30, b"\xff"])
+told = st.dictionaries(
+    _WORDS,
+    st.recursive(
+        _VALUES | st.binary(max_size=8) | st.lists(st.binary(max_size=8), max_size=2),
+        lambda inner: st.dictionaries(_WORDS, inner, max_size=3),
+        max_leaves=12,
+    ),
+    max_size=4,
+)
+
+
+@given(st.lists(told, max_size=4), st.lists(_WORDS, max_size=4))
+def test_whatever_charon_tells_is_read_as_what_is_ours_or_passed_over(
+    events: list[Any], names: list[str]
+) -> None:
+    table = ConnectionTable(NETWORK, "/nonexistent")
+    for event in events:
+        table.note(event)
+    connections = list(table._connections(item for event in events for item in sections(event).items()))
+    assert all(each.peer.subnet_of(NETWORK) for each in connections if isinstance(each, IkeConnection))
+    assert all(isinstance(each, SharedKey) for each in table._keys(names))
+    desired = IkeConnection(HERE, HERE, SUBNET, THEIRS, THERE)
+    found = by_connection(events)
+    session = session_of(desired, found.get(desired.name), 1e9)
+    assert session.is_established == bool(found.get(desired.name, ConnectionSas()).children)
+
+
+@given(st.text() | st.text(min_size=96))
+def test_no_psk_is_more_than_refused_and_none_is_shown(psk: str) -> None:
+    try:
+        shown = [str(each) + repr(each) for each in made(PSK=psk).peer(OWN, PEER)]
+    except Fatal as failed:
+        shown = [str(failed)]
+    assert len(psk) < 20 or psk not in "".join(shown)
 
 
 def test_names_are_read_back() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from base64 import b64encode
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
 from typing import Any
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from flanneld.backends import registry
 from flanneld.backends.contract import HasIdentity, Host, OtherBackend
@@ -428,6 +430,26 @@ def test_a_key_file_that_makes_no_sense_ends_the_daemon(content: bytes) -> None:
     with pytest.raises(Fatal, match=r"could not parse private key from file: .*; put 32 bytes") as failed:
         identity(content)
     assert content.decode(errors="replace") not in str(failed.value)
+
+
+@given(st.binary(max_size=80) | st.binary(min_size=31, max_size=33).map(b64encode))
+def test_no_key_file_is_more_than_refused_and_none_is_shown(content: bytes) -> None:
+    said = ""
+    try:
+        assert len(identity(content).value) == 32
+    except Fatal as failed:
+        said = str(failed)
+    assert len(content) < 20 or content.decode(errors="replace") not in said
+
+
+@given(st.text(max_size=80) | st.binary(min_size=31, max_size=33).map(lambda raw: b64encode(raw).decode()))
+def test_no_psk_of_the_config_is_more_than_refused_and_none_is_shown(text: str) -> None:
+    said = ""
+    try:
+        made(PSK=text)
+    except Fatal as failed:
+        said = str(failed)
+    assert len(text) < 20 or text not in said
 
 
 def test_a_lease_is_read_as_it_is_written() -> None:
