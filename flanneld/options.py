@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
 from ipaddress import IPv4Address, IPv6Address
 from typing import Any
+
+from msgspec import Struct
 
 from flanneld import option_values
 from flanneld.compat import flags as goflags
@@ -20,6 +21,18 @@ from flanneld.model import IPAddress
 
 PREFIX = "FLANNELD"
 _KINDS: Mapping[type, FlagKind] = {bool: "bool", int: "int", str: "string", tuple: "string"}
+
+
+class _Entry(Struct, frozen=True):
+    """A flag, the reader of its value, and the option's default."""
+
+    flag: Flag
+    read: option_values.ParseValue
+    default: Any
+
+
+#: By the name of the field in ``Options``, in that order.
+_ENTRIES: dict[str, _Entry] = {}
 
 
 class UsageError(FlannelError):
@@ -46,13 +59,14 @@ class VersionWanted(Exception):
 def _flag(
     name: str, default: Any, usage: str, read: option_values.ParseValue = option_values.as_it_is
 ) -> Any:
-    """Return a field and the flag that sets it; ``default`` is a tuple if the flag may be repeated."""
+    """Add a flag and return its field's default; ``default`` is a tuple if the flag may be repeated."""
     flag = Flag(name, _KINDS[type(default)], default, usage, repeatable=isinstance(default, tuple))
-    return field(default=read(default, name), metadata={"flag": flag, "read": read})
+    value = read(default, name)
+    _ENTRIES[name.replace("-", "_")] = _Entry(flag, read, value)
+    return value
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class Options:
+class Options(Struct, frozen=True):
     """All options, each named as its flag with ``_`` for ``-``. Its repr shows no password."""
 
     etcd_endpoints: tuple[str, ...] = _flag(
@@ -134,7 +148,7 @@ class Options:
         "`pattern` for the interface's address, else its name\nmay be repeated; tried after every -iface",
         option_values.patterns,
     )
-    iface_can_reach: IPAddress | None = _flag(  # noqa: RUF009 - addresses are immutable
+    iface_can_reach: IPAddress | None = _flag(
         "iface-can-reach",
         "",
         "take the interface through which this `address` is reached; tried last",
@@ -144,10 +158,10 @@ class Options:
     subnet_file: str = _flag(
         "subnet-file", "/run/flannel/subnet.env", "`file` to which this node's subnet is written"
     )
-    public_ip: IPv4Address | None = _flag(  # noqa: RUF009 - addresses are immutable
+    public_ip: IPv4Address | None = _flag(
         "public-ip", "", "IPv4 `address` at which other nodes reach this one", option_values.ipv4
     )
-    public_ipv6: IPv6Address | None = _flag(  # noqa: RUF009 - addresses are immutable
+    public_ipv6: IPv6Address | None = _flag(
         "public-ipv6", "", "IPv6 `address` at which other nodes reach this one", option_values.ipv6
     )
     subnet_lease_renew_margin: int = _flag(
@@ -259,17 +273,17 @@ class Options:
     def described(self) -> str:
         """Return the non-default options as ``name=value`` words for one log line, secrets masked."""
         return " ".join(
-            f"{f.metadata['flag'].name}={word}"
-            for f in fields(self)
-            if getattr(self, f.name) != f.default
-            for word in _words(f.metadata["flag"], getattr(self, f.name))
+            f"{entry.flag.name}={word}"
+            for name, entry in _ENTRIES.items()
+            if getattr(self, name) != entry.default
+            for word in _words(entry.flag, getattr(self, name))
         )
 
     def __repr__(self) -> str:
         return f"Options({self.described()})"
 
 
-FLAGS: tuple[Flag, ...] = tuple(f.metadata["flag"] for f in fields(Options))
+FLAGS: tuple[Flag, ...] = tuple(entry.flag for entry in _ENTRIES.values())
 #: No option, and never read from the environment.
 _VERSION = Flag("version", "bool", False, "print the version and exit")
 
@@ -352,9 +366,9 @@ def usage(program: str) -> str:
 def _checked(given: Mapping[str, FlagValue], sources: Mapping[str, str]) -> Options:
     options = Options(
         **{
-            f.name: f.metadata["read"](given[name], sources[name])
-            for f in fields(Options)
-            if (name := f.metadata["flag"].name) in given
+            name: entry.read(given[flag], sources[flag])
+            for name, entry in _ENTRIES.items()
+            if (flag := entry.flag.name) in given
         }
     )
     if options.cleanup and options.migrate_etcd_v2_to_v3:

@@ -22,7 +22,7 @@ _BOOLS: Mapping[str, bool] = {
     **dict.fromkeys(("0", "f", "F", "false", "FALSE", "False"), False),
 }
 #: Integer literals of the Go language specification; an underscore must separate digits.
-_INT = re.compile(
+_INT = (
     r"(?P<sign>[+-]?)(?:0[xX](?P<hex>(?:_?[0-9a-fA-F])+)|0[bB](?P<binary>(?:_?[01])+)"
     r"|0[oO]?(?P<octal>(?:_?[0-7])+)|(?P<decimal>0|[1-9](?:_?[0-9])*))"
 )
@@ -138,7 +138,7 @@ def _bool(text: str) -> bool:
 
 
 def _int(text: str) -> int:
-    match = _INT.fullmatch(text)
+    match = re.fullmatch(_INT, text)
     if match is None or match.lastgroup is None:
         raise ValueError("parse error")
     base = _BASES[match.lastgroup]

@@ -42,13 +42,12 @@ _NETWORKS: dict[type, str] = {
 _FOUR_NUMBERS = re.compile(r"(?:(?:0|[1-9][0-9]{0,2})\.){3}(?:0|[1-9][0-9]{0,2})")
 _ADDRESS = re.compile(r"[0-9a-fA-F:.]+")
 _NETWORK = re.compile(r"[0-9a-fA-F:.]+/[0-9]{1,3}")
-_RAW_SURROGATE = re.compile("[\ud800-\udfff]")
+_RAW_SURROGATE = "[\ud800-\udfff]"
 # Every escape is matched, so that the second half of an escaped backslash does not start one.
-_ESCAPE = re.compile(
-    r"(\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})"  # a surrogate pair
+_ESCAPE = (
+    r"(?s)(\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})"  # a surrogate pair
     r"|\\u[dD][89a-fA-F][0-9a-fA-F]{2}"  # a lone surrogate
-    r"|(\\.)",
-    re.DOTALL,
+    r"|(\\.)"
 )
 _ESCAPED_ON_OUTPUT = {ord(char): f"\\u{ord(char):04x}" for char in "<>&\u2028\u2029"}
 
@@ -74,9 +73,9 @@ def parse(text: str | bytes) -> object:
     if isinstance(text, bytes):
         text = text.decode("utf-8", "surrogateescape")  # one surrogate for each invalid byte
     if not text.isascii():
-        text = _RAW_SURROGATE.sub("\ufffd", text)
+        text = re.sub(_RAW_SURROGATE, "\ufffd", text)
     if "\\u" in text:
-        text = _ESCAPE.sub(lambda found: found[0] if found.lastindex else r"\ufffd", text)
+        text = re.sub(_ESCAPE, lambda found: found[0] if found.lastindex else r"\ufffd", text)
     try:
         value: object = _DECODER.decode(text)
     except json.JSONDecodeError as error:
@@ -96,7 +95,7 @@ def parse(text: str | bytes) -> object:
 def compact(value: object) -> str:
     """Encode as Go's ``Marshal``: no spaces, keys in the given order, HTML characters escaped."""
     text = _ENCODER.encode(value).translate(_ESCAPED_ON_OUTPUT)
-    return text if text.isascii() else _RAW_SURROGATE.sub(r"\\ufffd", text)
+    return text if text.isascii() else re.sub(_RAW_SURROGATE, r"\\ufffd", text)
 
 
 def _kind(value: object) -> str:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
+
+from msgspec.structs import replace
 
 from flanneld import __version__
 from flanneld.diagnostics.counted_manager import CountedManager, counted

@@ -16,8 +16,6 @@ _WANTED = 256
 #: Seconds until a running thread yields. An event passes two threads to the kernel, so Python's 5 ms are too
 #: long.
 _SWITCH_INTERVAL = 0.0001
-#: Allocations between two collections of reference cycles. A list of leases makes many objects and no cycles.
-_GARBAGE = 50_000
 
 
 def open_standard_streams() -> None:
@@ -48,7 +46,6 @@ def ensure_descriptors() -> None:
 
 
 def tune_interpreter() -> None:
-    """Shorten the thread switch interval and collect garbage less often. Call it after all imports."""
+    """Shorten the thread switch interval, and exempt all modules from garbage collection."""
     sys.setswitchinterval(_SWITCH_INTERVAL)
     gc.freeze()
-    gc.set_threshold(_GARBAGE)

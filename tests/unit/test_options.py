@@ -1,9 +1,9 @@
 from __future__ import annotations
 
-from dataclasses import fields, replace
 from ipaddress import ip_address
 
 import pytest
+from msgspec import structs
 
 from flanneld.errors import Fatal
 from flanneld.options import (
@@ -88,7 +88,7 @@ def test_flags_and_defaults_are_go_flannelds() -> None:
 
 
 def test_each_field_is_named_as_its_flag() -> None:
-    assert [f.name for f in fields(Options)] == [flag.name.replace("-", "_") for flag in FLAGS]
+    assert [f.name for f in structs.fields(Options)] == [flag.name.replace("-", "_") for flag in FLAGS]
 
 
 def test_an_api_of_etcd_that_does_not_exist_is_refused() -> None:
@@ -274,7 +274,7 @@ def test_no_password_is_ever_shown() -> None:
     endpoints = "http://root:s3cr3t@a:1,http://b:2,https://root:s3c@r3t@c"
     api = "-kube-api-url=admin:s3cr3t@10.0.0.1:8080"
     options = read([f"-etcd-endpoints={endpoints}", "-etcd-password", "s3cr3t", api], {})
-    for text in (options.described(), repr(options), str(replace(options, v=1)), f"{options}"):
+    for text in (options.described(), repr(options), str(structs.replace(options, v=1)), f"{options}"):
         assert "s3c" not in text
         assert "etcd-endpoints=http://***@a:1,http://b:2,https://***@c" in text
         assert "etcd-password=***" in text

@@ -9,9 +9,9 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from flanneld.model import IPAddress, IPNetwork
 from flanneld.network import route_lookup
@@ -34,25 +34,22 @@ _RECEIVE_BUFFER = 8 << 20
 _AT_A_TIME = 1000
 
 
-@dataclass(frozen=True, slots=True)
-class ResourceChanged:
+class ResourceChanged(Struct, frozen=True, gc=False):
     """A resource was created or changed. ``port`` is the writer's netlink port, 0 if unknown."""
 
     resource: Resource
-    port: int = field(default=0, compare=False)
+    port: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class ResourceRemoved:
+class ResourceRemoved(Struct, frozen=True, gc=False):
     """The object with this key was removed. ``gateway`` is that of a route, if known."""
 
     key: Key
-    port: int = field(default=0, compare=False)
-    gateway: IPAddress | None = field(default=None, compare=False)
+    port: int = 0
+    gateway: IPAddress | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class InterfaceChanged:
+class InterfaceChanged(Struct, frozen=True, gc=False):
     """An interface, its address or its default route changed or was removed. ``name`` may be unknown.
 
     ``address`` is the address, or the gateway of the route.
@@ -60,17 +57,16 @@ class InterfaceChanged:
 
     index: int
     name: str | None
-    port: int = field(default=0, compare=False)
-    address: IPAddress | None = field(default=None, compare=False)
+    port: int = 0
+    address: IPAddress | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class HostRouteChanged:
+class HostRouteChanged(Struct, frozen=True, gc=False):
     """A route with none of our keys was added or removed, for example one with another metric."""
 
     destination: IPNetwork
     gateways: tuple[IPAddress, ...] = ()
-    port: int = field(default=0, compare=False)
+    port: int = 0
 
 
 class Overrun(Struct, frozen=True, gc=False):

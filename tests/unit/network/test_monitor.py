@@ -45,7 +45,8 @@ def heard(data: bytes | bytearray) -> Notification | None:
 @pytest.mark.parametrize("resource", [ROUTE, NEIGHBOR, FDB], ids=["route", "neighbour", "forwarding"])
 def test_what_comes_is_seen_and_what_goes_is_gone(resource: Resource) -> None:
     assert heard(notification(resource)) == ResourceChanged(resource)
-    assert heard(notification(resource, gone=True)) == ResourceRemoved(resource.key)
+    gateway = getattr(resource, "gateway", None)
+    assert heard(notification(resource, gone=True)) == ResourceRemoved(resource.key, gateway=gateway)
 
 
 def test_a_route_through_another_device_may_stand_where_ours_should_be() -> None:
@@ -73,8 +74,9 @@ def test_an_entry_that_is_no_longer_permanent_is_as_good_as_gone(resource: Resou
 
 
 def test_an_address_is_news_of_its_interface() -> None:
-    assert heard(notification(ADDRESS)) == InterfaceChanged(INDEX, DEVICE)
-    assert heard(notification(ADDRESS, index=ELSEWHERE, gone=True)) == InterfaceChanged(ELSEWHERE, None)
+    assert heard(notification(ADDRESS)) == InterfaceChanged(INDEX, DEVICE, address=ADDRESS.address)
+    gone = heard(notification(ADDRESS, index=ELSEWHERE, gone=True))
+    assert gone == InterfaceChanged(ELSEWHERE, None, address=ADDRESS.address)
 
 
 def test_address_of_an_interface_is_named_unless_it_is_link_local() -> None:

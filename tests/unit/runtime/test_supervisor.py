@@ -214,6 +214,15 @@ def test_shutdown_names_what_hangs_and_takes_no_longer_than_it_may() -> None:
     assert supervisor.shutdown(DEADLINE) == []
 
 
+def test_task_that_has_ended_is_not_cancelled() -> None:
+    supervisor, cancelled = Supervisor(), list[str]()
+    supervisor.start("brief", lambda: None, lambda: cancelled.append("brief"), may_end=True)
+    wait_until(lambda: "brief" not in (thread.name for thread in threading.enumerate()))
+    supervisor.start("long", wait_for(supervisor.stop), lambda: cancelled.append("long"))
+    assert supervisor.shutdown(DEADLINE) == []
+    assert "brief" not in cancelled
+
+
 def test_a_cancellation_that_fails_or_blocks_does_not_keep_the_others(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
