@@ -69,7 +69,7 @@ VXLAN = [
     pytest.param(["ip link del flannel.1"], ["Restored link flannel.1"], id="a deleted device"),
     pytest.param(
         ["ip link set flannel.1 down", "ip link set flannel.1 name other", "ip link set other up"],
-        ["flannel.1 is called other now", "Restored link flannel.1"],
+        ["Device flannel.1 was renamed to other", "Restored link flannel.1"],
         id="a device with another name",
     ),
     pytest.param(["ip link set flannel.1 down"], ["Restored link flannel.1"], id="a device set down"),

@@ -153,7 +153,7 @@ def test_our_annotations_are_put_right(lab: Lab, gone: str) -> None:
     lab.kube.control.annotate(second.name, {PREFIX + gone: None})
     wait_for(lambda: notes(lab, second) == old, SOON, "the annotation to be written again")
     connect(first, second)
-    assert len(second.wait_for_log("writing it again")) == 1
+    assert len(second.wait_for_log("rewriting them")) == 1
 
 
 def test_an_overwritten_public_ip_is_taken_up_at_once(lab: Lab) -> None:

@@ -113,4 +113,4 @@ def test_peers_missing_from_the_second_list_are_removed(lab: Lab, node: Node, re
         outrun(lab, node)
     node.wait_for_log(READ_AGAIN)
     wait_for_ways(node, LEFT if restart else {**LEFT, "10.5.50.0/24": "198.18.0.250"}, HOLD + 10)
-    assert len(node.wait_for_log("The list of leases was read again")) == 1
+    assert len(node.wait_for_log("Removals resumed: the leases were relisted")) == 1

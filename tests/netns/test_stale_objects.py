@@ -363,7 +363,7 @@ def test_a_plan_names_the_devices_that_a_start_sweeps(lab: Lab) -> None:
 @pytest.mark.parametrize("plane", ["native", "python"])
 def test_the_pump_of_udp_goes_with_its_device(lab: Lab, plane: str) -> None:
     (node,) = lab.cluster({"Type": "udp", "DataPlane": plane}, nodes=1)
-    (line,) = node.wait_for_log("Packets go through the")
+    (line,) = node.wait_for_log(f"Using the {plane} data plane")
     pump = Path("/proc", line.rpartition("process ")[2])
     assert "flanneld.backends.udp.proxy" in (pump / "cmdline").read_text()
     reconfigure(lab, node, {"Type": "vxlan"})

@@ -215,7 +215,7 @@ def test_another_data_plane_takes_over_in_an_instant(lab: Lab) -> None:
             node.stop()
             node.start()
             node.wait_ready()
-            node.wait_for_log(f"Packets go through the {plane} data plane")
+            node.wait_for_log(f"Using the {plane} data plane")
             ping.wait_for_replies()
         # Mostly one or two are lost. While a pump starts, a third of all would be.
         assert ping.lost() < (max(ping.replies()) - begin) / 6

@@ -105,7 +105,9 @@ def test_a_stranger_with_the_pumps_name_is_told_of_and_keeps_nobody_from_anythin
     with running(node, stranger, POSE) as process:
         node.start()
         node.wait_ready(20)
-        node.wait_for_log("Another process poses as the pump, at @flannel-pump/flannel0; `ss -xlp` names it")
+        node.wait_for_log(
+            "Another process poses as the udp proxy at @flannel-pump/flannel0; find it with: ss -xlp"
+        )
         peer.wait_ready(20)
         connect(node, peer)
         before = pid_of(node)

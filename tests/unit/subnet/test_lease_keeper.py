@@ -605,7 +605,7 @@ def test_overwritten_attributes_are_rewritten(
     node.pass_time(4 * CONTEST_SPACING)
     assert store.leases[KEY].attrs == OURS
     assert node.error is None
-    assert caplog.text.count("writing it again") == 1
+    assert caplog.text.count("rewriting them") == 1
 
 
 def test_contested_attributes_are_rewritten_with_growing_intervals_and_logged_once(

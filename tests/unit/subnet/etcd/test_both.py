@@ -405,7 +405,7 @@ def test_an_api_that_is_switched_off_is_done_without(caplog: pytest.LogCaptureFi
             wait_for(lambda: "10.5.2.0/24" in node.peers(), 10, "the peer")
             assert any(isinstance(event, Snapshot) for event in node.events)
             assert node.manager.renew(lease)
-            assert "Only one API of etcd can be used now" in caplog.text
+            assert "Only one API of etcd is usable" in caplog.text
 
 
 def test_while_one_refuses_us_the_other_serves_and_no_peer_is_lost(

@@ -139,7 +139,7 @@ def test_json_is_left_when_it_is_refused(
     assert isinstance(events[1], Added)
     assert events[1].lease.key == lease.key
     assert [type(error) for error in ended] == [Cancelled]
-    assert sum("Speaking gRPC with etcd from now on" in message for message in caplog.messages) == 1
+    assert sum("Using gRPC for etcd" in message for message in caplog.messages) == 1
 
 
 def test_json_that_was_asked_for_is_not_left(guarded: LocalEtcd, certificates: dict[str, Any]) -> None:

@@ -295,7 +295,7 @@ def test_events_that_etcd_has_forgotten_end_in_a_snapshot(
     assert watched.next(1) == Snapshot(())
     watched.put("10.1.2.0-24", value(2))
     assert lease_of(watched.next(2)) == ("10.1.2.0/24", "192.0.2.2")
-    assert sum("has forgotten" in text for text in texts(caplog)) == 1
+    assert sum("has compacted" in text for text in texts(caplog)) == 1
 
 
 def test_a_history_of_others_that_etcd_has_forgotten_is_not_worth_a_word(
@@ -319,7 +319,7 @@ def test_a_history_of_others_that_etcd_has_forgotten_is_not_worth_a_word(
         acts = {1: lambda: watched.put("10.1.1.0-24", value(1)), 2: forget_what_others_wrote}
         watched.start_without_event(act)
         assert subnets(watched.next(2)) == {"10.1.1.0/24"}
-    assert not any("has forgotten" in text for text in texts(caplog))
+    assert not any("has compacted" in text for text in texts(caplog))
 
 
 def test_a_watch_without_news_keeps_up_with_a_busy_etcd(etcd: LocalEtcd) -> None:

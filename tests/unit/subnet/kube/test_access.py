@@ -56,7 +56,7 @@ def test_a_kubeconfig_that_is_missing_or_wrong_is_waited_for(tmp_path: Path, tex
     file = tmp_path / "config"
     if text is not None:
         file.write_text(text)
-    with pytest.raises(Retryable, match="the way to the API server cannot be read"):
+    with pytest.raises(Retryable, match="cannot read address and credentials of the API server"):
         Access("", str(file), {}).open(InterruptibleSocket())
 
 
@@ -83,7 +83,7 @@ def kubeconfig(path: Path, user: str, cluster: str = "server: https://192.0.2.1:
 def test_a_kubeconfig_of_a_shape_that_nobody_expects_is_waited_for(
     tmp_path: Path, user: str, cluster: str
 ) -> None:
-    with pytest.raises(Retryable, match="the way to the API server cannot be read"):
+    with pytest.raises(Retryable, match="cannot read address and credentials of the API server"):
         Access("", str(kubeconfig(tmp_path / "config", user, cluster)), {}).open(InterruptibleSocket())
 
 

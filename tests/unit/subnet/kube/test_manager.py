@@ -365,7 +365,7 @@ def test_many_invalid_nodes_are_one_line(cluster: Cluster, caplog: pytest.LogCap
         wait_for(lambda: len(cluster.events) == number, 10)  # noqa: B023
         manager.reread()
     (line,) = [text for text in caplog.messages if "Ignoring" in text]
-    assert line.startswith("Ignoring what 300 nodes say: node m000 has ")
+    assert line.startswith("Ignoring 300 invalid nodes: node m000 has ")
     assert line.endswith("; and 297 more")
 
 
