@@ -43,6 +43,7 @@ class Ipsec:
     def __init__(self, config: Config, host: Host) -> None:
         self._wanted = wanted = read_config(config)
         self._uplink = uplink = host.uplink
+        self._call = host.call
         pool = config.range(4)
         if pool is None or config.families != (4,):
             raise Fatal("ipsec carries IPv4 only", "set EnableIPv6 to false and EnableIPv4 to true")
@@ -72,8 +73,9 @@ class Ipsec:
         from flanneld.backends.ipsec.table_connections import ConnectionTable
         from flanneld.network.xfrm.table import XfrmPolicyTable
 
-        connections = ConnectionTable(self._network)
-        return XfrmPolicyTable(self._network), CharonTable(connections.note), connections
+        connections = ConnectionTable(self._network, self._call)
+        charon = CharonTable(connections.note, self._wanted.digest, self._call)
+        return XfrmPolicyTable(self._network), charon, connections
 
     def local(self, own: Lease) -> Iterator[Resource]:
         """Yield the guards first, which block packets to no peer. Then charon, and our own key."""
