@@ -15,7 +15,7 @@ from flanneld.reconcile.reconciler import Permits, Reconciler, TableState
 from flanneld.reconcile.table_worker import Knowledge, Workers
 from flanneld.state.diff import Delta
 from flanneld.state.report import Failure, Report
-from flanneld.state.resources import Key, State
+from flanneld.state.resources import ROUTES, Key, State
 from flanneld.state.sessions import HasSessions, Session
 from flanneld.state.table import Table
 
@@ -66,7 +66,11 @@ class NodeTables:
         if exit_policy(backend) is ExitPolicy.REMOVE:
             self._removed_at_exit = frozenset(each.name for each in others)
         self._with_sessions = tuple(each for each in others if isinstance(each, HasSessions))
-        self.reconciler = self._over([*kernels, *(each for each in others if each.worker == _WORKER)])
+        before_routes = [each for each in kernels if each.name != ROUTES]
+        routes = [each for each in kernels if each.name == ROUTES]
+        # A route may lead to a peer that only the backend's tables make reachable.
+        in_kernel = [each for each in others if each.worker == _WORKER]
+        self.reconciler = self._over([*before_routes, *in_kernel, *routes])
         self.workers = self._beside([each for each in others if each.worker != _WORKER])
 
     def _over(self, tables: Sequence[Table]) -> Reconciler:
