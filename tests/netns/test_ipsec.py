@@ -319,6 +319,7 @@ def test_another_backend_sweeps_the_policies_and_wrong_keys_are_named(lab: Lab) 
     start(peer)
     peer.wait_ready()
     node.wait_for_log(f"IKE with {peer.address} for {peer.subnet()} fails", SOON)
+    wait_for(lambda: "give all nodes one PSK" in flannelctl(node, "doctor").stdout, SOON, "the advice")
     lab.etcd.put_config({"Network": NETWORK, "Backend": {"Type": "host-gw"}})
     for each in (node, peer):
         each.stop()

@@ -101,7 +101,10 @@ class ConnectionTable:
             seen = [*self._keys(keys), *self._connections(connections)]
             wanted = [each for each in scope.wanted.values() if isinstance(each, Connection)]
             self._look_after(wanted, found, {each.key for each in seen}, control)
-        self._sessions = tuple(session_of(each, found.get(each.name), clock.wall()) for each in wanted)
+        now = clock.wall()
+        self._sessions = tuple(
+            session_of(each, found.get(each.name), now, self._reasons.get(each.name, "")) for each in wanted
+        )
         return list(map(Seen, seen))
 
     def _keys(self, names: Iterable[str]) -> Iterator[Resource]:
