@@ -22,6 +22,7 @@ from flanneld.backends.contract import (
     Host,
     OtherBackend,
     RecognizesItself,
+    claims_of,
     encrypts,
     exit_policy,
     stands_alone,
@@ -114,6 +115,9 @@ class Switching:
             each.identity() if isinstance(each, HasIdentity) else None for each in (self._first, self._second)
         )
         return first, second
+
+    def claims(self) -> tuple[str, ...]:
+        return (*claims_of(self._first), *claims_of(self._second))
 
     def attributes(self) -> LeaseAttrs:
         return with_also(self._first.attributes(), self._second.attributes())

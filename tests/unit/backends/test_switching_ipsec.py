@@ -10,7 +10,7 @@ import pytest
 
 from flanneld.backends import registry
 from flanneld.backends.announcement import announced, with_also
-from flanneld.backends.contract import Backend, Host, OtherBackend, encrypts
+from flanneld.backends.contract import Backend, Host, OtherBackend, claims_of, encrypts
 from flanneld.backends.ipsec.resources import Charon, Connection
 from flanneld.backends.wireguard import keys
 from flanneld.backends.wireguard.resources import AllowedIp
@@ -111,6 +111,10 @@ def test_peers_in_the_clear_are_refused_unless_that_is_allowed() -> None:
     with pytest.raises(OtherBackend, match="would be reached unencrypted"):
         to_peer(made("ipsec", "vxlan"), VXLAN)
     assert devices(to_peer(made("ipsec", "vxlan", AllowUnencryptedPeers=True), VXLAN)) == ["flannel.1"]
+
+
+def test_resources_of_both_are_claimed() -> None:
+    assert claims_of(made("vxlan", "wireguard")) == (*claims_of(made("vxlan")), "device flannel-wg")
 
 
 def test_both_are_read_back_from_the_lease() -> None:
