@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
@@ -46,6 +48,8 @@ def _charon() -> CharonState | None:
     from flanneld.backends.ipsec import charon, process
     from flanneld.errors import Fatal, Retryable
 
+    if Path(charon.SOCKET).exists() and not os.access(charon.SOCKET, os.W_OK):
+        return None
     try:
         with charon.Connection(time_limit=_PATIENCE) as connection:
             connection.ask("version")
