@@ -35,7 +35,7 @@ class Wire:
             self._socket.bind((node.name, ETH_P_ALL))
         self._socket.settimeout(0.1)
         self._stop = threading.Event()
-        self.seen = self.readable = 0
+        self.seen = self.readable = self._delivered = self._dropped = 0
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -44,9 +44,21 @@ class Wire:
         self._stop.set()
         self._thread.join()
         with self._socket:
-            told = self._socket.getsockopt(_SOL_PACKET, _PACKET_STATISTICS, struct.calcsize("II"))
-        _, dropped = struct.unpack("II", told)
-        assert dropped == 0
+            self._ask()
+        assert self._dropped == 0
+
+    def drain(self) -> None:
+        """Wait until all packets that have passed before are read."""
+        self._ask()
+        goal = self._delivered
+        wait_for(lambda: self.seen >= goal, what="the packets on the wire to be read")
+
+    def _ask(self) -> None:
+        """Ask the kernel for the packets since the last question."""
+        told = self._socket.getsockopt(_SOL_PACKET, _PACKET_STATISTICS, struct.calcsize("II"))
+        delivered, dropped = struct.unpack("II", told)
+        self._delivered += delivered - dropped
+        self._dropped += dropped
 
     def wait_for_packets(self, more: int = 20) -> None:
         """Wait until ``more`` packets, readable or not, have passed."""
