@@ -11,9 +11,10 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from flanneld.ctl import encryption_facts, shadowing_routes, snapshot, stale_objects
+from flanneld.ctl import shadowing_routes, snapshot, stale_objects
 from flanneld.ctl.data_source import Source, Unknown, ranges_of
-from flanneld.ctl.encryption_facts import EncryptionFacts
+from flanneld.ctl.evidence import encryption
+from flanneld.ctl.evidence.encryption import EncryptionFacts
 from flanneld.ctl.path_mtu import Path as PathToPeer
 from flanneld.ctl.path_mtu import sample
 from flanneld.ctl.shadowing_routes import ShadowingRoute
@@ -159,7 +160,7 @@ def gather(source: Source) -> Facts:
         traffic={link.name: _traffic(link.name) for link in ours},
         offload=dict(_offload(ours)),
         kernel=_kernel(),
-        encryption=encryption_facts.read(document),
+        encryption=encryption.read(document),
         gc_thresh=_number(Path(_GC_THRESH)),
         clock_is_synchronised=_clock_is_synchronised(),
         paths=tuple(_paths(document)),

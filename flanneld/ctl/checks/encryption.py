@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from flanneld.ctl.encryption_facts import CharonState
+from flanneld.ctl.evidence.encryption import CharonState
 from flanneld.ctl.facts import Facts
 from flanneld.ctl.findings import Advice, Finding, check
 

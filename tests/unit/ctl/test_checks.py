@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from flanneld.ctl.checks import CHECKS
 from flanneld.ctl.data_source import Part, Unknown
 from flanneld.ctl.doctor import as_json, examine, report
-from flanneld.ctl.encryption_facts import CharonState, EncryptionFacts
+from flanneld.ctl.evidence.encryption import CharonState, EncryptionFacts
 from flanneld.ctl.facts import Dropped, Facts
 from flanneld.ctl.findings import THEMES, Advice, Fix, Severity
 from flanneld.ctl.path_mtu import Path as PathToPeer
