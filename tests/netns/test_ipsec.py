@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from flanneld.backends.ipsec import process
 from flanneld.backends.ipsec.vici import text
 from flanneld.network.rtnetlink.netlink import NLM_F_REQUEST, message
 from flanneld.network.xfrm import messages
@@ -238,6 +240,30 @@ def test_a_restart_loses_no_packet_and_ends_no_association(
 def negotiated(node: Node) -> set[str]:
     """Return the SPIs of this node's SAs."""
     return {text(each, "spi-in") for sas in associations(node).values() for each in sas.children}
+
+
+@pytest.mark.parametrize("change", ["settings", "program"])
+def test_a_charon_that_is_out_of_date_is_replaced(lab: Lab, tmp_path: Path, change: str) -> None:
+    program = tmp_path / "charon"
+    lab.etcd.put_config({"Network": NETWORK, "Backend": IPSEC})
+    (node,) = lab.add_nodes()
+
+    def run() -> int:
+        path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        node.start(command=with_own_run(node, *own_command()), environment=path)
+        node.wait_ready()
+        node.stop()
+        return charon_of(node)
+
+    shutil.copy(process.find(), program)
+    former = run()
+    assert run() == former
+    if change == "settings":
+        lab.etcd.put_config({"Network": NETWORK, "Backend": {**IPSEC, "UDPEncap": True}})
+    else:
+        program.unlink()
+        shutil.copy(process.find(), program)
+    assert run() not in (0, former)
 
 
 def test_a_stop_does_not_wait_for_a_charon_that_starts(lab: Lab, tmp_path: Path) -> None:
