@@ -192,11 +192,12 @@ def desired(member: Member) -> LocalNode:
 
 
 def _kernel_tables(member: Member, stale_links: Callable[[], Iterable[Link]]) -> list[Table]:
-    """Return the tables of devices and routes, and of XFRM policies left by an ipsec backend."""
-    from flanneld.network.xfrm.table import stale_tables  # rarely needed, and it takes its time
+    """Return the tables of devices and routes, and of policies and charon left by an ipsec backend."""
+    from flanneld.backends.ipsec.stale import stale_charon  # rarely needed, and both take their time
+    from flanneld.network.xfrm.table import stale_tables
 
     networks = (network for network, _ in member.uplink_manager.ranges)
-    return [*tables(member.kernel, stale_links), *stale_tables(networks)]
+    return [*tables(member.kernel, stale_links), *stale_tables(networks), *stale_charon()]
 
 
 def run(

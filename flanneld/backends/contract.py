@@ -122,6 +122,8 @@ class Host(HostServices, frozen=True):
     tun_for: Callable[[IPNetwork], str] = lambda _: "flannel0"
     #: Result of ``HasIdentity.identity`` in this run, None before the call.
     identity: Any = None
+    #: True if another backend runs beside this one: peers may send by either.
+    is_shared: bool = False
 
 
 class OtherBackend(Refused):

@@ -1,13 +1,13 @@
 """Two backends on one node, while a cluster switches from one to the other node by node.
 
 ``Backend.Type`` carries the packets to each peer that announces it, ``Backend.Also`` those to other peers.
-Devices, addresses and entries of both backends exist, so packets from a peer arrive by either. Each peer's
-route is that of the backend used for it.
+Devices, addresses, entries and keys of both backends exist, so packets from a peer arrive by either. Each
+peer's route, or the XFRM policy that takes its place, is that of the backend used for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from msgspec.structs import replace
@@ -22,6 +22,7 @@ from flanneld.backends.contract import (
     Host,
     OtherBackend,
     RecognizesItself,
+    claims_of,
     encrypts,
     exit_policy,
     stands_alone,
@@ -30,6 +31,7 @@ from flanneld.compat.json import GoJsonError
 from flanneld.config import Config
 from flanneld.errors import Fatal
 from flanneld.model import Lease, LeaseAttrs, is_same_node
+from flanneld.network.xfrm.policy import XfrmPolicy
 from flanneld.state.resources import Kind, Link, Resource
 from flanneld.state.table import Table
 
@@ -59,7 +61,7 @@ def beside(make_first: Factory, make_second: Factory) -> Factory:
 def _host_for(config: Config, host: Host, identity: Any) -> Host:
     """Return the facts for one backend, with its own identity and its former attributes."""
     stored = announced(host.stored, config.backend_type) if host.stored else None
-    return replace(host, identity=identity, stored=stored or host.stored)
+    return replace(host, identity=identity, stored=stored or host.stored, is_shared=True)
 
 
 def _refuse_pair(config: Config, first: Backend, other: Config, second: Backend) -> None:
@@ -114,6 +116,9 @@ class Switching:
         )
         return first, second
 
+    def claims(self) -> tuple[str, ...]:
+        return (*claims_of(self._first), *claims_of(self._second))
+
     def attributes(self) -> LeaseAttrs:
         return with_also(self._first.attributes(), self._second.attributes())
 
@@ -136,7 +141,7 @@ class Switching:
 
     def local(self, own: Lease) -> Iterator[Resource]:
         yield from self._first.local(own)
-        yield from _without_routes(self._second.local(own))
+        yield from _without_ways(self._second.local(own))
 
     def peer(self, own: Lease, lease: Lease) -> Iterator[Resource]:
         try:
@@ -145,7 +150,7 @@ class Switching:
             yield from self._by_second(own, lease)
             return
         try:
-            yield from _without_routes(self._second.peer(own, lease))
+            yield from _without_ways(self._second.peer(own, lease))
         except OtherBackend:
             return
 
@@ -159,5 +164,8 @@ class Switching:
         return resources
 
 
-def _without_routes(resources: Any) -> Iterator[Resource]:
-    return (each for each in resources if each.kind is not Kind.ROUTE)
+def _without_ways(resources: Iterable[Resource]) -> Iterator[Resource]:
+    """Yield the resources by which packets arrive, without those that decide how packets leave."""
+    for each in resources:
+        if each.kind is not Kind.ROUTE and not (isinstance(each, XfrmPolicy) and each.leads):
+            yield each

@@ -13,6 +13,8 @@ from msgspec import Struct, field
 
 from flanneld.ctl import shadowing_routes, snapshot, stale_host_objects
 from flanneld.ctl.data_source import Source, Unknown, ranges_of
+from flanneld.ctl.evidence import encryption
+from flanneld.ctl.evidence.encryption import EncryptionFacts
 from flanneld.ctl.path_mtu import Path as PathToPeer
 from flanneld.ctl.path_mtu import sample
 from flanneld.ctl.shadowing_routes import ShadowingRoute
@@ -77,6 +79,7 @@ class Facts(Struct, frozen=True, gc=False):
     #: By VXLAN device: True if checksums are offloaded to it.
     offload: Mapping[str, bool] = field(default_factory=dict)
     kernel: tuple[int, int] = (0, 0)
+    encryption: EncryptionFacts = EncryptionFacts()
     gc_thresh: int = 0
     clock_is_synchronised: bool | None = None
     #: Paths to a few peers, each with the size that it carries.
@@ -157,6 +160,7 @@ def gather(source: Source) -> Facts:
         traffic={link.name: _traffic(link.name) for link in ours},
         offload=dict(_offload(ours)),
         kernel=_kernel(),
+        encryption=encryption.read(document),
         gc_thresh=_number(Path(_GC_THRESH)),
         clock_is_synchronised=_clock_is_synchronised(),
         paths=tuple(_paths(document)),

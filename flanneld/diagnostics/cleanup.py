@@ -14,6 +14,7 @@ from flanneld.backends.cloud.cleanup import routes_in
 from flanneld.backends.cloud.record import SUFFIX, Record
 from flanneld.backends.extension.commands import ConfigCommandFailed, ConfigCommands
 from flanneld.backends.extension.journal import Journal, JournalEntry
+from flanneld.backends.ipsec import charon_process as charon
 from flanneld.backends.udp.proxy_client import NoProxy, ProxyClient, ProxySilent
 from flanneld.diagnostics import other_daemons
 from flanneld.errors import Fatal, cause_of
@@ -120,6 +121,8 @@ def _steps(
             if isinstance(link.make, Tun):
                 yield from _pump_of(link.name)
             yield f"link {link.name}", partial(_unmade, link.name)
+    if pid := charon.running():
+        yield f"charon, process {pid}", partial(charon.end_running, pid)
     yield from _policies_of(previous, everything=everything)
     for file in files:
         if file.exists():

@@ -211,6 +211,7 @@ def _session(session: Session) -> Document:
         "rx_bytes": session.rx_bytes,
         "tx_bytes": session.tx_bytes,
         "endpoint": session.endpoint,
+        "problem": session.problem,
     }
 
 

@@ -28,6 +28,8 @@ class Session(Struct, frozen=True, gc=False):
     #: Address and port where the peer is called now; empty if that is not known.
     endpoint: str = ""
     is_silent: bool = False
+    #: Reason why the last negotiation failed, with the remedy; empty if none is known.
+    problem: str = ""
 
     @property
     def state(self) -> str:

@@ -6,20 +6,20 @@ import pytest
 
 from tests.lab import Lab, Node, own_command, peer_command, wait_for
 from tests.lab.lab import NETWORK
-from tests.netns.test_ipsec import IPSEC, OWN_RUN, talk
+from tests.netns.charons import IPSEC, with_own_run
+from tests.netns.test_ipsec import talk
 
 pytestmark = [pytest.mark.needs_kernel("esp"), pytest.mark.parametrize("api", ["v2"])]
 
 #: Version 0.12.0 knows one place where charon may be. The machine forgets the link.
 FOLDER = "/usr/lib/strongswan"
-LINKED = f"mkdir -p {FOLDER} && ln -sfn /usr/lib/ipsec/charon {FOLDER}/charon"
-THEIR_RUN = (*OWN_RUN[:-1], f'mount -t tmpfs run /run && {LINKED} && exec "$0" "$@"')
+LINKED = f'mkdir -p {FOLDER} && ln -sfn /usr/lib/ipsec/charon {FOLDER}/charon && exec "$0" "$@"'
 
 
 def start(node: Node, *, ours: bool) -> None:
     command = own_command() if ours else peer_command()
     assert command, "set FLANNELD_PEER to the other daemon's command"
-    node.start(command=[*(OWN_RUN if ours else THEIR_RUN), *command])
+    node.start(command=with_own_run(node, *(() if ours else ("sh", "-c", LINKED)), *command))
     node.wait_ready()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -13,33 +14,28 @@ from typing import Any
 
 import pytest
 
-from flanneld.backends.ipsec.charon import NoCharon
-from flanneld.backends.ipsec.charon import ViciConnection as Control
-from flanneld.backends.ipsec.sessions import by_connection
-from flanneld.backends.ipsec.vici import texts
+from flanneld.backends.ipsec import charon_process
+from flanneld.backends.ipsec.vici import text
 from flanneld.network.rtnetlink.netlink import NLM_F_REQUEST, message
 from flanneld.network.xfrm import messages
 from flanneld.network.xfrm.policy import XfrmPolicy, guards, tunnel_policies
 from flanneld.network.xfrm.table import open_xfrm, policies
 from tests.lab import Lab, Node, own_command, wait_for
 from tests.lab.lab import NETWORK
+from tests.netns.charons import IPSEC, PSK, associations, charon_of, control, loaded, with_own_run
 from tests.netns.pair import connect
 from tests.netns.test_seeing import flannelctl
 from tests.netns.traffic import Sniffer, Stream
 
 pytestmark = pytest.mark.needs_kernel("esp")
 
-PSK = "a secret that no log may ever show, " * 3
-IPSEC = {"Type": "ipsec", "PSK": PSK}
 DEVICE = "flannel-ipsec"
-#: charon's socket and its pid file are under /run, whatever network namespace it is in.
-OWN_RUN = ("unshare", "-m", "sh", "-c", 'mount -t tmpfs run /run && exec "$0" "$@"')
 #: Seconds: two readings of charon, one of which waits for an answer as long as it may.
 SOON = 40
 
 
 def start(node: Node, *flags: str) -> None:
-    node.start(*flags, command=[*OWN_RUN, *own_command()])
+    node.start(*flags, command=with_own_run(node, *own_command()))
 
 
 def cluster(lab: Lab, *flags: str, backend: Mapping[str, Any] = IPSEC) -> list[Node]:
@@ -70,26 +66,6 @@ def wanted(node: Node, *peers: Node) -> set[XfrmPolicy]:
         tunnel_policies(own, IPv4Network(each.subnet()), here, IPv4Address(each.address)) for each in peers
     )
     return {*guards(IPv4Network(NETWORK), own), *itertools.chain.from_iterable(tunnels)}
-
-
-def charon_of(node: Node) -> int:
-    """Return the process, 0 if there is none."""
-    found = node.run("pgrep", "--exact", "--parent", str(node.pid), "charon", check=False).stdout.split()
-    return int(found[0]) if found else 0
-
-
-def control(node: Node) -> Control:
-    return Control(f"/proc/{node.pid}/root/run/charon.vici")
-
-
-def loaded(node: Node) -> tuple[list[str], list[str]]:
-    """Return the names of charon's connections and keys; none while no charon answers."""
-    try:
-        with control(node) as charon:
-            names = [name for event in charon.listing("list-conns", "list-conn") for name in event]
-            return names, sorted(texts(charon.ask("get-shared"), "keys"))
-    except NoCharon:
-        return [], []
 
 
 def all_of(node: Node, peer: Node) -> tuple[list[str], list[str]]:
@@ -168,7 +144,7 @@ def test_flushed_policies_are_restored_and_nothing_leaks(pair: list[Node], tmp_p
             # Without the route into the device it would: that is what the capture can see.
             node.run("ip", "route", "del", peer.subnet(), "dev", DEVICE)
             node.run("ip", "route", "del", "unreachable", NETWORK, "metric", "65535")
-            assert plain() > 0
+            wait_for(lambda: plain() > 0, what="a readable packet")
     wait_for(lambda: found(node) == wanted(node, peer), SOON, "the policies to be back")
     node.wait_for_route(peer.subnet())
     talk(node, peer)
@@ -198,7 +174,7 @@ def test_blocking_policies_hold_where_other_routes_lead_past_the_device(
         delete(node, tunnels)
         assert plain() == 0
         delete(node, guard)
-        assert plain() > 0
+        wait_for(lambda: plain() > 0, what="a readable packet")
     node.run("ip", "route", "del", f"{host}/32")
     wait_for(lambda: found(node) == wanted(node, peer), SOON, "the policies to be back")
     talk(node, peer)
@@ -239,6 +215,71 @@ def test_connections_lost_by_charon_are_loaded_again(pair: list[Node]) -> None:
 # ---- start, end and peers that go -----------------------------------------------------------------
 
 
+@pytest.mark.parametrize("end", [Node.stop, Node.kill], ids=["SIGTERM", "SIGKILL"])
+def test_a_restart_loses_no_packet_and_ends_no_association(
+    pair: list[Node], end: Callable[[Node], object]
+) -> None:
+    node, peer = pair
+    talk(node, peer)
+    wait_for(lambda: bool(negotiated(node)), SOON, "SAs of the present charon")
+    before = negotiated(node)
+    with node.container().ping(peer.container()) as out, peer.container().ping(node.container()) as back:
+        out.wait_for_replies()
+        end(node)
+        out.wait_for_replies()
+        start(node)
+        node.wait_ready()
+        node.wait_for_log("In sync with")
+        wait_for(lambda: loaded(node) == all_of(node, peer), SOON, "keys and connection to be loaded")
+        out.wait_for_replies()
+        back.wait_for_replies()
+        assert (out.lost(), back.lost()) == (0, 0)
+    assert negotiated(node) >= before
+
+
+def negotiated(node: Node) -> set[str]:
+    """Return the SPIs of this node's SAs."""
+    return {text(each, "spi-in") for sas in associations(node).values() for each in sas.children}
+
+
+@pytest.mark.parametrize("change", ["settings", "program"])
+def test_a_charon_that_is_out_of_date_is_replaced(lab: Lab, tmp_path: Path, change: str) -> None:
+    program = tmp_path / "charon"
+    lab.etcd.put_config({"Network": NETWORK, "Backend": IPSEC})
+    (node,) = lab.add_nodes()
+
+    def run() -> int:
+        path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        node.start(command=with_own_run(node, *own_command()), environment=path)
+        node.wait_ready()
+        node.stop()
+        return charon_of(node)
+
+    shutil.copy(charon_process.find(), program)
+    former = run()
+    assert run() == former
+    if change == "settings":
+        lab.etcd.put_config({"Network": NETWORK, "Backend": {**IPSEC, "UDPEncap": True}})
+    else:
+        program.unlink()
+        shutil.copy(charon_process.find(), program)
+    assert run() not in (0, former)
+
+
+def test_a_stop_does_not_wait_for_a_charon_that_starts(lab: Lab, tmp_path: Path) -> None:
+    """The start of this one would be given up after 20 s, and the log would say so."""
+    charon = tmp_path / "charon"
+    charon.write_text("#!/bin/sh\necho $$ > /run/charon.pid && exec sleep 1000\n")
+    charon.chmod(0o755)
+    lab.etcd.put_config({"Network": NETWORK, "Backend": IPSEC})
+    (node,) = lab.add_nodes()
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    node.start(command=with_own_run(node, *own_command()), environment=path)
+    wait_for(lambda: bool(charon_of(node)), what="charon to be started")
+    assert node.stop(60).status == 0
+    assert "does not answer" not in node.log()
+
+
 @pytest.mark.parametrize("masquerade", [False, True], ids=["", "masquerading"])
 def test_nothing_leaves_in_the_clear(lab: Lab, tmp_path: Path, masquerade: bool) -> None:
     flags = ("--ip-masq",) if masquerade else ()
@@ -248,7 +289,6 @@ def test_nothing_leaves_in_the_clear(lab: Lab, tmp_path: Path, masquerade: bool)
         charon = charon_of(node)
         assert charon
         node.kill()
-        wait_for(lambda: not Path(f"/proc/{charon}").exists(), what="charon to end with the daemon")
         assert found(node) == wanted(node, peer)
         assert plain() == 0
         stale = tunnel_policies(
@@ -266,14 +306,14 @@ def test_nothing_leaves_in_the_clear(lab: Lab, tmp_path: Path, masquerade: bool)
         start(node, *flags)
         node.wait_ready()
         talk(node, peer)
+        assert charon_of(node) == charon
         wait_for(lambda: found(node) == wanted(node, peer), SOON, "what an earlier run left to be swept")
         assert plain() == 0
         peer.stop()
         lab.etcd.delete_lease(peer.subnet())
         wait_for(lambda: found(node) == wanted(node), SOON, "the policies to go")
         wait_for(lambda: loaded(node) == ([], [f"flannel-{node.address}"]), SOON, "connection and key to go")
-        with control(node) as connection:
-            assert by_connection(connection.listing("list-sas", "list-sa")) == {}
+        assert associations(node) == {}
         assert plain() == 0
     assert PSK.strip() not in node.logs()
     tools(lab, node)
@@ -281,7 +321,8 @@ def test_nothing_leaves_in_the_clear(lab: Lab, tmp_path: Path, masquerade: bool)
 
 def tools(lab: Lab, node: Node) -> None:
     """-plan and -cleanup know what there is, and show no key."""
-    command = [*own_command(), f"--etcd-endpoints={lab.etcd.endpoint}", f"--subnet-file={node.subnet_file}"]
+    own = (f"--etcd-endpoints={lab.etcd.endpoint}", f"--subnet-file={node.subnet_file}")
+    command = with_own_run(node, *own_command(), *own)
     node.stop()
     delete(node, guards(IPv4Network(NETWORK), None)[:1])
     planned = node.run(*command, "--plan").stdout
@@ -291,6 +332,7 @@ def tools(lab: Lab, node: Node) -> None:
     assert "action block" in cleaned
     assert found(node) == set()
     assert node.link(DEVICE) is None
+    wait_for(lambda: not charon_of(node), what="charon to end")
 
 
 def test_another_backend_sweeps_the_policies_and_wrong_keys_are_named(lab: Lab) -> None:
@@ -303,13 +345,15 @@ def test_another_backend_sweeps_the_policies_and_wrong_keys_are_named(lab: Lab) 
     start(peer)
     peer.wait_ready()
     node.wait_for_log(f"IKE with {peer.address} for {peer.subnet()} fails", SOON)
+    wait_for(lambda: "give all nodes one PSK" in flannelctl(node, "doctor").stdout, SOON, "the advice")
     lab.etcd.put_config({"Network": NETWORK, "Backend": {"Type": "host-gw"}})
     for each in (node, peer):
         each.stop()
-        each.start()
+        start(each)
     for each in (node, peer):
         each.wait_ready()
     talk(node, peer)
     for each in (node, peer):
         assert found(each) == set()
     wait_for(lambda: all(each.link(DEVICE) is None for each in (node, peer)), what="the former device to go")
+    wait_for(lambda: not any(map(charon_of, (node, peer))), what="charon to end")

@@ -37,12 +37,12 @@ class Ipsec:
     """
 
     encrypts = True
-    #: Its guards block the packets that another backend would carry.
-    stands_alone = True
 
     def __init__(self, config: Config, host: Host) -> None:
         self._settings = settings = read_config(config)
         self._uplink = uplink = host.uplink
+        self._is_shared = host.is_shared
+        self._call = host.call
         pool = config.range(4)
         if pool is None or config.families != (4,):
             raise Fatal("ipsec carries IPv4 only", "set EnableIPv6 to false and EnableIPv4 to true")
@@ -72,16 +72,21 @@ class Ipsec:
         from flanneld.backends.ipsec.table_connections import ConnectionTable
         from flanneld.network.xfrm.table import XfrmPolicyTable
 
-        connections = ConnectionTable(self._network)
-        return XfrmPolicyTable(self._network), CharonTable(connections.note), connections
+        connections = ConnectionTable(self._network, self._call)
+        charon = CharonTable(connections.note, self._settings.digest, self._call)
+        return XfrmPolicyTable(self._network), charon, connections
 
     def local(self, own: Lease) -> Iterator[Resource]:
-        """Yield the guards first, which block packets to no peer. Then charon, and our own key."""
+        """Yield the guards first, which block packets to no peer. Then charon, and our own key.
+
+        The policies among the guards would also block the packets of another backend beside this one.
+        """
         yield Blackhole(self._network, unreachable=True)
         yield Dummy(DEVICE, self._mtu)
         if own.subnet is not None:
             yield Address(DEVICE, own.subnet.network_address)
-        yield from guards(self._network, own.subnet)
+        if not self._is_shared:
+            yield from guards(self._network, own.subnet)
         yield Charon()
         yield SharedKey(self._public, self._settings.psk)
 
@@ -91,7 +96,9 @@ class Ipsec:
             return
         remote = peers_public_ip(lease, 4, self._uplink)
         assert isinstance(remote, IPv4Address)
-        yield from tunnel_policies(own.subnet, lease.subnet, self._local, remote)
+        yield from tunnel_policies(
+            own.subnet, lease.subnet, self._local, remote, accepts_others=self._is_shared
+        )
         yield Route(lease.subnet, DEVICE)
         yield SharedKey(remote, self._settings.psk)
         yield IkeConnection(

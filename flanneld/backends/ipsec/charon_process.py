@@ -1,11 +1,11 @@
-"""charon as a child process: lookup, start bound to the daemon's life, and stop."""
+"""charon as a process that outlives the daemon: lookup, start, recognition by the next run, and end."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,19 +16,12 @@ from flanneld.runtime import waits
 FOLDERS = ("/usr/lib/strongswan", "/usr/lib/ipsec", "/usr/libexec/strongswan", "/usr/libexec/ipsec")
 #: charon refuses to start while a process with the pid in this file lives, of any program. The path is fixed.
 _PID_FILE = Path("/var/run/charon.pid")
-#: Seconds for charon to notify its peers of its end while the daemon stops.
-_END_LIMIT = 0.7
-#: Seconds until a killed process is gone, and between two checks.
-_KILL_LIMIT, _LOOK = 5.0, 0.01
+#: Variable in the environment of a charon that a daemon has started: a digest of the settings then.
+_MARK = "FLANNELD_CHARON"
+#: Seconds for charon to notify its peers of its end, then until a killed process is gone; and between checks.
+_END_LIMIT, _KILL_LIMIT, _LOOK = 2.0, 5.0, 0.01
 #: Bytes of its output to read at a time.
 _OUTPUT = 64 << 10
-#: Kills charon when the thread that started it ends, as upstream does. linux/prctl.h: PR_SET_PDEATHSIG is 1.
-_WRAPPER = """
-import ctypes, os, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGTERM)
-if os.getppid() == int(sys.argv[1]):
-    os.execv(sys.argv[2], sys.argv[2:])
-"""
 #: Variables of our environment that charon gets: others may contain passwords.
 _PASSED = ("PATH", "LANG", "LD_LIBRARY_PATH", "STRONGSWAN_CONF", "LEAK_DETECTIVE_DISABLE", "TZ")
 
@@ -44,48 +37,74 @@ def find() -> str:
     return found
 
 
-class CharonProcess:
-    """charon as our child. Its output before the first answer is kept to report why it does not start."""
+def running() -> int:
+    """Return the pid of a charon that a daemon of this host has started, 0 if there is none."""
+    with suppress(OSError, ValueError):
+        pid = int(_PID_FILE.read_text())
+        return pid if _mark_of(pid) is not None else 0
+    return 0
 
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
+
+class CharonProcess:
+    """charon as started by this run or an earlier one. ``mark`` is a digest of the present settings.
+
+    Its output before the first answer is kept to report why it does not start.
+    """
+
+    def __init__(self, mark: str) -> None:
+        self._mark = mark
+        self._pid = 0
+        self._child: subprocess.Popen[bytes] | None = None
         self._output = -1
 
     @property
     def pid(self) -> int:
         """Return its pid, 0 if it does not run."""
-        running = self._process
-        return running.pid if running is not None and running.poll() is None else 0
+        if self._child is not None:
+            self._child.poll()
+        return self._pid if self._pid and _mark_of(self._pid) is not None else 0
 
     @property
     def status(self) -> int | None:
-        """Return its exit status, or the negative number of the signal that ended it; None if it runs."""
-        return self._process.poll() if self._process else None
+        """Return its exit status, or the negative number of the signal that ended it; None if unknown."""
+        return self._child.poll() if self._child else None
+
+    def find_running(self) -> None:
+        """Look for a charon of an earlier run, unless ours runs."""
+        self._pid = self.pid or running()
+
+    def is_outdated(self) -> bool:
+        """Return True if it runs with other settings, or an upgrade has replaced its program."""
+        pid = self.pid
+        if not pid:
+            return False
+        with suppress(OSError):
+            if str(Path(f"/proc/{pid}/exe").readlink()).endswith(" (deleted)"):
+                return True
+        return _mark_of(pid) != self._mark
 
     def start(self) -> None:
         """Start it. Raises ``Fatal`` if it is not installed, ``Retryable`` if it does not start."""
-        self.kill()
         path = find()
         _remove_stale_pid_file()
         output = self._new_output()
+        environment = {name: value for name, value in os.environ.items() if name in _PASSED}
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _WRAPPER, str(os.getpid()), path],
+            self._child = subprocess.Popen(
+                [path],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env={name: value for name, value in os.environ.items() if name in _PASSED},
+                env=environment | {_MARK: self._mark},
                 cwd="/",
-                # A signal for the daemon, such as a terminal's Ctrl-C, must not reach charon directly.
+                # A signal for the daemon, such as a terminal's Ctrl-C, must not reach charon.
                 start_new_session=True,
             )
         except OSError as failure:
             raise Retryable(f"charon does not start: {cause_of(failure)}") from None
         finally:
             os.close(output)
-
-    def _is_over(self) -> bool:
-        return self.pid == 0
+        self._pid = self._child.pid
 
     def output(self) -> str:
         """Return the last line of output since the last call; empty without one."""
@@ -101,25 +120,51 @@ class CharonProcess:
 
         charon buffers up to 4 KiB of its output, even in mid-line. So our log does not use it.
         """
-        if self._output >= 0:
-            os.close(self._output)
+        self.close()
         self._output, output = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         return output
 
     def kill(self) -> None:
         """Send SIGKILL if it runs, without a notice to its peers."""
-        if self._process is not None:
-            self._process.kill()
+        if _send(self.pid, signal.SIGKILL):
             waits.until(self._is_over, within=_KILL_LIMIT, every=_LOOK)
 
     def end(self) -> None:
-        """Send SIGTERM, and wait at most 0.7 s for the exit."""
-        if self._process is not None:
-            self._process.terminate()
-            waits.until(self._is_over, within=_END_LIMIT, every=_LOOK)
+        """Send SIGTERM, so that charon ends its SAs; kill it if it is still there after 2 s."""
+        if _send(self.pid, signal.SIGTERM) and not waits.until(self._is_over, within=_END_LIMIT, every=_LOOK):
+            self.kill()
+
+    def close(self) -> None:
+        """Release the pipe. The process goes on: charon ignores SIGPIPE."""
         if self._output >= 0:
             os.close(self._output)
             self._output = -1
+
+    def _is_over(self) -> bool:
+        return self.pid == 0
+
+
+def end_running(pid: int) -> bool:
+    """Send SIGTERM to a charon that ``running`` has found. Return False if it cannot be sent."""
+    return _mark_of(pid) is None or _send(pid, signal.SIGTERM)
+
+
+def _send(pid: int, number: signal.Signals) -> bool:
+    with suppress(OSError):
+        if pid:
+            os.kill(pid, number)
+            return True
+    return False
+
+
+def _mark_of(pid: int) -> str | None:
+    """Return the mark in a process's environment; None without one, and for a process that has ended."""
+    with suppress(OSError):
+        for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            name, _, value = entry.partition(b"=")
+            if name == _MARK.encode():
+                return value.decode(errors="replace")
+    return None
 
 
 def _remove_stale_pid_file() -> None:

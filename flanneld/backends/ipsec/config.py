@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
+
 from msgspec import Struct
 
 from flanneld.compat.json import GoJsonError
@@ -20,6 +22,12 @@ class IpsecConfig(Struct, frozen=True, gc=False):
     psk: Secret
     udp_encap: bool = False
     esp_proposal: str = _ESP_PROPOSAL
+
+    @property
+    def digest(self) -> str:
+        """Return a digest of all options: SAs negotiated with others must not go on."""
+        text = f"{self.udp_encap} {self.esp_proposal} ".encode()
+        return sha256(text + self.psk.value).hexdigest()
 
 
 def read_config(config: Config) -> IpsecConfig:

@@ -35,14 +35,23 @@ def by_connection(events: Iterable[ReadSection]) -> dict[str, ConnectionSas]:
     return found
 
 
-def session_of(connection: IkeConnection, found: ConnectionSas | None, now: float) -> Session:
+def session_of(
+    connection: IkeConnection, found: ConnectionSas | None, now: float, problem: str = ""
+) -> Session:
     """Return the session with one peer; its bytes are those of the current SAs.
 
-    ``now`` is in seconds since 1970. charon negotiates with each peer as soon as it knows it, so a peer
-    without an SA during a negotiation does not answer.
+    ``now`` is in seconds since 1970, ``problem`` the reason of a failed negotiation. charon negotiates with
+    each peer as soon as it knows it, so a peer without an SA during a negotiation does not answer.
     """
     if found is None:
-        return Session(connection.peer, is_established=False)
+        endpoint = f"{connection.remote}:500" if problem else ""
+        return Session(
+            connection.peer,
+            is_established=False,
+            endpoint=endpoint,
+            is_silent=bool(problem),
+            problem=problem,
+        )
     children = found.children
     ages = [number(each, "install-time") for each in children]
     return Session(
@@ -52,5 +61,6 @@ def session_of(connection: IkeConnection, found: ConnectionSas | None, now: floa
         rx_bytes=sum(number(each, "bytes-in") for each in children),
         tx_bytes=sum(number(each, "bytes-out") for each in children),
         endpoint=found.endpoint,
-        is_silent=found.is_negotiating and not children,
+        is_silent=(found.is_negotiating or bool(problem)) and not children,
+        problem="" if children else problem,
     )

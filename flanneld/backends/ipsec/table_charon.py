@@ -1,10 +1,12 @@
-"""Reconciler table of the charon process: our child, or a charon that runs already."""
+"""Reconciler table of the charon process: that of this run, of an earlier one, or another program's."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
+from flanneld.backends.contract import MakeCall
 from flanneld.backends.ipsec import charon
 from flanneld.backends.ipsec.charon import CharonEvents, CharonHangs, CharonRefused, NoCharon
 from flanneld.backends.ipsec.charon_process import CharonProcess
@@ -25,10 +27,16 @@ WORKER = "charon"
 _AUDIT = 10.0
 #: Seconds for charon to start, and between two checks of its start.
 _START_LIMIT, _START_LOOK = 20.0, 0.05
+#: Seconds for one read, and for one start, with the end of an earlier charon. A stop of the daemon cuts both.
+_READ_LIMIT, _PUT_LIMIT = 2 * charon.TIME_LIMIT, 60.0
 
 
 class CharonTable:
-    """Table that starts charon and keeps it running; ``note`` gets each line of its log."""
+    """Table that starts charon and keeps it running; ``note`` gets each line of its log.
+
+    charon outlives the daemon, so a restart interrupts no SA. The next run uses it if ``mark``, a digest of
+    the settings, is the same, and replaces it otherwise. ``call`` makes the calls that may block.
+    """
 
     name = CHARON
     what = "the processes of charon"
@@ -37,40 +45,59 @@ class CharonTable:
     needs: frozenset[str] = frozenset()
     audit: float | None = _AUDIT
 
-    def __init__(self, note: Callable[[ReadSection], None], path: str = charon.SOCKET) -> None:
+    def __init__(
+        self, note: Callable[[ReadSection], None], mark: str, call: MakeCall, path: str = charon.SOCKET
+    ) -> None:
         self._note = note
+        self._call = call
         self._path = path
-        self._process = CharonProcess()
+        self._process = CharonProcess(mark)
         self._news: CharonEvents | None = None
+        #: True until charon was read once: it may be an earlier run's.
+        self._is_new = True
         #: True after charon's end: the next one has none of our keys and connections.
         self._is_lost = False
+        #: Reason to replace a charon that still runs.
+        self._hangs = self._outdated = ""
 
     def read(self, scope: Scope) -> Iterator[Seen]:
-        """Yield charon if it answers. A hanging child is killed; for a foreign one raises ``CharonHangs``.
+        """Yield charon if it answers. Raises ``CharonHangs`` for another program's that does not.
 
-        After a loss it counts as absent until ``put``, so that its keys and connections are loaded again.
+        One to be replaced counts as absent, as does one after a loss, so that its keys and connections are
+        loaded again.
         """
         del scope
+        yield from self._call("charon", self._look, _READ_LIMIT)
+
+    def _look(self) -> list[Seen]:
+        self._process.find_running()
+        if self._is_lost:
+            return []
         try:
-            if self._is_lost:
-                return
             self._hear()
             charon.ask(self._path, "version")
             self._process.output()
         except NoCharon:
             self._lose()
-            return
+            return []
         except (CharonHangs, MalformedVici) as problem:
             if not self._process.pid:
                 raise
-            log.warning("Killing charon, process %d: %s", self._process.pid, problem.problem)
-            self._process.kill()
+            self._hangs = problem.problem
             self._lose()
-            return
-        yield Seen(Charon())
+            return []
+        if self._is_new and self._process.is_outdated():
+            self._outdated = "it has other settings, or its program was replaced"
+            self._lose()
+            return []
+        self._is_new = False
+        return [Seen(Charon())]
 
     def put(self, puts: Sequence[Put]) -> Report:
         """Start charon unless one runs. Raises ``Fatal`` if it is not installed."""
+        return self._call("the start of charon", partial(self._put, puts), _PUT_LIMIT)
+
+    def _put(self, puts: Sequence[Put]) -> Report:
         report = Report()
         for put in puts:
             try:
@@ -84,12 +111,13 @@ class CharonTable:
         return Report(removed=list(found))
 
     def close(self, *, remove: bool) -> None:
-        """Stop our child, as upstream does. A foreign charon stays, with its keys and connections."""
-        del remove
+        """Release charon's socket. It goes on, with its keys and connections, unless ``remove``."""
         if self._news is not None:
             self._news.close()
             self._news = None
-        self._process.end()
+        if remove:
+            self._process.end()
+        self._process.close()
 
     # ---- notifications -----------------------------------------------------------------------------
 
@@ -112,27 +140,38 @@ class CharonTable:
     # ---- the process -------------------------------------------------------------------------------
 
     def _find_or_start(self) -> None:
+        self._end_replaced()
         try:
             self._hear()
         except NoCharon:
             self._start()
         else:
             log.info("Using a charon that runs already, %s", self._version())
-        self._is_lost = False
+        self._is_lost = self._is_new = False
+
+    def _end_replaced(self) -> None:
+        """End a charon that is to be replaced. One that hangs is killed."""
+        if self._hangs:
+            log.warning("Killing charon, process %d: %s", self._process.pid, self._hangs)
+            self._process.kill()
+        elif self._outdated:
+            log.info("Ending charon, process %d: %s", self._process.pid, self._outdated)
+            self._process.end()
+        self._hangs = self._outdated = ""
 
     def _start(self) -> None:
-        if self._process.pid:
-            self._process.kill()
-        elif self._process.status is not None:
-            log.warning("charon ended with status %d: starting it again", self._process.status)
-        self._process.start()
+        """Start charon, unless one of an earlier run is just starting or ending."""
+        if not self._process.pid:
+            if self._process.status is not None:
+                log.warning("charon ended with status %d: starting it again", self._process.status)
+            self._process.start()
         if not waits.until(self._has_started, within=_START_LIMIT, every=_START_LOOK):
             self._process.kill()
             raise Retryable(f"charon does not answer at {self._path}", "see what it logs")
         if not self._news:
-            raise Retryable(
-                f"charon ended at its start with status {self._process.status}", "see what it logs"
-            )
+            status = self._process.status
+            how = "" if status is None else f" with status {status}"
+            raise Retryable(f"charon ended at its start{how}", "see what it logs")
         log.info("Started charon, process %d, %s", self._process.pid, self._version())
 
     def _has_started(self) -> bool:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from ipaddress import IPv4Network
 
+from flanneld.backends.contract import MakeCall
 from flanneld.backends.ipsec import charon
 from flanneld.backends.ipsec.charon import CharonRefused
 from flanneld.backends.ipsec.charon import ViciConnection as Control
@@ -40,6 +42,8 @@ log = logging.getLogger(__name__)
 _AUDIT = 10.0
 #: Seconds of loading at a time; the rest follows after the next read.
 _ROUND = 5.0
+#: Seconds for one read or write. A stop of the daemon cuts it.
+_CALL_LIMIT = 60.0
 #: Texts in charon's log that explain a failed negotiation, each with its remedy.
 _FAILURES = {
     "AUTHENTICATION_FAILED": "give all nodes one PSK",
@@ -51,7 +55,10 @@ _FAILURES = {
 
 
 class ConnectionTable:
-    """Table of keys, and of connections inside ``network``. Used by one thread, except ``sessions``."""
+    """Table of keys, and of connections inside ``network``. Used by one thread, except ``sessions``.
+
+    ``call`` makes the calls that may block.
+    """
 
     name = CONNECTIONS
     what = "charon's keys and connections"
@@ -60,8 +67,9 @@ class ConnectionTable:
     needs = frozenset({CHARON, POLICIES})
     audit: float | None = _AUDIT
 
-    def __init__(self, network: IPv4Network, path: str = charon.SOCKET) -> None:
+    def __init__(self, network: IPv4Network, call: MakeCall, path: str = charon.SOCKET) -> None:
         self._network = network
+        self._call = call
         self._path = path
         #: Keys and connections that this run has loaded.
         self._loaded: dict[Key, Resource] = {}
@@ -78,7 +86,10 @@ class ConnectionTable:
 
     # ---- reading -----------------------------------------------------------------------------------
 
-    def read(self, scope: Scope) -> Iterator[Seen]:
+    def read(self, scope: Scope) -> Iterable[Seen]:
+        return self._call("charon's list", partial(self._read, scope), _CALL_LIMIT)
+
+    def _read(self, scope: Scope) -> list[Seen]:
         with Control(self._path) as control:
             connections = [
                 item
@@ -90,8 +101,11 @@ class ConnectionTable:
             seen = [*self._keys(keys), *self._connections(connections)]
             desired = [each for each in scope.desired.values() if isinstance(each, IkeConnection)]
             self._look_after(desired, found, {each.key for each in seen}, control)
-        self._sessions = tuple(session_of(each, found.get(each.name), clock.wall()) for each in desired)
-        return map(Seen, seen)
+        now = clock.wall()
+        self._sessions = tuple(
+            session_of(each, found.get(each.name), now, self._reasons.get(each.name, "")) for each in desired
+        )
+        return list(map(Seen, seen))
 
     def _keys(self, names: Iterable[str]) -> Iterator[Resource]:
         for name in names:
@@ -148,6 +162,9 @@ class ConnectionTable:
 
     def put(self, puts: Sequence[Put]) -> Report:
         """Load keys first, then connections, for the time of one round."""
+        return self._call("loading keys into charon", partial(self._put, puts), _CALL_LIMIT)
+
+    def _put(self, puts: Sequence[Put]) -> Report:
         report = Report()
         end = clock.now() + _ROUND
         with Control(self._path) as control:
@@ -176,6 +193,9 @@ class ConnectionTable:
 
     def drop(self, found: Sequence[Resource]) -> Report:
         """Unload connections and terminate their SAs, then unload keys."""
+        return self._call("unloading keys from charon", partial(self._drop, found), _CALL_LIMIT)
+
+    def _drop(self, found: Sequence[Resource]) -> Report:
         with Control(self._path) as control:
             for each in sorted(found, key=lambda each: isinstance(each, SharedKey)):
                 self._loaded.pop(each.key, None)
@@ -190,7 +210,7 @@ class ConnectionTable:
         return Report(removed=list(found))
 
     def close(self, *, remove: bool) -> None:
-        """Unload nothing: with a foreign charon traffic goes on without the daemon."""
+        """Unload nothing: charon goes on without the daemon, and so does the traffic."""
 
 
 def _unload(control: Control, connection: IkeConnection) -> None:

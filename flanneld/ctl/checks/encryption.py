@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
+from flanneld.ctl.evidence.encryption import CharonState
 from flanneld.ctl.facts import Facts
 from flanneld.ctl.findings import Advice, Finding, check
 
@@ -13,16 +15,82 @@ def handshakes(facts: Facts) -> Iterator[Finding]:
     for peer in facts.peers:
         for session in peer.get("sessions", ()):
             if session["state"] == "silent":
+                evidence, advice = _of_silence(session)
                 yield Finding(
                     f"no handshake with the node of {session['subnet']}",
-                    f"packets are sent to {session['endpoint'] or 'no endpoint'} and no session comes of it",
+                    evidence,
                     "no packet for its containers arrives",
-                    Advice(
-                        "see whether its daemon is up, its UDP port is open on the way, the PSK is the same"
-                        " on both nodes, and no clock was set back"
-                    ),
+                    Advice(advice),
                     about=session["subnet"],
                 )
+
+
+def _of_silence(session: Mapping[str, Any]) -> tuple[str, str]:
+    """Return evidence and advice for a peer with which no keys are agreed on."""
+    where = session["endpoint"] or "no endpoint"
+    if session.get("problem"):
+        problem, _, remedy = session["problem"].rpartition("; ")
+        return f"charon says of {where}: {problem}", remedy
+    if where.endswith((":500", ":4500")):
+        return (
+            f"charon gets no answer from {where}",
+            "see whether flanneld and charon run there, and let in UDP 500, UDP 4500 and IP protocol 50"
+            " on both nodes and on the way",
+        )
+    if session["rx_bytes"] and session["handshake"] is None:
+        return (
+            f"handshakes of {where} arrive with the right key, and no session comes of them",
+            "see whether the PSK is the same on both nodes, and its UDP port is open on the way there",
+        )
+    return (
+        f"packets are sent to {where} and nothing comes back",
+        "see whether its daemon is up, its UDP port is open on the way, its device has the key of its"
+        " lease (wg show), the PSK is the same on both nodes, and no clock was set back",
+    )
+
+
+@check("M", "kernel support", "the kernel has what the backend encrypts with")
+def kernel_support(facts: Facts) -> Iterator[Finding]:
+    for feature, modules in facts.encryption.lacking:
+        yield Finding(
+            f"this kernel has no {feature}",
+            "it does not know the netlink protocol for it",
+            "the daemon cannot start, and no packet reaches a peer; none leaves unencrypted",
+            Advice(f"modprobe -a {modules}; if there are no such modules, use a kernel that has them"),
+        )
+
+
+_CHARON = {
+    CharonState.NOT_INSTALLED: (
+        "charon is not installed",
+        "it is neither in PATH nor where distributions put it",
+        "install strongSwan with its VICI plug-in: strongswan-charon strongswan-swanctl on Debian",
+    ),
+    CharonState.NOT_RUNNING: (
+        "charon does not run",
+        "nothing listens at its control socket",
+        "start flanneld, which starts charon; if it runs, its log says why charon does not start,"
+        " often another process that uses UDP 500 or 4500",
+    ),
+    CharonState.HANGS: (
+        "charon does not answer",
+        "its control socket exists, and a request was not answered",
+        "wait 20 s: flanneld replaces the charon that it has started; restart another program's",
+    ),
+}
+
+
+@check("M", "charon", "charon runs and answers")
+def charon(facts: Facts) -> Iterator[Finding]:
+    state = facts.encryption.charon
+    is_missed = facts.origin != "daemon" or any(
+        each.get("table") == "charon" for each in facts.document.get("refused", ())
+    )
+    # The daemon may see a charon that we do not, as in a container with a /run of its own.
+    if state in _CHARON and (is_missed or state is CharonState.HANGS):
+        problem, evidence, advice = _CHARON[state]
+        why = "no keys are negotiated: packets to peers are lost once the present SAs end"
+        yield Finding(problem, evidence, why, Advice(advice))
 
 
 @check("M", "bypass", "no route leads past the encryption")

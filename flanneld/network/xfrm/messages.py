@@ -100,7 +100,7 @@ def _template(tunnel: Tunnel) -> bytes:
         tunnel.reqid,
         _MODE_TUNNEL,
         0,
-        0,
+        tunnel.optional,
         *(_ALL_ALGORITHMS,) * 3,
     )
     return attribute(_TEMPLATE, packed)
@@ -114,8 +114,8 @@ def _read_templates(data: bytes) -> tuple[Tunnel | None, str]:
         raise MalformedNetlink
     to, spi, protocol, family, source, reqid, mode, _, optional, *algorithms = _TMPL.unpack_from(data)
     is_usual = (len(data), protocol, family, mode) == (_TMPL.size, _ESP, _AF_INET, _MODE_TUNNEL)
-    tunnel = Tunnel(IPv4Address(source[:4]), IPv4Address(to[:4]), reqid)
-    if not is_usual or optional or any(spi) or set(algorithms) != {_ALL_ALGORITHMS}:
+    tunnel = Tunnel(IPv4Address(source[:4]), IPv4Address(to[:4]), reqid, bool(optional))
+    if not is_usual or any(spi) or set(algorithms) != {_ALL_ALGORITHMS}:
         return tunnel, "with other templates"
     return tunnel, ""
 

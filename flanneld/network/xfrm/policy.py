@@ -37,14 +37,22 @@ class Action(IntEnum):
 
 
 class Tunnel(Struct, frozen=True, gc=False):
-    """Template: ESP in tunnel mode between two hosts."""
+    """Template: ESP in tunnel mode between two hosts.
+
+    An ``optional`` one also accepts packets that came in another way. It is for incoming packets: the kernel
+    refuses it for outgoing ones.
+    """
 
     source: IPv4Address
     destination: IPv4Address
     reqid: int = REQID
+    optional: bool = False
 
     def __str__(self) -> str:
-        return f"tmpl src {self.source} dst {self.destination} proto esp reqid {self.reqid} mode tunnel"
+        level = " level use" if self.optional else ""
+        return (
+            f"tmpl src {self.source} dst {self.destination} proto esp reqid {self.reqid} mode tunnel{level}"
+        )
 
 
 class XfrmPolicy(Struct, frozen=True, gc=False):
@@ -83,6 +91,11 @@ class XfrmPolicy(Struct, frozen=True, gc=False):
         return self.destination if self.direction is Direction.OUT else self.source
 
     @property
+    def leads(self) -> bool:
+        """Return True if packets to a peer leave through this tunnel, whichever route they have."""
+        return self.tunnel is not None and self.direction is Direction.OUT
+
+    @property
     def is_guard(self) -> bool:
         """Return True for a policy with a guard's priority, which no other program uses."""
         return self.tunnel is None and self.priority in (ALLOW_PRIORITY, BLOCK_PRIORITY)
@@ -112,10 +125,18 @@ def guards(network: IPv4Network, subnet: IPv4Network | None) -> list[XfrmPolicy]
 
 
 def tunnel_policies(
-    own: IPv4Network, peer: IPv4Network, local: IPv4Address, remote: IPv4Address
+    own: IPv4Network,
+    peer: IPv4Network,
+    local: IPv4Address,
+    remote: IPv4Address,
+    *,
+    accepts_others: bool = False,
 ) -> list[XfrmPolicy]:
-    """Return the policies that lead to a peer and from it, as upstream makes them."""
-    out, back = Tunnel(local, remote), Tunnel(remote, local)
+    """Return the policies that lead to a peer and from it, as upstream makes them.
+
+    With ``accepts_others`` the peer may also send by another backend.
+    """
+    out, back = Tunnel(local, remote), Tunnel(remote, local, optional=accepts_others)
     return [
         XfrmPolicy(Direction.OUT, own, peer, TUNNEL_PRIORITY, out),
         XfrmPolicy(Direction.IN, peer, own, TUNNEL_PRIORITY, back),

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from flanneld.ctl.checks import CHECKS
 from flanneld.ctl.data_source import SourcePart, Unknown
 from flanneld.ctl.doctor import as_json, examine, report
+from flanneld.ctl.evidence.encryption import CharonState, EncryptionFacts
 from flanneld.ctl.facts import Dropped, Facts
 from flanneld.ctl.findings import THEMES, Advice, Fix, Severity
 from flanneld.ctl.path_mtu import Path as PathToPeer
@@ -147,6 +148,10 @@ def peer(**changes: Any) -> Facts:
     return told(lambda document: document["peers"][0].update(changes))
 
 
+def encrypting(**facts: Any) -> Facts:
+    return replace(WELL, encryption=EncryptionFacts(**facts))
+
+
 ACCEPT = (("iptables", "-I", "FORWARD", "-s", "10.5.0.0/16", "-j", "ACCEPT"),)
 FLANNEL = CniConf("/etc/cni/net.d/10-flannel.conflist", ("flannel", "portmap"))
 CALICO = CniConf("/etc/cni/net.d/10-calico.conflist", ("calico",))
@@ -245,6 +250,12 @@ CASES: dict[str, list[Facts]] = {
         replace(WELL, paths=(PathToPeer("tunnel", ip_address("10.5.2.0"), 1450, 576),)),
     ],
     "handshakes": [peer(sessions=[SILENT])],
+    "kernel support": [encrypting(lacking=(("WireGuard", "wireguard"),))],
+    "charon": [
+        replace(encrypting(charon=CharonState.NOT_RUNNING), origin="host"),
+        replace(refused_by("charon"), encryption=EncryptionFacts(CharonState.NOT_INSTALLED)),
+        encrypting(charon=CharonState.HANGS),
+    ],
     "bypass": [
         told(
             lambda d: d["health"].update(
@@ -290,6 +301,38 @@ def test_a_node_that_is_well_is_told_so() -> None:
     assert examine(WELL) == []
     (table,) = report([], WELL)
     assert list(plain(table)) == [f"{len(CHECKS)} checks: 0 problems, 0 hints"]
+
+
+@pytest.mark.parametrize(
+    ("session", "words"),
+    [
+        ({}, "port is open"),
+        ({"rx_bytes": 148}, "PSK is the same on both nodes, and its UDP port"),
+        ({"rx_bytes": 148, "handshake": NOW - 900}, "its device has the key of its lease"),
+        ({"endpoint": "192.0.2.2:500"}, "UDP 500, UDP 4500 and IP protocol 50"),
+        (
+            {"endpoint": "192.0.2.2:500", "problem": "AUTHENTICATION_FAILED; give all nodes one PSK"},
+            "give all nodes one PSK",
+        ),
+    ],
+    ids=[
+        "nothing comes",
+        "only handshakes come",
+        "it was there once",
+        "charon gets no answer",
+        "charon says why",
+    ],
+)
+def test_a_silent_peer_gets_the_advice_that_fits(session: dict[str, Any], words: str) -> None:
+    facts = peer(sessions=[{**SILENT, **session}])
+    (found,) = [finding for check, finding in examine(facts) if check.name == "handshakes"]
+    assert isinstance(found.remedy, Advice)
+    assert words in found.remedy.text
+
+
+@pytest.mark.parametrize("state", [CharonState.ANSWERS, CharonState.NOT_RUNNING])
+def test_a_charon_that_answers_us_or_the_daemon_is_no_finding(state: CharonState) -> None:
+    assert examine(encrypting(charon=state)) == []
 
 
 @pytest.mark.parametrize(

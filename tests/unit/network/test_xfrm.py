@@ -41,7 +41,7 @@ policies = st.builds(
     networks,
     networks,
     st.integers(0, 2**32 - 1),
-    st.none() | st.builds(Tunnel, addresses, addresses, st.integers(0, 2**32 - 1)),
+    st.none() | st.builds(Tunnel, addresses, addresses, st.integers(0, 2**32 - 1), st.booleans()),
     st.sampled_from(Action),
 )
 
