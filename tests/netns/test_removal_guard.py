@@ -14,7 +14,7 @@ from tests.netns.test_store import host_gw, overlay_routes, stopped
 PEERS = range(1, 13)
 WAYS = {f"10.5.{number}.0/24": f"198.18.0.{200 + number}" for number in PEERS}
 LEFT = {subnet: gateway for subnet, gateway in WAYS.items() if subnet in ("10.5.1.0/24", "10.5.2.0/24")}
-READ_AGAIN = "reading the list again in 30 s"
+READ_AGAIN = "relisting in 30 s"
 #: The list may be the first to tell of the one that is new.
 MOST_ARE_GONE = re.compile("10 of 1[23] peers are gone")
 

@@ -13,7 +13,7 @@ from tests.lab import Mishap, wait_for
 from tests.netns.histories.history import SOON, History, told
 from tests.netns.histories.setting import CROWD, PLAYERS, address
 
-BRAKE = "reading the list again in"
+REMOVALS_HELD = "relisting in"
 
 
 class OfTheStore(History):
@@ -55,12 +55,12 @@ class OfTheStore(History):
             self.remove(lease)
         self._be_heard()
         before = self._ways_to_the_crowd()
-        warnings = self.node.log().count(BRAKE)
+        warnings = self.node.log().count(REMOVALS_HELD)
         self.ground.door.shut()
         attributes = self._lose_the_crowd()
         self._forget_history()
         self.ground.door.mend()
-        wait_for(lambda: self.node.log().count(BRAKE) > warnings, SOON, "the removal guard")
+        wait_for(lambda: self.node.log().count(REMOVALS_HELD) > warnings, SOON, "the removal guard")
         assert self._ways_to_the_crowd() == before
         if for_good and self.ground.is_patient:
             self.patience = SOON + HOLD
