@@ -215,6 +215,12 @@ class Options:
         "ask so many peers a minute, by ICMP, whether they are there; 0 for none",
         option_values.probes,
     )
+    answer_port: int = _flag(
+        "answer-port",
+        0,
+        "UDP `port`, inside the network, at which other nodes' flannelctl asks this node; 0 for none",
+        option_values.answer_port,
+    )
     wireguard_port: int = _flag(
         "wireguard-port",
         0,

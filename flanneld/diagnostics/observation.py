@@ -11,6 +11,7 @@ from flanneld.diagnostics.components import Components
 from flanneld.diagnostics.readiness import Readiness
 from flanneld.model import Lease
 from flanneld.reconcile.controller import Controller
+from flanneld.runtime.step_loop import StepLoop
 from flanneld.runtime.supervisor import Supervisor
 
 
@@ -67,6 +68,18 @@ class Observation:
         prober = Prober(number, lease, reconciler, stop=self._supervisor.stop, heartbeat=heartbeat)
         self._components.add_prober(prober)
         self._supervisor.start("prober", prober.run)
+
+    def answer_queries(self) -> None:
+        """Answer other nodes' queries, with ``-answer-port``."""
+        port = self._components.options.answer_port
+        if not port:
+            return
+        from flanneld.diagnostics.responder.server import Responder
+
+        responder = Responder(self._components, port)
+        heartbeat = partial(self._supervisor.heartbeat, "responder")
+        loop = StepLoop(responder.step, responder.sources, stop=self._supervisor.stop, heartbeat=heartbeat)
+        self._supervisor.start("responder", loop.run, loop.cancel)
 
     def _caveats(self) -> list[str]:
         return [f"leases: taken from {self._components.cached}"] if self._components.cached else []

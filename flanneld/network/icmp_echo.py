@@ -33,7 +33,7 @@ def ask(
     """
     token = random_bytes(_TOKEN_LENGTH)
     token += bytes(max(0, size - _IP_HEADER[target.version] - _HEADER.size - len(token)))
-    with _new_socket(target.version) as connection:
+    with new_socket(target.version) as connection:
         if size:
             connection.setsockopt(*_WHOLE[target.version])
         began = clock.now()
@@ -55,7 +55,7 @@ def ask(
     return None
 
 
-def _new_socket(family: Family) -> socket.socket:
+def new_socket(family: Family) -> socket.socket:
     """Return a ping socket if net.ipv4.ping_group_range permits it, else a raw socket.
 
     The kernel filters replies for a ping socket. A raw one receives all.
@@ -84,9 +84,14 @@ def answers(family: Family, data: bytes, token: bytes, *, with_header: bool) -> 
 
     A raw IPv4 socket also delivers the IP header.
     """
+    return bool(token) and token_of(family, data, with_header=with_header) == token
+
+
+def token_of(family: Family, data: bytes, *, with_header: bool) -> bytes:
+    """Return the token of an echo reply, empty for any other message (pure)."""
     if with_header and family == 4:
         data = data[4 * (data[0] & 0xF) :] if data else b""
-    return data[:1] == bytes([_REPLY[family]]) and data[_HEADER.size :] == token
+    return data[_HEADER.size :] if data[:1] == bytes([_REPLY[family]]) else b""
 
 
 def _checksum(data: bytes) -> int:
