@@ -13,7 +13,7 @@ from contextlib import suppress
 from ipaddress import ip_address
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from msgspec import Struct
 from msgspec.structs import asdict
@@ -25,6 +25,9 @@ from flanneld.ctl.data_source import Source, find
 from flanneld.ctl.tables import Table
 from flanneld.errors import FlannelError, cause_of
 from flanneld.runtime import clock
+
+if TYPE_CHECKING:
+    from flanneld.ctl.findings import Check
 
 FINE, PROBLEMS, USAGE, NO_DAEMON = 0, 1, 2, 3
 
@@ -172,6 +175,8 @@ def command_line() -> argparse.ArgumentParser:
             )
         if name == "bundle":
             command.add_argument("file", nargs="?", default="", metavar="FILE", help="the archive to write")
+        if name == "doctor":
+            command.add_argument("--cluster", action="store_true", help="ask all nodes, too")
         if name == "trace":
             command.add_argument("address", type=ip_address, metavar="IP")
         if name == "mtu":
@@ -274,13 +279,29 @@ def _mtu(source: Source, arguments: argparse.Namespace) -> Answer:
     return [table, *views.notes(source)], {"paths": plain, "not_known": _not_known(source)}, wrong
 
 
-def _doctor(source: Source, _arguments: argparse.Namespace) -> Answer:
+def _doctor(source: Source, arguments: argparse.Namespace) -> Answer:
     from flanneld.ctl.doctor import as_json, examine, has_problem, report
     from flanneld.ctl.facts import gather
 
     facts = gather(source)
     findings = examine(facts)
-    return report(findings, facts), as_json(findings, facts), has_problem(findings)
+    more: tuple[Check, ...] = ()
+    if getattr(arguments, "cluster", False):
+        from flanneld.ctl.cluster import commands, rules
+
+        findings += rules.findings(commands.examine(source)[1])
+        more = rules.CHECKS
+    return report(findings, facts, more), as_json(findings, facts, more), has_problem(findings)
+
+
+def _nodes(source: Source, _arguments: argparse.Namespace) -> Answer:
+    from flanneld.ctl.cluster import commands
+
+    cluster, found = commands.examine(source)
+    plain = commands.plain(cluster, found)
+    wrong = any(each["state"] == "PROBLEM" for each in plain)
+    shown = [commands.table(cluster, found), *views.notes(source)]
+    return shown, {"nodes": plain, "not_known": _not_known(source)}, wrong
 
 
 def _bundle(source: Source, arguments: argparse.Namespace) -> Answer:
@@ -315,6 +336,7 @@ _HELP: dict[str, tuple[Callable[[Source, argparse.Namespace], Answer], str]] = {
     "trace": (_trace, "which way a packet to an address takes"),
     "bundle": (_bundle, "an archive for those who help, without secrets"),
     "mtu": (_mtu, "the largest packet that the path to a peer carries; sends packets to find out"),
+    "nodes": (_nodes, "all nodes of the cluster, one a line; asks them"),
     "doctor": (_doctor, "what is wrong with this node, and what puts it right"),
 }
 COMMANDS = {name: act for name, (act, _) in _HELP.items()}

@@ -1,0 +1,83 @@
+"""All nodes of a cluster as one of them sees them: ``flannelctl nodes`` and ``doctor --cluster``."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from tests.lab import Lab, Node, wait_for
+from tests.netns.pair import DUAL_STACK, connect
+from tests.netns.test_seeing import answer, flannelctl, lease
+
+PATIENCE = 60
+ANSWERS = ("--answer-port=8470",)
+
+
+def settled(lab: Lab, backend: dict[str, Any], nodes: int = 2, **config: Any) -> list[Node]:
+    """Nodes whose containers reach each other, and whose daemons answer queries."""
+    found = lab.cluster(backend, nodes=nodes, flags=ANSWERS, **config)
+    for each in found[1:]:
+        connect(found[0], each)
+    return found
+
+
+def seen(node: Node) -> dict[str, dict[str, Any]]:
+    """The nodes by their first subnet."""
+    return {each["subnets"][0]: each for each in answer(node, "nodes")["nodes"]}
+
+
+def cluster_findings(node: Node) -> dict[str, str]:
+    told = answer(node, "doctor", "--cluster")["findings"]
+    return {each["check"]: f"{each['problem']}: {each['evidence']}" for each in told if each["theme"] == "N"}
+
+
+def test_nodes_are_listed_with_what_they_run(lab: Lab) -> None:
+    node, peer = settled(lab, {"Type": "vxlan"})
+    wait_for(lambda: seen(node)[peer.subnet()]["answers"] == "daemon", PATIENCE, "an answer")
+    told = seen(node)
+    assert list(told) == [node.subnet(), peer.subnet()]
+    for each in told.values():
+        assert (each["state"], each["notes"]) == ("ok", [])
+        assert (each["backend"], each["vni"], each["port"], each["mtu"]) == ("vxlan", 1, 8472, 1450)
+        assert each["store"] == "etcd v2"
+    assert told[node.subnet()]["is_own"]
+    assert told[peer.subnet()]["rtt"] > 0
+    assert flannelctl(node, "nodes").returncode == 0
+    assert cluster_findings(node) == {}
+
+
+def test_nodes_answer_over_ipv6_and_at_their_public_ip_without_a_tunnel(lab: Lab) -> None:
+    node, peer = settled(lab, {"Type": "host-gw"}, **DUAL_STACK)
+    wait_for(lambda: seen(node)[peer.subnet()]["answers"] == "daemon", PATIENCE, "an answer")
+
+
+def test_dead_nodes_and_nodes_that_answer_no_queries_are_told_apart(lab: Lab) -> None:
+    node, peer, mute = settled(lab, {"Type": "vxlan"}, nodes=3)
+    wait_for(lambda: seen(node)[peer.subnet()]["answers"] == "daemon", PATIENCE, "an answer")
+    mute.stop()
+    mute.start()
+    mute.wait_ready(PATIENCE)
+    lab.etcd.put_lease("10.5.240.0/24", lease("198.18.0.240", "02:00:00:00:00:f0"))
+    node.wait_for_route("10.5.240.0/24")
+    told = seen(node)
+    assert told[mute.subnet()]["answers"] == "kernel"
+    assert told["10.5.240.0/24"]["answers"] == "nothing"
+    assert "Go's daemon, an older one" in flannelctl(node, "nodes").stdout
+    assert "10.5.240.0/24: no answer" in cluster_findings(node)["silent nodes"]
+    assert flannelctl(node, "nodes").returncode == 1
+
+
+def test_strangers_get_no_answer(lab: Lab) -> None:
+    """A host of the underlay that is no node, even if it routes the node's overlay address there."""
+    node, peer = settled(lab, {"Type": "vxlan"})
+    wait_for(lambda: seen(node)[peer.subnet()]["answers"] == "daemon", PATIENCE, "an answer")
+    ask = (
+        "import sys; from ipaddress import ip_address as ip;"
+        "from flanneld.network.query.survey import queries;"
+        "print(queries([ip(sys.argv[1])], 8470, 0.5)[ip(sys.argv[1])].facts.get('version'))"
+    )
+    base = node.subnet().removesuffix("/24")
+    lab.switch.ip(f"route add {base}/32 via {node.address}")
+    assert lab.switch.run("ping", "-c1", "-W5", base).returncode == 0
+    assert lab.switch.run(sys.executable, "-c", ask, base).stdout.strip() == "None"
+    assert peer.run(sys.executable, "-c", ask, base).stdout.strip() != "None"
