@@ -179,7 +179,13 @@ def command_line() -> argparse.ArgumentParser:
             command.add_argument("--cluster", action="store_true", help="ask all nodes, too")
         if name == "trace":
             command.add_argument("address", type=ip_address, metavar="IP")
-        if name == "mtu":
+        if name == "ping":
+            command.add_argument(
+                "--count", type=_count, default=5, help="packets of each kind, 5 if not given"
+            )
+        if name == "netcheck":
+            command.add_argument("peer", nargs="?", metavar="PEER", help="only this one, named as for mtu")
+        if name in ("mtu", "ping"):
             command.add_argument(
                 "peer", metavar="PEER", help="its subnet, public IP, or a container's address"
             )
@@ -192,6 +198,13 @@ def _seconds(text: str) -> float:
     if not re.fullmatch(r"\d{1,9}(\.\d{1,3})?", text) or not float(text):
         raise argparse.ArgumentTypeError(f"{quoted(text)} is no number of seconds")
     return float(text)
+
+
+def _count(text: str) -> int:
+    """Parse a number of packets. Raises ``ArgumentTypeError`` for an invalid one."""
+    if not re.fullmatch(r"[1-9]\d{0,3}", text):
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is no number from 1 to 9999")
+    return int(text)
 
 
 def _act(arguments: argparse.Namespace, wanted: options.Options, *, as_json: bool) -> int:
@@ -304,6 +317,25 @@ def _nodes(source: Source, _arguments: argparse.Namespace) -> Answer:
     return shown, {"nodes": plain, "not_known": _not_known(source)}, wrong
 
 
+def _ping(source: Source, arguments: argparse.Namespace) -> Answer:
+    from flanneld.ctl.cluster import ping, reach
+
+    found = list(ping.measure(arguments.peer, source, arguments.count))
+    said = reach.verdict(found)
+    plain = ping.plain(found, said) | {"not_known": _not_known(source)}
+    return [*ping.table(found, said), *views.notes(source)], plain, said.at is not None
+
+
+def _netcheck(source: Source, arguments: argparse.Namespace) -> Answer:
+    from flanneld.ctl.cluster import netcheck
+
+    found = list(netcheck.measure(source, arguments.peer))
+    rows = [(each.check, each.about, each.state, each.found, each.note) for each in found]
+    table = Table(("check", "of", "state", "found", "note"), rows)
+    plain = {"checks": [asdict(each) for each in found], "not_known": _not_known(source)}
+    return [table, *views.notes(source)], plain, any(each.state == "PROBLEM" for each in found)
+
+
 def _bundle(source: Source, arguments: argparse.Namespace) -> Answer:
     from flanneld.ctl import bundle
 
@@ -337,6 +369,8 @@ _HELP: dict[str, tuple[Callable[[Source, argparse.Namespace], Answer], str]] = {
     "bundle": (_bundle, "an archive for those who help, without secrets"),
     "mtu": (_mtu, "the largest packet that the path to a peer carries; sends packets to find out"),
     "nodes": (_nodes, "all nodes of the cluster, one a line; asks them"),
+    "ping": (_ping, "whether packets reach a peer or its container, and where they stop"),
+    "netcheck": (_netcheck, "path MTU, port, address translation and checksums on the way to peers"),
     "doctor": (_doctor, "what is wrong with this node, and what puts it right"),
 }
 COMMANDS = {name: act for name, (act, _) in _HELP.items()}

@@ -19,6 +19,8 @@ _LONGEST = 65535
 #: kernel knows of the path (IP_PMTUDISC_PROBE).
 _WHOLE: dict[Family, tuple[int, int, int]] = {4: (socket.IPPROTO_IP, 10, 3), 6: (socket.IPPROTO_IPV6, 23, 3)}
 _IP_HEADER: dict[Family, int] = {4: 20, 6: 40}
+#: IP header and ICMP header, in bytes.
+HEADERS: dict[Family, int] = {4: 28, 6: 48}
 #: So often is looked whether the answer is still wanted, in seconds.
 _NAP = 0.2
 
@@ -92,6 +94,11 @@ def token_of(family: Family, data: bytes, *, with_header: bool) -> bytes:
     if with_header and family == 4:
         data = data[4 * (data[0] & 0xF) :] if data else b""
     return data[_HEADER.size :] if data[:1] == bytes([_REPLY[family]]) else b""
+
+
+def request_token(family: Family, data: bytes) -> bytes:
+    """Return the token of our own request in an ICMP error; empty for another message (pure)."""
+    return data[_HEADER.size :] if data[:1] == bytes([_REQUEST[family]]) else b""
 
 
 def _checksum(data: bytes) -> int:

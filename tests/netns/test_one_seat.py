@@ -81,3 +81,87 @@ def test_strangers_get_no_answer(lab: Lab) -> None:
     assert lab.switch.run("ping", "-c1", "-W5", base).returncode == 0
     assert lab.switch.run(sys.executable, "-c", ask, base).stdout.strip() == "None"
     assert peer.run(sys.executable, "-c", ask, base).stdout.strip() != "None"
+
+
+# ---- ping and netcheck --------------------------------------------------------------------------
+
+
+def stops(node: Node, target: str) -> tuple[str | None, set[str]]:
+    """Where packets stop, and the stages that were tried."""
+    told = answer(node, "ping", target, "--count=3")
+    return told["stops_at"], {each["stage"] for each in told["stages"]}
+
+
+def drop(node: Node, chain: str, *rules: str) -> None:
+    node.run("nft", "add table inet fault")
+    node.run("nft", f"add chain inet fault {chain} {{ type filter hook {chain} priority -400; }}")
+    for rule in rules:
+        node.run("nft", f"add rule inet fault {chain} {rule}")
+
+
+def mend(node: Node) -> None:
+    node.run("nft", "delete table inet fault")
+
+
+def test_ping_says_where_packets_stop(lab: Lab) -> None:
+    node, peer = settled(lab, {"Type": "vxlan"})
+    container = peer.container().address
+    wait_for(lambda: stops(node, container)[0] is None, PATIENCE, "a way that is open")
+    at, stages = stops(node, container)
+    assert (at, stages) == (None, {"underlay", "port", "tunnel", "udp", "there", "back", "container"})
+    assert flannelctl(node, "ping", peer.subnet()).returncode == 0
+
+    for hook, rule, expected in (
+        ("input", "udp dport 8472 drop", "tunnel"),
+        ("input", "udp dport 8472 reject with icmpx admin-prohibited", "port"),
+        ("input", "ip saddr 198.18.0.0/16 drop", "underlay"),
+        ("input", "iifname flannel.1 ip protocol icmp ip length > 1400 drop", "tunnel"),
+        ("input", "udp dport 8470 drop", "udp"),
+        ("output", "udp sport 8470 ip length > 1400 drop", "tunnel"),
+        ("forward", "drop", "forward"),
+    ):
+        drop(peer, hook, rule)
+        assert stops(node, container)[0] == expected, rule
+        mend(peer)
+    assert stops(node, str(peer.subnet()).replace(".0/24", ".250"))[0] == "container"
+    peer.stop()
+    peer.run("ip", "link", "delete", "flannel.1")
+    assert stops(node, container)[0] == "port"
+
+
+def test_ping_works_without_an_address_in_the_overlay_and_over_ipv6(lab: Lab) -> None:
+    node, peer = settled(lab, {"Type": "host-gw"}, **DUAL_STACK)
+    wait_for(lambda: "back" in stops(node, peer.subnet())[1], PATIENCE, "an answer")
+    assert stops(node, peer.subnet()) == (None, {"underlay", "udp", "there", "back"})
+    container = peer.container().addresses[6]
+    connect(node, peer)
+    assert stops(node, container)[0] is None
+
+
+def checks(node: Node) -> dict[str, tuple[str, str]]:
+    return {each["check"]: (each["state"], each["found"]) for each in answer(node, "netcheck")["checks"]}
+
+
+def test_netcheck_tells_checksums_from_a_firewall(lab: Lab) -> None:
+    node, peer = settled(lab, {"Type": "vxlan"})
+    wait_for(lambda: seen(node)[peer.subnet()]["answers"] == "daemon", PATIENCE, "an answer")
+    sound = checks(node)
+    assert {name: state for name, (state, _) in sound.items()} == dict.fromkeys(
+        ("NAT, underlay", "path MTU, underlay", "path MTU, tunnel", "port", "checksums", "NAT, overlay"), "ok"
+    )
+    # As with a wrong one, a host drops what has a checksum, and takes what has none.
+    spoilt = "udp {}port 8470 udp checksum != 0 drop"
+    for hook, direction, where in (("input", "d", "this node"), ("output", "s", peer.subnet())):
+        drop(peer, hook, spoilt.format(direction))
+        assert checks(node)["checksums"] == (
+            "PROBLEM",
+            f"UDP arrives without checksums only; {where} spoils them",
+        )
+        mend(peer)
+    drop(peer, "input", "udp dport 8470 drop")
+    assert checks(node)["checksums"] == ("hint", "ICMP arrives, UDP does not")
+    mend(peer)
+    node.run("nft", "add table ip fault")
+    node.run("nft", "add chain ip fault post { type nat hook postrouting priority 90; }")
+    node.run("nft", f"add rule ip fault post oifname flannel.1 snat to {node.container().address}")
+    assert checks(node)["NAT, overlay"][0] == "hint"

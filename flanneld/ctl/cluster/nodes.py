@@ -38,7 +38,7 @@ class Node(Struct, frozen=True, gc=False):
     """One node. ``target`` is the address that was asked; None if no address of this family is known.
 
     ``query`` is its daemon's reply there, ``echo`` that of its kernel, and ``underlay`` that of its kernel at
-    its public IP. The later ones are only asked after silence.
+    its public IP. The latter two are only asked without an answer of the daemon.
     """
 
     subnets: tuple[str, ...]
@@ -102,10 +102,10 @@ def gather(document: Mapping[str, Any], probes: Probes, now: float) -> Cluster:
     peers = [_peer(each, own) for each in document.get("peers", ())]
     queried = probes.query(_targets(peers))
     silent = [each for each in peers if each.target and _told(queried[each.target]) is None]
-    echoed = probes.echo(_targets(silent))
-    lost = [each for each in silent if each.in_overlay and not _is_there(each, queried, echoed)]
-    hosts = probes.echo([ip_address(ip) for each in lost for ip in each.public_ips[:1]])
-    asked = [_with_replies(each, queried, echoed, hosts) for each in peers]
+    # In one survey, because a second one would wait for all silent hosts again.
+    hosts = [ip_address(ip) for each in silent if each.in_overlay for ip in each.public_ips[:1]]
+    echoed = probes.echo([*_targets(silent), *hosts])
+    asked = [_with_replies(each, queried, echoed) for each in peers]
     ours = [own_node(document)] if "lease" in document else []
     return Cluster((*ours, *asked), frozenset(map(str, own)), now)
 
@@ -218,16 +218,10 @@ def _told(reply: Reply) -> Told | None:
     return told(reply.facts) if reply.rtt is not None and reply.facts else None
 
 
-def _is_there(node: Node, queried: Mapping[IPAddress, Reply], echoed: Mapping[IPAddress, Reply]) -> bool:
-    assert node.target is not None
-    return queried[node.target].arrived or echoed[node.target].arrived
-
-
 def _with_replies(
     node: Node,
     queried: Mapping[IPAddress, Reply],
     echoed: Mapping[IPAddress, Reply],
-    hosts: Mapping[IPAddress, Reply],
 ) -> Node:
     if node.target is None:
         return node
@@ -240,5 +234,5 @@ def _with_replies(
         query=query,
         told=_told(query),
         echo=echoed.get(node.target, SILENCE),
-        underlay=hosts.get(public, SILENCE) if public else SILENCE,
+        underlay=echoed.get(public, SILENCE) if public else SILENCE,
     )

@@ -74,27 +74,31 @@ class Channel(Protocol):
 
 
 class EchoChannel:
-    """ICMP echo requests."""
+    """ICMP echo requests. With ``size``, in bytes with the IP header, they travel in one piece."""
 
-    def __init__(self, family: Family) -> None:
+    def __init__(self, family: Family, size: int = 0) -> None:
         self._family = family
+        self._padding = bytes(max(0, size - icmp_echo.HEADERS[family] - TOKEN_LENGTH))
         self._socket = icmp_echo.new_socket(family)
         self._socket.setblocking(False)
+        self._socket.setsockopt(*_RECVERR[family], 1)
+        if size:
+            self._socket.setsockopt(*_WHOLE[family])
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
     def send(self, target: IPAddress, token: bytes) -> None:
-        self._socket.sendto(icmp_echo.request(self._family, token), (str(target), 0))
+        self._socket.sendto(icmp_echo.request(self._family, token + self._padding), (str(target), 0))
 
     def receive(self) -> Iterator[tuple[bytes, Mapping[str, Any], int]]:
         is_raw = self._socket.type == socket.SOCK_RAW
-        with suppress(BlockingIOError):
+        for code, data in _errors(self._socket):
+            yield icmp_echo.request_token(self._family, data)[:TOKEN_LENGTH], {}, code
+        with suppress(OSError):  # nothing is left, or an ICMP error, which comes with the next call
             while True:
-                data = self._socket.recv(_LONGEST)
-                token = icmp_echo.token_of(self._family, data, with_header=is_raw)
-                if token:
-                    yield token, {}, 0
+                token = icmp_echo.token_of(self._family, self._socket.recv(_LONGEST), with_header=is_raw)
+                yield token[:TOKEN_LENGTH], {}, 0
 
     def close(self) -> None:
         self._socket.close()
@@ -135,29 +139,27 @@ class QueryChannel:
         self._socket.sendto(query.encode(self._size), (str(target), self._port))
 
     def receive(self) -> Iterator[tuple[bytes, Mapping[str, Any], int]]:
-        yield from self._errors()
-        while True:
-            try:
-                said = message.decode_answer(self._socket.recv(_LONGEST))
-            except BlockingIOError:
-                return
-            except OSError:  # an ICMP error, which is in the queue of errors, too
-                yield from self._errors()
-                continue
-            if said:
-                yield *said, 0
-
-    def _errors(self) -> Iterator[tuple[bytes, Mapping[str, Any], int]]:
-        with suppress(BlockingIOError):
+        for code, data in _errors(self._socket):
+            yield message.token_of(data), {}, code
+        with suppress(OSError):  # nothing is left, or an ICMP error, which comes with the next call
             while True:
-                data, notes, *_ = self._socket.recvmsg(_LONGEST, 512, socket.MSG_ERRQUEUE)
-                for _, _, note in notes:
-                    code, origin = _EXTENDED_ERROR.unpack_from(note)
-                    if origin != _LOCAL:
-                        yield message.token_of(data), {}, code
+                said = message.decode_answer(self._socket.recv(_LONGEST))
+                if said:
+                    yield *said, 0
 
     def close(self) -> None:
         self._socket.close()
+
+
+def _errors(sock: socket.socket) -> Iterator[tuple[int, bytes]]:
+    """Yield the ICMP errors that have arrived, each with our own message, as far as it came back."""
+    with suppress(BlockingIOError):
+        while True:
+            data, notes, *_ = sock.recvmsg(_LONGEST, 512, socket.MSG_ERRQUEUE)
+            for _, _, note in notes:
+                code, origin = _EXTENDED_ERROR.unpack_from(note)
+                if origin != _LOCAL:
+                    yield code, data
 
 
 def echoes(targets: Iterable[IPAddress], within: float, tries: int = 2) -> dict[IPAddress, Reply]:
