@@ -215,6 +215,11 @@ class Options:
         "ask so many peers a minute, by ICMP, whether they are there; 0 for none",
         option_values.probes,
     )
+    disable_tx_checksum_offload: bool = _flag(
+        "disable-tx-checksum-offload",
+        False,
+        "let the CPU compute checksums on VXLAN devices; false leaves the devices as they are",
+    )
     answer_port: int = _flag(
         "answer-port",
         0,

@@ -90,6 +90,7 @@ def build(config: Config, host: Host) -> VxlanBackend:
             mtu=_inner_mtu(family, wanted, host),
             learning=wanted.learning,
             gbp=wanted.gbp,
+            cpu_checksums=host.cpu_checksums,
         )
     return VxlanBackend(host, devices, direct_routing=wanted.direct_routing)
 

@@ -58,6 +58,7 @@ DEFAULTS = {
     "removal-brake": True,
     "peer-probes": 0,
     "answer-port": 0,
+    "disable-tx-checksum-offload": False,
     "wireguard-port": 0,
     "ip-masq": False,
     "ip-masq-fully-random-disable": False,

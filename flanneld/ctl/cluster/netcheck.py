@@ -151,7 +151,7 @@ def checksums(about: str, replies: Sums, *, answers_icmp: bool, device: Vxlan | 
     here = replies.answer_only.arrived or replies.neither.is_refusal
     where = "this node" if here else about
     name = device.name if device else "the tunnel's device"
-    note = f"on {where}: ethtool -K {name} tx-checksum-ip-generic off"
+    note = f"on {where}: ethtool -K {name} tx-checksum-ip-generic off, for good -disable-tx-checksum-offload"
     return Result(
         "checksums", about, "PROBLEM", f"UDP arrives without checksums only; {where} spoils them", note
     )

@@ -67,6 +67,7 @@ def _create(wanted: Link) -> None:
         basics = (("IFLA_IFNAME", wanted.name), ("IFLA_MTU", wanted.mtu), ("IFLA_TXQLEN", 0))
         _call("add", *basics, *codec.attributes(wanted))
     _refuse_router_advertisements(wanted.name)
+    codec.finish(wanted)
     _call("set", index=_index(wanted.name), up=True)
 
 
@@ -77,6 +78,7 @@ def _set(wanted: Link, actual: Link) -> None:
         _call("set", change, index=index)
     if actual.mtu != wanted.mtu:
         _call("set", ("IFLA_MTU", wanted.mtu), index=index)
+    codec_for(wanted).finish(wanted)
     if actual.up != wanted.up:
         _call("set", index=index, up=wanted.up)
 

@@ -92,6 +92,14 @@ class LinkCodec(Generic[L]):
         del wanted, actual
         return ()
 
+    def completed(self, wanted: L, actual: L) -> L:
+        """Return the actual device with the wanted properties that rtnetlink does not tell."""
+        del wanted
+        return actual
+
+    def finish(self, wanted: L) -> None:
+        """Set the wanted properties that rtnetlink cannot set. Raises ``OSError``."""
+
     def mark(self, link: L) -> str:
         """Return a value that identifies our device under any name; empty if there is none."""
         del link
@@ -212,6 +220,14 @@ def step(wanted: Link, actual: Link | ForeignLink) -> Step:
         return Step.REPLACE
     settable = {name: getattr(wanted, name) for name in codec_for(wanted).settable}
     return Step.SET if replace(actual, **settable) == wanted else Step.REPLACE
+
+
+def completed(wanted: Link, actual: Link | ForeignLink) -> Link | ForeignLink:
+    """Return the actual device with the wanted properties that rtnetlink does not tell."""
+    if isinstance(actual, ForeignLink) or type(actual) is not type(wanted):
+        return actual
+    found: Link = codec_for(wanted).completed(wanted, actual)
+    return found
 
 
 def is_not_ours_to_remove(wanted: Link, actual: Link | ForeignLink) -> bool:

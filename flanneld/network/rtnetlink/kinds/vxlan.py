@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from msgspec.structs import replace
+
+from flanneld.network import ethtool
 from flanneld.network.rtnetlink.links import Attribute, LinkCodec, SeenLink, link_info, number
 from flanneld.network.rtnetlink.messages import address_of
 from flanneld.runtime.shell import Command, command
@@ -19,7 +22,7 @@ class VxlanCodec(LinkCodec[Vxlan]):
 
     resource = Vxlan
     names = re.compile(r"flannel(-v6)?\.[0-9]+")
-    settable = ("mac", "mtu", "learning", "up")
+    settable = ("mac", "mtu", "learning", "up", "cpu_checksums")
 
     def parse(self, seen: SeenLink, data: dict[int, bytes]) -> Vxlan | ForeignLink:
         local = data.get(_LOCAL) or data.get(_LOCAL6)
@@ -62,6 +65,18 @@ class VxlanCodec(LinkCodec[Vxlan]):
             learning = ("IFLA_VXLAN_LEARNING", wanted.learning)
             yield link_info(wanted.make, ("IFLA_VXLAN_ID", wanted.vni), learning)
 
+    def completed(self, wanted: Vxlan, actual: Vxlan) -> Vxlan:
+        if not wanted.cpu_checksums:
+            return actual
+        try:
+            return replace(actual, cpu_checksums=not ethtool.offloads_checksums(wanted.name))
+        except OSError:  # the device has gone meanwhile, which the next read shows
+            return actual
+
+    def finish(self, wanted: Vxlan) -> None:
+        if wanted.cpu_checksums:
+            ethtool.compute_checksums(wanted.name)
+
     def mark(self, link: Vxlan) -> str:
         return link.mac
 
@@ -79,6 +94,8 @@ class VxlanCodec(LinkCodec[Vxlan]):
             "dstport", wanted.port, _learning(wanted), *(["gbp"] if wanted.gbp else []),
         )
         # fmt: on
+        if wanted.cpu_checksums:
+            yield _cpu_checksums(wanted)
 
     def change_commands(self, wanted: Vxlan, actual: Vxlan) -> Iterator[Command]:
         change = ("ip", "link", "set", wanted.name)
@@ -86,6 +103,12 @@ class VxlanCodec(LinkCodec[Vxlan]):
             yield (*change, "address", wanted.mac)
         if actual.learning != wanted.learning:
             yield (*change, "type", "vxlan", "id", str(wanted.vni), _learning(wanted))
+        if actual.cpu_checksums != wanted.cpu_checksums:
+            yield _cpu_checksums(wanted)
+
+
+def _cpu_checksums(wanted: Vxlan) -> Command:
+    return ("ethtool", "-K", wanted.name, "tx-checksum-ip-generic", "off")
 
 
 def _learning(wanted: Vxlan) -> str:
