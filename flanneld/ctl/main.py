@@ -51,6 +51,9 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
 
 def _attempt(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     as_json = "--output=json" in argv or ("--output", "json") in pairwise(argv)
+    if not argv:
+        command_line().print_help()
+        return FINE
     try:
         arguments, flags = _parse(argv)
         if arguments.command not in COMMANDS:
