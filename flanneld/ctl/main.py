@@ -182,6 +182,10 @@ def command_line() -> argparse.ArgumentParser:
             command.add_argument("--cluster", action="store_true", help="ask all nodes, too")
         if name == "trace":
             command.add_argument("address", type=ip_address, metavar="IP")
+        if name == "graph":
+            command.add_argument(
+                "--format", choices=("text", "dot", "html"), default="text", help="text, if not given"
+            )
         if name == "ping":
             command.add_argument(
                 "--count", type=_count, default=5, help="packets of each kind, 5 if not given"
@@ -320,6 +324,28 @@ def _nodes(source: Source, _arguments: argparse.Namespace) -> Answer:
     return shown, {"nodes": plain, "not_known": _not_known(source)}, wrong
 
 
+def _graph(source: Source, arguments: argparse.Namespace) -> Answer:
+    from flanneld.ctl.cluster import commands, graph
+
+    cluster, found = commands.examine(source)
+    nodes = commands.table(cluster, found)
+    columns, rows = tuple(nodes.columns), [tuple(row) for row in nodes.rows]
+    made = graph.vertices(columns, rows)
+    plain = {
+        "nodes": commands.plain(cluster, found),
+        "edges": graph.edges(made),
+        "not_known": _not_known(source),
+    }
+    if arguments.format == "html":
+        from flanneld.ctl.cluster.graph_page import page
+
+        lines = page(made, columns[4:-1], clock.utc_text(cluster.now))
+    else:
+        lines = {"text": graph.text, "dot": graph.dot}[arguments.format](made)
+    shown = [Table((), [(part,) for line in lines for part in line.split("\n")])]
+    return shown, plain, any(each.state == "PROBLEM" for each in made)
+
+
 def _ping(source: Source, arguments: argparse.Namespace) -> Answer:
     from flanneld.ctl.cluster import ping, reach
 
@@ -372,6 +398,7 @@ _HELP: dict[str, tuple[Callable[[Source, argparse.Namespace], Answer], str]] = {
     "bundle": (_bundle, "an archive for those who help, without secrets"),
     "mtu": (_mtu, "the largest packet that the path to a peer carries; sends packets to find out"),
     "nodes": (_nodes, "all nodes of the cluster, one a line; asks them"),
+    "graph": (_graph, "this node and the ways to all others, as text, for Graphviz, or as a page"),
     "ping": (_ping, "whether packets reach a peer or its container, and where they stop"),
     "netcheck": (_netcheck, "path MTU, port, address translation and checksums on the way to peers"),
     "doctor": (_doctor, "what is wrong with this node, and what puts it right"),

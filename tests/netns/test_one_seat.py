@@ -65,6 +65,16 @@ def test_dead_nodes_and_nodes_that_answer_no_queries_are_told_apart(lab: Lab) ->
     assert "Go's daemon, an older one" in flannelctl(node, "nodes").stdout
     assert "10.5.240.0/24: no answer" in cluster_findings(node)["silent nodes"]
     assert flannelctl(node, "nodes").returncode == 1
+    tree = flannelctl(node, "graph")
+    assert (
+        "PROBLEM: 1 node\n|   `-- 10.5.240.0/24  198.18.0.240  -  no answer\n`-- ok: 2 nodes" in tree.stdout
+    )
+    assert tree.returncode == 1
+    assert f'"{node.subnet()}" -- "{peer.subnet()}"' in flannelctl(node, "graph", "--format=dot").stdout
+    page = flannelctl(node, "graph", "--format=html").stdout
+    assert page.startswith("<!DOCTYPE html>")
+    assert all(each in page for each in told)
+    assert {each["to"] for each in answer(node, "graph")["edges"]} == told.keys() - {node.subnet()}
 
 
 def test_strangers_get_no_answer(lab: Lab) -> None:
