@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -79,7 +80,13 @@ class Observation:
         responder = Responder(self._components, port)
         heartbeat = partial(self._supervisor.heartbeat, "responder")
         loop = StepLoop(responder.step, responder.sources, stop=self._supervisor.stop, heartbeat=heartbeat)
-        self._supervisor.start("responder", loop.run, loop.cancel)
+
+        def run() -> None:
+            # One process may serve this network again, and the port must be free then.
+            with closing(responder):
+                loop.run()
+
+        self._supervisor.start("responder", run, loop.cancel)
 
     def _caveats(self) -> list[str]:
         return [f"leases: taken from {self._components.cached}"] if self._components.cached else []

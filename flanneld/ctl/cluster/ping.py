@@ -24,6 +24,8 @@ SMALL = 84
 _WITHIN = 1.0
 #: Lost packets in a row after which a stage is given up.
 _ENOUGH = 3
+#: Seconds more for the last packet to a container: its node reports a missing one after 3 s of ARP.
+_LINGER = 2.0
 
 
 def family_of(address: IPAddress) -> Family:
@@ -31,13 +33,19 @@ def family_of(address: IPAddress) -> Family:
     return 4 if address.version == 4 else 6
 
 
-def series(channel: Channel, target: IPAddress, count: int) -> tuple[int, tuple[float, ...], int]:
-    """Send messages one after the other. Return how many, the times of the answers, and the last error."""
+def series(
+    channel: Channel, target: IPAddress, count: int, linger: float = 0.0
+) -> tuple[int, tuple[float, ...], int]:
+    """Send messages one after the other. Return how many, the times of the answers, and the last error.
+
+    The last one may take ``linger`` seconds longer if none was answered.
+    """
     rtts: list[float] = []
     sent = in_a_row = error = 0
     with closing(channel):
         while sent < count and in_a_row < _ENOUGH:
-            reply = ask(channel, target, _WITHIN)
+            is_last = not rtts and (sent + 1 == count or in_a_row + 1 == _ENOUGH)
+            reply = ask(channel, target, _WITHIN + (linger if is_last else 0.0))
             sent += 1
             error = reply.error or error
             if reply.rtt is not None:
@@ -82,7 +90,9 @@ def _container(name: str, peer: Mapping[str, Any], place: tuple[str, bool] | Non
 
 def _echo(stage: Stage, target: IPAddress, size: int | None, count: int) -> Iterator[Series]:
     """Yield ICMP echoes, small ones and, if these are answered, the largest."""
-    small = Series(stage, str(target), SMALL, *series(EchoChannel(family_of(target), SMALL), target, count))
+    linger = _LINGER if stage is Stage.CONTAINER else 0.0
+    channel = EchoChannel(family_of(target), SMALL)
+    small = Series(stage, str(target), SMALL, *series(channel, target, count, linger))
     yield small
     if small.rtts and size:
         found = series(EchoChannel(family_of(target), size), target, count)

@@ -97,7 +97,8 @@ class Responder:
             sock.bind((str(place.address), self._port))
         except OSError as failure:
             sock.close()
-            self._once.warn(log, place, f"Cannot answer queries at {place.address}: {failure.strerror}")
+            problem = f"Cannot answer queries at {place.address}, UDP port {self._port}: {failure.strerror}"
+            self._once.warn(log, place, f"{problem}; choose another -answer-port, on all nodes")
             raise
         log.info("Answering queries of other nodes at %s, UDP port %d", place.address, self._port)
         return sock

@@ -23,6 +23,8 @@ from flanneld.runtime import clock, waits
 from flanneld.runtime.randomness import random_bytes
 
 _BATCH = 32
+#: Calls for one message: as many ICMP errors may arrive between two of them.
+_ATTEMPTS = 5
 _LONGEST = 65535
 #: linux/in.h and linux/in6.h: level and option that deliver ICMP errors with the message that caused them.
 _RECVERR: dict[Family, tuple[int, int]] = {4: (socket.IPPROTO_IP, 11), 6: (socket.IPPROTO_IPV6, 25)}
@@ -205,10 +207,9 @@ def survey(
         for number, target in enumerate(silent, 1):
             token = random_bytes(TOKEN_LENGTH)
             asked[token] = (target, clock.now())
-            try:
-                channel.send(target, token)
-            except OSError as failure:
-                replies[target] = Reply(error=failure.errno or errno.EIO)
+            code = _send(channel, target, token)
+            if code:
+                replies[target] = Reply(error=code)
             if number % _BATCH == 0:
                 take()
         deadline = clock.now() + within
@@ -216,6 +217,23 @@ def survey(
             waits.readable(channel.fileno(), left)
             take()
     return {target: replies.get(target, SILENCE) for target in targets}
+
+
+def _send(channel: Channel, target: IPAddress, token: bytes) -> int:
+    """Send a message. Return 0, or the errno of a local refusal.
+
+    An ICMP error for an earlier message makes the next call on the socket fail, too, whose host is another
+    one. So a failure counts only if it is repeated.
+    """
+    code = 0
+    for _ in range(_ATTEMPTS):
+        try:
+            channel.send(target, token)
+        except OSError as failure:
+            code = failure.errno or errno.EIO
+        else:
+            return 0
+    return 0 if code == errno.ECONNREFUSED else code
 
 
 def ask(channel: Channel, target: IPAddress, within: float) -> Reply:

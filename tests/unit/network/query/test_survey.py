@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from ipaddress import IPv4Address
 
 from flanneld.network.query import message
@@ -64,6 +64,21 @@ def test_a_thousand_nodes_answer_one_survey() -> None:
 def test_closed_port_is_a_refusal_of_the_host_that_has_it() -> None:
     found = queries(MANY[:100], closed_port(), SOON)
     assert all(reply.is_refusal and reply.arrived and reply.rtt is None for reply in found.values())
+
+
+def test_refusal_of_one_host_is_not_blamed_on_the_next() -> None:
+    """The kernel reports an ICMP error also by the next call on the socket, to whichever host that is."""
+    silent = [IPv4Address("127.9.0.0") + number for number in range(20)]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as first, ExitStack() as stack:
+        first.bind((str(silent[0]), 0))
+        port = first.getsockname()[1]
+        for each in silent[1:]:
+            sock = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+            sock.bind((str(each), port))
+        mixed = [each for pair in zip(MANY, silent, strict=False) for each in pair]
+        found = queries(mixed, port, 0.3, tries=2)
+    assert {target for target, reply in found.items() if reply.is_refusal} == set(MANY[: len(silent)])
+    assert not any(found[each].arrived for each in silent)
 
 
 def test_lost_query_is_sent_again() -> None:
