@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from flanneld.ctl.checks import CHECKS
+from flanneld.ctl.cluster.rules import RULES
 from flanneld.ctl.findings import THEMES
 from flanneld.ctl.main import COMMANDS
 from flanneld.diagnostics.metrics import METRICS
@@ -28,7 +29,12 @@ def metrics() -> str:
     return "\n".join(["| Metric | Type | Labels | Meaning |", "|---|---|---|---|", *rows])
 
 
-@pytest.mark.parametrize("table", [checks(), metrics()], ids=["checks", "metrics"])
+def rules() -> str:
+    rows = [f"| {rule.name} | {rule.meaning} | {rule.severity} |" for rule in RULES]
+    return "\n".join(["| Rule | All is well if | Otherwise |", "|---|---|---|", *rows])
+
+
+@pytest.mark.parametrize("table", [checks(), metrics(), rules()], ids=["checks", "metrics", "rules"])
 def test_the_page_has_this_table(table: str) -> None:
     assert table in PAGE, f"docs/seeing.md must hold:\n{table}"
 

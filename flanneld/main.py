@@ -229,6 +229,7 @@ class Daemon:
         self._look_at_host()
         self._observation.watch_conditions(self._tell)
         self._observation.probe_peers(member.lease, loops.reconciler)
+        self._observation.answer_queries()
         if not self._options.ip_masq:
             loops.forward_after(partial(self._readiness.wait_for_peers, _PEERS_PATIENCE))
         self._observation.serve_status()

@@ -146,6 +146,12 @@ def own_port(number: int, source: str) -> int:
     return number
 
 
+def answer_port(number: int, source: str) -> int:
+    if not 0 <= number <= 65535:
+        raise Fatal(f"{source}: there is no port {number}", "give 1 to 65535, or 0 for no answers")
+    return number
+
+
 def probes(number: int, source: str) -> int:
     if not 0 <= number <= 600:
         raise Fatal(f"{source} is {number} a minute", "give 0 to 600")

@@ -233,6 +233,17 @@ class Options(Struct, frozen=True):
         "ICMP probes to peers per minute (0: off)",
         option_values.probes,
     )
+    disable_tx_checksum_offload: bool = _flag(
+        "disable-tx-checksum-offload",
+        False,
+        "let the CPU compute checksums on VXLAN devices; false leaves the devices as they are",
+    )
+    answer_port: int = _flag(
+        "answer-port",
+        0,
+        "UDP `port`, inside the network, at which other nodes' flannelctl asks this node; 0 for none",
+        option_values.answer_port,
+    )
     wireguard_port: int = _flag(
         "wireguard-port",
         0,

@@ -116,6 +116,7 @@ def load(
         beside=partial(subnet_file.beside, path),
         boot_id=clock.boot_id,
         listen_port=options.wireguard_port,
+        cpu_checksums=options.disable_tx_checksum_offload,
     )
     return Loaded(options, manager, previous, last_run, config, make_backend, services)
 

@@ -101,6 +101,8 @@ class HostServices(Struct, frozen=True, kw_only=True):
     boot_id: Callable[[], str] = _absent
     #: UDP port for this node alone; 0 for the network config's.
     listen_port: int = 0
+    #: True if the CPU is to compute the checksums of what the tunnel sends, instead of the uplink.
+    cpu_checksums: bool = False
 
 
 NO_SERVICES = HostServices()

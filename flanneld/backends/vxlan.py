@@ -90,6 +90,7 @@ def build(config: Config, host: Host) -> VxlanBackend:
             mtu=_inner_mtu(family, settings, host),
             learning=settings.learning,
             gbp=settings.gbp,
+            cpu_checksums=host.cpu_checksums,
         )
     return VxlanBackend(host, devices, direct_routing=settings.direct_routing)
 

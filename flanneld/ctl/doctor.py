@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from flanneld.compat.glog import counted
@@ -23,12 +23,14 @@ def has_problem(findings: list[tuple[Check, Finding]]) -> bool:
     return any(finding.severity is Severity.PROBLEM for _, finding in findings)
 
 
-def report(findings: list[tuple[Check, Finding]], facts: Facts) -> list[TextTable]:
-    """Return the findings as tables for a terminal."""
+def report(
+    findings: list[tuple[Check, Finding]], facts: Facts, more: Sequence[Check] = ()
+) -> list[TextTable]:
+    """Return the findings as tables for a terminal; ``more`` are the checks beside those of this host."""
     tables = [TextTable((), list(_rows(check, finding))) for check, finding in findings]
     problems = sum(finding.severity is Severity.PROBLEM for _, finding in findings)
     hints = len(findings) - problems
-    said = f"{len(CHECKS)} checks: {counted(problems, 'problem')}, {counted(hints, 'hint')}"
+    said = f"{len(CHECKS) + len(more)} checks: {counted(problems, 'problem')}, {counted(hints, 'hint')}"
     unknown = [(f"not known: {why}",) for why in facts.unknown]
     return [*tables, TextTable((), [*unknown, (said,)])]
 
@@ -45,10 +47,14 @@ def _rows(check: Check, finding: Finding) -> Iterator[tuple[str, str]]:
             yield "advice", advice.text
 
 
-def as_json(findings: list[tuple[Check, Finding]], facts: Facts) -> dict[str, Any]:
+def as_json(
+    findings: list[tuple[Check, Finding]], facts: Facts, more: Sequence[Check] = ()
+) -> dict[str, Any]:
     """Return the findings as JSON: a fix as argument lists, or an advice as text."""
     return {
-        "checks": [{"theme": each.theme, "name": each.name, "meaning": each.meaning} for each in CHECKS],
+        "checks": [
+            {"theme": each.theme, "name": each.name, "meaning": each.meaning} for each in (*CHECKS, *more)
+        ],
         "findings": [
             {
                 "theme": check.theme,

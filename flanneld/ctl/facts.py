@@ -23,7 +23,7 @@ from flanneld.ctl.stale_host_objects import CniConf, LeftRules
 from flanneld.diagnostics import host_checks
 from flanneld.diagnostics.host_checks import WrongSetting as HostFinding
 from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork
-from flanneld.network import path_mtu
+from flanneld.network import ethtool, path_mtu
 from flanneld.network.firewall import forward_drops
 from flanneld.network.firewall.forward_drops import accepting, dropping, in_the_way
 from flanneld.network.rtnetlink.kernel import Kernel
@@ -34,8 +34,6 @@ from flanneld.subnet import subnet_file
 from flanneld.subnet.subnet_file import Previous
 
 _GC_THRESH = "/proc/sys/net/ipv4/neigh/default/gc_thresh3"
-#: linux/ethtool.h
-_SIOCETHTOOL, _ETHTOOL_GTXCSUM = 0x8946, 0x16
 
 
 class Dropped(Struct, frozen=True, gc=False):
@@ -214,21 +212,10 @@ def _traffic(name: str) -> tuple[int, int]:
 
 
 def _offload(ours: list[SeenLink]) -> Iterator[tuple[str, bool]]:
-    """Yield our devices with their checksum offload (linux/ethtool.h, ETHTOOL_GTXCSUM)."""
-    import array
-    import fcntl
-    import socket
-    import struct
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
-        for link in ours:
-            value = array.array("I", [_ETHTOOL_GTXCSUM, 0])
-            request = struct.pack("16sP16x", link.name.encode(), value.buffer_info()[0])
-            try:
-                fcntl.ioctl(asker, _SIOCETHTOOL, request)
-            except OSError:
-                continue
-            yield link.name, bool(value[1])
+    """Yield our devices with their checksum offload."""
+    for link in ours:
+        with suppress(OSError):
+            yield link.name, ethtool.offloads_checksums(link.name)
 
 
 def _paths(document: Mapping[str, Any]) -> Iterator[PathToPeer]:

@@ -26,6 +26,7 @@ THEMES = {
     "K": "MTU and offload",
     "L": "the daemon itself",
     "M": "encryption",
+    "N": "the cluster",
 }
 
 

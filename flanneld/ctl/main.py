@@ -13,7 +13,7 @@ from contextlib import suppress
 from ipaddress import ip_address
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from msgspec import Struct
 from msgspec.structs import asdict
@@ -25,6 +25,9 @@ from flanneld.ctl.data_source import Source, find
 from flanneld.ctl.text_tables import TextTable
 from flanneld.errors import FlannelError, cause_of
 from flanneld.runtime import clock
+
+if TYPE_CHECKING:
+    from flanneld.ctl.findings import Check
 
 FINE, PROBLEMS, USAGE, NO_DAEMON = 0, 1, 2, 3
 
@@ -48,6 +51,9 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
 
 def _attempt(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     as_json = "--output=json" in argv or ("--output", "json") in pairwise(argv)
+    if not argv:
+        command_line().print_help()
+        return FINE
     try:
         arguments, flags = parse(argv)
         if arguments.command not in COMMANDS:
@@ -170,9 +176,21 @@ def command_line() -> argparse.ArgumentParser:
             )
         if name == "bundle":
             command.add_argument("file", nargs="?", default="", metavar="FILE", help="the archive to write")
+        if name == "doctor":
+            command.add_argument("--cluster", action="store_true", help="ask all nodes, too")
         if name == "trace":
             command.add_argument("address", type=ip_address, metavar="IP")
-        if name == "mtu":
+        if name == "graph":
+            command.add_argument(
+                "--format", choices=("text", "dot", "html"), default="text", help="text, if not given"
+            )
+        if name == "ping":
+            command.add_argument(
+                "--count", type=_count, default=5, help="packets of each kind, 5 if not given"
+            )
+        if name == "netcheck":
+            command.add_argument("peer", nargs="?", metavar="PEER", help="only this one, named as for mtu")
+        if name in ("mtu", "ping"):
             command.add_argument(
                 "peer", metavar="PEER", help="its subnet, public IP, or a container's address"
             )
@@ -185,6 +203,13 @@ def _seconds(text: str) -> float:
     if not re.fullmatch(r"\d{1,9}(\.\d{1,3})?", text) or not float(text):
         raise argparse.ArgumentTypeError(f"{quoted(text)} is no number of seconds")
     return float(text)
+
+
+def _count(text: str) -> int:
+    """Parse a number of packets. Raises ``ArgumentTypeError`` for an invalid one."""
+    if not re.fullmatch(r"[1-9]\d{0,3}", text):
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is no number from 1 to 9999")
+    return int(text)
 
 
 def _act(arguments: argparse.Namespace, wanted: options.Options, *, as_json: bool) -> int:
@@ -272,13 +297,70 @@ def _mtu(source: Source, arguments: argparse.Namespace) -> CommandAnswer:
     return [table, *views.notes(source)], {"paths": plain, "not_known": _not_known(source)}, wrong
 
 
-def _doctor(source: Source, _arguments: argparse.Namespace) -> CommandAnswer:
+def _doctor(source: Source, arguments: argparse.Namespace) -> CommandAnswer:
     from flanneld.ctl.doctor import as_json, examine, has_problem, report
     from flanneld.ctl.facts import gather
 
     facts = gather(source)
     findings = examine(facts)
-    return report(findings, facts), as_json(findings, facts), has_problem(findings)
+    more: tuple[Check, ...] = ()
+    if getattr(arguments, "cluster", False):
+        from flanneld.ctl.cluster import commands, rules
+
+        findings += rules.findings(commands.examine(source)[1])
+        more = rules.CHECKS
+    return report(findings, facts, more), as_json(findings, facts, more), has_problem(findings)
+
+
+def _nodes(source: Source, _arguments: argparse.Namespace) -> CommandAnswer:
+    from flanneld.ctl.cluster import commands
+
+    cluster, found = commands.examine(source)
+    plain = commands.plain(cluster, found)
+    wrong = any(each["state"] == "PROBLEM" for each in plain)
+    shown = [commands.table(cluster, found), *views.notes(source)]
+    return shown, {"nodes": plain, "not_known": _not_known(source)}, wrong
+
+
+def _graph(source: Source, arguments: argparse.Namespace) -> CommandAnswer:
+    from flanneld.ctl.cluster import commands, graph
+
+    cluster, found = commands.examine(source)
+    nodes = commands.table(cluster, found)
+    columns, rows = tuple(nodes.columns), [tuple(row) for row in nodes.rows]
+    made = graph.vertices(columns, rows)
+    plain = {
+        "nodes": commands.plain(cluster, found),
+        "edges": graph.edges(made),
+        "not_known": _not_known(source),
+    }
+    if arguments.format == "html":
+        from flanneld.ctl.cluster.graph_page import page
+
+        lines = page(made, columns[4:-1], clock.utc_text(cluster.now))
+    else:
+        lines = {"text": graph.text, "dot": graph.dot}[arguments.format](made)
+    shown = [TextTable((), [(part,) for line in lines for part in line.split("\n")])]
+    return shown, plain, any(each.state == "PROBLEM" for each in made)
+
+
+def _ping(source: Source, arguments: argparse.Namespace) -> CommandAnswer:
+    from flanneld.ctl.cluster import ping, reach
+
+    found = list(ping.measure(arguments.peer, source, arguments.count))
+    said = reach.verdict(found)
+    plain = ping.plain(found, said) | {"not_known": _not_known(source)}
+    return [*ping.table(found, said), *views.notes(source)], plain, said.at is not None
+
+
+def _netcheck(source: Source, arguments: argparse.Namespace) -> CommandAnswer:
+    from flanneld.ctl.cluster import netcheck
+
+    found = list(netcheck.measure(source, arguments.peer))
+    rows = [(each.check, each.about, each.state, each.found, each.note) for each in found]
+    table = TextTable(("check", "of", "state", "found", "note"), rows)
+    plain = {"checks": [asdict(each) for each in found], "not_known": _not_known(source)}
+    return [table, *views.notes(source)], plain, any(each.state == "PROBLEM" for each in found)
 
 
 def _bundle(source: Source, arguments: argparse.Namespace) -> CommandAnswer:
@@ -313,6 +395,10 @@ _HELP: dict[str, tuple[Callable[[Source, argparse.Namespace], CommandAnswer], st
     "trace": (_trace, "path of a packet to an address, hop by hop"),
     "bundle": (_bundle, "archive of diagnostics without secrets, for a remote expert"),
     "mtu": (_mtu, "largest packet that the path to a peer carries; sends probes"),
+    "nodes": (_nodes, "all nodes of the cluster, one a line; sends queries"),
+    "graph": (_graph, "this node and its paths to all others, as text, for Graphviz, or as a page"),
+    "ping": (_ping, "reachability of a peer or its container, and where packets stop"),
+    "netcheck": (_netcheck, "path MTU, port, address translation and checksums on the paths to peers"),
     "doctor": (_doctor, "problems of this node, and the commands that solve them"),
 }
 COMMANDS = {name: act for name, (act, _) in _HELP.items()}

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from flanneld.ctl.data_source import knows_peers, ranges_of
 from flanneld.model import IPAddress
@@ -102,7 +103,8 @@ class Comparison(Struct, frozen=True, gc=False):
 def read(document: Mapping[str, Any]) -> ActualState:
     """Return the kernel's objects. Raises ``OSError``."""
     kernel = Kernel()
-    present = tuple(kernel.links())
+    should = {value.name: value for value in values(document.get("local")) if isinstance(value, Link)}
+    present = tuple(_completed(link, should.get(link.name)) for link in kernel.links())
     devices = document.get("devices") or [link.name for link in present if is_flannels(link)]
     ours = {link.name: link.make for link in present if link.name in devices}
     uplink = (document.get("uplink") or {}).get("name", "")
@@ -114,6 +116,11 @@ def read(document: Mapping[str, Any]) -> ActualState:
     for table in tables(kernel):
         objects |= {seen.resource: seen.claim is not Claim.FOREIGN for seen in table.read(scope)}
     return ActualState(objects, present)
+
+
+def _completed(link: SeenLink, should: Link | None) -> SeenLink:
+    """Return a device with the wanted properties that rtnetlink does not tell."""
+    return replace(link, make=links.completed(should, link.make)) if should else link
 
 
 def route_taken(target: IPAddress) -> RouteTaken:

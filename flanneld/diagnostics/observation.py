@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from flanneld.diagnostics.components import Components
 from flanneld.diagnostics.readiness import Readiness
 from flanneld.model import Lease
 from flanneld.reconcile.controller import Controller
+from flanneld.runtime.step_loop import StepLoop
 from flanneld.runtime.supervisor import Supervisor
 
 
@@ -67,6 +69,24 @@ class Observation:
         prober = Prober(number, lease, reconciler, stop=self._supervisor.stop, heartbeat=heartbeat)
         self._components.add_prober(prober)
         self._supervisor.start("prober", prober.run)
+
+    def answer_queries(self) -> None:
+        """Answer other nodes' queries, with ``-answer-port``."""
+        port = self._components.options.answer_port
+        if not port:
+            return
+        from flanneld.diagnostics.responder.server import Responder
+
+        responder = Responder(self._components, port)
+        heartbeat = partial(self._supervisor.heartbeat, "responder")
+        loop = StepLoop(responder.step, responder.sources, stop=self._supervisor.stop, heartbeat=heartbeat)
+
+        def run() -> None:
+            # One process may serve this network again, and the port must be free then.
+            with closing(responder):
+                loop.run()
+
+        self._supervisor.start("responder", run, loop.cancel)
 
     def _caveats(self) -> list[str]:
         return [f"leases: taken from {self._components.cached}"] if self._components.cached else []

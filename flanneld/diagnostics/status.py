@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -58,6 +59,7 @@ def summary(components: Components) -> Document:
         "flags": components.options.described(),
         "subnet_file": components.options.subnet_file,
         "kube_subnet_mgr": components.options.kube_subnet_mgr,
+        "answer_port": components.options.answer_port,
         "store": _store(components),
         "health": {
             "ready": not missing,
@@ -228,6 +230,8 @@ def _peer(peer: Lease, view: View, pending: Mapping[Key, Failure]) -> Document:
         "subnets": _subnets(peer),
         "public_ips": _public_ips(peer),
         "macs": _macs(peer),
+        "vni": _vni(peer),
+        "expires": _end(peer),
         "backend": peer.attrs.backend_type,
         "state": _state(peer, view, pending),
         "reason": view.reasons.get(peer.key, refused),
@@ -285,6 +289,19 @@ def _subnets(of: Lease) -> list[str]:
 
 def _public_ips(of: Lease) -> list[str]:
     return [str(ip) for family in FAMILIES if (ip := of.attrs.public(family))]
+
+
+def _vni(of: Lease) -> int | None:
+    """Return the VNI that a lease announces; None if it names none, as with flannel 0.12."""
+    data = [of.attrs.data(family) for family in FAMILIES]
+    return next(
+        (vni for each in data if isinstance(each, dict) and isinstance(vni := each.get("VNI"), int)), None
+    )
+
+
+def _end(of: Lease) -> float | None:
+    """Return when a lease ends, in seconds since the epoch; None if never, or if the store was not asked."""
+    return None if of.expires is None or math.isinf(of.expires) else wall(of.expires)
 
 
 def _macs(of: Lease) -> list[str]:

@@ -19,6 +19,8 @@ _LONGEST = 65535
 #: kernel knows of the path (IP_PMTUDISC_PROBE).
 _WHOLE: dict[Family, tuple[int, int, int]] = {4: (socket.IPPROTO_IP, 10, 3), 6: (socket.IPPROTO_IPV6, 23, 3)}
 _IP_HEADER: dict[Family, int] = {4: 20, 6: 40}
+#: IP header and ICMP header, in bytes.
+HEADERS: dict[Family, int] = {4: 28, 6: 48}
 #: So often is looked whether the answer is still wanted, in seconds.
 _NAP = 0.2
 
@@ -33,7 +35,7 @@ def ask(
     """
     token = random_bytes(_TOKEN_LENGTH)
     token += bytes(max(0, size - _IP_HEADER[target.version] - _HEADER.size - len(token)))
-    with _new_socket(target.version) as connection:
+    with new_socket(target.version) as connection:
         if size:
             connection.setsockopt(*_WHOLE[target.version])
         began = clock.now()
@@ -55,7 +57,7 @@ def ask(
     return None
 
 
-def _new_socket(family: Family) -> socket.socket:
+def new_socket(family: Family) -> socket.socket:
     """Return a ping socket if net.ipv4.ping_group_range permits it, else a raw socket.
 
     The kernel filters replies for a ping socket. A raw one receives all.
@@ -84,9 +86,19 @@ def answers(family: Family, data: bytes, token: bytes, *, with_header: bool) -> 
 
     A raw IPv4 socket also delivers the IP header.
     """
+    return bool(token) and token_of(family, data, with_header=with_header) == token
+
+
+def token_of(family: Family, data: bytes, *, with_header: bool) -> bytes:
+    """Return the token of an echo reply, empty for any other message (pure)."""
     if with_header and family == 4:
         data = data[4 * (data[0] & 0xF) :] if data else b""
-    return data[:1] == bytes([_REPLY[family]]) and data[_HEADER.size :] == token
+    return data[_HEADER.size :] if data[:1] == bytes([_REPLY[family]]) else b""
+
+
+def request_token(family: Family, data: bytes) -> bytes:
+    """Return the token of our own request in an ICMP error; empty for another message (pure)."""
+    return data[_HEADER.size :] if data[:1] == bytes([_REQUEST[family]]) else b""
 
 
 def _checksum(data: bytes) -> int:

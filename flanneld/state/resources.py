@@ -86,7 +86,10 @@ class Link(Struct, frozen=True, gc=False):
 
 
 class Vxlan(Link, frozen=True, gc=False):
-    """A VXLAN device (linux/if_link.h, IFLA_VXLAN_*). ``port`` is the UDP destination port."""
+    """A VXLAN device (linux/if_link.h, IFLA_VXLAN_*). ``port`` is the UDP destination port.
+
+    With ``cpu_checksums`` the CPU computes the checksums of sent packets. False leaves that as it is.
+    """
 
     make: ClassVar[str] = "vxlan"
     name: str
@@ -99,6 +102,7 @@ class Vxlan(Link, frozen=True, gc=False):
     learning: bool = False
     gbp: bool = False
     up: bool = True
+    cpu_checksums: bool = False
 
     def __str__(self) -> str:
         return f"link {self.name} mtu {self.mtu} address {self.mac} vxlan id {self.vni} local {self.local}"

@@ -12,6 +12,7 @@ from tests.lab import Lab, own_command, peer_command, wait_for
 from tests.netns.pair import connect
 from tests.netns.test_etcd_move import migrate, nothing_lost, restart, subnets_in
 from tests.netns.test_probes import probe
+from tests.netns.test_seeing import answer, flannelctl
 
 OURS, THEIRS = own_command(), peer_command()
 
@@ -31,6 +32,25 @@ def test_a_node_of_the_other_answers_probes_at_its_end_of_the_tunnel(lab: Lab, k
     theirs.container()
     wait_for(lambda: probe(ours).get("rtt"), 60, "an answer")
     assert probe(ours)["target"] == theirs.subnet().removesuffix("/24")
+
+
+def test_node_of_the_other_is_examined_without_a_responder(lab: Lab) -> None:
+    """Its kernel answers: by ICMP, and by a refusal of UDP, which shows that UDP arrives."""
+    ours, theirs = mixed(lab, {"Type": "vxlan"}, OURS, THEIRS)
+    container = theirs.container().address
+    wait_for(
+        lambda: answer(ours, "ping", container, "--count=2")["stops_at"] is None, 60, "a way that is open"
+    )
+    node = {each["subnets"][0]: each for each in answer(ours, "nodes")["nodes"]}[theirs.subnet()]
+    assert (node["state"], node["answers"], node["version"]) == ("ok", "kernel", None)
+    assert "does not answer queries: Go's daemon" in flannelctl(ours, "nodes").stdout
+    checks = {each["check"]: each["state"] for each in answer(ours, "netcheck", theirs.subnet())["checks"]}
+    assert (checks["port"], checks["checksums"]) == ("ok", "ok")
+    theirs.run("nft", "add table inet fault")
+    theirs.run("nft", "add chain inet fault input { type filter hook input priority -400; }")
+    theirs.run("nft", "add rule inet fault input udp dport 8470 udp checksum != 0 drop")
+    checks = {each["check"]: each["state"] for each in answer(ours, "netcheck", theirs.subnet())["checks"]}
+    assert checks["checksums"] == "PROBLEM"
 
 
 def test_a_node_that_leaves_is_led_to_by_neither(lab: Lab, backend: dict[str, Any]) -> None:

@@ -67,6 +67,7 @@ def _create(desired: Link) -> None:
         basics = (("IFLA_IFNAME", desired.name), ("IFLA_MTU", desired.mtu), ("IFLA_TXQLEN", 0))
         _call("add", *basics, *codec.attributes(desired))
     _refuse_router_advertisements(desired.name)
+    codec.finish(desired)
     _call("set", index=_index(desired.name), up=True)
 
 
@@ -77,6 +78,7 @@ def _set(desired: Link, actual: Link) -> None:
         _call("set", change, index=index)
     if actual.mtu != desired.mtu:
         _call("set", ("IFLA_MTU", desired.mtu), index=index)
+    codec_for(desired).finish(desired)
     if actual.up != desired.up:
         _call("set", index=index, up=desired.up)
 

@@ -92,6 +92,14 @@ class LinkCodec(Generic[L]):
         del desired, actual
         return ()
 
+    def completed(self, desired: L, actual: L) -> L:
+        """Return the actual device with the wanted properties that rtnetlink does not tell."""
+        del desired
+        return actual
+
+    def finish(self, desired: L) -> None:
+        """Set the wanted properties that rtnetlink cannot set. Raises ``OSError``."""
+
     def mark(self, link: L) -> str:
         """Return a value that identifies our device under any name; empty if there is none."""
         del link
@@ -212,6 +220,14 @@ def step(desired: Link, actual: Link | ForeignLink) -> LinkStep:
         return LinkStep.REPLACE
     settable = {name: getattr(desired, name) for name in codec_for(desired).settable}
     return LinkStep.SET if replace(actual, **settable) == desired else LinkStep.REPLACE
+
+
+def completed(desired: Link, actual: Link | ForeignLink) -> Link | ForeignLink:
+    """Return the actual device with the wanted properties that rtnetlink does not tell."""
+    if isinstance(actual, ForeignLink) or type(actual) is not type(desired):
+        return actual
+    found: Link = codec_for(desired).completed(desired, actual)
+    return found
 
 
 def is_not_ours_to_remove(desired: Link, actual: Link | ForeignLink) -> bool:

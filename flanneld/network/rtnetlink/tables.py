@@ -118,8 +118,9 @@ class LinkTable(_KernelTable):
         for want in scope.desired.values():
             seen = self._kernel.link(want.name) if isinstance(want, Link) else None
             if seen is not None and isinstance(want, Link):
-                is_right = links.step(want, seen.make) is links.LinkStep.NOTHING
-                yield Seen(want if is_right else seen.make)
+                actual = links.completed(want, seen.make)
+                is_right = links.step(want, actual) is links.LinkStep.NOTHING
+                yield Seen(want if is_right else actual)
         yield from (Seen(link, Claim.LEFT) for link in self._left() if link.key not in scope.desired)
 
     def put(self, puts: Sequence[Put]) -> Report:
@@ -163,7 +164,7 @@ class LinkTable(_KernelTable):
 
     def _actual(self, link: Link) -> Link | ForeignLink | None:
         seen = self._kernel.link(link.name)
-        return seen.make if seen else None
+        return links.completed(link, seen.make) if seen else None
 
     def _refusal(self, link: Link, failure: OSError) -> Failure:
         reason = failure.strerror or str(failure)

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from ipaddress import ip_address, ip_network
 
+from msgspec.structs import replace
+
 from flanneld.network.rtnetlink.domain import Domain
 from flanneld.network.rtnetlink.kernel import Kernel
 from flanneld.network.rtnetlink.tables import (
@@ -68,6 +70,7 @@ class Links(OfKernel):
         "ip link set vx4 type vxlan learning",
         "ip link del vx6",
         "ip link set vx4 name other",
+        "ethtool -K vx6 tx-checksum-ip-generic on",
     )
     foreign = ("ip link add br7 type bridge", "ip link set other0 mtu 1300")
     shows_foreign = "ip -o link show dev br7; ip -o link show dev other0; ip -o link show dev up0"
@@ -76,7 +79,9 @@ class Links(OfKernel):
         super().__init__(host)
         kernel = Kernel(DOMAIN)
         made = [seen.make for name in sorted(OURS) if (seen := kernel.link(name))]
-        self.resources = [each for each in made if isinstance(each, Vxlan)]
+        found = [each for each in made if isinstance(each, Vxlan)]
+        host.run("ethtool", "-K", "vx6", "tx-checksum-ip-generic", "off")
+        self.resources = [replace(each, cpu_checksums=each.name == "vx6") for each in found]
 
     def over(self, kernel: Kernel) -> Table:
         def left() -> list[Link]:

@@ -12,6 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from flanneld.ctl.checks import CHECKS
+from flanneld.ctl.cluster import rules
 from flanneld.ctl.data_source import SourcePart, Unknown
 from flanneld.ctl.doctor import as_json, examine, report
 from flanneld.ctl.evidence.encryption import CharonState, EncryptionFacts
@@ -294,7 +295,7 @@ def test_each_check_has_a_case_above() -> None:
 
 
 def test_each_theme_has_a_check() -> None:
-    assert {check.theme for check in CHECKS} == set(THEMES)
+    assert {check.theme for check in (*CHECKS, *rules.CHECKS)} == set(THEMES)
 
 
 def test_a_node_that_is_well_is_told_so() -> None:

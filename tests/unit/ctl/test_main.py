@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from flanneld.ctl.main import COMMANDS, NO_DAEMON, PROBLEMS, USAGE, run
+from flanneld.ctl.main import COMMANDS, FINE, NO_DAEMON, PROBLEMS, USAGE, run
 from flanneld.diagnostics.status_socket import StatusSocket
 
 DEADLINE = 20.0
@@ -50,7 +50,8 @@ WRONG = [
     ["status", "--nonsense=1"],
     ["status", "--etcd-endpoints=nonsense"],
     ["status", "more"],
-    [],
+    ["ping", "10.5.1.0", "--count=0"],
+    ["--output=table"],
 ]
 
 
@@ -64,6 +65,13 @@ def test_wrong_usage_is_told_in_json_too(
     output = capsys.readouterr()
     assert output.out == ""
     assert output.err.startswith("flannelctl: ")
+
+
+def test_words_of_no_command_show_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([], {}) == FINE
+    output = capsys.readouterr()
+    assert output.err == ""
+    assert all(f"\n    {command} " in output.out for command in COMMANDS)
 
 
 @pytest.mark.parametrize("words", [["--output", "json", "events"], ["events", "--output", "json"]])

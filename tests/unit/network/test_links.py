@@ -235,8 +235,9 @@ def test_the_device_that_fits_is_left_alone(desired: Link) -> None:
         replace(WANTED, learning=True),
         replace(WANTED, up=False),
         replace(WANTED, mac="02:00:00:00:00:02", mtu=1400, learning=True, up=False),
+        replace(WANTED, cpu_checksums=True),
     ],
-    ids=["mac", "mtu", "learning", "down", "all of these"],
+    ids=["mac", "mtu", "learning", "down", "all of these", "checksums"],
 )
 def test_what_can_be_set_is_set(actual: Vxlan) -> None:
     assert step(WANTED, actual) is LinkStep.SET

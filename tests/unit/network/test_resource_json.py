@@ -32,7 +32,9 @@ V4, V6 = IPv4Address("192.0.2.1"), IPv6Address("2001:db8::1")
     "resource",
     [
         Vxlan("flannel.1", 1, 2, V4, 8472, MAC, 1450),
-        Vxlan("flannel-v6.1", 1, 2, V6, 8472, MAC, 1430, learning=True, gbp=True, up=False),
+        Vxlan(
+            "flannel-v6.1", 1, 2, V6, 8472, MAC, 1430, learning=True, gbp=True, up=False, cpu_checksums=True
+        ),
         Ipip("flannel.ipip", V4, 1480),
         Ipip("flannel.ipip", None, 1480, remote=V4, up=False),
         Tun("flannel0", 1472),

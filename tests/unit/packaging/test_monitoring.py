@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import subprocess
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -13,6 +14,8 @@ import pytest
 import yaml
 
 from flanneld.diagnostics.metrics import METRICS
+from flanneld.subnet.remote.http_server import LeaseServer
+from flanneld.subnet.remote.rest import NOT_FOUND, RestRequest
 
 MONITORING = Path(__file__).parents[3] / "dist/monitoring"
 RULES = yaml.safe_load((MONITORING / "flannel.rules.yaml").read_text())
@@ -52,6 +55,11 @@ HEALTHY: Mapping[str, str] = {
             'flannel_mtu_bytes{NODE,dev="flannel.1"}': "1450x1500",
             "flannel_peer_probe_loss_ratio{NODE}": "0.01x1500",
             "flannel_datastore_up{NODE}": "1x10 0x2 1x1487",
+            # A restart of the store, a stranger, and nodes that come and go.
+            'flannel_server_requests_total{NODE,method="GET",status="200"}': "0+100x1500",
+            'flannel_server_requests_total{NODE,method="GET",status="500"}': "0x60 9x1439",
+            'flannel_server_requests_total{NODE,method="GET",status="401"}': "0x60 19x1439",
+            "flannel_server_connections{NODE}": "300x600 200x899",
             'flannel_event_to_kernel_seconds_bucket{NODE,le="0.01"}': "0+60x1500",
             'flannel_event_to_kernel_seconds_bucket{NODE,le="+Inf"}': "0+60x1500",
         }.items()
@@ -90,6 +98,14 @@ FAULTS: Mapping[str, Mapping[str, str | None]] = {
         f'flannel_event_to_kernel_seconds_bucket{{{FIRST},le="10"}}': "0+60x1500",
     },
     "FlannelKernelNotRead": {f"flannel_last_sync_timestamp_seconds{{{FIRST}}}": "0x1500"},
+    "FlannelServerFails": {f'flannel_server_requests_total{{{FIRST},method="GET",status="500"}}': "0+3x1500"},
+    "FlannelServerRefuses": {
+        f'flannel_server_requests_total{{{FIRST},method="GET",status="401"}}': "0+1x1500"
+    },
+    # By the end of the day, which is when the cases look.
+    "FlannelServerLosesNodes": {
+        f"flannel_server_connections{{{node}}}": "300x1460 100x39" for node in (FIRST, SECOND)
+    },
     "FlannelVersionsDiffer": {
         f'flannel_build_info{{{FIRST},version="1.0",python="3.11.7"}}': None,
         f'flannel_build_info{{{FIRST},version="0.9",python="3.11.7"}}': "1x1500",
@@ -152,9 +168,19 @@ def labels_in(expression: str) -> dict[str, set[str]]:
     return found
 
 
+def of_server() -> dict[str, set[str]]:
+    """Return the labels of each series of a server of leases, from its page."""
+    with socket.socket() as listener:
+        server = LeaseServer(listener, None)  # type: ignore[arg-type]
+        server.sent(RestRequest("GET", "/"), NOT_FOUND)
+        page = server.metrics_text()
+    lines = re.findall(r"^(flannel_\w+)(?:\{(.*)\})? ", page, re.MULTILINE)
+    return {name: set(re.findall(r"(\w+)=", labels)) for name, labels in lines}
+
+
 def known() -> dict[str, set[str]]:
     """Return the labels of each series that there is."""
-    found = {name: set[str]() for name in (*GIVEN, *RECORDED)}
+    found = {name: set[str]() for name in (*GIVEN, *RECORDED)} | of_server()
     for metric in METRICS:
         endings = ("_bucket", "_count", "_sum") if metric.type == "histogram" else ("",)
         found |= {metric.name + ending: set(metric.labels) for ending in endings}

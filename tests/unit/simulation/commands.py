@@ -1,4 +1,4 @@
-"""Commands of iproute2 on the model of a kernel: as much of them as others need to spoil its tables."""
+"""Commands of iproute2 and ethtool on the model of a kernel: those that others need to spoil its tables."""
 
 from __future__ import annotations
 
@@ -24,6 +24,9 @@ def run(kernel: Kernel, command: str) -> None:
     match program, area:
         case "ip", "link":
             _link(kernel, verb, rest)
+        case "ethtool", "-K":
+            name, (_, state) = verb, rest
+            kernel.set_link(replace(_vxlan(kernel, name), cpu_checksums=state == "off"))
         case "ip", "address":
             _address(kernel, verb, rest)
         case "ip", "neigh":

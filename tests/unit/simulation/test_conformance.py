@@ -22,7 +22,7 @@ from tests.unit.simulation.kernel_tables import KernelTable, tables
 
 _LINKS = (
     Vxlan("vx4", 1, 2, ip_address("192.0.2.1"), 8472, "02:00:00:00:00:04", 1450),
-    Vxlan("vx6", 1, 2, ip_address("fd77::1"), 8472, "02:00:00:00:00:06", 1430),
+    Vxlan("vx6", 1, 2, ip_address("fd77::1"), 8472, "02:00:00:00:00:06", 1430, cpu_checksums=True),
 )
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from msgspec.structs import replace
+
+from flanneld.network import ethtool
 from flanneld.network.rtnetlink.links import Attribute, LinkCodec, SeenLink, link_info, number
 from flanneld.network.rtnetlink.messages import address_of
 from flanneld.runtime.shell import Command, command
@@ -19,7 +22,7 @@ class VxlanCodec(LinkCodec[Vxlan]):
 
     resource = Vxlan
     names = re.compile(r"flannel(-v6)?\.[0-9]+")
-    settable = ("mac", "mtu", "learning", "up")
+    settable = ("mac", "mtu", "learning", "up", "cpu_checksums")
 
     def parse(self, seen: SeenLink, data: dict[int, bytes]) -> Vxlan | ForeignLink:
         local = data.get(_LOCAL) or data.get(_LOCAL6)
@@ -62,6 +65,18 @@ class VxlanCodec(LinkCodec[Vxlan]):
             learning = ("IFLA_VXLAN_LEARNING", desired.learning)
             yield link_info(desired.make, ("IFLA_VXLAN_ID", desired.vni), learning)
 
+    def completed(self, desired: Vxlan, actual: Vxlan) -> Vxlan:
+        if not desired.cpu_checksums:
+            return actual
+        try:
+            return replace(actual, cpu_checksums=not ethtool.offloads_checksums(desired.name))
+        except OSError:  # the device has gone meanwhile, which the next read shows
+            return actual
+
+    def finish(self, desired: Vxlan) -> None:
+        if desired.cpu_checksums:
+            ethtool.compute_checksums(desired.name)
+
     def mark(self, link: Vxlan) -> str:
         return link.mac
 
@@ -79,6 +94,8 @@ class VxlanCodec(LinkCodec[Vxlan]):
             "dstport", desired.port, _learning(desired), *(["gbp"] if desired.gbp else []),
         )
         # fmt: on
+        if desired.cpu_checksums:
+            yield _cpu_checksums(desired)
 
     def change_commands(self, desired: Vxlan, actual: Vxlan) -> Iterator[Command]:
         change = ("ip", "link", "set", desired.name)
@@ -86,6 +103,12 @@ class VxlanCodec(LinkCodec[Vxlan]):
             yield (*change, "address", desired.mac)
         if actual.learning != desired.learning:
             yield (*change, "type", "vxlan", "id", str(desired.vni), _learning(desired))
+        if actual.cpu_checksums != desired.cpu_checksums:
+            yield _cpu_checksums(desired)
+
+
+def _cpu_checksums(desired: Vxlan) -> Command:
+    return ("ethtool", "-K", desired.name, "tx-checksum-ip-generic", "off")
 
 
 def _learning(desired: Vxlan) -> str:

@@ -1,0 +1,238 @@
+"""Nodes of the cluster: their leases, and what they answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from ipaddress import ip_address, ip_network
+from typing import Any
+
+from msgspec import Struct, field
+
+from flanneld.ctl.snapshot import values
+from flanneld.diagnostics.responder.facts import device, store_kind
+from flanneld.model import IPAddress
+from flanneld.network.query.message import DEFAULT_PORT
+from flanneld.network.query.survey import SILENCE, Reply
+from flanneld.options import Options
+from flanneld.state.resources import Address
+
+
+class Told(Struct, frozen=True, gc=False):
+    """Facts that a node tells about itself; unknown ones are None. They are another host's word."""
+
+    version: str | None = None
+    network: tuple[str, ...] = ()
+    backend: str | None = None
+    vni: int | None = None
+    port: int | None = None
+    mtu: int | None = None
+    uplink_mtu: int | None = None
+    store: str | None = None
+    ready: bool = True
+    conditions: tuple[str, ...] = ()
+    #: Our address as that node sees it.
+    seen: str | None = None
+
+
+class Node(Struct, frozen=True, gc=False):
+    """One node. ``target`` is the address that was asked; None if no address of this family is known.
+
+    ``query`` is its daemon's reply there, ``echo`` that of its kernel, and ``underlay`` that of its kernel at
+    its public IP. The latter two are only asked without an answer of the daemon.
+    """
+
+    subnets: tuple[str, ...]
+    public_ips: tuple[str, ...] = ()
+    macs: tuple[str, ...] = ()
+    backend: str | None = None
+    vni: int | None = None
+    expires: float | None = None
+    state: str = ""
+    reason: str = ""
+    is_own: bool = False
+    target: IPAddress | None = None
+    in_overlay: bool = False
+    query: Reply = SILENCE
+    echo: Reply = SILENCE
+    underlay: Reply = SILENCE
+    told: Told | None = None
+
+    @property
+    def name(self) -> str:
+        return ",".join(self.subnets)
+
+    @property
+    def answers(self) -> str:
+        """Return the farthest part that answers: ``daemon``, ``kernel``, ``host`` or ``nothing``."""
+        if self.is_own or self.told is not None:
+            return "daemon"
+        if self.echo.rtt is not None or self.query.is_refusal:
+            return "kernel"
+        return "host" if self.underlay.rtt is not None else "nothing"
+
+    @property
+    def rtt(self) -> float | None:
+        """Return the seconds of the answer through the overlay."""
+        return self.query.rtt if self.query.rtt is not None else self.echo.rtt
+
+
+class Cluster(Struct, frozen=True, gc=False):
+    """All nodes, this one first. ``now`` is in seconds since the epoch; ``own`` are our overlay addresses."""
+
+    nodes: tuple[Node, ...] = ()
+    own: frozenset[str] = frozenset()
+    now: float = 0.0
+    unknown: Sequence[object] = field(default_factory=tuple)
+
+
+#: Asks many addresses at once.
+Ask = Callable[[Iterable[IPAddress]], Mapping[IPAddress, Reply]]
+
+
+class Probes(Struct, frozen=True):
+    """Ways to ask other nodes. Each may raise ``OSError``."""
+
+    query: Ask
+    echo: Ask
+
+
+def gather(document: Mapping[str, Any], probes: Probes, now: float) -> Cluster:
+    """Ask all nodes of a status document. Raises ``OSError`` if this process may not send ICMP."""
+    own = our_addresses(document)
+    peers = [_peer(each, own) for each in document.get("peers", ())]
+    queried = probes.query(_targets(peers))
+    silent = [each for each in peers if each.target and _told(queried[each.target]) is None]
+    # In one survey, because a second one would wait for all silent hosts again.
+    hosts = [ip_address(ip) for each in silent if each.in_overlay for ip in each.public_ips[:1]]
+    echoed = probes.echo([*_targets(silent), *hosts])
+    asked = [_with_replies(each, queried, echoed) for each in peers]
+    ours = [own_node(document)] if "lease" in document else []
+    return Cluster((*ours, *asked), frozenset(map(str, own)), now)
+
+
+def port_of(document: Mapping[str, Any], options: Options) -> int:
+    """Return the port to ask: that of our own daemon, else that of the flags, else the usual one."""
+    return document.get("answer_port") or options.answer_port or DEFAULT_PORT
+
+
+def our_addresses(document: Mapping[str, Any]) -> set[IPAddress]:
+    """Return the addresses of this node in the overlay; empty for a backend without one."""
+    return {each.address for each in values(document.get("local")) if isinstance(each, Address)}
+
+
+def target_of(
+    subnets: Iterable[str], public_ips: Sequence[str], own: set[IPAddress]
+) -> tuple[str, bool] | None:
+    """Return the address at which a node answers, and True if that is in the overlay.
+
+    Nodes of one network are alike: where we have our subnet's first address, they have theirs.
+    """
+    families = {each.version for each in own}
+    for text in subnets:
+        net = ip_network(text)
+        if net.version in families:
+            return str(net.network_address), True
+    return None if own or not public_ips else (public_ips[0], False)
+
+
+def told(facts: Mapping[str, Any]) -> Told:
+    """Return the facts of an answer. Values of another type than expected are left out."""
+
+    def text(name: str) -> str | None:
+        value = facts.get(name)
+        return value[:100] if isinstance(value, str) else None
+
+    def number(name: str) -> int | None:
+        value = facts.get(name)
+        return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+    def texts(name: str) -> tuple[str, ...]:
+        value = facts.get(name)
+        return tuple(each[:100] for each in value if isinstance(each, str)) if isinstance(value, list) else ()
+
+    return Told(
+        version=text("version"),
+        network=texts("network"),
+        backend=text("backend"),
+        vni=number("vni"),
+        port=number("port"),
+        mtu=number("mtu"),
+        uplink_mtu=number("uplink_mtu"),
+        store=text("store"),
+        ready=facts.get("ready") is not False,
+        conditions=texts("conditions"),
+        seen=next(iter(texts("seen")), None),
+    )
+
+
+def own_node(document: Mapping[str, Any]) -> Node:
+    """Return this node, by its own document."""
+    lease, uplink = document.get("lease") or {}, document.get("uplink") or {}
+    network, health = document.get("network") or {}, document.get("health") or {}
+    of_device = device(values(document.get("local")))
+    return Node(
+        subnets=tuple(lease.get("subnets", ())),
+        public_ips=tuple(uplink.get("public_ips", ())),
+        macs=tuple(lease.get("macs", ())),
+        backend=network.get("backend"),
+        vni=of_device["vni"],
+        expires=lease.get("expires"),
+        state="in the kernel",
+        is_own=True,
+        told=Told(
+            version=document.get("version"),
+            network=tuple(f"{each['network']} /{each['subnet_len']}" for each in network.get("ranges") or ()),
+            backend=network.get("backend"),
+            vni=of_device["vni"],
+            port=of_device["port"],
+            mtu=document.get("mtu"),
+            uplink_mtu=uplink.get("mtu"),
+            store=store_kind(str((document.get("store") or {}).get("name"))),
+            ready=health.get("ready", True),
+            conditions=tuple(sorted({each["part"] for each in health.get("conditions") or ()})),
+        ),
+    )
+
+
+def _peer(peer: Mapping[str, Any], own: set[IPAddress]) -> Node:
+    target = target_of(peer["subnets"], peer["public_ips"], own)
+    return Node(
+        subnets=tuple(peer["subnets"]),
+        public_ips=tuple(peer["public_ips"]),
+        macs=tuple(mac.lower() for mac in peer.get("macs", ())),
+        backend=peer["backend"],
+        vni=peer.get("vni"),
+        expires=peer.get("expires"),
+        state=peer["state"],
+        reason=peer["reason"] or ", ".join(peer["conflicts"]),
+        target=ip_address(target[0]) if target else None,
+        in_overlay=target is not None and target[1],
+    )
+
+
+def _targets(nodes: Iterable[Node]) -> Iterator[IPAddress]:
+    return (each.target for each in nodes if each.target is not None)
+
+
+def _told(reply: Reply) -> Told | None:
+    return told(reply.facts) if reply.rtt is not None and reply.facts else None
+
+
+def _with_replies(
+    node: Node,
+    queried: Mapping[IPAddress, Reply],
+    echoed: Mapping[IPAddress, Reply],
+) -> Node:
+    if node.target is None:
+        return node
+    from msgspec.structs import replace
+
+    query = queried[node.target]
+    public = ip_address(node.public_ips[0]) if node.public_ips else None
+    return replace(
+        node,
+        query=query,
+        told=_told(query),
+        echo=echoed.get(node.target, SILENCE),
+        underlay=echoed.get(public, SILENCE) if public else SILENCE,
+    )

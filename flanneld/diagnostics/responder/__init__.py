@@ -1,0 +1,1 @@
+"""Answers to queries of other nodes (``-answer-port``)."""

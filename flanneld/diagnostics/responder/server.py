@@ -1,0 +1,128 @@
+"""Responder: answers queries of other nodes, for ``flannelctl`` on their hosts.
+
+It never answers more than it was asked, in bytes, nor more than ``RATE`` times a second, nor a source outside
+the cluster. docs/security.md has the reasons.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Iterable
+from contextlib import suppress
+from ipaddress import ip_address
+
+from flanneld.compat.glog import OneTimeWarnings
+from flanneld.diagnostics.components import Components
+from flanneld.diagnostics.responder.facts import Place, about, places
+from flanneld.model import Family
+from flanneld.network.query import message
+from flanneld.runtime import clock
+
+log = logging.getLogger(__name__)
+
+#: Answers a second, and at once after a pause. A survey asks each node a few times.
+RATE = 100.0
+#: Datagrams that one step reads, so that a flood does not keep the loop from its other duties.
+_AT_ONCE = 64
+_LONGEST = 65535
+#: Seconds until addresses are compared again: the uplink may have moved.
+_LOOK = 10.0
+#: linux/in.h and linux/in6.h: bind to an address whose device may be made again.
+_FREEBIND: dict[Family, tuple[int, int]] = {4: (socket.IPPROTO_IP, 15), 6: (socket.IPPROTO_IPV6, 78)}
+_SO_NO_CHECK = 11
+
+
+class Budget:
+    """Budget of answers: ``RATE`` a second, and as many at once."""
+
+    def __init__(self) -> None:
+        self._left = RATE
+        self._since = clock.now()
+
+    def take(self, now: float) -> bool:
+        """Use one answer. Return False if none is left."""
+        self._left = min(RATE, self._left + RATE * (now - self._since))
+        self._since = now
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True
+
+
+class Responder:
+    """Responder of one daemon. ``step`` is called by a loop, whenever ``sources`` are readable."""
+
+    def __init__(self, components: Components, port: int) -> None:
+        self._components = components
+        self._port = port
+        self._sockets: dict[Place, socket.socket] = {}
+        self._budget = Budget()
+        self._once = OneTimeWarnings()
+
+    def sources(self) -> Iterable[int]:
+        """Return the sockets to wait for."""
+        return [each.fileno() for each in self._sockets.values()]
+
+    def step(self, now: float) -> float:
+        """Answer what has arrived. Return the time of the next call."""
+        self._follow()
+        for place, sock in self._sockets.items():
+            with suppress(BlockingIOError):
+                for _ in range(_AT_ONCE):
+                    self._answer_one(place, sock, now)
+        return now + _LOOK
+
+    def close(self) -> None:
+        """Close the sockets."""
+        for sock in self._sockets.values():
+            sock.close()
+        self._sockets.clear()
+
+    def _follow(self) -> None:
+        """Listen at the present addresses of this node."""
+        wanted = places(self._components)
+        for place in [each for each in self._sockets if each not in wanted]:
+            self._sockets.pop(place).close()
+        for place in wanted - self._sockets.keys():
+            with suppress(OSError):
+                self._sockets[place] = self._listen(place)
+
+    def _listen(self, place: Place) -> socket.socket:
+        family: Family = 4 if place.address.version == 4 else 6
+        sock = socket.socket(socket.AF_INET if family == 4 else socket.AF_INET6, socket.SOCK_DGRAM)
+        try:
+            sock.setblocking(False)
+            sock.setsockopt(*_FREEBIND[family], 1)
+            sock.bind((str(place.address), self._port))
+        except OSError as failure:
+            sock.close()
+            problem = f"Cannot answer queries at {place.address}, UDP port {self._port}: {failure.strerror}"
+            self._once.warn(log, place, f"{problem}; choose another -answer-port, on all nodes")
+            raise
+        log.info("Answering queries of other nodes at %s, UDP port %d", place.address, self._port)
+        return sock
+
+    def _answer_one(self, place: Place, sock: socket.socket, now: float) -> None:
+        """Answer one datagram if it is a query of this cluster. Raises ``BlockingIOError`` without one."""
+        try:
+            data, (host, port, *_) = sock.recvfrom(_LONGEST)
+        except BlockingIOError:
+            raise
+        except OSError:  # an ICMP error for an earlier answer
+            return
+        query = message.decode(data)
+        if query is None or not self._admits(place, host) or not self._budget.take(now):
+            return
+        with suppress(OSError):  # the asker went away, or its packet was larger than our device takes
+            sock.setsockopt(socket.SOL_SOCKET, _SO_NO_CHECK, int(query.unsummed))
+            sock.sendto(message.answer(query, about(self._components, (host, port))), (host, port))
+
+    def _admits(self, place: Place, host: str) -> bool:
+        controller = self._components.reconciler
+        if controller is None:
+            return False
+        networks = [network for network, _ in controller.uplink_manager.ranges]
+        return place.admits(
+            ip_address(host.partition("%")[0]), networks, lambda: controller.peers.view().leases
+        )

@@ -1,0 +1,241 @@
+"""Survey: one message to each of many hosts at once, and the answers.
+
+A thousand hosts take as long as one that is silent. Messages are sent in small batches and answers read in
+between, because a thousand answers at once overflow a socket's buffer.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from typing import Any, Protocol
+
+from msgspec import Struct, field
+
+from flanneld.model import FAMILIES, Family, IPAddress
+from flanneld.network import icmp_echo
+from flanneld.network.query import message
+from flanneld.network.query.message import HEADERS, ORDINARY, TOKEN_LENGTH, Query
+from flanneld.runtime import clock, waits
+from flanneld.runtime.randomness import random_bytes
+
+_BATCH = 32
+#: Calls for one message: as many ICMP errors may arrive between two of them.
+_ATTEMPTS = 5
+_LONGEST = 65535
+#: linux/in.h and linux/in6.h: level and option that deliver ICMP errors with the message that caused them.
+_RECVERR: dict[Family, tuple[int, int]] = {4: (socket.IPPROTO_IP, 11), 6: (socket.IPPROTO_IPV6, 25)}
+#: linux/in.h and linux/in6.h: level, option and value for packets in one piece (IP_PMTUDISC_PROBE).
+_WHOLE: dict[Family, tuple[int, int, int]] = {4: (socket.IPPROTO_IP, 10, 3), 6: (socket.IPPROTO_IPV6, 23, 3)}
+#: linux/errqueue.h, struct sock_extended_err: error, then origin. 1 is this host itself.
+_EXTENDED_ERROR, _LOCAL = struct.Struct("=IB"), 1
+_SO_NO_CHECK = 11
+
+
+class Reply(Struct, frozen=True, gc=False):
+    """Outcome for one host: ``rtt`` in seconds until an answer with ``facts``, or the ``error`` that came.
+
+    ``error`` is an errno out of an ICMP error: ECONNREFUSED if nothing listens at the port.
+    """
+
+    rtt: float | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    error: int = 0
+
+    @property
+    def is_refusal(self) -> bool:
+        """Return True if the host is there and the port is closed."""
+        return self.error == errno.ECONNREFUSED
+
+    @property
+    def arrived(self) -> bool:
+        """Return True if the message reached the host, whatever it answered."""
+        return self.rtt is not None or self.is_refusal
+
+
+SILENCE = Reply()
+
+
+class Channel(Protocol):
+    """Socket for one kind of message and one family."""
+
+    def fileno(self) -> int: ...
+
+    def send(self, target: IPAddress, token: bytes) -> None:
+        """Send a message. Raises ``OSError``."""
+        ...
+
+    def receive(self) -> Iterator[tuple[bytes, Mapping[str, Any], int]]:
+        """Yield token, facts and errno of all that has arrived, without waiting."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class EchoChannel:
+    """ICMP echo requests. With ``size``, in bytes with the IP header, they travel in one piece."""
+
+    def __init__(self, family: Family, size: int = 0) -> None:
+        self._family = family
+        self._padding = bytes(max(0, size - icmp_echo.HEADERS[family] - TOKEN_LENGTH))
+        self._socket = icmp_echo.new_socket(family)
+        self._socket.setblocking(False)
+        self._socket.setsockopt(*_RECVERR[family], 1)
+        if size:
+            self._socket.setsockopt(*_WHOLE[family])
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, target: IPAddress, token: bytes) -> None:
+        self._socket.sendto(icmp_echo.request(self._family, token + self._padding), (str(target), 0))
+
+    def receive(self) -> Iterator[tuple[bytes, Mapping[str, Any], int]]:
+        is_raw = self._socket.type == socket.SOCK_RAW
+        for code, data in _errors(self._socket):
+            yield icmp_echo.request_token(self._family, data)[:TOKEN_LENGTH], {}, code
+        with suppress(OSError):  # nothing is left, or an ICMP error, which comes with the next call
+            while True:
+                token = icmp_echo.token_of(self._family, self._socket.recv(_LONGEST), with_header=is_raw)
+                yield token[:TOKEN_LENGTH], {}, 0
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class QueryChannel:
+    """Queries to the nodes' daemons.
+
+    Sizes are in bytes with the headers. ``unsummed`` are the query and the answer without checksums.
+    """
+
+    def __init__(
+        self,
+        family: Family,
+        port: int,
+        size: int = ORDINARY,
+        answer_size: int = ORDINARY,
+        *,
+        unsummed: tuple[bool, bool] = (False, False),
+    ) -> None:
+        self._port = port
+        self._size = size - HEADERS[family]
+        self._answer_size = max(0, answer_size - HEADERS[family])
+        self._unsummed_answer = unsummed[1]
+        domain = socket.AF_INET if family == 4 else socket.AF_INET6
+        self._socket = socket.socket(domain, socket.SOCK_DGRAM)
+        self._socket.setblocking(False)
+        self._socket.setsockopt(*_RECVERR[family], 1)
+        self._socket.setsockopt(*_WHOLE[family])
+        if unsummed[0]:
+            self._socket.setsockopt(socket.SOL_SOCKET, _SO_NO_CHECK, 1)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, target: IPAddress, token: bytes) -> None:
+        query = Query(token, self._answer_size, self._unsummed_answer)
+        self._socket.sendto(query.encode(self._size), (str(target), self._port))
+
+    def receive(self) -> Iterator[tuple[bytes, Mapping[str, Any], int]]:
+        for code, data in _errors(self._socket):
+            yield message.token_of(data), {}, code
+        with suppress(OSError):  # nothing is left, or an ICMP error, which comes with the next call
+            while True:
+                said = message.decode_answer(self._socket.recv(_LONGEST))
+                if said:
+                    yield *said, 0
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def _errors(sock: socket.socket) -> Iterator[tuple[int, bytes]]:
+    """Yield the ICMP errors that have arrived, each with our own message, as far as it came back."""
+    with suppress(BlockingIOError):
+        while True:
+            data, notes, *_ = sock.recvmsg(_LONGEST, 512, socket.MSG_ERRQUEUE)
+            for _, _, note in notes:
+                code, origin = _EXTENDED_ERROR.unpack_from(note)
+                if origin != _LOCAL:
+                    yield code, data
+
+
+def echoes(targets: Iterable[IPAddress], within: float, tries: int = 2) -> dict[IPAddress, Reply]:
+    """Return each host's reply to an ICMP echo; silent hosts are asked again. Raises ``OSError``."""
+    return _per_family(targets, EchoChannel, within, tries)
+
+
+def queries(targets: Iterable[IPAddress], port: int, within: float, tries: int = 2) -> dict[IPAddress, Reply]:
+    """Return the reply of each host's daemon; silent ones are asked again. Raises ``OSError``."""
+    return _per_family(targets, lambda family: QueryChannel(family, port), within, tries)
+
+
+def _per_family(
+    targets: Iterable[IPAddress], open_channel: Callable[[Family], Channel], within: float, tries: int
+) -> dict[IPAddress, Reply]:
+    wanted = tuple(dict.fromkeys(targets))
+    found: dict[IPAddress, Reply] = {}
+    with ExitStack() as stack:
+        for family in FAMILIES:
+            some = [target for target in wanted if target.version == family]
+            if some:
+                channel = open_channel(family)
+                stack.callback(channel.close)
+                found |= survey(channel, some, within, tries)
+    return found
+
+
+def survey(
+    channel: Channel, targets: Sequence[IPAddress], within: float, tries: int
+) -> dict[IPAddress, Reply]:
+    """Ask all targets, and the silent ones again. Each try ends ``within`` seconds after its last message."""
+    asked: dict[bytes, tuple[IPAddress, float]] = {}
+    replies: dict[IPAddress, Reply] = {}
+
+    def take() -> None:
+        for token, facts, error in channel.receive():
+            target, sent = asked.get(token, (None, 0.0))
+            if target is not None and replies.get(target, SILENCE).rtt is None:
+                replies[target] = Reply(None, {}, error) if error else Reply(clock.now() - sent, facts)
+
+    for _ in range(tries):
+        silent = [target for target in targets if target not in replies]
+        for number, target in enumerate(silent, 1):
+            token = random_bytes(TOKEN_LENGTH)
+            asked[token] = (target, clock.now())
+            code = _send(channel, target, token)
+            if code:
+                replies[target] = Reply(error=code)
+            if number % _BATCH == 0:
+                take()
+        deadline = clock.now() + within
+        while any(target not in replies for target in silent) and (left := deadline - clock.now()) > 0:
+            waits.readable(channel.fileno(), left)
+            take()
+    return {target: replies.get(target, SILENCE) for target in targets}
+
+
+def _send(channel: Channel, target: IPAddress, token: bytes) -> int:
+    """Send a message. Return 0, or the errno of a local refusal.
+
+    An ICMP error for an earlier message makes the next call on the socket fail, too, whose host is another
+    one. So a failure counts only if it is repeated.
+    """
+    code = 0
+    for _ in range(_ATTEMPTS):
+        try:
+            channel.send(target, token)
+        except OSError as failure:
+            code = failure.errno or errno.EIO
+        else:
+            return 0
+    return 0 if code == errno.ECONNREFUSED else code
+
+
+def ask(channel: Channel, target: IPAddress, within: float) -> Reply:
+    """Ask one host once."""
+    return survey(channel, [target], within, 1)[target]

@@ -1,0 +1,203 @@
+"""All nodes of a cluster as one of them sees them: ``flannelctl nodes`` and ``doctor --cluster``."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from typing import Any
+
+from tests.lab import Lab, Node, wait_for
+from tests.netns.pair import DUAL_STACK, connect
+from tests.netns.test_seeing import answer, flannelctl, lease
+
+PATIENCE = 60
+ANSWERS = ("--answer-port=8470",)
+
+
+def settled(lab: Lab, backend: dict[str, Any], nodes: int = 2, **config: Any) -> list[Node]:
+    """Nodes whose containers reach each other, and whose daemons answer queries."""
+    found = lab.cluster(backend, nodes=nodes, flags=ANSWERS, **config)
+    for each in found[1:]:
+        connect(found[0], each)
+    return found
+
+
+def seen(node: Node) -> dict[str, dict[str, Any]]:
+    """The nodes by their first subnet."""
+    return {each["subnets"][0]: each for each in answer(node, "nodes")["nodes"]}
+
+
+def cluster_findings(node: Node) -> dict[str, str]:
+    told = answer(node, "doctor", "--cluster")["findings"]
+    return {each["check"]: f"{each['problem']}: {each['evidence']}" for each in told if each["theme"] == "N"}
+
+
+def test_nodes_are_listed_with_what_they_run(lab: Lab) -> None:
+    node, peer = settled(lab, {"Type": "vxlan"})
+    wait_for(lambda: seen(node)[peer.subnet()]["answers"] == "daemon", PATIENCE, "an answer")
+    told = seen(node)
+    assert list(told) == [node.subnet(), peer.subnet()]
+    for each in told.values():
+        assert (each["state"], each["notes"]) == ("ok", [])
+        assert (each["backend"], each["vni"], each["port"], each["mtu"]) == ("vxlan", 1, 8472, 1450)
+        assert each["store"] == "etcd v2"
+    assert told[node.subnet()]["is_own"]
+    assert told[peer.subnet()]["rtt"] > 0
+    assert flannelctl(node, "nodes").returncode == 0
+    assert cluster_findings(node) == {}
+
+
+def test_nodes_answer_over_ipv6_and_at_their_public_ip_without_a_tunnel(lab: Lab) -> None:
+    node, peer = settled(lab, {"Type": "host-gw"}, **DUAL_STACK)
+    wait_for(lambda: seen(node)[peer.subnet()]["answers"] == "daemon", PATIENCE, "an answer")
+
+
+def test_nodes_answer_over_ipv6_in_the_overlay(lab: Lab) -> None:
+    node, peer = settled(lab, {"Type": "vxlan"}, **DUAL_STACK, EnableIPv4=False)
+    subnet = peer.subnet(6)
+    wait_for(lambda: seen(node)[subnet]["answers"] == "daemon", PATIENCE, "an answer")
+    assert seen(node)[subnet]["notes"] == []
+    wait_for(lambda: stops(node, subnet)[0] is None, PATIENCE, "a way that is open")
+    assert checks(node)["checksums"][0] == "ok"
+
+
+def test_node_that_finds_its_port_taken_says_so_and_answers_once_it_is_free(lab: Lab) -> None:
+    node, peer = settled(lab, {"Type": "vxlan"})
+    wait_for(lambda: seen(node)[peer.subnet()]["answers"] == "daemon", PATIENCE, "an answer")
+    peer.stop()
+    with peer.namespace.entered(), socket.socket(type=socket.SOCK_DGRAM) as holder:
+        holder.bind(("", 8470))
+        peer.start(*ANSWERS)
+        peer.wait_for_log("Cannot answer queries at", PATIENCE)
+    wait_for(lambda: seen(node)[peer.subnet()]["answers"] == "daemon", PATIENCE, "an answer")
+
+
+def test_dead_nodes_and_nodes_that_answer_no_queries_are_told_apart(lab: Lab) -> None:
+    node, peer, mute = settled(lab, {"Type": "vxlan"}, nodes=3)
+    wait_for(lambda: seen(node)[peer.subnet()]["answers"] == "daemon", PATIENCE, "an answer")
+    mute.stop()
+    mute.start()
+    mute.wait_ready(PATIENCE)
+    lab.etcd.put_lease("10.5.240.0/24", lease("198.18.0.240", "02:00:00:00:00:f0"))
+    node.wait_for_route("10.5.240.0/24")
+    told = seen(node)
+    assert told[mute.subnet()]["answers"] == "kernel"
+    assert told["10.5.240.0/24"]["answers"] == "nothing"
+    assert "Go's daemon, an older one" in flannelctl(node, "nodes").stdout
+    assert "10.5.240.0/24: no answer" in cluster_findings(node)["silent nodes"]
+    assert flannelctl(node, "nodes").returncode == 1
+    tree = flannelctl(node, "graph")
+    assert (
+        "PROBLEM: 1 node\n|   `-- 10.5.240.0/24  198.18.0.240  -  no answer\n`-- ok: 2 nodes" in tree.stdout
+    )
+    assert tree.returncode == 1
+    assert f'"{node.subnet()}" -- "{peer.subnet()}"' in flannelctl(node, "graph", "--format=dot").stdout
+    page = flannelctl(node, "graph", "--format=html").stdout
+    assert page.startswith("<!DOCTYPE html>")
+    assert all(each in page for each in told)
+    assert {each["to"] for each in answer(node, "graph")["edges"]} == told.keys() - {node.subnet()}
+
+
+def test_strangers_get_no_answer(lab: Lab) -> None:
+    """A host of the underlay that is no node, even if it routes the node's overlay address there."""
+    node, peer = settled(lab, {"Type": "vxlan"})
+    wait_for(lambda: seen(node)[peer.subnet()]["answers"] == "daemon", PATIENCE, "an answer")
+    ask = (
+        "import sys; from ipaddress import ip_address as ip;"
+        "from flanneld.network.query.survey import queries;"
+        "print(queries([ip(sys.argv[1])], 8470, 0.5)[ip(sys.argv[1])].facts.get('version'))"
+    )
+    base = node.subnet().removesuffix("/24")
+    lab.switch.ip(f"route add {base}/32 via {node.address}")
+    assert lab.switch.run("ping", "-c1", "-W5", base).returncode == 0
+    assert lab.switch.run(sys.executable, "-c", ask, base).stdout.strip() == "None"
+    assert peer.run(sys.executable, "-c", ask, base).stdout.strip() != "None"
+
+
+# ---- ping and netcheck --------------------------------------------------------------------------
+
+
+def stops(node: Node, target: str) -> tuple[str | None, set[str]]:
+    """Where packets stop, and the stages that were tried."""
+    told = answer(node, "ping", target, "--count=3")
+    return told["stops_at"], {each["stage"] for each in told["stages"]}
+
+
+def drop(node: Node, chain: str, *rules: str) -> None:
+    node.run("nft", "add table inet fault")
+    node.run("nft", f"add chain inet fault {chain} {{ type filter hook {chain} priority -400; }}")
+    for rule in rules:
+        node.run("nft", f"add rule inet fault {chain} {rule}")
+
+
+def mend(node: Node) -> None:
+    node.run("nft", "delete table inet fault")
+
+
+def test_ping_says_where_packets_stop(lab: Lab) -> None:
+    node, peer = settled(lab, {"Type": "vxlan"})
+    container = peer.container().address
+    wait_for(lambda: stops(node, container)[0] is None, PATIENCE, "a way that is open")
+    at, stages = stops(node, container)
+    assert (at, stages) == (None, {"underlay", "port", "tunnel", "udp", "there", "back", "container"})
+    assert flannelctl(node, "ping", peer.subnet()).returncode == 0
+
+    for hook, rule, expected in (
+        ("input", "udp dport 8472 drop", "tunnel"),
+        ("input", "udp dport 8472 reject with icmpx admin-prohibited", "port"),
+        ("input", "ip saddr 198.18.0.0/16 drop", "underlay"),
+        ("input", "iifname flannel.1 ip protocol icmp ip length > 1400 drop", "tunnel"),
+        ("input", "udp dport 8470 drop", "udp"),
+        ("output", "udp sport 8470 ip length > 1400 drop", "tunnel"),
+        ("forward", "drop", "forward"),
+    ):
+        drop(peer, hook, rule)
+        assert stops(node, container)[0] == expected, rule
+        mend(peer)
+    absent = peer.subnet().replace(".0/24", ".250")
+    assert stops(node, absent)[0] == "container"
+    # By the socket for which the kernel sorts answers; so far it was a raw one.
+    node.run("sysctl", "-qw", "net.ipv4.ping_group_range=0 2147483647")
+    assert stops(node, absent)[0] == "container"
+    assert stops(node, container)[0] is None
+    peer.stop()
+    peer.run("ip", "link", "delete", "flannel.1")
+    assert stops(node, container)[0] == "port"
+
+
+def test_ping_works_without_an_address_in_the_overlay_and_over_ipv6(lab: Lab) -> None:
+    node, peer = settled(lab, {"Type": "host-gw"}, **DUAL_STACK)
+    wait_for(lambda: "back" in stops(node, peer.subnet())[1], PATIENCE, "an answer")
+    assert stops(node, peer.subnet()) == (None, {"underlay", "udp", "there", "back"})
+    container = peer.container().addresses[6]
+    connect(node, peer)
+    assert stops(node, container)[0] is None
+
+
+def checks(node: Node) -> dict[str, tuple[str, str]]:
+    return {each["check"]: (each["state"], each["found"]) for each in answer(node, "netcheck")["checks"]}
+
+
+def test_netcheck_tells_checksums_from_a_firewall(lab: Lab) -> None:
+    node, peer = settled(lab, {"Type": "vxlan"})
+    wait_for(lambda: seen(node)[peer.subnet()]["answers"] == "daemon", PATIENCE, "an answer")
+    sound = checks(node)
+    assert {name: state for name, (state, _) in sound.items()} == dict.fromkeys(
+        ("NAT, underlay", "path MTU, underlay", "path MTU, tunnel", "port", "checksums", "NAT, overlay"), "ok"
+    )
+    # As with a wrong one, a host drops what has a checksum, and takes what has none.
+    spoilt = "udp {}port 8470 udp checksum != 0 drop"
+    for hook, direction, where in (("input", "d", "this node"), ("output", "s", peer.subnet())):
+        drop(peer, hook, spoilt.format(direction))
+        assert checks(node)["checksums"] == (
+            "PROBLEM",
+            f"UDP arrives without checksums only; {where} spoils them",
+        )
+        mend(peer)
+    drop(peer, "input", "udp dport 8470 drop")
+    assert checks(node)["checksums"] == ("hint", "ICMP arrives, UDP does not")
+    mend(peer)
+    node.run("nft", "add table ip fault")
+    node.run("nft", "add chain ip fault post { type nat hook postrouting priority 90; }")
+    node.run("nft", f"add rule ip fault post oifname flannel.1 snat to {node.container().address}")
+    assert checks(node)["NAT, overlay"][0] == "hint"

@@ -1,0 +1,85 @@
+"""Where packets stop, and what spoils them: judgements over measurements."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+
+from flanneld.ctl.cluster.netcheck import Sums, checksums, masqueraded, port_state, translated
+from flanneld.ctl.cluster.reach import Series, Stage, verdict
+from flanneld.network.query.survey import SILENCE, Reply
+
+RTTS = (0.001, 0.002)
+CLOSED, REJECTED = Reply(error=errno.ECONNREFUSED), Reply(error=errno.EHOSTUNREACH)
+
+
+def good(stage: Stage, *, full: bool = False) -> Series:
+    return Series(stage, "10.5.2.0", 1450 if full else 84, 2, RTTS, is_full=full)
+
+
+def lost(stage: Stage, *, full: bool = False, error: int = 0) -> Series:
+    return Series(stage, "10.5.2.0", 1450 if full else 84, 2, (), error, is_full=full)
+
+
+@pytest.mark.parametrize(
+    ("found", "at"),
+    [
+        ([good(Stage.UNDERLAY), lost(Stage.PORT), good(Stage.TUNNEL), good(Stage.UDP)], None),
+        ([good(Stage.TUNNEL), lost(Stage.UDP, error=errno.ECONNREFUSED)], None),
+        # Hosts that drop ICMP at their public IP are reached all the same.
+        ([lost(Stage.UNDERLAY), lost(Stage.PORT), good(Stage.TUNNEL), good(Stage.UDP)], None),
+        ([lost(Stage.UNDERLAY), lost(Stage.PORT), lost(Stage.TUNNEL)], "underlay"),
+        ([good(Stage.UNDERLAY), lost(Stage.PORT), lost(Stage.TUNNEL)], "tunnel"),
+        ([good(Stage.UNDERLAY), lost(Stage.PORT, error=errno.ECONNREFUSED), lost(Stage.TUNNEL)], "port"),
+        ([good(Stage.UNDERLAY), lost(Stage.PORT, error=errno.EHOSTUNREACH), lost(Stage.TUNNEL)], "port"),
+        ([good(Stage.TUNNEL), lost(Stage.TUNNEL, full=True)], "tunnel"),
+        ([good(Stage.UNDERLAY), lost(Stage.UNDERLAY, full=True), good(Stage.TUNNEL)], "underlay"),
+        ([good(Stage.TUNNEL), good(Stage.UDP), lost(Stage.THERE, full=True)], "tunnel"),
+        ([good(Stage.TUNNEL), good(Stage.UDP), lost(Stage.BACK, full=True)], "tunnel"),
+        ([good(Stage.TUNNEL), lost(Stage.UDP)], "udp"),
+        ([good(Stage.TUNNEL), lost(Stage.CONTAINER)], "forward"),
+        ([good(Stage.TUNNEL), lost(Stage.CONTAINER, error=errno.EHOSTUNREACH)], "container"),
+        ([good(Stage.UNDERLAY)], None),
+        ([lost(Stage.UNDERLAY)], "underlay"),
+        ([Series(Stage.TUNNEL, "10.5.2.0", 84, 5, RTTS)], "tunnel"),
+    ],
+)
+def test_packets_stop_at_the_first_stage_that_explains_the_rest(found: list[Series], at: str | None) -> None:
+    assert verdict(found).at == at
+
+
+ANSWER = Reply(0.001)
+
+
+@pytest.mark.parametrize(
+    ("replies", "answers_icmp", "state", "text"),
+    [
+        (Sums(ANSWER, ANSWER, ANSWER), True, "ok", "arrives"),
+        (Sums(CLOSED, CLOSED, CLOSED), True, "ok", "arrives"),
+        (Sums(SILENCE, SILENCE, SILENCE), False, "unknown", "does not answer at all"),
+        (Sums(SILENCE, SILENCE, SILENCE), True, "hint", "UDP does not"),
+        (Sums(SILENCE, ANSWER, ANSWER), True, "PROBLEM", "this node spoils them"),
+        (Sums(SILENCE, ANSWER, SILENCE), True, "PROBLEM", "10.5.2.0/24 spoils them"),
+        # Without a responder the peer's kernel answers by ICMP, so our own checksums are to blame.
+        (Sums(SILENCE, CLOSED, CLOSED), True, "PROBLEM", "this node spoils them"),
+    ],
+)
+def test_checksums_are_blamed_only_if_packets_without_them_arrive(
+    replies: Sums, answers_icmp: bool, state: str, text: str
+) -> None:
+    found = checksums("10.5.2.0/24", replies, answers_icmp=answers_icmp, device=None)
+    assert found.state == state
+    assert text in found.found
+
+
+@pytest.mark.parametrize(("reply", "state"), [(CLOSED, "PROBLEM"), (REJECTED, "PROBLEM"), (SILENCE, "ok")])
+def test_silence_is_the_answer_of_an_open_port(reply: Reply, state: str) -> None:
+    assert port_state("10.5.2.0/24", "UDP port 8472", reply).state == state
+
+
+def test_translation_is_told_where_addresses_differ() -> None:
+    uplink = {"addresses": ["10.0.2.15", "fd00::1"], "public_ips": ["203.0.113.1", "fd00::1"]}
+    assert [each.state for each in translated(uplink)] == ["hint", "ok"]
+    assert masqueraded("peer", "10.5.1.0", frozenset({"10.5.1.0"})).state == "ok"
+    assert masqueraded("peer", "198.18.0.1", frozenset({"10.5.1.0"})).state == "hint"

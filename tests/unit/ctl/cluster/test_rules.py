@@ -1,0 +1,170 @@
+"""Rules for the nodes of a cluster: who breaks them."""
+
+from __future__ import annotations
+
+from ipaddress import ip_address
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from flanneld.ctl.cluster import commands
+from flanneld.ctl.cluster.nodes import Cluster, Node, Probes, Told, gather, told
+from flanneld.ctl.cluster.rules import RULES, findings, remarks
+from flanneld.ctl.findings import Severity
+from flanneld.network.query.survey import SILENCE, Reply
+
+NOW = 1_000_000.0
+OWN = "10.5.1.0"
+TOLD = Told("1.0", ("10.5.0.0/16 /24",), "vxlan", 1, 8472, 1450, 1500, "etcd v2", seen=OWN)
+
+
+def node(number: int, **changes: Any) -> Node:
+    sound = Node(
+        subnets=(f"10.5.{number}.0/24",),
+        public_ips=(f"198.18.0.{number}",),
+        macs=(f"02:00:00:00:00:{number:02x}",),
+        backend="vxlan",
+        vni=1,
+        expires=NOW + 80_000,
+        state="in the kernel",
+        is_own=number == 1,
+        target=ip_address(f"10.5.{number}.0"),
+        in_overlay=True,
+        query=Reply(0.001, {"version": "1.0"}),
+        told=TOLD,
+    )
+    return replace(sound, **changes)
+
+
+def cluster(**changes: Any) -> Cluster:
+    """Four nodes; the last one differs."""
+    nodes = (*(node(number) for number in (1, 2, 3)), node(4, **changes))
+    return Cluster(nodes, frozenset({OWN}), NOW)
+
+
+def broken(of: Cluster) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for each in remarks(of):
+        found.setdefault(each.rule.name, set()).add(each.node.name)
+    return found
+
+
+LAST = "10.5.4.0/24"
+MUTE: dict[str, Any] = {"told": None, "query": SILENCE}
+
+
+@pytest.mark.parametrize(
+    ("rule", "changes", "who"),
+    [
+        ("silent nodes", MUTE, {LAST}),
+        ("silent nodes", {**MUTE, "underlay": Reply(0.001)}, {LAST}),
+        ("unusable leases", {"state": "refused", "reason": "no MAC"}, {LAST}),
+        ("conditions", {"told": replace(TOLD, conditions=("store",))}, {LAST}),
+        ("conditions", {"told": replace(TOLD, ready=False)}, {LAST}),
+        ("configs", {"backend": "udp"}, {LAST}),
+        ("configs", {"vni": 2}, {LAST}),
+        ("configs", {"told": replace(TOLD, port=4789)}, {LAST}),
+        ("configs", {"told": replace(TOLD, network=("10.6.0.0/16 /24",))}, {LAST}),
+        ("MTUs", {"told": replace(TOLD, mtu=1400)}, {LAST}),
+        ("stores", {"told": replace(TOLD, store="etcd v3")}, {LAST}),
+        ("versions", {"told": replace(TOLD, version="2.0")}, {LAST}),
+        ("shared public IPs", {"public_ips": ("198.18.0.3",)}, {"10.5.3.0/24", LAST}),
+        ("shared MACs", {"macs": ("02:00:00:00:00:03",)}, {"10.5.3.0/24", LAST}),
+        ("overlaps", {"subnets": ("10.5.3.128/25",)}, {"10.5.3.128/25"}),
+        ("ends of leases", {"expires": NOW + 600}, {LAST}),
+        ("ends of leases", {"expires": NOW - 1}, {LAST}),
+        ("address translation", {"told": replace(TOLD, seen="198.18.0.1")}, {LAST}),
+    ],
+)
+def test_rule_names_the_node_that_breaks_it(rule: str, changes: dict[str, Any], who: set[str]) -> None:
+    found = cluster(**changes)
+    assert broken(found) == {rule: who}
+    ((check, finding),) = findings(remarks(found))
+    assert (check.name, check.theme) == (rule, "N")
+    assert any(name in finding.evidence for name in who)
+
+
+def test_each_rule_has_a_case() -> None:
+    marks = test_rule_names_the_node_that_breaks_it.pytestmark  # type: ignore[attr-defined]
+    assert {case[0] for case in marks[0].args[1]} == {rule.name for rule in RULES}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        # Go's daemon answers no queries, and flannel 0.12 announces no VNI.
+        {**MUTE, "query": Reply(error=111), "vni": None},
+        {**MUTE, "echo": Reply(0.001), "vni": None},
+        {"expires": None},
+    ],
+)
+def test_sound_nodes_break_no_rule(changes: dict[str, Any]) -> None:
+    assert remarks(cluster(**changes)) == []
+
+
+def test_wireguard_nodes_may_share_a_public_ip() -> None:
+    nodes = [replace(node(number), backend="wireguard", public_ips=("203.0.113.1",)) for number in (1, 2)]
+    assert broken(Cluster(tuple(nodes), frozenset({OWN}), NOW)) == {}
+
+
+def test_line_of_a_node_says_what_is_wrong_with_it() -> None:
+    found = cluster(told=replace(TOLD, mtu=1400, version="2.0"))
+    lines = {row[0]: row for row in commands.table(found, remarks(found)).rows}
+    assert lines[LAST][2] == "PROBLEM"
+    assert lines[LAST][-1] == "MTU 1400, most have 1450; version 2.0, most have 1.0"
+    assert lines["10.5.2.0/24"][2:4] == ("ok", "1.0 ms")
+
+
+def test_finding_names_few_of_many_nodes() -> None:
+    nodes = tuple(node(number, **MUTE) for number in range(2, 102))
+    ((_, finding),) = findings(remarks(Cluster(nodes, frozenset({OWN}), NOW)))
+    assert finding.problem == "100 nodes do not answer"
+    assert finding.evidence.endswith("; and 97 more")
+    assert finding.severity is Severity.PROBLEM
+
+
+@pytest.mark.parametrize("value", [None, 7, [1], {"a": 1}, "x" * 1000])
+def test_facts_of_another_type_are_left_out(value: Any) -> None:
+    """Whoever can answer in the place of a node can say anything."""
+    found = told(dict.fromkeys(TOLD.__struct_fields__, value))
+    for text in (found.version, found.backend, found.store, found.seen, *found.network, *found.conditions):
+        assert text is None or len(text) <= 100
+    for number in (found.vni, found.port, found.mtu, found.uplink_mtu):
+        assert number is None or isinstance(number, int)
+
+
+def test_silent_nodes_alone_are_asked_by_icmp_at_both_places() -> None:
+    asked: list[tuple[str, list[str]]] = []
+
+    def asking(name: str) -> Any:
+        def ask(targets: Any) -> dict[Any, Reply]:
+            wanted = list(targets)
+            asked.append((name, [str(each) for each in wanted]))
+            good = Reply(0.001, {"version": "1"} if name == "query" else {})
+            return {
+                each: good if str(each) in ("10.5.2.0", "10.5.3.0", "198.18.0.4") else SILENCE
+                for each in wanted
+            }
+
+        return ask
+
+    local = [{"value": {"type": "Address", "device": "flannel.1", "address": OWN}}]
+    peers = [
+        {
+            "subnets": [f"10.5.{number}.0/24"],
+            "public_ips": [f"198.18.0.{number}"],
+            "backend": "vxlan",
+            "state": "in the kernel",
+            "reason": "",
+            "conflicts": [],
+        }
+        for number in (2, 4, 5)
+    ]
+    found = gather({"peers": peers, "local": local}, Probes(asking("query"), asking("echo")), NOW)
+    assert asked == [
+        ("query", ["10.5.2.0", "10.5.4.0", "10.5.5.0"]),
+        ("echo", ["10.5.4.0", "10.5.5.0", "198.18.0.4", "198.18.0.5"]),
+    ]
+    assert [each.answers for each in found.nodes] == ["daemon", "host", "nothing"]

@@ -1,0 +1,98 @@
+"""Many hosts at once, on loopback: each address of 127.0.0.0/8 is a host."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from ipaddress import IPv4Address
+
+from flanneld.network.query import message
+from flanneld.network.query.survey import QueryChannel, ask, queries
+
+SOON = 5.0
+MANY = [IPv4Address("127.0.1.0") + number for number in range(1000)]
+HERE = IPv4Address("127.0.0.1")
+
+
+@contextmanager
+def node(*, ignored: int = 0) -> Iterator[int]:
+    """Answer queries on all of loopback, after the first ``ignored`` ones; yield the port."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        sock.setsockopt(socket.IPPROTO_IP, 8, 1)  # IP_PKTINFO: answers leave from the address that was asked
+        sock.bind(("0.0.0.0", 0))
+
+        def serve() -> None:
+            left = ignored
+            while True:
+                data, notes, _, source = sock.recvmsg(65535, 64)
+                query = message.decode(data)
+                if query is None:
+                    return
+                left -= 1
+                if left < 0:
+                    info = notes[0][2]
+                    note = (socket.IPPROTO_IP, 8, bytes(4) + info[8:12] + bytes(4))
+                    sock.sendmsg([message.answer(query, {"version": "1"})], [note], 0, source)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield sock.getsockname()[1]
+        finally:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as last:
+                last.sendto(b"end", ("127.0.0.1", sock.getsockname()[1]))
+            thread.join(SOON)
+
+
+def closed_port() -> int:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+    return port
+
+
+def test_a_thousand_nodes_answer_one_survey() -> None:
+    with node() as port:
+        # One socket stands for all nodes here, and its buffer holds few of their queries.
+        found = queries(MANY, port, 0.3, tries=30)
+    assert len(found) == len(MANY)
+    assert all(reply.facts == {"version": "1"} and reply.arrived for reply in found.values())
+
+
+def test_closed_port_is_a_refusal_of_the_host_that_has_it() -> None:
+    found = queries(MANY[:100], closed_port(), SOON)
+    assert all(reply.is_refusal and reply.arrived and reply.rtt is None for reply in found.values())
+
+
+def test_refusal_of_one_host_is_not_blamed_on_the_next() -> None:
+    """The kernel reports an ICMP error also by the next call on the socket, to whichever host that is."""
+    silent = [IPv4Address("127.9.0.0") + number for number in range(20)]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as first, ExitStack() as stack:
+        first.bind((str(silent[0]), 0))
+        port = first.getsockname()[1]
+        for each in silent[1:]:
+            sock = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+            sock.bind((str(each), port))
+        mixed = [each for pair in zip(MANY, silent, strict=False) for each in pair]
+        found = queries(mixed, port, 0.3, tries=2)
+    assert {target for target, reply in found.items() if reply.is_refusal} == set(MANY[: len(silent)])
+    assert not any(found[each].arrived for each in silent)
+
+
+def test_lost_query_is_sent_again() -> None:
+    with node(ignored=1) as port:
+        assert queries([HERE], port, 0.3, tries=1)[HERE].arrived is False
+    with node(ignored=1) as port:
+        assert queries([HERE], port, 0.3, tries=2)[HERE].arrived is True
+
+
+def test_answer_has_the_wanted_size_in_each_direction() -> None:
+    with node() as port:
+        for size, answer_size in ((576, 576), (1500, 60), (1500, 1500)):
+            channel = QueryChannel(4, port, size, answer_size)
+            try:
+                assert ask(channel, HERE, SOON).arrived
+            finally:
+                channel.close()
