@@ -12,10 +12,23 @@ from flanneld.ctl.facts import Facts
 from flanneld.ctl.findings import THEMES, Check, Finding, Fix, Severity
 from flanneld.ctl.tables import Table
 
+#: Checks that see effects: what another check finds may be the cause.
+_SYMPTOMS = frozenset({"tunnel", "probes", "port", "ready", "missing", "refused", "stale"})
+
+
+def verdict(findings: list[tuple[Check, Finding]]) -> str:
+    """Return the result in one line (pure)."""
+    problems = [finding for _, finding in findings if finding.severity is Severity.PROBLEM]
+    if problems:
+        more = f", and {counted(len(problems) - 1, 'more problem')}" if len(problems) > 1 else ""
+        return f"Broken: {problems[0].problem}{more}"
+    return f"Healthy, with {counted(len(findings), 'hint')}" if findings else "Healthy"
+
 
 def examine(facts: Facts) -> list[tuple[Check, Finding]]:
-    """Return all findings, by theme (pure)."""
-    return [(check, finding) for check in CHECKS for finding in check.look(facts)]
+    """Return all findings: problems before hints, causes before symptoms, then by theme (pure)."""
+    found = [(check, finding) for check in CHECKS for finding in check.look(facts)]
+    return sorted(found, key=lambda each: (each[1].severity is Severity.HINT, each[0].name in _SYMPTOMS))
 
 
 def has_problem(findings: list[tuple[Check, Finding]]) -> bool:
@@ -25,7 +38,8 @@ def has_problem(findings: list[tuple[Check, Finding]]) -> bool:
 
 def report(findings: list[tuple[Check, Finding]], facts: Facts) -> list[Table]:
     """Return the findings as tables for a terminal."""
-    tables = [Table((), list(_rows(check, finding))) for check, finding in findings]
+    tables = [Table((), [(verdict(findings),)])]
+    tables += [Table((), list(_rows(check, finding))) for check, finding in findings]
     problems = sum(finding.severity is Severity.PROBLEM for _, finding in findings)
     hints = len(findings) - problems
     said = f"{len(CHECKS)} checks: {counted(problems, 'problem')}, {counted(hints, 'hint')}"
@@ -48,6 +62,7 @@ def _rows(check: Check, finding: Finding) -> Iterator[tuple[str, str]]:
 def as_json(findings: list[tuple[Check, Finding]], facts: Facts) -> dict[str, Any]:
     """Return the findings as JSON: a fix as argument lists, or an advice as text."""
     return {
+        "verdict": verdict(findings),
         "checks": [{"theme": each.theme, "name": each.name, "meaning": each.meaning} for each in CHECKS],
         "findings": [
             {

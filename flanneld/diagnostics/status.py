@@ -96,6 +96,7 @@ def network(config: Config | None) -> Document | None:
     return {
         "ranges": [{"network": str(each.network), "subnet_len": each.subnet_len} for each in config.ranges],
         "backend": config.backend_type,
+        "port": config.backend.integer("Port", 0) or None,
         "also": config.also.backend_type if config.also else None,
     }
 
@@ -222,6 +223,7 @@ def _peer(peer: Lease, view: View, pending: Mapping[Key, Failure]) -> Document:
         "subnets": _subnets(peer),
         "public_ips": _public_ips(peer),
         "macs": _macs(peer),
+        "vnis": _vnis(peer),
         "backend": peer.attrs.backend_type,
         "state": _state(peer, view, pending),
         "reason": view.reasons.get(peer.key, refused),
@@ -279,6 +281,14 @@ def _subnets(of: Lease) -> list[str]:
 
 def _public_ips(of: Lease) -> list[str]:
     return [str(ip) for family in FAMILIES if (ip := of.attrs.public(family))]
+
+
+def _vnis(of: Lease) -> list[int]:
+    """Return the VNIs in a lease; Go flannel before 0.20 writes none."""
+    data = [of.attrs.data(family) for family in FAMILIES]
+    return sorted(
+        {each["VNI"] for each in data if isinstance(each, dict) and isinstance(each.get("VNI"), int)}
+    )
 
 
 def _macs(of: Lease) -> list[str]:

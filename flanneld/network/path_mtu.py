@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from flanneld.model import Family, IPAddress
 from flanneld.network import icmp_echo
@@ -35,12 +35,24 @@ def largest(low: int, high: int, is_carried: Callable[[int], bool]) -> int | Non
     return low
 
 
-def glance(target: IPAddress, wanted: int) -> int | None:
-    """Return ``wanted`` if the path carries that, else a size that it carries; None without an answer."""
-    least = min(SMALLEST[target.version], wanted)
-    if icmp_echo.ask(target, _BRIEFLY, size=least) is None:
-        return None
-    return wanted if carries(target, wanted, _BRIEFLY) else least
+def glance(questions: Sequence[tuple[IPAddress, int]]) -> list[int | None]:
+    """Return for each target the wanted size if the path carries that, else a size that it carries.
+
+    None stands for no answer at all. Every packet is sent at most twice. Raises ``OSError``.
+    """
+    asked = [
+        (target, size)
+        for target, wanted in questions
+        for size in (min(SMALLEST[target.version], wanted), wanted)
+    ]
+    answered = icmp_echo.ask_all(asked, _BRIEFLY)
+    again = [number for number, is_answered in enumerate(answered) if not is_answered]
+    for number, is_answered in zip(
+        again, icmp_echo.ask_all([asked[n] for n in again], _BRIEFLY), strict=True
+    ):
+        answered[number] = is_answered
+    sizes = [size if is_answered else None for (_, size), is_answered in zip(asked, answered, strict=True)]
+    return [wanted or least for least, wanted in zip(sizes[::2], sizes[1::2], strict=True)]
 
 
 def find(target: IPAddress, wanted: int) -> int | None:

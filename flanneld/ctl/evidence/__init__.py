@@ -1,0 +1,1 @@
+"""Evidence for the doctor: where this host would lose packets of the network."""
