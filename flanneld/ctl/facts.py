@@ -176,7 +176,7 @@ def gather(source: Source) -> Facts:
         links=found.links,
         addresses=addresses,
         entries=tuple(snapshot.compare(document, found)),
-        detours=tuple(shadowing_routes.read(document, found, snapshot.way_to)),
+        detours=tuple(shadowing_routes.read(document, found, snapshot.lookups())),
         host=host_checks.findings(host_checks.read_facts(families, uplink, services=services)),
         dropping=tuple(_dropping(document)),
         managed=tuple(_managed(ours)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 from msgspec import Struct
@@ -118,13 +118,29 @@ def read(document: Mapping[str, Any]) -> Found:
 
 def way_to(target: IPAddress) -> Way:
     """Return the result of a route lookup. Raises ``OSError``."""
-    way = Kernel().way_to(target)
-    if way is None or way.kind not in (RTN_UNICAST, _RTN_LOCAL):
-        return Way("")
-    try:
-        return Way(socket.if_indextoname(way.index), way.gateway, is_here=way.kind == _RTN_LOCAL)
-    except OSError:
-        return Way("")
+    return lookups()(target)
+
+
+def lookups() -> Callable[[IPAddress], Way]:
+    """Return ``way_to`` for many lookups, on one socket."""
+    kernel = Kernel()
+    names: dict[int, str] = {}
+
+    def name_of(index: int) -> str:
+        if index not in names:
+            names[index] = socket.if_indextoname(index)
+        return names[index]
+
+    def look_up(target: IPAddress) -> Way:
+        way = kernel.way_to(target)
+        if way is None or way.kind not in (RTN_UNICAST, _RTN_LOCAL):
+            return Way("")
+        try:
+            return Way(name_of(way.index), way.gateway, is_here=way.kind == _RTN_LOCAL)
+        except OSError:
+            return Way("")
+
+    return look_up
 
 
 def values(items: Any) -> Iterator[Resource]:

@@ -79,9 +79,8 @@ def ask_all(questions: Sequence[tuple[IPAddress, int]], within: float) -> list[b
                 number, connection, token = waiting[fd]
                 try:
                     data = connection.recv(_LONGEST)
-                except OSError:  # an ICMP error from a router
-                    del waiting[fd]
-                    continue
+                except OSError:
+                    continue  # an ICMP error: each raw socket for a target gets those of all packets there
                 family = questions[number][0].version
                 if answers(family, data, token, with_header=connection.type == socket.SOCK_RAW):
                     answered[number] = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
@@ -37,7 +37,7 @@ def read(document: Mapping[str, Any], container_devices: Mapping[Family, str]) -
     ]
     if not bases:
         return []
-    chosen = some(peers(document), _mentioned(bases))
+    chosen = some(peers(document), _mentioned(bases, [network for network, _ in ranges_of(document)]))
     found = dropped(bases, list(flows(document, chosen, container_devices)))
     return [_described(*each) for each in found]
 
@@ -48,14 +48,14 @@ def _concerns(family: Family, versions: set[Family], document: Mapping[str, Any]
     return family in versions or any((":" in text) == (family == 6) for text in public if versions)
 
 
-def _mentioned(bases: Iterable[BaseChain]) -> list[IPNetwork]:
-    """Return the networks that rules name, each once."""
+def _mentioned(bases: Iterable[BaseChain], around: Container[IPNetwork]) -> list[IPNetwork]:
+    """Return the networks that rules name, each once, except the cluster networks ``around`` all peers."""
     found: dict[IPNetwork, None] = {}
     for base in bases:
         for steps in base.chains.values():
             for test in (test for step in steps for test in step.tests):
                 for value in test.values:
-                    if not isinstance(value, str | tuple) and value.prefixlen:
+                    if not isinstance(value, str | tuple) and value.prefixlen and value not in around:
                         found[value] = None
     return list(found)[:_MENTIONED]
 

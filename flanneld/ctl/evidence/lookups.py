@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from flanneld.ctl.data_source import ranges_of
-from flanneld.ctl.evidence.flows import Peer, container_of, peers
+from flanneld.ctl.evidence.flows import Peer, container_of, parsed, peers
 from flanneld.ctl.shadowing_routes import NOWHERE, follows, wanted_route
 from flanneld.ctl.snapshot import Way
 from flanneld.model import FAMILIES, Family, IPAddress
@@ -70,10 +70,8 @@ def read(
     document: Mapping[str, Any], names: Mapping[int, str], container_devices: Mapping[Family, str]
 ) -> list[Lost]:
     """Return each cause of a loss once. Raises ``OSError``."""
-    known = peers(document)
-    step = max(1, len(known) // _PEERS)
     host = _Host(HostView(), names)
-    asked = list(questions(document, known[::step][:_PEERS], container_devices))
+    asked = list(questions(document, chosen_of(document), container_devices))
     found: dict[tuple[str, str], Lost] = {}
     for question in asked:
         wrong = host.ask(question)
@@ -86,8 +84,15 @@ def read(
     return [replace(lost, asked=total[lost.packets]) for lost in found.values()]
 
 
+def chosen_of(document: Mapping[str, Any]) -> list[Peer]:
+    """Return a bounded number of peers, spread over all (pure)."""
+    known = peers(document)
+    step = max(1, len(known) // _PEERS)
+    return list(map(parsed, known[::step][:_PEERS]))
+
+
 def questions(
-    document: Mapping[str, Any], chosen: list[Peer], container_devices: Mapping[Family, str]
+    document: Mapping[str, Any], chosen: Iterable[Peer], container_devices: Mapping[Family, str]
 ) -> Iterator[Question]:
     """Yield what to look up (pure)."""
     own = [ip_network(text) for text in (document.get("lease") or {}).get("subnets", ())]
