@@ -47,9 +47,9 @@ def glance(questions: Sequence[tuple[IPAddress, int]]) -> list[int | None]:
     ]
     answered = icmp_echo.ask_all(asked, _BRIEFLY)
     again = [number for number, is_answered in enumerate(answered) if not is_answered]
-    for number, is_answered in zip(
-        again, icmp_echo.ask_all([asked[n] for n in again], _BRIEFLY), strict=True
-    ):
+    # A busy node may take long; only what seems to be lost is waited for.
+    late = icmp_echo.ask_all([asked[number] for number in again], _WITHIN)
+    for number, is_answered in zip(again, late, strict=True):
         answered[number] = is_answered
     sizes = [size if is_answered else None for (_, size), is_answered in zip(asked, answered, strict=True)]
     return [wanted or least for least, wanted in zip(sizes[::2], sizes[1::2], strict=True)]

@@ -47,16 +47,14 @@ LARGE = document(5000)
 
 def test_with_5000_peers_few_routes_are_looked_up_and_few_packets_sent() -> None:
     assert len(list(questions(LARGE, chosen_of(LARGE), {4: "cni0"}))) == 4 * 64
-    asked: list[object] = []
-    sample(LARGE, lambda targets: (asked.extend(targets), [None] * len(targets))[1])
-    assert len(asked) == 2 * 8
+    assert len(sample(LARGE, lambda targets: [None] * len(targets))) == 2 * 8
     assert len(flows.some(flows.peers(LARGE))) == 4
 
 
 def test_lookups_are_spread_over_all_peers() -> None:
     subnets = [each.subnets[0] for each in chosen_of(LARGE)]
     assert len(subnets) == 64
-    assert subnets[-1] > ip_network("10.25.0.0/24")
+    assert str(subnets[-1]) >= "10.25"
 
 
 def test_rule_about_one_peer_of_5000_is_found() -> None:
