@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from ipaddress import ip_address
 
+from flanneld.ctl.checks.host import let_in
 from flanneld.ctl.evidence.lookups import TO_CONTAINERS, Lost
 from flanneld.ctl.facts import Facts
 from flanneld.ctl.findings import Advice, Finding, Fix, Severity, check
 from flanneld.diagnostics.host_checks import Topic
-from flanneld.runtime.shell import command, line
+from flanneld.runtime.shell import command
 from flanneld.state.resources import Route
 
 
@@ -20,7 +21,7 @@ def filters(facts: Facts) -> Iterator[Finding]:
             f"this node drops {each.flow}: {each.chain}",
             each.rule or "no rule accepts them, and the chain's policy is to drop",
             "no packet of a container gets to or from other nodes that way",
-            Advice(line(each.commands)) if each.is_firewalld else Fix(each.commands),
+            Advice(let_in("firewalld", facts)) if each.is_firewalld else Fix(each.commands),
             about=each.chain,
         )
 

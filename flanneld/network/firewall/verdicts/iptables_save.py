@@ -37,9 +37,10 @@ _FIELDS = {
     "--sports": "sport",
     "--ctstate": "state",
     "--state": "state",
+    "--dst-type": "destination_type",
 }
 #: Extensions whose options are parsed, or that have none that matter.
-_KNOWN = frozenset({"udp", "tcp", "icmp", "comment", "conntrack", "state", "multiport"})
+_KNOWN = frozenset({"udp", "tcp", "icmp", "comment", "conntrack", "state", "multiport", "addrtype"})
 _IDLE = {"--comment": 1, "--reject-with": 1}
 
 
@@ -99,7 +100,7 @@ def _test(field: str, value: str, *, negated: bool) -> Test:
         return Test(field, tuple(ip_network(each, strict=False) for each in value.split(",")), negated)
     if field in ("sport", "dport"):
         return Test(field, tuple(_ports(value)), negated)
-    if field == "state":
+    if field in ("state", "destination_type"):
         return Test(field, tuple(value.lower().split(",")), negated)
     if field == "protocol":
         return Test(field, (protocol_name(value),), negated)

@@ -25,6 +25,8 @@ _VERDICTS = {"accept": ACCEPT, "drop": DROP, "reject": DROP, "return": RETURN, "
 _META = {"iifname": "iif", "iif": "iif", "oifname": "oif", "oif": "oif", "l4proto": "protocol"}
 _PAYLOAD = {"saddr": "source", "daddr": "destination", "sport": "sport", "dport": "dport"}
 _PAYLOAD |= {"protocol": "protocol", "nexthdr": "protocol"}
+#: Names of an IP version: as nfproto, and as an Ethernet protocol.
+_FAMILY_NAMES = {4: ("ipv4", "ip"), 6: ("ipv6", "ip6")}
 #: Operators of a plain comparison; "in" is used for flags such as ct state.
 _EQUAL, _UNEQUAL = ("==", "in"), "!="
 
@@ -79,14 +81,16 @@ def _test(left: Any, right: Any, op: str, version: int) -> Test:
         return UNKNOWN
     negated = op == _UNEQUAL
     match left:
-        case {"meta": {"key": "nfproto"}}:
-            return _of_family(right == f"ipv{version}", negated=negated)
-        case {"meta": {"key": "protocol"}}:
-            return _of_family(right == ("ip" if version == 4 else "ip6"), negated=negated)
+        case {"meta": {"key": "nfproto" | "protocol"}}:
+            return _of_family(right in _FAMILY_NAMES[version], negated=negated)
         case {"meta": {"key": key}} if key in _META:
             return _compared(_META[key], right, negated=negated)
         case {"ct": {"key": "state"}}:
             return _compared("state", right, negated=negated)
+        case {"ct": {"key": "status"}}:
+            return Test("state", (), negated)  # new connections have no translated address yet
+        case {"fib": {"result": "type", "flags": ["daddr"] | "daddr"}}:
+            return _compared("destination_type", right, negated=negated)
         case {"payload": {"protocol": "ip" | "ip6" as protocol, "field": field}}:
             if (protocol == "ip") != (version == 4):
                 return Test("state")  # of the other family: never true
@@ -128,6 +132,6 @@ def _value(field: str, given: Any) -> Any:
             return None
         case str() if field in ("source", "destination"):
             return ip_network(given)
-        case str() if field in ("iif", "oif", "state"):
+        case str() if field in ("iif", "oif", "state", "destination_type"):
             return given
     return None

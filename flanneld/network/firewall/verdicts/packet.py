@@ -33,6 +33,11 @@ class Packet(Struct, frozen=True, gc=False):
     dport: int | None = None
     sport: int | None = None
 
+    @property
+    def destination_type(self) -> str:
+        """The type of the destination's route (linux/rtnetlink.h, RTN_*); a packet for this host has no oif."""
+        return "unicast" if self.oif != "" else "local"
+
 
 class Test(Struct, frozen=True, gc=False):
     """Condition of a rule. ``field`` is a property of the packet, ``state``, or ``unknown``.

@@ -96,6 +96,22 @@ def test_rule_about_a_protocol_does_not_decide_on_packets_of_any() -> None:
     assert iptables("-A INPUT -o veth9 -j DROP", packet=replace(INNER, oif=None)) == Fate()
 
 
+def test_rules_of_ufw_drop_what_is_not_let_in() -> None:
+    rules = [
+        "-A INPUT -j own",
+        "-A own -i lo -j ACCEPT",
+        "-A own -m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT",
+        "-A own -p udp -m udp --sport 67 --dport 68 -j ACCEPT",
+        "-A own -m addrtype --dst-type MULTICAST -j RETURN",
+        "-A own -m limit --limit 3/min -j LOG",
+        "-A own -j DROP",
+    ]
+    assert iptables(*rules) == Fate(DROP, rules[-1])
+    local = "-A own -m addrtype --dst-type LOCAL -j RETURN"
+    assert iptables(rules[0], local, rules[-1]) == Fate()
+    assert iptables(rules[0], local, rules[-1], packet=INNER) == Fate(DROP, rules[-1])
+
+
 # ---- nftables -----------------------------------------------------------------------------------
 
 
@@ -154,6 +170,20 @@ def test_rule_of_nftables_drops_what_it_matches_for_sure(
     found = nft(expressions)
     assert (found == Fate(DROP, "0")) == is_dropped
     assert (found.act == DROP) == is_dropped
+
+
+def test_rules_of_firewalld_reject_what_no_zone_lets_in() -> None:
+    accept = {"accept": None}
+    first = [
+        [match(STATE, ["established", "related"], "in"), accept],
+        [match({"ct": {"key": "status"}}, "dnat", "in"), accept],
+        [match(meta("iifname"), "lo"), accept],
+        [match(STATE, "invalid", "in"), DROPS],
+        [match({"fib": {"result": "type", "flags": ["daddr"]}}, "broadcast"), accept],
+    ]
+    let_in = [match(payload("tcp", "dport"), 22), match(meta("l4proto"), "tcp"), accept]
+    assert nft(*first, let_in, [{"reject": {"type": "icmpx"}}]) == Fate(DROP, "6")
+    assert nft(*first, [match(DPORT, 8472), accept], [DROPS]).act == ACCEPT
 
 
 def test_a_named_map_may_decide_anything() -> None:
