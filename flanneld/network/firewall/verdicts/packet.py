@@ -35,7 +35,7 @@ class Packet(Struct, frozen=True, gc=False):
 
     @property
     def destination_type(self) -> str:
-        """The type of the destination's route (linux/rtnetlink.h, RTN_*); a packet for this host has no oif."""
+        """The type of the destination (linux/rtnetlink.h, RTN_*); a packet for this host has no oif."""
         return "unicast" if self.oif != "" else "local"
 
 
