@@ -76,7 +76,8 @@ class World:
         self.put_config()
         nodes = [*self.lab.add_nodes(3 - kind.routed), *self.lab.add_nodes(kind.routed, routed=True)]
         for node in nodes:
-            node.start(*kind.flags)
+            key = {"WIREGUARD_KEY_FILE": str(node.directory / "wgkey")}
+            node.start(*kind.flags, environment=key)
         for node in nodes:
             node.wait_ready()
         return nodes
