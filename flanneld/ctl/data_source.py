@@ -35,11 +35,15 @@ class SourcePart(StrEnum):
 
 
 class Unknown(Struct, frozen=True, gc=False):
-    """A missing source of answers: ``part`` was not asked, or did not answer (``failed``)."""
+    """A missing source of answers: ``part`` was not asked, or did not answer (``failed``).
+
+    It ``hangs`` if it has taken the question.
+    """
 
     part: SourcePart
     reason: str
     failed: bool = True
+    hangs: bool = False
 
     def __str__(self) -> str:
         return self.reason
@@ -65,7 +69,8 @@ def find(words: Sequence[str], environ: Mapping[str, str], socket_path: str = ""
         return Source("daemon", _document(status_socket.ask(path, DAEMON_TIME)), options=wanted)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        silent = Unknown(SourcePart.DAEMON, f"no daemon answers at {path}: {reason}")
+        hangs = isinstance(error, TimeoutError)
+        silent = Unknown(SourcePart.DAEMON, f"no daemon answers at {path}: {reason}", hangs=hangs)
     given = " ".join(words) + " " + " ".join(environ)
     if not any(
         flag in given or f"FLANNELD_{flag.upper().replace('-', '_')}" in given for flag in _STORE_FLAGS

@@ -12,10 +12,23 @@ from flanneld.ctl.facts import Facts
 from flanneld.ctl.findings import THEMES, Check, Finding, Fix, Severity
 from flanneld.ctl.text_tables import TextTable
 
+#: Checks that see effects: what another check finds may be the cause.
+_SYMPTOMS = frozenset({"tunnel", "probes", "port", "ready", "missing", "refused", "stale"})
+
+
+def verdict(findings: list[tuple[Check, Finding]]) -> str:
+    """Return the result in one line (pure)."""
+    problems = [finding for _, finding in findings if finding.severity is Severity.PROBLEM]
+    if problems:
+        more = f", and {counted(len(problems) - 1, 'more problem')}" if len(problems) > 1 else ""
+        return f"Broken: {problems[0].problem}{more}"
+    return f"Healthy, with {counted(len(findings), 'hint')}" if findings else "Healthy"
+
 
 def examine(facts: Facts) -> list[tuple[Check, Finding]]:
-    """Return all findings, by theme (pure)."""
-    return [(check, finding) for check in CHECKS for finding in check.look(facts)]
+    """Return all findings: problems before hints, causes before symptoms, then by theme (pure)."""
+    found = [(check, finding) for check in CHECKS for finding in check.look(facts)]
+    return sorted(found, key=lambda each: (each[1].severity is Severity.HINT, each[0].name in _SYMPTOMS))
 
 
 def has_problem(findings: list[tuple[Check, Finding]]) -> bool:
@@ -27,7 +40,8 @@ def report(
     findings: list[tuple[Check, Finding]], facts: Facts, more: Sequence[Check] = ()
 ) -> list[TextTable]:
     """Return the findings as tables for a terminal; ``more`` are the checks beside those of this host."""
-    tables = [TextTable((), list(_rows(check, finding))) for check, finding in findings]
+    tables = [TextTable((), [(verdict(findings),)])]
+    tables += [TextTable((), list(_rows(check, finding))) for check, finding in findings]
     problems = sum(finding.severity is Severity.PROBLEM for _, finding in findings)
     hints = len(findings) - problems
     said = f"{len(CHECKS) + len(more)} checks: {counted(problems, 'problem')}, {counted(hints, 'hint')}"
@@ -52,6 +66,7 @@ def as_json(
 ) -> dict[str, Any]:
     """Return the findings as JSON: a fix as argument lists, or an advice as text."""
     return {
+        "verdict": verdict(findings),
         "checks": [
             {"theme": each.theme, "name": each.name, "meaning": each.meaning} for each in (*CHECKS, *more)
         ],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from ipaddress import ip_network
 from pathlib import Path
@@ -13,8 +13,12 @@ from msgspec import Struct, field
 
 from flanneld.ctl import shadowing_routes, snapshot, stale_host_objects
 from flanneld.ctl.data_source import Source, Unknown, ranges_of
-from flanneld.ctl.evidence import encryption
+from flanneld.ctl.evidence import containers, encryption, filters, flows, lookups, other_api
+from flanneld.ctl.evidence.containers import Container
 from flanneld.ctl.evidence.encryption import EncryptionFacts
+from flanneld.ctl.evidence.filters import Drop
+from flanneld.ctl.evidence.lookups import Lost
+from flanneld.ctl.evidence.other_api import OtherApi
 from flanneld.ctl.path_mtu import Path as PathToPeer
 from flanneld.ctl.path_mtu import sample
 from flanneld.ctl.shadowing_routes import ShadowingRoute
@@ -23,17 +27,20 @@ from flanneld.ctl.stale_host_objects import CniConf, LeftRules
 from flanneld.diagnostics import host_checks
 from flanneld.diagnostics.host_checks import WrongSetting as HostFinding
 from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork
-from flanneld.network import ethtool, path_mtu
+from flanneld.network import ethtool, path_mtu, udp_port
 from flanneld.network.firewall import forward_drops
 from flanneld.network.firewall.forward_drops import accepting, dropping, in_the_way
 from flanneld.network.rtnetlink.kernel import Kernel
 from flanneld.network.rtnetlink.links import SeenLink, is_flannels
 from flanneld.runtime import clock
 from flanneld.runtime.shell import Command
+from flanneld.state.resources import Vxlan
 from flanneld.subnet import subnet_file
 from flanneld.subnet.subnet_file import Previous
 
 _GC_THRESH = "/proc/sys/net/ipv4/neigh/default/gc_thresh3"
+#: Seconds for a node to refuse a port.
+_BRIEFLY = 0.3
 
 
 class Dropped(Struct, frozen=True, gc=False):
@@ -83,6 +90,17 @@ class Facts(Struct, frozen=True, gc=False):
     #: Paths to a few peers, each with the size that it carries.
     paths: tuple[PathToPeer, ...] = ()
 
+    #: Rules and policies that drop packets of the network.
+    filtered: tuple[Drop, ...] = ()
+    #: Packets that the kernel drops or misroutes.
+    lost: tuple[Lost, ...] = ()
+    containers: tuple[Container, ...] = ()
+    #: Permanent neighbours on the uplink that are peers: address, MAC, device.
+    pinned: tuple[tuple[str, str, str], ...] = ()
+    #: Public IPs of nodes that refuse the tunnel's UDP port.
+    refusing: frozenset[str] = frozenset()
+    other_api: OtherApi | None = None
+
     def link(self, name: str) -> SeenLink | None:
         return next((each for each in self.links if each.name == name), None)
 
@@ -115,6 +133,11 @@ class Facts(Struct, frozen=True, gc=False):
         return {mac.lower() for mac in self.section("lease").get("macs", ())}
 
     @property
+    def vnis(self) -> set[int]:
+        """The VNIs of our VXLAN devices."""
+        return {link.vni for link in snapshot.values(self.document.get("local")) if isinstance(link, Vxlan)}
+
+    @property
     def peers(self) -> list[dict[str, Any]]:
         return list(self.document.get("peers", ()))
 
@@ -136,6 +159,11 @@ def gather(source: Source) -> Facts:
     families = _families(document)
     uplink = (document.get("uplink") or {}).get("name", "")
     ours = [link for link in found.links if is_flannels(link)]
+    addresses = tuple(_addresses(found))
+    devices = document.get("devices") or [link.name for link in ours]
+    own = [ip_network(text) for text in (document.get("lease") or {}).get("subnets", ())]
+    ways = containers.devices(addresses, devices, own)
+    paths = tuple(_paths(document))
     services = bool(document.get("kube_subnet_mgr", source.options.kube_subnet_mgr))
     return Facts(
         document=document,
@@ -146,9 +174,9 @@ def gather(source: Source) -> Facts:
         has_subnet_file=path.exists(),
         previous=subnet_file.read(path),
         links=found.links,
-        addresses=tuple(_addresses(found)),
+        addresses=addresses,
         entries=tuple(snapshot.compare(document, found)),
-        detours=tuple(shadowing_routes.read(document, found, snapshot.route_taken)),
+        detours=tuple(shadowing_routes.read(document, found, snapshot.lookups())),
         host=host_checks.findings(host_checks.read_facts(families, uplink, services=services)),
         dropping=tuple(_dropping(document)),
         managed=tuple(_managed(ours)),
@@ -161,8 +189,23 @@ def gather(source: Source) -> Facts:
         encryption=encryption.read(document),
         gc_thresh=_number(Path(_GC_THRESH)),
         clock_is_synchronised=_clock_is_synchronised(),
-        paths=tuple(_paths(document)),
+        paths=paths,
+        filtered=tuple(filters.read(document, ways)),
+        lost=tuple(lookups.read(document, {link.index: link.name for link in found.links}, ways)),
+        containers=tuple(containers.read(document, found.links, {address for _, address in addresses})),
+        pinned=tuple(lookups.pinned(document, {link.name: link.index for link in found.links})),
+        refusing=frozenset(_refusing(document, paths)),
+        other_api=other_api.read(source),
     )
+
+
+def _refusing(document: Mapping[str, Any], paths: Collection[PathToPeer]) -> Iterator[str]:
+    """Yield the public IPs of the nodes behind a silent tunnel that refuse its UDP port."""
+    silent = {path.peer for path in paths if path.name == "tunnel" and path.carried is None}
+    nodes = [path.target for path in paths if path.name == "underlay" and path.peer in silent]
+    ports = {family: port for family, protocol, port, _ in flows.carriers(document) if protocol == "udp"}
+    asked = [(node, port) for node in nodes if (port := ports.get(node.version))]
+    yield from map(str, udp_port.refused(asked, _BRIEFLY))
 
 
 def _families(document: Mapping[str, Any]) -> tuple[Family, ...]:

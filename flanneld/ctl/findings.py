@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
 
 from msgspec import Struct
@@ -75,6 +75,8 @@ class Check(Struct, frozen=True):
     look: Callable[[Facts], Iterator[Finding]]
 
 
+#: Items named in a finding, at most.
+_FEW = 3
 #: Filled by importing the modules of checks.
 _REGISTRY: list[Check] = []
 
@@ -93,6 +95,12 @@ def check(theme: str, name: str, meaning: str) -> Callable[[Callable[[Facts], It
 def registered() -> tuple[Check, ...]:
     """Return the checks by theme, and in the order of registration."""
     return tuple(sorted(_REGISTRY, key=lambda each: each.theme))
+
+
+def few(items: Sequence[str], separator: str = ", ") -> str:
+    """Return the first items as text, and how many more there are."""
+    shown = separator.join(items[:_FEW])
+    return f"{shown}, and {len(items) - _FEW} more" if len(items) > _FEW else shown
 
 
 def as_at_start(facts: Facts, topic: Topic) -> Iterator[Finding]:

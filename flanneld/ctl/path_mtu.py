@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from ipaddress import ip_address, ip_network
 from typing import Any
 
@@ -15,7 +15,7 @@ from flanneld.model import IPAddress
 from flanneld.state.resources import Address
 
 #: Peers that the doctor probes.
-_FEW = 2
+_FEW = 8
 
 
 class Path(Struct, frozen=True, gc=False):
@@ -25,6 +25,8 @@ class Path(Struct, frozen=True, gc=False):
     target: IPAddress
     required: int
     carried: int | None
+    #: The peer's first subnet.
+    peer: str = ""
 
     @property
     def state(self) -> str:
@@ -45,6 +47,8 @@ class Path(Struct, frozen=True, gc=False):
 
 #: Finds the MTU to a target, at most the wanted one.
 Find = Callable[[IPAddress, int], int | None]
+#: Finds, for many targets at once, whether the wanted size is carried, and else whether anything is.
+Glance = Callable[[Sequence[tuple[IPAddress, int]]], Sequence[int | None]]
 
 
 def peer_named(name: str, document: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -64,8 +68,26 @@ def peer_named(name: str, document: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def paths(peer: Mapping[str, Any], document: Mapping[str, Any], find: Find) -> Iterator[Path]:
     """Yield the path between the nodes and, if the peer's end of the tunnel answers, that through it."""
+    for name, target, required in _ends(peer, document):
+        yield Path(name, target, required, find(target, required), peer["subnets"][0])
+
+
+def sample(document: Mapping[str, Any], glance: Glance) -> list[Path]:
+    """Return the paths to a few peers, first to those that did not answer the last probe."""
+    reached = [peer for peer in document.get("peers", ()) if peer["state"] == "in the kernel"]
+    reached.sort(key=lambda peer: bool(not peer.get("probe") or peer["probe"]["rtt"] is not None))
+    ends = [(*end, peer["subnets"][0]) for peer in reached[:_FEW] for end in _ends(peer, document)]
+    carried = glance([(target, required) for _, target, required, _ in ends])
+    return [
+        Path(name, target, required, size, peer)
+        for (name, target, required, peer), size in zip(ends, carried, strict=True)
+    ]
+
+
+def _ends(peer: Mapping[str, Any], document: Mapping[str, Any]) -> Iterator[tuple[str, IPAddress, int]]:
+    """Yield name, target and wanted size of each path to a peer."""
     for text in peer["public_ips"]:
-        yield _path("underlay", ip_address(text), (document.get("uplink") or {})["mtu"], find)
+        yield "underlay", ip_address(text), (document.get("uplink") or {})["mtu"]
     ours = {each.address for each in values(document.get("local")) if isinstance(each, Address)}
     own = {
         net.version
@@ -74,15 +96,4 @@ def paths(peer: Mapping[str, Any], document: Mapping[str, Any], find: Find) -> I
     }
     for net in map(ip_network, peer["subnets"]):
         if net.version in own:
-            yield _path("tunnel", net.network_address, document["mtu"], find)
-
-
-def sample(document: Mapping[str, Any], find: Find) -> Iterator[Path]:
-    """Yield the paths to a few reachable peers."""
-    reached = [peer for peer in document.get("peers", ()) if peer["state"] == "in the kernel"]
-    for peer in reached[:_FEW]:
-        yield from paths(peer, document, find)
-
-
-def _path(name: str, target: IPAddress, required: int, find: Find) -> Path:
-    return Path(name, target, required, find(target, required))
+            yield "tunnel", net.network_address, document["mtu"]

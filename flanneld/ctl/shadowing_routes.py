@@ -20,6 +20,12 @@ class ShadowingRoute(Struct, frozen=True, gc=False):
 
     subnet: str
     found: str
+    #: Command that removes the route; empty if it is not known, or there is none.
+    removal: str = ""
+
+
+#: Kinds of routes that lead nowhere (linux/rtnetlink.h, RTN_*), as ip-route(8) names them.
+NOWHERE = {6: "blackhole", 7: "unreachable", 8: "prohibit", 9: "throw"}
 
 
 def read(
@@ -28,9 +34,9 @@ def read(
     """Return the shadowing routes on this host. Raises ``OSError``."""
     names = {link.index: link.name for link in found.links}
     routes = (
-        (destination, names.get(index, ""))
+        (destination, names.get(index, ""), NOWHERE.get(kind, ""))
         for family in (4, 6)
-        for destination, index in Kernel().routes(family)
+        for destination, index, kind in Kernel().routes(family)
     )
     return [*by_lookup(document, found, look_up_route), *by_length(document, routes)]
 
@@ -51,17 +57,22 @@ def by_lookup(
 
 
 def by_length(
-    document: Mapping[str, Any], routes: Iterable[tuple[IPNetwork, str]]
+    document: Mapping[str, Any], routes: Iterable[tuple[IPNetwork, str, str]]
 ) -> Iterator[ShadowingRoute]:
-    """Yield subnets diverted by a more specific route (pure)."""
+    """Yield subnets diverted by a more specific route (pure).
+
+    A route is its destination, its device, and the kind of route if it leads nowhere.
+    """
     subnets = {ip_network(text) for peer in document.get("peers", ()) for text in peer["subnets"]}
     lengths = {(subnet.version, subnet.prefixlen) for subnet in subnets}
-    for destination, device in routes:
+    for destination, device, nowhere in routes:
         for version, length in lengths:
             if version == destination.version and length < destination.prefixlen:
                 around = destination.supernet(new_prefix=length)
                 if around in subnets:
-                    yield ShadowingRoute(str(around), f"route {destination} dev {device}")
+                    text = f"{nowhere} {destination}" if nowhere else f"{destination} dev {device}"
+                    removal = f"ip {'-6 ' if version == 6 else ''}route del {text}"
+                    yield ShadowingRoute(str(around), f"route {text}", removal)
 
 
 def wanted_route(target: IPAddress, peer: Mapping[str, Any], document: Mapping[str, Any]) -> Route | None:

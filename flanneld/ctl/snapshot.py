@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 from msgspec import Struct
@@ -125,13 +125,29 @@ def _completed(link: SeenLink, should: Link | None) -> SeenLink:
 
 def route_taken(target: IPAddress) -> RouteTaken:
     """Return the result of a route lookup. Raises ``OSError``."""
-    way = Kernel().look_up_route(target)
-    if way is None or way.kind not in (RTN_UNICAST, _RTN_LOCAL):
-        return RouteTaken("")
-    try:
-        return RouteTaken(socket.if_indextoname(way.index), way.gateway, is_here=way.kind == _RTN_LOCAL)
-    except OSError:
-        return RouteTaken("")
+    return lookups()(target)
+
+
+def lookups() -> Callable[[IPAddress], RouteTaken]:
+    """Return ``route_taken`` for many lookups, on one socket."""
+    kernel = Kernel()
+    names: dict[int, str] = {}
+
+    def name_of(index: int) -> str:
+        if index not in names:
+            names[index] = socket.if_indextoname(index)
+        return names[index]
+
+    def look_up(target: IPAddress) -> RouteTaken:
+        way = kernel.look_up_route(target)
+        if way is None or way.kind not in (RTN_UNICAST, _RTN_LOCAL):
+            return RouteTaken("")
+        try:
+            return RouteTaken(name_of(way.index), way.gateway, is_here=way.kind == _RTN_LOCAL)
+        except OSError:
+            return RouteTaken("")
+
+    return look_up
 
 
 def values(items: Any) -> Iterator[Resource]:

@@ -100,6 +100,7 @@ def network(config: Config | None) -> Document | None:
     return {
         "ranges": [{"network": str(each.network), "subnet_len": each.subnet_len} for each in config.ranges],
         "backend": config.backend_type,
+        "port": config.backend.integer("Port", 0) or None,
         "also": config.also.backend_type if config.also else None,
     }
 
@@ -230,7 +231,7 @@ def _peer(peer: Lease, view: View, pending: Mapping[Key, Failure]) -> Document:
         "subnets": _subnets(peer),
         "public_ips": _public_ips(peer),
         "macs": _macs(peer),
-        "vni": _vni(peer),
+        "vnis": _vnis(peer),
         "expires": _end(peer),
         "backend": peer.attrs.backend_type,
         "state": _state(peer, view, pending),
@@ -291,11 +292,11 @@ def _public_ips(of: Lease) -> list[str]:
     return [str(ip) for family in FAMILIES if (ip := of.attrs.public(family))]
 
 
-def _vni(of: Lease) -> int | None:
-    """Return the VNI that a lease announces; None if it names none, as with flannel 0.12."""
+def _vnis(of: Lease) -> list[int]:
+    """Return the VNIs in a lease; Go flannel before 0.20 writes none."""
     data = [of.attrs.data(family) for family in FAMILIES]
-    return next(
-        (vni for each in data if isinstance(each, dict) and isinstance(vni := each.get("VNI"), int)), None
+    return sorted(
+        {each["VNI"] for each in data if isinstance(each, dict) and isinstance(each.get("VNI"), int)}
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from flanneld.compat.glog import V
 from flanneld.model import Family, IPAddress, IPNetwork
-from flanneld.network import interfaces, route_lookup
+from flanneld.network import interfaces, policy_rules, route_lookup
 from flanneld.network.rtnetlink import links
 from flanneld.network.rtnetlink import messages as rtnl
 from flanneld.network.rtnetlink.netlink import DumpInterrupted, NetlinkSocket
@@ -67,13 +67,27 @@ class HostView:
             log.log(V(4), "No route to %s: %s", target, failure)
             return None
 
+    def lookup(
+        self, target: IPAddress, source: IPAddress | None = None, arrives_by: int = 0
+    ) -> route_lookup.LookupResult:
+        """Return the route for a packet; with ``arrives_by``, an interface, for one to be passed on.
+
+        Raises ``OSError`` if the kernel would drop it: EXDEV by the reverse path filter, EHOSTUNREACH if the
+        interface does not forward, otherwise by a route of that kind or for want of one.
+        """
+        request = route_lookup.lookup_request(target, source, arrives_by)
+        return route_lookup.decode_lookup(*self._socket.ask(rtnl.RTM_GETROUTE, request))
+
     def default_routes(self, family: Family) -> list[int]:
         """Return the interfaces of the main table's default routes, in the kernel's order."""
         found = self.dump(rtnl.RTM_GETROUTE, rtnl.routes_request(family))
         return [index for item in found if (index := route_lookup.decode_default_route(*item)) is not None]
 
-    def routes(self, family: Family) -> Iterator[tuple[IPNetwork, int]]:
-        """Yield destination and interface of each main-table route; 0 for no or several interfaces."""
+    def routes(self, family: Family) -> Iterator[tuple[IPNetwork, int, int]]:
+        """Yield destination, interface and type (RTN_*) of each main-table route.
+
+        The interface is 0 for none and for several.
+        """
         for item in self.dump(rtnl.RTM_GETROUTE, rtnl.routes_request(family)):
             seen = route_lookup.decode_destination(*item)
             if seen is not None:
@@ -102,6 +116,15 @@ class HostView:
             seen = route_lookup.decode_local(*item)
             if seen is not None:
                 yield seen
+
+    def rules(self, family: Family) -> Iterator[policy_rules.PolicyRule]:
+        """Yield the policy rules for route lookups, in the kernel's order."""
+        for item in self.dump(policy_rules.RTM_GETRULE, policy_rules.request(family)):
+            yield policy_rules.decode(*item)
+
+    def ask(self, kind: int, body: bytes) -> tuple[bytes, int, int]:
+        """Return the answer to one request."""
+        return self._socket.ask(kind, body)
 
     def dump(
         self, kind: int, body: bytes, concerns_us: Callable[[bytes, int, int], bool] = lambda *_: True

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 
 from flanneld.model import Family, IPAddress
-from flanneld.runtime import clock
+from flanneld.runtime import clock, waits
 from flanneld.runtime.randomness import random_bytes
 
 _REQUEST: dict[Family, int] = {4: 8, 6: 128}
@@ -55,6 +56,38 @@ def ask(
             if answers(target.version, data, token, with_header=connection.type == socket.SOCK_RAW):
                 return clock.now() - began
     return None
+
+
+def ask_all(questions: Sequence[tuple[IPAddress, int]], within: float) -> list[bool]:
+    """Send an echo request of a size in bytes to each target, unfragmented; return which are answered.
+
+    It ends with the last answer, or after ``within`` seconds. Raises ``OSError`` if this process may not ask.
+    """
+    answered = [False] * len(questions)
+    waiting: dict[int, tuple[int, socket.socket, bytes]] = {}
+    with ExitStack() as stack:
+        for number, (target, size) in enumerate(questions):
+            token = random_bytes(_TOKEN_LENGTH)
+            token += bytes(max(0, size - _IP_HEADER[target.version] - _HEADER.size - len(token)))
+            connection = stack.enter_context(new_socket(target.version))
+            connection.setsockopt(*_WHOLE[target.version])
+            with suppress(OSError):
+                connection.connect((str(target), 0))
+                connection.send(request(target.version, token))
+                waiting[connection.fileno()] = (number, connection, token)
+        began = clock.now()
+        while waiting and (left := began + within - clock.now()) > 0:
+            for fd in waits.some_readable(waiting, left):
+                number, connection, token = waiting[fd]
+                try:
+                    data = connection.recv(_LONGEST)
+                except OSError:
+                    continue  # an ICMP error: each raw socket for a target gets those of all packets there
+                family = questions[number][0].version
+                if answers(family, data, token, with_header=connection.type == socket.SOCK_RAW):
+                    answered[number] = True
+                    del waiting[fd]
+    return answered
 
 
 def new_socket(family: Family) -> socket.socket:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from flanneld.model import Family, IPAddress
 from flanneld.network import icmp_echo
@@ -35,12 +35,24 @@ def largest(low: int, high: int, is_carried: Callable[[int], bool]) -> int | Non
     return low
 
 
-def glance(target: IPAddress, required: int) -> int | None:
-    """Return ``required`` if the path carries that, else a size that it carries; None without an answer."""
-    least = min(SMALLEST[target.version], required)
-    if icmp_echo.ask(target, _BRIEFLY, size=least) is None:
-        return None
-    return required if carries(target, required, _BRIEFLY) else least
+def glance(questions: Sequence[tuple[IPAddress, int]]) -> list[int | None]:
+    """Return for each target the wanted size if the path carries that, else a size that it carries.
+
+    None stands for no answer at all. Every packet is sent at most twice. Raises ``OSError``.
+    """
+    asked = [
+        (target, size)
+        for target, required in questions
+        for size in (min(SMALLEST[target.version], required), required)
+    ]
+    answered = icmp_echo.ask_all(asked, _BRIEFLY)
+    again = [number for number, is_answered in enumerate(answered) if not is_answered]
+    # A busy node may take long; only what seems to be lost is waited for.
+    late = icmp_echo.ask_all([asked[number] for number in again], _WITHIN)
+    for number, is_answered in zip(again, late, strict=True):
+        answered[number] = is_answered
+    sizes = [size if is_answered else None for (_, size), is_answered in zip(asked, answered, strict=True)]
+    return [required or least for least, required in zip(sizes[::2], sizes[1::2], strict=True)]
 
 
 def find(target: IPAddress, required: int) -> int | None:

@@ -22,9 +22,9 @@ from flanneld.network.rtnetlink.messages import (
     network_of,
     number,
 )
-from flanneld.network.rtnetlink.netlink import MalformedNetlink, attributes, u32, unpack
+from flanneld.network.rtnetlink.netlink import MalformedNetlink, attribute, attributes, u32, unpack
 
-_RTA_DST, _RTA_PREFSRC, _RTA_MULTIPATH, _RTA_VIA = 1, 7, 9, 18
+_RTA_DST, _RTA_SRC, _RTA_IIF, _RTA_PREFSRC, _RTA_MULTIPATH, _RTA_VIA = 1, 2, 3, 7, 9, 18
 RT_TABLE_LOCAL = 255
 RTN_LOCAL, RTN_BROADCAST, RTN_ANYCAST = 2, 3, 4
 #: struct rtnexthop: length, flags, hops, interface; attributes follow.
@@ -40,10 +40,17 @@ def interface_ending(index: int) -> bytes:
     return u32(RTA_OIF, index)
 
 
-def lookup_request(target: IPAddress) -> bytes:
-    """Return the request for a route lookup."""
+def lookup_request(target: IPAddress, source: IPAddress | None = None, arrives_by: int = 0) -> bytes:
+    """Return the request for a route lookup.
+
+    With the interface by which it arrives, the kernel looks the packet up as one to be passed on.
+    """
     raw = target.packed
-    return RTMSG.pack(AF[target.version], 8 * len(raw), 0, 0, 0, 0, 0, 0, 0) + DST[len(raw)] + raw
+    length = 8 * len(raw) if source else 0
+    request = RTMSG.pack(AF[target.version], 8 * len(raw), length, 0, 0, 0, 0, 0, 0) + DST[len(raw)] + raw
+    if source:
+        request += attribute(_RTA_SRC, source.packed)
+    return request + u32(_RTA_IIF, arrives_by) if arrives_by else request
 
 
 class LookupResult(Struct, frozen=True, gc=False):
@@ -65,14 +72,17 @@ def decode_lookup(data: bytes, offset: int, end: int) -> LookupResult:
     )
 
 
-def decode_destination(data: bytes, offset: int, end: int) -> tuple[IPNetwork, int] | None:
-    """Return network and interface of a main-table route; None for default routes and other tables."""
-    family, length, _, _, _, _, _, _, _ = unpack(RTMSG, data, offset, end)
+def decode_destination(data: bytes, offset: int, end: int) -> tuple[IPNetwork, int, int] | None:
+    """Return network, interface and type (RTN_*) of a main-table route.
+
+    Return None for default routes and other tables.
+    """
+    family, length, _, _, _, _, _, kind, _ = unpack(RTMSG, data, offset, end)
     found = attributes(data, offset + RTMSG.size, end)
     raw = found.get(_RTA_DST)
     if raw is None or family not in FAMILY or number(found.get(RTA_TABLE)) != RT_TABLE_MAIN:
         return None
-    return network_of(raw, length), number(found.get(RTA_OIF))
+    return network_of(raw, length), number(found.get(RTA_OIF)), kind
 
 
 def decode_default_route(data: bytes, offset: int, end: int) -> int | None:

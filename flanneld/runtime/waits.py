@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import select
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from flanneld.runtime import clock
 
@@ -62,3 +62,11 @@ def readable(fd: int, seconds: float) -> bool:
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     return bool(poll.poll(seconds * 1000))
+
+
+def some_readable(fds: Iterable[int], seconds: float) -> list[int]:
+    """Wait until one of the descriptors is readable or has an error, at most ``seconds``. Return those."""
+    poll = select.poll()
+    for fd in fds:
+        poll.register(fd, select.POLLIN)
+    return [fd for fd, _ in poll.poll(seconds * 1000)]

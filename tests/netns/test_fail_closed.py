@@ -137,7 +137,7 @@ class History:
 
     def _transitions(self) -> Iterator[tuple[str, Callable[[], Any]]]:
         device = DEVICES[self._variant.backend]
-        act = dict(
+        act: dict[str, Callable[[], Any]] = dict(
             zip(
                 TRANSITIONS,
                 (

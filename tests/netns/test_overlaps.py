@@ -10,8 +10,8 @@ import pytest
 
 from tests.lab import Lab, Node, own_command, wait_for
 from tests.lab.lab import NETWORK
+from tests.netns.charons import IPSEC, with_own_run
 from tests.netns.pair import connect
-from tests.netns.test_ipsec import IPSEC, OWN_RUN
 from tests.netns.test_wireguard import WIREGUARD
 
 #: Each backend with its data in a stranger's lease, and the commands that show what leads to a peer.
@@ -30,7 +30,7 @@ _NEEDS = {"wireguard": "wireguard", "ipsec": "esp"}
 
 def start(node: Node) -> None:
     key = {"WIREGUARD_KEY_FILE": str(node.directory / "wgkey")}
-    node.start(command=[*OWN_RUN, *own_command()], environment=key)
+    node.start(command=with_own_run(node, *own_command()), environment=key)
 
 
 def leads(node: Node, command: str, net: IPv4Network) -> bool:

@@ -59,7 +59,7 @@ def removal_guard(facts: Facts) -> Iterator[Finding]:
 @check("H", "lease", "the lease lasts")
 def lease(facts: Facts) -> Iterator[Finding]:
     known = facts.document.get("lease")
-    if known is None and facts.origin != "host":
+    if known is None and facts.origin == "store":
         yield Finding(
             "this node has no lease",
             "no lease has our public IP",
@@ -117,11 +117,13 @@ def store(facts: Facts) -> Iterator[Finding]:
 def ready(facts: Facts) -> Iterator[Finding]:
     health = facts.section("health")
     for what in health.get("missing", ()):
+        said = next(iter(health.get("waiting", ())), what)
+        problem, _, remedy = said.partition("; ")
         yield Finding(
             "the daemon is not ready",
-            "; ".join([what, *health.get("waiting", ())]),
+            what if said == what else f"{what.partition('; ')[0]}; {problem}",
             "no container should be started here yet",
-            Advice("wait, or see its log"),
+            Advice(remedy or "wait, or see its log"),
         )
 
 
@@ -212,13 +214,20 @@ def unsafe_leases(facts: Facts) -> Iterator[Finding]:
 
 @check("L", "daemon", "the daemon runs and answers")
 def daemon(facts: Facts) -> Iterator[Finding]:
-    if facts.origin != "daemon":
-        yield Finding(
-            "the daemon does not answer",
-            str(facts.unknown[0]) if facts.unknown else "",
-            "existing routes stay; nothing is repaired or renewed until the daemon runs",
-            Advice("systemctl status flanneld; its log says why it ended"),
-        )
+    if facts.origin == "daemon":
+        return
+    silent = next((each for each in facts.unknown if each.part is SourcePart.DAEMON), None)
+    hangs = silent is not None and silent.hangs
+    yield Finding(
+        "the daemon hangs" if hangs else "the daemon is not running",
+        str(silent or ""),
+        "existing routes stay; nothing is repaired or renewed until the daemon runs",
+        Advice(
+            "see the daemon's log, then: systemctl restart flanneld"
+            if hangs
+            else "systemctl start flanneld; if it ends again, its log says why: journalctl -u flanneld"
+        ),
+    )
 
 
 @check("L", "late", "every thread of the daemon reports in time")

@@ -76,12 +76,12 @@ def keepers(facts: Facts) -> Iterator[Finding]:
             f"{program} is at work here",
             "found by its files or its rules",
             "when it is reloaded it may remove rules; the daemon puts its own back",
-            Advice(_let_in(program, facts)),
+            Advice(let_in(program, facts)),
             severity=Severity.HINT,
         )
 
 
-def _let_in(program: str, facts: Facts) -> str:
+def let_in(program: str, facts: Facts) -> str:
     if program != "firewalld":
         return f"let it forward the network and let in UDP 8472, in {program}'s own configuration"
     backend = facts.section("network").get("backend")

@@ -105,16 +105,22 @@ def missing(facts: Facts) -> Iterator[Finding]:
 
 @check("B", "detours", "packets for the peers take the daemon's routes")
 def detours(facts: Facts) -> Iterator[Finding]:
+    if any(each.cause == "rule" for each in facts.lost):
+        return  # the rule is named, with what mends it
     if facts.detours:
         subnets = sorted({each.subnet for each in facts.detours})
         more = f" and {len(subnets) - 1} more" if len(subnets) > 1 else ""
+        removals = dict.fromkeys(each.removal for each in facts.detours[:_FEW] if each.removal)
         yield Finding(
             f"packets for {subnets[0]}{more} do not take the daemon's route",
             "; ".join(each.found for each in facts.detours[:_FEW]),
             "another program's route or rule overrides it; the daemon leaves it alone",
             Advice(
-                "`ip route get ADDRESS` and `ip rule` show what decides; keep the route to a network that"
-                " this host is on and give the peer another subnet"
+                f"if nobody needs it: {'; '.join(removals)}; keep the route to a network that this host is"
+                " on, and give the peer another subnet"
+                if removals
+                else "`ip route get ADDRESS` and `ip rule` show what decides; keep the route to a network"
+                " that this host is on and give the peer another subnet"
             ),
         )
 

@@ -62,8 +62,8 @@ def measure(source: Source, name: str | None) -> Iterator[Result]:
 def _of_peer(peer: Mapping[str, Any], source: Source) -> Iterator[Result]:
     document, about = source.document, ",".join(peer["subnets"])
     if "mtu" in document and document.get("uplink"):
-        for path in paths(peer, document, path_mtu.glance):
-            carried = f"{path.carried or '-'} of {path.wanted} bytes"
+        for path in paths(peer, document, lambda *question: path_mtu.glance([question])[0]):
+            carried = f"{path.carried or '-'} of {path.required} bytes"
             yield Result(f"path MTU, {path.name}", about, path.state, carried, path.note)
     own = our_addresses(document)
     if peer["public_ips"]:

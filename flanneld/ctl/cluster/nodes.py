@@ -201,7 +201,7 @@ def _peer(peer: Mapping[str, Any], own: set[IPAddress]) -> Node:
         public_ips=tuple(peer["public_ips"]),
         macs=tuple(mac.lower() for mac in peer.get("macs", ())),
         backend=peer["backend"],
-        vni=peer.get("vni"),
+        vni=next(iter(peer.get("vnis") or ()), None),
         expires=peer.get("expires"),
         state=peer["state"],
         reason=peer["reason"] or ", ".join(peer["conflicts"]),

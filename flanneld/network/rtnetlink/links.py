@@ -29,7 +29,8 @@ L = TypeVar("L", bound=Link)
 _BUILT_IN = frozenset({"dummy", "ipip", "tun", "vxlan", "wireguard"})
 IFF_UP = 0x1
 _IFINFOMSG = struct.Struct("=BxHiII")
-_IFLA_ADDRESS, _IFLA_IFNAME, _IFLA_MTU, _IFLA_MASTER, _IFLA_LINKINFO = 1, 3, 4, 10, 18
+_IFLA_ADDRESS, _IFLA_IFNAME, _IFLA_MTU, _IFLA_LINK, _IFLA_MASTER, _IFLA_LINKINFO = 1, 3, 4, 5, 10, 18
+_IFLA_LINK_NETNSID = 37
 _IFLA_INFO_KIND, _IFLA_INFO_DATA = 1, 2
 
 #: An attribute: its name in linux/if_link.h, as pyroute2 spells it, and its value.
@@ -49,6 +50,9 @@ class SeenLink(Struct, frozen=True, gc=False):
     up: bool
     make: Link | ForeignLink
     master: int = 0
+    #: Index of the interface that it belongs to, of a veth the other end, in the namespace with this number.
+    link: int = 0
+    namespace: int = -1
 
 
 class LinkCodec(Generic[L]):
@@ -188,6 +192,8 @@ def decode(data: bytes, offset: int, end: int) -> SeenLink:
         up=bool(flags & IFF_UP),
         make=ForeignLink(name, "a plain interface"),
         master=number(found.get(_IFLA_MASTER)),
+        link=number(found.get(_IFLA_LINK)),
+        namespace=number(found[_IFLA_LINK_NETNSID]) if _IFLA_LINK_NETNSID in found else -1,
     )
     info = found.get(_IFLA_LINKINFO)
     return replace(seen, make=_make(seen, info)) if info else seen

@@ -48,7 +48,7 @@ class PumpPeers(OnHost):
         devices.put(Tun(self.tun, 1400), None)
         self._pump = ProxyTable(ProxyClient(self.tun))
         wanted = UdpProxy(
-            self.tun, IPv4Address("192.0.2.1"), 8285, IPv4Address("10.1.5.0"), 1400, wish="python"
+            self.tun, IPv4Address("192.0.2.1"), 8285, IPv4Address("10.1.5.0"), 1400, data_plane="python"
         )
         assert self._pump.put([Put(wanted)]).failed == []
 

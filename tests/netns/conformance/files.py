@@ -50,7 +50,7 @@ class Forwarding(OnHost):
 
     def __init__(self, host: Namespace) -> None:
         super().__init__(host)
-        self.resources = self._table().wanted
+        self.resources = self._table().desired
 
     def make(self) -> Table:
         return self._table()

@@ -31,7 +31,7 @@ class OfFirewall(OnHost):
 
     def __init__(self, host: Namespace) -> None:
         super().__init__(host)
-        self.resources = [self._table().wanted]
+        self.resources = [self._table().desired]
 
     def make(self) -> Table:
         return self._table()

@@ -17,6 +17,7 @@ from flanneld.network.xfrm.policy import guards, tunnel_policies
 from flanneld.network.xfrm.table import XfrmPolicyTable
 from flanneld.state.resources import Resource
 from flanneld.state.table import Put, Table
+from tests.calls import at_once
 from tests.lab.namespace import Namespace
 from tests.lab.wait import wait_for
 from tests.netns.conformance.host import OnHost
@@ -98,11 +99,11 @@ class CharonConnections(OnHost):
             f"swanctl --load-conns --file {none}",
             f"swanctl --load-creds --clear --noprompt --file {none}",
         )
-        self._charon = CharonTable(lambda _: None)
+        self._charon = CharonTable(lambda _: None, "conformance", at_once)
         assert self._charon.put([Put(Charon())]).failed == []
 
     def make(self) -> Table:
-        return ConnectionTable(NETWORK)
+        return ConnectionTable(NETWORK, at_once)
 
     @contextmanager
     def blind(self, table: Table) -> Iterator[None]:
@@ -110,6 +111,6 @@ class CharonConnections(OnHost):
             yield
 
     def close(self) -> None:
-        self._charon.close(remove=False)
+        self._charon.close(remove=True)
         wait_for(lambda: not self._charon._process.pid, 20, "charon to end")
         self._directory.cleanup()

@@ -14,8 +14,12 @@ from msgspec.structs import replace
 from flanneld.ctl.checks import CHECKS
 from flanneld.ctl.cluster import rules
 from flanneld.ctl.data_source import SourcePart, Unknown
-from flanneld.ctl.doctor import as_json, examine, report
+from flanneld.ctl.doctor import as_json, examine, report, verdict
+from flanneld.ctl.evidence.containers import Container
 from flanneld.ctl.evidence.encryption import CharonState, EncryptionFacts
+from flanneld.ctl.evidence.filters import Drop
+from flanneld.ctl.evidence.lookups import TO_CONTAINERS, Lost
+from flanneld.ctl.evidence.other_api import OtherApi
 from flanneld.ctl.facts import Dropped, Facts
 from flanneld.ctl.findings import THEMES, Advice, Fix, Severity
 from flanneld.ctl.path_mtu import Path as PathToPeer
@@ -24,6 +28,7 @@ from flanneld.ctl.snapshot import Comparison, Difference
 from flanneld.ctl.stale_host_objects import CniConf, LeftRules
 from flanneld.ctl.text_tables import plain
 from flanneld.diagnostics import host_checks
+from flanneld.diagnostics.status import describe
 from flanneld.network.rtnetlink.links import SeenLink
 from flanneld.state.resources import ForeignLink, Resource, Route, Vxlan
 from flanneld.subnet.subnet_file import Previous
@@ -153,6 +158,25 @@ def encrypting(**facts: Any) -> Facts:
     return replace(WELL, encryption=EncryptionFacts(**facts))
 
 
+def lost(cause: str, about: str, commands: tuple[tuple[str, ...], ...] = ()) -> Facts:
+    return replace(WELL, lost=(Lost("packets to other nodes", cause, about, "the route is wrong", commands),))
+
+
+def path(name: str, carried: int | None) -> PathToPeer:
+    target = ip_address("192.0.2.2" if name == "underlay" else "10.5.2.0")
+    return PathToPeer(name, target, carried or 1450, carried, "10.5.2.0/24")
+
+
+OFF_LINK = Route(IPv4Network("10.5.2.0/24"), "eth0", IPv4Address("192.0.2.2"))
+CONTAINER = Container(
+    "/run/netns/a", "eth0", ip_address("10.5.1.2"), True, 1450, reached_by="cni0", attached_to="cni0"
+)
+
+
+def container(**changes: Any) -> Facts:
+    return replace(WELL, containers=(replace(CONTAINER, **changes),))
+
+
 ACCEPT = (("iptables", "-I", "FORWARD", "-s", "10.5.0.0/16", "-j", "ACCEPT"),)
 FLANNEL = CniConf("/etc/cni/net.d/10-flannel.conflist", ("flannel", "portmap"))
 CALICO = CniConf("/etc/cni/net.d/10-calico.conflist", ("calico",))
@@ -223,7 +247,7 @@ CASES: dict[str, list[Facts]] = {
         with_address("eth0", link("eth0")),
     ],
     "lease": [
-        told(lambda d: d.update(lease=None)),
+        replace(told(lambda d: d.update(lease=None)), origin="store"),
         told(lambda d: d["lease"].update(expires=NOW - 1)),
         told(lambda d: d["lease"].update(expires=NOW + 60)),
     ],
@@ -269,7 +293,53 @@ CASES: dict[str, list[Facts]] = {
     "cloned keys": [peer(state="refused", reason="10.5.2.0/24 announces our own public key; restart there")],
     "checksums": [replace(WELL, kernel=(4, 19)), replace(WELL, kernel=(5, 6))],
     "port": [replace(WELL, traffic={"flannel.1": (0, 500)})],
-    "daemon": [replace(WELL, origin="host", unknown=(Unknown(SourcePart.DAEMON, "no daemon answers"),))],
+    "daemon": [
+        replace(WELL, origin="host", unknown=(Unknown(SourcePart.DAEMON, "no daemon answers", hangs=hangs),))
+        for hangs in (False, True)
+    ],
+    "filters": [
+        replace(WELL, filtered=(Drop("chain INPUT of table ip filter", "UDP 8472", rule, ACCEPT, firewalld),))
+        for rule in ("-A INPUT -j DROP", "")
+        for firewalld in (False, True)
+    ],
+    "lookups": [
+        lost("rule", "100: from all blackhole", ACCEPT),
+        lost("rule", "100: from all blackhole"),
+        lost("forwarding", "cni0", ACCEPT),
+        lost("route", "192.0.2.2"),
+        replace(WELL, lost=(Lost(TO_CONTAINERS, "route", "", "no route", removal="blackhole 10.5.1.0/25"),)),
+        replace(WELL, lost=(Lost(TO_CONTAINERS, "route", "", "no route"),)),
+    ],
+    "strict filter": [lost("filter", "eth0", ACCEPT)],
+    "uplink choice": [lost("uplink", "eth1")],
+    "pinned neighbours": [replace(WELL, pinned=(("192.0.2.2", MAC, "eth0"),))],
+    "container routes": [
+        container(is_routed=False),
+        replace(container(is_routed=False), addresses=()),
+    ],
+    "container addresses": [replace(WELL, containers=(replace(CONTAINER, address=ip_address("10.5.7.2")),))],
+    "bridge address": [
+        replace(WELL, containers=(replace(CONTAINER, reached_by=way),)) for way in ("", "eth0")
+    ],
+    "bridge down": [with_links(link("eth0"), flannel(), replace(bridge("cni0", 1450), up=False))],
+    "other bridge": [replace(WELL, addresses=(*WELL.addresses[:2], ("cni0", ip_address("172.17.0.1"))))],
+    "tunnel": [
+        replace(WELL, paths=(path("underlay", 1500), path("tunnel", None))),
+        replace(
+            WELL, paths=(path("underlay", 1500), path("tunnel", None)), refusing=frozenset({"192.0.2.2"})
+        ),
+        replace(WELL, paths=(path("underlay", None), path("tunnel", None))),
+    ],
+    "segment": [
+        told(lambda d: (d.update(local=[describe(VXLAN, {})]), d["peers"][0].update(vnis=[7]))),
+    ],
+    "other api": [replace(WELL, other_api=OtherApi("v2", "v3", ("10.5.3.0/24 of 192.0.2.3",)))],
+    "off link": [
+        replace(
+            told(lambda d: d.update(refused=[{"object": str(OFF_LINK), "reason": "Network is unreachable"}])),
+            entries=(Comparison(OFF_LINK, "missing"),),
+        )
+    ],
     "late": [told(lambda d: d["health"].update(late=["reconciler has not reported"]))],
     "overruns": [told(lambda d: d.update(lost_notifications=3))],
 }
@@ -300,8 +370,8 @@ def test_each_theme_has_a_check() -> None:
 
 def test_a_node_that_is_well_is_told_so() -> None:
     assert examine(WELL) == []
-    (table,) = report([], WELL)
-    assert list(plain(table)) == [f"{len(CHECKS)} checks: 0 problems, 0 hints"]
+    text = [list(plain(table)) for table in report([], WELL)]
+    assert text == [["Healthy"], [f"{len(CHECKS)} checks: 0 problems, 0 hints"]]
 
 
 @pytest.mark.parametrize(
@@ -358,6 +428,7 @@ def test_the_report_says_what_the_evidence_the_reason_and_the_fix() -> None:
     facts = replace(WELL, firewalls=("firewalld",))
     text = [list(plain(table)) for table in report(examine(facts), facts)]
     assert text == [
+        ["Healthy, with 1 hint"],
         [
             "hint      firewalld is at work here",
             "check     E keepers: the host's firewall and forwarding",
@@ -445,6 +516,34 @@ def test_a_bridge_that_the_firewall_does_not_see_is_a_problem_where_services_are
         assert [finding.severity for _, finding in examine(facts)] == [severity]
 
 
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        (WELL, "Healthy"),
+        (replace(WELL, firewalls=("ufw",)), "Healthy, with 1 hint"),
+        (replace(of_host("net/ipv4/ip_forward", 0), host=()), "Healthy"),
+        (
+            replace(CASES["filters"][0], firewalls=("ufw",)),
+            "Broken: this node drops UDP 8472: chain INPUT of table ip filter",
+        ),
+        (
+            replace(CASES["filters"][0], entries=(Comparison(ROUTE, "missing"),)),
+            "Broken: this node drops UDP 8472: chain INPUT of table ip filter, and 1 more problem",
+        ),
+    ],
+)
+def test_the_verdict_is_one_line_and_names_a_cause_before_its_effects(facts: Facts, said: str) -> None:
+    found = examine(facts)
+    assert verdict(found) == said
+    assert as_json(found, facts)["verdict"] == said
+    assert list(plain(report(found, facts)[0])) == [said]
+
+
+def test_a_silent_tunnel_is_no_finding_of_its_own_if_its_cause_is_known() -> None:
+    facts = replace(CASES["filters"][0], paths=(path("underlay", 1500), path("tunnel", None)))
+    assert [check.name for check, _ in examine(facts)] == ["filters"]
+
+
 HOSTILE = "$(reboot) `reboot`; reboot"
 
 
@@ -468,5 +567,5 @@ def test_no_fix_holds_text_out_of_the_store(name: str) -> None:
 def test_a_fix_is_shown_with_a_command_on_each_line_quoted_for_a_shell() -> None:
     commands = (("nft", "flush", "chain", "a b"), ("true",))
     facts = replace(WELL, left_rules=(LeftRules(("a rule",), commands),))
-    (table, _) = report(examine(facts), facts)
+    (_, table, _) = report(examine(facts), facts)
     assert list(plain(table))[-2:] == ["fix       nft flush chain 'a b'", "fix       true"]

@@ -51,10 +51,14 @@ def test_a_route_that_is_missing_or_not_wanted_has_no_detour() -> None:
 
 def test_a_more_specific_route_makes_a_detour() -> None:
     routes = [
-        (ip_network(text), "eth0")
+        (ip_network(text), "eth0", "")
         for text in ("10.5.2.128/25", "10.5.2.0/24", "10.5.0.0/16", "10.5.3.0/25", "fc00:2::5/128")
     ]
+    routes.append((ip_network("10.5.2.64/26"), "", "blackhole"))
+    ipv4, ipv6 = "10.5.2.128/25 dev eth0", "fc00:2::5/128 dev eth0"
+    nowhere = "blackhole 10.5.2.64/26"
     assert list(by_length(document(ROUTE), routes)) == [
-        ShadowingRoute("10.5.2.0/24", "route 10.5.2.128/25 dev eth0"),
-        ShadowingRoute("fc00:2::/64", "route fc00:2::5/128 dev eth0"),
+        ShadowingRoute("10.5.2.0/24", f"route {ipv4}", f"ip route del {ipv4}"),
+        ShadowingRoute("fc00:2::/64", f"route {ipv6}", f"ip -6 route del {ipv6}"),
+        ShadowingRoute("10.5.2.0/24", f"route {nowhere}", f"ip route del {nowhere}"),
     ]

@@ -55,12 +55,21 @@ def asked(target: IPAddress, required: int) -> int:
 def test_the_underlay_and_the_tunnel_are_asked() -> None:
     found = list(paths(PEER, DOCUMENT, asked))
     assert found == [
-        Path("underlay", ip_address("192.0.2.2"), 1500, 1400),
-        Path("tunnel", ip_address("10.5.2.0"), 1420, 1420),
+        Path("underlay", ip_address("192.0.2.2"), 1500, 1400, "10.5.2.0/24"),
+        Path("tunnel", ip_address("10.5.2.0"), 1420, 1420, "10.5.2.0/24"),
     ]
     assert [each.state for each in found] == ["PROBLEM", "ok"]
     assert "set Backend.MTU to 1400" in found[0].note
-    assert list(sample(DOCUMENT, asked)) == found
+    assert sample(DOCUMENT, lambda questions: [asked(*each) for each in questions]) == found
+
+
+def test_peers_that_were_silent_when_probed_are_asked_first() -> None:
+    peers = [
+        {**PEER, "subnets": [f"10.5.{n}.0/24"], "probe": {"rtt": None if n == 50 else 0.1}} for n in range(60)
+    ]
+    found = sample({**DOCUMENT, "peers": peers}, lambda questions: [None] * len(questions))
+    names = list(dict.fromkeys(each.peer for each in found))
+    assert names == ["10.5.50.0/24", *(f"10.5.{n}.0/24" for n in range(7))]
 
 
 def test_a_peer_that_does_not_answer_is_unknown() -> None:

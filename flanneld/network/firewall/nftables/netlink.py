@@ -45,16 +45,20 @@ _RULE_TABLE, _RULE_CHAIN, _RULE_EXPRESSIONS = 1, 2, 4
 _GEN_PROC_NAME = 3
 #: Attribute type that never occurs.
 _NOTHING = -1
-_HOOK_NUMBER = 1
+_HOOK_NUMBER, _HOOK_DEVICE = 1, 3
+_CHAIN_TYPE = 7
 _NFNLGRP_NFTABLES = 7
-_NF_INET_FORWARD, _NF_DROP = 2, 0
+_NF_DROP = 0
 
 #: Kernel numbers of the families (NFPROTO_*).
 _PROTOCOL: dict[Family, int] = {4: 2, 6: 10}
 _INET = 1
 _FAMILY: dict[int, Family] = {2: 4, 10: 6}
 #: Families of tables, as nft(8) names them.
-_TABLE_FAMILY = {1: "inet", 2: "ip", 10: "ip6"}
+_TABLE_FAMILY = {1: "inet", 2: "ip", 5: "netdev", 10: "ip6"}
+#: Hooks by their numbers (NF_INET_*). A netdev table's only hook that concerns arrivals is its first.
+_HOOKS = ("prerouting", "input", "forward", "output", "postrouting", "ingress")
+_NETDEV = 5
 
 #: Errors for a subsystem that the kernel does not have.
 _NOT_THERE = (errno.EINVAL, errno.EOPNOTSUPP)
@@ -70,6 +74,17 @@ _HEADER = struct.Struct(">BBH")
 
 class NoNetfilter(OSError):
     """Error for a kernel without nf_tables."""
+
+
+class Hooked(Struct, frozen=True, gc=False):
+    """A base chain. ``table`` is nft(8)'s name for it: ``inet filter``; ``device`` is for ingress only."""
+
+    table: str
+    chain: str
+    hook: str
+    type: str
+    drops: bool
+    device: str = ""
 
 
 class Netfilter:
@@ -112,12 +127,30 @@ class Netfilter:
 
     def forwarding(self, family: Family) -> Iterator[tuple[str, str, bool]]:
         """Yield the chains at the FORWARD hook: table as nft(8) names it, chain, True if the policy drops."""
-        for protocol in (_PROTOCOL[family], _INET):
+        for each in self.hooked(family):
+            if each.hook == "forward":
+                yield each.table, each.chain, each.drops
+
+    def hooked(self, family: Family) -> Iterator[Hooked]:
+        """Yield the base chains that packets of a family pass."""
+        for protocol in (_PROTOCOL[family], _INET, _NETDEV):
             for _, given in self._dump(_GETCHAIN, protocol):
-                hooked = given.get(_CHAIN_HOOK, b"")
-                if number_of(attributes(hooked, 0, len(hooked)), _HOOK_NUMBER) == _NF_INET_FORWARD:
-                    table = f"{_TABLE_FAMILY[protocol]} {text_of(given, _CHAIN_TABLE)}"
-                    yield table, text_of(given, _CHAIN_NAME), number_of(given, _CHAIN_POLICY) == _NF_DROP
+                raw = given.get(_CHAIN_HOOK)
+                if raw is None:
+                    continue
+                hook = attributes(raw, 0, len(raw))
+                number = number_of(hook, _HOOK_NUMBER)
+                if protocol == _NETDEV:
+                    number = len(_HOOKS) - 1 if number == 0 else None
+                if number is not None and number < len(_HOOKS):
+                    yield Hooked(
+                        f"{_TABLE_FAMILY[protocol]} {text_of(given, _CHAIN_TABLE)}",
+                        text_of(given, _CHAIN_NAME),
+                        _HOOKS[number],
+                        text_of(given, _CHAIN_TYPE),
+                        number_of(given, _CHAIN_POLICY) == _NF_DROP,
+                        text_of(hook, _HOOK_DEVICE),
+                    )
 
     def rules(self, family: Family, table: str, chain: str = "") -> list[Rule]:
         """Return the rules of a chain, or of the whole table, as they concern a family.

@@ -25,6 +25,7 @@ from flanneld.network.xfrm.policy import guards, tunnel_policies
 from flanneld.state.resources import Address, Blackhole, Dummy, Resource, Route
 from flanneld.state.sessions import Session
 from flanneld.subnet.codec import format_attrs
+from tests.calls import at_once
 
 PSK = "a key of which nothing may be shown. " * 3
 NETWORK, SUBNET, THEIRS = IPv4Network("10.1.0.0/16"), IPv4Network("10.1.5.0/24"), IPv4Network("10.1.6.0/24")
@@ -189,7 +190,7 @@ told = st.dictionaries(
 def test_whatever_charon_tells_is_read_as_what_is_ours_or_passed_over(
     events: list[Any], names: list[str]
 ) -> None:
-    table = ConnectionTable(NETWORK, "/nonexistent")
+    table = ConnectionTable(NETWORK, at_once, "/nonexistent")
     for event in events:
         table.note(event)
     connections = list(table._connections(item for event in events for item in sections(event).items()))

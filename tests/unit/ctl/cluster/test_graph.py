@@ -85,7 +85,7 @@ def test_foreign_text_is_shown_as_it_is(read: Reader) -> None:
 
 
 def test_problems_come_first_and_are_not_told_by_colour_alone(read: Reader) -> None:
-    states = [each["data-state"] for each in read.of("tr") if "data-state" in each]
+    states = [str(each["data-state"]) for each in read.of("tr") if "data-state" in each]
     assert states[0] == "ok"
     assert states[1:] == sorted(states[1:], key=["PROBLEM", "hint", "ok"].index)
     assert all("PROBLEM" not in str(each["class"]) for each in read.of("circle"))

@@ -86,7 +86,7 @@ def test_rule_names_the_node_that_breaks_it(rule: str, changes: dict[str, Any], 
 
 
 def test_each_rule_has_a_case() -> None:
-    marks = test_rule_names_the_node_that_breaks_it.pytestmark  # type: ignore[attr-defined]
+    marks = test_rule_names_the_node_that_breaks_it.pytestmark
     assert {case[0] for case in marks[0].args[1]} == {rule.name for rule in RULES}
 
 

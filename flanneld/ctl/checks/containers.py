@@ -1,0 +1,150 @@
+"""Checks of the containers of this node, and of the bridge that they are on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flanneld.compat.glog import counted
+from flanneld.ctl.evidence.containers import Container
+from flanneld.ctl.facts import Facts
+from flanneld.ctl.findings import Advice, Finding, Fix, check, few
+from flanneld.model import IPNetwork
+from flanneld.runtime.shell import command
+
+#: Bridges that container runtimes make for their containers, by default.
+_RUNTIMES_BRIDGES = frozenset({"cni0", "docker0"})
+
+
+@check("G", "container routes", "each container has a route to the other nodes' containers")
+def container_routes(facts: Facts) -> Iterator[Finding]:
+    lost = [each for each in facts.containers if not each.is_routed and not _is_cut_off(facts, each)]
+    if lost:
+        gateways = {each.address.version: _gateway(facts, each.address.version) for each in lost}
+        yield Finding(
+            f"{counted(len(lost), 'container')} without a route to other nodes",
+            few([f"{each.address} in {each.path}" for each in lost], "; "),
+            "its packets do not even leave the container",
+            Fix(
+                tuple(
+                    (
+                        "nsenter",
+                        f"--net={each.path}",
+                        "ip",
+                        *_route(gateways[each.address.version], each.device),
+                    )
+                    for each in lost
+                    if gateways[each.address.version]
+                )
+            )
+            if all(gateways.values())
+            else Advice("restart the containers: the CNI plug-in makes the route"),
+        )
+
+
+def _gateway(facts: Facts, version: int) -> str:
+    """Return the address of the containers' bridge in our subnet; empty if it has none."""
+    own = [net for net in facts.own_subnets if net.version == version]
+    for name, address in facts.addresses:
+        if name not in facts.devices and any(address in net for net in own if net.version == address.version):
+            return str(address)
+    return ""
+
+
+def _route(gateway: str, device: str) -> tuple[str, ...]:
+    return ("route", "replace", "default", "via", gateway, "dev", device)
+
+
+@check("G", "bridge down", "the containers' bridge is up")
+def bridge_down(facts: Facts) -> Iterator[Finding]:
+    own = facts.own_subnets
+    held = {
+        name
+        for name, address in facts.addresses
+        if any(address in n for n in own if n.version == address.version)
+    }
+    for name in sorted(held - set(facts.devices)):
+        link = facts.link(name)
+        if link is not None and not link.up:
+            yield Finding(
+                f"{name} is down",
+                "it has an address of our subnet",
+                "no packet gets to the containers or from them",
+                Fix((command("ip", "link", "set", "dev", name, "up"),)),
+                about=name,
+            )
+
+
+@check("G", "bridge address", "packets for the containers of this node get to their bridge")
+def bridge_address(facts: Facts) -> Iterator[Finding]:
+    lost = [each for each in facts.containers if _is_cut_off(facts, each)]
+    for bridge in dict.fromkeys(each.attached_to for each in lost):
+        mine = [each for each in lost if each.attached_to == bridge]
+        nets = dict.fromkeys(net for each in mine if (net := _net_of(facts, each)))
+        yield Finding(
+            f"no interface leads to the containers on {bridge}",
+            f"{mine[0].address} in {mine[0].path}: packets leave by {mine[0].reached_by or 'no interface'}",
+            "no packet of other nodes gets to these containers, and none of this host",
+            Fix(
+                tuple(
+                    command("ip", "address", "add", f"{net[1]}/{net.prefixlen}", "dev", bridge)
+                    for net in nets
+                )
+            ),
+            about=bridge,
+        )
+
+
+def _is_cut_off(facts: Facts, container: Container) -> bool:
+    """Return True if packets of this host for a container of our subnet leave for another host."""
+    away = {facts.section("uplink").get("name", ""), "", *facts.devices}
+    return container.reached_by in away and _net_of(facts, container) is not None
+
+
+def _net_of(facts: Facts, container: Container) -> IPNetwork | None:
+    """Return our subnet that a container's address is in."""
+    address = container.address
+    return next((net for net in facts.own_subnets if net.version == address.version and address in net), None)
+
+
+@check("G", "container addresses", "each container has an address in our subnet")
+def container_addresses(facts: Facts) -> Iterator[Finding]:
+    own = facts.own_subnets
+    strange = [
+        each
+        for each in facts.containers
+        if own and not any(each.address in net for net in own if net.version == each.address.version)
+    ]
+    if strange:
+        yield Finding(
+            f"{counted(len(strange), 'container')} with an address outside our subnet",
+            few([f"{each.address} in {each.path}" for each in strange], "; "),
+            f"other nodes send packets for it elsewhere: our subnet is {', '.join(map(str, own))}",
+            Advice("start these containers anew: they have kept the addresses of an earlier subnet"),
+        )
+
+
+@check("G", "other bridge", "the runtime's bridge has the address of our subnet")
+def other_bridge(facts: Facts) -> Iterator[Finding]:
+    own = facts.own_subnets
+    bridges = {name for name, _ in facts.addresses if facts.is_bridge(name)}
+    if not own or any(address in net for name, address in facts.addresses if name in bridges for net in own):
+        return
+    for name, address in facts.addresses:
+        outside = not any(address in network for network in facts.networks)
+        if (
+            name in bridges & _RUNTIMES_BRIDGES
+            and outside
+            and not address.is_link_local
+            and facts.has_ports(name)
+        ):
+            yield Finding(
+                f"{name} has {address}, which is outside the cluster network",
+                f"no bridge has an address of our subnet {', '.join(map(str, own))}",
+                "containers there are not on the network: other nodes have no route to them",
+                Advice(
+                    f"start the container runtime with the values of {facts.subnet_file}: Docker with"
+                    " --bip=FLANNEL_SUBNET and --mtu=FLANNEL_MTU; with CNI delete the bridge and restart the"
+                    f" containers: ip link delete {name}"
+                ),
+                about=name,
+            )

@@ -1,0 +1,104 @@
+"""Checks of what several nodes must have in common, and of the way between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flanneld.compat.glog import counted
+from flanneld.ctl.facts import Facts
+from flanneld.ctl.findings import Advice, Finding, Severity, check, few
+from flanneld.state.resources import Route
+
+#: What the kernel says of a gateway that is not on the link (ENETUNREACH).
+_OFF_LINK = "Network is unreachable"
+#: Peers with a finding of their own, at most.
+_FEW = 3
+
+
+@check("J", "off link", "with host-gw all nodes are on one network")
+def off_link(facts: Facts) -> Iterator[Finding]:
+    name = facts.section("uplink").get("name", "")
+    lacking = {str(each.value) for each in facts.entries if each.state == "missing"}
+    refused = {each["object"] for each in facts.document.get("refused", ()) if each["reason"] == _OFF_LINK}
+    routes = [each.value for each in facts.entries if str(each.value) in lacking & refused]
+    away = dict.fromkeys(
+        str(each.gateway)
+        for each in routes
+        if isinstance(each, Route) and each.device == name and each.gateway
+    )
+    if away:
+        yield Finding(
+            f"{few(list(away))} is not on the network of {name}",
+            f"the kernel takes no route by a gateway behind another one: {min(lacking & refused)}",
+            "host-gw needs all nodes on one network: packets for this peer go nowhere",
+            Advice(
+                "put the nodes on one network, or set Backend.Type to vxlan, with DirectRouting if you like"
+            ),
+            about=name,
+        )
+
+
+@check("K", "tunnel", "peers answer through the tunnel")
+def tunnel(facts: Facts) -> Iterator[Finding]:
+    if facts.filtered or facts.lost:
+        return  # a cause on this host is known, and the silence is its effect
+    answered = {each.peer for each in facts.paths if each.name == "underlay" and each.carried is not None}
+    silent = [each for each in facts.paths if each.name == "tunnel" and each.carried is None]
+    for each in [each for each in silent if each.peer in answered][:_FEW]:
+        public = next((p.target for p in facts.paths if p.name == "underlay" and p.peer == each.peer), None)
+        refused = public is not None and str(public) in facts.refusing
+        yield Finding(
+            f"no packet comes back through the tunnel to {public}",
+            f"{public} answers ICMP echoes, {each.target} behind the tunnel does not"
+            + ("; the node refuses our UDP port" if refused else ""),
+            "packets of containers to that node are lost, or the answers",
+            Advice(
+                "see that flannel runs there with the same Backend.Port, and no firewall rejects it"
+                if refused
+                else "run flannelctl doctor there, too; let the network between pass the tunnel's packets"
+            ),
+            about=each.peer,
+        )
+    gone = [each for each in silent if each.peer not in answered]
+    if gone:
+        yield Finding(
+            f"no answer from {counted(len(gone), 'peer')}, neither from the node nor through the tunnel",
+            few([str(each.target) for each in gone]),
+            "the nodes may be off, or a firewall drops all that is sent there",
+            Advice("run flannelctl doctor there; if a node is gone for good, delete its lease"),
+            severity=Severity.HINT,
+        )
+
+
+@check("D", "segment", "all nodes have the same VNI")
+def segment(facts: Facts) -> Iterator[Finding]:
+    ours = facts.vnis
+    for peer in facts.peers:
+        theirs = set(peer.get("vnis", ()))
+        if ours and theirs and not ours & theirs:
+            subnets = ",".join(peer["subnets"])
+            yield Finding(
+                f"the node of {subnets} has VNI {_listed(theirs)}, this one {_listed(ours)}",
+                f"its lease says so, public IP {', '.join(peer['public_ips'])}",
+                "either node drops what the other one sends",
+                Advice("restart flanneld on the node whose VNI is not Backend.VNI of the network config"),
+                about=subnets,
+            )
+
+
+@check("I", "other api", "all nodes use the same API of etcd")
+def other_api(facts: Facts) -> Iterator[Finding]:
+    found = facts.other_api
+    if found:
+        yield Finding(
+            f"{counted(len(found.leases), 'node')} in etcd's {found.other} API, this one in {found.used}",
+            few(found.leases),
+            "these nodes and this one know nothing of each other",
+            Advice(
+                "start flanneld on all nodes with the same -etcd-api; while they move, with -etcd-api=both"
+            ),
+        )
+
+
+def _listed(numbers: set[int]) -> str:
+    return ", ".join(map(str, sorted(numbers)))

@@ -1,0 +1,268 @@
+"""Route lookups for packets of the network, as the kernel makes them when it passes the packets on."""
+
+from __future__ import annotations
+
+import errno
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from ipaddress import ip_address, ip_network
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from flanneld.ctl.data_source import ranges_of
+from flanneld.ctl.evidence.flows import Peer, container_of, parsed, peers
+from flanneld.ctl.shadowing_routes import NOWHERE, follows, wanted_route
+from flanneld.ctl.snapshot import RouteTaken
+from flanneld.model import FAMILIES, Family, IPAddress
+from flanneld.network.host import HostView
+from flanneld.network.policy_rules import PolicyRule
+from flanneld.network.route_lookup import RTN_LOCAL
+from flanneld.network.rtnetlink.messages import RTM_GETNEIGH, decode_neighbor, neighbors_request
+from flanneld.runtime.shell import Command, command
+from flanneld.state.resources import Neighbor
+
+#: Peers for which routes are looked up, spread over all: rules and filters concern all of them, or a range.
+_PEERS = 64
+TO_NODES, FROM_NODES = "packets to other nodes", "packets from other nodes"
+FROM_CONTAINERS = "packets of its containers to other nodes"
+TO_CONTAINERS = "packets of other nodes to its containers"
+_STRICT = 1
+_FORWARDING = "/proc/sys/net/ipv4/conf/{}/forwarding"
+_RP_FILTER = "/proc/sys/net/ipv4/conf/{}/rp_filter"
+
+
+class Lost(Struct, frozen=True, gc=False):
+    """Packets that the kernel drops or misroutes. ``commands`` correct that; none if it takes a decision.
+
+    ``cause`` is ``filter`` (reverse path), ``forwarding`` of an interface, ``uplink`` (another interface than
+    the daemon's), ``rule`` or ``route``; ``about`` is its interface or text. ``number`` of the ``asked``
+    packets of this kind are lost so.
+    """
+
+    packets: str
+    cause: str
+    about: str
+    evidence: str
+    commands: tuple[Command, ...] = ()
+    number: int = 1
+    asked: int = 1
+    #: Route of a kind that leads nowhere, as ip-route(8) deletes it; empty if there is none.
+    removal: str = ""
+
+
+class Question(Struct, frozen=True, gc=False):
+    """One packet, and how its route should look: ``is_right`` decides."""
+
+    packets: str
+    target: IPAddress
+    source: IPAddress | None
+    iif: str
+    is_right: Callable[[RouteTaken], bool]
+
+    def __str__(self) -> str:
+        return f"{self.target} from {self.source}" + (f" iif {self.iif}" if self.iif else "")
+
+
+def read(
+    document: Mapping[str, Any], names: Mapping[int, str], container_devices: Mapping[Family, str]
+) -> list[Lost]:
+    """Return each cause of a loss once. Raises ``OSError``."""
+    host = _Host(HostView(), names)
+    asked = list(questions(document, chosen_of(document), container_devices))
+    found: dict[tuple[str, str], Lost] = {}
+    for question in asked:
+        wrong = host.ask(question)
+        if wrong is not None:
+            lost = host.explain(question, wrong, document)
+            alike = found.get((lost.cause, lost.about))
+            number = alike.number + 1 if alike else 1
+            found[lost.cause, lost.about] = replace(alike or lost, number=number)
+    total = Counter(each.packets for each in asked)
+    return [replace(lost, asked=total[lost.packets]) for lost in found.values()]
+
+
+def chosen_of(document: Mapping[str, Any]) -> list[Peer]:
+    """Return a bounded number of peers, spread over all (pure)."""
+    known = peers(document)
+    step = max(1, len(known) // _PEERS)
+    return list(map(parsed, known[::step][:_PEERS]))
+
+
+def questions(
+    document: Mapping[str, Any], chosen: Iterable[Peer], container_devices: Mapping[Family, str]
+) -> Iterator[Question]:
+    """Yield what to look up (pure)."""
+    own = [ip_network(text) for text in (document.get("lease") or {}).get("subnets", ())]
+    uplink = document.get("uplink") or {}
+    local = {ip.version: ip for ip in map(ip_address, uplink.get("addresses", ()))}
+    for peer in chosen:
+        for public in peer.public:
+            here = local.get(public.version)
+            if here is not None:
+                yield Question(
+                    TO_NODES, public, here, "", lambda way: way.is_here or way.device == uplink["name"]
+                )
+                yield Question(FROM_NODES, here, public, uplink["name"], lambda way: way.is_here)
+        for subnet in own:
+            device = container_devices.get(subnet.version)
+            theirs = next((each for each in peer.subnets if each.version == subnet.version), None)
+            if device is None or theirs is None:
+                continue
+            here, there = container_of(subnet), container_of(theirs)
+            route = wanted_route(there, peer.document, document)
+            if route is None:
+                continue
+            yield Question(
+                FROM_CONTAINERS,
+                there,
+                here,
+                device,
+                lambda way, route=route: follows(way, route),  # type: ignore[misc]
+            )
+            yield Question(
+                TO_CONTAINERS,
+                here,
+                there,
+                route.device,
+                lambda way, device=device: way.device == device,  # type: ignore[misc]
+            )
+
+
+class _Host:
+    """The kernel's answers, and what is needed to explain them."""
+
+    def __init__(self, view: HostView, names: Mapping[int, str]) -> None:
+        self._view = view
+        self._names = names
+        self._indexes = {name: index for index, name in names.items()}
+        self._rules: list[PolicyRule] | None = None
+
+    def ask(self, question: Question) -> RouteTaken | OSError | None:
+        """Return the wrong route, or the kernel's refusal; None if the route is right."""
+        if question.iif and question.iif not in self._indexes:
+            return None  # a missing device is a finding of its own
+        try:
+            way = self._way(question.target, question.source, question.iif)
+        except OSError as failure:
+            if failure.errno == errno.EHOSTUNREACH and question.iif and _does_not_forward(question.target):
+                return None  # so is forwarding that is off
+            return failure
+        return None if question.is_right(way) else way
+
+    def explain(self, question: Question, wrong: RouteTaken | OSError, document: Mapping[str, Any]) -> Lost:
+        """Return the cause, as far as it is found."""
+        reason = (
+            f"the route is {wrong}"
+            if isinstance(wrong, RouteTaken)
+            else f"the kernel drops it: {wrong.strerror}"
+        )
+        evidence = f"{question}: {reason}"
+        name = question.iif.replace(".", "/")
+        if _does_not_pass_on(question):
+            fix = command("sysctl", "-w", f"net.ipv4.conf.{name}.forwarding=1")
+            return Lost(question.packets, "forwarding", question.iif, evidence, (fix,))
+        strict = self._strict(question)
+        if strict:
+            fix = command("sysctl", "-w", f"net.ipv4.conf.{name}.rp_filter=2")
+            return Lost(question.packets, "filter", question.iif, f"{evidence}; {strict}", (fix,))
+        rule = self._rule(question)
+        if rule is not None:
+            return Lost(
+                question.packets,
+                "rule",
+                f"{rule.priority}: {rule.text}",
+                evidence,
+                tuple(_before(rule, question, document)),
+            )
+        if isinstance(wrong, RouteTaken) and question.packets == TO_NODES and wrong.device:
+            return Lost(question.packets, "uplink", wrong.device, evidence)
+        about = str(question.target) if question.packets != TO_CONTAINERS else ""
+        removal = self._dead_end(question.target) if isinstance(wrong, OSError) else ""
+        return Lost(question.packets, "route", about, evidence, removal=removal)
+
+    def _dead_end(self, target: IPAddress) -> str:
+        """Return the most specific route to an address if it is of a kind that leads nowhere."""
+        around = [
+            (destination, kind)
+            for destination, _, kind in self._view.routes(target.version)
+            if target in destination
+        ]
+        destination, kind = max(around, key=lambda each: each[0].prefixlen, default=(None, 0))
+        return f"{NOWHERE[kind]} {destination}" if kind in NOWHERE else ""
+
+    def _way(self, target: IPAddress, source: IPAddress | None = None, iif: str = "") -> RouteTaken:
+        found = self._view.lookup(target, source, self._indexes[iif] if iif else 0)
+        is_here = found.kind == RTN_LOCAL
+        return RouteTaken(self._names.get(found.index, ""), found.gateway, is_here=is_here)
+
+    def _strict(self, question: Question) -> str:
+        """Return why the reverse path filter drops a packet; empty if it does not."""
+        if not question.iif or question.source is None or question.source.version != 4:
+            return ""
+        values = [_number(_RP_FILTER.format(name)) for name in ("all", question.iif)]
+        if max(values) != _STRICT:
+            return ""
+        try:
+            back = self._way(question.source)
+        except OSError:
+            return "rp_filter is strict, and there is no route back to the sender"
+        return "" if back.device == question.iif else f"rp_filter is strict, and the route back is {back}"
+
+    def _rule(self, question: Question) -> PolicyRule | None:
+        if self._rules is None:
+            self._rules = [rule for family in FAMILIES for rule in self._view.rules(family)]
+        matching = (
+            rule
+            for rule in self._rules
+            if not rule.is_default
+            and (
+                rule.may_match(question.target, question.source, question.iif or "lo")
+                # The reverse path filter asks for the way back.
+                or (question.source and rule.may_match(question.source, question.target, "lo"))
+            )
+        )
+        return next(matching, None)
+
+
+def _before(rule: PolicyRule, question: Question, document: Mapping[str, Any]) -> Iterator[Command]:
+    """Yield the rule that has packets for the cluster network use the main table before a foreign rule."""
+    for network, _ in ranges_of(document):
+        if network.version == rule.family and question.target in network and rule.priority > 0:
+            family = ("-6",) if rule.family == 6 else ()
+            add = ("rule", "add", "to", str(network), "lookup", "main")
+            yield command("ip", *family, *add, "priority", rule.priority - 1)
+
+
+def pinned(document: Mapping[str, Any], indexes: Mapping[str, int]) -> Iterator[tuple[str, str, str]]:
+    """Yield address, MAC and device of permanent neighbours on the uplink that are other nodes."""
+    device = (document.get("uplink") or {}).get("name", "")
+    nodes = {ip for peer in document.get("peers", ()) for ip in peer["public_ips"]}
+    if device not in indexes or not nodes:
+        return
+    view = HostView()
+    for family in FAMILIES:
+        for item in view.dump(RTM_GETNEIGH, neighbors_request(family, indexes[device])):
+            seen = decode_neighbor(*item, lambda _: device)
+            if isinstance(seen, Neighbor) and str(seen.address) in nodes:
+                yield str(seen.address), seen.mac, device
+
+
+def _does_not_pass_on(question: Question) -> bool:
+    """Return True if the interface by which a packet arrives does not forward."""
+    is_passed_on = question.iif and question.packets != FROM_NODES and question.target.version == 4
+    return bool(is_passed_on) and not _number(_FORWARDING.format(question.iif))
+
+
+def _does_not_forward(target: IPAddress) -> bool:
+    path = "ipv4/ip_forward" if target.version == 4 else "ipv6/conf/all/forwarding"
+    return _number(f"/proc/sys/net/{path}") == 0
+
+
+def _number(path: str) -> int:
+    try:
+        return int(Path(path).read_text())
+    except (OSError, ValueError):
+        return 0

@@ -1,0 +1,136 @@
+"""Base chains of this host's packet filters, with all that they can lead to."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+
+from msgspec import Struct
+
+from flanneld.errors import FlannelError
+from flanneld.model import Family, IPNetwork
+from flanneld.network.firewall.command import IptablesRunner
+from flanneld.network.firewall.iptables import xtables
+from flanneld.network.firewall.iptables.restore import Flavour, program
+from flanneld.network.firewall.nftables.netlink import Hooked, Netfilter
+from flanneld.network.firewall.rules import NATIVE_TABLE
+from flanneld.network.firewall.rules_sweep import RulePlace
+from flanneld.network.firewall.verdicts import iptables_save, nft_listing
+from flanneld.network.firewall.verdicts.packet import DROP, Chains, Fate, Packet, fate
+from flanneld.runtime.shell import Command, command
+
+_IPTABLES: dict[Family, str] = {4: "ip", 6: "ip6"}
+#: Tables of iptables in which rules drop packets; in nat none do.
+_TABLES = frozenset({"raw", "mangle", "filter", "security"})
+
+
+class BaseChain(Struct, frozen=True, gc=False):
+    """A base chain. ``table`` is nft(8)'s name for its table; ``hook`` is in lower case."""
+
+    place: RulePlace
+    family: Family
+    table: str
+    chain: str
+    hook: str
+    drops: bool
+    chains: Chains
+    device: str = ""
+
+    def __str__(self) -> str:
+        return f"chain {self.chain} of table {self.table}{' (legacy)' if self.place == 'legacy' else ''}"
+
+    def fate(self, packet: Packet) -> Fate:
+        """Return what happens to a packet here (pure)."""
+        if self.device and packet.iif != self.device:
+            return Fate()
+        decided = fate(self.chains, self.chain, packet)
+        if decided.act or not self.drops:
+            return decided
+        return Fate(DROP, "", decided.certain)
+
+    def accept(self, *openings: Opening) -> tuple[Command, ...]:
+        """Return the commands that make the chain accept packets before its first rule (pure)."""
+        if self.place == "native":
+            insert = command("nft", "insert", "rule", *self.table.split(), self.chain)
+            return tuple((*insert, *each.nft(self.family), "accept") for each in openings)
+        table = self.table.split()[1]
+        insert = command(program(self.place, self.family), *_unless_filter(table), "-I", self.chain)
+        return tuple((*insert, *each.iptables(), "-j", "ACCEPT") for each in openings)
+
+
+def _unless_filter(table: str) -> tuple[str, ...]:
+    return () if table == "filter" else ("-t", table)
+
+
+class Opening(Struct, frozen=True, gc=False):
+    """Packets to accept: of a protocol, to a port, or from or to (``side``) a network."""
+
+    protocol: str = ""
+    port: int | None = None
+    side: str = ""
+    network: IPNetwork | None = None
+
+    def iptables(self) -> tuple[str, ...]:
+        if self.network:
+            return ("-s" if self.side == "saddr" else "-d", str(self.network))
+        return ("-p", self.protocol, *(("--dport", str(self.port)) if self.port else ()))
+
+    def nft(self, family: Family) -> tuple[str, ...]:
+        if self.network:
+            return (_IPTABLES[family], self.side, str(self.network))
+        return (self.protocol, "dport", str(self.port)) if self.port else ("meta", "l4proto", self.protocol)
+
+
+def read(family: Family) -> Iterator[BaseChain]:
+    """Yield the base chains that may drop packets of a family, as far as rights and programs allow."""
+    commands = IptablesRunner(threading.Event())
+    with suppress(OSError):  # only root can read the legacy tables
+        for table in sorted(xtables.tables(family) & _TABLES):
+            yield from _of_iptables("legacy", family, table, commands)
+    hooked: list[Hooked] = []
+    with suppress(OSError), Netfilter() as netfilter:  # the kernel may lack nf_tables
+        hooked = [each for each in netfilter.hooked(family) if each.type == "filter"]
+    for table in sorted({each.table for each in hooked}):
+        kind, _, name = table.partition(" ")
+        if name == NATIVE_TABLE[family]:
+            continue  # ours accepts only
+        if kind == _IPTABLES[family] and name in _TABLES:
+            yield from _of_iptables("nft", family, name, commands)
+        else:
+            yield from _native(family, [each for each in hooked if each.table == table], commands)
+
+
+def _of_iptables(place: Flavour, family: Family, table: str, commands: IptablesRunner) -> Iterator[BaseChain]:
+    try:
+        text = commands.run((f"{program(place, family)}-save", "-t", table))
+    except FlannelError:
+        return
+    chains, policies = iptables_save.read(text)
+    for name, policy in policies.items():
+        if policy != "-":
+            qualified = f"{_IPTABLES[family]} {table}"
+            yield BaseChain(place, family, qualified, name, name.lower(), policy == "DROP", chains)
+
+
+def _native(family: Family, hooked: list[Hooked], commands: IptablesRunner) -> Iterator[BaseChain]:
+    try:
+        text = commands.run(("nft", "-j", "list", "table", *hooked[0].table.split()))
+        chains = nft_listing.read(text, family)
+    except (FlannelError, ValueError):
+        return
+    for each in hooked:
+        yield BaseChain("native", family, each.table, each.chain, each.hook, each.drops, chains, each.device)
+
+
+def text_of(base: BaseChain, decided: Fate) -> str:
+    """Return the rule that decided, as its program lists it; empty for the policy."""
+    if base.place != "native" or not decided.by:
+        return decided.by
+    try:
+        listing = IptablesRunner(threading.Event()).run(("nft", "-a", "list", "table", *base.table.split()))
+    except FlannelError:
+        return f"handle {decided.by}"
+    mark = f" # handle {decided.by}"
+    found = (line.removesuffix(mark).strip() for line in listing.splitlines() if line.endswith(mark))
+    return next(found, f"handle {decided.by}")

@@ -1,0 +1,155 @@
+"""Faults that several nodes have together: leases, addresses, ports."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.faults.fault import HINT, Fault
+from tests.faults.world import HOST_GW, HOST_GW_ROUTED, Step, World
+
+
+def lease(subnet: str, public_ip: str, mac: str = "02:00:00:00:00:99", **changes: Any) -> Step:
+    """Return the step that writes the lease of another node, with braces filled in."""
+
+    def act(world: World) -> None:
+        data = {"VNI": 1, "VtepMAC": mac.format(**world.words)} | changes.pop("data", {})
+        attributes = {
+            "PublicIP": public_ip.format(**world.words),
+            "BackendType": "vxlan",
+            "BackendData": data,
+        }
+        world.lab.etcd.put_lease(subnet, attributes | changes)
+        world.wait_for_peer(subnet)
+
+    return act
+
+
+def gone(subnet: str) -> Step:
+    return lambda world: world.lab.etcd.delete_lease(subnet)
+
+
+def peer_without_device(world: World) -> None:
+    world.peer.stop()
+    world.peer.run("ip", "link", "del", "flannel.1")
+
+
+def peer_started(world: World) -> None:
+    world.peer.start(*world.kind.flags)
+    world.peer.wait_ready()
+
+
+OTHER = "10.5.203.0/24"
+FAULTS = {
+    "two leases with one public IP": Fault(
+        "public ip",
+        "the public IP {peer} is used twice",
+        (lease(OTHER, "{peer}"),),
+        cuts=False,
+        heal=(gone(OTHER),),
+        advice="delete leases of nodes that are gone",
+    ),
+    "lease with our public IP": Fault(
+        "public ip",
+        "the public IP {node} is used twice",
+        (lease(OTHER, "{node}"),),
+        cuts=False,
+        heal=(gone(OTHER),),
+        advice="delete leases of nodes that are gone",
+    ),
+    "two leases with one MAC": Fault(
+        "contested",
+        "claim the same",
+        (lease(OTHER, "198.18.0.203", "{mac}"),),
+        cuts=False,
+        heal=(gone(OTHER),),
+        advice="delete its device and its lease",
+    ),
+    "lease with our MAC": Fault(
+        "cloned mac",
+        "10.5.203.0/24 has the MAC of our own device",
+        (lease(OTHER, "198.18.0.203", "{own_mac}"),),
+        cuts=False,
+        heal=(gone(OTHER),),
+        advice="delete its lease",
+    ),
+    "lease with another VNI": Fault(
+        "segment",
+        "has VNI 7, this one 1",
+        (lease(OTHER, "198.18.0.203", data={"VNI": 7}),),
+        cuts=False,
+        heal=(gone(OTHER),),
+        advice="restart flanneld on the node",
+    ),
+    "lease outside the network": Fault(
+        "refusals",
+        "10.6.3.0/24",
+        (lease("10.6.3.0/24", "198.18.0.203"),),
+        cuts=False,
+        heal=(gone("10.6.3.0/24"),),
+        advice="delete it from the store",
+    ),
+    "lease of another backend": Fault(
+        "refusals",
+        OTHER,
+        (lease(OTHER, "198.18.0.203", BackendType="host-gw"),),
+        cuts=False,
+        heal=(gone(OTHER),),
+        advice="delete it from the store",
+    ),
+    "lease without a MAC": Fault(
+        "refusals",
+        OTHER,
+        (lease(OTHER, "198.18.0.203", "no MAC"),),
+        cuts=False,
+        heal=(gone(OTHER),),
+        advice="delete it from the store",
+    ),
+    "lease of a node that is gone": Fault(
+        "tunnel",
+        "no answer from 1 peer",
+        (lease(OTHER, "198.18.0.203"),),
+        cuts=False,
+        severity=HINT,
+        heal=(gone(OTHER),),
+        advice="delete its lease",
+    ),
+    "LAN inside a peer's subnet": Fault(
+        "unsafe leases",
+        "the lease {subnet} would harm this host",
+        ("ip link add lan0 up type bridge; ip address add {lan}/25 dev lan0",),
+        heal=("ip link del lan0",),
+        advice="other addresses",
+    ),
+    "LAN inside a peer's subnet, host-gw": Fault(
+        "unsafe leases",
+        "the lease {subnet} would harm this host",
+        ("ip link add lan0 up type bridge; ip address add {lan}/25 dev lan0",),
+        HOST_GW,
+        heal=("ip link del lan0",),
+        advice="other addresses",
+    ),
+    "peer behind a gateway, host-gw": Fault(
+        "off link",
+        "{routed} is not on the network of eth0",
+        (),
+        HOST_GW_ROUTED,
+        cuts=False,
+        advice="vxlan",
+    ),
+    "peer without a device": Fault(
+        "tunnel",
+        "the node refuses our UDP port",
+        (peer_without_device,),
+        heal=(peer_started,),
+        advice="see that flannel runs there",
+        peer_sees="devices",
+    ),
+    "peer's uplink unplugged": Fault(
+        "tunnel",
+        "no answer from 1 peer",
+        ("ip netns exec {switch} ip link set {peer_port} down",),
+        severity=HINT,
+        heal=("ip netns exec {switch} ip link set {peer_port} up",),
+        advice="run flannelctl doctor there",
+    ),
+}

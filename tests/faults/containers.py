@@ -1,0 +1,107 @@
+"""Faults between the network and the containers of a node."""
+
+from __future__ import annotations
+
+from tests.faults.fault import Fault
+from tests.faults.world import DUAL, HOST_GW
+
+INSIDE = "ip netns exec {container} "
+
+FAULTS = {
+    "no default route": Fault(
+        "container routes", "1 container without a route", (INSIDE + "ip route del default",)
+    ),
+    "no default route, host-gw": Fault(
+        "container routes", "1 container without a route", (INSIDE + "ip route del default",), HOST_GW
+    ),
+    "no default route, IPv6": Fault(
+        "container routes", "1 container without a route", (INSIDE + "ip -6 route del default",), DUAL
+    ),
+    "default route to nobody": Fault(
+        "container routes",
+        "1 container without a route",
+        (INSIDE + "ip route replace default via {own_nobody} dev eth0",),
+    ),
+    "blackhole in the container": Fault(
+        "container routes",
+        "1 container without a route",
+        (INSIDE + "ip route replace blackhole default",),
+    ),
+    "bridge without address": Fault(
+        "bridge address",
+        "no interface leads to the containers on cni0",
+        ("ip address flush dev cni0",),
+    ),
+    "bridge down": Fault(
+        "bridge down",
+        "cni0 is down",
+        ("ip link set cni0 down",),
+    ),
+    "bridge with the MTU of Ethernet": Fault(
+        "containers",
+        "cni0 has the MTU 1500, the network allows 1450",
+        ("ip link set cni0 mtu 1500",),
+        cuts=False,
+    ),
+    "bridge outside the network": Fault(
+        "other bridge",
+        "cni0 has 172.17.0.1, which is outside the cluster network",
+        (
+            "ip address flush dev cni0; ip address add 172.17.0.1/16 dev cni0",
+            INSIDE + "ip address flush dev eth0 scope global",
+            INSIDE
+            + "ip address add 172.17.0.2/16 dev eth0; "
+            + INSIDE
+            + "ip route add default via 172.17.0.1",
+        ),
+        heal=(
+            "ip address flush dev cni0; ip address add {own_gateway} dev cni0",
+            INSIDE + "ip address flush dev eth0 scope global",
+            INSIDE
+            + "ip address add {container_address} dev eth0; "
+            + INSIDE
+            + "ip route add default via {own_ip}",
+        ),
+        advice="restart the containers",
+    ),
+    "bridge in the subnet of another node": Fault(
+        "bridge subnet",
+        "cni0 has 10.5.249.1, which is not in our subnet",
+        (
+            "ip address flush dev cni0; ip address add 10.5.249.1/24 dev cni0",
+            INSIDE + "ip address flush dev eth0 scope global",
+            INSIDE
+            + "ip address add 10.5.249.2/24 dev eth0; "
+            + INSIDE
+            + "ip route add default via 10.5.249.1",
+        ),
+        heal=(
+            "ip address flush dev cni0; ip address add {own_gateway} dev cni0",
+            INSIDE + "ip address flush dev eth0 scope global",
+            INSIDE
+            + "ip address add {container_address} dev eth0; "
+            + INSIDE
+            + "ip route add default via {own_ip}",
+        ),
+        advice="restart its containers",
+    ),
+    "container with the address of another node": Fault(
+        "container addresses",
+        "1 container with an address outside our subnet",
+        (
+            INSIDE + "ip address flush dev eth0 scope global",
+            INSIDE
+            + "ip address add 10.5.249.2/24 dev eth0; "
+            + INSIDE
+            + "ip route add default via {own_ip} dev eth0 onlink",
+        ),
+        heal=(
+            INSIDE + "ip address flush dev eth0 scope global",
+            INSIDE
+            + "ip address add {container_address} dev eth0; "
+            + INSIDE
+            + "ip route add default via {own_ip}",
+        ),
+        advice="start these containers anew",
+    ),
+}

@@ -1,0 +1,183 @@
+"""Faults of the daemon and of its files."""
+
+from __future__ import annotations
+
+from tests.faults.fault import Fault, kill, restart, start, stop
+from tests.faults.world import DUAL, HOST_GW, UDP, World
+
+START = "systemctl start flanneld"
+
+
+def lease_gone(world: World) -> None:
+    world.node.stop()
+    world.lab.etcd.delete_lease(world.node.subnet())
+
+
+def lease_of_wrong0_deleted(world: World) -> None:
+    for subnet, attributes in world.lab.etcd.leases().items():
+        if attributes["PublicIP"] == "192.0.2.1":
+            world.lab.etcd.delete_lease(subnet)
+
+
+FAULTS = {
+    "daemon stopped": Fault(
+        "daemon", "the daemon is not running", (stop,), cuts=False, heal=(start,), advice=START
+    ),
+    "daemon killed": Fault(
+        "daemon", "the daemon is not running", (kill,), cuts=False, heal=(start,), advice=START
+    ),
+    "daemon stopped, udp": Fault(
+        "daemon", "the daemon is not running", (stop,), UDP, cuts=False, heal=(start,), advice=START
+    ),
+    "subnet.env deleted while the daemon is stopped": Fault(
+        "subnet file",
+        "there is no {subnet_file}",
+        (stop, "rm {subnet_file}"),
+        cuts=False,
+        heal=(start,),
+        advice="start the daemon",
+    ),
+    "subnet.env of another node": Fault(
+        "subnet file",
+        "{subnet_file} has another subnet than the lease",
+        (stop, "sed -i 's|^FLANNEL_SUBNET=.*|FLANNEL_SUBNET=10.5.249.1/24|' {subnet_file}"),
+        cuts=False,
+        heal=(start,),
+        advice="start the daemon",
+    ),
+    "subnet.env cannot be written": Fault(
+        "ready",
+        "subnet",
+        ("rm {subnet_file}; mkdir -p {subnet_file}/in-the-way", restart()),
+        cuts=False,
+        heal=("rm -r {subnet_file}",),
+        advice="choose another file",
+        after=(restart(),),
+    ),
+    "lease gone while the daemon is stopped": Fault(
+        "lease", "this node has no lease", (lease_gone,), heal=(start,), advice="start the daemon"
+    ),
+    "wrong -iface": Fault(
+        "uplink choice",
+        "packets to other nodes leave by eth0, and the daemon uses wrong0",
+        (
+            "ip link add wrong0 up type bridge; ip address add 192.0.2.1/24 dev wrong0",
+            restart("--iface=wrong0"),
+        ),
+        cuts=None,
+        heal=(start,),
+        advice="-iface=eth0",
+        after=("ip link del wrong0", lease_of_wrong0_deleted),
+    ),
+    "wrong -iface, host-gw": Fault(
+        "uplink choice",
+        "packets to other nodes leave by eth0, and the daemon uses wrong0",
+        (
+            "ip link add wrong0 up type bridge; ip address add 192.0.2.1/24 dev wrong0",
+            restart("--iface=wrong0"),
+        ),
+        HOST_GW,
+        cuts=False,
+        heal=(start,),
+        advice="-iface=eth0",
+        after=("ip link del wrong0", lease_of_wrong0_deleted),
+    ),
+    "device deleted while the daemon is stopped": Fault(
+        "devices",
+        "flannel.1 is not there",
+        (stop, "ip link del flannel.1"),
+        heal=(start,),
+        advice="start the daemon",
+    ),
+    "device down while the daemon is stopped": Fault(
+        "devices",
+        "flannel.1 has up off",
+        (stop, "ip link set flannel.1 down"),
+        heal=(start,),
+        advice="start the daemon",
+    ),
+    "device with another VNI while the daemon is stopped": Fault(
+        "devices",
+        "has vni 9, wanted 1",
+        (
+            stop,
+            "ip link del flannel.1; ip link add flannel.1 address {own_mac} mtu 1450 up type vxlan"
+            " id 9 dev eth0 local {node} dstport 8472 nolearning",
+        ),
+        heal=(start,),
+        advice="start the daemon",
+    ),
+    "device with another port while the daemon is stopped": Fault(
+        "devices",
+        "has port 4789, wanted 8472",
+        (
+            stop,
+            "ip link del flannel.1; ip link add flannel.1 address {own_mac} mtu 1450 up type vxlan"
+            " id 1 dev eth0 local {node} dstport 4789 nolearning",
+        ),
+        heal=(start,),
+        advice="start the daemon",
+    ),
+    "MAC changed while the daemon is stopped": Fault(
+        "mac",
+        "flannel.1 has another MAC than the one in our lease",
+        (stop, "ip link set flannel.1 address 02:00:00:00:00:99"),
+        heal=(start,),
+        advice="start the daemon",
+    ),
+    "route deleted while the daemon is stopped": Fault(
+        "missing", "route {subnet}", (stop, "ip route del {subnet}"), heal=(start,), advice="start the daemon"
+    ),
+    "IPv6 route deleted while the daemon is stopped": Fault(
+        "missing",
+        "route {subnet6}",
+        (stop, "ip -6 route del {subnet6}"),
+        DUAL,
+        heal=(start,),
+        advice="start the daemon",
+    ),
+    "route deleted while the daemon is stopped, host-gw": Fault(
+        "missing",
+        "route {subnet}",
+        (stop, "ip route del {subnet}"),
+        HOST_GW,
+        heal=(start,),
+        advice="start the daemon",
+    ),
+    "forwarding entry of another program while the daemon is stopped": Fault(
+        "missing",
+        "fdb {mac}",
+        (stop, "bridge fdb replace {mac} dev flannel.1 dst 198.18.0.77 self permanent"),
+        heal=(start,),
+        advice="start the daemon",
+    ),
+    "neighbour of another program while the daemon is stopped": Fault(
+        "missing",
+        "neigh {base}",
+        (stop, "ip neigh replace {base} lladdr 02:00:00:00:00:99 dev flannel.1 nud permanent"),
+        heal=(start,),
+        advice="start the daemon",
+    ),
+    "route of a vanished peer while the daemon is stopped": Fault(
+        "stale",
+        "10.5.250.0/24",
+        (stop, "ip route add 10.5.250.0/24 via 10.5.250.0 dev flannel.1 onlink"),
+        cuts=False,
+        heal=(start,),
+        advice="start the daemon",
+    ),
+    "MTU of the device while the daemon is stopped": Fault(
+        "devices",
+        "has mtu 1400, wanted 1450",
+        (stop, "ip link set flannel.1 mtu 1400"),
+        cuts=False,
+        after=(start,),
+    ),
+    "learning while the daemon is stopped": Fault(
+        "devices",
+        "has learning on, wanted off",
+        (stop, "ip link set flannel.1 type vxlan id 1 learning"),
+        cuts=False,
+        after=(start,),
+    ),
+}

@@ -1,0 +1,70 @@
+"""One fault: how to break a network, and what the doctor has to say about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tests.faults.world import VXLAN, Kind, Step, World
+
+PROBLEM, HINT = "problem", "hint"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Steps that break the first node, and the finding that names the cause.
+
+    ``check`` is the finding's check, ``says`` a part of its problem or evidence, with braces filled in. If
+    there are no steps, this kind of network is broken as such, and stays so.
+
+    Without ``heal`` the printed fix heals. Commands in ``heal`` must be in the printed advice; functions do
+    what the words of ``advice`` say. ``after`` cleans up what is no part of the fault.
+
+    ``cuts`` tells that packets between containers are lost meanwhile; None if chance decides. ``peer_sees``
+    is a check that finds something on the second node.
+    """
+
+    check: str
+    says: str
+    harm: tuple[Step, ...]
+    kind: Kind = VXLAN
+    cuts: bool | None = True
+    severity: str = PROBLEM
+    heal: tuple[Step, ...] = ()
+    advice: str = ""
+    after: tuple[Step, ...] = ()
+    peer_sees: str = ""
+
+
+# ---- steps that are no commands -----------------------------------------------------------------
+
+
+def on_peer(*steps: str) -> Callable[[World], None]:
+    """Return the step that runs commands on the second node."""
+    return lambda world: world.run(*steps, on=world.peer)
+
+
+def stop(world: World) -> None:
+    world.node.stop()
+
+
+def kill(world: World) -> None:
+    world.node.kill()
+
+
+def start(world: World) -> None:
+    """Start the daemon with the flags that it had at first."""
+    restart()(world)
+    world.node.wait_ready()
+
+
+def restart(*flags: str) -> Callable[[World], None]:
+    """Return the step that starts the daemon again with more flags, and waits for its socket."""
+
+    def act(world: World) -> None:
+        if world.node.running:
+            world.node.stop()
+        world.node.start(*world.kind.flags, *(flag.format(**world.words) for flag in flags))
+        world.wait_for_answer()
+
+    return act

@@ -1,0 +1,231 @@
+"""Faults of packet filters."""
+
+from __future__ import annotations
+
+from tests.faults.fault import Fault, on_peer
+from tests.faults.world import DUAL, HOST_GW, NO_RULES, NO_RULES_DUAL, UDP
+
+FLUSH = "iptables-nft -F {}; iptables-nft -P {} ACCEPT"
+WALL = "nft add table inet wall"
+NO_WALL = ("nft delete table inet wall",)
+FROM_PEERS, TO_PEERS = "UDP 8472 from its peers", "UDP 8472 to its peers"
+TO_CONTAINERS = "packets of other nodes to its containers"
+FROM_CONTAINERS = "packets of its containers to other nodes"
+
+
+def chain(hook: str, policy: str, *rules: str, priority: int = 0) -> tuple[str, ...]:
+    """Return the commands that make a native chain with rules."""
+    made = (
+        f"nft 'add chain inet wall c {{{{ type filter hook {hook} priority {priority}; policy {policy}; }}}}'"
+    )
+    return (WALL, made, *(f"nft 'add rule inet wall c {rule}'" for rule in rules))
+
+
+def flushed(table: str, name: str, program: str = "iptables-nft") -> tuple[str, ...]:
+    return (f"{program} -t {table} -P {name} ACCEPT; {program} -t {table} -F {name}",)
+
+
+FAULTS = {
+    "INPUT drops the port": Fault(
+        "filters",
+        FROM_PEERS,
+        ("iptables-nft -A INPUT -p udp --dport 8472 -j DROP",),
+        after=flushed("filter", "INPUT"),
+        peer_sees="tunnel",
+    ),
+    "INPUT drops the port, legacy": Fault(
+        "filters",
+        FROM_PEERS,
+        ("iptables-legacy -A INPUT -i eth0 -p udp -m udp --dport 8472 -j DROP",),
+        after=flushed("filter", "INPUT", "iptables-legacy"),
+    ),
+    "INPUT rejects all UDP but DNS": Fault(
+        "filters",
+        FROM_PEERS,
+        ("iptables-nft -A INPUT -i eth+ -p udp -m multiport ! --dports 53,67:68 -j REJECT",),
+        after=flushed("filter", "INPUT"),
+    ),
+    "INPUT policy": Fault(
+        "filters",
+        FROM_PEERS,
+        (
+            "iptables-nft -A INPUT -m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT",
+            "iptables-nft -A INPUT -p icmp -j ACCEPT; iptables-nft -A INPUT -p tcp -j ACCEPT",
+            "iptables-nft -P INPUT DROP",
+        ),
+        after=flushed("filter", "INPUT"),
+        peer_sees="tunnel",
+    ),
+    "INPUT drops in a chain of its own": Fault(
+        "filters",
+        FROM_PEERS,
+        (
+            "iptables-nft -N strict; iptables-nft -A strict -s 198.18.0.0/15 -j DROP",
+            "iptables-nft -A INPUT ! -i lo -p udp -g strict",
+        ),
+        after=(*flushed("filter", "INPUT"), "iptables-nft -F strict; iptables-nft -X strict"),
+    ),
+    "raw table drops": Fault(
+        "filters",
+        FROM_PEERS,
+        ("iptables-nft -t raw -A PREROUTING -p udp --dport 8472 -j DROP",),
+        after=flushed("raw", "PREROUTING"),
+    ),
+    "OUTPUT drops the port": Fault(
+        "filters",
+        TO_PEERS,
+        ("iptables-nft -A OUTPUT -o eth0 -p udp --dport 8472 -j DROP",),
+        after=flushed("filter", "OUTPUT"),
+        peer_sees="tunnel",
+    ),
+    "OUTPUT rejects one peer": Fault(
+        "filters",
+        TO_PEERS,
+        ("iptables-nft -A OUTPUT -d {peer} -p udp -j REJECT",),
+        after=flushed("filter", "OUTPUT"),
+    ),
+    "mangle POSTROUTING drops": Fault(
+        "filters",
+        TO_PEERS,
+        ("iptables-nft -t mangle -A POSTROUTING -p 17 --dport 8000:9000 -j DROP",),
+        after=flushed("mangle", "POSTROUTING"),
+    ),
+    "FORWARD rejects what comes from the device": Fault(
+        "filters",
+        TO_CONTAINERS,
+        ("iptables-nft -I FORWARD -i flannel.1 -j REJECT",),
+        after=flushed("filter", "FORWARD"),
+    ),
+    "FORWARD drops what leaves by the device": Fault(
+        "filters",
+        FROM_CONTAINERS,
+        ("iptables-nft -I FORWARD -o flannel.1 -j DROP",),
+        after=flushed("filter", "FORWARD"),
+    ),
+    "FORWARD drops one peer": Fault(
+        "filters",
+        FROM_CONTAINERS,
+        ("iptables-nft -I FORWARD -d {subnet} -j DROP",),
+        after=flushed("filter", "FORWARD"),
+    ),
+    "FORWARD drops new connections, legacy": Fault(
+        "filters",
+        "its containers",
+        ("iptables-legacy -I FORWARD -m state --state NEW -j DROP",),
+        after=flushed("filter", "FORWARD", "iptables-legacy"),
+    ),
+    "FORWARD drops one peer, host-gw": Fault(
+        "filters",
+        FROM_CONTAINERS,
+        ("iptables-nft -I FORWARD -d {subnet} -j DROP",),
+        HOST_GW,
+        after=flushed("filter", "FORWARD"),
+    ),
+    "nftables input policy": Fault(
+        "filters",
+        FROM_PEERS,
+        chain(
+            "input",
+            "drop",
+            'iifname vmap {{ "lo" : accept }}',
+            "ct state vmap {{ established : accept, related : accept, invalid : drop }}",
+            "meta l4proto {{ icmp, tcp }} accept",
+        ),
+        after=NO_WALL,
+        peer_sees="tunnel",
+    ),
+    "nftables input rule with a set": Fault(
+        "filters",
+        FROM_PEERS,
+        chain("input", "accept", "ip saddr 198.18.0.0/16 udp dport {{ 4789, 8000-8999 }} counter drop"),
+        after=NO_WALL,
+    ),
+    "nftables prerouting drops": Fault(
+        "filters",
+        FROM_PEERS,
+        chain("prerouting", "accept", "iif eth0 udp dport 8472 drop", priority=-300),
+        after=NO_WALL,
+    ),
+    "nftables output rejects": Fault(
+        "filters",
+        TO_PEERS,
+        chain("output", "accept", "oifname eth0 udp dport 8472 reject"),
+        after=NO_WALL,
+    ),
+    "nftables forward drops new connections": Fault(
+        "filters",
+        "its containers",
+        chain("forward", "accept", 'iifname "flannel*" ct state new drop'),
+        after=NO_WALL,
+    ),
+    "ingress hook drops": Fault(
+        "filters",
+        FROM_PEERS,
+        (
+            "nft add table netdev wall",
+            "nft 'add chain netdev wall c {{ type filter hook ingress device eth0 priority 0; }}'",
+            "nft 'add rule netdev wall c udp dport 8472 drop'",
+        ),
+        after=("nft delete table netdev wall",),
+    ),
+    "INPUT drops the port, IPv6": Fault(
+        "filters",
+        FROM_PEERS,
+        ("ip6tables-nft -A INPUT -p udp --dport 8472 -j DROP",),
+        DUAL,
+        after=flushed("filter", "INPUT", "ip6tables-nft"),
+    ),
+    "FORWARD rejects what comes from the device, IPv6": Fault(
+        "filters",
+        TO_CONTAINERS,
+        ("ip6tables-nft -I FORWARD -i flannel-v6.1 -j REJECT",),
+        DUAL,
+        after=flushed("filter", "FORWARD", "ip6tables-nft"),
+    ),
+    "INPUT drops the port, udp": Fault(
+        "filters",
+        "UDP 8285 from its peers",
+        ("iptables-nft -A INPUT -p udp --dport 8285 -j DROP",),
+        UDP,
+        after=flushed("filter", "INPUT"),
+    ),
+    "FORWARD policy": Fault(
+        "dropping",
+        "chain FORWARD of table ip filter",
+        ("iptables-nft -P FORWARD DROP",),
+        NO_RULES,
+        after=flushed("filter", "FORWARD"),
+    ),
+    "FORWARD policy, legacy": Fault(
+        "dropping",
+        "(legacy)",
+        ("iptables-legacy -P FORWARD DROP",),
+        NO_RULES,
+        after=flushed("filter", "FORWARD", "iptables-legacy"),
+    ),
+    "FORWARD policy, IPv6": Fault(
+        "dropping",
+        "table ip6 filter",
+        ("ip6tables-nft -P FORWARD DROP",),
+        NO_RULES_DUAL,
+        after=flushed("filter", "FORWARD", "ip6tables-nft"),
+    ),
+    "FORWARD refuses all": Fault(
+        "dropping",
+        "its last rule is to drop",
+        ("iptables-nft -I FORWARD -j REJECT",),
+        NO_RULES,
+        after=flushed("filter", "FORWARD"),
+    ),
+    "nftables forward policy": Fault(
+        "dropping", "table inet wall", chain("forward", "drop"), NO_RULES, after=NO_WALL
+    ),
+    "INPUT of the peer drops the port": Fault(
+        "tunnel",
+        "no packet comes back through the tunnel to {peer}",
+        (on_peer("iptables-nft -A INPUT -p udp --dport 8472 -j DROP"),),
+        heal=(on_peer("iptables-nft -F INPUT"),),
+        advice="run flannelctl doctor there",
+        peer_sees="filters",
+    ),
+}

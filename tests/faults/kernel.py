@@ -1,0 +1,158 @@
+"""Faults of the kernel's settings, routes, rules and devices."""
+
+from __future__ import annotations
+
+from tests.faults.fault import Fault
+from tests.faults.world import DUAL, HOST_GW, UDP
+
+#: A route that would take answers to the peer elsewhere. The tunnel's own packets are bound to the uplink.
+SECOND = ("ip link add other0 up type bridge; ip route add {peer} dev other0",)
+NO_SECOND = ("sysctl -w net.ipv4.conf.eth0.rp_filter=0; ip link del other0",)
+
+FAULTS = {
+    "forwarding off": Fault("forwarding", "net.ipv4.ip_forward is 0", ("sysctl -w net.ipv4.ip_forward=0",)),
+    "forwarding off, host-gw": Fault(
+        "forwarding", "net.ipv4.ip_forward is 0", ("sysctl -w net.ipv4.ip_forward=0",), HOST_GW
+    ),
+    "forwarding off, IPv6": Fault(
+        "forwarding", "net.ipv6.conf.all.forwarding is 0", ("sysctl -w net.ipv6.conf.all.forwarding=0",), DUAL
+    ),
+    "forwarding off for the device": Fault(
+        "lookups", "flannel.1 does not forward", ("sysctl -w net.ipv4.conf.flannel/1.forwarding=0",)
+    ),
+    "forwarding off for the bridge": Fault(
+        "lookups", "cni0 does not forward", ("sysctl -w net.ipv4.conf.cni0.forwarding=0",)
+    ),
+    "strict reverse path filter, answers leave by another interface": Fault(
+        "strict filter",
+        "the reverse path filter of eth0 drops packets from other nodes",
+        (*SECOND, "sysctl -w net.ipv4.conf.eth0.rp_filter=1"),
+        after=NO_SECOND,
+    ),
+    "strict reverse path filter for all, answers leave by another interface": Fault(
+        "strict filter",
+        "the reverse path filter of eth0",
+        (*SECOND, "sysctl -w net.ipv4.conf.all.rp_filter=1"),
+        after=("sysctl -w net.ipv4.conf.all.rp_filter=0", *NO_SECOND),
+    ),
+    "rule by source": Fault(
+        "lookups",
+        "from 10.5.0.0/16 lookup 100",
+        ("ip rule add from 10.5.0.0/16 lookup 100 priority 1000; ip route add blackhole default table 100",),
+        after=("ip rule del priority 999; ip rule del priority 1000; ip route flush table 100",),
+    ),
+    "rule by interface": Fault(
+        "lookups",
+        "iif cni0 lookup 100",
+        ("ip rule add iif cni0 lookup 100; ip route add default via {gateway} table 100",),
+        after=("ip rule del to 10.5.0.0/16; ip rule del iif cni0; ip route flush table 100",),
+    ),
+    "rule by destination": Fault(
+        "lookups",
+        "to {subnet} lookup 100",
+        ("ip rule add to {subnet} lookup 100; ip route add default via {gateway} table 100",),
+        after=("ip rule del to 10.5.0.0/16; ip rule del to {subnet}; ip route flush table 100",),
+    ),
+    "rule by source, IPv6": Fault(
+        "lookups",
+        "from fc00:5::/48 lookup 100",
+        ("ip -6 rule add from fc00:5::/48 lookup 100; ip -6 route add unreachable default table 100",),
+        DUAL,
+        after=(
+            "ip -6 rule del to fc00:5::/48; ip -6 rule del from fc00:5::/48; ip -6 route flush table 100",
+        ),
+    ),
+    "rule by source, host-gw": Fault(
+        "lookups",
+        "from {own} lookup 100",
+        ("ip rule add from {own} lookup 100; ip route add prohibit default table 100",),
+        HOST_GW,
+        after=("ip rule del to 10.5.0.0/16; ip rule del from {own}; ip route flush table 100",),
+    ),
+    "rule against a node": Fault(
+        "lookups",
+        "to {peer}/32 blackhole",
+        ("ip rule add to {peer} blackhole priority 77",),
+        heal=("ip rule del priority 77",),
+    ),
+    "blackhole inside a peer's subnet": Fault(
+        "detours",
+        "blackhole {base}/25",
+        ("ip route add blackhole {base}/25",),
+        heal=("ip route del blackhole {base}/25",),
+    ),
+    "unreachable inside a peer's subnet, host-gw": Fault(
+        "detours",
+        "unreachable {base}/25",
+        ("ip route add unreachable {base}/25",),
+        HOST_GW,
+        heal=("ip route del unreachable {base}/25",),
+    ),
+    "more specific route of another program": Fault(
+        "detours",
+        "{base}/25 dev eth0",
+        ("ip route add {base}/25 via {gateway} dev eth0",),
+        heal=("ip route del {base}/25 dev eth0",),
+    ),
+    "more specific route of another program, IPv6": Fault(
+        "detours",
+        "{base6}/65 dev eth0",
+        ("ip -6 route add {base6}/65 dev eth0",),
+        DUAL,
+        heal=("ip -6 route del {base6}/65 dev eth0",),
+    ),
+    "more specific route of another program, udp": Fault(
+        "detours",
+        "{base}/25 dev eth0",
+        ("ip route add {base}/25 via {gateway} dev eth0",),
+        UDP,
+        heal=("ip route del {base}/25 dev eth0",),
+    ),
+    "blackhole for a node": Fault(
+        "lookups",
+        "this node loses packets to other nodes",
+        ("ip route add blackhole {peer}",),
+        heal=("ip route del blackhole {peer}",),
+    ),
+    "blackhole for our containers": Fault(
+        "lookups",
+        "this node loses packets of other nodes to its containers",
+        ("ip route add blackhole {own_base}/25",),
+        heal=("ip route del blackhole {own_base}/25",),
+    ),
+    "wrong permanent neighbour for a node": Fault(
+        "pinned neighbours",
+        "{peer}",
+        ("ip neigh replace {peer} lladdr 02:00:00:00:00:99 dev eth0 nud permanent",),
+    ),
+    "uplink down": Fault(
+        "uplink",
+        "the uplink eth0 is down",
+        ("ip link set eth0 down",),
+        after=("ip route replace default via {gateway}",),
+    ),
+    "uplink down, host-gw": Fault(
+        "uplink",
+        "the uplink eth0 is down",
+        ("ip link set eth0 down",),
+        HOST_GW,
+        after=("ip route replace default via {gateway}",),
+    ),
+    "path MTU smaller than the uplink's": Fault(
+        "path",
+        "the tunnel to {base} does not carry 1450 bytes",
+        ("ip netns exec {switch} ip link set {peer_port} mtu 1400",),
+        cuts=False,
+        heal=("ip netns exec {switch} ip link set {peer_port} mtu 1500",),
+        advice="flannelctl mtu {base}",
+        peer_sees="path",
+    ),
+    "MTU of the uplink lowered": Fault(
+        "containers",
+        "cni0 has the MTU 1450, the network allows 1350",
+        ("ip link set eth0 mtu 1400",),
+        cuts=False,
+        after=("ip link set eth0 mtu 1500; ip link set cni0 mtu 1450",),
+        peer_sees="path",
+    ),
+}

@@ -1,0 +1,147 @@
+"""Faults of the store and of the network config."""
+
+from __future__ import annotations
+
+import json
+
+from tests.faults.fault import Fault, restart, start
+from tests.faults.world import FULL, VXLAN_V3, World
+
+
+def etcd_stopped(world: World) -> None:
+    world.lab.etcd.stop()
+    world.wait_for_trouble("store")
+
+
+def etcd_started(world: World) -> None:
+    world.lab.etcd.start()
+
+
+def config_deleted(world: World) -> None:
+    world.lab.etcd.delete("config")
+
+
+def config_garbled(world: World) -> None:
+    world.lab.etcd.set("config", '{"Network": "10.5.0.0/16", "Backend": {')
+
+
+def config_written(world: World) -> None:
+    world.put_config()
+
+
+def full(world: World) -> None:
+    """Give this node's subnet to another one while its daemon is stopped."""
+    world.node.stop()
+    subnet = world.node.subnet()
+    world.lab.etcd.delete_lease(subnet)
+    attributes = {
+        "PublicIP": "198.18.0.203",
+        "BackendType": "vxlan",
+        "BackendData": {"VtepMAC": "02:00:00:00:00:99"},
+    }
+    world.lab.etcd.put_lease(subnet, attributes)
+    restart()(world)
+
+
+def not_full(world: World) -> None:
+    world.lab.etcd.delete_lease(world.words["own"])
+
+
+def in_the_other_api(world: World) -> None:
+    """Have the third node use v3, with a config of its own."""
+    node = world.nodes[2]
+    node.stop()
+    world.lab.etcd.delete_lease(node.subnet())
+    config = json.dumps({"Network": "10.5.0.0/16", "Backend": {"Type": "vxlan"}})
+    world.lab.etcd.v3.put("/coreos.com/network/config", config, None)
+    node.start("--etcd-api=v3")
+    node.wait_ready()
+
+
+def in_the_same_api(world: World) -> None:
+    node = world.nodes[2]
+    node.stop()
+    world.lab.etcd.v3.delete("/coreos.com/network")
+    node.start("--etcd-api=v2")
+    node.wait_ready()
+
+
+FAULTS = {
+    "etcd stopped": Fault(
+        "store", "etcd does not answer", (etcd_stopped,), cuts=False, heal=(etcd_started,), advice="etcd"
+    ),
+    "etcd stopped, v3": Fault(
+        "store",
+        "etcd does not answer",
+        (etcd_stopped,),
+        VXLAN_V3,
+        cuts=False,
+        heal=(etcd_started,),
+        advice="etcd",
+    ),
+    "no network config": Fault(
+        "store",
+        "has no network config",
+        (config_deleted, restart()),
+        cuts=False,
+        heal=(config_written,),
+        advice="/coreos.com/network/config",
+    ),
+    "no network config, v3": Fault(
+        "store",
+        "has no network config",
+        (config_deleted, restart()),
+        VXLAN_V3,
+        cuts=False,
+        heal=(config_written,),
+        advice="/coreos.com/network/config",
+    ),
+    "network config that makes no sense": Fault(
+        "store",
+        "network config",
+        (config_garbled, restart()),
+        cuts=False,
+        heal=(config_written,),
+        advice="correct it",
+    ),
+    "wrong prefix": Fault(
+        "store",
+        "/nowhere/config",
+        (restart("--etcd-prefix=/nowhere"),),
+        cuts=False,
+        heal=(start,),
+        advice="/nowhere/config",
+    ),
+    "TLS to a store without": Fault(
+        "store",
+        "https://{gateway}:2379",
+        (restart("--etcd-endpoints=https://{gateway}:2379"),),
+        cuts=False,
+        heal=(start,),
+        advice="check https in -etcd-endpoints",
+    ),
+    "wrong endpoint": Fault(
+        "store",
+        "etcd does not answer",
+        (restart("--etcd-endpoints=http://{gateway}:2378"),),
+        cuts=False,
+        heal=(start,),
+        advice="etcd",
+    ),
+    "network full": Fault(
+        "store",
+        "no subnet from 10.5.1.0 to 10.5.3.0 is free",
+        (full,),
+        FULL,
+        heal=(not_full,),
+        advice="remove the leases of nodes that are gone",
+    ),
+    "nodes in both APIs of etcd": Fault(
+        "other api",
+        "1 node in etcd's v3 API, this one in v2",
+        (in_the_other_api,),
+        cuts=False,
+        heal=(in_the_same_api,),
+        advice="-etcd-api",
+    ),
+}

@@ -1,0 +1,17 @@
+"""All faults, by name."""
+
+from __future__ import annotations
+
+from tests.faults import cluster, containers, daemon, firewall, kernel, store
+from tests.faults.fault import Fault
+
+THEMES = {
+    "daemon": daemon.FAULTS,
+    "store": store.FAULTS,
+    "kernel": kernel.FAULTS,
+    "packet filter": firewall.FAULTS,
+    "containers": containers.FAULTS,
+    "cluster": cluster.FAULTS,
+}
+FAULTS: dict[str, Fault] = {name: fault for faults in THEMES.values() for name, fault in faults.items()}
+assert len(FAULTS) == sum(map(len, THEMES.values())), "two faults have one name"

@@ -1,0 +1,98 @@
+"""Each fault is put into a live network, found by the doctor, and healed as the doctor says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.faults.fault import Fault
+from tests.faults.table import FAULTS
+from tests.faults.world import Diagnosis, World, Worlds, commands
+from tests.lab import Node, wait_for
+
+HEALTHY = "status 0"
+
+
+@pytest.fixture(scope="module")
+def worlds() -> Iterator[Worlds]:
+    made = Worlds()
+    yield made
+    made.close()
+
+
+#: Faults of one kind of network follow each other, so that few networks are built.
+NAMES = sorted(FAULTS, key=lambda name: repr(FAULTS[name].kind))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_doctor_names_cause_and_remedy_of(
+    worlds: Worlds, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XTABLES_LOCKFILE", str(tmp_path / "xtables.lock"))
+    fault = FAULTS[name]
+    with worlds.get(fault.kind) as world:
+        world.run(*fault.harm)
+        wait_for(
+            lambda: fault.cuts in (None, world.is_cut()),
+            0.4,
+            f"packets {'lost' if fault.cuts else 'to flow'}",
+        )
+        found = diagnosed(world, fault)
+        if fault.peer_sees:
+            assert world.doctor(world.peer).of(fault.peer_sees)
+        if not fault.harm:
+            assert fault.advice in str(found)
+            return
+        heal(world, fault, found)
+        world.run(*fault.after)
+        world.wait_for_packets()
+        for node in (world.node, world.peer):
+            wait_for_health(world, node)
+
+
+def diagnosed(world: World, fault: Fault) -> Diagnosis:
+    """Return the right findings, once there are some: the daemon may take a moment to notice."""
+    try:
+        found = wait_for(lambda: diagnosis(world, fault), 0.6, "the diagnosis")
+    except AssertionError:
+        found = None
+    if found is None:
+        raise AssertionError(f"not found: {fault.says.format(**world.words)}; but:\n{world.last}")
+    return found
+
+
+def wait_for_health(world: World, node: Node) -> None:
+    try:
+        wait_for(lambda: str(world.doctor(node)) == HEALTHY, 3)
+    except AssertionError:
+        raise AssertionError(f"still ill:\n{world.last}") from None
+
+
+def diagnosis(world: World, fault: Fault) -> Diagnosis | None:
+    """Return the findings if they name the fault."""
+    said = world.doctor()
+    says = fault.says.format(**world.words)
+    right = [
+        each
+        for each in said.of(fault.check)
+        if each["severity"] == fault.severity and says in f"{each['problem']}\n{each['evidence']}"
+    ]
+    return Diagnosis(said.status, right) if right else None
+
+
+def heal(world: World, fault: Fault, found: Diagnosis) -> None:
+    """Do what the doctor said."""
+    if not fault.heal:
+        assert all(each["fix"] for each in found.findings), str(found)
+        world.run(*(step for each in found.findings for step in commands(each["fix"])))
+        return
+    advice = " ".join(each["advice"] or "" for each in found.findings)
+    for step in [fault.advice] if fault.advice else fault.heal:
+        assert not isinstance(step, str) or step.format(**world.words) in advice, advice
+    world.run(*fault.heal)
+
+
+def test_faults_that_lose_packets_are_problems() -> None:
+    assert {fault.severity for fault in FAULTS.values() if fault.cuts} <= {"problem", "hint"}

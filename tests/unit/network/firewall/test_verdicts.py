@@ -1,0 +1,233 @@
+"""What the chains of others do to a packet."""
+
+from __future__ import annotations
+
+import json
+from ipaddress import ip_address, ip_network
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from flanneld.network.firewall.verdicts import iptables_save, nft_listing
+from flanneld.network.firewall.verdicts.packet import (
+    ACCEPT,
+    DROP,
+    GOTO,
+    JUMP,
+    RETURN,
+    UNKNOWN,
+    Fate,
+    Packet,
+    Step,
+    Test,
+    fate,
+)
+from flanneld.network.firewall.verdicts.ruleset import BaseChain, Opening
+
+PACKET = Packet("eth0", "", ip_address("192.0.2.2"), ip_address("192.0.2.1"), "udp", 8472)
+INNER = Packet("cni0", "flannel.1", ip_address("10.5.1.2"), ip_address("10.5.2.2"))
+
+
+def iptables(*rules: str, packet: Packet = PACKET) -> Fate:
+    text = "\n".join(["*filter", ":INPUT ACCEPT [0:0]", ":own - [0:0]", *rules, "COMMIT"])
+    chains, policies = iptables_save.read(text)
+    assert policies == {"INPUT": "ACCEPT", "own": "-"}
+    return fate(chains, "INPUT", packet)
+
+
+@pytest.mark.parametrize(
+    ("rule", "is_dropped"),
+    [
+        ("-p udp -m udp --dport 8472 -j DROP", True),
+        ("-p udp -m udp --dport 8000:9000 -j REJECT --reject-with icmp-port-unreachable", True),
+        ("-p udp -m multiport --dports 53,8472 -m comment --comment 'no overlay' -j DROP", True),
+        ("-p 17 -j DROP", True),
+        ("-s 192.0.2.0/24 -i eth+ -j DROP", True),
+        ("! -i lo -j DROP", True),
+        ("-m conntrack --ctstate NEW -j DROP", True),
+        ("-m state ! --state RELATED,ESTABLISHED -j DROP", True),
+        ("-j DROP", True),
+        ("-p udp -m udp --dport 4789 -j DROP", False),
+        ("-p udp -m multiport ! --dports 8472 -j DROP", False),
+        ("-p tcp -j DROP", False),
+        ("-s 198.51.100.0/24 -j DROP", False),
+        ("-i eth1 -j DROP", False),
+        ("-o eth0 -j DROP", False),
+        ("-m conntrack --ctstate INVALID -j DROP", False),
+        ("-m limit --limit 5/sec -j DROP", False),
+        ("-p udp -m u32 --u32 0x0=0x0 -j DROP", False),
+        ("-p udp -j LOG --log-prefix DROP", False),
+        ("-p udp -j MARK --set-xmark 0x1/0x1", False),
+        ("", False),
+    ],
+)
+def test_rule_of_iptables_drops_what_it_matches_for_sure(rule: str, is_dropped: bool) -> None:
+    line = f"-A INPUT {rule}".strip()
+    assert iptables(line) == (Fate(DROP, line) if is_dropped else Fate())
+
+
+def test_rule_that_may_accept_makes_a_later_drop_uncertain() -> None:
+    drop = "-A INPUT -p udp -j DROP"
+    assert iptables("-A INPUT -m set --match-set nodes src -j ACCEPT", drop) == Fate(
+        DROP, drop, certain=False
+    )
+    assert iptables("-A INPUT -m limit --limit 5/sec -j own", "-A own -j ACCEPT", drop).certain is False
+    assert iptables("-A INPUT -m limit --limit 5/sec -j DROP", drop) == Fate(DROP, drop)
+    assert iptables("-A INPUT --unknown 'unbalanced", drop).certain is False
+
+
+def test_walk_follows_jumps_returns_and_gotos() -> None:
+    drop = "-A INPUT -j DROP"
+    assert iptables("-A INPUT -j own", "-A own -p udp -j ACCEPT", drop).act == ACCEPT
+    assert iptables("-A INPUT -j own", "-A own -p tcp -j ACCEPT", drop) == Fate(DROP, drop)
+    assert iptables("-A INPUT -j own", "-A own -j RETURN", "-A own -j ACCEPT", drop) == Fate(DROP, drop)
+    assert iptables("-A INPUT -g own", "-A own -p tcp -j ACCEPT", drop) == Fate()
+    loop = {"one": (Step("", (), JUMP, "two"),), "two": (Step("", (), GOTO, "one"),)}
+    assert fate(loop, "one", PACKET) == Fate(certain=False)
+    back = {"one": (Step("", (UNKNOWN,), RETURN), Step("drop", (), DROP))}
+    assert fate(back, "one", PACKET) == Fate(DROP, "drop", certain=False)
+
+
+def test_rule_about_a_protocol_does_not_decide_on_packets_of_any() -> None:
+    rules = ("-A INPUT -p tcp -j ACCEPT", "-A INPUT -i cni0 -j DROP")
+    assert iptables(*rules, packet=INNER) == Fate(DROP, rules[1], certain=False)
+    assert iptables(rules[0].replace("ACCEPT", "DROP"), packet=INNER) == Fate()
+    assert iptables("-A INPUT -o veth9 -j DROP", packet=replace(INNER, oif=None)) == Fate()
+
+
+def test_rules_of_ufw_drop_what_is_not_let_in() -> None:
+    rules = [
+        "-A INPUT -j own",
+        "-A own -i lo -j ACCEPT",
+        "-A own -m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT",
+        "-A own -p udp -m udp --sport 67 --dport 68 -j ACCEPT",
+        "-A own -m addrtype --dst-type MULTICAST -j RETURN",
+        "-A own -m limit --limit 3/min -j LOG",
+        "-A own -j DROP",
+    ]
+    assert iptables(*rules) == Fate(DROP, rules[-1])
+    local = "-A own -m addrtype --dst-type LOCAL -j RETURN"
+    assert iptables(rules[0], local, rules[-1]) == Fate()
+    assert iptables(rules[0], local, rules[-1], packet=INNER) == Fate(DROP, rules[-1])
+
+
+# ---- nftables -----------------------------------------------------------------------------------
+
+
+def match(left: dict[str, Any], right: Any, op: str = "==") -> dict[str, Any]:
+    return {"match": {"op": op, "left": left, "right": right}}
+
+
+def payload(protocol: str, field: str) -> dict[str, Any]:
+    return {"payload": {"protocol": protocol, "field": field}}
+
+
+def meta(key: str) -> dict[str, Any]:
+    return {"meta": {"key": key}}
+
+
+STATE = {"ct": {"key": "state"}}
+DPORT = payload("udp", "dport")
+DROPS = {"drop": None}
+
+
+def nft(*rules: list[dict[str, Any]], packet: Packet = PACKET, version: int = 4) -> Fate:
+    items: list[dict[str, Any]] = [{"metainfo": {}}, {"chain": {"name": "c"}}]
+    items += [{"rule": {"chain": "c", "handle": n, "expr": expr}} for n, expr in enumerate(rules)]
+    return fate(nft_listing.read(json.dumps({"nftables": items}), version), "c", packet)
+
+
+@pytest.mark.parametrize(
+    ("expressions", "is_dropped"),
+    [
+        ([match(DPORT, 8472), {"counter": {}}, DROPS], True),
+        ([match(DPORT, {"set": [53, {"range": [8000, 9000]}]}), {"reject": {"type": "icmpx"}}], True),
+        ([match(payload("th", "dport"), 53, "!="), DROPS], True),
+        ([match(meta("l4proto"), {"set": ["tcp", "udp"]}), DROPS], True),
+        ([match(meta("l4proto"), 17), DROPS], True),
+        ([match(meta("iifname"), "eth*"), match(meta("nfproto"), "ipv4"), DROPS], True),
+        ([match(payload("ip", "saddr"), {"prefix": {"addr": "192.0.2.0", "len": 24}}), DROPS], True),
+        ([match(payload("ip", "protocol"), "udp"), match(STATE, ["new"], "in"), DROPS], True),
+        ([match(STATE, ["established", "related"], "!="), DROPS], True),
+        ([match(meta("protocol"), "ip"), DROPS], True),
+        ([{"vmap": {"key": DPORT, "data": {"set": [[53, {"accept": None}], [8472, DROPS]]}}}], True),
+        ([match(payload("ip6", "saddr"), "2001:db8::1"), DROPS], False),
+        ([match(meta("nfproto"), "ipv6"), DROPS], False),
+        ([match(DPORT, "@ports"), DROPS], False),
+        ([match({"&": [meta("mark"), 255]}, 1), DROPS], False),
+        ([match(DPORT, 9000, "<"), DROPS], False),
+        ([match(DPORT, True), DROPS], False),
+        ([{"limit": {"rate": 5}}, DROPS], False),
+        ([{"vmap": {"key": DPORT, "data": "@decisions"}}], False),
+        ([match(DPORT, {"set": [{"elem": {"val": 8473}}]}), DROPS], False),
+        ([{"counter": {}}], False),
+    ],
+)
+def test_rule_of_nftables_drops_what_it_matches_for_sure(
+    expressions: list[dict[str, Any]], is_dropped: bool
+) -> None:
+    found = nft(expressions)
+    assert (found == Fate(DROP, "0")) == is_dropped
+    assert (found.act == DROP) == is_dropped
+
+
+def test_rules_of_firewalld_reject_what_no_zone_lets_in() -> None:
+    accept = {"accept": None}
+    first = [
+        [match(STATE, ["established", "related"], "in"), accept],
+        [match({"ct": {"key": "status"}}, "dnat", "in"), accept],
+        [match(meta("iifname"), "lo"), accept],
+        [match(STATE, "invalid", "in"), DROPS],
+        [match({"fib": {"result": "type", "flags": ["daddr"]}}, "broadcast"), accept],
+    ]
+    let_in = [match(payload("tcp", "dport"), 22), match(meta("l4proto"), "tcp"), accept]
+    assert nft(*first, let_in, [{"reject": {"type": "icmpx"}}]) == Fate(DROP, "6")
+    assert nft(*first, [match(DPORT, 8472), accept], [DROPS]).act == ACCEPT
+
+
+def test_a_named_map_may_decide_anything() -> None:
+    assert nft([{"vmap": {"key": DPORT, "data": "@decisions"}}], [DROPS]) == Fate(DROP, "1", certain=False)
+
+
+@pytest.mark.parametrize("text", ['{"nftables": [{"rule": {}}]}', "{}", "[]", "no JSON"])
+def test_listing_that_is_not_understood_is_an_error(text: str) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        nft_listing.read(text, 4)
+
+
+# ---- base chains --------------------------------------------------------------------------------
+
+NATIVE = BaseChain("native", 4, "inet wall", "c", "input", True, {"c": ()})
+LEGACY = BaseChain("legacy", 4, "ip filter", "INPUT", "input", True, {})
+UDP = Opening("udp", 8472)
+NETWORK = Opening(side="saddr", network=ip_network("10.5.0.0/16"))
+
+
+def test_policy_drops_what_no_rule_decides() -> None:
+    assert NATIVE.fate(PACKET) == Fate(DROP)
+    assert replace(NATIVE, drops=False).fate(PACKET) == Fate()
+    assert replace(NATIVE, device="eth1").fate(PACKET) == Fate()
+    steps = (Step("own", (Test("iif", ("eth0",)),), ACCEPT),)
+    assert replace(NATIVE, chains={"c": steps}).fate(PACKET).act == ACCEPT
+
+
+@pytest.mark.parametrize(
+    ("base", "opening", "command"),
+    [
+        (NATIVE, UDP, "nft insert rule inet wall c udp dport 8472 accept"),
+        (NATIVE, NETWORK, "nft insert rule inet wall c ip saddr 10.5.0.0/16 accept"),
+        (NATIVE, Opening("ipencap"), "nft insert rule inet wall c meta l4proto ipencap accept"),
+        (LEGACY, UDP, "iptables-legacy -I INPUT -p udp --dport 8472 -j ACCEPT"),
+        (LEGACY, NETWORK, "iptables-legacy -I INPUT -s 10.5.0.0/16 -j ACCEPT"),
+        (
+            replace(LEGACY, place="nft", table="ip6 raw", chain="PREROUTING", family=6),
+            UDP,
+            "ip6tables-nft -t raw -I PREROUTING -p udp --dport 8472 -j ACCEPT",
+        ),
+    ],
+)
+def test_commands_that_accept_go_before_the_first_rule(
+    base: BaseChain, opening: Opening, command: str
+) -> None:
+    assert [" ".join(each) for each in base.accept(opening)] == [command]
