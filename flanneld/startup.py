@@ -196,7 +196,8 @@ def _kernel_tables(member: Member, stale_links: Callable[[], Iterable[Link]]) ->
     from flanneld.network.xfrm.table import stale_tables  # rarely needed, and it takes its time
 
     networks = (network for network, _ in member.uplink_manager.ranges)
-    return [*tables(member.kernel, stale_links), *stale_tables(networks)]
+    spread = member.options.route_protocol_spread == "auto"
+    return [*tables(member.kernel, stale_links, spread=spread), *stale_tables(networks)]
 
 
 def run(

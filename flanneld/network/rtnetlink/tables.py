@@ -15,13 +15,13 @@ from flanneld.network.rtnetlink import messages as rtnl
 from flanneld.network.rtnetlink.kernel import Kernel
 from flanneld.network.rtnetlink.messages import Mode
 from flanneld.network.rtnetlink.route_order import Behind, in_order, is_connected
+from flanneld.network.rtnetlink.route_protocols import MANY, ON_OUR_DEVICES
 from flanneld.state.report import Failure, Report
 from flanneld.state.resources import (
     ADDRESSES,
     FDB,
     LINKS,
     NEIGHBORS,
-    PROTO_BOOT,
     PROTO_FLANNEL,
     ROUTES,
     Address,
@@ -54,15 +54,20 @@ KERNEL_TABLES = (LINKS, ADDRESSES, NEIGHBORS, FDB, ROUTES)
 Refused = dict[tuple[str, IPAddress], str]
 
 
-def tables(kernel: Kernel, left: Callable[[], Iterable[Link]] = tuple) -> tuple[Table, ...]:
-    """Return the kernel's tables in the order of creation. ``left`` returns devices of earlier runs."""
+def tables(
+    kernel: Kernel, left: Callable[[], Iterable[Link]] = tuple, *, spread: bool = True
+) -> tuple[Table, ...]:
+    """Return the kernel's tables in the order of creation.
+
+    ``left`` returns devices of earlier runs. ``spread`` permits several protocol numbers for many routes.
+    """
     refused: Refused = {}
     return (
         LinkTable(kernel, left),
         AddressTable(kernel),
         NeighborTable(kernel, refused),
         FdbTable(kernel),
-        RouteTable(kernel, refused),
+        RouteTable(kernel, refused, spread=spread),
     )
 
 
@@ -235,15 +240,17 @@ class RouteTable(_KernelTable):
     """Table of the routes to peers in the main routing table.
 
     ``refused`` are the neighbour entries that the kernel refused. An onlink route without its entry would
-    make the kernel send ARP or NDP requests into the overlay.
+    make the kernel send ARP or NDP requests into the overlay. With ``spread`` the protocol numbers of many
+    routes vary, see ``route_protocols``.
     """
 
     name = ROUTES
     what = "the routes"
 
-    def __init__(self, kernel: Kernel, refused: Mapping[tuple[str, IPAddress], str]) -> None:
+    def __init__(self, kernel: Kernel, refused: Mapping[tuple[str, IPAddress], str], *, spread: bool) -> None:
         super().__init__(kernel)
         self._refused_neighbors = refused
+        self._may_spread = spread
         #: Routes that we created or adopted. All others belong to someone else and stay.
         self._ours: dict[Key, Resource] = {}
 
@@ -269,9 +276,11 @@ class RouteTable(_KernelTable):
             else:
                 text = f"{put.was} stands there and is not flannel's"
                 report.failed.append(Failure(put.want, text, _REMEDY_FOR_BLOCKED))
-        self._bring_to_front(behind, report)
-        self._replace(over, report)
-        _account(new, self._kernel.write(new, mode=Mode.EXCLUSIVE), report, is_new=True)
+        spread = self._may_spread and len(self._ours) + len(new) > MANY
+        self._bring_to_front(behind, report, spread=spread)
+        self._replace(over, report, spread=spread)
+        refused = self._kernel.write(new, mode=Mode.EXCLUSIVE, spread=spread)
+        _account(new, refused, report, is_new=True)
         for made in report.made:
             self._ours[made.key] = made
         return report
@@ -304,7 +313,7 @@ class RouteTable(_KernelTable):
             if index in indexes or key in scope.wanted:
                 return True
             # Left by a run with another backend or VNI.
-            left = scope.adopt and protocol == PROTO_BOOT and key is not None
+            left = scope.adopt and protocol in ON_OUR_DEVICES and key is not None
             return left and (named(index) or "").startswith(_DEVICES_OF_FLANNEL)
 
         for item in self._kernel.dump(rtnl.RTM_GETROUTE, rtnl.routes_request(family), concerns_us):
@@ -328,7 +337,7 @@ class RouteTable(_KernelTable):
             else:
                 report.failed.append(Failure(route, refused))
 
-    def _bring_to_front(self, routes: Sequence[Route], report: Report) -> None:
+    def _bring_to_front(self, routes: Sequence[Route], report: Report, *, spread: bool) -> None:
         """Move each route in front of another program's route to the same network, which stays behind it.
 
         A replace request would be refused or hit the other route. The removed route carried no packets.
@@ -340,9 +349,10 @@ class RouteTable(_KernelTable):
             "Another route came before ours to %s%s, and now comes after it", routes[0].destination, more
         )
         self._kernel.write(routes, drop=True)
-        _account(routes, self._kernel.write(routes, mode=Mode.IN_FRONT), report, is_new=True)
+        refused = self._kernel.write(routes, mode=Mode.IN_FRONT, spread=spread)
+        _account(routes, refused, report, is_new=True)
 
-    def _replace(self, over: Mapping[Resource, Resource], report: Report) -> None:
+    def _replace(self, over: Mapping[Resource, Resource], report: Report, *, spread: bool) -> None:
         """Replace routes.
 
         IPv6 refuses an onlink gateway that another device has a route for, even if that is the route to be
@@ -351,7 +361,7 @@ class RouteTable(_KernelTable):
         if not over:
             return
         routes = list(over)
-        refused = self._kernel.write(routes)
+        refused = self._kernel.write(routes, spread=spread)
         blocked = [
             seq
             for seq, code in refused.items()
