@@ -57,9 +57,9 @@ class Leases:
         self._connection = connection
         self._backend = backend
 
-    def load(self, number: int) -> None:
-        """Write the leases of the peers 0 to ``number`` - 1."""
-        for each in range(number):
+    def load(self, number: int, first: int = 0) -> None:
+        """Write the leases of the peers ``first`` to ``number`` - 1."""
+        for each in range(first, number):
             self.send(self.addition(Peer(each)))
             self.finish()
 
@@ -88,8 +88,8 @@ class Leases:
 class V3Leases(Leases):
     """The same through the v3 API; what is loaded has a lease of etcd's for each key, as daemons have it."""
 
-    def load(self, number: int) -> None:
-        for each in range(number):
+    def load(self, number: int, first: int = 0) -> None:
+        for each in range(first, number):
             self.send(_post("/lease/grant", {"TTL": str(TTL), "ID": _lease_id(Peer(each))}))
             self.finish()
             self.send(self._put(Peer(each), _lease_id(Peer(each))))

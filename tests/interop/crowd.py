@@ -16,8 +16,11 @@ GOING, UNSEEN = range(1000), range(1000, 2000)
 _PATIENCE = 120.0
 
 
-def swap_both_ways(lab: Lab, theirs: Sequence[str]) -> None:
-    """Replace ours by theirs and back; see that no packet is lost, no route lacks and none is left."""
+def swap_both_ways(lab: Lab, theirs: Sequence[str], *, hears_all: bool) -> None:
+    """Replace ours by theirs and back; see that no packet is lost, no route lacks and none is left.
+
+    Theirs is told of leases that go only if it ``hears_all``: Go's v0.20 loses events of a burst.
+    """
     with open_leases(lab.etcd, "vxlan") as leases:
         leases.load(CROWD)
     node, peer = lab.cluster({"Type": "vxlan"}, Network=OVERLAY, SubnetLen=24)
@@ -29,9 +32,12 @@ def swap_both_ways(lab: Lab, theirs: Sequence[str]) -> None:
         _take_over(node, theirs)
         wait_for(lambda: len(_protocols(node)) == 1, _PATIENCE, "every route to be the other daemon's")
         _wait_for(node, len(real) + CROWD)
-        _remove(lab, GOING)
-        _wait_for(node, len(real) + CROWD - len(GOING))
+        if hears_all:
+            _remove(lab, GOING)
+            _wait_for(node, len(real) + CROWD - len(GOING))
         node.kill()
+        if not hears_all:
+            _remove(lab, GOING)
         _remove(lab, UNSEEN)
         _start(node, own_command())
         _wait_for(node, len(real) + CROWD - len(GOING) - len(UNSEEN))
@@ -42,7 +48,7 @@ def swap_both_ways(lab: Lab, theirs: Sequence[str]) -> None:
         assert ping.lost() == 0
 
 
-def swap_after_them(lab: Lab, theirs: Sequence[str]) -> None:
+def swap_after_them(lab: Lab, theirs: Sequence[str], *, hears_all: bool) -> None:
     """Start with theirs, replace it by ours and back; peers that come later get numbers of their own."""
     with open_leases(lab.etcd, "vxlan") as leases:
         leases.load(CROWD)
@@ -54,11 +60,13 @@ def swap_after_them(lab: Lab, theirs: Sequence[str]) -> None:
         with node.container().ping(peer.container()) as ping:
             _take_over(node, own_command())
             node.wait_for_log("In sync with")
-            leases.load(CROWD + 300)  # those that are there already do not change
+            leases.load(CROWD + 300, first=CROWD)
             _wait_for(node, 1 + CROWD + 300)
             assert _protocols(node)["3"] == 1 + CROWD
             _take_over(node, theirs)
             wait_for(lambda: len(_protocols(node)) == 1, _PATIENCE, "every route to be the other daemon's")
+            if not hears_all:
+                _take_over(node, own_command())
             _remove(lab, range(CROWD + 300))
             _wait_for(node, 1)
             assert ping.lost() == 0
