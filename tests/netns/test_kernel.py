@@ -12,6 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from flanneld.network.rtnetlink import devices
+from flanneld.network.rtnetlink import messages as rtnl
 from flanneld.network.rtnetlink.domain import Domain
 from flanneld.network.rtnetlink.kernel import Kernel
 from flanneld.network.rtnetlink.monitor import Gone, Monitor, News, Seen
@@ -318,6 +319,29 @@ def test_routes_of_an_earlier_runs_device_are_found_whatever_their_number(
     stale = difference({}, routes.read(Scope({}, adopt=True)))[1]
     assert len(routes.drop(stale).removed) == 600
     assert protocols(host, "flannel.7") == ["4"]
+
+
+@pytest.mark.parametrize(
+    ("change", "is_drift"),
+    [
+        ("via 10.1.0.0 dev vx4 onlink", False),
+        ("via 10.1.0.0 dev vx4 onlink proto 77", False),
+        ("via 10.1.0.16 dev vx4 onlink", True),
+        ("via 192.0.2.9 dev up0", True),
+        ("via 10.1.0.0 dev vx4 onlink src 192.0.2.1", False),
+        ("dev vx4", True),
+    ],
+)
+def test_the_short_way_to_read_a_route_sees_drift_as_the_long_one(
+    host: Namespace, kernel: Tables, change: str, *, is_drift: bool
+) -> None:
+    wanted = through("vx4", 3)
+    kernel.converge(wanted)
+    dumped = kernel.kernel.dump(rtnl.RTM_GETROUTE, rtnl.routes_request(4))
+    plain = [found for item in dumped if (found := rtnl.decode_plain_route(*item))]
+    assert [found.key for found in plain] == [route.key for route in wanted]
+    host.ip(f"route replace 10.1.0.0/28 {change}")
+    assert [put.want for put in kernel.distance(wanted)[0]] == (wanted[:1] if is_drift else [])
 
 
 def test_a_way_through_a_gateway_of_the_other_family_has_a_gateway(host: Namespace, kernel: Tables) -> None:

@@ -247,7 +247,9 @@ class RouteTable(_KernelTable):
     name = ROUTES
     what = "the routes"
 
-    def __init__(self, kernel: Kernel, refused: Mapping[tuple[str, IPAddress], str], *, spread: bool) -> None:
+    def __init__(
+        self, kernel: Kernel, refused: Mapping[tuple[str, IPAddress], str], *, spread: bool = True
+    ) -> None:
         super().__init__(kernel)
         self._refused_neighbors = refused
         self._may_spread = spread
@@ -300,12 +302,34 @@ class RouteTable(_KernelTable):
         A dump filtered by device would not show which of several routes comes first.
         """
         domain = self._kernel.domain
+        named = cache(name_of)
+        concerns_us = self._filter(scope, named)
+        for item in self._kernel.dump(rtnl.RTM_GETROUTE, rtnl.routes_request(family), concerns_us):
+            right = self._wanted_route(item, scope, named)
+            if right is not None:
+                yield Seen(right)
+                continue
+            seen = rtnl.decode_route(*item, named)
+            if seen is not None and domain.is_connected(seen):
+                yield Seen(RivalRoute(seen.route.key, is_connected=True), Claim.FOREIGN)
+            elif seen is not None:
+                yield Seen(seen.route, _claim(domain.owns_route(seen, adopt=scope.adopt)))
+            elif (blackhole := rtnl.decode_blackhole(*item)) is not None:
+                yield Seen(blackhole, _claim(domain.owns_blackhole(blackhole)))
+            elif (other := rtnl.outline(*item)) is not None:
+                yield Seen(RivalRoute(other[0]), Claim.FOREIGN)
+
+    def _filter(self, scope: Scope, named: Callable[[int], str | None]) -> Callable[[bytes, int, int], bool]:
+        """Return the filter of a dump: routes through our devices and the uplink, and rivals of ours."""
+        domain = self._kernel.domain
         through = {domain.uplink, *domain.links}
         through.update(route.device for route in scope.wanted.values() if isinstance(route, Route))
         indexes = {index for name in through if (index := index_of(name))}
-        named = cache(name_of)
 
         def concerns_us(data: bytes, offset: int, end: int) -> bool:
+            plain = rtnl.decode_plain_route(data, offset, end)
+            if plain is not None and plain.index in indexes:
+                return True
             protocol = rtnl.protocol_of(data, offset, end)
             if protocol == PROTO_FLANNEL:
                 return True
@@ -316,16 +340,23 @@ class RouteTable(_KernelTable):
             left = scope.adopt and protocol in ON_OUR_DEVICES and key is not None
             return left and (named(index) or "").startswith(_DEVICES_OF_FLANNEL)
 
-        for item in self._kernel.dump(rtnl.RTM_GETROUTE, rtnl.routes_request(family), concerns_us):
-            seen = rtnl.decode_route(*item, named)
-            if seen is not None and domain.is_connected(seen):
-                yield Seen(RivalRoute(seen.route.key, is_connected=True), Claim.FOREIGN)
-            elif seen is not None:
-                yield Seen(seen.route, _claim(domain.owns_route(seen, adopt=scope.adopt)))
-            elif (blackhole := rtnl.decode_blackhole(*item)) is not None:
-                yield Seen(blackhole, _claim(domain.owns_blackhole(blackhole)))
-            elif (other := rtnl.outline(*item)) is not None:
-                yield Seen(RivalRoute(other[0]), Claim.FOREIGN)
+        return concerns_us
+
+    def _wanted_route(
+        self, item: tuple[bytes, int, int], scope: Scope, named: Callable[[int], str | None]
+    ) -> Resource | None:
+        """Return the desired route if this is one of ours as it is desired, without decoding it in full."""
+        plain = rtnl.decode_plain_route(*item)
+        want = scope.wanted.get(plain.key) if plain is not None else None
+        if plain is None or not isinstance(want, Route) or want.gateway is None:
+            return None
+        is_right = (named(plain.index), plain.gateway, plain.onlink) == (
+            want.device,
+            int(want.gateway),
+            want.onlink,
+        )
+        is_ours = want.device in self._kernel.domain.links and plain.protocol != rtnl.RTPROT_KERNEL
+        return want if is_right and is_ours else None
 
     def _withhold(self, puts: Iterable[Put], report: Report) -> Iterator[Put]:
         for put in puts:
