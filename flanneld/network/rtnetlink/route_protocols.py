@@ -17,7 +17,7 @@ from flanneld.state.resources import PROTO_BOOT, PROTO_FLANNEL, Resource, Route
 SPREAD: tuple[int, ...] = (*range(128, 186), *range(200, 248))
 #: Protocols of routes on a device of any flanneld: Go's, and ours.
 ON_OUR_DEVICES = frozenset({PROTO_BOOT, *SPREAD})
-#: Routes from which on the numbers vary. With fewer, the cost of the chain is below 10 ms, and ``ip route``
+#: Routes from which on the numbers vary. With fewer, the chain costs little, and ``ip route``
 #: shows what it shows with Go flanneld.
 MANY = 512
 
