@@ -213,6 +213,12 @@ class Options(Struct, frozen=True):
         "`tables` that iptables' rules go to: legacy, nft, or auto for those in use on this host",
         option_values.one_of("auto", "legacy", "nft"),
     )
+    route_protocol_spread: str = _flag(
+        "route-protocol-spread",
+        "auto",
+        "`choice` of routes' protocol numbers: auto varies them if there are many, off leaves boot",
+        option_values.one_of("auto", "off"),
+    )
     ip_blackhole_route: bool = _flag(
         "ip-blackhole-route", False, "keep a blackhole route for this node's subnet"
     )

@@ -198,7 +198,9 @@ def _kernel_tables(member: Member, stale_links: Callable[[], Iterable[Link]]) ->
     from flanneld.network.xfrm.table import stale_tables
 
     networks = (network for network, _ in member.uplink_manager.ranges)
-    return [*tables(member.kernel, stale_links), *stale_tables(networks), *stale_charon()]
+    spread = member.options.route_protocol_spread == "auto"
+    kernel = tables(member.kernel, stale_links, spread=spread)
+    return [*kernel, *stale_tables(networks), *stale_charon()]
 
 
 def run(

@@ -88,6 +88,10 @@ class OneTimeWarnings:
         if news:
             log.warning("%s", news, stacklevel=2)
 
+    def __bool__(self) -> bool:
+        """Return True if a warning is remembered."""
+        return bool(self._said)
+
     def clear(self, key: Hashable) -> bool:
         """Forget a warning, because its cause is gone. Return True if there was one."""
         with self._lock:

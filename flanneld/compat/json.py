@@ -157,10 +157,9 @@ class Fields:
             return None
         value = values[-1]
         try:
-            address = kind(address_number(_literal(value, _ADDRESS), kind))
+            return address_of(value, kind)
         except ValueError:
             raise self._wrong(name, _ADDRESSES[kind], compact(value)[:60]) from None
-        return address if int(address) else None
 
     def network(self, name: str, kind: type[N]) -> N | None:
         """Return a network without its host bits; None if absent or of length 0. Null is an error."""
@@ -206,6 +205,12 @@ class Fields:
 
         close = get_close_matches(folded, list(self._asked), n=1)
         return self._asked[close[0]] if close else None
+
+
+def address_of(value: object, kind: type[A]) -> A | None:
+    """Return an address, None for the zero address. Raises ``ValueError`` if Go refuses the value."""
+    number = address_number(_literal(value, _ADDRESS), kind)
+    return kind(number) if number else None
 
 
 def address_number(text: str, kind: type[A]) -> int:

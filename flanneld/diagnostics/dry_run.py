@@ -21,6 +21,7 @@ from flanneld.model import Cached, Event, Lease, LeaseAttrs, LeaseKey, Snapshot,
 from flanneld.network.rtnetlink import links
 from flanneld.network.rtnetlink.domain import Domain
 from flanneld.network.rtnetlink.route_order import Behind
+from flanneld.network.rtnetlink.route_protocols import MANY
 from flanneld.network.rtnetlink.tables import KERNEL_TABLES
 from flanneld.options import Options
 from flanneld.reconcile.controller import Controller
@@ -31,7 +32,7 @@ from flanneld.runtime import clock
 from flanneld.startup import SingleAttempts
 from flanneld.state.removal_guard import RemovalGuard
 from flanneld.state.report import Report
-from flanneld.state.resources import ForeignLink, Key, Link, Resource, Route
+from flanneld.state.resources import ROUTES, ForeignLink, Key, Link, Resource, Route
 from flanneld.state.table import Explains, Put, Scope, Seen, Table
 from flanneld.subnet.allocation import fits
 from flanneld.subnet.manager import Foreseeing, LocalFacts, SubnetManager
@@ -114,7 +115,8 @@ class RecordingTable:
 class Outcome(Struct, frozen=True, gc=False):
     """Findings and writes of a startup.
 
-    If ``has_lease`` is false, ``own`` is a guess, without a subnet if there is no hint.
+    If ``has_lease`` is false, ``own`` is a guess, without a subnet if there is no hint. With ``spread`` the
+    protocol numbers of routes on our devices vary.
     """
 
     config: Config
@@ -126,6 +128,7 @@ class Outcome(Struct, frozen=True, gc=False):
     view: View
     domain: Domain
     notes: Notes
+    spread: bool = False
 
 
 def dry_run(options: Options, manager: SubnetManager) -> Outcome:
@@ -148,6 +151,7 @@ def dry_run(options: Options, manager: SubnetManager) -> Outcome:
         view=peers.view(),
         domain=controller.domain,
         notes=notes,
+        spread=options.route_protocol_spread == "auto" and len(peers.desired.table(ROUTES)) > MANY,
     )
 
 

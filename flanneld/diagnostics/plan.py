@@ -74,12 +74,13 @@ def kernel_lines(outcome: Outcome, *, local: bool) -> Iterator[str]:
     else:
         yield from filter(None, map(_drop, notes.drops))
         for route in notes.behind.values():
-            yield from map(shlex.join, iproute2_commands.bring_to_front(route, outcome.domain.links))
+            ways = iproute2_commands.bring_to_front(route, outcome.domain.links, spread=outcome.spread)
+            yield from map(shlex.join, ways)
     for resource in sorted(notes.puts.values(), key=lambda each: each.kind):
         if (resource.kind is resource.kind.ADDRESS) is local:
             if resource.kind is Kind.REMOTE:
                 yield _outside(resource, notes)
-            elif made := iproute2_commands.put(resource, outcome.domain.links):
+            elif made := iproute2_commands.put(resource, outcome.domain.links, spread=outcome.spread):
                 yield shlex.join(made)
 
 

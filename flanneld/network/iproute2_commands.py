@@ -9,8 +9,10 @@ from collections.abc import Collection, Iterator
 
 from flanneld.network.rtnetlink.links import LinkStep, codec_for, step
 from flanneld.network.rtnetlink.messages import BLACKHOLE_METRIC
+from flanneld.network.rtnetlink.route_protocols import protocol_for
 from flanneld.runtime.shell import Command, command
 from flanneld.state.resources import (
+    PROTO_BOOT,
     PROTO_FLANNEL,
     Address,
     Blackhole,
@@ -23,11 +25,15 @@ from flanneld.state.resources import (
 )
 
 
-def put(resource: Resource, links: Collection[str]) -> Command | None:
-    """Return the command that creates a resource, None if there is none. ``links`` are our devices."""
+def put(resource: Resource, links: Collection[str], *, spread: bool = False) -> Command | None:
+    """Return the command that creates a resource, None if there is none.
+
+    ``links`` are our devices; with ``spread`` the protocol numbers of the routes there vary.
+    """
     match resource:
         case Route():
-            return (*_ip(resource.destination.version), "route", "replace", *_whole(resource, links))
+            whole = _whole(resource, links, spread=spread)
+            return (*_ip(resource.destination.version), "route", "replace", *whole)
         case Blackhole():
             return (*_ip(resource.destination.version), "route", "replace", *_blackhole(resource))
         case Address():
@@ -40,10 +46,10 @@ def put(resource: Resource, links: Collection[str]) -> Command | None:
     return None
 
 
-def bring_to_front(route: Route, links: Collection[str]) -> Iterator[Command]:
+def bring_to_front(route: Route, links: Collection[str], *, spread: bool = False) -> Iterator[Command]:
     """Yield the commands that move an existing IPv4 route in front of others to its network."""
     yield _drop_route(route)
-    yield ("ip", "route", "prepend", *_whole(route, links))
+    yield ("ip", "route", "prepend", *_whole(route, links, spread=spread))
 
 
 def drop(resource: Resource) -> Command | None:
@@ -97,8 +103,9 @@ def _way(route: Route) -> Command:
     return command(route.destination, *via, "dev", route.device, *(["onlink"] if route.onlink else []))
 
 
-def _whole(route: Route, links: Collection[str]) -> Command:
-    mark = () if route.device in links else command("proto", PROTO_FLANNEL)
+def _whole(route: Route, links: Collection[str], *, spread: bool) -> Command:
+    protocol = protocol_for(route, links, spread=spread)
+    mark = () if protocol == PROTO_BOOT else command("proto", protocol)
     # By default, ip gives an IPv4 route without a gateway the scope link.
     scope = ("scope", "global") if route.gateway is None and route.destination.version == 4 else ()
     return (*_way(route), *mark, *scope)

@@ -161,6 +161,8 @@ class Obstacles:
     def in_subnet(self, subnet: IPNetwork) -> Obstacle | None:
         """Return an obstacle that equals the subnet or lies in it, None if there is none."""
         found = self._sorted[subnet.version]
+        if not found:
+            return None
         first = int(subnet.network_address)
         place = bisect_left(found, (first, subnet.prefixlen), key=lambda entry: entry[:2])
         # A network that begins inside the subnet is at most as large: prefixes never overlap in part.

@@ -35,6 +35,7 @@ from flanneld.reconcile.preconditions import (
 from flanneld.reconcile.table_worker import TableWorker
 from flanneld.runtime import clock
 from flanneld.runtime.event_queue import EventQueue
+from flanneld.runtime.process import trim_memory
 from flanneld.runtime.step_loop import MakeLoop, StepLoop
 from flanneld.state.removal_guard import RemovalGuard
 from flanneld.state.report import Report
@@ -45,6 +46,8 @@ log = logging.getLogger(__name__)
 
 #: Name of the controller's thread.
 NAME = "reconciler"
+#: Objects made in one pass from which on memory is returned to the kernel: some MiB are in question.
+_BULK = 3000
 
 
 class Controller:
@@ -74,6 +77,7 @@ class Controller:
         self._node = node
         node.kernel.domain = _first_domain(node)
         self._on_synced = on_synced
+        self._was_bulk = False
         self._reread = reread
         permits = LeasePermits(self.peers, removal_guard, lambda: self.tables.is_complete(), self._leaks)
         self.tables = NodeTables(
@@ -205,7 +209,12 @@ class Controller:
             self._host.could_not_read(failure, now)
 
     def _passed(self, report: Report) -> None:
-        """Record for the next run that the tables have converged."""
+        """Record for the next run that the tables have converged. Free memory after a bulk's audit."""
+        if report.made:
+            self._was_bulk = len(report.made) > _BULK
+        elif self._was_bulk:
+            self._was_bulk = False
+            trim_memory()
         try:
             self._news.passed(report)
         except OSError as failure:

@@ -61,13 +61,19 @@ class LeaseSafety:
             affected.update(self._lead(key, desired=False))
             self._place(key, ())
         for lease in put:
-            self._place(lease.key, self._publics_inside(lease))
-            affected.update(self._lead(lease.key, desired=self._is_led(lease.key)))
+            key = lease.key
+            self._place(key, self._publics_inside(lease))
+            affected.update(self._lead(key, desired=self._is_led(key)))
         return affected
+
+    def is_led(self, key: LeaseKey) -> bool:
+        """Return True if a known lease is inside the networks, beside our own, and harms none of the host."""
+        return key in self._led_keys
 
     def harm(self, lease: Lease) -> Unsafe | None:
         """Return the reason why a lease is unsafe, None if it is safe."""
-        for net in lease.key:
+        key = lease.key
+        for net in () if key in self._led_keys else key:
             obstacle = self.obstacles.in_subnet(net) if net is not None else None
             if obstacle is not None:
                 remedy = (
@@ -99,13 +105,21 @@ class LeaseSafety:
 
     def _is_led(self, key: LeaseKey) -> bool:
         """Return True unless the subnets of a lease are refused themselves."""
-        nets = [net for net in key if net is not None]
-        return not any(
-            self.obstacles.in_subnet(net)
-            or any(overlap(net, ours) for ours in self._own_nets)
-            or not any(lies_in(net, network) for network in self._networks)
-            for net in nets
-        )
+        # Loops, since generators would take half of the time of a start.
+        for net in key:
+            if net is None:
+                continue
+            if self.obstacles.in_subnet(net) is not None:
+                return False
+            for ours in self._own_nets:
+                if overlap(net, ours):
+                    return False
+            for network in self._networks:
+                if lies_in(net, network):
+                    break
+            else:
+                return False
+        return True
 
     def _lead(self, key: LeaseKey, *, desired: bool) -> Iterable[LeaseKey]:
         """Count or discount a lease's subnets. Return the leases whose public IPs are in them."""
@@ -115,13 +129,22 @@ class LeaseSafety:
         nets = [net for net in key if net is not None]
         for net in nets:
             (self._led.add if desired else self._led.discard)(net)
-        return [owner for net in nets for owner in self._inside.owners(net)]
+        return [owner for net in nets for owner in self._inside.owners(net)] if self._inside_keys else ()
 
     def _publics_inside(self, lease: Lease) -> tuple[IPAddress, ...]:
-        publics = (lease.attrs.public(family) for family in FAMILIES)
-        return tuple(ip for ip in publics if ip and any(ip in network for network in self._networks))
+        attrs = lease.attrs
+        found: list[IPAddress] = []
+        for ip in (attrs.public_ip, attrs.public_ipv6):
+            if ip is not None:
+                for network in self._networks:
+                    if ip in network:
+                        found.append(ip)
+                        break
+        return tuple(found)
 
     def _place(self, key: LeaseKey, addresses: tuple[IPAddress, ...]) -> None:
+        if not (addresses or self._inside_keys):
+            return
         for address in self._inside_keys.pop(key, ()):
             self._inside.discard(address, key)
         for address in addresses:
@@ -174,7 +197,8 @@ class _Addresses:
 
     def owners(self, net: IPNetwork) -> Iterator[LeaseKey]:
         entries = self._sorted[net.version]
-        last = int(net.broadcast_address)
+        # Not broadcast_address: a network keeps it, and there are as many networks as leases.
+        last = int(net.network_address) | ((1 << (net.max_prefixlen - net.prefixlen)) - 1)
         for place in range(bisect_left(entries, int(net.network_address), key=_NUMBER), len(entries)):
             if entries[place][0] > last:
                 return

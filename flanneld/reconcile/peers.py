@@ -164,7 +164,9 @@ class Peers:
 
     def _fold(self, event: Event, backend: Backend) -> Iterator[Before]:
         change = self._change(event)
-        others = self.safety.update(change.put, change.gone).difference(lease.key for lease in change.put)
+        others = self.safety.update(change.put, change.gone)
+        if others:
+            others.difference_update([lease.key for lease in change.put])
         for key in change.gone:
             self._forget(key)
             self._sound.pop(key, None)
@@ -251,8 +253,9 @@ class Peers:
         """Return the objects for a peer; for an invalid lease its former ones, or those of the valid part."""
         resources: list[Resource] = []
         try:
-            _refuse_overlap(lease, self._own)
-            _refuse_outside(lease, self._networks)
+            if not self.safety.is_led(lease.key):
+                _refuse_overlap(lease, self._own)
+                _refuse_outside(lease, self._networks)
             self._refuse_harm(lease)
             resources.extend(backend.peer(self._own, lease))
         except OtherBackend as reason:
@@ -286,8 +289,9 @@ class Peers:
 
     def _forget(self, key: LeaseKey) -> None:
         """Forget the complaints about a lease."""
-        self._once.clear(("clone", key))
-        if self._reasons.pop(key, None):
+        if self._once:
+            self._once.clear(("clone", key))
+        if self._reasons and self._reasons.pop(key, ""):
             self._unparsable.discard(key)
             if self._unsafe.pop(key, None):
                 self._told.append(f"Lease {name_of(key)} no longer harms this host")

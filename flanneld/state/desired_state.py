@@ -26,7 +26,8 @@ class DesiredState:
 
     def __init__(self) -> None:
         self._tables: dict[str, dict[Key, Resource]] = {}
-        self._holder: dict[Key, LeaseKey] = {}
+        #: Owners of the effective resources, once a key has several claims. Before, no key needs its owner.
+        self._holder: dict[Key, LeaseKey] | None = None
         self._wishes: dict[LeaseKey, tuple[Resource, ...]] = {}
         #: Only for keys with several claims, the winner's included.
         self._rivals: dict[Key, dict[LeaseKey, Resource]] = {}
@@ -76,24 +77,30 @@ class DesiredState:
             if claims:
                 in_force = self.table(key[0])[key]
                 other = next((each for each in chain((owner,), claims) if claims[each] != in_force), None)
-                if other is not None:
+                if other is not None and self._holder is not None:
                     yield in_force, self._holder[key], other
 
     def set(self, owner: LeaseKey, resources: Iterable[Resource]) -> Before:
         """Replace all claims of an owner; an empty set removes it. Return the resources effective before."""
         wish = tuple(resources)
-        old = self._wishes.pop(owner, ())
-        if wish:
-            self._wishes[owner] = wish
         touched: Before = {}
-        for resource in old:
+        for resource in self._wishes.pop(owner, ()):
             key = resource.key
             touched.setdefault(key, self.get(key))
             self._withdraw(owner, key)
+        if wish:
+            self._wishes[owner] = wish
         for resource in wish:
             key = resource.key
-            touched.setdefault(key, self.get(key))
-            self._claim(owner, key, resource)
+            table = self.table(key[0])
+            was = table.get(key)
+            touched.setdefault(key, was)
+            if was is not None:
+                self._contest(owner, key, resource)
+                continue
+            table[key] = resource
+            if self._holder is not None:
+                self._holder[key] = owner
         return touched
 
     def since(self, before: Before) -> Delta:
@@ -116,29 +123,44 @@ class DesiredState:
                     return device
         return None
 
-    def _claim(self, owner: LeaseKey, key: Key, resource: Resource) -> None:
-        holder = self._holder.get(key)
+    def _holders(self) -> dict[Key, LeaseKey]:
+        """Return the owners by key. They are indexed at the first contest, which most clusters never have."""
+        if self._holder is None:
+            self._holder = {}
+            # The owner whose claims are being added comes last.
+            for owner, wish in self._wishes.items():
+                for resource in wish:
+                    self._holder.setdefault(resource.key, owner)
+        return self._holder
+
+    def _contest(self, owner: LeaseKey, key: Key, resource: Resource) -> None:
+        """Claim a key that has an effective resource already."""
+        holders = self._holders()
+        holder = holders.get(key, owner)
         table = self.table(key[0])
-        if holder is None or holder == owner:
-            table[key], self._holder[key] = resource, owner
+        if holder == owner:
+            table[key], holders[key] = resource, owner
             if key in self._rivals:
                 self._rivals[key][owner] = resource
             return
         self._rivals.setdefault(key, {holder: table[key]})[owner] = resource
         if rank(owner) < rank(holder):
-            table[key], self._holder[key] = resource, owner
+            table[key], holders[key] = resource, owner
 
     def _withdraw(self, owner: LeaseKey, key: Key) -> None:
         claims = self._rivals.get(key)
         table = self.table(key[0])
-        if claims is None:
-            if self._holder.get(key) == owner:
-                del table[key], self._holder[key]
+        holders = self._holder
+        if claims is None or holders is None:
+            if holders is None:
+                table.pop(key, None)
+            elif holders.get(key) == owner:
+                del table[key], holders[key]
             return
         claims.pop(owner, None)
-        if self._holder[key] == owner:
+        if holders[key] == owner:
             winner = min(claims, key=rank)
-            table[key], self._holder[key] = claims[winner], winner
+            table[key], holders[key] = claims[winner], winner
         if len(claims) == 1:
             del self._rivals[key]
 

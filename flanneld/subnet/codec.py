@@ -6,14 +6,19 @@ Nodes with any flannel read and write the same format. All parsers raise ``Refus
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
 from sys import intern
 from typing import Any, TypeVar
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
 
 from flanneld.compat import json as gojson
 from flanneld.compat.json import Fields, GoJsonError
 from flanneld.errors import Refused
 from flanneld.model import LeaseAttrs, LeaseKey
+from flanneld.prefixes import ipv4_prefix, ipv6_prefix
 
 N = TypeVar("N", bound=IPv4Network | IPv6Network)
 
@@ -41,8 +46,8 @@ def parse_key(text: str) -> LeaseKey:
     base, length, base6, length6 = found.groups()
     try:
         key = (
-            _subnet(IPv4Network, gojson.address_number(base, IPv4Address), int(length)),
-            _subnet(IPv6Network, gojson.address_number(base6, IPv6Address), int(length6)) if base6 else None,
+            _subnet(ipv4_prefix, gojson.address_number(base, IPv4Address), int(length)),
+            _subnet(ipv6_prefix, gojson.address_number(base6, IPv6Address), int(length6)) if base6 else None,
         )
     except ValueError:
         raise _no_key(name) from None
@@ -60,8 +65,60 @@ def format_key(key: LeaseKey) -> str:
     return f"{name}&{ipv6_subnet.network_address}-{ipv6_subnet.prefixlen}" if ipv6_subnet else name
 
 
+class _VtepData(Struct, gc=False, forbid_unknown_fields=True):
+    """Backend data as every vxlan daemon writes them."""
+
+    VtepMAC: str
+    VNI: int | UnsetType = UNSET
+
+    def decoded(self) -> dict[str, Any]:
+        return {"VtepMAC": self.VtepMAC} if self.VNI is UNSET else {"VNI": self.VNI, "VtepMAC": self.VtepMAC}
+
+
+class _CommonAttrs(Struct, gc=False, forbid_unknown_fields=True):
+    """Attributes as daemons write them: plain names and types, no data or a VTEP's."""
+
+    PublicIP: str
+    PublicIPv6: str | None = None
+    BackendType: str = ""
+    BackendData: _VtepData | None = None
+    BackendV6Data: _VtepData | None = None
+
+
+_COMMON = msgspec.json.Decoder(_CommonAttrs)
+
+
+def _common_attrs(text: str | bytes) -> LeaseAttrs | None:
+    """Return attributes in the common form, None for others. It takes a third of the time.
+
+    It may refuse what ``parse_attrs`` accepts, and accepts nothing that ``parse_attrs`` reads differently.
+    """
+    try:
+        found = _COMMON.decode(text)
+        public_ip = gojson.address_of(found.PublicIP, IPv4Address)
+        public_ipv6 = None
+        if found.PublicIPv6 is not None:
+            public_ipv6 = gojson.address_of(found.PublicIPv6, IPv6Address)
+    except (ValueError, RecursionError):
+        return None
+    if public_ip is None and public_ipv6 is None:
+        return None
+    return LeaseAttrs(
+        public_ip,
+        public_ipv6,
+        intern(found.BackendType),
+        found.BackendData.decoded() if found.BackendData else None,
+        found.BackendV6Data.decoded() if found.BackendV6Data else None,
+    )
+
+
 def parse_attrs(text: str | bytes) -> LeaseAttrs:
     """Parse a node's attributes. Without IPv4 the PublicIP is absent or ``0.0.0.0``."""
+    return _common_attrs(text) or _any_attrs(text)
+
+
+def _any_attrs(text: str | bytes) -> LeaseAttrs:
+    """Parse attributes by Go's rules: names in any case, unknown names, any backend's data."""
     try:
         fields = Fields(gojson.parse(text))
         attrs = LeaseAttrs(
@@ -113,9 +170,9 @@ def _shown(text: str) -> str:
     return gojson.compact(text[:60])
 
 
-def _subnet(kind: type[N], base: int, length: int) -> N | None:
+def _subnet(make: Callable[[int, int], N], base: int, length: int) -> N | None:
     """Return a network, None for length 0, which stands for an unused family. Raises ``ValueError``."""
-    net = kind((base, length))
+    net = make(base, length)
     if length == net.max_prefixlen:
         raise ValueError("one address is no subnet")
     return net if length else None

@@ -23,9 +23,11 @@ OVERLAY = "10.0.0.0/8"
 UNDERLAY_PREFIX = 15
 #: Above the nodes of the laboratory, which begin at 198.18.0.1.
 FIRST_PUBLIC_IP = "198.18.16.0"
-#: Well above the subnets that daemons pick for themselves.
-_FIRST_SUBNET = IPv4Address("10.64.0.0")
-MOST_PEERS = 32_000
+#: That of 10.64.0.0/24, well above the subnets that daemons pick for themselves. After the last subnet of the
+#: network, 10.255.255.0/24, come those from 10.0.0.0/24 on.
+_FIRST_INDEX = 64 << 8
+#: All subnets but the last 102 before 10.64.0.0/24, of which a node gets one.
+MOST_PEERS = (1 << 16) - 102
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,8 @@ class Peer:
 
     @property
     def subnet(self) -> IPv4Network:
-        return IPv4Network((int(_FIRST_SUBNET) + (self.number << 8), 24))
+        index = (_FIRST_INDEX + self.number) % (1 << 16)
+        return IPv4Network(((10 << 24) + (index << 8), 24))
 
     @property
     def mac(self) -> bytes:
@@ -65,9 +68,9 @@ class Leases:
         self._connection = connection
         self._backend = backend
 
-    def load(self, number: int) -> None:
-        """Write the leases of the peers 0 to ``number`` - 1."""
-        for each in range(number):
+    def load(self, number: int, first: int = 0) -> None:
+        """Write the leases of the peers ``first`` to ``number`` - 1."""
+        for each in range(first, number):
             self.send(self.addition(Peer(each)))
             self.finish()
 
@@ -96,8 +99,8 @@ class Leases:
 class V3Leases(Leases):
     """The same through the v3 API; what is loaded has a lease of etcd's for each key, as daemons have it."""
 
-    def load(self, number: int) -> None:
-        for each in range(number):
+    def load(self, number: int, first: int = 0) -> None:
+        for each in range(first, number):
             self.send(_post("/lease/grant", {"TTL": str(TTL), "ID": _lease_id(Peer(each))}))
             self.finish()
             self.send(self._put(Peer(each), _lease_id(Peer(each))))

@@ -88,8 +88,8 @@ class Goal:
 LATENCY_RATIO = 1.3
 
 GOALS = {
-    Subject("vxlan", 5_000, Figure.BULK): Goal(0.7),
-    Subject("vxlan", 15_000, Figure.BULK): Goal(0.8),
+    Subject("vxlan", 5_000, Figure.BULK): Goal(0.35),
+    Subject("vxlan", 15_000, Figure.BULK): Goal(0.15),
     Subject("host-gw", 5_000, Figure.BULK): Goal(0.06),
     Subject("host-gw", 15_000, Figure.BULK): Goal(0.03),
     Subject("host-gw", 15_000, Figure.IDLE): Goal(0.1),

@@ -111,7 +111,7 @@ def test_a_row_shows_medians_spread_ratio_and_verdict() -> None:
     row = results.table().splitlines()[1]
     assert row.split() == [
         *("exec", "to", "all", "routes,", "s", "0.500", "(0.400..0.600)", "1.00", "(1.00..1.00)"),
-        *("0.500", "ratio", "<=", "0.7", "met"),
+        *("0.500", "ratio", "<=", "0.35", "missed"),
     ]
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from tests.interop.crowd import swap_after_them, swap_both_ways
 from tests.interop.mixed import mixed, replace_daemons
 from tests.lab import Lab, own_command, peer_command, wait_for
 from tests.netns.pair import connect
@@ -70,6 +72,14 @@ def test_changing_the_daemon_on_a_live_node_loses_nothing(
 ) -> None:
     node, peer = mixed(lab, backend, turns[0], turns[1])
     replace_daemons(lab, node, peer, turns[1:])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("swap", [swap_both_ways, swap_after_them])
+def test_changing_the_daemon_among_thousands_of_peers_loses_and_leaves_nothing(
+    lab: Lab, swap: Callable[..., None]
+) -> None:
+    swap(lab, THEIRS, hears_all=True)
 
 
 def test_a_cluster_of_the_other_daemon_moves_to_v3_of_etcd(lab: Lab) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from tests.interop.crowd import swap_after_them, swap_both_ways
 from tests.interop.mixed import mixed, own_part, replace_daemons, wait_until_it_is
 from tests.lab import Lab, Node, own_command, peer_command
 from tests.netns.pair import DUAL_STACK
@@ -106,3 +108,11 @@ def test_a_reservation_outlives_the_change_to_our_daemon(lab: Lab, backend: dict
     node.wait_ready(20)
     assert node.subnet() == subnet
     assert "ttl" not in (lab.etcd.lease(subnet) or {})
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("swap", [swap_both_ways, swap_after_them])
+def test_changing_the_daemon_among_thousands_of_peers_loses_and_leaves_nothing(
+    lab: Lab, swap: Callable[..., None]
+) -> None:
+    swap(lab, THEIRS, hears_all=False)

@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from ipaddress import ip_address, ip_network
 
 import pytest
+from msgspec.structs import replace
 
 from flanneld.network.rtnetlink import devices
+from flanneld.network.rtnetlink import messages as rtnl
 from flanneld.network.rtnetlink.domain import Domain
 from flanneld.network.rtnetlink.kernel import Kernel
 from flanneld.network.rtnetlink.monitor import Monitor, Notification, ResourceChanged, ResourceRemoved
@@ -21,6 +23,7 @@ from flanneld.state.diff import difference
 from flanneld.state.report import Report
 from flanneld.state.resources import Address, FdbEntry, Neighbor, Resource, Route, Vxlan
 from flanneld.state.table import Put, Scope
+from tests.lab.changes import Changes
 from tests.lab.namespace import Namespace, batch, remove
 from tests.lab.wait import wait_for
 
@@ -253,6 +256,92 @@ def test_stale_routes_of_any_scope_on_our_device_are_removed(
     host.ip(f"route add {route}")
     assert len(kernel.converge([]).removed) == 1
     assert kernel.distance([]) == DONE
+
+
+# ---- protocol numbers of many routes ------------------------------------------------------------------
+
+
+def through(device: str, number: int) -> list[Resource]:
+    """Routes through a device, each with a gateway of its own."""
+    nets = [ip_network(((10 << 24) + (1 << 16) + (index << 4), 28)) for index in range(number)]
+    return [Route(net, device, net.network_address, onlink=True) for net in nets]
+
+
+def protocols(host: Namespace, device: str) -> list[str]:
+    """Return the number of each route; ``ip`` leaves that of ``boot`` out."""
+    return [row.get("protocol", "3") for row in host.json("ip", "-j", "-N", "route", "show", "dev", device)]
+
+
+MANY = through("vx4", 600)
+
+
+def test_many_routes_of_our_device_have_many_protocol_numbers(host: Namespace, kernel: Tables) -> None:
+    assert kernel.converge(MANY).failed == []
+    assert len(set(protocols(host, "vx4"))) == 106
+    assert kernel.distance(MANY) == DONE
+    assert len(kernel.converge([]).removed) == len(MANY)
+    assert protocols(host, "vx4") == []
+
+
+@pytest.mark.parametrize("number", [1, 512])
+def test_few_routes_have_gos_protocol_number(host: Namespace, kernel: Tables, number: int) -> None:
+    kernel.converge(MANY[:number])
+    assert set(protocols(host, "vx4")) == {"3"}
+
+
+def test_numbers_do_not_vary_if_they_are_not_to(host: Namespace, kernel: Tables) -> None:
+    *_, routes = tables(kernel.kernel, spread=False)
+    assert routes.put([Put(route) for route in MANY]).failed == []
+    assert set(protocols(host, "vx4")) == {"3"}
+
+
+def test_a_route_is_never_rewritten_for_its_number(host: Namespace, kernel: Tables) -> None:
+    """Routes from a time with fewer of them, or from a Go flanneld, stay as they are."""
+    kernel.converge(MANY[:512])
+    with Changes(host) as changes:
+        assert kernel.converge(MANY).made == MANY[512:]
+        assert changes.seen() == ["new route"] * (len(MANY) - 512)
+    assert protocols(host, "vx4").count("3") == 512
+
+
+def test_routes_of_an_earlier_runs_device_are_found_whatever_their_number(
+    host: Namespace, kernel: Tables
+) -> None:
+    """By the sweep of a start, and by ``-cleanup``."""
+    host.ip("link set vx4 down", "link set vx4 name flannel.7", "link set flannel.7 up")
+    ours = replace(DOMAIN, links=frozenset({"flannel.7"}), ranges=((ip_network("10.1.0.0/16"), 28),))
+    kernel.kernel.domain = ours
+    kernel.converge(through("flannel.7", 600))
+    host.ip("route add 10.1.254.0/28 dev flannel.7 proto static")  # an operator's
+    later = Kernel(replace(ours, links=frozenset()))
+    assert len(later.left_behind(later.domain)) == 600
+    *_, routes = tables(later)
+    stale = difference({}, routes.read(Scope({}, adopt=True)))[1]
+    assert len(routes.drop(stale).removed) == 600
+    assert protocols(host, "flannel.7") == ["4"]
+
+
+@pytest.mark.parametrize(
+    ("change", "is_drift"),
+    [
+        ("via 10.1.0.0 dev vx4 onlink", False),
+        ("via 10.1.0.0 dev vx4 onlink proto 77", False),
+        ("via 10.1.0.16 dev vx4 onlink", True),
+        ("via 192.0.2.9 dev up0", True),
+        ("via 10.1.0.0 dev vx4 onlink src 192.0.2.1", False),
+        ("dev vx4", True),
+    ],
+)
+def test_the_short_way_to_read_a_route_sees_drift_as_the_long_one(
+    host: Namespace, kernel: Tables, change: str, *, is_drift: bool
+) -> None:
+    wanted = through("vx4", 3)
+    kernel.converge(wanted)
+    dumped = kernel.kernel.dump(rtnl.RTM_GETROUTE, rtnl.routes_request(4))
+    plain = [found for item in dumped if (found := rtnl.decode_plain_route(*item))]
+    assert [found.key for found in plain] == [route.key for route in wanted]
+    host.ip(f"route replace 10.1.0.0/28 {change}")
+    assert [put.want for put in kernel.distance(wanted)[0]] == (wanted[:1] if is_drift else [])
 
 
 def test_a_way_through_a_gateway_of_the_other_family_has_a_gateway(host: Namespace, kernel: Tables) -> None:

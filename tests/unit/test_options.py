@@ -76,6 +76,7 @@ DEFAULTS = {
     "iptables-rules": "own-chains",
     "iptables-flavour": "auto",
     "ip-blackhole-route": False,
+    "route-protocol-spread": "auto",
     "set-node-network-unavailable": True,
     "keep-forwarding": False,
     "v": 0,

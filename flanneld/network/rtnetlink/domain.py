@@ -1,8 +1,9 @@
 """Ownership of kernel objects.
 
-We own everything on our devices, except what the kernel added itself. On other devices we own the routes with
-our protocol number. An earlier flanneld may have left routes without it on the uplink (Go's have ``boot``).
-They are recognised by their shape, and only at the first start after such a flanneld.
+We own everything on our devices, except what the kernel added itself. The protocol number of a route there
+does not matter. On other devices we own the routes with our protocol number. An earlier flanneld may have
+left routes without it on the uplink (Go's have ``boot``). They are recognised by their shape, and only at the
+first start after such a flanneld.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from msgspec import Struct
 
 from flanneld.model import Family, IPAddress, IPNetwork
 from flanneld.network.rtnetlink import messages as rtnl
+from flanneld.network.rtnetlink.route_protocols import ON_OUR_DEVICES
 from flanneld.state.resources import PROTO_BOOT, PROTO_FLANNEL, Blackhole, Route
 
 #: Prefix of the device names of all flannels.
@@ -49,10 +51,11 @@ class Domain(Struct, frozen=True, gc=False):
             networks = [network for network, _ in self.ranges]
             return _within(seen.route.destination, networks + list(self.former if adopt else ()))
         route = seen.route
-        if not adopt or seen.protocol != PROTO_BOOT or not self._is_peer_route(route):
+        if not adopt or not self._is_peer_route(route):
             return False
-        by_flannel = self.unmarked or route.device.startswith(_DEVICES_OF_FLANNEL)
-        return by_flannel or route.destination in self.adopted
+        if route.device.startswith(_DEVICES_OF_FLANNEL):
+            return seen.protocol in ON_OUR_DEVICES
+        return seen.protocol == PROTO_BOOT and (self.unmarked or route.destination in self.adopted)
 
     def is_connected(self, seen: rtnl.SeenRoute) -> bool:
         """Return True for the kernel's connected route on a device of others."""

@@ -14,7 +14,8 @@ from flanneld.network.rtnetlink import messages as rtnl
 from flanneld.network.rtnetlink.domain import NOTHING, Domain
 from flanneld.network.rtnetlink.messages import CreateMode
 from flanneld.network.rtnetlink.monitor import Monitor
-from flanneld.state.resources import PROTO_BOOT, PROTO_FLANNEL, Resource, Route
+from flanneld.network.rtnetlink.route_protocols import ON_OUR_DEVICES, protocol_for
+from flanneld.state.resources import PROTO_FLANNEL, Resource
 
 #: Writes per call from which on the tables are read back, instead of processing the notifications.
 _BULK = 500
@@ -40,21 +41,29 @@ class Kernel(HostView):
         """Return the routes of any flanneld: all marked ones, and unmarked ones that ``domain`` claims."""
         found: list[Resource] = []
         for family in FAMILIES:
-            marked = self.dump(rtnl.RTM_GETROUTE, rtnl.routes_request(family, protocol=PROTO_FLANNEL))
-            unmarked = self.dump(rtnl.RTM_GETROUTE, rtnl.routes_request(family, protocol=PROTO_BOOT))
+            marked = self.dump(rtnl.RTM_GETROUTE, rtnl.routes_request(family), _is_marked)
+            unmarked = self.dump(rtnl.RTM_GETROUTE, rtnl.routes_request(family), _is_unmarked)
             found += filter(None, (rtnl.decode_blackhole(*item) for item in marked))
             found += [seen.route for seen in _decoded(marked)]
             found += [seen.route for seen in _decoded(unmarked) if domain.owns_route(seen, adopt=True)]
         return found
 
     def write(
-        self, resources: Sequence[Resource], *, drop: bool = False, mode: CreateMode = CreateMode.REPLACE
+        self,
+        resources: Sequence[Resource],
+        *,
+        drop: bool = False,
+        mode: CreateMode = CreateMode.REPLACE,
+        spread: bool = False,
     ) -> dict[int, int]:
-        """Write resources in batches. Return the errno of each refused one, by its position."""
+        """Write resources in batches. Return the errno of each refused one, by its position.
+
+        With ``spread`` the protocol numbers of routes on our devices vary.
+        """
         if len(resources) <= _BULK or self.monitor is None:
-            return self._write(resources, drop=drop, mode=mode)
+            return self._write(resources, drop=drop, mode=mode, spread=spread)
         with self.monitor.paused():
-            refused = self._write(resources, drop=drop, mode=mode)
+            refused = self._write(resources, drop=drop, mode=mode, spread=spread)
         if len(refused) < len(resources):
             self.monitor.missed = True
         return refused
@@ -64,7 +73,9 @@ class Kernel(HostView):
         for _ in self._socket.write(rtnl.clear_route(each, seq) for seq, each in enumerate(destinations)):
             pass
 
-    def _write(self, resources: Sequence[Resource], *, drop: bool, mode: CreateMode) -> dict[int, int]:
+    def _write(
+        self, resources: Sequence[Resource], *, drop: bool, mode: CreateMode, spread: bool
+    ) -> dict[int, int]:
         indexes: dict[str, int] = {}
 
         def index_of(name: str) -> int:
@@ -75,8 +86,7 @@ class Kernel(HostView):
 
         def batch() -> Iterator[bytes]:
             for seq, resource in enumerate(resources):
-                unmarked = isinstance(resource, Route) and resource.device in self.domain.links
-                protocol = PROTO_BOOT if unmarked else PROTO_FLANNEL
+                protocol = protocol_for(resource, self.domain.links, spread=spread)
                 try:
                     yield rtnl.encode(resource, index_of, protocol, seq, drop=drop, mode=mode)
                 except OSError:
@@ -86,6 +96,14 @@ class Kernel(HostView):
         for failed in self._socket.write(batch()):
             refused.update(failed)
         return refused
+
+
+def _is_marked(data: bytes, offset: int, end: int) -> bool:
+    return rtnl.protocol_of(data, offset, end) == PROTO_FLANNEL
+
+
+def _is_unmarked(data: bytes, offset: int, end: int) -> bool:
+    return rtnl.protocol_of(data, offset, end) in ON_OUR_DEVICES
 
 
 def _decoded(items: Iterable[tuple[bytes, int, int]]) -> Iterator[rtnl.SeenRoute]:

@@ -15,13 +15,13 @@ from flanneld.network.rtnetlink import messages as rtnl
 from flanneld.network.rtnetlink.kernel import Kernel
 from flanneld.network.rtnetlink.messages import CreateMode
 from flanneld.network.rtnetlink.route_order import Behind, in_order, is_connected
+from flanneld.network.rtnetlink.route_protocols import MANY, ON_OUR_DEVICES
 from flanneld.state.report import Failure, Report
 from flanneld.state.resources import (
     ADDRESSES,
     FDB,
     LINKS,
     NEIGHBORS,
-    PROTO_BOOT,
     PROTO_FLANNEL,
     ROUTES,
     Address,
@@ -54,15 +54,20 @@ KERNEL_TABLES = (LINKS, ADDRESSES, NEIGHBORS, FDB, ROUTES)
 RefusedEntries = dict[tuple[str, IPAddress], str]
 
 
-def tables(kernel: Kernel, left: Callable[[], Iterable[Link]] = tuple) -> tuple[Table, ...]:
-    """Return the kernel's tables in the order of creation. ``left`` returns devices of earlier runs."""
+def tables(
+    kernel: Kernel, left: Callable[[], Iterable[Link]] = tuple, *, spread: bool = True
+) -> tuple[Table, ...]:
+    """Return the kernel's tables in the order of creation.
+
+    ``left`` returns devices of earlier runs. ``spread`` permits several protocol numbers for many routes.
+    """
     refused: RefusedEntries = {}
     return (
         LinkTable(kernel, left),
         AddressTable(kernel),
         NeighborTable(kernel, refused),
         FdbTable(kernel),
-        RouteTable(kernel, refused),
+        RouteTable(kernel, refused, spread=spread),
     )
 
 
@@ -236,15 +241,19 @@ class RouteTable(_KernelTable):
     """Table of the routes to peers in the main routing table.
 
     ``refused`` are the neighbour entries that the kernel refused. An onlink route without its entry would
-    make the kernel send ARP or NDP requests into the overlay.
+    make the kernel send ARP or NDP requests into the overlay. With ``spread`` the protocol numbers of many
+    routes vary, see ``route_protocols``.
     """
 
     name = ROUTES
     what = "the routes"
 
-    def __init__(self, kernel: Kernel, refused: Mapping[tuple[str, IPAddress], str]) -> None:
+    def __init__(
+        self, kernel: Kernel, refused: Mapping[tuple[str, IPAddress], str], *, spread: bool = True
+    ) -> None:
         super().__init__(kernel)
         self._refused_neighbors = refused
+        self._may_spread = spread
         #: Routes that we created or adopted. All others belong to someone else and stay.
         self._ours: dict[Key, Resource] = {}
 
@@ -270,9 +279,11 @@ class RouteTable(_KernelTable):
             else:
                 text = f"{put.was} stands there and is not flannel's"
                 report.failed.append(Failure(put.want, text, _REMEDY_FOR_BLOCKED))
-        self._bring_to_front(behind, report)
-        self._replace(over, report)
-        _account(new, self._kernel.write(new, mode=CreateMode.EXCLUSIVE), report, is_new=True)
+        spread = self._may_spread and len(self._ours) + len(new) > MANY
+        self._bring_to_front(behind, report, spread=spread)
+        self._replace(over, report, spread=spread)
+        refused = self._kernel.write(new, mode=CreateMode.EXCLUSIVE, spread=spread)
+        _account(new, refused, report, is_new=True)
         for made in report.made:
             self._ours[made.key] = made
         return report
@@ -292,23 +303,13 @@ class RouteTable(_KernelTable):
         A dump filtered by device would not show which of several routes comes first.
         """
         domain = self._kernel.domain
-        through = {domain.uplink, *domain.links}
-        through.update(route.device for route in scope.desired.values() if isinstance(route, Route))
-        indexes = {index for name in through if (index := index_of(name))}
         named = cache(name_of)
-
-        def concerns_us(data: bytes, offset: int, end: int) -> bool:
-            protocol = rtnl.protocol_of(data, offset, end)
-            if protocol == PROTO_FLANNEL:
-                return True
-            key, index = rtnl.outline(data, offset, end) or (None, 0)
-            if index in indexes or key in scope.desired:
-                return True
-            # Left by a run with another backend or VNI.
-            left = scope.adopt and protocol == PROTO_BOOT and key is not None
-            return left and (named(index) or "").startswith(_DEVICES_OF_FLANNEL)
-
+        concerns_us = self._filter(scope, named)
         for item in self._kernel.dump(rtnl.RTM_GETROUTE, rtnl.routes_request(family), concerns_us):
+            right = self._wanted_route(item, scope, named)
+            if right is not None:
+                yield Seen(right)
+                continue
             seen = rtnl.decode_route(*item, named)
             if seen is not None and domain.is_connected(seen):
                 yield Seen(RivalRoute(seen.route.key, is_connected=True), Claim.FOREIGN)
@@ -318,6 +319,45 @@ class RouteTable(_KernelTable):
                 yield Seen(blackhole, _claim(domain.owns_blackhole(blackhole)))
             elif (other := rtnl.outline(*item)) is not None:
                 yield Seen(RivalRoute(other[0]), Claim.FOREIGN)
+
+    def _filter(self, scope: Scope, named: Callable[[int], str | None]) -> Callable[[bytes, int, int], bool]:
+        """Return the filter of a dump: routes through our devices and the uplink, and rivals of ours."""
+        domain = self._kernel.domain
+        through = {domain.uplink, *domain.links}
+        through.update(route.device for route in scope.desired.values() if isinstance(route, Route))
+        indexes = {index for name in through if (index := index_of(name))}
+
+        def concerns_us(data: bytes, offset: int, end: int) -> bool:
+            plain = rtnl.decode_plain_route(data, offset, end)
+            if plain is not None and plain.index in indexes:
+                return True
+            protocol = rtnl.protocol_of(data, offset, end)
+            if protocol == PROTO_FLANNEL:
+                return True
+            key, index = rtnl.outline(data, offset, end) or (None, 0)
+            if index in indexes or key in scope.desired:
+                return True
+            # Left by a run with another backend or VNI.
+            left = scope.adopt and protocol in ON_OUR_DEVICES and key is not None
+            return left and (named(index) or "").startswith(_DEVICES_OF_FLANNEL)
+
+        return concerns_us
+
+    def _wanted_route(
+        self, item: tuple[bytes, int, int], scope: Scope, named: Callable[[int], str | None]
+    ) -> Resource | None:
+        """Return the desired route if this is one of ours as it is desired, without decoding it in full."""
+        plain = rtnl.decode_plain_route(*item)
+        want = scope.desired.get(plain.key) if plain is not None else None
+        if plain is None or not isinstance(want, Route) or want.gateway is None:
+            return None
+        is_right = (named(plain.index), plain.gateway, plain.onlink) == (
+            want.device,
+            int(want.gateway),
+            want.onlink,
+        )
+        is_ours = want.device in self._kernel.domain.links and plain.protocol != rtnl.RTPROT_KERNEL
+        return want if is_right and is_ours else None
 
     def _withhold(self, puts: Iterable[Put], report: Report) -> Iterator[Put]:
         for put in puts:
@@ -329,7 +369,7 @@ class RouteTable(_KernelTable):
             else:
                 report.failed.append(Failure(route, refused))
 
-    def _bring_to_front(self, routes: Sequence[Route], report: Report) -> None:
+    def _bring_to_front(self, routes: Sequence[Route], report: Report, *, spread: bool) -> None:
         """Move each route in front of another program's route to the same network, which stays behind it.
 
         A replace request would be refused or hit the other route. The removed route carried no packets.
@@ -341,9 +381,10 @@ class RouteTable(_KernelTable):
             "Restored the precedence of our route to %s%s over another route", routes[0].destination, more
         )
         self._kernel.write(routes, drop=True)
-        _account(routes, self._kernel.write(routes, mode=CreateMode.IN_FRONT), report, is_new=True)
+        refused = self._kernel.write(routes, mode=CreateMode.IN_FRONT, spread=spread)
+        _account(routes, refused, report, is_new=True)
 
-    def _replace(self, over: Mapping[Resource, Resource], report: Report) -> None:
+    def _replace(self, over: Mapping[Resource, Resource], report: Report, *, spread: bool) -> None:
         """Replace routes.
 
         IPv6 refuses an onlink gateway that another device has a route for, even if that is the route to be
@@ -352,7 +393,7 @@ class RouteTable(_KernelTable):
         if not over:
             return
         routes = list(over)
-        refused = self._kernel.write(routes)
+        refused = self._kernel.write(routes, spread=spread)
         blocked = [
             seq
             for seq, code in refused.items()

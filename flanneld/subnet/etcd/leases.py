@@ -146,7 +146,7 @@ class LeaseReader:
 
     def lease_key(self, node: StoredKey) -> LeaseKey | None:
         """Return the lease key of a key in etcd; None, with a log line, if it has none."""
-        if node.is_dir or posixpath.dirname(node.key) != self.path:
+        if node.is_dir or node.key.rpartition("/")[0] != self.path:
             self._complaints.note(node.key, "it is a directory, or in one of its own; remove it")
             return None
         try:

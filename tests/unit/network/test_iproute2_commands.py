@@ -90,6 +90,12 @@ def test_each_resource_has_a_command_that_makes_it_and_one_that_removes_it(
     assert shlex.join(iproute2_commands.drop(resource) or ()) == drop
 
 
+def test_the_command_of_one_of_many_routes_names_its_protocol() -> None:
+    route = Route(IPv4Network("10.5.1.0/24"), "flannel.1", IPv4Address("10.5.1.0"), onlink=True)
+    command = iproute2_commands.put(route, {"flannel.1"}, spread=True) or ()
+    assert shlex.join(command) == "ip route replace 10.5.1.0/24 via 10.5.1.0 dev flannel.1 onlink proto 219"
+
+
 def test_a_route_is_removed_and_made_again_to_become_the_first() -> None:
     route = Route(IPv4Network("10.5.1.0/24"), "eth0", IPv4Address("192.0.2.2"))
     assert list(lines(iproute2_commands.bring_to_front(route, {"flannel.1"}))) == [

@@ -227,6 +227,24 @@ def test_a_route_is_read_back_as_it_was_written(desired: Route) -> None:
     assert rtnl.decode_route(*told(desired), name_of) == rtnl.SeenRoute(desired, PROTO_BOOT)
 
 
+@given(routes(), st.integers(0, 43), st.integers(0, 255))
+def test_the_short_way_reads_a_route_as_the_long_one_or_not_at_all(
+    desired: Route, place: int, value: int
+) -> None:
+    data, offset, end = told(desired)
+    changed = bytearray(data)
+    if offset + place < end:
+        changed[offset + place] = value
+    plain = rtnl.decode_plain_route(bytes(changed), offset, end)
+    if plain is None or plain.key[3] not in range(33):  # the long way refuses such a length
+        return
+    seen = rtnl.decode_route(bytes(changed), offset, end, str)
+    if seen is not None and plain.key == seen.route.key:
+        route = seen.route
+        assert (plain.protocol, str(plain.index)) == (seen.protocol, route.device)
+        assert (plain.gateway, plain.onlink) == (int(route.gateway or 0), route.onlink)
+
+
 @given(
     st.builds(Neighbor, st.just(DEVICE), addresses, macs)
     | st.builds(FdbEntry, st.just(DEVICE), macs, addresses)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from flanneld.errors import Refused
 from flanneld.model import LeaseAttrs, LeaseKey, name_of
+from flanneld.subnet import codec
 from flanneld.subnet.codec import format_attrs, format_key, parse_attrs, parse_key, parse_mac
 
 V4 = IPv4Network("10.12.13.0/24")
@@ -223,6 +224,35 @@ NAMES = ["PublicIP", "publicip", "PublicIPv6", "BackendType", "BackendData", "Ba
 def test_any_value_is_attributes_or_refused(text: str | bytes) -> None:
     with suppress(Refused):
         assert isinstance(parse_attrs(text), LeaseAttrs)
+
+
+def objects(names: list[str], values: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+    """JSON objects whose names may be repeated."""
+    pairs = st.lists(st.tuples(st.sampled_from(names), values), max_size=5)
+    return pairs.map(lambda found: "{" + ",".join(f'"{name}":{value}' for name, value in found) + "}")
+
+
+TEXTS = ["null", '"1.2.3.4"', '"fd00::1"', '"0.0.0.0"', '""', '"vxlan"', '"02:00:00:00:00:01"', "1", "1.0"]
+#: JSON that Go reads in its own way: lone surrogates, numbers of any size, deep nesting, no UTF-8.
+ODD = ['"\\ud800"', "1e999", "1" * 30, "[" * 200 + "]" * 200, "NaN", '"\udc80"', "tru"]
+plain_values = st.sampled_from(TEXTS + ODD)
+data_values = objects(["VtepMAC", "vtepmac", "VNI", "x"], plain_values)
+
+
+@given(objects(NAMES, plain_values | data_values))
+def test_the_common_form_is_read_as_any_other(text: str) -> None:
+    """The short way must not accept or understand anything else than Go's rules."""
+    common = codec._common_attrs(text)
+    if common is not None:
+        assert common == codec._any_attrs(text)
+
+
+@pytest.mark.parametrize("with_ipv6", [False, True])
+def test_what_vxlan_daemons_write_is_in_the_common_form(with_ipv6: bool) -> None:
+    data = {"VNI": 1, **MAC}
+    attrs = LeaseAttrs(IPv4Address("1.2.3.4"), IPv6Address("fd00::1"), "vxlan", data, MAC)
+    expected = attrs if with_ipv6 else LeaseAttrs(IPv4Address("1.2.3.4"), None, "vxlan", data)
+    assert codec._common_attrs(format_attrs(expected, with_ipv6=with_ipv6)) == expected
 
 
 # --- MAC addresses

