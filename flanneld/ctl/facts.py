@@ -27,9 +27,10 @@ from flanneld.ctl.stale_host_objects import CniConf, LeftRules
 from flanneld.diagnostics import host_checks
 from flanneld.diagnostics.host_checks import WrongSetting as HostFinding
 from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork
-from flanneld.network import ethtool, path_mtu, udp_port
+from flanneld.network import ethtool
 from flanneld.network.firewall import forward_drops
 from flanneld.network.firewall.forward_drops import accepting, dropping, in_the_way
+from flanneld.network.query import path_mtu, udp_port
 from flanneld.network.rtnetlink.kernel import Kernel
 from flanneld.network.rtnetlink.links import SeenLink, is_flannels
 from flanneld.runtime import clock

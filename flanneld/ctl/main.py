@@ -280,7 +280,7 @@ def _trace(source: Source, arguments: argparse.Namespace) -> CommandAnswer:
 
 def _mtu(source: Source, arguments: argparse.Namespace) -> CommandAnswer:
     from flanneld.ctl.path_mtu import paths, peer_named
-    from flanneld.network import path_mtu
+    from flanneld.network.query import path_mtu
 
     peer = peer_named(arguments.peer, source.document)
     found = list(paths(peer, source.document, path_mtu.find))

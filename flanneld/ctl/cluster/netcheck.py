@@ -16,7 +16,7 @@ from flanneld.ctl.data_source import Source
 from flanneld.ctl.path_mtu import paths, peer_named
 from flanneld.ctl.snapshot import values
 from flanneld.model import IPAddress
-from flanneld.network import path_mtu
+from flanneld.network.query import path_mtu
 from flanneld.network.query.message import ORDINARY
 from flanneld.network.query.survey import EchoChannel, QueryChannel, Reply, survey
 from flanneld.state.resources import Vxlan

@@ -16,8 +16,7 @@ from typing import Any, Protocol
 from msgspec import Struct, field
 
 from flanneld.model import FAMILIES, Family, IPAddress
-from flanneld.network import icmp_echo
-from flanneld.network.query import message
+from flanneld.network.query import icmp_echo, message
 from flanneld.network.query.message import HEADERS, ORDINARY, TOKEN_LENGTH, Query
 from flanneld.runtime import clock, waits
 from flanneld.runtime.randomness import random_bytes

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from flanneld.diagnostics.probes import answering, targets
 from flanneld.model import Family, Lease, LeaseAttrs
-from flanneld.network.icmp_echo import answers, request
+from flanneld.network.query.icmp_echo import answers, request
 from flanneld.state.resources import Address
 
 TOKEN = bytes(range(16))

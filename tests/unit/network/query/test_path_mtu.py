@@ -13,7 +13,7 @@ from flanneld.ctl.path_mtu import Path, paths, peer_named, sample
 from flanneld.diagnostics.status import describe
 from flanneld.errors import FlannelError
 from flanneld.model import IPAddress
-from flanneld.network.path_mtu import largest
+from flanneld.network.query.path_mtu import largest
 from flanneld.state.resources import Address
 
 PEER: dict[str, Any] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from flanneld.model import Family, IPAddress
-from flanneld.network import icmp_echo
+from flanneld.network.query import icmp_echo
 
 #: What every host takes in one piece (RFC 791, RFC 8200).
 SMALLEST: dict[Family, int] = {4: 576, 6: 1280}
