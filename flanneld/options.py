@@ -12,6 +12,7 @@ from ipaddress import IPv4Address, IPv6Address
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from flanneld import option_values
 from flanneld.compat import flags as goflags
@@ -301,6 +302,12 @@ class Options(Struct, frozen=True):
 
 
 FLAGS: tuple[Flag, ...] = tuple(entry.flag for entry in _ENTRIES.values())
+#: Present names of flags by their former ones, which are accepted, too.
+_FORMER = {"removal-brake": "removal-guard"}
+_ACCEPTED = (
+    *FLAGS,
+    *(replace(flag, name=old) for old, new in _FORMER.items() for flag in FLAGS if flag.name == new),
+)
 #: No option, and never read from the environment.
 _VERSION = Flag("version", "bool", False, "print the version and exit")
 
@@ -328,22 +335,27 @@ def read(argv: Sequence[str], environ: Mapping[str, str], program: str = "flanne
     and ``Fatal`` for a value out of bounds.
     """
     try:
-        line = goflags.parse((*FLAGS, _VERSION), argv)
+        line = _by_present_name(goflags.parse((*_ACCEPTED, _VERSION), argv))
         if line.pop(_VERSION.name, False):
             raise VersionWanted
-        rest = (flag for flag in FLAGS if flag.name not in line)
+        rest = (flag for flag in _ACCEPTED if _FORMER.get(flag.name, flag.name) not in line)
     except goflags.HelpRequested:
         raise HelpWanted(usage(program)) from None
     except goflags.FlagError as error:
         raise UsageError(str(error), usage(program)) from None
     try:
-        variables = goflags.from_environment(rest, environ, PREFIX)
+        variables = _by_present_name(goflags.from_environment(rest, environ, PREFIX))
     except goflags.FlagError as error:
         # A service's log: the usage would only bury it.
         raise UsageError(f"{error}; correct or unset it", "") from None
     sources = {name: f"-{name}" for name in line}
     sources |= {name: goflags.variable(name, PREFIX) for name in variables}
     return _checked(line | variables, sources)
+
+
+def _by_present_name(given: Mapping[str, FlagValue]) -> dict[str, FlagValue]:
+    former = {_FORMER[name]: value for name, value in given.items() if name in _FORMER}
+    return former | {name: value for name, value in given.items() if name not in _FORMER}
 
 
 #: Variables of Go flanneld that mean nothing here, each with the reason.
@@ -355,7 +367,7 @@ WITHOUT_EFFECT = {
 
 def unknown_variables(environ: Mapping[str, str]) -> list[tuple[str, str]]:
     """Return unknown ``FLANNELD_*`` variables, each with the most similar known one."""
-    known = [goflags.variable(flag.name, PREFIX) for flag in FLAGS]
+    known = [goflags.variable(flag.name, PREFIX) for flag in _ACCEPTED]
     unknown = [name for name in sorted(environ) if name.startswith(f"{PREFIX}_") and name not in known]
     unknown = [name for name in unknown if not _is_of_a_service(name, environ[name])]
     if not unknown:

@@ -13,6 +13,7 @@ from flanneld.options import (
     UsageError,
     VersionWanted,
     read,
+    unknown_variables,
     usage,
 )
 
@@ -323,3 +324,18 @@ def test_two_commands_at_once_are_refused() -> None:
 def test_a_value_that_means_nothing_is_refused_with_what_does(word: str, remedy: str) -> None:
     with pytest.raises(Fatal, match=remedy):
         read([word], {})
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "guard"),
+    [
+        (["-removal-brake=false"], {}, False),
+        ([], {"FLANNELD_REMOVAL_BRAKE": "false"}, False),
+        (["-removal-guard"], {"FLANNELD_REMOVAL_BRAKE": "false"}, True),
+        (["-removal-brake=false", "-removal-guard"], {}, True),
+    ],
+)
+def test_former_name_of_a_flag_is_accepted(argv: list[str], environ: dict[str, str], guard: bool) -> None:
+    assert read(argv, environ).removal_guard is guard
+    assert unknown_variables(environ) == []
+    assert "removal-brake" not in usage("flanneld")
