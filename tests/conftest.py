@@ -78,6 +78,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
+    # pytest-xdist sends reports as UTF-8, which has no lone surrogates; examples for parsers have some.
+    report.sections = [
+        (name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections
+    ]
     if report.when == "call" and report.failed:
         for node in _nodes(getattr(item, "funcargs", {})):
             report.sections.append((f"log of the daemon on {node.name}", node.logs()[-LOG_TAIL:]))
