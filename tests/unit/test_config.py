@@ -313,3 +313,18 @@ def test_a_config_with_every_key_gives_no_warning() -> None:
         IPv6SubnetMax="fc00:0:0:8::", EnableNFTables=False, Backend={"Type": "vxlan", "Whatever": 1},
     )  # fmt: skip
     assert found.warnings == ()
+
+
+def test_backend_beside_the_first_needs_a_type() -> None:
+    beside = {"Type": "vxlan", "Also": {"Type": "WireGuard"}}
+    found = parse(json.dumps({"Network": "10.3.0.0/16", "Backend": beside}))
+    assert found.also is not None
+    assert found.also.backend_type == "wireguard"
+    with pytest.raises(ConfigError, match="Also has no Type"):
+        parse(json.dumps({"Network": "10.3.0.0/16", "Backend": {**beside, "Also": {"VNI": 3}}}))
+
+
+def test_configs_are_equal_if_their_texts_are() -> None:
+    one, other = parse('{"Network": "10.3.0.0/16"}'), parse('{"Network": "10.4.0.0/16"}')
+    assert one != other
+    assert one != '{"Network": "10.3.0.0/16"}'

@@ -226,6 +226,7 @@ def test_a_bad_variable_is_named(name: str, text: str, message: str) -> None:
         ('a"b\\', r'"a\"b\\"'),
         ("\a\b\f\n\r\t\v", r'"\a\b\f\n\r\t\v"'),
         ("\x01\x7f", r'"\x01\x7f"'),
+        ("\x80", r'"\u0080"'),
         ("\x85\ue000\U000e0001", r'"\u0085\ue000\U000e0001"'),
         ("\uffff\U0001ffff", r'"\uffff\U0001ffff"'),
         (b"\x80\xff".decode(errors="surrogateescape"), r'"\x80\xff"'),

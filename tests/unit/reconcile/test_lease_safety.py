@@ -97,6 +97,20 @@ def test_both_families_are_looked_at() -> None:
     assert "which lies in the leased subnet fc00:5:0:1::/64" in str(safety.harm(inside))
 
 
+def test_public_ip_above_our_own_is_looked_at_as_well() -> None:
+    safety = LeaseSafety(OWN, NETWORKS)
+    safety.look(host(local="198.18.0.4/32"), ())
+    assert safety.harm(lease(7, "198.18.0.4")) is not None
+
+
+def test_ipv6_public_ip_inside_a_leased_subnet_is_affected_by_it() -> None:
+    safety = LeaseSafety(OWN, NETWORKS)
+    inside = Lease(LeaseAttrs(None, IPv6Address("fc00:5:0:9::7")), None, IPv6Network("fc00:5:0:8::/64"))
+    safety.update([inside], ())
+    around = Lease(LeaseAttrs(None, IPv6Address("fd00::9")), None, IPv6Network("fc00:5:0:9::/64"))
+    assert inside.key in safety.update([around], ())
+
+
 def test_public_ip_in_two_leased_subnets_is_said_to_lie_in_the_longer_prefix() -> None:
     wide, narrow = lease(4, "198.18.0.2", 22), lease(4, "10.5.4.9", 25)
     for order in ([wide, narrow], [narrow, wide]):
