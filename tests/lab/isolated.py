@@ -21,7 +21,7 @@ from tests.lab.wait import wait_for
 PROGRAM = """\
 #!/bin/sh
 export PYTHONPATH=/mnt/source:/mnt/site LD_LIBRARY_PATH=/mnt/python/lib
-exec /mnt/python/bin/python3 -c 'from {module} import main; main()' "$@"
+exec /mnt/python/bin/python3 -S -c 'from {module} import main; main()' "$@"
 """
 #: Each program's path, and the module that holds its ``main``.
 PROGRAMS = {"usr/bin/flanneld": "flanneld.__main__", "usr/bin/flannelctl": "flanneld.ctl.main"}

@@ -34,7 +34,7 @@ cd /
 exec setpriv --reuid="$user" --regid="$user" --clear-groups --no-new-privs \
     --inh-caps=-all,+net_admin,+net_raw --ambient-caps=-all,+net_admin,+net_raw \
     --bounding-set=-all,+net_admin,+net_raw \
-    /mnt/python/bin/python3 "$@"
+    /mnt/python/bin/python3 -S "$@"
 """
 CHECK_HOST = """
 from flanneld.compat import glog

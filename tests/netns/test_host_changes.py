@@ -125,7 +125,7 @@ def told_everywhere(node: Node, what: str) -> None:
     assert reason in flannelctl(node, "status").stdout
     found = {each["check"]: each for each in answer(node, "doctor")["findings"]}
     assert f"{found['store']['problem']}; {found['store']['advice']}" == reason
-    assert reason in found["ready"]["evidence"]
+    assert found["store"]["problem"] in found["ready"]["evidence"]
     assert "does not answer" not in ready_page(node)
     assert answer(node, "status")["store"]["answers"]
     assert not node.service_manager.ready()

@@ -187,9 +187,9 @@ PATIENT = (
     sys.executable,
     "-c",
     "from flanneld.runtime.supervisor import Supervisor\n"
-    "from flanneld.subnet.etcd import choice\n"
-    "patient = choice.Timeouts(*(600.0,) * 6)\n"
-    "choice.Timeouts = lambda: patient\n"
+    "from flanneld.subnet.etcd import api_choice\n"
+    "patient = api_choice.EtcdTimeouts(*(600.0,) * 6)\n"
+    "api_choice.EtcdTimeouts = lambda: patient\n"
     "Supervisor.shutdown.__defaults__ = (600.0,)\n"
     "from flanneld.main import main\n"
     "main()\n",
