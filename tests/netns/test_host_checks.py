@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import struct
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -112,7 +113,14 @@ def _advertise(lab: Lab) -> None:
     with lab.switch.entered(), socket.socket(socket.AF_INET6, socket.SOCK_RAW, socket.IPPROTO_ICMPV6) as raw:
         raw.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_MULTICAST_HOPS, 255)
         body = struct.pack("!BBHBBHII", 134, 0, 0, 64, 0, 1800, 0, 0)
-        raw.sendto(body, ("ff02::1", 0, 0, socket.if_nametoindex("br0")))
+
+        def sent() -> bool:
+            """Send it, unless the switch's own address is still being checked for duplicates."""
+            with suppress(OSError):
+                return raw.sendto(body, ("ff02::1", 0, 0, socket.if_nametoindex("br0"))) > 0
+            return False
+
+        wait_for(sent, what="an address of the switch")
 
 
 def _has_ipv6_default(node: Node) -> bool:

@@ -60,8 +60,9 @@ class CharonProcess:
     @property
     def pid(self) -> int:
         """Return its pid, 0 if it does not run."""
-        if self._child is not None:
-            self._child.poll()
+        if self._child is not None and self._child.pid == self._pid:
+            # A child that ends loses its environment first. Until it is reaped, no other charon starts.
+            return self._pid if self._child.poll() is None else 0
         return self._pid if self._pid and _mark_of(self._pid) is not None else 0
 
     @property
