@@ -90,7 +90,7 @@ def test_the_password_is_neither_in_the_log_nor_in_the_command_line(lab: Lab, pa
 
 
 class UnreadLog:
-    """A daemon's log that nobody reads: once ``fill`` was called, whoever writes to it is stuck."""
+    """A daemon's log that nobody reads: once ``fill`` was called, no line finds room."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / "unread"
@@ -117,8 +117,26 @@ class UnreadLog:
                 os.write(file, b"#")
         os.close(file)
 
-    def drain(self) -> None:
-        os.read(self._file, 4096)
+    def read(self) -> str:
+        """What is there to be read, at least something."""
+        return os.read(self._file, 4096).decode()
+
+
+def test_a_log_that_nobody_reads_holds_up_nothing(lab: Lab) -> None:
+    lab.etcd.put_config(CONFIG)
+    (node,) = lab.add_nodes()
+    with UnreadLog(node.directory) as log:
+        node.start(command=log.command)
+        node.wait_ready()
+        log.fill()
+        add_peer(lab, node)
+        lab.etcd.put_lease("10.5.201.0/24", PEER)
+        node.wait_for_route("10.5.201.0/24")
+        log.read()
+        lab.etcd.put_lease("10.5.202.0/24", PEER)
+        node.wait_for_route("10.5.202.0/24")
+        wait_for(lambda: "of the log are lost" in log.read(), what="the number of lost lines")
+        assert node.stop().status == 0
 
 
 def test_a_second_sigterm_kills_a_daemon_that_hangs(lab: Lab) -> None:
@@ -216,23 +234,49 @@ def test_health_and_readiness_are_told_over_http(lab: Lab) -> None:
     assert ask(node, "/")[0] == 404
 
 
+#: A backend of another package that hangs at a peer as long as a file is there. All that the daemon itself
+#: waits for is limited to less than a missed heartbeat.
+STUCK = """
+import os
+import time
+
+from flanneld.backends.host_gw import HostGw
+
+
+class Backend(HostGw):
+    def peer(self, own, lease):
+        while os.path.exists(os.environ["STUCK_WHILE"]):
+            time.sleep(0.1)
+        return super().peer(own, lease)
+"""
+
+
+def install(package: Path) -> None:
+    """Put the stuck backend into a directory as an installer does."""
+    (package / "stuck.py").write_text(STUCK)
+    info = package / "stuck-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: stuck\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[flanneld.backends]\nstuck = stuck:Backend\n")
+
+
 @pytest.mark.long
 def test_a_task_that_hangs_shows_in_the_health_and_starves_the_watchdog(lab: Lab) -> None:
-    lab.etcd.put_config(CONFIG)
+    lab.etcd.put_config({**CONFIG, "Backend": {"Type": "stuck"}})
     (node,) = lab.add_nodes()
-    with UnreadLog(node.directory) as log:
-        node.start(
-            f"-healthz-port={HEALTH_PORT}", command=log.command, environment={"WATCHDOG_USEC": "200000"}
-        )
-        node.wait_ready()
-        assert node.service_manager.fed(30)
-        log.fill()
-        lab.etcd.put_lease("10.5.200.0/24", PEER)
-        # The watchdog has to be read all the time: its messages would block the daemon.
-        wait_for(lambda: node.service_manager.heard() and ask(node, "/healthz")[0] == 500, 90, "bad health")
-        assert "reconciler" in ask(node, "/healthz")[1]
-        assert not node.service_manager.fed(1)
-        log.drain()
-        node.wait_for_route("10.5.200.0/24")
-        assert node.service_manager.fed(30)
-        assert ask(node, "/healthz") == (200, "flanneld is running")
+    install(node.directory)
+    block = node.directory / "block"
+    variables = {"PYTHONPATH": str(node.directory), "STUCK_WHILE": str(block)}
+    node.start(f"-healthz-port={HEALTH_PORT}", environment=variables | {"WATCHDOG_USEC": "200000"})
+    node.wait_ready()
+    assert node.service_manager.fed(30)
+    block.touch()
+    lab.etcd.put_lease("10.5.200.0/24", PEER)
+    # The watchdog has to be read all the time: its messages would block the daemon.
+    wait_for(lambda: node.service_manager.heard() and ask(node, "/healthz")[0] == 500, 150, "bad health")
+    assert "reconciler" in ask(node, "/healthz")[1]
+    assert not node.service_manager.fed(1)
+    block.unlink()
+    node.wait_for_route("10.5.200.0/24")
+    assert node.service_manager.fed(30)
+    assert ask(node, "/healthz") == (200, "flanneld is running")
