@@ -226,9 +226,20 @@ def test_task_that_has_ended_is_not_cancelled() -> None:
 def test_a_cancellation_that_fails_or_blocks_does_not_keep_the_others(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    supervisor, released, cancelled = Supervisor(), threading.Event(), threading.Event()
-    supervisor.start("bad", supervisor.wait, fail(ValueError("no such socket")))
-    supervisor.start("slow", supervisor.wait, wait_for(released))
+    supervisor, released = Supervisor(), threading.Event()
+    failed, blocked, cancelled = threading.Event(), threading.Event(), threading.Event()
+
+    def fail_at_the_end() -> None:
+        failed.set()
+        raise ValueError("no such socket")
+
+    def block() -> None:
+        blocked.set()
+        released.wait()
+
+    # Each thread lives until it is cancelled: a dead one needs no cancellation.
+    supervisor.start("bad", wait_for(failed), fail_at_the_end)
+    supervisor.start("slow", wait_for(blocked), block)
     supervisor.start("good", wait_for(cancelled), cancelled.set)
     # Longer than this the blocked one holds nobody up, if it does at all.
     assert supervisor.shutdown(within=DEADLINE / 2) == []
