@@ -527,11 +527,12 @@ def test_newcomer_waits_for_the_length_of_the_probation_before_it_ends(node: Nod
     assert store.attempts == []
 
 
-def test_earlier_write_of_another_node_is_no_contest(
-    node: Node, store: Store, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("asof", [0, 1])
+def test_write_of_another_node_no_later_than_ours_is_no_contest(
+    node: Node, store: Store, asof: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(2):
-        node.lease_keeper.deliver([Added(replace(LEASE, attrs=OTHERS, asof=0))])
+        node.lease_keeper.deliver([Added(replace(LEASE, attrs=OTHERS, asof=asof))])
         node.settle()
     assert (node.ended, len(store.attempts)) == (False, 1)
     assert "another node" not in caplog.text
