@@ -41,8 +41,6 @@ def main() -> None:
 
 def _load() -> Callable[[], None]:
     """Load the daemon, which takes most of the memory that a start needs."""
-    import flanneld.runtime  # noqa: F401 - defers parts of what logging imports
-
     # Modules are full of objects and make few cycles: looking for those takes 7 % of a start.
     gc.set_threshold(_GARBAGE)
     import logging

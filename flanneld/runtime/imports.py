@@ -55,11 +55,12 @@ class _LazyLoader:
             import_module(f"{module.__name__}.{part}")
 
     def run(self, module: ModuleType) -> None:
-        module.__class__ = ModuleType
         module.__loader__ = self._loader
         if module.__spec__:
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
+        # Last, so that another thread waits for the end of the code instead of missing an attribute.
+        module.__class__ = ModuleType
 
 
 class _Deferred(ModuleType):
@@ -69,4 +70,6 @@ class _Deferred(ModuleType):
         with _LOCK:
             if isinstance(self.__loader__, _LazyLoader):
                 self.__loader__.run(self)
+        if type(self) is _Deferred:  # its code runs, in this thread
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}", name=name, obj=self)
         return getattr(self, name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 from tests.local_etcd import LocalEtcd
 
@@ -62,6 +63,18 @@ def test_packages_that_we_defer_are_whole_for_other_code_in_the_process() -> Non
     }
     for ours, theirs in programs.items():
         loaded_after(f"{ours}\n{theirs}\nimport importlib, sys; importlib.invalidate_caches()")
+
+
+def test_threads_that_use_a_deferred_module_at_once_all_see_it_whole(tmp_path: Path) -> None:
+    (tmp_path / "slow_to_load.py").write_text("import time\ntime.sleep(0.2)\nready = True\n")
+    program = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "from flanneld.runtime.imports import defer; defer('slow_to_load'); import slow_to_load\n"
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "with ThreadPoolExecutor(8) as pool:\n"
+        "    assert all(pool.map(lambda _: slow_to_load.ready, range(8)))\n"
+    )
+    assert "slow_to_load" in loaded_after(program)
 
 
 def test_deferred_package_that_is_not_installed_is_missing() -> None:
