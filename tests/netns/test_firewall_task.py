@@ -304,7 +304,7 @@ def test_a_lock_that_is_held_does_not_keep_the_daemon_from_stopping(machine: Hos
     with machine.lock.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         lease_keeper = machine.start(nets=[NETS[0]], **WAYS["python-iptables"])
-        lease_keeper.wait_for_line("go through")
+        lease_keeper.wait_for_line("Using ")
         lease_keeper.stop()
     assert "xtables lock" not in lease_keeper.log(), "it has waited for the lock to the end"
 

@@ -86,7 +86,7 @@ def test_a_plan_says_of_the_pump_what_a_start_would_do_with_it(lab: Lab) -> None
     lab.etcd.put_config({"Network": NETWORK, "Backend": {"Type": "udp", "Port": 8286}})
     lab.etcd.delete_lease(peer.subnet())
     assert plan(lab, node).splitlines() == [
-        f"# no more: {way} in the pump of flannel0",
+        f"# no more: {way} in the proxy of flannel0",
         f"# changed: udp proxy of flannel0 on {node.address}:8286 in place of {pump}",
     ]
 
@@ -99,7 +99,7 @@ def test_planned_commands_make_the_same_tun_as_the_daemon(lab: Lab) -> None:
     script = plan(lab, node)
     new = [
         f"# new: udp proxy of flannel0 on {node.address}:8285",
-        f"# new: peer {peer.subnet()} at {peer.address} in the pump of flannel0",
+        f"# new: peer {peer.subnet()} at {peer.address} in the proxy of flannel0",
     ]
     assert [line for line in script.splitlines() if line.startswith("#")] == new
     carry_out(node, script)

@@ -38,7 +38,7 @@ Send = Callable[[Request], Answer]
 
 NO_SERVER = "check that etcd runs there and that -etcd-endpoints is right"
 NO_TLS = "check https in -etcd-endpoints, and -etcd-cafile"
-_NO_CERTIFICATE = "check that etcd runs there and accepts -etcd-certfile"
+_NO_CERTIFICATE = "check https in -etcd-endpoints, and that etcd there accepts -etcd-certfile"
 
 
 class EtcdTimeouts(Struct, frozen=True, gc=False):
