@@ -71,5 +71,5 @@ class _Deferred(ModuleType):
             if isinstance(self.__loader__, _LazyLoader):
                 self.__loader__.run(self)
         if type(self) is _Deferred:  # its code runs, in this thread
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}", name=name, obj=self)
+            raise AttributeError(f"module {self.__name__} has no attribute {name}", name=name, obj=self)
         return getattr(self, name)
