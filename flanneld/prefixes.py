@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from functools import cache
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
-from typing import Any
+from typing import Any, TypeVar
 
 
 class _Prefix4(IPv4Network):
@@ -55,27 +55,25 @@ class _Prefix6(IPv6Network):
         return same and self.network_address == other.network_address
 
 
+_P = TypeVar("_P", _Prefix4, _Prefix6)
+
+
 def ipv4_prefix(number: int, length: int) -> IPv4Network:
     """Return a network from its first address and its length. Raises ``ValueError`` for host bits."""
-    netmask, hosts = _mask4(length)
-    if number & hosts:
-        raise ValueError(f"{IPv4Address(number)}/{length} has host bits set")
-    net = _Prefix4.__new__(_Prefix4)
-    # What IPv4Network.__init__ does, without the parser of texts and tuples.
-    net.network_address = IPv4Address(number)
-    net.netmask = netmask
-    net._prefixlen = length
-    net._hash = hash(number ^ int(netmask))
-    return net
+    return _filled(_Prefix4.__new__(_Prefix4), IPv4Address(number), number, length, _mask(4, length))
 
 
 def ipv6_prefix(number: int, length: int) -> IPv6Network:
     """Return a network from its first address and its length. Raises ``ValueError`` for host bits."""
-    netmask, hosts = _mask6(length)
+    return _filled(_Prefix6.__new__(_Prefix6), IPv6Address(number), number, length, _mask(6, length))
+
+
+def _filled(net: _P, address: Any, number: int, length: int, mask: tuple[Any, int]) -> _P:
+    """Do what ``IPv4Network.__init__`` does, without the parser of texts and tuples."""
+    netmask, hosts = mask
     if number & hosts:
-        raise ValueError(f"{IPv6Address(number)}/{length} has host bits set")
-    net = _Prefix6.__new__(_Prefix6)
-    net.network_address = IPv6Address(number)
+        raise ValueError(f"{address}/{length} has host bits set")
+    net.network_address = address
     net.netmask = netmask
     net._prefixlen = length
     net._hash = hash(number ^ int(netmask))
@@ -83,14 +81,7 @@ def ipv6_prefix(number: int, length: int) -> IPv6Network:
 
 
 @cache
-def _mask4(length: int) -> tuple[IPv4Address, int]:
+def _mask(version: int, length: int) -> tuple[Any, int]:
     """Return the mask of a length, and its host bits as a number. Raises ``ValueError``."""
-    net = IPv4Network((0, length))
-    return net.netmask, int(net.hostmask)
-
-
-@cache
-def _mask6(length: int) -> tuple[IPv6Address, int]:
-    """Return the mask of a length, and its host bits as a number. Raises ``ValueError``."""
-    net = IPv6Network((0, length))
+    net = (IPv4Network if version == 4 else IPv6Network)((0, length))
     return net.netmask, int(net.hostmask)
