@@ -13,7 +13,7 @@ from msgspec import Struct
 from flanneld.compat import json as gojson
 from flanneld.compat.json import Fields, GoJsonError
 from flanneld.errors import Retryable
-from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork
+from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork, family_of
 
 #: Backend type if "Backend" is missing. Upstream's guide says vxlan, its code has always said udp.
 DEFAULT_BACKEND = "udp"
@@ -39,7 +39,7 @@ class SubnetRange(Struct, frozen=True, gc=False):
 
     @property
     def family(self) -> Family:
-        return 4 if self.network.version == 4 else 6
+        return family_of(self.network)
 
     def contains(self, net: IPNetwork) -> bool:
         """Return True if a host may have this subnet under this config."""

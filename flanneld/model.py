@@ -15,6 +15,11 @@ IPNetwork = IPv4Network | IPv6Network
 FAMILIES: tuple[Family, ...] = (4, 6)
 
 
+def family_of(of: IPAddress | IPNetwork) -> Family:
+    """Return the family of an address or a network."""
+    return 4 if of.version == 4 else 6
+
+
 class Secret(Struct, frozen=True, gc=False):
     """Key material. Neither ``str`` nor ``repr`` shows it, so it gets into no log, status or plan."""
 

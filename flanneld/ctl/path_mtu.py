@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from ipaddress import ip_address, ip_network
 from typing import Any
 
@@ -76,7 +76,14 @@ def sample(document: Mapping[str, Any], glance: Glance) -> list[Path]:
     """Return the paths to a few peers, first to those that did not answer the last probe."""
     reached = [peer for peer in document.get("peers", ()) if peer["state"] == "in the kernel"]
     reached.sort(key=lambda peer: bool(not peer.get("probe") or peer["probe"]["rtt"] is not None))
-    ends = [(*end, peer["subnets"][0]) for peer in reached[:_FEW] for end in _ends(peer, document)]
+    return at_a_glance(reached[:_FEW], document, glance)
+
+
+def at_a_glance(
+    peers: Iterable[Mapping[str, Any]], document: Mapping[str, Any], glance: Glance
+) -> list[Path]:
+    """Return the paths to some peers, all probed at once."""
+    ends = [(*end, peer["subnets"][0]) for peer in peers for end in _ends(peer, document)]
     carried = glance([(target, required) for _, target, required, _ in ends])
     return [
         Path(name, target, required, size, peer)

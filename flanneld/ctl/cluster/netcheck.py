@@ -10,12 +10,11 @@ from typing import Any
 
 from msgspec import Struct
 
-from flanneld.ctl.cluster.nodes import our_addresses, port_of, target_of, told
-from flanneld.ctl.cluster.ping import SMALL, family_of
+from flanneld.ctl.cluster.nodes import our_addresses, port_of, target_of, told, vxlan_of
+from flanneld.ctl.cluster.ping import SMALL
 from flanneld.ctl.data_source import Source
-from flanneld.ctl.path_mtu import paths, peer_named
-from flanneld.ctl.snapshot import values
-from flanneld.model import IPAddress
+from flanneld.ctl.path_mtu import at_a_glance, peer_named
+from flanneld.model import IPAddress, family_of
 from flanneld.network.query import path_mtu
 from flanneld.network.query.message import ORDINARY
 from flanneld.network.query.survey import EchoChannel, QueryChannel, Reply, survey
@@ -62,7 +61,7 @@ def measure(source: Source, name: str | None) -> Iterator[Result]:
 def _of_peer(peer: Mapping[str, Any], source: Source) -> Iterator[Result]:
     document, about = source.document, ",".join(peer["subnets"])
     if "mtu" in document and document.get("uplink"):
-        for path in paths(peer, document, lambda *question: path_mtu.glance([question])[0]):
+        for path in at_a_glance([peer], document, path_mtu.glance):
             carried = f"{path.carried or '-'} of {path.required} bytes"
             yield Result(f"path MTU, {path.name}", about, path.state, carried, path.note)
     own = our_addresses(document)
@@ -82,7 +81,7 @@ def _of_peer(peer: Mapping[str, Any], source: Source) -> Iterator[Result]:
         ),
     )
     echo = _ask(EchoChannel(family_of(target)), target)
-    yield checksums(about, replies, answers_icmp=echo.rtt is not None, device=_device(document))
+    yield checksums(about, replies, answers_icmp=echo.rtt is not None, device=vxlan_of(document))
     seen = told(replies.both.facts).seen
     if seen and place[1]:
         yield masqueraded(about, seen, frozenset(map(str, own)))
@@ -93,13 +92,9 @@ def _ask(channel: Any, target: IPAddress) -> Reply:
         return survey(channel, [target], _WITHIN, _TRIES)[target]
 
 
-def _device(document: Mapping[str, Any]) -> Vxlan | None:
-    return next((each for each in values(document.get("local")) if isinstance(each, Vxlan)), None)
-
-
 def _port(public: IPAddress, about: str, document: Mapping[str, Any]) -> Iterator[Result]:
     """Yield the state of the peer's VXLAN port. The kernel answers nothing at an open one."""
-    device = _device(document)
+    device = vxlan_of(document)
     if device is None or device.local.version != public.version:
         return
     reply = _ask(QueryChannel(family_of(public), device.port), public)

@@ -14,7 +14,7 @@ from flanneld.model import IPAddress
 from flanneld.network.query.message import DEFAULT_PORT
 from flanneld.network.query.survey import SILENCE, Reply
 from flanneld.options import Options
-from flanneld.state.resources import Address
+from flanneld.state.resources import Address, Vxlan
 
 
 class Told(Struct, frozen=True, gc=False):
@@ -113,6 +113,11 @@ def gather(document: Mapping[str, Any], probes: Probes, now: float) -> Cluster:
 def port_of(document: Mapping[str, Any], options: Options) -> int:
     """Return the port to ask: that of our own daemon, else that of the flags, else the usual one."""
     return document.get("answer_port") or options.answer_port or DEFAULT_PORT
+
+
+def vxlan_of(document: Mapping[str, Any]) -> Vxlan | None:
+    """Return this node's VXLAN device, None without one."""
+    return next((each for each in values(document.get("local")) if isinstance(each, Vxlan)), None)
 
 
 def our_addresses(document: Mapping[str, Any]) -> set[IPAddress]:

@@ -7,16 +7,14 @@ from contextlib import closing
 from ipaddress import ip_address, ip_network
 from typing import Any
 
-from flanneld.ctl.cluster.nodes import our_addresses, port_of, target_of
+from flanneld.ctl.cluster.nodes import our_addresses, port_of, target_of, vxlan_of
 from flanneld.ctl.cluster.reach import Series, Stage, Verdict
 from flanneld.ctl.data_source import Source
 from flanneld.ctl.path_mtu import peer_named
-from flanneld.ctl.snapshot import values
 from flanneld.ctl.text_tables import TextTable
-from flanneld.model import Family, IPAddress
+from flanneld.model import IPAddress, family_of
 from flanneld.network.query.message import ORDINARY
 from flanneld.network.query.survey import Channel, EchoChannel, QueryChannel, ask
-from flanneld.state.resources import Vxlan
 
 #: Bytes of a small packet, with the IP header: the size of ping(8).
 SMALL = 84
@@ -26,11 +24,6 @@ _WITHIN = 1.0
 _ENOUGH = 3
 #: Seconds more for the last packet to a container: its node reports a missing one after 3 s of ARP.
 _LINGER = 2.0
-
-
-def family_of(address: IPAddress) -> Family:
-    """Return the family of an address."""
-    return 4 if address.version == 4 else 6
 
 
 def series(
@@ -101,7 +94,7 @@ def _echo(stage: Stage, target: IPAddress, size: int | None, count: int) -> Iter
 
 def _port(public: IPAddress, document: Mapping[str, Any]) -> Iterator[Series]:
     """Yield a datagram to the VXLAN port. No answer is the good case: the kernel drops it as no VXLAN."""
-    device = next((each for each in values(document.get("local")) if isinstance(each, Vxlan)), None)
+    device = vxlan_of(document)
     if device is not None and device.local.version == public.version:
         channel = QueryChannel(family_of(public), device.port)
         yield Series(Stage.PORT, str(public), ORDINARY, *series(channel, public, 1))

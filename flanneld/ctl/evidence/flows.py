@@ -11,7 +11,7 @@ from msgspec import Struct
 from flanneld.ctl.data_source import ranges_of
 from flanneld.ctl.shadowing_routes import wanted_route
 from flanneld.ctl.snapshot import values
-from flanneld.model import Family, IPAddress, IPNetwork
+from flanneld.model import Family, IPAddress, IPNetwork, family_of
 from flanneld.network.firewall.verdicts.packet import Packet
 from flanneld.network.firewall.verdicts.ruleset import Opening
 from flanneld.state.resources import Ipip, Link, Tun, Vxlan
@@ -34,7 +34,7 @@ class Flow(Struct, frozen=True, gc=False):
 
     @property
     def family(self) -> Family:
-        return 4 if self.packet.source.version == 4 else 6
+        return family_of(self.packet.source)
 
 
 class Peer(Struct, frozen=True, gc=False):
@@ -45,8 +45,8 @@ class Peer(Struct, frozen=True, gc=False):
     document: Mapping[str, Any]
 
     def is_in(self, network: IPNetwork) -> bool:
-        return any(_holds(network, ip) for ip in self.public) or any(
-            _holds(network, subnet.network_address) for subnet in self.subnets
+        return any(ip in network for ip in self.public) or any(
+            subnet.network_address in network for subnet in self.subnets
         )
 
 
@@ -137,7 +137,3 @@ def _between_containers(
     out, back = Packet(device, route.device, here, there), Packet(route.device, device, there, here)
     yield Flow("packets of its containers to other nodes", out, THROUGH, openings)
     yield Flow("packets of other nodes to its containers", back, THROUGH, openings)
-
-
-def _holds(network: IPNetwork, address: IPAddress) -> bool:
-    return network.version == address.version and address in network

@@ -11,7 +11,7 @@ from msgspec import Struct
 from flanneld import __version__
 from flanneld.diagnostics import conditions
 from flanneld.diagnostics.components import Components
-from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork, Lease
+from flanneld.model import FAMILIES, IPAddress, IPNetwork, Lease, family_of
 from flanneld.state.resources import Address, Resource, Vxlan
 
 Facts = dict[str, Any]
@@ -32,9 +32,8 @@ class Place(Struct, frozen=True, gc=False):
     ) -> bool:
         """Return True if a query from this source gets an answer."""
         if self.in_overlay:
-            return any(source.version == network.version and source in network for network in networks)
-        family: Family = 4 if source.version == 4 else 6
-        return any(peer.attrs.public(family) == source for peer in peers())
+            return any(source in network for network in networks)
+        return any(peer.attrs.public(family_of(source)) == source for peer in peers())
 
 
 def places(components: Components) -> frozenset[Place]:

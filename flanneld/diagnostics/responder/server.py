@@ -15,7 +15,7 @@ from ipaddress import ip_address
 from flanneld.compat.glog import OneTimeWarnings
 from flanneld.diagnostics.components import Components
 from flanneld.diagnostics.responder.facts import Place, about, places
-from flanneld.model import Family
+from flanneld.model import Family, family_of
 from flanneld.network.query import message
 from flanneld.runtime import clock
 
@@ -89,7 +89,7 @@ class Responder:
                 self._sockets[place] = self._listen(place)
 
     def _listen(self, place: Place) -> socket.socket:
-        family: Family = 4 if place.address.version == 4 else 6
+        family = family_of(place.address)
         sock = socket.socket(socket.AF_INET if family == 4 else socket.AF_INET6, socket.SOCK_DGRAM)
         try:
             sock.setblocking(False)

@@ -19,7 +19,7 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from flanneld.model import Family, IPNetwork
+from flanneld.model import Family, IPNetwork, family_of
 
 ACCEPT, RETURN, MASQUERADE = "ACCEPT", "RETURN", "MASQUERADE"
 #: Verdicts that only other programs' rules have.
@@ -100,7 +100,7 @@ class Nets(Struct, frozen=True, gc=False):
 
     @property
     def family(self) -> Family:
-        return 4 if self.network.version == 4 else 6
+        return family_of(self.network)
 
 
 class Purpose(Struct, frozen=True, gc=False):

@@ -12,7 +12,6 @@ from flanneld.errors import Refused, Retryable
 from flanneld.model import (
     Added,
     Event,
-    Family,
     IPAddress,
     IPNetwork,
     Lease,
@@ -20,6 +19,7 @@ from flanneld.model import (
     LeaseKey,
     Removed,
     Snapshot,
+    family_of,
 )
 from flanneld.runtime import clock
 from flanneld.runtime.logs.batched_warnings import BatchedWarnings
@@ -54,7 +54,7 @@ class Listing(Struct, frozen=True, gc=False):
         """Return the leases with a public IP, lowest subnet first."""
         if public_ip is None:
             return []
-        family: Family = 4 if public_ip.version == 4 else 6
+        family = family_of(public_ip)
         return self.of(lambda attrs: attrs.public(family) == public_ip)
 
     def of(self, is_owner: Callable[[LeaseAttrs], bool]) -> list[tuple[str, Lease]]:

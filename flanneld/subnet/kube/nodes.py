@@ -21,7 +21,17 @@ from flanneld.compat import json as gojson
 from flanneld.compat.json import GoJsonError
 from flanneld.config import Config
 from flanneld.errors import Fatal, Refused, Retryable
-from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork, Lease, LeaseAttrs, LeaseKey, lies_in
+from flanneld.model import (
+    FAMILIES,
+    Family,
+    IPAddress,
+    IPNetwork,
+    Lease,
+    LeaseAttrs,
+    LeaseKey,
+    family_of,
+    lies_in,
+)
 
 DEFAULT_PREFIX = "flannel.alpha.coreos.com"
 MANAGED, TYPE = "kube-subnet-manager", "backend-type"
@@ -177,7 +187,7 @@ def key_of(node: Node, config: Config) -> LeaseKey:
     found: dict[int, IPNetwork] = {}
     for text in node.cidrs:
         net = _network(node, text)
-        pool = config.range(4 if net.version == 4 else 6)
+        pool = config.range(family_of(net))
         if pool is None:
             continue
         if net.version in found:

@@ -18,13 +18,13 @@ from flanneld.errors import Cancelled, Refused, Retryable, cause_of
 from flanneld.model import (
     Added,
     Event,
-    Family,
     IPAddress,
     Lease,
     LeaseAttrs,
     LeaseKey,
     Removed,
     Snapshot,
+    family_of,
     is_same_node,
 )
 from flanneld.runtime import clock, waits
@@ -114,7 +114,7 @@ class RemoteManager:
     def stored(self, public_ip: IPAddress | None) -> LeaseAttrs | None:
         if public_ip is None:
             return None
-        family: Family = 4 if public_ip.version == 4 else 6
+        family = family_of(public_ip)
         leases = _result(self._ask("GET", "/leases")).snapshot or ()
         return next((each.attrs for each in leases if each.attrs.public(family) == public_ip), None)
 
