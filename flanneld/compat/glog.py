@@ -167,7 +167,7 @@ class _Formatter(logging.Formatter):
         return below
 
     def priority(self, record: logging.LogRecord) -> str:
-        """Return what the journal reads before each line, of which it makes an entry; nothing elsewhere."""
+        """Return the priority that systemd's journal reads before a line (sd-daemon(3)); empty elsewhere."""
         return f"<{_priority(record.levelno)}>" if self._to_journal else ""
 
 

@@ -70,7 +70,7 @@ class HostView:
     def lookup(
         self, target: IPAddress, source: IPAddress | None = None, arrives_by: int = 0
     ) -> route_lookup.LookupResult:
-        """Return the route for a packet; with ``arrives_by``, an interface, for one to be passed on.
+        """Return the route for a packet. With the index of an interface (``arrives_by``) it is a forwarded one.
 
         Raises ``OSError`` if the kernel would drop it: EXDEV by the reverse path filter, EHOSTUNREACH if the
         interface does not forward, otherwise by a route of that kind or for want of one.

@@ -26,7 +26,7 @@ class HostKernel(Protocol):
     domain: Domain
 
     def link(self, name: str) -> SeenLink | None:
-        """Return an interface, None if there is none of that name."""
+        """Return the interface with a name, None without one."""
         ...
 
     def links(self) -> Sequence[SeenLink]:

@@ -45,7 +45,7 @@ def _gateway(facts: Facts, version: int) -> str:
     """Return the address of the containers' bridge in our subnet; empty if it has none."""
     own = [net for net in facts.own_subnets if net.version == version]
     for name, address in facts.addresses:
-        if name not in facts.devices and any(address in net for net in own if net.version == address.version):
+        if name not in facts.devices and any(address in net for net in own):
             return str(address)
     return ""
 
@@ -57,11 +57,7 @@ def _route(gateway: str, device: str) -> tuple[str, ...]:
 @check("G", "bridge down", "the containers' bridge is up")
 def bridge_down(facts: Facts) -> Iterator[Finding]:
     own = facts.own_subnets
-    held = {
-        name
-        for name, address in facts.addresses
-        if any(address in n for n in own if n.version == address.version)
-    }
+    held = {name for name, address in facts.addresses if any(address in net for net in own)}
     for name in sorted(held - set(facts.devices)):
         link = facts.link(name)
         if link is not None and not link.up:
@@ -103,17 +99,13 @@ def _is_cut_off(facts: Facts, container: Container) -> bool:
 def _net_of(facts: Facts, container: Container) -> IPNetwork | None:
     """Return our subnet that a container's address is in."""
     address = container.address
-    return next((net for net in facts.own_subnets if net.version == address.version and address in net), None)
+    return next((net for net in facts.own_subnets if address in net), None)
 
 
 @check("G", "container addresses", "each container has an address in our subnet")
 def container_addresses(facts: Facts) -> Iterator[Finding]:
     own = facts.own_subnets
-    strange = [
-        each
-        for each in facts.containers
-        if own and not any(each.address in net for net in own if net.version == each.address.version)
-    ]
+    strange = [each for each in facts.containers if own and not any(each.address in net for net in own)]
     if strange:
         yield Finding(
             f"{counted(len(strange), 'container')} with an address outside our subnet",

@@ -51,11 +51,7 @@ def _is_missing(facts: Facts, lost: Lost) -> bool:
     target = ip_address(lost.about) if lost.about else None
     lacking = (each.value for each in facts.entries if each.state in ("missing", "different"))
     return any(
-        isinstance(each, Route)
-        and target is not None
-        and target.version == each.destination.version
-        and target in each.destination
-        for each in lacking
+        isinstance(each, Route) and target is not None and target in each.destination for each in lacking
     )
 
 

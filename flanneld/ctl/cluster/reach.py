@@ -52,7 +52,7 @@ class Series(Struct, frozen=True, gc=False):
 
 
 class Verdict(Struct, frozen=True, gc=False):
-    """Where packets stop: ``at`` is None if they arrive."""
+    """Stage at which packets stop, with the reason; ``at`` is None if they arrive."""
 
     at: str | None
     reason: str

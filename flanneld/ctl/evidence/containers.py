@@ -48,7 +48,7 @@ def devices(
     """Return the device to this node's containers, by family: one with an address in our subnet (pure)."""
     found: dict[Family, str] = {}
     for name, address in addresses:
-        if name not in ours and any(_holds(net, address) for net in own):
+        if name not in ours and any(address in net for net in own):
             found.setdefault(address.version, name)
     return found
 
@@ -56,7 +56,7 @@ def devices(
 def read(
     document: Mapping[str, Any], host_links: Collection[SeenLink], host_addresses: Collection[IPAddress]
 ) -> list[Container]:
-    """Return the containers whose namespaces have names; none if we may not enter them.
+    """Return the containers in named namespaces; none without the permission to enter those.
 
     A host may have other namespaces with such addresses: only an end of a veth pair of ours counts.
     """
@@ -99,14 +99,10 @@ def _inside(
     for family in FAMILIES:
         for seen in view.addresses(family) if family in targets else ():
             link = links.get(seen.index)
-            if link is not None and any(_holds(net, seen.address) for net in networks):
+            if link is not None and any(seen.address in net for net in networks):
                 way = view.look_up_route(targets[family])
                 is_routed = way is not None and way.kind == RTN_UNICAST
                 if way is not None and way.gateway is not None and not way.gateway.is_link_local:
                     is_routed = is_routed and way.gateway in host_addresses
                 attached = ends[link.index]
                 yield Container(str(path), link.name, seen.address, is_routed, link.mtu, attached_to=attached)
-
-
-def _holds(network: IPNetwork, address: IPAddress) -> bool:
-    return network.version == address.version and address in network

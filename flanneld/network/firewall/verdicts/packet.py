@@ -69,7 +69,7 @@ def _fits(actual: str | int | IPAddress, value: str | IPNetwork | tuple[int, int
         return isinstance(actual, int) and value[0] <= actual <= value[1]
     if isinstance(value, str):
         return str(actual).startswith(value[:-1]) if value.endswith("*") else actual == value
-    return not isinstance(actual, str | int) and actual.version == value.version and actual in value
+    return not isinstance(actual, str | int) and actual in value
 
 
 UNKNOWN = Test("unknown")
