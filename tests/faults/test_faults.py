@@ -9,17 +9,18 @@ import pytest
 
 from tests.faults.fault import Fault
 from tests.faults.table import FAULTS
-from tests.faults.world import Diagnosis, World, Worlds, commands
+from tests.faults.world import Diagnosis, Kind, World, commands, kept_worlds
 from tests.lab import Node, wait_for
+from tests.lab.kept import Kept
 
 HEALTHY = "status 0"
 
 
 @pytest.fixture(scope="module")
-def worlds() -> Iterator[Worlds]:
-    made = Worlds()
-    yield made
-    made.close()
+def worlds() -> Iterator[Kept[Kind, World]]:
+    kept = kept_worlds()
+    yield kept
+    kept.close()
 
 
 #: Faults of one kind of network follow each other, so that few networks are built.
@@ -28,7 +29,7 @@ NAMES = sorted(FAULTS, key=lambda name: repr(FAULTS[name].kind))
 
 @pytest.mark.parametrize("name", NAMES)
 def test_doctor_names_cause_and_remedy_of(
-    worlds: Worlds, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    worlds: Kept[Kind, World], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XTABLES_LOCKFILE", str(tmp_path / "xtables.lock"))
     fault = FAULTS[name]

@@ -23,10 +23,11 @@ from tests.faults.world import (
     WIREGUARD,
     Kind,
     World,
-    Worlds,
+    kept_worlds,
     wait_until_healthy,
 )
 from tests.lab import Lab
+from tests.lab.kept import Kept
 from tests.netns.pair import connect
 from tests.netns.test_file_store import fleet
 from tests.netns.test_seeing import flannelctl
@@ -49,14 +50,16 @@ KINDS = {
 
 
 @pytest.fixture(scope="module")
-def worlds() -> Iterator[Worlds]:
-    made = Worlds()
-    yield made
-    made.close()
+def worlds() -> Iterator[Kept[Kind, World]]:
+    kept = kept_worlds()
+    yield kept
+    kept.close()
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
-def test_doctor_finds_nothing_in_a_healthy_network_idle_or_busy(worlds: Worlds, kind: Kind) -> None:
+def test_doctor_finds_nothing_in_a_healthy_network_idle_or_busy(
+    worlds: Kept[Kind, World], kind: Kind
+) -> None:
     with worlds.get(kind) as world:
         assert findings(world) == []
         with ExitStack() as traffic:

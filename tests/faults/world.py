@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from tests.lab import Lab, Node, wait_for
+from tests.lab.kept import Kept
 from tests.netns.pair import DUAL_STACK
 from tests.netns.test_seeing import answer, flannelctl
 
@@ -209,29 +209,9 @@ class Diagnosis:
         return "\n".join([f"status {self.status}", *shown])
 
 
-class Worlds:
-    """One network of each kind, as long as faults leave it healthy: building one takes seconds."""
-
-    def __init__(self) -> None:
-        self._kept: dict[Kind, tuple[World, ExitStack]] = {}
-
-    @contextmanager
-    def get(self, kind: Kind) -> Iterator[World]:
-        if kind not in self._kept:
-            with ExitStack() as stack:
-                lab = stack.enter_context(Lab(api=kind.api))
-                self._kept[kind] = World(lab, kind), stack.pop_all()
-        world, closing = self._kept[kind]
-        try:
-            yield world
-        except BaseException:
-            self._kept.pop(kind)
-            closing.close()
-            raise
-
-    def close(self) -> None:
-        for _, closing in self._kept.values():
-            closing.close()
+def kept_worlds() -> Kept[Kind, World]:
+    """Return the networks, none of which is built yet."""
+    return Kept(lambda kind, stack: World(stack.enter_context(Lab(api=kind.api)), kind))
 
 
 def commands(words: Iterable[Iterable[str]]) -> list[str]:

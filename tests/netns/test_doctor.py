@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from flanneld.ctl.doctor import examine
 from flanneld.ctl.findings import Fix
 from tests.faults.table import FAULTS
 from tests.lab import Lab, Node, wait_for
+from tests.lab.kept import Kept
 from tests.netns.pair import DUAL_STACK, connect
 from tests.netns.test_seeing import BACKEND, PATIENCE, answer, flannelctl
 from tests.unit.ctl.test_checks import CASES
@@ -38,6 +38,10 @@ OWN_CHAINS = GOLDEN / "own-chains-both-ipv4.txt"
 AROUND_THE_LAN: dict[str, Any] = {"Network": "198.18.0.0/16", "SubnetMin": "198.18.100.0"}
 
 
+#: Backend, flags, and True for dual stack and for a daemon that is asked.
+Kind = tuple[str, tuple[str, ...], bool, bool]
+
+
 @dataclass(frozen=True, slots=True)
 class Illness:
     """Shell commands that break a host, and the check whose fix heals it.
@@ -53,6 +57,10 @@ class Illness:
     dual_stack: bool = False
     cuts: bool = False
     daemon: bool = True
+
+    @property
+    def kind(self) -> Kind:
+        return self.backend, self.flags, self.dual_stack, self.daemon
 
 
 #: Every check that offers a fix has a row here; a new check adds its own.
@@ -95,10 +103,10 @@ ILLNESSES = {
 class Host:
     """A node that is well, and its peer."""
 
-    def __init__(self, lab: Lab, illness: Illness) -> None:
+    def __init__(self, lab: Lab, backend: str, flags: tuple[str, ...], dual_stack: bool) -> None:
         self._lab = lab
-        config = DUAL_STACK if illness.dual_stack else {}
-        self.node, self.peer = lab.cluster({"Type": illness.backend}, flags=illness.flags, **config)
+        config = DUAL_STACK if dual_stack else {}
+        self.node, self.peer = lab.cluster({"Type": backend}, flags=flags, **config)
         connect(self.node, self.peer)
         wait_for(lambda: flannelctl(self.node, "status").returncode == 0, PATIENCE, "a node that is well")
 
@@ -115,45 +123,19 @@ class Host:
         self.node.run("sh", "-ec", "\n".join(commands))
 
 
-class Hosts:
-    """One host for each set of flags, as long as it is healed each time: building one takes seconds."""
-
-    def __init__(self) -> None:
-        self._kept: dict[Any, tuple[Host, ExitStack]] = {}
-
-    @contextmanager
-    def get(self, illness: Illness) -> Iterator[Host]:
-        kind = (illness.backend, illness.flags, illness.dual_stack, illness.daemon)
-        if kind not in self._kept:
-            with ExitStack() as stack:
-                host = Host(stack.enter_context(Lab()), illness)
-                self._kept[kind] = host, stack.pop_all()
-        host, closing = self._kept[kind]
-        try:
-            yield host
-        except BaseException:
-            self._kept.pop(kind)
-            closing.close()
-            raise
-
-    def close(self) -> None:
-        for _, closing in self._kept.values():
-            closing.close()
-
-
 @pytest.fixture(scope="module")
-def hosts() -> Iterator[Hosts]:
-    made = Hosts()
+def hosts() -> Iterator[Kept[Kind, Host]]:
+    made: Kept[Kind, Host] = Kept(lambda kind, stack: Host(stack.enter_context(Lab()), *kind[:-1]))
     yield made
     made.close()
 
 
 @pytest.mark.parametrize("illness", ILLNESSES.values(), ids=ILLNESSES.keys())
 def test_a_fix_heals_the_host_that_it_was_printed_for(
-    hosts: Hosts, illness: Illness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hosts: Kept[Kind, Host], illness: Illness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XTABLES_LOCKFILE", str(tmp_path / "xtables.lock"))
-    with hosts.get(illness) as host:
+    with hosts.get(illness.kind) as host:
         if not illness.daemon and host.node.running:
             host.node.stop()
         before = host.findings(daemon=illness.daemon)

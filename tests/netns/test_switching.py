@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import socket
-import struct
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from ipaddress import ip_address
 from typing import Any
 
 import pytest
@@ -16,12 +12,8 @@ import pytest
 from tests.lab import Lab, Node, Ping, wait_for
 from tests.lab.lab import NETWORK
 from tests.netns.pair import connect
-from tests.netns.traffic import ETH_P_ALL
+from tests.netns.wire import wire
 
-#: linux/if_packet.h: packets seen and dropped since the last question.
-_SOL_PACKET, _PACKET_STATISTICS = 263, 6
-#: asm-generic/socket.h
-_SO_RCVBUFFORCE = 33
 WIREGUARD = {"Type": "wireguard", "PSK": "ZmxhbmVsZCBwcmUtc2hhcmVkIGtleSBmb3IgdGVzdHM="}
 DEVICES = {"vxlan": "flannel.1", "host-gw": "eth0", "wireguard": "flannel-wg"}
 
@@ -77,49 +69,6 @@ def pings(nodes: Sequence[Node]) -> Iterator[list[Ping]]:
         assert [ping.lost() for ping in running] == [0] * len(running)
 
 
-class Reader:
-    """Counts the packets between two containers that can be read on a node's external interface.
-
-    An encapsulation that does not encrypt leaves the inner addresses in sight. A thread takes the packets, so
-    that none is dropped however long it takes.
-    """
-
-    def __init__(self, node: Node, peer: Node) -> None:
-        ours, theirs = (ip_address(each.container().address).packed for each in (node, peer))
-        self._marks = (ours + theirs, theirs + ours)
-        with node.namespace.entered():
-            # A socket made with a protocol gets the packets of all devices until it is bound.
-            self._socket = socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, 0)
-            self._socket.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, 32 << 20)
-            self._socket.bind(("eth0", ETH_P_ALL))
-        self._socket.settimeout(0.1)
-        self._stop = threading.Event()
-        self._seen = self._readable = 0
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def close(self) -> int:
-        """Return how many could be read since the beginning."""
-        self._stop.set()
-        self._thread.join()
-        with self._socket:
-            size = struct.calcsize("II")
-            told = self._socket.getsockopt(_SOL_PACKET, _PACKET_STATISTICS, size)
-        _, dropped = struct.unpack("II", told)
-        assert self._seen
-        assert dropped == 0
-        return self._readable
-
-    def _run(self) -> None:
-        while not self._stop.is_set():
-            try:
-                data = self._socket.recv(4096)
-            except TimeoutError:
-                continue
-            self._seen += 1
-            self._readable += any(mark in data for mark in self._marks)
-
-
 def cluster(lab: Lab, backend: Config) -> list[Node]:
     lab.etcd.put_config({"Network": NETWORK, "Backend": dict(backend)})
     nodes = lab.add_nodes(3)
@@ -150,18 +99,19 @@ def test_to_wireguard_nothing_is_lost_and_nothing_can_be_read(lab: Lab, former: 
     with pings(nodes) as running:
         restart_each(lab, nodes, running, Type=former, Also=WIREGUARD)
         wait_for_way(nodes, former)
-        before = Reader(nodes[0], nodes[1])
-        restart_each(lab, nodes[:2], running, **WIREGUARD, Also={"Type": former})
-        assert before.close() > 0
+        with wire(lab, *nodes[:2]) as before:
+            restart_each(lab, nodes[:2], running, **WIREGUARD, Also={"Type": former})
+        assert before.readable > 0
         # Phase 2 has begun at both ends of this pair.
-        reader = Reader(nodes[0], nodes[1])
-        restart_each(lab, nodes[2:], running, **WIREGUARD, Also={"Type": former})
-        wait_for_way(nodes, "wireguard")
-        restart_each(lab, nodes, running, **WIREGUARD)
-        wait_for_way(nodes, "wireguard")
-        for ping in running:
-            ping.wait_for_replies(2, deadline=60)
-        assert reader.close() == 0
+        with wire(lab, *nodes[:2]) as capture:
+            restart_each(lab, nodes[2:], running, **WIREGUARD, Also={"Type": former})
+            wait_for_way(nodes, "wireguard")
+            restart_each(lab, nodes, running, **WIREGUARD)
+            wait_for_way(nodes, "wireguard")
+            for ping in running:
+                ping.wait_for_replies(2, deadline=60)
+        assert capture.seen
+        assert capture.readable == 0
     assert not any(node.link("flannel.1") for node in nodes)
 
 
