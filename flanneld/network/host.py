@@ -70,7 +70,7 @@ class HostView:
     def lookup(
         self, target: IPAddress, source: IPAddress | None = None, arrives_by: int = 0
     ) -> route_lookup.LookupResult:
-        """Return the route for a packet. With the index of an interface (``arrives_by``) it is a forwarded one.
+        """Return the route for a packet; for a forwarded one ``arrives_by`` is the index of its interface.
 
         Raises ``OSError`` if the kernel would drop it: EXDEV by the reverse path filter, EHOSTUNREACH if the
         interface does not forward, otherwise by a route of that kind or for want of one.
