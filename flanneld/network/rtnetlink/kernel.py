@@ -19,6 +19,8 @@ from flanneld.state.resources import PROTO_FLANNEL, Resource
 
 #: Writes per call from which on the tables are read back, instead of processing the notifications.
 _BULK = 500
+#: Protocols of routes that any flanneld writes.
+_FLANNELS = ON_OUR_DEVICES | {PROTO_FLANNEL}
 
 
 class Kernel(HostView):
@@ -41,8 +43,9 @@ class Kernel(HostView):
         """Return the routes of any flanneld: all marked ones, and unmarked ones that ``domain`` claims."""
         found: list[Resource] = []
         for family in FAMILIES:
-            marked = self.dump(rtnl.RTM_GETROUTE, rtnl.routes_request(family), _is_marked)
-            unmarked = self.dump(rtnl.RTM_GETROUTE, rtnl.routes_request(family), _is_unmarked)
+            items = self.dump(rtnl.RTM_GETROUTE, rtnl.routes_request(family), _may_be_flannels)
+            marked = [item for item in items if rtnl.protocol_of(*item) == PROTO_FLANNEL]
+            unmarked = [item for item in items if rtnl.protocol_of(*item) != PROTO_FLANNEL]
             found += filter(None, (rtnl.decode_blackhole(*item) for item in marked))
             found += [seen.route for seen in _decoded(marked)]
             found += [seen.route for seen in _decoded(unmarked) if domain.owns_route(seen, adopt=True)]
@@ -98,12 +101,8 @@ class Kernel(HostView):
         return refused
 
 
-def _is_marked(data: bytes, offset: int, end: int) -> bool:
-    return rtnl.protocol_of(data, offset, end) == PROTO_FLANNEL
-
-
-def _is_unmarked(data: bytes, offset: int, end: int) -> bool:
-    return rtnl.protocol_of(data, offset, end) in ON_OUR_DEVICES
+def _may_be_flannels(data: bytes, offset: int, end: int) -> bool:
+    return rtnl.protocol_of(data, offset, end) in _FLANNELS
 
 
 def _decoded(items: Iterable[tuple[bytes, int, int]]) -> Iterator[rtnl.SeenRoute]:
