@@ -34,6 +34,7 @@ def test_doctor_names_cause_and_remedy_of(
     monkeypatch.setenv("XTABLES_LOCKFILE", str(tmp_path / "xtables.lock"))
     fault = FAULTS[name]
     with worlds.get(fault.kind) as world:
+        world.look()
         world.run(*fault.harm)
         wait_for(
             lambda: fault.cuts in (None, world.is_cut()),

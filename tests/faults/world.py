@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 from tests.lab import Lab, Node, wait_for
@@ -60,6 +59,7 @@ class World:
         self.kind = kind
         #: What the doctor said last, for a failure's report.
         self.last: Diagnosis | None = None
+        self.words: dict[str, str] = {}
         self.nodes = self._build()
         for node in self.nodes:
             node.container()
@@ -92,11 +92,13 @@ class World:
 
     # ---- what faults and remedies do ------------------------------------------------------------
 
-    @cached_property
-    def words(self) -> dict[str, str]:
-        """Values for the braces of commands; a 6 marks those of IPv6."""
+    def look(self) -> None:
+        """Read the values for the braces of commands; a 6 marks those of IPv6.
+
+        Called while the network is healthy: a former fault may have changed a subnet or a MAC address.
+        """
         node, peer = self.node, self.peer
-        words = {
+        self.words = words = {
             "container": node.container().namespace.name,
             "switch": self.lab.switch.name,
             "port": node.name,
@@ -127,7 +129,6 @@ class World:
                 words[f"own_ip{mark}"] = words[f"own_gateway{mark}"].partition("/")[0]
                 words[f"own_mac{mark}"] = (node.link(device) or {}).get("address", "")
                 words[f"mac{mark}"] = (peer.link(device) or {}).get("address", "")
-        return words
 
     def run(self, *steps: Step, on: Node | None = None) -> None:
         """Run shell commands on a node, the broken one by default, and functions, in their order."""
