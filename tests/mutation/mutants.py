@@ -104,7 +104,7 @@ class _Candidate:
     rank: bytes
 
     @property
-    def uplink_manager(self) -> tuple[str, str, Span]:
+    def place(self) -> tuple[str, str, Span]:
         """An operator has one mutant in the sample, though eleven others may replace it."""
         return self.module, self.operator.partition("_")[0], self.span
 
@@ -117,7 +117,7 @@ def sample(sources: dict[str, str], count: int, seed: int) -> list[Mutant]:
     ]
     first: dict[tuple[str, str, Span], _Candidate] = {}
     for candidate in sorted(candidates, key=lambda each: each.rank):
-        first.setdefault(candidate.uplink_manager, candidate)
+        first.setdefault(candidate.place, candidate)
     chosen: list[Mutant] = []
     for candidate in first.values():
         mutant = _made(candidate, sources[candidate.module], operators[candidate.operator])
