@@ -6,9 +6,9 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from ipaddress import ip_interface
+from statistics import mean
 from typing import Any
 
 from tests.bench.figures import Figure
@@ -59,6 +59,7 @@ _GIGA = 1e9
 #: What the server needs to listen, and a flow to find its pace, in seconds.
 _PATIENCE = 10.0
 _WARM_UP = 1
+_TURN = 1.0
 #: Seconds for the daemons to become idle, and their CPU seconds in one second from which they are.
 _SETTLES, _IDLE = 60.0, 0.03
 
@@ -86,31 +87,29 @@ def flow(backend: str, daemons: tuple[Sequence[str], Sequence[str]] | None, seco
 
 
 def side_by_side(backend: str, command: Sequence[str], seconds: float) -> dict[str, Figures]:
-    """Send through a tunnel of two daemons and through one by hand, both at the same time.
+    """Send through a tunnel of two daemons and through one by hand, in turns of a second.
 
-    Other programs cost both alike, so the ratio holds on a busy machine, too. The CPU of the daemons is lost
-    to both.
+    The turns come as A B B A, so that both meet the same spells of a busy machine. All of it is the figure of
+    one round. The CPU of the idle daemons is lost to both.
     """
-    with Lab() as lab, ThreadPoolExecutor(2) as threads:
+    with Lab() as lab:
         nodes = lab.add_nodes(4)
-        ours, others = nodes[:2], nodes[2:]
-        for pair in (ours, others):
+        pairs = {"ours": nodes[:2], "peer": nodes[2:]}
+        for pair in pairs.values():
             _wire(pair)
-        _start(lab, ours, CONFIGS[backend], (command, command))
-        by_hand(backend, others, _address)
-        ends = [[_container(node) for node in pair] for pair in (ours, others)]
-        for source, target in ends:
+        _start(lab, pairs["ours"], CONFIGS[backend], (command, command))
+        by_hand(backend, pairs["peer"], _address)
+        ends = {name: [_container(node) for node in pair] for name, pair in pairs.items()}
+        for source, target in ends.values():
             source.wait_for_reply(target, _PATIENCE)
-        _let_settle(ours)
-        flows = [
-            threads.submit(_tcp, pair, source, target, seconds)
-            for pair, (source, target) in zip((ours, others), ends, strict=True)
-        ]
-        figures = [each.result() for each in flows]
-        for each in figures:
-            del each[Figure.TCP_CPU]  # of both
-        assert all(node.running for node in ours)
-        return {"ours": figures[0], "peer": figures[1]}
+        _let_settle(pairs["ours"])
+        turns: dict[str, list[float]] = {name: [] for name in pairs}
+        for turn in range(round(seconds)):
+            for name in list(pairs)[:: 1 if turn % 2 else -1]:
+                source, target = ends[name]
+                turns[name].append(_tcp(pairs[name], source, target, _TURN)[Figure.TCP])
+        assert all(node.running for node in pairs["ours"])
+        return {name: {Figure.TCP: mean(figures)} for name, figures in turns.items()}
 
 
 def _wire(nodes: list[Node]) -> None:

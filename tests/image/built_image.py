@@ -20,6 +20,7 @@ AUTHORITIES = Path("/etc/ssl/certs/ca-certificates.crt")
 PIP_CONF = "[global]\ncert = /etc/authorities.crt\n"
 #: What images of Debian called slim leave out of ``/usr/share``.
 LEFT_OUT = ("doc", "info", "locale", "man")
+ARCHIVE = "http://deb.debian.org/debian"
 BASE = "localhost/debian"
 IMAGE = "localhost/flanneld"
 #: For all that is downloaded and compiled, in seconds; emulation is slow.
@@ -132,15 +133,20 @@ class BuiltImage:
         return (*script, *places, "--", *variables, *IN_THERE, *command)
 
     def _build_base(self) -> None:
-        """A minimal Debian, as old as the one that the Dockerfile names."""
+        """A minimal Debian, as old as the one that the Dockerfile names.
+
+        For another processor without updates: not every mirror has lists of them that fit their signature.
+        """
         suite = re.findall(r"^ARG BASE=.*/debian:([a-z]+)-", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
-        options: tuple[str, ...] = ()
+        options, sources = [], []
         if self._architecture:
-            options = (f"--architectures={self._architecture.debian}",)
+            options = [f"--architectures={self._architecture.debian}"]
             suite = [self._architecture.suite or suite[0]]
-        options += tuple(f"--dpkgopt=path-exclude=/usr/share/{name}/*" for name in LEFT_OUT)
+            sources = [f"deb {ARCHIVE} {suite[0]} main"]
+        options += [f"--dpkgopt=path-exclude=/usr/share/{name}/*" for name in LEFT_OUT]
         archive = self._directory / "debian.tar"
-        run("mmdebstrap", "--variant=minbase", "--quiet", *options, *suite, str(archive), timeout=DEADLINE)
+        command = ("mmdebstrap", "--variant=minbase", "--quiet", *options, *suite, str(archive), *sources)
+        run(*command, timeout=DEADLINE)
         trust = self._directory / "trust"
         trust.mkdir()
         if AUTHORITIES.exists():
