@@ -105,6 +105,6 @@ def test_package_is_installed_upgraded_and_purged(package: Path, debian: Path, t
 
 
 def test_lintian_finds_no_error(package: Path) -> None:
-    found = run("lintian", "--allow-root", "--fail-on=error", str(package), check=False)
+    found = run("lintian", "--allow-root", "--fail-on=error", str(package), check=False, timeout=600)
     assert [line for line in found.stdout.splitlines() if line.startswith("E:")] == []
     assert found.returncode == 0, found.stderr
