@@ -13,10 +13,11 @@ from flanneld.model import Family, IPNetwork
 from flanneld.network.firewall.command import IptablesRunner
 from flanneld.network.firewall.iptables import xtables
 from flanneld.network.firewall.iptables.restore import Flavour, program
+from flanneld.network.firewall.iptables.text import read_table
+from flanneld.network.firewall.nftables.json import read_chains
 from flanneld.network.firewall.nftables.netlink import Hooked, Netfilter
 from flanneld.network.firewall.rules import NATIVE_TABLE
 from flanneld.network.firewall.rules_sweep import RulePlace
-from flanneld.network.firewall.verdicts import iptables_save, nft_listing
 from flanneld.network.firewall.verdicts.packet import DROP, Chains, Fate, Packet, fate
 from flanneld.runtime.shell import Command, command
 
@@ -106,7 +107,7 @@ def _of_iptables(place: Flavour, family: Family, table: str, commands: IptablesR
         text = commands.run((f"{program(place, family)}-save", "-t", table))
     except FlannelError:
         return
-    chains, policies = iptables_save.read(text)
+    chains, policies = read_table(text)
     for name, policy in policies.items():
         if policy != "-":
             qualified = f"{_IPTABLES[family]} {table}"
@@ -116,7 +117,7 @@ def _of_iptables(place: Flavour, family: Family, table: str, commands: IptablesR
 def _native(family: Family, hooked: list[Hooked], commands: IptablesRunner) -> Iterator[BaseChain]:
     try:
         text = commands.run(("nft", "-j", "list", "table", *hooked[0].table.split()))
-        chains = nft_listing.read(text, family)
+        chains = read_chains(text, family)
     except (FlannelError, ValueError):
         return
     for each in hooked:

@@ -9,6 +9,7 @@ import pytest
 from flanneld.model import FAMILIES, Family
 from flanneld.network.firewall.edits import Edit
 from flanneld.network.firewall.nftables.json import (
+    ListedRule,
     NftablesListing,
     commands,
     read_listing,
@@ -25,7 +26,7 @@ NET = {"prefix": {"addr": "10.5.0.0", "len": 16}}
 
 
 def rule(*statements: dict[str, Any], **given: Any) -> Rule:
-    return read_rule({"expr": list(statements), **given})
+    return read_rule(ListedRule("forward", 1, list(statements), **given), 4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -33,7 +34,7 @@ def rule(*statements: dict[str, Any], **given: Any) -> Rule:
 def test_our_own_rules_are_understood(family: Family, random: bool) -> None:
     for rules in desired_rules("native", NETS[family], Purpose(True, True, random)).values():
         for ours in rules:
-            assert read_rule(rule_json(family, ours)) == ours
+            assert read_rule(ListedRule("forward", 1, **rule_json(family, ours)), family) == ours
 
 
 def test_a_single_address_is_listed_without_a_length() -> None:

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from flanneld.network.firewall.verdicts import iptables_save, nft_listing
+from flanneld.model import Family
+from flanneld.network.firewall.iptables.text import read_table
+from flanneld.network.firewall.nftables.json import read_chains
 from flanneld.network.firewall.verdicts.packet import (
     ACCEPT,
     DROP,
@@ -31,7 +33,7 @@ INNER = Packet("cni0", "flannel.1", ip_address("10.5.1.2"), ip_address("10.5.2.2
 
 def iptables(*rules: str, packet: Packet = PACKET) -> Fate:
     text = "\n".join(["*filter", ":INPUT ACCEPT [0:0]", ":own - [0:0]", *rules, "COMMIT"])
-    chains, policies = iptables_save.read(text)
+    chains, policies = read_table(text)
     assert policies == {"INPUT": "ACCEPT", "own": "-"}
     return fate(chains, "INPUT", packet)
 
@@ -59,6 +61,7 @@ def iptables(*rules: str, packet: Packet = PACKET) -> Fate:
         ("-p udp -m u32 --u32 0x0=0x0 -j DROP", False),
         ("-p udp -j LOG --log-prefix DROP", False),
         ("-p udp -j MARK --set-xmark 0x1/0x1", False),
+        ("-m mark --mark 0x1 -j DROP", False),
         ("", False),
     ],
 )
@@ -75,6 +78,18 @@ def test_rule_that_may_accept_makes_a_later_drop_uncertain() -> None:
     assert iptables("-A INPUT -m limit --limit 5/sec -j own", "-A own -j ACCEPT", drop).certain is False
     assert iptables("-A INPUT -m limit --limit 5/sec -j DROP", drop) == Fate(DROP, drop)
     assert iptables("-A INPUT --unknown 'unbalanced", drop).certain is False
+
+
+@pytest.mark.parametrize("prefix", ["-s", "-j", '"-j DROP"', "!"])
+def test_prefix_of_a_log_target_may_look_like_an_option(prefix: str) -> None:
+    log, drop = f"-A INPUT -p udp -j LOG --log-prefix {prefix} --log-level 4", "-A INPUT -j DROP"
+    assert iptables(log, drop) == Fate(DROP, drop)
+
+
+def test_target_of_another_kind_may_decide_anything() -> None:
+    drop = "-A INPUT -j DROP"
+    assert iptables("-A INPUT -j NFQUEUE --queue-num 1", drop) == Fate(DROP, drop, certain=False)
+    assert nft([{"queue": {"num": 1}}], [DROPS]) == Fate(DROP, "1", certain=False)
 
 
 def test_walk_follows_jumps_returns_and_gotos() -> None:
@@ -132,10 +147,10 @@ DPORT = payload("udp", "dport")
 DROPS = {"drop": None}
 
 
-def nft(*rules: list[dict[str, Any]], packet: Packet = PACKET, version: int = 4) -> Fate:
+def nft(*rules: list[dict[str, Any]], packet: Packet = PACKET, family: Family = 4) -> Fate:
     items: list[dict[str, Any]] = [{"metainfo": {}}, {"chain": {"name": "c"}}]
     items += [{"rule": {"chain": "c", "handle": n, "expr": expr}} for n, expr in enumerate(rules)]
-    return fate(nft_listing.read(json.dumps({"nftables": items}), version), "c", packet)
+    return fate(read_chains(json.dumps({"nftables": items}), family), "c", packet)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +208,7 @@ def test_a_named_map_may_decide_anything() -> None:
 @pytest.mark.parametrize("text", ['{"nftables": [{"rule": {}}]}', "{}", "[]", "no JSON"])
 def test_listing_that_is_not_understood_is_an_error(text: str) -> None:
     with pytest.raises(ValueError, match=r"."):
-        nft_listing.read(text, 4)
+        read_chains(text, 4)
 
 
 # ---- base chains --------------------------------------------------------------------------------
