@@ -531,8 +531,9 @@ def test_newcomer_waits_for_the_length_of_the_probation_before_it_ends(node: Nod
 def test_write_of_another_node_no_later_than_ours_is_no_contest(
     node: Node, store: Store, asof: int, caplog: pytest.LogCaptureFixture
 ) -> None:
+    theirs = replace(store.leases[KEY], attrs=OTHERS, asof=asof)
     for _ in range(2):
-        node.lease_keeper.deliver([Added(replace(LEASE, attrs=OTHERS, asof=asof))])
+        node.lease_keeper.deliver([Added(theirs)])
         node.settle()
     assert (node.ended, len(store.attempts)) == (False, 1)
     assert "another node" not in caplog.text
