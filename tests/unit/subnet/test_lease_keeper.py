@@ -168,14 +168,11 @@ LEASE = Lease(OURS, *KEY, expires=0.0)
 RESERVATION = replace(LEASE, expires=None)
 
 
-@pytest.fixture(autouse=True)
-def daemon_clock(clock: Clock) -> Iterator[None]:
-    with monotonic_clock.replaced(clock):
-        yield
+pytestmark = pytest.mark.usefixtures("daemon_clock")
 
 
 @pytest.fixture
-def real_time(daemon_clock: None) -> Iterator[None]:
+def real_time(daemon_clock: Clock) -> Iterator[None]:
     del daemon_clock
     with monotonic_clock.replaced(monotonic_clock.SystemClock()):
         yield
