@@ -15,12 +15,6 @@ _TRIES = 2
 _WITHIN, _BRIEFLY = 1.0, 0.3
 
 
-def carries(target: IPAddress, size: int, within: float = _WITHIN) -> bool:
-    """Return True if a packet of ``size`` bytes, IP header included, is answered. Raises ``OSError``."""
-    question = Echo(target, size)
-    return echoes([question], within, _TRIES)[question].rtt is not None
-
-
 def largest(low: int, high: int, is_carried: Callable[[int], bool]) -> int | None:
     """Return the largest size from ``low`` to ``high`` that is carried, None if not even ``low`` is (pure).
 
@@ -52,10 +46,14 @@ def glance(questions: Sequence[tuple[IPAddress, int]]) -> list[int | None]:
     return [next((each.size for each in (full, least) if each in answered), None) for least, full in pairs]
 
 
-def _answered(asked: Collection[Echo], within: float) -> set[Echo]:
-    return {question for question, reply in echoes(asked, within, 1).items() if reply.rtt is not None}
+def _answered(asked: Collection[Echo], within: float, tries: int = 1) -> set[Echo]:
+    return {question for question, reply in echoes(asked, within, tries).items() if reply.rtt is not None}
 
 
 def find(target: IPAddress, required: int) -> int | None:
     """Return the path MTU to a host, at most ``required``; None if it does not answer. Raises ``OSError``."""
-    return largest(min(SMALLEST[target.version], required), required, lambda size: carries(target, size))
+
+    def is_carried(size: int) -> bool:
+        return bool(_answered([Echo(target, size)], _WITHIN, _TRIES))
+
+    return largest(min(SMALLEST[target.version], required), required, is_carried)
