@@ -18,6 +18,7 @@ from flanneld.network.firewall.rules import (
     NATIVE_FORWARD,
     NATIVE_POSTRTG,
     NATIVE_TABLE,
+    NFT_FAMILY,
     RETURN,
     Chain,
     Match,
@@ -29,7 +30,6 @@ from flanneld.network.firewall.verdicts.packet import UNKNOWN, Chains, Step, Tes
 
 JsonCommand = dict[str, Any]
 
-_PROTOCOL: Mapping[Family, str] = {4: "ip", 6: "ip6"}
 #: Hooks of our chains. The policy accepts packets that no rule matches.
 _HOOKS: Mapping[str, Mapping[str, Any]] = {
     NATIVE_FORWARD: {"type": "filter", "hook": "forward", "prio": 0, "policy": "accept"},
@@ -86,7 +86,7 @@ class NftablesListing(Struct, frozen=True, gc=False):
 
 
 def table(family: Family) -> JsonCommand:
-    return {"family": _PROTOCOL[family], "name": NATIVE_TABLE[family]}
+    return {"family": NFT_FAMILY[family], "name": NATIVE_TABLE[family]}
 
 
 class ListedRule(Struct, frozen=True, gc=False):
@@ -146,7 +146,7 @@ def commands(family: Family, edits: Iterable[Edit], listing: NftablesListing) ->
 
 def _commands(family: Family, edit: Edit, handles: Handles) -> Iterator[JsonCommand]:
     name = edit.chain[1]
-    place = {"family": _PROTOCOL[family], "table": edit.chain[0]}
+    place = {"family": NFT_FAMILY[family], "table": edit.chain[0]}
     if edit.drop:
         yield {"flush": {"chain": {**place, "name": name}}}
         yield {"delete": {"chain": {**place, "name": name}}}
@@ -177,7 +177,7 @@ def rule_json(family: Family, rule: Rule) -> JsonCommand:
 def _side(family: Family, field: str, match: Match | None) -> JsonCommand | None:
     if match is None:
         return None
-    left = {"payload": {"protocol": _PROTOCOL[family], "field": field}}
+    left = {"payload": {"protocol": NFT_FAMILY[family], "field": field}}
     right = {"prefix": {"addr": str(match.net.network_address), "len": match.net.prefixlen}}
     return {"match": {"op": "==" if match.inside else "!=", "left": left, "right": right}}
 

@@ -167,6 +167,7 @@ def nft(*rules: list[dict[str, Any]], packet: Packet = PACKET, family: Family = 
         ([match(STATE, ["established", "related"], "!="), DROPS], True),
         ([match(meta("protocol"), "ip"), DROPS], True),
         ([{"vmap": {"key": DPORT, "data": {"set": [[53, {"accept": None}], [8472, DROPS]]}}}], True),
+        ([match(DPORT, {"set": [{"elem": {"val": 8472}}]}), DROPS], True),
         ([match(payload("ip6", "saddr"), "2001:db8::1"), DROPS], False),
         ([match(meta("nfproto"), "ipv6"), DROPS], False),
         ([match(DPORT, "@ports"), DROPS], False),
