@@ -104,6 +104,13 @@ def test_walk_follows_jumps_returns_and_gotos() -> None:
     assert fate(back, "one", PACKET) == Fate(DROP, "drop", certain=False)
 
 
+def test_walk_is_as_deep_as_a_packet_filter_may_be() -> None:
+    jumps = {str(depth): (Step("", (), JUMP, str(depth + 1)),) for depth in range(16)}
+    drop = (Step("drop", (), DROP),)
+    assert fate(jumps | {"15": drop}, "0", PACKET) == Fate(DROP, "drop")
+    assert fate(jumps | {"16": drop}, "0", PACKET) == Fate(certain=False)
+
+
 def test_rule_about_a_protocol_does_not_decide_on_packets_of_any() -> None:
     rules = ("-A INPUT -p tcp -j ACCEPT", "-A INPUT -i cni0 -j DROP")
     assert iptables(*rules, packet=INNER) == Fate(DROP, rules[1], certain=False)
