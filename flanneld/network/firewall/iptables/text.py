@@ -47,8 +47,9 @@ _VERDICTS = {
     RETURN: packet.RETURN,
 }
 _PASSES_ON = frozenset(
-    {"LOG", "NFLOG", "TRACE", "MARK", "CONNMARK", "SECMARK", "CONNSECMARK", "CLASSIFY", "CT", "NOTRACK"}
-    | {"TCPMSS", "TOS", "DSCP", "TTL", "HL", "CHECKSUM", "AUDIT", "NFACCT", "RATEEST", "SET", "TEE"}
+    {"LOG", "NFLOG", "ULOG", "TRACE", "AUDIT", "MARK", "CONNMARK", "HMARK", "SECMARK", "CONNSECMARK"}
+    | {"CLASSIFY", "CT", "NOTRACK", "TCPMSS", "TOS", "DSCP", "ECN", "TTL", "HL", "CHECKSUM"}
+    | {"SET", "TEE", "NFACCT", "RATEEST", "IDLETIMER", "LED"}
 )
 
 

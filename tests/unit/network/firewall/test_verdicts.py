@@ -55,6 +55,7 @@ def iptables(*rules: str, packet: Packet = PACKET) -> Fate:
         ("-p tcp -j DROP", False),
         ("-s 198.51.100.0/24 -j DROP", False),
         ("-i eth1 -j DROP", False),
+        ("-i etx+ -j DROP", False),
         ("-o eth0 -j DROP", False),
         ("-m conntrack --ctstate INVALID -j DROP", False),
         ("-m limit --limit 5/sec -j DROP", False),
