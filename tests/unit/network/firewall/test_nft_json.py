@@ -113,9 +113,10 @@ def test_a_table_goes_as_a_whole_when_nothing_else_is_in_it() -> None:
     ]
 
 
-@pytest.mark.parametrize("other", ["chain", "set", "map"])
+@pytest.mark.parametrize("other", ["chain", "set", "map", "flowtable"])
 def test_a_table_stays_when_an_operator_uses_it(other: str) -> None:
     answer = {"nftables": [*ANSWER["nftables"], {other: {"family": "ip", "name": "mine"}}]}
     drops = [Edit(POSTRTG, drop=True), Edit(FORWARD, drop=True)]
     made = commands(4, drops, read_listing(4, answer))
+    assert [next(iter(each)) for each in made] == ["add", "flush", "delete", "flush", "delete"]
     assert [each["delete"]["chain"]["name"] for each in made if "delete" in each] == ["postrtg", "forward"]

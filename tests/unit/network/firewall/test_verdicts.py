@@ -116,7 +116,10 @@ def test_rule_about_a_protocol_does_not_decide_on_packets_of_any() -> None:
     rules = ("-A INPUT -p tcp -j ACCEPT", "-A INPUT -i cni0 -j DROP")
     assert iptables(*rules, packet=INNER) == Fate(DROP, rules[1], certain=False)
     assert iptables(rules[0].replace("ACCEPT", "DROP"), packet=INNER) == Fate()
-    assert iptables("-A INPUT -o veth9 -j DROP", packet=replace(INNER, oif=None)) == Fate()
+    somewhere = replace(INNER, oif=None)
+    assert iptables("-A INPUT -o veth9 -j DROP", packet=somewhere) == Fate()
+    unicast = "-A INPUT -m addrtype --dst-type UNICAST -j DROP"
+    assert iptables(unicast, packet=somewhere) == Fate(DROP, unicast)
 
 
 def test_rules_of_ufw_drop_what_is_not_let_in() -> None:
