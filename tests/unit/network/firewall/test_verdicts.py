@@ -46,6 +46,7 @@ def iptables(*rules: str, packet: Packet = PACKET) -> Fate:
         ("-p udp -m multiport --dports 53,8472 -m comment --comment 'no overlay' -j DROP", True),
         ("-p 17 -j DROP", True),
         ("-s 192.0.2.0/24 -i eth+ -j DROP", True),
+        ("-s 192.0.2.9/255.255.255.0 -j DROP", True),
         ("! -i lo -j DROP", True),
         ("-m conntrack --ctstate NEW -j DROP", True),
         ("-m state ! --state RELATED,ESTABLISHED -j DROP", True),
