@@ -113,6 +113,12 @@ def test_a_table_goes_as_a_whole_when_nothing_else_is_in_it() -> None:
     ]
 
 
+def test_one_chain_goes_without_the_table() -> None:
+    made = commands(4, [Edit(POSTRTG, drop=True)], read_listing(4, ANSWER))
+    assert [next(iter(each)) for each in made] == ["add", "flush", "delete"]
+    assert made[-1] == {"delete": {"chain": {"family": "ip", "table": "flannel-ipv4", "name": "postrtg"}}}
+
+
 @pytest.mark.parametrize("other", ["chain", "set", "map", "flowtable"])
 def test_a_table_stays_when_an_operator_uses_it(other: str) -> None:
     answer = {"nftables": [*ANSWER["nftables"], {other: {"family": "ip", "name": "mine"}}]}
