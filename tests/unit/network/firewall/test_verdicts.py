@@ -53,6 +53,7 @@ def iptables(*rules: str, packet: Packet = PACKET) -> Fate:
         ("-j DROP", True),
         ("-p udp -m udp --dport 4789 -j DROP", False),
         ("-p udp -m udp --dport 8000:8400 -j DROP", False),
+        ("-p udp -m udp --dport 8500:9000 -j DROP", False),
         ("-p udp -m multiport ! --dports 8472 -j DROP", False),
         ("-p tcp -j DROP", False),
         ("-s 198.51.100.0/24 -j DROP", False),
