@@ -44,6 +44,7 @@ def test_a_single_address_is_listed_without_a_length() -> None:
 
 
 def test_a_counter_changes_nothing() -> None:
+    assert rule({"counter": {"packets": 1, "bytes": 60}}) == Rule("")
     assert rule({"counter": {"packets": 1, "bytes": 60}}, {"accept": None}) == Rule("ACCEPT")
 
 
