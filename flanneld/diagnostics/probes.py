@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from flanneld.compat.glog import OneTimeWarnings
 from flanneld.model import FAMILIES, Family, IPAddress, Lease, LeaseKey
-from flanneld.network.query import icmp_echo
+from flanneld.network.query.survey import echoes
 from flanneld.reconcile.controller import Controller
 from flanneld.reconcile.counters import Histogram
 from flanneld.runtime import clock, randomness, waits
@@ -83,7 +83,7 @@ class Prober:
 
     def _probe(self, peer: Lease, target: IPAddress) -> None:
         try:
-            rtt = icmp_echo.ask(target, WITHIN, lambda: not self._stop.is_set())
+            rtt = echoes([target], WITHIN, 1, lambda: not self._stop.is_set())[target].rtt
         except OSError as failure:
             self._once.warn(log, "socket", f"Cannot probe peers: {failure.strerror}; CAP_NET_RAW is needed")
             return

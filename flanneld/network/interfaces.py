@@ -6,7 +6,7 @@ import socket
 
 
 def index_of(name: str) -> int:
-    """Return the number of an interface, zero if there is none of this name."""
+    """Return the number of an interface, 0 if there is none of this name. It stays when it is renamed."""
     try:
         return socket.if_nametoindex(name)
     except OSError:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import socket
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from flanneld.network.interfaces import index_of
 
 _DEVICE = "/dev/net/tun"
 _TUNSETIFF, _TUNSETPERSIST, _TUNSETOFFLOAD = 0x400454CA, 0x400454CB, 0x400454D0
@@ -34,11 +35,6 @@ def attach(name: str, features: int = 0) -> int:
         os.close(fd)
         raise
     return fd
-
-
-def index_of(name: str) -> int:
-    """Return the index of a device, 0 if there is none. It keeps its index when renamed."""
-    return next((index for index, other in socket.if_nameindex() if other == name), 0)
 
 
 def make(name: str) -> None:

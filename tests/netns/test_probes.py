@@ -16,9 +16,8 @@ SILENT = "net/ipv4/icmp_echo_ignore_all"
 
 
 def probe(node: Node) -> dict[str, Any]:
-    """The last one, ``{}`` for none."""
-    (peer,) = answer(node, "peers")["peers"]
-    return peer["probe"] or {}
+    """The last one, ``{}`` for none, and before the peer's lease is known."""
+    return next((peer["probe"] or {} for peer in answer(node, "peers")["peers"]), {})
 
 
 def probed(lab: Lab, backend: str, **config: Any) -> tuple[Node, Node]:

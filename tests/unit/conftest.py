@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from flanneld.runtime.clock import replaced
 from tests.clock import Clock
 from tests.etcd_clients import opened
 from tests.lab.etcd_v3 import V3Keys
@@ -16,6 +17,13 @@ from tests.local_etcd import NEWER, LocalEtcd, running_etcd
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
+
+
+@pytest.fixture
+def daemon_clock(clock: Clock) -> Iterator[Clock]:
+    """The same clock, in place of the daemon's."""
+    with replaced(clock):
+        yield clock
 
 
 @pytest.fixture(scope="module")

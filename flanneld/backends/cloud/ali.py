@@ -18,7 +18,6 @@ from urllib.parse import urlsplit
 from flanneld.backends.cloud.backend import CloudFactory
 from flanneld.backends.cloud.contract import (
     ApiCall,
-    Cloud,
     CloudError,
     CloudNode,
     CloudTableEntry,
@@ -30,7 +29,7 @@ from flanneld.backends.cloud.contract import (
 from flanneld.backends.cloud.metadata import Metadata
 from flanneld.backends.cloud.options import ENDPOINT, METADATA, access_keys, endpoint, table_ids
 from flanneld.backends.cloud.paging import BATCH, batches, by_token
-from flanneld.backends.cloud.sdk_client import SdkClient
+from flanneld.backends.cloud.sdk_client import SdkCloud
 from flanneld.backends.contract import HostServices
 from flanneld.compat.json import Fields
 
@@ -73,8 +72,10 @@ WORDS = CloudTerms(
 )
 
 
-class Ali(Cloud):
+class Ali(SdkCloud):
     """Client of the APIs in this instance's region. ``endpoints`` overrides their URLs: ``vpc``, ``ecs``."""
+
+    words, limit = WORDS, _CALL_LIMIT
 
     def __init__(
         self,
@@ -85,12 +86,12 @@ class Ali(Cloud):
         endpoints: Mapping[str, str] | None = None,
         metadata: str = _METADATA,
     ) -> None:
+        super().__init__(services)
         self._tables = tables
         self._keys = keys
         self._endpoints = dict(endpoints or {})
         self._metadata = Metadata(services.http, metadata)
         self._region = ""
-        self._client = SdkClient(services, WORDS, _CALL_LIMIT, self._connect, self._made)
 
     # ---- reading -----------------------------------------------------------------------------
 
@@ -143,11 +144,7 @@ class Ali(Cloud):
 
     # ---- the API -----------------------------------------------------------------------------
 
-    def ask(self, call: ApiCall) -> Mapping[str, Any]:
-        return self._client.ask(call)
-
-    def _made(self, client: Any, call: ApiCall) -> Any:
-        """Make a call, in a thread of its own. Raises ``CloudError``."""
+    def _call(self, client: Any, call: ApiCall) -> Any:
         from aliyunsdkcore.acs_exception.exceptions import ClientException, ServerException
         from aliyunsdkcore.request import CommonRequest
 

@@ -17,7 +17,6 @@ from msgspec.structs import replace
 from flanneld.backends.cloud.backend import CloudFactory
 from flanneld.backends.cloud.contract import (
     ApiCall,
-    Cloud,
     CloudError,
     CloudNode,
     CloudTableEntry,
@@ -29,7 +28,7 @@ from flanneld.backends.cloud.contract import (
 )
 from flanneld.backends.cloud.metadata import Metadata, MetadataSession
 from flanneld.backends.cloud.options import ENDPOINT, endpoint, table_ids
-from flanneld.backends.cloud.sdk_client import SdkClient
+from flanneld.backends.cloud.sdk_client import SdkCloud
 from flanneld.backends.contract import HostServices
 from flanneld.compat.json import Fields
 
@@ -77,20 +76,21 @@ WORDS = CloudTerms(
 )
 
 
-class Aws(Cloud):
+class Aws(SdkCloud):
     """Client of the EC2 API in this instance's region.
 
     ``tables`` are those of the network config, ``endpoint`` replaces the API's URL.
     """
 
+    words, limit = WORDS, _CALL_LIMIT
     filters_addresses = True
 
     def __init__(self, services: HostServices, tables: tuple[str, ...] = (), endpoint: str = "") -> None:
+        super().__init__(services)
         self._tables = tables
         self._endpoint = endpoint
         url = os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT") or _METADATA
         self._metadata = Metadata(services.http, url, token=_TOKEN)
-        self._client = SdkClient(services, WORDS, _CALL_LIMIT, self._connect, self._made)
 
     # ---- reading -----------------------------------------------------------------------------
 
@@ -171,11 +171,7 @@ class Aws(Cloud):
 
     # ---- the API -----------------------------------------------------------------------------
 
-    def ask(self, call: ApiCall) -> Mapping[str, Any]:
-        return self._client.ask(call)
-
-    def _made(self, client: Any, call: ApiCall) -> Any:
-        """Make a call, in a thread of its own. Raises ``CloudError``."""
+    def _call(self, client: Any, call: ApiCall) -> Any:
         from botocore import xform_name
         from botocore.exceptions import BotoCoreError, ClientError
 

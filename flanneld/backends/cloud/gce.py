@@ -16,7 +16,6 @@ from typing import Any
 from flanneld.backends.cloud.backend import CloudFactory
 from flanneld.backends.cloud.contract import (
     ApiCall,
-    Cloud,
     CloudError,
     CloudNode,
     CloudTableEntry,
@@ -28,7 +27,7 @@ from flanneld.backends.cloud.contract import (
 from flanneld.backends.cloud.metadata import Metadata
 from flanneld.backends.cloud.options import ENDPOINT, endpoint
 from flanneld.backends.cloud.paging import by_token
-from flanneld.backends.cloud.sdk_client import SdkClient
+from flanneld.backends.cloud.sdk_client import SdkCloud
 from flanneld.backends.contract import HostServices
 from flanneld.compat.json import Fields
 
@@ -83,15 +82,16 @@ _PATHS = {
 _IN_PATH = frozenset({"zone", "instance", "route", "operation"})
 
 
-class Gce(Cloud):
+class Gce(SdkCloud):
     """Client for the routes of this instance's network. ``endpoint`` replaces the URL of the API."""
 
+    words, limit = WORDS, _CALL_LIMIT
     filters_addresses = True
 
     def __init__(self, services: HostServices, endpoint: str = "") -> None:
+        super().__init__(services)
         self._api = (endpoint or _API).rstrip("/")
         self._project = ""
-        self._client = SdkClient(services, WORDS, _CALL_LIMIT, _session, self._made)
         host = os.environ.get("GCE_METADATA_HOST") or _METADATA
         url = f"http://{host}/computeMetadata/v1"
         self._metadata = Metadata(services.http, url, headers={"Metadata-Flavor": "Google"})
@@ -169,10 +169,23 @@ class Gce(Cloud):
 
     # ---- the API -----------------------------------------------------------------------------
 
-    def ask(self, call: ApiCall) -> Mapping[str, Any]:
-        return self._client.ask(call)
+    def _connect(self) -> Any:
+        """Return a session with the application default credentials."""
+        try:
+            import google.auth
+            from google.auth.exceptions import DefaultCredentialsError
+            from google.auth.transport.requests import AuthorizedSession
+        except ImportError:
+            raise missing_extra("gce", "google-auth[requests]") from None
 
-    def _made(self, session: Any, call: ApiCall) -> Any:
+        try:
+            credentials, _ = google.auth.default(scopes=[_SCOPE])
+        except DefaultCredentialsError as error:
+            raise WORDS.error(ApiCall("google.auth.default"), type(error).__name__) from None
+        make: Callable[..., Any] = AuthorizedSession
+        return make(credentials, max_refresh_attempts=1)
+
+    def _call(self, session: Any, call: ApiCall) -> Any:
         """Make a call; after a change wait until its operation has ended. Raises ``CloudError``."""
         answer = self._sent(session, call, _REQUEST_LIMIT)
         if answer.get("kind") != "compute#operation":
@@ -206,23 +219,6 @@ class Gce(Cloud):
         if answer.status_code >= 300:
             raise WORDS.error(call, _code(answer.status_code, answer.text))
         return found
-
-
-def _session() -> Any:
-    """Return a session with the application default credentials. Raises ``CloudError`` if there are none."""
-    try:
-        import google.auth
-        from google.auth.exceptions import DefaultCredentialsError
-        from google.auth.transport.requests import AuthorizedSession
-    except ImportError:
-        raise missing_extra("gce", "google-auth[requests]") from None
-
-    try:
-        credentials, _ = google.auth.default(scopes=[_SCOPE])
-    except DefaultCredentialsError as error:
-        raise WORDS.error(ApiCall("google.auth.default"), type(error).__name__) from None
-    make: Callable[..., Any] = AuthorizedSession
-    return make(credentials, max_refresh_attempts=1)
 
 
 def _code(status: int, text: str) -> str:

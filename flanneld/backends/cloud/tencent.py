@@ -16,7 +16,6 @@ from urllib.parse import urlsplit
 from flanneld.backends.cloud.backend import CloudFactory
 from flanneld.backends.cloud.contract import (
     ApiCall,
-    Cloud,
     CloudError,
     CloudNode,
     CloudTableEntry,
@@ -29,7 +28,7 @@ from flanneld.backends.cloud.contract import (
 from flanneld.backends.cloud.metadata import Metadata
 from flanneld.backends.cloud.options import ENDPOINT, METADATA, access_keys, endpoint, table_ids
 from flanneld.backends.cloud.paging import batches, by_offset
-from flanneld.backends.cloud.sdk_client import SdkClient
+from flanneld.backends.cloud.sdk_client import SdkCloud
 from flanneld.backends.contract import HostServices
 from flanneld.compat.json import Fields
 
@@ -64,11 +63,13 @@ WORDS = CloudTerms(
 )
 
 
-class Tencent(Cloud):
+class Tencent(SdkCloud):
     """Client of the VPC API in this instance's region; ``url`` replaces its address.
 
     A next hop is an instance's address, so a route follows a move of the uplink.
     """
+
+    words, limit = WORDS, _CALL_LIMIT
 
     def __init__(
         self,
@@ -79,12 +80,12 @@ class Tencent(Cloud):
         url: str = "",
         metadata: str = _METADATA,
     ) -> None:
+        super().__init__(services)
         self._tables = tables
         self._keys = keys
         self._url = urlsplit(url) if url else None
         self._metadata = Metadata(services.http, metadata)
         self._region = ""
-        self._client = SdkClient(services, WORDS, _CALL_LIMIT, self._connect, self._made)
 
     # ---- reading -----------------------------------------------------------------------------
 
@@ -154,11 +155,7 @@ class Tencent(Cloud):
 
     # ---- the API -----------------------------------------------------------------------------
 
-    def ask(self, call: ApiCall) -> Mapping[str, Any]:
-        return self._client.ask(call)
-
-    def _made(self, client: Any, call: ApiCall) -> Any:
-        """Make a call, in a thread of its own. Raises ``CloudError``."""
+    def _call(self, client: Any, call: ApiCall) -> Any:
         from tencentcloud.common.exception import TencentCloudSDKException
 
         try:

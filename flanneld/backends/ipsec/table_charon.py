@@ -45,12 +45,9 @@ class CharonTable:
     needs: frozenset[str] = frozenset()
     audit: float | None = _AUDIT
 
-    def __init__(
-        self, note: Callable[[ReadSection], None], mark: str, call: MakeCall, path: str = charon.SOCKET
-    ) -> None:
+    def __init__(self, note: Callable[[ReadSection], None], mark: str, call: MakeCall) -> None:
         self._note = note
         self._call = call
-        self._path = path
         self._process = CharonProcess(mark)
         self._news: CharonEvents | None = None
         #: True until charon was read once: it may be an earlier run's.
@@ -75,7 +72,7 @@ class CharonTable:
             return []
         try:
             self._hear()
-            charon.ask(self._path, "version")
+            charon.ask(charon.SOCKET, "version")
             self._process.output()
         except NoCharon:
             self._lose()
@@ -167,7 +164,7 @@ class CharonTable:
             self._process.start()
         if not waits.until(self._has_started, within=_START_LIMIT, every=_START_LOOK):
             self._process.kill()
-            raise Retryable(f"charon does not answer at {self._path}", "see what it logs")
+            raise Retryable(f"charon does not answer at {charon.SOCKET}", "see what it logs")
         if not self._news:
             status = self._process.status
             how = "" if status is None else f" with status {status}"
@@ -183,7 +180,7 @@ class CharonTable:
         return True
 
     def _hear(self) -> None:
-        self._news = self._news or CharonEvents(self._path)
+        self._news = self._news or CharonEvents(charon.SOCKET)
 
     def _lose(self) -> None:
         self._is_lost = True
@@ -192,5 +189,5 @@ class CharonTable:
             self._news = None
 
     def _version(self) -> str:
-        answer = charon.ask(self._path, "version")
+        answer = charon.ask(charon.SOCKET, "version")
         return f"strongSwan {text(answer, 'version')}"

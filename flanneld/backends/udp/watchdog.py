@@ -11,7 +11,6 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -80,10 +79,9 @@ def end(pidfd: int) -> None:
 class ProxyWatchdog:
     """Watchdog with a connection of its own, which never blocks. For one thread."""
 
-    def __init__(self, tun: str, now: Callable[[], float] = clock.now) -> None:
+    def __init__(self, tun: str) -> None:
         self._tun = tun
-        self._now = now
-        self.next_look = now() + PERIOD
+        self.next_look = clock.now() + PERIOD
         self._connection: socket.socket | None = None
         self._pid = 0
         self._asked = 0.0
@@ -96,7 +94,7 @@ class ProxyWatchdog:
 
     def look(self) -> bool:
         """Send a request, or check for its answer. Return True if the proxy is gone."""
-        now = self._now()
+        now = clock.now()
         self.next_look = now + PERIOD
         if self._connection is None:
             self._connect()
@@ -122,7 +120,7 @@ class ProxyWatchdog:
                 pid, trusted = control.other_end(connection)
                 if trusted:
                     self._pid, self._connection = pid, connection
-                    self._ask(self._now())
+                    self._ask(clock.now())
                     return
             except OSError:
                 self.close()

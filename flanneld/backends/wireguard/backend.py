@@ -112,12 +112,12 @@ def _mode(text: str) -> WireGuardMode:
         raise Fatal(f"Backend.Mode is {quoted(text)}, no valid Mode", f"set it to one of: {modes}") from None
 
 
-def private_key_of(text: bytes, path: str = KEY_FILE) -> Secret:
+def private_key_of(text: bytes) -> Secret:
     """Parse the contents of a key file. Raises ``Fatal``; the message does not contain the text."""
     try:
         return Secret(keys.parse(text.decode(errors="replace")))
     except Refused as reason:
-        remedy = f"put 32 bytes in base64 there, or remove {path} to have a key made"
+        remedy = f"put 32 bytes in base64 there, or remove {KEY_FILE} to have a key made"
         raise Fatal(f"could not parse private key from file: {reason.problem}", remedy) from None
 
 

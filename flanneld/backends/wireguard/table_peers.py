@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import socket
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain
 
@@ -22,6 +21,7 @@ from flanneld.model import IPNetwork
 from flanneld.network.genetlink import wireguard
 from flanneld.network.genetlink.devices import WireGuardDevices
 from flanneld.network.genetlink.wireguard import Endpoint, SeenDevice, SeenPeer
+from flanneld.network.interfaces import index_of
 from flanneld.runtime import clock
 from flanneld.state.report import Failure, Report
 from flanneld.state.resources import Key, Resource
@@ -219,7 +219,7 @@ class WireGuardTable:
     def look(self) -> bool:
         """Return True if a device was recreated since the last read: it has neither key nor peers."""
         self._next_look = clock.now() + _LOOK
-        return any(_index_of(name) != index for name, index in self._indexes.items())
+        return any(index_of(name) != index for name, index in self._indexes.items())
 
     def close(self, *, remove: bool) -> None:
         """Release the socket. Devices and peers stay: sessions go on without the daemon."""
@@ -275,10 +275,3 @@ def _failure(resource: Resource, code: int) -> Failure:
     if code == errno.EADDRINUSE:
         remedy = f"find what has the port: ss -lunp sport = :{port}, ip -d link show type wireguard"
     return Failure(resource, os.strerror(code), remedy)
-
-
-def _index_of(name: str) -> int:
-    try:
-        return socket.if_nametoindex(name)
-    except OSError:
-        return 0

@@ -27,7 +27,7 @@ _LINGER = 2.0
 
 
 def series(
-    channel: Channel, target: IPAddress, count: int, linger: float = 0.0
+    channel: Channel[IPAddress], target: IPAddress, count: int, linger: float = 0.0
 ) -> tuple[int, tuple[float, ...], int]:
     """Send messages one after the other. Return how many, the times of the answers, and the last error.
 

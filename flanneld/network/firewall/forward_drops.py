@@ -24,6 +24,7 @@ from flanneld.network.firewall.rules import (
     FLANNEL_FWD,
     FORWARDING,
     NATIVE_TABLE,
+    NFT_FAMILY,
     REJECT,
     Chain,
     Match,
@@ -32,7 +33,6 @@ from flanneld.network.firewall.rules import (
 from flanneld.network.firewall.rules_sweep import RulePlace
 from flanneld.runtime.shell import Command, command
 
-_IPTABLES_TABLE: dict[Family, str] = {4: "ip", 6: "ip6"}
 _FIREWALLD = "inet firewalld"
 _FIREWALLDS_CHAIN: Chain = ("filter", "INPUT_ZONES")
 
@@ -63,7 +63,7 @@ class Dropping(Struct, frozen=True, gc=False):
             trust = command("firewall-cmd", "--permanent", "--zone=trusted", f"--add-source={network}")
             return trust, command("firewall-cmd", "--reload")
         if self.place == "native":
-            side = _IPTABLES_TABLE[self.family]
+            side = NFT_FAMILY[self.family]
             insert = command("nft", "insert", "rule", *self.table.split(), self.chain, side)
             return tuple((*insert, way, str(network), "accept") for way in ("saddr", "daddr"))
         insert = command(program(self.place, self.family), "-I", self.chain)
@@ -81,7 +81,7 @@ def dropping(family: Family) -> Iterator[Dropping]:
         for table, chain, by_policy in list(netfilter.forwarding(family)):
             by_rule = any(map(_refuses_all, netfilter.rules(family, table, chain)))
             if by_rule or by_policy:
-                is_iptables = table == f"{_IPTABLES_TABLE[family]} {FORWARDING[0]}" and chain == FORWARDING[1]
+                is_iptables = table == f"{NFT_FAMILY[family]} {FORWARDING[0]}" and chain == FORWARDING[1]
                 yield Dropping("nft" if is_iptables else "native", family, table, chain, by_rule)
 
 

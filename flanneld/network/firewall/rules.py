@@ -45,6 +45,8 @@ FLANNEL_FWD: Chain = ("filter", "FLANNEL-FWD")
 #: The iptables chains that contain our rules in one style or another.
 IPTABLES_CHAINS = (FLANNEL_POSTRTG, POSTROUTING, FLANNEL_FWD, FORWARDING)
 
+#: Names of the families in nftables, also of the tables that iptables-nft makes there.
+NFT_FAMILY: dict[Family, str] = {4: "ip", 6: "ip6"}
 #: Names of our own tables in nftables.
 NATIVE_TABLE: dict[Family, str] = {4: "flannel-ipv4", 6: "flannel-ipv6"}
 NATIVE_POSTRTG, NATIVE_FORWARD = "postrtg", "forward"

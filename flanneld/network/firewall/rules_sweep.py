@@ -16,7 +16,13 @@ from flanneld.network.firewall.iptables import xtables
 from flanneld.network.firewall.iptables.restore import Restore, program
 from flanneld.network.firewall.iptables.text import rule_text, rule_words
 from flanneld.network.firewall.nftables.netlink import Netfilter, NoNetfilter
-from flanneld.network.firewall.rules import FLANNEL_FWD, FLANNEL_POSTRTG, IPTABLES_CHAINS, NATIVE_TABLE
+from flanneld.network.firewall.rules import (
+    FLANNEL_FWD,
+    FLANNEL_POSTRTG,
+    IPTABLES_CHAINS,
+    NATIVE_TABLE,
+    NFT_FAMILY,
+)
 from flanneld.runtime.shell import Command, command
 
 log = logging.getLogger(__name__)
@@ -76,7 +82,7 @@ def commands_of(place: RulePlace, family: Family, edits: Sequence[Edit]) -> Iter
     for edit in edits:
         table, chain = edit.chain
         if place == "native":
-            name = command("chain", "ip" if family == 4 else "ip6", table, chain)
+            name = command("chain", NFT_FAMILY[family], table, chain)
             yield ("nft", "flush", *name)
             yield ("nft", "delete", *name)
             continue

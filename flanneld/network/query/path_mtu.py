@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from flanneld.model import Family, IPAddress
-from flanneld.network.query import icmp_echo
+from flanneld.network.query.survey import Echo, echoes
 
 #: What every host takes in one piece (RFC 791, RFC 8200).
 SMALLEST: dict[Family, int] = {4: 576, 6: 1280}
@@ -13,11 +13,6 @@ SMALLEST: dict[Family, int] = {4: 576, 6: 1280}
 _TRIES = 2
 #: Seconds until a packet counts as lost: where a search is asked for, and where it is a look in passing.
 _WITHIN, _BRIEFLY = 1.0, 0.3
-
-
-def carries(target: IPAddress, size: int, within: float = _WITHIN) -> bool:
-    """Return True if a packet of ``size`` bytes, IP header included, is answered. Raises ``OSError``."""
-    return any(icmp_echo.ask(target, within, size=size) is not None for _ in range(_TRIES))
 
 
 def largest(low: int, high: int, is_carried: Callable[[int], bool]) -> int | None:
@@ -40,21 +35,25 @@ def glance(questions: Sequence[tuple[IPAddress, int]]) -> list[int | None]:
 
     None stands for no answer at all. Every packet is sent at most twice. Raises ``OSError``.
     """
-    asked = [
-        (target, size)
+    pairs = [
+        (Echo(target, min(SMALLEST[target.version], required)), Echo(target, required))
         for target, required in questions
-        for size in (min(SMALLEST[target.version], required), required)
     ]
-    answered = icmp_echo.ask_all(asked, _BRIEFLY)
-    again = [number for number, is_answered in enumerate(answered) if not is_answered]
+    asked = {each for pair in pairs for each in pair}
+    answered = _answered(asked, _BRIEFLY)
     # A busy node may take long; only what seems to be lost is waited for.
-    late = icmp_echo.ask_all([asked[number] for number in again], _WITHIN)
-    for number, is_answered in zip(again, late, strict=True):
-        answered[number] = is_answered
-    sizes = [size if is_answered else None for (_, size), is_answered in zip(asked, answered, strict=True)]
-    return [required or least for least, required in zip(sizes[::2], sizes[1::2], strict=True)]
+    answered |= _answered(asked - answered, _WITHIN)
+    return [next((each.size for each in (full, least) if each in answered), None) for least, full in pairs]
+
+
+def _answered(asked: Collection[Echo], within: float, tries: int = 1) -> set[Echo]:
+    return {question for question, reply in echoes(asked, within, tries).items() if reply.rtt is not None}
 
 
 def find(target: IPAddress, required: int) -> int | None:
     """Return the path MTU to a host, at most ``required``; None if it does not answer. Raises ``OSError``."""
-    return largest(min(SMALLEST[target.version], required), required, lambda size: carries(target, size))
+
+    def is_carried(size: int) -> bool:
+        return bool(_answered([Echo(target, size)], _WITHIN, _TRIES))
+
+    return largest(min(SMALLEST[target.version], required), required, is_carried)

@@ -10,8 +10,8 @@ import errno
 import socket
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from typing import Any, Protocol
+from contextlib import closing, suppress
+from typing import Any, Protocol, TypeVar
 
 from msgspec import Struct, field
 
@@ -32,6 +32,19 @@ _WHOLE: dict[Family, tuple[int, int, int]] = {4: (socket.IPPROTO_IP, 10, 3), 6: 
 #: linux/errqueue.h, struct sock_extended_err: error, then origin. 1 is this host itself.
 _EXTENDED_ERROR, _LOCAL = struct.Struct("=IB"), 1
 _SO_NO_CHECK = 11
+#: Longest wait in seconds before it is asked again whether the answers are still wanted.
+_NAP = 0.2
+
+
+class Echo(Struct, frozen=True, gc=False):
+    """Echo request of ``size`` bytes, IP header included, that travels in one piece."""
+
+    target: IPAddress
+    size: int
+
+    @property
+    def version(self) -> Family:
+        return self.target.version
 
 
 class Reply(Struct, frozen=True, gc=False):
@@ -58,12 +71,16 @@ class Reply(Struct, frozen=True, gc=False):
 SILENCE = Reply()
 
 
-class Channel(Protocol):
+Target = TypeVar("Target", IPAddress, Echo, IPAddress | Echo)
+Asked = TypeVar("Asked", contravariant=True)
+
+
+class Channel(Protocol[Asked]):
     """Socket for one kind of message and one family."""
 
     def fileno(self) -> int: ...
 
-    def send(self, target: IPAddress, token: bytes) -> None:
+    def send(self, target: Asked, token: bytes) -> None:
         """Send a message. Raises ``OSError``."""
         ...
 
@@ -75,22 +92,23 @@ class Channel(Protocol):
 
 
 class EchoChannel:
-    """ICMP echo requests. With ``size``, in bytes with the IP header, they travel in one piece."""
+    """ICMP echo requests. Those to a bare address have ``size`` bytes, IP header included."""
 
     def __init__(self, family: Family, size: int = 0) -> None:
         self._family = family
-        self._padding = bytes(max(0, size - icmp_echo.HEADERS[family] - TOKEN_LENGTH))
+        self._size = size
         self._socket = icmp_echo.new_socket(family)
         self._socket.setblocking(False)
         self._socket.setsockopt(*_RECVERR[family], 1)
-        if size:
-            self._socket.setsockopt(*_WHOLE[family])
+        self._socket.setsockopt(*_WHOLE[family])
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def send(self, target: IPAddress, token: bytes) -> None:
-        self._socket.sendto(icmp_echo.request(self._family, token + self._padding), (str(target), 0))
+    def send(self, target: IPAddress | Echo, token: bytes) -> None:
+        echo = target if isinstance(target, Echo) else Echo(target, self._size)
+        padding = bytes(max(0, echo.size - icmp_echo.HEADERS[self._family] - TOKEN_LENGTH))
+        self._socket.sendto(icmp_echo.request(self._family, token + padding), (str(echo.target), 0))
 
     def receive(self) -> Iterator[tuple[bytes, Mapping[str, Any], int]]:
         is_raw = self._socket.type == socket.SOCK_RAW
@@ -163,9 +181,11 @@ def _errors(sock: socket.socket) -> Iterator[tuple[int, bytes]]:
                     yield code, data
 
 
-def echoes(targets: Iterable[IPAddress], within: float, tries: int = 2) -> dict[IPAddress, Reply]:
+def echoes(
+    targets: Iterable[Target], within: float, tries: int = 2, is_wanted: Callable[[], bool] = lambda: True
+) -> dict[Target, Reply]:
     """Return each host's reply to an ICMP echo; silent hosts are asked again. Raises ``OSError``."""
-    return _per_family(targets, EchoChannel, within, tries)
+    return _per_family(targets, EchoChannel, within, tries, is_wanted)
 
 
 def queries(targets: Iterable[IPAddress], port: int, within: float, tries: int = 2) -> dict[IPAddress, Reply]:
@@ -174,26 +194,35 @@ def queries(targets: Iterable[IPAddress], port: int, within: float, tries: int =
 
 
 def _per_family(
-    targets: Iterable[IPAddress], open_channel: Callable[[Family], Channel], within: float, tries: int
-) -> dict[IPAddress, Reply]:
+    targets: Iterable[Target],
+    open_channel: Callable[[Family], Channel[Target]],
+    within: float,
+    tries: int,
+    is_wanted: Callable[[], bool] = lambda: True,
+) -> dict[Target, Reply]:
     wanted = tuple(dict.fromkeys(targets))
-    found: dict[IPAddress, Reply] = {}
-    with ExitStack() as stack:
-        for family in FAMILIES:
-            some = [target for target in wanted if target.version == family]
-            if some:
-                channel = open_channel(family)
-                stack.callback(channel.close)
-                found |= survey(channel, some, within, tries)
+    found: dict[Target, Reply] = {}
+    for family in FAMILIES:
+        some = [target for target in wanted if target.version == family]
+        if some:
+            with closing(open_channel(family)) as channel:
+                found |= survey(channel, some, within, tries, is_wanted)
     return found
 
 
 def survey(
-    channel: Channel, targets: Sequence[IPAddress], within: float, tries: int
-) -> dict[IPAddress, Reply]:
-    """Ask all targets, and the silent ones again. Each try ends ``within`` seconds after its last message."""
-    asked: dict[bytes, tuple[IPAddress, float]] = {}
-    replies: dict[IPAddress, Reply] = {}
+    channel: Channel[Target],
+    targets: Sequence[Target],
+    within: float,
+    tries: int,
+    is_wanted: Callable[[], bool] = lambda: True,
+) -> dict[Target, Reply]:
+    """Ask all targets, and the silent ones again. Each try ends ``within`` seconds after its last message.
+
+    It ends early once the answers are no longer wanted.
+    """
+    asked: dict[bytes, tuple[Target, float]] = {}
+    replies: dict[Target, Reply] = {}
 
     def take() -> None:
         for token, facts, error in channel.receive():
@@ -213,12 +242,14 @@ def survey(
                 take()
         deadline = clock.now() + within
         while any(target not in replies for target in silent) and (left := deadline - clock.now()) > 0:
-            waits.readable(channel.fileno(), left)
+            if not is_wanted():
+                break
+            waits.readable(channel.fileno(), min(left, _NAP))
             take()
     return {target: replies.get(target, SILENCE) for target in targets}
 
 
-def _send(channel: Channel, target: IPAddress, token: bytes) -> int:
+def _send(channel: Channel[Target], target: Target, token: bytes) -> int:
     """Send a message. Return 0, or the errno of a local refusal.
 
     An ICMP error for an earlier message makes the next call on the socket fail, too, whose host is another
@@ -235,6 +266,6 @@ def _send(channel: Channel, target: IPAddress, token: bytes) -> int:
     return 0 if code == errno.ECONNREFUSED else code
 
 
-def ask(channel: Channel, target: IPAddress, within: float) -> Reply:
+def ask(channel: Channel[IPAddress], target: IPAddress, within: float) -> Reply:
     """Ask one host once."""
     return survey(channel, [target], within, 1)[target]

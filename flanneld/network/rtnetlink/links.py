@@ -10,7 +10,7 @@ import errno
 import re
 import struct
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from importlib import import_module
 from typing import Any, Generic, TypeVar
@@ -74,8 +74,10 @@ class LinkCodec(Generic[L]):
     spares_others = False
 
     def parse(self, seen: SeenLink, data: dict[int, bytes]) -> L | ForeignLink:
-        """Return the resource for the attributes in IFLA_INFO_DATA."""
-        raise NotImplementedError
+        """Return the resource for the attributes in IFLA_INFO_DATA; here of a kind without properties."""
+        del data
+        made: Callable[[str, int, bool], L] = self.resource
+        return made(seen.name, seen.mtu, seen.up)
 
     def make(self, desired: L) -> bool:
         """Create the device without netlink and return True, or return False if netlink is to be used."""

@@ -39,7 +39,7 @@ def _write(path: Path, content: bytes, mode: int, put: Callable[[Path], object])
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    _sync(path.parent)
+    sync(path.parent)
 
 
 def read(path: Path, limit: int, check: Callable[[os.stat_result], None] = lambda _: None) -> bytes:
@@ -59,8 +59,9 @@ def read(path: Path, limit: int, check: Callable[[os.stat_result], None] = lambd
     return content
 
 
-def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+def sync(path: Path) -> None:
+    """Write a file, or the names in a directory, to the disk. Raises ``OSError``."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from itertools import islice
 
 from flanneld.runtime import clock
@@ -24,19 +24,11 @@ class BatchedWarnings:
     to which the first few warnings are appended in the format ``item``.
     """
 
-    def __init__(
-        self,
-        log: logging.Logger,
-        one: str,
-        several: str,
-        item: str = "{key}: {reason}",
-        now: Callable[[], float] = clock.now,
-    ) -> None:
+    def __init__(self, log: logging.Logger, one: str, several: str, item: str = "{key}: {reason}") -> None:
         self._log = log
         self._one = one
         self._several = several
         self._item = item
-        self._now = now
         self._lock = threading.Lock()
         #: Hash of each warning's text. Thousands of texts would take some MB.
         self._known: dict[str, int] = {}
@@ -76,7 +68,7 @@ class BatchedWarnings:
             self._log.warning("%s", line, stacklevel=2)
 
     def _due(self) -> list[str]:
-        now = self._now()
+        now = clock.now()
         if now - self._since >= PACE:
             self._since, self._left = now, FEW
         pending, found = self._pending, len(self._pending)

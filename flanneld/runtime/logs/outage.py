@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 
 from flanneld.errors import Retryable, remembered
 from flanneld.runtime import clock
@@ -16,13 +16,12 @@ PACE = 60.0
 class LogRateLimit:
     """Rate limit of one message a minute per key. For one thread and few keys."""
 
-    def __init__(self, now: Callable[[], float] = clock.now) -> None:
-        self._now = now
+    def __init__(self) -> None:
         self._said: dict[Hashable, float] = {}
 
     def allows(self, what: Hashable) -> bool:
         """Return True if the message may be logged now, and record that it was."""
-        now = self._now()
+        now = clock.now()
         if now - self._said.get(what, -math.inf) < PACE:
             return False
         self._said[what] = now
@@ -39,14 +38,11 @@ class Outage:
     The reason follows ``failing`` in the log. For one thread; ``problem`` may be read from any.
     """
 
-    def __init__(
-        self, log: logging.Logger, failing: str, working: str, now: Callable[[], float] = clock.now
-    ) -> None:
+    def __init__(self, log: logging.Logger, failing: str, working: str) -> None:
         self._log = log
         self._failing = failing
         self._working = working
-        self._now = now
-        self._pace = LogRateLimit(now)
+        self._pace = LogRateLimit()
         self._since: float | None = None
         self._problem: Retryable | None = None
         self._is_told = False
@@ -58,7 +54,7 @@ class Outage:
 
     def failed(self, reason: Retryable) -> None:
         """Record a failure."""
-        now = self._now()
+        now = clock.now()
         self._problem = remembered(reason)
         if self._since is None:
             self._since = now
@@ -85,6 +81,6 @@ class Outage:
         self._problem = None
         told, self._is_told = self._is_told, False
         if told and since is not None:
-            lasted = self._now() - since
+            lasted = clock.now() - since
             self._log.info("%s after %.0f s", self._working, lasted, stacklevel=3)
         return told

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from flanneld.errors import Cancelled, Fatal, FlannelError, Retryable, cause_of
 from flanneld.runtime import randomness
+from flanneld.runtime.files import atomic_file
 
 #: ``application_id`` in the file's header, "flan" in ASCII.
 APPLICATION = 0x666C616E
@@ -180,9 +181,9 @@ def _made(path: Path) -> Iterator[sqlite3.Connection]:
             connection.execute("PRAGMA journal_mode=WAL")
         finally:
             connection.close()
-        _sync(temporary)
+        atomic_file.sync(temporary)
         path.hardlink_to(temporary)
-        _sync(path.parent)
+        atomic_file.sync(path.parent)
     except (OSError, sqlite3.Error) as error:
         raise Fatal(
             f"cannot make {path}: {cause_of(error)}", "see its directory, and its free space"
@@ -195,14 +196,6 @@ def _made(path: Path) -> Iterator[sqlite3.Connection]:
 def _log_of(path: Path) -> Path:
     """Return the path of SQLite's write-ahead log."""
     return Path(f"{path}-wal")
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _check_header(path: Path) -> None:

@@ -17,7 +17,7 @@ from flanneld.model import FAMILIES, Family
 from flanneld.network import route_lookup
 from flanneld.network.firewall.iptables.xtables import TableDump
 from flanneld.network.firewall.nftables import netlink
-from flanneld.network.firewall.nftables.json import read_listing, rule_json
+from flanneld.network.firewall.nftables.json import read_chains, read_listing, rule_json
 from flanneld.network.firewall.rules import Purpose, desired_rules
 from flanneld.network.rtnetlink import links, monitor
 from flanneld.network.rtnetlink import messages as rtnl
@@ -158,10 +158,32 @@ def test_a_listing_of_our_rules_is_understood(family: Family) -> None:
     )
 
 
-@given(tampered_json([listing(4)]))
+DPORT = {"payload": {"protocol": "udp", "field": "dport"}}
+STATE = {"ct": {"key": "state"}}
+#: A table of another program, with the statements that ours lacks.
+FOREIGN: dict[str, Any] = {
+    "nftables": [
+        {"chain": {"name": "input"}},
+        *(
+            {"rule": {"chain": "input", "handle": 7, "expr": [statement, {"jump": {"target": "input"}}]}}
+            for statement in (
+                {"match": {"op": "in", "left": STATE, "right": ["established", "new"]}},
+                {"match": {"op": "==", "left": DPORT, "right": {"set": [53, {"range": [8000, 9000]}]}}},
+                {"match": {"op": "!=", "left": {"meta": {"key": "nfproto"}}, "right": "ipv6"}},
+                {"vmap": {"key": DPORT, "data": {"set": [[53, {"accept": None}], [80, {"drop": None}]]}}},
+                {"limit": {"rate": 5}},
+            )
+        ),
+    ]
+}
+
+
+@given(tampered_json([listing(4), FOREIGN]))
 def test_a_tampered_listing_is_read_or_refused(answer: Any) -> None:
     with suppress(ValueError):
         read_listing(4, answer)
+    with suppress(ValueError):
+        read_chains(json.dumps(answer), 6)
 
 
 @pytest.mark.parametrize(

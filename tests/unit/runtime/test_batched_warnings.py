@@ -11,12 +11,13 @@ from tests.clock import Clock
 
 log = logging.getLogger(__name__)
 MINUTE = 60.0
+pytestmark = pytest.mark.usefixtures("daemon_clock")
 
 
 @pytest.fixture
-def complaints(clock: Clock, caplog: pytest.LogCaptureFixture) -> BatchedWarnings:
+def complaints(caplog: pytest.LogCaptureFixture) -> BatchedWarnings:
     caplog.set_level(logging.INFO)
-    return BatchedWarnings(log, "Ignoring {key}: {reason}", "Ignoring {count} keys", now=clock)
+    return BatchedWarnings(log, "Ignoring {key}: {reason}", "Ignoring {count} keys")
 
 
 def note(complaints: BatchedWarnings, number: int, first: int = 0) -> None:

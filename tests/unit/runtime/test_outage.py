@@ -11,12 +11,13 @@ from flanneld.runtime.logs.outage import PACE, LogRateLimit, Outage
 from tests.clock import Clock
 
 log = logging.getLogger(__name__)
+pytestmark = pytest.mark.usefixtures("daemon_clock")
 
 
 @pytest.fixture
-def outage(clock: Clock, caplog: pytest.LogCaptureFixture) -> Outage:
+def outage(caplog: pytest.LogCaptureFixture) -> Outage:
     caplog.set_level(logging.INFO)
-    return Outage(log, "Watching", "Watching: etcd is back", clock)
+    return Outage(log, "Watching", "Watching: etcd is back")
 
 
 def test_a_failure_is_said_at_once_and_then_once_a_minute(
@@ -87,7 +88,7 @@ def test_an_outage_is_on_from_the_first_failure_to_the_first_answer(outage: Outa
 
 
 def test_different_things_have_a_minute_each(clock: Clock) -> None:
-    pace = LogRateLimit(clock)
+    pace = LogRateLimit()
     assert [pace.allows("a"), pace.allows("b"), pace.allows("a")] == [True, True, False]
     clock.time += PACE
     assert pace.allows("a")

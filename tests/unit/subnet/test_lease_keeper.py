@@ -168,14 +168,11 @@ LEASE = Lease(OURS, *KEY, expires=0.0)
 RESERVATION = replace(LEASE, expires=None)
 
 
-@pytest.fixture(autouse=True)
-def daemon_clock(clock: Clock) -> Iterator[None]:
-    with monotonic_clock.replaced(clock):
-        yield
+pytestmark = pytest.mark.usefixtures("daemon_clock")
 
 
 @pytest.fixture
-def real_time(daemon_clock: None) -> Iterator[None]:
+def real_time(daemon_clock: Clock) -> Iterator[None]:
     del daemon_clock
     with monotonic_clock.replaced(monotonic_clock.SystemClock()):
         yield
@@ -531,8 +528,9 @@ def test_newcomer_waits_for_the_length_of_the_probation_before_it_ends(node: Nod
 def test_write_of_another_node_no_later_than_ours_is_no_contest(
     node: Node, store: Store, asof: int, caplog: pytest.LogCaptureFixture
 ) -> None:
+    theirs = replace(store.leases[KEY], attrs=OTHERS, asof=asof)
     for _ in range(2):
-        node.lease_keeper.deliver([Added(replace(LEASE, attrs=OTHERS, asof=asof))])
+        node.lease_keeper.deliver([Added(theirs)])
         node.settle()
     assert (node.ended, len(store.attempts)) == (False, 1)
     assert "another node" not in caplog.text

@@ -13,7 +13,7 @@ from ipaddress import IPv4Address, IPv4Network
 from flanneld.backends.udp import control
 from flanneld.backends.udp.proxy.plane import Plane
 from flanneld.backends.udp.resources import UdpProxy
-from flanneld.network import tun
+from flanneld.network.interfaces import index_of
 
 #: Seconds for a data plane to stop, and for a daemon to take an answer.
 _STOP_PATIENCE, _SEND_PATIENCE = 2.0, 1.0
@@ -32,7 +32,7 @@ class ProxyServer:
     ) -> None:
         self._settings = settings
         self._plane = plane
-        self._device = tun.index_of(settings.tun)
+        self._device = index_of(settings.tun)
         self._why = why
         self._listener = listener
         self._peers: dict[IPv4Network, IPv4Address] = {}
@@ -108,7 +108,7 @@ class ProxyServer:
 
     def _answers(self, verb: bytes, body: bytes) -> Iterator[bytes]:
         match verb:
-            case control.HELLO if tun.index_of(self._settings.tun) != self._device:
+            case control.HELLO if index_of(self._settings.tun) != self._device:
                 # The device was renamed or moved, so that its packets no longer reach us.
                 self._device_stays = True
             case control.HELLO:

@@ -1,18 +1,56 @@
-"""Rules in the syntax of iptables-restore and ``iptables -S`` (pure)."""
+"""Rules in the syntax of iptables-restore, iptables-save and ``iptables -S`` (pure)."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Iterator
 from ipaddress import ip_network
+from itertools import takewhile
 
 from msgspec.structs import replace
 
 from flanneld.network.firewall.edits import Edit
-from flanneld.network.firewall.rules import ALL_BITS, Match, Rule
+from flanneld.network.firewall.rules import ACCEPT, ALL_BITS, DROP, MASQUERADE, REJECT, RETURN, Match, Rule
+from flanneld.network.firewall.verdicts import packet
+from flanneld.network.firewall.verdicts.packet import UNKNOWN, Chains, Step, Test, protocol_name
 
+#: Options that are parsed: the property of a packet that each is about.
+_FIELDS = {
+    "-i": "iif",
+    "-o": "oif",
+    "-s": "source",
+    "-d": "destination",
+    "-p": "protocol",
+    "--dport": "dport",
+    "--sport": "sport",
+    "--dports": "dport",
+    "--sports": "sport",
+    "--ctstate": "state",
+    "--state": "state",
+    "--dst-type": "destination_type",
+    "--mark": "mark",
+}
+#: Options with exactly one value, which may be any text. Others have the words up to the next option.
+_ONE_VALUE = frozenset(
+    {*_FIELDS, "-m", "-j", "-g", "--comment", "--log-prefix", "--nflog-prefix", "--string", "--hex-string"}
+)
 #: Match extensions whose options are parsed; their names add nothing to a rule.
-_KNOWN_MATCHES = frozenset({"mark", "comment"})
+_EXTENSIONS = frozenset(
+    {"addrtype", "comment", "conntrack", "icmp", "mark", "multiport", "state", "tcp", "udp"}
+)
+#: Targets that end the walk through a table, and those that let packets pass on.
+_VERDICTS = {
+    ACCEPT: packet.ACCEPT,
+    MASQUERADE: packet.ACCEPT,
+    DROP: packet.DROP,
+    REJECT: packet.DROP,
+    RETURN: packet.RETURN,
+}
+_PASSES_ON = frozenset(
+    {"LOG", "NFLOG", "ULOG", "TRACE", "AUDIT", "MARK", "CONNMARK", "HMARK", "SECMARK", "CONNSECMARK"}
+    | {"CLASSIFY", "CT", "NOTRACK", "TCPMSS", "TOS", "DSCP", "ECN", "TTL", "HL", "CHECKSUM"}
+    | {"SET", "TEE", "NFACCT", "RATEEST", "IDLETIMER", "LED"}
+)
 
 
 def restore_text(edits: Iterable[Edit]) -> str:
@@ -60,50 +98,91 @@ def rule_words(rule: Rule) -> list[str]:
 
 def read_rules(listing: str) -> tuple[Rule, ...]:
     """Return the rules in the output of ``iptables -S CHAIN``."""
-    lines = (line.split(" ", 2) for line in listing.splitlines())
-    return tuple(read_rule(words[2] if len(words) > 2 else "") for words in lines if words[0] == "-A")
+    chains, _ = read_table(listing)
+    return tuple(step.as_rule() for steps in chains.values() for step in steps)
 
 
-def read_rule(text: str) -> Rule:
-    """Parse a rule printed by iptables. Parts that our rules never have are kept in ``extra``."""
+def read_table(listing: str) -> tuple[Chains, dict[str, str]]:
+    """Return the rules and the policies in the output of ``iptables-save -t TABLE``.
+
+    A policy is the target's name, ``-`` for none.
+    """
+    chains: dict[str, list[Step]] = {}
+    policies: dict[str, str] = {}
+    for line in listing.split("\n"):  # a comment may contain other line ends
+        if line.startswith(":"):
+            name, policy, *_ = line[1:].split()
+            chains[name], policies[name] = [], policy
+        elif line.startswith("-A "):
+            chain, _, rule = line.removeprefix("-A ").partition(" ")
+            chains.setdefault(chain, []).append(_read_step(line, rule))
+    return {name: tuple(steps) for name, steps in chains.items()}, policies
+
+
+def _read_step(line: str, rule: str) -> Step:
+    step, tests, rest = Step(line), list[Test](), list[str]()
     try:
-        return _rule_of(shlex.split(text))
-    except (ValueError, StopIteration):
-        return Rule("", extra=text)
+        for name, values, negated in _options(rule):
+            match name, values:
+                case "-j" | "-g", (target,):
+                    step = replace(step, act=_act(name, target), target=target)
+                    rest += ["-g"] if name == "-g" else []
+                case "--comment", (comment,):
+                    step = replace(step, comment=comment)
+                case "--random-fully", ():
+                    step = replace(step, random=True)
+                case "-m", (extension,) if extension in _EXTENSIONS:
+                    pass
+                case _, (value,) if name in _FIELDS:
+                    tests.append(_test(_FIELDS[name], value, negated=negated))
+                case _ if step.target:
+                    rest.append(name)
+                case _:
+                    tests.append(UNKNOWN)
+    except ValueError:
+        return Step(line, (UNKNOWN,), packet.ACCEPT)  # it may end the walk
+    return replace(step, tests=tuple(tests), rest=" ".join(rest))
 
 
-def _rule_of(listed: list[str]) -> Rule:
-    rule, extra, inside = Rule(""), [], True
-    words = iter(listed)
-    for word in words:
-        match word:
-            case "!":
-                inside = False
-                continue
-            case "-s":
-                rule = replace(rule, source=Match(ip_network(next(words), strict=False), inside))
-            case "-d":
-                rule = replace(rule, destination=Match(ip_network(next(words), strict=False), inside))
-            case "--mark" if inside:
-                rule = replace(rule, mark=_mark(next(words)))
-            case "--comment":
-                rule = replace(rule, comment=next(words))
-            case "-j":
-                rule = replace(rule, verdict=next(words))
-            case "--random-fully":
-                rule = replace(rule, random=True)
-            case "-m":
-                extra += _unless_known(next(words))
-            case _:
-                extra += [word] if inside else ["!", word]
-        inside = True
-    return replace(rule, extra=" ".join(extra))
+def _options(rule: str) -> Iterator[tuple[str, tuple[str, ...], bool]]:
+    """Yield name and values of each option, and True if it is negated. Raises ``ValueError``."""
+    words = shlex.split(rule)
+    while words:
+        negated = words[0] == "!"
+        name, *rest = words[negated:]
+        count = 1 if name in _ONE_VALUE else sum(1 for _ in takewhile(_is_value, rest))
+        if len(rest) < count:
+            raise ValueError(f"{name} has no value")
+        yield name, tuple(rest[:count]), negated
+        words = rest[count:]
 
 
-def _unless_known(extension: str) -> list[str]:
-    return [] if extension in _KNOWN_MATCHES else ["-m", extension]
+def _is_value(word: str) -> bool:
+    return word != "!" and not word.startswith("-")
 
 
-def _mark(text: str) -> tuple[int, int]:
-    value, _, mask = text.partition("/")
-    return int(value, 0), int(mask, 0) if mask else ALL_BITS
+def _act(flag: str, target: str) -> str:
+    if target in _PASSES_ON:
+        return ""
+    return _VERDICTS.get(target) or (packet.GOTO if flag == "-g" else packet.JUMP)
+
+
+def _test(field: str, value: str, *, negated: bool) -> Test:
+    match field:
+        case "iif" | "oif":
+            return Test(field, (f"{value[:-1]}*" if value.endswith("+") else value,), negated)
+        case "source" | "destination":
+            return Test(field, tuple(ip_network(each, strict=False) for each in value.split(",")), negated)
+        case "sport" | "dport":
+            return Test(field, tuple(map(_ports, value.split(","))), negated)
+        case "protocol":
+            return Test(field, (protocol_name(value),), negated)
+        case "mark":
+            mark, _, mask = value.partition("/")
+            return Test(field, ((int(mark, 0), int(mask, 0) if mask else ALL_BITS),), negated)
+    return Test(field, tuple(value.lower().split(",")), negated)
+
+
+def _ports(text: str) -> tuple[int, int]:
+    low, colon, high = text.partition(":")
+    return (int(low or 0), int(high or 65535)) if colon else (int(low), int(low))

@@ -7,11 +7,9 @@ tables. Source: linux/netfilter/nfnetlink.h and nf_tables.h.
 from __future__ import annotations
 
 import errno
-import os
-import socket
 import struct
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Self
 
 from msgspec import Struct
@@ -20,19 +18,13 @@ from msgspec.structs import replace
 from flanneld.model import Family
 from flanneld.network.firewall.rules import JUMPS, OWN_CHAINS, Chain, Rule
 from flanneld.network.rtnetlink.netlink import (
-    NETLINK_ADD_MEMBERSHIP,
-    NLM_F_ROOT_MATCH,
-    NLMSG_DONE,
-    NLMSG_ERROR,
-    SO_RCVBUFFORCE,
-    SOL_NETLINK,
+    DumpInterrupted,
+    NetlinkSocket,
     attribute,
     attributes,
-    message,
     messages,
     number_of,
     text_of,
-    unpack,
 )
 from flanneld.runtime import waits
 
@@ -63,12 +55,11 @@ _NETDEV = 5
 #: Errors for a subsystem that the kernel does not have.
 _NOT_THERE = (errno.EINVAL, errno.EOPNOTSUPP)
 
-_RECEIVE = 64 * 1024
+_DUMP_TRIES = 5
 #: Seconds within which the kernel names the author of a change it has notified.
 _SAME_BREATH = 0.1
 #: Bytes: kube-proxy of a large cluster rewrites tens of thousands of rules at a time.
 _RECEIVE_BUFFER = 4 << 20
-_ERRNO = struct.Struct("=i")
 _HEADER = struct.Struct(">BBH")
 
 
@@ -92,12 +83,9 @@ class Netfilter:
 
     def __init__(self) -> None:
         try:
-            self._socket = socket.socket(
-                socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _NETLINK_NETFILTER
-            )
+            self._socket = NetlinkSocket(protocol=_NETLINK_NETFILTER)
         except OSError as error:
             raise NoNetfilter(error.errno, "this kernel has no netlink for netfilter") from error
-        self._seq = 0
 
     def __enter__(self) -> Self:
         return self
@@ -117,12 +105,13 @@ class Netfilter:
         """Return the number of IPv4 and IPv6 rules that are not flannel's."""
         others, ways = 0, set()
         for protocol in _FAMILY:
-            for _, given in self._dump(_GETRULE, protocol):
-                chain = (text_of(given, _RULE_TABLE), text_of(given, _RULE_CHAIN))
-                if chain not in OWN_CHAINS:
-                    others += 1
-                elif chain in JUMPS:
-                    ways.add((protocol, chain))
+            with suppress(DumpInterrupted):  # a few more or less
+                for given in self._dump(_GETRULE, protocol):
+                    chain = (text_of(given, _RULE_TABLE), text_of(given, _RULE_CHAIN))
+                    if chain not in OWN_CHAINS:
+                        others += 1
+                    elif chain in JUMPS:
+                        ways.add((protocol, chain))
         return max(0, others - len(ways))
 
     def forwarding(self, family: Family) -> Iterator[tuple[str, str, bool]]:
@@ -134,7 +123,7 @@ class Netfilter:
     def hooked(self, family: Family) -> Iterator[Hooked]:
         """Yield the base chains that packets of a family pass."""
         for protocol in (_PROTOCOL[family], _INET, _NETDEV):
-            for _, given in self._dump(_GETCHAIN, protocol):
+            for given in self._whole(_GETCHAIN, protocol):
                 raw = given.get(_CHAIN_HOOK)
                 if raw is None:
                     continue
@@ -167,41 +156,42 @@ class Netfilter:
             body += attribute(_RULE_CHAIN, _terminated(chain))
         return [
             read_rule(family, given.get(_RULE_EXPRESSIONS, b""))
-            for _, given in self._ask(_GETRULE, NLM_F_ROOT_MATCH, protocol, body)
+            for given in self._whole(_GETRULE, protocol, body)
             # Old kernels ignore the filter and dump all tables.
             if text_of(given, _RULE_TABLE) == name and chain in ("", text_of(given, _RULE_CHAIN))
         ]
 
     def _has(self, kind: int, family: Family, body: bytes) -> bool:
         try:
-            next(self._ask(kind, 0, _PROTOCOL[family], body))
+            with _with_nf_tables():
+                self._socket.ask(_SUBSYSTEM | kind, _HEADER.pack(_PROTOCOL[family], 0, 0) + body)
         except FileNotFoundError:
             return False
         return True
 
-    def _dump(self, kind: int, protocol: int) -> Iterator[tuple[int, dict[int, bytes]]]:
-        return self._ask(kind, NLM_F_ROOT_MATCH, protocol, b"")
+    def _whole(self, kind: int, protocol: int, body: bytes = b"") -> list[dict[int, bytes]]:
+        """Return the attributes of all objects, none missing because of a change meanwhile."""
+        for _ in range(_DUMP_TRIES - 1):
+            with suppress(DumpInterrupted):
+                return list(self._dump(kind, protocol, body))
+        return list(self._dump(kind, protocol, body))
 
-    def _ask(
-        self, kind: int, flags: int, protocol: int, body: bytes
-    ) -> Iterator[tuple[int, dict[int, bytes]]]:
-        """Send a request and yield each answer as (type, attributes)."""
-        self._seq += 1
-        request = message(_SUBSYSTEM | kind, flags, _HEADER.pack(protocol, 0, 0) + body, self._seq)
-        self._socket.send(request)
-        while True:
-            data = self._socket.recv(_RECEIVE)
-            for answer, _, seq, _, offset, end in messages(data):
-                if seq != self._seq:
-                    continue
-                if answer in (NLMSG_DONE, NLMSG_ERROR):
-                    (code,) = unpack(_ERRNO, data, offset, end)
-                    if -code in _NOT_THERE:
-                        raise NoNetfilter(-code, "this kernel has no nf_tables")
-                    if code:
-                        raise OSError(-code, os.strerror(-code))
-                    return
-                yield answer & 0xFF, attributes(data, offset + _HEADER.size, end)
+    def _dump(self, kind: int, protocol: int, body: bytes = b"") -> Iterator[dict[int, bytes]]:
+        with _with_nf_tables():
+            request = _HEADER.pack(protocol, 0, 0) + body
+            for data, offset, end in self._socket.dump(_SUBSYSTEM | kind, request):
+                yield attributes(data, offset + _HEADER.size, end)
+
+
+@contextmanager
+def _with_nf_tables() -> Iterator[None]:
+    """Run the block. Raises ``NoNetfilter`` if the kernel lacks nf_tables."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _NOT_THERE:
+            raise NoNetfilter(error.errno, "this kernel has no nf_tables") from None
+        raise
 
 
 class Removal(Struct, frozen=True, gc=False):
@@ -220,17 +210,7 @@ class Removals:
     """Listener for removals from nf_tables by any program, our own commands included."""
 
     def __init__(self) -> None:
-        self._socket = socket.socket(
-            socket.AF_NETLINK,
-            socket.SOCK_RAW | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK,
-            _NETLINK_NETFILTER,
-        )
-        # Only sockets bound to a port receive notifications.
-        self._socket.bind((0, 0))
-        # Lost notifications only cost an extra read of the rules.
-        with suppress(PermissionError):
-            self._socket.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, _RECEIVE_BUFFER)
-        self._socket.setsockopt(SOL_NETLINK, NETLINK_ADD_MEMBERSHIP, _NFNLGRP_NFTABLES)
+        self._socket = NetlinkSocket([_NFNLGRP_NFTABLES], _RECEIVE_BUFFER, protocol=_NETLINK_NETFILTER)
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -243,7 +223,7 @@ class Removals:
         found: set[Removal] = set()
         while True:
             try:
-                found = _fold(found, self._socket.recv(_RECEIVE))
+                found = _fold(found, self._socket.receive())
             except BlockingIOError:
                 if not self._goes_on(found):
                     return found

@@ -7,10 +7,13 @@ drop is certain only if no rule before it may have accepted the packet.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from ipaddress import IPv4Network, IPv6Network
+from typing import Any
 
 from msgspec import Struct
 
 from flanneld.model import IPAddress, IPNetwork
+from flanneld.network.firewall.rules import Match, Rule
 
 ACCEPT, DROP, RETURN, JUMP, GOTO = "accept", "drop", "return", "jump", "goto"
 #: Other names and the numbers of the protocols that nodes send to each other (/etc/protocols).
@@ -42,7 +45,7 @@ class Packet(Struct, frozen=True, gc=False):
 class Test(Struct, frozen=True, gc=False):
     """Condition of a rule. ``field`` is a property of the packet, ``state``, or ``unknown``.
 
-    ``values`` are names, networks or inclusive ranges of ports; one has to fit.
+    ``values`` are names, networks, inclusive ranges of ports, or marks with their masks; one has to fit.
     """
 
     __test__ = False  # for pytest
@@ -81,12 +84,33 @@ def protocol_name(given: str | int) -> str:
 
 
 class Step(Struct, frozen=True, gc=False):
-    """One rule, or one element of a verdict map. An empty ``act`` lets packets pass on to the next rule."""
+    """One rule, or one element of a verdict map. An empty ``act`` lets packets pass on to the next rule.
+
+    ``target`` is a chain, or iptables' name of the verdict; ``random`` requests fully random source ports.
+    ``rest`` names other parts that affect no packet's walk.
+    """
 
     text: str
     tests: tuple[Test, ...] = ()
     act: str = ""
     target: str = ""
+    comment: str = ""
+    random: bool = False
+    rest: str = ""
+
+    def as_rule(self) -> Rule:
+        """Return it as one of our rules; ``extra`` names what they never have."""
+        fields: dict[str, Any] = {}
+        extra = [self.rest] if self.rest else []
+        for test in self.tests:
+            match test:
+                case Test("source" | "destination" as side, (IPv4Network() | IPv6Network() as net,)):
+                    fields[side] = Match(net, not test.negated)
+                case Test("mark", (mark,), False):
+                    fields["mark"] = mark
+                case _:
+                    extra.append(test.field)
+        return Rule(self.target, comment=self.comment, random=self.random, extra=" ".join(extra), **fields)
 
     def matches(self, packet: Packet) -> bool | None:
         held = {test.holds(packet) for test in self.tests}
@@ -107,7 +131,7 @@ class Fate(Struct, frozen=True, gc=False):
 
 def fate(chains: Chains, chain: str, packet: Packet, depth: int = 0) -> Fate:
     """Return what a chain does to a packet, without the chain's policy."""
-    certain = depth < _DEEPEST
+    certain = depth < _DEEPEST and chain in chains
     for step in chains.get(chain, ()) if certain else ():
         met = step.matches(packet)
         if met is False or not step.act:

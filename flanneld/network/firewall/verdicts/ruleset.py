@@ -13,14 +13,14 @@ from flanneld.model import Family, IPNetwork
 from flanneld.network.firewall.command import IptablesRunner
 from flanneld.network.firewall.iptables import xtables
 from flanneld.network.firewall.iptables.restore import Flavour, program
+from flanneld.network.firewall.iptables.text import read_table
+from flanneld.network.firewall.nftables.json import read_chains
 from flanneld.network.firewall.nftables.netlink import Hooked, Netfilter
-from flanneld.network.firewall.rules import NATIVE_TABLE
+from flanneld.network.firewall.rules import NATIVE_TABLE, NFT_FAMILY
 from flanneld.network.firewall.rules_sweep import RulePlace
-from flanneld.network.firewall.verdicts import iptables_save, nft_listing
 from flanneld.network.firewall.verdicts.packet import DROP, Chains, Fate, Packet, fate
 from flanneld.runtime.shell import Command, command
 
-_IPTABLES: dict[Family, str] = {4: "ip", 6: "ip6"}
 #: Tables of iptables in which rules drop packets; in nat none do.
 _TABLES = frozenset({"raw", "mangle", "filter", "security"})
 
@@ -78,7 +78,7 @@ class Opening(Struct, frozen=True, gc=False):
 
     def nft(self, family: Family) -> tuple[str, ...]:
         if self.network:
-            return (_IPTABLES[family], self.side, str(self.network))
+            return (NFT_FAMILY[family], self.side, str(self.network))
         return (self.protocol, "dport", str(self.port)) if self.port else ("meta", "l4proto", self.protocol)
 
 
@@ -95,7 +95,7 @@ def read(family: Family) -> Iterator[BaseChain]:
         kind, _, name = table.partition(" ")
         if name == NATIVE_TABLE[family]:
             continue  # ours accepts only
-        if kind == _IPTABLES[family] and name in _TABLES:
+        if kind == NFT_FAMILY[family] and name in _TABLES:
             yield from _of_iptables("nft", family, name, commands)
         else:
             yield from _native(family, [each for each in hooked if each.table == table], commands)
@@ -106,17 +106,17 @@ def _of_iptables(place: Flavour, family: Family, table: str, commands: IptablesR
         text = commands.run((f"{program(place, family)}-save", "-t", table))
     except FlannelError:
         return
-    chains, policies = iptables_save.read(text)
+    chains, policies = read_table(text)
     for name, policy in policies.items():
         if policy != "-":
-            qualified = f"{_IPTABLES[family]} {table}"
+            qualified = f"{NFT_FAMILY[family]} {table}"
             yield BaseChain(place, family, qualified, name, name.lower(), policy == "DROP", chains)
 
 
 def _native(family: Family, hooked: list[Hooked], commands: IptablesRunner) -> Iterator[BaseChain]:
     try:
         text = commands.run(("nft", "-j", "list", "table", *hooked[0].table.split()))
-        chains = nft_listing.read(text, family)
+        chains = read_chains(text, family)
     except (FlannelError, ValueError):
         return
     for each in hooked:

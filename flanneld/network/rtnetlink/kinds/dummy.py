@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from flanneld.network.rtnetlink.links import LinkCodec, SeenLink
+from flanneld.network.rtnetlink.links import LinkCodec
 from flanneld.state.resources import Dummy
 
 
@@ -13,10 +13,6 @@ class DummyCodec(LinkCodec[Dummy]):
 
     resource = Dummy
     names = re.compile(r"flannel-ipsec")
-
-    def parse(self, seen: SeenLink, data: dict[int, bytes]) -> Dummy:
-        del data
-        return Dummy(seen.name, seen.mtu, seen.up)
 
     def carrier(self, link: Dummy) -> str:
         del link

@@ -26,7 +26,7 @@ class TunCodec(LinkCodec[Tun]):
             return ForeignLink(seen.name, "a tap device of kind tun", Tun.make)
         if data and not number(data.get(_PERSIST)):
             return ForeignLink(seen.name, "another process's device of kind tun", Tun.make)
-        return Tun(seen.name, seen.mtu, seen.up)
+        return super().parse(seen, data)
 
     def make(self, desired: Tun) -> bool:
         tun.make(desired.name)

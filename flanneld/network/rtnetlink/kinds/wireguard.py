@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from flanneld.network.rtnetlink.links import LinkCodec, SeenLink
+from flanneld.network.rtnetlink.links import LinkCodec
 from flanneld.state.resources import WireGuard
 
 
@@ -13,10 +13,6 @@ class WireGuardCodec(LinkCodec[WireGuard]):
 
     resource = WireGuard
     names = re.compile(r"flannel-wg(-v6)?")
-
-    def parse(self, seen: SeenLink, data: dict[int, bytes]) -> WireGuard:
-        del data
-        return WireGuard(seen.name, seen.mtu, seen.up)
 
     def carrier(self, link: WireGuard) -> str:
         v6 = link.name.endswith("-v6")

@@ -81,25 +81,25 @@ def mute(name: str) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def test_a_pump_that_is_stopped_is_ended(clock: Clock) -> None:
+def test_a_pump_that_is_stopped_is_ended(daemon_clock: Clock) -> None:
     name = f"test{os.getpid()}.stopped"
-    watchdog = ProxyWatchdog(name, clock)
+    watchdog = ProxyWatchdog(name)
     with mute(name) as process:
         process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, process.pid, os.WSTOPPED)
-        began = clock.time
+        began = daemon_clock.time
         while not watchdog.look():
             assert process.poll() is None
-            assert clock.time < began + 30
-            clock.time = watchdog.next_look
+            assert daemon_clock.time < began + 30
+            daemon_clock.time = watchdog.next_look
         assert process.wait(20) == -signal.SIGKILL
-        assert clock.time - began >= 5
+        assert daemon_clock.time - began >= 5
     watchdog.close()
 
 
-def test_a_pump_that_answers_is_asked_again_and_its_end_is_noticed(clock: Clock) -> None:
+def test_a_pump_that_answers_is_asked_again_and_its_end_is_noticed(daemon_clock: Clock) -> None:
     name = f"test{os.getpid()}.well"
-    watchdog = ProxyWatchdog(name, clock)
+    watchdog = ProxyWatchdog(name)
     with rendezvous.listen(name) as listener:
         assert not watchdog.look()
         connection, _ = listener.accept()
@@ -108,9 +108,9 @@ def test_a_pump_that_answers_is_asked_again_and_its_end_is_noticed(clock: Clock)
             for _ in range(20):
                 assert connection.recv(control.LONGEST) == control.HELLO
                 connection.send(control.HELLO + b"whatever")
-                clock.time = watchdog.next_look
+                daemon_clock.time = watchdog.next_look
                 assert not watchdog.look()
-            assert clock.time >= 1000 + 20 * PERIOD
+            assert daemon_clock.time >= 1000 + 20 * PERIOD
     assert watchdog.look()
     assert not watchdog.look()  # There is none any more.
     watchdog.close()

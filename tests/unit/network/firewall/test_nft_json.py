@@ -9,6 +9,7 @@ import pytest
 from flanneld.model import FAMILIES, Family
 from flanneld.network.firewall.edits import Edit
 from flanneld.network.firewall.nftables.json import (
+    ListedRule,
     NftablesListing,
     commands,
     read_listing,
@@ -25,7 +26,7 @@ NET = {"prefix": {"addr": "10.5.0.0", "len": 16}}
 
 
 def rule(*statements: dict[str, Any], **given: Any) -> Rule:
-    return read_rule({"expr": list(statements), **given})
+    return read_rule(ListedRule("forward", 1, list(statements), **given), 4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -33,7 +34,7 @@ def rule(*statements: dict[str, Any], **given: Any) -> Rule:
 def test_our_own_rules_are_understood(family: Family, random: bool) -> None:
     for rules in desired_rules("native", NETS[family], Purpose(True, True, random)).values():
         for ours in rules:
-            assert read_rule(rule_json(family, ours)) == ours
+            assert read_rule(ListedRule("forward", 1, **rule_json(family, ours)), family) == ours
 
 
 def test_a_single_address_is_listed_without_a_length() -> None:
@@ -43,6 +44,7 @@ def test_a_single_address_is_listed_without_a_length() -> None:
 
 
 def test_a_counter_changes_nothing() -> None:
+    assert rule({"counter": {"packets": 1, "bytes": 60}}) == Rule("")
     assert rule({"counter": {"packets": 1, "bytes": 60}}, {"accept": None}) == Rule("ACCEPT")
 
 
@@ -112,9 +114,16 @@ def test_a_table_goes_as_a_whole_when_nothing_else_is_in_it() -> None:
     ]
 
 
-@pytest.mark.parametrize("other", ["chain", "set", "map"])
+def test_one_chain_goes_without_the_table() -> None:
+    made = commands(4, [Edit(POSTRTG, drop=True)], read_listing(4, ANSWER))
+    assert [next(iter(each)) for each in made] == ["add", "flush", "delete"]
+    assert made[-1] == {"delete": {"chain": {"family": "ip", "table": "flannel-ipv4", "name": "postrtg"}}}
+
+
+@pytest.mark.parametrize("other", ["chain", "set", "map", "flowtable"])
 def test_a_table_stays_when_an_operator_uses_it(other: str) -> None:
     answer = {"nftables": [*ANSWER["nftables"], {other: {"family": "ip", "name": "mine"}}]}
     drops = [Edit(POSTRTG, drop=True), Edit(FORWARD, drop=True)]
     made = commands(4, drops, read_listing(4, answer))
+    assert [next(iter(each)) for each in made] == ["add", "flush", "delete", "flush", "delete"]
     assert [each["delete"]["chain"]["name"] for each in made if "delete" in each] == ["postrtg", "forward"]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flanneld.model import FAMILIES, Family
-from flanneld.network.firewall.iptables.text import read_rule, read_rules, rule_text
+from flanneld.network.firewall.iptables.text import read_rules, rule_text
 from flanneld.network.firewall.rules import ALL_BITS, JUMPS, Match, Purpose, Rule, Style, desired_rules
 from tests.unit.network.firewall.test_rules import NETS
 
@@ -23,8 +23,13 @@ LISTING = """\
 """
 
 
+def read_rule(text: str) -> Rule:
+    [rule] = read_rules(f"-A FORWARD {text}")
+    return rule
+
+
 def test_a_listing_gives_the_rules_in_their_order() -> None:
-    docker = Rule("MASQUERADE", Match(ip_network("172.17.0.0/16")), extra="! -o docker0")
+    docker = Rule("MASQUERADE", Match(ip_network("172.17.0.0/16")), extra="oif")
     kubernetes = Rule("KUBE-POSTROUTING", comment="kubernetes postrouting rules")
     assert read_rules(LISTING) == (kubernetes, docker, JUMPS["nat", "FLANNEL-POSTRTG"], Rule(""))
 
@@ -68,6 +73,12 @@ def test_quotes_in_a_comment_are_read() -> None:
     assert read_rule('-m comment --comment "say \\"hi\\"" -j RETURN').comment == 'say "hi"'
 
 
-@given(st.text())
+@pytest.mark.parametrize("comment", ["-j", "!", "! -s 10.5.0.0/16", "--comment", "a\u2028b", ""])
+def test_comment_may_look_like_an_option(comment: str) -> None:
+    rule = Rule("RETURN", Match(ip_network("10.5.0.0/16"), inside=False), comment=comment)
+    assert read_rule(f'! -s 10.5.0.0/16 -m comment --comment "{comment}" -j RETURN') == rule
+
+
+@given(st.text(st.characters(exclude_characters="\n")))
 def test_any_line_gives_a_rule(text: str) -> None:
     assert isinstance(read_rule(text), Rule)

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from flanneld.network.firewall.verdicts import iptables_save, nft_listing
+from flanneld.model import Family
+from flanneld.network.firewall.iptables.text import read_table
+from flanneld.network.firewall.nftables.json import read_chains
 from flanneld.network.firewall.verdicts.packet import (
     ACCEPT,
     DROP,
@@ -31,7 +33,7 @@ INNER = Packet("cni0", "flannel.1", ip_address("10.5.1.2"), ip_address("10.5.2.2
 
 def iptables(*rules: str, packet: Packet = PACKET) -> Fate:
     text = "\n".join(["*filter", ":INPUT ACCEPT [0:0]", ":own - [0:0]", *rules, "COMMIT"])
-    chains, policies = iptables_save.read(text)
+    chains, policies = read_table(text)
     assert policies == {"INPUT": "ACCEPT", "own": "-"}
     return fate(chains, "INPUT", packet)
 
@@ -44,21 +46,26 @@ def iptables(*rules: str, packet: Packet = PACKET) -> Fate:
         ("-p udp -m multiport --dports 53,8472 -m comment --comment 'no overlay' -j DROP", True),
         ("-p 17 -j DROP", True),
         ("-s 192.0.2.0/24 -i eth+ -j DROP", True),
+        ("-s 192.0.2.9/255.255.255.0 -j DROP", True),
         ("! -i lo -j DROP", True),
         ("-m conntrack --ctstate NEW -j DROP", True),
         ("-m state ! --state RELATED,ESTABLISHED -j DROP", True),
         ("-j DROP", True),
         ("-p udp -m udp --dport 4789 -j DROP", False),
+        ("-p udp -m udp --dport 8000:8400 -j DROP", False),
+        ("-p udp -m udp --dport 8500:9000 -j DROP", False),
         ("-p udp -m multiport ! --dports 8472 -j DROP", False),
         ("-p tcp -j DROP", False),
         ("-s 198.51.100.0/24 -j DROP", False),
         ("-i eth1 -j DROP", False),
+        ("-i etx+ -j DROP", False),
         ("-o eth0 -j DROP", False),
         ("-m conntrack --ctstate INVALID -j DROP", False),
         ("-m limit --limit 5/sec -j DROP", False),
         ("-p udp -m u32 --u32 0x0=0x0 -j DROP", False),
         ("-p udp -j LOG --log-prefix DROP", False),
         ("-p udp -j MARK --set-xmark 0x1/0x1", False),
+        ("-m mark --mark 0x1 -j DROP", False),
         ("", False),
     ],
 )
@@ -77,6 +84,18 @@ def test_rule_that_may_accept_makes_a_later_drop_uncertain() -> None:
     assert iptables("-A INPUT --unknown 'unbalanced", drop).certain is False
 
 
+@pytest.mark.parametrize("prefix", ["-s", "-j", '"-j DROP"', "!"])
+def test_prefix_of_a_log_target_may_look_like_an_option(prefix: str) -> None:
+    log, drop = f"-A INPUT -p udp -j LOG --log-prefix {prefix} --log-level 4", "-A INPUT -j DROP"
+    assert iptables(log, drop) == Fate(DROP, drop)
+
+
+def test_target_of_another_kind_may_decide_anything() -> None:
+    drop = "-A INPUT -j DROP"
+    assert iptables("-A INPUT -j NFQUEUE --queue-num 1", drop) == Fate(DROP, drop, certain=False)
+    assert nft([{"queue": {"num": 1}}], [DROPS]) == Fate(DROP, "1", certain=False)
+
+
 def test_walk_follows_jumps_returns_and_gotos() -> None:
     drop = "-A INPUT -j DROP"
     assert iptables("-A INPUT -j own", "-A own -p udp -j ACCEPT", drop).act == ACCEPT
@@ -89,11 +108,21 @@ def test_walk_follows_jumps_returns_and_gotos() -> None:
     assert fate(back, "one", PACKET) == Fate(DROP, "drop", certain=False)
 
 
+def test_walk_is_as_deep_as_a_packet_filter_may_be() -> None:
+    jumps = {str(depth): (Step("", (), JUMP, str(depth + 1)),) for depth in range(16)}
+    drop = (Step("drop", (), DROP),)
+    assert fate(jumps | {"15": drop}, "0", PACKET) == Fate(DROP, "drop")
+    assert fate(jumps | {"16": drop}, "0", PACKET) == Fate(certain=False)
+
+
 def test_rule_about_a_protocol_does_not_decide_on_packets_of_any() -> None:
     rules = ("-A INPUT -p tcp -j ACCEPT", "-A INPUT -i cni0 -j DROP")
     assert iptables(*rules, packet=INNER) == Fate(DROP, rules[1], certain=False)
     assert iptables(rules[0].replace("ACCEPT", "DROP"), packet=INNER) == Fate()
-    assert iptables("-A INPUT -o veth9 -j DROP", packet=replace(INNER, oif=None)) == Fate()
+    somewhere = replace(INNER, oif=None)
+    assert iptables("-A INPUT -o veth9 -j DROP", packet=somewhere) == Fate()
+    unicast = "-A INPUT -m addrtype --dst-type UNICAST -j DROP"
+    assert iptables(unicast, packet=somewhere) == Fate(DROP, unicast)
 
 
 def test_rules_of_ufw_drop_what_is_not_let_in() -> None:
@@ -132,10 +161,10 @@ DPORT = payload("udp", "dport")
 DROPS = {"drop": None}
 
 
-def nft(*rules: list[dict[str, Any]], packet: Packet = PACKET, version: int = 4) -> Fate:
+def nft(*rules: list[dict[str, Any]], packet: Packet = PACKET, family: Family = 4) -> Fate:
     items: list[dict[str, Any]] = [{"metainfo": {}}, {"chain": {"name": "c"}}]
     items += [{"rule": {"chain": "c", "handle": n, "expr": expr}} for n, expr in enumerate(rules)]
-    return fate(nft_listing.read(json.dumps({"nftables": items}), version), "c", packet)
+    return fate(read_chains(json.dumps({"nftables": items}), family), "c", packet)
 
 
 @pytest.mark.parametrize(
@@ -152,6 +181,7 @@ def nft(*rules: list[dict[str, Any]], packet: Packet = PACKET, version: int = 4)
         ([match(STATE, ["established", "related"], "!="), DROPS], True),
         ([match(meta("protocol"), "ip"), DROPS], True),
         ([{"vmap": {"key": DPORT, "data": {"set": [[53, {"accept": None}], [8472, DROPS]]}}}], True),
+        ([match(DPORT, {"set": [{"elem": {"val": 8472}}]}), DROPS], True),
         ([match(payload("ip6", "saddr"), "2001:db8::1"), DROPS], False),
         ([match(meta("nfproto"), "ipv6"), DROPS], False),
         ([match(DPORT, "@ports"), DROPS], False),
@@ -193,7 +223,7 @@ def test_a_named_map_may_decide_anything() -> None:
 @pytest.mark.parametrize("text", ['{"nftables": [{"rule": {}}]}', "{}", "[]", "no JSON"])
 def test_listing_that_is_not_understood_is_an_error(text: str) -> None:
     with pytest.raises(ValueError, match=r"."):
-        nft_listing.read(text, 4)
+        read_chains(text, 4)
 
 
 # ---- base chains --------------------------------------------------------------------------------
