@@ -10,7 +10,7 @@ import pytest
 
 from flanneld.network.firewall.nftables import netlink
 from flanneld.network.firewall.nftables.netlink import Removal, Removals
-from flanneld.network.rtnetlink.netlink import attribute, message
+from flanneld.network.rtnetlink.netlink import NetlinkSocket, attribute, message
 
 # linux/netfilter/nfnetlink.h and nf_tables.h
 NF_TABLES, DELRULE, NEWGEN = 10 << 8, 8, 15
@@ -29,8 +29,9 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Removals, socket.s
     """A listener, and what stands for the kernel's end."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
-    listener = object.__new__(Removals)
-    monkeypatch.setattr(listener, "_socket", ours, raising=False)
+    listener, stand_in = object.__new__(Removals), object.__new__(NetlinkSocket)
+    monkeypatch.setattr(stand_in, "_socket", ours, raising=False)
+    monkeypatch.setattr(listener, "_socket", stand_in, raising=False)
     with ours, theirs:
         yield listener, theirs
 
