@@ -5,7 +5,6 @@ Each returns a document in the format of ``flanneld.diagnostics.status``; the la
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
@@ -13,6 +12,7 @@ from ipaddress import ip_network
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from msgspec import Struct, field
 
 from flanneld import options
@@ -87,7 +87,10 @@ def find(words: Sequence[str], environ: Mapping[str, str], socket_path: str = ""
 
 def _document(said: bytes) -> dict[str, Any]:
     """Parse the daemon's answer. Raises ``ValueError`` for anything else."""
-    document = json.loads(said)
+    try:
+        document = msgspec.json.decode(said)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"what answers is no daemon: {error}") from None
     if not isinstance(document, dict):
         raise ValueError("what answers is no daemon")  # noqa: TRY004 - it is the value that is wrong
     return document

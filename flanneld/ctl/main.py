@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging
 import os
@@ -29,6 +30,8 @@ from flanneld.runtime import clock
 if TYPE_CHECKING:
     from flanneld.ctl.findings import Check
 
+#: Allocations between two collections of reference cycles.
+_GARBAGE = 1_000_000
 FINE, PROBLEMS, USAGE, NO_DAEMON = 0, 1, 2, 3
 
 #: Tables for people, a value for JSON, and True if something is wrong.
@@ -37,6 +40,8 @@ CommandAnswer = tuple[list[TextTable], Any, bool]
 
 def main() -> None:
     """Run the console script."""
+    # A list of thousands of peers makes many objects and no cycles.
+    gc.set_threshold(_GARBAGE)
     sys.exit(run(sys.argv[1:], os.environ))
 
 

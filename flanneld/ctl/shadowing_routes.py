@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from ipaddress import ip_network
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 from msgspec import Struct
 
 from flanneld.ctl import snapshot
 from flanneld.ctl.snapshot import ActualState, RouteTaken
-from flanneld.model import IPAddress, IPNetwork
+from flanneld.model import FAMILIES, IPAddress, IPNetwork
+from flanneld.network.host import HostView
+from flanneld.network.resource_json import parse_network
 from flanneld.network.rtnetlink.kernel import Kernel
 from flanneld.state.resources import Route
 
@@ -33,21 +36,52 @@ def read(
 ) -> list[ShadowingRoute]:
     """Return the shadowing routes on this host. Raises ``OSError``."""
     names = {link.index: link.name for link in found.links}
-    routes = (
+    kernel = Kernel()
+    routes = [
         (destination, names.get(index, ""), NOWHERE.get(kind, ""))
-        for family in (4, 6)
-        for destination, index, kind in Kernel().routes(family)
-    )
-    return [*by_lookup(document, found, look_up_route), *by_length(document, routes)]
+        for family in FAMILIES
+        for destination, index, kind in kernel.routes(family)
+    ]
+    certain = _certain(kernel, [destination for destination, _, _ in routes], _subnets(document))
+    return [*by_lookup(document, found, look_up_route, certain), *by_length(document, routes)]
+
+
+def _certain(
+    kernel: HostView, destinations: Iterable[IPNetwork], subnets: Iterable[IPNetwork]
+) -> AbstractSet[IPNetwork]:
+    """Return the destinations that need no lookup: nothing but their one route is about them.
+
+    A lookup of each of thousands of subnets takes most of the doctor's time.
+    """
+    if any(not rule.is_default for family in FAMILIES for rule in kernel.rules(family)):
+        return frozenset()
+    lengths = {(subnet.version, subnet.prefixlen) for subnet in subnets}
+    local = {
+        network.supernet(new_prefix=length)
+        for family in FAMILIES
+        for _, network, _ in kernel.local(family)
+        for version, length in lengths
+        if version == network.version and length <= network.prefixlen
+    }
+    number = Counter(destinations)
+    return {destination for destination in number if number[destination] == 1 and destination not in local}
 
 
 def by_lookup(
-    document: Mapping[str, Any], found: ActualState, look_up_route: Callable[[IPAddress], RouteTaken]
+    document: Mapping[str, Any],
+    found: ActualState,
+    look_up_route: Callable[[IPAddress], RouteTaken],
+    certain: AbstractSet[IPNetwork] = frozenset(),
 ) -> Iterator[ShadowingRoute]:
-    """Yield subnets diverted by a route of the same length, a rule or another table (pure)."""
+    """Yield subnets diverted by a route of the same length, a rule or another table (pure).
+
+    ``certain`` subnets are known not to be.
+    """
     for peer in document.get("peers", ()):
         for text in peer["subnets"]:
-            subnet = ip_network(text)
+            subnet = parse_network(text)
+            if subnet in certain:
+                continue
             target = subnet[1 % subnet.num_addresses]
             route = wanted_route(target, peer, document)
             if route is not None and route in found.objects:
@@ -63,7 +97,7 @@ def by_length(
 
     A route is its destination, its device, and the kind of route if it leads nowhere.
     """
-    subnets = {ip_network(text) for peer in document.get("peers", ()) for text in peer["subnets"]}
+    subnets = _subnets(document)
     lengths = {(subnet.version, subnet.prefixlen) for subnet in subnets}
     for destination, device, nowhere in routes:
         for version, length in lengths:
@@ -73,6 +107,10 @@ def by_length(
                     text = f"{nowhere} {destination}" if nowhere else f"{destination} dev {device}"
                     removal = f"ip {'-6 ' if version == 6 else ''}route del {text}"
                     yield ShadowingRoute(str(around), f"route {text}", removal)
+
+
+def _subnets(document: Mapping[str, Any]) -> AbstractSet[IPNetwork]:
+    return {parse_network(text) for peer in document.get("peers", ()) for text in peer["subnets"]}
 
 
 def wanted_route(target: IPAddress, peer: Mapping[str, Any], document: Mapping[str, Any]) -> Route | None:

@@ -6,7 +6,10 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from flanneld import __version__
 from flanneld.config import Config
@@ -30,22 +33,28 @@ _PEERS_AT_A_TIME = 100
 _EVENT = ("time", "severity", "source", "text")
 
 Document = dict[str, Any]
+#: Six times as fast as the standard library, which counts with thousands of peers.
+_encode = msgspec.json.Encoder().encode
 
 
 def pieces(components: Components) -> Iterator[bytes]:
     """Yield the document in pieces, so that other work goes on while a long list of peers is written."""
-    head = json.dumps(summary(components))
-    yield head[:-1].encode()
-    yield b', "peers": ['
+    yield encoded(summary(components))[:-1]
+    yield b',"peers":['
     separator = b""
-    waiting: list[str] = []
-    for peer in peers(components):
-        waiting.append(json.dumps(peer))
-        if len(waiting) == _PEERS_AT_A_TIME:
-            yield separator + ",\n".join(waiting).encode()
-            separator = b",\n"
-            waiting.clear()
-    yield (separator if waiting else b"") + ",\n".join(waiting).encode() + b"]}\n"
+    known = peers(components)
+    while some := list(islice(known, _PEERS_AT_A_TIME)):
+        yield separator + b",\n".join(map(encoded, some))
+        separator = b",\n"
+    yield b"]}\n"
+
+
+def encoded(value: Document) -> bytes:
+    """Return a part of the document as JSON."""
+    try:
+        return _encode(value)
+    except UnicodeEncodeError:  # half a surrogate pair, out of a lease
+        return json.dumps(value).encode()
 
 
 def summary(components: Components) -> Document:

@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from ipaddress import ip_address, ip_network
 from typing import Any
 
+from flanneld.model import IPAddress, IPNetwork
 from flanneld.state.resources import Address, Blackhole, FdbEntry, Link, Neighbor, Resource, Route
 
 #: Resources of the kernel, except devices.
 _TYPES: tuple[type[Resource], ...] = (Address, Neighbor, FdbEntry, Route, Blackhole)
+#: Texts whose addresses are remembered: each occurs several times in a document. 65,000 peers have two each.
+_TEXTS = 1 << 18
+
+
+@lru_cache(_TEXTS)
+def parse_address(text: str) -> IPAddress:
+    """Parse an address. Raises ``ValueError``."""
+    return ip_address(text)
+
+
+@lru_cache(_TEXTS)
+def parse_network(text: str) -> IPNetwork:
+    """Parse a network. Raises ``ValueError``."""
+    return ip_network(text)
+
+
 #: Parsers of fields that are strings in JSON, by the field's type.
-_READERS: dict[str, Callable[[str], Any]] = {"IPAddress": ip_address, "IPNetwork": ip_network}
+_READERS: dict[str, Callable[[str], Any]] = {"IPAddress": parse_address, "IPNetwork": parse_network}
 
 
 def encode(resource: Resource) -> dict[str, Any] | None:
@@ -20,27 +37,35 @@ def encode(resource: Resource) -> dict[str, Any] | None:
     made = type(resource)
     if not (isinstance(resource, Link) or made in _TYPES):
         return None
-    values = ((name, getattr(resource, name), reader) for name, reader in _fields(made).items())
-    plain = {name: str(value) if reader and value is not None else value for name, value, reader in values}
-    return {"type": made.__name__, **plain}
+    plain = {"type": made.__name__}
+    for name, reader in _fields(made):
+        value = getattr(resource, name)
+        plain[name] = value if reader is None or value is None else str(value)
+    return plain
 
 
 def decode(value: dict[str, Any]) -> Resource:
     """Return the resource of a JSON value. Raises ``LookupError``, ``TypeError`` or ``ValueError``."""
-    made = {each.__name__: each for each in (*_TYPES, *Link.__subclasses__())}[value["type"]]
-    found = {
-        name: reader(value[name]) if reader and value[name] is not None else value[name]
-        for name, reader in _fields(made).items()
-    }
-    return made(**found)
+    made = _types()[value["type"]]
+    found = [
+        value[name] if reader is None or value[name] is None else reader(value[name])
+        for name, reader in _fields(made)
+    ]
+    return made(*found)
 
 
 @cache
-def _fields(made: type) -> dict[str, Callable[[str], Any] | None]:
-    """Return the fields of a resource class, each with its parser, None if it is no string."""
+def _types() -> dict[str, type[Resource]]:
+    """Return the classes by name: the kernel's resources, and every kind of device."""
+    return {each.__name__: each for each in (*_TYPES, *Link.__subclasses__())}
+
+
+@cache
+def _fields(made: type) -> tuple[tuple[str, Callable[[str], Any] | None], ...]:
+    """Return the fields of a resource class in its order, each with its parser, None if it is no string."""
     annotations: dict[str, str] = made.__annotations__
-    return {
-        name: next((_READERS[each] for each in _READERS if annotation.startswith(each)), None)
+    return tuple(
+        (name, next((_READERS[each] for each in _READERS if annotation.startswith(each)), None))
         for name, annotation in annotations.items()
         if not annotation.startswith("ClassVar")
-    }
+    )

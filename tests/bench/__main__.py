@@ -36,7 +36,7 @@ STORES: Mapping[str, Callable[[str, int], AbstractContextManager[Bed]]] = {
 }
 #: What is measured on a node without peers, and on one with some.
 ALONE = {Measure.START, Measure.LATENCY, Measure.RSS, Measure.IDLE}
-AMONG_PEERS = {Measure.BULK, Measure.RSS, Measure.IDLE}
+AMONG_PEERS = {Measure.BULK, Measure.RSS, Measure.IDLE, Measure.DOCTOR}
 LOOK = 0.3  # seconds for which the machine is watched before each start
 #: The commands of both nodes' daemons.
 _Pair = tuple[Sequence[str], Sequence[str]]
@@ -69,7 +69,10 @@ class Bench:
             if wanted := self._chosen.only & (ALONE - {Measure.LATENCY} if backend == "wireguard" else ALONE):
                 self._rounds(backend, 0, wanted)
             for peers in self._chosen.peers:
-                if wanted := self._chosen.only & AMONG_PEERS:
+                # Peers answer through vxlan alone.
+                if wanted := self._chosen.only & (
+                    AMONG_PEERS if backend == "vxlan" else AMONG_PEERS - {Measure.DOCTOR}
+                ):
                     self._rounds(backend, peers, wanted)
 
     def _rounds(self, backend: str, peers: int, wanted: set[Measure]) -> None:
@@ -77,8 +80,10 @@ class Bench:
             for number in range(self._chosen.rounds):
                 # Idling is long and its CPU seconds hardly vary: once is enough.
                 this_time = wanted - {Measure.IDLE} if number else wanted
-                for side in self._commands if this_time else ():
-                    self._life(bed, side, this_time)
+                for side in self._commands:
+                    # The other daemon has no flannelctl.
+                    if some := this_time - ({Measure.DOCTOR} if side == "peer" else set()):
+                        self._life(bed, side, some)
 
     def _flows(self, backend: str) -> None:
         """Both nodes with one daemon each, and last with one of either kind."""
@@ -164,8 +169,8 @@ def _read(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--flow-seconds", type=float, default=3, help="how long each flow lasts")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample there")
     chosen = parser.parse_args(argv)
-    if max(chosen.peers) + chosen.events > MOST_PEERS or min(chosen.peers) < 1:
-        parser.error(f"--peers takes numbers from 1 to {MOST_PEERS - chosen.events}")
+    if max(chosen.peers) > MOST_PEERS or min(chosen.peers) < 1:
+        parser.error(f"--peers takes numbers from 1 to {MOST_PEERS}")
     if not 1 <= chosen.rounds <= 100:
         parser.error("--rounds takes a number from 1 to 100")
     if chosen.store == "kube":

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from tests.bench.cluster import MOST_PEERS
+
 
 class Measure(StrEnum):
     """What can be asked for with ``--only``."""
@@ -16,6 +18,7 @@ class Measure(StrEnum):
     LATENCY = "latency"
     RSS = "rss"
     IDLE = "idle"
+    DOCTOR = "doctor"
     FLOW = "flow"
 
 
@@ -34,6 +37,10 @@ class Figure(StrEnum):
     ADD_P99 = "add to kernel, p99 ms"
     REMOVE = "remove to kernel, p50 ms"
     REMOVE_P99 = "remove to kernel, p99 ms"
+    DOCTOR = "doctor, s"
+    DOCTOR_CPU = "CPU of doctor, s"
+    PEERS = "flannelctl peers, s"
+    CLUSTER = "doctor --cluster, s"
     STOP = "SIGTERM to exit, ms"
     TCP = "TCP, Gbit/s"
     TCP_NODE_CPU = "CPU of the daemons, s/GB"
@@ -102,6 +109,16 @@ GOALS = {
     Subject("vxlan on etcd v3", 5_000, Figure.RSS): Goal(1.1),
     Subject("vxlan on etcd v3", 0, Figure.ADD): Goal(LATENCY_RATIO),
     Subject("vxlan on etcd v3", 0, Figure.REMOVE): Goal(LATENCY_RATIO),
+    **{
+        Subject(bed, peers, figure): Goal(seconds, absolute=True)
+        for bed in ("vxlan", "vxlan on etcd v3")
+        for peers, figure, seconds in (
+            (5_000, Figure.DOCTOR, 1),
+            (1_000, Figure.CLUSTER, 5),
+            (MOST_PEERS, Figure.DOCTOR, 3),
+            (MOST_PEERS, Figure.PEERS, 3),
+        )
+    },
     # The daemon carries no packet, so a tunnel is as fast as one that was made by hand.
     Subject("wireguard, peer by hand", 1, Figure.TCP): Goal(0.97, at_least=True),
     Subject("ipsec, peer by hand", 1, Figure.TCP): Goal(0.97, at_least=True),

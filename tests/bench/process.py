@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -24,6 +25,12 @@ def cpu_seconds(pid: int) -> float:
         with suppress(OSError):  # ended meanwhile
             seconds += own_time(each) + _reaped_time(each)
     return seconds
+
+
+def cpu_seconds_of_children() -> float:
+    """CPU time of this process's own children that have ended and been waited for."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def rss_mib(pid: int) -> tuple[float, float]:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import select
 import signal
+import statistics
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from tests.bench.bed import Bed
 from tests.bench.cluster import Peer, open_leases
+from tests.bench.crowd import answering
 from tests.bench.figures import Figure, Measure, percentile
-from tests.bench.process import cpu_seconds, rss_mib
+from tests.bench.process import cpu_seconds, cpu_seconds_of_children, rss_mib
 from tests.bench.rtnl import ADDED, REMOVED, KernelState, Notifications, objects
 from tests.lab import Node
+from tests.netns.test_seeing import flannelctl
 
 Figures = dict[Figure, float]
 
@@ -33,6 +36,10 @@ BEFORE_STOP = 0.5
 #: Looking at the kernel must cost little: pauses of 10 ms, or of so many times what a look took.
 LEAST_PAUSE = 0.01
 PAUSES_PER_LOOK = 3
+
+#: Each command of flannelctl is run so often in one life.
+RUNS = 3
+COMMANDS = {Figure.PEERS: ("peers",), Figure.DOCTOR: ("doctor",), Figure.CLUSTER: ("doctor", "--cluster")}
 
 #: Events that come before those that count, and the pause between two.
 WARM_UP = 10
@@ -58,6 +65,8 @@ def live(bed: Bed, command: Sequence[str], wanted: Collection[Measure], settings
             figures[Figure.RSS], figures[Figure.PEAK] = rss_mib(node.pid)
         if Measure.IDLE in wanted:
             figures[Figure.IDLE] = _idle(node, settings.idle_seconds)
+        if Measure.DOCTOR in wanted:
+            figures |= _commands(bed, node)
         if Measure.LATENCY in wanted:
             figures |= _latency(bed, node, settings.events)
         time.sleep(BEFORE_STOP)
@@ -147,6 +156,23 @@ def _latency(bed: Bed, node: Node, events: int) -> Figures:
         Figure.REMOVE: percentile(removed, 50),
         Figure.REMOVE_P99: percentile(removed, 99),
     }
+
+
+def _commands(bed: Bed, node: Node) -> Figures:
+    """Seconds that the commands take, whose answers need all peers; their nodes answer ICMP echoes."""
+    with answering(bed.lab, node):
+        runs = {figure: [_command(node, words) for _ in range(RUNS)] for figure, words in COMMANDS.items()}
+    figures = {figure: statistics.median(wall for wall, _ in times) for figure, times in runs.items()}
+    return figures | {Figure.DOCTOR_CPU: statistics.median(cpu for _, cpu in runs[Figure.DOCTOR])}
+
+
+def _command(node: Node, words: Sequence[str]) -> tuple[float, float]:
+    """Seconds and CPU seconds of one command of flannelctl."""
+    begin, before = time.monotonic(), cpu_seconds_of_children()
+    done = flannelctl(node, *words)
+    wall, cpu = time.monotonic() - begin, cpu_seconds_of_children() - before
+    assert done.returncode == 0, f"flannelctl {' '.join(words)}: {done.stderr}{done.stdout[-2000:]}"
+    return wall, cpu
 
 
 def _stop(node: Node) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
-from ipaddress import ip_network
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from flanneld.ctl.evidence.flows import container_of
 from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork
 from flanneld.network import namespaces
 from flanneld.network.host import HostView
+from flanneld.network.resource_json import parse_network
 from flanneld.network.rtnetlink.links import SeenLink
 from flanneld.network.rtnetlink.messages import RTN_UNICAST
 
@@ -61,11 +61,12 @@ def read(
     A host may have other namespaces with such addresses: only an end of a veth pair of ours counts.
     """
     networks = [network for network, _ in ranges_of(document)]
-    targets = {
-        (net := ip_network(text)).version: container_of(net)
+    subnets = {
+        (net := parse_network(text)).version: net
         for peer in document.get("peers", ())
         for text in peer["subnets"]
     }
+    targets = {family: container_of(subnet) for family, subnet in subnets.items()}
     ends: dict[int, dict[int, str]] = {}
     names = {link.index: link.name for link in host_links}
     for link in host_links:

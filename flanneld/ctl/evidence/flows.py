@@ -14,6 +14,7 @@ from flanneld.ctl.snapshot import values
 from flanneld.model import Family, IPAddress, IPNetwork, family_of
 from flanneld.network.firewall.verdicts.packet import Packet
 from flanneld.network.firewall.verdicts.ruleset import Opening
+from flanneld.network.resource_json import parse_address, parse_network
 from flanneld.state.resources import Ipip, Link, Tun, Vxlan
 
 #: Hooks that a packet passes if it is for this host, from it, or through it.
@@ -56,7 +57,9 @@ def peers(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def parsed(peer: Mapping[str, Any]) -> Peer:
-    return Peer(tuple(map(ip_network, peer["subnets"])), tuple(map(ip_address, peer["public_ips"])), peer)
+    return Peer(
+        tuple(map(parse_network, peer["subnets"])), tuple(map(parse_address, peer["public_ips"])), peer
+    )
 
 
 def some(known: Sequence[Mapping[str, Any]], networks: Sequence[IPNetwork] = (), few: int = 4) -> list[Peer]:

@@ -39,6 +39,11 @@ def test_a_packet_that_goes_elsewhere_makes_a_detour(way: RouteTaken) -> None:
     assert found_by_lookup(document(ROUTE), way) == [ShadowingRoute("10.5.2.0/24", f"10.5.2.1 {way}")]
 
 
+def test_a_subnet_whose_route_is_certain_is_not_looked_up() -> None:
+    told, found = document(ROUTE), ActualState({ROUTE: True}, ())
+    assert list(by_lookup(told, found, lambda _: RouteTaken("eth0"), {ROUTE.destination})) == []
+
+
 def test_a_packet_on_the_wanted_route_makes_none() -> None:
     assert found_by_lookup(document(ROUTE), OURS) == []
     assert found_by_lookup(document(local=(ROUTE_TO_ALL,)), RouteTaken("flannel0")) == []
