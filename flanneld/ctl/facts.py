@@ -31,6 +31,7 @@ from flanneld.network import ethtool
 from flanneld.network.firewall import forward_drops
 from flanneld.network.firewall.forward_drops import accepting, dropping, in_the_way
 from flanneld.network.query import path_mtu, udp_port
+from flanneld.network.resource_json import parse_address
 from flanneld.network.rtnetlink.kernel import Kernel
 from flanneld.network.rtnetlink.links import SeenLink, is_flannels
 from flanneld.runtime import clock
@@ -164,19 +165,20 @@ def gather(source: Source) -> Facts:
     devices = document.get("devices") or [link.name for link in ours]
     own = [ip_network(text) for text in (document.get("lease") or {}).get("subnets", ())]
     ways = containers.devices(addresses, devices, own)
-    paths = tuple(_paths(document))
+    paths, now = tuple(_paths(document)), clock.wall()
+    document = encryption.with_sessions(document, paths, now)
     services = bool(document.get("kube_subnet_mgr", source.options.kube_subnet_mgr))
     return Facts(
         document=document,
         origin=source.origin,
         unknown=source.unknown,
-        now=clock.wall(),
+        now=now,
         subnet_file=str(path),
         has_subnet_file=path.exists(),
         previous=subnet_file.read(path),
         links=found.links,
         addresses=addresses,
-        entries=tuple(snapshot.compare(document, found)),
+        entries=(*snapshot.compare(document, found), *_outside(source)),
         detours=tuple(shadowing_routes.read(document, found, snapshot.lookups())),
         host=host_checks.findings(host_checks.read_facts(families, uplink, services=services)),
         dropping=tuple(_dropping(document)),
@@ -200,13 +202,26 @@ def gather(source: Source) -> Facts:
     )
 
 
+def _outside(source: Source) -> Iterator[Comparison]:
+    """Yield what the kernel lacks for encryption. A daemon that runs puts that back, or names a refusal."""
+    for each in snapshot.outside(source.document) if source.origin == "store" else ():
+        if each.state == "missing" and each.value.key[0] in encryption.KERNEL_TABLES:
+            yield each
+
+
 def _refusing(document: Mapping[str, Any], paths: Collection[PathToPeer]) -> Iterator[str]:
     """Yield the public IPs of the nodes behind a silent tunnel that refuse its UDP port."""
     silent = {path.peer for path in paths if path.name == "tunnel" and path.carried is None}
-    nodes = [path.target for path in paths if path.name == "underlay" and path.peer in silent]
-    ports = {family: port for family, protocol, port, _ in flows.carriers(document) if protocol == "udp"}
-    asked = [(node, port) for node in nodes if (port := ports.get(node.version))]
-    yield from map(str, udp_port.refused(asked, _BRIEFLY))
+    asked = [
+        (node, each.peer_port)
+        for peer in (document.get("peers", ()) if silent else ())
+        if peer["subnets"][0] in silent
+        for each in flows.carriers(document, peer)
+        if each.protocol == "udp" and each.peer_port
+        for node in map(parse_address, peer["public_ips"])
+        if node.version == each.family
+    ]
+    yield from map(str, udp_port.refused(dict.fromkeys(asked), _BRIEFLY))
 
 
 def _families(document: Mapping[str, Any]) -> tuple[Family, ...]:

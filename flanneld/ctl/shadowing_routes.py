@@ -15,7 +15,7 @@ from flanneld.model import FAMILIES, IPAddress, IPNetwork
 from flanneld.network.host import HostView
 from flanneld.network.resource_json import parse_network
 from flanneld.network.rtnetlink.kernel import Kernel
-from flanneld.state.resources import Route
+from flanneld.state.resources import Key, Route, destination_of, route_key
 
 
 class ShadowingRoute(Struct, frozen=True, gc=False):
@@ -35,52 +35,54 @@ def read(
     document: Mapping[str, Any], found: ActualState, look_up_route: Callable[[IPAddress], RouteTaken]
 ) -> list[ShadowingRoute]:
     """Return the shadowing routes on this host. Raises ``OSError``."""
-    names = {link.index: link.name for link in found.links}
     kernel = Kernel()
-    routes = [
+    routes = [each for family in FAMILIES for each in kernel.route_keys(family)]
+    names = {link.index: link.name for link in found.links}
+    lengths = _lengths(_subnets(document))
+    shortest = {(version, min(each for other, each in lengths if other == version)) for version, _ in lengths}
+    longer = (
         (destination, names.get(index, ""), NOWHERE.get(kind, ""))
-        for family in FAMILIES
-        for destination, index, kind in kernel.routes(family)
-    ]
-    certain = _certain(kernel, [destination for destination, _, _ in routes], _subnets(document))
-    return [*by_lookup(document, found, look_up_route, certain), *by_length(document, routes)]
+        for key, index, kind in routes
+        if (key[1], key[3]) not in shortest and (destination := destination_of(key)) is not None
+    )
+    certain = _certain(kernel, (key for key, _, _ in routes), lengths)
+    return [*by_lookup(document, found, look_up_route, certain), *by_length(document, longer)]
 
 
 def _certain(
-    kernel: HostView, destinations: Iterable[IPNetwork], subnets: Iterable[IPNetwork]
-) -> AbstractSet[IPNetwork]:
+    kernel: HostView, destinations: Iterable[Key], lengths: AbstractSet[tuple[int, int]]
+) -> AbstractSet[Key]:
     """Return the destinations that need no lookup: nothing but their one route is about them.
 
     A lookup of each of thousands of subnets takes most of the doctor's time.
     """
     if any(not rule.is_default for family in FAMILIES for rule in kernel.rules(family)):
         return frozenset()
-    lengths = {(subnet.version, subnet.prefixlen) for subnet in subnets}
     local = {
-        network.supernet(new_prefix=length)
+        route_key(network.supernet(new_prefix=length))
         for family in FAMILIES
         for _, network, _ in kernel.local(family)
         for version, length in lengths
         if version == network.version and length <= network.prefixlen
     }
     number = Counter(destinations)
-    return {destination for destination in number if number[destination] == 1 and destination not in local}
+    return {key for key in number if number[key] == 1 and key not in local}
 
 
 def by_lookup(
     document: Mapping[str, Any],
     found: ActualState,
     look_up_route: Callable[[IPAddress], RouteTaken],
-    certain: AbstractSet[IPNetwork] = frozenset(),
+    certain: AbstractSet[Key] = frozenset(),
 ) -> Iterator[ShadowingRoute]:
     """Yield subnets diverted by a route of the same length, a rule or another table (pure).
 
-    ``certain`` subnets are known not to be.
+    Destinations with a key in ``certain`` are known not to be.
     """
     for peer in document.get("peers", ()):
         for text in peer["subnets"]:
             subnet = parse_network(text)
-            if subnet in certain:
+            if route_key(subnet) in certain:
                 continue
             target = subnet[1 % subnet.num_addresses]
             route = wanted_route(target, peer, document)
@@ -98,7 +100,7 @@ def by_length(
     A route is its destination, its device, and the kind of route if it leads nowhere.
     """
     subnets = _subnets(document)
-    lengths = {(subnet.version, subnet.prefixlen) for subnet in subnets}
+    lengths = _lengths(subnets)
     for destination, device, nowhere in routes:
         for version, length in lengths:
             if version == destination.version and length < destination.prefixlen:
@@ -111,6 +113,11 @@ def by_length(
 
 def _subnets(document: Mapping[str, Any]) -> AbstractSet[IPNetwork]:
     return {parse_network(text) for peer in document.get("peers", ()) for text in peer["subnets"]}
+
+
+def _lengths(subnets: Iterable[IPNetwork]) -> AbstractSet[tuple[int, int]]:
+    """Return version and prefix length of all subnets, which are few."""
+    return {(subnet.version, subnet.prefixlen) for subnet in subnets}
 
 
 def wanted_route(target: IPAddress, peer: Mapping[str, Any], document: Mapping[str, Any]) -> Route | None:

@@ -207,11 +207,12 @@ class Outside(Struct, frozen=True, gc=False):
     """Object in a backend's own table, outside this kernel: a process, or a cloud's route."""
 
     text: str
+    table: str = ""
     kind: ClassVar[Kind] = Kind.REMOTE
 
     @property
     def key(self) -> Key:
-        return (self.kind.name, self.text)
+        return (self.table, self.text)
 
     def __str__(self) -> str:
         return self.text
@@ -221,7 +222,8 @@ def outside(document: Mapping[str, Any]) -> Iterator[Comparison]:
     """Yield the desired objects outside the kernel. Only the daemon knows their actual state (pure)."""
     for owner, item in _items(document):
         if item["value"] is None:
-            yield Comparison(Outside(item["text"]), "ok" if item["in_kernel"] else "missing", owner)
+            found = Outside(item["text"], item.get("table", ""))
+            yield Comparison(found, "ok" if item["in_kernel"] else "missing", owner)
 
 
 def described(entry: Comparison) -> dict[str, Any]:

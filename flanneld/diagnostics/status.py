@@ -223,6 +223,7 @@ def _session(session: Session) -> Document:
         "rx_bytes": session.rx_bytes,
         "tx_bytes": session.tx_bytes,
         "endpoint": session.endpoint,
+        "encapsulated": session.is_encapsulated,
         "problem": session.problem,
     }
 
@@ -275,13 +276,15 @@ def _rivals(peer: Lease, view: View) -> list[str]:
 
 
 def describe(resource: Any, pending: Mapping[Key, Failure]) -> Document:
-    """Return an object as text, and as a value for programs: None for one of a backend's own table."""
-    return {
+    """Return an object as text, and as a value for programs: None for one of a backend's own ``table``."""
+    key, value = resource.key, resource_json.encode(resource)
+    described = {
         "kind": kind_of(resource),
         "text": str(resource),
-        "value": resource_json.encode(resource),
-        "in_kernel": resource.key not in pending,
+        "value": value,
+        "in_kernel": key not in pending,
     }
+    return described if value else {**described, "table": str(key[0])}
 
 
 def _refusal(failure: Failure) -> Document:

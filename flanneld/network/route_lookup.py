@@ -19,10 +19,12 @@ from flanneld.network.rtnetlink.messages import (
     RTMSG,
     RTN_UNICAST,
     address_of,
+    decode_plain_route,
     network_of,
     number,
 )
 from flanneld.network.rtnetlink.netlink import MalformedNetlink, attribute, attributes, u32, unpack
+from flanneld.state.resources import ROUTES, Key
 
 _RTA_DST, _RTA_SRC, _RTA_IIF, _RTA_PREFSRC, _RTA_MULTIPATH, _RTA_VIA = 1, 2, 3, 7, 9, 18
 RT_TABLE_LOCAL = 255
@@ -72,17 +74,20 @@ def decode_lookup(data: bytes, offset: int, end: int) -> LookupResult:
     )
 
 
-def decode_destination(data: bytes, offset: int, end: int) -> tuple[IPNetwork, int, int] | None:
-    """Return network, interface and type (RTN_*) of a main-table route.
+def decode_destination(data: bytes, offset: int, end: int) -> tuple[Key, int, int] | None:
+    """Return key, interface and type (RTN_*) of a main-table route.
 
     Return None for default routes and other tables.
     """
+    plain = decode_plain_route(data, offset, end)
+    if plain is not None:
+        return plain.key, plain.index, RTN_UNICAST
     family, length, _, _, _, _, _, kind, _ = unpack(RTMSG, data, offset, end)
     found = attributes(data, offset + RTMSG.size, end)
     raw = found.get(_RTA_DST)
     if raw is None or family not in FAMILY or number(found.get(RTA_TABLE)) != RT_TABLE_MAIN:
         return None
-    return network_of(raw, length), number(found.get(RTA_OIF)), kind
+    return (ROUTES, FAMILY[family], int.from_bytes(raw, "big"), length), number(found.get(RTA_OIF)), kind
 
 
 def decode_default_route(data: bytes, offset: int, end: int) -> int | None:

@@ -28,6 +28,8 @@ class Session(Struct, frozen=True, gc=False):
     #: Address and port where the peer is called now; empty if that is not known.
     endpoint: str = ""
     is_silent: bool = False
+    #: True if UDP carries the packets of an IPsec SA, as behind NAT.
+    is_encapsulated: bool = False
     #: Reason why the last negotiation failed, with the remedy; empty if none is known.
     problem: str = ""
 

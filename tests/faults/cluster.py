@@ -34,11 +34,13 @@ def peer_without_device(world: World) -> None:
 
 
 def peer_started(world: World) -> None:
-    world.peer.start(*world.kind.flags)
+    world.start(world.peer)
     world.peer.wait_ready()
 
 
 OTHER = "10.5.203.0/24"
+WALL = "ip netns exec {switch} nft add table netdev wall"
+NO_WALL = "ip netns exec {switch} nft delete table netdev wall"
 FAULTS = {
     "two leases with one public IP": Fault(
         "public ip",
@@ -143,6 +145,20 @@ FAULTS = {
         heal=(peer_started,),
         advice="see that flannel runs there",
         peer_sees="devices",
+    ),
+    "port dropped on the way from one peer": Fault(
+        "tunnel",
+        "no packet comes back through the tunnel to {peer}",
+        (
+            WALL,
+            "ip netns exec {switch} nft 'add chain netdev wall c"
+            ' {{ type filter hook ingress device "{peer_port}" priority 0; }}\'',
+            "ip netns exec {switch} nft add rule netdev wall c"
+            " ip saddr {peer} ip daddr {node} udp dport 8472 drop",
+        ),
+        heal=(NO_WALL,),
+        advice="let the network between pass UDP 8472",
+        peer_sees="tunnel",
     ),
     "peer's uplink unplugged": Fault(
         "tunnel",

@@ -173,6 +173,14 @@ FAULTS = {
         cuts=False,
         after=(start,),
     ),
+    "MTU of the TUN while the daemon is stopped": Fault(
+        "devices",
+        "has mtu 1400, wanted 1472",
+        (stop, "ip link set flannel0 mtu 1400"),
+        UDP,
+        cuts=False,
+        after=(start,),
+    ),
     "learning while the daemon is stopped": Fault(
         "devices",
         "has learning on, wanted off",

@@ -21,7 +21,8 @@ class Fault:
     what the words of ``advice`` say. ``after`` cleans up what is no part of the fault.
 
     ``cuts`` tells that packets between containers are lost meanwhile; None if chance decides. ``peer_sees``
-    is a check that finds something on the second node.
+    is a check that finds something on the second node. ``within`` are the seconds until the doctor may know;
+    ``is_long`` marks what takes more than ten times as long as others.
     """
 
     check: str
@@ -34,6 +35,8 @@ class Fault:
     advice: str = ""
     after: tuple[Step, ...] = ()
     peer_sees: str = ""
+    within: float = 0.6
+    is_long: bool = False
 
 
 # ---- steps that are no commands -----------------------------------------------------------------
@@ -64,7 +67,7 @@ def restart(*flags: str) -> Callable[[World], None]:
     def act(world: World) -> None:
         if world.node.running:
             world.node.stop()
-        world.node.start(*world.kind.flags, *(flag.format(**world.words) for flag in flags))
+        world.start(world.node, *(flag.format(**world.words) for flag in flags))
         world.wait_for_answer()
 
     return act

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from tests.faults.fault import Fault, on_peer
-from tests.faults.world import DUAL, HOST_GW, NO_RULES, NO_RULES_DUAL, UDP
+from tests.faults.world import DUAL, HOST_GW, LEGACY, NO_RULES, NO_RULES_DUAL, UDP
+from tests.unit.network.firewall.test_rules import GOLDEN
 
-FLUSH = "iptables-nft -F {}; iptables-nft -P {} ACCEPT"
+#: Rules of an earlier run.
+OWN_CHAINS = GOLDEN / "own-chains-both-ipv4.txt"
+LEFT = "rules of flannel are in a place that the daemon does not use"
 WALL = "nft add table inet wall"
 NO_WALL = ("nft delete table inet wall",)
 FROM_PEERS, TO_PEERS = "UDP 8472 from its peers", "UDP 8472 to its peers"
@@ -220,6 +223,17 @@ FAULTS = {
     "nftables forward policy": Fault(
         "dropping", "table inet wall", chain("forward", "drop"), NO_RULES, after=NO_WALL
     ),
+    "rules left in iptables-legacy": Fault(
+        "left rules", LEFT, (f"iptables-legacy-restore {OWN_CHAINS}",), cuts=False
+    ),
+    "rules left in iptables-nft": Fault(
+        "left rules",
+        LEFT,
+        (f"iptables-nft-restore {OWN_CHAINS}",),
+        LEGACY,
+        cuts=False,
+    ),
+    "rules left in nftables": Fault("left rules", LEFT, (f"nft -f {GOLDEN}/native-ipv4.nft",), cuts=False),
     "INPUT of the peer drops the port": Fault(
         "tunnel",
         "no packet comes back through the tunnel to {peer}",

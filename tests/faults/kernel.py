@@ -35,6 +35,16 @@ FAULTS = {
         (*SECOND, "sysctl -w net.ipv4.conf.all.rp_filter=1"),
         after=("sysctl -w net.ipv4.conf.all.rp_filter=0", *NO_SECOND),
     ),
+    "strict reverse path filter, default route elsewhere": Fault(
+        "reverse path",
+        "net.ipv4.conf.eth0.rp_filter is strict while the default route leaves by other0",
+        (
+            "ip link add other0 up type bridge; ip address add 192.0.2.2/24 dev other0",
+            "ip route replace default via 192.0.2.1 dev other0; sysctl -w net.ipv4.conf.eth0.rp_filter=1",
+        ),
+        cuts=False,
+        after=(*NO_SECOND, "ip route replace default via {gateway}"),
+    ),
     "rule by source": Fault(
         "lookups",
         "from 10.5.0.0/16 lookup 100",

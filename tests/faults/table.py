@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.faults import cluster, containers, daemon, firewall, kernel, store
+from tests.faults import cluster, containers, daemon, encryption, firewall, kernel, store
 from tests.faults.fault import Fault
 
 THEMES = {
@@ -12,6 +12,7 @@ THEMES = {
     "packet filter": firewall.FAULTS,
     "containers": containers.FAULTS,
     "cluster": cluster.FAULTS,
+    "encryption": encryption.FAULTS,
 }
 FAULTS: dict[str, Fault] = {name: fault for faults in THEMES.values() for name, fault in faults.items()}
 assert len(FAULTS) == sum(map(len, THEMES.values())), "two faults have one name"

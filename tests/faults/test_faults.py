@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from flanneld.ctl.doctor import examine
+from flanneld.ctl.findings import Fix
 from tests.faults.fault import Fault
 from tests.faults.table import FAULTS
 from tests.faults.world import Diagnosis, Kind, World, commands, kept_worlds
 from tests.lab import Node, wait_for
 from tests.lab.kept import Kept
+from tests.unit.ctl.test_checks import CASES
 
 HEALTHY = "status 0"
 
@@ -27,7 +31,12 @@ def worlds() -> Iterator[Kept[Kind, World]]:
 NAMES = sorted(FAULTS, key=lambda name: repr(FAULTS[name].kind))
 
 
-@pytest.mark.parametrize("name", NAMES)
+def parameter(name: str) -> Any:
+    fault = FAULTS[name]
+    return fault.kind.marked(name, name, *([pytest.mark.long] if fault.is_long else ()))
+
+
+@pytest.mark.parametrize("name", [parameter(name) for name in NAMES])
 def test_doctor_names_cause_and_remedy_of(
     worlds: Kept[Kind, World], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -57,7 +66,7 @@ def test_doctor_names_cause_and_remedy_of(
 def diagnosed(world: World, fault: Fault) -> Diagnosis:
     """Return the right findings, once there are some: the daemon may take a moment to notice."""
     try:
-        found = wait_for(lambda: diagnosis(world, fault), 0.6, "the diagnosis")
+        found = wait_for(lambda: diagnosis(world, fault), fault.within, "the diagnosis")
     except AssertionError:
         found = None
     if found is None:
@@ -94,6 +103,12 @@ def heal(world: World, fault: Fault, found: Diagnosis) -> None:
     for step in [fault.advice] if fault.advice else fault.heal:
         assert not isinstance(step, str) or step.format(**world.words) in advice, advice
     world.run(*fault.heal)
+
+
+def test_each_check_that_prints_a_fix_has_a_fault() -> None:
+    findings = [found for cases in CASES.values() for facts in cases for found in examine(facts)]
+    offered = {check.name for check, finding in findings if isinstance(finding.remedy, Fix)}
+    assert offered == {fault.check for fault in FAULTS.values() if fault.harm and not fault.heal}
 
 
 def test_faults_that_lose_packets_are_problems() -> None:

@@ -13,6 +13,7 @@ from tests.faults.world import (
     HOST_GW,
     HOST_GW_DUAL,
     IPIP,
+    IPSEC,
     LEGACY,
     MASQUERADE,
     NATIVE,
@@ -44,8 +45,9 @@ KINDS = {
     "host-gw": HOST_GW,
     "host-gw, both families": HOST_GW_DUAL,
     "udp": UDP,
-    "ipip": pytest.param(IPIP, marks=pytest.mark.needs_kernel("ipip")),
-    "wireguard": pytest.param(WIREGUARD, marks=pytest.mark.needs_kernel("wireguard")),
+    "ipip": IPIP,
+    "wireguard": WIREGUARD,
+    "ipsec": IPSEC,
 }
 
 
@@ -56,7 +58,7 @@ def worlds() -> Iterator[Kept[Kind, World]]:
     kept.close()
 
 
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
+@pytest.mark.parametrize("kind", [kind.marked(kind, name) for name, kind in KINDS.items()])
 def test_doctor_finds_nothing_in_a_healthy_network_idle_or_busy(
     worlds: Kept[Kind, World], kind: Kind
 ) -> None:

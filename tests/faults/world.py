@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+import subprocess
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.lab import Lab, Node, wait_for
+import pytest
+
+from tests.lab import Lab, Node, own_command, wait_for
 from tests.lab.kept import Kept
+from tests.netns.charons import IPSEC as IPSEC_BACKEND
+from tests.netns.charons import with_own_run
 from tests.netns.pair import DUAL_STACK
-from tests.netns.test_seeing import answer, flannelctl
+from tests.netns.test_seeing import answer, ctl_command, flannelctl
 
 NETWORK = "10.5.0.0/16"
 #: Seconds that a ping may take before it counts as lost.
@@ -26,6 +31,13 @@ class Kind:
     flags: tuple[str, ...] = ()
     api: str = "v2"
     routed: int = 0
+
+    def marked(self, value: object, name: str, *marks: pytest.MarkDecorator) -> Any:
+        """Return a parameter of a test, also marked with what the kernel needs for this kind."""
+        needs = {"ipip": "ipip", "wireguard": "wireguard", "ipsec": "esp"}.get(self.backend["Type"])
+        return pytest.param(
+            value, id=name, marks=[*marks, *([pytest.mark.needs_kernel(needs)] if needs else ())]
+        )
 
     def __hash__(self) -> int:
         return hash(repr(self))
@@ -43,7 +55,8 @@ NO_RULES_DUAL = Kind(config=DUAL_STACK, flags=("--iptables-forward-rules=false",
 DIRECT = Kind({"Type": "vxlan", "DirectRouting": True})
 MASQUERADE = Kind(flags=("--ip-masq",))
 IPIP = Kind({"Type": "ipip"})
-WIREGUARD = Kind({"Type": "wireguard"})
+WIREGUARD = Kind({"Type": "wireguard", "PSK": "ZmxhbmVsZCBwcmUtc2hhcmVkIGtleSBmb3IgdGVzdHM="})
+IPSEC = Kind(IPSEC_BACKEND)
 LEGACY = Kind(flags=("--iptables-flavour=legacy",))
 HOST_GW_ROUTED = Kind({"Type": "host-gw"}, routed=1)
 #: A network with a subnet for each of three nodes, and no more.
@@ -60,6 +73,8 @@ class World:
         #: What the doctor said last, for a failure's report.
         self.last: Diagnosis | None = None
         self.words: dict[str, str] = {}
+        #: Another program of the broken node.
+        self.listener: subprocess.Popen[bytes] | None = None
         self.nodes = self._build()
         for node in self.nodes:
             node.container()
@@ -67,20 +82,29 @@ class World:
         for node in () if kind.routed else self.nodes:
             wait_until_healthy(node)
 
-    def put_config(self) -> None:
+    def put_config(self, **settings: str) -> None:
+        """Write the network config, with other settings of the backend."""
         kind = self.kind
-        self.lab.etcd.put_config({"Network": NETWORK, "Backend": dict(kind.backend), **kind.config})
+        self.lab.etcd.put_config({"Network": NETWORK, "Backend": {**kind.backend, **settings}, **kind.config})
 
     def _build(self) -> list[Node]:
         kind = self.kind
         self.put_config()
         nodes = [*self.lab.add_nodes(3 - kind.routed), *self.lab.add_nodes(kind.routed, routed=True)]
         for node in nodes:
-            key = {"WIREGUARD_KEY_FILE": str(node.directory / "wgkey")}
-            node.start(*kind.flags, environment=key)
+            self.start(node)
         for node in nodes:
             node.wait_ready()
         return nodes
+
+    def start(self, node: Node, *flags: str) -> None:
+        """Start the daemon of a node, with more flags than this kind has."""
+        command = self._at_home(node, own_command())
+        node.start(*self.kind.flags, *flags, command=command, environment=_key_file(node))
+
+    def _at_home(self, node: Node, command: Sequence[str]) -> list[str]:
+        """Give a command the node's own /run if charon's socket is there."""
+        return with_own_run(node, *command) if self.kind.backend["Type"] == "ipsec" else list(command)
 
     @property
     def node(self) -> Node:
@@ -114,6 +138,9 @@ class World:
             "lan": peer.subnet().replace("0/24", "7"),
             "routed": self.nodes[2].address,
         }
+        leases = self.lab.etcd.leases() if self.kind.backend["Type"] == "wireguard" else {}
+        for word, each in (("own_key", node), ("key", peer)) if leases else ():
+            words[word] = leases[each.subnet()]["BackendData"]["PublicKey"]
         for family, mark, device in ((4, "", "flannel.1"), (6, "6", "flannel-v6.1")):
             if family in node.container().addresses:
                 words[f"own{mark}"] = node.subnet(family)
@@ -142,8 +169,11 @@ class World:
 
     def doctor(self, node: Node | None = None) -> Diagnosis:
         """Ask the doctor, with the flags of the daemon, as an operator would."""
-        store = self.lab.etcd.endpoint
-        done = flannelctl(node or self.node, "doctor", "--output=json", *self.kind.flags, store=store)
+        node = node or self.node
+        words = ("doctor", "--output=json", *self.kind.flags)
+        command = ctl_command(node, *words, store=self.lab.etcd.endpoint)
+        variables = [f"{name}={value}" for name, value in _key_file(node).items()]
+        done = node.run("env", *variables, *self._at_home(node, command), check=False)
         assert done.stdout, done.stderr
         self.last = Diagnosis(done.returncode, json.loads(done.stdout)["findings"])
         return self.last
@@ -181,6 +211,10 @@ class World:
 
     def wait_for_packets(self) -> None:
         wait_for(lambda: not self.is_cut(), 20, "packets to flow")
+
+
+def _key_file(node: Node) -> dict[str, str]:
+    return {"WIREGUARD_KEY_FILE": str(node.directory / "wgkey")}
 
 
 def wait_until_healthy(node: Node) -> None:

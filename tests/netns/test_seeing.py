@@ -21,10 +21,13 @@ PATIENCE = 60
 MAC = "02:00:00:00:00:99"
 
 
-def flannelctl(node: Node, *words: str, store: str = "") -> subprocess.CompletedProcess[str]:
+def ctl_command(node: Node, *words: str, store: str = "") -> list[str]:
     command = [*own_command()[:-1], f"{own_command()[-1].removesuffix('flanneld')}flannelctl", *words]
-    flags = [f"--subnet-file={node.subnet_file}", *([f"--etcd-endpoints={store}"] if store else [])]
-    return node.run(*command, *flags, check=False)
+    return [*command, f"--subnet-file={node.subnet_file}", *([f"--etcd-endpoints={store}"] if store else [])]
+
+
+def flannelctl(node: Node, *words: str, store: str = "") -> subprocess.CompletedProcess[str]:
+    return node.run(*ctl_command(node, *words, store=store), check=False)
 
 
 def answer(node: Node, *words: str, store: str = "") -> dict[str, Any]:

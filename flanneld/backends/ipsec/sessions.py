@@ -61,6 +61,7 @@ def session_of(
         rx_bytes=sum(number(each, "bytes-in") for each in children),
         tx_bytes=sum(number(each, "bytes-out") for each in children),
         endpoint=found.endpoint,
+        is_encapsulated=any(text(each, "encap") == "yes" for each in children),
         is_silent=(found.is_negotiating or bool(problem)) and not children,
         problem="" if children else problem,
     )

@@ -15,7 +15,8 @@ def handshakes(facts: Facts) -> Iterator[Finding]:
     for peer in facts.peers:
         for session in peer.get("sessions", ()):
             if session["state"] == "silent":
-                evidence, advice = _of_silence(session)
+                refused = not facts.refusing.isdisjoint(peer["public_ips"])
+                evidence, advice = _of_silence(session, is_refused=refused)
                 yield Finding(
                     f"no handshake with the node of {session['subnet']}",
                     evidence,
@@ -25,12 +26,17 @@ def handshakes(facts: Facts) -> Iterator[Finding]:
                 )
 
 
-def _of_silence(session: Mapping[str, Any]) -> tuple[str, str]:
+def _of_silence(session: Mapping[str, Any], *, is_refused: bool) -> tuple[str, str]:
     """Return evidence and advice for a peer with which no keys are agreed on."""
     where = session["endpoint"] or "no endpoint"
     if session.get("problem"):
         problem, _, remedy = session["problem"].rpartition("; ")
-        return f"charon says of {where}: {problem}", remedy
+        return f"{'charon says of ' if session['endpoint'] else ''}{where}: {problem}", remedy
+    if is_refused:
+        return (
+            f"nothing listens at {where}: the node refuses the packets",
+            "see that flanneld runs there with the same backend and port",
+        )
     if where.endswith((":500", ":4500")):
         return (
             f"charon gets no answer from {where}",

@@ -145,7 +145,7 @@ def refused(facts: Facts) -> Iterator[Finding]:
             f"the kernel refuses {each['object']}",
             each["reason"],
             "its peer is not reached",
-            Advice("find the object in the way and its owner; the daemon retries"),
+            Advice(each.get("remedy") or "find the object in the way and its owner; the daemon retries"),
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from flanneld.compat.glog import counted
+from flanneld.ctl.evidence.flows import carriers
 from flanneld.ctl.facts import Facts
 from flanneld.ctl.findings import Advice, Finding, Severity, check, few
 from flanneld.state.resources import Route
@@ -18,9 +19,10 @@ _FEW = 3
 @check("J", "off link", "with host-gw all nodes are on one network")
 def off_link(facts: Facts) -> Iterator[Finding]:
     name = facts.section("uplink").get("name", "")
-    lacking = {str(each.value) for each in facts.entries if each.state == "missing"}
+    missing = [each.value for each in facts.entries if each.state == "missing"]
+    lacking = set(map(str, missing))
     refused = {each["object"] for each in facts.document.get("refused", ()) if each["reason"] == _OFF_LINK}
-    routes = [each.value for each in facts.entries if str(each.value) in lacking & refused]
+    routes = [each for each in missing if str(each) in refused]
     away = dict.fromkeys(
         str(each.gateway)
         for each in routes
@@ -44,7 +46,13 @@ def tunnel(facts: Facts) -> Iterator[Finding]:
         return  # a cause on this host is known, and the silence is its effect
     answered = {each.peer for each in facts.paths if each.name == "underlay" and each.carried is not None}
     silent = [each for each in facts.paths if each.name == "tunnel" and each.carried is None]
-    for each in [each for each in silent if each.peer in answered][:_FEW]:
+    peers = {peer["subnets"][0]: peer for peer in (facts.peers if silent else ())}
+    # No handshake is a finding of its own.
+    keyless = {
+        name for name, peer in peers.items() if any(x["state"] == "silent" for x in peer.get("sessions", ()))
+    }
+    for each in [each for each in silent if each.peer in answered and each.peer not in keyless][:_FEW]:
+        used = dict.fromkeys(each.name for each in carriers(facts.document, peers.get(each.peer, {})))
         public = next((p.target for p in facts.paths if p.name == "underlay" and p.peer == each.peer), None)
         refused = public is not None and str(public) in facts.refusing
         yield Finding(
@@ -55,7 +63,8 @@ def tunnel(facts: Facts) -> Iterator[Finding]:
             Advice(
                 "see that flannel runs there with the same Backend.Port, and no firewall rejects it"
                 if refused
-                else "run flannelctl doctor there, too; let the network between pass the tunnel's packets"
+                else "run flannelctl doctor there, too; let the network between pass"
+                f" {', '.join(used) or 'the packets of the tunnel'}"
             ),
             about=each.peer,
         )

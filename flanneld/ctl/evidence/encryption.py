@@ -1,18 +1,30 @@
-"""Facts about this host's means of encryption: kernel features, and charon."""
+"""Facts about this host's means of encryption: kernel features, sessions, and charon."""
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
+from flanneld.ctl.path_mtu import Path as PathToPeer
+from flanneld.network.resource_json import parse_network
+
+if TYPE_CHECKING:
+    from flanneld.network.genetlink.wireguard import SeenDevice
+
 #: Seconds to wait for charon's answer. It answers within milliseconds unless it hangs.
 _PATIENCE = 2.0
+
+
+#: Tables of encrypting backends that are in the kernel: WireGuard's keys and peers, and policies of XFRM.
+KERNEL_TABLES = frozenset({"wireguard", "xfrm-policies"})
+#: A session of which nothing is known.
+_NO_SESSION = {"state": "idle", "handshake": None, "rx_bytes": 0, "tx_bytes": 0, "endpoint": ""}
 
 
 class CharonState(StrEnum):
@@ -42,6 +54,77 @@ def read(document: Mapping[str, Any]) -> EncryptionFacts:
         charon=_charon() if "ipsec" in backends else None,
         lacking=tuple(_lacking(backends)),
     )
+
+
+def with_sessions(document: Mapping[str, Any], paths: Iterable[PathToPeer], now: float) -> Mapping[str, Any]:
+    """Return the document with WireGuard's sessions as they are now, after ``paths`` were probed.
+
+    The daemon calls a peer silent after up to 90 s. A probe through the tunnel asks for a handshake at once.
+    """
+    network = document.get("network") or {}
+    if "wireguard" not in (network.get("backend"), network.get("also")):
+        return document
+    silent = frozenset(each.peer for each in paths if each.name == "tunnel" and each.carried is None)
+    try:
+        devices = list(_devices(document.get("devices") or ()))
+    except OSError:
+        return document
+    return {**document, "peers": list(sessions_of(document, devices, silent, now))}
+
+
+def _devices(names: Iterable[str]) -> Iterator[SeenDevice]:
+    from flanneld.network.genetlink.devices import WireGuardDevices
+
+    kernel = WireGuardDevices()
+    try:
+        for name in names:
+            device = kernel.read(name)
+            if device is not None:
+                yield device
+    finally:
+        kernel.close()
+
+
+def sessions_of(
+    document: Mapping[str, Any], devices: Collection[SeenDevice], silent: Collection[str], now: float
+) -> Iterator[Mapping[str, Any]]:
+    """Yield the peers of a document, each with the sessions that the devices have with it (pure).
+
+    A session also has the device's ``port``. ``silent`` are first subnets of peers that do not answer through
+    the tunnel.
+    """
+    from flanneld.backends.wireguard.silence import is_alive, where
+
+    found = {net: (device, peer) for device in devices for peer in device.peers for net in peer.allowed_ips}
+    names = ", ".join(dict.fromkeys(device.name for device in devices))
+    for each in document.get("peers", ()):
+        if each["backend"] != "wireguard" or not names:
+            yield each
+            continue
+        is_silent = each["subnets"][0] in silent
+        former = {session["subnet"]: session for session in each.get("sessions", ())}
+        sessions = []
+        for subnet in each["subnets"]:
+            known = former.get(subnet, _NO_SESSION | {"subnet": subnet})
+            state = "silent" if is_silent or known["state"] == "silent" else "idle"
+            device, peer = found.get(parse_network(subnet), (None, None))
+            if device is not None and peer is not None:
+                sessions.append(
+                    {
+                        "subnet": subnet,
+                        "state": "established" if is_alive(peer, now) else state,
+                        "handshake": peer.last_handshake or None,
+                        "rx_bytes": peer.rx_bytes,
+                        "tx_bytes": peer.tx_bytes,
+                        "endpoint": where(peer),
+                        "port": device.listen_port,
+                        "problem": "",
+                    }
+                )
+            elif is_silent:
+                problem = f"{names} has no peer with this subnet; start the daemon: it adds the peer"
+                sessions.append({**known, "state": "silent", "problem": problem})
+        yield {**each, "sessions": sessions}
 
 
 def _charon() -> CharonState | None:

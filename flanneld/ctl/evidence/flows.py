@@ -15,7 +15,7 @@ from flanneld.model import Family, IPAddress, IPNetwork, family_of
 from flanneld.network.firewall.verdicts.packet import Packet
 from flanneld.network.firewall.verdicts.ruleset import Opening
 from flanneld.network.resource_json import parse_address, parse_network
-from flanneld.state.resources import Ipip, Link, Tun, Vxlan
+from flanneld.state.resources import Ipip, Tun, Vxlan
 
 #: Hooks that a packet passes if it is for this host, from it, or through it.
 INWARDS = frozenset({"ingress", "prerouting", "input"})
@@ -23,6 +23,10 @@ OUTWARDS = frozenset({"output", "postrouting"})
 THROUGH = frozenset({"ingress", "prerouting", "forward", "postrouting"})
 #: Backend.Port of udp, if it is not set.
 _UDP_PORT = 8285
+#: UDP ports of IKE: the first messages, and all others, with ESP behind NAT (RFC 7296, RFC 4555, RFC 3948).
+_IKE_PORTS = (500, 4500)
+#: Numbers of IP protocols.
+_NUMBERS = {"ipencap": 4, "esp": 50}
 
 
 class Flow(Struct, frozen=True, gc=False):
@@ -98,34 +102,67 @@ def container_of(subnet: IPNetwork) -> IPAddress:
     return subnet[2 % subnet.num_addresses]
 
 
-def carriers(document: Mapping[str, Any]) -> Iterator[tuple[Family, str, int | None, Link]]:
-    """Yield family, protocol and port of the packets between the nodes, for each device.
+class Carrier(Struct, frozen=True, gc=False):
+    """Packets between this node and a peer that carry those of containers, or agree on their keys.
 
-    A backend without packets of its own, or with one whose port is not known here, has none.
+    ``port`` is ours, ``peer_port`` that of the peer.
+    """
+
+    family: Family
+    protocol: str
+    port: int | None = None
+    peer_port: int | None = None
+
+    @property
+    def name(self) -> str:
+        return named(self.protocol, self.peer_port)
+
+
+def named(protocol: str, port: int | None) -> str:
+    """Return the name of a carrier's packets for people."""
+    return f"{protocol.upper()} {port}" if port else f"IP protocol {_NUMBERS.get(protocol, protocol)}"
+
+
+def carriers(document: Mapping[str, Any], peer: Mapping[str, Any]) -> Iterator[Carrier]:
+    """Yield the carriers to a peer.
+
+    A backend without packets of its own has none, and neither has one whose port is not known here.
     """
     for value in values(document.get("local")):
         match value:
             case Vxlan(local=local, port=port):
-                yield local.version, "udp", port, value
+                yield Carrier(local.version, "udp", port, port)
             case Ipip():
-                yield 4, "ipencap", None, value
+                yield Carrier(4, "ipencap")
             case Tun():
-                yield 4, "udp", (document.get("network") or {}).get("port") or _UDP_PORT, value
+                port = (document.get("network") or {}).get("port") or _UDP_PORT
+                yield Carrier(4, "udp", port, port)
+    is_ipsec = peer.get("backend") == "ipsec"
+    yield from (Carrier(4, "udp", port, port) for port in _IKE_PORTS if is_ipsec)
+    for session in peer.get("sessions", ()):
+        address, _, port = session["endpoint"].rpartition(":")
+        if session.get("port") and address:
+            yield Carrier(parse_address(address.strip("[]")).version, "udp", session["port"], int(port))
+        elif is_ipsec and session["state"] == "established" and not session["encapsulated"]:
+            yield Carrier(4, "esp")
 
 
 def _between_nodes(document: Mapping[str, Any], peer: Peer) -> Iterator[Flow]:
     uplink = document.get("uplink") or {}
     name = uplink.get("name")
     ours = [ip_address(text) for text in uplink.get("addresses", ())]
-    for family, protocol, port, _ in carriers(document):
-        here = next((ip for ip in ours if ip.version == family), None)
-        there = next((ip for ip in peer.public if ip.version == family), None)
+    for each in dict.fromkeys(carriers(document, peer.document)):
+        protocol = each.protocol
+        here = next((ip for ip in ours if ip.version == each.family), None)
+        there = next((ip for ip in peer.public if ip.version == each.family), None)
         if here is None or there is None:
             continue
-        shown = f"{protocol.upper()} {port}" if port else f"protocol {protocol}"
-        opening = (Opening(protocol, port),)
-        yield Flow(f"{shown} from its peers", Packet(name, "", there, here, protocol, port), INWARDS, opening)
-        yield Flow(f"{shown} to its peers", Packet("", name, here, there, protocol, port), OUTWARDS, opening)
+        for shown, packet, hooks, port in (
+            ("from", Packet(name, "", there, here, protocol, each.port), INWARDS, each.port),
+            ("to", Packet("", name, here, there, protocol, each.peer_port), OUTWARDS, each.peer_port),
+        ):
+            title = f"{named(protocol, port)} {shown} its peers"
+            yield Flow(title, packet, hooks, (Opening(protocol, port),))
 
 
 def _between_containers(

@@ -41,7 +41,7 @@ def test_a_packet_that_goes_elsewhere_makes_a_detour(way: RouteTaken) -> None:
 
 def test_a_subnet_whose_route_is_certain_is_not_looked_up() -> None:
     told, found = document(ROUTE), ActualState({ROUTE: True}, ())
-    assert list(by_lookup(told, found, lambda _: RouteTaken("eth0"), {ROUTE.destination})) == []
+    assert list(by_lookup(told, found, lambda _: RouteTaken("eth0"), {ROUTE.key})) == []
 
 
 def test_a_packet_on_the_wanted_route_makes_none() -> None:

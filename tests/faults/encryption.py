@@ -1,0 +1,261 @@
+"""Faults of wireguard and ipsec: keys, peers, policies, charon, and filters for their packets."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+
+from tests.faults.cluster import OTHER, gone
+from tests.faults.fault import Fault, on_peer, restart, start, stop
+from tests.faults.firewall import flushed
+from tests.faults.world import IPSEC, WIREGUARD, Step, World
+from tests.lab import wait_for
+from tests.netns.charons import charon_of
+
+DEVICE = "flannel-wg"
+START = "start the daemon"
+LISTENER = (
+    "import socket, time; it = socket.socket(socket.AF_INET, socket.SOCK_DGRAM);"
+    "it.bind(('', 51820)); print('bound', flush=True); time.sleep(600)"
+)
+
+
+def restarted_with(**settings: str) -> Step:
+    """Return the step that gives other settings of the backend to this node alone."""
+
+    def act(world: World) -> None:
+        world.put_config(**settings)
+        restart()(world)
+        world.put_config()
+
+    return act
+
+
+def without_sessions(world: World) -> None:
+    """Let all sessions of both nodes end, as after a reboot: one lasts for three minutes."""
+    for node in (world.node, world.peer):
+        node.run("ip", "link", "del", DEVICE)
+    if world.peer.running:
+        wait_for(lambda: world.peer.link(DEVICE), what="the device of the peer")
+
+
+def lease_with_key(key: str) -> Step:
+    def act(world: World) -> None:
+        data = {"PublicKey": key.format(**world.words), "Port": 51820}
+        attributes = {"PublicIP": "198.18.0.203", "BackendType": "wireguard", "BackendData": data}
+        world.lab.etcd.put_lease(OTHER, attributes)
+        world.wait_for_peer(OTHER)
+
+    return act
+
+
+def listener(world: World) -> None:
+    """Bind WireGuard's port to another program."""
+    log = world.node.directory / "listener.log"
+    with log.open("wb") as output:
+        world.listener = world.node.namespace.start("python3", "-c", LISTENER, output=output)
+    wait_for(lambda: "bound" in log.read_text(), what="the listener")
+
+
+def no_listener(world: World) -> None:
+    assert world.listener is not None
+    world.listener.kill()
+    world.listener.wait()
+    world.node.wait_ready()
+
+
+def to_charon(number: signal.Signals) -> Callable[[World], None]:
+    def act(world: World) -> None:
+        os.kill(charon_of(world.node), number)
+        if number in (signal.SIGKILL, signal.SIGTERM):
+            wait_for(lambda: not charon_of(world.node), what="charon to end")
+
+    return act
+
+
+FAULTS = {
+    "INPUT drops the port, wireguard": Fault(
+        "filters",
+        "UDP 51820 from its peers",
+        ("iptables-nft -A INPUT -p udp --dport 51820 -j DROP",),
+        WIREGUARD,
+        after=flushed("filter", "INPUT"),
+        peer_sees="tunnel",
+    ),
+    "INPUT of the peer drops the port, wireguard": Fault(
+        "tunnel",
+        "no packet comes back through the tunnel to {peer}",
+        (on_peer("iptables-nft -A INPUT -p udp --dport 51820 -j DROP"),),
+        WIREGUARD,
+        heal=(on_peer("iptables-nft -F INPUT"),),
+        advice="let the network between pass UDP 51820",
+        peer_sees="filters",
+    ),
+    "peer's device gone": Fault(
+        "handshakes",
+        "the node refuses the packets",
+        (lambda world: world.peer.stop(), without_sessions),
+        WIREGUARD,
+        heal=(lambda world: world.start(world.peer), lambda world: world.peer.wait_ready()),
+        advice="see that flanneld runs there",
+    ),
+    "another PSK, wireguard": Fault(
+        "handshakes",
+        "no handshake with the node of {subnet}",
+        (restarted_with(PSK="YW5vdGhlciBwcmUtc2hhcmVkIGtleSBmb3IgdGVzdHM="), without_sessions),
+        WIREGUARD,
+        heal=(start,),
+        advice="the PSK is the same on both nodes",
+        peer_sees="handshakes",
+    ),
+    "another key in the device while the daemon is stopped": Fault(
+        "missing",
+        "key {own_key} ",
+        (stop, "wg genkey >{directory}/other", f"wg set {DEVICE} private-key {{directory}}/other"),
+        WIREGUARD,
+        heal=(start,),
+        advice=START,
+        peer_sees="tunnel",
+    ),
+    "another port of the device while the daemon is stopped": Fault(
+        "missing",
+        "listen-port 51820",
+        (stop, f"wg set {DEVICE} listen-port 51999"),
+        WIREGUARD,
+        cuts=None,
+        heal=(start,),
+        advice=START,
+    ),
+    "peer removed from the device while the daemon is stopped": Fault(
+        "missing",
+        "peer {key} ",
+        (stop, f"wg set {DEVICE} peer {{key}} remove"),
+        WIREGUARD,
+        heal=(start,),
+        advice=START,
+        peer_sees="tunnel",
+    ),
+    "device deleted while the daemon is stopped, wireguard": Fault(
+        "devices",
+        f"{DEVICE} is not there",
+        (stop, f"ip link del {DEVICE}"),
+        WIREGUARD,
+        heal=(start,),
+        advice=START,
+    ),
+    "MTU of the device while the daemon is stopped, wireguard": Fault(
+        "devices",
+        "has mtu 1300, wanted 1420",
+        (stop, f"ip link set {DEVICE} mtu 1300"),
+        WIREGUARD,
+        cuts=False,
+        after=(start,),
+    ),
+    "port taken by another program": Fault(
+        "refused",
+        "Address already in use",
+        (stop, f"ip link del {DEVICE}", listener, restart()),
+        WIREGUARD,
+        heal=(no_listener,),
+        advice="ss -lunp sport = :51820",
+    ),
+    "lease with our key": Fault(
+        "cloned keys",
+        f"the node of {OTHER} has our key",
+        (lease_with_key("{own_key}"),),
+        WIREGUARD,
+        cuts=False,
+        heal=(gone(OTHER),),
+        advice="remove the key file",
+    ),
+    "route past the encryption": Fault(
+        "bypass",
+        "{base}/25",
+        ("ip route add {base}/25 via {gateway} dev eth0",),
+        WIREGUARD,
+        heal=("ip route del {base}/25 dev eth0",),
+        advice="ip route del",
+    ),
+    "INPUT drops ESP": Fault(
+        "filters",
+        "IP protocol 50 from its peers",
+        ("iptables-nft -A INPUT -p esp -j DROP",),
+        IPSEC,
+        after=flushed("filter", "INPUT"),
+        peer_sees="tunnel",
+    ),
+    "INPUT drops the port of IKE": Fault(
+        "filters",
+        "UDP 500 from its peers",
+        ("iptables-nft -A INPUT -p udp --dport 500 -j DROP",),
+        IPSEC,
+        cuts=False,
+        after=flushed("filter", "INPUT"),
+    ),
+    "INPUT of the peer drops ESP": Fault(
+        "tunnel",
+        "no packet comes back through the tunnel to {peer}",
+        (on_peer("iptables-nft -A INPUT -p esp -j DROP"),),
+        IPSEC,
+        heal=(on_peer("iptables-nft -F INPUT"),),
+        advice="IP protocol 50",
+        peer_sees="filters",
+    ),
+    "policies flushed while the daemon is stopped": Fault(
+        "missing",
+        "policy",
+        (stop, "ip xfrm policy flush"),
+        IPSEC,
+        heal=(start,),
+        advice=START,
+        peer_sees="tunnel",
+    ),
+    "device deleted while the daemon is stopped, ipsec": Fault(
+        "devices",
+        "flannel-ipsec is not there",
+        (stop, "ip link del flannel-ipsec"),
+        IPSEC,
+        heal=(start,),
+        advice=START,
+    ),
+    "charon killed while the daemon is stopped": Fault(
+        "charon",
+        "charon does not run",
+        (stop, to_charon(signal.SIGKILL)),
+        IPSEC,
+        cuts=False,
+        heal=(start,),
+        advice="start flanneld",
+    ),
+    "charon hangs": Fault(
+        "charon",
+        "charon does not answer",
+        (stop, to_charon(signal.SIGSTOP)),
+        IPSEC,
+        cuts=False,
+        heal=(to_charon(signal.SIGCONT), start),
+        advice="wait 20 s",
+        is_long=True,
+    ),
+    "another PSK, ipsec": Fault(
+        "handshakes",
+        "charon says of {peer}",
+        (stop, to_charon(signal.SIGTERM), restarted_with(PSK="another secret, which no log may show, " * 3)),
+        IPSEC,
+        within=4,
+        is_long=True,
+        heal=(start,),
+        advice="give all nodes one PSK",
+    ),
+    "another ESPProposal": Fault(
+        "handshakes",
+        "charon says of {peer}",
+        (restarted_with(ESPProposal="aes256-sha256"),),
+        IPSEC,
+        within=4,
+        is_long=True,
+        heal=(start,),
+        advice="give all nodes one ESPProposal",
+    ),
+}
