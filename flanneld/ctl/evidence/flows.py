@@ -143,7 +143,7 @@ def carriers(document: Mapping[str, Any], peer: Mapping[str, Any]) -> Iterator[C
         address, _, port = session["endpoint"].rpartition(":")
         if session.get("port") and address:
             yield Carrier(parse_address(address.strip("[]")).version, "udp", session["port"], int(port))
-        elif is_ipsec and session["state"] == "established" and not session["encapsulated"]:
+        elif is_ipsec and session["state"] == "established" and not session.get("encapsulated"):
             yield Carrier(4, "esp")
 
 

@@ -24,7 +24,7 @@ from flanneld.ctl.facts import Dropped, Facts
 from flanneld.ctl.findings import THEMES, Advice, Fix, Severity
 from flanneld.ctl.path_mtu import Path as PathToPeer
 from flanneld.ctl.shadowing_routes import ShadowingRoute
-from flanneld.ctl.snapshot import Comparison, Difference
+from flanneld.ctl.snapshot import Comparison, Difference, Outside
 from flanneld.ctl.stale_host_objects import CniConf, LeftRules
 from flanneld.ctl.text_tables import plain
 from flanneld.diagnostics import host_checks
@@ -380,6 +380,7 @@ def test_a_node_that_is_well_is_told_so() -> None:
         ({}, "port is open"),
         ({"rx_bytes": 148}, "PSK is the same on both nodes, and its UDP port"),
         ({"rx_bytes": 148, "handshake": NOW - 900}, "its device has the key of its lease"),
+        ({"endpoint": "", "problem": "flannel-wg has no peer with it; start the daemon"}, "start the daemon"),
         ({"endpoint": "192.0.2.2:500"}, "UDP 500, UDP 4500 and IP protocol 50"),
         (
             {"endpoint": "192.0.2.2:500", "problem": "AUTHENTICATION_FAILED; give all nodes one PSK"},
@@ -390,15 +391,48 @@ def test_a_node_that_is_well_is_told_so() -> None:
         "nothing comes",
         "only handshakes come",
         "it was there once",
+        "no peer in the kernel",
         "charon gets no answer",
         "charon says why",
     ],
 )
 def test_a_silent_peer_gets_the_advice_that_fits(session: dict[str, Any], words: str) -> None:
     facts = peer(sessions=[{**SILENT, **session}])
+    assert_advice(facts, words)
+
+
+def assert_advice(facts: Facts, words: str) -> None:
     (found,) = [finding for check, finding in examine(facts) if check.name == "handshakes"]
     assert isinstance(found.remedy, Advice)
     assert words in found.remedy.text
+
+
+def test_a_silent_peer_whose_port_is_closed_gets_the_advice_to_look_there() -> None:
+    facts = replace(peer(sessions=[SILENT]), refusing=frozenset({"192.0.2.2"}))
+    assert_advice(facts, "see that flanneld runs there")
+
+
+@pytest.mark.parametrize(
+    ("session", "told"),
+    [
+        (SILENT, ["handshakes"]),
+        ({**SILENT, "state": "established", "port": 51820}, ["tunnel"]),
+    ],
+    ids=["silent", "established"],
+)
+def test_a_silent_tunnel_is_explained_once(session: dict[str, Any], told: list[str]) -> None:
+    ways = (path("underlay", 1500), path("tunnel", None))
+    found = examine(replace(peer(sessions=[session]), paths=ways))
+    assert [check.name for check, _ in found] == told
+    remedy = found[0][1].remedy
+    assert isinstance(remedy, Advice)
+    assert ("pass UDP 51820" in remedy.text) == (told == ["tunnel"])
+
+
+def test_what_the_kernel_lacks_of_an_encrypted_network_is_named() -> None:
+    lacking = Comparison(Outside("peer KEY", "wireguard"), "missing")
+    (found,) = [finding for check, finding in examine(replace(WELL, entries=(lacking,)))]
+    assert found.evidence == "peer KEY"
 
 
 @pytest.mark.parametrize("state", [CharonState.ANSWERS, CharonState.NOT_RUNNING])

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 
 from flanneld.ctl.evidence import flows
+from flanneld.ctl.evidence.encryption import sessions_of
 from flanneld.ctl.evidence.filters import dropped
 from flanneld.ctl.evidence.lookups import chosen_of, questions
 from flanneld.ctl.path_mtu import sample
 from flanneld.diagnostics.status import describe
 from flanneld.network.firewall.verdicts.packet import DROP, Step, Test
 from flanneld.network.firewall.verdicts.ruleset import BaseChain
+from flanneld.network.genetlink.wireguard import SeenDevice, SeenPeer
 from flanneld.network.policy_rules import PolicyRule
 from flanneld.state.resources import Address, Route, Vxlan
 
@@ -96,3 +98,86 @@ def test_flows_are_those_between_nodes_and_between_containers() -> None:
 def test_policy_rule_matches_by_addresses_and_interface(rule: PolicyRule, matches: bool) -> None:
     assert rule.may_match(ip_address("10.6.0.2"), ip_address("10.5.1.2"), "cni0") == matches
     assert not rule.is_default
+
+
+# ---- encrypted networks --------------------------------------------------------------------------
+
+KEY = bytes(32)
+
+
+def encrypted(backend: str, *sessions: dict[str, Any]) -> dict[str, Any]:
+    told = document(1)
+    told["network"] = {**told.get("network", {}), "backend": backend}
+    told["local"] = []
+    told["peers"][0] |= {"backend": backend, "sessions": list(sessions)}
+    return told
+
+
+def session(**changes: Any) -> dict[str, Any]:
+    return {"subnet": "10.6.0.0/24", "state": "established", "endpoint": "198.18.0.1:4500"} | changes
+
+
+@pytest.mark.parametrize(
+    ("told", "carriers"),
+    [
+        (encrypted("wireguard", session(endpoint="198.18.0.1:51821", port=51820)), [("udp", 51820, 51821)]),
+        (encrypted("wireguard", session(endpoint="[fc00::1]:51820", port=51820)), [("udp", 51820, 51820)]),
+        (encrypted("wireguard", session(endpoint="", port=51820)), []),
+        (encrypted("ipsec"), [("udp", 500, 500), ("udp", 4500, 4500)]),
+        (encrypted("ipsec", session()), [("udp", 500, 500), ("udp", 4500, 4500), ("esp", None, None)]),
+        (encrypted("ipsec", session(encapsulated=True)), [("udp", 500, 500), ("udp", 4500, 4500)]),
+        (encrypted("ipsec", session(state="silent")), [("udp", 500, 500), ("udp", 4500, 4500)]),
+    ],
+)
+def test_carriers_are_the_packets_that_encrypting_backends_send(
+    told: dict[str, Any], carriers: list[tuple[str, int | None, int | None]]
+) -> None:
+    found = flows.carriers(told, told["peers"][0])
+    assert [(each.protocol, each.port, each.peer_port) for each in found] == carriers
+
+
+def test_packets_from_a_peer_go_to_our_port_and_those_to_it_to_its_port() -> None:
+    told = encrypted("wireguard", session(endpoint="198.18.0.1:51821", port=51820))
+    found = list(flows.flows(told, flows.some(flows.peers(told)), {}))
+    assert [(each.name, each.packet.dport) for each in found[:2]] == [
+        ("UDP 51820 from its peers", 51820),
+        ("UDP 51821 to its peers", 51821),
+    ]
+
+
+def seen(*, handshake: float, subnet: str = "10.6.0.0/24") -> SeenDevice:
+    peer = SeenPeer(
+        KEY,
+        endpoint=(ip_address("198.18.0.1"), 51821),
+        last_handshake=handshake,
+        tx_bytes=148,
+        allowed_ips=(ip_network(subnet),),
+    )
+    return SeenDevice(7, "flannel-wg", 51820, 0, None, KEY, (peer,))
+
+
+@pytest.mark.parametrize(
+    ("handshake", "silent", "former", "state"),
+    [
+        (990.0, ["10.6.0.0/24"], "idle", "established"),
+        (0.0, ["10.6.0.0/24"], "idle", "silent"),
+        (500.0, ["10.6.0.0/24"], "established", "silent"),
+        (0.0, [], "silent", "silent"),
+        (990.0, [], "silent", "established"),
+        (0.0, [], "idle", "idle"),
+    ],
+)
+def test_a_session_is_as_the_device_has_it_now(
+    handshake: float, silent: list[str], former: str, state: str
+) -> None:
+    told = encrypted("wireguard", session(state=former))
+    (found,) = sessions_of(told, [seen(handshake=handshake)], silent, 1000.0)
+    (one,) = found["sessions"]
+    assert (one["state"], one["endpoint"], one["port"]) == (state, "198.18.0.1:51821", 51820)
+
+
+def test_a_silent_peer_that_the_device_lacks_is_named() -> None:
+    told = encrypted("wireguard")
+    (found,) = sessions_of(told, [seen(handshake=0, subnet="10.9.0.0/24")], ["10.6.0.0/24"], 1000.0)
+    assert found["sessions"][0]["problem"].startswith("flannel-wg has no peer with this subnet")
+    assert list(sessions_of(told, [], ["10.6.0.0/24"], 1000.0)) == told["peers"]
