@@ -35,6 +35,11 @@ def by_connection(events: Iterable[ReadSection]) -> dict[str, ConnectionSas]:
     return found
 
 
+def is_encapsulated(found: ConnectionSas) -> bool:
+    """Return True if UDP carries the packets."""
+    return any(text(each, "encap") == "yes" for each in found.children)
+
+
 def session_of(
     connection: IkeConnection, found: ConnectionSas | None, now: float, problem: str = ""
 ) -> Session:
@@ -61,7 +66,7 @@ def session_of(
         rx_bytes=sum(number(each, "bytes-in") for each in children),
         tx_bytes=sum(number(each, "bytes-out") for each in children),
         endpoint=found.endpoint,
-        is_encapsulated=any(text(each, "encap") == "yes" for each in children),
+        is_encapsulated=is_encapsulated(found),
         is_silent=(found.is_negotiating or bool(problem)) and not children,
         problem="" if children else problem,
     )

@@ -15,6 +15,7 @@ from flanneld.ctl.path_mtu import Path as PathToPeer
 from flanneld.network.resource_json import parse_network
 
 if TYPE_CHECKING:
+    from flanneld.backends.ipsec.sessions import ConnectionSas
     from flanneld.network.genetlink.wireguard import SeenDevice
 
 #: Seconds to wait for charon's answer. It answers within milliseconds unless it hangs.
@@ -48,21 +49,28 @@ class EncryptionFacts(Struct, frozen=True, gc=False):
 
 def read(document: Mapping[str, Any]) -> EncryptionFacts:
     """Read the facts that the backends of this network call for; none for backends that do not encrypt."""
-    network = document.get("network") or {}
-    backends = {network.get("backend"), network.get("also")}
+    backends = _backends(document)
     return EncryptionFacts(
         charon=_charon() if "ipsec" in backends else None,
         lacking=tuple(_lacking(backends)),
     )
 
 
-def with_sessions(document: Mapping[str, Any], paths: Iterable[PathToPeer], now: float) -> Mapping[str, Any]:
-    """Return the document with WireGuard's sessions as they are now, after ``paths`` were probed.
-
-    The daemon calls a peer silent after up to 90 s. A probe through the tunnel asks for a handshake at once.
-    """
+def _backends(document: Mapping[str, Any]) -> set[str | None]:
     network = document.get("network") or {}
-    if "wireguard" not in (network.get("backend"), network.get("also")):
+    return {network.get("backend"), network.get("also")}
+
+
+def with_sessions(document: Mapping[str, Any], paths: Iterable[PathToPeer], now: float) -> Mapping[str, Any]:
+    """Return the document with the sessions as they are now, after ``paths`` were probed.
+
+    The daemon reads charon's sessions every 10 s, and calls a peer of WireGuard silent after up to 90 s. A
+    probe through the tunnel asks for a handshake at once.
+    """
+    backends = _backends(document)
+    if "ipsec" in backends:
+        document = {**document, "peers": list(with_associations(document, _associations()))}
+    if "wireguard" not in backends:
         return document
     silent = frozenset(each.peer for each in paths if each.name == "tunnel" and each.carried is None)
     try:
@@ -70,6 +78,44 @@ def with_sessions(document: Mapping[str, Any], paths: Iterable[PathToPeer], now:
     except OSError:
         return document
     return {**document, "peers": list(sessions_of(document, devices, silent, now))}
+
+
+def _associations() -> Mapping[str, ConnectionSas]:
+    """Return charon's SAs by the peer's subnet; none without charon or permission."""
+    from flanneld.backends.ipsec import charon
+    from flanneld.backends.ipsec.resources import connection_of
+    from flanneld.backends.ipsec.sessions import by_connection
+    from flanneld.errors import Retryable
+
+    try:
+        with charon.ViciConnection(time_limit=_PATIENCE) as connection:
+            found = by_connection(connection.listing("list-sas", "list-sa"))
+    except Retryable:
+        return {}
+    named = {connection_of(name): sas for name, sas in found.items()}
+    return {str(each.peer): sas for each, sas in named.items() if each is not None}
+
+
+def with_associations(
+    document: Mapping[str, Any], associations: Mapping[str, ConnectionSas]
+) -> Iterator[Mapping[str, Any]]:
+    """Yield the peers of a document; one with SAs has an established session (pure)."""
+    from flanneld.backends.ipsec.sessions import is_encapsulated
+
+    for each in document.get("peers", ()):
+        found = associations.get(each["subnets"][0])
+        if found is None or not found.children:
+            yield each
+            continue
+        session = {
+            **_NO_SESSION,
+            **next(iter(each.get("sessions", ())), {}),
+            "subnet": each["subnets"][0],
+            "state": "established",
+            "endpoint": found.endpoint,
+            "encapsulated": is_encapsulated(found),
+        }
+        yield {**each, "sessions": [session]}
 
 
 def _devices(names: Iterable[str]) -> Iterator[SeenDevice]:

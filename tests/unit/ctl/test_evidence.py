@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from flanneld.backends.ipsec.sessions import ConnectionSas
 from flanneld.ctl.evidence import flows
-from flanneld.ctl.evidence.encryption import sessions_of
+from flanneld.ctl.evidence.encryption import sessions_of, with_associations
 from flanneld.ctl.evidence.filters import dropped
 from flanneld.ctl.evidence.lookups import chosen_of, questions
 from flanneld.ctl.path_mtu import sample
@@ -174,6 +175,19 @@ def test_a_session_is_as_the_device_has_it_now(
     (found,) = sessions_of(told, [seen(handshake=handshake)], silent, 1000.0)
     (one,) = found["sessions"]
     assert (one["state"], one["endpoint"], one["port"]) == (state, "198.18.0.1:51821", 51820)
+
+
+@pytest.mark.parametrize("encap", ["yes", "no"])
+def test_a_session_is_as_charon_has_it_now(encap: str) -> None:
+    told = encrypted("ipsec", session(state="silent", problem="AUTHENTICATION_FAILED"))
+    sas = ConnectionSas(children=[{"state": "INSTALLED", "encap": encap}], endpoint="198.18.0.1:4500")
+    ((found,), (same,)) = [
+        list(with_associations(told, known))
+        for known in ({"10.6.0.0/24": sas}, {"10.6.0.0/24": ConnectionSas()})
+    ]
+    (one,) = found["sessions"]
+    assert (one["state"], one["encapsulated"]) == ("established", encap == "yes")
+    assert same == told["peers"][0]
 
 
 def test_a_silent_peer_that_the_device_lacks_is_named() -> None:
