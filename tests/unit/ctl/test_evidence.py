@@ -180,7 +180,7 @@ def test_a_session_is_as_the_device_has_it_now(
 @pytest.mark.parametrize("encap", ["yes", "no"])
 def test_a_session_is_as_charon_has_it_now(encap: str) -> None:
     told = encrypted("ipsec", session(state="silent", problem="AUTHENTICATION_FAILED"))
-    sas = ConnectionSas(children=[{"state": "INSTALLED", "encap": encap}], endpoint="198.18.0.1:4500")
+    sas = ConnectionSas(children=[{"encap": encap.encode()}], endpoint="198.18.0.1:4500")
     ((found,), (same,)) = [
         list(with_associations(told, known))
         for known in ({"10.6.0.0/24": sas}, {"10.6.0.0/24": ConnectionSas()})
