@@ -174,9 +174,11 @@ def _read(argv: Sequence[str] | None) -> argparse.Namespace:
     if not 1 <= chosen.rounds <= 100:
         parser.error("--rounds takes a number from 1 to 100")
     if chosen.store == "kube":
-        chosen.only -= {Measure.LATENCY, Measure.FLOW}
-    if chosen.store in ("etcd3", "server"):
+        chosen.only -= {Measure.LATENCY, Measure.FLOW, Measure.DOCTOR}
+    if chosen.store == "etcd3":
         chosen.only -= {Measure.FLOW}
+    if chosen.store == "server":
+        chosen.only -= {Measure.FLOW, Measure.DOCTOR}
     return chosen
 
 
