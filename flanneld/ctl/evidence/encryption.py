@@ -61,7 +61,9 @@ def _backends(document: Mapping[str, Any]) -> set[str | None]:
     return {network.get("backend"), network.get("also")}
 
 
-def with_sessions(document: Mapping[str, Any], paths: Iterable[PathToPeer], now: float) -> Mapping[str, Any]:
+def with_sessions(
+    document: Mapping[str, Any], paths: Collection[PathToPeer], now: float
+) -> Mapping[str, Any]:
     """Return the document with the sessions as they are now, after ``paths`` were probed.
 
     The daemon reads charon's sessions every 10 s, and calls a peer of WireGuard silent after up to 90 s. A
@@ -72,7 +74,9 @@ def with_sessions(document: Mapping[str, Any], paths: Iterable[PathToPeer], now:
         document = {**document, "peers": list(with_associations(document, _associations()))}
     if "wireguard" not in backends:
         return document
-    silent = frozenset(each.peer for each in paths if each.name == "tunnel" and each.carried is None)
+    # A node that does not answer at all may just be off.
+    there = {each.peer for each in paths if each.name == "underlay" and each.carried is not None}
+    silent = {each.peer for each in paths if each.name == "tunnel" and each.carried is None} & there
     try:
         devices = list(_devices(document.get("devices") or ()))
     except OSError:
