@@ -22,6 +22,7 @@ Figures = dict[Figure, float]
 START_DEADLINE = 60.0
 BULK_DEADLINE = 900.0
 EVENT_DEADLINE = 5.0
+BURST_DEADLINE = 60.0
 STOP_DEADLINE = 20.0
 
 #: A daemon that never says READY=1 is not waited for any longer once its subnet.env is there.
@@ -45,6 +46,7 @@ class Settings:
 
     idle_seconds: float = 60
     events: int = 200
+    burst: int = 200
     flow_seconds: float = 3
 
 
@@ -60,6 +62,8 @@ def live(bed: Bed, command: Sequence[str], wanted: Collection[Measure], settings
             figures[Figure.IDLE] = _idle(node, settings.idle_seconds)
         if Measure.LATENCY in wanted:
             figures |= _latency(bed, node, settings.events)
+        if Measure.BURST in wanted:
+            figures |= _burst(bed, node, settings.burst)
         time.sleep(BEFORE_STOP)
         _check(node)
         figures[Figure.STOP] = _stop(node)
@@ -146,6 +150,30 @@ def _latency(bed: Bed, node: Node, events: int) -> Figures:
         Figure.ADD_P99: percentile(added, 99),
         Figure.REMOVE: percentile(removed, 50),
         Figure.REMOVE_P99: percentile(removed, 99),
+    }
+
+
+def _burst(bed: Bed, node: Node, number: int) -> Figures:
+    """Peers come, then go, one by one as fast as etcd takes them; until the kernel's last word."""
+    peers = [Peer(bed.peers + each) for each in range(number)]
+    everything = {each for peer in peers for each in objects(peer, bed.backend)}
+    with open_leases(bed.etcd, bed.backend) as leases, Notifications(node.namespace) as kernel:
+
+        def time_all(request_for: Callable[[Peer], bytes], kinds: tuple[int, int]) -> float:
+            begin = time.monotonic()
+            for peer in peers:
+                leases.send(request_for(peer))
+                leases.finish()
+            return (kernel.wait(kinds, everything, BURST_DEADLINE) - begin) * 1000
+
+        before = cpu_seconds(node.pid)
+        added = time_all(leases.addition, ADDED)
+        removed = time_all(leases.removal, REMOVED)
+        spent = cpu_seconds(node.pid) - before
+    return {
+        Figure.BURST: added,
+        Figure.BURST_GONE: removed,
+        Figure.BURST_CPU: spent / (2 * number) * 1000,
     }
 
 
