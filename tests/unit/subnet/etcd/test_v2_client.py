@@ -246,12 +246,12 @@ def test_a_member_without_the_others_is_not_taken_for_one_without_news(
 class Follower:
     """A watch of a directory, and the indexes of all changes that it has read."""
 
-    def __init__(self, etcd: LocalEtcd, url: str, directory: str, at: Position) -> None:
+    def __init__(self, etcd: LocalEtcd, url: str, directory: str, at: Position, **options: str) -> None:
         self.etcd = etcd
         self.directory = directory
         #: How many requests etcd has begun to answer.
         self.begun = 0
-        asker = V2Client(transport_to(url, timeouts=PATIENT), self._count)
+        asker = V2Client(transport_to(url, timeouts=PATIENT, **options), self._count)
         self.watcher = V2Watcher(asker, directory, recursive=True)
         self.at = at
         self.seen: list[int] = []
@@ -318,6 +318,19 @@ def test_changes_of_the_history_are_read_before_those_to_come(follower: Follower
     assert follower.seen == list(range(past[0], past[-1] + 6))
     assert len(relay.asked("wait=true")) == 4
     assert len(relay.asked("stream=true")) == 2
+
+
+def test_changes_come_over_tls(tmp_path: Path) -> None:
+    make_certificates(tmp_path)
+    with running_etcd(tls=tmp_path) as etcd:
+        options = certificates(tmp_path)
+        etcd.put("/over-tls/key", "x")
+        at = V2Client(transport_to(etcd.url, timeouts=PATIENT, **options)).fetch("/over-tls").at
+        follower = Follower(etcd, etcd.url, "/over-tls", at, **options)
+        follower.read_while_waiting(20)
+        follower.watcher.close()
+    assert len(follower.seen) == 20
+    assert follower.begun == 1
 
 
 #: Bytes of a value: some hundred fill all buffers between etcd and a client that does not read.
@@ -430,13 +443,18 @@ def test_names_are_looked_up(etcd: LocalEtcd) -> None:
         client(etcd.url.replace("127.0.0.1", "localhost")).fetch("/not-there-either")
 
 
+def certificates(folder: Path) -> dict[str, str]:
+    """The options for what ``make_certificates`` has made."""
+    paths = {"certfile": "client.crt", "keyfile": "client.key", "cafile": "ca.crt"}
+    return {name: str(folder / file) for name, file in paths.items()}
+
+
 def test_a_watch_over_tls_can_be_cut(tmp_path: Path, is_stream: bool) -> None:
     make_certificates(tmp_path)
-    paths = {"certfile": "client.crt", "keyfile": "client.key", "cafile": "ca.crt"}
     contact = threading.Event()
     with running_etcd(tls=tmp_path) as etcd:
-        options = {name: str(tmp_path / file) for name, file in paths.items()}
-        asker = V2Client(transport_to(etcd.url, timeouts=PATIENT, **options), contact.set)
+        transport = transport_to(etcd.url, timeouts=PATIENT, **certificates(tmp_path))
+        asker = V2Client(transport, contact.set)
         with pytest.raises(NotFound) as missing:
             asker.fetch("/cut")
         contact.clear()
