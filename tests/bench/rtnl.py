@@ -144,7 +144,9 @@ class Notifications:
                 data = self._socket.recv(65536)
                 now = time.monotonic()
                 left -= {_named(data, *message) for message in _messages(data) if message[0] in kinds}
-            assert not left or time.monotonic() < end, f"not told of within {deadline:g} s: {left}"
+            assert not left or time.monotonic() < end, (
+                f"not told of within {deadline:g} s: {len(left)} objects, such as {sorted(left)[:3]}"
+            )
         return now
 
 

@@ -192,7 +192,7 @@ class V2Client(etcd.Client):  # type: ignore[misc] # python-etcd has no types
 
 
 class V2Watcher:
-    """``keys.Watcher`` on v2: a stream of changes, or long polls while it catches up.
+    """``keys.Watcher`` on v2: a stream of changes, or long polls that catch up with the history.
 
     Source: etcd's ``store/watcher_hub.go`` and ``store/watcher.go``. A watch that begins in the history
     delivers one change from there, and no other even if it is a stream. A stream of which etcd has to queue
@@ -217,15 +217,20 @@ class V2Watcher:
 
     def read(self, after: Position) -> KeyChanges:
         patience = self.patience
-        changes = self._read(after, patience)
+        changes, begun = self._read(after, patience)
         if not changes.replies and patience < math.inf:
             self._delivered = 0
-            changes = self._read(after, math.inf)
+            changes, begun = self._read(after, math.inf)
         if not changes.replies:
             self._prove()
+        while self._is_behind and changes.at.index < begun.index:
+            # Changes of other keys may be all that is left there.
+            more, _ = self._read(changes.at, _QUIET)
+            changes = KeyChanges((*changes.replies, *more.replies), more.at)
         return changes
 
-    def _read(self, after: Position, timeout: float) -> KeyChanges:
+    def _read(self, after: Position, timeout: float) -> tuple[KeyChanges, Position]:
+        """Return changes, and the position of the history when etcd began to watch for them."""
         if self._reached not in (None, after):
             self.client.close()
             self._is_behind = False
@@ -235,7 +240,7 @@ class V2Watcher:
         )
         if not replies:
             self._is_behind = False
-            return KeyChanges((), Position(max(after.index, begun.index), begun.cluster))
+            return KeyChanges((), Position(max(after.index, begun.index), begun.cluster)), begun
         at = Position(_index(replies[-1]), begun.cluster)
         self._delivered += len(replies)
         self._is_behind = at.index < begun.index
@@ -243,7 +248,7 @@ class V2Watcher:
             self._reached = at if is_stream else None
         elif is_stream:
             self.client.close()
-        return KeyChanges(tuple(replies), at)
+        return KeyChanges(tuple(replies), at), begun
 
     def _prove(self) -> None:
         """Make a quorum read: a member that lost its peers accepts polls, and never answers them."""

@@ -255,6 +255,7 @@ class Follower:
         self.watcher = V2Watcher(asker, directory, recursive=True)
         self.at = at
         self.seen: list[int] = []
+        self.reads = 0
 
     def _count(self) -> None:
         self.begun += 1
@@ -288,6 +289,7 @@ class Follower:
     def _read_up_to(self, last: int) -> None:
         while self.at.index < last:
             changes = self.watcher.read(self.at)
+            self.reads += 1
             self.seen += [reply.node.modified for reply in changes.replies if reply.node]
             self.at = changes.at
 
@@ -314,10 +316,20 @@ def test_one_request_brings_all_changes(follower: Follower, relay: Relay) -> Non
 def test_changes_of_the_history_are_read_before_those_to_come(follower: Follower, relay: Relay) -> None:
     past = [follower.put() for _ in range(3)]
     follower.read_up_to(past[-1])
+    assert follower.reads == 1
     follower.read_while_waiting(5)
     assert follower.seen == list(range(past[0], past[-1] + 6))
     assert len(relay.asked("wait=true")) == 4
     assert len(relay.asked("stream=true")) == 2
+
+
+def test_changes_of_other_keys_hold_nothing_back(follower: Follower) -> None:
+    last = follower.put()
+    follower.etcd.put("/unrelated", "x")
+    follower.read_up_to(last)
+    assert follower.seen == [last]
+    follower.read_while_waiting(1)
+    assert len(follower.seen) == 2
 
 
 def test_changes_come_over_tls(tmp_path: Path) -> None:
