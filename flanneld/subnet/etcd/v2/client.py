@@ -240,7 +240,9 @@ class V2Watcher:
         )
         if not replies:
             self._is_behind = False
-            return KeyChanges((), Position(max(after.index, begun.index), begun.cluster)), begun
+            # A short silence does not prove that there is nothing in the history.
+            reached = max(after.index, begun.index) if timeout == math.inf else after.index
+            return KeyChanges((), Position(reached, begun.cluster)), begun
         at = Position(_index(replies[-1]), begun.cluster)
         self._delivered += len(replies)
         self._is_behind = at.index < begun.index

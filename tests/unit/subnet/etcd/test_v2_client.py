@@ -332,6 +332,28 @@ def test_changes_of_other_keys_hold_nothing_back(follower: Follower) -> None:
     assert len(follower.seen) == 2
 
 
+class WithoutBodies(Relay):
+    """Passes on no body of a poll, as when it is late."""
+
+    def _pass_back(self, etcd: socket.socket, client: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := etcd.recv(65536):
+                head, end, _ = data.partition(b"\r\n\r\n")
+                is_poll = "wait=true" in self.requests[-1] and "stream=true" not in self.requests[-1]
+                client.sendall(head + end if is_poll else data)
+
+
+def test_a_change_that_comes_late_is_not_lost(etcd: LocalEtcd) -> None:
+    at = Position(etcd.put("/late/key", "x"), client(etcd.url).fetch("/late").at.cluster)
+    relay = WithoutBodies(etcd.url)
+    with server(relay) as url:
+        follower = Follower(etcd, url, "/late", at)
+        told = [follower.put() for _ in range(3)]
+        follower.read_up_to(told[-1])
+    assert follower.seen == told
+    assert any("stream=true" not in request for request in relay.asked("wait=true"))
+
+
 def test_changes_come_over_tls(tmp_path: Path) -> None:
     make_certificates(tmp_path)
     with running_etcd(tls=tmp_path) as etcd:
