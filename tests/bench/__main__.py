@@ -34,8 +34,10 @@ STORES: Mapping[str, Callable[[str, int], AbstractContextManager[Bed]]] = {
     "kube": make_kube_bed,
     "server": make_server_bed,
 }
+#: What is measured by the kernel's notifications.
+TOLD = {Measure.LATENCY, Measure.BURST}
 #: What is measured on a node without peers, and on one with some.
-ALONE = {Measure.START, Measure.LATENCY, Measure.RSS, Measure.IDLE}
+ALONE = TOLD | {Measure.START, Measure.RSS, Measure.IDLE}
 AMONG_PEERS = {Measure.BULK, Measure.RSS, Measure.IDLE, Measure.DOCTOR}
 LOOK = 0.3  # seconds for which the machine is watched before each start
 #: The commands of both nodes' daemons.
@@ -50,7 +52,7 @@ class Bench:
         self.results = Results()
         self.broken = False
         self._chosen = chosen
-        self._settings = Settings(chosen.idle_seconds, chosen.events, chosen.flow_seconds)
+        self._settings = Settings(chosen.idle_seconds, chosen.events, chosen.burst, chosen.flow_seconds)
         peer = shlex.split(chosen.peer) if chosen.peer else peer_command()
         self._commands = {"ours": own_command()} | ({"peer": peer} if peer else {})
 
@@ -66,7 +68,7 @@ class Bench:
             if backend not in (*BACKENDS, "wireguard"):
                 continue
             # No kernel tells of WireGuard's peers.
-            if wanted := self._chosen.only & (ALONE - {Measure.LATENCY} if backend == "wireguard" else ALONE):
+            if wanted := self._chosen.only & (ALONE - TOLD if backend == "wireguard" else ALONE):
                 self._rounds(backend, 0, wanted)
             for peers in self._chosen.peers:
                 # Peers answer through vxlan alone.
@@ -165,16 +167,19 @@ def _read(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--peers", type=_numbers, default=[1000, 5000, 15000], help="default 1000,5000,15000")
     parser.add_argument("--rounds", type=int, default=3, help="lives of each daemon; default 3")
     parser.add_argument("--events", type=int, default=200, help="peers that come and go in latency")
+    parser.add_argument("--burst", type=int, default=200, help="peers that come and go in a burst")
     parser.add_argument("--idle-seconds", type=float, default=60, help="how long idling is watched")
     parser.add_argument("--flow-seconds", type=float, default=3, help="how long each flow lasts")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample there")
     chosen = parser.parse_args(argv)
     if max(chosen.peers) > MOST_PEERS or min(chosen.peers) < 1:
         parser.error(f"--peers takes numbers from 1 to {MOST_PEERS}")
+    if max(chosen.events, chosen.burst) > MOST_PEERS:
+        parser.error(f"--events and --burst take numbers up to {MOST_PEERS}")
     if not 1 <= chosen.rounds <= 100:
         parser.error("--rounds takes a number from 1 to 100")
     if chosen.store == "kube":
-        chosen.only -= {Measure.LATENCY, Measure.FLOW, Measure.DOCTOR}
+        chosen.only -= TOLD | {Measure.FLOW, Measure.DOCTOR}
     if chosen.store == "etcd3":
         chosen.only -= {Measure.FLOW}
     if chosen.store == "server":

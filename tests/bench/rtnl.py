@@ -33,6 +33,9 @@ _NDMSG = struct.Struct("=BxxxiHBB")
 _RTMSG = struct.Struct("=BBBBBBBBI")
 _ATTR = struct.Struct("=HH")
 
+#: Bytes for the notifications of thousands of peers that come or go at once.
+_ROOM = 64 << 20
+
 #: A notification reduced to what tells objects apart.
 Object = tuple[str, bytes]
 
@@ -119,7 +122,7 @@ class Notifications:
     def __init__(self, namespace: Namespace) -> None:
         with namespace.entered():
             self._socket = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE)
-        self._socket.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, 1 << 20)
+        self._socket.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, _ROOM)
         self._socket.bind((0, RTMGRP_NEIGH | RTMGRP_IPV4_ROUTE))
 
     def __enter__(self) -> Self:
@@ -141,7 +144,9 @@ class Notifications:
                 data = self._socket.recv(65536)
                 now = time.monotonic()
                 left -= {_named(data, *message) for message in _messages(data) if message[0] in kinds}
-            assert not left or time.monotonic() < end, f"not told of within {deadline:g} s: {left}"
+            assert not left or time.monotonic() < end, (
+                f"not told of within {deadline:g} s: {len(left)} objects, such as {sorted(left)[:3]}"
+            )
         return now
 
 

@@ -25,6 +25,7 @@ Figures = dict[Figure, float]
 START_DEADLINE = 60.0
 BULK_DEADLINE = 900.0
 EVENT_DEADLINE = 5.0
+BURST_DEADLINE = 60.0
 STOP_DEADLINE = 20.0
 
 #: A daemon that never says READY=1 is not waited for any longer once its subnet.env is there.
@@ -54,6 +55,7 @@ class Settings:
 
     idle_seconds: float = 60
     events: int = 200
+    burst: int = 200
     flow_seconds: float = 3
 
 
@@ -71,6 +73,8 @@ def live(bed: Bed, command: Sequence[str], wanted: Collection[Measure], settings
             figures |= _commands(bed, node)
         if Measure.LATENCY in wanted:
             figures |= _latency(bed, node, settings.events)
+        if Measure.BURST in wanted:
+            figures |= _burst(bed, node, settings.burst)
         time.sleep(BEFORE_STOP)
         _check(node)
         figures[Figure.STOP] = _stop(node)
@@ -179,6 +183,30 @@ def _command(node: Node, words: Sequence[str]) -> tuple[float, float]:
     wall, cpu = time.monotonic() - begin, cpu_seconds_of_children() - before
     assert done.returncode == 0, f"flannelctl {' '.join(words)}: {done.stderr}{done.stdout[-2000:]}"
     return wall, cpu
+
+
+def _burst(bed: Bed, node: Node, number: int) -> Figures:
+    """Peers come, then go, one by one as fast as etcd takes them; until the kernel's last word."""
+    peers = [Peer(bed.peers + each) for each in range(number)]
+    everything = {each for peer in peers for each in objects(peer, bed.backend)}
+    with open_leases(bed.etcd, bed.backend) as leases, Notifications(node.namespace) as kernel:
+
+        def time_all(request_for: Callable[[Peer], bytes], kinds: tuple[int, int]) -> float:
+            begin = time.monotonic()
+            for peer in peers:
+                leases.send(request_for(peer))
+                leases.finish()
+            return (kernel.wait(kinds, everything, BURST_DEADLINE) - begin) * 1000
+
+        before = cpu_seconds(node.pid)
+        added = time_all(leases.addition, ADDED)
+        removed = time_all(leases.removal, REMOVED)
+        spent = cpu_seconds(node.pid) - before
+    return {
+        Figure.BURST: added,
+        Figure.BURST_GONE: removed,
+        Figure.BURST_CPU: spent / (2 * number) * 1000,
+    }
 
 
 def _stop(node: Node) -> float:

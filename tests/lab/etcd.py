@@ -191,11 +191,19 @@ class Etcd:
     def delete_lease(self, subnet: str) -> None:
         self.delete(f"subnets/{subnet.replace('/', '-')}")
 
-    def put_often(self, key: str, times: int) -> None:
+    def put_often(self, key: str, times: int, value: str = "") -> None:
         """Write one key again and again, as fast as one connection can."""
         with self._connected() as connection:
             for number in range(times):
-                self._ask(connection, "PUT", f"/v2/keys{quote(key)}", {"value": str(number)})
+                self._ask(connection, "PUT", f"/v2/keys{quote(key)}", {"value": value or str(number)})
+
+    def drop_streams(self) -> None:
+        """Write more into the network than etcd keeps for a v2 stream that nobody reads.
+
+        The kernel's buffers take some MB, etcd another 100 events; then it forgets the stream, and leaves it
+        open.
+        """
+        self.put_often(f"{PREFIX}/subnets/flood", 250, "x" * 65536)
 
     def write(self, times: int) -> None:
         """Let the revision rise by writes that are none of the network's."""

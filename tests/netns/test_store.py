@@ -158,6 +158,55 @@ def test_changes_beyond_the_history_are_noticed(lab: Lab, absent: Any) -> None:
     node.wait_for_route("10.5.5.0/24")
 
 
+def test_changes_after_etcd_has_dropped_the_stream_are_noticed(lab: Lab) -> None:
+    """In v2 the stream stays open, and nothing more comes of it."""
+    (node,) = lab.cluster({"Type": "host-gw"}, nodes=1, SubnetMin="10.5.100.0")
+    for number in (1, 2):
+        lab.etcd.put_lease(f"10.5.{number}.0/24", host_gw(200 + number))
+        node.wait_for_route(f"10.5.{number}.0/24")
+    with stopped(lab, node):
+        lab.etcd.drop_streams()
+        lab.etcd.delete_lease("10.5.1.0/24")
+        lab.etcd.put_lease("10.5.3.0/24", host_gw(203))
+    wanted = {"10.5.2.0/24": "198.18.0.202", "10.5.3.0/24": "198.18.0.203"}
+    wait_for(lambda: overlay_routes(node) == wanted, what=f"{wanted}")
+    assert "Relisting" not in node.log()
+    lab.etcd.put_lease("10.5.4.0/24", host_gw(204))
+    node.wait_for_route("10.5.4.0/24")
+
+
+def test_changes_beyond_the_history_of_a_dropped_stream_are_noticed(lab: Lab) -> None:
+    (node,) = lab.cluster({"Type": "host-gw"}, nodes=1, SubnetMin="10.5.100.0")
+    lab.etcd.put_lease("10.5.1.0/24", host_gw(201))
+    node.wait_for_route("10.5.1.0/24")
+    with stopped(lab, node):
+        lab.etcd.drop_streams()
+        lab.etcd.delete_lease("10.5.1.0/24")
+        last = lab.etcd.put_lease("10.5.2.0/24", host_gw(202))
+        lab.etcd.put_often("/unrelated", 1100)
+        assert lab.etcd.has_forgotten(last)
+    wait_for(lambda: overlay_routes(node) == {"10.5.2.0/24": "198.18.0.202"}, what="the other route")
+    assert "has compacted its history" in node.log()
+
+
+#: More than etcd's v2 API remembers.
+MANY = 1200
+
+
+@both_apis
+def test_removals_as_fast_as_etcd_takes_them_are_followed_one_by_one(lab: Lab) -> None:
+    (node,) = lab.cluster({"Type": "host-gw"}, nodes=1, SubnetMin="10.5.100.0", SubnetLen=28)
+    subnets = [f"10.5.{number // 16}.{16 * (number % 16)}/28" for number in range(MANY)]
+    for number, subnet in enumerate(subnets):
+        lab.etcd.put_lease(subnet, host_gw(200 + number % 50))
+    wait_for(lambda: len(overlay_routes(node)) == MANY, what="all routes")
+    for subnet in subnets:
+        lab.etcd.delete_lease(subnet)
+    wait_for(lambda: not overlay_routes(node), what="the routes to go")
+    assert "Relisting" not in node.log()
+    assert "Removals suspended" not in node.log()
+
+
 @both_apis
 def test_an_etcd_that_lost_its_data_ends_the_daemons_and_not_the_traffic(lab: Lab) -> None:
     first, second = connected(lab.cluster({"Type": "vxlan"}))

@@ -1,14 +1,18 @@
-"""urllib3 connection pools on interruptible sockets, and a size limit for responses."""
+"""urllib3 connection pools on interruptible sockets, a size limit, and responses without end."""
 
 from __future__ import annotations
 
+import math
+import select
 from collections.abc import Callable
-from http.client import HTTPException
+from http.client import HTTPException, HTTPResponse
 from socket import socket
+from ssl import SSLSocket, SSLWantReadError
 from typing import Any
 
 from urllib3 import HTTPConnectionPool, HTTPSConnectionPool
 from urllib3.connection import HTTPConnection, HTTPSConnection
+from urllib3.exceptions import HTTPError
 from urllib3.response import BaseHTTPResponse
 
 from flanneld.runtime.sockets.interruptible_socket import InterruptibleSocket
@@ -26,6 +30,15 @@ class _Connection(HTTPConnection):
     def __init__(self, *args: Any, interruptible_socket: InterruptibleSocket, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._interruptible_socket = interruptible_socket
+        #: The response beneath urllib3's, and its socket: they tell what has come already.
+        self.beneath: tuple[HTTPResponse, socket] | None = None
+
+    def response_class(  # type: ignore[override] # http.client only calls it
+        self, sock: socket, *args: Any, **kwargs: Any
+    ) -> HTTPResponse:
+        response = HTTPResponse(sock, *args, **kwargs)
+        self.beneath = response, sock
+        return response
 
     def _new_conn(self) -> socket:
         return self._interruptible_socket.connect(self._dns_host, self.port or 0, float(self.timeout or 0))
@@ -65,3 +78,62 @@ def body_of(
         pieces.append(piece)
         alive()
     return b"".join(pieces)
+
+
+class LiveBody:
+    """Body that a server sends over time. A silence is no error, and loses nothing."""
+
+    def __init__(self, response: BaseHTTPResponse) -> None:
+        connection = response.connection
+        assert isinstance(connection, _Connection)
+        assert connection.beneath is not None
+        self._response = response
+        self._raw, self._sock = connection.beneath
+        self._buffer = self._raw.fp
+        self._limit = self._sock.gettimeout()
+        self._failure: Exception | None = None
+        self._poll = select.poll()
+        self._poll.register(self._sock, select.POLLIN)
+
+    def wait(self, timeout: float) -> bool:
+        """Wait for data or the end. Return False after ``timeout`` seconds without."""
+        return self._has_data() or bool(self._poll.poll(math.ceil(1000 * max(0.0, timeout))))
+
+    def read(self) -> bytes:
+        """Return what has come, or else the next piece; empty at the end. Raises what urllib3 raises."""
+        if self._failure is not None:
+            raise self._failure
+        pieces = [self._response.read1(_PIECE)]
+        size = len(pieces[0])
+        while pieces[-1] and size < _PIECE and self._has_data():
+            try:
+                pieces.append(self._response.read1(_PIECE))
+            except (HTTPError, HTTPException, OSError) as failure:
+                self._failure = failure  # after what has come before
+                break
+            size += len(pieces[-1])
+        return b"".join(pieces)
+
+    def close(self) -> None:
+        self._response.close()
+
+    def _has_data(self) -> bool:
+        """Return True if a read returns at once, as far as that is known without one."""
+        if self._buffer.closed or self._failure is not None:
+            return True
+        buffered = self._peek()
+        if self._raw.chunk_left != 0:
+            return bool(buffered)
+        # The line break after a chunk is in the buffer until the next chunk is read.
+        if len(buffered) > 2:
+            return True
+        return self._sock.pending() > 0 if isinstance(self._sock, SSLSocket) else bool(self._poll.poll(0))
+
+    def _peek(self) -> bytes:
+        self._sock.setblocking(False)
+        try:
+            return self._buffer.peek()
+        except SSLWantReadError:
+            return b""
+        finally:
+            self._sock.settimeout(self._limit)

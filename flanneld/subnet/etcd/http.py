@@ -16,7 +16,7 @@ NO_ACCESS = "check -etcd-username, -etcd-password and the rights of that user"
 
 
 class Answer(Struct, frozen=True):
-    """An HTTP response; ``body`` is None for a long poll that ended without a change.
+    """An HTTP response; ``body`` is None for a watch that ended without a change.
 
     ``at`` is taken from the headers, which only v2 sends.
     """
@@ -35,9 +35,10 @@ class Answer(Struct, frozen=True):
 class Request(Struct, frozen=True):
     """An HTTP request.
 
-    ``poll_timeout`` is the limit of a long poll in seconds, counted from its response headers; None for other
+    ``poll_timeout`` is the limit of a watch in seconds, counted from its response headers; None for other
     requests. ``on_head`` is called with the response once its headers are there; an exception ends the
-    request.
+    request. With ``is_stream`` the response has no end: its body are the lines that have come. As long as it
+    goes on, the next request with ``is_stream`` is not sent, but answered with the next lines.
     """
 
     method: str
@@ -45,6 +46,7 @@ class Request(Struct, frozen=True):
     body: str | None = None
     headers: Mapping[str, str] = {}
     poll_timeout: float | None = None
+    is_stream: bool = False
     on_head: Callable[[Answer], object] = lambda _: None
 
     def __repr__(self) -> str:

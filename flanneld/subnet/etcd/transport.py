@@ -13,18 +13,18 @@ from typing import Generic, Protocol, TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 from urllib3 import HTTPConnectionPool, Timeout
-from urllib3.connection import HTTPConnection
 from urllib3.exceptions import HTTPError, ReadTimeoutError, SSLError
 from urllib3.response import BaseHTTPResponse
 
 from flanneld.compat.glog import V
 from flanneld.errors import NoAnswer, Retryable
 from flanneld.runtime import clock
-from flanneld.runtime.sockets.connection_pools import Pool, ResponseTooLarge, TlsPool, body_of
+from flanneld.runtime.sockets.connection_pools import LiveBody, Pool, ResponseTooLarge, TlsPool, body_of
 from flanneld.runtime.sockets.interruptible_socket import InterruptibleSocket, Unreachable
 from flanneld.subnet.etcd.endpoints import Server, Servers, ssl_text
 from flanneld.subnet.etcd.http import Answer, Request, ServerFailed
 from flanneld.subnet.etcd.keys import Position
+from flanneld.subnet.watch_lines import Lines
 
 log = logging.getLogger(__name__)
 
@@ -176,14 +176,20 @@ class HttpConnection:
         self._timeouts = timeouts
         self._socket = InterruptibleSocket()
         self._pool: HTTPConnectionPool | None = None
+        #: Response without end, and its head.
+        self._stream: tuple[Answer, LineStream] | None = None
 
     def exchange(self, server: Server, request: Request) -> Answer:
+        if self._stream is not None and not request.is_stream:
+            self.reset()
         limits = Timeout(connect=self._timeouts.connect, read=self._timeouts.read)
         began = clock.now()
         try:
+            if self._stream is not None:
+                return self._next_lines(*self._stream, request)
             if self._pool is None:
                 self._pool = pool_to(server, self._tls, self._socket)
-            with self._pool.urlopen(
+            response = self._pool.urlopen(
                 request.method,
                 server.path + request.target,
                 body=request.body,
@@ -192,8 +198,12 @@ class HttpConnection:
                 redirect=False,
                 preload_content=False,
                 timeout=limits,
-            ) as response:
+            )
+            try:
                 return self._receive(response, server, request)
+            finally:
+                if self._stream is None:
+                    response.close()
         except Unreachable as error:
             raise unreachable(error) from None
         except (HTTPError, HTTPException, OSError) as error:
@@ -206,6 +216,9 @@ class HttpConnection:
             raise
 
     def reset(self) -> None:
+        if self._stream is not None:
+            self._stream[1].close()
+        self._stream = None
         if self._pool is not None:
             self._pool.close()
         self._pool = None
@@ -225,16 +238,49 @@ class HttpConnection:
         request.on_head(answer)
         if request.poll_timeout is None or answer.status != 200:
             return replace(answer, body=body_of(response))
-        if isinstance(response.connection, HTTPConnection) and response.connection.sock:
-            response.connection.sock.settimeout(request.poll_timeout)
-        try:
-            first = response.read(1)
-        except ReadTimeoutError:
-            first = b""
-        if first:
-            return replace(answer, body=first + body_of(response))
+        body = LiveBody(response)
+        if request.is_stream:
+            self._stream = answer, LineStream(body)
+            return self._next_lines(*self._stream, request)
+        if body.wait(request.poll_timeout):
+            return replace(answer, body=body_of(response))
         self.reset()
         return answer
+
+    def _next_lines(self, head: Answer, stream: LineStream, request: Request) -> Answer:
+        assert request.poll_timeout is not None
+        lines = stream.read(request.poll_timeout)
+        if lines is None:
+            self.reset()
+            return head
+        return replace(head, body=b"\n".join(lines))
+
+
+class LineStream:
+    """Lines of a body that the server sends over time."""
+
+    def __init__(self, body: LiveBody) -> None:
+        self._body = body
+        self._lines = Lines()
+
+    def read(self, timeout: float) -> list[bytes] | None:
+        """Return the lines that have come or come next, or None after ``timeout`` seconds.
+
+        Raises ``HTTPException`` at the end, and what urllib3 raises.
+        """
+        deadline = clock.now() + timeout
+        while self._body.wait(deadline - clock.now()):
+            piece = self._body.read()
+            # The last line may lack its end.
+            lines = self._lines.feed(piece) if piece else [*filter(None, [self._lines.rest()])]
+            if lines:
+                return lines
+            if not piece:
+                raise HTTPException("the answer has ended")
+        return None
+
+    def close(self) -> None:
+        self._body.close()
 
 
 def pool_to(

@@ -28,14 +28,16 @@ from flanneld.subnet.etcd.keys import (
     check_history,
 )
 from flanneld.subnet.etcd.manager import EtcdManager
+from flanneld.subnet.etcd.v2.client import V2Watcher
 from tests.unit.simulation.world import World
 
 #: Seconds for which a poll or a silent stream lasts.
 POLL = 1800.0
 #: Seconds that a request takes: a read may be so old when its answer comes.
 LONGEST_REQUEST = 1.0
-#: Changes that the v2 API remembers.
+#: Changes that the v2 API remembers, and those that it queues for a stream.
 V2_HISTORY = 1000
+V2_QUEUE = 100
 PREFIX = "/coreos.com/network"
 
 
@@ -162,6 +164,7 @@ class SimulatedEtcd:
             self.first += 1
         for watcher in self.watchers:
             if watcher.concerns(change.node.key):
+                watcher.stream.tell(change)
                 watcher.hear(self.world.random.uniform(0.001, self.faults.lag))
 
 
@@ -265,6 +268,53 @@ class SimulatedClient:
         return of > 0 and self._etcd.world.random.random() < of
 
 
+class SimulatedStream:
+    """What ``V2Watcher`` asks of its client: a stream that etcd drops without a word, or a poll."""
+
+    def __init__(self, etcd: SimulatedEtcd, watcher: SimulatedWatcher) -> None:
+        self._etcd = etcd
+        self._watcher = watcher
+        self._begun: Position | None = None
+        self._is_watched = False
+        self._queue: list[Change] = []
+
+    def tell(self, change: Change) -> None:
+        if self._is_watched and len(self._queue) < V2_QUEUE:
+            self._queue.append(change)
+        else:
+            self._is_watched = False
+
+    def listen(self, at: Position) -> None:
+        """Be watched from now on, as a stream is that has been requested."""
+        if self._begun is None and at == self._etcd.position():
+            self._begun, self._is_watched = at, True
+
+    def changes(
+        self, key: str, after: Position, *, recursive: bool, is_stream: bool, timeout: float
+    ) -> tuple[list[Reply], Position]:
+        del key, recursive, timeout
+        if self._begun is None or not is_stream:
+            self._open(after)
+        assert self._begun is not None
+        begun, told = self._begun, [_reply(each, after) for each in self._queue]
+        self._queue = []
+        if not (told and is_stream):
+            self.close()
+        return told, begun
+
+    def fetch(self, key: str) -> Reply:
+        return self._watcher.client.fetch(key)
+
+    def close(self) -> None:
+        self._begun, self._is_watched, self._queue = None, False, []
+
+    def _open(self, after: Position) -> None:
+        self._watcher.begin(after)
+        self._begun = self._etcd.position()
+        self._queue = self._watcher.news(after)[:1]
+        self._is_watched = not self._queue
+
+
 class SimulatedWatcher:
     """``keys.Watcher`` of one process. ``wake`` is called with the time at which ``read`` would return."""
 
@@ -284,6 +334,8 @@ class SimulatedWatcher:
         self._contact = contact
         self._wants_reread = False
         self.is_broken = False
+        self.stream = SimulatedStream(etcd, self)
+        self._v2 = V2Watcher(self.stream, key, recursive=recursive)  # type: ignore[arg-type]
         #: Until when nothing is told, as when a proxy holds a connection whose server has gone.
         self.stalled_until = -math.inf
         self.wake: Callable[[float], None] = lambda _when: None
@@ -295,40 +347,46 @@ class SimulatedWatcher:
         """Something is to be read, in so many seconds."""
         self.wake(max(self._etcd.world.time + after, self.stalled_until))
 
-    def wait(self) -> float:
-        """Begin to wait; return when ``read`` would return without news."""
+    def wait(self, at: Position) -> float:
+        """Begin to wait for what comes after now; return when ``read`` would return without news."""
         if self.is_broken or self._wants_reread:
             return max(self._etcd.world.time, self.stalled_until)
         if not self._etcd.is_down:
             self._contact()
-        return self._etcd.world.time + POLL
+            self.stream.listen(at)
+        return self._etcd.world.time + min(POLL, self._v2.patience)
 
-    def has_more_than(self, at: Position | None) -> bool:
+    def has_more_than(self, at: Position) -> bool:
         """Return True if something has happened since."""
-        return at is not None and at.index < self._etcd.index
+        return at.index < self._etcd.index
 
     def read(self, after: Position) -> KeyChanges:
         if self._wants_reread:
             self._wants_reread = False
+            self.stream.close()
             raise PossibleGap("the connection was given up")
         if self.is_broken:
             self.is_broken = False
+            self.stream.close()
             raise NoAnswer("the connection of the watch was lost")
         self.client._ask()
-        etcd = self._etcd
-        check_history(after, etcd.position())
-        if after.index < etcd.first - 1:
+        if self._etcd.api == "v2":
+            return self._v2.read(after)
+        self.begin(after)
+        told = tuple(_reply(each, after) for each in self.news(after))
+        return KeyChanges(told, self._etcd.position())
+
+    def begin(self, after: Position) -> None:
+        """Begin to watch after a position."""
+        check_history(after, self._etcd.position())
+        if after.index < self._etcd.first - 1:
             raise RelistNeeded("etcd has compacted its history since")
         self._contact()
-        replies: list[Reply] = []
-        for index in range(after.index + 1, etcd.index + 1):
-            change = etcd.history[index - etcd.first]
-            if self.concerns(change.node.key):
-                replies.append(Reply(change.action, change.node, (), Position(index, after.cluster)))
-                if etcd.api == "v2":  # one change a poll
-                    self.hear(0.0)
-                    return KeyChanges(tuple(replies), replies[0].at)
-        return KeyChanges(tuple(replies), etcd.position())
+
+    def news(self, after: Position) -> list[Change]:
+        """What has been done to the key since."""
+        found = self._etcd.history[after.index + 1 - self._etcd.first :]
+        return [each for each in found if self.concerns(each.node.key)]
 
     def reread(self) -> None:
         self._wants_reread = True
@@ -343,6 +401,10 @@ class SimulatedWatcher:
     def close(self) -> None:
         if self in self._etcd.watchers:
             self._etcd.watchers.remove(self)
+
+
+def _reply(change: Change, after: Position) -> Reply:
+    return Reply(change.action, change.node, (), Position(change.node.modified, after.cluster))
 
 
 def open_manager(etcd: SimulatedEtcd, before_request: Callable[[], None]) -> EtcdManager:

@@ -80,12 +80,9 @@ class EtcdStore:
 
         def step(now: float) -> float:
             wakeup = machine.step(now)
+            at = machine._at
             # What came before the wait is news at once.
-            return (
-                max(wakeup, watcher.wait())
-                if machine.listens and not watcher.has_more_than(machine._at)
-                else wakeup
-            )
+            return wakeup if at is None or watcher.has_more_than(at) else max(wakeup, watcher.wait(at))
 
         task = process.start(name, step)
         watcher.wake = task.wake

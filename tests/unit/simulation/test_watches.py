@@ -13,7 +13,7 @@ from flanneld.errors import Cancelled
 from flanneld.model import Added, Event, LeaseAttrs, Removed, Snapshot
 from flanneld.subnet.kube.manager import KubeManager, KubeOptions
 from flanneld.subnet.kube.nodes import DEFAULT_PREFIX
-from tests.unit.simulation.etcd import PREFIX, SimulatedEtcd, open_manager
+from tests.unit.simulation.etcd import PREFIX, V2_QUEUE, SimulatedEtcd, SimulatedWatcher, open_manager
 from tests.unit.simulation.kube import SimulatedApi, SimulatedApiServer
 from tests.unit.simulation.world import World
 
@@ -74,6 +74,21 @@ def test_etcd_is_listed_and_then_watched(watch: EtcdWatch) -> None:
     assert watch.step() == ["-10.0.1.0/24"]
     assert watch.step() == []
     assert watch.due == watch.world.time + 1, "a read in vain is not repeated at once"
+
+
+def test_a_stream_that_etcd_dropped_is_noticed(watch: EtcdWatch) -> None:
+    watch.step()
+    watcher, at = watch.machine._watcher, watch.machine._at
+    assert isinstance(watcher, SimulatedWatcher)
+    assert at is not None
+    watcher.wait(at)
+    for number in range(2, 152):
+        watch.write(number)
+    is_v2 = watch.etcd.api == "v2"
+    assert len(watch.step()) == (V2_QUEUE if is_v2 else 150)
+    assert (watcher.wait(at) < watch.world.time + 1) == is_v2
+    told = [line for _ in range(50) for line in watch.step()]
+    assert len(told) == (50 if is_v2 else 0)
 
 
 def test_forgotten_history_is_read_again_but_not_at_once(watch: EtcdWatch) -> None:

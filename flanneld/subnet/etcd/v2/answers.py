@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from flanneld.errors import Retryable
 from flanneld.subnet.etcd import keys
@@ -42,6 +43,13 @@ def read(answer: Answer) -> Reply:
         return _reply(answer, body)
     except (KeyError, TypeError, AttributeError):
         raise ServerFailed("it answers with JSON that is not etcd's") from None
+
+
+def changes(answer: Answer) -> list[Reply]:
+    """Return the replies in the lines of a stream, or raise its error."""
+    if answer.status != 200 or not answer.body:
+        return [read(answer)]
+    return [read(replace(answer, body=line)) for line in answer.body.splitlines()]
 
 
 _LARGEST = (1 << 63) - 1

@@ -7,6 +7,7 @@ every server has failed, and cannot be interrupted. All its requests go through 
 
 from __future__ import annotations
 
+import math
 import posixpath
 import threading
 from collections.abc import Callable, Mapping
@@ -32,6 +33,11 @@ from flanneld.subnet.etcd.keys import (
 from flanneld.subnet.etcd.transport import Send, Transport
 from flanneld.subnet.etcd.v2 import answers
 
+#: Changes that etcd queues for a stream.
+_QUEUE = 100
+#: Seconds of silence after which a stream that delivered as many is requested again.
+_QUIET = 0.05
+
 
 class V2Client(etcd.Client):  # type: ignore[misc] # python-etcd has no types
     """``keys.Client`` on v2. Each watch needs a client of its own.
@@ -46,7 +52,9 @@ class V2Client(etcd.Client):  # type: ignore[misc] # python-etcd has no types
         super().__init__()
         self._transport = transport
         self._contact = contact
+        #: Position and timeout of the watch that is being requested.
         self._after: Position | None = None
+        self._poll_timeout = 0.0
         self._reread = threading.Event()
 
     def root(self, prefix: str) -> str:
@@ -89,21 +97,33 @@ class V2Client(etcd.Client):  # type: ignore[misc] # python-etcd has no types
             " (what is written through the v3 API cannot be seen here)",
         )
 
-    def poll(self, key: str, after: Position, *, recursive: bool) -> Reply:
-        """Wait for the first change of a key after a position, at most for the poll timeout.
+    def changes(
+        self, key: str, after: Position, *, recursive: bool, is_stream: bool, timeout: float = math.inf
+    ) -> tuple[list[Reply], Position]:
+        """Wait for the next changes of a key after a position.
 
-        Raises ``RelistNeeded`` if changes since then are lost.
+        Return them, and the position of the history when etcd began to watch; none after ``timeout``
+        seconds, or the poll timeout. With ``is_stream`` one request serves many calls, until one returns
+        nothing or another request is made. Raises ``RelistNeeded`` if changes since ``after`` are lost.
         """
-        self._after = after
+        query = {"wait": "true", "recursive": str(recursive).lower(), "waitIndex": after.index + 1}
+        if is_stream:  # python-etcd knows no streams
+            query["stream"] = "true"
+        self._after, self._poll_timeout = after, min(timeout, self._transport.timeouts.poll)
         try:
-            reply: Reply = self.watch(key, index=after.index + 1, recursive=recursive)
+            answer: Reply | list[Reply] = self.api_execute(self.key_endpoint + key, "GET", query)
         finally:
             self._after = None
-        if reply.node is None:
-            return reply
-        if reply.node.modified <= after.index:
-            raise RelistNeeded("etcd repeats what it reported before")
-        return replace(reply, at=Position(reply.node.modified, reply.at.cluster))
+        found = answer if isinstance(answer, list) else [answer]
+        begun, last = found[0].at, after.index
+        for reply in found:
+            if reply.node is None:
+                return [], begun
+            if reply.node.modified <= last:
+                self.close()
+                raise RelistNeeded("etcd repeats what it reported before")
+            last = reply.node.modified
+        return found, begun
 
     def reread(self) -> None:
         self._reread.set()
@@ -121,15 +141,19 @@ class V2Client(etcd.Client):  # type: ignore[misc] # python-etcd has no types
 
     def api_execute(
         self, path: str, method: str, params: Mapping[str, Any] | None = None, timeout: float | None = None
-    ) -> Reply:
-        """Send a request. All of python-etcd's requests go through this method."""
+    ) -> Reply | list[Reply]:
+        """Send a request. All of python-etcd's requests go through this method.
+
+        Return the reply; for a stream a list.
+        """
         del timeout  # python-etcd's own timeout; ours are in Timeouts
         query = {name: value for name, value in (params or {}).items() if name not in ("value", "ttl")}
         request = self._request(path, method, params or {}, query)
 
-        def attempt(server: Server, send: Send) -> Reply:
+        def attempt(server: Server, send: Send) -> Reply | list[Reply]:
             login = server.basic_login() | dict(request.headers)
-            return answers.read(send(replace(request, headers=login)))
+            answer = send(replace(request, headers=login))
+            return answers.changes(answer) if request.is_stream else answers.read(answer)
 
         repeatable = method != "DELETE" and query.get("prevExist") != "false"
         return self._transport.ask(attempt, repeatable=repeatable)
@@ -141,7 +165,6 @@ class V2Client(etcd.Client):  # type: ignore[misc] # python-etcd has no types
         form = {name: value for name, value in params.items() if name not in query}
         target = quote(path) + (f"?{urlencode(query)}" if query else "")
         headers = {"Content-Type": "application/x-www-form-urlencoded"} if form else {}
-        poll_timeout = None if self._after is None else self._transport.timeouts.poll
         after, losses = self._after, self._transport.losses
 
         def on_head(answer: Answer) -> None:
@@ -154,26 +177,80 @@ class V2Client(etcd.Client):  # type: ignore[misc] # python-etcd has no types
                 if self._transport.losses > losses:
                     raise PossibleGap("the connection was lost, or given up")
 
-        return Request(method, target, urlencode(form) if form else None, headers, poll_timeout, on_head)
+        return Request(
+            method,
+            target,
+            urlencode(form) if form else None,
+            headers,
+            self._poll_timeout if after is not None else None,
+            "stream" in query,
+            on_head,
+        )
 
     def _result_from_response(self, response: Reply) -> Reply:
         return response
 
 
 class V2Watcher:
-    """``keys.Watcher`` on v2: a sequence of long polls, with one change each."""
+    """``keys.Watcher`` on v2: a stream of changes, or long polls that catch up with the history.
+
+    Source: etcd's ``store/watcher_hub.go`` and ``store/watcher.go``. A watch that begins in the history
+    delivers one change from there, and no other even if it is a stream. A stream of which etcd has to queue
+    too many changes ends without a word: it stays open and silent.
+    """
 
     def __init__(self, client: V2Client, key: str, *, recursive: bool) -> None:
         self.client = client
         self._key = key
         self._recursive = recursive
+        #: Position that the open stream has reached, if there is one.
+        self._reached: Position | None = None
+        #: True if the last change was from the history, and not the last one there.
+        self._is_behind = False
+        #: Changes delivered since it was last asked. None can be lost before as many as fit the queue.
+        self._delivered = 0
+
+    @property
+    def patience(self) -> float:
+        """Seconds of silence after which it is asked whether etcd has dropped the stream's watch."""
+        return _QUIET if self._delivered >= _QUEUE else math.inf
 
     def read(self, after: Position) -> KeyChanges:
-        reply = self.client.poll(self._key, after, recursive=self._recursive)
-        if reply.node is None:
+        patience = self.patience
+        changes, begun = self._read(after, patience)
+        if not changes.replies and patience < math.inf:
+            self._delivered = 0
+            changes, begun = self._read(after, math.inf)
+        if not changes.replies:
             self._prove()
-            return KeyChanges((), reply.at)
-        return KeyChanges((reply,), reply.at)
+        while self._is_behind and changes.at.index < begun.index:
+            # Changes of other keys may be all that is left there.
+            more, _ = self._read(changes.at, _QUIET)
+            changes = KeyChanges((*changes.replies, *more.replies), more.at)
+        return changes
+
+    def _read(self, after: Position, timeout: float) -> tuple[KeyChanges, Position]:
+        """Return changes, and the position of the history when etcd began to watch for them."""
+        if self._reached not in (None, after):
+            self.client.close()
+            self._is_behind = False
+        is_stream, self._reached = not self._is_behind, None
+        replies, begun = self.client.changes(
+            self._key, after, recursive=self._recursive, is_stream=is_stream, timeout=timeout
+        )
+        if not replies:
+            self._is_behind = False
+            # A short silence does not prove that there is nothing in the history.
+            reached = max(after.index, begun.index) if timeout == math.inf else after.index
+            return KeyChanges((), Position(reached, begun.cluster)), begun
+        at = Position(_index(replies[-1]), begun.cluster)
+        self._delivered += len(replies)
+        self._is_behind = at.index < begun.index
+        if at.index > begun.index:
+            self._reached = at if is_stream else None
+        elif is_stream:
+            self.client.close()
+        return KeyChanges(tuple(replies), at), begun
 
     def _prove(self) -> None:
         """Make a quorum read: a member that lost its peers accepts polls, and never answers them."""
@@ -194,3 +271,8 @@ class V2Watcher:
 
     def close(self) -> None:
         self.client.close()
+
+
+def _index(reply: Reply) -> int:
+    assert reply.node is not None
+    return reply.node.modified

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from functools import partial
 from http.client import HTTPException
 from typing import TYPE_CHECKING, TypeVar
 
 from urllib3 import Timeout
-from urllib3.connection import HTTPConnection
 from urllib3.exceptions import HTTPError
-from urllib3.response import BaseHTTPResponse
 
 from flanneld.errors import Cancelled
+from flanneld.runtime.sockets.connection_pools import LiveBody
 from flanneld.runtime.sockets.interruptible_socket import InterruptibleSocket, Unreachable
-from flanneld.runtime.sockets.reader import Reader
 from flanneld.subnet.etcd.endpoints import Server, Servers
 from flanneld.subnet.etcd.http import NoSuchApi, Request, ServerFailed
-from flanneld.subnet.etcd.transport import EtcdTimeouts, Send, Transport, pool_to, server_failed, unreachable
+from flanneld.subnet.etcd.transport import (
+    EtcdTimeouts,
+    LineStream,
+    Send,
+    Transport,
+    pool_to,
+    server_failed,
+    unreachable,
+)
 from flanneld.subnet.etcd.v3 import answers
-from flanneld.subnet.watch_lines import Lines
 
 if TYPE_CHECKING:
     from flanneld.subnet.etcd.v3.carrier import CallServer
@@ -29,7 +35,6 @@ T = TypeVar("T")
 
 #: Paths of the gateway in etcd 3.4 and later, in 3.3, and in 3.2.
 _ROOTS = ("/v3", "/v3beta", "/v3alpha")
-_PIECE = 256 << 10
 #: Makes a member that lost its leader end the watch instead of staying silent.
 _REQUIRE_LEADER = {"Grpc-Metadata-hasleader": "true"}
 
@@ -77,7 +82,9 @@ class GatewayStream:
         self._timeouts = timeouts
         self._roots = roots
         self._socket = InterruptibleSocket()
-        self._reader: Reader[bytes] | None = None
+        self._stream: LineStream | None = None
+        #: Lines read and not returned yet.
+        self._lines: deque[bytes] = deque()
         self._server: Server | None = None
 
     def open(self, server: Server, body: Mapping[str, object], token: str) -> None:
@@ -102,37 +109,25 @@ class GatewayStream:
         if response.status != 200:
             response.close()
             raise ServerFailed(f"HTTP {response.status} to a watch")
-        self._reader = Reader("watch", _lines(response))
+        self._stream = LineStream(LiveBody(response))
 
     def next(self, timeout: float) -> answers.GatewayMessage | None:
-        assert self._reader
+        assert self._stream
         assert self._server
-        try:
-            line = self._reader.next(timeout)
-        except (HTTPError, HTTPException, OSError) as error:
-            raise server_failed(error, timeout, self._server) from None
-        return None if line is None else answers.stream_object(line, self._server.name)
+        if not self._lines:
+            try:
+                self._lines.extend(self._stream.read(timeout) or ())
+            except (HTTPError, HTTPException, OSError) as error:
+                raise server_failed(error, timeout, self._server) from None
+        return answers.stream_object(self._lines.popleft(), self._server.name) if self._lines else None
 
     def cancel(self) -> None:
         self._socket.cancel()
 
     def close(self) -> None:
         self.cancel()
-
-
-def _lines(response: BaseHTTPResponse) -> Iterator[bytes]:
-    """Yield the lines of a response. Raises ``HTTPException`` at its end."""
-    lines = Lines()
-    with response:
-        if isinstance(response.connection, HTTPConnection) and response.connection.sock:
-            response.connection.sock.settimeout(None)
-        # stream() would wait for a whole piece unless each line comes as a chunk of its own.
-        while piece := response.read1(_PIECE):
-            yield from lines.feed(piece)
-    # The gateway's last line, the reason why a watch ended, has no newline.
-    if line := lines.rest():
-        yield line
-    raise HTTPException("the answer has ended")
+        if self._stream is not None:
+            self._stream.close()
 
 
 def _headers(token: str) -> dict[str, str]:

@@ -7,6 +7,7 @@ import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -168,34 +169,45 @@ def test_refusals_of_etcd_are_told_apart(etcd: LocalEtcd) -> None:
         asker.replace("/told-dir", "x", None, 1)
 
 
-def test_a_poll_without_news_tells_how_far_it_has_looked(etcd: LocalEtcd) -> None:
+@pytest.fixture(params=[True, False], ids=["stream", "poll"])
+def is_stream(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+def test_a_watch_without_news_tells_how_far_it_has_looked(etcd: LocalEtcd, is_stream: bool) -> None:
     asker = client(etcd.url)
-    before = asker.create("/looked", "1", None).at
+    etcd.put("/looked", "1")
+    before = asker.fetch("/looked").at
     last = etcd.put("/elsewhere", "x")
-    reply = asker.poll("/looked", before, recursive=False)
-    assert reply.node is None
-    assert reply.at == Position(last, before.cluster)
+    found = asker.changes("/looked", before, recursive=False, is_stream=is_stream)
+    assert found == ([], Position(last, before.cluster))
 
 
-def test_a_watch_from_a_time_that_etcd_has_not_reached_is_not_silent(etcd: LocalEtcd) -> None:
-    at = client(etcd.url).create("/restored", "1", None).at
-    with pytest.raises(RelistNeeded, match="restored"):
-        client(etcd.url).poll("/restored", Position(at.index + 1000, at.cluster), recursive=False)
-    with pytest.raises(RelistNeeded, match="cluster was replaced"):
-        client(etcd.url).poll("/restored", Position(at.index, "beef"), recursive=False)
+def test_a_watch_from_a_time_that_etcd_has_not_reached_is_not_silent(
+    etcd: LocalEtcd, is_stream: bool
+) -> None:
+    etcd.put("/restored", "1")
+    at = client(etcd.url).fetch("/restored").at
+    for after, reason in (
+        (Position(at.index + 1000, at.cluster), "restored"),
+        (Position(at.index, "beef"), "cluster was replaced"),
+    ):
+        with pytest.raises(RelistNeeded, match=reason):
+            client(etcd.url).changes("/restored", after, recursive=False, is_stream=is_stream)
 
 
-def test_an_event_that_is_older_than_asked_for_is_not_taken() -> None:
+def test_an_event_that_is_older_than_asked_for_is_not_taken(is_stream: bool) -> None:
     event = {"action": "set", "node": {"key": "/k", "value": "v", "modifiedIndex": 5}}
     stuck = answering(http("200 OK", json.dumps(event), "X-Etcd-Index: 9"))
     with server(stuck) as url, pytest.raises(RelistNeeded, match="repeats"):
-        client(url).poll("/k", Position(7), recursive=False)
+        client(url).changes("/k", Position(7), recursive=False, is_stream=is_stream)
 
 
-def test_a_server_that_falls_silent_is_noticed_at_the_next_poll(etcd: LocalEtcd) -> None:
-    at = client(etcd.url).create("/silent", "1", None).at
+def test_a_server_that_falls_silent_is_noticed_at_the_next_request(etcd: LocalEtcd, is_stream: bool) -> None:
+    etcd.put("/silent", "1")
+    at = client(etcd.url).fetch("/silent").at
     with server(silent) as url, pytest.raises(Retryable, match="no answer within"):
-        client(url, timeouts=QUICK).poll("/silent", at, recursive=False)
+        client(url, timeouts=QUICK).changes("/silent", at, recursive=False, is_stream=is_stream)
 
 
 class CutOff(Relay):
@@ -226,6 +238,155 @@ def test_a_member_without_the_others_is_not_taken_for_one_without_news(
             assert len(relay.asked("wait=true")) == 0
             assert poller.read(at).replies == ()
             assert len(relay.asked("wait=true")) == 1
+
+
+# ---- streams -------------------------------------------------------------------------------------
+
+
+class Follower:
+    """A watch of a directory, and the indexes of all changes that it has read."""
+
+    def __init__(self, etcd: LocalEtcd, url: str, directory: str, at: Position, **options: str) -> None:
+        self.etcd = etcd
+        self.directory = directory
+        #: How many requests etcd has begun to answer.
+        self.begun = 0
+        asker = V2Client(transport_to(url, timeouts=PATIENT, **options), self._count)
+        self.watcher = V2Watcher(asker, directory, recursive=True)
+        self.at = at
+        self.seen: list[int] = []
+        self.reads = 0
+
+    def _count(self) -> None:
+        self.begun += 1
+
+    def put(self) -> int:
+        return self.etcd.put(f"{self.directory}/key", "x")
+
+    def read_while_waiting(self, times: int) -> None:
+        """Let so many changes happen once etcd watches, and read them."""
+        begun = self.begun
+
+        def act() -> None:
+            wait_for(lambda: self.begun > begun, DEADLINE, "a request")
+            for _ in range(times):
+                self.put()
+
+        with ThreadPoolExecutor(1) as writer:
+            done = writer.submit(act)
+            self.read_up_to(self.at.index + times)
+            done.result(DEADLINE)
+
+    def read_up_to(self, last: int) -> None:
+        """Read until the change with that index is there. Raises what reading raises."""
+        with ThreadPoolExecutor(1) as reader:
+            try:
+                reader.submit(self._read_up_to, last).result(DEADLINE)
+            except TimeoutError:
+                self.watcher.cancel()
+                raise
+
+    def _read_up_to(self, last: int) -> None:
+        while self.at.index < last:
+            changes = self.watcher.read(self.at)
+            self.reads += 1
+            self.seen += [reply.node.modified for reply in changes.replies if reply.node]
+            self.at = changes.at
+
+
+@pytest.fixture
+def relay(etcd: LocalEtcd) -> Relay:
+    return Relay(etcd.url)
+
+
+@pytest.fixture
+def follower(etcd: LocalEtcd, relay: Relay, request: pytest.FixtureRequest) -> Iterator[Follower]:
+    directory = f"/followed-{request.node.name}"
+    at = Position(etcd.put(f"{directory}/key", "x"), client(etcd.url).fetch(directory).at.cluster)
+    with server(relay) as url:
+        yield Follower(etcd, url, directory, at)
+
+
+def test_one_request_brings_all_changes(follower: Follower, relay: Relay) -> None:
+    follower.read_while_waiting(20)
+    assert len(follower.seen) == 20
+    assert len(relay.asked("wait=true")) == 1
+
+
+def test_changes_of_the_history_are_read_before_those_to_come(follower: Follower, relay: Relay) -> None:
+    past = [follower.put() for _ in range(3)]
+    follower.read_up_to(past[-1])
+    assert follower.reads == 1
+    follower.read_while_waiting(5)
+    assert follower.seen == list(range(past[0], past[-1] + 6))
+    assert len(relay.asked("wait=true")) == 4
+    assert len(relay.asked("stream=true")) == 2
+
+
+def test_changes_of_other_keys_hold_nothing_back(follower: Follower) -> None:
+    last = follower.put()
+    follower.etcd.put("/unrelated", "x")
+    follower.read_up_to(last)
+    assert follower.seen == [last]
+    follower.read_while_waiting(1)
+    assert len(follower.seen) == 2
+
+
+class WithoutBodies(Relay):
+    """Passes on no body of a poll, as when it is late."""
+
+    def _pass_back(self, etcd: socket.socket, client: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := etcd.recv(65536):
+                head, end, _ = data.partition(b"\r\n\r\n")
+                is_poll = "wait=true" in self.requests[-1] and "stream=true" not in self.requests[-1]
+                client.sendall(head + end if is_poll else data)
+
+
+def test_a_change_that_comes_late_is_not_lost(etcd: LocalEtcd) -> None:
+    at = Position(etcd.put("/late/key", "x"), client(etcd.url).fetch("/late").at.cluster)
+    relay = WithoutBodies(etcd.url)
+    with server(relay) as url:
+        follower = Follower(etcd, url, "/late", at)
+        told = [follower.put() for _ in range(3)]
+        follower.read_up_to(told[-1])
+    assert follower.seen == told
+    assert any("stream=true" not in request for request in relay.asked("wait=true"))
+
+
+def test_changes_come_over_tls(tmp_path: Path) -> None:
+    make_certificates(tmp_path)
+    with running_etcd(tls=tmp_path) as etcd:
+        options = certificates(tmp_path)
+        etcd.put("/over-tls/key", "x")
+        at = V2Client(transport_to(etcd.url, timeouts=PATIENT, **options)).fetch("/over-tls").at
+        follower = Follower(etcd, etcd.url, "/over-tls", at, **options)
+        follower.read_while_waiting(20)
+        follower.watcher.close()
+    assert len(follower.seen) == 20
+    assert follower.begun == 1
+
+
+#: Bytes of a value: some hundred fill all buffers between etcd and a client that does not read.
+LARGE = 65536
+
+
+def test_a_stream_that_etcd_has_dropped_misses_nothing(follower: Follower, relay: Relay) -> None:
+    follower.read_while_waiting(1)
+    first = follower.at.index + 1
+    follower.etcd.put_often(f"{follower.directory}/key", 400, "x" * LARGE)
+    assert len(relay.asked("wait=true")) == 1
+    follower.read_up_to(first + 399)
+    assert follower.seen[-400:] == list(range(first, first + 400))
+    assert any("stream=true" not in request for request in relay.asked("wait=true")), "it was not dropped"
+
+
+def test_a_dropped_stream_whose_history_is_gone_calls_for_a_list(follower: Follower) -> None:
+    follower.read_while_waiting(1)
+    follower.etcd.put_often(f"{follower.directory}/key", 400, "x" * LARGE)
+    follower.etcd.put_often("/unrelated", 1100)
+    with pytest.raises(RelistNeeded, match="compacted"):
+        follower.read_up_to(follower.at.index + 400)
 
 
 # ---- cutting -------------------------------------------------------------------------------------
@@ -316,16 +477,24 @@ def test_names_are_looked_up(etcd: LocalEtcd) -> None:
         client(etcd.url.replace("127.0.0.1", "localhost")).fetch("/not-there-either")
 
 
-def test_a_poll_over_tls_can_be_cut(tmp_path: Path) -> None:
-    make_certificates(tmp_path)
+def certificates(folder: Path) -> dict[str, str]:
+    """The options for what ``make_certificates`` has made."""
     paths = {"certfile": "client.crt", "keyfile": "client.key", "cafile": "ca.crt"}
+    return {name: str(folder / file) for name, file in paths.items()}
+
+
+def test_a_watch_over_tls_can_be_cut(tmp_path: Path, is_stream: bool) -> None:
+    make_certificates(tmp_path)
     contact = threading.Event()
     with running_etcd(tls=tmp_path) as etcd:
-        options = {name: str(tmp_path / file) for name, file in paths.items()}
-        asker = V2Client(transport_to(etcd.url, timeouts=PATIENT, **options), contact.set)
+        transport = transport_to(etcd.url, timeouts=PATIENT, **certificates(tmp_path))
+        asker = V2Client(transport, contact.set)
         with pytest.raises(NotFound) as missing:
             asker.fetch("/cut")
         contact.clear()
+        at = missing.value.at
         assert_cut(
-            lambda: asker.poll("/cut", missing.value.at, recursive=False), asker.cancel, contact.is_set
+            lambda: asker.changes("/cut", at, recursive=False, is_stream=is_stream),
+            asker.cancel,
+            contact.is_set,
         )
