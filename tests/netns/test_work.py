@@ -157,8 +157,9 @@ class CountedSocket(socket.socket):
 @pytest.fixture
 def sends(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """What sockets that are made from now on have sent."""
+    sent: list[bytes] = []
     monkeypatch.setattr(socket, "socket", CountedSocket)
-    monkeypatch.setattr(CountedSocket, "sends", sent := [])
+    monkeypatch.setattr(CountedSocket, "sends", sent)
     return sent
 
 
