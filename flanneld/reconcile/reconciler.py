@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Protocol
 
@@ -35,8 +36,8 @@ SETTLE = 0.005
 _FIRST_RETRY, _LAST_RETRY = 1.0, 30.0
 #: Pause after a read, as a multiple of the CPU time that it cost.
 REST = 10
-#: Further reads of a table that changed during one.
-_TRIES = 4
+#: Reads in one go of a table that changed during one, before the last.
+_TRIES = 3
 #: Log lines about single resources, at most.
 _FEW = 10
 #: Changed objects with a remembered origin, at most, until their repair.
@@ -305,23 +306,22 @@ class Reconciler:
         self._account(each, report, now, is_start=is_start)
         return report, stale
 
-    def _read(self, each: _Upkeep, tries: int = _TRIES) -> Generator[None, None, Difference]:
-        """Compare a table with its desired state.
+    def _read(self, each: _Upkeep) -> Generator[None, None, Difference]:
+        """Compare a table with its desired state, in parts.
 
         A list that was read in parts may lack objects next to those that were written meanwhile. So what it
         shows is only true if a list that was read in one go shows it, too.
         """
         each.changed.clear()
         scope = Scope(each.desired, self.adopt)
-        try:
+        with suppress(InterruptedError):
             found = yield from compare(each.desired, each.table.read(scope), each.changed)
-            if each.changed and any(found):
-                found = difference(each.desired, each.table.read(scope))
-        except InterruptedError:
-            if not tries:
-                raise
-            found = yield from self._read(each, tries - 1)
-        return found
+            if not (each.changed and any(found)):
+                return found
+        for _ in range(_TRIES):
+            with suppress(InterruptedError):
+                return difference(each.desired, each.table.read(scope))
+        return difference(each.desired, each.table.read(scope))
 
     def _drop(self, each: _Upkeep, stale: Sequence[Resource], now: float, *, is_start: bool) -> Report:
         report = Report()
