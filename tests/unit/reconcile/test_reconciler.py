@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import pytest
 from hypothesis import given
@@ -17,7 +17,7 @@ from flanneld.reconcile.reconciler import Reconciler, desired_by_table
 from flanneld.runtime import clock
 from flanneld.state.diff import AT_ONCE, Delta
 from flanneld.state.resources import LINKS, Key, Resource
-from flanneld.state.table import Claim, Put
+from flanneld.state.table import Claim, Put, Scope, Seen
 from tests.unit.reconcile.simulated_table import SimulatedTable, Thing
 
 A, B, C = Thing("a"), Thing("b"), Thing("c")
@@ -507,6 +507,39 @@ def test_drift_is_repaired_although_events_came_during_the_audit(
     step_until_read(reconciler, time)
     assert table.writes == [A, MANY[5], B]
     assert table.reads == reads + 2, "a list that was read in parts is no proof"
+
+
+class Shifting(SimulatedTable):
+    """A table whose lists lack one object each, if something is written meanwhile."""
+
+    def read(self, scope: Scope) -> Iterator[Seen]:
+        skipped = MANY[-10 - self.reads]  # after the first part
+        written = len(self.writes)
+        for seen in super().read(scope):
+            if seen.resource != skipped or len(self.writes) == written:
+                yield seen
+
+
+@pytest.mark.parametrize("is_drift", [False, True])
+def test_lists_that_lack_objects_because_of_events_are_no_drift(time: Time, *, is_drift: bool) -> None:
+    table = Shifting()
+    desired = desired_by_table(MANY)
+    reconciler = Reconciler([table], desired, lambda: False)
+    reconciler.converge(time.now)
+    table.writes.clear()
+    if is_drift:
+        del table.held[MANY[-1].key]
+    time.now += 31
+    reads = table.reads
+    for number in range(100):
+        if reconciler.step(time.now) > time.now:
+            break
+        event = Thing(f"event{number}")
+        desired[table.name][event.key] = event
+        reconciler.change(Delta((Put(event),)), time.now)
+    repaired = [thing for thing in table.writes if thing in MANY]
+    assert repaired == ([MANY[-1]] if is_drift else [])
+    assert table.reads - reads == (3 if is_drift else 2)
 
 
 def test_drift_heard_of_during_an_audit_is_repaired_with_its_origin(
