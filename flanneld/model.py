@@ -7,6 +7,7 @@ from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
 from typing import Any, Literal
 
 from msgspec import Struct, field
+from msgspec.structs import force_setattr
 
 Family = Literal[4, 6]
 IPAddress = IPv4Address | IPv6Address
@@ -103,10 +104,11 @@ class Lease(Struct, frozen=True, gc=False):
     ipv6_subnet: IPv6Network | None = None
     expires: float | None = None
     asof: int = 0
+    #: The subnets. Made once: it is asked for ten times, and several tables keep it.
+    key: LeaseKey = (None, None)
 
-    @property
-    def key(self) -> LeaseKey:
-        return (self.subnet, self.ipv6_subnet)
+    def __post_init__(self) -> None:
+        force_setattr(self, "key", (self.subnet, self.ipv6_subnet))
 
     def net(self, family: Family) -> IPNetwork | None:
         return self.subnet if family == 4 else self.ipv6_subnet

@@ -17,6 +17,8 @@ class _Prefix4(IPv4Network):
     """IPv4 network that keeps its hash."""
 
     __slots__ = ("_hash",)
+    version = 4  # attributes, where ``ipaddress`` has properties
+    max_prefixlen = 32
     _hash: int
     _prefixlen: int
 
@@ -38,6 +40,8 @@ class _Prefix6(IPv6Network):
     """IPv6 network that keeps its hash."""
 
     __slots__ = ("_hash",)
+    version = 6
+    max_prefixlen = 128
     _hash: int
     _prefixlen: int
 

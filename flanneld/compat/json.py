@@ -39,7 +39,7 @@ _NETWORKS: dict[type, str] = {
     IPv4Network: "an IPv4 network such as 10.244.0.0/16",
     IPv6Network: "an IPv6 network such as fd00:10:244::/48",
 }
-_FOUR_NUMBERS = re.compile(r"(?:(?:0|[1-9][0-9]{0,2})\.){3}(?:0|[1-9][0-9]{0,2})")
+_OCTETS = {str(number): number for number in range(256)}
 _ADDRESS = re.compile(r"[0-9a-fA-F:.]+")
 _NETWORK = re.compile(r"[0-9a-fA-F:.]+/[0-9]{1,3}")
 _RAW_SURROGATE = "[\ud800-\udfff]"
@@ -215,9 +215,13 @@ def address_of(value: object, kind: type[A]) -> A | None:
 
 def address_number(text: str, kind: type[A]) -> int:
     """Return an address as a number. For IPv4 this is faster than ``ipaddress``. Raises ``ValueError``."""
-    if kind is IPv4Address and _FOUR_NUMBERS.fullmatch(text):
-        return int.from_bytes(map(int, text.split(".")))
-    return int(kind(text))
+    if kind is not IPv4Address:
+        return int(kind(text))
+    try:
+        a, b, c, d = text.split(".")
+        return _OCTETS[a] << 24 | _OCTETS[b] << 16 | _OCTETS[c] << 8 | _OCTETS[d]
+    except (KeyError, ValueError):
+        return int(kind(text))
 
 
 def _literal(value: object, form: re.Pattern[str]) -> str:

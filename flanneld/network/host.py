@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 
 from flanneld.compat.glog import V
 from flanneld.model import Family, IPAddress, IPNetwork
@@ -147,3 +148,16 @@ class HostView:
                     raise
                 return []  # The table is created with its first route.
         raise DumpInterrupted(errno.EINTR, "the kernel's table does not hold still")
+
+    def stream(self, kind: int, body: bytes) -> Iterator[tuple[bytes, int, int]]:
+        """Yield the messages of a dump as the kernel sends them. Other calls may come between.
+
+        The kernel has one dump at a time for a socket, so each has its own. Raises ``DumpInterrupted`` at the
+        end if objects may be missing.
+        """
+        with closing(NetlinkSocket()) as own:
+            try:
+                yield from own.dump(kind, body)
+            except FileNotFoundError:
+                if kind != rtnl.RTM_GETROUTE:
+                    raise

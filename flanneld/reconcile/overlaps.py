@@ -23,8 +23,10 @@ class Overlaps:
 
     def __init__(self, lengths: Mapping[Family, int]) -> None:
         self._lengths = lengths
-        #: Leases with these lengths, which are always followed, and others, which most clusters lack.
-        self._regular, self._odd = _Index(), _Index()
+        #: Leases with other lengths. Most clusters have none, and need no index of those with these lengths,
+        #: which are always followed.
+        self._odd = _Index()
+        self._regular: _Index | None = None
         self._known: set[LeaseKey] = set()
         self._noted: list[LeaseKey] = []
         #: By lease that is not followed, one that precedes it.
@@ -35,13 +37,10 @@ class Overlaps:
         if (key in self._known) == leads:
             return
         self._noted.append(key)
+        (self._known.add if leads else self._known.discard)(key)
         index = self._odd if self._is_odd(key) else self._regular
-        if leads:
-            self._known.add(key)
-            index.add(key)
-        else:
-            self._known.discard(key)
-            index.discard(key)
+        if index is not None:
+            (index.add if leads else index.discard)(key)
 
     def winner(self, key: LeaseKey) -> LeaseKey | None:
         """Return a lease that precedes this one, as of the last ``settle``; None if it is followed."""
@@ -51,6 +50,7 @@ class Overlaps:
         """Decide about the noted leases and those that overlap them. Return the changed decisions."""
         noted, self._noted = self._noted, []
         if not self._odd and not self._winners:
+            self._regular = None
             return []
         undecided = self._connected(noted)
         changed = []
@@ -69,6 +69,11 @@ class Overlaps:
         known = self._winners.get(key)
         if known in self._known and known is not None and not self._is_odd(known):
             return known  # No other change matters. A search would look at each subnet inside a large one.
+        if self._regular is None:
+            self._regular = _Index()
+            for each in self._known:
+                if not self._is_odd(each):
+                    self._regular.add(each)
         followed = (
             each for each in self._odd.around(key) if each not in undecided and each not in self._winners
         )

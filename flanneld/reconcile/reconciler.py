@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Protocol
 
@@ -22,7 +23,7 @@ from flanneld.errors import Retryable, cause_of
 from flanneld.reconcile.contest_backoff import ContestBackoff
 from flanneld.reconcile.counters import Work
 from flanneld.runtime import clock
-from flanneld.state.diff import Delta, difference
+from flanneld.state.diff import Delta, Difference, compare, difference, finish
 from flanneld.state.report import Failure, Report
 from flanneld.state.resources import LINKS, Key, Resource, State
 from flanneld.state.table import Notifies, Polled, Put, Scope, Table
@@ -35,6 +36,8 @@ SETTLE = 0.005
 _FIRST_RETRY, _LAST_RETRY = 1.0, 30.0
 #: Pause after a read, as a multiple of the CPU time that it cost.
 REST = 10
+#: Reads in one go of a table that changed during one, before the last.
+_TRIES = 3
 #: Log lines about single resources, at most.
 _FEW = 10
 #: Changed objects with a remembered origin, at most, until their repair.
@@ -94,8 +97,10 @@ class _Upkeep:
         self.retry_delay = _FIRST_RETRY
         self.contest = contest
         self.origins: set[str] = set()
-        #: True if a notification asked for the next read.
-        self.was_told = False
+        #: Time of the notification that asked for the next read, None without one.
+        self.told: float | None = None
+        #: Keys of the desired state that changed since the current or last read began.
+        self.changed: set[Key] = set()
         #: Repairs of the current contest, and resources not logged yet.
         self.contested_repairs = self.untold = 0
         #: True once something was made or found correct: from then on a change is a repair.
@@ -144,6 +149,8 @@ class Reconciler:
         self._after = after
         self._converged = set[str]() if converged is None else converged
         self._origins: dict[Key, str] = {}
+        #: The current pass over the tables, which may take several steps.
+        self._passing: Generator[None, None, Report] | None = None
         self._once = OneTimeWarnings()
 
     def states(self) -> list[TableState]:
@@ -168,21 +175,32 @@ class Reconciler:
         return [fd for table in tables if table is not None and (fd := table.fileno()) >= 0]
 
     def step(self, now: float) -> float:
-        """Take in notifications, then read and repair the due tables. Return the time of the next step."""
+        """Take in notifications, then read and repair the due tables. Return the time of the next step.
+
+        The pass over large tables takes several steps, so that events need not wait for its end.
+        """
         for each in self._all.values():
             self._hear(each, now)
-        due = {name for name, each in self._all.items() if each.wakeup() <= now}
-        if any(self._may_begin(self._all[name]) for name in due):
-            self._pass(due, now, is_start=False)
+        if self._passing is None:
+            due = {name for name, each in self._all.items() if each.wakeup() <= now}
+            if any(self._may_begin(self._all[name]) for name in due):
+                self._passing = self._pass(due, now, is_start=False)
+        if self._passing is not None:
+            if next(self._passing, self) is not self:
+                return now
+            self._passing = None
         return min(map(self._next_wakeup, self._all.values()), default=math.inf)
 
     def converge(self, now: float) -> Report:
         """Read and correct all tables now. The desired state is new, so this counts as no repair."""
-        return self._pass(set(self._all), now, is_start=True)
+        self._passing = None
+        return finish(self._pass(set(self._all), now, is_start=True))
 
     def change(self, delta: Delta, now: float) -> Report:
         """Apply a change of the desired state without reading the tables."""
         total = Report()
+        if self._passing is not None:
+            self._note_changed((*(put.want for put in delta.puts), *delta.drops))
         for each in self._all.values():
             puts = [put for put in delta.puts if put.want.key[0] == each.table.name]
             if puts and each.was_right:
@@ -193,13 +211,19 @@ class Reconciler:
                 self._write(each, partial(each.table.drop, drops), total, now)
         return total
 
+    def _note_changed(self, resources: Iterable[Resource]) -> None:
+        for resource in resources:
+            upkeep = self._all.get(str(resource.key[0]))
+            if upkeep is not None:
+                upkeep.changed.add(resource.key)
+
     def hear(self, now: float, table: object = None, key: Key | None = None, by: str = "") -> None:
         """Record that another program may have changed something, in any table if none is named."""
         if key is not None and by and len(self._origins) < _MAX_ORIGINS:
             self._origins[key] = by
         for name, each in self._all.items():
             if table in (None, name):
-                each.was_told = True
+                each.told = now
                 each.settled = False
                 each.due = min(each.due, now + SETTLE)
 
@@ -231,40 +255,48 @@ class Reconciler:
 
     # ---- read, compare, put, drop ------------------------------------------------------------------
 
-    def _pass(self, due: set[str], now: float, *, is_start: bool) -> Report:
-        """Correct tables in their order, then remove stale objects in the reverse order."""
-        began, total = clock.cpu_time(), Report()
+    def _pass(self, due: set[str], now: float, *, is_start: bool) -> Generator[None, None, Report]:
+        """Correct tables in their order, then remove stale objects in the reverse order.
+
+        Yield while a table is being read. Meanwhile ``change`` may be called, and notifications may come in.
+        """
+        began, cpu, total = clock.now(), clock.cpu_time(), Report()
         stale: dict[str, Sequence[Resource]] = {}
-        with self.work.reconcile:
-            for name, each in self._all.items():
-                if name not in due or not self._may_begin(each):
-                    continue
-                report, stale[name] = self._put_right(each, now, is_start=is_start)
-                total.add(report)
-                if report.made:
-                    # Objects on a recreated device or process are gone.
-                    due |= {other for other, upkeep in self._all.items() if upkeep.stands_on(name)}
-            allowed = self._permits.drops(stale) if any(stale.values()) else {}
-            for name in reversed(stale):
-                if allowed.get(name):
-                    total.add(self._drop(self._all[name], allowed[name], now, is_start=is_start))
-        rest = now + REST * (clock.cpu_time() - began)
+        for name, each in self._all.items():
+            if name not in due or not self._may_begin(each):
+                continue
+            report, stale[name] = yield from self._put_right(each, now, is_start=is_start)
+            total.add(report)
+            if report.made:
+                # Objects on a recreated device or process are gone.
+                due |= {other for other, upkeep in self._all.items() if upkeep.stands_on(name)}
+        allowed = self._permits.drops(stale) if any(stale.values()) else {}
+        for name in reversed(stale):
+            unchanged = [each for each in allowed.get(name, ()) if each.key not in self._all[name].changed]
+            if unchanged:
+                total.add(self._drop(self._all[name], unchanged, now, is_start=is_start))
+        self.work.reconcile.observe(clock.now() - began)
+        rest = now + REST * (clock.cpu_time() - cpu)
         for name in due:
             each = self._all[name]
             each.not_before = max(each.not_before, rest)
-            each.origins.clear()
-            each.was_told = False
-        self._origins = {key: by for key, by in self._origins.items() if key[0] not in due}
+            if each.told is not None and each.told <= now:
+                each.told = None
+                each.origins.clear()
+        heard = {name for name, each in self._all.items() if each.told is not None}
+        self._origins = {key: by for key, by in self._origins.items() if key[0] not in due or key[0] in heard}
         self.work.synced()
         self._after(total)
         return total
 
-    def _put_right(self, each: _Upkeep, now: float, *, is_start: bool) -> tuple[Report, Sequence[Resource]]:
+    def _put_right(
+        self, each: _Upkeep, now: float, *, is_start: bool
+    ) -> Generator[None, None, tuple[Report, Sequence[Resource]]]:
         """Make missing objects. Return the report and the stale objects."""
         table = each.table
         each.due = math.inf if table.audit is None else now + table.audit
         try:
-            puts, stale = difference(each.desired, table.read(Scope(each.desired, self.adopt)))
+            puts, stale = yield from self._read(each)
             puts = self._permits.puts(table.name, puts)
             with self.work.apply:
                 report = table.put(puts) if puts else Report()
@@ -273,6 +305,28 @@ class Reconciler:
             return Report(), ()
         self._account(each, report, now, is_start=is_start)
         return report, stale
+
+    def _read(self, each: _Upkeep) -> Generator[None, None, Difference]:
+        """Compare a table with its desired state, in parts.
+
+        A list that was read in parts may lack objects next to those that were written meanwhile, as that of a
+        VXLAN device's 256 chains does. Another list lacks others. Only what both show is read in one go.
+        """
+        scope, doubtful = Scope(each.desired, self.adopt), set[Key]()
+        for is_second in (False, True):
+            each.changed.clear()
+            with suppress(InterruptedError):
+                puts, stale = yield from compare(each.desired, each.table.read(scope), each.changed)
+                if not (each.changed and (puts or stale)):
+                    return puts, stale
+                keys = {resource.key for resource in (*(put.want for put in puts), *stale)}
+                if is_second and doubtful and doubtful.isdisjoint(keys):
+                    return [], []
+                doubtful = keys
+        for _ in range(_TRIES):
+            with suppress(InterruptedError):
+                return difference(each.desired, each.table.read(scope))
+        return difference(each.desired, each.table.read(scope))
 
     def _drop(self, each: _Upkeep, stale: Sequence[Resource], now: float, *, is_start: bool) -> Report:
         report = Report()
@@ -336,7 +390,7 @@ class Reconciler:
         self, each: _Upkeep, deed: str, resources: Sequence[Resource], details: Mapping[Key, str]
     ) -> None:
         """Log a repair; contested ones with growing pauses."""
-        self.work.healed(resources, was_told=each.was_told)
+        self.work.healed(resources, was_told=each.told is not None)
         is_contest = each.contest.is_tried()
         each.untold = each.untold + len(resources) if is_contest else 0
         each.contested_repairs = each.contested_repairs + 1 if is_contest else 0

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Generator, Iterable, Iterator
+from typing import TypeVar
 
 from msgspec import Struct
 
 from flanneld.model import IPNetwork
 from flanneld.state.resources import FdbEntry, Key, Neighbor, Resource, Route, State
 from flanneld.state.table import Claim, Put, Seen
+
+T = TypeVar("T")
+
+#: Objects of a table that are compared before other work gets its turn, which takes 1 ms.
+AT_ONCE = 256
 
 
 class Delta(Struct, frozen=True, gc=False):
@@ -21,16 +27,31 @@ class Delta(Struct, frozen=True, gc=False):
         return bool(self.puts or self.drops)
 
 
-def difference(desired: State, found: Iterable[Seen]) -> tuple[list[Put], list[Resource]]:
+#: Objects to put, each with what is there instead, and our stale objects.
+Difference = tuple[list[Put], list[Resource]]
+
+
+def difference(desired: State, found: Iterable[Seen]) -> Difference:
     """Return the resources to put, each with what is there instead, and our stale resources.
 
-    ``found`` is consumed item by item and correct items are dropped, so that the audit of a large cluster
-    needs no second copy. Resources to put are in the order of the desired state.
+    Resources to put are in the order of the desired state.
+    """
+    return finish(compare(desired, found))
+
+
+def compare(
+    desired: State, found: Iterable[Seen], changed: Collection[Key] = ()
+) -> Generator[None, None, Difference]:
+    """Return the ``difference``; yield in between, so that a large table delays no other work.
+
+    ``desired`` may change meanwhile; ``changed`` are the keys that did, which are left out. ``found`` is
+    consumed item by item and correct items are dropped, so that the audit of a large cluster needs no second
+    copy.
     """
     missing = set(desired)
     there: dict[Key, Seen] = {}
     stale: list[Resource] = []
-    for seen in found:
+    for count, seen in enumerate(found, 1):
         key = seen.resource.key
         want = desired.get(key)
         if want is None:
@@ -40,10 +61,25 @@ def difference(desired: State, found: Iterable[Seen]) -> tuple[list[Put], list[R
             missing.discard(key)
         else:
             there[key] = seen
+        if not count % AT_ONCE:
+            yield
+    missing.difference_update(changed)
+    if changed:
+        stale = [resource for resource in stale if resource.key not in changed]
     if not missing:
         return [], stale
     lacking = ((want, there.get(key)) for key, want in desired.items() if key in missing)
     return [Put(want, was.resource, was.claim) if was else Put(want) for want, was in lacking], stale
+
+
+def finish(work: Generator[None, None, T]) -> T:
+    """Do work that yields in between in one go."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            result: T = end.value
+            return result
 
 
 def without_ways_to(

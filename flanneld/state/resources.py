@@ -1,7 +1,8 @@
 """Resources: objects of the kernel or of another table (pure).
 
 Each resource is a frozen value with a ``key``. Two resources with one key are two states of the same object,
-so the desired state is a mapping by key.
+so the desired state is a mapping by key. Those that each peer has make their key once: it is asked for ten
+times, and several tables keep it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from ipaddress import IPv4Network, IPv6Network
 from typing import ClassVar, Protocol
 
 from msgspec import Struct
+from msgspec.structs import force_setattr
 
 from flanneld.model import IPAddress, IPNetwork
 
@@ -199,10 +201,10 @@ class Neighbor(Struct, frozen=True, gc=False):
     device: str
     address: IPAddress
     mac: str
+    key: Key = ()
 
-    @property
-    def key(self) -> Key:
-        return (NEIGHBORS, self.device, self.address.version, int(self.address))
+    def __post_init__(self) -> None:
+        force_setattr(self, "key", (NEIGHBORS, self.device, self.address.version, int(self.address)))
 
     def __str__(self) -> str:
         return f"neigh {self.address} lladdr {self.mac} dev {self.device}"
@@ -219,10 +221,10 @@ class FdbEntry(Struct, frozen=True, gc=False):
     mac: str
     remote: IPAddress
     has_overrides: bool = False
+    key: Key = ()
 
-    @property
-    def key(self) -> Key:
-        return (FDB, self.device, self.mac)
+    def __post_init__(self) -> None:
+        force_setattr(self, "key", (FDB, self.device, self.mac))
 
     def __str__(self) -> str:
         return f"fdb {self.mac} dst {self.remote} dev {self.device}"
@@ -236,10 +238,10 @@ class Route(Struct, frozen=True, gc=False):
     device: str
     gateway: IPAddress | None = None
     onlink: bool = False
+    key: Key = ()
 
-    @property
-    def key(self) -> Key:
-        return route_key(self.destination)
+    def __post_init__(self) -> None:
+        force_setattr(self, "key", route_key(self.destination))
 
     def __str__(self) -> str:
         via = f" via {self.gateway}" if self.gateway else ""

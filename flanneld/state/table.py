@@ -87,7 +87,11 @@ class Table(Protocol):
         ...
 
     def read(self, scope: Scope) -> Iterable[Seen]:
-        """Return the contents. Raises ``OSError`` or ``Retryable`` rather than an incomplete result."""
+        """Return the contents. Raises ``OSError`` or ``Retryable`` rather than an incomplete result.
+
+        ``put`` and ``drop`` may be called between two items, if there are hundreds. ``InterruptedError``
+        says that the table changed meanwhile: it is read again.
+        """
         ...
 
     def put(self, puts: Sequence[Put]) -> Report:

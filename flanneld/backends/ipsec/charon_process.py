@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
-import subprocess
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flanneld.errors import Fatal, Retryable, cause_of
 from flanneld.runtime import waits
+
+if TYPE_CHECKING:
+    import subprocess
 
 #: Paths used by distributions, in upstream's order, tried after PATH.
 FOLDERS = ("/usr/lib/strongswan", "/usr/lib/ipsec", "/usr/libexec/strongswan", "/usr/libexec/ipsec")
@@ -28,6 +30,8 @@ _PASSED = ("PATH", "LANG", "LD_LIBRARY_PATH", "STRONGSWAN_CONF", "LEAK_DETECTIVE
 
 def find() -> str:
     """Return charon's path. Raises ``Fatal`` if it is not installed."""
+    import shutil  # other backends only look for a charon that runs
+
     path = os.pathsep.join((os.environ.get("PATH", os.defpath), *FOLDERS))
     found = shutil.which("charon", path=path)
     if found is None:
@@ -86,6 +90,8 @@ class CharonProcess:
 
     def start(self) -> None:
         """Start it. Raises ``Fatal`` if it is not installed, ``Retryable`` if it does not start."""
+        import subprocess
+
         path = find()
         _remove_stale_pid_file()
         output = self._new_output()

@@ -28,6 +28,8 @@ from flanneld.network.rtnetlink.netlink import (
     unpack,
 )
 from flanneld.state.resources import (
+    FDB,
+    NEIGHBORS,
     ROUTES,
     Address,
     Blackhole,
@@ -60,7 +62,7 @@ RTPROT_KERNEL = 2
 BLACKHOLE_METRIC = 65535
 _RTM_F_CLONED = 0x200
 _RTA_DST, RTA_OIF, RTA_GATEWAY, _RTA_PRIORITY, RTA_TABLE = 1, 4, 5, 6, 15
-_NDA_DST, _NDA_LLADDR, _NDA_PORT, _NDA_VNI, _NDA_IFINDEX = 1, 2, 6, 7, 8
+_NDA_DST, _NDA_LLADDR, _NDA_CACHEINFO, _NDA_PORT, _NDA_VNI, _NDA_IFINDEX = 1, 2, 3, 6, 7, 8
 #: Attributes that the kernel only sends if they differ from the device's (drivers/net/vxlan, vxlan_fdb_info).
 _OVERRIDES = frozenset({_NDA_PORT, _NDA_VNI, _NDA_IFINDEX})
 _IFA_ADDRESS, _IFA_LOCAL, _IFA_FLAGS = 1, 2, 8
@@ -282,10 +284,16 @@ def decode_route(data: bytes, offset: int, end: int, name_of: NameOf) -> SeenRou
 
 
 #: A route of the main table with a gateway and no other attribute, as the kernel orders them: RTA_TABLE,
-#: RTA_DST, RTA_GATEWAY, RTA_OIF.
-_PLAIN_ROUTE = struct.Struct("=BBBBBBBBIHHIHHIHHIHHI")
-_PLAIN_HEAD = (AF[4], 0, 0, RT_TABLE_MAIN, RT_SCOPE_UNIVERSE, RTN_UNICAST)
-_PLAIN_ATTRIBUTES = (8, RTA_TABLE, RT_TABLE_MAIN, 8, _RTA_DST, 8, RTA_GATEWAY, 8, RTA_OIF)
+#: RTA_DST, RTA_GATEWAY, RTA_OIF. Fields that are the same in each are one string of bytes.
+_PLAIN_ROUTE = struct.Struct("=BB3sB2sI12sI4sI4sI")
+_PLAIN_FORM = (
+    AF[4],
+    bytes((0, 0, RT_TABLE_MAIN)),
+    bytes((RT_SCOPE_UNIVERSE, RTN_UNICAST)),
+    u32(RTA_TABLE, RT_TABLE_MAIN) + DST[4],
+    _GATEWAY[4],
+    _ATTR.pack(8, RTA_OIF),
+)
 
 
 class PlainRoute(Struct, frozen=True, gc=False):
@@ -302,12 +310,10 @@ def decode_plain_route(data: bytes, offset: int, end: int) -> PlainRoute | None:
     """Return an IPv4 route in the form in which most are, else None. It takes a tenth of ``decode_route``."""
     if end - offset != _PLAIN_ROUTE.size:
         return None
-    found = _PLAIN_ROUTE.unpack_from(data, offset)
-    family, length, source, tos, table, protocol, scope, kind, flags = found[:9]
-    a, b, c, d, e, target, f, g, gateway, h, i, index = found[9:]
-    if (a, b, c, d, e, f, g, h, i) != _PLAIN_ATTRIBUTES or flags & _RTM_F_CLONED:
-        return None
-    if (family, source, tos, table, scope, kind) != _PLAIN_HEAD:
+    family, length, a, protocol, b, flags, c, target, d, gateway, e, index = _PLAIN_ROUTE.unpack_from(
+        data, offset
+    )
+    if (family, a, b, c, d, e) != _PLAIN_FORM or flags & _RTM_F_CLONED:
         return None
     key = (ROUTES, 4, socket.ntohl(target), length)
     return PlainRoute(key, protocol, socket.ntohl(gateway), index, bool(flags & RTNH_F_ONLINK))
@@ -367,6 +373,32 @@ def decode_neighbor(data: bytes, offset: int, end: int, name_of: NameOf) -> Neig
         has_overrides = not _OVERRIDES.isdisjoint(found)
         return FdbEntry(device, mac_text(mac), address_of(target), has_overrides) if any(mac) else None
     return Neighbor(device, address_of(target), mac_text(mac)) if family in FAMILY else None
+
+
+#: The start of an IPv4 neighbour, NDA_DST and NDA_LLADDR, and a whole forwarding entry without overrides:
+#: NDA_LLADDR, NDA_DST, NDA_CACHEINFO.
+_PLAIN_NEIGHBOR = struct.Struct("=BxxxiHxx4sI4s6sxx")
+_NEIGHBOR_FORM = (AF[4], DST[4], _LLADDR)
+_PLAIN_FDB_ENTRY = struct.Struct("=BxxxiHxx4s6sxx4sI4s16x")
+_FDB_ENTRY_FORM = (AF_BRIDGE, _LLADDR, DST[4], _ATTR.pack(20, _NDA_CACHEINFO))
+
+
+def decode_plain_neighbor(
+    data: bytes, offset: int, end: int, name_of: NameOf
+) -> tuple[Key, str | int | None]:
+    """Return the key of a permanent entry, and a neighbour's MAC or a forwarding entry's remote as a number.
+
+    It takes a third of ``decode_neighbor`` for IPv4 entries in their common form. Others have no key.
+    """
+    if end - offset == _PLAIN_FDB_ENTRY.size:
+        family, index, state, a, mac, b, target, c = _PLAIN_FDB_ENTRY.unpack_from(data, offset)
+        if (family, a, b, c) == _FDB_ENTRY_FORM and state & NUD_PERMANENT:
+            return (FDB, name_of(index) or "", mac_text(mac)), socket.ntohl(target)
+    if end - offset >= _PLAIN_NEIGHBOR.size:
+        family, index, state, a, target, b, mac = _PLAIN_NEIGHBOR.unpack_from(data, offset)
+        if (family, a, b) == _NEIGHBOR_FORM and state & NUD_PERMANENT:
+            return (NEIGHBORS, name_of(index) or "", 4, socket.ntohl(target)), mac_text(mac)
+    return (), None
 
 
 def decode_gone_neighbor(data: bytes, offset: int, end: int, name_of: NameOf) -> Key | None:

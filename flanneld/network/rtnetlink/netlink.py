@@ -41,7 +41,7 @@ _RECEIVE = 64 * 1024
 _QUESTION = 1 << 31
 
 
-class DumpInterrupted(OSError):
+class DumpInterrupted(InterruptedError):
     """Error for a table that changed during its dump: objects may be missing."""
 
 
@@ -204,37 +204,43 @@ class NetlinkSocket:
 
         Raises ``DumpInterrupted`` at the end if the table changed meanwhile, ``OSError`` for a refusal.
         """
-        interrupted = False
-        for reply, flags, data, offset, end in self._answers(kind, NLM_F_ROOT_MATCH, body):
-            interrupted |= bool(flags & NLM_F_DUMP_INTR)
-            if reply in (NLMSG_DONE, NLMSG_ERROR):
-                _raise_for(unpack(_ERRNO, data, offset, end)[0])
-                if interrupted:
-                    raise DumpInterrupted(errno.EINTR, "the table changed during the dump")
-                return
-            yield data, offset, end
+        interrupted = 0
+        question = self._request(kind, NLM_F_ROOT_MATCH, body)
+        while True:
+            data = self._next_answer()
+            for reply, flags, seq, _, offset, end in messages(data):
+                if seq != question:
+                    continue
+                interrupted |= flags & NLM_F_DUMP_INTR
+                if reply in (NLMSG_DONE, NLMSG_ERROR):
+                    _raise_for(unpack(_ERRNO, data, offset, end)[0])
+                    if interrupted:
+                        raise DumpInterrupted(errno.EINTR, "the table changed during the dump")
+                    return
+                yield data, offset, end
 
     def ask(self, kind: int, body: bytes) -> tuple[bytes, int, int]:
         """Request one object. Raises ``OSError`` with the kernel's errno if there is none."""
-        reply, _, data, offset, end = next(self._answers(kind, 0, body))
-        if reply == NLMSG_ERROR:
-            _raise_for(unpack(_ERRNO, data, offset, end)[0])
-            raise MalformedNetlink
-        return data, offset, end
+        question = self._request(kind, 0, body)
+        while True:
+            data = self._next_answer()
+            for reply, _, seq, _, offset, end in messages(data):
+                if seq != question:
+                    continue
+                if reply == NLMSG_ERROR:
+                    _raise_for(unpack(_ERRNO, data, offset, end)[0])
+                    raise MalformedNetlink
+                return data, offset, end
 
-    def _answers(self, kind: int, flags: int, body: bytes) -> Iterator[tuple[int, int, bytes, int, int]]:
-        """Send a request; yield (type, flags, data, offset, end) of each answer to it.
+    def _request(self, kind: int, flags: int, body: bytes) -> int:
+        """Send a request. Return its sequence number, which all its answers have.
 
-        Late answers to a failed request are skipped: they must not be taken for an empty table.
+        Late answers to a failed request have another: they must not be taken for an empty table.
         """
         self._asked += 1
         question = _QUESTION | self._asked % _QUESTION
         self._socket.send(message(kind, flags, body, question))
-        while True:
-            data = self._next_answer()
-            for reply, reply_flags, seq, _, offset, end in messages(data):
-                if seq == question:
-                    yield reply, reply_flags, data, offset, end
+        return question
 
     def _next_answer(self) -> bytes:
         """Wait for an answer. Empty the socket if that fails.

@@ -25,6 +25,7 @@ from flanneld.state.resources import (
     PROTO_FLANNEL,
     ROUTES,
     Address,
+    FdbEntry,
     ForeignLink,
     Key,
     Link,
@@ -101,9 +102,11 @@ class _KernelTable:
         """Return the names of our existing devices by index."""
         return {index: name for name in self._kernel.domain.links if (index := index_of(name))}
 
-    def _neighbors(self, request: bytes, names: dict[int, str]) -> Iterator[Seen]:
-        for item in self._kernel.dump(rtnl.RTM_GETNEIGH, request):
-            entry = rtnl.decode_neighbor(*item, names.get)
+    def _neighbors(self, request: bytes, scope: Scope, names: dict[int, str]) -> Iterator[Seen]:
+        for item in self._kernel.stream(rtnl.RTM_GETNEIGH, request):
+            key, leads_to = rtnl.decode_plain_neighbor(*item, names.get)
+            want = scope.desired.get(key)
+            entry = want if want and _end_of(want) == leads_to else rtnl.decode_neighbor(*item, names.get)
             if entry is not None:
                 yield Seen(entry)
 
@@ -206,11 +209,10 @@ class NeighborTable(_KernelTable):
         self._refused = refused
 
     def read(self, scope: Scope) -> Iterator[Seen]:
-        del scope
         names = self._devices()
         for index in names:
             for family in self._kernel.domain.families:
-                yield from self._neighbors(rtnl.neighbors_request(family, index), names)
+                yield from self._neighbors(rtnl.neighbors_request(family, index), scope, names)
 
     def put(self, puts: Sequence[Put]) -> Report:
         report = super().put(puts)
@@ -230,11 +232,10 @@ class FdbTable(_KernelTable):
     what = "the forwarding entries"
 
     def read(self, scope: Scope) -> Iterator[Seen]:
-        del scope
         names = self._devices()
         for index, name in names.items():
             if name in self._kernel.domain.bridging:
-                yield from self._neighbors(rtnl.fdb_request(index), names)
+                yield from self._neighbors(rtnl.fdb_request(index), scope, names)
 
 
 class RouteTable(_KernelTable):
@@ -305,10 +306,13 @@ class RouteTable(_KernelTable):
         domain = self._kernel.domain
         named = cache(name_of)
         concerns_us = self._filter(scope, named)
-        for item in self._kernel.dump(rtnl.RTM_GETROUTE, rtnl.routes_request(family), concerns_us):
-            right = self._wanted_route(item, scope, named)
+        for item in self._kernel.stream(rtnl.RTM_GETROUTE, rtnl.routes_request(family)):
+            plain = rtnl.decode_plain_route(*item)
+            right = self._wanted_route(plain, scope, named) if plain is not None else None
             if right is not None:
                 yield Seen(right)
+                continue
+            if not concerns_us(*item):
                 continue
             seen = rtnl.decode_route(*item, named)
             if seen is not None and domain.is_connected(seen):
@@ -321,16 +325,13 @@ class RouteTable(_KernelTable):
                 yield Seen(RivalRoute(other[0]), Claim.FOREIGN)
 
     def _filter(self, scope: Scope, named: Callable[[int], str | None]) -> Callable[[bytes, int, int], bool]:
-        """Return the filter of a dump: routes through our devices and the uplink, and rivals of ours."""
+        """Return the filter for routes that are not as desired: ours, those of the uplink, and rivals."""
         domain = self._kernel.domain
         through = {domain.uplink, *domain.links}
         through.update(route.device for route in scope.desired.values() if isinstance(route, Route))
         indexes = {index for name in through if (index := index_of(name))}
 
         def concerns_us(data: bytes, offset: int, end: int) -> bool:
-            plain = rtnl.decode_plain_route(data, offset, end)
-            if plain is not None and plain.index in indexes:
-                return True
             protocol = rtnl.protocol_of(data, offset, end)
             if protocol == PROTO_FLANNEL:
                 return True
@@ -344,12 +345,11 @@ class RouteTable(_KernelTable):
         return concerns_us
 
     def _wanted_route(
-        self, item: tuple[bytes, int, int], scope: Scope, named: Callable[[int], str | None]
+        self, plain: rtnl.PlainRoute, scope: Scope, named: Callable[[int], str | None]
     ) -> Resource | None:
-        """Return the desired route if this is one of ours as it is desired, without decoding it in full."""
-        plain = rtnl.decode_plain_route(*item)
-        want = scope.desired.get(plain.key) if plain is not None else None
-        if plain is None or not isinstance(want, Route) or want.gateway is None:
+        """Return the desired route if this is one of ours as it is desired."""
+        want = scope.desired.get(plain.key)
+        if not isinstance(want, Route) or want.gateway is None:
             return None
         is_right = (named(plain.index), plain.gateway, plain.onlink) == (
             want.device,
@@ -416,6 +416,16 @@ class RouteTable(_KernelTable):
                 if place in again:
                     refused[seq] = again[place]
         _account(routes, refused, report, is_new=True)
+
+
+def _end_of(entry: Resource) -> str | int | None:
+    """Return a neighbour's MAC, or the remote of a forwarding entry as a number."""
+    match entry:
+        case Neighbor():
+            return entry.mac
+        case FdbEntry():
+            return int(entry.remote)
+    return None
 
 
 def _claim(is_ours: bool) -> Claim:

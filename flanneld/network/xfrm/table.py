@@ -52,7 +52,8 @@ class XfrmPolicyTable:
 
     def read(self, scope: Scope) -> Iterator[Seen]:
         """Yield flannel's policies, and foreign ones with the key of a desired one."""
-        for policy in policies(self._open()):
+        # Read in one go: a write may come between two objects.
+        for policy in list(policies(self._open())):
             if is_flannels(policy, self._network):
                 yield Seen(policy)
                 continue

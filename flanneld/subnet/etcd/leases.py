@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import posixpath
 from collections.abc import Callable, Mapping
 
@@ -163,7 +164,8 @@ class LeaseReader:
             self._complaints.note(node.key, reason)
             return None
         self._complaints.clear(node.key)
-        expires = None if node.ttl is None else clock.now() + node.ttl
+        # One object for the infinite TTLs of a list.
+        expires = node.ttl if node.ttl is None or node.ttl == math.inf else clock.now() + node.ttl
         return Lease(attrs, *key, expires=expires, asof=node.modified)
 
     def complain(self) -> None:

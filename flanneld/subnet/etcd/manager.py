@@ -89,8 +89,7 @@ class EtcdManager:
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._watches: dict[KeyWatchMachine, StepLoop] = {}
-        #: The leases as last read. ``_known`` is valid until we write, ``_unwatched`` until a watch starts
-        #: from it.
+        #: The leases as last read, until a watch starts from them. ``_known`` is valid until we write.
         self._known: Listing | None = None
         self._unwatched: Listing | None = None
         #: The subnet we chose. Kept in case etcd's response to the write is lost.
@@ -181,7 +180,7 @@ class EtcdManager:
         """Return the state machine of ``watch``."""
 
         def start(client: Client) -> tuple[list[Event], Position]:
-            listing, self._unwatched = self._unwatched, None
+            listing, self._unwatched, self._known = self._unwatched, None, None
             if listing is None or not listing.is_fresh():
                 listing = self._reader.read_all(client)
             return [listing.snapshot()], listing.at

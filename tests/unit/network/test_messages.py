@@ -254,6 +254,40 @@ def test_a_neighbour_is_read_back_as_it_was_written(desired: Neighbor | FdbEntry
     assert rtnl.decode_gone_neighbor(*told(desired, drop=True), name_of) == desired.key
 
 
+ipv4_addresses = st.ip_addresses(v=4)
+
+
+def as_dumped(entry: Neighbor | FdbEntry) -> tuple[bytes, int, int]:
+    """An entry as the kernel dumps it, with NDA_CACHEINFO."""
+    if isinstance(entry, Neighbor):
+        return told(entry, extra=attribute(3, bytes(16)))
+    data, offset, end = told(entry)
+    head, target, mac = data[: offset + 12], data[offset + 12 : offset + 20], data[offset + 20 : end]
+    data = head + mac + target + attribute(3, bytes(16))
+    return data, offset, len(data)
+
+
+@given(
+    st.builds(Neighbor, st.just(DEVICE), ipv4_addresses, macs)
+    | st.builds(FdbEntry, st.just(DEVICE), macs, ipv4_addresses),
+    st.integers(0, 35),
+    st.integers(0, 255),
+)
+def test_the_short_way_reads_a_neighbour_as_the_long_one_or_not_at_all(
+    desired: Neighbor | FdbEntry, place: int, value: int
+) -> None:
+    expected = desired.mac if isinstance(desired, Neighbor) else int(desired.remote)
+    assert rtnl.decode_plain_neighbor(*as_dumped(desired), name_of) == (desired.key, expected)
+    body = altered(as_dumped(desired), place, value)
+    key, leads_to = rtnl.decode_plain_neighbor(*body, name_of)
+    if not key or not key[1] or key[2] == "00:00:00:00:00:00":  # never desired
+        return
+    seen = rtnl.decode_neighbor(*body, name_of)
+    assert seen is not None
+    assert (seen.key, leads_to) == (key, seen.mac if isinstance(seen, Neighbor) else int(seen.remote))
+    assert not (isinstance(seen, FdbEntry) and seen.has_overrides)
+
+
 @given(addresses)
 def test_an_address_is_read_back_as_it_was_written(desired: IPAddress) -> None:
     seen = rtnl.decode_address(*told(Address(DEVICE, desired)))

@@ -53,6 +53,8 @@ class SimulatedTable:
         self.taken: set[Key] = set()
         self.descriptor = -1
         self.broken: Exception | None = None
+        #: Reads that the table interrupts at their end.
+        self.interruptions = 0
         #: A journal of all tables that are given the same list.
         self.journal: list[str] = []
         self._news: list[Changes] = []
@@ -80,6 +82,9 @@ class SimulatedTable:
         if self.unreadable:
             raise Retryable(self.unreadable)
         yield from list(self.held.values())
+        if self.interruptions:
+            self.interruptions -= 1
+            raise InterruptedError("the table changed")
 
     def put(self, puts: Sequence[Put]) -> Report:
         report = Report()

@@ -5,18 +5,19 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from flanneld.reconcile.counters import TOLD
 from flanneld.reconcile.reconciler import Reconciler, desired_by_table
 from flanneld.runtime import clock
-from flanneld.state.diff import Delta
+from flanneld.state.diff import AT_ONCE, Delta
 from flanneld.state.resources import LINKS, Key, Resource
-from flanneld.state.table import Claim, Put
+from flanneld.state.table import Claim, Put, Scope, Seen
 from tests.unit.reconcile.simulated_table import SimulatedTable, Thing
 
 A, B, C = Thing("a"), Thing("b"), Thing("c")
@@ -446,3 +447,126 @@ def test_any_history_ends_in_the_desired_state(desired: list[Thing], deeds: list
         patch.setattr(clock, "cpu_time", lambda: 0.0)
         time.run(reconciler, 65, longest=1)
     assert len(table.writes) == writes
+
+
+# ---- tables that take several steps ---------------------------------------------------------------
+
+MANY = tuple(Thing(f"many{number}") for number in range(3 * AT_ONCE))
+
+
+def step_until_read(reconciler: Reconciler, time: Time, steps: int = 20) -> None:
+    for _ in range(steps):
+        if reconciler.step(time.now) > time.now:
+            return
+    raise AssertionError
+
+
+@pytest.fixture
+def large(time: Time) -> tuple[SimulatedTable, Reconciler, dict[Key, Resource]]:
+    """A table whose audit has begun."""
+    table = SimulatedTable()
+    desired = desired_by_table(MANY)
+    reconciler = Reconciler([table], desired, lambda: False)
+    reconciler.converge(time.now)
+    time.now += 31
+    assert reconciler.step(time.now) == time.now
+    table.writes.clear()
+    return table, reconciler, desired[table.name]
+
+
+def test_changes_during_an_audit_are_written_at_once_and_are_no_repairs(
+    time: Time,
+    large: tuple[SimulatedTable, Reconciler, dict[Key, Resource]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    table, reconciler, desired = large
+    gone, changed = MANY[-1], Thing(MANY[-2].name, 7)
+    del desired[gone.key]
+    desired[A.key], desired[changed.key] = A, changed
+    reconciler.change(Delta((Put(A), Put(changed, MANY[-2])), (gone,)), time.now)
+    assert table.writes == [A, changed, gone]
+    step_until_read(reconciler, time)
+    assert table.writes == [A, changed, gone]
+    assert caplog.messages == []
+    assert reconciler.work.heals == {}
+    assert reconciler.states()[0].settled
+
+
+def test_drift_is_repaired_although_events_came_during_the_audit(
+    time: Time, large: tuple[SimulatedTable, Reconciler, dict[Key, Resource]]
+) -> None:
+    table, reconciler, desired = large
+    step_until_read(reconciler, time)
+    del table.held[MANY[5].key]
+    table.hold(B, Claim.OURS)
+    time.now += 31
+    reads = table.reads
+    assert reconciler.step(time.now) == time.now
+    desired[A.key] = A
+    reconciler.change(Delta((Put(A),)), time.now)
+    step_until_read(reconciler, time)
+    assert table.writes == [A, MANY[5], B]
+    assert table.reads == reads + 2, "a list that was read in parts is no proof"
+
+
+class Shifting(SimulatedTable):
+    """A table whose lists lack one object each, if something is written meanwhile."""
+
+    def read(self, scope: Scope) -> Iterator[Seen]:
+        skipped = MANY[-10 - self.reads]  # after the first part
+        written = len(self.writes)
+        for seen in super().read(scope):
+            if seen.resource != skipped or len(self.writes) == written:
+                yield seen
+
+
+@pytest.mark.parametrize("is_drift", [False, True])
+def test_lists_that_lack_objects_because_of_events_are_no_drift(time: Time, *, is_drift: bool) -> None:
+    table = Shifting()
+    desired = desired_by_table(MANY)
+    reconciler = Reconciler([table], desired, lambda: False)
+    reconciler.converge(time.now)
+    table.writes.clear()
+    if is_drift:
+        del table.held[MANY[-1].key]
+    time.now += 31
+    reads = table.reads
+    for number in range(100):
+        if reconciler.step(time.now) > time.now:
+            break
+        event = Thing(f"event{number}")
+        desired[table.name][event.key] = event
+        reconciler.change(Delta((Put(event),)), time.now)
+    repaired = [thing for thing in table.writes if thing in MANY]
+    assert repaired == ([MANY[-1]] if is_drift else [])
+    assert table.reads - reads == (3 if is_drift else 2)
+
+
+def test_drift_heard_of_during_an_audit_is_repaired_with_its_origin(
+    time: Time,
+    large: tuple[SimulatedTable, Reconciler, dict[Key, Resource]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    table, reconciler, _ = large
+    time.now += 0.1
+    key = MANY[5].key
+    table.change(None, key)
+    reconciler.hear(time.now, table.name, key, "ip")
+    step_until_read(reconciler, time)
+    time.run(reconciler, 1)
+    assert table.writes == [MANY[5]]
+    assert caplog.messages == ["Restored thing many5=0 after a change by ip"]
+    assert reconciler.work.heals == {("remote", TOLD): 1}
+
+
+def test_a_table_that_changed_while_it_was_read_is_read_again(time: Time) -> None:
+    table = SimulatedTable()
+    reconciler = reconciler_of(table)
+    table.interruptions = 2
+    reconciler.step(time.now)
+    assert (table.reads, table.writes) == (3, [A, B])
+    table.interruptions = 1000
+    time.now += 31
+    reconciler.step(time.now)
+    assert "the table changed" in reconciler.states()[0].problem
+    assert table.writes == [A, B]
