@@ -95,7 +95,7 @@ class LiveBody:
         self._poll = select.poll()
         self._poll.register(self._sock, select.POLLIN)
 
-    def wait(self, timeout: float) -> bool:
+    def more_within(self, timeout: float) -> bool:
         """Wait for data or the end. Return False after ``timeout`` seconds without."""
         return self._has_data() or bool(self._poll.poll(math.ceil(1000 * max(0.0, timeout))))
 

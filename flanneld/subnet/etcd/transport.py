@@ -242,7 +242,7 @@ class HttpConnection:
         if request.is_stream:
             self._stream = answer, LineStream(body)
             return self._next_lines(*self._stream, request)
-        if body.wait(request.poll_timeout):
+        if body.more_within(request.poll_timeout):
             return replace(answer, body=body_of(response))
         self.reset()
         return answer
@@ -269,7 +269,7 @@ class LineStream:
         Raises ``HTTPException`` at the end, and what urllib3 raises.
         """
         deadline = clock.now() + timeout
-        while self._body.wait(deadline - clock.now()):
+        while self._body.more_within(deadline - clock.now()):
             piece = self._body.read()
             # The last line may lack its end.
             lines = self._lines.feed(piece) if piece else [*filter(None, [self._lines.rest()])]
