@@ -27,9 +27,8 @@ class LocalFacts(Struct, frozen=True, gc=False):
     """Local facts for acquiring a lease, besides ``subnet.env``.
 
     - ``written`` is our last lease as we wrote it, if this host can prove that it is ours. It stays ours
-      under another public IP.
-    - ``earlier`` is that lease as we wrote it before. If a store that was restored from a backup shows it
-      again, a renewal may overwrite it.
+      under another
+    public IP.
     - ``connected`` are networks of this host's interfaces, which a new subnet avoids.
     - ``is_self`` is the backend's test for our own leases, also used in renewals.
     """
@@ -37,7 +36,6 @@ class LocalFacts(Struct, frozen=True, gc=False):
     written: Lease | None = None
     connected: tuple[IPNetwork, ...] = ()
     is_self: IsSelf = is_same_node
-    earlier: tuple[Lease, ...] = ()
 
 
 NO_FACTS = LocalFacts()

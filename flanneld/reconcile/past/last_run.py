@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 from flanneld.model import Lease, LeaseKey, Uplink
@@ -51,22 +50,25 @@ class LastRun:
         lease = ownership.proven_lease(self._state, machine, store, previous)
         return lease if lease is not None and self._file.is_writable() else None
 
-    def earlier(self, claimed: Lease | None) -> tuple[Lease, ...]:
-        """Return the claimed lease as we wrote it before, oldest first."""
-        return ownership.earlier_leases(self._state, claimed)
-
     def joined(self, machine: Machine, store: str, lease: Lease) -> None:
         """Record the lease of this run and the objects that are still to be swept."""
-        self._file.rewrite(partial(ownership.joined, machine=machine, store=store, lease=lease))
-        self.record(boot_id=self._boot_id, devices=self.devices, adopts=self.adopts)
+        self.record(
+            boot_id=self._boot_id,
+            machine=machine,
+            store=store,
+            subnets=lease.key,
+            attributes=lease.attrs,
+            devices=self.devices,
+            adopts=self.adopts,
+        )
 
     def lease_written(self, lease: Lease) -> None:
         """Record the current attributes of our lease."""
-        self._file.rewrite(partial(ownership.with_attributes, attributes=lease.attrs))
+        self.record(attributes=lease.attrs)
 
     def lease_lost(self) -> None:
         """Give up every claim to the lease, because another node has won it."""
-        self.record(attributes=None, earlier=())
+        self.record(attributes=None)
 
     def subnet_file_written(self) -> None:
         """Record the stamp of the subnet file that we wrote."""

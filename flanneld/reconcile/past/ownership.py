@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from msgspec import Struct, field
-from msgspec.structs import replace
 
 from flanneld.model import IPNetwork, Lease, LeaseAttrs, LeaseKey
 from flanneld.network.rtnetlink.links import SeenLink
@@ -24,8 +23,6 @@ _PLACEHOLDERS = frozenset(
         "03000200-0400-0500-0006-000700080009",
     }
 )
-#: Earlier attributes of our lease that are remembered: addresses of this node, mostly.
-_MOST_EARLIER = 8
 
 
 class Machine(Struct, frozen=True, gc=False):
@@ -67,8 +64,7 @@ class RunRecord(Struct, frozen=True, gc=False):
     ``attributes`` are those that we last wrote into our lease, None without a lease to claim. ``devices`` are
     ours, and those of earlier runs that are still to be swept. ``adopts`` is True if another flanneld ran
     here before and its objects have not been swept yet. ``adopted`` are the destinations of its correct
-    unmarked routes, which count as ours. ``earlier`` are the lease's attributes before, oldest first: a store
-    that is restored from a backup may show them again.
+    unmarked routes, which count as ours.
     """
 
     boot_id: str = ""
@@ -80,7 +76,6 @@ class RunRecord(Struct, frozen=True, gc=False):
     subnet_file: FileStamp | None = None
     adopts: bool = False
     adopted: frozenset[IPNetwork] = frozenset()
-    earlier: tuple[LeaseAttrs, ...] = ()
 
 
 def device_of(seen: SeenLink) -> Device | None:
@@ -102,27 +97,6 @@ def proven_lease(state: RunRecord | None, machine: Machine, store: str, previous
     if not any(state.subnets) or previous not in ((None, None), state.subnets):
         return None
     return Lease(state.attributes, *state.subnets)
-
-
-def earlier_leases(state: RunRecord | None, proven: Lease | None) -> tuple[Lease, ...]:
-    """Return the proven lease as it was before, oldest first."""
-    if state is None or proven is None:
-        return ()
-    return tuple(Lease(attributes, *proven.key) for attributes in state.earlier)
-
-
-def joined(last: RunRecord, machine: Machine, store: str, lease: Lease) -> RunRecord:
-    """Return the record with the lease of this run; ``earlier`` only stays for the same lease."""
-    if (last.machine, last.store, last.subnets) != (machine, store, lease.key):
-        last = replace(last, machine=machine, store=store, subnets=lease.key, attributes=None, earlier=())
-    return with_attributes(last, lease.attrs)
-
-
-def with_attributes(record: RunRecord, attributes: LeaseAttrs) -> RunRecord:
-    """Return the record of the same lease with the attributes that it has now."""
-    before = (*record.earlier, record.attributes)
-    earlier = tuple(each for each in before if each is not None and each != attributes)
-    return replace(record, attributes=attributes, earlier=earlier[-_MOST_EARLIER:])
 
 
 def adopts_unmarked(state: RunRecord | None, subnet_file: FileStamp | None) -> bool:

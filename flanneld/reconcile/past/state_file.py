@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Callable
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
 from typing import Any
@@ -57,12 +56,8 @@ class StateFile:
 
     def update(self, **changes: Any) -> None:
         """Change fields of the record, and write it if the file differs."""
-        self.rewrite(lambda record: replace(record, **changes))
-
-    def rewrite(self, change: Callable[[RunRecord], RunRecord]) -> None:
-        """Change the record as a whole, and write it if the file differs."""
         with self._lock:
-            self._desired = change(self._desired)
+            self._desired = replace(self._desired, **changes)
             if self._desired != self._written:
                 self._write()
 
@@ -127,7 +122,6 @@ def _text(state: RunRecord) -> str:
                 "store": state.store,
                 "subnets": [str(net) if net else None for net in state.subnets],
                 "attributes": format_attrs(attributes, with_ipv6=True) if attributes else None,
-                "earlier": [format_attrs(each, with_ipv6=True) for each in state.earlier],
                 "devices": [
                     {"index": each.index, "kind": each.kind, "mac": each.mac, "name": each.name}
                     for each in state.devices
@@ -153,7 +147,6 @@ def _parse(content: bytes) -> RunRecord:
         store=str(top["store"]),
         subnets=_subnets(top["subnets"]),
         attributes=parse_attrs(attributes) if attributes is not None else None,
-        earlier=tuple(parse_attrs(each) for each in top.get("earlier", ())),
         devices=tuple(
             Device(int(each["index"]), str(each["kind"]), str(each["mac"]), str(each["name"]))
             for each in top["devices"]

@@ -115,7 +115,7 @@ class EtcdOfBoth:
     ) -> Lease:
         self._is_self = local.is_self
         for side in self._all:
-            side.recognise(local)
+            side.is_self = local.is_self
         for attempt in range(TRIES):
             listings, problem = self._listings(fresh=attempt > 0)
             key = _ours(list(listings.values()), config, attrs, previous, local)

@@ -114,7 +114,7 @@ class EtcdManager:
     def acquire(
         self, config: Config, attrs: LeaseAttrs, previous: LeaseKey, local: LocalFacts = NO_FACTS
     ) -> Lease:
-        self.recognise(local)
+        self.is_self = local.is_self
         for _ in range(TRIES):
             listing = self._list()
             self._known = None
@@ -130,11 +130,6 @@ class EtcdManager:
             else:
                 return lease
         raise Retryable(f"other nodes were quicker {TRIES} times in a row", "wait: it is tried again")
-
-    def recognise(self, local: LocalFacts) -> None:
-        """Have renewals know our lease by these facts, too."""
-        self.is_self = local.is_self
-        self._sent.update(self._value(lease.key, lease.attrs) for lease in local.earlier)
 
     def listing(self, *, fresh: bool = False) -> Listing:
         """Return all leases, read at most ``FRESH`` seconds ago, or by a new request."""

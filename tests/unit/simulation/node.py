@@ -176,10 +176,6 @@ class SimulatedHost:
                 self.kernel.add_route(route, 2)
         self.foreign = self.kernel.foreign()
 
-    def lease_written(self, lease: Lease) -> None:
-        """Keep the attributes of our lease for the next run."""
-        self.state = ownership.with_attributes(self.state or ownership.RunRecord(), lease.attrs)
-
     def record(self, **fields: object) -> None:
         """Keep something for the next run."""
         self.state = replace(self.state or ownership.RunRecord(), **fields)
@@ -256,12 +252,17 @@ class Process:
         uplinks = UplinkManager(
             kernel, config, InterfaceChoice(), _FACTORIES[config.backend_type], uplink, stored
         )
-        earlier = ownership.earlier_leases(host.state, written)
-        local = LocalFacts(written, connected_networks(kernel, config.families), uplinks.is_self, earlier)
+        local = LocalFacts(written, connected_networks(kernel, config.families), uplinks.is_self)
         lease = manager.acquire(config, uplinks.backend.attributes(), host.subnet_env, local)
         devices = ownership.devices_of_this_boot(host.state, _BOOT)
-        host.state = ownership.joined(host.state or ownership.RunRecord(), host.machine, manager.name, lease)
-        host.record(boot_id=_BOOT, devices=devices)
+        host.record(
+            boot_id=_BOOT,
+            machine=host.machine,
+            store=manager.name,
+            subnets=lease.key,
+            attributes=lease.attrs,
+            devices=devices,
+        )
         host.take_subnet(lease)
         return LocalNode(
             kernel,
@@ -319,8 +320,8 @@ class Process:
             heartbeat=lambda _: None,
             revoked=self._revoked,
             contested=self._store.contested,
-            written=self.host.lease_written,
-            lost=lambda: self.host.record(attributes=None, earlier=()),
+            written=lambda renewed: self.host.record(attributes=renewed.attrs),
+            lost=lambda: self.host.record(attributes=None),
         )
 
     def _revoked(self) -> None:

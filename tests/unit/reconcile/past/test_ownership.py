@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from flanneld.model import Lease, LeaseAttrs, LeaseKey
+from flanneld.model import Lease, LeaseAttrs
 from flanneld.network.rtnetlink.links import SeenLink, is_flannels
 from flanneld.reconcile.past.ownership import (
     Device,
@@ -17,11 +17,8 @@ from flanneld.reconcile.past.ownership import (
     RunRecord,
     adopts_unmarked,
     devices_of_this_boot,
-    earlier_leases,
-    joined,
     proven_lease,
     stale,
-    with_attributes,
 )
 from flanneld.state.resources import ForeignLink, Ipip, Tun, Vxlan, WireGuard
 
@@ -146,40 +143,3 @@ def test_devices_are_of_one_boot(boot_id: str, expected: tuple[Device, ...]) -> 
 )
 def test_devices_of_flannel_are_known_by_name_and_kind(seen: SeenLink, expected: bool) -> None:
     assert is_flannels(seen) is expected
-
-
-def test_earlier_attributes_of_the_same_lease_are_remembered() -> None:
-    moved, again = (replace(ATTRS, public_ip=IPv4Address(f"10.0.2.{number}")) for number in (16, 17))
-    state = with_attributes(with_attributes(STATE, moved), again)
-    assert state.attributes == again
-    assert earlier_leases(state, Lease(again, *KEY)) == (Lease(ATTRS, *KEY), Lease(moved, *KEY))
-    assert with_attributes(state, again) == state
-    assert with_attributes(state, ATTRS).earlier == (moved, again)
-    assert joined(state, MACHINE, "etcd", Lease(ATTRS, *KEY)).earlier == (moved, again)
-
-
-def test_few_earlier_attributes_are_remembered() -> None:
-    state = STATE
-    for number in range(100):
-        state = with_attributes(state, replace(ATTRS, public_ip=IPv4Address(0x0A000300 + number)))
-    assert [str(each.public_ip) for each in state.earlier] == [f"10.0.3.{last}" for last in range(91, 99)]
-
-
-@pytest.mark.parametrize(
-    ("machine", "store", "key"),
-    [
-        (replace(MACHINE, product_uuid="another"), "etcd", KEY),
-        (MACHINE, "another etcd", KEY),
-        (MACHINE, "etcd", (IPv4Network("10.5.8.0/24"), None)),
-    ],
-)
-def test_nothing_is_remembered_of_another_lease(machine: Machine, store: str, key: LeaseKey) -> None:
-    state = with_attributes(STATE, replace(ATTRS, public_ip=IPv4Address("10.0.2.16")))
-    state = joined(state, machine, store, Lease(ATTRS, *key))
-    assert (state.machine, state.store, state.subnets) == (machine, store, key)
-    assert (state.attributes, state.earlier) == (ATTRS, ())
-
-
-def test_without_a_proof_there_is_no_earlier_lease() -> None:
-    state = with_attributes(STATE, replace(ATTRS, public_ip=IPv4Address("10.0.2.16")))
-    assert earlier_leases(state, None) == earlier_leases(None, Lease(ATTRS, *KEY)) == ()

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
 from flanneld.model import LeaseAttrs
 from flanneld.reconcile.past.ownership import Device, FileStamp, Machine, RunRecord
@@ -34,7 +33,6 @@ STATE = RunRecord(
     subnet_file=FileStamp(4711, 1_700_000_000_123_456_789),
     adopts=True,
     adopted=frozenset({IPv4Network("10.5.9.0/24"), IPv6Network("fc00:5:0:9::/64")}),
-    earlier=(LeaseAttrs(IPv4Address("10.0.2.16")), LeaseAttrs(None, IPv6Address("fd00::16"), "host-gw")),
 )
 
 
@@ -45,14 +43,6 @@ def path(tmp_path: Path) -> Path:
 
 def save(path: Path, state: RunRecord) -> None:
     StateFile(path).update(**{name: getattr(state, name) for name in RunRecord.__struct_fields__})
-
-
-def test_record_without_earlier_attributes_is_read(path: Path) -> None:
-    save(path, STATE)
-    record = json.loads(path.read_text())
-    del record["earlier"]
-    path.write_text(json.dumps(record))
-    assert StateFile(path).load() == replace(STATE, earlier=())
 
 
 @pytest.mark.parametrize(

@@ -561,25 +561,6 @@ def test_lease_with_a_former_address_of_ours_is_renewed_whoever_brought_it_back(
         manager.renew(renewed)
 
 
-def test_lease_with_an_address_of_an_earlier_run_is_renewed(store: Store) -> None:
-    former = store.manager().acquire(NETWORK, node(1), NOTHING)
-    old = store.get(former)["value"]
-    manager = store.manager()
-    moved = replace(former, attrs=node(2))
-    lease = manager.acquire(NETWORK, node(3), former.key, LocalFacts(former, earlier=(former, moved)))
-    for value in (old, old.replace("192.0.2.1", "192.0.2.2")):
-        store.put(dashed(lease), value)
-        lease = manager.renew(lease)
-        assert lease.attrs == node(3)
-
-
-def test_earlier_addresses_choose_no_lease(store: Store) -> None:
-    """Another node may have the address by now, and the subnet with it."""
-    former = store.manager().acquire(NETWORK, node(1), NOTHING)
-    lease = store.manager().acquire(NETWORK, node(3), NOTHING, LocalFacts(earlier=(former,)))
-    assert lease.key != former.key
-
-
 def test_a_lease_that_has_gone_is_written_again(store: Store) -> None:
     manager, lease = acquired(store)
     store.keys.delete(f"{store.prefix}/subnets/{dashed(lease)}")
