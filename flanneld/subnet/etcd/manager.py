@@ -376,8 +376,9 @@ class EtcdManager:
         if node is None:
             raise Conflict(path)
         found = self._reader.lease(node, lease.key)
-        # The last written value proves that the lease is ours, so a node may change its address.
-        is_known = node.modified == lease.asof or node.value in self._sent
+        # The last written value proves that the lease is ours, so a node may change its address. What is
+        # older than our last write is from a backup: it shows who had the subnet before us.
+        is_known = node.modified <= lease.asof or node.value in self._sent
         if found and not is_known and not self.is_self(found.attrs, lease.attrs):
             owner = node_address(found.attrs)
             raise LeaseTaken(f"the lease {lease} belongs to node {owner} now", "restart to get another")

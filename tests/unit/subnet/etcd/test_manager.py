@@ -561,6 +561,16 @@ def test_lease_with_a_former_address_of_ours_is_renewed_whoever_brought_it_back(
         manager.renew(renewed)
 
 
+def test_lease_that_a_backup_shows_as_a_former_nodes_is_renewed(store: Store) -> None:
+    manager, lease = acquired(store)
+    index = store.put(dashed(lease), node(2))
+    with pytest.raises(LeaseTaken):
+        manager.renew(lease)
+    renewed = manager.renew(replace(lease, asof=index + 1))
+    assert renewed.attrs == lease.attrs
+    assert store.get(lease)["modifiedIndex"] == renewed.asof > index
+
+
 def test_a_lease_that_has_gone_is_written_again(store: Store) -> None:
     manager, lease = acquired(store)
     store.keys.delete(f"{store.prefix}/subnets/{dashed(lease)}")
