@@ -56,7 +56,9 @@ def test_status_waits_until_a_daemon_is_well(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_watch_says_what_changes_until_it_is_interrupted(tmp_path: Path) -> None:
-    code = "import sys; from flanneld.ctl.main import main; main()"
+    # A shell has its background processes ignore SIGINT, and theirs inherit it.
+    heed = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    code = f"{heed}; from flanneld.ctl.main import main; main()"
     words = ["status", f"--subnet-file={tmp_path / 'subnet.env'}", "--output=json", "--watch=0.05"]
     said = tmp_path / "said"
     with said.open("wb") as out:
