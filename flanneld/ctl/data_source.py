@@ -17,7 +17,7 @@ from msgspec import Struct, field
 
 from flanneld import options
 from flanneld.diagnostics import status_socket
-from flanneld.errors import FlannelError
+from flanneld.errors import Fatal, FlannelError
 from flanneld.options import Options
 from flanneld.subnet import subnet_file
 
@@ -32,18 +32,21 @@ class SourcePart(StrEnum):
 
     DAEMON = "daemon"
     STORE = "store"
+    #: The dry run of a start: the store answered, and the daemon would exit.
+    START = "start"
 
 
 class Unknown(Struct, frozen=True, gc=False):
     """A missing source of answers: ``part`` was not asked, or did not answer (``failed``).
 
-    It ``hangs`` if it has taken the question.
+    It ``hangs`` if it has taken the question. ``remedy`` is that of a start that fails.
     """
 
     part: SourcePart
     reason: str
     failed: bool = True
     hangs: bool = False
+    remedy: str = ""
 
     def __str__(self) -> str:
         return self.reason
@@ -80,6 +83,9 @@ def find(words: Sequence[str], environ: Mapping[str, str], socket_path: str = ""
     logging.getLogger().setLevel(logging.ERROR)
     try:
         return Source("store", _of_the_store(wanted, environ), (silent,), wanted)
+    except Fatal as error:
+        ends = Unknown(SourcePart.START, f"flanneld cannot start: {error.problem}", remedy=error.remedy)
+        return Source("host", _of_the_host(wanted), (silent, ends), wanted)
     except (FlannelError, OSError) as error:
         lost = Unknown(SourcePart.STORE, f"the store does not tell: {error}")
         return Source("host", _of_the_host(wanted), (silent, lost), wanted)

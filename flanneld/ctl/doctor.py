@@ -14,6 +14,8 @@ from flanneld.ctl.text_tables import TextTable
 
 #: Checks that see effects: what another check finds may be the cause.
 _SYMPTOMS = frozenset({"tunnel", "probes", "port", "ready", "missing", "refused", "stale"})
+#: By a check's name, its place behind the causes. That the daemon ended explains symptoms, and has a cause.
+_RANKS = {"daemon": 1, **dict.fromkeys(_SYMPTOMS, 2)}
 
 
 def verdict(findings: list[tuple[Check, Finding]]) -> str:
@@ -28,7 +30,7 @@ def verdict(findings: list[tuple[Check, Finding]]) -> str:
 def examine(facts: Facts) -> list[tuple[Check, Finding]]:
     """Return all findings: problems before hints, causes before symptoms, then by theme (pure)."""
     found = [(check, finding) for check in CHECKS for finding in check.look(facts)]
-    return sorted(found, key=lambda each: (each[1].severity is Severity.HINT, each[0].name in _SYMPTOMS))
+    return sorted(found, key=lambda each: (each[1].severity is Severity.HINT, _RANKS.get(each[0].name, 0)))
 
 
 def has_problem(findings: list[tuple[Check, Finding]]) -> bool:

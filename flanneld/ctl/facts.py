@@ -13,10 +13,19 @@ from msgspec import Struct, field
 
 from flanneld.ctl import shadowing_routes, snapshot, stale_host_objects
 from flanneld.ctl.data_source import Source, Unknown, ranges_of
-from flanneld.ctl.evidence import containers, encryption, filters, flows, lookups, other_api
+from flanneld.ctl.evidence import (
+    containers,
+    encryption,
+    filters,
+    flows,
+    kernel_support,
+    lookups,
+    other_api,
+)
 from flanneld.ctl.evidence.containers import Container
-from flanneld.ctl.evidence.encryption import EncryptionFacts
+from flanneld.ctl.evidence.encryption import CharonState
 from flanneld.ctl.evidence.filters import Drop
+from flanneld.ctl.evidence.kernel_support import LackingFeature
 from flanneld.ctl.evidence.lookups import Lost
 from flanneld.ctl.evidence.other_api import OtherApi
 from flanneld.ctl.path_mtu import Path as PathToPeer
@@ -86,7 +95,10 @@ class Facts(Struct, frozen=True, gc=False):
     #: By VXLAN device: True if checksums are offloaded to it.
     offload: Mapping[str, bool] = field(default_factory=dict)
     kernel: tuple[int, int] = (0, 0)
-    encryption: EncryptionFacts = EncryptionFacts()
+    #: Features that the backend needs and this kernel lacks.
+    lacking: tuple[LackingFeature, ...] = ()
+    #: None without ipsec, or without permission to ask charon.
+    charon: CharonState | None = None
     gc_thresh: int = 0
     clock_is_synchronised: bool | None = None
     #: Paths to a few peers, each with the size that it carries.
@@ -189,7 +201,8 @@ def gather(source: Source) -> Facts:
         traffic={link.name: _traffic(link.name) for link in ours},
         offload=dict(_offload(ours)),
         kernel=_kernel(),
-        encryption=encryption.read(document),
+        lacking=tuple(kernel_support.read(document, found)),
+        charon=encryption.charon_of(document),
         gc_thresh=_number(Path(_GC_THRESH)),
         clock_is_synchronised=_clock_is_synchronised(),
         paths=paths,

@@ -36,7 +36,10 @@ def find() -> str:
     found = shutil.which("charon", path=path)
     if found is None:
         problem = f"charon is neither in PATH nor in {', '.join(FOLDERS)}"
-        remedy = "install strongSwan with its VICI plug-in: strongswan-charon strongswan-swanctl on Debian"
+        remedy = (
+            "install strongSwan with its VICI plug-in; on Debian: apt-get install strongswan-charon"
+            " strongswan-swanctl libstrongswan-standard-plugins"
+        )
         raise Fatal(problem, remedy)
     return found
 

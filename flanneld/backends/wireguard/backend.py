@@ -117,7 +117,10 @@ def private_key_of(text: bytes) -> Secret:
     try:
         return Secret(keys.parse(text.decode(errors="replace")))
     except Refused as reason:
-        remedy = f"put 32 bytes in base64 there, or remove {KEY_FILE} to have a key made"
+        remedy = (
+            f"put 32 bytes in base64 there, or remove the file to have a key made: {KEY_FILE} in -secret-dir,"
+            f" or what {KEY_FILE_VARIABLE} names"
+        )
         raise Fatal(f"could not parse private key from file: {reason.problem}", remedy) from None
 
 

@@ -212,6 +212,18 @@ def unsafe_leases(facts: Facts) -> Iterator[Finding]:
 # ---- L: the daemon itself -----------------------------------------------------------------------
 
 
+@check("L", "start", "the daemon can start")
+def start(facts: Facts) -> Iterator[Finding]:
+    for why in facts.unknown:
+        if why.part is SourcePart.START:
+            yield Finding(
+                why.reason,
+                "a dry run of the start ends so, with the store's network config and the flags given here",
+                "the daemon exits with status 1, and nothing on this node is set up, repaired or renewed",
+                Advice(f"{why.remedy or 'see its log'}; then start flanneld"),
+            )
+
+
 @check("L", "daemon", "the daemon runs and answers")
 def daemon(facts: Facts) -> Iterator[Finding]:
     if facts.origin == "daemon":

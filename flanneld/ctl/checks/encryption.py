@@ -9,6 +9,9 @@ from flanneld.ctl.evidence.encryption import CharonState
 from flanneld.ctl.facts import Facts
 from flanneld.ctl.findings import Advice, Finding, check
 
+#: Ends of the endpoints of charon.
+_IKE_ENDS = (":500", ":4500")
+
 
 @check("M", "handshakes", "each peer that is sent packets agrees on keys")
 def handshakes(facts: Facts) -> Iterator[Finding]:
@@ -33,11 +36,13 @@ def _of_silence(session: Mapping[str, Any], *, is_refused: bool) -> tuple[str, s
         problem, _, remedy = session["problem"].rpartition("; ")
         return f"{'charon says of ' if session['endpoint'] else ''}{where}: {problem}", remedy
     if is_refused:
+        has_charon = where.endswith(_IKE_ENDS)
         return (
             f"nothing listens at {where}: the node refuses the packets",
-            "see that flanneld runs there with the same backend and port",
+            f"see that flanneld {'and charon run' if has_charon else 'runs'} there with the same backend"
+            f"{'' if has_charon else ' and port'}",
         )
-    if where.endswith((":500", ":4500")):
+    if where.endswith(_IKE_ENDS):
         return (
             f"charon gets no answer from {where}",
             "see whether flanneld and charon run there, and let in UDP 500, UDP 4500 and IP protocol 50"
@@ -55,22 +60,12 @@ def _of_silence(session: Mapping[str, Any], *, is_refused: bool) -> tuple[str, s
     )
 
 
-@check("M", "kernel support", "the kernel has what the backend encrypts with")
-def kernel_support(facts: Facts) -> Iterator[Finding]:
-    for feature, modules in facts.encryption.lacking:
-        yield Finding(
-            f"this kernel has no {feature}",
-            "it does not know the netlink protocol for it",
-            "the daemon cannot start, and no packet reaches a peer; none leaves unencrypted",
-            Advice(f"modprobe -a {modules}; if there are no such modules, use a kernel that has them"),
-        )
-
-
 _CHARON = {
     CharonState.NOT_INSTALLED: (
         "charon is not installed",
-        "it is neither in PATH nor where distributions put it",
-        "install strongSwan with its VICI plug-in: strongswan-charon strongswan-swanctl on Debian",
+        "it is neither in PATH nor where distributions put it: flanneld exits with status 1",
+        "install strongSwan with its VICI plug-in, then start flanneld; on Debian: apt-get install"
+        " strongswan-charon strongswan-swanctl libstrongswan-standard-plugins",
     ),
     CharonState.NOT_RUNNING: (
         "charon does not run",
@@ -88,7 +83,7 @@ _CHARON = {
 
 @check("M", "charon", "charon runs and answers")
 def charon(facts: Facts) -> Iterator[Finding]:
-    state = facts.encryption.charon
+    state = facts.charon
     is_missed = facts.origin != "daemon" or any(
         each.get("table") == "charon" for each in facts.document.get("refused", ())
     )

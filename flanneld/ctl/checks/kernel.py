@@ -25,9 +25,24 @@ _SET_WITHOUT_LOSS = {"mtu", "learning"}
 # ---- A: devices and uplink ----------------------------------------------------------------------
 
 
+@check("A", "kernel support", "the kernel has what the backend needs")
+def kernel_support(facts: Facts) -> Iterator[Finding]:
+    for each in facts.lacking:
+        yield Finding(
+            f"this kernel has no {each.name}",
+            each.evidence,
+            "the daemon cannot start with this backend, and no packet of a container reaches a peer",
+            Advice(
+                f"modprobe -a {each.modules}, then start flanneld; if a module is not found, install the"
+                " package that has it for the running kernel, reboot if the kernel was upgraded, or set"
+                " another Backend.Type in the network config"
+            ),
+        )
+
+
 @check("A", "devices", "each device exists, is up and has the desired properties")
 def devices(facts: Facts) -> Iterator[Finding]:
-    for entry in facts.entries:
+    for entry in facts.entries if not facts.lacking else ():
         if entry.kind == "link" and entry.state in _LACKING:
             different = "; ".join(map(str, entry.differences))
             yield Finding(
@@ -94,7 +109,7 @@ def _way_up(link: SeenLink | None, addresses: Sequence[str]) -> Fix | Advice:
 @check("B", "missing", "the kernel has all objects for the peers")
 def missing(facts: Facts) -> Iterator[Finding]:
     lost = [entry for entry in facts.entries if entry.state in _LACKING and entry.kind != "link"]
-    if lost:
+    if lost and not facts.lacking:
         yield Finding(
             f"the kernel lacks {counted(len(lost), 'object')}",
             _some(lost),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from flanneld.compat.glog import counted
 from flanneld.ctl.evidence.flows import carriers
@@ -61,7 +62,7 @@ def tunnel(facts: Facts) -> Iterator[Finding]:
             + ("; the node refuses our UDP port" if refused else ""),
             "packets of containers to that node are lost, or the answers",
             Advice(
-                "see that flannel runs there with the same Backend.Port, and no firewall rejects it"
+                _where_refused(peers.get(each.peer, {}))
                 if refused
                 else "run flannelctl doctor there, too; let the network between pass"
                 f" {', '.join(used) or 'the packets of the tunnel'}"
@@ -77,6 +78,12 @@ def tunnel(facts: Facts) -> Iterator[Finding]:
             Advice("run flannelctl doctor there; if a node is gone for good, delete its lease"),
             severity=Severity.HINT,
         )
+
+
+def _where_refused(peer: Mapping[str, Any]) -> str:
+    if peer.get("backend") == "ipsec":
+        return "see that flanneld and charon run there, and no firewall rejects UDP 500 and UDP 4500"
+    return "see that flannel runs there with the same Backend.Port, and no firewall rejects it"
 
 
 @check("D", "segment", "all nodes have the same VNI")

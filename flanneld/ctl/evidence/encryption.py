@@ -1,15 +1,12 @@
-"""Facts about this host's means of encryption: kernel features, sessions, and charon."""
+"""Facts about this host's means of encryption: sessions, and charon."""
 
 from __future__ import annotations
 
-import errno
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from msgspec import Struct
 
 from flanneld.ctl.path_mtu import Path as PathToPeer
 from flanneld.network.resource_json import parse_network
@@ -35,25 +32,6 @@ class CharonState(StrEnum):
     HANGS = "hangs"
     NOT_RUNNING = "not running"
     NOT_INSTALLED = "not installed"
-
-
-class EncryptionFacts(Struct, frozen=True, gc=False):
-    """Facts for the encrypting backends of the network. ``charon`` is None without ipsec or permission.
-
-    ``lacking`` are features that this kernel lacks, each with the modules to load.
-    """
-
-    charon: CharonState | None = None
-    lacking: tuple[tuple[str, str], ...] = ()
-
-
-def read(document: Mapping[str, Any]) -> EncryptionFacts:
-    """Read the facts that the backends of this network call for; none for backends that do not encrypt."""
-    backends = _backends(document)
-    return EncryptionFacts(
-        charon=_charon() if "ipsec" in backends else None,
-        lacking=tuple(_lacking(backends)),
-    )
 
 
 def _backends(document: Mapping[str, Any]) -> set[str | None]:
@@ -177,7 +155,10 @@ def sessions_of(
         yield {**each, "sessions": sessions}
 
 
-def _charon() -> CharonState | None:
+def charon_of(document: Mapping[str, Any]) -> CharonState | None:
+    """Return the state of charon; None without ipsec or permission."""
+    if "ipsec" not in _backends(document):
+        return None
     from flanneld.backends.ipsec import charon, charon_process
     from flanneld.errors import Fatal, Retryable
 
@@ -195,31 +176,3 @@ def _charon() -> CharonState | None:
     except Retryable:
         return CharonState.HANGS
     return CharonState.ANSWERS
-
-
-def _lacking(backends: set[str | None]) -> Iterator[tuple[str, str]]:
-    """Yield features that the kernel's netlink families show to be missing."""
-    if "wireguard" in backends and _is_refused(_open_wireguard):
-        yield "WireGuard", "wireguard"
-    if "ipsec" in backends and _is_refused(_open_xfrm):
-        yield "XFRM", "xfrm_user esp4"
-
-
-def _open_wireguard() -> None:
-    from flanneld.network.genetlink.devices import WireGuardDevices
-
-    WireGuardDevices().close()
-
-
-def _open_xfrm() -> None:
-    from flanneld.network.xfrm.table import open_xfrm
-
-    open_xfrm().close()
-
-
-def _is_refused(open_and_close: Callable[[], None]) -> bool:
-    try:
-        open_and_close()
-    except OSError as failure:
-        return failure.errno in (errno.EPROTONOSUPPORT, errno.EOPNOTSUPP)
-    return False

@@ -12,7 +12,7 @@ import socket
 from contextlib import closing, suppress
 from pathlib import Path
 
-from flanneld.network.rtnetlink.links import Attribute, LinkStep, codec_for, step
+from flanneld.network.rtnetlink.links import Attribute, LinkStep, codec_for, link_info, step
 from flanneld.network.rtnetlink.netlink import NLM_F_CREATE, NLM_F_REQUEST, NetlinkSocket
 from flanneld.runtime.imports import defer
 from flanneld.state.resources import ForeignLink, Link
@@ -24,6 +24,8 @@ _VERBS = {
     "set": (_RTM_NEWLINK, 0),
     "del": (_RTM_DELLINK, 0),
 }
+#: Name that no device can have (net/core/dev.c, dev_valid_name).
+_REFUSED_NAME = "/"
 
 
 def put(desired: Link, actual: Link | ForeignLink | None) -> None:
@@ -48,6 +50,20 @@ def rename(index: int, name: str) -> None:
         _call("set", index=index, up=False)
         _call("set", new_name, index=index)
         _call("set", index=index, up=True)
+
+
+def lacks(kind: str) -> bool:
+    """Return True if this kernel cannot make devices of a kind, not even after loading a module.
+
+    The kernel looks for the kind before it refuses the name, so no device is made. Without CAP_NET_ADMIN it
+    refuses earlier, and the result is False. A TUN is not made over netlink: its kind always counts as
+    missing.
+    """
+    try:
+        _call("add", ("IFLA_IFNAME", _REFUSED_NAME), link_info(kind))
+    except OSError as failure:
+        return failure.errno == errno.EOPNOTSUPP
+    return False
 
 
 def drop(name: str) -> None:

@@ -290,7 +290,7 @@ def remedy(desired: Link, code: int | None, holder: str = "") -> str:
         return f"if nobody needs {holder}, remove it: ip link delete {holder}"
     match code:
         case errno.EOPNOTSUPP:
-            return f"load the kernel's module: modprobe {desired.make}"
+            return f"load the kernel's module: modprobe {desired.make}; or choose another Backend.Type"
         case errno.EEXIST:
             return f"another device serves the same ends; find it with: ip -d link show type {desired.make}"
         case errno.EACCES:

@@ -28,7 +28,8 @@ def read(path: Path, make: Callable[[], bytes] | None = None) -> bytes:
                 atomic_file.create(path, make(), 0o400)
         return peek(path)
     except OSError as error:
-        raise Retryable(f"cannot keep the key in {path}: {cause_of(error)}", "see its directory") from None
+        remedy = "let flanneld read this file, or create it in its directory"
+        raise Retryable(f"cannot keep the key in {path}: {cause_of(error)}", remedy) from None
 
 
 def peek(path: Path) -> bytes:

@@ -16,8 +16,9 @@ from flanneld.ctl.cluster import rules
 from flanneld.ctl.data_source import SourcePart, Unknown
 from flanneld.ctl.doctor import as_json, examine, report, verdict
 from flanneld.ctl.evidence.containers import Container
-from flanneld.ctl.evidence.encryption import CharonState, EncryptionFacts
+from flanneld.ctl.evidence.encryption import CharonState
 from flanneld.ctl.evidence.filters import Drop
+from flanneld.ctl.evidence.kernel_support import LackingFeature
 from flanneld.ctl.evidence.lookups import TO_CONTAINERS, Lost
 from flanneld.ctl.evidence.other_api import OtherApi
 from flanneld.ctl.facts import Dropped, Facts
@@ -154,10 +155,6 @@ def peer(**changes: Any) -> Facts:
     return told(lambda document: document["peers"][0].update(changes))
 
 
-def encrypting(**facts: Any) -> Facts:
-    return replace(WELL, encryption=EncryptionFacts(**facts))
-
-
 def lost(cause: str, about: str, commands: tuple[tuple[str, ...], ...] = ()) -> Facts:
     return replace(WELL, lost=(Lost("packets to other nodes", cause, about, "the route is wrong", commands),))
 
@@ -177,6 +174,7 @@ def container(**changes: Any) -> Facts:
     return replace(WELL, containers=(replace(CONTAINER, **changes),))
 
 
+NO_WIREGUARD = LackingFeature("wireguard", "it cannot make a device of this kind", "wireguard")
 ACCEPT = (("iptables", "-I", "FORWARD", "-s", "10.5.0.0/16", "-j", "ACCEPT"),)
 FLANNEL = CniConf("/etc/cni/net.d/10-flannel.conflist", ("flannel", "portmap"))
 CALICO = CniConf("/etc/cni/net.d/10-calico.conflist", ("calico",))
@@ -275,11 +273,11 @@ CASES: dict[str, list[Facts]] = {
         replace(WELL, paths=(PathToPeer("tunnel", ip_address("10.5.2.0"), 1450, 576),)),
     ],
     "handshakes": [peer(sessions=[SILENT])],
-    "kernel support": [encrypting(lacking=(("WireGuard", "wireguard"),))],
+    "kernel support": [replace(WELL, lacking=(NO_WIREGUARD,))],
     "charon": [
-        replace(encrypting(charon=CharonState.NOT_RUNNING), origin="host"),
-        replace(refused_by("charon"), encryption=EncryptionFacts(CharonState.NOT_INSTALLED)),
-        encrypting(charon=CharonState.HANGS),
+        replace(WELL, charon=CharonState.NOT_RUNNING, origin="host"),
+        replace(refused_by("charon"), charon=CharonState.NOT_INSTALLED),
+        replace(WELL, charon=CharonState.HANGS),
     ],
     "bypass": [
         told(
@@ -293,6 +291,14 @@ CASES: dict[str, list[Facts]] = {
     "cloned keys": [peer(state="refused", reason="10.5.2.0/24 announces our own public key; restart there")],
     "checksums": [replace(WELL, kernel=(4, 19)), replace(WELL, kernel=(5, 6))],
     "port": [replace(WELL, traffic={"flannel.1": (0, 500)})],
+    "start": [
+        replace(
+            WELL,
+            origin="host",
+            unknown=(Unknown(SourcePart.START, "flanneld cannot start: no PSK", remedy=each),),
+        )
+        for each in ("set Backend.PSK", "")
+    ],
     "daemon": [
         replace(WELL, origin="host", unknown=(Unknown(SourcePart.DAEMON, "no daemon answers", hangs=hangs),))
         for hangs in (False, True)
@@ -412,6 +418,30 @@ def test_a_silent_peer_whose_port_is_closed_gets_the_advice_to_look_there() -> N
     assert_advice(facts, "see that flanneld runs there")
 
 
+def test_peer_whose_charon_is_missing_gets_the_advice_to_look_for_it() -> None:
+    session = {**SILENT, "endpoint": "192.0.2.2:500"}
+    assert_advice(replace(peer(sessions=[session]), refusing=frozenset({"192.0.2.2"})), "flanneld and charon")
+    quiet = replace(
+        peer(backend="ipsec"),
+        paths=(path("underlay", 1500), path("tunnel", None)),
+        refusing=frozenset({"192.0.2.2"}),
+    )
+    (found,) = [finding for check, finding in examine(quiet) if check.name == "tunnel"]
+    assert isinstance(found.remedy, Advice)
+    assert "flanneld and charon run there" in found.remedy.text
+
+
+def test_verdict_names_the_cause_of_a_daemon_that_ended() -> None:
+    silent = Unknown(SourcePart.DAEMON, "no daemon answers")
+    ended = replace(WELL, origin="host", unknown=(silent,), entries=(Comparison(ROUTE, "missing"),))
+    for name, facts in {
+        "daemon": ended,
+        "charon": replace(ended, charon=CharonState.NOT_INSTALLED),
+        "start": replace(ended, unknown=(silent, Unknown(SourcePart.START, "flanneld cannot start: no PSK"))),
+    }.items():
+        assert examine(facts)[0][0].name == name
+
+
 @pytest.mark.parametrize(
     ("session", "told"),
     [
@@ -435,9 +465,17 @@ def test_what_the_kernel_lacks_of_an_encrypted_network_is_named() -> None:
     assert found.evidence == "peer KEY"
 
 
+@pytest.mark.parametrize("state", ["missing", "different"])
+def test_kernel_without_the_kind_of_device_is_the_only_cause_named(state: str) -> None:
+    entries = (Comparison(VXLAN, state), Comparison(ROUTE, state))
+    lacking = LackingFeature("vxlan", "it cannot make a device of this kind", "vxlan")
+    found = examine(replace(WELL, entries=entries, lacking=(lacking,)))
+    assert [check.name for check, _ in found] == ["kernel support"]
+
+
 @pytest.mark.parametrize("state", [CharonState.ANSWERS, CharonState.NOT_RUNNING])
 def test_a_charon_that_answers_us_or_the_daemon_is_no_finding(state: CharonState) -> None:
-    assert examine(encrypting(charon=state)) == []
+    assert examine(replace(WELL, charon=state)) == []
 
 
 @pytest.mark.parametrize(
