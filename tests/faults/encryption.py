@@ -7,7 +7,17 @@ import signal
 from collections.abc import Callable
 
 from tests.faults.cluster import OTHER, gone
-from tests.faults.fault import Fault, on_peer, restart, start, stop
+from tests.faults.fault import (
+    Fault,
+    configured,
+    nothing_missing,
+    on_peer,
+    restart,
+    start,
+    start_in_vain,
+    stop,
+    without_charon,
+)
 from tests.faults.firewall import flushed
 from tests.faults.world import IPSEC, WIREGUARD, Step, World
 from tests.lab import wait_for
@@ -169,6 +179,33 @@ FAULTS = {
         heal=(gone(OTHER),),
         advice="remove the key file",
     ),
+    "PSK that is no key, wireguard": Fault(
+        "start",
+        "flanneld cannot start: could not parse psk: the key is no base64",
+        (stop, configured(PSK="no key"), start_in_vain),
+        WIREGUARD,
+        cuts=False,
+        heal=(configured(), start),
+        advice="make one with `wg genpsk`",
+    ),
+    "key file without a key": Fault(
+        "start",
+        "flanneld cannot start: could not parse private key from file: the key is no base64",
+        (stop, "echo no key >{directory}/wgkey", start_in_vain),
+        WIREGUARD,
+        cuts=False,
+        heal=("rm {directory}/wgkey", start),
+        advice="remove the file to have a key made",
+    ),
+    "key file that cannot be read": Fault(
+        "ready",
+        "cannot keep the key in {directory}/wgkey",
+        (stop, "rm {directory}/wgkey; mkdir {directory}/wgkey", restart()),
+        WIREGUARD,
+        cuts=False,
+        heal=("rmdir {directory}/wgkey",),
+        advice="let flanneld read this file",
+    ),
     "route past the encryption": Fault(
         "bypass",
         "{base}/25",
@@ -227,6 +264,24 @@ FAULTS = {
         cuts=False,
         heal=(start,),
         advice="start flanneld",
+    ),
+    "charon is not installed": Fault(
+        "charon",
+        "charon is not installed",
+        (stop, to_charon(signal.SIGTERM), without_charon, start_in_vain),
+        IPSEC,
+        heal=(nothing_missing, start),
+        advice="apt-get install strongswan-charon strongswan-swanctl libstrongswan-standard-plugins",
+        peer_sees="tunnel or handshakes",
+    ),
+    "PSK shorter than 96 characters": Fault(
+        "start",
+        "flanneld cannot start: config error, password should be at least 96 characters long",
+        (stop, configured(PSK="too short"), start_in_vain),
+        IPSEC,
+        cuts=False,
+        heal=(configured(), start),
+        advice="set Backend.PSK",
     ),
     "charon hangs": Fault(
         "charon",

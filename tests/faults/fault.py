@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tests.faults import missing
 from tests.faults.world import VXLAN, Kind, Step, World
+from tests.lab import wait_for
 
 PROBLEM, HINT = "problem", "hint"
 
@@ -21,8 +23,8 @@ class Fault:
     what the words of ``advice`` say. ``after`` cleans up what is no part of the fault.
 
     ``cuts`` tells that packets between containers are lost meanwhile; None if chance decides. ``peer_sees``
-    is a check that finds something on the second node. ``within`` are the seconds until the doctor may know;
-    ``is_long`` marks what takes more than ten times as long as others.
+    is a check that finds something on the second node, or several with " or " between. ``within`` are the
+    seconds until the doctor may know; ``is_long`` marks what takes more than ten times as long as others.
     """
 
     check: str
@@ -59,6 +61,35 @@ def start(world: World) -> None:
     """Start the daemon with the flags that it had at first."""
     restart()(world)
     world.node.wait_ready()
+
+
+def start_in_vain(world: World) -> None:
+    """Start the daemon, and see it end because it cannot work."""
+    world.start(world.node)
+    wait_for(lambda: not world.node.running, 20, "the daemon to end")
+    assert world.node.daemon.status() == 1, world.node.log()
+
+
+def configured(**settings: object) -> Callable[[World], None]:
+    """Return the step that writes other settings of the backend; none for those of this kind of network."""
+    return lambda world: world.put_config(**settings)
+
+
+def without_kind(kind: str) -> Callable[[World], None]:
+    """Return the step that lets the broken node's kernel lack a kind of device."""
+
+    def act(world: World) -> None:
+        world.without = missing.kind_of_device(kind, world.programs)
+
+    return act
+
+
+def without_charon(world: World) -> None:
+    world.without = missing.charon()
+
+
+def nothing_missing(world: World) -> None:
+    world.without = []
 
 
 def restart(*flags: str) -> Callable[[World], None]:

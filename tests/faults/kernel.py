@@ -2,14 +2,46 @@
 
 from __future__ import annotations
 
-from tests.faults.fault import Fault
+from tests.faults.fault import (
+    Fault,
+    configured,
+    nothing_missing,
+    start,
+    start_in_vain,
+    stop,
+    without_kind,
+)
 from tests.faults.world import DUAL, HOST_GW, UDP
 
 #: A route that would take answers to the peer elsewhere. The tunnel's own packets are bound to the uplink.
 SECOND = ("ip link add other0 up type bridge; ip route add {peer} dev other0",)
 NO_SECOND = ("sysctl -w net.ipv4.conf.eth0.rp_filter=0; ip link del other0",)
 
+
+def unsupported(kind: str) -> Fault:
+    """Return the fault of a backend chosen for a kernel that lacks its kind of device."""
+    return Fault(
+        "kernel support",
+        f"this kernel has no {kind}",
+        (stop, without_kind(kind), configured(Type=kind), start_in_vain),
+        heal=(configured(), start),
+        advice="set another Backend.Type in the network config",
+        after=(nothing_missing,),
+        peer_sees="refusals",
+    )
+
+
 FAULTS = {
+    "kernel without ipip": unsupported("ipip"),
+    "kernel without WireGuard": unsupported("wireguard"),
+    "kernel without VXLAN": Fault(
+        "kernel support",
+        "this kernel has no vxlan",
+        (stop, "ip link del flannel.1", without_kind("vxlan"), start_in_vain),
+        heal=(nothing_missing, start),
+        advice="modprobe -a vxlan, then start flanneld",
+        peer_sees="tunnel",
+    ),
     "forwarding off": Fault("forwarding", "net.ipv4.ip_forward is 0", ("sysctl -w net.ipv4.ip_forward=0",)),
     "forwarding off, host-gw": Fault(
         "forwarding", "net.ipv4.ip_forward is 0", ("sysctl -w net.ipv4.ip_forward=0",), HOST_GW

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from tests.faults.fault import Fault, restart, start
+from tests.faults.fault import Fault, configured, restart, start, start_in_vain, stop
 from tests.faults.world import FULL, VXLAN_V3, World
 
 
@@ -103,6 +103,14 @@ FAULTS = {
         cuts=False,
         heal=(config_written,),
         advice="correct it",
+    ),
+    "setting of the backend out of range": Fault(
+        "start",
+        "flanneld cannot start: Backend.VNI is 99999999",
+        (stop, configured(VNI=99999999), start_in_vain),
+        cuts=False,
+        heal=(configured(), start),
+        advice="set it to a number from 0 to 16777215",
     ),
     "wrong prefix": Fault(
         "store",

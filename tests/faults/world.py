@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -67,9 +70,13 @@ NATIVE = Kind({"Type": "vxlan"}, {"EnableNFTables": True})
 class World:
     """Three nodes with a container each. The first one is the broken one, the second one its peer."""
 
-    def __init__(self, lab: Lab, kind: Kind) -> None:
+    def __init__(self, lab: Lab, kind: Kind, programs: Path) -> None:
         self.lab = lab
         self.kind = kind
+        #: Directory from which code may be run.
+        self.programs = programs
+        #: Command before those of the broken node, which hides a part of the host from them.
+        self.without: list[str] = []
         #: What the doctor said last, for a failure's report.
         self.last: Diagnosis | None = None
         self.words: dict[str, str] = {}
@@ -82,7 +89,7 @@ class World:
         for node in () if kind.routed else self.nodes:
             wait_until_healthy(node)
 
-    def put_config(self, **settings: str) -> None:
+    def put_config(self, **settings: object) -> None:
         """Write the network config, with other settings of the backend."""
         kind = self.kind
         self.lab.etcd.put_config({"Network": NETWORK, "Backend": {**kind.backend, **settings}, **kind.config})
@@ -103,8 +110,9 @@ class World:
         node.start(*self.kind.flags, *flags, command=command, environment=_key_file(node))
 
     def _at_home(self, node: Node, command: Sequence[str]) -> list[str]:
-        """Give a command the node's own /run if charon's socket is there."""
-        return with_own_run(node, *command) if self.kind.backend["Type"] == "ipsec" else list(command)
+        """Give a command the node's own /run if charon's socket is there, and hide what the node lacks."""
+        at_home = with_own_run(node, *command) if self.kind.backend["Type"] == "ipsec" else list(command)
+        return [*self.without, *at_home] if self.without and node is self.node else at_home
 
     @property
     def node(self) -> Node:
@@ -246,7 +254,12 @@ class Diagnosis:
 
 def kept_worlds() -> Kept[Kind, World]:
     """Return the networks, none of which is built yet."""
-    return Kept(lambda kind, stack: World(stack.enter_context(Lab(api=kind.api)), kind))
+
+    def build(kind: Kind, stack: ExitStack) -> World:
+        programs = Path(stack.enter_context(TemporaryDirectory(prefix="flanneld-faults-")))
+        return World(stack.enter_context(Lab(api=kind.api)), kind, programs)
+
+    return Kept(build)
 
 
 def commands(words: Iterable[Iterable[str]]) -> list[str]:
