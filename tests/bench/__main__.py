@@ -35,10 +35,25 @@ STORES: Mapping[str, Callable[[str, int], AbstractContextManager[Bed]]] = {
     "server": make_server_bed,
 }
 #: What is measured by the kernel's notifications.
-TOLD = {Measure.LATENCY, Measure.BURST}
+TOLD = {Measure.LATENCY, Measure.BURST, Measure.AMONG, Measure.RESTART, Measure.DRAIN}
 #: What is measured on a node without peers, and on one with some.
-ALONE = TOLD | {Measure.START, Measure.RSS, Measure.IDLE}
-AMONG_PEERS = {Measure.BULK, Measure.RSS, Measure.IDLE, Measure.DOCTOR}
+ALONE = {Measure.LATENCY, Measure.BURST, Measure.START, Measure.RSS, Measure.IDLE}
+AMONG_PEERS = {
+    Measure.BULK,
+    Measure.RSS,
+    Measure.IDLE,
+    Measure.AMONG,
+    Measure.RESTART,
+    Measure.DRAIN,
+    Measure.DOCTOR,
+}
+#: What the stores cannot do, or daemons do not with them.
+LACKS = {
+    "etcd": {Measure.DRAIN},
+    "etcd3": {Measure.FLOW},
+    "kube": {Measure.FLOW, Measure.DOCTOR, Measure.DRAIN},
+    "server": {Measure.FLOW, Measure.DOCTOR, Measure.DRAIN},
+}
 LOOK = 0.3  # seconds for which the machine is watched before each start
 #: The commands of both nodes' daemons.
 _Pair = tuple[Sequence[str], Sequence[str]]
@@ -73,6 +88,7 @@ class Bench:
             for peers in self._chosen.peers:
                 # Peers answer through vxlan alone.
                 left_out = set() if backend == "vxlan" else {Measure.DOCTOR}
+                left_out |= TOLD if backend == "wireguard" else set()
                 if wanted := self._chosen.only & AMONG_PEERS - left_out:
                     self._rounds(backend, peers, wanted)
 
@@ -177,12 +193,7 @@ def _read(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--events and --burst take numbers up to {MOST_PEERS}")
     if not 1 <= chosen.rounds <= 100:
         parser.error("--rounds takes a number from 1 to 100")
-    if chosen.store == "kube":
-        chosen.only -= TOLD | {Measure.FLOW, Measure.DOCTOR}
-    if chosen.store == "etcd3":
-        chosen.only -= {Measure.FLOW}
-    if chosen.store == "server":
-        chosen.only -= {Measure.FLOW, Measure.DOCTOR}
+    chosen.only -= LACKS[chosen.store]
     return chosen
 
 

@@ -6,11 +6,11 @@ import json
 import signal
 import socket
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.bench.cluster import FIRST_PUBLIC_IP, OVERLAY, UNDERLAY_PREFIX, open_leases
+from tests.bench.cluster import FIRST_PUBLIC_IP, OVERLAY, UNDERLAY_PREFIX, Nodes, Writer, open_leases
 from tests.lab import Etcd, Lab, Node, own_command, wait_for
 from tests.lab.daemon import Daemon
 from tests.lab.lab import ADDRESS
@@ -33,6 +33,10 @@ class Bed:
     @property
     def etcd(self) -> Etcd:
         return self.lab.etcd
+
+    def writer(self) -> AbstractContextManager[Writer]:
+        """What has more peers come and go."""
+        return open_leases(self.etcd, self.backend)
 
     def start(self, node: Node, command: Sequence[str]) -> None:
         """Start a daemon on a node of this bed."""
@@ -125,6 +129,9 @@ class KubeBed(Bed):
     def start(self, node: Node, command: Sequence[str]) -> None:
         flags = [*self.lab.kube.flags(), f"--net-config-path={_net_conf(self.lab)}"]
         node.start(*flags, command=command, environment={"NODE_NAME": node.name})
+
+    def writer(self) -> AbstractContextManager[Writer]:
+        return nullcontext(Nodes(self.lab.kube.control, self.backend))
 
     def _forget(self, node: Node) -> None:
         self.lab.kube.control.delete_node(node.name)

@@ -7,16 +7,19 @@ import json
 import socket
 import struct
 from base64 import b64encode
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from ipaddress import IPv4Address, IPv4Network
+from typing import Any, Protocol
 from urllib.parse import urlencode
 
 from tests.lab import Etcd, EtcdError
 from tests.lab.etcd import PORT, PREFIX, TTL
 from tests.lab.etcd_v3 import coded
+from tests.lab.kube_api.control import Control
 
 OVERLAY = "10.0.0.0/8"
 #: Wide enough that every peer's public IP is on-link, which host-gw demands.
@@ -58,11 +61,24 @@ class Peer:
         return json.dumps(attributes | more, separators=(",", ":"))
 
 
-class Leases:
-    """Writes and removes peers' leases over one connection that is kept open.
+class Writer(Protocol):
+    """Has peers come and go. Requests are made apart from being sent: making them is not measured."""
 
-    Requests are made apart from being sent, so that making them is no part of what is measured.
-    """
+    def addition(self, peer: Peer) -> Any:
+        """The request that writes what a peer announces."""
+
+    def removal(self, peer: Peer) -> Any:
+        """The request that deletes it."""
+
+    def send(self, request: Any) -> None:
+        """Send a request; its answer waits for ``finish``."""
+
+    def finish(self) -> None:
+        """Wait for the answer to what was sent last."""
+
+
+class Leases:
+    """Writes and removes peers' leases over one connection that is kept open."""
 
     def __init__(self, connection: socket.socket, backend: str) -> None:
         self._connection = connection
@@ -106,6 +122,12 @@ class V3Leases(Leases):
             self.send(self._put(Peer(each), _lease_id(Peer(each))))
             self.finish()
 
+    def put_back(self, number: int) -> None:
+        """Write the leases of the first ``number`` peers again: etcd's own leases outlive their keys."""
+        for each in range(number):
+            self.send(self._put(Peer(each), _lease_id(Peer(each))))
+            self.finish()
+
     def addition(self, peer: Peer) -> bytes:
         """Without a lease, as it has to be one request."""
         return self._put(peer, "0")
@@ -113,9 +135,41 @@ class V3Leases(Leases):
     def removal(self, peer: Peer) -> bytes:
         return _post("/kv/deleterange", {"key": coded(_key(peer))})
 
+    def removal_of_all(self, number: int) -> bytes:
+        """The request that deletes the first ``number`` peers in one transaction."""
+        seconds = sorted({Peer(each).subnet.network_address.packed[1] for each in range(number)})
+        prefixes = (f"{PREFIX}/subnets/10.{second}" for second in seconds)
+        # "/" follows ".", so this is the end of all keys that begin with the prefix and a dot.
+        ranges = ({"key": coded(f"{each}."), "range_end": coded(f"{each}/")} for each in prefixes)
+        return _request(
+            "POST", "/v3/kv/txn", json.dumps({"success": [{"requestDeleteRange": each} for each in ranges]})
+        )
+
     def _put(self, peer: Peer, lease: str) -> bytes:
         value = peer.value(self._backend).replace(',"BackendType"', ',"PublicIPv6":null,"BackendType"')
         return _post("/kv/put", {"key": coded(_key(peer)), "value": coded(value), "lease": lease})
+
+
+class Nodes:
+    """The peers as nodes of Kubernetes."""
+
+    def __init__(self, control: Control, backend: str) -> None:
+        self._control = control
+        self._backend = backend
+
+    def addition(self, peer: Peer) -> Callable[[], object]:
+        address = str(IPv4Address(FIRST_PUBLIC_IP) + peer.number)
+        data = {"VNI": 1, "VtepMAC": peer.mac.hex(":")} if self._backend == "vxlan" else None
+        return partial(self._control.put_peer, _name(peer), str(peer.subnet), address, self._backend, data)
+
+    def removal(self, peer: Peer) -> Callable[[], object]:
+        return partial(self._control.delete_node, _name(peer))
+
+    def send(self, request: Callable[[], object]) -> None:
+        request()
+
+    def finish(self) -> None:
+        """Nothing is left to wait for."""
 
 
 @contextmanager
@@ -126,6 +180,10 @@ def open_leases(etcd: Etcd, backend: str) -> Iterator[Leases]:
     with connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         yield (V3Leases if etcd.api == "v3" else Leases)(connection, backend)
+
+
+def _name(peer: Peer) -> str:
+    return f"peer-{peer.number}"
 
 
 def _key(peer: Peer) -> str:

@@ -20,7 +20,7 @@ def test_a_run_in_miniature_yields_every_figure(tmp_path: Path, monkeypatch: pyt
     sizes = ["--peers=50", "--rounds=1", "--events=5", "--idle-seconds=1", "--flow-seconds=1"]
     assert main(["--backend=vxlan", f"--json={file}", *sizes]) == 0
     rows = json.loads(file.read_text())["figures"]
-    assert {row["figure"] for row in rows} == {figure.value for figure in Figure}
+    assert {row["figure"] for row in rows} == {figure.value for figure in Figure} - {Figure.DRAIN}
     assert all(len(row["ours"]) == 1 and row["peer"] == [] for row in rows)
 
 
@@ -28,22 +28,25 @@ def test_a_run_in_miniature_yields_every_figure(tmp_path: Path, monkeypatch: pyt
 def test_a_run_in_kubernetes_yields_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FLANNELD_PEER", raising=False)
     file = tmp_path / "figures.json"
-    sizes = ["--peers=50", "--rounds=1", "--idle-seconds=1"]
+    sizes = ["--peers=50", "--rounds=1", "--idle-seconds=1", "--burst=20"]
     assert main(["--store=kube", "--backend=vxlan", f"--json={file}", *sizes]) == 0
     rows = json.loads(file.read_text())["figures"]
     assert {row["backend"] for row in rows} == {"vxlan in Kubernetes"}
-    assert {Figure.READY, Figure.BULK, Figure.PEAK, Figure.IDLE} <= {row["figure"] for row in rows}
+    assert {Figure.READY, Figure.BULK, Figure.PEAK, Figure.IDLE, Figure.BURST_CPU, Figure.LOST} <= {
+        row["figure"] for row in rows
+    }
 
 
 @pytest.mark.long
 def test_a_run_on_etcd_v3_yields_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FLANNELD_PEER", raising=False)
     file = tmp_path / "figures.json"
-    sizes = ["--peers=50", "--rounds=1", "--events=5", "--only=bulk,latency,rss"]
+    sizes = ["--peers=50", "--rounds=1", "--events=5", "--only=bulk,latency,rss,among,restart,drain"]
     assert main(["--store=etcd3", "--backend=vxlan", f"--json={file}", *sizes]) == 0
     rows = json.loads(file.read_text())["figures"]
     assert {row["backend"] for row in rows} == {"vxlan on etcd v3"}
     assert {Figure.BULK, Figure.ADD, Figure.REMOVE_P99, Figure.PEAK} <= {row["figure"] for row in rows}
+    assert {Figure.RESTART, Figure.LOST, Figure.DRAIN} <= {row["figure"] for row in rows}
 
 
 @pytest.mark.long

@@ -8,15 +8,16 @@ import signal
 import statistics
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from tests.bench.bed import Bed
-from tests.bench.cluster import Peer, open_leases
+from tests.bench.cluster import Peer, V3Leases
 from tests.bench.crowd import answering
 from tests.bench.figures import Figure, Measure, percentile
 from tests.bench.process import cpu_seconds, cpu_seconds_of_children, rss_mib
 from tests.bench.rtnl import ADDED, REMOVED, KernelState, Notifications, objects
-from tests.lab import Node
+from tests.lab import EtcdError, Node
 from tests.netns.test_seeing import flannelctl
 
 Figures = dict[Figure, float]
@@ -71,10 +72,14 @@ def live(bed: Bed, command: Sequence[str], wanted: Collection[Measure], settings
             figures[Figure.IDLE] = _idle(node, settings.idle_seconds)
         if Measure.DOCTOR in wanted:
             figures |= _commands(bed, node)
-        if Measure.LATENCY in wanted:
+        if not {Measure.LATENCY, Measure.AMONG}.isdisjoint(wanted):
             figures |= _latency(bed, node, settings.events)
         if Measure.BURST in wanted:
             figures |= _burst(bed, node, settings.burst)
+        if Measure.RESTART in wanted:
+            figures |= _restart(bed, node, command)
+        if Measure.DRAIN in wanted:
+            figures[Figure.DRAIN] = _drain(bed, node)
         time.sleep(BEFORE_STOP)
         _check(node)
         figures[Figure.STOP] = _stop(node)
@@ -141,7 +146,7 @@ def _idle(node: Node, seconds: float) -> float:
 def _latency(bed: Bed, node: Node, events: int) -> Figures:
     """Peers come and go one by one; from just before the request to etcd until the kernel's word."""
     some = [Peer(bed.peers + number) for number in range(WARM_UP + events)]
-    with open_leases(bed.etcd, bed.backend) as leases, Notifications(node.namespace) as kernel:
+    with bed.writer() as leases, Notifications(node.namespace) as kernel:
 
         def time_all(request_for: Callable[[Peer], bytes], kinds: tuple[int, int]) -> list[float]:
             times = []
@@ -154,8 +159,16 @@ def _latency(bed: Bed, node: Node, events: int) -> Figures:
                 time.sleep(SPACING)
             return times[WARM_UP:]
 
-        added = time_all(leases.addition, ADDED)
-        removed = time_all(leases.removal, REMOVED)
+        try:
+            added = time_all(leases.addition, ADDED)
+            removed = time_all(leases.removal, REMOVED)
+        except AssertionError:
+            # An event that a daemon has missed must not spoil the lives after this one.
+            for peer in some:
+                with suppress(EtcdError):
+                    leases.send(leases.removal(peer))
+                    leases.finish()
+            raise
     return {
         Figure.ADD: percentile(added, 50),
         Figure.ADD_P99: percentile(added, 99),
@@ -189,7 +202,7 @@ def _burst(bed: Bed, node: Node, number: int) -> Figures:
     """Peers come, then go, one by one as fast as etcd takes them; until the kernel's last word."""
     peers = [Peer(bed.peers + each) for each in range(number)]
     everything = {each for peer in peers for each in objects(peer, bed.backend)}
-    with open_leases(bed.etcd, bed.backend) as leases, Notifications(node.namespace) as kernel:
+    with bed.writer() as leases, Notifications(node.namespace) as kernel:
 
         def time_all(request_for: Callable[[Peer], bytes], kinds: tuple[int, int]) -> float:
             begin = time.monotonic()
@@ -207,6 +220,50 @@ def _burst(bed: Bed, node: Node, number: int) -> Figures:
         Figure.BURST_GONE: removed,
         Figure.BURST_CPU: spent / (2 * number) * 1000,
     }
+
+
+def _restart(bed: Bed, node: Node, command: Sequence[str]) -> Figures:
+    """Start again over what the first life left, while two nodes' containers ping each other."""
+    with bed.node() as other:
+        with KernelState(other.namespace, bed.backend, bed.peers) as kernel:
+            bed.start(other, command)
+            other.wait_ready(START_DEADLINE)
+            _wait_for_peers(other, kernel)
+        node.wait_for_route(other.subnet())
+        with (
+            node.container().ping(other.container()) as there,
+            other.container().ping(node.container()) as back,
+        ):
+            for ping in (there, back):
+                ping.wait_for_replies()
+            _stop(node)
+            begin = time.monotonic()
+            bed.start(node, command)
+            while not node.service_manager.ready():
+                time.sleep(0.001)
+                _check(node)
+                assert time.monotonic() < begin + START_DEADLINE, f"not ready; the log:\n{node.log()[-2000:]}"
+            ready = (time.monotonic() - begin) * 1000
+            time.sleep(SETTLE)
+            for ping in (there, back):
+                ping.wait_for_replies()
+            lost = there.lost() + back.lost()
+        other.daemon.end(signal.SIGKILL, STOP_DEADLINE)
+    return {Figure.RESTART: ready, Figure.LOST: lost}
+
+
+def _drain(bed: Bed, node: Node) -> float:
+    """Seconds from one transaction that removes all peers until the kernel has dropped the last of them."""
+    everything = {each for number in range(bed.peers) for each in objects(Peer(number), bed.backend)}
+    with bed.writer() as leases, Notifications(node.namespace) as kernel:
+        assert isinstance(leases, V3Leases), "v2 of etcd has no such transaction"
+        request = leases.removal_of_all(bed.peers)
+        begin = time.monotonic()
+        leases.send(request)
+        seconds = kernel.wait(REMOVED, everything, BULK_DEADLINE) - begin
+        leases.finish()
+        leases.put_back(bed.peers)  # for the next life
+    return seconds
 
 
 def _stop(node: Node) -> float:
