@@ -31,6 +31,7 @@ BACKENDS = ("vxlan", "host-gw")
 STORES: Mapping[str, Callable[[str, int], AbstractContextManager[Bed]]] = {
     "etcd": make_bed,
     "etcd3": partial(make_bed, api="v3"),
+    "dual": partial(make_bed, api="v3", dual=True),
     "kube": make_kube_bed,
     "server": make_server_bed,
 }
@@ -51,6 +52,7 @@ AMONG_PEERS = {
 LACKS = {
     "etcd": {Measure.DRAIN},
     "etcd3": {Measure.FLOW},
+    "dual": {Measure.FLOW, Measure.DOCTOR},
     "kube": {Measure.FLOW, Measure.DOCTOR, Measure.DRAIN},
     "server": {Measure.FLOW, Measure.DOCTOR, Measure.DRAIN},
 }

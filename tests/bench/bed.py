@@ -10,7 +10,15 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.bench.cluster import FIRST_PUBLIC_IP, OVERLAY, UNDERLAY_PREFIX, Nodes, Writer, open_leases
+from tests.bench.cluster import (
+    FIRST_PUBLIC_IP,
+    IPV6_OVERLAY,
+    OVERLAY,
+    UNDERLAY_PREFIX,
+    Nodes,
+    Writer,
+    open_leases,
+)
 from tests.lab import Etcd, Lab, Node, own_command, wait_for
 from tests.lab.daemon import Daemon
 from tests.lab.lab import ADDRESS
@@ -24,10 +32,14 @@ class Bed:
     lab: Lab
     backend: str
     peers: int
+    #: With IPv6 beside IPv4?
+    dual: bool = False
 
     @property
     def title(self) -> str:
         """What the bed is called in the results."""
+        if self.dual:
+            return f"{self.backend}, both families"
         return f"{self.backend} on etcd v3" if self.etcd.api == "v3" else self.backend
 
     @property
@@ -36,7 +48,7 @@ class Bed:
 
     def writer(self) -> AbstractContextManager[Writer]:
         """What has more peers come and go."""
-        return open_leases(self.etcd, self.backend)
+        return open_leases(self.etcd, self.backend, dual=self.dual)
 
     def start(self, node: Node, command: Sequence[str]) -> None:
         """Start a daemon on a node of this bed."""
@@ -74,13 +86,15 @@ class Bed:
 
 
 @contextmanager
-def make_bed(backend: str, peers: int, api: str = "v2") -> Iterator[Bed]:
+def make_bed(backend: str, peers: int, api: str = "v2", *, dual: bool = False) -> Iterator[Bed]:
     """Build the laboratory, write the config and the leases."""
     with Lab(api=api) as lab:
-        lab.etcd.put_config({"Network": OVERLAY, "SubnetLen": 24, "Backend": {"Type": backend}})
-        with open_leases(lab.etcd, backend) as leases:
+        config = {"Network": OVERLAY, "SubnetLen": 24, "Backend": {"Type": backend}}
+        lab.etcd.put_config(config | ({"EnableIPv6": True, "IPv6Network": IPV6_OVERLAY} if dual else {}))
+        bed = Bed(lab, backend, peers, dual)
+        with open_leases(lab.etcd, backend, dual=dual) as leases:
             leases.load(peers)
-        yield Bed(lab, backend, peers)
+        yield bed
 
 
 class ServerBed(Bed):

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
-from ipaddress import IPv4Address, IPv4Network
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
 from typing import Any, Protocol
 from urllib.parse import urlencode
 
@@ -22,6 +22,7 @@ from tests.lab.etcd_v3 import coded
 from tests.lab.kube_api.control import Control
 
 OVERLAY = "10.0.0.0/8"
+IPV6_OVERLAY = "fd00:10::/32"
 #: Wide enough that every peer's public IP is on-link, which host-gw demands.
 UNDERLAY_PREFIX = 15
 #: Above the nodes of the laboratory, which begin at 198.18.0.1.
@@ -29,6 +30,8 @@ FIRST_PUBLIC_IP = "198.18.16.0"
 #: That of 10.64.0.0/24, well above the subnets that daemons pick for themselves. After the last subnet of the
 #: network, 10.255.255.0/24, come those from 10.0.0.0/24 on.
 _FIRST_INDEX = 64 << 8
+#: The same in IPv6, fd00:10:10::/64, and what the IPv6 addresses of the peers' nodes begin with.
+_FIRST_IPV6_INDEX, _IPV6_UNDERLAY = 16 << 16, int(IPv6Address("fd00:ffff::"))
 #: All subnets but the last 102 before 10.64.0.0/24, of which a node gets one.
 MOST_PEERS = (1 << 16) - 102
 
@@ -45,6 +48,11 @@ class Peer:
         return IPv4Network(((10 << 24) + (index << 8), 24))
 
     @property
+    def ipv6_subnet(self) -> IPv6Network:
+        first = int(IPv6Network(IPV6_OVERLAY).network_address)
+        return IPv6Network((first + (_FIRST_IPV6_INDEX + self.number << 64), 64))
+
+    @property
     def mac(self) -> bytes:
         return b"\x02\xbe" + struct.pack("!I", self.number)
 
@@ -52,6 +60,13 @@ class Peer:
     def public_key(self) -> str:
         """A key of WireGuard: any 32 bytes are one."""
         return b64encode(sha256(self.mac).digest()).decode()
+
+    def dual_value(self, backend: str) -> str:
+        """The lease's value in v3 of etcd with both families."""
+        both: dict[str, object] = {"PublicIPv6": str(IPv6Address(_IPV6_UNDERLAY + self.number))}
+        if backend == "vxlan":
+            both |= {"BackendV6Data": {"VNI": 1, "VtepMAC": self.mac.hex(":")}}
+        return json.dumps(json.loads(self.value(backend)) | both, separators=(",", ":"))
 
     def value(self, backend: str) -> str:
         """The lease's value in v2 of etcd, byte for byte as the Go daemon writes it."""
@@ -150,6 +165,17 @@ class V3Leases(Leases):
         return _post("/kv/put", {"key": coded(_key(peer)), "value": coded(value), "lease": lease})
 
 
+class DualLeases(V3Leases):
+    """The same with a subnet of either family."""
+
+    def removal(self, peer: Peer) -> bytes:
+        return _post("/kv/deleterange", {"key": coded(_dual_key(peer))})
+
+    def _put(self, peer: Peer, lease: str) -> bytes:
+        value = coded(peer.dual_value(self._backend))
+        return _post("/kv/put", {"key": coded(_dual_key(peer)), "value": value, "lease": lease})
+
+
 class Nodes:
     """The peers as nodes of Kubernetes."""
 
@@ -173,13 +199,14 @@ class Nodes:
 
 
 @contextmanager
-def open_leases(etcd: Etcd, backend: str) -> Iterator[Leases]:
+def open_leases(etcd: Etcd, backend: str, *, dual: bool = False) -> Iterator[Leases]:
     """A connection to etcd from inside its own namespace."""
     with etcd.namespace.entered():
         connection = socket.create_connection((etcd.address, PORT), timeout=10)
     with connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        yield (V3Leases if etcd.api == "v3" else Leases)(connection, backend)
+        kind = DualLeases if dual else V3Leases if etcd.api == "v3" else Leases
+        yield kind(connection, backend)
 
 
 def _name(peer: Peer) -> str:
@@ -188,6 +215,10 @@ def _name(peer: Peer) -> str:
 
 def _key(peer: Peer) -> str:
     return f"{PREFIX}/subnets/{str(peer.subnet).replace('/', '-')}"
+
+
+def _dual_key(peer: Peer) -> str:
+    return f"{_key(peer)}&{str(peer.ipv6_subnet).replace('/', '-')}"
 
 
 def _lease_id(peer: Peer) -> str:

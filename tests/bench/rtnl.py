@@ -11,6 +11,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Self
 
 from tests.bench.cluster import Peer
@@ -47,7 +48,7 @@ class KernelState:
     the FDB, which hold the lock that all writers need, come last. What was complete is not looked at again.
     """
 
-    def __init__(self, namespace: Namespace, backend: str, peers: int) -> None:
+    def __init__(self, namespace: Namespace, backend: str, peers: int, *, dual: bool = False) -> None:
         self._namespace = namespace
         self._peers = peers
         with namespace.entered():
@@ -64,6 +65,13 @@ class KernelState:
             self._to_see = [("WireGuard peers", self._wireguard)]
         if backend == "vxlan":
             self._to_see += [("ARP entries", self._neighbors), ("FDB entries", self._fdb)]
+        if dual:
+            self._to_see.append(("IPv6 routes", partial(self._routes, socket.AF_INET6, 64)))
+        if dual and backend == "vxlan":
+            self._to_see += [
+                ("IPv6 neighbours", partial(self._neighbors, socket.AF_INET6)),
+                ("FDB entries for IPv6", partial(self._fdb, "flannel-v6.1")),
+            ]
 
     def __enter__(self) -> Self:
         return self
@@ -86,17 +94,17 @@ class KernelState:
         text = os.pread(self._trie, 16384, 0)
         return int(text.partition(b"Main:")[2].partition(b"Prefixes:")[2].split(maxsplit=1)[0])
 
-    def _routes(self) -> int:
-        request = _RTMSG.pack(socket.AF_INET, 0, 0, 0, 0, 0, 0, 0, 0)
-        return self._count(RTM_GETROUTE, request, lambda data, at: data[at + 1] == 24)
+    def _routes(self, family: int = socket.AF_INET, length: int = 24) -> int:
+        request = _RTMSG.pack(family, 0, 0, 0, 0, 0, 0, 0, 0)
+        return self._count(RTM_GETROUTE, request, lambda data, at: data[at + 1] == length)
 
-    def _neighbors(self) -> int:
-        request = _NDMSG.pack(socket.AF_INET, 0, 0, 0, 0)
+    def _neighbors(self, family: int = socket.AF_INET) -> int:
+        request = _NDMSG.pack(family, 0, 0, 0, 0)
         return self._count(RTM_GETNEIGH, request, lambda data, at: bool(data[at + 8] & NUD_PERMANENT))
 
-    def _fdb(self) -> int:
+    def _fdb(self, device: str = "flannel.1") -> int:
         with self._namespace.entered():
-            vtep = socket.if_nametoindex("flannel.1")
+            vtep = socket.if_nametoindex(device)
         request = _NDMSG.pack(AF_BRIDGE, 0, 0, 0, 0)
         return self._count(RTM_GETNEIGH, request, lambda data, at: _NDMSG.unpack_from(data, at)[1] == vtep)
 
@@ -155,7 +163,7 @@ REMOVED = (RTM_DELROUTE, RTM_DELNEIGH)
 
 
 def objects(peer: Peer, backend: str) -> set[Object]:
-    """What a peer is made of in the kernel."""
+    """What a peer is made of in the kernel, of IPv4."""
     subnet = peer.subnet.network_address.packed
     route: set[Object] = {("route", subnet)}
     return route | {("arp", subnet), ("fdb", peer.mac)} if backend == "vxlan" else route

@@ -50,6 +50,17 @@ def test_a_run_on_etcd_v3_yields_its_figures(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.long
+def test_a_run_with_both_families_yields_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FLANNELD_PEER", raising=False)
+    file = tmp_path / "figures.json"
+    sizes = ["--peers=50", "--rounds=1", "--events=5", "--only=bulk,among"]
+    assert main(["--store=dual", "--backend=vxlan", f"--json={file}", *sizes]) == 0
+    rows = json.loads(file.read_text())["figures"]
+    assert {row["backend"] for row in rows} == {"vxlan, both families"}
+    assert {Figure.BULK, Figure.ADD} <= {row["figure"] for row in rows}
+
+
+@pytest.mark.long
 def test_a_run_through_a_server_yields_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FLANNELD_PEER", raising=False)
     file = tmp_path / "figures.json"

@@ -97,7 +97,7 @@ def _start(bed: Bed, node: Node, command: Sequence[str]) -> Figures:
 
 def _bulk(bed: Bed, node: Node, command: Sequence[str]) -> Figures:
     """Start and wait until the kernel holds everything that leads to all the peers."""
-    with KernelState(node.namespace, bed.backend, bed.peers) as kernel:
+    with KernelState(node.namespace, bed.backend, bed.peers, dual=bed.dual) as kernel:
         begin = time.monotonic()
         bed.start(node, command)
         figures = _wait_for_start(node, begin, ready=False)
@@ -225,7 +225,7 @@ def _burst(bed: Bed, node: Node, number: int) -> Figures:
 def _restart(bed: Bed, node: Node, command: Sequence[str]) -> Figures:
     """Start again over what the first life left, while two nodes' containers ping each other."""
     with bed.node() as other:
-        with KernelState(other.namespace, bed.backend, bed.peers) as kernel:
+        with KernelState(other.namespace, bed.backend, bed.peers, dual=bed.dual) as kernel:
             bed.start(other, command)
             other.wait_ready(START_DEADLINE)
             _wait_for_peers(other, kernel)
