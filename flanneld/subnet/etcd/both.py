@@ -262,6 +262,8 @@ class EtcdOfBoth:
                     raise
                 except Retryable as problem:
                     log.warning("Our lease %s is not in %s yet: %s", wanted, side.api, problem)
+                    # By the time of the renewal there our address may be another one.
+                    side.remember(wanted, written)
                     continue
                 taken.append(side)
             if not taken:

@@ -8,6 +8,7 @@ import posixpath
 from collections.abc import Callable, Mapping
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from flanneld.errors import Refused, Retryable
 from flanneld.model import (
@@ -31,6 +32,8 @@ log = logging.getLogger(__name__)
 
 #: Seconds for which a list of all leases need not be read again.
 FRESH = 10.0
+#: Backends whose data no other node has: that of vxlan is the MAC of its device.
+_TELLING = frozenset({"vxlan"})
 
 #: No flannel uses compareAndDelete, but an operator may.
 _GONE = frozenset({"delete", "expire", "compareAndDelete"})
@@ -64,7 +67,7 @@ class Listing(Struct, frozen=True, gc=False):
         return sorted(found, key=lambda item: [_order(net) for net in item[1].key])
 
     def as_written(self, written: Lease | None) -> list[tuple[str, Lease]]:
-        """Return the leases equal to ``written`` in key and attributes."""
+        """Return the leases that are ``written``, see ``is_as_written``."""
         return [item for item in self.leases.items() if is_as_written(item[1], written)]
 
     def lease_keys(self) -> list[LeaseKey]:
@@ -80,8 +83,17 @@ class Listing(Struct, frozen=True, gc=False):
 
 
 def is_as_written(lease: Lease, written: Lease | None) -> bool:
-    """Return True if a lease equals ``written`` in key and attributes."""
-    return written is not None and (lease.key, lease.attrs) == (written.key, written.attrs)
+    """Return True if a lease equals ``written`` in key and attributes.
+
+    With a backend whose data no other node has, the addresses may differ: a backup of etcd shows where this
+    node was before.
+    """
+    if written is None or lease.key != written.key:
+        return False
+    theirs, ours = lease.attrs, written.attrs
+    if ours.backend_type in _TELLING and (ours.backend_data or ours.backend_v6_data):
+        theirs = replace(theirs, public_ip=ours.public_ip, public_ipv6=ours.public_ipv6)
+    return theirs == ours
 
 
 def node_address(attrs: LeaseAttrs) -> IPAddress | None:

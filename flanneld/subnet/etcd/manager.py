@@ -92,8 +92,10 @@ class EtcdManager:
         #: The leases as last read, until a watch starts from them. ``_known`` is valid until we write.
         self._known: Listing | None = None
         self._unwatched: Listing | None = None
-        #: The subnet we chose. Kept in case etcd's response to the write is lost.
+        #: The subnet we chose.
         self._chosen: LeaseKey | None = None
+        #: The subnet we wrote last without an answer. A stale read may not show that write yet.
+        self._unsure: LeaseKey = (None, None)
         #: Values sent for our lease, including those whose answer was lost. A lease with one of them is ours,
         #: for example after a restore of etcd from a backup.
         self._sent: set[str] = set()
@@ -155,6 +157,10 @@ class EtcdManager:
     def give_back(self, key: LeaseKey) -> None:
         """Remove our lease."""
         self._remove(self._reader.key_of(key))
+
+    def remember(self, *leases: Lease | None) -> None:
+        """Take note of our lease as it may be in the store, so that a renewal recognises it."""
+        self._sent.update(self._value(each.key, each.attrs) for each in leases if each is not None)
 
     def renew(self, lease: Lease) -> Lease:
         for _ in range(TRIES):
@@ -288,7 +294,7 @@ class EtcdManager:
             self._compare_identity(lease, attrs)
             if (path, lease) in moved:
                 say_kept(lease)
-                self._sent.add(self._value(lease.key, lease.attrs))
+                self.remember(lease)
             return self._replace(path, lease.key, attrs, reserved=lease.expires is None, modified=lease.asof)
         for path, lease in mine[:1]:
             log.info("Releasing the lease %s: it does not fit the network config", lease)
@@ -317,8 +323,9 @@ class EtcdManager:
     ) -> LeaseKey:
         """Return a free lease: the previous one if free, else one that does not overlap ``connected``."""
         wanted = dict(zip(FAMILIES, previous, strict=True))
+        unsure = dict(zip(FAMILIES, self._unsure, strict=True))
         found = {
-            pool.family: self._pick_subnet(pool, wanted[pool.family], listing, connected)
+            pool.family: self._pick_subnet(pool, wanted[pool.family], unsure[pool.family], listing, connected)
             for pool in config.ranges
         }
         subnet, ipv6_subnet = found.get(4), found.get(6)
@@ -330,6 +337,7 @@ class EtcdManager:
         self,
         pool: SubnetRange,
         previous: IPNetwork | None,
+        unsure: IPNetwork | None,
         listing: Listing,
         connected: tuple[IPNetwork, ...],
     ) -> IPNetwork:
@@ -342,6 +350,8 @@ class EtcdManager:
             else:
                 return previous
             self._once.warn(log, "previous", f"The subnet {previous} of the subnet file {problem}")
+        if unsure is not None and pool.contains(unsure) and not any(overlap(unsure, net) for net in taken):
+            return unsure
         subnet = choose(pool, taken, self._randrange, connected)
         if subnet is None:
             raise Retryable(
@@ -395,7 +405,15 @@ class EtcdManager:
         ttl = None if reserved else SUBNET_TTL
         value = self._value(key, attrs)
         self._sent.add(value)
-        return self._written(key, self._requests.create(self._reader.key_of(key), value, ttl))
+        before, self._unsure = self._unsure, key
+        try:
+            reply = self._requests.create(self._reader.key_of(key), value, ttl)
+        except Conflict:
+            # Somebody's, unless an earlier write of ours was without an answer.
+            self._unsure = before if before == key else (None, None)
+            raise
+        self._unsure = (None, None)
+        return self._written(key, reply)
 
     def _replace(
         self, path: str, key: LeaseKey, attrs: LeaseAttrs, *, reserved: bool, modified: int

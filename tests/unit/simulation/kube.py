@@ -62,8 +62,10 @@ class SimulatedApiServer:
         self._store("ADDED", name, {"metadata": meta, "spec": {"podCIDR": cidrs[0], "podCIDRs": [*cidrs]}})
 
     def delete_node(self, name: str) -> None:
-        self._store("DELETED", name, self.nodes[name])
-        del self.nodes[name]
+        """Remove a node. A store that was restored may lack it already."""
+        if name in self.nodes:
+            self._store("DELETED", name, self.nodes[name])
+            del self.nodes[name]
 
     def patch(self, name: str, body: Mapping[str, Any]) -> dict[str, Any]:
         if name not in self.nodes:

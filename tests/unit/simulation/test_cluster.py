@@ -136,6 +136,25 @@ def test_restart_of_all_daemons_at_once_loses_no_packet_and_writes_nothing(
         assert not any(table.writes for each in processes if each for table in each.tables.values())
 
 
+@pytest.mark.parametrize("down", [0, 1], ids=["v3", "v2"])
+def test_node_that_starts_without_one_api_and_moves_keeps_its_lease_in_both(
+    down: int, tmp_path: Path
+) -> None:
+    world = World(2)
+    with world.running():
+        cluster = cluster_of(world, "both", 3, tmp_path)
+        world.run(SETTLES)
+        api = cluster.stores[down]
+        api.set_down(down=True)
+        cluster.hosts[1].ended(InterruptedError("killed"))
+        world.run(SETTLES)
+        cluster.move(1, 0.0)
+        world.run(SETTLES)
+        api.set_down(down=False)
+        world.run(QUIET)
+        assert cluster.problems() == []
+
+
 def test_removals_wait_while_a_store_lacks_most_leases(tmp_path: Path) -> None:
     world = World(1)
     with world.running():

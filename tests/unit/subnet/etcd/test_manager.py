@@ -227,6 +227,21 @@ def test_a_proven_lease_is_kept_under_another_public_ip(store: Store) -> None:
     assert store.get(lease)["value"] == store.value('{"PublicIP":"192.0.2.2","BackendData":{"VNI":1}}')
 
 
+@pytest.mark.parametrize(
+    ("backend", "mac", "is_kept"), [("vxlan", 1, True), ("vxlan", 2, False), ("x", 1, False)]
+)
+def test_a_backup_that_shows_an_earlier_address_proves_the_lease_by_its_mac(
+    store: Store, backend: str, mac: int, is_kept: bool
+) -> None:
+    def attributes(address: int, mac: int = 1) -> LeaseAttrs:
+        return replace(node(address, {"VtepMAC": f"0a:00:00:00:00:0{mac}"}), backend_type=backend)
+
+    shown = store.manager().acquire(NETWORK, attributes(1, mac), NOTHING)
+    written = replace(shown, attrs=attributes(2))
+    lease = store.manager().acquire(NETWORK, attributes(3), shown.key, LocalFacts(written))
+    assert (lease.key == shown.key) is is_kept
+
+
 def test_a_proven_lease_comes_before_another_one_with_our_public_ip(store: Store) -> None:
     former = store.manager().acquire(NETWORK, node(1), NOTHING)
     other = store.manager().acquire(NETWORK, node(2), NOTHING)
@@ -413,6 +428,27 @@ def test_a_create_whose_answer_was_lost_is_found_again(store: Store) -> None:
         lease = manager.acquire(NETWORK, node(1), NOTHING)
         manager.close()
     assert [each["key"].rpartition("/")[2] for each in nodes(store)] == [str(lease).replace("/", "-")]
+
+
+@over_http
+def test_a_create_whose_answer_was_lost_is_found_again_behind_a_stale_read(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    relay = Relay(store.etcd.url)
+    with server(relay) as url:
+        numbers = itertools.count()
+        manager = store.manager(url, randrange=lambda _: next(numbers))
+        assert isinstance(manager, EtcdManager)
+        before = manager.listing()
+        relay.answers_to_lose = 1
+        with pytest.raises(Retryable):
+            manager.acquire(NETWORK, node(1), NOTHING)
+        relay.answers_to_lose = 0
+        reads = iter((before,))
+        monkeypatch.setattr(manager, "_list", lambda read=manager._list: next(reads, None) or read())
+        manager.acquire(NETWORK, node(1), NOTHING)
+        manager.close()
+    assert len(nodes(store)) == 1
 
 
 def nodes(store: Store) -> list[dict[str, Any]]:
