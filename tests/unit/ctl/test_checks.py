@@ -507,6 +507,27 @@ def test_a_device_that_has_lost_what_was_on_it_is_left_to_the_daemon(change: dic
     assert isinstance(remedy, Advice)
 
 
+@pytest.mark.parametrize(
+    ("backend", "words"), [("wireguard", "remove the key file"), ("vxlan", "delete its device and its lease")]
+)
+def test_a_cloned_node_gets_the_advice_that_fits_its_backend(backend: str, words: str) -> None:
+    (remedy,) = remedies("contested", peer(conflicts=["10.5.3.0/24"], state="contested", backend=backend))
+    assert isinstance(remedy, Advice)
+    assert words in remedy.text
+
+
+@pytest.mark.parametrize(
+    ("backend", "words"),
+    [("vxlan", "set Backend.MTU"), ("ipip", "restart flanneld: it takes the MTU of flannel.1 from there")],
+)
+def test_a_device_too_large_gets_the_advice_that_fits_its_backend(backend: str, words: str) -> None:
+    document = deepcopy(DOCUMENT)
+    document["network"]["backend"] = backend
+    (remedy,) = remedies("device", replace(CASES["device"][0], document=document))
+    assert isinstance(remedy, Advice)
+    assert words in remedy.text
+
+
 def test_an_uplink_that_loses_its_ipv6_addresses_when_it_is_down_takes_more_than_a_command() -> None:
     down = with_links(link("eth0", up=False), flannel())
     assert remedies("uplink", down) == [Fix((("ip", "link", "set", "dev", "eth0", "up"),))]
