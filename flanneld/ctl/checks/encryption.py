@@ -37,7 +37,7 @@ def _of_silence(session: Mapping[str, Any], *, is_refused: bool) -> tuple[str, s
             f"nothing listens at {where}: the node refuses the packets",
             "see that flanneld runs there with the same backend and port",
         )
-    if where.endswith((":500", ":4500")):
+    if session.get("protocol") == "ipsec":
         return (
             f"charon gets no answer from {where}",
             "see whether flanneld and charon run there, and let in UDP 500, UDP 4500 and IP protocol 50"
@@ -115,7 +115,7 @@ def bypass(facts: Facts) -> Iterator[Finding]:
 @check("M", "cloned keys", "each node has a key of its own")
 def cloned_keys(facts: Facts) -> Iterator[Finding]:
     for peer in facts.peers:
-        if peer["state"] == "refused" and "our own public key" in peer["reason"]:
+        if peer.get("code") == "cloned key":
             yield Finding(
                 f"the node of {','.join(peer['subnets'])} has our key",
                 peer["reason"].partition("; ")[0],

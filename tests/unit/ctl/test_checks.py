@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from copy import deepcopy
+from errno import ENETUNREACH
 from ipaddress import IPv4Address, IPv4Network, ip_address
 from typing import Any
 
@@ -290,7 +291,7 @@ CASES: dict[str, list[Facts]] = {
             )
         )
     ],
-    "cloned keys": [peer(state="refused", reason="10.5.2.0/24 announces our own public key; restart there")],
+    "cloned keys": [peer(state="refused", reason="they have one key; restart there", code="cloned key")],
     "checksums": [replace(WELL, kernel=(4, 19)), replace(WELL, kernel=(5, 6))],
     "port": [replace(WELL, traffic={"flannel.1": (0, 500)})],
     "daemon": [
@@ -336,7 +337,11 @@ CASES: dict[str, list[Facts]] = {
     "other api": [replace(WELL, other_api=OtherApi("v2", "v3", ("10.5.3.0/24 of 192.0.2.3",)))],
     "off link": [
         replace(
-            told(lambda d: d.update(refused=[{"object": str(OFF_LINK), "reason": "Network is unreachable"}])),
+            told(
+                lambda d: d.update(
+                    refused=[{"object": str(OFF_LINK), "errno": ENETUNREACH, "reason": "no way"}]
+                )
+            ),
             entries=(Comparison(OFF_LINK, "missing"),),
         )
     ],
@@ -381,9 +386,10 @@ def test_a_node_that_is_well_is_told_so() -> None:
         ({"rx_bytes": 148}, "PSK is the same on both nodes, and its UDP port"),
         ({"rx_bytes": 148, "handshake": NOW - 900}, "its device has the key of its lease"),
         ({"endpoint": "", "problem": "flannel-wg has no peer with it; start the daemon"}, "start the daemon"),
-        ({"endpoint": "192.0.2.2:500"}, "UDP 500, UDP 4500 and IP protocol 50"),
+        ({"protocol": "ipsec"}, "UDP 500, UDP 4500 and IP protocol 50"),
+        ({"endpoint": "192.0.2.2:4500", "protocol": "wireguard"}, "its UDP port is open"),
         (
-            {"endpoint": "192.0.2.2:500", "problem": "AUTHENTICATION_FAILED; give all nodes one PSK"},
+            {"protocol": "ipsec", "problem": "AUTHENTICATION_FAILED; give all nodes one PSK"},
             "give all nodes one PSK",
         ),
     ],
@@ -393,6 +399,7 @@ def test_a_node_that_is_well_is_told_so() -> None:
         "it was there once",
         "no peer in the kernel",
         "charon gets no answer",
+        "a port of charon's",
         "charon says why",
     ],
 )
