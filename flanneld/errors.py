@@ -45,6 +45,9 @@ def remembered(reason: Retryable) -> Retryable:
 class Refused(FlannelError):
     """Error for unusable input from outside. It is logged once with its key, and other input still counts."""
 
+    #: Word by which programs know the reason, such as a check of the doctor; empty if none asks for it.
+    code = ""
+
 
 def cause_of(error: Exception) -> str:
     """Return the text of an error without Python's prefix ``[Errno 24]``."""

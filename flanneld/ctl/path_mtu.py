@@ -14,6 +14,8 @@ from flanneld.errors import FlannelError
 from flanneld.model import IPAddress
 from flanneld.state.resources import Address
 
+#: Backends with the option MTU. The others take the MTU of the external interface.
+WITH_OPTION = ("vxlan", "wireguard")
 #: Peers that the doctor probes.
 _FEW = 8
 
@@ -27,6 +29,8 @@ class Path(Struct, frozen=True, gc=False):
     carried: int | None
     #: The peer's first subnet.
     peer: str = ""
+    #: The MTU to lower if the path carries less; this backend takes its own from it.
+    setting: str = "Backend.MTU"
 
     @property
     def state(self) -> str:
@@ -41,7 +45,7 @@ class Path(Struct, frozen=True, gc=False):
         if self.carried == self.required:
             return ""
         if self.name == "underlay":
-            return f"larger packets are lost or taken apart: set Backend.MTU to {self.carried} or less"
+            return f"larger packets are lost or taken apart: set {self.setting} to {self.carried} or less"
         return "larger packets of containers are lost"
 
 
@@ -69,7 +73,7 @@ def peer_named(name: str, document: Mapping[str, Any]) -> Mapping[str, Any]:
 def paths(peer: Mapping[str, Any], document: Mapping[str, Any], find: Find) -> Iterator[Path]:
     """Yield the path between the nodes and, if the peer's end of the tunnel answers, that through it."""
     for name, target, required in _ends(peer, document):
-        yield Path(name, target, required, find(target, required), peer["subnets"][0])
+        yield Path(name, target, required, find(target, required), peer["subnets"][0], _setting(document))
 
 
 def sample(document: Mapping[str, Any], glance: Glance) -> list[Path]:
@@ -84,11 +88,18 @@ def at_a_glance(
 ) -> list[Path]:
     """Return the paths to some peers, all probed at once."""
     ends = [(*end, peer["subnets"][0]) for peer in peers for end in _ends(peer, document)]
+    setting = _setting(document)
     carried = glance([(target, required) for _, target, required, _ in ends])
     return [
-        Path(name, target, required, size, peer)
+        Path(name, target, required, size, peer, setting)
         for (name, target, required, peer), size in zip(ends, carried, strict=True)
     ]
+
+
+def _setting(document: Mapping[str, Any]) -> str:
+    if (document.get("network") or {}).get("backend") in WITH_OPTION:
+        return "Backend.MTU"
+    return f"the MTU of {(document.get('uplink') or {}).get('name')} on all nodes"
 
 
 def _ends(peer: Mapping[str, Any], document: Mapping[str, Any]) -> Iterator[tuple[str, IPAddress, int]]:

@@ -222,6 +222,7 @@ def _session(session: Session) -> Document:
         "handshake": session.handshake,
         "rx_bytes": session.rx_bytes,
         "tx_bytes": session.tx_bytes,
+        "protocol": session.protocol,
         "endpoint": session.endpoint,
         "encapsulated": session.is_encapsulated,
         "problem": session.problem,
@@ -235,7 +236,7 @@ def states(view: View, pending: Mapping[Key, Failure]) -> Iterator[tuple[str, st
 
 
 def _peer(peer: Lease, view: View, pending: Mapping[Key, Failure]) -> Document:
-    resources = view.desired.get(peer.key, ())
+    resources, refusal = view.desired.get(peer.key, ()), view.reasons.get(peer.key)
     refused = "; ".join(str(pending[resource.key]) for resource in resources if resource.key in pending)
     return {
         "subnets": _subnets(peer),
@@ -245,7 +246,8 @@ def _peer(peer: Lease, view: View, pending: Mapping[Key, Failure]) -> Document:
         "expires": _end(peer),
         "backend": peer.attrs.backend_type,
         "state": _state(peer, view, pending),
-        "reason": view.reasons.get(peer.key, refused),
+        "reason": refusal.text if refusal else refused,
+        "code": refusal.code if refusal else "",
         "conflicts": _rivals(peer, view),
         "objects": [describe(resource, pending) for resource in resources],
     }
@@ -291,6 +293,7 @@ def _refusal(failure: Failure) -> Document:
     return {
         "object": str(failure.resource),
         "reason": failure.reason,
+        "errno": failure.errno,
         "remedy": failure.remedy,
         "table": str(failure.resource.key[0]),
     }

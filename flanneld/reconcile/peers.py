@@ -6,6 +6,8 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 
+from msgspec import Struct
+
 from flanneld.backends.contract import Backend, OtherBackend
 from flanneld.compat.glog import OneTimeWarnings
 from flanneld.errors import Refused, Unsafe
@@ -39,6 +41,13 @@ log = logging.getLogger(__name__)
 _FEW = 10
 
 
+class Refusal(Struct, frozen=True, gc=False):
+    """Reason why a lease is refused; ``code`` is a word for programs, if one asks for it."""
+
+    text: str
+    code: str = ""
+
+
 class View:
     """Snapshot of the peers: their leases, desired objects, contested keys with all claims, refusals.
 
@@ -50,7 +59,7 @@ class View:
         leases: list[Lease],
         desired: Mapping[LeaseKey, tuple[Resource, ...]],
         rivals: Mapping[Key, Mapping[LeaseKey, Resource]],
-        reasons: Mapping[LeaseKey, str],
+        reasons: Mapping[LeaseKey, Refusal],
         unsafe: Mapping[LeaseKey, str],
         *,
         synced: bool,
@@ -85,7 +94,7 @@ class Peers:
         #: Leases with data that the backend cannot parse.
         self._unparsable: set[LeaseKey] = set()
         #: Reason why a lease has no objects, or not all of them.
-        self._reasons: dict[LeaseKey, str] = {}
+        self._reasons: dict[LeaseKey, Refusal] = {}
         #: The same for leases that would harm this host.
         self._unsafe: dict[LeaseKey, str] = {}
         #: Last valid value of each lease: the objects for its node are kept after it.
@@ -186,8 +195,9 @@ class Peers:
         winner = self._overlaps.winner(key)
         if winner is not None:
             problem = f"it overlaps the lease {name_of(winner)}, which precedes it"
-            self._reasons[key] = str(Refused(problem, "delete the one whose node is gone, or correct it"))
-            line = f"Lease {lease} is not followed: {self._reasons[key]}"
+            reason = Refused(problem, "delete the one whose node is gone, or correct it")
+            self._reasons[key] = Refusal(str(reason))
+            line = f"Lease {lease} is not followed: {reason}"
             self._once.warn(log, ("overlap", key), line)
             resources = ()
         elif self._once.clear(("overlap", key)):
@@ -284,14 +294,15 @@ class Peers:
     def _complain(self, lease: Lease, reason: Refused, line: str) -> None:
         self._unparsable.discard(lease.key)
         self._unsafe.pop(lease.key, None)
-        self._reasons[lease.key] = str(reason)
+        self._reasons[lease.key] = Refusal(str(reason), reason.code)
         self._once.warn(log, lease.key, line)
 
     def _forget(self, key: LeaseKey) -> None:
         """Forget the complaints about a lease."""
         if self._once:
             self._once.clear(("clone", key))
-        if self._reasons and self._reasons.pop(key, ""):
+        if key in self._reasons:
+            del self._reasons[key]
             self._unparsable.discard(key)
             if self._unsafe.pop(key, None):
                 self._told.append(f"Lease {name_of(key)} no longer harms this host")

@@ -17,6 +17,8 @@ class Failure(Struct, frozen=True, gc=False):
     reason: str
     remedy: str = ""
     is_taken: bool = False
+    #: Number of the system's error; 0 if it is none.
+    errno: int = 0
 
     def __str__(self) -> str:
         return f"{self.resource}: {self.reason}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 from msgspec import Struct
 
@@ -32,6 +32,7 @@ class Session(Struct, frozen=True, gc=False):
     is_encapsulated: bool = False
     #: Reason why the last negotiation failed, with the remedy; empty if none is known.
     problem: str = ""
+    protocol: Literal["wireguard", "ipsec"] = "wireguard"
 
     @property
     def state(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -73,3 +74,14 @@ def test_one_node_changes_hands_and_keeps_its_key(lab: Lab) -> None:
         connect(node, peer)
         connect(peer, node)
     wait_for(lambda: lab.etcd.leases()[subnet] == lease, what="the lease to be as before")
+
+
+@pytest.mark.parametrize(("kind", "also"), [("wireguard", "vxlan"), ("vxlan", "wireguard")])
+def test_the_other_daemon_ignores_a_second_backend(lab: Lab, kind: str, also: str) -> None:
+    """Neither our lease nor the network config keeps it from its work; it stays where it was."""
+    backends: dict[str, dict[str, str]] = {"wireguard": WIREGUARD, "vxlan": {"Type": "vxlan"}}
+    (theirs,) = mixed(lab, [THEIRS], Backend=backends[kind])
+    ours, later = mixed(lab, [OURS, THEIRS], Backend={**backends[kind], "Also": backends[also]})
+    assert lab.etcd.leases()[ours.subnet()]["BackendData"]["Also"]["Type"] == also
+    for one, other in itertools.permutations((theirs, ours, later), 2):
+        connect(one, other)

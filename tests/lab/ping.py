@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Self
 
@@ -13,6 +15,7 @@ from tests.lab.namespace import Namespace
 from tests.lab.wait import PATIENCE, wait_for
 
 REPLY = re.compile(r"icmp_seq=(\d+) ttl=")
+TIME = re.compile(r"icmp_seq=(\d+) ttl=\d+ time=([\d.]+) ms")
 SENT = re.compile(r"(\d+) packets transmitted")
 
 
@@ -21,6 +24,7 @@ class Ping:
 
     def __init__(self, namespace: Namespace, target: str, output: Path, interval: float = 0.02) -> None:
         self._output = output
+        self._interval = interval
         self._answered_to_the_end = False
         environment = {**os.environ, "LC_ALL": "C"}
         with output.open("wb") as file:
@@ -70,6 +74,16 @@ class Ping:
     def lost(self) -> int:
         """How many packets got no reply; stops the ping."""
         return self.sent() - len(self.replies())
+
+    def longest_outage(self, late: float = 1.0) -> float:
+        """How many seconds passed at most without a reply, until the last one; at least ``late``.
+
+        They are counted in pings, not by the clock: a machine that stands still sends none meanwhile. A reply
+        after more than ``late`` seconds is none. Its request may have waited on a node until there was a way.
+        """
+        prompt = sorted(int(number) for number, ms in TIME.findall(self._text()) if float(ms) < 1000 * late)
+        runs = (later - number - 1 for number, later in pairwise([0, *prompt]))
+        return max(runs, default=math.inf) * self._interval + late
 
     def _text(self) -> str:
         return self._output.read_text(errors="replace")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from tests.lab import Lab, Node
 from tests.lab.lab import NETWORK
 from tests.netns.pair import connect
@@ -15,19 +17,26 @@ def carried(node: Node, peer: str) -> dict[str, tuple[int, int | None]]:
     return {each["path"]: (each["wanted"], each["carried"]) for each in found}
 
 
-def test_a_path_that_carries_less_is_noticed(lab: Lab) -> None:
+@pytest.mark.parametrize(
+    ("backend", "inner"),
+    [
+        ("vxlan", 1450),
+        pytest.param("wireguard", 1420, marks=pytest.mark.needs_kernel("wireguard")),
+    ],
+)
+def test_a_path_that_carries_less_is_noticed(lab: Lab, backend: str, inner: int) -> None:
     """The tunnel's packets may be taken apart on the way, and still arrive."""
-    lab.etcd.put_config({"Network": NETWORK, "Backend": {"Type": "vxlan"}})
+    lab.etcd.put_config({"Network": NETWORK, "Backend": {"Type": backend}})
     (node,), (peer,) = lab.add_nodes(1), lab.add_nodes(1, routed=True)
     for each in (node, peer):
-        each.start()
+        each.start(environment={"WIREGUARD_KEY_FILE": str(each.directory / "wgkey")})
     for each in (node, peer):
         each.wait_ready(60)
     connect(node, peer)
     connect(peer, node)
-    assert carried(node, peer.subnet()) == {"underlay": (1500, 1500), "tunnel": (1450, 1450)}
+    assert carried(node, peer.subnet()) == {"underlay": (1500, 1500), "tunnel": (inner, inner)}
     lab.switch.ip("link set br1 mtu 1400")
-    assert carried(node, peer.address) == {"underlay": (1500, 1400), "tunnel": (1450, 1450)}
+    assert carried(node, peer.address) == {"underlay": (1500, 1400), "tunnel": (inner, inner)}
     assert "set Backend.MTU to 1400 or less" in flannelctl(node, "mtu", peer.subnet()).stdout
     assert "does not carry 1500 bytes" in findings(node)["path"]
 

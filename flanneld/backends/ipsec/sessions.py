@@ -56,6 +56,7 @@ def session_of(
             endpoint=endpoint,
             is_silent=bool(problem),
             problem=problem,
+            protocol="ipsec",
         )
     children = found.children
     ages = [number(each, "install-time") for each in children]
@@ -69,4 +70,5 @@ def session_of(
         is_encapsulated=is_encapsulated(found),
         is_silent=(found.is_negotiating or bool(problem)) and not children,
         problem="" if children else problem,
+        protocol="ipsec",
     )

@@ -56,6 +56,12 @@ class WireGuardMode(Enum):
     IPV6 = "ipv6"
 
 
+class ClonedKey(Refused):
+    """Error for a lease with our own public key, as of a cloned machine."""
+
+    code = "cloned key"
+
+
 class WireGuardConfig(Struct, frozen=True, gc=False):
     """Backend object of the network config; ``mtu`` overrides the uplink's, 0 for the real one."""
 
@@ -243,7 +249,7 @@ class WireGuardBackend:
         device = self._devices[family]
         public_key, port = peer_data(lease.attrs.data(family))
         if public_key == self._public_key:
-            raise Refused(
+            raise ClonedKey(
                 f"{lease} announces our own public key",
                 "if it is no former lease of this node, remove the key file of one of both and restart there",
             )

@@ -9,9 +9,6 @@ from flanneld.ctl.evidence.encryption import CharonState
 from flanneld.ctl.facts import Facts
 from flanneld.ctl.findings import Advice, Finding, check
 
-#: Ends of the endpoints of charon.
-_IKE_ENDS = (":500", ":4500")
-
 
 @check("M", "handshakes", "each peer that is sent packets agrees on keys")
 def handshakes(facts: Facts) -> Iterator[Finding]:
@@ -35,14 +32,14 @@ def _of_silence(session: Mapping[str, Any], *, is_refused: bool) -> tuple[str, s
     if session.get("problem"):
         problem, _, remedy = session["problem"].rpartition("; ")
         return f"{'charon says of ' if session['endpoint'] else ''}{where}: {problem}", remedy
+    is_ipsec = session.get("protocol") == "ipsec"
     if is_refused:
-        has_charon = where.endswith(_IKE_ENDS)
         return (
             f"nothing listens at {where}: the node refuses the packets",
-            f"see that flanneld {'and charon run' if has_charon else 'runs'} there with the same backend"
-            f"{'' if has_charon else ' and port'}",
+            f"see that flanneld {'and charon run' if is_ipsec else 'runs'} there with the same backend"
+            f"{'' if is_ipsec else ' and port'}",
         )
-    if where.endswith(_IKE_ENDS):
+    if is_ipsec:
         return (
             f"charon gets no answer from {where}",
             "see whether flanneld and charon run there, and let in UDP 500, UDP 4500 and IP protocol 50"
@@ -110,7 +107,7 @@ def bypass(facts: Facts) -> Iterator[Finding]:
 @check("M", "cloned keys", "each node has a key of its own")
 def cloned_keys(facts: Facts) -> Iterator[Finding]:
     for peer in facts.peers:
-        if peer["state"] == "refused" and "our own public key" in peer["reason"]:
+        if peer.get("code") == "cloned key":
             yield Finding(
                 f"the node of {','.join(peer['subnets'])} has our key",
                 peer["reason"].partition("; ")[0],

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from flanneld.compat.glog import counted
 from flanneld.ctl.facts import Facts
 from flanneld.ctl.findings import Advice, Finding, Fix, Severity, as_at_start, check
+from flanneld.ctl.path_mtu import WITH_OPTION
 from flanneld.diagnostics.host_checks import Topic
 from flanneld.network.rtnetlink.links import codec_for
 from flanneld.runtime.shell import command, line
@@ -206,7 +207,14 @@ def device_mtu(facts: Facts) -> Iterator[Finding]:
                 f"{name} has the MTU {device.mtu}, too large for {link.name} with {link.mtu}",
                 f"the outer headers take {room[family]} bytes",
                 "large packets are fragmented or lost between the nodes",
-                Advice(f"raise the MTU of {link.name}, or set Backend.MTU in the network config"),
+                Advice(
+                    f"raise the MTU of {link.name}, or "
+                    + (
+                        "set Backend.MTU in the network config"
+                        if facts.section("network")["backend"] in WITH_OPTION
+                        else f"restart flanneld: it takes the MTU of {name} from there"
+                    )
+                ),
             )
 
 
@@ -218,7 +226,7 @@ def path(facts: Facts) -> Iterator[Finding]:
                 f"the {each.name} to {each.target} does not carry {each.required} bytes",
                 f"an ICMP echo of {each.required} bytes in one piece is lost, one of {each.carried} is not",
                 "small packets pass and large ones are lost or taken apart: connections hang",
-                Advice(f"flannelctl mtu {each.target} finds the size to set as Backend.MTU"),
+                Advice(f"flannelctl mtu {each.target} finds the size: set {each.setting} to it"),
                 about=str(each.target),
                 severity=Severity.HINT if each.name == "underlay" else Severity.PROBLEM,
             )

@@ -201,11 +201,16 @@ def mac(facts: Facts) -> Iterator[Finding]:
 def contested(facts: Facts) -> Iterator[Finding]:
     for peer in facts.peers:
         if peer["conflicts"]:
+            has_key = peer.get("backend") == "wireguard"
             yield Finding(
                 f"{','.join(peer['subnets'])} and {', '.join(peer['conflicts'])} claim the same",
                 f"public IP {', '.join(peer['public_ips'])}",
-                "one of both is not reached: cloned machines have one MAC",
-                Advice("on the cloned node: stop flanneld, delete its device and its lease, start flanneld"),
+                f"one of both is not reached: cloned machines have one {'key' if has_key else 'MAC'}",
+                Advice(
+                    "on the cloned node: stop flanneld, "
+                    + ("remove the key file" if has_key else "delete its device and its lease")
+                    + ", start flanneld"
+                ),
             )
 
 

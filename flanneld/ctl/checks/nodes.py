@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -11,8 +12,6 @@ from flanneld.ctl.facts import Facts
 from flanneld.ctl.findings import Advice, Finding, Severity, check, few
 from flanneld.state.resources import Route
 
-#: What the kernel says of a gateway that is not on the link (ENETUNREACH).
-_OFF_LINK = "Network is unreachable"
 #: Peers with a finding of their own, at most.
 _FEW = 3
 
@@ -22,7 +21,10 @@ def off_link(facts: Facts) -> Iterator[Finding]:
     name = facts.section("uplink").get("name", "")
     missing = [each.value for each in facts.entries if each.state == "missing"]
     lacking = set(map(str, missing))
-    refused = {each["object"] for each in facts.document.get("refused", ()) if each["reason"] == _OFF_LINK}
+    # The kernel's answer to a gateway that is not on the link.
+    refused = {
+        each["object"] for each in facts.document.get("refused", ()) if each.get("errno") == errno.ENETUNREACH
+    }
     routes = [each for each in missing if str(each) in refused]
     away = dict.fromkeys(
         str(each.gateway)

@@ -12,6 +12,7 @@ from msgspec import Struct
 from flanneld.compat.glog import counted
 from flanneld.ctl.cluster.nodes import Cluster, Node, Told
 from flanneld.ctl.findings import Advice, Check, Finding, Severity
+from flanneld.ctl.path_mtu import WITH_OPTION
 from flanneld.model import overlap
 
 Value = TypeVar("Value", bound=Hashable)
@@ -235,7 +236,8 @@ RULES = (
         "all nodes have one MTU for containers",
         "have another MTU for containers",
         "large packets to nodes with a smaller one are lost where ICMP is filtered",
-        "give all uplinks one MTU, or set Backend.MTU; then restart containers",
+        f"give all uplinks one MTU, or with {' or '.join(WITH_OPTION)} set Backend.MTU;"
+        " then restart flanneld and containers",
         _mtu,
     ),
     Rule(

@@ -448,4 +448,4 @@ def _account(
             done.append(resource)
         elif not (drop and code in _GONE):
             taken = is_new and code in _TAKEN
-            report.failed.append(Failure(resource, os.strerror(code), is_taken=taken))
+            report.failed.append(Failure(resource, os.strerror(code), is_taken=taken, errno=code))

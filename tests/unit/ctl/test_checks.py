@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from copy import deepcopy
+from errno import ENETUNREACH
 from ipaddress import IPv4Address, IPv4Network, ip_address
 from typing import Any
 
@@ -288,7 +289,7 @@ CASES: dict[str, list[Facts]] = {
             )
         )
     ],
-    "cloned keys": [peer(state="refused", reason="10.5.2.0/24 announces our own public key; restart there")],
+    "cloned keys": [peer(state="refused", reason="they have one key; restart there", code="cloned key")],
     "checksums": [replace(WELL, kernel=(4, 19)), replace(WELL, kernel=(5, 6))],
     "port": [replace(WELL, traffic={"flannel.1": (0, 500)})],
     "start": [
@@ -342,7 +343,11 @@ CASES: dict[str, list[Facts]] = {
     "other api": [replace(WELL, other_api=OtherApi("v2", "v3", ("10.5.3.0/24 of 192.0.2.3",)))],
     "off link": [
         replace(
-            told(lambda d: d.update(refused=[{"object": str(OFF_LINK), "reason": "Network is unreachable"}])),
+            told(
+                lambda d: d.update(
+                    refused=[{"object": str(OFF_LINK), "errno": ENETUNREACH, "reason": "no way"}]
+                )
+            ),
             entries=(Comparison(OFF_LINK, "missing"),),
         )
     ],
@@ -387,9 +392,10 @@ def test_a_node_that_is_well_is_told_so() -> None:
         ({"rx_bytes": 148}, "PSK is the same on both nodes, and its UDP port"),
         ({"rx_bytes": 148, "handshake": NOW - 900}, "its device has the key of its lease"),
         ({"endpoint": "", "problem": "flannel-wg has no peer with it; start the daemon"}, "start the daemon"),
-        ({"endpoint": "192.0.2.2:500"}, "UDP 500, UDP 4500 and IP protocol 50"),
+        ({"protocol": "ipsec"}, "UDP 500, UDP 4500 and IP protocol 50"),
+        ({"endpoint": "192.0.2.2:4500", "protocol": "wireguard"}, "its UDP port is open"),
         (
-            {"endpoint": "192.0.2.2:500", "problem": "AUTHENTICATION_FAILED; give all nodes one PSK"},
+            {"protocol": "ipsec", "problem": "AUTHENTICATION_FAILED; give all nodes one PSK"},
             "give all nodes one PSK",
         ),
     ],
@@ -399,6 +405,7 @@ def test_a_node_that_is_well_is_told_so() -> None:
         "it was there once",
         "no peer in the kernel",
         "charon gets no answer",
+        "a port of charon's",
         "charon says why",
     ],
 )
@@ -543,6 +550,27 @@ def test_a_property_that_is_set_without_loss_has_a_fix() -> None:
 def test_a_device_that_has_lost_what_was_on_it_is_left_to_the_daemon(change: dict[str, Any]) -> None:
     (remedy,) = remedies("devices", drift(**change))
     assert isinstance(remedy, Advice)
+
+
+@pytest.mark.parametrize(
+    ("backend", "words"), [("wireguard", "remove the key file"), ("vxlan", "delete its device and its lease")]
+)
+def test_a_cloned_node_gets_the_advice_that_fits_its_backend(backend: str, words: str) -> None:
+    (remedy,) = remedies("contested", peer(conflicts=["10.5.3.0/24"], state="contested", backend=backend))
+    assert isinstance(remedy, Advice)
+    assert words in remedy.text
+
+
+@pytest.mark.parametrize(
+    ("backend", "words"),
+    [("vxlan", "set Backend.MTU"), ("ipip", "restart flanneld: it takes the MTU of flannel.1 from there")],
+)
+def test_a_device_too_large_gets_the_advice_that_fits_its_backend(backend: str, words: str) -> None:
+    document = deepcopy(DOCUMENT)
+    document["network"]["backend"] = backend
+    (remedy,) = remedies("device", replace(CASES["device"][0], document=document))
+    assert isinstance(remedy, Advice)
+    assert words in remedy.text
 
 
 def test_an_uplink_that_loses_its_ipv6_addresses_when_it_is_down_takes_more_than_a_command() -> None:

@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import json
+from ipaddress import IPv4Network
 
 import pytest
 
-from flanneld.diagnostics.status import encoded
+from flanneld.diagnostics.status import encoded, peers_of
+from flanneld.model import Lease, LeaseAttrs
+from flanneld.reconcile.peers import Refusal, View
+from flanneld.state.sessions import Session
 
 
 @pytest.mark.parametrize("text", ["vxlan", "\u00e9", '"\n\0', "\ud800"])
 def test_any_text_out_of_a_lease_is_encoded(text: str) -> None:
     assert json.loads(encoded({"reason": text, "expires": None})) == {"reason": text, "expires": None}
+
+
+def test_a_peer_has_words_for_programs_beside_the_text() -> None:
+    subnet = IPv4Network("10.5.2.0/24")
+    lease = Lease(LeaseAttrs(), subnet)
+    view = View([lease], {}, {}, {lease.key: Refusal("a text", "cloned key")}, {}, synced=True)
+    (peer,) = peers_of(view, {}, [Session(subnet, is_established=False, protocol="ipsec")])
+    assert (peer["reason"], peer["code"]) == ("a text", "cloned key")
+    assert [each["protocol"] for each in peer["sessions"]] == ["ipsec"]

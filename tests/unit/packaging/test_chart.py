@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from base64 import b64encode
+from ipaddress import IPv4Address
 from typing import Any
 
 import helm_python
@@ -10,7 +12,11 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from flanneld import __version__, options
+from flanneld import __version__, config, options
+from flanneld.backends import registry
+from flanneld.backends.contract import Backend, Host
+from flanneld.errors import Fatal
+from flanneld.model import Uplink
 from tests.kubernetes_objects import (
     CHART,
     Object,
@@ -101,7 +107,8 @@ def test_it_goes_into_the_namespace_of_the_release() -> None:
     assert objects["ClusterRoleBinding"]["subjects"][0]["namespace"] == "elsewhere"
 
 
-@pytest.mark.parametrize(
+PSK = b64encode(bytes(range(32))).decode()
+BACKENDS = pytest.mark.parametrize(
     ("values", "backend"),
     [
         ({}, {"Type": "vxlan"}),
@@ -122,15 +129,39 @@ def test_it_goes_into_the_namespace_of_the_release() -> None:
             {"Type": "ipsec", "PSK": "x" * 96, "UDPEncap": True, "ESPProposal": "aes256-sha256"},
         ),
         (
-            {"backend": "wireguard", "backendPort": 1, "backendPortv6": 2, "psk": "x", "mtu": 1400}
+            {"backend": "wireguard", "backendPort": 1, "backendPortv6": 2, "psk": PSK, "mtu": 1400}
             | {"tunnelMode": "auto", "keepaliveInterval": 25, "vni": 7},
-            {"Type": "wireguard", "ListenPort": 1, "ListenPortV6": 2, "PSK": "x", "MTU": 1400}
+            {"Type": "wireguard", "ListenPort": 1, "ListenPortV6": 2, "PSK": PSK, "MTU": 1400}
             | {"Mode": "auto", "PersistentKeepaliveInterval": 25},
         ),
     ],
 )
+
+
+@BACKENDS
 def test_a_backend_is_given_the_values_that_it_knows(values: Object, backend: Object) -> None:
     assert files_of(flannel(**values))["net-conf.json"]["Backend"] == backend
+
+
+def daemons_backend(**values: Any) -> Backend:
+    """Make the backend as the daemon does from the network config in the objects."""
+    found = config.parse(flannel(**values)["ConfigMap"]["data"]["net-conf.json"])
+    assert found.warnings == ()
+    address = IPv4Address("192.0.2.1")
+    uplink = Uplink("eth0", 2, 1500, address, address)
+    return registry.factory_for(found)(found, Host(uplink, None, lambda _: None, lambda _: None, bytes))
+
+
+@BACKENDS
+def test_the_daemon_accepts_the_values_of_a_backend(values: Object, backend: Object) -> None:
+    made = daemons_backend(**values)
+    assert made.mtu < 1500 or backend["Type"] == "host-gw"
+
+
+def test_the_daemon_refuses_a_value_that_is_none_of_its_backend() -> None:
+    for values in ({"backend": "wireguard", "psk": "x"}, {"backend": "ipsec", "psk": "x"}):
+        with pytest.raises(Fatal, match=r"(?i)psk"):
+            daemons_backend(**values)
 
 
 @pytest.mark.parametrize(

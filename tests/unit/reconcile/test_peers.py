@@ -132,7 +132,7 @@ def test_route_to_a_peer_stays_when_its_lease_turns_senseless(peers: Peers) -> N
 def test_subnet_of_a_senseless_lease_is_unclear_until_the_lease_changes(peers: Peers, end: Event) -> None:
     take(peers, Added(SENSELESS))
     assert peers.unclear == {SUBNET}
-    assert "our own public IP" in peers.view().reasons[OLD.key]
+    assert "our own public IP" in peers.view().reasons[OLD.key].text
     take(peers, end)
     assert peers.unclear == set()
     assert peers.view().reasons == {}
@@ -152,7 +152,7 @@ def test_lease_of_another_backend_loses_its_route_and_is_not_unclear(
     take(peers, Added(SENSELESS))
     assert take(peers, Added(peer(V4, backend_type="vxlan"))) == Plan(drops=(route(OLD),))
     assert peers.unclear == set()
-    reason = peers.view().reasons[OLD.key]
+    reason = peers.view().reasons[OLD.key].text
     assert "is a vxlan node, we run host-gw" in reason
     assert caplog.messages[-1] == f"Ignoring a lease: {reason}"
 
@@ -169,7 +169,7 @@ def test_lease_of_addresses_that_it_must_not_have_leads_nowhere(
 ) -> None:
     lease = Lease(OLD.attrs, IPv4Network(subnet))
     assert take(peers, Added(lease)) == Plan()
-    assert peers.view().reasons[lease.key].startswith(reason)
+    assert peers.view().reasons[lease.key].text.startswith(reason)
 
 
 def test_each_refusal_is_logged_once_until_the_lease_makes_sense_again(
@@ -209,7 +209,7 @@ def test_lease_inside_another_one_is_followed_once_that_is_gone(
 ) -> None:
     caplog.set_level("INFO")
     assert take(peers, Added(INSIDE)) == Plan()
-    assert peers.view().reasons == {
+    assert {key: reason.text for key, reason in peers.view().reasons.items()} == {
         INSIDE.key: "it overlaps the lease 10.1.6.0/24, which precedes it; delete the one whose node is gone,"
         " or correct it"
     }
@@ -333,7 +333,7 @@ def test_obstacle_withdraws_what_leads_to_a_peer_until_it_is_gone(
 ) -> None:
     caplog.set_level("INFO")
     assert Plan.of(peers.look(ON_A_BRIDGE, made())) == Plan(drops=(route(OLD),))
-    assert peers.unsafe() == [f"{SUBNET}: {peers.view().reasons[OLD.key]}"]
+    assert peers.unsafe() == [f"{SUBNET}: {peers.view().reasons[OLD.key].text}"]
     assert peers.unclear == set()
     assert take(peers, Added(NEW)) == Plan()
     assert Plan.of(peers.look(ON_A_BRIDGE, made())) == Plan()

@@ -244,8 +244,10 @@ def test_sessions_add_up_the_sas_of_a_peer() -> None:
     ]
     found = by_connection(events)["name"]
     assert found.is_negotiating
-    assert session_of(connection, found, 100.0) == Session(THEIRS, True, 93.0, 15, 30, "192.0.2.6:4500")
-    assert session_of(connection, None, 100.0) == Session(THEIRS, is_established=False)
+    assert session_of(connection, found, 100.0) == Session(
+        THEIRS, True, 93.0, 15, 30, "192.0.2.6:4500", protocol="ipsec"
+    )
+    assert session_of(connection, None, 100.0) == Session(THEIRS, is_established=False, protocol="ipsec")
 
 
 @pytest.mark.parametrize(("state", "is_negotiating"), [("DELETING", False), ("INSTALLING", True)])

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from flanneld.ctl.cluster import commands
 from flanneld.ctl.cluster.nodes import Cluster, Node, Probes, Told, gather, told
 from flanneld.ctl.cluster.rules import RULES, findings, remarks
-from flanneld.ctl.findings import Severity
+from flanneld.ctl.findings import Advice, Severity
 from flanneld.network.query.survey import SILENCE, Reply
 
 NOW = 1_000_000.0
@@ -83,6 +83,12 @@ def test_rule_names_the_node_that_breaks_it(rule: str, changes: dict[str, Any], 
     ((check, finding),) = findings(remarks(found))
     assert (check.name, check.theme) == (rule, "N")
     assert any(name in finding.evidence for name in who)
+
+
+def test_advice_for_another_mtu_names_the_backends_with_an_option_for_it() -> None:
+    ((_, finding),) = findings(remarks(cluster(told=replace(TOLD, mtu=1400))))
+    assert isinstance(finding.remedy, Advice)
+    assert "with vxlan or wireguard set Backend.MTU" in finding.remedy.text
 
 
 def test_each_rule_has_a_case() -> None:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from ipaddress import ip_address
+import json
+from ipaddress import IPv4Address, ip_address
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flanneld.backends import registry
+from flanneld.backends.contract import Host
+from flanneld.config import parse
 from flanneld.ctl.path_mtu import Path, paths, peer_named, sample
 from flanneld.diagnostics.status import describe
 from flanneld.errors import FlannelError
-from flanneld.model import IPAddress
+from flanneld.model import IPAddress, Uplink
 from flanneld.network.query.path_mtu import largest
 from flanneld.state.resources import Address
 
+PSKS = {"ipsec": "x" * 96}
 PEER: dict[str, Any] = {
     "subnets": ["10.5.2.0/24", "fd00:5:0:2::/64"],
     "public_ips": ["192.0.2.2"],
@@ -23,7 +28,8 @@ PEER: dict[str, Any] = {
     "objects": [],
 }
 DOCUMENT: dict[str, Any] = {
-    "uplink": {"mtu": 1500},
+    "network": {"backend": "wireguard"},
+    "uplink": {"name": "eth0", "mtu": 1500},
     "mtu": 1420,
     "lease": {"subnets": ["10.5.1.0/24", "fd00:5:0:1::/64"]},
     "local": [describe(Address("flannel-wg", ip_address("10.5.1.0")), {})],
@@ -55,12 +61,32 @@ def asked(target: IPAddress, required: int) -> int:
 def test_the_underlay_and_the_tunnel_are_asked() -> None:
     found = list(paths(PEER, DOCUMENT, asked))
     assert found == [
-        Path("underlay", ip_address("192.0.2.2"), 1500, 1400, "10.5.2.0/24"),
+        Path("underlay", ip_address("192.0.2.2"), 1500, 1400, "10.5.2.0/24", "Backend.MTU"),
         Path("tunnel", ip_address("10.5.2.0"), 1420, 1420, "10.5.2.0/24"),
     ]
     assert [each.state for each in found] == ["PROBLEM", "ok"]
     assert "set Backend.MTU to 1400" in found[0].note
     assert sample(DOCUMENT, lambda questions: [asked(*each) for each in questions]) == found
+
+
+@pytest.mark.parametrize(
+    "name", ["alloc", "extension", "gce", "host-gw", "ipip", "ipsec", "udp", "vxlan", "wireguard"]
+)
+def test_a_setting_is_named_that_the_backend_takes_its_mtu_from(name: str) -> None:
+    document = {**DOCUMENT, "network": {"backend": name}}
+    note = next(paths(PEER, document, asked)).note
+
+    def inner(uplink: int, **options: int) -> int:
+        backend = {"Type": name, "PSK": PSKS.get(name, ""), **options}
+        config = parse(json.dumps({"Network": "10.5.0.0/16", "Backend": backend}))
+        address = IPv4Address("192.0.2.1")
+        host = Host(Uplink("eth0", 2, uplink, address, address), None, lambda _: None, lambda _: None, bytes)
+        return registry.load(name)(config, host).mtu
+
+    change = {"set Backend.MTU": inner(1500, MTU=1400), "set the MTU of eth0 on all nodes": inner(1400)}
+    lowered = next(mtu for words, mtu in change.items() if f"{words} to 1400 or less" in note)
+    assert lowered == inner(1500) - 100
+    assert (inner(1500, MTU=1400) == lowered) == ("set Backend.MTU" in note)
 
 
 def test_peers_that_were_silent_when_probed_are_asked_first() -> None:
