@@ -8,10 +8,8 @@ from ipaddress import IPv4Address, IPv4Network
 from flanneld.network.rtnetlink.netlink import MalformedNetlink, attribute, attributes, unpack
 from flanneld.network.xfrm.policy import Action, Direction, Tunnel, XfrmPolicy
 
-#: linux/netlink.h
-NETLINK_XFRM = 6
 # linux/xfrm.h, XFRM_MSG_*
-NEW_POLICY, DELETE_POLICY, GET_POLICY, UPDATE_POLICY = 0x13, 0x14, 0x15, 0x19
+NEW_POLICY, DELETE_POLICY, UPDATE_POLICY = 0x13, 0x14, 0x19
 #: Multicast group of changes to policies, XFRMNLGRP_POLICY.
 GROUP_POLICY = 4
 _TEMPLATE, _POLICY_TYPE, _MARK, _IF_ID = 5, 16, 21, 31

@@ -6,12 +6,12 @@ import errno
 import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from ipaddress import IPv4Network
-from pathlib import Path
 
 from flanneld.compat.glog import OneTimeWarnings, V
 from flanneld.model import IPNetwork
+from flanneld.network.ipsec_traces import GET_POLICY, NETLINK_XFRM, has_policies
 from flanneld.network.rtnetlink.netlink import (
     NLM_F_REQUEST,
     NetlinkSocket,
@@ -149,7 +149,7 @@ def stale_tables(networks: Iterable[IPNetwork]) -> Iterator[XfrmPolicyTable]:
 
     They would block the packets of any other backend. This does not load the kernel module of NETLINK_XFRM.
     """
-    if not _has_xfrm():
+    if not has_policies():
         return
     try:
         with closing(open_xfrm()) as kernel:
@@ -162,18 +162,10 @@ def stale_tables(networks: Iterable[IPNetwork]) -> Iterator[XfrmPolicyTable]:
             yield XfrmPolicyTable(network)
 
 
-def _has_xfrm() -> bool:
-    """Return True if the kernel's own socket exists: opening another one would load the module."""
-    with suppress(OSError):
-        rows = Path("/proc/net/netlink").read_text().splitlines()[1:]
-        return any(row.split()[1] == str(messages.NETLINK_XFRM) for row in rows)
-    return False
-
-
 def open_xfrm(groups: Sequence[int] = (), receive_buffer: int = 1 << 20) -> NetlinkSocket:
     """Open a socket. Raises ``OSError`` with the remedy if this kernel lacks NETLINK_XFRM."""
     try:
-        return NetlinkSocket(groups, receive_buffer, protocol=messages.NETLINK_XFRM)
+        return NetlinkSocket(groups, receive_buffer, protocol=NETLINK_XFRM)
     except OSError as failure:
         if failure.errno == errno.EPROTONOSUPPORT:
             text = f"{os.strerror(failure.errno)}; load it: modprobe -a xfrm_user esp4"
@@ -183,7 +175,7 @@ def open_xfrm(groups: Sequence[int] = (), receive_buffer: int = 1 << 20) -> Netl
 
 def policies(kernel: NetlinkSocket) -> Iterator[XfrmPolicy]:
     """Yield the policies that could be ours. Raises ``OSError``."""
-    for data, offset, end in kernel.dump(messages.GET_POLICY, b""):
+    for data, offset, end in kernel.dump(GET_POLICY, b""):
         policy = messages.decode(data, offset, end)
         if policy is not None:
             yield policy
