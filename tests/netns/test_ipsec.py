@@ -6,6 +6,7 @@ import itertools
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from ipaddress import IPv4Address, IPv4Network
@@ -32,6 +33,13 @@ pytestmark = pytest.mark.needs_kernel("esp")
 DEVICE = "flannel-ipsec"
 #: Seconds: two readings of charon, one of which waits for an answer as long as it may.
 SOON = 40
+SELDOM = """
+from flanneld.backends.ipsec.table_connections import ConnectionTable
+from flanneld.main import main
+
+ConnectionTable.audit = 3600.0
+main()
+"""
 
 
 def start(node: Node, *flags: str) -> None:
@@ -199,6 +207,53 @@ def test_charon_that_ends_or_hangs_is_replaced(pair: list[Node], tmp_path: Path,
         wait_for(lambda: charon_of(node) not in (0, charon), SOON, "another charon")
         wait_for(lambda: loaded(node) == all_of(node, peer), SOON, "keys and connection to be loaded")
         assert plain() == 0
+    talk(node, peer)
+
+
+def flush(*nodes: Node) -> None:
+    for node in nodes:
+        node.run("ip", "xfrm", "state", "flush")
+
+
+def flush_first(node: Node, _peer: Node) -> None:
+    flush(node)
+
+
+def delete_incoming(node: Node, _peer: Node) -> None:
+    for spi in negotiated(node):
+        node.run("ip", "xfrm", "state", "delete", "dst", node.address, "proto", "esp", "spi", f"0x{spi}")
+
+
+@pytest.mark.parametrize("lose", [flush_first, flush, delete_incoming])
+def test_lost_sas_are_negotiated_again_and_nothing_leaks(
+    pair: list[Node], tmp_path: Path, lose: Callable[[Node, Node], None]
+) -> None:
+    """charon does not notice: it would lose all packets until the next rekeying, after up to an hour."""
+    node, peer = pair
+    talk(node, peer)
+    wait_for(lambda: bool(negotiated(node)), SOON, "SAs of the present charon")
+    with underlay(node, peer, tmp_path) as plain, node.container().ping(peer.container()) as ping:
+        ping.wait_for_replies()
+        before = negotiated(node)
+        lose(node, peer)
+        wait_for(lambda: negotiated(node).isdisjoint(before), SOON, "other SAs")
+        ping.wait_for_replies()
+        assert plain() == 0
+    talk(node, peer)
+
+
+def test_a_flush_of_sas_is_heard(lab: Lab) -> None:
+    """This daemon reads charon once an hour unless a notification asks for it."""
+    lab.etcd.put_config({"Network": NETWORK, "Backend": IPSEC})
+    node, peer = lab.add_nodes(2)
+    node.start(command=with_own_run(node, sys.executable, "-c", SELDOM))
+    start(peer)
+    for each in (node, peer):
+        each.wait_ready()
+    talk(node, peer)
+    before = negotiated(node)
+    flush(node)
+    wait_for(lambda: negotiated(node).isdisjoint(before), SOON, "other SAs")
     talk(node, peer)
 
 

@@ -1,4 +1,4 @@
-"""Codec of NETLINK_XFRM's messages about policies (linux/xfrm.h)."""
+"""Codec of NETLINK_XFRM's messages about policies and SAs (linux/xfrm.h)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from flanneld.network.xfrm.policy import Action, Direction, Tunnel, XfrmPolicy
 
 # linux/xfrm.h, XFRM_MSG_*
 NEW_POLICY, DELETE_POLICY, UPDATE_POLICY = 0x13, 0x14, 0x19
-#: Multicast group of changes to policies, XFRMNLGRP_POLICY.
-GROUP_POLICY = 4
+GET_SA, FLUSH_SA = 0x12, 0x1C
+#: Not of the kernel: notifications were lost.
+LOST = -1
+#: Multicast groups of changes to SAs and policies, XFRMNLGRP_*.
+GROUP_SA, GROUP_POLICY = 3, 4
 _TEMPLATE, _POLICY_TYPE, _MARK, _IF_ID = 5, 16, 21, 31
 
 _AF_INET, _ESP, _MODE_TUNNEL = 2, 50, 1
@@ -19,6 +22,8 @@ _NO_LIMIT, _ALL_ALGORITHMS = (1 << 64) - 1, (1 << 32) - 1
 
 #: struct xfrm_selector: addresses, ports, family, lengths, protocol, interface, user.
 _SELECTOR = struct.Struct("=16s16sHHHHHBBB3xiI")
+#: struct xfrm_usersa_info up to the SPI: selector, destination, SPI.
+_SA = struct.Struct(f"={_SELECTOR.size}x16x4s")
 #: struct xfrm_userpolicy_info after the selector: limits, their current use, and the rest.
 _INFO = struct.Struct("=8Q4QIIBBBB4x")
 _WHOLE = struct.Struct(f"={_SELECTOR.size}s{_INFO.size}s")
@@ -44,6 +49,12 @@ def decode(data: bytes, offset: int, end: int) -> XfrmPolicy | None:
     """Parse a policy in a dump; None if it cannot conflict with ours. Raises ``MalformedNetlink``."""
     selector, info = unpack(_WHOLE, data, offset, end)
     return _decode(bytes(selector), bytes(info), attributes(data, offset + _WHOLE.size, end))
+
+
+def spi(data: bytes, offset: int, end: int) -> str:
+    """Return the SPI of an SA in a dump, as charon writes it. Raises ``MalformedNetlink``."""
+    (found,) = unpack(_SA, data, offset, end)
+    return bytes(found).hex()
 
 
 def _decode(selector: bytes, info: bytes, found: dict[int, bytes]) -> XfrmPolicy | None:

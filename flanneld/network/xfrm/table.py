@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 #: Seconds between two reads without notifications.
 _AUDIT = 30.0
 #: Receive buffer for notifications in bytes: enough for a flush of a few thousand policies.
-_RECEIVE_BUFFER = 4 << 20
+RECEIVE_BUFFER = 4 << 20
 #: Datagrams to read at a time, so that a storm of notifications does not block other work.
 _AT_A_TIME = 1000
 
@@ -109,32 +109,17 @@ class XfrmPolicyTable:
 
     def changes(self) -> list[Changes]:
         """Return one change if another program has changed any policy, or notifications were lost."""
-        return [Changes()] if self._is_touched() else []
-
-    def _is_touched(self) -> bool:
-        news, kernel = self._news, self._kernel
-        if news is None or kernel is None:
-            return False
-        is_touched = False
-        for _ in range(_AT_A_TIME):
-            try:
-                data = news.receive()
-            except BlockingIOError:
-                break
-            except OSError as failure:
-                if failure.errno != errno.ENOBUFS:
-                    raise
-                is_touched = True
-                continue
-            is_touched |= any(port != kernel.port for _, _, _, port, _, _ in split(data))
-        return is_touched
+        if self._news is None or self._kernel is None:
+            return []
+        authors = {port for _, port in notifications(self._news)}
+        return [Changes()] if authors - {self._kernel.port} else []
 
     # ---- the kernel --------------------------------------------------------------------------------
 
     def _open(self) -> NetlinkSocket:
         """Return the socket. Notifications are enabled before the first read."""
         if self._kernel is None:
-            self._news = self._news or open_xfrm((messages.GROUP_POLICY,), _RECEIVE_BUFFER)
+            self._news = self._news or open_xfrm((messages.GROUP_POLICY,), RECEIVE_BUFFER)
             self._kernel = open_xfrm()
         return self._kernel
 
@@ -171,6 +156,21 @@ def open_xfrm(groups: Sequence[int] = (), receive_buffer: int = 1 << 20) -> Netl
             text = f"{os.strerror(failure.errno)}; load it: modprobe -a xfrm_user esp4"
             raise OSError(failure.errno, text) from None
         raise
+
+
+def notifications(news: NetlinkSocket) -> Iterator[tuple[int, int]]:
+    """Yield type and author's port of each pending notification, without blocking; ``LOST`` after a loss."""
+    for _ in range(_AT_A_TIME):
+        try:
+            data = news.receive()
+        except BlockingIOError:
+            return
+        except OSError as failure:
+            if failure.errno != errno.ENOBUFS:
+                raise
+            yield messages.LOST, messages.LOST
+        else:
+            yield from ((kind, port) for kind, _, _, port, _, _ in split(data))
 
 
 def policies(kernel: NetlinkSocket) -> Iterator[XfrmPolicy]:

@@ -75,6 +75,14 @@ def test_policies_that_stand_beside_ours_are_not_read(kind: int) -> None:
     assert decode(PACKED[0] + attribute(kind, b"\1" + bytes(7))) is None
 
 
+def test_spi_of_an_sa_is_read_as_charon_writes_it() -> None:
+    """struct xfrm_usersa_info: a selector of 56 bytes, the destination, and the SPI."""
+    data = bytes(56) + HERE.packed + bytes(12) + bytes.fromhex("c00a0b01") + b"\x32" + bytes(143)
+    assert messages.spi(data, 0, len(data)) == "c00a0b01"
+    with pytest.raises(MalformedNetlink):
+        messages.spi(data, 0, 75)
+
+
 def test_a_socket_policy_is_not_read() -> None:
     """Their directions are 3 and 4, and they have no addresses."""
     data = bytearray(PACKED[0])
