@@ -24,6 +24,7 @@ from flanneld.network.xfrm.table import open_xfrm, policies
 from tests.lab import Lab, Node, own_command, wait_for
 from tests.lab.lab import NETWORK
 from tests.netns.charons import IPSEC, PSK, associations, charon_of, control, loaded, with_own_run
+from tests.netns.kube import HEALTH_PORT, readiness
 from tests.netns.pair import connect
 from tests.netns.test_seeing import flannelctl
 from tests.netns.traffic import Sniffer, Stream
@@ -43,7 +44,8 @@ main()
 
 
 def start(node: Node, *flags: str) -> None:
-    node.start(*flags, command=with_own_run(node, *own_command()))
+    health = f"--healthz-port={HEALTH_PORT}"
+    node.start(health, *flags, command=with_own_run(node, *own_command()))
 
 
 def cluster(lab: Lab, *flags: str, backend: Mapping[str, Any] = IPSEC) -> list[Node]:
@@ -186,6 +188,22 @@ def test_blocking_policies_hold_where_other_routes_lead_past_the_device(
     node.run("ip", "route", "del", f"{host}/32")
     wait_for(lambda: found(node) == wanted(node, peer), SOON, "the policies to be back")
     talk(node, peer)
+
+
+def test_a_policy_past_the_encryption_keeps_the_node_from_ready_and_stays(pair: list[Node]) -> None:
+    """Another program's, twice: it is named each time."""
+    node, _ = pair
+    selector = f"src {NETWORK} dst 10.5.128.0/17 dir out"
+    wait_for(lambda: readiness(node)[0] == 200, SOON, "the node to be ready")
+    for _ in range(2):
+        logged = len(node.log())
+        node.run("ip", "xfrm", "policy", "add", *selector.split(), "priority", "100")
+        wait_for(lambda: readiness(node)[0] == 503, SOON, "the node not to be ready")
+        assert f"remove it: ip xfrm policy delete {selector}" in node.log()[logged:]
+        assert f"ip xfrm policy delete {selector}" in flannelctl(node, "doctor").stdout
+        node.run("ip", "xfrm", "policy", "delete", *selector.split())
+        wait_for(lambda: readiness(node)[0] == 200, SOON, "the node to be ready again")
+    assert "Encryption no longer bypassed" in node.log()
 
 
 def delete(node: Node, gone: list[XfrmPolicy]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import IntEnum
 from ipaddress import IPv4Address, IPv4Network
 from typing import ClassVar
@@ -9,7 +10,7 @@ from typing import ClassVar
 from msgspec import Struct
 
 from flanneld.model import IPNetwork, lies_in
-from flanneld.state.resources import Key, Kind
+from flanneld.state.resources import Key, Kind, Resource
 
 #: Name of the table of policies.
 POLICIES = "xfrm-policies"
@@ -152,8 +153,19 @@ def is_flannels(policy: XfrmPolicy, network: IPNetwork) -> bool:
     return is_tunnel and (lies_in(policy.source, network) or lies_in(policy.destination, network))
 
 
-def passes_by(policy: XfrmPolicy, network: IPv4Network) -> bool:
-    """Return True if another program's policy lets packets inside the network leave unencrypted."""
+def passes_by(policy: XfrmPolicy, network: IPv4Network, desired: Iterable[Resource] = ()) -> bool:
+    """Return True if another program's policy lets packets inside the network leave unencrypted.
+
+    One to this node's own containers does not: a guard among the ``desired`` resources allows as much.
+    """
     is_open = policy.tunnel is None and policy.action is Action.ALLOW and not policy.is_guard
     is_ours = policy.source.overlaps(network) and policy.destination.overlaps(network)
-    return is_open and is_ours and policy.direction is Direction.OUT
+    if not (is_open and is_ours and policy.direction is Direction.OUT):
+        return False
+    return not any(
+        each.priority == ALLOW_PRIORITY
+        and each.direction is Direction.OUT
+        and policy.destination.subnet_of(each.destination)
+        for each in desired
+        if isinstance(each, XfrmPolicy)
+    )

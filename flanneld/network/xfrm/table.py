@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from ipaddress import IPv4Network
 
-from flanneld.compat.glog import OneTimeWarnings, V
+from flanneld.compat.glog import V
 from flanneld.model import IPNetwork
 from flanneld.network.ipsec_traces import GET_POLICY, NETLINK_XFRM, has_policies
 from flanneld.network.rtnetlink.netlink import (
@@ -22,6 +22,7 @@ from flanneld.network.xfrm import messages
 from flanneld.network.xfrm.policy import POLICIES, XfrmPolicy, is_flannels, passes_by
 from flanneld.state.report import Failure, Report
 from flanneld.state.resources import Resource
+from flanneld.state.sessions import Bypass
 from flanneld.state.table import Changes, Claim, Put, Scope, Seen
 
 log = logging.getLogger(__name__)
@@ -48,21 +49,26 @@ class XfrmPolicyTable:
         self._network = network
         self._kernel: NetlinkSocket | None = None
         self._news: NetlinkSocket | None = None
-        self._once = OneTimeWarnings()
+        self._bypasses: tuple[Bypass, ...] = ()
+
+    def bypasses(self) -> tuple[Bypass, ...]:
+        """Return other programs' policies that let packets pass unencrypted, as of the last read."""
+        return self._bypasses
 
     def read(self, scope: Scope) -> Iterator[Seen]:
         """Yield flannel's policies, and foreign ones with the key of a desired one."""
         # Read in one go: a write may come between two objects.
-        for policy in list(policies(self._open())):
+        found = list(policies(self._open()))
+        self._bypasses = tuple(
+            Bypass(str(each), f"ip xfrm policy delete {_selector(each)}")
+            for each in found
+            if not is_flannels(each, self._network) and passes_by(each, self._network, scope.desired.values())
+        )
+        for policy in found:
             if is_flannels(policy, self._network):
                 yield Seen(policy)
-                continue
-            if policy.key in scope.desired:
+            elif policy.key in scope.desired:
                 yield Seen(policy, Claim.FOREIGN)
-            if passes_by(policy, self._network):
-                remedy = f"remove it: ip xfrm policy delete {_selector(policy)}"
-                text = f"Packets may leave unencrypted by another program's {policy}; {remedy}"
-                self._once.warn(log, policy.key, text)
 
     def put(self, puts: Sequence[Put]) -> Report:
         report = Report()

@@ -166,6 +166,14 @@ def test_ours_are_told_from_those_of_others() -> None:
     assert not any(passes_by(each, NETWORK) for each in (*TUNNELS, *GUARDS, foreign))
 
 
+def test_a_policy_to_own_containers_is_no_bypass() -> None:
+    """charon's plug-in bypass-lan makes one for each network of a bridge."""
+    own, around = (XfrmPolicy(Direction.OUT, net, net, 100) for net in (OWN, NETWORK))
+    assert not passes_by(own, NETWORK, GUARDS)
+    assert passes_by(around, NETWORK, GUARDS)
+    assert passes_by(own, NETWORK, guards(NETWORK, None))
+
+
 def test_guards_come_last_and_without_a_lease_block_all() -> None:
     assert {each.priority for each in GUARDS} == {ALLOW_PRIORITY, BLOCK_PRIORITY}
     assert {each.action for each in guards(NETWORK, None)} == {Action.BLOCK}
