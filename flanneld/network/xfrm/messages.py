@@ -46,7 +46,7 @@ def pack_id(policy: XfrmPolicy) -> bytes:
 
 
 def decode(data: bytes, offset: int, end: int) -> XfrmPolicy | None:
-    """Parse a policy in a dump; None if it cannot conflict with ours. Raises ``MalformedNetlink``."""
+    """Parse a policy in a dump; None if it is not for packets like ours. Raises ``MalformedNetlink``."""
     selector, info = unpack(_WHOLE, data, offset, end)
     return _decode(bytes(selector), bytes(info), attributes(data, offset + _WHOLE.size, end))
 
@@ -59,10 +59,11 @@ def spi(data: bytes, offset: int, end: int) -> str:
 
 def _decode(selector: bytes, info: bytes, found: dict[int, bytes]) -> XfrmPolicy | None:
     to, source, *ports, family, to_bits, source_bits, protocol, interface, _ = _SELECTOR.unpack(selector)
-    *limits, priority, _, direction, action, _, _ = _INFO.unpack(info)
+    *limits, priority, index, direction, action, _, _ = _INFO.unpack(info)
     is_ours = family == _AF_INET and direction in tuple(Direction)
-    if not is_ours or any(ports) or protocol or interface or _is_apart(found):
+    if not is_ours or _is_apart(found):
         return None
+    is_whole = not (any(ports) or protocol or interface)
     if action not in tuple(Action):
         raise MalformedNetlink
     tunnel, odd = _read_templates(found.get(_TEMPLATE, b""))
@@ -76,11 +77,12 @@ def _decode(selector: bytes, info: bytes, found: dict[int, bytes]) -> XfrmPolicy
         tunnel,
         Action(action),
         odd,
+        0 if is_whole else index,
     )
 
 
 def _is_apart(found: dict[int, bytes]) -> bool:
-    """Return True for a policy that can coexist with another with the same addresses."""
+    """Return True for a policy of another type, or for packets with a mark or through an XFRM interface."""
     return any(any(found.get(kind, b"")) for kind in (_POLICY_TYPE, _MARK, _IF_ID))
 
 

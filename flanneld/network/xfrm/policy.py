@@ -57,9 +57,11 @@ class Tunnel(Struct, frozen=True, gc=False):
 
 
 class XfrmPolicy(Struct, frozen=True, gc=False):
-    """Policy of the main type for all protocols and ports, without mark and interface.
+    """Policy of the main type, without mark and interface id.
 
     ``odd`` describes properties that flannel's policies never have. Such a policy is never desired.
+    ``index`` is the kernel's number of a policy for one protocol, port or device, which stands beside ours;
+    0 for one that is for all packets.
     """
 
     kind: ClassVar[Kind] = Kind.REMOTE
@@ -70,10 +72,11 @@ class XfrmPolicy(Struct, frozen=True, gc=False):
     tunnel: Tunnel | None = None
     action: Action = Action.ALLOW
     odd: str = ""
+    index: int = 0
 
     @property
     def key(self) -> Key:
-        """Return the selector and direction, which identify a policy in the kernel."""
+        """Return the selector and direction, and the index: they identify a policy in the kernel."""
         source, destination = self.source, self.destination
         return (
             POLICIES,
@@ -82,6 +85,7 @@ class XfrmPolicy(Struct, frozen=True, gc=False):
             source.prefixlen,
             int(destination.network_address),
             destination.prefixlen,
+            self.index,
         )
 
     @property
@@ -103,7 +107,8 @@ class XfrmPolicy(Struct, frozen=True, gc=False):
 
     def __str__(self) -> str:
         how = str(self.tunnel) if self.tunnel else f"action {self.action.name.lower()}"
-        selector = f"src {self.source} dst {self.destination} dir {self.direction.name.lower()}"
+        part = f" index {self.index}" if self.index else ""
+        selector = f"src {self.source} dst {self.destination}{part} dir {self.direction.name.lower()}"
         return f"policy {selector} priority {self.priority} {how}{self.odd and f' {self.odd}'}"
 
 
@@ -147,6 +152,8 @@ def tunnel_policies(
 
 def is_flannels(policy: XfrmPolicy, network: IPNetwork) -> bool:
     """Return True for a guard or a tunnel that flannel, in Go or in Python, made for this network."""
+    if policy.index:
+        return False
     if policy.is_guard:
         return lies_in(policy.source, network) and lies_in(policy.destination, network)
     is_tunnel = policy.tunnel is not None and policy.tunnel.reqid == REQID
@@ -158,7 +165,7 @@ def passes_by(policy: XfrmPolicy, network: IPv4Network, desired: Iterable[Resour
 
     One to this node's own containers does not: a guard among the ``desired`` resources allows as much.
     """
-    is_open = policy.tunnel is None and policy.action is Action.ALLOW and not policy.is_guard
+    is_open = policy.tunnel is None and policy.action is Action.ALLOW and not is_flannels(policy, network)
     is_ours = policy.source.overlaps(network) and policy.destination.overlaps(network)
     if not (is_open and is_ours and policy.direction is Direction.OUT):
         return False

@@ -62,7 +62,7 @@ class XfrmPolicyTable:
         self._bypasses = tuple(
             Bypass(str(each), f"ip xfrm policy delete {_selector(each)}")
             for each in found
-            if not is_flannels(each, self._network) and passes_by(each, self._network, scope.desired.values())
+            if passes_by(each, self._network, scope.desired.values())
         )
         for policy in found:
             if is_flannels(policy, self._network):
@@ -193,7 +193,9 @@ def _policy(resource: Resource) -> XfrmPolicy:
 
 
 def _selector(policy: XfrmPolicy) -> str:
-    return f"src {policy.source} dst {policy.destination} dir {policy.direction.name.lower()}"
+    """Return a policy as iproute2 selects it for its removal."""
+    which = f"index {policy.index}" if policy.index else f"src {policy.source} dst {policy.destination}"
+    return f"{which} dir {policy.direction.name.lower()}"
 
 
 def _stands_in_the_way(put: Put) -> Failure:

@@ -174,6 +174,20 @@ def test_a_policy_to_own_containers_is_no_bypass() -> None:
     assert passes_by(own, NETWORK, guards(NETWORK, None))
 
 
+def test_a_policy_for_one_protocol_stands_beside_ours_and_may_be_a_bypass() -> None:
+    bypass = XfrmPolicy(Direction.OUT, OWN, PEER, 100)
+    for whole in (bypass, TUNNELS[0], GUARDS[1]):
+        data = bytearray(messages.pack(whole))
+        data[44], data[156] = 1, 9  # the protocol of the selector, and the index
+        found = decode(bytes(data))
+        assert found is not None
+        assert found.index == 9
+        assert found.key != whole.key
+        assert not is_flannels(found, NETWORK)
+        assert passes_by(found, NETWORK) == (whole.tunnel is None)
+        assert "index 9 dir out" in str(found)
+
+
 def test_guards_come_last_and_without_a_lease_block_all() -> None:
     assert {each.priority for each in GUARDS} == {ALLOW_PRIORITY, BLOCK_PRIORITY}
     assert {each.action for each in guards(NETWORK, None)} == {Action.BLOCK}
