@@ -216,7 +216,9 @@ def delete(node: Node, gone: list[XfrmPolicy]) -> None:
         assert [failed for failed in kernel.write(bodies) if failed] == []
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
+@pytest.mark.parametrize(
+    "how", [signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP], ids=["dies", "is stopped", "hangs"]
+)
 def test_charon_that_ends_or_hangs_is_replaced(pair: list[Node], tmp_path: Path, how: signal.Signals) -> None:
     node, peer = pair
     charon = charon_of(node)
