@@ -20,6 +20,7 @@ from flanneld.backends.contract import NO_SERVICES, Backend, Factory, HostServic
 from flanneld.config import Config
 from flanneld.errors import Retryable
 from flanneld.model import Lease, LeaseAttrs, LeaseKey, Uplink
+from flanneld.network import ipsec_traces
 from flanneld.network.rtnetlink.kernel import Kernel
 from flanneld.network.rtnetlink.monitor import Monitor
 from flanneld.network.rtnetlink.tables import tables
@@ -194,13 +195,17 @@ def desired(member: Member) -> LocalNode:
 
 def _kernel_tables(member: Member, stale_links: Callable[[], Iterable[Link]]) -> list[Table]:
     """Return the tables of devices and routes, and of policies and charon left by an ipsec backend."""
-    from flanneld.backends.ipsec.stale import stale_charon  # rarely needed, and both take their time
-    from flanneld.network.xfrm.table import stale_tables
-
-    networks = (network for network, _ in member.uplink_manager.ranges)
     spread = member.options.route_protocol_spread == "auto"
-    kernel = tables(member.kernel, stale_links, spread=spread)
-    return [*kernel, *stale_tables(networks), *stale_charon()]
+    found: list[Table] = [*tables(member.kernel, stale_links, spread=spread)]
+    if ipsec_traces.has_policies():
+        from flanneld.network.xfrm.table import stale_tables  # rarely needed, and takes its time
+
+        found += stale_tables(network for network, _ in member.uplink_manager.ranges)
+    if ipsec_traces.CHARON_PID_FILE.exists():
+        from flanneld.backends.ipsec.stale import stale_charon  # the same
+
+        found += stale_charon()
+    return found
 
 
 def run(

@@ -103,7 +103,7 @@ class Controller:
 
     @property
     def encryption(self) -> EncryptionWatch:
-        """Return the watch of other programs' routes that bypass the encryption."""
+        """Return the watch of other programs' routes and policies that bypass the encryption."""
         return self._host.encryption
 
     # ---- before the first peer ---------------------------------------------------------------
@@ -210,6 +210,7 @@ class Controller:
 
     def _passed(self, report: Report) -> None:
         """Record for the next run that the tables have converged. Free memory after a bulk's audit."""
+        self._host.tell_of_bypasses()
         if report.made:
             self._was_bulk = len(report.made) > _BULK
         elif self._was_bulk:

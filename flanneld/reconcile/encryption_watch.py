@@ -1,4 +1,4 @@
-"""Detection of routes by which packets leave unencrypted though the backend encrypts."""
+"""Detection of routes and policies by which packets leave unencrypted though the backend encrypts."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from flanneld.compat.glog import OneTimeWarnings
 from flanneld.model import Lease
 from flanneld.network.obstacles import HostRoute
 from flanneld.state.resources import Key, Resource, Route, route_key
+from flanneld.state.sessions import Bypass
 
 log = logging.getLogger(__name__)
 
@@ -38,19 +39,25 @@ def bypasses(detours: Iterable[HostRoute], desired: Mapping[Key, Resource]) -> l
 
 
 class EncryptionWatch:
-    """Watch that reports other programs' routes past the encryption. It never removes them."""
+    """Watch that reports other programs' routes and policies past the encryption. It never removes them."""
 
     def __init__(self) -> None:
         #: Reason why packets may leave unencrypted, with the remedy; else empty. Read from any thread.
         self.problem = ""
         self._once = OneTimeWarnings()
 
-    def look(self, detours: Iterable[HostRoute], desired: Mapping[Key, Resource]) -> None:
-        found = bypasses(detours, desired)
+    def look(
+        self,
+        detours: Iterable[HostRoute],
+        desired: Mapping[Key, Resource],
+        policies: Iterable[Bypass] = (),
+    ) -> None:
+        routes = (Bypass(f"route {each}", f"ip route delete {each}") for each in bypasses(detours, desired))
+        found = [*routes, *policies]
         more = f", and {len(found) - 1} more" if len(found) > 1 else ""
         self.problem = (
-            f"packets leave unencrypted by another program's route {found[0]}{more};"
-            f" remove it: ip route delete {found[0]}"
+            f"packets may leave unencrypted by another program's {found[0].what}{more};"
+            f" remove it: {found[0].removal}"
             if found
             else ""
         )

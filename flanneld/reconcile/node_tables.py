@@ -16,7 +16,7 @@ from flanneld.reconcile.table_worker import Knowledge, Workers
 from flanneld.state.diff import Delta
 from flanneld.state.report import Failure, Report
 from flanneld.state.resources import ROUTES, Key, State
-from flanneld.state.sessions import HasSessions, Session
+from flanneld.state.sessions import Bypass, FindsBypasses, HasSessions, Session
 from flanneld.state.table import Table
 
 #: Name of the worker whose tables run in the controller's thread.
@@ -50,6 +50,7 @@ class NodeTables:
         self._recording = recording
         self._removed_at_exit: frozenset[str] = frozenset()
         self._with_sessions: tuple[HasSessions, ...] = ()
+        self._with_bypasses: tuple[FindsBypasses, ...] = ()
         self._converged: set[str] = set()
         self.reconciler = self._over(())
         #: Workers with threads of their own, for tables that block.
@@ -66,6 +67,7 @@ class NodeTables:
         if exit_policy(backend) is ExitPolicy.REMOVE:
             self._removed_at_exit = frozenset(each.name for each in others)
         self._with_sessions = tuple(each for each in others if isinstance(each, HasSessions))
+        self._with_bypasses = tuple(each for each in others if isinstance(each, FindsBypasses))
         self.reconciler = self._over(_in_order(kernels, [each for each in others if each.worker == _WORKER]))
         self.workers = self._beside([each for each in others if each.worker != _WORKER])
 
@@ -120,6 +122,10 @@ class NodeTables:
     def sessions(self) -> list[Session]:
         """Return the encrypted sessions with peers, as last read. From any thread."""
         return [session for table in self._with_sessions for session in table.sessions()]
+
+    def bypasses(self) -> list[Bypass]:
+        """Return what lets packets pass unencrypted, as the backend's tables last read it."""
+        return [bypass for table in self._with_bypasses for bypass in table.bypasses()]
 
     def is_contested(self) -> bool:
         """Return True if another program keeps changing our objects. May be called from any thread."""

@@ -1,4 +1,4 @@
-"""Encrypted sessions with peers, as a table last read them, whichever protocol they are of (pure)."""
+"""Encrypted sessions with peers and ways past the encryption, as a table last read them (pure)."""
 
 from __future__ import annotations
 
@@ -38,6 +38,22 @@ class Session(Struct, frozen=True, gc=False):
     def state(self) -> str:
         """Return one word for metrics and people."""
         return "established" if self.is_established else "silent" if self.is_silent else "idle"
+
+
+class Bypass(Struct, frozen=True, gc=False):
+    """Another program's object by which packets may leave unencrypted, and the command that removes it."""
+
+    what: str
+    removal: str
+
+
+@runtime_checkable
+class FindsBypasses(Protocol):
+    """Optional part of a table: it notices objects that let packets pass unencrypted."""
+
+    def bypasses(self) -> tuple[Bypass, ...]:
+        """Return those of the last read. From any thread."""
+        ...
 
 
 @runtime_checkable

@@ -25,6 +25,8 @@ from tests.netns.charons import charon_of
 
 DEVICE = "flannel-wg"
 START = "start the daemon"
+#: Selector of a policy that lets packets to some peers leave unencrypted.
+OPEN = "src 10.5.0.0/16 dst 10.5.128.0/17 dir out"
 LISTENER = (
     "import socket, time; it = socket.socket(socket.AF_INET, socket.SOCK_DGRAM);"
     "it.bind(('', 51820)); print('bound', flush=True); time.sleep(600)"
@@ -213,6 +215,15 @@ FAULTS = {
         WIREGUARD,
         heal=("ip route del {base}/25 dev eth0",),
         advice="ip route del",
+    ),
+    "policy past the encryption": Fault(
+        "bypass",
+        f"{OPEN} priority 100 action allow",
+        (f"ip xfrm policy add {OPEN} priority 100",),
+        IPSEC,
+        cuts=False,
+        heal=(f"ip xfrm policy delete {OPEN}",),
+        advice=f"ip xfrm policy delete {OPEN}",
     ),
     "INPUT drops ESP": Fault(
         "filters",

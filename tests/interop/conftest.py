@@ -12,11 +12,11 @@ import pytest
 
 from tests.lab import peer_command
 
-collect_ignore = [] if peer_command() else ["test_ipsec_peer.py", "test_peer.py", "test_udp.py"]
+collect_ignore = [] if peer_command() else ["test_peer.py", "test_udp.py"]
 if not peer_command("v3"):
     collect_ignore += ["test_v3_peer.py", "test_wireguard_peer.py"]
 if not peer_command() and not peer_command("v3"):
-    collect_ignore += ["test_kube_peer.py"]
+    collect_ignore += ["test_ipsec_peer.py", "test_kube_peer.py"]
 if not peer_command("v0.6"):
     collect_ignore += ["test_v06_peer.py"]
 

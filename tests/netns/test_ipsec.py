@@ -6,6 +6,7 @@ import itertools
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from ipaddress import IPv4Address, IPv4Network
@@ -23,6 +24,7 @@ from flanneld.network.xfrm.table import open_xfrm, policies
 from tests.lab import Lab, Node, own_command, wait_for
 from tests.lab.lab import NETWORK
 from tests.netns.charons import IPSEC, PSK, associations, charon_of, control, loaded, with_own_run
+from tests.netns.kube import HEALTH_PORT, readiness
 from tests.netns.pair import connect
 from tests.netns.test_seeing import flannelctl
 from tests.netns.traffic import Sniffer, Stream
@@ -32,10 +34,18 @@ pytestmark = pytest.mark.needs_kernel("esp")
 DEVICE = "flannel-ipsec"
 #: Seconds: two readings of charon, one of which waits for an answer as long as it may.
 SOON = 40
+SELDOM = """
+from flanneld.backends.ipsec.table_connections import ConnectionTable
+from flanneld.main import main
+
+ConnectionTable.audit = 3600.0
+main()
+"""
 
 
 def start(node: Node, *flags: str) -> None:
-    node.start(*flags, command=with_own_run(node, *own_command()))
+    health = f"--healthz-port={HEALTH_PORT}"
+    node.start(health, *flags, command=with_own_run(node, *own_command()))
 
 
 def cluster(lab: Lab, *flags: str, backend: Mapping[str, Any] = IPSEC) -> list[Node]:
@@ -180,6 +190,23 @@ def test_blocking_policies_hold_where_other_routes_lead_past_the_device(
     talk(node, peer)
 
 
+def test_a_policy_past_the_encryption_keeps_the_node_from_ready_and_stays(pair: list[Node]) -> None:
+    """Another program's, three times: it is named each time, and gone by the command that the log names."""
+    node, _ = pair
+    selector = f"src {NETWORK} dst 10.5.128.0/17"
+    wait_for(lambda: readiness(node)[0] == 200, SOON, "the node to be ready")
+    for packets in ("", "", "proto icmp"):
+        logged = len(node.log())
+        node.run(*f"ip xfrm policy add {selector} {packets} dir out priority 100".split())
+        wait_for(lambda: readiness(node)[0] == 503, SOON, "the node not to be ready")
+        _, _, removal = node.log()[logged:].partition("remove it: ")
+        removal, _, _ = removal.partition("\n")
+        assert removal in flannelctl(node, "doctor").stdout
+        node.run(*removal.split())
+        wait_for(lambda: readiness(node)[0] == 200, SOON, "the node to be ready again")
+    assert "Encryption no longer bypassed" in node.log()
+
+
 def delete(node: Node, gone: list[XfrmPolicy]) -> None:
     with node.namespace.entered(), closing(open_xfrm()) as kernel:
         bodies = (
@@ -189,7 +216,9 @@ def delete(node: Node, gone: list[XfrmPolicy]) -> None:
         assert [failed for failed in kernel.write(bodies) if failed] == []
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
+@pytest.mark.parametrize(
+    "how", [signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP], ids=["dies", "is stopped", "hangs"]
+)
 def test_charon_that_ends_or_hangs_is_replaced(pair: list[Node], tmp_path: Path, how: signal.Signals) -> None:
     node, peer = pair
     charon = charon_of(node)
@@ -199,6 +228,53 @@ def test_charon_that_ends_or_hangs_is_replaced(pair: list[Node], tmp_path: Path,
         wait_for(lambda: charon_of(node) not in (0, charon), SOON, "another charon")
         wait_for(lambda: loaded(node) == all_of(node, peer), SOON, "keys and connection to be loaded")
         assert plain() == 0
+    talk(node, peer)
+
+
+def flush(*nodes: Node) -> None:
+    for node in nodes:
+        node.run("ip", "xfrm", "state", "flush")
+
+
+def flush_first(node: Node, _peer: Node) -> None:
+    flush(node)
+
+
+def delete_incoming(node: Node, _peer: Node) -> None:
+    for spi in negotiated(node):
+        node.run("ip", "xfrm", "state", "delete", "dst", node.address, "proto", "esp", "spi", f"0x{spi}")
+
+
+@pytest.mark.parametrize("lose", [flush_first, flush, delete_incoming])
+def test_lost_sas_are_negotiated_again_and_nothing_leaks(
+    pair: list[Node], tmp_path: Path, lose: Callable[[Node, Node], None]
+) -> None:
+    """charon does not notice: it would lose all packets until the next rekeying, after up to an hour."""
+    node, peer = pair
+    talk(node, peer)
+    wait_for(lambda: bool(negotiated(node)), SOON, "SAs of the present charon")
+    with underlay(node, peer, tmp_path) as plain, node.container().ping(peer.container()) as ping:
+        ping.wait_for_replies()
+        before = negotiated(node)
+        lose(node, peer)
+        wait_for(lambda: negotiated(node).isdisjoint(before), SOON, "other SAs")
+        ping.wait_for_replies()
+        assert plain() == 0
+    talk(node, peer)
+
+
+def test_a_flush_of_sas_is_heard(lab: Lab) -> None:
+    """This daemon reads charon once an hour unless a notification asks for it."""
+    lab.etcd.put_config({"Network": NETWORK, "Backend": IPSEC})
+    node, peer = lab.add_nodes(2)
+    node.start(command=with_own_run(node, sys.executable, "-c", SELDOM))
+    start(peer)
+    for each in (node, peer):
+        each.wait_ready()
+    talk(node, peer)
+    before = negotiated(node)
+    flush(node)
+    wait_for(lambda: negotiated(node).isdisjoint(before), SOON, "other SAs")
     talk(node, peer)
 
 

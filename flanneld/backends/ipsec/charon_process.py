@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flanneld.errors import Fatal, Retryable, cause_of
+from flanneld.network.ipsec_traces import CHARON_PID_FILE
 from flanneld.runtime import waits
 
 if TYPE_CHECKING:
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
 
 #: Paths used by distributions, in upstream's order, tried after PATH.
 FOLDERS = ("/usr/lib/strongswan", "/usr/lib/ipsec", "/usr/libexec/strongswan", "/usr/libexec/ipsec")
-#: charon refuses to start while a process with the pid in this file lives, of any program. The path is fixed.
-_PID_FILE = Path("/var/run/charon.pid")
 #: Variable in the environment of a charon that a daemon has started: a digest of the settings then.
 _MARK = "FLANNELD_CHARON"
 #: Seconds for charon to notify its peers of its end, then until a killed process is gone; and between checks.
@@ -47,7 +46,7 @@ def find() -> str:
 def running() -> int:
     """Return the pid of a charon that a daemon of this host has started, 0 if there is none."""
     with suppress(OSError, ValueError):
-        pid = int(_PID_FILE.read_text())
+        pid = int(CHARON_PID_FILE.read_text())
         return pid if _mark_of(pid) is not None else 0
     return 0
 
@@ -180,8 +179,8 @@ def _mark_of(pid: int) -> str | None:
 def _remove_stale_pid_file() -> None:
     """Remove the pid file if its pid now belongs to another program, as after a container's restart."""
     with suppress(OSError, ValueError):
-        pid = int(_PID_FILE.read_text())
+        pid = int(CHARON_PID_FILE.read_text())
         with suppress(FileNotFoundError):
             if "charon" in Path(f"/proc/{pid}/comm").read_text():
                 return
-        _PID_FILE.unlink()
+        CHARON_PID_FILE.unlink()

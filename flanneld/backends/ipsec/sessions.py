@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 from msgspec import Struct
 
@@ -12,15 +12,24 @@ from flanneld.state.sessions import Session
 
 
 class ConnectionSas(Struct):
-    """SAs of one connection; ``is_negotiating`` is True while charon negotiates one."""
+    """SAs of one connection; ``is_negotiating`` is True while charon negotiates one.
+
+    ``lost`` are those that charon takes for installed and the kernel lacks.
+    """
 
     is_negotiating: bool = False
     children: list[ReadSection] = []
+    lost: list[ReadSection] = []
     endpoint: str = ""
 
 
-def by_connection(events: Iterable[ReadSection]) -> dict[str, ConnectionSas]:
-    """Group the events of ``list-sas`` by the connection's name."""
+def by_connection(
+    events: Iterable[ReadSection], spis: Container[str] | None = None
+) -> dict[str, ConnectionSas]:
+    """Group the events of ``list-sas`` by the connection's name.
+
+    ``spis`` are those of the kernel's SAs, read after the events; without them charon is believed.
+    """
     found: dict[str, ConnectionSas] = {}
     for name, ike in (item for event in events for item in sections(event).items()):
         known = found.setdefault(name, ConnectionSas())
@@ -29,7 +38,12 @@ def by_connection(events: Iterable[ReadSection]) -> dict[str, ConnectionSas]:
         children = ike.get("child-sas")
         for child in sections(children).values() if isinstance(children, dict) else ():
             if text(child, "state") in ("INSTALLED", "REKEYING", "REKEYED"):
-                known.children.append(child)
+                if spis is None or (text(child, "spi-in") in spis and text(child, "spi-out") in spis):
+                    known.children.append(child)
+                elif text(child, "state") == "INSTALLED":
+                    known.lost.append(child)
+                else:
+                    known.is_negotiating = True  # charon is replacing it
             else:
                 known.is_negotiating |= text(child, "state") not in ("DELETING", "DELETED", "DESTROYING")
     return found

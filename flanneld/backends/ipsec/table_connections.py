@@ -1,5 +1,7 @@
 """Reconciler table of charon's configuration: a key for each node's address, a connection for each peer.
 
+It also has charon replace SAs that another program has removed from the kernel: charon does not notice.
+
 charon reports the names of keys and connections, and addresses and subnets of connections. Nothing else can
 be read back, least of all keys. So everything that this run has not loaded itself is loaded again.
 """
@@ -27,14 +29,15 @@ from flanneld.backends.ipsec.resources import (
 from flanneld.backends.ipsec.sessions import ConnectionSas, by_connection, session_of
 from flanneld.backends.ipsec.table_charon import WORKER
 from flanneld.backends.ipsec.vici import ReadSection, sections, text, texts
-from flanneld.compat.glog import OneTimeWarnings
+from flanneld.compat.glog import OneTimeWarnings, counted
 from flanneld.model import Secret, lies_in
+from flanneld.network.xfrm.associations import Associations
 from flanneld.network.xfrm.policy import POLICIES
 from flanneld.runtime import clock
 from flanneld.state.report import Failure, Report
 from flanneld.state.resources import Key, Resource
 from flanneld.state.sessions import Session
-from flanneld.state.table import Put, Scope, Seen
+from flanneld.state.table import Changes, Put, Scope, Seen
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +74,7 @@ class ConnectionTable:
         self._network = network
         self._call = call
         self._path = path
+        self._kernel = Associations()
         #: Keys and connections that this run has loaded.
         self._loaded: dict[Key, Resource] = {}
         self._sessions: tuple[Session, ...] = ()
@@ -97,7 +101,8 @@ class ConnectionTable:
                 for item in sections(event).items()
             ]
             keys = texts(control.ask("get-shared"), "keys")
-            found = by_connection(control.listing("list-sas", "list-sa"))
+            listed = [*control.listing("list-sas", "list-sa")]
+            found = by_connection(listed, self._kernel.spis())
             seen = [*self._keys(keys), *self._connections(connections)]
             desired = [each for each in scope.desired.values() if isinstance(each, IkeConnection)]
             self._look_after(desired, found, {each.key for each in seen}, control)
@@ -131,9 +136,13 @@ class ConnectionTable:
     ) -> None:
         """Initiate SAs for peers without one at two reads; charon itself gives up in some cases."""
         idle = set()
+        replaced = 0
         for each in desired:
             sas = found.get(each.name, ConnectionSas())
-            if sas.children:
+            if sas.lost:
+                # A dry run has loaded nothing, so it changes nothing.
+                replaced += each.key in self._loaded and _replace(sas.lost, control)
+            elif sas.children:
                 self._reasons.pop(each.name, None)
                 if self._once.clear(each.name):
                     log.info("IKE with %s for %s succeeds again", each.remote, each.peer)
@@ -142,6 +151,8 @@ class ConnectionTable:
                 if each.name in self._idle:
                     self._call_again(each, control)
         self._idle = idle
+        if replaced:
+            log.warning("Negotiating %s again: another program removed them", counted(replaced, "lost SA"))
 
     def _call_again(self, connection: IkeConnection, control: Control) -> None:
         reason = self._reasons.get(connection.name)
@@ -211,6 +222,27 @@ class ConnectionTable:
 
     def close(self, *, remove: bool) -> None:
         """Unload nothing: charon goes on without the daemon, and so does the traffic."""
+        del remove
+        self._kernel.close()
+
+    # ---- notifications -----------------------------------------------------------------------------
+
+    def fileno(self) -> int:
+        return self._kernel.fileno()
+
+    def changes(self) -> list[Changes]:
+        """Return a change if another program has flushed the kernel's SAs, which charon does not notice."""
+        return [Changes()] if self._kernel.were_flushed() else []
+
+
+def _replace(lost: Iterable[ReadSection], control: Control) -> int:
+    """Have charon negotiate new SAs in place of lost ones. Return their number."""
+    count = 0
+    for child in lost:
+        with suppress(CharonRefused):  # already replaced
+            control.ask("rekey", {"child-id": text(child, "uniqueid")})
+            count += 1
+    return count
 
 
 def _unload(control: Control, connection: IkeConnection) -> None:

@@ -91,16 +91,16 @@ def charon(facts: Facts) -> Iterator[Finding]:
         yield Finding(problem, evidence, why, Advice(advice))
 
 
-@check("M", "bypass", "no route leads past the encryption")
+@check("M", "bypass", "no route or policy leads past the encryption")
 def bypass(facts: Facts) -> Iterator[Finding]:
     for each in facts.section("health").get("conditions", ()):
         if each["part"] == "encryption":
             problem, _, remedy = each["problem"].partition("; ")
             yield Finding(
                 problem,
-                "read from the kernel's main routing table by the daemon",
+                "read from the kernel by the daemon",
                 "what should be encrypted can be read on the way, so this node is not ready",
-                Advice(f"see who needs that route, then {remedy}"),
+                Advice(f"see who needs it, then {remedy}"),
             )
 
 

@@ -63,17 +63,22 @@ def with_sessions(
 
 
 def _associations() -> Mapping[str, ConnectionSas]:
-    """Return charon's SAs by the peer's subnet; none without charon or permission."""
+    """Return the SAs that charon and the kernel have, by the peer's subnet; none without permission."""
     from flanneld.backends.ipsec import charon
     from flanneld.backends.ipsec.resources import connection_of
     from flanneld.backends.ipsec.sessions import by_connection
     from flanneld.errors import Retryable
+    from flanneld.network.xfrm.associations import Associations
 
+    kernel = Associations()
     try:
         with charon.ViciConnection(time_limit=_PATIENCE) as connection:
-            found = by_connection(connection.listing("list-sas", "list-sa"))
-    except Retryable:
+            listed = [*connection.listing("list-sas", "list-sa")]
+        found = by_connection(listed, kernel.spis())
+    except (Retryable, OSError):
         return {}
+    finally:
+        kernel.close()
     named = {connection_of(name): sas for name, sas in found.items()}
     return {str(each.peer): sas for each, sas in named.items() if each is not None}
 

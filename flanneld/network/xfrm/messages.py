@@ -1,4 +1,4 @@
-"""Codec of NETLINK_XFRM's messages about policies (linux/xfrm.h)."""
+"""Codec of NETLINK_XFRM's messages about policies and SAs (linux/xfrm.h)."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from ipaddress import IPv4Address, IPv4Network
 from flanneld.network.rtnetlink.netlink import MalformedNetlink, attribute, attributes, unpack
 from flanneld.network.xfrm.policy import Action, Direction, Tunnel, XfrmPolicy
 
-#: linux/netlink.h
-NETLINK_XFRM = 6
 # linux/xfrm.h, XFRM_MSG_*
-NEW_POLICY, DELETE_POLICY, GET_POLICY, UPDATE_POLICY = 0x13, 0x14, 0x15, 0x19
-#: Multicast group of changes to policies, XFRMNLGRP_POLICY.
-GROUP_POLICY = 4
+NEW_POLICY, DELETE_POLICY, UPDATE_POLICY = 0x13, 0x14, 0x19
+GET_SA, FLUSH_SA = 0x12, 0x1C
+#: Not of the kernel: notifications were lost.
+LOST = -1
+#: Multicast groups of changes to SAs and policies, XFRMNLGRP_*.
+GROUP_SA, GROUP_POLICY = 3, 4
 _TEMPLATE, _POLICY_TYPE, _MARK, _IF_ID = 5, 16, 21, 31
 
 _AF_INET, _ESP, _MODE_TUNNEL = 2, 50, 1
@@ -21,6 +22,8 @@ _NO_LIMIT, _ALL_ALGORITHMS = (1 << 64) - 1, (1 << 32) - 1
 
 #: struct xfrm_selector: addresses, ports, family, lengths, protocol, interface, user.
 _SELECTOR = struct.Struct("=16s16sHHHHHBBB3xiI")
+#: struct xfrm_usersa_info up to the SPI: selector, destination, SPI.
+_SA = struct.Struct(f"={_SELECTOR.size}x16x4s")
 #: struct xfrm_userpolicy_info after the selector: limits, their current use, and the rest.
 _INFO = struct.Struct("=8Q4QIIBBBB4x")
 _WHOLE = struct.Struct(f"={_SELECTOR.size}s{_INFO.size}s")
@@ -43,17 +46,24 @@ def pack_id(policy: XfrmPolicy) -> bytes:
 
 
 def decode(data: bytes, offset: int, end: int) -> XfrmPolicy | None:
-    """Parse a policy in a dump; None if it cannot conflict with ours. Raises ``MalformedNetlink``."""
+    """Parse a policy in a dump; None if it is not for packets like ours. Raises ``MalformedNetlink``."""
     selector, info = unpack(_WHOLE, data, offset, end)
     return _decode(bytes(selector), bytes(info), attributes(data, offset + _WHOLE.size, end))
 
 
+def spi(data: bytes, offset: int, end: int) -> str:
+    """Return the SPI of an SA in a dump, as charon writes it. Raises ``MalformedNetlink``."""
+    (found,) = unpack(_SA, data, offset, end)
+    return bytes(found).hex()
+
+
 def _decode(selector: bytes, info: bytes, found: dict[int, bytes]) -> XfrmPolicy | None:
     to, source, *ports, family, to_bits, source_bits, protocol, interface, _ = _SELECTOR.unpack(selector)
-    *limits, priority, _, direction, action, _, _ = _INFO.unpack(info)
+    *limits, priority, index, direction, action, _, _ = _INFO.unpack(info)
     is_ours = family == _AF_INET and direction in tuple(Direction)
-    if not is_ours or any(ports) or protocol or interface or _is_apart(found):
+    if not is_ours or _is_apart(found):
         return None
+    is_whole = not (any(ports) or protocol or interface)
     if action not in tuple(Action):
         raise MalformedNetlink
     tunnel, odd = _read_templates(found.get(_TEMPLATE, b""))
@@ -67,11 +77,12 @@ def _decode(selector: bytes, info: bytes, found: dict[int, bytes]) -> XfrmPolicy
         tunnel,
         Action(action),
         odd,
+        0 if is_whole else index,
     )
 
 
 def _is_apart(found: dict[int, bytes]) -> bool:
-    """Return True for a policy that can coexist with another with the same addresses."""
+    """Return True for a policy of another type, or for packets with a mark or through an XFRM interface."""
     return any(any(found.get(kind, b"")) for kind in (_POLICY_TYPE, _MARK, _IF_ID))
 
 

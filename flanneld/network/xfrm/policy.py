@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import IntEnum
 from ipaddress import IPv4Address, IPv4Network
 from typing import ClassVar
@@ -9,7 +10,7 @@ from typing import ClassVar
 from msgspec import Struct
 
 from flanneld.model import IPNetwork, lies_in
-from flanneld.state.resources import Key, Kind
+from flanneld.state.resources import Key, Kind, Resource
 
 #: Name of the table of policies.
 POLICIES = "xfrm-policies"
@@ -56,9 +57,11 @@ class Tunnel(Struct, frozen=True, gc=False):
 
 
 class XfrmPolicy(Struct, frozen=True, gc=False):
-    """Policy of the main type for all protocols and ports, without mark and interface.
+    """Policy of the main type, without mark and interface id.
 
     ``odd`` describes properties that flannel's policies never have. Such a policy is never desired.
+    ``index`` is the kernel's number of a policy for one protocol, port or device, which stands beside ours;
+    0 for one that is for all packets.
     """
 
     kind: ClassVar[Kind] = Kind.REMOTE
@@ -69,10 +72,11 @@ class XfrmPolicy(Struct, frozen=True, gc=False):
     tunnel: Tunnel | None = None
     action: Action = Action.ALLOW
     odd: str = ""
+    index: int = 0
 
     @property
     def key(self) -> Key:
-        """Return the selector and direction, which identify a policy in the kernel."""
+        """Return the selector and direction, and the index: they identify a policy in the kernel."""
         source, destination = self.source, self.destination
         return (
             POLICIES,
@@ -81,6 +85,7 @@ class XfrmPolicy(Struct, frozen=True, gc=False):
             source.prefixlen,
             int(destination.network_address),
             destination.prefixlen,
+            self.index,
         )
 
     @property
@@ -102,7 +107,8 @@ class XfrmPolicy(Struct, frozen=True, gc=False):
 
     def __str__(self) -> str:
         how = str(self.tunnel) if self.tunnel else f"action {self.action.name.lower()}"
-        selector = f"src {self.source} dst {self.destination} dir {self.direction.name.lower()}"
+        part = f" index {self.index}" if self.index else ""
+        selector = f"src {self.source} dst {self.destination}{part} dir {self.direction.name.lower()}"
         return f"policy {selector} priority {self.priority} {how}{self.odd and f' {self.odd}'}"
 
 
@@ -146,14 +152,27 @@ def tunnel_policies(
 
 def is_flannels(policy: XfrmPolicy, network: IPNetwork) -> bool:
     """Return True for a guard or a tunnel that flannel, in Go or in Python, made for this network."""
+    if policy.index:
+        return False
     if policy.is_guard:
         return lies_in(policy.source, network) and lies_in(policy.destination, network)
     is_tunnel = policy.tunnel is not None and policy.tunnel.reqid == REQID
     return is_tunnel and (lies_in(policy.source, network) or lies_in(policy.destination, network))
 
 
-def passes_by(policy: XfrmPolicy, network: IPv4Network) -> bool:
-    """Return True if another program's policy lets packets inside the network leave unencrypted."""
-    is_open = policy.tunnel is None and policy.action is Action.ALLOW and not policy.is_guard
+def passes_by(policy: XfrmPolicy, network: IPv4Network, desired: Iterable[Resource] = ()) -> bool:
+    """Return True if another program's policy lets packets inside the network leave unencrypted.
+
+    One to this node's own containers does not: a guard among the ``desired`` resources allows as much.
+    """
+    is_open = policy.tunnel is None and policy.action is Action.ALLOW and not is_flannels(policy, network)
     is_ours = policy.source.overlaps(network) and policy.destination.overlaps(network)
-    return is_open and is_ours and policy.direction is Direction.OUT
+    if not (is_open and is_ours and policy.direction is Direction.OUT):
+        return False
+    return not any(
+        each.priority == ALLOW_PRIORITY
+        and each.direction is Direction.OUT
+        and policy.destination.subnet_of(each.destination)
+        for each in desired
+        if isinstance(each, XfrmPolicy)
+    )

@@ -6,12 +6,12 @@ import errno
 import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from ipaddress import IPv4Network
-from pathlib import Path
 
-from flanneld.compat.glog import OneTimeWarnings, V
+from flanneld.compat.glog import V
 from flanneld.model import IPNetwork
+from flanneld.network.ipsec_traces import GET_POLICY, NETLINK_XFRM, has_policies
 from flanneld.network.rtnetlink.netlink import (
     NLM_F_REQUEST,
     NetlinkSocket,
@@ -22,6 +22,7 @@ from flanneld.network.xfrm import messages
 from flanneld.network.xfrm.policy import POLICIES, XfrmPolicy, is_flannels, passes_by
 from flanneld.state.report import Failure, Report
 from flanneld.state.resources import Resource
+from flanneld.state.sessions import Bypass
 from flanneld.state.table import Changes, Claim, Put, Scope, Seen
 
 log = logging.getLogger(__name__)
@@ -29,7 +30,7 @@ log = logging.getLogger(__name__)
 #: Seconds between two reads without notifications.
 _AUDIT = 30.0
 #: Receive buffer for notifications in bytes: enough for a flush of a few thousand policies.
-_RECEIVE_BUFFER = 4 << 20
+RECEIVE_BUFFER = 4 << 20
 #: Datagrams to read at a time, so that a storm of notifications does not block other work.
 _AT_A_TIME = 1000
 
@@ -48,21 +49,26 @@ class XfrmPolicyTable:
         self._network = network
         self._kernel: NetlinkSocket | None = None
         self._news: NetlinkSocket | None = None
-        self._once = OneTimeWarnings()
+        self._bypasses: tuple[Bypass, ...] = ()
+
+    def bypasses(self) -> tuple[Bypass, ...]:
+        """Return other programs' policies that let packets pass unencrypted, as of the last read."""
+        return self._bypasses
 
     def read(self, scope: Scope) -> Iterator[Seen]:
         """Yield flannel's policies, and foreign ones with the key of a desired one."""
         # Read in one go: a write may come between two objects.
-        for policy in list(policies(self._open())):
+        found = list(policies(self._open()))
+        self._bypasses = tuple(
+            Bypass(str(each), f"ip xfrm policy delete {_selector(each)}")
+            for each in found
+            if passes_by(each, self._network, scope.desired.values())
+        )
+        for policy in found:
             if is_flannels(policy, self._network):
                 yield Seen(policy)
-                continue
-            if policy.key in scope.desired:
+            elif policy.key in scope.desired:
                 yield Seen(policy, Claim.FOREIGN)
-            if passes_by(policy, self._network):
-                remedy = f"remove it: ip xfrm policy delete {_selector(policy)}"
-                text = f"Packets may leave unencrypted by another program's {policy}; {remedy}"
-                self._once.warn(log, policy.key, text)
 
     def put(self, puts: Sequence[Put]) -> Report:
         report = Report()
@@ -109,32 +115,17 @@ class XfrmPolicyTable:
 
     def changes(self) -> list[Changes]:
         """Return one change if another program has changed any policy, or notifications were lost."""
-        return [Changes()] if self._is_touched() else []
-
-    def _is_touched(self) -> bool:
-        news, kernel = self._news, self._kernel
-        if news is None or kernel is None:
-            return False
-        is_touched = False
-        for _ in range(_AT_A_TIME):
-            try:
-                data = news.receive()
-            except BlockingIOError:
-                break
-            except OSError as failure:
-                if failure.errno != errno.ENOBUFS:
-                    raise
-                is_touched = True
-                continue
-            is_touched |= any(port != kernel.port for _, _, _, port, _, _ in split(data))
-        return is_touched
+        if self._news is None or self._kernel is None:
+            return []
+        authors = {port for _, port in notifications(self._news)}
+        return [Changes()] if authors - {self._kernel.port} else []
 
     # ---- the kernel --------------------------------------------------------------------------------
 
     def _open(self) -> NetlinkSocket:
         """Return the socket. Notifications are enabled before the first read."""
         if self._kernel is None:
-            self._news = self._news or open_xfrm((messages.GROUP_POLICY,), _RECEIVE_BUFFER)
+            self._news = self._news or open_xfrm((messages.GROUP_POLICY,), RECEIVE_BUFFER)
             self._kernel = open_xfrm()
         return self._kernel
 
@@ -149,7 +140,7 @@ def stale_tables(networks: Iterable[IPNetwork]) -> Iterator[XfrmPolicyTable]:
 
     They would block the packets of any other backend. This does not load the kernel module of NETLINK_XFRM.
     """
-    if not _has_xfrm():
+    if not has_policies():
         return
     try:
         with closing(open_xfrm()) as kernel:
@@ -162,18 +153,10 @@ def stale_tables(networks: Iterable[IPNetwork]) -> Iterator[XfrmPolicyTable]:
             yield XfrmPolicyTable(network)
 
 
-def _has_xfrm() -> bool:
-    """Return True if the kernel's own socket exists: opening another one would load the module."""
-    with suppress(OSError):
-        rows = Path("/proc/net/netlink").read_text().splitlines()[1:]
-        return any(row.split()[1] == str(messages.NETLINK_XFRM) for row in rows)
-    return False
-
-
 def open_xfrm(groups: Sequence[int] = (), receive_buffer: int = 1 << 20) -> NetlinkSocket:
     """Open a socket. Raises ``OSError`` with the remedy if this kernel lacks NETLINK_XFRM."""
     try:
-        return NetlinkSocket(groups, receive_buffer, protocol=messages.NETLINK_XFRM)
+        return NetlinkSocket(groups, receive_buffer, protocol=NETLINK_XFRM)
     except OSError as failure:
         if failure.errno == errno.EPROTONOSUPPORT:
             text = f"{os.strerror(failure.errno)}; load it: modprobe -a xfrm_user esp4"
@@ -181,9 +164,24 @@ def open_xfrm(groups: Sequence[int] = (), receive_buffer: int = 1 << 20) -> Netl
         raise
 
 
+def notifications(news: NetlinkSocket) -> Iterator[tuple[int, int]]:
+    """Yield type and author's port of each pending notification, without blocking; ``LOST`` after a loss."""
+    for _ in range(_AT_A_TIME):
+        try:
+            data = news.receive()
+        except BlockingIOError:
+            return
+        except OSError as failure:
+            if failure.errno != errno.ENOBUFS:
+                raise
+            yield messages.LOST, messages.LOST
+        else:
+            yield from ((kind, port) for kind, _, _, port, _, _ in split(data))
+
+
 def policies(kernel: NetlinkSocket) -> Iterator[XfrmPolicy]:
     """Yield the policies that could be ours. Raises ``OSError``."""
-    for data, offset, end in kernel.dump(messages.GET_POLICY, b""):
+    for data, offset, end in kernel.dump(GET_POLICY, b""):
         policy = messages.decode(data, offset, end)
         if policy is not None:
             yield policy
@@ -195,7 +193,9 @@ def _policy(resource: Resource) -> XfrmPolicy:
 
 
 def _selector(policy: XfrmPolicy) -> str:
-    return f"src {policy.source} dst {policy.destination} dir {policy.direction.name.lower()}"
+    """Return a policy as iproute2 selects it for its removal."""
+    which = f"index {policy.index}" if policy.index else f"src {policy.source} dst {policy.destination}"
+    return f"{which} dir {policy.direction.name.lower()}"
 
 
 def _stands_in_the_way(put: Put) -> Failure:

@@ -73,7 +73,7 @@ class HostWatch:
         except OSError as failure:
             self.could_not_read(failure, now)
             return
-        self._tell_of_bypasses()
+        self.tell_of_bypasses()
         self._once.clear("read")
         self._earliest_look = now + max(LOOK_SPACING, REST * (clock.cpu_time() - began))
 
@@ -94,12 +94,13 @@ class HostWatch:
         if encrypts(self._manager.backend):
             with suppress(OSError):
                 self.look_at_networks(now)
-            self._tell_of_bypasses()
+            self.tell_of_bypasses()
 
-    def _tell_of_bypasses(self) -> None:
+    def tell_of_bypasses(self) -> None:
+        """Update the report of ways past the encryption, as the host and the tables were last read."""
         if encrypts(self._manager.backend):
             detours = self._peers.safety.obstacles.host.detours
-            self.encryption.look(detours, self._peers.desired.table(ROUTES))
+            self.encryption.look(detours, self._peers.desired.table(ROUTES), self._tables.bypasses())
 
     def wish_for_ourselves(self) -> None:
         """Set the desired objects that this node needs without peers, for the current backend."""

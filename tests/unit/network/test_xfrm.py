@@ -75,6 +75,14 @@ def test_policies_that_stand_beside_ours_are_not_read(kind: int) -> None:
     assert decode(PACKED[0] + attribute(kind, b"\1" + bytes(7))) is None
 
 
+def test_spi_of_an_sa_is_read_as_charon_writes_it() -> None:
+    """struct xfrm_usersa_info: a selector of 56 bytes, the destination, and the SPI."""
+    data = bytes(56) + HERE.packed + bytes(12) + bytes.fromhex("c00a0b01") + b"\x32" + bytes(143)
+    assert messages.spi(data, 0, len(data)) == "c00a0b01"
+    with pytest.raises(MalformedNetlink):
+        messages.spi(data, 0, 75)
+
+
 def test_a_socket_policy_is_not_read() -> None:
     """Their directions are 3 and 4, and they have no addresses."""
     data = bytearray(PACKED[0])
@@ -156,6 +164,28 @@ def test_ours_are_told_from_those_of_others() -> None:
     assert not is_flannels(bypass, NETWORK)
     assert passes_by(bypass, NETWORK)
     assert not any(passes_by(each, NETWORK) for each in (*TUNNELS, *GUARDS, foreign))
+
+
+def test_a_policy_to_own_containers_is_no_bypass() -> None:
+    """charon's plug-in bypass-lan makes one for each network of a bridge."""
+    own, around = (XfrmPolicy(Direction.OUT, net, net, 100) for net in (OWN, NETWORK))
+    assert not passes_by(own, NETWORK, GUARDS)
+    assert passes_by(around, NETWORK, GUARDS)
+    assert passes_by(own, NETWORK, guards(NETWORK, None))
+
+
+def test_a_policy_for_one_protocol_stands_beside_ours_and_may_be_a_bypass() -> None:
+    bypass = XfrmPolicy(Direction.OUT, OWN, PEER, 100)
+    for whole in (bypass, TUNNELS[0], GUARDS[1]):
+        data = bytearray(messages.pack(whole))
+        data[44], data[156] = 1, 9  # the protocol of the selector, and the index
+        found = decode(bytes(data))
+        assert found is not None
+        assert found.index == 9
+        assert found.key != whole.key
+        assert not is_flannels(found, NETWORK)
+        assert passes_by(found, NETWORK) == (whole.tunnel is None)
+        assert "index 9 dir out" in str(found)
 
 
 def test_guards_come_last_and_without_a_lease_block_all() -> None:

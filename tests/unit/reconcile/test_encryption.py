@@ -11,6 +11,7 @@ from flanneld.model import IPAddress, IPNetwork
 from flanneld.network.obstacles import HostRoute, host_networks
 from flanneld.reconcile.encryption_watch import EncryptionWatch, bypasses
 from flanneld.state.resources import Route
+from flanneld.state.sessions import Bypass
 
 NETWORKS = (IPv4Network("10.5.0.0/16"), IPv6Network("fc00:5::/48"))
 OWN = (IPv4Network("10.5.1.0/24"), IPv6Network("fc00:5:0:1::/64"))
@@ -76,6 +77,17 @@ def test_a_bypass_is_named_once_with_the_remedy_and_so_is_its_end(caplog: pytest
     watch.look([], {})
     assert watch.problem == ""
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+
+
+def test_a_policy_is_named_as_a_route_is() -> None:
+    watch = EncryptionWatch()
+    watch.look([], {}, [Bypass("policy src here", "ip xfrm policy delete src here")])
+    assert watch.problem == (
+        "packets may leave unencrypted by another program's policy src here;"
+        " remove it: ip xfrm policy delete src here"
+    )
+    watch.look([PAST], {}, [Bypass("policy src here", "")])
+    assert "route 10.5.7.0/25 via 192.0.2.1 dev eth0, and 1 more" in watch.problem
 
 
 def test_first_of_many_bypasses_is_named() -> None:

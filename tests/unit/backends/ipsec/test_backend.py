@@ -250,6 +250,25 @@ def test_sessions_add_up_the_sas_of_a_peer() -> None:
     assert session_of(connection, None, 100.0) == Session(THEIRS, is_established=False, protocol="ipsec")
 
 
+def test_sas_that_the_kernel_lacks_make_no_session() -> None:
+    connection = IkeConnection(HERE, HERE, SUBNET, THEIRS, THERE)
+    both = child("INSTALLED", 7, 10) | {"spi-in": b"c0000001", "spi-out": b"c0000002"}
+    events = [listed("ESTABLISHED", [both])]
+    for kernel in (set(), {"c0000001"}, {"c0000002"}):
+        found = by_connection(events, kernel)["name"]
+        assert (found.children, found.lost) == ([], [both])
+        assert not session_of(connection, found, 100.0).is_established
+    for known in ({"c0000001", "c0000002", "c0000003"}, None):
+        found = by_connection(events, known)["name"]
+        assert (found.children, found.lost) == ([both], [])
+
+
+@pytest.mark.parametrize("state", ["REKEYING", "REKEYED"])
+def test_sas_that_charon_replaces_are_not_replaced_again(state: str) -> None:
+    found = by_connection([listed("ESTABLISHED", [child(state, 7, 10)])], set())["name"]
+    assert (found.children, found.lost, found.is_negotiating) == ([], [], True)
+
+
 @pytest.mark.parametrize(("state", "is_negotiating"), [("DELETING", False), ("INSTALLING", True)])
 def test_sas_that_are_not_installed_make_no_session(state: str, is_negotiating: bool) -> None:
     found = by_connection([listed("ESTABLISHED", [child(state, 7, 10)])])["name"]
