@@ -49,6 +49,7 @@ def test_the_service_joins_the_network(booted: BootedNode, peer: Node) -> None:
     booted.systemctl("start", "flanneld")
     assert booted.node.env()["FLANNEL_NETWORK"] == NETWORK
     booted.node.container().wait_for_reply(peer.container())
+    booted.wait_for(lambda: "Answering queries of other nodes" in booted.log(), "the package's default port")
     assert not [line for line in booted.log().splitlines() if line[0] != "I"]
 
 

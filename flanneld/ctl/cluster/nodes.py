@@ -115,8 +115,9 @@ def port_of(document: Mapping[str, Any], options: Options) -> int:
 
 
 def answer_remedy(port: int) -> str:
-    """Return what makes a daemon answer queries."""
-    return f"start flanneld there with -answer-port={port} (Go's daemon answers no queries)"
+    """Return what lets a daemon answer queries."""
+    remedy = f"start flanneld there with -answer-port={port}, and let UDP {port} in"
+    return f"{remedy} (Go's daemon answers no queries)"
 
 
 def vxlan_of(document: Mapping[str, Any]) -> Vxlan | None:
