@@ -21,6 +21,8 @@ RUN python3 -m venv --without-pip /opt/flanneld \
 COPY dist/ dist/
 RUN install -D -t /out/opt/bin dist/mk-docker-opts.sh dist/image/install-conf \
     && ln -s /opt/flanneld/bin/flanneld /out/opt/bin/flanneld \
+    && mkdir -p /out/usr/local/bin \
+    && ln -s /opt/flanneld/bin/flannelctl /out/usr/local/bin/flannelctl \
     && mv /opt/flanneld /out/opt/ \
     && install dist/cni/flannel /out/flannel
 

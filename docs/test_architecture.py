@@ -1,4 +1,4 @@
-"""The diagrams and tables of architecture.md name what the code has, and calls that it makes."""
+"""The picture, diagrams and tables of architecture.md name what the code has, and calls that it makes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
+from xml.etree import ElementTree
 
 import pytest
 
@@ -125,7 +126,30 @@ def test_a_change_touches_few_files_and_they_exist(row: list[str]) -> None:
     assert [file for file in files if not (ROOT / file).exists()] == []
 
 
+TEXTS = list(ElementTree.parse(DOCS / "house.svg").iter())  # noqa: S314 - ours
+PARTS = [(each.text or "", each.get("data-in", "")) for each in TEXTS if each.get("data-in")]
+THREADS = [thread for each in TEXTS for thread in each.get("data-thread", "").split(", ") if thread]
+
+
+@pytest.mark.parametrize(("name", "file"), PARTS)
+def test_part_in_the_picture_of_the_house_is_in_its_module(name: str, file: str) -> None:
+    body = ast.parse((ROOT / file).read_text()).body
+    assert name in [node.name for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
+
+
+def test_stages_of_startup_are_drawn_in_their_order() -> None:
+    stages = [name for name, file in PARTS if file == "flanneld/startup.py"]
+    assert stages == [row[0] for row in rows("Startup")]
+
+
+@pytest.mark.parametrize("thread", dict.fromkeys(THREADS))
+def test_thread_in_the_picture_of_the_house_is_in_the_table_of_threads(thread: str) -> None:
+    assert thread in [row[0] for row in rows("Threads")]
+
+
 def test_the_diagrams_are_found() -> None:
+    assert len(PARTS) > 20
+    assert len(THREADS) > 8
     assert len(DIAGRAMS) == 2
     assert len(ALL_STEPS) > 20
     assert len(rows("Where to make a change")) > 10

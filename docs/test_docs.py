@@ -64,6 +64,42 @@ def test_a_file_that_is_named_is_there(name: str) -> None:
     assert (ROOT / name).exists()
 
 
+def test_each_page_has_a_link_on_the_first_page() -> None:
+    readme = (ROOT / "README.md").read_text()
+    pages = [str(page.relative_to(ROOT)) for page in PAGES if page.name != "README.md"]
+    assert [page for page in pages if f"({page})" not in readme] == []
+
+
+def tables(page: Path) -> Iterator[list[list[str]]]:
+    """Yield the tables of a page as rows of cells, the head first."""
+    for block in re.findall(r"(?:^\|.*\n)+", page.read_text(), re.MULTILINE):
+        head, _, *rest = [[cell.strip() for cell in row[1:-1].split("|")] for row in block.splitlines()]
+        yield [head, *rest]
+
+
+def performance() -> set[tuple[str, str, str, str]]:
+    """Return what was measured, the number of peers, Go's version and the ratio, of each ratio to Go."""
+    found = set()
+    for (first, *heads), *rest in tables(DOCS / "performance.md"):
+        for head, number in (
+            (head, place) for place, head in enumerate(heads) if re.search("(Ratio to|/) Go", head)
+        ):
+            for what, *cells in rest:
+                name = what.partition(":")[0] if first == "What" else f"{first}, {what}"
+                peers = cells[0] if heads[0] == "Peers" else ""
+                version = head.rpartition(" ")[2] if "v0." in head else "v0.12.0"
+                found.add((name, peers, version, cells[number]))
+    return found
+
+
+FIGURES = next(rows for rows in tables(ROOT / "README.md") if rows[0][-1] == "Ratio")[1:]
+
+
+@pytest.mark.parametrize("row", FIGURES, ids=lambda row: f"{row[0]} {row[1]} {row[2]}")
+def test_a_figure_of_the_first_page_is_one_of_the_page_on_performance(row: list[str]) -> None:
+    assert tuple(row) in performance()
+
+
 @cache
 def names_of_tests() -> frozenset[str]:
     files = [file for place in ("tests", "docs") for file in (ROOT / place).rglob("*.py")]
@@ -152,6 +188,7 @@ def test_the_words_of_a_log_line_that_is_explained_occur_in_the_code(line: str) 
 def test_the_examples_of_the_documentation_are_found() -> None:
     """The tests above look for patterns; here they are known to match something."""
     assert len(LOG_LINES) > 15
+    assert len(FIGURES) > 5
     assert len(configs()) > 3
     assert len(list(derivations())) > 3
     assert len(refused_configs()) > 3

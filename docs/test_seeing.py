@@ -39,6 +39,10 @@ def test_the_page_has_this_table(table: str) -> None:
     assert table in PAGE, f"docs/seeing.md must hold:\n{table}"
 
 
+def test_report_that_is_shown_has_the_number_of_checks() -> None:
+    assert f"\n    {len(CHECKS)} checks: " in PAGE
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_each_command_is_shown(command: str) -> None:
     assert f"    flannelctl {command} " in PAGE

@@ -39,7 +39,7 @@ def has_problem(findings: list[tuple[Check, Finding]]) -> bool:
 
 
 def report(
-    findings: list[tuple[Check, Finding]], facts: Facts, more: Sequence[Check] = ()
+    findings: list[tuple[Check, Finding]], unknown: Sequence[object], more: Sequence[Check] = ()
 ) -> list[TextTable]:
     """Return the findings as tables for a terminal; ``more`` are the checks beside those of this host."""
     tables = [TextTable((), [(verdict(findings),)])]
@@ -47,8 +47,7 @@ def report(
     problems = sum(finding.severity is Severity.PROBLEM for _, finding in findings)
     hints = len(findings) - problems
     said = f"{len(CHECKS) + len(more)} checks: {counted(problems, 'problem')}, {counted(hints, 'hint')}"
-    unknown = [(f"not known: {why}",) for why in facts.unknown]
-    return [*tables, TextTable((), [*unknown, (said,)])]
+    return [*tables, TextTable((), [*((f"not known: {why}",) for why in unknown), (said,)])]
 
 
 def _rows(check: Check, finding: Finding) -> Iterator[tuple[str, str]]:
@@ -64,7 +63,7 @@ def _rows(check: Check, finding: Finding) -> Iterator[tuple[str, str]]:
 
 
 def as_json(
-    findings: list[tuple[Check, Finding]], facts: Facts, more: Sequence[Check] = ()
+    findings: list[tuple[Check, Finding]], unknown: Sequence[object], more: Sequence[Check] = ()
 ) -> dict[str, Any]:
     """Return the findings as JSON: a fix as argument lists, or an advice as text."""
     return {
@@ -85,7 +84,7 @@ def as_json(
             }
             for check, finding in findings
         ],
-        "not_known": list(map(str, facts.unknown)),
+        "not_known": list(map(str, unknown)),
     }
 
 

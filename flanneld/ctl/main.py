@@ -309,12 +309,15 @@ def _doctor(source: Source, arguments: argparse.Namespace) -> CommandAnswer:
     facts = gather(source)
     findings = examine(facts)
     more: tuple[Check, ...] = ()
+    unknown: list[object] = [*facts.unknown]
     if getattr(arguments, "cluster", False):
         from flanneld.ctl.cluster import commands, rules
 
-        findings += rules.findings(commands.examine(source)[1])
+        cluster, found = commands.examine(source)
+        findings += rules.findings(found)
         more = rules.CHECKS
-    return report(findings, facts, more), as_json(findings, facts, more), has_problem(findings)
+        unknown += commands.unanswered(cluster, source)
+    return report(findings, unknown, more), as_json(findings, unknown, more), has_problem(findings)
 
 
 def _nodes(source: Source, _arguments: argparse.Namespace) -> CommandAnswer:
@@ -323,8 +326,9 @@ def _nodes(source: Source, _arguments: argparse.Namespace) -> CommandAnswer:
     cluster, found = commands.examine(source)
     plain = commands.plain(cluster, found)
     wrong = any(each["state"] == "PROBLEM" for each in plain)
-    shown = [commands.table(cluster, found), *views.notes(source)]
-    return shown, {"nodes": plain, "not_known": _not_known(source)}, wrong
+    unanswered = commands.unanswered(cluster, source)
+    shown = [commands.table(cluster, found), *views.notes(source, unanswered)]
+    return shown, {"nodes": plain, "not_known": [*_not_known(source), *unanswered]}, wrong
 
 
 def _graph(source: Source, arguments: argparse.Namespace) -> CommandAnswer:
@@ -354,8 +358,9 @@ def _ping(source: Source, arguments: argparse.Namespace) -> CommandAnswer:
 
     found = list(ping.measure(arguments.peer, source, arguments.count))
     said = reach.verdict(found)
-    plain = ping.plain(found, said) | {"not_known": _not_known(source)}
-    return [*ping.table(found, said), *views.notes(source)], plain, said.at is not None
+    unanswered = ping.unanswered(found, source)
+    plain = ping.plain(found, said) | {"not_known": [*_not_known(source), *unanswered]}
+    return [*ping.table(found, said), *views.notes(source, unanswered)], plain, said.at is not None
 
 
 def _netcheck(source: Source, arguments: argparse.Namespace) -> CommandAnswer:

@@ -52,9 +52,10 @@ def status(source: Source) -> list[TextTable]:
     ]
 
 
-def notes(source: Source) -> list[TextTable]:
-    """Return the missing sources of answers as a table."""
-    return [TextTable((), [(f"not known: {why}",) for why in source.unknown])] if source.unknown else []
+def notes(source: Source, more: Sequence[str] = ()) -> list[TextTable]:
+    """Return the missing sources of answers, and ``more`` that is not known, as a table."""
+    missing = [*source.unknown, *more]
+    return [TextTable((), [(f"not known: {why}",) for why in missing])] if missing else []
 
 
 def peers(source: Source) -> list[TextTable]:

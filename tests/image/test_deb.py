@@ -16,7 +16,7 @@ pytestmark = pytest.mark.long
 
 #: Debian's packages that ours needs.
 NEEDED = "iptables,libnftables1,python3,python3-yaml,systemd"
-#: What dpkg and the user database write about any package.
+#: Files that dpkg writes about any package, and the user database: a system user stays after a purge.
 BOOKKEEPING = (
     "var/lib/dpkg",
     "var/log",
@@ -75,7 +75,7 @@ def files(root: Path) -> set[str]:
 
 
 def newer(package: Path, directory: Path) -> Path:
-    """Return the same package as a later version."""
+    """Return the same files as a later version: what changes between versions is not tested by this."""
     unpacked = directory / "unpacked"
     run("dpkg-deb", "--raw-extract", str(package), str(unpacked))
     control = unpacked / "DEBIAN/control"
@@ -102,6 +102,7 @@ def test_package_is_installed_upgraded_and_purged(package: Path, debian: Path, t
 
     inside(debian, "dpkg", "--purge", "flanneld")
     assert files(debian) - before == set()
+    assert "flannel:" in (debian / "etc/passwd").read_text()
 
 
 def test_lintian_finds_no_error(package: Path) -> None:

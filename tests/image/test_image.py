@@ -110,6 +110,7 @@ def test_image_starts_flanneld_as_root(image: BuiltImage) -> None:
     assert config["Entrypoint"] == ["/opt/bin/flanneld"]
     assert config.get("User", "") == ""
     assert image.run(*config["Entrypoint"], "--version") == f"{__version__}\n"
+    assert image.run("flannelctl", "--version") == f"{__version__}\n"
 
 
 def test_the_commands_of_the_manifest_are_there(image: BuiltImage) -> None:

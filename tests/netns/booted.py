@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tests.lab import Node, wait_for
+from tests.lab.daemon import ROOT
 from tests.lab.isolated import IsolatedNode
 
 #: The targets that units depend on. All other units stay out: they would start this machine's services.
@@ -39,6 +40,9 @@ DOCKER_FOR_THE_TEST = """\
 [Service]
 RestartSec=100ms
 """
+
+#: The Debian package's.
+DEFAULTS = ROOT / "dist/debian/default"
 
 PREPARE = """
 rm -rf etc/systemd/system/* usr/lib/systemd/system-generators/*
@@ -69,7 +73,7 @@ class BootedNode(IsolatedNode):
             "usr/lib/systemd/system/docker.service": DOCKER_SERVICE,
             "usr/lib/systemd/system/flanneld.service.d/test.conf": FOR_THE_TEST,
             "usr/lib/systemd/system/docker.service.d/test.conf": DOCKER_FOR_THE_TEST,
-            "etc/default/flanneld": f"FLANNELD_ETCD_ENDPOINTS={endpoints}\n",
+            "etc/default/flanneld": f"{DEFAULTS.read_text()}FLANNELD_ETCD_ENDPOINTS={endpoints}\n",
         }
         super().__init__(node, files, {"TARGETS": " ".join(TARGETS)})
 

@@ -83,7 +83,10 @@ def test_dead_nodes_and_nodes_that_answer_no_queries_are_told_apart(lab: Lab) ->
     told = seen(node)
     assert told[mute.subnet()]["answers"] == "kernel"
     assert told["10.5.240.0/24"]["answers"] == "nothing"
-    assert "Go's daemon, an older one" in flannelctl(node, "nodes").stdout
+    remedy = "of 1 node; start flanneld there with -answer-port=8470"
+    assert remedy in flannelctl(node, "nodes").stdout.splitlines()[-1]
+    assert remedy in flannelctl(node, "doctor", "--cluster").stdout
+    assert "-answer-port=8470" in flannelctl(node, "ping", mute.subnet()).stdout.splitlines()[-1]
     assert "10.5.240.0/24: no answer" in cluster_findings(node)["silent nodes"]
     assert flannelctl(node, "nodes").returncode == 1
     tree = flannelctl(node, "graph")

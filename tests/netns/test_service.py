@@ -49,6 +49,7 @@ def test_the_service_joins_the_network(booted: BootedNode, peer: Node) -> None:
     booted.systemctl("start", "flanneld")
     assert booted.node.env()["FLANNEL_NETWORK"] == NETWORK
     booted.node.container().wait_for_reply(peer.container())
+    booted.wait_for(lambda: "Answering queries of other nodes" in booted.log(), "the package's default port")
     assert not [line for line in booted.log().splitlines() if line[0] != "I"]
 
 
@@ -184,6 +185,45 @@ def test_a_wrong_flag_is_not_tried_again(booted: BootedNode) -> None:
     )
     assert booted.show("flanneld", "ExecMainStatus") == "2"
     assert booted.show("flanneld", "NRestarts") == "0"
+
+
+def maintain(booted: BootedNode, script: str, *words: str) -> None:
+    """Run a script of the Debian package, as dpkg does."""
+    booted.path("usr/lib/flanneld").mkdir(exist_ok=True)
+    booted.run("sh", f"/mnt/source/dist/debian/{script}", *words)
+
+
+def test_upgrade_of_package_restarts_the_service_without_loss_and_starts_none(
+    booted: BootedNode, peer: Node
+) -> None:
+    maintain(booted, "postinst", "configure", "1")
+    assert booted.systemctl("is-active", "flanneld", check=False) == "inactive"
+
+    booted.systemctl("start", "flanneld")
+    old, container = booted.pid("flanneld"), booted.node.container()
+    container.wait_for_reply(peer.container())
+    with container.ping(peer.container()) as ping:
+        ping.wait_for_replies()
+        maintain(booted, "prerm", "upgrade", "2")
+        assert booted.pid("flanneld") == old
+        maintain(booted, "postinst", "configure", "1")
+        assert booted.pid("flanneld") != old
+        ping.wait_for_replies()
+        assert ping.lost() == 0
+
+
+@pytest.mark.usefixtures("peer")
+def test_removal_of_package_stops_the_service_and_purge_leaves_only_the_user(booted: BootedNode) -> None:
+    booted.systemctl("enable", "--now", "flanneld")
+    assert booted.node.link("flannel.1")
+    maintain(booted, "prerm", "remove")
+    assert booted.systemctl("is-active", "flanneld", check=False) == "inactive"
+    assert booted.systemctl("is-enabled", "flanneld", check=False) == "disabled"
+    assert booted.node.link("flannel.1") is None
+    maintain(booted, "postrm", "purge")
+    assert not booted.path("run/flannel").exists()
+    assert not booted.path("var/lib/flannel").exists()
+    assert booted.run("getent", "passwd", "flannel")
 
 
 PUMP = "flanneld.backends.udp.proxy"

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from flanneld.ctl.cluster.nodes import Cluster, Node, Probes, gather, port_of
+from flanneld.compat.glog import counted
+from flanneld.ctl.cluster.nodes import Cluster, Node, Probes, answer_remedy, gather, port_of
 from flanneld.ctl.cluster.rules import Remark, remarks
 from flanneld.ctl.data_source import Source
 from flanneld.ctl.findings import Severity
@@ -18,7 +19,7 @@ from flanneld.runtime import clock
 #: Seconds until a host counts as silent; each is asked twice.
 _WITHIN = 0.6
 _COLUMNS = ("node", "public ip", "state", "rtt", "backend", "vni", "port", "mtu", "version", "store", "note")
-_MUTE = "does not answer queries: Go's daemon, an older one, or no -answer-port"
+_MUTE = "does not answer queries"
 
 
 def read(source: Source) -> Cluster:
@@ -67,6 +68,15 @@ def state(found: list[Remark]) -> str:
 def _more(node: Node) -> list[str]:
     """Return what is normal for a node of another kind, but explains missing columns."""
     return [_MUTE] if node.answers == "kernel" else []
+
+
+def unanswered(cluster: Cluster, source: Source) -> list[str]:
+    """Return one line about columns that stay empty for want of answers to queries, with the remedy."""
+    mute = sum(node.answers == "kernel" for node in cluster.nodes)
+    if not mute:
+        return []
+    missing = f"port, MTU, version and store of {counted(mute, 'node')}"
+    return [f"{missing}; {answer_remedy(port_of(source.document, source.options))}"]
 
 
 def plain(cluster: Cluster, found: list[Remark]) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from ipaddress import ip_address, ip_network
 from typing import Any
 
-from msgspec import Struct, field
+from msgspec import Struct
 
 from flanneld.ctl.snapshot import values
 from flanneld.diagnostics.responder.facts import device, store_kind
@@ -82,7 +82,6 @@ class Cluster(Struct, frozen=True, gc=False):
     nodes: tuple[Node, ...] = ()
     own: frozenset[str] = frozenset()
     now: float = 0.0
-    unknown: Sequence[object] = field(default_factory=tuple)
 
 
 #: Asks many addresses at once.
@@ -113,6 +112,12 @@ def gather(document: Mapping[str, Any], probes: Probes, now: float) -> Cluster:
 def port_of(document: Mapping[str, Any], options: Options) -> int:
     """Return the port to ask: that of our own daemon, else that of the flags, else the usual one."""
     return document.get("answer_port") or options.answer_port or DEFAULT_PORT
+
+
+def answer_remedy(port: int) -> str:
+    """Return what lets a daemon answer queries."""
+    remedy = f"start flanneld there with -answer-port={port}, and let UDP {port} in"
+    return f"{remedy} (Go's daemon answers no queries)"
 
 
 def vxlan_of(document: Mapping[str, Any]) -> Vxlan | None:

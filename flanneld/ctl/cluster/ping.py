@@ -7,7 +7,7 @@ from contextlib import closing
 from ipaddress import ip_address, ip_network
 from typing import Any
 
-from flanneld.ctl.cluster.nodes import our_addresses, port_of, target_of, vxlan_of
+from flanneld.ctl.cluster.nodes import answer_remedy, our_addresses, port_of, target_of, vxlan_of
 from flanneld.ctl.cluster.reach import Series, Stage, Verdict
 from flanneld.ctl.data_source import Source
 from flanneld.ctl.path_mtu import peer_named
@@ -136,6 +136,14 @@ def table(found: list[Series], said: Verdict) -> list[TextTable]:
     ]
 
 
+def unanswered(found: list[Series], source: Source) -> list[str]:
+    """Return one line about stages that are left out for want of answers to queries, with the remedy."""
+    if not any(each.stage is Stage.UDP and each.is_refused for each in found):
+        return []
+    remedy = answer_remedy(port_of(source.document, source.options))
+    return [f"which direction loses large packets (there, back); {remedy}"]
+
+
 def plain(found: list[Series], said: Verdict) -> dict[str, Any]:
     """Return the same as JSON."""
     stages = [
@@ -176,5 +184,5 @@ def _note(each: Series) -> str:
             return "closed"
         return "rejected" if each.error else "open, or dropped without an answer"
     if each.stage is Stage.UDP and each.is_refused:
-        return "UDP arrives; no answers to queries: Go's daemon, an older one, or no -answer-port"
+        return "UDP arrives; the daemon does not answer queries"
     return ""

@@ -17,6 +17,7 @@ from flanneld.backends import registry
 from flanneld.backends.contract import Backend, Host
 from flanneld.errors import Fatal
 from flanneld.model import Uplink
+from flanneld.network.query.message import DEFAULT_PORT
 from tests.kubernetes_objects import (
     CHART,
     Object,
@@ -40,6 +41,7 @@ AS_LITTLE_AS_POSSIBLE: Object = {
         "tolerations": [],
         "resources": None,
         "healthz": {"port": 0},
+        "answerPort": 0,
         "skipCNIConfigInstallation": True,
     },
 }
@@ -228,16 +230,21 @@ def test_the_cni_configuration_can_be_another_or_be_left_to_others() -> None:
     assert set(init_containers(objects)) == {"install-cni-plugin"}
 
 
-def test_the_arguments_are_those_given_and_the_health_port() -> None:
-    found = daemon(flannel(args=["--kube-subnet-mgr", "--iface=eth1"], healthz={"port": 9099}))
-    assert found["args"] == ["--kube-subnet-mgr", "--iface=eth1", "--healthz-port=9099"]
+def test_the_arguments_are_those_given_and_the_ports() -> None:
+    args = ["--kube-subnet-mgr", "--iface=eth1"]
+    found = daemon(flannel(args=args, healthz={"port": 9099}, answerPort=9100))
+    assert found["args"] == [*args, "--healthz-port=9099", "--answer-port=9100"]
     assert found["ports"][0]["containerPort"] == 9099
 
 
 def test_without_a_health_port_nobody_asks_for_health() -> None:
     found = daemon(flannel(healthz={"port": 0}))
     assert not {"ports", "livenessProbe", "readinessProbe"} & set(found)
-    assert found["args"] == ["--ip-masq", "--kube-subnet-mgr"]
+    assert found["args"] == ["--ip-masq", "--kube-subnet-mgr", f"--answer-port={DEFAULT_PORT}"]
+
+
+def test_without_an_answer_port_no_flag_is_given() -> None:
+    assert not [each for each in daemon(flannel(answerPort=0))["args"] if "answer" in each]
 
 
 def test_where_and_how_the_pods_run_can_be_chosen() -> None:

@@ -93,6 +93,11 @@ def test_the_entry_point_is_upstreams() -> None:
     assert [json.loads(rest) for word, rest in FINAL if word == "ENTRYPOINT"] == [["/opt/bin/flanneld"]]
 
 
+def test_flannelctl_is_in_the_path() -> None:
+    """The page on the image shows ``kubectl exec ... -- flannelctl``."""
+    assert "ln -s /opt/flanneld/bin/flannelctl /out/usr/local/bin/flannelctl" in TEXT
+
+
 def test_no_architecture_is_named() -> None:
     names = r"amd64|x86_64|arm64|aarch64|armhf|armv7|ppc64|s390x|riscv|--platform"
     assert re.findall(names, TEXT) == []

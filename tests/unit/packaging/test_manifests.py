@@ -16,6 +16,7 @@ import kubernetes_validate
 import pytest
 
 from flanneld import config, options
+from flanneld.network.query.message import DEFAULT_PORT
 from tests.kubernetes_objects import (
     IMAGE,
     MANIFEST,
@@ -200,6 +201,10 @@ def test_the_network_config_is_one_that_flanneld_understands() -> None:
 def test_the_arguments_are_flags_of_flanneld() -> None:
     flags = {each.partition("=")[0].removeprefix("--") for each in daemon(MADE)["args"]}
     assert flags <= {flag.name for flag in options.FLAGS}
+
+
+def test_nodes_answer_each_others_flannelctl() -> None:
+    assert f"--answer-port={DEFAULT_PORT}" in daemon(MADE)["args"]
 
 
 def test_the_probes_ask_the_health_server() -> None:

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from flanneld import options
 from flanneld.diagnostics import host_checks
+from flanneld.network.query.message import DEFAULT_PORT
 
 SYSTEMD = Path(__file__).parents[3] / "dist/systemd"
 UNITS = Path("/usr/lib/systemd/system")
@@ -121,6 +123,14 @@ def test_the_settings_are_those_that_the_daemon_looks_at() -> None:
     wanted = {*host_checks.FORWARDING.values(), *host_checks.BRIDGED.values()}
     assert {name: value for name, value in named.items() if name in wanted} == dict.fromkeys(wanted, "1")
     assert named.keys() - wanted == {"net/ipv6/conf/eth0/accept_ra"}
+
+
+def test_default_file_of_the_package_is_understood_and_lets_nodes_answer_each_other() -> None:
+    lines = (SYSTEMD.parent / "debian/default").read_text().splitlines()
+    shown = dict(line.removeprefix("#").split("=", 1) for line in lines if "FLANNELD_" in line)
+    assert {f"FLANNELD_{flag.name.upper().replace('-', '_')}" for flag in options.FLAGS} >= shown.keys()
+    in_force = dict(line.split("=", 1) for line in lines if line.startswith("FLANNELD_"))
+    assert options.read([], in_force).answer_port == DEFAULT_PORT
 
 
 @pytest.mark.parametrize("file", ["network/10-flannel.link", "network/10-flannel.network"])

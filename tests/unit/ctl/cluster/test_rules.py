@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from flanneld.ctl.cluster import commands
 from flanneld.ctl.cluster.nodes import Cluster, Node, Probes, Told, gather, told
 from flanneld.ctl.cluster.rules import RULES, findings, remarks
+from flanneld.ctl.data_source import Source
 from flanneld.ctl.findings import Advice, Severity
 from flanneld.network.query.survey import SILENCE, Reply
 
@@ -121,6 +122,19 @@ def test_line_of_a_node_says_what_is_wrong_with_it() -> None:
     assert lines[LAST][2] == "PROBLEM"
     assert lines[LAST][-1] == "MTU 1400, most have 1450; version 2.0, most have 1.0"
     assert lines["10.5.2.0/24"][2:4] == ("ok", "1.0 ms")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"), [({}, []), (MUTE, []), ({**MUTE, "echo": Reply(0.001)}, ["of 1 node; start"])]
+)
+def test_nodes_without_answer_port_are_counted_with_the_remedy(
+    changes: dict[str, Any], said: list[str]
+) -> None:
+    lines = commands.unanswered(cluster(**changes), Source("daemon", {"answer_port": 8471}))
+    assert len(lines) == len(said)
+    for line, expected in zip(lines, said, strict=True):
+        assert expected in line
+        assert "-answer-port=8471" in line
 
 
 def test_finding_names_few_of_many_nodes() -> None:
