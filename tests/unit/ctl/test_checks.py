@@ -426,7 +426,7 @@ def test_a_silent_peer_whose_port_is_closed_gets_the_advice_to_look_there() -> N
 
 
 def test_peer_whose_charon_is_missing_gets_the_advice_to_look_for_it() -> None:
-    session = {**SILENT, "endpoint": "192.0.2.2:500"}
+    session = {**SILENT, "endpoint": "192.0.2.2:500", "protocol": "ipsec"}
     assert_advice(replace(peer(sessions=[session]), refusing=frozenset({"192.0.2.2"})), "flanneld and charon")
     quiet = replace(
         peer(backend="ipsec"),
