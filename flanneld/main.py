@@ -33,6 +33,7 @@ from flanneld.runtime.supervisor import Supervisor
 from flanneld.subnet import subnet_file
 from flanneld.subnet.manager import NodeStore
 from flanneld.subnet.stores import open_manager
+from flanneld.subnet.subnet_file import SubnetEnv
 
 if TYPE_CHECKING:
     from flanneld.lease_server import LeaseService
@@ -273,14 +274,8 @@ class Daemon:
 
     def _write_subnet_file(self, member: Member) -> None:
         assert self._host is not None
-        self._host.write(
-            subnet_file.SubnetEnv(
-                networks=tuple(each.network for each in member.config.ranges),
-                subnets=tuple(net for net in member.lease.key if net is not None),
-                mtu=member.uplink_manager.backend.mtu,
-                ip_masq=self._options.ip_masq,
-            )
-        )
+        mtu = member.uplink_manager.backend.mtu
+        self._host.write(SubnetEnv.of(member.config, member.lease.key, mtu, ip_masq=self._options.ip_masq))
         self._readiness.hold("file", self._host.file_problem)
 
     def _tell(self, troubles: list[str]) -> None:

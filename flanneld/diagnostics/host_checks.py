@@ -158,6 +158,12 @@ class KernelForwardingTable(LastingTable):
         self._off = self._read_off()
         return report
 
+    def script(self, scope: Scope) -> Iterator[str]:
+        """Yield the commands that switch forwarding on."""
+        del scope
+        facts = read_facts(self._families, self._uplink())
+        yield from (finding.command for finding in _no_forwarding(facts))
+
     def has_changed(self) -> bool:
         return self._read_off() != self._off
 

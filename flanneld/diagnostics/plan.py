@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from flanneld.diagnostics import host_checks
 from flanneld.diagnostics.dry_run import Notes, Outcome, dry_run
+from flanneld.diagnostics.host_checks import KernelForwardingTable
 from flanneld.network import iproute2_commands
-from flanneld.network.firewall import detect, rules
-from flanneld.network.firewall.command import IptablesRunner
-from flanneld.network.firewall.driver import Driver
-from flanneld.network.firewall.edits import RuleOwnership, claim, edits_for
-from flanneld.network.firewall.iptables.restore import Restore
-from flanneld.network.firewall.iptables.text import restore_text
-from flanneld.network.firewall.rules import Rules, Style
-from flanneld.network.firewall.rules_sweep import PLACES, RulePlace, driver, may_hold
 from flanneld.options import Options
-from flanneld.reconcile.firewall import FirewallSettings, firewall_settings
+from flanneld.reconcile.firewall import firewall_settings, place_rules
+from flanneld.reconcile.reconciler import desired_by_table
 from flanneld.state.resources import Kind, Resource
-from flanneld.subnet import subnet_file
+from flanneld.state.table import Scope, Scripted
 from flanneld.subnet.manager import SubnetManager
-from flanneld.subnet.subnet_file import SubnetEnv
+from flanneld.subnet.subnet_file import SubnetEnv, SubnetEnvFile, SubnetFileTable
 
 
 def print_plan(wanted: Options, manager: SubnetManager, say: Callable[[str], None]) -> None:
@@ -41,12 +33,9 @@ def lines(wanted: Options, outcome: Outcome) -> Iterator[str]:
     """Yield the plan in the order of a startup."""
     yield from _lease(outcome)
     yield from kernel_lines(outcome, local=True)
-    yield from _subnet_file(wanted, outcome)
-    yield from _settings(outcome, services=wanted.kube_subnet_mgr)
+    yield from _host(wanted, outcome)
     yield from kernel_lines(outcome, local=False)
-    if any(net is not None for net in outcome.own.key):
-        settings = firewall_settings(wanted, outcome.config, outcome.own.key, outcome.previous)
-        yield from _rules(settings, IptablesRunner(threading.Event()))
+    yield from _rules(wanted, outcome)
 
 
 def _harmless(comment: str) -> str:
@@ -100,58 +89,25 @@ def _outside(resource: Resource, notes: Notes) -> str:
     return f"# changed: {resource}{was}{calls}"
 
 
-def _subnet_file(wanted: Options, outcome: Outcome) -> Iterator[str]:
-    subnets = tuple(net for net in outcome.own.key if net is not None)
-    if not subnets:
-        return
-    networks = tuple(each.network for each in outcome.config.ranges)
-    text = subnet_file.render(SubnetEnv(networks, subnets, outcome.mtu, wanted.ip_masq))
-    path = Path(wanted.subnet_file)
-    try:
-        if path.read_text() == text:
-            return
-    except (OSError, UnicodeDecodeError):
-        pass
-    yield f"printf '%s\\n' {' '.join(text.split())} > {shlex.quote(str(path))}"
+def _host(wanted: Options, outcome: Outcome) -> Iterator[str]:
+    """Yield the commands for subnet.env and the kernel's forwarding."""
+    config, own, path = outcome.config, outcome.own.key, Path(wanted.subnet_file)
+    if any(own):
+        env = SubnetEnv.of(config, own, outcome.mtu, ip_masq=wanted.ip_masq)
+        yield from _scripts([SubnetFileTable(path)], [SubnetEnvFile.of(path, env)])
+    forwarding = KernelForwardingTable(config.families, lambda: outcome.uplink.name, keep=True)
+    yield from _scripts([forwarding], forwarding.desired)
 
 
-def _settings(outcome: Outcome, *, services: bool) -> Iterator[str]:
-    facts = host_checks.read_facts(outcome.config.families, outcome.uplink.name, services=services)
-    yield from (finding.command for finding in host_checks.findings(facts) if finding.settings)
-
-
-# ---- rules of the packet filter -----------------------------------------------------------------
-
-
-def _rules(settings: FirewallSettings, run: IptablesRunner) -> Iterator[str]:
+def _rules(wanted: Options, outcome: Outcome) -> Iterator[str]:
     """Yield the commands that install the rules, then those that remove an earlier run's elsewhere."""
-    if not (settings.purpose or settings.former):
-        return
-    place: RulePlace = "native"
-    if not settings.native:
-        place, _ = detect.choose(settings.flavour, detect.look([nets.family for nets in settings.nets]))
-    style: Style = "native" if settings.native else settings.style
-    purpose = settings.purpose
-    for nets in settings.nets:
-        former = next((each for each in settings.former if each.family == nets.family), None)
-        mine = claim([nets], former, masquerade=purpose.masquerade, forward=purpose.forward)
-        yield from _changes(driver(place, nets.family, run), rules.desired_rules(style, nets, purpose), mine)
-        for other in PLACES:
-            if other != place and may_hold(other, nets.family, mine):
-                yield from _changes(driver(other, nets.family, run), {}, mine)
+    settings = firewall_settings(wanted, outcome.config, outcome.own.key, outcome.previous)
+    if any(outcome.own.key) and (settings.purpose or settings.former):
+        placed = place_rules(settings, threading.Event())
+        yield from _scripts(placed.tables, placed.desired)
 
 
-def _changes(there: Driver, wanted: Rules, mine: RuleOwnership) -> Iterator[str]:
-    edits = edits_for(wanted, there.read(), mine)
-    if not edits:
-        return
-    if isinstance(there, Restore):
-        yield f"{there.name}-restore --noflush <<'END'"
-        yield from restore_text(edits).splitlines()
-    else:
-        from flanneld.network.firewall.nftables.driver import Nftables  # not needed on most hosts
-
-        assert isinstance(there, Nftables)
-        yield "nft -j -f - <<'END'"
-        yield json.dumps({"nftables": there.orders(edits)})
-    yield "END"
+def _scripts(tables: Iterable[Scripted], desired: Iterable[Resource]) -> Iterator[str]:
+    by_table = desired_by_table(desired)
+    for table in tables:
+        yield from table.script(Scope(by_table.get(table.name, {})))

@@ -24,15 +24,13 @@ from flanneld.network.firewall.detect import FlavourOption
 from flanneld.network.firewall.driver import Driver, Unavailable
 from flanneld.network.firewall.edits import RuleOwnership, claim
 from flanneld.network.firewall.forward_drops import dropping, in_the_way
-from flanneld.network.firewall.nftables.netlink import Removals
 from flanneld.network.firewall.rules import Nets, Purpose, Style, desired_rules
 from flanneld.network.firewall.rules_sweep import PLACES, RulePlace, driver, sweep
-from flanneld.network.firewall.tables import RulesTable, StaleRulesTable
+from flanneld.network.firewall.tables import RuleSet, RulesTable
 from flanneld.options import Options
 from flanneld.reconcile.reconciler import Reconciler, desired_by_table
 from flanneld.runtime import clock, shell
 from flanneld.runtime.step_loop import StepLoop
-from flanneld.state.table import Table
 from flanneld.subnet.subnet_file import Previous
 
 log = logging.getLogger(__name__)
@@ -79,6 +77,73 @@ def firewall_settings(
     )
 
 
+class PlacedRules(Struct, frozen=True, gc=False):
+    """Desired rules in the place that was chosen, and the tables of all places that may hold ours."""
+
+    place: RulePlace
+    reason: str
+    desired: tuple[RuleSet, ...]
+    tables: tuple[RulesTable, ...]
+
+
+def place_rules(settings: FirewallSettings, stop: threading.Event) -> PlacedRules:
+    """Choose the place of the rules. Raises ``Unavailable``.
+
+    Rules in other places, and of families without a network now, are removed once the new ones are set.
+    """
+    commands = IptablesRunner(stop)
+    place, reason = _choose_place(settings)
+    style: Style = "native" if settings.native else settings.style
+    used = [
+        RulesTable(
+            place,
+            nets.family,
+            _claim(settings, nets.family),
+            _driver(place, nets.family, commands, stop),
+            commands,
+            audit=max(1.0, settings.resync),
+        )
+        for nets in settings.nets
+    ]
+    needs = frozenset(table.name for table in used)
+    families = {table.family for table in used}
+    others = [
+        RulesTable(other, family, _claim(settings, family), None, commands, needs=needs)
+        for family in dict.fromkeys(nets.family for nets in (*settings.nets, *settings.former))
+        for other in PLACES
+        if family not in families or other != place
+    ]
+    desired = (
+        table.desired(desired_rules(style, nets, settings.purpose))
+        for nets, table in zip(settings.nets, used, strict=True)
+    )
+    return PlacedRules(place, reason, tuple(desired), (*used, *others))
+
+
+def _choose_place(settings: FirewallSettings) -> tuple[RulePlace, str]:
+    if settings.native:
+        return "native", "requested by EnableNFTables in the network config"
+    return detect.choose(settings.flavour, detect.look([nets.family for nets in settings.nets]))
+
+
+def _driver(place: RulePlace, family: Family, commands: IptablesRunner, stop: threading.Event) -> Driver:
+    if place == "legacy" and family == 4:
+        from flanneld.network.firewall.iptables.legacy import PythonIptables  # not on most hosts
+
+        try:
+            return PythonIptables(stop)
+        except Unavailable as reason:
+            log.info("Using iptables-legacy-restore: %s", reason)
+    return driver(place, family, commands)
+
+
+def _claim(settings: FirewallSettings, family: Family) -> RuleOwnership:
+    now = [nets for nets in settings.nets if nets.family == family]
+    former = next((nets for nets in settings.former if nets.family == family), None)
+    purpose = settings.purpose
+    return claim(now, former, masquerade=purpose.masquerade, forward=purpose.forward)
+
+
 class Firewall:
     """Worker for the rules of all families. Call ``start`` once, then ``run`` in a thread."""
 
@@ -87,9 +152,7 @@ class Firewall:
     ) -> None:
         self._settings = settings
         self._stop = stop
-        self._commands = IptablesRunner(stop)
-        self._place: RulePlace = "nft"
-        self._rules: dict[str, RulesTable] = {}
+        self._placed = PlacedRules("nft", "", (), ())
         self._reconciler = Reconciler((), {}, stop.is_set)
         self._loop = StepLoop(
             lambda now: self._reconciler.step(now),
@@ -103,23 +166,26 @@ class Firewall:
     @property
     def place(self) -> RulePlace:
         """Place of the rules."""
-        return self._place
+        return self._placed.place
 
     @property
     def repairs(self) -> dict[tuple[str, str], int]:
         """Return repairs by driver and by the program that removed the rules, or "unknown"."""
+        names = {each.table: each.name for each in self._placed.desired}
         return {
-            (self._rules[state.name].desired.name, by): number
+            (names[state.name], by): number
             for state in self._reconciler.states()
-            if state.name in self._rules
+            if state.name in names
             for by, number in state.repairs.items()
         }
 
     def unsettled(self) -> list[Family]:
         """Return the families whose rules are not, or may not be, in place."""
-        states = self._reconciler.states()
+        families = {each.name: each.family for each in self._placed.tables if each.is_used}
         return [
-            self._rules[each.name].family for each in states if each.name in self._rules and not each.settled
+            families[each.name]
+            for each in self._reconciler.states()
+            if each.name in families and not each.settled
         ]
 
     def is_fighting(self) -> bool:
@@ -154,8 +220,7 @@ class Firewall:
     def _set_up(self) -> None:
         purpose = self._settings.purpose
         try:
-            reason = self._choose_place()
-            drivers = {nets.family: self._driver(nets.family) for nets in self._settings.nets}
+            placed = place_rules(self._settings, self._stop)
         except Unavailable as missing:
             if purpose.masquerade:
                 raise Fatal(f"cannot masquerade: {missing.problem}", missing.remedy) from missing
@@ -163,73 +228,19 @@ class Firewall:
                 log.warning("No FORWARD rules: %s", missing)
             return
         if purpose:
-            names = ", ".join(dict.fromkeys(each.name for each in drivers.values()))
-            log.info("Using %s (%s)", names, reason)
-        tables = [self._table(nets, drivers[nets.family]) for nets in self._settings.nets]
-        self._rules = {table.name: table for table in tables}
-        desired = desired_by_table(table.desired for table in tables)
-        self._reconciler = Reconciler([*tables, *self._stale_tables()], desired, self._stop.is_set)
+            names = ", ".join(dict.fromkeys(each.name for each in placed.desired))
+            log.info("Using %s (%s)", names, placed.reason)
+        self._placed = placed
+        desired = desired_by_table(placed.desired)
+        self._reconciler = Reconciler(placed.tables, desired, self._stop.is_set)
+        for table in placed.tables if placed.place != "legacy" else ():
+            if table.is_used:
+                table.listen()
         self._reconciler.step(clock.now())
-
-    def _choose_place(self) -> str:
-        """Set the place of the rules. Return the reason for the choice."""
-        if self._settings.native:
-            self._place = "native"
-            return "requested by EnableNFTables in the network config"
-        facts = detect.look([nets.family for nets in self._settings.nets])
-        self._place, reason = detect.choose(self._settings.flavour, facts)
-        return reason
-
-    def _driver(self, family: Family) -> Driver:
-        if self._place == "legacy" and family == 4:
-            from flanneld.network.firewall.iptables.legacy import PythonIptables  # not on most hosts
-
-            try:
-                return PythonIptables(self._stop)
-            except Unavailable as reason:
-                log.info("Using iptables-legacy-restore: %s", reason)
-        return driver(self._place, family, self._commands)
-
-    def _table(self, nets: Nets, through: Driver) -> RulesTable:
-        style: Style = "native" if self._settings.native else self._settings.style
-        removals = self._listen()
-        return RulesTable(
-            nets.family,
-            self._place,
-            through,
-            desired_rules(style, nets, self._settings.purpose),
-            self._claim(nets.family),
-            removals=removals,
-            audit=None if removals else max(1.0, self._settings.resync),
-        )
-
-    def _stale_tables(self) -> Iterable[Table]:
-        """Return the tables of the other places. Their rules are removed once the new ones are in place."""
-        needs = frozenset(self._rules)
-        used = {nets.family for nets in self._settings.nets}
-        for family in dict.fromkeys([*used, *(former.family for former in self._settings.former)]):
-            for place in PLACES:
-                if family not in used or place != self._place:
-                    yield StaleRulesTable(place, family, self._claim(family), self._commands, needs)
-
-    def _claim(self, family: Family) -> RuleOwnership:
-        now = [nets for nets in self._settings.nets if nets.family == family]
-        former = next((nets for nets in self._settings.former if nets.family == family), None)
-        purpose = self._settings.purpose
-        return claim(now, former, masquerade=purpose.masquerade, forward=purpose.forward)
-
-    def _listen(self) -> Removals | None:
-        if self._place == "legacy":
-            return None
-        try:
-            return Removals()
-        except OSError as error:
-            log.warning("No notifications from nf_tables: %s; reading the rules periodically", error)
-            return None
 
     def _warn_of_dropping(self) -> None:
         """Warn of chains that drop packets: our rules accept them in one table at most."""
-        ours = self._place if self._rules and self._settings.purpose.forward else None
+        ours = self.place if self._placed.tables and self._settings.purpose.forward else None
         for nets in self._settings.nets:
             for found in dropping(nets.family):
                 if in_the_way(found, nets.network, ours):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from ipaddress import IPv4Network, IPv6Network
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import ClassVar, TypeVar
 from msgspec import Struct
 
 from flanneld.compat.flags import quoted
+from flanneld.config import Config
 from flanneld.errors import Retryable
 from flanneld.model import FAMILIES, IPNetwork, LeaseKey
 from flanneld.runtime.files import atomic_file
@@ -43,6 +45,12 @@ class SubnetEnv(Struct, frozen=True, gc=False):
     subnets: tuple[IPNetwork, ...]
     mtu: int
     ip_masq: bool
+
+    @classmethod
+    def of(cls, config: Config, own: LeaseKey, mtu: int, *, ip_masq: bool) -> SubnetEnv:
+        """Return the contents for a node with this lease."""
+        networks = tuple(each.network for each in config.ranges)
+        return cls(networks, tuple(net for net in own if net is not None), mtu, ip_masq)
 
 
 class Previous(Struct, frozen=True, gc=False):
@@ -172,6 +180,13 @@ class SubnetFileTable(LastingTable):
                 what = "removed" if put.was is None else "changed"
                 report.details[put.want.key] = f"another program had {what} it"
         return report
+
+    def script(self, scope: Scope) -> Iterator[str]:
+        """Yield the command that writes the file, unless it has the desired content."""
+        for want in scope.desired.values():
+            if isinstance(want, SubnetEnvFile) and _content(self._path) != want.content:
+                lines = " ".join(want.content.decode().split())
+                yield f"printf '%s\\n' {lines} > {shlex.quote(str(self._path))}"
 
     def has_changed(self) -> bool:
         return self._stamp is not None and self._stamp != _stamp(self._path)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.lab import Lab, Node, own_command
+from tests.netns.pair import DUAL_STACK
 
 NETWORK = "10.5.0.0/16"
 PATIENCE = 60
@@ -190,3 +191,15 @@ def test_with_kubernetes_too_a_plan_announces_nothing(lab: Lab) -> None:
     carry_out(node, script)
     assert planned() == ""
     assert lab.kube.control.annotations(node.name) == before
+
+
+def test_rules_of_a_family_that_the_network_gave_up_are_in_the_plan(lab: Lab) -> None:
+    node, _ = settled(lab, {"Type": "host-gw"}, "--ip-masq", **DUAL_STACK)
+    node.stop()
+    lab.etcd.put_config({"Network": NETWORK, "Backend": {"Type": "host-gw"}})
+    lab.etcd.put_lease(node.subnet(), {"PublicIP": node.address, "BackendType": "host-gw"})
+    script = plan(lab, node, "--ip-masq")
+    assert "\nip6tables-nft-restore --noflush" in script
+    carry_out(node, script)
+    assert "flanneld" not in node.run("ip6tables-nft-save").stdout
+    assert plan(lab, node, "--ip-masq") == ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from flanneld.errors import Retryable
@@ -34,6 +34,9 @@ class Driver(Protocol):
         Raises ``Rejected`` if they are impossible, for example after a concurrent change, and ``Retryable``
         on a timeout.
         """
+
+    def script(self, edits: Sequence[Edit]) -> Iterator[str]:
+        """Yield the lines of a shell script that does the same as ``apply``."""
 
 
 def carry_out(driver: Driver, edits: Sequence[Edit]) -> tuple[Edit, ...]:

@@ -1,4 +1,4 @@
-"""Reconciler tables for the packet filter: one family's rules, and an earlier run's rules elsewhere."""
+"""Reconciler table for the packet filter: one family's rules in one place, in use or of an earlier run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flanneld.network.firewall.edits import RuleOwnership as RulesClaim
 from flanneld.network.firewall.iptables.text import rule_text
 from flanneld.network.firewall.nftables.netlink import Removal, Removals
 from flanneld.network.firewall.rules import IPTABLES_CHAINS, NATIVE_TABLE, Chain, Rule, Rules
-from flanneld.network.firewall.rules_sweep import RulePlace, described, stale_rules
+from flanneld.network.firewall.rules_sweep import RulePlace, described, driver, may_hold
 from flanneld.state.report import Report
 from flanneld.state.resources import Key, Kind, Resource
 from flanneld.state.table import Changes, Claim, Put, Scope, Seen
@@ -32,12 +32,15 @@ _FEW = 8
 
 
 class RuleSet(Struct, frozen=True, gc=False):
-    """One family's rules in one place. ``edits`` would correct them, none if they are correct."""
+    """One family's rules in one place, as ``name`` sets them.
+
+    Those found are all in the chains that may hold ours, unless ours are as desired.
+    """
 
     kind: ClassVar[Kind] = Kind.RULES
     table: str
     name: str
-    edits: tuple[Edit, ...] = ()
+    rules: tuple[tuple[Chain, tuple[Rule, ...]], ...] = ()
 
     @property
     def key(self) -> Key:
@@ -48,76 +51,114 @@ class RuleSet(Struct, frozen=True, gc=False):
 
 
 class RulesTable:
-    """Table of one family's rules.
+    """Table of one family's rules in one place.
 
-    ``removals`` reports removals in nf_tables. The legacy tables send no notifications and are read every
-    ``audit`` seconds.
+    ``through`` is the driver of the place in use, whose legacy tables are read every ``audit`` seconds. None
+    means a place that may hold rules of an earlier run: they are looked for once, after the tables in
+    ``needs``.
     """
 
     worker = "firewall"
     vital = False
-    needs: frozenset[str] = frozenset()
 
     def __init__(
         self,
-        family: Family,
         place: RulePlace,
-        driver: Driver,
-        rules: Rules,
+        family: Family,
         claim: RulesClaim,
+        through: Driver | None,
+        commands: IptablesRunner,
         *,
-        removals: Removals | None,
-        audit: float | None,
+        audit: float | None = None,
+        needs: frozenset[str] = frozenset(),
     ) -> None:
         self.family = family
-        self.name = f"firewall-ipv{family}"
-        self.what = f"the rules for IPv{family}"
+        self.name = f"firewall-ipv{family}" + ("" if through else f"-{place}")
+        self.what = f"the rules for IPv{family}" + ("" if through else f" of an earlier run ({place})")
         self.audit = audit
-        self.desired = RuleSet(self.name, driver.name)
-        self._place = place
-        self._driver = driver
-        self._rules = rules
+        self.needs = needs
+        self._place: RulePlace = place
+        self.is_used = through is not None
+        self._driver = through
+        self._commands = commands
         self._claim = claim
-        self._removals = removals
-        self._was_right = False
+        self._removals: Removals | None = None
+        self._was_right = self._lacks_random = False
         #: Edits of chains that could only be flushed, because foreign rules refer to them.
         self._stuck: set[Edit] = set()
         self._found: Rules = {}
 
+    def desired(self, rules: Rules) -> RuleSet:
+        """Return the rules as a resource of this table, which is in use."""
+        assert self._driver is not None
+        return RuleSet(self.name, self._driver.name, tuple(rules.items()))
+
+    def listen(self) -> None:
+        """Have nf_tables notify of removals, instead of periodic reads."""
+        try:
+            self._removals = Removals()
+        except OSError as error:
+            log.warning("No notifications from nf_tables: %s; reading the rules periodically", error)
+            return
+        self.audit = None
+
     def read(self, scope: Scope) -> Iterator[Seen]:
-        del scope
-        yield Seen(RuleSet(self.name, self._driver.name, self._missing()))
+        want = next(iter(scope.desired.values()), None)
+        edits = self._look(want)
+        if want and not edits:
+            yield Seen(want)
+        elif edits and self._driver:
+            found = RuleSet(self.name, self._driver.name, tuple(self._found.items()))
+            yield Seen(found, Claim.OURS if want else Claim.LEFT)
 
     def put(self, puts: Sequence[Put]) -> Report:
-        """Apply the edits, and read the rules back. Raises ``Retryable``."""
-        del puts
-        report, failure = Report(), Retryable("the rules keep changing", "trying again")
-        edits = self._plan(self._rules)
+        """Set the rules, and read them back. Raises ``Retryable``."""
+        report = Report()
+        for want in (put.want for put in puts):
+            assert isinstance(want, RuleSet)
+            self._set(want, report)
+        return report
+
+    def _set(self, want: RuleSet, report: Report) -> None:
+        failure = Retryable("the rules keep changing", "trying again")
+        edits = self._plan(want)
         for _ in range(_ATTEMPTS):
             found = self._found
             try:
-                self._carry_out(edits)
+                self._carry_out(edits, want)
             except Rejected as rejection:
                 failure = rejection
-                edits = self._missing()
+                edits = self._look(want)
                 if not edits:
-                    return report
+                    return
                 continue
             # Discard the notifications of our own change: the read below covers it.
             list(self.changes())
-            report.made.append(self.desired)
-            report.details[self.desired.key] = _what(edits, found)
-            if self._missing():
-                report.pending.append(self.desired)
-            return report
+            report.made.append(want)
+            report.details[want.key] = _what(edits, found)
+            if self._look(want):
+                report.pending.append(want)
+            return
         raise failure
 
     def drop(self, found: Sequence[Resource]) -> Report:
-        """Keep the rules: containers stay connected without a daemon."""
-        del found
-        return Report()
+        """Remove the rules. Raises ``Retryable``."""
+        report = Report()
+        edits = self._plan(None)
+        stuck = carry_out(self._driver, edits) if self._driver else ()
+        self._stuck.update(stuck)
+        report.removed += found
+        report.details |= {each.key: _some(list(described(edits, stuck))) for each in found}
+        return report
+
+    def script(self, scope: Scope) -> Iterator[str]:
+        """Yield a shell script that sets the desired rules, or removes ours without any."""
+        edits = self._look(next(iter(scope.desired.values()), None))
+        if edits and self._driver:
+            yield from self._driver.script(edits)
 
     def close(self, *, remove: bool) -> None:
+        """Keep the rules: containers stay connected without a daemon."""
         del remove
         if self._removals is not None:
             self._removals.close()
@@ -138,97 +179,43 @@ class RulesTable:
             removal.table in ("", table) and removal.chain in ("", name) for table, name in IPTABLES_CHAINS
         )
 
-    def _missing(self) -> tuple[Edit, ...]:
-        self._found = self._driver.read()
-        edits = self._plan(self._rules)
+    def _look(self, want: Resource | None) -> tuple[Edit, ...]:
+        """Read the rules. Return the edits that correct them."""
+        self._found = self._read()
+        edits = self._plan(want)
         self._was_right = self._was_right or not edits
         return edits
 
-    def _plan(self, rules: Rules) -> tuple[Edit, ...]:
+    def _read(self) -> Rules:
+        try:
+            if self._driver is None:
+                if not may_hold(self._place, self.family, self._claim):
+                    return {}
+                self._driver = driver(self._place, self.family, self._commands)
+            return self._driver.read()
+        except Unavailable as missing:
+            if self.is_used:
+                raise
+            log.warning("Rules of an earlier run for IPv%d not removed: %s", self.family, missing)
+            return {}
+
+    def _plan(self, want: Resource | None) -> tuple[Edit, ...]:
+        rules: Rules = dict(want.rules) if isinstance(want, RuleSet) else {}
+        if self._lacks_random:
+            rules = _without_random(rules)
         return tuple(edit for edit in edits_for(rules, self._found, self._claim) if edit not in self._stuck)
 
-    def _carry_out(self, edits: Sequence[Edit]) -> None:
+    def _carry_out(self, edits: tuple[Edit, ...], want: RuleSet) -> None:
+        assert self._driver is not None
         try:
             self._stuck.update(carry_out(self._driver, edits))
         except Rejected:
-            plainer = _without_random(self._rules)
-            if self._was_right or plainer == self._rules:
+            plainer = self._plan(replace(want, rules=tuple(_without_random(dict(want.rules)).items())))
+            if self._was_right or plainer == edits:
                 raise
-            self._stuck.update(carry_out(self._driver, self._plan(plainer)))
-            self._rules = plainer
+            self._stuck.update(carry_out(self._driver, plainer))
+            self._lacks_random = True
             log.warning("%s lacks --random-fully: masquerading without it", self._driver.name)
-
-
-class StaleRules(Struct, frozen=True, gc=False):
-    """Rules of an earlier run in one place."""
-
-    kind: ClassVar[Kind] = Kind.RULES
-    table: str
-    place: RulePlace
-    family: Family
-    edits: tuple[Edit, ...]
-
-    @property
-    def key(self) -> Key:
-        return (self.table, self.place)
-
-    def __str__(self) -> str:
-        return f"what an earlier run left of the rules for IPv{self.family}"
-
-
-class StaleRulesTable:
-    """Table of one family's rules in a place that is not in use. Its desired state is empty."""
-
-    worker = "firewall"
-    vital = False
-    audit: float | None = None
-
-    def __init__(
-        self,
-        place: RulePlace,
-        family: Family,
-        claim: RulesClaim,
-        commands: IptablesRunner,
-        needs: frozenset[str],
-    ) -> None:
-        self.name = f"firewall-ipv{family}-{place}"
-        self.what = f"removals of what an earlier run left for IPv{family} ({place})"
-        self.needs = needs
-        self._place: RulePlace = place
-        self._family = family
-        self._claim = claim
-        self._commands = commands
-
-    def read(self, scope: Scope) -> Iterator[Seen]:
-        del scope
-        try:
-            edits = stale_rules(self._place, self._family, self._claim, self._commands)[1]
-        except Unavailable as missing:
-            log.warning("Rules of an earlier run for IPv%d not removed: %s", self._family, missing)
-            return
-        if edits:
-            yield Seen(StaleRules(self.name, self._place, self._family, edits), Claim.LEFT)
-
-    def put(self, puts: Sequence[Put]) -> Report:
-        """Create nothing: this table has no desired state."""
-        assert not puts
-        return Report()
-
-    def drop(self, found: Sequence[Resource]) -> Report:
-        """Remove the stale rules. Raises ``Retryable``."""
-        report = Report()
-        driver, edits = stale_rules(self._place, self._family, self._claim, self._commands)
-        if driver is not None and edits:
-            stuck = carry_out(driver, edits)
-            report.removed += found
-            for each in found:
-                report.details[each.key] = _some(
-                    [f"{driver.name}: {line}" for line in described(edits, stuck)]
-                )
-        return report
-
-    def close(self, *, remove: bool) -> None:
-        del remove
 
 
 def _without_random(rules: Rules) -> Rules:

@@ -12,7 +12,6 @@ from typing import ClassVar
 
 from flanneld.network.firewall.command import IptablesRunner
 from flanneld.network.firewall.edits import claim
-from flanneld.network.firewall.nftables.netlink import Removals
 from flanneld.network.firewall.rules import Nets, Purpose, Style, desired_rules
 from flanneld.network.firewall.rules_sweep import RulePlace, driver
 from flanneld.network.firewall.tables import RulesTable
@@ -31,10 +30,13 @@ class OfFirewall(OnHost):
 
     def __init__(self, host: Namespace) -> None:
         super().__init__(host)
-        self.resources = [self._table().desired]
+        self.resources = [self._table().desired(desired_rules(self.style, self._nets, self._purpose))]
 
     def make(self) -> Table:
-        return self._table()
+        table = self._table()
+        if self.place != "legacy":
+            table.listen()
+        return table
 
     @contextmanager
     def blind(self, table: Table) -> Iterator[None]:
@@ -47,15 +49,9 @@ class OfFirewall(OnHost):
             resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
     def _table(self) -> RulesTable:
-        return RulesTable(
-            4,
-            self.place,
-            driver(self.place, 4, IptablesRunner(threading.Event())),
-            desired_rules(self.style, self._nets, self._purpose),
-            claim([self._nets], None, masquerade=True, forward=True),
-            removals=None if self.place == "legacy" else Removals(),
-            audit=1.0,
-        )
+        commands = IptablesRunner(threading.Event())
+        mine = claim([self._nets], None, masquerade=True, forward=True)
+        return RulesTable(self.place, 4, mine, driver(self.place, 4, commands), commands, audit=1.0)
 
 
 class NftRules(OfFirewall):

@@ -20,7 +20,7 @@ from typing import Any
 from flanneld.errors import Retryable
 from flanneld.network.firewall.driver import Rejected, Unavailable
 from flanneld.network.firewall.edits import Edit
-from flanneld.network.firewall.iptables.restore import LOCK_WAIT, Locked, read_legacy
+from flanneld.network.firewall.iptables.restore import LOCK_WAIT, Locked, program, read_legacy, script
 from flanneld.network.firewall.rules import ALL_BITS, Match, Rule, Rules
 from flanneld.runtime import waits
 
@@ -49,6 +49,9 @@ class PythonIptables:
                     self._change(table, [edit for edit in edits if edit.chain[0] == table])
             except (self._iptc.IPTCError, self._iptc.XTablesError, ValueError) as error:
                 raise Rejected(f"python-iptables: {error}", "without it, commands do the same") from error
+
+    def script(self, edits: Sequence[Edit]) -> Iterator[str]:
+        return script(program("legacy", 4), edits)
 
     def _change(self, name: str, edits: Sequence[Edit]) -> None:
         # To resolve a jump the library would open, and thus create, all tables.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from flanneld.compat.glog import V
@@ -57,6 +57,9 @@ class Restore:
                 raise Locked from failure
             raise
 
+    def script(self, edits: Sequence[Edit]) -> Iterator[str]:
+        return script(self.name, edits)
+
     def _read_nft(self) -> Rules:
         try:
             with Netfilter() as netfilter:
@@ -67,6 +70,13 @@ class Restore:
             (table, name): text.read_rules(self._commands.run((self.name, "-t", table, "-S", name)))
             for table, name in there
         }
+
+
+def script(name: str, edits: Sequence[Edit]) -> Iterator[str]:
+    """Yield the lines of a shell script that applies the edits with this program."""
+    yield f"{name}-restore --noflush <<'END'"
+    yield from text.restore_text(edits).splitlines()
+    yield "END"
 
 
 class Locked(Retryable):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from flanneld.model import Family
@@ -34,10 +35,14 @@ class Nftables:
 
     def apply(self, edits: Sequence[Edit]) -> None:
         """Apply edits planned from the last ``read`` in one transaction."""
-        self._run(self.orders(edits))
+        self._run(self._orders(edits))
 
-    def orders(self, edits: Sequence[Edit]) -> list[JsonCommand]:
-        """Return the commands that ``apply`` would send to nftables."""
+    def script(self, edits: Sequence[Edit]) -> Iterator[str]:
+        yield "nft -j -f - <<'END'"
+        yield json.dumps({"nftables": self._orders(edits)})
+        yield "END"
+
+    def _orders(self, edits: Sequence[Edit]) -> list[JsonCommand]:
         return nft_json.commands(self._family, edits, self._listing)
 
     def _list(self) -> NftablesListing:
