@@ -18,10 +18,10 @@ ROOT = Path(flanneld.__file__).parent
 
 #: Programs of their own, each with the reason why it is not read here.
 EXEMPT = {
-    "backends/udp/proxy": "the udp proxy is another program: it has a process, and nothing steps it",
+    "backends/udp/proxy/": "the udp proxy is another program: it has a process, and nothing steps it",
 }
 
-#: Modules that are only good for waiting or for random numbers.
+#: Modules that are only good for waiting, for threads and processes, or for random numbers.
 MODULES = frozenset(
     [
         "_thread",
@@ -34,6 +34,8 @@ MODULES = frozenset(
         "secrets",
         "select",
         "selectors",
+        "socketserver",
+        "subprocess",
     ]
 )
 #: By module, what of it reads the wall clock, waits, starts threads or draws random numbers.
@@ -54,7 +56,10 @@ NAMES = {
         ]
     ),
     "threading": frozenset(["Barrier", "BoundedSemaphore", "Condition", "Semaphore", "Thread", "Timer"]),
-    "os": frozenset(["getrandom", "urandom", "wait", "wait3", "wait4", "waitid", "waitpid"]),
+    "http": frozenset(["HTTPServer", "ThreadingHTTPServer"]),
+    "os": frozenset(
+        ["getrandom", "popen", "system", "urandom", "wait", "wait3", "wait4", "waitid", "waitpid"]
+    ),
     "signal": frozenset(["pause", "sigtimedwait", "sigwait", "sigwaitinfo"]),
     "datetime": frozenset(["now", "today", "utcnow"]),
     "date": frozenset({"today"}),
@@ -62,8 +67,9 @@ NAMES = {
 }
 #: Functions of ``time`` that read the clock unless they are given this many arguments.
 ARGUMENTS = {"gmtime": 1, "localtime": 1, "ctime": 1, "asctime": 1, "strftime": 2}
-WAITS = frozenset({"wait", "wait_for"})
-#: Shells of ``runtime/`` that have a method of such a name.
+#: Methods that wait, by the number of arguments from which they are another thing's: of a lock, of a thread.
+WAITS = {"acquire": 2, "communicate": 2, "join": 1, "wait": 9, "wait_for": 9}
+#: Shells of ``runtime/`` that have a method ``wait``.
 SHELLS = frozenset({"lock", "supervisor", "_lock", "_supervisor"})
 
 
@@ -84,9 +90,10 @@ def _offence(node: ast.AST) -> Iterator[str]:
     match node:
         case ast.Import(names=names):
             yield from (f"import {each.name}" for each in names if each.name.split(".")[0] in MODULES)
+            yield from (f"import {each.name} as {each.asname}" for each in names if _is_hidden(each))
         case ast.ImportFrom(module=str(module), names=names):
             top = module.split(".")[0]
-            found = [each.name for each in names if each.name in NAMES.get(top, ())]
+            found = [each.name for each in names if each.name in NAMES.get(top, ()) or each.name == "*"]
             yield from (f"from {module} import {name}" for name in found)
             if top in MODULES:
                 yield f"from {module} import ..."
@@ -96,14 +103,21 @@ def _offence(node: ast.AST) -> Iterator[str]:
             name in NAMES[owner]
         ):
             yield f"{owner}.{name}"
+        case ast.Attribute(attr=name) if name in NAMES["http"]:
+            yield f"http.server.{name}"
         case ast.Call(func=ast.Attribute(value=ast.Name(id="time"), attr=name), args=args) if len(
             args
         ) < ARGUMENTS.get(name, 0):
             yield f"time.{name} of now"
-        case ast.Call(func=ast.Attribute(value=owner, attr=name)) if (
-            name in WAITS and _last(owner) not in SHELLS
-        ):
+        case ast.Call(func=ast.Attribute(value=owner, attr=name), args=args) if len(args) < WAITS.get(
+            name, 0
+        ) and not (name == "wait" and _last(owner) in SHELLS):
             yield f"{ast.unparse(owner)}.{name}()"
+
+
+def _is_hidden(module: ast.alias) -> bool:
+    """Return True for another name of a module whose functions are looked for by its own."""
+    return module.asname is not None and module.name.split(".")[0] in NAMES
 
 
 def _last(owner: ast.expr) -> str:
@@ -140,10 +154,27 @@ def test_exempt_place_exists(place: str) -> None:
         ("self._stop.wait(1)", ["1: self._stop.wait()"]),
         ("supervisor.stop.wait()", ["1: supervisor.stop.wait()"]),
         ("process.wait()", ["1: process.wait()"]),
+        ("process.communicate()", ["1: process.communicate()"]),
+        ("process.communicate(timeout=1)", ["1: process.communicate()"]),
+        ("import subprocess", ["1: import subprocess"]),
+        ("from subprocess import run", ["1: from subprocess import ..."]),
+        ("from http.server import ThreadingHTTPServer", ["1: from http.server import ThreadingHTTPServer"]),
+        ("http.server.ThreadingHTTPServer(here, serve)", ["1: http.server.ThreadingHTTPServer"]),
+        ("from socketserver import ThreadingMixIn", ["1: from socketserver import ..."]),
+        ("self._lock.acquire()", ["1: self._lock.acquire()"]),
+        ("lock.acquire(True, timeout=3)", ["1: lock.acquire()"]),
+        ("thread.join()", ["1: thread.join()"]),
+        ("thread.join(timeout=3)", ["1: thread.join()"]),
+        ("import time as t", ["1: import time as t"]),
+        ("from time import *", ["1: from time import *"]),
         ("time.strftime('%H', time.gmtime(0))", []),
         ("from threading import Lock", []),
         ("self._supervisor.wait(tick)", []),
         ("waits.pause(stop, 1)", []),
+        ("store.acquire(network, wanted, may_join=True)", []),
+        ("', '.join(words)", []),
+        ("from http.server import BaseHTTPRequestHandler", []),
+        ("with self._lock: pass", []),
     ],
 )
 def test_lint_finds_each_way_to_wait_and_nothing_else(source: str, found: list[str]) -> None:

@@ -13,7 +13,7 @@ from flanneld.network.ipsec_traces import CHARON_PID_FILE
 from flanneld.runtime import waits
 
 if TYPE_CHECKING:
-    import subprocess
+    from flanneld.runtime.lasting_process import LastingProcess
 
 #: Paths used by distributions, in upstream's order, tried after PATH.
 FOLDERS = ("/usr/lib/strongswan", "/usr/lib/ipsec", "/usr/libexec/strongswan", "/usr/libexec/ipsec")
@@ -60,7 +60,7 @@ class CharonProcess:
     def __init__(self, mark: str) -> None:
         self._mark = mark
         self._pid = 0
-        self._child: subprocess.Popen[bytes] | None = None
+        self._child: LastingProcess | None = None
         self._output = -1
 
     @property
@@ -68,13 +68,13 @@ class CharonProcess:
         """Return its pid, 0 if it does not run."""
         if self._child is not None and self._child.pid == self._pid:
             # A child that ends loses its environment first. Until it is reaped, no other charon starts.
-            return self._pid if self._child.poll() is None else 0
+            return self._pid if self._child.status is None else 0
         return self._pid if self._pid and _mark_of(self._pid) is not None else 0
 
     @property
     def status(self) -> int | None:
         """Return its exit status, or the negative number of the signal that ended it; None if unknown."""
-        return self._child.poll() if self._child else None
+        return self._child.status if self._child else None
 
     def find_running(self) -> None:
         """Look for a charon of an earlier run, unless ours runs."""
@@ -92,23 +92,14 @@ class CharonProcess:
 
     def start(self) -> None:
         """Start it. Raises ``Fatal`` if it is not installed, ``Retryable`` if it does not start."""
-        import subprocess
+        from flanneld.runtime.lasting_process import LastingProcess
 
         path = find()
         _remove_stale_pid_file()
         output = self._new_output()
         environment = {name: value for name, value in os.environ.items() if name in _PASSED}
         try:
-            self._child = subprocess.Popen(
-                [path],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=environment | {_MARK: self._mark},
-                cwd="/",
-                # A signal for the daemon, such as a terminal's Ctrl-C, must not reach charon.
-                start_new_session=True,
-            )
+            self._child = LastingProcess([path], environment | {_MARK: self._mark}, output)
         except OSError as failure:
             raise Retryable(f"charon does not start: {cause_of(failure)}") from None
         finally:

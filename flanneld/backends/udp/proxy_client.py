@@ -13,10 +13,9 @@ from msgspec import Struct
 from flanneld.backends.udp import control, rendezvous
 from flanneld.backends.udp.resources import UdpProxy
 from flanneld.errors import Retryable
-from flanneld.runtime import waits
 
 if TYPE_CHECKING:
-    import subprocess
+    from flanneld.runtime.lasting_process import LastingProcess
 
 READY = "ready"
 #: Seconds. An answer takes milliseconds, a process start 0.1 s; both take longer on a busy machine.
@@ -55,7 +54,7 @@ class ProxyClient:
         self.tun = tun
         self._of_anybody = of_anybody
         self._connection: socket.socket | None = None
-        self._process: subprocess.Popen[str] | None = None
+        self._process: LastingProcess | None = None
         #: True if the connected proxy listens at the usual address.
         self.has_usual_name = True
 
@@ -66,7 +65,7 @@ class ProxyClient:
         if self._connection:
             self._connection.close()
             self._connection = None
-        if self._process and self._process.poll() is not None:
+        if self._process and self._process.status is not None:
             self._process = None
 
     # ---- requests ----------------------------------------------------------------------------
@@ -144,21 +143,13 @@ class ProxyClient:
 
     def start(self, settings: UdpProxy) -> None:
         """Start a proxy, replacing a running one, and wait until it is ready. Raises ``Retryable``."""
-        import subprocess  # not needed by a new proxy, which uses this class to end the old one
+        # Not needed by a new proxy, which uses this class to end the old one.
+        from flanneld.runtime.lasting_process import LastingProcess
 
         self.close()
-        self._process = subprocess.Popen(
-            [sys.executable, "-S", "-P", "-m", "flanneld.backends.udp.proxy", *settings.words()],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd="/",
-            env=_environment(),
-            # Signals for the daemon, such as a terminal's Ctrl-C, must not reach the proxy.
-            start_new_session=True,
-        )
-        said = _said_by(self._process)
+        argv = (sys.executable, "-S", "-P", "-m", "flanneld.backends.udp.proxy", *settings.words())
+        self._process = LastingProcess(argv, _environment())
+        said = self._process.said(_START_PATIENCE)
         if said != [READY]:
             raise NoProxy(self.tun, said[-1] if said else "it ended without a message")
 
@@ -232,16 +223,6 @@ def succeed(tun: str) -> list[control.PeerEntry]:
     finally:
         client.close()
         ProxyClient(tun, of_anybody=True).leave(device_stays=True)
-
-
-def _said_by(process: subprocess.Popen[str]) -> list[str]:
-    """Return the lines that a new process writes before it closes its output or ends."""
-    assert process.stdout
-    with process.stdout as output:
-        if waits.readable(output.fileno(), _START_PATIENCE):
-            return output.read().split("\n")[:-1]
-    process.kill()
-    return [f"it was not ready after {_START_PATIENCE:g} s"]
 
 
 def _pidfd_of(pid: int) -> int:

@@ -10,6 +10,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from http.client import HTTPException
 from typing import Any
@@ -121,22 +122,14 @@ class Api:
 
     def watch(self, path: str, **query: str) -> ApiStream:
         """Start a watch. It blocks other requests until it is closed."""
-        self._turn.acquire()
-        try:
+        with ExitStack() as end:
+            end.enter_context(self._turn)
             response = self._send("GET", _target(path, query))
-        except BaseException:
-            self._turn.release()
-            raise
-        if response.connection and response.connection.sock:
-            response.connection.sock.settimeout(self._timeouts.silence)
-        return ApiStream(partial(self._read_piece, response), partial(self._end_watch, response))
-
-    def _end_watch(self, response: Any) -> None:
-        try:
-            response.close()
-        finally:
-            self._reset()
-            self._turn.release()
+            end.callback(self._reset)
+            end.callback(response.close)
+            if response.connection and response.connection.sock:
+                response.connection.sock.settimeout(self._timeouts.silence)
+            return ApiStream(partial(self._read_piece, response), end.pop_all().close)
 
     def _read_piece(self, response: Any) -> bytes:
         try:

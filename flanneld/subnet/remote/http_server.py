@@ -1,4 +1,4 @@
-"""HTTP server of the REST API: ``http.server`` with a bounded number of threads, one per connection."""
+"""HTTP server of the REST API: ``http.server``, with a thread for each connection."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ import io
 import logging
 import socket
 import ssl
-import threading
 from collections import Counter
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
-from flanneld.errors import lacking
 from flanneld.runtime import clock, waits
-from flanneld.runtime.logs.outage import LogRateLimit
+from flanneld.runtime.sockets.threaded_server import ThreadedServer
 from flanneld.subnet.remote.rest import NOT_FOUND, TEXT, RestAnswer, RestApi, RestRequest
 from flanneld.subnet.remote.wire import INDEX
 
@@ -28,8 +26,6 @@ ANSWER_TIME = 30.0
 MAX_BODY = 64 << 10
 #: Connections at a time. A client of Go flannel has three, two of them waiting.
 CONNECTIONS = 8192
-#: Bytes of a handler's stack: 8 MiB of address space each, the default, soon are more than a limit allows.
-_STACK = 512 << 10
 #: TCP keepalive finds vanished clients within half a minute: a watch has nothing to send them.
 _OPTIONS = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -41,15 +37,10 @@ _OPTIONS = (
 )
 #: Content type of Prometheus' text format.
 METRICS = "text/plain; version=0.0.4; charset=utf-8"
-#: Seconds to wait when there is no file descriptor for a connection: it stays in the queue meanwhile.
-_STARVED = 0.1
 
 
-class LeaseServer(ThreadingHTTPServer):
+class LeaseServer(ThreadedServer):
     """Server on one listening socket until ``close``."""
-
-    daemon_threads = True
-    block_on_close = False
 
     def __init__(
         self,
@@ -58,67 +49,21 @@ class LeaseServer(ThreadingHTTPServer):
         tls: ssl.SSLContext | None = None,
         connections: int = CONNECTIONS,
     ) -> None:
-        super().__init__(listener.getsockname(), _RequestHandler, bind_and_activate=False)
-        self.socket.close()
-        self.socket = listener
+        super().__init__(listener, _RequestHandler, connections)
         self.api = api
         self.tls = tls
-        self._limit = connections
-        self._full = LogRateLimit()
-        self._is_closing = threading.Event()
         #: Answers not sent yet.
         self._busy = 0
-        self._connections = 0
         #: Answers by method and status.
         self._answers: Counter[tuple[str, int]] = Counter()
-        self._lock = threading.Lock()
-
-    def serve(self) -> None:
-        """Answer until ``close``."""
-        threading.stack_size(_STACK)
-        try:
-            self.serve_forever(poll_interval=0.1)
-        finally:
-            threading.stack_size(0)
-            self.server_close()
 
     def close(self, within: float = 0.3) -> None:
         """End ``serve`` after the ready answers were sent. May be called repeatedly, from any thread."""
-        self._is_closing.set()
         waits.until(lambda: self._busy == 0, within=within, every=0.01)
-        self.shutdown()
-
-    def get_request(self) -> tuple[socket.socket, Any]:
-        try:
-            connection, address = super().get_request()
-        except OSError as error:
-            if lacking(error) is not None:
-                waits.pause(self._is_closing, _STARVED)
-            raise
-        with self._lock:
-            has_room = self._connections < self._limit
-            self._connections += has_room
-        if not has_room:
-            if self._full.allows("full"):
-                log.warning("Too many connections: refusing one of %s; start another server", address)
-            connection.close()
-            raise ConnectionAbortedError
-        return connection, address
-
-    def shutdown_request(self, request: Any) -> None:
-        try:
-            super().shutdown_request(request)
-        finally:
-            with self._lock:
-                self._connections -= 1
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log an unexpected exception in the handling of a request."""
-        del request
-        log.exception("Cannot answer a request of %s", client_address)
+        super().close()
 
     def answer(self, request: RestRequest) -> RestAnswer:
-        with self._lock:
+        with self.lock:
             self._busy += 1
         try:
             return self.api.answer(request)
@@ -128,7 +73,7 @@ class LeaseServer(ThreadingHTTPServer):
 
     def sent(self, request: RestRequest, answer: RestAnswer) -> None:
         """Count an answer, sent or not."""
-        with self._lock:
+        with self.lock:
             self._busy -= 1
             self._answers[request.method, answer.status] += 1
 
@@ -138,9 +83,9 @@ class LeaseServer(ThreadingHTTPServer):
 
     def metrics_text(self) -> str:
         """Return the counters in Prometheus' text format."""
-        with self._lock:
+        with self.lock:
             counted = sorted(self._answers.items())
-            gauges = {"connections": self._connections, "pending_requests": self._busy}
+            gauges = {"connections": self.connections, "pending_requests": self._busy}
         lines = ["# TYPE flannel_server_requests_total counter"]
         for (method, status), count in counted:
             lines.append(f'flannel_server_requests_total{{method="{method}",status="{status}"}} {count}')
